@@ -1,0 +1,26 @@
+"""Attention kernels: they compute tasks and know nothing of ranks."""
+
+from distca.attention.kernel import Gradients, Kernel
+from distca.attention.merge import merge_partial
+
+__all__ = ["Gradients", "Kernel", "merge_partial", "select_kernel"]
+
+
+def select_kernel(device_type: str) -> Kernel:
+    """The fastest kernel for a device.
+
+    Args:
+        device_type: "cpu" or "cuda".
+
+    Raises:
+        ValueError: there is no kernel for the device.
+    """
+    if device_type == "cpu":
+        from distca.attention.torch_cpu import TorchCpuKernel
+
+        return TorchCpuKernel()
+    if device_type == "cuda":
+        from distca.attention.flash import make_flash_kernel
+
+        return make_flash_kernel()
+    raise ValueError(f"no attention kernel for device {device_type!r}: use cpu or cuda")

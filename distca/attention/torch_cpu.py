@@ -1,0 +1,156 @@
+"""torch's fused CPU attention, which returns the LSE.
+
+`aten._scaled_dot_product_flash_attention_for_cpu` aligns its causal mask to the upper left and
+takes one sequence at a time, so each task is cut into *tiles* that it can run: the rectangle before
+the diagonal, the square on the diagonal, and for windows short bands with an additive mask. Tiles
+of the same queries merge by LSE.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+from distca.attention.kernel import Gradients
+from distca.attention.merge import merge_partial
+
+_forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+
+_BAND = 128
+"""Rows of a band of a windowed task: long enough for the kernel, short beside the window."""
+
+
+@dataclass(frozen=True)
+class _Tile:
+    """Query and key rows of one call; `diagonal`: a causal square; `mask`: added to the scores."""
+
+    q: slice
+    kv: slice
+    diagonal: bool = False
+    mask: torch.Tensor | None = None
+
+
+class TorchCpuKernel:
+    """See `Kernel`."""
+
+    def forward(
+        self,
+        q_THD: torch.Tensor,
+        k_THD: torch.Tensor,
+        v_THD: torch.Tensor,
+        cu_seqlens_q: torch.Tensor,
+        cu_seqlens_kv: torch.Tensor,
+        *,
+        causal: bool,
+        window_left: int | None,
+        softmax_scale: float,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        out = torch.zeros_like(q_THD)
+        lse = q_THD.new_full(q_THD.shape[:2], float("-inf"), dtype=torch.float32)
+        merged_to = 0
+        for tile in _tiles(cu_seqlens_q, cu_seqlens_kv, causal, window_left, q_THD.dtype):
+            part_out, part_lse = _forward(
+                _heads_first(q_THD[tile.q]),
+                _heads_first(k_THD[tile.kv]),
+                _heads_first(v_THD[tile.kv]),
+                0.0,
+                tile.diagonal,
+                attn_mask=tile.mask,
+                scale=softmax_scale,
+            )
+            part_out, part_lse = part_out[0].transpose(0, 1), part_lse[0].transpose(0, 1)
+            if tile.q.start >= merged_to:
+                out[tile.q] = part_out
+                lse[tile.q] = part_lse
+            else:
+                merge_partial(out, lse, tile.q, part_out, part_lse)
+            merged_to = max(merged_to, tile.q.stop)
+        return out, lse
+
+    def backward(
+        self,
+        dout_THD: torch.Tensor,
+        q_THD: torch.Tensor,
+        k_THD: torch.Tensor,
+        v_THD: torch.Tensor,
+        out_THD: torch.Tensor,
+        lse_TH: torch.Tensor,
+        cu_seqlens_q: torch.Tensor,
+        cu_seqlens_kv: torch.Tensor,
+        *,
+        causal: bool,
+        window_left: int | None,
+        softmax_scale: float,
+    ) -> Gradients:
+        gradients = tuple(torch.zeros_like(x) for x in (q_THD, k_THD, v_THD))
+        for tile in _tiles(cu_seqlens_q, cu_seqlens_kv, causal, window_left, q_THD.dtype):
+            parts = _backward(
+                _heads_first(dout_THD[tile.q]),
+                _heads_first(q_THD[tile.q]),
+                _heads_first(k_THD[tile.kv]),
+                _heads_first(v_THD[tile.kv]),
+                _heads_first(out_THD[tile.q]),
+                lse_TH[tile.q].transpose(0, 1)[None],
+                0.0,
+                tile.diagonal,
+                attn_mask=tile.mask,
+                scale=softmax_scale,
+            )
+            for total, part, rows in zip(
+                gradients, parts, (tile.q, tile.kv, tile.kv), strict=True
+            ):
+                total[rows] += part[0].transpose(0, 1)
+        return gradients  # type: ignore[return-value]
+
+
+def _heads_first(x_THD: torch.Tensor) -> torch.Tensor:
+    """`[T, H, D]` -> `[1, H, T, D]`, without a copy."""
+    return x_THD.transpose(0, 1)[None]
+
+
+def _tiles(
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_kv: torch.Tensor,
+    causal: bool,
+    window_left: int | None,
+    dtype: torch.dtype,
+) -> Iterator[_Tile]:
+    """The tiles of all tasks in order; rows that see no key are in none."""
+    q_edges, kv_edges = cu_seqlens_q.tolist(), cu_seqlens_kv.tolist()
+    for task in range(len(q_edges) - 1):
+        q, q_end = q_edges[task], q_edges[task + 1]
+        kv, kv_end = kv_edges[task], kv_edges[task + 1]
+        if q == q_end or kv == kv_end:
+            continue
+        if not causal:
+            yield _Tile(slice(q, q_end), slice(kv, kv_end))
+            continue
+        # The first rows of a task with more queries than keys see nothing.
+        q = max(q, q_end - (kv_end - kv))
+        before = (kv_end - kv) - (q_end - q)
+        if window_left is not None and window_left < kv_end - kv - 1:
+            yield from _bands(q, q_end, kv, before, window_left, dtype)
+            continue
+        if before:
+            yield _Tile(slice(q, q_end), slice(kv, kv + before))
+        yield _Tile(slice(q, q_end), slice(kv + before, kv_end), diagonal=True)
+
+
+def _bands(
+    q: int, q_end: int, kv: int, before: int, window_left: int, dtype: torch.dtype
+) -> Iterator[_Tile]:
+    """A windowed task in bands of rows, each with the keys that any of its rows sees.
+
+    Row `q + i` sees the keys `kv + max(0, i + before - window_left) .. kv + i + before`.
+    """
+    for start in range(q, q_end, _BAND):
+        stop = min(start + _BAND, q_end)
+        first, last = start - q + before, stop - q + before
+        first_key = max(0, first - window_left)
+        distance = torch.arange(first, last)[:, None] - torch.arange(first_key, last)[None, :]
+        mask = torch.zeros(distance.shape, dtype=dtype)
+        mask.masked_fill_((distance < 0) | (distance > window_left), float("-inf"))
+        yield _Tile(slice(start, stop), slice(kv + first_key, kv + last), mask=mask[None, None])

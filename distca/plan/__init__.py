@@ -1,0 +1,20 @@
+"""What is computed where: documents, spans, placement, mask, tasks and the plan they make."""
+
+from distca.plan.mask import Mask
+from distca.plan.placement import Placement, place_sequentially
+from distca.plan.plan import BLOCK, Plan
+from distca.plan.segments import Segments, needed_segments
+from distca.plan.span import Span
+from distca.plan.tasks import Tasks
+
+__all__ = [
+    "BLOCK",
+    "Mask",
+    "Placement",
+    "Plan",
+    "Segments",
+    "Span",
+    "Tasks",
+    "needed_segments",
+    "place_sequentially",
+]

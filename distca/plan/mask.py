@@ -1,0 +1,76 @@
+"""What a query position may see: a function of the two positions alone."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TypeVar
+
+import numpy as np
+
+from distca.plan.span import Int64s
+
+IntOrArray = TypeVar("IntOrArray", int, Int64s)
+
+
+@dataclass(frozen=True)
+class Mask:
+    """Causal attention within a document, optionally with a sliding window.
+
+    Query position `i` sees the key positions `[max(0, i - window_left), i]`; with `window_left`
+    None it sees `[0, i]`. `window_left` is the first number of Megatron-LM's `--window-size L,0`.
+
+    Raises:
+        ValueError: `window_left` is negative.
+    """
+
+    window_left: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.window_left is not None and self.window_left < 0:
+            raise ValueError(
+                f"window_left is {self.window_left}: give the number of earlier tokens that a "
+                "query sees (0 or more), or None for full causal attention"
+            )
+
+    def first_key(self, query: IntOrArray) -> IntOrArray:
+        """The first key position that each query position sees."""
+        if self.window_left is None:
+            return query * 0
+        return np.maximum(query - self.window_left, 0)  # type: ignore[return-value]
+
+    def pairs(
+        self,
+        q_start: IntOrArray,
+        q_end: IntOrArray,
+        kv_start: IntOrArray,
+        kv_end: IntOrArray,
+    ) -> IntOrArray:
+        """Exactly how many (query, key) pairs of a rectangle are visible.
+
+        All arguments are positions of one document, ints or int64 arrays of one shape.
+        """
+        # Keys at or before the query, less the keys that have left the window.
+        visible = _pairs_at_or_before(q_start, q_end, kv_start, kv_end)
+        if self.window_left is not None:
+            shift = self.window_left + 1
+            visible = visible - _pairs_at_or_before(
+                q_start - shift, q_end - shift, kv_start, kv_end
+            )
+        return visible
+
+    def is_full(self, q_start: Int64s, q_end: Int64s, kv_start: Int64s, kv_end: Int64s) -> Int64s:
+        """Whether every key of each rectangle is visible to every one of its queries."""
+        return (kv_end - 1 <= q_start) & (kv_start >= self.first_key(q_end - 1))
+
+
+def _pairs_at_or_before(q_start, q_end, kv_start, kv_end):  # type: ignore[no-untyped-def]
+    """Pairs with `key <= query`: sum over queries of `clip(query + 1 - kv_start, 0, kv_len)`."""
+    span = np.maximum(kv_end - kv_start, 0)
+    return _ramp(q_end - kv_start, span) - _ramp(q_start - kv_start, span)
+
+
+def _ramp(x, top):  # type: ignore[no-untyped-def]
+    """The sum over `i < x` (from minus infinity) of `clip(i + 1, 0, top)`."""
+    rising = np.clip(x, 0, top)
+    flat = np.maximum(x - top, 0)
+    return rising * (rising + 1) // 2 + flat * top

@@ -1,0 +1,71 @@
+"""Half-open token ranges, one at a time (`Span`) and many at a time (int64 arrays)."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+Int64s = NDArray[np.int64]
+
+
+class Span(NamedTuple):
+    """Tokens `[start, end)` of one document, in positions of that document."""
+
+    start: int
+    end: int
+
+    @property
+    def length(self) -> int:
+        return self.end - self.start
+
+
+def expand_ranges(starts: Int64s, lengths: Int64s) -> Int64s:
+    """Every integer of the ranges `[starts[i], starts[i] + lengths[i])`, one range after the other.
+
+    Shapes `[n]`, `[n]` -> `[sum(lengths)]`.
+    """
+    total = int(lengths.sum())
+    firsts = np.cumsum(lengths) - lengths
+    return np.arange(total, dtype=np.int64) + np.repeat(starts - firsts, lengths)
+
+
+def cut_at(starts: Int64s, ends: Int64s, cuts: Int64s) -> tuple[Int64s, Int64s, Int64s]:
+    """Cuts the ranges `[starts[i], ends[i])` wherever one of the sorted `cuts` lies inside.
+
+    Returns `(source, starts, ends)` of the parts, where `source[j]` is the index of the range
+    that part `j` came from. Empty ranges vanish.
+    """
+    first = np.searchsorted(cuts, starts, side="right")
+    last = np.searchsorted(cuts, ends, side="left")
+    parts = np.where(ends > starts, last - first + 1, 0)
+    source = np.repeat(np.arange(len(starts), dtype=np.int64), parts)
+    within = expand_ranges(np.zeros_like(parts), parts)
+    padded = np.concatenate([cuts, np.zeros(1, dtype=np.int64)])
+    left = np.where(within == 0, starts[source], padded[first[source] + within - 1])
+    right = np.where(within == parts[source] - 1, ends[source], padded[first[source] + within])
+    return source, left, right
+
+
+def union(groups: Int64s, starts: Int64s, ends: Int64s) -> tuple[Int64s, Int64s, Int64s]:
+    """The union of ranges, separately for each group; ranges that touch are joined.
+
+    Returns `(groups, starts, ends)` sorted by group, then start. Empty ranges vanish.
+    """
+    kept = ends > starts
+    groups, starts, ends = groups[kept], starts[kept], ends[kept]
+    if len(groups) == 0:
+        return groups, starts, ends
+    # Lay the groups one after the other on one line with gaps, so that one sweep serves all.
+    stride = int(ends.max()) + 2
+    order = np.lexsort((starts, groups))
+    groups = groups[order]
+    line_starts = groups * stride + starts[order]
+    reached = np.maximum.accumulate(groups * stride + ends[order])
+    opens = np.ones(len(groups), dtype=bool)
+    opens[1:] = line_starts[1:] > reached[:-1]
+    first = np.flatnonzero(opens)
+    last = np.append(first[1:], len(groups)) - 1
+    found = groups[first]
+    return found, line_starts[first] - found * stride, reached[last] - found * stride

@@ -1,0 +1,58 @@
+"""Core-attention tasks as a table."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+
+from distca.plan.mask import Mask
+from distca.plan.span import Int64s
+
+
+@dataclass(frozen=True)
+class Tasks:
+    """Row `i`: the queries `[q_start, q_end)` of `document` over its keys `[kv_start, kv_end)`,
+    computed by `server`. All columns are int64 arrays of one length; positions are of the document.
+
+    A task has one of the two shapes that a fused variable-length kernel runs at full speed: a full
+    rectangle, every key of which is visible to every query, or a piece that ends on the diagonal
+    (`q_end == kv_end`), causal aligned to the lower right, within the mask's window.
+    """
+
+    document: Int64s
+    q_start: Int64s
+    q_end: Int64s
+    kv_start: Int64s
+    kv_end: Int64s
+    server: Int64s
+
+    def __len__(self) -> int:
+        return len(self.document)
+
+    def __getitem__(self, selection: Int64s) -> Tasks:
+        """The selected rows, by a boolean or an index array."""
+        return Tasks(
+            self.document[selection],
+            self.q_start[selection],
+            self.q_end[selection],
+            self.kv_start[selection],
+            self.kv_end[selection],
+            self.server[selection],
+        )
+
+    @staticmethod
+    def from_rows(rows: Iterable[tuple[int, int, int, int, int, int]]) -> Tasks:
+        """From `(document, q_start, q_end, kv_start, kv_end, server)` tuples."""
+        table = np.array(list(rows), dtype=np.int64).reshape(-1, 6)
+        return Tasks(*(np.ascontiguousarray(column) for column in table.T))
+
+    @property
+    def ends_on_diagonal(self) -> Int64s:
+        """Which tasks end on the diagonal; the others are full rectangles. Bool `[tasks]`."""
+        return self.q_end == self.kv_end
+
+    def pairs(self, mask: Mask) -> Int64s:
+        """Visible pairs of each task, `[tasks]`."""
+        return mask.pairs(self.q_start, self.q_end, self.kv_start, self.kv_end)

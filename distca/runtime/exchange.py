@@ -1,0 +1,296 @@
+"""What a plan means on the wire and in the kernels, for one rank.
+
+It is computed from the plan alone, once, by every rank for itself; sender and receiver agree on
+every size and offset because both read them off the same segments. Nothing is ever negotiated.
+
+Row numbers, all on this rank:
+
+* a *local* row is a token that this rank owns, in the order of its placement;
+* a *served* row is a token that this rank needs as a server: its local rows first (all of them,
+  so that they need no copy where nothing arrives), then the received rows in the order
+  (owner, position).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+import torch
+
+from distca.plan import Mask, Plan, Segments, Tasks, needed_segments
+from distca.plan.span import Int64s, cut_at, expand_ranges
+
+
+@dataclass(frozen=True)
+class Rows:
+    """How the rows of one kind (queries, or keys and values) travel to the servers and back.
+
+    Attributes:
+        local: rows that this rank owns.
+        send: local rows to send, int64 `[sum(send_counts)]`, by destination.
+        send_counts: rows to each rank.
+        receive_counts: rows from each rank.
+    """
+
+    local: int
+    send: torch.Tensor
+    send_counts: tuple[int, ...]
+    receive_counts: tuple[int, ...]
+
+    @property
+    def received(self) -> int:
+        return sum(self.receive_counts)
+
+    @property
+    def served(self) -> int:
+        return self.local + self.received
+
+
+@dataclass(frozen=True)
+class KernelCall:
+    """One fused variable-length kernel call: all tasks of one shape of this server.
+
+    Attributes:
+        causal: whether the tasks end on the diagonal; otherwise they are full rectangles.
+        cu_seqlens_q: int32 `[tasks + 1]` on the CPU, where each task's queries start.
+        cu_seqlens_kv: likewise its keys.
+        q_rows: served query rows of the tasks, one task after the other, int64 `[sum of queries]`;
+            None where they are `0 .. served - 1`, in order.
+        kv_rows: likewise for keys and values.
+        first_q: index into the call's queries of those whose row no earlier call or task has
+            produced, or None where that is all of them.
+        repeated_q: the others, in rounds within which no row repeats: they merge by LSE.
+    """
+
+    causal: bool
+    cu_seqlens_q: torch.Tensor
+    cu_seqlens_kv: torch.Tensor
+    q_rows: torch.Tensor | None
+    kv_rows: torch.Tensor | None
+    first_q: torch.Tensor | None
+    repeated_q: tuple[torch.Tensor, ...]
+
+
+@dataclass(frozen=True)
+class Arrival:
+    """Output rows that one server returns: which of this rank's local rows they are.
+
+    Attributes:
+        server: the rank that computed them.
+        first: index into the server's returned rows of those that are the first to arrive for
+            their local row (in the order own rows, then server 0, 1, ...).
+        repeated: the others, which merge by LSE with what is there.
+    """
+
+    server: int
+    first: torch.Tensor
+    repeated: torch.Tensor
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """Everything that one rank needs to run a plan's core attention."""
+
+    rank: int
+    world_size: int
+    mask: Mask
+    q: Rows
+    kv: Rows
+    calls: tuple[KernelCall, ...]
+    arrivals: tuple[Arrival, ...]
+
+    def to(self, device: torch.device) -> Exchange:
+        """The same with its row indices on `device` (`cu_seqlens` stay on the CPU)."""
+        if device.type == "cpu":
+            return self
+
+        def move(index: torch.Tensor | None) -> torch.Tensor | None:
+            return None if index is None else index.to(device, non_blocking=True)
+
+        def move_rows(rows: Rows) -> Rows:
+            return Rows(
+                rows.local, rows.send.to(device), rows.send_counts, rows.receive_counts
+            )
+
+        return Exchange(
+            self.rank,
+            self.world_size,
+            self.mask,
+            move_rows(self.q),
+            move_rows(self.kv),
+            tuple(
+                KernelCall(
+                    call.causal,
+                    call.cu_seqlens_q,
+                    call.cu_seqlens_kv,
+                    move(call.q_rows),
+                    move(call.kv_rows),
+                    move(call.first_q),
+                    tuple(part.to(device) for part in call.repeated_q),
+                )
+                for call in self.calls
+            ),
+            tuple(
+                Arrival(a.server, a.first.to(device), a.repeated.to(device))
+                for a in self.arrivals
+            ),
+        )
+
+
+def build_exchange(plan: Plan, rank: int) -> Exchange:
+    """Works out one rank's part of a plan.
+
+    Args:
+        plan: a valid plan.
+        rank: a rank of the plan's placement, which is a server, too.
+    """
+    world_size = plan.world_size
+    q_segments = needed_segments(plan, "q")
+    kv_segments = needed_segments(plan, "kv")
+    q = _rows(plan, q_segments, rank)
+    kv = _rows(plan, kv_segments, rank)
+    q_served = _ServedRows(plan, q_segments, rank)
+    kv_served = _ServedRows(plan, kv_segments, rank)
+    mine = plan.tasks[plan.tasks.server == rank]
+    produced = np.zeros(q.served, dtype=bool)
+    calls = []
+    for causal in (False, True):
+        tasks = mine[mine.ends_on_diagonal == causal]
+        if len(tasks):
+            calls.append(
+                _kernel_call(plan, tasks, causal, q_served, kv_served, produced, q, kv)
+            )
+    return Exchange(
+        rank=rank,
+        world_size=world_size,
+        mask=plan.mask,
+        q=q,
+        kv=kv,
+        calls=tuple(calls),
+        arrivals=_arrivals(q, produced[: q.local], rank),
+    )
+
+
+def _rows(plan: Plan, segments: Segments, rank: int) -> Rows:
+    travelling = segments.select(segments.server != segments.owner)
+    outgoing = travelling.select(travelling.owner == rank)
+    incoming = travelling.select(travelling.server == rank)
+    return Rows(
+        local=int(plan.placement.tokens_per_rank()[rank]),
+        # Segments are sorted by server, then owner and position: so are one owner's by server.
+        send=torch.from_numpy(expand_ranges(outgoing.owner_row, outgoing.lengths)),
+        send_counts=_count(outgoing.server, outgoing.lengths, plan.world_size),
+        receive_counts=_count(incoming.owner, incoming.lengths, plan.world_size),
+    )
+
+
+def _count(ranks: Int64s, lengths: Int64s, world_size: int) -> tuple[int, ...]:
+    counts = np.zeros(world_size, dtype=np.int64)
+    np.add.at(counts, ranks, lengths)
+    return tuple(int(count) for count in counts)
+
+
+class _ServedRows:
+    """Finds the served rows of spans of global positions on one server."""
+
+    def __init__(self, plan: Plan, segments: Segments, rank: int) -> None:
+        needed = segments.select(segments.server == rank)
+        is_local = needed.owner == rank
+        received_lengths = np.where(is_local, 0, needed.lengths)
+        arrival = np.cumsum(received_lengths) - received_lengths
+        local = int(plan.placement.tokens_per_rank()[rank])
+        row = np.where(is_local, needed.owner_row, local + arrival)
+        order = np.argsort(needed.start)
+        self._start = needed.start[order]
+        self._row = row[order]
+
+    def of(self, starts: Int64s, ends: Int64s) -> Int64s:
+        """The rows of the spans, one span after the other."""
+        _, starts, ends = cut_at(starts, ends, self._start)
+        segment = np.searchsorted(self._start, starts, side="right") - 1
+        return expand_ranges(
+            self._row[segment] + starts - self._start[segment], ends - starts
+        )
+
+
+def _kernel_call(
+    plan: Plan,
+    tasks: Tasks,
+    causal: bool,
+    q_served: _ServedRows,
+    kv_served: _ServedRows,
+    produced: np.ndarray,
+    q: Rows,
+    kv: Rows,
+) -> KernelCall:
+    """One call; marks the served query rows that it produces in `produced`."""
+    offset = plan.document_offsets[tasks.document]
+    q_rows = q_served.of(offset + tasks.q_start, offset + tasks.q_end)
+    kv_rows = kv_served.of(offset + tasks.kv_start, offset + tasks.kv_end)
+    first, rounds = _first_and_repeated(q_rows, produced)
+    return KernelCall(
+        causal=causal,
+        cu_seqlens_q=_cu_seqlens(tasks.q_end - tasks.q_start),
+        cu_seqlens_kv=_cu_seqlens(tasks.kv_end - tasks.kv_start),
+        q_rows=_unless_identity(q_rows, q.served),
+        kv_rows=_unless_identity(kv_rows, kv.served),
+        first_q=_unless_identity(first, len(q_rows)),
+        repeated_q=tuple(torch.from_numpy(part) for part in rounds),
+    )
+
+
+def _first_and_repeated(rows: Int64s, produced: np.ndarray) -> tuple[Int64s, list[Int64s]]:
+    """Splits `rows` by how often each has been produced before; updates `produced`."""
+    order = np.argsort(rows, kind="stable")
+    ordered = rows[order]
+    opens = np.ones(len(rows), dtype=bool)
+    opens[1:] = ordered[1:] != ordered[:-1]
+    positions = np.arange(len(rows))
+    occurrence = positions - np.maximum.accumulate(np.where(opens, positions, 0))
+    times = np.empty(len(rows), dtype=np.int64)
+    times[order] = occurrence + produced[ordered]
+    produced[rows] = True
+    last = int(times.max()) if len(times) else 0
+    return np.flatnonzero(times == 0), [
+        part for n in range(1, last + 1) if len(part := np.flatnonzero(times == n))
+    ]
+
+
+def _cu_seqlens(lengths: Int64s) -> torch.Tensor:
+    ends = np.zeros(len(lengths) + 1, dtype=np.int32)
+    np.cumsum(lengths, out=ends[1:])
+    return torch.from_numpy(ends)
+
+
+def _unless_identity(rows: Int64s, total: int) -> torch.Tensor | None:
+    if len(rows) == total and np.array_equal(rows, np.arange(total)):
+        return None
+    return torch.from_numpy(rows)
+
+
+def _arrivals(q: Rows, own: np.ndarray, rank: int) -> tuple[Arrival, ...]:
+    """In which order outputs come back for the local rows that were sent away."""
+    there = own.copy()
+    arrivals = []
+    row = 0
+    for server, count in enumerate(q.send_counts):
+        rows = q.send.numpy()[row : row + count]
+        row += count
+        if count:
+            new = ~there[rows]
+            there[rows] = True
+            arrivals.append(
+                Arrival(
+                    server,
+                    torch.from_numpy(np.flatnonzero(new)),
+                    torch.from_numpy(np.flatnonzero(~new)),
+                )
+            )
+    assert there.all(), f"rank {rank} owns a query that no server computes"
+    return tuple(arrivals)
+
+
+Backward = Literal["resend", "keep"]
+"""Whether the backward pass sends the kernels' inputs again, or the servers keep them."""

@@ -1,0 +1,81 @@
+"""Making the next values on a thread while the present one is used."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Generic, TypeVar
+
+Value = TypeVar("Value")
+
+
+class Prefetcher(Generic[Value]):
+    """An iterator whose values are made on a thread, up to `depth` ahead.
+
+    An exception of the maker is raised to the consumer at the value that it was for.
+
+    Args:
+        values: makes the values; used by the thread alone.
+        depth: how many finished values may wait, at least 1.
+
+    Attributes:
+        seconds_waited: how long the last `next()` waited for its value.
+    """
+
+    def __init__(self, values: Iterator[Value], depth: int = 1) -> None:
+        if depth < 1:
+            raise ValueError(f"depth is {depth}: at least one value must be made ahead")
+        self.seconds_waited = 0.0
+        self._finished: queue.Queue[Callable[[], Value]] = queue.Queue(maxsize=depth)
+        self._stop = threading.Event()
+        self._thread = threading.Thread(
+            target=self._make, args=(values,), name="distca-prefetch", daemon=True
+        )
+        self._thread.start()
+
+    def _make(self, values: Iterator[Value]) -> None:
+        while not self._stop.is_set():
+            try:
+                value = next(values)
+            except BaseException as error:
+                # StopIteration too: raised once more, to the consumer.
+                self._put(_raiser(error))
+                return
+            self._put(lambda value=value: value)  # type: ignore[misc]
+
+    def _put(self, result: Callable[[], Value]) -> None:
+        while not self._stop.is_set():
+            try:
+                self._finished.put(result, timeout=0.1)
+                return
+            except queue.Full:
+                continue
+
+    def __iter__(self) -> Prefetcher[Value]:
+        return self
+
+    def __next__(self) -> Value:
+        if self._stop.is_set():
+            raise StopIteration
+        start = time.perf_counter()
+        result = self._finished.get()
+        self.seconds_waited = time.perf_counter() - start
+        try:
+            return result()
+        except BaseException:
+            self._stop.set()
+            raise
+
+    def close(self) -> None:
+        """Ends the thread; what it had made is dropped."""
+        self._stop.set()
+        self._thread.join()
+
+
+def _raiser(error: BaseException) -> Callable[[], Value]:  # type: ignore[type-var]
+    def raise_it() -> Value:
+        raise error
+
+    return raise_it

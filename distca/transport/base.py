@@ -1,0 +1,65 @@
+"""The interface of a transport: a ragged all-to-all whose sizes every rank knows beforehand."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Sequence
+
+import torch
+
+
+class Transport(ABC):
+    """A ragged all-to-all between the ranks of one group, which counts what it moved.
+
+    Attributes:
+        rank: this rank's number in the group.
+        world_size: ranks in the group.
+        bytes_sent: bytes that this rank sent to others, by phase.
+        bytes_received: bytes that this rank received from others, by phase.
+    """
+
+    def __init__(self, rank: int, world_size: int) -> None:
+        self.rank = rank
+        self.world_size = world_size
+        self.bytes_sent: Counter[str] = Counter()
+        self.bytes_received: Counter[str] = Counter()
+
+    def all_to_all(
+        self,
+        phase: str,
+        send: torch.Tensor,
+        send_bytes: Sequence[int],
+        receive_bytes: Sequence[int],
+    ) -> torch.Tensor:
+        """Sends `send_bytes[d]` bytes to each rank `d`, and receives `receive_bytes[s]` from `s`.
+
+        Collective: every rank of the group calls it, in the same order, also with nothing to send.
+        No sizes are negotiated: both sides read them off the plan.
+
+        Args:
+            phase: the name under which the bytes are counted.
+            send: uint8 `[sum(send_bytes)]`, the messages to rank 0, 1, ... one after the other.
+            send_bytes: one for each rank; 0 for this rank itself.
+            receive_bytes: one for each rank; 0 for this rank itself.
+
+        Returns:
+            uint8 `[sum(receive_bytes)]`, the messages from rank 0, 1, ... one after the other.
+        """
+        assert send_bytes[self.rank] == 0 and receive_bytes[self.rank] == 0
+        assert send.dtype == torch.uint8 and send.numel() == sum(send_bytes)
+        received = self._exchange(send, send_bytes, receive_bytes)
+        self.bytes_sent[phase] += send.numel()
+        self.bytes_received[phase] += received.numel()
+        return received
+
+    @abstractmethod
+    def _exchange(
+        self, send: torch.Tensor, send_bytes: Sequence[int], receive_bytes: Sequence[int]
+    ) -> torch.Tensor:
+        """Does what `all_to_all` says."""
+
+    def reset_counts(self) -> None:
+        """Sets the byte counts to zero."""
+        self.bytes_sent.clear()
+        self.bytes_received.clear()

@@ -1,0 +1,1 @@
+"""The only package that knows Megatron: what DistCA changes in it, and how a job is run on it."""

@@ -1,0 +1,127 @@
+"""Core-attention modules for Megatron's layer specs.
+
+Both get their documents through `PackedSeqParams`: megatron-core hands that object unchanged to
+the module at `spec.submodules.self_attention.submodules.core_attention`.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.transformer.module import MegatronModule
+
+from distca.attention import select_kernel
+from distca.attention.packed import packed_attention
+from distca.runtime import CoreAttention, Exchange
+
+
+@dataclass
+class DocumentParams(PackedSeqParams):
+    """`PackedSeqParams` that say how this micro-batch's core attention is computed.
+
+    Attributes:
+        documents_cu_seqlens: int32 `[documents + 1]` on the CPU, where each document starts in
+            this rank's tokens; for attention on the rank itself.
+        exchange: this rank's part of the plan; for disaggregated attention.
+        core_attention: what runs it.
+    """
+
+    documents_cu_seqlens: torch.Tensor | None = None
+    exchange: Exchange | None = None
+    core_attention: CoreAttention | None = None
+
+
+class _CoreAttentionModule(MegatronModule):
+    """What megatron-core's `SelfAttention` expects of its core attention.
+
+    Raises:
+        ValueError: attention dropout or another attention type than causal self-attention.
+    """
+
+    def __init__(
+        self,
+        config: Any,
+        layer_number: int,
+        attn_mask_type: Any,
+        attention_type: str,
+        attention_dropout: float | None = None,
+        softmax_scale: float | None = None,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(config=config)
+        dropout = config.attention_dropout if attention_dropout is None else attention_dropout
+        if dropout:
+            raise ValueError(
+                f"attention dropout {dropout} is not supported here: set --attention-dropout 0"
+            )
+        if attention_type != "self":
+            raise ValueError(f"{attention_type}-attention is not supported: only self-attention")
+        self.layer_number = layer_number
+        self.softmax_scale = softmax_scale or 1.0 / math.sqrt(config.kv_channels)
+
+
+class DisaggregatedCoreAttention(_CoreAttentionModule):
+    """Core attention computed by the attention servers of the micro-batch's plan."""
+
+    def forward(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        packed_seq_params: DocumentParams | None = None,
+        **kwargs: Any,
+    ) -> torch.Tensor:
+        """`query` `[tokens, heads, head_dim]`, `key`, `value` `[tokens, kv_heads, head_dim]`.
+
+        Returns `[tokens, heads * head_dim]`.
+        """
+        params = packed_seq_params
+        if params is None or getattr(params, "exchange", None) is None:
+            raise ValueError(
+                "disaggregated core attention was called without a plan: feed the model the "
+                "micro-batches of megatron_patches.batch"
+            )
+        assert params.core_attention is not None and params.exchange is not None
+        out_THD = params.core_attention(
+            query, key, value, params.exchange, self.softmax_scale
+        )
+        return out_THD.reshape(query.shape[0], -1)
+
+
+class PackedCoreAttention(_CoreAttentionModule):
+    """Plain core attention over packed documents, for Megatron's local layer spec.
+
+    It is what Transformer Engine does with `PackedSeqParams`, on any device that has a kernel.
+    """
+
+    def __init__(self, config: Any, *args: Any, window_left: int | None, **kwargs: Any) -> None:
+        super().__init__(config, *args, **kwargs)
+        self.window_left = window_left
+
+    def forward(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        packed_seq_params: DocumentParams | None = None,
+        **kwargs: Any,
+    ) -> torch.Tensor:
+        """Shapes as in `DisaggregatedCoreAttention.forward`."""
+        if packed_seq_params is None or packed_seq_params.documents_cu_seqlens is None:
+            raise ValueError("packed core attention was called without documents")
+        out_THD = packed_attention(
+            query,
+            key,
+            value,
+            packed_seq_params.documents_cu_seqlens,
+            select_kernel(query.device.type),
+            window_left=self.window_left,
+            softmax_scale=self.softmax_scale,
+        )
+        return out_THD.reshape(query.shape[0], -1)

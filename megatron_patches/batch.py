@@ -1,0 +1,334 @@
+"""Micro-batches of packed documents: which tokens a rank owns, and the plan that goes with them.
+
+The token stream of a split (see `stream.py`) is cut into *windows* of data-parallel size times
+`--seq-length` tokens; a micro-batch is `--micro-batch-size` windows, of each of which every
+data-parallel rank owns `--seq-length` tokens. Sample `i` of Megatron's counting is the tokens
+`[i * seq_length, (i + 1) * seq_length)` of the stream, so that consumed samples say where a run
+resumes, whatever its number of ranks.
+
+With `--distca` the documents of a window span its ranks. Without, a rank's documents end where its
+tokens end, as in plain Megatron.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+import torch
+
+from distca.cost.volume import AttentionShape, plan_bytes
+from distca.plan import Mask, Plan, Placement, place_sequentially
+from distca.plan.plan import max_over_mean
+from distca.plan.span import Int64s, expand_ranges
+from distca.runtime import CoreAttention, Exchange, Prefetcher, build_exchange
+from distca.schedule import Scheduler
+from megatron_patches.attention import DocumentParams
+from megatron_patches.stream import TokenStream
+
+
+@dataclass(frozen=True)
+class WindowLayout:
+    """How samples, windows and ranks relate.
+
+    Attributes:
+        data_parallel_rank: this rank's part of every window.
+        data_parallel_size: ranks that share a window.
+        seq_length: tokens of a window that each rank owns.
+        micro_batch_size: windows in a micro-batch.
+        max_document_length: documents are cut into pieces of at most this; None: the window.
+    """
+
+    data_parallel_rank: int
+    data_parallel_size: int
+    seq_length: int
+    micro_batch_size: int
+    max_document_length: int | None = None
+
+    @property
+    def window_tokens(self) -> int:
+        return self.data_parallel_size * self.seq_length
+
+    @property
+    def samples_per_micro_batch(self) -> int:
+        return self.data_parallel_size * self.micro_batch_size
+
+    def windows(self, first_sample: int) -> list[tuple[int, int]]:
+        """The stream positions of the windows of the micro-batch that starts at a sample."""
+        start = first_sample * self.seq_length
+        return [
+            (start + n * self.window_tokens, start + (n + 1) * self.window_tokens)
+            for n in range(self.micro_batch_size)
+        ]
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """This rank's tokens of one micro-batch; `tokens = micro_batch_size * seq_length`.
+
+    Attributes:
+        tokens: int64 `[1, tokens]`.
+        labels: int64 `[1, tokens]`, the next token of the same document.
+        loss_mask: float32 `[1, tokens]`, 0 where a document has no next token.
+        position_ids: int64 `[1, tokens]`, positions in the document.
+        packed_seq_params: the documents, and with `--distca` the plan; None with a dense mask.
+        attention_mask: bool `[1, 1, tokens, tokens]`, True where a query must not look; or None.
+        plan: the plan of all data-parallel ranks, with `--distca`.
+        report: figures for the log line, by name.
+    """
+
+    tokens: torch.Tensor
+    labels: torch.Tensor
+    loss_mask: torch.Tensor
+    position_ids: torch.Tensor
+    packed_seq_params: DocumentParams | None = None
+    attention_mask: torch.Tensor | None = None
+    plan: Plan | None = None
+    report: dict[str, float] = field(default_factory=dict)
+
+    def to(self, device: torch.device) -> MicroBatch:
+        """The same on another device."""
+        if device.type == "cpu":
+            return self
+
+        def move(tensor: torch.Tensor | None) -> torch.Tensor | None:
+            return None if tensor is None else tensor.to(device, non_blocking=True)
+
+        params = self.packed_seq_params
+        if params is not None:
+            exchange = None if params.exchange is None else params.exchange.to(device)
+            params = replace(
+                params,
+                exchange=exchange,
+                cu_seqlens_q=move(params.cu_seqlens_q),
+                cu_seqlens_kv=move(params.cu_seqlens_kv),
+                cu_seqlens_q_padded=move(params.cu_seqlens_q_padded),
+                cu_seqlens_kv_padded=move(params.cu_seqlens_kv_padded),
+            )
+        return replace(
+            self,
+            tokens=self.tokens.to(device, non_blocking=True),
+            labels=self.labels.to(device, non_blocking=True),
+            loss_mask=self.loss_mask.to(device, non_blocking=True),
+            position_ids=self.position_ids.to(device, non_blocking=True),
+            attention_mask=move(self.attention_mask),
+            packed_seq_params=params,
+        )
+
+
+def read_rows(
+    stream: TokenStream, first_token: int, rows: Int64s
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Tokens, labels and loss mask at `first_token + rows`, each `[1, len(rows)]`.
+
+    `rows` is read in as few contiguous runs as it has.
+    """
+    breaks = np.flatnonzero(np.diff(rows) != 1) + 1
+    columns = [
+        stream.read(int(first_token + run[0]), int(first_token + run[-1]) + 1)
+        for run in np.split(rows, breaks)
+        if len(run)
+    ]
+    tokens, labels, loss_mask = (
+        torch.from_numpy(np.concatenate(column))[None] for column in zip(*columns, strict=True)
+    )
+    return tokens, labels, loss_mask
+
+
+@dataclass(frozen=True)
+class PackedBatches:
+    """Plain micro-batches: each rank attends within its own tokens.
+
+    Attributes:
+        stream: where the tokens come from.
+        layout: windows and ranks.
+        mask: what a query sees.
+        dense: give a dense attention mask rather than `packed_seq_params`.
+        token_positions: rotary angles are looked up token by token (`rotary.py`); off where
+            Megatron numbers the packed documents itself.
+    """
+
+    stream: TokenStream
+    layout: WindowLayout
+    mask: Mask
+    dense: bool
+    token_positions: bool
+
+    def __call__(self, first_sample: int) -> MicroBatch:
+        """The micro-batch that starts at a sample."""
+        at = self.layout
+        first_token = first_sample * at.seq_length
+        mine = [
+            start + at.data_parallel_rank * at.seq_length for start, _ in at.windows(first_sample)
+        ]
+        lengths = np.concatenate(
+            [
+                self.stream.document_lengths(start, start + at.seq_length, at.max_document_length)
+                for start in mine
+            ]
+        )
+        starts = np.array(mine, dtype=np.int64)
+        rows = expand_ranges(starts - first_token, np.full_like(starts, at.seq_length))
+        positions = expand_ranges(np.zeros_like(lengths), lengths)
+        tokens, labels, loss_mask = read_rows(self.stream, first_token, rows)
+        if self.dense:
+            how = {"attention_mask": dense_mask(lengths, self.mask)[None, None]}
+        else:
+            how = {"packed_seq_params": _document_params(lengths, self.token_positions)}
+        return MicroBatch(
+            tokens,
+            labels,
+            loss_mask,
+            torch.from_numpy(positions)[None],
+            **how,  # type: ignore[arg-type]
+        )
+
+
+@dataclass(frozen=True)
+class PlannedBatches:
+    """Micro-batches with `--distca`: documents span ranks, and a plan says who computes what.
+
+    Attributes:
+        stream: where the tokens come from.
+        layout: windows and ranks.
+        mask: what a query sees.
+        scheduler: makes the plans.
+        core_attention: runs them.
+        shape: the attention heads of one tensor-parallel rank, to count bytes by.
+        layers: transformer layers, each of which runs the plan once.
+    """
+
+    stream: TokenStream
+    layout: WindowLayout
+    mask: Mask
+    scheduler: Scheduler
+    core_attention: CoreAttention
+    shape: AttentionShape
+    layers: int
+
+    def plan(self, first_sample: int) -> Plan:
+        """The plan of the micro-batch that starts at a sample; the same on every rank."""
+        at = self.layout
+        windows = [
+            self.stream.document_lengths(start, stop, at.max_document_length)
+            for start, stop in at.windows(first_sample)
+        ]
+        placement = place_sequentially(windows, at.data_parallel_size, at.seq_length)
+        return self.scheduler.schedule(np.concatenate(windows), placement, self.mask)
+
+    def __call__(self, first_sample: int) -> MicroBatch:
+        """The micro-batch that starts at a sample."""
+        plan = self.plan(first_sample)
+        rank = self.layout.data_parallel_rank
+        mine: Placement = plan.placement.of_rank(rank)
+        rows = expand_ranges(
+            plan.document_offsets[mine.document] + mine.start, mine.end - mine.start
+        )
+        positions = expand_ranges(mine.start, mine.end - mine.start)
+        tokens, labels, loss_mask = read_rows(
+            self.stream, first_sample * self.layout.seq_length, rows
+        )
+        params = _document_params(mine.end - mine.start, token_positions=True)
+        exchange: Exchange = build_exchange(plan, rank)
+        return MicroBatch(
+            tokens,
+            labels,
+            loss_mask,
+            torch.from_numpy(positions)[None],
+            packed_seq_params=replace(
+                params, exchange=exchange, core_attention=self.core_attention
+            ),
+            plan=plan,
+            report=self._report(plan),
+        )
+
+    def _report(self, plan: Plan) -> dict[str, float]:
+        moved = plan_bytes(plan, self.shape, self.core_attention.backward)
+        return {
+            "load max/mean before": max_over_mean(plan.loads_at_home()),
+            "load max/mean": max_over_mean(plan.loads()),
+            "MB moved": self.layers * moved.total / 1e6,
+        }
+
+
+def _document_params(lengths: Int64s, token_positions: bool) -> DocumentParams:
+    """Describes the documents of this rank's tokens to Megatron's layers."""
+    ends = np.zeros(len(lengths) + 1, dtype=np.int32)
+    np.cumsum(lengths, out=ends[1:])
+    cu_seqlens = torch.from_numpy(ends)
+    total = int(ends[-1])
+    params = DocumentParams(
+        qkv_format="thd",
+        cu_seqlens_q=cu_seqlens,
+        cu_seqlens_kv=cu_seqlens,
+        max_seqlen_q=int(lengths.max()),
+        max_seqlen_kv=int(lengths.max()),
+        documents_cu_seqlens=cu_seqlens,
+    )
+    if token_positions:
+        # Rotary embedding sees one sequence, whose angles are given token by token.
+        whole = torch.tensor([0, total], dtype=torch.int32)
+        params = replace(
+            params,
+            cu_seqlens_q_padded=whole,
+            cu_seqlens_kv_padded=whole,
+            max_seqlen_q=total,
+            max_seqlen_kv=total,
+        )
+    return params
+
+
+def dense_mask(lengths: Int64s, mask: Mask) -> torch.Tensor:
+    """Which (query, key) pairs are hidden, bool `[tokens, tokens]`, as Megatron's masks say it."""
+    tokens = int(lengths.sum())
+    document = torch.from_numpy(np.repeat(np.arange(len(lengths)), lengths))
+    position = torch.arange(tokens)
+    distance = position[:, None] - position[None, :]
+    visible = (document[:, None] == document[None, :]) & (distance >= 0)
+    if mask.window_left is not None:
+        visible &= distance <= mask.window_left
+    return ~visible
+
+
+class MicroBatches:
+    """An endless iterator over a split's micro-batches, each made one ahead on a thread.
+
+    Args:
+        make: makes the micro-batch that starts at a sample.
+        first_sample: samples consumed so far.
+        samples_per_micro_batch: how far each micro-batch advances.
+        device: where the model is.
+    """
+
+    def __init__(
+        self,
+        make: PackedBatches | PlannedBatches,
+        first_sample: int,
+        samples_per_micro_batch: int,
+        device: torch.device,
+    ) -> None:
+        self._device = device
+        self._batches = Prefetcher(self._all(make, first_sample, samples_per_micro_batch))
+
+    @staticmethod
+    def _all(
+        make: PackedBatches | PlannedBatches, sample: int, samples_per_micro_batch: int
+    ) -> Iterator[MicroBatch]:
+        while True:
+            yield make(sample)
+            sample += samples_per_micro_batch
+
+    def __iter__(self) -> MicroBatches:
+        return self
+
+    def __next__(self) -> MicroBatch:
+        batch = next(self._batches).to(self._device)
+        if batch.plan is None:
+            return batch
+        waited = {"plan wait ms": 1e3 * self._batches.seconds_waited}
+        return replace(batch, report=batch.report | waited)
+
+    def close(self) -> None:
+        """Ends the thread."""
+        self._batches.close()

@@ -1,0 +1,193 @@
+"""DistCA under Megatron-LM's own `pretrain()`.
+
+In Megatron-LM's `pretrain_gpt.py`, before `pretrain(...)` is called, add two lines:
+
+    from megatron_patches.upstream import with_distca
+    pretrain = with_distca(pretrain)
+
+With `--distca` the run then uses our documents, model and forward step; without it nothing of
+Megatron-LM changes. From Megatron-LM 0.18 the arguments are parsed before `pretrain()`: there also
+give `parse_and_validate_args` the argument `extra_args_provider=add_arguments`, from this module.
+"""
+
+from __future__ import annotations
+
+import inspect
+from argparse import Action, ArgumentParser, Namespace
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from megatron.core.enums import ModelType
+
+from megatron_patches import cpu
+from megatron_patches.arguments import add_distca_arguments, validate_distca_arguments
+from megatron_patches.data import build_data
+from megatron_patches.job import Job
+from megatron_patches.model import build_model, uses_dense_mask
+from megatron_patches.step import forward_step
+
+OUR_JOB = Job(
+    add_arguments=add_distca_arguments,
+    validate_arguments=validate_distca_arguments,
+    build_model=build_model,
+    build_data=build_data,
+    forward_step=forward_step,
+)
+
+
+def pretrain(job: Job) -> None:
+    """Runs a job, with or without `--distca`, in Megatron-LM's own loop."""
+    from megatron.training import pretrain as megatron_pretrain
+
+    if not torch.cuda.is_available():
+        cpu.adapt_megatron_training()
+
+    def add_arguments(parser: ArgumentParser) -> ArgumentParser:
+        _load_our_data(parser)
+        return job.add_arguments(parser)
+
+    run = _Providers(job)
+    megatron_pretrain(
+        run.data_iterators,
+        run.model,
+        ModelType.encoder_or_decoder,
+        job.forward_step,
+        extra_args_provider=add_arguments,
+    )
+
+
+def with_distca(megatron_pretrain: Callable[..., None], job: Job = OUR_JOB) -> Callable[..., None]:
+    """Megatron-LM's `pretrain`, which takes our data, model and forward step when `--distca` is on.
+
+    Args:
+        megatron_pretrain: Megatron-LM's function, or a wrapper of it with the same parameters.
+        job: what `--distca` runs.
+
+    Returns:
+        A function with the same parameters.
+
+    Raises:
+        ValueError: the function lacks a parameter that we replace, so this Megatron-LM is not known.
+    """
+    signature = inspect.signature(megatron_pretrain)
+    replaced = ("train_valid_test_dataset_provider", "model_provider", "forward_step_func")
+    missing = [name for name in replaced if name not in signature.parameters]
+    if missing:
+        raise ValueError(
+            f"pretrain() has no parameter {', '.join(missing)}: this Megatron-LM is not supported, "
+            "use core_v0.16 or core_v0.17"
+        )
+
+    def pretrain_with_distca(*args: Any, **kwargs: Any) -> None:
+        if not torch.cuda.is_available():
+            cpu.adapt_megatron_training()
+        call = signature.bind(*args, **kwargs)
+        call.apply_defaults()
+        given = call.arguments
+        if "extra_args_provider" in signature.parameters:
+            given["extra_args_provider"] = _add_also(given["extra_args_provider"], job)
+        run = _Providers(job)
+        given["train_valid_test_dataset_provider"] = _if_distca(
+            run.data_iterators, given["train_valid_test_dataset_provider"]
+        )
+        # We build every rank's iterators, so that each knows its documents.
+        given["train_valid_test_dataset_provider"].is_distributed = True
+        given["model_provider"] = _if_distca(run.model, given["model_provider"])
+        given["forward_step_func"] = _if_distca(job.forward_step, given["forward_step_func"])
+        megatron_pretrain(*call.args, **call.kwargs)
+
+    return pretrain_with_distca
+
+
+def add_arguments(parser: ArgumentParser) -> ArgumentParser:
+    """Adds the `--distca` flags to Megatron-LM's parser; `--distca` also turns on what it needs."""
+    add_distca_arguments(parser)
+    for action in parser._actions:
+        if action.dest == "distca":
+            _turn_on_with(parser, action)
+    return parser
+
+
+def _add_also(given: Callable[..., Any] | None, job: Job) -> Callable[..., Any]:
+    def add_both(parser: ArgumentParser) -> ArgumentParser:
+        if given is not None:
+            parser = given(parser)
+        return add_arguments(parser)
+
+    return add_both
+
+
+# What Megatron-LM's loop must be told when the data iterators are ours.
+_OUR_DATA = {"dataloader_type": "external", "calculate_per_token_loss": True}
+
+
+def _load_our_data(parser: ArgumentParser) -> None:
+    parser.set_defaults(**_OUR_DATA)
+
+
+def _turn_on_with(parser: ArgumentParser, distca: Action) -> None:
+    """Makes the flag `--distca` set `_OUR_DATA`, too."""
+
+    class DistcaAction(Action):
+        def __call__(
+            self, parser: ArgumentParser, namespace: Namespace, values: Any, option: Any = None
+        ) -> None:
+            namespace.distca = True
+            vars(namespace).update(_OUR_DATA)
+
+    for option in distca.option_strings:
+        parser._option_string_actions[option] = DistcaAction(
+            distca.option_strings, "distca", nargs=0, default=False, help=distca.help
+        )
+
+
+def _if_distca(ours: Callable[..., Any], theirs: Callable[..., Any]) -> Callable[..., Any]:
+    """Calls ours with `--distca` and theirs without; decided when called, after parsing."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        from megatron.training import get_args
+
+        return (ours if get_args().distca else theirs)(*args, **kwargs)
+
+    return call
+
+
+class _Providers:
+    """A job's functions in the form that Megatron-LM's `pretrain` calls them."""
+
+    def __init__(self, job: Job) -> None:
+        self._job = job
+        self.data_iterators = self._data_iterators_provider()
+
+    def model(
+        self,
+        pre_process: bool = True,
+        post_process: bool = True,
+        vp_stage: int | None = None,
+        config: Any = None,
+        pg_collection: Any = None,
+    ) -> Any:
+        from megatron.training import get_args
+        from megatron.training.arguments import core_transformer_config_from_args
+
+        args = get_args()
+        self._job.validate_arguments(args)
+        if config is None:
+            config = core_transformer_config_from_args(args)
+        if uses_dense_mask(args):
+            # Megatron's local softmax drops the document mask when it is given a window.
+            config.window_size = None
+        return self._job.build_model(
+            args, config, pre_process, post_process, vp_stage, pg_collection
+        )
+
+    def _data_iterators_provider(self) -> Callable[..., Any]:
+        def provide(num_samples: tuple[int, int, int], vp_stage: int | None = None) -> Any:
+            from megatron.training import get_args
+
+            iterators = self._job.build_data(get_args(), *num_samples)
+            return iterators.train, iterators.valid, iterators.test
+
+        provide.is_distributed = True  # type: ignore[attr-defined]
+        return provide

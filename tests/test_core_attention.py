@@ -1,0 +1,120 @@
+"""Disaggregated core attention on real ranks against dense attention in fp64."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from plans import dense_attention, random_lengths, random_plan
+
+from distca.attention import select_kernel
+from distca.cost.volume import AttentionShape, plan_bytes
+from distca.plan import Mask, Placement, Plan, Tasks
+from distca.runtime import CoreAttention, build_exchange
+from distca.transport import CollectiveTransport
+
+SCALE = 0.3
+
+
+def inputs(seed: int, tokens: int, heads: int, kv_heads: int, head_dim: int) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return [
+        torch.randn(tokens, h, head_dim, generator=generator, dtype=torch.float64)
+        for h in (heads, kv_heads, kv_heads, heads)
+    ]
+
+
+def run_on_rank(plan: Plan, seed: int, shape: tuple[int, int, int], backward: str, dtype: str):
+    """One rank's rows of output and gradients, and the bytes that it sent."""
+    rank = dist.get_rank()
+    exchange = build_exchange(plan, rank)
+    transport = CollectiveTransport(dist.group.WORLD)
+    attention = CoreAttention(transport, select_kernel("cpu"), backward)
+    mine = plan.placement.of_rank(rank)
+    rows = np.concatenate(
+        [np.arange(0)]
+        + [
+            plan.document_offsets[d] + np.arange(s, e)
+            for d, s, e in zip(mine.document, mine.start, mine.end, strict=True)
+        ]
+    )
+    q, k, v, dout = (
+        x[rows].to(getattr(torch, dtype)) for x in inputs(seed, int(plan.lengths.sum()), *shape)
+    )
+    q, k, v = (x.requires_grad_() for x in (q, k, v))
+    out = attention(q, k, v, exchange, SCALE)
+    out.backward(dout)
+    figures = [out.detach(), q.grad, k.grad, v.grad]
+    return rows, [x.double() for x in figures], transport.bytes_sent, transport.bytes_received
+
+
+def check(ranks, plan: Plan, shape, backward="resend", dtype="float32", tolerance=2e-5):
+    plan.validate()
+    world_size = plan.world_size
+    tokens = int(plan.lengths.sum())
+    q, k, v, dout = inputs(7, tokens, *shape)
+    q, k, v = (x.requires_grad_() for x in (q, k, v))
+    out = dense_attention(q, k, v, plan.lengths, plan.mask, SCALE)
+    out.backward(dout)
+    expected = [out.detach(), q.grad, k.grad, v.grad]
+    results = ranks.run(run_on_rank, plan, 7, shape, backward, dtype, world_size=world_size)
+    for rows, figures, _, _ in results:
+        for name, mine, all_rows in zip(("out", "dq", "dk", "dv"), figures, expected, strict=True):
+            difference = (mine - all_rows[rows]).abs().max() if len(rows) else 0
+            assert difference <= tolerance * all_rows.abs().max(), (name, difference)
+    element = {"float32": 4, "bfloat16": 2}[dtype]
+    planned = plan_bytes(plan, AttentionShape(*shape, element), backward)
+    for rank, (_, _, sent, received) in enumerate(results):
+        for phase, matrix in planned.phases.items():
+            assert sent[phase] == matrix[rank].sum(), (phase, rank)
+            assert received[phase] == matrix[:, rank].sum(), (phase, rank)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_random_plans(ranks, seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    world_size = int(rng.integers(1, 5))
+    mask = Mask() if seed % 2 else Mask(int(rng.integers(0, 100)))
+    lengths = random_lengths(rng, world_size * 160)
+    plan = random_plan(rng, lengths, world_size, 160, mask)
+    shape = [(4, 4, 16), (4, 2, 16), (6, 1, 8)][seed % 3]
+    check(ranks, plan, shape, backward=("resend", "keep")[seed // 3])
+
+
+def test_bfloat16(ranks) -> None:
+    rng = np.random.default_rng(11)
+    plan = random_plan(rng, random_lengths(rng, 3 * 160), 3, 160, Mask())
+    check(ranks, plan, (4, 2, 16), dtype="bfloat16", tolerance=3e-2)
+
+
+@pytest.mark.parametrize("backward", ["resend", "keep"])
+def test_rank_without_tokens_and_rank_without_tasks(ranks, backward: str) -> None:
+    """Rank 1 owns nothing and serves; rank 2 owns tokens and serves nobody."""
+    lengths = np.array([200, 1, 55])
+    placement = Placement(
+        document=np.array([0, 0, 1, 2]),
+        start=np.array([0, 128, 0, 0]),
+        end=np.array([128, 200, 1, 55]),
+        rank=np.array([0, 2, 2, 2]),
+        world_size=3,
+    )
+    tasks = Tasks.from_rows(
+        [
+            (0, 0, 128, 0, 128, 0),
+            (0, 128, 200, 0, 128, 1),
+            (0, 128, 200, 128, 200, 0),
+            (1, 0, 1, 0, 1, 1),
+            (2, 0, 55, 0, 55, 1),
+        ]
+    )
+    check(ranks, Plan(lengths, placement, tasks), (4, 2, 8), backward=backward)
+
+
+def test_wrong_number_of_rows_is_refused() -> None:
+    lengths = np.array([4])
+    placement = Placement(*(np.array([x]) for x in (0, 0, 4, 0)), world_size=1)
+    plan = Plan(lengths, placement, Tasks.from_rows([(0, 0, 4, 0, 4, 0)]))
+    attention = CoreAttention(None, select_kernel("cpu"))  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="3 rows, but the plan places 4"):
+        attention(*(torch.zeros(3, 1, 8) for _ in range(3)), build_exchange(plan, 0), 1.0)
