@@ -1,6 +1,6 @@
 """Where transports and kernels meet: a plan is executed."""
 
-from distca.runtime.core_attention import CoreAttention, disaggregated_core_attention
+from distca.runtime.core_attention import CoreAttention
 from distca.runtime.exchange import Exchange, KernelCall, build_exchange
 from distca.runtime.prefetch import Prefetcher
 
@@ -10,5 +10,4 @@ __all__ = [
     "KernelCall",
     "Prefetcher",
     "build_exchange",
-    "disaggregated_core_attention",
 ]

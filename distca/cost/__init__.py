@@ -1,0 +1,1 @@
+"""What a plan costs: bytes, exactly; seconds, by a measured or an analytic model."""
