@@ -1,0 +1,285 @@
+"""The one file that knows there is no GPU: what Megatron assumes about CUDA, on CPUs and gloo.
+
+Megatron's modules see a `torch` whose `cuda` is the CPU. The replacement is scoped to modules whose
+name starts with `megatron.`: for everybody else torch stays what it is. Nothing happens where CUDA
+is present.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+import sys
+import time
+import types
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+CPU = torch.device("cpu")
+
+# Modules that megatron-core loads lazily, or that nothing else here imports before training.
+_MODULES = (
+    "megatron.core.distributed",
+    "megatron.core.distributed.finalize_model_grads",
+    "megatron.core.distributed.param_and_grad_buffer",
+    "megatron.core.models.gpt",
+    "megatron.core.models.gpt.gpt_layer_specs",
+    "megatron.core.optimizer",
+    "megatron.core.optimizer.clip_grads",
+    "megatron.core.optimizer.distrib_optimizer",
+    "megatron.core.pipeline_parallel.p2p_communication",
+    "megatron.core.pipeline_parallel.schedules",
+    "megatron.core.dist_checkpointing",
+    "megatron.core.dist_checkpointing.exchange_utils",
+    "megatron.core.dist_checkpointing.strategies.filesystem_async",
+    "megatron.core.dist_checkpointing.strategies.fully_parallel",
+    "megatron.core.dist_checkpointing.strategies.torch",
+    "megatron.core.tensor_parallel.random",
+)
+
+
+def adapt_megatron() -> None:
+    """Lets megatron-core run without CUDA. May be called again after more modules were loaded."""
+    if torch.cuda.is_available():
+        return
+    for name in _MODULES:
+        importlib.import_module(name)
+    _adapt_tensor_methods()
+    _adapt_random_state()
+    _adapt_recompute()
+    _adapt_distributed_optimizer()
+    _replace_torch_in_megatron()
+
+
+def adapt_megatron_training() -> None:
+    """Lets Megatron-LM's own `megatron.training` run without CUDA."""
+    if torch.cuda.is_available():
+        return
+    adapt_megatron()
+    initialize = importlib.import_module("megatron.training.initialize")
+    training = importlib.import_module("megatron.training.training")
+    # It insists on CUDA unless told otherwise.
+    training.initialize_megatron = functools.partial(
+        initialize.initialize_megatron, allow_no_cuda=True
+    )
+    # Warming up the fused kernels allocates on the GPU; there are none to warm up.
+    initialize.set_jit_fusion_options = training.set_jit_fusion_options = lambda *_, **__: None
+    # The indexed-dataset helpers come compiled in the megatron-core wheel.
+    importlib.import_module("megatron.core.datasets.utils").compile_helpers = lambda: None
+    _replace_torch_in_megatron()
+
+
+class _Stream:
+    """The CPU as a stream: what is put on it has happened."""
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        self.device = CPU
+
+    def wait_stream(self, stream: Any) -> None:
+        """Nothing to wait for."""
+
+    def wait_event(self, event: Any) -> None:
+        """Nothing to wait for."""
+
+    def synchronize(self) -> None:
+        """Nothing to wait for."""
+
+    def record_event(self, event: Any = None) -> Any:
+        return event or _Event()
+
+    def query(self) -> bool:
+        return True
+
+
+class _Event:
+    """A moment on the CPU."""
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        self._time = 0.0
+
+    def record(self, stream: Any = None) -> None:
+        self._time = time.perf_counter()
+
+    def wait(self, stream: Any = None) -> None:
+        """It has happened."""
+
+    def synchronize(self) -> None:
+        """It has happened."""
+
+    def query(self) -> bool:
+        return True
+
+    def elapsed_time(self, end: _Event) -> float:
+        """Milliseconds until `end`."""
+        return (end._time - self._time) * 1e3
+
+
+_STREAM = _Stream()
+
+
+def _nothing(*_: Any, **__: Any) -> None:
+    """A request to the GPU that is void on a CPU."""
+
+
+# What `torch.cuda` answers inside Megatron; everything else comes from the real one.
+_CUDA_ON_CPU: dict[str, Any] = {
+    # Tensors are made on the "current device" in some forty places.
+    "current_device": lambda: CPU,
+    "device_count": lambda: 1,
+    "set_device": _nothing,
+    "synchronize": _nothing,
+    "empty_cache": _nothing,
+    # Schedules and gradient buffers order their work by streams.
+    "Stream": _Stream,
+    "Event": _Event,
+    "current_stream": lambda *_: _STREAM,
+    "default_stream": lambda *_: _STREAM,
+    "stream": lambda *_: contextlib.nullcontext(),
+    # The random state that dropout and recomputation save and restore.
+    "get_rng_state": lambda *_: torch.get_rng_state(),
+    "set_rng_state": lambda state, *_: torch.set_rng_state(state),
+    "manual_seed": lambda seed: torch.default_generator.manual_seed(seed),
+    # Logged by Megatron-LM's loop.
+    "memory_allocated": lambda *_: 0,
+    "max_memory_allocated": lambda *_: 0,
+    "memory_reserved": lambda *_: 0,
+    "max_memory_reserved": lambda *_: 0,
+    "device_memory_used": lambda *_: 0,
+    "memory_stats": lambda *_: {},
+    # Kernels and defaults are chosen by the compute capability of the device.
+    "get_device_capability": lambda *_: (9, 0),
+    "get_device_properties": lambda *_: types.SimpleNamespace(
+        major=9, minor=0, name="cpu", total_memory=0, multi_processor_count=1
+    ),
+}
+
+# Factory functions that Megatron calls with `device="cuda"`.
+_FACTORIES = ("zeros", "ones", "empty", "tensor", "full", "arange", "empty_like", "zeros_like")
+
+
+def _on_cpu(factory: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(factory)
+    def make(*args: Any, **kwargs: Any) -> Any:
+        device = kwargs.get("device")
+        if device is not None and str(device).startswith("cuda"):
+            kwargs["device"] = CPU
+        return factory(*args, **kwargs)
+
+    return make
+
+
+class _Module(types.ModuleType):
+    """A module with some names replaced."""
+
+    def __init__(self, original: types.ModuleType, replaced: dict[str, Any]) -> None:
+        super().__init__(original.__name__)
+        self.__dict__["_original"] = original
+        self.__dict__.update(replaced)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["_original"], name)
+
+
+_TORCH_ON_CPU = _Module(
+    torch,
+    {name: _on_cpu(getattr(torch, name)) for name in _FACTORIES}
+    | {"cuda": _Module(torch.cuda, _CUDA_ON_CPU)},
+)
+
+
+def _megatron_modules() -> Iterator[types.ModuleType]:
+    for name, module in list(sys.modules.items()):
+        if name.startswith("megatron.") and module is not None:
+            yield module
+
+
+def _replace_torch_in_megatron() -> None:
+    for module in _megatron_modules():
+        if module.__dict__.get("torch") is torch:
+            module.torch = _TORCH_ON_CPU  # type: ignore[attr-defined]
+
+
+def _called_by_megatron() -> bool:
+    """Whether the method that asks was called by Megatron (two frames up)."""
+    caller = sys._getframe(2).f_globals.get("__name__", "")
+    return bool(caller.startswith("megatron."))
+
+
+def _adapt_tensor_methods() -> None:
+    """Methods have no scope of their own, so these look who calls them."""
+    if hasattr(torch.Tensor.type, "__wrapped__"):
+        return
+    original_type, original_cuda = torch.Tensor.type, torch.Tensor.cuda
+
+    @functools.wraps(original_type)
+    def tensor_type(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        # Optimizers sort parameters by type names such as "torch.cuda.FloatTensor".
+        answer = original_type(self, *args, **kwargs)
+        if isinstance(answer, str) and _called_by_megatron():
+            return answer.replace("torch.", "torch.cuda.", 1)
+        return answer
+
+    @functools.wraps(original_cuda)
+    def cuda(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        # Checkpoint loading moves tensors to the GPU.
+        return self if _called_by_megatron() else original_cuda(self, *args, **kwargs)
+
+    torch.Tensor.type = tensor_type  # type: ignore[method-assign,assignment]
+    torch.Tensor.cuda = cuda  # type: ignore[method-assign]
+
+    original_module_cuda = torch.nn.Module.cuda
+
+    @functools.wraps(original_module_cuda)
+    def module_cuda(self: torch.nn.Module, *args: Any, **kwargs: Any) -> torch.nn.Module:
+        # Megatron-LM's loop moves the model to the GPU.
+        return self if _called_by_megatron() else original_module_cuda(self, *args, **kwargs)
+
+    torch.nn.Module.cuda = module_cuda  # type: ignore[method-assign,assignment]
+
+
+def _adapt_random_state() -> None:
+    """The tracker of Megatron's random states keeps the CPU generator's."""
+    random = importlib.import_module("megatron.core.tensor_parallel.random")
+    random._get_cuda_rng_state = lambda *_, **__: torch.get_rng_state()
+    random._set_cuda_rng_state = lambda state, *_, **__: torch.set_rng_state(state)
+    # It warns of each change of the CPU generator, which here is the one that is meant.
+    log = importlib.import_module("logging").getLogger(random.__name__)
+    if not log.filters:
+        log.addFilter(lambda record: "CPU RNG state changed" not in record.getMessage())
+
+
+def _adapt_recompute() -> None:
+    """Selective recomputation takes `fp8=False` for fp8, and then misses Transformer Engine."""
+    random = importlib.import_module("megatron.core.tensor_parallel.random")
+    original = random.CheckpointWithoutOutput.__init__
+    if random.HAVE_TE or hasattr(original, "__wrapped__"):
+        return
+
+    @functools.wraps(original)
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        self.fp8 = False
+
+    random.CheckpointWithoutOutput.__init__ = init
+
+
+def _adapt_distributed_optimizer() -> None:
+    """Loading its state copies into a view of a leaf, and torch's Adam has a `step` of its own."""
+    module = importlib.import_module("megatron.core.optimizer.distrib_optimizer")
+    optimizer = module.DistributedOptimizer
+    original = optimizer._set_main_param_and_optimizer_states
+    if hasattr(original, "__wrapped__"):
+        return
+
+    @functools.wraps(original)
+    def set_states(self: Any, model_param: Any, tensors: dict[str, Any]) -> Any:
+        group, order = self.model_param_group_index_map[model_param]
+        main_param = self.optimizer.param_groups[group]["params"][order]
+        own = {k: v for k, v in self.optimizer.state[main_param].items() if k == "step"}
+        with torch.no_grad():
+            return original(self, model_param, own | tensors)
+
+    optimizer._set_main_param_and_optimizer_states = set_states

@@ -1,0 +1,46 @@
+"""What a training loop runs: the seam between DistCA and the loops that can drive it."""
+
+from __future__ import annotations
+
+from argparse import ArgumentParser, Namespace
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class DataIterators:
+    """The micro-batches of each split, or None for a split that is not needed."""
+
+    train: Iterator[Any] | None
+    valid: Iterator[Any] | None
+    test: Iterator[Any] | None
+
+    def close(self) -> None:
+        """Ends the iterators' threads."""
+        for iterator in (self.train, self.valid, self.test):
+            if iterator is not None:
+                iterator.close()  # type: ignore[attr-defined]
+
+
+@dataclass(frozen=True)
+class Job:
+    """The parts of a pretraining run that a loop calls; `args` are Megatron-LM's arguments.
+
+    Attributes:
+        add_arguments: `(parser) -> parser`, adds our flags to Megatron's.
+        validate_arguments: `(args)`, raises ValueError before any work starts.
+        build_model: `(args, config, pre_process, post_process, vp_stage, pg_collection)`, one stage
+            of the model.
+        build_data: `(args, train_samples, valid_samples, test_samples) -> DataIterators`, resumed
+            from the consumed samples in `args`.
+        forward_step: `(data_iterator, model) -> (output, loss_function)`, Megatron's
+            `forward_step_func`; the loss is a sum over tokens, and every `[sum, count]` pair of the
+            report becomes a field of the log line.
+    """
+
+    add_arguments: Callable[[ArgumentParser], ArgumentParser]
+    validate_arguments: Callable[[Namespace], None]
+    build_model: Callable[..., Any]
+    build_data: Callable[..., DataIterators]
+    forward_step: Callable[..., tuple[Any, Any]]
