@@ -12,7 +12,8 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 from distca.attention import select_kernel
-from distca.cost.model import AnalyticCost, CostModel, Profile
+from distca.cost.model import AnalyticCost, CostModel
+from distca.cost.profile import Profile
 from distca.cost.volume import AttentionShape
 from distca.plan import Mask
 from distca.runtime import CoreAttention

@@ -1,0 +1,60 @@
+"""Cost models: seconds for a task."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from distca.cost.volume import AttentionShape
+from distca.plan.span import Int64s
+
+
+class CostModel(Protocol):
+    """Predicts how long the forward kernel takes for tasks."""
+
+    @property
+    def description(self) -> str:
+        """What the predictions rest on."""
+        ...
+
+    def seconds(self, q_len: Int64s, kv_len: Int64s, pairs: Int64s) -> NDArray[np.float64]:
+        """Seconds of each task.
+
+        Args:
+            q_len: query rows, int64 `[tasks]`.
+            kv_len: key rows, int64 `[tasks]`.
+            pairs: visible (query, key) pairs, int64 `[tasks]`.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class AnalyticCost:
+    """Pairs times operations, at a constant rate: nothing of it was measured.
+
+    Balanced loads need no more than the proportion, so the rate matters only where seconds are
+    compared with other seconds.
+
+    Attributes:
+        flops_per_pair: operations of a visible pair, over all heads: two products of `head_dim`.
+        flops_per_second: the rate.
+    """
+
+    flops_per_pair: float
+    flops_per_second: float
+
+    @staticmethod
+    def of_shape(shape: AttentionShape, flops_per_second: float = 1e12) -> AnalyticCost:
+        """For the heads of a rank."""
+        return AnalyticCost(4.0 * shape.heads * shape.head_dim, flops_per_second)
+
+    @property
+    def description(self) -> str:
+        return "analytic model by pair counts, not measured"
+
+    def seconds(self, q_len: Int64s, kv_len: Int64s, pairs: Int64s) -> NDArray[np.float64]:
+        """See `CostModel.seconds`."""
+        return np.asarray(pairs) * (self.flops_per_pair / self.flops_per_second)

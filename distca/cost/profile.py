@@ -1,0 +1,316 @@
+"""Measured kernel times over a grid of lengths, and predictions from them (paper, Section 4.2).
+
+    distca profile --heads 8 --kv-heads 2 --head-dim 32 --output profile.json
+
+Both task shapes are measured, full rectangles and tasks that end on the diagonal. A prediction
+interpolates bilinearly between the four nearest grid points, in the logarithms of lengths and
+seconds, where kernel times are nearly straight lines. A task with a length beyond the grid is in
+the saturated region: its pairs are divided by the highest measured rate of its shape.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import platform
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from datetime import datetime, timezone
+from functools import cached_property
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from distca.attention import Kernel, select_kernel
+from distca.cost.volume import AttentionShape
+from distca.plan.span import Int64s
+
+FORMAT = 1
+Floats = NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Profile:
+    """Kernel times of one machine; a `CostModel`.
+
+    Attributes:
+        lengths: the grid, for queries as well as keys, rising.
+        full_seconds: `[query length][key length]`, forward, full rectangles.
+        diagonal_seconds: the same for tasks that end on the diagonal; those with fewer keys than
+            queries do not exist and repeat the square's time.
+        shape: the heads that were measured.
+        provenance: hardware, versions, kernel, date.
+    """
+
+    lengths: tuple[int, ...]
+    full_seconds: tuple[tuple[float, ...], ...]
+    diagonal_seconds: tuple[tuple[float, ...], ...]
+    shape: AttentionShape
+    provenance: dict[str, str]
+
+    def __post_init__(self) -> None:
+        size = len(self.lengths)
+        tables = (self.full_seconds, self.diagonal_seconds)
+        if size < 2 or list(self.lengths) != sorted(set(self.lengths)) or self.lengths[0] < 1:
+            raise ValueError(f"a profile's lengths must be two or more and rise: {self.lengths}")
+        for table in tables:
+            if len(table) != size or any(len(row) != size for row in table):
+                raise ValueError(f"a profile's table is not {size} x {size}")
+            if not all(math.isfinite(value) and value > 0 for row in table for value in row):
+                raise ValueError("a profile's times must be positive")
+
+    @property
+    def description(self) -> str:
+        what = self.provenance
+        return f"measured on {what.get('hardware', '?')} ({what.get('date', '?')})"
+
+    @cached_property
+    def _log_full(self) -> Floats:
+        return np.log(np.array(self.full_seconds))
+
+    @cached_property
+    def _log_diagonal(self) -> Floats:
+        return np.log(np.array(self.diagonal_seconds))
+
+    def seconds(self, q_len: Int64s, kv_len: Int64s, pairs: Int64s) -> Floats:
+        """See `CostModel.seconds`. A windowed task costs its share of the pairs without window."""
+        q, kv = (np.maximum(np.asarray(x, dtype=np.float64), 1.0) for x in (q_len, kv_len))
+        pairs_of_task = np.asarray(pairs, dtype=np.float64)
+        full = pairs_of_task >= q * kv
+        on_diagonal = q * kv - q * (q - 1) / 2
+        predicted_full = self._interpolate(self._log_full, q, kv)
+        predicted_diagonal = self._interpolate(self._log_diagonal, q, np.maximum(kv, q))
+        predicted_diagonal *= np.minimum(pairs_of_task / np.maximum(on_diagonal, 1.0), 1.0)
+        predicted = np.where(full, predicted_full, predicted_diagonal)
+        beyond = np.maximum(q, kv) > self.lengths[-1]
+        saturated = pairs_of_task / np.where(full, *self._peak_rates)
+        result: Floats = np.where(beyond, saturated, predicted)
+        return np.where(pairs_of_task > 0, result, 0.0)
+
+    @cached_property
+    def _peak_rates(self) -> tuple[float, float]:
+        """The highest measured pairs per second of full rectangles and of diagonal tasks."""
+        q = np.array(self.lengths, dtype=np.float64)[:, None]
+        kv = q.T
+        full = (q * kv / np.exp(self._log_full)).max()
+        diagonal = np.where(kv >= q, (q * kv - q * (q - 1) / 2) / np.exp(self._log_diagonal), 0.0)
+        return float(full), float(diagonal.max())
+
+    def _interpolate(self, log_seconds: Floats, q: Floats, kv: Floats) -> Floats:
+        """Bilinear in logarithms; lengths below the grid take its edge."""
+        grid = np.log(np.array(self.lengths, dtype=np.float64))
+        top = len(grid) - 2
+        (i, x), (j, y) = (self._cell(grid, top, length) for length in (q, kv))
+        low = log_seconds[i, j] * (1 - y) + log_seconds[i, j + 1] * y
+        high = log_seconds[i + 1, j] * (1 - y) + log_seconds[i + 1, j + 1] * y
+        result: Floats = np.exp(low * (1 - x) + high * x)
+        return result
+
+    @staticmethod
+    def _cell(grid: Floats, top: int, length: Floats) -> tuple[Int64s, Floats]:
+        where = np.clip(np.log(length), grid[0], grid[-1])
+        cell = np.clip(np.searchsorted(grid, where, side="right") - 1, 0, top)
+        return cell, (where - grid[cell]) / (grid[cell + 1] - grid[cell])
+
+    def save(self, path: Path) -> None:
+        """Writes a readable JSON file."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps({"format": FORMAT, **asdict(self)}, indent=1) + "\n")
+
+    @staticmethod
+    def load(path: Path) -> Profile:
+        """Reads a file that `save` wrote.
+
+        Raises:
+            ValueError: it is missing, corrupt or of another format.
+        """
+        try:
+            saved = json.loads(Path(path).read_text())
+            if saved.pop("format") != FORMAT:
+                raise ValueError("another format")
+            return Profile(
+                tuple(saved["lengths"]),
+                tuple(tuple(row) for row in saved["full_seconds"]),
+                tuple(tuple(row) for row in saved["diagonal_seconds"]),
+                AttentionShape(**saved["shape"]),
+                dict(saved["provenance"]),
+            )
+        except (OSError, KeyError, TypeError, AttributeError, ValueError) as error:
+            raise ValueError(
+                f"{path} is no usable profile ({error}): make one with `distca profile`"
+            ) from error
+
+
+class KernelTimer:
+    """Measures single forward tasks of a kernel.
+
+    Args:
+        kernel: the attention kernel.
+        shape: heads; `dtype_bytes` 4 is float32, 2 bfloat16.
+        max_length: the longest task.
+        device: "cpu" or "cuda".
+    """
+
+    def __init__(self, kernel: Kernel, shape: AttentionShape, max_length: int, device: str) -> None:
+        self._kernel, self._device = kernel, device
+        dtype = {4: torch.float32, 2: torch.bfloat16}[shape.dtype_bytes]
+        generator = torch.Generator().manual_seed(0)
+        self._q, self._k, self._v = (
+            torch.randn(max_length, heads, shape.head_dim, generator=generator).to(device, dtype)
+            for heads in (shape.heads, shape.kv_heads, shape.kv_heads)
+        )
+
+    def seconds(self, q_len: int, kv_len: int, causal: bool, budget: float = 0.15) -> float:
+        """The fastest of several runs of one task, within a budget of seconds (three at least)."""
+        q, k, v = self._q[:q_len], self._k[:kv_len], self._v[:kv_len]
+        edges = (torch.tensor([0, n], dtype=torch.int32) for n in (q_len, kv_len))
+        cu_seqlens_q, cu_seqlens_kv = edges
+
+        def run() -> None:
+            self._kernel.forward(
+                q,
+                k,
+                v,
+                cu_seqlens_q,
+                cu_seqlens_kv,
+                causal=causal,
+                window_left=None,
+                softmax_scale=0.1,
+            )
+
+        return fastest(run, self._synchronize, budget)
+
+    def _synchronize(self) -> None:
+        if self._device == "cuda":
+            torch.cuda.synchronize()
+
+
+def fastest(run: Callable[[], None], synchronize: Callable[[], None], budget: float) -> float:
+    """Seconds of the fastest run, after one to warm up."""
+    run()
+    synchronize()
+    best, spent, times = math.inf, 0.0, 0
+    while times < 3 or (spent < budget and times < 50):
+        start = time.perf_counter()
+        run()
+        synchronize()
+        took = time.perf_counter() - start
+        best, spent, times = min(best, took), spent + took, times + 1
+    return best
+
+
+def profile_kernel(
+    shape: AttentionShape, max_length: int, device: str = "cpu", min_length: int = 32
+) -> Profile:
+    """Measures this machine on a grid of powers of two up to `max_length`.
+
+    Raises:
+        ValueError: the lengths leave no grid.
+    """
+    if min_length < 1 or max_length < 2 * min_length:
+        raise ValueError(f"--max-length {max_length} must be at least {2 * min_length}")
+    from tqdm import tqdm
+
+    steps = int(math.log2(max_length / min_length))
+    lengths = tuple(min_length * 2**n for n in range(steps + 1))
+    timer = KernelTimer(select_kernel(device), shape, lengths[-1], device)
+    full = [[0.0] * len(lengths) for _ in lengths]
+    diagonal = [[0.0] * len(lengths) for _ in lengths]
+    cells = [(i, j) for i in range(len(lengths)) for j in range(len(lengths))]
+    for i, j in tqdm(cells, unit=" points", disable=None):
+        full[i][j] = timer.seconds(lengths[i], lengths[j], causal=False)
+        if j >= i:
+            diagonal[i][j] = timer.seconds(lengths[i], lengths[j], causal=True)
+    for i in range(len(lengths)):
+        for j in range(i):
+            diagonal[i][j] = diagonal[i][i]
+    return Profile(
+        lengths,
+        tuple(tuple(row) for row in full),
+        tuple(tuple(row) for row in diagonal),
+        shape,
+        _provenance(device),
+    )
+
+
+def _provenance(device: str) -> dict[str, str]:
+    hardware = (
+        torch.cuda.get_device_name()
+        if device == "cuda"
+        else f"{_cpu_name()}, {torch.get_num_threads()} thread(s)"
+    )
+    return {
+        "hardware": hardware,
+        "kernel": type(select_kernel(device)).__name__,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "date": datetime.now(timezone.utc).strftime("%Y-%m-%d"),
+    }
+
+
+def _cpu_name() -> str:
+    info = Path("/proc/cpuinfo")
+    if info.is_file():
+        for line in info.read_text().splitlines():
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    return platform.processor() or platform.machine()
+
+
+def held_out_errors(profile: Profile, device: str, points: int = 40, seed: int = 0) -> list[float]:
+    """Relative errors of predictions for lengths that are not on the grid."""
+    generator = np.random.default_rng(seed)
+    low, high = profile.lengths[0], profile.lengths[-1]
+    timer = KernelTimer(select_kernel(device), profile.shape, high, device)
+    errors = []
+    for number in range(points):
+        drawn = np.exp(generator.uniform(np.log(low), np.log(high), size=2)).astype(np.int64)
+        causal = number % 2 == 1
+        q, kv = (int(drawn.min()), int(drawn.max())) if causal else map(int, drawn)
+        pairs = q * kv - q * (q - 1) // 2 if causal else q * kv
+        columns = (np.array([x], dtype=np.int64) for x in (q, kv, pairs))
+        measured = timer.seconds(q, kv, causal)
+        errors.append(abs(float(profile.seconds(*columns)[0]) / measured - 1))
+    return errors
+
+
+def main(argv: list[str] | None = None) -> int:
+    """The command; returns its exit status."""
+    parser = argparse.ArgumentParser(
+        prog="distca profile", description=__doc__.splitlines()[0], allow_abbrev=False
+    )
+    parser.add_argument("--heads", type=int, default=8)
+    parser.add_argument("--kv-heads", type=int, default=2)
+    parser.add_argument("--head-dim", type=int, default=32)
+    parser.add_argument("--dtype", choices=["fp32", "bf16"], default="fp32")
+    parser.add_argument("--max-length", type=int, default=4096)
+    parser.add_argument("--threads", type=int, default=1, help="CPU threads")
+    parser.add_argument("--output", type=Path, required=True, metavar="FILE")
+    args = parser.parse_args(argv)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    torch.set_num_threads(args.threads)
+    try:
+        shape = AttentionShape(
+            args.heads, args.kv_heads, args.head_dim, {"fp32": 4, "bf16": 2}[args.dtype]
+        )
+        profile = profile_kernel(shape, args.max_length, device)
+    except ValueError as error:
+        parser.error(str(error))
+    profile.save(args.output)
+    errors = held_out_errors(profile, device)
+    print(f"{args.output}: {profile.description}")
+    print(
+        f"held-out points: median error {statistics.median(errors):.1%}, "
+        f"largest {max(errors):.1%} of {len(errors)}"
+    )
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,389 @@
+"""The lean loop: what Megatron-LM's `pretrain()` does, on megatron-core alone.
+
+Schedules, data parallelism, optimizers and checkpoints are megatron-core's; the loop is their order.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+import random
+import signal
+import sys
+import time
+import traceback
+from argparse import Namespace
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from megatron_patches import cpu
+from megatron_patches.job import DataIterators, Job
+from megatron_patches.lean.arguments import parse_args
+
+logger = logging.getLogger(__name__)
+
+
+def pretrain(job: Job, argv: Sequence[str] | None = None) -> None:
+    """Parses the command line, trains, and ends every process group.
+
+    A rank that fails prints its message and ends at once with a status other than 0, so that the
+    launcher ends the others.
+
+    Args:
+        job: what to run.
+        argv: the command line; None: this process's.
+    """
+    rank = int(os.environ.get("RANK", "0"))
+    world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    args = _arguments_or_exit(job, argv, rank, world_size)
+    try:
+        _initialize(args)
+        run = build_run(job, args)
+        _train(run)
+        dist.barrier()
+        dist.destroy_process_group()
+    except BaseException as error:
+        if isinstance(error, ValueError):
+            message = f"error: {error}"
+        else:
+            message = traceback.format_exc()
+        print(f"[rank {rank}] {message}", file=sys.stderr, flush=True)
+        # Ordinary exit would wait for peers and threads that will not end.
+        os._exit(1)
+
+
+def _arguments_or_exit(
+    job: Job, argv: Sequence[str] | None, rank: int, world_size: int
+) -> Namespace:
+    try:
+        args = parse_args(job.add_arguments, argv, world_size)
+        job.validate_arguments(args)
+    except ValueError as error:
+        if rank == 0:
+            print(f"error: {error}", file=sys.stderr, flush=True)
+        sys.exit(2)
+    args.rank = rank
+    return args
+
+
+def _initialize(args: Namespace) -> None:
+    """Process groups, random seeds and logging."""
+    from megatron_patches.lean.logs import setup_logging
+
+    setup_logging(args.rank)
+    if torch.cuda.is_available():
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    if not dist.is_initialized():
+        os.environ.setdefault("MASTER_ADDR", "localhost")
+        os.environ.setdefault("MASTER_PORT", "29500")
+        dist.init_process_group(
+            args.distributed_backend,
+            rank=args.rank,
+            world_size=args.world_size,
+            timeout=timedelta(minutes=args.distributed_timeout_minutes),
+        )
+    initialize_megatron(args)
+
+
+def initialize_megatron(args: Namespace) -> None:
+    """megatron-core's process-wide state; `torch.distributed` must be initialised."""
+    from megatron.core import parallel_state, tensor_parallel
+    from megatron.core.num_microbatches_calculator import init_num_microbatches_calculator
+
+    cpu.adapt_megatron()
+    parallel_state.initialize_model_parallel(
+        args.tensor_model_parallel_size,
+        args.pipeline_model_parallel_size,
+        virtual_pipeline_model_parallel_size=args.virtual_pipeline_model_parallel_size,
+        distributed_timeout_minutes=args.distributed_timeout_minutes,
+    )
+    # As in Megatron-LM: pipeline stages differ, data-parallel ranks start alike.
+    seed = args.seed + 100 * parallel_state.get_pipeline_model_parallel_rank()
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.manual_seed(seed)
+    tensor_parallel.model_parallel_cuda_manual_seed(seed)
+    init_num_microbatches_calculator(
+        dist.get_rank(),
+        None,
+        args.global_batch_size,
+        args.micro_batch_size,
+        args.data_parallel_size,
+    )
+
+
+@dataclass
+class Run:
+    """A run's parts.
+
+    Attributes:
+        job: what is run.
+        args: the flags.
+        model: this rank's model chunks, wrapped for data parallelism.
+        optimizer: Megatron's optimizer.
+        scheduler: of learning rate and weight decay.
+        data: the micro-batches, one set for each model chunk.
+    """
+
+    job: Job
+    args: Namespace
+    model: list[Any]
+    optimizer: Any
+    scheduler: Any
+    data: list[DataIterators]
+
+    def iterators(self, which: str) -> Any:
+        """A split's iterators in the form that Megatron's schedules take."""
+        each = [getattr(data, which) for data in self.data]
+        return each if len(each) > 1 else each[0]
+
+
+def build_run(job: Job, args: Namespace) -> Run:
+    """Model, optimizer and data of a run, loaded from `--load`. Collective."""
+    from megatron_patches.lean.checkpointing import load_checkpoint
+    from megatron_patches.lean.config import parameter_scheduler
+    from megatron_patches.lean.logs import parameter_count
+
+    model, optimizer = build_model_and_optimizer(job, args)
+    scheduler = parameter_scheduler(args, optimizer)
+    logger.info("parameters on rank 0: %s", f"{parameter_count(model):,}")
+    if args.load is not None:
+        loaded = load_checkpoint(model, optimizer, scheduler, args)
+        if loaded is not None:
+            args.iteration = loaded.iteration
+            args.consumed_train_samples = loaded.consumed_train_samples
+            args.consumed_valid_samples = loaded.consumed_valid_samples
+    evaluations = args.train_iters // args.eval_interval + 1
+    samples = args.global_batch_size
+    data = [
+        job.build_data(
+            args,
+            args.train_iters * samples,
+            evaluations * args.eval_iters * samples,
+            args.eval_iters * samples,
+        )
+        for _ in model
+    ]
+    return Run(job, args, model, optimizer, scheduler, data)
+
+
+def build_model_and_optimizer(job: Job, args: Namespace) -> tuple[list[Any], Any]:
+    """This rank's model chunks, wrapped for data parallelism, and their optimizer. Collective."""
+    from megatron.core import parallel_state
+    from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
+    from megatron.core.enums import ModelType
+    from megatron.core.optimizer import get_megatron_optimizer
+    from megatron.core.transformer.module import Float16Module
+
+    from megatron_patches.lean.config import ddp_config, optimizer_config, transformer_config
+
+    config = transformer_config(args)
+    model: list[Any] = []
+    virtual_stages = args.virtual_pipeline_model_parallel_size
+    for number in range(virtual_stages or 1):
+        vp_stage = None if virtual_stages is None else number
+        ends = {"ignore_virtual": vp_stage is None, "vp_stage": vp_stage}
+        chunk = job.build_model(
+            args,
+            config,
+            parallel_state.is_pipeline_first_stage(**ends),
+            parallel_state.is_pipeline_last_stage(**ends),
+            vp_stage,
+        )
+        chunk.model_type = ModelType.encoder_or_decoder
+        if torch.cuda.is_available():
+            chunk.cuda(torch.cuda.current_device())
+        model.append(Float16Module(config, chunk) if args.bf16 else chunk)
+    model = [
+        DistributedDataParallel(
+            config,
+            ddp_config(args),
+            chunk,
+            # Gradients of later virtual stages are ready at odd times: one bucket each.
+            disable_bucketing=number > 0,
+        )
+        for number, chunk in enumerate(model)
+    ]
+    for chunk in model:
+        chunk.broadcast_params()
+    one_or_all = model[0] if len(model) == 1 else model
+    optimizer = get_megatron_optimizer(optimizer_config(args), model)
+    config.finalize_model_grads_func = finalize_model_grads
+    config.grad_scale_func = optimizer.scale_loss
+    if args.overlap_grad_reduce:
+        syncs = [chunk.no_sync for chunk in model]
+        config.no_sync_func = syncs if isinstance(one_or_all, list) else syncs[0]
+    if args.overlap_param_gather:
+        gathers = [chunk.start_param_sync for chunk in model]
+        config.param_sync_func = gathers if isinstance(one_or_all, list) else gathers[0]
+    return model, optimizer
+
+
+def forward_backward(run: Run, which: str, forward_only: bool) -> dict[str, float]:
+    """All micro-batches of a global batch; the averages of what the loss function reports.
+
+    Every rank gets them, also where another pipeline stage computed the loss.
+    """
+    from megatron.core import parallel_state
+    from megatron.core.num_microbatches_calculator import get_num_microbatches
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+
+    from megatron_patches.lean.logs import average_losses
+
+    reports = get_forward_backward_func()(
+        forward_step_func=run.job.forward_step,
+        data_iterator=run.iterators(which),
+        model=run.model,
+        num_microbatches=get_num_microbatches(),
+        # A micro-batch is one packed sequence, however many windows it holds.
+        seq_length=run.args.seq_length * run.args.micro_batch_size,
+        micro_batch_size=1,
+        forward_only=forward_only,
+    )
+    losses = {
+        name: value.item()
+        for name, value in average_losses(
+            reports, parallel_state.get_data_parallel_group(with_context_parallel=True)
+        ).items()
+    }
+    if run.args.pipeline_model_parallel_size > 1:
+        shared = [losses]
+        dist.broadcast_object_list(
+            shared,
+            src=parallel_state.get_pipeline_model_parallel_last_rank(),
+            group=parallel_state.get_pipeline_model_parallel_group(),
+        )
+        losses = shared[0]
+    return losses
+
+
+def train_step(run: Run) -> tuple[dict[str, float], bool, float | None]:
+    """One iteration.
+
+    Returns:
+        What the loss function reports, whether the update was skipped, and the gradient norm.
+
+    Raises:
+        ValueError: the loss is not a number, unless `--no-check-for-nan-in-loss-and-grad`.
+    """
+    for chunk in run.model:
+        chunk.train()
+        chunk.zero_grad_buffer()
+    run.optimizer.zero_grad()
+    losses = forward_backward(run, "train", forward_only=False)
+    if run.args.check_for_nan_in_loss_and_grad and not np.isfinite(losses["lm loss"]):
+        raise ValueError(
+            f"the loss is {losses['lm loss']} at iteration {run.args.iteration + 1}: lower --lr, "
+            "or go on all the same with --no-check-for-nan-in-loss-and-grad"
+        )
+    successful, grad_norm, _ = run.optimizer.step()
+    if successful:
+        run.scheduler.step(increment=run.args.global_batch_size)
+    run.args.iteration += 1
+    run.args.consumed_train_samples += run.args.global_batch_size
+    return losses, not successful, grad_norm
+
+
+@torch.no_grad()
+def evaluate(run: Run, which: str) -> dict[str, float]:
+    """The mean losses of `--eval-iters` batches of a split."""
+    for chunk in run.model:
+        chunk.eval()
+    totals: dict[str, float] = {}
+    for _ in range(run.args.eval_iters):
+        for name, value in forward_backward(run, which, forward_only=True).items():
+            totals[name] = totals.get(name, 0.0) + value / run.args.eval_iters
+        if which == "valid":
+            run.args.consumed_valid_samples += run.args.global_batch_size
+    return totals
+
+
+class _Signal:
+    """Remembers that SIGTERM came, so that the run can end at an iteration's end."""
+
+    def __init__(self) -> None:
+        self._came = False
+        signal.signal(signal.SIGTERM, self._remember)
+
+    def _remember(self, number: int, frame: Any) -> None:
+        self._came = True
+
+    def came_on_any_rank(self) -> bool:
+        """Whether any rank got it. Collective."""
+        device = "cuda" if dist.get_backend() == "nccl" else "cpu"
+        came = torch.tensor([int(self._came)], device=device)
+        dist.all_reduce(came, op=dist.ReduceOp.MAX)
+        return bool(came.item())
+
+
+def _train(run: Run) -> None:
+    """Iterations, evaluations and checkpoints until the end, an exit interval or a signal."""
+    from megatron_patches.lean.logs import TrainingLog
+
+    args = run.args
+    log = TrainingLog(args, args.iteration)
+    terminated = _Signal() if args.exit_signal_handler else None
+    save = functools.partial(_save, run)
+    started = time.monotonic()
+    saved_at = args.iteration
+    while args.iteration < args.train_iters:
+        losses, skipped, grad_norm = train_step(run)
+        log.iteration_done(
+            args.iteration,
+            losses,
+            learning_rate=run.optimizer.param_groups[0]["lr"],
+            loss_scale=run.optimizer.get_loss_scale().item(),
+            grad_norm=grad_norm,
+            skipped=skipped,
+        )
+        paused = time.perf_counter()
+        if args.eval_iters and args.iteration % args.eval_interval == 0:
+            log.evaluated(f"iteration {args.iteration}", evaluate(run, "valid"), args.iteration)
+        if args.save_interval and args.iteration % args.save_interval == 0:
+            save()
+            saved_at = args.iteration
+        log.pause(time.perf_counter() - paused)
+        if _must_exit(args, terminated, started):
+            logger.info("exiting at iteration %d", args.iteration)
+            break
+    else:
+        if args.eval_iters:
+            where = f"iteration {args.iteration} on the"
+            log.evaluated(f"{where} validation set", evaluate(run, "valid"), args.iteration)
+            if run.iterators("test") is not None:
+                log.evaluated(f"{where} test set", evaluate(run, "test"), args.iteration)
+    if args.save and saved_at != args.iteration:
+        save()
+    log.close()
+    for data in run.data:
+        data.close()
+
+
+def _must_exit(args: Namespace, terminated: _Signal | None, started: float) -> bool:
+    """Whether the run ends before its last iteration. Collective."""
+    if terminated is not None and terminated.came_on_any_rank():
+        logger.info("exiting because of SIGTERM")
+        return True
+    if args.exit_duration_in_mins is not None:
+        late = torch.tensor([int(time.monotonic() - started > 60 * args.exit_duration_in_mins)])
+        if dist.get_backend() == "nccl":
+            late = late.cuda()
+        dist.all_reduce(late, op=dist.ReduceOp.MAX)
+        if late.item():
+            return True
+    return bool(args.exit_interval) and args.iteration % args.exit_interval == 0
+
+
+def _save(run: Run) -> None:
+    from megatron_patches.lean.checkpointing import LoadedState, save_checkpoint
+
+    args = run.args
+    state = LoadedState(args.iteration, args.consumed_train_samples, args.consumed_valid_samples)
+    save_checkpoint(run.model, run.optimizer, run.scheduler, args, state)
