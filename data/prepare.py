@@ -135,16 +135,14 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--input", nargs="+", type=Path, required=True, metavar="PATH")
     parser.add_argument("--json-key", default="text", help="the text's key in a .jsonl line")
     parser.add_argument("--output-prefix", type=Path, required=True)
-    parser.add_argument(
-        "--tokenizer-type", choices=TOKENIZER_TYPES, default="HuggingFaceTokenizer"
-    )
+    parser.add_argument("--tokenizer-type", choices=TOKENIZER_TYPES, default="HuggingFaceTokenizer")
     parser.add_argument("--tokenizer-model", help="a tokenizer.json, or its folder")
     parser.add_argument("--vocab-size", type=int, help="for NullTokenizer")
     parser.add_argument(
         "--train-tokenizer",
         type=int,
         metavar="VOCAB",
-        help="train a byte-level BPE of this size on the input, and save it as PREFIX.tokenizer.json",
+        help="train a byte-level BPE of this size on the input; saved as PREFIX.tokenizer.json",
     )
     args = parser.parse_args(argv)
     model = args.tokenizer_model
@@ -155,9 +153,7 @@ def main(argv: list[str] | None = None) -> int:
             train_tokenizer(texts, args.train_tokenizer, Path(model))
         tokenizer = build_tokenizer(args.tokenizer_type, model, args.vocab_size)
         documents = read_documents(args.input, args.json_key)
-        count, tokens = write_dataset(
-            documents, tokenizer, args.tokenizer_type, args.output_prefix
-        )
+        count, tokens = write_dataset(documents, tokenizer, args.tokenizer_type, args.output_prefix)
     except ValueError as error:
         parser.error(str(error))
     print(f"{args.output_prefix}: {count} documents, {tokens} tokens")

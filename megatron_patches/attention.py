@@ -86,10 +86,9 @@ class DisaggregatedCoreAttention(_CoreAttentionModule):
                 "disaggregated core attention was called without a plan: feed the model the "
                 "micro-batches of megatron_patches.batch"
             )
-        assert params.core_attention is not None and params.exchange is not None
-        out_THD = params.core_attention(
-            query, key, value, params.exchange, self.softmax_scale
-        )
+        assert params.core_attention is not None
+        assert params.exchange is not None
+        out_THD = params.core_attention(query, key, value, params.exchange, self.softmax_scale)
         return out_THD.reshape(query.shape[0], -1)
 
 

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from distca.cost.volume import AttentionShape, plan_bytes
-from distca.plan import Mask, Plan, Placement, place_sequentially
+from distca.plan import Mask, Placement, Plan, place_sequentially
 from distca.plan.plan import max_over_mean
 from distca.plan.span import Int64s, expand_ranges
 from distca.runtime import CoreAttention, Exchange, Prefetcher, build_exchange

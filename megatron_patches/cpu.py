@@ -41,6 +41,10 @@ _MODULES = (
 )
 
 
+def _import(name: str) -> Any:
+    return importlib.import_module(name)
+
+
 def adapt_megatron() -> None:
     """Lets megatron-core run without CUDA. May be called again after more modules were loaded."""
     if torch.cuda.is_available():
@@ -59,8 +63,8 @@ def adapt_megatron_training() -> None:
     if torch.cuda.is_available():
         return
     adapt_megatron()
-    initialize = importlib.import_module("megatron.training.initialize")
-    training = importlib.import_module("megatron.training.training")
+    initialize = _import("megatron.training.initialize")
+    training = _import("megatron.training.training")
     # It insists on CUDA unless told otherwise.
     training.initialize_megatron = functools.partial(
         initialize.initialize_megatron, allow_no_cuda=True
@@ -68,7 +72,7 @@ def adapt_megatron_training() -> None:
     # Warming up the fused kernels allocates on the GPU; there are none to warm up.
     initialize.set_jit_fusion_options = training.set_jit_fusion_options = lambda *_, **__: None
     # The indexed-dataset helpers come compiled in the megatron-core wheel.
-    importlib.import_module("megatron.core.datasets.utils").compile_helpers = lambda: None
+    _import("megatron.core.datasets.utils").compile_helpers = lambda: None
     _replace_torch_in_megatron()
 
 
@@ -228,7 +232,7 @@ def _adapt_tensor_methods() -> None:
         return self if _called_by_megatron() else original_cuda(self, *args, **kwargs)
 
     torch.Tensor.type = tensor_type  # type: ignore[method-assign,assignment]
-    torch.Tensor.cuda = cuda  # type: ignore[method-assign]
+    torch.Tensor.cuda = cuda  # type: ignore[method-assign,assignment]
 
     original_module_cuda = torch.nn.Module.cuda
 
@@ -242,7 +246,7 @@ def _adapt_tensor_methods() -> None:
 
 def _adapt_random_state() -> None:
     """The tracker of Megatron's random states keeps the CPU generator's."""
-    random = importlib.import_module("megatron.core.tensor_parallel.random")
+    random = _import("megatron.core.tensor_parallel.random")
     random._get_cuda_rng_state = lambda *_, **__: torch.get_rng_state()
     random._set_cuda_rng_state = lambda state, *_, **__: torch.set_rng_state(state)
     # It warns of each change of the CPU generator, which here is the one that is meant.
@@ -253,7 +257,7 @@ def _adapt_random_state() -> None:
 
 def _adapt_recompute() -> None:
     """Selective recomputation takes `fp8=False` for fp8, and then misses Transformer Engine."""
-    random = importlib.import_module("megatron.core.tensor_parallel.random")
+    random = _import("megatron.core.tensor_parallel.random")
     original = random.CheckpointWithoutOutput.__init__
     if random.HAVE_TE or hasattr(original, "__wrapped__"):
         return
@@ -268,7 +272,7 @@ def _adapt_recompute() -> None:
 
 def _adapt_distributed_optimizer() -> None:
     """Loading its state copies into a view of a leaf, and torch's Adam has a `step` of its own."""
-    module = importlib.import_module("megatron.core.optimizer.distrib_optimizer")
+    module = _import("megatron.core.optimizer.distrib_optimizer")
     optimizer = module.DistributedOptimizer
     original = optimizer._set_main_param_and_optimizer_states
     if hasattr(original, "__wrapped__"):

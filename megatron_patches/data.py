@@ -100,8 +100,10 @@ def build_data(
         args.micro_batch_size,
         args.distca_max_document_length,
     )
-    device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else (
-        torch.device("cpu")
+    device = (
+        torch.device("cuda", torch.cuda.current_device())
+        if torch.cuda.is_available()
+        else (torch.device("cpu"))
     )
     mask = mask_from_args(args)
     make: Callable[[TokenStream], PackedBatches | PlannedBatches]

@@ -30,9 +30,7 @@ def uses_dense_mask(args: Namespace) -> bool:
     memory grows with the square of the tokens: the reference, for small runs.
     """
     backend = getattr(args.attention_backend, "name", args.attention_backend)
-    return (
-        not args.distca and args.transformer_impl == "local" and backend in ("local", "unfused")
-    )
+    return not args.distca and args.transformer_impl == "local" and backend in ("local", "unfused")
 
 
 def uses_own_attention(args: Namespace) -> bool:
@@ -81,7 +79,7 @@ def adapt_model(args: Namespace, model: GPTModel) -> GPTModel:
 
 
 def replace_core_attention(args: Namespace, layer_spec: ModuleSpec) -> None:
-    """Puts the core attention that the arguments ask for into a layer spec; nothing else changes."""
+    """Puts the core attention that the arguments ask for into a layer spec, and nothing else."""
     attention = layer_spec.submodules.self_attention.submodules
     if args.distca:
         attention.core_attention = DisaggregatedCoreAttention
@@ -107,6 +105,4 @@ def _block_spec(args: Namespace, config: TransformerConfig, vp_stage: int | None
         attention = spec.submodules.self_attention.submodules
         attention.q_layernorm = attention.k_layernorm = SequenceParallelNorm
     layers = get_num_layers_to_build(config, vp_stage=vp_stage)
-    return TransformerBlockSubmodules(
-        layer_specs=[spec] * layers, layer_norm=SequenceParallelNorm
-    )
+    return TransformerBlockSubmodules(layer_specs=[spec] * layers, layer_norm=SequenceParallelNorm)

@@ -15,9 +15,9 @@ class SequenceParallelNorm:
     tensor-parallel ranks, as it does for apex's and Transformer Engine's norms.
     """
 
-    def __new__(
+    def __new__(  # type: ignore[misc]
         cls, config: Any, hidden_size: int, eps: float = 1e-5, **kwargs: Any
-    ) -> torch.nn.Module:  # type: ignore[misc]
+    ) -> torch.nn.Module:
         kinds = {"RMSNorm": torch.nn.RMSNorm, "LayerNorm": torch.nn.LayerNorm}
         if config.normalization not in kinds:
             raise ValueError(

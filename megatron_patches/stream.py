@@ -16,8 +16,11 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
+from megatron.core.datasets.blended_megatron_dataset_config import (
+    convert_split_vector_to_split_matrix,
+)
 from megatron.core.datasets.indexed_dataset import DType, IndexedDataset
-from megatron.core.datasets.utils import get_blend_from_list
+from megatron.core.datasets.utils import get_blend_from_list, normalize
 
 from distca.plan.span import Int64s
 
@@ -26,21 +29,33 @@ _INDEX_MAGIC = b"MMIDIDX\x00\x00"
 _HEADER_BYTES = 9 + 8 + 1 + 8 + 8
 _SAMPLED_DOCUMENTS = 64
 """Documents whose token ids are checked against the vocabulary when a dataset is opened."""
+_SAMPLED_TOKENS = 1 << 16
+"""Tokens of such a document that are looked at: its last ones, with its end token."""
+_SIDECAR_BYTES = 1 << 16
+"""A longer `PREFIX.json` is not ours: such as the JSON lines that the dataset was made from."""
 
 
-def parse_data_path(data_path: Sequence[str]) -> tuple[list[str], list[float]]:
+def parse_data_path(data_path: Sequence[str]) -> tuple[list[str], list[float] | None]:
     """Prefixes and weights of Megatron's `--data-path`: `a`, `a b` or `0.3 a 0.7 b`.
 
+    Returns:
+        The prefixes, and their weights; None where none are given: then each dataset counts by its
+        size.
+
     Raises:
-        ValueError: it is empty, or a weight is not positive.
+        ValueError: it is empty, only some prefixes have weights, or a weight is not positive.
     """
     if not data_path:
         raise ValueError("--data-path is empty: give the prefix of an indexed dataset")
-    prefixes, weights = get_blend_from_list(list(data_path))
-    weights = [1.0] * len(prefixes) if weights is None else [float(w) for w in weights]
-    if min(weights) <= 0:
+    try:
+        prefixes, weights = get_blend_from_list(list(data_path))
+    except AssertionError as error:
+        raise ValueError(
+            f"--data-path {' '.join(data_path)}: give prefixes alone, or a weight before each"
+        ) from error
+    if weights is not None and not all(0 < weight < np.inf for weight in weights):
         raise ValueError(f"--data-path weights {weights}: every weight must be positive")
-    return list(prefixes), weights
+    return prefixes, weights
 
 
 def split_documents(split: str, which: str, documents: int) -> tuple[int, int]:
@@ -53,12 +68,11 @@ def split_documents(split: str, which: str, documents: int) -> tuple[int, int]:
         shares = [float(part) for part in split.replace("/", ",").split(",")]
     except ValueError:
         shares = []
-    shares = (shares + [0.0, 0.0])[:3] if shares else []
-    if not shares or min(shares) < 0 or sum(shares) <= 0:
+    if not 1 <= len(shares) <= 3 or not 0 < sum(shares) < np.inf or min(shares) < 0:
         raise ValueError(f"--split {split!r}: give three shares, such as 969,30,1")
-    edges = [round(sum(shares[:n]) / sum(shares) * documents) for n in range(4)]
-    number = SPLITS.index(which)
-    return edges[number], edges[number + 1]
+    parts = convert_split_vector_to_split_matrix(normalize([*shares, 0.0, 0.0][:3]))
+    first, last = parts[SPLITS.index(which)] or (0.0, 0.0)
+    return round(first * documents), round(last * documents)
 
 
 class Corpus:
@@ -77,40 +91,58 @@ class Corpus:
         _check_files(prefix)
         self._dataset = IndexedDataset(prefix, multimodal=False, mmap=True)
         edges = np.asarray(self._dataset.document_indices, dtype=np.int64)
-        before = np.zeros(len(self._dataset.sequence_lengths) + 1, dtype=np.int64)
-        np.cumsum(self._dataset.sequence_lengths, out=before[1:])
-        self._first_sequence = edges[:-1]
-        self._last_sequence = edges[1:]
-        self.lengths: Int64s = before[edges[1:]] - before[edges[:-1]]
+        # Tokens before each sequence: a document is all its sequences, one after the other.
+        self._before = np.zeros(len(self._dataset.sequence_lengths) + 1, dtype=np.int64)
+        np.cumsum(self._dataset.sequence_lengths, out=self._before[1:])
+        self._starts = self._before[edges[:-1]]
+        self.lengths: Int64s = self._before[edges[1:]] - self._starts
         if vocab_size is not None:
             self._check_vocabulary(vocab_size)
 
     def read(self, document: int, start: int, end: int) -> np.ndarray:
-        """The tokens `[start, end)` of a document, int64."""
-        first, last = int(self._first_sequence[document]), int(self._last_sequence[document])
-        if last - first == 1:
-            return self._dataset.get(first, offset=start, length=end - start).astype(np.int64)
-        whole = np.concatenate([self._dataset.get(sequence) for sequence in range(first, last)])
-        return whole[start:end].astype(np.int64)
+        """The tokens `[start, end)` of a document, int64 `[end - start]`."""
+        at, until = int(self._starts[document]) + start, int(self._starts[document]) + end
+        tokens = np.empty(end - start, dtype=np.int64)
+        sequence = int(np.searchsorted(self._before, at, side="right")) - 1
+        filled = 0
+        while at < until:
+            begins, ends = int(self._before[sequence]), int(self._before[sequence + 1])
+            count = min(until, ends) - at
+            if count > 0:
+                tokens[filled : filled + count] = self._dataset.get(sequence, at - begins, count)
+            at, filled, sequence = at + count, filled + count, sequence + 1
+        return tokens
 
     def _check_vocabulary(self, vocab_size: int) -> None:
-        sidecar = Path(self.prefix + ".json")
-        if sidecar.is_file():
-            made_for = json.loads(sidecar.read_text()).get("vocab_size")
-            if made_for is not None and made_for > vocab_size:
-                raise ValueError(
-                    f"{self.prefix} was made with a vocabulary of {made_for} tokens, but the run's "
-                    f"has {vocab_size}: give the tokenizer that it was made with"
-                )
+        made_for = _sidecar_vocab_size(Path(self.prefix + ".json"))
+        if made_for is not None and made_for != vocab_size:
+            raise ValueError(
+                f"{self.prefix} was made with a vocabulary of {made_for} tokens, but the run's "
+                f"has {vocab_size}: give the tokenizer that it was made with"
+            )
         filled = np.flatnonzero(self.lengths)
-        sample = filled[np.linspace(0, len(filled) - 1, _SAMPLED_DOCUMENTS).astype(int)]
-        for document in np.unique(sample) if len(filled) else ():
-            largest = int(self.read(int(document), 0, int(self.lengths[document])).max())
-            if largest >= vocab_size:
-                raise ValueError(
-                    f"{self.prefix} holds the token {largest} (document {document}), but the run's "
-                    f"vocabulary has {vocab_size} tokens: give the tokenizer that it was made with"
-                )
+        sample = filled[np.linspace(0, len(filled) - 1, _SAMPLED_DOCUMENTS).astype(np.int64)]
+        for document in np.unique(sample).tolist():
+            length = int(self.lengths[document])
+            tokens = self.read(document, max(0, length - _SAMPLED_TOKENS), length)
+            for token in (int(tokens.min()), int(tokens.max())):
+                if not 0 <= token < vocab_size:
+                    raise ValueError(
+                        f"{self.prefix} holds the token {token} (document {document}), but the "
+                        f"run's vocabulary has {vocab_size} tokens: give the tokenizer that it was "
+                        "made with"
+                    )
+
+
+def _sidecar_vocab_size(sidecar: Path) -> int | None:
+    """The vocabulary that `data.prepare` noted beside its files; other tools note none."""
+    if not sidecar.is_file() or sidecar.stat().st_size > _SIDECAR_BYTES:
+        return None
+    try:
+        made_for = json.loads(sidecar.read_text(encoding="utf-8"))["vocab_size"]
+    except (ValueError, KeyError, TypeError):
+        return None
+    return made_for if isinstance(made_for, int) else None
 
 
 def _check_files(prefix: str) -> None:
@@ -136,10 +168,15 @@ def _check_files(prefix: str) -> None:
         file.seek(_HEADER_BYTES)
         lengths = np.fromfile(file, dtype=np.int32, count=sequences)
         pointers = np.fromfile(file, dtype=np.int64, count=sequences)
-    item = DType.size(int(code))
-    needed = int((pointers + lengths.astype(np.int64) * item).max()) if sequences else 0
+        edges = np.fromfile(file, dtype=np.int64, count=documents)
+    ordered = len(edges) > 0 and edges[0] == 0 and edges[-1] == sequences
+    if not ordered or (np.diff(edges) < 0).any() or (lengths < 0).any() or (pointers < 0).any():
+        raise ValueError(f"{index} is corrupt (its documents are no ranges): make it again")
+    if not lengths.any():
+        raise ValueError(f"{prefix} holds no tokens: make it again, from text")
+    needed = int((pointers + lengths.astype(np.int64) * DType.size(int(code))).max())
     have = Path(prefix + ".bin").stat().st_size
-    if (lengths < 0).any() or (pointers < 0).any() or have < needed:
+    if have < needed:
         raise ValueError(
             f"{prefix}.bin has {have} bytes, but its index points at {needed}: it is cut off or of "
             "another dataset; make both again"
@@ -165,7 +202,7 @@ class TokenStream:
     @staticmethod
     def open(
         prefixes: Sequence[str],
-        weights: Sequence[float],
+        weights: Sequence[float] | None,
         *,
         split: str,
         which: Literal["train", "valid", "test"],
@@ -180,38 +217,41 @@ class TokenStream:
 
         Args:
             prefixes: paths without `.bin` or `.idx`.
-            weights: shares of the tokens, one for each prefix.
+            weights: shares of the tokens, one for each prefix; None: by the tokens of their splits.
             split: Megatron's `--split`.
             which: the split to open.
             seed: of the shuffling.
-            num_tokens: how far the stream must reach, at least.
+            num_tokens: how far the stream must reach, at least. A longer one begins the same.
             vocab_size: see `Corpus`.
 
         Raises:
             ValueError: see `Corpus`; or the split has no documents.
         """
         corpora = tuple(Corpus(prefix, vocab_size) for prefix in prefixes)
+        candidates = [_split_candidates(corpus, split, which) for corpus in corpora]
+        if weights is None:
+            weights = [
+                float(corpus.lengths[documents].sum())
+                for corpus, documents in zip(corpora, candidates, strict=True)
+            ]
         tables = []
         for number, (corpus, weight) in enumerate(zip(corpora, weights, strict=True)):
-            first, last = split_documents(split, which, len(corpus.lengths))
-            candidates = first + np.flatnonzero(corpus.lengths[first:last])
-            if len(candidates) == 0:
-                raise ValueError(
-                    f"the {which} split of {corpus.prefix} is empty: its {len(corpus.lengths)} "
-                    f"documents under --split {split} leave it none; give it a larger share"
-                )
             wanted = int(np.ceil(num_tokens * weight / sum(weights))) + 1
-            order = _shuffled_epochs(candidates, corpus.lengths, wanted, (seed, number))
+            order = _shuffled_epochs(candidates[number], corpus.lengths, wanted, (seed, number))
             lengths = corpus.lengths[order]
             progress = (np.cumsum(lengths) - lengths) / weight
             tables.append((np.full_like(order, number), order, lengths, progress))
         corpus_column, document, lengths, progress = (
             np.concatenate(column) for column in zip(*tables, strict=True)
         )
-        by = np.lexsort((corpus_column, progress))
-        offsets = np.zeros(len(by) + 1, dtype=np.int64)
-        np.cumsum(lengths[by], out=offsets[1:])
-        return TokenStream(corpora, corpus_column[by], document[by], offsets)
+        if len(corpora) > 1:
+            by = np.lexsort((corpus_column, progress))
+            corpus_column, document, lengths = corpus_column[by], document[by], lengths[by]
+        offsets = np.zeros(len(lengths) + 1, dtype=np.int64)
+        np.cumsum(lengths, out=offsets[1:])
+        # What follows is not the stream: one corpus has run out there, others have not.
+        count = int(np.searchsorted(offsets, num_tokens))
+        return TokenStream(corpora, corpus_column[:count], document[:count], offsets[: count + 1])
 
     def document_lengths(
         self, start: int, stop: int, max_document_length: int | None = None
@@ -269,10 +309,22 @@ class TokenStream:
             )
 
 
+def _split_candidates(corpus: Corpus, split: str, which: str) -> Int64s:
+    """The documents of a split that have tokens."""
+    first, last = split_documents(split, which, len(corpus.lengths))
+    candidates: Int64s = first + np.flatnonzero(corpus.lengths[first:last])
+    if len(candidates) == 0:
+        raise ValueError(
+            f"the {which} split of {corpus.prefix} is empty: its {len(corpus.lengths)} documents "
+            f"under --split {split} leave it none; give it a larger share"
+        )
+    return candidates
+
+
 def _shuffled_epochs(
     candidates: Int64s, lengths: Int64s, wanted: int, seed: tuple[int, int]
 ) -> Int64s:
-    """Documents in training order, epoch after epoch, until they hold the tokens that are wanted."""
+    """Documents in training order, epoch after epoch, until they hold the wanted tokens."""
     per_epoch = int(lengths[candidates].sum())
     epochs: list[Any] = []
     while len(epochs) * per_epoch < wanted:

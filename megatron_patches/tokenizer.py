@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -17,8 +18,11 @@ class Tokenizer(Protocol):
         eod: the token that ends a document.
     """
 
-    vocab_size: int
-    eod: int
+    @property
+    def vocab_size(self) -> int: ...
+
+    @property
+    def eod(self) -> int: ...
 
     def tokenize(self, text: str) -> list[int]: ...
 
@@ -47,7 +51,14 @@ class NullTokenizer:
     eod: int
 
     def tokenize(self, text: str) -> list[int]:
-        return [int(word) for word in text.split()]
+        try:
+            ids = [int(word) for word in text.split()]
+        except ValueError as error:
+            raise ValueError("NullTokenizer takes token ids separated by blanks") from error
+        if ids and not (min(ids) >= 0 and max(ids) < self.eod):
+            wrong = min(ids) if min(ids) < 0 else max(ids)
+            raise ValueError(f"token id {wrong} in the text is not below --vocab-size {self.eod}")
+        return ids
 
     def detokenize(self, ids: list[int]) -> str:
         return " ".join(str(i) for i in ids)
@@ -56,7 +67,11 @@ class NullTokenizer:
 class HuggingFaceTokenizer:
     """A `tokenizer.json`, or a folder with one, as the `tokenizers` library saves it.
 
-    A document ends with the first of its usual end tokens that the vocabulary has.
+    A document ends with the `eos_token` of the `tokenizer_config.json` beside it; without one, with
+    the first of the usual end tokens that the vocabulary has.
+
+    Raises:
+        ValueError: the file cannot be read, or has no token that ends a document.
     """
 
     _END_TOKENS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eod|>", "<eod>")
@@ -66,26 +81,36 @@ class HuggingFaceTokenizer:
             import tokenizers
         except ImportError as error:
             raise ImportError("HuggingFaceTokenizer needs `pip install tokenizers`") from error
-        self._tokenizer = tokenizers.Tokenizer.from_file(str(path))
-        self.vocab_size: int = self._tokenizer.get_vocab_size(with_added_tokens=True)
-        found = [self._tokenizer.token_to_id(token) for token in self._END_TOKENS]
-        ends = [i for i in found if i is not None]
+        try:
+            self._tokenizer = tokenizers.Tokenizer.from_file(str(path))
+        except Exception as error:  # the library raises nothing narrower
+            raise ValueError(f"{path} is no tokenizer.json that can be read: {error}") from error
+        # Ids may have holes.
+        self.vocab_size: int = 1 + max(self._tokenizer.get_vocab(with_added_tokens=True).values())
+        named = _eos_token(path.with_name("tokenizer_config.json"))
+        names = self._END_TOKENS if named is None else (named,)
+        ends = [i for i in map(self._tokenizer.token_to_id, names) if i is not None]
         if not ends:
-            raise ValueError(
-                f"{path} has no token that ends a document (one of {', '.join(self._END_TOKENS)})"
-            )
+            raise ValueError(f"{path} has no token that ends a document ({', '.join(names)})")
         self.eod: int = ends[0]
 
     def tokenize(self, text: str) -> list[int]:
-        return list(self._tokenizer.encode(text, add_special_tokens=False).ids)
-
-    def tokenize_many(self, texts: list[str]) -> list[list[int]]:
-        """Several texts at once, on all cores."""
-        batch = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
-        return [encoding.ids for encoding in batch]
+        # A batch of one: unlike a single text it leaves Python's other threads running.
+        return list(self._tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids)
 
     def detokenize(self, ids: list[int]) -> str:
         return str(self._tokenizer.decode(ids, skip_special_tokens=False))
+
+
+def _eos_token(config: Path) -> str | None:
+    """The end token that a `tokenizer_config.json` names, if there is one."""
+    if not config.is_file():
+        return None
+    try:
+        eos = json.loads(config.read_text(encoding="utf-8")).get("eos_token")
+    except (ValueError, AttributeError) as error:
+        raise ValueError(f"{config} cannot be read: {error}") from error
+    return eos["content"] if isinstance(eos, dict) else eos
 
 
 def build_tokenizer(
@@ -100,7 +125,7 @@ def build_tokenizer(
             document, as in Megatron-LM.
 
     Raises:
-        ValueError: a value is missing or unknown, or the file does not exist.
+        ValueError: a value is missing or unknown, or the file is missing or no tokenizer.
     """
     if tokenizer_type == "ByteLevelTokenizer":
         return ByteLevelTokenizer()

@@ -68,7 +68,7 @@ def with_distca(megatron_pretrain: Callable[..., None], job: Job = OUR_JOB) -> C
         A function with the same parameters.
 
     Raises:
-        ValueError: the function lacks a parameter that we replace, so this Megatron-LM is not known.
+        ValueError: the function lacks a parameter that we replace: this Megatron-LM is not known.
     """
     signature = inspect.signature(megatron_pretrain)
     replaced = ("train_valid_test_dataset_provider", "model_provider", "forward_step_func")

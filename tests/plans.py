@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import torch
 
@@ -38,7 +40,7 @@ def random_plan(
         inside = [x for x in range(start, end) if x % block == 0 and x > start]
         cuts = sorted(rng.choice(inside, size=rng.integers(len(inside) + 1), replace=False))
         edges = [int(start), *(int(c) for c in cuts), int(end)]
-        for q_start, q_end in zip(edges[:-1], edges[1:], strict=True):
+        for q_start, q_end in itertools.pairwise(edges):
             first = int(mask.first_key(q_start))
             # A windowed task is cut in its keys only where a full rectangle would remain.
             full_from = int(mask.first_key(q_end - 1))
@@ -47,10 +49,15 @@ def random_plan(
                 for x in range(full_from, q_start + 1)
                 if x % block == 0 and (x == first or first == full_from) and x > first
             ]
-            kv_cuts = sorted(rng.choice(points, size=rng.integers(min(len(points), 3) + 1),
-                                        replace=False)) if points else []
+            kv_cuts = (
+                sorted(
+                    rng.choice(points, size=rng.integers(min(len(points), 3) + 1), replace=False)
+                )
+                if points
+                else []
+            )
             kv_edges = [first, *(int(c) for c in kv_cuts), q_end]
-            for kv_start, kv_end in zip(kv_edges[:-1], kv_edges[1:], strict=True):
+            for kv_start, kv_end in itertools.pairwise(kv_edges):
                 server = int(rng.integers(world_size))
                 rows.append((int(document), q_start, q_end, kv_start, kv_end, server))
     return Plan(lengths, placement, Tasks.from_rows(rows), mask, block)

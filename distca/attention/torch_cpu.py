@@ -99,9 +99,7 @@ class TorchCpuKernel:
                 attn_mask=tile.mask,
                 scale=softmax_scale,
             )
-            for total, part, rows in zip(
-                gradients, parts, (tile.q, tile.kv, tile.kv), strict=True
-            ):
+            for total, part, rows in zip(gradients, parts, (tile.q, tile.kv, tile.kv), strict=True):
                 total[rows] += part[0].transpose(0, 1)
         return gradients  # type: ignore[return-value]
 

@@ -57,4 +57,4 @@ class AnalyticCost:
 
     def seconds(self, q_len: Int64s, kv_len: Int64s, pairs: Int64s) -> NDArray[np.float64]:
         """See `CostModel.seconds`."""
-        return np.asarray(pairs) * (self.flops_per_pair / self.flops_per_second)
+        return np.asarray(pairs, dtype=np.float64) * (self.flops_per_pair / self.flops_per_second)

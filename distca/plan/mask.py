@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 
-from distca.plan.span import Int64s
+from distca.plan.span import Bools, Int64s
 
 IntOrArray = TypeVar("IntOrArray", int, Int64s)
 
@@ -58,18 +58,18 @@ class Mask:
             )
         return visible
 
-    def is_full(self, q_start: Int64s, q_end: Int64s, kv_start: Int64s, kv_end: Int64s) -> Int64s:
+    def is_full(self, q_start: Int64s, q_end: Int64s, kv_start: Int64s, kv_end: Int64s) -> Bools:
         """Whether every key of each rectangle is visible to every one of its queries."""
         return (kv_end - 1 <= q_start) & (kv_start >= self.first_key(q_end - 1))
 
 
-def _pairs_at_or_before(q_start, q_end, kv_start, kv_end):  # type: ignore[no-untyped-def]
+def _pairs_at_or_before(q_start: Any, q_end: Any, kv_start: Any, kv_end: Any) -> Any:
     """Pairs with `key <= query`: sum over queries of `clip(query + 1 - kv_start, 0, kv_len)`."""
     span = np.maximum(kv_end - kv_start, 0)
     return _ramp(q_end - kv_start, span) - _ramp(q_start - kv_start, span)
 
 
-def _ramp(x, top):  # type: ignore[no-untyped-def]
+def _ramp(x: Any, top: Any) -> Any:
     """The sum over `i < x` (from minus infinity) of `clip(i + 1, 0, top)`."""
     rising = np.clip(x, 0, top)
     flat = np.maximum(x - top, 0)

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import numpy as np
 
 from distca.plan.mask import Mask
 from distca.plan.placement import Placement
-from distca.plan.span import Int64s, cut_at
+from distca.plan.span import Bools, Int64s, cut_at
 from distca.plan.tasks import Tasks
 
 BLOCK = 128
@@ -33,7 +33,7 @@ class Plan:
     lengths: Int64s
     placement: Placement
     tasks: Tasks
-    mask: Mask = Mask()
+    mask: Mask = field(default_factory=Mask)
     block: int = BLOCK
     scheduler: str = ""
     notes: tuple[str, ...] = ()
@@ -83,7 +83,7 @@ def max_over_mean(loads: Int64s) -> float:
     return float(loads.max()) / mean if mean else 1.0
 
 
-def _refuse(condition: Int64s, what: str, *columns: Int64s) -> None:
+def _refuse(condition: Bools, what: str, *columns: Int64s) -> None:
     """Raises ValueError with the first row for which `condition` holds."""
     if np.any(condition):
         row = int(np.flatnonzero(condition)[0])

@@ -8,7 +8,7 @@ from typing import Literal
 import numpy as np
 
 from distca.plan.plan import Plan
-from distca.plan.span import Int64s, cut_at, union
+from distca.plan.span import Bools, Int64s, cut_at, union
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class Segments:
     def lengths(self) -> Int64s:
         return self.end - self.start
 
-    def select(self, selection: Int64s) -> Segments:
+    def select(self, selection: Int64s | Bools) -> Segments:
         """The selected rows, by a boolean or an index array."""
         return Segments(
             self.server[selection],
@@ -51,9 +51,7 @@ class Segments:
 def needed_segments(plan: Plan, which: Literal["q", "kv"]) -> Segments:
     """The query rows, or the key-value rows, that each server needs for its tasks."""
     tasks, at = plan.tasks, plan.placement
-    start, end = (
-        (tasks.q_start, tasks.q_end) if which == "q" else (tasks.kv_start, tasks.kv_end)
-    )
+    start, end = (tasks.q_start, tasks.q_end) if which == "q" else (tasks.kv_start, tasks.kv_end)
     offset = plan.document_offsets[tasks.document]
     server, start, end = union(tasks.server, offset + start, offset + end)
     # The pieces of the placement, in global positions, tile the line of all tokens.

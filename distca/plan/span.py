@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 Int64s = NDArray[np.int64]
+Bools = NDArray[np.bool_]
 
 
 class Span(NamedTuple):

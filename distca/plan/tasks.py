@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from distca.plan.mask import Mask
-from distca.plan.span import Int64s
+from distca.plan.span import Bools, Int64s
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class Tasks:
     def __len__(self) -> int:
         return len(self.document)
 
-    def __getitem__(self, selection: Int64s) -> Tasks:
+    def __getitem__(self, selection: Int64s | Bools) -> Tasks:
         """The selected rows, by a boolean or an index array."""
         return Tasks(
             self.document[selection],
@@ -49,7 +49,7 @@ class Tasks:
         return Tasks(*(np.ascontiguousarray(column) for column in table.T))
 
     @property
-    def ends_on_diagonal(self) -> Int64s:
+    def ends_on_diagonal(self) -> Bools:
         """Which tasks end on the diagonal; the others are full rectangles. Bool `[tasks]`."""
         return self.q_end == self.kv_end
 

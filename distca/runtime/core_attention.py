@@ -164,9 +164,7 @@ def _send_to_owners(
     outgoing, incoming = [], []
     for tensor, rows in tensors:
         row_shape = tuple(tensor.shape[1:])
-        outgoing.append(
-            (Field(rows.receive_counts, row_shape, tensor.dtype), tensor[rows.local :])
-        )
+        outgoing.append((Field(rows.receive_counts, row_shape, tensor.dtype), tensor[rows.local :]))
         incoming.append(
             (
                 Field(rows.send_counts, row_shape, tensor.dtype),
@@ -224,9 +222,7 @@ def _compute(
         out.index_copy_(0, first, _take(part_out, call.first_q))
         lse.index_copy_(0, first, _take(part_lse, call.first_q))
         for part in call.repeated_q:
-            merge_partial(
-                out, lse, rows.index_select(0, part), part_out[part], part_lse[part]
-            )
+            merge_partial(out, lse, rows.index_select(0, part), part_out[part], part_lse[part])
     if out is None or lse is None:
         return torch.empty_like(q_served), q_served.new_empty(
             q_served.shape[:2], dtype=torch.float32

@@ -110,9 +110,7 @@ class Exchange:
             return None if index is None else index.to(device, non_blocking=True)
 
         def move_rows(rows: Rows) -> Rows:
-            return Rows(
-                rows.local, rows.send.to(device), rows.send_counts, rows.receive_counts
-            )
+            return Rows(rows.local, rows.send.to(device), rows.send_counts, rows.receive_counts)
 
         return Exchange(
             self.rank,
@@ -133,8 +131,7 @@ class Exchange:
                 for call in self.calls
             ),
             tuple(
-                Arrival(a.server, a.first.to(device), a.repeated.to(device))
-                for a in self.arrivals
+                Arrival(a.server, a.first.to(device), a.repeated.to(device)) for a in self.arrivals
             ),
         )
 
@@ -159,9 +156,7 @@ def build_exchange(plan: Plan, rank: int) -> Exchange:
     for causal in (False, True):
         tasks = mine[mine.ends_on_diagonal == causal]
         if len(tasks):
-            calls.append(
-                _kernel_call(plan, tasks, causal, q_served, kv_served, produced, q, kv)
-            )
+            calls.append(_kernel_call(plan, tasks, causal, q_served, kv_served, produced, q, kv))
     return Exchange(
         rank=rank,
         world_size=world_size,
@@ -210,9 +205,7 @@ class _ServedRows:
         """The rows of the spans, one span after the other."""
         _, starts, ends = cut_at(starts, ends, self._start)
         segment = np.searchsorted(self._start, starts, side="right") - 1
-        return expand_ranges(
-            self._row[segment] + starts - self._start[segment], ends - starts
-        )
+        return expand_ranges(self._row[segment] + starts - self._start[segment], ends - starts)
 
 
 def _kernel_call(

@@ -6,7 +6,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Iterator
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 Value = TypeVar("Value")
 
@@ -74,8 +74,8 @@ class Prefetcher(Generic[Value]):
         self._thread.join()
 
 
-def _raiser(error: BaseException) -> Callable[[], Value]:  # type: ignore[type-var]
-    def raise_it() -> Value:
+def _raiser(error: BaseException) -> Callable[[], Any]:
+    def raise_it() -> Any:
         raise error
 
     return raise_it

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from distca.cost.model import CostModel
@@ -26,7 +26,7 @@ class ScheduleConfig:
     """
 
     tolerance: float = 0.1
-    shape: AttentionShape = AttentionShape(heads=32, kv_heads=8, head_dim=128)
+    shape: AttentionShape = field(default_factory=lambda: AttentionShape(32, 8, 128))
     cost_model: CostModel | None = None
     block: int = BLOCK
 

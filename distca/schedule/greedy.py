@@ -17,15 +17,15 @@ equal load, the one with the smallest key range.) Cuts fall on blocks.
 **Moves.** The mean load is the target. The server with the largest deficit is served first: among
 all items of servers above the mean, the share with the largest load for its bytes is moved to it,
 `dF = min(the item, the donor's surplus, the deficit)`, until the deficit is within the tolerance.
-Then servers above the tolerance give to those with the largest deficit in the same way. It ends when
-all are within the tolerance, or when no move brings `_LEAST_GAIN` of the mean.
+Then servers above the tolerance give to those with the largest deficit in the same way. It ends
+when all are within the tolerance, or when no move brings `_LEAST_GAIN` of the mean.
 
 Loads are predicted seconds where the configuration has a cost model, else visible pairs. Ties go to
 the item that came first, so every rank makes the same plan. One move costs time linear in the items
 of donors; the number of moves is about that of the servers.
 
-Where the paper restricts a server's load to both sides of the mean, the upper side alone decides the
-time; both are kept here. Blocks limit what can be cut: what is left over is said in the plan's notes.
+The upper side of the tolerance alone decides the time; like the paper, both sides are aimed at.
+Blocks limit what can be cut: what is left over is said in the plan's notes.
 """
 
 from __future__ import annotations

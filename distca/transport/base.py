@@ -46,8 +46,10 @@ class Transport(ABC):
         Returns:
             uint8 `[sum(receive_bytes)]`, the messages from rank 0, 1, ... one after the other.
         """
-        assert send_bytes[self.rank] == 0 and receive_bytes[self.rank] == 0
-        assert send.dtype == torch.uint8 and send.numel() == sum(send_bytes)
+        assert send_bytes[self.rank] == 0
+        assert receive_bytes[self.rank] == 0
+        assert send.dtype == torch.uint8
+        assert send.numel() == sum(send_bytes)
         received = self._exchange(send, send_bytes, receive_bytes)
         self.bytes_sent[phase] += send.numel()
         self.bytes_received[phase] += received.numel()

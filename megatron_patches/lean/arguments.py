@@ -234,9 +234,15 @@ _FLAGS: dict[str, list[tuple[str, dict[str, Any]]]] = {
         ("--eval-interval", {"type": int, "default": 1000, "help": "Iterations between them."}),
     ],
     "data and tokenizer": [
-        ("--data-path", {"nargs": "+", "required": True, "help": "Prefixes, or weights and prefixes."}),
+        (
+            "--data-path",
+            {"nargs": "+", "required": True, "help": "Prefixes, or weights and prefixes."},
+        ),
         ("--split", {"default": "969,30,1", "help": "Shares of train, validation and test."}),
-        ("--seq-length", {"type": int, "required": True, "help": "Tokens a rank owns in a window."}),
+        (
+            "--seq-length",
+            {"type": int, "required": True, "help": "Tokens a rank owns in a window."},
+        ),
         (
             "--tokenizer-type",
             {"choices": TOKENIZER_TYPES, "required": True, "help": "Kind of tokenizer."},

@@ -2,8 +2,8 @@
 
 A checkpoint `SAVE/iter_0000010` is written under another name and renamed when it is whole; then
 `latest_checkpointed_iteration.txt` is replaced. Whenever a run is killed, the tracker names a whole
-checkpoint. Nothing of `--distca` is in it, and tensors are stored by their place in the model, so it
-loads at other parallel sizes, and with or without `--distca`.
+checkpoint. Nothing of `--distca` is in it, and tensors are stored by their place in the model, so
+it loads at other parallel sizes, and with or without `--distca`.
 """
 
 from __future__ import annotations
@@ -102,9 +102,7 @@ def save_checkpoint(
             shutil.rmtree(leftover, ignore_errors=True)
         unfinished.mkdir()
     dist.barrier()
-    dist_checkpointing.save(
-        _state_dict(model, optimizer, scheduler, args, state), str(unfinished)
-    )
+    dist_checkpointing.save(_state_dict(model, optimizer, scheduler, args, state), str(unfinished))
     dist.barrier()
     if dist.get_rank() == 0:
         os.replace(unfinished, final)
@@ -211,8 +209,7 @@ def _chunks(model: list[Any]) -> dict[str, Any]:
 
 def _model_state(model: list[Any]) -> dict[str, Any]:
     return {
-        key: chunk.sharded_state_dict(metadata=_metadata())
-        for key, chunk in _chunks(model).items()
+        key: chunk.sharded_state_dict(metadata=_metadata()) for key, chunk in _chunks(model).items()
     }
 
 

@@ -1,6 +1,6 @@
 """The lean loop: what Megatron-LM's `pretrain()` does, on megatron-core alone.
 
-Schedules, data parallelism, optimizers and checkpoints are megatron-core's; the loop is their order.
+Schedules, data parallelism, optimizers and checkpoints are megatron-core's; the loop orders them.
 """
 
 from __future__ import annotations

@@ -1,0 +1,59 @@
+"""Attention as it is defined, over all tokens at once: slow, readable, in any precision."""
+
+from __future__ import annotations
+
+import torch
+
+
+def attend(
+    q_THD: torch.Tensor,
+    k_THD: torch.Tensor,
+    v_THD: torch.Tensor,
+    visible_QK: torch.Tensor,
+    softmax_scale: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """softmax(QKᵀ)V over the visible pairs; differentiable.
+
+    Args:
+        q_THD: `[queries, heads, head_dim]`.
+        k_THD: `[keys, kv_heads, head_dim]`; `heads` is a multiple of `kv_heads`.
+        v_THD: like `k_THD`.
+        visible_QK: bool `[queries, keys]`.
+        softmax_scale: scores are multiplied by it.
+
+    Returns:
+        `(out, lse)`: `[queries, heads, head_dim]` and `[queries, heads]` in the inputs' dtype; 0
+        and minus infinity for a query that sees no key.
+    """
+    group = q_THD.shape[1] // k_THD.shape[1]
+    k = k_THD.repeat_interleave(group, dim=1)
+    v = v_THD.repeat_interleave(group, dim=1)
+    scores = torch.einsum("qhd,khd->hqk", q_THD, k) * softmax_scale
+    scores = scores.masked_fill(~visible_QK, float("-inf"))
+    lse_HQ = scores.logsumexp(dim=-1)
+    shift = lse_HQ.masked_fill(lse_HQ == float("-inf"), 0.0).unsqueeze(-1)
+    weights = torch.exp(scores - shift)
+    return torch.einsum("hqk,khd->qhd", weights, v), lse_HQ.transpose(0, 1)
+
+
+def task_visibility(
+    queries: int, keys: int, *, causal: bool, window_left: int | None = None
+) -> torch.Tensor:
+    """What a task's rows see (`Kernel`): bool `[queries, keys]`."""
+    if not causal:
+        return torch.ones(queries, keys, dtype=torch.bool)
+    distance = torch.arange(queries)[:, None] + (keys - queries) - torch.arange(keys)[None, :]
+    visible = distance >= 0
+    return visible if window_left is None else visible & (distance <= window_left)
+
+
+def document_visibility(lengths: list[int], window_left: int | None = None) -> torch.Tensor:
+    """What packed documents' tokens see: bool `[tokens, tokens]`."""
+    tokens = sum(lengths)
+    visible = torch.zeros(tokens, tokens, dtype=torch.bool)
+    start = 0
+    for length in lengths:
+        own = slice(start, start + length)
+        visible[own, own] = task_visibility(length, length, causal=True, window_left=window_left)
+        start += length
+    return visible

@@ -1,0 +1,33 @@
+"""The console command `distca`."""
+
+from __future__ import annotations
+
+import sys
+
+
+def _profile(argv: list[str]) -> int:
+    from distca.cost import profile
+
+    return profile.main(argv)
+
+
+_COMMANDS = {"profile": (_profile, "measure this machine's attention kernel")}
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Runs a subcommand; returns its exit status."""
+    arguments = sys.argv[1:] if argv is None else argv
+    if arguments and arguments[0] in _COMMANDS:
+        return _COMMANDS[arguments[0]][0](arguments[1:])
+    asked = bool(arguments) and arguments[0] in ("-h", "--help")
+    out = sys.stdout if asked else sys.stderr
+    if arguments and not asked:
+        out.write(f"distca: no command {arguments[0]!r}\n")
+    out.write("usage: distca COMMAND [ARGUMENTS]\n")
+    for name, (_, what) in _COMMANDS.items():
+        out.write(f"  {name:10} {what}\n")
+    return 0 if asked else 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())

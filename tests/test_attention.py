@@ -1,0 +1,162 @@
+"""The kernels against attention as it is defined."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from distca.attention import merge_partial, select_kernel
+from distca.attention.reference import attend, task_visibility
+
+SCALE = 0.35
+Case = list[tuple[int, int]]
+CASES: list[tuple[str, Case, bool, int | None]] = [
+    ("squares", [(64, 64), (1, 1), (130, 130)], True, None),
+    ("more keys than queries", [(5, 64), (1, 300), (128, 129)], True, None),
+    ("more queries than keys", [(10, 4), (3, 1)], True, None),
+    ("full rectangles", [(7, 100), (1, 1), (200, 3)], False, None),
+    ("windows", [(300, 300), (5, 64), (1, 9), (140, 200)], True, 17),
+    ("a window of one", [(9, 9), (2, 5)], True, 0),
+    ("a window wider than the task", [(9, 9)], True, 50),
+    ("no keys", [(3, 0), (4, 4)], True, None),
+    ("no tasks", [], True, None),
+]
+
+
+def make_inputs(case: Case, heads: int, kv_heads: int, dim: int, dtype: torch.dtype):
+    generator = torch.Generator().manual_seed(len(case))
+    queries, keys = sum(q for q, _ in case), sum(k for _, k in case)
+    shapes = [(queries, heads), (keys, kv_heads), (keys, kv_heads), (queries, heads)]
+    tensors = [torch.randn(*s, dim, generator=generator).to(dtype) for s in shapes]
+    edges = [
+        torch.tensor(np.cumsum([0, *lengths]), dtype=torch.int32)
+        for lengths in ([q for q, _ in case], [k for _, k in case])
+    ]
+    return tensors, edges
+
+
+def reference(tensors, edges, causal: bool, window: int | None):
+    """Output, LSE and gradients, task by task, in float64."""
+    q, k, v, dout = (x.double().detach() for x in tensors)
+    q, k, v = (x.requires_grad_() for x in (q, k, v))
+    outs, lses = [q.new_zeros(0, *q.shape[1:])], [q.new_zeros(0, q.shape[1])]
+    for i in range(len(edges[0]) - 1):
+        rows = slice(int(edges[0][i]), int(edges[0][i + 1]))
+        columns = slice(int(edges[1][i]), int(edges[1][i + 1]))
+        visible = task_visibility(
+            rows.stop - rows.start, columns.stop - columns.start, causal=causal, window_left=window
+        )
+        out, lse = attend(q[rows], k[columns], v[columns], visible, SCALE)
+        outs.append(out)
+        lses.append(lse)
+    out, lse = torch.cat(outs), torch.cat(lses)
+    if out.requires_grad:
+        out.backward(dout)
+    gradients = [torch.zeros_like(x) if x.grad is None else x.grad for x in (q, k, v)]
+    return out.detach(), lse.detach(), [g.nan_to_num() for g in gradients]
+
+
+def assert_close(found: torch.Tensor, expected: torch.Tensor, tolerance: float) -> None:
+    scale = expected[expected.isfinite()].abs().max() if expected.numel() else 1.0
+    torch.testing.assert_close(
+        found.double(), expected, rtol=0, atol=float(tolerance * max(float(scale), 1.0))
+    )
+
+
+@pytest.mark.parametrize(("name", "case", "causal", "window"), CASES, ids=[c[0] for c in CASES])
+@pytest.mark.parametrize("heads", [(4, 4, 16), (4, 2, 24), (6, 1, 8)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_cpu_kernel(name, case, causal, window, heads, dtype) -> None:
+    tensors, edges = make_inputs(case, *heads, dtype)
+    q, k, v, dout = tensors
+    kernel = select_kernel("cpu")
+    options = {"causal": causal, "window_left": window, "softmax_scale": SCALE}
+    out, lse = kernel.forward(q, k, v, *edges, **options)
+    gradients = kernel.backward(dout, q, k, v, out, lse, *edges, **options)
+    expected_out, expected_lse, expected_gradients = reference(tensors, edges, causal, window)
+    assert out.dtype == dtype
+    assert lse.dtype == torch.float32
+    tolerance = 3e-6 if dtype == torch.float32 else 3e-2
+    assert_close(out, expected_out, tolerance)
+    assert_close(lse, expected_lse, tolerance)
+    for found, expected in zip(gradients, expected_gradients, strict=True):
+        assert_close(found, expected, tolerance)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_partial_tasks_merge_to_the_whole(seed: int) -> None:
+    """Keys cut anywhere: outputs merge by LSE, and the parts' gradients add up."""
+    rng = np.random.default_rng(seed)
+    n = int(rng.integers(2, 90))
+    tensors, edges = make_inputs([(n, n)], 4, 2, 8, torch.float32)
+    q, k, v, dout = tensors
+    expected_out, expected_lse, expected = reference(tensors, edges, True, None)
+    start = int(rng.integers(0, n))
+    cuts = sorted({0, *map(int, rng.integers(0, start + 1, size=3)), start})
+    kernel = select_kernel("cpu")
+    rows = torch.arange(start, n)
+    out, lse = torch.zeros(n - start, 4, 8), torch.full((n - start, 4), float("-inf"))
+    parts = [(a, b, False) for a, b in zip(cuts[:-1], cuts[1:], strict=True)] + [(start, n, True)]
+
+    def call(name, a, b, causal, *arguments):
+        cu = (torch.tensor([0, x], dtype=torch.int32) for x in (n - start, b - a))
+        options = {"causal": causal, "window_left": None, "softmax_scale": SCALE}
+        return getattr(kernel, name)(*arguments, *cu, **options)
+
+    for a, b, causal in parts:
+        part = call("forward", a, b, causal, q[rows], k[a:b], v[a:b])
+        merge_partial(out, lse, torch.arange(n - start), *part)
+    assert_close(out, expected_out[start:], 3e-6)
+    assert_close(lse, expected_lse[start:], 3e-6)
+    dq, dk = torch.zeros_like(q[rows]), torch.zeros_like(k)
+    for a, b, causal in parts:
+        inputs = (dout[rows], q[rows], k[a:b], v[a:b], out, lse)
+        part_dq, part_dk, _ = call("backward", a, b, causal, *inputs)
+        dq += part_dq
+        dk[a:b] += part_dk
+    assert_close(dq, expected[0][start:], 5e-6)
+
+
+def test_merging_nothing_with_nothing() -> None:
+    out, lse = torch.zeros(2, 1, 4), torch.full((2, 1), float("-inf"))
+    merge_partial(out, lse, slice(0, 2), torch.zeros(2, 1, 4), torch.full((2, 1), float("-inf")))
+    assert (out == 0).all()
+    assert (lse == float("-inf")).all()
+
+
+def test_torch_flash_calls_fit_the_operators() -> None:
+    """Nothing here runs on a GPU; on the meta device torch still checks the arguments."""
+    from distca.attention.flash import TorchFlashKernel
+
+    q, k = torch.empty(6, 4, 16, device="meta"), torch.empty(9, 2, 16, device="meta")
+    q, k = q.bfloat16(), k.bfloat16()
+    cu = torch.tensor([0, 6], dtype=torch.int32), torch.tensor([0, 9], dtype=torch.int32)
+    for window in (None, 3):
+        options = {"causal": True, "window_left": window, "softmax_scale": SCALE}
+        out, lse = TorchFlashKernel().forward(q, k, k, *cu, **options)
+        assert out.shape == q.shape
+        gradients = TorchFlashKernel().backward(q, q, k, k, out, lse, *cu, **options)
+        assert [g.shape for g in gradients] == [q.shape, k.shape, k.shape]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize(("name", "case", "causal", "window"), CASES, ids=[c[0] for c in CASES])
+def test_gpu_kernel(name, case, causal, window) -> None:
+    tensors, edges = make_inputs(case, 4, 2, 64, torch.bfloat16)
+    q, k, v, dout = (x.cuda() for x in tensors)
+    kernel = select_kernel("cuda")
+    options = {"causal": causal, "window_left": window, "softmax_scale": SCALE}
+    out, lse = kernel.forward(q, k, v, *edges, **options)
+    gradients = kernel.backward(dout, q, k, v, out, lse, *edges, **options)
+    expected_out, expected_lse, expected_gradients = reference(tensors, edges, causal, window)
+    assert_close(out.cpu(), expected_out, 3e-2)
+    assert_close(lse.cpu(), expected_lse, 3e-2)
+    for found, expected in zip(gradients, expected_gradients, strict=True):
+        assert_close(found.cpu(), expected, 3e-2)
+
+
+def test_unknown_device() -> None:
+    with pytest.raises(ValueError, match="no attention kernel for device 'tpu'"):
+        select_kernel("tpu")

@@ -1,0 +1,161 @@
+"""`--distca` on several processes against plain Megatron on one, with a dense mask.
+
+One plain process with the sequence length of a whole window is the reference: megatron-core's own
+`DotProductAttention` with a dense mask of the documents.
+"""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from models import StepsDone, train, train_all, whole_gradients
+
+# Windows of 768 tokens and of 1024 (a multiple of each number of ranks times the block).
+DOCUMENTS = {
+    768: [
+        *(1, 300, 5, 1, 129, 332),  # odd ones, one-token ones
+        *(200, 500, 68),  # one that spans three ranks
+        768,  # one that fills the window
+        *([128] * 6),  # equal ones
+    ],
+    1024: [
+        *(1, 300, 5, 1, 129, 588),
+        *(200, 700, 124),
+        1024,
+        *([128] * 8),
+    ],
+}
+LAYOUTS = {
+    "TP1-DP4": (4, 1024, ["--seq-length", "256"]),
+    "DP3": (3, 768, ["--seq-length", "256"]),
+    "TP2-DP2": (4, 1024, ["--seq-length", "512", "--tensor-model-parallel-size", "2"]),
+    "TP2-SP-DP2": (
+        4,
+        1024,
+        ["--seq-length", "512", "--tensor-model-parallel-size", "2", "--sequence-parallel"],
+    ),
+}
+# A group for each head, for each two, for all.
+GROUPS = {4: [], 2: ["--group-query-attention", "--num-query-groups", "2"]}
+GROUPS[1] = ["--group-query-attention", "--num-query-groups", "1"]
+WINDOWS = {"causal": [], "window": ["--window-size", "100,0"]}
+MODES = [
+    ["--distca", "--distca-scheduler", scheduler, "--distca-backward", backward]
+    for scheduler, backward in itertools.product(("greedy", "null"), ("resend", "keep"))
+]
+_REFERENCES: dict[tuple[int, int, str, int], StepsDone] = {}
+
+
+def global_batch(flags: list[str], world_size: int) -> list[str]:
+    """Four windows in a global batch, whatever the layout."""
+    tensor_parallel = 2 if "--tensor-model-parallel-size" in flags else 1
+    return ["--global-batch-size", str(4 * world_size // tensor_parallel)]
+
+
+def reference(ranks, window_tokens: int, groups: int, window: str, steps: int = 1) -> StepsDone:
+    key = (window_tokens, groups, window, steps)
+    if key not in _REFERENCES:
+        flags = ["--seq-length", str(window_tokens), "--global-batch-size", "4"]
+        flags += ["--attention-backend", "local", *GROUPS[groups], *WINDOWS[window]]
+        lengths = DOCUMENTS[window_tokens] * steps
+        _REFERENCES[key] = ranks.run(train, flags, lengths, steps, world_size=1)[0]
+    return _REFERENCES[key]
+
+
+def relative(found: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((found - expected).norm() / expected.norm().clamp_min(1e-30))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("groups", GROUPS)
+def test_losses_gradients_and_bytes(ranks, layout: str, groups: int) -> None:
+    world_size, window_tokens, flags = LAYOUTS[layout]
+    if groups == 1 and layout.startswith("TP2"):
+        pytest.skip("tensor parallelism must divide the query groups, in Megatron too")
+    cases = list(itertools.product(WINDOWS, MODES))
+    batch = global_batch(flags, world_size)
+    runs = [[*flags, *batch, *GROUPS[groups], *WINDOWS[w], *mode] for w, mode in cases]
+    results = ranks.run(train_all, runs, DOCUMENTS[window_tokens], 1, world_size=world_size)
+    for number, (window, mode) in enumerate(cases):
+        expected = reference(ranks, window_tokens, groups, window)
+        found = [result[number] for result in results]
+        case = (layout, groups, window, mode)
+        for rank in found:
+            assert abs(rank.losses[0] / expected.losses[0] - 1) < 1e-5, case
+            assert rank.bytes_counted == rank.bytes_planned, case
+        assert sum(sum(rank.bytes_counted.values()) for rank in found) > 0, case
+        gradients = whole_gradients(found)
+        assert gradients.keys() == expected.gradients.keys()
+        for name, gradient in gradients.items():
+            error = relative(gradient, expected.gradients[name][0])
+            assert error < 1e-5, (case, name, error)
+
+
+@pytest.mark.parametrize(
+    "extra",
+    [
+        ["--use-distributed-optimizer"],
+        ["--use-distributed-optimizer", "--overlap-grad-reduce", "--overlap-param-gather"],
+        ["--recompute-activations"],
+        "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1".split(),
+    ],
+    ids=["sharded optimizer", "overlap", "recompute selectively", "recompute fully"],
+)
+def test_it_mixes(ranks, extra: list[str]) -> None:
+    """Three steps with Megatron's other features equal the plain process's."""
+    flags = ["--seq-length", "256", "--global-batch-size", "16", *GROUPS[2], "--distca", *extra]
+    found = ranks.run(train, flags, DOCUMENTS[1024] * 3, 3, world_size=4)
+    expected = reference(ranks, 1024, 2, "causal", steps=3)
+    for rank in found:
+        assert rank.losses == pytest.approx(expected.losses, rel=1e-5)
+        assert rank.grad_norms == pytest.approx(expected.grad_norms, rel=1e-4)
+
+
+def test_several_windows_in_a_micro_batch(ranks) -> None:
+    flags = ["--seq-length", "256", "--global-batch-size", "16", *GROUPS[2], "--distca"]
+    flags += ["--micro-batch-size", "2"]
+    found = ranks.run(train, flags, DOCUMENTS[1024] * 2, 2, world_size=4)
+    expected = reference(ranks, 1024, 2, "causal", steps=3)
+    assert found[0].losses == pytest.approx(expected.losses[:2], rel=1e-5)
+
+
+def test_documents_that_fit_equal_plain_megatron_on_as_many_ranks(ranks) -> None:
+    """Where documents fit a rank, plain Megatron on n ranks trains on the same; both attentions."""
+    lengths = [256, 100, 156, 1, 255, 128, 128] * 4
+    common = ["--seq-length", "256", "--global-batch-size", "8", *GROUPS[2]]
+    runs = [
+        [*common, "--distca"],
+        common,
+        [*common, "--attention-backend", "local"],
+    ]
+    with_distca, packed, dense = ranks.run(train_all, runs, lengths, 2, world_size=4)[0]
+    assert with_distca.losses == pytest.approx(dense.losses, rel=1e-6)
+    assert packed.losses == pytest.approx(dense.losses, rel=1e-6)
+
+
+def test_fifty_steps(ranks) -> None:
+    """Fifty steps give plain Megatron's losses, in fp32 and within bf16's own spread."""
+    steps, lengths = 50, DOCUMENTS[768] * 13
+    plain = ["--seq-length", "768", "--global-batch-size", "1", *GROUPS[2]]
+    plain += ["--lr", "3e-3"]
+    spread = ["--seq-length", "256", "--global-batch-size", "3", *GROUPS[2], "--distca"]
+    spread += ["--lr", "3e-3"]
+    references = [
+        [*plain, "--attention-backend", "local"],
+        [*plain, "--attention-backend", "local", "--bf16"],
+        [*plain, "--bf16"],
+    ]
+    exact, bf16, bf16_again = ranks.run(train_all, references, lengths, steps, world_size=1)[0]
+    fp32, found_bf16 = ranks.run(
+        train_all, [spread, [*spread, "--bf16"]], lengths, steps, world_size=3
+    )[0]
+    assert exact.losses[-1] < 0.8 * exact.losses[0]
+    assert fp32.losses == pytest.approx(exact.losses, rel=1e-4)
+
+    def distance(a: StepsDone, b: StepsDone) -> float:
+        return max(abs(x - y) for x, y in zip(a.losses, b.losses, strict=True))
+
+    # Two plain runs that sum in different orders differ by as much.
+    assert distance(found_bf16, bf16) < 2 * max(distance(bf16, bf16_again), 1e-3)
