@@ -7,11 +7,13 @@
 from __future__ import annotations
 
 import argparse
+import glob
 import itertools
 import json
 import os
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -20,41 +22,78 @@ from tqdm import tqdm
 
 from megatron_patches.tokenizer import TOKENIZER_TYPES, Tokenizer, build_tokenizer
 
-_BATCH = 64
-"""Documents that are tokenized together."""
+_DOCUMENTS_PER_WORKER = 64
+"""Documents that a worker is given at a time: as many texts are held in memory."""
+
+_SUFFIXES = (".bin", ".json", ".idx")
+"""Of a dataset's files, in the order in which they appear: with the index it is complete."""
 
 
-def read_documents(inputs: Iterable[Path], json_key: str) -> Iterator[str]:
-    """The documents of files and folders: a line of a `.jsonl` file, or a whole other file.
+def find_files(inputs: Iterable[str]) -> list[Path]:
+    """The files of paths, folders and patterns (`notes/**/*.md`), in order, hidden ones left out.
 
     Raises:
-        ValueError: a path does not exist, or a line has no such key.
+        ValueError: a path does not exist, or a pattern or folder has no file.
     """
-    for path in inputs:
-        if path.is_dir():
-            yield from read_documents(sorted(p for p in path.rglob("*") if p.is_file()), json_key)
-        elif not path.is_file():
-            raise ValueError(f"--input {path} does not exist")
-        elif path.suffix == ".jsonl":
-            yield from _read_json_lines(path, json_key)
+    files = []
+    for given in inputs:
+        if Path(given).exists():
+            paths = [Path(given)]
         else:
-            yield path.read_text(encoding="utf-8", errors="replace")
+            paths = sorted(Path(found) for found in glob.glob(given, recursive=True))
+        found = [file for path in paths for file in _files_below(path)]
+        if not found:
+            raise ValueError(f"--input {given} does not exist or holds no file")
+        files += found
+    return files
 
 
-def _read_json_lines(path: Path, json_key: str) -> Iterator[str]:
-    with path.open(encoding="utf-8") as lines:
+def _files_below(path: Path) -> list[Path]:
+    if path.is_file():
+        return [path]
+    return sorted(
+        file
+        for file in path.rglob("*")
+        if file.is_file() and not any(p.startswith(".") for p in file.relative_to(path).parts)
+    )
+
+
+def read_documents(
+    files: Iterable[Path], json_key: str, advance: Callable[[int], object] = lambda _: None
+) -> Iterator[str]:
+    """The documents of files: a line of a `.jsonl` file, or the whole of another file as text.
+
+    Args:
+        files: what to read, as UTF-8.
+        json_key: the text's key in a line.
+        advance: told the number of bytes that each document took.
+
+    Raises:
+        ValueError: a line has no such key.
+    """
+    for path in files:
+        if path.suffix == ".jsonl":
+            yield from _read_json_lines(path, json_key, advance)
+        else:
+            content = path.read_bytes()
+            yield content.decode("utf-8", errors="replace")
+            advance(len(content))
+
+
+def _read_json_lines(path: Path, json_key: str, advance: Callable[[int], object]) -> Iterator[str]:
+    with path.open("rb") as lines:
         for number, line in enumerate(lines, start=1):
-            if not line.strip():
-                continue
-            try:
-                text = json.loads(line)[json_key]
-            except (json.JSONDecodeError, KeyError, TypeError) as error:
-                raise ValueError(
-                    f"{path}, line {number}: no JSON object with the key {json_key!r}"
-                ) from error
-            if not isinstance(text, str):
-                raise ValueError(f"{path}, line {number}: {json_key!r} is no text")
-            yield text
+            if line.strip():
+                try:
+                    text = json.loads(line)[json_key]
+                except (ValueError, KeyError, TypeError) as error:
+                    raise ValueError(
+                        f"{path}, line {number}: no JSON object with the key {json_key!r}"
+                    ) from error
+                if not isinstance(text, str):
+                    raise ValueError(f"{path}, line {number}: {json_key!r} is no text")
+                yield text
+            advance(len(line))
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int, output: Path) -> None:
@@ -82,9 +121,23 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int, output: Path) -> None
 
 
 def write_dataset(
-    documents: Iterable[str], tokenizer: Tokenizer, tokenizer_type: str, prefix: Path
+    documents: Iterable[str],
+    tokenizer: Tokenizer,
+    tokenizer_type: str,
+    prefix: Path,
+    *,
+    workers: int = 1,
+    source: str = "",
 ) -> tuple[int, int]:
     """Writes `prefix.bin`, `.idx` and `.json`; an interrupted run leaves no partial dataset.
+
+    Args:
+        documents: their texts; empty ones are left out.
+        tokenizer: the token after each document is its `eod`.
+        tokenizer_type: noted in the `.json`, like its vocabulary.
+        prefix: path of the files, without suffix.
+        workers: threads that tokenize.
+        source: noted in the `.json`: what the texts are.
 
     Returns:
         The number of documents and of tokens, document ends included.
@@ -94,45 +147,100 @@ def write_dataset(
     """
     prefix.parent.mkdir(parents=True, exist_ok=True)
     unfinished = prefix.with_name(f".{prefix.name}.unfinished")
-    builder = IndexedDatasetBuilder(
-        f"{unfinished}.bin", dtype=DType.optimal_dtype(tokenizer.vocab_size)
-    )
-    count = tokens = 0
-    for ids in _tokenize(tqdm(documents, unit=" documents", disable=None), tokenizer):
-        document = np.array([*ids, tokenizer.eod], dtype=np.int64)
-        builder.add_document(document, [len(document)])
-        count += 1
-        tokens += len(document)
-    builder.finalize(f"{unfinished}.idx")
-    if not count:
-        raise ValueError("the input holds no document")
-    description = {
-        "tokenizer_type": tokenizer_type,
-        "vocab_size": tokenizer.vocab_size,
-        "eod": tokenizer.eod,
-        "documents": count,
-        "tokens": tokens,
-    }
-    Path(f"{unfinished}.json").write_text(json.dumps(description, indent=2) + "\n")
-    for suffix in (".bin", ".json", ".idx"):
-        os.replace(f"{unfinished}{suffix}", f"{prefix}{suffix}")
+    try:
+        builder = IndexedDatasetBuilder(
+            f"{unfinished}.bin", dtype=DType.optimal_dtype(tokenizer.vocab_size)
+        )
+        count = tokens = 0
+        with builder.data_file:
+            for ids in _tokenize(documents, tokenizer, workers):
+                builder.add_document(np.array([*ids, tokenizer.eod]), [len(ids) + 1])
+                count += 1
+                tokens += len(ids) + 1
+            if not count:
+                raise ValueError("the input holds no text")
+            builder.finalize(f"{unfinished}.idx")
+        description = {
+            "tokenizer_type": tokenizer_type,
+            "vocab_size": tokenizer.vocab_size,
+            "eod": tokenizer.eod,
+            "documents": count,
+            "tokens": tokens,
+            "source": source,
+        }
+        Path(f"{unfinished}.json").write_text(json.dumps(description, indent=2) + "\n")
+        # An older dataset loses its index first, so that no index ever meets another's tokens.
+        Path(f"{prefix}.idx").unlink(missing_ok=True)
+        for suffix in _SUFFIXES:
+            os.replace(f"{unfinished}{suffix}", f"{prefix}{suffix}")
+    finally:
+        for suffix in _SUFFIXES:
+            Path(f"{unfinished}{suffix}").unlink(missing_ok=True)
     return count, tokens
 
 
-def _tokenize(documents: Iterable[str], tokenizer: Tokenizer) -> Iterator[list[int]]:
-    together = getattr(tokenizer, "tokenize_many", None)
-    if together is None:
-        yield from (tokenizer.tokenize(text) for text in documents)
-        return
+def _tokenize(documents: Iterable[str], tokenizer: Tokenizer, workers: int) -> Iterator[list[int]]:
+    """The token ids of each document that has any, in order."""
     remaining = iter(documents)
-    while batch := list(itertools.islice(remaining, _BATCH)):
-        yield from together(batch)
+    with ThreadPoolExecutor(workers) as pool:
+        while batch := list(itertools.islice(remaining, _DOCUMENTS_PER_WORKER * workers)):
+            yield from (ids for ids in pool.map(tokenizer.tokenize, batch) if ids)
+
+
+def prepare(
+    inputs: Iterable[str],
+    prefix: Path,
+    *,
+    json_key: str = "text",
+    tokenizer_type: str = "HuggingFaceTokenizer",
+    tokenizer_model: str | None = None,
+    vocab_size: int | None = None,
+    train_vocab_size: int | None = None,
+    workers: int = 1,
+) -> tuple[int, int]:
+    """What the command does; its arguments are the command's flags.
+
+    Returns:
+        The number of documents and of tokens, document ends included.
+
+    Raises:
+        ValueError: a flag contradicts another; or see the functions above.
+    """
+    if workers < 1:
+        raise ValueError(f"--workers {workers}: at least one is needed")
+    if train_vocab_size is not None:
+        if tokenizer_type != "HuggingFaceTokenizer" or tokenizer_model is not None:
+            raise ValueError(
+                "--train-tokenizer makes a HuggingFaceTokenizer: give neither another "
+                "--tokenizer-type nor a --tokenizer-model"
+            )
+        tokenizer_model = f"{prefix}.tokenizer.json"
+    if vocab_size is not None and tokenizer_type != "NullTokenizer":
+        raise ValueError(f"--vocab-size is for NullTokenizer, not for {tokenizer_type}")
+    files = find_files(inputs)
+    written = {Path(f"{prefix}{suffix}").resolve() for suffix in (*_SUFFIXES, ".tokenizer.json")}
+    for file in files:
+        if file.resolve() in written:
+            raise ValueError(f"--input {file} would be overwritten: give another --output-prefix")
+
+    size = sum(file.stat().st_size for file in files)
+
+    def documents(doing: str) -> Iterator[str]:
+        with tqdm(desc=doing, total=size, unit="B", unit_scale=True, disable=None) as bar:
+            yield from read_documents(files, json_key, bar.update)
+
+    if train_vocab_size is not None:
+        train_tokenizer(documents("read"), train_vocab_size, Path(f"{tokenizer_model}"))
+    tokenizer = build_tokenizer(tokenizer_type, tokenizer_model, vocab_size)
+    return write_dataset(documents("tokenize"), tokenizer, tokenizer_type, prefix, workers=workers)
 
 
 def main(argv: list[str] | None = None) -> int:
     """The command; returns its exit status."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
-    parser.add_argument("--input", nargs="+", type=Path, required=True, metavar="PATH")
+    parser.add_argument(
+        "--input", nargs="+", required=True, metavar="PATH", help="files, folders or patterns"
+    )
     parser.add_argument("--json-key", default="text", help="the text's key in a .jsonl line")
     parser.add_argument("--output-prefix", type=Path, required=True)
     parser.add_argument("--tokenizer-type", choices=TOKENIZER_TYPES, default="HuggingFaceTokenizer")
@@ -142,18 +250,21 @@ def main(argv: list[str] | None = None) -> int:
         "--train-tokenizer",
         type=int,
         metavar="VOCAB",
-        help="train a byte-level BPE of this size on the input; saved as PREFIX.tokenizer.json",
+        help="train a byte-level BPE of this size on the input, and save it as PREFIX.tokenizer.json",
     )
+    parser.add_argument("--workers", type=int, default=os.cpu_count() or 1, help="threads")
     args = parser.parse_args(argv)
-    model = args.tokenizer_model
     try:
-        if args.train_tokenizer is not None:
-            model = f"{args.output_prefix}.tokenizer.json"
-            texts = read_documents(args.input, args.json_key)
-            train_tokenizer(texts, args.train_tokenizer, Path(model))
-        tokenizer = build_tokenizer(args.tokenizer_type, model, args.vocab_size)
-        documents = read_documents(args.input, args.json_key)
-        count, tokens = write_dataset(documents, tokenizer, args.tokenizer_type, args.output_prefix)
+        count, tokens = prepare(
+            args.input,
+            args.output_prefix,
+            json_key=args.json_key,
+            tokenizer_type=args.tokenizer_type,
+            tokenizer_model=args.tokenizer_model,
+            vocab_size=args.vocab_size,
+            train_vocab_size=args.train_tokenizer,
+            workers=args.workers,
+        )
     except ValueError as error:
         parser.error(str(error))
     print(f"{args.output_prefix}: {count} documents, {tokens} tokens")

@@ -26,23 +26,22 @@ class MemoryCorpus:
     """Documents of random tokens with a structure that a model can learn."""
 
     lengths: np.ndarray
-    vocab_size: int
 
     def read(self, document: int, start: int, end: int) -> np.ndarray:
         generator = np.random.default_rng(document)
-        first, step = generator.integers(0, self.vocab_size, size=2)
+        first = generator.integers(0, 50)
         noise = generator.integers(0, 3, size=int(self.lengths[document]))
-        tokens = (first + step * np.arange(self.lengths[document]) + noise) % self.vocab_size
+        tokens = (first + np.arange(self.lengths[document]) + noise) % 50
         return tokens[start:end].astype(np.int64)
 
 
-def memory_stream(lengths: Sequence[int], vocab_size: int = 250) -> Any:
+def memory_stream(lengths: Sequence[int]) -> Any:
     """A token stream of documents in the given order."""
     from megatron_patches.stream import TokenStream
 
     column = np.asarray(lengths, dtype=np.int64)
     offsets = np.concatenate([[0], np.cumsum(column)])
-    corpus = MemoryCorpus(column, vocab_size)
+    corpus = MemoryCorpus(column)
     numbers = np.arange(len(column))
     return TokenStream((corpus,), np.zeros_like(numbers), numbers, offsets)  # type: ignore[arg-type]
 

@@ -5,9 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Protocol
 
+import numpy as np
+from numpy.typing import NDArray
+
 from distca.cost.model import CostModel
 from distca.cost.volume import AttentionShape
-from distca.plan import BLOCK, Mask, Placement, Plan
+from distca.plan import BLOCK, Mask, Placement, Plan, Tasks
 from distca.plan.span import Int64s
 
 
@@ -52,3 +55,31 @@ class Scheduler(Protocol):
             mask: what a query sees.
         """
         ...
+
+
+def server_loads(
+    tasks: Tasks, mask: Mask, world_size: int, cost_model: CostModel | None
+) -> NDArray[np.float64]:
+    """The load of each server, `[world_size]`: predicted seconds, or pairs without a cost model."""
+    pairs = tasks.pairs(mask)
+    if cost_model is None:
+        load = pairs.astype(np.float64)
+    else:
+        q_len, kv_len = tasks.q_end - tasks.q_start, tasks.kv_end - tasks.kv_start
+        load = cost_model.seconds(q_len, kv_len, pairs)
+    loads = np.zeros(world_size)
+    np.add.at(loads, tasks.server, load)
+    return loads
+
+
+def tasks_at_home(placement: Placement, mask: Mask) -> Tasks:
+    """Each placed piece as one task of its owner, over all the keys that it sees."""
+    at = placement
+    return Tasks(
+        document=at.document,
+        q_start=at.start,
+        q_end=at.end,
+        kv_start=mask.first_key(at.start),
+        kv_end=at.end,
+        server=at.rank,
+    )

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from distca.plan import Mask, Placement, Plan, Tasks
+from distca.plan import Mask, Placement, Plan
 from distca.plan.span import Int64s
-from distca.schedule.base import ScheduleConfig
+from distca.schedule.base import ScheduleConfig, tasks_at_home
 
 
 class NullScheduler:
@@ -22,19 +22,10 @@ class NullScheduler:
 
     def schedule(self, lengths: Int64s, placement: Placement, mask: Mask) -> Plan:
         """See `Scheduler.schedule`."""
-        at = placement
-        tasks = Tasks(
-            document=at.document,
-            q_start=at.start,
-            q_end=at.end,
-            kv_start=mask.first_key(at.start),
-            kv_end=at.end,
-            server=at.rank,
-        )
         return Plan(
             np.asarray(lengths, dtype=np.int64),
             placement,
-            tasks,
+            tasks_at_home(placement, mask),
             mask,
             self._config.block,
             scheduler="null",
