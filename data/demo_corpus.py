@@ -9,72 +9,130 @@ repository-level document, whose lengths have a long tail of their own.
 from __future__ import annotations
 
 import argparse
+import json
+import logging
+import os
 import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
+from tqdm import tqdm
 
 from data.prepare import train_tokenizer, write_dataset
+from distca.plan.span import Int64s
 from megatron_patches.stream import Corpus
 from megatron_patches.tokenizer import build_tokenizer
 
-_TOKENIZER_SAMPLE_BYTES = 4_000_000
-"""Text that the tokenizer is trained on: enough for a few thousand merges, and quick."""
+_NAME = "python_source"
+
+_TOKENIZER_SAMPLE = 4_000_000
+"""Characters that the tokenizer is trained on: enough for a few thousand merges, and quick."""
 
 _SMALL_FILE_BYTES = 400_000
 """Larger files are tables of data rather than code."""
 
+_LONGEST_SHARE = 20
+"""No document is longer than the corpus divided by this."""
 
-def packages() -> Iterator[tuple[str, list[Path]]]:
-    """Name and source files of each package and module: first the standard library's."""
-    for folder in (sysconfig.get_path("stdlib"), sysconfig.get_path("purelib")):
-        for entry in sorted(Path(folder).iterdir()):
-            if entry.name in ("site-packages", "test", "__pycache__") or entry.name[0] in "._":
+logger = logging.getLogger(__name__)
+
+
+def packages() -> Iterator[tuple[Path, list[Path]]]:
+    """Each package and module with its source files: the standard library's first, tests left out.
+
+    Hidden and private ones are left out, too: they are an installation's own.
+    """
+    for folder in map(Path, (sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"))):
+        for entry in sorted(folder.iterdir()) if folder.is_dir() else ():
+            if entry.name in ("site-packages", "test", "tests") or entry.name[0] in "._":
                 continue
             files = [entry] if entry.suffix == ".py" else sorted(entry.rglob("*.py"))
-            files = [file for file in files if file.stat().st_size <= _SMALL_FILE_BYTES]
+            files = [f for f in files if f.is_file() and f.stat().st_size <= _SMALL_FILE_BYTES]
             if files:
-                yield entry.stem, files
+                yield entry, files
 
 
-def repository_documents(max_bytes: int, max_package_bytes: int) -> list[str]:
-    """One text for each package, until `max_bytes` of text are reached."""
-    documents = []
-    total = 0
-    for _, files in packages():
-        parts = []
+def repository_documents(max_characters: int) -> list[str]:
+    """One text for each package, until `max_characters` of text are reached."""
+    longest = max_characters // _LONGEST_SHARE
+    documents: list[str] = []
+    left = max_characters
+    for package, files in packages():
+        parts: list[str] = []
         size = 0
         for file in files:
             text = file.read_text(encoding="utf-8", errors="replace")
-            parts.append(f"# file: {file.parent.name}/{file.name}\n{text}")
+            parts.append(f"# file: {file.relative_to(package.parent).as_posix()}\n{text}\n")
             size += len(parts[-1])
-            if size >= max_package_bytes:
+            if size >= longest:
                 break
-        documents.append("\n".join(parts)[:max_package_bytes])
-        total += len(documents[-1])
-        if total >= max_bytes:
+        documents.append("".join(parts)[: min(longest, left)])
+        left -= len(documents[-1])
+        if left <= 0:
             break
     return documents
 
 
-def build_demo_corpus(output_dir: Path, vocab_size: int = 4096, max_megabytes: float = 20) -> Path:
-    """Writes the corpus and its tokenizer unless they are there already.
+def build_demo_corpus(
+    output_dir: Path, vocab_size: int = 4096, max_megabytes: float = 20, *, force: bool = False
+) -> Path:
+    """Writes the corpus and its tokenizer, unless the same are there already.
+
+    Args:
+        output_dir: the folder for them.
+        vocab_size: of the tokenizer that is trained.
+        max_megabytes: the text's size, in millions of characters.
+        force: write them anew in any case.
 
     Returns:
         The prefix for `--data-path`; `output_dir/tokenizer.json` is the tokenizer.
+
+    Raises:
+        ValueError: the vocabulary is too small, or there is to be no text.
     """
-    prefix = output_dir / "python_source"
-    if prefix.with_suffix(".idx").is_file():
+    if not max_megabytes * 1e6 >= _LONGEST_SHARE:
+        raise ValueError(f"--max-megabytes {max_megabytes} leaves no text")
+    prefix, model = output_dir / _NAME, output_dir / "tokenizer.json"
+    source = f"installed Python source, at most {max_megabytes:g} MB, {vocab_size} tokens"
+    if not force and model.is_file() and _is_of(prefix, source):
+        logger.info("%s is there already", prefix)
         return prefix
-    max_bytes = int(max_megabytes * 1e6)
-    documents = repository_documents(max_bytes, max_package_bytes=max(max_bytes // 20, 10_000))
+    documents = repository_documents(int(max_megabytes * 1e6))
+    Path(f"{prefix}.idx").unlink(missing_ok=True)
     # Every n-th document, so that the sample is of all kinds.
-    step = max(1, sum(map(len, documents)) // _TOKENIZER_SAMPLE_BYTES)
-    train_tokenizer(documents[::step], vocab_size, output_dir / "tokenizer.json")
-    tokenizer = build_tokenizer("HuggingFaceTokenizer", str(output_dir))
-    write_dataset(documents, tokenizer, "HuggingFaceTokenizer", prefix)
+    step = max(1, sum(map(len, documents)) // _TOKENIZER_SAMPLE)
+    train_tokenizer(documents[::step], vocab_size, model)
+    tokenizer = build_tokenizer("HuggingFaceTokenizer", str(model))
+    write_dataset(
+        tqdm(documents, desc="tokenize", unit=" documents", disable=None),
+        tokenizer,
+        "HuggingFaceTokenizer",
+        prefix,
+        workers=os.cpu_count() or 1,
+        source=source,
+    )
     return prefix
+
+
+def _is_of(prefix: Path, source: str) -> bool:
+    """Whether a complete dataset is there, of that source."""
+    sidecar = Path(f"{prefix}.json")
+    if not Path(f"{prefix}.idx").is_file() or not sidecar.is_file():
+        return False
+    return bool(json.loads(sidecar.read_text()).get("source") == source)
+
+
+def histogram(lengths: Int64s, width: int = 40) -> str:
+    """How many documents have how many tokens, and their share of all tokens, as lines of text."""
+    powers = np.floor(np.log2(lengths)).astype(np.int64)
+    counts = np.bincount(powers)
+    tokens = np.bincount(powers, weights=lengths) / lengths.sum()
+    return "\n".join(
+        f"{1 << power:>9} - {(2 << power) - 1:<9} {counts[power]:>6} documents "
+        f"{tokens[power]:>6.1%} of tokens  {'#' * round(width * counts[power] / counts.max())}"
+        for power in range(int(powers.min()), len(counts))
+    )
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -83,13 +141,20 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--output-dir", type=Path, required=True)
     parser.add_argument("--vocab-size", type=int, default=4096)
     parser.add_argument("--max-megabytes", type=float, default=20)
+    parser.add_argument("--force", action="store_true", help="make it anew where it exists")
     args = parser.parse_args(argv)
-    prefix = build_demo_corpus(args.output_dir, args.vocab_size, args.max_megabytes)
+    try:
+        prefix = build_demo_corpus(
+            args.output_dir, args.vocab_size, args.max_megabytes, force=args.force
+        )
+    except ValueError as error:
+        parser.error(str(error))
     lengths = Corpus(str(prefix)).lengths
     print(f"{prefix}: {len(lengths)} documents, {lengths.sum()} tokens")
     shares = (50, 90, 99, 100)
     quantiles = (f"{share}%: {np.percentile(lengths, share):.0f}" for share in shares)
     print(f"tokens in a document: mean {lengths.mean():.0f}; quantiles {', '.join(quantiles)}")
+    print(histogram(lengths))
     return 0
 
 

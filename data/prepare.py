@@ -208,13 +208,12 @@ def prepare(
     """
     if workers < 1:
         raise ValueError(f"--workers {workers}: at least one is needed")
-    if train_vocab_size is not None:
-        if tokenizer_type != "HuggingFaceTokenizer" or tokenizer_model is not None:
-            raise ValueError(
-                "--train-tokenizer makes a HuggingFaceTokenizer: give neither another "
-                "--tokenizer-type nor a --tokenizer-model"
-            )
-        tokenizer_model = f"{prefix}.tokenizer.json"
+    other_tokenizer = tokenizer_type != "HuggingFaceTokenizer" or tokenizer_model is not None
+    if train_vocab_size is not None and other_tokenizer:
+        raise ValueError(
+            "--train-tokenizer makes a HuggingFaceTokenizer: give neither another "
+            "--tokenizer-type nor a --tokenizer-model"
+        )
     if vocab_size is not None and tokenizer_type != "NullTokenizer":
         raise ValueError(f"--vocab-size is for NullTokenizer, not for {tokenizer_type}")
     files = find_files(inputs)
@@ -229,10 +228,22 @@ def prepare(
         with tqdm(desc=doing, total=size, unit="B", unit_scale=True, disable=None) as bar:
             yield from read_documents(files, json_key, bar.update)
 
-    if train_vocab_size is not None:
-        train_tokenizer(documents("read"), train_vocab_size, Path(f"{tokenizer_model}"))
-    tokenizer = build_tokenizer(tokenizer_type, tokenizer_model, vocab_size)
-    return write_dataset(documents("tokenize"), tokenizer, tokenizer_type, prefix, workers=workers)
+    if train_vocab_size is None:
+        tokenizer = build_tokenizer(tokenizer_type, tokenizer_model, vocab_size)
+        return write_dataset(
+            documents("tokenize"), tokenizer, tokenizer_type, prefix, workers=workers
+        )
+    unfinished = prefix.with_name(f".{prefix.name}.unfinished.tokenizer.json")
+    try:
+        train_tokenizer(documents("train tokenizer"), train_vocab_size, unfinished)
+        tokenizer = build_tokenizer(tokenizer_type, str(unfinished))
+        written_now = write_dataset(
+            documents("tokenize"), tokenizer, tokenizer_type, prefix, workers=workers
+        )
+        os.replace(unfinished, f"{prefix}.tokenizer.json")
+    finally:
+        unfinished.unlink(missing_ok=True)
+    return written_now
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -250,7 +261,7 @@ def main(argv: list[str] | None = None) -> int:
         "--train-tokenizer",
         type=int,
         metavar="VOCAB",
-        help="train a byte-level BPE of this size on the input, and save it as PREFIX.tokenizer.json",
+        help="train a byte-level BPE of this size on the input: PREFIX.tokenizer.json",
     )
     parser.add_argument("--workers", type=int, default=os.cpu_count() or 1, help="threads")
     args = parser.parse_args(argv)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
+import importlib.util
 import sys
 import time
 import types
@@ -63,6 +64,7 @@ def adapt_megatron_training() -> None:
     if torch.cuda.is_available():
         return
     adapt_megatron()
+    _stand_in_for_triton_kernels()
     initialize = _import("megatron.training.initialize")
     training = _import("megatron.training.training")
     # It insists on CUDA unless told otherwise.
@@ -71,9 +73,24 @@ def adapt_megatron_training() -> None:
     )
     # Warming up the fused kernels allocates on the GPU; there are none to warm up.
     initialize.set_jit_fusion_options = training.set_jit_fusion_options = lambda *_, **__: None
+    # The older fused kernels are compiled for the GPU's architecture.
+    if hasattr(initialize, "fused_kernels"):
+        initialize.fused_kernels.load = _nothing
     # The indexed-dataset helpers come compiled in the megatron-core wheel.
     _import("megatron.core.datasets.utils").compile_helpers = lambda: None
     _replace_torch_in_megatron()
+
+
+def _stand_in_for_triton_kernels() -> None:
+    """Megatron-LM's loop imports kernels that only run, and only import, with triton."""
+    if importlib.util.find_spec("triton") is not None:
+        return
+    name = "megatron.core.transformer.custom_layers.batch_invariant_kernels"
+    module = types.ModuleType(name)
+    for switch in ("enable", "disable", "set"):
+        module.__dict__[f"{switch}_batch_invariant_mode"] = _nothing
+    module.__dict__["is_batch_invariant_mode_enabled"] = lambda: False
+    sys.modules[name] = module
 
 
 class _Stream:

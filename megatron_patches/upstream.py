@@ -38,10 +38,9 @@ OUR_JOB = Job(
 
 def pretrain(job: Job) -> None:
     """Runs a job, with or without `--distca`, in Megatron-LM's own loop."""
-    from megatron.training import pretrain as megatron_pretrain
-
     if not torch.cuda.is_available():
         cpu.adapt_megatron_training()
+    from megatron.training import pretrain as megatron_pretrain
 
     def add_arguments(parser: ArgumentParser) -> ArgumentParser:
         _load_our_data(parser)

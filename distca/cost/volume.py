@@ -17,6 +17,7 @@ from distca.plan.span import Int64s
 
 FORWARD_PHASES = ("dispatch", "return")
 BACKWARD_PHASES = ("dispatch_backward", "return_backward")
+PHASES = FORWARD_PHASES + BACKWARD_PHASES
 
 LSE_BYTES = 4
 """The LSE of a row and head travels in float32."""
@@ -61,7 +62,10 @@ class AttentionShape:
 
 @dataclass(frozen=True)
 class PlanBytes:
-    """Bytes of one layer by phase: int64 `[source rank, destination rank]`, diagonal 0."""
+    """Bytes of one layer by phase: int64 `[source rank, destination rank]`, diagonal 0.
+
+    The names of the phases are those of `PHASES`.
+    """
 
     phases: dict[str, Int64s]
 
@@ -91,8 +95,14 @@ def plan_bytes(
     Args:
         plan: a valid plan.
         shape: the heads of one tensor-parallel rank.
-        backward: "resend": the backward dispatch carries queries, keys and values again.
+        backward: "resend": the backward dispatch carries queries, keys and values again;
+            "keep": servers have kept them.
+
+    Raises:
+        ValueError: `backward` is neither.
     """
+    if backward not in ("resend", "keep"):
+        raise ValueError(f'backward is "resend" or "keep", not {backward!r}')
     q_rows = needed_segments(plan, "q").moved_rows(plan.world_size)
     kv_rows = needed_segments(plan, "kv").moved_rows(plan.world_size)
     inputs = q_rows * shape.q_row_bytes + kv_rows * shape.kv_row_bytes

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from distca.schedule.base import ScheduleConfig, Scheduler
 from distca.schedule.greedy import GreedyScheduler
 from distca.schedule.null import NullScheduler
+from distca.schedule.report import PlanSummary, describe, format_summary
 
 SCHEDULERS: dict[str, Callable[[ScheduleConfig], Scheduler]] = {
     "greedy": GreedyScheduler,
@@ -27,7 +28,10 @@ __all__ = [
     "SCHEDULERS",
     "GreedyScheduler",
     "NullScheduler",
+    "PlanSummary",
     "ScheduleConfig",
     "Scheduler",
+    "describe",
+    "format_summary",
     "make_scheduler",
 ]

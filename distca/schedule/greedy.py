@@ -100,6 +100,7 @@ class GreedyScheduler:
         state = _State(self._config, placement, mask)
         state.fill_deficits()
         state.relieve_donors()
+        state.fill_deficits()
         tasks = state.tasks()
         return Plan(
             lengths,
@@ -217,6 +218,9 @@ class _State:
         # Rounded to blocks a part may be larger than it should: it must still be an improvement.
         after = np.maximum(np.abs(donor - gain), np.abs(gain - deficit))
         useful = (gain > least) & (np.maximum(donor, deficit) - after > least)
+        # A server above the tolerance is no gain unless another is relieved of more than that.
+        slack = self._config.tolerance * self._mean
+        useful &= gain - deficit <= np.maximum(slack, donor - least)
         nearest = np.where(useful, np.abs(gain - most), np.inf).argmin(axis=0)
         columns = nearest * len(items) + np.arange(len(items))
         useful, gain = useful.ravel()[columns], gain.ravel()[columns]
