@@ -15,7 +15,6 @@ from distca.attention import select_kernel
 from distca.cost.model import AnalyticCost, CostModel
 from distca.cost.profile import Profile
 from distca.cost.volume import AttentionShape
-from distca.plan import Mask
 from distca.runtime import CoreAttention
 from distca.schedule import ScheduleConfig, Scheduler, make_scheduler
 from distca.transport import CollectiveTransport
@@ -75,6 +74,17 @@ def _own_data_parallel_group() -> dist.ProcessGroup:
     return groups[mine]
 
 
+def window_layout(args: Namespace) -> WindowLayout:
+    """This rank's part of every window."""
+    return WindowLayout(
+        parallel_state.get_data_parallel_rank(),
+        parallel_state.get_data_parallel_world_size(),
+        args.seq_length,
+        args.micro_batch_size,
+        args.distca_max_document_length,
+    )
+
+
 def build_data(
     args: Namespace, train_samples: int, valid_samples: int, test_samples: int
 ) -> DataIterators:
@@ -93,24 +103,13 @@ def build_data(
     """
     if not args.data_path:
         raise ValueError("give --data-path: the prefix of an indexed dataset (.bin and .idx)")
-    layout = WindowLayout(
-        parallel_state.get_data_parallel_rank(),
-        parallel_state.get_data_parallel_world_size(),
-        args.seq_length,
-        args.micro_batch_size,
-        args.distca_max_document_length,
-    )
+    layout = window_layout(args)
     device = (
         torch.device("cuda", torch.cuda.current_device())
         if torch.cuda.is_available()
         else (torch.device("cpu"))
     )
-    mask = mask_from_args(args)
-    make: Callable[[TokenStream], PackedBatches | PlannedBatches]
-    if args.distca:
-        make = _planned(args, layout, mask, device)
-    else:
-        make = _packed(args, layout, mask)
+    make = batch_maker(args, layout, device)
     prefixes, weights = parse_data_path(args.data_path)
 
     def iterator(
@@ -143,16 +142,14 @@ def build_data(
     )
 
 
-def _packed(
-    args: Namespace, layout: WindowLayout, mask: Mask
-) -> Callable[[TokenStream], PackedBatches]:
-    dense, token_positions = uses_dense_mask(args), uses_own_attention(args)
-    return lambda stream: PackedBatches(stream, layout, mask, dense, token_positions)
-
-
-def _planned(
-    args: Namespace, layout: WindowLayout, mask: Mask, device: torch.device
-) -> Callable[[TokenStream], PlannedBatches]:
+def batch_maker(
+    args: Namespace, layout: WindowLayout, device: torch.device
+) -> Callable[[TokenStream], PackedBatches | PlannedBatches]:
+    """How micro-batches are made of a stream: planned with `--distca`, else packed. Collective."""
+    mask = mask_from_args(args)
+    if not args.distca:
+        dense, token_positions = uses_dense_mask(args), uses_own_attention(args)
+        return lambda stream: PackedBatches(stream, layout, mask, dense, token_positions)
     scheduler = build_scheduler(args)
     core_attention = build_core_attention(args, device)
     shape = attention_shape(args)

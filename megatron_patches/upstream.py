@@ -183,9 +183,12 @@ class _Providers:
 
     def _data_iterators_provider(self) -> Callable[..., Any]:
         def provide(num_samples: tuple[int, int, int], vp_stage: int | None = None) -> Any:
-            from megatron.training import get_args
+            from megatron.training import get_args, get_tokenizer
 
-            iterators = self._job.build_data(get_args(), *num_samples)
+            # There `vocab_size` is a flag, which need not be given or hold the end token.
+            vocab_size = get_tokenizer().vocab_size
+            args = Namespace(**vars(get_args()) | {"vocab_size": vocab_size})
+            iterators = self._job.build_data(args, *num_samples)
             return iterators.train, iterators.valid, iterators.test
 
         provide.is_distributed = True  # type: ignore[attr-defined]

@@ -79,26 +79,14 @@ def parse(flags: Sequence[str]) -> Namespace:
 
 def make_run(args: Namespace, stream: Any) -> Any:
     """A lean run of the real job, over a stream of our own."""
-    from megatron.core import parallel_state
-
     from megatron_patches import data
-    from megatron_patches.arguments import mask_from_args
-    from megatron_patches.batch import MicroBatches, WindowLayout
+    from megatron_patches.batch import MicroBatches
     from megatron_patches.job import DataIterators
     from megatron_patches.lean import config, training
     from megatron_patches.upstream import OUR_JOB
 
-    layout = WindowLayout(
-        parallel_state.get_data_parallel_rank(),
-        parallel_state.get_data_parallel_world_size(),
-        args.seq_length,
-        args.micro_batch_size,
-        args.distca_max_document_length,
-    )
-    if args.distca:
-        make = data._planned(args, layout, mask_from_args(args), torch.device("cpu"))(stream)
-    else:
-        make = data._packed(args, layout, mask_from_args(args))(stream)
+    layout = data.window_layout(args)
+    make = data.batch_maker(args, layout, torch.device("cpu"))(stream)
     model, optimizer = training.build_model_and_optimizer(OUR_JOB, args)
     scheduler = config.parameter_scheduler(args, optimizer)
     batches = MicroBatches(make, 0, layout.samples_per_micro_batch, torch.device("cpu"))
@@ -156,9 +144,7 @@ def train(flags: Sequence[str], lengths: Sequence[int], steps: int) -> StepsDone
     return done
 
 
-def train_all(
-    runs: Sequence[Sequence[str]], lengths: Sequence[int], steps: int
-) -> list[StepsDone]:
+def train_all(runs: Sequence[Sequence[str]], lengths: Sequence[int], steps: int) -> list[StepsDone]:
     """Several runs, one after the other in the same processes."""
     return [train(flags, lengths, steps) for flags in runs]
 

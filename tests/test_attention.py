@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import pytest
 import torch
@@ -97,7 +99,7 @@ def test_partial_tasks_merge_to_the_whole(seed: int) -> None:
     kernel = select_kernel("cpu")
     rows = torch.arange(start, n)
     out, lse = torch.zeros(n - start, 4, 8), torch.full((n - start, 4), float("-inf"))
-    parts = [(a, b, False) for a, b in zip(cuts[:-1], cuts[1:], strict=True)] + [(start, n, True)]
+    parts = [(a, b, False) for a, b in itertools.pairwise(cuts)] + [(start, n, True)]
 
     def call(name, a, b, causal, *arguments):
         cu = (torch.tensor([0, x], dtype=torch.int32) for x in (n - start, b - a))

@@ -265,6 +265,7 @@ def test_a_cut_off_token_file_is_refused(prefix, keep):
         (HEADER_BYTES + 12, struct.pack("<q", 1 << 40)),
         (HEADER_BYTES + 36, struct.pack("<q", 1)),  # the first document
         (HEADER_BYTES + 36 + 8, struct.pack("<q", 3)),
+        (HEADER_BYTES + 36 + 3 * 8, struct.pack("<q", 2)),  # the end of the last
     ],
 )
 def test_a_corrupt_index_is_refused(prefix, offset, value):

@@ -28,9 +28,10 @@ deficit, the largest first: over all items of servers above the mean, the share
 `dF = min(the item, the donor's surplus, the deficit)` is cut and priced, and the part with the most
 load for its bytes, `E = load / V`, is moved (the whole item where `dF` is all of it), until the
 deficit is within the tolerance. Donors that are still above the tolerance then give to the server
-with the largest deficit in the same way. It ends when all are within the tolerance, or when no move
-brings donor and recipient closer to the mean by `_LEAST_GAIN` of it. Every move lowers the sum of
-the squared deviations, so it does end. Parts that moved do not move again.
+with the largest deficit in the same way, and servers that are still short are served once more. It
+ends when all are within the tolerance, or when no move
+brings donor and recipient closer to the mean by `_LEAST_GAIN` of it. Parts that moved do not move
+again, so it does end.
 
 A move costs a few vectorised passes over the items of the donors, and there are about as many moves
 as servers: some ten milliseconds for 64 servers of 64K tokens.

@@ -332,7 +332,7 @@ def _derive(args: Namespace) -> None:
     # Alone it would only cost communication.
     args.sequence_parallel = args.sequence_parallel and args.tensor_model_parallel_size > 1
     if args.lr_decay_iters is None:
-        args.lr_decay_iters = args.train_iters
+        args.lr_decay_iters = max(args.train_iters, 1)
     cuda = torch.cuda.is_available()
     if args.distributed_backend is None:
         args.distributed_backend = "nccl" if cuda else "gloo"
@@ -434,6 +434,15 @@ def _check(args: Namespace) -> None:
     _refuse(
         args.lr_warmup_fraction is not None and args.lr_warmup_iters > 0,
         "give --lr-warmup-fraction or --lr-warmup-iters, not both",
+    )
+    _refuse(
+        args.lr_warmup_iters < 0 or args.lr_warmup_iters >= args.lr_decay_iters,
+        f"--lr-warmup-iters {args.lr_warmup_iters} must be less than the {args.lr_decay_iters} "
+        "iterations of the decay (--lr-decay-iters, or --train-iters)",
+    )
+    _refuse(
+        args.lr_warmup_fraction is not None and not 0 <= args.lr_warmup_fraction < 1,
+        f"--lr-warmup-fraction {args.lr_warmup_fraction} must lie in 0 .. 1",
     )
     _refuse(
         args.recompute_granularity == "full"

@@ -1,0 +1,263 @@
+"""Whole runs of the command: resuming, resharding, being killed, bad input."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from distca.plan.span import Int64s
+
+ROOT = Path(__file__).parent.parent
+LOSS = re.compile(r"iteration +(\d+)/.*? lm loss: (\S+) \|")
+FLAGS = """
+    --num-layers 2 --hidden-size 64 --ffn-hidden-size 96 --num-attention-heads 4
+    --group-query-attention --num-query-groups 2 --normalization RMSNorm --swiglu
+    --disable-bias-linear --position-embedding-type rope --untie-embeddings-and-output-weights
+    --attention-dropout 0 --hidden-dropout 0.1 --micro-batch-size 1 --global-batch-size 4
+    --lr 3e-3 --lr-decay-style cosine --lr-warmup-iters 1 --weight-decay 0.1
+    --tokenizer-type ByteLevelTokenizer --split 80,10,10 --log-interval 1
+    --eval-interval 1000 --eval-iters 0 --seq-length 256
+""".split()
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory) -> str:
+    """A real dataset of the source files of this project, one document a file."""
+    from data.prepare import main
+
+    folder = tmp_path_factory.mktemp("corpus")
+    inputs = ["--input", str(ROOT / "distca"), str(ROOT / "tests")]
+    tokenizer = ["--tokenizer-type", "ByteLevelTokenizer"]
+    # Compiled files are no text.
+    for cache in (*ROOT.glob("distca/**/__pycache__"), *ROOT.glob("tests/**/__pycache__")):
+        shutil.rmtree(cache, ignore_errors=True)
+    assert main([*inputs, *tokenizer, "--output-prefix", str(folder / "source")]) == 0
+    return str(folder / "source")
+
+
+def start(processes: int, corpus: str, *flags: str) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command += ["--nproc-per-node", str(processes), "pretrain_gpt.py", *FLAGS]
+    command += ["--data-path", corpus, *flags]
+    return subprocess.Popen(
+        command,
+        cwd=ROOT,
+        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def run(processes: int, corpus: str, *flags: str, status: int = 0) -> tuple[dict[int, str], str]:
+    """The losses as they were printed, by iteration, and the whole output."""
+    process = start(processes, corpus, *flags)
+    try:
+        output, _ = process.communicate(timeout=120)
+    finally:
+        kill_all(process)
+    assert (process.returncode == 0) == (status == 0), output[-3000:]
+    return {int(i): loss for i, loss in LOSS.findall(output)}, output
+
+
+def kill_all(process: subprocess.Popen[str]) -> None:
+    for pid in descendants(process.pid):
+        os.kill(pid, signal.SIGKILL)
+    if process.poll() is None:
+        process.kill()
+
+
+def descendants(pid: int) -> list[int]:
+    children = Path(f"/proc/{pid}/task/{pid}/children")
+    if not children.exists():
+        return []
+    found = [int(child) for child in children.read_text().split()]
+    return found + [grandchild for child in found for grandchild in descendants(child)]
+
+
+def wait_for(process: subprocess.Popen[str], pattern: str) -> Iterator[str]:
+    """Lines of the output until one matches, that one included."""
+    assert process.stdout is not None
+    for line in process.stdout:
+        yield line
+        if re.search(pattern, line):
+            return
+    raise AssertionError(f"{pattern} was never printed")
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(corpus, tmp_path_factory) -> tuple[dict[int, str], Path]:
+    """Losses of six iterations on two ranks, and a folder with the checkpoint of the third."""
+    return six_iterations(corpus, tmp_path_factory.mktemp("checkpoints"))
+
+
+@pytest.fixture(scope="module")
+def without_dropout(corpus, tmp_path_factory) -> tuple[dict[int, str], Path]:
+    """The same where no random number is drawn, so that other layouts can be compared."""
+    return six_iterations(corpus, tmp_path_factory.mktemp("plain"), "--hidden-dropout", "0")
+
+
+def six_iterations(corpus: str, save: Path, *more: str) -> tuple[dict[int, str], Path]:
+    flags = ["--distca", "--use-distributed-optimizer", "--train-iters", "6", *more]
+    losses, _ = run(2, corpus, *flags, "--save", str(save), "--save-interval", "3")
+    assert sorted(losses) == [1, 2, 3, 4, 5, 6]
+    assert float(losses[6]) < float(losses[1])
+    tracker = save / "latest_checkpointed_iteration.txt"
+    assert tracker.read_text() == "6"
+    tracker.write_text("3")
+    return losses, save
+
+
+def test_resuming_reproduces_the_losses_exactly(corpus, uninterrupted) -> None:
+    losses, save = uninterrupted
+    flags = ["--distca", "--use-distributed-optimizer", "--train-iters", "6"]
+    resumed, _ = run(2, corpus, *flags, "--load", str(save))
+    assert resumed == {i: losses[i] for i in (4, 5, 6)}
+
+
+@pytest.mark.parametrize(
+    ("processes", "flags", "tolerance"),
+    [
+        (4, ["--tensor-model-parallel-size", "2", "--sequence-parallel", "--distca"], 1e-4),
+        # Without --distca documents end where a rank's tokens end: nearly the same losses.
+        (1, [], 0.05),
+    ],
+    ids=["TP2-SP-DP2", "one plain process"],
+)
+def test_a_checkpoint_loads_at_other_sizes(
+    corpus, without_dropout, processes, flags, tolerance
+) -> None:
+    losses, save = without_dropout
+    common = ["--train-iters", "6", "--load", str(save), "--hidden-dropout", "0"]
+    sharded = ["--use-distributed-optimizer"]
+    resumed, output = run(processes, corpus, *common, *sharded, *flags)
+    assert "random states are not loaded" in output
+    assert sorted(resumed) == [4, 5, 6]
+    for i, loss in resumed.items():
+        assert float(loss) == pytest.approx(float(losses[i]), rel=tolerance)
+
+
+def test_a_checkpoint_of_another_shape_is_refused(corpus, uninterrupted) -> None:
+    _, save = uninterrupted
+    flags = ["--train-iters", "6", "--load", str(save), "--num-layers", "4"]
+    _, output = run(2, corpus, *flags, status=1)
+    assert "another model, trained with --num-layers 2 (now 4)" in output
+
+
+def test_killing_a_rank_ends_all(corpus) -> None:
+    process = start(2, corpus, "--distca", "--train-iters", "100000")
+    try:
+        list(wait_for(process, r"iteration +2/"))
+        workers = [
+            pid
+            for pid in descendants(process.pid)
+            if "pretrain_gpt.py" in Path(f"/proc/{pid}/cmdline").read_text()
+        ]
+        assert len(workers) == 2
+        os.kill(workers[1], signal.SIGKILL)
+        killed = time.monotonic()
+        output, _ = process.communicate(timeout=60)
+        assert time.monotonic() - killed < 30
+        assert process.returncode != 0
+        assert "Signal 9" in output or "SIGKILL" in output or "-9" in output
+    finally:
+        kill_all(process)
+
+
+def test_killing_during_a_save_leaves_the_last_checkpoint(corpus, tmp_path) -> None:
+    flags = ["--distca", "--use-distributed-optimizer", "--train-iters", "100000"]
+    process = start(2, corpus, *flags, "--save", str(tmp_path), "--save-interval", "1")
+    tracker = tmp_path / "latest_checkpointed_iteration.txt"
+    deadline = time.monotonic() + 90
+    try:
+        while not (tracker.exists() and list(tmp_path.glob(".unfinished_*"))):
+            assert time.monotonic() < deadline, "nothing was saved"
+            time.sleep(0.0005)
+    finally:
+        kill_all(process)
+    output = process.communicate()[0]
+    before = {int(i): loss for i, loss in LOSS.findall(output)}
+    assert list(tmp_path.glob(".unfinished_*"))
+    saved = int(tracker.read_text())
+    wanted = ["--train-iters", str(saved + 2)]
+    folder = shutil.copytree(tmp_path, tmp_path.parent / "copy")
+    fixed = ["--distca", "--use-distributed-optimizer", "--lr-decay-iters", "100000", *wanted]
+    resumed, _ = run(2, corpus, *fixed, "--load", str(folder), "--save", str(folder))
+    assert sorted(resumed) == [saved + 1, saved + 2]
+    for iteration in before.keys() & resumed.keys():
+        assert resumed[iteration] == before[iteration]
+    assert not list(folder.glob(".unfinished_*"))
+
+
+def test_sigterm_saves_and_exits(corpus, tmp_path) -> None:
+    flags = ["--distca", "--train-iters", "100000", "--save", str(tmp_path)]
+    process = start(2, corpus, *flags, "--exit-signal-handler")
+    try:
+        list(wait_for(process, r"iteration +2/"))
+        for pid in descendants(process.pid):
+            if "pretrain_gpt.py" in Path(f"/proc/{pid}/cmdline").read_text():
+                os.kill(pid, signal.SIGTERM)
+        output, _ = process.communicate(timeout=60)
+    finally:
+        kill_all(process)
+    assert process.returncode == 0, output[-3000:]
+    assert "exiting because of SIGTERM" in output
+    assert int((tmp_path / "latest_checkpointed_iteration.txt").read_text()) >= 2
+
+
+def test_bad_data_is_refused_on_every_rank(corpus, tmp_path) -> None:
+    for suffix in (".bin", ".idx"):
+        shutil.copy(corpus + suffix, tmp_path / f"broken{suffix}")
+    index = tmp_path / "broken.idx"
+    index.write_bytes(index.read_bytes()[:-40])
+    _, output = run(2, str(tmp_path / "broken"), "--train-iters", "2", "--distca", status=1)
+    assert "corrupt or cut off" in output
+
+
+def test_bad_flags_are_refused_before_anything_starts(corpus) -> None:
+    start_time = time.monotonic()
+    flags = ["--distca", "--train-iters", "2", "--pipeline-model-parallel-size", "2"]
+    _, output = run(2, corpus, *flags, status=2)
+    assert "--distca does not work with pipeline parallelism yet" in output
+    assert output.count("error: --distca") == 1
+    assert time.monotonic() - start_time < 60
+
+
+def test_pipeline_parallelism_without_distca(corpus) -> None:
+    """Plain Megatron's pipelines run untouched, interleaved or not, with the same losses."""
+    common = ["--train-iters", "2", "--num-layers", "4", "--hidden-dropout", "0"]
+    plain, _ = run(1, corpus, *common)
+    pipelined, _ = run(2, corpus, *common, "--pipeline-model-parallel-size", "2")
+    interleaved, _ = run(
+        2,
+        corpus,
+        *[*common, "--pipeline-model-parallel-size", "2"],
+        *["--num-layers-per-virtual-pipeline-stage", "1"],
+    )
+    for found in (pipelined, interleaved):
+        first = [float(losses[1]) for losses in (found, plain)]
+        # Stages draw their weights from other seeds than one process does.
+        assert first[0] == pytest.approx(first[1], rel=0.02)
+        assert float(found[2]) < float(found[1])
+
+
+def document_lengths(prefix: str) -> Int64s:
+    from megatron_patches.stream import Corpus
+
+    return np.asarray(Corpus(prefix).lengths)
+
+
+def test_the_corpus_has_documents_that_span_ranks(corpus) -> None:
+    """Otherwise these runs would show little."""
+    assert (document_lengths(corpus) > 512).any()
