@@ -5,8 +5,9 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 launch/setup.sh
-.venv/bin/python -m data.demo_corpus --output-dir demo/data 2>/dev/null
+# Megatron warns of each GPU package that a machine without a GPU does not have.
 export OMP_NUM_THREADS=1 PYTHONWARNINGS=ignore
+.venv/bin/python -m data.demo_corpus --output-dir demo/data
 exec .venv/bin/torchrun --nproc-per-node 4 pretrain_gpt.py \
     --distca \
     --num-layers 4 --hidden-size 128 --ffn-hidden-size 384 \
@@ -14,8 +15,8 @@ exec .venv/bin/torchrun --nproc-per-node 4 pretrain_gpt.py \
     --normalization RMSNorm --swiglu --disable-bias-linear \
     --position-embedding-type rope --untie-embeddings-and-output-weights \
     --attention-dropout 0 --hidden-dropout 0 \
-    --seq-length 1024 --max-position-embeddings 4096 \
-    --micro-batch-size 1 --global-batch-size 8 --train-iters 100 \
+    --seq-length 2048 --max-position-embeddings 8192 \
+    --micro-batch-size 1 --global-batch-size 4 --train-iters 100 \
     --lr 3e-3 --min-lr 3e-4 --lr-decay-style cosine --lr-warmup-iters 10 --weight-decay 0.1 \
     --use-distributed-optimizer \
     --data-path demo/data/python_source --split 90,8,2 \

@@ -215,7 +215,9 @@ class PlannedBatches:
             for start, stop in at.windows(first_sample)
         ]
         placement = place_sequentially(windows, at.data_parallel_size, at.seq_length)
-        return self.scheduler.schedule(np.concatenate(windows), placement, self.mask)
+        plan = self.scheduler.schedule(np.concatenate(windows), placement, self.mask)
+        plan.validate()
+        return plan
 
     def __call__(self, first_sample: int) -> MicroBatch:
         """The micro-batch that starts at a sample."""

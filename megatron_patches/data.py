@@ -16,7 +16,13 @@ from distca.cost.model import AnalyticCost, CostModel
 from distca.cost.profile import Profile
 from distca.cost.volume import AttentionShape
 from distca.runtime import CoreAttention
-from distca.schedule import ScheduleConfig, Scheduler, make_scheduler
+from distca.schedule import (
+    ScheduleConfig,
+    Scheduler,
+    describe,
+    format_summary,
+    make_scheduler,
+)
 from distca.transport import CollectiveTransport
 from megatron_patches.arguments import mask_from_args
 from megatron_patches.batch import MicroBatches, PackedBatches, PlannedBatches, WindowLayout
@@ -133,7 +139,11 @@ def build_data(
             num_tokens=(samples + layout.samples_per_micro_batch) * args.seq_length,
             vocab_size=args.vocab_size,
         )
-        return MicroBatches(make(stream), consumed, layout.samples_per_micro_batch, device)
+        batches = make(stream)
+        if which == "train" and isinstance(batches, PlannedBatches):
+            summary = describe(batches.plan(consumed), batches.shape, args.distca_backward)
+            logger.info("the first plan of the run:\n%s", format_summary(summary))
+        return MicroBatches(batches, consumed, layout.samples_per_micro_batch, device)
 
     return DataIterators(
         train=iterator("train", train_samples, args.consumed_train_samples),

@@ -26,7 +26,7 @@ FLAGS = """
     --attention-dropout 0 --hidden-dropout 0.1 --micro-batch-size 1 --global-batch-size 4
     --lr 3e-3 --lr-decay-style cosine --lr-warmup-iters 1 --weight-decay 0.1
     --tokenizer-type ByteLevelTokenizer --split 80,10,10 --log-interval 1
-    --eval-interval 1000 --eval-iters 0 --seq-length 256
+    --eval-interval 1000 --eval-iters 0 --seq-length 256 --make-vocab-size-divisible-by 129
 """.split()
 
 
