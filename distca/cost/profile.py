@@ -3,9 +3,9 @@
     distca profile --heads 8 --kv-heads 2 --head-dim 32 --output profile.json
 
 Both task shapes are measured, full rectangles and tasks that end on the diagonal. A prediction
-interpolates bilinearly between the four nearest grid points, in the logarithms of lengths and
-seconds, where kernel times are nearly straight lines. A task with a length beyond the grid is in
-the saturated region: its pairs are divided by the highest measured rate of its shape.
+interpolates the rate, in pairs a second, bilinearly between the four nearest grid points, in the
+logarithms of lengths and rates. A task with a length beyond the grid is in the saturated region:
+its pairs are divided by the highest measured rate of its shape.
 """
 
 from __future__ import annotations
@@ -71,44 +71,43 @@ class Profile:
         return f"measured on {what.get('hardware', '?')} ({what.get('date', '?')})"
 
     @cached_property
-    def _log_full(self) -> Floats:
-        return np.log(np.array(self.full_seconds))
-
-    @cached_property
-    def _log_diagonal(self) -> Floats:
-        return np.log(np.array(self.diagonal_seconds))
+    def _log_rates(self) -> tuple[Floats, Floats]:
+        """Logarithms of pairs per second: full rectangles, and tasks that end on the diagonal."""
+        q = np.array(self.lengths, dtype=np.float64)[:, None]
+        kv = q.T
+        full = np.log(q * kv / np.array(self.full_seconds))
+        diagonal = np.log(_diagonal_pairs(q, kv) / np.array(self.diagonal_seconds))
+        return full, diagonal
 
     def seconds(self, q_len: Int64s, kv_len: Int64s, pairs: Int64s) -> Floats:
         """See `CostModel.seconds`. A windowed task costs its share of the pairs without window."""
         q, kv = (np.maximum(np.asarray(x, dtype=np.float64), 1.0) for x in (q_len, kv_len))
         pairs_of_task = np.asarray(pairs, dtype=np.float64)
-        full = pairs_of_task >= q * kv
-        on_diagonal = q * kv - q * (q - 1) / 2
-        predicted_full = self._interpolate(self._log_full, q, kv)
-        predicted_diagonal = self._interpolate(self._log_diagonal, q, np.maximum(kv, q))
-        predicted_diagonal *= np.minimum(pairs_of_task / np.maximum(on_diagonal, 1.0), 1.0)
-        predicted = np.where(full, predicted_full, predicted_diagonal)
+        is_full = pairs_of_task >= q * kv
+        share = np.where(is_full, 1.0, np.minimum(pairs_of_task / _diagonal_pairs(q, kv), 1.0))
+        # A task below the grid costs what the smallest on the grid does.
+        smallest = self.lengths[0]
+        q, kv = np.maximum(q, smallest), np.maximum(kv, smallest)
+        all_pairs = np.where(is_full, q * kv, _diagonal_pairs(q, kv))
+        full, diagonal = self._log_rates
         beyond = np.maximum(q, kv) > self.lengths[-1]
-        saturated = pairs_of_task / np.where(full, *self._peak_rates)
-        result: Floats = np.where(beyond, saturated, predicted)
-        return np.where(pairs_of_task > 0, result, 0.0)
+        rate = np.where(
+            is_full,
+            np.where(beyond, np.exp(full.max()), self._interpolate(full, q, kv)),
+            np.where(
+                beyond, np.exp(diagonal.max()), self._interpolate(diagonal, q, np.maximum(kv, q))
+            ),
+        )
+        result: Floats = np.where(pairs_of_task > 0, share * all_pairs / rate, 0.0)
+        return result
 
-    @cached_property
-    def _peak_rates(self) -> tuple[float, float]:
-        """The highest measured pairs per second of full rectangles and of diagonal tasks."""
-        q = np.array(self.lengths, dtype=np.float64)[:, None]
-        kv = q.T
-        full = (q * kv / np.exp(self._log_full)).max()
-        diagonal = np.where(kv >= q, (q * kv - q * (q - 1) / 2) / np.exp(self._log_diagonal), 0.0)
-        return float(full), float(diagonal.max())
-
-    def _interpolate(self, log_seconds: Floats, q: Floats, kv: Floats) -> Floats:
-        """Bilinear in logarithms; lengths below the grid take its edge."""
+    def _interpolate(self, log_rate: Floats, q: Floats, kv: Floats) -> Floats:
+        """Pairs per second, bilinear in logarithms; lengths off the grid take its edge."""
         grid = np.log(np.array(self.lengths, dtype=np.float64))
         top = len(grid) - 2
         (i, x), (j, y) = (self._cell(grid, top, length) for length in (q, kv))
-        low = log_seconds[i, j] * (1 - y) + log_seconds[i, j + 1] * y
-        high = log_seconds[i + 1, j] * (1 - y) + log_seconds[i + 1, j + 1] * y
+        low = log_rate[i, j] * (1 - y) + log_rate[i, j + 1] * y
+        high = log_rate[i + 1, j] * (1 - y) + log_rate[i + 1, j + 1] * y
         result: Floats = np.exp(low * (1 - x) + high * x)
         return result
 
@@ -145,6 +144,11 @@ class Profile:
             raise ValueError(
                 f"{path} is no usable profile ({error}): make one with `distca profile`"
             ) from error
+
+
+def _diagonal_pairs(q: Floats, kv: Floats) -> Floats:
+    """Visible pairs of a task that ends on the diagonal; of a square where keys are fewer."""
+    return q * np.maximum(kv, q) - q * (q - 1) / 2
 
 
 class KernelTimer:

@@ -1,0 +1,124 @@
+"""The commands around training: the console script, the profiler, comparing losses."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from distca import cli
+from distca.cost import profile as profiling
+from distca.cost.profile import Profile
+from distca.cost.volume import AttentionShape
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
+import compare_losses
+
+LINE = " [now] iteration {:8d}/      10 | elapsed time per iteration (ms): 1.0 | lm loss: {:.6E} |"
+
+
+def test_importing_distca_needs_nothing_else() -> None:
+    """Not numpy, not Megatron; a blocked import would raise."""
+    code = """
+import sys
+for name in ("numpy", "megatron", "tqdm", "triton", "flash_attn", "transformer_engine"):
+    sys.modules[name] = None
+import distca
+assert distca.__version__
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_the_console_script(capsys) -> None:
+    assert cli.main([]) == 2
+    assert cli.main(["nonsense"]) == 2
+    assert "no command 'nonsense'" in capsys.readouterr().err
+    assert cli.main(["--help"]) == 0
+    assert "profile" in capsys.readouterr().out
+
+
+def grid(rate: float = 1e6) -> Profile:
+    """A kernel that needs exactly `pairs / rate` seconds."""
+    lengths = (64, 128, 256, 512)
+    full = tuple(tuple(q * kv / rate for kv in lengths) for q in lengths)
+    diagonal = tuple(
+        tuple((q * max(q, kv) - q * (q - 1) / 2) / rate for kv in lengths) for q in lengths
+    )
+    return Profile(lengths, full, diagonal, AttentionShape(4, 2, 16, 4), {"hardware": "none"})
+
+
+def predict(model: Profile, q: int, kv: int, pairs: int) -> float:
+    return float(model.seconds(*(np.array([x]) for x in (q, kv, pairs)))[0])
+
+
+def test_predictions_from_a_known_grid() -> None:
+    model = grid()
+    # On the grid, between its points, and beyond it, where the peak rate holds.
+    assert predict(model, 128, 256, 128 * 256) == pytest.approx(128 * 256 / 1e6)
+    assert predict(model, 100, 300, 100 * 300) == pytest.approx(100 * 300 / 1e6)
+    assert predict(model, 4096, 8192, 4096 * 8192) == pytest.approx(4096 * 8192 / 1e6)
+    on_diagonal = 200 * 400 - 200 * 199 // 2
+    assert predict(model, 200, 400, on_diagonal) == pytest.approx(on_diagonal / 1e6, rel=0.02)
+    # A window costs its share.
+    assert predict(model, 200, 400, on_diagonal // 2) == pytest.approx(on_diagonal / 2e6, rel=0.02)
+    assert predict(model, 0, 0, 0) == 0.0
+    # Below the grid a task costs what the smallest does.
+    assert predict(model, 1, 1, 1) == pytest.approx(64 * 64 / 1e6)
+
+
+def test_a_profile_survives_its_file(tmp_path) -> None:
+    grid().save(tmp_path / "profile.json")
+    assert Profile.load(tmp_path / "profile.json") == grid()
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda saved: saved.pop("full_seconds"),
+        lambda saved: saved.update(format=99),
+        lambda saved: saved.update(lengths=[64, 64, 128, 256]),
+        lambda saved: saved["full_seconds"][0].pop(),
+        lambda saved: saved["diagonal_seconds"][1].__setitem__(1, -1.0),
+    ],
+)
+def test_a_corrupt_profile_is_refused(tmp_path, damage) -> None:
+    path = tmp_path / "profile.json"
+    grid().save(path)
+    saved = json.loads(path.read_text())
+    damage(saved)
+    path.write_text(json.dumps(saved))
+    with pytest.raises(ValueError, match="no usable profile"):
+        Profile.load(path)
+
+
+def test_profiling_this_machine(tmp_path, capsys) -> None:
+    path = tmp_path / "profile.json"
+    flags = ["--heads", "2", "--kv-heads", "1", "--head-dim", "8", "--max-length", "256"]
+    assert profiling.main([*flags, "--output", str(path)]) == 0
+    found = Profile.load(path)
+    assert found.lengths == (32, 64, 128, 256)
+    assert found.shape == AttentionShape(2, 1, 8, 4)
+    assert predict(found, 256, 256, 256 * 256) > predict(found, 32, 32, 32 * 32)
+    assert "held-out points: median error" in capsys.readouterr().out
+
+
+def write_log(path: Path, losses: dict[int, float]) -> Path:
+    path.write_text("noise\n" + "\n".join(LINE.format(i, loss) for i, loss in losses.items()))
+    return path
+
+
+def test_comparing_losses(tmp_path, capsys) -> None:
+    first = write_log(tmp_path / "first.log", {1: 5.0, 2: 4.0, 3: 3.0})
+    near = write_log(tmp_path / "near.log", {1: 5.00001, 2: 4.0, 3: 3.0})
+    far = write_log(tmp_path / "far.log", {1: 5.0, 2: 4.1, 3: 3.0})
+    golden = tmp_path / "golden.json"
+    assert compare_losses.main([str(first), "--save-golden", str(golden), "--note", "here"]) == 0
+    assert compare_losses.main([str(near), str(golden)]) == 0
+    assert compare_losses.main([str(far), str(golden)]) == 1
+    assert "differ from iteration 2 on" in capsys.readouterr().out
+    assert compare_losses.main([str(far), str(golden), "--tolerance", "0.1"]) == 0
+    assert compare_losses.main([str(far), str(tmp_path / "missing.log")]) == 2
