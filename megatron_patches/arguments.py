@@ -5,6 +5,8 @@ from __future__ import annotations
 from argparse import ArgumentParser, Namespace
 from pathlib import Path
 
+import torch
+
 from distca.plan import BLOCK, Mask
 from distca.schedule import SCHEDULERS
 
@@ -145,6 +147,8 @@ def validate_distca_arguments(args: Namespace) -> None:
             f"--distca needs --position-embedding-type rope (or none), not "
             f"{args.position_embedding_type}: documents are longer than --seq-length"
         )
+    if torch.cuda.is_available() and args.params_dtype == torch.float32:
+        raise ValueError("--distca on GPUs needs --bf16: FlashAttention has no float32")
     if args.distca_profile is not None and not args.distca_profile.is_file():
         raise ValueError(
             f"--distca-profile {args.distca_profile} does not exist: make one with `distca profile "

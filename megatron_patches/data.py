@@ -55,6 +55,11 @@ def build_scheduler(args: Namespace) -> Scheduler:
     cost_model: CostModel
     if args.distca_profile is not None:
         cost_model = Profile.load(args.distca_profile)
+        if cost_model.shape != shape:
+            raise ValueError(
+                f"--distca-profile {args.distca_profile} was measured for {cost_model.shape}, but "
+                f"a tensor-parallel rank of this run has {shape}: profile that"
+            )
     else:
         logger.info("no --distca-profile: loads are judged by pair counts, not by measured times")
         cost_model = AnalyticCost.of_shape(shape)

@@ -1,0 +1,131 @@
+"""Flags: what follows from them, and what is refused, before anything starts."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from megatron_patches.arguments import (
+    add_distca_arguments,
+    mask_from_args,
+    validate_distca_arguments,
+)
+from megatron_patches.lean.arguments import parse_args
+
+GOOD = """
+    --num-layers 4 --hidden-size 64 --num-attention-heads 8 --seq-length 256
+    --micro-batch-size 1 --train-iters 10 --lr 1e-3 --data-path somewhere --attention-dropout 0
+    --tokenizer-type NullTokenizer --vocab-size 999
+""".split()
+
+
+def parse(*flags: str, world_size: int = 4):
+    args = parse_args(add_distca_arguments, [*GOOD, *flags], world_size)
+    validate_distca_arguments(args)
+    return args
+
+
+def test_what_follows() -> None:
+    """As Megatron-LM derives it."""
+    args = parse("--tensor-model-parallel-size", "2", "--sequence-parallel", "--swiglu")
+    assert args.data_parallel_size == 2
+    assert args.global_batch_size == 2
+    assert args.kv_channels == 8
+    assert args.num_query_groups == 8
+    assert args.ffn_hidden_size == 128  # 4 * 64 * 2 / 3, down to a multiple of 64
+    assert args.padded_vocab_size == 1024  # 1000 with the end token, up to 128 * TP
+    assert args.sequence_parallel
+    assert args.params_dtype == torch.float32
+    assert args.max_position_embeddings == 256
+    alone = parse("--sequence-parallel", "--bf16", "--recompute-activations")
+    assert not alone.sequence_parallel
+    assert alone.ffn_hidden_size == 256
+    assert alone.params_dtype == torch.bfloat16
+    assert alone.accumulate_allreduce_grads_in_fp32
+    assert alone.recompute_granularity == "selective"
+    virtual = "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1"
+    assert parse(*virtual.split()).virtual_pipeline_model_parallel_size == 2
+
+
+@pytest.mark.parametrize("text", ["100,0", "(100,0)", "(100, 0)"])
+def test_windows(text: str) -> None:
+    assert mask_from_args(parse("--window-size", text)).window_left == 100
+    assert mask_from_args(parse("--window-size", "(-1,0)")).window_left is None
+    assert mask_from_args(parse()).window_left is None
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--tensor-model-parallel-size 3", "cannot be divided into groups of TP x PP"),
+        ("--num-attention-heads 7", "no multiple of --num-attention-heads 7"),
+        (
+            "--num-attention-heads 1 --tensor-model-parallel-size 2",
+            "--tensor-model-parallel-size 2 does not divide --num-attention-heads 1",
+        ),
+        (
+            "--group-query-attention --num-query-groups 1 --tensor-model-parallel-size 2",
+            "does not divide --num-query-groups 1",
+        ),
+        (
+            "--group-query-attention --num-query-groups 3",
+            "--num-query-groups 3 does not divide --num-attention-heads 8",
+        ),
+        ("--global-batch-size 6", "--global-batch-size 6 is no multiple .* use 4"),
+        ("--max-position-embeddings 128", "less than --seq-length 256"),
+        ("--pipeline-model-parallel-size 4 --num-layers 6", "does not divide --num-layers 6"),
+        ("--num-layers-per-virtual-pipeline-stage 2", "needs more than one stage"),
+        ("--context-parallel-size 2", "--context-parallel-size 2 is not supported"),
+        ("--multi-latent-attention", "--multi-latent-attention is not supported"),
+        ("--lr 0", "--lr 0.0 must be positive"),
+        ("--min-lr 1", "--min-lr 1.0 must lie in"),
+        ("--lr-warmup-iters 10", "--lr-warmup-iters 10 must be less than the 10"),
+        ("--recompute-granularity full", "needs --recompute-method"),
+        ("--overlap-param-gather", "needs --use-distributed-optimizer"),
+        ("--save-interval 5", "needs --save"),
+        ("--micro-batch-size 0", "--micro-batch-size 0 must be at least 1"),
+        ("--distributed-backend nccl", "nccl needs GPUs"),
+        ("--transformer-impl transformer_engine", "transformer_engine needs a GPU"),
+        ("--tokenizer-type HuggingFaceTokenizer", "needs --tokenizer-model"),
+        ("--attention-dropout 0.1", "--attention-dropout 0.1"),
+        ("--seq-length 200", "not a multiple of the attention block of 128: use 128"),
+        ("--window-size 100,5", "the second number must be 0"),
+        ("--distca-tolerance 1.5", "--distca-tolerance 1.5 is out of range"),
+        ("--distca-max-document-length 0", "must be at least 1"),
+        ("--distca --pipeline-model-parallel-size 2", "not work with pipeline parallelism yet"),
+        ("--distca --attention-backend local", "--distca replaces it"),
+        ("--distca --distca-profile nowhere.json", "does not exist: make one"),
+    ],
+)
+def test_bad_input(flags: str, message: str) -> None:
+    if torch.cuda.is_available() and "GPU" in message:
+        pytest.skip("this machine has a GPU")
+    with pytest.raises(ValueError, match=message):
+        parse(*flags.split())
+
+
+@pytest.mark.parametrize(
+    ("flag", "value", "message"),
+    [
+        ("context_parallel_size", 2, "remove --context-parallel-size 2"),
+        ("attention_dropout", 0.1, "set --attention-dropout 0"),
+        ("multi_latent_attention", True, "does not cover multi-latent attention"),
+        ("num_experts", 8, "does not cover mixture-of-experts"),
+        ("window_attn_skip_freq", 2, "windows on some layers only"),
+        ("softmax_type", "learnable", "remove --softmax-type learnable"),
+        ("position_embedding_type", "learned_absolute", "needs --position-embedding-type rope"),
+    ],
+)
+def test_what_distca_does_not_cover(flag: str, value, message: str) -> None:
+    """Under Megatron-LM's own loop more can be asked for than our parser accepts."""
+    args = parse("--distca")
+    setattr(args, flag, value)
+    with pytest.raises(ValueError, match=message):
+        validate_distca_arguments(args)
+
+
+@pytest.mark.parametrize("flags", ["--no-such-flag 1", "--fp16", "--train-iter 5"])
+def test_unknown_flags_are_refused_by_name(flags: str, capsys) -> None:
+    with pytest.raises(SystemExit):
+        parse(*flags.split())
+    assert flags.split()[0] in capsys.readouterr().err
