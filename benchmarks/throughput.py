@@ -116,10 +116,10 @@ class Measured:
         from megatron_patches.stream import TokenStream
 
         column = np.asarray(lengths, dtype=np.int64)
-        numbers = np.arange(len(column))
+        numbers, zeros = np.arange(len(column)), np.zeros_like(column)
         offsets = np.concatenate([[0], np.cumsum(column)])
         corpora = (LengthsOnly(column),)
-        stream = TokenStream(corpora, np.zeros_like(numbers), numbers, offsets)  # type: ignore[arg-type]
+        stream = TokenStream(corpora, zeros, numbers, zeros, offsets)  # type: ignore[arg-type]
         per_window = self.args.data_parallel_size
         batches = MicroBatches(
             self._make(stream), window * per_window, per_window, torch.device("cpu")

@@ -62,8 +62,9 @@ def add_distca_arguments(parser: ArgumentParser) -> ArgumentParser:
         type=int,
         default=None,
         metavar="TOKENS",
-        help="Documents are cut into pieces of at most this many tokens. Default: the window, "
-        "data-parallel size times --seq-length. Also applies without --distca.",
+        help="Documents are cut into pieces of at most this many tokens, which are shuffled. "
+        "Default: the window, data-parallel size times --seq-length; give it to keep the order "
+        "of the data at another number of ranks. Also applies without --distca.",
     )
     return parser
 

@@ -37,14 +37,12 @@ class WindowLayout:
         data_parallel_size: ranks that share a window.
         seq_length: tokens of a window that each rank owns.
         micro_batch_size: windows in a micro-batch.
-        max_document_length: documents are cut into pieces of at most this; None: the window.
     """
 
     data_parallel_rank: int
     data_parallel_size: int
     seq_length: int
     micro_batch_size: int
-    max_document_length: int | None = None
 
     @property
     def window_tokens(self) -> int:
@@ -163,10 +161,7 @@ class PackedBatches:
             start + at.data_parallel_rank * at.seq_length for start, _ in at.windows(first_sample)
         ]
         lengths = np.concatenate(
-            [
-                self.stream.document_lengths(start, start + at.seq_length, at.max_document_length)
-                for start in mine
-            ]
+            [self.stream.document_lengths(start, start + at.seq_length) for start in mine]
         )
         starts = np.array(mine, dtype=np.int64)
         rows = expand_ranges(starts - first_token, np.full_like(starts, at.seq_length))
@@ -211,8 +206,7 @@ class PlannedBatches:
         """The plan of the micro-batch that starts at a sample; the same on every rank."""
         at = self.layout
         windows = [
-            self.stream.document_lengths(start, stop, at.max_document_length)
-            for start, stop in at.windows(first_sample)
+            self.stream.document_lengths(start, stop) for start, stop in at.windows(first_sample)
         ]
         placement = place_sequentially(windows, at.data_parallel_size, at.seq_length)
         plan = self.scheduler.schedule(np.concatenate(windows), placement, self.mask)

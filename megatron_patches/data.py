@@ -92,7 +92,6 @@ def window_layout(args: Namespace) -> WindowLayout:
         parallel_state.get_data_parallel_world_size(),
         args.seq_length,
         args.micro_batch_size,
-        args.distca_max_document_length,
     )
 
 
@@ -142,6 +141,7 @@ def build_data(
             seed=args.seed,
             # One micro-batch more: the iterators work one ahead.
             num_tokens=(samples + layout.samples_per_micro_batch) * args.seq_length,
+            max_document_length=args.distca_max_document_length or layout.window_tokens,
             vocab_size=args.vocab_size,
         )
         batches = make(stream)

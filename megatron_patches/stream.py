@@ -1,9 +1,10 @@
 """The token stream of a split: documents in training order, whatever reads them.
 
-Its order depends on the data, the weights and the seed alone: not on the number of ranks, the
-sequence length or how much of it is asked for. Labels belong to the documents, too: a token's
-target is the next token of its document wherever windows and ranks cut, and the last token of a
-document has none.
+Documents longer than a bound are cut into pieces, and the pieces are shuffled: else a very long
+document would fill many batches in a row. The order depends on the data, the bound, the weights and
+the seed alone: not on who reads the stream, or on how much of it is asked for. Labels belong to the
+documents, too: a token's target is the next token of its document wherever pieces, windows and
+ranks cut, and the last token of a document has none.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from megatron.core.datasets.blended_megatron_dataset_config import (
 from megatron.core.datasets.indexed_dataset import DType, IndexedDataset
 from megatron.core.datasets.utils import get_blend_from_list, normalize
 
-from distca.plan.span import Int64s
+from distca.plan.span import Int64s, expand_ranges
 
 SPLITS = ("train", "valid", "test")
 _INDEX_MAGIC = b"MMIDIDX\x00\x00"
@@ -185,18 +186,20 @@ def _check_files(prefix: str) -> None:
 
 @dataclass(frozen=True)
 class TokenStream:
-    """The documents of a split in training order, laid one after the other.
+    """The documents of a split, or pieces of them, in training order, one after the other.
 
     Attributes:
         corpora: where they come from.
-        corpus: for each document of the stream its corpus, int64 `[documents]`.
-        document: its number in that corpus.
-        offsets: where it starts in the stream, int64 `[documents + 1]`.
+        corpus: for each piece of the stream its corpus, int64 `[pieces]`.
+        document: its document's number in that corpus.
+        first: the position in that document where it starts.
+        offsets: where it starts in the stream, int64 `[pieces + 1]`.
     """
 
     corpora: tuple[Corpus, ...]
     corpus: Int64s
     document: Int64s
+    first: Int64s
     offsets: Int64s
 
     @staticmethod
@@ -208,6 +211,7 @@ class TokenStream:
         which: Literal["train", "valid", "test"],
         seed: int,
         num_tokens: int,
+        max_document_length: int | None = None,
         vocab_size: int | None = None,
     ) -> TokenStream:
         """Opens the datasets and orders their documents.
@@ -222,6 +226,7 @@ class TokenStream:
             which: the split to open.
             seed: of the shuffling.
             num_tokens: how far the stream must reach, at least. A longer one begins the same.
+            max_document_length: documents are cut into pieces of at most this many tokens.
             vocab_size: see `Corpus`.
 
         Raises:
@@ -237,41 +242,43 @@ class TokenStream:
         tables = []
         for number, (corpus, weight) in enumerate(zip(corpora, weights, strict=True)):
             wanted = int(np.ceil(num_tokens * weight / sum(weights))) + 1
-            order = _shuffled_epochs(candidates[number], corpus.lengths, wanted, (seed, number))
-            lengths = corpus.lengths[order]
+            document, first, lengths = _pieces(
+                candidates[number], corpus.lengths, max_document_length
+            )
+            order = _shuffled_epochs(lengths, wanted, (seed, number))
+            document, first, lengths = document[order], first[order], lengths[order]
             progress = (np.cumsum(lengths) - lengths) / weight
-            tables.append((np.full_like(order, number), order, lengths, progress))
-        corpus_column, document, lengths, progress = (
+            tables.append((np.full_like(order, number), document, first, lengths, progress))
+        corpus_column, document, first, lengths, progress = (
             np.concatenate(column) for column in zip(*tables, strict=True)
         )
         if len(corpora) > 1:
             by = np.lexsort((corpus_column, progress))
-            corpus_column, document, lengths = corpus_column[by], document[by], lengths[by]
+            corpus_column, document = corpus_column[by], document[by]
+            first, lengths = first[by], lengths[by]
         offsets = np.zeros(len(lengths) + 1, dtype=np.int64)
         np.cumsum(lengths, out=offsets[1:])
         # What follows is not the stream: one corpus has run out there, others have not.
         count = int(np.searchsorted(offsets, num_tokens))
-        return TokenStream(corpora, corpus_column[:count], document[:count], offsets[: count + 1])
+        return TokenStream(
+            corpora,
+            corpus_column[:count],
+            document[:count],
+            first[:count],
+            offsets[: count + 1],
+        )
 
-    def document_lengths(
-        self, start: int, stop: int, max_document_length: int | None = None
-    ) -> Int64s:
+    def document_lengths(self, start: int, stop: int) -> Int64s:
         """Lengths of the pieces of documents that fill the stream positions `[start, stop)`.
 
-        A document that began before `start` begins anew there, one that goes on after `stop` ends
-        there, and long ones are cut into pieces of at most `max_document_length`.
+        A piece that began before `start` begins anew there, and one that goes on after `stop` ends
+        there.
         """
         self._check_range(start, stop)
         first = np.searchsorted(self.offsets, start, side="right")
         last = np.searchsorted(self.offsets, stop, side="left")
         edges = np.concatenate([[start], self.offsets[first:last], [stop]]).astype(np.int64)
-        lengths = np.diff(edges)
-        if max_document_length is None or lengths.max(initial=0) <= max_document_length:
-            return lengths
-        pieces = -(-lengths // max_document_length)
-        cut = np.full(int(pieces.sum()), max_document_length, dtype=np.int64)
-        cut[np.cumsum(pieces) - 1] = lengths - (pieces - 1) * max_document_length
-        return cut
+        return np.diff(edges)
 
     def read(self, start: int, stop: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """The stream positions `[start, stop)`.
@@ -287,16 +294,16 @@ class TokenStream:
         at = start
         entry = int(np.searchsorted(self.offsets, start, side="right")) - 1
         while at < stop:
-            begins, ends = int(self.offsets[entry]), int(self.offsets[entry + 1])
-            until = min(stop, ends)
+            corpus, document = self.corpora[int(self.corpus[entry])], int(self.document[entry])
+            # Where the document would start in the stream if all of it were here.
+            origin = int(self.offsets[entry]) - int(self.first[entry])
+            document_end = origin + int(corpus.lengths[document])
+            until = min(stop, int(self.offsets[entry + 1]))
             # One token more where there is one: the target of the last.
-            reach = min(until + 1, ends)
-            found = self.corpora[int(self.corpus[entry])].read(
-                int(self.document[entry]), at - begins, reach - begins
-            )
+            found = corpus.read(document, at - origin, min(until + 1, document_end) - origin)
             tokens[at - start : until - start] = found[: until - at]
             labels[at - start : at - start + len(found) - 1] = found[1:]
-            if until == ends:
+            if until == document_end:
                 loss_mask[until - 1 - start] = 0.0
             at, entry = until, entry + 1
         return tokens, labels, loss_mask
@@ -321,15 +328,28 @@ def _split_candidates(corpus: Corpus, split: str, which: str) -> Int64s:
     return candidates
 
 
-def _shuffled_epochs(
-    candidates: Int64s, lengths: Int64s, wanted: int, seed: tuple[int, int]
-) -> Int64s:
-    """Documents in training order, epoch after epoch, until they hold the wanted tokens."""
-    per_epoch = int(lengths[candidates].sum())
+def _pieces(
+    documents: Int64s, lengths: Int64s, max_document_length: int | None
+) -> tuple[Int64s, Int64s, Int64s]:
+    """Document, first position and length of each piece; `lengths` are of all documents."""
+    whole = lengths[documents]
+    longest = int(whole.max()) if max_document_length is None else max_document_length
+    counts = -(-whole // longest)
+    first = expand_ranges(np.zeros_like(counts), counts) * longest
+    return (
+        np.repeat(documents, counts),
+        first,
+        np.minimum(np.repeat(whole, counts) - first, longest),
+    )
+
+
+def _shuffled_epochs(lengths: Int64s, wanted: int, seed: tuple[int, int]) -> Int64s:
+    """Pieces in training order, epoch after epoch, until they hold the wanted tokens."""
+    per_epoch = int(lengths.sum())
     epochs: list[Any] = []
     while len(epochs) * per_epoch < wanted:
         generator = np.random.default_rng((*seed, len(epochs)))
-        epochs.append(candidates[generator.permutation(len(candidates))])
+        epochs.append(generator.permutation(len(lengths)))
     order = np.concatenate(epochs)
     reached = np.cumsum(lengths[order])
     return order[: int(np.searchsorted(reached, wanted)) + 1]

@@ -42,8 +42,8 @@ def memory_stream(lengths: Sequence[int]) -> Any:
     column = np.asarray(lengths, dtype=np.int64)
     offsets = np.concatenate([[0], np.cumsum(column)])
     corpus = MemoryCorpus(column)
-    numbers = np.arange(len(column))
-    return TokenStream((corpus,), np.zeros_like(numbers), numbers, offsets)  # type: ignore[arg-type]
+    numbers, zeros = np.arange(len(column)), np.zeros_like(column)
+    return TokenStream((corpus,), zeros, numbers, zeros, offsets)  # type: ignore[arg-type]
 
 
 @dataclass

@@ -98,9 +98,8 @@ def test_reads_do_not_depend_on_where_windows_cut(corpora, num_tokens, cuts, dty
     st.lists(st.integers(0, 9), min_size=1, max_size=8).filter(any),
     st.integers(0, 40),
     st.integers(1, 40),
-    st.one_of(st.none(), st.integers(1, 12)),
 )
-def test_document_lengths_are_the_runs_of_one_document(lengths, start, count, longest):
+def test_document_lengths_are_the_runs_of_one_document(lengths, start, count):
     documents = numbered(lengths)
     with tempfile.TemporaryDirectory() as folder:
         stream = open_stream([write_corpus(f"{folder}/c", documents)], start + count)
@@ -108,13 +107,33 @@ def test_document_lengths_are_the_runs_of_one_document(lengths, start, count, lo
         pieces: list[int] = []
         for position in range(start, start + count):
             goes_on = position > start and numbers[position] == numbers[position - 1]
-            if goes_on and (longest is None or pieces[-1] < longest):
+            if goes_on:
                 pieces[-1] += 1
             else:
                 pieces.append(1)
-        found = stream.document_lengths(start, start + count, longest)
+        found = stream.document_lengths(start, start + count)
         assert found.dtype == np.int64
         assert found.tolist() == pieces
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.lists(st.integers(1, 30), min_size=1, max_size=6), st.integers(1, 12))
+def test_long_documents_are_cut_into_pieces_that_are_shuffled(lengths, longest):
+    """An epoch holds every token once, and no target is lost where a document is cut."""
+    documents = numbered(lengths)
+    with tempfile.TemporaryDirectory() as folder:
+        prefix = write_corpus(f"{folder}/c", documents)
+        stream = open_stream([prefix], sum(lengths), max_document_length=longest)
+        pieces = np.diff(stream.offsets)
+        assert pieces.max() <= longest
+        assert len(pieces) == sum(-(-length // longest) for length in lengths)
+        tokens, labels, loss_mask = stream.read(0, sum(lengths))
+    assert sorted(tokens.tolist()) == list(range(1, sum(lengths) + 1))
+    last_tokens = set(np.cumsum(lengths).tolist())
+    for token, label, counts in zip(tokens, labels, loss_mask, strict=True):
+        assert counts == (token not in last_tokens)
+        if counts:
+            assert label == token + 1
 
 
 @settings(max_examples=40, deadline=None)

@@ -147,6 +147,14 @@ def load_checkpoint(
     with_optimizer = not (args.no_load_optim or args.finetune or common["args"]["no_save_optim"])
     same_layout = common["layout"] == _layout()
     with_rng = not (args.no_load_rng or args.finetune or common["args"]["no_save_rng"])
+    if common["longest_piece"] != _longest_piece(args):
+        logger.warning(
+            "documents were cut into pieces of at most %d tokens, now %d, so the rest of the data "
+            "comes in another order: --distca-max-document-length %d keeps it",
+            common["longest_piece"],
+            _longest_piece(args),
+            common["longest_piece"],
+        )
     if with_rng and not same_layout:
         logger.warning("the parallel sizes changed: random states are not loaded")
         with_rng = False
@@ -186,6 +194,12 @@ def _layout() -> tuple[int, int, int]:
     )
 
 
+def _longest_piece(args: Namespace) -> int:
+    """The longest a document may be, on which the order of the data depends."""
+    window = parallel_state.get_data_parallel_world_size() * args.seq_length
+    return int(args.distca_max_document_length or window)
+
+
 def _metadata() -> dict[str, Any]:
     """How megatron-core lays out what it saves: an optimizer state that reshards to other sizes."""
     return {
@@ -223,6 +237,7 @@ def _state_dict(
         "args": {name: getattr(args, name) for name in (*_SHAPE_FLAGS, "no_save_optim")}
         | {"no_save_rng": args.no_save_rng},
         "layout": _layout(),
+        "longest_piece": _longest_piece(args),
         "iteration": state.iteration,
         "consumed_train_samples": state.consumed_train_samples,
         "consumed_valid_samples": state.consumed_valid_samples,
