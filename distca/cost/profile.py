@@ -292,17 +292,17 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--heads", type=int, default=8)
     parser.add_argument("--kv-heads", type=int, default=2)
     parser.add_argument("--head-dim", type=int, default=32)
-    parser.add_argument("--dtype", choices=["fp32", "bf16"], default="fp32")
+    parser.add_argument("--dtype", choices=["fp32", "bf16"], help="default: bf16 on GPUs only")
     parser.add_argument("--max-length", type=int, default=4096)
     parser.add_argument("--threads", type=int, default=1, help="CPU threads")
     parser.add_argument("--output", type=Path, required=True, metavar="FILE")
     args = parser.parse_args(argv)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     torch.set_num_threads(args.threads)
+    dtype = args.dtype or ("bf16" if device == "cuda" else "fp32")
     try:
-        shape = AttentionShape(
-            args.heads, args.kv_heads, args.head_dim, {"fp32": 4, "bf16": 2}[args.dtype]
-        )
+        element_bytes = {"fp32": 4, "bf16": 2}[dtype]
+        shape = AttentionShape(args.heads, args.kv_heads, args.head_dim, element_bytes)
         profile = profile_kernel(shape, args.max_length, device)
     except ValueError as error:
         parser.error(str(error))
