@@ -10,7 +10,6 @@ import torch
 from distca.plan import BLOCK, Mask
 from distca.schedule import SCHEDULERS
 
-TRANSPORTS = ("auto", "collective")
 BACKWARDS = ("resend", "keep")
 
 
@@ -42,12 +41,6 @@ def add_distca_arguments(parser: ArgumentParser) -> ArgumentParser:
         default="resend",
         help="resend: the backward pass sends the kernels' inputs again and servers keep nothing; "
         "keep: servers keep them, for fewer bytes and more memory.",
-    )
-    group.add_argument(
-        "--distca-transport",
-        choices=TRANSPORTS,
-        default="auto",
-        help="collective: all-to-all of gloo or NCCL; auto: the best one there is.",
     )
     group.add_argument(
         "--distca-profile",

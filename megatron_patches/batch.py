@@ -18,6 +18,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 import torch
 
+from distca.attention.reference import document_visibility
 from distca.cost.volume import AttentionShape, plan_bytes
 from distca.plan import Mask, Placement, Plan, place_sequentially
 from distca.plan.plan import max_over_mean
@@ -277,14 +278,7 @@ def _document_params(lengths: Int64s, token_positions: bool) -> DocumentParams:
 
 def dense_mask(lengths: Int64s, mask: Mask) -> torch.Tensor:
     """Which (query, key) pairs are hidden, bool `[tokens, tokens]`, as Megatron's masks say it."""
-    tokens = int(lengths.sum())
-    document = torch.from_numpy(np.repeat(np.arange(len(lengths)), lengths))
-    position = torch.arange(tokens)
-    distance = position[:, None] - position[None, :]
-    visible = (document[:, None] == document[None, :]) & (distance >= 0)
-    if mask.window_left is not None:
-        visible &= distance <= mask.window_left
-    return ~visible
+    return ~document_visibility(lengths.tolist(), mask.window_left)
 
 
 class MicroBatches:

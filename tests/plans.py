@@ -7,6 +7,7 @@ import itertools
 import numpy as np
 import torch
 
+from distca.attention.reference import attend, document_visibility
 from distca.plan import Mask, Plan, Tasks, place_sequentially
 from distca.plan.span import Int64s
 
@@ -72,15 +73,5 @@ def dense_attention(
     softmax_scale: float,
 ) -> torch.Tensor:
     """Masked softmax attention over all tokens at once; differentiable, in the inputs' dtype."""
-    group = q_THD.shape[1] // k_THD.shape[1]
-    k = k_THD.repeat_interleave(group, dim=1)
-    v = v_THD.repeat_interleave(group, dim=1)
-    document = torch.from_numpy(np.repeat(np.arange(len(lengths)), lengths))
-    position = torch.arange(len(document))
-    distance = position[:, None] - position[None, :]
-    visible = (document[:, None] == document[None, :]) & (distance >= 0)
-    if mask.window_left is not None:
-        visible &= distance <= mask.window_left
-    scores = torch.einsum("qhd,khd->hqk", q_THD, k) * softmax_scale
-    scores = scores.masked_fill(~visible, float("-inf"))
-    return torch.einsum("hqk,khd->qhd", scores.softmax(-1), v)
+    visible = document_visibility(lengths.tolist(), mask.window_left)
+    return attend(q_THD, k_THD, v_THD, visible, softmax_scale)[0]

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from distca.attention import merge_partial, select_kernel
-from distca.attention.reference import attend, task_visibility
+from distca.attention.reference import attend, document_visibility, task_visibility
 
 SCALE = 0.35
 Case = list[tuple[int, int]]
@@ -162,3 +162,12 @@ def test_gpu_kernel(name, case, causal, window) -> None:
 def test_unknown_device() -> None:
     with pytest.raises(ValueError, match="no attention kernel for device 'tpu'"):
         select_kernel("tpu")
+
+
+@pytest.mark.parametrize("window", [None, 0, 2])
+def test_the_reference_s_visibility(window: int | None) -> None:
+    """Two documents of three and two tokens, pair by pair."""
+    visible = document_visibility([3, 2], window)
+    for i, j in itertools.product(range(5), range(5)):
+        together = (i < 3) == (j < 3)
+        assert visible[i, j] == (together and j <= i and (window is None or i - j <= window))

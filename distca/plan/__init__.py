@@ -4,7 +4,6 @@ from distca.plan.mask import Mask
 from distca.plan.placement import Placement, place_sequentially
 from distca.plan.plan import BLOCK, Plan
 from distca.plan.segments import Segments, needed_segments
-from distca.plan.span import Span
 from distca.plan.tasks import Tasks
 
 __all__ = [
@@ -13,7 +12,6 @@ __all__ = [
     "Placement",
     "Plan",
     "Segments",
-    "Span",
     "Tasks",
     "needed_segments",
     "place_sequentially",

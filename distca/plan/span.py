@@ -1,25 +1,12 @@
-"""Half-open token ranges, one at a time (`Span`) and many at a time (int64 arrays)."""
+"""Spans: half-open token ranges `[start, end)`, many at a time, as int64 arrays."""
 
 from __future__ import annotations
-
-from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 Int64s = NDArray[np.int64]
 Bools = NDArray[np.bool_]
-
-
-class Span(NamedTuple):
-    """Tokens `[start, end)` of one document, in positions of that document."""
-
-    start: int
-    end: int
-
-    @property
-    def length(self) -> int:
-        return self.end - self.start
 
 
 def expand_ranges(starts: Int64s, lengths: Int64s) -> Int64s:

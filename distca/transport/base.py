@@ -60,8 +60,3 @@ class Transport(ABC):
         self, send: torch.Tensor, send_bytes: Sequence[int], receive_bytes: Sequence[int]
     ) -> torch.Tensor:
         """Does what `all_to_all` says."""
-
-    def reset_counts(self) -> None:
-        """Sets the byte counts to zero."""
-        self.bytes_sent.clear()
-        self.bytes_received.clear()
