@@ -39,7 +39,9 @@ def transformer_config(args: Namespace) -> TransformerConfig:
         "attention_softmax_in_fp32": True,
         "use_cpu_initialization": not torch.cuda.is_available(),
         "calculate_per_token_loss": True,
-        "deallocate_pipeline_outputs": True,
+        # An output's memory is freed once its send is issued. A GPU's stream still orders the two;
+        # gloo may read it later, and interleaved stages would then train on something else.
+        "deallocate_pipeline_outputs": torch.cuda.is_available(),
         # With batched messages the interleaved schedule trains silently wrong over gloo.
         "overlap_p2p_comm": interleaved,
         "batch_p2p_comm": not interleaved,
