@@ -145,9 +145,12 @@ def test_fifty_steps(ranks) -> None:
     references = [
         [*plain, "--attention-backend", "local"],
         [*plain, "--attention-backend", "local", "--bf16"],
-        [*plain, "--bf16"],
     ]
-    exact, bf16, bf16_again = ranks.run(train_all, references, lengths, steps, world_size=1)[0]
+    exact, bf16 = ranks.run(train_all, references, lengths, steps, world_size=1)[0]
+    # Tensor parallelism sums the same products in another order.
+    halves = [*plain, "--attention-backend", "local", "--bf16"]
+    halves += ["--tensor-model-parallel-size", "2"]
+    bf16_again = ranks.run(train, halves, lengths, steps, world_size=2)[0]
     fp32, found_bf16 = ranks.run(
         train_all, [spread, [*spread, "--bf16"]], lengths, steps, world_size=3
     )[0]
@@ -157,5 +160,5 @@ def test_fifty_steps(ranks) -> None:
     def distance(a: StepsDone, b: StepsDone) -> float:
         return max(abs(x - y) for x, y in zip(a.losses, b.losses, strict=True))
 
-    # Two plain runs that sum in different orders differ by as much.
-    assert distance(found_bf16, bf16) < 2 * max(distance(bf16, bf16_again), 1e-3)
+    # Seen: 0.0027 against 0.0029 between the two plain runs; CPUs differ in how they sum.
+    assert distance(found_bf16, bf16) < 1.5 * distance(bf16, bf16_again)

@@ -25,7 +25,7 @@ def test_values_are_made_ahead_and_waiting_is_measured() -> None:
     ahead = Prefetcher(values(), depth=1)
     assert next(ahead) == 0
     assert ahead.seconds_waited > 0.02
-    time.sleep(0.3)
+    time.sleep(0.8)
     # One waits in the queue and the thread holds the next.
     assert made == [0, 1, 2]
     assert next(ahead) == 1
