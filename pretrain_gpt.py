@@ -2,7 +2,8 @@
 
     torchrun --nproc-per-node 4 pretrain_gpt.py --distca --num-layers 4 --hidden-size 128 ...
 
-Without `--distca` the same command is plain Megatron on the same data. The table of contents:
+Without `--distca` the same command is plain Megatron on the same data. The table of contents, which
+`megatron_patches/gpt_job.py` puts together:
 
 * the flags: `megatron_patches/arguments.py`, beside Megatron's own;
 * the model, whose core attention alone is replaced: `megatron_patches/model.py`;
@@ -15,26 +16,9 @@ What a plan is and who makes it: `distca/plan`, `distca/schedule`; how it is exe
 `distca/runtime`.
 """
 
-from megatron_patches.arguments import add_distca_arguments, validate_distca_arguments
-from megatron_patches.data import build_data
-from megatron_patches.job import Job
+from megatron_patches.gpt_job import GPT_JOB
 from megatron_patches.loop import choose_loop
-from megatron_patches.model import build_model
-from megatron_patches.step import forward_step
-
-
-def main() -> None:
-    pretrain = choose_loop()
-    pretrain(
-        Job(
-            add_arguments=add_distca_arguments,
-            validate_arguments=validate_distca_arguments,
-            build_model=build_model,
-            build_data=build_data,
-            forward_step=forward_step,
-        )
-    )
-
 
 if __name__ == "__main__":
-    main()
+    pretrain = choose_loop()
+    pretrain(GPT_JOB)

@@ -99,14 +99,14 @@ class Measured:
     def __init__(self, setting: Setting, with_distca: bool, model: Any = None) -> None:
         from megatron_patches.arguments import add_distca_arguments
         from megatron_patches.data import batch_maker, window_layout
+        from megatron_patches.gpt_job import GPT_JOB
         from megatron_patches.lean.arguments import parse_args
         from megatron_patches.lean.training import build_model_and_optimizer
-        from megatron_patches.upstream import OUR_JOB
 
         self.args = parse_args(add_distca_arguments, flags(setting, with_distca), setting.processes)
-        self._job = OUR_JOB
+        self._job = GPT_JOB
         self._make = batch_maker(self.args, window_layout(self.args), torch.device("cpu"))
-        self._model, self._optimizer = build_model_and_optimizer(OUR_JOB, self.args)
+        self._model, self._optimizer = build_model_and_optimizer(GPT_JOB, self.args)
 
     def seconds(self, lengths: list[int], window: int) -> float:
         """A whole training step on a window, from barrier to barrier, planning included."""

@@ -7,7 +7,8 @@ In Megatron-LM's `pretrain_gpt.py`, before `pretrain(...)` is called, add two li
 
 With `--distca` the run then uses our documents, model and forward step; without it nothing of
 Megatron-LM changes. From Megatron-LM 0.18 the arguments are parsed before `pretrain()`: there also
-give `parse_and_validate_args` the argument `extra_args_provider=add_arguments`, from this module.
+give `parse_and_validate_args` the argument `extra_args_provider=add_arguments`, from this module
+(not tried yet).
 """
 
 from __future__ import annotations
@@ -21,19 +22,10 @@ import torch
 from megatron.core.enums import ModelType
 
 from megatron_patches import cpu
-from megatron_patches.arguments import add_distca_arguments, validate_distca_arguments
-from megatron_patches.data import build_data
+from megatron_patches.arguments import add_distca_arguments
+from megatron_patches.gpt_job import GPT_JOB
 from megatron_patches.job import Job
-from megatron_patches.model import build_model, uses_dense_mask
-from megatron_patches.step import forward_step
-
-OUR_JOB = Job(
-    add_arguments=add_distca_arguments,
-    validate_arguments=validate_distca_arguments,
-    build_model=build_model,
-    build_data=build_data,
-    forward_step=forward_step,
-)
+from megatron_patches.model import uses_dense_mask
 
 
 def pretrain(job: Job) -> None:
@@ -56,7 +48,7 @@ def pretrain(job: Job) -> None:
     )
 
 
-def with_distca(megatron_pretrain: Callable[..., None], job: Job = OUR_JOB) -> Callable[..., None]:
+def with_distca(megatron_pretrain: Callable[..., None], job: Job = GPT_JOB) -> Callable[..., None]:
     """Megatron-LM's `pretrain`, which takes our data, model and forward step when `--distca` is on.
 
     Args:

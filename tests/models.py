@@ -81,17 +81,17 @@ def make_run(args: Namespace, stream: Any) -> Any:
     """A lean run of the real job, over a stream of our own."""
     from megatron_patches import data
     from megatron_patches.batch import MicroBatches
+    from megatron_patches.gpt_job import GPT_JOB
     from megatron_patches.job import DataIterators
     from megatron_patches.lean import config, training
-    from megatron_patches.upstream import OUR_JOB
 
     layout = data.window_layout(args)
     make = data.batch_maker(args, layout, torch.device("cpu"))(stream)
-    model, optimizer = training.build_model_and_optimizer(OUR_JOB, args)
+    model, optimizer = training.build_model_and_optimizer(GPT_JOB, args)
     scheduler = config.parameter_scheduler(args, optimizer)
     batches = MicroBatches(make, 0, layout.samples_per_micro_batch, torch.device("cpu"))
     iterators = DataIterators(batches, None, None)
-    return training.Run(OUR_JOB, args, model, optimizer, scheduler, [iterators]), make
+    return training.Run(GPT_JOB, args, model, optimizer, scheduler, [iterators]), make
 
 
 def train(flags: Sequence[str], lengths: Sequence[int], steps: int) -> StepsDone:

@@ -61,7 +61,7 @@ def wrapped(monkeypatch):
     from megatron_patches.job import DataIterators, Job
 
     job = Job(
-        add_arguments=upstream.OUR_JOB.add_arguments,
+        add_arguments=upstream.GPT_JOB.add_arguments,
         validate_arguments=lambda args: None,
         build_model=lambda *args: "our model",
         build_data=lambda args, *samples: DataIterators(*(f"our {n}" for n in samples)),
