@@ -11,7 +11,16 @@ def _profile(argv: list[str]) -> int:
     return profile.main(argv)
 
 
-_COMMANDS = {"profile": (_profile, "measure this machine's attention kernel")}
+def _plan(argv: list[str]) -> int:
+    from distca import plan_command
+
+    return plan_command.main(argv)
+
+
+_COMMANDS = {
+    "plan": (_plan, "plan the core attention of a batch of documents"),
+    "profile": (_profile, "measure this machine's attention kernel"),
+}
 
 
 def main(argv: list[str] | None = None) -> int:

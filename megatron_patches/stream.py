@@ -10,7 +10,6 @@ ranks cut, and the last token of a document has none.
 from __future__ import annotations
 
 import json
-import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,14 +19,13 @@ import numpy as np
 from megatron.core.datasets.blended_megatron_dataset_config import (
     convert_split_vector_to_split_matrix,
 )
-from megatron.core.datasets.indexed_dataset import DType, IndexedDataset
+from megatron.core.datasets.indexed_dataset import IndexedDataset
 from megatron.core.datasets.utils import get_blend_from_list, normalize
 
+from data.index import read_index
 from distca.plan.span import Int64s, expand_ranges
 
 SPLITS = ("train", "valid", "test")
-_INDEX_MAGIC = b"MMIDIDX\x00\x00"
-_HEADER_BYTES = 9 + 8 + 1 + 8 + 8
 _SAMPLED_DOCUMENTS = 64
 """Documents whose token ids are checked against the vocabulary when a dataset is opened."""
 _SAMPLED_TOKENS = 1 << 16
@@ -153,29 +151,10 @@ def _check_files(prefix: str) -> None:
                 f"{prefix}{suffix} does not exist: --data-path takes the prefix of an indexed "
                 "dataset (make one with `python -m data.prepare`)"
             )
-    index, size = Path(prefix + ".idx"), Path(prefix + ".idx").stat().st_size
-    with index.open("rb") as file:
-        header = file.read(_HEADER_BYTES)
-    if len(header) < _HEADER_BYTES or header[:9] != _INDEX_MAGIC:
-        raise ValueError(f"{index} is no index of an indexed dataset, or is cut off: make it again")
-    version, code, sequences, documents = struct.unpack("<QBQQ", header[9:])
-    expected = _HEADER_BYTES + sequences * (4 + 8) + documents * 8
-    if version != 1 or code not in {kind.value for kind in DType} or size < expected:
-        raise ValueError(
-            f"{index} is corrupt or cut off ({size} bytes, version {version}; {sequences} "
-            f"sequences need {expected} bytes): make it again"
-        )
-    with index.open("rb") as file:
-        file.seek(_HEADER_BYTES)
-        lengths = np.fromfile(file, dtype=np.int32, count=sequences)
-        pointers = np.fromfile(file, dtype=np.int64, count=sequences)
-        edges = np.fromfile(file, dtype=np.int64, count=documents)
-    ordered = len(edges) > 0 and edges[0] == 0 and edges[-1] == sequences
-    if not ordered or (np.diff(edges) < 0).any() or (lengths < 0).any() or (pointers < 0).any():
-        raise ValueError(f"{index} is corrupt (its documents are no ranges): make it again")
-    if not lengths.any():
+    index = read_index(Path(prefix + ".idx"))
+    if not index.lengths.any():
         raise ValueError(f"{prefix} holds no tokens: make it again, from text")
-    needed = int((pointers + lengths.astype(np.int64) * DType.size(int(code))).max())
+    needed = int((index.pointers + index.lengths * index.token_bytes).max())
     have = Path(prefix + ".bin").stat().st_size
     if have < needed:
         raise ValueError(

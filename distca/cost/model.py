@@ -6,10 +6,9 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
-from numpy.typing import NDArray
 
 from distca.cost.volume import AttentionShape
-from distca.plan.span import Int64s
+from distca.plan.span import Floats, Int64s
 
 
 class CostModel(Protocol):
@@ -20,7 +19,7 @@ class CostModel(Protocol):
         """What the predictions rest on."""
         ...
 
-    def seconds(self, q_len: Int64s, kv_len: Int64s, pairs: Int64s) -> NDArray[np.float64]:
+    def seconds(self, q_len: Int64s, kv_len: Int64s, pairs: Int64s) -> Floats:
         """Seconds of each task.
 
         Args:
@@ -55,6 +54,6 @@ class AnalyticCost:
     def description(self) -> str:
         return "analytic model by pair counts, not measured"
 
-    def seconds(self, q_len: Int64s, kv_len: Int64s, pairs: Int64s) -> NDArray[np.float64]:
+    def seconds(self, q_len: Int64s, kv_len: Int64s, pairs: Int64s) -> Floats:
         """See `CostModel.seconds`."""
         return np.asarray(pairs, dtype=np.float64) * (self.flops_per_pair / self.flops_per_second)

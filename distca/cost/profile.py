@@ -25,14 +25,12 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from distca.attention import Kernel, select_kernel
 from distca.cost.volume import AttentionShape
-from distca.plan.span import Int64s
+from distca.plan.span import Floats, Int64s
 
 FORMAT = 1
-Floats = NDArray[np.float64]
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,9 @@
 """What is computed where: documents, spans, placement, mask, tasks and the plan they make."""
 
 from distca.plan.mask import Mask
-from distca.plan.placement import Placement, place_sequentially
+from distca.plan.placement import Placement, place_in_turn, place_sequentially
 from distca.plan.plan import BLOCK, Plan
+from distca.plan.saved import load_plan, save_plan
 from distca.plan.segments import Segments, needed_segments
 from distca.plan.tasks import Tasks
 
@@ -13,6 +14,9 @@ __all__ = [
     "Plan",
     "Segments",
     "Tasks",
+    "load_plan",
     "needed_segments",
+    "place_in_turn",
     "place_sequentially",
+    "save_plan",
 ]

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
-from distca.plan.span import Int64s
+from distca.plan.span import Bools, Int64s
 
 
 @dataclass(frozen=True)
@@ -31,12 +31,30 @@ class Placement:
         if self.world_size < 1:
             raise ValueError(f"a placement needs at least one rank, not {self.world_size}")
 
+    def select(self, selection: Int64s | Bools) -> Placement:
+        """The selected pieces, by a boolean or an index array."""
+        return Placement(
+            self.document[selection],
+            self.start[selection],
+            self.end[selection],
+            self.rank[selection],
+            self.world_size,
+        )
+
+    @staticmethod
+    def concatenate(tables: Sequence[Placement]) -> Placement:
+        """The pieces of several tables over the same ranks, one table after the other."""
+        return Placement(
+            np.concatenate([t.document for t in tables]),
+            np.concatenate([t.start for t in tables]),
+            np.concatenate([t.end for t in tables]),
+            np.concatenate([t.rank for t in tables]),
+            tables[0].world_size,
+        )
+
     def of_rank(self, rank: int) -> Placement:
         """The pieces of one rank, in the order of its rows."""
-        mine = self.rank == rank
-        return Placement(
-            self.document[mine], self.start[mine], self.end[mine], self.rank[mine], self.world_size
-        )
+        return self.select(self.rank == rank)
 
     def tokens_per_rank(self) -> Int64s:
         """How many tokens each rank owns, `[world_size]`."""
@@ -55,10 +73,36 @@ class Placement:
         return rows
 
 
+def place_in_turn(lengths: Int64s, rooms: Int64s) -> Placement:
+    """The paper's placement: documents one after the other, each rank filled in turn (Section 6.1).
+
+    Args:
+        lengths: tokens of each document, int64 `[documents]`.
+        rooms: tokens that each rank owns, int64 `[ranks]`.
+
+    Raises:
+        ValueError: a document has no tokens, or they are not as many as the ranks own.
+    """
+    if len(lengths) and lengths.min() < 1:
+        raise ValueError(f"a document has {lengths.min()} tokens: give at least 1")
+    if int(lengths.sum()) != int(rooms.sum()):
+        raise ValueError(
+            f"the documents have {int(lengths.sum()):,} tokens, but {len(rooms)} ranks own "
+            f"{int(rooms.sum()):,}"
+        )
+    ends, rank_ends = np.cumsum(lengths), np.cumsum(rooms)
+    cuts = np.union1d(ends, rank_ends[rank_ends > 0])
+    starts = np.concatenate([np.zeros(min(len(cuts), 1), dtype=np.int64), cuts[:-1]])
+    document = np.searchsorted(ends, starts, side="right")
+    offset = (ends - lengths)[document]
+    rank = np.searchsorted(rank_ends, starts, side="right")
+    return Placement(document, starts - offset, cuts - offset, rank, len(rooms))
+
+
 def place_sequentially(
     windows: Sequence[Sequence[int] | Int64s], world_size: int, tokens_per_rank: int
 ) -> Placement:
-    """The paper's placement: documents one after the other, each rank filled in turn (Section 6.1).
+    """Several windows, each placed in turn on all ranks.
 
     Args:
         windows: the document lengths of each window; every window holds exactly
@@ -69,31 +113,17 @@ def place_sequentially(
     Raises:
         ValueError: a window holds another number of tokens, or a length is not positive.
     """
-    tables: list[tuple[Int64s, Int64s, Int64s, Int64s]] = []
+    rooms = np.full(world_size, tokens_per_rank, dtype=np.int64)
+    tables = []
     first_document = 0
-    rank_cuts = np.arange(1, world_size, dtype=np.int64) * tokens_per_rank
     for number, window in enumerate(windows):
         lengths = np.asarray(window, dtype=np.int64)
-        if len(lengths) and lengths.min() < 1:
-            raise ValueError(f"window {number} has a document of {lengths.min()} tokens")
-        if int(lengths.sum()) != world_size * tokens_per_rank:
-            raise ValueError(
-                f"window {number} holds {int(lengths.sum())} tokens, but {world_size} ranks with "
-                f"{tokens_per_rank} tokens each own {world_size * tokens_per_rank}"
-            )
-        ends = np.cumsum(lengths)
-        cuts = np.union1d(ends, rank_cuts)
-        starts = np.concatenate([np.zeros(1, dtype=np.int64), cuts[:-1]])
-        document = np.searchsorted(ends, starts, side="right")
-        offset = (ends - lengths)[document]
-        tables.append(
-            (
-                document + first_document,
-                starts - offset,
-                cuts - offset,
-                starts // tokens_per_rank,
-            )
-        )
+        try:
+            at = place_in_turn(lengths, rooms)
+        except ValueError as error:
+            raise ValueError(f"window {number}: {error}") from error
+        tables.append(replace(at, document=at.document + first_document))
         first_document += len(lengths)
-    document, start, end, rank = (np.concatenate(column) for column in zip(*tables, strict=True))
-    return Placement(document, start, end, rank, world_size)
+    if not tables:
+        raise ValueError("there are no windows to place: give at least one")
+    return Placement.concatenate(tables)

@@ -7,6 +7,7 @@ from numpy.typing import NDArray
 
 Int64s = NDArray[np.int64]
 Bools = NDArray[np.bool_]
+Floats = NDArray[np.float64]
 
 
 def expand_ranges(starts: Int64s, lengths: Int64s) -> Int64s:

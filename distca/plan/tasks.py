@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, fields
 
 import numpy as np
 
@@ -47,6 +47,12 @@ class Tasks:
         """From `(document, q_start, q_end, kv_start, kv_end, server)` tuples."""
         table = np.array(list(rows), dtype=np.int64).reshape(-1, 6)
         return Tasks(*(np.ascontiguousarray(column) for column in table.T))
+
+    @staticmethod
+    def concatenate(tables: Sequence[Tasks]) -> Tasks:
+        """The rows of several tables, one table after the other."""
+        names = [column.name for column in fields(Tasks)]
+        return Tasks(*(np.concatenate([getattr(t, name) for t in tables]) for name in names))
 
     @property
     def ends_on_diagonal(self) -> Bools:

@@ -1,16 +1,24 @@
-"""Schedulers: who computes which task."""
+"""Schedulers: who owns which tokens, and who computes which task."""
 
 from collections.abc import Callable
 
-from distca.schedule.base import ScheduleConfig, Scheduler
+from distca.schedule.base import ScheduleConfig, Scheduler, even_rooms
+from distca.schedule.context_parallel import PerDocumentContextParallel, RingZigzag
 from distca.schedule.greedy import GreedyScheduler
-from distca.schedule.null import NullScheduler
+from distca.schedule.packed import PackedScheduler
 from distca.schedule.report import PlanSummary, describe, format_summary
+from distca.schedule.tiles import TilesScheduler
+from distca.schedule.wlb_llm import WlbLlm
 
 SCHEDULERS: dict[str, Callable[[ScheduleConfig], Scheduler]] = {
+    "packed": PackedScheduler,
+    "per-document-cp": PerDocumentContextParallel,
+    "ring-zigzag": RingZigzag,
+    "wlb-llm": WlbLlm,
     "greedy": GreedyScheduler,
-    "null": NullScheduler,
+    "tiles": TilesScheduler,
 }
+"""By name; those that don't balance first, the best last."""
 
 
 def make_scheduler(name: str, config: ScheduleConfig) -> Scheduler:
@@ -20,18 +28,23 @@ def make_scheduler(name: str, config: ScheduleConfig) -> Scheduler:
         ValueError: there is none of this name.
     """
     if name not in SCHEDULERS:
-        raise ValueError(f"no scheduler {name!r}: choose from {', '.join(sorted(SCHEDULERS))}")
+        raise ValueError(f"no scheduler {name!r}: choose from {', '.join(SCHEDULERS)}")
     return SCHEDULERS[name](config)
 
 
 __all__ = [
     "SCHEDULERS",
     "GreedyScheduler",
-    "NullScheduler",
+    "PackedScheduler",
+    "PerDocumentContextParallel",
     "PlanSummary",
+    "RingZigzag",
     "ScheduleConfig",
     "Scheduler",
+    "TilesScheduler",
+    "WlbLlm",
     "describe",
+    "even_rooms",
     "format_summary",
     "make_scheduler",
 ]

@@ -53,10 +53,9 @@ import math
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
-from distca.plan import Mask, Placement, Plan, Tasks
-from distca.plan.span import Int64s, union
+from distca.plan import Mask, Placement, Plan, Tasks, place_in_turn
+from distca.plan.span import Floats, Int64s, union
 from distca.schedule.base import ScheduleConfig, server_loads
 
 _LEAST_GAIN = 1e-3
@@ -66,8 +65,6 @@ _FEWER_MORE = (np.ceil, np.floor)
 """Rounding of where a head is cut, for fewer rows and for more; a tail is its mirror image."""
 
 _ROUNDINGS = 4
-
-Floats = NDArray[np.float64]
 
 
 @dataclass(frozen=True)
@@ -94,6 +91,10 @@ class GreedyScheduler:
 
     def __init__(self, config: ScheduleConfig) -> None:
         self._config = config
+
+    def plan(self, lengths: Int64s, rooms: Int64s, mask: Mask) -> Plan:
+        """See `Scheduler.plan`: documents one after the other, as in the paper."""
+        return self.schedule(lengths, place_in_turn(lengths, rooms), mask)
 
     def schedule(self, lengths: Int64s, placement: Placement, mask: Mask) -> Plan:
         """See `Scheduler.schedule`."""

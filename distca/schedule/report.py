@@ -7,32 +7,37 @@ from typing import Literal
 
 import numpy as np
 
-from distca.cost.model import CostModel
-from distca.cost.volume import AttentionShape, plan_bytes
+from distca.cost.volume import plan_bytes
 from distca.plan import Plan
 from distca.plan.span import Int64s
-from distca.schedule.base import server_loads, tasks_at_home
+from distca.schedule.base import ScheduleConfig, relative_loads, server_loads, tasks_at_home
 
 
 @dataclass(frozen=True)
 class PlanSummary:
-    """The figures of a plan. Bytes are of one layer and one tensor-parallel rank.
+    """The figures of a plan. Bytes are of one layer and of the heads of the configured shape.
 
     Attributes:
         scheduler: who made the plan.
         servers: attention servers.
         documents, tokens: what the plan is for.
+        tokens_max_over_mean: the rank with most tokens over the mean.
         documents_spanning: documents that several ranks own.
         documents_split: documents that several servers compute.
         tasks: rows of the task table.
+        kernel_calls: fused kernel calls of all servers: at most one for each task shape of each.
         query_rows_moved: queries that a server computes for another rank.
         load_unit: "seconds (predicted)" or "pairs".
         load_mean: mean load of a server, in that unit.
         load_max_over_mean_before: the busiest rank over the mean if no query moved.
-        load_max_over_mean, load_min_over_mean: the busiest and the idlest server over the mean.
+        load_max_over_mean, load_min_over_mean: the busiest and the idlest server over the mean;
+            with servers of unequal speeds, their times over the time if all were busy alike.
         bytes_total: all bytes of the forward pass.
+        bytes_between_nodes: those of them that leave a node.
         bytes_max_sent, bytes_max_received: of the rank that sends or receives most, forward.
+        bytes_max_buffered: queries, keys and values that a server receives at most.
         bytes_backward: all bytes of the backward pass.
+        link_seconds_max: how long the links of one rank are busy at most, forward.
         notes: the plan's.
     """
 
@@ -40,9 +45,11 @@ class PlanSummary:
     servers: int
     documents: int
     tokens: int
+    tokens_max_over_mean: float
     documents_spanning: int
     documents_split: int
     tasks: int
+    kernel_calls: int
     query_rows_moved: int
     load_unit: str
     load_mean: float
@@ -50,51 +57,58 @@ class PlanSummary:
     load_max_over_mean: float
     load_min_over_mean: float
     bytes_total: int
+    bytes_between_nodes: int
     bytes_max_sent: int
     bytes_max_received: int
+    bytes_max_buffered: int
     bytes_backward: int
+    link_seconds_max: float
     notes: tuple[str, ...]
 
 
 def describe(
-    plan: Plan,
-    shape: AttentionShape,
-    backward: Literal["resend", "keep"] = "resend",
-    cost_model: CostModel | None = None,
+    plan: Plan, config: ScheduleConfig, backward: Literal["resend", "keep"] = "resend"
 ) -> PlanSummary:
     """The figures of a valid plan.
 
     Args:
         plan: the plan.
-        shape: the attention heads of one tensor-parallel rank.
+        config: what it is judged by: shape, cost model, links and speeds.
         backward: how the backward pass gets its inputs.
-        cost_model: loads in predicted seconds; None: in visible pairs.
     """
-    world_size, at, tasks = plan.world_size, plan.placement, plan.tasks
-    home = server_loads(tasks_at_home(at, plan.mask), plan.mask, world_size, cost_model)
-    loads = server_loads(tasks, plan.mask, world_size, cost_model)
+    shape, cost_model = config.shape, config.cost_model
+    servers, at, tasks = plan.world_size, plan.placement, plan.tasks
+    speeds = config.speeds_of(servers)
+    home = server_loads(tasks_at_home(at, plan.mask), plan.mask, servers, cost_model)
+    loads = server_loads(tasks, plan.mask, servers, cost_model)
+    relative = relative_loads(loads, speeds)
     moved = plan_bytes(plan, shape, backward)
     forward = moved.forward()
-    mean, mean_at_home = float(loads.mean()), float(home.mean())
     row_bytes = shape.q_row_bytes + shape.lse_row_bytes
+    tokens = at.tokens_per_rank()
     return PlanSummary(
         scheduler=plan.scheduler,
-        servers=world_size,
+        servers=servers,
         documents=len(plan.lengths),
         tokens=int(plan.lengths.sum()),
-        documents_spanning=_in_several(at.document, at.rank, world_size),
-        documents_split=_in_several(tasks.document, tasks.server, world_size),
+        tokens_max_over_mean=float(tokens.max() / max(tokens.mean(), 1)),
+        documents_spanning=_in_several(at.document, at.rank, servers),
+        documents_split=_in_several(tasks.document, tasks.server, servers),
         tasks=len(tasks),
+        kernel_calls=len(np.unique(tasks.server * 2 + tasks.ends_on_diagonal)),
         query_rows_moved=int(moved.phases["return"].sum()) // row_bytes,
         load_unit="pairs" if cost_model is None else "seconds (predicted)",
-        load_mean=mean,
-        load_max_over_mean_before=float(home.max()) / mean_at_home if mean_at_home else 1.0,
-        load_max_over_mean=float(loads.max()) / mean if mean else 1.0,
-        load_min_over_mean=float(loads.min()) / mean if mean else 1.0,
+        load_mean=float(loads.mean()),
+        load_max_over_mean_before=float(relative_loads(home, speeds).max()),
+        load_max_over_mean=float(relative.max()),
+        load_min_over_mean=float(relative.min()),
         bytes_total=forward.total,
+        bytes_between_nodes=config.links.between_nodes(forward),
         bytes_max_sent=int(forward.sent().max()),
         bytes_max_received=int(forward.received().max()),
+        bytes_max_buffered=int(forward.phases["dispatch"].sum(axis=0).max()),
         bytes_backward=moved.total - forward.total,
+        link_seconds_max=float(config.links.busy_seconds(forward).max()),
         notes=plan.notes,
     )
 
@@ -113,7 +127,11 @@ def format_summary(summary: PlanSummary) -> str:
             "documents",
             f"{s.documents:,} of {s.tokens:,} tokens, {s.documents_spanning:,} on >1 rank",
         ),
-        ("tasks", f"{s.tasks:,}; {s.documents_split:,} documents on >1 server"),
+        (
+            "tasks",
+            f"{s.tasks:,} in {s.kernel_calls:,} kernel calls; {s.documents_split:,} documents on "
+            ">1 server",
+        ),
         ("queries moved", f"{s.query_rows_moved:,} rows, {_percent(s.query_rows_moved, s.tokens)}"),
         (
             "load max/mean",
@@ -125,10 +143,17 @@ def format_summary(summary: PlanSummary) -> str:
             f"{s.bytes_total / 1e6:,.2f} forward (busiest sends {s.bytes_max_sent / 1e6:,.2f}, "
             f"receives {s.bytes_max_received / 1e6:,.2f}), {s.bytes_backward / 1e6:,.2f} backward",
         ),
+        (
+            "links",
+            f"busy for at most {1e3 * s.link_seconds_max:.3f} ms forward; "
+            f"{s.bytes_between_nodes / 1e6:,.2f} MB between nodes",
+        ),
         *(("note", note) for note in s.notes),
     ]
+    if s.tokens_max_over_mean > 1.001:
+        rows.insert(1, ("tokens max/mean", f"{s.tokens_max_over_mean:.3f}"))
     title = f"plan by {s.scheduler or 'an unnamed scheduler'} for {s.servers} servers"
-    return "\n".join([title, *(f"  {name:14} {value}" for name, value in rows)])
+    return "\n".join([title, *(f"  {name:15} {value}" for name, value in rows)])
 
 
 def _percent(part: int, whole: int) -> str:

@@ -1,0 +1,76 @@
+"""Links between ranks: seconds for bytes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from distca.cost.volume import PlanBytes
+from distca.plan.span import Floats
+
+
+@dataclass(frozen=True)
+class Links:
+    """Ranks in nodes: fast links inside a node, and one link to the network for each rank.
+
+    Both are full duplex: a rank sends and receives at the same time, inside the node and outside.
+
+    Attributes:
+        ranks_per_node: ranks `[0, ranks_per_node)` share the first node, and so on. Of an attention
+            server these are the ranks of one tensor-parallel index, so that with as many
+            tensor-parallel ranks as a node has GPUs it is 1.
+        node_gb_per_s: gigabytes (10^9) a second and direction between two ranks of a node; the
+            default is NVLink's of an H100.
+        network_gb_per_s: the same between nodes; the default is the paper's 50 GB/s a GPU.
+
+    Raises:
+        ValueError: a value is not positive.
+    """
+
+    ranks_per_node: int = 1
+    node_gb_per_s: float = 450.0
+    network_gb_per_s: float = 50.0
+
+    def __post_init__(self) -> None:
+        if self.ranks_per_node < 1:
+            raise ValueError(f"a node needs at least one rank, not {self.ranks_per_node}")
+        if not (0 < self.node_gb_per_s < np.inf and 0 < self.network_gb_per_s < np.inf):
+            raise ValueError(
+                f"link speeds must be positive: {self.node_gb_per_s} GB/s within a node, "
+                f"{self.network_gb_per_s} GB/s between nodes"
+            )
+
+    def seconds_per_byte(self, source: int, destination: int) -> float:
+        """Between two different ranks."""
+        same = source // self.ranks_per_node == destination // self.ranks_per_node
+        return 1e-9 / (self.node_gb_per_s if same else self.network_gb_per_s)
+
+    def busy_seconds(self, moved: PlanBytes) -> Floats:
+        """How long each rank's links are busy with the bytes of a layer, `[world_size]`.
+
+        Sending and receiving overlap, and so do the two kinds of links; the slowest of these four
+        counts, summed over the phases, of which one begins where another ends.
+        """
+        busy = np.zeros(len(next(iter(moved.phases.values()))))
+        node = np.arange(len(busy)) // self.ranks_per_node
+        same = node[:, None] == node[None, :]
+        for matrix in moved.phases.values():
+            inside = np.where(same, matrix, 0)
+            outside = matrix - inside
+            busy += np.maximum.reduce(
+                [
+                    inside.sum(axis=1) / self.node_gb_per_s,
+                    inside.sum(axis=0) / self.node_gb_per_s,
+                    outside.sum(axis=1) / self.network_gb_per_s,
+                    outside.sum(axis=0) / self.network_gb_per_s,
+                ]
+            )
+        return busy * 1e-9
+
+    def between_nodes(self, moved: PlanBytes) -> int:
+        """Bytes that leave a node."""
+        ranks = len(next(iter(moved.phases.values())))
+        node = np.arange(ranks) // self.ranks_per_node
+        apart = node[:, None] != node[None, :]
+        return sum(int(matrix[apart].sum()) for matrix in moved.phases.values())

@@ -1,0 +1,95 @@
+"""Plans as files: plain JSON that any program can read and check.
+
+    {"format": 1,
+     "documents": [length, ...],
+     "placement": [[[document, start, end], ...], ...],      one list for each rank, in row order
+     "tasks": [[document, q_start, q_end, kv_start, kv_end, server], ...],
+     "configuration": {"scheduler": ..., "window_left": ..., "block": ..., "notes": [...], ...}}
+
+`configuration` may hold more: whatever the plan was made for.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from distca.plan.mask import Mask
+from distca.plan.placement import Placement
+from distca.plan.plan import Plan
+from distca.plan.tasks import Tasks
+
+FORMAT = 1
+
+
+def save_plan(plan: Plan, path: Path, configuration: dict[str, Any] | None = None) -> None:
+    """Writes a plan.
+
+    Args:
+        plan: the plan.
+        path: the file, which is replaced.
+        configuration: what it was made for, JSON values; kept beside the plan's own entries.
+    """
+    at, t = plan.placement, plan.tasks
+    pieces: list[list[list[int]]] = [[] for _ in range(at.world_size)]
+    columns = (at.rank, at.document, at.start, at.end)
+    for rank, *piece in zip(*(column.tolist() for column in columns), strict=True):
+        pieces[rank].append(piece)
+    tasks = np.stack([t.document, t.q_start, t.q_end, t.kv_start, t.kv_end, t.server], axis=1)
+    own = {
+        "scheduler": plan.scheduler,
+        "window_left": plan.mask.window_left,
+        "block": plan.block,
+        "notes": list(plan.notes),
+    }
+    saved = {
+        "format": FORMAT,
+        "documents": plan.lengths.tolist(),
+        "placement": pieces,
+        "tasks": tasks.tolist(),
+        "configuration": {**(configuration or {}), **own},
+    }
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(saved) + "\n", encoding="utf-8")
+
+
+def load_plan(path: Path) -> tuple[Plan, dict[str, Any]]:
+    """Reads a plan that `save_plan` wrote, or another program, and validates it.
+
+    Returns:
+        The plan, and its configuration.
+
+    Raises:
+        ValueError: the file is missing or no such JSON, or the plan is not valid.
+    """
+    try:
+        saved = json.loads(Path(path).read_text(encoding="utf-8"))
+        if saved["format"] != FORMAT:
+            raise ValueError(f"its format is {saved['format']}, not {FORMAT}")
+        configuration = dict(saved["configuration"])
+        rows = [
+            (*map(int, piece), rank)
+            for rank, pieces in enumerate(saved["placement"])
+            for piece in pieces
+        ]
+        table = np.array(rows, dtype=np.int64).reshape(-1, 4).T
+        document, start, end, rank = (np.ascontiguousarray(column) for column in table)
+        plan = Plan(
+            np.array(saved["documents"], dtype=np.int64),
+            Placement(document, start, end, rank, len(saved["placement"])),
+            Tasks.from_rows(tuple(map(int, row)) for row in saved["tasks"]),  # type: ignore[misc]
+            Mask(configuration.get("window_left")),
+            int(configuration["block"]),
+            str(configuration.get("scheduler", "")),
+            tuple(configuration.get("notes", ())),
+        )
+        plan.validate()
+    except (OSError, KeyError, TypeError, AttributeError, IndexError, ValueError) as error:
+        raise ValueError(
+            f"{path} is no usable plan ({error or type(error).__name__}): make one with `distca "
+            "plan --save`"
+        ) from error
+    return plan, configuration

@@ -1,0 +1,181 @@
+"""Tasks of documents that are spread over many ranks: queries and keys cut in two dimensions.
+
+A rank that computes all its own queries of a document receives all the document's keys. For two or
+three ranks nothing is cheaper; for many it is much: `r` ranks together receive each key `r` times.
+Instead the `r` owners, in the order of their mirrored slices, form groups of `s`. All queries of a
+group go to each of its members, who computes them over `1/s` of the keys; partial outputs merge by
+LSE at their owners. With `w_q` bytes for a query row, its output and its LSE, and `w_kv` for a key
+and a value row, a member receives of a document of `L` tokens
+
+    V(s) = L * (w_q * (s - 1) / r + w_kv / s)       least at s = sqrt(r * w_kv / w_q),
+
+against `L * w_kv * (1 - 1/r)` for `s = 1`; with four query heads to a key-value head, where `w_q`
+is four times `w_kv`, grids begin to pay at 12 ranks, and at 64 they move half of the bytes.
+
+**Balance.** A group's queries `G` are two ranges that mirror each other, `[a, b)` and
+`[L - b, L - a)`. Its keys are shared out in mirrored ranges, too: `K = [c, d)` and `[L - d, L - c)`.
+Of the key `x` and its mirror `L - x` the query `p` and its mirror `L - p` see together exactly two
+pairs: `[x <= p] + [x <= L - p] + [L - x <= p] + [L - x <= L - p] = 2`, but for `x = p`. So the load
+of `G` over `K` is in proportion to `|K|`, wherever it lies, and shares that are in proportion to
+the members' tokens leave every member the load that it had. What lies above the diagonal is cut
+away: a rectangle that the diagonal crosses becomes a task that ends on the diagonal and a full
+rectangle below it.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from distca.cost.volume import AttentionShape
+from distca.plan import Mask, Placement, Tasks
+from distca.plan.span import Int64s
+from distca.schedule.base import tasks_at_home
+
+_LEAST_GAIN = 0.95
+"""A grid must need less than this part of the bytes of computing at home."""
+
+
+def initial_tasks(
+    lengths: Int64s, placement: Placement, mask: Mask, shape: AttentionShape, block: int
+) -> Tasks:
+    """Each rank's own queries, but for documents that are mirrored over many ranks: their grids."""
+    home = tasks_at_home(placement, mask)
+    if mask.window_left is not None:
+        return home
+    owners = np.bincount(placement.document, minlength=len(lengths))
+    wide = [
+        document
+        for document in np.flatnonzero(owners >= _fewest_ranks(shape)).tolist()
+        if lengths[document] >= 4 * block * owners[document]
+    ]
+    if not wide:
+        return home
+    is_wide = np.zeros(len(lengths), dtype=bool)
+    blocks = []
+    order = np.argsort(placement.document, kind="stable")
+    first = np.searchsorted(placement.document[order], wide, side="left")
+    last = np.searchsorted(placement.document[order], wide, side="right")
+    for document, i, j in zip(wide, first.tolist(), last.tolist(), strict=True):
+        of = order[i:j]
+        rows = _grid(
+            document,
+            int(lengths[document]),
+            placement.start[of],
+            placement.end[of],
+            placement.rank[of],
+            shape,
+            block,
+        )
+        if rows is not None:
+            is_wide[document] = True
+            blocks.append(rows)
+    if not blocks:
+        return home
+    gridded = below_diagonal(*np.concatenate(blocks).T)
+    rest = home[~is_wide[home.document]]
+    return Tasks.concatenate([rest, gridded])
+
+
+def below_diagonal(
+    document: Int64s, q_start: Int64s, q_end: Int64s, kv_start: Int64s, kv_end: Int64s, server: Int64s
+) -> Tasks:
+    """The causally visible part of rectangles, as tasks: what ends on the diagonal, then what is full.
+
+    All arguments are int64 `[rectangles]`; rectangles that see nothing vanish.
+    """
+    cut = np.clip(kv_end, q_start, q_end)
+    on_start, on_end = np.maximum(q_start, kv_start), cut
+    crossed = on_end > on_start
+    below = q_end > cut
+    return Tasks(
+        np.concatenate([document[crossed], document[below]]),
+        np.concatenate([on_start[crossed], cut[below]]),
+        np.concatenate([on_end[crossed], q_end[below]]),
+        np.concatenate([kv_start[crossed], kv_start[below]]),
+        np.concatenate([on_end[crossed], kv_end[below]]),
+        np.concatenate([server[crossed], server[below]]),
+    )
+
+
+def members_of_group(ranks: int, shape: AttentionShape) -> int:
+    """How many ranks should share their queries, of those that a document is spread over."""
+    w_q, w_kv = 2 * shape.q_row_bytes + shape.lse_row_bytes, shape.kv_row_bytes
+    sizes = np.arange(1, ranks + 1)
+    received = w_q * (sizes - 1) / ranks + w_kv / sizes - w_kv / ranks
+    best = int(received.argmin())
+    return best + 1 if received[best] < _LEAST_GAIN * received[0] else 1
+
+
+def _fewest_ranks(shape: AttentionShape) -> int:
+    """From how many ranks on a grid pays."""
+    ranks = 4
+    while members_of_group(ranks, shape) == 1 and ranks < 1 << 16:
+        ranks += 1
+    return ranks
+
+
+def _grid(
+    document: int,
+    length: int,
+    start: Int64s,
+    end: Int64s,
+    rank: Int64s,
+    shape: AttentionShape,
+    block: int,
+) -> Int64s | None:
+    """Rectangles `(document, q_start, q_end, kv_start, kv_end, server)`; None for another placement.
+
+    Args:
+        document: its number.
+        length: its tokens.
+        start: of its placed pieces, `[pieces]`; likewise `end` and `rank`.
+        shape: of the heads.
+        block: keys are cut on its multiples.
+    """
+    order = np.argsort(start)
+    start, end, rank = start[order], end[order], rank[order]
+    members = np.unique(rank)
+    heads = len(members)
+    if len(rank) not in (2 * heads, 2 * heads - 1):
+        return None
+    owners = rank[:heads]
+    # The pieces of the first half are heads, in the order of which the tails mirror them.
+    if len(np.unique(owners)) != heads or (rank[::-1][: heads - 1] != owners[: heads - 1]).any():
+        return None
+    tokens = np.array([int((end - start)[rank == owner].sum()) for owner in owners])
+    group_size = members_of_group(heads, shape)
+    if group_size == 1:
+        return None
+    whole_blocks = length // block * block
+    groups = max(1, round(heads / group_size))
+    edges = np.linspace(0, heads, groups + 1).round().astype(np.int64)
+    rows = []
+    for low, high in zip(edges[:-1].tolist(), edges[1:].tolist(), strict=True):
+        until = np.cumsum(tokens[low:high]) / tokens[low:high].sum()
+        cuts = np.round(until * whole_blocks / 2 / block).astype(np.int64) * block
+        key_heads = np.concatenate([[0], cuts])
+        key_heads[-1] = whole_blocks // 2 // block * block
+        key_heads = np.minimum(key_heads, key_heads[-1])
+        key_tails = whole_blocks - key_heads
+        key_tails[0], key_tails[-1] = length, key_heads[-1]
+        queries = [(int(start[low]), int(end[high - 1]))]
+        tail_first, tail_last = len(rank) - high, len(rank) - 1 - low
+        if tail_first >= heads:
+            queries.append((int(start[tail_first]), int(end[tail_last])))
+        elif tail_last >= heads:
+            # The innermost slice is one piece: head and tail touch.
+            queries = [(int(start[low]), int(end[tail_last]))]
+        for number in range(high - low):
+            keys = [
+                (int(key_heads[number]), int(key_heads[number + 1])),
+                (int(key_tails[number + 1]), int(key_tails[number])),
+            ]
+            if keys[0][1] == keys[1][0]:
+                keys = [(keys[0][0], keys[1][1])]
+            rows += [
+                (document, q_start, q_end, kv_start, kv_end, int(owners[low + number]))
+                for q_start, q_end in queries
+                for kv_start, kv_end in keys
+                if kv_end > kv_start
+            ]
+    return np.array(rows, dtype=np.int64)

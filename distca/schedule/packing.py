@@ -1,0 +1,309 @@
+"""Balanced placement: documents packed so that ranks start with nearly equal loads.
+
+**Why.** Only the number of tokens binds a rank: which documents they belong to is ours to choose.
+A query that its owner computes does not travel, so a load that is moved by placing tokens costs the
+keys alone, and no bytes at all where documents stay whole; moved by tasks it costs queries, outputs
+and keys. And a document placed one rank after the other has one hot owner, who sends its first keys
+to everybody; spread over several ranks, each sends a part.
+
+**Mirrored slices.** Row `x` of a document of `L` tokens sees `x + 1` keys, row `L - 1 - x` sees
+`L - x`: a slice of `t` tokens that is made of mirror images, a head and a tail, has `t * (L + 1)/2`
+pairs wherever it lies. So a document can be spread in slices of any sizes, with loads in proportion
+to their tokens (this is the head-tail or zigzag sharding of context parallelism, with unequal
+shares). A rank with a slice receives nearly all keys of the document, `L` rows.
+
+**Packing.** Short documents are *filler*: they have about the load `rho` a token, and wherever
+tokens are missing they fill up. What matters of another document is its *excess*, its load less
+`rho * L`; a rank has the room of its tokens, and the *spare* `(1 + slack) * target - rho * room`.
+It is one-dimensional bin packing with a second bound:
+
+1. documents in the order of their excess, the largest first: whole onto the rank with the least
+   spare that suffices, and room for its tokens (best fit: it leaves large spares for others);
+2. if there is none, spread in mirrored slices over as few ranks as can take it, those that can take
+   most first, within one node where the topology has nodes and one of them suffices; each is filled
+   before the next begins, so that few ranks hold slices of two documents;
+3. filler: ranks in the order of the load that a token of their room should bring, the documents
+   in the order of their length, one after the other, cut where a rank is full. These cuts go
+   through short documents and cost few bytes.
+
+All but step 2 is exact in tokens, and heuristic in load: what remains is for moving tasks
+(`distca.schedule.moves`). `O(D log D + P (log n + s))` for `D` documents, `n` ranks, `P` documents
+that are no filler (at most 32 times as many as ranks) and `s` ranks tried for each.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left, insort
+from dataclasses import dataclass
+
+import numpy as np
+
+from distca.plan import Placement
+from distca.plan.span import Floats, Int64s
+
+_SHORT, _LIGHT, _NOT_LONG = 32, 8, 4
+"""Filler documents have at most one 32th of a rank's tokens; or an eighth of its load and a quarter
+of its tokens."""
+_STRATA = 12
+"""Filler is dealt out in this many parts, the densest first."""
+_BLOCKS_IN_SLICE = 8
+"""Slices are cut on blocks where they have so many in the mean."""
+_MOST_MEMBERS = 2
+"""A document is spread over at most this many times the ranks that it needs if they were empty."""
+
+
+@dataclass(frozen=True)
+class Packing:
+    """What documents are packed by.
+
+    Attributes:
+        rooms: tokens that each rank owns, int64 `[ranks]`; their sum is that of the documents.
+        targets: the load that each rank should have, `[ranks]`.
+        base_share: a token of filler is taken to have the load of those of the shortest documents
+            with this share of all tokens.
+        slack: how far above its target a rank may be loaded by a document, as a fraction of it.
+        overfill: how much further, so that a document need not be spread.
+        ranks_per_node: ranks `[0, ranks_per_node)` share the first node, and so on.
+        block: slices are cut on its multiples where documents are long enough.
+    """
+
+    rooms: Int64s
+    targets: Floats
+    base_share: float
+    slack: float
+    overfill: float
+    ranks_per_node: int
+    block: int
+
+
+def place_balanced(lengths: Int64s, loads: Floats, packing: Packing) -> Placement:
+    """Places documents so that every rank's room is full and its load is near its target.
+
+    Args:
+        lengths: tokens of each document, int64 `[documents]`.
+        loads: of each document, in the unit of the targets, `[documents]`.
+        packing: what binds.
+    """
+    return _Packer(lengths, loads, packing).place()
+
+
+class _Packer:
+    """The state of one packing."""
+
+    def __init__(self, lengths: Int64s, loads: Floats, packing: Packing) -> None:
+        self._lengths, self._loads, self._packing = lengths, loads, packing
+        self._filler, self._others = _split_filler(lengths, loads, packing)
+        self._density = _base_density(lengths, loads, packing.base_share)
+        self._room = packing.rooms.copy()
+        self._spare = packing.targets * (1 + packing.slack) - self._density * packing.rooms
+        self._whole_spare = max(float(self._spare.max()), 1e-9)
+        # (spare, rank), rising, of the ranks with room for a document that is no filler.
+        self._by_spare = sorted((float(spare), rank) for rank, spare in enumerate(self._spare))
+        self._rows: list[tuple[int, int, int, int]] = []
+
+    def place(self) -> Placement:
+        excess = self._loads - self._density * self._lengths
+        others = self._others[np.lexsort((self._others, -excess[self._others]))]
+        self._shortest = int(self._lengths[others].min(initial=0))
+        columns = (others, self._lengths[others], excess[others])
+        for document, length, wanted in zip(*(column.tolist() for column in columns), strict=True):
+            rank = self._emptiest(length, wanted)
+            if rank is None:
+                self._spread(document, length, wanted)
+            else:
+                self._rows.append((document, 0, length, rank))
+                self._take(rank, length, wanted)
+        table = np.array(self._rows, dtype=np.int64).reshape(-1, 4)
+        document, start, end, rank = np.concatenate([table, self._fill()]).T
+        order = np.lexsort((start, document, rank))
+        return Placement(
+            document[order], start[order], end[order], rank[order], len(self._packing.rooms)
+        )
+
+    def _emptiest(self, length: int, wanted: float) -> int | None:
+        """Of the ranks with room for a document the one with most spare, if that may take it."""
+        for spare, rank in reversed(self._by_spare):
+            if wanted - spare > self._packing.overfill * self._packing.targets[rank]:
+                return None
+            if self._room[rank] >= length:
+                return rank
+        return None
+
+    def _take(self, rank: int, tokens: int, load: float) -> None:
+        before = float(self._spare[rank])
+        at = bisect_left(self._by_spare, (before, rank))
+        if at < len(self._by_spare) and self._by_spare[at] == (before, rank):
+            del self._by_spare[at]
+        self._room[rank] -= tokens
+        self._spare[rank] = before - load
+        if self._room[rank] >= self._shortest:
+            insort(self._by_spare, (before - load, rank))
+
+    def _spread(self, document: int, length: int, excess: float) -> None:
+        """Places mirrored slices of a document on the ranks that can take most of it."""
+        density = max(excess / length, 1e-9)
+        takes = np.minimum(self._room, np.maximum(self._spare, 0) / density)
+        members = _members(takes, length, self._packing.ranks_per_node)
+        fewest = math.ceil(excess / self._whole_spare)
+        most = max(_MOST_MEMBERS * fewest, 2)
+        if len(members) > most or takes[members].sum() < length:
+            # The rest goes where it does least harm.
+            members = np.argsort(-takes, kind="stable")[:most]
+            if self._room[members].sum() < length:
+                roomy = np.argsort(-self._room, kind="stable")
+                members = roomy[: 1 + np.searchsorted(np.cumsum(self._room[roomy]), length)]
+            room = self._room[members]
+            takes[members] = _water_fill(self._spare[members], room, density, length)
+        rooms = self._room[members]
+        wanted = np.minimum(np.ceil(takes[members]).astype(np.int64), rooms)
+        wanted = np.diff(np.minimum(np.cumsum(wanted), length), prepend=0)
+        heads, tails = _slice_edges(wanted, rooms, self._packing.block)
+        tokens = _slice_tokens(heads, tails, length).tolist()
+        head, tail_end = 0, length
+        for rank, middle, tail, count in zip(
+            members.tolist(), heads.tolist(), tails.tolist(), tokens, strict=True
+        ):
+            self._rows += [
+                (document, start, end, rank)
+                for start, end in ((head, middle), (tail, tail_end))
+                if end > start
+            ]
+            self._take(rank, count, excess * count / length)
+            head, tail_end = middle, tail
+
+    def _fill(self) -> Int64s:
+        """Rows of the filler documents.
+
+        They are dealt out in strata of falling density. A rank's share of a stratum is what it
+        needs beyond what the strata after it will bring; all but the last are dealt in whole
+        documents, and what that leaves open is made up by the next.
+        """
+        room = np.array(self._room, dtype=np.int64)
+        # What all of its room's tokens should bring, without the slack.
+        need = (
+            np.array(self._spare)
+            + self._density * room
+            - self._packing.slack * self._packing.targets
+        )
+        filler = self._filler[np.lexsort((self._filler, -self._lengths[self._filler]))]
+        tokens = np.concatenate([[0], np.cumsum(self._lengths[filler])])
+        loads = np.concatenate([[0.0], np.cumsum(self._loads[filler])])
+        edges = np.searchsorted(tokens, np.linspace(0, tokens[-1], _STRATA + 1))
+        edges = np.unique(np.minimum(edges, len(filler)))
+        tables = [np.empty((0, 4), dtype=np.int64)]
+        for first, last in zip(edges[:-1].tolist(), edges[1:].tolist(), strict=True):
+            count = int(tokens[last] - tokens[first])
+            ends = tokens[first + 1 : last + 1] - tokens[first]
+            if last == len(filler):
+                until = np.cumsum(room)
+            else:
+                here = (loads[last] - loads[first]) / count
+                rest = (loads[-1] - loads[last]) / float(tokens[-1] - tokens[last])
+                share = np.clip((need - rest * room) / max(here - rest, 1e-9), 0, room)
+                share = share if share.sum() > 0 else room.astype(np.float64)
+                wanted = np.cumsum(share) * (count / share.sum())
+                nearest = np.searchsorted(ends - self._lengths[filler[first:last]] / 2, wanted)
+                until = np.concatenate([[0], ends])[nearest]
+                until[-1] = count
+                until = _within_rooms(until, room, ends)
+            table = _deal(self._lengths[filler[first:last]], ends, until)
+            tables.append(np.column_stack([filler[first:last][table[:, 0]], table[:, 1:]]))
+            got = np.diff(until, prepend=0)
+            got_load = np.diff(np.interp(until, np.concatenate([[0], ends]),
+                                         loads[first : last + 1]), prepend=loads[first])
+            room, need = room - got, need - got_load
+        return np.concatenate(tables)
+
+
+def _within_rooms(until: Int64s, room: Int64s, ends: Int64s) -> Int64s:
+    """Moves the edges between ranks so that none gets more than its room; exact in tokens."""
+    got = np.diff(until, prepend=0)
+    if (got <= room).all():
+        return until
+    over = np.maximum(got - room, 0)
+    got = np.minimum(got, room)
+    free = room - got
+    given = np.minimum(np.cumsum(free), over.sum())
+    return np.cumsum(got + np.diff(given, prepend=0))
+
+
+def _deal(lengths: Int64s, ends: Int64s, until: Int64s) -> Int64s:
+    """Rows `(number, start, end, rank)`: documents in turn, rank `i` takes tokens to `until[i]`."""
+    cuts = np.union1d(ends, until[until > 0])
+    starts = np.concatenate([np.zeros(1, dtype=np.int64), cuts[:-1]])
+    number = np.searchsorted(ends, starts, side="right")
+    offset = (ends - lengths)[number]
+    rank = np.searchsorted(until, starts, side="right")
+    return np.column_stack([number, starts - offset, cuts - offset, rank])
+
+
+def _split_filler(
+    lengths: Int64s, loads: Floats, packing: Packing
+) -> tuple[Int64s, Int64s]:
+    """The numbers of the filler documents, and of the others."""
+    tokens, load = float(packing.rooms.mean()), float(packing.targets.mean())
+    small = lengths * _SHORT <= tokens
+    small |= (loads * _LIGHT <= load) & (lengths * _NOT_LONG <= tokens)
+    return np.flatnonzero(small), np.flatnonzero(~small)
+
+
+def _base_density(lengths: Int64s, loads: Floats, share: float) -> float:
+    """The load a token of the shortest documents."""
+    order = np.argsort(lengths, kind="stable")
+    tokens = np.cumsum(lengths[order])
+    low = order[: 1 + np.searchsorted(tokens, share * tokens[-1])]
+    return float(loads[low].sum()) / float(lengths[low].sum())
+
+
+def _members(takes: Floats, length: int, ranks_per_node: int) -> Int64s:
+    """As few ranks as take `length` tokens together, node by node, those that take most first."""
+    if ranks_per_node == 1:
+        order = np.argsort(-takes, kind="stable")
+    else:
+        nodes = np.arange(len(takes)) // ranks_per_node
+        of_node = np.bincount(nodes, weights=takes)
+        order = np.lexsort((np.arange(len(takes)), -takes, nodes, -of_node[nodes]))
+    order = order[takes[order] > 0]
+    return order[: int(np.searchsorted(np.cumsum(takes[order]), length - 0.5)) + 1]
+
+
+def _water_fill(spare: Floats, room: Floats, density: float, length: int) -> Floats:
+    """Tokens for each rank, `length` in all, so that the least spare that is left is largest."""
+    # The tokens taken fall with the level, linearly between these levels.
+    levels = np.unique(np.concatenate([spare, spare - density * room]))
+    taken = np.clip((spare[:, None] - levels) / density, 0, room[:, None]).sum(axis=0)
+    level = np.interp(-length, -taken, levels)
+    takes: Floats = np.clip((spare - level) / density, 0, room)
+    return takes
+
+
+def _slice_edges(tokens: Int64s, rooms: Int64s, block: int) -> tuple[Int64s, Int64s]:
+    """Where the heads of mirrored slices end and where their tails start, `[slices]` each.
+
+    The first slice is the outermost; the last one's head ends where its tail starts.
+
+    Args:
+        tokens: wanted for each slice; their sum is the document's length.
+        rooms: no slice has more tokens.
+        block: edges lie on its multiples where rooms allow, else anywhere.
+    """
+    length = int(tokens.sum())
+    until = np.cumsum(tokens)
+    # The odd tokens at the document's end belong to the first slice.
+    whole_blocks = length // block * block
+    heads = (until - length % block) // (2 * block) * block
+    heads = np.minimum(np.maximum.accumulate(np.maximum(heads, 0)), whole_blocks // 2)
+    tails = whole_blocks - heads
+    heads[-1] = tails[-1]
+    too_coarse = length < _BLOCKS_IN_SLICE * block * len(tokens)
+    if too_coarse or (_slice_tokens(heads, tails, length) > rooms).any():
+        heads = until // 2
+        tails = length - (until - heads)
+        heads[-1] = tails[-1]
+    return heads, tails
+
+
+def _slice_tokens(heads: Int64s, tails: Int64s, length: int) -> Int64s:
+    """How many tokens each slice has."""
+    return np.diff(heads, prepend=0) - np.diff(tails, prepend=length)

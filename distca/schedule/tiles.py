@@ -1,0 +1,187 @@
+"""The default scheduler: placement and two-dimensional tiles together.
+
+**Objective.** With the tolerance `t` no server computes more than `(1 + t)` times the mean load
+(predicted seconds by the measured profile, over the server's speed), and among such plans the
+*busiest link* should be busy for as short as possible: what costs time is the largest of what any
+rank computes, sends and receives, not a sum. A server below the mean costs no time, so none is
+filled for its own sake. Minimising this exactly is bin packing with several bounds, NP-hard; what
+follows is a heuristic whose result is measured exactly, as are all plans.
+
+**Steps.**
+
+1. *Placement* (`distca.schedule.packing`), where it is free: short documents whole, long ones in
+   mirrored slices on as few ranks as can take them, tokens filled up with short documents, so that
+   ranks start nearly balanced although each computes its own queries only.
+2. *Grids* (`distca.schedule.grid`): a document on many ranks is cut in queries and keys.
+3. *Moves* (`distca.schedule.moves`): tiles from servers above the tolerance to others, the cheapest
+   first. With a given placement (the paper's, or a pipeline's other stages) this is all there is.
+
+Steps 1 to 3 are done for a few settings of the packing's two parameters, and the best plan is kept:
+one within the tolerance rather than another, then the one whose busiest link is free first. The
+number of settings depends on the number of ranks alone, so that every rank chooses alike.
+
+**Bounds.** With `max_buffer_bytes` no server receives more for a layer's forward pass: where
+computing at home would, queries go to keys (`distca.schedule.arena`), and moves respect it. Where the bound forbids the tolerance the plan's
+notes say so.
+
+**Complexity.** Sorting the documents, then near-constant work for each document longer than 1/32 of
+a rank's tokens or load (of which there are at most 32 to a rank), each slice and each move. It is
+deterministic: ties go to the lower number.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from distca.cost.volume import plan_bytes
+from distca.plan import Mask, Placement, Plan, Tasks, place_in_turn
+from distca.plan.span import Int64s
+from distca.schedule.arena import fit_arenas
+from distca.schedule.base import ScheduleConfig, relative_loads, server_loads, task_loads
+from distca.schedule.grid import initial_tasks
+from distca.schedule.moves import balance
+from distca.schedule.packing import Packing, place_balanced
+
+_SETTINGS = ((0.4, 0.9), (0.4, 0.3), (0.25, 0.9), (0.4, 0.6))
+"""Pairs of the share of tokens that is base load, and the slack as a part of the tolerance; the
+first moves the fewest bytes in all most often."""
+_ROUNDING = 1e-9
+"""Sums of loads are rounded."""
+
+
+def _settings(ranks: int) -> tuple[tuple[float, float], ...]:
+    """All settings while planning is quick, fewer for more ranks."""
+    return _SETTINGS[: 4 if ranks <= 32 else 2 if ranks < 128 else 1]
+
+
+@dataclass(frozen=True)
+class _Candidate:
+    plan: Plan
+    imbalance: float
+    busiest_seconds: float
+    total_bytes: int
+    most_received: int
+
+
+class TilesScheduler:
+    """See the module. `plan` chooses the placement, too; `schedule` is given one."""
+
+    def __init__(self, config: ScheduleConfig) -> None:
+        self._config = config
+
+    def plan(self, lengths: Int64s, rooms: Int64s, mask: Mask) -> Plan:
+        """See `Scheduler.plan`.
+
+        Raises:
+            ValueError: no plan keeps to `max_buffer_bytes`.
+        """
+        lengths = np.asarray(lengths, dtype=np.int64)
+        config = self._config
+        zeros = np.zeros_like(lengths)
+        numbers = np.arange(len(lengths))
+        whole = Tasks(numbers, zeros, lengths, zeros, lengths, zeros)
+        loads = task_loads(whole, mask, config.cost_model)
+        speeds = config.speeds_of(len(rooms))
+        packing = Packing(
+            rooms=rooms,
+            targets=float(loads.sum()) * speeds / float(speeds.sum()),
+            base_share=0.0,
+            slack=0.0,
+            overfill=math.inf,
+            ranks_per_node=config.links.ranks_per_node,
+            block=config.block,
+        )
+        found = []
+        for base_share, slack in _settings(len(rooms)):
+            setting = replace(
+                packing,
+                base_share=base_share,
+                slack=slack * config.tolerance,
+                overfill=(1 - slack) * config.tolerance,
+            )
+            found.append(self._candidate(lengths, place_balanced(lengths, loads, setting), mask))
+        bound = config.max_buffer_bytes
+        if bound is not None and all(candidate.most_received > bound for candidate in found):
+            # Documents whole wherever there is room for their tokens; and the paper's placement.
+            for placement in (
+                place_balanced(lengths, loads, packing),
+                place_in_turn(lengths, rooms),
+            ):
+                found.append(self._candidate(lengths, placement, mask))
+        return self._best(found)
+
+    def schedule(self, lengths: Int64s, placement: Placement, mask: Mask) -> Plan:
+        """See `Scheduler.schedule`.
+
+        Raises:
+            ValueError: this placement does not allow to keep to `max_buffer_bytes`.
+        """
+        lengths = np.asarray(lengths, dtype=np.int64)
+        return self._best([self._candidate(lengths, placement, mask)])
+
+    def _candidate(self, lengths: Int64s, placement: Placement, mask: Mask) -> _Candidate:
+        """A plan with this placement."""
+        config = self._config
+        tasks = initial_tasks(lengths, placement, mask, config.shape, config.block)
+        plan = Plan(lengths, placement, tasks, mask, config.block, scheduler="tiles")
+        if config.max_buffer_bytes is not None:
+            plan = fit_arenas(plan, config.shape, config.max_buffer_bytes)
+        moved = plan_bytes(plan, config.shape)
+        if self._imbalance(plan) > 1 + config.tolerance:
+            tasks = balance(
+                plan.tasks,
+                placement,
+                mask,
+                config,
+                config.links.busy_seconds(moved.forward()),
+                moved.phases["dispatch"].sum(axis=0).astype(np.float64),
+            )
+            plan = replace(plan, tasks=tasks)
+            moved = plan_bytes(plan, config.shape)
+        forward = moved.forward()
+        return _Candidate(
+            plan,
+            self._imbalance(plan),
+            float(config.links.busy_seconds(forward).max()),
+            forward.total,
+            int(moved.phases["dispatch"].sum(axis=0).max()),
+        )
+
+    def _imbalance(self, plan: Plan) -> float:
+        """The busiest server's time over what it would be if all were busy for as long."""
+        config, servers = self._config, plan.world_size
+        loads = server_loads(plan.tasks, plan.mask, servers, config.cost_model)
+        return float(relative_loads(loads, config.speeds_of(servers)).max())
+
+    def _best(self, found: list[_Candidate]) -> Plan:
+        config = self._config
+        bound = config.max_buffer_bytes
+        allowed = [c for c in found if bound is None or c.most_received <= bound]
+        if not allowed:
+            least = min(candidate.most_received for candidate in found)
+            raise ValueError(
+                f"no plan for these documents keeps to {bound:,} buffer bytes: a server receives "
+                f"up to {least:,} even where only documents that span ranks move. Allow that many, "
+                "or cut documents shorter"
+            )
+        limit = 1 + config.tolerance + _ROUNDING
+        best = min(
+            allowed,
+            key=lambda c: (max(c.imbalance, limit), c.busiest_seconds, c.total_bytes),
+        )
+        return replace(best.plan, notes=self._notes(best))
+
+    def _notes(self, chosen: _Candidate) -> tuple[str, ...]:
+        config = self._config
+        if chosen.imbalance <= 1 + config.tolerance + _ROUNDING:
+            return ()
+        why = f"no tile cut on blocks of {config.block} tokens brings it closer"
+        if config.max_buffer_bytes is not None:
+            why += f" within {config.max_buffer_bytes:,} buffer bytes"
+        return (
+            f"the busiest server has {chosen.imbalance:.3f} times the mean load, above the "
+            f"tolerance of {config.tolerance}: {why}",
+        )

@@ -1,0 +1,131 @@
+"""WLB-LLM's balancing (Wang et al., OSDI 2025), as a baseline: no query moves between groups.
+
+* **Variable-length packing**: documents stay whole within a context-parallel group, the heaviest
+  first onto the group with the least attention so far; groups hold different numbers of tokens, at
+  most `MEMORY_FACTOR` times the equal share. (Their linear layers then take different times, which
+  this project counts elsewhere: only core attention is balanced here, the ideal case for it.)
+* **Adaptive sharding**: each group shards either every document head-tail over its ranks or the
+  whole sequence in zigzag, whichever has the smaller predicted load on its busiest rank; documents
+  give equal pairs, the sequence gives longer pieces, on which kernels run faster.
+* **Outlier delay** (`delay_outliers`): very long documents wait until there is one for every group.
+  It changes which documents are trained on together, so it is done to a stream of batches, not to
+  a plan.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+
+import numpy as np
+
+from distca.plan import Mask, Placement, Plan, Tasks
+from distca.plan.span import Int64s
+from distca.schedule.base import (
+    ScheduleConfig,
+    server_loads,
+    task_loads,
+    tasks_at_home,
+)
+from distca.schedule.context_parallel import group_size, shard_documents, shard_sequence
+
+MEMORY_FACTOR = 1.17
+"""Tokens of a group over the equal share: the memory that variable-length packing was seen to need
+at most (DistCA paper, Section 3)."""
+
+
+class WlbLlm:
+    """See the module. Ranks own different numbers of tokens: only the sum of `rooms` counts."""
+
+    def __init__(self, config: ScheduleConfig) -> None:
+        self._config = config
+
+    def plan(self, lengths: Int64s, rooms: Int64s, mask: Mask) -> Plan:
+        """See `Scheduler.plan`.
+
+        Raises:
+            ValueError: the ranks don't divide into groups, or a document exceeds a group.
+        """
+        lengths = np.asarray(lengths, dtype=np.int64)
+        size = group_size(self._config, lengths, rooms)
+        zeros, numbers = np.zeros_like(lengths), np.arange(len(lengths))
+        whole = Tasks(numbers, zeros, lengths, zeros, lengths, zeros)
+        loads = task_loads(whole, mask, self._config.cost_model)
+        groups = _pack(lengths, loads, len(rooms) // size)
+        per_document, per_sequence = (
+            shard(groups, size) for shard in (shard_documents, shard_sequence)
+        )
+        # The choice is each group's own.
+        best = [self._busiest_of_groups(at, mask, size) for at in (per_document, per_sequence)]
+        by_document = best[0] <= best[1]
+        kept = [
+            at.select(by_document[at.rank // size] == wanted)
+            for at, wanted in ((per_document, True), (per_sequence, False))
+        ]
+        return self.schedule(lengths, Placement.concatenate(kept), mask)
+
+    def schedule(self, lengths: Int64s, placement: Placement, mask: Mask) -> Plan:
+        """See `Scheduler.schedule`."""
+        return Plan(
+            np.asarray(lengths, dtype=np.int64),
+            placement,
+            tasks_at_home(placement, mask),
+            mask,
+            self._config.block,
+            scheduler="wlb-llm",
+        )
+
+    def _busiest_of_groups(self, at: Placement, mask: Mask, size: int) -> np.ndarray:
+        tasks = tasks_at_home(at, mask)
+        loads = server_loads(tasks, mask, at.world_size, self._config.cost_model)
+        return loads.reshape(-1, size).max(axis=1)
+
+
+def _pack(lengths: Int64s, loads: np.ndarray, groups: int) -> Placement:
+    """Whole documents onto groups."""
+    most = max(int(MEMORY_FACTOR * lengths.sum() / groups), int(lengths.max(initial=0)))
+    room = [most] * groups
+    by_load = [(0.0, group) for group in range(groups)]
+    chosen = np.empty(len(lengths), dtype=np.int64)
+    for document in np.lexsort((np.arange(len(lengths)), -loads)).tolist():
+        length, set_aside = int(lengths[document]), []
+        while by_load and room[by_load[0][1]] < length:
+            set_aside.append(heapq.heappop(by_load))
+        if by_load:
+            load, group = heapq.heappop(by_load)
+        else:
+            # None has room within the factor: the one with most room takes it.
+            load, group = max(set_aside, key=lambda entry: (room[entry[1]], -entry[1]))
+            set_aside.remove((load, group))
+        chosen[document] = group
+        room[group] -= length
+        heapq.heappush(by_load, (load + float(loads[document]), group))
+        for entry in set_aside:
+            heapq.heappush(by_load, entry)
+    order = np.lexsort((np.arange(len(lengths)), chosen))
+    return Placement(
+        order, np.zeros(len(order), dtype=np.int64), lengths[order], chosen[order], groups
+    )
+
+
+def delay_outliers(batches: Sequence[Int64s], groups: int, threshold: int) -> list[Int64s]:
+    """Batches in which very long documents come in full sets of one for every group.
+
+    Args:
+        batches: document lengths of each global batch, int64.
+        groups: context-parallel groups, or micro-batches.
+        threshold: documents longer than this wait.
+
+    Returns:
+        As many batches, of other numbers of tokens; what still waits at the end joins the last.
+    """
+    waiting: list[int] = []
+    delayed = []
+    for number, batch in enumerate(batches):
+        waiting += batch[batch > threshold].tolist()
+        last = number == len(batches) - 1
+        released = len(waiting) if last else len(waiting) // groups * groups
+        now = np.array(waiting[:released], dtype=np.int64)
+        waiting = waiting[released:]
+        delayed.append(np.concatenate([now, batch[batch <= threshold]]))
+    return delayed
