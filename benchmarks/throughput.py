@@ -122,7 +122,7 @@ class Measured:
         stream = TokenStream(corpora, zeros, numbers, zeros, offsets)  # type: ignore[arg-type]
         per_window = self.args.data_parallel_size
         batches = MicroBatches(
-            self._make(stream), window * per_window, per_window, torch.device("cpu")
+            self._make(stream, 0), window * per_window, per_window, torch.device("cpu")
         )
         data = DataIterators(batches, None, None)
         run = Run(self._job, self.args, self._model, self._optimizer, None, [data])

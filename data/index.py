@@ -65,6 +65,10 @@ def read_index(path: Path) -> Index:
         pointers = np.fromfile(file, dtype="<i8", count=sequences).astype(np.int64)
         documents = np.fromfile(file, dtype="<i8", count=edges).astype(np.int64)
     ordered = len(documents) > 0 and documents[0] == 0 and documents[-1] == sequences
-    if not ordered or (np.diff(documents) < 0).any() or min(lengths.min(initial=0), pointers.min(initial=0)) < 0:
+    if (
+        not ordered
+        or (np.diff(documents) < 0).any()
+        or min(lengths.min(initial=0), pointers.min(initial=0)) < 0
+    ):
         raise ValueError(f"{path} is corrupt (its documents are no ranges): make it again")
     return Index(TOKEN_BYTES[code], lengths, pointers, documents)

@@ -77,7 +77,9 @@ def build_parser() -> argparse.ArgumentParser:
     model.add_argument("--tensor-model-parallel-size", type=int, default=1, metavar="N")
     model.add_argument("--window-left", type=int, metavar="TOKENS", help="sliding window")
     schedule = parser.add_argument_group("schedule")
-    schedule.add_argument("--scheduler", default="tiles", metavar="NAME", help=", ".join(SCHEDULERS))
+    schedule.add_argument(
+        "--scheduler", default="tiles", metavar="NAME", help=", ".join(SCHEDULERS)
+    )
     schedule.add_argument("--tolerance", type=float, default=0.1)
     schedule.add_argument(
         "--placement",

@@ -11,6 +11,7 @@ from distca.plan import BLOCK, Mask
 from distca.schedule import SCHEDULERS
 
 BACKWARDS = ("resend", "keep")
+PLACEMENTS = ("free", "sequential")
 
 
 def add_distca_arguments(parser: ArgumentParser) -> ArgumentParser:
@@ -24,16 +25,69 @@ def add_distca_arguments(parser: ArgumentParser) -> ArgumentParser:
     )
     group.add_argument(
         "--distca-scheduler",
-        choices=sorted(SCHEDULERS),
-        default="greedy",
-        help="Who computes which task. greedy: the paper's communication-aware scheduler; null: "
-        "every rank computes its own queries.",
+        choices=list(SCHEDULERS),
+        default="tiles",
+        help="Who owns which tokens and who computes which task. tiles: placement and tiles of "
+        "queries and keys, with the fewest bytes on the busiest rank; greedy: the paper's; the "
+        "others are baselines in which no query moves.",
+    )
+    group.add_argument(
+        "--distca-placement",
+        choices=PLACEMENTS,
+        default="free",
+        help="free: documents lie on the ranks, and in the micro-batches of a global batch, as the "
+        "scheduler likes best; sequential: one after the other, as in the paper. The loss is the "
+        "same.",
     )
     group.add_argument(
         "--distca-tolerance",
         type=float,
         default=0.1,
-        help="How far a server's load may be from the mean, as a fraction of it.",
+        help="How far a server's load may be above the mean, as a fraction of it.",
+    )
+    group.add_argument(
+        "--distca-max-buffer-bytes",
+        type=int,
+        default=None,
+        metavar="BYTES",
+        help="A server never receives more queries, keys and values to compute a layer (tiles "
+        "only). Default: no bound.",
+    )
+    group.add_argument(
+        "--distca-gpus-per-node",
+        type=int,
+        default=1,
+        metavar="N",
+        help="GPUs that share a node: bytes between them are cheaper (tiles only). Default: all "
+        "ranks are equally far apart.",
+    )
+    group.add_argument(
+        "--distca-node-gb-per-s",
+        type=float,
+        default=450.0,
+        help="Speed of the links inside a node, a GPU and direction.",
+    )
+    group.add_argument(
+        "--distca-network-gb-per-s",
+        type=float,
+        default=50.0,
+        help="Speed of the network between nodes, a GPU and direction.",
+    )
+    group.add_argument(
+        "--distca-server-speeds",
+        type=float,
+        nargs="+",
+        default=None,
+        metavar="SPEED",
+        help="Relative speeds of the data-parallel ranks where GPUs are unequal (tiles only).",
+    )
+    group.add_argument(
+        "--distca-context-parallel-size",
+        type=int,
+        default=None,
+        metavar="N",
+        help="Ranks that share documents under per-document-cp, ring-zigzag and wlb-llm. Default: "
+        "as few as the longest document needs.",
     )
     group.add_argument(
         "--distca-backward",
@@ -105,6 +159,7 @@ def validate_distca_arguments(args: Namespace) -> None:
         )
     if not args.distca:
         return
+    _validate_scheduling(args)
     if args.context_parallel_size > 1:
         raise ValueError(
             f"--distca replaces context parallelism: remove --context-parallel-size "
@@ -147,4 +202,45 @@ def validate_distca_arguments(args: Namespace) -> None:
         raise ValueError(
             f"--distca-profile {args.distca_profile} does not exist: make one with `distca profile "
             f"--output {args.distca_profile}`"
+        )
+
+
+def _validate_scheduling(args: Namespace) -> None:
+    """Checks the flags of the schedulers against each other."""
+    scheduler = args.distca_scheduler
+    if args.distca_gpus_per_node < 1:
+        raise ValueError(f"--distca-gpus-per-node {args.distca_gpus_per_node} must be at least 1")
+    for flag, value in (
+        ("node", args.distca_node_gb_per_s),
+        ("network", args.distca_network_gb_per_s),
+    ):
+        if not 0 < value < float("inf"):
+            raise ValueError(f"--distca-{flag}-gb-per-s {value} must be positive")
+    for name in ("max_buffer_bytes", "server_speeds"):
+        if getattr(args, f"distca_{name}") is not None and scheduler != "tiles":
+            raise ValueError(
+                f"--distca-{name.replace('_', '-')} binds the scheduler tiles alone, not "
+                f"{scheduler}: remove one of the two"
+            )
+    speeds = args.distca_server_speeds
+    if speeds is not None:
+        if len(speeds) != args.data_parallel_size or not all(0 < s < float("inf") for s in speeds):
+            raise ValueError(
+                f"--distca-server-speeds needs one positive speed for each of the "
+                f"{args.data_parallel_size} data-parallel ranks, not {speeds}"
+            )
+        args.distca_server_speeds = tuple(speeds)
+    bound = args.distca_max_buffer_bytes
+    if bound is not None and bound < 0:
+        raise ValueError(f"--distca-max-buffer-bytes {bound} must not be negative")
+    size = args.distca_context_parallel_size
+    if size is not None and (size < 1 or args.data_parallel_size % size):
+        raise ValueError(
+            f"--distca-context-parallel-size {size} must divide the {args.data_parallel_size} "
+            "data-parallel ranks"
+        )
+    if scheduler == "wlb-llm" and args.distca_placement == "free" and args.sequence_parallel:
+        raise ValueError(
+            "--distca-scheduler wlb-llm gives ranks different numbers of tokens, which "
+            "--sequence-parallel cannot divide: remove one of the two"
         )

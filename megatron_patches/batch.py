@@ -7,7 +7,9 @@ data-parallel rank owns `--seq-length` tokens. Sample `i` of Megatron's counting
 resumes, whatever its number of ranks.
 
 With `--distca` the documents of a window span its ranks. Without, a rank's documents end where its
-tokens end, as in plain Megatron.
+tokens end, as in plain Megatron. Which tokens of a micro-batch a rank owns is then for the
+scheduler to say, and so is which micro-batch of a global batch a document is in; the loss is a sum
+over all targets of the global batch, so it depends on neither.
 """
 
 from __future__ import annotations
@@ -19,12 +21,12 @@ import numpy as np
 import torch
 
 from distca.attention.reference import document_visibility
-from distca.cost.volume import AttentionShape, plan_bytes
-from distca.plan import Mask, Placement, Plan, place_sequentially
+from distca.cost.volume import plan_bytes
+from distca.plan import Mask, Plan, place_sequentially
 from distca.plan.plan import max_over_mean
 from distca.plan.span import Int64s, expand_ranges
 from distca.runtime import CoreAttention, Exchange, Prefetcher, build_exchange
-from distca.schedule import Scheduler
+from distca.schedule import ScheduleConfig, Scheduler, document_loads, share_out
 from megatron_patches.attention import DocumentParams
 from megatron_patches.stream import TokenStream
 
@@ -116,17 +118,17 @@ class MicroBatch:
         )
 
 
-def read_rows(
-    stream: TokenStream, first_token: int, rows: Int64s
+def read_positions(
+    stream: TokenStream, positions: Int64s
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Tokens, labels and loss mask at `first_token + rows`, each `[1, len(rows)]`.
+    """Tokens, labels and loss mask at positions of the stream, each `[1, len(positions)]`.
 
-    `rows` is read in as few contiguous runs as it has.
+    They are read in as few contiguous runs as they have.
     """
-    breaks = np.flatnonzero(np.diff(rows) != 1) + 1
+    breaks = np.flatnonzero(np.diff(positions) != 1) + 1
     columns = [
-        stream.read(int(first_token + run[0]), int(first_token + run[-1]) + 1)
-        for run in np.split(rows, breaks)
+        stream.read(int(run[0]), int(run[-1]) + 1)
+        for run in np.split(positions, breaks)
         if len(run)
     ]
     tokens, labels, loss_mask = (
@@ -157,7 +159,6 @@ class PackedBatches:
     def __call__(self, first_sample: int) -> MicroBatch:
         """The micro-batch that starts at a sample."""
         at = self.layout
-        first_token = first_sample * at.seq_length
         mine = [
             start + at.data_parallel_rank * at.seq_length for start, _ in at.windows(first_sample)
         ]
@@ -165,9 +166,10 @@ class PackedBatches:
             [self.stream.document_lengths(start, start + at.seq_length) for start in mine]
         )
         starts = np.array(mine, dtype=np.int64)
-        rows = expand_ranges(starts - first_token, np.full_like(starts, at.seq_length))
         positions = expand_ranges(np.zeros_like(lengths), lengths)
-        tokens, labels, loss_mask = read_rows(self.stream, first_token, rows)
+        tokens, labels, loss_mask = read_positions(
+            self.stream, expand_ranges(starts, np.full_like(starts, at.seq_length))
+        )
         if self.dense:
             how = {"attention_mask": dense_mask(lengths, self.mask)[None, None]}
         else:
@@ -182,6 +184,21 @@ class PackedBatches:
 
 
 @dataclass(frozen=True)
+class Documents:
+    """The documents of one micro-batch, in the order in which its plan numbers them.
+
+    Attributes:
+        lengths: tokens of each, int64 `[documents]`.
+        starts: where each starts in the stream, int64 `[documents]`.
+        window_sizes: how many of them each window has, where they are as they came in.
+    """
+
+    lengths: Int64s
+    starts: Int64s
+    window_sizes: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
 class PlannedBatches:
     """Micro-batches with `--distca`: documents span ranks, and a plan says who computes what.
 
@@ -190,8 +207,12 @@ class PlannedBatches:
         layout: windows and ranks.
         mask: what a query sees.
         scheduler: makes the plans.
-        core_attention: runs them.
-        shape: the attention heads of one tensor-parallel rank, to count bytes by.
+        schedule_config: what plans are judged by.
+        free_placement: the scheduler places documents as it likes best, and they are shared out
+            over the micro-batches of a global batch; otherwise one after the other.
+        micro_batches: of a global batch, as far as documents are shared out; 1: not at all.
+        first_sample: where the first global batch of the run starts.
+        core_attention: runs the plans.
         layers: transformer layers, each of which runs the plan once.
     """
 
@@ -199,40 +220,80 @@ class PlannedBatches:
     layout: WindowLayout
     mask: Mask
     scheduler: Scheduler
+    schedule_config: ScheduleConfig
+    free_placement: bool
+    micro_batches: int
+    first_sample: int
     core_attention: CoreAttention
-    shape: AttentionShape
     layers: int
+    _shared: dict[int, list[Documents]] = field(default_factory=dict)
 
-    def plan(self, first_sample: int) -> Plan:
-        """The plan of the micro-batch that starts at a sample; the same on every rank."""
-        at = self.layout
+    def documents(self, sample: int) -> Documents:
+        """The documents of the micro-batch that starts at a sample."""
+        step = self.layout.samples_per_micro_batch
+        if not self.free_placement or self.micro_batches == 1:
+            return self._as_they_came(sample)
+        number, within = divmod((sample - self.first_sample) // step, self.micro_batches)
+        first = self.first_sample + number * self.micro_batches * step
+        if first not in self._shared:
+            # The next micro-batches are of the same global batch: only the last is kept.
+            shared = self._share_out([first + n * step for n in range(self.micro_batches)])
+            self._shared.clear()
+            self._shared[first] = shared
+        return self._shared[first][within]
+
+    def _as_they_came(self, sample: int) -> Documents:
         windows = [
-            self.stream.document_lengths(start, stop) for start, stop in at.windows(first_sample)
+            self.stream.document_lengths(start, stop) for start, stop in self.layout.windows(sample)
         ]
-        placement = place_sequentially(windows, at.data_parallel_size, at.seq_length)
-        plan = self.scheduler.schedule(np.concatenate(windows), placement, self.mask)
+        lengths = np.concatenate(windows)
+        starts = sample * self.layout.seq_length + np.cumsum(lengths) - lengths
+        return Documents(lengths, starts, tuple(len(window) for window in windows))
+
+    def _share_out(self, samples: list[int]) -> list[Documents]:
+        """The documents of a global batch's micro-batches, so that these have equal loads."""
+        came = [self._as_they_came(sample) for sample in samples]
+        lengths = np.concatenate([documents.lengths for documents in came])
+        starts = np.concatenate([documents.starts for documents in came])
+        windows = np.repeat(np.arange(len(came)), [len(documents.lengths) for documents in came])
+        loads = document_loads(lengths, self.mask, self.schedule_config.cost_model)
+        shared = share_out(lengths, loads, windows)
+        return [Documents(lengths[shared == n], starts[shared == n]) for n in range(len(came))]
+
+    def plan(self, sample: int) -> Plan:
+        """The plan of the micro-batch that starts at a sample; the same on every rank."""
+        at, documents = self.layout, self.documents(sample)
+        if self.free_placement:
+            tokens = at.micro_batch_size * at.seq_length
+            rooms = np.full(at.data_parallel_size, tokens, dtype=np.int64)
+            plan = self.scheduler.plan(documents.lengths, rooms, self.mask)
+        else:
+            windows = np.split(documents.lengths, np.cumsum(documents.window_sizes)[:-1])
+            placement = place_sequentially(windows, at.data_parallel_size, at.seq_length)
+            plan = self.scheduler.schedule(documents.lengths, placement, self.mask)
         plan.validate()
+        if not plan.placement.tokens_per_rank().all():
+            raise ValueError(
+                f"{plan.scheduler} leaves a rank without tokens, which a model cannot train on: "
+                "use another --distca-scheduler"
+            )
         return plan
 
-    def __call__(self, first_sample: int) -> MicroBatch:
+    def __call__(self, sample: int) -> MicroBatch:
         """The micro-batch that starts at a sample."""
-        plan = self.plan(first_sample)
+        plan = self.plan(sample)
         rank = self.layout.data_parallel_rank
-        mine: Placement = plan.placement.of_rank(rank)
-        rows = expand_ranges(
-            plan.document_offsets[mine.document] + mine.start, mine.end - mine.start
-        )
-        positions = expand_ranges(mine.start, mine.end - mine.start)
-        tokens, labels, loss_mask = read_rows(
-            self.stream, first_sample * self.layout.seq_length, rows
-        )
-        params = _document_params(mine.end - mine.start, token_positions=True)
+        mine = plan.placement.of_rank(rank)
+        lengths = mine.end - mine.start
+        starts = self.documents(sample).starts[mine.document] + mine.start
+        tokens, labels, loss_mask = read_positions(self.stream, expand_ranges(starts, lengths))
+        params = _document_params(lengths, token_positions=True)
         exchange: Exchange = build_exchange(plan, rank)
         return MicroBatch(
             tokens,
             labels,
             loss_mask,
-            torch.from_numpy(positions)[None],
+            torch.from_numpy(expand_ranges(mine.start, lengths))[None],
             packed_seq_params=replace(
                 params, exchange=exchange, core_attention=self.core_attention
             ),
@@ -241,7 +302,7 @@ class PlannedBatches:
         )
 
     def _report(self, plan: Plan) -> dict[str, float]:
-        moved = plan_bytes(plan, self.shape, self.core_attention.backward)
+        moved = plan_bytes(plan, self.schedule_config.shape, self.core_attention.backward)
         return {
             "load max/mean before": max_over_mean(plan.loads_at_home()),
             "load max/mean": max_over_mean(plan.loads()),

@@ -12,13 +12,13 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 from distca.attention import select_kernel
+from distca.cost.link import Links
 from distca.cost.model import AnalyticCost, CostModel
 from distca.cost.profile import Profile
 from distca.cost.volume import AttentionShape
 from distca.runtime import CoreAttention
 from distca.schedule import (
     ScheduleConfig,
-    Scheduler,
     describe,
     format_summary,
     make_scheduler,
@@ -45,11 +45,12 @@ def attention_shape(args: Namespace) -> AttentionShape:
     )
 
 
-def build_scheduler(args: Namespace) -> Scheduler:
-    """The scheduler that the arguments ask for.
+def schedule_config(args: Namespace, servers: int) -> ScheduleConfig:
+    """What the arguments tell the scheduler.
 
     Raises:
-        ValueError: the profile is unreadable or of another attention shape.
+        ValueError: the profile is unreadable or of another attention shape; or speeds are given for
+            another number of servers.
     """
     shape = attention_shape(args)
     cost_model: CostModel
@@ -63,8 +64,22 @@ def build_scheduler(args: Namespace) -> Scheduler:
     else:
         logger.info("no --distca-profile: loads are judged by pair counts, not by measured times")
         cost_model = AnalyticCost.of_shape(shape)
-    config = ScheduleConfig(tolerance=args.distca_tolerance, shape=shape, cost_model=cost_model)
-    return make_scheduler(args.distca_scheduler, config)
+    config = ScheduleConfig(
+        tolerance=args.distca_tolerance,
+        shape=shape,
+        cost_model=cost_model,
+        links=Links(
+            # The ranks of one tensor-parallel index stand so many GPUs apart.
+            max(1, args.distca_gpus_per_node // args.tensor_model_parallel_size),
+            args.distca_node_gb_per_s,
+            args.distca_network_gb_per_s,
+        ),
+        server_speeds=args.distca_server_speeds,
+        max_buffer_bytes=args.distca_max_buffer_bytes,
+        context_parallel_size=args.distca_context_parallel_size,
+    )
+    config.speeds_of(servers)
+    return config
 
 
 def build_core_attention(args: Namespace, device: torch.device) -> CoreAttention:
@@ -144,9 +159,10 @@ def build_data(
             max_document_length=args.distca_max_document_length or layout.window_tokens,
             vocab_size=args.vocab_size,
         )
-        batches = make(stream)
+        batches = make(stream, consumed)
         if which == "train" and isinstance(batches, PlannedBatches):
-            summary = describe(batches.plan(consumed), batches.shape, args.distca_backward)
+            plan = batches.plan(consumed)
+            summary = describe(plan, batches.schedule_config, args.distca_backward)
             logger.info("the first plan of the run:\n%s", format_summary(summary))
         return MicroBatches(batches, consumed, layout.samples_per_micro_batch, device)
 
@@ -159,15 +175,31 @@ def build_data(
 
 def batch_maker(
     args: Namespace, layout: WindowLayout, device: torch.device
-) -> Callable[[TokenStream], PackedBatches | PlannedBatches]:
-    """How micro-batches are made of a stream: planned with `--distca`, else packed. Collective."""
+) -> Callable[[TokenStream, int], PackedBatches | PlannedBatches]:
+    """How micro-batches are made of a stream: planned with `--distca`, else packed. Collective.
+
+    Returns:
+        A function of the stream and of the sample at which the run reads on.
+    """
     mask = mask_from_args(args)
     if not args.distca:
         dense, token_positions = uses_dense_mask(args), uses_own_attention(args)
-        return lambda stream: PackedBatches(stream, layout, mask, dense, token_positions)
-    scheduler = build_scheduler(args)
+        return lambda stream, _: PackedBatches(stream, layout, mask, dense, token_positions)
+    config = schedule_config(args, layout.data_parallel_size)
+    scheduler = make_scheduler(args.distca_scheduler, config)
     core_attention = build_core_attention(args, device)
-    shape = attention_shape(args)
-    return lambda stream: PlannedBatches(
-        stream, layout, mask, scheduler, core_attention, shape, args.num_layers
+    # While the batch size grows, a global batch is not always as many micro-batches.
+    ramps_up = getattr(args, "rampup_batch_size", None) is not None
+    micro_batches = args.global_batch_size // layout.samples_per_micro_batch
+    return lambda stream, first_sample: PlannedBatches(
+        stream,
+        layout,
+        mask,
+        scheduler,
+        config,
+        args.distca_placement == "free",
+        1 if ramps_up else micro_batches,
+        first_sample,
+        core_attention,
+        args.num_layers,
     )

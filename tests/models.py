@@ -86,7 +86,7 @@ def make_run(args: Namespace, stream: Any) -> Any:
     from megatron_patches.lean import config, training
 
     layout = data.window_layout(args)
-    make = data.batch_maker(args, layout, torch.device("cpu"))(stream)
+    make = data.batch_maker(args, layout, torch.device("cpu"))(stream, 0)
     model, optimizer = training.build_model_and_optimizer(GPT_JOB, args)
     scheduler = config.parameter_scheduler(args, optimizer)
     batches = MicroBatches(make, 0, layout.samples_per_micro_batch, torch.device("cpu"))

@@ -43,7 +43,7 @@ GROUPS[1] = ["--group-query-attention", "--num-query-groups", "1"]
 WINDOWS = {"causal": [], "window": ["--window-size", "100,0"]}
 MODES = [
     ["--distca", "--distca-scheduler", scheduler, "--distca-backward", backward]
-    for scheduler, backward in itertools.product(("greedy", "null"), ("resend", "keep"))
+    for scheduler, backward in itertools.product(("tiles", "greedy"), ("resend", "keep"))
 ]
 _REFERENCES: dict[tuple[int, int, str, int], StepsDone] = {}
 

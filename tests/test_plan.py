@@ -108,9 +108,11 @@ def test_documents_are_placed_one_after_the_other() -> None:
 
 
 def test_windows_must_be_full_and_documents_must_have_tokens() -> None:
-    with pytest.raises(ValueError, match="window 1 holds 7 tokens, but 2 ranks"):
+    with pytest.raises(
+        ValueError, match="window 1: the documents have 7 tokens, but 2 ranks own 8"
+    ):
         place_sequentially([[8], [7]], world_size=2, tokens_per_rank=4)
-    with pytest.raises(ValueError, match="window 0 has a document of 0 tokens"):
+    with pytest.raises(ValueError, match="window 0: a document has 0 tokens"):
         place_sequentially([[8, 0]], world_size=2, tokens_per_rank=4)
     column = np.zeros(2, dtype=np.int64)
     with pytest.raises(ValueError, match="differ in length"):

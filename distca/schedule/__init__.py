@@ -2,9 +2,10 @@
 
 from collections.abc import Callable
 
-from distca.schedule.base import ScheduleConfig, Scheduler, even_rooms
+from distca.schedule.base import ScheduleConfig, Scheduler, document_loads, even_rooms
 from distca.schedule.context_parallel import PerDocumentContextParallel, RingZigzag
 from distca.schedule.greedy import GreedyScheduler
+from distca.schedule.micro_batches import share_out
 from distca.schedule.packed import PackedScheduler
 from distca.schedule.report import PlanSummary, describe, format_summary
 from distca.schedule.tiles import TilesScheduler
@@ -44,7 +45,9 @@ __all__ = [
     "TilesScheduler",
     "WlbLlm",
     "describe",
+    "document_loads",
     "even_rooms",
     "format_summary",
     "make_scheduler",
+    "share_out",
 ]

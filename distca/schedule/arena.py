@@ -73,7 +73,7 @@ def _one_round(plan: Plan, shape: AttentionShape, bound: int, received: np.ndarr
 def _exchanges(
     plan: Plan, shape: AttentionShape, server: int, missing: Segments
 ) -> list[tuple[float, int, int]]:
-    """For each missing segment `(bytes of queries over bytes of keys, segment, bytes of queries)`."""
+    """For each missing segment `(queries over keys in bytes, segment, bytes of queries)`."""
     mine = plan.tasks[plan.tasks.server == server]
     offset = plan.document_offsets[mine.document]
     found = []
@@ -102,7 +102,10 @@ def _with_given(plan: Plan, given: list[tuple[int, int, int, int]]) -> Tasks:
     for server in {entry[0] for entry in given}:
         cuts = sorted((start, end, to) for of, to, start, end in given if of == server)
         for task in np.flatnonzero(tasks.server == server).tolist():
-            low, high = int(offset[task] + tasks.kv_start[task]), int(offset[task] + tasks.kv_end[task])
+            low, high = (
+                int(offset[task] + tasks.kv_start[task]),
+                int(offset[task] + tasks.kv_end[task]),
+            )
             inside = [cut for cut in cuts if cut[0] < high and cut[1] > low]
             if not inside:
                 continue

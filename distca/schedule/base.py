@@ -144,12 +144,16 @@ def task_loads(tasks: Tasks, mask: Mask, cost_model: CostModel | None) -> Floats
     return cost_model.seconds(tasks.q_end - tasks.q_start, tasks.kv_end - tasks.kv_start, pairs)
 
 
-def server_loads(
-    tasks: Tasks, mask: Mask, world_size: int, cost_model: CostModel | None
-) -> Floats:
+def document_loads(lengths: Int64s, mask: Mask, cost_model: CostModel | None) -> Floats:
+    """The load of each document as one task, `[documents]`: see `task_loads`."""
+    zeros, numbers = np.zeros_like(lengths), np.arange(len(lengths))
+    return task_loads(Tasks(numbers, zeros, lengths, zeros, lengths, zeros), mask, cost_model)
+
+
+def server_loads(tasks: Tasks, mask: Mask, world_size: int, cost_model: CostModel | None) -> Floats:
     """The load of each server, `[world_size]`: see `task_loads`."""
     loads = task_loads(tasks, mask, cost_model)
-    return np.bincount(tasks.server, weights=loads, minlength=world_size)
+    return np.bincount(tasks.server, weights=loads, minlength=world_size).astype(np.float64)
 
 
 def relative_loads(loads: Floats, speeds: Floats) -> Floats:

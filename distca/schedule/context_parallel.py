@@ -96,7 +96,9 @@ def group_size(config: ScheduleConfig, lengths: Int64s, rooms: Int64s) -> int:
             )
         return size
     longest, room = int(lengths.max(initial=1)), int(rooms.min())
-    return next(c for c in range(1, ranks + 1) if ranks % c == 0 and (c * room >= longest or c == ranks))
+    return next(
+        c for c in range(1, ranks + 1) if ranks % c == 0 and (c * room >= longest or c == ranks)
+    )
 
 
 def shard_documents(groups: Placement, size: int) -> Placement:
@@ -114,7 +116,9 @@ def shard_documents(groups: Placement, size: int) -> Placement:
     start, lengths = groups.start[order], (groups.end - groups.start)[order]
     until = np.cumsum(lengths)
     opens = np.diff(group, prepend=-1) != 0
-    until -= np.repeat((until - lengths)[opens], np.diff(np.append(np.flatnonzero(opens), len(group))))
+    until -= np.repeat(
+        (until - lengths)[opens], np.diff(np.append(np.flatnonzero(opens), len(group)))
+    )
     members = np.arange(size - 1, -1, -1)
     share = (until[:, None] + members) // size - ((until - lengths)[:, None] + members) // size
     heads = share // 2
@@ -135,8 +139,8 @@ def shard_documents(groups: Placement, size: int) -> Placement:
 def shard_sequence(groups: Placement, size: int) -> Placement:
     """The sequence of each group's tokens, zigzag over its ranks: see `shard_documents`."""
     order = np.argsort(groups.rank, kind="stable")
-    document, group = groups.document[order], groups.rank[order]
-    start, lengths = groups.start[order], (groups.end - groups.start)[order]
+    document, start = groups.document[order], groups.start[order]
+    lengths = (groups.end - groups.start)[order]
     tokens = groups.tokens_per_rank()
     members = np.arange(size)
     share = tokens[:, None] // size + (members < (tokens % size)[:, None])

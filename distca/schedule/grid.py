@@ -13,13 +13,13 @@ against `L * w_kv * (1 - 1/r)` for `s = 1`; with four query heads to a key-value
 is four times `w_kv`, grids begin to pay at 12 ranks, and at 64 they move half of the bytes.
 
 **Balance.** A group's queries `G` are two ranges that mirror each other, `[a, b)` and
-`[L - b, L - a)`. Its keys are shared out in mirrored ranges, too: `K = [c, d)` and `[L - d, L - c)`.
-Of the key `x` and its mirror `L - x` the query `p` and its mirror `L - p` see together exactly two
-pairs: `[x <= p] + [x <= L - p] + [L - x <= p] + [L - x <= L - p] = 2`, but for `x = p`. So the load
-of `G` over `K` is in proportion to `|K|`, wherever it lies, and shares that are in proportion to
-the members' tokens leave every member the load that it had. What lies above the diagonal is cut
-away: a rectangle that the diagonal crosses becomes a task that ends on the diagonal and a full
-rectangle below it.
+`[L - b, L - a)`. Its keys are shared out in mirrored ranges, too, `K = [c, d)` and
+`[L - d, L - c)`. Of the key `x` and its mirror `L - x` the query `p` and its mirror `L - p` see
+together exactly two pairs, `[x <= p] + [x <= L - p] + [L - x <= p] + [L - x <= L - p] = 2`, but
+for `x = p`. So the load of `G` over `K` is in proportion to `|K|`, wherever it lies, and shares
+that are in proportion to the members' tokens leave every member the load that it had. What lies
+above the diagonal is cut away: a rectangle that the diagonal crosses becomes a task that ends on
+the diagonal and a full rectangle below it.
 """
 
 from __future__ import annotations
@@ -77,9 +77,14 @@ def initial_tasks(
 
 
 def below_diagonal(
-    document: Int64s, q_start: Int64s, q_end: Int64s, kv_start: Int64s, kv_end: Int64s, server: Int64s
+    document: Int64s,
+    q_start: Int64s,
+    q_end: Int64s,
+    kv_start: Int64s,
+    kv_end: Int64s,
+    server: Int64s,
 ) -> Tasks:
-    """The causally visible part of rectangles, as tasks: what ends on the diagonal, then what is full.
+    """The causally visible part of rectangles, as tasks: those on the diagonal, then full ones.
 
     All arguments are int64 `[rectangles]`; rectangles that see nothing vanish.
     """
@@ -123,7 +128,7 @@ def _grid(
     shape: AttentionShape,
     block: int,
 ) -> Int64s | None:
-    """Rectangles `(document, q_start, q_end, kv_start, kv_end, server)`; None for another placement.
+    """Rectangles `(document, q_start, q_end, kv_start, kv_end, server)`; None if not mirrored.
 
     Args:
         document: its number.

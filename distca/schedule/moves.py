@@ -24,7 +24,7 @@ A task `[a, b) x [c, d)` leaves up to three: the rows before, and of the tile's 
 and after it. All are full rectangles or end on the diagonal.
 
 Prices are estimates (they assume that keys come from elsewhere, and that two tiles share nothing
-but what the recipient holds); loads are exact, as is what `distca.cost.volume` counts of the result.
+but what the recipient holds); loads are exact, as is what `distca.cost.volume` counts in the end.
 A move costs some hundred microseconds: it looks at `_TASKS` tasks of the giver and `_RECIPIENTS`
 recipients, whatever the number of servers.
 """
@@ -38,7 +38,7 @@ from typing import NamedTuple
 import numpy as np
 
 from distca.plan import Mask, Placement, Tasks
-from distca.plan.span import Floats, Int64s
+from distca.plan.span import Floats
 from distca.schedule.base import ScheduleConfig, task_loads
 
 _TASKS = 3
@@ -128,12 +128,10 @@ class _Mover:
         self._limit = self._target * (1 + config.tolerance)
         self._least = config.least_rows()
         self._traffic: list[float] = traffic.tolist()
-        self._busiest = max(*self._traffic, 1e-12)
+        self._busiest = max(self._traffic)
         self._buffered: list[float] = buffered.tolist()
         self._by_server = np.argsort(tasks.server, kind="stable")
-        self._server_edges = np.searchsorted(
-            tasks.server[self._by_server], np.arange(servers + 1)
-        )
+        self._server_edges = np.searchsorted(tasks.server[self._by_server], np.arange(servers + 1))
         # Tasks of the servers that gave or took, by server; the others are as they were.
         self._touched: dict[int, list[_Task]] = {}
         self._held: dict[int, dict[int, list[tuple[int, int]]]] = {}
@@ -235,7 +233,8 @@ class _Mover:
         rows, keys = task.q_end - task.q_start, task.kv_end - task.kv_start
         if min(rows, keys) < least or task.load <= 0 or free * task.pairs < task.load * least**2:
             return []
-        pairs = max(min(amount, free) * task.pairs / task.load, float(least**2))
+        most = free * task.pairs / task.load
+        pairs = max(min(amount * task.pairs / task.load, most), float(least**2))
         windowed = self._mask.window_left is not None
         has = [
             (max(start, task.kv_start), min(end, task.kv_end))
@@ -243,22 +242,26 @@ class _Mover:
         ]
         start, end = max(has, key=lambda span: span[1] - span[0], default=(0, 0))
         if (start, end) == (task.kv_start, task.kv_end):
-            choices = [(self._last_rows(task, pairs), True)]
+            choices: list[tuple[_Span | None, bool]] = [(self._last_rows(task, pairs), True)]
         else:
             choices = []
             if not windowed and end - start >= least:
                 choices.append((self._rectangle(task, pairs, start, end), True))
             height = max((pairs * self._kv_bytes / self._q_bytes) ** 0.5, least)
+            span = task.q_end - task.kv_start
+            if task.q_end == task.kv_end and height + pairs / height > span:
+                # The diagonal is in the way: the flattest tile below it, if one is large enough.
+                height = (span - max(span * span - 4 * pairs, 0.0) ** 0.5) / 2
             width = round(pairs / min(height, rows))
-            if windowed or width >= keys:
+            if windowed or width >= keys or 4 * pairs > span * span:
                 choices.append((self._last_rows(task, pairs), False))
             else:
                 until = task.kv_start + max(width, least)
                 choices.append((self._rectangle(task, pairs, task.kv_start, until), False))
         return [
-            self._priced(server, number, task, recipient, span, held_already, pairs)
-            for span, held_already in choices
-            if span is not None
+            self._priced(server, number, task, recipient, tile, held_already, pairs)
+            for tile, held_already in choices
+            if tile is not None and tile.pairs <= most
         ]
 
     def _priced(
@@ -275,7 +278,7 @@ class _Mover:
         kv_rows = 0 if held_already else span.kv_end - span.kv_start
         seconds = self._seconds(server, recipient, task.q_end - span.q_cut, kv_rows)
         busy = max(self._traffic[server], self._traffic[recipient]) + seconds
-        price = seconds * (1 + busy / self._busiest) / min(span.pairs, pairs)
+        price = seconds * (1 + busy / max(busy, self._busiest)) / min(span.pairs, pairs)
         bound = self._config.max_buffer_bytes
         if bound is not None:
             more = self._arena_bytes(task.q_end - span.q_cut, kv_rows)
@@ -292,7 +295,7 @@ class _Mover:
         """What the recipient of a tile stores to compute it."""
         return q_rows * self._config.shape.q_row_bytes + kv_rows * self._kv_bytes
 
-    def _last_rows(self, task: _Task, pairs: float) -> _Span | None:
+    def _last_rows(self, task: _Task, pairs: float) -> _Span:
         """A task's last rows and all the keys that they see."""
         width = task.kv_end - task.kv_start
         on_diagonal = task.q_end == task.kv_end
@@ -304,8 +307,6 @@ class _Mover:
             # The corner above the diagonal is missing.
             wanted = width - max(width * width - 2 * pairs, 0.0) ** 0.5
         q_cut = self._row_cut(task, task.q_end - wanted)
-        if q_cut is None:
-            return None
         rows = task.q_end - q_cut
         corner = rows * (rows - 1) / 2 if on_diagonal else 0.0
         first = max(task.kv_start, int(self._mask.first_key(q_cut)))
@@ -323,17 +324,17 @@ class _Mover:
             return None
         cut = task.q_end - pairs / (kv_end - kv_start)
         q_cut = self._row_cut(task, max(cut, kv_end) if on_diagonal else cut)
-        if q_cut is None or (on_diagonal and q_cut < kv_end - 1):
+        if on_diagonal and q_cut < kv_end - 1:
             return None
         return _Span(q_cut, kv_start, kv_end, (task.q_end - q_cut) * (kv_end - kv_start))
 
-    def _row_cut(self, task: _Task, wanted: float) -> int | None:
-        """Where to cut a task's rows, on a block; None where too few are left on the later side."""
+    def _row_cut(self, task: _Task, wanted: float) -> int:
+        """Where to cut a task's rows, on a block; neither side is cut too small."""
         block, least = self._config.block, self._least
-        cut = min(max(-(-int(wanted) // block) * block, task.q_start), task.q_end)
-        if cut - task.q_start < least:
-            cut = task.q_start
-        return cut if task.q_end - cut >= least else None
+        cut = -(-int(wanted) // block) * block
+        if task.q_end - cut < least:
+            cut = (task.q_end - least) // block * block
+        return cut if cut - task.q_start >= least else task.q_start
 
     def _move(self, server: int, tile: _Tile) -> None:
         """Hands a tile over, and keeps what is left of its task."""

@@ -210,8 +210,10 @@ class _Packer:
             table = _deal(self._lengths[filler[first:last]], ends, until)
             tables.append(np.column_stack([filler[first:last][table[:, 0]], table[:, 1:]]))
             got = np.diff(until, prepend=0)
-            got_load = np.diff(np.interp(until, np.concatenate([[0], ends]),
-                                         loads[first : last + 1]), prepend=loads[first])
+            got_load = np.diff(
+                np.interp(until, np.concatenate([[0], ends]), loads[first : last + 1]),
+                prepend=loads[first],
+            )
             room, need = room - got, need - got_load
         return np.concatenate(tables)
 
@@ -238,9 +240,7 @@ def _deal(lengths: Int64s, ends: Int64s, until: Int64s) -> Int64s:
     return np.column_stack([number, starts - offset, cuts - offset, rank])
 
 
-def _split_filler(
-    lengths: Int64s, loads: Floats, packing: Packing
-) -> tuple[Int64s, Int64s]:
+def _split_filler(lengths: Int64s, loads: Floats, packing: Packing) -> tuple[Int64s, Int64s]:
     """The numbers of the filler documents, and of the others."""
     tokens, load = float(packing.rooms.mean()), float(packing.targets.mean())
     small = lengths * _SHORT <= tokens
@@ -268,7 +268,7 @@ def _members(takes: Floats, length: int, ranks_per_node: int) -> Int64s:
     return order[: int(np.searchsorted(np.cumsum(takes[order]), length - 0.5)) + 1]
 
 
-def _water_fill(spare: Floats, room: Floats, density: float, length: int) -> Floats:
+def _water_fill(spare: Floats, room: Int64s, density: float, length: int) -> Floats:
     """Tokens for each rank, `length` in all, so that the least spare that is left is largest."""
     # The tokens taken fall with the level, linearly between these levels.
     levels = np.unique(np.concatenate([spare, spare - density * room]))

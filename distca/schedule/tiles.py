@@ -21,8 +21,8 @@ one within the tolerance rather than another, then the one whose busiest link is
 number of settings depends on the number of ranks alone, so that every rank chooses alike.
 
 **Bounds.** With `max_buffer_bytes` no server receives more for a layer's forward pass: where
-computing at home would, queries go to keys (`distca.schedule.arena`), and moves respect it. Where the bound forbids the tolerance the plan's
-notes say so.
+computing at home would, queries go to keys (`distca.schedule.arena`), and moves respect it. Where
+the bound forbids the tolerance the plan's notes say so; where no plan keeps to it there is none.
 
 **Complexity.** Sorting the documents, then near-constant work for each document longer than 1/32 of
 a rank's tokens or load (of which there are at most 32 to a rank), each slice and each move. It is
@@ -37,10 +37,10 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from distca.cost.volume import plan_bytes
-from distca.plan import Mask, Placement, Plan, Tasks, place_in_turn
+from distca.plan import Mask, Placement, Plan, place_in_turn
 from distca.plan.span import Int64s
 from distca.schedule.arena import fit_arenas
-from distca.schedule.base import ScheduleConfig, relative_loads, server_loads, task_loads
+from distca.schedule.base import ScheduleConfig, document_loads, relative_loads, server_loads
 from distca.schedule.grid import initial_tasks
 from distca.schedule.moves import balance
 from distca.schedule.packing import Packing, place_balanced
@@ -80,10 +80,7 @@ class TilesScheduler:
         """
         lengths = np.asarray(lengths, dtype=np.int64)
         config = self._config
-        zeros = np.zeros_like(lengths)
-        numbers = np.arange(len(lengths))
-        whole = Tasks(numbers, zeros, lengths, zeros, lengths, zeros)
-        loads = task_loads(whole, mask, config.cost_model)
+        loads = document_loads(lengths, mask, config.cost_model)
         speeds = config.speeds_of(len(rooms))
         packing = Packing(
             rooms=rooms,

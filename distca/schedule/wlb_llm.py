@@ -19,12 +19,12 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from distca.plan import Mask, Placement, Plan, Tasks
+from distca.plan import Mask, Placement, Plan
 from distca.plan.span import Int64s
 from distca.schedule.base import (
     ScheduleConfig,
+    document_loads,
     server_loads,
-    task_loads,
     tasks_at_home,
 )
 from distca.schedule.context_parallel import group_size, shard_documents, shard_sequence
@@ -48,9 +48,7 @@ class WlbLlm:
         """
         lengths = np.asarray(lengths, dtype=np.int64)
         size = group_size(self._config, lengths, rooms)
-        zeros, numbers = np.zeros_like(lengths), np.arange(len(lengths))
-        whole = Tasks(numbers, zeros, lengths, zeros, lengths, zeros)
-        loads = task_loads(whole, mask, self._config.cost_model)
+        loads = document_loads(lengths, mask, self._config.cost_model)
         groups = _pack(lengths, loads, len(rooms) // size)
         per_document, per_sequence = (
             shard(groups, size) for shard in (shard_documents, shard_sequence)

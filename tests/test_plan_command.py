@@ -1,0 +1,241 @@
+"""`distca plan`, links, and saved plans."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from plans import random_lengths, random_plan
+
+from distca import cli
+from distca.cost.link import Links
+from distca.cost.models import MODELS
+from distca.cost.profile import Profile
+from distca.cost.volume import AttentionShape, PlanBytes
+from distca.plan import Mask, load_plan, save_plan
+from distca.plan_command import cut_to_pieces
+from distca.schedule import SCHEDULERS
+
+SMALL = "--servers 4 --tokens-per-server 4096 --model llama-8b".split()
+
+
+def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    assert cli.main(["plan", *arguments]) == 0
+    return capsys.readouterr().out
+
+
+def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    with pytest.raises(SystemExit) as stopped:
+        cli.main(["plan", *arguments])
+    assert stopped.value.code == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    return captured.err
+
+
+@pytest.fixture
+def lengths_file(tmp_path: Path) -> str:
+    path = tmp_path / "lengths.json"
+    path.write_text(json.dumps([9000, 100, 1, *[400] * 15]))
+    return str(path)
+
+
+def test_json_has_the_metrics(capsys: pytest.CaptureFixture[str], lengths_file: str) -> None:
+    found = json.loads(run(capsys, "--lengths", lengths_file, *SMALL, "--json"))
+    assert found["scheduler"] == "tiles"
+    assert (found["documents"], found["tokens"]) == (18, 15101)
+    assert found["load_max_over_mean_before"] >= found["load_max_over_mean"] >= 1
+    assert found["bytes_total"] >= found["bytes_max_sent"] > 0
+    assert found["bytes_max_received"] > 0
+    assert found["tasks"] >= 18
+    assert 4 <= found["kernel_calls"] <= 8
+    assert found["plan_seconds"] > 0
+    assert found["exchange_seconds"] > 0
+
+
+def test_a_readable_table(capsys: pytest.CaptureFixture[str], lengths_file: str) -> None:
+    text = run(capsys, "--lengths", lengths_file, *SMALL, "--scheduler", "greedy")
+    assert text.startswith("plan by greedy for 4 servers")
+    assert "18 of 15,101 tokens" in text
+    assert "planned in" in text
+
+
+def test_all_schedulers_in_one_table(capsys: pytest.CaptureFixture[str], lengths_file: str) -> None:
+    text = run(capsys, "--lengths", lengths_file, *SMALL, "--compare")
+    assert [line.split()[0] for line in text.splitlines()[1:-1]] == list(SCHEDULERS)
+    rows = json.loads(run(capsys, "--lengths", lengths_file, *SMALL, "--compare", "--json"))
+    assert list(rows) == list(SCHEDULERS)
+    assert all("bytes_total" in row for row in rows.values())
+    # One that cannot be made says why, and the others are still there.
+    rows = json.loads(
+        run(
+            capsys,
+            *("--lengths", lengths_file, *SMALL, "--compare", "--json"),
+            *("--context-parallel-size", "3"),
+        )
+    )
+    assert "does not divide 4 ranks" in rows["ring-zigzag"]["error"]
+    assert "bytes_total" in rows["tiles"]
+
+
+def test_save_load_and_plot(
+    capsys: pytest.CaptureFixture[str], lengths_file: str, tmp_path: Path
+) -> None:
+    pytest.importorskip("matplotlib")
+    plan_file, picture = tmp_path / "new" / "plan.json", tmp_path / "plan.png"
+    made = run(
+        capsys,
+        *("--lengths", lengths_file, *SMALL, "--save", str(plan_file), "--plot", str(picture)),
+    )
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    saved = json.loads(plan_file.read_text())
+    assert saved["documents"][:3] == [9000, 100, 1]
+    assert [sum(end - start for _, start, end in rank) for rank in saved["placement"]] == [
+        3776,
+        3775,
+        3775,
+        3775,
+    ]
+    assert saved["configuration"]["servers"] == 4
+    assert saved["configuration"]["shape"]["heads"] == 32
+    covered = sum(
+        Mask().pairs(q_start, q_end, kv_start, kv_end)
+        for _, q_start, q_end, kv_start, kv_end, _ in saved["tasks"]
+    )
+    assert covered == sum(n * (n + 1) // 2 for n in saved["documents"])
+    loaded = run(capsys, "--load", str(plan_file))
+    assert loaded.splitlines() == made.splitlines()[:-1]
+    svg = tmp_path / "again.svg"
+    run(capsys, "--load", str(plan_file), "--plot", str(svg))
+    assert "<svg" in svg.read_text()
+    saved["tasks"].pop()
+    plan_file.write_text(json.dumps(saved))
+    assert "visible pairs are not all covered" in refused(capsys, "--load", str(plan_file))
+
+
+@pytest.mark.parametrize("window", [None, 40])
+def test_saved_plans_are_the_same_plans(tmp_path: Path, window: int | None) -> None:
+    rng = np.random.default_rng(5)
+    lengths = random_lengths(rng, 4 * 300)
+    plan = random_plan(rng, lengths, 4, 300, Mask(window))
+    save_plan(plan, tmp_path / "p.json", {"made": "for a test"})
+    again, configuration = load_plan(tmp_path / "p.json")
+    assert configuration["made"] == "for a test"
+    assert again.mask == plan.mask
+    assert again.block == plan.block
+    for rank in range(4):
+        ours, theirs = plan.placement.of_rank(rank), again.placement.of_rank(rank)
+        assert np.array_equal(ours.document, theirs.document)
+        assert np.array_equal(ours.start, theirs.start)
+    for name in ("document", "q_start", "q_end", "kv_start", "kv_end", "server"):
+        assert np.array_equal(getattr(plan.tasks, name), getattr(again.tasks, name))
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"format": 2}', '{"format": 1}'])
+def test_what_is_no_plan_is_refused(tmp_path: Path, text: str) -> None:
+    (tmp_path / "p.json").write_text(text)
+    with pytest.raises(ValueError, match="no usable plan"):
+        load_plan(tmp_path / "p.json")
+    with pytest.raises(ValueError, match="no usable plan"):
+        load_plan(tmp_path / "none.json")
+
+
+def test_distributions_and_pieces(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["--distribution", "pretrain", *SMALL, "--json"]
+    found = [json.loads(run(capsys, *arguments, "--seed", seed)) for seed in "001"]
+    assert found[0]["tokens"] == 16384
+    assert found[0]["bytes_total"] == found[1]["bytes_total"]
+    assert found[0]["documents"] != found[2]["documents"]
+    pieces = json.loads(run(capsys, *arguments, "--max-document-length", "1000"))
+    assert pieces["documents"] >= 17
+    assert cut_to_pieces(np.array([5, 10, 11]), 5).tolist() == [5, 5, 5, 5, 5, 1]
+
+
+def test_options_reach_the_plan(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    arguments = ["--distribution", "lognormal", *SMALL, "--json"]
+    base = json.loads(run(capsys, *arguments))
+    for options, key in (
+        (["--tensor-model-parallel-size", "8"], "bytes_total"),
+        (["--window-left", "100"], "load_mean"),
+        (["--placement", "sequential"], "bytes_total"),
+        (["--tolerance", "0.01"], "bytes_total"),
+        (["--server-speeds", "1,1,1,0.25"], "load_max_over_mean_before"),
+        (["--servers-per-node", "4"], "bytes_between_nodes"),
+        (["--network-gb-per-s", "10"], "link_seconds_max"),
+    ):
+        found = json.loads(run(capsys, *arguments, *options))
+        assert found[key] != base[key], options
+    seconds = ((1e-6, 2e-6), (3e-6, 9e-5))
+    profile = Profile((128, 4096), seconds, seconds, AttentionShape(32, 8, 128), {})
+    profile.save(tmp_path / "profile.json")
+    timed = json.loads(run(capsys, *arguments, "--profile", str(tmp_path / "profile.json")))
+    assert timed["load_unit"] == "seconds (predicted)"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("--distribution webtext --model llama-8b", "no distribution 'webtext'"),
+        ("--distribution fixed --model llama-9b", "no model 'llama-9b'"),
+        ("--distribution fixed --model llama-8b --scheduler best", "no scheduler 'best'"),
+        ("--distribution fixed", "either --model or --heads"),
+        ("--distribution fixed --model llama-8b --heads 3", "either --model or --heads"),
+        ("--distribution fixed --heads 3 --kv-heads 2", "no multiple"),
+        ("--distribution fixed --model llama-8b --tolerance 1.5", "tolerance 1.5"),
+        ("--distribution fixed --model llama-8b --servers 0", "give --servers"),
+        ("--distribution fixed --model llama-8b --server-speeds 1,x", "--server-speeds 1,x"),
+        ("--distribution fixed --model llama-8b --server-speeds 1,2", "2 server speeds"),
+        ("--distribution fixed --model llama-8b --profile none.json", "no usable profile"),
+        ("--distribution fixed --model llama-8b --max-document-length 0", "at least 1"),
+        ("--distribution fixed --model llama-8b --compare --save x", "--compare"),
+        (
+            "--distribution fixed --model llama-8b --max-buffer-bytes 1 --scheduler greedy",
+            "binds tiles alone",
+        ),
+        ("--distribution fixed --model llama-8b --tensor-model-parallel-size 3", "divide"),
+        ("--lengths none.json --model llama-8b", "does not exist"),
+    ],
+)
+def test_bad_input_is_refused(
+    capsys: pytest.CaptureFixture[str], arguments: str, message: str
+) -> None:
+    defaults = "--servers 4 --tokens-per-server 4096"
+    assert message in refused(capsys, *defaults.split(), *arguments.split())
+
+
+def test_too_many_tokens_are_refused(capsys: pytest.CaptureFixture[str], lengths_file: str) -> None:
+    few = "--servers 2 --tokens-per-server 4096 --model llama-8b".split()
+    assert "15,101 tokens" in refused(capsys, "--lengths", lengths_file, *few)
+
+
+def test_as_a_module_with_its_exit_status() -> None:
+    command = [sys.executable, "-m", "distca", "plan", "--distribution", "none", *SMALL]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert done.stderr.startswith("distca plan: no distribution 'none'")
+
+
+def test_links() -> None:
+    links = Links(ranks_per_node=2, node_gb_per_s=100, network_gb_per_s=10)
+    assert links.seconds_per_byte(0, 1) == pytest.approx(1e-11)
+    assert links.seconds_per_byte(1, 2) == pytest.approx(1e-10)
+    matrix = np.zeros((4, 4), dtype=np.int64)
+    matrix[0, 1], matrix[0, 2], matrix[3, 2] = 1000, 500, 300
+    moved = PlanBytes({"dispatch": matrix, "return": matrix.T.copy()})
+    assert links.between_nodes(moved) == 1000
+    # Rank 0 sends 500 bytes to the network, then receives as many; rank 3 sends inside its node.
+    assert links.busy_seconds(moved) == pytest.approx([1e-7, 2e-8, 1e-7, 6e-9])
+    zero, unknown = {"ranks_per_node": 0}, {"network_gb_per_s": float("nan")}
+    for wrong in (zero, {"node_gb_per_s": 0.0}, unknown):
+        with pytest.raises(ValueError, match=r"at least one rank|must be positive"):
+            Links(**wrong)  # type: ignore[arg-type]
+
+
+def test_the_models_of_the_paper() -> None:
+    assert MODELS["llama-34b"].attention_shape() == AttentionShape(64, 16, 128)
+    assert MODELS["llama-34b"].attention_shape().q_row_bytes == 16384
+    assert MODELS["llama-8b"].attention_shape(8) == AttentionShape(4, 1, 128)
