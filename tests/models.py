@@ -143,6 +143,26 @@ def train(flags: Sequence[str], lengths: Sequence[int], steps: int) -> StepsDone
     return done
 
 
+def starts_of_micro_batches(flags: Sequence[str], lengths: Sequence[int]) -> list[list[int]]:
+    """Where the documents of each micro-batch of the first step start in the stream; collective."""
+    from megatron.core import num_microbatches_calculator, parallel_state
+
+    from megatron_patches import data
+    from megatron_patches.lean import training
+
+    args = parse(flags)
+    training.initialize_megatron(args)
+    layout = data.window_layout(args)
+    make = data.batch_maker(args, layout, torch.device("cpu"))(memory_stream(lengths), 0)
+    step = layout.samples_per_micro_batch
+    found = [
+        make.documents(first).starts.tolist() for first in range(0, args.global_batch_size, step)
+    ]
+    parallel_state.destroy_model_parallel()
+    num_microbatches_calculator.unset_num_microbatches_calculator()
+    return found
+
+
 def train_all(runs: Sequence[Sequence[str]], lengths: Sequence[int], steps: int) -> list[StepsDone]:
     """Several runs, one after the other in the same processes."""
     return [train(flags, lengths, steps) for flags in runs]

@@ -8,9 +8,12 @@ from __future__ import annotations
 
 import itertools
 
+import numpy as np
 import pytest
 import torch
-from models import StepsDone, train, train_all, whole_gradients
+from models import StepsDone, starts_of_micro_batches, train, train_all, whole_gradients
+
+from distca.schedule import SCHEDULERS
 
 # Windows of 768 tokens and of 1024 (a multiple of each number of ranks times the block).
 DOCUMENTS = {
@@ -46,6 +49,7 @@ MODES = [
     for scheduler, backward in itertools.product(("tiles", "greedy"), ("resend", "keep"))
 ]
 _REFERENCES: dict[tuple[int, int, str, int], StepsDone] = {}
+_MORE_REFERENCES: dict[str, StepsDone] = {}
 
 
 def global_batch(flags: list[str], world_size: int) -> list[str]:
@@ -111,6 +115,51 @@ def test_it_mixes(ranks, extra: list[str]) -> None:
     for rank in found:
         assert rank.losses == pytest.approx(expected.losses, rel=1e-5)
         assert rank.grad_norms == pytest.approx(expected.grad_norms, rel=1e-4)
+
+
+@pytest.mark.parametrize("scheduler", SCHEDULERS)
+def test_every_scheduler_on_many_documents(ranks, scheduler: str) -> None:
+    """Losses, gradients and bytes with documents shared out over two micro-batches of a step."""
+    steps, world_size = 2, 4
+    lengths = many_documents(steps * 4 * 1024)
+    flags = ["--seq-length", "256", "--global-batch-size", "16", *GROUPS[2], "--distca"]
+    flags += ["--distca-scheduler", scheduler]
+    found = ranks.run(train, flags, lengths, steps, world_size=world_size)
+    plain = ["--seq-length", "1024", "--global-batch-size", "4", *GROUPS[2]]
+    plain += ["--attention-backend", "local"]
+    key = "many documents"
+    if key not in _MORE_REFERENCES:
+        _MORE_REFERENCES[key] = ranks.run(train, plain, lengths, steps, world_size=1)[0]
+    expected = _MORE_REFERENCES[key]
+    for rank in found:
+        assert rank.losses == pytest.approx(expected.losses, rel=1e-5)
+        assert rank.bytes_counted == rank.bytes_planned
+    for name, gradient in whole_gradients(found).items():
+        assert relative(gradient, expected.gradients[name][0]) < 1e-5, name
+
+
+def many_documents(tokens: int) -> list[int]:
+    """Short documents with a few long ones, none across a window's end."""
+    generator, lengths = np.random.default_rng(0), []
+    while sum(lengths) < tokens:
+        room = 1024 - sum(lengths) % 1024
+        drawn = int(generator.choice([7, 23, 40, 61, 500], p=[0.3, 0.3, 0.2, 0.15, 0.05]))
+        lengths.append(min(drawn, room))
+    return lengths
+
+
+def test_documents_really_move_between_micro_batches(ranks) -> None:
+    flags = ["--seq-length", "256", "--global-batch-size", "16", *GROUPS[2], "--distca"]
+    moved = ranks.run(starts_of_micro_batches, flags, many_documents(4096), world_size=4)[0]
+    windows = [{start // 1024 for start in starts} for starts in moved]
+    assert len(windows) == 4
+    assert any(len(window) > 1 for window in windows)
+    assert sorted(start for starts in moved for start in starts) == sorted(
+        itertools.accumulate(many_documents(4096)[:-1], initial=0)
+    )
+    flags += ["--distca-placement", "sequential"]
+    moved = ranks.run(starts_of_micro_batches, flags, many_documents(4096), world_size=4)[0]
+    assert [{start // 1024 for start in starts} for starts in moved] == [{0}, {1}, {2}, {3}]
 
 
 def test_several_windows_in_a_micro_batch(ranks) -> None:

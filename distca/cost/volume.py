@@ -12,7 +12,7 @@ from typing import Literal
 
 import numpy as np
 
-from distca.plan import Plan, needed_segments
+from distca.plan import Plan
 from distca.plan.span import Int64s
 
 FORWARD_PHASES = ("dispatch", "return")
@@ -103,8 +103,8 @@ def plan_bytes(
     """
     if backward not in ("resend", "keep"):
         raise ValueError(f'backward is "resend" or "keep", not {backward!r}')
-    q_rows = needed_segments(plan, "q").moved_rows(plan.world_size)
-    kv_rows = needed_segments(plan, "kv").moved_rows(plan.world_size)
+    q_rows = plan.q_segments.moved_rows(plan.world_size)
+    kv_rows = plan.kv_segments.moved_rows(plan.world_size)
     inputs = q_rows * shape.q_row_bytes + kv_rows * shape.kv_row_bytes
     # The gradient of the output, the final output and the final LSE.
     gradient = q_rows * (2 * shape.q_row_bytes + shape.lse_row_bytes)

@@ -4,7 +4,7 @@ from distca.plan.mask import Mask
 from distca.plan.placement import Placement, place_in_turn, place_sequentially
 from distca.plan.plan import BLOCK, Plan
 from distca.plan.saved import load_plan, save_plan
-from distca.plan.segments import Segments, needed_segments
+from distca.plan.segments import Segments
 from distca.plan.tasks import Tasks
 
 __all__ = [
@@ -15,7 +15,6 @@ __all__ = [
     "Segments",
     "Tasks",
     "load_plan",
-    "needed_segments",
     "place_in_turn",
     "place_sequentially",
     "save_plan",

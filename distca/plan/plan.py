@@ -9,6 +9,7 @@ import numpy as np
 
 from distca.plan.mask import Mask
 from distca.plan.placement import Placement
+from distca.plan.segments import Segments, find_segments
 from distca.plan.span import Bools, Int64s, cut_at
 from distca.plan.tasks import Tasks
 
@@ -49,6 +50,22 @@ class Plan:
         These "global positions" give every token of the plan one number.
         """
         return np.cumsum(self.lengths) - self.lengths
+
+    @cached_property
+    def q_segments(self) -> Segments:
+        """The query rows that each server needs for its tasks."""
+        return self._needed(self.tasks.q_start, self.tasks.q_end)
+
+    @cached_property
+    def kv_segments(self) -> Segments:
+        """The key-value rows that each server needs for its tasks."""
+        return self._needed(self.tasks.kv_start, self.tasks.kv_end)
+
+    def _needed(self, start: Int64s, end: Int64s) -> Segments:
+        offset = self.document_offsets[self.tasks.document]
+        return find_segments(
+            self.tasks.server, offset + start, offset + end, self.placement, self.document_offsets
+        )
 
     def loads(self) -> Int64s:
         """Visible pairs that each server computes, `[world_size]`."""

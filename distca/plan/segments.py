@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
 import numpy as np
 
-from distca.plan.plan import Plan
+from distca.plan.placement import Placement
 from distca.plan.span import Bools, Int64s, cut_at, union
 
 
@@ -48,14 +47,22 @@ class Segments:
         return moved
 
 
-def needed_segments(plan: Plan, which: Literal["q", "kv"]) -> Segments:
-    """The query rows, or the key-value rows, that each server needs for its tasks."""
-    tasks, at = plan.tasks, plan.placement
-    start, end = (tasks.q_start, tasks.q_end) if which == "q" else (tasks.kv_start, tasks.kv_end)
-    offset = plan.document_offsets[tasks.document]
-    server, start, end = union(tasks.server, offset + start, offset + end)
+def find_segments(
+    server: Int64s, start: Int64s, end: Int64s, placement: Placement, document_offsets: Int64s
+) -> Segments:
+    """Which rows servers need, and who owns them.
+
+    Args:
+        server: who needs the tokens `[start[i], end[i])`, in global positions; overlaps are joined.
+        start: int64 `[needs]`.
+        end: int64 `[needs]`.
+        placement: who owns which tokens; it covers all documents.
+        document_offsets: where each document starts, in global positions.
+    """
+    at = placement
+    server, start, end = union(server, start, end)
     # The pieces of the placement, in global positions, tile the line of all tokens.
-    piece_start = plan.document_offsets[at.document] + at.start
+    piece_start = document_offsets[at.document] + at.start
     order = np.argsort(piece_start)
     piece_start = piece_start[order]
     source, start, end = cut_at(start, end, piece_start)

@@ -19,7 +19,7 @@ from typing import Literal
 import numpy as np
 import torch
 
-from distca.plan import Mask, Plan, Segments, Tasks, needed_segments
+from distca.plan import Mask, Plan, Segments, Tasks
 from distca.plan.span import Int64s, cut_at, expand_ranges
 
 
@@ -144,8 +144,8 @@ def build_exchange(plan: Plan, rank: int) -> Exchange:
         rank: a rank of the plan's placement, which is a server, too.
     """
     world_size = plan.world_size
-    q_segments = needed_segments(plan, "q")
-    kv_segments = needed_segments(plan, "kv")
+    q_segments = plan.q_segments
+    kv_segments = plan.kv_segments
     q = _rows(plan, q_segments, rank)
     kv = _rows(plan, kv_segments, rank)
     q_served = _ServedRows(plan, q_segments, rank)

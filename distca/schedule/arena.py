@@ -13,7 +13,7 @@ from dataclasses import replace
 import numpy as np
 
 from distca.cost.volume import AttentionShape, plan_bytes
-from distca.plan import Plan, Segments, Tasks, needed_segments
+from distca.plan import Plan, Segments, Tasks
 from distca.schedule.grid import below_diagonal
 
 _ROUNDS = 8
@@ -51,7 +51,7 @@ def fit_arenas(plan: Plan, shape: AttentionShape, bound: int) -> Plan:
 
 def _one_round(plan: Plan, shape: AttentionShape, bound: int, received: np.ndarray) -> Plan | None:
     """Moves queries of the servers above the bound; None where nothing can move."""
-    kv = needed_segments(plan, "kv")
+    kv = plan.kv_segments
     room = bound - received
     given: list[tuple[int, int, int, int]] = []
     for server in np.argsort(room, kind="stable").tolist():

@@ -144,12 +144,13 @@ class _Packer:
         """Places mirrored slices of a document on the ranks that can take most of it."""
         density = max(excess / length, 1e-9)
         takes = np.minimum(self._room, np.maximum(self._spare, 0) / density)
-        members = _members(takes, length, self._packing.ranks_per_node)
         fewest = math.ceil(excess / self._whole_spare)
         most = max(_MOST_MEMBERS * fewest, 2)
-        if len(members) > most or takes[members].sum() < length:
+        order = _most_first(takes, most, self._packing.ranks_per_node)
+        enough = int(np.searchsorted(np.cumsum(takes[order]), length - 0.5)) + 1
+        members = order[: min(enough, most)]
+        if enough > min(most, len(order)):
             # The rest goes where it does least harm.
-            members = np.argsort(-takes, kind="stable")[:most]
             if self._room[members].sum() < length:
                 roomy = np.argsort(-self._room, kind="stable")
                 members = roomy[: 1 + np.searchsorted(np.cumsum(self._room[roomy]), length)]
@@ -158,6 +159,7 @@ class _Packer:
         rooms = self._room[members]
         wanted = np.minimum(np.ceil(takes[members]).astype(np.int64), rooms)
         wanted = np.diff(np.minimum(np.cumsum(wanted), length), prepend=0)
+        assert int(wanted.sum()) == length, f"document {document} fits no ranks"
         heads, tails = _slice_edges(wanted, rooms, self._packing.block)
         tokens = _slice_tokens(heads, tails, length).tolist()
         head, tail_end = 0, length
@@ -189,55 +191,73 @@ class _Packer:
         filler = self._filler[np.lexsort((self._filler, -self._lengths[self._filler]))]
         tokens = np.concatenate([[0], np.cumsum(self._lengths[filler])])
         loads = np.concatenate([[0.0], np.cumsum(self._loads[filler])])
-        edges = np.searchsorted(tokens, np.linspace(0, tokens[-1], _STRATA + 1))
-        edges = np.unique(np.minimum(edges, len(filler)))
+        strata = np.searchsorted(tokens, np.linspace(0, tokens[-1], _STRATA + 1))
+        strata = np.unique(np.minimum(strata, len(filler)))
         tables = [np.empty((0, 4), dtype=np.int64)]
-        for first, last in zip(edges[:-1].tolist(), edges[1:].tolist(), strict=True):
-            count = int(tokens[last] - tokens[first])
-            ends = tokens[first + 1 : last + 1] - tokens[first]
+        for first, last in zip(strata[:-1].tolist(), strata[1:].tolist(), strict=True):
+            documents = filler[first:last]
+            edges = tokens[first : last + 1] - tokens[first]
             if last == len(filler):
-                until = np.cumsum(room)
-            else:
-                here = (loads[last] - loads[first]) / count
-                rest = (loads[-1] - loads[last]) / float(tokens[-1] - tokens[last])
-                share = np.clip((need - rest * room) / max(here - rest, 1e-9), 0, room)
-                share = share if share.sum() > 0 else room.astype(np.float64)
-                wanted = np.cumsum(share) * (count / share.sum())
-                nearest = np.searchsorted(ends - self._lengths[filler[first:last]] / 2, wanted)
-                until = np.concatenate([[0], ends])[nearest]
-                until[-1] = count
-                until = _within_rooms(until, room, ends)
-            table = _deal(self._lengths[filler[first:last]], ends, until)
-            tables.append(np.column_stack([filler[first:last][table[:, 0]], table[:, 1:]]))
-            got = np.diff(until, prepend=0)
-            got_load = np.diff(
-                np.interp(until, np.concatenate([[0], ends]), loads[first : last + 1]),
-                prepend=loads[first],
-            )
-            room, need = room - got, need - got_load
+                # The smallest rooms get the shortest documents, of which the cuts cost least.
+                ranks = np.argsort(-room, kind="stable")
+                tables.append(_deal(documents, edges, np.cumsum(room[ranks]), ranks))
+                break
+            rest = (loads[-1] - loads[last]) / float(tokens[-1] - tokens[last])
+            until = _share_stratum(edges, loads[first : last + 1], rest, room, need)
+            tables.append(_deal(documents, edges, until, np.arange(len(room))))
+            reached = np.interp(until, edges, loads[first : last + 1])
+            room = room - np.diff(until, prepend=0)
+            need = need - np.diff(reached, prepend=loads[first])
         return np.concatenate(tables)
 
 
-def _within_rooms(until: Int64s, room: Int64s, ends: Int64s) -> Int64s:
-    """Moves the edges between ranks so that none gets more than its room; exact in tokens."""
+def _share_stratum(edges: Int64s, loads: Floats, rest: float, room: Int64s, need: Floats) -> Int64s:
+    """Up to which token of a stratum each rank takes, one rank after the other, `[ranks]`.
+
+    Args:
+        edges: tokens before each document of the stratum, and all of them, `[documents + 1]`.
+        loads: the same of loads, from wherever they are counted.
+        rest: the load a token of the strata after this one.
+        room: tokens that each rank has room for.
+        need: the load that they should bring.
+    """
+    count, lengths = int(edges[-1]), np.diff(edges)
+    here = float(loads[-1] - loads[0]) / count
+    # A rank may get a document more than its share.
+    most = np.maximum(room - int(lengths[0]), 0)
+    share = np.clip((need - rest * room) / max(here - rest, 1e-9), 0, most)
+    share = share if share.sum() > 0 else room.astype(np.float64)
+    wanted = np.cumsum(share) * (count / share.sum())
+    until = edges[np.searchsorted(edges[1:] - lengths / 2, wanted)]
+    until[-1] = count
+    return _within_rooms(until, room)
+
+
+def _within_rooms(until: Int64s, room: Int64s) -> Int64s:
+    """Moves the edges between ranks so that none gets more than its room."""
     got = np.diff(until, prepend=0)
-    if (got <= room).all():
+    over = int(np.maximum(got - room, 0).sum())
+    if over == 0:
         return until
-    over = np.maximum(got - room, 0)
     got = np.minimum(got, room)
-    free = room - got
-    given = np.minimum(np.cumsum(free), over.sum())
+    given = np.minimum(np.cumsum(room - got), over)
     return np.cumsum(got + np.diff(given, prepend=0))
 
 
-def _deal(lengths: Int64s, ends: Int64s, until: Int64s) -> Int64s:
-    """Rows `(number, start, end, rank)`: documents in turn, rank `i` takes tokens to `until[i]`."""
-    cuts = np.union1d(ends, until[until > 0])
+def _deal(documents: Int64s, edges: Int64s, until: Int64s, ranks: Int64s) -> Int64s:
+    """Placed pieces `(document, start, end, rank)`: `ranks[i]` takes tokens to `until[i]`.
+
+    Args:
+        documents: one after the other, `[documents]`.
+        edges: tokens before each, and all of them, `[documents + 1]`.
+        until: rising, `[ranks]`.
+        ranks: `[ranks]`.
+    """
+    cuts = np.union1d(edges[1:], until[until > 0])
     starts = np.concatenate([np.zeros(1, dtype=np.int64), cuts[:-1]])
-    number = np.searchsorted(ends, starts, side="right")
-    offset = (ends - lengths)[number]
-    rank = np.searchsorted(until, starts, side="right")
-    return np.column_stack([number, starts - offset, cuts - offset, rank])
+    number = np.searchsorted(edges[1:], starts, side="right")
+    rank = ranks[np.searchsorted(until, starts, side="right")]
+    return np.column_stack([documents[number], starts - edges[number], cuts - edges[number], rank])
 
 
 def _split_filler(lengths: Int64s, loads: Floats, packing: Packing) -> tuple[Int64s, Int64s]:
@@ -256,16 +276,18 @@ def _base_density(lengths: Int64s, loads: Floats, share: float) -> float:
     return float(loads[low].sum()) / float(lengths[low].sum())
 
 
-def _members(takes: Floats, length: int, ranks_per_node: int) -> Int64s:
-    """As few ranks as take `length` tokens together, node by node, those that take most first."""
+def _most_first(takes: Floats, count: int, ranks_per_node: int) -> Int64s:
+    """Ranks in the order of what they can take, node by node: the one whose best `count` ranks take
+    most comes first."""
+    order = np.argsort(-takes, kind="stable")
     if ranks_per_node == 1:
-        order = np.argsort(-takes, kind="stable")
-    else:
-        nodes = np.arange(len(takes)) // ranks_per_node
-        of_node = np.bincount(nodes, weights=takes)
-        order = np.lexsort((np.arange(len(takes)), -takes, nodes, -of_node[nodes]))
-    order = order[takes[order] > 0]
-    return order[: int(np.searchsorted(np.cumsum(takes[order]), length - 0.5)) + 1]
+        return order
+    node = order // ranks_per_node
+    by_node = np.argsort(node, kind="stable")
+    within = np.empty(len(order), dtype=np.int64)
+    within[by_node] = np.arange(len(order)) - np.searchsorted(node[by_node], node[by_node])
+    best = np.bincount(node, weights=np.where(within < count, takes[order], 0.0))
+    return order[np.lexsort((within, node, -best[node]))]
 
 
 def _water_fill(spare: Floats, room: Int64s, density: float, length: int) -> Floats:

@@ -45,16 +45,18 @@ from distca.schedule.grid import initial_tasks
 from distca.schedule.moves import balance
 from distca.schedule.packing import Packing, place_balanced
 
-_SETTINGS = ((0.4, 0.9), (0.4, 0.3), (0.25, 0.9), (0.4, 0.6))
+_SETTINGS = ((0.4, 0.3), (0.4, 0.9), (0.25, 0.9), (0.4, 0.6))
 """Pairs of the share of tokens that is base load, and the slack as a part of the tolerance; the
-first moves the fewest bytes in all most often."""
+first is the best one most often."""
+_FEW_RANKS = 32
+"""Up to so many ranks all settings are tried, otherwise the first."""
 _ROUNDING = 1e-9
 """Sums of loads are rounded."""
 
 
 def _settings(ranks: int) -> tuple[tuple[float, float], ...]:
-    """All settings while planning is quick, fewer for more ranks."""
-    return _SETTINGS[: 4 if ranks <= 32 else 2 if ranks < 128 else 1]
+    """All settings while planning is quick."""
+    return _SETTINGS if ranks <= _FEW_RANKS else _SETTINGS[:1]
 
 
 @dataclass(frozen=True)
@@ -169,7 +171,8 @@ class TilesScheduler:
             allowed,
             key=lambda c: (max(c.imbalance, limit), c.busiest_seconds, c.total_bytes),
         )
-        return replace(best.plan, notes=self._notes(best))
+        notes = self._notes(best)
+        return replace(best.plan, notes=notes) if notes else best.plan
 
     def _notes(self, chosen: _Candidate) -> tuple[str, ...]:
         config = self._config
