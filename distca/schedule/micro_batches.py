@@ -24,8 +24,8 @@ from distca.plan.span import Floats, Int64s
 
 _POOL = 48
 """Short documents that are kept back for each micro-batch, to fit its tokens exactly."""
-_FEW = (20, 8)
-"""So many documents' worth of room is left to be filled exactly: the second if the first fails."""
+_FEW = (20, 8, 3)
+"""So many documents' worth of room is left to be filled exactly: fewer if that fails."""
 _EXACT = 96
 """The subset that fits exactly is looked for among so many documents."""
 _LEAST_GAIN = 0.01
@@ -66,7 +66,8 @@ def _balanced(lengths: Int64s, loads: Floats, count: int, room: int, few: int) -
     is_pool[np.flatnonzero(is_pool)[: -_POOL * count]] = False
     heavy, pool = order[~is_pool], order[is_pool].tolist()
     # Less could not be filled exactly.
-    reserve = few * int(lengths[pool].mean()) if pool else 0
+    mean = float(lengths[pool].mean()) if pool else 0.0
+    reserve = min(few, len(pool) / (2 * count)) * mean
     rooms, filled = [room] * count, [0.0] * count
     chosen = np.full(len(lengths), -1, dtype=np.int64)
     for document in heavy.tolist():
