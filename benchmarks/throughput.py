@@ -1,13 +1,18 @@
 """Tokens per second of plain packed Megatron and of `--distca`, on real processes.
 
     python benchmarks/throughput.py
+    python benchmarks/throughput.py --schedulers greedy tiles --mixes pretrain prolong
 
-Each process is pinned to a core of its own. Windows of long-tailed documents, none longer than a
-rank's tokens, are trained on by both in turn, in the same processes and with the same weights, so
-that a machine whose speed drifts slows both. Printed beside the ratio is the *ideal* ratio: what
-perfect balance of the visible pairs would give if moving bytes and planning cost nothing. The time
-of a step is taken to be `rest + c * pairs of the busiest rank`; `c` and `rest` follow from the
-step itself and from one whose documents are all one block long, with hardly a pair.
+Each process is pinned to a core of its own. Windows of documents, none longer than a rank's tokens,
+are trained on by plain Megatron and by each scheduler in turn, in the same processes and with the
+same weights, so that a machine whose speed drifts slows all. Printed beside the ratio is the
+*ideal* ratio: what perfect balance of the visible pairs would give if moving bytes and planning
+cost nothing. The time of a step is taken to be `rest + c * pairs of the busiest rank`; `c` and
+`rest` follow from the step itself and from one whose documents are all one block long, with hardly
+a pair. Measured times can beat it: kernels run faster on longer tasks.
+
+The mixes are the distributions of `data/lengths.py`, scaled so that 65,536 of their tokens are a
+rank's, and "long-tail": lognormal around a 16th of a rank's tokens with sigma 2.
 """
 
 from __future__ import annotations
@@ -26,8 +31,10 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from data.lengths import DISTRIBUTIONS, draw
 from distca.plan import BLOCK, Mask
 from distca.plan.plan import max_over_mean
+from distca.schedule import SCHEDULERS
 
 
 @dataclass(frozen=True)
@@ -39,9 +46,10 @@ class Setting:
         seq_length: tokens of a rank in a window.
         layers: transformer layers.
         hidden_size: width; a head has 32 elements, four heads share a key-value head.
-        windows: different windows, each a training step.
+        windows: different windows of each mix, each a training step.
         rounds: how often all windows are measured.
-        scheduler: `--distca-scheduler`.
+        schedulers: of `--distca-scheduler`.
+        mixes: of document lengths: see the module.
         seed: of the document lengths.
     """
 
@@ -51,24 +59,37 @@ class Setting:
     hidden_size: int
     windows: int
     rounds: int
-    scheduler: str
+    schedulers: tuple[str, ...]
+    mixes: tuple[str, ...]
     seed: int
 
 
-def long_tailed_lengths(setting: Setting) -> list[int]:
-    """Lognormal lengths; a document that reaches beyond a rank's tokens is cut there."""
-    generator = np.random.default_rng(setting.seed)
+LONG_TAIL = "long-tail"
+_SCALE = 65_536
+
+
+def document_lengths(setting: Setting, mix: str) -> list[int]:
+    """Documents that fill all windows; one that reaches beyond a rank's tokens is cut there."""
+    ranks = setting.windows * setting.processes
+    if mix == LONG_TAIL:
+        generator = np.random.default_rng(setting.seed)
+        count = ranks * setting.seq_length
+        drawn = np.exp(generator.normal(np.log(setting.seq_length / 16), 2.0, size=count))
+    else:
+        total = ranks * _SCALE
+        drawn = draw(DISTRIBUTIONS[mix], total, setting.seed) * setting.seq_length / _SCALE
+    drawn_lengths = iter(np.maximum(drawn, 1).astype(np.int64).tolist())
     lengths = []
-    for _ in range(setting.windows * setting.processes):
+    for _ in range(ranks):
         left = setting.seq_length
         while left:
-            drawn = int(np.exp(generator.normal(np.log(setting.seq_length / 16), 2.0)))
-            lengths.append(min(max(drawn, 1), left))
+            lengths.append(min(next(drawn_lengths, left), left))
             left -= lengths[-1]
     return lengths
 
 
-def flags(setting: Setting, with_distca: bool) -> list[str]:
+def flags(setting: Setting, scheduler: str | None) -> list[str]:
+    """The run's flags; without a scheduler plain Megatron's."""
     heads = setting.hidden_size // 32
     text = f"""
         --num-layers {setting.layers} --hidden-size {setting.hidden_size}
@@ -79,8 +100,7 @@ def flags(setting: Setting, with_distca: bool) -> list[str]:
         --global-batch-size {setting.processes} --train-iters 1000 --lr 1e-4
         --tokenizer-type NullTokenizer --vocab-size 511 --data-path none --eval-iters 0
     """
-    distca = ["--distca", "--distca-scheduler", setting.scheduler] if with_distca else []
-    return [*text.split(), *distca]
+    return [*text.split(), *(["--distca", "--distca-scheduler", scheduler] if scheduler else [])]
 
 
 @dataclass(frozen=True)
@@ -96,14 +116,14 @@ class LengthsOnly:
 class Measured:
     """One way to train, whose steps can be timed one by one."""
 
-    def __init__(self, setting: Setting, with_distca: bool, model: Any = None) -> None:
+    def __init__(self, setting: Setting, scheduler: str | None) -> None:
         from megatron_patches.arguments import add_distca_arguments
         from megatron_patches.data import batch_maker, window_layout
         from megatron_patches.gpt_job import GPT_JOB
         from megatron_patches.lean.arguments import parse_args
         from megatron_patches.lean.training import build_model_and_optimizer
 
-        self.args = parse_args(add_distca_arguments, flags(setting, with_distca), setting.processes)
+        self.args = parse_args(add_distca_arguments, flags(setting, scheduler), setting.processes)
         self._job = GPT_JOB
         self._make = batch_maker(self.args, window_layout(self.args), torch.device("cpu"))
         self._model, self._optimizer = build_model_and_optimizer(GPT_JOB, self.args)
@@ -154,69 +174,68 @@ def measure(rank: int, setting: Setting, store: str, output: str) -> None:
     from megatron_patches.lean.arguments import parse_args
     from megatron_patches.lean.training import initialize_megatron
 
-    initialize_megatron(parse_args(add_distca_arguments, flags(setting, False), setting.processes))
-    plain, distca = Measured(setting, False), Measured(setting, True)
-    lengths = long_tailed_lengths(setting)
+    initialize_megatron(parse_args(add_distca_arguments, flags(setting, None), setting.processes))
+    ways = {PLAIN: Measured(setting, None)}
+    ways |= {name: Measured(setting, name) for name in setting.schedulers}
     tokens = setting.windows * setting.processes * setting.seq_length
     short_documents = [BLOCK] * (tokens // BLOCK)
-    for way in (plain, distca):
-        way.seconds(lengths, 0)
-    times: dict[str, list[list[float]]] = {"plain": [], "distca": [], "short": []}
-    for window in range(setting.windows):
-        rows: dict[str, list[float]] = {name: [] for name in times}
-        for _ in range(setting.rounds):
-            rows["plain"].append(plain.seconds(lengths, window))
-            rows["distca"].append(distca.seconds(lengths, window))
-            rows["short"].append(plain.seconds(short_documents, window))
-        for name in times:
-            times[name].append(rows[name])
+    for way in ways.values():
+        way.seconds(short_documents, 0)
+    times: dict[str, dict[str, list[list[float]]]] = {}
+    for mix in setting.mixes:
+        lengths = document_lengths(setting, mix)
+        times[mix] = {name: [] for name in (*ways, SHORT)}
+        for window in range(setting.windows):
+            rows: dict[str, list[float]] = {name: [] for name in times[mix]}
+            for _ in range(setting.rounds):
+                for name, way in ways.items():
+                    rows[name].append(way.seconds(lengths, window))
+                rows[SHORT].append(ways[PLAIN].seconds(short_documents, window))
+            for name, row in rows.items():
+                times[mix][name].append(row)
     if rank == 0:
         Path(output).write_text(json.dumps(times))
     dist.barrier()
     dist.destroy_process_group()
 
 
-def pairs_of_ranks(setting: Setting) -> np.ndarray:
+PLAIN, SHORT = "plain", "documents of one block"
+
+
+def pairs_of_ranks(setting: Setting, mix: str) -> np.ndarray:
     """Visible pairs of each rank's documents, `[windows, ranks]`."""
     loads = np.zeros(setting.windows * setting.processes, dtype=np.int64)
     at = 0
-    for length in long_tailed_lengths(setting):
+    for length in document_lengths(setting, mix):
         loads[at // setting.seq_length] += Mask().pairs(0, length, 0, length)
         at += length
     return loads.reshape(setting.windows, setting.processes)
 
 
-def summarize(setting: Setting, times: dict[str, list[list[float]]]) -> dict[str, Any]:
-    """Medians, ratios and the ideal."""
+def summarize(setting: Setting, mix: str, times: dict[str, list[list[float]]]) -> dict[str, Any]:
+    """Medians, ratios and the ideal of one mix."""
     median = {name: [statistics.median(row) for row in rows] for name, rows in times.items()}
-    short = statistics.median(median["short"])
-    pairs = pairs_of_ranks(setting)
+    short = statistics.median(median[SHORT])
+    pairs = pairs_of_ranks(setting, mix)
     short_pairs = setting.seq_length // BLOCK * Mask().pairs(0, BLOCK, 0, BLOCK)
     ideal_seconds = []
-    for plain, loads in zip(median["plain"], pairs, strict=True):
-        seconds_per_pair = max(plain - short, 0.0) / (loads.max() - short_pairs)
+    for plain, loads in zip(median[PLAIN], pairs, strict=True):
+        seconds_per_pair = max(plain - short, 0.0) / max(loads.max() - short_pairs, 1)
         ideal_seconds.append(plain - seconds_per_pair * (loads.max() - loads.mean()))
     tokens = setting.processes * setting.seq_length * setting.windows
-    ratio = sum(median["plain"]) / sum(median["distca"])
-    ideal = sum(median["plain"]) / sum(ideal_seconds)
+    ideal = sum(median[PLAIN]) / sum(ideal_seconds)
     return {
-        "setting": asdict(setting),
-        "windows": [
-            {"most_over_mean_pairs": m, "plain_s": p, "distca_s": d, "ratio": p / d, "ideal": p / i}
-            for m, p, d, i in zip(
-                map(max_over_mean, pairs),
-                median["plain"],
-                median["distca"],
-                ideal_seconds,
-                strict=True,
-            )
-        ],
-        "short_documents_s": short,
-        "plain_tokens_per_second": tokens / sum(median["plain"]),
-        "distca_tokens_per_second": tokens / sum(median["distca"]),
-        "ratio": ratio,
+        "max_over_mean_pairs": [max_over_mean(loads) for loads in pairs],
+        "seconds": median,
         "ideal_ratio": ideal,
-        "ratio_over_ideal": ratio / ideal,
+        "ways": {
+            name: {
+                "tokens_per_second": tokens / sum(median[name]),
+                "ratio": sum(median[PLAIN]) / sum(median[name]),
+                "of_ideal": sum(median[PLAIN]) / sum(median[name]) / ideal,
+            }
+            for name in (PLAIN, *setting.schedulers)
+        },
     }
 
 
@@ -228,11 +247,15 @@ def main() -> None:
     parser.add_argument("--hidden-size", type=int, default=256)
     parser.add_argument("--windows", type=int, default=4)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--scheduler", default="greedy")
+    parser.add_argument("--schedulers", nargs="+", default=["tiles"], choices=list(SCHEDULERS))
+    parser.add_argument(
+        "--mixes", nargs="+", default=[LONG_TAIL], choices=[LONG_TAIL, *DISTRIBUTIONS]
+    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures to a file")
     args = vars(parser.parse_args())
     output = args.pop("json")
+    args |= {name: tuple(args[name]) for name in ("schedulers", "mixes")}
     setting = Setting(**args)
     with tempfile.TemporaryDirectory() as folder:
         found = Path(folder) / "times.json"
@@ -241,22 +264,21 @@ def main() -> None:
             args=(setting, str(Path(folder) / "store"), str(found)),
             nprocs=setting.processes,
         )
-        summary = summarize(setting, json.loads(found.read_text()))
-    print(f"{'window':>6} {'pairs max/mean':>14} {'plain s':>8} {'distca s':>8} {'ratio':>6} ideal")
-    for number, row in enumerate(summary["windows"]):
-        print(
-            f"{number:6} {row['most_over_mean_pairs']:14.2f} {row['plain_s']:8.3f} "
-            f"{row['distca_s']:8.3f} {row['ratio']:6.2f} {row['ideal']:5.2f}"
-        )
-    print(f"documents of one block: {summary['short_documents_s']:.3f} s a step")
-    print(f"plain packed Megatron:  {summary['plain_tokens_per_second']:.0f} tokens/s")
-    print(f"with --distca:          {summary['distca_tokens_per_second']:.0f} tokens/s")
-    print(
-        f"ratio {summary['ratio']:.3f}, ideal {summary['ideal_ratio']:.3f}: "
-        f"{summary['ratio_over_ideal']:.1%} of the ideal"
-    )
+        times = json.loads(found.read_text())
+    summaries = {mix: summarize(setting, mix, rows) for mix, rows in times.items()}
+    print("| mix | pairs max/mean | scheduler | tokens/s | ratio | ideal | of ideal |")
+    print("| --- | --- | --- | --- | --- | --- | --- |")
+    for mix, summary in summaries.items():
+        spread = summary["max_over_mean_pairs"]
+        for name, way in summary["ways"].items():
+            print(
+                f"| {mix} | {min(spread):.2f} to {max(spread):.2f} | {name} | "
+                f"{way['tokens_per_second']:.0f} | {way['ratio']:.3f} | "
+                f"{summary['ideal_ratio']:.3f} | {way['of_ideal']:.1%} |"
+            )
     if output is not None:
-        output.write_text(json.dumps(summary, indent=1) + "\n")
+        report = {"setting": asdict(setting), "mixes": summaries}
+        output.write_text(json.dumps(report, indent=1) + "\n")
 
 
 if __name__ == "__main__":
