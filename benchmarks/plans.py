@@ -22,7 +22,6 @@ import io
 import json
 import platform
 import pstats
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
@@ -34,6 +33,7 @@ from tqdm import tqdm
 
 from data.lengths import DISTRIBUTIONS, Capped, Uniform, draw, read_lengths
 from distca.cost.models import MODELS
+from distca.cost.profile import cpu_name
 from distca.cost.volume import AttentionShape
 from distca.plan import Mask, place_in_turn
 from distca.plan.span import Int64s
@@ -335,10 +335,11 @@ def main() -> None:
     slowest = max(sets, key=lambda name: len(sets[name](512 * TOKENS_PER_SERVER, 131_072, 0)))
     report = "\n".join(
         [
-            f"# Plans of all schedulers ({platform.processor() or platform.machine()}, Python "
-            f"{platform.python_version()}, numpy {np.__version__})",
+            "# Plans of all schedulers",
             "",
-            f"`python {' '.join(sys.argv)}`",
+            f"`python benchmarks/plans.py {'--published DIR ' if args.published else ''}--output "
+            f"DIR`, on one core of: {cpu_name()}; Python {platform.python_version()}, numpy "
+            f"{np.__version__}.",
             "",
             f"{args.models[0]}, bf16, tolerance 0.1, {TOKENS_PER_SERVER:,} tokens a server; bytes "
             "of one layer, forward, before tensor-parallel division. The other models are in "

@@ -245,7 +245,7 @@ def _provenance(device: str) -> dict[str, str]:
     hardware = (
         torch.cuda.get_device_name()
         if device == "cuda"
-        else f"{_cpu_name()}, {torch.get_num_threads()} thread(s)"
+        else f"{cpu_name()}, {torch.get_num_threads()} thread(s)"
     )
     return {
         "hardware": hardware,
@@ -256,7 +256,8 @@ def _provenance(device: str) -> dict[str, str]:
     }
 
 
-def _cpu_name() -> str:
+def cpu_name() -> str:
+    """What this machine calls its processor."""
     info = Path("/proc/cpuinfo")
     if info.is_file():
         for line in info.read_text().splitlines():

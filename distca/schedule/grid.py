@@ -12,14 +12,12 @@ and a value row, a member receives of a document of `L` tokens
 against `L * w_kv * (1 - 1/r)` for `s = 1`; with four query heads to a key-value head, where `w_q`
 is four times `w_kv`, grids begin to pay at 12 ranks, and at 64 they move half of the bytes.
 
-**Balance.** A group's queries `G` are two ranges that mirror each other, `[a, b)` and
-`[L - b, L - a)`. Its keys are shared out in mirrored ranges, too, `K = [c, d)` and
-`[L - d, L - c)`. Of the key `x` and its mirror `L - x` the query `p` and its mirror `L - p` see
-together exactly two pairs, `[x <= p] + [x <= L - p] + [L - x <= p] + [L - x <= L - p] = 2`, but
-for `x = p`. So the load of `G` over `K` is in proportion to `|K|`, wherever it lies, and shares
-that are in proportion to the members' tokens leave every member the load that it had. What lies
-above the diagonal is cut away: a rectangle that the diagonal crosses becomes a task that ends on
-the diagonal and a full rectangle below it.
+**Balance.** A group's queries are two ranges, its members' heads and their tails. Its keys are
+shared out in consecutive ranges, cut on blocks where the pairs that the group's queries see below
+the cut reach the members' shares: every member keeps the load that it had. The first member, who
+gets the first keys, has them all at hand for its own head, and no head needs the last keys: so
+fewer queries travel than the formula says. What lies above the diagonal is cut away: a rectangle
+that the diagonal crosses becomes a task that ends on the diagonal and a full rectangle below it.
 """
 
 from __future__ import annotations
@@ -28,7 +26,7 @@ import numpy as np
 
 from distca.cost.volume import AttentionShape
 from distca.plan import Mask, Placement, Tasks
-from distca.plan.span import Int64s
+from distca.plan.span import Floats, Int64s
 from distca.schedule.base import tasks_at_home
 
 _LEAST_GAIN = 0.95
@@ -151,18 +149,10 @@ def _grid(
     group_size = members_of_group(heads, shape)
     if group_size == 1:
         return None
-    whole_blocks = length // block * block
     groups = max(1, round(heads / group_size))
     edges = np.linspace(0, heads, groups + 1).round().astype(np.int64)
     rows = []
     for low, high in zip(edges[:-1].tolist(), edges[1:].tolist(), strict=True):
-        until = np.cumsum(tokens[low:high]) / tokens[low:high].sum()
-        cuts = np.round(until * whole_blocks / 2 / block).astype(np.int64) * block
-        key_heads = np.concatenate([[0], cuts])
-        key_heads[-1] = whole_blocks // 2 // block * block
-        key_heads = np.minimum(key_heads, key_heads[-1])
-        key_tails = whole_blocks - key_heads
-        key_tails[0], key_tails[-1] = length, key_heads[-1]
         queries = [(int(start[low]), int(end[high - 1]))]
         tail_first, tail_last = len(rank) - high, len(rank) - 1 - low
         if tail_first >= heads:
@@ -170,17 +160,33 @@ def _grid(
         elif tail_last >= heads:
             # The innermost slice is one piece: head and tail touch.
             queries = [(int(start[low]), int(end[tail_last]))]
-        for number in range(high - low):
-            keys = [
-                (int(key_heads[number]), int(key_heads[number + 1])),
-                (int(key_tails[number + 1]), int(key_tails[number])),
-            ]
-            if keys[0][1] == keys[1][0]:
-                keys = [(keys[0][0], keys[1][1])]
-            rows += [
-                (document, q_start, q_end, kv_start, kv_end, int(owners[low + number]))
-                for q_start, q_end in queries
-                for kv_start, kv_end in keys
-                if kv_end > kv_start
-            ]
+        shares = np.cumsum(tokens[low:high]) / tokens[low:high].sum()
+        keys = _share_keys(queries, shares, block)
+        rows += [
+            (document, *span, kv_start, kv_end, int(owner))
+            for owner, kv_start, kv_end in zip(owners[low:high], keys[:-1], keys[1:], strict=True)
+            for span in queries
+        ]
     return np.array(rows, dtype=np.int64)
+
+
+def _share_keys(queries: list[tuple[int, int]], shares: Floats, block: int) -> list[int]:
+    """Where to cut the keys of some queries so that each part has its share of their pairs.
+
+    Args:
+        queries: ranges of query positions.
+        shares: of each part and those before it; the last is 1.
+        block: cuts are on its multiples.
+
+    Returns:
+        The parts' edges, from 0 to the last query's position, one more than shares.
+    """
+    last = max(end for _, end in queries)
+    cuts = np.arange(0, last, block, dtype=np.int64)
+    below = np.zeros(len(cuts))
+    for start, end in queries:
+        column = np.full_like(cuts, start)
+        below += Mask().pairs(column, np.full_like(cuts, end), np.zeros_like(cuts), cuts)
+    every = sum(Mask().pairs(start, end, 0, end) for start, end in queries)
+    at = np.searchsorted(below, shares[:-1] * every)
+    return [0, *cuts[np.minimum(at, len(cuts) - 1)].tolist(), last]
