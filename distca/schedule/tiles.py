@@ -16,9 +16,10 @@ follows is a heuristic whose result is measured exactly, as are all plans.
 3. *Moves* (`distca.schedule.moves`): tiles from servers above the tolerance to others, the cheapest
    first. With a given placement (the paper's, or a pipeline's other stages) this is all there is.
 
-Steps 1 to 3 are done for a few settings of the packing's two parameters, and the best plan is kept:
-one within the tolerance rather than another, then the one whose busiest link is free first. The
-number of settings depends on the number of ranks alone, so that every rank chooses alike.
+Steps 1 to 3 are done for a few settings of the packing's two parameters, and on few ranks for the
+paper's placement, too, and the best plan is kept: one within the tolerance rather than another,
+then the one whose busiest link is free first. The number of settings depends on the number of ranks
+alone, so that every rank chooses alike.
 
 **Bounds.** With `max_buffer_bytes` no server receives more for a layer's forward pass: where
 computing at home would, queries go to keys (`distca.schedule.arena`), and moves respect it. Where
@@ -103,13 +104,13 @@ class TilesScheduler:
             )
             found.append(self._candidate(lengths, place_balanced(lengths, loads, setting), mask))
         bound = config.max_buffer_bytes
-        if bound is not None and all(candidate.most_received > bound for candidate in found):
-            # Documents whole wherever there is room for their tokens; and the paper's placement.
-            for placement in (
-                place_balanced(lengths, loads, packing),
-                place_in_turn(lengths, rooms),
-            ):
-                found.append(self._candidate(lengths, placement, mask))
+        too_much = bound is not None and all(c.most_received > bound for c in found)
+        if too_much or len(rooms) <= _FEW_RANKS:
+            # On few ranks documents may happen to come balanced.
+            found.append(self._candidate(lengths, place_in_turn(lengths, rooms), mask))
+        if too_much:
+            # Documents whole wherever there is room for their tokens.
+            found.append(self._candidate(lengths, place_balanced(lengths, loads, packing), mask))
         return self._best(found)
 
     def schedule(self, lengths: Int64s, placement: Placement, mask: Mask) -> Plan:
