@@ -7,7 +7,16 @@ from distca.schedule.context_parallel import PerDocumentContextParallel, RingZig
 from distca.schedule.greedy import GreedyScheduler
 from distca.schedule.micro_batches import share_out
 from distca.schedule.packed import PackedScheduler
+from distca.schedule.pooling import pool
 from distca.schedule.report import PlanSummary, describe, format_summary
+from distca.schedule.ticks import (
+    Phase,
+    Tick,
+    TickSchedule,
+    Work,
+    most_in_flight_of_1f1b,
+    tick_schedule,
+)
 from distca.schedule.tiles import TilesScheduler
 from distca.schedule.wlb_llm import WlbLlm
 
@@ -38,16 +47,23 @@ __all__ = [
     "GreedyScheduler",
     "PackedScheduler",
     "PerDocumentContextParallel",
+    "Phase",
     "PlanSummary",
     "RingZigzag",
     "ScheduleConfig",
     "Scheduler",
+    "Tick",
+    "TickSchedule",
     "TilesScheduler",
     "WlbLlm",
+    "Work",
     "describe",
     "document_loads",
     "even_rooms",
     "format_summary",
     "make_scheduler",
+    "most_in_flight_of_1f1b",
+    "pool",
     "share_out",
+    "tick_schedule",
 ]
