@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from argparse import ArgumentParser, Namespace
+from argparse import ArgumentParser, BooleanOptionalAction, Namespace
 from pathlib import Path
 
 import torch
@@ -79,7 +79,8 @@ def add_distca_arguments(parser: ArgumentParser) -> ArgumentParser:
         nargs="+",
         default=None,
         metavar="SPEED",
-        help="Relative speeds of the data-parallel ranks where GPUs are unequal (tiles only).",
+        help="Relative speeds of the attention servers where GPUs are unequal: the data-parallel "
+        "ranks of the first stage, of the second, ... (tiles only).",
     )
     group.add_argument(
         "--distca-context-parallel-size",
@@ -95,6 +96,37 @@ def add_distca_arguments(parser: ArgumentParser) -> ArgumentParser:
         default="resend",
         help="resend: the backward pass sends the kernels' inputs again and servers keep nothing; "
         "keep: servers keep them, for fewer bytes and more memory.",
+    )
+    group.add_argument(
+        "--distca-pool-stages",
+        action=BooleanOptionalAction,
+        default=True,
+        help="The attention servers of all pipeline stages share the tasks of a tick. Without it "
+        "each stage's keep their own.",
+    )
+    group.add_argument(
+        "--distca-max-in-flight",
+        type=int,
+        default=None,
+        metavar="N",
+        help="A pipeline stage keeps the activations of at most N micro-batches, for more ticks. "
+        "Default: no bound.",
+    )
+    group.add_argument(
+        "--distca-trace",
+        type=Path,
+        default=None,
+        metavar="FILE",
+        help="Write a timeline of all ranks' ticks, exchanges and kernels, to be opened at "
+        "ui.perfetto.dev.",
+    )
+    group.add_argument(
+        "--distca-trace-iterations",
+        type=int,
+        nargs=2,
+        default=(2, 3),
+        metavar=("FIRST", "LAST"),
+        help="Iterations on the timeline, counted from 1 where the process starts. Default: 2 3.",
     )
     group.add_argument(
         "--distca-profile",
@@ -165,11 +197,7 @@ def validate_distca_arguments(args: Namespace) -> None:
             f"--distca replaces context parallelism: remove --context-parallel-size "
             f"{args.context_parallel_size} (long documents span the data-parallel ranks)"
         )
-    if args.pipeline_model_parallel_size > 1:
-        raise ValueError(
-            "--distca does not work with pipeline parallelism yet: set "
-            "--pipeline-model-parallel-size 1, or train without --distca"
-        )
+    _validate_pipeline(args)
     if args.attention_dropout:
         raise ValueError(
             f"--distca cannot apply attention dropout: set --attention-dropout 0 "
@@ -182,11 +210,18 @@ def validate_distca_arguments(args: Namespace) -> None:
         ("hybrid_context_parallel", "hybrid context parallelism"),
         ("num_experts", "mixture-of-experts models"),
         ("window_attn_skip_freq", "windows on some layers only"),
+        ("enable_cuda_graph", "CUDA graphs"),
+        ("external_cuda_graph", "CUDA graphs"),
+        ("fine_grained_activation_offloading", "offloading of activations"),
     ):
         if getattr(args, flag, None):
             raise ValueError(
                 f"--distca does not cover {unsupported}: remove --{flag.replace('_', '-')}"
             )
+    if getattr(args, "cuda_graph_impl", None) not in (None, "none"):
+        raise ValueError(
+            f"--distca does not cover CUDA graphs: remove --cuda-graph-impl {args.cuda_graph_impl}"
+        )
     if getattr(args, "softmax_type", "vanilla") != "vanilla":
         raise ValueError(
             f"--distca covers the plain softmax only: remove --softmax-type {args.softmax_type}"
@@ -202,6 +237,50 @@ def validate_distca_arguments(args: Namespace) -> None:
         raise ValueError(
             f"--distca-profile {args.distca_profile} does not exist: make one with `distca profile "
             f"--output {args.distca_profile}`"
+        )
+
+
+def _validate_pipeline(args: Namespace) -> None:
+    """Checks what ticks need."""
+    stages = args.pipeline_model_parallel_size
+    chunks = stages * (args.virtual_pipeline_model_parallel_size or 1)
+    uneven = [
+        name
+        for name in (
+            "pipeline_model_parallel_layout",
+            "decoder_first_pipeline_num_layers",
+            "decoder_last_pipeline_num_layers",
+            "account_for_embedding_in_pipeline_split",
+            "account_for_loss_in_pipeline_split",
+        )
+        if getattr(args, name, None)
+    ]
+    if args.num_layers % chunks or uneven:
+        what = f" remove --{uneven[0].replace('_', '-')}" if uneven else ""
+        raise ValueError(
+            f"--distca needs equally many layers on all {chunks} pipeline stages (virtual ones "
+            f"included), so that they call core attention together: --num-layers is "
+            f"{args.num_layers};{what or f' use a multiple of {chunks}'}"
+        )
+    if stages > 1 and args.distca_backward == "keep":
+        raise ValueError(
+            "--distca-backward keep needs --pipeline-model-parallel-size 1: on the way back "
+            "micro-batches meet others than on the way out, so their inputs are sent again"
+        )
+    if stages == 1 and args.distca_max_in_flight is not None:
+        raise ValueError("--distca-max-in-flight bounds a pipeline's stages, but there is only one")
+    if args.distca_max_in_flight is not None and args.distca_max_in_flight < 1:
+        raise ValueError(f"--distca-max-in-flight {args.distca_max_in_flight} must be at least 1")
+    if getattr(args, "num_microbatches_with_partial_activation_checkpoints", None) is not None:
+        raise ValueError(
+            "--distca recomputes alike for all micro-batches: remove "
+            "--num-microbatches-with-partial-activation-checkpoints"
+        )
+    first, last = args.distca_trace_iterations
+    if args.distca_trace is not None and not 1 <= first <= last <= args.train_iters:
+        raise ValueError(
+            f"--distca-trace-iterations {first} {last} must lie in 1 .. --train-iters "
+            f"{args.train_iters}"
         )
 
 
@@ -224,10 +303,11 @@ def _validate_scheduling(args: Namespace) -> None:
             )
     speeds = args.distca_server_speeds
     if speeds is not None:
-        if len(speeds) != args.data_parallel_size or not all(0 < s < float("inf") for s in speeds):
+        servers = args.data_parallel_size * args.pipeline_model_parallel_size
+        if len(speeds) != servers or not all(0 < s < float("inf") for s in speeds):
             raise ValueError(
-                f"--distca-server-speeds needs one positive speed for each of the "
-                f"{args.data_parallel_size} data-parallel ranks, not {speeds}"
+                f"--distca-server-speeds needs one positive speed for each of the {servers} "
+                f"data-parallel ranks of all stages, not {speeds}"
             )
         args.distca_server_speeds = tuple(speeds)
     bound = args.distca_max_buffer_bytes

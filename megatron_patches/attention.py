@@ -16,7 +16,7 @@ from megatron.core.transformer.module import MegatronModule
 
 from distca.attention import select_kernel
 from distca.attention.packed import packed_attention
-from distca.runtime import CoreAttention, Exchange
+from distca.runtime import CoreAttention, ExchangeSlot
 
 
 @dataclass
@@ -26,12 +26,12 @@ class DocumentParams(PackedSeqParams):
     Attributes:
         documents_cu_seqlens: int32 `[documents + 1]` on the CPU, where each document starts in
             this rank's tokens; for attention on the rank itself.
-        exchange: this rank's part of the plan; for disaggregated attention.
+        slot: this rank's part of the plan; for disaggregated attention.
         core_attention: what runs it.
     """
 
     documents_cu_seqlens: torch.Tensor | None = None
-    exchange: Exchange | None = None
+    slot: ExchangeSlot | None = None
     core_attention: CoreAttention | None = None
 
 
@@ -81,14 +81,16 @@ class DisaggregatedCoreAttention(_CoreAttentionModule):
         Returns `[tokens, heads * head_dim]`.
         """
         params = packed_seq_params
-        if params is None or getattr(params, "exchange", None) is None:
+        slot: ExchangeSlot | None = getattr(params, "slot", None)
+        if params is None or slot is None:
             raise ValueError(
-                "disaggregated core attention was called without a plan: feed the model the "
-                "micro-batches of megatron_patches.batch"
+                "disaggregated core attention was called without a plan: run the model by "
+                "megatron_patches.pipeline"
             )
         assert params.core_attention is not None
-        assert params.exchange is not None
-        out_THD = params.core_attention(query, key, value, params.exchange, self.softmax_scale)
+        out_THD = params.core_attention(
+            query, key, value, slot, self.softmax_scale, self.layer_number
+        )
         return out_THD.reshape(query.shape[0], -1)
 
 

@@ -14,18 +14,16 @@ over all targets of the global batch, so it depends on neither.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import itertools
 from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
 
 from distca.attention.reference import document_visibility
-from distca.cost.volume import plan_bytes
 from distca.plan import Mask, Plan, place_sequentially
-from distca.plan.plan import max_over_mean
 from distca.plan.span import Int64s, expand_ranges
-from distca.runtime import CoreAttention, Exchange, Prefetcher, build_exchange
+from distca.runtime import Prefetcher
 from distca.schedule import ScheduleConfig, Scheduler, document_loads, share_out
 from megatron_patches.attention import DocumentParams
 from megatron_patches.stream import TokenStream
@@ -73,9 +71,8 @@ class MicroBatch:
         labels: int64 `[1, tokens]`, the next token of the same document.
         loss_mask: float32 `[1, tokens]`, 0 where a document has no next token.
         position_ids: int64 `[1, tokens]`, positions in the document.
-        packed_seq_params: the documents, and with `--distca` the plan; None with a dense mask.
+        packed_seq_params: the documents; None with a dense mask.
         attention_mask: bool `[1, 1, tokens, tokens]`, True where a query must not look; or None.
-        plan: the plan of all data-parallel ranks, with `--distca`.
         report: figures for the log line, by name.
     """
 
@@ -85,7 +82,6 @@ class MicroBatch:
     position_ids: torch.Tensor
     packed_seq_params: DocumentParams | None = None
     attention_mask: torch.Tensor | None = None
-    plan: Plan | None = None
     report: dict[str, float] = field(default_factory=dict)
 
     def to(self, device: torch.device) -> MicroBatch:
@@ -98,10 +94,8 @@ class MicroBatch:
 
         params = self.packed_seq_params
         if params is not None:
-            exchange = None if params.exchange is None else params.exchange.to(device)
             params = replace(
                 params,
-                exchange=exchange,
                 cu_seqlens_q=move(params.cu_seqlens_q),
                 cu_seqlens_kv=move(params.cu_seqlens_kv),
                 cu_seqlens_q_padded=move(params.cu_seqlens_q_padded),
@@ -210,10 +204,6 @@ class PlannedBatches:
         schedule_config: what plans are judged by.
         free_placement: the scheduler places documents as it likes best, and they are shared out
             over the micro-batches of a global batch; otherwise one after the other.
-        micro_batches: of a global batch, as far as documents are shared out; 1: not at all.
-        first_sample: where the first global batch of the run starts.
-        core_attention: runs the plans.
-        layers: transformer layers, each of which runs the plan once.
     """
 
     stream: TokenStream
@@ -222,25 +212,12 @@ class PlannedBatches:
     scheduler: Scheduler
     schedule_config: ScheduleConfig
     free_placement: bool
-    micro_batches: int
-    first_sample: int
-    core_attention: CoreAttention
-    layers: int
-    _shared: dict[int, list[Documents]] = field(default_factory=dict)
 
-    def documents(self, sample: int) -> Documents:
-        """The documents of the micro-batch that starts at a sample."""
+    def global_batch(self, first_sample: int, micro_batches: int) -> list[Documents]:
+        """The documents of each micro-batch of the global batch that starts at a sample."""
         step = self.layout.samples_per_micro_batch
-        if not self.free_placement or self.micro_batches == 1:
-            return self._as_they_came(sample)
-        number, within = divmod((sample - self.first_sample) // step, self.micro_batches)
-        first = self.first_sample + number * self.micro_batches * step
-        if first not in self._shared:
-            # The next micro-batches are of the same global batch: only the last is kept.
-            shared = self._share_out([first + n * step for n in range(self.micro_batches)])
-            self._shared.clear()
-            self._shared[first] = shared
-        return self._shared[first][within]
+        came = [self._as_they_came(first_sample + n * step) for n in range(micro_batches)]
+        return self._share_out(came) if self.free_placement and micro_batches > 1 else came
 
     def _as_they_came(self, sample: int) -> Documents:
         windows = [
@@ -250,9 +227,8 @@ class PlannedBatches:
         starts = sample * self.layout.seq_length + np.cumsum(lengths) - lengths
         return Documents(lengths, starts, tuple(len(window) for window in windows))
 
-    def _share_out(self, samples: list[int]) -> list[Documents]:
+    def _share_out(self, came: list[Documents]) -> list[Documents]:
         """The documents of a global batch's micro-batches, so that these have equal loads."""
-        came = [self._as_they_came(sample) for sample in samples]
         lengths = np.concatenate([documents.lengths for documents in came])
         starts = np.concatenate([documents.starts for documents in came])
         windows = np.repeat(np.arange(len(came)), [len(documents.lengths) for documents in came])
@@ -260,9 +236,13 @@ class PlannedBatches:
         shared = share_out(lengths, loads, windows)
         return [Documents(lengths[shared == n], starts[shared == n]) for n in range(len(came))]
 
-    def plan(self, sample: int) -> Plan:
-        """The plan of the micro-batch that starts at a sample; the same on every rank."""
-        at, documents = self.layout, self.documents(sample)
+    def plan(self, documents: Documents) -> Plan:
+        """The plan of a micro-batch over its data-parallel ranks; the same on every rank.
+
+        Raises:
+            ValueError: the scheduler leaves a rank without tokens.
+        """
+        at = self.layout
         if self.free_placement:
             tokens = at.micro_batch_size * at.seq_length
             rooms = np.full(at.data_parallel_size, tokens, dtype=np.int64)
@@ -279,35 +259,20 @@ class PlannedBatches:
             )
         return plan
 
-    def __call__(self, sample: int) -> MicroBatch:
-        """The micro-batch that starts at a sample."""
-        plan = self.plan(sample)
-        rank = self.layout.data_parallel_rank
-        mine = plan.placement.of_rank(rank)
+    def micro_batch(self, documents: Documents, plan: Plan, report: dict[str, float]) -> MicroBatch:
+        """This rank's tokens of a micro-batch; who computes its core attention is added later."""
+        mine = plan.placement.of_rank(self.layout.data_parallel_rank)
         lengths = mine.end - mine.start
-        starts = self.documents(sample).starts[mine.document] + mine.start
+        starts = documents.starts[mine.document] + mine.start
         tokens, labels, loss_mask = read_positions(self.stream, expand_ranges(starts, lengths))
-        params = _document_params(lengths, token_positions=True)
-        exchange: Exchange = build_exchange(plan, rank)
         return MicroBatch(
             tokens,
             labels,
             loss_mask,
             torch.from_numpy(expand_ranges(mine.start, lengths))[None],
-            packed_seq_params=replace(
-                params, exchange=exchange, core_attention=self.core_attention
-            ),
-            plan=plan,
-            report=self._report(plan),
+            packed_seq_params=_document_params(lengths, token_positions=True),
+            report=report,
         )
-
-    def _report(self, plan: Plan) -> dict[str, float]:
-        moved = plan_bytes(plan, self.schedule_config.shape, self.core_attention.backward)
-        return {
-            "load max/mean before": max_over_mean(plan.loads_at_home()),
-            "load max/mean": max_over_mean(plan.loads()),
-            "MB moved": self.layers * moved.total / 1e6,
-        }
 
 
 def _document_params(lengths: Int64s, token_positions: bool) -> DocumentParams:
@@ -343,7 +308,7 @@ def dense_mask(lengths: Int64s, mask: Mask) -> torch.Tensor:
 
 
 class MicroBatches:
-    """An endless iterator over a split's micro-batches, each made one ahead on a thread.
+    """An endless iterator over a split's plain micro-batches, each made one ahead on a thread.
 
     Args:
         make: makes the micro-batch that starts at a sample.
@@ -354,31 +319,21 @@ class MicroBatches:
 
     def __init__(
         self,
-        make: PackedBatches | PlannedBatches,
+        make: PackedBatches,
         first_sample: int,
         samples_per_micro_batch: int,
         device: torch.device,
     ) -> None:
         self._device = device
-        self._batches = Prefetcher(self._all(make, first_sample, samples_per_micro_batch))
-
-    @staticmethod
-    def _all(
-        make: PackedBatches | PlannedBatches, sample: int, samples_per_micro_batch: int
-    ) -> Iterator[MicroBatch]:
-        while True:
-            yield make(sample)
-            sample += samples_per_micro_batch
+        self._batches = Prefetcher(
+            make(sample) for sample in itertools.count(first_sample, samples_per_micro_batch)
+        )
 
     def __iter__(self) -> MicroBatches:
         return self
 
     def __next__(self) -> MicroBatch:
-        batch = next(self._batches).to(self._device)
-        if batch.plan is None:
-            return batch
-        waited = {"plan wait ms": 1e3 * self._batches.seconds_waited}
-        return replace(batch, report=batch.report | waited)
+        return next(self._batches).to(self._device)
 
     def close(self) -> None:
         """Ends the thread."""

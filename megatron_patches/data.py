@@ -5,30 +5,41 @@ from __future__ import annotations
 import logging
 from argparse import Namespace
 from collections.abc import Callable
+from dataclasses import replace
+from functools import lru_cache, partial
 from typing import Literal
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
+from megatron.core.num_microbatches_calculator import RampupBatchsizeNumMicroBatchesCalculator
 
 from distca.attention import select_kernel
 from distca.cost.link import Links
 from distca.cost.model import AnalyticCost, CostModel
 from distca.cost.profile import Profile
 from distca.cost.volume import AttentionShape
-from distca.runtime import CoreAttention
+from distca.plan import Mask
+from distca.plan.span import Int64s
+from distca.runtime import CoreAttention, Trace
 from distca.schedule import (
+    Phase,
     ScheduleConfig,
     describe,
     format_summary,
     make_scheduler,
+    most_in_flight_of_1f1b,
+    tick_schedule,
 )
 from distca.transport import CollectiveTransport
 from megatron_patches.arguments import mask_from_args
 from megatron_patches.batch import MicroBatches, PackedBatches, PlannedBatches, WindowLayout
 from megatron_patches.job import DataIterators
 from megatron_patches.model import uses_dense_mask, uses_own_attention
+from megatron_patches.rounds import rounds_of_tick
 from megatron_patches.stream import TokenStream, parse_data_path
+from megatron_patches.tick_batches import PipelineLayout, TickBatches, TickStream, server_table
 
 logger = logging.getLogger(__name__)
 
@@ -82,22 +93,32 @@ def schedule_config(args: Namespace, servers: int) -> ScheduleConfig:
     return config
 
 
-def build_core_attention(args: Namespace, device: torch.device) -> CoreAttention:
-    """What runs the plans: a transport over the ranks of this tensor-parallel index. Collective."""
-    return CoreAttention(
-        CollectiveTransport(_own_data_parallel_group()),
+def build_core_attention(args: Namespace, device: torch.device) -> tuple[CoreAttention, Int64s]:
+    """What runs the plans: a transport over the ranks of this tensor-parallel index. Collective.
+
+    Returns:
+        The runner, and the number of each stage's data-parallel ranks in its transport, int64
+        `[stages, data-parallel ranks]`.
+    """
+    place = (
+        parallel_state.get_tensor_model_parallel_rank(),
+        parallel_state.get_pipeline_model_parallel_rank(),
+        parallel_state.get_data_parallel_rank(),
+    )
+    places = [place] * dist.get_world_size()
+    dist.all_gather_object(places, place)
+    # Groups of their own, so that exchanges are never ordered among other collectives.
+    groups = [
+        dist.new_group([rank for rank, other in enumerate(places) if other[0] == index])
+        for index in range(parallel_state.get_tensor_model_parallel_world_size())
+    ]
+    core_attention = CoreAttention(
+        CollectiveTransport(groups[place[0]]),
         select_kernel(device.type),
         args.distca_backward,
+        Trace(device),
     )
-
-
-def _own_data_parallel_group() -> dist.ProcessGroup:
-    """A second group over this rank's data-parallel ranks, for the exchange alone."""
-    mine = tuple(dist.get_process_group_ranks(parallel_state.get_data_parallel_group()))
-    everyones: list[tuple[int, ...]] = [()] * dist.get_world_size()
-    dist.all_gather_object(everyones, mine)
-    groups = {ranks: dist.new_group(list(ranks)) for ranks in sorted(set(everyones))}
-    return groups[mine]
+    return core_attention, server_table(places, place[0])
 
 
 def window_layout(args: Namespace) -> WindowLayout:
@@ -139,7 +160,7 @@ def build_data(
 
     def iterator(
         which: Literal["train", "valid", "test"], samples: int, consumed: int
-    ) -> MicroBatches | None:
+    ) -> MicroBatches | TickStream | None:
         if samples <= 0:
             return None
         if consumed % layout.samples_per_micro_batch:
@@ -159,12 +180,14 @@ def build_data(
             max_document_length=args.distca_max_document_length or layout.window_tokens,
             vocab_size=args.vocab_size,
         )
-        batches = make(stream, consumed)
-        if which == "train" and isinstance(batches, PlannedBatches):
-            plan = batches.plan(consumed)
-            summary = describe(plan, batches.schedule_config, args.distca_backward)
-            logger.info("the first plan of the run:\n%s", format_summary(summary))
-        return MicroBatches(batches, consumed, layout.samples_per_micro_batch, device)
+        if not isinstance(make, PlannedMaker):
+            return MicroBatches(make(stream), consumed, layout.samples_per_micro_batch, device)
+        batches = make(stream, forward_only=which != "train")
+        if which == "train":
+            _log_first_plan(args, batches, consumed)
+        # Evaluations are not ramped up.
+        count = make.micro_batches if which == "train" else lambda _: make.micro_batches_at_last
+        return TickStream(batches, consumed, count, device)
 
     return DataIterators(
         train=iterator("train", train_samples, args.consumed_train_samples),
@@ -175,31 +198,125 @@ def build_data(
 
 def batch_maker(
     args: Namespace, layout: WindowLayout, device: torch.device
-) -> Callable[[TokenStream, int], PackedBatches | PlannedBatches]:
-    """How micro-batches are made of a stream: planned with `--distca`, else packed. Collective.
-
-    Returns:
-        A function of the stream and of the sample at which the run reads on.
-    """
+) -> PlannedMaker | Callable[[TokenStream], PackedBatches]:
+    """How micro-batches are made of a stream: planned with `--distca`, else packed. Collective."""
     mask = mask_from_args(args)
     if not args.distca:
         dense, token_positions = uses_dense_mask(args), uses_own_attention(args)
-        return lambda stream, _: PackedBatches(stream, layout, mask, dense, token_positions)
-    config = schedule_config(args, layout.data_parallel_size)
-    scheduler = make_scheduler(args.distca_scheduler, config)
-    core_attention = build_core_attention(args, device)
-    # While the batch size grows, a global batch is not always as many micro-batches.
-    ramps_up = getattr(args, "rampup_batch_size", None) is not None
-    micro_batches = args.global_batch_size // layout.samples_per_micro_batch
-    return lambda stream, first_sample: PlannedBatches(
-        stream,
-        layout,
-        mask,
-        scheduler,
-        config,
-        args.distca_placement == "free",
-        1 if ramps_up else micro_batches,
-        first_sample,
-        core_attention,
-        args.num_layers,
+        return lambda stream: PackedBatches(stream, layout, mask, dense, token_positions)
+    return PlannedMaker(args, layout, mask, device)
+
+
+class PlannedMaker:
+    """Makes the ticks of a run's splits. Collective.
+
+    Args:
+        args: Megatron-LM's arguments.
+        layout: windows and ranks.
+        mask: what a query sees.
+        device: where the model is.
+
+    Attributes:
+        micro_batches: of the global batch that starts at a sample of the training split.
+        micro_batches_at_last: of a global batch that is not ramped up.
+    """
+
+    def __init__(
+        self, args: Namespace, layout: WindowLayout, mask: Mask, device: torch.device
+    ) -> None:
+        self._args, self._layout, self._mask = args, layout, mask
+        self._core_attention, servers = build_core_attention(args, device)
+        chunks = args.virtual_pipeline_model_parallel_size or 1
+        self._pipeline = PipelineLayout(
+            parallel_state.get_pipeline_model_parallel_rank(),
+            chunks,
+            servers,
+            parallel_state.get_data_parallel_rank(),
+        )
+        layers = args.num_layers // (len(servers) * chunks)
+        phases: tuple[Phase, ...] = ("forward", "backward")
+        self._rounds = {phase: rounds_of_tick(phase, layers, args) for phase in phases}
+        self.micro_batches_at_last = args.global_batch_size // layout.samples_per_micro_batch
+        self.micro_batches = _micro_batches_at(args, layout, self.micro_batches_at_last)
+
+    def __call__(self, stream: TokenStream, forward_only: bool) -> TickBatches:
+        """The ticks of a split's stream."""
+        args, servers = self._args, self._pipeline.servers
+        config = schedule_config(args, servers.size)
+        # A micro-batch is placed alike in all stages.
+        of_stage = config
+        if config.server_speeds is not None:
+            speeds = np.array(config.server_speeds)[servers].mean(axis=0)
+            of_stage = replace(config, server_speeds=tuple(speeds.tolist()))
+        pooled = len(servers) > 1 and args.distca_pool_stages
+        schedule = partial(
+            tick_schedule,
+            stages=len(servers),
+            chunks=self._pipeline.chunks,
+            max_in_flight=args.distca_max_in_flight,
+            forward_only=forward_only,
+        )
+        return TickBatches(
+            PlannedBatches(
+                stream,
+                self._layout,
+                self._mask,
+                make_scheduler(args.distca_scheduler, of_stage),
+                of_stage,
+                args.distca_placement == "free",
+            ),
+            self._pipeline,
+            lru_cache(maxsize=None)(schedule),
+            make_scheduler(args.distca_scheduler, config) if pooled else None,
+            self._rounds,
+            self._core_attention,
+        )
+
+
+def _micro_batches_at(args: Namespace, layout: WindowLayout, at_last: int) -> Callable[[int], int]:
+    """The number of micro-batches of the global batch that starts at a sample."""
+    ramp = getattr(args, "rampup_batch_size", None)
+    if ramp is None:
+        return lambda sample: at_last
+    start, step, samples = (int(value) for value in ramp)
+    calculator = RampupBatchsizeNumMicroBatchesCalculator(
+        args.global_batch_size,
+        args.micro_batch_size,
+        layout.data_parallel_size,
+        getattr(args, "decrease_batch_size_if_needed", False),
+        dist.get_rank(),
+        start,
+        step,
+        samples,
+    )
+
+    def at(sample: int) -> int:
+        calculator.update(sample, consistency_check=False, verbose=False)
+        return int(calculator.get())
+
+    return at
+
+
+def _log_first_plan(args: Namespace, batches: TickBatches, sample: int) -> None:
+    """Says what the scheduler did for the first global batch, and what the pipeline looks like."""
+    per_micro_batch = batches.batches.layout.samples_per_micro_batch
+    schedule = batches.schedule(args.global_batch_size // per_micro_batch)
+    _, plans = batches.micro_batch_plans(sample, schedule.micro_batches)
+    # The first tick in which most stages work.
+    planned = max(
+        batches.planned_ticks(plans, schedule),
+        key=lambda each: sum(work is not None for work in each.tick.work),
+    )
+    summary = describe(planned.plan, batches.batches.schedule_config, args.distca_backward)
+    logger.info("the first plan of the run:\n%s", format_summary(summary))
+    if schedule.stages == 1:
+        return
+    usual = most_in_flight_of_1f1b(schedule.micro_batches, schedule.stages, schedule.chunks)
+    logger.info(
+        "%d ticks (1F1B: %d), in flight on each stage at most %s (1F1B: %s)%s",
+        len(schedule.ticks),
+        2 * (schedule.micro_batches * schedule.chunks + schedule.stages - 1),
+        ", ".join(map(str, schedule.most_in_flight)),
+        ", ".join(map(str, usual)),
+        f" chunks, of which a stage has {schedule.chunks}" if schedule.chunks > 1 else "",
     )

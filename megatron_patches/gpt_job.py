@@ -4,6 +4,7 @@ from megatron_patches.arguments import add_distca_arguments, validate_distca_arg
 from megatron_patches.data import build_data
 from megatron_patches.job import Job
 from megatron_patches.model import build_model
+from megatron_patches.pipeline import forward_backward_func
 from megatron_patches.step import forward_step
 
 GPT_JOB = Job(
@@ -12,4 +13,5 @@ GPT_JOB = Job(
     build_model=build_model,
     build_data=build_data,
     forward_step=forward_step,
+    forward_backward_func=forward_backward_func,
 )

@@ -37,6 +37,8 @@ class Job:
         forward_step: `(data_iterator, model) -> (output, loss_function)`, Megatron's
             `forward_step_func`; the loss is a sum over tokens, and every `[sum, count]` pair of the
             report becomes a field of the log line.
+        forward_backward_func: `(args)`, what runs the micro-batches of a global batch in the place
+            of megatron-core's `get_forward_backward_func()`; None: that.
     """
 
     add_arguments: Callable[[ArgumentParser], ArgumentParser]
@@ -44,3 +46,4 @@ class Job:
     build_model: Callable[..., Any]
     build_data: Callable[..., DataIterators]
     forward_step: Callable[..., tuple[Any, Any]]
+    forward_backward_func: Callable[[Namespace], Callable[..., Any] | None]

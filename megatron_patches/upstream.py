@@ -13,6 +13,8 @@ give `parse_and_validate_args` the argument `extra_args_provider=add_arguments`,
 
 from __future__ import annotations
 
+import functools
+import importlib
 import inspect
 from argparse import Action, ArgumentParser, Namespace
 from collections.abc import Callable
@@ -39,6 +41,7 @@ def pretrain(job: Job) -> None:
         return job.add_arguments(parser)
 
     run = _Providers(job)
+    replace_schedules(job)
     megatron_pretrain(
         run.data_iterators,
         run.model,
@@ -86,6 +89,7 @@ def with_distca(megatron_pretrain: Callable[..., None], job: Job = GPT_JOB) -> C
         given["train_valid_test_dataset_provider"].is_distributed = True
         given["model_provider"] = _if_distca(run.model, given["model_provider"])
         given["forward_step_func"] = _if_distca(job.forward_step, given["forward_step_func"])
+        replace_schedules(job)
         megatron_pretrain(*call.args, **call.kwargs)
 
     return pretrain_with_distca
@@ -142,6 +146,29 @@ def _if_distca(ours: Callable[..., Any], theirs: Callable[..., Any]) -> Callable
         return (ours if get_args().distca else theirs)(*args, **kwargs)
 
     return call
+
+
+def replace_schedules(job: Job) -> None:
+    """Lets Megatron-LM's loop run the job's own schedule, where it has one for the arguments.
+
+    The loop has no hook for it: it looks `get_forward_backward_func` up in its own module.
+    """
+    training = importlib.import_module("megatron.training.training")
+    theirs = training.get_forward_backward_func
+    if hasattr(theirs, "__wrapped__"):
+        return
+    own: list[Any] = []
+
+    @functools.wraps(theirs)
+    def get_forward_backward_func(*args: Any, **kwargs: Any) -> Any:
+        from megatron.training import get_args
+
+        # Asked for in every iteration, but a timeline is of several.
+        if not own:
+            own.append(job.forward_backward_func(get_args()))
+        return theirs(*args, **kwargs) if own[0] is None else own[0]
+
+    training.get_forward_backward_func = get_forward_backward_func  # type: ignore[attr-defined]
 
 
 class _Providers:

@@ -11,7 +11,7 @@ from plans import dense_attention, random_lengths, random_plan
 from distca.attention import select_kernel
 from distca.cost.volume import AttentionShape, plan_bytes
 from distca.plan import Mask, Placement, Plan, Tasks
-from distca.runtime import CoreAttention, build_exchange
+from distca.runtime import CoreAttention, ExchangeSlot, build_exchange
 from distca.transport import CollectiveTransport
 
 SCALE = 0.3
@@ -43,7 +43,7 @@ def run_on_rank(plan: Plan, seed: int, shape: tuple[int, int, int], backward: st
         x[rows].to(getattr(torch, dtype)) for x in inputs(seed, int(plan.lengths.sum()), *shape)
     )
     q, k, v = (x.requires_grad_() for x in (q, k, v))
-    out = attention(q, k, v, exchange, SCALE)
+    out = attention(q, k, v, ExchangeSlot(exchange), SCALE)
     out.backward(dout)
     figures = [out.detach(), q.grad, k.grad, v.grad]
     return rows, [x.double() for x in figures], transport.bytes_sent, transport.bytes_received
@@ -116,5 +116,6 @@ def test_wrong_number_of_rows_is_refused() -> None:
     placement = Placement(*(np.array([x]) for x in (0, 0, 4, 0)), world_size=1)
     plan = Plan(lengths, placement, Tasks.from_rows([(0, 0, 4, 0, 4, 0)]))
     attention = CoreAttention(None, select_kernel("cpu"))  # type: ignore[arg-type]
+    slot = ExchangeSlot(build_exchange(plan, 0))
     with pytest.raises(ValueError, match="3 rows, but the plan places 4"):
-        attention(*(torch.zeros(3, 1, 8) for _ in range(3)), build_exchange(plan, 0), 1.0)
+        attention(*(torch.zeros(3, 1, 8) for _ in range(3)), slot, 1.0)

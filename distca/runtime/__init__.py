@@ -1,13 +1,17 @@
 """Where transports and kernels meet: a plan is executed."""
 
-from distca.runtime.core_attention import CoreAttention
+from distca.runtime.core_attention import CoreAttention, ExchangeSlot
 from distca.runtime.exchange import Exchange, KernelCall, build_exchange
 from distca.runtime.prefetch import Prefetcher
+from distca.runtime.trace import Trace, write_trace
 
 __all__ = [
     "CoreAttention",
     "Exchange",
+    "ExchangeSlot",
     "KernelCall",
     "Prefetcher",
+    "Trace",
     "build_exchange",
+    "write_trace",
 ]

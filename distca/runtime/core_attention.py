@@ -7,16 +7,29 @@ task's backward is exact because it is given the *final* output and LSE of its r
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
 import torch
 
 from distca.attention.kernel import Kernel
 from distca.attention.merge import merge_partial
+from distca.cost.volume import AttentionShape
 from distca.runtime.exchange import Backward, Exchange, KernelCall, Rows
 from distca.runtime.messages import Field, message_bytes, pack, unpack
+from distca.runtime.trace import Trace
 from distca.transport import Transport
+
+
+@dataclass
+class ExchangeSlot:
+    """Where core attention finds this rank's part of the plan that holds when it runs.
+
+    In a pipeline a micro-batch meets other micro-batches on its way back than on its way out: then
+    the slot is given the backward tick's exchange before the backward pass starts.
+    """
+
+    exchange: Exchange
 
 
 @dataclass(frozen=True)
@@ -28,12 +41,15 @@ class CoreAttention:
         kernel: the attention kernel of this device.
         backward: "resend": the backward pass sends queries, keys and values again, and nothing is
             kept on the servers in between; "keep": servers keep what they received, which costs
-            memory and saves bytes.
+            memory and saves bytes. Only possible where a micro-batch's backward pass has the plan
+            of its forward pass.
+        trace: records what is done.
     """
 
     transport: Transport
     kernel: Kernel
     backward: Backward = "resend"
+    trace: Trace = field(default_factory=lambda: Trace(torch.device("cpu")))
 
     def __post_init__(self) -> None:
         if self.backward not in ("resend", "keep"):
@@ -44,8 +60,9 @@ class CoreAttention:
         q_THD: torch.Tensor,
         k_THD: torch.Tensor,
         v_THD: torch.Tensor,
-        exchange: Exchange,
+        slot: ExchangeSlot,
         softmax_scale: float,
+        layer: int = 0,
     ) -> torch.Tensor:
         """Core attention of the local rows, computed by the plan's servers. Collective.
 
@@ -53,8 +70,9 @@ class CoreAttention:
             q_THD: `[local rows, heads, head_dim]`.
             k_THD: `[local rows, kv_heads, head_dim]`; `heads` is a multiple of `kv_heads`.
             v_THD: like `k_THD`.
-            exchange: this rank's part of the plan.
+            slot: this rank's part of the plan, for this pass and for the backward pass.
             softmax_scale: scores are multiplied by it.
+            layer: its number, for the trace.
 
         Returns:
             `[local rows, heads, head_dim]`.
@@ -62,6 +80,7 @@ class CoreAttention:
         Raises:
             ValueError: the tensors do not have the rows that the plan's placement gives this rank.
         """
+        exchange = slot.exchange
         for name, tensor in (("q", q_THD), ("k", k_THD), ("v", v_THD)):
             if tensor.shape[0] != exchange.q.local:
                 raise ValueError(
@@ -72,10 +91,40 @@ class CoreAttention:
             q_THD.contiguous(),
             k_THD.contiguous(),
             v_THD.contiguous(),
-            exchange,
+            slot,
             self,
             softmax_scale,
+            layer,
         )
+
+    def serve(
+        self,
+        what: Literal["forward", "backward"],
+        exchange: Exchange,
+        shape: AttentionShape,
+        like: torch.Tensor,
+        softmax_scale: float,
+        layer: int = 0,
+    ) -> None:
+        """Computes this server's tasks of a plan that gives it no tokens. Collective.
+
+        Args:
+            what: which pass the other ranks do.
+            exchange: this rank's part of the plan, without local rows.
+            shape: the attention heads of this rank.
+            like: a tensor of the activations' type on their device.
+            softmax_scale: scores are multiplied by it.
+            layer: its number, for the trace.
+        """
+        assert exchange.q.local == 0, "a rank with tokens of its own has their queries to send"
+        q = like.new_empty((0, shape.heads, shape.head_dim))
+        k = like.new_empty((0, shape.kv_heads, shape.head_dim))
+        with torch.no_grad():
+            if what == "forward":
+                _forward(self, exchange, (q, k, k), softmax_scale, layer)
+            else:
+                lse = like.new_empty((0, shape.heads), dtype=torch.float32)
+                _backward(self, exchange, (q, q, lse, q, k, k), softmax_scale, layer)
 
 
 class _DisaggregatedCoreAttention(torch.autograd.Function):
@@ -85,43 +134,88 @@ class _DisaggregatedCoreAttention(torch.autograd.Function):
         q: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
-        exchange: Exchange,
+        slot: ExchangeSlot,
         attention: CoreAttention,
         softmax_scale: float,
+        layer: int,
     ) -> torch.Tensor:
-        q_served, k_served, v_served = _send_to_servers(
-            attention.transport,
-            "dispatch",
-            [(q, exchange.q), (k, exchange.kv), (v, exchange.kv)],
-        )
-        out_served, lse_served = _compute(
-            attention.kernel, exchange, q_served, k_served, v_served, softmax_scale
-        )
-        out, lse = _return_outputs(attention.transport, exchange, out_served, lse_served)
-        ctx.exchange, ctx.attention, ctx.softmax_scale = exchange, attention, softmax_scale
-        kept = (q_served, k_served, v_served) if attention.backward == "keep" else (q, k, v)
+        out, lse, served = _forward(attention, slot.exchange, (q, k, v), softmax_scale, layer)
+        ctx.slot, ctx.attention = slot, attention
+        ctx.softmax_scale, ctx.layer = softmax_scale, layer
+        ctx.forward_exchange = slot.exchange if attention.backward == "keep" else None
+        kept = served if attention.backward == "keep" else (q, k, v)
         ctx.save_for_backward(*kept, out, lse)
         return out
 
     @staticmethod
     def backward(ctx: Any, dout: torch.Tensor) -> Any:  # type: ignore[override]
-        exchange, attention = ctx.exchange, ctx.attention
+        exchange = ctx.slot.exchange
+        kept_for = ctx.forward_exchange
+        assert kept_for is None or kept_for is exchange, "kept inputs are of another plan"
         q, k, v, out, lse = ctx.saved_tensors
-        travelling = [(dout.contiguous(), exchange.q), (out, exchange.q), (lse, exchange.q)]
-        if attention.backward == "resend":
-            travelling += [(q, exchange.q), (k, exchange.kv), (v, exchange.kv)]
-        dout_served, out_served, lse_served, *inputs = _send_to_servers(
-            attention.transport, "dispatch_backward", travelling
+        gradients = _backward(
+            ctx.attention,
+            exchange,
+            (dout.contiguous(), out, lse, q, k, v),
+            ctx.softmax_scale,
+            ctx.layer,
         )
-        q_served, k_served, v_served = inputs or (q, k, v)
+        return *gradients, None, None, None, None
+
+
+def _forward(
+    attention: CoreAttention,
+    exchange: Exchange,
+    inputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    softmax_scale: float,
+    layer: int,
+) -> tuple[torch.Tensor, torch.Tensor, tuple[torch.Tensor, ...]]:
+    """Outputs and LSE of the local rows, and the served queries, keys and values."""
+    transport, span = attention.transport, attention.trace.span
+    q, k, v = inputs
+    with span("dispatch", "exchange", layer=layer):
+        q_served, k_served, v_served = _send_to_servers(
+            transport, "dispatch", [(q, exchange.q), (k, exchange.kv), (v, exchange.kv)]
+        )
+    with span("core attention", "kernels", layer=layer):
+        out_served, lse_served = _compute(
+            attention.kernel, exchange, q_served, k_served, v_served, softmax_scale
+        )
+    with span("return", "exchange", layer=layer):
+        out, lse = _return_outputs(transport, exchange, out_served, lse_served)
+    return out, lse, (q_served, k_served, v_served)
+
+
+def _backward(
+    attention: CoreAttention,
+    exchange: Exchange,
+    saved: tuple[torch.Tensor, ...],
+    softmax_scale: float,
+    layer: int,
+) -> tuple[torch.Tensor, ...]:
+    """Gradients of the local queries, keys and values; `saved` is `(dout, out, lse, q, k, v)`.
+
+    Of the last three it has the local rows, or the served ones where they were kept.
+    """
+    transport, span = attention.transport, attention.trace.span
+    dout, out, lse, q, k, v = saved
+    travelling = [(dout, exchange.q), (out, exchange.q), (lse, exchange.q)]
+    if attention.backward == "resend":
+        travelling += [(q, exchange.q), (k, exchange.kv), (v, exchange.kv)]
+    with span("dispatch backward", "exchange", layer=layer):
+        dout_served, out_served, lse_served, *inputs = _send_to_servers(
+            transport, "dispatch_backward", travelling
+        )
+    q_served, k_served, v_served = inputs or (q, k, v)
+    with span("core attention backward", "kernels", layer=layer):
         gradients = _compute_gradients(
             attention.kernel,
             exchange,
             (dout_served, q_served, k_served, v_served, out_served, lse_served),
-            ctx.softmax_scale,
+            softmax_scale,
         )
-        dq, dk, dv = _return_gradients(attention.transport, exchange, gradients, dout.dtype)
-        return dq, dk, dv, None, None, None
+    with span("return backward", "exchange", layer=layer):
+        return _return_gradients(transport, exchange, gradients, dout.dtype)
 
 
 def _send_to_servers(

@@ -449,6 +449,16 @@ def _check(args: Namespace) -> None:
         and (args.recompute_method is None or args.recompute_num_layers is None),
         "--recompute-granularity full needs --recompute-method and --recompute-num-layers",
     )
+    layers = args.num_layers // (pp * (args.virtual_pipeline_model_parallel_size or 1))
+    _refuse(
+        args.recompute_method == "uniform" and layers % max(args.recompute_num_layers or 1, 1) != 0,
+        f"--recompute-num-layers {args.recompute_num_layers} must divide the {layers} layers of a "
+        "pipeline stage",
+    )
+    _refuse(
+        args.recompute_num_layers is not None and args.recompute_num_layers < 1,
+        f"--recompute-num-layers {args.recompute_num_layers} must be at least 1",
+    )
     _refuse(
         args.overlap_param_gather
         and not (args.use_distributed_optimizer and args.overlap_grad_reduce),

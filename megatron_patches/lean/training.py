@@ -14,7 +14,7 @@ import sys
 import time
 import traceback
 from argparse import Namespace
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -129,7 +129,8 @@ class Run:
         model: this rank's model chunks, wrapped for data parallelism.
         optimizer: Megatron's optimizer.
         scheduler: of learning rate and weight decay.
-        data: the micro-batches, one set for each model chunk.
+        data: the micro-batches, one set for each model chunk, or one for all.
+        forward_backward_func: runs the micro-batches of a global batch.
     """
 
     job: Job
@@ -138,6 +139,7 @@ class Run:
     optimizer: Any
     scheduler: Any
     data: list[DataIterators]
+    forward_backward_func: Callable[..., list[Any]]
 
     def iterators(self, which: str) -> Any:
         """A split's iterators in the form that Megatron's schedules take."""
@@ -169,9 +171,19 @@ def build_run(job: Job, args: Namespace) -> Run:
             evaluations * args.eval_iters * samples,
             args.eval_iters * samples,
         )
-        for _ in model
+        # Ticks hold the micro-batches of all chunks.
+        for _ in (model[:1] if args.distca else model)
     ]
-    return Run(job, args, model, optimizer, scheduler, data)
+    forward_backward_func = choose_forward_backward_func(job, args)
+    return Run(job, args, model, optimizer, scheduler, data, forward_backward_func)
+
+
+def choose_forward_backward_func(job: Job, args: Namespace) -> Callable[..., list[Any]]:
+    """The job's own function, or the schedule that megatron-core has for the pipeline."""
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+
+    own = job.forward_backward_func(args)
+    return get_forward_backward_func() if own is None else own
 
 
 def build_model_and_optimizer(job: Job, args: Namespace) -> tuple[list[Any], Any]:
@@ -233,11 +245,10 @@ def forward_backward(run: Run, which: str, forward_only: bool) -> dict[str, floa
     """
     from megatron.core import parallel_state
     from megatron.core.num_microbatches_calculator import get_num_microbatches
-    from megatron.core.pipeline_parallel import get_forward_backward_func
 
     from megatron_patches.lean.logs import average_losses
 
-    reports = get_forward_backward_func()(
+    reports = run.forward_backward_func(
         forward_step_func=run.job.forward_step,
         data_iterator=run.iterators(which),
         model=run.model,

@@ -1,0 +1,67 @@
+"""How often, and in which order, a model chunk calls core attention in a tick.
+
+Ranks that only serve in a tick must take part in every call of the others, which also recompute
+some in the backward pass. All stages have as many layers and recompute the same, so the order is
+known from the configuration.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from distca.schedule import Phase
+
+
+class Round(NamedTuple):
+    """A call of core attention by all ranks.
+
+    Attributes:
+        what: forward (also when it is recomputed) or backward.
+        layer: of the chunk, from 0.
+    """
+
+    what: Phase
+    layer: int
+
+
+def rounds_of_tick(phase: Phase, layers: int, recompute: Any) -> tuple[Round, ...]:
+    """The calls of a model chunk in a tick.
+
+    Args:
+        phase: of the tick.
+        layers: of the chunk.
+        recompute: `recompute_granularity`, `recompute_method`, `recompute_num_layers` and
+            `recompute_modules` as attributes: Megatron's arguments, or a `TransformerConfig`.
+    """
+    if phase == "forward":
+        return tuple(Round("forward", layer) for layer in range(layers))
+    return tuple(
+        call
+        for group in reversed(_recomputed_together(layers, recompute))
+        for call in (
+            *(Round("forward", layer) for layer in group if group.recomputed),
+            *(Round("backward", layer) for layer in reversed(group)),
+        )
+    )
+
+
+class _Group(list[int]):
+    """Layers that go back one after the other, after all were recomputed or none."""
+
+    def __init__(self, layers: range, recomputed: bool) -> None:
+        super().__init__(layers)
+        self.recomputed = recomputed
+
+
+def _recomputed_together(layers: int, recompute: Any) -> list[_Group]:
+    if recompute.recompute_granularity == "selective":
+        # Megatron's default modules are core attention alone.
+        modules = recompute.recompute_modules or ["core_attn"]
+        each = "core_attn" in modules
+        return [_Group(range(layer, layer + 1), each) for layer in range(layers)]
+    if recompute.recompute_granularity != "full":
+        return [_Group(range(layers), False)]
+    number = recompute.recompute_num_layers
+    if recompute.recompute_method == "uniform":
+        return [_Group(range(n, n + number), True) for n in range(0, layers, number)]
+    return [_Group(range(layer, layer + 1), layer < number) for layer in range(layers)]

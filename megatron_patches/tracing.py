@@ -1,0 +1,53 @@
+"""`--distca-trace`: a timeline of some iterations, written by one rank."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import torch.distributed as dist
+from megatron.core import parallel_state
+
+from distca.runtime import Trace, write_trace
+from megatron_patches.tick_batches import PipelineLayout
+
+logger = logging.getLogger(__name__)
+
+
+class Tracing:
+    """Records iterations of training, and then writes the file.
+
+    Args:
+        path: of the file.
+        first: iteration of this process to record first, from 1.
+        last: iteration to record last.
+    """
+
+    def __init__(self, path: Path, first: int, last: int) -> None:
+        self._path, self._first, self._last = path, first, last
+        self._iteration = 0
+
+    def starts(self, trace: Trace, forward_only: bool) -> bool:
+        """Begins an iteration (evaluations don't count); whether it is recorded."""
+        if forward_only:
+            return False
+        self._iteration += 1
+        trace.recording = self._first <= self._iteration <= self._last
+        return trace.recording
+
+    def ends(self, trace: Trace, layout: PipelineLayout) -> None:
+        """Ends a recorded iteration; after the last one rank 0 writes the file. Collective."""
+        trace.recording = False
+        if self._iteration < self._last:
+            return
+        rank = dist.get_rank()
+        name = (
+            f"rank {rank}: stage {layout.stage}, data {layout.data_parallel_rank}, tensor "
+            f"{parallel_state.get_tensor_model_parallel_rank()}, server {layout.server}"
+        )
+        mine = (name, trace.take(rank))
+        everyones: list[tuple[str, list[dict[str, object]]]] = [mine] * dist.get_world_size()
+        dist.gather_object(mine, everyones if rank == 0 else None)
+        if rank == 0:
+            write_trace(self._path, everyones)
+            logger.info("wrote the timeline %s: open it at ui.perfetto.dev", self._path)
