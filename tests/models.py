@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
+import zlib
 from argparse import Namespace
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -67,11 +69,15 @@ class StepsDone:
     place: tuple[int, int] = (0, 0)
 
 
-def parse(flags: Sequence[str]) -> Namespace:
+UNTIED = "--untie-embeddings-and-output-weights"
+
+
+def parse(flags: Sequence[str], tied: bool = False) -> Namespace:
     from megatron_patches.arguments import add_distca_arguments, validate_distca_arguments
     from megatron_patches.lean.arguments import parse_args
 
-    args = parse_args(add_distca_arguments, [*MODEL, *flags], dist.get_world_size())
+    model = [flag for flag in MODEL if not (tied and flag == UNTIED)]
+    args = parse_args(add_distca_arguments, [*model, *flags], dist.get_world_size())
     args.rank = dist.get_rank()
     validate_distca_arguments(args)
     return args
@@ -84,27 +90,38 @@ def make_run(args: Namespace, stream: Any) -> Any:
     from megatron_patches.gpt_job import GPT_JOB
     from megatron_patches.job import DataIterators
     from megatron_patches.lean import config, training
+    from megatron_patches.tick_batches import TickStream
 
-    layout = data.window_layout(args)
-    make = data.batch_maker(args, layout, torch.device("cpu"))(stream, 0)
+    layout, device = data.window_layout(args), torch.device("cpu")
+    maker = data.batch_maker(args, layout, device)
     model, optimizer = training.build_model_and_optimizer(GPT_JOB, args)
+    for chunk in model:
+        set_weights_by_name(chunk)
+    optimizer.reload_model_params()
     scheduler = config.parameter_scheduler(args, optimizer)
-    batches = MicroBatches(make, 0, layout.samples_per_micro_batch, torch.device("cpu"))
+    batches: Any
+    if args.distca:
+        made = maker(stream, forward_only=False)
+        batches = TickStream(made, 0, maker.micro_batches, device)
+    else:
+        made = maker(stream)
+        batches = MicroBatches(made, 0, layout.samples_per_micro_batch, device)
     iterators = DataIterators(batches, None, None)
-    return training.Run(GPT_JOB, args, model, optimizer, scheduler, [iterators]), make
+    function = training.choose_forward_backward_func(GPT_JOB, args)
+    return training.Run(GPT_JOB, args, model, optimizer, scheduler, [iterators], function), made
 
 
-def train(flags: Sequence[str], lengths: Sequence[int], steps: int) -> StepsDone:
+def train(
+    flags: Sequence[str], lengths: Sequence[int], steps: int, tied: bool = False
+) -> StepsDone:
     """Trains for some steps on this rank; collective."""
     from megatron.core import parallel_state
 
-    from distca.cost.volume import plan_bytes
-    from megatron_patches.data import attention_shape
     from megatron_patches.lean import training
 
-    args = parse(flags)
+    args = parse(flags, tied)
     training.initialize_megatron(args)
-    run, make = make_run(args, memory_stream(lengths))
+    run, made = make_run(args, memory_stream(lengths))
     done = StepsDone(
         place=(
             parallel_state.get_tensor_model_parallel_rank(),
@@ -117,7 +134,8 @@ def train(flags: Sequence[str], lengths: Sequence[int], steps: int) -> StepsDone
     for step in range(steps):
         if step == 0 and not args.use_distributed_optimizer:
             losses = training.forward_backward(run, "train", forward_only=False)
-            done.gradients = collect_gradients(run.model[0])
+            for chunk in run.model:
+                done.gradients |= collect_gradients(chunk)
             _, grad_norm, _ = run.optimizer.step()
             run.scheduler.step(increment=args.global_batch_size)
         else:
@@ -126,15 +144,15 @@ def train(flags: Sequence[str], lengths: Sequence[int], steps: int) -> StepsDone
         done.grad_norms.append(float(grad_norm))
     run.data[0].close()
     if args.distca:
-        transport = make.core_attention.transport
-        done.bytes_counted = dict(transport.bytes_sent)
-        per_micro_batch = args.data_parallel_size * args.micro_batch_size
-        for first_sample in range(0, steps * args.global_batch_size, per_micro_batch):
-            plan = make.plan(first_sample)
-            phases = plan_bytes(plan, attention_shape(args), args.distca_backward).phases
-            for phase, matrix in phases.items():
-                moved = args.num_layers * int(matrix[transport.rank].sum())
-                done.bytes_planned[phase] = done.bytes_planned.get(phase, 0) + moved
+        transport = made.core_attention.transport
+        done.bytes_counted = {phase: n for phase, n in transport.bytes_sent.items() if n}
+        micro_batches = args.global_batch_size // made.batches.layout.samples_per_micro_batch
+        for first_sample in range(0, steps * args.global_batch_size, args.global_batch_size):
+            for tick in made.global_batch(first_sample, micro_batches):
+                for phase, sent in tick.bytes_sent.items():
+                    if not sent:
+                        continue
+                    done.bytes_planned[phase] = done.bytes_planned.get(phase, 0) + sent
     dist.barrier()
     parallel_state.destroy_model_parallel()
     from megatron.core import num_microbatches_calculator
@@ -153,11 +171,10 @@ def starts_of_micro_batches(flags: Sequence[str], lengths: Sequence[int]) -> lis
     args = parse(flags)
     training.initialize_megatron(args)
     layout = data.window_layout(args)
-    make = data.batch_maker(args, layout, torch.device("cpu"))(memory_stream(lengths), 0)
-    step = layout.samples_per_micro_batch
-    found = [
-        make.documents(first).starts.tolist() for first in range(0, args.global_batch_size, step)
-    ]
+    maker = data.batch_maker(args, layout, torch.device("cpu"))
+    made = maker(memory_stream(lengths), forward_only=False)
+    documents, _ = made.micro_batch_plans(0, maker.micro_batches(0))
+    found = [each.starts.tolist() for each in documents]
     parallel_state.destroy_model_parallel()
     num_microbatches_calculator.unset_num_microbatches_calculator()
     return found
@@ -168,21 +185,64 @@ def train_all(runs: Sequence[Sequence[str]], lengths: Sequence[int], steps: int)
     return [train(flags, lengths, steps) for flags in runs]
 
 
+def named_parameters(model: Any) -> Iterator[tuple[str, torch.nn.Parameter]]:
+    """A model chunk's parameters by the names that they have in the whole model."""
+    gpt = model
+    while hasattr(gpt, "module"):
+        gpt = gpt.module
+    first_layer = gpt.decoder.layers[0].layer_number - 1
+    for name, parameter in gpt.named_parameters():
+        if gpt.share_embeddings_and_output_weights and name == "output_layer.weight":
+            name = "embedding.word_embeddings.weight"
+        name = re.sub(
+            r"(?<=decoder\.layers\.)\d+", lambda number: str(int(number[0]) + first_layer), name
+        )
+        yield name, parameter
+
+
+@torch.no_grad()
+def set_weights_by_name(model: Any) -> None:
+    """The same weights in every layout: Megatron draws other ones on each pipeline stage."""
+    from megatron.core import parallel_state
+
+    parts = parallel_state.get_tensor_model_parallel_world_size()
+    part = parallel_state.get_tensor_model_parallel_rank()
+    for name, parameter in named_parameters(model):
+        if parameter.dim() < 2:
+            continue
+        shape = list(parameter.shape)
+        split = parameter.tensor_model_parallel
+        if split:
+            shape[parameter.partition_dim] *= parts
+        generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+        weight = 0.02 * torch.randn(shape, generator=generator)
+        if split and "linear_fc1" in name:
+            weight = torch.cat([half.chunk(parts)[part] for half in weight.chunk(2)])
+        elif split:
+            weight = weight.chunk(parts, parameter.partition_dim)[part]
+        parameter.copy_(weight)
+
+
 def collect_gradients(model: Any) -> dict[str, tuple[torch.Tensor, int | None]]:
-    found = {}
-    for name, parameter in model.module.named_parameters():
-        split = getattr(parameter, "tensor_model_parallel", False)
-        dimension = parameter.partition_dim if split else None
-        found[name.removeprefix("module.")] = (parameter.main_grad.clone(), dimension)
-    return found
+    """Gradients of a model chunk, with the dimension that TP splits or None."""
+    return {
+        name: (
+            parameter.main_grad.clone(),
+            parameter.partition_dim if getattr(parameter, "tensor_model_parallel", False) else None,
+        )
+        for name, parameter in named_parameters(model)
+    }
 
 
 def whole_gradients(ranks: Sequence[StepsDone]) -> dict[str, torch.Tensor]:
-    """The gradients of the whole model, from the tensor-parallel ranks of one replica."""
+    """The gradients of the whole model, from all ranks of one replica."""
     shards = sorted((r for r in ranks if r.place[1] == 0), key=lambda r: r.place[0])
     whole = {}
-    for name, (gradient, dimension) in shards[0].gradients.items():
-        parts = [shard.gradients[name][0] for shard in shards]
+    names = {name: shard.gradients[name] for shard in shards for name in shard.gradients}
+    for name, (gradient, dimension) in names.items():
+        # The first and the last stage both have the gradient of a tied embedding.
+        by_rank = {s.place[0]: s.gradients[name][0] for s in shards if name in s.gradients}
+        parts = [by_rank[rank] for rank in sorted(by_rank)]
         if dimension is None or len(parts) == 1:
             whole[name] = gradient
         elif "linear_fc1" in name:

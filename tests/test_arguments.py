@@ -92,7 +92,20 @@ def test_windows(text: str) -> None:
         ("--window-size 100,5", "the second number must be 0"),
         ("--distca-tolerance 1.5", "--distca-tolerance 1.5 is out of range"),
         ("--distca-max-document-length 0", "must be at least 1"),
-        ("--distca --pipeline-model-parallel-size 2", "not work with pipeline parallelism yet"),
+        (
+            "--distca --pipeline-model-parallel-size 2 --distca-backward keep",
+            "keep needs --pipeline-model-parallel-size 1",
+        ),
+        ("--distca --distca-max-in-flight 2", "bounds a pipeline's stages"),
+        (
+            "--distca --pipeline-model-parallel-size 2 --distca-max-in-flight 0",
+            "in-flight 0 must be at least 1",
+        ),
+        ("--distca --distca-trace t --distca-trace-iterations 3 2", "must lie in 1 .. "),
+        (
+            "--recompute-granularity full --recompute-method uniform --recompute-num-layers 3",
+            "must divide the",
+        ),
         ("--distca --attention-backend local", "--distca replaces it"),
         ("--distca --distca-profile nowhere.json", "does not exist: make one"),
     ],
@@ -112,13 +125,16 @@ def test_bad_input(flags: str, message: str) -> None:
         ("multi_latent_attention", True, "does not cover multi-latent attention"),
         ("num_experts", 8, "does not cover mixture-of-experts"),
         ("window_attn_skip_freq", 2, "windows on some layers only"),
+        ("cuda_graph_impl", "local", "remove --cuda-graph-impl local"),
         ("softmax_type", "learnable", "remove --softmax-type learnable"),
+        ("decoder_first_pipeline_num_layers", 1, "remove --decoder-first-pipeline-num-layers"),
+        ("num_layers", 3, "equally many layers on all 2 pipeline stages"),
         ("position_embedding_type", "learned_absolute", "needs --position-embedding-type rope"),
     ],
 )
 def test_what_distca_does_not_cover(flag: str, value, message: str) -> None:
     """Under Megatron-LM's own loop more can be asked for than our parser accepts."""
-    args = parse("--distca")
+    args = parse("--distca", "--pipeline-model-parallel-size", "2")
     setattr(args, flag, value)
     with pytest.raises(ValueError, match=message):
         validate_distca_arguments(args)

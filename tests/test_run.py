@@ -235,22 +235,34 @@ def test_bad_data_is_refused_on_every_rank(corpus, tmp_path) -> None:
 
 def test_bad_flags_are_refused_before_anything_starts(corpus) -> None:
     start_time = time.monotonic()
-    flags = ["--distca", "--train-iters", "2", "--pipeline-model-parallel-size", "2"]
+    flags = ["--distca", "--train-iters", "2", "--distca-max-in-flight", "2"]
     _, output = run(2, corpus, *flags, status=2)
-    assert "--distca does not work with pipeline parallelism yet" in output
+    assert "--distca-max-in-flight bounds a pipeline's stages, but there is only one" in output
     assert output.count("error: --distca") == 1
     assert time.monotonic() - start_time < 60
 
 
-@pytest.mark.parametrize("virtual", [[], ["--num-layers-per-virtual-pipeline-stage", "1"]])
-def test_pipeline_parallelism_without_distca(corpus, one_process, virtual) -> None:
-    """Plain Megatron's pipelines go on from one process's checkpoint with its losses."""
+VIRTUAL = ["--num-layers-per-virtual-pipeline-stage", "1"]
+
+
+@pytest.mark.parametrize("distca", [[], ["--distca"]], ids=["plain", "distca"])
+@pytest.mark.parametrize("virtual", [[], VIRTUAL], ids=["PP2", "PP2-VPP2"])
+def test_pipelines_go_on_from_one_process(corpus, one_process, virtual, distca, tmp_path) -> None:
+    """Two stages load one process's checkpoint and have its losses, also in an evaluation.
+
+    Four stages then load theirs.
+    """
     losses, save = one_process
-    flags = ["--train-iters", "6", "--num-layers", "4", "--hidden-dropout", "0"]
-    flags += ["--load", str(save), "--pipeline-model-parallel-size", "2", *virtual]
-    found, _ = run(2, corpus, *flags)
+    flags = ["--train-iters", "6", "--num-layers", "4", "--hidden-dropout", "0", *distca]
+    stages = ["--pipeline-model-parallel-size", "2", *virtual, "--load", str(save)]
+    stages += ["--save", str(tmp_path), "--save-interval", "4"]
+    found, _ = run(2, corpus, *flags, *stages)
     assert sorted(found) == [4, 5, 6]
-    for i, loss in found.items():
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("4")
+    stages = ["--pipeline-model-parallel-size", "4", "--load", str(tmp_path)]
+    again, _ = run(4, corpus, *flags, *stages)
+    assert sorted(again) == [5, 6]
+    for i, loss in [*found.items(), *again.items()]:
         assert float(loss) == pytest.approx(float(losses[i]), rel=1e-4)
 
 

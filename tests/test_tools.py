@@ -17,6 +17,7 @@ from distca.cost.volume import AttentionShape
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
 import compare_losses
+from replay import Pass, fit, replay, ticks_seconds
 
 LINE = " [now] iteration {:8d}/      10 | elapsed time per iteration (ms): 1.0 | lm loss: {:.6E} |"
 
@@ -122,3 +123,34 @@ def test_comparing_losses(tmp_path, capsys) -> None:
     assert "differ from iteration 2 on" in capsys.readouterr().out
     assert compare_losses.main([str(far), str(golden), "--tolerance", "0.1"]) == 0
     assert compare_losses.main([str(far), str(tmp_path / "missing.log")]) == 2
+
+
+def one_f_one_b(stage: int, stages: int, micro_batches: int, seconds: dict[str, float]):
+    """A stage's passes in the order of 1F1B."""
+    ahead = min(micro_batches, stages - stage - 1)
+    order = [("forward", n) for n in range(ahead)]
+    for number in range(micro_batches - ahead):
+        order += [("forward", ahead + number), ("backward", number)]
+    order += [("backward", number) for number in range(micro_batches - ahead, micro_batches)]
+    return [Pass(phase, number, seconds[phase]) for phase, number in order]
+
+
+@pytest.mark.parametrize(("stages", "micro_batches"), [(1, 3), (2, 5), (4, 8), (4, 2)])
+def test_replayed_pipelines(stages: int, micro_batches: int) -> None:
+    """Equal passes take as long as the book says; a slow one holds up what waits for it."""
+    seconds = {"forward": 1.0, "backward": 2.0}
+    passes = [one_f_one_b(stage, stages, micro_batches, seconds) for stage in range(stages)]
+    assert replay(passes) == 3.0 * (micro_batches + stages - 1)
+    last = passes[-1][-1]
+    passes[-1][-1] = last._replace(seconds=last.seconds + 5.0)
+    assert replay(passes) == 3.0 * (micro_batches + stages - 1) + 5.0
+    with pytest.raises(AssertionError, match="wait for each other"):
+        replay([[Pass("backward", 0, 1.0)], [Pass("forward", 0, 1.0)]])
+
+
+def test_fitted_passes_and_ticks() -> None:
+    rest, per_pair = fit([0, 10, 20], [1.0, 3.0, 5.0])
+    assert rest == pytest.approx(1.0)
+    assert per_pair == pytest.approx(0.2)
+    assert fit([7, 7], [1.0, 2.0]) == (1.5, 0.0)
+    assert ticks_seconds([np.array([1.0, 3.0]), np.array([2.0, 0.5])]) == 5.0

@@ -22,6 +22,9 @@ class MegatronTraining:
         module = types.ModuleType("megatron.training")
         module.get_args = lambda: self.args  # type: ignore[attr-defined]
         monkeypatch.setitem(sys.modules, "megatron.training", module)
+        self.schedules = types.ModuleType("megatron.training.training")
+        self.schedules.get_forward_backward_func = lambda: "Megatron's schedule"  # type: ignore
+        monkeypatch.setitem(sys.modules, "megatron.training.training", self.schedules)
         monkeypatch.setattr("megatron_patches.cpu.adapt_megatron_training", lambda: None)
 
     def pretrain(
@@ -44,6 +47,7 @@ class MegatronTraining:
             train_valid_test_dataset_provider((1, 2, 3)),
             model_provider(pre_process=True),
             forward_step_func("iterator", "model"),
+            self.schedules.get_forward_backward_func(),
         ]
         return self.called
 
@@ -66,6 +70,7 @@ def wrapped(monkeypatch):
         build_model=lambda *args: "our model",
         build_data=lambda args, *samples: DataIterators(*(f"our {n}" for n in samples)),
         forward_step=lambda iterator, model: "our step",
+        forward_backward_func=lambda args: "our schedule" if args.distca else None,
     )
     megatron = MegatronTraining(monkeypatch)
     for method, answer in (
@@ -93,14 +98,16 @@ def wrapped(monkeypatch):
 
 def test_without_the_flag_megatron_is_untouched(wrapped) -> None:
     megatron = wrapped()
-    assert megatron.called == ["Megatron's data", "Megatron's model", "Megatron's step"]
+    assert megatron.called == [
+        f"Megatron's {name}" for name in ("data", "model", "step", "schedule")
+    ]
     assert megatron.args.dataloader_type == "single"
     assert not megatron.args.calculate_per_token_loss
 
 
 def test_with_the_flag_ours_is_called(wrapped) -> None:
     megatron = wrapped("--distca", "--distca-tolerance", "0.2")
-    assert megatron.called == ["our data", "our model", "our step"]
+    assert megatron.called == ["our data", "our model", "our step", "our schedule"]
     assert megatron.args.distca_tolerance == 0.2
     assert megatron.args.dataloader_type == "external"
     assert megatron.args.calculate_per_token_loss

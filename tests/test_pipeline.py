@@ -1,0 +1,254 @@
+"""`--distca` in a pipeline of several stages against plain Megatron in one process."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from pathlib import Path
+
+import pytest
+from models import StepsDone, make_run, memory_stream, parse, train, whole_gradients
+from test_parity import relative
+
+from distca.schedule import SCHEDULERS
+from megatron_patches.job import DataIterators
+
+SIZES = "--num-layers 4 --group-query-attention --num-query-groups 2".split()
+WINDOW = 768
+LAYOUTS = {
+    "PP2": (2, "--pipeline-model-parallel-size 2"),
+    "PP4": (4, "--pipeline-model-parallel-size 4"),
+    "PP2-DP2": (4, "--pipeline-model-parallel-size 2"),
+    "TP2-PP2": (4, "--pipeline-model-parallel-size 2 --tensor-model-parallel-size 2"),
+    "TP2-SP-PP2": (
+        4,
+        "--pipeline-model-parallel-size 2 --tensor-model-parallel-size 2 --sequence-parallel",
+    ),
+    "PP2-VPP2": (
+        2,
+        "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1",
+    ),
+    "PP2-VPP2-DP2": (
+        4,
+        "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1",
+    ),
+}
+_PLAIN: dict[tuple[int, int, bool], StepsDone] = {}
+
+
+def documents(micro_batches: int, steps: int = 1) -> list[int]:
+    """Windows of very different attention: one document, odd ones with one that spans, short."""
+    windows = [[WINDOW], [1, 300, 5, 1, 129, 332], [128] * 6, [200, 500, 68], [12] * 64]
+    return [n for i in range(micro_batches * steps) for n in windows[i % len(windows)]]
+
+
+def plain(ranks, micro_batches: int, steps: int, tied: bool = False) -> StepsDone:
+    """One process without `--distca`, with a dense mask."""
+    key = (micro_batches, steps, tied)
+    if key not in _PLAIN:
+        flags = [*SIZES, "--seq-length", str(WINDOW), "--global-batch-size", str(micro_batches)]
+        flags += ["--attention-backend", "local"]
+        lengths = documents(micro_batches, steps)
+        _PLAIN[key] = ranks.run(train, flags, lengths, steps, tied, world_size=1)[0]
+    return _PLAIN[key]
+
+
+def flags_of(layout: str, micro_batches: int) -> tuple[int, list[str]]:
+    world_size, text = LAYOUTS[layout]
+    flags = text.split()
+    model_parallel = 2 if "--tensor-model-parallel-size" in flags else 1
+    stages = int(flags[flags.index("--pipeline-model-parallel-size") + 1])
+    data_parallel = world_size // (model_parallel * stages)
+    return world_size, [
+        *(*SIZES, *flags, "--distca"),
+        *("--seq-length", str(WINDOW // data_parallel)),
+        *("--global-batch-size", str(micro_batches * data_parallel)),
+    ]
+
+
+def check(found: list[StepsDone], expected: StepsDone, case: object) -> None:
+    for rank in found:
+        assert rank.losses == pytest.approx(expected.losses, rel=1e-5), case
+        assert rank.grad_norms == pytest.approx(expected.grad_norms, rel=1e-4), case
+        assert rank.bytes_counted == rank.bytes_planned, case
+    if not found[0].gradients:
+        return
+    gradients = whole_gradients(found)
+    assert gradients.keys() == expected.gradients.keys()
+    for name, gradient in gradients.items():
+        error = relative(gradient, expected.gradients[name][0])
+        assert error < 1e-5, (case, name, error)
+
+
+@pytest.mark.parametrize(
+    ("layout", "micro_batches"),
+    [*((layout, number) for layout in LAYOUTS for number in (1, 5)), ("PP4", 3)],
+)
+def test_losses_gradients_and_bytes(ranks, layout: str, micro_batches: int) -> None:
+    """With fewer micro-batches than stages, and with five; two steps."""
+    world_size, flags = flags_of(layout, micro_batches)
+    found = ranks.run(train, flags, documents(micro_batches, 2), 2, world_size=world_size)
+    check(found, plain(ranks, micro_batches, 2), layout)
+
+
+VARIANTS = {
+    "stages apart": "--no-distca-pool-stages",
+    "one in flight": "--distca-max-in-flight 1",
+    "three in flight": "--distca-max-in-flight 3",
+    "sequential": "--distca-placement sequential",
+    "sharded optimizer": "--use-distributed-optimizer",
+    "overlap": "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather",
+    "recompute selectively": "--recompute-activations",
+    "recompute uniformly": "--recompute-granularity full --recompute-method uniform "
+    "--recompute-num-layers 2",
+    "recompute the first": "--recompute-granularity full --recompute-method block "
+    "--recompute-num-layers 1",
+}
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("layout", ["PP2-DP2", "PP2-VPP2-DP2"])
+def test_it_mixes(ranks, layout: str, variant: str) -> None:
+    world_size, flags = flags_of(layout, 5)
+    flags += VARIANTS[variant].split()
+    if "VPP" in layout and "--recompute-num-layers" in flags:
+        # A virtual stage has one layer only.
+        flags[flags.index("--recompute-num-layers") + 1] = "1"
+    found = ranks.run(train, flags, documents(5, 2), 2, world_size=world_size)
+    check(found, plain(ranks, 5, 2), variant)
+
+
+@pytest.mark.parametrize("scheduler", SCHEDULERS)
+def test_every_scheduler(ranks, scheduler: str) -> None:
+    """Also wlb-llm, under which ranks send messages of different sizes."""
+    world_size, flags = flags_of("PP2-DP2", 5)
+    flags = [*flags, "--distca-scheduler", scheduler]
+    found = ranks.run(train, flags, documents(5, 2), 2, world_size=world_size)
+    check(found, plain(ranks, 5, 2), scheduler)
+
+
+@pytest.mark.parametrize("layout", ["PP2-DP2", "PP4", "TP2-PP2"])
+def test_tied_embeddings(ranks, layout: str) -> None:
+    world_size, flags = flags_of(layout, 5)
+    found = ranks.run(train, flags, documents(5, 2), 2, True, world_size=world_size)
+    check(found, plain(ranks, 5, 2, tied=True), layout)
+
+
+def test_idle_stages_compute_tasks(ranks, tmp_path: Path) -> None:
+    """On the timeline of a run: in warm-up and drain servers without tokens run kernels."""
+    file = tmp_path / "trace.json"
+    world_size, flags = flags_of("PP2-DP2", 5)
+    flags += ["--distca-trace", str(file), "--distca-trace-iterations", "1", "2"]
+    lengths = [WINDOW] * 10
+    ranks.run(train, flags, lengths, 2, world_size=world_size)
+    events = json.loads(file.read_text())["traceEvents"]
+    ticks = [e for e in events if e.get("cat") == "ticks"]
+    assert len(ticks) == 2 * world_size * 2 * (5 + 2 - 1)
+    for phase in ("forward", "backward"):
+        idle = [e for e in ticks if e["args"]["phase"] == phase and e["args"]["own_tokens"] == 0]
+        assert {e["name"] for e in idle} == {f"{phase}: serve"}
+        # Two ranks of a stage wait in the first tick of an iteration, and two in the last.
+        assert len(idle) == 2 * 2 * 2
+        assert all(e["args"]["pairs"] > 0 for e in idle)
+        kernels = [
+            e
+            for e in events
+            if e.get("cat") == "kernels"
+            and e["args"]["own_tokens"] == 0
+            and e["args"]["phase"] == phase
+        ]
+        # Two layers on each stage.
+        assert len(kernels) == 2 * len(idle)
+        assert all(e["dur"] > 0 for e in kernels)
+    # Every pair of every micro-batch is computed in a forward tick, on any server.
+    pairs = sum(e["args"]["pairs"] for e in ticks if e["args"]["phase"] == "forward")
+    assert pairs == 2 * sum(length * (length + 1) // 2 for length in lengths)
+
+
+def test_bytes_of_every_tick(ranks) -> None:
+    """What a tick's plan says that each rank sends is what its transport counts in that tick."""
+    for layout in ("PP2-DP2", "PP2-VPP2-DP2"):
+        world_size, flags = flags_of(layout, 5)
+        for extra in ([], VARIANTS["recompute the first"].split()):
+            results = ranks.run(
+                bytes_of_ticks, [*flags, *extra], documents(5), world_size=world_size
+            )
+            for planned, counted in results:
+                assert planned == counted
+            assert sum(sum(tick.values()) for planned, _ in results for tick in planned) > 0
+
+
+def bytes_of_ticks(flags: list[str], lengths: list[int]) -> tuple[list, list]:
+    """Bytes sent by this rank in each tick by phase, as planned and as counted; collective."""
+    import torch.distributed as dist
+    from megatron.core import num_microbatches_calculator, parallel_state
+
+    from megatron_patches.lean import training
+    from megatron_patches.pipeline import TickPipeline
+    from megatron_patches.tick_batches import TickInput, TickStream
+
+    args = parse(flags)
+    training.initialize_megatron(args)
+    run, made = make_run(args, memory_stream(lengths))
+    transport = made.core_attention.transport
+    planned, counted = [], []
+
+    class Watched(TickStream):
+        """Notes the counts when a tick ends, which is when the next one is asked for."""
+
+        def __init__(self, ticks: TickStream) -> None:
+            self.batches, self._inner = ticks.batches, ticks
+
+        def __next__(self) -> TickInput:
+            counted.append(dict(transport.bytes_sent))
+            following = next(self._inner)
+            planned.append({k: v for k, v in following.bytes_sent.items() if v})
+            return following
+
+    assert isinstance(run.forward_backward_func, TickPipeline)
+    run.data[0] = DataIterators(Watched(run.data[0].train), None, None)
+    for chunk in run.model:
+        chunk.zero_grad_buffer()
+    training.forward_backward(run, "train", forward_only=False)
+    counted.append(dict(transport.bytes_sent))
+    dist.barrier()
+    parallel_state.destroy_model_parallel()
+    num_microbatches_calculator.unset_num_microbatches_calculator()
+    each = [
+        {k: after[k] - before.get(k, 0) for k in after if after[k] > before.get(k, 0)}
+        for before, after in itertools.pairwise(counted)
+    ]
+    return planned, each
+
+
+def test_an_evaluation_has_forward_ticks_only(ranks) -> None:
+    for layout in ("PP2-DP2", "PP2-VPP2"):
+        world_size, flags = flags_of(layout, 5)
+        found = ranks.run(evaluation_loss, flags, documents(5), world_size=world_size)
+        assert found == pytest.approx([plain(ranks, 5, 2).losses[0]] * world_size, rel=1e-5)
+
+
+def evaluation_loss(flags: list[str], lengths: list[int]) -> float:
+    """The loss of one global batch, without its gradients; collective."""
+    import torch
+    import torch.distributed as dist
+    from megatron.core import num_microbatches_calculator, parallel_state
+
+    from megatron_patches.data import batch_maker, window_layout
+    from megatron_patches.lean import training
+    from megatron_patches.tick_batches import TickStream
+
+    args = parse(flags)
+    training.initialize_megatron(args)
+    stream, device = memory_stream(lengths), torch.device("cpu")
+    run, _ = make_run(args, stream)
+    maker = batch_maker(args, window_layout(args), device)
+    ticks = TickStream(maker(stream, forward_only=True), 0, maker.micro_batches, device)
+    run.data[0] = DataIterators(None, ticks, None)
+    args.eval_iters = 1
+    losses = training.evaluate(run, "valid")
+    ticks.close()
+    dist.barrier()
+    parallel_state.destroy_model_parallel()
+    num_microbatches_calculator.unset_num_microbatches_calculator()
+    return losses["lm loss"]
