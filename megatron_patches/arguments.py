@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from argparse import ArgumentParser, BooleanOptionalAction, Namespace
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from distca.plan import BLOCK, Mask
 from distca.schedule import SCHEDULERS
 
 BACKWARDS = ("resend", "keep")
+ABLATIONS = ("none", "single-stream", "signal")
 PLACEMENTS = ("free", "sequential")
 
 
@@ -96,6 +98,19 @@ def add_distca_arguments(parser: ArgumentParser) -> ArgumentParser:
         default="resend",
         help="resend: the backward pass sends the kernels' inputs again and servers keep nothing; "
         "keep: servers keep them, for fewer bytes and more memory.",
+    )
+    group.add_argument(
+        "--distca-ping-pong",
+        action=BooleanOptionalAction,
+        default=True,
+        help="Run each micro-batch as two nano-batches: one computes while the other communicates.",
+    )
+    group.add_argument(
+        "--distca-ablation",
+        choices=ABLATIONS,
+        default="none",
+        help="To measure: single-stream waits for every exchange where it starts; signal moves one "
+        "byte for each message, so losses mean nothing.",
     )
     group.add_argument(
         "--distca-pool-stages",
@@ -198,6 +213,7 @@ def validate_distca_arguments(args: Namespace) -> None:
             f"{args.context_parallel_size} (long documents span the data-parallel ranks)"
         )
     _validate_pipeline(args)
+    _validate_ping_pong(args)
     if args.attention_dropout:
         raise ValueError(
             f"--distca cannot apply attention dropout: set --attention-dropout 0 "
@@ -282,6 +298,29 @@ def _validate_pipeline(args: Namespace) -> None:
             f"--distca-trace-iterations {first} {last} must lie in 1 .. --train-iters "
             f"{args.train_iters}"
         )
+
+
+def _validate_ping_pong(args: Namespace) -> None:
+    """Checks what two nano-batches need."""
+    if not args.distca_ping_pong:
+        return
+    if importlib.util.find_spec("greenlet") is None:
+        raise ValueError(
+            "--distca-ping-pong needs the package greenlet: pip install greenlet, or give "
+            "--no-distca-ping-pong"
+        )
+    shards = args.tensor_model_parallel_size if args.sequence_parallel else 1
+    tokens = args.seq_length * args.micro_batch_size
+    if tokens % (2 * shards):
+        raise ValueError(
+            f"--distca-ping-pong needs --seq-length {args.seq_length} to be a multiple of twice "
+            f"--tensor-model-parallel-size {shards}"
+        )
+    for flag in ("fp8", "fp4"):
+        if getattr(args, flag, None):
+            raise ValueError(
+                f"--distca-ping-pong does not cover --{flag}: give --no-distca-ping-pong"
+            )
 
 
 def _validate_scheduling(args: Namespace) -> None:

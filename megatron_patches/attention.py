@@ -7,6 +7,7 @@ the module at `spec.submodules.self_attention.submodules.core_attention`.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,11 +29,23 @@ class DocumentParams(PackedSeqParams):
             this rank's tokens; for attention on the rank itself.
         slot: this rank's part of the plan; for disaggregated attention.
         core_attention: what runs it.
+        halves: ping and pong, with a slot each, where the micro-batch is run as two nano-batches.
+        pause: called where the other half can go on.
+        before: of pong, if a document of it begins in ping: ping.
+        earlier_rows: the rows of ping with the keys of that document, int64.
+        lends_keys: whether this is ping and pong needs its keys.
+        keys: of ping, its keys and values in the layer that runs, for pong.
     """
 
     documents_cu_seqlens: torch.Tensor | None = None
     slot: ExchangeSlot | None = None
     core_attention: CoreAttention | None = None
+    halves: tuple[DocumentParams, DocumentParams] | None = None
+    pause: Callable[[], None] | None = None
+    before: DocumentParams | None = None
+    earlier_rows: torch.Tensor | None = None
+    lends_keys: bool = False
+    keys: tuple[torch.Tensor, torch.Tensor] | None = None
 
 
 class _CoreAttentionModule(MegatronModule):
@@ -88,8 +101,19 @@ class DisaggregatedCoreAttention(_CoreAttentionModule):
                 "megatron_patches.pipeline"
             )
         assert params.core_attention is not None
+        own_keys = (key, value)
+        if params.before is not None:
+            # Ping is always ahead of pong.
+            assert params.before.keys is not None
+            assert params.earlier_rows is not None
+            key, value = (
+                torch.cat([own, earlier.index_select(0, params.earlier_rows)])
+                for own, earlier in zip(own_keys, params.before.keys, strict=True)
+            )
+            params.before.keys = None
+        params.keys = own_keys if params.lends_keys else None
         out_THD = params.core_attention(
-            query, key, value, slot, self.softmax_scale, self.layer_number
+            query, key, value, slot, self.softmax_scale, self.layer_number, params.pause
         )
         return out_THD.reshape(query.shape[0], -1)
 

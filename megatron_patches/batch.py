@@ -15,16 +15,25 @@ over all targets of the global batch, so it depends on neither.
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
 
 from distca.attention.reference import document_visibility
-from distca.plan import Mask, Plan, place_sequentially
+from distca.plan import Mask, Plan, place_in_turn, place_sequentially
 from distca.plan.span import Int64s, expand_ranges
 from distca.runtime import Prefetcher
-from distca.schedule import ScheduleConfig, Scheduler, document_loads, share_out
+from distca.schedule import (
+    Crossing,
+    NanoPlan,
+    ScheduleConfig,
+    Scheduler,
+    document_loads,
+    share_out,
+    split_in_two,
+)
 from megatron_patches.attention import DocumentParams
 from megatron_patches.stream import TokenStream
 
@@ -94,13 +103,11 @@ class MicroBatch:
 
         params = self.packed_seq_params
         if params is not None:
-            params = replace(
-                params,
-                cu_seqlens_q=move(params.cu_seqlens_q),
-                cu_seqlens_kv=move(params.cu_seqlens_kv),
-                cu_seqlens_q_padded=move(params.cu_seqlens_q_padded),
-                cu_seqlens_kv_padded=move(params.cu_seqlens_kv_padded),
-            )
+            params = _moved(params, move)
+            if params.halves is not None:
+                ping, pong = (_moved(half, move) for half in params.halves)
+                pong = replace(pong, before=None if pong.before is None else ping)
+                params = replace(params, halves=(ping, pong))
         return replace(
             self,
             tokens=self.tokens.to(device, non_blocking=True),
@@ -110,6 +117,20 @@ class MicroBatch:
             attention_mask=move(self.attention_mask),
             packed_seq_params=params,
         )
+
+
+def _moved(
+    params: DocumentParams, move: Callable[[torch.Tensor | None], torch.Tensor | None]
+) -> DocumentParams:
+    """With its index tensors where `move` puts them."""
+    return replace(
+        params,
+        cu_seqlens_q=move(params.cu_seqlens_q),
+        cu_seqlens_kv=move(params.cu_seqlens_kv),
+        cu_seqlens_q_padded=move(params.cu_seqlens_q_padded),
+        cu_seqlens_kv_padded=move(params.cu_seqlens_kv_padded),
+        earlier_rows=move(params.earlier_rows),
+    )
 
 
 def read_positions(
@@ -193,6 +214,19 @@ class Documents:
 
 
 @dataclass(frozen=True)
+class NanoBatches:
+    """A micro-batch's documents and plans, by nano-batch: one, or ping and pong.
+
+    Attributes:
+        documents: of each nano-batch; a document that crosses is in pong from the cut on.
+        plans: of each, over the data-parallel ranks.
+    """
+
+    documents: tuple[Documents, ...]
+    plans: tuple[NanoPlan, ...]
+
+
+@dataclass(frozen=True)
 class PlannedBatches:
     """Micro-batches with `--distca`: documents span ranks, and a plan says who computes what.
 
@@ -204,6 +238,9 @@ class PlannedBatches:
         schedule_config: what plans are judged by.
         free_placement: the scheduler places documents as it likes best, and they are shared out
             over the micro-batches of a global batch; otherwise one after the other.
+        ping_pong: micro-batches are run as two nano-batches.
+        sequence_shards: tensor-parallel ranks that divide the tokens among them (sequence
+            parallelism), or 1.
     """
 
     stream: TokenStream
@@ -212,6 +249,8 @@ class PlannedBatches:
     scheduler: Scheduler
     schedule_config: ScheduleConfig
     free_placement: bool
+    ping_pong: bool
+    sequence_shards: int
 
     def global_batch(self, first_sample: int, micro_batches: int) -> list[Documents]:
         """The documents of each micro-batch of the global batch that starts at a sample."""
@@ -236,21 +275,41 @@ class PlannedBatches:
         shared = share_out(lengths, loads, windows)
         return [Documents(lengths[shared == n], starts[shared == n]) for n in range(len(came))]
 
-    def plan(self, documents: Documents) -> Plan:
-        """The plan of a micro-batch over its data-parallel ranks; the same on every rank.
+    def plan(self, documents: Documents) -> NanoBatches:
+        """The plans of a micro-batch over its data-parallel ranks; the same on every rank.
 
         Raises:
             ValueError: the scheduler leaves a rank without tokens.
         """
-        at = self.layout
+        if not self.ping_pong:
+            return NanoBatches((documents,), (NanoPlan(self._nano_plan(documents)),))
+        loads = document_loads(documents.lengths, self.mask, self.schedule_config.cost_model)
+        halves = split_in_two(documents.lengths, loads)
+        nano = tuple(
+            Documents(half.end - half.start, documents.starts[half.document] + half.start)
+            for half in halves
+        )
+        ping, pong = (self._nano_plan(each) for each in nano)
+        crossing = None
+        if len(halves[1].start) and halves[1].start[0] > 0:
+            # It is the last of ping and the first of pong.
+            earlier = ping.placement.select(ping.placement.document == len(ping.lengths) - 1)
+            crossing = Crossing(0, earlier)
+        return NanoBatches(nano, (NanoPlan(ping), NanoPlan(pong, crossing)))
+
+    def _nano_plan(self, documents: Documents) -> Plan:
+        at, lengths = self.layout, documents.lengths
+        nano_batches = 2 if self.ping_pong else 1
+        tokens = at.micro_batch_size * at.seq_length // nano_batches
+        rooms = np.full(at.data_parallel_size, tokens, dtype=np.int64)
         if self.free_placement:
-            tokens = at.micro_batch_size * at.seq_length
-            rooms = np.full(at.data_parallel_size, tokens, dtype=np.int64)
-            plan = self.scheduler.plan(documents.lengths, rooms, self.mask)
+            plan = self.scheduler.plan(lengths, rooms, self.mask)
+        elif self.ping_pong:
+            plan = self.scheduler.schedule(lengths, place_in_turn(lengths, rooms), self.mask)
         else:
-            windows = np.split(documents.lengths, np.cumsum(documents.window_sizes)[:-1])
+            windows = np.split(lengths, np.cumsum(documents.window_sizes)[:-1])
             placement = place_sequentially(windows, at.data_parallel_size, at.seq_length)
-            plan = self.scheduler.schedule(documents.lengths, placement, self.mask)
+            plan = self.scheduler.schedule(lengths, placement, self.mask)
         plan.validate()
         if not plan.placement.tokens_per_rank().all():
             raise ValueError(
@@ -259,20 +318,70 @@ class PlannedBatches:
             )
         return plan
 
-    def micro_batch(self, documents: Documents, plan: Plan, report: dict[str, float]) -> MicroBatch:
+    def micro_batch(self, nano: NanoBatches, report: dict[str, float]) -> MicroBatch:
         """This rank's tokens of a micro-batch; who computes its core attention is added later."""
-        mine = plan.placement.of_rank(self.layout.data_parallel_rank)
-        lengths = mine.end - mine.start
-        starts = documents.starts[mine.document] + mine.start
-        tokens, labels, loss_mask = read_positions(self.stream, expand_ranges(starts, lengths))
+        rank = self.layout.data_parallel_rank
+        starts, positions, all_lengths = [], [], []
+        for documents, planned in zip(nano.documents, nano.plans, strict=True):
+            mine = planned.plan.placement.of_rank(rank)
+            lengths = mine.end - mine.start
+            crossing = planned.crossing
+            # The crossing document's positions count from its start in ping.
+            cut = np.zeros_like(documents.lengths)
+            if crossing is not None:
+                cut[crossing.document] = crossing.earlier.end.max()
+            starts.append(expand_ranges(documents.starts[mine.document] + mine.start, lengths))
+            positions.append(expand_ranges(cut[mine.document] + mine.start, lengths))
+            all_lengths.append(lengths)
+        order = nano_order([len(rows) for rows in starts], self.sequence_shards)
+        tokens, labels, loss_mask = read_positions(self.stream, np.concatenate(starts))
+        params = _document_params(np.concatenate(all_lengths), token_positions=True)
+        if self.ping_pong:
+            ping, pong = (
+                _document_params(lengths, token_positions=True) for lengths in all_lengths
+            )
+            crossing = nano.plans[1].crossing
+            if crossing is not None:
+                first_rows = nano.plans[0].plan.placement.first_rows()
+                last = len(nano.documents[0].lengths) - 1
+                pieces = nano.plans[0].plan.placement.document == last
+                at = nano.plans[0].plan.placement.select(pieces)
+                here = at.rank == rank
+                rows = expand_ranges(first_rows[pieces][here], (at.end - at.start)[here])
+                ping.lends_keys = True
+                pong = replace(pong, before=ping, earlier_rows=torch.from_numpy(rows))
+            params = replace(params, halves=(ping, pong))
         return MicroBatch(
-            tokens,
-            labels,
-            loss_mask,
-            torch.from_numpy(expand_ranges(mine.start, lengths))[None],
-            packed_seq_params=_document_params(lengths, token_positions=True),
+            tokens[:, order],
+            labels[:, order],
+            loss_mask[:, order],
+            torch.from_numpy(np.concatenate(positions))[None, order],
+            packed_seq_params=params,
             report=report,
         )
+
+
+def nano_order(sizes: list[int], shards: int) -> Int64s:
+    """The order in which the rows of nano-batches are given to the model.
+
+    Sequence parallelism gives each tensor-parallel rank a contiguous shard of the rows: its shard
+    of ping, then its shard of pong, so that each nano-batch gathers from all.
+
+    Args:
+        sizes: rows of each nano-batch, which lie one after the other.
+        shards: of the rows; they divide all sizes.
+
+    Returns:
+        int64 `[rows]`, the rows in that order.
+    """
+    starts = np.cumsum(sizes) - sizes
+    return np.concatenate(
+        [
+            np.arange(start + shard * size // shards, start + (shard + 1) * size // shards)
+            for shard in range(shards)
+            for start, size in zip(starts, sizes, strict=True)
+        ]
+    )
 
 
 def _document_params(lengths: Int64s, token_positions: bool) -> DocumentParams:

@@ -24,15 +24,17 @@ from distca.plan import Mask
 from distca.plan.span import Int64s
 from distca.runtime import CoreAttention, Trace
 from distca.schedule import (
+    BALANCING,
     Phase,
     ScheduleConfig,
     describe,
     format_summary,
     make_scheduler,
     most_in_flight_of_1f1b,
+    move_tiles,
     tick_schedule,
 )
-from distca.transport import CollectiveTransport
+from distca.transport import CollectiveTransport, Signal, SingleStream, Transport
 from megatron_patches.arguments import mask_from_args
 from megatron_patches.batch import MicroBatches, PackedBatches, PlannedBatches, WindowLayout
 from megatron_patches.job import DataIterators
@@ -112,8 +114,14 @@ def build_core_attention(args: Namespace, device: torch.device) -> tuple[CoreAtt
         dist.new_group([rank for rank, other in enumerate(places) if other[0] == index])
         for index in range(parallel_state.get_tensor_model_parallel_world_size())
     ]
+    transport: Transport = CollectiveTransport(groups[place[0]])
+    if args.distca_ablation == "single-stream":
+        transport = SingleStream(transport)
+    elif args.distca_ablation == "signal":
+        transport = Signal(transport)
+        logger.warning("--distca-ablation signal moves no data: LOSSES ARE NOT MEANINGFUL")
     core_attention = CoreAttention(
-        CollectiveTransport(groups[place[0]]),
+        transport,
         select_kernel(device.type),
         args.distca_backward,
         Trace(device),
@@ -264,10 +272,16 @@ class PlannedMaker:
                 make_scheduler(args.distca_scheduler, of_stage),
                 of_stage,
                 args.distca_placement == "free",
+                args.distca_ping_pong,
+                args.tensor_model_parallel_size if args.sequence_parallel else 1,
             ),
             self._pipeline,
             lru_cache(maxsize=None)(schedule),
             make_scheduler(args.distca_scheduler, config) if pooled else None,
+            # Without pooling what moves stays within a stage.
+            partial(move_tiles, config=config if pooled else of_stage)
+            if args.distca_scheduler in BALANCING
+            else None,
             self._rounds,
             self._core_attention,
         )
@@ -301,13 +315,13 @@ def _log_first_plan(args: Namespace, batches: TickBatches, sample: int) -> None:
     """Says what the scheduler did for the first global batch, and what the pipeline looks like."""
     per_micro_batch = batches.batches.layout.samples_per_micro_batch
     schedule = batches.schedule(args.global_batch_size // per_micro_batch)
-    _, plans = batches.micro_batch_plans(sample, schedule.micro_batches)
+    micro_batches = batches.micro_batches(sample, schedule.micro_batches)
     # The first tick in which most stages work.
     planned = max(
-        batches.planned_ticks(plans, schedule),
+        batches.planned_ticks(micro_batches, schedule),
         key=lambda each: sum(work is not None for work in each.tick.work),
     )
-    summary = describe(planned.plan, batches.batches.schedule_config, args.distca_backward)
+    summary = describe(planned.plans[0], batches.batches.schedule_config, args.distca_backward)
     logger.info("the first plan of the run:\n%s", format_summary(summary))
     if schedule.stages == 1:
         return

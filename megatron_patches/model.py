@@ -20,6 +20,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron_patches.arguments import mask_from_args
 from megatron_patches.attention import DisaggregatedCoreAttention, PackedCoreAttention
 from megatron_patches.norm import SequenceParallelNorm
+from megatron_patches.ping_pong import run_layers_in_turn
 from megatron_patches.rotary import rotate_by_position_ids
 
 
@@ -70,11 +71,17 @@ def build_model(
 
 
 def adapt_model(args: Namespace, model: GPTModel) -> GPTModel:
-    """Makes a GPT model follow the positions of our micro-batches, where they are ours."""
+    """Makes a GPT model follow our micro-batches: their positions, and their two halves."""
     if args.position_embedding_type == "rope" and (
         uses_own_attention(args) or uses_dense_mask(args)
     ):
         rotate_by_position_ids(model)
+    if args.distca:
+        for layer in model.decoder.layers:
+            # It keeps no more than its inputs and outputs, so there is nothing to gain.
+            layer.self_attention.checkpoint_core_attention = False
+        if args.distca_ping_pong:
+            run_layers_in_turn(model)
     return model
 
 

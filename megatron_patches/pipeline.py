@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 from argparse import Namespace
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -21,7 +21,8 @@ from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import get_model_config, get_model_type
 
-from distca.runtime import ExchangeSlot
+from distca.cost.volume import AttentionShape
+from distca.runtime import Call, Exchange
 from distca.schedule import Phase, Work
 from megatron_patches.attention import DisaggregatedCoreAttention
 from megatron_patches.batch import MicroBatch
@@ -254,15 +255,15 @@ class _GlobalBatch:
         """What the trace says of a tick."""
         if not self._trace.recording:
             return {}
-        work, plan = current.tick.work, current.plan
-        served = plan.tasks.server == self._layout.server
+        work, plans, server = current.tick.work, current.plans, self._layout.server
+        served = [plan.tasks[plan.tasks.server == server] for plan in plans]
         return {
             "phase": current.tick.phase,
-            "server": self._layout.server,
+            "server": server,
             "runs": [None if each is None else each._asdict() for each in work],
-            "tasks": int(served.sum()),
-            "pairs": int(plan.tasks[served].pairs(plan.mask).sum()),
-            "own_tokens": int(plan.placement.tokens_per_rank()[self._layout.server]),
+            "tasks": sum(len(tasks) for tasks in served),
+            "pairs": sum(int(tasks.pairs(plans[0].mask).sum()) for tasks in served),
+            "own_tokens": sum(int(plan.own_tokens_per_rank()[server]) for plan in plans),
             "bytes_sent": current.bytes_sent,
         }
 
@@ -298,18 +299,17 @@ class _GlobalBatch:
         """Takes part in every call of core attention that the working stages make."""
         modules = core_attention_modules(self._chunks[0])
         for what, layer in self._made.rounds[current.tick.phase]:
-            self._made.core_attention.serve(
-                what,
-                current.exchange,
-                self._made.batches.schedule_config.shape,
-                self._activation,
-                modules[layer].softmax_scale,
-                modules[layer].layer_number,
-            )
+            calls = [
+                self._made.core_attention.serving_call(
+                    exchange, modules[layer].softmax_scale, modules[layer].layer_number
+                )
+                for exchange in current.exchanges
+            ]
+            serve(what, calls, self._made.batches.schedule_config.shape, self._activation)
 
     def _forward(self, work: Work, current: TickInput) -> torch.Tensor:
         assert current.micro_batch is not None
-        slot_of(current.micro_batch).exchange = current.exchange
+        give_exchanges(current.micro_batch, current.exchanges)
         first_work = work.micro_batch == 0
         virtual = len(self._chunks) > 1
         input_tensor = self._inputs.pop(work, None)
@@ -332,7 +332,7 @@ class _GlobalBatch:
 
     def _backward(self, work: Work, current: TickInput) -> torch.Tensor | None:
         input_tensor, output, micro_batch = self._waiting.pop(work)
-        slot_of(micro_batch).exchange = current.exchange
+        give_exchanges(micro_batch, current.exchanges)
         self._left[work.chunk] -= 1
         assert self._sync is not None
         with self._sync.backward(last_of_chunk=self._left[work.chunk] == 0):
@@ -390,7 +390,7 @@ class _GlobalBatch:
     def _shape_from(self, sender: int, current: TickInput) -> tuple[int, int, int]:
         """The shape of what a stage sends: `[tokens, 1, hidden size]`."""
         server = self._layout.servers[sender, self._layout.data_parallel_rank]
-        tokens = int(current.plan.placement.tokens_per_rank()[server])
+        tokens = sum(int(plan.own_tokens_per_rank()[server]) for plan in current.plans)
         if self._config.sequence_parallel:
             tokens //= self._groups.tp.size()
         return tokens, 1, self._config.hidden_size
@@ -416,12 +416,44 @@ class _GlobalBatch:
         )
 
 
-def slot_of(micro_batch: MicroBatch) -> ExchangeSlot:
-    """Where the core attention of a micro-batch's pass finds its exchange."""
+def give_exchanges(micro_batch: MicroBatch, exchanges: Sequence[Exchange]) -> None:
+    """Lets the core attention of a micro-batch's pass use the exchanges of the tick that runs."""
     params = micro_batch.packed_seq_params
     assert params is not None
-    assert params.slot is not None
-    return params.slot
+    for each, exchange in zip(params.halves or (params,), exchanges, strict=True):
+        assert each.slot is not None
+        each.slot.exchange = exchange
+
+
+@torch.no_grad()
+def serve(
+    what: Phase, calls: Sequence[Call], shape: AttentionShape, activation: torch.Tensor
+) -> None:
+    """Serves a call of each nano-batch, in the order of `ping_pong.py`, without tokens of its own.
+
+    Args:
+        what: which pass the working stages do.
+        calls: of each nano-batch.
+        shape: the attention heads of this rank.
+        activation: a tensor of the activations' type on their device.
+    """
+    q = activation.new_empty((0, shape.heads, shape.head_dim))
+    k = activation.new_empty((0, shape.kv_heads, shape.head_dim))
+    if what == "forward":
+        for call in calls:
+            call.start(q, k, k)
+        for call in calls:
+            call.compute()
+        for call in calls:
+            call.finish()
+        return
+    backwards = list(reversed(calls))
+    for call in backwards:
+        call.start_backward_without_tokens(q, k)
+    for call in backwards:
+        call.compute_backward()
+    for call in backwards:
+        call.finish_backward()
 
 
 def core_attention_modules(chunk: torch.nn.Module) -> list[DisaggregatedCoreAttention]:

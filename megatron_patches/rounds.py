@@ -13,7 +13,7 @@ from distca.schedule import Phase
 
 
 class Round(NamedTuple):
-    """A call of core attention by all ranks.
+    """A call of core attention by all ranks, for each nano-batch.
 
     Attributes:
         what: forward (also when it is recomputed) or backward.
@@ -30,8 +30,8 @@ def rounds_of_tick(phase: Phase, layers: int, recompute: Any) -> tuple[Round, ..
     Args:
         phase: of the tick.
         layers: of the chunk.
-        recompute: `recompute_granularity`, `recompute_method`, `recompute_num_layers` and
-            `recompute_modules` as attributes: Megatron's arguments, or a `TransformerConfig`.
+        recompute: `recompute_granularity`, `recompute_method` and `recompute_num_layers` as
+            attributes: Megatron's arguments, or a `TransformerConfig`.
     """
     if phase == "forward":
         return tuple(Round("forward", layer) for layer in range(layers))
@@ -54,11 +54,6 @@ class _Group(list[int]):
 
 
 def _recomputed_together(layers: int, recompute: Any) -> list[_Group]:
-    if recompute.recompute_granularity == "selective":
-        # Megatron's default modules are core attention alone.
-        modules = recompute.recompute_modules or ["core_attn"]
-        each = "core_attn" in modules
-        return [_Group(range(layer, layer + 1), each) for layer in range(layers)]
     if recompute.recompute_granularity != "full":
         return [_Group(range(layers), False)]
     number = recompute.recompute_num_layers

@@ -13,12 +13,13 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from distca.cost.volume import PHASES, plan_bytes
+from distca.cost.volume import BACKWARD_PHASES, FORWARD_PHASES, plan_bytes
 from distca.plan import Plan
 from distca.plan.span import Int64s
 from distca.runtime import CoreAttention, Exchange, ExchangeSlot, Prefetcher, build_exchange
 from distca.schedule import Phase, Scheduler, Tick, TickSchedule, Work, pool
-from megatron_patches.batch import Documents, MicroBatch, PlannedBatches
+from megatron_patches.attention import DocumentParams
+from megatron_patches.batch import MicroBatch, NanoBatches, PlannedBatches
 from megatron_patches.rounds import Round
 
 
@@ -56,26 +57,26 @@ class TickInput:
     Attributes:
         schedule: of the global batch that the tick is of.
         tick: what all stages do.
-        plan: who computes what.
-        exchange: this rank's part of it.
+        plans: who computes what, of each nano-batch.
+        exchanges: this rank's part of each.
         micro_batch: in a forward tick what this rank runs, if it runs anything.
-        bytes_sent: what the plan says that this rank sends in the tick, by phase.
+        bytes_sent: what the plans say that this rank sends in the tick, by phase.
     """
 
     schedule: TickSchedule
     tick: Tick
-    plan: Plan
-    exchange: Exchange
+    plans: tuple[Plan, ...]
+    exchanges: tuple[Exchange, ...]
     micro_batch: MicroBatch | None
     bytes_sent: dict[str, int]
 
 
 @dataclass(frozen=True)
 class PlannedTick:
-    """A tick, its plan and the bytes of all its rounds by phase, `[source, destination]`."""
+    """A tick, its plans and the bytes of all its rounds by phase, `[source, destination]`."""
 
     tick: Tick
-    plan: Plan
+    plans: tuple[Plan, ...]
     moved: dict[str, Int64s]
 
 
@@ -89,6 +90,7 @@ class TickBatches:
         schedule: the tick schedule for a number of micro-batches.
         scheduler: shares a tick's tasks out over the servers of all stages; None: each stage's
             servers keep theirs.
+        move: balances what schedulers don't know of; see `distca.schedule.pool`.
         rounds: the core-attention calls of a tick of each phase.
         core_attention: runs the plans.
     """
@@ -97,70 +99,88 @@ class TickBatches:
     layout: PipelineLayout
     schedule: Callable[[int], TickSchedule]
     scheduler: Scheduler | None
+    move: Callable[[Plan], Plan] | None
     rounds: dict[Phase, tuple[Round, ...]]
     core_attention: CoreAttention
 
-    def micro_batch_plans(
-        self, first_sample: int, micro_batches: int
-    ) -> tuple[list[Documents], list[Plan]]:
+    def micro_batches(self, first_sample: int, count: int) -> list[NanoBatches]:
         """The documents of a global batch's micro-batches, and their plans on their own."""
-        documents = self.batches.global_batch(first_sample, micro_batches)
-        return documents, [self.batches.plan(each) for each in documents]
+        return [
+            self.batches.plan(documents)
+            for documents in self.batches.global_batch(first_sample, count)
+        ]
 
-    def planned_ticks(self, plans: list[Plan], schedule: TickSchedule) -> list[PlannedTick]:
+    def planned_ticks(
+        self, micro_batches: list[NanoBatches], schedule: TickSchedule
+    ) -> list[PlannedTick]:
         """All ticks of a global batch."""
-        shape = self.batches.schedule_config.shape
-        together: dict[tuple[int | None, ...], Plan] = {}
+        together: dict[tuple[int | None, ...], tuple[Plan, ...]] = {}
         ticks = []
         for tick in schedule.ticks:
             running = tuple(None if work is None else work.micro_batch for work in tick.work)
             if running not in together:
-                together[running] = pool(
-                    [None if number is None else plans[number] for number in running],
-                    self.layout.servers,
-                    self.scheduler,
+                together[running] = self._plans(
+                    [None if number is None else micro_batches[number] for number in running]
                 )
-                if len(running) > 1:
-                    together[running].validate()
-            plan = together[running]
-            each = plan_bytes(plan, shape, self.core_attention.backward).phases
-            times = {
-                phase: sum(
-                    call.what == ("backward" if phase.endswith("backward") else "forward")
-                    for call in self.rounds[tick.phase]
-                )
-                for phase in PHASES
-            }
-            moved = {phase: times[phase] * each[phase] for phase in PHASES if times[phase]}
-            ticks.append(PlannedTick(tick, plan, moved))
+            plans = together[running]
+            ticks.append(PlannedTick(tick, plans, self._moved(tick.phase, plans)))
         return ticks
 
-    def global_batch(self, first_sample: int, micro_batches: int) -> Iterator[TickInput]:
+    def _plans(self, stages: list[NanoBatches | None]) -> tuple[Plan, ...]:
+        """A tick's plans, of stages that run micro-batches or none."""
+        nano_batches = max(len(stage.plans) for stage in stages if stage is not None)
+        plans = []
+        for number in range(nano_batches):
+            of_stages = [None if stage is None else stage.plans[number] for stage in stages]
+            plan = pool(of_stages, self.layout.servers, self.scheduler, self.move)
+            if len(stages) > 1 or plan.first_query is not None:
+                plan.validate()
+            plans.append(plan)
+        return tuple(plans)
+
+    def _moved(self, phase: Phase, plans: tuple[Plan, ...]) -> dict[str, Int64s]:
+        """The bytes of a tick by phase of the exchange, of all calls."""
+        shape = self.batches.schedule_config.shape
+        passes: tuple[tuple[Phase, tuple[str, ...]], ...]
+        passes = (("forward", FORWARD_PHASES), ("backward", BACKWARD_PHASES))
+        calls = Counter(call.what for call in self.rounds[phase])
+        nothing = np.zeros((self.layout.servers.size,) * 2, dtype=np.int64)
+        moved: dict[str, Int64s] = {}
+        for plan in plans:
+            each = plan_bytes(plan, shape, self.core_attention.backward).phases
+            for what, names in passes:
+                for name in names if calls[what] else ():
+                    moved[name] = moved.get(name, nothing) + calls[what] * each[name]
+        return moved
+
+    def global_batch(self, first_sample: int, count: int) -> Iterator[TickInput]:
         """The ticks of the global batch that starts at a sample, as this rank sees them."""
-        schedule = self.schedule(micro_batches)
-        documents, plans = self.micro_batch_plans(first_sample, micro_batches)
-        ticks = self.planned_ticks(plans, schedule)
-        report = _report(ticks, micro_batches)
-        uses = Counter(id(planned.plan) for planned in ticks)
-        exchanges: dict[int, Exchange] = {}
+        schedule = self.schedule(count)
+        micro_batches = self.micro_batches(first_sample, count)
+        ticks = self.planned_ticks(micro_batches, schedule)
+        report = _report(ticks, count)
+        uses = Counter(id(planned.plans) for planned in ticks)
+        exchanges: dict[int, tuple[Exchange, ...]] = {}
         made: dict[int, MicroBatch] = {}
         server = self.layout.server
         for planned in ticks:
-            # A plan that serves twice is worked out once: kept inputs are of the same exchange.
-            key = id(planned.plan)
-            exchange = exchanges.pop(key, None) or build_exchange(planned.plan, server)
+            # Plans that serve twice are worked out once: kept inputs are of the same exchange.
+            key = id(planned.plans)
+            mine = exchanges.pop(key, None) or tuple(
+                build_exchange(plan, server) for plan in planned.plans
+            )
             uses[key] -= 1
             if uses[key]:
-                exchanges[key] = exchange
+                exchanges[key] = mine
             work = planned.tick.work[self.layout.stage]
             micro_batch = None
             if work is not None and planned.tick.phase == "forward":
-                micro_batch = self._micro_batch(work, documents, plans, report, made)
+                micro_batch = self._micro_batch(work, micro_batches, report, made)
             yield TickInput(
                 schedule,
                 planned.tick,
-                planned.plan,
-                exchange,
+                planned.plans,
+                mine,
                 micro_batch,
                 {phase: int(moved[server].sum()) for phase, moved in planned.moved.items()},
             )
@@ -168,25 +188,26 @@ class TickBatches:
     def _micro_batch(
         self,
         work: Work,
-        documents: list[Documents],
-        plans: list[Plan],
+        micro_batches: list[NanoBatches],
         report: dict[str, float],
         made: dict[int, MicroBatch],
     ) -> MicroBatch:
         """A micro-batch's tokens, which all chunks share; forgotten after the last chunk's."""
         number, chunk = work
         if number not in made:
-            made[number] = self.batches.micro_batch(documents[number], plans[number], report)
+            made[number] = self.batches.micro_batch(micro_batches[number], report)
         return made.pop(number) if chunk == self.layout.chunks - 1 else made[number]
 
 
 def _report(ticks: list[PlannedTick], micro_batches: int) -> dict[str, float]:
     """Figures for the log line, alike for all micro-batches of a global batch.
 
-    A server waits in each tick for the busiest: the loads of the busiest add up over the forward
-    ticks, and so do the means.
+    A server waits in each nano-batch of a tick for the busiest: the loads of the busiest add up
+    over the forward ticks, and so do the means.
     """
-    forward = [planned.plan for planned in ticks if planned.tick.phase == "forward"]
+    forward = [
+        plan for planned in ticks if planned.tick.phase == "forward" for plan in planned.plans
+    ]
 
     def busiest_over_mean(loads: list[Int64s]) -> float:
         means = sum(float(each.mean()) for each in loads)
@@ -224,30 +245,45 @@ class TickStream:
         self._device = device
         self._ticks = Prefetcher(_all_ticks(batches, first_sample, micro_batches))
         # Without a pipeline a micro-batch's way back has the exchange of its way out.
-        self._exchange: tuple[Exchange, Exchange] | None = None
+        self._exchanges: tuple[tuple[Exchange, ...], tuple[Exchange, ...]] | None = None
 
     def __iter__(self) -> TickStream:
         return self
 
     def __next__(self) -> TickInput:
         made = next(self._ticks)
-        if self._exchange is None or self._exchange[0] is not made.exchange:
-            self._exchange = made.exchange, made.exchange.to(self._device)
-        exchange = self._exchange[1]
+        if self._exchanges is None or self._exchanges[0] is not made.exchanges:
+            moved = tuple(exchange.to(self._device) for exchange in made.exchanges)
+            self._exchanges = made.exchanges, moved
+        exchanges = self._exchanges[1]
         micro_batch = made.micro_batch
         if micro_batch is not None:
             micro_batch = micro_batch.to(self._device)
             assert micro_batch.packed_seq_params is not None
             micro_batch = replace(
                 micro_batch,
-                packed_seq_params=replace(
-                    micro_batch.packed_seq_params,
-                    slot=ExchangeSlot(exchange),
-                    core_attention=self.batches.core_attention,
-                ),
+                packed_seq_params=self._with_slots(micro_batch.packed_seq_params, exchanges),
                 report=micro_batch.report | {"plan wait ms": 1e3 * self._ticks.seconds_waited},
             )
-        return replace(made, exchange=exchange, micro_batch=micro_batch)
+        return replace(made, exchanges=exchanges, micro_batch=micro_batch)
+
+    def _with_slots(
+        self, params: DocumentParams, exchanges: tuple[Exchange, ...]
+    ) -> DocumentParams:
+        """What one pass needs of its own: slots for its exchanges."""
+
+        def own(params: DocumentParams, exchange: Exchange) -> DocumentParams:
+            return replace(
+                params,
+                slot=ExchangeSlot(exchange),
+                core_attention=self.batches.core_attention,
+            )
+
+        if params.halves is None:
+            return own(params, *exchanges)
+        ping, pong = (own(*each) for each in zip(params.halves, exchanges, strict=True))
+        pong = replace(pong, before=None if pong.before is None else ping)
+        return replace(params, halves=(ping, pong))
 
     def close(self) -> None:
         """Ends the thread."""

@@ -173,8 +173,11 @@ def starts_of_micro_batches(flags: Sequence[str], lengths: Sequence[int]) -> lis
     layout = data.window_layout(args)
     maker = data.batch_maker(args, layout, torch.device("cpu"))
     made = maker(memory_stream(lengths), forward_only=False)
-    documents, _ = made.micro_batch_plans(0, maker.micro_batches(0))
-    found = [each.starts.tolist() for each in documents]
+    micro_batches = made.micro_batches(0, maker.micro_batches(0))
+    found = [
+        [int(start) for documents in each.documents for start in documents.starts]
+        for each in micro_batches
+    ]
     parallel_state.destroy_model_parallel()
     num_microbatches_calculator.unset_num_microbatches_calculator()
     return found

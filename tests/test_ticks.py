@@ -14,6 +14,7 @@ from plans import random_lengths
 from distca.plan import Mask
 from distca.schedule import (
     SCHEDULERS,
+    NanoPlan,
     ScheduleConfig,
     TickSchedule,
     Work,
@@ -180,7 +181,8 @@ def test_pooled_plans_are_valid(data: st.DataObject, name: str, pooled: bool) ->
     ]
     order = data.draw(st.permutations(range(ranks * stages)))
     servers = np.array(order, dtype=np.int64).reshape(stages, ranks)
-    plan = pool(plans, servers, scheduler if pooled else None)
+    stages_plans = [None if own is None else NanoPlan(own) for own in plans]
+    plan = pool(stages_plans, servers, scheduler if pooled else None)
     plan.validate()
     assert plan.world_size == servers.size or stages == 1
     tokens = plan.placement.tokens_per_rank()
@@ -199,7 +201,7 @@ def test_idle_servers_are_used() -> None:
     scheduler = make_scheduler("tiles", ScheduleConfig())
     own = scheduler.plan(np.array([16_384]), np.array([8192, 8192]), Mask())
     servers = np.arange(8).reshape(4, 2)
-    plan = pool([None, own, None, None], servers, scheduler)
+    plan = pool([None, NanoPlan(own), None, None], servers, scheduler)
     loads = plan.loads()
     assert loads.max() <= 1.1 * loads.mean()
     assert (loads > 0).all()
@@ -208,17 +210,16 @@ def test_idle_servers_are_used() -> None:
 class Recompute:
     """Megatron's flags."""
 
-    def __init__(self, granularity=None, method=None, layers=None, modules=None) -> None:
+    def __init__(self, granularity=None, method=None, layers=None) -> None:
         self.recompute_granularity, self.recompute_method = granularity, method
-        self.recompute_num_layers, self.recompute_modules = layers, modules
+        self.recompute_num_layers = layers
 
 
 @pytest.mark.parametrize(
     ("recompute", "expected"),
     [
         (Recompute(), "b3 b2 b1 b0"),
-        (Recompute("selective"), "f3 b3 f2 b2 f1 b1 f0 b0"),
-        (Recompute("selective", modules=["mlp"]), "b3 b2 b1 b0"),
+        (Recompute("selective"), "b3 b2 b1 b0"),
         (Recompute("full", "uniform", 2), "f2 f3 b3 b2 f0 f1 b1 b0"),
         (Recompute("full", "block", 1), "b3 b2 b1 f0 b0"),
         (Recompute("full", "block", 9), "f3 b3 f2 b2 f1 b1 f0 b0"),

@@ -29,6 +29,10 @@ class Plan:
         block: cuts fall on multiples of it, but for a document's ends and changes of owner.
         scheduler: the name of the scheduler that made it.
         notes: why a tolerance or a bound was missed; empty when all was met.
+        first_query: int64 `[documents]`, the first query of each document that the plan is for;
+            None: 0. The tokens before it were in the nano-batch before, with their own queries, and
+            are here as keys and values alone. Cuts are on blocks counted from it, too. On every
+            rank the pieces of such tokens come after all others.
     """
 
     lengths: Int64s
@@ -38,6 +42,7 @@ class Plan:
     block: int = BLOCK
     scheduler: str = ""
     notes: tuple[str, ...] = ()
+    first_query: Int64s | None = None
 
     @property
     def world_size(self) -> int:
@@ -50,6 +55,18 @@ class Plan:
         These "global positions" give every token of the plan one number.
         """
         return np.cumsum(self.lengths) - self.lengths
+
+    @cached_property
+    def own_pieces(self) -> Bools:
+        """Which pieces of the placement are not of the nano-batch before, `[pieces]`."""
+        at = self.placement
+        if self.first_query is None:
+            return np.ones(len(at.rank), dtype=bool)
+        return at.start >= self.first_query[at.document]
+
+    def own_tokens_per_rank(self) -> Int64s:
+        """The tokens of each rank whose queries the plan is for, `[world_size]`."""
+        return self.placement.select(self.own_pieces).tokens_per_rank()
 
     @cached_property
     def q_segments(self) -> Segments:
@@ -76,7 +93,7 @@ class Plan:
 
     def loads_at_home(self) -> Int64s:
         """Visible pairs of the queries that each rank owns: the loads if nothing moved."""
-        at = self.placement
+        at = self.placement.select(self.own_pieces)
         pairs = self.mask.pairs(at.start, at.end, np.zeros_like(at.start), at.end)
         loads = np.zeros(self.world_size, dtype=np.int64)
         np.add.at(loads, at.rank, pairs)
@@ -89,6 +106,7 @@ class Plan:
             ValueError: what is wrong, with the first offending row.
         """
         _check_placement(self)
+        _check_first_queries(self)
         _check_tasks(self)
         _check_cuts(self)
         _check_cover(self)
@@ -127,6 +145,24 @@ def _check_placement(plan: Plan) -> None:
     _refuse(starts != expected, "the placement leaves out or repeats tokens", starts, expected)
     if int(ends[-1] if len(ends) else 0) != int(plan.lengths.sum()):
         raise ValueError("not a valid plan: the placement leaves out the last tokens")
+
+
+def _check_first_queries(plan: Plan) -> None:
+    if plan.first_query is None:
+        return
+    at, first = plan.placement, plan.first_query
+    _refuse((first < 0) | (first >= plan.lengths), "a document has no query", first, plan.lengths)
+    columns = (at.document, at.start, at.end, at.rank)
+    before = at.start < first[at.document]
+    _refuse(before & (at.end > first[at.document]), "a piece is of two nano-batches", *columns)
+    latest = np.full(plan.world_size, -1)
+    numbers = np.arange(len(at.rank))
+    np.maximum.at(latest, at.rank[~before], numbers[~before])
+    _refuse(before & (numbers < latest[at.rank]), "earlier tokens come first", *columns)
+    t = plan.tasks
+    _refuse(
+        t.q_start < first[t.document], "a task has an earlier query", t.document, t.q_start, t.q_end
+    )
 
 
 def _check_tasks(plan: Plan) -> None:
@@ -169,6 +205,8 @@ def _check_cuts(plan: Plan) -> None:
         found = np.searchsorted(owner_changes, where)
         at_change = owner_changes[np.minimum(found, len(owner_changes) - 1)] == where
         allowed = (position % plan.block == 0) | (position == plan.lengths[t.document]) | at_change
+        if plan.first_query is not None:
+            allowed |= (position - plan.first_query[t.document]) % plan.block == 0
         if name == "kv_start":
             allowed |= position == first_key
         _refuse(
@@ -201,7 +239,8 @@ def _check_cover(plan: Plan) -> None:
     covered = np.zeros(len(plan.lengths), dtype=np.int64)
     np.add.at(covered, t.document, t.pairs(plan.mask))
     zeros = np.zeros_like(plan.lengths)
-    visible = plan.mask.pairs(zeros, plan.lengths, zeros, plan.lengths)
+    first = zeros if plan.first_query is None else plan.first_query
+    visible = plan.mask.pairs(first, plan.lengths, zeros, plan.lengths)
     numbers = np.arange(len(plan.lengths))
     _refuse(
         covered != visible,

@@ -4,6 +4,7 @@
      "documents": [length, ...],
      "placement": [[[document, start, end], ...], ...],      one list for each rank, in row order
      "tasks": [[document, q_start, q_end, kv_start, kv_end, server], ...],
+     "first_query": [position, ...],                         only where one is not 0
      "configuration": {"scheduler": ..., "window_left": ..., "block": ..., "notes": [...], ...}}
 
 `configuration` may hold more: whatever the plan was made for.
@@ -52,6 +53,8 @@ def save_plan(plan: Plan, path: Path, configuration: dict[str, Any] | None = Non
         "tasks": tasks.tolist(),
         "configuration": {**(configuration or {}), **own},
     }
+    if plan.first_query is not None:
+        saved["first_query"] = plan.first_query.tolist()
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(saved) + "\n", encoding="utf-8")
 
@@ -85,6 +88,7 @@ def load_plan(path: Path) -> tuple[Plan, dict[str, Any]]:
             int(configuration["block"]),
             str(configuration.get("scheduler", "")),
             tuple(configuration.get("notes", ())),
+            np.array(saved["first_query"], dtype=np.int64) if "first_query" in saved else None,
         )
         plan.validate()
     except (OSError, KeyError, TypeError, AttributeError, IndexError, ValueError) as error:

@@ -7,18 +7,18 @@ task's backward is exact because it is given the *final* output and LSE of its r
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
 from distca.attention.kernel import Kernel
 from distca.attention.merge import merge_partial
-from distca.cost.volume import AttentionShape
 from distca.runtime.exchange import Backward, Exchange, KernelCall, Rows
 from distca.runtime.messages import Field, message_bytes, pack, unpack
 from distca.runtime.trace import Trace
-from distca.transport import Transport
+from distca.transport import Pending, Transport
 
 
 @dataclass
@@ -63,16 +63,20 @@ class CoreAttention:
         slot: ExchangeSlot,
         softmax_scale: float,
         layer: int = 0,
+        pause: Callable[[], None] | None = None,
     ) -> torch.Tensor:
         """Core attention of the local rows, computed by the plan's servers. Collective.
 
         Args:
             q_THD: `[local rows, heads, head_dim]`.
-            k_THD: `[local rows, kv_heads, head_dim]`; `heads` is a multiple of `kv_heads`.
+            k_THD: `[local key rows, kv_heads, head_dim]`; `heads` is a multiple of `kv_heads`.
             v_THD: like `k_THD`.
             slot: this rank's part of the plan, for this pass and for the backward pass.
             softmax_scale: scores are multiplied by it.
             layer: its number, for the trace.
+            pause: called while the inputs and then while the outputs are under way: other work can
+                be done there. The backward pass pauses at the same places by itself, as autograd
+                goes back through what was done in the opposite order.
 
         Returns:
             `[local rows, heads, head_dim]`.
@@ -81,148 +85,236 @@ class CoreAttention:
             ValueError: the tensors do not have the rows that the plan's placement gives this rank.
         """
         exchange = slot.exchange
-        for name, tensor in (("q", q_THD), ("k", k_THD), ("v", v_THD)):
-            if tensor.shape[0] != exchange.q.local:
+        for name, tensor, rows in (
+            ("q", q_THD, exchange.q),
+            ("k", k_THD, exchange.kv),
+            ("v", v_THD, exchange.kv),
+        ):
+            if tensor.shape[0] != rows.local:
                 raise ValueError(
-                    f"{name} has {tensor.shape[0]} rows, but the plan places {exchange.q.local} "
+                    f"{name} has {tensor.shape[0]} rows, but the plan places {rows.local} "
                     f"tokens on rank {exchange.rank}"
                 )
-        return _DisaggregatedCoreAttention.apply(  # type: ignore[no-any-return,no-untyped-call]
-            q_THD.contiguous(),
-            k_THD.contiguous(),
-            v_THD.contiguous(),
-            slot,
-            self,
-            softmax_scale,
-            layer,
+        call = Call(self, slot, softmax_scale, layer)
+        ticket = _Start.apply(  # type: ignore[no-untyped-call]
+            q_THD.contiguous(), k_THD.contiguous(), v_THD.contiguous(), call
         )
+        if pause is not None:
+            pause()
+        ticket = _Compute.apply(ticket, call)  # type: ignore[no-untyped-call]
+        if pause is not None:
+            pause()
+        return _Finish.apply(ticket, call)  # type: ignore[no-any-return,no-untyped-call]
 
-    def serve(
-        self,
-        what: Literal["forward", "backward"],
-        exchange: Exchange,
-        shape: AttentionShape,
-        like: torch.Tensor,
-        softmax_scale: float,
-        layer: int = 0,
-    ) -> None:
-        """Computes this server's tasks of a plan that gives it no tokens. Collective.
-
-        Args:
-            what: which pass the other ranks do.
-            exchange: this rank's part of the plan, without local rows.
-            shape: the attention heads of this rank.
-            like: a tensor of the activations' type on their device.
-            softmax_scale: scores are multiplied by it.
-            layer: its number, for the trace.
-        """
+    def serving_call(self, exchange: Exchange, softmax_scale: float, layer: int = 0) -> Call:
+        """A call of a rank to which the plan gives no tokens: it only serves. See `Call`."""
         assert exchange.q.local == 0, "a rank with tokens of its own has their queries to send"
-        q = like.new_empty((0, shape.heads, shape.head_dim))
-        k = like.new_empty((0, shape.kv_heads, shape.head_dim))
-        with torch.no_grad():
-            if what == "forward":
-                _forward(self, exchange, (q, k, k), softmax_scale, layer)
-            else:
-                lse = like.new_empty((0, shape.heads), dtype=torch.float32)
-                _backward(self, exchange, (q, q, lse, q, k, k), softmax_scale, layer)
+        return Call(self, ExchangeSlot(exchange), softmax_scale, layer)
 
 
-class _DisaggregatedCoreAttention(torch.autograd.Function):
+class Call:
+    """One call of core attention, as the steps that other work can be done between.
+
+    Every rank does the same steps in the same order: `start`, `compute`, `finish`; and for the
+    gradients `start_backward`, `compute_backward`, `finish_backward`. A step that starts an
+    exchange does not wait for it, the next one does.
+
+    Args:
+        attention: what it runs on.
+        slot: this rank's part of the plan.
+        softmax_scale: scores are multiplied by it.
+        layer: its number, for the trace.
+    """
+
+    def __init__(
+        self, attention: CoreAttention, slot: ExchangeSlot, softmax_scale: float, layer: int
+    ) -> None:
+        self._attention, self._slot = attention, slot
+        self._scale, self._layer = softmax_scale, layer
+        self._exchange = slot.exchange
+        # What the next step needs.
+        self._sent: _Sent | None = None
+        self._local: tuple[torch.Tensor, ...] = ()
+        # What the backward pass needs: queries, keys, values; output and LSE.
+        self._inputs: tuple[torch.Tensor, ...] = ()
+        self._outputs: tuple[torch.Tensor, ...] = ()
+
+    def _span(self, name: str, lane: str) -> Any:
+        return self._attention.trace.span(name, lane, layer=self._layer)
+
+    @property
+    def _keeps(self) -> bool:
+        return self._attention.backward == "keep"
+
+    def start(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+        """Sends the local rows to their servers."""
+        exchange = self._exchange = self._slot.exchange
+        with self._span("dispatch", "exchange"):
+            self._sent = _send_to_servers(
+                self._attention.transport,
+                "dispatch",
+                [(q, exchange.q), (k, exchange.kv), (v, exchange.kv)],
+            )
+        if not self._keeps:
+            self._inputs = (q, k, v)
+
+    def compute(self) -> None:
+        """Runs the kernels, and sends outputs to their owners."""
+        assert self._sent is not None
+        exchange, transport = self._exchange, self._attention.transport
+        with self._span("wait for dispatch", "exchange"):
+            q, k, v = self._sent.wait()
+        if self._keeps:
+            self._inputs = (q, k, v)
+        with self._span("core attention", "kernels"):
+            self._local = _compute(self._attention.kernel, exchange, q, k, v, self._scale)
+        with self._span("return", "exchange"):
+            self._sent = _send_to_owners(
+                transport, "return", [(rows, exchange.q) for rows in self._local]
+            )
+
+    def finish(self) -> torch.Tensor:
+        """The final output of the local rows."""
+        assert self._sent is not None
+        with self._span("wait for return", "exchange"):
+            out_served, lse_served = self._local
+            out, lse = _merge_returned(self._exchange, out_served, lse_served, *self._sent.wait())
+        self._sent, self._local = None, ()
+        # Without its history, the output does not keep itself alive.
+        self._outputs = (out.detach(), lse)
+        return out
+
+    def start_backward(self, dout: torch.Tensor) -> None:
+        """Sends the output's gradient, and what the kernels need again, to the servers."""
+        exchange = self._slot.exchange
+        assert exchange is self._exchange or not self._keeps, "kept inputs are of another plan"
+        self._exchange = exchange
+        travelling = [(rows, exchange.q) for rows in (dout, *self._outputs)]
+        if not self._keeps:
+            q, k, v = self._inputs
+            travelling += [(q, exchange.q), (k, exchange.kv), (v, exchange.kv)]
+        with self._span("dispatch backward", "exchange"):
+            self._sent = _send_to_servers(
+                self._attention.transport, "dispatch_backward", travelling
+            )
+        self._outputs = ()
+        if not self._keeps:
+            self._inputs = ()
+
+    def start_backward_without_tokens(self, q: torch.Tensor, k: torch.Tensor) -> None:
+        """The same on a rank that only serves; `q` and `k` have no rows."""
+        self._inputs = (q, k, k)
+        self._outputs = (q, q.new_empty(q.shape[:2], dtype=torch.float32))
+        self.start_backward(q)
+
+    def compute_backward(self) -> None:
+        """Runs the kernels, and sends gradients to their owners."""
+        assert self._sent is not None
+        exchange = self._exchange
+        with self._span("wait for dispatch backward", "exchange"):
+            dout, out, lse, *inputs = self._sent.wait()
+        q, k, v = inputs or self._inputs
+        with self._span("core attention backward", "kernels"):
+            self._local = _compute_gradients(
+                self._attention.kernel, exchange, (dout, q, k, v, out, lse), self._scale
+            )
+        self._inputs = ()
+        with self._span("return backward", "exchange"):
+            self._sent = _send_to_owners(
+                self._attention.transport,
+                "return_backward",
+                list(zip(self._local, (exchange.q, exchange.kv, exchange.kv), strict=True)),
+                dout.dtype,
+            )
+
+    def finish_backward(self) -> tuple[torch.Tensor, ...]:
+        """The gradients of the local queries, keys and values."""
+        assert self._sent is not None
+        with self._span("wait for return backward", "exchange"):
+            gradients = _add_returned(self._exchange, self._local, self._sent.wait())
+        self._sent, self._local = None, ()
+        return gradients
+
+
+class _Start(torch.autograd.Function):
+    """The first of three nodes; what they hand on to each other is in the `Call`.
+
+    The tickets between them are empty tensors, by which autograd knows the order.
+    """
+
     @staticmethod
     def forward(  # type: ignore[override]
-        ctx: Any,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        slot: ExchangeSlot,
-        attention: CoreAttention,
-        softmax_scale: float,
-        layer: int,
+        ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call
     ) -> torch.Tensor:
-        out, lse, served = _forward(attention, slot.exchange, (q, k, v), softmax_scale, layer)
-        ctx.slot, ctx.attention = slot, attention
-        ctx.softmax_scale, ctx.layer = softmax_scale, layer
-        ctx.forward_exchange = slot.exchange if attention.backward == "keep" else None
-        kept = served if attention.backward == "keep" else (q, k, v)
-        ctx.save_for_backward(*kept, out, lse)
-        return out
+        ctx.call = call
+        call.start(q.detach(), k.detach(), v.detach())
+        return q.new_empty(0)
+
+    @staticmethod
+    def backward(ctx: Any, _: torch.Tensor) -> Any:  # type: ignore[override]
+        return *ctx.call.finish_backward(), None
+
+
+class _Compute(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, ticket: torch.Tensor, call: Call) -> torch.Tensor:  # type: ignore[override]
+        ctx.call = call
+        call.compute()
+        return ticket.new_empty(0)
+
+    @staticmethod
+    def backward(ctx: Any, ticket: torch.Tensor) -> Any:  # type: ignore[override]
+        ctx.call.compute_backward()
+        return ticket, None
+
+
+class _Finish(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, ticket: torch.Tensor, call: Call) -> torch.Tensor:  # type: ignore[override]
+        ctx.call = call
+        return call.finish()
 
     @staticmethod
     def backward(ctx: Any, dout: torch.Tensor) -> Any:  # type: ignore[override]
-        exchange = ctx.slot.exchange
-        kept_for = ctx.forward_exchange
-        assert kept_for is None or kept_for is exchange, "kept inputs are of another plan"
-        q, k, v, out, lse = ctx.saved_tensors
-        gradients = _backward(
-            ctx.attention,
-            exchange,
-            (dout.contiguous(), out, lse, q, k, v),
-            ctx.softmax_scale,
-            ctx.layer,
-        )
-        return *gradients, None, None, None, None
+        ctx.call.start_backward(dout.contiguous())
+        return dout.new_empty(0), None
 
 
-def _forward(
-    attention: CoreAttention,
-    exchange: Exchange,
-    inputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
-    softmax_scale: float,
-    layer: int,
-) -> tuple[torch.Tensor, torch.Tensor, tuple[torch.Tensor, ...]]:
-    """Outputs and LSE of the local rows, and the served queries, keys and values."""
-    transport, span = attention.transport, attention.trace.span
-    q, k, v = inputs
-    with span("dispatch", "exchange", layer=layer):
-        q_served, k_served, v_served = _send_to_servers(
-            transport, "dispatch", [(q, exchange.q), (k, exchange.kv), (v, exchange.kv)]
-        )
-    with span("core attention", "kernels", layer=layer):
-        out_served, lse_served = _compute(
-            attention.kernel, exchange, q_served, k_served, v_served, softmax_scale
-        )
-    with span("return", "exchange", layer=layer):
-        out, lse = _return_outputs(transport, exchange, out_served, lse_served)
-    return out, lse, (q_served, k_served, v_served)
+@dataclass(frozen=True)
+class _Sent:
+    """Rows under way, and where those that arrive go."""
+
+    pending: Pending
+    incoming: list[tuple[Field, torch.Tensor]]
+    result: list[torch.Tensor]
+    world_size: int
+
+    def wait(self) -> list[torch.Tensor]:
+        unpack(self.pending.wait(), self.incoming, self.world_size)
+        return self.result
 
 
-def _backward(
-    attention: CoreAttention,
-    exchange: Exchange,
-    saved: tuple[torch.Tensor, ...],
-    softmax_scale: float,
-    layer: int,
-) -> tuple[torch.Tensor, ...]:
-    """Gradients of the local queries, keys and values; `saved` is `(dout, out, lse, q, k, v)`.
-
-    Of the last three it has the local rows, or the served ones where they were kept.
-    """
-    transport, span = attention.transport, attention.trace.span
-    dout, out, lse, q, k, v = saved
-    travelling = [(dout, exchange.q), (out, exchange.q), (lse, exchange.q)]
-    if attention.backward == "resend":
-        travelling += [(q, exchange.q), (k, exchange.kv), (v, exchange.kv)]
-    with span("dispatch backward", "exchange", layer=layer):
-        dout_served, out_served, lse_served, *inputs = _send_to_servers(
-            transport, "dispatch_backward", travelling
-        )
-    q_served, k_served, v_served = inputs or (q, k, v)
-    with span("core attention backward", "kernels", layer=layer):
-        gradients = _compute_gradients(
-            attention.kernel,
-            exchange,
-            (dout_served, q_served, k_served, v_served, out_served, lse_served),
-            softmax_scale,
-        )
-    with span("return backward", "exchange", layer=layer):
-        return _return_gradients(transport, exchange, gradients, dout.dtype)
+def _send(
+    transport: Transport,
+    phase: str,
+    outgoing: list[tuple[Field, torch.Tensor]],
+    incoming: list[tuple[Field, torch.Tensor]],
+    result: list[torch.Tensor],
+) -> _Sent:
+    world_size = transport.world_size
+    pending = transport.start(
+        phase,
+        pack(outgoing, world_size),
+        message_bytes([field for field, _ in outgoing], world_size),
+        message_bytes([field for field, _ in incoming], world_size),
+    )
+    return _Sent(pending, incoming, result, world_size)
 
 
 def _send_to_servers(
     transport: Transport, phase: str, tensors: list[tuple[torch.Tensor, Rows]]
-) -> list[torch.Tensor]:
+) -> _Sent:
     """Each tensor's served rows: its local rows `[local, ...]`, then what other ranks sent."""
-    world_size = transport.world_size
     outgoing, incoming, served = [], [], []
     for tensor, rows in tensors:
         row_shape = tuple(tensor.shape[1:])
@@ -237,42 +329,34 @@ def _send_to_servers(
             (Field(rows.receive_counts, row_shape, tensor.dtype), everything[rows.local :])
         )
         served.append(everything)
-    received = transport.all_to_all(
-        phase,
-        pack(outgoing, world_size),
-        message_bytes([field for field, _ in outgoing], world_size),
-        message_bytes([field for field, _ in incoming], world_size),
-    )
-    unpack(received, incoming, world_size)
-    return served
+    return _send(transport, phase, outgoing, incoming, served)
 
 
 def _send_to_owners(
-    transport: Transport, phase: str, tensors: list[tuple[torch.Tensor, Rows]]
-) -> list[torch.Tensor]:
+    transport: Transport,
+    phase: str,
+    tensors: Sequence[tuple[torch.Tensor, Rows]],
+    dtype: torch.dtype | None = None,
+) -> _Sent:
     """The way back: rows that arrived go home. Each tensor holds served rows.
 
-    Returns for each tensor `[sum(send_counts), ...]`: what came back for the rows that were sent.
+    With a `dtype` they travel as that; only the rows that travel are copied. What comes back for
+    each tensor is `[sum(send_counts), ...]`.
     """
-    world_size = transport.world_size
     outgoing, incoming = [], []
     for tensor, rows in tensors:
+        travelling = tensor[rows.local :]
+        if dtype is not None:
+            travelling = travelling.to(dtype)
         row_shape = tuple(tensor.shape[1:])
-        outgoing.append((Field(rows.receive_counts, row_shape, tensor.dtype), tensor[rows.local :]))
+        outgoing.append((Field(rows.receive_counts, row_shape, travelling.dtype), travelling))
         incoming.append(
             (
-                Field(rows.send_counts, row_shape, tensor.dtype),
-                tensor.new_empty((sum(rows.send_counts), *row_shape)),
+                Field(rows.send_counts, row_shape, travelling.dtype),
+                travelling.new_empty((sum(rows.send_counts), *row_shape)),
             )
         )
-    received = transport.all_to_all(
-        phase,
-        pack(outgoing, world_size),
-        message_bytes([field for field, _ in outgoing], world_size),
-        message_bytes([field for field, _ in incoming], world_size),
-    )
-    unpack(received, incoming, world_size)
-    return [rows for _, rows in incoming]
+    return _send(transport, phase, outgoing, incoming, [rows for _, rows in incoming])
 
 
 def _take(tensor: torch.Tensor, rows: torch.Tensor | None) -> torch.Tensor:
@@ -330,13 +414,14 @@ def _rows_of(call: KernelCall, q_served: torch.Tensor) -> torch.Tensor:
     return torch.arange(q_served.shape[0], device=q_served.device)
 
 
-def _return_outputs(
-    transport: Transport, exchange: Exchange, out_served: torch.Tensor, lse_served: torch.Tensor
+def _merge_returned(
+    exchange: Exchange,
+    out_served: torch.Tensor,
+    lse_served: torch.Tensor,
+    back_out: torch.Tensor,
+    back_lse: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The final output and LSE of the local rows, partial ones merged."""
-    back_out, back_lse = _send_to_owners(
-        transport, "return", [(out_served, exchange.q), (lse_served, exchange.q)]
-    )
     # The received rows' part is dropped, so that the saved outputs do not keep it alive.
     local = exchange.q.local
     out = out_served[:local].clone() if exchange.q.received else out_served
@@ -394,21 +479,12 @@ def _compute_gradients(
     return dq, dk, dv
 
 
-def _return_gradients(
-    transport: Transport,
-    exchange: Exchange,
-    gradients: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
-    dtype: torch.dtype,
+def _add_returned(
+    exchange: Exchange, gradients: Sequence[torch.Tensor], back: Sequence[torch.Tensor]
 ) -> tuple[torch.Tensor, ...]:
     """The gradients of the local rows: this server's own and what the others return."""
-    all_rows = (exchange.q, exchange.kv, exchange.kv)
-    # A cast copies only the rows that travel; local sums stay in float32 until the end.
-    outgoing = []
-    for gradient, rows in zip(gradients, all_rows, strict=True):
-        travelling = gradient[rows.local :].to(dtype)
-        outgoing.append((travelling, Rows(0, rows.send, rows.send_counts, rows.receive_counts)))
-    back = _send_to_owners(transport, "return_backward", outgoing)
     local = []
+    all_rows = (exchange.q, exchange.kv, exchange.kv)
     for gradient, rows, parts in zip(gradients, all_rows, back, strict=True):
         total = gradient[: rows.local]
         start = 0
@@ -418,5 +494,5 @@ def _return_gradients(
             if count:
                 total.index_add_(0, rows.send[start:end], parts[start:end].float())
             start = end
-        local.append(total.to(dtype))
+        local.append(total.to(parts.dtype))
     return tuple(local)

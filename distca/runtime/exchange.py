@@ -5,7 +5,8 @@ every size and offset because both read them off the same segments. Nothing is e
 
 Row numbers, all on this rank:
 
-* a *local* row is a token that this rank owns, in the order of its placement;
+* a *local* row is a token that this rank owns, in the order of its placement (for keys and values
+  also those tokens of the nano-batch before that come last in it);
 * a *served* row is a token that this rank needs as a server: its local rows first (all of them,
   so that they need no copy where nothing arrives), then the received rows in the order
   (owner, position).
@@ -146,10 +147,12 @@ def build_exchange(plan: Plan, rank: int) -> Exchange:
     world_size = plan.world_size
     q_segments = plan.q_segments
     kv_segments = plan.kv_segments
-    q = _rows(plan, q_segments, rank)
-    kv = _rows(plan, kv_segments, rank)
-    q_served = _ServedRows(plan, q_segments, rank)
-    kv_served = _ServedRows(plan, kv_segments, rank)
+    # Keys of the nano-batch before come after all own rows, and have no queries here.
+    own, with_earlier = plan.own_tokens_per_rank(), plan.placement.tokens_per_rank()
+    q = _rows(q_segments, rank, own)
+    kv = _rows(kv_segments, rank, with_earlier)
+    q_served = _ServedRows(q_segments, rank, q.local)
+    kv_served = _ServedRows(kv_segments, rank, kv.local)
     mine = plan.tasks[plan.tasks.server == rank]
     produced = np.zeros(q.served, dtype=bool)
     calls = []
@@ -168,16 +171,16 @@ def build_exchange(plan: Plan, rank: int) -> Exchange:
     )
 
 
-def _rows(plan: Plan, segments: Segments, rank: int) -> Rows:
+def _rows(segments: Segments, rank: int, local: Int64s) -> Rows:
     travelling = segments.select(segments.server != segments.owner)
     outgoing = travelling.select(travelling.owner == rank)
     incoming = travelling.select(travelling.server == rank)
     return Rows(
-        local=int(plan.placement.tokens_per_rank()[rank]),
+        local=int(local[rank]),
         # Segments are sorted by server, then owner and position: so are one owner's by server.
         send=torch.from_numpy(expand_ranges(outgoing.owner_row, outgoing.lengths)),
-        send_counts=_count(outgoing.server, outgoing.lengths, plan.world_size),
-        receive_counts=_count(incoming.owner, incoming.lengths, plan.world_size),
+        send_counts=_count(outgoing.server, outgoing.lengths, len(local)),
+        receive_counts=_count(incoming.owner, incoming.lengths, len(local)),
     )
 
 
@@ -190,12 +193,11 @@ def _count(ranks: Int64s, lengths: Int64s, world_size: int) -> tuple[int, ...]:
 class _ServedRows:
     """Finds the served rows of spans of global positions on one server."""
 
-    def __init__(self, plan: Plan, segments: Segments, rank: int) -> None:
+    def __init__(self, segments: Segments, rank: int, local: int) -> None:
         needed = segments.select(segments.server == rank)
         is_local = needed.owner == rank
         received_lengths = np.where(is_local, 0, needed.lengths)
         arrival = np.cumsum(received_lengths) - received_lengths
-        local = int(plan.placement.tokens_per_rank()[rank])
         row = np.where(is_local, needed.owner_row, local + arrival)
         order = np.argsort(needed.start)
         self._start = needed.start[order]

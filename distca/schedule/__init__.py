@@ -6,6 +6,7 @@ from distca.schedule.base import ScheduleConfig, Scheduler, document_loads, even
 from distca.schedule.context_parallel import PerDocumentContextParallel, RingZigzag
 from distca.schedule.greedy import GreedyScheduler
 from distca.schedule.micro_batches import share_out
+from distca.schedule.nano_batches import Crossing, NanoPlan, split_in_two
 from distca.schedule.packed import PackedScheduler
 from distca.schedule.pooling import pool
 from distca.schedule.report import PlanSummary, describe, format_summary
@@ -17,7 +18,7 @@ from distca.schedule.ticks import (
     most_in_flight_of_1f1b,
     tick_schedule,
 )
-from distca.schedule.tiles import TilesScheduler
+from distca.schedule.tiles import TilesScheduler, move_tiles
 from distca.schedule.wlb_llm import WlbLlm
 
 SCHEDULERS: dict[str, Callable[[ScheduleConfig], Scheduler]] = {
@@ -29,6 +30,9 @@ SCHEDULERS: dict[str, Callable[[ScheduleConfig], Scheduler]] = {
     "tiles": TilesScheduler,
 }
 """By name; those that don't balance first, the best last."""
+
+BALANCING = ("greedy", "tiles")
+"""Those that move tasks away from the owners of their queries."""
 
 
 def make_scheduler(name: str, config: ScheduleConfig) -> Scheduler:
@@ -43,8 +47,11 @@ def make_scheduler(name: str, config: ScheduleConfig) -> Scheduler:
 
 
 __all__ = [
+    "BALANCING",
     "SCHEDULERS",
+    "Crossing",
     "GreedyScheduler",
+    "NanoPlan",
     "PackedScheduler",
     "PerDocumentContextParallel",
     "Phase",
@@ -63,7 +70,9 @@ __all__ = [
     "format_summary",
     "make_scheduler",
     "most_in_flight_of_1f1b",
+    "move_tiles",
     "pool",
     "share_out",
+    "split_in_two",
     "tick_schedule",
 ]

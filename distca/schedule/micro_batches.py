@@ -46,8 +46,7 @@ def share_out(lengths: Int64s, loads: Floats, windows: Int64s) -> Int64s:
         return windows
     tokens = np.bincount(windows, weights=lengths, minlength=count)
     assert (tokens == tokens[0]).all(), f"micro-batches of different sizes: {tokens}"
-    found = (_balanced(lengths, loads, count, int(tokens[0]), few) for few in _FEW)
-    shared = next((by for by in found if by is not None), None)
+    shared = whole_documents(lengths, loads, count, int(tokens[0]))
     if shared is None:
         return windows
     before, after = (
@@ -55,6 +54,22 @@ def share_out(lengths: Int64s, loads: Floats, windows: Int64s) -> Int64s:
     )
     gained = before - after > _LEAST_GAIN * float(loads.sum()) / count
     return shared if gained else windows
+
+
+def whole_documents(lengths: Int64s, loads: Floats, count: int, room: int) -> Int64s | None:
+    """Groups of whole documents with equally many tokens and nearly equal loads.
+
+    Args:
+        lengths: tokens of each document, int64 `[documents]`; `count * room` in all.
+        loads: of each document, `[documents]`.
+        count: groups.
+        room: tokens of each.
+
+    Returns:
+        The group of each document, int64 `[documents]`; None where no exact fit was found.
+    """
+    found = (_balanced(lengths, loads, count, room, few) for few in _FEW)
+    return next((by for by in found if by is not None), None)
 
 
 def _balanced(lengths: Int64s, loads: Floats, count: int, room: int, few: int) -> Int64s | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -10,33 +10,72 @@ import numpy as np
 from distca.plan import Placement, Plan, Tasks
 from distca.plan.span import Int64s
 from distca.schedule.base import Scheduler
+from distca.schedule.nano_batches import Crossing, NanoPlan, with_earlier_keys
 
 
-def pool(plans: Sequence[Plan | None], servers: Int64s, scheduler: Scheduler | None = None) -> Plan:
+def pool(
+    stages: Sequence[NanoPlan | None],
+    servers: Int64s,
+    scheduler: Scheduler | None = None,
+    move: Callable[[Plan], Plan] | None = None,
+) -> Plan:
     """The plan of a tick, in which each stage runs a micro-batch of its own or none.
 
     Placements stay: a micro-batch's tokens lie on the same data-parallel rank in every stage.
 
     Args:
-        plans: of each stage's micro-batch over the stage's own ranks; None: the stage is idle. They
-            have the same mask and block, and at least one is not None.
+        stages: each stage's plan over the stage's own ranks; None: the stage is idle. They have the
+            same mask and block, and at least one is not None.
         servers: the number of each rank among the servers of all stages, int64 `[stages, ranks]`.
         scheduler: shares all stages' tasks out over all servers, those of idle stages included;
             None: every stage keeps its own plan.
+        move: moves tasks that attend to an earlier nano-batch's keys, which no scheduler knows of;
+            None: they stay with the owners of their queries.
 
     Returns:
         A plan over all servers, whose documents are those of stage 0, then 1, ...
     """
-    if len(plans) == 1 and plans[0] is not None:
-        return plans[0]
-    lengths, placements, tasks = [], [], []
+
+    def with_earlier(plan: Plan, crossings: Sequence[Crossing]) -> Plan:
+        extended = with_earlier_keys(plan, crossings)
+        return extended if move is None or not crossings else move(extended)
+
+    if len(stages) == 1 and stages[0] is not None:
+        only = stages[0]
+        return with_earlier(only.plan, [] if only.crossing is None else [only.crossing])
+    if scheduler is None:
+        own = [
+            None if s is None else with_earlier(s.plan, [] if s.crossing is None else [s.crossing])
+            for s in stages
+        ]
+        return _side_by_side(own, servers)
+    together = _side_by_side([None if s is None else s.plan for s in stages], servers)
+    plan = scheduler.schedule(together.lengths, together.placement, together.mask)
+    crossings, first_document = [], 0
+    for stage, ranks in zip(stages, servers, strict=True):
+        if stage is None:
+            continue
+        if stage.crossing is not None:
+            earlier = stage.crossing.earlier
+            earlier = replace(earlier, rank=ranks[earlier.rank], world_size=int(servers.size))
+            crossings.append(Crossing(first_document + stage.crossing.document, earlier))
+        first_document += len(stage.plan.lengths)
+    return with_earlier(plan, crossings)
+
+
+def _side_by_side(plans: Sequence[Plan | None], servers: Int64s) -> Plan:
+    """All stages' plans as one, each on its own servers."""
+    lengths, first_queries, placements, tasks = [], [], [], []
     first_document = 0
-    some = next(plan for plan in plans if plan is not None)
+    working = [plan for plan in plans if plan is not None]
     for plan, ranks in zip(plans, servers, strict=True):
         if plan is None:
             continue
         at, own = plan.placement, plan.tasks
         lengths.append(plan.lengths)
+        first_queries.append(
+            np.zeros_like(plan.lengths) if plan.first_query is None else plan.first_query
+        )
         placements.append(
             Placement(
                 at.document + first_document, at.start, at.end, ranks[at.rank], int(servers.size)
@@ -44,13 +83,12 @@ def pool(plans: Sequence[Plan | None], servers: Int64s, scheduler: Scheduler | N
         )
         tasks.append(replace(own, document=own.document + first_document, server=ranks[own.server]))
         first_document += len(plan.lengths)
-    placement = Placement.concatenate(placements)
-    if scheduler is not None:
-        return scheduler.schedule(np.concatenate(lengths), placement, some.mask)
+    crosses = any(plan.first_query is not None for plan in working)
     return replace(
-        some,
+        working[0],
         lengths=np.concatenate(lengths),
-        placement=placement,
+        placement=Placement.concatenate(placements),
         tasks=Tasks.concatenate(tasks),
-        notes=tuple(note for plan in plans if plan is not None for note in plan.notes),
+        notes=tuple(note for plan in working for note in plan.notes),
+        first_query=np.concatenate(first_queries) if crosses else None,
     )

@@ -129,32 +129,16 @@ class TilesScheduler:
         plan = Plan(lengths, placement, tasks, mask, config.block, scheduler="tiles")
         if config.max_buffer_bytes is not None:
             plan = fit_arenas(plan, config.shape, config.max_buffer_bytes)
+        plan = move_tiles(plan, config)
         moved = plan_bytes(plan, config.shape)
-        if self._imbalance(plan) > 1 + config.tolerance:
-            tasks = balance(
-                plan.tasks,
-                placement,
-                mask,
-                config,
-                config.links.busy_seconds(moved.forward()),
-                moved.phases["dispatch"].sum(axis=0).astype(np.float64),
-            )
-            plan = replace(plan, tasks=tasks)
-            moved = plan_bytes(plan, config.shape)
         forward = moved.forward()
         return _Candidate(
             plan,
-            self._imbalance(plan),
+            _imbalance(plan, config),
             float(config.links.busy_seconds(forward).max()),
             forward.total,
             int(moved.phases["dispatch"].sum(axis=0).max()),
         )
-
-    def _imbalance(self, plan: Plan) -> float:
-        """The busiest server's time over what it would be if all were busy for as long."""
-        config, servers = self._config, plan.world_size
-        loads = server_loads(plan.tasks, plan.mask, servers, config.cost_model)
-        return float(relative_loads(loads, config.speeds_of(servers)).max())
 
     def _best(self, found: list[_Candidate]) -> Plan:
         config = self._config
@@ -186,3 +170,26 @@ class TilesScheduler:
             f"the busiest server has {chosen.imbalance:.3f} times the mean load, above the "
             f"tolerance of {config.tolerance}: {why}",
         )
+
+
+def move_tiles(plan: Plan, config: ScheduleConfig) -> Plan:
+    """The plan with tiles moved from servers above the tolerance to others, if there are any."""
+    if _imbalance(plan, config) <= 1 + config.tolerance:
+        return plan
+    moved = plan_bytes(plan, config.shape)
+    tasks = balance(
+        plan.tasks,
+        plan.placement,
+        plan.mask,
+        config,
+        config.links.busy_seconds(moved.forward()),
+        moved.phases["dispatch"].sum(axis=0).astype(np.float64),
+    )
+    return replace(plan, tasks=tasks)
+
+
+def _imbalance(plan: Plan, config: ScheduleConfig) -> float:
+    """The busiest server's time over what it would be if all were busy for as long."""
+    servers = plan.world_size
+    loads = server_loads(plan.tasks, plan.mask, servers, config.cost_model)
+    return float(relative_loads(loads, config.speeds_of(servers)).max())

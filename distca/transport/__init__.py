@@ -1,6 +1,7 @@
 """Moving bytes between ranks; it knows nothing of attention."""
 
-from distca.transport.base import Transport
+from distca.transport.ablation import Signal, SingleStream
+from distca.transport.base import Pending, Transport
 from distca.transport.collective import CollectiveTransport
 
-__all__ = ["CollectiveTransport", "Transport"]
+__all__ = ["CollectiveTransport", "Pending", "Signal", "SingleStream", "Transport"]

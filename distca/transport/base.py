@@ -9,6 +9,14 @@ from collections.abc import Sequence
 import torch
 
 
+class Pending(ABC):
+    """An exchange that is under way."""
+
+    @abstractmethod
+    def wait(self) -> torch.Tensor:
+        """What was received; on a GPU the current stream waits for it, not the CPU."""
+
+
 class Transport(ABC):
     """A ragged all-to-all between the ranks of one group, which counts what it moved.
 
@@ -32,10 +40,20 @@ class Transport(ABC):
         send_bytes: Sequence[int],
         receive_bytes: Sequence[int],
     ) -> torch.Tensor:
+        """`start`, and what it gives, waited for."""
+        return self.start(phase, send, send_bytes, receive_bytes).wait()
+
+    def start(
+        self,
+        phase: str,
+        send: torch.Tensor,
+        send_bytes: Sequence[int],
+        receive_bytes: Sequence[int],
+    ) -> Pending:
         """Sends `send_bytes[d]` bytes to each rank `d`, and receives `receive_bytes[s]` from `s`.
 
         Collective: every rank of the group calls it, in the same order, also with nothing to send.
-        No sizes are negotiated: both sides read them off the plan.
+        Several may be under way. No sizes are negotiated: both sides read them off the plan.
 
         Args:
             phase: the name under which the bytes are counted.
@@ -44,19 +62,19 @@ class Transport(ABC):
             receive_bytes: one for each rank; 0 for this rank itself.
 
         Returns:
-            uint8 `[sum(receive_bytes)]`, the messages from rank 0, 1, ... one after the other.
+            What can be waited for: uint8 `[sum(receive_bytes)]`, the messages from rank 0, 1, ...
+            one after the other. `send` must stay as it is until then.
         """
         assert send_bytes[self.rank] == 0
         assert receive_bytes[self.rank] == 0
         assert send.dtype == torch.uint8
         assert send.numel() == sum(send_bytes)
-        received = self._exchange(send, send_bytes, receive_bytes)
         self.bytes_sent[phase] += send.numel()
-        self.bytes_received[phase] += received.numel()
-        return received
+        self.bytes_received[phase] += sum(receive_bytes)
+        return self._start(send, send_bytes, receive_bytes)
 
     @abstractmethod
-    def _exchange(
+    def _start(
         self, send: torch.Tensor, send_bytes: Sequence[int], receive_bytes: Sequence[int]
-    ) -> torch.Tensor:
-        """Does what `all_to_all` says."""
+    ) -> Pending:
+        """Does what `start` says."""

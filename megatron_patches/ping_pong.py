@@ -1,0 +1,176 @@
+"""Two nano-batches, ping and pong, through the layers: each communicates while the other computes.
+
+Paper, Section 4.1 and Figure 7. The layers are Megatron's own; each half runs them as a coroutine
+that core attention suspends when it has started an exchange. So the order of events on every rank
+is, for each layer:
+
+    ping: (post-attention of the layer before,) pre-attention; start to send its inputs
+    pong: the same
+    ping: wait for inputs, run kernels, start to return outputs        pong's inputs are under way
+    pong: the same                                                     ping's outputs are under way
+    ping: wait for outputs, ...                                        pong's outputs are under way
+
+Post-attention of a layer and pre-attention of the next are one piece: nothing waits between them.
+Autograd goes back through all of it in exactly the opposite order, since it takes the operation
+that was recorded last among those that are ready; both halves' records are of one thread. Ranks
+that only serve follow the same order (`pipeline.serve`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+from megatron.core import tensor_parallel
+from megatron.core.models.gpt import GPTModel
+from megatron.core.utils import make_viewless_tensor
+
+from megatron_patches.attention import DocumentParams
+
+
+class Turns:
+    """Functions that are run in turn, each until it pauses."""
+
+    def __init__(self) -> None:
+        # Imported here: only runs with --distca-ping-pong need it.
+        import greenlet
+
+        self._greenlet = greenlet
+        self._main: Any = None
+
+    def run(self, functions: Sequence[Callable[[], Any]]) -> list[Any]:
+        """Runs all functions to their ends, and returns what they return."""
+        self._main = self._greenlet.getcurrent()
+        results: list[Any] = [None] * len(functions)
+
+        def keep(number: int, function: Callable[[], Any]) -> None:
+            results[number] = function()
+
+        with_gradients = torch.is_grad_enabled()
+        left = [
+            self._greenlet.greenlet(partial(keep, number, function))
+            for number, function in enumerate(functions)
+        ]
+        while left:
+            for each in left:
+                each.switch()
+                torch.set_grad_enabled(with_gradients)
+            left = [each for each in left if not each.dead]
+        return results
+
+    def pause(self) -> None:
+        """Lets the others go on; called by one of the functions."""
+        # The only state of torch that belongs to the thread and differs between halves.
+        with_gradients = torch.is_grad_enabled()
+        self._main.switch()
+        torch.set_grad_enabled(with_gradients)
+
+
+def run_layers_in_turn(model: GPTModel) -> None:
+    """Makes a GPT model's layers run a micro-batch's halves in turn, where it has halves."""
+    block = model.decoder
+    block.forward = partial(_forward, block, block.forward)
+
+
+def _forward(
+    block: Any,
+    plain: Callable[..., torch.Tensor],
+    hidden_states: torch.Tensor | None,
+    attention_mask: torch.Tensor | None = None,
+    *,
+    rotary_pos_emb: torch.Tensor | None = None,
+    packed_seq_params: DocumentParams | None = None,
+    **others: Any,
+) -> torch.Tensor:
+    """What megatron-core's `TransformerBlock.forward` does, for two halves."""
+    if packed_seq_params is None or packed_seq_params.halves is None:
+        return plain(
+            hidden_states,
+            attention_mask,
+            rotary_pos_emb=rotary_pos_emb,
+            packed_seq_params=packed_seq_params,
+            **others,
+        )
+    config, halves = block.config, packed_seq_params.halves
+    shards = config.tensor_model_parallel_size if config.sequence_parallel else 1
+    hidden = hidden_states if block.pre_process else block.input_tensor
+    assert hidden is not None
+    sizes = [_rows(half) for half in halves]
+    parts = list(torch.split(hidden, [size // shards for size in sizes]))
+    angles = [None, None] if rotary_pos_emb is None else _of_halves(rotary_pos_emb, sizes, shards)
+
+    def run(layers: Sequence[Any], *hidden_of_halves: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        turns = Turns()
+        through = [
+            partial(_through, layers, part, half, angle, others)
+            for part, half, angle in zip(hidden_of_halves, halves, angles, strict=True)
+        ]
+        for half in halves:
+            half.pause = turns.pause
+        return tuple(turns.run(through))
+
+    random = tensor_parallel.get_cuda_rng_tracker().fork() if shards > 1 else nullcontext()
+    with random:
+        for layers, recomputed in _groups(block):
+            if recomputed:
+                parts = list(
+                    tensor_parallel.checkpoint(
+                        partial(run, layers), config.distribute_saved_activations, *parts
+                    )
+                )
+            else:
+                parts = list(run(layers, *parts))
+    result = torch.cat(parts)
+    if block.final_layernorm is not None:
+        result = block.final_layernorm(result)
+    return make_viewless_tensor(inp=result, requires_grad=True, keep_graph=True)
+
+
+def _through(
+    layers: Sequence[Any],
+    hidden: torch.Tensor,
+    params: DocumentParams,
+    angles: torch.Tensor | None,
+    others: dict[str, Any],
+) -> torch.Tensor:
+    """One half through some layers."""
+    passed = {
+        name: value
+        for name, value in others.items()
+        if name.startswith("rotary_pos") or name in ("attention_bias", "sequence_len_offset")
+    }
+    for layer in layers:
+        hidden, _ = layer(
+            hidden_states=hidden,
+            attention_mask=None,
+            rotary_pos_emb=angles,
+            packed_seq_params=params,
+            **passed,
+        )
+    return hidden
+
+
+def _groups(block: Any) -> list[tuple[list[Any], bool]]:
+    """Layers that go through as one, and whether they are recomputed (`rounds.py`)."""
+    layers, config = list(block.layers), block.config
+    if config.recompute_granularity != "full" or not block.training:
+        return [(layers, False)]
+    number = config.recompute_num_layers
+    if config.recompute_method == "uniform":
+        return [(layers[n : n + number], True) for n in range(0, len(layers), number)]
+    first = [([layer], True) for layer in layers[:number]]
+    return [*first, (layers[number:], False)] if len(layers) > number else first
+
+
+def _rows(half: DocumentParams) -> int:
+    assert half.cu_seqlens_q_padded is not None
+    return int(half.max_seqlen_q)
+
+
+def _of_halves(rows: torch.Tensor, sizes: list[int], shards: int) -> list[torch.Tensor]:
+    """Rows in the order of `batch.nano_order`, of each half."""
+    pieces = torch.split(rows, [size // shards for size in sizes] * shards)
+    return [torch.cat(pieces[number :: len(sizes)]) for number in range(len(sizes))]
