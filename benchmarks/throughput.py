@@ -43,6 +43,7 @@ import torch.distributed as dist
 from replay import timed_passes
 from throughput_summary import (
     LONG_TAIL,
+    MODES,
     PLAIN,
     SHORT,
     Setting,
@@ -104,6 +105,12 @@ class Measured:
         self._model, self._optimizer = build_model_and_optimizer(GPT_JOB, self.args)
         self._forward_backward = choose_forward_backward_func(GPT_JOB, self.args)
 
+    def leave_out_reduction(self) -> None:
+        """From here on steps don't reduce gradients."""
+        from megatron.core.utils import get_model_config
+
+        get_model_config(self._model[0]).finalize_model_grads_func = None
+
     def step(self, lengths: list[int], batch: int) -> Step:
         """A whole training step on a global batch."""
         from megatron_patches.job import DataIterators
@@ -149,24 +156,29 @@ class Measured:
 
     @contextmanager
     def _watched(self, batches: Any, done: Step) -> Iterator[None]:
-        """With a pipeline, notes the CPU time of passes or ticks."""
-        if self._setting.stages == 1:
-            yield
-        elif self.args.distca:
-            trace = batches.batches.core_attention.trace
+        """Notes the CPU time of ticks or of a pipeline's passes, and what exchanges cost."""
+        if self.args.distca:
+            core_attention = batches.batches.core_attention
+            trace, transport = core_attention.trace, core_attention.transport
+            counters = (transport.bytes_sent, transport.bytes_received)
+            before = [counter.copy() for counter in counters]
             trace.recording = True
             yield
             trace.recording = False
+            sent, received = (now - then for now, then in zip(counters, before, strict=True))
+            done.bytes_moved = dict(sent | received)
             spans = [span for span in trace.take(0) if span["cat"] == "ticks"]
             done.ticks = [span["tdur"] / 1e6 for span in spans]
-        else:
+        elif self._setting.stages > 1:
             with timed_passes() as passes:
                 yield
             done.passes = passes
+        else:
+            yield
 
 
-def measure(rank: int, setting: Setting, store: str, output: str) -> None:
-    """One process of the measurement."""
+def start_process(rank: int, setting: Setting, store: str) -> None:
+    """Process groups and Megatron's state of one process, on a core of its own."""
     cores = sorted(os.sched_getaffinity(0))
     os.sched_setaffinity(0, {cores[rank % len(cores)]})
     torch.set_num_threads(1)
@@ -181,6 +193,11 @@ def measure(rank: int, setting: Setting, store: str, output: str) -> None:
     from megatron_patches.lean.training import initialize_megatron
 
     initialize_megatron(parse_args(add_distca_arguments, flags(setting), setting.processes))
+
+
+def measure(rank: int, setting: Setting, store: str, output: str) -> None:
+    """One process of the measurement."""
+    start_process(rank, setting, store)
     ways = {name: Measured(setting, more) for name, more in setting.ways().items()}
     short_documents = [BLOCK] * (setting.batches * setting.tokens // BLOCK)
     for way in ways.values():
@@ -222,6 +239,9 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--schedulers", nargs="+", default=["tiles"], choices=list(SCHEDULERS))
     parser.add_argument(
+        "--modes", nargs="+", default=["ping-pong"], choices=MODES, help="one or two nano-batches"
+    )
+    parser.add_argument(
         "--tolerance",
         type=float,
         default=0.02,
@@ -238,7 +258,7 @@ def main() -> None:
         parser.error(f"--stages {args['stages']} does not divide {args['processes']} processes")
     if args["micro_batches"] is None:
         args["micro_batches"] = 1 if args["stages"] == 1 else 2 * args["stages"]
-    args |= {name: tuple(args[name]) for name in ("schedulers", "mixes")}
+    args |= {name: tuple(args[name]) for name in ("schedulers", "modes", "mixes")}
     setting = Setting(**args)
     with tempfile.TemporaryDirectory() as folder:
         found = Path(folder) / "summaries.json"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import statistics
 from dataclasses import dataclass, field
 from typing import Any
@@ -30,6 +31,7 @@ class Setting:
         batches: different global batches of each mix, each a training step.
         rounds: how often all batches are measured.
         schedulers: of `--distca-scheduler`.
+        modes: "ping-pong", or "whole" micro-batches (`--no-distca-ping-pong`).
         tolerance: of `--distca-tolerance`.
         mixes: of document lengths: see the module.
         seed: of the document lengths.
@@ -44,6 +46,7 @@ class Setting:
     batches: int
     rounds: int
     schedulers: tuple[str, ...]
+    modes: tuple[str, ...]
     tolerance: float
     mixes: tuple[str, ...]
     seed: int
@@ -60,15 +63,18 @@ class Setting:
     def ways(self) -> dict[str, list[str]]:
         """What is compared, by name, and its flags."""
         ways: dict[str, list[str]] = {PLAIN: []}
-        for scheduler in self.schedulers:
+        for scheduler, mode in itertools.product(self.schedulers, self.modes):
             flags = ["--distca", "--distca-scheduler", scheduler]
             flags += ["--distca-tolerance", str(self.tolerance)]
+            flags += [] if mode == "ping-pong" else ["--no-distca-ping-pong"]
+            name = scheduler if len(self.modes) == 1 else f"{scheduler}, {mode}"
             if self.stages > 1:
-                ways[f"{scheduler}{APART}"] = [*flags, "--no-distca-pool-stages"]
-            ways[scheduler] = flags
+                ways[f"{name}{APART}"] = [*flags, "--no-distca-pool-stages"]
+            ways[name] = flags
         return ways
 
 
+MODES = ("ping-pong", "whole")
 PLAIN, SHORT, APART = "plain", "documents of one block", ", stages apart"
 LONG_TAIL = "long-tail"
 _SCALE = 65_536
@@ -102,13 +108,15 @@ class Step:
         seconds: from barrier to barrier, planning included.
         cpu_seconds: of the process.
         passes: of plain Megatron, with a pipeline.
-        ticks: CPU seconds of each tick of `--distca`, with a pipeline.
+        ticks: CPU seconds of each tick of `--distca`.
+        bytes_moved: by their phase, what this rank sent, or received if that is more.
     """
 
     seconds: float = 0.0
     cpu_seconds: float = 0.0
     passes: list[Pass] = field(default_factory=list)
     ticks: list[float] = field(default_factory=list)
+    bytes_moved: dict[str, int] = field(default_factory=dict)
 
 
 def pairs_of_ranks(setting: Setting, mix: str) -> Int64s:

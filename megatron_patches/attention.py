@@ -30,6 +30,7 @@ class DocumentParams(PackedSeqParams):
         slot: this rank's part of the plan; for disaggregated attention.
         core_attention: what runs it.
         halves: ping and pong, with a slot each, where the micro-batch is run as two nano-batches.
+        nano_batch: its name, where it is one of two.
         pause: called where the other half can go on.
         before: of pong, if a document of it begins in ping: ping.
         earlier_rows: the rows of ping with the keys of that document, int64.
@@ -41,6 +42,7 @@ class DocumentParams(PackedSeqParams):
     slot: ExchangeSlot | None = None
     core_attention: CoreAttention | None = None
     halves: tuple[DocumentParams, DocumentParams] | None = None
+    nano_batch: str | None = None
     pause: Callable[[], None] | None = None
     before: DocumentParams | None = None
     earlier_rows: torch.Tensor | None = None
@@ -112,8 +114,9 @@ class DisaggregatedCoreAttention(_CoreAttentionModule):
             )
             params.before.keys = None
         params.keys = own_keys if params.lends_keys else None
+        labels = {"layer": self.layer_number, "nano_batch": params.nano_batch}
         out_THD = params.core_attention(
-            query, key, value, slot, self.softmax_scale, self.layer_number, params.pause
+            query, key, value, slot, self.softmax_scale, labels, params.pause
         )
         return out_THD.reshape(query.shape[0], -1)
 

@@ -37,6 +37,8 @@ from distca.schedule import (
 from megatron_patches.attention import DocumentParams
 from megatron_patches.stream import TokenStream
 
+NANO_BATCHES = ("ping", "pong")
+
 
 @dataclass(frozen=True)
 class WindowLayout:
@@ -338,7 +340,8 @@ class PlannedBatches:
         params = _document_params(np.concatenate(all_lengths), token_positions=True)
         if self.ping_pong:
             ping, pong = (
-                _document_params(lengths, token_positions=True) for lengths in all_lengths
+                replace(_document_params(rows, token_positions=True), nano_batch=name)
+                for name, rows in zip(NANO_BATCHES, all_lengths, strict=True)
             )
             crossing = nano.plans[1].crossing
             if crossing is not None:

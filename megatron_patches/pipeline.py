@@ -25,7 +25,7 @@ from distca.cost.volume import AttentionShape
 from distca.runtime import Call, Exchange
 from distca.schedule import Phase, Work
 from megatron_patches.attention import DisaggregatedCoreAttention
-from megatron_patches.batch import MicroBatch
+from megatron_patches.batch import NANO_BATCHES, MicroBatch
 from megatron_patches.tick_batches import TickBatches, TickInput
 from megatron_patches.tracing import Tracing
 
@@ -298,12 +298,15 @@ class _GlobalBatch:
     def _serve(self, current: TickInput) -> None:
         """Takes part in every call of core attention that the working stages make."""
         modules = core_attention_modules(self._chunks[0])
+        names = NANO_BATCHES if len(current.exchanges) > 1 else (None,)
         for what, layer in self._made.rounds[current.tick.phase]:
             calls = [
                 self._made.core_attention.serving_call(
-                    exchange, modules[layer].softmax_scale, modules[layer].layer_number
+                    exchange,
+                    modules[layer].softmax_scale,
+                    {"layer": modules[layer].layer_number, "nano_batch": name},
                 )
-                for exchange in current.exchanges
+                for name, exchange in zip(names, current.exchanges, strict=True)
             ]
             serve(what, calls, self._made.batches.schedule_config.shape, self._activation)
 

@@ -119,3 +119,78 @@ def test_wrong_number_of_rows_is_refused() -> None:
     slot = ExchangeSlot(build_exchange(plan, 0))
     with pytest.raises(ValueError, match="3 rows, but the plan places 4"):
         attention(*(torch.zeros(3, 1, 8) for _ in range(3)), slot, 1.0)
+
+
+@pytest.mark.parametrize("window", [None, 90])
+@pytest.mark.parametrize("backward", ["resend", "keep"])
+def test_keys_of_the_nano_batch_before(ranks, backward: str, window: int | None) -> None:
+    """A plan for the later queries of some documents, whose earlier keys come along."""
+    mask = Mask(window)
+    lengths = np.array([300, 1, 83])
+    # The first 140 tokens of the first document are in the nano-batch before.
+    placement = Placement(
+        document=np.array([0, 1, 0, 2, 0, 0]),
+        start=np.array([140, 0, 200, 0, 0, 70]),
+        end=np.array([200, 1, 300, 83, 70, 140]),
+        rank=np.array([0, 0, 1, 2, 2, 0]),
+        world_size=3,
+    )
+    tasks = Tasks.from_rows(
+        [
+            (0, 140, 200, int(mask.first_key(140)), 200, 1),
+            (0, 200, 300, int(mask.first_key(200)), 300, 2),
+            (1, 0, 1, 0, 1, 0),
+            (2, 0, 83, 0, 83, 0),
+        ]
+    )
+    plan = Plan(lengths, placement, tasks, mask, first_query=np.array([140, 0, 0]))
+    plan.validate()
+    tokens, shape = int(lengths.sum()), (4, 2, 8)
+    q, k, v, dout = inputs(7, tokens, *shape)
+    dout[:140] = 0
+    q, k, v = (x.requires_grad_() for x in (q, k, v))
+    out = dense_attention(q, k, v, lengths, mask, SCALE)
+    out.backward(dout)
+    results = ranks.run(run_later_queries, plan, shape, backward, world_size=3)
+    sums = [torch.zeros_like(x) for x in (out, q, k, v)]
+    for (q_rows, kv_rows), figures, sent in results:
+        for total, rows, mine in zip(
+            sums, (q_rows, q_rows, kv_rows, kv_rows), figures, strict=True
+        ):
+            total[rows] += mine
+        assert sent
+    for total, expected in zip(sums, (out, q.grad, k.grad, v.grad), strict=True):
+        assert expected is not None
+        expected = expected.detach().clone()
+        if total is sums[0] or total is sums[1]:
+            expected[:140] = 0
+        assert (total - expected).abs().max() < 2e-5 * expected.abs().max()
+
+
+def run_later_queries(plan: Plan, shape: tuple[int, int, int], backward: str):
+    """One rank's queries and all of its keys; and whether it counted what the plan says."""
+    rank = dist.get_rank()
+    transport = CollectiveTransport(dist.group.WORLD)
+    attention = CoreAttention(transport, select_kernel("cpu"), backward)
+    at = plan.placement
+    mine = np.flatnonzero(at.rank == rank)
+    own = mine[plan.own_pieces[mine]]
+    q_rows, kv_rows = (
+        np.concatenate(
+            [np.arange(0)]
+            + [plan.document_offsets[at.document[n]] + np.arange(at.start[n], at.end[n]) for n in p]
+        )
+        for p in (own, mine)
+    )
+    q, k, v, dout = inputs(7, int(plan.lengths.sum()), *shape)
+    q, dout = (x[q_rows].float() for x in (q, dout))
+    k, v = (x[kv_rows].float() for x in (k, v))
+    q, k, v = (x.requires_grad_() for x in (q, k, v))
+    out = attention(q, k, v, ExchangeSlot(build_exchange(plan, rank)), SCALE)
+    out.backward(dout)
+    planned = plan_bytes(plan, AttentionShape(*shape, 4), backward).phases
+    sent = all(
+        transport.bytes_sent[phase] == matrix[rank].sum() for phase, matrix in planned.items()
+    )
+    figures = [x.double() for x in (out.detach(), q.grad, k.grad, v.grad)]
+    return (q_rows, kv_rows), figures, sent

@@ -44,9 +44,15 @@ LAYOUTS = {
 GROUPS = {4: [], 2: ["--group-query-attention", "--num-query-groups", "2"]}
 GROUPS[1] = ["--group-query-attention", "--num-query-groups", "1"]
 WINDOWS = {"causal": [], "window": ["--window-size", "100,0"]}
+WHOLE = "--no-distca-ping-pong"
 MODES = [
-    ["--distca", "--distca-scheduler", scheduler, "--distca-backward", backward]
-    for scheduler, backward in itertools.product(("tiles", "greedy"), ("resend", "keep"))
+    ["--distca", "--distca-scheduler", scheduler, "--distca-backward", backward, *nano_batches]
+    for scheduler, backward, nano_batches in (
+        ("tiles", "resend", []),
+        ("tiles", "keep", [WHOLE]),
+        ("greedy", "resend", [WHOLE]),
+        ("greedy", "keep", []),
+    )
 ]
 _REFERENCES: dict[tuple[int, int, str, int], StepsDone] = {}
 _MORE_REFERENCES: dict[str, StepsDone] = {}

@@ -91,7 +91,19 @@ def test_losses_gradients_and_bytes(ranks, layout: str, micro_batches: int) -> N
     check(found, plain(ranks, micro_batches, 2), layout)
 
 
+@pytest.mark.parametrize("layout", ["PP4", "TP2-SP-PP2", "PP2-VPP2-DP2"])
+def test_whole_micro_batches(ranks, layout: str) -> None:
+    world_size, flags = flags_of(layout, 5)
+    flags.append("--no-distca-ping-pong")
+    found = ranks.run(train, flags, documents(5, 2), 2, world_size=world_size)
+    check(found, plain(ranks, 5, 2), layout)
+
+
 VARIANTS = {
+    "whole": "--no-distca-ping-pong",
+    "whole, recompute uniformly": "--no-distca-ping-pong --recompute-granularity full "
+    "--recompute-method uniform --recompute-num-layers 2",
+    "single-stream": "--distca-ablation single-stream",
     "stages apart": "--no-distca-pool-stages",
     "one in flight": "--distca-max-in-flight 1",
     "three in flight": "--distca-max-in-flight 3",
@@ -139,7 +151,8 @@ def test_idle_stages_compute_tasks(ranks, tmp_path: Path) -> None:
     file = tmp_path / "trace.json"
     world_size, flags = flags_of("PP2-DP2", 5)
     flags += ["--distca-trace", str(file), "--distca-trace-iterations", "1", "2"]
-    lengths = [WINDOW] * 10
+    flags += ["--seq-length", "1024"]
+    lengths = [2048] * 10
     ranks.run(train, flags, lengths, 2, world_size=world_size)
     events = json.loads(file.read_text())["traceEvents"]
     ticks = [e for e in events if e.get("cat") == "ticks"]
@@ -157,8 +170,8 @@ def test_idle_stages_compute_tasks(ranks, tmp_path: Path) -> None:
             and e["args"]["own_tokens"] == 0
             and e["args"]["phase"] == phase
         ]
-        # Two layers on each stage.
-        assert len(kernels) == 2 * len(idle)
+        # Two layers on each stage, two nano-batches.
+        assert len(kernels) == 2 * 2 * len(idle)
         assert all(e["dur"] > 0 for e in kernels)
     # Every pair of every micro-batch is computed in a forward tick, on any server.
     pairs = sum(e["args"]["pairs"] for e in ticks if e["args"]["phase"] == "forward")
@@ -252,3 +265,62 @@ def evaluation_loss(flags: list[str], lengths: list[int]) -> float:
     parallel_state.destroy_model_parallel()
     num_microbatches_calculator.unset_num_microbatches_calculator()
     return losses["lm loss"]
+
+
+def order_of_events(tmp_path: Path, ranks, flags: list[str]) -> list[list[tuple[str, ...]]]:
+    """Of each rank, what core attention did: `(name, layer, nano-batch)`, in order."""
+    file = tmp_path / "trace.json"
+    flags = [*flags, "--distca-trace", str(file), "--distca-trace-iterations", "1", "1"]
+    world_size = 2
+    ranks.run(train, flags, documents(1), 1, world_size=world_size)
+    events = json.loads(file.read_text())["traceEvents"]
+    return [
+        [
+            (e["name"], str(e["args"]["layer"]), e["args"]["nano_batch"])
+            for e in sorted(events, key=lambda e: e.get("ts", 0.0))
+            if e["pid"] == rank and e.get("cat") in ("exchange", "kernels")
+        ]
+        for rank in range(world_size)
+    ]
+
+
+def test_the_order_of_ping_and_pong(ranks, tmp_path: Path) -> None:
+    """Each communicates while the other computes; backward is the exact mirror."""
+    flags = ["--num-layers", "2", "--distca", "--seq-length", str(WINDOW // 2)]
+    forward = ["dispatch", "wait for dispatch", "core attention", "return", "wait for return"]
+    found = order_of_events(tmp_path, ranks, flags)
+    assert found[0] == found[1]
+    there = [event for event in found[0] if "backward" not in event[0]]
+    back = [event for event in found[0] if "backward" in event[0]]
+    compute = forward[1:4]
+    assert there == [
+        ("dispatch", "1", "ping"),
+        ("dispatch", "1", "pong"),
+        *((name, "1", nano) for nano in ("ping", "pong") for name in compute),
+        *(("wait for return", "1", "ping"), ("dispatch", "2", "ping")),
+        *(("wait for return", "1", "pong"), ("dispatch", "2", "pong")),
+        *((name, "2", nano) for nano in ("ping", "pong") for name in compute),
+        *(("wait for return", "2", nano) for nano in ("ping", "pong")),
+    ]
+    compute = [f"{name} backward" for name in ("wait for dispatch", "core attention", "return")]
+    assert back == [
+        *(("dispatch backward", "2", nano) for nano in ("pong", "ping")),
+        *((name, "2", nano) for nano in ("pong", "ping") for name in compute),
+        *(("wait for return backward", "2", "pong"), ("dispatch backward", "1", "pong")),
+        *(("wait for return backward", "2", "ping"), ("dispatch backward", "1", "ping")),
+        *((name, "1", nano) for nano in ("pong", "ping") for name in compute),
+        *(("wait for return backward", "1", nano) for nano in ("pong", "ping")),
+    ]
+
+
+def test_the_ablation_by_signals_moves_a_byte_a_message(ranks) -> None:
+    flags = ["--num-layers", "2", "--distca", "--seq-length", str(WINDOW // 2)]
+    whole = ranks.run(train, flags, [WINDOW] * 2, 1, world_size=2)
+    signal = ranks.run(
+        train, [*flags, "--distca-ablation", "signal"], [WINDOW] * 2, 1, world_size=2
+    )
+    for full, one in zip(whole, signal, strict=True):
+        assert full.bytes_counted == full.bytes_planned
+        # One peer, two layers, two nano-batches: at most a byte for each.
+        assert all(0 < count <= 4 for count in one.bytes_counted.values())
+        assert set(one.bytes_counted) <= set(full.bytes_counted)

@@ -248,21 +248,22 @@ VIRTUAL = ["--num-layers-per-virtual-pipeline-stage", "1"]
 @pytest.mark.parametrize("distca", [[], ["--distca"]], ids=["plain", "distca"])
 @pytest.mark.parametrize("virtual", [[], VIRTUAL], ids=["PP2", "PP2-VPP2"])
 def test_pipelines_go_on_from_one_process(corpus, one_process, virtual, distca, tmp_path) -> None:
-    """Two stages load one process's checkpoint and have its losses, also in an evaluation.
-
-    Four stages then load theirs.
-    """
+    """Two stages load one process's checkpoint and have its losses; four then load theirs."""
     losses, save = one_process
     flags = ["--train-iters", "6", "--num-layers", "4", "--hidden-dropout", "0", *distca]
     stages = ["--pipeline-model-parallel-size", "2", *virtual, "--load", str(save)]
-    stages += ["--save", str(tmp_path), "--save-interval", "4"]
+    reshard = distca and not virtual
+    stages += ["--save", str(tmp_path), "--save-interval", "4"] if reshard else []
     found, _ = run(2, corpus, *flags, *stages)
     assert sorted(found) == [4, 5, 6]
-    (tmp_path / "latest_checkpointed_iteration.txt").write_text("4")
-    stages = ["--pipeline-model-parallel-size", "4", "--load", str(tmp_path)]
-    again, _ = run(4, corpus, *flags, *stages)
-    assert sorted(again) == [5, 6]
-    for i, loss in [*found.items(), *again.items()]:
+    results = list(found.items())
+    if reshard:
+        (tmp_path / "latest_checkpointed_iteration.txt").write_text("4")
+        stages = ["--pipeline-model-parallel-size", "4", "--load", str(tmp_path)]
+        found, _ = run(4, corpus, *flags, *stages)
+        assert sorted(found) == [5, 6]
+        results += found.items()
+    for i, loss in results:
         assert float(loss) == pytest.approx(float(losses[i]), rel=1e-4)
 
 

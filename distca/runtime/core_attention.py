@@ -3,11 +3,14 @@
 Forward: dispatch queries, keys and values to the servers; one fused kernel call per task shape;
 return outputs and LSE to the owners; merge. Backward: the same road the other way. A partial
 task's backward is exact because it is given the *final* output and LSE of its rows.
+
+Exchanges are started by one step and waited for by the next (`Call`), so that other work can be
+done in between.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -62,7 +65,7 @@ class CoreAttention:
         v_THD: torch.Tensor,
         slot: ExchangeSlot,
         softmax_scale: float,
-        layer: int = 0,
+        labels: Mapping[str, Any] | None = None,
         pause: Callable[[], None] | None = None,
     ) -> torch.Tensor:
         """Core attention of the local rows, computed by the plan's servers. Collective.
@@ -73,7 +76,7 @@ class CoreAttention:
             v_THD: like `k_THD`.
             slot: this rank's part of the plan, for this pass and for the backward pass.
             softmax_scale: scores are multiplied by it.
-            layer: its number, for the trace.
+            labels: such as the layer, for the trace.
             pause: called while the inputs and then while the outputs are under way: other work can
                 be done there. The backward pass pauses at the same places by itself, as autograd
                 goes back through what was done in the opposite order.
@@ -95,7 +98,7 @@ class CoreAttention:
                     f"{name} has {tensor.shape[0]} rows, but the plan places {rows.local} "
                     f"tokens on rank {exchange.rank}"
                 )
-        call = Call(self, slot, softmax_scale, layer)
+        call = Call(self, slot, softmax_scale, labels or {})
         ticket = _Start.apply(  # type: ignore[no-untyped-call]
             q_THD.contiguous(), k_THD.contiguous(), v_THD.contiguous(), call
         )
@@ -106,10 +109,12 @@ class CoreAttention:
             pause()
         return _Finish.apply(ticket, call)  # type: ignore[no-any-return,no-untyped-call]
 
-    def serving_call(self, exchange: Exchange, softmax_scale: float, layer: int = 0) -> Call:
+    def serving_call(
+        self, exchange: Exchange, softmax_scale: float, labels: Mapping[str, Any]
+    ) -> Call:
         """A call of a rank to which the plan gives no tokens: it only serves. See `Call`."""
         assert exchange.q.local == 0, "a rank with tokens of its own has their queries to send"
-        return Call(self, ExchangeSlot(exchange), softmax_scale, layer)
+        return Call(self, ExchangeSlot(exchange), softmax_scale, labels)
 
 
 class Call:
@@ -123,14 +128,18 @@ class Call:
         attention: what it runs on.
         slot: this rank's part of the plan.
         softmax_scale: scores are multiplied by it.
-        layer: its number, for the trace.
+        labels: for the trace.
     """
 
     def __init__(
-        self, attention: CoreAttention, slot: ExchangeSlot, softmax_scale: float, layer: int
+        self,
+        attention: CoreAttention,
+        slot: ExchangeSlot,
+        softmax_scale: float,
+        labels: Mapping[str, Any],
     ) -> None:
         self._attention, self._slot = attention, slot
-        self._scale, self._layer = softmax_scale, layer
+        self._scale, self._labels = softmax_scale, labels
         self._exchange = slot.exchange
         # What the next step needs.
         self._sent: _Sent | None = None
@@ -140,7 +149,7 @@ class Call:
         self._outputs: tuple[torch.Tensor, ...] = ()
 
     def _span(self, name: str, lane: str) -> Any:
-        return self._attention.trace.span(name, lane, layer=self._layer)
+        return self._attention.trace.span(name, lane, **self._labels)
 
     @property
     def _keeps(self) -> bool:

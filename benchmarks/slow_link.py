@@ -1,0 +1,286 @@
+"""What exchanges cost over a slow link: without overlap, with ping-pong, and if they were free.
+
+    python benchmarks/slow_link.py --output results/
+
+Needs root: each process runs in a network namespace of its own, all joined by a bridge, and each
+link lets through so many Mbit/s in each direction (token buckets). Every step is a real training
+step of `--distca` in three ways, in turn, in the same processes:
+
+* single-stream: every exchange is waited for where it starts (`--distca-ablation single-stream`);
+* ping-pong: as users run it;
+* signal: every message is one byte (`--distca-ablation signal`), so that only imbalance is left.
+
+A step here is forward and backward; the reduction of gradients, which is the same for all, is left
+out. What a way takes longer than signal is the communication that it exposes. Link seconds are the
+bytes over the speed of a link: in each phase those that the busiest rank sends or receives, since
+phases of an exchange follow each other.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from throughput import Measured, start_process
+from throughput_summary import Setting
+from tqdm import tqdm
+
+from distca.cost.volume import PHASES
+
+WAYS = {
+    "single-stream": ["--distca-ablation", "single-stream"],
+    "ping-pong": [],
+    "signal": ["--distca-ablation", "signal"],
+}
+
+
+def sized(setting: Setting, seq_length: int) -> Setting:
+    return replace(setting, seq_length=seq_length)
+
+
+def work(rank: int, base: Setting, sizes: list[int], store: str) -> None:
+    """One process: measures when it is told to, a line on the standard input each time."""
+    setting = sized(base, max(sizes))
+    start_process(rank, setting, store)
+    ways = {
+        size: {
+            name: Measured(
+                sized(base, size),
+                ["--distca", "--distca-scheduler", base.schedulers[0], *more],
+            )
+            for name, more in WAYS.items()
+        }
+        for size in sizes
+    }
+    for of_size in ways.values():
+        for way in of_size.values():
+            way.leave_out_reduction()
+    answer(rank, {})
+    for line in sys.stdin:
+        size = int(line)
+        # One document on all ranks: much of its attention moves.
+        lengths = [size * base.processes] * base.batches
+        steps: dict[str, list[Any]] = {name: [] for name in WAYS}
+        for number in range(base.rounds + 1):
+            for name, way in ways[size].items():
+                step = way.step(lengths, number % base.batches)
+                # The first round warms up.
+                steps[name] += [step] if number else []
+        found = {
+            name: {
+                "seconds": statistics.median(step.seconds for step in row),
+                "bytes": row[0].bytes_moved,
+            }
+            for name, row in steps.items()
+        }
+        everyones: list[Any] = [None] * base.processes
+        dist.all_gather_object(everyones, found)
+        answer(
+            rank,
+            {
+                name: {
+                    "seconds": everyones[0][name]["seconds"],
+                    # Phases follow each other, so each takes its busiest rank's time.
+                    "bytes": sum(
+                        max(each[name]["bytes"].get(phase, 0) for each in everyones)
+                        for phase in PHASES
+                    ),
+                }
+                for name in WAYS
+            },
+        )
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def answer(rank: int, found: dict[str, Any]) -> None:
+    """Tells the parent, which reads rank 0's standard output."""
+    if rank == 0:
+        sys.stdout.write("FOUND " + json.dumps(found) + "\n")
+        sys.stdout.flush()
+
+
+class Namespaces:
+    """Network namespaces joined by a bridge in one more.
+
+    Args:
+        count: of namespaces with a process each.
+    """
+
+    def __init__(self, count: int) -> None:
+        self._prefix = f"distca{os.getpid()}"
+        self._hub = f"{self._prefix}hub"
+        self.names = [f"{self._prefix}n{number}" for number in range(count)]
+
+    def __enter__(self) -> Namespaces:
+        _ip("netns", "add", self._hub)
+        _ip("-n", self._hub, "link", "add", "bridge0", "type", "bridge")
+        _ip("-n", self._hub, "link", "set", "bridge0", "up")
+        for number, name in enumerate(self.names):
+            _ip("netns", "add", name)
+            _ip("link", "add", "link0", "netns", name, "type", "veth", "peer", "name",
+                f"port{number}", "netns", self._hub)  # fmt: skip
+            _ip("-n", self._hub, "link", "set", f"port{number}", "master", "bridge0", "up")
+            _ip("-n", name, "addr", "add", f"10.200.0.{number + 1}/24", "dev", "link0")
+            _ip("-n", name, "link", "set", "link0", "up")
+            _ip("-n", name, "link", "set", "lo", "up")
+        return self
+
+    def limit(self, mbit_per_s: float) -> None:
+        """Lets so much through each link in each direction."""
+        for number, name in enumerate(self.names):
+            for where, device in ((name, "link0"), (self._hub, f"port{number}")):
+                command = f"tc qdisc replace dev {device} root tbf rate {mbit_per_s}mbit"
+                _ip("netns", "exec", where, *command.split(), "burst", "128kb", "latency", "1s")
+
+    def __exit__(self, *_: object) -> None:
+        for name in (*self.names, self._hub):
+            subprocess.run(["ip", "netns", "del", name], check=False)
+
+
+def _ip(*arguments: str) -> None:
+    subprocess.run(["ip", *arguments], check=True)
+
+
+@contextlib.contextmanager
+def processes(setting: Setting, sizes: list[int], names: list[str]) -> Iterator[list[Any]]:
+    """The measuring processes, each in its namespace."""
+    with tempfile.TemporaryDirectory() as folder:
+        job = json.dumps([setting.__dict__, sizes, str(Path(folder) / "store")])
+        started = [
+            subprocess.Popen(
+                ["ip", "netns", "exec", name, sys.executable, __file__, "--work", str(rank), job],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE if rank == 0 else subprocess.DEVNULL,
+                text=True,
+                # gloo asks for the interface in this way.
+                env=os.environ | {"GLOO_SOCKET_IFNAME": "link0"},
+            )
+            for rank, name in enumerate(names)
+        ]
+        try:
+            yield started
+            for process in started:
+                process.stdin.close()
+            for process in started:
+                process.wait(60)
+        finally:
+            for process in started:
+                process.kill()
+
+
+def read_answer(process: Any) -> dict[str, Any]:
+    for line in process.stdout:
+        if line.startswith("FOUND "):
+            found: dict[str, Any] = json.loads(line.removeprefix("FOUND "))
+            return found
+    raise SystemExit("a measuring process ended early: its message is above")
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    """The figures as Markdown."""
+    columns = ["tokens of a rank", "Mbit/s", "MB", "link s"]
+    columns += [f"{name}, s" for name in WAYS]
+    columns += ["exposed s: single-stream", "ping-pong", "ping-pong / signal"]
+    table = [columns, ["---"] * len(columns)]
+    for row in rows:
+        seconds = [row["ways"][name]["seconds"] for name in WAYS]
+        sent = row["ways"]["ping-pong"]["bytes"] / 1e6
+        exposed = [seconds[0] - seconds[2], seconds[1] - seconds[2]]
+        figures = [row["link_seconds"], *seconds, *exposed]
+        table.append(
+            [f"{row['tokens']}", f"{row['mbit_per_s']:g}", f"{sent:.1f}"]
+            + [f"{figure:.2f}" for figure in figures]
+            + [f"{seconds[1] / seconds[2]:.3f}"]
+        )
+    return "\n".join(f"| {' | '.join(row)} |" for row in table)
+
+
+def plot(rows: list[dict[str, Any]], path: Path) -> None:
+    """Step times over link seconds, both relative to the step with signals alone."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(6, 4), layout="constrained")
+    axes = figure.add_subplot()
+    rows = sorted(rows, key=lambda row: row["link_seconds"] / row["ways"]["signal"]["seconds"])
+    at = [row["link_seconds"] / row["ways"]["signal"]["seconds"] for row in rows]
+    for name in WAYS:
+        seconds = [r["ways"][name]["seconds"] / r["ways"]["signal"]["seconds"] for r in rows]
+        axes.plot(at, seconds, marker="o", label=name)
+    axes.set_xlabel("link seconds / seconds of a step with signals")
+    axes.set_ylabel("step seconds / the same")
+    axes.set_xscale("log")
+    axes.legend()
+    figure.savefig(path, dpi=150)
+
+
+def main() -> None:
+    if sys.argv[1:2] == ["--work"]:
+        given, sizes, store = json.loads(sys.argv[3])
+        lists = {name: tuple(given[name]) for name in ("schedulers", "modes", "mixes")}
+        work(int(sys.argv[2]), Setting(**given | lists), sizes, store)
+        return
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
+    parser.add_argument("--processes", type=int, default=2)
+    parser.add_argument("--seq-lengths", type=int, nargs="+", default=[1024, 2048, 4096])
+    parser.add_argument("--mbit-per-s", type=float, nargs="+", default=[50, 200, 800])
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--hidden-size", type=int, default=256)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--output", type=Path, required=True, help="folder for table and plot")
+    args = parser.parse_args()
+    if os.geteuid() != 0:
+        parser.error("network namespaces need root: run it with sudo")
+    setting = Setting(
+        processes=args.processes,
+        stages=1,
+        micro_batches=1,
+        seq_length=max(args.seq_lengths),
+        layers=args.layers,
+        hidden_size=args.hidden_size,
+        batches=args.rounds + 1,
+        rounds=args.rounds,
+        schedulers=("tiles",),
+        modes=("ping-pong",),
+        tolerance=0.1,
+        mixes=(),
+        seed=0,
+    )
+    rows = []
+    with (
+        Namespaces(args.processes) as namespaces,
+        processes(setting, args.seq_lengths, namespaces.names) as started,
+    ):
+        read_answer(started[0])
+        todo = [(size, speed) for size in args.seq_lengths for speed in args.mbit_per_s]
+        for size, speed in tqdm(todo):
+            namespaces.limit(speed)
+            for process in started:
+                process.stdin.write(f"{size}\n")
+                process.stdin.flush()
+            ways = read_answer(started[0])
+            seconds = ways["ping-pong"]["bytes"] * 8 / 1e6 / speed
+            rows.append(
+                {"tokens": size, "mbit_per_s": speed, "link_seconds": seconds, "ways": ways}
+            )
+    args.output.mkdir(parents=True, exist_ok=True)
+    text = table(rows)
+    (args.output / "slow_link.md").write_text(text + "\n")
+    (args.output / "slow_link.json").write_text(json.dumps(rows, indent=1) + "\n")
+    plot(rows, args.output / "slow_link.png")
+    print(text)
+
+
+if __name__ == "__main__":
+    main()
