@@ -173,11 +173,8 @@ def starts_of_micro_batches(flags: Sequence[str], lengths: Sequence[int]) -> lis
     layout = data.window_layout(args)
     maker = data.batch_maker(args, layout, torch.device("cpu"))
     made = maker(memory_stream(lengths), forward_only=False)
-    micro_batches = made.micro_batches(0, maker.micro_batches(0))
-    found = [
-        [int(start) for documents in each.documents for start in documents.starts]
-        for each in micro_batches
-    ]
+    micro_batches = made.batches.global_batch(0, maker.micro_batches(0))
+    found = [documents.starts.tolist() for documents in micro_batches]
     parallel_state.destroy_model_parallel()
     num_microbatches_calculator.unset_num_microbatches_calculator()
     return found

@@ -214,5 +214,6 @@ def test_fifty_steps(ranks) -> None:
     def distance(a: StepsDone, b: StepsDone) -> float:
         return max(abs(x - y) for x, y in zip(a.losses, b.losses, strict=True))
 
-    # Seen: 0.0027 against 0.0029 between the two plain runs; CPUs differ in how they sum.
-    assert distance(found_bf16, bf16) < 1.5 * distance(bf16, bf16_again)
+    # Seen: 0.0016 against 0.0010 between the two plain runs. Nano-batches round the gradients of
+    # weights twice as often, and CPUs differ in how they sum.
+    assert distance(found_bf16, bf16) < 2 * distance(bf16, bf16_again)
