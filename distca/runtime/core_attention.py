@@ -10,18 +10,24 @@ done in between.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from distca.attention.kernel import Kernel
-from distca.attention.merge import merge_partial
-from distca.runtime.exchange import Backward, Exchange, KernelCall, Rows
-from distca.runtime.messages import Field, message_bytes, pack, unpack
+from distca.runtime.exchange import Backward, Exchange
+from distca.runtime.moving_rows import (
+    RowsUnderWay,
+    add_returned,
+    merge_returned,
+    send_to_owners,
+    send_to_servers,
+)
+from distca.runtime.serving import compute_gradients, compute_outputs
 from distca.runtime.trace import Trace
-from distca.transport import Pending, Transport
+from distca.transport import Transport
 
 
 @dataclass
@@ -142,7 +148,7 @@ class Call:
         self._scale, self._labels = softmax_scale, labels
         self._exchange = slot.exchange
         # What the next step needs.
-        self._sent: _Sent | None = None
+        self._sent: RowsUnderWay | None = None
         self._local: tuple[torch.Tensor, ...] = ()
         # What the backward pass needs: queries, keys, values; output and LSE.
         self._inputs: tuple[torch.Tensor, ...] = ()
@@ -159,7 +165,7 @@ class Call:
         """Sends the local rows to their servers."""
         exchange = self._exchange = self._slot.exchange
         with self._span("dispatch", "exchange"):
-            self._sent = _send_to_servers(
+            self._sent = send_to_servers(
                 self._attention.transport,
                 "dispatch",
                 [(q, exchange.q), (k, exchange.kv), (v, exchange.kv)],
@@ -176,9 +182,9 @@ class Call:
         if self._keeps:
             self._inputs = (q, k, v)
         with self._span("core attention", "kernels"):
-            self._local = _compute(self._attention.kernel, exchange, q, k, v, self._scale)
+            self._local = compute_outputs(self._attention.kernel, exchange, q, k, v, self._scale)
         with self._span("return", "exchange"):
-            self._sent = _send_to_owners(
+            self._sent = send_to_owners(
                 transport, "return", [(rows, exchange.q) for rows in self._local]
             )
 
@@ -187,7 +193,7 @@ class Call:
         assert self._sent is not None
         with self._span("wait for return", "exchange"):
             out_served, lse_served = self._local
-            out, lse = _merge_returned(self._exchange, out_served, lse_served, *self._sent.wait())
+            out, lse = merge_returned(self._exchange, out_served, lse_served, *self._sent.wait())
         self._sent, self._local = None, ()
         # Without its history, the output does not keep itself alive.
         self._outputs = (out.detach(), lse)
@@ -203,9 +209,7 @@ class Call:
             q, k, v = self._inputs
             travelling += [(q, exchange.q), (k, exchange.kv), (v, exchange.kv)]
         with self._span("dispatch backward", "exchange"):
-            self._sent = _send_to_servers(
-                self._attention.transport, "dispatch_backward", travelling
-            )
+            self._sent = send_to_servers(self._attention.transport, "dispatch_backward", travelling)
         self._outputs = ()
         if not self._keeps:
             self._inputs = ()
@@ -224,12 +228,12 @@ class Call:
             dout, out, lse, *inputs = self._sent.wait()
         q, k, v = inputs or self._inputs
         with self._span("core attention backward", "kernels"):
-            self._local = _compute_gradients(
+            self._local = compute_gradients(
                 self._attention.kernel, exchange, (dout, q, k, v, out, lse), self._scale
             )
         self._inputs = ()
         with self._span("return backward", "exchange"):
-            self._sent = _send_to_owners(
+            self._sent = send_to_owners(
                 self._attention.transport,
                 "return_backward",
                 list(zip(self._local, (exchange.q, exchange.kv, exchange.kv), strict=True)),
@@ -240,7 +244,7 @@ class Call:
         """The gradients of the local queries, keys and values."""
         assert self._sent is not None
         with self._span("wait for return backward", "exchange"):
-            gradients = _add_returned(self._exchange, self._local, self._sent.wait())
+            gradients = add_returned(self._exchange, self._local, self._sent.wait())
         self._sent, self._local = None, ()
         return gradients
 
@@ -287,221 +291,3 @@ class _Finish(torch.autograd.Function):
     def backward(ctx: Any, dout: torch.Tensor) -> Any:  # type: ignore[override]
         ctx.call.start_backward(dout.contiguous())
         return dout.new_empty(0), None
-
-
-@dataclass(frozen=True)
-class _Sent:
-    """Rows under way, and where those that arrive go."""
-
-    pending: Pending
-    incoming: list[tuple[Field, torch.Tensor]]
-    result: list[torch.Tensor]
-    world_size: int
-
-    def wait(self) -> list[torch.Tensor]:
-        unpack(self.pending.wait(), self.incoming, self.world_size)
-        return self.result
-
-
-def _send(
-    transport: Transport,
-    phase: str,
-    outgoing: list[tuple[Field, torch.Tensor]],
-    incoming: list[tuple[Field, torch.Tensor]],
-    result: list[torch.Tensor],
-) -> _Sent:
-    world_size = transport.world_size
-    pending = transport.start(
-        phase,
-        pack(outgoing, world_size),
-        message_bytes([field for field, _ in outgoing], world_size),
-        message_bytes([field for field, _ in incoming], world_size),
-    )
-    return _Sent(pending, incoming, result, world_size)
-
-
-def _send_to_servers(
-    transport: Transport, phase: str, tensors: list[tuple[torch.Tensor, Rows]]
-) -> _Sent:
-    """Each tensor's served rows: its local rows `[local, ...]`, then what other ranks sent."""
-    outgoing, incoming, served = [], [], []
-    for tensor, rows in tensors:
-        row_shape = tuple(tensor.shape[1:])
-        outgoing.append(
-            (Field(rows.send_counts, row_shape, tensor.dtype), tensor.index_select(0, rows.send))
-        )
-        everything = tensor
-        if rows.received:
-            everything = tensor.new_empty((rows.served, *row_shape))
-            everything[: rows.local] = tensor
-        incoming.append(
-            (Field(rows.receive_counts, row_shape, tensor.dtype), everything[rows.local :])
-        )
-        served.append(everything)
-    return _send(transport, phase, outgoing, incoming, served)
-
-
-def _send_to_owners(
-    transport: Transport,
-    phase: str,
-    tensors: Sequence[tuple[torch.Tensor, Rows]],
-    dtype: torch.dtype | None = None,
-) -> _Sent:
-    """The way back: rows that arrived go home. Each tensor holds served rows.
-
-    With a `dtype` they travel as that; only the rows that travel are copied. What comes back for
-    each tensor is `[sum(send_counts), ...]`.
-    """
-    outgoing, incoming = [], []
-    for tensor, rows in tensors:
-        travelling = tensor[rows.local :]
-        if dtype is not None:
-            travelling = travelling.to(dtype)
-        row_shape = tuple(tensor.shape[1:])
-        outgoing.append((Field(rows.receive_counts, row_shape, travelling.dtype), travelling))
-        incoming.append(
-            (
-                Field(rows.send_counts, row_shape, travelling.dtype),
-                travelling.new_empty((sum(rows.send_counts), *row_shape)),
-            )
-        )
-    return _send(transport, phase, outgoing, incoming, [rows for _, rows in incoming])
-
-
-def _take(tensor: torch.Tensor, rows: torch.Tensor | None) -> torch.Tensor:
-    return tensor if rows is None else tensor.index_select(0, rows)
-
-
-def _kernel_options(call: KernelCall, exchange: Exchange, scale: float) -> dict[str, Any]:
-    return {
-        "causal": call.causal,
-        "window_left": exchange.mask.window_left if call.causal else None,
-        "softmax_scale": scale,
-    }
-
-
-def _compute(
-    kernel: Kernel,
-    exchange: Exchange,
-    q_served: torch.Tensor,
-    k_served: torch.Tensor,
-    v_served: torch.Tensor,
-    softmax_scale: float,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Outputs and LSE of the served query rows; those of rows without a task are undefined."""
-    out = lse = None
-    for call in exchange.calls:
-        part_out, part_lse = kernel.forward(
-            _take(q_served, call.q_rows),
-            _take(k_served, call.kv_rows),
-            _take(v_served, call.kv_rows),
-            call.cu_seqlens_q,
-            call.cu_seqlens_kv,
-            **_kernel_options(call, exchange, softmax_scale),
-        )
-        if len(exchange.calls) == 1 and call.q_rows is None and call.first_q is None:
-            return part_out, part_lse
-        if out is None or lse is None:
-            out = torch.empty_like(q_served)
-            lse = part_lse.new_empty(q_served.shape[:2])
-        rows = _rows_of(call, q_served)
-        first = rows if call.first_q is None else rows.index_select(0, call.first_q)
-        out.index_copy_(0, first, _take(part_out, call.first_q))
-        lse.index_copy_(0, first, _take(part_lse, call.first_q))
-        for part in call.repeated_q:
-            merge_partial(out, lse, rows.index_select(0, part), part_out[part], part_lse[part])
-    if out is None or lse is None:
-        return torch.empty_like(q_served), q_served.new_empty(
-            q_served.shape[:2], dtype=torch.float32
-        )
-    return out, lse
-
-
-def _rows_of(call: KernelCall, q_served: torch.Tensor) -> torch.Tensor:
-    if call.q_rows is not None:
-        return call.q_rows
-    return torch.arange(q_served.shape[0], device=q_served.device)
-
-
-def _merge_returned(
-    exchange: Exchange,
-    out_served: torch.Tensor,
-    lse_served: torch.Tensor,
-    back_out: torch.Tensor,
-    back_lse: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The final output and LSE of the local rows, partial ones merged."""
-    # The received rows' part is dropped, so that the saved outputs do not keep it alive.
-    local = exchange.q.local
-    out = out_served[:local].clone() if exchange.q.received else out_served
-    lse = lse_served[:local].clone() if exchange.q.received else lse_served
-    start = 0
-    for arrival in exchange.arrivals:
-        end = start + exchange.q.send_counts[arrival.server]
-        rows = exchange.q.send[start:end]
-        part_out, part_lse = back_out[start:end], back_lse[start:end]
-        first = rows.index_select(0, arrival.first)
-        out.index_copy_(0, first, part_out.index_select(0, arrival.first))
-        lse.index_copy_(0, first, part_lse.index_select(0, arrival.first))
-        if len(arrival.repeated):
-            merge_partial(
-                out,
-                lse,
-                rows.index_select(0, arrival.repeated),
-                part_out.index_select(0, arrival.repeated),
-                part_lse.index_select(0, arrival.repeated),
-            )
-        start = end
-    return out, lse
-
-
-def _compute_gradients(
-    kernel: Kernel,
-    exchange: Exchange,
-    served: tuple[torch.Tensor, ...],
-    softmax_scale: float,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Gradients of the served rows, float32: `(dq, dk, dv)`."""
-    dout, q, k, v, out, lse = served
-    dq = torch.zeros(q.shape, dtype=torch.float32, device=q.device)
-    dk = torch.zeros(k.shape, dtype=torch.float32, device=k.device)
-    dv = torch.zeros_like(dk)
-    for call in exchange.calls:
-        parts = kernel.backward(
-            _take(dout, call.q_rows),
-            _take(q, call.q_rows),
-            _take(k, call.kv_rows),
-            _take(v, call.kv_rows),
-            _take(out, call.q_rows),
-            _take(lse, call.q_rows),
-            call.cu_seqlens_q,
-            call.cu_seqlens_kv,
-            **_kernel_options(call, exchange, softmax_scale),
-        )
-        for total, part, rows in zip(
-            (dq, dk, dv), parts, (call.q_rows, call.kv_rows, call.kv_rows), strict=True
-        ):
-            if rows is None:
-                total += part
-            else:
-                total.index_add_(0, rows, part.float())
-    return dq, dk, dv
-
-
-def _add_returned(
-    exchange: Exchange, gradients: Sequence[torch.Tensor], back: Sequence[torch.Tensor]
-) -> tuple[torch.Tensor, ...]:
-    """The gradients of the local rows: this server's own and what the others return."""
-    local = []
-    all_rows = (exchange.q, exchange.kv, exchange.kv)
-    for gradient, rows, parts in zip(gradients, all_rows, back, strict=True):
-        total = gradient[: rows.local]
-        start = 0
-        for count in rows.send_counts:
-            # One server's rows are distinct, so the order of the sums is fixed on GPUs, too.
-            end = start + count
-            if count:
-                total.index_add_(0, rows.send[start:end], parts[start:end].float())
-            start = end
-        local.append(total.to(parts.dtype))
-    return tuple(local)
