@@ -150,6 +150,28 @@ def document_loads(lengths: Int64s, mask: Mask, cost_model: CostModel | None) ->
     return task_loads(Tasks(numbers, zeros, lengths, zeros, lengths, zeros), mask, cost_model)
 
 
+def plan_at_home(
+    name: str, config: ScheduleConfig, lengths: Int64s, placement: Placement, mask: Mask
+) -> Plan:
+    """The plan in which every rank computes the queries that it owns: no query moves.
+
+    Args:
+        name: of the scheduler.
+        config: its configuration.
+        lengths: tokens of each document, int64 `[documents]`.
+        placement: who owns which tokens.
+        mask: what a query sees.
+    """
+    return Plan(
+        np.asarray(lengths, dtype=np.int64),
+        placement,
+        tasks_at_home(placement, mask),
+        mask,
+        config.block,
+        scheduler=name,
+    )
+
+
 def server_loads(tasks: Tasks, mask: Mask, world_size: int, cost_model: CostModel | None) -> Floats:
     """The load of each server, `[world_size]`: see `task_loads`."""
     loads = task_loads(tasks, mask, cost_model)

@@ -15,71 +15,65 @@ after the other over the groups.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
+from dataclasses import replace
+
 import numpy as np
 
 from distca.plan import Mask, Placement, Plan, Tasks, place_in_turn
 from distca.plan.span import Int64s, expand_ranges
-from distca.schedule.base import ScheduleConfig, tasks_at_home
+from distca.schedule.base import ScheduleConfig, plan_at_home
 
 
-class PerDocumentContextParallel:
+class _ContextParallel(ABC):
+    """Documents one after the other over groups, whose pieces are sharded over their ranks."""
+
+    def __init__(self, config: ScheduleConfig) -> None:
+        self._config = config
+
+    def plan(self, lengths: Int64s, rooms: Int64s, mask: Mask) -> Plan:
+        """See `Scheduler.plan`.
+
+        Raises:
+            ValueError: the ranks don't divide into groups.
+        """
+        lengths = np.asarray(lengths, dtype=np.int64)
+        size = group_size(self._config, lengths, rooms)
+        groups = place_in_turn(lengths, rooms.reshape(-1, size).sum(axis=1))
+        return self.schedule(lengths, self._shard(groups, size), mask)
+
+    @abstractmethod
+    def _shard(self, groups: Placement, size: int) -> Placement:
+        """The pieces of groups of so many ranks, over the ranks."""
+
+    @abstractmethod
+    def schedule(self, lengths: Int64s, placement: Placement, mask: Mask) -> Plan:
+        """See `Scheduler.schedule`."""
+
+
+class PerDocumentContextParallel(_ContextParallel):
     """See the module."""
 
-    def __init__(self, config: ScheduleConfig) -> None:
-        self._config = config
-
-    def plan(self, lengths: Int64s, rooms: Int64s, mask: Mask) -> Plan:
-        """See `Scheduler.plan`.
-
-        Raises:
-            ValueError: the ranks don't divide into groups.
-        """
-        lengths = np.asarray(lengths, dtype=np.int64)
-        size = group_size(self._config, lengths, rooms)
-        groups = place_in_turn(lengths, rooms.reshape(-1, size).sum(axis=1))
-        return self.schedule(lengths, shard_documents(groups, size), mask)
+    def _shard(self, groups: Placement, size: int) -> Placement:
+        return shard_documents(groups, size)
 
     def schedule(self, lengths: Int64s, placement: Placement, mask: Mask) -> Plan:
         """See `Scheduler.schedule`."""
-        tasks = tasks_at_home(placement, mask)
-        return Plan(
-            np.asarray(lengths, dtype=np.int64),
-            placement,
-            tasks,
-            mask,
-            self._config.block,
-            scheduler="per-document-cp",
-        )
+        return plan_at_home("per-document-cp", self._config, lengths, placement, mask)
 
 
-class RingZigzag:
+class RingZigzag(_ContextParallel):
     """See the module. Under a window each rank's queries are one task, as the window hides most."""
 
-    def __init__(self, config: ScheduleConfig) -> None:
-        self._config = config
-
-    def plan(self, lengths: Int64s, rooms: Int64s, mask: Mask) -> Plan:
-        """See `Scheduler.plan`.
-
-        Raises:
-            ValueError: the ranks don't divide into groups.
-        """
-        lengths = np.asarray(lengths, dtype=np.int64)
-        size = group_size(self._config, lengths, rooms)
-        groups = place_in_turn(lengths, rooms.reshape(-1, size).sum(axis=1))
-        return self.schedule(lengths, shard_sequence(groups, size), mask)
+    def _shard(self, groups: Placement, size: int) -> Placement:
+        return shard_sequence(groups, size)
 
     def schedule(self, lengths: Int64s, placement: Placement, mask: Mask) -> Plan:
         """See `Scheduler.schedule`."""
-        windowed = mask.window_left is not None
-        return Plan(
-            np.asarray(lengths, dtype=np.int64),
-            placement,
-            tasks_at_home(placement, mask) if windowed else _tasks_by_owner_of_keys(placement),
-            mask,
-            self._config.block,
-            scheduler="ring-zigzag",
-        )
+        plan = plan_at_home("ring-zigzag", self._config, lengths, placement, mask)
+        if mask.window_left is not None:
+            return plan
+        return replace(plan, tasks=_tasks_by_owner_of_keys(placement))
 
 
 def group_size(config: ScheduleConfig, lengths: Int64s, rooms: Int64s) -> int:

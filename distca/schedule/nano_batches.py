@@ -107,6 +107,11 @@ class Crossing:
     document: int
     earlier: Placement
 
+    @property
+    def cut(self) -> int:
+        """The first token that is not in ping."""
+        return int(self.earlier.end.max())
+
 
 @dataclass(frozen=True)
 class NanoPlan:
@@ -134,7 +139,7 @@ def with_earlier_keys(plan: Plan, crossings: Sequence[Crossing]) -> Plan:
         return plan
     cut = np.zeros_like(plan.lengths)
     for crossing in crossings:
-        cut[crossing.document] = int(crossing.earlier.end.max())
+        cut[crossing.document] = crossing.cut
     at, tasks, mask = plan.placement, plan.tasks, plan.mask
     at = replace(at, start=at.start + cut[at.document], end=at.end + cut[at.document])
     moved = cut[tasks.document]

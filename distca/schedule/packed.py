@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import numpy as np
-
 from distca.plan import Mask, Placement, Plan, place_in_turn
 from distca.plan.span import Int64s
-from distca.schedule.base import ScheduleConfig, tasks_at_home
+from distca.schedule.base import ScheduleConfig, plan_at_home
 
 
 class PackedScheduler:
@@ -25,11 +23,4 @@ class PackedScheduler:
 
     def schedule(self, lengths: Int64s, placement: Placement, mask: Mask) -> Plan:
         """See `Scheduler.schedule`."""
-        return Plan(
-            np.asarray(lengths, dtype=np.int64),
-            placement,
-            tasks_at_home(placement, mask),
-            mask,
-            self._config.block,
-            scheduler="packed",
-        )
+        return plan_at_home("packed", self._config, lengths, placement, mask)

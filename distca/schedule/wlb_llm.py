@@ -24,6 +24,7 @@ from distca.plan.span import Int64s
 from distca.schedule.base import (
     ScheduleConfig,
     document_loads,
+    plan_at_home,
     server_loads,
     tasks_at_home,
 )
@@ -64,14 +65,7 @@ class WlbLlm:
 
     def schedule(self, lengths: Int64s, placement: Placement, mask: Mask) -> Plan:
         """See `Scheduler.schedule`."""
-        return Plan(
-            np.asarray(lengths, dtype=np.int64),
-            placement,
-            tasks_at_home(placement, mask),
-            mask,
-            self._config.block,
-            scheduler="wlb-llm",
-        )
+        return plan_at_home("wlb-llm", self._config, lengths, placement, mask)
 
     def _busiest_of_groups(self, at: Placement, mask: Mask, size: int) -> np.ndarray:
         tasks = tasks_at_home(at, mask)
