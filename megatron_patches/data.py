@@ -36,9 +36,10 @@ from distca.schedule import (
 )
 from distca.transport import CollectiveTransport, Signal, SingleStream, Transport
 from megatron_patches.arguments import mask_from_args
-from megatron_patches.batch import MicroBatches, PackedBatches, PlannedBatches, WindowLayout
+from megatron_patches.batch import MicroBatches, PackedBatches, WindowLayout
 from megatron_patches.job import DataIterators
 from megatron_patches.model import uses_dense_mask, uses_own_attention
+from megatron_patches.planned_batches import PlannedBatches
 from megatron_patches.rounds import rounds_of_tick
 from megatron_patches.stream import TokenStream, parse_data_path
 from megatron_patches.tick_batches import PipelineLayout, TickBatches, TickStream, server_table
@@ -234,6 +235,7 @@ class PlannedMaker:
     ) -> None:
         self._args, self._layout, self._mask = args, layout, mask
         self._core_attention, servers = build_core_attention(args, device)
+        self._config = schedule_config(args, servers.size)
         chunks = args.virtual_pipeline_model_parallel_size or 1
         self._pipeline = PipelineLayout(
             parallel_state.get_pipeline_model_parallel_rank(),
@@ -249,8 +251,7 @@ class PlannedMaker:
 
     def __call__(self, stream: TokenStream, forward_only: bool) -> TickBatches:
         """The ticks of a split's stream."""
-        args, servers = self._args, self._pipeline.servers
-        config = schedule_config(args, servers.size)
+        args, servers, config = self._args, self._pipeline.servers, self._config
         # A micro-batch is placed alike in all stages.
         of_stage = config
         if config.server_speeds is not None:
@@ -316,12 +317,10 @@ def _log_first_plan(args: Namespace, batches: TickBatches, sample: int) -> None:
     per_micro_batch = batches.batches.layout.samples_per_micro_batch
     schedule = batches.schedule(args.global_batch_size // per_micro_batch)
     micro_batches = batches.micro_batches(sample, schedule.micro_batches)
-    # The first tick in which most stages work.
-    planned = max(
-        batches.planned_ticks(micro_batches, schedule),
-        key=lambda each: sum(work is not None for work in each.tick.work),
-    )
-    summary = describe(planned.plans[0], batches.batches.schedule_config, args.distca_backward)
+    # The first tick in which most stages work; only this one is planned here.
+    tick = max(schedule.ticks, key=lambda each: sum(work is not None for work in each.work))
+    planned = batches.planned_ticks(micro_batches, replace(schedule, ticks=(tick,)))
+    summary = describe(planned[0].plans[0], batches.batches.schedule_config, args.distca_backward)
     logger.info("the first plan of the run:\n%s", format_summary(summary))
     if schedule.stages == 1:
         return

@@ -29,6 +29,7 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.utils import make_viewless_tensor
 
 from megatron_patches.attention import DocumentParams
+from megatron_patches.rounds import recomputed_groups
 
 
 class Turns:
@@ -98,8 +99,9 @@ def _forward(
     shards = config.tensor_model_parallel_size if config.sequence_parallel else 1
     hidden = hidden_states if block.pre_process else block.input_tensor
     assert hidden is not None
-    sizes = [_rows(half) for half in halves]
-    parts = list(torch.split(hidden, [size // shards for size in sizes]))
+    # Each half is one sequence to rotary embedding.
+    sizes = [int(half.max_seqlen_q) for half in halves]
+    parts = torch.split(hidden, [size // shards for size in sizes])
     angles = [None, None] if rotary_pos_emb is None else _of_halves(rotary_pos_emb, sizes, shards)
 
     def run(layers: Sequence[Any], *hidden_of_halves: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -114,15 +116,14 @@ def _forward(
 
     random = tensor_parallel.get_cuda_rng_tracker().fork() if shards > 1 else nullcontext()
     with random:
-        for layers, recomputed in _groups(block):
-            if recomputed:
-                parts = list(
-                    tensor_parallel.checkpoint(
-                        partial(run, layers), config.distribute_saved_activations, *parts
-                    )
+        for group, recomputed in recomputed_groups(len(block.layers), config):
+            run_group = partial(run, [block.layers[number] for number in group])
+            if recomputed and block.training:
+                parts = tensor_parallel.checkpoint(
+                    run_group, config.distribute_saved_activations, *parts
                 )
             else:
-                parts = list(run(layers, *parts))
+                parts = run_group(*parts)
     result = torch.cat(parts)
     if block.final_layernorm is not None:
         result = block.final_layernorm(result)
@@ -151,23 +152,6 @@ def _through(
             **passed,
         )
     return hidden
-
-
-def _groups(block: Any) -> list[tuple[list[Any], bool]]:
-    """Layers that go through as one, and whether they are recomputed (`rounds.py`)."""
-    layers, config = list(block.layers), block.config
-    if config.recompute_granularity != "full" or not block.training:
-        return [(layers, False)]
-    number = config.recompute_num_layers
-    if config.recompute_method == "uniform":
-        return [(layers[n : n + number], True) for n in range(0, len(layers), number)]
-    first = [([layer], True) for layer in layers[:number]]
-    return [*first, (layers[number:], False)] if len(layers) > number else first
-
-
-def _rows(half: DocumentParams) -> int:
-    assert half.cu_seqlens_q_padded is not None
-    return int(half.max_seqlen_q)
 
 
 def _of_halves(rows: torch.Tensor, sizes: list[int], shards: int) -> list[torch.Tensor]:

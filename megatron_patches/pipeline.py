@@ -25,7 +25,8 @@ from distca.cost.volume import AttentionShape
 from distca.runtime import Call, Exchange
 from distca.schedule import Phase, Work
 from megatron_patches.attention import DisaggregatedCoreAttention
-from megatron_patches.batch import NANO_BATCHES, MicroBatch
+from megatron_patches.batch import MicroBatch
+from megatron_patches.planned_batches import NANO_BATCHES
 from megatron_patches.tick_batches import TickBatches, TickInput
 from megatron_patches.tracing import Tracing
 

@@ -35,28 +35,28 @@ def rounds_of_tick(phase: Phase, layers: int, recompute: Any) -> tuple[Round, ..
     """
     if phase == "forward":
         return tuple(Round("forward", layer) for layer in range(layers))
-    return tuple(
-        call
-        for group in reversed(_recomputed_together(layers, recompute))
-        for call in (
-            *(Round("forward", layer) for layer in group if group.recomputed),
-            *(Round("backward", layer) for layer in reversed(group)),
-        )
-    )
+    calls: list[Round] = []
+    for group, recomputed in reversed(recomputed_groups(layers, recompute)):
+        if recomputed:
+            calls += [Round("forward", layer) for layer in group]
+        calls += [Round("backward", layer) for layer in reversed(group)]
+    return tuple(calls)
 
 
-class _Group(list[int]):
-    """Layers that go back one after the other, after all were recomputed or none."""
+def recomputed_groups(layers: int, recompute: Any) -> list[tuple[range, bool]]:
+    """Layers of a chunk that go back one after the other, after all were recomputed or none.
 
-    def __init__(self, layers: range, recomputed: bool) -> None:
-        super().__init__(layers)
-        self.recomputed = recomputed
+    Args:
+        layers: of the chunk.
+        recompute: see `rounds_of_tick`.
 
-
-def _recomputed_together(layers: int, recompute: Any) -> list[_Group]:
+    Returns:
+        Ranges of layers, in order, and whether they are recomputed.
+    """
     if recompute.recompute_granularity != "full":
-        return [_Group(range(layers), False)]
+        return [(range(layers), False)]
     number = recompute.recompute_num_layers
     if recompute.recompute_method == "uniform":
-        return [_Group(range(n, n + number), True) for n in range(0, layers, number)]
-    return [_Group(range(layer, layer + 1), layer < number) for layer in range(layers)]
+        return [(range(n, n + number), True) for n in range(0, layers, number)]
+    one_by_one = [(range(layer, layer + 1), True) for layer in range(min(number, layers))]
+    return [*one_by_one, (range(number, layers), False)] if number < layers else one_by_one

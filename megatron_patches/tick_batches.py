@@ -19,7 +19,8 @@ from distca.plan.span import Int64s
 from distca.runtime import CoreAttention, Exchange, ExchangeSlot, Prefetcher, build_exchange
 from distca.schedule import Phase, Scheduler, Tick, TickSchedule, Work, pool
 from megatron_patches.attention import DocumentParams
-from megatron_patches.batch import MicroBatch, NanoBatches, PlannedBatches
+from megatron_patches.batch import MicroBatch
+from megatron_patches.planned_batches import NanoBatches, PlannedBatches
 from megatron_patches.rounds import Round
 
 
@@ -73,11 +74,11 @@ class TickInput:
 
 @dataclass(frozen=True)
 class PlannedTick:
-    """A tick, its plans and the bytes of all its rounds by phase, `[source, destination]`."""
+    """A tick, its plans and the bytes that each server sends in it by phase, `[servers]`."""
 
     tick: Tick
     plans: tuple[Plan, ...]
-    moved: dict[str, Int64s]
+    sent: dict[str, Int64s]
 
 
 @dataclass(frozen=True)
@@ -123,7 +124,7 @@ class TickBatches:
                     [None if number is None else micro_batches[number] for number in running]
                 )
             plans = together[running]
-            ticks.append(PlannedTick(tick, plans, self._moved(tick.phase, plans)))
+            ticks.append(PlannedTick(tick, plans, self._sent(tick.phase, plans)))
         return ticks
 
     def _plans(self, stages: list[NanoBatches | None]) -> tuple[Plan, ...]:
@@ -138,20 +139,20 @@ class TickBatches:
             plans.append(plan)
         return tuple(plans)
 
-    def _moved(self, phase: Phase, plans: tuple[Plan, ...]) -> dict[str, Int64s]:
-        """The bytes of a tick by phase of the exchange, of all calls."""
+    def _sent(self, phase: Phase, plans: tuple[Plan, ...]) -> dict[str, Int64s]:
+        """The bytes that each server sends in a tick by phase of the exchange, in all calls."""
         shape = self.batches.schedule_config.shape
         passes: tuple[tuple[Phase, tuple[str, ...]], ...]
         passes = (("forward", FORWARD_PHASES), ("backward", BACKWARD_PHASES))
         calls = Counter(call.what for call in self.rounds[phase])
-        nothing = np.zeros((self.layout.servers.size,) * 2, dtype=np.int64)
-        moved: dict[str, Int64s] = {}
+        nothing = np.zeros(self.layout.servers.size, dtype=np.int64)
+        sent: dict[str, Int64s] = {}
         for plan in plans:
             each = plan_bytes(plan, shape, self.core_attention.backward).phases
             for what, names in passes:
                 for name in names if calls[what] else ():
-                    moved[name] = moved.get(name, nothing) + calls[what] * each[name]
-        return moved
+                    sent[name] = sent.get(name, nothing) + calls[what] * each[name].sum(axis=1)
+        return sent
 
     def global_batch(self, first_sample: int, count: int) -> Iterator[TickInput]:
         """The ticks of the global batch that starts at a sample, as this rank sees them."""
@@ -182,7 +183,7 @@ class TickBatches:
                 planned.plans,
                 mine,
                 micro_batch,
-                {phase: int(moved[server].sum()) for phase, moved in planned.moved.items()},
+                {phase: int(sent[server]) for phase, sent in planned.sent.items()},
             )
 
     def _micro_batch(
@@ -213,7 +214,7 @@ def _report(ticks: list[PlannedTick], micro_batches: int) -> dict[str, float]:
         means = sum(float(each.mean()) for each in loads)
         return sum(int(each.max()) for each in loads) / means if means else 1.0
 
-    moved = sum(int(matrix.sum()) for planned in ticks for matrix in planned.moved.values())
+    moved = sum(int(sent.sum()) for planned in ticks for sent in planned.sent.values())
     return {
         "load max/mean before": busiest_over_mean([plan.loads_at_home() for plan in forward]),
         "load max/mean": busiest_over_mean([plan.loads() for plan in forward]),
