@@ -307,10 +307,10 @@ def main(argv: list[str] | None = None) -> int:
         parser.error(str(error))
     profile.save(args.output)
     errors = held_out_errors(profile, device)
-    print(f"{args.output}: {profile.description}")
-    print(
+    sys.stdout.write(
+        f"{args.output}: {profile.description}\n"
         f"held-out points: median error {statistics.median(errors):.1%}, "
-        f"largest {max(errors):.1%} of {len(errors)}"
+        f"largest {max(errors):.1%} of {len(errors)}\n"
     )
     return 0
 

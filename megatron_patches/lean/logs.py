@@ -20,11 +20,17 @@ logger = logging.getLogger(__name__)
 
 
 def setup_logging(rank: int) -> None:
-    """Messages of the first rank, and warnings of all, go to standard output."""
+    """Messages of the first rank and warnings of all go to standard output, errors to the other."""
+    messages, errors = logging.StreamHandler(sys.stdout), logging.StreamHandler(sys.stderr)
+    messages.addFilter(lambda record: record.levelno < logging.ERROR)
+    messages.setFormatter(
+        logging.Formatter("%(message)s" if rank == 0 else f"[rank {rank}] %(message)s")
+    )
+    errors.setLevel(logging.ERROR)
+    errors.setFormatter(logging.Formatter(f"[rank {rank}] %(message)s"))
     logging.basicConfig(
         level=logging.INFO if rank == 0 else logging.WARNING,
-        format="%(message)s" if rank == 0 else f"[rank {rank}] %(message)s",
-        stream=sys.stdout,
+        handlers=[messages, errors],
         force=True,
     )
     # Megatron's own notes on groups and buckets are for its developers.

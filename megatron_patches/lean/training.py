@@ -40,11 +40,13 @@ def pretrain(job: Job, argv: Sequence[str] | None = None) -> None:
         job: what to run.
         argv: the command line; None: this process's.
     """
-    rank = int(os.environ.get("RANK", "0"))
-    world_size = int(os.environ.get("WORLD_SIZE", "1"))
-    args = _arguments_or_exit(job, argv, rank, world_size)
+    from megatron_patches.lean.logs import setup_logging
+
+    process = LaunchedProcess.by_torchrun()
+    setup_logging(process.rank)
+    args = _arguments_or_exit(job, argv, process)
     try:
-        _initialize(args)
+        _initialize(args, process)
         run = build_run(job, args)
         _train(run)
         dist.barrier()
@@ -54,41 +56,63 @@ def pretrain(job: Job, argv: Sequence[str] | None = None) -> None:
             message = f"error: {error}"
         else:
             message = traceback.format_exc()
-        print(f"[rank {rank}] {message}", file=sys.stderr, flush=True)
+        logger.critical("%s", message)
+        logging.shutdown()
         # Ordinary exit would wait for peers and threads that will not end.
         os._exit(1)
 
 
-def _arguments_or_exit(
-    job: Job, argv: Sequence[str] | None, rank: int, world_size: int
-) -> Namespace:
+@dataclass(frozen=True)
+class LaunchedProcess:
+    """What the launcher tells a process.
+
+    Attributes:
+        rank: its number among all.
+        world_size: how many there are.
+        local_rank: its number on its machine.
+        alone: no launcher started it.
+    """
+
+    rank: int = 0
+    world_size: int = 1
+    local_rank: int = 0
+    alone: bool = True
+
+    @staticmethod
+    def by_torchrun() -> LaunchedProcess:
+        """torchrun tells by environment variables: they are its interface, not configuration."""
+        told = os.environ
+        if "RANK" not in told:
+            return LaunchedProcess()
+        return LaunchedProcess(
+            int(told["RANK"]), int(told["WORLD_SIZE"]), int(told["LOCAL_RANK"]), alone=False
+        )
+
+
+def _arguments_or_exit(job: Job, argv: Sequence[str] | None, process: LaunchedProcess) -> Namespace:
     try:
-        args = parse_args(job.add_arguments, argv, world_size)
+        args = parse_args(job.add_arguments, argv, process.world_size)
         job.validate_arguments(args)
     except ValueError as error:
-        if rank == 0:
-            print(f"error: {error}", file=sys.stderr, flush=True)
+        if process.rank == 0:
+            logger.critical("error: %s", error)
         sys.exit(2)
-    args.rank = rank
+    args.rank = process.rank
     return args
 
 
-def _initialize(args: Namespace) -> None:
-    """Process groups, random seeds and logging."""
-    from megatron_patches.lean.logs import setup_logging
-
-    setup_logging(args.rank)
+def _initialize(args: Namespace, process: LaunchedProcess) -> None:
+    """Process groups and random seeds."""
     if torch.cuda.is_available():
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
-    if not dist.is_initialized():
-        os.environ.setdefault("MASTER_ADDR", "localhost")
-        os.environ.setdefault("MASTER_PORT", "29500")
-        dist.init_process_group(
-            args.distributed_backend,
-            rank=args.rank,
-            world_size=args.world_size,
-            timeout=timedelta(minutes=args.distributed_timeout_minutes),
-        )
+        torch.cuda.set_device(process.local_rank)
+    dist.init_process_group(
+        args.distributed_backend,
+        rank=process.rank,
+        world_size=process.world_size,
+        timeout=timedelta(minutes=args.distributed_timeout_minutes),
+        # A process by itself needs no address to meet others at.
+        store=dist.HashStore() if process.alone else None,  # type: ignore[attr-defined]
+    )
     initialize_megatron(args)
 
 
