@@ -6,13 +6,14 @@ from dataclasses import dataclass
 
 import numpy as np
 import pytest
+from batches import SlowStart, documents, long_tailed_lengths, task_rows
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from distca.cost.link import Links
 from distca.cost.model import AnalyticCost, CostModel
 from distca.cost.volume import AttentionShape, plan_bytes
-from distca.plan import Mask, Placement, Plan, place_sequentially
+from distca.plan import Mask, Placement, Plan, place_in_turn
 from distca.plan.plan import max_over_mean
 from distca.plan.span import Int64s
 from distca.schedule import (
@@ -27,60 +28,25 @@ SHAPE = AttentionShape(heads=8, kv_heads=2, head_dim=64)
 
 
 @dataclass(frozen=True)
-class SlowStart:
-    """A task costs as much as `start` pairs before its first pair."""
-
-    start: int = 3000
-    description: str = "for tests"
-
-    def seconds(self, q_len: Int64s, kv_len: Int64s, pairs: Int64s) -> np.ndarray:
-        return (pairs + self.start) * 1e-9
-
-
-@dataclass(frozen=True)
 class Batch:
     lengths: Int64s
     placement: Placement
 
 
-@st.composite
-def batches(draw: st.DrawFn) -> Batch:
-    """1 to 16 ranks; one-token, odd, multiple-of-block and giant documents, in any order."""
-    world_size, tokens = draw(st.integers(1, 16)), draw(st.integers(1, 700))
-    left, lengths = world_size * tokens, []
-    kinds = st.sampled_from(["one", "odd", "block", "any", "all"])
-    while left:
-        if len(lengths) > 40:
-            lengths.append(left)
-            break
-        kind = draw(kinds)
-        length = {
-            "one": lambda: 1,
-            "odd": lambda: 2 * draw(st.integers(0, 200)) + 1,
-            "block": lambda: 128 * draw(st.integers(1, 4)),
-            "any": lambda limit=left: draw(st.integers(1, limit)),
-            "all": lambda limit=left: limit,
-        }[kind]()
-        lengths.append(min(length, left))
-        left -= lengths[-1]
-    table = np.array(lengths, dtype=np.int64)
-    return Batch(table, place_sequentially([table], world_size, tokens))
+def in_turn(lengths: Int64s, rooms: Int64s) -> Batch:
+    return Batch(lengths, place_in_turn(lengths, rooms))
+
+
+batches = documents().map(lambda drawn: in_turn(*drawn))
 
 
 def long_tailed(seed: int, world_size: int, tokens: int, longest: int) -> Batch:
-    rng = np.random.default_rng(seed)
-    left, lengths = world_size * tokens, []
-    while left:
-        length = int(min(max(rng.lognormal(np.log(tokens / 16), 1.5), 1), longest, left))
-        lengths.append(length)
-        left -= length
-    table = np.array(lengths, dtype=np.int64)
-    return Batch(table, place_sequentially([table], world_size, tokens))
+    lengths = long_tailed_lengths(seed, world_size * tokens, tokens // 16, longest)
+    return in_turn(lengths, np.full(world_size, tokens))
 
 
 def of_lengths(lengths: list[int], world_size: int, tokens: int) -> Batch:
-    table = np.array(lengths, dtype=np.int64)
-    return Batch(table, place_sequentially([table], world_size, tokens))
+    return in_turn(np.array(lengths, dtype=np.int64), np.full(world_size, tokens))
 
 
 def make(name: str, batch: Batch, mask: Mask | None = None, **config: object) -> Plan:
@@ -88,15 +54,9 @@ def make(name: str, batch: Batch, mask: Mask | None = None, **config: object) ->
     return make_scheduler(name, made).schedule(batch.lengths, batch.placement, mask or Mask())
 
 
-def rows(plan: Plan) -> list[tuple[int, ...]]:
-    t = plan.tasks
-    columns = (t.document, t.q_start, t.q_end, t.kv_start, t.kv_end, t.server)
-    return [tuple(map(int, row)) for row in zip(*columns, strict=True)]
-
-
 @settings(max_examples=100, deadline=None)
 @given(
-    batches(),
+    batches,
     st.sampled_from([Mask(), Mask(0), Mask(100), Mask(999)]),
     st.sampled_from([0.0, 0.1, 0.5]),
     st.sampled_from([32, 128]),
@@ -110,7 +70,7 @@ def test_greedy_plans_of_random_batches(
     plan.validate()
     assert (plan.scheduler, plan.block, plan.mask) == ("greedy", block, mask)
     again = make("greedy", batch, mask, **config)
-    assert rows(again) == rows(plan)
+    assert task_rows(again) == task_rows(plan)
     assert again.notes == plan.notes
     # Every query has its whole context.
     t = plan.tasks
@@ -121,19 +81,19 @@ def test_greedy_plans_of_random_batches(
     assert off <= tolerance + 1e-6 or plan.notes
     assert off >= tolerance - 1e-6 or not plan.notes
     # Neighbours on one server are one task.
-    ends = {(d, q_end, s) for d, _, q_end, _, _, s in rows(plan)}
-    assert not ends & {(d, q_start, s) for d, q_start, _, _, _, s in rows(plan)}
+    ends = {(d, q_end, s) for d, _, q_end, _, _, s in task_rows(plan)}
+    assert not ends & {(d, q_start, s) for d, q_start, _, _, _, s in task_rows(plan)}
     if cost_model is None:
         limit = max(plan.loads_at_home().max(), (1 + tolerance) * loads.mean())
         assert loads.max() <= limit + 1e-6 * loads.mean()
 
 
 @settings(max_examples=60, deadline=None)
-@given(batches(), st.sampled_from([Mask(), Mask(100)]))
+@given(batches, st.sampled_from([Mask(), Mask(100)]))
 def test_packed_moves_no_query(batch: Batch, mask: Mask) -> None:
     plan = make("packed", batch, mask)
     at = batch.placement
-    assert rows(plan) == [
+    assert task_rows(plan) == [
         (int(d), int(start), int(end), int(mask.first_key(start)), int(end), int(rank))
         for d, start, end, rank in zip(at.document, at.start, at.end, at.rank, strict=True)
     ]
@@ -173,12 +133,12 @@ def test_one_document_on_all_ranks(window: int | None) -> None:
         assert max_over_mean(plan.loads()) <= 1.1
     else:  # in a window all ranks have nearly the same to do
         assert before < 1.1
-        assert rows(plan) == rows(make("packed", batch, mask))
+        assert task_rows(plan) == task_rows(make("packed", batch, mask))
 
 
 def test_equal_documents_stay_at_home() -> None:
     plan = make("greedy", of_lengths([1000] * 12, world_size=4, tokens=3000), tolerance=0.0)
-    assert rows(plan) == rows(make("packed", of_lengths([1000] * 12, 4, 3000)))
+    assert task_rows(plan) == task_rows(make("packed", of_lengths([1000] * 12, 4, 3000)))
     assert plan_bytes(plan, SHAPE).total == 0
     assert plan.notes == ()
 
