@@ -1,7 +1,7 @@
-"""A real corpus that is always there: the Python source code that is installed.
+"""A real corpus that is always there: the source code of Python's standard library.
 
-The files of each package of the standard library and of site-packages are joined into one
-repository-level document, whose lengths have a long tail of their own.
+The files of each of its packages are joined into one repository-level document, whose lengths have
+a long tail of their own. It is the same wherever the same Python is installed.
 
     python -m data.demo_corpus --output-dir demo/data
 """
@@ -32,6 +32,8 @@ _TOKENIZER_SAMPLE = 4_000_000
 _SMALL_FILE_BYTES = 400_000
 """Larger files are tables of data rather than code."""
 
+_LEFT_OUT = ("site-packages", "dist-packages", "test", "tests")
+
 _LONGEST_SHARE = 20
 """No document is longer than the corpus divided by this."""
 
@@ -39,18 +41,17 @@ logger = logging.getLogger(__name__)
 
 
 def packages() -> Iterator[tuple[Path, list[Path]]]:
-    """Each package and module with its source files: the standard library's first, tests left out.
+    """Each package and module of the standard library with its source files.
 
-    Hidden and private ones are left out, too: they are an installation's own.
+    Tests and what is not the library's own are left out, hidden and private ones, too.
     """
-    for folder in map(Path, (sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"))):
-        for entry in sorted(folder.iterdir()) if folder.is_dir() else ():
-            if entry.name in ("site-packages", "test", "tests") or entry.name[0] in "._":
-                continue
-            files = [entry] if entry.suffix == ".py" else sorted(entry.rglob("*.py"))
-            files = [f for f in files if f.is_file() and f.stat().st_size <= _SMALL_FILE_BYTES]
-            if files:
-                yield entry, files
+    for entry in sorted(Path(sysconfig.get_path("stdlib")).iterdir()):
+        if entry.name in _LEFT_OUT or entry.name[0] in "._":
+            continue
+        files = [entry] if entry.suffix == ".py" else sorted(entry.rglob("*.py"))
+        files = [f for f in files if f.is_file() and f.stat().st_size <= _SMALL_FILE_BYTES]
+        if files:
+            yield entry, files
 
 
 def repository_documents(max_characters: int) -> list[str]:
@@ -94,7 +95,7 @@ def build_demo_corpus(
     if not max_megabytes * 1e6 >= _LONGEST_SHARE:
         raise ValueError(f"--max-megabytes {max_megabytes} leaves no text")
     prefix, model = output_dir / _NAME, output_dir / "tokenizer.json"
-    source = f"installed Python source, at most {max_megabytes:g} MB, {vocab_size} tokens"
+    source = f"Python's standard library, at most {max_megabytes:g} MB, {vocab_size} tokens"
     if not force and model.is_file() and _is_of(prefix, source):
         logger.info("%s is there already", prefix)
         return prefix
