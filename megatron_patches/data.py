@@ -22,7 +22,7 @@ from distca.cost.profile import Profile
 from distca.cost.volume import AttentionShape
 from distca.plan import Mask
 from distca.plan.span import Int64s
-from distca.runtime import CoreAttention, Trace
+from distca.runtime import Buffers, CoreAttention, Trace
 from distca.schedule import (
     BALANCING,
     Phase,
@@ -39,7 +39,7 @@ from megatron_patches.arguments import mask_from_args
 from megatron_patches.batch import MicroBatches, PackedBatches, WindowLayout
 from megatron_patches.job import DataIterators
 from megatron_patches.model import uses_dense_mask, uses_own_attention
-from megatron_patches.planned_batches import PlannedBatches
+from megatron_patches.planned_batches import NANO_BATCHES, PlannedBatches
 from megatron_patches.rounds import rounds_of_tick
 from megatron_patches.stream import TokenStream, parse_data_path
 from megatron_patches.tick_batches import PipelineLayout, TickBatches, TickStream, server_table
@@ -115,7 +115,7 @@ def build_core_attention(args: Namespace, device: torch.device) -> tuple[CoreAtt
         dist.new_group([rank for rank, other in enumerate(places) if other[0] == index])
         for index in range(parallel_state.get_tensor_model_parallel_world_size())
     ]
-    transport: Transport = CollectiveTransport(groups[place[0]])
+    transport: Transport = CollectiveTransport(groups[place[0]], device)
     if args.distca_ablation == "single-stream":
         transport = SingleStream(transport)
     elif args.distca_ablation == "signal":
@@ -124,6 +124,7 @@ def build_core_attention(args: Namespace, device: torch.device) -> tuple[CoreAtt
     core_attention = CoreAttention(
         transport,
         select_kernel(device.type),
+        Buffers(device, len(NANO_BATCHES) if args.distca_ping_pong else 1),
         args.distca_backward,
         Trace(device),
     )

@@ -22,7 +22,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import get_model_config, get_model_type
 
 from distca.cost.volume import AttentionShape
-from distca.runtime import Call, Exchange
+from distca.runtime import Call, Exchange, ExchangeSlot
 from distca.schedule import Phase, Work
 from megatron_patches.attention import DisaggregatedCoreAttention
 from megatron_patches.batch import MicroBatch
@@ -243,6 +243,7 @@ class _GlobalBatch:
                 f"the data come in global batches of {schedule.micro_batches} micro-batches, but "
                 f"the loop asks for {self._micro_batches}"
             )
+        self._made.core_attention.reserve(first.memory)
         for number in range(len(schedule.ticks)):
             current = next(self._ticks) if number else first
             self._trace.labels = {"tick": number} | self._label(current)
@@ -303,11 +304,13 @@ class _GlobalBatch:
         for what, layer in self._made.rounds[current.tick.phase]:
             calls = [
                 self._made.core_attention.serving_call(
-                    exchange,
+                    ExchangeSlot(exchange, number),
                     modules[layer].softmax_scale,
                     {"layer": modules[layer].layer_number, "nano_batch": name},
                 )
-                for name, exchange in zip(names, current.exchanges, strict=True)
+                for number, (name, exchange) in enumerate(
+                    zip(names, current.exchanges, strict=True)
+                )
             ]
             serve(what, calls, self._made.batches.schedule_config.shape, self._activation)
 

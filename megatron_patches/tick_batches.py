@@ -6,6 +6,7 @@ ahead of the model.
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -13,6 +14,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
+from distca.cost.memory import CoreAttentionMemory, plan_memory
 from distca.cost.volume import BACKWARD_PHASES, FORWARD_PHASES, plan_bytes
 from distca.plan import Plan
 from distca.plan.span import Int64s
@@ -62,6 +64,7 @@ class TickInput:
         exchanges: this rank's part of each.
         micro_batch: in a forward tick what this rank runs, if it runs anything.
         bytes_sent: what the plans say that this rank sends in the tick, by phase.
+        memory: what the largest plan of the global batch needs.
     """
 
     schedule: TickSchedule
@@ -70,6 +73,7 @@ class TickInput:
     exchanges: tuple[Exchange, ...]
     micro_batch: MicroBatch | None
     bytes_sent: dict[str, int]
+    memory: CoreAttentionMemory
 
 
 @dataclass(frozen=True)
@@ -160,6 +164,7 @@ class TickBatches:
         micro_batches = self.micro_batches(first_sample, count)
         ticks = self.planned_ticks(micro_batches, schedule)
         report = _report(ticks, count)
+        memory = self._memory(ticks)
         uses = Counter(id(planned.plans) for planned in ticks)
         exchanges: dict[int, tuple[Exchange, ...]] = {}
         made: dict[int, MicroBatch] = {}
@@ -184,7 +189,19 @@ class TickBatches:
                 mine,
                 micro_batch,
                 {phase: int(sent[server]) for phase, sent in planned.sent.items()},
+                memory,
             )
+
+    def _memory(self, ticks: list[PlannedTick]) -> CoreAttentionMemory:
+        """What the largest plan of some ticks needs."""
+        largest = CoreAttentionMemory()
+        different = {id(planned.plans): planned.plans for planned in ticks}
+        for plan in itertools.chain.from_iterable(different.values()):
+            needed = plan_memory(
+                plan, self.batches.schedule_config.shape, self.core_attention.backward
+            )
+            largest = largest.union(needed)
+        return largest
 
     def _micro_batch(
         self,
@@ -273,16 +290,16 @@ class TickStream:
     ) -> DocumentParams:
         """What one pass needs of its own: slots for its exchanges."""
 
-        def own(params: DocumentParams, exchange: Exchange) -> DocumentParams:
+        def own(params: DocumentParams, number: int) -> DocumentParams:
             return replace(
                 params,
-                slot=ExchangeSlot(exchange),
+                slot=ExchangeSlot(exchanges[number], number),
                 core_attention=self.batches.core_attention,
             )
 
         if params.halves is None:
-            return own(params, *exchanges)
-        ping, pong = (own(*each) for each in zip(params.halves, exchanges, strict=True))
+            return own(params, 0)
+        ping, pong = (own(half, number) for number, half in enumerate(params.halves))
         pong = replace(pong, before=None if pong.before is None else ping)
         return replace(params, halves=(ping, pong))
 

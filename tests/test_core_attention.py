@@ -9,12 +9,14 @@ import torch.distributed as dist
 from plans import dense_attention, random_lengths, random_plan
 
 from distca.attention import select_kernel
+from distca.cost.memory import plan_memory
 from distca.cost.volume import AttentionShape, plan_bytes
 from distca.plan import Mask, Placement, Plan, Tasks
-from distca.runtime import CoreAttention, ExchangeSlot, build_exchange
+from distca.runtime import Buffers, CoreAttention, ExchangeSlot, build_exchange
 from distca.transport import CollectiveTransport
 
 SCALE = 0.3
+CPU = torch.device("cpu")
 
 
 def inputs(seed: int, tokens: int, heads: int, kv_heads: int, head_dim: int) -> list[torch.Tensor]:
@@ -25,12 +27,22 @@ def inputs(seed: int, tokens: int, heads: int, kv_heads: int, head_dim: int) -> 
     ]
 
 
+def core_attention_for(
+    plan: Plan, shape: tuple[int, int, int], backward: str, dtype: str
+) -> CoreAttention:
+    """Core attention in just the memory that the plan is said to need. Collective."""
+    transport = CollectiveTransport(dist.group.WORLD, CPU)
+    attention = CoreAttention(transport, select_kernel("cpu"), Buffers(CPU, headroom=0.0), backward)
+    element = getattr(torch, dtype).itemsize
+    attention.reserve(plan_memory(plan, AttentionShape(*shape, element), backward))
+    return attention
+
+
 def run_on_rank(plan: Plan, seed: int, shape: tuple[int, int, int], backward: str, dtype: str):
     """One rank's rows of output and gradients, and the bytes that it sent."""
     rank = dist.get_rank()
     exchange = build_exchange(plan, rank)
-    transport = CollectiveTransport(dist.group.WORLD)
-    attention = CoreAttention(transport, select_kernel("cpu"), backward)
+    attention = core_attention_for(plan, shape, backward, dtype)
     mine = plan.placement.of_rank(rank)
     rows = np.concatenate(
         [np.arange(0)]
@@ -46,7 +58,8 @@ def run_on_rank(plan: Plan, seed: int, shape: tuple[int, int, int], backward: st
     out = attention(q, k, v, ExchangeSlot(exchange), SCALE)
     out.backward(dout)
     figures = [out.detach(), q.grad, k.grad, v.grad]
-    return rows, [x.double() for x in figures], transport.bytes_sent, transport.bytes_received
+    moved = attention.transport.bytes_sent, attention.transport.bytes_received
+    return rows, [x.double() for x in figures], *moved
 
 
 def check(ranks, plan: Plan, shape, backward="resend", dtype="float32", tolerance=2e-5):
@@ -115,7 +128,7 @@ def test_wrong_number_of_rows_is_refused() -> None:
     lengths = np.array([4])
     placement = Placement(*(np.array([x]) for x in (0, 0, 4, 0)), world_size=1)
     plan = Plan(lengths, placement, Tasks.from_rows([(0, 0, 4, 0, 4, 0)]))
-    attention = CoreAttention(None, select_kernel("cpu"))  # type: ignore[arg-type]
+    attention = CoreAttention(None, select_kernel("cpu"), Buffers(CPU))  # type: ignore[arg-type]
     slot = ExchangeSlot(build_exchange(plan, 0))
     with pytest.raises(ValueError, match="3 rows, but the plan places 4"):
         attention(*(torch.zeros(3, 1, 8) for _ in range(3)), slot, 1.0)
@@ -170,8 +183,7 @@ def test_keys_of_the_nano_batch_before(ranks, backward: str, window: int | None)
 def run_later_queries(plan: Plan, shape: tuple[int, int, int], backward: str):
     """One rank's queries and all of its keys; and whether it counted what the plan says."""
     rank = dist.get_rank()
-    transport = CollectiveTransport(dist.group.WORLD)
-    attention = CoreAttention(transport, select_kernel("cpu"), backward)
+    attention = core_attention_for(plan, shape, backward, "float32")
     at = plan.placement
     mine = np.flatnonzero(at.rank == rank)
     own = mine[plan.own_pieces[mine]]
@@ -190,7 +202,8 @@ def run_later_queries(plan: Plan, shape: tuple[int, int, int], backward: str):
     out.backward(dout)
     planned = plan_bytes(plan, AttentionShape(*shape, 4), backward).phases
     sent = all(
-        transport.bytes_sent[phase] == matrix[rank].sum() for phase, matrix in planned.items()
+        attention.transport.bytes_sent[phase] == matrix[rank].sum()
+        for phase, matrix in planned.items()
     )
     figures = [x.double() for x in (out.detach(), q.grad, k.grad, v.grad)]
     return (q_rows, kv_rows), figures, sent

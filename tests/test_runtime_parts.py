@@ -10,7 +10,7 @@ import torch.distributed as dist
 from ranks import RankError, Ranks
 
 from distca.runtime import Prefetcher
-from distca.runtime.messages import Field, message_bytes, pack, unpack
+from distca.runtime.messages import Field, message_sizes, pack, unpack
 
 
 def test_values_are_made_ahead_and_waiting_is_measured() -> None:
@@ -60,15 +60,18 @@ def test_messages_survive_packing() -> None:
     """Rows of several tensors, of odd sizes and several types, with empty messages."""
     counts = (2, 0, 3)
     fields = [
-        (Field(counts, (3,), torch.bfloat16), torch.randn(5, 3).bfloat16()),
-        (Field((0, 1, 1), (2, 2), torch.float32), torch.randn(2, 2, 2)),
-        (Field((0, 0, 0), (4,), torch.float32), torch.randn(0, 4)),
+        (Field(counts, (1, 0, 4), (3,), torch.bfloat16), torch.randn(5, 3).bfloat16()),
+        (Field((0, 1, 1), (0, 2, 1), (2, 2), torch.float32), torch.randn(2, 2, 2)),
+        (Field((0, 0, 0), (0, 0, 0), (4,), torch.float32), torch.randn(0, 4)),
     ]
-    buffer = pack(fields, 3)
-    assert message_bytes([f for f, _ in fields], 3) == [2 * 6, 16, 3 * 6 + 16]
-    assert buffer.numel() == 2 * 6 + 16 + 3 * 6 + 16
+    sizes = message_sizes([f for f, _ in fields], [fields[1][0]])
+    assert sizes.send == (2 * 6, 16, 3 * 6 + 16)
+    assert sizes.receive == (0, 16, 16)
+    assert sizes.put_at == (6, 2 * 16, 4 * 6 + 16)
+    buffer = torch.zeros(sum(sizes.send), dtype=torch.uint8)
+    pack(fields, buffer)
     targets = [(field, torch.zeros_like(rows)) for field, rows in fields]
-    unpack(buffer, targets, 3)
+    unpack(buffer, targets)
     for (_, rows), (_, found) in zip(fields, targets, strict=True):
         assert torch.equal(rows, found)
     # Rank 0's message comes first: its two rows of the first tensor.

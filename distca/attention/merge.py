@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 import torch
 
 
@@ -11,6 +14,7 @@ def merge_partial(
     rows: torch.Tensor | slice,
     part_out: torch.Tensor,
     part_lse: torch.Tensor,
+    take: Callable[[tuple[int, ...], torch.dtype], torch.Tensor] | None = None,
 ) -> None:
     """Merges a partial output into rows of another, in place.
 
@@ -23,12 +27,45 @@ def merge_partial(
         rows: which rows, distinct int64 `[n]` or a slice of n.
         part_out: `[n, heads, head_dim]`.
         part_lse: float32 `[n, heads]`.
+        take: gives memory for what is computed on the way, of a shape and type; None: it is
+            allocated. At most `distca.cost.memory.merge_bytes` are taken.
     """
-    out, lse = out_THD[rows], lse_TH[rows]
-    merged = torch.logaddexp(lse, part_lse)
+    if take is None:
+        take = partial(_allocate, device=out_THD.device)
+    lse = _read(lse_TH, rows, take)
+    merged = torch.logaddexp(lse, part_lse, out=take(lse.shape, lse.dtype))
     # Where neither side has a key, every weight is 0 rather than exp(-inf + inf).
-    reference = merged.masked_fill(merged == float("-inf"), 0.0)
-    weight = torch.exp(lse - reference).unsqueeze(-1)
-    part_weight = torch.exp(part_lse - reference).unsqueeze(-1)
-    out_THD[rows] = (out.float() * weight + part_out.float() * part_weight).to(out_THD.dtype)
-    lse_TH[rows] = merged
+    lowest = torch.finfo(merged.dtype).min
+    reference = torch.clamp(merged, min=lowest, out=take(lse.shape, lse.dtype))
+    weight = lse.sub_(reference).exp_()
+    part_weight = torch.sub(part_lse, reference, out=take(lse.shape, lse.dtype)).exp_()
+
+    out = _read(out_THD, rows, take)
+    total = take(out.shape, torch.float32).copy_(out).mul_(weight.unsqueeze(-1))
+    part = take(out.shape, torch.float32).copy_(part_out).mul_(part_weight.unsqueeze(-1))
+    _write(out_THD, rows, out.copy_(total.add_(part)))
+    _write(lse_TH, rows, merged)
+
+
+def _allocate(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    return torch.empty(shape, dtype=dtype, device=device)
+
+
+def _read(
+    tensor: torch.Tensor,
+    rows: torch.Tensor | slice,
+    take: Callable[[tuple[int, ...], torch.dtype], torch.Tensor],
+) -> torch.Tensor:
+    """A copy of some rows."""
+    if isinstance(rows, slice):
+        part = tensor[rows]
+        return take(part.shape, part.dtype).copy_(part)
+    into = take((len(rows), *tensor.shape[1:]), tensor.dtype)
+    return torch.index_select(tensor, 0, rows, out=into)
+
+
+def _write(tensor: torch.Tensor, rows: torch.Tensor | slice, values: torch.Tensor) -> None:
+    if isinstance(rows, slice):
+        tensor[rows] = values
+    else:
+        tensor.index_copy_(0, rows, values)

@@ -17,7 +17,9 @@ from typing import Any
 import torch
 
 from distca.attention.kernel import Kernel
-from distca.runtime.exchange import Backward, Exchange
+from distca.cost.memory import CoreAttentionMemory
+from distca.runtime.buffers import Buffers
+from distca.runtime.exchange import Backward, Exchange, Rows
 from distca.runtime.moving_rows import (
     RowsUnderWay,
     add_returned,
@@ -36,9 +38,15 @@ class ExchangeSlot:
 
     In a pipeline a micro-batch meets other micro-batches on its way back than on its way out: then
     the slot is given the backward tick's exchange before the backward pass starts.
+
+    Attributes:
+        exchange: this rank's part of the plan.
+        number: which buffers its calls use, 0 or 1. Calls of one number follow each other, those of
+            two may be under way together.
     """
 
     exchange: Exchange
+    number: int = 0
 
 
 @dataclass(frozen=True)
@@ -53,16 +61,26 @@ class CoreAttention:
             memory and saves bytes. Only possible where a micro-batch's backward pass has the plan
             of its forward pass.
         trace: records what is done.
+        buffers: what calls are run in. Reserve room for a plan before it is run.
     """
 
     transport: Transport
     kernel: Kernel
+    buffers: Buffers
     backward: Backward = "resend"
     trace: Trace = field(default_factory=lambda: Trace(torch.device("cpu")))
 
     def __post_init__(self) -> None:
         if self.backward not in ("resend", "keep"):
             raise ValueError(f'backward is {self.backward!r}: choose "resend" or "keep"')
+
+    def reserve(self, needed: CoreAttentionMemory) -> None:
+        """Makes the buffers hold what plans need; nothing may be under way. Collective.
+
+        Args:
+            needed: the same on every rank; see `distca.cost.memory.plan_memory`.
+        """
+        self.buffers.reserve(needed, self.transport)
 
     def __call__(
         self,
@@ -116,11 +134,11 @@ class CoreAttention:
         return _Finish.apply(ticket, call)  # type: ignore[no-any-return,no-untyped-call]
 
     def serving_call(
-        self, exchange: Exchange, softmax_scale: float, labels: Mapping[str, Any]
+        self, slot: ExchangeSlot, softmax_scale: float, labels: Mapping[str, Any]
     ) -> Call:
         """A call of a rank to which the plan gives no tokens: it only serves. See `Call`."""
-        assert exchange.q.local == 0, "a rank with tokens of its own has their queries to send"
-        return Call(self, ExchangeSlot(exchange), softmax_scale, labels)
+        assert slot.exchange.q.local == 0, "a rank with tokens has their queries to send"
+        return Call(self, slot, softmax_scale, labels)
 
 
 class Call:
@@ -146,6 +164,8 @@ class Call:
     ) -> None:
         self._attention, self._slot = attention, slot
         self._scale, self._labels = softmax_scale, labels
+        self._workspace = attention.buffers.slots[slot.number]
+        self._scratch = attention.buffers.scratch
         self._exchange = slot.exchange
         # What the next step needs.
         self._sent: RowsUnderWay | None = None
@@ -165,35 +185,64 @@ class Call:
         """Sends the local rows to their servers."""
         exchange = self._exchange = self._slot.exchange
         with self._span("dispatch", "exchange"):
-            self._sent = send_to_servers(
-                self._attention.transport,
-                "dispatch",
-                [(q, exchange.q), (k, exchange.kv), (v, exchange.kv)],
+            self._send_to_servers(
+                "dispatch", [(q, exchange.q), (k, exchange.kv), (v, exchange.kv)], self._keeps
             )
         if not self._keeps:
             self._inputs = (q, k, v)
 
+    def _send_to_servers(
+        self, phase: str, tensors: list[tuple[torch.Tensor, Rows]], kept: bool = False
+    ) -> None:
+        self._workspace.clear()
+        self._sent = send_to_servers(
+            self._attention.transport,
+            phase,
+            self._slot.number,
+            tensors,
+            None if kept else self._workspace,
+            self._scratch,
+        )
+
+    def _send_to_owners(
+        self, phase: str, tensors: list[tuple[torch.Tensor, Rows]], dtype: torch.dtype | None = None
+    ) -> None:
+        self._sent = send_to_owners(
+            self._attention.transport,
+            phase,
+            self._slot.number,
+            tensors,
+            self._workspace,
+            self._scratch,
+            dtype,
+        )
+
     def compute(self) -> None:
         """Runs the kernels, and sends outputs to their owners."""
         assert self._sent is not None
-        exchange, transport = self._exchange, self._attention.transport
+        exchange = self._exchange
         with self._span("wait for dispatch", "exchange"):
             q, k, v = self._sent.wait()
         if self._keeps:
             self._inputs = (q, k, v)
         with self._span("core attention", "kernels"):
-            self._local = compute_outputs(self._attention.kernel, exchange, q, k, v, self._scale)
-        with self._span("return", "exchange"):
-            self._sent = send_to_owners(
-                transport, "return", [(rows, exchange.q) for rows in self._local]
+            self._local = compute_outputs(
+                self._attention.kernel,
+                exchange,
+                (q, k, v),
+                self._scale,
+                self._workspace,
+                self._scratch,
             )
+        with self._span("return", "exchange"):
+            self._send_to_owners("return", [(rows, exchange.q) for rows in self._local])
 
     def finish(self) -> torch.Tensor:
         """The final output of the local rows."""
         assert self._sent is not None
         with self._span("wait for return", "exchange"):
-            out_served, lse_served = self._local
-            out, lse = merge_returned(self._exchange, out_served, lse_served, *self._sent.wait())
+            served, back = (self._local[0], self._local[1]), self._sent.wait()
+            out, lse = merge_returned(self._exchange, served, back, self._workspace, self._scratch)
         self._sent, self._local = None, ()
         # Without its history, the output does not keep itself alive.
         self._outputs = (out.detach(), lse)
@@ -209,7 +258,7 @@ class Call:
             q, k, v = self._inputs
             travelling += [(q, exchange.q), (k, exchange.kv), (v, exchange.kv)]
         with self._span("dispatch backward", "exchange"):
-            self._sent = send_to_servers(self._attention.transport, "dispatch_backward", travelling)
+            self._send_to_servers("dispatch_backward", travelling)
         self._outputs = ()
         if not self._keeps:
             self._inputs = ()
@@ -229,12 +278,16 @@ class Call:
         q, k, v = inputs or self._inputs
         with self._span("core attention backward", "kernels"):
             self._local = compute_gradients(
-                self._attention.kernel, exchange, (dout, q, k, v, out, lse), self._scale
+                self._attention.kernel,
+                exchange,
+                (dout, q, k, v, out, lse),
+                self._scale,
+                self._workspace,
+                self._scratch,
             )
         self._inputs = ()
         with self._span("return backward", "exchange"):
-            self._sent = send_to_owners(
-                self._attention.transport,
+            self._send_to_owners(
                 "return_backward",
                 list(zip(self._local, (exchange.q, exchange.kv, exchange.kv), strict=True)),
                 dout.dtype,
@@ -244,7 +297,8 @@ class Call:
         """The gradients of the local queries, keys and values."""
         assert self._sent is not None
         with self._span("wait for return backward", "exchange"):
-            gradients = add_returned(self._exchange, self._local, self._sent.wait())
+            back = self._sent.wait()
+            gradients = add_returned(self._exchange, self._local, back, self._scratch)
         self._sent, self._local = None, ()
         return gradients
 

@@ -14,7 +14,7 @@ Row numbers, all on this rank:
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
@@ -33,12 +33,16 @@ class Rows:
         send: local rows to send, int64 `[sum(send_counts)]`, by destination.
         send_counts: rows to each rank.
         receive_counts: rows from each rank.
+        sent_before: rows that lower ranks send to each rank.
+        returned_before: of the rows that come back to each rank, those from lower ranks.
     """
 
     local: int
     send: torch.Tensor
     send_counts: tuple[int, ...]
     receive_counts: tuple[int, ...]
+    sent_before: tuple[int, ...]
+    returned_before: tuple[int, ...]
 
     @property
     def received(self) -> int:
@@ -111,7 +115,7 @@ class Exchange:
             return None if index is None else index.to(device, non_blocking=True)
 
         def move_rows(rows: Rows) -> Rows:
-            return Rows(rows.local, rows.send.to(device), rows.send_counts, rows.receive_counts)
+            return replace(rows, send=rows.send.to(device))
 
         return Exchange(
             self.rank,
@@ -172,22 +176,17 @@ def build_exchange(plan: Plan, rank: int) -> Exchange:
 
 
 def _rows(segments: Segments, rank: int, local: Int64s) -> Rows:
-    travelling = segments.select(segments.server != segments.owner)
-    outgoing = travelling.select(travelling.owner == rank)
-    incoming = travelling.select(travelling.server == rank)
+    moved = segments.moved_rows(len(local))
+    outgoing = segments.select((segments.owner == rank) & (segments.server != rank))
     return Rows(
         local=int(local[rank]),
         # Segments are sorted by server, then owner and position: so are one owner's by server.
         send=torch.from_numpy(expand_ranges(outgoing.owner_row, outgoing.lengths)),
-        send_counts=_count(outgoing.server, outgoing.lengths, len(local)),
-        receive_counts=_count(incoming.owner, incoming.lengths, len(local)),
+        send_counts=tuple(moved[rank].tolist()),
+        receive_counts=tuple(moved[:, rank].tolist()),
+        sent_before=tuple(moved[:rank].sum(axis=0).tolist()),
+        returned_before=tuple(moved[:, :rank].sum(axis=1).tolist()),
     )
-
-
-def _count(ranks: Int64s, lengths: Int64s, world_size: int) -> tuple[int, ...]:
-    counts = np.zeros(world_size, dtype=np.int64)
-    np.add.at(counts, ranks, lengths)
-    return tuple(int(count) for count in counts)
 
 
 class _ServedRows:

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
+from distca.transport import MessageSizes
+
 
 @dataclass(frozen=True)
 class Field:
@@ -14,11 +16,13 @@ class Field:
 
     Attributes:
         counts: rows for each rank.
+        before: of the rows that lower ranks send to each rank: where this rank's begin there.
         row_shape: the shape of a row.
         dtype: its element type.
     """
 
     counts: tuple[int, ...]
+    before: tuple[int, ...]
     row_shape: tuple[int, ...]
     dtype: torch.dtype
 
@@ -30,47 +34,58 @@ class Field:
         return elements * self.dtype.itemsize
 
 
-def message_bytes(fields: Sequence[Field], world_size: int) -> list[int]:
-    """The size of the message of each rank."""
-    return [sum(f.counts[rank] * f.row_bytes for f in fields) for rank in range(world_size)]
+def message_sizes(outgoing: Sequence[Field], incoming: Sequence[Field]) -> MessageSizes:
+    """The sizes of messages that hold the rows of several tensors.
+
+    Args:
+        outgoing: what goes to every rank.
+        incoming: what comes from every rank; `before` is not needed.
+    """
+    return MessageSizes(
+        _bytes([(field.counts, field.row_bytes) for field in outgoing]),
+        _bytes([(field.counts, field.row_bytes) for field in incoming]),
+        _bytes([(field.before, field.row_bytes) for field in outgoing]),
+    )
 
 
-def pack(parts: Sequence[tuple[Field, torch.Tensor]], world_size: int) -> torch.Tensor:
-    """One buffer with the messages to rank 0, 1, ...; each holds its rows of every part in turn.
+def _bytes(rows: Sequence[tuple[tuple[int, ...], int]]) -> tuple[int, ...]:
+    return tuple(
+        sum(count * nbytes for count, (_, nbytes) in zip(counts, rows, strict=True))
+        for counts in zip(*(counts for counts, _ in rows), strict=True)
+    )
+
+
+def pack(parts: Sequence[tuple[Field, torch.Tensor]], into: torch.Tensor) -> None:
+    """Writes the messages to rank 0, 1, ...; each holds its rows of every part in turn.
 
     Args:
         parts: a field and its rows `[sum(counts), *row_shape]`, sorted by destination.
-        world_size: ranks.
-
-    Returns:
-        uint8 `[sum of all messages]`.
+        into: uint8 `[sum of all messages]`.
     """
     flat = [_bytes_of(rows) for _, rows in parts]
     at = [0] * len(parts)
     pieces = []
-    for rank in range(world_size):
+    for rank in range(len(parts[0][0].counts)):
         for number, (field, _) in enumerate(parts):
             size = field.counts[rank] * field.row_bytes
             if size:
                 pieces.append(flat[number][at[number] : at[number] + size])
                 at[number] += size
-    return torch.cat(pieces) if pieces else flat[0].new_empty(0)
+    if pieces:
+        torch.cat(pieces, out=into)
 
 
-def unpack(
-    buffer: torch.Tensor, targets: Sequence[tuple[Field, torch.Tensor]], world_size: int
-) -> None:
+def unpack(buffer: torch.Tensor, targets: Sequence[tuple[Field, torch.Tensor]]) -> None:
     """Copies received messages into the targets: the inverse of `pack`.
 
     Args:
         buffer: uint8, the messages from rank 0, 1, ...
         targets: a field and where its rows go, contiguous `[sum(counts), *row_shape]`, by source.
-        world_size: ranks.
     """
     flat = [_bytes_of(target) for _, target in targets]
     at = [0] * len(targets)
     read = 0
-    for rank in range(world_size):
+    for rank in range(len(targets[0][0].counts)):
         for number, (field, _) in enumerate(targets):
             size = field.counts[rank] * field.row_bytes
             if size:

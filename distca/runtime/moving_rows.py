@@ -9,8 +9,9 @@ import torch
 
 from distca.attention.merge import merge_partial
 from distca.runtime.exchange import Exchange, Rows
-from distca.runtime.messages import Field, message_bytes, pack, unpack
-from distca.transport import Pending, Transport
+from distca.runtime.messages import Field, message_sizes, pack, unpack
+from distca.runtime.workspace import Workspace
+from distca.transport import Channel, Pending, Transport
 
 
 @dataclass(frozen=True)
@@ -20,113 +21,152 @@ class RowsUnderWay:
     pending: Pending
     incoming: list[tuple[Field, torch.Tensor]]
     result: list[torch.Tensor]
-    world_size: int
 
     def wait(self) -> list[torch.Tensor]:
         """The tensors that the sender of these rows was promised, complete."""
-        unpack(self.pending.wait(), self.incoming, self.world_size)
+        unpack(self.pending.wait(), self.incoming)
+        self.pending.release()
         return self.result
 
 
 def _send(
     transport: Transport,
     phase: str,
+    channel: Channel,
     outgoing: list[tuple[Field, torch.Tensor]],
     incoming: list[tuple[Field, torch.Tensor]],
     result: list[torch.Tensor],
 ) -> RowsUnderWay:
-    world_size = transport.world_size
-    pending = transport.start(
-        phase,
-        pack(outgoing, world_size),
-        message_bytes([field for field, _ in outgoing], world_size),
-        message_bytes([field for field, _ in incoming], world_size),
-    )
-    return RowsUnderWay(pending, incoming, result, world_size)
+    sizes = message_sizes([field for field, _ in outgoing], [field for field, _ in incoming])
+    pack(outgoing, transport.staging(channel, sum(sizes.send)))
+    return RowsUnderWay(transport.start(phase, channel, sizes), incoming, result)
 
 
 def send_to_servers(
-    transport: Transport, phase: str, tensors: list[tuple[torch.Tensor, Rows]]
+    transport: Transport,
+    phase: str,
+    number: int,
+    tensors: list[tuple[torch.Tensor, Rows]],
+    slot: Workspace | None,
+    scratch: Workspace,
 ) -> RowsUnderWay:
-    """Each tensor's served rows: its local rows `[local, ...]`, then what other ranks sent."""
+    """Each tensor's served rows: its local rows `[local, ...]`, then what other ranks sent.
+
+    Args:
+        transport: what moves them.
+        phase: of the exchange.
+        number: the nano-batch.
+        tensors: local rows.
+        slot: what they are put together in; None: tensors of their own, that can be kept.
+        scratch: for rows on their way out.
+    """
     outgoing, incoming, served = [], [], []
-    for tensor, rows in tensors:
-        row_shape = tuple(tensor.shape[1:])
-        outgoing.append(
-            (Field(rows.send_counts, row_shape, tensor.dtype), tensor.index_select(0, rows.send))
-        )
-        everything = tensor
-        if rows.received:
-            everything = tensor.new_empty((rows.served, *row_shape))
-            everything[: rows.local] = tensor
-        incoming.append(
-            (Field(rows.receive_counts, row_shape, tensor.dtype), everything[rows.local :])
-        )
-        served.append(everything)
-    return _send(transport, phase, outgoing, incoming, served)
+    with scratch.borrowed():
+        for tensor, rows in tensors:
+            row_shape = tuple(tensor.shape[1:])
+            field = Field(rows.send_counts, rows.sent_before, row_shape, tensor.dtype)
+            outgoing.append((field, scratch.gather(tensor, rows.send)))
+            everything = tensor
+            if rows.received:
+                everything = (
+                    tensor.new_empty((rows.served, *row_shape))
+                    if slot is None
+                    else slot.rows(tensor, rows.served)
+                )
+                everything[: rows.local] = tensor
+            field = Field(rows.receive_counts, (), row_shape, tensor.dtype)
+            incoming.append((field, everything[rows.local :]))
+            served.append(everything)
+        return _send(transport, phase, Channel("to servers", number), outgoing, incoming, served)
 
 
 def send_to_owners(
     transport: Transport,
     phase: str,
+    number: int,
     tensors: Sequence[tuple[torch.Tensor, Rows]],
+    slot: Workspace,
+    scratch: Workspace,
     dtype: torch.dtype | None = None,
 ) -> RowsUnderWay:
     """The way back: rows that arrived go home. Each tensor holds served rows.
 
     With a `dtype` they travel as that; only the rows that travel are copied. What comes back for
-    each tensor is `[sum(send_counts), ...]`.
+    each tensor is `[sum(send_counts), ...]`. The other arguments are those of `send_to_servers`.
     """
     outgoing, incoming = [], []
-    for tensor, rows in tensors:
-        travelling = tensor[rows.local :]
-        if dtype is not None:
-            travelling = travelling.to(dtype)
-        row_shape = tuple(tensor.shape[1:])
-        outgoing.append((Field(rows.receive_counts, row_shape, travelling.dtype), travelling))
-        incoming.append(
-            (
-                Field(rows.send_counts, row_shape, travelling.dtype),
-                travelling.new_empty((sum(rows.send_counts), *row_shape)),
+    with scratch.borrowed():
+        for tensor, rows in tensors:
+            travelling = tensor[rows.local :]
+            if dtype not in (None, tensor.dtype):
+                travelling = scratch.copy(travelling, dtype)
+            row_shape = tuple(tensor.shape[1:])
+            outgoing.append(
+                (
+                    Field(rows.receive_counts, rows.returned_before, row_shape, travelling.dtype),
+                    travelling,
+                )
             )
-        )
-    return _send(transport, phase, outgoing, incoming, [rows for _, rows in incoming])
+            incoming.append(
+                (
+                    Field(rows.send_counts, (), row_shape, travelling.dtype),
+                    slot.rows(travelling, sum(rows.send_counts)),
+                )
+            )
+        result = [rows for _, rows in incoming]
+        return _send(transport, phase, Channel("to owners", number), outgoing, incoming, result)
 
 
 def merge_returned(
     exchange: Exchange,
-    out_served: torch.Tensor,
-    lse_served: torch.Tensor,
-    back_out: torch.Tensor,
-    back_lse: torch.Tensor,
+    served: tuple[torch.Tensor, torch.Tensor],
+    back: Sequence[torch.Tensor],
+    slot: Workspace,
+    scratch: Workspace,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The final output and LSE of the local rows, partial ones merged."""
-    # The received rows' part is dropped, so that the saved outputs do not keep it alive.
+    """The final output and LSE of the local rows, partial ones merged.
+
+    Args:
+        exchange: whose rows they are.
+        served: output and LSE of the served rows.
+        back: output and LSE of the rows that come back.
+        slot: what `served` may lie in; the result does not.
+        scratch: for what is computed on the way.
+    """
     local = exchange.q.local
-    out = out_served[:local].clone() if exchange.q.received else out_served
-    lse = lse_served[:local].clone() if exchange.q.received else lse_served
+    # The received rows' part is dropped, so that the saved outputs do not keep it alive.
+    out, lse = (
+        rows[:local].clone() if exchange.q.received or slot.owns(rows) else rows for rows in served
+    )
+    back_out, back_lse = back
     start = 0
     for arrival in exchange.arrivals:
         end = start + exchange.q.send_counts[arrival.server]
         rows = exchange.q.send[start:end]
         part_out, part_lse = back_out[start:end], back_lse[start:end]
-        first = rows.index_select(0, arrival.first)
-        out.index_copy_(0, first, part_out.index_select(0, arrival.first))
-        lse.index_copy_(0, first, part_lse.index_select(0, arrival.first))
+        with scratch.borrowed():
+            first = scratch.gather(rows, arrival.first)
+            out.index_copy_(0, first, scratch.gather(part_out, arrival.first))
+            lse.index_copy_(0, first, scratch.gather(part_lse, arrival.first))
         if len(arrival.repeated):
-            merge_partial(
-                out,
-                lse,
-                rows.index_select(0, arrival.repeated),
-                part_out.index_select(0, arrival.repeated),
-                part_lse.index_select(0, arrival.repeated),
-            )
+            with scratch.borrowed():
+                merge_partial(
+                    out,
+                    lse,
+                    scratch.gather(rows, arrival.repeated),
+                    scratch.gather(part_out, arrival.repeated),
+                    scratch.gather(part_lse, arrival.repeated),
+                    scratch.take,
+                )
         start = end
     return out, lse
 
 
 def add_returned(
-    exchange: Exchange, gradients: Sequence[torch.Tensor], back: Sequence[torch.Tensor]
+    exchange: Exchange,
+    gradients: Sequence[torch.Tensor],
+    back: Sequence[torch.Tensor],
+    scratch: Workspace,
 ) -> tuple[torch.Tensor, ...]:
     """The gradients of the local rows: this server's own and what the others return."""
     local = []
@@ -138,7 +178,9 @@ def add_returned(
             # One server's rows are distinct, so the order of the sums is fixed on GPUs, too.
             end = start + count
             if count:
-                total.index_add_(0, rows.send[start:end], parts[start:end].float())
+                with scratch.borrowed():
+                    part = scratch.copy(parts[start:end], total.dtype)
+                    total.index_add_(0, rows.send[start:end], part)
             start = end
-        local.append(total.to(parts.dtype))
+        local.append(total.to(parts.dtype, copy=True))
     return tuple(local)

@@ -9,10 +9,11 @@ import torch
 from distca.attention.kernel import Kernel
 from distca.attention.merge import merge_partial
 from distca.runtime.exchange import Exchange, KernelCall
+from distca.runtime.workspace import Workspace
 
 
-def _take(tensor: torch.Tensor, rows: torch.Tensor | None) -> torch.Tensor:
-    return tensor if rows is None else tensor.index_select(0, rows)
+def _take(tensor: torch.Tensor, rows: torch.Tensor | None, scratch: Workspace) -> torch.Tensor:
+    return tensor if rows is None else scratch.gather(tensor, rows)
 
 
 def _kernel_options(call: KernelCall, exchange: Exchange, scale: float) -> dict[str, Any]:
@@ -26,44 +27,71 @@ def _kernel_options(call: KernelCall, exchange: Exchange, scale: float) -> dict[
 def compute_outputs(
     kernel: Kernel,
     exchange: Exchange,
-    q_served: torch.Tensor,
-    k_served: torch.Tensor,
-    v_served: torch.Tensor,
+    served: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
     softmax_scale: float,
+    slot: Workspace,
+    scratch: Workspace,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Outputs and LSE of the served query rows; those of rows without a task are undefined."""
+    """Outputs and LSE of the served query rows; those of rows without a task are undefined.
+
+    Args:
+        kernel: of this device.
+        exchange: this rank's part of the plan.
+        served: queries, keys and values.
+        softmax_scale: scores are multiplied by it.
+        slot: what the result is put in, if the kernel's own is not already it.
+        scratch: for what is computed on the way.
+    """
+    q, k, v = served
     out = lse = None
     for call in exchange.calls:
-        part_out, part_lse = kernel.forward(
-            _take(q_served, call.q_rows),
-            _take(k_served, call.kv_rows),
-            _take(v_served, call.kv_rows),
-            call.cu_seqlens_q,
-            call.cu_seqlens_kv,
-            **_kernel_options(call, exchange, softmax_scale),
-        )
-        if len(exchange.calls) == 1 and call.q_rows is None and call.first_q is None:
-            return part_out, part_lse
-        if out is None or lse is None:
-            out = torch.empty_like(q_served)
-            lse = part_lse.new_empty(q_served.shape[:2])
-        rows = _rows_of(call, q_served)
-        first = rows if call.first_q is None else rows.index_select(0, call.first_q)
-        out.index_copy_(0, first, _take(part_out, call.first_q))
-        lse.index_copy_(0, first, _take(part_lse, call.first_q))
-        for part in call.repeated_q:
-            merge_partial(out, lse, rows.index_select(0, part), part_out[part], part_lse[part])
-    if out is None or lse is None:
-        return torch.empty_like(q_served), q_served.new_empty(
-            q_served.shape[:2], dtype=torch.float32
-        )
-    return out, lse
+        with scratch.borrowed():
+            part_out, part_lse = kernel.forward(
+                _take(q, call.q_rows, scratch),
+                _take(k, call.kv_rows, scratch),
+                _take(v, call.kv_rows, scratch),
+                call.cu_seqlens_q,
+                call.cu_seqlens_kv,
+                **_kernel_options(call, exchange, softmax_scale),
+            )
+            if len(exchange.calls) == 1 and call.q_rows is None and call.first_q is None:
+                return part_out, part_lse
+            if out is None or lse is None:
+                out, lse = _room_for_outputs(q, slot)
+            _put(out, lse, part_out, part_lse, call, scratch)
+    return _room_for_outputs(q, slot) if out is None or lse is None else (out, lse)
 
 
-def _rows_of(call: KernelCall, q_served: torch.Tensor) -> torch.Tensor:
-    if call.q_rows is not None:
-        return call.q_rows
-    return torch.arange(q_served.shape[0], device=q_served.device)
+def _room_for_outputs(q: torch.Tensor, slot: Workspace) -> tuple[torch.Tensor, torch.Tensor]:
+    return slot.rows(q, len(q)), slot.take(tuple(q.shape[:2]), torch.float32)
+
+
+def _put(
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    part_out: torch.Tensor,
+    part_lse: torch.Tensor,
+    call: KernelCall,
+    scratch: Workspace,
+) -> None:
+    """Puts what a kernel call gave into the served rows, merged where there is something."""
+    rows = call.q_rows
+    if rows is None:
+        rows = torch.arange(len(out), out=scratch.take((len(out),), torch.int64))
+    with scratch.borrowed():
+        first = _take(rows, call.first_q, scratch)
+        out.index_copy_(0, first, _take(part_out, call.first_q, scratch))
+        lse.index_copy_(0, first, _take(part_lse, call.first_q, scratch))
+    for part in call.repeated_q:
+        with scratch.borrowed():
+            merge_partial(
+                out,
+                lse,
+                scratch.gather(rows, part),
+                scratch.gather(part_out, part),
+                scratch.gather(part_lse, part),
+                scratch.take,
+            )
 
 
 def compute_gradients(
@@ -71,29 +99,36 @@ def compute_gradients(
     exchange: Exchange,
     served: tuple[torch.Tensor, ...],
     softmax_scale: float,
+    slot: Workspace,
+    scratch: Workspace,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Gradients of the served rows, float32: `(dq, dk, dv)`."""
+    """Gradients of the served rows, float32: `(dq, dk, dv)`.
+
+    `served` are the output's gradient, queries, keys, values, output and LSE; for the rest see
+    `compute_outputs`.
+    """
     dout, q, k, v, out, lse = served
-    dq = torch.zeros(q.shape, dtype=torch.float32, device=q.device)
-    dk = torch.zeros(k.shape, dtype=torch.float32, device=k.device)
-    dv = torch.zeros_like(dk)
+    dq, dk, dv = (slot.rows(x, len(x), torch.float32).zero_() for x in (q, k, v))
     for call in exchange.calls:
-        parts = kernel.backward(
-            _take(dout, call.q_rows),
-            _take(q, call.q_rows),
-            _take(k, call.kv_rows),
-            _take(v, call.kv_rows),
-            _take(out, call.q_rows),
-            _take(lse, call.q_rows),
-            call.cu_seqlens_q,
-            call.cu_seqlens_kv,
-            **_kernel_options(call, exchange, softmax_scale),
-        )
-        for total, part, rows in zip(
-            (dq, dk, dv), parts, (call.q_rows, call.kv_rows, call.kv_rows), strict=True
-        ):
-            if rows is None:
-                total += part
-            else:
-                total.index_add_(0, rows, part.float())
+        with scratch.borrowed():
+            parts = kernel.backward(
+                _take(dout, call.q_rows, scratch),
+                _take(q, call.q_rows, scratch),
+                _take(k, call.kv_rows, scratch),
+                _take(v, call.kv_rows, scratch),
+                _take(out, call.q_rows, scratch),
+                _take(lse, call.q_rows, scratch),
+                call.cu_seqlens_q,
+                call.cu_seqlens_kv,
+                **_kernel_options(call, exchange, softmax_scale),
+            )
+            for total, part, rows in zip(
+                (dq, dk, dv), parts, (call.q_rows, call.kv_rows, call.kv_rows), strict=True
+            ):
+                if rows is None:
+                    total += part
+                elif part.dtype == total.dtype:
+                    total.index_add_(0, rows, part)
+                else:
+                    total.index_add_(0, rows, scratch.copy(part, total.dtype))
     return dq, dk, dv

@@ -1,7 +1,26 @@
 """Moving bytes between ranks; it knows nothing of attention."""
 
 from distca.transport.ablation import Signal, SingleStream
-from distca.transport.base import Pending, Transport
+from distca.transport.base import (
+    WAYS,
+    Channel,
+    ChannelBytes,
+    MessageSizes,
+    Pending,
+    Transport,
+    Way,
+)
 from distca.transport.collective import CollectiveTransport
 
-__all__ = ["CollectiveTransport", "Pending", "Signal", "SingleStream", "Transport"]
+__all__ = [
+    "WAYS",
+    "Channel",
+    "ChannelBytes",
+    "CollectiveTransport",
+    "MessageSizes",
+    "Pending",
+    "Signal",
+    "SingleStream",
+    "Transport",
+    "Way",
+]

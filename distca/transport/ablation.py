@@ -2,74 +2,71 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 
 import torch
 
-from distca.transport.base import Pending, Transport
+from distca.transport.base import Channel, ChannelBytes, MessageSizes, Pending, Transport
 
 
-class SingleStream(Transport):
-    """Every exchange is waited for where it starts: nothing overlaps.
+class _Around(Transport):
+    """A transport that lets another move the bytes.
 
     Args:
-        inner: what moves the bytes.
+        inner: the other.
     """
 
     def __init__(self, inner: Transport) -> None:
         super().__init__(inner.rank, inner.world_size)
         self._inner = inner
 
-    def _start(
-        self, send: torch.Tensor, send_bytes: Sequence[int], receive_bytes: Sequence[int]
-    ) -> Pending:
-        return Arrived(self._inner.all_to_all("all", send, send_bytes, receive_bytes))
+    def reserve(self, sizes: Mapping[Channel, ChannelBytes]) -> None:
+        """See `Transport.reserve`."""
+        self._inner.reserve(sizes)
+
+    def staging(self, channel: Channel, nbytes: int) -> torch.Tensor:
+        """See `Transport.staging`."""
+        return self._inner.staging(channel, nbytes)
+
+    def close(self) -> None:
+        """See `Transport.close`."""
+        self._inner.close()
 
 
-class Signal(Transport):
+class SingleStream(_Around):
+    """Every exchange is waited for where it starts: nothing overlaps."""
+
+    def _start(self, channel: Channel, sizes: MessageSizes) -> Pending:
+        pending = self._inner.start("all", channel, sizes)
+        pending.wait()
+        return pending
+
+
+class Signal(_Around):
     """Every message is one byte, and zeros are received: servers wait for each other as they
     would, but next to nothing is moved. Losses mean nothing.
-
-    Args:
-        inner: what moves the bytes.
     """
 
-    def __init__(self, inner: Transport) -> None:
-        super().__init__(inner.rank, inner.world_size)
-        self._inner = inner
+    def reserve(self, sizes: Mapping[Channel, ChannelBytes]) -> None:
+        """See `Transport.reserve`."""
+        super().reserve(sizes)
+        for channel, room in sizes.items():
+            self._inner.staging(channel, room.send).zero_()
+        most = max((room.receive for room in sizes.values()), default=0)
+        nothing = self._inner.staging(next(iter(sizes)), 0)
+        self._zeros = nothing.new_zeros(most)
 
-    def start(
-        self,
-        phase: str,
-        send: torch.Tensor,
-        send_bytes: Sequence[int],
-        receive_bytes: Sequence[int],
-    ) -> Pending:
+    def start(self, phase: str, channel: Channel, sizes: MessageSizes) -> Pending:
         """See `Transport.start`; counts the bytes that are really moved."""
         outgoing, incoming = (
-            [int(size > 0) for size in sizes] for sizes in (send_bytes, receive_bytes)
+            tuple(int(size > 0) for size in sizes_of) for sizes_of in (sizes.send, sizes.receive)
         )
-        signals = super().start(phase, send.new_zeros(sum(outgoing)), outgoing, incoming)
-        return _Zeros(signals, send.new_zeros(sum(receive_bytes)))
+        # Each byte goes where its message would begin.
+        signals = super().start(phase, channel, MessageSizes(outgoing, incoming, sizes.put_at))
+        return _Zeros(signals, self._zeros[: sum(sizes.receive)])
 
-    def _start(
-        self, send: torch.Tensor, send_bytes: Sequence[int], receive_bytes: Sequence[int]
-    ) -> Pending:
-        return self._inner.start("all", send, send_bytes, receive_bytes)
-
-
-class Arrived(Pending):
-    """An exchange that has been waited for.
-
-    Args:
-        received: what came.
-    """
-
-    def __init__(self, received: torch.Tensor) -> None:
-        self._received = received
-
-    def wait(self) -> torch.Tensor:
-        return self._received
+    def _start(self, channel: Channel, sizes: MessageSizes) -> Pending:
+        return self._inner.start("all", channel, sizes)
 
 
 class _Zeros(Pending):
@@ -79,3 +76,6 @@ class _Zeros(Pending):
     def wait(self) -> torch.Tensor:
         self._signals.wait()
         return self._zeros
+
+    def release(self) -> None:
+        self._signals.release()

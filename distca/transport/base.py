@@ -4,9 +4,55 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
 
 import torch
+
+Way = Literal["to servers", "to owners"]
+"""Rows go to their servers, and what servers made of them goes back to the rows' owners."""
+
+WAYS: tuple[Way, ...] = ("to servers", "to owners")
+
+
+class Channel(NamedTuple):
+    """What has static buffers of its own; its exchanges follow each other.
+
+    Attributes:
+        way: of the rows.
+        slot: the nano-batch; exchanges of different slots may be under way together.
+    """
+
+    way: Way
+    slot: int
+
+
+@dataclass(frozen=True)
+class ChannelBytes:
+    """How many bytes a rank may send, and may receive, in one exchange of a channel."""
+
+    send: int = 0
+    receive: int = 0
+
+    def fits(self, room: ChannelBytes) -> bool:
+        """Whether `room` holds this."""
+        return self.send <= room.send and self.receive <= room.receive
+
+
+@dataclass(frozen=True)
+class MessageSizes:
+    """The messages of one exchange as one rank sees them, in bytes.
+
+    Attributes:
+        send: to each rank; 0 for this rank itself.
+        receive: from each rank; 0 for this rank itself.
+        put_at: where this rank's message begins in what each rank receives.
+    """
+
+    send: tuple[int, ...]
+    receive: tuple[int, ...]
+    put_at: tuple[int, ...]
 
 
 class Pending(ABC):
@@ -14,15 +60,30 @@ class Pending(ABC):
 
     @abstractmethod
     def wait(self) -> torch.Tensor:
-        """What was received; on a GPU the current stream waits for it, not the CPU."""
+        """What was received: uint8 `[sum(sizes.receive)]`, from rank 0, 1, ... one after the other.
+
+        It lies in the channel's buffer: read it before `release`. On a GPU the current stream
+        waits for it, not the CPU.
+        """
+
+    @abstractmethod
+    def release(self) -> None:
+        """What was received is no longer needed: others may send on this channel again."""
 
 
 class Transport(ABC):
     """A ragged all-to-all between the ranks of one group, which counts what it moved.
 
-    Attributes:
+    It owns the buffers that messages are sent from and received in. They are allocated by
+    `reserve`, between steps, and never in an exchange.
+
+    Args:
         rank: this rank's number in the group.
         world_size: ranks in the group.
+
+    Attributes:
+        rank: as given.
+        world_size: as given.
         bytes_sent: bytes that this rank sent to others, by phase.
         bytes_received: bytes that this rank received from others, by phase.
     """
@@ -33,48 +94,45 @@ class Transport(ABC):
         self.bytes_sent: Counter[str] = Counter()
         self.bytes_received: Counter[str] = Counter()
 
-    def all_to_all(
-        self,
-        phase: str,
-        send: torch.Tensor,
-        send_bytes: Sequence[int],
-        receive_bytes: Sequence[int],
-    ) -> torch.Tensor:
-        """`start`, and what it gives, waited for."""
-        return self.start(phase, send, send_bytes, receive_bytes).wait()
+    @abstractmethod
+    def reserve(self, sizes: Mapping[Channel, ChannelBytes]) -> None:
+        """Allocates the channels' buffers anew, at least of these sizes; nothing may be under way.
 
-    def start(
-        self,
-        phase: str,
-        send: torch.Tensor,
-        send_bytes: Sequence[int],
-        receive_bytes: Sequence[int],
-    ) -> Pending:
-        """Sends `send_bytes[d]` bytes to each rank `d`, and receives `receive_bytes[s]` from `s`.
+        Collective: every rank of the group calls it with the same sizes.
+        """
 
-        Collective: every rank of the group calls it, in the same order, also with nothing to send.
-        Several may be under way. No sizes are negotiated: both sides read them off the plan.
+    @abstractmethod
+    def staging(self, channel: Channel, nbytes: int) -> torch.Tensor:
+        """Where the messages of the channel's next exchange are to be put: uint8 `[nbytes]`.
+
+        The exchange before it must have been waited for.
+        """
+
+    def start(self, phase: str, channel: Channel, sizes: MessageSizes) -> Pending:
+        """Sends what is in the channel's staging: the messages to rank 0, 1, ... in turn.
+
+        Collective: every rank of the group starts the channel's exchanges in the same order, also
+        those with nothing to send. One exchange of each channel may be under way. No sizes are
+        negotiated: all ranks read them off the plan.
 
         Args:
             phase: the name under which the bytes are counted.
-            send: uint8 `[sum(send_bytes)]`, the messages to rank 0, 1, ... one after the other.
-            send_bytes: one for each rank; 0 for this rank itself.
-            receive_bytes: one for each rank; 0 for this rank itself.
+            channel: whose exchange it is.
+            sizes: of the messages.
 
         Returns:
-            What can be waited for: uint8 `[sum(receive_bytes)]`, the messages from rank 0, 1, ...
-            one after the other. `send` must stay as it is until then.
+            What can be waited for. The staging must stay as it is until then.
         """
-        assert send_bytes[self.rank] == 0
-        assert receive_bytes[self.rank] == 0
-        assert send.dtype == torch.uint8
-        assert send.numel() == sum(send_bytes)
-        self.bytes_sent[phase] += send.numel()
-        self.bytes_received[phase] += sum(receive_bytes)
-        return self._start(send, send_bytes, receive_bytes)
+        assert sizes.send[self.rank] == 0
+        assert sizes.receive[self.rank] == 0
+        self.bytes_sent[phase] += sum(sizes.send)
+        self.bytes_received[phase] += sum(sizes.receive)
+        return self._start(channel, sizes)
 
     @abstractmethod
-    def _start(
-        self, send: torch.Tensor, send_bytes: Sequence[int], receive_bytes: Sequence[int]
-    ) -> Pending:
+    def _start(self, channel: Channel, sizes: MessageSizes) -> Pending:
         """Does what `start` says."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Gives back what the transport holds; call it when no exchange will follow."""

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 
 import torch
 import torch.distributed as dist
 
-from distca.transport.base import Pending, Transport
+from distca.transport.base import Channel, ChannelBytes, MessageSizes, Pending, Transport
 
 
 class CollectiveTransport(Transport):
@@ -18,36 +18,64 @@ class CollectiveTransport(Transport):
     Args:
         group: the ranks that exchange. Give the exchange a group that nothing else uses, so that
             its collectives are never ordered among those of the gradient reduction.
+        device: where the rows are.
     """
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
+    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         super().__init__(dist.get_rank(group), dist.get_world_size(group))
-        self._group = group
+        self._group, self._device = group, device
+        self._staging: dict[Channel, torch.Tensor] = {}
+        self._received: dict[Channel, torch.Tensor] = {}
 
-    def _start(
-        self, send: torch.Tensor, send_bytes: Sequence[int], receive_bytes: Sequence[int]
-    ) -> Pending:
-        received = send.new_empty(sum(receive_bytes))
+    def reserve(self, sizes: Mapping[Channel, ChannelBytes]) -> None:
+        """See `Transport.reserve`."""
+        # The old ones first, so that both are never there together.
+        self._staging.clear()
+        self._received.clear()
+        for channel, room in sizes.items():
+            self._staging[channel] = self._allocate(room.send)
+            self._received[channel] = self._allocate(room.receive)
+
+    def _allocate(self, nbytes: int) -> torch.Tensor:
+        return torch.empty(nbytes, dtype=torch.uint8, device=self._device)
+
+    def staging(self, channel: Channel, nbytes: int) -> torch.Tensor:
+        """See `Transport.staging`."""
+        return _first(self._staging[channel], nbytes)
+
+    def close(self) -> None:
+        """See `Transport.close`; the process group is its owner's."""
+        self._staging.clear()
+        self._received.clear()
+
+    def _start(self, channel: Channel, sizes: MessageSizes) -> Pending:
+        received = _first(self._received[channel], sum(sizes.receive))
         work = None
         if self.world_size > 1:
             work = dist.all_to_all_single(
                 received,
-                send,
-                list(receive_bytes),
-                list(send_bytes),
+                _first(self._staging[channel], sum(sizes.send)),
+                list(sizes.receive),
+                list(sizes.send),
                 group=self._group,
                 async_op=True,
             )
-        return _Collective(work, send, received)
+        return _Collective(work, received)
+
+
+def _first(buffer: torch.Tensor, nbytes: int) -> torch.Tensor:
+    assert nbytes <= buffer.numel(), "no room was reserved for this plan"
+    return buffer[:nbytes]
 
 
 class _Collective(Pending):
-    """Keeps both buffers until they are no longer used."""
-
-    def __init__(self, work: dist.Work | None, send: torch.Tensor, received: torch.Tensor) -> None:
-        self._work, self._send, self._received = work, send, received
+    def __init__(self, work: dist.Work | None, received: torch.Tensor) -> None:
+        self._work, self._received = work, received
 
     def wait(self) -> torch.Tensor:
         if self._work is not None:
             self._work.wait()
         return self._received
+
+    def release(self) -> None:
+        """The next exchange of the channel, which this rank starts itself, may overwrite it."""

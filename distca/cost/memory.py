@@ -1,0 +1,167 @@
+"""The memory that a plan's core attention is run in: allocated once, for the busiest server.
+
+These are the sizes of what `distca.runtime` takes in each step of a call, step by step. Everything
+else that it makes is part of the model: the output, the LSE and the gradients of a rank's own rows,
+whose number is fixed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import Any, Literal
+
+import numpy as np
+
+from distca.cost.volume import LSE_BYTES, AttentionShape, PlanBytes, plan_bytes
+from distca.plan import Plan
+from distca.plan.span import Int64s
+
+ALIGNMENT = 256
+"""Bytes; what CUDA's allocator gives, and enough for every vector load."""
+
+FLOAT32_BYTES, INDEX_BYTES = 4, 8
+
+
+@dataclass(frozen=True)
+class CoreAttentionMemory:
+    """Bytes of a rank's buffers; alike on all ranks, so that every rank knows those of others.
+
+    Attributes:
+        to_servers_send: staging of the rows that go to their servers, for each nano-batch.
+        to_servers_receive: the rows that a server receives, for each nano-batch.
+        to_owners_send: staging of what goes back to the rows' owners, for each nano-batch.
+        to_owners_receive: what an owner receives, for each nano-batch.
+        slot: the workspace of a nano-batch: what a call keeps between its steps.
+        scratch: the workspace of one step.
+    """
+
+    to_servers_send: int = 0
+    to_servers_receive: int = 0
+    to_owners_send: int = 0
+    to_owners_receive: int = 0
+    slot: int = 0
+    scratch: int = 0
+
+    def total(self, nano_batches: int) -> int:
+        """All bytes of a rank."""
+        each = sum(getattr(self, one.name) for one in fields(self)) - self.scratch
+        return nano_batches * each + self.scratch
+
+    def fits(self, room: CoreAttentionMemory) -> bool:
+        """Whether `room` is enough for this."""
+        return all(getattr(self, f.name) <= getattr(room, f.name) for f in fields(self))
+
+    def union(self, other: CoreAttentionMemory) -> CoreAttentionMemory:
+        """Enough for either."""
+        return CoreAttentionMemory(
+            *(max(getattr(self, f.name), getattr(other, f.name)) for f in fields(self))
+        )
+
+    def with_headroom(self, share: float) -> CoreAttentionMemory:
+        """More of everything by a share, so that plans a little larger fit, too."""
+        return CoreAttentionMemory(
+            *(int(aligned(int(getattr(self, f.name) * (1 + share)))) for f in fields(self))
+        )
+
+
+def aligned(nbytes: Any) -> Any:
+    """The bytes that a tensor of `nbytes` takes up in a workspace; an int or int64 array."""
+    return -(-nbytes // ALIGNMENT) * ALIGNMENT
+
+
+def merge_bytes(rows: Int64s, shape: AttentionShape) -> Int64s:
+    """What merging so many partial output rows takes: see `distca.attention.merge`."""
+    return _take(
+        *[rows * shape.lse_row_bytes] * 4,
+        *[rows * _float32(shape, shape.q_row_bytes)] * 2,
+        rows * shape.q_row_bytes,
+    )
+
+
+def _float32(shape: AttentionShape, row_bytes: int) -> int:
+    return row_bytes * FLOAT32_BYTES // shape.dtype_bytes
+
+
+def _take(*sizes: Int64s) -> Int64s:
+    """What tensors of these sizes take together."""
+    return np.sum([aligned(size) for size in sizes], axis=0)
+
+
+def plan_memory(
+    plan: Plan, shape: AttentionShape, backward: Literal["resend", "keep"] = "resend"
+) -> CoreAttentionMemory:
+    """What one layer's core attention is run in, forward and backward.
+
+    Args:
+        plan: a valid plan.
+        shape: the heads of one tensor-parallel rank.
+        backward: see `plan_bytes`.
+    """
+    moved_q = plan.q_segments.moved_rows(plan.world_size)
+    moved_kv = plan.kv_segments.moved_rows(plan.world_size)
+    own = plan.own_tokens_per_rank(), plan.placement.tokens_per_rank()
+    served = tuple(o + m.sum(axis=0) for o, m in zip(own, (moved_q, moved_kv), strict=True))
+    sent = moved_q.sum(axis=1), moved_kv.sum(axis=1)
+    received = moved_q.sum(axis=0), moved_kv.sum(axis=0)
+    q_row, lse_row, k_row = shape.q_row_bytes, shape.lse_row_bytes, shape.kv_row_bytes // 2
+    float32_q, float32_k = _float32(shape, q_row), _float32(shape, k_row)
+    assert LSE_BYTES == FLOAT32_BYTES
+
+    def inputs(rows: tuple[Int64s, ...]) -> tuple[Int64s, ...]:
+        return rows[0] * q_row, rows[1] * k_row, rows[1] * k_row
+
+    def gradients(rows: tuple[Int64s, ...]) -> tuple[Int64s, ...]:
+        """The output's gradient, the output and its LSE."""
+        return rows[0] * q_row, rows[0] * q_row, rows[0] * lse_row
+
+    def float32_inputs(rows: tuple[Int64s, ...]) -> tuple[Int64s, ...]:
+        return rows[0] * float32_q, rows[1] * float32_k, rows[1] * float32_k
+
+    slot = [
+        _take(*inputs(served), *[served[0] * q_row, served[0] * lse_row])
+        + _take(sent[0] * q_row, sent[0] * lse_row),
+        _take(*gradients(served), *inputs(served), *float32_inputs(served)) + _take(*inputs(sent)),
+    ]
+    arriving = moved_q.max(axis=1), moved_kv.max(axis=1)
+    scratch = [
+        # Rows to send; gradients to send back; outputs and gradients that come back.
+        _take(*gradients(sent), *inputs(sent)),
+        _take(*inputs(received)),
+        _take(arriving[0] * INDEX_BYTES, arriving[0] * q_row, arriving[0] * lse_row)
+        + merge_bytes(arriving[0], shape),
+        _take(*float32_inputs(arriving)),
+    ]
+    for rows in _rows_of_calls(plan):
+        q = rows[0]
+        scratch += [
+            _take(*inputs(rows), q * INDEX_BYTES)
+            + _take(q * INDEX_BYTES, q * q_row, q * lse_row)
+            + merge_bytes(q, shape),
+            _take(*gradients(rows), *inputs(rows), *float32_inputs(rows)),
+        ]
+    return CoreAttentionMemory(
+        *_channels(plan_bytes(plan, shape, backward)),
+        int(np.max(slot, initial=0)),
+        int(np.max(scratch, initial=0)),
+    )
+
+
+def _rows_of_calls(plan: Plan) -> list[tuple[Int64s, ...]]:
+    """Query and key rows of each server's kernel call of either task shape."""
+    calls = []
+    for causal in (False, True):
+        tasks = plan.tasks[plan.tasks.ends_on_diagonal == causal]
+        rows = tuple(np.zeros(plan.world_size, dtype=np.int64) for _ in range(2))
+        np.add.at(rows[0], tasks.server, tasks.q_end - tasks.q_start)
+        np.add.at(rows[1], tasks.server, tasks.kv_end - tasks.kv_start)
+        calls.append(rows)
+    return calls
+
+
+def _channels(planned: PlanBytes) -> tuple[int, int, int, int]:
+    """What any server sends and receives at most: to the servers, and to the owners."""
+    largest = []
+    for phases in (("dispatch", "dispatch_backward"), ("return", "return_backward")):
+        for axis in (1, 0):
+            largest.append(max(int(planned.phases[phase].sum(axis=axis).max()) for phase in phases))
+    return largest[0], largest[1], largest[2], largest[3]

@@ -1,0 +1,72 @@
+"""The memory that core attention runs in: it is allocated between steps, and never within one."""
+
+from __future__ import annotations
+
+import logging
+
+import torch
+
+from distca.cost.memory import CoreAttentionMemory
+from distca.runtime.workspace import Workspace
+from distca.transport import WAYS, Channel, ChannelBytes, Transport
+
+logger = logging.getLogger(__name__)
+
+
+class Buffers:
+    """Workspaces of the nano-batches and of single steps; and the transport's buffers with them.
+
+    They only grow, and on all ranks alike, since sizes are a pure function of plans.
+
+    Args:
+        device: where the rows are.
+        slots: nano-batches that are under way together, 1 or 2.
+        headroom: by which share more than plans need the buffers grow, so that they rarely grow
+            again.
+
+    Attributes:
+        slots: what a call keeps between its steps, of each nano-batch.
+        scratch: for what one step computes on the way.
+        room: what they hold now.
+    """
+
+    def __init__(self, device: torch.device, slots: int = 1, headroom: float = 0.25) -> None:
+        self.slots = [Workspace(device) for _ in range(slots)]
+        self.scratch = Workspace(device)
+        self.room = CoreAttentionMemory()
+        self._headroom = headroom
+
+    def reserve(self, needed: CoreAttentionMemory, transport: Transport) -> None:
+        """Makes room for plans. Collective; nothing may be under way.
+
+        Args:
+            needed: by the largest plan; the same on every rank.
+            transport: whose buffers grow, too.
+        """
+        if needed.fits(self.room):
+            return
+        before = self.room
+        room = self.room = before.union(needed.with_headroom(self._headroom))
+        transport.reserve(
+            {
+                Channel(way, number): ChannelBytes(*sizes)
+                for number in range(len(self.slots))
+                for way, sizes in zip(
+                    WAYS,
+                    (
+                        (room.to_servers_send, room.to_servers_receive),
+                        (room.to_owners_send, room.to_owners_receive),
+                    ),
+                    strict=True,
+                )
+            }
+        )
+        for slot in self.slots:
+            slot.reserve(room.slot)
+        self.scratch.reserve(room.scratch)
+        if transport.rank == 0:
+            logger.info(
+                "core attention's buffers grow from %.1f to %.1f MB on every rank",
+                before.total(len(self.slots)) / 1e6,
+                room.total(len(self.slots)) / 1e6,
+            )
