@@ -243,7 +243,6 @@ class _GlobalBatch:
                 f"the data come in global batches of {schedule.micro_batches} micro-batches, but "
                 f"the loop asks for {self._micro_batches}"
             )
-        self._made.core_attention.reserve(first.memory)
         for number in range(len(schedule.ticks)):
             current = next(self._ticks) if number else first
             self._trace.labels = {"tick": number} | self._label(current)

@@ -270,9 +270,11 @@ class TickStream:
 
     def __next__(self) -> TickInput:
         made = next(self._ticks)
+        core_attention = self.batches.core_attention
+        # It is the same in all ticks of a global batch, so buffers grow before the first alone.
+        core_attention.reserve(made.memory)
         if self._exchanges is None or self._exchanges[0] is not made.exchanges:
-            moved = tuple(exchange.to(self._device) for exchange in made.exchanges)
-            self._exchanges = made.exchanges, moved
+            self._exchanges = made.exchanges, core_attention.buffers.place(made.exchanges)
         exchanges = self._exchanges[1]
         micro_batch = made.micro_batch
         if micro_batch is not None:

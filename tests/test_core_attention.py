@@ -41,7 +41,6 @@ def core_attention_for(
 def run_on_rank(plan: Plan, seed: int, shape: tuple[int, int, int], backward: str, dtype: str):
     """One rank's rows of output and gradients, and the bytes that it sent."""
     rank = dist.get_rank()
-    exchange = build_exchange(plan, rank)
     attention = core_attention_for(plan, shape, backward, dtype)
     mine = plan.placement.of_rank(rank)
     rows = np.concatenate(
@@ -55,6 +54,7 @@ def run_on_rank(plan: Plan, seed: int, shape: tuple[int, int, int], backward: st
         x[rows].to(getattr(torch, dtype)) for x in inputs(seed, int(plan.lengths.sum()), *shape)
     )
     q, k, v = (x.requires_grad_() for x in (q, k, v))
+    (exchange,) = attention.buffers.place([build_exchange(plan, rank)])
     out = attention(q, k, v, ExchangeSlot(exchange), SCALE)
     out.backward(dout)
     figures = [out.detach(), q.grad, k.grad, v.grad]

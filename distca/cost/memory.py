@@ -33,6 +33,7 @@ class CoreAttentionMemory:
         to_owners_receive: what an owner receives, for each nano-batch.
         slot: the workspace of a nano-batch: what a call keeps between its steps.
         scratch: the workspace of one step.
+        indices: of rows, for each nano-batch.
     """
 
     to_servers_send: int = 0
@@ -41,6 +42,7 @@ class CoreAttentionMemory:
     to_owners_receive: int = 0
     slot: int = 0
     scratch: int = 0
+    indices: int = 0
 
     def total(self, nano_batches: int) -> int:
         """All bytes of a rank."""
@@ -143,18 +145,31 @@ def plan_memory(
         *_channels(plan_bytes(plan, shape, backward)),
         int(np.max(slot, initial=0)),
         int(np.max(scratch, initial=0)),
+        int(_indices(plan, moved_q, moved_kv).max()),
     )
 
 
-def _rows_of_calls(plan: Plan) -> list[tuple[Int64s, ...]]:
+def _indices(plan: Plan, moved_q: Int64s, moved_kv: Int64s) -> Int64s:
+    """Of the rows of each server's kernel calls, and of those that it sends and gets back.
+
+    A query row of a call is once among its rows, and once among the first or the repeated ones; a
+    row that is sent is once among those, and once among the outputs that come back.
+    """
+    rows = 2 * moved_q.sum(axis=1) + moved_kv.sum(axis=1)
+    for q_rows, kv_rows in _rows_of_calls(plan):
+        rows = rows + 2 * q_rows + kv_rows
+    return aligned(rows * INDEX_BYTES)  # type: ignore[no-any-return]
+
+
+def _rows_of_calls(plan: Plan) -> list[tuple[Int64s, Int64s]]:
     """Query and key rows of each server's kernel call of either task shape."""
     calls = []
     for causal in (False, True):
         tasks = plan.tasks[plan.tasks.ends_on_diagonal == causal]
-        rows = tuple(np.zeros(plan.world_size, dtype=np.int64) for _ in range(2))
-        np.add.at(rows[0], tasks.server, tasks.q_end - tasks.q_start)
-        np.add.at(rows[1], tasks.server, tasks.kv_end - tasks.kv_start)
-        calls.append(rows)
+        q_rows, kv_rows = (np.zeros(plan.world_size, dtype=np.int64) for _ in range(2))
+        np.add.at(q_rows, tasks.server, tasks.q_end - tasks.q_start)
+        np.add.at(kv_rows, tasks.server, tasks.kv_end - tasks.kv_start)
+        calls.append((q_rows, kv_rows))
     return calls
 
 

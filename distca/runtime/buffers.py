@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 
 import torch
 
 from distca.cost.memory import CoreAttentionMemory
+from distca.runtime.exchange import Exchange
 from distca.runtime.workspace import Workspace
 from distca.transport import WAYS, Channel, ChannelBytes, Transport
 
@@ -27,14 +29,32 @@ class Buffers:
     Attributes:
         slots: what a call keeps between its steps, of each nano-batch.
         scratch: for what one step computes on the way.
+        indices: for the row indices of the exchanges that run.
         room: what they hold now.
     """
 
     def __init__(self, device: torch.device, slots: int = 1, headroom: float = 0.25) -> None:
         self.slots = [Workspace(device) for _ in range(slots)]
         self.scratch = Workspace(device)
+        self.indices = Workspace(device)
         self.room = CoreAttentionMemory()
         self._headroom = headroom
+
+    def place(self, exchanges: Sequence[Exchange]) -> tuple[Exchange, ...]:
+        """The same exchanges with their indices here, in place of those that were placed before."""
+        self.indices.clear()
+        return tuple(self._place(exchange) for exchange in exchanges)
+
+    def _place(self, exchange: Exchange) -> Exchange:
+        lengths: list[int] = []
+
+        def count(index: torch.Tensor) -> torch.Tensor:
+            lengths.append(len(index))
+            return index
+
+        exchange.map_indices(count)
+        places = iter(torch.split(self.indices.take((sum(lengths),), torch.int64), lengths))
+        return exchange.map_indices(lambda index: next(places).copy_(index))
 
     def reserve(self, needed: CoreAttentionMemory, transport: Transport) -> None:
         """Makes room for plans. Collective; nothing may be under way.
@@ -64,6 +84,7 @@ class Buffers:
         for slot in self.slots:
             slot.reserve(room.slot)
         self.scratch.reserve(room.scratch)
+        self.indices.reserve(room.indices * len(self.slots))
         if transport.rank == 0:
             logger.info(
                 "core attention's buffers grow from %.1f to %.1f MB on every rank",

@@ -14,6 +14,7 @@ Row numbers, all on this rank:
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -106,37 +107,29 @@ class Exchange:
     calls: tuple[KernelCall, ...]
     arrivals: tuple[Arrival, ...]
 
-    def to(self, device: torch.device) -> Exchange:
-        """The same with its row indices on `device` (`cu_seqlens` stay on the CPU)."""
-        if device.type == "cpu":
-            return self
+    def map_indices(self, function: Callable[[torch.Tensor], torch.Tensor]) -> Exchange:
+        """The same with other tensors as row indices (`cu_seqlens` stay on the CPU)."""
 
-        def move(index: torch.Tensor | None) -> torch.Tensor | None:
-            return None if index is None else index.to(device, non_blocking=True)
+        def optional(index: torch.Tensor | None) -> torch.Tensor | None:
+            return None if index is None else function(index)
 
-        def move_rows(rows: Rows) -> Rows:
-            return replace(rows, send=rows.send.to(device))
-
-        return Exchange(
-            self.rank,
-            self.world_size,
-            self.mask,
-            move_rows(self.q),
-            move_rows(self.kv),
-            tuple(
-                KernelCall(
-                    call.causal,
-                    call.cu_seqlens_q,
-                    call.cu_seqlens_kv,
-                    move(call.q_rows),
-                    move(call.kv_rows),
-                    move(call.first_q),
-                    tuple(part.to(device) for part in call.repeated_q),
+        return replace(
+            self,
+            q=replace(self.q, send=function(self.q.send)),
+            kv=replace(self.kv, send=function(self.kv.send)),
+            calls=tuple(
+                replace(
+                    call,
+                    q_rows=optional(call.q_rows),
+                    kv_rows=optional(call.kv_rows),
+                    first_q=optional(call.first_q),
+                    repeated_q=tuple(function(part) for part in call.repeated_q),
                 )
                 for call in self.calls
             ),
-            tuple(
-                Arrival(a.server, a.first.to(device), a.repeated.to(device)) for a in self.arrivals
+            arrivals=tuple(
+                replace(each, first=function(each.first), repeated=function(each.repeated))
+                for each in self.arrivals
             ),
         )
 
