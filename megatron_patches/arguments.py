@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import importlib.util
-from argparse import ArgumentParser, BooleanOptionalAction, Namespace
+from argparse import ArgumentParser, ArgumentTypeError, BooleanOptionalAction, Namespace
 from pathlib import Path
 
 import torch
 
 from distca.plan import BLOCK, Mask
-from distca.schedule import SCHEDULERS
+from distca.schedule import BALANCING, SCHEDULERS
 
 BACKWARDS = ("resend", "keep")
 ABLATIONS = ("none", "single-stream", "signal")
@@ -82,7 +82,17 @@ def add_distca_arguments(parser: ArgumentParser) -> ArgumentParser:
         default=None,
         metavar="SPEED",
         help="Relative speeds of the attention servers where GPUs are unequal: the data-parallel "
-        "ranks of the first stage, of the second, ... (tiles only).",
+        "ranks of the first stage, of the second, ..., dedicated servers (tiles only).",
+    )
+    group.add_argument(
+        "--distca-servers",
+        type=_dedicated_processes,
+        default=0,
+        metavar="inplace|dedicated:N",
+        help="inplace: every rank is an attention server, and there are no others. dedicated:N: so "
+        "are the last N processes of the job, which hold no model; the processes before them are "
+        "those that Megatron's sizes are about. They count as one server for each tensor-parallel "
+        "group. Default: inplace.",
     )
     group.add_argument(
         "--distca-context-parallel-size",
@@ -163,6 +173,16 @@ def add_distca_arguments(parser: ArgumentParser) -> ArgumentParser:
     return parser
 
 
+def _dedicated_processes(value: str) -> int:
+    """How many processes only serve, from `--distca-servers`."""
+    kind, _, number = value.partition(":")
+    if kind == "inplace" and not number:
+        return 0
+    if kind == "dedicated" and number.isdecimal() and int(number) > 0:
+        return int(number)
+    raise ArgumentTypeError(f"{value!r} is neither inplace nor dedicated:N with N at least 1")
+
+
 def mask_from_args(args: Namespace) -> Mask:
     """The mask that `--window-size` asks for.
 
@@ -214,6 +234,7 @@ def validate_distca_arguments(args: Namespace) -> None:
         )
     _validate_pipeline(args)
     _validate_ping_pong(args)
+    _validate_servers(args)
     if args.attention_dropout:
         raise ValueError(
             f"--distca cannot apply attention dropout: set --attention-dropout 0 "
@@ -323,6 +344,28 @@ def _validate_ping_pong(args: Namespace) -> None:
             )
 
 
+def _validate_servers(args: Namespace) -> None:
+    """Checks what dedicated servers need."""
+    number = args.distca_servers
+    if not number:
+        return
+    flag = f"--distca-servers dedicated:{number}"
+    if number % args.tensor_model_parallel_size:
+        raise ValueError(
+            f"{flag}: a server is a process for each of the {args.tensor_model_parallel_size} "
+            "tensor-parallel parts of the heads: use a multiple of that"
+        )
+    if args.distca_scheduler not in BALANCING:
+        raise ValueError(
+            f"{flag} needs a --distca-scheduler that shares tasks out over all servers "
+            f"({', '.join(BALANCING)}), not {args.distca_scheduler}"
+        )
+    if args.distca_backward != "resend":
+        raise ValueError(f"{flag} needs --distca-backward resend: those servers keep nothing")
+    if not args.distca_pool_stages:
+        raise ValueError(f"{flag} shares the tasks of all stages: remove --no-distca-pool-stages")
+
+
 def _validate_scheduling(args: Namespace) -> None:
     """Checks the flags of the schedulers against each other."""
     scheduler = args.distca_scheduler
@@ -343,10 +386,11 @@ def _validate_scheduling(args: Namespace) -> None:
     speeds = args.distca_server_speeds
     if speeds is not None:
         servers = args.data_parallel_size * args.pipeline_model_parallel_size
+        servers += args.distca_servers // args.tensor_model_parallel_size
         if len(speeds) != servers or not all(0 < s < float("inf") for s in speeds):
             raise ValueError(
                 f"--distca-server-speeds needs one positive speed for each of the {servers} "
-                f"data-parallel ranks of all stages, not {speeds}"
+                f"data-parallel ranks of all stages and dedicated servers, not {speeds}"
             )
         args.distca_server_speeds = tuple(speeds)
     bound = args.distca_max_buffer_bytes

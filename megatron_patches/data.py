@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from argparse import Namespace
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from typing import Literal
 
@@ -21,7 +21,6 @@ from distca.cost.model import AnalyticCost, CostModel
 from distca.cost.profile import Profile
 from distca.cost.volume import AttentionShape
 from distca.plan import Mask
-from distca.plan.span import Int64s
 from distca.runtime import Buffers, CoreAttention, Trace
 from distca.schedule import (
     BALANCING,
@@ -34,9 +33,16 @@ from distca.schedule import (
     move_tiles,
     tick_schedule,
 )
-from distca.transport import CollectiveTransport, Signal, SingleStream, Transport
+from distca.transport import (
+    CollectiveTransport,
+    Signal,
+    SingleStream,
+    Transport,
+    new_exchange_group,
+)
 from megatron_patches.arguments import mask_from_args
 from megatron_patches.batch import MicroBatches, PackedBatches, WindowLayout
+from megatron_patches.dedicated import Control, Processes
 from megatron_patches.job import DataIterators
 from megatron_patches.model import uses_dense_mask, uses_own_attention
 from megatron_patches.planned_batches import NANO_BATCHES, PlannedBatches
@@ -96,46 +102,80 @@ def schedule_config(args: Namespace, servers: int) -> ScheduleConfig:
     return config
 
 
-def build_core_attention(args: Namespace, device: torch.device) -> tuple[CoreAttention, Int64s]:
-    """What runs the plans: a transport over the ranks of this tensor-parallel index. Collective.
+@dataclass(frozen=True)
+class Servers:
+    """The attention servers as one of them sees them.
 
-    Returns:
-        The runner, and the number of each stage's data-parallel ranks in its transport, int64
-        `[stages, data-parallel ranks]`.
+    Attributes:
+        group: the processes of this tensor-parallel index.
+        layout: who is who.
+        control: of the dedicated ones; None: there are none.
     """
+
+    group: dist.ProcessGroup
+    layout: PipelineLayout
+    control: Control | None
+
+
+def find_servers(args: Namespace, device: torch.device) -> Servers:
+    """Who exchanges with this process. Collective."""
+    chunks = args.virtual_pipeline_model_parallel_size or 1
+    processes: Processes | None = getattr(args, "processes", None)
+    if processes is not None and processes.serves_only:
+        places, index = processes.share_places(None), processes.tensor_parallel_rank
+        group = processes.exchange_group(places, index)
+        table = server_table(places, index)
+        number = int(table.size) + processes.dedicated_number
+        layout = PipelineLayout(None, chunks, table, number, processes.dedicated_servers)
+        return Servers(group, layout, Control(group, device))
     place = (
         parallel_state.get_tensor_model_parallel_rank(),
         parallel_state.get_pipeline_model_parallel_rank(),
         parallel_state.get_data_parallel_rank(),
     )
+    index, stage, data_parallel_rank = place
     places = [place] * dist.get_world_size()
     dist.all_gather_object(places, place)
-    # Groups of their own, so that exchanges are never ordered among other collectives.
-    groups = [
-        dist.new_group([rank for rank, other in enumerate(places) if other[0] == index])
-        for index in range(parallel_state.get_tensor_model_parallel_world_size())
-    ]
-    transport: Transport = CollectiveTransport(groups[place[0]], device)
+    table = server_table(places, index)
+    number = int(table[stage, data_parallel_rank])
+    if processes is None:
+        # Groups of their own, so that exchanges are never ordered among other collectives.
+        groups = [
+            new_exchange_group([rank for rank, other in enumerate(places) if other[0] == each])
+            for each in range(parallel_state.get_tensor_model_parallel_world_size())
+        ]
+        return Servers(groups[index], PipelineLayout(stage, chunks, table, number), None)
+    group = processes.exchange_group(processes.share_places(places), index)
+    layout = PipelineLayout(stage, chunks, table, number, processes.dedicated_servers)
+    return Servers(group, layout, Control(group, device))
+
+
+def build_core_attention(
+    args: Namespace, group: dist.ProcessGroup, device: torch.device
+) -> CoreAttention:
+    """What runs the plans of the ranks of a group."""
+    transport: Transport = CollectiveTransport(group, device)
     if args.distca_ablation == "single-stream":
         transport = SingleStream(transport)
     elif args.distca_ablation == "signal":
         transport = Signal(transport)
         logger.warning("--distca-ablation signal moves no data: LOSSES ARE NOT MEANINGFUL")
-    core_attention = CoreAttention(
+    return CoreAttention(
         transport,
         select_kernel(device.type),
         Buffers(device, len(NANO_BATCHES) if args.distca_ping_pong else 1),
         args.distca_backward,
         Trace(device),
     )
-    return core_attention, server_table(places, place[0])
 
 
 def window_layout(args: Namespace) -> WindowLayout:
-    """This rank's part of every window."""
+    """This rank's part of every window; a dedicated server reads no tokens."""
+    processes: Processes | None = getattr(args, "processes", None)
+    serves_only = processes is not None and processes.serves_only
     return WindowLayout(
-        parallel_state.get_data_parallel_rank(),
-        parallel_state.get_data_parallel_world_size(),
+        0 if serves_only else parallel_state.get_data_parallel_rank(),
+        args.data_parallel_size,
         args.seq_length,
         args.micro_batch_size,
     )
@@ -166,6 +206,9 @@ def build_data(
         else (torch.device("cpu"))
     )
     make = batch_maker(args, layout, device)
+    control = make.servers.control if isinstance(make, PlannedMaker) else None
+    if control is not None:
+        control.share_consumed(args)
     prefixes, weights = parse_data_path(args.data_path)
 
     def iterator(
@@ -193,6 +236,8 @@ def build_data(
         if not isinstance(make, PlannedMaker):
             return MicroBatches(make(stream), consumed, layout.samples_per_micro_batch, device)
         batches = make(stream, forward_only=which != "train")
+        if control is not None:
+            batches = replace(batches, announce=partial(control.announce, which))
         if which == "train":
             _log_first_plan(args, batches, consumed)
         # Evaluations are not ramped up.
@@ -203,6 +248,7 @@ def build_data(
         train=iterator("train", train_samples, args.consumed_train_samples),
         valid=iterator("valid", valid_samples, args.consumed_valid_samples),
         test=iterator("test", test_samples, 0),
+        control=control,
     )
 
 
@@ -227,6 +273,7 @@ class PlannedMaker:
         device: where the model is.
 
     Attributes:
+        servers: who exchanges with this process.
         micro_batches: of the global batch that starts at a sample of the training split.
         micro_batches_at_last: of a global batch that is not ramped up.
     """
@@ -235,16 +282,11 @@ class PlannedMaker:
         self, args: Namespace, layout: WindowLayout, mask: Mask, device: torch.device
     ) -> None:
         self._args, self._layout, self._mask = args, layout, mask
-        self._core_attention, servers = build_core_attention(args, device)
-        self._config = schedule_config(args, servers.size)
-        chunks = args.virtual_pipeline_model_parallel_size or 1
-        self._pipeline = PipelineLayout(
-            parallel_state.get_pipeline_model_parallel_rank(),
-            chunks,
-            servers,
-            parallel_state.get_data_parallel_rank(),
-        )
-        layers = args.num_layers // (len(servers) * chunks)
+        self.servers = find_servers(args, device)
+        self._core_attention = build_core_attention(args, self.servers.group, device)
+        self._pipeline = self.servers.layout
+        self._config = schedule_config(args, self._pipeline.world_size)
+        layers = args.num_layers // (self._pipeline.stages * self._pipeline.chunks)
         phases: tuple[Phase, ...] = ("forward", "backward")
         self._rounds = {phase: rounds_of_tick(phase, layers, args) for phase in phases}
         self.micro_batches_at_last = args.global_batch_size // layout.samples_per_micro_batch
@@ -258,7 +300,7 @@ class PlannedMaker:
         if config.server_speeds is not None:
             speeds = np.array(config.server_speeds)[servers].mean(axis=0)
             of_stage = replace(config, server_speeds=tuple(speeds.tolist()))
-        pooled = len(servers) > 1 and args.distca_pool_stages
+        pooled = (len(servers) > 1 and args.distca_pool_stages) or self._pipeline.dedicated > 0
         schedule = partial(
             tick_schedule,
             stages=len(servers),

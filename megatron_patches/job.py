@@ -5,19 +5,29 @@ from __future__ import annotations
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from megatron_patches.dedicated import Control
 
 
 @dataclass(frozen=True)
 class DataIterators:
-    """The micro-batches of each split, or None for a split that is not needed."""
+    """The micro-batches of each split, or None for a split that is not needed.
+
+    Attributes:
+        control: of the dedicated servers; None: there are none.
+    """
 
     train: Iterator[Any] | None
     valid: Iterator[Any] | None
     test: Iterator[Any] | None
+    control: Control | None = None
 
     def close(self) -> None:
-        """Ends the iterators' threads."""
+        """Ends the iterators' threads, and dismisses dedicated servers."""
+        if self.control is not None:
+            self.control.dismiss()
         for iterator in (self.train, self.valid, self.test):
             if iterator is not None:
                 iterator.close()  # type: ignore[attr-defined]

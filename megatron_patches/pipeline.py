@@ -21,12 +21,11 @@ from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import get_model_config, get_model_type
 
-from distca.cost.volume import AttentionShape
-from distca.runtime import Call, Exchange, ExchangeSlot
+from distca.runtime import Exchange
 from distca.schedule import Phase, Work
 from megatron_patches.attention import DisaggregatedCoreAttention
 from megatron_patches.batch import MicroBatch
-from megatron_patches.planned_batches import NANO_BATCHES
+from megatron_patches.serving import serve_tick
 from megatron_patches.tick_batches import TickBatches, TickInput
 from megatron_patches.tracing import Tracing
 
@@ -120,6 +119,8 @@ class TickPipeline:
         )
         trace = batches.core_attention.trace
         recorded = self._tracing is not None and self._tracing.starts(trace, forward_only)
+        if batches.announce is not None:
+            batches.announce()
         if config.timers is not None:
             config.timers("forward-backward", log_level=1).start(
                 barrier=config.barrier_with_L1_time
@@ -219,6 +220,10 @@ class _GlobalBatch:
         self._forward_step = forward_step
         self._forward_only, self._first_val_step = forward_only, first_val_step
         self._made, self._layout = batches, batches.layout
+        assert batches.layout.stage is not None, "dedicated servers hold no model"
+        self._stage = batches.layout.stage
+        own_stage = batches.layout.servers[self._stage].tolist()
+        self._column = own_stage.index(batches.layout.server)
         self._trace = batches.core_attention.trace
         # Of passes whose input has come, whose backward is to come, whose gradient has come.
         self._inputs: dict[Work, torch.Tensor | None] = {}
@@ -269,7 +274,7 @@ class _GlobalBatch:
         }
 
     def _title(self, current: TickInput) -> str:
-        work = current.tick.work[self._layout.stage]
+        work = current.tick.work[self._stage]
         if work is None:
             return f"{current.tick.phase}: serve"
         title = f"{current.tick.phase}: micro-batch {work.micro_batch}"
@@ -278,7 +283,7 @@ class _GlobalBatch:
     def _start_training(self) -> None:
         self._sync = _GradientSync(self._chunks, self._config)
         self._embedding = schedules.clear_embedding_activation_buffer(
-            self._config, self._chunks, self._layout.stage == self._layout.stages - 1
+            self._config, self._chunks, self._stage == self._layout.stages - 1
         )
         gather = self._config.param_sync_func
         if gather is not None and len(self._chunks) > 1:
@@ -288,7 +293,7 @@ class _GlobalBatch:
 
     def _compute(self, current: TickInput) -> torch.Tensor | None:
         """This stage's part of a tick: what is to be passed on."""
-        work = current.tick.work[self._layout.stage]
+        work = current.tick.work[self._stage]
         if work is None:
             self._serve(current)
             return None
@@ -299,19 +304,13 @@ class _GlobalBatch:
     def _serve(self, current: TickInput) -> None:
         """Takes part in every call of core attention that the working stages make."""
         modules = core_attention_modules(self._chunks[0])
-        names = NANO_BATCHES if len(current.exchanges) > 1 else (None,)
-        for what, layer in self._made.rounds[current.tick.phase]:
-            calls = [
-                self._made.core_attention.serving_call(
-                    ExchangeSlot(exchange, number),
-                    modules[layer].softmax_scale,
-                    {"layer": modules[layer].layer_number, "nano_batch": name},
-                )
-                for number, (name, exchange) in enumerate(
-                    zip(names, current.exchanges, strict=True)
-                )
-            ]
-            serve(what, calls, self._made.batches.schedule_config.shape, self._activation)
+        serve_tick(
+            self._made,
+            current,
+            [module.layer_number for module in modules],
+            modules[0].softmax_scale,
+            self._activation,
+        )
 
     def _forward(self, work: Work, current: TickInput) -> torch.Tensor:
         assert current.micro_batch is not None
@@ -329,7 +328,7 @@ class _GlobalBatch:
             ),
             current_microbatch=work.micro_batch,
             vp_stage=work.chunk if virtual else None,
-            is_last_stage=self._is_last(work, self._layout.stage),
+            is_last_stage=self._is_last(work, self._stage),
         )
         self._tokens += tokens
         if not self._forward_only:
@@ -358,7 +357,7 @@ class _GlobalBatch:
 
     def _pass_on(self, current: TickInput, made: torch.Tensor | None) -> None:
         """Sends what this stage made to the one that needs it, and receives what it needs."""
-        stage, stages = self._layout.stage, self._layout.stages
+        stage, stages = self._stage, self._layout.stages
         if stages == 1:
             return
         phase = current.tick.phase
@@ -395,7 +394,7 @@ class _GlobalBatch:
 
     def _shape_from(self, sender: int, current: TickInput) -> tuple[int, int, int]:
         """The shape of what a stage sends: `[tokens, 1, hidden size]`."""
-        server = self._layout.servers[sender, self._layout.data_parallel_rank]
+        server = self._layout.servers[sender, self._column]
         tokens = sum(int(plan.own_tokens_per_rank()[server]) for plan in current.plans)
         if self._config.sequence_parallel:
             tokens //= self._groups.tp.size()
@@ -411,7 +410,7 @@ class _GlobalBatch:
         schedules.finish_embedding_wgrad_compute(
             config,
             self._embedding,
-            self._layout.stage == self._layout.stages - 1,
+            self._stage == self._layout.stages - 1,
             self._groups.tp,
         )
         config.finalize_model_grads_func(
@@ -429,37 +428,6 @@ def give_exchanges(micro_batch: MicroBatch, exchanges: Sequence[Exchange]) -> No
     for each, exchange in zip(params.halves or (params,), exchanges, strict=True):
         assert each.slot is not None
         each.slot.exchange = exchange
-
-
-@torch.no_grad()
-def serve(
-    what: Phase, calls: Sequence[Call], shape: AttentionShape, activation: torch.Tensor
-) -> None:
-    """Serves a call of each nano-batch, in the order of `ping_pong.py`, without tokens of its own.
-
-    Args:
-        what: which pass the working stages do.
-        calls: of each nano-batch.
-        shape: the attention heads of this rank.
-        activation: a tensor of the activations' type on their device.
-    """
-    q = activation.new_empty((0, shape.heads, shape.head_dim))
-    k = activation.new_empty((0, shape.kv_heads, shape.head_dim))
-    if what == "forward":
-        for call in calls:
-            call.start(q, k, k)
-        for call in calls:
-            call.compute()
-        for call in calls:
-            call.finish()
-        return
-    backwards = list(reversed(calls))
-    for call in backwards:
-        call.start_backward_without_tokens(q, k)
-    for call in backwards:
-        call.compute_backward()
-    for call in backwards:
-        call.finish_backward()
 
 
 def core_attention_modules(chunk: torch.nn.Module) -> list[DisaggregatedCoreAttention]:

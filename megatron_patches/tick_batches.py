@@ -31,26 +31,28 @@ class PipelineLayout:
     """A pipeline's stages and its servers.
 
     Attributes:
-        stage: of this rank.
+        stage: of this rank; None: it is a dedicated server.
         chunks: model chunks (virtual stages) of each stage.
         servers: the number of each data-parallel rank of each stage among the ranks that exchange,
             int64 `[stages, data-parallel ranks]`.
-        data_parallel_rank: this rank's column of `servers`.
+        server: this rank's number.
+        dedicated: servers that hold no model, whose numbers come after all others.
     """
 
-    stage: int
+    stage: int | None
     chunks: int
     servers: Int64s
-    data_parallel_rank: int
+    server: int
+    dedicated: int = 0
 
     @property
     def stages(self) -> int:
         return len(self.servers)
 
     @property
-    def server(self) -> int:
-        """This rank's number."""
-        return int(self.servers[self.stage, self.data_parallel_rank])
+    def world_size(self) -> int:
+        """All servers."""
+        return int(self.servers.size) + self.dedicated
 
 
 @dataclass(frozen=True)
@@ -98,6 +100,8 @@ class TickBatches:
         move: balances what schedulers don't know of; see `distca.schedule.pool`.
         rounds: the core-attention calls of a tick of each phase.
         core_attention: runs the plans.
+        announce: tells dedicated servers that a global batch of this split comes next; None: there
+            are no such servers.
     """
 
     batches: PlannedBatches
@@ -107,6 +111,7 @@ class TickBatches:
     move: Callable[[Plan], Plan] | None
     rounds: dict[Phase, tuple[Round, ...]]
     core_attention: CoreAttention
+    announce: Callable[[], None] | None = None
 
     def micro_batches(self, first_sample: int, count: int) -> list[NanoBatches]:
         """The documents of a global batch's micro-batches, and their plans on their own."""
@@ -137,8 +142,10 @@ class TickBatches:
         plans = []
         for number in range(nano_batches):
             of_stages = [None if stage is None else stage.plans[number] for stage in stages]
-            plan = pool(of_stages, self.layout.servers, self.scheduler, self.move)
-            if len(stages) > 1 or plan.first_query is not None:
+            plan = pool(
+                of_stages, self.layout.servers, self.scheduler, self.move, self.layout.world_size
+            )
+            if len(stages) > 1 or self.scheduler is not None or plan.first_query is not None:
                 plan.validate()
             plans.append(plan)
         return tuple(plans)
@@ -149,7 +156,7 @@ class TickBatches:
         passes: tuple[tuple[Phase, tuple[str, ...]], ...]
         passes = (("forward", FORWARD_PHASES), ("backward", BACKWARD_PHASES))
         calls = Counter(call.what for call in self.rounds[phase])
-        nothing = np.zeros(self.layout.servers.size, dtype=np.int64)
+        nothing = np.zeros(self.layout.world_size, dtype=np.int64)
         sent: dict[str, Int64s] = {}
         for plan in plans:
             each = plan_bytes(plan, shape, self.core_attention.backward).phases
@@ -178,7 +185,8 @@ class TickBatches:
             uses[key] -= 1
             if uses[key]:
                 exchanges[key] = mine
-            work = planned.tick.work[self.layout.stage]
+            stage = self.layout.stage
+            work = None if stage is None else planned.tick.work[stage]
             micro_batch = None
             if work is not None and planned.tick.phase == "forward":
                 micro_batch = self._micro_batch(work, micro_batches, report, made)
@@ -250,6 +258,7 @@ class TickStream:
 
     Attributes:
         batches: as given.
+        device: as given.
     """
 
     def __init__(
@@ -260,7 +269,7 @@ class TickStream:
         device: torch.device,
     ) -> None:
         self.batches = batches
-        self._device = device
+        self.device = device
         self._ticks = Prefetcher(_all_ticks(batches, first_sample, micro_batches))
         # Without a pipeline a micro-batch's way back has the exchange of its way out.
         self._exchanges: tuple[tuple[Exchange, ...], tuple[Exchange, ...]] | None = None
@@ -278,7 +287,7 @@ class TickStream:
         exchanges = self._exchanges[1]
         micro_batch = made.micro_batch
         if micro_batch is not None:
-            micro_batch = micro_batch.to(self._device)
+            micro_batch = micro_batch.to(self.device)
             assert micro_batch.packed_seq_params is not None
             micro_batch = replace(
                 micro_batch,

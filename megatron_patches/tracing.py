@@ -41,9 +41,13 @@ class Tracing:
         if self._iteration < self._last:
             return
         rank = dist.get_rank()
+        data, tensor = (
+            parallel_state.get_data_parallel_rank(),
+            parallel_state.get_tensor_model_parallel_rank(),
+        )
         name = (
-            f"rank {rank}: stage {layout.stage}, data {layout.data_parallel_rank}, tensor "
-            f"{parallel_state.get_tensor_model_parallel_rank()}, server {layout.server}"
+            f"rank {rank}: stage {layout.stage}, data {data}, tensor {tensor}, "
+            f"server {layout.server}"
         )
         mine = (name, trace.take(rank))
         everyones: list[tuple[str, list[dict[str, object]]]] = [mine] * dist.get_world_size()

@@ -191,6 +191,12 @@ class _Providers:
 
         args = get_args()
         self._job.validate_arguments(args)
+        if getattr(args, "distca_servers", 0):
+            raise ValueError(
+                "--distca-servers dedicated:N needs the loop of this repository, since "
+                "Megatron-LM's gives every process a model: run pretrain_gpt.py where "
+                "megatron.training is not installed"
+            )
         if config is None:
             config = core_transformer_config_from_args(args)
         if uses_dense_mask(args):

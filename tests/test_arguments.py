@@ -106,6 +106,22 @@ def test_windows(text: str) -> None:
             "--recompute-granularity full --recompute-method uniform --recompute-num-layers 3",
             "must divide the",
         ),
+        (
+            "--distca --distca-servers dedicated:2 --tensor-model-parallel-size 4",
+            "cannot be divided into groups of TP x PP = 4 x 1",
+        ),
+        (
+            "--distca --distca-servers dedicated:2 --distca-scheduler packed",
+            "needs a --distca-scheduler that shares tasks out",
+        ),
+        (
+            "--distca --distca-servers dedicated:2 --distca-backward keep",
+            "needs --distca-backward resend",
+        ),
+        (
+            "--distca --distca-servers dedicated:2 --no-distca-pool-stages",
+            "remove --no-distca-pool-stages",
+        ),
         ("--distca --attention-backend local", "--distca replaces it"),
         ("--distca --distca-profile nowhere.json", "does not exist: make one"),
     ],
@@ -138,6 +154,22 @@ def test_what_distca_does_not_cover(flag: str, value, message: str) -> None:
     setattr(args, flag, value)
     with pytest.raises(ValueError, match=message):
         validate_distca_arguments(args)
+
+
+def test_dedicated_servers_are_no_part_of_the_model() -> None:
+    args = parse("--distca", "--distca-servers", "dedicated:3", world_size=5)
+    assert (args.world_size, args.data_parallel_size) == (2, 2)
+    # Without --distca the same command is plain Megatron on all processes.
+    assert parse("--distca-servers", "dedicated:3", world_size=5).data_parallel_size == 5
+    with pytest.raises(ValueError, match="a process for each of the 2 tensor-parallel parts"):
+        parse(
+            "--distca",
+            "--distca-servers",
+            "dedicated:3",
+            "--tensor-model-parallel-size",
+            "2",
+            world_size=5,
+        )
 
 
 @pytest.mark.parametrize("flags", ["--no-such-flag 1", "--fp16", "--train-iter 5"])

@@ -267,6 +267,53 @@ def test_pipelines_go_on_from_one_process(corpus, one_process, virtual, distca, 
         assert float(loss) == pytest.approx(float(losses[i]), rel=1e-4)
 
 
+@pytest.mark.parametrize(
+    ("processes", "flags"),
+    [
+        (
+            3,
+            ["--pipeline-model-parallel-size", "2", "--distca-servers", "dedicated:1"]
+            + ["--recompute-granularity", "full", "--recompute-method", "block"]
+            + ["--recompute-num-layers", "1"],
+        ),
+        (
+            4,
+            ["--tensor-model-parallel-size", "2", "--sequence-parallel"]
+            + ["--distca-servers", "dedicated:2", "--distca-scheduler", "greedy"]
+            + ["--no-distca-ping-pong"],
+        ),
+    ],
+    ids=["PP2", "TP2-SP"],
+)
+def test_dedicated_servers_go_on_from_one_process(corpus, one_process, processes, flags) -> None:
+    """Processes without a model take part from a checkpoint on: the losses are the same."""
+    losses, save = one_process
+    common = ["--train-iters", "6", "--num-layers", "4", "--hidden-dropout", "0", "--distca"]
+    found, output = run(processes, corpus, *common, "--load", str(save), *flags)
+    check_dedicated(found, losses, output, servers={3: 3, 4: 2}[processes])
+
+
+def test_a_dedicated_server_beside_two_ranks(corpus, without_dropout) -> None:
+    """It takes part in evaluations, too, and in what comes after them."""
+    losses, save = without_dropout
+    flags = ["--distca", "--use-distributed-optimizer", "--hidden-dropout", "0"]
+    flags += ["--distca-servers", "dedicated:1", "--eval-interval", "5", "--eval-iters", "1"]
+    found, output = run(3, corpus, *flags, "--train-iters", "6", "--load", str(save))
+    check_dedicated(found, losses, output, servers=3)
+    assert "validation loss at iteration 5" in output
+
+
+def check_dedicated(
+    found: dict[int, str], losses: dict[int, str], output: str, servers: int
+) -> None:
+    assert sorted(found) == [4, 5, 6]
+    for i, loss in found.items():
+        assert float(loss) == pytest.approx(float(losses[i]), rel=1e-5)
+    assert f"for {servers} servers" in output
+    moved = re.findall(r"MB moved: (\S+) \|", output)
+    assert min(map(float, moved)) > 0
+
+
 @pytest.fixture(scope="module")
 def one_process(corpus, tmp_path_factory) -> tuple[dict[int, str], Path]:
     """Six iterations of a plain process, and a folder with the checkpoint of the third."""

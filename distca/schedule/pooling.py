@@ -18,6 +18,7 @@ def pool(
     servers: Int64s,
     scheduler: Scheduler | None = None,
     move: Callable[[Plan], Plan] | None = None,
+    world_size: int | None = None,
 ) -> Plan:
     """The plan of a tick, in which each stage runs a micro-batch of its own or none.
 
@@ -31,6 +32,8 @@ def pool(
             None: every stage keeps its own plan.
         move: moves tasks that attend to an earlier nano-batch's keys, which no scheduler knows of;
             None: they stay with the owners of their queries.
+        world_size: servers of all kinds, those included that no stage owns; None: as many as are in
+            `servers`.
 
     Returns:
         A plan over all servers, whose documents are those of stage 0, then 1, ...
@@ -40,7 +43,9 @@ def pool(
         extended = with_earlier_keys(plan, crossings)
         return extended if move is None or not crossings else move(extended)
 
-    if len(stages) == 1 and stages[0] is not None:
+    if world_size is None:
+        world_size = int(servers.size)
+    if len(stages) == 1 and stages[0] is not None and world_size == servers.size:
         only = stages[0]
         return with_earlier(only.plan, [] if only.crossing is None else [only.crossing])
     if scheduler is None:
@@ -48,8 +53,8 @@ def pool(
             None if s is None else with_earlier(s.plan, [] if s.crossing is None else [s.crossing])
             for s in stages
         ]
-        return _side_by_side(own, servers)
-    together = _side_by_side([None if s is None else s.plan for s in stages], servers)
+        return _side_by_side(own, servers, world_size)
+    together = _side_by_side([None if s is None else s.plan for s in stages], servers, world_size)
     plan = scheduler.schedule(together.lengths, together.placement, together.mask)
     crossings, first_document = [], 0
     for stage, ranks in zip(stages, servers, strict=True):
@@ -57,13 +62,13 @@ def pool(
             continue
         if stage.crossing is not None:
             earlier = stage.crossing.earlier
-            earlier = replace(earlier, rank=ranks[earlier.rank], world_size=int(servers.size))
+            earlier = replace(earlier, rank=ranks[earlier.rank], world_size=world_size)
             crossings.append(Crossing(first_document + stage.crossing.document, earlier))
         first_document += len(stage.plan.lengths)
     return with_earlier(plan, crossings)
 
 
-def _side_by_side(plans: Sequence[Plan | None], servers: Int64s) -> Plan:
+def _side_by_side(plans: Sequence[Plan | None], servers: Int64s, world_size: int) -> Plan:
     """All stages' plans as one, each on its own servers."""
     lengths, first_queries, placements, tasks = [], [], [], []
     first_document = 0
@@ -77,9 +82,7 @@ def _side_by_side(plans: Sequence[Plan | None], servers: Int64s) -> Plan:
             np.zeros_like(plan.lengths) if plan.first_query is None else plan.first_query
         )
         placements.append(
-            Placement(
-                at.document + first_document, at.start, at.end, ranks[at.rank], int(servers.size)
-            )
+            Placement(at.document + first_document, at.start, at.end, ranks[at.rank], world_size)
         )
         tasks.append(replace(own, document=own.document + first_document, server=ranks[own.server]))
         first_document += len(plan.lengths)

@@ -10,7 +10,7 @@ from distca.transport.base import (
     Transport,
     Way,
 )
-from distca.transport.collective import CollectiveTransport
+from distca.transport.collective import CollectiveTransport, new_exchange_group
 
 __all__ = [
     "WAYS",
@@ -23,4 +23,5 @@ __all__ = [
     "SingleStream",
     "Transport",
     "Way",
+    "new_exchange_group",
 ]

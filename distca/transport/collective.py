@@ -10,6 +10,18 @@ import torch.distributed as dist
 from distca.transport.base import Channel, ChannelBytes, MessageSizes, Pending, Transport
 
 
+def new_exchange_group(ranks: list[int]) -> dist.ProcessGroup | None:
+    """A process group for exchanges alone; None on ranks that are not in it. Collective.
+
+    On GPUs its stream comes before those of other kernels: while it waits, servers wait.
+    """
+    if dist.get_backend() != "nccl":
+        return dist.new_group(ranks)
+    options = dist.ProcessGroupNCCL.Options()
+    options.is_high_priority_stream = True
+    return dist.new_group(ranks, pg_options=options)
+
+
 class CollectiveTransport(Transport):
     """`all_to_all_single` with uneven splits over a process group of its own.
 
@@ -22,7 +34,7 @@ class CollectiveTransport(Transport):
     """
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
-        super().__init__(dist.get_rank(group), dist.get_world_size(group))
+        super().__init__(group.rank(), group.size())
         self._group, self._device = group, device
         self._staging: dict[Channel, torch.Tensor] = {}
         self._received: dict[Channel, torch.Tensor] = {}
@@ -52,13 +64,13 @@ class CollectiveTransport(Transport):
         received = _first(self._received[channel], sum(sizes.receive))
         work = None
         if self.world_size > 1:
-            work = dist.all_to_all_single(
+            # The group's own method: torch.distributed's function knows registered groups alone,
+            # and one that spans two default groups is not (`megatron_patches/dedicated.py`).
+            work = self._group.alltoall_base(
                 received,
                 _first(self._staging[channel], sum(sizes.send)),
                 list(sizes.receive),
                 list(sizes.send),
-                group=self._group,
-                async_op=True,
             )
         return _Collective(work, received)
 

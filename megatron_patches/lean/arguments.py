@@ -287,10 +287,16 @@ def parse_args(
         ValueError: what does not go together, and what to do about it.
     """
     args = build_parser(add_arguments).parse_args(argv)
-    args.world_size = world_size
+    # As in Megatron-LM, of the processes that hold a model.
+    args.world_size = world_size - dedicated_processes(args)
     _derive(args)
     _check(args)
     return args
+
+
+def dedicated_processes(args: Namespace) -> int:
+    """How many processes hold no model."""
+    return int(args.distca_servers) if getattr(args, "distca", False) else 0
 
 
 def _refuse(condition: bool, message: str) -> None:
@@ -303,8 +309,9 @@ def _derive(args: Namespace) -> None:
     model_parallel = args.tensor_model_parallel_size * args.pipeline_model_parallel_size
     _refuse(
         min(args.tensor_model_parallel_size, args.pipeline_model_parallel_size) < 1
+        or args.world_size < 1
         or args.world_size % model_parallel != 0,
-        f"{args.world_size} processes cannot be divided into groups of TP x PP = "
+        f"{args.world_size} processes with a model cannot be divided into groups of TP x PP = "
         f"{args.tensor_model_parallel_size} x {args.pipeline_model_parallel_size}: start a "
         "multiple of that",
     )

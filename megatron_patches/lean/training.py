@@ -24,8 +24,9 @@ import torch
 import torch.distributed as dist
 
 from megatron_patches import cpu
+from megatron_patches.dedicated import Processes, serve
 from megatron_patches.job import DataIterators, Job
-from megatron_patches.lean.arguments import parse_args
+from megatron_patches.lean.arguments import dedicated_processes, parse_args
 
 logger = logging.getLogger(__name__)
 
@@ -47,8 +48,10 @@ def pretrain(job: Job, argv: Sequence[str] | None = None) -> None:
     args = _arguments_or_exit(job, argv, process)
     try:
         _initialize(args, process)
-        run = build_run(job, args)
-        _train(run)
+        if args.processes is not None and args.processes.serves_only:
+            serve(job, args)
+        else:
+            _train(build_run(job, args))
         dist.barrier()
         dist.destroy_process_group()
     except BaseException as error:
@@ -105,14 +108,33 @@ def _initialize(args: Namespace, process: LaunchedProcess) -> None:
     """Process groups and random seeds."""
     if torch.cuda.is_available():
         torch.cuda.set_device(process.local_rank)
-    dist.init_process_group(
-        args.distributed_backend,
-        rank=process.rank,
-        world_size=process.world_size,
-        timeout=timedelta(minutes=args.distributed_timeout_minutes),
-        # A process by itself needs no address to meet others at.
-        store=dist.HashStore() if process.alone else None,  # type: ignore[attr-defined]
-    )
+    timeout = timedelta(minutes=args.distributed_timeout_minutes)
+    args.processes = None
+    dedicated = dedicated_processes(args)
+    if dedicated:
+        store, _, _ = next(
+            dist.rendezvous("env://", process.rank, process.world_size)  # type: ignore[attr-defined]
+        )
+        args.processes = Processes(
+            store,
+            process.rank,
+            args.world_size,
+            dedicated,
+            args.tensor_model_parallel_size,
+            timeout,
+        )
+        args.processes.init_default_group(args.distributed_backend)
+        if args.processes.serves_only:
+            return
+    else:
+        dist.init_process_group(
+            args.distributed_backend,
+            rank=process.rank,
+            world_size=process.world_size,
+            timeout=timeout,
+            # A process by itself needs no address to meet others at.
+            store=dist.HashStore() if process.alone else None,  # type: ignore[attr-defined]
+        )
     initialize_megatron(args)
 
 
