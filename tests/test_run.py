@@ -272,15 +272,13 @@ def test_pipelines_go_on_from_one_process(corpus, one_process, virtual, distca, 
     [
         (
             3,
-            ["--pipeline-model-parallel-size", "2", "--distca-servers", "dedicated:1"]
-            + ["--recompute-granularity", "full", "--recompute-method", "block"]
-            + ["--recompute-num-layers", "1"],
+            "--pipeline-model-parallel-size 2 --distca-servers dedicated:1 "
+            "--recompute-granularity full --recompute-method block --recompute-num-layers 1",
         ),
         (
             4,
-            ["--tensor-model-parallel-size", "2", "--sequence-parallel"]
-            + ["--distca-servers", "dedicated:2", "--distca-scheduler", "greedy"]
-            + ["--no-distca-ping-pong"],
+            "--tensor-model-parallel-size 2 --sequence-parallel --distca-servers dedicated:2 "
+            "--distca-scheduler greedy --no-distca-ping-pong",
         ),
     ],
     ids=["PP2", "TP2-SP"],
@@ -289,7 +287,7 @@ def test_dedicated_servers_go_on_from_one_process(corpus, one_process, processes
     """Processes without a model take part from a checkpoint on: the losses are the same."""
     losses, save = one_process
     common = ["--train-iters", "6", "--num-layers", "4", "--hidden-dropout", "0", "--distca"]
-    found, output = run(processes, corpus, *common, "--load", str(save), *flags)
+    found, output = run(processes, corpus, *common, "--load", str(save), *flags.split())
     check_dedicated(found, losses, output, servers={3: 3, 4: 2}[processes])
 
 
