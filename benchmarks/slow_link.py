@@ -253,7 +253,7 @@ def main() -> None:
         rounds=args.rounds,
         schedulers=("tiles",),
         modes=("ping-pong",),
-        tolerance=0.1,
+        tolerances=(0.1,),
         mixes=(),
         seed=0,
     )

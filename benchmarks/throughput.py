@@ -33,13 +33,14 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
+from lengths_only import VOCABULARY, stream_of
 from replay import timed_passes
 from throughput_summary import (
     LONG_TAIL,
@@ -52,6 +53,7 @@ from throughput_summary import (
     summarize,
     table,
 )
+from torch.profiler import ProfilerActivity, profile
 
 from data.lengths import DISTRIBUTIONS
 from distca.plan import BLOCK
@@ -70,18 +72,8 @@ def flags(setting: Setting) -> list[str]:
         --seq-length {setting.seq_length} --micro-batch-size 1
         --global-batch-size {batch} --train-iters 1000 --lr 1e-4
         --pipeline-model-parallel-size {setting.stages}
-        --tokenizer-type NullTokenizer --vocab-size 511 --data-path none --eval-iters 0
+        --tokenizer-type NullTokenizer --vocab-size {VOCABULARY} --data-path none --eval-iters 0
     """.split()
-
-
-@dataclass(frozen=True)
-class LengthsOnly:
-    """A corpus of which only the lengths matter."""
-
-    lengths: np.ndarray
-
-    def read(self, document: int, start: int, end: int) -> np.ndarray:
-        return (np.arange(start, end) * 7 + document) % 511
 
 
 class Measured:
@@ -136,18 +128,34 @@ class Measured:
         batches.close()
         return done
 
+    def peak_bytes(self, lengths: list[int], batch: int) -> int:
+        """The most that a step's tensors take at once, and core attention's buffers with them.
+
+        Parameters, their gradients and the optimizer's state stand between steps and are left out.
+        """
+        from megatron_patches.data import PlannedMaker
+
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
+            self.step(lengths, batch)
+        # The allocator reports each tensor's bytes when it comes and, negative, when it goes.
+        changes = [
+            event.nbytes()
+            for event in recorded.profiler.kineto_results.events()
+            if event.name() == "[memory]"
+        ]
+        peak = int(np.cumsum([0, *changes]).max())
+        if isinstance(self._maker, PlannedMaker):
+            buffers = self._maker.core_attention.buffers
+            peak += buffers.room.total(len(buffers.slots))
+        return peak
+
     def _batches(self, lengths: list[int], first: int) -> Any:
         """Micro-batches, or ticks, from a sample of a stream of such documents on."""
         from megatron_patches.batch import MicroBatches
         from megatron_patches.data import PlannedMaker
-        from megatron_patches.stream import TokenStream
         from megatron_patches.tick_batches import TickStream
 
-        column = np.asarray(lengths, dtype=np.int64)
-        numbers, zeros = np.arange(len(column)), np.zeros_like(column)
-        offsets = np.concatenate([[0], np.cumsum(column)])
-        corpora = (LengthsOnly(column),)
-        stream = TokenStream(corpora, zeros, numbers, zeros, offsets)  # type: ignore[arg-type]
+        stream = stream_of(lengths)
         device = torch.device("cpu")
         if isinstance(self._maker, PlannedMaker):
             ticks = self._maker(stream, forward_only=False)
@@ -160,13 +168,12 @@ class Measured:
         if self.args.distca:
             core_attention = batches.batches.core_attention
             trace, transport = core_attention.trace, core_attention.transport
-            counters = (transport.bytes_sent, transport.bytes_received)
-            before = [counter.copy() for counter in counters]
+            before = transport.bytes_sent.copy()
             trace.recording = True
             yield
             trace.recording = False
-            sent, received = (now - then for now, then in zip(counters, before, strict=True))
-            done.bytes_moved = dict(sent | received)
+            sent = transport.bytes_sent - before
+            done.bytes_sent = sum(sent.values())
             spans = [span for span in trace.take(0) if span["cat"] == "ticks"]
             done.ticks = [span["tdur"] / 1e6 for span in spans]
         elif self._setting.stages > 1:
@@ -218,6 +225,8 @@ def measure(rank: int, setting: Setting, store: str, output: str) -> None:
                     rows[name].append(ways.get(name, ways[PLAIN]).step(documents, batch))
             for name, row in rows.items():
                 steps[mix][name].append(row)
+                if batch == 0 and name in ways:
+                    row[0].peak_bytes = ways[name].peak_bytes(lengths, batch)
     everyones: list[Any] = [None] * setting.processes
     dist.all_gather_object(everyones, steps)
     if rank == 0:
@@ -225,6 +234,20 @@ def measure(rank: int, setting: Setting, store: str, output: str) -> None:
         Path(output).write_text(json.dumps(summaries))
     dist.barrier()
     dist.destroy_process_group()
+
+
+def measured(setting: Setting) -> dict[str, Any]:
+    """The summaries of all mixes; starts the processes."""
+    # The profiler's own switch: it would write a line for every start and stop.
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")
+    with tempfile.TemporaryDirectory() as folder:
+        found = Path(folder) / "summaries.json"
+        torch.multiprocessing.spawn(
+            measure,
+            args=(setting, str(Path(folder) / "store"), str(found)),
+            nprocs=setting.processes,
+        )
+        return dict(json.loads(found.read_text()))
 
 
 def main() -> None:
@@ -242,9 +265,10 @@ def main() -> None:
         "--modes", nargs="+", default=["ping-pong"], choices=MODES, help="one or two nano-batches"
     )
     parser.add_argument(
-        "--tolerance",
+        "--tolerances",
         type=float,
-        default=0.02,
+        nargs="+",
+        default=[0.02],
         help="of server loads; small, as bytes between processes of one machine are cheap",
     )
     parser.add_argument(
@@ -258,16 +282,9 @@ def main() -> None:
         parser.error(f"--stages {args['stages']} does not divide {args['processes']} processes")
     if args["micro_batches"] is None:
         args["micro_batches"] = 1 if args["stages"] == 1 else 2 * args["stages"]
-    args |= {name: tuple(args[name]) for name in ("schedulers", "modes", "mixes")}
+    args |= {name: tuple(args[name]) for name in ("schedulers", "modes", "mixes", "tolerances")}
     setting = Setting(**args)
-    with tempfile.TemporaryDirectory() as folder:
-        found = Path(folder) / "summaries.json"
-        torch.multiprocessing.spawn(
-            measure,
-            args=(setting, str(Path(folder) / "store"), str(found)),
-            nprocs=setting.processes,
-        )
-        summaries = json.loads(found.read_text())
+    summaries = measured(setting)
     print(table(setting, summaries))
     if output is not None:
         report = {"setting": asdict(setting), "mixes": summaries}

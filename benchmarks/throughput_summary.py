@@ -32,7 +32,7 @@ class Setting:
         rounds: how often all batches are measured.
         schedulers: of `--distca-scheduler`.
         modes: "ping-pong", or "whole" micro-batches (`--no-distca-ping-pong`).
-        tolerance: of `--distca-tolerance`.
+        tolerances: of `--distca-tolerance`.
         mixes: of document lengths: see the module.
         seed: of the document lengths.
     """
@@ -47,7 +47,7 @@ class Setting:
     rounds: int
     schedulers: tuple[str, ...]
     modes: tuple[str, ...]
-    tolerance: float
+    tolerances: tuple[float, ...]
     mixes: tuple[str, ...]
     seed: int
 
@@ -63,11 +63,13 @@ class Setting:
     def ways(self) -> dict[str, list[str]]:
         """What is compared, by name, and its flags."""
         ways: dict[str, list[str]] = {PLAIN: []}
-        for scheduler, mode in itertools.product(self.schedulers, self.modes):
+        kinds = itertools.product(self.schedulers, self.modes, self.tolerances)
+        for scheduler, mode, tolerance in kinds:
             flags = ["--distca", "--distca-scheduler", scheduler]
-            flags += ["--distca-tolerance", str(self.tolerance)]
+            flags += ["--distca-tolerance", str(tolerance)]
             flags += [] if mode == "ping-pong" else ["--no-distca-ping-pong"]
             name = scheduler if len(self.modes) == 1 else f"{scheduler}, {mode}"
+            name += f", tolerance {tolerance:g}" if len(self.tolerances) > 1 else ""
             if self.stages > 1:
                 ways[f"{name}{APART}"] = [*flags, "--no-distca-pool-stages"]
             ways[name] = flags
@@ -109,14 +111,17 @@ class Step:
         cpu_seconds: of the process.
         passes: of plain Megatron, with a pipeline.
         ticks: CPU seconds of each tick of `--distca`.
-        bytes_moved: by their phase, what this rank sent, or received if that is more.
+        bytes_sent: to other ranks.
+        peak_bytes: tensors that were there at once, beside parameters and optimizer; 0 where it was
+            not measured.
     """
 
     seconds: float = 0.0
     cpu_seconds: float = 0.0
     passes: list[Pass] = field(default_factory=list)
     ticks: list[float] = field(default_factory=list)
-    bytes_moved: dict[str, int] = field(default_factory=dict)
+    bytes_sent: int = 0
+    peak_bytes: int = 0
 
 
 def pairs_of_ranks(setting: Setting, mix: str) -> Int64s:
@@ -152,6 +157,11 @@ def summarize(setting: Setting, mix: str, ranks: Ranks) -> dict[str, Any]:
             "tokens_per_second": setting.batches * setting.tokens / sum(median[name]),
             "ratio": sum(median[PLAIN]) / sum(median[name]),
             "cpu_seconds_of_ranks": cpu[name],
+            "seconds": sum(median[name]),
+            "bytes_sent_of_ranks": [sum(row[0].bytes_sent for row in own[name]) for own in ranks],
+            "peak_bytes": max(
+                step.peak_bytes for own in ranks for row in own[name] for step in row
+            ),
         }
         for name in setting.ways()
     }
@@ -262,7 +272,7 @@ def _ideal_ticks(
 
 def table(setting: Setting, summaries: dict[str, Any]) -> str:
     """The figures as Markdown."""
-    columns = ["mix", "pairs max/mean", "scheduler", "tokens/s", "ratio"]
+    columns = ["mix", "pairs max/mean", "scheduler", "tokens/s", "peak MB", "ratio"]
     piped = setting.stages > 1
     columns += ["CPU s of ranks", "replayed s", "replayed ratio"] if piped else []
     columns += ["ideal", "of ideal"]
@@ -271,7 +281,8 @@ def table(setting: Setting, summaries: dict[str, Any]) -> str:
         spread = summary["max_over_mean_pairs"]
         for name, way in summary["ways"].items():
             row = [mix, f"{min(spread):.2f} to {max(spread):.2f}", name]
-            row += [f"{way['tokens_per_second']:.0f}", f"{way['ratio']:.3f}"]
+            row += [f"{way['tokens_per_second']:.0f}", f"{way['peak_bytes'] / 1e6:.1f}"]
+            row.append(f"{way['ratio']:.3f}")
             reached = way["ratio"]
             if piped:
                 row.append(", ".join(f"{cpu:.2f}" for cpu in way["cpu_seconds_of_ranks"]))

@@ -274,6 +274,7 @@ class PlannedMaker:
 
     Attributes:
         servers: who exchanges with this process.
+        core_attention: runs the plans.
         micro_batches: of the global batch that starts at a sample of the training split.
         micro_batches_at_last: of a global batch that is not ramped up.
     """
@@ -283,7 +284,7 @@ class PlannedMaker:
     ) -> None:
         self._args, self._layout, self._mask = args, layout, mask
         self.servers = find_servers(args, device)
-        self._core_attention = build_core_attention(args, self.servers.group, device)
+        self.core_attention = build_core_attention(args, self.servers.group, device)
         self._pipeline = self.servers.layout
         self._config = schedule_config(args, self._pipeline.world_size)
         layers = args.num_layers // (self._pipeline.stages * self._pipeline.chunks)
@@ -327,7 +328,7 @@ class PlannedMaker:
             if args.distca_scheduler in BALANCING
             else None,
             self._rounds,
-            self._core_attention,
+            self.core_attention,
         )
 
 
