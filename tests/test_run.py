@@ -64,7 +64,7 @@ def run(processes: int, corpus: str, *flags: str, status: int = 0) -> tuple[dict
     """The losses as they were printed, by iteration, and the whole output."""
     process = start(processes, corpus, *flags)
     try:
-        output, _ = process.communicate(timeout=120)
+        output, _ = process.communicate(timeout=300)
     finally:
         kill_all(process)
     assert (process.returncode == 0) == (status == 0), output[-3000:]
