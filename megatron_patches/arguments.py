@@ -14,6 +14,8 @@ from distca.schedule import BALANCING, SCHEDULERS
 BACKWARDS = ("resend", "keep")
 ABLATIONS = ("none", "single-stream", "signal")
 PLACEMENTS = ("free", "sequential")
+TRANSPORTS = ("auto", "collective", "shm", "nvshmem")
+NVSHMEM_MODES = ("kernel", "copy-engine")
 
 
 def add_distca_arguments(parser: ArgumentParser) -> ArgumentParser:
@@ -114,6 +116,21 @@ def add_distca_arguments(parser: ArgumentParser) -> ArgumentParser:
         action=BooleanOptionalAction,
         default=True,
         help="Run each micro-batch as two nano-batches: one computes while the other communicates.",
+    )
+    group.add_argument(
+        "--distca-transport",
+        choices=TRANSPORTS,
+        default="auto",
+        help="What moves rows. collective: NCCL on GPUs, gloo on CPUs; shm: memory that processes "
+        "of one machine share (CPUs); nvshmem: one-sided puts (GPUs); auto: nvshmem on GPUs where "
+        "it starts, else collective.",
+    )
+    group.add_argument(
+        "--distca-nvshmem-mode",
+        choices=NVSHMEM_MODES,
+        default="kernel",
+        help="nvshmem copies by a kernel on few SMs, or by copy engines, which leave all SMs to "
+        "compute.",
     )
     group.add_argument(
         "--distca-ablation",
@@ -235,6 +252,7 @@ def validate_distca_arguments(args: Namespace) -> None:
     _validate_pipeline(args)
     _validate_ping_pong(args)
     _validate_servers(args)
+    _validate_transport(args)
     if args.attention_dropout:
         raise ValueError(
             f"--distca cannot apply attention dropout: set --attention-dropout 0 "
@@ -274,6 +292,26 @@ def validate_distca_arguments(args: Namespace) -> None:
         raise ValueError(
             f"--distca-profile {args.distca_profile} does not exist: make one with `distca profile "
             f"--output {args.distca_profile}`"
+        )
+
+
+def _validate_transport(args: Namespace) -> None:
+    """Checks the transport against the devices; what is installed shows when it is made."""
+    transport, on_gpus = args.distca_transport, torch.cuda.is_available()
+    if transport == "shm" and on_gpus:
+        raise ValueError(
+            "--distca-transport shm moves rows between CPUs, but this run is on GPUs: give auto, "
+            "nvshmem or collective"
+        )
+    if transport == "nvshmem" and not on_gpus:
+        raise ValueError(
+            "--distca-transport nvshmem needs GPUs, but torch sees none: give auto, shm or "
+            "collective"
+        )
+    if args.distca_nvshmem_mode != "kernel" and transport in ("collective", "shm"):
+        raise ValueError(
+            f"--distca-nvshmem-mode {args.distca_nvshmem_mode} says how nvshmem copies, but "
+            f"--distca-transport is {transport}: remove one of the two"
         )
 
 

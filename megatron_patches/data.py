@@ -33,13 +33,7 @@ from distca.schedule import (
     move_tiles,
     tick_schedule,
 )
-from distca.transport import (
-    CollectiveTransport,
-    Signal,
-    SingleStream,
-    Transport,
-    new_exchange_group,
-)
+from distca.transport import new_exchange_group
 from megatron_patches.arguments import mask_from_args
 from megatron_patches.batch import MicroBatches, PackedBatches, WindowLayout
 from megatron_patches.dedicated import Control, Processes
@@ -49,6 +43,7 @@ from megatron_patches.planned_batches import NANO_BATCHES, PlannedBatches
 from megatron_patches.rounds import rounds_of_tick
 from megatron_patches.stream import TokenStream, parse_data_path
 from megatron_patches.tick_batches import PipelineLayout, TickBatches, TickStream, server_table
+from megatron_patches.transports import make_transport
 
 logger = logging.getLogger(__name__)
 
@@ -153,15 +148,9 @@ def find_servers(args: Namespace, device: torch.device) -> Servers:
 def build_core_attention(
     args: Namespace, group: dist.ProcessGroup, device: torch.device
 ) -> CoreAttention:
-    """What runs the plans of the ranks of a group."""
-    transport: Transport = CollectiveTransport(group, device)
-    if args.distca_ablation == "single-stream":
-        transport = SingleStream(transport)
-    elif args.distca_ablation == "signal":
-        transport = Signal(transport)
-        logger.warning("--distca-ablation signal moves no data: LOSSES ARE NOT MEANINGFUL")
+    """What runs the plans of the ranks of a group. Collective."""
     return CoreAttention(
-        transport,
+        make_transport(args, group, device),
         select_kernel(device.type),
         Buffers(device, len(NANO_BATCHES) if args.distca_ping_pong else 1),
         args.distca_backward,
@@ -249,6 +238,7 @@ def build_data(
         valid=iterator("valid", valid_samples, args.consumed_valid_samples),
         test=iterator("test", test_samples, 0),
         control=control,
+        end=make.close if isinstance(make, PlannedMaker) else None,
     )
 
 
@@ -330,6 +320,10 @@ class PlannedMaker:
             self._rounds,
             self.core_attention,
         )
+
+    def close(self) -> None:
+        """Gives back what the transport holds; no tick may follow."""
+        self.core_attention.transport.close()
 
 
 def _micro_batches_at(args: Namespace, layout: WindowLayout, at_last: int) -> Callable[[int], int]:

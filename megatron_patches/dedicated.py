@@ -176,9 +176,7 @@ def serve(job: Job, args: Namespace) -> None:
     assert control is not None
     while (split := control.next_split()) is not None:
         _serve_global_batch(args, _ticks(data, split))
-    for iterator in (data.train, data.valid, data.test):
-        if iterator is not None:
-            iterator.close()  # type: ignore[attr-defined]
+    data.finish()
 
 
 def _ticks(data: DataIterators, split: str) -> TickStream:

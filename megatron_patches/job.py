@@ -16,21 +16,32 @@ class DataIterators:
     """The micro-batches of each split, or None for a split that is not needed.
 
     Attributes:
+        train: of the training split.
+        valid: of the validation split.
+        test: of the test split.
         control: of the dedicated servers; None: there are none.
+        end: gives back what the splits share, when no micro-batch will follow.
     """
 
     train: Iterator[Any] | None
     valid: Iterator[Any] | None
     test: Iterator[Any] | None
     control: Control | None = None
+    end: Callable[[], None] | None = None
 
     def close(self) -> None:
-        """Ends the iterators' threads, and dismisses dedicated servers."""
+        """Ends it all, and dismisses dedicated servers."""
         if self.control is not None:
             self.control.dismiss()
+        self.finish()
+
+    def finish(self) -> None:
+        """Ends the iterators' threads, and what they share."""
         for iterator in (self.train, self.valid, self.test):
             if iterator is not None:
                 iterator.close()  # type: ignore[attr-defined]
+        if self.end is not None:
+            self.end()
 
 
 @dataclass(frozen=True)

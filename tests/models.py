@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from ranks import chosen_transport
 
 MODEL = """
     --num-layers 2 --hidden-size 64 --ffn-hidden-size 96 --num-attention-heads 4
@@ -77,7 +78,8 @@ def parse(flags: Sequence[str], tied: bool = False) -> Namespace:
     from megatron_patches.lean.arguments import parse_args
 
     model = [flag for flag in MODEL if not (tied and flag == UNTIED)]
-    args = parse_args(add_distca_arguments, [*model, *flags], dist.get_world_size())
+    transport = ["--distca-transport", chosen_transport()]
+    args = parse_args(add_distca_arguments, [*model, *transport, *flags], dist.get_world_size())
     args.rank = dist.get_rank()
     validate_distca_arguments(args)
     return args
@@ -106,7 +108,7 @@ def make_run(args: Namespace, stream: Any) -> Any:
     else:
         made = maker(stream)
         batches = MicroBatches(made, 0, layout.samples_per_micro_batch, device)
-    iterators = DataIterators(batches, None, None)
+    iterators = DataIterators(batches, None, None, maker.close if args.distca else None)
     function = training.choose_forward_backward_func(GPT_JOB, args)
     return training.Run(GPT_JOB, args, model, optimizer, scheduler, [iterators], function), made
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import multiprocessing
 import sys
 import tempfile
@@ -21,9 +22,14 @@ class RankError(AssertionError):
 
 
 class Ranks:
-    """Up to four processes, each of which runs what it is sent as a rank of a gloo group."""
+    """Up to four processes, each of which runs what it is sent as a rank of a gloo group.
 
-    def __init__(self) -> None:
+    Args:
+        transport: `--distca-transport` of the functions that do not choose one themselves.
+    """
+
+    def __init__(self, transport: str = "collective") -> None:
+        self._transport = transport
         self._processes: list[Any] = []
         self._pipes: list[Connection] = []
 
@@ -75,7 +81,9 @@ class Ranks:
         context = multiprocessing.get_context("spawn")
         for _ in range(MAX_WORLD_SIZE):
             mine, its = context.Pipe()
-            process = context.Process(target=_serve, args=(its, sys.path), daemon=True)
+            process = context.Process(
+                target=_serve, args=(its, sys.path, self._transport), daemon=True
+            )
             process.start()
             self._processes.append(process)
             self._pipes.append(mine)
@@ -88,8 +96,18 @@ class Ranks:
         self._processes, self._pipes = [], []
 
 
-def _serve(pipe: Connection, path: list[str]) -> None:
+_chosen = ["collective"]
+
+
+def chosen_transport() -> str:
+    """What this process was started with."""
+    return _chosen[0]
+
+
+def _serve(pipe: Connection, path: list[str], transport: str) -> None:
     sys.path[:] = path
+    # Functions are unpickled from the module's own name, not from `__mp_main__`.
+    importlib.import_module("ranks")._chosen[0] = transport
     import torch
     import torch.distributed as dist
 

@@ -96,6 +96,11 @@ def test_windows(text: str) -> None:
             "--distca --pipeline-model-parallel-size 2 --distca-backward keep",
             "keep needs --pipeline-model-parallel-size 1",
         ),
+        ("--distca --distca-transport nvshmem", "nvshmem needs GPUs"),
+        (
+            "--distca --distca-transport shm --distca-nvshmem-mode copy-engine",
+            "copy-engine says how nvshmem copies",
+        ),
         ("--distca --distca-max-in-flight 2", "bounds a pipeline's stages"),
         (
             "--distca --pipeline-model-parallel-size 2 --distca-max-in-flight 0",

@@ -7,13 +7,15 @@ import pytest
 import torch
 import torch.distributed as dist
 from plans import dense_attention, random_lengths, random_plan
+from ranks import chosen_transport
 
 from distca.attention import select_kernel
 from distca.cost.memory import plan_memory
 from distca.cost.volume import AttentionShape, plan_bytes
 from distca.plan import Mask, Placement, Plan, Tasks
 from distca.runtime import Buffers, CoreAttention, ExchangeSlot, build_exchange
-from distca.transport import CollectiveTransport
+from distca.transport import CollectiveTransport, Transport
+from distca.transport.shared_memory import SharedMemoryTransport
 
 SCALE = 0.3
 CPU = torch.device("cpu")
@@ -27,21 +29,35 @@ def inputs(seed: int, tokens: int, heads: int, kv_heads: int, head_dim: int) -> 
     ]
 
 
+def transport_over(name: str | None) -> Transport:
+    """A transport between all ranks: of this name, or the one that was chosen for all tests."""
+    if (name or chosen_transport()) == "shm":
+        return SharedMemoryTransport(dist.group.WORLD)
+    return CollectiveTransport(dist.group.WORLD, CPU)
+
+
 def core_attention_for(
-    plan: Plan, shape: tuple[int, int, int], backward: str, dtype: str
+    plan: Plan, shape: tuple[int, int, int], backward: str, dtype: str, over: str | None = None
 ) -> CoreAttention:
     """Core attention in just the memory that the plan is said to need. Collective."""
-    transport = CollectiveTransport(dist.group.WORLD, CPU)
+    transport = transport_over(over)
     attention = CoreAttention(transport, select_kernel("cpu"), Buffers(CPU, headroom=0.0), backward)
     element = getattr(torch, dtype).itemsize
     attention.reserve(plan_memory(plan, AttentionShape(*shape, element), backward))
     return attention
 
 
-def run_on_rank(plan: Plan, seed: int, shape: tuple[int, int, int], backward: str, dtype: str):
+def run_on_rank(
+    plan: Plan,
+    seed: int,
+    shape: tuple[int, int, int],
+    backward: str,
+    dtype: str,
+    over: str | None = None,
+):
     """One rank's rows of output and gradients, and the bytes that it sent."""
     rank = dist.get_rank()
-    attention = core_attention_for(plan, shape, backward, dtype)
+    attention = core_attention_for(plan, shape, backward, dtype, over)
     mine = plan.placement.of_rank(rank)
     rows = np.concatenate(
         [np.arange(0)]
@@ -59,10 +75,11 @@ def run_on_rank(plan: Plan, seed: int, shape: tuple[int, int, int], backward: st
     out.backward(dout)
     figures = [out.detach(), q.grad, k.grad, v.grad]
     moved = attention.transport.bytes_sent, attention.transport.bytes_received
+    attention.transport.close()
     return rows, [x.double() for x in figures], *moved
 
 
-def check(ranks, plan: Plan, shape, backward="resend", dtype="float32", tolerance=2e-5):
+def check(ranks, plan: Plan, shape, backward="resend", dtype="float32", tolerance=2e-5, over=None):
     plan.validate()
     world_size = plan.world_size
     tokens = int(plan.lengths.sum())
@@ -71,7 +88,7 @@ def check(ranks, plan: Plan, shape, backward="resend", dtype="float32", toleranc
     out = dense_attention(q, k, v, plan.lengths, plan.mask, SCALE)
     out.backward(dout)
     expected = [out.detach(), q.grad, k.grad, v.grad]
-    results = ranks.run(run_on_rank, plan, 7, shape, backward, dtype, world_size=world_size)
+    results = ranks.run(run_on_rank, plan, 7, shape, backward, dtype, over, world_size=world_size)
     for rows, figures, _, _ in results:
         for name, mine, all_rows in zip(("out", "dq", "dk", "dv"), figures, expected, strict=True):
             difference = (mine - all_rows[rows]).abs().max() if len(rows) else 0
@@ -95,14 +112,16 @@ def test_random_plans(ranks, seed: int) -> None:
     check(ranks, plan, shape, backward=("resend", "keep")[seed // 3])
 
 
-def test_bfloat16(ranks) -> None:
+@pytest.mark.parametrize("over", [None, "shm"])
+def test_bfloat16(ranks, over: str | None) -> None:
     rng = np.random.default_rng(11)
     plan = random_plan(rng, random_lengths(rng, 3 * 160), 3, 160, Mask())
-    check(ranks, plan, (4, 2, 16), dtype="bfloat16", tolerance=3e-2)
+    check(ranks, plan, (4, 2, 16), dtype="bfloat16", tolerance=3e-2, over=over)
 
 
+@pytest.mark.parametrize("over", [None, "shm"])
 @pytest.mark.parametrize("backward", ["resend", "keep"])
-def test_rank_without_tokens_and_rank_without_tasks(ranks, backward: str) -> None:
+def test_rank_without_tokens_and_rank_without_tasks(ranks, backward: str, over: str | None) -> None:
     """Rank 1 owns nothing and serves; rank 2 owns tokens and serves nobody."""
     lengths = np.array([200, 1, 55])
     placement = Placement(
@@ -121,7 +140,7 @@ def test_rank_without_tokens_and_rank_without_tasks(ranks, backward: str) -> Non
             (2, 0, 55, 0, 55, 1),
         ]
     )
-    check(ranks, Plan(lengths, placement, tasks), (4, 2, 8), backward=backward)
+    check(ranks, Plan(lengths, placement, tasks), (4, 2, 8), backward=backward, over=over)
 
 
 def test_wrong_number_of_rows_is_refused() -> None:
@@ -205,5 +224,6 @@ def run_later_queries(plan: Plan, shape: tuple[int, int, int], backward: str):
         attention.transport.bytes_sent[phase] == matrix[rank].sum()
         for phase, matrix in planned.items()
     )
+    attention.transport.close()
     figures = [x.double() for x in (out.detach(), q.grad, k.grad, v.grad)]
     return (q_rows, kv_rows), figures, sent

@@ -103,6 +103,21 @@ def test_losses_gradients_and_bytes(ranks, layout: str, groups: int) -> None:
             assert error < 1e-5, (case, name, error)
 
 
+def test_shared_memory(ranks) -> None:
+    """The same over shared memory; `--transport shm` runs all of these tests over it."""
+    for layout, groups, mode in (("DP3", 2, MODES[0]), ("TP2-SP-DP2", 4, MODES[1])):
+        world_size, window_tokens, flags = LAYOUTS[layout]
+        run = [*flags, *global_batch(flags, world_size), *GROUPS[groups], *mode]
+        run += ["--distca-transport", "shm"]
+        found = ranks.run(train, run, DOCUMENTS[window_tokens], 1, world_size=world_size)
+        expected = reference(ranks, window_tokens, groups, "causal")
+        for rank in found:
+            assert abs(rank.losses[0] / expected.losses[0] - 1) < 1e-5, layout
+            assert rank.bytes_counted == rank.bytes_planned, layout
+        for name, gradient in whole_gradients(found).items():
+            assert relative(gradient, expected.gradients[name][0]) < 1e-5, (layout, name)
+
+
 @pytest.mark.parametrize(
     "extra",
     [

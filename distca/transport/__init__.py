@@ -8,6 +8,7 @@ from distca.transport.base import (
     MessageSizes,
     Pending,
     Transport,
+    TransportError,
     Way,
 )
 from distca.transport.collective import CollectiveTransport, new_exchange_group
@@ -22,6 +23,7 @@ __all__ = [
     "Signal",
     "SingleStream",
     "Transport",
+    "TransportError",
     "Way",
     "new_exchange_group",
 ]

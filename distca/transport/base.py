@@ -16,6 +16,10 @@ Way = Literal["to servers", "to owners"]
 WAYS: tuple[Way, ...] = ("to servers", "to owners")
 
 
+class TransportError(RuntimeError):
+    """An exchange cannot be completed; the message names the peer, the channel and the epoch."""
+
+
 class Channel(NamedTuple):
     """What has static buffers of its own; its exchanges follow each other.
 
@@ -136,3 +140,9 @@ class Transport(ABC):
     @abstractmethod
     def close(self) -> None:
         """Gives back what the transport holds; call it when no exchange will follow."""
+
+
+def first_bytes(buffer: torch.Tensor, nbytes: int) -> torch.Tensor:
+    """The part of a channel's buffer that an exchange needs; `reserve` made it large enough."""
+    assert nbytes <= buffer.numel(), "no room was reserved for this plan"
+    return buffer[:nbytes]

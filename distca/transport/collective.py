@@ -7,7 +7,14 @@ from collections.abc import Mapping
 import torch
 import torch.distributed as dist
 
-from distca.transport.base import Channel, ChannelBytes, MessageSizes, Pending, Transport
+from distca.transport.base import (
+    Channel,
+    ChannelBytes,
+    MessageSizes,
+    Pending,
+    Transport,
+    first_bytes,
+)
 
 
 def new_exchange_group(ranks: list[int]) -> dist.ProcessGroup | None:
@@ -53,7 +60,7 @@ class CollectiveTransport(Transport):
 
     def staging(self, channel: Channel, nbytes: int) -> torch.Tensor:
         """See `Transport.staging`."""
-        return _first(self._staging[channel], nbytes)
+        return first_bytes(self._staging[channel], nbytes)
 
     def close(self) -> None:
         """See `Transport.close`; the process group is its owner's."""
@@ -61,23 +68,18 @@ class CollectiveTransport(Transport):
         self._received.clear()
 
     def _start(self, channel: Channel, sizes: MessageSizes) -> Pending:
-        received = _first(self._received[channel], sum(sizes.receive))
+        received = first_bytes(self._received[channel], sum(sizes.receive))
         work = None
         if self.world_size > 1:
             # The group's own method: torch.distributed's function knows registered groups alone,
             # and one that spans two default groups is not (`megatron_patches/dedicated.py`).
             work = self._group.alltoall_base(
                 received,
-                _first(self._staging[channel], sum(sizes.send)),
+                first_bytes(self._staging[channel], sum(sizes.send)),
                 list(sizes.receive),
                 list(sizes.send),
             )
         return _Collective(work, received)
-
-
-def _first(buffer: torch.Tensor, nbytes: int) -> torch.Tensor:
-    assert nbytes <= buffer.numel(), "no room was reserved for this plan"
-    return buffer[:nbytes]
 
 
 class _Collective(Pending):

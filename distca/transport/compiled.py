@@ -1,0 +1,128 @@
+"""Native code that is compiled at first use, and kept."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+PROTOCOL = Path(__file__).parent / "protocol"
+"""The folder of the sources."""
+
+HOST_COMPILERS = ("c++", "g++", "clang++")
+HOST_FLAGS = ("-std=c++17", "-O3", "-fPIC", "-shared", "-pthread", "-Wall", "-Wextra")
+
+
+def default_cache() -> Path:
+    """Where compiled files are kept: in the user's cache."""
+    return Path.home() / ".cache" / "distca"
+
+
+def host_compiler() -> str:
+    """The path of this machine's C++ compiler.
+
+    Raises:
+        RuntimeError: there is none.
+    """
+    for name in HOST_COMPILERS:
+        found = shutil.which(name)
+        if found is not None:
+            return found
+    raise RuntimeError(
+        "the shared-memory transport is compiled at first use, but there is no C++ compiler "
+        f"({', '.join(HOST_COMPILERS)}): install one (such as the package g++), or give "
+        "--distca-transport collective"
+    )
+
+
+def host_library(sources: Path = PROTOCOL, cache: Path | None = None) -> Path:
+    """The library of the shared-memory transport.
+
+    Args:
+        sources: the folder of its sources.
+        cache: where it is kept; None: `default_cache()`.
+
+    Raises:
+        RuntimeError: there is no compiler, it fails, or the cache cannot be written.
+    """
+    compiler = host_compiler()
+    source = sources / "shared_memory.cpp"
+    key = (run([compiler, "--version"]), platform.machine(), *HOST_FLAGS)
+
+    def build(into: Path) -> None:
+        run([compiler, *HOST_FLAGS, str(source), "-o", str(into)])
+
+    return kept("shared_memory.so", sources, key, build, cache)
+
+
+def kept(
+    name: str,
+    sources: Path,
+    key: Sequence[str],
+    build: Callable[[Path], None],
+    cache: Path | None = None,
+) -> Path:
+    """A file that was built before of the same sources in the same way, or is built now.
+
+    Args:
+        name: of the file.
+        sources: a folder; all files in it count.
+        key: what else it depends on: compilers, versions, flags, architectures.
+        build: writes the file to the path that it is given. Of several processes one calls it.
+        cache: where it is kept; None: `default_cache()`.
+
+    Raises:
+        RuntimeError: the cache cannot be written.
+    """
+    digest = hashlib.sha256()
+    for part in key:
+        digest.update(part.encode() + b"\0")
+    for file in sorted(path for path in sources.iterdir() if path.is_file()):
+        digest.update(file.name.encode() + b"\0" + file.read_bytes() + b"\0")
+    folder = (default_cache() if cache is None else cache) / digest.hexdigest()[:32]
+    path = folder / name
+    if path.exists():
+        return path
+    try:
+        with _locked(folder):
+            if not path.exists():
+                unfinished = folder / f"unfinished-{os.getpid()}-{name}"
+                build(unfinished)
+                unfinished.replace(path)
+    except OSError as error:
+        raise RuntimeError(
+            f"compiled files are kept in {folder.parent}, but that fails: {error}. Make it writable"
+        ) from error
+    return path
+
+
+@contextlib.contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Lets one process at a time build in a folder."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with open(folder / "lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+def run(command: Sequence[str]) -> str:
+    """The output of a program.
+
+    Raises:
+        RuntimeError: it cannot be run, or fails; with its last lines.
+    """
+    try:
+        done = subprocess.run(
+            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False
+        )
+    except OSError as error:
+        raise RuntimeError(f"{command[0]} cannot be run: {error}") from error
+    if done.returncode:
+        raise RuntimeError(f"{' '.join(command)} failed:\n{done.stdout[-4000:]}")
+    return done.stdout

@@ -1,0 +1,71 @@
+// The protocol of a ragged all-to-all by one-sided puts. One source: compiled for CPUs (`host.h`,
+// ranks are processes that share memory) and for GPUs (`device.cuh`).
+//
+// A channel has a receive arena and a page of flags at the same offsets of every rank's memory.
+// Its exchanges are numbered by an epoch that starts at 1 and is never reset. In epoch e a rank
+//
+//   1. waits until the destination has released epoch e - 1:   credit[destination] >= e - 1
+//   2. puts its message where the plan says that it begins in the destination's arena
+//   3. fences: the message is complete there before anything that follows
+//   4. sets ready[this rank] = e at the destination, also when the message is empty
+//
+// and as a receiver waits for ready[source] >= e, reads, and sets credit[this rank] = e at the
+// source. Flags are set, never added to, so none can be lost or counted twice; no sizes travel and
+// there is no barrier.
+//
+// A fabric has `rank()`, `ranks()` and
+//   wait_for(peer, flag, value)     until a flag in this rank's memory is at least `value`; acquires
+//   put(peer, to, from, bytes)      copies into the peer's arena
+//   fence(peer)                     this thread's (block's) puts are complete before what follows
+//   set(peer, flag, value)          stores a flag in the peer's memory; releases
+//   last_part(peer, parts)          counts a part that is complete; true for the last of a message
+//   leads(), shared(), all_put()    for blocks of threads: who signals; what it found; a barrier
+#pragma once
+
+#include "words.h"
+
+namespace distca {
+
+// The part of a message that one thread (block) copies begins at a multiple of this.
+constexpr Word kPartAlignment = 128;
+
+struct Message {
+  const char* from;  // in the sender's staging
+  Word bytes;
+  Word to;  // offset in the destination's arena
+};
+
+// `part` of `parts` of this rank's message to a peer, in an epoch of the channel with these flags.
+template <class Fabric>
+DISTCA_FUNCTION Outcome send_part(Fabric& fabric, const Flags& flags, Word epoch, int peer,
+                                  const Message& message, int part, int parts) {
+  Outcome outcome = Outcome::done;
+  if (fabric.leads()) outcome = fabric.wait_for(peer, flags.credit(peer), epoch - 1);
+  outcome = fabric.shared(outcome);
+  if (outcome != Outcome::done) return outcome;
+  const Word even = (message.bytes + parts - 1) / parts;
+  const Word piece = (even + kPartAlignment - 1) / kPartAlignment * kPartAlignment;
+  const Word begin = piece * part < message.bytes ? piece * part : message.bytes;
+  const Word end = message.bytes - begin < piece ? message.bytes : begin + piece;
+  fabric.put(peer, message.to + begin, message.from + begin, end - begin);
+  fabric.all_put();
+  if (fabric.leads()) {
+    fabric.fence(peer);
+    if (fabric.last_part(peer, parts)) fabric.set(peer, flags.ready(fabric.rank()), epoch);
+  }
+  return Outcome::done;
+}
+
+// Waits for a source's message.
+template <class Fabric>
+DISTCA_FUNCTION Outcome receive(Fabric& fabric, const Flags& flags, Word epoch, int source) {
+  return fabric.wait_for(source, flags.ready(source), epoch);
+}
+
+// A source's message was read: it may send the next.
+template <class Fabric>
+DISTCA_FUNCTION void release(Fabric& fabric, const Flags& flags, Word epoch, int source) {
+  fabric.set(source, flags.credit(fabric.rank()), epoch);
+}
+
+}  // namespace distca

@@ -1,0 +1,237 @@
+// The transport between processes that share memory, for Python's ctypes. A thread for each channel
+// sends, as a stream does on a GPU, so that sending goes on while the program computes.
+
+#include <condition_variable>
+#include <memory>
+#include <mutex>
+#include <new>
+#include <thread>
+
+#include "host.h"
+
+namespace distca {
+
+// How much of a message is copied at a time. On a GPU thread blocks copy parts side by side.
+constexpr Word kPartBytes = 1 << 16;
+
+// How long a sending thread waits at a time before it looks whether it is told to end.
+constexpr std::chrono::milliseconds kSlice{100};
+
+// The first thing that went wrong on this rank; laid out for Python's ctypes.
+struct Failure {
+  int outcome;
+  int peer;     // whom this rank waited for
+  int sending;  // 1: for room at the peer; 0: for its message
+  int channel;
+  Word epoch;
+  Word abort;  // this rank's abort word
+};
+
+class Channel {
+ public:
+  Channel(const Controls& controls, int number)
+      : number(number),
+        flags(number, controls.ranks()),
+        sending(controls),
+        receiving(controls) {}
+
+  const int number;
+  const Flags flags;
+  HostFabric sending, receiving;  // the thread's, and the program's
+  std::mutex mutex;
+  std::condition_variable changed;
+  std::vector<Message> messages;  // of the exchange that is under way
+  Word asked = 0, sent = 0;       // epochs
+  std::thread thread;
+};
+
+class Endpoint {
+ public:
+  Endpoint(int rank, int ranks, int channels, char* const* memory, const int* locks,
+           double timeout_seconds)
+      : controls_(rank, ranks, memory, locks),
+        timeout_(std::chrono::duration_cast<Clock::duration>(
+            std::chrono::duration<double>(timeout_seconds))) {
+    for (int number = 0; number < channels; ++number) {
+      channels_.push_back(std::make_unique<Channel>(controls_, number));
+    }
+    for (auto& channel : channels_) {
+      channel->thread = std::thread([this, &channel = *channel] { send_for(channel); });
+    }
+  }
+
+  ~Endpoint() {
+    for (auto& channel : channels_) {
+      std::lock_guard<std::mutex> lock(channel->mutex);
+      closing_ = true;
+      channel->changed.notify_all();
+    }
+    for (auto& channel : channels_) channel->thread.join();
+    controls_.flag(controls_.rank(), kLeftWord).store(1, std::memory_order_release);
+  }
+
+  void set_arenas(int number, char* const* arenas) {
+    auto& mine = channels_[number]->sending.arenas();
+    mine.assign(arenas, arenas + controls_.ranks());
+  }
+
+  // Sends the messages to rank 0, 1, ..., which lie one after the other, while the caller goes on.
+  Outcome start(int number, Word epoch, const char* staging, const Word* bytes, const Word* to) {
+    if (failed()) return Outcome::aborted;
+    Channel& channel = *channels_[number];
+    std::lock_guard<std::mutex> lock(channel.mutex);
+    channel.messages.clear();
+    for (int peer = 0; peer < controls_.ranks(); ++peer) {
+      channel.messages.push_back({staging, bytes[peer], to[peer]});
+      staging += bytes[peer];
+    }
+    channel.asked = epoch;
+    channel.changed.notify_all();
+    return Outcome::done;
+  }
+
+  // Until all messages of an exchange were sent and received, for a slice of time at most. `last`:
+  // then the time is up. What is sent has a time limit of its own.
+  Outcome wait(int number, Word epoch, Clock::time_point until, bool last) {
+    Channel& channel = *channels_[number];
+    {
+      std::unique_lock<std::mutex> lock(channel.mutex);
+      const bool over = channel.changed.wait_until(
+          lock, until, [&] { return channel.sent >= epoch || failed(); });
+      if (!over) return Outcome::not_yet;
+    }
+    if (failed()) return Outcome::aborted;
+    for (int step = 1; step < controls_.ranks(); ++step) {
+      const int source = (controls_.rank() + step) % controls_.ranks();
+      channel.receiving.wait_until(until);
+      const Outcome outcome = receive(channel.receiving, channel.flags, epoch, source);
+      if (outcome == Outcome::not_yet && !last) return outcome;
+      if (outcome != Outcome::done) return fail(outcome, source, 0, number, epoch);
+    }
+    return Outcome::done;
+  }
+
+  void release_all(int number, Word epoch) {
+    Channel& channel = *channels_[number];
+    for (int step = 1; step < controls_.ranks(); ++step) {
+      release(channel.receiving, channel.flags, epoch, (controls_.rank() + step) % controls_.ranks());
+    }
+  }
+
+  Failure failure() {
+    std::lock_guard<std::mutex> lock(failing_);
+    return failure_;
+  }
+
+ private:
+  void send_for(Channel& channel) {
+    std::unique_lock<std::mutex> lock(channel.mutex);
+    for (;;) {
+      channel.changed.wait(lock, [&] { return closing_ || channel.asked > channel.sent; });
+      if (closing_) return;
+      const Word epoch = channel.asked;
+      lock.unlock();
+      const bool all = send(channel, epoch);
+      lock.lock();
+      if (!all) {
+        channel.changed.notify_all();
+        return;
+      }
+      channel.sent = epoch;
+      channel.changed.notify_all();
+    }
+  }
+
+  bool send(Channel& channel, Word epoch) {
+    const auto deadline = Clock::now() + timeout_;
+    // Each rank begins with the one after it, so that not all send to the same.
+    for (int step = 1; step < controls_.ranks(); ++step) {
+      const int peer = (controls_.rank() + step) % controls_.ranks();
+      const Message& message = channel.messages[peer];
+      const int parts = 1 + int(message.bytes / kPartBytes);
+      for (int part = 0; part < parts;) {
+        channel.sending.wait_until(std::min(deadline, Clock::now() + kSlice));
+        const Outcome outcome =
+            send_part(channel.sending, channel.flags, epoch, peer, message, part, parts);
+        if (outcome == Outcome::done) {
+          ++part;
+        } else if (outcome != Outcome::not_yet || Clock::now() >= deadline) {
+          fail(outcome, peer, 1, channel.number, epoch);
+          return false;
+        } else if (closing_) {
+          return false;
+        }
+      }
+    }
+    return true;
+  }
+
+  bool failed() {
+    std::lock_guard<std::mutex> lock(failing_);
+    return failure_.outcome != 0;
+  }
+
+  // Keeps the first failure of this rank and tells all others.
+  Outcome fail(Outcome outcome, int peer, int sending, int channel, Word epoch) {
+    if (outcome == Outcome::not_yet) outcome = Outcome::timed_out;
+    // Whoever finds the abort word of this rank itself waits here until the reason is known.
+    std::lock_guard<std::mutex> lock(failing_);
+    if (outcome != Outcome::aborted) {
+      controls_.abort_all(abort_word(outcome, controls_.rank(), peer));
+    }
+    if (failure_.outcome == 0) {
+      const Word why = controls_.flag(controls_.rank(), kAbortWord).load();
+      failure_ = {int(outcome), peer, sending, channel, epoch, why};
+    }
+    return outcome;
+  }
+
+  const Controls controls_;
+  const Clock::duration timeout_;
+  std::vector<std::unique_ptr<Channel>> channels_;
+  std::atomic<bool> closing_{false};
+  std::mutex failing_;
+  Failure failure_{};
+};
+
+}  // namespace distca
+
+extern "C" {
+
+using distca::Endpoint;
+using distca::Word;
+
+Word distca_control_bytes(int ranks, int channels) { return distca::Flags(channels, ranks).base; }
+
+void* distca_open(int rank, int ranks, int channels, char* const* memory, const int* locks,
+                  double timeout_seconds) {
+  return new Endpoint(rank, ranks, channels, memory, locks, timeout_seconds);
+}
+
+void distca_set_arenas(void* endpoint, int channel, char* const* arenas) {
+  static_cast<Endpoint*>(endpoint)->set_arenas(channel, arenas);
+}
+
+int distca_start(void* endpoint, int channel, Word epoch, const char* staging, const Word* bytes,
+                 const Word* to) {
+  return int(static_cast<Endpoint*>(endpoint)->start(channel, epoch, staging, bytes, to));
+}
+
+int distca_wait(void* endpoint, int channel, Word epoch, double slice_seconds, int last) {
+  using namespace distca;
+  const auto slice = std::chrono::duration_cast<Clock::duration>(
+      std::chrono::duration<double>(slice_seconds));
+  return int(static_cast<Endpoint*>(endpoint)->wait(channel, epoch, Clock::now() + slice, last));
+}
+
+void distca_release(void* endpoint, int channel, Word epoch) {
+  static_cast<Endpoint*>(endpoint)->release_all(channel, epoch);
+}
+
+void distca_failure(void* endpoint, distca::Failure* into) {
+  *into = static_cast<Endpoint*>(endpoint)->failure();
+}
+
+void distca_close(void* endpoint) { delete static_cast<Endpoint*>(endpoint); }
+
+}  // extern "C"
