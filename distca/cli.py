@@ -17,9 +17,23 @@ def _plan(argv: list[str]) -> int:
     return plan_command.main(argv)
 
 
+def _build(argv: list[str]) -> int:
+    from distca import build_command
+
+    return build_command.main(argv)
+
+
+def _doctor(argv: list[str]) -> int:
+    from distca import doctor
+
+    return doctor.main(argv)
+
+
 _COMMANDS = {
     "plan": (_plan, "plan the core attention of a batch of documents"),
     "profile": (_profile, "measure this machine's attention kernel"),
+    "build": (_build, "compile the transports' native code ahead of a run"),
+    "doctor": (_doctor, "say what is present, what is missing and what to install"),
 }
 
 

@@ -15,5 +15,5 @@ pip=(.venv/bin/python -m pip --disable-pip-version-check --quiet)
 # torch first and pinned: no later step may replace it by another build.
 "${pip[@]}" install "torch==$torch_version" numpy
 echo "torch==$torch_version" >.venv/constraints.txt
-"${pip[@]}" install --constraint .venv/constraints.txt --editable '.[megatron,dev]'
+"${pip[@]}" install --constraint .venv/constraints.txt --editable '.[megatron,dev,cuda-compile]'
 echo "$wanted" >"$stamp"

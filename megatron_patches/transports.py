@@ -9,7 +9,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from distca.transport import CollectiveTransport, Signal, SingleStream, Transport
+from distca.transport import CollectiveTransport, Signal, SingleStream, Transport, TransportError
 
 logger = logging.getLogger(__name__)
 
@@ -36,9 +36,26 @@ def make_transport(args: Namespace, group: dist.ProcessGroup, device: torch.devi
 
 
 def _make(args: Namespace, group: dist.ProcessGroup, device: torch.device) -> Transport:
+    wanted = args.distca_transport
     timeout = timedelta(minutes=args.distributed_timeout_minutes)
-    if args.distca_transport == "shm":
+    if wanted == "shm":
         from distca.transport.shared_memory import SharedMemoryTransport
 
         return SharedMemoryTransport(group, timeout)
-    return CollectiveTransport(group, device)
+    if wanted == "collective":
+        return CollectiveTransport(group, device)
+    if device.type != "cuda":
+        logger.info("transport: collective (gloo), since there is no GPU")
+        return CollectiveTransport(group, device)
+    from distca.transport.nvshmem import NvshmemTransport
+
+    try:
+        transport = NvshmemTransport(group, device, timeout, args.distca_nvshmem_mode)
+    except TransportError as error:
+        if wanted == "nvshmem":
+            raise
+        # Every rank has the same error, so all fall back.
+        logger.warning("transport: collective (NCCL), since nvshmem does not start: %s", error)
+        return CollectiveTransport(group, device)
+    logger.info("transport: nvshmem, which starts here; it copies by %s", args.distca_nvshmem_mode)
+    return transport

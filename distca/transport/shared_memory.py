@@ -7,7 +7,6 @@ arena, arrival flags by source, credits by destination. Linux only.
 from __future__ import annotations
 
 import ctypes
-import mmap
 import os
 import time
 import weakref
@@ -21,7 +20,6 @@ import torch.distributed as dist
 
 from distca.transport.agreement import on_all_ranks
 from distca.transport.base import (
-    WAYS,
     Channel,
     ChannelBytes,
     MessageSizes,
@@ -30,48 +28,19 @@ from distca.transport.base import (
     TransportError,
     first_bytes,
 )
+from distca.transport.channels import (
+    CHANNELS,
+    DONE,
+    NOT_YET,
+    Failure,
+    arena_offsets,
+    channel_number,
+)
 from distca.transport.compiled import host_library
 from distca.transport.segments import SymmetricMemory, machine_id
 
-SLOTS = 2
-CHANNELS = len(WAYS) * SLOTS
 # Python looks for signals, such as Ctrl-C, this often while it waits.
 _SLICE_SECONDS = 0.2
-# `Outcome` in words.h.
-_DONE, _NOT_YET, _TIMED_OUT, _DIED, _LEFT, _ABORTED = range(6)
-
-
-class _Failure(ctypes.Structure):
-    """`Failure` in shared_memory.cpp."""
-
-    _fields_ = [
-        ("outcome", ctypes.c_int),
-        ("peer", ctypes.c_int),
-        ("sending", ctypes.c_int),
-        ("channel", ctypes.c_int),
-        ("epoch", ctypes.c_uint64),
-        ("abort", ctypes.c_uint64),
-    ]
-
-
-def channel_number(channel: Channel) -> int:
-    """Which of the control page's channels it is."""
-    assert 0 <= channel.slot < SLOTS
-    return channel.slot * len(WAYS) + WAYS.index(channel.way)
-
-
-def channel_of(number: int) -> Channel:
-    """The inverse of `channel_number`."""
-    return Channel(WAYS[number % len(WAYS)], number // len(WAYS))
-
-
-def arena_offsets(sizes: Mapping[Channel, ChannelBytes]) -> tuple[dict[Channel, int], int]:
-    """Where each channel's arena begins in every rank's memory, and the size of all, in bytes."""
-    begins, end = {}, 0
-    for channel, room in sizes.items():
-        begins[channel] = end
-        end += -(-room.receive // mmap.PAGESIZE) * mmap.PAGESIZE
-    return begins, end
 
 
 class SharedMemoryTransport(Transport):
@@ -180,8 +149,8 @@ class SharedMemoryTransport(Transport):
             TransportError: a rank has ended, closed its transport, or does nothing.
         """
         deadline = time.monotonic() + self._timeout
-        outcome = _NOT_YET
-        while outcome == _NOT_YET:
+        outcome = NOT_YET
+        while outcome == NOT_YET:
             left = deadline - time.monotonic()
             last = left < _SLICE_SECONDS
             slice_seconds = max(0.0, min(left, _SLICE_SECONDS))
@@ -193,11 +162,11 @@ class SharedMemoryTransport(Transport):
         self._native.distca_release(self._handle, number, epoch)
 
     def _check(self, outcome: int) -> None:
-        if outcome == _DONE:
+        if outcome == DONE:
             return
-        failure = _Failure()
-        self._native.distca_failure(self._handle, ctypes.byref(failure))
-        raise TransportError(describe_failure(self.rank, failure, self._timeout))
+        words = (ctypes.c_uint64 * len(Failure._fields))()
+        self._native.distca_failure(self._handle, words)
+        raise TransportError(Failure(*words).describe(self.rank, self._timeout))
 
     def close(self) -> None:
         """See `Transport.close`. Ranks that still wait for this one leave with an error."""
@@ -219,38 +188,6 @@ class _Receiving(Pending):
 
     def release(self) -> None:
         self._transport.release(self._number, self._epoch)
-
-
-def describe_failure(rank: int, failure: Any, timeout_seconds: float) -> str:
-    """What went wrong, in words.
-
-    Args:
-        rank: whom it is told.
-        failure: has the fields of `Failure` in shared_memory.cpp.
-        timeout_seconds: how long was waited.
-    """
-
-    def reason(outcome: int, culprit: int) -> str:
-        return {
-            _TIMED_OUT: f"rank {culprit} did nothing for {timeout_seconds:g} s",
-            _DIED: f"the process of rank {culprit} has ended",
-            _LEFT: f"rank {culprit} has closed its transport",
-        }[outcome]
-
-    channel = channel_of(failure.channel)
-    waited = "room at" if failure.sending else "the message of"
-    text = (
-        f"rank {rank} waited for {waited} rank {failure.peer} in exchange {failure.epoch} of "
-        f"channel '{channel.way}' {channel.slot}, but "
-    )
-    if failure.outcome != _ABORTED:
-        return text + reason(failure.outcome, failure.peer)
-    outcome, reporter, culprit = (
-        failure.abort >> 48,
-        failure.abort >> 24 & 0xFFFFFF,
-        failure.abort & 0xFFFFFF,
-    )
-    return text + f"rank {reporter} ended the exchange: {reason(outcome, culprit)}"
 
 
 def _addresses(parts: list[torch.Tensor], offset: int = 0) -> Any:

@@ -17,16 +17,6 @@ constexpr Word kPartBytes = 1 << 16;
 // How long a sending thread waits at a time before it looks whether it is told to end.
 constexpr std::chrono::milliseconds kSlice{100};
 
-// The first thing that went wrong on this rank; laid out for Python's ctypes.
-struct Failure {
-  int outcome;
-  int peer;     // whom this rank waited for
-  int sending;  // 1: for room at the peer; 0: for its message
-  int channel;
-  Word epoch;
-  Word abort;  // this rank's abort word
-};
-
 class Channel {
  public:
   Channel(const Controls& controls, int number)
@@ -106,7 +96,7 @@ class Endpoint {
       channel.receiving.wait_until(until);
       const Outcome outcome = receive(channel.receiving, channel.flags, epoch, source);
       if (outcome == Outcome::not_yet && !last) return outcome;
-      if (outcome != Outcome::done) return fail(outcome, source, 0, number, epoch);
+      if (outcome != Outcome::done) return fail(outcome, source, false, number, epoch);
     }
     return Outcome::done;
   }
@@ -156,7 +146,7 @@ class Endpoint {
         if (outcome == Outcome::done) {
           ++part;
         } else if (outcome != Outcome::not_yet || Clock::now() >= deadline) {
-          fail(outcome, peer, 1, channel.number, epoch);
+          fail(outcome, peer, true, channel.number, epoch);
           return false;
         } else if (closing_) {
           return false;
@@ -172,7 +162,7 @@ class Endpoint {
   }
 
   // Keeps the first failure of this rank and tells all others.
-  Outcome fail(Outcome outcome, int peer, int sending, int channel, Word epoch) {
+  Outcome fail(Outcome outcome, int peer, bool sending, int channel, Word epoch) {
     if (outcome == Outcome::not_yet) outcome = Outcome::timed_out;
     // Whoever finds the abort word of this rank itself waits here until the reason is known.
     std::lock_guard<std::mutex> lock(failing_);
@@ -181,7 +171,7 @@ class Endpoint {
     }
     if (failure_.outcome == 0) {
       const Word why = controls_.flag(controls_.rank(), kAbortWord).load();
-      failure_ = {int(outcome), peer, sending, channel, epoch, why};
+      failure_ = {Word(outcome), Word(peer), sending, Word(channel), epoch, why};
     }
     return outcome;
   }

@@ -53,4 +53,14 @@ DISTCA_EITHER Word abort_word(Outcome reason, int reporter, int culprit) {
   return Word(reason) << 48 | Word(reporter) << 24 | Word(culprit);
 }
 
+// The first thing that went wrong on a rank; Python reads it as six words.
+struct Failure {
+  Word outcome;
+  Word peer;     // whom this rank waited for
+  Word sending;  // 1: for room at the peer; 0: for its message
+  Word channel;
+  Word epoch;
+  Word abort;  // this rank's abort word
+};
+
 }  // namespace distca

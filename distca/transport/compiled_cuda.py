@@ -1,0 +1,141 @@
+"""The device transport's kernels, compiled at first use and kept.
+
+Where all peers are mapped (NVLink, PCIe) the kernels need no library and NVRTC compiles them in a
+moment; for peers on other machines they are linked with NVSHMEM's device library, by nvcc.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+from distca.transport.compiled import PROTOCOL, kept, run
+
+ARCHITECTURES = (80, 90, 100)
+"""The compute capabilities that `distca build` compiles for: A100, H100 and H200, B200."""
+
+SOURCE = PROTOCOL / "device.cu"
+NVCC_FLAGS = ("-std=c++17", "-O3", "-Werror", "all-warnings", "-Xptxas", "-v")
+
+
+def nvidia_packages() -> Iterator[Path]:
+    """The folders into which NVIDIA's wheels are installed."""
+    spec = importlib.util.find_spec("nvidia")
+    for folder in (spec.submodule_search_locations or ()) if spec is not None else ():
+        yield Path(folder)
+
+
+def find_nvcc() -> Path | None:
+    """nvcc from NVIDIA's wheels, else from the machine's CUDA toolkit; None: there is none."""
+    for folder in nvidia_packages():
+        for found in sorted(folder.glob("*/bin/nvcc"), reverse=True):
+            return found
+    on_path = shutil.which("nvcc") or shutil.which("nvcc", path="/usr/local/cuda/bin")
+    return None if on_path is None else Path(on_path)
+
+
+def find_nvshmem() -> Path | None:
+    """The folder with NVSHMEM's `include` and `lib`; None: there is none."""
+    for folder in nvidia_packages():
+        if (folder / "nvshmem" / "lib" / "libnvshmem_device.a").exists():
+            return folder / "nvshmem"
+    return None
+
+
+def nvrtc_version() -> str | None:
+    """Of the NVRTC that cuda-core can call; None: there is none."""
+    try:
+        from cuda.bindings import nvrtc
+
+        status, major, minor = nvrtc.nvrtcVersion()
+    except (ImportError, OSError, RuntimeError):
+        return None
+    return f"{major}.{minor}" if int(status) == 0 else None
+
+
+def kernels_of_mapped_peers(architecture: int, cache: Path | None = None) -> Path:
+    """The cubin for ranks whose peers' memory is all mapped.
+
+    Args:
+        architecture: compute capability, such as 90.
+        cache: where it is kept; None: the user's cache.
+
+    Raises:
+        RuntimeError: there is neither NVRTC nor nvcc, or it fails.
+    """
+    version = nvrtc_version()
+    if version is None:
+        return by_nvcc(architecture, nvshmem=False, cache=cache)
+
+    def build(into: Path) -> None:
+        from cuda.core import Program, ProgramOptions
+
+        options = ProgramOptions(
+            std="c++17", arch=f"sm_{architecture}", include_path=[str(PROTOCOL)]
+        )
+        made = Program(SOURCE.read_text(), "c++", options).compile("cubin")
+        into.write_bytes(made.code)
+
+    key = ("nvrtc", version, str(architecture))
+    return kept(f"mapped_sm_{architecture}.cubin", PROTOCOL, key, build, cache)
+
+
+def kernels_with_nvshmem(architecture: int, cache: Path | None = None) -> Path:
+    """The cubin for ranks some of whose peers are reached over a network.
+
+    Raises:
+        RuntimeError: there is no nvcc or no NVSHMEM, or nvcc fails.
+    """
+    return by_nvcc(architecture, nvshmem=True, cache=cache)
+
+
+def by_nvcc(architecture: int, nvshmem: bool, cache: Path | None = None) -> Path:
+    """A cubin, and beside it what nvcc said of each kernel, as `.log`.
+
+    Args:
+        architecture: compute capability, such as 90.
+        nvshmem: with NVSHMEM's device library.
+        cache: where it is kept; None: the user's cache.
+
+    Raises:
+        RuntimeError: there is no nvcc or no NVSHMEM, or nvcc fails.
+    """
+    nvcc = find_nvcc()
+    if nvcc is None:
+        raise RuntimeError(
+            "the kernels of the device transport are compiled at first use, but there is no nvcc: "
+            "pip install 'distca[nvshmem-cu13]', or install a CUDA toolkit"
+        )
+    command = [str(nvcc), *NVCC_FLAGS, f"-arch=sm_{architecture}", "-cubin"]
+    key = [run([str(nvcc), "--version"]), *command]
+    if nvshmem:
+        library = find_nvshmem()
+        if library is None:
+            raise RuntimeError(
+                "peers on other machines need NVSHMEM's device library, but it is not installed: "
+                "pip install 'distca[nvshmem-cu13]' (or nvshmem-cu12)"
+            )
+        command += ["-rdc=true", "-dlink", "-DDISTCA_NVSHMEM", "-isystem", f"{library}/include"]
+        command += [f"-L{library}/lib", "-lnvshmem_device"]
+        key += [*command, nvshmem_version() or "of unknown version"]
+
+    def build(into: Path) -> None:
+        said = run([*command, str(SOURCE), "-o", str(into)])
+        into.with_suffix(".log").write_text(said)
+        into.with_suffix(".log").replace(into.parent / f"{name}.log")
+
+    name = f"{'nvshmem' if nvshmem else 'mapped'}_sm_{architecture}"
+    return kept(f"{name}.cubin", PROTOCOL, key, build, cache)
+
+
+def nvshmem_version() -> str | None:
+    """Of the NVSHMEM wheel; None: there is none."""
+    for major in (13, 12):
+        try:
+            return importlib.metadata.version(f"nvidia-nvshmem-cu{major}")
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return None

@@ -1,0 +1,187 @@
+"""The kernels of the device transport, and one rank's state on its GPU.
+
+Ranks may be processes with a GPU each, or several in one process: all they need are the addresses
+of each other's memory.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from distca.transport.channels import CHANNELS, Failure
+
+THREADS = 512
+BLOCKS = 8
+"""Thread blocks that send on one channel; a block fills at most a quarter of an SM."""
+
+_NOBODY = 2**64 - 1
+
+
+def control_bytes(ranks: int) -> int:
+    """The size of a rank's control memory: `Flags` in words.h."""
+    line, head_lines = 64, 4
+    return line * (head_lines + 2 * ranks * CHANNELS)
+
+
+class Kernels:
+    """The kernels of a cubin, on the current device.
+
+    Args:
+        cubin: compiled from `protocol/device.cu`.
+    """
+
+    def __init__(self, cubin: Path) -> None:
+        from cuda.core import ObjectCode
+
+        self.code = ObjectCode.from_cubin(cubin.read_bytes())
+        self._kernels: dict[str, Any] = {}
+
+    def launch(self, name: str, blocks: int, stream: torch.cuda.Stream, *arguments: Any) -> None:
+        """Starts a kernel. Arguments: addresses as int, others as ctypes values."""
+        from cuda.core import LaunchConfig, Stream, launch
+
+        if name not in self._kernels:
+            self._kernels[name] = self.code.get_kernel(f"distca_{name}")
+        config = LaunchConfig(grid=blocks, block=THREADS)
+        on = Stream.from_handle(stream.cuda_stream)
+        launch(on, config, self._kernels[name], *arguments)
+
+
+class DeviceRank:
+    """What one rank's kernels work on.
+
+    Args:
+        kernels: on this rank's device.
+        rank: its number.
+        controls: the address of each rank's control memory, zeroed, as mapped here; 0 where it is
+            not mapped.
+        device: this rank's.
+        timeout_seconds: how long a kernel waits for a rank.
+    """
+
+    def __init__(
+        self,
+        kernels: Kernels,
+        rank: int,
+        controls: Sequence[int],
+        device: torch.device,
+        timeout_seconds: float,
+    ) -> None:
+        self.rank, self.ranks = rank, len(controls)
+        self._kernels, self._device, self._timeout = kernels, device, timeout_seconds
+        self._controls, self._own_control = self._table(controls), controls[rank]
+        complete = torch.zeros(CHANNELS * self.ranks, dtype=torch.int32, device=device)
+        self._complete = complete
+        # Written by kernels, read by the CPU without waiting for the GPU.
+        self._failure = torch.zeros(len(Failure._fields), dtype=torch.int64).pin_memory()
+        self._failure[Failure._fields.index("peer")] = -1
+        self._state = torch.empty(0)
+
+    def _table(self, words: Sequence[int]) -> torch.Tensor:
+        return torch.tensor(words, dtype=torch.int64, device=self._device)
+
+    def set_arenas(self, arenas: Sequence[int]) -> None:
+        """Where each rank's receive arenas begin, as mapped here; 0 where they are not."""
+        self._arenas = self._table(arenas)
+        self._state = self._table(
+            [
+                self.rank,
+                self.ranks,
+                self._own_control,
+                arenas[self.rank],
+                self._controls.data_ptr(),
+                self._arenas.data_ptr(),
+                self._complete.data_ptr(),
+                self._failure.data_ptr(),
+                int(self._timeout * 1e9),
+            ]
+        )
+
+    def _launch(
+        self,
+        name: str,
+        blocks: int,
+        stream: torch.cuda.Stream,
+        number: int,
+        epoch: int,
+        *more: Any,
+    ) -> None:
+        self._kernels.launch(
+            name,
+            blocks,
+            stream,
+            self._state.data_ptr(),
+            ctypes.c_int(number),
+            ctypes.c_uint64(epoch),
+            *more,
+        )
+
+    def send(
+        self,
+        number: int,
+        epoch: int,
+        staging: torch.Tensor,
+        sizes: Sequence[int],
+        put_at: Sequence[int],
+        stream: torch.cuda.Stream,
+    ) -> None:
+        """Puts the messages to rank 0, 1, ..., which lie one after the other.
+
+        Args:
+            number: of the channel.
+            epoch: of the exchange, counted from 1.
+            staging: the messages.
+            sizes: of the messages, bytes.
+            put_at: where each begins in its receiver's arenas.
+            stream: of the channel.
+        """
+        begins = [sum(sizes[:peer]) for peer in range(self.ranks)]
+        table = torch.tensor([*sizes, *begins, *put_at], dtype=torch.int64).pin_memory()
+        peers = max(1, self.ranks - 1)
+        parts = -(-BLOCKS // peers)
+        with torch.cuda.stream(stream):
+            on_device = table.to(self._device, non_blocking=True)
+            self._launch(
+                "send",
+                min(BLOCKS, peers * parts),
+                stream,
+                number,
+                epoch,
+                staging.data_ptr(),
+                on_device.data_ptr(),
+                ctypes.c_int(parts),
+            )
+
+    def wait(
+        self, number: int, epoch: int, received: torch.Tensor, stream: torch.cuda.Stream
+    ) -> None:
+        """Lets the stream wait for all messages. If they don't come, `received` is filled with
+        ones: not-a-number in every floating type.
+        """
+        more = (received.data_ptr(), ctypes.c_uint64(received.numel()))
+        self._launch("wait", 1, stream, number, epoch, *more)
+
+    def release(self, number: int, epoch: int, stream: torch.cuda.Stream) -> None:
+        """Tells all sources that what they sent was read."""
+        self._launch("release", 1, stream, number, epoch)
+
+    def wait_for_room(self, number: int, epoch: int, stream: torch.cuda.Stream) -> None:
+        """Lets the stream wait until all receivers have released the exchange before."""
+        self._launch("wait_for_room", 1, stream, number, epoch)
+
+    def set_ready(self, number: int, epoch: int, stream: torch.cuda.Stream) -> None:
+        """Tells all receivers that what the stream put before is complete."""
+        self._launch("set_ready", 1, stream, number, epoch)
+
+    def failure(self) -> str | None:
+        """What went wrong, if a kernel has told it."""
+        words = [word % 2**64 for word in self._failure.tolist()]
+        found = Failure(*words)
+        if found.outcome == 0 or found.peer == _NOBODY:
+            return None
+        return found.describe(self.rank, self._timeout)

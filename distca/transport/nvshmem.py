@@ -1,0 +1,311 @@
+"""The transport between GPUs: puts by our own kernel, or by copy engines, over NVSHMEM's memory.
+
+It has not been run on a GPU yet. The protocol is `protocol/exchange.h`, which shared_memory.py runs
+on CPUs; the kernels are `protocol/device.cu`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from datetime import timedelta
+from typing import Any, Literal
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from distca.transport.agreement import on_all_ranks
+from distca.transport.base import (
+    Channel,
+    ChannelBytes,
+    MessageSizes,
+    Pending,
+    Transport,
+    TransportError,
+    first_bytes,
+)
+from distca.transport.channels import CHANNELS, arena_offsets, channel_number
+from distca.transport.compiled_cuda import kernels_of_mapped_peers, kernels_with_nvshmem
+from distca.transport.device import DeviceRank, Kernels, control_bytes
+
+Mode = Literal["kernel", "copy-engine"]
+
+# From this status on NVSHMEM can allocate; 3.4.5 "succeeds" with 1 where there is no GPU.
+_CAN_ALLOCATE = 2
+_ALIGNMENT = 512
+
+
+def _nvshmem() -> tuple[Any, Any]:
+    """`nvshmem.core` and `nvshmem.bindings`.
+
+    Raises:
+        RuntimeError: they are not installed, or not for this CUDA.
+    """
+    try:
+        import nvshmem.bindings as bindings
+        import nvshmem.core as core
+    except (ImportError, OSError, RuntimeError) as error:
+        cuda = (torch.version.cuda or "13").split(".")[0]
+        raise RuntimeError(
+            f"NVSHMEM for Python cannot be imported ({error}): pip install "
+            f"'distca[nvshmem-cu{cuda}]'; `distca doctor` shows what there is"
+        ) from error
+    return core, bindings
+
+
+class _Address:
+    """Device memory that is not torch's, for `torch.as_tensor`."""
+
+    def __init__(self, address: int, nbytes: int) -> None:
+        self.__cuda_array_interface__ = {
+            "data": (address, False),
+            "shape": (nbytes,),
+            "typestr": "|u1",
+            "version": 3,
+        }
+
+
+class SymmetricBytes:
+    """As many bytes on every rank's GPU, allocated by NVSHMEM. Collective.
+
+    Attributes:
+        address: of this rank's.
+        peers: of each rank's as mapped here; 0 where it is not.
+        own: this rank's, uint8 `[nbytes]`, zeroed.
+    """
+
+    def __init__(self, bindings: Any, ranks: int, nbytes: int, device: torch.device) -> None:
+        self._bindings = bindings
+        nbytes = max(nbytes, _ALIGNMENT)
+        self.address = int(bindings.align(_ALIGNMENT, nbytes))
+        if self.address == 0:
+            raise RuntimeError(
+                f"NVSHMEM cannot allocate {nbytes / 1e6:.1f} MB: free GPU memory, or raise its "
+                "NVSHMEM_SYMMETRIC_SIZE"
+            )
+        self.peers = [int(bindings.ptr(self.address, peer)) for peer in range(ranks)]
+        self.own = torch.as_tensor(_Address(self.address, nbytes), device=device)
+        self.own.zero_()
+
+    def free(self) -> None:
+        """Collective."""
+        self._bindings.free(self.address)
+
+
+class NvshmemTransport(Transport):
+    """One-sided puts between GPUs, on a stream for each channel.
+
+    Args:
+        group: the ranks that exchange; used to set up, and in `reserve`. NVSHMEM is initialised for
+            these ranks, so a process can be in one such group only.
+        device: this rank's GPU.
+        timeout: how long a kernel waits for a rank.
+        mode: "kernel": our kernel copies, on few SMs; "copy-engine": copies take no SM.
+
+    Raises:
+        TransportError: NVSHMEM is missing or does not start, or the kernels cannot be compiled.
+            Every rank raises the same.
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        device: torch.device,
+        timeout: timedelta = timedelta(minutes=10),
+        mode: Mode = "kernel",
+    ) -> None:
+        super().__init__(dist.get_rank(group), dist.get_world_size(group))
+        self._group, self._device, self._mode = group, device, mode
+        self._timeout = timeout.total_seconds()
+        on_all_ranks(group, self._import)
+        unique_ids = on_all_ranks(group, self._unique_id)
+        on_all_ranks(group, lambda: self._initialise(unique_ids[0]))
+        on_all_ranks(group, self._load)
+        self._epochs = [0] * CHANNELS
+        self._streams = [_stream(device) for _ in range(CHANNELS)]
+        self._memory: SymmetricBytes | None = None
+        self._arenas: dict[Channel, torch.Tensor] = {}
+        self._staging: dict[Channel, torch.Tensor] = {}
+        self._begins: dict[Channel, int] = {}
+
+    def _import(self) -> None:
+        self._core, self._bindings = _nvshmem()
+
+    def _unique_id(self) -> bytes | None:
+        """What ranks find each other by; made by the first."""
+        return bytes(self._core.get_unique_id()._data.tobytes()) if self.rank == 0 else None
+
+    def _initialise(self, unique_id: bytes | None) -> None:
+        from cuda.core import Device
+
+        assert unique_id is not None
+        device = Device(self._device.index)
+        device.set_current()
+        uid = self._core.get_unique_id(empty=True)
+        uid._data[...] = np.frombuffer(unique_id, dtype=uid._data.dtype).reshape(uid._data.shape)
+        self._core.init(
+            device=device,
+            uid=uid,
+            rank=self.rank,
+            nranks=self.world_size,
+            initializer_method="uid",
+        )
+        status = int(self._core.init_status())
+        if status < _CAN_ALLOCATE:
+            raise RuntimeError(
+                f"NVSHMEM started with status {status}, which cannot allocate: the GPU or its "
+                "driver does not suit it; NVSHMEM_DEBUG=INFO says more"
+            )
+
+    def _load(self) -> None:
+        self._control = SymmetricBytes(
+            self._bindings, self.world_size, control_bytes(self.world_size), self._device
+        )
+        major, minor = torch.cuda.get_device_capability(self._device)
+        all_mapped = all(self._control.peers)
+        compile_kernels = kernels_of_mapped_peers if all_mapped else kernels_with_nvshmem
+        kernels = Kernels(compile_kernels(10 * major + minor))
+        if not all_mapped:
+            self._core.library_init(self._core.NvshmemKernelObject.from_obj(kernels.code))
+        self._endpoint = DeviceRank(
+            kernels, self.rank, self._control.peers, self._device, self._timeout
+        )
+        # The zeros are there before any rank goes on.
+        torch.cuda.synchronize(self._device)
+
+    def reserve(self, sizes: Mapping[Channel, ChannelBytes]) -> None:
+        """See `Transport.reserve`.
+
+        Raises:
+            TransportError: there is not enough memory; every rank raises the same.
+        """
+        torch.cuda.synchronize(self._device)
+        self._raise_failure()
+        self._arenas.clear()
+        self._staging.clear()
+        begins, end = arena_offsets(sizes)
+
+        def allocate() -> None:
+            if self._memory is not None:
+                self._memory.free()
+                self._memory = None
+            # Network cards read from symmetric memory, so staging is there, too.
+            staging = sum(-(-room.send // _ALIGNMENT) * _ALIGNMENT for room in sizes.values())
+            self._memory = SymmetricBytes(
+                self._bindings, self.world_size, end + staging, self._device
+            )
+            torch.cuda.synchronize(self._device)
+
+        on_all_ranks(self._group, allocate)
+        assert self._memory is not None
+        self._endpoint.set_arenas(self._memory.peers)
+        self._begins = begins
+        for channel, room in sizes.items():
+            begin = begins[channel]
+            self._arenas[channel] = self._memory.own[begin : begin + room.receive]
+            self._staging[channel] = self._memory.own[end : end + room.send]
+            end += -(-room.send // _ALIGNMENT) * _ALIGNMENT
+
+    def staging(self, channel: Channel, nbytes: int) -> torch.Tensor:
+        """See `Transport.staging`."""
+        return first_bytes(self._staging[channel], nbytes)
+
+    def _start(self, channel: Channel, sizes: MessageSizes) -> Pending:
+        self._raise_failure()
+        number = channel_number(channel)
+        self._epochs[number] += 1
+        epoch, stream = self._epochs[number], self._streams[number]
+        received = first_bytes(self._arenas[channel], sum(sizes.receive))
+        staging = first_bytes(self._staging[channel], sum(sizes.send))
+        put_at = [self._begins[channel] + begin for begin in sizes.put_at]
+        stream.wait_stream(torch.cuda.current_stream(self._device))
+        if self._mode == "kernel":
+            self._endpoint.send(number, epoch, staging, sizes.send, put_at, stream)
+        else:
+            self._send_by_copy_engines(number, epoch, staging, sizes.send, put_at)
+        return _OnStream(self, number, epoch, received)
+
+    def _send_by_copy_engines(
+        self,
+        number: int,
+        epoch: int,
+        staging: torch.Tensor,
+        sizes: tuple[int, ...],
+        put_at: list[int],
+    ) -> None:
+        """The same steps as the kernel's, as entries of the stream."""
+        assert self._memory is not None
+        stream = self._streams[number]
+        self._endpoint.wait_for_room(number, epoch, stream)
+        begin = staging.data_ptr()
+        begins = [begin + sum(sizes[:peer]) for peer in range(self.world_size)]
+        for step in range(1, self.world_size):
+            peer = (self.rank + step) % self.world_size
+            if sizes[peer]:
+                self._bindings.putmem_on_stream(
+                    self._memory.address + put_at[peer],
+                    begins[peer],
+                    sizes[peer],
+                    peer,
+                    stream.cuda_stream,
+                )
+        self._bindings.quiet_on_stream(stream.cuda_stream)
+        self._endpoint.set_ready(number, epoch, stream)
+
+    def wait_for(self, number: int, epoch: int, received: torch.Tensor) -> None:
+        """Lets the current stream wait for an exchange of a channel.
+
+        Raises:
+            TransportError: an exchange before it has failed.
+        """
+        self._raise_failure()
+        stream = self._streams[number]
+        self._endpoint.wait(number, epoch, received, stream)
+        torch.cuda.current_stream(self._device).wait_stream(stream)
+
+    def release(self, number: int, epoch: int) -> None:
+        """After what the current stream does now, an exchange of a channel was read."""
+        stream = self._streams[number]
+        stream.wait_stream(torch.cuda.current_stream(self._device))
+        self._endpoint.release(number, epoch, stream)
+
+    def _raise_failure(self) -> None:
+        failure = self._endpoint.failure()
+        if failure is not None:
+            raise TransportError(failure)
+
+    def close(self) -> None:
+        """See `Transport.close`. Collective, since NVSHMEM's memory is.
+
+        Raises:
+            TransportError: an exchange has failed.
+        """
+        torch.cuda.synchronize(self._device)
+        self._raise_failure()
+        self._arenas.clear()
+        self._staging.clear()
+        if self._memory is not None:
+            self._memory.free()
+            self._memory = None
+            self._control.free()
+            self._core.finalize()
+
+
+def _stream(device: torch.device) -> torch.cuda.Stream:
+    """A stream whose few kernels go before those that compute."""
+    return torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
+
+
+class _OnStream(Pending):
+    def __init__(
+        self, transport: NvshmemTransport, number: int, epoch: int, received: torch.Tensor
+    ) -> None:
+        self._transport, self._received = transport, received
+        self._number, self._epoch = number, epoch
+
+    def wait(self) -> torch.Tensor:
+        self._transport.wait_for(self._number, self._epoch, self._received)
+        return self._received
+
+    def release(self) -> None:
+        self._transport.release(self._number, self._epoch)

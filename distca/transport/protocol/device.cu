@@ -1,0 +1,83 @@
+// The kernels of the device transport. Python launches them by name on a stream of the channel:
+// a grid of few blocks sends, one block each waits, releases, and does what copy engines cannot.
+
+#include "device.cuh"
+
+using namespace distca;
+
+// Sends this rank's messages: `sizes` holds for each rank the bytes, and where they begin there.
+// Blocks take the parts of all messages in turn, each rank beginning with the one after it.
+extern "C" __global__ void __launch_bounds__(512)
+    distca_send(const Rank* me, int channel, Word epoch, const char* staging, const Word* sizes,
+                int parts) {
+  DeviceFabric fabric(*me, channel);
+  const Flags flags(channel, fabric.ranks());
+  const Word* bytes = sizes;
+  const Word* from = sizes + fabric.ranks();
+  const Word* to = sizes + 2 * fabric.ranks();
+  for (int item = blockIdx.x; item < (fabric.ranks() - 1) * parts; item += gridDim.x) {
+    const int peer = (fabric.rank() + 1 + item / parts) % fabric.ranks();
+    const Message message{staging + from[peer], bytes[peer], to[peer]};
+    const Outcome outcome =
+        send_part(fabric, flags, epoch, peer, message, item % parts, parts);
+    if (outcome != Outcome::done) {
+      if (fabric.leads()) fabric.fail(outcome, peer, true, epoch);
+      return;
+    }
+  }
+}
+
+// Waits for all messages. What was to be received is made not-a-number if they do not come, so
+// that nobody takes it for results before the program finds the failure.
+extern "C" __global__ void __launch_bounds__(512)
+    distca_wait(const Rank* me, int channel, Word epoch, char* received, Word bytes) {
+  DeviceFabric fabric(*me, channel);
+  const Flags flags(channel, fabric.ranks());
+  int failed = 0;
+  for (int source = threadIdx.x; source < fabric.ranks(); source += blockDim.x) {
+    if (source == fabric.rank()) continue;
+    const Outcome outcome = receive(fabric, flags, epoch, source);
+    if (outcome != Outcome::done) {
+      fabric.fail(outcome, source, false, epoch);
+      failed = 1;
+    }
+  }
+  if (__syncthreads_or(failed)) {
+    for (Word i = threadIdx.x; i < bytes; i += blockDim.x) received[i] = char(0xFF);
+  }
+}
+
+// What was received is read: all sources may send again.
+extern "C" __global__ void __launch_bounds__(512)
+    distca_release(const Rank* me, int channel, Word epoch) {
+  DeviceFabric fabric(*me, channel);
+  const Flags flags(channel, fabric.ranks());
+  for (int source = threadIdx.x; source < fabric.ranks(); source += blockDim.x) {
+    if (source != fabric.rank()) release(fabric, flags, epoch, source);
+  }
+}
+
+// The first and the last step of `send_part` by themselves, for puts by copy engines in between.
+extern "C" __global__ void __launch_bounds__(512)
+    distca_wait_for_room(const Rank* me, int channel, Word epoch) {
+  DeviceFabric fabric(*me, channel);
+  const Flags flags(channel, fabric.ranks());
+  for (int peer = threadIdx.x; peer < fabric.ranks(); peer += blockDim.x) {
+    if (peer == fabric.rank()) continue;
+    const Outcome outcome = fabric.wait_for(peer, flags.credit(peer), epoch - 1);
+    if (outcome != Outcome::done) fabric.fail(outcome, peer, true, epoch);
+  }
+}
+
+extern "C" __global__ void __launch_bounds__(512)
+    distca_set_ready(const Rank* me, int channel, Word epoch) {
+  DeviceFabric fabric(*me, channel);
+  const Flags flags(channel, fabric.ranks());
+  // After a failure nothing is ready: the copies went where they should not have been made.
+  if (load_acquire(me->control + kAbortWord) != 0) return;
+  for (int peer = threadIdx.x; peer < fabric.ranks(); peer += blockDim.x) {
+    if (peer == fabric.rank()) continue;
+    fabric.fence(peer);
+    fabric.set(peer, flags.ready(fabric.rank()), epoch);
+  }
+}

@@ -1,0 +1,165 @@
+// The fabric of GPUs: a thread block puts, its first thread signals. Peers whose memory is mapped
+// here (NVLink, PCIe) are written to directly, others by NVSHMEM where that was compiled in.
+#pragma once
+
+#ifdef DISTCA_NVSHMEM
+#include <nvshmem.h>
+#include <nvshmemx.h>
+#endif
+
+#include "exchange.h"
+
+namespace distca {
+
+// What a rank's kernels need to know; lies in its device memory. Laid out for Python: words only.
+struct Rank {
+  Word rank, ranks;
+  char* control;          // this rank's control memory
+  char* arenas;           // this rank's receive arenas
+  char* const* controls;  // the same of each rank, as mapped here; null where they are not
+  char* const* arenas_of;
+  unsigned* complete;     // parts of messages that are complete: of each channel and peer
+  Failure* failure;       // in host memory
+  Word timeout_ns;
+};
+
+__device__ __forceinline__ Word load_acquire(const char* flag) {
+  Word value;
+  asm volatile("ld.acquire.sys.global.u64 %0, [%1];" : "=l"(value) : "l"(flag) : "memory");
+  return value;
+}
+
+__device__ __forceinline__ void store_release(char* flag, Word value) {
+  asm volatile("st.release.sys.global.u64 [%0], %1;" ::"l"(flag), "l"(value) : "memory");
+}
+
+__device__ __forceinline__ Word nanoseconds() {
+  Word now;
+  asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(now));
+  return now;
+}
+
+// All threads of the block copy; whole `Unit`s if both ends are aligned to them.
+template <class Unit>
+__device__ __forceinline__ Word copy_units(char* to, const char* from, Word begin, Word end) {
+  const Word units = (end - begin) / sizeof(Unit);
+  Unit* target = reinterpret_cast<Unit*>(to + begin);
+  const Unit* source = reinterpret_cast<const Unit*>(from + begin);
+  const Word step = blockDim.x;
+  Word i = threadIdx.x;
+  // Four loads are under way at a time.
+  for (; i + 3 * step < units; i += 4 * step) {
+    const Unit a = source[i], b = source[i + step];
+    const Unit c = source[i + 2 * step], d = source[i + 3 * step];
+    target[i] = a;
+    target[i + step] = b;
+    target[i + 2 * step] = c;
+    target[i + 3 * step] = d;
+  }
+  for (; i < units; i += step) target[i] = source[i];
+  return begin + units * sizeof(Unit);
+}
+
+__device__ __forceinline__ void copy_bytes(char* to, const char* from, Word bytes) {
+  const Word apart = (Word(to) ^ Word(from)) & 15;
+  Word done = 0;
+  if (apart == 0) {
+    const Word head = (16 - (Word(to) & 15)) & 15;
+    done = copy_units<char>(to, from, 0, head < bytes ? head : bytes);
+    done = copy_units<uint4>(to, from, done, bytes);
+  } else if ((apart & 3) == 0) {
+    const Word head = (4 - (Word(to) & 3)) & 3;
+    done = copy_units<char>(to, from, 0, head < bytes ? head : bytes);
+    done = copy_units<unsigned>(to, from, done, bytes);
+  }
+  copy_units<char>(to, from, done, bytes);
+}
+
+class DeviceFabric {
+ public:
+  __device__ DeviceFabric(const Rank& me, int channel) : me_(me), channel_(channel) {}
+
+  __device__ int rank() const { return int(me_.rank); }
+  __device__ int ranks() const { return int(me_.ranks); }
+  __device__ bool leads() const { return threadIdx.x == 0; }
+  __device__ Outcome shared(Outcome outcome) const {
+    return Outcome(__syncthreads_or(leads() ? int(outcome) : 0));
+  }
+  __device__ void all_put() const { __syncthreads(); }
+
+  __device__ void put(int peer, Word to, const char* from, Word bytes) const {
+    char* mapped = me_.arenas_of[peer];
+    if (mapped != nullptr) {
+      copy_bytes(mapped + to, from, bytes);
+      return;
+    }
+#ifdef DISTCA_NVSHMEM
+    if (bytes) nvshmemx_putmem_nbi_block(me_.arenas + to, from, bytes, peer);
+#endif
+  }
+
+  __device__ void fence(int peer) const {
+    __threadfence_system();
+#ifdef DISTCA_NVSHMEM
+    if (me_.arenas_of[peer] == nullptr) nvshmem_quiet();
+#endif
+  }
+
+  __device__ void set(int peer, Word flag, Word value) const {
+    char* mapped = me_.controls[peer];
+    if (mapped != nullptr) {
+      store_release(mapped + flag, value);
+      return;
+    }
+#ifdef DISTCA_NVSHMEM
+    using Signal = unsigned long;
+    static_assert(sizeof(Signal) == sizeof(Word), "a signal holds an epoch");
+    nvshmemx_signal_op(reinterpret_cast<Signal*>(me_.control + flag), value, NVSHMEM_SIGNAL_SET,
+                       peer);
+#endif
+  }
+
+  __device__ bool last_part(int peer, int parts) const {
+    unsigned* complete = me_.complete + Word(channel_) * me_.ranks + peer;
+    __threadfence();
+    const bool last = atomicAdd(complete, 1u) == unsigned(parts) - 1;
+    if (last) *complete = 0;
+    __threadfence();
+    return last;
+  }
+
+  __device__ Outcome wait_for(int, Word flag, Word value) const {
+    const Word started = nanoseconds();
+    while (load_acquire(me_.control + flag) < value) {
+      if (load_acquire(me_.control + kAbortWord) != 0) return Outcome::aborted;
+      if (nanoseconds() - started > me_.timeout_ns) return Outcome::timed_out;
+      __nanosleep(100);
+    }
+    return Outcome::done;
+  }
+
+  // Ends the exchange on all ranks; the first failure of this rank is kept for its program.
+  __device__ void fail(Outcome outcome, int peer, bool sending, Word epoch) const {
+    if (outcome != Outcome::aborted) {
+      const Word why = abort_word(outcome, rank(), peer);
+      for (int other = 0; other < ranks(); ++other) set(other, kAbortWord, why);
+    }
+    if (atomicCAS_system(&me_.failure->peer, kNobody, Word(peer)) != kNobody) return;
+    me_.failure->sending = sending;
+    me_.failure->channel = channel_;
+    me_.failure->epoch = epoch;
+    me_.failure->abort = load_acquire(me_.control + kAbortWord);
+    __threadfence_system();
+    // Last: the program reads the rest when this is not 0.
+    *reinterpret_cast<volatile Word*>(&me_.failure->outcome) = Word(outcome);
+  }
+
+ private:
+  // `Failure::peer` before anything has failed.
+  static constexpr Word kNobody = ~Word(0);
+
+  const Rank& me_;
+  const int channel_;
+};
+
+}  // namespace distca
