@@ -261,6 +261,15 @@ def test_one_document_on_more_ranks_than_blocks() -> None:
     assert plan.notes
 
 
+@pytest.mark.parametrize("share", [0.3, 0.98])
+def test_short_documents_beside_one_that_has_nearly_all_work(share: float) -> None:
+    total = 16 * 65_536
+    longest = int(total * share)
+    lengths = np.array([longest, *long_tailed_lengths(0, total - longest, 20_000, total)])
+    plan = make(lengths, even_rooms(total, 16), ScheduleConfig(shape=SHAPE), Mask(), True)
+    plan.validate()
+
+
 def test_many_short_documents() -> None:
     lengths = np.random.default_rng(0).integers(1, 700, size=100_000)
     rooms = even_rooms(int(lengths.sum()), 512)

@@ -51,6 +51,8 @@ _BLOCKS_IN_SLICE = 8
 """Slices are cut on blocks where they have so many in the mean."""
 _MOST_MEMBERS = 2
 """A document is spread over at most this many times the ranks that it needs if they were empty."""
+_LEAST_DENSITY = 1e-6
+"""Of what ranks spare a token: a document that is lighter is spread as if it weighed so much."""
 
 
 @dataclass(frozen=True)
@@ -142,7 +144,9 @@ class _Packer:
 
     def _spread(self, document: int, length: int, excess: float) -> None:
         """Places mirrored slices of a document on the ranks that can take most of it."""
-        density = max(excess / length, 1e-9)
+        # Where a token weighs nearly nothing (or less) it must still count beside what ranks spare.
+        least = _LEAST_DENSITY * float(np.abs(self._spare).max()) / max(int(self._room.max()), 1)
+        density = max(excess / length, least, 1e-9)
         takes = np.minimum(self._room, np.maximum(self._spare, 0) / density)
         fewest = math.ceil(excess / self._whole_spare)
         most = max(_MOST_MEMBERS * fewest, 2)
