@@ -14,13 +14,12 @@ import torch
 from distca.plan import Mask, Plan, place_in_turn, place_sequentially
 from distca.plan.span import Int64s, expand_ranges
 from distca.schedule import (
-    Crossing,
     NanoPlan,
     ScheduleConfig,
     Scheduler,
     document_loads,
+    plan_halves,
     share_out,
-    split_in_two,
 )
 from megatron_patches.attention import DocumentParams
 from megatron_patches.batch import MicroBatch, WindowLayout, document_params, read_positions
@@ -113,23 +112,18 @@ class PlannedBatches:
             ValueError: the scheduler leaves a rank without tokens.
         """
         if not self.ping_pong:
-            return NanoBatches((documents,), (NanoPlan(self._nano_plan(documents)),))
+            plan = self._nano_plan(documents.lengths, documents.window_sizes)
+            return NanoBatches((documents,), (NanoPlan(plan),))
         loads = document_loads(documents.lengths, self.mask, self.schedule_config.cost_model)
-        halves = split_in_two(documents.lengths, loads)
+        halves, plans = plan_halves(documents.lengths, loads, self._nano_plan)
         nano = tuple(
             Documents(half.end - half.start, documents.starts[half.document] + half.start)
             for half in halves
         )
-        ping, pong = (self._nano_plan(each) for each in nano)
-        crossing = None
-        if len(halves[1].start) and halves[1].start[0] > 0:
-            # It is the last of ping and the first of pong.
-            earlier = ping.placement.select(ping.placement.document == len(ping.lengths) - 1)
-            crossing = Crossing(0, earlier)
-        return NanoBatches(nano, (NanoPlan(ping), NanoPlan(pong, crossing)))
+        return NanoBatches(nano, plans)
 
-    def _nano_plan(self, documents: Documents) -> Plan:
-        at, lengths = self.layout, documents.lengths
+    def _nano_plan(self, lengths: Int64s, window_sizes: tuple[int, ...] = ()) -> Plan:
+        at = self.layout
         nano_batches = 2 if self.ping_pong else 1
         tokens = at.micro_batch_size * at.seq_length // nano_batches
         rooms = np.full(at.data_parallel_size, tokens, dtype=np.int64)
@@ -138,7 +132,7 @@ class PlannedBatches:
         elif self.ping_pong:
             plan = self.scheduler.schedule(lengths, place_in_turn(lengths, rooms), self.mask)
         else:
-            windows = np.split(lengths, np.cumsum(documents.window_sizes)[:-1])
+            windows = np.split(lengths, np.cumsum(window_sizes)[:-1])
             placement = place_sequentially(windows, at.data_parallel_size, at.seq_length)
             plan = self.scheduler.schedule(lengths, placement, self.mask)
         plan.validate()

@@ -19,7 +19,7 @@ from distca.cost.volume import BACKWARD_PHASES, FORWARD_PHASES, plan_bytes
 from distca.plan import Plan
 from distca.plan.span import Int64s
 from distca.runtime import CoreAttention, Exchange, ExchangeSlot, Prefetcher, build_exchange
-from distca.schedule import Phase, Scheduler, Tick, TickSchedule, Work, pool
+from distca.schedule import Phase, Scheduler, Tick, TickSchedule, Work, pool_nano_batches
 from megatron_patches.attention import DocumentParams
 from megatron_patches.batch import MicroBatch
 from megatron_patches.planned_batches import NanoBatches, PlannedBatches
@@ -138,17 +138,18 @@ class TickBatches:
 
     def _plans(self, stages: list[NanoBatches | None]) -> tuple[Plan, ...]:
         """A tick's plans, of stages that run micro-batches or none."""
-        nano_batches = max(len(stage.plans) for stage in stages if stage is not None)
-        plans = []
-        for number in range(nano_batches):
-            of_stages = [None if stage is None else stage.plans[number] for stage in stages]
-            plan = pool(
-                of_stages, self.layout.servers, self.scheduler, self.move, self.layout.world_size
-            )
+        layout = self.layout
+        plans = pool_nano_batches(
+            [None if stage is None else stage.plans for stage in stages],
+            layout.servers,
+            self.scheduler,
+            self.move,
+            layout.world_size,
+        )
+        for plan in plans:
             if len(stages) > 1 or self.scheduler is not None or plan.first_query is not None:
                 plan.validate()
-            plans.append(plan)
-        return tuple(plans)
+        return plans
 
     def _sent(self, phase: Phase, plans: tuple[Plan, ...]) -> dict[str, Int64s]:
         """The bytes that each server sends in a tick by phase of the exchange, in all calls."""

@@ -18,6 +18,7 @@ class ModelSize:
         kv_heads: key-value heads (query groups).
         head_dim: elements of a head.
         ffn_hidden_size: width of the MLP.
+        vocab_size: tokens that embedding and output layer know.
     """
 
     layers: int
@@ -26,6 +27,7 @@ class ModelSize:
     kv_heads: int
     head_dim: int
     ffn_hidden_size: int
+    vocab_size: int = 128_256
 
     def attention_shape(self, tensor_parallel: int = 1, dtype_bytes: int = 2) -> AttentionShape:
         """The attention heads of one tensor-parallel rank.
@@ -47,9 +49,9 @@ class ModelSize:
 
 
 MODELS = {
-    # DistCA's Table 2.
+    # DistCA's Table 2; the 34B model's vocabulary is not published there, and taken from Llama 2.
     "llama-8b": ModelSize(32, 4096, 32, 8, 128, 14336),
-    "llama-34b": ModelSize(48, 8192, 64, 16, 128, 22016),
+    "llama-34b": ModelSize(48, 8192, 64, 16, 128, 22016, 32_000),
     # The Llama 3 report's Table 3.
     "llama-70b": ModelSize(80, 8192, 64, 8, 128, 28672),
     "llama-405b": ModelSize(126, 16384, 128, 8, 128, 53248),

@@ -6,9 +6,9 @@ from distca.schedule.base import ScheduleConfig, Scheduler, document_loads, even
 from distca.schedule.context_parallel import PerDocumentContextParallel, RingZigzag
 from distca.schedule.greedy import GreedyScheduler
 from distca.schedule.micro_batches import share_out
-from distca.schedule.nano_batches import Crossing, NanoPlan, split_in_two
+from distca.schedule.nano_batches import Crossing, NanoPlan, plan_halves, split_in_two
 from distca.schedule.packed import PackedScheduler
-from distca.schedule.pooling import pool
+from distca.schedule.pooling import pool, pool_nano_batches
 from distca.schedule.report import PlanSummary, describe, format_summary
 from distca.schedule.ticks import (
     Phase,
@@ -71,7 +71,9 @@ __all__ = [
     "make_scheduler",
     "most_in_flight_of_1f1b",
     "move_tiles",
+    "plan_halves",
     "pool",
+    "pool_nano_batches",
     "share_out",
     "split_in_two",
     "tick_schedule",

@@ -7,7 +7,7 @@ holds the whole document, but for the queries that ping has (`Plan.first_query`)
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -124,6 +124,29 @@ class NanoPlan:
 
     plan: Plan
     crossing: Crossing | None = None
+
+
+def plan_halves(
+    lengths: Int64s, loads: Floats, plan: Callable[[Int64s], Plan]
+) -> tuple[tuple[Half, Half], tuple[NanoPlan, NanoPlan]]:
+    """A micro-batch's two halves, and a plan of each.
+
+    Args:
+        lengths: tokens of each document, int64 `[documents]`; an even number in all.
+        loads: of each document, `[documents]`.
+        plan: of documents of such lengths.
+
+    Raises:
+        ValueError: the number of tokens is odd.
+    """
+    halves = split_in_two(lengths, loads)
+    ping, pong = (plan(half.end - half.start) for half in halves)
+    crossing = None
+    if len(halves[1].start) and halves[1].start[0] > 0:
+        # It is the last of ping and the first of pong.
+        earlier = ping.placement.select(ping.placement.document == len(ping.lengths) - 1)
+        crossing = Crossing(0, earlier)
+    return halves, (NanoPlan(ping), NanoPlan(pong, crossing))
 
 
 def with_earlier_keys(plan: Plan, crossings: Sequence[Crossing]) -> Plan:

@@ -68,6 +68,31 @@ def pool(
     return with_earlier(plan, crossings)
 
 
+def pool_nano_batches(
+    stages: Sequence[Sequence[NanoPlan] | None],
+    servers: Int64s,
+    scheduler: Scheduler | None = None,
+    move: Callable[[Plan], Plan] | None = None,
+    world_size: int | None = None,
+) -> tuple[Plan, ...]:
+    """The plans of a tick, one for each nano-batch: see `pool`.
+
+    Args:
+        stages: of each stage the plans of its micro-batch's nano-batches; None: the stage is idle.
+        servers: see `pool`.
+        scheduler: see `pool`.
+        move: see `pool`.
+        world_size: see `pool`.
+    """
+    nano_batches = max(len(stage) for stage in stages if stage is not None)
+    return tuple(
+        pool(
+            [None if s is None else s[number] for s in stages], servers, scheduler, move, world_size
+        )
+        for number in range(nano_batches)
+    )
+
+
 def _side_by_side(plans: Sequence[Plan | None], servers: Int64s, world_size: int) -> Plan:
     """All stages' plans as one, each on its own servers."""
     lengths, first_queries, placements, tasks = [], [], [], []

@@ -1,0 +1,38 @@
+"""A discrete-event run of plans on a described cluster: seconds, bytes and memory of an iteration.
+
+    from distca.simulate import CLUSTERS, ModelCosts, Way, plan_batch, simulate_ticks
+    costs = ModelCosts(MODELS["llama-8b"], CLUSTERS["dgx-h200"], tensor_parallel=8)
+    planned = plan_batch(windows, stages=4, data_parallel=16, config=config, way=Way("tiles"))
+    outcome = simulate_ticks(planned, costs)
+
+With `--distca` it runs the very plans and ticks that the runtime executes; the baselines are 1F1B
+pipelines of context-parallel groups. It is deterministic, and needs neither processes nor devices.
+"""
+
+from distca.simulate.baselines import BASELINES, BaselineLayout, simulate_baseline
+from distca.simulate.batches import PlannedBatch, Way, plan_batch, server_table
+from distca.simulate.cluster import CLUSTERS, Cluster
+from distca.simulate.costs import ModelCosts
+from distca.simulate.outcome import Outcome, out_of_memory, save_trace
+from distca.simulate.resources import Resources, Transfer
+from distca.simulate.ticks import Ablation, simulate_ticks
+
+__all__ = [
+    "BASELINES",
+    "CLUSTERS",
+    "Ablation",
+    "BaselineLayout",
+    "Cluster",
+    "ModelCosts",
+    "Outcome",
+    "PlannedBatch",
+    "Resources",
+    "Transfer",
+    "Way",
+    "out_of_memory",
+    "plan_batch",
+    "save_trace",
+    "server_table",
+    "simulate_baseline",
+    "simulate_ticks",
+]

@@ -1,0 +1,347 @@
+"""An iteration without `--distca`: 1F1B pipelines of context-parallel groups.
+
+Documents are packed into *bins*: one for each micro-batch of each data-parallel replica, over the
+ranks of its context-parallel group. In every layer the group gathers all keys and values of its bin
+(all of them, whether seen or not), which nothing hides, and in the backward pass it reduces their
+gradients: so its ranks wait for the slowest in every layer. Replicas wait for each other only for
+the gradients, pipeline stages for activations. Gathered keys and values are kept for the backward
+pass (paper, Section 3.2, Figure 3b).
+
+* **packed**: plain Megatron; documents one after the other, no context parallelism.
+* **per-document-cp**: the same with a group for each bin; documents are sharded head-tail.
+* **wlb-llm**: WLB-LLM in its ideal form: variable-length bins of equal work (attention and linear
+  layers together), within a bound of memory, over all micro-batches and replicas; each group shards
+  documents or the sequence, whichever is faster. Bins go to replicas so that these have equal work.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from distca.cost.link import Links
+from distca.cost.model import CostModel
+from distca.plan import Mask, Plan
+from distca.plan.span import Floats, Int64s
+from distca.schedule import ScheduleConfig, make_scheduler, most_in_flight_of_1f1b
+from distca.schedule.base import server_loads
+from distca.simulate.costs import ModelCosts
+from distca.simulate.outcome import Outcome
+from distca.simulate.resources import Span
+
+BASELINES = ("packed", "per-document-cp", "wlb-llm")
+
+
+@dataclass(frozen=True)
+class WithLinear:
+    """Seconds of a task together with those of its queries' linear layers; a `CostModel`.
+
+    Attributes:
+        attention: seconds of a task.
+        per_token: seconds of a token's other layers.
+    """
+
+    attention: CostModel
+    per_token: float
+
+    @property
+    def description(self) -> str:
+        return f"{self.attention.description}, with linear layers"
+
+    def seconds(self, q_len: Int64s, kv_len: Int64s, pairs: Int64s) -> Floats:
+        """See `CostModel.seconds`."""
+        linear: Floats = np.asarray(q_len, dtype=np.float64) * self.per_token
+        return linear + self.attention.seconds(q_len, kv_len, pairs)
+
+
+@dataclass(frozen=True)
+class BaselineLayout:
+    """How a baseline divides the servers.
+
+    Attributes:
+        stages: of the pipeline.
+        data_parallel: replicas.
+        context_parallel: ranks of a group.
+        micro_batches: of each replica.
+    """
+
+    stages: int
+    data_parallel: int
+    context_parallel: int
+    micro_batches: int
+
+    @property
+    def bins(self) -> int:
+        return self.data_parallel * self.micro_batches
+
+
+def simulate_baseline(
+    name: str,
+    lengths: Int64s,
+    layout: BaselineLayout,
+    costs: ModelCosts,
+    *,
+    cost_model: CostModel | None = None,
+    mask: Mask | None = None,
+    recording: bool = False,
+) -> Outcome:
+    """Runs a global batch.
+
+    Args:
+        name: one of `BASELINES`.
+        lengths: of its documents, int64.
+        layout: how the servers are divided.
+        costs: of the model on the cluster.
+        cost_model: forward seconds of tasks; None: the cluster's kernel.
+        mask: what a query sees; None: all earlier tokens of its document.
+        recording: keep spans for a trace, of each stage of each replica.
+
+    Raises:
+        ValueError: there is no such baseline, or sizes don't divide.
+    """
+    if name not in BASELINES:
+        raise ValueError(f"no baseline {name!r}: choose from {', '.join(BASELINES)}")
+    if costs.model.layers % layout.stages:
+        raise ValueError(f"{layout.stages} stages do not divide {costs.model.layers} layers")
+    if name == "packed" and layout.context_parallel > 1:
+        raise ValueError("packed has no context parallelism: use per-document-cp")
+    attention = cost_model or costs.cluster.attention_cost(costs.shape)
+    work = _Work.of(name, lengths, layout, costs, attention, mask or Mask())
+    passes = [_stage_seconds(work, layout, costs, stage) for stage in range(layout.stages)]
+    ends, spans = _one_f_one_b(passes, work, layout, costs, recording)
+    replicas = layout.data_parallel * layout.context_parallel
+    crosses = replicas > _links(costs).ranks_per_node
+    seconds = 0.0
+    for stage, (end, (_, backward)) in enumerate(zip(ends, passes, strict=True)):
+        # What the last backward pass hides costs nothing.
+        hidden = float(np.max(end - backward[:, -1]))
+        needed = costs.gradient_seconds(stage, layout.stages, replicas, crosses)
+        seconds = max(seconds, float(end.max()), hidden + needed)
+    gathered = np.repeat(work.gathered_bytes.sum(axis=1), layout.context_parallel)
+    return Outcome(
+        seconds,
+        int(lengths.sum()),
+        layout.stages * replicas * costs.tensor_parallel,
+        _memory(work, layout, costs),
+        costs.cluster.usable_bytes,
+        np.concatenate([_computed(work, layout, costs, stage) for stage in range(layout.stages)]),
+        np.full(layout.stages * replicas, float(work.gather_seconds.sum() / layout.data_parallel))
+        * (2 * costs.model.layers // layout.stages),
+        {
+            "all-gather": np.tile(gathered, layout.stages) * (costs.model.layers // layout.stages),
+            "reduce-scatter": np.tile(gathered, layout.stages)
+            * (costs.model.layers // layout.stages),
+        },
+        tuple(spans),
+    )
+
+
+def _links(costs: ModelCosts) -> Links:
+    return costs.cluster.links(costs.tensor_parallel)
+
+
+@dataclass(frozen=True)
+class _Work:
+    """What bins hold: `[replicas, micro-batches, ranks of a group]`, or without the last axis.
+
+    Attributes:
+        tokens: of each rank.
+        attention: forward seconds of its kernels in a layer.
+        gather_seconds: of its group's keys and values in a layer, one way.
+        gathered_bytes: that each rank receives in it, and sends.
+    """
+
+    tokens: Int64s
+    attention: Floats
+    gather_seconds: Floats
+    gathered_bytes: Int64s
+
+    @staticmethod
+    def of(
+        name: str,
+        lengths: Int64s,
+        layout: BaselineLayout,
+        costs: ModelCosts,
+        attention: CostModel,
+        mask: Mask,
+    ) -> _Work:
+        size, bins = layout.context_parallel, layout.bins
+        plan = _pack(name, lengths, bins, size, costs, attention, mask)
+        ranks = plan.world_size
+        tokens = plan.placement.tokens_per_rank().reshape(bins, size)
+        seconds = server_loads(plan.tasks, mask, ranks, attention).reshape(bins, size)
+        gather, nbytes = _gather(tokens.sum(axis=1), size, costs)
+        order = _to_replicas(name, tokens, seconds, layout, costs)
+        return _Work(tokens[order], seconds[order], gather[order], nbytes[order])
+
+
+def _pack(
+    name: str,
+    lengths: Int64s,
+    bins: int,
+    size: int,
+    costs: ModelCosts,
+    attention: CostModel,
+    mask: Mask,
+) -> Plan:
+    """The plan of all bins side by side: rank `i` of bin `b` is rank `b * size + i`."""
+    ranks, tokens = bins * size, int(lengths.sum())
+    if tokens % ranks:
+        raise ValueError(f"{ranks} ranks and micro-batches do not divide {tokens:,} tokens")
+    per_token = costs.pre_seconds()[0] + costs.post_seconds()[0]
+    config = ScheduleConfig(
+        shape=costs.shape,
+        cost_model=WithLinear(attention, per_token) if name == "wlb-llm" else attention,
+        context_parallel_size=size,
+    )
+    scheduler = make_scheduler(name, config)
+    plan = scheduler.plan(lengths, np.full(ranks, tokens // ranks, dtype=np.int64), mask)
+    crossing = np.unique(plan.placement.document * bins + plan.placement.rank // size) // bins
+    if (np.unique(crossing, return_counts=True)[1] > 1).any():
+        raise ValueError(
+            f"a document crosses the end of its {tokens // bins:,} tokens: use more context "
+            "parallelism, or fewer micro-batches"
+        )
+    return plan
+
+
+def _gather(tokens: Int64s, size: int, costs: ModelCosts) -> tuple[Floats, Int64s]:
+    """Seconds and bytes of an all-gather in a ring over each group, `[bins]`."""
+    if size == 1:
+        return np.zeros(len(tokens)), np.zeros_like(tokens)
+    at = costs.cluster
+    crosses = size > _links(costs).ranks_per_node
+    speed = at.network_gb_per_s if crosses else at.node_gb_per_s
+    latency = at.network_latency if crosses else at.node_latency
+    nbytes = tokens * costs.shape.kv_row_bytes * (size - 1) // size
+    return nbytes / (speed * 1e9) + latency * (size - 1) + at.launch_seconds, nbytes
+
+
+def _to_replicas(
+    name: str, tokens: Int64s, seconds: Floats, layout: BaselineLayout, costs: ModelCosts
+) -> Int64s:
+    """Which bin each replica runs as each micro-batch, `[replicas, micro-batches]`."""
+    shape = (layout.micro_batches, layout.data_parallel)
+    if name != "wlb-llm":
+        return np.arange(layout.bins).reshape(shape).T
+    per_token = costs.pre_seconds()[0] + costs.post_seconds()[0]
+    loads = (tokens * per_token + seconds).max(axis=1)
+    members: list[list[int]] = [[] for _ in range(layout.data_parallel)]
+    totals = np.zeros(layout.data_parallel)
+    for number in np.argsort(-loads, kind="stable").tolist():
+        open_ones = [n for n, own in enumerate(members) if len(own) < layout.micro_batches]
+        chosen = min(open_ones, key=lambda n: (totals[n], n))
+        members[chosen].append(number)
+        totals[chosen] += loads[number]
+    return np.array(members, dtype=np.int64)
+
+
+def _stage_seconds(
+    work: _Work, layout: BaselineLayout, costs: ModelCosts, stage: int
+) -> tuple[Floats, Floats]:
+    """Seconds of each forward and backward pass of a stage, `[replicas, micro-batches]`."""
+    layers = costs.model.layers // layout.stages
+    is_last = stage == layout.stages - 1
+    passes = []
+    for direction, factor in ((0, 1.0), (1, costs.cluster.backward_over_forward)):
+        linear = costs.pre_seconds()[direction] + costs.post_seconds()[direction]
+        launch = costs.cluster.launch_seconds
+        of_ranks = work.tokens * linear + factor * work.attention + launch
+        each = layers * (of_ranks.max(axis=2) + work.gather_seconds)
+        if is_last:
+            each = each + work.tokens.max(axis=2) * costs.head_seconds()[direction]
+        passes.append(each)
+    return passes[0], passes[1]
+
+
+def _computed(work: _Work, layout: BaselineLayout, costs: ModelCosts, stage: int) -> Floats:
+    """Seconds that each rank of a stage computes, `[ranks]`."""
+    layers = costs.model.layers // layout.stages
+    per_token = sum(costs.pre_seconds()) + sum(costs.post_seconds())
+    factor = 1.0 + costs.cluster.backward_over_forward
+    each = layers * (work.tokens * per_token + factor * work.attention)
+    if stage == layout.stages - 1:
+        each = each + work.tokens * sum(costs.head_seconds())
+    result: Floats = each.sum(axis=1).ravel()
+    return result
+
+
+def order_of_1f1b(stage: int, stages: int, micro_batches: int) -> list[tuple[bool, int]]:
+    """What a stage does in turn: whether it is a forward pass, and of which micro-batch."""
+    ahead = min(stages - 1 - stage, micro_batches)
+    order = [(True, number) for number in range(ahead)]
+    for number in range(micro_batches):
+        if ahead + number < micro_batches:
+            order.append((True, ahead + number))
+        order.append((False, number))
+    return order
+
+
+def _one_f_one_b(
+    passes: Sequence[tuple[Floats, Floats]],
+    work: _Work,
+    layout: BaselineLayout,
+    costs: ModelCosts,
+    recording: bool,
+) -> tuple[list[Floats], list[Span]]:
+    """When each replica of each stage has done all its passes, `[replicas]`, and spans."""
+    stages, micro_batches = layout.stages, layout.micro_batches
+    ranks = layout.data_parallel * layout.context_parallel
+    crosses = ranks >= _links(costs).ranks_per_node
+    message = costs.message_seconds(work.tokens.max(axis=2).astype(np.float64), crosses)
+    left = [order_of_1f1b(stage, stages, micro_batches) for stage in range(stages)]
+    clocks = [np.zeros(layout.data_parallel) for _ in range(stages)]
+    done: dict[tuple[int, bool, int], Floats] = {}
+    spans: list[Span] = []
+    while any(left):
+        for stage in range(stages):
+            while left[stage]:
+                forward, number = left[stage][0]
+                other = stage - 1 if forward else stage + 1
+                start = clocks[stage]
+                if 0 <= other < stages:
+                    if (other, forward, number) not in done:
+                        break
+                    start = np.maximum(start, done[other, forward, number] + message[:, number])
+                end = start + passes[stage][0 if forward else 1][:, number]
+                clocks[stage] = done[stage, forward, number] = end
+                left[stage].pop(0)
+                if recording:
+                    name = f"{'forward' if forward else 'backward'}: micro-batch {number}"
+                    spans += [
+                        Span(
+                            (stage * layout.data_parallel + replica) * layout.context_parallel,
+                            "ticks",
+                            name,
+                            float(start[replica]),
+                            float(end[replica]),
+                            {},
+                        )
+                        for replica in range(layout.data_parallel)
+                    ]
+    return clocks, spans
+
+
+def _memory(work: _Work, layout: BaselineLayout, costs: ModelCosts) -> Floats:
+    """Of each rank's GPUs at most, `[stages * ranks]`."""
+    layers = costs.model.layers // layout.stages
+    replicas = layout.data_parallel * layout.context_parallel
+    in_flight = most_in_flight_of_1f1b(layout.micro_batches, layout.stages)
+    size = layout.context_parallel
+    others = work.tokens.sum(axis=2, keepdims=True) - work.tokens if size > 1 else 0 * work.tokens
+    kept = layers * (
+        work.tokens * costs.activation_bytes() + others * float(costs.shape.kv_row_bytes)
+    )
+    found = []
+    for stage, most in enumerate(in_flight):
+        # 1F1B keeps consecutive micro-batches.
+        together = np.stack(
+            [kept[:, n : n + most].sum(axis=1) for n in range(layout.micro_batches - most + 1)]
+        ).max(axis=0)
+        peak = together.ravel() + costs.state_bytes(stage, layout.stages, replicas)
+        if stage == layout.stages - 1:
+            peak = peak + costs.logit_bytes() * work.tokens.max(axis=1).ravel()
+        found.append(peak)
+    return np.concatenate(found)

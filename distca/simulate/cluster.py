@@ -1,0 +1,148 @@
+"""Clusters: GPUs in nodes, their rates, their memory, and the links between them.
+
+Presets take their figures from published sources, which stand beside them. `Cluster` is a plain
+value: describe a machine of your own by `dataclasses.replace`.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, fields
+
+from distca.cost.link import Links
+from distca.cost.model import CostModel
+from distca.cost.tiled import TiledCost
+from distca.cost.volume import AttentionShape
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """A cluster of equal nodes. Rates are of one GPU, of links in each direction.
+
+    Attributes:
+        name: for tables.
+        gpus_per_node: GPUs that share the fast links of a node.
+        memory_gb: memory of a GPU, gigabytes (10^9).
+        reserved_gb: what of it the driver, the libraries and fragments take.
+        peak_tflops: dense 16-bit operations, 10^12 a second.
+        linear_mfu: the part of the peak that linear layers reach; what lies between them
+            (norms, activations, rotary embedding) is counted in.
+        attention_tflops: what the attention kernel reaches forward, on long tasks.
+        backward_over_forward: seconds of the attention kernel's backward pass over its forward.
+        node_gb_per_s: between two GPUs of a node.
+        network_gb_per_s: between nodes.
+        node_latency: seconds until a message within a node begins to arrive.
+        network_latency: the same between nodes.
+        copy_gb_per_s: memory traffic; what rows are gathered and scattered at before and after an
+            exchange (read and written once each).
+        launch_seconds: of every kernel call of core attention, and of every exchange.
+        source: where the figures are from.
+
+    Raises:
+        ValueError: a value is out of range.
+    """
+
+    name: str
+    gpus_per_node: int
+    memory_gb: float
+    peak_tflops: float
+    attention_tflops: float
+    node_gb_per_s: float
+    network_gb_per_s: float
+    copy_gb_per_s: float
+    reserved_gb: float = 4.0
+    linear_mfu: float = 0.5
+    backward_over_forward: float = 2.9
+    node_latency: float = 5e-6
+    network_latency: float = 1.5e-5
+    launch_seconds: float = 1e-5
+    source: str = ""
+
+    def __post_init__(self) -> None:
+        if self.gpus_per_node < 1:
+            raise ValueError(f"a node needs at least one GPU, not {self.gpus_per_node}")
+        may_be_zero = {"reserved_gb", "node_latency", "network_latency", "launch_seconds"}
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if field.type != "float":
+                continue
+            allowed = math.isfinite(value) and value >= 0
+            if not allowed or (value == 0 and field.name not in may_be_zero):
+                raise ValueError(f"{self.name}: {field.name} is {value}: give a positive number")
+        if self.linear_mfu > 1:
+            raise ValueError(f"{self.name}: linear_mfu is {self.linear_mfu}: a part of the peak")
+
+    @property
+    def usable_bytes(self) -> float:
+        """Of a GPU's memory."""
+        return (self.memory_gb - self.reserved_gb) * 1e9
+
+    def servers_per_node(self, tensor_parallel: int) -> int:
+        """Tensor-parallel groups in a node; each is one attention server.
+
+        Raises:
+            ValueError: they don't divide a node.
+        """
+        if tensor_parallel < 1 or self.gpus_per_node % tensor_parallel:
+            raise ValueError(
+                f"tensor-parallel size {tensor_parallel} does not divide the {self.gpus_per_node} "
+                "GPUs of a node"
+            )
+        return self.gpus_per_node // tensor_parallel
+
+    def links(self, tensor_parallel: int) -> Links:
+        """What connects the servers: see `Links`."""
+        return Links(
+            self.servers_per_node(tensor_parallel), self.node_gb_per_s, self.network_gb_per_s
+        )
+
+    def attention_cost(self, shape: AttentionShape) -> CostModel:
+        """Forward seconds of core-attention tasks on one GPU."""
+        return TiledCost.of_shape(shape, self.attention_tflops * 1e12, self.name)
+
+
+# Peaks, memories, NVLink and network speeds: NVIDIA's data sheets of DGX A100 (80 GB), DGX H100 and
+# DGX H200; NVLink's total of both directions is halved, and so is nothing else. The 50% of linear
+# layers is the assumption of the paper's Appendix A. Attention: FlashAttention-2 reaches 73% of an
+# A100's peak forward and 63% backward, with 2.5 times the operations (Dao, 2023); on H100 it
+# reaches 35% of the peak (Shah et al., 2024), which agrees with published times of 32K and 64K
+# tokens (339 and 341 TFLOP/s). FlashAttention-3's rates are up to twice as high.
+_BACKWARD = 2.5 * 0.73 / 0.63
+CLUSTERS = {
+    "dgx-h100": Cluster(
+        "dgx-h100",
+        gpus_per_node=8,
+        memory_gb=85.0,
+        peak_tflops=990.0,
+        attention_tflops=340.0,
+        node_gb_per_s=450.0,
+        network_gb_per_s=50.0,
+        copy_gb_per_s=3350.0,
+        backward_over_forward=_BACKWARD,
+        source="NVIDIA DGX H100 data sheet; DistCA paper, Appendix A; FlashAttention-3, Section 1",
+    ),
+    "dgx-h200": Cluster(
+        "dgx-h200",
+        gpus_per_node=8,
+        memory_gb=141.0,
+        peak_tflops=990.0,
+        attention_tflops=340.0,
+        node_gb_per_s=450.0,
+        network_gb_per_s=50.0,
+        copy_gb_per_s=4800.0,
+        backward_over_forward=_BACKWARD,
+        source="NVIDIA DGX H200 data sheet; DistCA paper, Appendix A; FlashAttention-3, Section 1",
+    ),
+    "dgx-a100": Cluster(
+        "dgx-a100",
+        gpus_per_node=8,
+        memory_gb=80.0,
+        peak_tflops=312.0,
+        attention_tflops=228.0,
+        node_gb_per_s=300.0,
+        network_gb_per_s=25.0,
+        copy_gb_per_s=2039.0,
+        backward_over_forward=_BACKWARD,
+        source="NVIDIA DGX A100 data sheet; FlashAttention-2, Section 4",
+    ),
+}

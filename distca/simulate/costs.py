@@ -1,0 +1,146 @@
+"""What a transformer's layers cost on a GPU of a tensor-parallel group: seconds and bytes.
+
+Linear layers cost their operations at the cluster's rate. Tensor parallelism adds four collectives
+of a layer's activations in each direction (two all-gathers and two reduce-scatters, with sequence
+parallelism), one before core attention and three after it.
+
+Activations are those that Megatron keeps for the backward pass with sequence parallelism,
+FlashAttention and without recomputation: of each layer the inputs of both norms, the normed inputs,
+queries, keys, values, core attention's output and LSE, the two halves of the gated MLP and their
+product, all divided by the tensor-parallel size.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from distca.cost.models import ModelSize
+from distca.cost.volume import AttentionShape
+from distca.plan.span import Floats
+from distca.simulate.cluster import Cluster
+
+GRADIENT_BYTES, OPTIMIZER_BYTES = 4, 12
+"""Of a parameter: its float32 gradient; its float32 copy and Adam's two moments."""
+LOGIT_BYTES = 6
+"""Of a logit: 16 bits, and its float32 copy in the loss."""
+TENSOR_COLLECTIVES = {"pre": 1, "post": 3}
+
+
+@dataclass(frozen=True)
+class ModelCosts:
+    """Costs of a model's parts.
+
+    Attributes:
+        model: its sizes.
+        cluster: what it runs on.
+        tensor_parallel: GPUs that share each layer, within a node.
+        dtype_bytes: bytes of an activation and of a weight.
+    """
+
+    model: ModelSize
+    cluster: Cluster
+    tensor_parallel: int = 1
+    dtype_bytes: int = 2
+
+    @property
+    def shape(self) -> AttentionShape:
+        """The attention heads of one GPU."""
+        return self.model.attention_shape(self.tensor_parallel, self.dtype_bytes)
+
+    @property
+    def _widths(self) -> tuple[int, int, int, int]:
+        m = self.model
+        return m.hidden_size, m.heads * m.head_dim, m.kv_heads * m.head_dim, m.ffn_hidden_size
+
+    @property
+    def pre_parameters(self) -> int:
+        """Of a layer's projections to queries, keys and values."""
+        hidden, q, kv, _ = self._widths
+        return hidden * (q + 2 * kv)
+
+    @property
+    def post_parameters(self) -> int:
+        """Of a layer's output projection and gated MLP."""
+        hidden, q, _, ffn = self._widths
+        return hidden * q + 3 * hidden * ffn
+
+    @property
+    def layer_parameters(self) -> int:
+        """Of one layer."""
+        return self.pre_parameters + self.post_parameters
+
+    @property
+    def vocabulary_parameters(self) -> int:
+        """Of the embedding, and as many of the output layer."""
+        return self.model.vocab_size * self.model.hidden_size
+
+    def _token_seconds(self, parameters: int, collectives: int) -> tuple[float, float]:
+        """Of a token, forward and backward."""
+        at = self.cluster
+        rate = at.peak_tflops * 1e12 * at.linear_mfu * self.tensor_parallel
+        linear = 2.0 * parameters / rate
+        others = (self.tensor_parallel - 1) / self.tensor_parallel
+        row = self.model.hidden_size * self.dtype_bytes
+        moved = collectives * others * row / (at.node_gb_per_s * 1e9)
+        return linear + moved, 2 * linear + moved
+
+    def pre_seconds(self) -> tuple[float, float]:
+        """A token's part of a layer before core attention, forward and backward."""
+        return self._token_seconds(self.pre_parameters, TENSOR_COLLECTIVES["pre"])
+
+    def post_seconds(self) -> tuple[float, float]:
+        """A token's part of a layer after core attention."""
+        return self._token_seconds(self.post_parameters, TENSOR_COLLECTIVES["post"])
+
+    def head_seconds(self) -> tuple[float, float]:
+        """A token's output layer, on the last stage."""
+        return self._token_seconds(self.vocabulary_parameters, 1)
+
+    def activation_bytes(self) -> float:
+        """Kept of a token for one layer's backward pass, by each GPU."""
+        hidden, q, kv, ffn = self._widths
+        elements = 4 * hidden + 2 * q + 2 * kv + 3 * ffn
+        lse = 4 * self.model.heads
+        return (elements * self.dtype_bytes + lse) / self.tensor_parallel
+
+    def logit_bytes(self) -> float:
+        """Of a token's logits, on the last stage, by each GPU."""
+        return self.model.vocab_size * LOGIT_BYTES / self.tensor_parallel
+
+    def state_bytes(self, stage: int, stages: int, replicas: int) -> float:
+        """Weights, gradients and this rank's part of the optimizer, of one GPU.
+
+        Args:
+            stage: of the pipeline.
+            stages: of the pipeline.
+            replicas: data-parallel (and context-parallel) ranks that share the optimizer's state.
+        """
+        each = self.dtype_bytes + GRADIENT_BYTES + OPTIMIZER_BYTES / replicas
+        return self.stage_parameters(stage, stages) * each
+
+    def stage_parameters(self, stage: int, stages: int) -> float:
+        """Of one GPU of a stage."""
+        parameters = self.model.layers // stages * self.layer_parameters
+        parameters += self.vocabulary_parameters * ((stage == 0) + (stage == stages - 1))
+        return parameters / self.tensor_parallel
+
+    def gradient_seconds(self, stage: int, stages: int, replicas: int, crosses: bool) -> float:
+        """Reduce-scatter of a stage's gradients and all-gather of its weights, in rings.
+
+        Args:
+            stage, stages, replicas: see `state_bytes`.
+            crosses: the replicas are in several nodes.
+        """
+        at = self.cluster
+        nbytes = self.stage_parameters(stage, stages) * (GRADIENT_BYTES + self.dtype_bytes)
+        speed = at.network_gb_per_s if crosses else at.node_gb_per_s
+        return nbytes * (replicas - 1) / replicas / (speed * 1e9)
+
+    def message_seconds(self, tokens: Floats, crosses: bool) -> Floats:
+        """Until activations of so many tokens have come to the next stage."""
+        at = self.cluster
+        nbytes = tokens * self.model.hidden_size * self.dtype_bytes / self.tensor_parallel
+        speed = at.network_gb_per_s if crosses else at.node_gb_per_s
+        latency = at.network_latency if crosses else at.node_latency
+        result: Floats = nbytes / (speed * 1e9) + latency
+        return result

@@ -1,0 +1,193 @@
+"""Resources with occupancy: each rank's compute, and its four ports.
+
+Every rank runs the same program, so what it does next never depends on a time. That is why this
+discrete-event simulation needs no queue of events: each step of the program is worked out for all
+ranks at once, in the program's order, and a resource serves its uses in that order.
+
+**Ports.** A rank has a port out and a port in to the links of its node, and the same to the network
+(full duplex). The messages that a rank sends in an exchange share its port out and leave together;
+those that it receives share its port in:
+
+* a port out is busy from when the rank starts the exchange (or the port is free) for its bytes over
+  its speed; then all the rank's messages of that kind have left;
+* a port in is busy from when the first of its senders starts (or the port is free) for its bytes;
+* an exchange is over for a rank when all that it sends has left, all that it receives has left its
+  senders and passed its own port in, and a latency later.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from distca.cost.link import Links
+from distca.plan.span import Floats, Int64s
+from distca.simulate.cluster import Cluster
+
+NODE, NETWORK = 0, 1
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """The bytes of an exchange, worked out once for all its uses.
+
+    Attributes:
+        bytes_sent: by each rank, `[ranks]`.
+        bytes_received: `[ranks]`.
+        out_seconds: how long each port out is busy: `[2, ranks]`, node and network.
+        in_seconds: the same of ports in.
+        source: of each message, in the order of their destinations, `[messages]`.
+        kind: NODE or NETWORK, `[messages]`.
+        destinations: ranks that receive, rising.
+        firsts: the first message of each of them.
+    """
+
+    bytes_sent: Int64s
+    bytes_received: Int64s
+    out_seconds: Floats
+    in_seconds: Floats
+    source: Int64s
+    kind: Int64s
+    destinations: Int64s
+    firsts: Int64s
+
+    @staticmethod
+    def of_bytes(matrix: Int64s, links: Links) -> Transfer:
+        """From `[source rank, destination rank]` bytes, diagonal 0."""
+        destination, source = np.nonzero(matrix.T)
+        nbytes = matrix[source, destination]
+        kind = (source // links.ranks_per_node != destination // links.ranks_per_node).astype(int)
+        speed = np.array([links.node_gb_per_s, links.network_gb_per_s]) * 1e9
+        ranks = len(matrix)
+        out_seconds, in_seconds = np.zeros((2, ranks)), np.zeros((2, ranks))
+        np.add.at(out_seconds, (kind, source), nbytes / speed[kind])
+        np.add.at(in_seconds, (kind, destination), nbytes / speed[kind])
+        destinations, firsts = np.unique(destination, return_index=True)
+        return Transfer(
+            matrix.sum(axis=1),
+            matrix.sum(axis=0),
+            out_seconds,
+            in_seconds,
+            source,
+            kind,
+            destinations,
+            firsts,
+        )
+
+
+@dataclass
+class Span:
+    """What a rank did from one moment to another, for the trace. See `distca.runtime.trace`."""
+
+    rank: int
+    lane: str
+    name: str
+    start: float
+    end: float
+    args: dict[str, Any]
+
+
+@dataclass
+class Resources:
+    """The state of all ranks: see the module.
+
+    Attributes:
+        ranks: how many.
+        cluster: latencies and rates of copying.
+        speeds: of each rank's compute beside the others', `[ranks]`.
+        recording: keep spans.
+        clock: when each rank's compute is free, seconds, `[ranks]`.
+        computed: how long each rank's compute was busy so far, seconds, `[ranks]`.
+        exposed: how long each rank's compute waited for exchanges so far, seconds, `[ranks]`.
+        sent: bytes that each rank has sent by phase of the exchange.
+        received: the same that came.
+        spans: what was recorded.
+        labels: added to every span.
+    """
+
+    ranks: int
+    cluster: Cluster
+    speeds: Floats
+    recording: bool = False
+    clock: Floats = field(init=False)
+    computed: Floats = field(init=False)
+    exposed: Floats = field(init=False)
+    sent: dict[str, Int64s] = field(default_factory=dict)
+    received: dict[str, Int64s] = field(default_factory=dict)
+    spans: list[Span] = field(default_factory=list)
+    labels: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.clock, self.computed, self.exposed = (np.zeros(self.ranks) for _ in range(3))
+        self._out, self._in = np.zeros((2, self.ranks)), np.zeros((2, self.ranks))
+        at = self.cluster
+        self._latency = np.array([at.node_latency, at.network_latency])
+
+    def compute(self, seconds: Floats, name: str = "", lane: str = "", **labels: Any) -> None:
+        """Each rank computes for so many seconds, at its speed, `[ranks]`."""
+        start = self.clock
+        busy: Floats = seconds / self.speeds
+        self.clock = start + busy
+        self.computed += busy
+        if name:
+            self._record(name, lane, start, self.clock, labels)
+
+    def wait(self, until: Floats, name: str = "", **labels: Any) -> None:
+        """Each rank waits until an exchange is over for it, `[ranks]`."""
+        start = self.clock
+        self.clock = np.maximum(start, until)
+        self.exposed += self.clock - start
+        if name:
+            self._record(name, "exchange", start, self.clock, labels)
+
+    def exchange(self, moved: Transfer, phase: str) -> Floats:
+        """Starts an exchange now; returns when it is over for each rank, `[ranks]`."""
+        start = self.clock
+        out = moved.out_seconds > 0
+        self._out = np.where(out, np.maximum(self._out, start) + moved.out_seconds, self._out)
+        over = np.maximum(start, np.where(out, self._out, 0.0).max(axis=0))
+        if len(moved.source):
+            first = np.full(self.ranks, np.inf)
+            first[moved.destinations] = np.minimum.reduceat(start[moved.source], moved.firsts)
+            comes = moved.in_seconds > 0
+            self._in = np.where(comes, np.maximum(self._in, first) + moved.in_seconds, self._in)
+            passed = np.where(comes, self._in + self._latency[:, None], 0.0).max(axis=0)
+            left = self._out[moved.kind, moved.source] + self._latency[moved.kind]
+            passed[moved.destinations] = np.maximum(
+                passed[moved.destinations], np.maximum.reduceat(left, moved.firsts)
+            )
+            over = np.maximum(over, passed)
+        self._count(moved, phase)
+        return over
+
+    def _count(self, moved: Transfer, phase: str) -> None:
+        zeros = np.zeros(self.ranks, dtype=np.int64)
+        self.sent[phase] = self.sent.get(phase, zeros) + moved.bytes_sent
+        self.received[phase] = self.received.get(phase, zeros) + moved.bytes_received
+
+    def barrier(self, groups: Sequence[Int64s], seconds: Sequence[float]) -> None:
+        """Each group of ranks waits for its last, and then for so many seconds."""
+        start = self.clock.copy()
+        for members, each in zip(groups, seconds, strict=True):
+            self.clock[members] = self.clock[members].max() + each
+        self._record("gradients", "pipeline", start, self.clock, {})
+
+    def copy_seconds(self, nbytes: Int64s) -> Floats:
+        """What gathering or scattering so many bytes takes: they are read and written."""
+        return nbytes.astype(np.float64) * (2e-9 / self.cluster.copy_gb_per_s)
+
+    def record_since(self, name: str, lane: str, start: Floats, **labels: Any) -> None:
+        """A span of every rank from a moment until now."""
+        self._record(name, lane, start, self.clock, labels)
+
+    def _record(
+        self, name: str, lane: str, start: Floats, end: Floats, labels: dict[str, Any]
+    ) -> None:
+        if not self.recording:
+            return
+        for rank in np.flatnonzero(end > start).tolist():
+            args = self.labels | labels
+            self.spans.append(Span(rank, lane, name, float(start[rank]), float(end[rank]), args))

@@ -1,0 +1,315 @@
+"""An iteration with `--distca`: the runtime's ticks and plans, event by event.
+
+The order of events on every rank is the runtime's (`megatron_patches/ping_pong.py`): in each layer
+both nano-batches run their context-independent part and start to send, then both run kernels and
+start to return. The backward pass is the exact mirror. Ranks whose stage has nothing to run serve
+in the same order. A tick ends with messages between stages; nothing else makes ranks wait for each
+other but the exchanges, and the reduction of gradients at the end.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Literal
+
+import numpy as np
+
+from distca.cost.link import Links
+from distca.cost.memory import CoreAttentionMemory, plan_memory
+from distca.cost.model import CostModel
+from distca.cost.volume import BACKWARD_PHASES, FORWARD_PHASES, AttentionShape, plan_bytes
+from distca.plan import Plan
+from distca.plan.span import Floats, Int64s
+from distca.schedule import Tick
+from distca.schedule.base import server_loads
+from distca.simulate.batches import PlannedBatch
+from distca.simulate.costs import ModelCosts
+from distca.simulate.outcome import Outcome
+from distca.simulate.resources import Resources, Transfer
+
+Ablation = Literal["none", "single-stream", "signal"]
+NANO_BATCHES = ("ping", "pong")
+
+
+@dataclass(frozen=True)
+class _PlanCosts:
+    """What a plan costs in a layer, of each server."""
+
+    plan: Plan
+    shape: AttentionShape
+    cost_model: CostModel
+    links: Links
+    signal: bool
+
+    @cached_property
+    def own_tokens(self) -> Int64s:
+        return self.plan.own_tokens_per_rank()
+
+    @cached_property
+    def kernel_seconds(self) -> Floats:
+        plan = self.plan
+        return server_loads(plan.tasks, plan.mask, plan.world_size, self.cost_model)
+
+    @cached_property
+    def kernel_calls(self) -> Int64s:
+        """One for each shape of task."""
+        tasks = self.plan.tasks
+        shapes = np.unique(tasks.server * 2 + tasks.ends_on_diagonal) // 2
+        return np.bincount(shapes, minlength=self.plan.world_size)
+
+    @cached_property
+    def transfers(self) -> dict[str, Transfer]:
+        moved = plan_bytes(self.plan, self.shape).phases
+        if self.signal:
+            moved = {phase: (matrix > 0).astype(np.int64) for phase, matrix in moved.items()}
+        return {phase: Transfer.of_bytes(matrix, self.links) for phase, matrix in moved.items()}
+
+    @cached_property
+    def memory(self) -> CoreAttentionMemory:
+        return plan_memory(self.plan, self.shape)
+
+
+def simulate_ticks(
+    planned: PlannedBatch,
+    costs: ModelCosts,
+    *,
+    cost_model: CostModel | None = None,
+    ablation: Ablation = "none",
+    speeds: Floats | None = None,
+    recording: bool = False,
+) -> Outcome:
+    """Runs a global batch.
+
+    Args:
+        planned: its ticks and plans.
+        costs: of the model on the cluster.
+        cost_model: forward seconds of tasks; None: the cluster's kernel.
+        ablation: `--distca-ablation`: wait for every exchange where it starts, or send one byte a
+            message.
+        speeds: of each server's compute, `[servers]`; None: all alike.
+        recording: keep spans for a trace.
+
+    Raises:
+        ValueError: the stages' layers don't divide.
+    """
+    run = _Run(planned, costs, cost_model, ablation, speeds, recording)
+    return run.outcome()
+
+
+class _Run:
+    def __init__(
+        self,
+        planned: PlannedBatch,
+        costs: ModelCosts,
+        cost_model: CostModel | None,
+        ablation: Ablation,
+        speeds: Floats | None,
+        recording: bool,
+    ) -> None:
+        schedule = planned.schedule
+        parts = schedule.stages * schedule.chunks
+        if costs.model.layers % parts:
+            raise ValueError(f"{parts} model chunks do not divide {costs.model.layers} layers")
+        self._planned, self._costs = planned, costs
+        self._layers = costs.model.layers // parts
+        self._servers = planned.servers
+        ranks = planned.servers.size
+        self._stage = np.empty(ranks, dtype=np.int64)
+        for stage, members in enumerate(planned.servers):
+            self._stage[members] = stage
+        self._cost_model = cost_model or costs.cluster.attention_cost(costs.shape)
+        self._links = costs.cluster.links(costs.tensor_parallel)
+        self._ablation = ablation
+        self._resources = Resources(
+            ranks, costs.cluster, np.ones(ranks) if speeds is None else speeds, recording
+        )
+        self._of_plans: dict[int, list[_PlanCosts]] = {}
+        self._last_backward = np.zeros(ranks)
+
+    def outcome(self) -> Outcome:
+        """Runs all ticks."""
+        at, planned, tokens = self._resources, self._planned, 0
+        first = planned.servers[0]
+        for number, (tick, plans) in enumerate(planned.ticks):
+            at.labels = {"tick": number, "phase": tick.phase}
+            start = at.clock.copy()
+            nano = self._costs_of(plans)
+            self._run_layers(tick, nano)
+            if tick.phase == "forward" and tick.work[0] is not None and not tick.work[0].chunk:
+                tokens += sum(int(each.own_tokens[first].sum()) for each in nano)
+            self._record_tick(tick, start)
+            if tick.phase == "backward":
+                runs = np.array([work is not None for work in tick.work])[self._stage]
+                self._last_backward = np.where(runs, start, self._last_backward)
+            self._pass_on(tick, nano)
+        at.labels = {}
+        self._reduce_gradients()
+        costs = self._costs
+        return Outcome(
+            float(at.clock.max()),
+            tokens,
+            at.ranks * costs.tensor_parallel,
+            self._memory(),
+            costs.cluster.usable_bytes,
+            at.computed,
+            at.exposed,
+            at.sent,
+            tuple(at.spans),
+        )
+
+    def _costs_of(self, plans: tuple[Plan, ...]) -> list[_PlanCosts]:
+        if id(plans) not in self._of_plans:
+            self._of_plans[id(plans)] = [
+                _PlanCosts(
+                    plan,
+                    self._costs.shape,
+                    self._cost_model,
+                    self._links,
+                    self._ablation == "signal",
+                )
+                for plan in plans
+            ]
+        return self._of_plans[id(plans)]
+
+    def _run_layers(self, tick: Tick, nano: list[_PlanCosts]) -> None:
+        """A tick's passes: all layers of a chunk, of both nano-batches."""
+        at, costs, forward = self._resources, self._costs, tick.phase == "forward"
+        direction = 0 if forward else 1
+        pre, post, head = (
+            seconds[direction]
+            for seconds in (costs.pre_seconds(), costs.post_seconds(), costs.head_seconds())
+        )
+        end = post + head * self._runs_head(tick)
+        first, last = (np.full(at.ranks, pre), end) if forward else (end, np.full(at.ranks, pre))
+        factor = 1.0 if forward else costs.cluster.backward_over_forward
+        to_servers, to_owners = FORWARD_PHASES if forward else BACKWARD_PHASES
+        launch = costs.cluster.launch_seconds
+        numbers = list(range(len(nano)) if forward else reversed(range(len(nano))))
+        arrives, returns = [np.zeros(at.ranks)] * len(nano), [np.zeros(at.ranks)] * len(nano)
+        suffix = "" if forward else " backward"
+        names = NANO_BATCHES if len(nano) > 1 else (None,)
+        for step in range(self._layers):
+            layer = step if forward else self._layers - 1 - step
+            for n in numbers:
+                plan = nano[n]
+                labels = {"layer": layer, "nano_batch": names[n]}
+                if step:
+                    self._finish(plan, returns[n], to_owners, suffix, labels)
+                at.compute(plan.own_tokens * (first if step == 0 else pre + post))
+                arrives[n] = self._start(plan, to_servers, f"dispatch{suffix}", labels)
+            for n in numbers:
+                plan = nano[n]
+                labels = {"layer": layer, "nano_batch": names[n]}
+                at.wait(arrives[n], f"wait for dispatch{suffix}", **labels)
+                at.compute(at.copy_seconds(plan.transfers[to_servers].bytes_received))
+                seconds = factor * plan.kernel_seconds + launch * plan.kernel_calls
+                at.compute(seconds, f"core attention{suffix}", "kernels", **labels)
+                returns[n] = self._start(plan, to_owners, f"return{suffix}", labels)
+        for n in numbers:
+            labels = {"layer": layer, "nano_batch": names[n]}
+            self._finish(nano[n], returns[n], to_owners, suffix, labels)
+            at.compute(nano[n].own_tokens * last)
+
+    def _start(self, plan: _PlanCosts, phase: str, name: str, labels: dict[str, Any]) -> Floats:
+        """Gathers rows and starts an exchange; when it is over."""
+        at, moved = self._resources, plan.transfers[phase]
+        launch = np.where((moved.bytes_sent > 0) | (moved.bytes_received > 0), 1.0, 0.0)
+        seconds = at.copy_seconds(moved.bytes_sent) + launch * self._costs.cluster.launch_seconds
+        at.compute(seconds, name, "exchange", **labels)
+        over = at.exchange(moved, phase)
+        if self._ablation == "single-stream":
+            at.wait(over, f"wait for {name}", **labels)
+        return over
+
+    def _finish(
+        self, plan: _PlanCosts, over: Floats, phase: str, suffix: str, labels: dict[str, Any]
+    ) -> None:
+        at = self._resources
+        at.wait(over, f"wait for return{suffix}", **labels)
+        at.compute(at.copy_seconds(plan.transfers[phase].bytes_received))
+
+    def _runs_head(self, tick: Tick) -> Floats:
+        """1.0 for the ranks of a last stage that runs its last chunk, `[ranks]`."""
+        schedule = self._planned.schedule
+        work = tick.work[-1]
+        is_last = work is not None and work.chunk == schedule.chunks - 1
+        return np.where(is_last & (self._stage == schedule.stages - 1), 1.0, 0.0)
+
+    def _pass_on(self, tick: Tick, nano: list[_PlanCosts]) -> None:
+        """Messages between stages, which both sides wait for."""
+        schedule, at = self._planned.schedule, self._resources
+        stages, forward = schedule.stages, tick.phase == "forward"
+        if stages == 1:
+            return
+        row = self._costs.model.hidden_size * self._costs.dtype_bytes // self._costs.tensor_parallel
+        tokens = np.sum([each.own_tokens for each in nano], axis=0)
+        matrix = np.zeros((at.ranks, at.ranks), dtype=np.int64)
+        for stage, work in enumerate(tick.work):
+            if work is None:
+                continue
+            ends_stage, ends_chunk = (stages - 1, schedule.chunks - 1) if forward else (0, 0)
+            if stage == ends_stage and work.chunk == ends_chunk:
+                continue
+            mine = self._servers[stage]
+            theirs = self._servers[(stage + (1 if forward else -1)) % stages]
+            matrix[mine, theirs] = tokens[mine] * row
+        start = at.clock.copy()
+        exposed = at.exposed.copy()
+        at.wait(at.exchange(Transfer.of_bytes(matrix, self._links), "pass on"))
+        at.exposed = exposed
+        at.record_since("pass on", "pipeline", start)
+
+    def _record_tick(self, tick: Tick, start: Floats) -> None:
+        at = self._resources
+        if not at.recording:
+            return
+        chunks = self._planned.schedule.chunks
+        for stage, work in enumerate(tick.work):
+            title = "serve" if work is None else f"micro-batch {work.micro_batch}"
+            title += f" chunk {work.chunk}" if work is not None and chunks > 1 else ""
+            began = np.where(self._stage == stage, start, at.clock)
+            at.record_since(f"{tick.phase}: {title}", "ticks", began)
+
+    def _reduce_gradients(self) -> None:
+        """A stage's ranks wait for their last; what the last backward pass hides costs nothing."""
+        at, costs = self._resources, self._costs
+        replicas = self._servers.shape[1]
+        crosses = replicas > self._links.ranks_per_node
+        exposed = []
+        for stage, members in enumerate(self._servers):
+            needed = costs.gradient_seconds(stage, len(self._servers), replicas, crosses)
+            until = float(self._last_backward[members].max()) + needed
+            exposed.append(max(until - float(at.clock[members].max()), 0.0))
+        at.barrier(list(self._servers), exposed)
+
+    def _memory(self) -> Floats:
+        """Of each rank's GPUs at most: see `ModelCosts`, and the buffers of core attention."""
+        costs, schedule, at = self._costs, self._planned.schedule, self._resources
+        per_token = self._layers * costs.activation_bytes()
+        kept: dict[tuple[int, int, int], Floats] = {}
+        now, most = np.zeros(at.ranks), np.zeros(at.ranks)
+        buffers = CoreAttentionMemory()
+        nano_batches = 1
+        for tick, plans in self._planned.ticks:
+            nano = self._costs_of(plans)
+            nano_batches = len(nano)
+            tokens = np.sum([each.own_tokens for each in nano], axis=0)
+            for each in nano:
+                buffers = buffers.union(each.memory)
+            for stage, work in enumerate(tick.work):
+                if work is None:
+                    continue
+                members, key = self._servers[stage], (stage, *work)
+                if tick.phase == "forward":
+                    kept[key] = per_token * tokens[members]
+                    now[members] += kept[key]
+                    peak = now[members].copy()
+                    if stage == schedule.stages - 1 and work.chunk == schedule.chunks - 1:
+                        peak += costs.logit_bytes() * tokens[members]
+                    most[members] = np.maximum(most[members], peak)
+                else:
+                    now[members] -= kept.pop(key)
+        replicas = self._servers.shape[1]
+        state = [costs.state_bytes(s, schedule.stages, replicas) for s in range(schedule.stages)]
+        return most + np.array(state)[self._stage] + buffers.total(nano_batches)
