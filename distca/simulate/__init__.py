@@ -15,24 +15,31 @@ from distca.simulate.cluster import CLUSTERS, Cluster
 from distca.simulate.costs import ModelCosts
 from distca.simulate.outcome import Outcome, out_of_memory, save_trace
 from distca.simulate.resources import Resources, Transfer
+from distca.simulate.search import SYSTEMS, WAYS, Candidate, Job, candidates, simulate
 from distca.simulate.ticks import Ablation, simulate_ticks
 
 __all__ = [
     "BASELINES",
     "CLUSTERS",
+    "SYSTEMS",
+    "WAYS",
     "Ablation",
     "BaselineLayout",
+    "Candidate",
     "Cluster",
+    "Job",
     "ModelCosts",
     "Outcome",
     "PlannedBatch",
     "Resources",
     "Transfer",
     "Way",
+    "candidates",
     "out_of_memory",
     "plan_batch",
     "save_trace",
     "server_table",
+    "simulate",
     "simulate_baseline",
     "simulate_ticks",
 ]
