@@ -27,7 +27,16 @@ from data.lengths import (
 )
 from distca.cost.models import MODELS
 from distca.plan.span import Int64s
-from distca.simulate import CLUSTERS, Ablation, Candidate, Job, candidates, simulate
+from distca.simulate import (
+    CLUSTERS,
+    Ablation,
+    Candidate,
+    Job,
+    candidates,
+    divisions,
+    pack_sequences,
+    simulate,
+)
 
 
 @dataclass(frozen=True)
@@ -71,10 +80,10 @@ class Case:
             lengths = published(path, upsampled=True)(
                 self.sequences * self.context, self.context, seed
             )
-            return cut_into(lengths, self.sequences, self.context)
+            return pack_sequences(lengths, self.sequences, self.context)
         distribution = paper_distribution(self.documents, self.context)
         total = self.sequences * self.context
-        return cut_into(draw(distribution, total, seed), self.sequences, self.context)
+        return pack_sequences(draw(distribution, total, seed), self.sequences, self.context)
 
 
 def paper_distribution(name: str, longest: int) -> LengthDistribution:
@@ -92,15 +101,6 @@ def paper_distribution(name: str, longest: int) -> LengthDistribution:
     share = 0.6 * mean_short / (0.6 * mean_short + 0.4 * mean_long)
     short = Lognormal(1300, 1.1, longest, 575)
     return Capped(Mixture(short, Zipf(1.0, 32_768, longest), float(share)), longest)
-
-
-def cut_into(lengths: Int64s, sequences: int, context: int) -> list[Int64s]:
-    """Documents one after the other in sequences, cut where these end."""
-    ends = np.cumsum(lengths)
-    edges = np.union1d(ends, np.arange(1, sequences + 1) * context)
-    pieces = np.diff(edges, prepend=0)
-    number = (edges - 1) // context
-    return [pieces[number == n] for n in range(sequences)]
 
 
 def published_tflops(folder: Path) -> float:
@@ -224,7 +224,7 @@ def best_of(
         else candidates(system, case.job, [case.tensor], stages)
         for case in cases
     }
-    tried = {case: len(mine) for case, mine in found.items()}
+    every = {case: len(divisions(system, case.job, [case.tensor], stages)) for case in cases}
     short = range(min(sweep_batches, batches))
     pairs = [(case, c) for case, mine in found.items() for c in mine]
     units = [Unit(case, c, seed) for case, c in pairs for seed in short]
@@ -247,8 +247,9 @@ def best_of(
     for case, mine in found.items():
         ranked = _ranked(tuned[case], case, final)
         failed = sum(any(not r.get("fits", True) for r in swept[case, c]) for c in mine)
+        failed += every[case] - len(mine) if like is None else 0
         if not ranked:
-            best[case] = Best(None, tried=tried[case], out_of_memory=failed)
+            best[case] = Best(None, tried=every[case], out_of_memory=failed)
             continue
         rows = final[case, ranked[0]]
         best[case] = Best(
@@ -257,7 +258,7 @@ def best_of(
             max(r["memory_gb"] for r in rows),
             float(np.mean([r["idle"] for r in rows])),
             float(np.mean([r["exposed"] for r in rows])),
-            tried[case],
+            every[case],
             failed,
         )
     return best, chosen

@@ -29,11 +29,18 @@ def _doctor(argv: list[str]) -> int:
     return doctor.main(argv)
 
 
+def _simulate(argv: list[str]) -> int:
+    from distca import simulate_command
+
+    return simulate_command.main(argv)
+
+
 _COMMANDS = {
     "plan": (_plan, "plan the core attention of a batch of documents"),
     "profile": (_profile, "measure this machine's attention kernel"),
     "build": (_build, "compile the transports' native code ahead of a run"),
     "doctor": (_doctor, "say what is present, what is missing and what to install"),
+    "simulate": (_simulate, "what a training job would gain on a cluster, and how to run it"),
 }
 
 

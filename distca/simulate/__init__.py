@@ -9,23 +9,35 @@ With `--distca` it runs the very plans and ticks that the runtime executes; the 
 pipelines of context-parallel groups. It is deterministic, and needs neither processes nor devices.
 """
 
+from distca.simulate.advice import TITLES, Choice, advise
 from distca.simulate.baselines import BASELINES, BaselineLayout, simulate_baseline
 from distca.simulate.batches import PlannedBatch, Way, plan_batch, server_table
 from distca.simulate.cluster import CLUSTERS, Cluster
 from distca.simulate.costs import ModelCosts
-from distca.simulate.outcome import Outcome, out_of_memory, save_trace
+from distca.simulate.outcome import Outcome, save_trace
 from distca.simulate.resources import Resources, Transfer
-from distca.simulate.search import SYSTEMS, WAYS, Candidate, Job, candidates, simulate
+from distca.simulate.search import (
+    SYSTEMS,
+    WAYS,
+    Candidate,
+    Job,
+    candidates,
+    divisions,
+    pack_sequences,
+    simulate,
+)
 from distca.simulate.ticks import Ablation, simulate_ticks
 
 __all__ = [
     "BASELINES",
     "CLUSTERS",
     "SYSTEMS",
+    "TITLES",
     "WAYS",
     "Ablation",
     "BaselineLayout",
     "Candidate",
+    "Choice",
     "Cluster",
     "Job",
     "ModelCosts",
@@ -34,8 +46,10 @@ __all__ = [
     "Resources",
     "Transfer",
     "Way",
+    "advise",
     "candidates",
-    "out_of_memory",
+    "divisions",
+    "pack_sequences",
     "plan_batch",
     "save_trace",
     "server_table",

@@ -6,10 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
-
 from distca.plan.span import Floats, Int64s
-from distca.simulate.cluster import Cluster
 from distca.simulate.resources import Span
 
 
@@ -55,11 +52,6 @@ class Outcome:
         return 1.0 - float(self.computed.mean()) / self.seconds
 
 
-def out_of_memory(memory_bytes: float, cluster: Cluster) -> bool:
-    """Whether a GPU cannot hold so many bytes."""
-    return memory_bytes > cluster.usable_bytes
-
-
 def save_trace(path: Path, outcome: Outcome, names: Sequence[str] | None = None) -> None:
     """Writes the timeline of an iteration that was recorded, in the format of `--distca-trace`.
 
@@ -93,9 +85,3 @@ def save_trace(path: Path, outcome: Outcome, names: Sequence[str] | None = None)
         )
     titles = names or [f"server {rank}" for rank in range(ranks)]
     write_trace(path, list(zip(titles, of_rank, strict=True)))
-
-
-def busiest_over_mean(values: Floats) -> float:
-    """The largest over the mean; 1 where all are 0."""
-    mean = float(np.mean(values))
-    return float(np.max(values)) / mean if mean else 1.0

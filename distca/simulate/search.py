@@ -7,7 +7,7 @@ that all configurations train on the same documents: none is cut where micro-bat
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import numpy as np
@@ -89,14 +89,36 @@ class Candidate:
         return f"{sizes}, {self.micro_batches} micro-batch(es){bound}"
 
 
-def candidates(
+def pack_sequences(lengths: Int64s, sequences: int, context: int) -> list[Int64s]:
+    """Documents one after the other in sequences, cut where these end.
+
+    Args:
+        lengths: tokens of each document, int64; `sequences * context` in all.
+        sequences: how many.
+        context: tokens of each.
+
+    Raises:
+        ValueError: the documents have another number of tokens.
+    """
+    if int(lengths.sum()) != sequences * context:
+        raise ValueError(
+            f"documents of {int(lengths.sum()):,} tokens do not fill {sequences} sequences of "
+            f"{context:,}"
+        )
+    edges = np.union1d(np.cumsum(lengths), np.arange(1, sequences + 1) * context)
+    pieces = np.diff(edges, prepend=0)
+    number = (edges - 1) // context
+    return [pieces[number == n] for n in range(sequences)]
+
+
+def divisions(
     system: str,
     job: Job,
     tensor: Sequence[int],
     stages: Sequence[int],
     most_micro_batches: int = 64,
 ) -> list[Candidate]:
-    """Configurations that divide the job and may fit in memory.
+    """All configurations that divide the job, whether they fit in memory or not.
 
     Args:
         system: one of `SYSTEMS`.
@@ -112,32 +134,50 @@ def candidates(
         raise ValueError(f"no system {system!r}: choose from {', '.join(SYSTEMS)}")
     found = []
     for tp in tensor:
-        if not _divides(tp, job):
-            continue
+        servers = job.gpus // tp
         for pp in stages:
-            servers = job.gpus // tp
-            if servers % pp or job.model.layers % pp:
+            if not _divides(tp, job) or servers % pp or job.model.layers % pp:
                 continue
-            for cp in _divisors(servers // pp) if system in BASELINES[1:] else [1]:
-                data = servers // pp // cp
-                for number in _divisors(job.sequences):
-                    if number > most_micro_batches or (pp > 1 and number < pp):
-                        continue
-                    if system in BASELINES:
-                        # WLB-LLM's bins hold whole documents of any sequence.
-                        whole = job.sequences * (1 if system != "wlb-llm" else job.context // cp)
-                        if whole % (data * number):
-                            continue
-                        found.append(Candidate(system, tp, pp, data, cp, number))
-                        continue
-                    if job.sequences * job.context // number % (2 * data):
-                        continue
-                    free = Candidate(system, tp, pp, data, 1, number)
-                    found.append(free)
-                    if pp > 1 and least_memory(free, job) > job.cluster.usable_bytes:
-                        # As much in flight as 1F1B has, for more ticks.
-                        found[-1] = Candidate(system, tp, pp, data, 1, number, pp)
-    return [each for each in found if least_memory(each, job) <= job.cluster.usable_bytes]
+            groups = _divisors(servers // pp) if system in BASELINES[1:] else [1]
+            found += [
+                Candidate(system, tp, pp, servers // pp // cp, cp, number)
+                for cp in groups
+                for number in _divisors(job.sequences)
+                # Fewer micro-batches than stages leave most of a pipeline idle.
+                if number <= most_micro_batches and (pp == 1 or number >= pp)
+                if _fills(system, job, servers // pp // cp, cp, number)
+            ]
+    return found
+
+
+def _fills(system: str, job: Job, data: int, context: int, micro_batches: int) -> bool:
+    """Whether the batch's sequences divide: see `Candidate`."""
+    if system in WAYS:
+        return job.sequences // micro_batches * job.context % (2 * data) == 0
+    if job.sequences * job.context % (data * context * micro_batches):
+        return False
+    # WLB-LLM's bins hold whole documents of any sequence; others' hold whole sequences.
+    return system == "wlb-llm" or job.sequences % (data * micro_batches) == 0
+
+
+def candidates(
+    system: str,
+    job: Job,
+    tensor: Sequence[int],
+    stages: Sequence[int],
+    most_micro_batches: int = 64,
+) -> list[Candidate]:
+    """The configurations of `divisions` that may fit in memory.
+
+    With `--distca` one that does not is tried with as many micro-batches in flight as 1F1B has.
+    """
+    found = []
+    for candidate in divisions(system, job, tensor, stages, most_micro_batches):
+        bound = replace(candidate, max_in_flight=candidate.stages)
+        tried = [candidate, bound] if system in WAYS and candidate.stages > 1 else [candidate]
+        usable = job.cluster.usable_bytes
+        found += [each for each in tried if least_memory(each, job) <= usable][:1]
+    return found
 
 
 def _divides(tp: int, job: Job) -> bool:

@@ -1,0 +1,330 @@
+"""`distca simulate`: what a training job would gain, and its best parallel configuration.
+
+    distca simulate --distribution pretrain --context 131072 --sequences 32 \\
+        --model llama-8b --cluster dgx-h200 --gpus 64
+    distca simulate --lengths lengths.json ... --plot advice.png --trace iteration.json
+
+Iterations are simulated, on no GPU: plain Megatron, context parallelism and DistCA, each in the
+configuration that is best for it among those that fit in memory. Documents are packed into
+sequences of `--context` tokens and cut where these end, for all alike.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, fields, replace
+from pathlib import Path
+
+import numpy as np
+
+from distca.cost.models import MODELS, ModelSize
+from distca.plan.span import Int64s
+from distca.plan_command import cut_to_pieces
+from distca.simulate import (
+    CLUSTERS,
+    SYSTEMS,
+    TITLES,
+    Choice,
+    Cluster,
+    Job,
+    advise,
+    pack_sequences,
+    save_trace,
+    simulate,
+)
+
+_SIZES = {
+    "layers": "transformer layers",
+    "hidden_size": "width of the residual stream",
+    "heads": "query heads",
+    "kv_heads": "key-value heads",
+    "head_dim": "elements of a head",
+    "ffn_hidden_size": "width of the gated MLP",
+    "vocab_size": "tokens of the vocabulary",
+}
+_OVERRIDES = {
+    "gpus_per_node": "GPUs of a node",
+    "memory_gb": "of a GPU, 10^9 bytes",
+    "peak_tflops": "of a GPU, dense 16-bit",
+    "linear_mfu": "the part of the peak that linear layers reach",
+    "attention_tflops": "of the attention kernel, forward",
+    "node_gb_per_s": "between two GPUs of a node",
+    "network_gb_per_s": "of a GPU, between nodes",
+}
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The command's flags."""
+    parser = argparse.ArgumentParser(
+        prog="distca simulate",
+        description=__doc__,
+        allow_abbrev=False,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    documents = parser.add_argument_group("documents")
+    source = documents.add_mutually_exclusive_group(required=True)
+    source.add_argument(
+        "--lengths", type=Path, metavar="FILE", help="a JSON list of lengths, or a Megatron .idx"
+    )
+    source.add_argument(
+        "--distribution", metavar="NAME", help="a named distribution: see data/lengths.py"
+    )
+    documents.add_argument(
+        "--context", type=int, required=True, help="tokens of a sequence; longer documents are cut"
+    )
+    documents.add_argument("--sequences", type=int, required=True, help="of a global batch")
+    documents.add_argument("--batches", type=int, default=2, help="global batches to simulate")
+    documents.add_argument("--seed", type=int, default=0, help="of the order, or the distribution")
+    model = parser.add_argument_group("model (a preset, or all sizes)")
+    model.add_argument("--model", metavar="NAME", help=", ".join(MODELS))
+    for name, what in _SIZES.items():
+        model.add_argument(_flag(name), type=int, metavar="N", help=what)
+    cluster = parser.add_argument_group("cluster (a preset, and what differs from it)")
+    cluster.add_argument(
+        "--cluster", default="dgx-h100", metavar="NAME", help=f"{', '.join(CLUSTERS)}"
+    )
+    cluster.add_argument("--gpus", type=int, required=True, help="of the whole job")
+    for name, what in _OVERRIDES.items():
+        kind = int if name == "gpus_per_node" else float
+        cluster.add_argument(_flag(name), type=kind, metavar="X", help=what)
+    search = parser.add_argument_group("search")
+    search.add_argument(
+        "--tensor-model-parallel-sizes", type=int, nargs="+", default=[1, 2, 4, 8], metavar="N"
+    )
+    search.add_argument(
+        "--pipeline-model-parallel-sizes", type=int, nargs="+", default=[1, 2, 4, 8], metavar="N"
+    )
+    search.add_argument(
+        "--systems",
+        nargs="+",
+        default=["packed", "per-document-cp", "wlb-llm", "tiles"],
+        choices=SYSTEMS,
+        help=f"{', '.join(SYSTEMS)}",
+        metavar="NAME",
+    )
+    search.add_argument(
+        "--finalists", type=int, default=6, help="configurations with DistCA that are simulated"
+    )
+    search.add_argument("--tolerance", type=float, default=0.05, help="of servers' loads")
+    output = parser.add_argument_group("output")
+    output.add_argument("--json", action="store_true", help="all figures, as JSON")
+    output.add_argument("--plot", type=Path, metavar="FILE", help="a picture of the table")
+    output.add_argument(
+        "--trace", type=Path, metavar="FILE", help="a timeline of DistCA's best, for Perfetto"
+    )
+    return parser
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def main(argv: list[str] | None = None) -> int:
+    """The command; returns its exit status."""
+    parser = build_parser()
+    args = parser.parse_args(argv)
+    try:
+        _run(args)
+    except (ValueError, ImportError) as error:
+        parser.exit(2, f"distca simulate: {error}\n")
+    return 0
+
+
+def _run(args: argparse.Namespace) -> None:
+    for name in ("batches", "finalists", "sequences", "context"):
+        if getattr(args, name) < 1:
+            raise ValueError(f"{_flag(name)} {getattr(args, name)} must be at least 1")
+    for name in ("tensor_model_parallel_sizes", "pipeline_model_parallel_sizes"):
+        if min(getattr(args, name)) < 1:
+            raise ValueError(f"{_flag(name)}: every size must be at least 1")
+    if not 0 <= args.tolerance < 1:
+        raise ValueError(f"--tolerance {args.tolerance} is out of range: 0 to below 1")
+    job = Job(_model(args), _cluster(args), args.gpus, args.context, args.sequences, args.tolerance)
+    batches = _batches(args)
+    choices = _advise(args, job, batches)
+    if args.trace is not None:
+        _trace(args.trace, job, batches[0], choices)
+    if args.plot is not None:
+        plot_choices(choices, job, args.plot)
+    if args.json:
+        _write(json.dumps([_as_json(choice) for choice in choices], indent=1))
+        return
+    _write(format_choices(choices, job))
+
+
+def _model(args: argparse.Namespace) -> ModelSize:
+    sizes = {name: getattr(args, name) for name in _SIZES}
+    given = {name: value for name, value in sizes.items() if value is not None}
+    for name, value in given.items():
+        if value < 1:
+            raise ValueError(f"{_flag(name)} {value} must be at least 1")
+    if args.model is None:
+        defaults = {field.name for field in fields(ModelSize) if field.name == "vocab_size"}
+        missing = [_flag(name) for name in _SIZES if name not in given and name not in defaults]
+        if missing:
+            raise ValueError(f"give --model, or all sizes: {', '.join(missing)} missing")
+        return ModelSize(**given)
+    if args.model not in MODELS:
+        raise ValueError(f"no model {args.model!r}: choose from {', '.join(MODELS)}")
+    return replace(MODELS[args.model], **given)
+
+
+def _cluster(args: argparse.Namespace) -> Cluster:
+    if args.cluster not in CLUSTERS:
+        raise ValueError(f"no cluster {args.cluster!r}: choose from {', '.join(CLUSTERS)}")
+    given = {name: getattr(args, name) for name in _OVERRIDES if getattr(args, name) is not None}
+    return replace(CLUSTERS[args.cluster], **given)
+
+
+def _batches(args: argparse.Namespace) -> list[list[Int64s]]:
+    """Global batches of sequences: see the module."""
+    from data.lengths import DISTRIBUTIONS, draw, read_lengths
+
+    tokens = args.sequences * args.context
+    if args.distribution is not None:
+        if args.distribution not in DISTRIBUTIONS:
+            raise ValueError(
+                f"no distribution {args.distribution!r}: choose from {', '.join(DISTRIBUTIONS)}"
+            )
+        lengths = draw(DISTRIBUTIONS[args.distribution], args.batches * tokens, args.seed)
+    else:
+        lengths = read_lengths(args.lengths)
+        generator = np.random.default_rng(args.seed)
+        # As many epochs as it takes, each in an order of its own.
+        epochs = -(-args.batches * tokens // int(lengths.sum()))
+        lengths = np.concatenate([generator.permutation(lengths) for _ in range(epochs)])
+    lengths = cut_to_pieces(lengths, args.context)
+    until = np.cumsum(lengths)
+    count = int(np.searchsorted(until, args.batches * tokens)) + 1
+    lengths = lengths[:count].copy()
+    lengths[-1] -= until[count - 1] - args.batches * tokens
+    sequences = pack_sequences(lengths, args.batches * args.sequences, args.context)
+    return [
+        sequences[number * args.sequences : (number + 1) * args.sequences]
+        for number in range(args.batches)
+    ]
+
+
+def _advise(args: argparse.Namespace, job: Job, batches: list[list[Int64s]]) -> list[Choice]:
+    from tqdm import tqdm
+
+    with tqdm(unit=" iterations", disable=None) as bar:
+
+        def progress(what: str) -> None:
+            bar.set_description(what)
+            bar.update()
+
+        told: Callable[[str], None] = progress
+        choices = advise(
+            job,
+            batches,
+            args.systems,
+            args.tensor_model_parallel_sizes,
+            args.pipeline_model_parallel_sizes,
+            args.finalists,
+            told,
+        )
+    if not any(choice.tried for choice in choices):
+        raise ValueError(
+            f"no configuration divides {job.gpus} GPUs, {job.model.layers} layers, "
+            f"{job.model.kv_heads} key-value heads and {job.sequences} sequences: give other sizes "
+            "of tensor or pipeline parallelism, or another batch"
+        )
+    return choices
+
+
+def _trace(path: Path, job: Job, batch: list[Int64s], choices: Sequence[Choice]) -> None:
+    chosen = [c for c in choices if c.system in ("tiles", "greedy") and c.candidate is not None]
+    if not chosen:
+        raise ValueError("--trace: nothing of DistCA fits, so there is no timeline")
+    best = max(chosen, key=lambda choice: choice.tokens_per_second)
+    assert best.candidate is not None
+    save_trace(path, simulate(best.candidate, job, batch, recording=True))
+
+
+def _as_json(choice: Choice) -> dict[str, object]:
+    row = asdict(choice)
+    # NaN is no JSON.
+    return {name: None if value != value else value for name, value in row.items()}
+
+
+def format_choices(choices: Sequence[Choice], job: Job) -> str:
+    """The table, and what to expect of DistCA, without a newline at the end."""
+    lines = [
+        f"{job.gpus} GPUs of {job.cluster.name}, {job.sequences} sequences of {job.context:,} "
+        "tokens; simulated, not measured",
+        f"{'':32}{'tokens/s':>11}{'s':>9}{'GB a GPU':>10}{'idle':>7}{'waits':>7}  configuration",
+    ]
+    for choice in choices:
+        title = f"{TITLES[choice.system]:32}"
+        if choice.candidate is None:
+            why = (
+                f"out of memory in all {choice.tried} configurations"
+                if choice.tried
+                else "no configuration divides"
+            )
+            lines.append(title + why)
+            continue
+        lines.append(
+            f"{title}{choice.tokens_per_second:>11,.0f}{choice.seconds:>9.3f}"
+            f"{choice.memory_gb:>10.1f}{choice.idle:>7.1%}{choice.exposed:>7.1%}  "
+            f"{choice.candidate}"
+        )
+    return "\n".join([*lines, *_speed_ups(choices)])
+
+
+def _speed_ups(choices: Sequence[Choice]) -> list[str]:
+    """A line for each way to run DistCA."""
+    lines = []
+    others = [c for c in choices if c.system not in ("tiles", "greedy")]
+    for choice in choices:
+        if choice in others or choice.candidate is None:
+            continue
+        parts = [
+            f"{choice.tokens_per_second / other.tokens_per_second:.2f} times {TITLES[other.system]}"
+            if other.candidate is not None
+            else f"{TITLES[other.system]} does not fit"
+            for other in others
+        ]
+        if parts:
+            lines.append(f"{TITLES[choice.system]}: {'; '.join(parts)}")
+    return lines
+
+
+def plot_choices(choices: Sequence[Choice], job: Job, path: Path) -> None:
+    """Draws tokens per second and memory of each system; the suffix says in which format.
+
+    Raises:
+        ImportError: matplotlib is not installed.
+        ValueError: the suffix is no format that matplotlib can write.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ImportError("plots need matplotlib: pip install 'distca[plot]'") from error
+    figure = Figure(figsize=(11, 0.7 * len(choices) + 2.5), layout="constrained")
+    speed, memory = figure.subplots(1, 2, sharey=True)
+    names = [TITLES[choice.system] for choice in choices]
+    speed.barh(names, np.nan_to_num([choice.tokens_per_second for choice in choices]))
+    memory.barh(names, np.nan_to_num([choice.memory_gb for choice in choices]), color="tab:green")
+    memory.axvline(job.cluster.usable_bytes / 1e9, color="black", linestyle="--", linewidth=0.8)
+    for number, choice in enumerate(choices):
+        text = "out of memory" if choice.candidate is None else str(choice.candidate)
+        speed.text(0, number, f" {text}", va="center", fontsize=8)
+    speed.invert_yaxis()
+    speed.set(xlabel="tokens/s, all GPUs")
+    memory.set(xlabel="GB of the busiest GPU (dashed: usable)")
+    figure.suptitle(f"{job.gpus} GPUs of {job.cluster.name}: simulated")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=110)
+
+
+def _write(text: str) -> None:
+    sys.stdout.write(text + "\n")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
