@@ -129,15 +129,11 @@ def end_to_end(name: str, runner: Runner, options: Options) -> Report:
     ]
     found: dict[str, dict[Case, Best]] = {}
     for system in ("packed", "per-document-cp", REFERENCE):
-        # Cheap enough to run everything on all batches of the sweep, and many finalists.
-        found[system], _ = best_of(runner, cases, system, stages, options.batches, 3, 4)
-    few = (options.batches, options.sweep_batches, options.finalists)
-    found["tiles"], finalists = best_of(
-        runner, cases, "tiles", stages, *few, tolerances=TUNED_TOLERANCES
-    )
-    found["greedy"], _ = best_of(
-        runner, cases, "greedy", stages, *few, finalists, tolerances=TUNED_TOLERANCES
-    )
+        # These take no plans, so that more batches can be compared on.
+        found[system], _ = best_of(runner, cases, system, stages, options.batches, 3)
+    few = (options.batches, options.sweep_batches, options.finalists, TUNED_TOLERANCES)
+    found["tiles"], finalists = best_of(runner, cases, "tiles", stages, *few)
+    found["greedy"], _ = best_of(runner, cases, "greedy", stages, *few, finalists)
     rows = [_end_to_end_row(case, found) for case in cases]
     text = _against_published(which, rows)
     text += ["", *table([_readable(row) for row in rows])]
@@ -201,12 +197,31 @@ def _against_published(which: str, rows: list[dict[str, Any]]) -> list[str]:
             line[f"{system}: idle"] = float(np.nanmean([r[f"{system} idle"] for r in mine]))
         for system in (REFERENCE, "greedy", "tiles"):
             line[f"{system}: exposed"] = float(np.nanmean([r[f"{system} exposed"] for r in mine]))
+        most = [1 / (1 - r[f"{REFERENCE} idle"]) for r in mine]
+        line["perfect balance"] = f"{np.nanmin(most):.2f} to {np.nanmax(most):.2f}"
         lines.append(line)
     return [
         "Speed-up over WLB-LLM in its ideal form, each at its best configuration:",
         "",
         *table(lines),
+        "",
+        *EXPLANATION,
     ]
+
+
+EXPLANATION = [
+    "*Idle* is the part of the time in which compute is not busy, *exposed* what of it ranks wait "
+    "for exchanges, and for each other in them. *Perfect balance* is what a system would gain over "
+    "WLB-LLM that is never idle and does the same work: no simulated gain can be much above it, "
+    "and where the paper's is, its WLB-LLM was idle for longer than this one.",
+    "",
+    "What may make the difference: this WLB-LLM packs with exactly the times that it is then "
+    "judged by, its collectives reach the links' full speed, no allocator and no kernel launch "
+    "delays it, and its best configuration is known for every case; the paper's is a "
+    "reimplementation, measured. The other way round, what the paper says slows DistCA at 34B in "
+    "4D (memory fragments, late launches) is not simulated. Documents are drawn anew, not the "
+    "paper's. A dash: WLB-LLM runs out of memory in every configuration.",
+]
 
 
 def _draw_end_to_end(rows: list[dict[str, Any]], figure: Any) -> None:
@@ -559,7 +574,7 @@ def main() -> None:
         "--sweep-batches", type=int, default=1, help="on which all configurations are tried"
     )
     parser.add_argument(
-        "--finalists", type=int, default=2, help="configurations that run all batches"
+        "--finalists", type=int, default=2, help="configurations to tune the tolerance of"
     )
     parser.add_argument("--models", nargs="+", default=MODEL_NAMES, choices=MODEL_NAMES)
     parser.add_argument("--documents", nargs="+", default=DOCUMENTS, choices=DOCUMENTS)

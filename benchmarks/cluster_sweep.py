@@ -202,71 +202,85 @@ def best_of(
     stages: Sequence[int],
     batches: int,
     sweep_batches: int,
-    finalists: int,
-    like: dict[Case, list[Candidate]] | None = None,
+    finalists: int = 1,
     tolerances: Sequence[float | None] = (None,),
+    like: dict[Case, list[Candidate]] | None = None,
 ) -> tuple[dict[Case, Best], dict[Case, list[Candidate]]]:
     """The best configuration of a system for each case, over all batches.
 
-    All configurations run the first batches; the best of them run all. One that is out of memory in
-    any batch is out.
+    All configurations run the first batches, the fastest of them with each tolerance, and the
+    fastest of these runs all batches. One that is out of memory in any of them is out, and the next
+    one runs.
 
     Args:
-        like: configurations to run for each case, in place of a sweep.
-        tolerances: with which the best of the sweep run all batches.
+        runner: runs them.
+        cases: jobs.
+        system: one of `distca.simulate.SYSTEMS`.
+        stages: pipeline sizes.
+        batches: of each case.
+        sweep_batches: on which all configurations are compared.
+        finalists: configurations that are tried with each tolerance.
+        tolerances: see `Candidate`.
+        like: configurations to compare for each case, in place of all.
 
     Returns:
         The best, and the finalists of each case.
     """
-    found = {
-        case: [replace(c, system=system) for c in like[case]]
-        if like is not None
-        else candidates(system, case.job, [case.tensor], stages)
-        for case in cases
-    }
-    every = {case: len(divisions(system, case.job, [case.tensor], stages)) for case in cases}
-    short = range(min(sweep_batches, batches))
-    pairs = [(case, c) for case, mine in found.items() for c in mine]
-    units = [Unit(case, c, seed) for case, c in pairs for seed in short]
-    rows = runner.run(units, f"{system}: sweep")
-    swept = {}
-    for number, (case, c) in enumerate(pairs):
-        swept[case, c] = rows[number * len(short) : (number + 1) * len(short)]
-    chosen = {case: _ranked(mine, case, swept)[:finalists] for case, mine in found.items()}
+    short = min(sweep_batches, batches)
+    every = {case: divisions(system, case.job, [case.tensor], stages) for case in cases}
+    able = {case: candidates(system, case.job, [case.tensor], stages) for case in cases}
+    if like is not None:
+        able = {case: [replace(c, system=system) for c in like[case]] for case in cases}
+    swept = _run(runner, able, short, f"{system}: sweep")
+    chosen = {case: _ranked(able[case], case, swept)[:finalists] for case in cases}
     tuned = {
         case: [replace(c, tolerance=tolerance) for c in mine for tolerance in tolerances]
         for case, mine in chosen.items()
     }
-    pairs = [(case, c) for case, mine in tuned.items() for c in mine]
-    units = [Unit(case, c, seed) for case, c in pairs for seed in range(batches)]
-    rows = runner.run(units, f"{system}: all batches")
-    final = {}
-    for number, (case, c) in enumerate(pairs):
-        final[case, c] = rows[number * batches : (number + 1) * batches]
-    best = {}
-    for case, mine in found.items():
-        ranked = _ranked(tuned[case], case, final)
-        failed = sum(any(not r.get("fits", True) for r in swept[case, c]) for c in mine)
-        failed += every[case] - len(mine) if like is None else 0
-        if not ranked:
-            best[case] = Best(None, tried=every[case], out_of_memory=failed)
-            continue
-        rows = final[case, ranked[0]]
-        best[case] = Best(
-            ranked[0],
-            sum(r["tokens"] for r in rows) / sum(r["seconds"] for r in rows),
-            max(r["memory_gb"] for r in rows),
-            float(np.mean([r["idle"] for r in rows])),
-            float(np.mean([r["exposed"] for r in rows])),
-            every[case],
-            failed,
-        )
+    rows = _run(runner, tuned, short, f"{system}: tolerance")
+    left = {case: _ranked(mine, case, rows) for case, mine in tuned.items()}
+    best: dict[Case, Best] = {}
+    while any(case not in best for case in cases):
+        next_ones = {case: left[case][:1] for case in cases if case not in best}
+        rows = _run(runner, next_ones, batches, f"{system}: all batches")
+        for case, mine in next_ones.items():
+            failed = sum(not all(r.get("fits", False) for r in swept[case, c]) for c in able[case])
+            failed += len(every[case]) - len(able[case]) if like is None else 0
+            if not mine:
+                best[case] = Best(None, tried=len(every[case]), out_of_memory=failed)
+            elif _ranked(mine, case, rows):
+                best[case] = _summary(mine[0], rows[case, mine[0]], len(every[case]), failed)
+            else:
+                left[case] = left[case][1:]
     return best, chosen
 
 
-def _ranked(
-    mine: Sequence[Candidate], case: Case, rows: dict[tuple[Case, Candidate], list[dict[str, Any]]]
-) -> list[Candidate]:
+Rows = dict[tuple[Case, Candidate], list[dict[str, Any]]]
+
+
+def _run(runner: Runner, wanted: dict[Case, list[Candidate]], batches: int, title: str) -> Rows:
+    """What each configuration of each case came to in each of the first batches."""
+    pairs = [(case, c) for case, mine in wanted.items() for c in mine]
+    units = [Unit(case, c, seed) for case, c in pairs for seed in range(batches)]
+    rows = runner.run(units, title)
+    return {
+        pair: rows[number * batches : (number + 1) * batches] for number, pair in enumerate(pairs)
+    }
+
+
+def _ranked(mine: Sequence[Candidate], case: Case, rows: Rows) -> list[Candidate]:
     """Those that fit in every batch, the fastest first."""
     able = [c for c in mine if all(r.get("fits", False) for r in rows[case, c])]
     return sorted(able, key=lambda c: sum(r["seconds"] for r in rows[case, c]))
+
+
+def _summary(candidate: Candidate, rows: list[dict[str, Any]], tried: int, failed: int) -> Best:
+    return Best(
+        candidate,
+        sum(r["tokens"] for r in rows) / sum(r["seconds"] for r in rows),
+        max(r["memory_gb"] for r in rows),
+        float(np.mean([r["idle"] for r in rows])),
+        float(np.mean([r["exposed"] for r in rows])),
+        tried,
+        failed,
+    )

@@ -1,0 +1,315 @@
+"""The simulator against real processes of this machine: predicted and measured seconds of a step.
+
+    python benchmarks/validate_simulator.py --output results/
+    python benchmarks/validate_simulator.py --throughput steps.json --profile profile.json ...
+
+Without `--throughput` it runs `benchmarks/throughput.py` with the schedulers and mixes below, whole
+micro-batches and no pipeline; without `--profile` it measures the attention kernel by `distca
+profile`. The steps' JSON may come from any run of `throughput.py` that measured these schedulers,
+on the same machine.
+
+What the simulator is told of the machine is measured apart from the steps that it predicts: kernel
+times (forward by the profile, backward over forward here), the rate at which rows are copied, the
+speed of an exchange between two processes, and one number from the steps of documents of one block
+alone: what everything but core attention takes. Predicted are then the steps of every mix and
+scheduler. Reported: the error of each, the median of all, and whether a mix's schedulers rank as
+measured; those whose measured times are closer than `TIE` rank as a tie.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from throughput_summary import LONG_TAIL, SHORT, Setting, document_lengths
+
+from distca.attention import select_kernel
+from distca.cost.link import Links
+from distca.cost.model import AnalyticCost
+from distca.cost.models import ModelSize
+from distca.cost.profile import Profile, cpu_name, fastest
+from distca.plan import BLOCK
+from distca.schedule import ScheduleConfig
+from distca.simulate import Cluster, ModelCosts, Way, plan_batch, simulate_ticks
+
+SCHEDULERS = ("packed", "per-document-cp", "greedy", "tiles")
+MIXES = (LONG_TAIL, "pretrain", "lognormal", "fixed")
+TIE = 0.02
+"""Of the time: measured medians that are closer are not told apart."""
+
+
+def model_of(setting: Setting) -> ModelSize:
+    """What `throughput.py` trains; its MLP has Megatron's default width for gated ones."""
+    heads = setting.hidden_size // 32
+    ffn = int(4 * setting.hidden_size * 2 / 3 / 64) * 64
+    return ModelSize(
+        setting.layers,
+        setting.hidden_size,
+        heads,
+        heads // 4,
+        32,
+        ffn,
+        512,
+    )
+
+
+def backward_over_forward(profile: Profile) -> float:
+    """Measured on a long task of the profile's heads."""
+    shape, length = profile.shape, profile.lengths[-1]
+    kernel = select_kernel("cpu")
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (
+        torch.randn(length, heads, shape.head_dim, generator=generator)
+        for heads in (shape.heads, shape.kv_heads, shape.kv_heads)
+    )
+    edges = torch.tensor([0, length], dtype=torch.int32)
+    how: dict[str, Any] = {"causal": True, "window_left": None, "softmax_scale": 0.1}
+    out, lse = kernel.forward(q, k, v, edges, edges, **how)
+    forward, backward = (
+        fastest(run, lambda: None, 2.0)
+        for run in (
+            lambda: kernel.forward(q, k, v, edges, edges, **how),
+            lambda: kernel.backward(out, q, k, v, out, lse, edges, edges, **how),
+        )
+    )
+    return backward / forward
+
+
+def copy_gb_per_s() -> float:
+    """Memory traffic of gathering rows, which are read and written."""
+    rows = torch.randn(8192, 256)
+    index = torch.randperm(8192)
+    seconds = fastest(lambda: rows.index_select(0, index), lambda: None, 0.5)
+    return 2 * rows.nbytes / seconds / 1e9
+
+
+def _exchange(rank: int, processes: int, store: str, output: str) -> None:
+    cores = sorted(os.sched_getaffinity(0))
+    os.sched_setaffinity(0, {cores[rank % len(cores)]})
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo", store=dist.FileStore(store, processes), rank=rank, world_size=processes
+    )
+    found = {}
+    for nbytes in (4096, 16 * 2**20):
+        sent = torch.zeros(processes * nbytes, dtype=torch.uint8)
+        received = torch.empty_like(sent)
+        times = []
+        for _ in range(8):
+            dist.barrier()
+            start = time.perf_counter()
+            dist.all_to_all_single(received, sent)
+            times.append(time.perf_counter() - start)
+        found[nbytes] = statistics.median(times[2:])
+    if rank == 0:
+        Path(output).write_text(json.dumps(list(found.items())))
+    dist.destroy_process_group()
+
+
+def link_of_processes(processes: int) -> tuple[float, float]:
+    """GB/s of a process, each way, and seconds of a small message."""
+    with tempfile.TemporaryDirectory() as folder:
+        output = str(Path(folder) / "found")
+        store = str(Path(folder) / "store")
+        torch.multiprocessing.spawn(_exchange, args=(processes, store, output), nprocs=processes)
+        (_, small), (nbytes, large) = json.loads(Path(output).read_text())
+    return (processes - 1) * nbytes / max(large - small, 1e-9) / 1e9, small
+
+
+def describe_machine(setting: Setting, profile: Profile, rest_seconds: float) -> Cluster:
+    """This machine to the simulator.
+
+    Args:
+        setting: what was measured.
+        profile: kernel times.
+        rest_seconds: of a step of documents of one block.
+    """
+    speed, latency = link_of_processes(setting.processes)
+    machine = Cluster(
+        "this machine",
+        gpus_per_node=1,
+        memory_gb=1e6,
+        peak_tflops=1.0,
+        attention_tflops=1.0,
+        node_gb_per_s=speed,
+        network_gb_per_s=speed,
+        copy_gb_per_s=copy_gb_per_s(),
+        linear_mfu=1.0,
+        backward_over_forward=backward_over_forward(profile),
+        node_latency=latency,
+        network_latency=latency,
+        launch_seconds=0.0,
+    )
+    costs = ModelCosts(model_of(setting), machine, dtype_bytes=4)
+    block = np.array([BLOCK])
+    short = float(profile.seconds(block, block, block * (block + 1) // 2)[0])
+    blocks = setting.seq_length // BLOCK
+    kernels = setting.layers * blocks * short * (1 + machine.backward_over_forward)
+    linear = setting.layers * (sum(costs.pre_seconds()) + sum(costs.post_seconds()))
+    linear = setting.seq_length * (linear + sum(costs.head_seconds()))
+    # At a rate of 1 TFLOP/s; whatever else a step does is counted in.
+    return replace(machine, peak_tflops=linear / max(rest_seconds - kernels, 1e-9))
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """A mix and a scheduler."""
+
+    mix: str
+    scheduler: str
+    measured: float
+    predicted: float
+
+    @property
+    def error(self) -> float:
+        return self.predicted / self.measured - 1
+
+
+def predict(
+    setting: Setting, mix: str, scheduler: str, machine: Cluster, profile: Profile
+) -> float:
+    """Seconds of all batches of a mix."""
+    costs = ModelCosts(model_of(setting), machine, dtype_bytes=4)
+    config = ScheduleConfig(
+        tolerance=setting.tolerance,
+        shape=costs.shape,
+        # As the runs have no --distca-profile.
+        cost_model=AnalyticCost.of_shape(costs.shape),
+        links=Links(),
+    )
+    way = Way(scheduler, ping_pong="ping-pong" in setting.modes)
+    lengths = np.array(document_lengths(setting, mix))
+    number = (np.cumsum(lengths) - 1) // setting.tokens
+    seconds = 0.0
+    for batch in range(setting.batches):
+        planned = plan_batch([lengths[number == batch]], 1, setting.processes, config, way)
+        seconds += simulate_ticks(planned, costs, cost_model=profile).seconds
+    return seconds
+
+
+def rank_agrees(predictions: list[Prediction]) -> bool:
+    """Whether no two that were measured apart are predicted the other way round."""
+    for one, other in itertools.combinations(predictions, 2):
+        apart = abs(one.measured - other.measured) > TIE * max(one.measured, other.measured)
+        if apart and (one.measured < other.measured) != (one.predicted < other.predicted):
+            return False
+    return True
+
+
+def report(
+    setting: Setting,
+    machine: Cluster,
+    profile: Profile,
+    found: list[Prediction],
+    commands: list[str],
+) -> str:
+    """As Markdown."""
+    lines = [
+        "# The simulator against real processes",
+        "",
+        *(f"    {command}" for command in commands),
+        "",
+        f"{setting.processes} processes on {cpu_name()}, torch {torch.__version__}; "
+        f"{setting.layers} layers of width {setting.hidden_size}, {setting.seq_length:,} tokens a "
+        f"rank, {setting.batches} batches of each mix, {', '.join(setting.modes)}; medians of "
+        f"{setting.rounds} rounds. Kernels: {profile.description}.",
+        "",
+        f"The machine as measured: backward {machine.backward_over_forward:.2f} times forward, "
+        f"rows copied at {machine.copy_gb_per_s:.1f} GB/s, exchanges at "
+        f"{machine.network_gb_per_s:.2f} GB/s after {1e3 * machine.network_latency:.2f} ms, all "
+        f"but core attention at {1e3 * machine.peak_tflops:.1f} GFLOP/s.",
+        "",
+        "| mix | scheduler | measured s | predicted s | error |",
+        "| --- | --- | --- | --- | --- |",
+    ]
+    lines += [
+        f"| {p.mix} | {p.scheduler} | {p.measured:.3f} | {p.predicted:.3f} | {p.error:+.1%} |"
+        for p in found
+    ]
+    errors = [abs(p.error) for p in found]
+    lines += ["", f"Median error {statistics.median(errors):.1%}, largest {max(errors):.1%}.", ""]
+    for mix in setting.mixes:
+        agrees = rank_agrees([p for p in found if p.mix == mix])
+        lines.append(f"* {mix}: {'ranked as measured' if agrees else 'ranked otherwise'}")
+    return "\n".join(lines) + "\n"
+
+
+def run(*arguments: str) -> str:
+    """Runs a command of this repository; returns it as one would type it."""
+    subprocess.run([sys.executable, *arguments], check=True)
+    return " ".join(["python", *arguments])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
+    parser.add_argument("--throughput", type=Path, metavar="FILE", help="steps of throughput.py")
+    parser.add_argument("--profile", type=Path, metavar="FILE", help="made by `distca profile`")
+    parser.add_argument("--output", type=Path, metavar="DIR", required=True)
+    parser.add_argument("--seq-length", type=int, default=8192)
+    parser.add_argument("--hidden-size", type=int, default=256)
+    parser.add_argument("--batches", type=int, default=4)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--mixes", nargs="+", default=list(MIXES))
+    args = parser.parse_args()
+    args.output.mkdir(parents=True, exist_ok=True)
+    commands = []
+    steps = args.throughput or args.output / "simulator_steps.json"
+    if args.throughput is None:
+        commands.append(
+            run(
+                *(str(Path(__file__).parent / "throughput.py"), "--modes", "whole"),
+                *("--schedulers", *SCHEDULERS, "--mixes", *args.mixes, "--json", str(steps)),
+                *("--seq-length", str(args.seq_length), "--hidden-size", str(args.hidden_size)),
+                *("--batches", str(args.batches), "--rounds", str(args.rounds)),
+            )
+        )
+    saved = json.loads(steps.read_text())
+    known = {name: saved["setting"][name] for name in Setting.__dataclass_fields__}
+    setting = Setting(**{n: tuple(v) if isinstance(v, list) else v for n, v in known.items()})
+    if setting.stages > 1 or setting.micro_batches > 1 or len(setting.modes) > 1:
+        parser.error(f"{steps}: measured with a pipeline, or in several modes: measure with one")
+    if args.profile is None:
+        args.profile = args.output / "simulator_profile.json"
+        heads = setting.hidden_size // 32
+        commands.append(
+            run(
+                *("-m", "distca.cost.profile", "--dtype", "fp32", "--head-dim", "32"),
+                *("--heads", str(heads), "--kv-heads", str(heads // 4)),
+                *("--max-length", str(setting.seq_length), "--output", str(args.profile)),
+            )
+        )
+    profile = Profile.load(args.profile)
+    torch.set_num_threads(1)
+    seconds = {mix: saved["mixes"][mix]["seconds"] for mix in setting.mixes}
+    rest = statistics.median(value for mix in seconds.values() for value in mix[SHORT])
+    machine = describe_machine(setting, profile, rest)
+    found = [
+        Prediction(
+            mix, name, sum(seconds[mix][name]), predict(setting, mix, name, machine, profile)
+        )
+        for mix in setting.mixes
+        for name in setting.schedulers
+    ]
+    text = report(setting, machine, profile, found, commands)
+    (args.output / "simulator.md").write_text(text)
+    rows = [p.__dict__ | {"error": p.error} for p in found]
+    figures = {"setting": known, "machine": machine.__dict__, "predictions": rows}
+    (args.output / "simulator.json").write_text(json.dumps(figures, indent=1) + "\n")
+    print(text)
+
+
+if __name__ == "__main__":
+    main()
