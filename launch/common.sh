@@ -1,0 +1,81 @@
+# shellcheck shell=bash
+# shellcheck disable=SC2034 # its variables are used by the scripts that source it
+# What launch/local.sh and launch/slurm/*.sh share; they source it from the repository's root.
+
+die() {
+    echo "error: $*" >&2
+    exit 2
+}
+
+# The launcher's own options, wherever they stand. Sets these variables, and `flags`: all others,
+# which are pretrain_gpt.py's.
+dry_run=false model=llama-8b python=.venv/bin/python processes=auto
+from='' container='' mounts='' interface='' port='' output=sweep
+parse_launcher_options() {
+    flags=()
+    while [ $# -gt 0 ]; do
+        case $1 in
+            --dry-run) dry_run=true ;;
+            --model | --python | --processes | --from | --container | --mounts | --interface | \
+                --port | --output)
+                [ $# -ge 2 ] || die "$1 needs a value"
+                printf -v "${1#--}" %s "$2"
+                shift
+                ;;
+            --help)
+                sed -n '2,/^[^#]/s/^# \{0,1\}//p' "$0" | grep -v '^SBATCH\|^!'
+                exit 0
+                ;;
+            *) flags+=("$1") ;;
+        esac
+        shift
+    done
+}
+
+# value_of FLAG DEFAULT ARGUMENTS...: what argparse will take, the last one given.
+value_of() {
+    local flag=$1 value=$2
+    shift 2
+    while [ $# -gt 1 ]; do
+        case $1 in
+            "$flag") value=$2 ;;
+            "$flag="*) value=${1#*=} ;;
+        esac
+        shift
+    done
+    case ${1-} in "$flag="*) value=${1#*=} ;; esac
+    echo "$value"
+}
+
+# Megatron's flags for the sizes of distca/cost/models.py, as Llama 3 has the rest.
+# Sets `model_flags`.
+choose_model() {
+    local layers hidden ffn heads groups
+    case $model in
+        llama-8b) read -r layers hidden ffn heads groups <<<"32 4096 14336 32 8" ;;
+        llama-34b) read -r layers hidden ffn heads groups <<<"48 8192 22016 64 16" ;;
+        llama-70b) read -r layers hidden ffn heads groups <<<"80 8192 28672 64 8" ;;
+        *) die "no --model $model: give llama-8b, llama-34b or llama-70b (flags of your own may follow)" ;;
+    esac
+    model_flags=(
+        --num-layers "$layers" --hidden-size "$hidden" --ffn-hidden-size "$ffn"
+        --num-attention-heads "$heads" --group-query-attention --num-query-groups "$groups"
+        --normalization RMSNorm --swiglu --disable-bias-linear
+        --position-embedding-type rope --rotary-base 500000
+        --untie-embeddings-and-output-weights --attention-dropout 0 --hidden-dropout 0
+    )
+}
+
+# How a run trains, whatever its sizes. The user's own flags come after these and win.
+training_flags=(
+    --bf16 --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather
+    --micro-batch-size 1 --train-iters 10000
+    --lr 3e-4 --min-lr 3e-5 --lr-decay-style cosine --lr-warmup-iters 200 --weight-decay 0.1
+    --tokenizer-type HuggingFaceTokenizer --log-interval 10
+)
+
+# Prints a command so that a shell reads it as it is.
+print_command() {
+    printf '%q ' "$@"
+    echo
+}

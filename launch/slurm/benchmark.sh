@@ -1,0 +1,49 @@
+#!/usr/bin/env bash
+# Trains on the same data in several ways, in turn: plain Megatron, context parallelism, WLB-LLM,
+# and DistCA with both schedulers; then prints their tokens per second. From the repository's root:
+#
+#     sbatch --nodes 8 launch/slurm/benchmark.sh --data-path corpus --tokenizer-model llama/
+#
+# --model llama-8b|llama-34b|llama-70b    the model's sizes
+# --container IMAGE    run in it: a Pyxis image, or an Apptainer .sif
+# --mounts A:B,C:D     directories for the container, besides the repository
+# --interface NAME     the network interface that ranks meet on, such as ib0
+# --port PORT          where they meet; default: from the job's number
+# --python FILE        the interpreter; default: .venv/bin/python
+# --output DIRECTORY   where the logs go; default: sweep
+# --dry-run            print the commands, run nothing (needs no Slurm)
+#
+# All other flags are pretrain_gpt.py's, and win over those set here.
+#SBATCH --job-name=distca-benchmark
+#SBATCH --nodes=4
+#SBATCH --ntasks-per-node=8
+#SBATCH --gpus-per-node=8
+#SBATCH --exclusive
+#SBATCH --time=02:00:00
+set -euo pipefail
+cd "${SLURM_SUBMIT_DIR:-.}"
+source launch/slurm/common.sh
+
+parse_launcher_options "$@"
+describe_job
+$dry_run || mkdir -p "$output"
+failed=()
+# What is measured early may be better off than what comes late, so each way has two turns.
+for turn in 1 2; do
+    for way in plain per-document-cp wlb-llm greedy tiles; do
+        # --sequence-parallel is left out: wlb-llm gives ranks unequal numbers of tokens.
+        scheduler=(--distca --distca-scheduler "$way")
+        [ "$way" != plain ] || scheduler=()
+        log=$output/$way-$turn.log
+        set -- "${scheduler[@]}" --tensor-model-parallel-size 8 \
+            --seq-length 65536 --max-position-embeddings 262144 \
+            --train-iters 12 --lr-warmup-iters 1 --log-interval 1 --eval-iters 0
+        if $dry_run; then
+            pretraining "$@"
+        elif ! pretraining "$@" 2>&1 | tee "$log"; then
+            failed+=("$log")
+        fi
+    done
+done
+$dry_run || "$python" benchmarks/compare_speeds.py "$output"/*.log
+[ ${#failed[@]} = 0 ] || die "these did not end well: ${failed[*]}"

@@ -1,0 +1,106 @@
+# shellcheck shell=bash
+# What the scripts in launch/slurm share; they source it from the repository's root.
+
+source launch/common.sh
+
+# A script's own #SBATCH option.
+sbatch_option() {
+    sed -n "s/^#SBATCH --$1=//p" "$0"
+}
+
+# Sets how many `ranks` there are, where they meet, in `environment`, and how srun starts them, in
+# `start`. Without Slurm (a dry run) the script's own #SBATCH options tell.
+describe_job() {
+    local first_node=localhost
+    [ -f pretrain_gpt.py ] || die "submit from the repository's root"
+    if ! $dry_run && [ -z "${SLURM_JOB_ID-}" ]; then
+        die "start it with sbatch, or look at it with --dry-run"
+    fi
+    ranks_per_node=${SLURM_NTASKS_PER_NODE:-$(sbatch_option ntasks-per-node)}
+    ranks=${SLURM_NTASKS:-$((ranks_per_node * $(sbatch_option nodes)))}
+    if [ -n "${SLURM_JOB_NODELIST-}" ]; then
+        first_node=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | sed -n 1p)
+    fi
+    environment=(
+        # torchrun's names, which torch.distributed reads.
+        MASTER_ADDR="$first_node"
+        MASTER_PORT="${port:-$((20000 + ${SLURM_JOB_ID:-0} % 20000))}"
+        # As torchrun does: ranks that share a node must not each use all of its cores.
+        OMP_NUM_THREADS=1
+        # Megatron-LM asks for it with tensor parallelism, for the order of kernels.
+        CUDA_DEVICE_MAX_CONNECTIONS=1
+    )
+    if [ -n "$interface" ]; then
+        environment+=(NCCL_SOCKET_IFNAME="$interface" GLOO_SOCKET_IFNAME="$interface")
+    fi
+    # One task is one rank. Ranks of a node follow each other, as tensor parallelism needs, and
+    # none is bound to a single core: each plans on a thread beside its training step.
+    start=(srun --kill-on-bad-exit=1 --distribution=block --cpu-bind=none)
+    inside=()
+    case $container in
+        '') [ -z "$mounts" ] || die "--mounts needs --container" ;;
+        *.sif)
+            inside=(apptainer exec --nv --pwd "$PWD" --bind "$PWD${mounts:+,$mounts}" "$container")
+            ;;
+        *)
+            start+=(--container-image="$container" --container-workdir="$PWD")
+            start+=(--container-mounts="$PWD:$PWD${mounts:+,$mounts}")
+            ;;
+    esac
+    start+=(launch/slurm/rank.sh "${inside[@]}" "$python" -u)
+}
+
+# Starts a Python command on all ranks, or prints it.
+on_all_ranks() {
+    if $dry_run; then
+        echo "export $(print_command "${environment[@]}")"
+        print_command "${start[@]}" "$@"
+    else
+        env "${environment[@]}" "${start[@]}" "$@"
+    fi
+}
+
+# Iteration of the latest checkpoint in a directory, 0 where there is none.
+latest_checkpoint() {
+    cat "$1/latest_checkpointed_iteration.txt" 2>/dev/null || echo 0
+}
+
+# Runs pretrain_gpt.py on all ranks with the given flags before the user's own. Sets `training`, all
+# of its flags.
+pretraining() {
+    local tensor stages micro_batches
+    choose_model
+    training=("${model_flags[@]}" "${training_flags[@]}" "$@" "${flags[@]}")
+    tensor=$(value_of --tensor-model-parallel-size 1 "${training[@]}")
+    stages=$(value_of --pipeline-model-parallel-size 1 "${training[@]}")
+    [ $((ranks % (tensor * stages))) = 0 ] ||
+        die "$ranks ranks are no multiple of tensor x pipeline size, $tensor x $stages: change --nodes"
+    # As many micro-batches as keep a pipeline mostly full.
+    micro_batches=$((stages > 1 ? 2 * stages : 1))
+    training=(
+        --global-batch-size "$((ranks * micro_batches / (tensor * stages)))"
+        --distca-gpus-per-node "$ranks_per_node" "${training[@]}"
+    )
+    on_all_ranks pretrain_gpt.py "${training[@]}"
+}
+
+# The same, with checkpoints. Slurm sends SIGTERM before the time limit, and before it takes nodes
+# away: the ranks then save and exit, and the job is queued again to go on.
+pretraining_that_goes_on() {
+    local save before after iterations load
+    save=$(value_of --save '' "${flags[@]}")
+    [ -n "$save" ] || die "give --save DIRECTORY: the job goes on from there after a time limit"
+    before=$(latest_checkpoint "$save")
+    load=(--load "$save")
+    if [ -n "$from" ] && [ "$before" = 0 ]; then
+        load=(--load "$from" --finetune --exit-on-missing-checkpoint)
+    fi
+    pretraining "${load[@]}" --save-interval 500 --exit-signal-handler "$@"
+    ! $dry_run || return 0
+    after=$(latest_checkpoint "$save")
+    iterations=$(value_of --train-iters '' "${training[@]}")
+    if [ "$after" -lt "$iterations" ] && [ "$after" -gt "$before" ]; then
+        echo "at iteration $after of $iterations: queued again"
+        scontrol requeue "$SLURM_JOB_ID"
+    fi
+}

@@ -1,0 +1,41 @@
+#!/usr/bin/env bash
+# Pretrains on documents that are longer than a rank's tokens: where others add context parallelism
+# to tensor, pipeline and data parallelism, --distca spreads a document's core attention over all
+# servers. A window, data-parallel size x --seq-length, must hold the longest document. From the
+# repository's root:
+#
+#     sbatch --nodes 8 launch/slurm/pretrain_4d.sh --data-path corpus --tokenizer-model llama/ --save checkpoints/4d
+#
+# The baseline with context parallelism in groups of four ranks, on the same data:
+#
+#     sbatch ... --distca-scheduler per-document-cp --distca-context-parallel-size 4
+#
+# --model llama-8b|llama-34b|llama-70b    the model's sizes
+# --from DIRECTORY     start from the weights of this checkpoint; later runs go on from --save
+# --container IMAGE    run in it: a Pyxis image, or an Apptainer .sif
+# --mounts A:B,C:D     directories for the container, besides the repository
+# --interface NAME     the network interface that ranks meet on, such as ib0
+# --port PORT          where they meet; default: from the job's number
+# --python FILE        the interpreter; default: .venv/bin/python
+# --dry-run            print the commands, run nothing (needs no Slurm)
+#
+# All other flags are pretrain_gpt.py's, and win over those set here.
+#SBATCH --job-name=distca-4d
+#SBATCH --nodes=8
+#SBATCH --ntasks-per-node=8
+#SBATCH --gpus-per-node=8
+#SBATCH --exclusive
+#SBATCH --time=24:00:00
+#SBATCH --signal=TERM@600
+#SBATCH --requeue
+#SBATCH --open-mode=append
+set -euo pipefail
+cd "${SLURM_SUBMIT_DIR:-.}"
+source launch/slurm/common.sh
+
+parse_launcher_options "$@"
+describe_job
+pretraining_that_goes_on --distca \
+    --tensor-model-parallel-size 8 --sequence-parallel --pipeline-model-parallel-size 2 \
+    --seq-length 65536 --max-position-embeddings 262144 \
+    --distca-max-document-length 262144

@@ -1,0 +1,229 @@
+"""The launch scripts: what they print, what that does on this machine, and when a job goes on."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from distca.cost.models import MODELS
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
+import compare_speeds
+
+ROOT = Path(__file__).parent.parent
+
+# Starts as many processes as Slurm would, on this machine.
+SRUN = """#!/usr/bin/env bash
+while [[ $1 == --* ]]; do shift; done
+processes=()
+for ((rank = 0; rank < SLURM_NTASKS; rank++)); do
+    SLURM_PROCID=$rank SLURM_LOCALID=$rank "$@" &
+    processes+=($!)
+done
+status=0
+for process in "${processes[@]}"; do wait "$process" || status=$?; done
+exit "$status"
+"""
+SCONTROL = """#!/usr/bin/env bash
+if [ "$1" = show ]; then echo localhost; else echo "scontrol $*"; fi
+"""
+SCRIPTS = ("pretrain_3d", "pretrain_4d", "benchmark")
+TINY = """
+    --num-layers 2 --hidden-size 64 --ffn-hidden-size 96 --num-attention-heads 4
+    --num-query-groups 2 --tensor-model-parallel-size 1 --pipeline-model-parallel-size 1
+    --seq-length 256 --max-position-embeddings 512 --distca-max-document-length 512
+    --tokenizer-type ByteLevelTokenizer --make-vocab-size-divisible-by 129 --split 80,20,0
+    --lr-warmup-iters 1 --log-interval 1 --eval-iters 0
+""".split()
+
+
+@pytest.fixture
+def slurm(tmp_path) -> dict[str, str]:
+    """The environment of a job of two tasks on one node."""
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    for name, text in (("srun", SRUN), ("scontrol", SCONTROL)):
+        (folder / name).write_text(text)
+        (folder / name).chmod(0o755)
+    return os.environ | {
+        "PATH": f"{folder}:{os.environ['PATH']}",
+        "SLURM_JOB_ID": "17",
+        "SLURM_JOB_NODELIST": "localhost",
+        "SLURM_NTASKS": "2",
+        "SLURM_NTASKS_PER_NODE": "2",
+        "SLURM_SUBMIT_DIR": str(ROOT),
+        "PYTHONWARNINGS": "ignore",
+    }
+
+
+def launch(
+    script: str, *flags: str, env: dict[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
+    """A script as sbatch or a user starts it, to its end."""
+    command = ["bash", str(ROOT / "launch" / script), *flags]
+    return subprocess.run(
+        command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=120, check=False
+    )
+
+
+def pretrain_flags(line: str) -> list[str]:
+    words = shlex.split(line)
+    return words[words.index("pretrain_gpt.py") + 1 :]
+
+
+def free_port() -> str:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return str(probe.getsockname()[1])
+
+
+@pytest.mark.parametrize("script", [*(f"slurm/{name}.sh" for name in SCRIPTS), "local.sh"])
+@pytest.mark.parametrize("model", ["llama-8b", "llama-34b", "llama-70b"])
+def test_the_printed_flags_are_accepted(script, model) -> None:
+    """Every model in every script: sizes that divide, and flags that go together."""
+    from megatron_patches.arguments import add_distca_arguments, validate_distca_arguments
+    from megatron_patches.lean.arguments import parse_args
+
+    done = launch(script, "--dry-run", "--model", model, "--data-path", "a b", "--save", "s")
+    assert done.returncode == 0, done.stderr
+    lines = [line for line in done.stdout.splitlines() if "pretrain_gpt.py" in line]
+    assert len(lines) == (10 if "benchmark" in script else 1)
+    ranks = {"local.sh": 8, "slurm/pretrain_4d.sh": 64}.get(script, 32)
+    size = MODELS[model]
+    for line in lines:
+        flags = [*pretrain_flags(line), "--tokenizer-type", "NullTokenizer", "--vocab-size", "9"]
+        args = parse_args(add_distca_arguments, flags, ranks)
+        validate_distca_arguments(args)
+        assert args.data_path == ["a b"]
+        assert (args.num_layers, args.hidden_size) == (size.layers, size.hidden_size)
+        assert (args.num_attention_heads, args.num_query_groups) == (size.heads, size.kv_heads)
+        assert (args.ffn_hidden_size, args.kv_channels) == (size.ffn_hidden_size, size.head_dim)
+        longest = args.distca_max_document_length
+        assert longest is None or longest <= args.data_parallel_size * args.seq_length
+
+
+def test_the_printed_command_trains(slurm, tmp_path) -> None:
+    """The dry run's output, run by a shell: two processes over gloo, two iterations."""
+    from data.prepare import main
+
+    prefix = tmp_path / "source"
+    given = ["--input", str(ROOT / "distca" / "plan"), "--tokenizer-type", "ByteLevelTokenizer"]
+    assert main([*given, "--output-prefix", str(prefix)]) == 0
+    save = tmp_path / "checkpoints"
+    options = ["--dry-run", "--python", sys.executable, "--port", free_port(), "--interface", "lo"]
+    flags = [*TINY, "--data-path", str(prefix), "--save", str(save), "--train-iters", "2"]
+    printed = launch("slurm/pretrain_4d.sh", *options, *flags, env=slurm)
+    assert printed.returncode == 0, printed.stderr
+    assert "GLOO_SOCKET_IFNAME=lo" in printed.stdout
+    process = subprocess.Popen(
+        ["bash", "-ec", printed.stdout],
+        cwd=ROOT,
+        env=slurm,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        output, _ = process.communicate(timeout=180)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+    assert process.returncode == 0, output[-3000:]
+    assert re.findall(r"iteration +(\d+)/ +2 ", output) == ["1", "2"]
+    assert "global batch size:     2" in output
+    assert (save / "latest_checkpointed_iteration.txt").read_text() == "2"
+
+
+def test_a_job_goes_on_while_checkpoints_are_added(slurm, tmp_path) -> None:
+    """A stand-in for Python that only leaves checkpoints behind shows what the script decides."""
+    save, training = tmp_path / "save", tmp_path / "training"
+    save.mkdir()
+    tracker = save / "latest_checkpointed_iteration.txt"
+    training.write_text(
+        f'#!/usr/bin/env bash\necho "$@"\n[ -z "$REACHES" ] || echo "$REACHES" >{tracker}\n'
+        'exit "$STATUS"\n'
+    )
+    training.chmod(0o755)
+
+    def job(reaches: str, status: str = "0") -> subprocess.CompletedProcess[str]:
+        flags = ["--python", str(training), "--save", str(save), "--train-iters=9", *TINY]
+        env = slurm | {"REACHES": reaches, "STATUS": status}
+        return launch("slurm/pretrain_3d.sh", "--from", "llama", *flags, env=env)
+
+    requeue = "scontrol requeue 17"
+    crashed = job("", status="3")
+    assert crashed.returncode == 3
+    assert requeue not in crashed.stdout
+    assert "--load llama --finetune --exit-on-missing-checkpoint --save-interval" in crashed.stdout
+    nothing_done = job("")
+    assert nothing_done.returncode == 0
+    assert requeue not in nothing_done.stdout
+    first = job("4")
+    assert first.returncode == 0
+    assert requeue in first.stdout
+    second = job("9")
+    assert f"--load {save} --save-interval" in second.stdout
+    assert "--finetune" not in second.stdout
+    assert requeue not in second.stdout
+
+
+@pytest.mark.parametrize(
+    ("script", "flags", "message"),
+    [
+        ("slurm/pretrain_3d.sh", ["--dry-run"], "give --save DIRECTORY"),
+        ("slurm/pretrain_3d.sh", ["--save", "s"], "start it with sbatch"),
+        ("slurm/benchmark.sh", ["--dry-run", "--mounts", "a:b"], "--mounts needs --container"),
+        (
+            "slurm/pretrain_4d.sh",
+            ["--dry-run", "--save", "s", "--pipeline-model-parallel-size", "3"],
+            "64 ranks are no multiple of tensor x pipeline size, 8 x 3",
+        ),
+        ("local.sh", ["--dry-run", "--model", "gpt"], "no --model gpt"),
+        ("local.sh", ["--port"], "--port needs a value"),
+    ],
+)
+def test_bad_options_are_refused(script, flags, message) -> None:
+    done = launch(script, *flags)
+    assert done.returncode == 2
+    assert message in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("container", "wanted"),
+    [
+        ("image", ["--container-image=image", f"--container-mounts={ROOT}:{ROOT},/data:/data"]),
+        ("image.sif", ["apptainer exec --nv", f"--bind {ROOT},/data:/data image.sif"]),
+    ],
+)
+def test_containers(container, wanted) -> None:
+    options = ["--dry-run", "--container", container, "--mounts", "/data:/data", "--save", "s"]
+    printed = launch("slurm/pretrain_3d.sh", *options).stdout
+    command = " ".join(shlex.split(printed.splitlines()[1]))
+    assert all(part in command for part in wanted)
+
+
+def test_speeds_of_a_sweep(tmp_path, capsys) -> None:
+    line = " iteration {:8d}/      12 | tokens/s: {:.1f} | lm loss: 1.0 |\n"
+    for name, speeds in {
+        "plain-1": (1, 1, 100, 100),
+        "plain-2": (1, 1, 100, 90),
+        "tiles-1": (1, 1, 120, 130),
+        "greedy-1": (1,),
+    }.items():
+        text = "".join(line.format(i, speed) for i, speed in enumerate(speeds, 1))
+        (tmp_path / f"{name}.log").write_text(text)
+    assert compare_speeds.main([str(log) for log in sorted(tmp_path.glob("*.log"))]) == 1
+    out, err = capsys.readouterr()
+    assert "| tiles | 125 | 120 | 130 | 1.250 |" in out
+    assert "greedy" not in out
+    assert "greedy-1.log has 1 lines" in err
