@@ -3,7 +3,7 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
-launch/setup.sh
+launch/setup.sh checks
 export PATH="$PWD/.venv/bin:$PATH" OMP_NUM_THREADS=1
 ruff check .
 ruff format --check .

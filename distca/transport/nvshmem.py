@@ -114,7 +114,7 @@ class NvshmemTransport(Transport):
         timeout: timedelta = timedelta(minutes=10),
         mode: Mode = "kernel",
     ) -> None:
-        super().__init__(dist.get_rank(group), dist.get_world_size(group))
+        super().__init__(group.rank(), group.size())
         self._group, self._device, self._mode = group, device, mode
         self._timeout = timeout.total_seconds()
         on_all_ranks(group, self._import)
