@@ -1,0 +1,79 @@
+"""How fast the device transport's kernel copies on one GPU, against a plain device copy.
+
+    CUDA_MODULE_LOADING=EAGER PYTHONPATH=.:tests python benchmarks/device_copy.py
+
+Two ranks of one process put into each other's memory on the same GPU, so links play no part: this
+shows whether a few thread blocks copy fast enough for one, not what a link gives. Not run on
+hardware yet.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import statistics
+import sys
+from collections.abc import Callable
+
+import numpy as np
+import torch
+from exchanges import CHANNELS, sizes_of
+from virtual_ranks import VirtualRanks
+
+from distca.transport.channels import channel_number
+
+
+def seconds(work: Callable[[], None], rounds: int) -> float:
+    """The median time of some work on the current stream."""
+    times = []
+    for _ in range(rounds + 2):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        work()
+        end.record()
+        end.synchronize()
+        times.append(begin.elapsed_time(end) / 1e3)
+    return statistics.median(times[2:])
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--megabytes", type=int, nargs="+", default=[1, 4, 16, 64, 256])
+    parser.add_argument("--rounds", type=int, default=10)
+    options = parser.parse_args()
+    if not torch.cuda.is_available():
+        sys.stderr.write("needs a GPU\n")
+        return 1
+    sys.stdout.write(f"{torch.cuda.get_device_name()}, torch {torch.__version__}\n")
+    sys.stdout.write("MB   kernel GB/s   copy GB/s   kernel / copy\n")
+    for megabytes in options.megabytes:
+        rates = [megabytes / 1e3 / time for time in measure(megabytes, options.rounds)]
+        sys.stdout.write(
+            f"{megabytes:4} {rates[0]:11.1f} {rates[1]:11.1f} {rates[0] / rates[1]:11.3f}\n"
+        )
+    return 0
+
+
+def measure(megabytes: int, rounds: int) -> tuple[float, float]:
+    """Seconds of one message: sent, waited for and released by the kernels; and plainly copied."""
+    nbytes = megabytes * 1_000_000
+    virtual, channel = VirtualRanks(2, nbytes), CHANNELS[0]
+    number, stream = channel_number(channel), torch.cuda.current_stream()
+    sizes = sizes_of(np.array([[0, nbytes], [0, 0]]), 0)
+    source, target = (virtual.staging[rank][channel][:nbytes] for rank in (0, 1))
+    empty = torch.empty(0, dtype=torch.uint8, device=virtual.device)
+    epochs = itertools.count(1)
+
+    def put() -> None:
+        epoch = next(epochs)
+        for rank, bytes_sent in enumerate((sizes.send, (0, 0))):
+            virtual.endpoints[rank].send(number, epoch, source, bytes_sent, sizes.put_at, stream)
+        for endpoint in virtual.endpoints:
+            endpoint.wait(number, epoch, empty, stream)
+            endpoint.release(number, epoch, stream)
+
+    return seconds(put, rounds), seconds(lambda: target.copy_(source), rounds)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

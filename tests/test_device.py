@@ -1,0 +1,69 @@
+"""The device transport's kernels on a GPU. Not run yet: no machine of ours has had one."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
+]
+SCRIPT = Path(__file__).parent / "virtual_ranks.py"
+
+
+def run_script(*arguments: str, under: tuple[str, ...] = ()) -> str:
+    done = subprocess.run(
+        [*under, sys.executable, str(SCRIPT), *arguments],
+        env=os.environ
+        | {
+            "CUDA_MODULE_LOADING": "EAGER",
+            "CUDA_DEVICE_MAX_CONNECTIONS": "32",
+            "PYTHONPATH": str(SCRIPT.parent.parent),
+        },
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-4000:]
+    return done.stdout
+
+
+@pytest.mark.parametrize("mode", ["kernel", "copy-engine"])
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_virtual_ranks(ranks: int, mode: str) -> None:
+    said = run_script("--ranks", str(ranks), "--exchanges", "400", "--mode", mode)
+    assert ": 0 bytes wrong" in said
+
+
+def test_virtual_ranks_under_compute_sanitizer() -> None:
+    if shutil.which("compute-sanitizer") is None:
+        pytest.skip("needs compute-sanitizer, of the CUDA toolkit")
+    said = run_script("--exchanges", "30", under=("compute-sanitizer", "--error-exitcode", "9"))
+    assert "ERROR SUMMARY: 0 errors" in said
+
+
+def test_a_rank_that_sends_nothing_is_named() -> None:
+    """Rank 1 never sends: what was to be received is not-a-number, and a timeout names it."""
+    from exchanges import CHANNELS
+    from virtual_ranks import VirtualRanks
+
+    virtual = VirtualRanks(3, 1000, timeout=1.0)
+    matrix = np.full((3, 3), 400) - np.diag([400] * 3)
+    virtual.start(CHANNELS[0], 0, matrix, senders=(0, 2))
+    received = virtual.arenas[0][:800]
+    virtual.endpoints[0].wait(0, 1, received, virtual.streams[0][CHANNELS[0]])
+    failure = virtual.failures()[0]
+    assert failure is not None
+    assert "waited for the message of rank 1 in exchange 1 of channel 'to servers' 0" in failure
+    assert "rank 1 did nothing for 1 s" in failure
+    assert bool(received.view(torch.float32).isnan().all())

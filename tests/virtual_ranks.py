@@ -1,0 +1,162 @@
+"""Ranks of the device transport in one process on one GPU: memory and streams of their own.
+
+    export CUDA_MODULE_LOADING=EAGER PYTHONPATH=.
+    python tests/virtual_ranks.py --ranks 4 --exchanges 300
+    compute-sanitizer python tests/virtual_ranks.py --exchanges 30
+
+They run the same kernels as ranks with a GPU each do where all memory is mapped. Modules are loaded
+eagerly, since loading one behind a kernel that waits would never end.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+import numpy as np
+import torch
+from exchanges import CHANNELS, message, sizes_of
+
+from distca.transport import ChannelBytes
+from distca.transport.channels import arena_offsets, channel_number
+from distca.transport.compiled_cuda import kernels_of_mapped_peers
+from distca.transport.device import DeviceRank, Kernels, control_bytes
+
+
+class VirtualRanks:
+    """So many ranks on the current GPU.
+
+    Args:
+        ranks: how many.
+        room: the largest message, bytes.
+        timeout: seconds that a kernel waits.
+        mode: "kernel", or "copy-engine" with torch's copies for NVSHMEM's.
+        cubin: the kernels; None: they are compiled.
+    """
+
+    def __init__(
+        self,
+        ranks: int,
+        room: int,
+        timeout: float = 20.0,
+        mode: str = "kernel",
+        cubin: Path | None = None,
+    ) -> None:
+        self.ranks, self.mode = ranks, mode
+        self.device = torch.device("cuda", torch.cuda.current_device())
+        major, minor = torch.cuda.get_device_capability()
+        kernels = Kernels(cubin or kernels_of_mapped_peers(10 * major + minor))
+        most = ChannelBytes(ranks * room, ranks * room)
+        self.begins, end = arena_offsets(dict.fromkeys(CHANNELS, most))
+        self._controls = [self._bytes(control_bytes(ranks)) for _ in range(ranks)]
+        self.arenas = [self._bytes(end) for _ in range(ranks)]
+        self.staging = [{c: self._bytes(ranks * room) for c in CHANNELS} for _ in range(ranks)]
+        controls = [control.data_ptr() for control in self._controls]
+        self.endpoints = [
+            DeviceRank(kernels, rank, controls, self.device, timeout) for rank in range(ranks)
+        ]
+        for endpoint in self.endpoints:
+            endpoint.set_arenas([arena.data_ptr() for arena in self.arenas])
+        self.streams = [
+            {channel: torch.cuda.Stream(self.device) for channel in CHANNELS} for _ in range(ranks)
+        ]
+        self.epochs = dict.fromkeys(CHANNELS, 0)
+        self.wrong = torch.zeros((), dtype=torch.int64, device=self.device)
+        torch.cuda.synchronize()
+
+    def _bytes(self, nbytes: int) -> torch.Tensor:
+        return torch.zeros(nbytes, dtype=torch.uint8, device=self.device)
+
+    def start(self, channel, number: int, matrix: np.ndarray, senders=None) -> None:
+        """All ranks, or some, send on a channel."""
+        self.epochs[channel] += 1
+        for rank in range(self.ranks) if senders is None else senders:
+            sizes, stream = sizes_of(matrix, rank), self.streams[rank][channel]
+            pieces = [message(number, rank, peer, n) for peer, n in enumerate(sizes.send)]
+            staging = self.staging[rank][channel][: sum(sizes.send)]
+            with torch.cuda.stream(stream):
+                staging.copy_(torch.cat(pieces).pin_memory(), non_blocking=True)
+            put_at = [self.begins[channel] + begin for begin in sizes.put_at]
+            where = channel_number(channel), self.epochs[channel]
+            if self.mode == "kernel":
+                self.endpoints[rank].send(*where, staging, sizes.send, put_at, stream)
+                continue
+            self.endpoints[rank].wait_for_room(*where, stream)
+            with torch.cuda.stream(stream):
+                begin = 0
+                for peer, n in enumerate(sizes.send):
+                    to = self.arenas[peer][put_at[peer] : put_at[peer] + n]
+                    to.copy_(staging[begin : begin + n], non_blocking=True)
+                    begin += n
+            self.endpoints[rank].set_ready(*where, stream)
+
+    def finish(self, channel, number: int, matrix: np.ndarray) -> None:
+        """All ranks wait for what is sent on a channel, compare it, and release it."""
+        for rank in range(self.ranks):
+            sizes, stream = sizes_of(matrix, rank), self.streams[rank][channel]
+            begin = self.begins[channel]
+            received = self.arenas[rank][begin : begin + sum(sizes.receive)]
+            where = channel_number(channel), self.epochs[channel]
+            self.endpoints[rank].wait(*where, received, stream)
+            pieces = [message(number, peer, rank, n) for peer, n in enumerate(sizes.receive)]
+            with torch.cuda.stream(stream):
+                expected = torch.cat(pieces).pin_memory().to(self.device, non_blocking=True)
+                self.wrong += (received != expected).sum()
+                received.fill_(0xEE)
+            self.endpoints[rank].release(*where, stream)
+
+    def failures(self) -> list[str | None]:
+        """What each rank's kernels report."""
+        torch.cuda.synchronize()
+        return [endpoint.failure() for endpoint in self.endpoints]
+
+
+def run(ranks: int, exchanges: int, room: int, mode: str, cubin: Path | None = None) -> int:
+    """Ragged and empty messages in ping-pong order; returns how many bytes were wrong.
+
+    Raises:
+        RuntimeError: a kernel reports a failure.
+    """
+    virtual = VirtualRanks(ranks, room, mode=mode, cubin=cubin)
+    rng = np.random.default_rng(0)
+    under_way: dict = {}
+    for number in range(exchanges):
+        channel = CHANNELS[int(rng.integers(len(CHANNELS)))]
+        if channel in under_way:
+            virtual.finish(channel, *under_way.pop(channel))
+        matrix = rng.integers(0, room + 1, (ranks, ranks))
+        # Multiples of 16, of 4, and any: the three ways of copying.
+        unit = int(rng.choice([1, 4, 16]))
+        matrix = matrix // unit * unit
+        matrix[rng.random((ranks, ranks)) < 0.3] = 0
+        np.fill_diagonal(matrix, 0)
+        virtual.start(channel, number, matrix)
+        under_way[channel] = number, matrix
+        if number % 8 == 0:
+            torch.cuda.synchronize()
+    for channel, started in under_way.items():
+        virtual.finish(channel, *started)
+    for failure in virtual.failures():
+        if failure is not None:
+            raise RuntimeError(failure)
+    return int(virtual.wrong)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Runs the device transport's kernels on one GPU.")
+    parser.add_argument("--ranks", type=int, default=4)
+    parser.add_argument("--exchanges", type=int, default=300)
+    parser.add_argument("--room", type=int, default=200_000, help="Bytes of a message at most.")
+    parser.add_argument("--mode", choices=("kernel", "copy-engine"), default="kernel")
+    parser.add_argument("--cubin", type=Path, default=None, help="Compiled before.")
+    options = parser.parse_args()
+    wrong = run(options.ranks, options.exchanges, options.room, options.mode, options.cubin)
+    sys.stdout.write(
+        f"{options.exchanges} exchanges of {options.ranks} ranks: {wrong} bytes wrong\n"
+    )
+    return int(wrong > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
