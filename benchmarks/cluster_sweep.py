@@ -158,11 +158,10 @@ class Runner:
         self._processes = processes or len(os.sched_getaffinity(0))
         self._done: dict[str, dict[str, Any]] = {}
         if path.is_file():
-            for line in path.read_text().splitlines():
-                # A line that an interrupted run left unfinished is run again.
-                if line.endswith("}"):
-                    row = json.loads(line)
-                    self._done[row["key"]] = row
+            # A last line that an interrupted run left unfinished is run again.
+            lines = [line for line in path.read_text().splitlines() if line.endswith("}")]
+            path.write_text("".join(f"{line}\n" for line in lines))
+            self._done = {row["key"]: row for row in map(json.loads, lines)}
 
     def run(self, units: Sequence[Unit], title: str) -> list[dict[str, Any]]:
         """The results of all units, in their order."""

@@ -11,9 +11,12 @@ on the same machine.
 What the simulator is told of the machine is measured apart from the steps that it predicts: kernel
 times (forward by the profile, backward over forward here), the rate at which rows are copied, the
 speed of an exchange between two processes, and one number from the steps of documents of one block
-alone: what everything but core attention takes. Predicted are then the steps of every mix and
-scheduler. Reported: the error of each, the median of all, and whether a mix's schedulers rank as
-measured; those whose measured times are closer than `TIE` rank as a tie.
+alone: what everything but core attention takes. Planning is timed, too, and added: in these runs it
+shares the core of its process. Predicted are then the steps of every mix and scheduler. Documents
+fit a rank there, so per-document CP has groups of one rank.
+
+Reported: the error of each, the median of all, and whether a mix's schedulers rank as measured;
+those whose measured times are closer than `TIE` rank as a tie.
 """
 
 from __future__ import annotations
@@ -28,6 +31,7 @@ import sys
 import tempfile
 import time
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -195,8 +199,10 @@ def predict(
     number = (np.cumsum(lengths) - 1) // setting.tokens
     seconds = 0.0
     for batch in range(setting.batches):
-        planned = plan_batch([lengths[number == batch]], 1, setting.processes, config, way)
-        seconds += simulate_ticks(planned, costs, cost_model=profile).seconds
+        mine = lengths[number == batch]
+        plan = partial(plan_batch, [mine], 1, setting.processes, config, way)
+        seconds += fastest(plan, lambda: None, 0.1)
+        seconds += simulate_ticks(plan(), costs, cost_model=profile).seconds
     return seconds
 
 
@@ -247,10 +253,11 @@ def report(
     return "\n".join(lines) + "\n"
 
 
-def run(*arguments: str) -> str:
-    """Runs a command of this repository; returns it as one would type it."""
-    subprocess.run([sys.executable, *arguments], check=True)
-    return " ".join(["python", *arguments])
+def run(output: Path, *arguments: str) -> str:
+    """Runs a command of this repository; returns it as one would type it, with DIR for `output`."""
+    root = Path(__file__).parent.parent
+    subprocess.run([sys.executable, *arguments], check=True, cwd=root)
+    return " ".join(["python", *arguments]).replace(str(output), "DIR")
 
 
 def main() -> None:
@@ -264,13 +271,15 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--mixes", nargs="+", default=list(MIXES))
     args = parser.parse_args()
+    args.output = args.output.absolute()
     args.output.mkdir(parents=True, exist_ok=True)
     commands = []
     steps = args.throughput or args.output / "simulator_steps.json"
     if args.throughput is None:
         commands.append(
             run(
-                *(str(Path(__file__).parent / "throughput.py"), "--modes", "whole"),
+                args.output,
+                *("benchmarks/throughput.py", "--modes", "whole"),
                 *("--schedulers", *SCHEDULERS, "--mixes", *args.mixes, "--json", str(steps)),
                 *("--seq-length", str(args.seq_length), "--hidden-size", str(args.hidden_size)),
                 *("--batches", str(args.batches), "--rounds", str(args.rounds)),
@@ -286,6 +295,7 @@ def main() -> None:
         heads = setting.hidden_size // 32
         commands.append(
             run(
+                args.output,
                 *("-m", "distca.cost.profile", "--dtype", "fp32", "--head-dim", "32"),
                 *("--heads", str(heads), "--kv-heads", str(heads // 4)),
                 *("--max-length", str(setting.seq_length), "--output", str(args.profile)),

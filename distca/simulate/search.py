@@ -29,6 +29,8 @@ WAYS = {
 }
 """With `--distca`, by name."""
 SYSTEMS = (*BASELINES, *WAYS)
+_MOST_BINS = 4
+"""Of WLB-LLM for each sequence of a global batch."""
 
 
 @dataclass(frozen=True)
@@ -156,8 +158,10 @@ def _fills(system: str, job: Job, data: int, context: int, micro_batches: int) -
         return job.sequences // micro_batches * job.context % (2 * data) == 0
     if job.sequences * job.context % (data * context * micro_batches):
         return False
-    # WLB-LLM's bins hold whole documents of any sequence; others' hold whole sequences.
-    return system == "wlb-llm" or job.sequences % (data * micro_batches) == 0
+    if system == "wlb-llm":
+        # Its bins hold whole documents of any sequence; much smaller ones cannot be balanced.
+        return data * micro_batches <= _MOST_BINS * job.sequences
+    return job.sequences % (data * micro_batches) == 0
 
 
 def candidates(
