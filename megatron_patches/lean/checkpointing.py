@@ -88,8 +88,8 @@ def save_checkpoint(
 
     Args:
         model: the model chunks of this rank, wrapped or not.
-        optimizer: Megatron's optimizer.
-        scheduler: Megatron's parameter scheduler.
+        optimizer: Megatron's optimizer; not used with `no_save_optim`.
+        scheduler: Megatron's parameter scheduler; not used with `no_save_optim`.
         args: `save` is the directory; `no_save_optim`, `no_save_rng`.
         state: where the run stands.
     """
@@ -124,8 +124,8 @@ def load_checkpoint(
 
     Args:
         model: the model chunks of this rank, wrapped or not.
-        optimizer: Megatron's optimizer.
-        scheduler: Megatron's parameter scheduler.
+        optimizer: Megatron's optimizer, or None to load the weights alone.
+        scheduler: Megatron's parameter scheduler; not used where the optimizer is not loaded.
         args: `load`; with `finetune` the weights alone; `no_load_optim`, `no_load_rng`.
 
     Returns:
@@ -147,7 +147,7 @@ def load_checkpoint(
     with_optimizer = not (args.no_load_optim or args.finetune or common["args"]["no_save_optim"])
     same_layout = common["layout"] == _layout()
     with_rng = not (args.no_load_rng or args.finetune or common["args"]["no_save_rng"])
-    if common["longest_piece"] != _longest_piece(args):
+    if common["longest_piece"] != _longest_piece(args) and not args.finetune:
         logger.warning(
             "documents were cut into pieces of at most %d tokens, now %d, so the rest of the data "
             "comes in another order: --distca-max-document-length %d keeps it",
@@ -241,9 +241,9 @@ def _state_dict(
         "iteration": state.iteration,
         "consumed_train_samples": state.consumed_train_samples,
         "consumed_valid_samples": state.consumed_valid_samples,
-        "opt_param_scheduler": scheduler.state_dict(),
     }
     if not args.no_save_optim:
+        saved["opt_param_scheduler"] = scheduler.state_dict()
         saved["optimizer"] = optimizer.sharded_state_dict(
             tensors, is_loading=False, metadata=_metadata()
         )

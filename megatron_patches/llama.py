@@ -1,0 +1,276 @@
+"""Llama checkpoints of Hugging Face, to the model that this repository trains and back.
+
+    python -m megatron_patches.llama import --llama Llama-3.1-8B --checkpoint llama
+    python -m megatron_patches.llama export --llama Llama-3.1-8B --checkpoint run --output out
+
+The weights' names and shapes are mapped by the library mbridge. The checkpoint is the lean loop's
+(`megatron_patches/lean/checkpointing.py`), of one process; it loads at all parallel sizes, with and
+without `--distca`. The command prints the flags that describe the model, for `pretrain_gpt.py`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import shlex
+import shutil
+import sys
+from argparse import Namespace
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megatron_patches.tokenizer import build_tokenizer
+
+# Which of Llama 3's scaled rotary angles megatron-core has; only the factor can be chosen.
+_LLAMA3_ROPE = {
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+
+# The names that weights have where Transformer Engine is not used -> those that mbridge knows.
+_NORM_NAMES = {
+    ".input_layernorm.weight": ".self_attention.linear_qkv.layer_norm_weight",
+    ".pre_mlp_layernorm.weight": ".mlp.linear_fc1.layer_norm_weight",
+}
+_VOCABULARY = ("embedding.word_embeddings.weight", "output_layer.weight")
+
+
+def model_flags(config: dict[str, Any]) -> list[str]:
+    """Megatron's flags for a Llama model.
+
+    Args:
+        config: the model's `config.json` with all defaults filled in.
+
+    Raises:
+        ValueError: the model has something that these flags cannot say.
+    """
+    if config.get("model_type") != "llama":
+        raise ValueError(f"the model is a {config.get('model_type')}: only llama is converted")
+    for name, wanted in (("hidden_act", "silu"), ("attention_bias", False), ("mlp_bias", False)):
+        if config.get(name, wanted) != wanted:
+            raise ValueError(
+                f"{name} is {config[name]!r}: only models with {wanted!r} are converted"
+            )
+    flags = {
+        "--num-layers": config["num_hidden_layers"],
+        "--hidden-size": config["hidden_size"],
+        "--ffn-hidden-size": config["intermediate_size"],
+        "--num-attention-heads": config["num_attention_heads"],
+        "--kv-channels": config.get("head_dim")
+        or config["hidden_size"] // config["num_attention_heads"],
+        "--num-query-groups": config["num_key_value_heads"],
+        "--norm-epsilon": config["rms_norm_eps"],
+    }
+    switches = "--group-query-attention --normalization RMSNorm --swiglu --disable-bias-linear"
+    words = [word for flag, value in flags.items() for word in (flag, str(value))]
+    words += [*switches.split(), "--attention-dropout", "0", "--hidden-dropout", "0"]
+    if not config.get("tie_word_embeddings"):
+        words.append("--untie-embeddings-and-output-weights")
+    return words + _rope_flags(config)
+
+
+def _rope_flags(config: dict[str, Any]) -> list[str]:
+    """The flags of the rotary embedding, as either version of the library writes it."""
+    rope = {"rope_theta": config.get("rope_theta") or 10000.0}
+    rope |= config.get("rope_scaling") or {}
+    rope |= config.get("rope_parameters") or {}
+    kind = rope.get("rope_type") or rope.get("type") or "default"
+    base = float(rope["rope_theta"])
+    words = ["--position-embedding-type", "rope", "--rotary-base", str(int(base))]
+    if base != int(base):
+        raise ValueError(f"rope_theta {base} is no whole number, which --rotary-base must be")
+    if kind == "default":
+        return words
+    if kind == "llama3":
+        other = {name: rope[name] for name, known in _LLAMA3_ROPE.items() if rope[name] != known}
+        if other:
+            raise ValueError(f"rotary scaling with {other} is not in megatron-core: {_LLAMA3_ROPE}")
+        return [*words, "--use-rope-scaling", "--rope-scaling-factor", str(rope["factor"])]
+    raise ValueError(f"rotary scaling of type {kind!r} is not converted, only llama3")
+
+
+class _NamedForMbridge:
+    """A Megatron model as mbridge reads and writes one: Transformer Engine's names, no padding.
+
+    Args:
+        model: the whole model, on one process.
+        vocabulary: rows of the embedding in the Llama model; Megatron's has more.
+    """
+
+    def __init__(self, model: Any, vocabulary: int) -> None:
+        self.decoder = model.decoder
+        self._weights: dict[str, torch.Tensor] = {}
+        for name, parameter in model.named_parameters():
+            weight = parameter.detach()
+            for ours, theirs in _NORM_NAMES.items():
+                name = name.replace(ours, theirs)
+            self._weights[name] = weight[:vocabulary] if name in _VOCABULARY else weight
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        return self._weights
+
+    def named_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
+        yield from self._weights.items()
+
+
+def read_config(llama: Path) -> Any:
+    """A checkpoint's configuration, a `transformers.LlamaConfig`.
+
+    Raises:
+        ValueError: the folder is missing or has no configuration.
+        ImportError: an extra package is missing.
+    """
+    if not (llama / "config.json").is_file():
+        raise ValueError(f"--llama {llama} has no config.json: give a checkpoint's folder")
+    try:
+        from transformers import AutoConfig
+    except ImportError as error:
+        raise ImportError("converting needs `pip install 'distca[llama]'`") from error
+    return AutoConfig.from_pretrained(llama)
+
+
+def build_model(llama: Path, config: Any, bf16: bool) -> tuple[Any, Namespace]:
+    """Megatron's model for a Llama checkpoint, with random weights, and its arguments.
+
+    Needs a fresh process; it is left with a group of one.
+
+    Raises:
+        ValueError: the model cannot be converted, or the tokenizer is of another model.
+    """
+    from megatron_patches.arguments import add_distca_arguments
+    from megatron_patches.gpt_job import GPT_JOB
+    from megatron_patches.lean.arguments import parse_args
+    from megatron_patches.lean.config import transformer_config
+    from megatron_patches.lean.training import initialize_megatron
+
+    vocabulary = build_tokenizer("HuggingFaceTokenizer", str(llama)).vocab_size
+    if vocabulary != config.vocab_size:
+        raise ValueError(
+            f"{llama} has a tokenizer of {vocabulary} tokens and weights for {config.vocab_size}: "
+            "make them equal with transformers' resize_token_embeddings"
+        )
+    flags = model_flags(config.to_dict()) + ["--bf16"] * bf16
+    flags += ["--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", str(llama)]
+    # A run needs these; the weights don't depend on them.
+    flags += "--seq-length 128 --micro-batch-size 1 --train-iters 1 --lr 1 --data-path -".split()
+    flags += ["--no-save-optim", "--no-save-rng", "--no-load-optim", "--no-load-rng"]
+    args = parse_args(add_distca_arguments, flags, world_size=1)
+    if not dist.is_initialized():
+        dist.init_process_group(
+            args.distributed_backend,
+            rank=0,
+            world_size=1,
+            store=dist.HashStore(),  # type: ignore[attr-defined]
+        )
+    args.rank = 0
+    initialize_megatron(args)
+    return GPT_JOB.build_model(args, transformer_config(args), True, True), args
+
+
+def _bridge(config: Any, args: Namespace) -> Any:
+    try:
+        from mbridge import AutoBridge
+    except ImportError as error:
+        raise ImportError("converting needs `pip install 'distca[llama]'`") from error
+    return AutoBridge.from_config(config, dtype=args.params_dtype)
+
+
+def import_llama(llama: Path, checkpoint: Path, bf16: bool) -> Namespace:
+    """Writes a checkpoint of iteration 0 with the weights of a Llama model.
+
+    Args:
+        llama: the folder of safetensors, `config.json` and `tokenizer.json`.
+        checkpoint: a directory for `--load`, which has no checkpoint yet.
+        bf16: keep weights in bfloat16, else in float32.
+
+    Returns:
+        The arguments that the checkpoint was made with.
+
+    Raises:
+        ValueError: as `build_model`, or the checkpoint is there already.
+        ImportError: an extra package is missing.
+    """
+    from megatron_patches.lean.checkpointing import LoadedState, latest_iteration, save_checkpoint
+
+    if latest_iteration(checkpoint) is not None:
+        raise ValueError(f"--checkpoint {checkpoint} has a checkpoint already: give another one")
+    config = read_config(llama)
+    model, args = build_model(llama, config, bf16)
+    named = _NamedForMbridge(model, config.vocab_size)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name in _VOCABULARY:
+                # Padding that no token id reaches.
+                parameter[config.vocab_size :].zero_()
+        _bridge(config, args).load_weights([named], str(llama), memory_efficient=True)
+    args.save = str(checkpoint)
+    save_checkpoint([model], None, None, args, LoadedState(0, 0, 0))
+    return args
+
+
+def export_llama(llama: Path, checkpoint: Path, output: Path, bf16: bool) -> None:
+    """Writes the weights of the latest checkpoint as a Llama model for transformers.
+
+    Args:
+        llama: the model that the run began from, for its configuration and tokenizer.
+        checkpoint: the directory that the run gave to `--save`.
+        output: a folder for safetensors, `config.json` and the tokenizer's files.
+        bf16: write bfloat16, else float32.
+
+    Raises:
+        ValueError: as `build_model`, or the checkpoint is missing or of another model.
+        ImportError: an extra package is missing.
+    """
+    from megatron_patches.lean.checkpointing import load_checkpoint
+
+    config = read_config(llama)
+    model, args = build_model(llama, config, bf16)
+    args.load, args.exit_on_missing_checkpoint, args.finetune = str(checkpoint), True, True
+    load_checkpoint([model], None, None, args)
+    with torch.no_grad():
+        named = _NamedForMbridge(model, config.vocab_size)
+        weights = dict(_bridge(config, args).export_weights([named]))
+
+    from transformers import LlamaForCausalLM
+
+    exported = LlamaForCausalLM(config).to(args.params_dtype)
+    # A tied output layer has no weights of its own.
+    exported.load_state_dict(weights, strict=not config.tie_word_embeddings)
+    exported.save_pretrained(output)
+    for file in (*llama.glob("tokenizer*"), *llama.glob("special_tokens_map.json")):
+        shutil.copy(file, output)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """The command; returns its exit status."""
+    parser = argparse.ArgumentParser(
+        prog="python -m megatron_patches.llama", description=__doc__.splitlines()[0]
+    )
+    parser.add_argument("direction", choices=("import", "export"))
+    parser.add_argument("--llama", type=Path, required=True, help="folder of the Llama model")
+    parser.add_argument("--checkpoint", type=Path, required=True, help="directory of Megatron's")
+    parser.add_argument("--output", type=Path, help="folder of the exported model")
+    parser.add_argument("--float32", action="store_true", help="weights in float32, not bfloat16")
+    given = parser.parse_args(argv)
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    try:
+        if given.direction == "export":
+            if given.output is None:
+                raise ValueError("export needs --output, the folder to write")
+            export_llama(given.llama, given.checkpoint, given.output, not given.float32)
+            return 0
+        import_llama(given.llama, given.checkpoint, not given.float32)
+        flags = model_flags(read_config(given.llama).to_dict())
+        sys.stdout.write(f"{shlex.join(flags)}\n")
+    except (ValueError, ImportError) as error:
+        parser.exit(2, f"error: {error}\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
