@@ -291,7 +291,11 @@ def main() -> None:
     saved = json.loads(steps.read_text())
     known = {name: saved["setting"][name] for name in Setting.__dataclass_fields__}
     setting = Setting(**{n: tuple(v) if isinstance(v, list) else v for n, v in known.items()})
-    if setting.stages > 1 or setting.micro_batches > 1 or len(setting.modes) * len(setting.tolerances) > 1:
+    if (
+        setting.stages > 1
+        or setting.micro_batches > 1
+        or len(setting.modes) * len(setting.tolerances) > 1
+    ):
         parser.error(f"{steps}: measured with a pipeline, or in several modes: measure with one")
     if args.profile is None:
         args.profile = args.output / "simulator_profile.json"

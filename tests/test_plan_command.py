@@ -9,9 +9,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from commands import Command
 from plans import random_lengths, random_plan
 
-from distca import cli
 from distca.cost.link import Links
 from distca.cost.models import MODELS
 from distca.cost.profile import Profile
@@ -23,18 +23,9 @@ from distca.schedule import SCHEDULERS
 SMALL = "--servers 4 --tokens-per-server 4096 --model llama-8b".split()
 
 
-def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
-    assert cli.main(["plan", *arguments]) == 0
-    return capsys.readouterr().out
-
-
-def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
-    with pytest.raises(SystemExit) as stopped:
-        cli.main(["plan", *arguments])
-    assert stopped.value.code == 2
-    captured = capsys.readouterr()
-    assert captured.out == ""
-    return captured.err
+@pytest.fixture
+def command(capsys: pytest.CaptureFixture[str]) -> Command:
+    return Command("plan", capsys)
 
 
 @pytest.fixture
@@ -44,8 +35,8 @@ def lengths_file(tmp_path: Path) -> str:
     return str(path)
 
 
-def test_json_has_the_metrics(capsys: pytest.CaptureFixture[str], lengths_file: str) -> None:
-    found = json.loads(run(capsys, "--lengths", lengths_file, *SMALL, "--json"))
+def test_json_has_the_metrics(command, lengths_file: str) -> None:
+    found = json.loads(command.run("--lengths", lengths_file, *SMALL, "--json"))
     assert found["scheduler"] == "tiles"
     assert (found["documents"], found["tokens"]) == (18, 15101)
     assert found["load_max_over_mean_before"] >= found["load_max_over_mean"] >= 1
@@ -57,23 +48,22 @@ def test_json_has_the_metrics(capsys: pytest.CaptureFixture[str], lengths_file: 
     assert found["exchange_seconds"] > 0
 
 
-def test_a_readable_table(capsys: pytest.CaptureFixture[str], lengths_file: str) -> None:
-    text = run(capsys, "--lengths", lengths_file, *SMALL, "--scheduler", "greedy")
+def test_a_readable_table(command, lengths_file: str) -> None:
+    text = command.run("--lengths", lengths_file, *SMALL, "--scheduler", "greedy")
     assert text.startswith("plan by greedy for 4 servers")
     assert "18 of 15,101 tokens" in text
     assert "planned in" in text
 
 
-def test_all_schedulers_in_one_table(capsys: pytest.CaptureFixture[str], lengths_file: str) -> None:
-    text = run(capsys, "--lengths", lengths_file, *SMALL, "--compare")
+def test_all_schedulers_in_one_table(command, lengths_file: str) -> None:
+    text = command.run("--lengths", lengths_file, *SMALL, "--compare")
     assert [line.split()[0] for line in text.splitlines()[1:-1]] == list(SCHEDULERS)
-    rows = json.loads(run(capsys, "--lengths", lengths_file, *SMALL, "--compare", "--json"))
+    rows = json.loads(command.run("--lengths", lengths_file, *SMALL, "--compare", "--json"))
     assert list(rows) == list(SCHEDULERS)
     assert all("bytes_total" in row for row in rows.values())
     # One that cannot be made says why, and the others are still there.
     rows = json.loads(
-        run(
-            capsys,
+        command.run(
             *("--lengths", lengths_file, *SMALL, "--compare", "--json"),
             *("--context-parallel-size", "3"),
         )
@@ -82,13 +72,10 @@ def test_all_schedulers_in_one_table(capsys: pytest.CaptureFixture[str], lengths
     assert "bytes_total" in rows["tiles"]
 
 
-def test_save_load_and_plot(
-    capsys: pytest.CaptureFixture[str], lengths_file: str, tmp_path: Path
-) -> None:
+def test_save_load_and_plot(command, lengths_file: str, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     plan_file, picture = tmp_path / "new" / "plan.json", tmp_path / "plan.png"
-    made = run(
-        capsys,
+    made = command.run(
         *("--lengths", lengths_file, *SMALL, "--save", str(plan_file), "--plot", str(picture)),
     )
     assert picture.read_bytes().startswith(b"\x89PNG")
@@ -107,14 +94,14 @@ def test_save_load_and_plot(
         for _, q_start, q_end, kv_start, kv_end, _ in saved["tasks"]
     )
     assert covered == sum(n * (n + 1) // 2 for n in saved["documents"])
-    loaded = run(capsys, "--load", str(plan_file))
+    loaded = command.run("--load", str(plan_file))
     assert loaded.splitlines() == made.splitlines()[:-1]
     svg = tmp_path / "again.svg"
-    run(capsys, "--load", str(plan_file), "--plot", str(svg))
+    command.run("--load", str(plan_file), "--plot", str(svg))
     assert "<svg" in svg.read_text()
     saved["tasks"].pop()
     plan_file.write_text(json.dumps(saved))
-    assert "visible pairs are not all covered" in refused(capsys, "--load", str(plan_file))
+    assert "visible pairs are not all covered" in command.refused("--load", str(plan_file))
 
 
 @pytest.mark.parametrize("window", [None, 40])
@@ -144,20 +131,20 @@ def test_what_is_no_plan_is_refused(tmp_path: Path, text: str) -> None:
         load_plan(tmp_path / "none.json")
 
 
-def test_distributions_and_pieces(capsys: pytest.CaptureFixture[str]) -> None:
+def test_distributions_and_pieces(command) -> None:
     arguments = ["--distribution", "pretrain", *SMALL, "--json"]
-    found = [json.loads(run(capsys, *arguments, "--seed", seed)) for seed in "001"]
+    found = [json.loads(command.run(*arguments, "--seed", seed)) for seed in "001"]
     assert found[0]["tokens"] == 16384
     assert found[0]["bytes_total"] == found[1]["bytes_total"]
     assert found[0]["documents"] != found[2]["documents"]
-    pieces = json.loads(run(capsys, *arguments, "--max-document-length", "1000"))
+    pieces = json.loads(command.run(*arguments, "--max-document-length", "1000"))
     assert pieces["documents"] >= 17
     assert cut_to_pieces(np.array([5, 10, 11]), 5).tolist() == [5, 5, 5, 5, 5, 1]
 
 
-def test_options_reach_the_plan(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_options_reach_the_plan(command, tmp_path: Path) -> None:
     arguments = ["--distribution", "lognormal", *SMALL, "--json"]
-    base = json.loads(run(capsys, *arguments))
+    base = json.loads(command.run(*arguments))
     for options, key in (
         (["--tensor-model-parallel-size", "8"], "bytes_total"),
         (["--window-left", "100"], "load_mean"),
@@ -167,12 +154,12 @@ def test_options_reach_the_plan(capsys: pytest.CaptureFixture[str], tmp_path: Pa
         (["--servers-per-node", "4"], "bytes_between_nodes"),
         (["--network-gb-per-s", "10"], "link_seconds_max"),
     ):
-        found = json.loads(run(capsys, *arguments, *options))
+        found = json.loads(command.run(*arguments, *options))
         assert found[key] != base[key], options
     seconds = ((1e-6, 2e-6), (3e-6, 9e-5))
     profile = Profile((128, 4096), seconds, seconds, AttentionShape(32, 8, 128), {})
     profile.save(tmp_path / "profile.json")
-    timed = json.loads(run(capsys, *arguments, "--profile", str(tmp_path / "profile.json")))
+    timed = json.loads(command.run(*arguments, "--profile", str(tmp_path / "profile.json")))
     assert timed["load_unit"] == "seconds (predicted)"
 
 
@@ -200,16 +187,14 @@ def test_options_reach_the_plan(capsys: pytest.CaptureFixture[str], tmp_path: Pa
         ("--lengths none.json --model llama-8b", "does not exist"),
     ],
 )
-def test_bad_input_is_refused(
-    capsys: pytest.CaptureFixture[str], arguments: str, message: str
-) -> None:
+def test_bad_input_is_refused(command, arguments: str, message: str) -> None:
     defaults = "--servers 4 --tokens-per-server 4096"
-    assert message in refused(capsys, *defaults.split(), *arguments.split())
+    assert message in command.refused(*defaults.split(), *arguments.split())
 
 
-def test_too_many_tokens_are_refused(capsys: pytest.CaptureFixture[str], lengths_file: str) -> None:
+def test_too_many_tokens_are_refused(command, lengths_file: str) -> None:
     few = "--servers 2 --tokens-per-server 4096 --model llama-8b".split()
-    assert "15,101 tokens" in refused(capsys, "--lengths", lengths_file, *few)
+    assert "15,101 tokens" in command.refused("--lengths", lengths_file, *few)
 
 
 def test_as_a_module_with_its_exit_status() -> None:

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from commands import Command
 
-from distca import cli
 from distca.cost.models import MODELS, ModelSize
 from distca.simulate import (
     CLUSTERS,
@@ -33,18 +33,9 @@ MODEL = ModelSize(4, 512, 8, 4, 64, 1024, 1000)
 JOB = Job(MODEL, CLUSTERS["dgx-a100"], gpus=8, context=8192, sequences=4)
 
 
-def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
-    assert cli.main(["simulate", *arguments]) == 0
-    return capsys.readouterr().out
-
-
-def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
-    with pytest.raises(SystemExit) as stopped:
-        cli.main(["simulate", *arguments])
-    assert stopped.value.code == 2
-    captured = capsys.readouterr()
-    assert captured.out == ""
-    return captured.err
+@pytest.fixture
+def command(capsys: pytest.CaptureFixture[str]) -> Command:
+    return Command("simulate", capsys)
 
 
 @pytest.fixture
@@ -54,12 +45,10 @@ def lengths_file(tmp_path: Path) -> str:
     return str(path)
 
 
-def test_a_table_and_its_files(
-    capsys: pytest.CaptureFixture[str], lengths_file: str, tmp_path: Path
-) -> None:
+def test_a_table_and_its_files(command, lengths_file: str, tmp_path: Path) -> None:
     plot, trace = tmp_path / "advice.png", tmp_path / "trace.json"
-    text = run(
-        capsys, "--lengths", lengths_file, *SMALL, "--plot", str(plot), "--trace", str(trace)
+    text = command.run(
+        "--lengths", lengths_file, *SMALL, "--plot", str(plot), "--trace", str(trace)
     )
     lines = text.splitlines()
     assert lines[0].startswith("8 GPUs of dgx-a100, 4 sequences of 8,192 tokens")
@@ -74,8 +63,8 @@ def test_a_table_and_its_files(
     assert any(event["name"] == "core attention" for event in events)
 
 
-def test_json_has_what_the_table_has(capsys: pytest.CaptureFixture[str], lengths_file: str) -> None:
-    rows = json.loads(run(capsys, "--lengths", lengths_file, *SMALL, "--json"))
+def test_json_has_what_the_table_has(command, lengths_file: str) -> None:
+    rows = json.loads(command.run("--lengths", lengths_file, *SMALL, "--json"))
     assert [row["system"] for row in rows] == ["packed", "per-document-cp", "wlb-llm", "tiles"]
     for row in rows:
         assert row["tokens_per_second"] * row["seconds"] == pytest.approx(4 * 8192)
@@ -84,20 +73,20 @@ def test_json_has_what_the_table_has(capsys: pytest.CaptureFixture[str], lengths
         sizes = candidate.tensor * candidate.stages * candidate.data * candidate.context
         assert sizes == 8
     # The same again is the same.
-    assert rows == json.loads(run(capsys, "--lengths", lengths_file, *SMALL, "--json"))
+    assert rows == json.loads(command.run("--lengths", lengths_file, *SMALL, "--json"))
 
 
-def test_out_of_memory_is_an_answer(capsys: pytest.CaptureFixture[str], lengths_file: str) -> None:
-    text = run(capsys, "--lengths", lengths_file, *SMALL, "--memory-gb", "4.02")
+def test_out_of_memory_is_an_answer(command, lengths_file: str) -> None:
+    text = command.run("--lengths", lengths_file, *SMALL, "--memory-gb", "4.02")
     assert text.count("out of memory in all") == 4
     rows = json.loads(
-        run(capsys, "--lengths", lengths_file, *SMALL, "--memory-gb", "4.02", "--json")
+        command.run("--lengths", lengths_file, *SMALL, "--memory-gb", "4.02", "--json")
     )
     assert all(row["candidate"] is None and row["seconds"] is None for row in rows)
     assert all(row["tried"] == row["out_of_memory"] > 0 for row in rows)
 
 
-def test_what_is_refused(capsys: pytest.CaptureFixture[str], lengths_file: str) -> None:
+def test_what_is_refused(command, lengths_file: str) -> None:
     mine = ["--lengths", lengths_file, *SMALL]
     for more, message in (
         (["--cluster", "dgx-1"], "no cluster 'dgx-1': choose from dgx-h100"),
@@ -110,14 +99,14 @@ def test_what_is_refused(capsys: pytest.CaptureFixture[str], lengths_file: str) 
         (["--tensor-model-parallel-sizes", "0"], "every size must be at least 1"),
         (["--trace", "t.json", "--memory-gb", "4.02"], "nothing of DistCA fits"),
     ):
-        assert message in refused(capsys, *mine, *more)
+        assert message in command.refused(*mine, *more)
     given = [
         *("--distribution", "nothing", "--context", "8", "--sequences", "1", "--gpus", "1"),
         *("--model", "llama-8b"),
     ]
-    assert "no distribution 'nothing'" in refused(capsys, *given)
+    assert "no distribution 'nothing'" in command.refused(*given)
     lacking = ["--distribution", "fixed", "--context", "8", "--sequences", "1", "--gpus", "1"]
-    assert "--layers" in refused(capsys, *lacking)
+    assert "--layers" in command.refused(*lacking)
 
 
 def sequences() -> list[np.ndarray]:
