@@ -78,7 +78,7 @@ def exchange_wrongly(pipe: Connection, library: Path) -> int:
     """Wrong bytes where the protocol is broken. Nothing is freed: late puts would hit it."""
     transport = SharedMemoryTransport(dist.group.WORLD, timedelta(seconds=2), library)
     made = Exchanges(transport, largest=150_000, read_slowly=True, reserve_often=False)
-    return made.run(200)
+    return made.run(100)
 
 
 @pytest.mark.parametrize("weak", [False, True], ids=["strong", "weak"])

@@ -2,6 +2,10 @@
 
 It has not been run on a GPU yet. The protocol is `protocol/exchange.h`, which shared_memory.py runs
 on CPUs; the kernels are `protocol/device.cu`.
+
+Every rank starts, waits and releases in the same order, so what a kernel waits for was issued
+before it, on whichever rank. That holds with one hardware queue
+(`CUDA_DEVICE_MAX_CONNECTIONS=1`, which Megatron asks for), too.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ using namespace distca;
 
 // Sends this rank's messages: `sizes` holds for each rank the bytes, and where they begin there.
 // Blocks take the parts of all messages in turn, each rank beginning with the one after it.
-extern "C" __global__ void __launch_bounds__(512)
+extern "C" __global__ void __launch_bounds__(512, 1)
     distca_send(const Rank* me, int channel, Word epoch, const char* staging, const Word* sizes,
                 int parts) {
   DeviceFabric fabric(*me, channel);
@@ -29,7 +29,7 @@ extern "C" __global__ void __launch_bounds__(512)
 
 // Waits for all messages. What was to be received is made not-a-number if they do not come, so
 // that nobody takes it for results before the program finds the failure.
-extern "C" __global__ void __launch_bounds__(512)
+extern "C" __global__ void __launch_bounds__(512, 1)
     distca_wait(const Rank* me, int channel, Word epoch, char* received, Word bytes) {
   DeviceFabric fabric(*me, channel);
   const Flags flags(channel, fabric.ranks());
@@ -48,7 +48,7 @@ extern "C" __global__ void __launch_bounds__(512)
 }
 
 // What was received is read: all sources may send again.
-extern "C" __global__ void __launch_bounds__(512)
+extern "C" __global__ void __launch_bounds__(512, 1)
     distca_release(const Rank* me, int channel, Word epoch) {
   DeviceFabric fabric(*me, channel);
   const Flags flags(channel, fabric.ranks());
@@ -58,7 +58,7 @@ extern "C" __global__ void __launch_bounds__(512)
 }
 
 // The first and the last step of `send_part` by themselves, for puts by copy engines in between.
-extern "C" __global__ void __launch_bounds__(512)
+extern "C" __global__ void __launch_bounds__(512, 1)
     distca_wait_for_room(const Rank* me, int channel, Word epoch) {
   DeviceFabric fabric(*me, channel);
   const Flags flags(channel, fabric.ranks());
@@ -69,7 +69,7 @@ extern "C" __global__ void __launch_bounds__(512)
   }
 }
 
-extern "C" __global__ void __launch_bounds__(512)
+extern "C" __global__ void __launch_bounds__(512, 1)
     distca_set_ready(const Rank* me, int channel, Word epoch) {
   DeviceFabric fabric(*me, channel);
   const Flags flags(channel, fabric.ranks());

@@ -39,7 +39,8 @@ __device__ __forceinline__ Word nanoseconds() {
   return now;
 }
 
-// All threads of the block copy; whole `Unit`s if both ends are aligned to them.
+// All threads of the block copy the whole `Unit`s from an offset on, to which both ends are aligned;
+// returns where they end.
 template <class Unit>
 __device__ __forceinline__ Word copy_units(char* to, const char* from, Word begin, Word end) {
   const Word units = (end - begin) / sizeof(Unit);
@@ -47,29 +48,28 @@ __device__ __forceinline__ Word copy_units(char* to, const char* from, Word begi
   const Unit* source = reinterpret_cast<const Unit*>(from + begin);
   const Word step = blockDim.x;
   Word i = threadIdx.x;
-  // Four loads are under way at a time.
-  for (; i + 3 * step < units; i += 4 * step) {
-    const Unit a = source[i], b = source[i + step];
-    const Unit c = source[i + 2 * step], d = source[i + 3 * step];
-    target[i] = a;
-    target[i + step] = b;
-    target[i + 2 * step] = c;
-    target[i + 3 * step] = d;
+  // Four loads are under way at a time where they are wide; few bytes are copied otherwise.
+  for (; sizeof(Unit) == 16 && i + 3 * step < units; i += 4 * step) {
+    const Unit first = source[i], second = source[i + step];
+    const Unit third = source[i + 2 * step], fourth = source[i + 3 * step];
+    target[i] = first;
+    target[i + step] = second;
+    target[i + 2 * step] = third;
+    target[i + 3 * step] = fourth;
   }
   for (; i < units; i += step) target[i] = source[i];
   return begin + units * sizeof(Unit);
 }
 
+// In the widest units that suit both ends.
 __device__ __forceinline__ void copy_bytes(char* to, const char* from, Word bytes) {
   const Word apart = (Word(to) ^ Word(from)) & 15;
-  Word done = 0;
-  if (apart == 0) {
-    const Word head = (16 - (Word(to) & 15)) & 15;
-    done = copy_units<char>(to, from, 0, head < bytes ? head : bytes);
+  const Word unit = apart == 0 ? 16 : (apart & 3) == 0 ? 4 : 1;
+  const Word head = (unit - (Word(to) & (unit - 1))) & (unit - 1);
+  Word done = copy_units<char>(to, from, 0, head < bytes ? head : bytes);
+  if (unit == 16) {
     done = copy_units<uint4>(to, from, done, bytes);
-  } else if ((apart & 3) == 0) {
-    const Word head = (4 - (Word(to) & 3)) & 3;
-    done = copy_units<char>(to, from, 0, head < bytes ? head : bytes);
+  } else if (unit == 4) {
     done = copy_units<unsigned>(to, from, done, bytes);
   }
   copy_units<char>(to, from, done, bytes);
@@ -83,7 +83,13 @@ class DeviceFabric {
   __device__ int ranks() const { return int(me_.ranks); }
   __device__ bool leads() const { return threadIdx.x == 0; }
   __device__ Outcome shared(Outcome outcome) const {
-    return Outcome(__syncthreads_or(leads() ? int(outcome) : 0));
+    __shared__ Outcome of_leader;
+    if (leads()) of_leader = outcome;
+    __syncthreads();
+    const Outcome found = of_leader;
+    // Nobody may overwrite it before all have read it.
+    __syncthreads();
+    return found;
   }
   __device__ void all_put() const { __syncthreads(); }
 
