@@ -17,7 +17,7 @@ from distca.transport.channels import CHANNELS, Failure
 
 THREADS = 512
 BLOCKS = 8
-"""Thread blocks that send on one channel; a block fills at most a quarter of an SM."""
+"""Thread blocks that send on one channel: so many SMs at most, which keep room for other work."""
 
 _NOBODY = 2**64 - 1
 
