@@ -1,0 +1,109 @@
+"""Writes docs/reference.md from the parsers, so that it says what they say.
+
+python docs/make_reference.py
+python docs/make_reference.py --check
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from argparse import ArgumentParser
+from collections.abc import Sequence
+from pathlib import Path
+
+from distca import plan_command, simulate_command
+from megatron_patches.arguments import add_distca_arguments
+from megatron_patches.lean.arguments import build_parser
+
+PAGE = Path(__file__).parent / "reference.md"
+_HEADER = """# Flags
+
+This page is written by `python docs/make_reference.py`; change the parsers, not the page.
+
+Flags of `pretrain_gpt.py`: the first group is DistCA's own. The others are Megatron-LM's names,
+meanings and defaults, as far as the loop on `megatron-core` alone has them; with Megatron-LM's own
+loop all of its flags are there.
+"""
+
+
+def _shown(value: object) -> str:
+    if isinstance(value, list | tuple):
+        return " ".join(str(part) for part in value)
+    return str(value)
+
+
+def _flag(action: argparse.Action) -> str:
+    """A flag with what it takes."""
+    if isinstance(action, argparse.BooleanOptionalAction):
+        return f"`--[no-]{action.option_strings[0].removeprefix('--')}`"
+    name = action.option_strings[-1]
+    if action.nargs == 0:
+        return f"`{name}`"
+    if action.choices is not None:
+        takes = r"\|".join(str(choice) for choice in action.choices)
+    elif action.metavar is None:
+        takes = action.dest.rsplit("_", maxsplit=1)[-1].upper()
+    else:
+        takes = _shown(action.metavar).replace("|", r"\|")
+    more = " ..." if action.nargs in ("+", "*") else ""
+    return f"`{name} {takes}{more}`"
+
+
+def _default(action: argparse.Action) -> str:
+    if action.required:
+        return "required"
+    if isinstance(action, argparse.BooleanOptionalAction):
+        return "on" if action.default else "off"
+    # Where the meaning tells the default, the value is only what stands for it.
+    if action.nargs == 0 or action.default is None or "Default:" in (action.help or ""):
+        return ""
+    return f"`{_shown(action.default)}`"
+
+
+def _tables(parser: ArgumentParser, first: str | None = None) -> list[str]:
+    """A heading and a table for each group of a parser, the one named `first` before the others."""
+    groups = [group for group in parser._action_groups if group.title != "positional arguments"]
+    lines = []
+    for group in sorted(groups, key=lambda group: group.title != first):
+        actions = [
+            action
+            for action in group._group_actions
+            if action.option_strings and "--help" not in action.option_strings
+        ]
+        # argparse keeps exclusive groups inside others, and lists their flags there, too.
+        if not actions:
+            continue
+        title = group.title if group.title != "options" else "general"
+        lines += ["", f"### {title}", "", "| flag | default | meaning |", "| --- | --- | --- |"]
+        for action in actions:
+            meaning = " ".join((action.help or "").split()).replace("|", r"\|")
+            lines.append(f"| {_flag(action)} | {_default(action)} | {meaning} |")
+    return lines
+
+
+def page() -> str:
+    """The whole page."""
+    lines = [_HEADER, "## pretrain_gpt.py"]
+    lines += _tables(build_parser(add_distca_arguments), first="distca")
+    lines += ["", "## distca plan"]
+    lines += _tables(plan_command.build_parser())
+    lines += ["", "## distca simulate"]
+    lines += _tables(simulate_command.build_parser())
+    return "\n".join(lines) + "\n"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The command; with --check 1 where the page is out of date."""
+    parser = ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
+    parser.add_argument("--check", action="store_true", help="write nothing, only compare")
+    if not parser.parse_args(argv).check:
+        PAGE.write_text(page())
+    elif not PAGE.is_file() or PAGE.read_text() != page():
+        sys.stderr.write("docs/reference.md is out of date: run python docs/make_reference.py\n")
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

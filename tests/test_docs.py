@@ -1,0 +1,116 @@
+"""The documentation: links, flags, and the code of its pages."""
+
+from __future__ import annotations
+
+import re
+import sys
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from exchanges import Exchanges
+from test_attention import CASES, SCALE, assert_close, make_inputs, reference
+
+from distca.plan import Mask, Plan
+from distca.schedule import ScheduleConfig, describe, even_rooms, make_scheduler
+
+ROOT = Path(__file__).parent.parent
+DOCS = ROOT / "docs"
+PAGES = sorted(DOCS.glob("*.md"))
+sys.path.insert(0, str(DOCS))
+
+# Of commands that are not this repository's.
+FOREIGN_FLAGS = {"--nodes", "--partition", "--account"}
+
+
+def code_of(page: str) -> dict[str, Any]:
+    """What the Python code of a page defines."""
+    (code,) = re.findall(r"```python\n(.*?)```", (DOCS / page).read_text(), re.DOTALL)
+    names: dict[str, Any] = {}
+    exec(compile(code, page, "exec"), names)
+    return names
+
+
+def test_the_reference_is_up_to_date() -> None:
+    import make_reference
+
+    assert make_reference.main(["--check"]) == 0, "run python docs/make_reference.py"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_somewhere(page: Path) -> None:
+    links = re.findall(r"\]\((?!https?://)([^)#]+)[^)]*\)", page.read_text())
+    missing = [link for link in links if not (page.parent / link).exists()]
+    assert not missing
+
+
+@cache
+def known_flags() -> set[str]:
+    """Every flag that a parser or a script of this repository knows."""
+    sources = [
+        path
+        for folder in (
+            "distca",
+            "megatron_patches",
+            "data",
+            "benchmarks",
+            "docs",
+            "launch",
+            "tests",
+        )
+        for path in (ROOT / folder).rglob("*")
+        if path.suffix in (".py", ".sh")
+    ]
+    found = set(re.findall(r"--[a-z0-9][a-z0-9-]*", "\n".join(s.read_text() for s in sources)))
+    return found | {flag.replace("--", "--no-", 1) for flag in found} | FOREIGN_FLAGS
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_flags_exist(page: Path) -> None:
+    flags = set(re.findall(r"(?<![\w-])--[a-z0-9][a-z0-9-]*", page.read_text()))
+    assert flags <= known_flags()
+
+
+def test_the_scheduler_of_the_docs() -> None:
+    config = ScheduleConfig(tolerance=0.1)
+    scheduler = code_of("add_a_scheduler.md")["LargestFirst"](config)
+    lengths = np.random.default_rng(0).integers(1, 4000, 40) ** 2 // 4000 + 1
+    rooms = even_rooms(int(lengths.sum()), 4)
+    packed = make_scheduler("packed", config)
+    for mask in (Mask(), Mask(500)):
+        plan: Plan = scheduler.plan(lengths, rooms, mask)
+        plan.validate()
+        before = describe(packed.plan(lengths, rooms, mask), config)
+        assert describe(plan, config).load_max_over_mean < before.load_max_over_mean
+
+
+@pytest.mark.parametrize(("name", "case", "causal", "window"), CASES, ids=[c[0] for c in CASES])
+def test_the_kernel_of_the_docs(name, case, causal, window) -> None:
+    kernel = code_of("add_a_kernel.md")["PlainKernel"]()
+    tensors, edges = make_inputs(case, 4, 2, 24, torch.float32)
+    q, k, v, dout = tensors
+    options = {"causal": causal, "window_left": window, "softmax_scale": SCALE}
+    out, lse = kernel.forward(q, k, v, *edges, **options)
+    gradients = kernel.backward(dout, q, k, v, out, lse, *edges, **options)
+    expected_out, expected_lse, expected = reference(tensors, edges, causal, window)
+    assert_close(out, expected_out, 3e-6)
+    assert_close(lse, expected_lse, 3e-6)
+    for found, wanted in zip(gradients, expected, strict=True):
+        assert_close(found, wanted, 3e-6)
+
+
+def exchange_at_random(seed: int) -> int:
+    transport = code_of("add_a_transport.md")["MessagesTransport"](
+        dist.group.WORLD, torch.device("cpu")
+    )
+    wrong = Exchanges(transport, seed).run(60)
+    transport.close()
+    return wrong
+
+
+def test_the_transport_of_the_docs(ranks) -> None:
+    assert ranks.run(exchange_at_random, 3, world_size=3) == [0, 0, 0]
