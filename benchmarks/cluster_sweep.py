@@ -29,6 +29,7 @@ from distca.cost.models import MODELS
 from distca.plan.span import Int64s
 from distca.simulate import (
     CLUSTERS,
+    WAYS,
     Ablation,
     Candidate,
     Job,
@@ -37,6 +38,10 @@ from distca.simulate import (
     pack_sequences,
     simulate,
 )
+from distca.simulate.advice import estimate
+
+_MOST_PROMISING = 4
+"""Configurations with `--distca` that are simulated in a sweep, by `estimate`."""
 
 
 @dataclass(frozen=True)
@@ -207,9 +212,9 @@ def best_of(
 ) -> tuple[dict[Case, Best], dict[Case, list[Candidate]]]:
     """The best configuration of a system for each case, over all batches.
 
-    All configurations run the first batches, the fastest of them with each tolerance, and the
-    fastest of these runs all batches. One that is out of memory in any of them is out, and the next
-    one runs.
+    All configurations (with `--distca` those that promise most) run the first batches, the fastest
+    of them with each tolerance, and the fastest of these runs all batches. One that is out of
+    memory in any of them is out, and the next one runs.
 
     Args:
         runner: runs them.
@@ -228,6 +233,12 @@ def best_of(
     short = min(sweep_batches, batches)
     every = {case: divisions(system, case.job, [case.tensor], stages) for case in cases}
     able = {case: candidates(system, case.job, [case.tensor], stages) for case in cases}
+    if system in WAYS:
+        # Planning takes longer than a baseline: only those that promise most are simulated.
+        for case, mine in able.items():
+            first = case.batch(0)
+            mine.sort(key=lambda c, job=case.job, batch=first: estimate(c, job, batch))
+            del mine[_MOST_PROMISING:]
     if like is not None:
         able = {case: [replace(c, system=system) for c in like[case]] for case in cases}
     swept = _run(runner, able, short, f"{system}: sweep")
