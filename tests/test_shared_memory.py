@@ -198,7 +198,7 @@ def exchange_until_it_fails(pipe: Connection, what: str) -> str:
         pipe.send(os.getpid())
         if what == "close":
             transport.close()
-        time.sleep(30 if what == "kill" else 4)
+        time.sleep({"kill": 30, "close": 1, "idle": 4}[what])
         raise TransportError("this rank stopped")
 
     exchanges = Exchanges(transport, reserve_often=False, before=stop)

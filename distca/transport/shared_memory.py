@@ -76,7 +76,7 @@ class SharedMemoryTransport(Transport):
         on_all_ranks(group, lambda: self._load(library or host_library()))
         control_bytes = self._native.distca_control_bytes(self.world_size, CHANNELS)
         self._controls = SymmetricMemory(group, control_bytes, held=True)
-        self._handle = self._native.distca_open(
+        handle = self._native.distca_open(
             self.rank,
             self.world_size,
             CHANNELS,
@@ -85,12 +85,17 @@ class SharedMemoryTransport(Transport):
             self._timeout,
         )
         # Threads of the native code end before what they use goes, also when nobody calls `close`.
-        self._end = weakref.finalize(
-            self, _end, self._native, self._handle, self._controls, os.getpid()
-        )
+        self._end = weakref.finalize(self, _end, self._native, handle, self._controls, os.getpid())
+        self._opened: int = handle
         self._epochs = [0] * CHANNELS
         self._staging: dict[Channel, torch.Tensor] = {}
         self._arenas: dict[Channel, torch.Tensor] = {}
+
+    @property
+    def _handle(self) -> int:
+        """Of the native code."""
+        assert self._end.alive, "the transport is closed"
+        return self._opened
 
     def _load(self, library: Path) -> None:
         """The native code; its calls let other Python threads run."""
