@@ -120,7 +120,8 @@ def add_distca_arguments(parser: ArgumentParser) -> ArgumentParser:
     group.add_argument(
         "--distca-transport",
         choices=TRANSPORTS,
-        default="auto",
+        # Not auto: on GPUs that would be a transport that no GPU has run yet.
+        default="collective",
         help="What moves rows. collective: NCCL on GPUs, gloo on CPUs; shm: memory that processes "
         "of one machine share (CPUs); nvshmem: one-sided puts (GPUs); auto: nvshmem on GPUs where "
         "it starts, else collective.",

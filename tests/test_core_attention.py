@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from plans import dense_attention, random_lengths, random_plan
+from random_plans import dense_attention, random_lengths, random_plan
 from ranks import chosen_transport
 
 from distca.attention import select_kernel

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from plans import random_lengths, random_plan
+from random_plans import random_lengths, random_plan
 
 from distca.plan import Mask, Placement, Plan, Tasks, place_sequentially
 from distca.plan.plan import max_over_mean

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from commands import Command
-from plans import random_lengths, random_plan
+from random_plans import random_lengths, random_plan
 
 from distca.cost.link import Links
 from distca.cost.models import MODELS

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from plans import random_lengths
+from random_plans import random_lengths
 
 from distca.plan import Mask
 from distca.schedule import (
