@@ -1,8 +1,8 @@
 """Kernel times from a kernel's highest rate and its tile: nothing but these two is measured.
 
 A fused kernel gives each thread block a tile of queries and runs it over tiles of keys. Tasks that
-are shorter than a tile, or that cut through one, pay for whole tiles (paper, Section 3.3, Figure
-5: throughput drops below 128 tokens); so do the tiles on the diagonal. Beyond that the rate does
+are shorter than a tile, or that cut through one, pay for whole tiles (paper, Section 3.3:
+throughput drops below 128 tokens); so do the tiles on the diagonal. Beyond that the rate does
 not depend on the length, since a call runs all tasks of a server at once and fills the device.
 """
 

@@ -102,7 +102,8 @@ class Cluster:
 
 
 # Peaks, memories, NVLink and network speeds: NVIDIA's data sheets of DGX A100 (80 GB), DGX H100 and
-# DGX H200; NVLink's total of both directions is halved, and so is nothing else. The 50% of linear
+# DGX H200; NVLink's total of both directions is halved. 80 GB are taken for 80 * 2**30 bytes, less
+# what the driver does not report; the H200's 141 GB as they stand. The 50% of linear
 # layers is the assumption of the paper's Appendix A. Attention: FlashAttention-2 reaches 73% of an
 # A100's peak forward and 63% backward, with 2.5 times the operations (Dao, 2023); on H100 it
 # reaches 35% of the peak (Shah et al., 2024), which agrees with published times of 32K and 64K
@@ -136,7 +137,7 @@ CLUSTERS = {
     "dgx-a100": Cluster(
         "dgx-a100",
         gpus_per_node=8,
-        memory_gb=80.0,
+        memory_gb=85.0,
         peak_tflops=312.0,
         attention_tflops=228.0,
         node_gb_per_s=300.0,
