@@ -24,7 +24,7 @@ PAGES = sorted(DOCS.glob("*.md"))
 sys.path.insert(0, str(DOCS))
 
 # Of commands that are not this repository's.
-FOREIGN_FLAGS = {"--nodes", "--partition", "--account"}
+FOREIGN_FLAGS = {"--nodes", "--partition", "--account", "--rdzv-backend", "--rdzv-endpoint"}
 
 
 def code_of(page: str) -> dict[str, Any]:
@@ -51,22 +51,10 @@ def test_links_lead_somewhere(page: Path) -> None:
 @cache
 def known_flags() -> set[str]:
     """Every flag that a parser or a script of this repository knows."""
-    sources = [
-        path
-        for folder in (
-            "distca",
-            "megatron_patches",
-            "data",
-            "benchmarks",
-            "docs",
-            "launch",
-            "tests",
-        )
-        for path in (ROOT / folder).rglob("*")
-        if path.suffix in (".py", ".sh")
-    ]
-    # Held against the parsers by itself; some make their flags of names.
-    sources.append(DOCS / "reference.md")
+    folders = ("distca", "megatron_patches", "data", "benchmarks", "docs", "launch", "tests")
+    sources = [DOCS / "reference.md"]
+    for folder in folders:
+        sources += [path for kind in ("py", "sh") for path in (ROOT / folder).rglob(f"*.{kind}")]
     found = set(re.findall(r"--[a-z0-9][a-z0-9-]*", "\n".join(s.read_text() for s in sources)))
     return found | {flag.replace("--", "--no-", 1) for flag in found} | FOREIGN_FLAGS
 
@@ -80,14 +68,14 @@ def test_flags_exist(page: Path) -> None:
 def test_the_scheduler_of_the_docs() -> None:
     config = ScheduleConfig(tolerance=0.1)
     scheduler = code_of("add_a_scheduler.md")["LargestFirst"](config)
-    lengths = np.random.default_rng(0).integers(1, 4000, 40) ** 2 // 4000 + 1
+    lengths = np.sort(np.random.default_rng(0).integers(1, 4000, 40))
     rooms = even_rooms(int(lengths.sum()), 4)
-    packed = make_scheduler("packed", config)
     for mask in (Mask(), Mask(500)):
         plan: Plan = scheduler.plan(lengths, rooms, mask)
         plan.validate()
-        before = describe(packed.plan(lengths, rooms, mask), config)
-        assert describe(plan, config).load_max_over_mean < before.load_max_over_mean
+        assert describe(plan, config).load_max_over_mean < 1.1
+    packed = make_scheduler("packed", config).plan(lengths, rooms, Mask())
+    assert describe(packed, config).load_max_over_mean > 1.1
 
 
 @pytest.mark.parametrize(("name", "case", "causal", "window"), CASES, ids=[c[0] for c in CASES])
