@@ -108,7 +108,7 @@ def make_run(args: Namespace, stream: Any) -> Any:
     else:
         made = maker(stream)
         batches = MicroBatches(made, 0, layout.samples_per_micro_batch, device)
-    iterators = DataIterators(batches, None, None, maker.close if args.distca else None)
+    iterators = DataIterators(batches, None, None, end=maker.close if args.distca else None)
     function = training.choose_forward_backward_func(GPT_JOB, args)
     return training.Run(GPT_JOB, args, model, optimizer, scheduler, [iterators], function), made
 
