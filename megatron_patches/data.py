@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from argparse import Namespace
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import lru_cache, partial
 from typing import Literal
 
@@ -33,16 +33,16 @@ from distca.schedule import (
     move_tiles,
     tick_schedule,
 )
-from distca.transport import new_exchange_group
 from megatron_patches.arguments import mask_from_args
 from megatron_patches.batch import MicroBatches, PackedBatches, WindowLayout
-from megatron_patches.dedicated import Control, Processes
+from megatron_patches.dedicated import Processes
 from megatron_patches.job import DataIterators
 from megatron_patches.model import uses_dense_mask, uses_own_attention
 from megatron_patches.planned_batches import NANO_BATCHES, PlannedBatches
 from megatron_patches.rounds import rounds_of_tick
+from megatron_patches.servers import find_servers
 from megatron_patches.stream import TokenStream, parse_data_path
-from megatron_patches.tick_batches import PipelineLayout, TickBatches, TickStream, server_table
+from megatron_patches.tick_batches import TickBatches, TickStream
 from megatron_patches.transports import make_transport
 
 logger = logging.getLogger(__name__)
@@ -95,54 +95,6 @@ def schedule_config(args: Namespace, servers: int) -> ScheduleConfig:
     )
     config.speeds_of(servers)
     return config
-
-
-@dataclass(frozen=True)
-class Servers:
-    """The attention servers as one of them sees them.
-
-    Attributes:
-        group: the processes of this tensor-parallel index.
-        layout: who is who.
-        control: of the dedicated ones; None: there are none.
-    """
-
-    group: dist.ProcessGroup
-    layout: PipelineLayout
-    control: Control | None
-
-
-def find_servers(args: Namespace, device: torch.device) -> Servers:
-    """Who exchanges with this process. Collective."""
-    chunks = args.virtual_pipeline_model_parallel_size or 1
-    processes: Processes | None = getattr(args, "processes", None)
-    if processes is not None and processes.serves_only:
-        places, index = processes.share_places(None), processes.tensor_parallel_rank
-        group = processes.exchange_group(places, index)
-        table = server_table(places, index)
-        number = int(table.size) + processes.dedicated_number
-        layout = PipelineLayout(None, chunks, table, number, processes.dedicated_servers)
-        return Servers(group, layout, Control(group, device))
-    place = (
-        parallel_state.get_tensor_model_parallel_rank(),
-        parallel_state.get_pipeline_model_parallel_rank(),
-        parallel_state.get_data_parallel_rank(),
-    )
-    index, stage, data_parallel_rank = place
-    places = [place] * dist.get_world_size()
-    dist.all_gather_object(places, place)
-    table = server_table(places, index)
-    number = int(table[stage, data_parallel_rank])
-    if processes is None:
-        # Groups of their own, so that exchanges are never ordered among other collectives.
-        groups = [
-            new_exchange_group([rank for rank, other in enumerate(places) if other[0] == each])
-            for each in range(parallel_state.get_tensor_model_parallel_world_size())
-        ]
-        return Servers(groups[index], PipelineLayout(stage, chunks, table, number), None)
-    group = processes.exchange_group(processes.share_places(places), index)
-    layout = PipelineLayout(stage, chunks, table, number, processes.dedicated_servers)
-    return Servers(group, layout, Control(group, device))
 
 
 def build_core_attention(

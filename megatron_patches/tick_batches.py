@@ -327,21 +327,3 @@ def _all_ticks(
         number = micro_batches(sample)
         yield from batches.global_batch(sample, number)
         sample += number * batches.batches.layout.samples_per_micro_batch
-
-
-def server_table(places: list[tuple[int, int, int]], tensor_parallel_rank: int) -> Int64s:
-    """The servers of a tensor-parallel index: see `PipelineLayout.servers`.
-
-    Args:
-        places: of each process its tensor-parallel rank, stage and data-parallel rank.
-        tensor_parallel_rank: whose servers are wanted.
-
-    Returns:
-        int64 `[stages, data-parallel ranks]`, numbered in the order of the processes.
-    """
-    mine = [place[1:] for place in places if place[0] == tensor_parallel_rank]
-    stages, ranks = (1 + max(column) for column in zip(*mine, strict=True))
-    table = np.empty((stages, ranks), dtype=np.int64)
-    for server, (stage, rank) in enumerate(mine):
-        table[stage, rank] = server
-    return table

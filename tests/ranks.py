@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
 import multiprocessing
 import sys
@@ -129,6 +130,8 @@ def _serve(pipe: Connection, path: list[str], transport: str) -> None:
             dist.barrier()
             _forget_megatron()
             dist.destroy_process_group()
+            # Groups that cycles keep alive keep threads, which poll.
+            gc.collect()
             pipe.send((True, result))
         except BaseException:
             pipe.send((False, traceback.format_exc()))
