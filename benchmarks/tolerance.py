@@ -166,10 +166,9 @@ def plot(
         )
     panels[0].axhline(processes["plain"][0]["seconds"], color="grey", label="plain Megatron")
     panels[0].set(title="real processes", ylabel="all steps, seconds", xlabel="tolerance")
-    panels[0].legend()
     panels[1].set(
         title=f"cost model, {servers} servers",
-        ylabel="a layer forward: the longer of compute and links, ms",
+        ylabel="compute or links of a layer, ms",
         xlabel="tolerance",
     )
     for axis in bytes_axes:
