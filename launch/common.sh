@@ -12,6 +12,7 @@ die() {
 dry_run=false model=llama-8b python=.venv/bin/python processes=auto
 from='' container='' mounts='' interface='' port='' output=sweep
 parse_launcher_options() {
+    local option
     flags=()
     while [ $# -gt 0 ]; do
         case $1 in
@@ -21,6 +22,11 @@ parse_launcher_options() {
                 [ $# -ge 2 ] || die "$1 needs a value"
                 printf -v "${1#--}" %s "$2"
                 shift
+                ;;
+            --model=* | --python=* | --processes=* | --from=* | --container=* | --mounts=* | \
+                --interface=* | --port=* | --output=*)
+                option=${1%%=*}
+                printf -v "${option#--}" %s "${1#*=}"
                 ;;
             --help)
                 sed -n '2,/^[^#]/s/^# \{0,1\}//p' "$0" | grep -v '^SBATCH\|^!'
@@ -63,6 +69,10 @@ choose_model() {
         --normalization RMSNorm --swiglu --disable-bias-linear
         --position-embedding-type rope --rotary-base 500000
         --untie-embeddings-and-output-weights --attention-dropout 0 --hidden-dropout 0
+    )
+    # So that GPUs of 80 GB hold the larger ones.
+    [ "$model" = llama-8b ] || model_flags+=(
+        --recompute-granularity full --recompute-method uniform --recompute-num-layers 1
     )
 }
 

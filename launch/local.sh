@@ -1,9 +1,8 @@
 #!/usr/bin/env bash
-# Pretrains on the GPUs of one machine, or on its CPU cores where it has none:
+# Pretrains an 8B Llama on the GPUs of one machine, or on its CPU cores where it has none:
 #
 #     launch/local.sh --data-path corpus --tokenizer-model llama/ --save checkpoints
 #
-# --model llama-8b|llama-34b|llama-70b    the model's sizes
 # --processes N    how many to start; default: one for each GPU
 # --python FILE    the interpreter; default: .venv/bin/python
 # --port PORT      where the processes meet; default: a free one
@@ -15,6 +14,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source launch/common.sh
 
 parse_launcher_options "$@"
+[ "$model" = llama-8b ] || die "one machine holds llama-8b: launch/slurm is for larger models"
 choose_model
 meet=(--standalone)
 [ -z "$port" ] || meet=(--nnodes 1 --master-addr 127.0.0.1 --master-port "$port")

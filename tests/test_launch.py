@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import re
 import shlex
@@ -15,6 +16,8 @@ from pathlib import Path
 import pytest
 
 from distca.cost.models import MODELS
+from distca.simulate import CLUSTERS
+from distca.simulate.costs import ModelCosts
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
 import compare_speeds
@@ -36,6 +39,7 @@ exit "$status"
 SCONTROL = """#!/usr/bin/env bash
 if [ "$1" = show ]; then echo localhost; else echo "scontrol $*"; fi
 """
+LLAMAS = ("llama-8b", "llama-34b", "llama-70b")
 SCRIPTS = ("pretrain_3d", "pretrain_4d", "benchmark")
 TINY = """
     --num-layers 2 --hidden-size 64 --ffn-hidden-size 96 --num-attention-heads 4
@@ -86,10 +90,17 @@ def free_port() -> str:
         return str(probe.getsockname()[1])
 
 
-@pytest.mark.parametrize("script", [*(f"slurm/{name}.sh" for name in SCRIPTS), "local.sh"])
-@pytest.mark.parametrize("model", ["llama-8b", "llama-34b", "llama-70b"])
+@pytest.mark.parametrize(
+    ("script", "model"),
+    [
+        *itertools.product(["slurm/pretrain_3d.sh", "slurm/pretrain_4d.sh"], LLAMAS),
+        *itertools.product(["slurm/benchmark.sh"], LLAMAS[:2]),
+        ("local.sh", "llama-8b"),
+    ],
+)
 def test_the_printed_flags_are_accepted(script, model) -> None:
-    """Every model in every script: sizes that divide, and flags that go together."""
+    """Every model in every script: sizes that divide, flags that go together, and 80 GB GPUs that
+    hold them."""
     from megatron_patches.arguments import add_distca_arguments, validate_distca_arguments
     from megatron_patches.lean.arguments import parse_args
 
@@ -109,6 +120,56 @@ def test_the_printed_flags_are_accepted(script, model) -> None:
         assert (args.ffn_hidden_size, args.kv_channels) == (size.ffn_hidden_size, size.head_dim)
         longest = args.distca_max_document_length
         assert longest is None or longest <= args.data_parallel_size * args.seq_length
+        assert least_bytes(args, size) < CLUSTERS["dgx-h100"].usable_bytes
+
+
+def least_bytes(args, size) -> float:
+    """What the busiest GPU needs for weights, optimizer, activations and logits."""
+    tensor, stages = args.tensor_model_parallel_size, args.pipeline_model_parallel_size
+    costs = ModelCosts(size, CLUSTERS["dgx-h100"], tensor)
+    # Norms' inputs and outputs are whole on each rank without sequence parallelism.
+    whole = 0 if args.sequence_parallel else 4 * size.hidden_size * 2 * (tensor - 1) / tensor
+    layer = costs.activation_bytes() + whole
+    kept = layer
+    if args.recompute_granularity == "full":
+        kept = size.hidden_size * 2 / (tensor if args.sequence_parallel else 1)
+    else:
+        layer = 0
+    needs = []
+    for stage, in_flight in ((0, 2 * stages - 1), (stages - 1, 1)):
+        state = costs.state_bytes(stage, stages, args.data_parallel_size)
+        logits = costs.logit_bytes() if stage == stages - 1 else 0
+        of_token = in_flight * size.layers / stages * kept + layer + logits
+        needs.append(state + args.seq_length * of_token)
+    return max(needs)
+
+
+def test_one_machine_is_for_the_small_model() -> None:
+    done = launch("local.sh", "--dry-run", "--model=llama-70b", "--data-path", "a", "--save", "s")
+    assert done.returncode == 2
+    assert "one machine holds llama-8b" in done.stderr
+
+
+def test_launchers_take_values_after_an_equals_sign() -> None:
+    options = ["--dry-run", "--model=llama-34b", "--port=123", "--interface=ib0"]
+    done = launch("slurm/pretrain_3d.sh", *options, "--data-path", "a", "--save", "s")
+    assert done.returncode == 0, done.stderr
+    assert "MASTER_PORT=123" in done.stdout
+    assert "GLOO_SOCKET_IFNAME=ib0" in done.stdout
+    assert "--port" not in done.stdout
+    assert "--num-layers 48" in done.stdout
+
+
+def test_elsewhere_than_in_the_repository(tmp_path) -> None:
+    for script in SCRIPTS:
+        command = ["bash", str(ROOT / "launch" / "slurm" / f"{script}.sh"), "--dry-run"]
+        done = subprocess.run(
+            command, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False
+        )
+        assert (done.returncode, done.stderr) == (
+            2,
+            "error: submit from the repository's root\n",
+        )
 
 
 def test_the_printed_command_trains(slurm, tmp_path) -> None:

@@ -4,7 +4,7 @@
 #
 #     sbatch --nodes 8 launch/slurm/benchmark.sh --data-path corpus --tokenizer-model llama/
 #
-# --model llama-8b|llama-34b|llama-70b    the model's sizes
+# --model llama-8b|llama-34b    the model's sizes
 # --container IMAGE    run in it: a Pyxis image, or an Apptainer .sif
 # --mounts A:B,C:D     directories for the container, besides the repository
 # --interface NAME     the network interface that ranks meet on, such as ib0
@@ -22,10 +22,12 @@
 #SBATCH --time=02:00:00
 set -euo pipefail
 cd "${SLURM_SUBMIT_DIR:-.}"
+[ -f launch/slurm/common.sh ] || { echo "error: submit from the repository's root" >&2; exit 2; }
 source launch/slurm/common.sh
 
 parse_launcher_options "$@"
 describe_job
+[ "$model" != llama-70b ] || die "without sequence and pipeline parallelism, llama-70b fits no GPU"
 $dry_run || mkdir -p "$output"
 failed=()
 # What is measured early may be better off than what comes late, so each way has two turns.
@@ -36,7 +38,7 @@ for turn in 1 2; do
         [ "$way" != plain ] || scheduler=()
         log=$output/$way-$turn.log
         set -- "${scheduler[@]}" --tensor-model-parallel-size 8 \
-            --seq-length 65536 --max-position-embeddings 262144 \
+            --seq-length 32768 --max-position-embeddings 131072 \
             --train-iters 12 --lr-warmup-iters 1 --log-interval 1 --eval-iters 0
         if $dry_run; then
             pretraining "$@"
@@ -45,5 +47,6 @@ for turn in 1 2; do
         fi
     done
 done
-$dry_run || "$python" benchmarks/compare_speeds.py "$output"/*.log
+# The node's own Python will do, also where $python is a container's: it needs no packages.
+$dry_run || python3 benchmarks/compare_speeds.py "$output"/*.log || failed+=("the summary")
 [ ${#failed[@]} = 0 ] || die "these did not end well: ${failed[*]}"

@@ -12,7 +12,6 @@ sbatch_option() {
 # `start`. Without Slurm (a dry run) the script's own #SBATCH options tell.
 describe_job() {
     local first_node=localhost
-    [ -f pretrain_gpt.py ] || die "submit from the repository's root"
     if ! $dry_run && [ -z "${SLURM_JOB_ID-}" ]; then
         die "start it with sbatch, or look at it with --dry-run"
     fi

@@ -25,11 +25,12 @@
 #SBATCH --open-mode=append
 set -euo pipefail
 cd "${SLURM_SUBMIT_DIR:-.}"
+[ -f launch/slurm/common.sh ] || { echo "error: submit from the repository's root" >&2; exit 2; }
 source launch/slurm/common.sh
 
 parse_launcher_options "$@"
 describe_job
 pretraining_that_goes_on --distca \
     --tensor-model-parallel-size 8 --sequence-parallel --pipeline-model-parallel-size 2 \
-    --seq-length 131072 --max-position-embeddings 131072 \
-    --distca-max-document-length 131072
+    --seq-length 65536 --max-position-embeddings 65536 \
+    --distca-max-document-length 65536
