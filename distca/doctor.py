@@ -74,7 +74,7 @@ def examine(profile: Path | None = None) -> Iterator[Finding]:
     yield _package(
         "megatron-core", "pip install 'distca[megatron]' to train; planning does not need it"
     )
-    yield _package("greenlet", "pip install greenlet for --distca-ping-pong")
+    yield _greenlet()
     if torch.cuda.is_available():
         yield _package(
             "flash-attn", "pip install flash-attn; until then torch's own FlashAttention is used"
@@ -104,14 +104,26 @@ def _package(name: str, cure: str) -> Finding:
     return Finding(name, "ok", version)
 
 
+def _greenlet() -> Finding:
+    version = _version("greenlet")
+    if version is not None:
+        return Finding("greenlet", "ok", version)
+    # Planning needs none, but training has ping-pong on unless it is switched off.
+    trains = _version("megatron-core") is not None
+    cure = "pip install greenlet, or give --no-distca-ping-pong"
+    return Finding("greenlet", "problem" if trains else "missing", "not installed", cure)
+
+
 def _gpus() -> Finding:
     if torch.cuda.is_available():
         names = [torch.cuda.get_device_name(n) for n in range(torch.cuda.device_count())]
         return Finding("GPUs", "ok", ", ".join(names))
-    if torch.version.cuda is None and Path("/dev/nvidia0").exists():
-        return Finding(
-            "GPUs", "problem", "there, but this torch is for CPUs", "install a CUDA build of torch"
-        )
+    if Path("/dev/nvidia0").exists():
+        found, cure = "there, but this torch is for CPUs", "install a CUDA build of torch"
+        if torch.version.cuda is not None:
+            found = f"there, but torch cannot use them with CUDA {torch.version.cuda}"
+            cure = "look at nvidia-smi; install a driver for that CUDA, or torch for an older one"
+        return Finding("GPUs", "problem", found, cure)
     return Finding("GPUs", "missing", "none: --distca runs on CPUs, by gloo or shared memory")
 
 
