@@ -152,16 +152,20 @@ def _process_groups() -> Any:
 class _GradientSync:
     """Holds back the reduction of gradients until a chunk's last backward pass.
 
+    With a `grad_sync_func` only the first stage reduces during that pass, as in Megatron's own
+    schedules: it ends last. The others have time afterwards.
+
     Args:
         chunks: this rank's model chunks.
         config: Megatron's, with `no_sync_func` and `grad_sync_func`.
+        first_stage: whether they are the first pipeline stage's.
     """
 
-    def __init__(self, chunks: list[Any], config: Any) -> None:
+    def __init__(self, chunks: list[Any], config: Any, first_stage: bool) -> None:
         self._chunks = chunks
         given = config.no_sync_func
         self._no_sync = given if isinstance(given, list) else [given] if given else []
-        given = config.grad_sync_func
+        given = None if first_stage else config.grad_sync_func
         self._launch = given if isinstance(given, list) else [given] * len(chunks) if given else []
         self._held = contextlib.ExitStack()
         self.hold()
@@ -281,7 +285,7 @@ class _GlobalBatch:
         return title if self._layout.chunks == 1 else f"{title} chunk {work.chunk}"
 
     def _start_training(self) -> None:
-        self._sync = _GradientSync(self._chunks, self._config)
+        self._sync = _GradientSync(self._chunks, self._config, first_stage=self._stage == 0)
         self._embedding = schedules.clear_embedding_activation_buffer(
             self._config, self._chunks, self._stage == self._layout.stages - 1
         )

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from models import StepsDone, make_run, memory_stream, parse, train, whole_gradients
@@ -324,3 +326,34 @@ def test_the_ablation_by_signals_moves_a_byte_a_message(ranks) -> None:
         # One peer, two layers, two nano-batches: at most a byte for each.
         assert all(0 < count <= 4 for count in one.bytes_counted.values())
         assert set(one.bytes_counted) <= set(full.bytes_counted)
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+@pytest.mark.parametrize("aligned", [False, True])
+def test_when_gradients_are_reduced(stage: int, aligned: bool) -> None:
+    """As in Megatron's own schedules: with a `grad_sync_func` only the first stage reduces during
+    its last backward pass, and the others afterwards; never twice."""
+    from megatron_patches.pipeline import _GradientSync
+
+    held = [False]
+    events: list[str] = []
+
+    @contextlib.contextmanager
+    def no_sync():
+        held[0] = True
+        yield
+        held[0] = False
+
+    chunk = SimpleNamespace(parameters=lambda: "parameters")
+    launch = (lambda parameters: events.append(f"launch {parameters}")) if aligned else None
+    config = SimpleNamespace(no_sync_func=no_sync, grad_sync_func=launch)
+    sync = _GradientSync([chunk], config, first_stage=stage == 0)
+    for last in (False, True):
+        with sync.backward(last):
+            events.append("held" if held[0] else "reduced as it comes")
+    sync.finish()
+    assert not held[0]
+    if aligned and stage:
+        assert events == ["held", "held", "launch parameters"]
+    else:
+        assert events == ["held", "reduced as it comes"]
