@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 import torch.distributed as dist
 
 from distca.transport.base import (
+    WAYS,
     Channel,
     ChannelBytes,
     MessageSizes,
@@ -30,9 +31,12 @@ def new_exchange_group(ranks: list[int]) -> dist.ProcessGroup | None:
 
 
 class CollectiveTransport(Transport):
-    """`all_to_all_single` with uneven splits over a process group of its own.
+    """A ragged all-to-all over a process group of its own.
 
-    NCCL runs it on a stream of its own, gloo on threads of its own.
+    NCCL runs `all_to_all_single` with uneven splits on a stream of its own. gloo's would wait for
+    its turn among two threads, and often use a link in one direction at a time: a rank that comes
+    late finds the other ready to receive, fills the connection with its own message, and says only
+    behind it that it is ready, too. So on gloo every rank first starts to receive, then to send.
 
     Args:
         group: the ranks that exchange. Give the exchange a group that nothing else uses, so that
@@ -69,26 +73,31 @@ class CollectiveTransport(Transport):
 
     def _start(self, channel: Channel, sizes: MessageSizes) -> Pending:
         received = first_bytes(self._received[channel], sum(sizes.receive))
-        work = None
-        if self.world_size > 1:
-            # The group's own method: torch.distributed's function knows registered groups alone,
-            # and one that spans two default groups is not (`megatron_patches/dedicated.py`).
-            work = self._group.alltoall_base(
-                received,
-                first_bytes(self._staging[channel], sum(sizes.send)),
-                list(sizes.receive),
-                list(sizes.send),
+        staged = first_bytes(self._staging[channel], sum(sizes.send))
+        # The group's own methods: torch.distributed's functions know registered groups alone, and
+        # one that spans two default groups is not (`megatron_patches/dedicated.py`).
+        works: list[dist.Work] = []
+        if self._group.name() == "gloo":
+            tag = channel.slot * len(WAYS) + WAYS.index(channel.way)
+            incoming, outgoing = (
+                torch.split(buffer, list(lengths))
+                for buffer, lengths in ((received, sizes.receive), (staged, sizes.send))
             )
-        return _Collective(work, received)
+            works += [self._group.recv([p], r, tag) for r, p in enumerate(incoming) if len(p)]
+            works += [self._group.send([p], r, tag) for r, p in enumerate(outgoing) if len(p)]
+        elif self.world_size > 1:
+            lengths = list(sizes.receive), list(sizes.send)
+            works.append(self._group.alltoall_base(received, staged, *lengths))
+        return _Collective(works, received)
 
 
 class _Collective(Pending):
-    def __init__(self, work: dist.Work | None, received: torch.Tensor) -> None:
-        self._work, self._received = work, received
+    def __init__(self, works: Sequence[dist.Work], received: torch.Tensor) -> None:
+        self._works, self._received = works, received
 
     def wait(self) -> torch.Tensor:
-        if self._work is not None:
-            self._work.wait()
+        for work in self._works:
+            work.wait()
         return self._received
 
     def release(self) -> None:
