@@ -14,8 +14,8 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source launch/common.sh
 
 parse_launcher_options "$@"
-[ "$model" = llama-8b ] || die "one machine holds llama-8b: launch/slurm is for larger models"
 choose_model
+[ "$model" = llama-8b ] || die "one machine holds llama-8b: launch/slurm is for larger models"
 meet=(--standalone)
 [ -z "$port" ] || meet=(--nnodes 1 --master-addr 127.0.0.1 --master-port "$port")
 command=(
