@@ -145,8 +145,7 @@ class Measured:
         ]
         peak = int(np.cumsum([0, *changes]).max())
         if isinstance(self._maker, PlannedMaker):
-            buffers = self._maker.core_attention.buffers
-            peak += buffers.room.total(len(buffers.slots))
+            peak += self._maker.core_attention.buffers.nbytes
         return peak
 
     def _batches(self, lengths: list[int], first: int) -> Any:

@@ -8,8 +8,10 @@ from pathlib import Path
 
 import torch
 
+from distca.cost.volume import AttentionShape
 from distca.plan import BLOCK, Mask
 from distca.schedule import BALANCING, SCHEDULERS
+from distca.transport.channels import MAX_HEAD_GROUPS
 
 BACKWARDS = ("resend", "keep")
 ABLATIONS = ("none", "single-stream", "signal")
@@ -116,6 +118,15 @@ def add_distca_arguments(parser: ArgumentParser) -> ArgumentParser:
         action=BooleanOptionalAction,
         default=True,
         help="Run each micro-batch as two nano-batches: one computes while the other communicates.",
+    )
+    group.add_argument(
+        "--distca-head-groups",
+        type=int,
+        default=1,
+        metavar="N",
+        help="Exchange and compute the heads in N groups, one after the other: kernels start when "
+        "the first group is there. For links so slow that a nano-batch's exchange takes longer "
+        "than the other's linear layers.",
     )
     group.add_argument(
         "--distca-transport",
@@ -360,8 +371,27 @@ def _validate_pipeline(args: Namespace) -> None:
         )
 
 
+def attention_shape(args: Namespace) -> AttentionShape:
+    """The attention heads of one tensor-parallel rank."""
+    parallel = args.tensor_model_parallel_size
+    groups = args.num_query_groups if args.group_query_attention else args.num_attention_heads
+    return AttentionShape(
+        heads=args.num_attention_heads // parallel,
+        kv_heads=groups // parallel,
+        head_dim=args.kv_channels,
+        dtype_bytes=args.params_dtype.itemsize,
+    )
+
+
 def _validate_ping_pong(args: Namespace) -> None:
-    """Checks what two nano-batches need."""
+    """Checks what two nano-batches, and exchanges in several parts, need."""
+    count = args.distca_head_groups
+    kv_heads = attention_shape(args).kv_heads
+    if not 1 <= count <= MAX_HEAD_GROUPS or kv_heads % count:
+        raise ValueError(
+            f"--distca-head-groups {count} must divide the {kv_heads} key-value heads of a "
+            f"tensor-parallel rank, and be at most {MAX_HEAD_GROUPS}"
+        )
     if not args.distca_ping_pong:
         return
     if importlib.util.find_spec("greenlet") is None:

@@ -19,7 +19,6 @@ from distca.attention import select_kernel
 from distca.cost.link import Links
 from distca.cost.model import AnalyticCost, CostModel
 from distca.cost.profile import Profile
-from distca.cost.volume import AttentionShape
 from distca.plan import Mask
 from distca.runtime import Buffers, CoreAttention, Trace
 from distca.schedule import (
@@ -33,7 +32,7 @@ from distca.schedule import (
     move_tiles,
     tick_schedule,
 )
-from megatron_patches.arguments import mask_from_args
+from megatron_patches.arguments import attention_shape, mask_from_args
 from megatron_patches.batch import MicroBatches, PackedBatches, WindowLayout
 from megatron_patches.dedicated import Processes
 from megatron_patches.job import DataIterators
@@ -46,18 +45,6 @@ from megatron_patches.tick_batches import TickBatches, TickStream
 from megatron_patches.transports import make_transport
 
 logger = logging.getLogger(__name__)
-
-
-def attention_shape(args: Namespace) -> AttentionShape:
-    """The attention heads of one tensor-parallel rank."""
-    parallel = args.tensor_model_parallel_size
-    groups = args.num_query_groups if args.group_query_attention else args.num_attention_heads
-    return AttentionShape(
-        heads=args.num_attention_heads // parallel,
-        kv_heads=groups // parallel,
-        head_dim=args.kv_channels,
-        dtype_bytes=args.params_dtype.itemsize,
-    )
 
 
 def schedule_config(args: Namespace, servers: int) -> ScheduleConfig:
@@ -104,7 +91,7 @@ def build_core_attention(
     return CoreAttention(
         make_transport(args, group, device),
         select_kernel(device.type),
-        Buffers(device, len(NANO_BATCHES) if args.distca_ping_pong else 1),
+        Buffers(device, len(NANO_BATCHES) if args.distca_ping_pong else 1, args.distca_head_groups),
         args.distca_backward,
         Trace(device),
     )

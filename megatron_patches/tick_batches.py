@@ -205,10 +205,10 @@ class TickBatches:
         """What the largest plan of some ticks needs."""
         largest = CoreAttentionMemory()
         different = {id(planned.plans): planned.plans for planned in ticks}
+        core_attention = self.core_attention
+        shape = self.batches.schedule_config.shape.head_group(core_attention.buffers.head_groups)
         for plan in itertools.chain.from_iterable(different.values()):
-            needed = plan_memory(
-                plan, self.batches.schedule_config.shape, self.core_attention.backward
-            )
+            needed = plan_memory(plan, shape, core_attention.backward)
             largest = largest.union(needed)
         return largest
 

@@ -127,6 +127,8 @@ def test_windows(text: str) -> None:
             "--distca --distca-servers dedicated:2 --no-distca-pool-stages",
             "remove --no-distca-pool-stages",
         ),
+        ("--distca --distca-head-groups 3", "3 must divide the 8 key-value heads"),
+        ("--distca --distca-head-groups 0", "0 must divide the 8 key-value heads"),
         ("--distca --attention-backend local", "--distca replaces it"),
         ("--distca --distca-profile nowhere.json", "does not exist: make one"),
     ],

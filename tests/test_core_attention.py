@@ -37,13 +37,18 @@ def transport_over(name: str | None) -> Transport:
 
 
 def core_attention_for(
-    plan: Plan, shape: tuple[int, int, int], backward: str, dtype: str, over: str | None = None
+    plan: Plan,
+    shape: tuple[int, int, int],
+    backward: str,
+    dtype: str,
+    over: str | None = None,
+    head_groups: int = 1,
 ) -> CoreAttention:
     """Core attention in just the memory that the plan is said to need. Collective."""
-    transport = transport_over(over)
-    attention = CoreAttention(transport, select_kernel("cpu"), Buffers(CPU, headroom=0.0), backward)
-    element = getattr(torch, dtype).itemsize
-    attention.reserve(plan_memory(plan, AttentionShape(*shape, element), backward))
+    buffers = Buffers(CPU, head_groups=head_groups, headroom=0.0)
+    attention = CoreAttention(transport_over(over), select_kernel("cpu"), buffers, backward)
+    of_group = AttentionShape(*shape, getattr(torch, dtype).itemsize).head_group(head_groups)
+    attention.reserve(plan_memory(plan, of_group, backward))
     return attention
 
 
@@ -54,10 +59,11 @@ def run_on_rank(
     backward: str,
     dtype: str,
     over: str | None = None,
+    head_groups: int = 1,
 ):
     """One rank's rows of output and gradients, and the bytes that it sent."""
     rank = dist.get_rank()
-    attention = core_attention_for(plan, shape, backward, dtype, over)
+    attention = core_attention_for(plan, shape, backward, dtype, over, head_groups)
     mine = plan.placement.of_rank(rank)
     rows = np.concatenate(
         [np.arange(0)]
@@ -79,7 +85,16 @@ def run_on_rank(
     return rows, [x.double() for x in figures], *moved
 
 
-def check(ranks, plan: Plan, shape, backward="resend", dtype="float32", tolerance=2e-5, over=None):
+def check(
+    ranks,
+    plan: Plan,
+    shape,
+    backward="resend",
+    dtype="float32",
+    tolerance=2e-5,
+    over=None,
+    head_groups=1,
+):
     plan.validate()
     world_size = plan.world_size
     tokens = int(plan.lengths.sum())
@@ -88,7 +103,9 @@ def check(ranks, plan: Plan, shape, backward="resend", dtype="float32", toleranc
     out = dense_attention(q, k, v, plan.lengths, plan.mask, SCALE)
     out.backward(dout)
     expected = [out.detach(), q.grad, k.grad, v.grad]
-    results = ranks.run(run_on_rank, plan, 7, shape, backward, dtype, over, world_size=world_size)
+    results = ranks.run(
+        run_on_rank, plan, 7, shape, backward, dtype, over, head_groups, world_size=world_size
+    )
     for rows, figures, _, _ in results:
         for name, mine, all_rows in zip(("out", "dq", "dk", "dv"), figures, expected, strict=True):
             difference = (mine - all_rows[rows]).abs().max() if len(rows) else 0
@@ -110,6 +127,18 @@ def test_random_plans(ranks, seed: int) -> None:
     plan = random_plan(rng, lengths, world_size, 160, mask)
     shape = [(4, 4, 16), (4, 2, 16), (6, 1, 8)][seed % 3]
     check(ranks, plan, shape, backward=("resend", "keep")[seed // 3])
+
+
+@pytest.mark.parametrize("over", [None, "shm"])
+@pytest.mark.parametrize(
+    ("shape", "head_groups", "backward"),
+    [((8, 4, 8), 2, "resend"), ((8, 4, 8), 4, "keep"), ((3, 3, 16), 3, "resend")],
+)
+def test_heads_in_groups(ranks, shape, head_groups: int, backward: str, over: str | None) -> None:
+    """Groups follow each other; together they move the same bytes."""
+    rng = np.random.default_rng(head_groups)
+    plan = random_plan(rng, random_lengths(rng, 3 * 160), 3, 160, Mask())
+    check(ranks, plan, shape, backward, over=over, head_groups=head_groups)
 
 
 @pytest.mark.parametrize("over", [None, "shm"])

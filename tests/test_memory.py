@@ -109,7 +109,7 @@ def test_buffers_grow_with_headroom_and_rarely(caplog) -> None:
             self.sizes.append(dict(sizes))
 
     transport = Recorded()
-    buffers = Buffers(CPU, slots=2)
+    buffers = Buffers(CPU, nano_batches=2, head_groups=3)
     small = CoreAttentionMemory(1000, 2000, 3000, 4000, 5000, 6000, 7000)
     with caplog.at_level(logging.INFO):
         buffers.reserve(small, transport)
@@ -117,9 +117,9 @@ def test_buffers_grow_with_headroom_and_rarely(caplog) -> None:
         buffers.reserve(grown, transport)
     assert len(transport.sizes) == 1
     assert [message for message in caplog.messages if "grow from 0.0" in message]
-    assert transport.sizes[0][Channel("to owners", 1)] == ChannelBytes(3840, 5120)
+    assert transport.sizes[0][Channel("to owners", 5)] == ChannelBytes(3840, 5120)
     assert set(transport.sizes[0]) == {
-        Channel(way, slot) for way in ("to servers", "to owners") for slot in (0, 1)
+        Channel(way, slot) for way in ("to servers", "to owners") for slot in range(6)
     }
     for name in ("to_servers_receive", "slot", "indices"):
         more = CoreAttentionMemory(**{name: getattr(buffers.room, name) + 1})
@@ -128,11 +128,10 @@ def test_buffers_grow_with_headroom_and_rarely(caplog) -> None:
         assert more.fits(buffers.room)
         assert before.fits(buffers.room)
     assert len(transport.sizes) == 4
-    assert (
-        buffers.room.total(2)
-        == 2 * sum(getattr(buffers.room, field.name) for field in fields(buffers.room))
-        - buffers.room.scratch
-    )
+    room = buffers.room
+    of_slots = sum(getattr(room, field.name) for field in fields(room)[:5])
+    assert buffers.nbytes == 6 * of_slots + room.scratch + 2 * room.indices
+    assert [slot.nbytes for slot in buffers.slots] == [room.slot] * 6
 
 
 def test_the_memory_of_a_plan_by_hand() -> None:

@@ -27,11 +27,11 @@ class CoreAttentionMemory:
     """Bytes of a rank's buffers; alike on all ranks, so that every rank knows those of others.
 
     Attributes:
-        to_servers_send: staging of the rows that go to their servers, for each nano-batch.
-        to_servers_receive: the rows that a server receives, for each nano-batch.
-        to_owners_send: staging of what goes back to the rows' owners, for each nano-batch.
-        to_owners_receive: what an owner receives, for each nano-batch.
-        slot: the workspace of a nano-batch: what a call keeps between its steps.
+        to_servers_send: staging of the rows that go to their servers, for each slot.
+        to_servers_receive: the rows that a server receives, for each slot.
+        to_owners_send: staging of what goes back to the rows' owners, for each slot.
+        to_owners_receive: what an owner receives, for each slot.
+        slot: the workspace of a call: what it keeps between its steps, for each slot.
         scratch: the workspace of one step.
         indices: of rows, for each nano-batch.
     """
@@ -44,10 +44,10 @@ class CoreAttentionMemory:
     scratch: int = 0
     indices: int = 0
 
-    def total(self, nano_batches: int) -> int:
-        """All bytes of a rank."""
-        each = sum(getattr(self, one.name) for one in fields(self)) - self.scratch
-        return nano_batches * each + self.scratch
+    def total(self, nano_batches: int, head_groups: int = 1) -> int:
+        """All bytes of a rank: there is a slot for each head group of each nano-batch."""
+        slots = sum(getattr(self, f.name) for f in fields(self)) - self.scratch - self.indices
+        return nano_batches * (head_groups * slots + self.indices) + self.scratch
 
     def fits(self, room: CoreAttentionMemory) -> bool:
         """Whether `room` is enough for this."""
@@ -96,7 +96,7 @@ def plan_memory(
 
     Args:
         plan: a valid plan.
-        shape: the heads of one tensor-parallel rank.
+        shape: the heads of one tensor-parallel rank, or of a head group of it.
         backward: see `plan_bytes`.
     """
     moved_q = plan.q_segments.moved_rows(plan.world_size)

@@ -7,7 +7,7 @@ Appendix B is the cost of one shard that brings its full context; this is the co
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
@@ -44,6 +44,19 @@ class AttentionShape:
             raise ValueError(f"every size of {self} must be at least 1")
         if self.heads % self.kv_heads:
             raise ValueError(f"{self.heads} heads are no multiple of {self.kv_heads} kv_heads")
+
+    def head_group(self, groups: int) -> AttentionShape:
+        """The heads of one of so many equal groups: keys and values with all their queries.
+
+        Raises:
+            ValueError: the key-value heads cannot be shared out.
+        """
+        if groups < 1 or self.kv_heads % groups:
+            raise ValueError(
+                f"{self.kv_heads} key-value heads cannot be split into {groups} head groups: "
+                "choose a number that divides them"
+            )
+        return replace(self, heads=self.heads // groups, kv_heads=self.kv_heads // groups)
 
     @property
     def q_row_bytes(self) -> int:

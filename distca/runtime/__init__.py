@@ -1,7 +1,8 @@
 """Where transports and kernels meet: a plan is executed."""
 
 from distca.runtime.buffers import Buffers
-from distca.runtime.core_attention import Call, CoreAttention, ExchangeSlot
+from distca.runtime.call import Call
+from distca.runtime.core_attention import CoreAttention, ExchangeSlot
 from distca.runtime.exchange import Exchange, KernelCall, build_exchange
 from distca.runtime.prefetch import Prefetcher
 from distca.runtime.trace import Trace, write_trace

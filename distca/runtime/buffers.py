@@ -16,29 +16,48 @@ logger = logging.getLogger(__name__)
 
 
 class Buffers:
-    """Workspaces of the nano-batches and of single steps; and the transport's buffers with them.
+    """Workspaces of calls and of single steps; and the transport's buffers with them.
 
     They only grow, and on all ranks alike, since sizes are a pure function of plans.
 
     Args:
         device: where the rows are.
-        slots: nano-batches that are under way together, 1 or 2.
+        nano_batches: that are under way together, 1 or 2.
+        head_groups: of each nano-batch; each group has a slot, and so a call, of its own.
         headroom: by which share more than plans need the buffers grow, so that they rarely grow
             again.
 
     Attributes:
-        slots: what a call keeps between its steps, of each nano-batch.
+        head_groups: as given.
+        slots: what a call keeps between its steps: of the head groups of the first nano-batch, then
+            of the second.
         scratch: for what one step computes on the way.
         indices: for the row indices of the exchanges that run.
         room: what they hold now.
     """
 
-    def __init__(self, device: torch.device, slots: int = 1, headroom: float = 0.25) -> None:
-        self.slots = [Workspace(device) for _ in range(slots)]
+    def __init__(
+        self,
+        device: torch.device,
+        nano_batches: int = 1,
+        head_groups: int = 1,
+        headroom: float = 0.25,
+    ) -> None:
+        self.head_groups = head_groups
+        self.slots = [Workspace(device) for _ in range(nano_batches * head_groups)]
         self.scratch = Workspace(device)
         self.indices = Workspace(device)
         self.room = CoreAttentionMemory()
+        self._nano_batches = nano_batches
         self._headroom = headroom
+
+    @property
+    def nbytes(self) -> int:
+        """The size of all of them, and of the transport's."""
+        return self._total(self.room)
+
+    def _total(self, room: CoreAttentionMemory) -> int:
+        return room.total(self._nano_batches, self.head_groups)
 
     def place(self, exchanges: Sequence[Exchange]) -> tuple[Exchange, ...]:
         """The same exchanges with their indices here, in place of those that were placed before."""
@@ -60,7 +79,7 @@ class Buffers:
         """Makes room for plans. Collective; nothing may be under way.
 
         Args:
-            needed: by the largest plan; the same on every rank.
+            needed: by the largest plan, for a head group; the same on every rank.
             transport: whose buffers grow, too.
         """
         if needed.fits(self.room):
@@ -84,10 +103,10 @@ class Buffers:
         for slot in self.slots:
             slot.reserve(room.slot)
         self.scratch.reserve(room.scratch)
-        self.indices.reserve(room.indices * len(self.slots))
+        self.indices.reserve(room.indices * self._nano_batches)
         if transport.rank == 0:
             logger.info(
                 "core attention's buffers grow from %.1f to %.1f MB on every rank",
-                before.total(len(self.slots)) / 1e6,
-                room.total(len(self.slots)) / 1e6,
+                self._total(before) / 1e6,
+                self.nbytes / 1e6,
             )

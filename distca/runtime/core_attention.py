@@ -19,6 +19,7 @@ import torch
 from distca.attention.kernel import Kernel
 from distca.cost.memory import CoreAttentionMemory
 from distca.runtime.buffers import Buffers
+from distca.runtime.call import Call, differentiable_call
 from distca.runtime.exchange import Backward, Exchange, Rows
 from distca.runtime.moving_rows import (
     RowsUnderWay,
@@ -41,8 +42,8 @@ class ExchangeSlot:
 
     Attributes:
         exchange: this rank's part of the plan.
-        number: which buffers its calls use, 0 or 1. Calls of one number follow each other, those of
-            two may be under way together.
+        number: of the nano-batch: which buffers its calls use, 0 or 1. Calls of one number follow
+            each other, those of two may be under way together.
     """
 
     exchange: Exchange
@@ -122,35 +123,34 @@ class CoreAttention:
                     f"{name} has {tensor.shape[0]} rows, but the plan places {rows.local} "
                     f"tokens on rank {exchange.rank}"
                 )
-        call = Call(self, slot, softmax_scale, labels or {})
-        ticket = _Start.apply(  # type: ignore[no-untyped-call]
-            q_THD.contiguous(), k_THD.contiguous(), v_THD.contiguous(), call
-        )
-        if pause is not None:
-            pause()
-        ticket = _Compute.apply(ticket, call)  # type: ignore[no-untyped-call]
-        if pause is not None:
-            pause()
-        return _Finish.apply(ticket, call)  # type: ignore[no-any-return,no-untyped-call]
+        call = self._call(slot, softmax_scale, labels or {})
+        return differentiable_call(call, q_THD, k_THD, v_THD, pause)
 
     def serving_call(
         self, slot: ExchangeSlot, softmax_scale: float, labels: Mapping[str, Any]
     ) -> Call:
         """A call of a rank to which the plan gives no tokens: it only serves. See `Call`."""
         assert slot.exchange.q.local == 0, "a rank with tokens has their queries to send"
-        return Call(self, slot, softmax_scale, labels)
+        return self._call(slot, softmax_scale, labels)
+
+    def _call(self, slot: ExchangeSlot, softmax_scale: float, labels: Mapping[str, Any]) -> Call:
+        count = self.buffers.head_groups
+        groups = []
+        for group in range(count):
+            of_group = {**labels, "head_group": group} if count > 1 else labels
+            number = slot.number * count + group
+            groups.append(GroupCall(self, slot, number, softmax_scale, of_group))
+        return Call(groups)
 
 
-class Call:
-    """One call of core attention, as the steps that other work can be done between.
-
-    Every rank does the same steps in the same order: `start`, `compute`, `finish`; and for the
-    gradients `start_backward`, `compute_backward`, `finish_backward`. A step that starts an
-    exchange does not wait for it, the next one does.
+class GroupCall:
+    """The steps of `Call` for one group of heads. A step that starts an exchange does not wait for
+    it, the next one does.
 
     Args:
         attention: what it runs on.
         slot: this rank's part of the plan.
+        number: of the group's buffers.
         softmax_scale: scores are multiplied by it.
         labels: for the trace.
     """
@@ -159,12 +159,13 @@ class Call:
         self,
         attention: CoreAttention,
         slot: ExchangeSlot,
+        number: int,
         softmax_scale: float,
         labels: Mapping[str, Any],
     ) -> None:
-        self._attention, self._slot = attention, slot
+        self._attention, self._slot, self._number = attention, slot, number
         self._scale, self._labels = softmax_scale, labels
-        self._workspace = attention.buffers.slots[slot.number]
+        self._workspace = attention.buffers.slots[number]
         self._scratch = attention.buffers.scratch
         self._exchange = slot.exchange
         # What the next step needs.
@@ -198,7 +199,7 @@ class Call:
         self._sent = send_to_servers(
             self._attention.transport,
             phase,
-            self._slot.number,
+            self._number,
             tensors,
             None if kept else self._workspace,
             self._scratch,
@@ -210,7 +211,7 @@ class Call:
         self._sent = send_to_owners(
             self._attention.transport,
             phase,
-            self._slot.number,
+            self._number,
             tensors,
             self._workspace,
             self._scratch,
@@ -247,6 +248,10 @@ class Call:
         # Without its history, the output does not keep itself alive.
         self._outputs = (out.detach(), lse)
         return out
+
+    def keep_output(self, out: torch.Tensor) -> None:
+        """Keeps this one for the backward pass: the same numbers as `finish` returned."""
+        self._outputs = (out, self._outputs[1])
 
     def start_backward(self, dout: torch.Tensor) -> None:
         """Sends the output's gradient, and what the kernels need again, to the servers."""
@@ -301,47 +306,3 @@ class Call:
             gradients = add_returned(self._exchange, self._local, back, self._scratch)
         self._sent, self._local = None, ()
         return gradients
-
-
-class _Start(torch.autograd.Function):
-    """The first of three nodes; what they hand on to each other is in the `Call`.
-
-    The tickets between them are empty tensors, by which autograd knows the order.
-    """
-
-    @staticmethod
-    def forward(  # type: ignore[override]
-        ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call
-    ) -> torch.Tensor:
-        ctx.call = call
-        call.start(q.detach(), k.detach(), v.detach())
-        return q.new_empty(0)
-
-    @staticmethod
-    def backward(ctx: Any, _: torch.Tensor) -> Any:  # type: ignore[override]
-        return *ctx.call.finish_backward(), None
-
-
-class _Compute(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, ticket: torch.Tensor, call: Call) -> torch.Tensor:  # type: ignore[override]
-        ctx.call = call
-        call.compute()
-        return ticket.new_empty(0)
-
-    @staticmethod
-    def backward(ctx: Any, ticket: torch.Tensor) -> Any:  # type: ignore[override]
-        ctx.call.compute_backward()
-        return ticket, None
-
-
-class _Finish(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, ticket: torch.Tensor, call: Call) -> torch.Tensor:  # type: ignore[override]
-        ctx.call = call
-        return call.finish()
-
-    @staticmethod
-    def backward(ctx: Any, dout: torch.Tensor) -> Any:  # type: ignore[override]
-        ctx.call.start_backward(dout.contiguous())
-        return dout.new_empty(0), None

@@ -55,7 +55,7 @@ def send_to_servers(
     Args:
         transport: what moves them.
         phase: of the exchange.
-        number: the nano-batch.
+        number: of the slot.
         tensors: local rows.
         slot: what they are put together in; None: tensors of their own, that can be kept.
         scratch: for rows on their way out.
@@ -67,7 +67,7 @@ def send_to_servers(
             field = Field(rows.send_counts, rows.sent_before, row_shape, tensor.dtype)
             outgoing.append((field, scratch.gather(tensor, rows.send)))
             everything = tensor
-            if rows.received:
+            if rows.received or not tensor.is_contiguous():
                 everything = (
                     tensor.new_empty((rows.served, *row_shape))
                     if slot is None

@@ -25,7 +25,8 @@ class Channel(NamedTuple):
 
     Attributes:
         way: of the rows.
-        slot: the nano-batch; exchanges of different slots may be under way together.
+        slot: of the call: a head group of a nano-batch. Exchanges of different slots may be under
+            way together.
     """
 
     way: Way

@@ -7,7 +7,9 @@ from typing import NamedTuple
 
 from distca.transport.base import WAYS, Channel, ChannelBytes
 
-SLOTS = 2
+MAX_HEAD_GROUPS = 8
+"""Of a nano-batch. What it costs is flags alone: a few lines of memory for each rank."""
+SLOTS = 2 * MAX_HEAD_GROUPS
 CHANNELS = len(WAYS) * SLOTS
 
 ARENA_ALIGNMENT = 4096
