@@ -62,7 +62,12 @@ class VirtualRanks:
             {channel: torch.cuda.Stream(self.device) for channel in CHANNELS} for _ in range(ranks)
         ]
         self.epochs = dict.fromkeys(CHANNELS, 0)
-        self.wrong = torch.zeros((), dtype=torch.int64, device=self.device)
+        # One of each stream: they add at the same time.
+        self._wrong = {
+            (rank, channel): torch.zeros((), dtype=torch.int64, device=self.device)
+            for rank in range(ranks)
+            for channel in CHANNELS
+        }
         torch.cuda.synchronize()
 
     def _bytes(self, nbytes: int) -> torch.Tensor:
@@ -102,9 +107,14 @@ class VirtualRanks:
             pieces = [message(number, peer, rank, n) for peer, n in enumerate(sizes.receive)]
             with torch.cuda.stream(stream):
                 expected = torch.cat(pieces).pin_memory().to(self.device, non_blocking=True)
-                self.wrong += (received != expected).sum()
+                self._wrong[rank, channel] += (received != expected).sum()
                 received.fill_(0xEE)
             self.endpoints[rank].release(*where, stream)
+
+    def wrong(self) -> int:
+        """How many bytes were not as they were sent."""
+        torch.cuda.synchronize()
+        return sum(int(wrong) for wrong in self._wrong.values())
 
     def failures(self) -> list[str | None]:
         """What each rank's kernels report."""
@@ -140,7 +150,7 @@ def run(ranks: int, exchanges: int, room: int, mode: str, cubin: Path | None = N
     for failure in virtual.failures():
         if failure is not None:
             raise RuntimeError(failure)
-    return int(virtual.wrong)
+    return virtual.wrong()
 
 
 def main() -> int:
