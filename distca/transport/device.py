@@ -62,6 +62,8 @@ class DeviceRank:
             not mapped.
         device: this rank's.
         timeout_seconds: how long a kernel waits for a rank.
+        bulk: the tensor memory accelerator copies to mapped ranks, on GPUs that have one (compute
+            capability 9.0); else threads do.
     """
 
     def __init__(
@@ -71,9 +73,11 @@ class DeviceRank:
         controls: Sequence[int],
         device: torch.device,
         timeout_seconds: float,
+        bulk: bool = True,
     ) -> None:
         self.rank, self.ranks = rank, len(controls)
         self._kernels, self._device, self._timeout = kernels, device, timeout_seconds
+        self._bulk = bulk
         self._controls, self._own_control = self._table(controls), controls[rank]
         complete = torch.zeros(CHANNELS * self.ranks, dtype=torch.int32, device=device)
         self._complete = complete
@@ -155,6 +159,7 @@ class DeviceRank:
                 staging.data_ptr(),
                 on_device.data_ptr(),
                 ctypes.c_int(parts),
+                ctypes.c_int(self._bulk),
             )
 
     def wait(

@@ -9,6 +9,11 @@
 
 #include "exchange.h"
 
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+#define DISTCA_BULK_COPY
+#include "bulk_copy.cuh"
+#endif
+
 namespace distca {
 
 // What a rank's kernels need to know; lies in its device memory. Laid out for Python: words only.
@@ -77,7 +82,7 @@ __device__ __forceinline__ void copy_bytes(char* to, const char* from, Word byte
 
 class DeviceFabric {
  public:
-  __device__ DeviceFabric(const Rank& me, int channel) : me_(me), channel_(channel) {}
+  __device__ DeviceFabric(const Rank& me, int channel) : channel_(channel), me_(me) {}
 
   __device__ int rank() const { return int(me_.rank); }
   __device__ int ranks() const { return int(me_.ranks); }
@@ -92,17 +97,6 @@ class DeviceFabric {
     return found;
   }
   __device__ void all_put() const { __syncthreads(); }
-
-  __device__ void put(int peer, Word to, const char* from, Word bytes) const {
-    char* mapped = me_.arenas_of[peer];
-    if (mapped != nullptr) {
-      copy_bytes(mapped + to, from, bytes);
-      return;
-    }
-#ifdef DISTCA_NVSHMEM
-    if (bytes) nvshmemx_putmem_nbi_block(me_.arenas + to, from, bytes, peer);
-#endif
-  }
 
   __device__ void fence(int peer) const {
     __threadfence_system();
@@ -164,8 +158,48 @@ class DeviceFabric {
   // `Failure::peer` before anything has failed.
   static constexpr Word kNobody = ~Word(0);
 
-  const Rank& me_;
   const int channel_;
+
+ protected:
+  const Rank& me_;
+};
+
+// The fabric that also puts.
+class SendingFabric : public DeviceFabric {
+ public:
+  // `bulk`: by the tensor memory accelerator, on GPUs that have one.
+  __device__ SendingFabric(const Rank& me, int channel, bool bulk)
+      : DeviceFabric(me, channel), bulk_(bulk) {}
+
+  __device__ void put(int peer, Word to, const char* from, Word bytes) {
+    char* mapped = me_.arenas_of[peer];
+    if (mapped != nullptr) {
+      if (!put_in_bulk(mapped + to, from, bytes)) copy_bytes(mapped + to, from, bytes);
+      return;
+    }
+#ifdef DISTCA_NVSHMEM
+    if (bytes) nvshmemx_putmem_nbi_block(me_.arenas + to, from, bytes, peer);
+#endif
+  }
+
+ private:
+#ifdef DISTCA_BULK_COPY
+  // False: nothing is done. The block's first thread, which signals, sees that its copy is complete.
+  __device__ bool put_in_bulk(char* to, const char* from, Word bytes) {
+    const BulkPart part = bulk_part(to, from, bytes);
+    if (!bulk_ || part.begin == part.end) return false;
+    copy_units<char>(to, from, 0, part.begin);
+    copy_units<char>(to, from, part.end, bytes);
+    if (leads()) bulk_copy_.copy(to + part.begin, from + part.begin, part.end - part.begin);
+    return true;
+  }
+
+  BulkCopy<TensorMemoryAccelerator> bulk_copy_{TensorMemoryAccelerator()};
+#else
+  __device__ bool put_in_bulk(char*, const char*, Word) { return false; }
+#endif
+
+  const bool bulk_;
 };
 
 }  // namespace distca
