@@ -111,6 +111,12 @@ def test_python_and_native_code_agree_on_the_control_memory() -> None:
     names = re.search(r"struct Failure \{(.*?)\};", words, re.DOTALL)
     assert names is not None
     assert tuple(re.findall(r"Word (\w+);", names[1])) == channels.Failure._fields
+    rank = re.search(
+        r"struct Rank \{(.*?)\};", (compiled.PROTOCOL / "device.cuh").read_text(), re.DOTALL
+    )
+    assert rank is not None
+    members = re.findall(r"(?:Word|char|unsigned|Failure|const|\*) (\w+(?:, \w+)*);", rank[1])
+    assert tuple(", ".join(members).split(", ")) == device._Rank._fields
     outcomes = re.search(r"enum class Outcome : int \{(.*?)\};", words, re.DOTALL)
     assert outcomes is not None
     for name, value in re.findall(r"(\w+) = (\d+),", outcomes[1]):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -19,7 +19,20 @@ THREADS = 512
 BLOCKS = 8
 """Thread blocks that send on one channel: so many SMs at most, which keep room for other work."""
 
-_NOBODY = 2**64 - 1
+
+class _Rank(NamedTuple):
+    """What a rank's kernels need to know: `Rank` in device.cuh."""
+
+    rank: int
+    ranks: int
+    control: int
+    arenas: int
+    controls: int
+    arenas_of: int
+    complete: int
+    failed: int
+    failure: int
+    timeout_ns: int
 
 
 def control_bytes(ranks: int) -> int:
@@ -79,11 +92,10 @@ class DeviceRank:
         self._kernels, self._device, self._timeout = kernels, device, timeout_seconds
         self._bulk = bulk
         self._controls, self._own_control = self._table(controls), controls[rank]
-        complete = torch.zeros(CHANNELS * self.ranks, dtype=torch.int32, device=device)
-        self._complete = complete
+        self._complete = torch.zeros(CHANNELS * self.ranks, dtype=torch.int32, device=device)
+        self._failed = torch.zeros(1, dtype=torch.int32, device=device)
         # Written by kernels, read by the CPU without waiting for the GPU.
         self._failure = torch.zeros(len(Failure._fields), dtype=torch.int64).pin_memory()
-        self._failure[Failure._fields.index("peer")] = -1
         self._state = torch.empty(0)
 
     def _table(self, words: Sequence[int]) -> torch.Tensor:
@@ -93,17 +105,18 @@ class DeviceRank:
         """Where each rank's receive arenas begin, as mapped here; 0 where they are not."""
         self._arenas = self._table(arenas)
         self._state = self._table(
-            [
-                self.rank,
-                self.ranks,
-                self._own_control,
-                arenas[self.rank],
-                self._controls.data_ptr(),
-                self._arenas.data_ptr(),
-                self._complete.data_ptr(),
-                self._failure.data_ptr(),
-                int(self._timeout * 1e9),
-            ]
+            _Rank(
+                rank=self.rank,
+                ranks=self.ranks,
+                control=self._own_control,
+                arenas=arenas[self.rank],
+                controls=self._controls.data_ptr(),
+                arenas_of=self._arenas.data_ptr(),
+                complete=self._complete.data_ptr(),
+                failed=self._failed.data_ptr(),
+                failure=self._failure.data_ptr(),
+                timeout_ns=int(self._timeout * 1e9),
+            )
         )
 
     def _launch(
@@ -187,6 +200,6 @@ class DeviceRank:
         """What went wrong, if a kernel has told it."""
         words = [word % 2**64 for word in self._failure.tolist()]
         found = Failure(*words)
-        if found.outcome == 0 or found.peer == _NOBODY:
+        if found.outcome == 0:
             return None
         return found.describe(self.rank, self._timeout)

@@ -24,6 +24,7 @@ struct Rank {
   char* const* controls;  // the same of each rank, as mapped here; null where they are not
   char* const* arenas_of;
   unsigned* complete;     // parts of messages that are complete: of each channel and peer
+  unsigned* failed;       // 1 once a kernel of this rank has failed
   Failure* failure;       // in host memory
   Word timeout_ns;
 };
@@ -144,7 +145,9 @@ class DeviceFabric {
       const Word why = abort_word(outcome, rank(), peer);
       for (int other = 0; other < ranks(); ++other) set(other, kAbortWord, why);
     }
-    if (atomicCAS_system(&me_.failure->peer, kNobody, Word(peer)) != kNobody) return;
+    // In device memory: a GPU's atomics on the host's memory are not atomic on every machine.
+    if (atomicExch(me_.failed, 1u) != 0) return;
+    me_.failure->peer = Word(peer);
     me_.failure->sending = sending;
     me_.failure->channel = channel_;
     me_.failure->epoch = epoch;
@@ -155,9 +158,6 @@ class DeviceFabric {
   }
 
  private:
-  // `Failure::peer` before anything has failed.
-  static constexpr Word kNobody = ~Word(0);
-
   const int channel_;
 
  protected:
