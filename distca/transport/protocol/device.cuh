@@ -113,8 +113,6 @@ class DeviceFabric {
       return;
     }
 #ifdef DISTCA_NVSHMEM
-    using Signal = unsigned long;
-    static_assert(sizeof(Signal) == sizeof(Word), "a signal holds an epoch");
     nvshmemx_signal_op(reinterpret_cast<Signal*>(me_.control + flag), value, NVSHMEM_SIGNAL_SET,
                        peer);
 #endif
@@ -129,13 +127,22 @@ class DeviceFabric {
     return last;
   }
 
-  __device__ Outcome wait_for(int, Word flag, Word value) const {
+  __device__ Outcome wait_for(int peer, Word flag, Word value) const {
     const Word started = nanoseconds();
     while (load_acquire(me_.control + flag) < value) {
       if (load_acquire(me_.control + kAbortWord) != 0) return Outcome::aborted;
       if (nanoseconds() - started > me_.timeout_ns) return Outcome::timed_out;
       __nanosleep(100);
     }
+#ifdef DISTCA_NVSHMEM
+    // What a network card wrote before the flag need not be there with it: NVSHMEM's own look at the
+    // flag sees to that, on machines where it must.
+    if (me_.arenas_of[peer] == nullptr) {
+      nvshmem_uint64_test(reinterpret_cast<Signal*>(me_.control + flag), NVSHMEM_CMP_GE, value);
+    }
+#else
+    (void)peer;
+#endif
     return Outcome::done;
   }
 
@@ -158,6 +165,11 @@ class DeviceFabric {
   }
 
  private:
+#ifdef DISTCA_NVSHMEM
+  using Signal = unsigned long;
+  static_assert(sizeof(Signal) == sizeof(Word), "a signal holds an epoch");
+#endif
+
   const int channel_;
 
  protected:
