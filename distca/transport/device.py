@@ -92,6 +92,7 @@ class DeviceRank:
         self._kernels, self._device, self._timeout = kernels, device, timeout_seconds
         self._bulk = bulk
         self._controls, self._own_control = self._table(controls), controls[rank]
+        self._mapped = [peer for peer, address in enumerate(controls) if address]
         self._complete = torch.zeros(CHANNELS * self.ranks, dtype=torch.int32, device=device)
         self._failed = torch.zeros(1, dtype=torch.int32, device=device)
         # Written by kernels, read by the CPU without waiting for the GPU.
@@ -102,7 +103,17 @@ class DeviceRank:
         return torch.tensor(words, dtype=torch.int64, device=self._device)
 
     def set_arenas(self, arenas: Sequence[int]) -> None:
-        """Where each rank's receive arenas begin, as mapped here; 0 where they are not."""
+        """Where each rank's receive arenas begin, as mapped here; 0 where they are not.
+
+        Raises:
+            RuntimeError: a rank's control memory is mapped and its arenas are not, or the other way
+                round: it would be told of messages that were never put.
+        """
+        if [peer for peer, address in enumerate(arenas) if address] != self._mapped:
+            raise RuntimeError(
+                f"rank {self.rank} maps the control memory of ranks {self._mapped}, but the arenas "
+                f"at {list(map(hex, arenas))}: choose another transport"
+            )
         self._arenas = self._table(arenas)
         self._state = self._table(
             _Rank(
