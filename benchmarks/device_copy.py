@@ -1,4 +1,5 @@
-"""How fast the device transport's kernel copies on one GPU, against a plain device copy.
+"""How fast the device transport's kernel copies on one GPU: by threads, and by the tensor memory
+accelerator (Hopper and later), against a plain device copy.
 
     CUDA_MODULE_LOADING=EAGER PYTHONPATH=.:tests python benchmarks/device_copy.py
 
@@ -45,19 +46,24 @@ def main() -> int:
         sys.stderr.write("needs a GPU\n")
         return 1
     sys.stdout.write(f"{torch.cuda.get_device_name()}, torch {torch.__version__}\n")
-    sys.stdout.write("MB   kernel GB/s   copy GB/s   kernel / copy\n")
+    ways = ["threads"]
+    if torch.cuda.get_device_capability() >= (9, 0):
+        ways.append("bulk")
+    sys.stdout.write("MB   way       kernel GB/s   copy GB/s   kernel / copy\n")
     for megabytes in options.megabytes:
-        rates = [megabytes / 1e3 / time for time in measure(megabytes, options.rounds)]
-        sys.stdout.write(
-            f"{megabytes:4} {rates[0]:11.1f} {rates[1]:11.1f} {rates[0] / rates[1]:11.3f}\n"
-        )
+        for way in ways:
+            times = measure(megabytes, options.rounds, bulk=way == "bulk")
+            kernel, copy = (megabytes / 1e3 / time for time in times)
+            sys.stdout.write(
+                f"{megabytes:4} {way:9} {kernel:11.1f} {copy:11.1f} {kernel / copy:15.3f}\n"
+            )
     return 0
 
 
-def measure(megabytes: int, rounds: int) -> tuple[float, float]:
+def measure(megabytes: int, rounds: int, bulk: bool) -> tuple[float, float]:
     """Seconds of one message: sent, waited for and released by the kernels; and plainly copied."""
     nbytes = megabytes * 1_000_000
-    virtual, channel = VirtualRanks(2, nbytes), CHANNELS[0]
+    virtual, channel = VirtualRanks(2, nbytes, bulk=bulk), CHANNELS[0]
     number, stream = channel_number(channel), torch.cuda.current_stream()
     sizes = sizes_of(np.array([[0, nbytes], [0, 0]]), 0)
     source, target = (virtual.staging[rank][channel][:nbytes] for rank in (0, 1))

@@ -45,6 +45,43 @@ def test_cuda_sources_compile_without_spills(cubins: list[Path]) -> None:
             assert int(registers) <= 128, (cubin, name)
 
 
+@pytest.mark.parametrize("architecture", compiled_cuda.ARCHITECTURES)
+def test_bulk_copies_from_hopper_on(architecture: int, tmp_path: Path) -> None:
+    """The tensor memory accelerator is used where there is one, in the order that is right: see
+    `bulk_copy.cuh`.
+    """
+    nvcc = compiled_cuda.find_nvcc()
+    if nvcc is None:
+        pytest.skip("needs NVIDIA's compiler: pip install 'distca[cuda-compile]'")
+    ptx = tmp_path / "device.ptx"
+    command = [str(nvcc), "-std=c++17", "-O3", f"-arch=sm_{architecture}", "-ptx"]
+    compiled.run([*command, str(compiled_cuda.SOURCE), "-o", str(ptx)])
+    kernels = re.split(r"\.entry distca_(\w+)", ptx.read_text())
+    found = dict(zip(kernels[1::2], kernels[2::2], strict=True))
+    for name, body in found.items():
+        assert ("cp.async.bulk" in body) == (name == "send" and architecture >= 90), name
+    if architecture < 90:
+        return
+    body = found["send"]
+    # Each once at least, and those behind the loop after those in it.
+    order = [
+        r"mbarrier\.init\.",
+        r"ld\.acquire\.sys\.",
+        r"fence\.proxy\.async;",
+        r"cp\.async\.bulk\.shared::cluster\.global\.mbarrier::complete_tx::bytes",
+        r"mbarrier\.try_wait\.parity\.",
+        r"cp\.async\.bulk\.global\.shared::cta\.bulk_group",
+        r"cp\.async\.bulk\.commit_group;",
+        r"cp\.async\.bulk\.wait_group\.read 1;",
+        r"cp\.async\.bulk\.wait_group 0;",
+        r"membar\.sys;|fence\.\w+\.sys;",
+        r"st\.release\.sys\.",
+    ]
+    places = [match.start() for match in (re.search(step, body) for step in order) if match]
+    assert len(places) == len(order)
+    assert places == sorted(places)
+
+
 def test_a_cuda_warning_is_an_error(tmp_path: Path, monkeypatch) -> None:
     if compiled_cuda.find_nvcc() is None:
         pytest.skip("needs NVIDIA's compiler: pip install 'distca[cuda-compile]'")
@@ -74,6 +111,12 @@ def test_python_and_native_code_agree_on_the_control_memory() -> None:
     names = re.search(r"struct Failure \{(.*?)\};", words, re.DOTALL)
     assert names is not None
     assert tuple(re.findall(r"Word (\w+);", names[1])) == channels.Failure._fields
+    rank = re.search(
+        r"struct Rank \{(.*?)\};", (compiled.PROTOCOL / "device.cuh").read_text(), re.DOTALL
+    )
+    assert rank is not None
+    members = re.findall(r"(?:Word|char|unsigned|Failure|const|\*) (\w+(?:, \w+)*);", rank[1])
+    assert tuple(", ".join(members).split(", ")) == device._Rank._fields
     outcomes = re.search(r"enum class Outcome : int \{(.*?)\};", words, re.DOTALL)
     assert outcomes is not None
     for name, value in re.findall(r"(\w+) = (\d+),", outcomes[1]):

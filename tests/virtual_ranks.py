@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -33,6 +34,7 @@ class VirtualRanks:
         timeout: seconds that a kernel waits.
         mode: "kernel", or "copy-engine" with torch's copies for NVSHMEM's.
         cubin: the kernels; None: they are compiled.
+        bulk: the tensor memory accelerator copies, where there is one; else threads do.
     """
 
     def __init__(
@@ -42,6 +44,7 @@ class VirtualRanks:
         timeout: float = 20.0,
         mode: str = "kernel",
         cubin: Path | None = None,
+        bulk: bool = True,
     ) -> None:
         self.ranks, self.mode = ranks, mode
         self.device = torch.device("cuda", torch.cuda.current_device())
@@ -54,7 +57,7 @@ class VirtualRanks:
         self.staging = [{c: self._bytes(ranks * room) for c in CHANNELS} for _ in range(ranks)]
         controls = [control.data_ptr() for control in self._controls]
         self.endpoints = [
-            DeviceRank(kernels, rank, controls, self.device, timeout) for rank in range(ranks)
+            DeviceRank(kernels, rank, controls, self.device, timeout, bulk) for rank in range(ranks)
         ]
         for endpoint in self.endpoints:
             endpoint.set_arenas([arena.data_ptr() for arena in self.arenas])
@@ -62,7 +65,12 @@ class VirtualRanks:
             {channel: torch.cuda.Stream(self.device) for channel in CHANNELS} for _ in range(ranks)
         ]
         self.epochs = dict.fromkeys(CHANNELS, 0)
-        self.wrong = torch.zeros((), dtype=torch.int64, device=self.device)
+        # One of each stream: they add at the same time.
+        self._wrong = {
+            (rank, channel): torch.zeros((), dtype=torch.int64, device=self.device)
+            for rank in range(ranks)
+            for channel in CHANNELS
+        }
         torch.cuda.synchronize()
 
     def _bytes(self, nbytes: int) -> torch.Tensor:
@@ -102,9 +110,14 @@ class VirtualRanks:
             pieces = [message(number, peer, rank, n) for peer, n in enumerate(sizes.receive)]
             with torch.cuda.stream(stream):
                 expected = torch.cat(pieces).pin_memory().to(self.device, non_blocking=True)
-                self.wrong += (received != expected).sum()
+                self._wrong[rank, channel] += (received != expected).sum()
                 received.fill_(0xEE)
             self.endpoints[rank].release(*where, stream)
+
+    def wrong(self) -> int:
+        """How many bytes were not as they were sent."""
+        torch.cuda.synchronize()
+        return sum(int(wrong) for wrong in self._wrong.values())
 
     def failures(self) -> list[str | None]:
         """What each rank's kernels report."""
@@ -112,24 +125,32 @@ class VirtualRanks:
         return [endpoint.failure() for endpoint in self.endpoints]
 
 
-def run(ranks: int, exchanges: int, room: int, mode: str, cubin: Path | None = None) -> int:
-    """Ragged and empty messages in ping-pong order; returns how many bytes were wrong.
+def run(virtual: VirtualRanks, exchanges: int, sizes: Sequence[int], room: int) -> int:
+    """Messages in ping-pong order; returns how many bytes were wrong.
+
+    Args:
+        virtual: the ranks.
+        exchanges: how many.
+        sizes: of all messages of an exchange, taken in turn; none: ragged and empty messages.
+        room: the largest message, bytes.
 
     Raises:
         RuntimeError: a kernel reports a failure.
     """
-    virtual = VirtualRanks(ranks, room, mode=mode, cubin=cubin)
-    rng = np.random.default_rng(0)
+    ranks, rng = virtual.ranks, np.random.default_rng(0)
     under_way: dict = {}
     for number in range(exchanges):
         channel = CHANNELS[int(rng.integers(len(CHANNELS)))]
         if channel in under_way:
             virtual.finish(channel, *under_way.pop(channel))
-        matrix = rng.integers(0, room + 1, (ranks, ranks))
-        # Multiples of 16, of 4, and any: the three ways of copying.
-        unit = int(rng.choice([1, 4, 16]))
-        matrix = matrix // unit * unit
-        matrix[rng.random((ranks, ranks)) < 0.3] = 0
+        if sizes:
+            matrix = np.full((ranks, ranks), sizes[number % len(sizes)])
+        else:
+            matrix = rng.integers(0, room + 1, (ranks, ranks))
+            # Multiples of 16, of 4, and any: the ways of copying.
+            unit = int(rng.choice([1, 4, 16]))
+            matrix = matrix // unit * unit
+            matrix[rng.random((ranks, ranks)) < 0.3] = 0
         np.fill_diagonal(matrix, 0)
         virtual.start(channel, number, matrix)
         under_way[channel] = number, matrix
@@ -140,7 +161,7 @@ def run(ranks: int, exchanges: int, room: int, mode: str, cubin: Path | None = N
     for failure in virtual.failures():
         if failure is not None:
             raise RuntimeError(failure)
-    return int(virtual.wrong)
+    return virtual.wrong()
 
 
 def main() -> int:
@@ -148,10 +169,27 @@ def main() -> int:
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--exchanges", type=int, default=300)
     parser.add_argument("--room", type=int, default=200_000, help="Bytes of a message at most.")
+    parser.add_argument(
+        "--sizes",
+        type=int,
+        nargs="+",
+        default=[],
+        help="All messages of an exchange have one of these sizes, in turn. Default: any.",
+    )
     parser.add_argument("--mode", choices=("kernel", "copy-engine"), default="kernel")
+    parser.add_argument(
+        "--bulk",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="By the tensor memory accelerator, where there is one; else by threads.",
+    )
     parser.add_argument("--cubin", type=Path, default=None, help="Compiled before.")
     options = parser.parse_args()
-    wrong = run(options.ranks, options.exchanges, options.room, options.mode, options.cubin)
+    room = max([options.room, *options.sizes])
+    virtual = VirtualRanks(
+        options.ranks, room, mode=options.mode, cubin=options.cubin, bulk=options.bulk
+    )
+    wrong = run(virtual, options.exchanges, options.sizes, room)
     sys.stdout.write(
         f"{options.exchanges} exchanges of {options.ranks} ranks: {wrong} bytes wrong\n"
     )

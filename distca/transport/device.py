@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -19,7 +19,20 @@ THREADS = 512
 BLOCKS = 8
 """Thread blocks that send on one channel: so many SMs at most, which keep room for other work."""
 
-_NOBODY = 2**64 - 1
+
+class _Rank(NamedTuple):
+    """What a rank's kernels need to know: `Rank` in device.cuh."""
+
+    rank: int
+    ranks: int
+    control: int
+    arenas: int
+    controls: int
+    arenas_of: int
+    complete: int
+    failed: int
+    failure: int
+    timeout_ns: int
 
 
 def control_bytes(ranks: int) -> int:
@@ -62,6 +75,8 @@ class DeviceRank:
             not mapped.
         device: this rank's.
         timeout_seconds: how long a kernel waits for a rank.
+        bulk: the tensor memory accelerator copies to mapped ranks, on GPUs that have one (compute
+            capability 9.0); else threads do.
     """
 
     def __init__(
@@ -71,35 +86,48 @@ class DeviceRank:
         controls: Sequence[int],
         device: torch.device,
         timeout_seconds: float,
+        bulk: bool = True,
     ) -> None:
         self.rank, self.ranks = rank, len(controls)
         self._kernels, self._device, self._timeout = kernels, device, timeout_seconds
+        self._bulk = bulk
         self._controls, self._own_control = self._table(controls), controls[rank]
-        complete = torch.zeros(CHANNELS * self.ranks, dtype=torch.int32, device=device)
-        self._complete = complete
+        self._mapped = [peer for peer, address in enumerate(controls) if address]
+        self._complete = torch.zeros(CHANNELS * self.ranks, dtype=torch.int32, device=device)
+        self._failed = torch.zeros(1, dtype=torch.int32, device=device)
         # Written by kernels, read by the CPU without waiting for the GPU.
         self._failure = torch.zeros(len(Failure._fields), dtype=torch.int64).pin_memory()
-        self._failure[Failure._fields.index("peer")] = -1
         self._state = torch.empty(0)
 
     def _table(self, words: Sequence[int]) -> torch.Tensor:
         return torch.tensor(words, dtype=torch.int64, device=self._device)
 
     def set_arenas(self, arenas: Sequence[int]) -> None:
-        """Where each rank's receive arenas begin, as mapped here; 0 where they are not."""
+        """Where each rank's receive arenas begin, as mapped here; 0 where they are not.
+
+        Raises:
+            RuntimeError: a rank's control memory is mapped and its arenas are not, or the other way
+                round: it would be told of messages that were never put.
+        """
+        if [peer for peer, address in enumerate(arenas) if address] != self._mapped:
+            raise RuntimeError(
+                f"rank {self.rank} maps the control memory of ranks {self._mapped}, but the arenas "
+                f"at {list(map(hex, arenas))}: choose another transport"
+            )
         self._arenas = self._table(arenas)
         self._state = self._table(
-            [
-                self.rank,
-                self.ranks,
-                self._own_control,
-                arenas[self.rank],
-                self._controls.data_ptr(),
-                self._arenas.data_ptr(),
-                self._complete.data_ptr(),
-                self._failure.data_ptr(),
-                int(self._timeout * 1e9),
-            ]
+            _Rank(
+                rank=self.rank,
+                ranks=self.ranks,
+                control=self._own_control,
+                arenas=arenas[self.rank],
+                controls=self._controls.data_ptr(),
+                arenas_of=self._arenas.data_ptr(),
+                complete=self._complete.data_ptr(),
+                failed=self._failed.data_ptr(),
+                failure=self._failure.data_ptr(),
+                timeout_ns=int(self._timeout * 1e9),
+            )
         )
 
     def _launch(
@@ -155,6 +183,7 @@ class DeviceRank:
                 staging.data_ptr(),
                 on_device.data_ptr(),
                 ctypes.c_int(parts),
+                ctypes.c_int(self._bulk),
             )
 
     def wait(
@@ -182,6 +211,6 @@ class DeviceRank:
         """What went wrong, if a kernel has told it."""
         words = [word % 2**64 for word in self._failure.tolist()]
         found = Failure(*words)
-        if found.outcome == 0 or found.peer == _NOBODY:
+        if found.outcome == 0:
             return None
         return found.describe(self.rank, self._timeout)

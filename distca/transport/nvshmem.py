@@ -199,10 +199,10 @@ class NvshmemTransport(Transport):
                 self._bindings, self.world_size, end + staging, self._device
             )
             torch.cuda.synchronize(self._device)
+            self._endpoint.set_arenas(self._memory.peers)
 
         on_all_ranks(self._group, allocate)
         assert self._memory is not None
-        self._endpoint.set_arenas(self._memory.peers)
         self._begins = begins
         for channel, room in sizes.items():
             begin = begins[channel]

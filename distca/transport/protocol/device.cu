@@ -6,11 +6,12 @@
 using namespace distca;
 
 // Sends this rank's messages: `sizes` holds for each rank the bytes, and where they begin there.
-// Blocks take the parts of all messages in turn, each rank beginning with the one after it.
+// Blocks take the parts of all messages in turn, each rank beginning with the one after it. `bulk`:
+// the tensor memory accelerator copies what it can, on GPUs that have one; else all threads copy.
 extern "C" __global__ void __launch_bounds__(512, 1)
     distca_send(const Rank* me, int channel, Word epoch, const char* staging, const Word* sizes,
-                int parts) {
-  DeviceFabric fabric(*me, channel);
+                int parts, int bulk) {
+  SendingFabric fabric(*me, channel, bulk != 0);
   const Flags flags(channel, fabric.ranks());
   const Word* bytes = sizes;
   const Word* from = sizes + fabric.ranks();

@@ -9,6 +9,11 @@
 
 #include "exchange.h"
 
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+#define DISTCA_BULK_COPY
+#include "bulk_copy.cuh"
+#endif
+
 namespace distca {
 
 // What a rank's kernels need to know; lies in its device memory. Laid out for Python: words only.
@@ -19,6 +24,7 @@ struct Rank {
   char* const* controls;  // the same of each rank, as mapped here; null where they are not
   char* const* arenas_of;
   unsigned* complete;     // parts of messages that are complete: of each channel and peer
+  unsigned* failed;       // 1 once a kernel of this rank has failed
   Failure* failure;       // in host memory
   Word timeout_ns;
 };
@@ -77,7 +83,7 @@ __device__ __forceinline__ void copy_bytes(char* to, const char* from, Word byte
 
 class DeviceFabric {
  public:
-  __device__ DeviceFabric(const Rank& me, int channel) : me_(me), channel_(channel) {}
+  __device__ DeviceFabric(const Rank& me, int channel) : channel_(channel), me_(me) {}
 
   __device__ int rank() const { return int(me_.rank); }
   __device__ int ranks() const { return int(me_.ranks); }
@@ -93,17 +99,6 @@ class DeviceFabric {
   }
   __device__ void all_put() const { __syncthreads(); }
 
-  __device__ void put(int peer, Word to, const char* from, Word bytes) const {
-    char* mapped = me_.arenas_of[peer];
-    if (mapped != nullptr) {
-      copy_bytes(mapped + to, from, bytes);
-      return;
-    }
-#ifdef DISTCA_NVSHMEM
-    if (bytes) nvshmemx_putmem_nbi_block(me_.arenas + to, from, bytes, peer);
-#endif
-  }
-
   __device__ void fence(int peer) const {
     __threadfence_system();
 #ifdef DISTCA_NVSHMEM
@@ -118,8 +113,6 @@ class DeviceFabric {
       return;
     }
 #ifdef DISTCA_NVSHMEM
-    using Signal = unsigned long;
-    static_assert(sizeof(Signal) == sizeof(Word), "a signal holds an epoch");
     nvshmemx_signal_op(reinterpret_cast<Signal*>(me_.control + flag), value, NVSHMEM_SIGNAL_SET,
                        peer);
 #endif
@@ -134,13 +127,22 @@ class DeviceFabric {
     return last;
   }
 
-  __device__ Outcome wait_for(int, Word flag, Word value) const {
+  __device__ Outcome wait_for(int peer, Word flag, Word value) const {
     const Word started = nanoseconds();
     while (load_acquire(me_.control + flag) < value) {
       if (load_acquire(me_.control + kAbortWord) != 0) return Outcome::aborted;
       if (nanoseconds() - started > me_.timeout_ns) return Outcome::timed_out;
       __nanosleep(100);
     }
+#ifdef DISTCA_NVSHMEM
+    // What a network card wrote before the flag need not be there with it: NVSHMEM's own look at the
+    // flag sees to that, on machines where it must.
+    if (me_.arenas_of[peer] == nullptr) {
+      nvshmem_uint64_test(reinterpret_cast<Signal*>(me_.control + flag), NVSHMEM_CMP_GE, value);
+    }
+#else
+    (void)peer;
+#endif
     return Outcome::done;
   }
 
@@ -150,7 +152,9 @@ class DeviceFabric {
       const Word why = abort_word(outcome, rank(), peer);
       for (int other = 0; other < ranks(); ++other) set(other, kAbortWord, why);
     }
-    if (atomicCAS_system(&me_.failure->peer, kNobody, Word(peer)) != kNobody) return;
+    // In device memory: a GPU's atomics on the host's memory are not atomic on every machine.
+    if (atomicExch(me_.failed, 1u) != 0) return;
+    me_.failure->peer = Word(peer);
     me_.failure->sending = sending;
     me_.failure->channel = channel_;
     me_.failure->epoch = epoch;
@@ -161,11 +165,53 @@ class DeviceFabric {
   }
 
  private:
-  // `Failure::peer` before anything has failed.
-  static constexpr Word kNobody = ~Word(0);
+#ifdef DISTCA_NVSHMEM
+  using Signal = unsigned long;
+  static_assert(sizeof(Signal) == sizeof(Word), "a signal holds an epoch");
+#endif
 
-  const Rank& me_;
   const int channel_;
+
+ protected:
+  const Rank& me_;
+};
+
+// The fabric that also puts.
+class SendingFabric : public DeviceFabric {
+ public:
+  // `bulk`: by the tensor memory accelerator, on GPUs that have one.
+  __device__ SendingFabric(const Rank& me, int channel, bool bulk)
+      : DeviceFabric(me, channel), bulk_(bulk) {}
+
+  __device__ void put(int peer, Word to, const char* from, Word bytes) {
+    char* mapped = me_.arenas_of[peer];
+    if (mapped != nullptr) {
+      if (!put_in_bulk(mapped + to, from, bytes)) copy_bytes(mapped + to, from, bytes);
+      return;
+    }
+#ifdef DISTCA_NVSHMEM
+    if (bytes) nvshmemx_putmem_nbi_block(me_.arenas + to, from, bytes, peer);
+#endif
+  }
+
+ private:
+#ifdef DISTCA_BULK_COPY
+  // False: nothing is done. The block's first thread, which signals, sees that its copy is complete.
+  __device__ bool put_in_bulk(char* to, const char* from, Word bytes) {
+    const BulkPart part = bulk_part(to, from, bytes);
+    if (!bulk_ || part.begin == part.end) return false;
+    copy_units<char>(to, from, 0, part.begin);
+    copy_units<char>(to, from, part.end, bytes);
+    if (leads()) bulk_copy_.copy(to + part.begin, from + part.begin, part.end - part.begin);
+    return true;
+  }
+
+  BulkCopy<TensorMemoryAccelerator> bulk_copy_{TensorMemoryAccelerator()};
+#else
+  __device__ bool put_in_bulk(char*, const char*, Word) { return false; }
+#endif
+
+  const bool bulk_;
 };
 
 }  // namespace distca
