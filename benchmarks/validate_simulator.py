@@ -291,8 +291,8 @@ def main() -> None:
         or len(setting.modes) * len(setting.tolerances) > 1
     ):
         parser.error(
-            f"{steps}: measured with a pipeline or tensor parallelism, or in several modes: measure "
-            "with one"
+            f"{steps}: measured with a pipeline or tensor parallelism, or in several "
+            "modes: measure with one"
         )
     if args.profile is None:
         args.profile = args.output / "simulator_profile.json"
