@@ -71,7 +71,6 @@ SET_HERE = {
     "--distca-pool-stages": "both ways are measured",
     "--no-distca-pool-stages": "both ways are measured",
     "--distca-servers": "plain Megatron has no dedicated servers",
-    "--distca-trace": "give it to pretrain_gpt.py",
     "--micro-batch-size": "it is 1",
     "--global-batch-size": "give --micro-batches",
     "--num-layers-per-virtual-pipeline-stage": "stages are not divided further here",
@@ -79,7 +78,11 @@ SET_HERE = {
     "--split": "give --mixes",
 }
 """Flags of `pretrain_gpt.py` that are not for the user to set, and why."""
-NOT_HERE = ("--save", "--load", "--eval-", "--exit-", "--log-", "--tensorboard-", "--train-iters")
+NOT_HERE = (
+    *("--save", "--no-save-", "--load", "--no-load-", "--finetune", "--eval-", "--exit-", "--log-"),
+    *("--tensorboard-", "--train-iters", "--distca-trace", "--distca-max-document-length"),
+)
+"""Beginnings of others that would do nothing."""
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -134,7 +137,9 @@ def setting_of(args: argparse.Namespace, megatron_flags: Sequence[str], started:
     """
     _refuse_flags(megatron_flags)
     gpus = torch.cuda.device_count()
-    processes = args.processes or started or gpus or len(os.sched_getaffinity(0))
+    processes = args.processes
+    if processes is None:
+        processes = started or gpus or len(os.sched_getaffinity(0))
     if started and processes != started:
         raise ValueError(
             f"--processes {processes}, but the launcher started {started}: leave it out"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shlex
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
@@ -66,6 +66,18 @@ def table(setting: Setting, summaries: dict[str, Any]) -> str:
     return "\n".join(f"| {' | '.join(row)} |" for row in rows)
 
 
+def _command(argv: Sequence[str], launched: bool) -> str:
+    """As one would type it, with DIR for the folder of the report."""
+    words = list(argv)
+    for at, word in enumerate(words):
+        if word == "--output":
+            words[at + 1] = "DIR"
+        elif word.startswith("--output="):
+            words[at] = "--output=DIR"
+    launcher = "torchrun ..." if launched else "python"
+    return f"{launcher} benchmarks/throughput.py {shlex.join(words)}"
+
+
 def write_report(folder: Path, setting: Setting, summaries: dict[str, Any], launched: bool) -> None:
     """Writes throughput.json and throughput.md.
 
@@ -76,8 +88,7 @@ def write_report(folder: Path, setting: Setting, summaries: dict[str, Any], laun
         launched: a launcher started the processes.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    flags = shlex.join(sys.argv[1:]).replace(str(folder), "DIR")
-    command = f"{'torchrun ...' if launched else 'python'} benchmarks/throughput.py {flags}".strip()
+    command = _command(sys.argv[1:], launched)
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else cpu_name()
     versions = {name: version(name) for name in ("torch", "megatron-core")}
     model = model_size(parsed(setting, []))

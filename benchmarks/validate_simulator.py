@@ -283,6 +283,8 @@ def main() -> None:
             )
         )
     saved = json.loads(steps.read_text())
+    if "model" not in saved:
+        parser.error(f"{steps} is not a throughput.json that `throughput.py --output` wrote")
     setting, model = Setting.of_json(saved["setting"]), ModelSize(**saved["model"])
     if (
         setting.stages > 1

@@ -94,6 +94,7 @@ def test_throughput_under_torchrun(tmp_path) -> None:
     written = (tmp_path / "throughput.md").read_text()
     assert "torchrun ... benchmarks/throughput.py --seq-length 512" in written
     assert str(tmp_path) not in written
+    assert "--output DIR\n" in written
     assert printed.strip().endswith(written.split("\n\n")[-1].strip())
     found = json.loads((tmp_path / "throughput.json").read_text())
     setting = Setting.of_json(found["setting"])
