@@ -10,7 +10,7 @@ from cluster_report import Options, Report, table
 from cluster_sweep import Runner, Unit
 
 from distca.cost.models import MODELS
-from distca.simulate import CLUSTERS, WAYS, Candidate, ModelCosts
+from distca.simulate import CLUSTERS, WAYS, Candidate
 
 ABLATED = [("llama-8b", 8, 8), ("llama-8b", 8, 16), ("llama-34b", 4, 8), ("llama-34b", 4, 16)]
 """Model, sequences of 128K (1M and 512K tokens), nodes: Figures 11 and 12."""
@@ -132,7 +132,7 @@ def figure_12(runner: Runner, options: Options) -> Report:
 def appendix(runner: Runner, options: Options) -> Report:
     """Appendix A: into how many shards a document can be cut with all communication hidden."""
     model, at = MODELS["llama-34b"], CLUSTERS["dgx-h200"]
-    flops = 2.0 * ModelCosts(model, at).layer_parameters
+    flops = 2.0 * model.layer_parameters
     seconds = flops / (at.peak_tflops * 1e12 * at.linear_mfu)
     hidden = seconds * at.network_gb_per_s * 1e9
     shape = model.attention_shape()

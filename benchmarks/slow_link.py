@@ -32,8 +32,8 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
-from throughput import Measured, start_process
-from throughput_summary import Setting
+from throughput_run import Measured, start_process
+from throughput_setting import Setting
 from tqdm import tqdm
 
 from distca.cost.volume import PHASES
@@ -80,7 +80,7 @@ def work(rank: int, base: Setting, sizes: list[int], store: str) -> None:
         found = {
             name: {
                 "seconds": statistics.median(step.seconds for step in row),
-                "bytes": row[0].bytes_moved,
+                "bytes": row[0].bytes_sent,
             }
             for name, row in steps.items()
         }
@@ -228,8 +228,7 @@ def plot(rows: list[dict[str, Any]], path: Path) -> None:
 def main() -> None:
     if sys.argv[1:2] == ["--work"]:
         given, sizes, store = json.loads(sys.argv[3])
-        lists = {name: tuple(given[name]) for name in ("schedulers", "modes", "mixes")}
-        work(int(sys.argv[2]), Setting(**given | lists), sizes, store)
+        work(int(sys.argv[2]), Setting.of_json(given), sizes, store)
         return
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
     parser.add_argument("--processes", type=int, default=2)

@@ -24,8 +24,8 @@ matplotlib.use("Agg")
 
 import matplotlib.pyplot as plt
 import numpy as np
-from throughput import measured
-from throughput_summary import LONG_TAIL, Setting
+from throughput_run import measured
+from throughput_setting import LONG_TAIL, Setting
 
 from data.lengths import DISTRIBUTIONS, draw
 from distca.cost.link import Links

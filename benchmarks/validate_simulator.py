@@ -1,7 +1,7 @@
 """The simulator against real processes of this machine: predicted and measured seconds of a step.
 
     python benchmarks/validate_simulator.py --output results/
-    python benchmarks/validate_simulator.py --throughput steps.json --profile profile.json ...
+    python benchmarks/validate_simulator.py --throughput throughput.json --profile profile.json ...
 
 Without `--throughput` it runs `benchmarks/throughput.py` with the schedulers and mixes below, whole
 micro-batches and no pipeline; without `--profile` it measures the attention kernel by `distca
@@ -38,7 +38,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from throughput_summary import LONG_TAIL, SHORT, Setting, document_lengths
+from throughput_setting import LONG_TAIL, SHORT, Setting, document_lengths
 
 from distca.attention import select_kernel
 from distca.cost.link import Links
@@ -54,21 +54,6 @@ MIXES = (LONG_TAIL, "pretrain", "lognormal", "fixed")
 TIE, SAME = 0.02, 0.005
 """Of the time: measured medians that are closer are not told apart; predictions that are closer are
 of plans that are the same, or as good."""
-
-
-def model_of(setting: Setting) -> ModelSize:
-    """What `throughput.py` trains; its MLP has Megatron's default width for gated ones."""
-    heads = setting.hidden_size // 32
-    ffn = int(4 * setting.hidden_size * 2 / 3 / 64) * 64
-    return ModelSize(
-        setting.layers,
-        setting.hidden_size,
-        heads,
-        heads // 4,
-        32,
-        ffn,
-        512,
-    )
 
 
 def backward_over_forward(profile: Profile) -> float:
@@ -134,11 +119,14 @@ def link_of_processes(processes: int) -> tuple[float, float]:
     return (processes - 1) * nbytes / max(large - small, 1e-9) / 1e9, small
 
 
-def describe_machine(setting: Setting, profile: Profile, rest_seconds: float) -> Cluster:
+def describe_machine(
+    setting: Setting, model: ModelSize, profile: Profile, rest_seconds: float
+) -> Cluster:
     """This machine to the simulator.
 
     Args:
         setting: what was measured.
+        model: what was trained.
         profile: kernel times.
         rest_seconds: of a step of documents of one block.
     """
@@ -158,7 +146,7 @@ def describe_machine(setting: Setting, profile: Profile, rest_seconds: float) ->
         network_latency=latency,
         launch_seconds=0.0,
     )
-    costs = ModelCosts(model_of(setting), machine, dtype_bytes=4)
+    costs = ModelCosts(model, machine, dtype_bytes=4)
     block = np.array([BLOCK])
     short = float(profile.seconds(block, block, block * (block + 1) // 2)[0])
     blocks = setting.seq_length // BLOCK
@@ -184,10 +172,15 @@ class Prediction:
 
 
 def predict(
-    setting: Setting, mix: str, scheduler: str, machine: Cluster, profile: Profile
+    setting: Setting,
+    model: ModelSize,
+    mix: str,
+    scheduler: str,
+    machine: Cluster,
+    profile: Profile,
 ) -> float:
     """Seconds of all batches of a mix."""
-    costs = ModelCosts(model_of(setting), machine, dtype_bytes=4)
+    costs = ModelCosts(model, machine, dtype_bytes=4)
     config = ScheduleConfig(
         tolerance=setting.tolerances[0],
         shape=costs.shape,
@@ -277,34 +270,40 @@ def main() -> None:
     args.output = args.output.absolute()
     args.output.mkdir(parents=True, exist_ok=True)
     commands = []
-    steps = args.throughput or args.output / "simulator_steps.json"
+    steps = args.throughput or args.output / "throughput.json"
     if args.throughput is None:
         commands.append(
             run(
                 args.output,
                 *("benchmarks/throughput.py", "--modes", "whole"),
-                *("--schedulers", *SCHEDULERS, "--mixes", *args.mixes, "--json", str(steps)),
+                *("--schedulers", *SCHEDULERS, "--mixes", *args.mixes),
+                *("--output", str(args.output)),
                 *("--seq-length", str(args.seq_length), "--hidden-size", str(args.hidden_size)),
                 *("--batches", str(args.batches), "--rounds", str(args.rounds)),
             )
         )
     saved = json.loads(steps.read_text())
-    known = {name: saved["setting"][name] for name in Setting.__dataclass_fields__}
-    setting = Setting(**{n: tuple(v) if isinstance(v, list) else v for n, v in known.items()})
+    if "model" not in saved:
+        parser.error(f"{steps} is not a throughput.json that `throughput.py --output` wrote")
+    setting, model = Setting.of_json(saved["setting"]), ModelSize(**saved["model"])
     if (
         setting.stages > 1
+        or setting.tensor_parallel > 1
         or setting.micro_batches > 1
         or len(setting.modes) * len(setting.tolerances) > 1
     ):
-        parser.error(f"{steps}: measured with a pipeline, or in several modes: measure with one")
+        parser.error(
+            f"{steps}: measured with a pipeline or tensor parallelism, or in several "
+            "modes: measure with one"
+        )
     if args.profile is None:
         args.profile = args.output / "simulator_profile.json"
-        heads = setting.hidden_size // 32
         commands.append(
             run(
                 args.output,
-                *("-m", "distca.cost.profile", "--dtype", "fp32", "--head-dim", "32"),
-                *("--heads", str(heads), "--kv-heads", str(heads // 4)),
+                *("-m", "distca.cost.profile", "--dtype", "fp32"),
+                *("--head-dim", str(model.head_dim)),
+                *("--heads", str(model.heads), "--kv-heads", str(model.kv_heads)),
                 *("--max-length", str(setting.seq_length), "--output", str(args.profile)),
             )
         )
@@ -312,10 +311,10 @@ def main() -> None:
     torch.set_num_threads(1)
     seconds = {mix: saved["mixes"][mix]["seconds"] for mix in setting.mixes}
     rest = statistics.median(value for mix in seconds.values() for value in mix[SHORT])
-    machine = describe_machine(setting, profile, rest)
+    machine = describe_machine(setting, model, profile, rest)
     found = [
         Prediction(
-            mix, name, sum(seconds[mix][name]), predict(setting, mix, name, machine, profile)
+            mix, name, sum(seconds[mix][name]), predict(setting, model, mix, name, machine, profile)
         )
         for mix in setting.mixes
         for name in setting.schedulers
@@ -323,7 +322,7 @@ def main() -> None:
     text = report(setting, machine, profile, found, commands)
     (args.output / "simulator.md").write_text(text)
     rows = [p.__dict__ | {"error": p.error} for p in found]
-    figures = {"setting": known, "machine": machine.__dict__, "predictions": rows}
+    figures = {"setting": saved["setting"], "machine": machine.__dict__, "predictions": rows}
     (args.output / "simulator.json").write_text(json.dumps(figures, indent=1) + "\n")
     print(text)
 

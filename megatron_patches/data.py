@@ -109,6 +109,13 @@ def window_layout(args: Namespace) -> WindowLayout:
     )
 
 
+def model_device() -> torch.device:
+    """Where this process has its model."""
+    if torch.cuda.is_available():
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
+
+
 def build_data(
     args: Namespace, train_samples: int, valid_samples: int, test_samples: int
 ) -> DataIterators:
@@ -128,11 +135,7 @@ def build_data(
     if not args.data_path:
         raise ValueError("give --data-path: the prefix of an indexed dataset (.bin and .idx)")
     layout = window_layout(args)
-    device = (
-        torch.device("cuda", torch.cuda.current_device())
-        if torch.cuda.is_available()
-        else (torch.device("cpu"))
-    )
+    device = model_device()
     make = batch_maker(args, layout, device)
     control = make.servers.control if isinstance(make, PlannedMaker) else None
     if control is not None:

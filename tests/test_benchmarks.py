@@ -6,16 +6,32 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from distca.attention.reference import document_visibility
+from distca.cost.models import ModelSize
+from distca.plan import Mask
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
+from throughput import build_parser, peak_of_gpu, setting_of
+from throughput_report import table
+from throughput_setting import PLAIN, SHORT, Setting, document_lengths, pairs_of_ranks
+from throughput_step import Step
+from throughput_summary import summarize
 
 ROOT = Path(__file__).parent.parent
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2")
 
 
-def run(script: str, output: Path, *flags: str) -> str:
+def run(script: str, output: Path, *flags: str, launcher: Sequence[str] = ()) -> str:
     done = subprocess.run(
-        [sys.executable, f"benchmarks/{script}.py", *flags, "--output", str(output)],
+        [sys.executable, *launcher, f"benchmarks/{script}.py", *flags, "--output", str(output)],
         cwd=ROOT,
         env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
         capture_output=True,
@@ -64,3 +80,141 @@ def test_step_time_and_bytes_by_tolerance(tmp_path) -> None:
         assert strict["megabytes"] >= loose["megabytes"]
         assert strict["compute_ms"] <= loose["compute_ms"]
     assert (tmp_path / "tolerance.png").stat().st_size > 1000
+
+
+def test_throughput_under_torchrun(tmp_path) -> None:
+    """Two processes that torchrun started, with Megatron's own flags for all ways."""
+    sizes = ["--seq-length", "512", "--hidden-size", "64", "--num-layers", "1", "--batches", "1"]
+    sizes += ["--rounds", "1", "--mixes", "pretrain", "--schedulers", "tiles", "--seed", "4"]
+    megatron = ["--num-query-groups", "2", "--use-distributed-optimizer", "--overlap-grad-reduce"]
+    megatron += ["--overlap-param-gather", "--bf16"]
+    printed = run(
+        "throughput", tmp_path, *sizes, *megatron, "--peak-tflops", "0.5", launcher=TORCHRUN
+    )
+    written = (tmp_path / "throughput.md").read_text()
+    assert "torchrun ... benchmarks/throughput.py --seq-length 512" in written
+    assert str(tmp_path) not in written
+    assert "--output DIR\n" in written
+    assert printed.strip().endswith(written.split("\n\n")[-1].strip())
+    found = json.loads((tmp_path / "throughput.json").read_text())
+    setting = Setting.of_json(found["setting"])
+    assert (setting.processes, found["model"]["kv_heads"]) == (2, 2)
+    summary = found["mixes"]["pretrain"]
+    plain, *ways = summary["ways"].values()
+    assert [*summary["ways"]] == [PLAIN, "tiles, ping-pong", "tiles, whole"]
+    assert plain["pairs_max_over_mean"] > 1.3
+    for way in ways:
+        assert way["pairs_max_over_mean"] < 1.1
+        assert way["kernels_max_over_mean"] >= 1
+        assert 0 < way["exposed_share"] < 1
+        assert way["peak_bytes"] > 0
+        assert max(way["bytes_sent_of_ranks"]) > 0
+        assert way["ratio"] == pytest.approx(plain["seconds"] / way["seconds"])
+        # Half a TFLOP/s of each of two processes.
+        assert way["mfu"] == pytest.approx(summary["model_flops"] / way["seconds"] / 1e12)
+
+
+def setting_from(*flags: str, started: int = 2) -> Setting:
+    return setting_of(*build_parser().parse_known_args(flags), started)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--processes", "4"], "--processes 4, but the launcher started 2"),
+        (["--tensor-model-parallel-size", "4"], "2 processes are no multiple of tensor x pipeline"),
+        (["--distca-scheduler=tiles"], "--distca-scheduler is not for this benchmark: give --sch"),
+        (["--save", "x"], "--save does nothing here"),
+        (["--num-query-groups", "3"], "--num-query-groups 3 does not divide"),
+        (["--schedulers", "tiles", "--distca-backward", "keep", "--rounds", "0"], "--rounds 0"),
+    ],
+)
+def test_throughput_refuses(flags, message) -> None:
+    with pytest.raises(ValueError, match=message):
+        setting_from(*flags)
+
+
+def test_the_peak_is_known_of_some_gpus() -> None:
+    assert peak_of_gpu("NVIDIA H100 80GB HBM3") == 990
+    assert peak_of_gpu("NVIDIA H100 PCIe") is None
+
+
+@pytest.mark.parametrize("window", [None, 9])
+def test_operations_of_a_step(window) -> None:
+    """Against torch's own count of a layer, and pairs counted one by one."""
+    tokens, hidden, heads, kv_heads, head_dim, ffn, vocabulary = 6, 20, 4, 2, 8, 24, 40
+    model = ModelSize(3, hidden, heads, kv_heads, head_dim, ffn, vocabulary)
+
+    def linear(x: torch.Tensor, width: int) -> torch.Tensor:
+        return x @ torch.randn(x.shape[-1], width, requires_grad=True)
+
+    with FlopCounterMode(display=False) as counter:
+        x = torch.randn(tokens, hidden, requires_grad=True)
+        for _ in range(model.layers):
+            q, k, v = (linear(x, n * head_dim) for n in (heads, kv_heads, kv_heads))
+            q, k, v = (each.view(tokens, -1, head_dim).transpose(0, 1) for each in (q, k, v))
+            k, v = (each.repeat_interleave(heads // kv_heads, dim=0) for each in (k, v))
+            out = (q @ k.transpose(1, 2)).softmax(-1) @ v
+            x = linear(out.transpose(0, 1).reshape(tokens, -1), hidden)
+            x = linear(linear(x, ffn) * linear(x, ffn), hidden)
+        linear(x, vocabulary).sum().backward()
+    # Every query saw every key.
+    assert model.training_flops(tokens, tokens**2) == counter.get_total_flops()
+
+    setting = setting_from("--seq-length", "128", "--batches", "2", "--micro-batches", "2")
+    lengths = document_lengths(setting, "pretrain")
+    visible = document_visibility(lengths, window).numpy()
+    # Samples in turn: of a batch's micro-batches, each rank's tokens.
+    counts = visible.sum(axis=1).reshape(2, 2, 2, 128).sum(axis=-1)
+    np.testing.assert_array_equal(pairs_of_ranks(setting, "pretrain", Mask(window)), counts)
+
+
+def timeline(waits: Sequence[int], kernels: Sequence[int], pairs: int) -> list[dict]:
+    """A forward and a backward tick of 10 seconds each; seconds of their spans."""
+    events = []
+    for tick, phase in enumerate(("forward", "backward")):
+        labels = {"tick": tick, "phase": phase, "pairs": pairs}
+        for name, lane, seconds in (
+            (f"{phase}: micro-batch 0", "ticks", 10),
+            ("wait for dispatch", "exchange", waits[tick]),
+            ("wait for return", "exchange", waits[tick]),
+            ("return", "exchange", 3),
+            ("core attention", "kernels", kernels[tick]),
+            ("pass on", "pipeline", 1),
+        ):
+            times = {"dur": seconds * 1e6, "tdur": seconds * 5e5}
+            events.append({"name": name, "cat": lane, "args": labels} | times)
+    return events
+
+
+def test_imbalance_and_exposed_communication() -> None:
+    """Two ranks, by hand."""
+    setting = setting_from(
+        *("--seq-length", "128", "--schedulers", "tiles", "--modes", "whole"),
+        *("--batches", "1", "--rounds", "2", "--mixes", "pretrain"),
+    )
+    ranks = []
+    for waits, kernels, pairs in (((1, 2), (2, 4), 100), ((0, 1), (4, 2), 300)):
+        step = Step(seconds=20.0)
+        step.read_timeline(timeline(waits, kernels, pairs))
+        assert (step.ticks, step.pairs) == ([5.0, 5.0], [pairs])
+        assert step.kernel_seconds == [*kernels]
+        plain, short = ([[Step(seconds=seconds)] * 2] for seconds in (25.0, 5.0))
+        ranks.append({PLAIN: plain, "tiles": [[step, step]], SHORT: short})
+    model = ModelSize(1, 8, 1, 1, 8, 8, 8)
+    summary = summarize(setting, "pretrain", ranks, model, Mask())
+    plain, way = summary["ways"][PLAIN], summary["ways"]["tiles"]
+    # Rank 0 waits six of twenty seconds, rank 1 two.
+    assert way["exposed_share"] == pytest.approx((6 + 2) / 2 / 20)
+    assert way["pairs_max_over_mean"] == pytest.approx(300 / 200)
+    # In each tick all wait for the slower, though both ranks have six seconds of work.
+    assert way["kernels_max_over_mean"] == pytest.approx((4 + 4) / (3 + 3))
+    assert way["ratio"] == pytest.approx(25 / 20)
+    assert way["mfu"] is None
+    loads = pairs_of_ranks(setting, "pretrain", Mask())[0, 0]
+    assert plain["pairs_max_over_mean"] == pytest.approx(loads.max() / loads.mean())
+    head, _, first, second = table(setting, {"pretrain": summary}).splitlines()
+    assert "MFU" not in head
+    assert "exposed" in head
+    assert first.startswith("| pretrain | plain | ")
+    assert "| 20.0% |" in second

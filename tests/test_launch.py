@@ -172,6 +172,25 @@ def test_elsewhere_than_in_the_repository(tmp_path) -> None:
         )
 
 
+@pytest.mark.parametrize("model", ["llama-8b", "llama-34b", "llama-70b"])
+def test_the_benchmark_takes_the_printed_flags(model) -> None:
+    from throughput import build_parser, setting_of
+    from throughput_run import model_size, parsed
+
+    flags = ["--model", model, "--schedulers", "tiles", "--output", "o", "--num-layers=4"]
+    done = launch("slurm/throughput.sh", "--dry-run", *flags)
+    assert done.returncode == 0, done.stderr
+    words = shlex.split(done.stdout.splitlines()[1])
+    flags = words[words.index("benchmarks/throughput.py") + 1 :]
+    args, megatron_flags = build_parser().parse_known_args(flags)
+    setting = setting_of(args, megatron_flags, 32)
+    assert (setting.data_parallel_size, setting.schedulers) == (4, ("tiles",))
+    found, size = model_size(parsed(setting, [])), MODELS[model]
+    assert (found.layers, found.heads, found.kv_heads) == (4, size.heads, size.kv_heads)
+    assert found.ffn_hidden_size == size.ffn_hidden_size
+    assert args.output == Path("o")
+
+
 def test_the_printed_command_trains(slurm, tmp_path) -> None:
     """The dry run's output, run by a shell: two processes over gloo, two iterations."""
     from data.prepare import main

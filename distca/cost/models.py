@@ -1,9 +1,10 @@
-"""Sizes of published models, by name."""
+"""A model's sizes, what follows from them, and the sizes of published models by name."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+from distca.cost.model import AnalyticCost
 from distca.cost.volume import AttentionShape
 
 
@@ -46,6 +47,40 @@ class ModelSize:
             self.head_dim,
             dtype_bytes,
         )
+
+    @property
+    def pre_parameters(self) -> int:
+        """Of a layer's projections to queries, keys and values."""
+        return self.hidden_size * (self.heads + 2 * self.kv_heads) * self.head_dim
+
+    @property
+    def post_parameters(self) -> int:
+        """Of a layer's output projection and gated MLP."""
+        return self.hidden_size * (self.heads * self.head_dim + 3 * self.ffn_hidden_size)
+
+    @property
+    def layer_parameters(self) -> int:
+        """Of one layer; norms and biases are left out."""
+        return self.pre_parameters + self.post_parameters
+
+    @property
+    def vocabulary_parameters(self) -> int:
+        """Of the embedding, and as many of the output layer."""
+        return self.vocab_size * self.hidden_size
+
+    def training_flops(self, tokens: int, pairs: int) -> float:
+        """Model operations of a training step: forward, and twice that backward.
+
+        Linear layers, the output layer among them, and the visible pairs of core attention. What a
+        run does beside, such as recomputing activations, is not counted.
+
+        Args:
+            tokens: of the global batch.
+            pairs: visible (query, key) pairs of its documents.
+        """
+        linear = 2.0 * (self.layers * self.layer_parameters + self.vocabulary_parameters)
+        per_pair = AnalyticCost.of_shape(self.attention_shape()).flops_per_pair
+        return 3.0 * (tokens * linear + self.layers * pairs * per_pair)
 
 
 MODELS = {

@@ -242,8 +242,9 @@ class GroupCall:
         """The final output of the local rows."""
         assert self._sent is not None
         with self._span("wait for return", "exchange"):
-            served, back = (self._local[0], self._local[1]), self._sent.wait()
-            out, lse = merge_returned(self._exchange, served, back, self._workspace, self._scratch)
+            back = self._sent.wait()
+        served = (self._local[0], self._local[1])
+        out, lse = merge_returned(self._exchange, served, back, self._workspace, self._scratch)
         self._sent, self._local = None, ()
         # Without its history, the output does not keep itself alive.
         self._outputs = (out.detach(), lse)
@@ -303,6 +304,6 @@ class GroupCall:
         assert self._sent is not None
         with self._span("wait for return backward", "exchange"):
             back = self._sent.wait()
-            gradients = add_returned(self._exchange, self._local, back, self._scratch)
+        gradients = add_returned(self._exchange, self._local, back, self._scratch)
         self._sent, self._local = None, ()
         return gradients

@@ -52,28 +52,6 @@ class ModelCosts:
         m = self.model
         return m.hidden_size, m.heads * m.head_dim, m.kv_heads * m.head_dim, m.ffn_hidden_size
 
-    @property
-    def pre_parameters(self) -> int:
-        """Of a layer's projections to queries, keys and values."""
-        hidden, q, kv, _ = self._widths
-        return hidden * (q + 2 * kv)
-
-    @property
-    def post_parameters(self) -> int:
-        """Of a layer's output projection and gated MLP."""
-        hidden, q, _, ffn = self._widths
-        return hidden * q + 3 * hidden * ffn
-
-    @property
-    def layer_parameters(self) -> int:
-        """Of one layer."""
-        return self.pre_parameters + self.post_parameters
-
-    @property
-    def vocabulary_parameters(self) -> int:
-        """Of the embedding, and as many of the output layer."""
-        return self.model.vocab_size * self.model.hidden_size
-
     def _token_seconds(self, parameters: int, collectives: int) -> tuple[float, float]:
         """Of a token, forward and backward."""
         at = self.cluster
@@ -86,15 +64,15 @@ class ModelCosts:
 
     def pre_seconds(self) -> tuple[float, float]:
         """A token's part of a layer before core attention, forward and backward."""
-        return self._token_seconds(self.pre_parameters, TENSOR_COLLECTIVES["pre"])
+        return self._token_seconds(self.model.pre_parameters, TENSOR_COLLECTIVES["pre"])
 
     def post_seconds(self) -> tuple[float, float]:
         """A token's part of a layer after core attention."""
-        return self._token_seconds(self.post_parameters, TENSOR_COLLECTIVES["post"])
+        return self._token_seconds(self.model.post_parameters, TENSOR_COLLECTIVES["post"])
 
     def head_seconds(self) -> tuple[float, float]:
         """A token's output layer, on the last stage."""
-        return self._token_seconds(self.vocabulary_parameters, 1)
+        return self._token_seconds(self.model.vocabulary_parameters, 1)
 
     def activation_bytes(self) -> float:
         """Kept of a token for one layer's backward pass, by each GPU."""
@@ -120,8 +98,8 @@ class ModelCosts:
 
     def stage_parameters(self, stage: int, stages: int) -> float:
         """Of one GPU of a stage."""
-        parameters = self.model.layers // stages * self.layer_parameters
-        parameters += self.vocabulary_parameters * ((stage == 0) + (stage == stages - 1))
+        parameters = self.model.layers // stages * self.model.layer_parameters
+        parameters += self.model.vocabulary_parameters * ((stage == 0) + (stage == stages - 1))
         return parameters / self.tensor_parallel
 
     def gradient_seconds(self, stage: int, stages: int, replicas: int, crosses: bool) -> float:

@@ -5,6 +5,7 @@ Schedules, data parallelism, optimizers and checkpoints are megatron-core's; the
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import os
@@ -14,7 +15,7 @@ import sys
 import time
 import traceback
 from argparse import Namespace
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -46,14 +47,24 @@ def pretrain(job: Job, argv: Sequence[str] | None = None) -> None:
     process = LaunchedProcess.by_torchrun()
     setup_logging(process.rank)
     args = _arguments_or_exit(job, argv, process)
-    try:
-        _initialize(args, process)
+    with ending_the_job_on_failure():
+        initialize(args, process)
         if args.processes is not None and args.processes.serves_only:
             serve(job, args)
         else:
             _train(build_run(job, args))
         dist.barrier()
         dist.destroy_process_group()
+
+
+@contextlib.contextmanager
+def ending_the_job_on_failure() -> Iterator[None]:
+    """A rank that fails inside prints its message and ends at once with a status other than 0.
+
+    The launcher then ends the others.
+    """
+    try:
+        yield
     except BaseException as error:
         if isinstance(error, ValueError):
             message = f"error: {error}"
@@ -104,8 +115,14 @@ def _arguments_or_exit(job: Job, argv: Sequence[str] | None, process: LaunchedPr
     return args
 
 
-def _initialize(args: Namespace, process: LaunchedProcess) -> None:
-    """Process groups and random seeds."""
+def initialize(args: Namespace, process: LaunchedProcess, store: Any = None) -> None:
+    """Process groups and random seeds; on a GPU of its own where there are any.
+
+    Args:
+        args: the flags.
+        process: which one this is.
+        store: where processes without a launcher meet (`torch.distributed.Store`).
+    """
     if torch.cuda.is_available():
         torch.cuda.set_device(process.local_rank)
     timeout = timedelta(minutes=args.distributed_timeout_minutes)
@@ -127,13 +144,15 @@ def _initialize(args: Namespace, process: LaunchedProcess) -> None:
         if args.processes.serves_only:
             return
     else:
+        if store is None and process.alone:
+            # A process by itself needs no address to meet others at.
+            store = dist.HashStore()  # type: ignore[attr-defined]
         dist.init_process_group(
             args.distributed_backend,
             rank=process.rank,
             world_size=process.world_size,
             timeout=timeout,
-            # A process by itself needs no address to meet others at.
-            store=dist.HashStore() if process.alone else None,  # type: ignore[attr-defined]
+            store=store,
         )
     initialize_megatron(args)
 

@@ -1,0 +1,143 @@
+"""What `benchmarks/throughput.py` measures: sizes, ways to train, and documents."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from lengths_only import VOCABULARY
+
+from data.lengths import DISTRIBUTIONS, draw
+from distca.plan import Mask
+from distca.plan.span import Int64s
+
+MODES = ("ping-pong", "whole")
+PLAIN, SHORT, APART = "plain", "documents of one block", ", stages apart"
+LONG_TAIL = "long-tail"
+MIXES = (LONG_TAIL, *DISTRIBUTIONS)
+_SCALE = 65_536
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What is measured.
+
+    Attributes:
+        processes: of all stages and tensor-parallel groups.
+        stages: of the pipeline.
+        micro_batches: of a batch.
+        seq_length: tokens of a data-parallel rank in a micro-batch.
+        layers: transformer layers.
+        hidden_size: width.
+        batches: different global batches of each mix, each a training step.
+        rounds: how often all batches are measured.
+        schedulers: of `--distca-scheduler`.
+        modes: "ping-pong", or "whole" micro-batches (`--no-distca-ping-pong`).
+        tolerances: of `--distca-tolerance`.
+        mixes: of document lengths: see `document_lengths`.
+        seed: of the document lengths.
+        tensor_parallel: processes that share each layer.
+        megatron_flags: all others, of every way to train; they win over those that are set here.
+        peak_tflops: dense operations of a process's device, 10^12 a second; None: not known.
+    """
+
+    processes: int
+    stages: int
+    micro_batches: int
+    seq_length: int
+    layers: int
+    hidden_size: int
+    batches: int
+    rounds: int
+    schedulers: tuple[str, ...]
+    modes: tuple[str, ...]
+    tolerances: tuple[float, ...]
+    mixes: tuple[str, ...]
+    seed: int
+    tensor_parallel: int = 1
+    megatron_flags: tuple[str, ...] = ()
+    peak_tflops: float | None = None
+
+    @staticmethod
+    def of_json(saved: dict[str, Any]) -> Setting:
+        """What `dataclasses.asdict` gave, as JSON keeps it."""
+        return Setting(**{n: tuple(v) if isinstance(v, list) else v for n, v in saved.items()})
+
+    @property
+    def data_parallel_size(self) -> int:
+        return self.processes // (self.stages * self.tensor_parallel)
+
+    @property
+    def tokens(self) -> int:
+        """Of a global batch."""
+        return self.data_parallel_size * self.micro_batches * self.seq_length
+
+    def flags(self) -> list[str]:
+        """Megatron's flags of every run; by default a head has 32 elements, and four share keys."""
+        heads = max(self.hidden_size // 32, 1)
+        flags = f"""
+            --num-layers {self.layers} --hidden-size {self.hidden_size}
+            --num-attention-heads {heads} --group-query-attention
+            --num-query-groups {max(heads // 4, 1)}
+            --normalization RMSNorm --swiglu --disable-bias-linear --position-embedding-type rope
+            --untie-embeddings-and-output-weights --attention-dropout 0 --hidden-dropout 0
+            --seq-length {self.seq_length} --micro-batch-size 1
+            --global-batch-size {self.data_parallel_size * self.micro_batches}
+            --tensor-model-parallel-size {self.tensor_parallel}
+            --pipeline-model-parallel-size {self.stages}
+            --train-iters 1000 --lr 1e-4 --eval-iters 0
+            --tokenizer-type NullTokenizer --vocab-size {VOCABULARY} --data-path none
+        """
+        return [*flags.split(), *self.megatron_flags]
+
+    def ways(self) -> dict[str, list[str]]:
+        """What is compared, by name, and its flags beside those of every run."""
+        ways: dict[str, list[str]] = {PLAIN: []}
+        kinds = itertools.product(self.schedulers, self.modes, self.tolerances)
+        for scheduler, mode, tolerance in kinds:
+            flags = ["--distca", "--distca-scheduler", scheduler]
+            flags += ["--distca-tolerance", str(tolerance)]
+            flags += [] if mode == "ping-pong" else ["--no-distca-ping-pong"]
+            name = scheduler if len(self.modes) == 1 else f"{scheduler}, {mode}"
+            name += f", tolerance {tolerance:g}" if len(self.tolerances) > 1 else ""
+            if self.stages > 1:
+                ways[f"{name}{APART}"] = [*flags, "--no-distca-pool-stages"]
+            ways[name] = flags
+        return ways
+
+
+def document_lengths(setting: Setting, mix: str) -> list[int]:
+    """Documents that fill all batches; one that reaches beyond a rank's tokens is cut there.
+
+    The mixes are the distributions of `data/lengths.py`, scaled so that 65,536 of their tokens are
+    a rank's, and "long-tail": lognormal around a 16th of a rank's tokens with sigma 2.
+    """
+    ranks = setting.batches * setting.micro_batches * setting.data_parallel_size
+    if mix == LONG_TAIL:
+        generator = np.random.default_rng(setting.seed)
+        count = ranks * setting.seq_length
+        drawn = np.exp(generator.normal(np.log(setting.seq_length / 16), 2.0, size=count))
+    else:
+        total = ranks * _SCALE
+        drawn = draw(DISTRIBUTIONS[mix], total, setting.seed) * setting.seq_length / _SCALE
+    drawn_lengths = iter(np.maximum(drawn, 1).astype(np.int64).tolist())
+    lengths = []
+    for _ in range(ranks):
+        left = setting.seq_length
+        while left:
+            lengths.append(min(next(drawn_lengths, left), left))
+            left -= lengths[-1]
+    return lengths
+
+
+def pairs_of_ranks(setting: Setting, mix: str, mask: Mask) -> Int64s:
+    """Visible pairs of documents as they came, `[batches, micro-batches, data-parallel ranks]`."""
+    shape = (setting.batches, setting.micro_batches, setting.data_parallel_size)
+    loads = np.zeros(int(np.prod(shape)), dtype=np.int64)
+    at = 0
+    for length in document_lengths(setting, mix):
+        loads[at // setting.seq_length] += mask.pairs(0, length, 0, length)
+        at += length
+    return loads.reshape(shape)

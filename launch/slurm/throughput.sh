@@ -1,0 +1,36 @@
+#!/usr/bin/env bash
+# Runs benchmarks/throughput.py on all GPUs: plain Megatron and schedulers of --distca on made-up
+# documents, in turn in the same processes. From the repository's root:
+#
+#     sbatch --nodes 4 launch/slurm/throughput.sh --output throughput
+#
+# --model llama-8b|llama-34b|llama-70b    the model's sizes
+# --container IMAGE    run in it: a Pyxis image, or an Apptainer .sif
+# --mounts A:B,C:D     directories for the container, besides the repository
+# --interface NAME     the network interface that ranks meet on, such as ib0
+# --port PORT          where they meet; default: from the job's number
+# --python FILE        the interpreter; default: .venv/bin/python
+# --output DIRECTORY   where throughput.json and throughput.md go; default: sweep
+# --dry-run            print the commands, run nothing (needs no Slurm)
+#
+# All other flags are benchmarks/throughput.py's, and win over those set here. All ways to train are
+# in memory together: choose fewer --schedulers, or --num-layers, if it is too little.
+#SBATCH --job-name=distca-throughput
+#SBATCH --nodes=4
+#SBATCH --ntasks-per-node=8
+#SBATCH --gpus-per-node=8
+#SBATCH --exclusive
+#SBATCH --time=02:00:00
+set -euo pipefail
+cd "${SLURM_SUBMIT_DIR:-.}"
+source launch/slurm/common.sh
+
+parse_launcher_options "$@"
+describe_job
+choose_model
+# --sequence-parallel is left out: wlb-llm gives ranks unequal numbers of tokens.
+on_all_ranks benchmarks/throughput.py "${model_flags[@]}" \
+    --bf16 --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather \
+    --tensor-model-parallel-size 8 --seq-length 32768 --vocab-size 128256 \
+    --distca-gpus-per-node "$ranks_per_node" --tolerances 0.1 --modes ping-pong \
+    --schedulers per-document-cp wlb-llm greedy tiles --output "$output" "${flags[@]}"
