@@ -4,10 +4,11 @@
 
 Needs root: each process runs in a network namespace of its own, all joined by a bridge, and each
 link lets through so many Mbit/s in each direction (token buckets). Every step is a real training
-step of `--distca` in three ways, in turn, in the same processes:
+step of `--distca` in four ways, in turn, in the same processes:
 
 * single-stream: every exchange is waited for where it starts (`--distca-ablation single-stream`);
 * ping-pong: as users run it;
+* head groups: ping-pong, and the heads in four groups (`--distca-head-groups 4`);
 * signal: every message is one byte (`--distca-ablation signal`), so that only imbalance is left.
 
 A step here is forward and backward; the reduction of gradients, which is the same for all, is left
@@ -41,6 +42,7 @@ from distca.cost.volume import PHASES
 WAYS = {
     "single-stream": ["--distca-ablation", "single-stream"],
     "ping-pong": [],
+    "head groups": ["--distca-head-groups", "4"],
     "signal": ["--distca-ablation", "signal"],
 }
 
@@ -192,17 +194,19 @@ def table(rows: list[dict[str, Any]]) -> str:
     """The figures as Markdown."""
     columns = ["tokens of a rank", "Mbit/s", "MB", "link s"]
     columns += [f"{name}, s" for name in WAYS]
-    columns += ["exposed s: single-stream", "ping-pong", "ping-pong / signal"]
+    columns += ["exposed s: single-stream", "ping-pong", "head groups"]
+    columns += ["ping-pong / signal", "head groups / signal"]
     table = [columns, ["---"] * len(columns)]
     for row in rows:
         seconds = [row["ways"][name]["seconds"] for name in WAYS]
         sent = row["ways"]["ping-pong"]["bytes"] / 1e6
-        exposed = [seconds[0] - seconds[2], seconds[1] - seconds[2]]
+        *others, signal = seconds
+        exposed = [each - signal for each in others]
         figures = [row["link_seconds"], *seconds, *exposed]
         table.append(
             [f"{row['tokens']}", f"{row['mbit_per_s']:g}", f"{sent:.1f}"]
             + [f"{figure:.2f}" for figure in figures]
-            + [f"{seconds[1] / seconds[2]:.3f}"]
+            + [f"{each / signal:.3f}" for each in others[1:]]
         )
     return "\n".join(f"| {' | '.join(row)} |" for row in table)
 
@@ -255,6 +259,8 @@ def main() -> None:
         tolerances=(0.1,),
         mixes=(),
         seed=0,
+        # As many key-value heads as head groups.
+        megatron_flags=("--num-query-groups", "4"),
     )
     rows = []
     with (

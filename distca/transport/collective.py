@@ -96,8 +96,10 @@ class _Collective(Pending):
         self._works, self._received = works, received
 
     def wait(self) -> torch.Tensor:
+        # gloo's messages can be waited for once; a second wait would be for another message.
         for work in self._works:
             work.wait()
+        self._works = ()
         return self._received
 
     def release(self) -> None:
