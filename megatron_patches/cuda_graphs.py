@@ -106,16 +106,22 @@ class SharedTensors:
 
 
 def _empty_like(tensors: Iterable[torch.Tensor]) -> Tensors:
-    return tuple(
-        torch.empty_like(each, memory_format=torch.contiguous_format, requires_grad=False)
-        for each in tensors
-    )
+    return tuple(torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in tensors)
 
 
 @torch.no_grad()
 def _copy(to: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor]) -> None:
     for mine, given in zip(to, tensors, strict=True):
         mine.copy_(given)
+
+
+class _Piece(torch.nn.Module):
+    """A function as a module, so that other tensors can take the place of its parameters."""
+
+    def __init__(self, function: Callable[..., Tensors], modules: Sequence[Any]) -> None:
+        super().__init__()
+        self.forward = function
+        self.parts = torch.nn.ModuleList(modules)
 
 
 class GraphedPiece:
@@ -127,7 +133,8 @@ class GraphedPiece:
     Args:
         function: of tensors, to tensors. No collectives, no random numbers, and nothing that waits
             for the device.
-        modules: all those whose parameters it uses, which stay where they are in memory.
+        modules: all those whose parameters it uses, which stay where they are in memory from the
+            first call on.
         engine: makes the graphs.
         shared: the same for all pieces of an engine.
     """
@@ -139,8 +146,10 @@ class GraphedPiece:
         engine: GraphEngine,
         shared: SharedTensors,
     ) -> None:
-        self._function, self._engine, self._shared = function, engine, shared
-        self._modules = [part for module in modules for part in module.modules()]
+        self._piece, self._engine, self._shared = _Piece(function, modules), engine, shared
+        self._modules = list(self._piece.modules())
+        self._weights: dict[str, torch.nn.Parameter] = {}
+        self._aliases: dict[str, torch.Tensor] = {}
         self._free: dict[tuple[Any, ...], list[_Instance]] = {}
         self._without: dict[tuple[Any, ...], tuple[Tensors, Tensors, Callable[[], None]]] = {}
 
@@ -150,37 +159,34 @@ class GraphedPiece:
             # A replay calls no module, but weights that are still being gathered are waited for.
             for hook in module._forward_pre_hooks.values():
                 hook(module, ())
+        if not self._weights:
+            self._weights = {n: p for n, p in self._piece.named_parameters() if p.requires_grad}
+            self._aliases = {n: p.detach().requires_grad_() for n, p in self._weights.items()}
+        for name, weight in self._weights.items():
+            assert weight.data_ptr() == self._aliases[name].data_ptr(), f"{name} has moved"
         key = (
-            self._modules[0].training,
+            self._piece.parts[0].training,
             *((each.shape, each.dtype, each.requires_grad) for each in inputs),
         )
         if not torch.is_grad_enabled():
             return self._call_without_gradients(key, inputs)
-        free = self._free.get(key)
-        if free:
-            instance = free.pop()
-        else:
-            instance = self._capture(inputs, first=free is None)
-            free = self._free.setdefault(key, [])
-        parameters = instance.parameters
+        first = key not in self._free
+        free = self._free.setdefault(key, [])
+        instance = free.pop() if free else self._capture(inputs, first)
         return _Replay.apply(  # type: ignore[no-any-return,no-untyped-call]
-            instance, partial(free.append, instance), len(inputs), *inputs, *parameters
+            instance, partial(free.append, instance), len(inputs), *inputs, *self._weights.values()
         )
 
     def _capture(self, inputs: Tensors, first: bool) -> _Instance:
-        parameters = tuple(
-            parameter
-            for module in self._modules
-            for parameter in module.parameters(recurse=False)
-            if parameter.requires_grad
-        )
-        return _Instance(self._function, inputs, parameters, self._engine, self._shared, first)
+        call = partial(torch.func.functional_call, self._piece, self._aliases)
+        weights = tuple(self._aliases.values())
+        return _Instance(call, inputs, weights, self._engine, self._shared, first)
 
     def _call_without_gradients(self, key: tuple[Any, ...], inputs: Tensors) -> Tensors:
         if key not in self._without:
             own = self._shared.like("inputs", inputs)
             _copy(own, inputs)
-            call = torch.no_grad()(partial(self._function, *own))
+            call = torch.no_grad()(partial(self._piece, *own))
             self._engine.warm_up(call)
             outputs = self._shared.like("outputs", call())
 
@@ -198,31 +204,36 @@ class GraphedPiece:
 class _Instance:
     """A forward graph, its backward graph, and the memory between them.
 
-    Attributes:
-        parameters: those that get gradients.
+    Args:
+        call: the piece; it takes its inputs as a tuple.
+        inputs: like all that it will be given.
+        weights: the piece's, as leaves of their own. Autograd takes a parameter's gradient to the
+            stream on which the parameter was first used, which a capture must not touch.
+        engine: makes the graphs.
+        shared: for all instances.
+        first: there was none like it, so the function has to warm up.
     """
 
     def __init__(
         self,
-        function: Callable[..., Tensors],
+        call: Callable[[Tensors], Tensors],
         inputs: Tensors,
-        parameters: Tensors,
+        weights: Tensors,
         engine: GraphEngine,
         shared: SharedTensors,
         first: bool,
     ) -> None:
-        self.parameters = parameters
         self._inputs = _empty_like(inputs)
         for own, given in zip(self._inputs, inputs, strict=True):
             own.requires_grad_(given.requires_grad)
         _copy(self._inputs, inputs)
-        wanted = [each for each in (*self._inputs, *parameters) if each.requires_grad]
+        wanted = [each for each in (*self._inputs, *weights) if each.requires_grad]
         made: Tensors = ()
 
         def forward() -> Tensors:
             nonlocal made
             with torch.enable_grad():
-                made = function(*self._inputs)
+                made = call(self._inputs)
             return made
 
         def backward() -> Tensors:
@@ -230,7 +241,10 @@ class _Instance:
             return ()
 
         def both() -> None:
+            nonlocal made
             torch.autograd.grad(forward(), wanted, [torch.zeros_like(each) for each in made])
+            # Its history is of the stream on which it was made.
+            made = ()
 
         if first:
             engine.warm_up(both)
@@ -246,7 +260,7 @@ class _Instance:
         return tuple(each.detach() for each in self._outputs)
 
     def backward(self, output_gradients: Tensors) -> list[torch.Tensor | None]:
-        """Gradients of the inputs, and of the parameters."""
+        """Gradients of the inputs, and of the weights."""
         _copy(self._output_gradients, output_gradients)
         self._backward()
         gradients = (each.clone() for each in self._gradients)
