@@ -129,6 +129,12 @@ def add_distca_arguments(parser: ArgumentParser) -> ArgumentParser:
         "than the other's linear layers.",
     )
     group.add_argument(
+        "--distca-cuda-graphs",
+        action="store_true",
+        help="Replay CUDA graphs of what surrounds core attention in each layer: fewer launches, "
+        "more memory. Not run on any GPU yet.",
+    )
+    group.add_argument(
         "--distca-transport",
         choices=TRANSPORTS,
         # Not auto: on GPUs that would be a transport that no GPU has run yet.
@@ -265,6 +271,7 @@ def validate_distca_arguments(args: Namespace) -> None:
     _validate_ping_pong(args)
     _validate_servers(args)
     _validate_transport(args)
+    _validate_cuda_graphs(args)
     if args.attention_dropout:
         raise ValueError(
             f"--distca cannot apply attention dropout: set --attention-dropout 0 "
@@ -287,7 +294,8 @@ def validate_distca_arguments(args: Namespace) -> None:
             )
     if getattr(args, "cuda_graph_impl", None) not in (None, "none"):
         raise ValueError(
-            f"--distca does not cover CUDA graphs: remove --cuda-graph-impl {args.cuda_graph_impl}"
+            "--distca does not cover CUDA graphs of core attention: remove --cuda-graph-impl "
+            f"{args.cuda_graph_impl}; --distca-cuda-graphs is for what surrounds it"
         )
     if getattr(args, "softmax_type", "vanilla") != "vanilla":
         raise ValueError(
@@ -411,6 +419,40 @@ def _validate_ping_pong(args: Namespace) -> None:
             raise ValueError(
                 f"--distca-ping-pong does not cover --{flag}: give --no-distca-ping-pong"
             )
+
+
+def _validate_cuda_graphs(args: Namespace) -> None:
+    """Checks what graphs of the pieces around core attention need: see `cuda_graphs.py`."""
+    if not args.distca_cuda_graphs:
+        return
+    if not torch.cuda.is_available():
+        raise ValueError("--distca-cuda-graphs needs GPUs, but torch sees none: remove it")
+    if args.distca_scheduler == "wlb-llm" and args.distca_placement == "free":
+        raise ValueError(
+            "--distca-cuda-graphs needs equally many tokens in all micro-batches, which "
+            "--distca-scheduler wlb-llm does not give: add --distca-placement sequential"
+        )
+    for flag, value, why in (
+        ("tensor_model_parallel_size", 1, "the pieces hold no collectives"),
+        ("hidden_dropout", 0, "a replay draws no random numbers"),
+        ("recompute_granularity", None, "graphs keep the memory that recomputing is to save"),
+        ("gradient_accumulation_fusion", False, "gradients must go through Megatron's hooks"),
+        ("delay_wgrad_compute", False, "a piece's gradients come together"),
+        ("fp8", None, "scales change from step to step"),
+        ("fp4", None, "scales change from step to step"),
+        ("cpu_offloading", False, "a graph's memory stays where it is"),
+        ("use_megatron_fsdp", False, "a graph's weights stay where they are"),
+        ("use_torch_fsdp2", False, "a graph's weights stay where they are"),
+        ("attention_output_gate", False, "the layer has another form"),
+    ):
+        found = getattr(args, flag, value)
+        if found and found != value:
+            name = flag.replace("_", "-")
+            remedy = {
+                "hidden_dropout": "set --hidden-dropout 0",
+                "gradient_accumulation_fusion": "add --no-gradient-accumulation-fusion",
+            }.get(flag, f"remove --{name}" if found is True else f"remove --{name} {found}")
+            raise ValueError(f"--distca-cuda-graphs: {why}, so {remedy}")
 
 
 def _validate_servers(args: Namespace) -> None:

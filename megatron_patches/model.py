@@ -19,6 +19,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_patches.arguments import mask_from_args
 from megatron_patches.attention import DisaggregatedCoreAttention, PackedCoreAttention
+from megatron_patches.cuda_graphs import CudaGraphEngine, graph_layers
 from megatron_patches.norm import SequenceParallelNorm
 from megatron_patches.ping_pong import run_layers_in_turn
 from megatron_patches.rotary import rotate_by_position_ids
@@ -80,6 +81,8 @@ def adapt_model(args: Namespace, model: GPTModel) -> GPTModel:
         for layer in model.decoder.layers:
             # It keeps no more than its inputs and outputs, so there is nothing to gain.
             layer.self_attention.checkpoint_core_attention = False
+        if args.distca_cuda_graphs:
+            graph_layers(model, CudaGraphEngine())
         if args.distca_ping_pong:
             run_layers_in_turn(model)
     return model
