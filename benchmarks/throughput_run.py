@@ -33,8 +33,9 @@ def parsed(setting: Setting, more_flags: list[str]) -> Namespace:
     Raises:
         ValueError: the flags don't go together.
     """
-    from megatron_patches.arguments import add_distca_arguments, validate_distca_arguments
+    from megatron_patches.arguments import add_distca_arguments
     from megatron_patches.lean.arguments import parse_args
+    from megatron_patches.validation import validate_distca_arguments
 
     given = [*setting.flags(), *more_flags]
     args = parse_args(add_distca_arguments, given, setting.processes)

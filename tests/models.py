@@ -74,8 +74,9 @@ UNTIED = "--untie-embeddings-and-output-weights"
 
 
 def parse(flags: Sequence[str], tied: bool = False) -> Namespace:
-    from megatron_patches.arguments import add_distca_arguments, validate_distca_arguments
+    from megatron_patches.arguments import add_distca_arguments
     from megatron_patches.lean.arguments import parse_args
+    from megatron_patches.validation import validate_distca_arguments
 
     model = [flag for flag in MODEL if not (tied and flag == UNTIED)]
     transport = ["--distca-transport", chosen_transport()]

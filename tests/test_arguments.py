@@ -8,9 +8,9 @@ import torch
 from megatron_patches.arguments import (
     add_distca_arguments,
     mask_from_args,
-    validate_distca_arguments,
 )
 from megatron_patches.lean.arguments import parse_args
+from megatron_patches.validation import validate_distca_arguments
 
 GOOD = """
     --num-layers 4 --hidden-size 64 --num-attention-heads 8 --seq-length 256

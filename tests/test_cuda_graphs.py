@@ -21,9 +21,9 @@ from test_arguments import parse as arguments_of
 from test_pipeline import documents, flags_of
 from test_run import corpus, run  # noqa: F401 - a fixture
 
-from megatron_patches.arguments import validate_distca_arguments
 from megatron_patches.cuda_graphs import CudaGraphEngine, GraphedPiece, SharedTensors
 from megatron_patches.job import DataIterators
+from megatron_patches.validation import validate_distca_arguments
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 SIZE = 16

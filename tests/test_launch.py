@@ -101,8 +101,9 @@ def free_port() -> str:
 def test_the_printed_flags_are_accepted(script, model) -> None:
     """Every model in every script: sizes that divide, flags that go together, and 80 GB GPUs that
     hold them."""
-    from megatron_patches.arguments import add_distca_arguments, validate_distca_arguments
+    from megatron_patches.arguments import add_distca_arguments
     from megatron_patches.lean.arguments import parse_args
+    from megatron_patches.validation import validate_distca_arguments
 
     done = launch(script, "--dry-run", "--model", model, "--data-path", "a b", "--save", "s")
     assert done.returncode == 0, done.stderr
