@@ -191,7 +191,7 @@ class _Providers:
 
         args = get_args()
         self._job.validate_arguments(args)
-        if getattr(args, "distca_servers", 0):
+        if args.distca and args.distca_servers:
             raise ValueError(
                 "--distca-servers dedicated:N needs the loop of this repository, since "
                 "Megatron-LM's gives every process a model: run pretrain_gpt.py where "

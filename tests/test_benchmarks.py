@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -218,3 +219,32 @@ def test_imbalance_and_exposed_communication() -> None:
     assert "exposed" in head
     assert first.startswith("| pretrain | plain | ")
     assert "| 20.0% |" in second
+
+
+def can_make_namespaces() -> bool:
+    """Root, with the tools, on a kernel that lets links be slowed."""
+    if os.geteuid() != 0 or not (shutil.which("ip") and shutil.which("tc")):
+        return False
+    name = f"distcatest{os.getpid()}"
+    if subprocess.run(["ip", "netns", "add", name], capture_output=True, check=False).returncode:
+        return False
+    slow = f"ip netns exec {name} tc qdisc replace dev lo root tbf rate 1mbit burst 9kb latency 1s"
+    able = subprocess.run(slow.split(), capture_output=True, check=False).returncode == 0
+    subprocess.run(["ip", "netns", "del", name], check=False)
+    return able
+
+
+def test_a_slow_link(tmp_path) -> None:
+    if not can_make_namespaces():
+        pytest.skip("needs root, iproute2 and network namespaces with token buckets")
+    small = ["--seq-lengths", "256", "--mbit-per-s", "100", "--layers", "1", "--rounds", "1"]
+    run("slow_link", tmp_path, *small)
+    (row,) = json.loads((tmp_path / "slow_link.json").read_text())
+    ways = row["ways"]
+    # Head groups move the same bytes as whole heads, with overlap or without; signals hardly any.
+    assert ways["single-stream"]["bytes"] == ways["ping-pong"]["bytes"]
+    assert ways["head groups"]["bytes"] == ways["ping-pong"]["bytes"]
+    assert 0 < ways["signal"]["bytes"] < 1000 < ways["ping-pong"]["bytes"]
+    assert row["link_seconds"] == pytest.approx(ways["ping-pong"]["bytes"] * 8 / 100e6)
+    assert "head groups / signal" in (tmp_path / "slow_link.md").read_text()
+    assert (tmp_path / "slow_link.png").stat().st_size > 0
