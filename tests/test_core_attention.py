@@ -256,3 +256,30 @@ def run_later_queries(plan: Plan, shape: tuple[int, int, int], backward: str):
     attention.transport.close()
     figures = [x.double() for x in (out.detach(), q.grad, k.grad, v.grad)]
     return (q_rows, kv_rows), figures, sent
+
+
+def results_of_two_calls(plan: Plan, head_groups: int) -> list[bool]:
+    """Whether the first call's output and gradients are the same after a second one."""
+    shape = (4, 2, 16)
+    attention = core_attention_for(plan, shape, "resend", "float32", head_groups=head_groups)
+    (exchange,) = attention.buffers.place([build_exchange(plan, dist.get_rank())])
+    rows = int(plan.placement.tokens_per_rank()[dist.get_rank()])
+    kept, copies = [], []
+    for seed in range(2):
+        q, k, v, dout = (x[:rows].float().requires_grad_() for x in inputs(seed, rows, *shape))
+        out = attention(q, k, v, ExchangeSlot(exchange), SCALE)
+        gradients = torch.autograd.grad(out, (q, k, v), dout)
+        if seed == 0:
+            kept = [out, *gradients]
+            copies = [each.detach().clone() for each in kept]
+    attention.transport.close()
+    return [torch.equal(each, copy) for each, copy in zip(kept, copies, strict=True)]
+
+
+@pytest.mark.parametrize("head_groups", [1, 2])
+def test_results_are_not_overwritten_by_the_next_call(ranks, head_groups: int) -> None:
+    """Buffers are used again; what the model is given is its own."""
+    rng = np.random.default_rng(5)
+    plan = random_plan(rng, random_lengths(rng, 2 * 160), 2, 160, Mask())
+    for same in ranks.run(results_of_two_calls, plan, head_groups, world_size=2):
+        assert same == [True] * 4
