@@ -33,7 +33,7 @@ def figure_3(runner: Runner, options: Options) -> Report:
         rows.append(
             {
                 "nodes": count,
-                "all-gather share": float(np.mean([r["exposed"] for r in mine])),
+                "all-gather share": float(np.mean([r["gathering"] for r in mine])),
                 "gathered keys share of memory": bases[number] / 1e9 / memory,
                 "GB": memory,
                 "fits": all(r["fits"] for r in mine),

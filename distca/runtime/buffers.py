@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
-from distca.cost.memory import CoreAttentionMemory
+from distca.cost.memory import HEADROOM, CoreAttentionMemory
 from distca.runtime.exchange import Exchange
 from distca.runtime.workspace import Workspace
 from distca.transport import WAYS, Channel, ChannelBytes, Transport
@@ -33,7 +33,7 @@ class Buffers:
         room: what they hold now.
     """
 
-    def __init__(self, device: torch.device, slots: int = 1, headroom: float = 0.25) -> None:
+    def __init__(self, device: torch.device, slots: int = 1, headroom: float = HEADROOM) -> None:
         self.slots = [Workspace(device) for _ in range(slots)]
         self.scratch = Workspace(device)
         self.indices = Workspace(device)
