@@ -71,6 +71,32 @@ def test_predictions_from_a_known_grid() -> None:
     assert predict(model, 1, 1, 1) == pytest.approx(64 * 64 / 1e6)
 
 
+def test_short_queries_stay_slow_beyond_the_grid() -> None:
+    """A kernel whose rate falls with its queries: keys that were not measured change nothing."""
+    lengths = (64, 128, 256, 512)
+    rates = {64: 1e5, 128: 2e5, 256: 5e5, 512: 1e6}
+    full = tuple(tuple(q * kv / rates[q] for kv in lengths) for q in lengths)
+    diagonal = tuple(
+        tuple((q * max(q, kv) - q * (q - 1) / 2) / rates[q] for kv in lengths) for q in lengths
+    )
+    model = Profile(lengths, full, diagonal, AttentionShape(4, 2, 16, 4), {"hardware": "none"})
+    for causal in (False, True):
+
+        def seconds(q: int, kv: int, causal: bool = causal) -> float:
+            return predict(model, q, kv, q * kv - q * (q - 1) // 2 * causal)
+
+        # No jump at the edge of the grid, in either length.
+        assert seconds(64, 513) == pytest.approx(seconds(64, 512), rel=0.01)
+        assert seconds(512, 513) == pytest.approx(seconds(512, 512), rel=0.01)
+        assert seconds(513, 513) == pytest.approx(seconds(512, 512), rel=0.01)
+        # More keys take longer; many queries run at the rate of the most that were measured.
+        assert seconds(64, 8192) > seconds(64, 512) > seconds(64, 256)
+        pairs = 2048 * 8192 - 2048 * 2047 // 2 * causal
+        assert seconds(2048, 8192) == pytest.approx(pairs / 1e6)
+        pairs = 64 * 8192 - 64 * 63 // 2 * causal
+        assert seconds(64, 8192) == pytest.approx(pairs / 1e5)
+
+
 def test_a_profile_survives_its_file(tmp_path) -> None:
     grid().save(tmp_path / "profile.json")
     assert Profile.load(tmp_path / "profile.json") == grid()
