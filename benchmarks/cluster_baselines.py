@@ -105,9 +105,9 @@ def figure_4(runner: Runner, options: Options) -> Report:
 
     text = [
         "Llama-8B, TP 8, no context parallelism; 512K tokens a node in 4 micro-batches of 128K, "
-        "the batch grows with DP. Paper: at 512K balance needs 1.08 to 1.17 times the memory on some "
-        "ranks; idle time at 512K is 19% at DP 4 and 55% at DP 8. (It does not say how large the "
-        "batch is. With less, such as 128K tokens a node, a single document of 512K is a good part "
+        "the batch grows with DP. Paper: at 512K balance needs 1.08 to 1.17 times the memory on "
+        "some ranks; idle time at 512K is 19% at DP 4 and 55% at DP 8. (It does not say how large "
+        "the batch is. With less, such as 128K tokens a node, a document of 512K is a good part "
         "of it or all, and nothing can balance that; with much more there is little to balance.)",
         "",
         *table(rows),

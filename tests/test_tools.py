@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -14,10 +15,13 @@ from distca import cli
 from distca.cost import profile as profiling
 from distca.cost.profile import Profile
 from distca.cost.volume import AttentionShape
+from distca.simulate import CLUSTERS
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
 import compare_losses
 from replay import Pass, fit, replay, ticks_seconds
+from throughput_summary import LONG_TAIL, Setting
+from validate_simulator import PLAIN, Prediction, predictions_of, rank_agrees
 
 LINE = " [now] iteration {:8d}/      10 | elapsed time per iteration (ms): 1.0 | lm loss: {:.6E} |"
 
@@ -180,3 +184,39 @@ def test_fitted_passes_and_ticks() -> None:
     assert per_pair == pytest.approx(0.2)
     assert fit([7, 7], [1.0, 2.0]) == (1.5, 0.0)
     assert ticks_seconds([np.array([1.0, 3.0]), np.array([2.0, 0.5])]) == 5.0
+
+
+def ranked(measured: list[float], predicted: list[float], plans: str = "abc") -> bool:
+    return rank_agrees(
+        [Prediction("mix", *each) for each in zip("xyz", measured, predicted, plans, strict=True)]
+    )
+
+
+def test_predictions_rank_as_measured_or_not() -> None:
+    assert ranked([1.0, 2.0, 3.0], [1.0, 1.5, 2.0])
+    assert not ranked([1.0, 2.0, 3.0], [1.0, 2.0, 1.5])
+    # A simulator for which all is alike has not ranked anything.
+    assert not ranked([1.0, 2.0, 3.0], [1.0, 1.004, 1.0])
+    # What cannot be told apart is not ranked, nor what is the same.
+    assert ranked([1.0, 1.01, 3.0], [1.0, 0.9, 2.0])
+    assert ranked([1.0, 2.0, 3.0], [1.0, 1.0, 2.0], plans="aab")
+    assert not ranked([1.0, 2.0, 3.0], [1.0, 1.0, 1.0], plans="aab")
+
+
+def test_plain_megatron_is_predicted_beside_the_schedulers() -> None:
+    setting = Setting(
+        *(2, 1, 1, 2048, 2, 128, 2, 1),
+        *(("packed", "per-document-cp", "tiles"), ("whole",), (0.1,), (LONG_TAIL,), 0),
+    )
+    machine = replace(CLUSTERS["dgx-a100"], gpus_per_node=1, peak_tflops=1e-3, launch_seconds=0.0)
+    seconds = {LONG_TAIL: {name: [1.0, 2.0] for name in (PLAIN, *setting.schedulers)}}
+    found = predictions_of(
+        setting, seconds, machine, replace(grid(), shape=AttentionShape(4, 1, 32, 4))
+    )
+    assert [each.scheduler for each in found] == [PLAIN, *setting.schedulers]
+    assert all(each.measured == 3.0 and each.predicted > 0 for each in found)
+    plain, packed, per_document, tiles = found
+    # The same work, but for planning, and gradients are reduced behind other passes.
+    assert packed.predicted == pytest.approx(plain.predicted, rel=0.3)
+    # Documents fit a rank: the same plans.
+    assert packed.plans == per_document.plans != tiles.plans
