@@ -105,7 +105,7 @@ def best_with_plans(
 
     Planning takes longer than a baseline. So those run the first batches that promise most, until
     enough of them fit; the fastest of these with each tolerance; and the fastest of them all runs
-    all batches. If it is out of memory in any, the next one runs.
+    all batches. If it is out of memory in any, the next one runs, to the last.
 
     Args:
         runner: runs them.
@@ -138,15 +138,24 @@ def best_with_plans(
         case: ranked(mine, case, rows) + fitting[case][sweep.finalists :]
         for case, mine in tuned.items()
     }
+    passed_over: dict[Case, list[Candidate]] = {case: [] for case in cases}
     best: dict[Case, Best] = {}
     while open_ones := [case for case in cases if case not in best]:
         next_ones = {case: order[case][:1] for case in open_ones}
         rows = run_batches(runner, next_ones, batches, f"{system}: all batches")
+        swept = rows | swept
         for case, mine in next_ones.items():
             if mine and not ranked(mine, case, rows):
-                order[case] = order[case][1:]
+                out = order[case].pop(0)
+                passed_over[case].append(out)
+                others = [c for c in with_fewer_in_flight(out) if c not in _of(case, swept)]
+                left[case] = others + [c for c in left[case] if c not in others]
+                # Where all that ran are out of memory those run that promise less.
+                order[case] = order[case] or left[case][:1]
+                left[case] = [c for c in left[case] if c not in order[case]]
                 continue
-            counts = _counts(system, case, stages, swept, left[case])
+            unknown = [*left[case], *order[case]]
+            counts = _counts(system, case, stages, swept, passed_over[case], unknown)
             best[case] = _summary(case, mine, rows, *counts)
     return best
 
@@ -170,7 +179,12 @@ def _next(
 
 
 def _counts(
-    system: str, case: Case, stages: Sequence[int], swept: Rows, left: Sequence[Candidate]
+    system: str,
+    case: Case,
+    stages: Sequence[int],
+    swept: Rows,
+    passed_over: Sequence[Candidate],
+    unknown: Sequence[Candidate],
 ) -> tuple[int, int, int]:
     """Configurations that divide the job; those that ran; those that are known not to fit."""
 
@@ -180,7 +194,8 @@ def _counts(
     tried = len(divisions(system, case.job, [case.tensor], stages))
     able = candidates(system, case.job, [case.tensor], stages)
     done = _of(case, swept)
-    failed = sizes(done) - sizes(ranked(done, case, swept)) - sizes(left)
+    failed = (sizes(done) - sizes(ranked(done, case, swept))) | sizes(passed_over)
+    failed -= sizes(unknown)
     return tried, len(sizes(done)), tried - len(able) + len(failed)
 
 

@@ -153,6 +153,16 @@ def test_a_finalist_out_of_memory_makes_room_for_the_next() -> None:
     assert best.candidate is not None
     assert sizes(best.candidate) == second
     assert best.tokens_per_second == 50.0
+    assert (best.simulated, best.out_of_memory) == (2, 1)
+    # Both are out of memory in the last batch: one that has not run yet is found.
+    third = by_promise()[4]
+    told = Told({first: 1.0, second: 2.0}, {first: 2, second: 2, third: 3})
+    best = best_with_plans(told, [CASE], "tiles", [1, 2, 4], 3, SWEEP)[CASE]  # type: ignore[arg-type]
+    assert best.candidate is not None
+    assert sizes(best.candidate) == third
+    told = Told({first: 1.0, second: 2.0}, {first: 2, second: 2})
+    none = best_with_plans(told, [CASE], "tiles", [1, 2, 4], 3, SWEEP)[CASE]  # type: ignore[arg-type]
+    assert (none.candidate, none.out_of_memory) == (None, none.tried)
 
 
 def test_results_are_of_one_program_and_one_machine(monkeypatch: pytest.MonkeyPatch) -> None:
