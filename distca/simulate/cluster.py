@@ -33,8 +33,8 @@ class Cluster:
         network_gb_per_s: between nodes.
         node_latency: seconds until a message within a node begins to arrive.
         network_latency: the same between nodes.
-        copy_gb_per_s: memory traffic; what rows are gathered and scattered at before and after an
-            exchange (read and written once each).
+        copy_gb_per_s: memory traffic; what rows are copied at before and after an exchange and
+            around kernels.
         launch_seconds: of every kernel call of core attention, and of every exchange.
         source: where the figures are from.
 

@@ -3,7 +3,8 @@
 The order of events on every rank is the runtime's (`megatron_patches/ping_pong.py`): in each layer
 both nano-batches run their context-independent part and start to send, then both run kernels and
 start to return. The backward pass is the exact mirror. Ranks whose stage has nothing to run serve
-in the same order. A tick ends with messages between stages; nothing else makes ranks wait for each
+in the same order. Rows are copied before and after exchanges, and around kernels (`copies.py`), at
+the rate of memory. A tick ends with messages between stages; nothing else makes ranks wait for each
 other but the exchanges, and the reduction of gradients at the end.
 """
 
