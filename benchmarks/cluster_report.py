@@ -35,6 +35,7 @@ class Options:
 
     batches: int
     sweep_batches: int
+    most_promising: int
     finalists: int
     published: str
     models: tuple[str, ...]

@@ -12,163 +12,96 @@ What the simulator is told of the machine is measured apart from the steps that 
 times (forward by the profile, backward over forward here), the rate at which rows are copied, the
 speed of an exchange between two processes, and one number from the steps of documents of one block
 alone: what everything but core attention takes. Planning is timed, too, and added: in these runs it
-shares the core of its process. Predicted are then the steps of every mix and scheduler. Documents
-fit a rank there, so per-document CP has groups of one rank.
+shares the core of its process. Predicted are then the steps of every mix, with every scheduler and
+without `--distca`: plain Megatron by `simulate_baseline`, which published speed-ups are over, too.
+Documents fit a rank there, so per-document CP has groups of one rank.
 
-Reported: the error of each, the median of all, and whether a mix's schedulers rank as measured;
-two whose measured times are closer than `TIE`, or their predicted ones than `SAME`, rank as a tie.
+Reported: the error of each, the median of all, and whether a mix's schedulers rank as measured. Two
+whose measured times are closer than `TIE` are not ranked, nor are two that make the same plans; all
+others must be predicted apart, by more than `SAME`, and in the measured order.
 """
 
 from __future__ import annotations
 
 import argparse
+import hashlib
 import itertools
 import json
-import os
 import statistics
 import subprocess
 import sys
-import tempfile
-import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
-from throughput_setting import LONG_TAIL, SHORT, Setting, document_lengths
+from this_machine import describe_machine
+from throughput_setting import LONG_TAIL, PLAIN, SHORT, Setting, document_lengths
 
-from distca.attention import select_kernel
 from distca.cost.link import Links
 from distca.cost.model import AnalyticCost
 from distca.cost.models import ModelSize
 from distca.cost.profile import Profile, cpu_name, fastest
-from distca.plan import BLOCK
+from distca.plan.span import Int64s
 from distca.schedule import ScheduleConfig
-from distca.simulate import Cluster, ModelCosts, Way, plan_batch, simulate_ticks
+from distca.simulate import (
+    BaselineLayout,
+    Cluster,
+    ModelCosts,
+    Way,
+    plan_batch,
+    simulate_baseline,
+    simulate_ticks,
+)
 
 SCHEDULERS = ("packed", "per-document-cp", "greedy", "tiles")
 MIXES = (LONG_TAIL, "pretrain", "lognormal", "fixed")
 TIE, SAME = 0.02, 0.005
 """Of the time: measured medians that are closer are not told apart; predictions that are closer are
-of plans that are the same, or as good."""
-
-
-def backward_over_forward(profile: Profile) -> float:
-    """Measured on a long task of the profile's heads."""
-    shape, length = profile.shape, profile.lengths[-1]
-    kernel = select_kernel("cpu")
-    generator = torch.Generator().manual_seed(0)
-    q, k, v = (
-        torch.randn(length, heads, shape.head_dim, generator=generator)
-        for heads in (shape.heads, shape.kv_heads, shape.kv_heads)
-    )
-    edges = torch.tensor([0, length], dtype=torch.int32)
-    how: dict[str, Any] = {"causal": True, "window_left": None, "softmax_scale": 0.1}
-    out, lse = kernel.forward(q, k, v, edges, edges, **how)
-    forward, backward = (
-        fastest(run, lambda: None, 2.0)
-        for run in (
-            lambda: kernel.forward(q, k, v, edges, edges, **how),
-            lambda: kernel.backward(out, q, k, v, out, lse, edges, edges, **how),
-        )
-    )
-    return backward / forward
-
-
-def copy_gb_per_s() -> float:
-    """Memory traffic of gathering rows, which are read and written."""
-    rows = torch.randn(8192, 256)
-    index = torch.randperm(8192)
-    seconds = fastest(lambda: rows.index_select(0, index), lambda: None, 0.5)
-    return 2 * rows.nbytes / seconds / 1e9
-
-
-def _exchange(rank: int, processes: int, store: str, output: str) -> None:
-    cores = sorted(os.sched_getaffinity(0))
-    os.sched_setaffinity(0, {cores[rank % len(cores)]})
-    torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo", store=dist.FileStore(store, processes), rank=rank, world_size=processes
-    )
-    found = {}
-    for nbytes in (4096, 16 * 2**20):
-        sent = torch.zeros(processes * nbytes, dtype=torch.uint8)
-        received = torch.empty_like(sent)
-        times = []
-        for _ in range(8):
-            dist.barrier()
-            start = time.perf_counter()
-            dist.all_to_all_single(received, sent)
-            times.append(time.perf_counter() - start)
-        found[nbytes] = statistics.median(times[2:])
-    if rank == 0:
-        Path(output).write_text(json.dumps(list(found.items())))
-    dist.destroy_process_group()
-
-
-def link_of_processes(processes: int) -> tuple[float, float]:
-    """GB/s of a process, each way, and seconds of a small message."""
-    with tempfile.TemporaryDirectory() as folder:
-        output = str(Path(folder) / "found")
-        store = str(Path(folder) / "store")
-        torch.multiprocessing.spawn(_exchange, args=(processes, store, output), nprocs=processes)
-        (_, small), (nbytes, large) = json.loads(Path(output).read_text())
-    return (processes - 1) * nbytes / max(large - small, 1e-9) / 1e9, small
-
-
-def describe_machine(
-    setting: Setting, model: ModelSize, profile: Profile, rest_seconds: float
-) -> Cluster:
-    """This machine to the simulator.
-
-    Args:
-        setting: what was measured.
-        model: what was trained.
-        profile: kernel times.
-        rest_seconds: of a step of documents of one block.
-    """
-    speed, latency = link_of_processes(setting.processes)
-    machine = Cluster(
-        "this machine",
-        gpus_per_node=1,
-        memory_gb=1e6,
-        peak_tflops=1.0,
-        attention_tflops=1.0,
-        node_gb_per_s=speed,
-        network_gb_per_s=speed,
-        copy_gb_per_s=copy_gb_per_s(),
-        linear_mfu=1.0,
-        backward_over_forward=backward_over_forward(profile),
-        node_latency=latency,
-        network_latency=latency,
-        launch_seconds=0.0,
-    )
-    costs = ModelCosts(model, machine, dtype_bytes=4)
-    block = np.array([BLOCK])
-    short = float(profile.seconds(block, block, block * (block + 1) // 2)[0])
-    blocks = setting.seq_length // BLOCK
-    kernels = setting.layers * blocks * short * (1 + machine.backward_over_forward)
-    linear = setting.layers * (sum(costs.pre_seconds()) + sum(costs.post_seconds()))
-    linear = setting.seq_length * (linear + sum(costs.head_seconds()))
-    # At a rate of 1 TFLOP/s; whatever else a step does is counted in.
-    return replace(machine, peak_tflops=linear / max(rest_seconds - kernels, 1e-9))
+a tie."""
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """A mix and a scheduler."""
+    """Steps of a mix.
+
+    Attributes:
+        mix: of document lengths.
+        scheduler: of `--distca-scheduler`; `PLAIN`: without `--distca`.
+        measured: seconds.
+        predicted: seconds.
+        plans: a digest of all plans; of `PLAIN`, which has none, its name.
+    """
 
     mix: str
     scheduler: str
     measured: float
     predicted: float
+    plans: str
 
     @property
     def error(self) -> float:
         return self.predicted / self.measured - 1
+
+
+def batches_of(setting: Setting, mix: str) -> list[Int64s]:
+    """The documents of each batch."""
+    lengths = np.array(document_lengths(setting, mix))
+    number = (np.cumsum(lengths) - 1) // setting.tokens
+    return [lengths[number == batch] for batch in range(setting.batches)]
+
+
+def predict_plain(
+    setting: Setting, model: ModelSize, mix: str, machine: Cluster, profile: Profile
+) -> float:
+    """Seconds of all batches of a mix without `--distca`."""
+    costs = ModelCosts(model, machine, dtype_bytes=4)
+    layout = BaselineLayout(1, setting.processes, 1, 1)
+    return sum(
+        simulate_baseline("packed", mine, layout, costs, cost_model=profile).seconds
+        for mine in batches_of(setting, mix)
+    )
 
 
 def predict(
@@ -178,8 +111,8 @@ def predict(
     scheduler: str,
     machine: Cluster,
     profile: Profile,
-) -> float:
-    """Seconds of all batches of a mix."""
+) -> tuple[float, str]:
+    """Seconds of all batches of a mix, and a digest of their plans."""
     costs = ModelCosts(model, machine, dtype_bytes=4)
     config = ScheduleConfig(
         tolerance=setting.tolerances[0],
@@ -189,26 +122,56 @@ def predict(
         links=Links(),
     )
     way = Way(scheduler, ping_pong="ping-pong" in setting.modes)
-    lengths = np.array(document_lengths(setting, mix))
-    number = (np.cumsum(lengths) - 1) // setting.tokens
-    seconds = 0.0
-    for batch in range(setting.batches):
-        mine = lengths[number == batch]
+    seconds, digest = 0.0, hashlib.sha1()
+    for mine in batches_of(setting, mix):
         plan = partial(plan_batch, [mine], 1, setting.processes, config, way)
         seconds += fastest(plan, lambda: None, 0.1)
-        seconds += simulate_ticks(plan(), costs, cost_model=profile).seconds
-    return seconds
+        planned = plan()
+        seconds += simulate_ticks(planned, costs, cost_model=profile).seconds
+        for made in planned.plans[0]:
+            for part in (made.placement, made.tasks):
+                for column in fields(part):
+                    digest.update(np.ascontiguousarray(getattr(part, column.name)).tobytes())
+    return seconds, digest.hexdigest()
 
 
 def rank_agrees(predictions: list[Prediction]) -> bool:
-    """Whether no two that were measured apart are predicted apart the other way round."""
+    """Whether all that were measured apart, of other plans, are predicted apart, and in order."""
     for one, other in itertools.combinations(predictions, 2):
         apart = abs(one.measured / other.measured - 1) > TIE
-        differ = abs(one.predicted / other.predicted - 1) > SAME
+        if not apart or one.plans == other.plans:
+            continue
+        tie = abs(one.predicted / other.predicted - 1) <= SAME
         swapped = (one.measured < other.measured) != (one.predicted < other.predicted)
-        if apart and differ and swapped:
+        if tie or swapped:
             return False
     return True
+
+
+def predictions_of(
+    setting: Setting,
+    model: ModelSize,
+    seconds: dict[str, dict[str, list[float]]],
+    machine: Cluster,
+    profile: Profile,
+) -> list[Prediction]:
+    """Of every mix: without `--distca`, and with each scheduler.
+
+    Args:
+        setting: what was measured.
+        model: what was trained.
+        seconds: measured, of each mix and way, of each batch.
+        machine: see `describe_machine`.
+        profile: kernel times.
+    """
+    found = []
+    for mix in setting.mixes:
+        plain = predict_plain(setting, model, mix, machine, profile)
+        found.append(Prediction(mix, PLAIN, sum(seconds[mix][PLAIN]), plain, PLAIN))
+        for name in setting.schedulers:
+            predicted, plans = predict(setting, model, mix, name, machine, profile)
+            found.append(Prediction(mix, name, sum(seconds[mix][name]), predicted, plans))
+    return found
 
 
 def report(
@@ -312,13 +275,7 @@ def main() -> None:
     seconds = {mix: saved["mixes"][mix]["seconds"] for mix in setting.mixes}
     rest = statistics.median(value for mix in seconds.values() for value in mix[SHORT])
     machine = describe_machine(setting, model, profile, rest)
-    found = [
-        Prediction(
-            mix, name, sum(seconds[mix][name]), predict(setting, model, mix, name, machine, profile)
-        )
-        for mix in setting.mixes
-        for name in setting.schedulers
-    ]
+    found = predictions_of(setting, model, seconds, machine, profile)
     text = report(setting, machine, profile, found, commands)
     (args.output / "simulator.md").write_text(text)
     rows = [p.__dict__ | {"error": p.error} for p in found]

@@ -13,10 +13,12 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, fields, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -27,6 +29,7 @@ from distca.simulate import (
     CLUSTERS,
     SYSTEMS,
     TITLES,
+    WAYS,
     Choice,
     Cluster,
     Job,
@@ -54,6 +57,12 @@ _OVERRIDES = {
     "node_gb_per_s": "between two GPUs of a node",
     "network_gb_per_s": "of a GPU, between nodes",
 }
+
+
+ALL_GATHER = (
+    "Context parallelism gathers keys and values in every layer, and nothing hides that. Megatron's"
+    "\nring (--cp-comm-type p2p) hides a part of it behind the kernels, and is not simulated."
+)
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -106,7 +115,7 @@ def build_parser() -> argparse.ArgumentParser:
         metavar="NAME",
     )
     search.add_argument(
-        "--finalists", type=int, default=6, help="configurations with DistCA that are simulated"
+        "--finalists", type=int, default=6, help="configurations with DistCA that are compared"
     )
     search.add_argument("--tolerance", type=float, default=0.05, help="of servers' loads")
     output = parser.add_argument_group("output")
@@ -128,7 +137,7 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
     try:
         _run(args)
-    except (ValueError, ImportError) as error:
+    except (ValueError, ImportError, OSError) as error:
         parser.exit(2, f"distca simulate: {error}\n")
     return 0
 
@@ -142,17 +151,47 @@ def _run(args: argparse.Namespace) -> None:
             raise ValueError(f"{_flag(name)}: every size must be at least 1")
     if not 0 <= args.tolerance < 1:
         raise ValueError(f"--tolerance {args.tolerance} is out of range: 0 to below 1")
+    _check_outputs(args)
     job = Job(_model(args), _cluster(args), args.gpus, args.context, args.sequences, args.tolerance)
     batches = _batches(args)
     choices = _advise(args, job, batches)
-    if args.trace is not None:
-        _trace(args.trace, job, batches[0], choices)
-    if args.plot is not None:
-        plot_choices(choices, job, args.plot)
+    # Before the files, so that it is not lost where one of these cannot be written.
     if args.json:
         _write(json.dumps([_as_json(choice) for choice in choices], indent=1))
-        return
-    _write(format_choices(choices, job))
+    else:
+        _write(format_choices(choices, job))
+    if args.plot is not None:
+        plot_choices(choices, job, args.plot)
+    if args.trace is not None:
+        _trace(args.trace, job, batches[0], choices)
+
+
+def _check_outputs(args: argparse.Namespace) -> None:
+    """Refuses files that could not be written, before any work is done for them."""
+    for flag, path in (("--plot", args.plot), ("--trace", args.trace)):
+        if path is None:
+            continue
+        if path.is_dir():
+            raise ValueError(f"{flag} {path} is a folder: give the name of a file")
+        there = next(parent for parent in path.absolute().parents if parent.exists())
+        if not there.is_dir():
+            raise ValueError(f"{flag} {path}: {there} is not a folder")
+        if not os.access(there, os.W_OK):
+            raise ValueError(f"{flag} {path}: {there} cannot be written to")
+    if args.trace is not None and not set(WAYS) & set(args.systems):
+        raise ValueError(f"--trace is of DistCA: add one of {', '.join(WAYS)} to --systems")
+    if args.plot is not None:
+        written = _figure().canvas.get_supported_filetypes()
+        if args.plot.suffix[1:] not in written:
+            raise ValueError(f"--plot {args.plot}: the suffix must be one of {', '.join(written)}")
+
+
+def _figure(**how: Any) -> Any:
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ImportError("plots need matplotlib: pip install 'distca[plot]'") from error
+    return Figure(**how)
 
 
 def _model(args: argparse.Namespace) -> ModelSize:
@@ -237,11 +276,12 @@ def _advise(args: argparse.Namespace, job: Job, batches: list[list[Int64s]]) -> 
 
 
 def _trace(path: Path, job: Job, batch: list[Int64s], choices: Sequence[Choice]) -> None:
-    chosen = [c for c in choices if c.system in ("tiles", "greedy") and c.candidate is not None]
+    chosen = [c for c in choices if c.system in WAYS and c.candidate is not None]
     if not chosen:
         raise ValueError("--trace: nothing of DistCA fits, so there is no timeline")
     best = max(chosen, key=lambda choice: choice.tokens_per_second)
     assert best.candidate is not None
+    path.parent.mkdir(parents=True, exist_ok=True)
     save_trace(path, simulate(best.candidate, job, batch, recording=True))
 
 
@@ -273,13 +313,15 @@ def format_choices(choices: Sequence[Choice], job: Job) -> str:
             f"{choice.memory_gb:>10.1f}{choice.idle:>7.1%}{choice.exposed:>7.1%}  "
             f"{choice.candidate}"
         )
+    if any(choice.system == "per-document-cp" for choice in choices):
+        lines.append(ALL_GATHER)
     return "\n".join([*lines, *_speed_ups(choices)])
 
 
 def _speed_ups(choices: Sequence[Choice]) -> list[str]:
     """A line for each way to run DistCA."""
     lines = []
-    others = [c for c in choices if c.system not in ("tiles", "greedy")]
+    others = [c for c in choices if c.system not in WAYS]
     for choice in choices:
         if choice in others or choice.candidate is None:
             continue
@@ -301,11 +343,7 @@ def plot_choices(choices: Sequence[Choice], job: Job, path: Path) -> None:
         ImportError: matplotlib is not installed.
         ValueError: the suffix is no format that matplotlib can write.
     """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ImportError("plots need matplotlib: pip install 'distca[plot]'") from error
-    figure = Figure(figsize=(11, 0.7 * len(choices) + 2.5), layout="constrained")
+    figure = _figure(figsize=(11, 0.7 * len(choices) + 2.5), layout="constrained")
     speed, memory = figure.subplots(1, 2, sharey=True)
     names = [TITLES[choice.system] for choice in choices]
     speed.barh(names, np.nan_to_num([choice.tokens_per_second for choice in choices]))

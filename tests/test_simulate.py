@@ -9,16 +9,20 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from batches import long_tailed_lengths, task_rows
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from distca.cost.link import Links
+from distca.cost.memory import plan_memory
 from distca.cost.models import MODELS, ModelSize
 from distca.cost.tiled import TiledCost
 from distca.cost.volume import PHASES, AttentionShape, plan_bytes
 from distca.plan import Mask
 from distca.plan.span import Int64s
+from distca.runtime.buffers import Buffers
+from distca.runtime.exchange import Exchange, build_exchange
 from distca.runtime.trace import LANES
 from distca.schedule import ScheduleConfig
 from distca.schedule.base import server_loads
@@ -38,6 +42,7 @@ from distca.simulate import (
     simulate_ticks,
 )
 from distca.simulate.baselines import order_of_1f1b
+from distca.simulate.copies import copy_traffic
 
 MODEL = ModelSize(4, 512, 8, 2, 64, 1024, 1000)
 IDEAL = replace(
@@ -51,6 +56,16 @@ IDEAL = replace(
     launch_seconds=0.0,
 )
 """Compute takes time there, and nothing else does."""
+
+
+class SilentTransport:
+    """Has no buffers of its own, and moves nothing."""
+
+    rank = 1
+
+    def reserve(self, sizes: object) -> None: ...
+
+
 PACKED = Way("packed", ping_pong=False)
 
 
@@ -200,7 +215,7 @@ def test_gradients_are_reduced_behind_the_last_backward_pass() -> None:
     costs = costs_on(replace(IDEAL, network_gb_per_s=0.01, node_gb_per_s=0.01))
     slow = simulate_ticks(plan, costs)
     forward = passes(costs, 1024, 4, True)[0]
-    reduction = costs.gradient_seconds(0, 1, 4, crosses=True)
+    reduction = costs.gradient_seconds(0, 1, 4)
     assert reduction > free.seconds
     assert slow.seconds == pytest.approx(forward + reduction)
 
@@ -409,11 +424,156 @@ def test_context_parallel_ranks_wait_for_the_gathered_keys() -> None:
     nothing = simulate_baseline(
         "per-document-cp", lengths, BaselineLayout(1, 1, 16, 1), costs_on(IDEAL, vocab_size=1)
     )
-    # There and back in each layer, 15 of 16 parts of all keys and values come over the link.
+    # There and back in each layer, 15 of 16 parts of all keys and values come over the links: a
+    # node has one for each of its 8 ranks.
     gathered = 4 * 65_536 * costs.shape.kv_row_bytes * 15 // 16
-    expected = 2 * costs.model.layers * gathered / 10e9
+    expected = 2 * costs.model.layers * gathered / 80e9
     assert free.seconds - nothing.seconds == pytest.approx(expected, rel=1e-3)
+    assert free.gathering == pytest.approx(expected, rel=1e-3)
+    # Documents of a length are shared out equally: nobody waits for others.
+    assert free.exposed == pytest.approx(free.gathering, rel=1e-3)
     assert free.bytes_sent["all-gather"].tolist() == [costs.model.layers * gathered] * 16
+
+
+@pytest.mark.parametrize(
+    ("members", "servers", "tensor_parallel", "expected"),
+    [
+        # Inside a node, also where the job is smaller than one.
+        (4, 16, 1, 450.0),
+        (3, 3, 1, 450.0),
+        (6, 6, 1, 450.0),
+        # As many links as members on a node, but no faster than the node.
+        (16, 32, 1, 400.0),
+        (16, 16, 2, 200.0),
+        (16, 16, 8, 50.0),
+        # Some group has only 4 members on one of its nodes, or a single one.
+        (12, 24, 1, 200.0),
+        (3, 24, 1, 50.0),
+    ],
+)
+def test_collectives_use_the_links_of_all_members(
+    members: int, servers: int, tensor_parallel: int, expected: float
+) -> None:
+    cluster = CLUSTERS["dgx-h200"]
+    assert cluster.ring(members, servers, tensor_parallel)[0] == expected
+    fast = replace(cluster, network_gb_per_s=100.0)
+    assert fast.ring(16, 16, 1)[0] == 450.0
+    costs = ModelCosts(MODELS["llama-8b"], cluster, tensor_parallel)
+    nbytes = costs.stage_parameters(0, servers // members) * 6
+    assert costs.gradient_seconds(0, servers // members, members) == pytest.approx(
+        nbytes * (members - 1) / members / (expected * 1e9)
+    )
+
+
+def test_ranks_of_a_group_wait_for_its_slowest() -> None:
+    costs = costs_on(IDEAL, vocab_size=1)
+    # One document in each bin of two ranks, all of which is on the first rank's half, or shared.
+    lengths = np.array([4096, *[128] * 32, 4096, *[128] * 32])
+    outcome = simulate_baseline("wlb-llm", lengths, BaselineLayout(1, 2, 2, 1), costs)
+    assert not outcome.gathering.max() > 1e-9
+    # What is neither computed nor waited for is the wait of replicas for each other, at the end.
+    of_replicas = (outcome.computed + outcome.exposed).reshape(2, 2)
+    assert of_replicas[:, 0] == pytest.approx(of_replicas[:, 1])
+    assert of_replicas.max() == pytest.approx(outcome.seconds, rel=1e-6)
+    launched = simulate_baseline(
+        "wlb-llm",
+        lengths,
+        BaselineLayout(1, 2, 2, 1),
+        costs_on(replace(IDEAL, launch_seconds=1e-3), vocab_size=1),
+    )
+    # A kernel of each layer, there and back.
+    assert launched.computed - outcome.computed == pytest.approx(2 * 4 * 1e-3)
+
+
+def copied_by_the_runtime(exchange: Exchange, shape: AttentionShape) -> tuple[int, int]:
+    """Bytes that its steps read and write beside kernels, forward and backward, tensor by tensor.
+
+    One copy of what is sent, and one of what arrives, are counted elsewhere.
+    """
+    q_row, kv_row, lse = shape.q_row_bytes, shape.kv_row_bytes, shape.lse_row_bytes
+    wide_q, wide_kv = 2 * q_row, 2 * kv_row
+    q, kv, calls = exchange.q, exchange.kv, exchange.calls
+    forward = 2 * (len(q.send) * q_row + len(kv.send) * kv_row)
+    forward += 2 * q.local * q_row if q.received else 0
+    forward += 2 * kv.local * kv_row if kv.received else 0
+    alone = len(calls) == 1 and calls[0].q_rows is None and calls[0].first_q is None
+    merge = 9 * q_row + 10 * wide_q + 21 * lse
+    for call in calls:
+        rows, keys = int(call.cu_seqlens_q[-1]), int(call.cu_seqlens_kv[-1])
+        forward += 2 * rows * q_row if call.q_rows is not None else 0
+        forward += 2 * keys * kv_row if call.kv_rows is not None else 0
+        if alone:
+            continue
+        first = rows if call.first_q is None else len(call.first_q)
+        forward += 2 * first * (q_row + lse) * (1 if call.first_q is None else 2)
+        forward += sum(len(part) for part in call.repeated_q) * merge
+    if q.received or not alone:
+        forward += 2 * q.local * (q_row + lse)
+    forward += 4 * len(q.send) * (q_row + lse)
+    inputs = 3 * q_row + lse
+    backward = 2 * (len(q.send) * inputs + len(kv.send) * kv_row)
+    backward += 2 * q.local * inputs if q.received else 0
+    backward += 2 * kv.local * kv_row if kv.received else 0
+    backward += q.served * wide_q + kv.served * wide_kv
+    for call in calls:
+        rows, keys = int(call.cu_seqlens_q[-1]), int(call.cu_seqlens_kv[-1])
+        for index, number, row, inputs_row in (
+            (call.q_rows, rows, q_row, inputs),
+            (call.kv_rows, keys, kv_row, kv_row),
+        ):
+            backward += number * (row + 2 * 2 * row)
+            if index is not None:
+                backward += number * (2 * inputs_row + 2 * 2 * row)
+    for rows_of, row in ((q, q_row), (kv, kv_row)):
+        backward += rows_of.received * (2 * row + row)
+        backward += len(rows_of.send) * (row + 4 * 2 * row)
+        backward += rows_of.local * (2 * row + row)
+    return forward, backward
+
+
+@pytest.mark.parametrize("scheduler", ["packed", "per-document-cp", "greedy", "tiles"])
+@pytest.mark.parametrize("free_placement", [True, False])
+def test_copies_are_those_of_the_runtime(scheduler: str, free_placement: bool) -> None:
+    shape = AttentionShape(8, 2, 64, 2)
+    way = Way(scheduler, ping_pong=False, free_placement=free_placement)
+    for seed in range(3):
+        lengths = long_tailed_lengths(seed, 4 * 2048, 500, 8192)
+        config = ScheduleConfig(shape=shape)
+        ((plan,), *_) = plan_batch([lengths], 1, 4, config, way).plans
+        forward, backward = (copy_traffic(plan, shape, way) for way in ("forward", "backward"))  # type: ignore[arg-type]
+        expected = [copied_by_the_runtime(build_exchange(plan, r), shape) for r in range(4)]
+        assert forward.tolist() == [each[0] for each in expected]
+        assert backward.tolist() == [each[1] for each in expected]
+
+
+def test_copies_take_the_time_of_memory() -> None:
+    plan = planned([[8192, 8192, 100, 28]], 1, 2, Way("tiles"))
+    slow = replace(IDEAL, copy_gb_per_s=1.0)
+    took = [simulate_ticks(plan, costs_on(at)).computed for at in (slow, IDEAL)]
+    costs = costs_on(slow)
+    expected = np.zeros(2)
+    for tick, plans in plan.ticks:
+        phases = PHASES[:2] if tick.phase == "forward" else PHASES[2:]
+        for each in plans:
+            moved = plan_bytes(each, costs.shape).phases
+            once = sum(moved[p].sum(axis=0) + moved[p].sum(axis=1) for p in phases)
+            expected += 2 * once + copy_traffic(each, costs.shape, tick.phase)
+    assert took[0] - took[1] == pytest.approx(4 * expected / 1e9)
+
+
+def test_buffers_are_counted_as_the_runtime_reserves_them() -> None:
+    costs = costs_on(IDEAL)
+    plan = planned([[16384, 8192, 8192]], 1, 2, Way("tiles", ping_pong=False))
+    ((made,), *_) = plan.plans
+    buffers = Buffers(torch.device("cpu"))
+    buffers.reserve(plan_memory(made, costs.shape), SilentTransport())  # type: ignore[arg-type]
+    reserved = buffers.room.total(1)
+    own = made.own_tokens_per_rank()
+    kept = own * (4 * costs.activation_bytes() + costs.logit_bytes())
+    outcome = simulate_ticks(plan, costs)
+    expected = kept + costs.state_bytes(0, 1, 2) + reserved
+    assert outcome.memory_bytes == pytest.approx(expected)
+    assert reserved > 1.2 * plan_memory(made, costs.shape).total(1) > 0
 
 
 def test_wlb_llm_balances_all_work_of_bins() -> None:

@@ -10,12 +10,15 @@ import numpy as np
 import pytest
 from commands import Command
 
+from distca import cli, simulate_command
 from distca.cost.models import MODELS, ModelSize
 from distca.simulate import (
     CLUSTERS,
     SYSTEMS,
     Candidate,
     Job,
+    Outcome,
+    advice,
     advise,
     candidates,
     divisions,
@@ -23,6 +26,7 @@ from distca.simulate import (
     simulate,
 )
 from distca.simulate.advice import estimate
+from distca.simulate.search import with_fewer_in_flight
 
 SMALL = """
     --context 8192 --sequences 4 --layers 4 --hidden-size 512 --heads 8 --kv-heads 4 --head-dim 64
@@ -86,7 +90,29 @@ def test_out_of_memory_is_an_answer(command, lengths_file: str) -> None:
     assert all(row["tried"] == row["out_of_memory"] > 0 for row in rows)
 
 
-def test_what_is_refused(command, lengths_file: str) -> None:
+def test_the_table_is_not_lost_where_a_file_cannot_be_written(
+    lengths_file: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    few = ["--systems", "packed", "tiles", "--finalists", "1"]
+    mine = ["simulate", "--lengths", lengths_file, *SMALL, *few]
+    with pytest.raises(SystemExit) as stopped:
+        cli.main([*mine, "--trace", str(tmp_path / "t.json"), "--memory-gb", "4.02"])
+    assert stopped.value.code == 2
+    captured = capsys.readouterr()
+    assert "out of memory in all" in captured.out
+    assert "nothing of DistCA fits" in captured.err
+    # A link to a folder that is not there is found out when it is written.
+    plot = tmp_path / "plot.png"
+    plot.symlink_to(tmp_path / "missing" / "plot.png")
+    with pytest.raises(SystemExit):
+        cli.main([*mine, "--plot", str(plot)])
+    captured = capsys.readouterr()
+    assert "DistCA, tiles: " in captured.out
+    assert "No such file" in captured.err
+
+
+def test_what_is_refused(command, lengths_file: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    _advise = simulate_command._advise
     mine = ["--lengths", lengths_file, *SMALL]
     for more, message in (
         (["--cluster", "dgx-1"], "no cluster 'dgx-1': choose from dgx-h100"),
@@ -97,9 +123,17 @@ def test_what_is_refused(command, lengths_file: str) -> None:
         (["--network-gb-per-s", "-1"], "network_gb_per_s is -1.0"),
         (["--heads", "0"], "--heads 0 must be at least 1"),
         (["--tensor-model-parallel-sizes", "0"], "every size must be at least 1"),
-        (["--trace", "t.json", "--memory-gb", "4.02"], "nothing of DistCA fits"),
+        (["--trace", "t.json", "--systems", "packed"], "--trace is of DistCA: add one of greedy"),
+        (["--plot", "x.foo"], "--plot x.foo: the suffix must be one of"),
+        (["--plot", "plot"], "--plot plot: the suffix must be one of"),
+        (["--plot", f"{lengths_file}/x.png"], "lengths.json is not a folder"),
+        (["--trace", f"{lengths_file}/sub/t.json"], "lengths.json is not a folder"),
+        (["--trace", str(Path(lengths_file).parent)], "is a folder: give the name of a file"),
     ):
-        assert message in command.refused(*mine, *more)
+        with monkeypatch.context() as patch:
+            # Before any work.
+            patch.setattr(simulate_command, "_advise", None if "--gpus" not in more else _advise)
+            assert message in command.refused(*mine, *more)
     given = [
         *("--distribution", "nothing", "--context", "8", "--sequences", "1", "--gpus", "1"),
         *("--model", "llama-8b"),
@@ -161,6 +195,80 @@ def test_the_best_of_all_is_found() -> None:
     assert choice.seconds == min(every.values())
     assert choice.candidate is not None
     assert every[choice.candidate] == choice.seconds
+    assert (choice.simulated, choice.out_of_memory) == (choice.tried, 0)
     # Perfect balance and free exchanges take no longer.
     for candidate, seconds in every.items():
         assert estimate(candidate, JOB, batch) <= seconds * 1.001
+
+
+@pytest.fixture
+def tight(monkeypatch: pytest.MonkeyPatch) -> dict[Candidate, int]:
+    """Simulations in which a configuration fits in so many batches; all take as long."""
+    fits_in: dict[Candidate, int] = {}
+    seen: dict[Candidate, int] = {}
+
+    def told(candidate: Candidate, job: Job, batch: object) -> Outcome:
+        seen[candidate] = seen.get(candidate, 0) + 1
+        needed = 1.0 if seen[candidate] <= fits_in.get(candidate, 0) else 3.0
+        zeros = np.zeros(1)
+        return Outcome(1.0, 1, 8, np.array([needed]), 2.0, zeros, zeros, zeros, {})
+
+    monkeypatch.setattr(advice, "simulate", told)
+    return fits_in
+
+
+def by_promise() -> list[Candidate]:
+    batch = sequences()
+    found = candidates("tiles", JOB, [1, 2], [1, 2])
+    return sorted(found, key=lambda candidate: estimate(candidate, JOB, batch))
+
+
+@pytest.mark.parametrize("number", [0, 3, -1])
+def test_the_search_goes_on_until_something_fits(tight: dict[Candidate, int], number: int) -> None:
+    """Whatever promises more and is out of memory, a configuration that fits is found."""
+    only = by_promise()[number]
+    tight[only] = 2
+    batches = [sequences()] * 2
+    (choice,) = advise(JOB, batches, ["tiles"], [1, 2], [1, 2], finalists=1)
+    assert choice.candidate == only
+    assert choice.out_of_memory == choice.simulated - 1
+    (none,) = advise(JOB, batches, ["tiles"], [8], [4], finalists=1)
+    assert (none.candidate, none.tried) == (None, 0)
+
+
+def test_one_that_fits_in_some_batches_only_is_passed_over(tight: dict[Candidate, int]) -> None:
+    order = by_promise()
+    # More than run all batches at a time.
+    tight.update(dict.fromkeys(order[:5], 1) | {order[7]: 3})
+    (choice,) = advise(JOB, [sequences()] * 3, ["tiles"], [1, 2], [1, 2], finalists=2)
+    assert choice.candidate == order[7]
+    tight.clear()
+    (none,) = advise(JOB, [sequences()], ["tiles"], [1, 2], [1, 2], finalists=2)
+    assert none.candidate is None
+    # It says "in all", so all of them must have run.
+    assert none.out_of_memory == none.simulated == none.tried == len(order)
+
+
+def test_fewer_micro_batches_in_flight_are_tried(tight: dict[Candidate, int]) -> None:
+    piped = next(c for c in by_promise() if c.stages == 2)
+    bound = replace(piped, max_in_flight=2)
+    assert with_fewer_in_flight(piped) == [bound]
+    assert with_fewer_in_flight(bound) == []
+    assert with_fewer_in_flight(replace(piped, system="packed")) == []
+    tight[bound] = 1
+    (choice,) = advise(JOB, [sequences()], ["tiles"], [1, 2], [1, 2], finalists=1)
+    assert choice.candidate == bound
+
+
+def test_baselines_are_compared_on_all_batches() -> None:
+    """The best of a baseline is the fastest over all batches, not over the first ones."""
+    lengths = np.array([8192, 8192, 8192, 8192, *[128] * 256, *[128] * 256])
+    all_sequences = pack_sequences(lengths, 12, 8192)
+    batches = [all_sequences[n : n + 4] for n in (0, 4, 8)]
+    (choice,) = advise(JOB, batches, ["wlb-llm"], [1, 2], [1, 2])
+    every = {
+        c: [simulate(c, JOB, batch).seconds for batch in batches]
+        for c in candidates("wlb-llm", JOB, [1, 2], [1, 2])
+    }
+    assert choice.seconds == pytest.approx(min(sum(each) for each in every.values()) / 3)
+    assert choice.simulated == choice.tried

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -12,12 +13,16 @@ import pytest
 
 from distca import cli
 from distca.cost import profile as profiling
+from distca.cost.models import ModelSize
 from distca.cost.profile import Profile
 from distca.cost.volume import AttentionShape
+from distca.simulate import CLUSTERS
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
 import compare_losses
 from replay import Pass, fit, replay, ticks_seconds
+from throughput_setting import LONG_TAIL, Setting
+from validate_simulator import PLAIN, Prediction, predictions_of, rank_agrees
 
 LINE = " [now] iteration {:8d}/      10 | elapsed time per iteration (ms): 1.0 | lm loss: {:.6E} |"
 
@@ -69,6 +74,32 @@ def test_predictions_from_a_known_grid() -> None:
     assert predict(model, 0, 0, 0) == 0.0
     # Below the grid a task costs what the smallest does.
     assert predict(model, 1, 1, 1) == pytest.approx(64 * 64 / 1e6)
+
+
+def test_short_queries_stay_slow_beyond_the_grid() -> None:
+    """A kernel whose rate falls with its queries: keys that were not measured change nothing."""
+    lengths = (64, 128, 256, 512)
+    rates = {64: 1e5, 128: 2e5, 256: 5e5, 512: 1e6}
+    full = tuple(tuple(q * kv / rates[q] for kv in lengths) for q in lengths)
+    diagonal = tuple(
+        tuple((q * max(q, kv) - q * (q - 1) / 2) / rates[q] for kv in lengths) for q in lengths
+    )
+    model = Profile(lengths, full, diagonal, AttentionShape(4, 2, 16, 4), {"hardware": "none"})
+    for causal in (False, True):
+
+        def seconds(q: int, kv: int, causal: bool = causal) -> float:
+            return predict(model, q, kv, q * kv - q * (q - 1) // 2 * causal)
+
+        # No jump at the edge of the grid, in either length.
+        assert seconds(64, 513) == pytest.approx(seconds(64, 512), rel=0.01)
+        assert seconds(512, 513) == pytest.approx(seconds(512, 512), rel=0.01)
+        assert seconds(513, 513) == pytest.approx(seconds(512, 512), rel=0.01)
+        # More keys take longer; many queries run at the rate of the most that were measured.
+        assert seconds(64, 8192) > seconds(64, 512) > seconds(64, 256)
+        pairs = 2048 * 8192 - 2048 * 2047 // 2 * causal
+        assert seconds(2048, 8192) == pytest.approx(pairs / 1e6)
+        pairs = 64 * 8192 - 64 * 63 // 2 * causal
+        assert seconds(64, 8192) == pytest.approx(pairs / 1e5)
 
 
 def test_a_profile_survives_its_file(tmp_path) -> None:
@@ -154,3 +185,38 @@ def test_fitted_passes_and_ticks() -> None:
     assert per_pair == pytest.approx(0.2)
     assert fit([7, 7], [1.0, 2.0]) == (1.5, 0.0)
     assert ticks_seconds([np.array([1.0, 3.0]), np.array([2.0, 0.5])]) == 5.0
+
+
+def ranked(measured: list[float], predicted: list[float], plans: str = "abc") -> bool:
+    return rank_agrees(
+        [Prediction("mix", *each) for each in zip("xyz", measured, predicted, plans, strict=True)]
+    )
+
+
+def test_predictions_rank_as_measured_or_not() -> None:
+    assert ranked([1.0, 2.0, 3.0], [1.0, 1.5, 2.0])
+    assert not ranked([1.0, 2.0, 3.0], [1.0, 2.0, 1.5])
+    # A simulator for which all is alike has not ranked anything.
+    assert not ranked([1.0, 2.0, 3.0], [1.0, 1.004, 1.0])
+    # What cannot be told apart is not ranked, nor what is the same.
+    assert ranked([1.0, 1.01, 3.0], [1.0, 0.9, 2.0])
+    assert ranked([1.0, 2.0, 3.0], [1.0, 1.0, 2.0], plans="aab")
+    assert not ranked([1.0, 2.0, 3.0], [1.0, 1.0, 1.0], plans="aab")
+
+
+def test_plain_megatron_is_predicted_beside_the_schedulers() -> None:
+    setting = Setting(
+        *(2, 1, 1, 2048, 2, 128, 2, 1),
+        *(("packed", "per-document-cp", "tiles"), ("whole",), (0.1,), (LONG_TAIL,), 0),
+    )
+    machine = replace(CLUSTERS["dgx-a100"], gpus_per_node=1, peak_tflops=1e-3, launch_seconds=0.0)
+    seconds = {LONG_TAIL: {name: [1.0, 2.0] for name in (PLAIN, *setting.schedulers)}}
+    model, shape = ModelSize(2, 128, 4, 1, 32, 320, 512), AttentionShape(4, 1, 32, 4)
+    found = predictions_of(setting, model, seconds, machine, replace(grid(), shape=shape))
+    assert [each.scheduler for each in found] == [PLAIN, *setting.schedulers]
+    assert all(each.measured == 3.0 and each.predicted > 0 for each in found)
+    plain, packed, per_document, tiles = found
+    # The same work, but for planning, and gradients are reduced behind other passes.
+    assert packed.predicted == pytest.approx(plain.predicted, rel=0.3)
+    # Documents fit a rank: the same plans.
+    assert packed.plans == per_document.plans != tiles.plans

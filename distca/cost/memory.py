@@ -21,6 +21,9 @@ ALIGNMENT = 256
 
 FLOAT32_BYTES, INDEX_BYTES = 4, 8
 
+HEADROOM = 0.25
+"""By which share more than plans need the runtime reserves, so that buffers rarely grow again."""
+
 
 @dataclass(frozen=True)
 class CoreAttentionMemory:

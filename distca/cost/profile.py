@@ -4,8 +4,9 @@
 
 Both task shapes are measured, full rectangles and tasks that end on the diagonal. A prediction
 interpolates the rate, in pairs a second, bilinearly between the four nearest grid points, in the
-logarithms of lengths and rates. A task with a length beyond the grid is in the saturated region:
-its pairs are divided by the highest measured rate of its shape.
+logarithms of lengths and rates. Beyond the grid, where the kernel is saturated, a length has the
+rate of the grid's edge, so that a short query is as slow with more keys than were measured as with
+the most that were: measure up to the lengths that matter.
 """
 
 from __future__ import annotations
@@ -88,13 +89,10 @@ class Profile:
         q, kv = np.maximum(q, smallest), np.maximum(kv, smallest)
         all_pairs = np.where(is_full, q * kv, _diagonal_pairs(q, kv))
         full, diagonal = self._log_rates
-        beyond = np.maximum(q, kv) > self.lengths[-1]
         rate = np.where(
             is_full,
-            np.where(beyond, np.exp(full.max()), self._interpolate(full, q, kv)),
-            np.where(
-                beyond, np.exp(diagonal.max()), self._interpolate(diagonal, q, np.maximum(kv, q))
-            ),
+            self._interpolate(full, q, kv),
+            self._interpolate(diagonal, q, np.maximum(kv, q)),
         )
         result: Floats = np.where(pairs_of_task > 0, share * all_pairs / rate, 0.0)
         return result

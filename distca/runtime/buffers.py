@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
-from distca.cost.memory import CoreAttentionMemory
+from distca.cost.memory import HEADROOM, CoreAttentionMemory
 from distca.runtime.exchange import Exchange
 from distca.runtime.workspace import Workspace
 from distca.transport import WAYS, Channel, ChannelBytes, Transport
@@ -41,7 +41,7 @@ class Buffers:
         device: torch.device,
         nano_batches: int = 1,
         head_groups: int = 1,
-        headroom: float = 0.25,
+        headroom: float = HEADROOM,
     ) -> None:
         self.head_groups = head_groups
         self.slots = [Workspace(device) for _ in range(nano_batches * head_groups)]

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from itertools import islice
 
 import numpy as np
 
@@ -11,16 +12,28 @@ from distca.plan.span import Int64s
 from distca.simulate.baselines import BASELINES
 from distca.simulate.costs import ModelCosts
 from distca.simulate.outcome import Outcome
-from distca.simulate.search import WAYS, Candidate, Job, candidates, divisions, simulate
+from distca.simulate.search import (
+    WAYS,
+    Candidate,
+    Job,
+    candidates,
+    divisions,
+    simulate,
+    with_fewer_in_flight,
+)
 
 TITLES = {
     "packed": "plain Megatron",
-    "per-document-cp": "context parallel, per document",
+    "per-document-cp": "context parallel, all-gather",
     "wlb-llm": "WLB-LLM, ideal",
     "greedy": "DistCA, greedy",
     "tiles": "DistCA, tiles",
 }
 """What a reader knows the systems as."""
+_COMPARED = 3
+"""Configurations with `--distca` that run all batches."""
+_TRIES = 4
+"""Configurations that run the first batch at most once one fits, over those that are to fit."""
 
 
 @dataclass(frozen=True)
@@ -29,13 +42,14 @@ class Choice:
 
     Attributes:
         system: its name.
-        candidate: its configuration; None: everything is out of memory, or nothing divides.
+        candidate: its configuration; None: all are out of memory, or nothing divides.
         seconds: of an iteration, the mean over all batches.
         tokens_per_second: of all GPUs.
         memory_gb: of the GPU that needs most, over all batches.
         idle: the part of the time in which compute is not busy.
         exposed: the part in which it waits for exchanges, and for others in them.
         tried: configurations that divide the job.
+        simulated: those of them that ran.
         out_of_memory: those of them that are known not to fit.
     """
 
@@ -47,6 +61,7 @@ class Choice:
     idle: float
     exposed: float
     tried: int
+    simulated: int
     out_of_memory: int
 
 
@@ -61,8 +76,9 @@ def advise(
 ) -> list[Choice]:
     """The best configuration of each system.
 
-    All configurations of a baseline run the first batch. With `--distca`, whose planning takes
-    longer, those that promise most by `estimate` do. The three best run all batches.
+    All configurations of a baseline run all batches, until they do not fit. With `--distca`, whose
+    planning takes longer, those that promise most by `estimate` run the first batch, until enough
+    of them fit; the best of these run all batches.
 
     Args:
         job: what is trained.
@@ -70,7 +86,7 @@ def advise(
         systems: of `SYSTEMS`.
         tensor: tensor-parallel sizes to try.
         stages: pipeline sizes to try.
-        finalists: configurations with `--distca` that run the first batch.
+        finalists: configurations with `--distca` that are to fit in the first batch.
         progress: told what was simulated.
 
     Raises:
@@ -91,43 +107,88 @@ def _best(
     progress: Callable[[str], None],
 ) -> Choice:
     every = divisions(system, job, tensor, stages)
-    able = candidates(system, job, tensor, stages)
-    failed = len(every) - len(able)
+    left = candidates(system, job, tensor, stages)
+    able, wanted, compared = len(left), len(left), len(left)
     if system in WAYS:
-        able.sort(key=lambda candidate: estimate(candidate, job, batches[0]))
-        able = able[:finalists]
-    first: dict[Candidate, Outcome] = {}
-    for candidate in able:
-        progress(f"{system}: {candidate}")
-        outcome = simulate(candidate, job, batches[0])
-        if outcome.fits:
-            first[candidate] = outcome
-        else:
-            failed += 1
-    best: tuple[Candidate, list[Outcome]] | None = None
-    for candidate in sorted(first, key=lambda c: first[c].seconds)[:3]:
-        outcomes = [first[candidate]]
-        for batch in batches[1:]:
-            progress(f"{system}: {candidate}")
-            outcomes.append(simulate(candidate, job, batch))
-        fits = all(outcome.fits for outcome in outcomes)
-        if fits and (best is None or _seconds(outcomes) < _seconds(best[1])):
-            best = candidate, outcomes
+        left.sort(key=lambda candidate: estimate(candidate, job, batches[0]))
+        wanted, compared = finalists, _COMPARED
+    trials = _Trials(job, batches, progress)
+    best: Candidate | None = None
+    while left and best is None:
+        fitting = trials.walk(left, wanted)
+        fitting.sort(key=lambda candidate: trials.outcomes[candidate][0].seconds)
+        whole = islice((c for c in fitting if trials.fits(c, len(batches))), compared)
+        best = min(whole, key=lambda c: _seconds(trials.outcomes[c]), default=None)
+    failed = len(every) - able + trials.failed()
+    simulated = len({_sizes(candidate) for candidate in trials.outcomes})
     if best is None:
         none = float("nan")
-        return Choice(system, None, none, none, none, none, none, len(every), failed)
-    candidate, outcomes = best
+        return Choice(system, None, none, none, none, none, none, len(every), simulated, failed)
+    outcomes = trials.outcomes[best]
     return Choice(
         system,
-        candidate,
+        best,
         _seconds(outcomes) / len(outcomes),
         sum(outcome.tokens for outcome in outcomes) / _seconds(outcomes),
         max(float(outcome.memory_bytes.max()) for outcome in outcomes) / 1e9,
         float(np.mean([outcome.idle for outcome in outcomes])),
         float(np.mean([outcome.exposed.mean() / outcome.seconds for outcome in outcomes])),
         len(every),
+        simulated,
         failed,
     )
+
+
+@dataclass
+class _Trials:
+    """Iterations that were simulated.
+
+    Attributes:
+        job: what is trained.
+        batches: that configurations run, until one does not fit.
+        progress: told of each.
+        outcomes: of each configuration, of the first batches.
+    """
+
+    job: Job
+    batches: Sequence[Sequence[Int64s]]
+    progress: Callable[[str], None]
+    outcomes: dict[Candidate, list[Outcome]] = field(default_factory=dict)
+
+    def fits(self, candidate: Candidate, count: int) -> bool:
+        """Whether a configuration fits in memory in so many batches; runs those not run yet."""
+        mine = self.outcomes.setdefault(candidate, [])
+        while len(mine) < count and all(outcome.fits for outcome in mine):
+            self.progress(f"{candidate.system}: {candidate}")
+            mine.append(simulate(candidate, self.job, self.batches[len(mine)]))
+        return all(outcome.fits for outcome in mine)
+
+    def walk(self, left: list[Candidate], wanted: int) -> list[Candidate]:
+        """Takes from the front of `left` until so many fit in the first batch; returns these.
+
+        It gives up once one fits and `_TRIES` times as many as wanted have run; if none does, it
+        goes on to the end.
+        """
+        fitting: list[Candidate] = []
+        tries = 0
+        while left and len(fitting) < wanted and (not fitting or tries < _TRIES * wanted):
+            candidate = left.pop(0)
+            tries += 1
+            if self.fits(candidate, 1):
+                fitting.append(candidate)
+            else:
+                left[:0] = with_fewer_in_flight(candidate)
+        return fitting
+
+    def failed(self) -> int:
+        """Configurations that ran and do not fit, with whatever bound of micro-batches."""
+        able = {_sizes(c) for c, mine in self.outcomes.items() if all(o.fits for o in mine)}
+        return len({_sizes(candidate) for candidate in self.outcomes} - able)
+
+
+def _sizes(candidate: Candidate) -> Candidate:
+    """As `divisions` has it."""
+    return replace(candidate, max_in_flight=None)
 
 
 def _seconds(outcomes: Sequence[Outcome]) -> float:

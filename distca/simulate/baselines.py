@@ -3,7 +3,8 @@
 Documents are packed into *bins*: one for each micro-batch of each data-parallel replica, over the
 ranks of its context-parallel group. In every layer the group gathers all keys and values of its bin
 (all of them, whether seen or not), which nothing hides, and in the backward pass it reduces their
-gradients: so its ranks wait for the slowest in every layer. Replicas wait for each other only for
+gradients: so its ranks wait for the slowest in every layer. (Megatron's ring of point-to-point
+messages, which overlaps with the kernels, is not modelled.) Replicas wait for each other only for
 the gradients, pipeline stages for activations. Gathered keys and values are kept for the backward
 pass (paper, Section 3.2, Figure 3b).
 
@@ -109,16 +110,17 @@ def simulate_baseline(
         raise ValueError("packed has no context parallelism: use per-document-cp")
     attention = cost_model or costs.cluster.attention_cost(costs.shape)
     work = _Work.of(name, lengths, layout, costs, attention, mask or Mask())
-    passes = [_stage_seconds(work, layout, costs, stage) for stage in range(layout.stages)]
-    ends, spans = _one_f_one_b(passes, work, layout, costs, recording)
+    stages = [_Stage.of(work, layout, costs, stage) for stage in range(layout.stages)]
+    ends, spans = _one_f_one_b(stages, work, layout, costs, recording)
     replicas = layout.data_parallel * layout.context_parallel
-    crosses = replicas > _links(costs).ranks_per_node
     seconds = 0.0
-    for stage, (end, (_, backward)) in enumerate(zip(ends, passes, strict=True)):
+    for stage, (end, each) in enumerate(zip(ends, stages, strict=True)):
         # What the last backward pass hides costs nothing.
-        hidden = float(np.max(end - backward[:, -1]))
-        needed = costs.gradient_seconds(stage, layout.stages, replicas, crosses)
+        hidden = float(np.max(end - each.backward[:, -1]))
+        needed = costs.gradient_seconds(stage, layout.stages, replicas)
         seconds = max(seconds, float(end.max()), hidden + needed)
+    gathering = np.repeat(work.gather_seconds.sum(axis=1), layout.context_parallel)
+    gathering = np.tile(gathering, layout.stages) * (2 * costs.model.layers // layout.stages)
     gathered = np.repeat(work.gathered_bytes.sum(axis=1), layout.context_parallel)
     return Outcome(
         seconds,
@@ -126,9 +128,9 @@ def simulate_baseline(
         layout.stages * replicas * costs.tensor_parallel,
         _memory(work, layout, costs),
         costs.cluster.usable_bytes,
-        np.concatenate([_computed(work, layout, costs, stage) for stage in range(layout.stages)]),
-        np.full(layout.stages * replicas, float(work.gather_seconds.sum() / layout.data_parallel))
-        * (2 * costs.model.layers // layout.stages),
+        np.concatenate([stage.computed for stage in stages]),
+        gathering + np.concatenate([stage.waited for stage in stages]),
+        gathering,
         {
             "all-gather": np.tile(gathered, layout.stages) * (costs.model.layers // layout.stages),
             "reduce-scatter": np.tile(gathered, layout.stages)
@@ -172,7 +174,7 @@ class _Work:
         ranks = plan.world_size
         tokens = plan.placement.tokens_per_rank().reshape(bins, size)
         seconds = server_loads(plan.tasks, mask, ranks, attention).reshape(bins, size)
-        gather, nbytes = _gather(tokens.sum(axis=1), size, costs)
+        gather, nbytes = _gather(tokens.sum(axis=1), layout, costs)
         order = _to_replicas(name, tokens, seconds, layout, costs)
         return _Work(tokens[order], seconds[order], gather[order], nbytes[order])
 
@@ -207,14 +209,13 @@ def _pack(
     return plan
 
 
-def _gather(tokens: Int64s, size: int, costs: ModelCosts) -> tuple[Floats, Int64s]:
-    """Seconds and bytes of an all-gather in a ring over each group, `[bins]`."""
+def _gather(tokens: Int64s, layout: BaselineLayout, costs: ModelCosts) -> tuple[Floats, Int64s]:
+    """Seconds and bytes of an all-gather in rings over each group, `[bins]`."""
+    size, at = layout.context_parallel, costs.cluster
     if size == 1:
         return np.zeros(len(tokens)), np.zeros_like(tokens)
-    at = costs.cluster
-    crosses = size > _links(costs).ranks_per_node
-    speed = at.network_gb_per_s if crosses else at.node_gb_per_s
-    latency = at.network_latency if crosses else at.node_latency
+    servers = layout.stages * layout.data_parallel * size
+    speed, latency = at.ring(size, servers, costs.tensor_parallel)
     nbytes = tokens * costs.shape.kv_row_bytes * (size - 1) // size
     return nbytes / (speed * 1e9) + latency * (size - 1) + at.launch_seconds, nbytes
 
@@ -238,34 +239,42 @@ def _to_replicas(
     return np.array(members, dtype=np.int64)
 
 
-def _stage_seconds(
-    work: _Work, layout: BaselineLayout, costs: ModelCosts, stage: int
-) -> tuple[Floats, Floats]:
-    """Seconds of each forward and backward pass of a stage, `[replicas, micro-batches]`."""
-    layers = costs.model.layers // layout.stages
-    is_last = stage == layout.stages - 1
-    passes = []
-    for direction, factor in ((0, 1.0), (1, costs.cluster.backward_over_forward)):
-        linear = costs.pre_seconds()[direction] + costs.post_seconds()[direction]
-        launch = costs.cluster.launch_seconds
-        of_ranks = work.tokens * linear + factor * work.attention + launch
-        each = layers * (of_ranks.max(axis=2) + work.gather_seconds)
-        if is_last:
-            each = each + work.tokens.max(axis=2) * costs.head_seconds()[direction]
-        passes.append(each)
-    return passes[0], passes[1]
+@dataclass(frozen=True)
+class _Stage:
+    """What a stage's passes take.
 
+    Attributes:
+        forward: seconds of each pass, `[replicas, micro-batches]`.
+        backward: the same.
+        computed: seconds that each rank computes in all of them, `[ranks]`.
+        waited: seconds that it waits for the slowest of its group, `[ranks]`.
+    """
 
-def _computed(work: _Work, layout: BaselineLayout, costs: ModelCosts, stage: int) -> Floats:
-    """Seconds that each rank of a stage computes, `[ranks]`."""
-    layers = costs.model.layers // layout.stages
-    per_token = sum(costs.pre_seconds()) + sum(costs.post_seconds())
-    factor = 1.0 + costs.cluster.backward_over_forward
-    each = layers * (work.tokens * per_token + factor * work.attention)
-    if stage == layout.stages - 1:
-        each = each + work.tokens * sum(costs.head_seconds())
-    result: Floats = each.sum(axis=1).ravel()
-    return result
+    forward: Floats
+    backward: Floats
+    computed: Floats
+    waited: Floats
+
+    @staticmethod
+    def of(work: _Work, layout: BaselineLayout, costs: ModelCosts, stage: int) -> _Stage:
+        layers = costs.model.layers // layout.stages
+        passes, computed, waited = [], 0.0, 0.0
+        for direction, factor in ((0, 1.0), (1, costs.cluster.backward_over_forward)):
+            linear = costs.pre_seconds()[direction] + costs.post_seconds()[direction]
+            launch = costs.cluster.launch_seconds
+            # What the ranks of a group do until they wait for each other.
+            of_layer = work.tokens * linear + factor * work.attention + launch
+            parts: list[Floats] = [layers * of_layer]
+            if stage == layout.stages - 1:
+                parts.append(work.tokens.astype(np.float64) * costs.head_seconds()[direction])
+            each = layers * work.gather_seconds
+            for part in parts:
+                slowest = part.max(axis=2, keepdims=True)
+                each = each + slowest[:, :, 0]
+                computed = computed + part.sum(axis=1).ravel()
+                waited = waited + (slowest - part).sum(axis=1).ravel()
+            passes.append(each)
+        return _Stage(passes[0], passes[1], np.asarray(computed), np.asarray(waited))
 
 
 def order_of_1f1b(stage: int, stages: int, micro_batches: int) -> list[tuple[bool, int]]:
@@ -280,7 +289,7 @@ def order_of_1f1b(stage: int, stages: int, micro_batches: int) -> list[tuple[boo
 
 
 def _one_f_one_b(
-    passes: Sequence[tuple[Floats, Floats]],
+    passes: Sequence[_Stage],
     work: _Work,
     layout: BaselineLayout,
     costs: ModelCosts,
@@ -305,7 +314,8 @@ def _one_f_one_b(
                     if (other, forward, number) not in done:
                         break
                     start = np.maximum(start, done[other, forward, number] + message[:, number])
-                end = start + passes[stage][0 if forward else 1][:, number]
+                mine = passes[stage]
+                end = start + (mine.forward if forward else mine.backward)[:, number]
                 clocks[stage] = done[stage, forward, number] = end
                 left[stage].pop(0)
                 if recording:

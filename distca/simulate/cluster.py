@@ -33,8 +33,8 @@ class Cluster:
         network_gb_per_s: between nodes.
         node_latency: seconds until a message within a node begins to arrive.
         network_latency: the same between nodes.
-        copy_gb_per_s: memory traffic; what rows are gathered and scattered at before and after an
-            exchange (read and written once each).
+        copy_gb_per_s: memory traffic; what rows are copied at before and after an exchange and
+            around kernels.
         launch_seconds: of every kernel call of core attention, and of every exchange.
         source: where the figures are from.
 
@@ -96,14 +96,34 @@ class Cluster:
             self.servers_per_node(tensor_parallel), self.node_gb_per_s, self.network_gb_per_s
         )
 
+    def ring(self, members: int, servers: int, tensor_parallel: int) -> tuple[float, float]:
+        """Speed and latency of a collective in rings over groups of consecutive servers.
+
+        Where a group is in several nodes, there is a ring through the network link of each of its
+        members on a node, on the node where these are fewest.
+
+        Args:
+            members: of each group.
+            servers: of the job; a multiple of `members`.
+            tensor_parallel: GPUs of a server.
+
+        Returns:
+            GB/s of all rings together, and seconds of a hop.
+        """
+        of_node = self.servers_per_node(tensor_parallel)
+        if servers <= of_node or of_node % members == 0:
+            return self.node_gb_per_s, self.node_latency
+        links = math.gcd(members, of_node)
+        return min(links * self.network_gb_per_s, self.node_gb_per_s), self.network_latency
+
     def attention_cost(self, shape: AttentionShape) -> CostModel:
         """Forward seconds of core-attention tasks on one GPU."""
         return TiledCost.of_shape(shape, self.attention_tflops * 1e12, self.name)
 
 
 # Peaks, memories, NVLink and network speeds: NVIDIA's data sheets of DGX A100 (80 GB), DGX H100 and
-# DGX H200; NVLink's total of both directions is halved. 80 GB are taken for 80 * 2**30 bytes, less
-# what the driver does not report; the H200's 141 GB as they stand. The 50% of linear
+# DGX H200; NVLink's total of both directions is halved. Memories are what such a GPU reports, in
+# 10^9 bytes: 80 GB are nearly 80 * 2**30, the H200's 141 GB about 139 * 2**30. The 50% of linear
 # layers is the assumption of the paper's Appendix A. Attention: FlashAttention-2 reaches 73% of an
 # A100's peak forward and 63% backward, with 2.5 times the operations (Dao, 2023); on H100 it
 # reaches 35% of the peak (Shah et al., 2024), which agrees with published times of 32K and 64K
@@ -125,7 +145,7 @@ CLUSTERS = {
     "dgx-h200": Cluster(
         "dgx-h200",
         gpus_per_node=8,
-        memory_gb=141.0,
+        memory_gb=149.0,
         peak_tflops=990.0,
         attention_tflops=340.0,
         node_gb_per_s=450.0,

@@ -102,16 +102,14 @@ class ModelCosts:
         parameters += self.model.vocabulary_parameters * ((stage == 0) + (stage == stages - 1))
         return parameters / self.tensor_parallel
 
-    def gradient_seconds(self, stage: int, stages: int, replicas: int, crosses: bool) -> float:
+    def gradient_seconds(self, stage: int, stages: int, replicas: int) -> float:
         """Reduce-scatter of a stage's gradients and all-gather of its weights, in rings.
 
         Args:
             stage, stages, replicas: see `state_bytes`.
-            crosses: the replicas are in several nodes.
         """
-        at = self.cluster
         nbytes = self.stage_parameters(stage, stages) * (GRADIENT_BYTES + self.dtype_bytes)
-        speed = at.network_gb_per_s if crosses else at.node_gb_per_s
+        speed, _ = self.cluster.ring(replicas, stages * replicas, self.tensor_parallel)
         return nbytes * (replicas - 1) / replicas / (speed * 1e9)
 
     def message_seconds(self, tokens: Floats, crosses: bool) -> Floats:

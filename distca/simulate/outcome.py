@@ -22,6 +22,8 @@ class Outcome:
         usable_bytes: of a GPU.
         computed: seconds that each rank's compute was busy, `[ranks]`.
         exposed: seconds that each rank waited for exchanges, and for others in them, `[ranks]`.
+        gathering: those of them in which keys and values of a context-parallel group are gathered,
+            or their gradients reduced, `[ranks]`.
         bytes_sent: by each rank, by phase of the exchange, of one GPU of the rank, `[ranks]`.
         spans: what was recorded, for `save_trace`.
     """
@@ -33,6 +35,7 @@ class Outcome:
     usable_bytes: float
     computed: Floats
     exposed: Floats
+    gathering: Floats
     bytes_sent: dict[str, Int64s]
     spans: tuple[Span, ...] = ()
 

@@ -177,7 +177,11 @@ class Resources:
 
     def copy_seconds(self, nbytes: Int64s) -> Floats:
         """What gathering or scattering so many bytes takes: they are read and written."""
-        return nbytes.astype(np.float64) * (2e-9 / self.cluster.copy_gb_per_s)
+        return self.traffic_seconds(2 * nbytes)
+
+    def traffic_seconds(self, nbytes: Int64s) -> Floats:
+        """What reading or writing so many bytes of memory takes."""
+        return nbytes.astype(np.float64) * (1e-9 / self.cluster.copy_gb_per_s)
 
     def record_since(self, name: str, lane: str, start: Floats, **labels: Any) -> None:
         """A span of every rank from a moment until now."""

@@ -177,11 +177,17 @@ def candidates(
     """
     found = []
     for candidate in divisions(system, job, tensor, stages, most_micro_batches):
-        bound = replace(candidate, max_in_flight=candidate.stages)
-        tried = [candidate, bound] if system in WAYS and candidate.stages > 1 else [candidate]
+        tried = [candidate, *with_fewer_in_flight(candidate)]
         usable = job.cluster.usable_bytes
         found += [each for each in tried if least_memory(each, job) <= usable][:1]
     return found
+
+
+def with_fewer_in_flight(candidate: Candidate) -> list[Candidate]:
+    """The same with as many micro-batches in flight as 1F1B has, if it has more; or nothing."""
+    if candidate.system not in WAYS or candidate.stages == 1 or candidate.max_in_flight is not None:
+        return []
+    return [replace(candidate, max_in_flight=candidate.stages)]
 
 
 def _divides(tp: int, job: Job) -> bool:

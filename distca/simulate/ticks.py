@@ -3,7 +3,8 @@
 The order of events on every rank is the runtime's (`megatron_patches/ping_pong.py`): in each layer
 both nano-batches run their context-independent part and start to send, then both run kernels and
 start to return. The backward pass is the exact mirror. Ranks whose stage has nothing to run serve
-in the same order. A tick ends with messages between stages; nothing else makes ranks wait for each
+in the same order. Rows are copied before and after exchanges, and around kernels (`copies.py`), at
+the rate of memory. A tick ends with messages between stages; nothing else makes ranks wait for each
 other but the exchanges, and the reduction of gradients at the end.
 """
 
@@ -16,7 +17,7 @@ from typing import Any, Literal
 import numpy as np
 
 from distca.cost.link import Links
-from distca.cost.memory import CoreAttentionMemory, plan_memory
+from distca.cost.memory import HEADROOM, CoreAttentionMemory, plan_memory
 from distca.cost.model import CostModel
 from distca.cost.volume import BACKWARD_PHASES, FORWARD_PHASES, AttentionShape, plan_bytes
 from distca.plan import Plan
@@ -24,6 +25,7 @@ from distca.plan.span import Floats, Int64s
 from distca.schedule import Tick
 from distca.schedule.base import server_loads
 from distca.simulate.batches import PlannedBatch
+from distca.simulate.copies import copy_traffic
 from distca.simulate.costs import ModelCosts
 from distca.simulate.outcome import Outcome
 from distca.simulate.resources import Resources, Transfer
@@ -64,6 +66,14 @@ class _PlanCosts:
         if self.signal:
             moved = {phase: (matrix > 0).astype(np.int64) for phase, matrix in moved.items()}
         return {phase: Transfer.of_bytes(matrix, self.links) for phase, matrix in moved.items()}
+
+    @cached_property
+    def copied(self) -> dict[str, Int64s]:
+        """See `copy_traffic`: of each direction."""
+        return {
+            "forward": copy_traffic(self.plan, self.shape, "forward"),
+            "backward": copy_traffic(self.plan, self.shape, "backward"),
+        }
 
     @cached_property
     def memory(self) -> CoreAttentionMemory:
@@ -154,6 +164,7 @@ class _Run:
             costs.cluster.usable_bytes,
             at.computed,
             at.exposed,
+            np.zeros(at.ranks),
             at.sent,
             tuple(at.spans),
         )
@@ -204,6 +215,7 @@ class _Run:
                 at.wait(arrives[n], f"wait for dispatch{suffix}", **labels)
                 at.compute(at.copy_seconds(plan.transfers[to_servers].bytes_received))
                 seconds = factor * plan.kernel_seconds + launch * plan.kernel_calls
+                seconds = seconds + at.traffic_seconds(plan.copied[tick.phase])
                 at.compute(seconds, f"core attention{suffix}", "kernels", **labels)
                 returns[n] = self._start(plan, to_owners, f"return{suffix}", labels)
         for n in numbers:
@@ -275,10 +287,9 @@ class _Run:
         """A stage's ranks wait for their last; what the last backward pass hides costs nothing."""
         at, costs = self._resources, self._costs
         replicas = self._servers.shape[1]
-        crosses = replicas > self._links.ranks_per_node
         exposed = []
         for stage, members in enumerate(self._servers):
-            needed = costs.gradient_seconds(stage, len(self._servers), replicas, crosses)
+            needed = costs.gradient_seconds(stage, len(self._servers), replicas)
             until = float(self._last_backward[members].max()) + needed
             exposed.append(max(until - float(at.clock[members].max()), 0.0))
         at.barrier(list(self._servers), exposed)
@@ -312,4 +323,5 @@ class _Run:
                     now[members] -= kept.pop(key)
         replicas = self._servers.shape[1]
         state = [costs.state_bytes(s, schedule.stages, replicas) for s in range(schedule.stages)]
-        return most + np.array(state)[self._stage] + buffers.total(nano_batches)
+        reserved = buffers.with_headroom(HEADROOM).total(nano_batches)
+        return most + np.array(state)[self._stage] + reserved
