@@ -118,6 +118,9 @@ def build_parser() -> argparse.ArgumentParser:
         "--finalists", type=int, default=6, help="configurations with DistCA that are compared"
     )
     search.add_argument("--tolerance", type=float, default=0.05, help="of servers' loads")
+    search.add_argument(
+        "--head-groups", type=int, default=1, help="in which DistCA exchanges the heads"
+    )
     output = parser.add_argument_group("output")
     output.add_argument("--json", action="store_true", help="all figures, as JSON")
     output.add_argument("--plot", type=Path, metavar="FILE", help="a picture of the table")
@@ -152,7 +155,15 @@ def _run(args: argparse.Namespace) -> None:
     if not 0 <= args.tolerance < 1:
         raise ValueError(f"--tolerance {args.tolerance} is out of range: 0 to below 1")
     _check_outputs(args)
-    job = Job(_model(args), _cluster(args), args.gpus, args.context, args.sequences, args.tolerance)
+    job = Job(
+        _model(args),
+        _cluster(args),
+        args.gpus,
+        args.context,
+        args.sequences,
+        args.tolerance,
+        args.head_groups,
+    )
     batches = _batches(args)
     choices = _advise(args, job, batches)
     # Before the files, so that it is not lost where one of these cannot be written.

@@ -30,12 +30,14 @@ from distca.simulate import (
     CLUSTERS,
     BaselineLayout,
     Cluster,
+    Job,
     ModelCosts,
     Outcome,
     PlannedBatch,
     Resources,
     Transfer,
     Way,
+    divisions,
     plan_batch,
     save_trace,
     simulate_baseline,
@@ -115,15 +117,20 @@ class Timed:
     costs: ModelCosts
     link_seconds: float
 
-    def seconds(self, ablation: str = "none") -> float:
-        return simulate_ticks(self.plan, self.costs, ablation=ablation).seconds  # type: ignore[arg-type]
+    def seconds(self, ablation: str = "none", head_groups: int = 1) -> float:
+        return simulate_ticks(
+            self.plan,
+            self.costs,
+            ablation=ablation,  # type: ignore[arg-type]
+            head_groups=head_groups,
+        ).seconds
 
 
-def over_a_link(gb_per_s: float, ping_pong: bool) -> Timed:
+def over_a_link(gb_per_s: float, ping_pong: bool, kv_heads: int = MODEL.kv_heads) -> Timed:
     """One document on two ranks: the second needs the first one's keys."""
     cluster = replace(IDEAL, network_gb_per_s=gb_per_s, node_gb_per_s=gb_per_s)
     # Without the reduction of gradients, which the link slows, too.
-    costs = ModelCosts(replace(MODEL, vocab_size=1), cluster)
+    costs = ModelCosts(replace(MODEL, vocab_size=1, kv_heads=kv_heads), cluster)
     plan = planned([[8192, 8192]], 1, 2, Way("packed", ping_pong=ping_pong, free_placement=False))
     moved = sum(
         int(plan_bytes(each, costs.shape).phases[phase].sum())
@@ -144,6 +151,32 @@ def test_ping_pong_hides_an_exchange_shorter_than_the_compute_beside_it() -> Non
     # Each exchange is waited for where it starts; the first rank has time to spare.
     exposed = timed.seconds("single-stream") - free.seconds()
     assert 0.6 * timed.link_seconds < exposed <= timed.link_seconds * (1 + 1e-6)
+
+
+def test_head_groups_hide_what_a_dispatch_takes_longer_than_linear_layers() -> None:
+    free = over_a_link(1e9, ping_pong=True, kv_heads=8).seconds()
+    timed = over_a_link(50.0, ping_pong=True, kv_heads=8)
+    # Busy for less than the compute, yet exposed: kernels wait for a whole nano-batch's rows.
+    assert 0.5 * free < timed.link_seconds < 0.8 * free
+    exposed = [timed.seconds(head_groups=groups) - free for groups in (1, 2, 4)]
+    assert exposed[0] > 0.1 * free
+    assert exposed[0] > 2 * exposed[1] > 4 * exposed[2] > 0
+    # They move the same bytes, and a free link gains nothing by them.
+    whole, grouped = (
+        simulate_ticks(timed.plan, timed.costs, head_groups=groups) for groups in (1, 4)
+    )
+    assert {phase: sent.tolist() for phase, sent in whole.bytes_sent.items()} == {
+        phase: sent.tolist() for phase, sent in grouped.bytes_sent.items()
+    }
+    assert timed.seconds("signal", head_groups=4) == pytest.approx(free, rel=1e-6)
+
+
+def test_head_groups_divide_the_key_value_heads() -> None:
+    job = Job(MODEL, IDEAL, 8, 8192, 8, head_groups=3)
+    assert not divisions("tiles", job, [1], [1])
+    assert divisions("packed", job, [1], [1])
+    with pytest.raises(ValueError, match="0 head_groups: there must be at least 1"):
+        replace(job, head_groups=0)
 
 
 def test_whole_micro_batches_hide_nothing() -> None:

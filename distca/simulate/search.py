@@ -44,6 +44,7 @@ class Job:
         context: tokens of a sequence; no document is longer.
         sequences: of a global batch.
         tolerance: of servers' loads.
+        head_groups: `--distca-head-groups`.
     """
 
     model: ModelSize
@@ -52,9 +53,10 @@ class Job:
     context: int
     sequences: int
     tolerance: float = 0.1
+    head_groups: int = 1
 
     def __post_init__(self) -> None:
-        for name in ("gpus", "context", "sequences"):
+        for name in ("gpus", "context", "sequences", "head_groups"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{getattr(self, name)} {name}: there must be at least 1")
 
@@ -139,6 +141,8 @@ def divisions(
         servers = job.gpus // tp
         for pp in stages:
             if not _divides(tp, job) or servers % pp or job.model.layers % pp:
+                continue
+            if system in WAYS and job.model.kv_heads // tp % job.head_groups:
                 continue
             groups = _divisors(servers // pp) if system in BASELINES[1:] else [1]
             found += [
@@ -256,4 +260,6 @@ def simulate(
     windows = [np.concatenate(sequences[n * each : (n + 1) * each]) for n in range(c.micro_batches)]
     way = WAYS[c.system](max_in_flight=c.max_in_flight)
     planned = plan_batch(windows, c.stages, c.data, config, way)
-    return simulate_ticks(planned, costs, ablation=ablation, recording=recording)
+    return simulate_ticks(
+        planned, costs, ablation=ablation, recording=recording, head_groups=job.head_groups
+    )

@@ -2,10 +2,11 @@
 
 The order of events on every rank is the runtime's (`megatron_patches/ping_pong.py`): in each layer
 both nano-batches run their context-independent part and start to send, then both run kernels and
-start to return. The backward pass is the exact mirror. Ranks whose stage has nothing to run serve
-in the same order. Rows are copied before and after exchanges, and around kernels (`copies.py`), at
-the rate of memory. A tick ends with messages between stages; nothing else makes ranks wait for each
-other but the exchanges, and the reduction of gradients at the end.
+start to return, one head group after the other. The backward pass is the exact mirror. Ranks whose
+stage has nothing to run serve in the same order. Rows are copied before and after exchanges, and
+around kernels (`copies.py`), at the rate of memory. A tick ends with messages between stages;
+nothing else makes ranks wait for each other but the exchanges, and the reduction of gradients at
+the end.
 """
 
 from __future__ import annotations
@@ -36,10 +37,11 @@ NANO_BATCHES = ("ping", "pong")
 
 @dataclass(frozen=True)
 class _PlanCosts:
-    """What a plan costs in a layer, of each server."""
+    """What a plan costs in a layer, of each server, for one head group of equally many."""
 
     plan: Plan
     shape: AttentionShape
+    head_groups: int
     cost_model: CostModel
     links: Links
     signal: bool
@@ -51,7 +53,8 @@ class _PlanCosts:
     @cached_property
     def kernel_seconds(self) -> Floats:
         plan = self.plan
-        return server_loads(plan.tasks, plan.mask, plan.world_size, self.cost_model)
+        whole = server_loads(plan.tasks, plan.mask, plan.world_size, self.cost_model)
+        return whole / self.head_groups
 
     @cached_property
     def kernel_calls(self) -> Int64s:
@@ -88,6 +91,7 @@ def simulate_ticks(
     ablation: Ablation = "none",
     speeds: Floats | None = None,
     recording: bool = False,
+    head_groups: int = 1,
 ) -> Outcome:
     """Runs a global batch.
 
@@ -99,11 +103,12 @@ def simulate_ticks(
             message.
         speeds: of each server's compute, `[servers]`; None: all alike.
         recording: keep spans for a trace.
+        head_groups: `--distca-head-groups`.
 
     Raises:
-        ValueError: the stages' layers don't divide.
+        ValueError: the stages' layers don't divide, or the key-value heads.
     """
-    run = _Run(planned, costs, cost_model, ablation, speeds, recording)
+    run = _Run(planned, costs, cost_model, ablation, speeds, recording, head_groups)
     return run.outcome()
 
 
@@ -116,6 +121,7 @@ class _Run:
         ablation: Ablation,
         speeds: Floats | None,
         recording: bool,
+        head_groups: int,
     ) -> None:
         schedule = planned.schedule
         parts = schedule.stages * schedule.chunks
@@ -130,7 +136,8 @@ class _Run:
             self._stage[members] = stage
         self._cost_model = cost_model or costs.cluster.attention_cost(costs.shape)
         self._links = costs.cluster.links(costs.tensor_parallel)
-        self._ablation = ablation
+        self._ablation, self._head_groups = ablation, head_groups
+        self._shape = costs.shape.head_group(head_groups)
         self._resources = Resources(
             ranks, costs.cluster, np.ones(ranks) if speeds is None else speeds, recording
         )
@@ -174,7 +181,8 @@ class _Run:
             self._of_plans[id(plans)] = [
                 _PlanCosts(
                     plan,
-                    self._costs.shape,
+                    self._shape,
+                    self._head_groups,
                     self._cost_model,
                     self._links,
                     self._ablation == "signal",
@@ -197,9 +205,12 @@ class _Run:
         to_servers, to_owners = FORWARD_PHASES if forward else BACKWARD_PHASES
         launch = costs.cluster.launch_seconds
         numbers = list(range(len(nano)) if forward else reversed(range(len(nano))))
-        arrives, returns = [np.zeros(at.ranks)] * len(nano), [np.zeros(at.ranks)] * len(nano)
+        arrives: list[list[Floats]] = [[] for _ in nano]
+        returns: list[list[Floats]] = [[] for _ in nano]
         suffix = "" if forward else " backward"
         names = NANO_BATCHES if len(nano) > 1 else (None,)
+        count = self._head_groups
+        groups = [{"head_group": n} for n in range(count)] if count > 1 else [{}]
         for step in range(self._layers):
             layer = step if forward else self._layers - 1 - step
             for n in numbers:
@@ -208,16 +219,22 @@ class _Run:
                 if step:
                     self._finish(plan, returns[n], to_owners, suffix, labels)
                 at.compute(plan.own_tokens * (first if step == 0 else pre + post))
-                arrives[n] = self._start(plan, to_servers, f"dispatch{suffix}", labels)
+                arrives[n] = [
+                    self._start(plan, to_servers, f"dispatch{suffix}", labels | group)
+                    for group in groups
+                ]
             for n in numbers:
                 plan = nano[n]
                 labels = {"layer": layer, "nano_batch": names[n]}
-                at.wait(arrives[n], f"wait for dispatch{suffix}", **labels)
-                at.compute(at.copy_seconds(plan.transfers[to_servers].bytes_received))
                 seconds = factor * plan.kernel_seconds + launch * plan.kernel_calls
                 seconds = seconds + at.traffic_seconds(plan.copied[tick.phase])
-                at.compute(seconds, f"core attention{suffix}", "kernels", **labels)
-                returns[n] = self._start(plan, to_owners, f"return{suffix}", labels)
+                returns[n] = []
+                for over, group in zip(arrives[n], groups, strict=True):
+                    of_group = labels | group
+                    at.wait(over, f"wait for dispatch{suffix}", **of_group)
+                    at.compute(at.copy_seconds(plan.transfers[to_servers].bytes_received))
+                    at.compute(seconds, f"core attention{suffix}", "kernels", **of_group)
+                    returns[n].append(self._start(plan, to_owners, f"return{suffix}", of_group))
         for n in numbers:
             labels = {"layer": layer, "nano_batch": names[n]}
             self._finish(nano[n], returns[n], to_owners, suffix, labels)
@@ -235,11 +252,17 @@ class _Run:
         return over
 
     def _finish(
-        self, plan: _PlanCosts, over: Floats, phase: str, suffix: str, labels: dict[str, Any]
+        self,
+        plan: _PlanCosts,
+        returns: list[Floats],
+        phase: str,
+        suffix: str,
+        labels: dict[str, Any],
     ) -> None:
         at = self._resources
-        at.wait(over, f"wait for return{suffix}", **labels)
-        at.compute(at.copy_seconds(plan.transfers[phase].bytes_received))
+        for over in returns:
+            at.wait(over, f"wait for return{suffix}", **labels)
+            at.compute(at.copy_seconds(plan.transfers[phase].bytes_received))
 
     def _runs_head(self, tick: Tick) -> Floats:
         """1.0 for the ranks of a last stage that runs its last chunk, `[ranks]`."""
@@ -323,5 +346,5 @@ class _Run:
                     now[members] -= kept.pop(key)
         replicas = self._servers.shape[1]
         state = [costs.state_bytes(s, schedule.stages, replicas) for s in range(schedule.stages)]
-        reserved = buffers.with_headroom(HEADROOM).total(nano_batches)
+        reserved = buffers.with_headroom(HEADROOM).total(nano_batches, self._head_groups)
         return most + np.array(state)[self._stage] + reserved
