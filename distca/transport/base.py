@@ -68,7 +68,7 @@ class Pending(ABC):
         """What was received: uint8 `[sum(sizes.receive)]`, from rank 0, 1, ... one after the other.
 
         It lies in the channel's buffer: read it before `release`. On a GPU the current stream
-        waits for it, not the CPU.
+        waits for it, not the CPU. It may be asked for again until then.
         """
 
     @abstractmethod
