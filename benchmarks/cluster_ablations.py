@@ -80,9 +80,9 @@ def _against_exception(rows: list[dict[str, Any]]) -> list[str]:
     return [
         f"The paper's exception does not appear here: 8B on 8 nodes is at most {max(theirs):.1%} "
         f"above signal, the others up to {max(others):.1%}. The paper says that there is too "
-        "little compute to hide behind; but with the same tokens a GPU of 8 nodes has twice that "
-        "of 16 nodes, and what it sends is no more than twice as much. Links have their full "
-        "speed here, whatever the sizes of messages."
+        "little compute to hide behind; but with the same tokens in all, a GPU of 8 nodes has "
+        "twice the compute of one of 16. Links have their full speed here, whatever the sizes of "
+        "messages."
     ]
 
 

@@ -71,8 +71,7 @@ def end_to_end(name: str, runner: Runner, options: Options) -> Report:
         text += ["", *([] if three else [f"PP of {title}:", ""])]
         text += table([_readable(row) for row in mine])
     title = "3D parallelism (Table 3, Figure 9)" if three else "4D parallelism (Table 4, Figure 10)"
-    drawn = [row for row in rows if row["PP"] == list(pipelines)[-1]]
-    return Report(title, rows, text, partial(_draw_end_to_end, drawn))
+    return Report(title, rows, text, partial(_draw_end_to_end, rows))
 
 
 SYSTEMS = (*BASELINES, *WAYS)
@@ -172,18 +171,22 @@ EXPLANATION = [
 
 
 def _draw_end_to_end(rows: list[dict[str, Any]], figure: Any) -> None:
-    groups = list(dict.fromkeys((row["model"], row["documents"]) for row in rows))
+    groups = list(dict.fromkeys((row["PP"], row["model"], row["documents"]) for row in rows))
     figure.set_size_inches(6 * len(groups) if len(groups) < 3 else 12, 4 * -(-len(groups) // 2))
-    axes = figure.subplots(-(-len(groups) // 2), min(len(groups), 2), squeeze=False).ravel()
-    for at, (model, documents) in zip(axes, groups, strict=False):
-        mine = [r for r in rows if (r["model"], r["documents"]) == (model, documents)]
+    axes = figure.subplots(
+        -(-len(groups) // 2), min(len(groups), 2), squeeze=False, sharey=True
+    ).ravel()
+    for at, (stages, model, documents) in zip(axes, groups, strict=False):
+        mine = [
+            r for r in rows if (r["PP"], r["model"], r["documents"]) == (stages, model, documents)
+        ]
         places = np.arange(len(mine))
         for number, system in enumerate((REFERENCE, "greedy", "tiles")):
             values = [r[f"{system} speed-up"] for r in mine]
             at.bar(places + 0.27 * (number - 1), values, width=0.27, label=system)
         at.set_xticks(places, [f"{r['longest']}\n{r['GPUs']}" for r in mine], fontsize=8)
-        at.set(
-            title=f"{model}, {documents}", ylabel="tokens/s over ideal WLB-LLM", ylim=(0.8, None)
-        )
+        at.set(title=f"{model}, {documents}, PP of {stages}", ylabel="tokens/s over ideal WLB-LLM")
         at.axhline(1.0, color="black", linewidth=0.6)
+    # All share an axis, so that this scales to the highest bar.
+    axes[0].set_ylim(0.8, None)
     axes[0].legend()
