@@ -229,7 +229,7 @@ def train_and_evaluate(flags: list[str], lengths: list[int], graphs: bool) -> tu
     import torch.distributed as dist
     from megatron.core import num_microbatches_calculator, parallel_state
 
-    from megatron_patches import arguments, data, model
+    from megatron_patches import data, model, validation
     from megatron_patches.lean import training
     from megatron_patches.tick_batches import TickStream
 
@@ -240,7 +240,7 @@ def train_and_evaluate(flags: list[str], lengths: list[int], graphs: bool) -> tu
         return engines[-1]
 
     with (
-        mock.patch.object(arguments, "_validate_cuda_graphs"),
+        mock.patch.object(validation, "_validate_cuda_graphs"),
         mock.patch.object(model, "CudaGraphEngine", make_engine),
     ):
         args = parse([*flags, *(["--distca-cuda-graphs"] if graphs else [])])
