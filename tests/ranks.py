@@ -16,6 +16,9 @@ from pathlib import Path
 from typing import Any
 
 MAX_WORLD_SIZE = 4
+MAX_THREADS = 40
+"""Of a rank between functions. Some of Megatron's objects keep process groups alive for good (the
+hooks of its distributed optimizer do), and each group's threads poll a hundred times a second."""
 
 
 class RankError(AssertionError):
@@ -53,7 +56,10 @@ class Ranks:
             store = str(Path(folder) / "store")
             for rank in range(world_size):
                 self._pipes[rank].send((function, args, rank, world_size, store))
-            return self._collect(world_size, time.monotonic() + timeout)
+            results = self._collect(world_size, time.monotonic() + timeout)
+        if any(_threads_of(process.pid) > MAX_THREADS for process in self._processes):
+            self.close()
+        return results
 
     def _collect(self, world_size: int, deadline: float) -> list[Any]:
         results: dict[int, Any] = {}
@@ -95,6 +101,10 @@ class Ranks:
             process.kill()
             process.join()
         self._processes, self._pipes = [], []
+
+
+def _threads_of(pid: int) -> int:
+    return sum(1 for _ in Path(f"/proc/{pid}/task").iterdir())
 
 
 _chosen = ["collective"]
