@@ -182,3 +182,25 @@ def test_doctor_tells_what_to_install(monkeypatch) -> None:
     for name, cure in (("C++ compiler", "install one"), ("nvcc", "pip install nvidia-cuda-nvcc")):
         assert findings[name].state == "missing"
         assert cure in findings[name].cure
+
+
+@pytest.mark.parametrize(("trains", "state"), [(True, "problem"), (False, "missing")])
+def test_doctor_misses_greenlet_where_training_needs_it(monkeypatch, trains, state) -> None:
+    versions = {"megatron-core": "0.16.1"} if trains else {}
+    monkeypatch.setattr(doctor, "_version", versions.get)
+    findings = {finding.name: finding for finding in doctor.examine()}
+    assert findings["greenlet"].state == state
+    assert "--no-distca-ping-pong" in findings["greenlet"].cure
+
+
+@pytest.mark.parametrize(
+    ("built_for", "cure"), [(None, "a CUDA build of torch"), ("13.0", "install a driver")]
+)
+def test_doctor_sees_gpus_that_torch_cannot_use(monkeypatch, built_for, cure) -> None:
+    exists = Path.exists
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.version, "cuda", built_for)
+    monkeypatch.setattr(Path, "exists", lambda path: str(path) == "/dev/nvidia0" or exists(path))
+    gpus = next(finding for finding in doctor.examine() if finding.name == "GPUs")
+    assert gpus.state == "problem"
+    assert cure in gpus.cure
