@@ -136,9 +136,19 @@ def even_rooms(tokens: int, ranks: int, most: int | None = None) -> Int64s:
     return np.full(ranks, tokens // ranks, dtype=np.int64) + (np.arange(ranks) < tokens % ranks)
 
 
-def task_loads(tasks: Tasks, mask: Mask, cost_model: CostModel | None) -> Floats:
-    """The load of each task, `[tasks]`: predicted seconds, or pairs without a cost model."""
-    pairs = tasks.pairs(mask)
+def task_loads(
+    tasks: Tasks, mask: Mask, cost_model: CostModel | None, pairs: Int64s | None = None
+) -> Floats:
+    """The load of each task, `[tasks]`: predicted seconds, or pairs without a cost model.
+
+    Args:
+        tasks: whose loads.
+        mask: what a query sees.
+        cost_model: predicts seconds.
+        pairs: of the tasks, int64 `[tasks]`, where they are known.
+    """
+    if pairs is None:
+        pairs = tasks.pairs(mask)
     if cost_model is None:
         return pairs.astype(np.float64)
     return cost_model.seconds(tasks.q_end - tasks.q_start, tasks.kv_end - tasks.kv_start, pairs)

@@ -85,6 +85,10 @@ class _Parts:
             self.h0[selection], self.h1[selection], self.t1[selection], self.t0[selection]
         )
 
+    def and_then(self, other: _Parts) -> _Parts:
+        columns = ("h0", "h1", "t1", "t0")
+        return _Parts(*(np.concatenate([getattr(p, c) for p in (self, other)]) for c in columns))
+
 
 class GreedyScheduler:
     """See the module's docstring."""
@@ -140,15 +144,17 @@ class _State:
 
     def _loads(self, parts: _Parts) -> Floats:
         """The load of each part: its head and its tail as one task each."""
-        total = np.zeros(len(parts.h0))
-        for start, end in ((parts.h0, parts.h1), (parts.t1, parts.t0)):
-            first = self._mask.first_key(start)
-            pairs = self._mask.pairs(start, end, first, end)
-            if self._config.cost_model is None:
-                total += pairs
-            else:
-                seconds = self._config.cost_model.seconds(end - start, end - first, pairs)
-                total += np.where(end > start, seconds, 0.0)
+        start = np.concatenate([parts.h0, parts.t1])
+        end = np.concatenate([parts.h1, parts.t0])
+        first = self._mask.first_key(start)
+        pairs = self._mask.pairs(start, end, first, end)
+        if self._config.cost_model is None:
+            loads = pairs.astype(np.float64)
+        else:
+            seconds = self._config.cost_model.seconds(end - start, end - first, pairs)
+            loads = np.where(end > start, seconds, 0.0)
+        heads, tails = loads.reshape(2, -1)
+        total: Floats = heads + tails
         return total
 
     def _bytes(self, parts: _Parts) -> Floats:
@@ -241,9 +247,10 @@ class _State:
         ranges = ((head, int(self._h1[item])), (int(self._t1[item]), tail))
         self._moved += [(document, start, end, server) for start, end in ranges if end > start]
         self._h1[item], self._t1[item] = head, tail
-        left = float(self._loads(self._items().select(np.array([item])))[0])
+        rest = self._items().select(np.array([item]))
+        left, moved = self._loads(rest.and_then(part)).tolist()
         self._server_load[self._owner[item]] += left - self._load[item]
-        self._server_load[server] += float(self._loads(part)[0])
+        self._server_load[server] += moved
         self._load[item] = left
 
     def tasks(self) -> Tasks:

@@ -369,11 +369,11 @@ class _Mover:
         q_start, q_end, kv_start, kv_end = np.array(spans, dtype=np.int64).T
         column = np.full_like(q_start, document)
         tasks = Tasks(column, q_start, q_end, kv_start, kv_end, column)
-        loads = task_loads(tasks, self._mask, self._config.cost_model).tolist()
-        pairs = tasks.pairs(self._mask).tolist()
+        pairs = tasks.pairs(self._mask)
+        loads = task_loads(tasks, self._mask, self._config.cost_model, pairs)
         return [
             _Task(document, *span, load, count)
-            for span, load, count in zip(spans, loads, pairs, strict=True)
+            for span, load, count in zip(spans, loads.tolist(), pairs.tolist(), strict=True)
         ]
 
     def _result(self) -> Tasks:
