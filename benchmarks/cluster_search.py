@@ -13,6 +13,10 @@ from distca.simulate import Candidate, candidates, divisions
 from distca.simulate.advice import estimate
 from distca.simulate.search import with_fewer_in_flight
 
+_COMPARED = 3
+"""Batches on which a baseline's configurations are compared."""
+_FINALISTS = 12
+"""Of a baseline, that run all batches."""
 _TRIES = 4
 """Configurations that a sweep runs at most once one fits, over those that are to fit."""
 
@@ -71,7 +75,8 @@ def best_baselines(
 ) -> dict[Case, Best]:
     """The best configuration of a baseline for each case: the fastest over all batches.
 
-    All configurations that fit in memory in the first batch run all of them.
+    All configurations that fit in memory in the first batch run a few, and the fastest of these run
+    all of them. If they are all out of memory in some batch, the next ones run, to the last.
 
     Args:
         runner: runs them.
@@ -81,15 +86,21 @@ def best_baselines(
         batches: of each case.
     """
     able = {case: candidates(system, case.job, [case.tensor], stages) for case in cases}
-    first = run_batches(runner, able, 1, f"{system}: first batch")
-    fitting = {case: ranked(able[case], case, first) for case in cases}
-    rows = run_batches(runner, fitting, batches, f"{system}: all batches")
+    rows = run_batches(runner, able, 1, f"{system}: first batch")
+    fitting = {case: ranked(able[case], case, rows) for case in cases}
+    rows |= run_batches(runner, fitting, min(_COMPARED, batches), f"{system}: first batches")
+    left = {case: ranked(fitting[case], case, rows) for case in cases}
+    order: dict[Case, list[Candidate]] = {case: [] for case in cases}
+    while wanted := {case: mine[:_FINALISTS] for case, mine in left.items() if mine}:
+        rows |= run_batches(runner, wanted, batches, f"{system}: all batches")
+        for case, mine in wanted.items():
+            order[case] = ranked(mine, case, rows)
+            left[case] = [] if order[case] else left[case][_FINALISTS:]
     best = {}
     for case in cases:
-        order = ranked(fitting[case], case, rows)
         tried = len(divisions(system, case.job, [case.tensor], stages))
-        failed = tried - len(order)
-        best[case] = _summary(case, order[:1], rows, tried, len(able[case]), failed)
+        failed = tried - len(ranked(able[case], case, rows))
+        best[case] = _summary(case, order[case][:1], rows, tried, len(able[case]), failed)
     return best
 
 

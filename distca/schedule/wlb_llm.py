@@ -1,9 +1,11 @@
 """WLB-LLM's balancing (Wang et al., OSDI 2025), as a baseline: no query moves between groups.
 
 * **Variable-length packing**: documents stay whole within a context-parallel group, the heaviest
-  first onto the group with the least attention so far; groups hold different numbers of tokens, at
-  most `MEMORY_FACTOR` times the equal share. (Their linear layers then take different times, which
-  this project counts elsewhere: only core attention is balanced here, the ideal case for it.)
+  first onto the group with the least attention so far; groups hold different numbers of tokens,
+  within a bound of memory: by default `MEMORY_FACTOR` times the equal share. A document that is
+  longer than that is a group's all the same. (Linear layers then take different times, which this
+  project counts elsewhere: only core attention is balanced here, the ideal case for it, unless the
+  cost model has the linear layers in it.)
 * **Adaptive sharding**: each group shards either every document head-tail over its ranks or the
   whole sequence in zigzag, whichever has the smaller predicted load on its busiest rank; documents
   give equal pairs, the sequence gives longer pieces, on which kernels run faster.
@@ -36,10 +38,15 @@ at most (DistCA paper, Section 3)."""
 
 
 class WlbLlm:
-    """See the module. Ranks own different numbers of tokens: only the sum of `rooms` counts."""
+    """See the module. Ranks own different numbers of tokens: only the sum of `rooms` counts.
 
-    def __init__(self, config: ScheduleConfig) -> None:
-        self._config = config
+    Args:
+        config: cost model and size of groups.
+        most_tokens: of a group, where memory is known; None: `MEMORY_FACTOR` times the equal share.
+    """
+
+    def __init__(self, config: ScheduleConfig, most_tokens: int | None = None) -> None:
+        self._config, self._most_tokens = config, most_tokens
 
     def plan(self, lengths: Int64s, rooms: Int64s, mask: Mask) -> Plan:
         """See `Scheduler.plan`.
@@ -50,7 +57,11 @@ class WlbLlm:
         lengths = np.asarray(lengths, dtype=np.int64)
         size = group_size(self._config, lengths, rooms)
         loads = document_loads(lengths, mask, self._config.cost_model)
-        groups = _pack(lengths, loads, len(rooms) // size)
+        count = len(rooms) // size
+        most = self._most_tokens
+        if most is None:
+            most = int(MEMORY_FACTOR * lengths.sum() / count)
+        groups = _pack(lengths, loads, count, max(most, int(lengths.max(initial=0))))
         per_document, per_sequence = (
             shard(groups, size) for shard in (shard_documents, shard_sequence)
         )
@@ -73,9 +84,8 @@ class WlbLlm:
         return loads.reshape(-1, size).max(axis=1)
 
 
-def _pack(lengths: Int64s, loads: np.ndarray, groups: int) -> Placement:
-    """Whole documents onto groups."""
-    most = max(int(MEMORY_FACTOR * lengths.sum() / groups), int(lengths.max(initial=0)))
+def _pack(lengths: Int64s, loads: np.ndarray, groups: int, most: int) -> Placement:
+    """Whole documents onto groups of at most so many tokens, where that is possible."""
     room = [most] * groups
     by_load = [(0.0, group) for group in range(groups)]
     chosen = np.empty(len(lengths), dtype=np.int64)
@@ -86,7 +96,7 @@ def _pack(lengths: Int64s, loads: np.ndarray, groups: int) -> Placement:
         if by_load:
             load, group = heapq.heappop(by_load)
         else:
-            # None has room within the factor: the one with most room takes it.
+            # None has room: the one with most takes it.
             load, group = max(set_aside, key=lambda entry: (room[entry[1]], -entry[1]))
             set_aside.remove((load, group))
         chosen[document] = group

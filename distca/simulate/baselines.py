@@ -10,15 +10,18 @@ pass (paper, Section 3.2, Figure 3b).
 
 * **packed**: plain Megatron; documents one after the other, no context parallelism.
 * **per-document-cp**: the same with a group for each bin; documents are sharded head-tail.
-* **wlb-llm**: WLB-LLM in its ideal form: variable-length bins of equal work (attention and linear
-  layers together), within a bound of memory, over all micro-batches and replicas; each group shards
-  documents or the sequence, whichever is faster. Bins go to replicas so that these have equal work.
+* **wlb-llm**: WLB-LLM in its ideal form: variable-length bins of equal work over all micro-batches
+  and replicas, as large as memory allows. Work is all that is judged here, forward and backward:
+  attention, linear layers, collectives, and the output layer, since the last stage is the slowest.
+  Each group shards documents or the sequence, whichever is faster. Bins go to replicas so that
+  these have equal work, and through a replica's pipeline in the fastest of a few orders.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
@@ -26,7 +29,13 @@ from distca.cost.link import Links
 from distca.cost.model import CostModel
 from distca.plan import Mask, Plan
 from distca.plan.span import Floats, Int64s
-from distca.schedule import ScheduleConfig, make_scheduler, most_in_flight_of_1f1b
+from distca.schedule import (
+    ScheduleConfig,
+    Scheduler,
+    WlbLlm,
+    make_scheduler,
+    most_in_flight_of_1f1b,
+)
 from distca.schedule.base import server_loads
 from distca.simulate.costs import ModelCosts
 from distca.simulate.outcome import Outcome
@@ -36,25 +45,39 @@ BASELINES = ("packed", "per-document-cp", "wlb-llm")
 
 
 @dataclass(frozen=True)
-class WithLinear:
-    """Seconds of a task together with those of its queries' linear layers; a `CostModel`.
+class AllWork:
+    """Seconds of a task, forward and backward, and of all else of its queries; a `CostModel`.
 
     Attributes:
-        attention: seconds of a task.
-        per_token: seconds of a token's other layers.
+        attention: forward seconds of a task.
+        with_backward: forward and backward seconds over forward ones.
+        per_token: seconds of all else of a token.
     """
 
     attention: CostModel
+    with_backward: float
     per_token: float
+
+    @staticmethod
+    def of_last_stage(attention: CostModel, layout: BaselineLayout, costs: ModelCosts) -> AllWork:
+        """In one of its layers, between which the output layer is shared out."""
+        per_token = sum(costs.pre_seconds()) + sum(costs.post_seconds())
+        per_token += sum(costs.head_seconds()) * layout.stages / costs.model.layers
+        if layout.context_parallel > 1:
+            # As work that the ranks of a group share.
+            others = layout.context_parallel - 1
+            speed = 1e9 * _ring(layout, costs)[0]
+            per_token += 2 * others * costs.shape.kv_row_bytes / speed
+        return AllWork(attention, 1 + costs.cluster.backward_over_forward, per_token)
 
     @property
     def description(self) -> str:
-        return f"{self.attention.description}, with linear layers"
+        return f"{self.attention.description}, with all other work"
 
     def seconds(self, q_len: Int64s, kv_len: Int64s, pairs: Int64s) -> Floats:
         """See `CostModel.seconds`."""
-        linear: Floats = np.asarray(q_len, dtype=np.float64) * self.per_token
-        return linear + self.attention.seconds(q_len, kv_len, pairs)
+        others: Floats = np.asarray(q_len, dtype=np.float64) * self.per_token
+        return others + self.with_backward * self.attention.seconds(q_len, kv_len, pairs)
 
 
 @dataclass(frozen=True)
@@ -110,6 +133,8 @@ def simulate_baseline(
         raise ValueError("packed has no context parallelism: use per-document-cp")
     attention = cost_model or costs.cluster.attention_cost(costs.shape)
     work = _Work.of(name, lengths, layout, costs, attention, mask or Mask())
+    if name == "wlb-llm":
+        work = _in_best_order(work, layout, costs)
     stages = [_Stage.of(work, layout, costs, stage) for stage in range(layout.stages)]
     ends, spans = _one_f_one_b(stages, work, layout, costs, recording)
     replicas = layout.data_parallel * layout.context_parallel
@@ -170,35 +195,49 @@ class _Work:
         mask: Mask,
     ) -> _Work:
         size, bins = layout.context_parallel, layout.bins
-        plan = _pack(name, lengths, bins, size, costs, attention, mask)
+        plan = _pack(name, lengths, layout, costs, attention, mask)
         ranks = plan.world_size
         tokens = plan.placement.tokens_per_rank().reshape(bins, size)
         seconds = server_loads(plan.tasks, mask, ranks, attention).reshape(bins, size)
         gather, nbytes = _gather(tokens.sum(axis=1), layout, costs)
-        order = _to_replicas(name, tokens, seconds, layout, costs)
-        return _Work(tokens[order], seconds[order], gather[order], nbytes[order])
+        if name == "wlb-llm":
+            all_work = AllWork.of_last_stage(attention, layout, costs)
+            loads = tokens * all_work.per_token + seconds * all_work.with_backward
+            order = _to_replicas(loads.max(axis=1), layout)
+        else:
+            order = np.arange(bins).reshape(layout.micro_batches, layout.data_parallel).T
+        return _Work(tokens, seconds, gather, nbytes).select(order)
+
+    def select(self, index: Any) -> _Work:
+        """What an index of numpy's selects of each."""
+        return _Work(
+            self.tokens[index],
+            self.attention[index],
+            self.gather_seconds[index],
+            self.gathered_bytes[index],
+        )
 
 
 def _pack(
     name: str,
     lengths: Int64s,
-    bins: int,
-    size: int,
+    layout: BaselineLayout,
     costs: ModelCosts,
     attention: CostModel,
     mask: Mask,
 ) -> Plan:
     """The plan of all bins side by side: rank `i` of bin `b` is rank `b * size + i`."""
+    bins, size = layout.bins, layout.context_parallel
     ranks, tokens = bins * size, int(lengths.sum())
     if tokens % ranks:
         raise ValueError(f"{ranks} ranks and micro-batches do not divide {tokens:,} tokens")
-    per_token = costs.pre_seconds()[0] + costs.post_seconds()[0]
-    config = ScheduleConfig(
-        shape=costs.shape,
-        cost_model=WithLinear(attention, per_token) if name == "wlb-llm" else attention,
-        context_parallel_size=size,
-    )
-    scheduler = make_scheduler(name, config)
+    config = ScheduleConfig(shape=costs.shape, cost_model=attention, context_parallel_size=size)
+    if name == "wlb-llm":
+        all_work = AllWork.of_last_stage(attention, layout, costs)
+        most = max(_tokens_that_fit(layout, costs), tokens // bins)
+        scheduler: Scheduler = WlbLlm(replace(config, cost_model=all_work), most)
+    else:
+        scheduler = make_scheduler(name, config)
     plan = scheduler.plan(lengths, np.full(ranks, tokens // ranks, dtype=np.int64), mask)
     crossing = np.unique(plan.placement.document * bins + plan.placement.rank // size) // bins
     if (np.unique(crossing, return_counts=True)[1] > 1).any():
@@ -209,26 +248,50 @@ def _pack(
     return plan
 
 
+def _tokens_that_fit(layout: BaselineLayout, costs: ModelCosts) -> int:
+    """Of a bin, if all bins had as many, in the memory of every stage."""
+    size, layers = layout.context_parallel, costs.model.layers // layout.stages
+    # A rank keeps its own part of the bin, and keys and values of the others'.
+    each = layers * (costs.activation_bytes() + (size - 1) * costs.shape.kv_row_bytes)
+    fitting = []
+    in_flight = most_in_flight_of_1f1b(layout.micro_batches, layout.stages)
+    for stage, most in enumerate(in_flight):
+        state = costs.state_bytes(stage, layout.stages, layout.data_parallel * size)
+        kept = most * each
+        if stage == layout.stages - 1:
+            kept += costs.logit_bytes()
+        fitting.append((costs.cluster.usable_bytes - state) * size / kept)
+    return int(max(min(fitting), 0))
+
+
+def _ring(layout: BaselineLayout, costs: ModelCosts) -> tuple[float, float]:
+    """Speed and latency of a group's collectives: see `Cluster.ring`."""
+    size = layout.context_parallel
+    servers = layout.stages * layout.data_parallel * size
+    return costs.cluster.ring(size, servers, costs.tensor_parallel)
+
+
 def _gather(tokens: Int64s, layout: BaselineLayout, costs: ModelCosts) -> tuple[Floats, Int64s]:
     """Seconds and bytes of an all-gather in rings over each group, `[bins]`."""
-    size, at = layout.context_parallel, costs.cluster
+    size = layout.context_parallel
     if size == 1:
         return np.zeros(len(tokens)), np.zeros_like(tokens)
-    servers = layout.stages * layout.data_parallel * size
-    speed, latency = at.ring(size, servers, costs.tensor_parallel)
+    speed, latency = _ring(layout, costs)
     nbytes = tokens * costs.shape.kv_row_bytes * (size - 1) // size
-    return nbytes / (speed * 1e9) + latency * (size - 1) + at.launch_seconds, nbytes
+    launch = costs.cluster.launch_seconds
+    return nbytes / (speed * 1e9) + latency * (size - 1) + launch, nbytes
 
 
-def _to_replicas(
-    name: str, tokens: Int64s, seconds: Floats, layout: BaselineLayout, costs: ModelCosts
-) -> Int64s:
-    """Which bin each replica runs as each micro-batch, `[replicas, micro-batches]`."""
-    shape = (layout.micro_batches, layout.data_parallel)
-    if name != "wlb-llm":
-        return np.arange(layout.bins).reshape(shape).T
-    per_token = costs.pre_seconds()[0] + costs.post_seconds()[0]
-    loads = (tokens * per_token + seconds).max(axis=1)
+def _to_replicas(loads: Floats, layout: BaselineLayout) -> Int64s:
+    """Which bins each replica has, the heaviest first, so that all have equal work.
+
+    Args:
+        loads: of each bin, `[bins]`.
+        layout: how the servers are divided.
+
+    Returns:
+        int64 `[replicas, micro-batches]`.
+    """
     members: list[list[int]] = [[] for _ in range(layout.data_parallel)]
     totals = np.zeros(layout.data_parallel)
     for number in np.argsort(-loads, kind="stable").tolist():
@@ -237,6 +300,32 @@ def _to_replicas(
         members[chosen].append(number)
         totals[chosen] += loads[number]
     return np.array(members, dtype=np.int64)
+
+
+def _in_best_order(work: _Work, layout: BaselineLayout, costs: ModelCosts) -> _Work:
+    """Each replica's micro-batches, which come the heaviest first, in the order that ends first.
+
+    A pipeline waits for the first micro-batch to come and for the last to go, so light ones at both
+    ends are often best; and the heaviest delays least where no stage has it alone.
+    """
+    if layout.stages == 1:
+        return work
+    heaviest_first = np.arange(layout.micro_batches)
+    lightest_first = heaviest_first[::-1]
+    orders = [
+        heaviest_first,
+        lightest_first,
+        np.roll(heaviest_first, 1),
+        np.roll(lightest_first, -1),
+        np.concatenate([lightest_first[::2], lightest_first[1::2][::-1]]),
+    ]
+    ends = []
+    for order in orders:
+        tried = work.select((slice(None), order))
+        stages = [_Stage.of(tried, layout, costs, stage) for stage in range(layout.stages)]
+        ends.append(np.max(_one_f_one_b(stages, tried, layout, costs, False)[0], axis=0))
+    best = np.array(orders)[np.argmin(ends, axis=0)]
+    return work.select((np.arange(layout.data_parallel)[:, None], best))
 
 
 @dataclass(frozen=True)

@@ -29,8 +29,9 @@ WAYS = {
 }
 """With `--distca`, by name."""
 SYSTEMS = (*BASELINES, *WAYS)
-_MOST_BINS = 4
-"""Of WLB-LLM for each sequence of a global batch."""
+_MOST_BINS = 8
+"""Of WLB-LLM for each sequence of a global batch: of smaller ones the longest documents are many
+times the work."""
 
 
 @dataclass(frozen=True)
@@ -120,7 +121,7 @@ def divisions(
     job: Job,
     tensor: Sequence[int],
     stages: Sequence[int],
-    most_micro_batches: int = 64,
+    most_micro_batches: int = 256,
 ) -> list[Candidate]:
     """All configurations that divide the job, whether they fit in memory or not.
 
@@ -145,10 +146,12 @@ def divisions(
             if system in WAYS and job.model.kv_heads // tp % job.head_groups:
                 continue
             groups = _divisors(servers // pp) if system in BASELINES[1:] else [1]
+            # WLB-LLM's bins hold whole documents of any sequence, so they may be smaller than one.
+            most = job.sequences * (_MOST_BINS if system == "wlb-llm" else 1)
             found += [
                 Candidate(system, tp, pp, servers // pp // cp, cp, number)
                 for cp in groups
-                for number in _divisors(job.sequences)
+                for number in _divisors(most)
                 # Fewer micro-batches than stages leave most of a pipeline idle.
                 if number <= most_micro_batches and (pp == 1 or number >= pp)
                 if _fills(system, job, servers // pp // cp, cp, number)
@@ -163,7 +166,6 @@ def _fills(system: str, job: Job, data: int, context: int, micro_batches: int) -
     if job.sequences * job.context % (data * context * micro_batches):
         return False
     if system == "wlb-llm":
-        # Its bins hold whole documents of any sequence; much smaller ones cannot be balanced.
         return data * micro_batches <= _MOST_BINS * job.sequences
     return job.sequences % (data * micro_batches) == 0
 
@@ -173,7 +175,7 @@ def candidates(
     job: Job,
     tensor: Sequence[int],
     stages: Sequence[int],
-    most_micro_batches: int = 64,
+    most_micro_batches: int = 256,
 ) -> list[Candidate]:
     """The configurations of `divisions` that may fit in memory.
 
