@@ -159,7 +159,7 @@ EXPLANATION = [
     "and where the paper's is, its WLB-LLM was idle for longer than this one.",
     "",
     "What may make the difference: this WLB-LLM packs with the times that it is then judged by, "
-    "forward and backward, into bins that may be an eighth of a sequence and as large as memory "
+    "forward and backward, into bins that may be a 16th of a sequence and as large as memory "
     "allows, its collectives reach the links' full speed, no allocator delays it, and its best "
     "configuration is known for every case; the paper's is a reimplementation, measured. The other "
     "way round, what the paper says slows DistCA at 34B in 4D (memory fragments, late launches) is "

@@ -103,5 +103,5 @@ def test_bins_may_be_smaller_than_sequences() -> None:
         system: max(c.micro_batches * c.data for c in divisions(system, job, [8], [2]))
         for system in ("wlb-llm", "per-document-cp")
     }
-    assert most == {"wlb-llm": 8 * 16, "per-document-cp": 16}
+    assert most == {"wlb-llm": 16 * 16, "per-document-cp": 16}
     assert max(c.micro_batches for c in divisions("wlb-llm", job, [8], [2])) > job.sequences

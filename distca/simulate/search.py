@@ -29,7 +29,7 @@ WAYS = {
 }
 """With `--distca`, by name."""
 SYSTEMS = (*BASELINES, *WAYS)
-_MOST_BINS = 8
+_MOST_BINS = 16
 """Of WLB-LLM for each sequence of a global batch: of smaller ones the longest documents are many
 times the work."""
 
