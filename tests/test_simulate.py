@@ -218,6 +218,36 @@ def test_a_slow_link_carries_messages_one_after_the_other() -> None:
     assert arrived.tolist() == [3.25, 2.0, 1.0, 1.0]
 
 
+def test_a_port_in_carries_one_thing_at_a_time() -> None:
+    cluster = replace(IDEAL, node_gb_per_s=4.0, network_gb_per_s=1.0, network_latency=0.25)
+    matrix = np.zeros((5, 5), dtype=np.int64)
+    matrix[1:4, 0] = 10**9
+    moved = Transfer.of_bytes(matrix, Links(1, 4.0, 1.0))
+    at = Resources(5, cluster, np.ones(5))
+    at.compute(np.array([0.0, 0.0, 5.0, 5.0, 0.0]))
+    # Two messages come from 5 s on, whatever has come before.
+    assert at.exchange(moved, "dispatch")[0] == 7.25
+    # What comes next waits for the port, or for its senders.
+    at.compute(np.array([0.0, 0.0, 0.5, 1.5, 0.0]))
+    assert at.exchange(moved, "dispatch")[0] == 10.25
+    # Those of a node are no part of it, and don't make the port in start.
+    matrix[4, 0] = 4 * 10**9
+    moved = Transfer.of_bytes(matrix, Links(3, 4.0, 1.0))
+    at = Resources(5, cluster, np.ones(5))
+    at.compute(np.array([0.0, 3.0, 1.0, 4.0, 2.0]))
+    # Network: 5 GB from 2 s on, of which 1 GB may not begin before 4 s.
+    assert at.exchange(moved, "dispatch").tolist() == [7.25, 3.25, 1.25, 5.0, 6.0]
+    # A message does not come before its sender's port is free for it.
+    out = np.zeros((5, 5), dtype=np.int64)
+    out[1, 2] = 10 * 10**9
+    at = Resources(5, cluster, np.ones(5))
+    at.exchange(Transfer.of_bytes(out, Links(1, 4.0, 1.0)), "dispatch")
+    matrix = np.zeros((5, 5), dtype=np.int64)
+    matrix[1, 0], matrix[3, 0] = 1, 2 * 10**9
+    late = at.exchange(Transfer.of_bytes(matrix, Links(1, 4.0, 1.0)), "dispatch")
+    assert late[0] == pytest.approx(10.25)
+
+
 def test_links_inside_a_node_and_outside_work_at_the_same_time() -> None:
     cluster = replace(IDEAL, node_gb_per_s=4.0, network_gb_per_s=1.0)
     matrix = np.zeros((4, 4), dtype=np.int64)
@@ -344,7 +374,7 @@ def test_no_port_is_used_twice_at_a_time(ranks: int, per_node: int, seed: int) -
     links = Links(per_node, 2.0, 1.0)
     at = Resources(ranks, cluster, np.ones(ranks))
     busy_out, busy_in = np.zeros((2, ranks)), np.zeros((2, ranks))
-    over = np.zeros(ranks)
+    over, came = np.zeros(ranks), np.zeros(ranks)
     for _ in range(4):
         matrix = generator.integers(0, 10**9, (ranks, ranks)) * generator.integers(
             0, 2, (ranks, ranks)
@@ -353,10 +383,12 @@ def test_no_port_is_used_twice_at_a_time(ranks: int, per_node: int, seed: int) -
         moved = Transfer.of_bytes(matrix, links)
         assert moved.bytes_sent.sum() == moved.bytes_received.sum() == matrix.sum()
         busy_out, busy_in = busy_out + moved.out_seconds, busy_in + moved.in_seconds
+        came += matrix.sum(axis=0)
         at.compute(generator.random(ranks))
         over = np.maximum(over, at.exchange(moved, "dispatch"))
         assert (over >= busy_out.max(axis=0) - 1e-9).all()
         assert (over >= busy_in.max(axis=0) - 1e-9).all()
+        assert at.received["dispatch"].tolist() == came.tolist()
     # A rank's ports are never idle for longer than all that was computed before.
     slowest = at.clock.max() + (busy_out + busy_in).sum()
     assert over.max() <= slowest
