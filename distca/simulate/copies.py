@@ -73,11 +73,21 @@ def copy_traffic(
     )
     calls = _calls(plan, q, kv)
     if direction == "forward":
-        return _forward(q, kv, calls, shape)
+        return _forward(q, kv, calls, _merged(plan, q), shape)
     return _backward(q, kv, calls, shape)
 
 
-def _forward(q: _Rows, kv: _Rows, calls: list[_Call], shape: AttentionShape) -> Int64s:
+def _merged(plan: Plan, q: _Rows) -> Int64s:
+    """Rows that come back to each owner after others of the same query, `[servers]`."""
+    segments = plan.q_segments
+    own = segments.select(segments.owner == segments.server)
+    # All of a query's outputs but the first, wherever that is computed.
+    return q.sent + _sum(plan, own.owner, own.lengths) - q.local
+
+
+def _forward(
+    q: _Rows, kv: _Rows, calls: list[_Call], merged: Int64s, shape: AttentionShape
+) -> Int64s:
     q_row, kv_row, lse = shape.q_row_bytes, shape.kv_row_bytes, shape.lse_row_bytes
     out = q_row + lse
     # What is sent is gathered, and then packed in messages.
@@ -94,8 +104,8 @@ def _forward(q: _Rows, kv: _Rows, calls: list[_Call], shape: AttentionShape) -> 
         traffic += np.where(in_place, 0, puts)
     # The final outputs of local rows no longer lie among those of others.
     traffic += 2 * q.local * out * (~in_place | (q.received > 0))
-    # What comes back is gathered, and put in its place.
-    return traffic + 4 * q.sent * out
+    # What comes back is gathered, and put in its place or merged with what is there.
+    return traffic + 4 * (q.sent - merged) * out + merged * _merge_traffic(shape)
 
 
 def _backward(q: _Rows, kv: _Rows, calls: list[_Call], shape: AttentionShape) -> Int64s:
