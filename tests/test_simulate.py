@@ -28,6 +28,7 @@ from distca.schedule import ScheduleConfig
 from distca.schedule.base import server_loads
 from distca.simulate import (
     CLUSTERS,
+    Ablation,
     BaselineLayout,
     Cluster,
     Job,
@@ -617,10 +618,11 @@ def test_copies_are_those_of_the_runtime(scheduler: str, free_placement: bool) -
     assert merged or scheduler != "tiles" or free_placement
 
 
-def test_copies_take_the_time_of_memory() -> None:
+@pytest.mark.parametrize("ablation", ["none", "single-stream", "signal"])
+def test_copies_take_the_time_of_memory(ablation: Ablation) -> None:
     plan = planned([[8192, 8192, 100, 28]], 1, 2, Way("tiles"))
     slow = replace(IDEAL, copy_gb_per_s=1.0)
-    took = [simulate_ticks(plan, costs_on(at)).computed for at in (slow, IDEAL)]
+    took = [simulate_ticks(plan, costs_on(at), ablation=ablation).computed for at in (slow, IDEAL)]
     costs = costs_on(slow)
     expected = np.zeros(2)
     for tick, plans in plan.ticks:
@@ -628,6 +630,7 @@ def test_copies_take_the_time_of_memory() -> None:
         for each in plans:
             moved = plan_bytes(each, costs.shape).phases
             once = sum(moved[p].sum(axis=0) + moved[p].sum(axis=1) for p in phases)
+            # Signals are packed and unpacked as their messages are.
             expected += 2 * once + copy_traffic(each, costs.shape, tick.phase)
     assert took[0] - took[1] == pytest.approx(4 * expected / 1e9)
 

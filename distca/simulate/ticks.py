@@ -36,6 +36,21 @@ NANO_BATCHES = ("ping", "pong")
 
 
 @dataclass(frozen=True)
+class _Exchange:
+    """One phase of a plan.
+
+    Attributes:
+        transfer: what the links carry.
+        packed: bytes of the messages that each server fills, `[servers]`.
+        unpacked: bytes that each server takes out of messages, `[servers]`.
+    """
+
+    transfer: Transfer
+    packed: Int64s
+    unpacked: Int64s
+
+
+@dataclass(frozen=True)
 class _PlanCosts:
     """What a plan costs in a layer, of each server, for one head group of equally many."""
 
@@ -64,11 +79,14 @@ class _PlanCosts:
         return np.bincount(shapes, minlength=self.plan.world_size)
 
     @cached_property
-    def transfers(self) -> dict[str, Transfer]:
-        moved = plan_bytes(self.plan, self.shape).phases
-        if self.signal:
-            moved = {phase: (matrix > 0).astype(np.int64) for phase, matrix in moved.items()}
-        return {phase: Transfer.of_bytes(matrix, self.links) for phase, matrix in moved.items()}
+    def exchanges(self) -> dict[str, _Exchange]:
+        """By phase. A signal is one byte, but its message is packed and unpacked whole."""
+        found = {}
+        for phase, matrix in plan_bytes(self.plan, self.shape).phases.items():
+            carried = (matrix > 0).astype(np.int64) if self.signal else matrix
+            transfer = Transfer.of_bytes(carried, self.links)
+            found[phase] = _Exchange(transfer, matrix.sum(axis=1), matrix.sum(axis=0))
+        return found
 
     @cached_property
     def copied(self) -> dict[str, Int64s]:
@@ -232,7 +250,7 @@ class _Run:
                 for over, group in zip(arrives[n], groups, strict=True):
                     of_group = labels | group
                     at.wait(over, f"wait for dispatch{suffix}", **of_group)
-                    at.compute(at.copy_seconds(plan.transfers[to_servers].bytes_received))
+                    at.compute(at.copy_seconds(plan.exchanges[to_servers].unpacked))
                     at.compute(seconds, f"core attention{suffix}", "kernels", **of_group)
                     returns[n].append(self._start(plan, to_owners, f"return{suffix}", of_group))
         for n in numbers:
@@ -242,11 +260,11 @@ class _Run:
 
     def _start(self, plan: _PlanCosts, phase: str, name: str, labels: dict[str, Any]) -> Floats:
         """Gathers rows and starts an exchange; when it is over."""
-        at, moved = self._resources, plan.transfers[phase]
-        launch = np.where((moved.bytes_sent > 0) | (moved.bytes_received > 0), 1.0, 0.0)
-        seconds = at.copy_seconds(moved.bytes_sent) + launch * self._costs.cluster.launch_seconds
+        at, moved = self._resources, plan.exchanges[phase]
+        launch = np.where((moved.packed > 0) | (moved.unpacked > 0), 1.0, 0.0)
+        seconds = at.copy_seconds(moved.packed) + launch * self._costs.cluster.launch_seconds
         at.compute(seconds, name, "exchange", **labels)
-        over = at.exchange(moved, phase)
+        over = at.exchange(moved.transfer, phase)
         if self._ablation == "single-stream":
             at.wait(over, f"wait for {name}", **labels)
         return over
@@ -262,7 +280,7 @@ class _Run:
         at = self._resources
         for over in returns:
             at.wait(over, f"wait for return{suffix}", **labels)
-            at.compute(at.copy_seconds(plan.transfers[phase].bytes_received))
+            at.compute(at.copy_seconds(plan.exchanges[phase].unpacked))
 
     def _runs_head(self, tick: Tick) -> Floats:
         """1.0 for the ranks of a last stage that runs its last chunk, `[ranks]`."""
