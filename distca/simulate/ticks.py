@@ -91,9 +91,10 @@ class _PlanCosts:
     @cached_property
     def copied(self) -> dict[str, Int64s]:
         """See `copy_traffic`: of each direction."""
+        grouped = self.head_groups > 1
         return {
-            "forward": copy_traffic(self.plan, self.shape, "forward"),
-            "backward": copy_traffic(self.plan, self.shape, "backward"),
+            "forward": copy_traffic(self.plan, self.shape, "forward", grouped),
+            "backward": copy_traffic(self.plan, self.shape, "backward", grouped),
         }
 
     @cached_property
