@@ -482,6 +482,23 @@ def test_memory_and_running_out_of_it() -> None:
     assert bound.seconds > free.seconds
 
 
+def test_logits_are_kept_until_their_backward_pass() -> None:
+    windows = [[1024]] * 32
+    # With a bound on what is in flight the last stage runs two micro-batches before the first's
+    # backward pass (of 8 stages that keep at most 8); otherwise one.
+    for bound, in_flight in ((8, 2), (None, 1)):
+        plan = planned(windows, 8, 1, Way("packed", ping_pong=False, max_in_flight=bound))
+        assert plan.schedule.most_in_flight[-1] == in_flight
+        found = []
+        for vocabulary in (1000, 2000):
+            costs = costs_on(IDEAL, layers=8, vocab_size=vocabulary)
+            memory = simulate_ticks(plan, costs).memory_bytes
+            found.append(memory - [costs.state_bytes(stage, 8, 1) for stage in range(8)])
+        # A float32 number for each that waits, and 16 bits more for the one that runs.
+        more = 1024 * 1000 * (4 * in_flight + 2)
+        assert found[1] - found[0] == pytest.approx([0.0] * 7 + [more])
+
+
 def test_context_parallel_ranks_wait_for_the_gathered_keys() -> None:
     cluster = replace(IDEAL, network_gb_per_s=10.0)
     costs = costs_on(cluster, vocab_size=1)

@@ -340,6 +340,8 @@ class _Run:
         """Of each rank's GPUs at most: see `ModelCosts`, and the buffers of core attention."""
         costs, schedule, at = self._costs, self._planned.schedule, self._resources
         per_token = self._layers * costs.activation_bytes()
+        kept_logits = costs.kept_logit_bytes()
+        new_logits = costs.logit_bytes() - kept_logits
         kept: dict[tuple[int, int, int], Floats] = {}
         now, most = np.zeros(at.ranks), np.zeros(at.ranks)
         buffers = CoreAttentionMemory()
@@ -354,14 +356,14 @@ class _Run:
                 if work is None:
                     continue
                 members, key = self._servers[stage], (stage, *work)
+                last = stage == schedule.stages - 1 and work.chunk == schedule.chunks - 1
                 if tick.phase == "forward":
-                    kept[key] = per_token * tokens[members]
+                    kept[key] = (per_token + last * kept_logits) * tokens[members]
                     now[members] += kept[key]
-                    peak = now[members].copy()
-                    if stage == schedule.stages - 1 and work.chunk == schedule.chunks - 1:
-                        peak += costs.logit_bytes() * tokens[members]
-                    most[members] = np.maximum(most[members], peak)
-                else:
+                # The gradients of logits have 16 bits, too.
+                peak = now[members] + last * new_logits * tokens[members]
+                most[members] = np.maximum(most[members], peak)
+                if tick.phase == "backward":
                     now[members] -= kept.pop(key)
         replicas = self._servers.shape[1]
         state = [costs.state_bytes(s, schedule.stages, replicas) for s in range(schedule.stages)]
