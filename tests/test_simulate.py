@@ -20,7 +20,7 @@ from distca.cost.models import MODELS, ModelSize
 from distca.cost.tiled import TiledCost
 from distca.cost.volume import PHASES, AttentionShape, plan_bytes
 from distca.plan import Mask
-from distca.plan.span import Int64s
+from distca.plan.span import Floats, Int64s
 from distca.runtime.buffers import Buffers
 from distca.runtime.exchange import Exchange, build_exchange
 from distca.runtime.trace import LANES
@@ -394,6 +394,50 @@ def test_no_port_is_used_twice_at_a_time(ranks: int, per_node: int, seed: int) -
     # A rank's ports are never idle for longer than all that was computed before.
     slowest = at.clock.max() + (busy_out + busy_in).sum()
     assert over.max() <= slowest
+
+
+class Ports:
+    """The ports of ranks, one message after the other."""
+
+    def __init__(self, ranks: int, per_node: int, speed: tuple[float, float]) -> None:
+        self.per_node, self.speed, self.latency = per_node, speed, (0.125, 0.25)
+        self.out, self.into = np.zeros((2, ranks)), np.zeros((2, ranks))
+
+    def exchange(self, matrix: Int64s, clock: Floats) -> Floats:
+        """When an exchange of `[source, destination]` bytes is over for each rank."""
+        over, begins = clock.copy(), np.maximum(self.out, clock)
+        left = begins.copy()
+        messages = []
+        for source, destination in np.argwhere(matrix).tolist():
+            kind = int(source // self.per_node != destination // self.per_node)
+            seconds = matrix[source, destination] / self.speed[kind] / 1e9
+            left[kind, source] += seconds
+            self.out[kind, source] = left[kind, source]
+            messages.append((begins[kind, source], kind, source, destination, seconds))
+        for begin, kind, source, destination, seconds in sorted(messages):
+            port = kind, destination
+            self.into[port] = max(self.into[port], begin) + seconds
+            came = max(self.into[port], left[kind, source]) + self.latency[kind]
+            over[destination] = max(over[destination], came)
+            over[source] = max(over[source], left[kind, source])
+        return over
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(2, 6), st.integers(1, 3), st.integers(0, 10**6))
+def test_exchanges_are_those_of_messages_in_turn(ranks: int, per_node: int, seed: int) -> None:
+    generator = np.random.default_rng(seed)
+    cluster = replace(IDEAL, node_latency=0.125, network_latency=0.25)
+    at, ports = Resources(ranks, cluster, np.ones(ranks)), Ports(ranks, per_node, (2.0, 1.0))
+    for _ in range(4):
+        matrix = generator.integers(0, 10**9, (ranks, ranks))
+        matrix *= generator.integers(0, 2, (ranks, ranks))
+        np.fill_diagonal(matrix, 0)
+        # Several ranks may start together.
+        at.compute(generator.integers(0, 4, ranks) / 2)
+        expected = ports.exchange(matrix, at.clock)
+        moved = Transfer.of_bytes(matrix, Links(per_node, 2.0, 1.0))
+        assert at.exchange(moved, "dispatch") == pytest.approx(expected)
 
 
 def mixed_batch(windows: int, tokens: int) -> list[Int64s]:
