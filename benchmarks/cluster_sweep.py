@@ -70,12 +70,16 @@ class Case:
         model = MODELS[self.model]
         return Job(model, cluster, self.gpus, self.context, self.sequences, self.tolerance)
 
+    @property
+    def published_lengths(self) -> Path:
+        """The file of published lengths."""
+        name = {"pretrain": "wlbllm", "prolong": "prolong"}[self.documents]
+        return Path(self.published) / f"document_lengths_{name}.json"
+
     def batch(self, seed: int) -> list[Int64s]:
         """Sequences of documents, each cut where its sequence ends."""
         if self.published:
-            name = {"pretrain": "wlbllm", "prolong": "prolong"}[self.documents]
-            path = Path(self.published) / f"document_lengths_{name}.json"
-            lengths = published(path, upsampled=True)(
+            lengths = published(self.published_lengths, upsampled=True)(
                 self.sequences * self.context, self.context, seed
             )
             return pack_sequences(lengths, self.sequences, self.context)
@@ -121,8 +125,10 @@ class Unit:
 
     @property
     def key(self) -> str:
-        """Of all that the result depends on, the program among it."""
-        what = [asdict(self), asdict(self.case.job), sources()]
+        """Of all that the result depends on, the program and published lengths among it."""
+        case = self.case
+        lengths = digest_of(case.published_lengths) if case.published else ""
+        what = [asdict(self), asdict(case.job), sources(), lengths]
         return hashlib.sha1(json.dumps(what, sort_keys=True).encode()).hexdigest()
 
     def run(self) -> dict[str, Any]:
@@ -154,12 +160,19 @@ def batch(case: Case, seed: int) -> list[Int64s]:
 
 @lru_cache(maxsize=1)
 def sources() -> str:
-    """A digest of the program that makes plans and simulates them."""
-    root = Path(__file__).parent.parent
-    folders = [root / "distca" / name for name in ("plan", "cost", "schedule", "simulate")]
+    """A digest of the program that makes batches and plans, and simulates them."""
+    here = Path(__file__).parent
+    folders = [here.parent / "distca" / name for name in ("plan", "cost", "schedule", "simulate")]
     files = [path for folder in folders for path in sorted(folder.glob("*.py"))]
+    data = [here.parent / "data" / name for name in ("lengths.py", "index.py")]
+    return digest_of(*files, *data, here / "plans.py", Path(__file__))
+
+
+@lru_cache(maxsize=16)
+def digest_of(*paths: Path) -> str:
+    """Of the contents of files."""
     digest = hashlib.sha1()
-    for path in [*files, root / "data" / "lengths.py", Path(__file__)]:
+    for path in paths:
         digest.update(path.read_bytes())
     return digest.hexdigest()
 

@@ -180,6 +180,25 @@ def test_results_are_of_one_program_and_one_machine(monkeypatch: pytest.MonkeyPa
     assert unit.key not in (key, other)
 
 
+def test_results_are_of_one_list_of_published_lengths(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = "L,cp,tp,duration_per_doc\n65536,1,1,200.0\n131072,1,1,800.0\n"
+    (tmp_path / "attention_forward_h100.csv").write_text(rows)
+    unit = Unit(replace(CASE, published=str(tmp_path)), Candidate("wlb-llm", 8, 1, 4, 2, 1), 0)
+    keys = []
+    for longest in (100_000, 50_000):
+        unit.case.published_lengths.write_text(json.dumps([100, 20_000, longest]))
+        cluster_sweep.digest_of.cache_clear()
+        keys.append(unit.key)
+    assert keys[0] != keys[1] == unit.key
+    # What draws from them is part of the program.
+    program: list[Path] = []
+    monkeypatch.setattr(cluster_sweep, "digest_of", lambda *paths: str(program.extend(paths)))
+    cluster_sweep.sources.__wrapped__()
+    assert {"plans.py", "lengths.py", "index.py", "ticks.py"} <= {path.name for path in program}
+
+
 def test_a_command_in_a_report_names_no_path(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

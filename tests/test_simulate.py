@@ -20,14 +20,15 @@ from distca.cost.models import MODELS, ModelSize
 from distca.cost.tiled import TiledCost
 from distca.cost.volume import PHASES, AttentionShape, plan_bytes
 from distca.plan import Mask
-from distca.plan.span import Int64s
+from distca.plan.span import Floats, Int64s
 from distca.runtime.buffers import Buffers
 from distca.runtime.exchange import Exchange, build_exchange
 from distca.runtime.trace import LANES
-from distca.schedule import ScheduleConfig
+from distca.schedule import Phase, ScheduleConfig
 from distca.schedule.base import server_loads
 from distca.simulate import (
     CLUSTERS,
+    Ablation,
     BaselineLayout,
     Cluster,
     Job,
@@ -69,6 +70,7 @@ class SilentTransport:
 
 
 PACKED = Way("packed", ping_pong=False)
+DIRECTIONS: tuple[Phase, ...] = ("forward", "backward")
 
 
 def costs_on(cluster: Cluster, **changes: int) -> ModelCosts:
@@ -218,6 +220,36 @@ def test_a_slow_link_carries_messages_one_after_the_other() -> None:
     assert arrived.tolist() == [3.25, 2.0, 1.0, 1.0]
 
 
+def test_a_port_in_carries_one_thing_at_a_time() -> None:
+    cluster = replace(IDEAL, node_gb_per_s=4.0, network_gb_per_s=1.0, network_latency=0.25)
+    matrix = np.zeros((5, 5), dtype=np.int64)
+    matrix[1:4, 0] = 10**9
+    moved = Transfer.of_bytes(matrix, Links(1, 4.0, 1.0))
+    at = Resources(5, cluster, np.ones(5))
+    at.compute(np.array([0.0, 0.0, 5.0, 5.0, 0.0]))
+    # Two messages come from 5 s on, whatever has come before.
+    assert at.exchange(moved, "dispatch")[0] == 7.25
+    # What comes next waits for the port, or for its senders.
+    at.compute(np.array([0.0, 0.0, 0.5, 1.5, 0.0]))
+    assert at.exchange(moved, "dispatch")[0] == 10.25
+    # Those of a node are no part of it, and don't make the port in start.
+    matrix[4, 0] = 4 * 10**9
+    moved = Transfer.of_bytes(matrix, Links(3, 4.0, 1.0))
+    at = Resources(5, cluster, np.ones(5))
+    at.compute(np.array([0.0, 3.0, 1.0, 4.0, 2.0]))
+    # Network: 5 GB from 2 s on, of which 1 GB may not begin before 4 s.
+    assert at.exchange(moved, "dispatch").tolist() == [7.25, 3.25, 1.25, 5.0, 6.0]
+    # A message does not come before its sender's port is free for it.
+    out = np.zeros((5, 5), dtype=np.int64)
+    out[1, 2] = 10 * 10**9
+    at = Resources(5, cluster, np.ones(5))
+    at.exchange(Transfer.of_bytes(out, Links(1, 4.0, 1.0)), "dispatch")
+    matrix = np.zeros((5, 5), dtype=np.int64)
+    matrix[1, 0], matrix[3, 0] = 1, 2 * 10**9
+    late = at.exchange(Transfer.of_bytes(matrix, Links(1, 4.0, 1.0)), "dispatch")
+    assert late[0] == pytest.approx(10.25)
+
+
 def test_links_inside_a_node_and_outside_work_at_the_same_time() -> None:
     cluster = replace(IDEAL, node_gb_per_s=4.0, network_gb_per_s=1.0)
     matrix = np.zeros((4, 4), dtype=np.int64)
@@ -344,7 +376,7 @@ def test_no_port_is_used_twice_at_a_time(ranks: int, per_node: int, seed: int) -
     links = Links(per_node, 2.0, 1.0)
     at = Resources(ranks, cluster, np.ones(ranks))
     busy_out, busy_in = np.zeros((2, ranks)), np.zeros((2, ranks))
-    over = np.zeros(ranks)
+    over, came = np.zeros(ranks), np.zeros(ranks)
     for _ in range(4):
         matrix = generator.integers(0, 10**9, (ranks, ranks)) * generator.integers(
             0, 2, (ranks, ranks)
@@ -353,13 +385,59 @@ def test_no_port_is_used_twice_at_a_time(ranks: int, per_node: int, seed: int) -
         moved = Transfer.of_bytes(matrix, links)
         assert moved.bytes_sent.sum() == moved.bytes_received.sum() == matrix.sum()
         busy_out, busy_in = busy_out + moved.out_seconds, busy_in + moved.in_seconds
+        came += matrix.sum(axis=0)
         at.compute(generator.random(ranks))
         over = np.maximum(over, at.exchange(moved, "dispatch"))
         assert (over >= busy_out.max(axis=0) - 1e-9).all()
         assert (over >= busy_in.max(axis=0) - 1e-9).all()
+        assert at.received["dispatch"].tolist() == came.tolist()
     # A rank's ports are never idle for longer than all that was computed before.
     slowest = at.clock.max() + (busy_out + busy_in).sum()
     assert over.max() <= slowest
+
+
+class Ports:
+    """The ports of ranks, one message after the other."""
+
+    def __init__(self, ranks: int, per_node: int, speed: tuple[float, float]) -> None:
+        self.per_node, self.speed, self.latency = per_node, speed, (0.125, 0.25)
+        self.out, self.into = np.zeros((2, ranks)), np.zeros((2, ranks))
+
+    def exchange(self, matrix: Int64s, clock: Floats) -> Floats:
+        """When an exchange of `[source, destination]` bytes is over for each rank."""
+        over, begins = clock.copy(), np.maximum(self.out, clock)
+        left = begins.copy()
+        messages = []
+        for source, destination in np.argwhere(matrix).tolist():
+            kind = int(source // self.per_node != destination // self.per_node)
+            seconds = matrix[source, destination] / self.speed[kind] / 1e9
+            left[kind, source] += seconds
+            self.out[kind, source] = left[kind, source]
+            messages.append((begins[kind, source], kind, source, destination, seconds))
+        for begin, kind, source, destination, seconds in sorted(messages):
+            port = kind, destination
+            self.into[port] = max(self.into[port], begin) + seconds
+            came = max(self.into[port], left[kind, source]) + self.latency[kind]
+            over[destination] = max(over[destination], came)
+            over[source] = max(over[source], left[kind, source])
+        return over
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(2, 6), st.integers(1, 3), st.integers(0, 10**6))
+def test_exchanges_are_those_of_messages_in_turn(ranks: int, per_node: int, seed: int) -> None:
+    generator = np.random.default_rng(seed)
+    cluster = replace(IDEAL, node_latency=0.125, network_latency=0.25)
+    at, ports = Resources(ranks, cluster, np.ones(ranks)), Ports(ranks, per_node, (2.0, 1.0))
+    for _ in range(4):
+        matrix = generator.integers(0, 10**9, (ranks, ranks))
+        matrix *= generator.integers(0, 2, (ranks, ranks))
+        np.fill_diagonal(matrix, 0)
+        # Several ranks may start together.
+        at.compute(generator.integers(0, 4, ranks) / 2)
+        expected = ports.exchange(matrix, at.clock)
+        moved = Transfer.of_bytes(matrix, Links(per_node, 2.0, 1.0))
+        assert at.exchange(moved, "dispatch") == pytest.approx(expected)
 
 
 def mixed_batch(windows: int, tokens: int) -> list[Int64s]:
@@ -448,6 +526,23 @@ def test_memory_and_running_out_of_it() -> None:
     assert bound.seconds > free.seconds
 
 
+def test_logits_are_kept_until_their_backward_pass() -> None:
+    windows = [[1024]] * 32
+    # With a bound on what is in flight the last stage runs two micro-batches before the first's
+    # backward pass (of 8 stages that keep at most 8); otherwise one.
+    for bound, in_flight in ((8, 2), (None, 1)):
+        plan = planned(windows, 8, 1, Way("packed", ping_pong=False, max_in_flight=bound))
+        assert plan.schedule.most_in_flight[-1] == in_flight
+        found = []
+        for vocabulary in (1000, 2000):
+            costs = costs_on(IDEAL, layers=8, vocab_size=vocabulary)
+            memory = simulate_ticks(plan, costs).memory_bytes
+            found.append(memory - [costs.state_bytes(stage, 8, 1) for stage in range(8)])
+        # A float32 number for each that waits, and 16 bits more for the one that runs.
+        more = 1024 * 1000 * (4 * in_flight + 2)
+        assert found[1] - found[0] == pytest.approx([0.0] * 7 + [more])
+
+
 def test_context_parallel_ranks_wait_for_the_gathered_keys() -> None:
     cluster = replace(IDEAL, network_gb_per_s=10.0)
     costs = costs_on(cluster, vocab_size=1)
@@ -518,7 +613,9 @@ def test_ranks_of_a_group_wait_for_its_slowest() -> None:
     assert launched.computed - outcome.computed == pytest.approx(2 * 4 * 1e-3)
 
 
-def copied_by_the_runtime(exchange: Exchange, shape: AttentionShape) -> tuple[int, int]:
+def copied_by_the_runtime(
+    exchange: Exchange, shape: AttentionShape, grouped: bool
+) -> tuple[int, int]:
     """Bytes that its steps read and write beside kernels, forward and backward, tensor by tensor.
 
     One copy of what is sent, and one of what arrives, are counted elsewhere.
@@ -527,8 +624,9 @@ def copied_by_the_runtime(exchange: Exchange, shape: AttentionShape) -> tuple[in
     wide_q, wide_kv = 2 * q_row, 2 * kv_row
     q, kv, calls = exchange.q, exchange.kv, exchange.calls
     forward = 2 * (len(q.send) * q_row + len(kv.send) * kv_row)
-    forward += 2 * q.local * q_row if q.received else 0
-    forward += 2 * kv.local * kv_row if kv.received else 0
+    # A head group's part of a tensor is not contiguous, but its own LSE is.
+    forward += 2 * q.local * q_row if q.received or grouped else 0
+    forward += 2 * kv.local * kv_row if kv.received or grouped else 0
     alone = len(calls) == 1 and calls[0].q_rows is None and calls[0].first_q is None
     merge = 9 * q_row + 10 * wide_q + 21 * lse
     for call in calls:
@@ -542,11 +640,16 @@ def copied_by_the_runtime(exchange: Exchange, shape: AttentionShape) -> tuple[in
         forward += sum(len(part) for part in call.repeated_q) * merge
     if q.received or not alone:
         forward += 2 * q.local * (q_row + lse)
-    forward += 4 * len(q.send) * (q_row + lse)
+    for arrival in exchange.arrivals:
+        forward += 4 * len(arrival.first) * (q_row + lse) + len(arrival.repeated) * merge
+    # Outputs and gradients of all groups are concatenated.
+    forward += 2 * q.local * q_row if grouped else 0
     inputs = 3 * q_row + lse
     backward = 2 * (len(q.send) * inputs + len(kv.send) * kv_row)
-    backward += 2 * q.local * inputs if q.received else 0
-    backward += 2 * kv.local * kv_row if kv.received else 0
+    backward += 2 * q.local * 3 * q_row if q.received or grouped else 0
+    backward += 2 * q.local * lse if q.received else 0
+    backward += 2 * kv.local * kv_row if kv.received or grouped else 0
+    backward += 2 * (q.local * q_row + kv.local * kv_row) if grouped else 0
     backward += q.served * wide_q + kv.served * wide_kv
     for call in calls:
         rows, keys = int(call.cu_seqlens_q[-1]), int(call.cu_seqlens_kv[-1])
@@ -565,32 +668,49 @@ def copied_by_the_runtime(exchange: Exchange, shape: AttentionShape) -> tuple[in
 
 
 @pytest.mark.parametrize("scheduler", ["packed", "per-document-cp", "greedy", "tiles"])
-@pytest.mark.parametrize("free_placement", [True, False])
-def test_copies_are_those_of_the_runtime(scheduler: str, free_placement: bool) -> None:
-    shape = AttentionShape(8, 2, 64, 2)
+@pytest.mark.parametrize(("free_placement", "head_groups"), [(True, 1), (False, 1), (True, 2)])
+def test_copies_are_those_of_the_runtime(
+    scheduler: str, free_placement: bool, head_groups: int
+) -> None:
+    shape, grouped = AttentionShape(8, 2, 64, 2).head_group(head_groups), head_groups > 1
     way = Way(scheduler, ping_pong=False, free_placement=free_placement)
+    merged = 0
     for seed in range(3):
         lengths = long_tailed_lengths(seed, 4 * 2048, 500, 8192)
         config = ScheduleConfig(shape=shape)
         ((plan,), *_) = plan_batch([lengths], 1, 4, config, way).plans
-        forward, backward = (copy_traffic(plan, shape, way) for way in ("forward", "backward"))  # type: ignore[arg-type]
-        expected = [copied_by_the_runtime(build_exchange(plan, r), shape) for r in range(4)]
+        forward, backward = (
+            copy_traffic(plan, shape, direction, grouped) for direction in DIRECTIONS
+        )
+        exchanges = [build_exchange(plan, rank) for rank in range(4)]
+        merged += sum(len(each.repeated) for one in exchanges for each in one.arrivals)
+        expected = [copied_by_the_runtime(exchange, shape, grouped) for exchange in exchanges]
         assert forward.tolist() == [each[0] for each in expected]
         assert backward.tolist() == [each[1] for each in expected]
+    # Of some rows several servers compute a part.
+    assert merged or scheduler != "tiles" or free_placement
 
 
-def test_copies_take_the_time_of_memory() -> None:
+@pytest.mark.parametrize(
+    ("ablation", "head_groups"), [("none", 1), ("none", 2), ("single-stream", 1), ("signal", 1)]
+)
+def test_copies_take_the_time_of_memory(ablation: Ablation, head_groups: int) -> None:
     plan = planned([[8192, 8192, 100, 28]], 1, 2, Way("tiles"))
     slow = replace(IDEAL, copy_gb_per_s=1.0)
-    took = [simulate_ticks(plan, costs_on(at)).computed for at in (slow, IDEAL)]
+    took = [
+        simulate_ticks(plan, costs_on(at), ablation=ablation, head_groups=head_groups).computed
+        for at in (slow, IDEAL)
+    ]
     costs = costs_on(slow)
+    group, grouped = costs.shape.head_group(head_groups), head_groups > 1
     expected = np.zeros(2)
     for tick, plans in plan.ticks:
         phases = PHASES[:2] if tick.phase == "forward" else PHASES[2:]
         for each in plans:
             moved = plan_bytes(each, costs.shape).phases
             once = sum(moved[p].sum(axis=0) + moved[p].sum(axis=1) for p in phases)
-            expected += 2 * once + copy_traffic(each, costs.shape, tick.phase)
+            # Signals are packed and unpacked as their messages are.
+            expected += 2 * once + head_groups * copy_traffic(each, group, tick.phase, grouped)
     assert took[0] - took[1] == pytest.approx(4 * expected / 1e9)
 
 

@@ -260,6 +260,32 @@ def test_fewer_micro_batches_in_flight_are_tried(tight: dict[Candidate, int]) ->
     assert choice.candidate == bound
 
 
+def test_fewer_in_flight_are_tried_where_a_later_batch_does_not_fit(
+    tight: dict[Candidate, int],
+) -> None:
+    order = by_promise()
+    piped = next(c for c in order if c.stages == 2)
+    bound = replace(piped, max_in_flight=2)
+    batches = [sequences()] * 2
+    tight.update({piped: 1, bound: 2})
+    (choice,) = advise(JOB, batches, ["tiles"], [1, 2], [1, 2], finalists=1)
+    assert choice.candidate == bound
+    assert choice.out_of_memory == choice.simulated - 1
+
+
+def test_a_bound_that_has_not_run_is_not_said_to_be_out_of_memory(
+    tight: dict[Candidate, int],
+) -> None:
+    order = by_promise()
+    piped = next(c for c in order if c.stages == 2)
+    whole = next(c for c in order if c.stages == 1)
+    tight.update({piped: 1, whole: 2})
+    (choice,) = advise(JOB, [sequences()] * 2, ["tiles"], [1, 2], [1, 2], finalists=2)
+    assert choice.candidate == whole
+    # With fewer micro-batches in flight the other might fit.
+    assert choice.out_of_memory == choice.simulated - 2
+
+
 def test_baselines_are_compared_on_all_batches() -> None:
     """The best of a baseline is the fastest over all batches, not over the first ones."""
     lengths = np.array([8192, 8192, 8192, 8192, *[128] * 256, *[128] * 256])

@@ -119,7 +119,9 @@ def _best(
         fitting.sort(key=lambda candidate: trials.outcomes[candidate][0].seconds)
         whole = islice((c for c in fitting if trials.fits(c, len(batches))), compared)
         best = min(whole, key=lambda c: _seconds(trials.outcomes[c]), default=None)
-    failed = len(every) - able + trials.failed()
+        # What does not fit in a later batch may with fewer micro-batches in flight.
+        left[:0] = trials.with_fewer_in_flight(fitting)
+    failed = len(every) - able + trials.failed(left)
     simulated = len({_sizes(candidate) for candidate in trials.outcomes})
     if best is None:
         none = float("nan")
@@ -180,10 +182,21 @@ class _Trials:
                 left[:0] = with_fewer_in_flight(candidate)
         return fitting
 
-    def failed(self) -> int:
-        """Configurations that ran and do not fit, with whatever bound of micro-batches."""
+    def with_fewer_in_flight(self, fitting: Sequence[Candidate]) -> list[Candidate]:
+        """What is to be tried for those that fit in the first batch, but not in a later one."""
+        failed = [c for c in fitting if not all(outcome.fits for outcome in self.outcomes[c])]
+        fewer = [other for candidate in failed for other in with_fewer_in_flight(candidate)]
+        return [candidate for candidate in fewer if candidate not in self.outcomes]
+
+    def failed(self, left: Sequence[Candidate]) -> int:
+        """Configurations that ran and do not fit, with whatever bound of micro-batches.
+
+        Args:
+            left: have not run; of these sizes it is not known.
+        """
         able = {_sizes(c) for c, mine in self.outcomes.items() if all(o.fits for o in mine)}
-        return len({_sizes(candidate) for candidate in self.outcomes} - able)
+        unknown = {_sizes(candidate) for candidate in left}
+        return len({_sizes(candidate) for candidate in self.outcomes} - able - unknown)
 
 
 def _sizes(candidate: Candidate) -> Candidate:

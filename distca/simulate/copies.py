@@ -1,9 +1,11 @@
 """Rows that the runtime copies around the kernels: the memory traffic of a plan's servers.
 
-Where anything arrives, all local rows move into the workspace beside it. A kernel call gathers its
-rows, and its outputs are put in their places, merged where a row's keys are split. The backward
-pass sums gradients in float32. `distca.runtime` does these things in `moving_rows` and `serving`;
-they are counted here from the plan alone, as `distca.cost.memory` counts what they are done in.
+Where anything arrives, all local rows move into the workspace beside it; those of one of several
+head groups always do, since they lie among those of the others. A kernel call gathers its rows, and
+its outputs are put in their places, merged where a row's keys are split. The backward pass sums
+gradients in float32. The groups' outputs and gradients are put together in the end.
+`distca.runtime` does these things in `moving_rows`, `serving` and `call`; they are counted here
+from the plan alone, as `distca.cost.memory` counts what they are done in.
 """
 
 from __future__ import annotations
@@ -50,9 +52,16 @@ class _Rows:
     def served(self) -> Int64s:
         return self.local + self.received
 
+    def moves(self, always: bool) -> Int64s:
+        """Local rows that move: where anything arrives, or everywhere."""
+        return np.where(always | (self.received > 0), self.local, 0)
+
 
 def copy_traffic(
-    plan: Plan, shape: AttentionShape, direction: Literal["forward", "backward"]
+    plan: Plan,
+    shape: AttentionShape,
+    direction: Literal["forward", "backward"],
+    grouped: bool = False,
 ) -> Int64s:
     """Bytes that each server reads and writes to copy rows, in a layer, `[servers]`.
 
@@ -61,8 +70,9 @@ def copy_traffic(
 
     Args:
         plan: a valid plan.
-        shape: the heads of one tensor-parallel rank.
+        shape: the heads of one tensor-parallel rank, or of a head group of it.
         direction: of the pass.
+        grouped: it is one of several head groups.
     """
     q, kv = (
         _Rows(local, moved.sum(axis=1), moved.sum(axis=0))
@@ -73,16 +83,26 @@ def copy_traffic(
     )
     calls = _calls(plan, q, kv)
     if direction == "forward":
-        return _forward(q, kv, calls, shape)
-    return _backward(q, kv, calls, shape)
+        return _forward(q, kv, calls, _merged(plan, q), shape, grouped)
+    return _backward(q, kv, calls, shape, grouped)
 
 
-def _forward(q: _Rows, kv: _Rows, calls: list[_Call], shape: AttentionShape) -> Int64s:
+def _merged(plan: Plan, q: _Rows) -> Int64s:
+    """Rows that come back to each owner after others of the same query, `[servers]`."""
+    segments = plan.q_segments
+    own = segments.select(segments.owner == segments.server)
+    # All of a query's outputs but the first, wherever that is computed.
+    return q.sent + _sum(plan, own.owner, own.lengths) - q.local
+
+
+def _forward(
+    q: _Rows, kv: _Rows, calls: list[_Call], merged: Int64s, shape: AttentionShape, grouped: bool
+) -> Int64s:
     q_row, kv_row, lse = shape.q_row_bytes, shape.kv_row_bytes, shape.lse_row_bytes
     out = q_row + lse
     # What is sent is gathered, and then packed in messages.
     traffic = 2 * (q.sent * q_row + kv.sent * kv_row)
-    traffic += 2 * (q.local * (q.received > 0) * q_row + kv.local * (kv.received > 0) * kv_row)
+    traffic += 2 * (q.moves(grouped) * q_row + kv.moves(grouped) * kv_row)
     number = np.sum([call.q > 0 for call in calls], axis=0)
     in_place = np.zeros(len(traffic), dtype=bool)
     for call in calls:
@@ -94,17 +114,23 @@ def _forward(q: _Rows, kv: _Rows, calls: list[_Call], shape: AttentionShape) -> 
         traffic += np.where(in_place, 0, puts)
     # The final outputs of local rows no longer lie among those of others.
     traffic += 2 * q.local * out * (~in_place | (q.received > 0))
-    # What comes back is gathered, and put in its place.
-    return traffic + 4 * q.sent * out
+    # What comes back is gathered, and put in its place or merged with what is there.
+    traffic += 4 * (q.sent - merged) * out + merged * _merge_traffic(shape)
+    # The groups' outputs are put together.
+    return traffic + 2 * grouped * q.local * q_row
 
 
-def _backward(q: _Rows, kv: _Rows, calls: list[_Call], shape: AttentionShape) -> Int64s:
+def _backward(
+    q: _Rows, kv: _Rows, calls: list[_Call], shape: AttentionShape, grouped: bool
+) -> Int64s:
     q_row, kv_row, lse = shape.q_row_bytes, shape.kv_row_bytes, shape.lse_row_bytes
     wider = FLOAT32_BYTES // shape.dtype_bytes
     # The output's gradient, the output, its LSE, the query; the key and value.
     q_inputs = 3 * q_row + lse
     traffic = 2 * (q.sent * q_inputs + kv.sent * kv_row)
-    traffic += 2 * (q.local * (q.received > 0) * q_inputs + kv.local * (kv.received > 0) * kv_row)
+    traffic += 2 * (q.moves(grouped) * 3 * q_row + kv.moves(grouped) * kv_row)
+    # Each group has an LSE of its own.
+    traffic += 2 * q.moves(False) * lse
     # Sums are written as zeros.
     traffic += wider * (q.served * q_row + kv.served * kv_row)
     for call in calls:
@@ -118,7 +144,7 @@ def _backward(q: _Rows, kv: _Rows, calls: list[_Call], shape: AttentionShape) ->
         # What is sent back is made narrower before, what comes back wider; then it is added.
         traffic += rows.received * row * (wider + 1 if wider > 1 else 0)
         traffic += rows.sent * row * (1 + 4 * wider)
-        traffic += rows.local * row * (wider + 1)
+        traffic += rows.local * row * (wider + 1) + 2 * grouped * rows.local * row
     return traffic
 
 

@@ -21,8 +21,8 @@ from distca.simulate.cluster import Cluster
 
 GRADIENT_BYTES, OPTIMIZER_BYTES = 4, 12
 """Of a parameter: its float32 gradient; its float32 copy and Adam's two moments."""
-LOGIT_BYTES = 6
-"""Of a logit: 16 bits, and its float32 copy in the loss."""
+LOGIT_BYTES, KEPT_LOGIT_BYTES = 6, 4
+"""Of a logit: 16 bits, and its float32 copy in the loss, which is kept for the backward pass."""
 TENSOR_COLLECTIVES = {"pre": 1, "post": 3}
 
 
@@ -84,6 +84,10 @@ class ModelCosts:
     def logit_bytes(self) -> float:
         """Of a token's logits, on the last stage, by each GPU."""
         return self.model.vocab_size * LOGIT_BYTES / self.tensor_parallel
+
+    def kept_logit_bytes(self) -> float:
+        """What is left of them until the backward pass."""
+        return self.model.vocab_size * KEPT_LOGIT_BYTES / self.tensor_parallel
 
     def state_bytes(self, stage: int, stages: int, replicas: int) -> float:
         """Weights, gradients and this rank's part of the optimizer, of one GPU.

@@ -10,7 +10,9 @@ those that it receives share its port in:
 
 * a port out is busy from when the rank starts the exchange (or the port is free) for its bytes over
   its speed; then all the rank's messages of that kind have left;
-* a port in is busy from when the first of its senders starts (or the port is free) for its bytes;
+* a port in carries a message once its sender's port out begins with it: of any message and all that
+  begin later the bytes have yet to pass, so the port is busy until the last of these times (and for
+  all bytes since it was free);
 * an exchange is over for a rank when all that it sends has left, all that it receives has left its
   senders and passed its own port in, and a latency later.
 """
@@ -39,10 +41,14 @@ class Transfer:
         bytes_received: `[ranks]`.
         out_seconds: how long each port out is busy: `[2, ranks]`, node and network.
         in_seconds: the same of ports in.
-        source: of each message, in the order of their destinations, `[messages]`.
+        source: of each message, in the order of their destinations and kinds, `[messages]`.
         kind: NODE or NETWORK, `[messages]`.
+        seconds: how long each message takes, `[messages]`.
         destinations: ranks that receive, rising.
         firsts: the first message of each of them.
+        port: of each message, the number of the port in among those that are used, `[messages]`.
+        ports: kind and rank of each of these, `[2, ports]`.
+        port_firsts: the first message of each of them.
     """
 
     bytes_sent: Int64s
@@ -51,21 +57,30 @@ class Transfer:
     in_seconds: Floats
     source: Int64s
     kind: Int64s
+    seconds: Floats
     destinations: Int64s
     firsts: Int64s
+    port: Int64s
+    ports: Int64s
+    port_firsts: Int64s
 
     @staticmethod
     def of_bytes(matrix: Int64s, links: Links) -> Transfer:
         """From `[source rank, destination rank]` bytes, diagonal 0."""
         destination, source = np.nonzero(matrix.T)
-        nbytes = matrix[source, destination]
         kind = (source // links.ranks_per_node != destination // links.ranks_per_node).astype(int)
+        order = np.lexsort((source, kind, destination))
+        destination, source, kind = destination[order], source[order], kind[order]
         speed = np.array([links.node_gb_per_s, links.network_gb_per_s]) * 1e9
+        seconds = matrix[source, destination] / speed[kind]
         ranks = len(matrix)
         out_seconds, in_seconds = np.zeros((2, ranks)), np.zeros((2, ranks))
-        np.add.at(out_seconds, (kind, source), nbytes / speed[kind])
-        np.add.at(in_seconds, (kind, destination), nbytes / speed[kind])
+        np.add.at(out_seconds, (kind, source), seconds)
+        np.add.at(in_seconds, (kind, destination), seconds)
         destinations, firsts = np.unique(destination, return_index=True)
+        ports, port_firsts, port = np.unique(
+            2 * destination + kind, return_index=True, return_inverse=True
+        )
         return Transfer(
             matrix.sum(axis=1),
             matrix.sum(axis=0),
@@ -73,8 +88,12 @@ class Transfer:
             in_seconds,
             source,
             kind,
+            seconds,
             destinations,
             firsts,
+            port,
+            np.stack([ports % 2, ports // 2]),
+            port_firsts,
         )
 
 
@@ -147,13 +166,14 @@ class Resources:
         """Starts an exchange now; returns when it is over for each rank, `[ranks]`."""
         start = self.clock
         out = moved.out_seconds > 0
-        self._out = np.where(out, np.maximum(self._out, start) + moved.out_seconds, self._out)
+        begins = np.maximum(self._out, start)
+        self._out = np.where(out, begins + moved.out_seconds, self._out)
         over = np.maximum(start, np.where(out, self._out, 0.0).max(axis=0))
         if len(moved.source):
-            first = np.full(self.ranks, np.inf)
-            first[moved.destinations] = np.minimum.reduceat(start[moved.source], moved.firsts)
             comes = moved.in_seconds > 0
-            self._in = np.where(comes, np.maximum(self._in, first) + moved.in_seconds, self._in)
+            self._in = self._in + moved.in_seconds
+            used = tuple(moved.ports)
+            self._in[used] = np.maximum(self._in[used], self._last_to_pass(moved, begins))
             passed = np.where(comes, self._in + self._latency[:, None], 0.0).max(axis=0)
             left = self._out[moved.kind, moved.source] + self._latency[moved.kind]
             passed[moved.destinations] = np.maximum(
@@ -162,6 +182,26 @@ class Resources:
             over = np.maximum(over, passed)
         self._count(moved, phase)
         return over
+
+    @staticmethod
+    def _last_to_pass(moved: Transfer, begins: Floats) -> Floats:
+        """When the ports in that are used have passed all, had they been free before, `[ports]`.
+
+        Args:
+            moved: the exchange.
+            begins: when each port out begins, `[2, ranks]`.
+        """
+        last_first = np.empty(begins.size, dtype=np.int64)
+        last_first[np.argsort(-begins, axis=None)] = np.arange(begins.size)
+        sender = moved.kind * begins.shape[1] + moved.source
+        # Each port's messages, the last one to begin first.
+        order = np.argsort(moved.port * begins.size + last_first[sender])
+        seconds = moved.seconds[order]
+        total = np.cumsum(seconds)
+        before = (total - seconds)[moved.port_firsts]
+        passed = begins.ravel()[sender[order]] + total - before[moved.port]
+        last: Floats = np.maximum.reduceat(passed, moved.port_firsts)
+        return last
 
     def _count(self, moved: Transfer, phase: str) -> None:
         zeros = np.zeros(self.ranks, dtype=np.int64)

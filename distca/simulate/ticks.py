@@ -36,6 +36,21 @@ NANO_BATCHES = ("ping", "pong")
 
 
 @dataclass(frozen=True)
+class _Exchange:
+    """One phase of a plan.
+
+    Attributes:
+        transfer: what the links carry.
+        packed: bytes of the messages that each server fills, `[servers]`.
+        unpacked: bytes that each server takes out of messages, `[servers]`.
+    """
+
+    transfer: Transfer
+    packed: Int64s
+    unpacked: Int64s
+
+
+@dataclass(frozen=True)
 class _PlanCosts:
     """What a plan costs in a layer, of each server, for one head group of equally many."""
 
@@ -64,18 +79,22 @@ class _PlanCosts:
         return np.bincount(shapes, minlength=self.plan.world_size)
 
     @cached_property
-    def transfers(self) -> dict[str, Transfer]:
-        moved = plan_bytes(self.plan, self.shape).phases
-        if self.signal:
-            moved = {phase: (matrix > 0).astype(np.int64) for phase, matrix in moved.items()}
-        return {phase: Transfer.of_bytes(matrix, self.links) for phase, matrix in moved.items()}
+    def exchanges(self) -> dict[str, _Exchange]:
+        """By phase. A signal is one byte, but its message is packed and unpacked whole."""
+        found = {}
+        for phase, matrix in plan_bytes(self.plan, self.shape).phases.items():
+            carried = (matrix > 0).astype(np.int64) if self.signal else matrix
+            transfer = Transfer.of_bytes(carried, self.links)
+            found[phase] = _Exchange(transfer, matrix.sum(axis=1), matrix.sum(axis=0))
+        return found
 
     @cached_property
     def copied(self) -> dict[str, Int64s]:
         """See `copy_traffic`: of each direction."""
+        grouped = self.head_groups > 1
         return {
-            "forward": copy_traffic(self.plan, self.shape, "forward"),
-            "backward": copy_traffic(self.plan, self.shape, "backward"),
+            "forward": copy_traffic(self.plan, self.shape, "forward", grouped),
+            "backward": copy_traffic(self.plan, self.shape, "backward", grouped),
         }
 
     @cached_property
@@ -232,7 +251,7 @@ class _Run:
                 for over, group in zip(arrives[n], groups, strict=True):
                     of_group = labels | group
                     at.wait(over, f"wait for dispatch{suffix}", **of_group)
-                    at.compute(at.copy_seconds(plan.transfers[to_servers].bytes_received))
+                    at.compute(at.copy_seconds(plan.exchanges[to_servers].unpacked))
                     at.compute(seconds, f"core attention{suffix}", "kernels", **of_group)
                     returns[n].append(self._start(plan, to_owners, f"return{suffix}", of_group))
         for n in numbers:
@@ -242,11 +261,11 @@ class _Run:
 
     def _start(self, plan: _PlanCosts, phase: str, name: str, labels: dict[str, Any]) -> Floats:
         """Gathers rows and starts an exchange; when it is over."""
-        at, moved = self._resources, plan.transfers[phase]
-        launch = np.where((moved.bytes_sent > 0) | (moved.bytes_received > 0), 1.0, 0.0)
-        seconds = at.copy_seconds(moved.bytes_sent) + launch * self._costs.cluster.launch_seconds
+        at, moved = self._resources, plan.exchanges[phase]
+        launch = np.where((moved.packed > 0) | (moved.unpacked > 0), 1.0, 0.0)
+        seconds = at.copy_seconds(moved.packed) + launch * self._costs.cluster.launch_seconds
         at.compute(seconds, name, "exchange", **labels)
-        over = at.exchange(moved, phase)
+        over = at.exchange(moved.transfer, phase)
         if self._ablation == "single-stream":
             at.wait(over, f"wait for {name}", **labels)
         return over
@@ -262,7 +281,7 @@ class _Run:
         at = self._resources
         for over in returns:
             at.wait(over, f"wait for return{suffix}", **labels)
-            at.compute(at.copy_seconds(plan.transfers[phase].bytes_received))
+            at.compute(at.copy_seconds(plan.exchanges[phase].unpacked))
 
     def _runs_head(self, tick: Tick) -> Floats:
         """1.0 for the ranks of a last stage that runs its last chunk, `[ranks]`."""
@@ -321,6 +340,8 @@ class _Run:
         """Of each rank's GPUs at most: see `ModelCosts`, and the buffers of core attention."""
         costs, schedule, at = self._costs, self._planned.schedule, self._resources
         per_token = self._layers * costs.activation_bytes()
+        kept_logits = costs.kept_logit_bytes()
+        new_logits = costs.logit_bytes() - kept_logits
         kept: dict[tuple[int, int, int], Floats] = {}
         now, most = np.zeros(at.ranks), np.zeros(at.ranks)
         buffers = CoreAttentionMemory()
@@ -335,14 +356,14 @@ class _Run:
                 if work is None:
                     continue
                 members, key = self._servers[stage], (stage, *work)
+                last = stage == schedule.stages - 1 and work.chunk == schedule.chunks - 1
                 if tick.phase == "forward":
-                    kept[key] = per_token * tokens[members]
+                    kept[key] = (per_token + last * kept_logits) * tokens[members]
                     now[members] += kept[key]
-                    peak = now[members].copy()
-                    if stage == schedule.stages - 1 and work.chunk == schedule.chunks - 1:
-                        peak += costs.logit_bytes() * tokens[members]
-                    most[members] = np.maximum(most[members], peak)
-                else:
+                # The gradients of logits have 16 bits, too.
+                peak = now[members] + last * new_logits * tokens[members]
+                most[members] = np.maximum(most[members], peak)
+                if tick.phase == "backward":
                     now[members] -= kept.pop(key)
         replicas = self._servers.shape[1]
         state = [costs.state_bytes(s, schedule.stages, replicas) for s in range(schedule.stages)]
