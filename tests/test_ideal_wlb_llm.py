@@ -17,7 +17,7 @@ from distca.simulate import (
     divisions,
     simulate_baseline,
 )
-from distca.simulate.baselines import order_of_1f1b
+from distca.simulate.one_f_one_b import order_of_1f1b
 
 CLUSTER = CLUSTERS["dgx-h200"]
 MODEL = ModelSize(4, 512, 8, 2, 64, 1024, 1000)

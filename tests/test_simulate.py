@@ -44,8 +44,8 @@ from distca.simulate import (
     simulate_baseline,
     simulate_ticks,
 )
-from distca.simulate.baselines import order_of_1f1b
 from distca.simulate.copies import copy_traffic
+from distca.simulate.one_f_one_b import order_of_1f1b
 
 MODEL = ModelSize(4, 512, 8, 2, 64, 1024, 1000)
 IDEAL = replace(

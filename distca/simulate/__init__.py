@@ -10,8 +10,9 @@ pipelines of context-parallel groups. It is deterministic, and needs neither pro
 """
 
 from distca.simulate.advice import TITLES, Choice, advise
-from distca.simulate.baselines import BASELINES, BaselineLayout, simulate_baseline
+from distca.simulate.baselines import BASELINES, simulate_baseline
 from distca.simulate.batches import PlannedBatch, Way, plan_batch, server_table
+from distca.simulate.bins import BaselineLayout
 from distca.simulate.cluster import CLUSTERS, Cluster
 from distca.simulate.costs import ModelCosts
 from distca.simulate.outcome import Outcome, save_trace

@@ -15,8 +15,9 @@ import numpy as np
 from distca.cost.models import ModelSize
 from distca.plan.span import Int64s
 from distca.schedule import ScheduleConfig, most_in_flight_of_1f1b
-from distca.simulate.baselines import BASELINES, BaselineLayout, simulate_baseline
+from distca.simulate.baselines import BASELINES, simulate_baseline
 from distca.simulate.batches import Way, plan_batch
+from distca.simulate.bins import BaselineLayout
 from distca.simulate.cluster import Cluster
 from distca.simulate.costs import ModelCosts
 from distca.simulate.outcome import Outcome

@@ -11,95 +11,24 @@ the end.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from functools import cached_property
 from typing import Any, Literal
 
 import numpy as np
 
-from distca.cost.link import Links
-from distca.cost.memory import HEADROOM, CoreAttentionMemory, plan_memory
+from distca.cost.memory import HEADROOM, CoreAttentionMemory
 from distca.cost.model import CostModel
-from distca.cost.volume import BACKWARD_PHASES, FORWARD_PHASES, AttentionShape, plan_bytes
+from distca.cost.volume import BACKWARD_PHASES, FORWARD_PHASES
 from distca.plan import Plan
-from distca.plan.span import Floats, Int64s
+from distca.plan.span import Floats
 from distca.schedule import Tick
-from distca.schedule.base import server_loads
 from distca.simulate.batches import PlannedBatch
-from distca.simulate.copies import copy_traffic
 from distca.simulate.costs import ModelCosts
 from distca.simulate.outcome import Outcome
+from distca.simulate.plan_costs import PlanCosts
 from distca.simulate.resources import Resources, Transfer
 
 Ablation = Literal["none", "single-stream", "signal"]
 NANO_BATCHES = ("ping", "pong")
-
-
-@dataclass(frozen=True)
-class _Exchange:
-    """One phase of a plan.
-
-    Attributes:
-        transfer: what the links carry.
-        packed: bytes of the messages that each server fills, `[servers]`.
-        unpacked: bytes that each server takes out of messages, `[servers]`.
-    """
-
-    transfer: Transfer
-    packed: Int64s
-    unpacked: Int64s
-
-
-@dataclass(frozen=True)
-class _PlanCosts:
-    """What a plan costs in a layer, of each server, for one head group of equally many."""
-
-    plan: Plan
-    shape: AttentionShape
-    head_groups: int
-    cost_model: CostModel
-    links: Links
-    signal: bool
-
-    @cached_property
-    def own_tokens(self) -> Int64s:
-        return self.plan.own_tokens_per_rank()
-
-    @cached_property
-    def kernel_seconds(self) -> Floats:
-        plan = self.plan
-        whole = server_loads(plan.tasks, plan.mask, plan.world_size, self.cost_model)
-        return whole / self.head_groups
-
-    @cached_property
-    def kernel_calls(self) -> Int64s:
-        """One for each shape of task."""
-        tasks = self.plan.tasks
-        shapes = np.unique(tasks.server * 2 + tasks.ends_on_diagonal) // 2
-        return np.bincount(shapes, minlength=self.plan.world_size)
-
-    @cached_property
-    def exchanges(self) -> dict[str, _Exchange]:
-        """By phase. A signal is one byte, but its message is packed and unpacked whole."""
-        found = {}
-        for phase, matrix in plan_bytes(self.plan, self.shape).phases.items():
-            carried = (matrix > 0).astype(np.int64) if self.signal else matrix
-            transfer = Transfer.of_bytes(carried, self.links)
-            found[phase] = _Exchange(transfer, matrix.sum(axis=1), matrix.sum(axis=0))
-        return found
-
-    @cached_property
-    def copied(self) -> dict[str, Int64s]:
-        """See `copy_traffic`: of each direction."""
-        grouped = self.head_groups > 1
-        return {
-            "forward": copy_traffic(self.plan, self.shape, "forward", grouped),
-            "backward": copy_traffic(self.plan, self.shape, "backward", grouped),
-        }
-
-    @cached_property
-    def memory(self) -> CoreAttentionMemory:
-        return plan_memory(self.plan, self.shape)
 
 
 def simulate_ticks(
@@ -160,7 +89,7 @@ class _Run:
         self._resources = Resources(
             ranks, costs.cluster, np.ones(ranks) if speeds is None else speeds, recording
         )
-        self._of_plans: dict[int, list[_PlanCosts]] = {}
+        self._of_plans: dict[int, list[PlanCosts]] = {}
         self._last_backward = np.zeros(ranks)
 
     def outcome(self) -> Outcome:
@@ -195,10 +124,10 @@ class _Run:
             tuple(at.spans),
         )
 
-    def _costs_of(self, plans: tuple[Plan, ...]) -> list[_PlanCosts]:
+    def _costs_of(self, plans: tuple[Plan, ...]) -> list[PlanCosts]:
         if id(plans) not in self._of_plans:
             self._of_plans[id(plans)] = [
-                _PlanCosts(
+                PlanCosts(
                     plan,
                     self._shape,
                     self._head_groups,
@@ -210,7 +139,7 @@ class _Run:
             ]
         return self._of_plans[id(plans)]
 
-    def _run_layers(self, tick: Tick, nano: list[_PlanCosts]) -> None:
+    def _run_layers(self, tick: Tick, nano: list[PlanCosts]) -> None:
         """A tick's passes: all layers of a chunk, of both nano-batches."""
         at, costs, forward = self._resources, self._costs, tick.phase == "forward"
         direction = 0 if forward else 1
@@ -259,7 +188,7 @@ class _Run:
             self._finish(nano[n], returns[n], to_owners, suffix, labels)
             at.compute(nano[n].own_tokens * last)
 
-    def _start(self, plan: _PlanCosts, phase: str, name: str, labels: dict[str, Any]) -> Floats:
+    def _start(self, plan: PlanCosts, phase: str, name: str, labels: dict[str, Any]) -> Floats:
         """Gathers rows and starts an exchange; when it is over."""
         at, moved = self._resources, plan.exchanges[phase]
         launch = np.where((moved.packed > 0) | (moved.unpacked > 0), 1.0, 0.0)
@@ -272,7 +201,7 @@ class _Run:
 
     def _finish(
         self,
-        plan: _PlanCosts,
+        plan: PlanCosts,
         returns: list[Floats],
         phase: str,
         suffix: str,
@@ -290,7 +219,7 @@ class _Run:
         is_last = work is not None and work.chunk == schedule.chunks - 1
         return np.where(is_last & (self._stage == schedule.stages - 1), 1.0, 0.0)
 
-    def _pass_on(self, tick: Tick, nano: list[_PlanCosts]) -> None:
+    def _pass_on(self, tick: Tick, nano: list[PlanCosts]) -> None:
         """Messages between stages, which both sides wait for."""
         schedule, at = self._planned.schedule, self._resources
         stages, forward = schedule.stages, tick.phase == "forward"

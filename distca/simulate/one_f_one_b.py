@@ -1,0 +1,134 @@
+"""1F1B pipelines of a baseline's replicas: what passes take, and when each begins and ends."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from distca.plan.span import Floats
+from distca.simulate.bins import BaselineLayout, Bins
+from distca.simulate.costs import ModelCosts
+from distca.simulate.resources import Span
+
+
+@dataclass(frozen=True)
+class Passes:
+    """What a stage's passes take.
+
+    Attributes:
+        forward: seconds of each pass, `[replicas, micro-batches]`.
+        backward: the same.
+        computed: seconds that each rank computes in all of them, `[ranks]`.
+        waited: seconds that it waits for the slowest of its group, `[ranks]`.
+    """
+
+    forward: Floats
+    backward: Floats
+    computed: Floats
+    waited: Floats
+
+    @staticmethod
+    def of(bins: Bins, layout: BaselineLayout, costs: ModelCosts, stage: int) -> Passes:
+        layers = costs.model.layers // layout.stages
+        passes, computed, waited = [], 0.0, 0.0
+        for direction, factor in ((0, 1.0), (1, costs.cluster.backward_over_forward)):
+            linear = costs.pre_seconds()[direction] + costs.post_seconds()[direction]
+            launch = costs.cluster.launch_seconds
+            # What the ranks of a group do until they wait for each other.
+            of_layer = bins.tokens * linear + factor * bins.attention + launch
+            parts: list[Floats] = [layers * of_layer]
+            if stage == layout.stages - 1:
+                parts.append(bins.tokens.astype(np.float64) * costs.head_seconds()[direction])
+            each = layers * bins.gather_seconds
+            for part in parts:
+                slowest = part.max(axis=2, keepdims=True)
+                each = each + slowest[:, :, 0]
+                computed = computed + part.sum(axis=1).ravel()
+                waited = waited + (slowest - part).sum(axis=1).ravel()
+            passes.append(each)
+        return Passes(passes[0], passes[1], np.asarray(computed), np.asarray(waited))
+
+
+def order_of_1f1b(stage: int, stages: int, micro_batches: int) -> list[tuple[bool, int]]:
+    """What a stage does in turn: whether it is a forward pass, and of which micro-batch."""
+    ahead = min(stages - 1 - stage, micro_batches)
+    order = [(True, number) for number in range(ahead)]
+    for number in range(micro_batches):
+        if ahead + number < micro_batches:
+            order.append((True, ahead + number))
+        order.append((False, number))
+    return order
+
+
+def one_f_one_b(
+    passes: Sequence[Passes],
+    bins: Bins,
+    layout: BaselineLayout,
+    costs: ModelCosts,
+    recording: bool,
+) -> tuple[list[Floats], list[Span]]:
+    """When each replica of each stage has done all its passes, `[replicas]`, and spans."""
+    stages, micro_batches = layout.stages, layout.micro_batches
+    ranks = layout.data_parallel * layout.context_parallel
+    crosses = ranks >= costs.cluster.links(costs.tensor_parallel).ranks_per_node
+    message = costs.message_seconds(bins.tokens.max(axis=2).astype(np.float64), crosses)
+    left = [order_of_1f1b(stage, stages, micro_batches) for stage in range(stages)]
+    clocks = [np.zeros(layout.data_parallel) for _ in range(stages)]
+    done: dict[tuple[int, bool, int], Floats] = {}
+    spans: list[Span] = []
+    while any(left):
+        for stage in range(stages):
+            while left[stage]:
+                forward, number = left[stage][0]
+                other = stage - 1 if forward else stage + 1
+                start = clocks[stage]
+                if 0 <= other < stages:
+                    if (other, forward, number) not in done:
+                        break
+                    start = np.maximum(start, done[other, forward, number] + message[:, number])
+                mine = passes[stage]
+                end = start + (mine.forward if forward else mine.backward)[:, number]
+                clocks[stage] = done[stage, forward, number] = end
+                left[stage].pop(0)
+                if recording:
+                    name = f"{'forward' if forward else 'backward'}: micro-batch {number}"
+                    spans += [
+                        Span(
+                            (stage * layout.data_parallel + replica) * layout.context_parallel,
+                            "ticks",
+                            name,
+                            float(start[replica]),
+                            float(end[replica]),
+                            {},
+                        )
+                        for replica in range(layout.data_parallel)
+                    ]
+    return clocks, spans
+
+
+def in_best_order(bins: Bins, layout: BaselineLayout, costs: ModelCosts) -> Bins:
+    """Each replica's micro-batches, which come the heaviest first, in the order that ends first.
+
+    A pipeline waits for the first micro-batch to come and for the last to go, so light ones at both
+    ends are often best; and the heaviest delays least where no stage has it alone.
+    """
+    if layout.stages == 1:
+        return bins
+    heaviest_first = np.arange(layout.micro_batches)
+    lightest_first = heaviest_first[::-1]
+    orders = [
+        heaviest_first,
+        lightest_first,
+        np.roll(heaviest_first, 1),
+        np.roll(lightest_first, -1),
+        np.concatenate([lightest_first[::2], lightest_first[1::2][::-1]]),
+    ]
+    ends = []
+    for order in orders:
+        tried = bins.select((slice(None), order))
+        stages = [Passes.of(tried, layout, costs, stage) for stage in range(layout.stages)]
+        ends.append(np.max(one_f_one_b(stages, tried, layout, costs, False)[0], axis=0))
+    best = np.array(orders)[np.argmin(ends, axis=0)]
+    return bins.select((np.arange(layout.data_parallel)[:, None], best))

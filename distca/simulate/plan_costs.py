@@ -1,0 +1,85 @@
+"""What a plan costs in a layer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from distca.cost.link import Links
+from distca.cost.memory import CoreAttentionMemory, plan_memory
+from distca.cost.model import CostModel
+from distca.cost.volume import AttentionShape, plan_bytes
+from distca.plan import Plan
+from distca.plan.span import Floats, Int64s
+from distca.schedule.base import server_loads
+from distca.simulate.copies import copy_traffic
+from distca.simulate.resources import Transfer
+
+
+@dataclass(frozen=True)
+class ExchangeCosts:
+    """One phase of a plan.
+
+    Attributes:
+        transfer: what the links carry.
+        packed: bytes of the messages that each server fills, `[servers]`.
+        unpacked: bytes that each server takes out of messages, `[servers]`.
+    """
+
+    transfer: Transfer
+    packed: Int64s
+    unpacked: Int64s
+
+
+@dataclass(frozen=True)
+class PlanCosts:
+    """What a plan costs in a layer, of each server, for one head group of equally many."""
+
+    plan: Plan
+    shape: AttentionShape
+    head_groups: int
+    cost_model: CostModel
+    links: Links
+    signal: bool
+
+    @cached_property
+    def own_tokens(self) -> Int64s:
+        return self.plan.own_tokens_per_rank()
+
+    @cached_property
+    def kernel_seconds(self) -> Floats:
+        plan = self.plan
+        whole = server_loads(plan.tasks, plan.mask, plan.world_size, self.cost_model)
+        return whole / self.head_groups
+
+    @cached_property
+    def kernel_calls(self) -> Int64s:
+        """One for each shape of task."""
+        tasks = self.plan.tasks
+        shapes = np.unique(tasks.server * 2 + tasks.ends_on_diagonal) // 2
+        return np.bincount(shapes, minlength=self.plan.world_size)
+
+    @cached_property
+    def exchanges(self) -> dict[str, ExchangeCosts]:
+        """By phase. A signal is one byte, but its message is packed and unpacked whole."""
+        found = {}
+        for phase, matrix in plan_bytes(self.plan, self.shape).phases.items():
+            carried = (matrix > 0).astype(np.int64) if self.signal else matrix
+            transfer = Transfer.of_bytes(carried, self.links)
+            found[phase] = ExchangeCosts(transfer, matrix.sum(axis=1), matrix.sum(axis=0))
+        return found
+
+    @cached_property
+    def copied(self) -> dict[str, Int64s]:
+        """See `copy_traffic`: of each direction."""
+        grouped = self.head_groups > 1
+        return {
+            "forward": copy_traffic(self.plan, self.shape, "forward", grouped),
+            "backward": copy_traffic(self.plan, self.shape, "backward", grouped),
+        }
+
+    @cached_property
+    def memory(self) -> CoreAttentionMemory:
+        return plan_memory(self.plan, self.shape)
