@@ -112,10 +112,10 @@ def figure_4(runner: Runner, options: Options) -> Report:
         "",
         *table(rows),
         "",
-        "Memory is the largest of a GPU over the smallest, weights and optimizer included. A "
-        "document that is longer than 1.17 times a micro-batch lies on one rank all the same, for "
-        "want of a better place, and that rank's memory is what it is: so it differs by more than "
-        "in the paper, whose packing keeps to a cap.",
+        "Memory is the largest of a GPU over the smallest, weights and optimizer included. Bins "
+        "may be as large as memory allows here, where that balances the work, and a long document "
+        "lies on one rank in any case: so it differs by more than in the paper, whose packing "
+        "keeps to a cap.",
     ]
     return Report("Variable-length packing (Figure 4)", rows, text, draw)
 
