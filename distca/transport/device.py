@@ -17,7 +17,8 @@ from distca.transport.channels import CHANNELS, Failure
 
 THREADS = 512
 BLOCKS = 8
-"""Thread blocks that send on one channel: so many SMs at most, which keep room for other work."""
+"""Thread blocks that send on one channel: so many SMs at most, which keep room for other work. Each
+copies as large a part of every message as the others, whatever the messages' sizes."""
 
 
 class _Rank(NamedTuple):
@@ -170,19 +171,16 @@ class DeviceRank:
         """
         begins = [sum(sizes[:peer]) for peer in range(self.ranks)]
         table = torch.tensor([*sizes, *begins, *put_at], dtype=torch.int64).pin_memory()
-        peers = max(1, self.ranks - 1)
-        parts = -(-BLOCKS // peers)
         with torch.cuda.stream(stream):
             on_device = table.to(self._device, non_blocking=True)
             self._launch(
                 "send",
-                min(BLOCKS, peers * parts),
+                BLOCKS,
                 stream,
                 number,
                 epoch,
                 staging.data_ptr(),
                 on_device.data_ptr(),
-                ctypes.c_int(parts),
                 ctypes.c_int(self._bulk),
             )
 
