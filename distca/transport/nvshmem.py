@@ -10,6 +10,8 @@ before it, on whichever rank. That holds with one hardware queue
 
 from __future__ import annotations
 
+import logging
+from collections import Counter
 from collections.abc import Mapping
 from datetime import timedelta
 from typing import Any, Literal
@@ -31,6 +33,9 @@ from distca.transport.base import (
 from distca.transport.channels import CHANNELS, arena_offsets, channel_number
 from distca.transport.compiled_cuda import kernels_of_mapped_peers, kernels_with_nvshmem
 from distca.transport.device import DeviceRank, Kernels, control_bytes
+from distca.transport.segments import machine_id
+
+logger = logging.getLogger(__name__)
 
 Mode = Literal["kernel", "copy-engine"]
 
@@ -107,8 +112,8 @@ class NvshmemTransport(Transport):
         mode: "kernel": our kernel copies, on few SMs; "copy-engine": copies take no SM.
 
     Raises:
-        TransportError: NVSHMEM is missing or does not start, or the kernels cannot be compiled.
-            Every rank raises the same.
+        TransportError: NVSHMEM is missing or does not start, machines have different numbers of
+            ranks, which it refuses, or the kernels cannot be compiled. Every rank raises the same.
     """
 
     def __init__(
@@ -122,6 +127,21 @@ class NvshmemTransport(Transport):
         self._group, self._device, self._mode = group, device, mode
         self._timeout = timeout.total_seconds()
         on_all_ranks(group, self._import)
+        ranks_of = Counter(on_all_ranks(group, machine_id))
+        if len(set(ranks_of.values())) > 1:
+            numbers = ", ".join(map(str, ranks_of.values()))
+            raise TransportError(
+                f"ranks on each machine: {numbers}, but NVSHMEM needs as many on each: give "
+                "--distca-transport collective, or start as many everywhere"
+            )
+        if self.rank == 0:
+            # First, since ranks that cannot reach each other hang there.
+            logger.info(
+                "NVSHMEM starts on %d ranks of %d machines; if it stops here, name the network "
+                "interface: export NVSHMEM_BOOTSTRAP_UID_SOCK_IFNAME",
+                self.world_size,
+                len(ranks_of),
+            )
         unique_ids = on_all_ranks(group, self._unique_id)
         on_all_ranks(group, lambda: self._initialise(unique_ids[0]))
         on_all_ranks(group, self._load)

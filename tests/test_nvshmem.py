@@ -1,0 +1,51 @@
+"""How ranks start, use and end NVSHMEM, with a stand-in for it: no machine of ours has had GPUs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import torch.distributed as dist
+from fake_nvshmem import Fake
+
+from distca.transport import TransportError, nvshmem
+
+
+def error_of(work: Callable[[], Any]) -> str | None:
+    """The message of the TransportError that it raises, if it does."""
+    try:
+        work()
+    except TransportError as error:
+        return str(error)
+    return None
+
+
+def start_on_machines(machines: list[str]) -> tuple[str | None, list[str], list[str]]:
+    """The error, what NVSHMEM was asked for, and what was logged before that."""
+    fake, said = Fake(), []
+
+    def log(text: str, *more: Any) -> None:
+        assert not fake.calls
+        said.append(text % more)
+
+    with (
+        fake.in_place(),
+        mock.patch.object(nvshmem, "machine_id", return_value=machines[dist.get_rank()]),
+        mock.patch.object(nvshmem.logger, "info", log),
+    ):
+        return error_of(fake.transport), fake.calls, said
+
+
+def test_machines_have_as_many_ranks_each(ranks) -> None:
+    for error, calls, said in ranks.run(start_on_machines, ["a", "a", "b"], world_size=3):
+        assert "ranks on each machine: 2, 1" in error
+        assert (calls, said) == ([], [])
+    results = ranks.run(start_on_machines, ["a", "b", "b", "a"], world_size=4)
+    for error, calls, _ in results:
+        assert error is None
+        assert calls[0] == "init"
+    ((text,), *others) = (said for *_, said in results)
+    assert others == [[], [], []]
+    assert "NVSHMEM starts on 4 ranks of 2 machines" in text
+    assert "NVSHMEM_BOOTSTRAP_UID_SOCK_IFNAME" in text
