@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch.distributed as dist
 from fake_nvshmem import Fake
 
@@ -49,3 +50,38 @@ def test_machines_have_as_many_ranks_each(ranks) -> None:
     assert others == [[], [], []]
     assert "NVSHMEM starts on 4 ranks of 2 machines" in text
     assert "NVSHMEM_BOOTSTRAP_UID_SOCK_IFNAME" in text
+
+
+def start_and_end(fails: dict[int, str], unmapped: tuple[int, ...]) -> tuple[str | None, list[str]]:
+    """Starts, and closes twice.
+
+    Args:
+        fails: of a rank the call that raises.
+        unmapped: ranks.
+    """
+    fake = Fake(fails=fails.get(dist.get_rank(), ""), unmapped=unmapped)
+    with fake.in_place():
+
+        def work() -> None:
+            transport = fake.transport()
+            transport.close()
+            transport.close()
+
+        return error_of(work), fake.calls
+
+
+def test_nvshmem_ends_once(ranks) -> None:
+    for error, calls in ranks.run(start_and_end, {}, (), world_size=2):
+        assert error is None
+        assert calls == ["init", "allocate", "compile", "finalize"]
+    for _, calls in ranks.run(start_and_end, {}, (1,), world_size=2):
+        assert calls[2:] == ["compile", "library_init", "library_finalize", "finalize"]
+
+
+@pytest.mark.parametrize("call", ["init", "compile"])
+def test_nvshmem_ends_if_the_start_fails(ranks, call: str) -> None:
+    """Its end is collective: not where a rank has not begun."""
+    results = ranks.run(start_and_end, {1: call}, (), world_size=2)
+    for error, calls in results:
+        assert error == f"rank 1: {call} fails"
+        assert ("finalize" in calls) == (call == "compile")

@@ -143,8 +143,14 @@ class NvshmemTransport(Transport):
                 len(ranks_of),
             )
         unique_ids = on_all_ranks(group, self._unique_id)
-        on_all_ranks(group, lambda: self._initialise(unique_ids[0]))
-        on_all_ranks(group, self._load)
+        self._open = False
+        self._linked: Any = None
+        try:
+            on_all_ranks(group, lambda: self._initialise(unique_ids[0]))
+            on_all_ranks(group, self._load)
+        except TransportError:
+            self._shut()
+            raise
         self._epochs = [0] * CHANNELS
         self._streams = [_stream(device) for _ in range(CHANNELS)]
         self._memory: SymmetricBytes | None = None
@@ -180,6 +186,7 @@ class NvshmemTransport(Transport):
                 f"NVSHMEM started with status {status}, which cannot allocate: the GPU or its "
                 "driver does not suit it; NVSHMEM_DEBUG=INFO says more"
             )
+        self._open = True
 
     def _load(self) -> None:
         self._control = SymmetricBytes(
@@ -190,7 +197,9 @@ class NvshmemTransport(Transport):
         compile_kernels = kernels_of_mapped_peers if all_mapped else kernels_with_nvshmem
         kernels = Kernels(compile_kernels(10 * major + minor))
         if not all_mapped:
-            self._core.library_init(self._core.NvshmemKernelObject.from_obj(kernels.code))
+            linked = self._core.NvshmemKernelObject.from_obj(kernels.code)
+            self._core.library_init(linked)
+            self._linked = linked
         self._endpoint = DeviceRank(
             kernels, self.rank, self._control.peers, self._device, self._timeout
         )
@@ -299,20 +308,31 @@ class NvshmemTransport(Transport):
             raise TransportError(failure)
 
     def close(self) -> None:
-        """See `Transport.close`. Collective, since NVSHMEM's memory is.
+        """See `Transport.close`. Collective, since NVSHMEM's end is.
 
         Raises:
             TransportError: an exchange has failed.
         """
+        if not self._open:
+            return
         torch.cuda.synchronize(self._device)
         self._raise_failure()
         self._arenas.clear()
         self._staging.clear()
-        if self._memory is not None:
-            self._memory.free()
-            self._memory = None
-            self._control.free()
-            self._core.finalize()
+        self._shut()
+
+    def _shut(self) -> None:
+        """Ends NVSHMEM, and with it what it allocated, if it runs on every rank. Collective.
+
+        Elsewhere its end would wait for ranks that never got there.
+        """
+        if not all(on_all_ranks(self._group, lambda: self._open)):
+            return
+        self._open = False
+        self._memory = None
+        if self._linked is not None:
+            self._core.library_finalize(self._linked)
+        self._core.finalize()
 
 
 def _stream(device: torch.device) -> torch.cuda.Stream:
