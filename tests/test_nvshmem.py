@@ -10,7 +10,10 @@ import pytest
 import torch.distributed as dist
 from fake_nvshmem import Fake
 
-from distca.transport import TransportError, nvshmem
+from distca.transport import Channel, ChannelBytes, TransportError, nvshmem
+
+CHANNEL = Channel("to servers", 0)
+SIZES = {CHANNEL: ChannelBytes(send=1000, receive=5000)}
 
 
 def error_of(work: Callable[[], Any]) -> str | None:
@@ -85,3 +88,21 @@ def test_nvshmem_ends_if_the_start_fails(ranks, call: str) -> None:
     for error, calls in results:
         assert error == f"rank 1: {call} fails"
         assert ("finalize" in calls) == (call == "compile")
+
+
+def fail_and_go_on(reserves: bool) -> tuple[str | None, list[str]]:
+    """The second rank alone knows of a failure."""
+    fake = Fake()
+    with fake.in_place():
+        transport = fake.transport()
+        del fake.calls[:]
+        fake.failure = "rank 0 did nothing" if dist.get_rank() == 1 else None
+        work = (lambda: transport.reserve(SIZES)) if reserves else transport.close
+        return error_of(work), fake.calls
+
+
+@pytest.mark.parametrize("reserves", [True, False], ids=["reserve", "close"])
+def test_what_one_rank_knows_stops_all(ranks, reserves: bool) -> None:
+    """Others would wait in NVSHMEM for the one that raised."""
+    for result in ranks.run(fail_and_go_on, reserves, world_size=2):
+        assert result == ("rank 1: rank 0 did nothing", [])

@@ -210,10 +210,11 @@ class NvshmemTransport(Transport):
         """See `Transport.reserve`.
 
         Raises:
-            TransportError: there is not enough memory; every rank raises the same.
+            TransportError: there is not enough memory, or an exchange has failed; every rank raises
+                the same.
         """
         torch.cuda.synchronize(self._device)
-        self._raise_failure()
+        on_all_ranks(self._group, self._raise_failure)
         self._arenas.clear()
         self._staging.clear()
         begins, end = arena_offsets(sizes)
@@ -310,13 +311,15 @@ class NvshmemTransport(Transport):
     def close(self) -> None:
         """See `Transport.close`. Collective, since NVSHMEM's end is.
 
+        Where a rank has died, the group's timeout ends this; NVSHMEM's own calls have none.
+
         Raises:
-            TransportError: an exchange has failed.
+            TransportError: an exchange has failed; every rank raises the same.
         """
         if not self._open:
             return
         torch.cuda.synchronize(self._device)
-        self._raise_failure()
+        on_all_ranks(self._group, self._raise_failure)
         self._arenas.clear()
         self._staging.clear()
         self._shut()
