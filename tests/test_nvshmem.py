@@ -106,3 +106,27 @@ def test_what_one_rank_knows_stops_all(ranks, reserves: bool) -> None:
     """Others would wait in NVSHMEM for the one that raised."""
     for result in ranks.run(fail_and_go_on, reserves, world_size=2):
         assert result == ("rank 1: rank 0 did nothing", [])
+
+
+def grow(free_bytes: list[int], nbytes: list[int]) -> list[tuple[str | None, list[str]]]:
+    """Reserves so many bytes in turn, where the second rank's GPU has so many left."""
+    fake, found = Fake(), []
+    with fake.in_place():
+        transport = fake.transport()
+        for free, room in zip(free_bytes, nbytes, strict=True):
+            del fake.calls[:]
+            fake.free_bytes = free if dist.get_rank() == 1 else 1 << 40
+            sizes = {CHANNEL: ChannelBytes(send=1000, receive=room)}
+            found.append((error_of(lambda sizes=sizes: transport.reserve(sizes)), [*fake.calls]))
+    return found
+
+
+def test_room_is_looked_for_before_any_rank_allocates(ranks) -> None:
+    granule = nvshmem._GRANULE
+    # The second fits into the first one's granule; the third needs one more than there is.
+    free, nbytes = [granule, 0, 2 * granule - 1], [5000, 10_000, granule]
+    for first, second, third in ranks.run(grow, free, nbytes, world_size=2):
+        assert first == (None, ["empty cache", "allocate"])
+        assert second == (None, ["free", "allocate"])
+        assert "rank 1: core attention's buffers need 1074 MB more" in third[0]
+        assert third[1] == ["free", "empty cache"]

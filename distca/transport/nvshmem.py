@@ -42,6 +42,8 @@ Mode = Literal["kernel", "copy-engine"]
 # From this status on NVSHMEM can allocate; 3.4.5 "succeeds" with 1 where there is no GPU.
 _CAN_ALLOCATE = 2
 _ALIGNMENT = 512
+# NVSHMEM's heap grows by multiples of this: the default of NVSHMEM_CUMEM_GRANULARITY.
+_GRANULE = 1 << 29
 
 
 def _nvshmem() -> tuple[Any, Any]:
@@ -154,6 +156,8 @@ class NvshmemTransport(Transport):
         self._epochs = [0] * CHANNELS
         self._streams = [_stream(device) for _ in range(CHANNELS)]
         self._memory: SymmetricBytes | None = None
+        # What NVSHMEM's heap took for it, at least.
+        self._heap = 0
         self._arenas: dict[Channel, torch.Tensor] = {}
         self._staging: dict[Channel, torch.Tensor] = {}
         self._begins: dict[Channel, int] = {}
@@ -218,20 +222,13 @@ class NvshmemTransport(Transport):
         self._arenas.clear()
         self._staging.clear()
         begins, end = arena_offsets(sizes)
-
-        def allocate() -> None:
-            if self._memory is not None:
-                self._memory.free()
-                self._memory = None
-            # Network cards read from symmetric memory, so staging is there, too.
-            staging = sum(-(-room.send // _ALIGNMENT) * _ALIGNMENT for room in sizes.values())
-            self._memory = SymmetricBytes(
-                self._bindings, self.world_size, end + staging, self._device
-            )
-            torch.cuda.synchronize(self._device)
-            self._endpoint.set_arenas(self._memory.peers)
-
-        on_all_ranks(self._group, allocate)
+        # Network cards read from symmetric memory, so staging is there, too.
+        nbytes = end + sum(-(-room.send // _ALIGNMENT) * _ALIGNMENT for room in sizes.values())
+        on_all_ranks(self._group, self._free)
+        # A step of its own: ranks that can allocate may wait for ever for one that cannot.
+        growth = on_all_ranks(self._group, lambda: self._growth(nbytes))[self.rank]
+        on_all_ranks(self._group, lambda: self._allocate(nbytes))
+        self._heap += growth
         assert self._memory is not None
         self._begins = begins
         for channel, room in sizes.items():
@@ -239,6 +236,38 @@ class NvshmemTransport(Transport):
             self._arenas[channel] = self._memory.own[begin : begin + room.receive]
             self._staging[channel] = self._memory.own[end : end + room.send]
             end += -(-room.send // _ALIGNMENT) * _ALIGNMENT
+
+    def _free(self) -> None:
+        if self._memory is not None:
+            self._memory.free()
+            self._memory = None
+
+    def _growth(self, nbytes: int) -> int:
+        """How many bytes NVSHMEM's heap takes from the GPU for so many.
+
+        It keeps what was freed, and grows by all that does not fit there, in granules.
+
+        Raises:
+            RuntimeError: there are not so many, also without those that torch kept for later.
+        """
+        needed = nbytes + 2 * _ALIGNMENT
+        if needed <= self._heap:
+            return 0
+        growth = -(-needed // _GRANULE) * _GRANULE
+        torch.cuda.empty_cache()
+        free, _ = torch.cuda.mem_get_info(self._device)
+        if growth > free:
+            raise RuntimeError(
+                f"core attention's buffers need {growth / 1e6:.0f} MB more for NVSHMEM, but the "
+                f"GPU has {free / 1e6:.0f} MB free: bound them with --distca-max-buffer-bytes, or "
+                "give the model less"
+            )
+        return growth
+
+    def _allocate(self, nbytes: int) -> None:
+        self._memory = SymmetricBytes(self._bindings, self.world_size, nbytes, self._device)
+        torch.cuda.synchronize(self._device)
+        self._endpoint.set_arenas(self._memory.peers)
 
     def staging(self, channel: Channel, nbytes: int) -> torch.Tensor:
         """See `Transport.staging`."""
