@@ -7,10 +7,11 @@ from typing import Any
 from unittest import mock
 
 import pytest
+import torch
 import torch.distributed as dist
 from fake_nvshmem import Fake
 
-from distca.transport import Channel, ChannelBytes, TransportError, nvshmem
+from distca.transport import Channel, ChannelBytes, TransportError, channels, nvshmem
 
 CHANNEL = Channel("to servers", 0)
 SIZES = {CHANNEL: ChannelBytes(send=1000, receive=5000)}
@@ -130,3 +131,44 @@ def test_room_is_looked_for_before_any_rank_allocates(ranks) -> None:
         assert second == (None, ["free", "allocate"])
         assert "rank 1: core attention's buffers need 1074 MB more" in third[0]
         assert third[1] == ["free", "empty cache"]
+
+
+def check_on_one(failure: str | None, abort: int, error: bool) -> str | None:
+    """What a transport says after work that ends, or ends with an error, or hangs if it fails."""
+    fake = Fake()
+    with fake.in_place():
+        transport = fake.transport()
+        transport._control.own[:8] = torch.tensor([abort]).view(torch.uint8)
+        queries = iter([False, False])
+
+        def query() -> bool:
+            fake.failure = failure
+            # For ever, if it fails.
+            return next(queries, failure is None)
+
+        torch.cuda.Event().query = query
+
+        def work() -> None:
+            with transport.checked():
+                if error:
+                    fake.failure = failure
+                    raise FloatingPointError("not a number")
+
+        try:
+            return error_of(work)
+        except FloatingPointError as other:
+            return str(other)
+
+
+def test_a_failure_is_found_when_a_step_ends(ranks) -> None:
+    def found(*case: Any) -> str | None:
+        return ranks.run(check_on_one, *case, world_size=1)[0]
+
+    assert found(None, 0, False) is None
+    assert found("rank 1 died", 0, False) == "rank 1 died"
+    told = channels.TIMED_OUT << 48 | 2 << 24 | 1
+    assert found(None, told, False) == (
+        "rank 0: rank 2 ended the exchange: rank 1 did nothing for 600 s"
+    )
+    assert found("rank 1 died", 0, True) == "rank 1 died"
+    assert found(None, 0, True) == "not a number"

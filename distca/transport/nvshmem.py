@@ -11,6 +11,7 @@ before it, on whichever rank. That holds with one hardware queue
 from __future__ import annotations
 
 import logging
+import time
 from collections import Counter
 from collections.abc import Mapping
 from datetime import timedelta
@@ -30,7 +31,7 @@ from distca.transport.base import (
     TransportError,
     first_bytes,
 )
-from distca.transport.channels import CHANNELS, arena_offsets, channel_number
+from distca.transport.channels import CHANNELS, arena_offsets, channel_number, describe_abort
 from distca.transport.compiled_cuda import kernels_of_mapped_peers, kernels_with_nvshmem
 from distca.transport.device import DeviceRank, Kernels, control_bytes
 from distca.transport.segments import machine_id
@@ -44,6 +45,8 @@ _CAN_ALLOCATE = 2
 _ALIGNMENT = 512
 # NVSHMEM's heap grows by multiples of this: the default of NVSHMEM_CUMEM_GRANULARITY.
 _GRANULE = 1 << 29
+# How often `check` looks at the GPU.
+_POLL_SECONDS = 1e-4
 
 
 def _nvshmem() -> tuple[Any, Any]:
@@ -111,7 +114,10 @@ class NvshmemTransport(Transport):
             these ranks, so a process can be in one such group only.
         device: this rank's GPU.
         timeout: how long a kernel waits for a rank.
-        mode: "kernel": our kernel copies, on few SMs; "copy-engine": copies take no SM.
+        mode: "kernel": our kernel copies, on few SMs; "copy-engine": copies take no SM. These
+            cannot be held back: after a failed wait for room they overwrite what a healthy receiver
+            may be reading. It is told of the failure before, so `check` raises there, too; what was
+            received must not be used before that.
 
     Raises:
         TransportError: NVSHMEM is missing or does not start, machines have different numbers of
@@ -336,6 +342,24 @@ class NvshmemTransport(Transport):
         failure = self._endpoint.failure()
         if failure is not None:
             raise TransportError(failure)
+
+    def check(self, finished: bool = True) -> None:
+        """See `Transport.check`.
+
+        A rank that another one has told of a failure raises, too: it may have read wrong bytes.
+        """
+        if finished:
+            done = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            done.record(torch.cuda.current_stream(self._device))
+            # Without waiting for the GPU: it may wait for a rank that never comes, in NCCL.
+            while not done.query():  # type: ignore[no-untyped-call]
+                self._raise_failure()
+                time.sleep(_POLL_SECONDS)
+        self._raise_failure()
+        if finished:
+            abort = int(self._control.own[:8].view(torch.int64).item())
+            if abort:
+                raise TransportError(f"rank {self.rank}: {describe_abort(abort, self._timeout)}")
 
     def close(self) -> None:
         """See `Transport.close`. Collective, since NVSHMEM's end is.
