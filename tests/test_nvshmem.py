@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from fake_nvshmem import Fake
 
-from distca.transport import Channel, ChannelBytes, TransportError, channels, nvshmem
+from distca.transport import Channel, ChannelBytes, MessageSizes, TransportError, channels, nvshmem
 
 CHANNEL = Channel("to servers", 0)
 SIZES = {CHANNEL: ChannelBytes(send=1000, receive=5000)}
@@ -172,3 +172,23 @@ def test_a_failure_is_found_when_a_step_ends(ranks) -> None:
     )
     assert found("rank 1 died", 0, True) == "rank 1 died"
     assert found(None, 0, True) == "not a number"
+
+
+def put_by_copy_engines() -> list[str]:
+    """The order in which the first of four sends; the third is on another machine."""
+    fake = Fake(unmapped=(2,))
+    with fake.in_place():
+        transport = fake.transport(mode="copy-engine")
+        transport.reserve(SIZES)
+        transport.staging(CHANNEL, 600)
+        del fake.calls[:]
+        if dist.get_rank() == 0:
+            transport.start(
+                "forward", CHANNEL, MessageSizes((0, 100, 200, 300), (0,) * 4, (0,) * 4)
+            )
+    return fake.calls
+
+
+def test_copy_engines_do_not_wait_for_networks(ranks) -> None:
+    first = ranks.run(put_by_copy_engines, world_size=4)[0]
+    assert first == ["start to put 2", "put 1", "put 3", "quiet"]

@@ -302,17 +302,21 @@ class NvshmemTransport(Transport):
         sizes: tuple[int, ...],
         put_at: list[int],
     ) -> None:
-        """The same steps as the kernel's, as entries of the stream."""
-        assert self._memory is not None
-        stream = self._streams[number]
+        """The kernel's steps, as entries of the stream; peers on other machines come first."""
+        memory, stream = self._memory, self._streams[number]
+        assert memory is not None
         self._endpoint.wait_for_room(number, epoch, stream)
         begin = staging.data_ptr()
         begins = [begin + sum(sizes[:peer]) for peer in range(self.world_size)]
-        for step in range(1, self.world_size):
-            peer = (self.rank + step) % self.world_size
+        peers = [(self.rank + step) % self.world_size for step in range(1, self.world_size)]
+        copy = self._bindings.putmem_on_stream
+        # Not in NVSHMEM's first releases for Python.
+        start = getattr(self._bindings, "putmem_nbi_on_stream", copy)
+        for peer in sorted(peers, key=lambda peer: memory.peers[peer] != 0):
             if sizes[peer]:
-                self._bindings.putmem_on_stream(
-                    self._memory.address + put_at[peer],
+                put = copy if memory.peers[peer] else start
+                put(
+                    memory.address + put_at[peer],
                     begins[peer],
                     sizes[peer],
                     peer,
