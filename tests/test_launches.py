@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import ctypes
 import re
+import sys
+from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
 from distca.transport.compiled_cuda import SOURCE
 from distca.transport.device import BLOCKS, DeviceRank
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
+import device_copy
 
 C_TYPES = {"int": ctypes.c_int, "Word": ctypes.c_uint64}
 
@@ -60,3 +66,17 @@ def test_every_block_has_a_part_of_every_message(launches: Launches) -> None:
     """With three peers as with any number: how many blocks there are is how many parts."""
     assert {name: blocks for name, blocks, _ in launches.seen}["send"] == BLOCKS
     assert "message, int(blockIdx.x), int(gridDim.x)" in SOURCE.read_text()
+
+
+def test_the_benchmark_leaves_out_what_launching_takes(monkeypatch) -> None:
+    """Rounds that began before all was launched don't count; the GPU is then held back longer."""
+    event, held = mock.MagicMock(), []
+    event.query.side_effect = [True, False, True, False, False, False, False]
+    event.elapsed_time.side_effect = [1000, 1000, 2, 3, 4]
+    monkeypatch.setattr(torch.cuda, "Event", lambda **how: event)
+    monkeypatch.setattr(torch.cuda, "_sleep", held.append)
+    assert device_copy.seconds(lambda: None, 3) == 3 / 1e3
+    assert [cycles // held[0] for cycles in held] == [1, 2, 2, 4, 4, 4, 4]
+    event.query.side_effect = lambda: True
+    with pytest.raises(RuntimeError, match="while work is launched"):
+        device_copy.seconds(lambda: None, 3)

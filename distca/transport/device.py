@@ -78,6 +78,7 @@ class DeviceRank:
         timeout_seconds: how long a kernel waits for a rank.
         bulk: the tensor memory accelerator copies to mapped ranks, on GPUs that have one (compute
             capability 9.0); else threads do.
+        blocks: thread blocks that send.
     """
 
     def __init__(
@@ -88,10 +89,11 @@ class DeviceRank:
         device: torch.device,
         timeout_seconds: float,
         bulk: bool = True,
+        blocks: int = BLOCKS,
     ) -> None:
         self.rank, self.ranks = rank, len(controls)
         self._kernels, self._device, self._timeout = kernels, device, timeout_seconds
-        self._bulk = bulk
+        self._bulk, self._blocks = bulk, blocks
         self._controls, self._own_control = self._table(controls), controls[rank]
         self._mapped = [peer for peer, address in enumerate(controls) if address]
         self._complete = torch.zeros(CHANNELS * self.ranks, dtype=torch.int32, device=device)
@@ -175,7 +177,7 @@ class DeviceRank:
             on_device = table.to(self._device, non_blocking=True)
             self._launch(
                 "send",
-                BLOCKS,
+                self._blocks,
                 stream,
                 number,
                 epoch,
