@@ -15,7 +15,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from distca.transport import nvshmem
+from distca.transport import nvshmem, symmetric_bytes
 from distca.transport.nvshmem import NvshmemTransport
 
 
@@ -100,7 +100,7 @@ class Fake:
             mock.patch.dict(sys.modules, {"cuda.core": cuda_core}),
             mock.patch.object(nvshmem, "_nvshmem", return_value=(self, self)),
             mock.patch.object(Fake, "NvshmemKernelObject", kernel_object, create=True),
-            mock.patch.object(nvshmem, "_Address", of_bytes),
+            mock.patch.object(symmetric_bytes, "_Address", of_bytes),
             mock.patch.object(nvshmem, "_stream"),
             mock.patch.object(nvshmem, "Kernels"),
             mock.patch.object(nvshmem, "DeviceRank", return_value=rank),

@@ -35,6 +35,7 @@ from distca.transport.channels import CHANNELS, arena_offsets, channel_number, d
 from distca.transport.compiled_cuda import kernels_of_mapped_peers, kernels_with_nvshmem
 from distca.transport.device import DeviceRank, Kernels, control_bytes
 from distca.transport.segments import machine_id
+from distca.transport.symmetric_bytes import ALIGNMENT, SymmetricBytes
 
 logger = logging.getLogger(__name__)
 
@@ -42,7 +43,6 @@ Mode = Literal["kernel", "copy-engine"]
 
 # From this status on NVSHMEM can allocate; 3.4.5 "succeeds" with 1 where there is no GPU.
 _CAN_ALLOCATE = 2
-_ALIGNMENT = 512
 # NVSHMEM's heap grows by multiples of this: the default of NVSHMEM_CUMEM_GRANULARITY.
 _GRANULE = 1 << 29
 # How often `check` looks at the GPU.
@@ -65,45 +65,6 @@ def _nvshmem() -> tuple[Any, Any]:
             f"'distca[nvshmem-cu{cuda}]'; `distca doctor` shows what there is"
         ) from error
     return core, bindings
-
-
-class _Address:
-    """Device memory that is not torch's, for `torch.as_tensor`."""
-
-    def __init__(self, address: int, nbytes: int) -> None:
-        self.__cuda_array_interface__ = {
-            "data": (address, False),
-            "shape": (nbytes,),
-            "typestr": "|u1",
-            "version": 3,
-        }
-
-
-class SymmetricBytes:
-    """As many bytes on every rank's GPU, allocated by NVSHMEM. Collective.
-
-    Attributes:
-        address: of this rank's.
-        peers: of each rank's as mapped here; 0 where it is not.
-        own: this rank's, uint8 `[nbytes]`, zeroed.
-    """
-
-    def __init__(self, bindings: Any, ranks: int, nbytes: int, device: torch.device) -> None:
-        self._bindings = bindings
-        nbytes = max(nbytes, _ALIGNMENT)
-        self.address = int(bindings.align(_ALIGNMENT, nbytes))
-        if self.address == 0:
-            raise RuntimeError(
-                f"NVSHMEM cannot allocate {nbytes / 1e6:.1f} MB: free GPU memory, or raise its "
-                "NVSHMEM_SYMMETRIC_SIZE"
-            )
-        self.peers = [int(bindings.ptr(self.address, peer)) for peer in range(ranks)]
-        self.own = torch.as_tensor(_Address(self.address, nbytes), device=device)
-        self.own.zero_()
-
-    def free(self) -> None:
-        """Collective."""
-        self._bindings.free(self.address)
 
 
 class NvshmemTransport(Transport):
@@ -229,7 +190,7 @@ class NvshmemTransport(Transport):
         self._staging.clear()
         begins, end = arena_offsets(sizes)
         # Network cards read from symmetric memory, so staging is there, too.
-        nbytes = end + sum(-(-room.send // _ALIGNMENT) * _ALIGNMENT for room in sizes.values())
+        nbytes = end + sum(-(-room.send // ALIGNMENT) * ALIGNMENT for room in sizes.values())
         on_all_ranks(self._group, self._free)
         # A step of its own: ranks that can allocate may wait for ever for one that cannot.
         growth = on_all_ranks(self._group, lambda: self._growth(nbytes))[self.rank]
@@ -241,7 +202,7 @@ class NvshmemTransport(Transport):
             begin = begins[channel]
             self._arenas[channel] = self._memory.own[begin : begin + room.receive]
             self._staging[channel] = self._memory.own[end : end + room.send]
-            end += -(-room.send // _ALIGNMENT) * _ALIGNMENT
+            end += -(-room.send // ALIGNMENT) * ALIGNMENT
 
     def _free(self) -> None:
         if self._memory is not None:
@@ -256,7 +217,7 @@ class NvshmemTransport(Transport):
         Raises:
             RuntimeError: there are not so many, also without those that torch kept for later.
         """
-        needed = nbytes + 2 * _ALIGNMENT
+        needed = nbytes + 2 * ALIGNMENT
         if needed <= self._heap:
             return 0
         growth = -(-needed // _GRANULE) * _GRANULE
