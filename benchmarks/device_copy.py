@@ -4,8 +4,8 @@ accelerator (Hopper and later), against a plain device copy.
     CUDA_MODULE_LOADING=EAGER PYTHONPATH=.:tests python benchmarks/device_copy.py
 
 Two ranks of one process put into each other's memory on the same GPU, so links play no part: this
-shows whether a few thread blocks copy fast enough for one, not what a link gives. Not run on
-hardware yet.
+shows whether a few thread blocks copy fast enough for one, not what a link gives. The GPU is held
+back until all is launched, so that launching is not measured. Not run on hardware yet.
 """
 
 from __future__ import annotations
@@ -22,18 +22,31 @@ from exchanges import CHANNELS, sizes_of
 from virtual_ranks import VirtualRanks
 
 from distca.transport.channels import channel_number
+from distca.transport.device import BLOCKS
 
 
 def seconds(work: Callable[[], None], rounds: int) -> float:
-    """The median time of some work on the current stream."""
-    times = []
-    for _ in range(rounds + 2):
+    """The median time of some work on the current stream, without the time that launching takes.
+
+    Raises:
+        RuntimeError: the work cannot be launched ahead.
+    """
+    times: list[float] = []
+    held_cycles = 4_000_000
+    while len(times) < rounds + 2:
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        torch.cuda._sleep(held_cycles)
         begin.record()
         work()
         end.record()
+        ahead = not begin.query()
         end.synchronize()
-        times.append(begin.elapsed_time(end) / 1e3)
+        if ahead:
+            times.append(begin.elapsed_time(end) / 1e3)
+            continue
+        held_cycles *= 2
+        if held_cycles > 1 << 32:
+            raise RuntimeError("the GPU is waited for while work is launched")
     return statistics.median(times[2:])
 
 
@@ -41,6 +54,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--megabytes", type=int, nargs="+", default=[1, 4, 16, 64, 256])
     parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument("--blocks", type=int, nargs="+", default=[1, 2, BLOCKS])
     options = parser.parse_args()
     if not torch.cuda.is_available():
         sys.stderr.write("needs a GPU\n")
@@ -49,21 +63,20 @@ def main() -> int:
     ways = ["threads"]
     if torch.cuda.get_device_capability() >= (9, 0):
         ways.append("bulk")
-    sys.stdout.write("MB   way       kernel GB/s   copy GB/s   kernel / copy\n")
-    for megabytes in options.megabytes:
-        for way in ways:
-            times = measure(megabytes, options.rounds, bulk=way == "bulk")
-            kernel, copy = (megabytes / 1e3 / time for time in times)
-            sys.stdout.write(
-                f"{megabytes:4} {way:9} {kernel:11.1f} {copy:11.1f} {kernel / copy:15.3f}\n"
-            )
+    sys.stdout.write("MB   way      blocks  kernel GB/s   copy GB/s   kernel / copy\n")
+    for megabytes, way, blocks in itertools.product(options.megabytes, ways, options.blocks):
+        times = measure(megabytes, options.rounds, way == "bulk", blocks)
+        kernel, copy = (megabytes / 1e3 / time for time in times)
+        sys.stdout.write(
+            f"{megabytes:4} {way:8} {blocks:6} {kernel:12.1f} {copy:11.1f} {kernel / copy:15.3f}\n"
+        )
     return 0
 
 
-def measure(megabytes: int, rounds: int, bulk: bool) -> tuple[float, float]:
+def measure(megabytes: int, rounds: int, bulk: bool, blocks: int) -> tuple[float, float]:
     """Seconds of one message: sent, waited for and released by the kernels; and plainly copied."""
     nbytes = megabytes * 1_000_000
-    virtual, channel = VirtualRanks(2, nbytes, bulk=bulk), CHANNELS[0]
+    virtual, channel = VirtualRanks(2, nbytes, bulk=bulk, blocks=blocks), CHANNELS[0]
     number, stream = channel_number(channel), torch.cuda.current_stream()
     sizes = sizes_of(np.array([[0, nbytes], [0, 0]]), 0)
     source, target = (virtual.staging[rank][channel][:nbytes] for rank in (0, 1))

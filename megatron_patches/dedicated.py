@@ -187,13 +187,11 @@ def _ticks(data: DataIterators, split: str) -> TickStream:
 
 def _serve_global_batch(args: Namespace, ticks: TickStream) -> None:
     current = next(ticks)
-    left = len(current.schedule.ticks)
     made = ticks.batches
     activation = torch.empty(0, dtype=args.params_dtype, device=ticks.device)
     layers = range(1, 1 + max(call.layer for call in made.rounds["forward"]) + 1)
-    while True:
-        serve_tick(made, current, list(layers), 1 / math.sqrt(args.kv_channels), activation)
-        left -= 1
-        if not left:
-            return
-        current = next(ticks)
+    with made.core_attention.transport.checked():
+        for number in range(len(current.schedule.ticks)):
+            if number:
+                current = next(ticks)
+            serve_tick(made, current, list(layers), 1 / math.sqrt(args.kv_channels), activation)

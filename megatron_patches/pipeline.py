@@ -125,9 +125,11 @@ class TickPipeline:
             config.timers("forward-backward", log_level=1).start(
                 barrier=config.barrier_with_L1_time
             )
-        batch.run()
-        if not forward_only:
-            batch.finalize(force_all_reduce)
+        # Before the optimizer steps: gradients of a failed exchange are not-a-number, or wrong.
+        with batches.core_attention.transport.checked():
+            batch.run()
+            if not forward_only:
+                batch.finalize(force_all_reduce)
         if config.timers is not None:
             config.timers("forward-backward").stop()
         if recorded:

@@ -12,6 +12,8 @@ import numpy as np
 import pytest
 import torch
 
+from distca.transport.device import BLOCKS
+
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
@@ -52,13 +54,13 @@ def test_virtual_ranks(ranks: int, mode: str) -> None:
 
 @pytest.mark.parametrize("bulk", ["--bulk", "--no-bulk"])
 def test_sizes_around_those_of_bulk_copies(bulk: str) -> None:
-    """Three ranks send each message in four parts.
+    """Each block sends a part of each message.
 
     Messages of an odd size lie unaligned, but those from rank 1 to 2 and back alike at both ends:
     their bulk copies have edges.
     """
     of_a_part = [BULK_LEAST, RING, RING + CHUNK, 2 * RING + 16]
-    sizes = [4 * part + more for part in of_a_part for more in (-513, -16, -1, 0, 1, 16, 512)]
+    sizes = [BLOCKS * part + more for part in of_a_part for more in (-513, -16, -1, 0, 1, 16, 512)]
     said = run_script(
         *("--ranks", "3", "--exchanges", str(8 * len(sizes)), bulk, "--sizes"), *map(str, sizes)
     )

@@ -156,7 +156,8 @@ def test_launchers_take_values_after_an_equals_sign() -> None:
     done = launch("slurm/pretrain_3d.sh", *options, "--data-path", "a", "--save", "s")
     assert done.returncode == 0, done.stderr
     assert "MASTER_PORT=123" in done.stdout
-    assert "GLOO_SOCKET_IFNAME=ib0" in done.stdout
+    for name in ("GLOO_SOCKET", "NCCL_SOCKET", "NVSHMEM_BOOTSTRAP_UID_SOCK"):
+        assert f" {name}_IFNAME=ib0" in done.stdout
     assert "--port" not in done.stdout
     assert "--num-layers 48" in done.stdout
 

@@ -40,7 +40,10 @@ def test_cuda_sources_compile_without_spills(cubins: list[Path]) -> None:
         assert {name for name, *_ in used} == kernels, log
         for name, arch, stack, stores, loads, registers in used:
             assert cubin.stem.endswith(f"sm_{arch}")
-            assert (stack, stores, loads) == ("0", "0", "0"), (cubin, name, log)
+            assert (stores, loads) == ("0", "0"), (cubin, name, log)
+            # NVSHMEM's function that puts and sets a flag takes more arguments than registers hold.
+            calls = name == "send" and cubin.stem.startswith("nvshmem")
+            assert int(stack) <= (8 if calls else 0), (cubin, name, log)
             # A block of 512 threads fits an SM's 65536 registers.
             assert int(registers) <= 128, (cubin, name)
 
@@ -79,6 +82,22 @@ def test_bulk_copies_from_hopper_on(architecture: int, tmp_path: Path) -> None:
     ]
     places = [match.start() for match in (re.search(step, body) for step in order) if match]
     assert len(places) == len(order)
+    assert places == sorted(places)
+
+
+def test_network_cards_work_while_blocks_copy(tmp_path: Path) -> None:
+    """Puts to peers on other machines are issued first, and waited for last."""
+    nvcc, library = compiled_cuda.find_nvcc(), compiled_cuda.find_nvshmem()
+    if nvcc is None or library is None:
+        pytest.skip("needs NVIDIA's compiler: pip install 'distca[cuda-compile]'")
+    ptx = tmp_path / "device.ptx"
+    command = [str(nvcc), "-std=c++17", "-O3", "-arch=sm_90", "-ptx", "-rdc=true"]
+    command += ["-DDISTCA_NVSHMEM", "-isystem", f"{library}/include"]
+    compiled.run([*command, str(compiled_cuda.SOURCE), "-o", str(ptx)])
+    body = re.split(r"\.entry distca_(\w+)", ptx.read_text())
+    send = body[body.index("send") + 1].split(".visible")[0]
+    steps = [r"transfer_put_signal", r"cp\.async\.bulk\.wait_group 0;", r"transfer_quiet"]
+    places = [send.rindex(re.findall(step, send)[-1]) for step in steps]
     assert places == sorted(places)
 
 

@@ -243,6 +243,49 @@ def test_an_evaluation_has_forward_ticks_only(ranks) -> None:
         assert found == pytest.approx([plain(ranks, 5, 2).losses[0]] * world_size, rel=1e-5)
 
 
+def test_a_failed_exchange_stops_the_step(ranks) -> None:
+    """Before the optimizer, and before the loss that it made not-a-number is blamed."""
+    world_size, flags = flags_of("PP2", 2)
+    results = ranks.run(step_with_failed_exchange, flags, documents(2), world_size=world_size)
+    assert results == [("rank 1 did nothing", 0, True)] * world_size
+
+
+def step_with_failed_exchange(flags: list[str], lengths: list[int]) -> tuple[str, int, bool]:
+    """The error, the iteration, and whether the weights are as before; collective."""
+    import torch
+    import torch.distributed as dist
+    from megatron.core import num_microbatches_calculator, parallel_state
+
+    from distca.transport import TransportError
+    from megatron_patches.lean import training
+
+    args = parse(flags)
+    training.initialize_megatron(args)
+    run, made = make_run(args, memory_stream(lengths))
+
+    def check(finished: bool = True) -> None:
+        raise TransportError("rank 1 did nothing")
+
+    made.core_attention.transport.check = check
+    for parameter in run.model[0].parameters():
+        parameter.data[(0,) * parameter.dim()] = torch.nan
+    before = [parameter.detach().clone() for parameter in run.model[0].parameters()]
+    said = ""
+    try:
+        training.train_step(run)
+    except TransportError as error:
+        said = str(error)
+    after = run.model[0].parameters()
+    same = all(
+        torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in zip(before, after, strict=True)
+    )
+    run.data[0].close()
+    dist.barrier()
+    parallel_state.destroy_model_parallel()
+    num_microbatches_calculator.unset_num_microbatches_calculator()
+    return said, args.iteration, same
+
+
 def evaluation_loss(flags: list[str], lengths: list[int]) -> float:
     """The loss of one global batch, without its gradients; collective."""
     import torch

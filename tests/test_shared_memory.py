@@ -94,6 +94,35 @@ def test_one_rank_by_itself(run: Run, library) -> None:
     assert run(exchange, library(), 20, False, world_size=1).results() == [(0, 0, 0)]
 
 
+# Ranks with odd numbers are sent to as peers on other machines are.
+WHOLE = (
+    (
+        "host.h",
+        "  void fence(int) {",
+        "  void put_and_set(int peer, Word to, const char* from, Word bytes, Word flag, Word value)"
+        " { put(peer, to, from, bytes); puts_.fence(); set(peer, flag, value); }\n"
+        "  void fence(int) {",
+    ),
+    ("shared_memory.cpp", "parts = 1 +", "parts = peer % 2 ? 1 : 1 +"),
+    (
+        "shared_memory.cpp",
+        "send_part(channel.sending, channel.flags, epoch, peer, message, part, parts)",
+        "peer % 2 ? send_whole(channel.sending, channel.flags, epoch, peer, message) : "
+        "send_part(channel.sending, channel.flags, epoch, peer, message, part, parts)",
+    ),
+)
+
+
+def test_messages_whose_puts_carry_the_flag(run: Run, library) -> None:
+    """`send_whole`, which GPUs use over networks, among messages in parts."""
+    results = run(exchange, library(*WHOLE, weak=True), 100, True, world_size=3).results()
+    assert [wrong for wrong, *_ in results] == [0, 0, 0]
+    no_credit = ("exchange.h", "flags.credit(peer), epoch - 1", "flags.credit(peer), 0")
+    changed = library(*WHOLE, no_credit, weak=True)
+    results = run(exchange_wrongly, changed, world_size=3).results(timeout=40)
+    assert any(isinstance(result, TransportError) or result > 0 for result in results), results
+
+
 MUTANTS = {
     "no fence": ("exchange.h", "fabric.fence(peer);", ""),
     "no credit": ("exchange.h", "flags.credit(peer), epoch - 1", "flags.credit(peer), 0"),

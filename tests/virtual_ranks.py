@@ -22,7 +22,7 @@ from exchanges import CHANNELS, message, sizes_of
 from distca.transport import ChannelBytes
 from distca.transport.channels import arena_offsets, channel_number
 from distca.transport.compiled_cuda import kernels_of_mapped_peers
-from distca.transport.device import DeviceRank, Kernels, control_bytes
+from distca.transport.device import BLOCKS, DeviceRank, Kernels, control_bytes
 
 
 class VirtualRanks:
@@ -35,6 +35,7 @@ class VirtualRanks:
         mode: "kernel", or "copy-engine" with torch's copies for NVSHMEM's.
         cubin: the kernels; None: they are compiled.
         bulk: the tensor memory accelerator copies, where there is one; else threads do.
+        blocks: thread blocks that send.
     """
 
     def __init__(
@@ -45,6 +46,7 @@ class VirtualRanks:
         mode: str = "kernel",
         cubin: Path | None = None,
         bulk: bool = True,
+        blocks: int = BLOCKS,
     ) -> None:
         self.ranks, self.mode = ranks, mode
         self.device = torch.device("cuda", torch.cuda.current_device())
@@ -57,7 +59,8 @@ class VirtualRanks:
         self.staging = [{c: self._bytes(ranks * room) for c in CHANNELS} for _ in range(ranks)]
         controls = [control.data_ptr() for control in self._controls]
         self.endpoints = [
-            DeviceRank(kernels, rank, controls, self.device, timeout, bulk) for rank in range(ranks)
+            DeviceRank(kernels, rank, controls, self.device, timeout, bulk, blocks)
+            for rank in range(ranks)
         ]
         for endpoint in self.endpoints:
             endpoint.set_arenas([arena.data_ptr() for arena in self.arenas])

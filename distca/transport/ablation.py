@@ -28,6 +28,10 @@ class _Around(Transport):
         """See `Transport.staging`."""
         return self._inner.staging(channel, nbytes)
 
+    def check(self, finished: bool = True) -> None:
+        """See `Transport.check`."""
+        self._inner.check(finished)
+
     def close(self) -> None:
         """See `Transport.close`."""
         self._inner.close()

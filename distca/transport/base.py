@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -137,6 +138,34 @@ class Transport(ABC):
     @abstractmethod
     def _start(self, channel: Channel, sizes: MessageSizes) -> Pending:
         """Does what `start` says."""
+
+    def check(self, finished: bool = True) -> None:
+        """Looks for exchanges that have failed.
+
+        Where `wait` makes the CPU wait it tells of them itself, and nothing is left to do here.
+
+        Args:
+            finished: when all is done that the current stream was given until now; else at once.
+
+        Raises:
+            TransportError: one has failed, on this rank or another.
+        """
+        return
+
+    @contextlib.contextmanager
+    def checked(self) -> Iterator[None]:
+        """Around work whose results may be used only if no exchange in it has failed.
+
+        Raises:
+            TransportError: one has failed. What was received is then not-a-number, so an error that
+                comes of that first gives way to this one.
+        """
+        try:
+            yield
+        except Exception:
+            self.check(finished=False)
+            raise
+        self.check()
 
     @abstractmethod
     def close(self) -> None:

@@ -64,13 +64,19 @@ class Failure(NamedTuple):
         )
         if self.outcome != ABORTED:
             return text + _reason(self.outcome, self.peer, timeout_seconds)
-        outcome, reporter, culprit = (
-            self.abort >> 48,
-            self.abort >> 24 & 0xFFFFFF,
-            self.abort & 0xFFFFFF,
-        )
-        reason = _reason(outcome, culprit, timeout_seconds)
-        return f"{text}rank {reporter} ended the exchange: {reason}"
+        return text + describe_abort(self.abort, timeout_seconds)
+
+
+def describe_abort(word: int, timeout_seconds: float) -> str:
+    """Which rank ended the exchanges, and why, in words.
+
+    Args:
+        word: a rank's abort word: `abort_word` in words.h.
+        timeout_seconds: how long was waited.
+    """
+    outcome, reporter, culprit = word >> 48, word >> 24 & 0xFFFFFF, word & 0xFFFFFF
+    reason = _reason(outcome, culprit, timeout_seconds)
+    return f"rank {reporter} ended the exchange: {reason}"
 
 
 def _reason(outcome: int, culprit: int, timeout_seconds: float) -> str:

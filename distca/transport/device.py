@@ -17,7 +17,8 @@ from distca.transport.channels import CHANNELS, Failure
 
 THREADS = 512
 BLOCKS = 8
-"""Thread blocks that send on one channel: so many SMs at most, which keep room for other work."""
+"""Thread blocks that send on one channel: so many SMs at most, which keep room for other work. Each
+copies as large a part of every message as the others, whatever the messages' sizes."""
 
 
 class _Rank(NamedTuple):
@@ -77,6 +78,7 @@ class DeviceRank:
         timeout_seconds: how long a kernel waits for a rank.
         bulk: the tensor memory accelerator copies to mapped ranks, on GPUs that have one (compute
             capability 9.0); else threads do.
+        blocks: thread blocks that send.
     """
 
     def __init__(
@@ -87,10 +89,11 @@ class DeviceRank:
         device: torch.device,
         timeout_seconds: float,
         bulk: bool = True,
+        blocks: int = BLOCKS,
     ) -> None:
         self.rank, self.ranks = rank, len(controls)
         self._kernels, self._device, self._timeout = kernels, device, timeout_seconds
-        self._bulk = bulk
+        self._bulk, self._blocks = bulk, blocks
         self._controls, self._own_control = self._table(controls), controls[rank]
         self._mapped = [peer for peer, address in enumerate(controls) if address]
         self._complete = torch.zeros(CHANNELS * self.ranks, dtype=torch.int32, device=device)
@@ -170,19 +173,16 @@ class DeviceRank:
         """
         begins = [sum(sizes[:peer]) for peer in range(self.ranks)]
         table = torch.tensor([*sizes, *begins, *put_at], dtype=torch.int64).pin_memory()
-        peers = max(1, self.ranks - 1)
-        parts = -(-BLOCKS // peers)
         with torch.cuda.stream(stream):
             on_device = table.to(self._device, non_blocking=True)
             self._launch(
                 "send",
-                min(BLOCKS, peers * parts),
+                self._blocks,
                 stream,
                 number,
                 epoch,
                 staging.data_ptr(),
                 on_device.data_ptr(),
-                ctypes.c_int(parts),
                 ctypes.c_int(self._bulk),
             )
 

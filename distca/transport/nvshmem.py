@@ -10,6 +10,9 @@ before it, on whichever rank. That holds with one hardware queue
 
 from __future__ import annotations
 
+import logging
+import time
+from collections import Counter
 from collections.abc import Mapping
 from datetime import timedelta
 from typing import Any, Literal
@@ -28,15 +31,22 @@ from distca.transport.base import (
     TransportError,
     first_bytes,
 )
-from distca.transport.channels import CHANNELS, arena_offsets, channel_number
+from distca.transport.channels import CHANNELS, arena_offsets, channel_number, describe_abort
 from distca.transport.compiled_cuda import kernels_of_mapped_peers, kernels_with_nvshmem
 from distca.transport.device import DeviceRank, Kernels, control_bytes
+from distca.transport.segments import machine_id
+from distca.transport.symmetric_bytes import ALIGNMENT, SymmetricBytes
+
+logger = logging.getLogger(__name__)
 
 Mode = Literal["kernel", "copy-engine"]
 
 # From this status on NVSHMEM can allocate; 3.4.5 "succeeds" with 1 where there is no GPU.
 _CAN_ALLOCATE = 2
-_ALIGNMENT = 512
+# NVSHMEM's heap grows by multiples of this: the default of NVSHMEM_CUMEM_GRANULARITY.
+_GRANULE = 1 << 29
+# How often `check` looks at the GPU.
+_POLL_SECONDS = 1e-4
 
 
 def _nvshmem() -> tuple[Any, Any]:
@@ -57,45 +67,6 @@ def _nvshmem() -> tuple[Any, Any]:
     return core, bindings
 
 
-class _Address:
-    """Device memory that is not torch's, for `torch.as_tensor`."""
-
-    def __init__(self, address: int, nbytes: int) -> None:
-        self.__cuda_array_interface__ = {
-            "data": (address, False),
-            "shape": (nbytes,),
-            "typestr": "|u1",
-            "version": 3,
-        }
-
-
-class SymmetricBytes:
-    """As many bytes on every rank's GPU, allocated by NVSHMEM. Collective.
-
-    Attributes:
-        address: of this rank's.
-        peers: of each rank's as mapped here; 0 where it is not.
-        own: this rank's, uint8 `[nbytes]`, zeroed.
-    """
-
-    def __init__(self, bindings: Any, ranks: int, nbytes: int, device: torch.device) -> None:
-        self._bindings = bindings
-        nbytes = max(nbytes, _ALIGNMENT)
-        self.address = int(bindings.align(_ALIGNMENT, nbytes))
-        if self.address == 0:
-            raise RuntimeError(
-                f"NVSHMEM cannot allocate {nbytes / 1e6:.1f} MB: free GPU memory, or raise its "
-                "NVSHMEM_SYMMETRIC_SIZE"
-            )
-        self.peers = [int(bindings.ptr(self.address, peer)) for peer in range(ranks)]
-        self.own = torch.as_tensor(_Address(self.address, nbytes), device=device)
-        self.own.zero_()
-
-    def free(self) -> None:
-        """Collective."""
-        self._bindings.free(self.address)
-
-
 class NvshmemTransport(Transport):
     """One-sided puts between GPUs, on a stream for each channel.
 
@@ -104,11 +75,14 @@ class NvshmemTransport(Transport):
             these ranks, so a process can be in one such group only.
         device: this rank's GPU.
         timeout: how long a kernel waits for a rank.
-        mode: "kernel": our kernel copies, on few SMs; "copy-engine": copies take no SM.
+        mode: "kernel": our kernel copies, on few SMs; "copy-engine": copies take no SM. These
+            cannot be held back: after a failed wait for room they overwrite what a healthy receiver
+            may be reading. It is told of the failure before, so `check` raises there, too; what was
+            received must not be used before that.
 
     Raises:
-        TransportError: NVSHMEM is missing or does not start, or the kernels cannot be compiled.
-            Every rank raises the same.
+        TransportError: NVSHMEM is missing or does not start, machines have different numbers of
+            ranks, which it refuses, or the kernels cannot be compiled. Every rank raises the same.
     """
 
     def __init__(
@@ -122,12 +96,35 @@ class NvshmemTransport(Transport):
         self._group, self._device, self._mode = group, device, mode
         self._timeout = timeout.total_seconds()
         on_all_ranks(group, self._import)
+        ranks_of = Counter(on_all_ranks(group, machine_id))
+        if len(set(ranks_of.values())) > 1:
+            numbers = ", ".join(map(str, ranks_of.values()))
+            raise TransportError(
+                f"ranks on each machine: {numbers}, but NVSHMEM needs as many on each: give "
+                "--distca-transport collective, or start as many everywhere"
+            )
+        if self.rank == 0:
+            # First, since ranks that cannot reach each other hang there.
+            logger.info(
+                "NVSHMEM starts on %d ranks of %d machines; if it stops here, name the network "
+                "interface: export NVSHMEM_BOOTSTRAP_UID_SOCK_IFNAME",
+                self.world_size,
+                len(ranks_of),
+            )
         unique_ids = on_all_ranks(group, self._unique_id)
-        on_all_ranks(group, lambda: self._initialise(unique_ids[0]))
-        on_all_ranks(group, self._load)
+        self._open = False
+        self._linked: Any = None
+        try:
+            on_all_ranks(group, lambda: self._initialise(unique_ids[0]))
+            on_all_ranks(group, self._load)
+        except TransportError:
+            self._shut()
+            raise
         self._epochs = [0] * CHANNELS
         self._streams = [_stream(device) for _ in range(CHANNELS)]
         self._memory: SymmetricBytes | None = None
+        # What NVSHMEM's heap took for it, at least.
+        self._heap = 0
         self._arenas: dict[Channel, torch.Tensor] = {}
         self._staging: dict[Channel, torch.Tensor] = {}
         self._begins: dict[Channel, int] = {}
@@ -160,6 +157,7 @@ class NvshmemTransport(Transport):
                 f"NVSHMEM started with status {status}, which cannot allocate: the GPU or its "
                 "driver does not suit it; NVSHMEM_DEBUG=INFO says more"
             )
+        self._open = True
 
     def _load(self) -> None:
         self._control = SymmetricBytes(
@@ -170,7 +168,9 @@ class NvshmemTransport(Transport):
         compile_kernels = kernels_of_mapped_peers if all_mapped else kernels_with_nvshmem
         kernels = Kernels(compile_kernels(10 * major + minor))
         if not all_mapped:
-            self._core.library_init(self._core.NvshmemKernelObject.from_obj(kernels.code))
+            linked = self._core.NvshmemKernelObject.from_obj(kernels.code)
+            self._core.library_init(linked)
+            self._linked = linked
         self._endpoint = DeviceRank(
             kernels, self.rank, self._control.peers, self._device, self._timeout
         )
@@ -181,34 +181,60 @@ class NvshmemTransport(Transport):
         """See `Transport.reserve`.
 
         Raises:
-            TransportError: there is not enough memory; every rank raises the same.
+            TransportError: there is not enough memory, or an exchange has failed; every rank raises
+                the same.
         """
         torch.cuda.synchronize(self._device)
-        self._raise_failure()
+        on_all_ranks(self._group, self._raise_failure)
         self._arenas.clear()
         self._staging.clear()
         begins, end = arena_offsets(sizes)
-
-        def allocate() -> None:
-            if self._memory is not None:
-                self._memory.free()
-                self._memory = None
-            # Network cards read from symmetric memory, so staging is there, too.
-            staging = sum(-(-room.send // _ALIGNMENT) * _ALIGNMENT for room in sizes.values())
-            self._memory = SymmetricBytes(
-                self._bindings, self.world_size, end + staging, self._device
-            )
-            torch.cuda.synchronize(self._device)
-            self._endpoint.set_arenas(self._memory.peers)
-
-        on_all_ranks(self._group, allocate)
+        # Network cards read from symmetric memory, so staging is there, too.
+        nbytes = end + sum(-(-room.send // ALIGNMENT) * ALIGNMENT for room in sizes.values())
+        on_all_ranks(self._group, self._free)
+        # A step of its own: ranks that can allocate may wait for ever for one that cannot.
+        growth = on_all_ranks(self._group, lambda: self._growth(nbytes))[self.rank]
+        on_all_ranks(self._group, lambda: self._allocate(nbytes))
+        self._heap += growth
         assert self._memory is not None
         self._begins = begins
         for channel, room in sizes.items():
             begin = begins[channel]
             self._arenas[channel] = self._memory.own[begin : begin + room.receive]
             self._staging[channel] = self._memory.own[end : end + room.send]
-            end += -(-room.send // _ALIGNMENT) * _ALIGNMENT
+            end += -(-room.send // ALIGNMENT) * ALIGNMENT
+
+    def _free(self) -> None:
+        if self._memory is not None:
+            self._memory.free()
+            self._memory = None
+
+    def _growth(self, nbytes: int) -> int:
+        """How many bytes NVSHMEM's heap takes from the GPU for so many.
+
+        It keeps what was freed, and grows by all that does not fit there, in granules.
+
+        Raises:
+            RuntimeError: there are not so many, also without those that torch kept for later.
+        """
+        needed = nbytes + 2 * ALIGNMENT
+        if needed <= self._heap:
+            return 0
+        growth = -(-needed // _GRANULE) * _GRANULE
+        torch.cuda.empty_cache()
+        free, _ = torch.cuda.mem_get_info(self._device)
+        if growth > free:
+            raise RuntimeError(
+                f"core attention's buffers need {growth / 1e6:.0f} MB more for NVSHMEM, but the "
+                f"GPU has {free / 1e6:.0f} MB free: bound them with --distca-max-buffer-bytes, or "
+                "give the model less"
+            )
+        return growth
+
+    def _allocate(self, nbytes: int) -> None:
+        self._memory = SymmetricBytes(self._bindings, self.world_size, nbytes, self._device)
+        torch.cuda.synchronize(self._device)
+        self._endpoint.set_arenas(self._memory.peers)
 
     def staging(self, channel: Channel, nbytes: int) -> torch.Tensor:
         """See `Transport.staging`."""
@@ -237,17 +263,21 @@ class NvshmemTransport(Transport):
         sizes: tuple[int, ...],
         put_at: list[int],
     ) -> None:
-        """The same steps as the kernel's, as entries of the stream."""
-        assert self._memory is not None
-        stream = self._streams[number]
+        """The kernel's steps, as entries of the stream; peers on other machines come first."""
+        memory, stream = self._memory, self._streams[number]
+        assert memory is not None
         self._endpoint.wait_for_room(number, epoch, stream)
         begin = staging.data_ptr()
         begins = [begin + sum(sizes[:peer]) for peer in range(self.world_size)]
-        for step in range(1, self.world_size):
-            peer = (self.rank + step) % self.world_size
+        peers = [(self.rank + step) % self.world_size for step in range(1, self.world_size)]
+        copy = self._bindings.putmem_on_stream
+        # Not in NVSHMEM's first releases for Python.
+        start = getattr(self._bindings, "putmem_nbi_on_stream", copy)
+        for peer in sorted(peers, key=lambda peer: memory.peers[peer] != 0):
             if sizes[peer]:
-                self._bindings.putmem_on_stream(
-                    self._memory.address + put_at[peer],
+                put = copy if memory.peers[peer] else start
+                put(
+                    memory.address + put_at[peer],
                     begins[peer],
                     sizes[peer],
                     peer,
@@ -278,21 +308,52 @@ class NvshmemTransport(Transport):
         if failure is not None:
             raise TransportError(failure)
 
+    def check(self, finished: bool = True) -> None:
+        """See `Transport.check`.
+
+        A rank that another one has told of a failure raises, too: it may have read wrong bytes.
+        """
+        if finished:
+            done = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            done.record(torch.cuda.current_stream(self._device))
+            # Without waiting for the GPU: it may wait for a rank that never comes, in NCCL.
+            while not done.query():  # type: ignore[no-untyped-call]
+                self._raise_failure()
+                time.sleep(_POLL_SECONDS)
+        self._raise_failure()
+        if finished:
+            abort = int(self._control.own[:8].view(torch.int64).item())
+            if abort:
+                raise TransportError(f"rank {self.rank}: {describe_abort(abort, self._timeout)}")
+
     def close(self) -> None:
-        """See `Transport.close`. Collective, since NVSHMEM's memory is.
+        """See `Transport.close`. Collective, since NVSHMEM's end is.
+
+        Where a rank has died, the group's timeout ends this; NVSHMEM's own calls have none.
 
         Raises:
-            TransportError: an exchange has failed.
+            TransportError: an exchange has failed; every rank raises the same.
         """
+        if not self._open:
+            return
         torch.cuda.synchronize(self._device)
-        self._raise_failure()
+        on_all_ranks(self._group, self._raise_failure)
         self._arenas.clear()
         self._staging.clear()
-        if self._memory is not None:
-            self._memory.free()
-            self._memory = None
-            self._control.free()
-            self._core.finalize()
+        self._shut()
+
+    def _shut(self) -> None:
+        """Ends NVSHMEM, and with it what it allocated, if it runs on every rank. Collective.
+
+        Elsewhere its end would wait for ranks that never got there.
+        """
+        if not all(on_all_ranks(self._group, lambda: self._open)):
+            return
+        self._open = False
+        self._memory = None
+        if self._linked is not None:
+            self._core.library_finalize(self._linked)
+        self._core.finalize()
 
 
 def _stream(device: torch.device) -> torch.cuda.Stream:

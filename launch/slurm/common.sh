@@ -31,6 +31,7 @@ describe_job() {
     )
     if [ -n "$interface" ]; then
         environment+=(NCCL_SOCKET_IFNAME="$interface" GLOO_SOCKET_IFNAME="$interface")
+        environment+=(NVSHMEM_BOOTSTRAP_UID_SOCK_IFNAME="$interface")
     fi
     # One task is one rank. Ranks of a node follow each other, as tensor parallelism needs, and
     # none is bound to a single core: each plans on a thread beside its training step.

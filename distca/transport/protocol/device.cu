@@ -5,27 +5,46 @@
 
 using namespace distca;
 
-// Sends this rank's messages: `sizes` holds for each rank the bytes, and where they begin there.
-// Blocks take the parts of all messages in turn, each rank beginning with the one after it. `bulk`:
-// the tensor memory accelerator copies what it can, on GPUs that have one; else all threads copy.
+// Sends this rank's messages: `sizes` holds for each rank the bytes, and where they begin there. Each
+// rank begins with the one after it. Messages to peers that are not mapped go first, each by one
+// block: network cards copy them while each block copies its part of every message to a mapped peer.
+// `bulk`: the tensor memory accelerator copies what it can, on GPUs that have one; else all threads
+// copy.
 extern "C" __global__ void __launch_bounds__(512, 1)
     distca_send(const Rank* me, int channel, Word epoch, const char* staging, const Word* sizes,
-                int parts, int bulk) {
+                int bulk) {
   SendingFabric fabric(*me, channel, bulk != 0);
   const Flags flags(channel, fabric.ranks());
   const Word* bytes = sizes;
   const Word* from = sizes + fabric.ranks();
   const Word* to = sizes + 2 * fabric.ranks();
-  for (int item = blockIdx.x; item < (fabric.ranks() - 1) * parts; item += gridDim.x) {
-    const int peer = (fabric.rank() + 1 + item / parts) % fabric.ranks();
+#ifdef DISTCA_NVSHMEM
+  int unmapped = 0;
+  for (int step = 1; step < fabric.ranks(); ++step) {
+    const int peer = (fabric.rank() + step) % fabric.ranks();
+    if (fabric.maps(peer) || unmapped++ % int(gridDim.x) != int(blockIdx.x)) continue;
     const Message message{staging + from[peer], bytes[peer], to[peer]};
-    const Outcome outcome =
-        send_part(fabric, flags, epoch, peer, message, item % parts, parts);
+    const Outcome outcome = send_whole(fabric, flags, epoch, peer, message);
     if (outcome != Outcome::done) {
       if (fabric.leads()) fabric.fail(outcome, peer, true, epoch);
       return;
     }
   }
+#endif
+  for (int step = 1; step < fabric.ranks(); ++step) {
+    const int peer = (fabric.rank() + step) % fabric.ranks();
+    if (!fabric.maps(peer)) continue;
+    const Message message{staging + from[peer], bytes[peer], to[peer]};
+    const Outcome outcome =
+        send_part(fabric, flags, epoch, peer, message, int(blockIdx.x), int(gridDim.x));
+    if (outcome != Outcome::done) {
+      if (fabric.leads()) fabric.fail(outcome, peer, true, epoch);
+      return;
+    }
+  }
+#ifdef DISTCA_NVSHMEM
+  if (unmapped > int(blockIdx.x)) fabric.finish_puts();
+#endif
 }
 
 // Waits for all messages. What was to be received is made not-a-number if they do not come, so

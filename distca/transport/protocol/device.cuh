@@ -87,6 +87,7 @@ class DeviceFabric {
 
   __device__ int rank() const { return int(me_.rank); }
   __device__ int ranks() const { return int(me_.ranks); }
+  __device__ bool maps(int peer) const { return me_.arenas_of[peer] != nullptr; }
   __device__ bool leads() const { return threadIdx.x == 0; }
   __device__ Outcome shared(Outcome outcome) const {
     __shared__ Outcome of_leader;
@@ -102,7 +103,7 @@ class DeviceFabric {
   __device__ void fence(int peer) const {
     __threadfence_system();
 #ifdef DISTCA_NVSHMEM
-    if (me_.arenas_of[peer] == nullptr) nvshmem_quiet();
+    if (!maps(peer)) nvshmem_quiet();
 #endif
   }
 
@@ -137,7 +138,7 @@ class DeviceFabric {
 #ifdef DISTCA_NVSHMEM
     // What a network card wrote before the flag need not be there with it: NVSHMEM's own look at the
     // flag sees to that, on machines where it must.
-    if (me_.arenas_of[peer] == nullptr) {
+    if (!maps(peer)) {
       nvshmem_uint64_test(reinterpret_cast<Signal*>(me_.control + flag), NVSHMEM_CMP_GE, value);
     }
 #else
@@ -165,14 +166,14 @@ class DeviceFabric {
   }
 
  private:
+  const int channel_;
+
+ protected:
 #ifdef DISTCA_NVSHMEM
   using Signal = unsigned long;
   static_assert(sizeof(Signal) == sizeof(Word), "a signal holds an epoch");
 #endif
 
-  const int channel_;
-
- protected:
   const Rank& me_;
 };
 
@@ -184,15 +185,29 @@ class SendingFabric : public DeviceFabric {
       : DeviceFabric(me, channel), bulk_(bulk) {}
 
   __device__ void put(int peer, Word to, const char* from, Word bytes) {
-    char* mapped = me_.arenas_of[peer];
-    if (mapped != nullptr) {
-      if (!put_in_bulk(mapped + to, from, bytes)) copy_bytes(mapped + to, from, bytes);
+    char* there = me_.arenas_of[peer] + to;
+    if (!put_in_bulk(there, from, bytes)) copy_bytes(there, from, bytes);
+  }
+
+#ifdef DISTCA_NVSHMEM
+  // Returns before it is done, so that network cards work while blocks copy to mapped peers. NVSHMEM
+  // delivers the flag of such a put after its data.
+  __device__ void put_and_set(int peer, Word to, const char* from, Word bytes, Word flag,
+                              Word value) const {
+    if (bytes == 0) {
+      if (leads()) set(peer, flag, value);
       return;
     }
-#ifdef DISTCA_NVSHMEM
-    if (bytes) nvshmemx_putmem_nbi_block(me_.arenas + to, from, bytes, peer);
-#endif
+    nvshmemx_putmem_signal_nbi_block(me_.arenas + to, from, bytes,
+                                     reinterpret_cast<Signal*>(me_.control + flag), value,
+                                     NVSHMEM_SIGNAL_SET, peer);
   }
+
+  // What this block put by `put_and_set` is there, and its staging may be used again.
+  __device__ void finish_puts() const {
+    if (leads()) nvshmem_quiet();
+  }
+#endif
 
  private:
 #ifdef DISTCA_BULK_COPY

@@ -19,6 +19,9 @@
 //   fence(peer)                     this thread's (block's) puts are complete before what follows
 //   set(peer, flag, value)          stores a flag in the peer's memory; releases
 //   last_part(peer, parts)          counts a part that is complete; true for the last of a message
+//   put_and_set(peer, to, from, bytes, flag, value)
+//                                   steps 2 to 4 in one, for `send_whole`: the flag is stored after
+//                                   the message is complete there
 //   leads(), shared(), all_put()    for blocks of threads: who signals; what it found; a barrier
 #pragma once
 
@@ -35,13 +38,19 @@ struct Message {
   Word to;  // offset in the destination's arena
 };
 
+// Waits until a peer has released the epoch before.
+template <class Fabric>
+DISTCA_FUNCTION Outcome wait_for_room(Fabric& fabric, const Flags& flags, Word epoch, int peer) {
+  Outcome outcome = Outcome::done;
+  if (fabric.leads()) outcome = fabric.wait_for(peer, flags.credit(peer), epoch - 1);
+  return fabric.shared(outcome);
+}
+
 // `part` of `parts` of this rank's message to a peer, in an epoch of the channel with these flags.
 template <class Fabric>
 DISTCA_FUNCTION Outcome send_part(Fabric& fabric, const Flags& flags, Word epoch, int peer,
                                   const Message& message, int part, int parts) {
-  Outcome outcome = Outcome::done;
-  if (fabric.leads()) outcome = fabric.wait_for(peer, flags.credit(peer), epoch - 1);
-  outcome = fabric.shared(outcome);
+  const Outcome outcome = wait_for_room(fabric, flags, epoch, peer);
   if (outcome != Outcome::done) return outcome;
   const Word even = (message.bytes + parts - 1) / parts;
   const Word piece = (even + kPartAlignment - 1) / kPartAlignment * kPartAlignment;
@@ -53,6 +62,17 @@ DISTCA_FUNCTION Outcome send_part(Fabric& fabric, const Flags& flags, Word epoch
     fabric.fence(peer);
     if (fabric.last_part(peer, parts)) fabric.set(peer, flags.ready(fabric.rank()), epoch);
   }
+  return Outcome::done;
+}
+
+// This rank's whole message to a peer, by a fabric that can put and set a flag in one.
+template <class Fabric>
+DISTCA_FUNCTION Outcome send_whole(Fabric& fabric, const Flags& flags, Word epoch, int peer,
+                                   const Message& message) {
+  const Outcome outcome = wait_for_room(fabric, flags, epoch, peer);
+  if (outcome != Outcome::done) return outcome;
+  fabric.put_and_set(peer, message.to, message.from, message.bytes, flags.ready(fabric.rank()),
+                     epoch);
   return Outcome::done;
 }
 
