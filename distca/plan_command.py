@@ -2,9 +2,11 @@
 
     distca plan --distribution pretrain --servers 64 --tokens-per-server 65536 --model llama-34b
     distca plan --lengths lengths.json --servers 64 --tokens-per-server 65536 --compare
+    distca plan --lengths corpus.idx --servers 64 --tokens-per-server 65536 --seed 1 ...
     distca plan --load plan.json --plot plan.png
 
-Nothing runs on a GPU: it shows what a scheduler would do, and what it costs, exactly.
+A JSON list is one batch, as it is; of a Megatron index as many documents are drawn as the servers
+hold. Nothing runs on a GPU: it shows what a scheduler would do, and what it costs, exactly.
 """
 
 from __future__ import annotations
@@ -55,7 +57,7 @@ def build_parser() -> argparse.ArgumentParser:
         "--distribution", metavar="NAME", help="a named distribution: see data/lengths.py"
     )
     documents.add_argument("--load", type=Path, metavar="FILE", help="a saved plan, as it is")
-    parser.add_argument("--seed", type=int, default=0, help="of the distribution")
+    parser.add_argument("--seed", type=int, default=0, help="of the distribution, or the draw")
     parser.add_argument(
         "--max-document-length", type=int, metavar="TOKENS", help="cut longer documents into pieces"
     )
@@ -135,10 +137,10 @@ def _rooms_and_lengths(args: argparse.Namespace) -> tuple[Int64s, Int64s]:
     ):
         if value is None or value < 1:
             raise ValueError(f"give {flag}, at least 1")
+    total = args.servers * args.tokens_per_server
     if args.lengths is not None:
         lengths = read_lengths(args.lengths)
     elif args.distribution in DISTRIBUTIONS:
-        total = args.servers * args.tokens_per_server
         lengths = draw(DISTRIBUTIONS[args.distribution], total, args.seed)
     else:
         raise ValueError(
@@ -149,6 +151,8 @@ def _rooms_and_lengths(args: argparse.Namespace) -> tuple[Int64s, Int64s]:
         if longest < 1:
             raise ValueError(f"--max-document-length {longest} must be at least 1")
         lengths = cut_to_pieces(lengths, longest)
+    if args.lengths is not None and args.lengths.suffix == ".idx" and lengths.sum() > total:
+        lengths = shuffled(lengths, total, args.seed)
     return even_rooms(int(lengths.sum()), args.servers, args.tokens_per_server), lengths
 
 
@@ -158,6 +162,24 @@ def cut_to_pieces(lengths: Int64s, longest: int) -> Int64s:
     cut = np.full(int(pieces.sum()), longest, dtype=np.int64)
     cut[np.cumsum(pieces) - 1] = lengths - (pieces - 1) * longest
     return cut
+
+
+def shuffled(lengths: Int64s, tokens: int, seed: int) -> Int64s:
+    """Documents of a corpus in a random order, int64, the last one cut where the tokens are full.
+
+    Args:
+        lengths: of the corpus, int64.
+        tokens: how many; as many epochs as it takes, each in an order of its own.
+        seed: of the orders.
+    """
+    generator = np.random.default_rng(seed)
+    epochs = -(-tokens // int(lengths.sum()))
+    drawn = np.concatenate([generator.permutation(lengths) for _ in range(epochs)])
+    until = np.cumsum(drawn)
+    count = int(np.searchsorted(until, tokens)) + 1
+    drawn = drawn[:count].copy()
+    drawn[-1] -= until[count - 1] - tokens
+    return drawn
 
 
 def _shape(args: argparse.Namespace) -> AttentionShape:

@@ -24,7 +24,7 @@ import numpy as np
 
 from distca.cost.models import MODELS, ModelSize
 from distca.plan.span import Int64s
-from distca.plan_command import cut_to_pieces
+from distca.plan_command import cut_to_pieces, shuffled
 from distca.simulate import (
     CLUSTERS,
     SYSTEMS,
@@ -241,16 +241,8 @@ def _batches(args: argparse.Namespace) -> list[list[Int64s]]:
             )
         lengths = draw(DISTRIBUTIONS[args.distribution], args.batches * tokens, args.seed)
     else:
-        lengths = read_lengths(args.lengths)
-        generator = np.random.default_rng(args.seed)
-        # As many epochs as it takes, each in an order of its own.
-        epochs = -(-args.batches * tokens // int(lengths.sum()))
-        lengths = np.concatenate([generator.permutation(lengths) for _ in range(epochs)])
+        lengths = shuffled(read_lengths(args.lengths), args.batches * tokens, args.seed)
     lengths = cut_to_pieces(lengths, args.context)
-    until = np.cumsum(lengths)
-    count = int(np.searchsorted(until, args.batches * tokens)) + 1
-    lengths = lengths[:count].copy()
-    lengths[-1] -= until[count - 1] - args.batches * tokens
     sequences = pack_sequences(lengths, args.batches * args.sequences, args.context)
     return [
         sequences[number * args.sequences : (number + 1) * args.sequences]

@@ -21,9 +21,9 @@ _HEADER = """# Flags
 
 This page is written by `python docs/make_reference.py`; change the parsers, not the page.
 
-Flags of `pretrain_gpt.py`: the first group is DistCA's own. The others are Megatron-LM's names,
-meanings and defaults, as far as the loop on `megatron-core` alone has them; with Megatron-LM's own
-loop all of its flags are there.
+Flags of `pretrain_gpt.py`: the first group is DistCA's own. The others are Megatron-LM's names and
+meanings, as far as the loop on `megatron-core` alone has them; some defaults differ, such as rotary
+positions. With Megatron-LM's own loop all of its flags are there.
 """
 
 

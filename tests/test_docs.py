@@ -24,7 +24,10 @@ PAGES = sorted(DOCS.glob("*.md"))
 sys.path.insert(0, str(DOCS))
 
 # Of commands that are not this repository's.
-FOREIGN_FLAGS = {"--nodes", "--partition", "--account", "--rdzv-backend", "--rdzv-endpoint"}
+FOREIGN_FLAGS = {
+    *("--nodes", "--partition", "--account", "--rdzv-backend", "--rdzv-endpoint"),
+    "--no-build-isolation",
+}
 
 
 def code_of(page: str) -> dict[str, Any]:

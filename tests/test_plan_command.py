@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from commands import Command
 from random_plans import random_lengths, random_plan
 
@@ -17,7 +18,7 @@ from distca.cost.models import MODELS
 from distca.cost.profile import Profile
 from distca.cost.volume import AttentionShape, PlanBytes
 from distca.plan import Mask, load_plan, save_plan
-from distca.plan_command import cut_to_pieces
+from distca.plan_command import cut_to_pieces, shuffled
 from distca.schedule import SCHEDULERS
 
 SMALL = "--servers 4 --tokens-per-server 4096 --model llama-8b".split()
@@ -195,6 +196,29 @@ def test_bad_input_is_refused(command, arguments: str, message: str) -> None:
 def test_too_many_tokens_are_refused(command, lengths_file: str) -> None:
     few = "--servers 2 --tokens-per-server 4096 --model llama-8b".split()
     assert "15,101 tokens" in command.refused("--lengths", lengths_file, *few)
+
+
+def test_a_batch_is_drawn_of_an_index(command, tmp_path: Path) -> None:
+    indexed = pytest.importorskip("megatron.core.datasets.indexed_dataset")
+    prefix = str(tmp_path / "corpus")
+    builder = indexed.IndexedDatasetBuilder(prefix + ".bin", dtype=np.uint16)
+    for length in range(1, 401):
+        builder.add_document(torch.zeros(length, dtype=torch.int64), [length])
+    builder.finalize(prefix + ".idx")
+    drawn = [
+        json.loads(command.run("--lengths", prefix + ".idx", *SMALL, "--json", "--seed", seed))
+        for seed in "112"
+    ]
+    # The corpus has 80,200 tokens.
+    assert [found["tokens"] for found in drawn] == [4 * 4096] * 3
+    pairs = [found["load_mean"] for found in drawn]
+    assert pairs[0] == pairs[1] != pairs[2]
+    roomy = "--servers 4 --tokens-per-server 65536 --model llama-8b --json".split()
+    whole = json.loads(command.run("--lengths", prefix + ".idx", *roomy))
+    assert (whole["tokens"], whole["documents"]) == (80_200, 400)
+    twice = shuffled(np.array([3, 5]), 13, seed=0)
+    assert sorted(twice[:2].tolist()) == [3, 5]
+    assert twice.sum() == 13
 
 
 def test_as_a_module_with_its_exit_status() -> None:

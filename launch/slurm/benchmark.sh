@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Trains on the same data in several ways, in turn: plain Megatron, context parallelism, WLB-LLM,
-# and DistCA with both schedulers; then prints their tokens per second. From the repository's root:
+# and DistCA with both schedulers; then prints their tokens per second. No document is longer than a
+# rank's tokens, so that plain Megatron has the same work. From the repository's root:
 #
 #     sbatch --nodes 8 launch/slurm/benchmark.sh --data-path corpus --tokenizer-model llama/
 #
@@ -38,7 +39,8 @@ for turn in 1 2; do
         [ "$way" != plain ] || scheduler=()
         log=$output/$way-$turn.log
         set -- "${scheduler[@]}" --tensor-model-parallel-size 8 \
-            --seq-length 32768 --max-position-embeddings 131072 \
+            --seq-length 32768 --max-position-embeddings 32768 \
+            --distca-max-document-length 32768 \
             --train-iters 12 --lr-warmup-iters 1 --log-interval 1 --eval-iters 0
         if $dry_run; then
             pretraining "$@"

@@ -23,6 +23,7 @@
 #SBATCH --time=02:00:00
 set -euo pipefail
 cd "${SLURM_SUBMIT_DIR:-.}"
+[ -f launch/slurm/common.sh ] || { echo "error: submit from the repository's root" >&2; exit 2; }
 source launch/slurm/common.sh
 
 parse_launcher_options "$@"
