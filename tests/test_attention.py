@@ -142,6 +142,39 @@ def test_torch_flash_calls_fit_the_operators() -> None:
         assert [g.shape for g in gradients] == [q.shape, k.shape, k.shape]
 
 
+def test_offsets_are_placed_once_for_all_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    from distca.attention.flash import TorchFlashKernel
+
+    placed = []
+    forward = torch.ops.aten._flash_attention_forward
+
+    def seen(*arguments: object, **options: object) -> object:
+        placed.append(arguments[3:7])
+        return forward(*arguments, **options)
+
+    monkeypatch.setattr(torch.ops.aten, "_flash_attention_forward", seen)
+    kernel, q = TorchFlashKernel(), torch.empty(6, 4, 16, device="meta", dtype=torch.bfloat16)
+    cu = torch.tensor([0, 4, 6], dtype=torch.int32)
+    for _ in range(2):
+        kernel.forward(q, q, q, cu, cu, causal=True, window_left=None, softmax_scale=SCALE)
+    (first, *_, longest), (second, *_) = placed
+    assert first is second
+    assert first.device.type == "meta"
+    assert longest == 4
+    # Others of the same values are not mistaken for them, and none is kept longer than its call.
+    kernel.forward(q, q, q, cu.clone(), cu, causal=True, window_left=None, softmax_scale=SCALE)
+    assert placed[2][0] is not first
+    assert len(kernel._place._placed) == 1
+
+
+def test_rows_without_keys_have_the_lse_of_nothing() -> None:
+    from distca.attention.flash import _lse_TH
+
+    inf = float("inf")
+    of_flash = torch.tensor([[1.0, inf, -2.0], [0.5, inf, 3.0]])
+    assert _lse_TH(of_flash).tolist() == [[1.0, 0.5], [-inf, -inf], [-2.0, 3.0]]
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize(("name", "case", "causal", "window"), CASES, ids=[c[0] for c in CASES])

@@ -11,6 +11,7 @@ import importlib.util
 from typing import Any
 
 import torch
+from torch.utils.weak import WeakIdKeyDictionary
 
 from distca.attention.kernel import Gradients, Kernel
 
@@ -22,8 +23,30 @@ def make_flash_kernel() -> Kernel:
     return TorchFlashKernel()
 
 
-def _longest(cu_seqlens: torch.Tensor) -> int:
-    return int(cu_seqlens.diff().max()) if len(cu_seqlens) > 1 else 0
+class _Offsets:
+    """`cu_seqlens` on the GPU, and the longest of the tasks.
+
+    All layers have the same ones. They are copied once, and without a wait: a copy of pageable
+    memory would wait for all that the GPU was given before, at every call.
+    """
+
+    def __init__(self) -> None:
+        self._placed = WeakIdKeyDictionary()
+
+    def __call__(self, cu_seqlens: torch.Tensor, device: torch.device) -> tuple[torch.Tensor, int]:
+        if cu_seqlens not in self._placed:
+            # Only pinned memory is copied without a wait; it is kept until the copy is done.
+            source = cu_seqlens.pin_memory() if device.type == "cuda" else cu_seqlens
+            longest = int(cu_seqlens.diff().max()) if len(cu_seqlens) > 1 else 0
+            self._placed[cu_seqlens] = source.to(device, non_blocking=True), longest
+        placed: tuple[torch.Tensor, int] = self._placed[cu_seqlens]
+        return placed
+
+
+def _lse_TH(lse_HT: torch.Tensor) -> torch.Tensor:
+    """As `Kernel` has it: FlashAttention gives plus infinity to a row that sees no key."""
+    lse_TH = lse_HT.transpose(0, 1).contiguous()
+    return lse_TH.masked_fill_(lse_TH == float("inf"), float("-inf"))
 
 
 def _is_empty(q_THD: torch.Tensor, k_THD: torch.Tensor) -> bool:
@@ -37,6 +60,9 @@ def _nothing_seen(q_THD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 class TorchFlashKernel:
     """torch's built-in FlashAttention-2; see `Kernel`. bfloat16 and float16."""
+
+    def __init__(self) -> None:
+        self._place = _Offsets()
 
     def forward(
         self,
@@ -52,21 +78,23 @@ class TorchFlashKernel:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         if _is_empty(q_THD, k_THD):
             return _nothing_seen(q_THD)
+        q_offsets, q_longest = self._place(cu_seqlens_q, q_THD.device)
+        kv_offsets, kv_longest = self._place(cu_seqlens_kv, q_THD.device)
         out, lse_HT, *_ = torch.ops.aten._flash_attention_forward(
             q_THD,
             k_THD,
             v_THD,
-            cu_seqlens_q.to(q_THD.device),
-            cu_seqlens_kv.to(q_THD.device),
-            _longest(cu_seqlens_q),
-            _longest(cu_seqlens_kv),
+            q_offsets,
+            kv_offsets,
+            q_longest,
+            kv_longest,
             0.0,
             causal,
             False,
             scale=softmax_scale,
             **self._window(window_left),
         )
-        return out, lse_HT.transpose(0, 1).contiguous()
+        return out, _lse_TH(lse_HT)
 
     def backward(
         self,
@@ -85,6 +113,8 @@ class TorchFlashKernel:
     ) -> Gradients:
         if _is_empty(q_THD, k_THD):
             return torch.zeros_like(q_THD), torch.zeros_like(k_THD), torch.zeros_like(v_THD)
+        q_offsets, q_longest = self._place(cu_seqlens_q, q_THD.device)
+        kv_offsets, kv_longest = self._place(cu_seqlens_kv, q_THD.device)
         # The random state is that of dropout, of which there is none.
         rng_state = torch.zeros(2, dtype=torch.uint64, device=q_THD.device)
         gradients: Gradients = torch.ops.aten._flash_attention_backward(
@@ -94,10 +124,10 @@ class TorchFlashKernel:
             v_THD,
             out_THD,
             lse_TH.transpose(0, 1).contiguous(),
-            cu_seqlens_q.to(q_THD.device),
-            cu_seqlens_kv.to(q_THD.device),
-            _longest(cu_seqlens_q),
-            _longest(cu_seqlens_kv),
+            q_offsets,
+            kv_offsets,
+            q_longest,
+            kv_longest,
             0.0,
             causal,
             rng_state,
@@ -133,6 +163,7 @@ class FlashAttnKernel:
                 "'flash-attn>=2.7'`, or uninstall it to use torch's own FlashAttention"
             ) from error
         self._forward, self._backward = _flash_attn_varlen_forward, _flash_attn_varlen_backward
+        self._place = _Offsets()
 
     def forward(
         self,
@@ -148,21 +179,23 @@ class FlashAttnKernel:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         if _is_empty(q_THD, k_THD):
             return _nothing_seen(q_THD)
+        q_offsets, q_longest = self._place(cu_seqlens_q, q_THD.device)
+        kv_offsets, kv_longest = self._place(cu_seqlens_kv, q_THD.device)
         out, lse_HT, *_ = self._forward(
             q_THD,
             k_THD,
             v_THD,
-            cu_seqlens_q.to(q_THD.device),
-            cu_seqlens_kv.to(q_THD.device),
-            _longest(cu_seqlens_q),
-            _longest(cu_seqlens_kv),
+            q_offsets,
+            kv_offsets,
+            q_longest,
+            kv_longest,
             dropout_p=0.0,
             softmax_scale=softmax_scale,
             causal=causal,
             window_size_left=-1 if window_left is None else window_left,
             window_size_right=-1 if window_left is None else 0,
         )
-        return out, lse_HT.transpose(0, 1).contiguous()
+        return out, _lse_TH(lse_HT)
 
     def backward(
         self,
@@ -182,6 +215,8 @@ class FlashAttnKernel:
         dq, dk, dv = torch.zeros_like(q_THD), torch.zeros_like(k_THD), torch.zeros_like(v_THD)
         if _is_empty(q_THD, k_THD):
             return dq, dk, dv
+        q_offsets, q_longest = self._place(cu_seqlens_q, q_THD.device)
+        kv_offsets, kv_longest = self._place(cu_seqlens_kv, q_THD.device)
         self._backward(
             dout_THD,
             q_THD,
@@ -192,10 +227,10 @@ class FlashAttnKernel:
             dq,
             dk,
             dv,
-            cu_seqlens_q.to(q_THD.device),
-            cu_seqlens_kv.to(q_THD.device),
-            _longest(cu_seqlens_q),
-            _longest(cu_seqlens_kv),
+            q_offsets,
+            kv_offsets,
+            q_longest,
+            kv_longest,
             dropout_p=0.0,
             softmax_scale=softmax_scale,
             causal=causal,
