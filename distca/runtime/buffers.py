@@ -65,15 +65,22 @@ class Buffers:
         return tuple(self._place(exchange) for exchange in exchanges)
 
     def _place(self, exchange: Exchange) -> Exchange:
-        lengths: list[int] = []
+        indices: list[torch.Tensor] = []
 
-        def count(index: torch.Tensor) -> torch.Tensor:
-            lengths.append(len(index))
+        def collect(index: torch.Tensor) -> torch.Tensor:
+            indices.append(index)
             return index
 
-        exchange.map_indices(count)
-        places = iter(torch.split(self.indices.take((sum(lengths),), torch.int64), lengths))
-        return exchange.map_indices(lambda index: next(places).copy_(index))
+        exchange.map_indices(collect)
+        lengths = [len(index) for index in indices]
+        place = self.indices.take((sum(lengths),), torch.int64)
+        if place.is_cuda:
+            # One copy of pinned memory, which the CPU does not wait for.
+            place.copy_(torch.cat(indices).pin_memory(), non_blocking=True)
+        elif indices:
+            torch.cat(indices, out=place)
+        places = iter(torch.split(place, lengths))
+        return exchange.map_indices(lambda _: next(places))
 
     def reserve(self, needed: CoreAttentionMemory, transport: Transport) -> None:
         """Makes room for plans. Collective; nothing may be under way.

@@ -85,13 +85,18 @@ def unpack(buffer: torch.Tensor, targets: Sequence[tuple[Field, torch.Tensor]]) 
     flat = [_bytes_of(target) for _, target in targets]
     at = [0] * len(targets)
     read = 0
+    places, pieces = [], []
     for rank in range(len(targets[0][0].counts)):
         for number, (field, _) in enumerate(targets):
             size = field.counts[rank] * field.row_bytes
             if size:
-                flat[number][at[number] : at[number] + size] = buffer[read : read + size]
+                places.append(flat[number][at[number] : at[number] + size])
+                pieces.append(buffer[read : read + size])
                 at[number] += size
                 read += size
+    if places:
+        # On GPUs a few launches, not one for each piece.
+        torch._foreach_copy_(places, pieces)
 
 
 def _bytes_of(rows: torch.Tensor) -> torch.Tensor:
