@@ -48,6 +48,7 @@ class TickPipeline:
 
     def __init__(self, tracing: Tracing | None = None) -> None:
         self._tracing = tracing
+        self._connected = False
 
     def __call__(
         self,
@@ -93,6 +94,7 @@ class TickPipeline:
         if pg_collection is None:
             pg_collection = _process_groups()
         config = get_model_config(chunks[0])
+        self._connect(pg_collection.pp, chunks[0])
         p2p = p2p_communicator or P2PCommunicator(pg_collection.pp, config)
         batch = _GlobalBatch(
             chunks,
@@ -136,6 +138,16 @@ class TickPipeline:
             assert self._tracing is not None
             self._tracing.ends(trace, batches.layout)
         return batch.reports
+
+    def _connect(self, stages: torch.distributed.ProcessGroup, chunk: Any) -> None:
+        """Lets the stages meet, once: in a tick only some of them pass something on.
+
+        NCCL makes a group's communicator at its first call, which must then be every rank's.
+        """
+        if not self._connected and stages.size() > 1:
+            device = next(chunk.parameters()).device
+            torch.distributed.all_reduce(torch.zeros(1, device=device), group=stages)
+        self._connected = True
 
 
 def _process_groups() -> Any:

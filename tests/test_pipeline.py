@@ -286,6 +286,50 @@ def step_with_failed_exchange(flags: list[str], lengths: list[int]) -> tuple[str
     return said, args.iteration, same
 
 
+def test_all_stages_meet_before_some_pass_on(ranks) -> None:
+    """NCCL makes a group's communicator at its first call, which must be every rank's."""
+    world_size, flags = flags_of("PP4", 2)
+    calls = ranks.run(calls_between_stages, flags, documents(2), world_size=world_size)
+    assert [row[0] for row in calls] == ["all_reduce"] * world_size
+    assert all("P2POp" in row and row.count("all_reduce") == 1 for row in calls)
+
+
+def calls_between_stages(flags: list[str], lengths: list[int]) -> list[str]:
+    """What this rank calls on the pipeline's group in a step, in turn; collective."""
+    from unittest import mock
+
+    import torch.distributed as dist
+    from megatron.core import num_microbatches_calculator, parallel_state
+
+    from megatron_patches.lean import training
+
+    args = parse(flags)
+    training.initialize_megatron(args)
+    run, _ = make_run(args, memory_stream(lengths))
+    stages = parallel_state.get_pipeline_model_parallel_group()
+    called = []
+
+    def noting(name: str):
+        function = getattr(dist, name)
+
+        def noted(*arguments, **options):
+            if any(each is stages for each in (*arguments, *options.values())):
+                called.append(name)
+            return function(*arguments, **options)
+
+        return mock.patch.object(dist, name, noted)
+
+    with contextlib.ExitStack() as patched:
+        for name in ("all_reduce", "P2POp"):
+            patched.enter_context(noting(name))
+        training.train_step(run)
+    run.data[0].close()
+    dist.barrier()
+    parallel_state.destroy_model_parallel()
+    num_microbatches_calculator.unset_num_microbatches_calculator()
+    return called
+
+
 def evaluation_loss(flags: list[str], lengths: list[int]) -> float:
     """The loss of one global batch, without its gradients; collective."""
     import torch
