@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from argparse import Namespace
 from dataclasses import dataclass
+from datetime import timedelta
 
 import numpy as np
 import torch
@@ -54,8 +55,11 @@ def find_servers(args: Namespace, device: torch.device) -> Servers:
     number = int(table[stage, data_parallel_rank])
     if processes is None:
         # Groups of their own, so that exchanges are never ordered among other collectives.
+        timeout = timedelta(minutes=args.distributed_timeout_minutes)
         groups = [
-            new_exchange_group([rank for rank, other in enumerate(places) if other[0] == each])
+            new_exchange_group(
+                [rank for rank, other in enumerate(places) if other[0] == each], timeout
+            )
             for each in range(parallel_state.get_tensor_model_parallel_world_size())
         ]
         return Servers(groups[index], PipelineLayout(stage, chunks, table, number), None)

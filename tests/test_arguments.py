@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.util
+
 import pytest
 import torch
 
@@ -45,6 +47,23 @@ def test_what_follows() -> None:
     assert alone.recompute_granularity == "selective"
     virtual = "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1"
     assert parse(*virtual.split()).virtual_pipeline_model_parallel_size == 2
+
+
+@pytest.mark.parametrize("there", [{"transformer_engine"}, {"fused_weight_gradient_mlp_cuda"}])
+def test_fused_kernels_need_their_packages(monkeypatch, there: set[str]) -> None:
+    """Megatron's output layer refuses to add up gradients in the GEMM without apex's module."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    find = importlib.util.find_spec
+    fused = {"transformer_engine", "fused_weight_gradient_mlp_cuda"}
+    monkeypatch.setattr(
+        importlib.util,
+        "find_spec",
+        lambda name, *more: name in there or None if name in fused else find(name, *more),
+    )
+    args = parse("--bf16")
+    assert args.distributed_backend == "nccl"
+    assert args.gradient_accumulation_fusion == ("fused_weight_gradient_mlp_cuda" in there)
+    assert args.apply_rope_fusion == ("transformer_engine" in there)
 
 
 @pytest.mark.parametrize("text", ["100,0", "(100,0)", "(100, 0)"])

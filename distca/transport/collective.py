@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -18,16 +19,22 @@ from distca.transport.base import (
 )
 
 
-def new_exchange_group(ranks: list[int]) -> dist.ProcessGroup | None:
+def new_exchange_group(
+    ranks: list[int], timeout: timedelta | None = None
+) -> dist.ProcessGroup | None:
     """A process group for exchanges alone; None on ranks that are not in it. Collective.
 
     On GPUs its stream comes before those of other kernels: while it waits, servers wait.
+
+    Args:
+        ranks: that are in it.
+        timeout: of its operations; None: the backend's own.
     """
     if dist.get_backend() != "nccl":
-        return dist.new_group(ranks)
+        return dist.new_group(ranks, timeout=timeout)
     options = dist.ProcessGroupNCCL.Options()
     options.is_high_priority_stream = True
-    return dist.new_group(ranks, pg_options=options)
+    return dist.new_group(ranks, timeout=timeout, pg_options=options)
 
 
 class CollectiveTransport(Transport):

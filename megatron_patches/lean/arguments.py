@@ -351,8 +351,9 @@ def _derive(args: Namespace) -> None:
         "--transformer-impl transformer_engine needs a GPU and `pip install "
         "transformer-engine[pytorch]`: use --transformer-impl local",
     )
-    # The fused kernels exist on GPUs alone.
-    args.gradient_accumulation_fusion &= cuda and has_te
+    # The fused kernels exist on GPUs alone, and this one is a part of NVIDIA's apex.
+    has_wgrad = importlib.util.find_spec("fused_weight_gradient_mlp_cuda") is not None
+    args.gradient_accumulation_fusion &= cuda and has_wgrad
     args.apply_rope_fusion &= cuda and has_te
     args.bias_swiglu_fusion &= cuda
     args.bias_dropout_fusion &= cuda
