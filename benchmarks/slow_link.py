@@ -212,20 +212,25 @@ def table(rows: list[dict[str, Any]]) -> str:
 
 
 def plot(rows: list[dict[str, Any]], path: Path) -> None:
-    """Step times over link seconds, both relative to the step with signals alone."""
+    """Step times over link seconds, both relative to the step with signals, for each size."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(6, 4), layout="constrained")
-    axes = figure.add_subplot()
-    rows = sorted(rows, key=lambda row: row["link_seconds"] / row["ways"]["signal"]["seconds"])
-    at = [row["link_seconds"] / row["ways"]["signal"]["seconds"] for row in rows]
-    for name in WAYS:
-        seconds = [r["ways"][name]["seconds"] / r["ways"]["signal"]["seconds"] for r in rows]
-        axes.plot(at, seconds, marker="o", label=name)
-    axes.set_xlabel("link seconds / seconds of a step with signals")
-    axes.set_ylabel("step seconds / the same")
-    axes.set_xscale("log")
-    axes.legend()
+    sizes = sorted({row["tokens"] for row in rows})
+    figure = Figure(figsize=(1 + 4 * len(sizes), 4), layout="constrained")
+    panels = figure.subplots(1, len(sizes), squeeze=False, sharey=True)[0]
+    for axes, size in zip(panels, sizes, strict=True):
+        mine = sorted((r for r in rows if r["tokens"] == size), key=lambda r: r["link_seconds"])
+        at = [r["link_seconds"] / r["ways"]["signal"]["seconds"] for r in mine]
+        for name in WAYS:
+            seconds = [r["ways"][name]["seconds"] / r["ways"]["signal"]["seconds"] for r in mine]
+            axes.plot(at, seconds, marker="o", label=name)
+        axes.set(
+            title=f"{size:,} tokens a rank",
+            xlabel="link seconds / seconds of a step with signals",
+            xscale="log",
+        )
+    panels[0].set_ylabel("step seconds / the same")
+    panels[0].legend()
     figure.savefig(path, dpi=150)
 
 
