@@ -32,11 +32,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from throughput_run import Measured, start_process
 from throughput_setting import Setting
 from tqdm import tqdm
 
+from distca.cost.profile import cpu_name
 from distca.cost.volume import PHASES
 
 WAYS = {
@@ -190,8 +192,29 @@ def read_answer(process: Any) -> dict[str, Any]:
     raise SystemExit("a measuring process ended early: its message is above")
 
 
+def report(rows: list[dict[str, Any]], setting: Setting, commands: list[str]) -> str:
+    """As Markdown."""
+    return "\n".join(
+        [
+            "# Steps over slow links",
+            "",
+            *(f"    {command}" for command in commands),
+            "",
+            f"{setting.processes} processes on {cpu_name()}, torch {torch.__version__}; "
+            f"{setting.layers} layers of width {setting.hidden_size}, fp32, one document on all "
+            "ranks; forward and backward without the reduction of gradients; medians of the "
+            "rounds. Link s: the bytes over the speed of a link. Exposed: what a way takes longer "
+            "than signal.",
+            "",
+            table(rows),
+            "",
+            "![Step times](slow_link.png)",
+        ]
+    )
+
+
 def table(rows: list[dict[str, Any]]) -> str:
-    """The figures as Markdown."""
+    """The figures."""
     columns = ["tokens of a rank", "Mbit/s", "MB", "link s"]
     columns += [f"{name}, s" for name in WAYS]
     columns += ["exposed s: single-stream", "ping-pong", "head groups"]
@@ -285,7 +308,8 @@ def main() -> None:
                 {"tokens": size, "mbit_per_s": speed, "link_seconds": seconds, "ways": ways}
             )
     args.output.mkdir(parents=True, exist_ok=True)
-    text = table(rows)
+    command = " ".join(["python", "benchmarks/slow_link.py", *sys.argv[1:]])
+    text = report(rows, setting, [command.replace(str(args.output), "DIR")])
     (args.output / "slow_link.md").write_text(text + "\n")
     (args.output / "slow_link.json").write_text(json.dumps(rows, indent=1) + "\n")
     plot(rows, args.output / "slow_link.png")

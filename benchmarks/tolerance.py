@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,7 @@ from data.lengths import DISTRIBUTIONS, draw
 from distca.cost.link import Links
 from distca.cost.model import AnalyticCost
 from distca.cost.models import MODELS
+from distca.cost.profile import cpu_name
 from distca.cost.volume import plan_bytes
 from distca.plan import Mask
 from distca.schedule import ScheduleConfig, even_rooms, make_scheduler
@@ -222,7 +224,18 @@ def main() -> None:
     args.output.mkdir(parents=True, exist_ok=True)
     text = table(args.tolerances, processes, model, args.servers)
     print(text)
-    (args.output / "tolerance.md").write_text(text + "\n")
+    command = " ".join(["python", "benchmarks/tolerance.py", *sys.argv[1:]])
+    header = [
+        "# Step time and bytes by tolerance",
+        "",
+        f"    {command.replace(str(args.output), 'DIR')}",
+        "",
+        f"Measured: {setting.processes} processes on {cpu_name()}, {setting.layers} layers of width "
+        f"{setting.hidden_size}, {setting.seq_length:,} tokens a rank. By the cost model: "
+        f"{args.servers} servers of {args.tokens:,} tokens.",
+        "",
+    ]
+    (args.output / "tolerance.md").write_text("\n".join([*header, text, ""]))
     figures = {
         "setting": asdict(setting),
         "processes": processes,
