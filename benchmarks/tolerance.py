@@ -230,8 +230,8 @@ def main() -> None:
         "",
         f"    {command.replace(str(args.output), 'DIR')}",
         "",
-        f"Measured: {setting.processes} processes on {cpu_name()}, {setting.layers} layers of width "
-        f"{setting.hidden_size}, {setting.seq_length:,} tokens a rank. By the cost model: "
+        f"Measured: {setting.processes} processes on {cpu_name()}, {setting.layers} layers of "
+        f"width {setting.hidden_size}, {setting.seq_length:,} tokens a rank. By the cost model: "
         f"{args.servers} servers of {args.tokens:,} tokens.",
         "",
     ]
