@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
 import compare_losses
 from replay import Pass, fit, replay, ticks_seconds
 from throughput_setting import LONG_TAIL, Setting
-from validate_simulator import PLAIN, Prediction, predictions_of, rank_agrees
+from validate_simulator import PLAIN, Prediction, predictions_of, rank_agrees, ranking
 
 LINE = " [now] iteration {:8d}/      10 | elapsed time per iteration (ms): 1.0 | lm loss: {:.6E} |"
 
@@ -196,6 +196,12 @@ def ranked(measured: list[float], predicted: list[float], plans: str = "abc") ->
 def test_predictions_rank_as_measured_or_not() -> None:
     assert ranked([1.0, 2.0, 3.0], [1.0, 1.5, 2.0])
     assert not ranked([1.0, 2.0, 3.0], [1.0, 2.0, 1.5])
+    # Plain Megatron is judged apart from the schedulers.
+    rows = [("tiles", 1.0, 1.0), ("packed", 2.0, 2.0), (PLAIN, 3.0, 1.5)]
+    found = [Prediction("mix", name, *seconds, plans=name) for name, *seconds in rows]
+    assert ranking(found) == "schedulers ranked as measured, plain Megatron otherwise"
+    assert ranking([*found[:2], replace(found[2], predicted=3.0)]) == "ranked as measured"
+    assert ranking([replace(found[0], predicted=9.0), *found[1:]]) == "ranked otherwise"
     # A simulator for which all is alike has not ranked anything.
     assert not ranked([1.0, 2.0, 3.0], [1.0, 1.004, 1.0])
     # What cannot be told apart is not ranked, nor what is the same.
