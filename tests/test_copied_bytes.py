@@ -52,7 +52,9 @@ class Traffic(TorchDispatchMode):
         return result
 
     @staticmethod
-    def _of(name: str, args: Any, result: torch.Tensor) -> int:
+    def _of(name: str, args: Any, result: Any) -> int:
+        if name == "_foreach_copy_":
+            return sum(moved_bytes(each) for tensors in args[:2] for each in tensors)
         written = moved_bytes(result)
         if name in ("index_select", "cat", "clone"):
             return 2 * written
