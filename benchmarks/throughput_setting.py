@@ -21,6 +21,27 @@ _SCALE = 65_536
 
 
 @dataclass(frozen=True)
+class Way:
+    """A way to train with `--distca`.
+
+    Attributes:
+        scheduler: of `--distca-scheduler`.
+        mode: one of `MODES`.
+        tolerance: of `--distca-tolerance`.
+    """
+
+    scheduler: str
+    mode: str
+    tolerance: float
+
+    def flags(self) -> list[str]:
+        """Beside those of every run."""
+        flags = ["--distca", "--distca-scheduler", self.scheduler]
+        flags += ["--distca-tolerance", str(self.tolerance)]
+        return flags + ([] if self.mode == "ping-pong" else ["--no-distca-ping-pong"])
+
+
+@dataclass(frozen=True)
 class Setting:
     """What is measured.
 
@@ -92,19 +113,23 @@ class Setting:
         """
         return [*flags.split(), *self.megatron_flags]
 
+    def distca_ways(self) -> dict[str, Way]:
+        """Every scheduler in every mode with every tolerance, by name."""
+        ways = {}
+        for each in itertools.product(self.schedulers, self.modes, self.tolerances):
+            way = Way(*each)
+            name = way.scheduler if len(self.modes) == 1 else f"{way.scheduler}, {way.mode}"
+            name += f", tolerance {way.tolerance:g}" if len(self.tolerances) > 1 else ""
+            ways[name] = way
+        return ways
+
     def ways(self) -> dict[str, list[str]]:
         """What is compared, by name, and its flags beside those of every run."""
         ways: dict[str, list[str]] = {PLAIN: []}
-        kinds = itertools.product(self.schedulers, self.modes, self.tolerances)
-        for scheduler, mode, tolerance in kinds:
-            flags = ["--distca", "--distca-scheduler", scheduler]
-            flags += ["--distca-tolerance", str(tolerance)]
-            flags += [] if mode == "ping-pong" else ["--no-distca-ping-pong"]
-            name = scheduler if len(self.modes) == 1 else f"{scheduler}, {mode}"
-            name += f", tolerance {tolerance:g}" if len(self.tolerances) > 1 else ""
+        for name, way in self.distca_ways().items():
             if self.stages > 1:
-                ways[f"{name}{APART}"] = [*flags, "--no-distca-pool-stages"]
-            ways[name] = flags
+                ways[f"{name}{APART}"] = [*way.flags(), "--no-distca-pool-stages"]
+            ways[name] = way.flags()
         return ways
 
 

@@ -4,9 +4,9 @@
     python benchmarks/validate_simulator.py --throughput throughput.json --profile profile.json ...
 
 Without `--throughput` it runs `benchmarks/throughput.py` with the schedulers and mixes below, whole
-micro-batches and no pipeline; without `--profile` it measures the attention kernel by `distca
-profile`. The steps' JSON may come from any run of `throughput.py` that measured these schedulers,
-on the same machine.
+micro-batches and two nano-batches, and no pipeline; without `--profile` it measures the attention
+kernel by `distca profile`. The steps' JSON may come from any run of `throughput.py` without stages
+and tensor parallelism, on the same machine.
 
 What the simulator is told of the machine is measured apart from the steps that it predicts: kernel
 times (forward by the profile, backward over forward here), the rate at which rows are copied, the
@@ -14,12 +14,12 @@ speed of an exchange between two processes, and one number from the steps of doc
 alone: what everything but core attention takes. Planning is timed, too, and added: in these runs it
 shares the core of its process. Predicted are then the steps of every mix, with every scheduler and
 without `--distca`: plain Megatron by `simulate_baseline`, which published speed-ups are over, too.
-Documents fit a rank there, so per-document CP has groups of one rank.
+Context parallelism has groups of all ranks there.
 
-Reported: the error of each, the median of all, and whether a mix's schedulers rank as measured, and
-plain Megatron among them. Two whose measured times are closer than `TIE` are not ranked, nor are
-two that make the same plans; all others must be predicted apart, by more than `SAME`, and in the
-measured order.
+Reported: the error of each, the median of all, and whether a mix's schedulers rank as measured in
+each mode, and plain Megatron among them. Two whose measured times are closer than `TIE` are not
+ranked, nor are two that make the same plans; all others must be predicted apart, by more than
+`SAME`, and in the measured order.
 """
 
 from __future__ import annotations
@@ -31,14 +31,16 @@ import json
 import statistics
 import subprocess
 import sys
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
 from functools import partial
 from pathlib import Path
 
 import numpy as np
+import throughput_setting
 import torch
 from this_machine import describe_machine
-from throughput_setting import LONG_TAIL, PLAIN, SHORT, Setting, document_lengths
+from throughput_run import parsed
+from throughput_setting import LONG_TAIL, MODES, PLAIN, SHORT, Setting, document_lengths
 
 from distca.cost.link import Links
 from distca.cost.model import AnalyticCost
@@ -69,14 +71,16 @@ class Prediction:
 
     Attributes:
         mix: of document lengths.
-        scheduler: of `--distca-scheduler`; `PLAIN`: without `--distca`.
+        way: its name; `PLAIN`: without `--distca`.
+        mode: one of `MODES`; of `PLAIN` none.
         measured: seconds.
         predicted: seconds.
         plans: a digest of all plans; of `PLAIN`, which has none, its name.
     """
 
     mix: str
-    scheduler: str
+    way: str
+    mode: str
     measured: float
     predicted: float
     plans: str
@@ -109,20 +113,21 @@ def predict(
     setting: Setting,
     model: ModelSize,
     mix: str,
-    scheduler: str,
+    measured: throughput_setting.Way,
     machine: Cluster,
     profile: Profile,
 ) -> tuple[float, str]:
     """Seconds of all batches of a mix, and a digest of their plans."""
     costs = ModelCosts(model, machine, dtype_bytes=4)
     config = ScheduleConfig(
-        tolerance=setting.tolerances[0],
+        tolerance=measured.tolerance,
         shape=costs.shape,
         # As the runs have no --distca-profile.
         cost_model=AnalyticCost.of_shape(costs.shape),
         links=Links(),
+        context_parallel_size=parsed(setting, measured.flags()).distca_context_parallel_size,
     )
-    way = Way(scheduler, ping_pong="ping-pong" in setting.modes)
+    way = Way(measured.scheduler, ping_pong=measured.mode == "ping-pong")
     seconds, digest = 0.0, hashlib.sha1()
     for mine in batches_of(setting, mix):
         plan = partial(plan_batch, [mine], 1, setting.processes, config, way)
@@ -151,7 +156,7 @@ def rank_agrees(predictions: list[Prediction]) -> bool:
 
 def ranking(predictions: list[Prediction]) -> str:
     """Whose order is predicted, in words."""
-    schedulers = [p for p in predictions if p.scheduler != PLAIN]
+    schedulers = [p for p in predictions if p.way != PLAIN]
     if not rank_agrees(schedulers):
         return "ranked otherwise"
     if not rank_agrees(predictions):
@@ -166,7 +171,7 @@ def predictions_of(
     machine: Cluster,
     profile: Profile,
 ) -> list[Prediction]:
-    """Of every mix: without `--distca`, and with each scheduler.
+    """Of every mix: without `--distca`, and each way with it.
 
     Args:
         setting: what was measured.
@@ -178,10 +183,10 @@ def predictions_of(
     found = []
     for mix in setting.mixes:
         plain = predict_plain(setting, model, mix, machine, profile)
-        found.append(Prediction(mix, PLAIN, sum(seconds[mix][PLAIN]), plain, PLAIN))
-        for name in setting.schedulers:
-            predicted, plans = predict(setting, model, mix, name, machine, profile)
-            found.append(Prediction(mix, name, sum(seconds[mix][name]), predicted, plans))
+        found.append(Prediction(mix, PLAIN, "", sum(seconds[mix][PLAIN]), plain, PLAIN))
+        for name, way in setting.distca_ways().items():
+            predicted, plans = predict(setting, model, mix, way, machine, profile)
+            found.append(Prediction(mix, name, way.mode, sum(seconds[mix][name]), predicted, plans))
     return found
 
 
@@ -208,17 +213,18 @@ def report(
         f"{machine.network_gb_per_s:.2f} GB/s after {1e3 * machine.network_latency:.2f} ms, all "
         f"but core attention at {1e3 * machine.peak_tflops:.1f} GFLOP/s.",
         "",
-        "| mix | scheduler | measured s | predicted s | error |",
+        "| mix | way | measured s | predicted s | error |",
         "| --- | --- | --- | --- | --- |",
     ]
     lines += [
-        f"| {p.mix} | {p.scheduler} | {p.measured:.3f} | {p.predicted:.3f} | {p.error:+.1%} |"
+        f"| {p.mix} | {p.way} | {p.measured:.3f} | {p.predicted:.3f} | {p.error:+.1%} |"
         for p in found
     ]
     errors = [abs(p.error) for p in found]
     lines += ["", f"Median error {statistics.median(errors):.1%}, largest {max(errors):.1%}.", ""]
-    for mix in setting.mixes:
-        lines.append(f"* {mix}: {ranking([p for p in found if p.mix == mix])}")
+    for mix, mode in itertools.product(setting.mixes, setting.modes):
+        mine = [p for p in found if p.mix == mix and p.mode in ("", mode)]
+        lines.append(f"* {mix}, {mode}: {ranking(mine)}")
     return "\n".join(lines) + "\n"
 
 
@@ -239,6 +245,8 @@ def main() -> None:
     parser.add_argument("--batches", type=int, default=4)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--mixes", nargs="+", default=list(MIXES))
+    parser.add_argument("--modes", nargs="+", default=list(MODES), choices=MODES)
+    parser.add_argument("--processes", type=int, default=2)
     args = parser.parse_args()
     args.output = args.output.absolute()
     args.output.mkdir(parents=True, exist_ok=True)
@@ -248,8 +256,10 @@ def main() -> None:
         commands.append(
             run(
                 args.output,
-                *("benchmarks/throughput.py", "--modes", "whole"),
+                *("benchmarks/throughput.py", "--modes", *args.modes),
                 *("--schedulers", *SCHEDULERS, "--mixes", *args.mixes),
+                *("--processes", str(args.processes)),
+                *("--distca-context-parallel-size", str(args.processes)),
                 *("--output", str(args.output)),
                 *("--seq-length", str(args.seq_length), "--hidden-size", str(args.hidden_size)),
                 *("--batches", str(args.batches), "--rounds", str(args.rounds)),
@@ -259,15 +269,10 @@ def main() -> None:
     if "model" not in saved:
         parser.error(f"{steps} is not a throughput.json that `throughput.py --output` wrote")
     setting, model = Setting.of_json(saved["setting"]), ModelSize(**saved["model"])
-    if (
-        setting.stages > 1
-        or setting.tensor_parallel > 1
-        or setting.micro_batches > 1
-        or len(setting.modes) * len(setting.tolerances) > 1
-    ):
+    if max(setting.stages, setting.tensor_parallel, setting.micro_batches) > 1:
         parser.error(
-            f"{steps}: measured with a pipeline or tensor parallelism, or in several "
-            "modes: measure with one"
+            f"{steps}: measured with a pipeline, tensor parallelism or several micro-batches: "
+            "measure without"
         )
     if args.profile is None:
         args.profile = args.output / "simulator_profile.json"
@@ -288,7 +293,7 @@ def main() -> None:
     found = predictions_of(setting, model, seconds, machine, profile)
     text = report(setting, machine, profile, found, commands)
     (args.output / "simulator.md").write_text(text)
-    rows = [p.__dict__ | {"error": p.error} for p in found]
+    rows = [asdict(p) | {"error": p.error} for p in found]
     figures = {"setting": saved["setting"], "machine": machine.__dict__, "predictions": rows}
     (args.output / "simulator.json").write_text(json.dumps(figures, indent=1) + "\n")
     print(text)

@@ -189,7 +189,10 @@ def test_fitted_passes_and_ticks() -> None:
 
 def ranked(measured: list[float], predicted: list[float], plans: str = "abc") -> bool:
     return rank_agrees(
-        [Prediction("mix", *each) for each in zip("xyz", measured, predicted, plans, strict=True)]
+        [
+            Prediction("mix", name, "whole", *each)
+            for name, *each in zip("xyz", measured, predicted, plans, strict=True)
+        ]
     )
 
 
@@ -198,7 +201,7 @@ def test_predictions_rank_as_measured_or_not() -> None:
     assert not ranked([1.0, 2.0, 3.0], [1.0, 2.0, 1.5])
     # Plain Megatron is judged apart from the schedulers.
     rows = [("tiles", 1.0, 1.0), ("packed", 2.0, 2.0), (PLAIN, 3.0, 1.5)]
-    found = [Prediction("mix", name, *seconds, plans=name) for name, *seconds in rows]
+    found = [Prediction("mix", name, "whole", *seconds, plans=name) for name, *seconds in rows]
     assert ranking(found) == "schedulers ranked as measured, plain Megatron otherwise"
     assert ranking([*found[:2], replace(found[2], predicted=3.0)]) == "ranked as measured"
     assert ranking([replace(found[0], predicted=9.0), *found[1:]]) == "ranked otherwise"
@@ -213,16 +216,24 @@ def test_predictions_rank_as_measured_or_not() -> None:
 def test_plain_megatron_is_predicted_beside_the_schedulers() -> None:
     setting = Setting(
         *(2, 1, 1, 2048, 2, 128, 2, 1),
-        *(("packed", "per-document-cp", "tiles"), ("whole",), (0.1,), (LONG_TAIL,), 0),
+        *(("packed", "per-document-cp", "tiles"), ("whole", "ping-pong"), (0.1,), (LONG_TAIL,), 0),
     )
+    grouped = replace(setting, megatron_flags=("--distca-context-parallel-size", "2"))
     machine = replace(CLUSTERS["dgx-a100"], gpus_per_node=1, peak_tflops=1e-3, launch_seconds=0.0)
-    seconds = {LONG_TAIL: {name: [1.0, 2.0] for name in (PLAIN, *setting.schedulers)}}
+    seconds = {LONG_TAIL: {name: [1.0, 2.0] for name in setting.ways()}}
     model, shape = ModelSize(2, 128, 4, 1, 32, 320, 512), AttentionShape(4, 1, 32, 4)
-    found = predictions_of(setting, model, seconds, machine, replace(grid(), shape=shape))
-    assert [each.scheduler for each in found] == [PLAIN, *setting.schedulers]
+    profile = replace(grid(), shape=shape)
+    found = predictions_of(setting, model, seconds, machine, profile)
+    assert [each.way for each in found] == list(setting.ways())
     assert all(each.measured == 3.0 and each.predicted > 0 for each in found)
-    plain, packed, per_document, tiles = found
+    plain = found[0]
+    packed, per_document, tiles = (each for each in found if each.mode == "whole")
     # The same work, but for planning, and gradients are reduced behind other passes.
     assert packed.predicted == pytest.approx(plain.predicted, rel=0.3)
-    # Documents fit a rank: the same plans.
+    # Documents fit a rank: the same plans, unless context parallelism has larger groups.
     assert packed.plans == per_document.plans != tiles.plans
+    halves = [each for each in found if each.mode == "ping-pong"]
+    assert {each.plans for each in halves}.isdisjoint({packed.plans, tiles.plans})
+    shared = predictions_of(grouped, model, seconds, machine, profile)
+    changed = {a.way for a, b in zip(found, shared, strict=True) if a.plans != b.plans}
+    assert changed == {"per-document-cp, whole", "per-document-cp, ping-pong"}
