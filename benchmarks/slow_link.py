@@ -1,6 +1,7 @@
 """What exchanges cost over a slow link: without overlap, with ping-pong, and if they were free.
 
     python benchmarks/slow_link.py --output results/
+    python benchmarks/slow_link.py --seq-lengths 8192 --output results/ --append
 
 Needs root: each process runs in a network namespace of its own, all joined by a bridge, and each
 link lets through so many Mbit/s in each direction (token buckets). Every step is a real training
@@ -14,7 +15,7 @@ step of `--distca` in four ways, in turn, in the same processes:
 A step here is forward and backward; the reduction of gradients, which is the same for all, is left
 out. What a way takes longer than signal is the communication that it exposes. Link seconds are the
 bytes over the speed of a link: in each phase those that the busiest rank sends or receives, since
-phases of an exchange follow each other.
+phases of an exchange follow each other. With `--append` the rows join those of earlier runs.
 """
 
 from __future__ import annotations
@@ -192,19 +193,23 @@ def read_answer(process: Any) -> dict[str, Any]:
     raise SystemExit("a measuring process ended early: its message is above")
 
 
-def report(rows: list[dict[str, Any]], setting: Setting, commands: list[str]) -> str:
-    """As Markdown."""
+def report(runs: list[dict[str, Any]]) -> str:
+    """As Markdown.
+
+    Args:
+        runs: their commands, settings in words, and rows.
+    """
+    rows = [row for run in runs for row in run["rows"]]
     return "\n".join(
         [
             "# Steps over slow links",
             "",
-            *(f"    {command}" for command in commands),
+            *(f"    {run['command']}" for run in runs),
             "",
-            f"{setting.processes} processes on {cpu_name()}, torch {torch.__version__}; "
-            f"{setting.layers} layers of width {setting.hidden_size}, fp32, one document on all "
-            "ranks; forward and backward without the reduction of gradients; medians of the "
-            "rounds. Link s: the bytes over the speed of a link. Exposed: what a way takes longer "
-            "than signal.",
+            "; ".join(dict.fromkeys(run["setting"] for run in runs))
+            + "; fp32, one document on all ranks; forward and backward without the reduction of "
+            "gradients; medians of the rounds. Link s: the bytes over the speed of a link. Busy: "
+            "link s over the step with signals. Exposed: what a way takes longer than signal.",
             "",
             table(rows),
             "",
@@ -215,7 +220,7 @@ def report(rows: list[dict[str, Any]], setting: Setting, commands: list[str]) ->
 
 def table(rows: list[dict[str, Any]]) -> str:
     """The figures."""
-    columns = ["tokens of a rank", "Mbit/s", "MB", "link s"]
+    columns = ["width", "tokens of a rank", "Mbit/s", "MB", "link s", "busy"]
     columns += [f"{name}, s" for name in WAYS]
     columns += ["exposed s: single-stream", "ping-pong", "head groups"]
     columns += ["ping-pong / signal", "head groups / signal"]
@@ -225,10 +230,11 @@ def table(rows: list[dict[str, Any]]) -> str:
         sent = row["ways"]["ping-pong"]["bytes"] / 1e6
         *others, signal = seconds
         exposed = [each - signal for each in others]
-        figures = [row["link_seconds"], *seconds, *exposed]
+        link = row["link_seconds"]
         table.append(
-            [f"{row['tokens']}", f"{row['mbit_per_s']:g}", f"{sent:.1f}"]
-            + [f"{figure:.2f}" for figure in figures]
+            [f"{row['width']}", f"{row['tokens']}", f"{row['mbit_per_s']:g}", f"{sent:.1f}"]
+            + [f"{link:.2f}", f"{link / signal:.0%}"]
+            + [f"{figure:.2f}" for figure in (*seconds, *exposed)]
             + [f"{each / signal:.3f}" for each in others[1:]]
         )
     return "\n".join(f"| {' | '.join(row)} |" for row in table)
@@ -238,17 +244,20 @@ def plot(rows: list[dict[str, Any]], path: Path) -> None:
     """Step times over link seconds, both relative to the step with signals, for each size."""
     from matplotlib.figure import Figure
 
-    sizes = sorted({row["tokens"] for row in rows})
+    sizes = sorted({(row["width"], row["tokens"]) for row in rows})
     figure = Figure(figsize=(1 + 4 * len(sizes), 4), layout="constrained")
     panels = figure.subplots(1, len(sizes), squeeze=False, sharey=True)[0]
     for axes, size in zip(panels, sizes, strict=True):
-        mine = sorted((r for r in rows if r["tokens"] == size), key=lambda r: r["link_seconds"])
+        of_size = [row for row in rows if (row["width"], row["tokens"]) == size]
+        mine = sorted(of_size, key=lambda r: r["link_seconds"])
         at = [r["link_seconds"] / r["ways"]["signal"]["seconds"] for r in mine]
         for name in WAYS:
             seconds = [r["ways"][name]["seconds"] / r["ways"]["signal"]["seconds"] for r in mine]
             axes.plot(at, seconds, marker="o", label=name)
+        axes.axhline(1.1, color="grey", linewidth=0.6, linestyle="--")
+        axes.axvline(1.0, color="grey", linewidth=0.6, linestyle="--")
         axes.set(
-            title=f"{size:,} tokens a rank",
+            title=f"width {size[0]}, {size[1]:,} tokens a rank",
             xlabel="link seconds / seconds of a step with signals",
             xscale="log",
         )
@@ -270,6 +279,7 @@ def main() -> None:
     parser.add_argument("--hidden-size", type=int, default=256)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--output", type=Path, required=True, help="folder for table and plot")
+    parser.add_argument("--append", action="store_true", help="to the rows that are there")
     args = parser.parse_args()
     if os.geteuid() != 0:
         parser.error("network namespaces need root: run it with sudo")
@@ -305,14 +315,28 @@ def main() -> None:
             ways = read_answer(started[0])
             seconds = ways["ping-pong"]["bytes"] * 8 / 1e6 / speed
             rows.append(
-                {"tokens": size, "mbit_per_s": speed, "link_seconds": seconds, "ways": ways}
+                {
+                    "width": setting.hidden_size,
+                    "tokens": size,
+                    "mbit_per_s": speed,
+                    "link_seconds": seconds,
+                    "ways": ways,
+                }
             )
-    args.output.mkdir(parents=True, exist_ok=True)
     command = " ".join(["python", "benchmarks/slow_link.py", *sys.argv[1:]])
-    text = report(rows, setting, [command.replace(str(args.output), "DIR")])
+    run = {
+        "command": command.replace(str(args.output), "DIR"),
+        "setting": f"{setting.processes} processes on {cpu_name()}, torch {torch.__version__}, "
+        f"{setting.layers} layers",
+        "rows": rows,
+    }
+    args.output.mkdir(parents=True, exist_ok=True)
+    saved = args.output / "slow_link.json"
+    runs = [*json.loads(saved.read_text()), run] if args.append and saved.exists() else [run]
+    text = report(runs)
     (args.output / "slow_link.md").write_text(text + "\n")
-    (args.output / "slow_link.json").write_text(json.dumps(rows, indent=1) + "\n")
-    plot(rows, args.output / "slow_link.png")
+    saved.write_text(json.dumps(runs, indent=1) + "\n")
+    plot([row for run in runs for row in run["rows"]], args.output / "slow_link.png")
     print(text)
 
 

@@ -19,11 +19,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import matplotlib
-
-matplotlib.use("Agg")
-
-import matplotlib.pyplot as plt
 import numpy as np
 from throughput_run import measured
 from throughput_setting import LONG_TAIL, Setting
@@ -154,7 +149,10 @@ def plot(
     path: Path,
 ) -> None:
     """Measured on the left, modelled on the right; time and bytes have an axis each."""
-    figure, panels = plt.subplots(1, 2, figsize=(11, 4), layout="constrained")
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(11, 4), layout="constrained")
+    panels = figure.subplots(1, 2)
     bytes_axes = [panel.twinx() for panel in panels]
     for name, color in zip(SCHEDULERS, ("tab:blue", "tab:orange"), strict=True):
         style: dict[str, Any] = {"color": color, "marker": "o"}
@@ -177,7 +175,6 @@ def plot(
         axis.set(ylabel="bytes moved, MB (dashed)", ylim=(0, None))
     figure.legend(loc="outside lower center", ncols=4)
     figure.savefig(path, dpi=120)
-    plt.close(figure)
 
 
 def main() -> None:
@@ -224,18 +221,24 @@ def main() -> None:
     args.output.mkdir(parents=True, exist_ok=True)
     text = table(args.tolerances, processes, model, args.servers)
     print(text)
-    command = " ".join(["python", "benchmarks/tolerance.py", *sys.argv[1:]])
+    command, links = " ".join(["python", "benchmarks/tolerance.py", *sys.argv[1:]]), Links()
     header = [
         "# Step time and bytes by tolerance",
         "",
         f"    {command.replace(str(args.output), 'DIR')}",
         "",
-        f"Measured: {setting.processes} processes on {cpu_name()}, {setting.layers} layers of "
-        f"width {setting.hidden_size}, {setting.seq_length:,} tokens a rank. By the cost model: "
-        f"{args.servers} servers of {args.tokens:,} tokens.",
+        f'Two jobs. Measured ("steps"): {setting.processes} processes on {cpu_name()}, '
+        f"{setting.layers} layers of width {setting.hidden_size}, {setting.seq_length:,} tokens a "
+        f"rank, long-tailed documents, {setting.batches} steps; plain Megatron takes "
+        f"{processes['plain'][0]['seconds']:.3f} s. By the cost model: a layer of llama-8b, "
+        f"forward, on {args.servers} servers of {args.tokens:,} tokens, documents as in "
+        f'"{args.mix}", kernels at {args.tflops:g} TFLOP/s, 8 servers a node with links of '
+        f"{links.node_gb_per_s:g} GB/s inside and {links.network_gb_per_s:g} outside; compute "
+        "and links of the busiest server. Nothing of the second was measured.",
         "",
     ]
-    (args.output / "tolerance.md").write_text("\n".join([*header, text, ""]))
+    picture = ["", "![Step time and bytes by tolerance](tolerance.png)", ""]
+    (args.output / "tolerance.md").write_text("\n".join([*header, text, *picture]))
     figures = {
         "setting": asdict(setting),
         "processes": processes,

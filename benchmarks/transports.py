@@ -1,10 +1,11 @@
 """Shared memory against gloo: the same ragged exchanges by both, in turn, in the same processes.
 
-    python benchmarks/transports.py --processes 2 4
+    python benchmarks/transports.py --processes 2 4 --output DIR
 
 Each exchange is started, waited for, and released, with the staging filled beforehand: what is
 measured is moving bytes. "Ragged" messages are of 0 to 2 times the size, drawn alike for both.
-The ratio is gloo's time over that of shared memory.
+The ratio is gloo's time over that of shared memory. With `--output` they are written as
+`transports.md` and `transports.json`.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ import torch
 import torch.distributed as dist
 from tqdm import tqdm
 
+from distca.cost.profile import cpu_name
 from distca.transport import (
     Channel,
     ChannelBytes,
@@ -164,7 +166,7 @@ def main() -> int:
     )
     parser.add_argument("--exchanges", type=int, default=20, help="In a measurement.")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--output", type=Path, default=None, help="A JSON file to write.")
+    parser.add_argument("--output", type=Path, metavar="DIR", help="Write the figures there.")
     for flag in ("--rank", "--of"):
         parser.add_argument(flag, type=int, default=None, help=argparse.SUPPRESS)
     parser.add_argument("--store", default=None, help=argparse.SUPPRESS)
@@ -173,20 +175,35 @@ def main() -> int:
         work(options.rank, options.of, options.store, options)
         return 0
     found = [line for ranks in options.processes for line in measure(ranks, options)]
-    sys.stdout.write(
-        f"{os.cpu_count()} cores, {platform.machine()}, Python {platform.python_version()}, "
-        f"torch {torch.__version__}; medians of {options.rounds} rounds\n\n"
-        "| processes | bytes of a message | messages | order | gloo, ms | shm, ms | gloo / shm |\n"
-        "| --- | --- | --- | --- | --- | --- | --- |\n"
-    )
-    for line in found:
-        sys.stdout.write(
-            f"| {line['ranks']} | {line['bytes']:,} | {line['messages']} | {line['order']} | "
-            f"{1e3 * line['gloo']:.3f} | {1e3 * line['shm']:.3f} | {line['ratio']:.2f} |\n"
-        )
+    text = report(found, options)
+    sys.stdout.write(text)
     if options.output is not None:
-        options.output.write_text(json.dumps(found, indent=1) + "\n")
+        options.output.mkdir(parents=True, exist_ok=True)
+        (options.output / "transports.md").write_text(text)
+        (options.output / "transports.json").write_text(json.dumps(found, indent=1) + "\n")
     return 0
+
+
+def report(found: list[dict], options: argparse.Namespace) -> str:
+    """As Markdown."""
+    command = " ".join(["python", "benchmarks/transports.py", *sys.argv[1:]])
+    lines = [
+        "# Shared memory against gloo",
+        "",
+        f"    {command.replace(str(options.output), 'DIR')}",
+        "",
+        f"{cpu_name()}, {os.cpu_count()} cores, Python {platform.python_version()}, torch "
+        f"{torch.__version__}; medians of {options.rounds} rounds",
+        "",
+        "| processes | bytes of a message | messages | order | gloo, ms | shm, ms | gloo / shm |",
+        "| --- | --- | --- | --- | --- | --- | --- |",
+    ]
+    lines += [
+        f"| {line['ranks']} | {line['bytes']:,} | {line['messages']} | {line['order']} | "
+        f"{1e3 * line['gloo']:.3f} | {1e3 * line['shm']:.3f} | {line['ratio']:.2f} |"
+        for line in found
+    ]
+    return "\n".join(lines) + "\n"
 
 
 if __name__ == "__main__":

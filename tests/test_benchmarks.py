@@ -238,8 +238,13 @@ def test_a_slow_link(tmp_path) -> None:
     if not can_make_namespaces():
         pytest.skip("needs root, iproute2 and network namespaces with token buckets")
     small = ["--seq-lengths", "256", "--mbit-per-s", "100", "--layers", "1", "--rounds", "1"]
-    run("slow_link", tmp_path, *small)
-    (row,) = json.loads((tmp_path / "slow_link.json").read_text())
+    before = {"command": "another run", "setting": "elsewhere", "rows": []}
+    (tmp_path / "slow_link.json").write_text(json.dumps([before]))
+    run("slow_link", tmp_path, *small, "--append")
+    there, found = json.loads((tmp_path / "slow_link.json").read_text())
+    (row,) = found["rows"]
+    assert there == before
+    assert "another run" in (tmp_path / "slow_link.md").read_text()
     ways = row["ways"]
     # Head groups move the same bytes as whole heads, with overlap or without; signals hardly any.
     assert ways["single-stream"]["bytes"] == ways["ping-pong"]["bytes"]
