@@ -54,8 +54,6 @@ def adapt_megatron() -> None:
         importlib.import_module(name)
     _adapt_tensor_methods()
     _adapt_random_state()
-    _adapt_recompute()
-    _adapt_distributed_optimizer()
     _replace_torch_in_megatron()
 
 
@@ -270,37 +268,3 @@ def _adapt_random_state() -> None:
     log = importlib.import_module("logging").getLogger(random.__name__)
     if not log.filters:
         log.addFilter(lambda record: "CPU RNG state changed" not in record.getMessage())
-
-
-def _adapt_recompute() -> None:
-    """Selective recomputation takes `fp8=False` for fp8, and then misses Transformer Engine."""
-    random = _import("megatron.core.tensor_parallel.random")
-    original = random.CheckpointWithoutOutput.__init__
-    if random.HAVE_TE or hasattr(original, "__wrapped__"):
-        return
-
-    @functools.wraps(original)
-    def init(self: Any, *args: Any, **kwargs: Any) -> None:
-        original(self, *args, **kwargs)
-        self.fp8 = False
-
-    random.CheckpointWithoutOutput.__init__ = init
-
-
-def _adapt_distributed_optimizer() -> None:
-    """Loading its state copies into a view of a leaf, and torch's Adam has a `step` of its own."""
-    module = _import("megatron.core.optimizer.distrib_optimizer")
-    optimizer = module.DistributedOptimizer
-    original = optimizer._set_main_param_and_optimizer_states
-    if hasattr(original, "__wrapped__"):
-        return
-
-    @functools.wraps(original)
-    def set_states(self: Any, model_param: Any, tensors: dict[str, Any]) -> Any:
-        group, order = self.model_param_group_index_map[model_param]
-        main_param = self.optimizer.param_groups[group]["params"][order]
-        own = {k: v for k, v in self.optimizer.state[main_param].items() if k == "step"}
-        with torch.no_grad():
-            return original(self, model_param, own | tensors)
-
-    optimizer._set_main_param_and_optimizer_states = set_states

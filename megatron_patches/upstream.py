@@ -28,6 +28,7 @@ from megatron_patches.arguments import add_distca_arguments
 from megatron_patches.gpt_job import GPT_JOB
 from megatron_patches.job import Job
 from megatron_patches.model import uses_dense_mask
+from megatron_patches.without_te import repair_megatron
 
 
 def pretrain(job: Job) -> None:
@@ -76,6 +77,7 @@ def with_distca(megatron_pretrain: Callable[..., None], job: Job = GPT_JOB) -> C
     def pretrain_with_distca(*args: Any, **kwargs: Any) -> None:
         if not torch.cuda.is_available():
             cpu.adapt_megatron_training()
+        repair_megatron()
         call = signature.bind(*args, **kwargs)
         call.apply_defaults()
         given = call.arguments

@@ -14,6 +14,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
+import torch.distributed.checkpoint as dcp
 
 from distca.plan.span import Int64s
 
@@ -124,6 +126,32 @@ def test_resuming_reproduces_the_losses_exactly(corpus, uninterrupted) -> None:
     flags = ["--distca", "--use-distributed-optimizer", "--train-iters", "6"]
     resumed, _ = run(2, corpus, *flags, "--load", str(save))
     assert resumed == {i: losses[i] for i in (4, 5, 6)}
+
+
+def test_weights_are_saved_as_they_are_where_gathering_overlaps(
+    corpus, uninterrupted, tmp_path
+) -> None:
+    """The next forward pass would gather what the last step changed, but none has come."""
+    flags = ["--distca", "--use-distributed-optimizer", "--train-iters", "6"]
+    flags += ["--overlap-grad-reduce", "--overlap-param-gather", "--exit-interval", "3"]
+    run(2, corpus, *flags, "--save", str(tmp_path))
+    _, expected = uninterrupted
+    weights, others = (saved_weights(folder / "iter_0000003") for folder in (tmp_path, expected))
+    assert weights.keys() == others.keys()
+    for name, weight in weights.items():
+        torch.testing.assert_close(weight, others[name], rtol=1e-5, atol=1e-6, msg=name)
+
+
+def saved_weights(checkpoint: Path) -> dict[str, torch.Tensor]:
+    reader = dcp.FileSystemReader(checkpoint)
+    found = {
+        name: torch.empty(tensor.size)
+        for name, tensor in reader.read_metadata().state_dict_metadata.items()
+        if name.endswith(".weight") and not name.startswith(("optimizer", "chained"))
+    }
+    assert found
+    dcp.load(found, storage_reader=reader, no_dist=True)
+    return found
 
 
 def test_resuming_in_bf16_with_a_whole_optimizer_on_each_rank(corpus, tmp_path) -> None:

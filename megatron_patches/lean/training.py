@@ -28,6 +28,7 @@ from megatron_patches import cpu
 from megatron_patches.dedicated import Processes, serve
 from megatron_patches.job import DataIterators, Job
 from megatron_patches.lean.arguments import dedicated_processes, parse_args
+from megatron_patches.without_te import repair_megatron
 
 logger = logging.getLogger(__name__)
 
@@ -163,6 +164,7 @@ def initialize_megatron(args: Namespace) -> None:
     from megatron.core.num_microbatches_calculator import init_num_microbatches_calculator
 
     cpu.adapt_megatron()
+    repair_megatron()
     parallel_state.initialize_model_parallel(
         args.tensor_model_parallel_size,
         args.pipeline_model_parallel_size,
@@ -461,5 +463,9 @@ def _save(run: Run) -> None:
     from megatron_patches.lean.checkpointing import LoadedState, save_checkpoint
 
     args = run.args
+    if args.overlap_param_gather:
+        # The optimizer leaves it to the next forward pass to gather what other ranks updated.
+        for chunk in run.model:
+            chunk.start_param_sync(force_sync=True)
     state = LoadedState(args.iteration, args.consumed_train_samples, args.consumed_valid_samples)
     save_checkpoint(run.model, run.optimizer, run.scheduler, args, state)
