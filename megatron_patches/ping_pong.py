@@ -11,6 +11,8 @@ is, for each layer:
     ping: wait for outputs, ...                                        pong's outputs are under way
 
 Post-attention of a layer and pre-attention of the next are one piece: nothing waits between them.
+A piece's tensor-parallel collectives are part of it, on a process group of their own, so they run
+beside the other nano-batch's exchange.
 Autograd goes back through all of it in exactly the opposite order, since it takes the operation
 that was recorded last among those that are ready; both halves' records are of one thread. Ranks
 that only serve follow the same order (`pipeline.serve`).
@@ -74,6 +76,12 @@ def run_layers_in_turn(model: GPTModel) -> None:
     """Makes a GPT model's layers run a micro-batch's halves in turn, where it has halves."""
     block = model.decoder
     block.forward = partial(_forward, block, block.forward)
+    for module in model.modules():
+        # In their first call Transformer Engine's layers don't add fused weight gradients to
+        # `main_grad`, they replace it. That would be ping's, whose backward pass comes last, and
+        # pong's would be lost. `main_grad` starts as zeros in any case.
+        if hasattr(module, "is_first_microbatch"):
+            module.is_first_microbatch = False
 
 
 def _forward(

@@ -179,11 +179,23 @@ def _validate_ping_pong(args: Namespace) -> None:
             f"--distca-ping-pong needs --seq-length {args.seq_length} to be a multiple of twice "
             f"--tensor-model-parallel-size {shards}"
         )
-    for flag in ("fp8", "fp4"):
+    for flag in ("fp8", "fp4", "tp_comm_overlap"):
         if getattr(args, flag, None):
             raise ValueError(
-                f"--distca-ping-pong does not cover --{flag}: give --no-distca-ping-pong"
+                f"--distca-ping-pong does not cover --{flag.replace('_', '-')}: give "
+                "--no-distca-ping-pong"
             )
+    recomputed = getattr(args, "recompute_modules", None) or ()
+    if (
+        args.recompute_granularity == "selective"
+        and args.transformer_impl == "local"
+        and "layernorm" in recomputed
+    ):
+        raise ValueError(
+            "--distca-ping-pong does not cover --recompute-modules layernorm with "
+            "--transformer-impl local, whose layers remember one recomputation each: leave "
+            "layernorm out, or give --no-distca-ping-pong"
+        )
 
 
 def _validate_cuda_graphs(args: Namespace) -> None:

@@ -147,6 +147,10 @@ def test_windows(text: str) -> None:
             "remove --no-distca-pool-stages",
         ),
         ("--distca --distca-head-groups 3", "3 must divide the 8 key-value heads"),
+        (
+            "--distca --recompute-granularity selective --recompute-modules mlp layernorm",
+            "does not cover --recompute-modules layernorm",
+        ),
         ("--distca --distca-head-groups 0", "0 must divide the 8 key-value heads"),
         ("--distca --attention-backend local", "--distca replaces it"),
         ("--distca --distca-profile nowhere.json", "does not exist: make one"),
@@ -172,6 +176,8 @@ def test_bad_input(flags: str, message: str) -> None:
         ("decoder_first_pipeline_num_layers", 1, "remove --decoder-first-pipeline-num-layers"),
         ("num_layers", 3, "equally many layers on all 2 pipeline stages"),
         ("position_embedding_type", "learned_absolute", "needs --position-embedding-type rope"),
+        ("fp8", "e4m3", "does not cover --fp8: give --no-distca-ping-pong"),
+        ("tp_comm_overlap", True, "does not cover --tp-comm-overlap"),
     ],
 )
 def test_what_distca_does_not_cover(flag: str, value, message: str) -> None:
