@@ -63,7 +63,7 @@ class TickInput:
         schedule: of the global batch that the tick is of.
         tick: what all stages do.
         plans: who computes what, of each nano-batch.
-        exchanges: this rank's part of each.
+        exchanges: this rank's part of each, to be placed in the buffers of core attention.
         micro_batch: in a forward tick what this rank runs, if it runs anything.
         bytes_sent: what the plans say that this rank sends in the tick, by phase.
         memory: what the largest plan of the global batch needs.
@@ -272,8 +272,6 @@ class TickStream:
         self.batches = batches
         self.device = device
         self._ticks = Prefetcher(_all_ticks(batches, first_sample, micro_batches))
-        # Without a pipeline a micro-batch's way back has the exchange of its way out.
-        self._exchanges: tuple[tuple[Exchange, ...], tuple[Exchange, ...]] | None = None
 
     def __iter__(self) -> TickStream:
         return self
@@ -283,19 +281,16 @@ class TickStream:
         core_attention = self.batches.core_attention
         # It is the same in all ticks of a global batch, so buffers grow before the first alone.
         core_attention.reserve(made.memory)
-        if self._exchanges is None or self._exchanges[0] is not made.exchanges:
-            self._exchanges = made.exchanges, core_attention.buffers.place(made.exchanges)
-        exchanges = self._exchanges[1]
         micro_batch = made.micro_batch
         if micro_batch is not None:
             micro_batch = micro_batch.to(self.device)
             assert micro_batch.packed_seq_params is not None
             micro_batch = replace(
                 micro_batch,
-                packed_seq_params=self._with_slots(micro_batch.packed_seq_params, exchanges),
+                packed_seq_params=self._with_slots(micro_batch.packed_seq_params, made.exchanges),
                 report=micro_batch.report | {"plan wait ms": 1e3 * self._ticks.seconds_waited},
             )
-        return replace(made, exchanges=exchanges, micro_batch=micro_batch)
+        return replace(made, micro_batch=micro_batch)
 
     def _with_slots(
         self, params: DocumentParams, exchanges: tuple[Exchange, ...]

@@ -7,6 +7,7 @@ import itertools
 import json
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from models import StepsDone, make_run, memory_stream, parse, train, whole_gradients
@@ -241,6 +242,50 @@ def test_an_evaluation_has_forward_ticks_only(ranks) -> None:
         world_size, flags = flags_of(layout, 5)
         found = ranks.run(evaluation_loss, flags, documents(5), world_size=world_size)
         assert found == pytest.approx([plain(ranks, 5, 2).losses[0]] * world_size, rel=1e-5)
+
+
+def test_a_global_batch_can_be_run_again(ranks) -> None:
+    """As Megatron-LM's loop does to validate a result: with the ticks that it kept."""
+    for layout in ("PP2-DP2", "PP2-VPP2"):
+        world_size, flags = flags_of(layout, 3)
+        found = ranks.run(losses_of_reruns, flags, documents(3), world_size=world_size)
+        assert found == [[pytest.approx(plain(ranks, 3, 2).losses[0], rel=1e-5)] * 3] * world_size
+
+
+def losses_of_reruns(flags: list[str], lengths: list[int]) -> list[float]:
+    """Of the same global batch, run again and again; collective."""
+    import torch.distributed as dist
+    from megatron.core import num_microbatches_calculator, parallel_state
+
+    from megatron_patches.lean import training
+
+    args = parse(flags)
+    training.initialize_megatron(args)
+    run, _ = make_run(args, memory_stream(lengths))
+    stream = run.data[0].train
+    first = next(stream)
+    kept = [first, *(next(stream) for _ in first.schedule.ticks[1:])]
+
+    class Again:
+        """In the form of Megatron's `RerunDataIterator`."""
+
+        iterable = stream
+        ticks = itertools.cycle(kept)
+
+        def __next__(self) -> Any:
+            return next(self.ticks)
+
+    run.data[0] = DataIterators(Again(), None, None, end=run.data[0].end)
+    losses = []
+    for _ in range(3):
+        for chunk in run.model:
+            chunk.zero_grad_buffer()
+        losses.append(training.forward_backward(run, "train", forward_only=False)["lm loss"])
+    stream.close()
+    dist.barrier()
+    parallel_state.destroy_model_parallel()
+    num_microbatches_calculator.unset_num_microbatches_calculator()
+    return losses
 
 
 def test_a_failed_exchange_stops_the_step(ranks) -> None:

@@ -50,6 +50,8 @@ class Buffers:
         self.room = CoreAttentionMemory()
         self._nano_batches = nano_batches
         self._headroom = headroom
+        # What was placed last, as it was given and as it is here.
+        self._placed: tuple[Sequence[Exchange], tuple[Exchange, ...]] | None = None
 
     @property
     def nbytes(self) -> int:
@@ -60,9 +62,14 @@ class Buffers:
         return room.total(self._nano_batches, self.head_groups)
 
     def place(self, exchanges: Sequence[Exchange]) -> tuple[Exchange, ...]:
-        """The same exchanges with their indices here, in place of those that were placed before."""
-        self.indices.clear()
-        return tuple(self._place(exchange) for exchange in exchanges)
+        """The same exchanges with their indices here, in place of those that were placed before.
+
+        For those that were placed last nothing is done.
+        """
+        if self._placed is None or self._placed[0] is not exchanges:
+            self.indices.clear()
+            self._placed = exchanges, tuple(self._place(exchange) for exchange in exchanges)
+        return self._placed[1]
 
     def _place(self, exchange: Exchange) -> Exchange:
         indices: list[torch.Tensor] = []
@@ -91,6 +98,7 @@ class Buffers:
         """
         if needed.fits(self.room):
             return
+        self._placed = None
         before = self.room
         room = self.room = before.union(needed.with_headroom(self._headroom))
         transport.reserve(
