@@ -15,7 +15,7 @@ import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.module import MegatronModule
 
-from distca.attention import select_kernel
+from distca.attention import Kernel
 from distca.attention.packed import packed_attention
 from distca.runtime import CoreAttention, ExchangeSlot
 
@@ -127,9 +127,12 @@ class PackedCoreAttention(_CoreAttentionModule):
     It is what Transformer Engine does with `PackedSeqParams`, on any device that has a kernel.
     """
 
-    def __init__(self, config: Any, *args: Any, window_left: int | None, **kwargs: Any) -> None:
+    def __init__(
+        self, config: Any, *args: Any, window_left: int | None, kernel: Kernel, **kwargs: Any
+    ) -> None:
         super().__init__(config, *args, **kwargs)
         self.window_left = window_left
+        self._kernel = kernel
 
     def forward(
         self,
@@ -148,7 +151,7 @@ class PackedCoreAttention(_CoreAttentionModule):
             key,
             value,
             packed_seq_params.documents_cu_seqlens,
-            select_kernel(query.device.type),
+            self._kernel,
             window_left=self.window_left,
             softmax_scale=self.softmax_scale,
         )

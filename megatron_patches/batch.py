@@ -90,7 +90,12 @@ class MicroBatch:
             return self
 
         def move(tensor: torch.Tensor | None) -> torch.Tensor | None:
-            return None if tensor is None else tensor.to(device, non_blocking=True)
+            return None if tensor is None else place(tensor)
+
+        def place(tensor: torch.Tensor) -> torch.Tensor:
+            # Only pinned memory is copied without a wait for all that the GPU was given before.
+            source = tensor.pin_memory() if device.type == "cuda" else tensor
+            return source.to(device, non_blocking=True)
 
         params = self.packed_seq_params
         if params is not None:
@@ -101,10 +106,10 @@ class MicroBatch:
                 params = replace(params, halves=(ping, pong))
         return replace(
             self,
-            tokens=self.tokens.to(device, non_blocking=True),
-            labels=self.labels.to(device, non_blocking=True),
-            loss_mask=self.loss_mask.to(device, non_blocking=True),
-            position_ids=self.position_ids.to(device, non_blocking=True),
+            tokens=place(self.tokens),
+            labels=place(self.labels),
+            loss_mask=place(self.loss_mask),
+            position_ids=place(self.position_ids),
             attention_mask=move(self.attention_mask),
             packed_seq_params=params,
         )

@@ -66,11 +66,13 @@ class CudaGraphEngine:
 
     def __init__(self) -> None:
         self._pool = torch.cuda.graph_pool_handle()
+        # One for all pieces: libraries keep a workspace for each stream that they saw.
+        self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
 
     def warm_up(self, function: Callable[[], Any]) -> None:
         """See `GraphEngine`. On another stream, three times, as `make_graphed_callables` does."""
         torch.cuda.synchronize()
-        with torch.cuda.stream(torch.cuda.Stream()):  # type: ignore[no-untyped-call]
+        with torch.cuda.stream(self._stream):
             for _ in range(3):
                 function()
         torch.cuda.synchronize()

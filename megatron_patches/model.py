@@ -5,6 +5,7 @@ from __future__ import annotations
 from argparse import Namespace
 from typing import Any
 
+import torch
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_local_spec,
@@ -17,6 +18,7 @@ from megatron.core.transformer.transformer_block import (
 )
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from distca.attention import select_kernel
 from megatron_patches.arguments import mask_from_args
 from megatron_patches.attention import DisaggregatedCoreAttention, PackedCoreAttention
 from megatron_patches.cuda_graphs import CudaGraphEngine, graph_layers
@@ -94,8 +96,11 @@ def replace_core_attention(args: Namespace, layer_spec: ModuleSpec) -> None:
     if args.distca:
         attention.core_attention = DisaggregatedCoreAttention
     elif uses_own_attention(args):
+        # All layers have the same kernel, which keeps on the GPU where documents start.
+        kernel = select_kernel("cuda" if torch.cuda.is_available() else "cpu")
+        window_left = mask_from_args(args).window_left
         attention.core_attention = ModuleSpec(
-            PackedCoreAttention, params={"window_left": mask_from_args(args).window_left}
+            PackedCoreAttention, params={"window_left": window_left, "kernel": kernel}
         )
 
 

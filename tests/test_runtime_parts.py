@@ -56,18 +56,20 @@ def test_closing_ends_an_endless_maker() -> None:
         Prefetcher(iter([]), depth=0)
 
 
-def test_messages_survive_packing() -> None:
-    """Rows of several tensors, of odd sizes and several types, with empty messages."""
+@pytest.mark.parametrize("width", [3, 6])
+def test_messages_survive_packing(width) -> None:
+    """Rows of several tensors and types, with empty messages; of odd sizes, or of whole words."""
     counts = (2, 0, 3)
+    row = 2 * width
     fields = [
-        (Field(counts, (1, 0, 4), (3,), torch.bfloat16), torch.randn(5, 3).bfloat16()),
+        (Field(counts, (1, 0, 4), (width,), torch.bfloat16), torch.randn(5, width).bfloat16()),
         (Field((0, 1, 1), (0, 2, 1), (2, 2), torch.float32), torch.randn(2, 2, 2)),
         (Field((0, 0, 0), (0, 0, 0), (4,), torch.float32), torch.randn(0, 4)),
     ]
     sizes = message_sizes([f for f, _ in fields], [fields[1][0]])
-    assert sizes.send == (2 * 6, 16, 3 * 6 + 16)
+    assert sizes.send == (2 * row, 16, 3 * row + 16)
     assert sizes.receive == (0, 16, 16)
-    assert sizes.put_at == (6, 2 * 16, 4 * 6 + 16)
+    assert sizes.put_at == (row, 2 * 16, 4 * row + 16)
     buffer = torch.zeros(sum(sizes.send), dtype=torch.uint8)
     pack(fields, buffer)
     targets = [(field, torch.zeros_like(rows)) for field, rows in fields]
@@ -75,7 +77,7 @@ def test_messages_survive_packing() -> None:
     for (_, rows), (_, found) in zip(fields, targets, strict=True):
         assert torch.equal(rows, found)
     # Rank 0's message comes first: its two rows of the first tensor.
-    assert torch.equal(buffer[:12].view(torch.bfloat16), fields[0][1][:2].reshape(-1))
+    assert torch.equal(buffer[: 2 * row].view(torch.bfloat16), fields[0][1][:2].reshape(-1))
 
 
 def rank_and_size() -> tuple[int, int]:

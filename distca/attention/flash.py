@@ -18,7 +18,11 @@ from distca.attention.kernel import Gradients, Kernel
 
 def make_flash_kernel() -> Kernel:
     """The `flash-attn` package's kernel where it is installed, else torch's own."""
-    if importlib.util.find_spec("flash_attn") is not None:
+    # A package of that name may also hold other versions' kernels alone.
+    if (
+        importlib.util.find_spec("flash_attn") is not None
+        and importlib.util.find_spec("flash_attn.flash_attn_interface") is not None
+    ):
         return FlashAttnKernel()
     return TorchFlashKernel()
 

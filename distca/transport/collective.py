@@ -45,6 +45,8 @@ class CollectiveTransport(Transport):
     late finds the other ready to receive, fills the connection with its own message, and says only
     behind it that it is ready, too. So on gloo every rank first starts to receive, then to send.
 
+    Making one is collective.
+
     Args:
         group: the ranks that exchange. Give the exchange a group that nothing else uses, so that
             its collectives are never ordered among those of the gradient reduction.
@@ -56,6 +58,12 @@ class CollectiveTransport(Transport):
         self._group, self._device = group, device
         self._staging: dict[Channel, torch.Tensor] = {}
         self._received: dict[Channel, torch.Tensor] = {}
+        if group.name() != "gloo" and self.world_size > 1:
+            # NCCL connects two ranks at their first message. Later on that would stall a step, and
+            # there may be no memory left for it.
+            ones = [1] * self.world_size
+            message, received = self._allocate(self.world_size), self._allocate(self.world_size)
+            group.alltoall_base(received, message, ones, ones).wait()
 
     def reserve(self, sizes: Mapping[Channel, ChannelBytes]) -> None:
         """See `Transport.reserve`."""
