@@ -6,12 +6,14 @@
 
 Iterations are simulated, on no GPU: plain Megatron, context parallelism and DistCA, each in the
 configuration that is best for it among those that fit in memory. Documents are packed into
-sequences of `--context` tokens and cut where these end, for all alike.
+sequences of `--context` tokens and cut where these end, for all alike. Below the table are the
+flags of `pretrain_gpt.py` that train in DistCA's best configuration.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import sys
@@ -34,9 +36,12 @@ from distca.simulate import (
     Cluster,
     Job,
     advise,
+    best_of_distca,
+    how_to_train,
     pack_sequences,
     save_trace,
     simulate,
+    training_flags,
 )
 
 _SIZES = {
@@ -117,9 +122,17 @@ def build_parser() -> argparse.ArgumentParser:
     search.add_argument(
         "--finalists", type=int, default=6, help="configurations with DistCA that are compared"
     )
-    search.add_argument("--tolerance", type=float, default=0.05, help="of servers' loads")
     search.add_argument(
-        "--head-groups", type=int, default=1, help="in which DistCA exchanges the heads"
+        "--tolerance",
+        type=float,
+        default=0.05,
+        help="of servers' loads; the printed flags have it as --distca-tolerance",
+    )
+    search.add_argument(
+        "--head-groups",
+        type=int,
+        default=1,
+        help="in which DistCA exchanges the heads",
     )
     output = parser.add_argument_group("output")
     output.add_argument("--json", action="store_true", help="all figures, as JSON")
@@ -168,9 +181,9 @@ def _run(args: argparse.Namespace) -> None:
     choices = _advise(args, job, batches)
     # Before the files, so that it is not lost where one of these cannot be written.
     if args.json:
-        _write(json.dumps([_as_json(choice) for choice in choices], indent=1))
+        _write(json.dumps([_as_json(choice, job) for choice in choices], indent=1))
     else:
-        _write(format_choices(choices, job))
+        _write("\n".join([format_choices(choices, job), *how_to_train(choices, job)]))
     if args.plot is not None:
         plot_choices(choices, job, args.plot)
     if args.trace is not None:
@@ -279,19 +292,23 @@ def _advise(args: argparse.Namespace, job: Job, batches: list[list[Int64s]]) -> 
 
 
 def _trace(path: Path, job: Job, batch: list[Int64s], choices: Sequence[Choice]) -> None:
-    chosen = [c for c in choices if c.system in WAYS and c.candidate is not None]
-    if not chosen:
+    best = best_of_distca(choices)
+    if best is None:
         raise ValueError("--trace: nothing of DistCA fits, so there is no timeline")
-    best = max(chosen, key=lambda choice: choice.tokens_per_second)
-    assert best.candidate is not None
     path.parent.mkdir(parents=True, exist_ok=True)
-    save_trace(path, simulate(best.candidate, job, batch, recording=True))
+    save_trace(path, simulate(best, job, batch, recording=True))
 
 
-def _as_json(choice: Choice) -> dict[str, object]:
+def _as_json(choice: Choice, job: Job) -> dict[str, object]:
+    """A row: all figures, and the flags to train so, null where training cannot."""
     row = asdict(choice)
     # NaN is no JSON.
-    return {name: None if value != value else value for name, value in row.items()}
+    row = {name: None if value != value else value for name, value in row.items()}
+    row["flags"] = None
+    if choice.system in WAYS and choice.candidate is not None:
+        with contextlib.suppress(ValueError):
+            row["flags"] = training_flags(choice.candidate, job)
+    return row
 
 
 def format_choices(choices: Sequence[Choice], job: Job) -> str:

@@ -15,6 +15,7 @@ from distca.simulate.batches import PlannedBatch, Way, plan_batch, server_table
 from distca.simulate.bins import BaselineLayout
 from distca.simulate.cluster import CLUSTERS, Cluster
 from distca.simulate.costs import ModelCosts
+from distca.simulate.flags import best_of_distca, how_to_train, training_flags
 from distca.simulate.outcome import Outcome, save_trace
 from distca.simulate.resources import Resources, Transfer
 from distca.simulate.search import (
@@ -48,8 +49,10 @@ __all__ = [
     "Transfer",
     "Way",
     "advise",
+    "best_of_distca",
     "candidates",
     "divisions",
+    "how_to_train",
     "pack_sequences",
     "plan_batch",
     "save_trace",
@@ -57,4 +60,5 @@ __all__ = [
     "simulate",
     "simulate_baseline",
     "simulate_ticks",
+    "training_flags",
 ]
