@@ -41,8 +41,10 @@ from distca.simulate import (
     pack_sequences,
     save_trace,
     simulate,
+    tensor_sizes_by_head_groups,
     training_flags,
 )
+from distca.transport.channels import MAX_HEAD_GROUPS
 
 _SIZES = {
     "layers": "transformer layers",
@@ -132,7 +134,8 @@ def build_parser() -> argparse.ArgumentParser:
         "--head-groups",
         type=int,
         default=1,
-        help="in which DistCA exchanges the heads",
+        help="in which DistCA exchanges the heads; they must divide the key-value heads of a "
+        "tensor-parallel rank",
     )
     output = parser.add_argument_group("output")
     output.add_argument("--json", action="store_true", help="all figures, as JSON")
@@ -177,13 +180,16 @@ def _run(args: argparse.Namespace) -> None:
         args.tolerance,
         args.head_groups,
     )
+    left_out = _left_out_by_head_groups(args, job)
     batches = _batches(args)
     choices = _advise(args, job, batches)
     # Before the files, so that it is not lost where one of these cannot be written.
     if args.json:
         _write(json.dumps([_as_json(choice, job) for choice in choices], indent=1))
+        # Beside the JSON, which is for programs.
+        sys.stderr.writelines(f"{line}\n" for line in left_out)
     else:
-        _write("\n".join([format_choices(choices, job), *how_to_train(choices, job)]))
+        _write("\n".join([format_choices(choices, job), *left_out, *how_to_train(choices, job)]))
     if args.plot is not None:
         plot_choices(choices, job, args.plot)
     if args.trace is not None:
@@ -240,6 +246,29 @@ def _cluster(args: argparse.Namespace) -> Cluster:
         raise ValueError(f"no cluster {args.cluster!r}: choose from {', '.join(CLUSTERS)}")
     given = {name: getattr(args, name) for name in _OVERRIDES if getattr(args, name) is not None}
     return replace(CLUSTERS[args.cluster], **given)
+
+
+def _left_out_by_head_groups(args: argparse.Namespace, job: Job) -> list[str]:
+    """A line on the sizes that are not tried because of `--head-groups`, if there are any.
+
+    Raises:
+        ValueError: all are left out, or training has no so many groups.
+    """
+    if not set(WAYS) & set(args.systems):
+        return []
+    if job.head_groups > MAX_HEAD_GROUPS:
+        raise ValueError(f"--head-groups {job.head_groups}: at most {MAX_HEAD_GROUPS} are possible")
+    taken, left_out = tensor_sizes_by_head_groups(job, args.tensor_model_parallel_sizes)
+    if not left_out:
+        return []
+    heads = ", ".join(f"{job.model.kv_heads // size} with TP{size}" for size in left_out)
+    what = (
+        f"--head-groups {job.head_groups} must divide the key-value heads of a tensor-parallel "
+        f"rank, which has {heads}"
+    )
+    if not taken:
+        raise ValueError(f"{what}: give another number, or other --tensor-model-parallel-sizes")
+    return [f"{what}: DistCA was not tried so."]
 
 
 def _batches(args: argparse.Namespace) -> list[list[Int64s]]:

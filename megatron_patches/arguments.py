@@ -8,6 +8,7 @@ from pathlib import Path
 from distca.cost.volume import AttentionShape
 from distca.plan import Mask
 from distca.schedule import SCHEDULERS
+from distca.transport.channels import MAX_HEAD_GROUPS
 
 BACKWARDS = ("resend", "keep")
 ABLATIONS = ("none", "single-stream", "signal")
@@ -122,7 +123,8 @@ def add_distca_arguments(parser: ArgumentParser) -> ArgumentParser:
         metavar="N",
         help="Exchange and compute the heads in N groups, one after the other: kernels start when "
         "the first group is there. For links so slow that a nano-batch's exchange takes longer "
-        "than the other's linear layers.",
+        "than the other's linear layers. N must divide --num-query-groups / "
+        f"--tensor-model-parallel-size, and be at most {MAX_HEAD_GROUPS}.",
     )
     group.add_argument(
         "--distca-cuda-graphs",

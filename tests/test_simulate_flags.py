@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from commands import Command
 
+from distca import cli
 from distca.cost.models import MODELS, ModelSize
 from distca.simulate import CLUSTERS, WAYS, Candidate, Job, ModelCosts, divisions, training_flags
 from megatron_patches.arguments import add_distca_arguments
@@ -145,11 +146,31 @@ def test_what_is_printed(command: Command, more: list[str]) -> None:
     flags = printed_flags(text)
     assert flags == shlex.split(" ".join(row["flags"]))
     check(parsed(flags, job), candidate, job)
+    left_out = (
+        "--head-groups 2 must divide the key-value heads of a tensor-parallel rank, which has 1 "
+        "with TP4: DistCA was not tried so."
+    )
+    assert (left_out in text) == bool(more)
 
 
 def test_without_distca_there_is_nothing_to_print(command: Command) -> None:
-    text = command.run(*COMMAND, "--systems", "packed")
+    text = command.run(*COMMAND, "--systems", "packed", "--head-groups", "3")
     assert "pretrain_gpt.py" not in text
+    assert "--head-groups" not in text
+
+
+def test_what_is_left_out_goes_beside_the_json(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["simulate", *COMMAND, "--head-groups", "2", "--json"]) == 0
+    captured = capsys.readouterr()
+    assert "which has 1 with TP4" in captured.err
+    assert [row["system"] for row in json.loads(captured.out)] == ["packed", "tiles"]
+
+
+def test_head_groups_that_no_rank_can_have(command: Command) -> None:
+    error = command.refused(*COMMAND, "--head-groups", "3")
+    assert "which has 2 with TP2, 1 with TP4: give another number" in error
+    error = command.refused(*COMMAND, "--head-groups", "16")
+    assert "--head-groups 16: at most 8 are possible" in error
 
 
 def test_what_training_cannot_cut(command: Command, tmp_path: Path) -> None:

@@ -160,6 +160,20 @@ def divisions(
     return found
 
 
+def tensor_sizes_by_head_groups(job: Job, tensor: Sequence[int]) -> tuple[list[int], list[int]]:
+    """Those that divide the job: whose ranks' key-value heads its head groups divide, and others.
+
+    `divisions` leaves the others out with `--distca`.
+
+    Args:
+        job: what is trained.
+        tensor: tensor-parallel sizes.
+    """
+    sizes = [tp for tp in tensor if _divides(tp, job)]
+    taken = [tp for tp in sizes if job.model.kv_heads // tp % job.head_groups == 0]
+    return taken, [tp for tp in sizes if tp not in taken]
+
+
 def _fills(system: str, job: Job, data: int, context: int, micro_batches: int) -> bool:
     """Whether the batch's sequences divide: see `Candidate`."""
     if system in WAYS:
