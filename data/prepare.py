@@ -246,15 +246,22 @@ def prepare(
     return written_now
 
 
-def main(argv: list[str] | None = None) -> int:
-    """The command; returns its exit status."""
+def build_parser() -> argparse.ArgumentParser:
+    """The command's flags."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
     parser.add_argument(
         "--input", nargs="+", required=True, metavar="PATH", help="files, folders or patterns"
     )
     parser.add_argument("--json-key", default="text", help="the text's key in a .jsonl line")
-    parser.add_argument("--output-prefix", type=Path, required=True)
-    parser.add_argument("--tokenizer-type", choices=TOKENIZER_TYPES, default="HuggingFaceTokenizer")
+    parser.add_argument(
+        "--output-prefix", type=Path, required=True, help="of PREFIX.bin and PREFIX.idx"
+    )
+    parser.add_argument(
+        "--tokenizer-type",
+        choices=TOKENIZER_TYPES,
+        default="HuggingFaceTokenizer",
+        help="kind of tokenizer",
+    )
     parser.add_argument("--tokenizer-model", help="a tokenizer.json, or its folder")
     parser.add_argument("--vocab-size", type=int, help="for NullTokenizer")
     parser.add_argument(
@@ -263,7 +270,18 @@ def main(argv: list[str] | None = None) -> int:
         metavar="VOCAB",
         help="train a byte-level BPE of this size on the input: PREFIX.tokenizer.json",
     )
-    parser.add_argument("--workers", type=int, default=os.cpu_count() or 1, help="threads")
+    parser.add_argument(
+        "--workers",
+        type=int,
+        default=os.cpu_count() or 1,
+        help="threads. Default: the machine's cores.",
+    )
+    return parser
+
+
+def main(argv: list[str] | None = None) -> int:
+    """The command; returns its exit status."""
+    parser = build_parser()
     args = parser.parse_args(argv)
     try:
         count, tokens = prepare(

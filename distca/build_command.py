@@ -19,8 +19,8 @@ from distca.transport.compiled_cuda import (
 PARTS = ("shm", "nvshmem", "nvshmem-network")
 
 
-def main(argv: list[str]) -> int:
-    """Runs the command; returns its exit status: 1 if a part could not be compiled."""
+def build_parser() -> argparse.ArgumentParser:
+    """The command's flags."""
     parser = argparse.ArgumentParser(
         prog="distca build",
         description="Compiles the native code of the transports. A run compiles what it lacks by "
@@ -43,8 +43,19 @@ def main(argv: list[str]) -> int:
         f"{' '.join(map(str, ARCHITECTURES))} where there are none.",
     )
     parser.add_argument(
-        "--cache", type=Path, default=None, help=f"Where they go. Default: {default_cache()}"
+        "--cache",
+        type=Path,
+        default=None,
+        metavar="FOLDER",
+        # Alike for everybody, since the documentation has it.
+        help=f"Where they go. Default: ~/{default_cache().relative_to(Path.home())}",
     )
+    return parser
+
+
+def main(argv: list[str]) -> int:
+    """Runs the command; returns its exit status: 1 if a part could not be compiled."""
+    parser = build_parser()
     options = parser.parse_args(argv)
     unknown = sorted(set(options.parts) - set(PARTS))
     if unknown:

@@ -43,16 +43,25 @@ class Finding:
     cure: str = ""
 
 
-def main(argv: list[str]) -> int:
-    """Runs the command; returns its exit status: 1 if there is a problem."""
+def build_parser() -> argparse.ArgumentParser:
+    """The command's flags."""
     parser = argparse.ArgumentParser(
         prog="distca doctor",
         description="Says what is present, what is missing and what to install.",
     )
     parser.add_argument(
-        "--profile", type=Path, default=None, help="A file made by `distca profile`, to check."
+        "--profile",
+        type=Path,
+        default=None,
+        metavar="FILE",
+        help="A file made by `distca profile`, to check.",
     )
-    findings = list(examine(parser.parse_args(argv).profile))
+    return parser
+
+
+def main(argv: list[str]) -> int:
+    """Runs the command; returns its exit status: 1 if there is a problem."""
+    findings = list(examine(build_parser().parse_args(argv).profile))
     width = max(len(finding.name) for finding in findings)
     for finding in findings:
         sys.stdout.write(f"{finding.state:8} {finding.name:{width}}  {finding.found}\n")

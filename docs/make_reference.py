@@ -12,7 +12,9 @@ from argparse import ArgumentParser
 from collections.abc import Sequence
 from pathlib import Path
 
-from distca import plan_command, simulate_command
+from data import prepare
+from distca import build_command, doctor, plan_command, simulate_command
+from distca.cost import profile
 from megatron_patches.arguments import add_distca_arguments
 from megatron_patches.lean.arguments import build_parser
 
@@ -25,6 +27,14 @@ Flags of `pretrain_gpt.py`: the first group is DistCA's own. The others are Mega
 meanings, as far as the loop on `megatron-core` alone has them; some defaults differ, such as rotary
 positions. With Megatron-LM's own loop all of its flags are there.
 """
+_COMMANDS = {
+    "distca plan": plan_command.build_parser,
+    "distca simulate": simulate_command.build_parser,
+    "distca profile": profile.build_parser,
+    "distca build": build_command.build_parser,
+    "distca doctor": doctor.build_parser,
+    "python -m data.prepare": prepare.build_parser,
+}
 
 
 def _shown(value: object) -> str:
@@ -34,7 +44,10 @@ def _shown(value: object) -> str:
 
 
 def _flag(action: argparse.Action) -> str:
-    """A flag with what it takes."""
+    """A flag with what it takes, or an argument that has no flag."""
+    if not action.option_strings:
+        more = " ..." if action.nargs in ("+", "*") else ""
+        return f"`{_shown(action.metavar)}{more}`"
     if isinstance(action, argparse.BooleanOptionalAction):
         return f"`--[no-]{action.option_strings[0].removeprefix('--')}`"
     name = action.option_strings[-1]
@@ -51,7 +64,7 @@ def _flag(action: argparse.Action) -> str:
 
 
 def _default(action: argparse.Action) -> str:
-    if action.required:
+    if action.required and action.nargs != "*":
         return "required"
     if isinstance(action, argparse.BooleanOptionalAction):
         return "on" if action.default else "off"
@@ -63,18 +76,16 @@ def _default(action: argparse.Action) -> str:
 
 def _tables(parser: ArgumentParser, first: str | None = None) -> list[str]:
     """A heading and a table for each group of a parser, the one named `first` before the others."""
-    groups = [group for group in parser._action_groups if group.title != "positional arguments"]
+    titles = {"options": "general", "positional arguments": "arguments"}
     lines = []
-    for group in sorted(groups, key=lambda group: group.title != first):
+    for group in sorted(parser._action_groups, key=lambda group: group.title != first):
         actions = [
-            action
-            for action in group._group_actions
-            if action.option_strings and "--help" not in action.option_strings
+            action for action in group._group_actions if "--help" not in action.option_strings
         ]
         # argparse keeps exclusive groups inside others, and lists their flags there, too.
         if not actions:
             continue
-        title = group.title if group.title != "options" else "general"
+        title = titles.get(group.title or "", group.title)
         lines += ["", f"### {title}", "", "| flag | default | meaning |", "| --- | --- | --- |"]
         for action in actions:
             meaning = " ".join((action.help or "").split()).replace("|", r"\|")
@@ -86,10 +97,9 @@ def page() -> str:
     """The whole page."""
     lines = [_HEADER, "## pretrain_gpt.py"]
     lines += _tables(build_parser(add_distca_arguments), first="distca")
-    lines += ["", "## distca plan"]
-    lines += _tables(plan_command.build_parser())
-    lines += ["", "## distca simulate"]
-    lines += _tables(simulate_command.build_parser())
+    for command, build in _COMMANDS.items():
+        lines += ["", f"## {command}"]
+        lines += _tables(build())
     return "\n".join(lines) + "\n"
 
 

@@ -281,18 +281,34 @@ def held_out_errors(profile: Profile, device: str, points: int = 40, seed: int =
     return errors
 
 
-def main(argv: list[str] | None = None) -> int:
-    """The command; returns its exit status."""
+def build_parser() -> argparse.ArgumentParser:
+    """The command's flags."""
     parser = argparse.ArgumentParser(
         prog="distca profile", description=__doc__.splitlines()[0], allow_abbrev=False
     )
-    parser.add_argument("--heads", type=int, default=8)
-    parser.add_argument("--kv-heads", type=int, default=2)
-    parser.add_argument("--head-dim", type=int, default=32)
+    parser.add_argument(
+        "--heads", type=int, default=8, metavar="N", help="query heads of a tensor-parallel rank"
+    )
+    parser.add_argument("--kv-heads", type=int, default=2, metavar="N", help="its key-value heads")
+    parser.add_argument("--head-dim", type=int, default=32, metavar="N", help="elements of a head")
     parser.add_argument("--dtype", choices=["fp32", "bf16"], help="default: bf16 on GPUs only")
-    parser.add_argument("--max-length", type=int, default=4096)
-    parser.add_argument("--threads", type=int, default=1, help="CPU threads")
-    parser.add_argument("--output", type=Path, required=True, metavar="FILE")
+    parser.add_argument(
+        "--max-length",
+        type=int,
+        default=4096,
+        metavar="TOKENS",
+        help="of the longest task that is measured; beyond, its rate counts",
+    )
+    parser.add_argument("--threads", type=int, default=1, metavar="N", help="CPU threads")
+    parser.add_argument(
+        "--output", type=Path, required=True, metavar="FILE", help="for --distca-profile"
+    )
+    return parser
+
+
+def main(argv: list[str] | None = None) -> int:
+    """The command; returns its exit status."""
+    parser = build_parser()
     args = parser.parse_args(argv)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     torch.set_num_threads(args.threads)
