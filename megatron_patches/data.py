@@ -35,6 +35,7 @@ from distca.schedule import (
 from megatron_patches.arguments import attention_shape, mask_from_args
 from megatron_patches.batch import MicroBatches, PackedBatches, WindowLayout
 from megatron_patches.dedicated import Processes
+from megatron_patches.groups import warning_of_groups_of_one
 from megatron_patches.job import DataIterators
 from megatron_patches.model import uses_dense_mask, uses_own_attention
 from megatron_patches.planned_batches import NANO_BATCHES, PlannedBatches
@@ -302,6 +303,10 @@ def _log_first_plan(args: Namespace, batches: TickBatches, sample: int) -> None:
     planned = batches.planned_ticks(micro_batches, replace(schedule, ticks=(tick,)))
     summary = describe(planned[0].plans[0], batches.batches.schedule_config, args.distca_backward)
     logger.info("the first plan of the run:\n%s", format_summary(summary))
+    warning = warning_of_groups_of_one(args, batches.batches, micro_batches)
+    # Warnings of all ranks are shown, and all would say the same.
+    if warning is not None and dist.get_rank() == 0:
+        logger.warning("%s", warning)
     if schedule.stages == 1:
         return
     usual = most_in_flight_of_1f1b(schedule.micro_batches, schedule.stages, schedule.chunks)

@@ -145,6 +145,52 @@ def least_bytes(args, size) -> float:
     return max(needs)
 
 
+@pytest.mark.parametrize(
+    ("nodes", "more", "size"),
+    [
+        (4, "", 2),
+        (1, "", 1),
+        (3, "", 3),
+        (4, "--pipeline-model-parallel-size=4", 1),
+        (9, "--tensor-model-parallel-size 4", 2),
+        (4, "--distca-context-parallel-size 4", 4),
+    ],
+)
+def test_baselines_share_documents_in_groups(nodes: int, more: str, size: int) -> None:
+    """Left to themselves they take one rank where documents fit it, and are the same as packed."""
+    from throughput import build_parser, setting_of
+
+    env = os.environ | {"SLURM_NTASKS": str(8 * nodes)}
+    done = launch("slurm/benchmark.sh", "--dry-run", *more.split(), env=env)
+    assert done.returncode == 0, done.stderr
+    ways = {}
+    for line in done.stdout.splitlines():
+        if "pretrain_gpt.py" in line:
+            flags = pretrain_flags(line)
+            taken = [f for f in itertools.pairwise(flags) if "context-parallel" in f[0]]
+            way = flags[flags.index("--distca-scheduler") + 1] if "--distca" in flags else "plain"
+            ways[way] = [int(value) for _, value in taken][-1:]
+    given = [4] if "context" in more else []
+    shared = [size]
+    assert ways == {
+        "plain": given,
+        "per-document-cp": shared,
+        "wlb-llm": shared,
+        "greedy": given,
+        "tiles": given,
+    }
+    done = launch("slurm/throughput.sh", "--dry-run", *more.split(), env=env)
+    assert done.returncode == 0, done.stderr
+    words = shlex.split(done.stdout.splitlines()[1])
+    flags = words[words.index("benchmarks/throughput.py") + 1 :]
+    # Checks the flags of all ways, as a run does.
+    setting = setting_of(*build_parser().parse_known_args(flags), 8 * nodes)
+    taken = setting.megatron_flags
+    place = len(taken) - 1 - taken[::-1].index("--distca-context-parallel-size")
+    assert taken[place + 1] == str(size)
+    assert setting.data_parallel_size % size == 0
+
+
 def test_one_machine_is_for_the_small_model() -> None:
     done = launch("local.sh", "--dry-run", "--model=llama-70b", "--data-path", "a", "--save", "s")
     assert done.returncode == 2

@@ -1,7 +1,9 @@
 #!/usr/bin/env bash
 # Trains on the same data in several ways, in turn: plain Megatron, context parallelism, WLB-LLM,
 # and DistCA with both schedulers; then prints their tokens per second. No document is longer than a
-# rank's tokens, so that plain Megatron has the same work. From the repository's root:
+# rank's tokens, so that plain Megatron has the same work. Context parallelism and WLB-LLM have groups
+# of two ranks, or of the next number that divides the data-parallel ranks; choose another with
+# --distca-context-parallel-size. From the repository's root:
 #
 #     sbatch --nodes 8 launch/slurm/benchmark.sh --data-path corpus --tokenizer-model llama/
 #
@@ -29,6 +31,8 @@ source launch/slurm/common.sh
 parse_launcher_options "$@"
 describe_job
 [ "$model" != llama-70b ] || die "without sequence and pipeline parallelism, llama-70b fits no GPU"
+choose_context_parallel "$(value_of --tensor-model-parallel-size 8 "${flags[@]}")" \
+    "$(value_of --pipeline-model-parallel-size 1 "${flags[@]}")"
 $dry_run || mkdir -p "$output"
 failed=()
 # What is measured early may be better off than what comes late, so each way has two turns.
@@ -36,7 +40,10 @@ for turn in 1 2; do
     for way in plain per-document-cp wlb-llm greedy tiles; do
         # --sequence-parallel is left out: wlb-llm gives ranks unequal numbers of tokens.
         scheduler=(--distca --distca-scheduler "$way")
-        [ "$way" != plain ] || scheduler=()
+        case $way in
+            plain) scheduler=() ;;
+            per-document-cp | wlb-llm) scheduler+=(--distca-context-parallel-size "$group") ;;
+        esac
         log=$output/$way-$turn.log
         set -- "${scheduler[@]}" --tensor-model-parallel-size 8 \
             --seq-length 32768 --max-position-embeddings 32768 \

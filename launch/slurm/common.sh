@@ -50,6 +50,19 @@ describe_job() {
     start+=(launch/slurm/rank.sh "${inside[@]}" "$python" -u)
 }
 
+# Sets `group`, the ranks of a context-parallel group for the baselines that have such: two, or the
+# next more that divide the data-parallel ranks. By default schedulers take as few as hold the longest
+# document, which is one where documents fit a rank, and then they share nothing.
+# choose_context_parallel TENSOR STAGES
+choose_context_parallel() {
+    local data=$((ranks / ($1 * $2)))
+    group=2
+    while [ $group -lt $data ] && [ $((data % group)) != 0 ]; do
+        group=$((group + 1))
+    done
+    [ $data -gt 1 ] || group=1
+}
+
 # Starts a Python command on all ranks, or prints it.
 on_all_ranks() {
     if $dry_run; then

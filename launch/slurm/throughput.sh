@@ -1,6 +1,8 @@
 #!/usr/bin/env bash
 # Runs benchmarks/throughput.py on all GPUs: plain Megatron and schedulers of --distca on made-up
-# documents, in turn in the same processes. From the repository's root:
+# documents, in turn in the same processes. Context parallelism and WLB-LLM have groups of two ranks,
+# or of the next number that divides the data-parallel ranks; choose another with
+# --distca-context-parallel-size. From the repository's root:
 #
 #     sbatch --nodes 4 launch/slurm/throughput.sh --output throughput
 #
@@ -29,9 +31,11 @@ source launch/slurm/common.sh
 parse_launcher_options "$@"
 describe_job
 choose_model
+choose_context_parallel "$(value_of --tensor-model-parallel-size 8 "${flags[@]}")" \
+    "$(value_of --pipeline-model-parallel-size 1 "${flags[@]}")"
 # --sequence-parallel is left out: wlb-llm gives ranks unequal numbers of tokens.
 on_all_ranks benchmarks/throughput.py "${model_flags[@]}" \
     --bf16 --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather \
     --tensor-model-parallel-size 8 --seq-length 32768 --vocab-size 128256 \
     --distca-gpus-per-node "$ranks_per_node" --tolerances 0.1 --modes ping-pong \
-    --schedulers per-document-cp wlb-llm greedy tiles --output "$output" "${flags[@]}"
+    --distca-context-parallel-size "$group" --schedulers per-document-cp wlb-llm greedy tiles --output "$output" "${flags[@]}"
