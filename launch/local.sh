@@ -3,11 +3,12 @@
 #
 #     launch/local.sh --data-path corpus --tokenizer-model llama/ --save checkpoints
 #
-# --processes N    how many to start; default: one for each GPU
+# --processes N    how many to start; default: one for each GPU, or for each core without any
 # --python FILE    the interpreter; default: .venv/bin/python
 # --port PORT      where the processes meet; default: a free one
 # --dry-run        print the command, run nothing
 #
+# Tensor parallelism is 4, or as much of that as divides the processes.
 # All other flags are pretrain_gpt.py's, and win over those set here.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -16,6 +17,21 @@ source launch/common.sh
 parse_launcher_options "$@"
 choose_model
 [ "$model" = llama-8b ] || die "one machine holds llama-8b: launch/slurm is for larger models"
+# One for each GPU that CUDA shows, or for each core.
+count_processes() {
+    local gpus=0
+    if [ -n "${CUDA_VISIBLE_DEVICES+set}" ]; then
+        gpus=$(tr ',' '\n' <<<"$CUDA_VISIBLE_DEVICES" | grep -c '^ *[0-9GM]') || true
+    elif command -v nvidia-smi >/dev/null; then
+        gpus=$(nvidia-smi --list-gpus 2>/dev/null | grep -c '^GPU') || true
+    fi
+    if [ "$gpus" -gt 0 ]; then echo "$gpus"; else getconf _NPROCESSORS_ONLN; fi
+}
+
+[ "$processes" != auto ] || processes=$(count_processes)
+[[ $processes =~ ^[1-9][0-9]*$ ]] || die "--processes $processes: give a number of at least 1"
+tensor=4
+while [ $((processes % tensor)) != 0 ]; do tensor=$((tensor / 2)); done
 meet=(--standalone)
 [ -z "$port" ] || meet=(--nnodes 1 --master-addr 127.0.0.1 --master-port "$port")
 command=(
@@ -23,7 +39,8 @@ command=(
     env CUDA_DEVICE_MAX_CONNECTIONS=1
     "$python" -m torch.distributed.run "${meet[@]}" --nproc-per-node "$processes"
     pretrain_gpt.py --distca "${model_flags[@]}" "${training_flags[@]}"
-    --tensor-model-parallel-size 4 --sequence-parallel
+    --tensor-model-parallel-size "$tensor" --sequence-parallel
+    --distca-gpus-per-node "$processes"
     --seq-length 16384 --max-position-embeddings 16384 "${flags[@]}"
 )
 if $dry_run; then

@@ -105,7 +105,8 @@ def test_the_printed_flags_are_accepted(script, model) -> None:
     from megatron_patches.lean.arguments import parse_args
     from megatron_patches.validation import validate_distca_arguments
 
-    done = launch(script, "--dry-run", "--model", model, "--data-path", "a b", "--save", "s")
+    here = ["--processes", "8"] if script == "local.sh" else []
+    done = launch(script, "--dry-run", *here, "--model", model, "--data-path", "a b", "--save", "s")
     assert done.returncode == 0, done.stderr
     lines = [line for line in done.stdout.splitlines() if "pretrain_gpt.py" in line]
     assert len(lines) == (10 if "benchmark" in script else 1)
@@ -122,6 +123,53 @@ def test_the_printed_flags_are_accepted(script, model) -> None:
         longest = args.distca_max_document_length
         assert longest is None or longest <= args.data_parallel_size * args.seq_length
         assert least_bytes(args, size) < CLUSTERS["dgx-h100"].usable_bytes
+
+
+@pytest.mark.parametrize(
+    ("processes", "tensor"), [(1, 1), (2, 2), (3, 1), (4, 4), (6, 2), (8, 4), (12, 4), (16, 4)]
+)
+def test_one_machine_with_any_number_of_gpus(processes: int, tensor: int, tmp_path: Path) -> None:
+    """As many as CUDA shows, and tensor parallelism that divides them, if nothing is told."""
+    from megatron_patches.arguments import add_distca_arguments
+    from megatron_patches.lean.arguments import parse_args
+    from megatron_patches.validation import validate_distca_arguments
+
+    smi = tmp_path / "nvidia-smi"
+    listed = "".join(f"echo 'GPU {n}: A GPU'\necho '  MIG 1g'\n" for n in range(processes))
+    smi.write_text(f"#!/usr/bin/env bash\n{listed}")
+    smi.chmod(0o755)
+    env = {n: v for n, v in os.environ.items() if n != "CUDA_VISIBLE_DEVICES"}
+    env["PATH"] = f"{tmp_path}:{env['PATH']}"
+    visible = env | {"CUDA_VISIBLE_DEVICES": ",".join(map(str, range(processes)))}
+    given = ["--dry-run", "--data-path", "a", "--save", "s"]
+    printed = [
+        launch("local.sh", *given, env=env).stdout,
+        launch("local.sh", *given, env=visible).stdout,
+        launch("local.sh", *given, "--processes", str(processes)).stdout,
+    ]
+    assert printed[1:] == printed[:1] * 2
+    assert f" --nproc-per-node {processes} " in printed[0]
+    flags = [*pretrain_flags(printed[0]), "--tokenizer-type", "NullTokenizer", "--vocab-size", "9"]
+    args = parse_args(add_distca_arguments, flags, processes)
+    validate_distca_arguments(args)
+    assert args.tensor_model_parallel_size == tensor
+    assert args.data_parallel_size == processes // tensor
+    assert args.distca_gpus_per_node == processes
+    told = [*flags, "--tensor-model-parallel-size", "1"]
+    assert parse_args(add_distca_arguments, told, processes).data_parallel_size == processes
+
+
+@pytest.mark.parametrize("visible", ["", "-1", None])
+def test_one_machine_without_gpus(visible: str | None, tmp_path: Path) -> None:
+    """One process for each core, also where the driver does not run."""
+    smi = tmp_path / "nvidia-smi"
+    smi.write_text("#!/usr/bin/env bash\necho 'NVIDIA-SMI has failed'\nexit 9\n")
+    smi.chmod(0o755)
+    env = {n: v for n, v in os.environ.items() if n != "CUDA_VISIBLE_DEVICES"}
+    env["PATH"] = f"{tmp_path}:{env['PATH']}"
+    env |= {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
+    done = launch("local.sh", "--dry-run", env=env)
+    assert f" --nproc-per-node {os.cpu_count()} " in done.stdout
 
 
 def least_bytes(args, size) -> float:
@@ -318,6 +366,7 @@ def test_a_job_goes_on_while_checkpoints_are_added(slurm, tmp_path) -> None:
         ),
         ("local.sh", ["--dry-run", "--model", "gpt"], "no --model gpt"),
         ("local.sh", ["--port"], "--port needs a value"),
+        ("local.sh", ["--processes", "0"], "--processes 0: give a number of at least 1"),
     ],
 )
 def test_bad_options_are_refused(script, flags, message) -> None:
