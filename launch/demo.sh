@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Sets everything up and pretrains a small GPT with --distca on real text, on four processes.
+# Sets everything up and pretrains a small GPT with --distca on real text, on four processes of the
+# CPU, also where there are GPUs.
 # More flags are passed on: launch/demo.sh --train-iters 20
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -7,6 +8,9 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 launch/setup.sh
 # Megatron warns of each GPU package that a machine without a GPU does not have.
 export OMP_NUM_THREADS=1 PYTHONWARNINGS=ignore
+# The demo is float32, so that its losses compare from machine to machine; on GPUs --distca needs
+# bf16, and four processes as many GPUs.
+export CUDA_VISIBLE_DEVICES=
 .venv/bin/python -m data.demo_corpus --output-dir demo/data
 exec .venv/bin/torchrun --nproc-per-node 4 pretrain_gpt.py \
     --distca \

@@ -7,6 +7,7 @@ import itertools
 import os
 import re
 import shlex
+import shutil
 import signal
 import socket
 import subprocess
@@ -170,6 +171,36 @@ def test_one_machine_without_gpus(visible: str | None, tmp_path: Path) -> None:
     env |= {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
     done = launch("local.sh", "--dry-run", env=env)
     assert f" --nproc-per-node {os.cpu_count()} " in done.stdout
+
+
+def test_the_demo_sees_no_gpus(tmp_path: Path) -> None:
+    """Its processes, four of them in float32, are the CPU's on every machine."""
+    from megatron_patches.arguments import add_distca_arguments
+    from megatron_patches.lean.arguments import parse_args
+    from megatron_patches.validation import validate_distca_arguments
+
+    seen = '#!/usr/bin/env bash\necho "${CUDA_VISIBLE_DEVICES-unset}"\nprintf "%q " "$@"\n'
+    stand_ins = {"launch/setup.sh": "#!/usr/bin/env bash\n", ".venv/bin/torchrun": seen}
+    for name, text in (stand_ins | {".venv/bin/python": stand_ins["launch/setup.sh"]}).items():
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+        path.chmod(0o755)
+    shutil.copy(ROOT / "launch" / "demo.sh", tmp_path / "launch")
+    more = ["--tokenizer-type", "NullTokenizer", "--vocab-size", "9"]
+    done = subprocess.run(
+        ["bash", str(tmp_path / "launch" / "demo.sh"), *more],
+        env=os.environ | {"CUDA_VISIBLE_DEVICES": "0,1"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    devices, command = done.stdout.splitlines()
+    assert devices == ""
+    args = parse_args(add_distca_arguments, pretrain_flags(command), 4)
+    validate_distca_arguments(args)
+    assert args.data_parallel_size == 4
 
 
 def least_bytes(args, size) -> float:
