@@ -6,7 +6,9 @@ import re
 import zlib
 from argparse import Namespace
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -22,6 +24,9 @@ MODEL = """
     --make-vocab-size-divisible-by 64 --tokenizer-type NullTokenizer --vocab-size 250
     --data-path unused --eval-iters 0 --weight-decay 0.1
 """.split()
+
+# Of that model.
+HEADS, HEAD_DIM = 4, 16
 
 
 @dataclass(frozen=True)
@@ -60,6 +65,7 @@ class StepsDone:
         bytes_counted: bytes sent by phase, as the transport counted them.
         bytes_planned: the same as the plans predict them.
         place: (tensor-parallel rank, data-parallel rank).
+        serves_only: it is a dedicated server, which has no losses and no gradients.
     """
 
     losses: list[float] = field(default_factory=list)
@@ -68,6 +74,7 @@ class StepsDone:
     bytes_counted: dict[str, int] = field(default_factory=dict)
     bytes_planned: dict[str, int] = field(default_factory=dict)
     place: tuple[int, int] = (0, 0)
+    serves_only: bool = False
 
 
 UNTIED = "--untie-embeddings-and-output-weights"
@@ -86,30 +93,63 @@ def parse(flags: Sequence[str], tied: bool = False) -> Namespace:
     return args
 
 
-def make_run(args: Namespace, stream: Any) -> Any:
-    """A lean run of the real job, over a stream of our own."""
+def start_processes(args: Namespace) -> None:
+    """Megatron's state; with dedicated servers first the two kinds of processes. Collective."""
+    from megatron_patches.dedicated import Processes
+    from megatron_patches.lean import training
+
+    dedicated, rank = args.distca_servers, dist.get_rank()
+    args.processes = None
+    if dedicated:
+        # The group of all ranks gives way to a group of each kind, which meet in this store.
+        timeout, place = timedelta(seconds=120), [("127.0.0.1", 0)]
+        if rank == 0:
+            store = dist.TCPStore(*place[0], is_master=True, wait_for_workers=False)
+            place = [("127.0.0.1", store.port)]
+        dist.broadcast_object_list(place)
+        if rank:
+            store = dist.TCPStore(*place[0], is_master=False, timeout=timeout)
+        dist.destroy_process_group()
+        args.processes = Processes(
+            store, rank, args.world_size, dedicated, args.tensor_model_parallel_size, timeout
+        )
+        args.processes.init_default_group("gloo")
+        if args.processes.serves_only:
+            return
+    training.initialize_megatron(args)
+
+
+def make_data(args: Namespace, stream: Any) -> tuple[Any, Any]:
+    """The iterators over a stream of our own, and what makes their batches."""
     from megatron_patches import data
     from megatron_patches.batch import MicroBatches
-    from megatron_patches.gpt_job import GPT_JOB
     from megatron_patches.job import DataIterators
-    from megatron_patches.lean import config, training
     from megatron_patches.tick_batches import TickStream
 
     layout, device = data.window_layout(args), torch.device("cpu")
     maker = data.batch_maker(args, layout, device)
+    if not isinstance(maker, data.PlannedMaker):
+        packed = maker(stream)
+        batches = MicroBatches(packed, 0, layout.samples_per_micro_batch, device)
+        return DataIterators(batches, None, None), packed
+    made, control = maker(stream, forward_only=False), maker.servers.control
+    if control is not None:
+        made = replace(made, announce=partial(control.announce, "train"))
+    ticks = TickStream(made, 0, maker.micro_batches, device)
+    return DataIterators(ticks, None, None, control, maker.close), made
+
+
+def make_run(args: Namespace, stream: Any) -> Any:
+    """A lean run of the real job, over a stream of our own."""
+    from megatron_patches.gpt_job import GPT_JOB
+    from megatron_patches.lean import config, training
+
     model, optimizer = training.build_model_and_optimizer(GPT_JOB, args)
     for chunk in model:
         set_weights_by_name(chunk)
     optimizer.reload_model_params()
     scheduler = config.parameter_scheduler(args, optimizer)
-    batches: Any
-    if args.distca:
-        made = maker(stream, forward_only=False)
-        batches = TickStream(made, 0, maker.micro_batches, device)
-    else:
-        made = maker(stream)
-        batches = MicroBatches(made, 0, layout.samples_per_micro_batch, device)
-    iterators = DataIterators(batches, None, None, end=maker.close if args.distca else None)
+    iterators, made = make_data(args, stream)
     function = training.choose_forward_backward_func(GPT_JOB, args)
     return training.Run(GPT_JOB, args, model, optimizer, scheduler, [iterators], function), made
 
@@ -117,14 +157,39 @@ def make_run(args: Namespace, stream: Any) -> Any:
 def train(
     flags: Sequence[str], lengths: Sequence[int], steps: int, tied: bool = False
 ) -> StepsDone:
-    """Trains for some steps on this rank; collective."""
+    """Trains for some steps on this rank, or serves those that do; collective."""
+    args = parse(flags, tied)
+    start_processes(args)
+    stream = memory_stream(lengths)
+    serves_only = args.processes is not None and args.processes.serves_only
+    done, made = serve(args, stream) if serves_only else train_steps(args, stream, steps)
+    if args.distca:
+        transport = made.core_attention.transport
+        done.bytes_counted = {phase: n for phase, n in transport.bytes_sent.items() if n}
+        micro_batches = args.global_batch_size // made.batches.layout.samples_per_micro_batch
+        # Plans are made anew, but the dedicated servers are gone by now.
+        made = replace(made, announce=None)
+        for first_sample in range(0, steps * args.global_batch_size, args.global_batch_size):
+            for tick in made.global_batch(first_sample, micro_batches):
+                for phase, sent in tick.bytes_sent.items():
+                    if not sent:
+                        continue
+                    done.bytes_planned[phase] = done.bytes_planned.get(phase, 0) + sent
+    dist.barrier()
+    from megatron.core import num_microbatches_calculator, parallel_state
+
+    parallel_state.destroy_model_parallel()
+    num_microbatches_calculator.unset_num_microbatches_calculator()
+    return done
+
+
+def train_steps(args: Namespace, stream: Any, steps: int) -> tuple[StepsDone, Any]:
+    """Trains; what was seen, and what made the batches."""
     from megatron.core import parallel_state
 
     from megatron_patches.lean import training
 
-    args = parse(flags, tied)
-    training.initialize_megatron(args)
-    run, made = make_run(args, memory_stream(lengths))
+    run, made = make_run(args, stream)
     done = StepsDone(
         place=(
             parallel_state.get_tensor_model_parallel_rank(),
@@ -146,22 +211,17 @@ def train(
         done.losses.append(losses["lm loss"])
         done.grad_norms.append(float(grad_norm))
     run.data[0].close()
-    if args.distca:
-        transport = made.core_attention.transport
-        done.bytes_counted = {phase: n for phase, n in transport.bytes_sent.items() if n}
-        micro_batches = args.global_batch_size // made.batches.layout.samples_per_micro_batch
-        for first_sample in range(0, steps * args.global_batch_size, args.global_batch_size):
-            for tick in made.global_batch(first_sample, micro_batches):
-                for phase, sent in tick.bytes_sent.items():
-                    if not sent:
-                        continue
-                    done.bytes_planned[phase] = done.bytes_planned.get(phase, 0) + sent
-    dist.barrier()
-    parallel_state.destroy_model_parallel()
-    from megatron.core import num_microbatches_calculator
+    return done, made
 
-    num_microbatches_calculator.unset_num_microbatches_calculator()
-    return done
+
+def serve(args: Namespace, stream: Any) -> tuple[StepsDone, Any]:
+    """What a dedicated server does while the others train; and what made its plans."""
+    from megatron_patches import dedicated
+    from megatron_patches.gpt_job import GPT_JOB
+
+    iterators, made = make_data(args, stream)
+    dedicated.serve(replace(GPT_JOB, build_data=lambda *_: iterators), args)
+    return StepsDone(serves_only=True), made
 
 
 def starts_of_micro_batches(flags: Sequence[str], lengths: Sequence[int]) -> list[list[int]]:
@@ -238,8 +298,13 @@ def collect_gradients(model: Any) -> dict[str, tuple[torch.Tensor, int | None]]:
 
 
 def whole_gradients(ranks: Sequence[StepsDone]) -> dict[str, torch.Tensor]:
-    """The gradients of the whole model, from all ranks of one replica."""
-    shards = sorted((r for r in ranks if r.place[1] == 0), key=lambda r: r.place[0])
+    """The gradients of the whole model, from all ranks of one replica.
+
+    Queries, keys and values each have an entry: those of values are so much larger that in one norm
+    with them a wrong gradient of queries or keys would not be seen.
+    """
+    with_model = [rank for rank in ranks if not rank.serves_only]
+    shards = sorted((r for r in with_model if r.place[1] == 0), key=lambda r: r.place[0])
     whole = {}
     names = {name: shard.gradients[name] for shard in shards for name in shard.gradients}
     for name, (gradient, dimension) in names.items():
@@ -254,4 +319,19 @@ def whole_gradients(ranks: Sequence[StepsDone]) -> dict[str, torch.Tensor]:
             whole[name] = torch.cat([torch.cat(half) for half in halves])
         else:
             whole[name] = torch.cat(parts, dim=dimension)
+    for name in [name for name in whole if "linear_qkv" in name]:
+        whole |= of_queries_keys_values(name, whole.pop(name))
     return whole
+
+
+def of_queries_keys_values(name: str, gradient: torch.Tensor) -> dict[str, torch.Tensor]:
+    """The parts of a fused weight, whose rows are a group's queries, its key, its value; and so on.
+
+    Args:
+        name: of the weight.
+        gradient: `[(HEADS + 2 * groups) * HEAD_DIM, ...]`.
+    """
+    groups = (len(gradient) // HEAD_DIM - HEADS) // 2
+    rows = gradient.view(groups, -1, *gradient.shape[1:])
+    parts = rows.split([HEADS // groups * HEAD_DIM, HEAD_DIM, HEAD_DIM], dim=1)
+    return {f"{name}, {part}": t for part, t in zip("qkv", parts, strict=True)}

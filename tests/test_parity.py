@@ -13,7 +13,7 @@ import pytest
 import torch
 from models import StepsDone, starts_of_micro_batches, train, train_all, whole_gradients
 
-from distca.schedule import SCHEDULERS
+from distca.schedule import BALANCING, SCHEDULERS
 
 # Windows of 768 tokens and of 1024 (a multiple of each number of ranks times the block).
 DOCUMENTS = {
@@ -38,6 +38,20 @@ LAYOUTS = {
         4,
         1024,
         ["--seq-length", "512", "--tensor-model-parallel-size", "2", "--sequence-parallel"],
+    ),
+}
+# The last processes hold no model. A server is one for each tensor-parallel rank.
+DEDICATED = {
+    "DP2 + 1": (
+        3,
+        1024,
+        "--seq-length 512 --global-batch-size 8 --distca-servers dedicated:1".split(),
+    ),
+    "TP2-SP + 1": (
+        4,
+        1024,
+        "--seq-length 1024 --global-batch-size 4 --tensor-model-parallel-size 2 "
+        "--sequence-parallel --distca-servers dedicated:2".split(),
     ),
 }
 # A group for each head, for each two, for all.
@@ -78,6 +92,15 @@ def relative(found: torch.Tensor, expected: torch.Tensor) -> float:
     return float((found - expected).norm() / expected.norm().clamp_min(1e-30))
 
 
+def check_gradients(found: list[StepsDone], expected: StepsDone, case: object) -> None:
+    """Every gradient of the ranks together is that of one plain process."""
+    gradients, wanted = whole_gradients(found), whole_gradients([expected])
+    assert gradients.keys() == wanted.keys()
+    for name, gradient in gradients.items():
+        error = relative(gradient, wanted[name])
+        assert error < 1e-5, (case, name, error)
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("groups", GROUPS)
 def test_losses_gradients_and_bytes(ranks, layout: str, groups: int) -> None:
@@ -96,11 +119,26 @@ def test_losses_gradients_and_bytes(ranks, layout: str, groups: int) -> None:
             assert abs(rank.losses[0] / expected.losses[0] - 1) < 1e-5, case
             assert rank.bytes_counted == rank.bytes_planned, case
         assert sum(sum(rank.bytes_counted.values()) for rank in found) > 0, case
-        gradients = whole_gradients(found)
-        assert gradients.keys() == expected.gradients.keys()
-        for name, gradient in gradients.items():
-            error = relative(gradient, expected.gradients[name][0])
-            assert error < 1e-5, (case, name, error)
+        check_gradients(found, expected, case)
+
+
+@pytest.mark.parametrize("nano_batches", [[], [WHOLE]], ids=["ping-pong", "whole"])
+@pytest.mark.parametrize("scheduler", BALANCING)
+@pytest.mark.parametrize("layout", DEDICATED)
+def test_dedicated_servers(ranks, layout: str, scheduler: str, nano_batches: list[str]) -> None:
+    world_size, window_tokens, flags = DEDICATED[layout]
+    run = [*flags, *GROUPS[2], "--distca", "--distca-scheduler", scheduler, *nano_batches]
+    found = ranks.run(train, run, DOCUMENTS[window_tokens], 1, world_size=world_size)
+    expected = reference(ranks, window_tokens, 2, "causal")
+    assert [rank.serves_only for rank in found].count(True) == int(flags[-1].split(":")[1])
+    for rank in found:
+        assert rank.bytes_counted == rank.bytes_planned
+        if rank.serves_only:
+            # It has no rows of its own to send, but other ranks' outputs and their gradients.
+            assert rank.bytes_counted.keys() == {"return", "return_backward"}
+        else:
+            assert abs(rank.losses[0] / expected.losses[0] - 1) < 1e-5
+    check_gradients(found, expected, layout)
 
 
 def test_heads_in_groups(ranks) -> None:
@@ -117,8 +155,7 @@ def test_heads_in_groups(ranks) -> None:
         for rank in found:
             assert abs(rank.losses[0] / expected.losses[0] - 1) < 1e-5, (layout, flags)
             assert rank.bytes_counted == rank.bytes_planned, (layout, flags)
-        for name, gradient in whole_gradients(found).items():
-            assert relative(gradient, expected.gradients[name][0]) < 1e-5, (layout, name)
+        check_gradients(found, expected, layout)
 
 
 def test_shared_memory(ranks) -> None:
@@ -132,8 +169,7 @@ def test_shared_memory(ranks) -> None:
         for rank in found:
             assert abs(rank.losses[0] / expected.losses[0] - 1) < 1e-5, layout
             assert rank.bytes_counted == rank.bytes_planned, layout
-        for name, gradient in whole_gradients(found).items():
-            assert relative(gradient, expected.gradients[name][0]) < 1e-5, (layout, name)
+        check_gradients(found, expected, layout)
 
 
 @pytest.mark.parametrize(
@@ -173,8 +209,7 @@ def test_every_scheduler_on_many_documents(ranks, scheduler: str) -> None:
     for rank in found:
         assert rank.losses == pytest.approx(expected.losses, rel=1e-5)
         assert rank.bytes_counted == rank.bytes_planned
-    for name, gradient in whole_gradients(found).items():
-        assert relative(gradient, expected.gradients[name][0]) < 1e-5, name
+    check_gradients(found, expected, scheduler)
 
 
 def many_documents(tokens: int) -> list[int]:
