@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from ranks import chosen_transport
+from ranks import chosen
 
 MODEL = """
     --num-layers 2 --hidden-size 64 --ffn-hidden-size 96 --num-attention-heads 4
@@ -86,8 +86,9 @@ def parse(flags: Sequence[str], tied: bool = False) -> Namespace:
     from megatron_patches.validation import validate_distca_arguments
 
     model = [flag for flag in MODEL if not (tied and flag == UNTIED)]
-    transport = ["--distca-transport", chosen_transport()]
-    args = parse_args(add_distca_arguments, [*model, *transport, *flags], dist.get_world_size())
+    chosen_flags = ["--distca-transport", chosen().transport]
+    chosen_flags += [] if chosen().ping_pong else ["--no-distca-ping-pong"]
+    args = parse_args(add_distca_arguments, [*model, *chosen_flags, *flags], dist.get_world_size())
     args.rank = dist.get_rank()
     validate_distca_arguments(args)
     return args

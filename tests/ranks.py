@@ -10,6 +10,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable
+from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -21,6 +22,19 @@ MAX_THREADS = 40
 hooks of its distributed optimizer do), and each group's threads poll a hundred times a second."""
 
 
+@dataclass(frozen=True)
+class Chosen:
+    """What functions do that do not choose themselves.
+
+    Attributes:
+        transport: of `--distca-transport`.
+        ping_pong: whether `--distca-ping-pong`.
+    """
+
+    transport: str = "collective"
+    ping_pong: bool = True
+
+
 class RankError(AssertionError):
     """A function failed on a rank; the message holds the rank's traceback."""
 
@@ -29,11 +43,11 @@ class Ranks:
     """Up to four processes, each of which runs what it is sent as a rank of a gloo group.
 
     Args:
-        transport: `--distca-transport` of the functions that do not choose one themselves.
+        chosen: for all functions.
     """
 
-    def __init__(self, transport: str = "collective") -> None:
-        self._transport = transport
+    def __init__(self, chosen: Chosen = Chosen()) -> None:
+        self._chosen = chosen
         self._processes: list[Any] = []
         self._pipes: list[Connection] = []
 
@@ -89,7 +103,7 @@ class Ranks:
         for _ in range(MAX_WORLD_SIZE):
             mine, its = context.Pipe()
             process = context.Process(
-                target=_serve, args=(its, sys.path, self._transport), daemon=True
+                target=_serve, args=(its, sys.path, self._chosen), daemon=True
             )
             process.start()
             self._processes.append(process)
@@ -107,18 +121,18 @@ def _threads_of(pid: int) -> int:
     return sum(1 for _ in Path(f"/proc/{pid}/task").iterdir())
 
 
-_chosen = ["collective"]
+_chosen = [Chosen()]
 
 
-def chosen_transport() -> str:
+def chosen() -> Chosen:
     """What this process was started with."""
     return _chosen[0]
 
 
-def _serve(pipe: Connection, path: list[str], transport: str) -> None:
+def _serve(pipe: Connection, path: list[str], chosen: Chosen) -> None:
     sys.path[:] = path
     # Functions are unpickled from the module's own name, not from `__mp_main__`.
-    importlib.import_module("ranks")._chosen[0] = transport
+    importlib.import_module("ranks")._chosen[0] = chosen
     import torch
     import torch.distributed as dist
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from random_plans import dense_attention, random_lengths, random_plan
-from ranks import chosen_transport
+from ranks import chosen
 
 from distca.attention import select_kernel
 from distca.cost.memory import plan_memory
@@ -31,7 +31,7 @@ def inputs(seed: int, tokens: int, heads: int, kv_heads: int, head_dim: int) -> 
 
 def transport_over(name: str | None) -> Transport:
     """A transport between all ranks: of this name, or the one that was chosen for all tests."""
-    if (name or chosen_transport()) == "shm":
+    if (name or chosen().transport) == "shm":
         return SharedMemoryTransport(dist.group.WORLD)
     return CollectiveTransport(dist.group.WORLD, CPU)
 

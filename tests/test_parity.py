@@ -68,6 +68,7 @@ MODES = [
         ("greedy", "keep", []),
     )
 ]
+both_ways = pytest.mark.parametrize("nano_batches", [[], [WHOLE]], ids=["ping-pong", "whole"])
 _REFERENCES: dict[tuple[int, int, str, int], StepsDone] = {}
 _MORE_REFERENCES: dict[str, StepsDone] = {}
 
@@ -122,7 +123,7 @@ def test_losses_gradients_and_bytes(ranks, layout: str, groups: int) -> None:
         check_gradients(found, expected, case)
 
 
-@pytest.mark.parametrize("nano_batches", [[], [WHOLE]], ids=["ping-pong", "whole"])
+@both_ways
 @pytest.mark.parametrize("scheduler", BALANCING)
 @pytest.mark.parametrize("layout", DEDICATED)
 def test_dedicated_servers(ranks, layout: str, scheduler: str, nano_batches: list[str]) -> None:
@@ -192,13 +193,14 @@ def test_it_mixes(ranks, extra: list[str]) -> None:
         assert rank.grad_norms == pytest.approx(expected.grad_norms, rel=1e-4)
 
 
+@both_ways
 @pytest.mark.parametrize("scheduler", SCHEDULERS)
-def test_every_scheduler_on_many_documents(ranks, scheduler: str) -> None:
+def test_every_scheduler_on_many_documents(ranks, scheduler: str, nano_batches: list[str]) -> None:
     """Losses, gradients and bytes with documents shared out over two micro-batches of a step."""
     steps, world_size = 2, 4
     lengths = many_documents(steps * 4 * 1024)
     flags = ["--seq-length", "256", "--global-batch-size", "16", *GROUPS[2], "--distca"]
-    flags += ["--distca-scheduler", scheduler]
+    flags += ["--distca-scheduler", scheduler, *nano_batches]
     found = ranks.run(train, flags, lengths, steps, world_size=world_size)
     plain = ["--seq-length", "1024", "--global-batch-size", "4", *GROUPS[2]]
     plain += ["--attention-backend", "local"]
@@ -235,9 +237,10 @@ def test_documents_really_move_between_micro_batches(ranks) -> None:
     assert [{start // 1024 for start in starts} for starts in moved] == [{0}, {1}, {2}, {3}]
 
 
-def test_several_windows_in_a_micro_batch(ranks) -> None:
+@both_ways
+def test_several_windows_in_a_micro_batch(ranks, nano_batches: list[str]) -> None:
     flags = ["--seq-length", "256", "--global-batch-size", "16", *GROUPS[2], "--distca"]
-    flags += ["--micro-batch-size", "2"]
+    flags += ["--micro-batch-size", "2", *nano_batches]
     found = ranks.run(train, flags, DOCUMENTS[1024] * 2, 2, world_size=4)
     expected = reference(ranks, 1024, 2, "causal", steps=3)
     assert found[0].losses == pytest.approx(expected.losses[:2], rel=1e-5)

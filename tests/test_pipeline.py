@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from models import StepsDone, make_run, memory_stream, parse, train
-from test_parity import WHOLE, check_gradients
+from test_parity import WHOLE, both_ways, check_gradients
 
 from distca.schedule import SCHEDULERS
 from megatron_patches.job import DataIterators
@@ -110,7 +110,7 @@ def test_whole_micro_batches(ranks, layout: str) -> None:
     check(found, plain(ranks, 5, 2), layout)
 
 
-@pytest.mark.parametrize("nano_batches", [[], [WHOLE]], ids=["ping-pong", "whole"])
+@both_ways
 @pytest.mark.parametrize("layout", DEDICATED)
 def test_dedicated_servers(ranks, layout: str, nano_batches: list[str]) -> None:
     world_size, flags = flags_of(layout, 5)
@@ -151,18 +151,21 @@ def test_it_mixes(ranks, layout: str, variant: str) -> None:
     check(found, plain(ranks, 5, 2), variant)
 
 
+@both_ways
 @pytest.mark.parametrize("scheduler", SCHEDULERS)
-def test_every_scheduler(ranks, scheduler: str) -> None:
+def test_every_scheduler(ranks, scheduler: str, nano_batches: list[str]) -> None:
     """Also wlb-llm, under which ranks send messages of different sizes."""
     world_size, flags = flags_of("PP2-DP2", 5)
-    flags = [*flags, "--distca-scheduler", scheduler]
+    flags = [*flags, "--distca-scheduler", scheduler, *nano_batches]
     found = ranks.run(train, flags, documents(5, 2), 2, world_size=world_size)
     check(found, plain(ranks, 5, 2), scheduler)
 
 
+@both_ways
 @pytest.mark.parametrize("layout", ["PP2-DP2", "PP4", "TP2-PP2"])
-def test_tied_embeddings(ranks, layout: str) -> None:
+def test_tied_embeddings(ranks, layout: str, nano_batches: list[str]) -> None:
     world_size, flags = flags_of(layout, 5)
+    flags += nano_batches
     found = ranks.run(train, flags, documents(5, 2), 2, True, world_size=world_size)
     check(found, plain(ranks, 5, 2, tied=True), layout)
 
@@ -172,7 +175,7 @@ def test_idle_stages_compute_tasks(ranks, tmp_path: Path) -> None:
     file = tmp_path / "trace.json"
     world_size, flags = flags_of("PP2-DP2", 5)
     flags += ["--distca-trace", str(file), "--distca-trace-iterations", "1", "2"]
-    flags += ["--seq-length", "1024"]
+    flags += ["--seq-length", "1024", "--distca-ping-pong"]
     lengths = [2048] * 10
     ranks.run(train, flags, lengths, 2, world_size=world_size)
     events = json.loads(file.read_text())["traceEvents"]
@@ -423,6 +426,7 @@ def order_of_events(tmp_path: Path, ranks, flags: list[str]) -> list[list[tuple[
     """Of each rank, what core attention did: `(name, layer, nano-batch)`, in order."""
     file = tmp_path / "trace.json"
     flags = [*flags, "--distca-trace", str(file), "--distca-trace-iterations", "1", "1"]
+    flags.append("--distca-ping-pong")
     world_size = 2
     ranks.run(train, flags, documents(1), 1, world_size=world_size)
     events = json.loads(file.read_text())["traceEvents"]
