@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import time
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -802,6 +803,8 @@ def test_tiles_of_a_kernel() -> None:
 
 
 def test_an_iteration_of_512_gpus_in_four_dimensions() -> None:
+    """Within the simulator's stated bound of 10 s on one core: a promise, not a benchmark."""
+    began = time.process_time()
     costs = ModelCosts(MODELS["llama-34b"], CLUSTERS["dgx-h200"], tensor_parallel=8)
     config = ScheduleConfig(shape=costs.shape, links=costs.cluster.links(8))
     windows = mixed_batch(16, 8 * 131_072)
@@ -811,3 +814,4 @@ def test_an_iteration_of_512_gpus_in_four_dimensions() -> None:
     # The bubbles of context-independent layers cannot be filled; all else is balanced.
     assert 0 < outcome.idle < 0.3
     assert outcome.computed.max() < 1.2 * outcome.computed.mean()
+    assert time.process_time() - began < 10
