@@ -151,12 +151,11 @@ def test_it_mixes(ranks, layout: str, variant: str) -> None:
     check(found, plain(ranks, 5, 2), variant)
 
 
-@both_ways
 @pytest.mark.parametrize("scheduler", SCHEDULERS)
-def test_every_scheduler(ranks, scheduler: str, nano_batches: list[str]) -> None:
+def test_every_scheduler(ranks, scheduler: str) -> None:
     """Also wlb-llm, under which ranks send messages of different sizes."""
     world_size, flags = flags_of("PP2-DP2", 5)
-    flags = [*flags, "--distca-scheduler", scheduler, *nano_batches]
+    flags = [*flags, "--distca-scheduler", scheduler]
     found = ranks.run(train, flags, documents(5, 2), 2, world_size=world_size)
     check(found, plain(ranks, 5, 2), scheduler)
 
@@ -467,6 +466,67 @@ def test_the_order_of_ping_and_pong(ranks, tmp_path: Path) -> None:
         *((name, "1", nano) for nano in ("pong", "ping") for name in compute),
         *(("wait for return backward", "1", nano) for nano in ("pong", "ping")),
     ]
+
+
+def test_linear_layers_run_while_the_other_nano_batch_s_rows_are_under_way(ranks) -> None:
+    """On the trace, with tensor and sequence parallelism, whose collectives mark linear layers."""
+    flags = "--num-layers 2 --tensor-model-parallel-size 2 --sequence-parallel --distca".split()
+    flags += ["--seq-length", str(WINDOW // 2), "--distca-ping-pong"]
+    flags += ["--distca-scheduler", "greedy"]
+    found = ranks.run(under_way_at_linear_layers, flags, documents(1), world_size=4)
+    expected = [
+        # Pre-attention of ping, then of pong.
+        *(set(), {("dispatch", "1", "ping")}),
+        *({("return", "1", "pong")}, {("dispatch", "2", "ping")}),
+        # Post-attention of the last layer of ping, then of pong; then what follows the layers, and
+        # all of it backwards.
+        *({("return", "2", "pong")}, set(), {("dispatch backward", "2", "pong")}),
+        *({("return backward", "2", "ping")}, {("dispatch backward", "1", "pong")}),
+        *({("return backward", "1", "ping")}, set()),
+    ]
+    for seen, _ in found:
+        assert seen == expected
+    for phase in ("dispatch", "return", "dispatch_backward", "return_backward"):
+        assert sum(sent.get(phase, 0) for _, sent in found) > 0
+
+
+def under_way_at_linear_layers(
+    flags: list[str], lengths: list[int]
+) -> tuple[list[set[tuple[str, str, str]]], dict[str, int]]:
+    """The exchanges that are under way at each collective of tensor parallelism, by `(name, layer,
+    nano-batch)`, without repetitions; and the bytes that this rank sent. Collective."""
+    from unittest import mock
+
+    from megatron.core.tensor_parallel import layers, mappings
+
+    from megatron_patches.lean import training
+
+    args = parse(flags)
+    training.initialize_megatron(args)
+    run, made = make_run(args, memory_stream(lengths))
+    trace = made.core_attention.trace
+    with contextlib.ExitStack() as patched:
+        for module in (layers, mappings):
+            for name in ("dist_all_gather_func", "dist_reduce_scatter_func"):
+                # Each calls the function that this module had.
+                wrapped = trace.span("linear layer", "pipeline")(getattr(module, name))
+                patched.enter_context(mock.patch.object(module, name, wrapped))
+        trace.recording = True
+        training.forward_backward(run, "train", forward_only=False)
+    under_way: set[tuple[str, str, str]] = set()
+    seen: list[set[tuple[str, str, str]]] = []
+    for event in sorted(trace.take(0), key=lambda each: each["ts"]):
+        name = event["name"]
+        if name == "linear layer" and seen[-1:] != [under_way]:
+            seen.append(set(under_way))
+        elif event["cat"] == "exchange":
+            labels = str(event["args"]["layer"]), event["args"]["nano_batch"]
+            if name.startswith("wait for "):
+                under_way.remove((name.removeprefix("wait for "), *labels))
+            else:
+                under_way.add((name, *labels))
+    run.data[0].close()
+    return seen, dict(made.core_attention.transport.bytes_sent)
 
 
 def test_the_ablation_by_signals_moves_a_byte_a_message(ranks) -> None:
