@@ -21,6 +21,10 @@ from distca.schedule import ScheduleConfig, describe, even_rooms, make_scheduler
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
 PAGES = sorted(DOCS.glob("*.md"))
+LINKING = [
+    *(*PAGES, ROOT / "README.md", ROOT / "CONTRIBUTING.md"),
+    *sorted((ROOT / "benchmarks" / "results").rglob("*.md")),
+]
 sys.path.insert(0, str(DOCS))
 
 # Of commands that are not this repository's.
@@ -44,10 +48,37 @@ def test_the_reference_is_up_to_date() -> None:
     assert make_reference.main(["--check"]) == 0, "run python docs/make_reference.py"
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def anchors_of(page: Path) -> set[str]:
+    """What links into a page can name: its headings, as GitHub writes them."""
+    text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
+    found: set[str] = set()
+    for heading in re.findall(r"^#+ +(.+?)[ #]*$", text, re.MULTILINE):
+        shown = re.sub(r"!?\[([^]]*)\]\([^)]*\)", r"\1", heading)
+        anchor = re.sub(r"[^\w -]", "", shown.lower()).replace(" ", "-")
+        # The second of equal headings has a number, and so on.
+        equal = sum(re.fullmatch(rf"{anchor}(-\d+)?", each) is not None for each in found)
+        found.add(f"{anchor}-{equal}" if equal else anchor)
+    return found
+
+
+def test_anchors_are_as_github_writes_them(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text(
+        "# A `--flag`, and more\n```\n# code\n```\n## [Twice](a.md) #\n## Twice\ntext # text\n"
+    )
+    assert anchors_of(page) == {"a---flag-and-more", "twice", "twice-1"}
+
+
+@pytest.mark.parametrize("page", LINKING, ids=lambda page: str(page.relative_to(ROOT)))
 def test_links_lead_somewhere(page: Path) -> None:
-    links = re.findall(r"\]\((?!https?://)([^)#]+)[^)]*\)", page.read_text())
-    missing = [link for link in links if not (page.parent / link).exists()]
+    missing = []
+    for link in re.findall(r"\]\((?!https?://)([^)\s]+)[^)]*\)", page.read_text()):
+        file, _, anchor = link.partition("#")
+        target = page.parent / file if file else page
+        # Only pages have anchors, and a file that leaves the repository is nobody else's.
+        inside = target.resolve().is_relative_to(ROOT.resolve()) and target.exists()
+        if not inside or (anchor and anchor not in anchors_of(target)):
+            missing.append(link)
     assert not missing
 
 
