@@ -63,17 +63,7 @@ def pack(parts: Sequence[tuple[Field, torch.Tensor]], into: torch.Tensor) -> Non
         into: uint8 `[sum of all messages]`.
     """
     word = _word([field for field, _ in parts])
-    flat = [_words_of(rows, word) for _, rows in parts]
-    at = [0] * len(parts)
-    pieces = []
-    for rank in range(len(parts[0][0].counts)):
-        for number, (field, _) in enumerate(parts):
-            size = field.counts[rank] * field.row_bytes // word.itemsize
-            if size:
-                pieces.append(flat[number][at[number] : at[number] + size])
-                at[number] += size
-    if pieces:
-        torch.cat(pieces, out=into.view(word))
+    torch.cat(_by_rank(parts, word), out=into.view(word))
 
 
 def unpack(buffer: torch.Tensor, targets: Sequence[tuple[Field, torch.Tensor]]) -> None:
@@ -84,21 +74,22 @@ def unpack(buffer: torch.Tensor, targets: Sequence[tuple[Field, torch.Tensor]]) 
         targets: a field and where its rows go, contiguous `[sum(counts), *row_shape]`, by source.
     """
     word = _word([field for field, _ in targets])
-    flat = [_words_of(target, word) for _, target in targets]
-    at = [0] * len(targets)
-    buffer, read = buffer.view(word), 0
-    places, pieces = [], []
-    for rank in range(len(targets[0][0].counts)):
-        for number, (field, _) in enumerate(targets):
-            size = field.counts[rank] * field.row_bytes // word.itemsize
-            if size:
-                places.append(flat[number][at[number] : at[number] + size])
-                pieces.append(buffer[read : read + size])
-                at[number] += size
-                read += size
-    if places:
-        # On GPUs a few launches, not one for each piece.
-        torch._foreach_copy_(places, pieces)
+    places = _by_rank(targets, word)
+    pieces = torch.split(buffer.view(word), [len(place) for place in places])
+    # On GPUs a few launches, not one for each piece.
+    torch._foreach_copy_(places, pieces)
+
+
+def _by_rank(parts: Sequence[tuple[Field, torch.Tensor]], word: torch.dtype) -> list[torch.Tensor]:
+    """Each rank's rows of every part in turn, as they lie in messages; at least one piece."""
+    pieces = [
+        torch.split(
+            _words_of(rows, word), [n * field.row_bytes // word.itemsize for n in field.counts]
+        )
+        for field, rows in parts
+    ]
+    of_ranks = [piece for of_rank in zip(*pieces, strict=True) for piece in of_rank]
+    return [piece for piece in of_ranks if len(piece)] or of_ranks[:1]
 
 
 def _word(fields: Sequence[Field]) -> torch.dtype:
