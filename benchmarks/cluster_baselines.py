@@ -64,7 +64,7 @@ def figure_3(runner: Runner, options: Options) -> Report:
         *table(rows),
         "",
         "The gathered keys and values of all layers are kept for the backward pass, as the paper's "
-        "share of memory implies; on 32 nodes they no longer fit.",
+        "share of memory implies.",
     ]
     return Report("Per-document context parallelism (Figure 3)", rows, text, draw)
 
@@ -164,12 +164,11 @@ def figure_6(runner: Runner, options: Options) -> Report:
         "",
         *table(rows),
         "",
-        "The imbalance that more DP brings is here, but the most CP is the fastest, and not out of "
-        "memory. In two sequences of 512K a few documents have most of the work, so that without "
-        "CP ranks are idle for up to 71% of the time, against 6% with all of them in one group; "
-        "and a long document's activations lie on one rank, which has no room for them. What CP "
-        "costs is as in Figure 3 on 8 nodes: the all-gather at the links' full speed 13% of the "
-        "time, gathered keys 14% of the memory. The paper's collectives are measured, and it does "
+        "Where the imbalance that more DP brings is here, but the most CP is the fastest: in two "
+        "sequences of 512K a few documents have most of the work, so that ranks of small groups "
+        "are idle while they wait for those; and a long document's activations lie on one rank "
+        "then, which has no room for them. What CP costs is as in Figure 3 on 8 nodes, with an "
+        "all-gather at the links' full speed. The paper's collectives are measured, and it does "
         "not say how much of their time was lost to launches and to ranks that came late.",
     ]
     return Report("WLB-LLM: DP against CP on 64 GPUs (Figure 6)", rows, text, draw)

@@ -106,8 +106,7 @@ def _readable(row: dict[str, Any]) -> dict[str, Any]:
         if system == REFERENCE:
             continue
         value = row[f"{system} speed-up"]
-        oom = row[f"{system} configuration"].startswith("out of memory")
-        short[system] = "OOM" if oom else float(value)
+        short[system] = "OOM" if _is_out_of_memory(row, system) else float(value)
     for system in (REFERENCE, *WAYS):
         counts = [row[f"{system} {name}"] for name in ("simulated", "out of memory", "tried")]
         short[f"{system}: best"] = row[f"{system} configuration"]
@@ -132,7 +131,7 @@ def _against_published(which: str, rows: list[dict[str, Any]]) -> list[str]:
             "paper": paper,
         }
         for system in ("greedy", "tiles"):
-            line[system] = _range([r[f"{system} speed-up"] for r in mine])
+            line[system] = _range(mine, system)
         for system in (REFERENCE, "greedy", "tiles"):
             line[f"{system}: idle"] = float(np.nanmean([r[f"{system} idle"] for r in mine]))
         for system in (REFERENCE, "greedy", "tiles"):
@@ -152,14 +151,19 @@ def _against_published(which: str, rows: list[dict[str, Any]]) -> list[str]:
     ]
 
 
-def _range(speed_ups: list[float]) -> str:
-    """Of the cases that fit in memory, and how many don't."""
+def _range(rows: list[dict[str, Any]], system: str) -> str:
+    """Of the speed-ups of cases that fit in memory, and in how many the system does not fit."""
+    speed_ups = [row[f"{system} speed-up"] for row in rows]
     found = [each for each in speed_ups if not np.isnan(each)]
     if not found:
         return "-"
     text = f"{min(found):.2f} to {max(found):.2f}"
-    missing = len(speed_ups) - len(found)
-    return f"{text} ({missing} of {len(speed_ups)} out of memory)" if missing else text
+    missing = sum(_is_out_of_memory(row, system) for row in rows)
+    return f"{text} ({missing} of {len(rows)} out of memory)" if missing else text
+
+
+def _is_out_of_memory(row: dict[str, Any], system: str) -> bool:
+    return bool(row[f"{system} configuration"].startswith("out of memory"))
 
 
 EXPLANATION = [
@@ -181,9 +185,8 @@ EXPLANATION = [
     "configuration.",
     "",
     "A system is out of memory where one batch of all does not fit. DistCA's buffers are as large "
-    "as the busiest server of any plan needs, which `--distca-max-buffer-bytes` would bound and "
-    "here nothing does: `tiles` in Table 3 at 34B, 512K and 64 GPUs, Pretrain, needs up to 150 of "
-    "145 GB in 5 of 30 batches at tolerance 0.02, and 147 in one at 0.1, but 134 to 143 in others.",
+    "as the busiest server of any plan needs; `--distca-max-buffer-bytes` would bound them, and "
+    "here nothing does.",
 ]
 
 

@@ -300,6 +300,10 @@ def main() -> None:
         # As many key-value heads as head groups.
         megatron_flags=("--num-query-groups", "4"),
     )
+    saved = args.output / "slow_link.json"
+    runs = json.loads(saved.read_text()) if args.append and saved.exists() else []
+    if not all("rows" in run for run in runs):
+        parser.error(f"{saved} is of an earlier version: remove it, or leave out --append")
     rows = []
     with (
         Namespaces(args.processes) as namespaces,
@@ -331,8 +335,7 @@ def main() -> None:
         "rows": rows,
     }
     args.output.mkdir(parents=True, exist_ok=True)
-    saved = args.output / "slow_link.json"
-    runs = [*json.loads(saved.read_text()), run] if args.append and saved.exists() else [run]
+    runs.append(run)
     text = report(runs)
     (args.output / "slow_link.md").write_text(text + "\n")
     saved.write_text(json.dumps(runs, indent=1) + "\n")

@@ -21,7 +21,7 @@ _SCALE = 65_536
 
 
 @dataclass(frozen=True)
-class Way:
+class DistcaWay:
     """A way to train with `--distca`.
 
     Attributes:
@@ -113,11 +113,11 @@ class Setting:
         """
         return [*flags.split(), *self.megatron_flags]
 
-    def distca_ways(self) -> dict[str, Way]:
+    def distca_ways(self) -> dict[str, DistcaWay]:
         """Every scheduler in every mode with every tolerance, by name."""
         ways = {}
         for each in itertools.product(self.schedulers, self.modes, self.tolerances):
-            way = Way(*each)
+            way = DistcaWay(*each)
             name = way.scheduler if len(self.modes) == 1 else f"{way.scheduler}, {way.mode}"
             name += f", tolerance {way.tolerance:g}" if len(self.tolerances) > 1 else ""
             ways[name] = way

@@ -14,7 +14,7 @@ speed of an exchange between two processes, and one number from the steps of doc
 alone: what everything but core attention takes. Planning is timed, too, and added: in these runs it
 shares the core of its process. Predicted are then the steps of every mix, with every scheduler and
 without `--distca`: plain Megatron by `simulate_baseline`, which published speed-ups are over, too.
-Context parallelism has groups of all ranks there.
+Context parallelism has groups of all ranks where it runs the steps itself.
 
 Reported: the error of each, the median of all, and whether a mix's schedulers rank as measured in
 each mode, and plain Megatron among them. Two whose measured times are closer than `TIE` are not
@@ -36,11 +36,18 @@ from functools import partial
 from pathlib import Path
 
 import numpy as np
-import throughput_setting
 import torch
 from this_machine import describe_machine
 from throughput_run import parsed
-from throughput_setting import LONG_TAIL, MODES, PLAIN, SHORT, Setting, document_lengths
+from throughput_setting import (
+    LONG_TAIL,
+    MODES,
+    PLAIN,
+    SHORT,
+    DistcaWay,
+    Setting,
+    document_lengths,
+)
 
 from distca.cost.link import Links
 from distca.cost.model import AnalyticCost
@@ -113,7 +120,7 @@ def predict(
     setting: Setting,
     model: ModelSize,
     mix: str,
-    measured: throughput_setting.Way,
+    measured: DistcaWay,
     machine: Cluster,
     profile: Profile,
 ) -> tuple[float, str]:

@@ -13,16 +13,12 @@ flags of `pretrain_gpt.py` that train in DistCA's best configuration.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import os
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, fields, replace
+from dataclasses import fields, replace
 from pathlib import Path
-from typing import Any
-
-import numpy as np
 
 from distca.cost.models import MODELS, ModelSize
 from distca.plan.span import Int64s
@@ -30,7 +26,6 @@ from distca.plan_command import cut_to_pieces, shuffled
 from distca.simulate import (
     CLUSTERS,
     SYSTEMS,
-    TITLES,
     WAYS,
     Choice,
     Cluster,
@@ -42,8 +37,8 @@ from distca.simulate import (
     save_trace,
     simulate,
     tensor_sizes_by_head_groups,
-    training_flags,
 )
+from distca.simulate.advice_report import as_json, format_choices, make_figure, plot_choices
 from distca.transport.channels import MAX_HEAD_GROUPS
 
 _SIZES = {
@@ -64,12 +59,6 @@ _OVERRIDES = {
     "node_gb_per_s": "between two GPUs of a node",
     "network_gb_per_s": "of a GPU, between nodes",
 }
-
-
-ALL_GATHER = (
-    "Context parallelism gathers keys and values in every layer, and nothing hides that. Megatron's"
-    "\nring (--cp-comm-type p2p) hides a part of it behind the kernels, and is not simulated."
-)
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -185,7 +174,7 @@ def _run(args: argparse.Namespace) -> None:
     choices = _advise(args, job, batches)
     # Before the files, so that it is not lost where one of these cannot be written.
     if args.json:
-        _write(json.dumps([_as_json(choice, job) for choice in choices], indent=1))
+        _write(json.dumps([as_json(choice, job) for choice in choices], indent=1))
         # Beside the JSON, which is for programs.
         sys.stderr.writelines(f"{line}\n" for line in left_out)
     else:
@@ -211,17 +200,9 @@ def _check_outputs(args: argparse.Namespace) -> None:
     if args.trace is not None and not set(WAYS) & set(args.systems):
         raise ValueError(f"--trace is of DistCA: add one of {', '.join(WAYS)} to --systems")
     if args.plot is not None:
-        written = _figure().canvas.get_supported_filetypes()
+        written = make_figure().canvas.get_supported_filetypes()
         if args.plot.suffix[1:] not in written:
             raise ValueError(f"--plot {args.plot}: the suffix must be one of {', '.join(written)}")
-
-
-def _figure(**how: Any) -> Any:
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ImportError("plots need matplotlib: pip install 'distca[plot]'") from error
-    return Figure(**how)
 
 
 def _model(args: argparse.Namespace) -> ModelSize:
@@ -252,7 +233,7 @@ def _left_out_by_head_groups(args: argparse.Namespace, job: Job) -> list[str]:
     """A line on the sizes that are not tried because of `--head-groups`, if there are any.
 
     Raises:
-        ValueError: all are left out, or training has no so many groups.
+        ValueError: all are left out, or training allows fewer groups.
     """
     if not set(WAYS) & set(args.systems):
         return []
@@ -326,87 +307,6 @@ def _trace(path: Path, job: Job, batch: list[Int64s], choices: Sequence[Choice])
         raise ValueError("--trace: nothing of DistCA fits, so there is no timeline")
     path.parent.mkdir(parents=True, exist_ok=True)
     save_trace(path, simulate(best, job, batch, recording=True))
-
-
-def _as_json(choice: Choice, job: Job) -> dict[str, object]:
-    """A row: all figures, and the flags to train so, null where training cannot."""
-    row = asdict(choice)
-    # NaN is no JSON.
-    row = {name: None if value != value else value for name, value in row.items()}
-    row["flags"] = None
-    if choice.system in WAYS and choice.candidate is not None:
-        with contextlib.suppress(ValueError):
-            row["flags"] = training_flags(choice.candidate, job)
-    return row
-
-
-def format_choices(choices: Sequence[Choice], job: Job) -> str:
-    """The table, and what to expect of DistCA, without a newline at the end."""
-    lines = [
-        f"{job.gpus} GPUs of {job.cluster.name}, {job.sequences} sequences of {job.context:,} "
-        "tokens; simulated, not measured",
-        f"{'':32}{'tokens/s':>11}{'s':>9}{'GB a GPU':>10}{'idle':>7}{'waits':>7}  configuration",
-    ]
-    for choice in choices:
-        title = f"{TITLES[choice.system]:32}"
-        if choice.candidate is None:
-            why = (
-                f"out of memory in all {choice.tried} configurations"
-                if choice.tried
-                else "no configuration divides"
-            )
-            lines.append(title + why)
-            continue
-        lines.append(
-            f"{title}{choice.tokens_per_second:>11,.0f}{choice.seconds:>9.3f}"
-            f"{choice.memory_gb:>10.1f}{choice.idle:>7.1%}{choice.exposed:>7.1%}  "
-            f"{choice.candidate}"
-        )
-    if any(choice.system == "per-document-cp" for choice in choices):
-        lines.append(ALL_GATHER)
-    return "\n".join([*lines, *_speed_ups(choices)])
-
-
-def _speed_ups(choices: Sequence[Choice]) -> list[str]:
-    """A line for each way to run DistCA."""
-    lines = []
-    others = [c for c in choices if c.system not in WAYS]
-    for choice in choices:
-        if choice in others or choice.candidate is None:
-            continue
-        parts = [
-            f"{choice.tokens_per_second / other.tokens_per_second:.2f} times {TITLES[other.system]}"
-            if other.candidate is not None
-            else f"{TITLES[other.system]} does not fit"
-            for other in others
-        ]
-        if parts:
-            lines.append(f"{TITLES[choice.system]}: {'; '.join(parts)}")
-    return lines
-
-
-def plot_choices(choices: Sequence[Choice], job: Job, path: Path) -> None:
-    """Draws tokens per second and memory of each system; the suffix says in which format.
-
-    Raises:
-        ImportError: matplotlib is not installed.
-        ValueError: the suffix is no format that matplotlib can write.
-    """
-    figure = _figure(figsize=(11, 0.7 * len(choices) + 2.5), layout="constrained")
-    speed, memory = figure.subplots(1, 2, sharey=True)
-    names = [TITLES[choice.system] for choice in choices]
-    speed.barh(names, np.nan_to_num([choice.tokens_per_second for choice in choices]))
-    memory.barh(names, np.nan_to_num([choice.memory_gb for choice in choices]), color="tab:green")
-    memory.axvline(job.cluster.usable_bytes / 1e9, color="black", linestyle="--", linewidth=0.8)
-    for number, choice in enumerate(choices):
-        text = "out of memory" if choice.candidate is None else str(choice.candidate)
-        speed.text(0, number, f" {text}", va="center", fontsize=8)
-    speed.invert_yaxis()
-    speed.set(xlabel="tokens/s, all GPUs")
-    memory.set(xlabel="GB of the busiest GPU (dashed: usable)")
-    figure.suptitle(f"{job.gpus} GPUs of {job.cluster.name}: simulated")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=110)
 
 
 def _write(text: str) -> None:

@@ -12,7 +12,7 @@ from megatron_patches.planned_batches import NanoBatches, PlannedBatches
 
 _WITHOUT_GROUPS = {
     "per-document-cp": "is the same as packed",
-    "ring-zigzag": "is the same as packed",
+    "ring-zigzag": "has the placement of packed",
     "wlb-llm": "packs whole documents, and shards none, which is packed with another packing",
 }
 """What baselines with context-parallel groups are on groups of one rank."""
@@ -33,8 +33,8 @@ def warning_of_groups_of_one(
         return None
     if not batches.free_placement:
         return (
-            f"--distca-scheduler {name} is the same as packed with --distca-placement sequential, "
-            "which shards no document: remove one of the two"
+            f"--distca-scheduler {name} shards no document over a group with --distca-placement "
+            "sequential, which cuts documents at the ends of ranks only: remove one of the two"
         )
     for micro_batch in micro_batches:
         for documents in micro_batch.documents:

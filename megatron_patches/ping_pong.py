@@ -15,7 +15,7 @@ A piece's tensor-parallel collectives are part of it, on a process group of thei
 beside the other nano-batch's exchange.
 Autograd goes back through all of it in exactly the opposite order, since it takes the operation
 that was recorded last among those that are ready; both halves' records are of one thread. Ranks
-that only serve follow the same order (`pipeline.serve`).
+that only serve follow the same order (`serving.serve_tick`).
 """
 
 from __future__ import annotations

@@ -324,7 +324,7 @@ def test_what_is_refused(monkeypatch, flag: str, value: Any, message: str) -> No
 @pytest.mark.gpu
 @needs_gpu
 def test_cuda_graphs() -> None:
-    """Not run yet: no machine of ours has had a GPU. Also that nothing new is allocated."""
+    """Not run on any GPU yet. Also that nothing new is allocated."""
     steps = [0, 0, 2, 0, 0, 4, 3, 1, 5, 3, 0, 0, 0, 4, 2, 1, 3] * 3
     found = go_through(Layers(CudaGraphEngine(), "cuda"), steps, "cuda")
     expected = go_through(Layers(None, "cuda"), steps, "cuda")
@@ -341,7 +341,7 @@ def test_cuda_graphs() -> None:
 @pytest.mark.gpu
 @needs_gpu
 def test_a_run_with_cuda_graphs(corpus) -> None:  # noqa: F811
-    """Not run yet: no machine of ours has had a GPU."""
+    """Not run on any GPU yet."""
     flags = ["--distca", "--bf16", "--hidden-dropout", "0", "--no-gradient-accumulation-fusion"]
     flags += ["--train-iters", "8", "--eval-interval", "3", "--eval-iters", "1"]
     plain, graphed = (run(1, corpus, *flags, *more)[0] for more in ([], ["--distca-cuda-graphs"]))

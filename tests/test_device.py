@@ -1,4 +1,4 @@
-"""The device transport's kernels on a GPU. Not run yet: no machine of ours has had one."""
+"""The device transport's kernels on a GPU. Not run on any yet."""
 
 from __future__ import annotations
 

@@ -15,6 +15,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from distca.cost.models import MODELS
 from distca.simulate import CLUSTERS
@@ -173,7 +174,7 @@ def test_one_machine_without_gpus(visible: str | None, tmp_path: Path) -> None:
     assert f" --nproc-per-node {os.cpu_count()} " in done.stdout
 
 
-def test_the_demo_sees_no_gpus(tmp_path: Path) -> None:
+def test_the_demo_sees_no_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its processes, four of them in float32, are the CPU's on every machine."""
     from megatron_patches.arguments import add_distca_arguments
     from megatron_patches.lean.arguments import parse_args
@@ -198,6 +199,8 @@ def test_the_demo_sees_no_gpus(tmp_path: Path) -> None:
     )
     devices, command = done.stdout.splitlines()
     assert devices == ""
+    # As it is where none are visible.
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     args = parse_args(add_distca_arguments, pretrain_flags(command), 4)
     validate_distca_arguments(args)
     assert args.data_parallel_size == 4

@@ -176,7 +176,7 @@ def allocations(plans: list[tuple[Plan, ...]], head_groups: int) -> list[tuple[i
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("head_groups", [1, 2])
 def test_a_gpu_s_allocator_is_quiet_in_steady_state(ranks, head_groups: int) -> None:
-    """Not run yet: no machine of ours has had a GPU. Exchanges need two."""
+    """Not run on any GPU yet. Exchanges need two."""
     world_size = min(2, torch.cuda.device_count())
     plans = varying_plans(50, 2, world_size)
     # What kernels allocate themselves is of the size of their tasks: the most comes first.

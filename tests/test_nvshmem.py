@@ -1,4 +1,4 @@
-"""How ranks start, use and end NVSHMEM, with a stand-in for it: no machine of ours has had GPUs."""
+"""How ranks start, use and end NVSHMEM, with a stand-in for it."""
 
 from __future__ import annotations
 

@@ -68,7 +68,9 @@ MODES = [
         ("greedy", "keep", []),
     )
 ]
-both_ways = pytest.mark.parametrize("nano_batches", [[], [WHOLE]], ids=["ping-pong", "whole"])
+both_ways = pytest.mark.parametrize(
+    "nano_batches", [["--distca-ping-pong"], [WHOLE]], ids=["ping-pong", "whole"]
+)
 _REFERENCES: dict[tuple[int, int, str, int], StepsDone] = {}
 _MORE_REFERENCES: dict[str, StepsDone] = {}
 

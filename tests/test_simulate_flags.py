@@ -98,9 +98,10 @@ def check(args: Namespace, candidate: Candidate, job: Job) -> None:
         # A sequence is less than a block of each rank, and an odd number of blocks.
         replace(JOB, context=512, sequences=24),
         replace(JOB, context=640, sequences=16),
+        replace(JOB, context=1000, sequences=32),
         replace(JOB, gpus=6, cluster=replace(JOB.cluster, gpus_per_node=6), context=1536),
     ],
-    ids=["even", "groups", "short", "odd", "six"],
+    ids=["even", "groups", "short", "odd", "no blocks", "six"],
 )
 def test_every_configuration_is_trained_as_it_is_simulated(system: str, job: Job) -> None:
     found = divisions(system, job, [1, 2, 4], [1, 2, 4])

@@ -18,13 +18,15 @@ from distca.attention.kernel import Gradients, Kernel
 
 def make_flash_kernel() -> Kernel:
     """The `flash-attn` package's kernel where it is installed, else torch's own."""
-    # A package of that name may also hold other versions' kernels alone.
-    if (
-        importlib.util.find_spec("flash_attn") is not None
-        and importlib.util.find_spec("flash_attn.flash_attn_interface") is not None
-    ):
-        return FlashAttnKernel()
-    return TorchFlashKernel()
+    if importlib.util.find_spec("flash_attn") is None:
+        return TorchFlashKernel()
+    try:
+        # A package of that name may also hold other versions' kernels alone.
+        there = importlib.util.find_spec("flash_attn.flash_attn_interface") is not None
+    except ImportError:
+        # It is there, but broken: the kernel's own error says what to do.
+        there = True
+    return FlashAttnKernel() if there else TorchFlashKernel()
 
 
 class _Offsets:

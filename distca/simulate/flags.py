@@ -28,22 +28,25 @@ def training_flags(candidate: Candidate, job: Job) -> list[str]:
         Flags, each with its value.
 
     Raises:
-        ValueError: training cannot cut the sequences so that each rank has whole attention blocks.
+        ValueError: training cannot cut the sequences so that each rank has whole attention blocks,
+            or the configuration is one without `--distca`.
     """
     c, cluster = candidate, job.cluster
-    assert c.system in WAYS, c.system
+    if c.system not in WAYS:
+        raise ValueError(f"{c.system} is simulated without --distca: give one of {', '.join(WAYS)}")
     way = WAYS[c.system](max_in_flight=c.max_in_flight)
     sequences = _sequences_of_a_window(c, job)
     samples = job.sequences // c.micro_batches // sequences
+    seq_length = sequences * job.context // c.data
     tolerance = job.tolerance if c.tolerance is None else c.tolerance
     flags = [
         f"--tensor-model-parallel-size {c.tensor}",
         *(["--sequence-parallel"] if c.tensor > 1 else []),
         f"--pipeline-model-parallel-size {c.stages}",
-        f"--seq-length {sequences * job.context // c.data}",
+        f"--seq-length {seq_length}",
         f"--micro-batch-size {samples}",
         f"--global-batch-size {samples * c.data * c.micro_batches}",
-        f"--max-position-embeddings {job.context}",
+        f"--max-position-embeddings {max(job.context, seq_length)}",
         # What memory and the reduction of gradients were counted with: see `ModelCosts`.
         *("--bf16", "--use-distributed-optimizer"),
         *("--overlap-grad-reduce", "--overlap-param-gather"),
@@ -98,7 +101,8 @@ def how_to_train(choices: Sequence[Choice], job: Job) -> list[str]:
     except ValueError as error:
         return [f"No flags of pretrain_gpt.py for {what}: {error}"]
     return [
-        f"Flags of pretrain_gpt.py for {what}, beside those of the model and the data:",
+        f"Flags of pretrain_gpt.py for {what}, beside those of the model, the data and the "
+        "learning rate:",
         format_flags(flags),
     ]
 

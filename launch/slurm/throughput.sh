@@ -38,4 +38,5 @@ on_all_ranks benchmarks/throughput.py "${model_flags[@]}" \
     --bf16 --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather \
     --tensor-model-parallel-size 8 --seq-length 32768 --vocab-size 128256 \
     --distca-gpus-per-node "$ranks_per_node" --tolerances 0.1 --modes ping-pong \
-    --distca-context-parallel-size "$group" --schedulers per-document-cp wlb-llm greedy tiles --output "$output" "${flags[@]}"
+    --distca-context-parallel-size "$group" --schedulers per-document-cp wlb-llm greedy tiles \
+    --output "$output" "${flags[@]}"
