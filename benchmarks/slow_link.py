@@ -13,7 +13,9 @@ step of `--distca` in four ways, in turn, in the same processes:
 * signal: every message is one byte (`--distca-ablation signal`), so that only imbalance is left.
 
 A step here is forward and backward; the reduction of gradients, which is the same for all, is left
-out. What a way takes longer than signal is the communication that it exposes. Link seconds are the
+out. What a way takes longer than signal is the communication that it exposes; a part of it is no
+waiting, but the CPU seconds that a process spends on sending and receiving, for which network cards
+have no hardware here. Link seconds are the
 bytes over the speed of a link: in each phase those that the busiest rank sends or receives, since
 phases of an exchange follow each other. With `--append` the rows join those of earlier runs.
 """
@@ -85,6 +87,7 @@ def work(rank: int, base: Setting, sizes: list[int], store: str) -> None:
         found = {
             name: {
                 "seconds": statistics.median(step.seconds for step in row),
+                "cpu_seconds": statistics.median(step.cpu_seconds for step in row),
                 "bytes": row[0].bytes_sent,
             }
             for name, row in steps.items()
@@ -96,6 +99,7 @@ def work(rank: int, base: Setting, sizes: list[int], store: str) -> None:
             {
                 name: {
                     "seconds": everyones[0][name]["seconds"],
+                    "cpu_seconds": statistics.mean(each[name]["cpu_seconds"] for each in everyones),
                     # Phases follow each other, so each takes its busiest rank's time.
                     "bytes": sum(
                         max(each[name]["bytes"].get(phase, 0) for each in everyones)
@@ -209,7 +213,9 @@ def report(runs: list[dict[str, Any]]) -> str:
             "; ".join(dict.fromkeys(run["setting"] for run in runs))
             + "; fp32, one document on all ranks; forward and backward without the reduction of "
             "gradients; medians of the rounds. Link s: the bytes over the speed of a link. Busy: "
-            "link s over the step with signals. Exposed: what a way takes longer than signal.",
+            "link s over the step with signals. Exposed: what a way takes longer than signal. Of it "
+            "CPU: what a process computes longer than with signals, on the average of both: TCP is "
+            "on the cores that train.",
             "",
             table(rows),
             "",
@@ -223,7 +229,8 @@ def table(rows: list[dict[str, Any]]) -> str:
     columns = ["width", "tokens of a rank", "Mbit/s", "MB", "link s", "busy"]
     columns += [f"{name}, s" for name in WAYS]
     columns += ["exposed s: single-stream", "ping-pong", "head groups"]
-    columns += ["ping-pong / signal", "head groups / signal"]
+    columns += ["of it CPU s: ping-pong", "head groups"]
+    columns += ["over signal: single-stream", "ping-pong", "head groups"]
     table = [columns, ["---"] * len(columns)]
     for row in rows:
         seconds = [row["ways"][name]["seconds"] for name in WAYS]
@@ -231,11 +238,13 @@ def table(rows: list[dict[str, Any]]) -> str:
         *others, signal = seconds
         exposed = [each - signal for each in others]
         link = row["link_seconds"]
+        cpu = [row["ways"][name]["cpu_seconds"] for name in WAYS]
+        computed = [each - cpu[-1] for each in cpu[1:-1]]
         table.append(
             [f"{row['width']}", f"{row['tokens']}", f"{row['mbit_per_s']:g}", f"{sent:.1f}"]
             + [f"{link:.2f}", f"{link / signal:.0%}"]
-            + [f"{figure:.2f}" for figure in (*seconds, *exposed)]
-            + [f"{each / signal:.3f}" for each in others[1:]]
+            + [f"{figure:.2f}" for figure in (*seconds, *exposed, *computed)]
+            + [f"{each / signal:.3f}" for each in others]
         )
     return "\n".join(f"| {' | '.join(row)} |" for row in table)
 

@@ -251,5 +251,5 @@ def test_a_slow_link(tmp_path) -> None:
     assert ways["head groups"]["bytes"] == ways["ping-pong"]["bytes"]
     assert 0 < ways["signal"]["bytes"] < 1000 < ways["ping-pong"]["bytes"]
     assert row["link_seconds"] == pytest.approx(ways["ping-pong"]["bytes"] * 8 / 100e6)
-    assert "head groups / signal" in (tmp_path / "slow_link.md").read_text()
+    assert "over signal: single-stream" in (tmp_path / "slow_link.md").read_text()
     assert (tmp_path / "slow_link.png").stat().st_size > 0
