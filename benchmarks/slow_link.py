@@ -13,11 +13,11 @@ step of `--distca` in four ways, in turn, in the same processes:
 * signal: every message is one byte (`--distca-ablation signal`), so that only imbalance is left.
 
 A step here is forward and backward; the reduction of gradients, which is the same for all, is left
-out. What a way takes longer than signal is the communication that it exposes; a part of it is no
-waiting, but the CPU seconds that a process spends on sending and receiving, for which network cards
-have no hardware here. Link seconds are the
-bytes over the speed of a link: in each phase those that the busiest rank sends or receives, since
-phases of an exchange follow each other. With `--append` the rows join those of earlier runs.
+out. What a way takes longer than signal is the communication that it exposes. A part of that is no
+waiting, but CPU seconds of sending and receiving, on the cores that train: there is no network card
+to do it. Link seconds are the bytes over the speed of a link: in each phase those that the busiest
+rank sends or receives, since phases of an exchange follow each other. With `--append` the rows join
+those of earlier runs.
 """
 
 from __future__ import annotations
@@ -213,9 +213,9 @@ def report(runs: list[dict[str, Any]]) -> str:
             "; ".join(dict.fromkeys(run["setting"] for run in runs))
             + "; fp32, one document on all ranks; forward and backward without the reduction of "
             "gradients; medians of the rounds. Link s: the bytes over the speed of a link. Busy: "
-            "link s over the step with signals. Exposed: what a way takes longer than signal. Of it "
-            "CPU: what a process computes longer than with signals, on the average of both: TCP is "
-            "on the cores that train.",
+            "link s over the step with signals. Exposed: what a way takes longer than signal. Of "
+            "it CPU: what a process computes longer than with signals, a mean of all: TCP runs on "
+            "the cores that train.",
             "",
             table(rows),
             "",

@@ -217,7 +217,7 @@ def report(
         "# The simulator against real processes",
         "",
         *(f"    {command}" for command in commands),
-        *([""] if commands else []),
+        "",
         f"{setting.processes} processes on {cpu_name()}, torch {torch.__version__}; "
         f"{setting.layers} layers of width {setting.hidden_size}, {setting.seq_length:,} tokens a "
         f"rank, {setting.batches} batches of each mix, {', '.join(setting.modes)}; medians of "
@@ -252,11 +252,11 @@ def report(
     return "\n".join(lines) + "\n"
 
 
-def run(output: Path, *arguments: str) -> str:
-    """Runs a command of this repository; returns it as one would type it, with DIR for `output`."""
+def run(*arguments: str) -> str:
+    """Runs a command of this repository; returns it as one would type it."""
     root = Path(__file__).parent.parent
     subprocess.run([sys.executable, *arguments], check=True, cwd=root)
-    return " ".join(["python", *arguments]).replace(str(output), "DIR")
+    return " ".join(["python", *arguments])
 
 
 def main() -> None:
@@ -272,26 +272,25 @@ def main() -> None:
     parser.add_argument("--modes", nargs="+", default=list(MODES), choices=MODES)
     parser.add_argument("--processes", type=int, default=2)
     args = parser.parse_args()
+    typed = " ".join(["python benchmarks/validate_simulator.py", *sys.argv[1:]])
+    commands = [typed.replace(str(args.output), "DIR")]
     args.output = args.output.absolute()
     args.output.mkdir(parents=True, exist_ok=True)
-    commands = []
     steps = args.throughput or args.output / "throughput.json"
     if args.throughput is None:
-        commands.append(
-            run(
-                args.output,
-                *("benchmarks/throughput.py", "--modes", *args.modes),
-                *("--schedulers", *SCHEDULERS, "--mixes", *args.mixes),
-                *("--processes", str(args.processes)),
-                *("--distca-context-parallel-size", str(args.processes)),
-                *("--output", str(args.output)),
-                *("--seq-length", str(args.seq_length), "--hidden-size", str(args.hidden_size)),
-                *("--batches", str(args.batches), "--rounds", str(args.rounds)),
-            )
+        run(
+            *("benchmarks/throughput.py", "--modes", *args.modes),
+            *("--schedulers", *SCHEDULERS, "--mixes", *args.mixes),
+            *("--processes", str(args.processes)),
+            *("--distca-context-parallel-size", str(args.processes)),
+            *("--output", str(args.output)),
+            *("--seq-length", str(args.seq_length), "--hidden-size", str(args.hidden_size)),
+            *("--batches", str(args.batches), "--rounds", str(args.rounds)),
         )
     saved = json.loads(steps.read_text())
     if "model" not in saved:
         parser.error(f"{steps} is not a throughput.json that `throughput.py --output` wrote")
+    commands.append(saved["command"])
     setting, model = Setting.of_json(saved["setting"]), ModelSize(**saved["model"])
     if max(setting.stages, setting.tensor_parallel, setting.micro_batches) > 1:
         parser.error(
@@ -300,21 +299,20 @@ def main() -> None:
         )
     if args.profile is None:
         args.profile = args.output / "simulator_profile.json"
-        commands.append(
-            run(
-                args.output,
-                *("-m", "distca.cost.profile", "--dtype", "fp32"),
-                *("--head-dim", str(model.head_dim)),
-                *("--heads", str(model.heads), "--kv-heads", str(model.kv_heads)),
-                *("--max-length", str(setting.seq_length), "--output", str(args.profile)),
-            )
+        profiled = run(
+            *("-m", "distca.cost.profile", "--dtype", "fp32"),
+            *("--head-dim", str(model.head_dim)),
+            *("--heads", str(model.heads), "--kv-heads", str(model.kv_heads)),
+            *("--max-length", str(setting.seq_length), "--output", str(args.profile)),
         )
+        commands.append(profiled)
     profile = Profile.load(args.profile)
     torch.set_num_threads(1)
     seconds = {mix: saved["mixes"][mix]["seconds"] for mix in setting.mixes}
     rest = statistics.median(value for mix in seconds.values() for value in mix[SHORT])
     machine = describe_machine(setting, model, profile, rest)
     found = predictions_of(setting, model, seconds, machine, profile)
+    commands = [command.replace(str(args.output), "DIR") for command in commands]
     text = report(setting, machine, profile, found, commands)
     (args.output / "simulator.md").write_text(text)
     rows = [asdict(p) | {"error": p.error} for p in found]
