@@ -164,7 +164,7 @@ def figure_6(runner: Runner, options: Options) -> Report:
         "",
         *table(rows),
         "",
-        "Where the imbalance that more DP brings is here, but the most CP is the fastest: in two "
+        "The imbalance that more DP brings is here, too, but the most CP is the fastest: in two "
         "sequences of 512K a few documents have most of the work, so that ranks of small groups "
         "are idle while they wait for those; and a long document's activations lie on one rank "
         "then, which has no room for them. What CP costs is as in Figure 3 on 8 nodes, with an "
