@@ -20,9 +20,11 @@ What a plan is and who makes it: `distca/plan`, `distca/schedule`; how it is exe
 `distca/runtime`.
 """
 
+import os
+
 from megatron_patches.gpt_job import GPT_JOB
 from megatron_patches.loop import choose_loop
 
 if __name__ == "__main__":
-    pretrain = choose_loop()
+    pretrain = choose_loop(os.environ)
     pretrain(GPT_JOB)

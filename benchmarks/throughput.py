@@ -209,7 +209,7 @@ def main() -> None:
 
     parser = build_parser()
     args, megatron_flags = parser.parse_known_args()
-    process = LaunchedProcess.by_torchrun()
+    process = LaunchedProcess.by_torchrun(os.environ)
     try:
         setting = setting_of(args, megatron_flags, 0 if process.alone else process.world_size)
     except ValueError as error:

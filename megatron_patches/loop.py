@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from functools import partial
 
 from megatron_patches.job import Job
 
 
-def choose_loop() -> Callable[[Job], None]:
-    """Megatron-LM's own loop where `megatron.training` is installed, else the lean one."""
+def choose_loop(environment: Mapping[str, str]) -> Callable[[Job], None]:
+    """Megatron-LM's own loop where `megatron.training` is installed, else the lean one.
+
+    Args:
+        environment: what the launcher told this process, for the lean one.
+    """
     if importlib.util.find_spec("megatron.training") is not None:
         from megatron_patches import upstream
 
         return upstream.pretrain
     from megatron_patches.lean import training
 
-    return training.pretrain
+    return partial(training.pretrain, process=training.LaunchedProcess.by_torchrun(environment))

@@ -15,7 +15,7 @@ import sys
 import time
 import traceback
 from argparse import Namespace
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -33,7 +33,7 @@ from megatron_patches.without_te import repair_megatron
 logger = logging.getLogger(__name__)
 
 
-def pretrain(job: Job, argv: Sequence[str] | None = None) -> None:
+def pretrain(job: Job, process: LaunchedProcess, argv: Sequence[str] | None = None) -> None:
     """Parses the command line, trains, and ends every process group.
 
     A rank that fails prints its message and ends at once with a status other than 0, so that the
@@ -41,11 +41,11 @@ def pretrain(job: Job, argv: Sequence[str] | None = None) -> None:
 
     Args:
         job: what to run.
+        process: which of the job's this is.
         argv: the command line; None: this process's.
     """
     from megatron_patches.lean.logs import setup_logging
 
-    process = LaunchedProcess.by_torchrun()
     setup_logging(process.rank)
     args = _arguments_or_exit(job, argv, process)
     with ending_the_job_on_failure():
@@ -94,9 +94,12 @@ class LaunchedProcess:
     alone: bool = True
 
     @staticmethod
-    def by_torchrun() -> LaunchedProcess:
-        """torchrun tells by environment variables: they are its interface, not configuration."""
-        told = os.environ
+    def by_torchrun(told: Mapping[str, str]) -> LaunchedProcess:
+        """What torchrun says.
+
+        Args:
+            told: this process's environment variables, which are torchrun's interface.
+        """
         if "RANK" not in told:
             return LaunchedProcess()
         return LaunchedProcess(
