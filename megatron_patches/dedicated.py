@@ -12,7 +12,7 @@ import logging
 import math
 import signal
 from argparse import Namespace
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -194,6 +194,5 @@ def _serve_global_batch(args: Namespace, ticks: TickStream) -> None:
         for number in range(len(current.schedule.ticks)):
             if number:
                 current = next(ticks)
-            placed = made.core_attention.buffers.place(current.exchanges)
-            current = replace(current, exchanges=placed)
-            serve_tick(made, current, list(layers), 1 / math.sqrt(args.kv_channels), activation)
+            placed = made.placed(current)
+            serve_tick(made, placed, list(layers), 1 / math.sqrt(args.kv_channels), activation)

@@ -12,7 +12,6 @@ from __future__ import annotations
 import contextlib
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -268,21 +267,13 @@ class _GlobalBatch:
                 f"the loop asks for {self._micro_batches}"
             )
         for number in range(len(schedule.ticks)):
-            current = self._placed(next(self._ticks) if number else first)
+            current = self._made.placed(next(self._ticks) if number else first)
             self._trace.labels = {"tick": number} | self._label(current)
             with self._trace.span(self._title(current), "ticks"):
                 made = self._compute(current)
             with self._trace.span("pass on", "pipeline"):
                 self._pass_on(current, made)
         self._trace.labels = {}
-
-    def _placed(self, current: TickInput) -> TickInput:
-        """With its exchanges in the buffers, where each tick's take the place of the last one's.
-
-        Only when it is run: a loop may have asked for it before, and run it again.
-        """
-        placed = self._made.core_attention.buffers.place(current.exchanges)
-        return replace(current, exchanges=placed)
 
     def _label(self, current: TickInput) -> dict[str, Any]:
         """What the trace says of a tick."""

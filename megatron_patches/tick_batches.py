@@ -201,6 +201,13 @@ class TickBatches:
                 memory,
             )
 
+    def placed(self, tick: TickInput) -> TickInput:
+        """A tick with its exchanges in the buffers, where they take the place of the last one's.
+
+        Only for when it is run: a loop may have asked for it before, and run it again.
+        """
+        return replace(tick, exchanges=self.core_attention.buffers.place(tick.exchanges))
+
     def _memory(self, ticks: list[PlannedTick]) -> CoreAttentionMemory:
         """What the largest plan of some ticks needs."""
         largest = CoreAttentionMemory()

@@ -210,7 +210,7 @@ def test_predictions_rank_as_measured_or_not() -> None:
     assert ranking(found) == "ranked as measured, but for packed and plain (20.0% apart)"
     assert ranking([*found[:2], replace(found[2], predicted=3.0)]) == "ranked as measured"
     # A simulator for which all is alike has not ranked anything.
-    assert not ranked([1.0, 2.0, 3.0], [1.0, 1.004, 1.0])
+    assert not ranked([1.0, 2.0, 3.0], [1.0, 1.004, 1.008])
     # What cannot be told apart is not ranked, nor what is the same.
     assert ranked([1.0, 1.01, 3.0], [1.0, 0.9, 2.0])
     assert ranked([1.0, 2.0, 3.0], [1.0, 1.0, 2.0], plans="aab")
