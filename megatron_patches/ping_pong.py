@@ -10,11 +10,19 @@ is, for each layer:
     pong: the same                                                     ping's outputs are under way
     ping: wait for outputs, ...                                        pong's outputs are under way
 
+Where no outputs come back from elsewhere, pong's kernels come later (`distca.runtime.fill_slots`):
+
+    ping: wait for inputs, run kernels                                 pong's inputs are under way
+    ping: post-attention, pre-attention of the next layer; start to send its inputs
+    pong: wait for inputs, run kernels                                 ping's inputs are under way
+    pong: post-attention, pre-attention of the next layer; ...         ping's inputs are under way
+
 Post-attention of a layer and pre-attention of the next are one piece: nothing waits between them.
 A piece's tensor-parallel collectives are part of it, on a process group of their own, so they run
 beside the other nano-batch's exchange.
-Autograd goes back through all of it in exactly the opposite order, since it takes the operation
-that was recorded last among those that are ready; both halves' records are of one thread. Ranks
+Autograd goes back through all of it in exactly the opposite of the first order, since it takes the
+operation that was recorded last among those that are ready; both halves' records are of one thread,
+and kernels that come later are recorded where they would have been. Ranks
 that only serve follow the same order (`serving.serve_tick`).
 """
 

@@ -21,7 +21,7 @@ from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import get_model_config, get_model_type
 
-from distca.runtime import Exchange
+from distca.runtime import Exchange, fill_slots
 from distca.schedule import Phase, Work
 from megatron_patches.attention import DisaggregatedCoreAttention
 from megatron_patches.batch import MicroBatch
@@ -443,9 +443,11 @@ def give_exchanges(micro_batch: MicroBatch, exchanges: Sequence[Exchange]) -> No
     """Lets the core attention of a micro-batch's pass use the exchanges of the tick that runs."""
     params = micro_batch.packed_seq_params
     assert params is not None
-    for each, exchange in zip(params.halves or (params,), exchanges, strict=True):
+    slots = []
+    for each in params.halves or (params,):
         assert each.slot is not None
-        each.slot.exchange = exchange
+        slots.append(each.slot)
+    fill_slots(slots, exchanges)
 
 
 def core_attention_modules(chunk: torch.nn.Module) -> list[DisaggregatedCoreAttention]:

@@ -172,6 +172,45 @@ def test_rank_without_tokens_and_rank_without_tasks(ranks, backward: str, over: 
     check(ranks, Plan(lengths, placement, tasks), (4, 2, 8), backward=backward, over=over)
 
 
+@pytest.mark.parametrize("server", [0, 1, 2])
+def test_exchanges_in_which_nothing_moves_are_left_out(ranks, server: int) -> None:
+    """Two documents; the second's queries are computed at home, or beside the first, or neither."""
+    lengths = np.array([128, 128])
+    placement = Placement(
+        document=np.array([0, 1, 1]),
+        start=np.array([0, 0, 64]),
+        end=np.array([128, 64, 128]),
+        rank=np.array([0, 1, 1 if server == 1 else 2]),
+        world_size=3,
+    )
+    tasks = Tasks.from_rows(
+        [(0, 0, 128, 0, 128, 0), (1, 0, 64, 0, 64, 1), (1, 64, 128, 0, 128, server)]
+    )
+    plan = Plan(lengths, placement, tasks)
+    found = ranks.run(exchanges_of, plan, world_size=3)
+    assert found == 3 * [
+        [
+            # Queries, keys and values travel; keys and values alone; nothing.
+            ["dispatch", "return", "dispatch_backward", "return_backward"],
+            [],
+            ["dispatch", "dispatch_backward", "return_backward"],
+        ][server]
+    ]
+
+
+def exchanges_of(plan: Plan) -> list[str]:
+    """The phases of the exchanges that a rank starts, there and back."""
+    rank = dist.get_rank()
+    attention = core_attention_for(plan, (2, 2, 8), "resend", "float32")
+    start, phases = attention.transport.start, []
+    attention.transport.start = lambda phase, *more: phases.append(phase) or start(phase, *more)
+    rows = int(plan.placement.tokens_per_rank()[rank])
+    q, k, v = (torch.randn(rows, 2, 8, requires_grad=True) for _ in range(3))
+    (exchange,) = attention.buffers.place([build_exchange(plan, rank)])
+    attention(q, k, v, ExchangeSlot(exchange), SCALE).sum().backward()
+    return phases
+
+
 def test_wrong_number_of_rows_is_refused() -> None:
     lengths = np.array([4])
     placement = Placement(*(np.array([x]) for x in (0, 0, 4, 0)), world_size=1)

@@ -71,6 +71,11 @@ MODES = [
 both_ways = pytest.mark.parametrize(
     "nano_batches", [["--distca-ping-pong"], [WHOLE]], ids=["ping-pong", "whole"]
 )
+# Its plans return no outputs: the kernels of pong come later.
+LATE = ["--distca-scheduler", "per-document-cp", "--distca-context-parallel-size"]
+RECOMPUTE = (
+    "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1".split()
+)
 _REFERENCES: dict[tuple[int, int, str, int], StepsDone] = {}
 _MORE_REFERENCES: dict[str, StepsDone] = {}
 
@@ -150,6 +155,7 @@ def test_heads_in_groups(ranks) -> None:
         ("DP3", ["--distca-head-groups", "4"]),
         ("DP3", ["--distca-head-groups", "2", "--distca-transport", "shm", WHOLE]),
         ("TP2-SP-DP2", ["--distca-head-groups", "2", "--distca-transport", "shm"]),
+        ("DP3", ["--distca-head-groups", "2", *LATE, "3"]),
     ):
         world_size, window_tokens, more = LAYOUTS[layout]
         run = [*more, *global_batch(more, world_size), *GROUPS[4], "--distca", *flags]
@@ -181,9 +187,10 @@ def test_shared_memory(ranks) -> None:
         ["--use-distributed-optimizer"],
         ["--use-distributed-optimizer", "--overlap-grad-reduce", "--overlap-param-gather"],
         ["--recompute-activations"],
-        "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1".split(),
+        RECOMPUTE,
+        [*RECOMPUTE, *LATE, "2"],
     ],
-    ids=["sharded optimizer", "overlap", "recompute selectively", "recompute fully"],
+    ids=["sharded optimizer", "overlap", "recompute selectively", "recompute fully", "late"],
 )
 def test_it_mixes(ranks, extra: list[str]) -> None:
     """Three steps with Megatron's other features equal the plain process's."""
@@ -202,7 +209,8 @@ def test_every_scheduler_on_many_documents(ranks, scheduler: str, nano_batches: 
     steps, world_size = 2, 4
     lengths = many_documents(steps * 4 * 1024)
     flags = ["--seq-length", "256", "--global-batch-size", "16", *GROUPS[2], "--distca"]
-    flags += ["--distca-scheduler", scheduler, *nano_batches]
+    chosen = [*LATE, "2"] if scheduler in LATE else ["--distca-scheduler", scheduler]
+    flags += [*chosen, *nano_batches]
     found = ranks.run(train, flags, lengths, steps, world_size=world_size)
     plain = ["--seq-length", "1024", "--global-batch-size", "4", *GROUPS[2]]
     plain += ["--attention-backend", "local"]

@@ -442,6 +442,7 @@ def order_of_events(tmp_path: Path, ranks, flags: list[str]) -> list[list[tuple[
 def test_the_order_of_ping_and_pong(ranks, tmp_path: Path) -> None:
     """Each communicates while the other computes; backward is the exact mirror."""
     flags = ["--num-layers", "2", "--distca", "--seq-length", str(WINDOW // 2)]
+    flags += ["--distca-scheduler", "greedy"]
     forward = ["dispatch", "wait for dispatch", "core attention", "return", "wait for return"]
     found = order_of_events(tmp_path, ranks, flags)
     assert found[0] == found[1]
@@ -457,8 +458,33 @@ def test_the_order_of_ping_and_pong(ranks, tmp_path: Path) -> None:
         *((name, "2", nano) for nano in ("ping", "pong") for name in compute),
         *(("wait for return", "2", nano) for nano in ("ping", "pong")),
     ]
+    assert back == backward_of_two_layers()
+
+
+def test_kernels_come_later_where_nothing_returns(ranks, tmp_path: Path) -> None:
+    """Ping's next linear layers, and its dispatch, come before pong's kernels; not backward."""
+    flags = ["--num-layers", "2", "--distca", "--seq-length", str(WINDOW // 2)]
+    flags += ["--distca-scheduler", "per-document-cp", "--distca-context-parallel-size", "2"]
+    found = order_of_events(tmp_path, ranks, flags)
+    assert found[0] == found[1]
+    there = [event for event in found[0] if "backward" not in event[0]]
+    back = [event for event in found[0] if "backward" in event[0]]
+    whole = ["wait for dispatch", "core attention", "return", "wait for return"]
+    assert there == [
+        ("dispatch", "1", "ping"),
+        ("dispatch", "1", "pong"),
+        *((name, "1", "ping") for name in whole),
+        ("dispatch", "2", "ping"),
+        *((name, "1", "pong") for name in whole),
+        ("dispatch", "2", "pong"),
+        *((name, "2", nano) for nano in ("ping", "pong") for name in whole),
+    ]
+    assert back == backward_of_two_layers()
+
+
+def backward_of_two_layers() -> list[tuple[str, str, str]]:
     compute = [f"{name} backward" for name in ("wait for dispatch", "core attention", "return")]
-    assert back == [
+    return [
         *(("dispatch backward", "2", nano) for nano in ("pong", "ping")),
         *((name, "2", nano) for nano in ("pong", "ping") for name in compute),
         *(("wait for return backward", "2", "pong"), ("dispatch backward", "1", "pong")),

@@ -158,9 +158,9 @@ def test_ping_pong_hides_an_exchange_shorter_than_the_compute_beside_it() -> Non
 
 def test_head_groups_hide_what_a_dispatch_takes_longer_than_linear_layers() -> None:
     free = over_a_link(1e9, ping_pong=True, kv_heads=8).seconds()
-    timed = over_a_link(50.0, ping_pong=True, kv_heads=8)
+    timed = over_a_link(45.0, ping_pong=True, kv_heads=8)
     # Busy for less than the compute, yet exposed: kernels wait for a whole nano-batch's rows.
-    assert 0.5 * free < timed.link_seconds < 0.8 * free
+    assert 0.6 * free < timed.link_seconds < 0.8 * free
     exposed = [timed.seconds(head_groups=groups) - free for groups in (1, 2, 4)]
     assert exposed[0] > 0.1 * free
     assert exposed[0] > 2 * exposed[1] > 4 * exposed[2] > 0

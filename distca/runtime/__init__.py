@@ -2,7 +2,7 @@
 
 from distca.runtime.buffers import Buffers
 from distca.runtime.call import Call
-from distca.runtime.core_attention import CoreAttention, ExchangeSlot
+from distca.runtime.core_attention import CoreAttention, ExchangeSlot, fill_slots
 from distca.runtime.exchange import Exchange, KernelCall, build_exchange
 from distca.runtime.prefetch import Prefetcher
 from distca.runtime.trace import Trace, write_trace
@@ -17,5 +17,6 @@ __all__ = [
     "Prefetcher",
     "Trace",
     "build_exchange",
+    "fill_slots",
     "write_trace",
 ]

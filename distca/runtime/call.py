@@ -16,7 +16,8 @@ class Call:
 
     Every rank does the same steps in the same order: `start`, `compute`, `finish`; and for the
     gradients `start_backward`, `compute_backward`, `finish_backward`. Exchanges that a step starts
-    are waited for by the next.
+    are waited for by the next. A late call computes in `finish`: what other work there is before
+    that hides the dispatch, too. The gradients' steps are the same.
 
     With several head groups each step does theirs one after the other: the first group's kernels
     run while the others' rows are under way, and its outputs return while the others' kernels run.
@@ -24,10 +25,11 @@ class Call:
 
     Args:
         groups: the calls of the head groups.
+        late: see above.
     """
 
-    def __init__(self, groups: Sequence[GroupCall]) -> None:
-        self._groups = groups
+    def __init__(self, groups: Sequence[GroupCall], late: bool = False) -> None:
+        self._groups, self._late = groups, late
 
     def _of_groups(self, tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Views of each group's heads of `[rows, heads, ...]`."""
@@ -39,12 +41,18 @@ class Call:
             group.start(*inputs)
 
     def compute(self) -> None:
-        """Runs the kernels, and sends outputs to their owners."""
+        """Runs the kernels, and sends outputs to their owners; a late call does that later."""
+        if not self._late:
+            self._compute()
+
+    def _compute(self) -> None:
         for group in self._groups:
             group.compute()
 
     def finish(self) -> torch.Tensor:
         """The final output of the local rows."""
+        if self._late:
+            self._compute()
         if len(self._groups) == 1:
             return self._groups[0].finish()
         out = torch.cat([group.finish() for group in self._groups], dim=1)

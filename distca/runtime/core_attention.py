@@ -10,7 +10,7 @@ done in between.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -44,10 +44,30 @@ class ExchangeSlot:
         exchange: this rank's part of the plan.
         number: of the nano-batch: which buffers its calls use, 0 or 1. Calls of one number follow
             each other, those of two may be under way together.
+        late: its kernels of a forward pass run in the last step of a call; see `fill_slots`.
     """
 
     exchange: Exchange
     number: int = 0
+    late: bool = False
+
+
+def fill_slots(slots: Sequence[ExchangeSlot], exchanges: Sequence[Exchange]) -> None:
+    """Gives nano-batches' slots the exchanges of what runs next.
+
+    Where no output of either nano-batch comes back from elsewhere, the first one's next linear
+    layers need not wait for anything. So they run before the second one's kernels, and each
+    nano-batch's inputs travel while the other's kernels *and* linear layers run. If outputs came
+    back, they would be waited for instead: then the kernels of both run first.
+
+    Args:
+        slots: of a micro-batch's nano-batches, in order.
+        exchanges: this rank's part of the plan of each.
+    """
+    for slot, exchange in zip(slots, exchanges, strict=True):
+        slot.exchange = exchange
+    if len(slots) > 1:
+        slots[-1].late = not any(exchange.q.move for exchange in exchanges)
 
 
 @dataclass(frozen=True)
@@ -140,7 +160,7 @@ class CoreAttention:
             of_group = {**labels, "head_group": group} if count > 1 else labels
             number = slot.number * count + group
             groups.append(GroupCall(self, slot, number, softmax_scale, of_group))
-        return Call(groups)
+        return Call(groups, slot.late)
 
 
 class GroupCall:

@@ -36,6 +36,7 @@ class Rows:
         receive_counts: rows from each rank.
         sent_before: rows that lower ranks send to each rank.
         returned_before: of the rows that come back to each rank, those from lower ranks.
+        move: whether any rank sends any; the same on every rank.
     """
 
     local: int
@@ -44,6 +45,7 @@ class Rows:
     receive_counts: tuple[int, ...]
     sent_before: tuple[int, ...]
     returned_before: tuple[int, ...]
+    move: bool
 
     @property
     def received(self) -> int:
@@ -179,6 +181,7 @@ def _rows(segments: Segments, rank: int, local: Int64s) -> Rows:
         receive_counts=tuple(moved[:, rank].tolist()),
         sent_before=tuple(moved[:rank].sum(axis=0).tolist()),
         returned_before=tuple(moved[:, :rank].sum(axis=1).tolist()),
+        move=bool(moved.any()),
     )
 
 

@@ -16,16 +16,20 @@ from distca.transport import Channel, Pending, Transport
 
 @dataclass(frozen=True)
 class RowsUnderWay:
-    """Rows of several tensors that were sent, and where those that arrive go."""
+    """Rows of several tensors that were sent, and where those that arrive go.
 
-    pending: Pending
+    There is nothing to wait for where no rank sends any.
+    """
+
+    pending: Pending | None
     incoming: list[tuple[Field, torch.Tensor]]
     result: list[torch.Tensor]
 
     def wait(self) -> list[torch.Tensor]:
         """The tensors that the sender of these rows was promised, complete."""
-        unpack(self.pending.wait(), self.incoming)
-        self.pending.release()
+        if self.pending is not None:
+            unpack(self.pending.wait(), self.incoming)
+            self.pending.release()
         return self.result
 
 
@@ -36,7 +40,11 @@ def _send(
     outgoing: list[tuple[Field, torch.Tensor]],
     incoming: list[tuple[Field, torch.Tensor]],
     result: list[torch.Tensor],
+    move: bool,
 ) -> RowsUnderWay:
+    if not move:
+        # An empty exchange would still wait for its turn behind others on a GPU's stream.
+        return RowsUnderWay(None, [], result)
     sizes = message_sizes([field for field, _ in outgoing], [field for field, _ in incoming])
     pack(outgoing, transport.staging(channel, sum(sizes.send)))
     return RowsUnderWay(transport.start(phase, channel, sizes), incoming, result)
@@ -77,7 +85,9 @@ def send_to_servers(
             field = Field(rows.receive_counts, (), row_shape, tensor.dtype)
             incoming.append((field, everything[rows.local :]))
             served.append(everything)
-        return _send(transport, phase, Channel("to servers", number), outgoing, incoming, served)
+        move = any(rows.move for _, rows in tensors)
+        channel = Channel("to servers", number)
+        return _send(transport, phase, channel, outgoing, incoming, served, move)
 
 
 def send_to_owners(
@@ -114,7 +124,9 @@ def send_to_owners(
                 )
             )
         result = [rows for _, rows in incoming]
-        return _send(transport, phase, Channel("to owners", number), outgoing, incoming, result)
+        move = any(rows.move for _, rows in tensors)
+        channel = Channel("to owners", number)
+        return _send(transport, phase, channel, outgoing, incoming, result, move)
 
 
 def merge_returned(

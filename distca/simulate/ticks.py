@@ -2,7 +2,8 @@
 
 The order of events on every rank is the runtime's (`megatron_patches/ping_pong.py`): in each layer
 both nano-batches run their context-independent part and start to send, then both run kernels and
-start to return, one head group after the other. The backward pass is the exact mirror. Ranks whose
+start to return, one head group after the other. The backward pass is the exact mirror. Where no
+output comes back, pong's kernels of the forward pass come after ping's next layer. Ranks whose
 stage has nothing to run serve in the same order. Rows are copied before and after exchanges, and
 around kernels (`copies.py`), at the rate of memory. A tick ends with messages between stages;
 nothing else makes ranks wait for each other but the exchanges, and the reduction of gradients at
@@ -11,6 +12,7 @@ the end.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any, Literal
 
 import numpy as np
@@ -20,7 +22,7 @@ from distca.cost.model import CostModel
 from distca.cost.volume import BACKWARD_PHASES, FORWARD_PHASES
 from distca.plan import Plan
 from distca.plan.span import Floats
-from distca.schedule import Tick
+from distca.schedule import Phase, Tick
 from distca.simulate.batches import PlannedBatch
 from distca.simulate.costs import ModelCosts
 from distca.simulate.outcome import Outcome
@@ -149,44 +151,75 @@ class _Run:
         )
         end = post + head * self._runs_head(tick)
         first, last = (np.full(at.ranks, pre), end) if forward else (end, np.full(at.ranks, pre))
-        factor = 1.0 if forward else costs.cluster.backward_over_forward
-        to_servers, to_owners = FORWARD_PHASES if forward else BACKWARD_PHASES
-        launch = costs.cluster.launch_seconds
+        between = np.full(at.ranks, pre + post)
         numbers = list(range(len(nano)) if forward else reversed(range(len(nano))))
-        arrives: list[list[Floats]] = [[] for _ in nano]
-        returns: list[list[Floats]] = [[] for _ in nano]
-        suffix = "" if forward else " backward"
         names = NANO_BATCHES if len(nano) > 1 else (None,)
+        late = [len(nano) - 1] if forward and len(nano) > 1 and not _returns(nano) else []
+        turns = [
+            self._through(nano[n], tick.phase, (first, between, last), names[n], n in late)
+            for n in numbers
+        ]
+        ended = object()
+        while turns:
+            turns = [each for each in turns if next(each, ended) is not ended]
+
+    def _through(
+        self,
+        plan: PlanCosts,
+        phase: Phase,
+        linear: tuple[Floats, Floats, Floats],
+        name: str | None,
+        late: bool,
+    ) -> Iterator[None]:
+        """A nano-batch through all layers of a chunk; it pauses where the other goes on.
+
+        Args:
+            plan: of the nano-batch.
+            phase: of the tick.
+            linear: seconds a token before the first layer's core attention, between two layers',
+                and after the last one's.
+            name: of the nano-batch, if there are two.
+            late: its kernels run after the second pause.
+        """
+        at, forward = self._resources, phase == "forward"
+        before, between, after = linear
+        suffix = "" if forward else " backward"
         count = self._head_groups
         groups = [{"head_group": n} for n in range(count)] if count > 1 else [{}]
+        to_servers, to_owners = FORWARD_PHASES if forward else BACKWARD_PHASES
         for step in range(self._layers):
             layer = step if forward else self._layers - 1 - step
-            for n in numbers:
-                plan = nano[n]
-                labels = {"layer": layer, "nano_batch": names[n]}
-                if step:
-                    self._finish(plan, returns[n], to_owners, suffix, labels)
-                at.compute(plan.own_tokens * (first if step == 0 else pre + post))
-                arrives[n] = [
-                    self._start(plan, to_servers, f"dispatch{suffix}", labels | group)
-                    for group in groups
-                ]
-            for n in numbers:
-                plan = nano[n]
-                labels = {"layer": layer, "nano_batch": names[n]}
-                seconds = factor * plan.kernel_seconds + launch * plan.kernel_calls
-                seconds = seconds + at.traffic_seconds(plan.copied[tick.phase])
-                returns[n] = []
-                for over, group in zip(arrives[n], groups, strict=True):
-                    of_group = labels | group
-                    at.wait(over, f"wait for dispatch{suffix}", **of_group)
-                    at.compute(at.copy_seconds(plan.exchanges[to_servers].unpacked))
-                    at.compute(seconds, f"core attention{suffix}", "kernels", **of_group)
-                    returns[n].append(self._start(plan, to_owners, f"return{suffix}", of_group))
-        for n in numbers:
-            labels = {"layer": layer, "nano_batch": names[n]}
-            self._finish(nano[n], returns[n], to_owners, suffix, labels)
-            at.compute(nano[n].own_tokens * last)
+            labels = {"layer": layer, "nano_batch": name}
+            at.compute(plan.own_tokens * (between if step else before))
+            arrives = [
+                self._start(plan, to_servers, f"dispatch{suffix}", labels | group)
+                for group in groups
+            ]
+            yield
+            if late:
+                yield
+            returns = [
+                self._compute(plan, phase, over, labels | group)
+                for over, group in zip(arrives, groups, strict=True)
+            ]
+            if not late:
+                yield
+            self._finish(plan, returns, to_owners, suffix, labels)
+        at.compute(plan.own_tokens * after)
+
+    def _compute(
+        self, plan: PlanCosts, phase: Phase, over: Floats, labels: dict[str, Any]
+    ) -> Floats:
+        """A head group's kernels when its inputs are there; starts to return what they make."""
+        at, forward, cluster = self._resources, phase == "forward", self._costs.cluster
+        to_servers, to_owners = FORWARD_PHASES if forward else BACKWARD_PHASES
+        factor, suffix = (1.0, "") if forward else (cluster.backward_over_forward, " backward")
+        at.wait(over, f"wait for dispatch{suffix}", **labels)
+        at.compute(at.copy_seconds(plan.exchanges[to_servers].unpacked))
+        seconds = factor * plan.kernel_seconds + cluster.launch_seconds * plan.kernel_calls
+        seconds = seconds + at.traffic_seconds(plan.copied[phase])
+        at.compute(seconds, f"core attention{suffix}", "kernels", **labels)
+        return self._start(plan, to_owners, f"return{suffix}", labels)
 
     def _start(self, plan: PlanCosts, phase: str, name: str, labels: dict[str, Any]) -> Floats:
         """Gathers rows and starts an exchange; when it is over."""
@@ -298,3 +331,8 @@ class _Run:
         state = [costs.state_bytes(s, schedule.stages, replicas) for s in range(schedule.stages)]
         reserved = buffers.with_headroom(HEADROOM).total(nano_batches, self._head_groups)
         return most + np.array(state)[self._stage] + reserved
+
+
+def _returns(nano: list[PlanCosts]) -> bool:
+    """Whether any output of a forward pass comes back from elsewhere."""
+    return any(bool(each.exchanges["return"].packed.any()) for each in nano)
