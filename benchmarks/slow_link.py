@@ -5,19 +5,19 @@
 
 Needs root: each process runs in a network namespace of its own, all joined by a bridge, and each
 link lets through so many Mbit/s in each direction (token buckets). Every step is a real training
-step of `--distca` in four ways, in turn, in the same processes:
+step of `--distca` in five ways, in turn, in the same processes:
 
 * single-stream: every exchange is waited for where it starts (`--distca-ablation single-stream`);
 * ping-pong: as users run it;
-* head groups: ping-pong, and the heads in four groups (`--distca-head-groups 4`);
+* head groups: ping-pong, and the heads in two or four groups (`--distca-head-groups`);
 * signal: every message is one byte (`--distca-ablation signal`), so that only imbalance is left.
 
 A step here is forward and backward; the reduction of gradients, which is the same for all, is left
-out. What a way takes longer than signal is the communication that it exposes. A part of that is no
-waiting, but CPU seconds of sending and receiving, on the cores that train: there is no network card
-to do it. Link seconds are the bytes over the speed of a link: in each phase those that the busiest
-rank sends or receives, since phases of an exchange follow each other. With `--append` the rows join
-those of earlier runs.
+out. What a way takes longer than signal is the communication that it exposes; single-stream exposes
+all of it. A part of that is no waiting, but CPU seconds of sending and receiving, on the cores that
+train: there is no network card to do it. Link seconds are the bytes over the speed of a link: in
+each phase those that the busiest rank sends or receives, since phases of an exchange follow each
+other. With `--append` the rows join those of earlier runs.
 """
 
 from __future__ import annotations
@@ -47,7 +47,8 @@ from distca.cost.volume import PHASES
 WAYS = {
     "single-stream": ["--distca-ablation", "single-stream"],
     "ping-pong": [],
-    "head groups": ["--distca-head-groups", "4"],
+    "2 head groups": ["--distca-head-groups", "2"],
+    "4 head groups": ["--distca-head-groups", "4"],
     "signal": ["--distca-ablation", "signal"],
 }
 
@@ -213,9 +214,9 @@ def report(runs: list[dict[str, Any]]) -> str:
             "; ".join(dict.fromkeys(run["setting"] for run in runs))
             + "; fp32, one document on all ranks; forward and backward without the reduction of "
             "gradients; medians of the rounds. Link s: the bytes over the speed of a link. Busy: "
-            "link s over the step with signals. Exposed: what a way takes longer than signal. Of "
-            "it CPU: what a process computes longer than with signals, a mean of all: TCP runs on "
-            "the cores that train.",
+            "link s over the step with signals. Exposed: what a way takes longer than signal; "
+            "single-stream exposes all communication. Of it CPU: what a process computes longer "
+            "than with signals, a mean of all: TCP runs on the cores that train.",
             "",
             table(rows),
             "",
@@ -226,11 +227,15 @@ def report(runs: list[dict[str, Any]]) -> str:
 
 def table(rows: list[dict[str, Any]]) -> str:
     """The figures."""
-    columns = ["width", "tokens of a rank", "Mbit/s", "MB", "link s", "busy"]
+    columns = ["width", "layers", "tokens of a rank", "Mbit/s", "MB", "link s", "busy"]
     columns += [f"{name}, s" for name in WAYS]
-    columns += ["exposed s: single-stream", "ping-pong", "head groups"]
-    columns += ["of it CPU s: ping-pong", "head groups"]
-    columns += ["over signal: single-stream", "ping-pong", "head groups"]
+    compared = [name for name in WAYS if name != "signal"]
+    for title, names in (
+        ("exposed s", compared),
+        ("of it CPU s", compared[1:]),
+        ("over signal", compared),
+    ):
+        columns += [f"{title}: {names[0]}", *names[1:]]
     table = [columns, ["---"] * len(columns)]
     for row in rows:
         seconds = [row["ways"][name]["seconds"] for name in WAYS]
@@ -241,8 +246,8 @@ def table(rows: list[dict[str, Any]]) -> str:
         cpu = [row["ways"][name]["cpu_seconds"] for name in WAYS]
         computed = [each - cpu[-1] for each in cpu[1:-1]]
         table.append(
-            [f"{row['width']}", f"{row['tokens']}", f"{row['mbit_per_s']:g}", f"{sent:.1f}"]
-            + [f"{link:.2f}", f"{link / signal:.0%}"]
+            [f"{row[name]:g}" for name in ("width", "layers", "tokens", "mbit_per_s")]
+            + [f"{sent:.1f}", f"{link:.2f}", f"{link / signal:.0%}"]
             + [f"{figure:.2f}" for figure in (*seconds, *exposed, *computed)]
             + [f"{each / signal:.3f}" for each in others]
         )
@@ -284,7 +289,7 @@ def main() -> None:
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--seq-lengths", type=int, nargs="+", default=[1024, 2048, 4096])
     parser.add_argument("--mbit-per-s", type=float, nargs="+", default=[50, 200, 800])
-    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--hidden-size", type=int, default=256)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--output", type=Path, required=True, help="folder for table and plot")
@@ -330,6 +335,7 @@ def main() -> None:
             rows.append(
                 {
                     "width": setting.hidden_size,
+                    "layers": setting.layers,
                     "tokens": size,
                     "mbit_per_s": speed,
                     "link_seconds": seconds,
@@ -339,8 +345,7 @@ def main() -> None:
     command = " ".join(["python", "benchmarks/slow_link.py", *sys.argv[1:]])
     run = {
         "command": command.replace(str(args.output), "DIR"),
-        "setting": f"{setting.processes} processes on {cpu_name()}, torch {torch.__version__}, "
-        f"{setting.layers} layers",
+        "setting": f"{setting.processes} processes on {cpu_name()}, torch {torch.__version__}",
         "rows": rows,
     }
     args.output.mkdir(parents=True, exist_ok=True)

@@ -248,7 +248,8 @@ def test_a_slow_link(tmp_path) -> None:
     ways = row["ways"]
     # Head groups move the same bytes as whole heads, with overlap or without; signals hardly any.
     assert ways["single-stream"]["bytes"] == ways["ping-pong"]["bytes"]
-    assert ways["head groups"]["bytes"] == ways["ping-pong"]["bytes"]
+    assert ways["2 head groups"]["bytes"] == ways["4 head groups"]["bytes"]
+    assert ways["4 head groups"]["bytes"] == ways["ping-pong"]["bytes"]
     assert 0 < ways["signal"]["bytes"] < 1000 < ways["ping-pong"]["bytes"]
     assert row["link_seconds"] == pytest.approx(ways["ping-pong"]["bytes"] * 8 / 100e6)
     assert "over signal: single-stream" in (tmp_path / "slow_link.md").read_text()
