@@ -174,6 +174,32 @@ def test_head_groups_hide_what_a_dispatch_takes_longer_than_linear_layers() -> N
     assert timed.seconds("signal", head_groups=4) == pytest.approx(free, rel=1e-6)
 
 
+@pytest.mark.parametrize("returns", [False, True])
+def test_kernels_come_later_where_nothing_returns(returns: bool) -> None:
+    """As in the runtime: `tests/test_pipeline.py` has the same test of its trace."""
+    costs = costs_on(replace(IDEAL, copy_gb_per_s=1000.0), layers=2)
+    # The second document's queries help the first one's rank, or each rank has a half of one.
+    lengths = [12288, 4096] * 2 if returns else [16384] * 2
+    plan = planned([lengths], 1, 2, Way("greedy" if returns else "packed", free_placement=False))
+    moved = [plan_bytes(each, costs.shape).phases["return"].any() for each in plan.plans[0]]
+    assert moved == 2 * [returns]
+    spans = simulate_ticks(plan, costs, recording=True).spans
+    of_rank = sorted((s for s in spans if s.rank == 0), key=lambda s: s.start)
+    found = [
+        (s.name, s.args["layer"], s.args["nano_batch"])
+        for s in of_rank
+        if s.name in ("dispatch", "core attention")
+    ]
+    ahead, late = ("dispatch", 1, "ping"), ("core attention", 0, "pong")
+    assert found == [
+        *(("dispatch", 0, nano) for nano in ("ping", "pong")),
+        ("core attention", 0, "ping"),
+        *((late, ahead) if returns else (ahead, late)),
+        ("dispatch", 1, "pong"),
+        *(("core attention", 1, nano) for nano in ("ping", "pong")),
+    ]
+
+
 def test_head_groups_divide_the_key_value_heads() -> None:
     job = Job(MODEL, IDEAL, 8, 8192, 8, head_groups=3)
     assert not divisions("tiles", job, [1], [1])
