@@ -36,10 +36,8 @@ from distca.simulate import (
     pack_sequences,
     save_trace,
     simulate,
-    tensor_sizes_by_head_groups,
 )
 from distca.simulate.advice_report import as_json, format_choices, make_figure, plot_choices
-from distca.transport.channels import MAX_HEAD_GROUPS
 
 _SIZES = {
     "layers": "transformer layers",
@@ -119,13 +117,6 @@ def build_parser() -> argparse.ArgumentParser:
         default=0.05,
         help="of servers' loads; the printed flags have it as --distca-tolerance",
     )
-    search.add_argument(
-        "--head-groups",
-        type=int,
-        default=1,
-        help="in which DistCA exchanges the heads; they must divide the key-value heads of a "
-        "tensor-parallel rank",
-    )
     output = parser.add_argument_group("output")
     output.add_argument("--json", action="store_true", help="all figures, as JSON")
     output.add_argument("--plot", type=Path, metavar="FILE", help="a picture of the table")
@@ -167,18 +158,14 @@ def _run(args: argparse.Namespace) -> None:
         args.context,
         args.sequences,
         args.tolerance,
-        args.head_groups,
     )
-    left_out = _left_out_by_head_groups(args, job)
     batches = _batches(args)
     choices = _advise(args, job, batches)
     # Before the files, so that it is not lost where one of these cannot be written.
     if args.json:
         _write(json.dumps([as_json(choice, job) for choice in choices], indent=1))
-        # Beside the JSON, which is for programs.
-        sys.stderr.writelines(f"{line}\n" for line in left_out)
     else:
-        _write("\n".join([format_choices(choices, job), *left_out, *how_to_train(choices, job)]))
+        _write("\n".join([format_choices(choices, job), *how_to_train(choices, job)]))
     if args.plot is not None:
         plot_choices(choices, job, args.plot)
     if args.trace is not None:
@@ -227,29 +214,6 @@ def _cluster(args: argparse.Namespace) -> Cluster:
         raise ValueError(f"no cluster {args.cluster!r}: choose from {', '.join(CLUSTERS)}")
     given = {name: getattr(args, name) for name in _OVERRIDES if getattr(args, name) is not None}
     return replace(CLUSTERS[args.cluster], **given)
-
-
-def _left_out_by_head_groups(args: argparse.Namespace, job: Job) -> list[str]:
-    """A line on the sizes that are not tried because of `--head-groups`, if there are any.
-
-    Raises:
-        ValueError: all are left out, or training allows fewer groups.
-    """
-    if not set(WAYS) & set(args.systems):
-        return []
-    if job.head_groups > MAX_HEAD_GROUPS:
-        raise ValueError(f"--head-groups {job.head_groups}: at most {MAX_HEAD_GROUPS} are possible")
-    taken, left_out = tensor_sizes_by_head_groups(job, args.tensor_model_parallel_sizes)
-    if not left_out:
-        return []
-    heads = ", ".join(f"{job.model.kv_heads // size} with TP{size}" for size in left_out)
-    what = (
-        f"--head-groups {job.head_groups} must divide the key-value heads of a tensor-parallel "
-        f"rank, which has {heads}"
-    )
-    if not taken:
-        raise ValueError(f"{what}: give another number, or other --tensor-model-parallel-sizes")
-    return [f"{what}: DistCA was not tried so."]
 
 
 def _batches(args: argparse.Namespace) -> list[list[Int64s]]:

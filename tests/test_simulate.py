@@ -31,6 +31,7 @@ from distca.simulate import (
     CLUSTERS,
     Ablation,
     BaselineLayout,
+    Candidate,
     Cluster,
     Job,
     ModelCosts,
@@ -39,14 +40,15 @@ from distca.simulate import (
     Resources,
     Transfer,
     Way,
-    divisions,
     plan_batch,
     save_trace,
+    simulate,
     simulate_baseline,
     simulate_ticks,
 )
 from distca.simulate.copies import copy_traffic
 from distca.simulate.one_f_one_b import order_of_1f1b
+from distca.simulate.search import with_head_groups
 
 MODEL = ModelSize(4, 512, 8, 2, 64, 1024, 1000)
 IDEAL = replace(
@@ -201,11 +203,12 @@ def test_kernels_come_later_where_nothing_returns(returns: bool) -> None:
 
 
 def test_head_groups_divide_the_key_value_heads() -> None:
-    job = Job(MODEL, IDEAL, 8, 8192, 8, head_groups=3)
-    assert not divisions("tiles", job, [1], [1])
-    assert divisions("packed", job, [1], [1])
-    with pytest.raises(ValueError, match="0 head_groups: there must be at least 1"):
-        replace(job, head_groups=0)
+    job = Job(replace(MODEL, heads=24, kv_heads=24), IDEAL, 8, 8192, 8)
+    whole = Candidate("tiles", tensor=2, stages=1, data=4, context=1, micro_batches=1)
+    assert [c.head_groups for c in with_head_groups(whole, job)] == [2, 3, 4, 6]
+    assert [c.head_groups for c in with_head_groups(replace(whole, tensor=1), job)][-1] == 8
+    with pytest.raises(ValueError, match="12 key-value heads cannot be split into 5 head groups"):
+        simulate(replace(whole, head_groups=5), job, [np.array([8192])] * 8)
 
 
 def test_whole_micro_batches_hide_nothing() -> None:

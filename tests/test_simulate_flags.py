@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 from commands import Command
 
-from distca import cli
 from distca.cost.models import MODELS, ModelSize
 from distca.simulate import CLUSTERS, WAYS, Candidate, Job, ModelCosts, divisions, training_flags
+from distca.simulate.search import with_head_groups
 from megatron_patches.arguments import add_distca_arguments
 from megatron_patches.batch import WindowLayout
 from megatron_patches.data import schedule_config
@@ -80,7 +80,7 @@ def check(args: Namespace, candidate: Candidate, job: Job) -> None:
     assert args.distca_ping_pong == way.ping_pong
     assert args.distca_pool_stages == way.pool_stages
     assert args.distca_max_in_flight == c.max_in_flight
-    assert args.distca_head_groups == job.head_groups
+    assert args.distca_head_groups == c.head_groups
     config = schedule_config(args, c.data * c.stages)
     assert config.tolerance == job.tolerance
     assert config.links == job.cluster.links(c.tensor)
@@ -94,19 +94,21 @@ def check(args: Namespace, candidate: Candidate, job: Job) -> None:
     "job",
     [
         JOB,
-        replace(JOB, head_groups=2, tolerance=0.1),
+        replace(JOB, tolerance=0.1),
         # A sequence is less than a block of each rank, and an odd number of blocks.
         replace(JOB, context=512, sequences=24),
         replace(JOB, context=640, sequences=16),
         replace(JOB, context=960, sequences=32),
         replace(JOB, gpus=6, cluster=replace(JOB.cluster, gpus_per_node=6), context=1536),
     ],
-    ids=["even", "groups", "short", "odd", "no blocks", "six"],
+    ids=["even", "tolerance", "short", "odd", "no blocks", "six"],
 )
 def test_every_configuration_is_trained_as_it_is_simulated(system: str, job: Job) -> None:
     found = divisions(system, job, [1, 2, 4], [1, 2, 4])
     trained = refused = 0
-    for candidate in [*found, *(replace(c, max_in_flight=2) for c in found if c.stages == 2)]:
+    found += [replace(c, max_in_flight=2) for c in found if c.stages == 2]
+    found += [other for c in found for other in with_head_groups(c, job)]
+    for candidate in found:
         try:
             flags = training_flags(candidate, job)
         except ValueError as error:
@@ -138,41 +140,30 @@ def printed_flags(text: str) -> list[str]:
     return shlex.split(words)
 
 
-@pytest.mark.parametrize("more", [[], ["--head-groups", "2", "--tolerance", "0.2"]])
+SLOW_LINKS = """
+    --context 32768 --sequences 2 --tolerance 0.1 --node-gb-per-s 5 --network-gb-per-s 5
+""".split()
+
+
+@pytest.mark.parametrize("more", [[], SLOW_LINKS])
 def test_what_is_printed(command: Command, more: list[str]) -> None:
     text = command.run(*COMMAND, *more)
-    job = replace(JOB, head_groups=2, tolerance=0.2) if more else JOB
+    cluster = replace(JOB.cluster, node_gb_per_s=5.0, network_gb_per_s=5.0)
+    long = replace(JOB, context=32768, sequences=2, tolerance=0.1, cluster=cluster)
+    job = long if more else JOB
     (row,) = [r for r in json.loads(command.run(*COMMAND, *more, "--json")) if r["flags"]]
     candidate = Candidate(**row["candidate"])
     assert str(candidate) in text
     flags = printed_flags(text)
     assert flags == shlex.split(" ".join(row["flags"]))
     check(parsed(flags, job), candidate, job)
-    left_out = (
-        "--head-groups 2 must divide the key-value heads of a tensor-parallel rank, which has 1 "
-        "with TP4: DistCA was not tried so."
-    )
-    assert (left_out in text) == bool(more)
+    # Over slow links head groups gain something for long documents.
+    assert ("--distca-head-groups" in text) == (candidate.head_groups > 1) == bool(more)
+    assert (f"{candidate.head_groups} head groups" in text) == bool(more)
 
 
 def test_without_distca_there_is_nothing_to_print(command: Command) -> None:
-    text = command.run(*COMMAND, "--systems", "packed", "--head-groups", "3")
-    assert "pretrain_gpt.py" not in text
-    assert "--head-groups" not in text
-
-
-def test_what_is_left_out_goes_beside_the_json(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["simulate", *COMMAND, "--head-groups", "2", "--json"]) == 0
-    captured = capsys.readouterr()
-    assert "which has 1 with TP4" in captured.err
-    assert [row["system"] for row in json.loads(captured.out)] == ["packed", "tiles"]
-
-
-def test_head_groups_that_no_rank_can_have(command: Command) -> None:
-    error = command.refused(*COMMAND, "--head-groups", "3")
-    assert "which has 2 with TP2, 1 with TP4: give another number" in error
-    error = command.refused(*COMMAND, "--head-groups", "16")
-    assert "--head-groups 16: at most 8 are possible" in error
+    assert "pretrain_gpt.py" not in command.run(*COMMAND, "--systems", "packed")
 
 
 def test_what_training_cannot_cut(command: Command, tmp_path: Path) -> None:

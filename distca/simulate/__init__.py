@@ -27,7 +27,6 @@ from distca.simulate.search import (
     divisions,
     pack_sequences,
     simulate,
-    tensor_sizes_by_head_groups,
 )
 from distca.simulate.ticks import Ablation, simulate_ticks
 
@@ -61,6 +60,5 @@ __all__ = [
     "simulate",
     "simulate_baseline",
     "simulate_ticks",
-    "tensor_sizes_by_head_groups",
     "training_flags",
 ]

@@ -20,6 +20,7 @@ from distca.simulate.search import (
     divisions,
     simulate,
     with_fewer_in_flight,
+    with_head_groups,
 )
 
 TITLES = {
@@ -34,6 +35,9 @@ _COMPARED = 3
 """Configurations with `--distca` that run all batches."""
 _TRIES = 4
 """Configurations that run the first batch at most once one fits, over those that are to fit."""
+_WORTH_IT = 1.01
+"""Steps at most so many times as long count as equally long: each head group costs a little
+that is not simulated, such as smaller kernels."""
 
 
 @dataclass(frozen=True)
@@ -78,7 +82,7 @@ def advise(
 
     All configurations of a baseline run all batches, until they do not fit. With `--distca`, whose
     planning takes longer, those that promise most by `estimate` run the first batch, until enough
-    of them fit; the best of these run all batches.
+    of them fit; the best of these run all batches, and the very best with head groups, too.
 
     Args:
         job: what is trained.
@@ -121,6 +125,8 @@ def _best(
         best = min(whole, key=lambda c: _seconds(trials.outcomes[c]), default=None)
         # What does not fit in a later batch may with fewer micro-batches in flight.
         left[:0] = trials.with_fewer_in_flight(fitting)
+    if best is not None and system in WAYS:
+        best = trials.in_head_groups(best)
     failed = len(every) - able + trials.failed(left)
     simulated = len({_sizes(candidate) for candidate in trials.outcomes})
     if best is None:
@@ -188,6 +194,13 @@ class _Trials:
         fewer = [other for candidate in failed for other in with_fewer_in_flight(candidate)]
         return [candidate for candidate in fewer if candidate not in self.outcomes]
 
+    def in_head_groups(self, best: Candidate) -> Candidate:
+        """With the fewest head groups that are as fast as any, or none where they gain little."""
+        several = [c for c in with_head_groups(best, self.job) if self.fits(c, len(self.batches))]
+        able = [best, *several]
+        fastest = min(_seconds(self.outcomes[c]) for c in able)
+        return next(c for c in able if _seconds(self.outcomes[c]) <= _WORTH_IT * fastest)
+
     def failed(self, left: Sequence[Candidate]) -> int:
         """Configurations that ran and do not fit, with whatever bound of micro-batches.
 
@@ -201,7 +214,7 @@ class _Trials:
 
 def _sizes(candidate: Candidate) -> Candidate:
     """As `divisions` has it."""
-    return replace(candidate, max_in_flight=None)
+    return replace(candidate, max_in_flight=None, head_groups=1)
 
 
 def _seconds(outcomes: Sequence[Outcome]) -> float:

@@ -61,8 +61,8 @@ def training_flags(candidate: Candidate, job: Job) -> list[str]:
     ]
     if c.max_in_flight is not None:
         flags.append(f"--distca-max-in-flight {c.max_in_flight}")
-    if job.head_groups > 1:
-        flags.append(f"--distca-head-groups {job.head_groups}")
+    if c.head_groups > 1:
+        flags.append(f"--distca-head-groups {c.head_groups}")
     return flags
 
 

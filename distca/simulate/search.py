@@ -22,6 +22,7 @@ from distca.simulate.cluster import Cluster
 from distca.simulate.costs import ModelCosts
 from distca.simulate.outcome import Outcome
 from distca.simulate.ticks import Ablation, simulate_ticks
+from distca.transport.channels import MAX_HEAD_GROUPS
 
 WAYS = {
     # The paper's: documents are placed one after the other (Section 6.1).
@@ -46,7 +47,6 @@ class Job:
         context: tokens of a sequence; no document is longer.
         sequences: of a global batch.
         tolerance: of servers' loads.
-        head_groups: `--distca-head-groups`.
     """
 
     model: ModelSize
@@ -55,10 +55,9 @@ class Job:
     context: int
     sequences: int
     tolerance: float = 0.1
-    head_groups: int = 1
 
     def __post_init__(self) -> None:
-        for name in ("gpus", "context", "sequences", "head_groups"):
+        for name in ("gpus", "context", "sequences"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{getattr(self, name)} {name}: there must be at least 1")
 
@@ -76,6 +75,7 @@ class Candidate:
         micro_batches: of each replica.
         max_in_flight: of a stage with `--distca`; None: no bound.
         tolerance: of servers' loads, with `--distca`; None: the job's.
+        head_groups: `--distca-head-groups`.
     """
 
     system: str
@@ -86,12 +86,14 @@ class Candidate:
     micro_batches: int
     max_in_flight: int | None = None
     tolerance: float | None = None
+    head_groups: int = 1
 
     def __str__(self) -> str:
         sizes = f"TP{self.tensor} PP{self.stages} DP{self.data}"
         sizes += f" CP{self.context}" if self.context > 1 else ""
         bound = f", {self.max_in_flight} in flight" if self.max_in_flight is not None else ""
         bound += f", tolerance {self.tolerance}" if self.tolerance is not None else ""
+        bound += f", {self.head_groups} head groups" if self.head_groups > 1 else ""
         return f"{sizes}, {self.micro_batches} micro-batch(es){bound}"
 
 
@@ -144,8 +146,6 @@ def divisions(
         for pp in stages:
             if not _divides(tp, job) or servers % pp or job.model.layers % pp:
                 continue
-            if system in WAYS and job.model.kv_heads // tp % job.head_groups:
-                continue
             groups = _divisors(servers // pp) if system in BASELINES[1:] else [1]
             # WLB-LLM's bins hold whole documents of any sequence, so they may be smaller than one.
             most = job.sequences * (_MOST_BINS if system == "wlb-llm" else 1)
@@ -158,20 +158,6 @@ def divisions(
                 if _fills(system, job, servers // pp // cp, cp, number)
             ]
     return found
-
-
-def tensor_sizes_by_head_groups(job: Job, tensor: Sequence[int]) -> tuple[list[int], list[int]]:
-    """Those that divide the job: whose ranks' key-value heads its head groups divide, and others.
-
-    `divisions` leaves the others out with `--distca`.
-
-    Args:
-        job: what is trained.
-        tensor: tensor-parallel sizes.
-    """
-    sizes = [tp for tp in tensor if _divides(tp, job)]
-    taken = [tp for tp in sizes if job.model.kv_heads // tp % job.head_groups == 0]
-    return taken, [tp for tp in sizes if tp not in taken]
 
 
 def _fills(system: str, job: Job, data: int, context: int, micro_batches: int) -> bool:
@@ -209,6 +195,12 @@ def with_fewer_in_flight(candidate: Candidate) -> list[Candidate]:
     if candidate.system not in WAYS or candidate.stages == 1 or candidate.max_in_flight is not None:
         return []
     return [replace(candidate, max_in_flight=candidate.stages)]
+
+
+def with_head_groups(candidate: Candidate, job: Job) -> list[Candidate]:
+    """The same with two or more head groups, as many as training allows, fewer first."""
+    heads = job.model.kv_heads // candidate.tensor
+    return [replace(candidate, head_groups=n) for n in _divisors(heads) if 1 < n <= MAX_HEAD_GROUPS]
 
 
 def _divides(tp: int, job: Job) -> bool:
@@ -278,5 +270,5 @@ def simulate(
     way = WAYS[c.system](max_in_flight=c.max_in_flight)
     planned = plan_batch(windows, c.stages, c.data, config, way)
     return simulate_ticks(
-        planned, costs, ablation=ablation, recording=recording, head_groups=job.head_groups
+        planned, costs, ablation=ablation, recording=recording, head_groups=c.head_groups
     )
