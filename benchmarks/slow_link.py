@@ -145,6 +145,8 @@ class Namespaces:
             _ip("-n", name, "addr", "add", f"10.200.0.{number + 1}/24", "dev", "link0")
             _ip("-n", name, "link", "set", "link0", "up")
             _ip("-n", name, "link", "set", "lo", "up")
+            # BBR, which some machines have, leaves links idle at times that are busy both ways.
+            _ip("netns", "exec", name, "sysctl", "-qw", "net.ipv4.tcp_congestion_control=reno")
         return self
 
     def limit(self, mbit_per_s: float) -> None:
@@ -152,7 +154,7 @@ class Namespaces:
         for number, name in enumerate(self.names):
             for where, device in ((name, "link0"), (self._hub, f"port{number}")):
                 command = f"tc qdisc replace dev {device} root tbf rate {mbit_per_s}mbit"
-                _ip("netns", "exec", where, *command.split(), "burst", "128kb", "latency", "1s")
+                _ip("netns", "exec", where, *command.split(), "burst", "128kb", "latency", "4s")
 
     def __exit__(self, *_: object) -> None:
         for name in (*self.names, self._hub):
