@@ -146,7 +146,8 @@ class Namespaces:
             _ip("-n", name, "link", "set", "link0", "up")
             _ip("-n", name, "link", "set", "lo", "up")
             # BBR, which some machines have, leaves links idle at times that are busy both ways.
-            _ip("netns", "exec", name, "sysctl", "-qw", "net.ipv4.tcp_congestion_control=reno")
+            choose = "echo reno > /proc/sys/net/ipv4/tcp_congestion_control"
+            _ip("netns", "exec", name, "sh", "-c", choose)
         return self
 
     def limit(self, mbit_per_s: float) -> None:
