@@ -21,9 +21,9 @@ Post-attention of a layer and pre-attention of the next are one piece: nothing w
 A piece's tensor-parallel collectives are part of it, on a process group of their own, so they run
 beside the other nano-batch's exchange.
 Autograd goes back through all of it in exactly the opposite of the first order, since it takes the
-operation that was recorded last among those that are ready; both halves' records are of one thread,
-and kernels that come later are recorded where they would have been. Ranks
-that only serve follow the same order (`serving.serve_tick`).
+operation that was recorded last among those that are ready: both halves' records are of one thread,
+and kernels that come later are recorded where they would have been. Ranks that only serve follow
+the first order (`serving.serve_tick`): where nothing comes back, they have nothing to do.
 """
 
 from __future__ import annotations
