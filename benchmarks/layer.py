@@ -34,14 +34,7 @@ from distca.cost.volume import plan_bytes
 from distca.plan import Mask
 from distca.plan.plan import max_over_mean
 from distca.plan.span import Int64s
-from distca.runtime import (
-    Buffers,
-    CoreAttention,
-    Exchange,
-    ExchangeSlot,
-    build_exchange,
-    fill_slots,
-)
+from distca.runtime import Buffers, CoreAttention, Exchange, ExchangeSlot, build_exchange
 from distca.schedule import make_scheduler, move_tiles, pool
 from distca.transport.virtual import VirtualTransport
 from megatron_patches.arguments import add_distca_arguments
@@ -213,7 +206,6 @@ class Layer:
                 zip(params.halves or (params,), exchanges, strict=True)
             )
         ]
-        fill_slots([part.slot for part in given if part.slot is not None], exchanges)
         if len(given) == 2 and given[1].before is not None:
             given[1] = replace(given[1], before=given[0])
         sizes = [int(part.max_seqlen_q) for part in given]

@@ -10,20 +10,22 @@ is, for each layer:
     pong: the same                                                     ping's outputs are under way
     ping: wait for outputs, ...                                        pong's outputs are under way
 
-Where no outputs come back from elsewhere, pong's kernels come later (`distca.runtime.fill_slots`):
+Where all queries are computed at home, in a model without a pipeline, a half goes on at once when
+its kernels have run (`distca.runtime.fill_slots`):
 
-    ping: wait for inputs, run kernels                                 pong's inputs are under way
-    ping: post-attention, pre-attention of the next layer; start to send its inputs
-    pong: wait for inputs, run kernels                                 ping's inputs are under way
-    pong: post-attention, pre-attention of the next layer; ...         ping's inputs are under way
+    ping: wait for inputs, run kernels; post-attention, pre-attention of the next layer; start to
+        send its inputs                                                pong's inputs are under way
+    pong: the same                                                     ping's inputs are under way
+
+Going back that is: wait for the keys' gradients, linear layers, kernels; start to return gradients,
+and to send the keys of the layer before, which are known, ahead.
 
 Post-attention of a layer and pre-attention of the next are one piece: nothing waits between them.
 A piece's tensor-parallel collectives are part of it, on a process group of their own, so they run
 beside the other nano-batch's exchange.
-Autograd goes back through all of it in exactly the opposite of the first order, since it takes the
-operation that was recorded last among those that are ready: both halves' records are of one thread,
-and kernels that come later are recorded where they would have been. Ranks that only serve follow
-the first order (`serving.serve_tick`): where nothing comes back, they have nothing to do.
+Autograd goes back through all of it in exactly the opposite order, since it takes the operation
+that was recorded last among those that are ready; both halves' records are of one thread. Ranks
+that only serve follow the first order (`serving.serve_tick`); in the second there are none.
 """
 
 from __future__ import annotations

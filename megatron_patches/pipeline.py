@@ -238,6 +238,7 @@ class _GlobalBatch:
         self._forward_step = forward_step
         self._forward_only, self._first_val_step = forward_only, first_val_step
         self._made, self._layout = batches, batches.layout
+        self._same_ticks = batches.layout.stages == 1 and not batches.layout.dedicated
         assert batches.layout.stage is not None, "dedicated servers hold no model"
         self._stage = batches.layout.stage
         own_stage = batches.layout.servers[self._stage].tolist()
@@ -332,7 +333,7 @@ class _GlobalBatch:
 
     def _forward(self, work: Work, current: TickInput) -> torch.Tensor:
         assert current.micro_batch is not None
-        give_exchanges(current.micro_batch, current.exchanges)
+        give_exchanges(current.micro_batch, current.exchanges, self._same_ticks)
         first_work = work.micro_batch == 0
         virtual = len(self._chunks) > 1
         input_tensor = self._inputs.pop(work, None)
@@ -355,7 +356,7 @@ class _GlobalBatch:
 
     def _backward(self, work: Work, current: TickInput) -> torch.Tensor | None:
         input_tensor, output, micro_batch = self._waiting.pop(work)
-        give_exchanges(micro_batch, current.exchanges)
+        give_exchanges(micro_batch, current.exchanges, self._same_ticks)
         self._left[work.chunk] -= 1
         assert self._sync is not None
         with self._sync.backward(last_of_chunk=self._left[work.chunk] == 0):
@@ -439,15 +440,23 @@ class _GlobalBatch:
         )
 
 
-def give_exchanges(micro_batch: MicroBatch, exchanges: Sequence[Exchange]) -> None:
-    """Lets the core attention of a micro-batch's pass use the exchanges of the tick that runs."""
+def give_exchanges(
+    micro_batch: MicroBatch, exchanges: Sequence[Exchange], same_ticks: bool
+) -> None:
+    """Lets the core attention of a micro-batch's pass use the exchanges of the tick that runs.
+
+    Args:
+        micro_batch: whose pass it is.
+        exchanges: of each nano-batch.
+        same_ticks: see `fill_slots`.
+    """
     params = micro_batch.packed_seq_params
     assert params is not None
     slots = []
     for each in params.halves or (params,):
         assert each.slot is not None
         slots.append(each.slot)
-    fill_slots(slots, exchanges)
+    fill_slots(slots, exchanges, same_ticks)
 
 
 def core_attention_modules(chunk: torch.nn.Module) -> list[DisaggregatedCoreAttention]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -12,8 +14,8 @@ from ranks import chosen
 from distca.attention import select_kernel
 from distca.cost.memory import plan_memory
 from distca.cost.volume import AttentionShape, plan_bytes
-from distca.plan import Mask, Placement, Plan, Tasks
-from distca.runtime import Buffers, CoreAttention, ExchangeSlot, build_exchange
+from distca.plan import Mask, Placement, Plan, Tasks, place_in_turn
+from distca.runtime import Buffers, CoreAttention, ExchangeSlot, build_exchange, fill_slots
 from distca.transport import CollectiveTransport, Transport
 from distca.transport.shared_memory import SharedMemoryTransport
 
@@ -209,6 +211,49 @@ def exchanges_of(plan: Plan) -> list[str]:
     (exchange,) = attention.buffers.place([build_exchange(plan, rank)])
     attention(q, k, v, ExchangeSlot(exchange), SCALE).sum().backward()
     return phases
+
+
+@pytest.mark.parametrize("over", [None, "shm"])
+@pytest.mark.parametrize("backward", ["resend", "keep"])
+@pytest.mark.parametrize("head_groups", [1, 2])
+def test_keys_sent_ahead(ranks, head_groups: int, backward: str, over: str | None) -> None:
+    """Three layers' gradients are those without it, to the bit, and so are the bytes."""
+    lengths = np.array([300, 1, 83])
+    placement = place_in_turn(lengths, np.array([128, 128, 128]))
+    at = placement
+    zeros = np.zeros_like(at.end)
+    rows = list(zip(at.document, at.start, at.end, zeros, at.end, at.rank, strict=True))
+    plan = Plan(lengths, placement, Tasks.from_rows(rows))
+    plan.validate()
+    for plain, ahead in ranks.run(three_layers, plan, backward, over, head_groups, world_size=3):
+        assert plain[1] == ahead[1]
+        for one, other in zip(plain[0], ahead[0], strict=True):
+            assert torch.equal(one, other)
+        assert plain[2] != ahead[2] or backward == "keep"
+
+
+def three_layers(plan: Plan, backward: str, over: str | None, head_groups: int) -> list[Any]:
+    """Gradients, bytes sent and events of three layers, without and with keys sent ahead."""
+    rank = dist.get_rank()
+    results = []
+    for ahead in (False, True):
+        attention = core_attention_for(plan, (4, 2, 8), backward, "float32", over, head_groups)
+        attention.trace.recording = True
+        exchanges = attention.buffers.place([build_exchange(plan, rank)])
+        slot = ExchangeSlot(exchanges[0])
+        fill_slots([slot], exchanges, same_ticks=ahead)
+        generator = torch.Generator().manual_seed(rank)
+        made = [torch.randn(128, heads, 8, generator=generator) for heads in (4, 2, 2)]
+        q, k, v = (x.requires_grad_() for x in made)
+        out = q
+        for layer in range(3):
+            out = attention(out, k * (1 + layer), v, slot, SCALE)
+        out.sum().backward()
+        events = [event["name"] for event in attention.trace.take(0)]
+        sent = attention.transport.bytes_sent
+        results.append(([x.grad for x in (q, k, v)], dict(sent), events))
+        attention.transport.close()
+    return results
 
 
 def test_wrong_number_of_rows_is_refused() -> None:

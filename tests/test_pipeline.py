@@ -458,11 +458,21 @@ def test_the_order_of_ping_and_pong(ranks, tmp_path: Path) -> None:
         *((name, "2", nano) for nano in ("ping", "pong") for name in compute),
         *(("wait for return", "2", nano) for nano in ("ping", "pong")),
     ]
-    assert back == backward_of_two_layers()
+    compute = [f"{name} backward" for name in ("wait for dispatch", "core attention", "return")]
+    assert back == [
+        *(("dispatch backward", "2", nano) for nano in ("pong", "ping")),
+        *((name, "2", nano) for nano in ("pong", "ping") for name in compute),
+        *(("wait for return backward", "2", "pong"), ("dispatch backward", "1", "pong")),
+        *(("wait for return backward", "2", "ping"), ("dispatch backward", "1", "ping")),
+        *((name, "1", nano) for nano in ("pong", "ping") for name in compute),
+        *(("wait for return backward", "1", nano) for nano in ("pong", "ping")),
+    ]
 
 
-def test_kernels_come_later_where_nothing_returns(ranks, tmp_path: Path) -> None:
-    """Ping's next linear layers, and its dispatch, come before pong's kernels; not backward."""
+def test_one_nano_batch_goes_through_a_layer_after_the_other_where_nothing_returns(
+    ranks, tmp_path: Path
+) -> None:
+    """What is sent travels while the other's kernels and linear layers run, there and back."""
     flags = ["--num-layers", "2", "--distca", "--seq-length", str(WINDOW // 2)]
     flags += ["--distca-scheduler", "per-document-cp", "--distca-context-parallel-size", "2"]
     found = order_of_events(tmp_path, ranks, flags)
@@ -479,17 +489,26 @@ def test_kernels_come_later_where_nothing_returns(ranks, tmp_path: Path) -> None
         ("dispatch", "2", "pong"),
         *((name, "2", nano) for nano in ("ping", "pong") for name in whole),
     ]
-    assert back == backward_of_two_layers()
-
-
-def backward_of_two_layers() -> list[tuple[str, str, str]]:
     compute = [f"{name} backward" for name in ("wait for dispatch", "core attention", "return")]
-    return [
-        *(("dispatch backward", "2", nano) for nano in ("pong", "ping")),
-        *((name, "2", nano) for nano in ("pong", "ping") for name in compute),
-        *(("wait for return backward", "2", "pong"), ("dispatch backward", "1", "pong")),
-        *(("wait for return backward", "2", "ping"), ("dispatch backward", "1", "ping")),
-        *((name, "1", nano) for nano in ("pong", "ping") for name in compute),
+    assert back == [
+        *(
+            event
+            for nano in ("pong", "ping")
+            for event in (
+                ("dispatch backward", "2", nano),
+                *((name, "2", nano) for name in compute),
+                # Its keys and values are known before.
+                ("dispatch backward", "1", nano),
+            )
+        ),
+        *(
+            event
+            for nano in ("pong", "ping")
+            for event in (
+                ("wait for return backward", "2", nano),
+                *((name, "1", nano) for name in compute),
+            )
+        ),
         *(("wait for return backward", "1", nano) for nano in ("pong", "ping")),
     ]
 

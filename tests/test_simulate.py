@@ -164,7 +164,7 @@ def test_head_groups_hide_what_a_dispatch_takes_longer_than_linear_layers() -> N
     # Busy for less than the compute, yet exposed: kernels wait for a whole nano-batch's rows.
     assert 0.6 * free < timed.link_seconds < 0.8 * free
     exposed = [timed.seconds(head_groups=groups) - free for groups in (1, 2, 4)]
-    assert exposed[0] > 0.1 * free
+    assert exposed[0] > 0.05 * free
     assert exposed[0] > 2 * exposed[1] > 4 * exposed[2] > 0
     # They move the same bytes, and a free link gains nothing by them.
     whole, grouped = (
@@ -177,8 +177,8 @@ def test_head_groups_hide_what_a_dispatch_takes_longer_than_linear_layers() -> N
 
 
 @pytest.mark.parametrize("returns", [False, True])
-def test_kernels_come_later_where_nothing_returns(returns: bool) -> None:
-    """As in the runtime: `tests/test_pipeline.py` has the same test of its trace."""
+def test_the_order_of_events(returns: bool) -> None:
+    """As in the runtime: `tests/test_pipeline.py` has tests of the same of its trace."""
     costs = costs_on(replace(IDEAL, copy_gb_per_s=1000.0), layers=2)
     # The second document's queries help the first one's rank, or each rank has a half of one.
     lengths = [12288, 4096] * 2 if returns else [16384] * 2
@@ -188,18 +188,25 @@ def test_kernels_come_later_where_nothing_returns(returns: bool) -> None:
     spans = simulate_ticks(plan, costs, recording=True).spans
     of_rank = sorted((s for s in spans if s.rank == 0), key=lambda s: s.start)
     found = [
-        (s.name, s.args["layer"], s.args["nano_batch"])
+        f"{s.name} {s.args['layer']} {s.args['nano_batch']}"
         for s in of_rank
-        if s.name in ("dispatch", "core attention")
+        if s.name.removesuffix(" backward") in ("dispatch", "core attention")
     ]
-    ahead, late = ("dispatch", 1, "ping"), ("core attention", 0, "pong")
-    assert found == [
-        *(("dispatch", 0, nano) for nano in ("ping", "pong")),
-        ("core attention", 0, "ping"),
+    ahead, late = "dispatch 1 ping", "core attention 0 pong"
+    there = [
+        *("dispatch 0 ping", "dispatch 0 pong", "core attention 0 ping"),
         *((late, ahead) if returns else (ahead, late)),
-        ("dispatch", 1, "pong"),
-        *(("core attention", 1, nano) for nano in ("ping", "pong")),
+        *("dispatch 1 pong", "core attention 1 ping", "core attention 1 pong"),
     ]
+    sent = ["dispatch backward 1 pong", "dispatch backward 1 ping"]
+    computed = ["core attention backward 1 pong", "core attention backward 1 ping"]
+    sent_ahead = ["dispatch backward 0 pong", "dispatch backward 0 ping"]
+    by_nano_batch = zip(sent, computed, sent_ahead, strict=True)
+    back = [
+        *(sent + computed + sent_ahead if returns else itertools.chain(*by_nano_batch)),
+        *("core attention backward 0 pong", "core attention backward 0 ping"),
+    ]
+    assert found == there + back
 
 
 def test_head_groups_divide_the_key_value_heads() -> None:
@@ -211,7 +218,7 @@ def test_head_groups_divide_the_key_value_heads() -> None:
         simulate(replace(whole, head_groups=5), job, [np.array([8192])] * 8)
 
 
-def test_whole_micro_batches_hide_nothing() -> None:
+def test_whole_micro_batches_hide_what_is_sent_ahead_alone() -> None:
     gradient = 1e-4
     for speed in (50.0, 5.0, 0.5):
         timed = over_a_link(speed, ping_pong=False)
@@ -222,9 +229,10 @@ def test_whole_micro_batches_hide_nothing() -> None:
         link = timed.costs.model.layers * moved.total / speed / 1e9
         slow = simulate_ticks(ranks, timed.costs).seconds
         free = simulate_ticks(ranks, costs_on(IDEAL, vocab_size=1)).seconds
-        # The second rank has most to do: it waits for the first one's keys and gives back theirs.
+        # The second rank has most to do: it waits for the first one's keys, and gives back theirs.
+        # In between they are sent again, but for one of four layers while others compute.
         exposed = slow - free
-        assert link * 0.5 < exposed < link * 1.01 + gradient / speed * 50
+        assert link * (1 / 3 + 1 / 4 / 3) * 0.99 < exposed < link * 1.01 + gradient / speed * 50
 
 
 def test_a_slow_link_carries_messages_one_after_the_other() -> None:

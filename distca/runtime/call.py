@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 if TYPE_CHECKING:
-    from distca.runtime.core_attention import GroupCall
+    from distca.runtime.core_attention import ExchangeSlot, GroupCall
 
 
 class Call:
@@ -16,8 +16,7 @@ class Call:
 
     Every rank does the same steps in the same order: `start`, `compute`, `finish`; and for the
     gradients `start_backward`, `compute_backward`, `finish_backward`. Exchanges that a step starts
-    are waited for by the next. A late call computes in `finish`: what other work there is before
-    that hides the dispatch, too. The gradients' steps are the same.
+    are waited for by the next; those of `send_ahead`, too.
 
     With several head groups each step does theirs one after the other: the first group's kernels
     run while the others' rows are under way, and its outputs return while the others' kernels run.
@@ -25,11 +24,18 @@ class Call:
 
     Args:
         groups: the calls of the head groups.
-        late: see above.
+        slot: of the nano-batch.
+
+    Attributes:
+        late: see `ExchangeSlot`.
+        before: the slot's call whose backward pass comes after this one's; None: there is none, or
+            it sends nothing ahead.
     """
 
-    def __init__(self, groups: Sequence[GroupCall], late: bool = False) -> None:
-        self._groups, self._late = groups, late
+    def __init__(self, groups: Sequence[GroupCall], slot: ExchangeSlot) -> None:
+        self._groups, self._slot = groups, slot
+        self.late = slot.late
+        self.before: Call | None = None
 
     def _of_groups(self, tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Views of each group's heads of `[rows, heads, ...]`."""
@@ -41,18 +47,12 @@ class Call:
             group.start(*inputs)
 
     def compute(self) -> None:
-        """Runs the kernels, and sends outputs to their owners; a late call does that later."""
-        if not self._late:
-            self._compute()
-
-    def _compute(self) -> None:
+        """Runs the kernels, and sends outputs to their owners."""
         for group in self._groups:
             group.compute()
 
     def finish(self) -> torch.Tensor:
         """The final output of the local rows."""
-        if self._late:
-            self._compute()
         if len(self._groups) == 1:
             return self._groups[0].finish()
         out = torch.cat([group.finish() for group in self._groups], dim=1)
@@ -75,6 +75,17 @@ class Call:
         """Runs the kernels, and sends gradients to their owners."""
         for group in self._groups:
             group.compute_backward()
+        if self._slot.last is self:
+            # Its keys and values have come, so there is room for those of the layer before.
+            self._slot.last = before = self.before
+            self.before = None
+            if before is not None:
+                before.send_ahead()
+
+    def send_ahead(self) -> None:
+        """Sends what the backward pass needs and is known before its turn."""
+        for group in self._groups:
+            group.send_ahead()
 
     def finish_backward(self) -> tuple[torch.Tensor, ...]:
         """The gradients of the local queries, keys and values."""
@@ -100,8 +111,10 @@ def differentiable_call(
     )
     if pause is not None:
         pause()
+        if call.late:
+            pause()
     ticket = _Compute.apply(ticket, call)  # type: ignore[no-untyped-call]
-    if pause is not None:
+    if pause is not None and not call.late:
         pause()
     return _Finish.apply(ticket, call)  # type: ignore[no-any-return,no-untyped-call]
 

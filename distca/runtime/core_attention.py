@@ -11,6 +11,7 @@ done in between.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,6 +23,7 @@ from distca.runtime.buffers import Buffers
 from distca.runtime.call import Call, differentiable_call
 from distca.runtime.exchange import Backward, Exchange, Rows
 from distca.runtime.moving_rows import (
+    RowsForServers,
     RowsUnderWay,
     add_returned,
     merge_returned,
@@ -44,30 +46,41 @@ class ExchangeSlot:
         exchange: this rank's part of the plan.
         number: of the nano-batch: which buffers its calls use, 0 or 1. Calls of one number follow
             each other, those of two may be under way together.
-        late: its kernels of a forward pass run in the last step of a call; see `fill_slots`.
+        ahead: the backward pass sends keys and values before their turn: see `fill_slots`.
+        late: it runs its kernels a turn after the other nano-batch: see `fill_slots`.
+        last: its call whose backward pass comes next.
     """
 
     exchange: Exchange
     number: int = 0
+    ahead: bool = False
     late: bool = False
+    last: Call | None = None
 
 
-def fill_slots(slots: Sequence[ExchangeSlot], exchanges: Sequence[Exchange]) -> None:
+def fill_slots(
+    slots: Sequence[ExchangeSlot], exchanges: Sequence[Exchange], same_ticks: bool
+) -> None:
     """Gives nano-batches' slots the exchanges of what runs next.
 
-    Where no output of either nano-batch comes back from elsewhere, the first one's next linear
-    layers need not wait for anything. So they run before the second one's kernels, and each
-    nano-batch's inputs travel while the other's kernels *and* linear layers run. If outputs came
-    back, they would be waited for instead: then the kernels of both run first.
+    Where all queries are computed at home, keys and values travel and their gradients come back,
+    and nothing else. Then a nano-batch's outputs are there when its kernels end, and it goes on at
+    once: its linear layers run before the other's kernels, so that what travels does so while the
+    other's kernels *and* linear layers run. In the backward pass it is the keys and values that are
+    there before: they are sent as soon as the kernels of the layer before have run, and their
+    gradients have as long. All ranks must run such a micro-batch, there and back.
+
+    Where outputs come back, they would be waited for: then the kernels of both run first.
 
     Args:
         slots: of a micro-batch's nano-batches, in order.
         exchanges: this rank's part of the plan of each.
+        same_ticks: every rank has a micro-batch in every tick, and goes back with the same plans.
     """
+    at_home = same_ticks and not any(exchange.q.move for exchange in exchanges)
     for slot, exchange in zip(slots, exchanges, strict=True):
-        slot.exchange = exchange
-    if len(slots) > 1:
-        slots[-1].late = not any(exchange.q.move for exchange in exchanges)
+        slot.exchange, slot.ahead = exchange, at_home
+    slots[-1].late = at_home and len(slots) > 1
 
 
 @dataclass(frozen=True)
@@ -144,6 +157,9 @@ class CoreAttention:
                     f"tokens on rank {exchange.rank}"
                 )
         call = self._call(slot, softmax_scale, labels or {})
+        goes_back = torch.is_grad_enabled() and any(x.requires_grad for x in (q_THD, k_THD, v_THD))
+        if slot.ahead and goes_back:
+            call.before, slot.last = slot.last, call
         return differentiable_call(call, q_THD, k_THD, v_THD, pause)
 
     def serving_call(
@@ -160,7 +176,7 @@ class CoreAttention:
             of_group = {**labels, "head_group": group} if count > 1 else labels
             number = slot.number * count + group
             groups.append(GroupCall(self, slot, number, softmax_scale, of_group))
-        return Call(groups, slot.late)
+        return Call(groups, slot)
 
 
 class GroupCall:
@@ -190,6 +206,7 @@ class GroupCall:
         self._exchange = slot.exchange
         # What the next step needs.
         self._sent: RowsUnderWay | None = None
+        self._ahead: RowsForServers | None = None
         self._local: tuple[torch.Tensor, ...] = ()
         # What the backward pass needs: queries, keys, values; output and LSE.
         self._inputs: tuple[torch.Tensor, ...] = ()
@@ -206,23 +223,15 @@ class GroupCall:
         """Sends the local rows to their servers."""
         exchange = self._exchange = self._slot.exchange
         with self._span("dispatch", "exchange"):
-            self._send_to_servers(
-                "dispatch", [(q, exchange.q), (k, exchange.kv), (v, exchange.kv)], self._keeps
-            )
+            sent = self._send("dispatch", [(q, exchange.q), (k, exchange.kv), (v, exchange.kv)])
+            self._workspace.clear()
+            self._sent = sent.put_together(None if self._keeps else self._workspace)
         if not self._keeps:
             self._inputs = (q, k, v)
 
-    def _send_to_servers(
-        self, phase: str, tensors: list[tuple[torch.Tensor, Rows]], kept: bool = False
-    ) -> None:
-        self._workspace.clear()
-        self._sent = send_to_servers(
-            self._attention.transport,
-            phase,
-            self._number,
-            tensors,
-            None if kept else self._workspace,
-            self._scratch,
+    def _send(self, phase: str, tensors: list[tuple[torch.Tensor, Rows]]) -> RowsForServers:
+        return send_to_servers(
+            self._attention.transport, phase, self._number, tensors, self._scratch
         )
 
     def _send_to_owners(
@@ -274,6 +283,15 @@ class GroupCall:
         """Keeps this one for the backward pass: the same numbers as `finish` returned."""
         self._outputs = (out, self._outputs[1])
 
+    def send_ahead(self) -> None:
+        """Sends the keys and values again before the gradient is there; queries stay at home."""
+        exchange = self._exchange = self._slot.exchange
+        assert not exchange.q.move, "only keys and values are known before"
+        if not self._keeps:
+            _, k, v = self._inputs
+            with self._span("dispatch backward", "exchange"):
+                self._ahead = self._send("dispatch_backward", [(k, exchange.kv), (v, exchange.kv)])
+
     def start_backward(self, dout: torch.Tensor) -> None:
         """Sends the output's gradient, and what the kernels need again, to the servers."""
         exchange = self._slot.exchange
@@ -282,9 +300,13 @@ class GroupCall:
         travelling = [(rows, exchange.q) for rows in (dout, *self._outputs)]
         if not self._keeps:
             q, k, v = self._inputs
-            travelling += [(q, exchange.q), (k, exchange.kv), (v, exchange.kv)]
-        with self._span("dispatch backward", "exchange"):
-            self._send_to_servers("dispatch_backward", travelling)
+            travelling.append((q, exchange.q))
+            if self._ahead is None:
+                travelling += [(k, exchange.kv), (v, exchange.kv)]
+        with self._span("dispatch backward", "exchange") if self._ahead is None else nullcontext():
+            sent = self._send("dispatch_backward", travelling)
+            self._workspace.clear()
+            self._sent = sent.put_together(self._workspace)
         self._outputs = ()
         if not self._keeps:
             self._inputs = ()
@@ -301,6 +323,9 @@ class GroupCall:
         exchange = self._exchange
         with self._span("wait for dispatch backward", "exchange"):
             dout, out, lse, *inputs = self._sent.wait()
+            if self._ahead is not None:
+                inputs += self._ahead.put_together(self._workspace).wait()
+                self._ahead = None
         q, k, v = inputs or self._inputs
         with self._span("core attention backward", "kernels"):
             self._local = compute_gradients(

@@ -33,47 +33,22 @@ class RowsUnderWay:
         return self.result
 
 
-def _send(
-    transport: Transport,
-    phase: str,
-    channel: Channel,
-    outgoing: list[tuple[Field, torch.Tensor]],
-    incoming: list[tuple[Field, torch.Tensor]],
-    result: list[torch.Tensor],
-    move: bool,
-) -> RowsUnderWay:
-    if not move:
-        # An empty exchange would still wait for its turn behind others on a GPU's stream.
-        return RowsUnderWay(None, [], result)
-    sizes = message_sizes([field for field, _ in outgoing], [field for field, _ in incoming])
-    pack(outgoing, transport.staging(channel, sum(sizes.send)))
-    return RowsUnderWay(transport.start(phase, channel, sizes), incoming, result)
+@dataclass(frozen=True)
+class RowsForServers:
+    """Rows of several tensors that were sent to the servers; there is no room for others' yet."""
 
+    pending: Pending | None
+    tensors: list[tuple[torch.Tensor, Rows]]
 
-def send_to_servers(
-    transport: Transport,
-    phase: str,
-    number: int,
-    tensors: list[tuple[torch.Tensor, Rows]],
-    slot: Workspace | None,
-    scratch: Workspace,
-) -> RowsUnderWay:
-    """Each tensor's served rows: its local rows `[local, ...]`, then what other ranks sent.
+    def put_together(self, slot: Workspace | None) -> RowsUnderWay:
+        """Makes room, and puts the local rows there.
 
-    Args:
-        transport: what moves them.
-        phase: of the exchange.
-        number: of the slot.
-        tensors: local rows.
-        slot: what they are put together in; None: tensors of their own, that can be kept.
-        scratch: for rows on their way out.
-    """
-    outgoing, incoming, served = [], [], []
-    with scratch.borrowed():
-        for tensor, rows in tensors:
+        Args:
+            slot: what the rows are put together in; None: tensors of their own, that can be kept.
+        """
+        incoming, served = [], []
+        for tensor, rows in self.tensors:
             row_shape = tuple(tensor.shape[1:])
-            field = Field(rows.send_counts, rows.sent_before, row_shape, tensor.dtype)
-            outgoing.append((field, scratch.gather(tensor, rows.send)))
             everything = tensor
             if rows.received or not tensor.is_contiguous():
                 everything = (
@@ -85,9 +60,52 @@ def send_to_servers(
             field = Field(rows.receive_counts, (), row_shape, tensor.dtype)
             incoming.append((field, everything[rows.local :]))
             served.append(everything)
+        return RowsUnderWay(self.pending, incoming, served)
+
+
+def _start(
+    transport: Transport,
+    phase: str,
+    channel: Channel,
+    outgoing: list[tuple[Field, torch.Tensor]],
+    incoming: list[Field],
+    move: bool,
+) -> Pending | None:
+    if not move:
+        # An empty exchange would still wait for its turn behind others on a GPU's stream.
+        return None
+    sizes = message_sizes([field for field, _ in outgoing], incoming)
+    pack(outgoing, transport.staging(channel, sum(sizes.send)))
+    return transport.start(phase, channel, sizes)
+
+
+def send_to_servers(
+    transport: Transport,
+    phase: str,
+    number: int,
+    tensors: list[tuple[torch.Tensor, Rows]],
+    scratch: Workspace,
+) -> RowsForServers:
+    """Each tensor's served rows: its local rows `[local, ...]`, then what other ranks sent.
+
+    Args:
+        transport: what moves them.
+        phase: of the exchange.
+        number: of the slot.
+        tensors: local rows.
+        scratch: for rows on their way out.
+    """
+    outgoing, incoming = [], []
+    with scratch.borrowed():
+        for tensor, rows in tensors:
+            row_shape = tuple(tensor.shape[1:])
+            field = Field(rows.send_counts, rows.sent_before, row_shape, tensor.dtype)
+            outgoing.append((field, scratch.gather(tensor, rows.send)))
+            incoming.append(Field(rows.receive_counts, (), row_shape, tensor.dtype))
         move = any(rows.move for _, rows in tensors)
         channel = Channel("to servers", number)
-        return _send(transport, phase, channel, outgoing, incoming, served, move)
+        pending = _start(transport, phase, channel, outgoing, incoming, move)
+    return RowsForServers(pending, tensors)
 
 
 def send_to_owners(
@@ -123,10 +141,10 @@ def send_to_owners(
                     slot.rows(travelling, sum(rows.send_counts)),
                 )
             )
-        result = [rows for _, rows in incoming]
         move = any(rows.move for _, rows in tensors)
-        channel = Channel("to owners", number)
-        return _send(transport, phase, channel, outgoing, incoming, result, move)
+        channel, fields = Channel("to owners", number), [field for field, _ in incoming]
+        pending = _start(transport, phase, channel, outgoing, fields, move)
+        return RowsUnderWay(pending, incoming, [rows for _, rows in incoming])
 
 
 def merge_returned(

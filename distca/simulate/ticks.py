@@ -2,8 +2,9 @@
 
 The order of events on every rank is the runtime's (`megatron_patches/ping_pong.py`): in each layer
 both nano-batches run their context-independent part and start to send, then both run kernels and
-start to return, one head group after the other. The backward pass is the exact mirror. Where no
-output comes back, pong's kernels of the forward pass come after ping's next layer. Ranks whose
+start to return, one head group after the other. The backward pass is the exact mirror. Where all
+queries stay at home and every rank runs in every tick, a nano-batch goes on at once when its
+kernels have run, and keys and values are sent ahead for the backward pass. Ranks whose
 stage has nothing to run serve in the same order. Rows are copied before and after exchanges, and
 around kernels (`copies.py`), at the rate of memory. A tick ends with messages between stages;
 nothing else makes ranks wait for each other but the exchanges, and the reduction of gradients at
@@ -154,9 +155,16 @@ class _Run:
         between = np.full(at.ranks, pre + post)
         numbers = list(range(len(nano)) if forward else reversed(range(len(nano))))
         names = NANO_BATCHES if len(nano) > 1 else (None,)
-        late = [len(nano) - 1] if forward and len(nano) > 1 and not _returns(nano) else []
+        ahead = self._planned.schedule.stages == 1 and not _returns(nano)
         turns = [
-            self._through(nano[n], tick.phase, (first, between, last), names[n], n in late)
+            self._through(
+                nano[n],
+                tick.phase,
+                (first, between, last),
+                names[n],
+                ahead,
+                ahead and forward and n == len(nano) - 1 > 0,
+            )
             for n in numbers
         ]
         ended = object()
@@ -169,6 +177,7 @@ class _Run:
         phase: Phase,
         linear: tuple[Floats, Floats, Floats],
         name: str | None,
+        ahead: bool,
         late: bool,
     ) -> Iterator[None]:
         """A nano-batch through all layers of a chunk; it pauses where the other goes on.
@@ -179,7 +188,9 @@ class _Run:
             linear: seconds a token before the first layer's core attention, between two layers',
                 and after the last one's.
             name: of the nano-batch, if there are two.
-            late: its kernels run after the second pause.
+            ahead: it goes on at once when its kernels have run; going back, keys and values are
+                sent a layer ahead.
+            late: its kernels run after another pause.
         """
         at, forward = self._resources, phase == "forward"
         before, between, after = linear
@@ -187,21 +198,28 @@ class _Run:
         count = self._head_groups
         groups = [{"head_group": n} for n in range(count)] if count > 1 else [{}]
         to_servers, to_owners = FORWARD_PHASES if forward else BACKWARD_PHASES
-        for step in range(self._layers):
-            layer = step if forward else self._layers - 1 - step
-            labels = {"layer": layer, "nano_batch": name}
-            at.compute(plan.own_tokens * (between if step else before))
-            arrives = [
+        arrives: list[Floats] = []
+
+        def send(labels: dict[str, Any]) -> None:
+            arrives[:] = [
                 self._start(plan, to_servers, f"dispatch{suffix}", labels | group)
                 for group in groups
             ]
-            yield
-            if late:
+
+        layers = list(range(self._layers) if forward else reversed(range(self._layers)))
+        all_labels = [{"layer": layer, "nano_batch": name} for layer in layers]
+        for step, labels in enumerate(all_labels):
+            at.compute(plan.own_tokens * (between if step else before))
+            if forward or step == 0 or not ahead:
+                send(labels)
+            for _ in range((1 + late) if forward else (not ahead)):
                 yield
             returns = [
                 self._compute(plan, phase, over, labels | group)
                 for over, group in zip(arrives, groups, strict=True)
             ]
+            if ahead and not forward and step + 1 < len(all_labels):
+                send(all_labels[step + 1])
             if not late:
                 yield
             self._finish(plan, returns, to_owners, suffix, labels)
