@@ -263,7 +263,7 @@ def plot(rows: list[dict[str, Any]], path: Path) -> None:
 
     sizes = sorted({(row["width"], row["tokens"]) for row in rows})
     figure = Figure(figsize=(1 + 4 * len(sizes), 4), layout="constrained")
-    panels = figure.subplots(1, len(sizes), squeeze=False, sharey=True)[0]
+    panels = figure.subplots(1, len(sizes), squeeze=False, sharex=True, sharey=True)[0]
     for axes, size in zip(panels, sizes, strict=True):
         of_size = [row for row in rows if (row["width"], row["tokens"]) == size]
         mine = sorted(of_size, key=lambda r: r["link_seconds"])
@@ -276,7 +276,7 @@ def plot(rows: list[dict[str, Any]], path: Path) -> None:
         axes.set(
             title=f"width {size[0]}, {size[1]:,} tokens a rank",
             xlabel="link seconds / seconds of a step with signals",
-            xscale="log",
+            xlim=(0, None),
         )
     panels[0].set_ylabel("step seconds / the same")
     panels[0].legend()
