@@ -18,7 +18,8 @@ its kernels have run (`distca.runtime.fill_slots`):
     pong: the same                                                     ping's inputs are under way
 
 Going back that is: wait for the keys' gradients, linear layers, kernels; start to return gradients,
-and to send the keys of the layer before, which are known, ahead.
+and to send the keys of the layer before, which are known, ahead. Those of the last layer travel
+while the loss is computed.
 
 Post-attention of a layer and pre-attention of the next are one piece: nothing waits between them.
 A piece's tensor-parallel collectives are part of it, on a process group of their own, so they run
@@ -122,7 +123,9 @@ def _forward(
     parts = torch.split(hidden, [size // shards for size in sizes])
     angles = [None, None] if rotary_pos_emb is None else _of_halves(rotary_pos_emb, sizes, shards)
 
-    def run(layers: Sequence[Any], *hidden_of_halves: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def run(
+        layers: Sequence[Any], turns_back: bool, *hidden_of_halves: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
         turns = Turns()
         through = [
             partial(_through, layers, part, half, angle, others)
@@ -130,12 +133,19 @@ def _forward(
         ]
         for half in halves:
             half.pause = turns.pause
-        return tuple(turns.run(through))
+        result = tuple(turns.run(through))
+        if turns_back:
+            for half in reversed(halves):
+                assert half.slot is not None
+                half.slot.send_ahead()
+        return result
 
     random = tensor_parallel.get_cuda_rng_tracker().fork() if shards > 1 else nullcontext()
     with random:
         for group, recomputed in recomputed_groups(len(block.layers), config):
-            run_group = partial(run, [block.layers[number] for number in group])
+            # The next pass is the backward pass of these layers.
+            turns_back = recomputed or group[-1] == len(block.layers) - 1
+            run_group = partial(run, [block.layers[number] for number in group], turns_back)
             if recomputed and block.training:
                 parts = tensor_parallel.checkpoint(
                     run_group, config.distribute_saved_activations, *parts

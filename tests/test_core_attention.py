@@ -248,6 +248,7 @@ def three_layers(plan: Plan, backward: str, over: str | None, head_groups: int) 
         out = q
         for layer in range(3):
             out = attention(out, k * (1 + layer), v, slot, SCALE)
+        slot.send_ahead()
         out.sum().backward()
         events = [event["name"] for event in attention.trace.take(0)]
         sent = attention.transport.bytes_sent

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from models import StepsDone, make_run, memory_stream, parse, train
-from test_parity import WHOLE, both_ways, check_gradients
+from test_parity import RECOMPUTE, WHOLE, both_ways, check_gradients
 
 from distca.schedule import SCHEDULERS
 from megatron_patches.job import DataIterators
@@ -469,48 +469,44 @@ def test_the_order_of_ping_and_pong(ranks, tmp_path: Path) -> None:
     ]
 
 
+@pytest.mark.parametrize("recompute", [False, True])
 def test_one_nano_batch_goes_through_a_layer_after_the_other_where_nothing_returns(
-    ranks, tmp_path: Path
+    ranks, tmp_path: Path, recompute: bool
 ) -> None:
     """What is sent travels while the other's kernels and linear layers run, there and back."""
     flags = ["--num-layers", "2", "--distca", "--seq-length", str(WINDOW // 2)]
     flags += ["--distca-scheduler", "per-document-cp", "--distca-context-parallel-size", "2"]
+    flags += RECOMPUTE if recompute else []
     found = order_of_events(tmp_path, ranks, flags)
     assert found[0] == found[1]
-    there = [event for event in found[0] if "backward" not in event[0]]
-    back = [event for event in found[0] if "backward" in event[0]]
-    whole = ["wait for dispatch", "core attention", "return", "wait for return"]
-    assert there == [
-        ("dispatch", "1", "ping"),
-        ("dispatch", "1", "pong"),
-        *((name, "1", "ping") for name in whole),
-        ("dispatch", "2", "ping"),
-        *((name, "1", "pong") for name in whole),
-        ("dispatch", "2", "pong"),
-        *((name, "2", nano) for nano in ("ping", "pong") for name in whole),
-    ]
-    compute = [f"{name} backward" for name in ("wait for dispatch", "core attention", "return")]
-    assert back == [
-        *(
-            event
-            for nano in ("pong", "ping")
-            for event in (
-                ("dispatch backward", "2", nano),
-                *((name, "2", nano) for name in compute),
-                # Its keys and values are known before.
-                ("dispatch backward", "1", nano),
-            )
-        ),
-        *(
-            event
-            for nano in ("pong", "ping")
-            for event in (
-                ("wait for return backward", "2", nano),
-                *((name, "1", nano) for name in compute),
-            )
-        ),
-        *(("wait for return backward", "1", nano) for nano in ("pong", "ping")),
-    ]
+    both = ("ping", "pong")
+
+    def there(*layers: str) -> list[tuple[str, ...]]:
+        events = [("dispatch", layers[0], nano) for nano in both]
+        for layer, after in itertools.zip_longest(layers, layers[1:]):
+            for nano in both:
+                names = ["wait for dispatch", "core attention", "return", "wait for return"]
+                events += [(name, layer, nano) for name in names]
+                events += [("dispatch", after, nano)] if after else []
+        # Known before the loss is.
+        return [*events, *(("dispatch backward", layers[-1], nano) for nano in both[::-1])]
+
+    def back(*layers: str) -> list[tuple[str, ...]]:
+        events = []
+        for before, layer, after in itertools.zip_longest(["", *layers], layers, layers[1:]):
+            for nano in both[::-1]:
+                events += [("wait for return backward", before, nano)] if before else []
+                names = ["wait for dispatch", "core attention", "return"]
+                events += [(f"{name} backward", layer, nano) for name in names if layer]
+                # Known before its gradient is.
+                events += [("dispatch backward", after, nano)] if after else []
+        return events
+
+    expected = there("1", "2") + back("2", "1")
+    if recompute:
+        first_time = there("1")[:-2] + there("2")[:-2]
+        expected = first_time + there("2") + back("2") + there("1") + back("1")
+    assert found[0] == expected
 
 
 def test_linear_layers_run_while_the_other_nano_batch_s_rows_are_under_way(ranks) -> None:

@@ -198,12 +198,13 @@ def test_the_order_of_events(returns: bool) -> None:
         *((late, ahead) if returns else (ahead, late)),
         *("dispatch 1 pong", "core attention 1 ping", "core attention 1 pong"),
     ]
+    # Before the loss is known, or after it.
     sent = ["dispatch backward 1 pong", "dispatch backward 1 ping"]
     computed = ["core attention backward 1 pong", "core attention backward 1 ping"]
     sent_ahead = ["dispatch backward 0 pong", "dispatch backward 0 ping"]
-    by_nano_batch = zip(sent, computed, sent_ahead, strict=True)
+    by_nano_batch = zip(computed, sent_ahead, strict=True)
     back = [
-        *(sent + computed + sent_ahead if returns else itertools.chain(*by_nano_batch)),
+        *(sent + (computed + sent_ahead if returns else list(itertools.chain(*by_nano_batch)))),
         *("core attention backward 0 pong", "core attention backward 0 ping"),
     ]
     assert found == there + back

@@ -57,6 +57,14 @@ class ExchangeSlot:
     late: bool = False
     last: Call | None = None
 
+    def send_ahead(self) -> None:
+        """Sends what the first layer that goes back needs and is known, if it is sent ahead.
+
+        To be called when the layers have run, before what comes between there and back.
+        """
+        if self.last is not None:
+            self.last.send_ahead()
+
 
 def fill_slots(
     slots: Sequence[ExchangeSlot], exchanges: Sequence[Exchange], same_ticks: bool
@@ -67,8 +75,9 @@ def fill_slots(
     and nothing else. Then a nano-batch's outputs are there when its kernels end, and it goes on at
     once: its linear layers run before the other's kernels, so that what travels does so while the
     other's kernels *and* linear layers run. In the backward pass it is the keys and values that are
-    there before: they are sent as soon as the kernels of the layer before have run, and their
-    gradients have as long. All ranks must run such a micro-batch, there and back.
+    there before: they are sent as soon as the kernels of the layer before have run, or by
+    `ExchangeSlot.send_ahead`, and their gradients have as long. All ranks must run such a
+    micro-batch, there and back.
 
     Where outputs come back, they would be waited for: then the kernels of both run first.
 

@@ -4,11 +4,11 @@ The order of events on every rank is the runtime's (`megatron_patches/ping_pong.
 both nano-batches run their context-independent part and start to send, then both run kernels and
 start to return, one head group after the other. The backward pass is the exact mirror. Where all
 queries stay at home and every rank runs in every tick, a nano-batch goes on at once when its
-kernels have run, and keys and values are sent ahead for the backward pass. Ranks whose
-stage has nothing to run serve in the same order. Rows are copied before and after exchanges, and
-around kernels (`copies.py`), at the rate of memory. A tick ends with messages between stages;
-nothing else makes ranks wait for each other but the exchanges, and the reduction of gradients at
-the end.
+kernels have run, and keys and values are sent ahead for the backward pass. The head runs once for
+both nano-batches. Ranks whose stage has nothing to run serve in the same order. Rows are copied
+before and after exchanges, and around kernels (`copies.py`), at the rate of memory. A tick ends
+with messages between stages; nothing else makes ranks wait for each other but the exchanges, and
+the reduction of gradients at the end.
 """
 
 from __future__ import annotations
@@ -89,10 +89,13 @@ class _Run:
         self._links = costs.cluster.links(costs.tensor_parallel)
         self._ablation, self._head_groups = ablation, head_groups
         self._shape = costs.shape.head_group(head_groups)
+        self._groups = [{"head_group": n} for n in range(head_groups)] if head_groups > 1 else [{}]
         self._resources = Resources(
             ranks, costs.cluster, np.ones(ranks) if speeds is None else speeds, recording
         )
         self._of_plans: dict[int, list[PlanCosts]] = {}
+        # What was sent ahead for the backward pass of each nano-batch of the micro-batch that runs.
+        self._ahead: dict[str | None, list[Floats]] = {}
         self._last_backward = np.zeros(ranks)
 
     def outcome(self) -> Outcome:
@@ -150,9 +153,10 @@ class _Run:
             seconds[direction]
             for seconds in (costs.pre_seconds(), costs.post_seconds(), costs.head_seconds())
         )
-        end = post + head * self._runs_head(tick)
-        first, last = (np.full(at.ranks, pre), end) if forward else (end, np.full(at.ranks, pre))
-        between = np.full(at.ranks, pre + post)
+        tokens = np.sum([each.own_tokens for each in nano], axis=0)
+        head_seconds = tokens * head * self._runs_head(tick)
+        if not forward:
+            at.compute(head_seconds)
         numbers = list(range(len(nano)) if forward else reversed(range(len(nano))))
         names = NANO_BATCHES if len(nano) > 1 else (None,)
         ahead = self._planned.schedule.stages == 1 and not _returns(nano)
@@ -160,7 +164,7 @@ class _Run:
             self._through(
                 nano[n],
                 tick.phase,
-                (first, between, last),
+                (pre, post) if forward else (post, pre),
                 names[n],
                 ahead,
                 ahead and forward and n == len(nano) - 1 > 0,
@@ -170,12 +174,18 @@ class _Run:
         ended = object()
         while turns:
             turns = [each for each in turns if next(each, ended) is not ended]
+        if forward:
+            if ahead and len(nano) > 1:
+                for n in reversed(range(len(nano))):
+                    labels = {"layer": self._layers - 1, "nano_batch": names[n]}
+                    self._ahead[names[n]] = self._dispatch(nano[n], "backward", labels)
+            at.compute(head_seconds)
 
     def _through(
         self,
         plan: PlanCosts,
         phase: Phase,
-        linear: tuple[Floats, Floats, Floats],
+        linear: tuple[float, float],
         name: str | None,
         ahead: bool,
         late: bool,
@@ -185,45 +195,41 @@ class _Run:
         Args:
             plan: of the nano-batch.
             phase: of the tick.
-            linear: seconds a token before the first layer's core attention, between two layers',
-                and after the last one's.
+            linear: seconds a token before and after a layer's core attention.
             name: of the nano-batch, if there are two.
             ahead: it goes on at once when its kernels have run; going back, keys and values are
                 sent a layer ahead.
             late: its kernels run after another pause.
         """
         at, forward = self._resources, phase == "forward"
-        before, between, after = linear
-        suffix = "" if forward else " backward"
-        count = self._head_groups
-        groups = [{"head_group": n} for n in range(count)] if count > 1 else [{}]
-        to_servers, to_owners = FORWARD_PHASES if forward else BACKWARD_PHASES
-        arrives: list[Floats] = []
-
-        def send(labels: dict[str, Any]) -> None:
-            arrives[:] = [
-                self._start(plan, to_servers, f"dispatch{suffix}", labels | group)
-                for group in groups
-            ]
-
+        tokens = plan.own_tokens.astype(np.float64)
+        before, after = (seconds * tokens for seconds in linear)
         layers = list(range(self._layers) if forward else reversed(range(self._layers)))
         all_labels = [{"layer": layer, "nano_batch": name} for layer in layers]
         for step, labels in enumerate(all_labels):
-            at.compute(plan.own_tokens * (between if step else before))
-            if forward or step == 0 or not ahead:
-                send(labels)
+            at.compute(before + after if step else before)
+            arrives = None if forward else self._ahead.pop(name, None)
+            if arrives is None:
+                arrives = self._dispatch(plan, phase, labels)
             for _ in range((1 + late) if forward else (not ahead)):
                 yield
             returns = [
                 self._compute(plan, phase, over, labels | group)
-                for over, group in zip(arrives, groups, strict=True)
+                for over, group in zip(arrives, self._groups, strict=True)
             ]
             if ahead and not forward and step + 1 < len(all_labels):
-                send(all_labels[step + 1])
+                self._ahead[name] = self._dispatch(plan, phase, all_labels[step + 1])
             if not late:
                 yield
-            self._finish(plan, returns, to_owners, suffix, labels)
-        at.compute(plan.own_tokens * after)
+            self._finish(plan, phase, returns, labels)
+        at.compute(after)
+
+    def _dispatch(self, plan: PlanCosts, phase: Phase, labels: dict[str, Any]) -> list[Floats]:
+        """Starts to send what kernels need; when it is there, for each head group."""
+        forward = phase == "forward"
+        to_servers = (FORWARD_PHASES if forward else BACKWARD_PHASES)[0]
+        name = "dispatch" if forward else "dispatch backward"
+        return [self._start(plan, to_servers, name, labels | group) for group in self._groups]
 
     def _compute(
         self, plan: PlanCosts, phase: Phase, over: Floats, labels: dict[str, Any]
@@ -253,15 +259,15 @@ class _Run:
     def _finish(
         self,
         plan: PlanCosts,
+        phase: Phase,
         returns: list[Floats],
-        phase: str,
-        suffix: str,
         labels: dict[str, Any],
     ) -> None:
-        at = self._resources
+        at, forward = self._resources, phase == "forward"
+        to_owners = (FORWARD_PHASES if forward else BACKWARD_PHASES)[1]
         for over in returns:
-            at.wait(over, f"wait for return{suffix}", **labels)
-            at.compute(at.copy_seconds(plan.exchanges[phase].unpacked))
+            at.wait(over, f"wait for return{'' if forward else ' backward'}", **labels)
+            at.compute(at.copy_seconds(plan.exchanges[to_owners].unpacked))
 
     def _runs_head(self, tick: Tick) -> Floats:
         """1.0 for the ranks of a last stage that runs its last chunk, `[ranks]`."""
