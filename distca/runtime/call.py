@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 if TYPE_CHECKING:
-    from distca.runtime.core_attention import ExchangeSlot, GroupCall
+    from distca.runtime.core_attention import ExchangeSlot
+    from distca.runtime.group_call import GroupCall
 
 
 class Call:
