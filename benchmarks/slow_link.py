@@ -4,8 +4,9 @@
     python benchmarks/slow_link.py --seq-lengths 8192 --output results/ --append
 
 Needs root: each process runs in a network namespace of its own, all joined by a bridge, and each
-link lets through so many Mbit/s in each direction (token buckets). Every step is a real training
-step of `--distca` in five ways, in turn, in the same processes:
+link lets through so many Mbit/s in each direction (token buckets): so many that it is busy for
+given shares of a step in which bytes are free, which is measured first. Every step is a real
+training step of `--distca` in five ways, in turn, in the same processes:
 
 * single-stream: every exchange is waited for where it starts (`--distca-ablation single-stream`);
 * ping-pong: as users run it;
@@ -17,21 +18,25 @@ out. What a way takes longer than signal is the communication that it exposes; s
 all of it. A part of that is no waiting, but CPU seconds of sending and receiving, on the cores that
 train: there is no network card to do it. Link seconds are the bytes over the speed of a link: in
 each phase those that the busiest rank sends or receives, since phases of an exchange follow each
-other. With `--append` the rows join those of earlier runs.
+other. A global batch is one document on all ranks, or several of equal length. One alone crosses
+from ping to pong, whose exchange then has most of the bytes while ping's kernels have least to do;
+of several each is whole in one of them. With `--append` the rows join those of earlier runs.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import json
 import os
 import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
-from dataclasses import replace
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, replace
+from operator import sub, truediv
 from pathlib import Path
 from typing import Any
 
@@ -57,8 +62,25 @@ def sized(setting: Setting, seq_length: int) -> Setting:
     return replace(setting, seq_length=seq_length)
 
 
+@dataclass(frozen=True)
+class Todo:
+    """What the processes are to measure.
+
+    Attributes:
+        tokens: of a rank in a global batch.
+        documents: of a global batch, equally long.
+        ways: names of some of `WAYS`.
+        rounds: how often each is measured.
+    """
+
+    tokens: int
+    documents: int
+    ways: tuple[str, ...]
+    rounds: int
+
+
 def work(rank: int, base: Setting, sizes: list[int], store: str) -> None:
-    """One process: measures when it is told to, a line on the standard input each time."""
+    """One process: measures what lines on the standard input say, a `Todo` each."""
     setting = sized(base, max(sizes))
     start_process(rank, setting, store)
     ways = {
@@ -76,19 +98,20 @@ def work(rank: int, base: Setting, sizes: list[int], store: str) -> None:
             way.leave_out_reduction()
     answer(rank, {})
     for line in sys.stdin:
-        size = int(line)
-        # One document on all ranks: much of its attention moves.
-        lengths = [size * base.processes] * base.batches
-        steps: dict[str, list[Any]] = {name: [] for name in WAYS}
-        for number in range(base.rounds + 1):
-            for name, way in ways[size].items():
-                step = way.step(lengths, number % base.batches)
+        todo = Todo(**json.loads(line))
+        batch = [todo.tokens * base.processes // todo.documents] * todo.documents
+        steps: dict[str, list[Any]] = {name: [] for name in todo.ways}
+        for number in range(todo.rounds + 1):
+            # Whoever comes first or last may be better off, so all do in turn.
+            at = number % len(todo.ways)
+            for name in [*todo.ways[at:], *todo.ways[:at]]:
+                step = ways[todo.tokens][name].step(batch * base.batches, number % base.batches)
                 # The first round warms up.
                 steps[name] += [step] if number else []
         found = {
             name: {
-                "seconds": statistics.median(step.seconds for step in row),
-                "cpu_seconds": statistics.median(step.cpu_seconds for step in row),
+                "seconds": [step.seconds for step in row],
+                "cpu_seconds": [step.cpu_seconds for step in row],
                 "bytes": row[0].bytes_sent,
             }
             for name, row in steps.items()
@@ -100,14 +123,19 @@ def work(rank: int, base: Setting, sizes: list[int], store: str) -> None:
             {
                 name: {
                     "seconds": everyones[0][name]["seconds"],
-                    "cpu_seconds": statistics.mean(each[name]["cpu_seconds"] for each in everyones),
+                    "cpu_seconds": [
+                        statistics.mean(of_ranks)
+                        for of_ranks in zip(
+                            *(each[name]["cpu_seconds"] for each in everyones), strict=True
+                        )
+                    ],
                     # Phases follow each other, so each takes its busiest rank's time.
                     "bytes": sum(
                         max(each[name]["bytes"].get(phase, 0) for each in everyones)
                         for phase in PHASES
                     ),
                 }
-                for name in WAYS
+                for name in todo.ways
             },
         )
     dist.barrier()
@@ -119,6 +147,20 @@ def answer(rank: int, found: dict[str, Any]) -> None:
     if rank == 0:
         sys.stdout.write("FOUND " + json.dumps(found) + "\n")
         sys.stdout.flush()
+
+
+FAST_MBIT_PER_S = 20_000.0
+"""Of a link whose speed does not matter."""
+
+ENVIRONMENT = {
+    # gloo asks for the interface in this way.
+    "GLOO_SOCKET_IFNAME": "link0",
+    # glibc keeps the memory that a step used for the next one. Else the kernel clears pages for
+    # each large tensor again, which takes as long as some exchanges, and not always the same.
+    "MALLOC_MMAP_MAX_": "0",
+    "MALLOC_TRIM_THRESHOLD_": str(1 << 40),
+}
+"""Of the processes that are measured."""
 
 
 class Namespaces:
@@ -142,6 +184,9 @@ class Namespaces:
             _ip("link", "add", "link0", "netns", name, "type", "veth", "peer", "name",
                 f"port{number}", "netns", self._hub)  # fmt: skip
             _ip("-n", self._hub, "link", "set", f"port{number}", "master", "bridge0", "up")
+            # As networks of clusters do: with frames of 1,500 bytes 4% of a link are headers.
+            _ip("-n", self._hub, "link", "set", f"port{number}", "mtu", "9000")
+            _ip("-n", name, "link", "set", "link0", "mtu", "9000")
             _ip("-n", name, "addr", "add", f"10.200.0.{number + 1}/24", "dev", "link0")
             _ip("-n", name, "link", "set", "link0", "up")
             _ip("-n", name, "link", "set", "lo", "up")
@@ -177,8 +222,7 @@ def processes(setting: Setting, sizes: list[int], names: list[str]) -> Iterator[
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE if rank == 0 else subprocess.DEVNULL,
                 text=True,
-                # gloo asks for the interface in this way.
-                env=os.environ | {"GLOO_SOCKET_IFNAME": "link0"},
+                env=os.environ | ENVIRONMENT,
             )
             for rank, name in enumerate(names)
         ]
@@ -191,6 +235,14 @@ def processes(setting: Setting, sizes: list[int], names: list[str]) -> Iterator[
         finally:
             for process in started:
                 process.kill()
+
+
+def measure(processes: list[Any], todo: Todo) -> dict[str, Any]:
+    """What the processes find."""
+    for process in processes:
+        process.stdin.write(json.dumps(asdict(todo)) + "\n")
+        process.stdin.flush()
+    return read_answer(processes[0])
 
 
 def read_answer(process: Any) -> dict[str, Any]:
@@ -215,11 +267,13 @@ def report(runs: list[dict[str, Any]]) -> str:
             *(f"    {run['command']}" for run in runs),
             "",
             "; ".join(dict.fromkeys(run["setting"] for run in runs))
-            + "; fp32, one document on all ranks; forward and backward without the reduction of "
-            "gradients; medians of the rounds. Link s: the bytes over the speed of a link. Busy: "
-            "link s over the step with signals. Exposed: what a way takes longer than signal; "
-            "single-stream exposes all communication. Of it CPU: what a process computes longer "
-            "than with signals, a mean of all: TCP runs on the cores that train.",
+            + "; fp32, documents of equal length on all ranks; forward and backward without the "
+            "reduction of gradients. Every figure is the median of the rounds; ways are compared "
+            "with the signals of their round, since the machine's speed changes. Link s: the bytes "
+            "over the speed of a link. Busy: link s over the step with signals. Exposed: what a "
+            "way takes longer than signal; single-stream exposes all communication. Of it CPU: "
+            "what a process computes longer than with signals, a mean of all: TCP runs on the "
+            "cores that train.",
             "",
             table(rows),
             "",
@@ -230,7 +284,7 @@ def report(runs: list[dict[str, Any]]) -> str:
 
 def table(rows: list[dict[str, Any]]) -> str:
     """The figures."""
-    columns = ["width", "layers", "tokens of a rank", "Mbit/s", "MB", "link s", "busy"]
+    columns = ["width", "layers", "tokens of a rank", "documents", "Mbit/s", "MB", "link s", "busy"]
     columns += [f"{name}, s" for name in WAYS]
     compared = [name for name in WAYS if name != "signal"]
     for title, names in (
@@ -241,40 +295,53 @@ def table(rows: list[dict[str, Any]]) -> str:
         columns += [f"{title}: {names[0]}", *names[1:]]
     table = [columns, ["---"] * len(columns)]
     for row in rows:
-        seconds = [row["ways"][name]["seconds"] for name in WAYS]
         sent = row["ways"]["ping-pong"]["bytes"] / 1e6
-        *others, signal = seconds
-        exposed = [each - signal for each in others]
+        seconds = [statistics.median(row["ways"][name]["seconds"]) for name in WAYS]
+        exposed = [over_signal(row, name, "seconds", sub) for name in compared]
+        computed = [over_signal(row, name, "cpu_seconds", sub) for name in compared[1:]]
         link = row["link_seconds"]
-        cpu = [row["ways"][name]["cpu_seconds"] for name in WAYS]
-        computed = [each - cpu[-1] for each in cpu[1:-1]]
         table.append(
-            [f"{row[name]:g}" for name in ("width", "layers", "tokens", "mbit_per_s")]
-            + [f"{sent:.1f}", f"{link:.2f}", f"{link / signal:.0%}"]
+            [f"{row[name]:g}" for name in ("width", "layers", "tokens", "documents", "mbit_per_s")]
+            + [f"{sent:.1f}", f"{link:.2f}", f"{link / seconds[-1]:.0%}"]
             + [f"{figure:.2f}" for figure in (*seconds, *exposed, *computed)]
-            + [f"{each / signal:.3f}" for each in others]
+            + [f"{over_signal(row, name, 'seconds', truediv):.3f}" for name in compared]
         )
     return "\n".join(f"| {' | '.join(row)} |" for row in table)
+
+
+def over_signal(
+    row: dict[str, Any], name: str, what: str, compare: Callable[[float, float], float]
+) -> float:
+    """A way's figure compared with that of signals in the same round; the median of the rounds."""
+    pairs = zip(row["ways"][name][what], row["ways"]["signal"][what], strict=True)
+    return statistics.median(itertools.starmap(compare, pairs))
 
 
 def plot(rows: list[dict[str, Any]], path: Path) -> None:
     """Step times over link seconds, both relative to the step with signals, for each size."""
     from matplotlib.figure import Figure
 
-    sizes = sorted({(row["width"], row["tokens"]) for row in rows})
-    figure = Figure(figsize=(1 + 4 * len(sizes), 4), layout="constrained")
-    panels = figure.subplots(1, len(sizes), squeeze=False, sharex=True, sharey=True)[0]
-    for axes, size in zip(panels, sizes, strict=True):
-        of_size = [row for row in rows if (row["width"], row["tokens"]) == size]
+    def size_of(row: dict[str, Any]) -> tuple[int, int, int]:
+        return row["width"], row["tokens"], row["documents"]
+
+    sizes = sorted({size_of(row) for row in rows})
+    across = min(len(sizes), 4)
+    down = -(-len(sizes) // across)
+    figure = Figure(figsize=(1 + 4 * across, 4 * down), layout="constrained")
+    panels = figure.subplots(down, across, squeeze=False, sharex=True, sharey=True).ravel()
+    for axes in panels[len(sizes) :]:
+        axes.remove()
+    for axes, size in zip(panels, sizes, strict=False):
+        of_size = [row for row in rows if size_of(row) == size]
         mine = sorted(of_size, key=lambda r: r["link_seconds"])
-        at = [r["link_seconds"] / r["ways"]["signal"]["seconds"] for r in mine]
+        at = [r["link_seconds"] / statistics.median(r["ways"]["signal"]["seconds"]) for r in mine]
         for name in WAYS:
-            seconds = [r["ways"][name]["seconds"] / r["ways"]["signal"]["seconds"] for r in mine]
-            axes.plot(at, seconds, marker="o", label=name)
+            ratios = [over_signal(r, name, "seconds", truediv) for r in mine]
+            axes.plot(at, ratios, marker="o", label=name)
         axes.axhline(1.1, color="grey", linewidth=0.6, linestyle="--")
         axes.axvline(1.0, color="grey", linewidth=0.6, linestyle="--")
         axes.set(
-            title=f"width {size[0]}, {size[1]:,} tokens a rank",
+            title=f"width {size[0]}, {size[1]:,} tokens a rank, documents: {size[2]}",
             xlabel="link seconds / seconds of a step with signals",
             xlim=(0, None),
         )
@@ -290,8 +357,15 @@ def main() -> None:
         return
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
     parser.add_argument("--processes", type=int, default=2)
-    parser.add_argument("--seq-lengths", type=int, nargs="+", default=[1024, 2048, 4096])
-    parser.add_argument("--mbit-per-s", type=float, nargs="+", default=[50, 200, 800])
+    parser.add_argument("--seq-lengths", type=int, nargs="+", default=[2048])
+    parser.add_argument("--documents", type=int, nargs="+", default=[2, 1], help="of a batch")
+    parser.add_argument(
+        "--busy",
+        type=float,
+        nargs="+",
+        default=[0.25, 0.5, 0.75, 0.95],
+        help="shares of a step with signals for which links are busy",
+    )
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--hidden-size", type=int, default=256)
     parser.add_argument("--rounds", type=int, default=3)
@@ -300,6 +374,11 @@ def main() -> None:
     args = parser.parse_args()
     if os.geteuid() != 0:
         parser.error("network namespaces need root: run it with sudo")
+    for size, documents in itertools.product(args.seq_lengths, args.documents):
+        if documents < 1 or size * args.processes % documents:
+            parser.error(f"{args.processes} x {size} tokens are not {documents} equal documents")
+    if min(args.busy) <= 0:
+        parser.error("--busy must be above 0")
     setting = Setting(
         processes=args.processes,
         stages=1,
@@ -319,7 +398,7 @@ def main() -> None:
     )
     saved = args.output / "slow_link.json"
     runs = json.loads(saved.read_text()) if args.append and saved.exists() else []
-    if not all("rows" in run for run in runs):
+    if not all("rounds" in run for run in runs):
         parser.error(f"{saved} is of an earlier version: remove it, or leave out --append")
     rows = []
     with (
@@ -327,28 +406,29 @@ def main() -> None:
         processes(setting, args.seq_lengths, namespaces.names) as started,
     ):
         read_answer(started[0])
-        todo = [(size, speed) for size in args.seq_lengths for speed in args.mbit_per_s]
-        for size, speed in tqdm(todo):
+        jobs = list(itertools.product(args.seq_lengths, args.documents, args.busy))
+        for size, documents, busy in tqdm(jobs):
+            namespaces.limit(FAST_MBIT_PER_S)
+            free = measure(started, Todo(size, documents, ("ping-pong", "signal"), args.rounds))
+            mbit = free["ping-pong"]["bytes"] * 8 / 1e6
+            speed = float(f"{mbit / busy / statistics.median(free['signal']['seconds']):.3g}")
             namespaces.limit(speed)
-            for process in started:
-                process.stdin.write(f"{size}\n")
-                process.stdin.flush()
-            ways = read_answer(started[0])
-            seconds = ways["ping-pong"]["bytes"] * 8 / 1e6 / speed
             rows.append(
                 {
                     "width": setting.hidden_size,
                     "layers": setting.layers,
                     "tokens": size,
+                    "documents": documents,
                     "mbit_per_s": speed,
-                    "link_seconds": seconds,
-                    "ways": ways,
+                    "link_seconds": mbit / speed,
+                    "ways": measure(started, Todo(size, documents, tuple(WAYS), args.rounds)),
                 }
             )
     command = " ".join(["python", "benchmarks/slow_link.py", *sys.argv[1:]])
     run = {
         "command": command.replace(str(args.output), "DIR"),
         "setting": f"{setting.processes} processes on {cpu_name()}, torch {torch.__version__}",
+        "rounds": args.rounds,
         "rows": rows,
     }
     args.output.mkdir(parents=True, exist_ok=True)
