@@ -124,7 +124,7 @@ def _forward(
     angles = [None, None] if rotary_pos_emb is None else _of_halves(rotary_pos_emb, sizes, shards)
 
     def run(
-        layers: Sequence[Any], turns_back: bool, *hidden_of_halves: torch.Tensor
+        layers: Sequence[Any], goes_back_next: bool, *hidden_of_halves: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
         turns = Turns()
         through = [
@@ -134,7 +134,7 @@ def _forward(
         for half in halves:
             half.pause = turns.pause
         result = tuple(turns.run(through))
-        if turns_back:
+        if goes_back_next:
             for half in reversed(halves):
                 assert half.slot is not None
                 half.slot.send_ahead()
@@ -144,8 +144,8 @@ def _forward(
     with random:
         for group, recomputed in recomputed_groups(len(block.layers), config):
             # The next pass is the backward pass of these layers.
-            turns_back = recomputed or group[-1] == len(block.layers) - 1
-            run_group = partial(run, [block.layers[number] for number in group], turns_back)
+            goes_back_next = recomputed or group[-1] == len(block.layers) - 1
+            run_group = partial(run, [block.layers[number] for number in group], goes_back_next)
             if recomputed and block.training:
                 parts = tensor_parallel.checkpoint(
                     run_group, config.distribute_saved_activations, *parts

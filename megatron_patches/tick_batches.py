@@ -65,7 +65,8 @@ class TickInput:
         plans: who computes what, of each nano-batch.
         exchanges: this rank's part of each, to be placed in the buffers of core attention.
         micro_batch: in a forward tick what this rank runs, if it runs anything.
-        bytes_sent: what the plans say that this rank sends in the tick, by phase.
+        bytes_sent: what the plans say that this rank sends for the tick, by phase; keys that are
+            sent ahead leave before it begins.
         memory: what the largest plan of the global batch needs.
     """
 
