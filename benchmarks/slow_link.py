@@ -13,14 +13,16 @@ training step of `--distca` in five ways, in turn, in the same processes:
 * head groups: ping-pong, and the heads in two or four groups (`--distca-head-groups`);
 * signal: every message is one byte (`--distca-ablation signal`), so that only imbalance is left.
 
-A step here is forward and backward; the reduction of gradients, which is the same for all, is left
-out. What a way takes longer than signal is the communication that it exposes; single-stream exposes
-all of it. A part of that is no waiting, but CPU seconds of sending and receiving, on the cores that
-train: there is no network card to do it. Link seconds are the bytes over the speed of a link: in
-each phase those that the busiest rank sends or receives, since phases of an exchange follow each
-other. A global batch is one document on all ranks, or several of equal length. One alone crosses
-from ping to pong, whose exchange then has most of the bytes while ping's kernels have least to do;
-of several each is whole in one of them. With `--append` the rows join those of earlier runs.
+A step is forward, backward and the optimizer's; the reduction of gradients, which is the same for
+all, is left out. What a way takes longer than signal is the communication that it exposes;
+single-stream exposes all of it. A part of that is no waiting, but CPU seconds: of sending and
+receiving, on the cores that train, as there is no network card to do it, and of computing, which is
+slower after a wait. Link seconds are the bytes over the speed of a link: in each phase those that
+the busiest rank sends or receives, since phases of an exchange follow each other.
+
+A global batch is one document on all ranks, or several of equal length. One alone crosses from ping
+to pong, whose exchange then has most of the bytes while ping's kernels have least to do; of several
+each is whole in one of them. With `--append` the rows join those of earlier runs.
 """
 
 from __future__ import annotations
@@ -267,13 +269,13 @@ def report(runs: list[dict[str, Any]]) -> str:
             *(f"    {run['command']}" for run in runs),
             "",
             "; ".join(dict.fromkeys(run["setting"] for run in runs))
-            + "; fp32, documents of equal length on all ranks; forward and backward without the "
-            "reduction of gradients. Every figure is the median of the rounds; ways are compared "
+            + "; fp32, documents of equal length on all ranks; steps without the reduction of "
+            "gradients. Every figure is the median of the rounds; ways are compared "
             "with the signals of their round, since the machine's speed changes. Link s: the bytes "
             "over the speed of a link. Busy: link s over the step with signals. Exposed: what a "
             "way takes longer than signal; single-stream exposes all communication. Of it CPU: "
             "what a process computes longer than with signals, a mean of all: TCP runs on the "
-            "cores that train.",
+            "cores that train, and computing is slower after a wait.",
             "",
             table(rows),
             "",
@@ -289,7 +291,7 @@ def table(rows: list[dict[str, Any]]) -> str:
     compared = [name for name in WAYS if name != "signal"]
     for title, names in (
         ("exposed s", compared),
-        ("of it CPU s", compared[1:]),
+        ("of it CPU s", compared),
         ("over signal", compared),
     ):
         columns += [f"{title}: {names[0]}", *names[1:]]
@@ -298,7 +300,7 @@ def table(rows: list[dict[str, Any]]) -> str:
         sent = row["ways"]["ping-pong"]["bytes"] / 1e6
         seconds = [statistics.median(row["ways"][name]["seconds"]) for name in WAYS]
         exposed = [over_signal(row, name, "seconds", sub) for name in compared]
-        computed = [over_signal(row, name, "cpu_seconds", sub) for name in compared[1:]]
+        computed = [over_signal(row, name, "cpu_seconds", sub) for name in compared]
         link = row["link_seconds"]
         table.append(
             [f"{row[name]:g}" for name in ("width", "layers", "tokens", "documents", "mbit_per_s")]
