@@ -141,7 +141,7 @@ def printed_flags(text: str) -> list[str]:
 
 
 SLOW_LINKS = """
-    --context 32768 --sequences 2 --tolerance 0.1 --node-gb-per-s 5 --network-gb-per-s 5
+    --context 65536 --sequences 1 --tolerance 0.1 --node-gb-per-s 5 --network-gb-per-s 5
 """.split()
 
 
@@ -149,7 +149,7 @@ SLOW_LINKS = """
 def test_what_is_printed(command: Command, more: list[str]) -> None:
     text = command.run(*COMMAND, *more)
     cluster = replace(JOB.cluster, node_gb_per_s=5.0, network_gb_per_s=5.0)
-    long = replace(JOB, context=32768, sequences=2, tolerance=0.1, cluster=cluster)
+    long = replace(JOB, context=65536, sequences=1, tolerance=0.1, cluster=cluster)
     job = long if more else JOB
     (row,) = [r for r in json.loads(command.run(*COMMAND, *more, "--json")) if r["flags"]]
     candidate = Candidate(**row["candidate"])
