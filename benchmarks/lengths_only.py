@@ -1,4 +1,4 @@
-"""A token stream of documents of which only the lengths matter."""
+"""Token streams of documents that matter by their lengths alone."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ VOCABULARY = 511
 
 @dataclass(frozen=True)
 class LengthsOnly:
-    """A corpus of which only the lengths matter."""
+    """A corpus of given document lengths, whose tokens are made up."""
 
     lengths: np.ndarray
 
@@ -22,8 +22,8 @@ class LengthsOnly:
 
 
 def stream_of(lengths: Sequence[int]) -> Any:
-    """A `TokenStream` of such documents, one after the other."""
-    from megatron_patches.stream import TokenStream
+    """Makes a `TokenStream` of `LengthsOnly` documents, one after the other."""
+    from megatron_patches.batches.stream import TokenStream
 
     column = np.asarray(lengths, dtype=np.int64)
     numbers, zeros = np.arange(len(column)), np.zeros_like(column)

@@ -1,1 +1,1 @@
-"""From text to Megatron's indexed token files."""
+"""The demo's corpus and its report; `distca prepare` makes token files of any other text."""

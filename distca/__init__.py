@@ -1,7 +1,7 @@
 """DistCA: core attention disaggregation for training transformers on very long contexts.
 
-The vocabulary is in `distca.plan`, the schedulers in `distca.schedule`, what runs a plan in
-`distca.runtime`. Importing this package needs nothing but torch, and imports not even that.
+Plans are in `distca.plan`, schedulers in `distca.schedule`, and the runtime that executes plans in
+`distca.runtime`. The package requires only torch, which `import distca` does not load.
 """
 
 __version__ = "0.1.0"

@@ -1,7 +1,7 @@
-"""`python -m distca` is the console command."""
+"""The console command as a module: `python -m distca`."""
 
 import sys
 
-from distca.cli import main
+from distca.commands.main import main
 
 sys.exit(main())

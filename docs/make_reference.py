@@ -7,34 +7,47 @@ python docs/make_reference.py --check
 from __future__ import annotations
 
 import argparse
+import importlib
 import sys
 from argparse import ArgumentParser
 from collections.abc import Sequence
 from pathlib import Path
 
-from data import prepare
-from distca import build_command, doctor, plan_command, simulate_command
-from distca.cost import profile
-from megatron_patches.arguments import add_distca_arguments
-from megatron_patches.lean.arguments import build_parser
+from distca.commands.main import COMMANDS
+from megatron_patches.flags.distca import add_distca_arguments
+from megatron_patches.flags.megatron import build_parser
 
 PAGE = Path(__file__).parent / "reference.md"
 _HEADER = """# Flags
 
-This page is written by `python docs/make_reference.py`; change the parsers, not the page.
+This page answers: which flags are there, what are their defaults, and what do they mean? It is
+written by `python docs/make_reference.py`; change the parsers, not the page.
+
+Other pages say when to use which of DistCA's flags:
+
+| to choose | flags | page |
+| --- | --- | --- |
+| who computes what | `--distca-scheduler`, `--distca-placement`, \
+`--distca-context-parallel-size` | [planning](planning.md#schedulers) |
+| what loads and bytes are judged by | `--distca-profile`, `--distca-gpus-per-node`, \
+`--distca-node-gb-per-s`, `--distca-network-gb-per-s`, `--distca-server-speeds` | \
+[performance](performance.md) |
+| balance against bytes | `--distca-tolerance` | [overlap](overlap.md#the-tolerance) |
+| what runs behind what | `--distca-ping-pong`, `--distca-head-groups`, `--distca-ablation` | \
+[overlap](overlap.md#ping-and-pong) |
+| memory | `--distca-max-buffer-bytes`, `--distca-backward` | [overlap](overlap.md#memory) |
+| what moves rows | `--distca-transport`, `--distca-nvshmem-mode` | \
+[overlap](overlap.md#transports) |
+| processes that only serve | `--distca-servers` | [overlap](overlap.md#dedicated-servers) |
+| pipelines | `--distca-pool-stages`, `--distca-max-in-flight` | [pipelines](pipelines.md) |
+| fewer launches by the CPU | `--distca-cuda-graphs` | [performance](performance.md#cuda-graphs) |
+| a timeline | `--distca-trace`, `--distca-trace-iterations` | [timeline](timeline.md) |
+| documents | `--distca-max-document-length` | [concepts](concepts.md#windows) |
 
 Flags of `pretrain_gpt.py`: the first group is DistCA's own. The others are Megatron-LM's names and
 meanings, as far as the loop on `megatron-core` alone has them; some defaults differ, such as rotary
 positions. With Megatron-LM's own loop all of its flags are there.
 """
-_COMMANDS = {
-    "distca plan": plan_command.build_parser,
-    "distca simulate": simulate_command.build_parser,
-    "distca profile": profile.build_parser,
-    "distca build": build_command.build_parser,
-    "distca doctor": doctor.build_parser,
-    "python -m data.prepare": prepare.build_parser,
-}
 
 
 def _shown(value: object) -> str:
@@ -97,9 +110,10 @@ def page() -> str:
     """The whole page."""
     lines = [_HEADER, "## pretrain_gpt.py"]
     lines += _tables(build_parser(add_distca_arguments), first="distca")
-    for command, build in _COMMANDS.items():
-        lines += ["", f"## {command}"]
-        lines += _tables(build())
+    for name in COMMANDS:
+        command = importlib.import_module(f"distca.commands.{name}")
+        lines += ["", f"## distca {name}"]
+        lines += _tables(command.build_parser())
     return "\n".join(lines) + "\n"
 
 

@@ -15,13 +15,15 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
+from distca.palette import BLACK, BLUE, GREEN, GREY, ORANGE, VERMILION
+
 _COLOURS = {
-    "forward": "tab:blue",
-    "backward": "tab:orange",
-    "serve": "tab:grey",
-    "wait": "tab:red",
-    "kernel": "tab:green",
-    "exchange": "tab:purple",
+    "forward": BLUE,
+    "backward": ORANGE,
+    "serve": GREY,
+    "wait": VERMILION,
+    "kernel": GREEN,
+    "exchange": BLACK,
 }
 
 

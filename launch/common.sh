@@ -53,7 +53,7 @@ value_of() {
     echo "$value"
 }
 
-# Megatron's flags for the sizes of distca/cost/models.py, as Llama 3 has the rest.
+# Megatron's flags for the sizes of distca/cost/model_sizes.py, as Llama 3 has the rest.
 # Sets `model_flags`.
 choose_model() {
     local layers hidden ffn heads groups

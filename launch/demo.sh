@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Sets everything up and pretrains a small GPT with --distca on real text, on four processes of the
-# CPU, also where there are GPUs.
+# Sets everything up, pretrains a small GPT with --distca on real text, on four processes of the CPU
+# (also where there are GPUs), runs some of the same steps as plain Megatron, and compares the two.
 # More flags are passed on: launch/demo.sh --train-iters 20
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -12,19 +12,33 @@ export OMP_NUM_THREADS=1 PYTHONWARNINGS=ignore
 # bf16, and four processes as many GPUs.
 export CUDA_VISIBLE_DEVICES=
 .venv/bin/python -m data.demo_corpus --output-dir demo/data
-exec .venv/bin/torchrun --nproc-per-node 4 pretrain_gpt.py \
-    --distca \
-    --num-layers 4 --hidden-size 128 --ffn-hidden-size 384 \
-    --num-attention-heads 8 --group-query-attention --num-query-groups 2 \
-    --normalization RMSNorm --swiglu --disable-bias-linear \
-    --position-embedding-type rope --untie-embeddings-and-output-weights \
-    --attention-dropout 0 --hidden-dropout 0 \
-    --seq-length 2048 --max-position-embeddings 8192 \
-    --micro-batch-size 1 --global-batch-size 4 --train-iters 100 \
-    --lr 3e-3 --min-lr 3e-4 --lr-decay-style cosine --lr-warmup-iters 10 --weight-decay 0.1 \
-    --use-distributed-optimizer \
-    --data-path demo/data/python_source --split 90,8,2 \
-    --tokenizer-type HuggingFaceTokenizer --tokenizer-model demo/data/tokenizer.json \
-    --log-interval 5 --eval-interval 50 --eval-iters 2 \
-    --save demo/checkpoints --tensorboard-dir demo/tensorboard \
-    "$@"
+
+# A quarter of the tokens are of documents that are as long as a rank's tokens, the others of short
+# ones. The model is narrow, so that core attention is a large part of a step, as in long training.
+flags=(
+    --num-layers 2 --hidden-size 64 --ffn-hidden-size 192
+    --num-attention-heads 8 --kv-channels 16 --group-query-attention --num-query-groups 2
+    --normalization RMSNorm --swiglu --disable-bias-linear
+    --position-embedding-type rope --untie-embeddings-and-output-weights
+    --attention-dropout 0 --hidden-dropout 0
+    --seq-length 8192 --max-position-embeddings 32768 --distca-max-document-length 8192
+    --micro-batch-size 1 --global-batch-size 4 --train-iters 80
+    --lr 4e-3 --min-lr 4e-4 --lr-decay-style cosine --lr-warmup-iters 5 --weight-decay 0.1
+    --init-method-std 0.08 --use-distributed-optimizer
+    --data-path 0.25 demo/data/python_packages 0.75 demo/data/python_functions --split '90,8,2'
+    --tokenizer-type HuggingFaceTokenizer --tokenizer-model demo/data/tokenizer.json
+    --log-interval 5 --eval-interval 1000
+)
+
+.venv/bin/torchrun --nproc-per-node 4 pretrain_gpt.py --distca "${flags[@]}" --eval-iters 2 \
+    --save demo/checkpoints --tensorboard-dir demo/tensorboard/distca "$@"
+
+# Without --distca the same command is plain Megatron. These flags win over those passed on.
+echo "running the first 15 steps as plain Megatron, too; its log is demo/plain.log" >&2
+mkdir -p demo
+.venv/bin/torchrun --nproc-per-node 4 pretrain_gpt.py "${flags[@]}" "$@" \
+    --exit-interval 15 --eval-iters 0 --save demo/plain_checkpoints \
+    --tensorboard-dir demo/tensorboard/plain >demo/plain.log 2>&1 ||
+    { tail -n 20 demo/plain.log >&2 && exit 1; }
+exec .venv/bin/python -m data.demo_report --distca demo/tensorboard/distca \
+    --plain demo/tensorboard/plain --output demo/report.png -- "${flags[@]}" "$@"

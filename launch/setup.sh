@@ -13,7 +13,8 @@ case "$(cat "$stamp" 2>/dev/null || true)" in
 esac
 echo "setting up .venv (once; some minutes)" >&2
 python3 -m venv .venv
-pip=(.venv/bin/python -m pip --disable-pip-version-check --quiet)
+# Twice quiet: errors alone, no warnings.
+pip=(.venv/bin/python -m pip --disable-pip-version-check --quiet --quiet)
 # torch first and pinned: no later step may replace it by another build.
 "${pip[@]}" install "torch==$torch_version" numpy
 echo "torch==$torch_version" >.venv/constraints.txt

@@ -1,4 +1,9 @@
-"""The only package that knows Megatron: what DistCA changes in it, and how a job is run on it."""
+"""DistCA on Megatron: the only package that imports it.
+
+`flags`, `batches`, `model`, `pipeline` and `loop` are the parts of a pretraining job. `upstream`
+runs it in Megatron-LM's own loop, `cpu` runs Megatron without CUDA, and `llama` converts
+checkpoints.
+"""
 
 import importlib.util
 

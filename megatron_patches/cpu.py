@@ -1,4 +1,6 @@
-"""The one file that knows there is no GPU: what Megatron assumes about CUDA, on CPUs and gloo.
+"""Megatron on CPUs and gloo: stands in for what it assumes about CUDA.
+
+No other file knows that there is no GPU.
 
 Megatron's modules see a `torch` whose `cuda` is the CPU. The replacement is scoped to modules whose
 name starts with `megatron.`: for everybody else torch stays what it is. Nothing happens where CUDA
@@ -21,7 +23,7 @@ import torch
 
 CPU = torch.device("cpu")
 
-# Modules that megatron-core loads lazily, or that nothing else here imports before training.
+# Modules of megatron-core that are loaded lazily, or that nothing else imports before training.
 _MODULES = (
     "megatron.core.distributed",
     "megatron.core.distributed.finalize_model_grads",
@@ -65,7 +67,7 @@ def adapt_megatron_training() -> None:
     _stand_in_for_triton_kernels()
     initialize = _import("megatron.training.initialize")
     training = _import("megatron.training.training")
-    # It insists on CUDA unless told otherwise.
+    # `initialize_megatron` insists on CUDA unless it is told otherwise.
     training.initialize_megatron = functools.partial(
         initialize.initialize_megatron, allow_no_cuda=True
     )
@@ -80,7 +82,7 @@ def adapt_megatron_training() -> None:
 
 
 def _stand_in_for_triton_kernels() -> None:
-    """Megatron-LM's loop imports kernels that only run, and only import, with triton."""
+    """Provides a module of kernels that Megatron-LM's loop imports, and that needs triton."""
     if importlib.util.find_spec("triton") is not None:
         return
     name = "megatron.core.transformer.custom_layers.batch_invariant_kernels"
@@ -92,19 +94,19 @@ def _stand_in_for_triton_kernels() -> None:
 
 
 class _Stream:
-    """The CPU as a stream: what is put on it has happened."""
+    """The CPU as a stream, whose work is done as soon as it is submitted."""
 
     def __init__(self, *_: Any, **__: Any) -> None:
         self.device = CPU
 
     def wait_stream(self, stream: Any) -> None:
-        """Nothing to wait for."""
+        """Returns at once: there is nothing to wait for."""
 
     def wait_event(self, event: Any) -> None:
-        """Nothing to wait for."""
+        """Returns at once: there is nothing to wait for."""
 
     def synchronize(self) -> None:
-        """Nothing to wait for."""
+        """Returns at once: there is nothing to wait for."""
 
     def record_event(self, event: Any = None) -> Any:
         return event or _Event()
@@ -114,7 +116,7 @@ class _Stream:
 
 
 class _Event:
-    """A moment on the CPU."""
+    """An event on the CPU: a moment of its clock."""
 
     def __init__(self, *_: Any, **__: Any) -> None:
         self._time = 0.0
@@ -123,16 +125,16 @@ class _Event:
         self._time = time.perf_counter()
 
     def wait(self, stream: Any = None) -> None:
-        """It has happened."""
+        """Returns at once: the event has happened."""
 
     def synchronize(self) -> None:
-        """It has happened."""
+        """Returns at once: the event has happened."""
 
     def query(self) -> bool:
         return True
 
     def elapsed_time(self, end: _Event) -> float:
-        """Milliseconds until `end`."""
+        """Milliseconds from this event to `end`."""
         return (end._time - self._time) * 1e3
 
 
@@ -140,10 +142,10 @@ _STREAM = _Stream()
 
 
 def _nothing(*_: Any, **__: Any) -> None:
-    """A request to the GPU that is void on a CPU."""
+    """Ignores a request to the GPU, which is void on a CPU."""
 
 
-# What `torch.cuda` answers inside Megatron; everything else comes from the real one.
+# Replaced members of `torch.cuda` inside Megatron; all others are the real ones.
 _CUDA_ON_CPU: dict[str, Any] = {
     # Tensors are made on the "current device" in some forty places.
     "current_device": lambda: CPU,
@@ -157,11 +159,11 @@ _CUDA_ON_CPU: dict[str, Any] = {
     "current_stream": lambda *_: _STREAM,
     "default_stream": lambda *_: _STREAM,
     "stream": lambda *_: contextlib.nullcontext(),
-    # The random state that dropout and recomputation save and restore.
+    # Dropout and recomputation save and restore the random state.
     "get_rng_state": lambda *_: torch.get_rng_state(),
     "set_rng_state": lambda state, *_: torch.set_rng_state(state),
     "manual_seed": lambda seed: torch.default_generator.manual_seed(seed),
-    # Logged by Megatron-LM's loop.
+    # Megatron-LM's loop logs memory.
     "memory_allocated": lambda *_: 0,
     "max_memory_allocated": lambda *_: 0,
     "memory_reserved": lambda *_: 0,
@@ -222,13 +224,16 @@ def _replace_torch_in_megatron() -> None:
 
 
 def _called_by_megatron() -> bool:
-    """Whether the method that asks was called by Megatron (two frames up)."""
+    """Whether the method that calls this function was called by Megatron (two frames up)."""
     caller = sys._getframe(2).f_globals.get("__name__", "")
     return bool(caller.startswith("megatron."))
 
 
 def _adapt_tensor_methods() -> None:
-    """Methods have no scope of their own, so these look who calls them."""
+    """Adapts methods of tensors and modules for calls by Megatron.
+
+    Methods cannot be replaced for some modules alone, so they look at who calls them.
+    """
     if hasattr(torch.Tensor.type, "__wrapped__"):
         return
     original_type, original_cuda = torch.Tensor.type, torch.Tensor.cuda
@@ -260,11 +265,11 @@ def _adapt_tensor_methods() -> None:
 
 
 def _adapt_random_state() -> None:
-    """The tracker of Megatron's random states keeps the CPU generator's."""
+    """Lets Megatron's tracker of random states keep the CPU generator's."""
     random = _import("megatron.core.tensor_parallel.random")
     random._get_cuda_rng_state = lambda *_, **__: torch.get_rng_state()
     random._set_cuda_rng_state = lambda state, *_, **__: torch.set_rng_state(state)
-    # It warns of each change of the CPU generator, which here is the one that is meant.
+    # Megatron warns of each change of the CPU generator, which is the one that is meant here.
     log = importlib.import_module("logging").getLogger(random.__name__)
     if not log.filters:
         log.addFilter(lambda record: "CPU RNG state changed" not in record.getMessage())

@@ -1,11 +1,12 @@
-"""Llama checkpoints of Hugging Face, to the model that this repository trains and back.
+"""Converts Llama checkpoints of Hugging Face to the model that this repository trains, and back.
 
     python -m megatron_patches.llama import --llama Llama-3.1-8B --checkpoint llama
     python -m megatron_patches.llama export --llama Llama-3.1-8B --checkpoint run --output out
 
 The weights' names and shapes are mapped by the library mbridge. The checkpoint is the lean loop's
-(`megatron_patches/lean/checkpointing.py`), of one process; it loads at all parallel sizes, with and
-without `--distca`. The command prints the flags that describe the model, for `pretrain_gpt.py`.
+(`megatron_patches/loop/lean/checkpointing.py`), of one process; it loads at all parallel sizes,
+with and without `--distca`. The command prints the flags that describe the model, for
+`pretrain_gpt.py`.
 """
 
 from __future__ import annotations
@@ -23,16 +24,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_patches.tokenizer import build_tokenizer
+from distca.documents.tokenizer import build_tokenizer
 
-# Which of Llama 3's scaled rotary angles megatron-core has; only the factor can be chosen.
+# Llama 3's scaling of rotary angles as megatron-core has it; only the factor can be chosen.
 _LLAMA3_ROPE = {
     "low_freq_factor": 1.0,
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
 }
 
-# The names that weights have where Transformer Engine is not used -> those that mbridge knows.
+# Names of weights where Transformer Engine is not used -> names that mbridge knows.
 _NORM_NAMES = {
     ".input_layernorm.weight": ".self_attention.linear_qkv.layer_norm_weight",
     ".pre_mlp_layernorm.weight": ".mlp.linear_fc1.layer_norm_weight",
@@ -41,13 +42,13 @@ _VOCABULARY = ("embedding.word_embeddings.weight", "output_layer.weight")
 
 
 def model_flags(config: dict[str, Any]) -> list[str]:
-    """Megatron's flags for a Llama model.
+    """Returns Megatron's flags for a Llama model.
 
     Args:
-        config: the model's `config.json` with all defaults filled in.
+        config: `config.json` of the model with all defaults filled in.
 
     Raises:
-        ValueError: the model has something that these flags cannot say.
+        ValueError: the model has a feature that these flags cannot express.
     """
     if config.get("model_type") != "llama":
         raise ValueError(f"the model is a {config.get('model_type')}: only llama is converted")
@@ -75,7 +76,7 @@ def model_flags(config: dict[str, Any]) -> list[str]:
 
 
 def _rope_flags(config: dict[str, Any]) -> list[str]:
-    """The flags of the rotary embedding, as either version of the library writes it."""
+    """Returns the flags of the rotary embedding, from either format that transformers writes."""
     rope = {"rope_theta": config.get("rope_theta") or 10000.0}
     rope |= config.get("rope_scaling") or {}
     rope |= config.get("rope_parameters") or {}
@@ -98,8 +99,8 @@ class _NamedForMbridge:
     """A Megatron model as mbridge reads and writes one: Transformer Engine's names, no padding.
 
     Args:
-        model: the whole model, on one process.
-        vocabulary: rows of the embedding in the Llama model; Megatron's has more.
+        model: whole model, on one process.
+        vocabulary: rows of the Llama model's embedding; Megatron's is padded to more.
     """
 
     def __init__(self, model: Any, vocabulary: int) -> None:
@@ -119,7 +120,7 @@ class _NamedForMbridge:
 
 
 def read_config(llama: Path) -> Any:
-    """A checkpoint's configuration, a `transformers.LlamaConfig`.
+    """Reads a checkpoint's configuration, a `transformers.LlamaConfig`.
 
     Raises:
         ValueError: the folder is missing or has no configuration.
@@ -135,18 +136,18 @@ def read_config(llama: Path) -> Any:
 
 
 def build_model(llama: Path, config: Any, bf16: bool) -> tuple[Any, Namespace]:
-    """Megatron's model for a Llama checkpoint, with random weights, and its arguments.
+    """Makes Megatron's model for a Llama checkpoint, with random weights, and its arguments.
 
-    Needs a fresh process; it is left with a group of one.
+    Must run in a fresh process, in which it starts a process group of one.
 
     Raises:
         ValueError: the model cannot be converted, or the tokenizer is of another model.
     """
-    from megatron_patches.arguments import add_distca_arguments
-    from megatron_patches.gpt_job import GPT_JOB
-    from megatron_patches.lean.arguments import parse_args
-    from megatron_patches.lean.config import transformer_config
-    from megatron_patches.lean.training import initialize_megatron
+    from megatron_patches.flags.distca import add_distca_arguments
+    from megatron_patches.flags.megatron import parse_args
+    from megatron_patches.loop.gpt_job import GPT_JOB
+    from megatron_patches.loop.lean.config import transformer_config
+    from megatron_patches.loop.lean.training import initialize_megatron
 
     vocabulary = build_tokenizer("HuggingFaceTokenizer", str(llama)).vocab_size
     if vocabulary != config.vocab_size:
@@ -156,7 +157,7 @@ def build_model(llama: Path, config: Any, bf16: bool) -> tuple[Any, Namespace]:
         )
     flags = model_flags(config.to_dict()) + ["--bf16"] * bf16
     flags += ["--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", str(llama)]
-    # A run needs these; the weights don't depend on them.
+    # Flags that a run requires, and that the weights don't depend on.
     flags += "--seq-length 128 --micro-batch-size 1 --train-iters 1 --lr 1 --data-path -".split()
     flags += ["--no-save-optim", "--no-save-rng", "--no-load-optim", "--no-load-rng"]
     args = parse_args(add_distca_arguments, flags, world_size=1)
@@ -184,18 +185,22 @@ def import_llama(llama: Path, checkpoint: Path, bf16: bool) -> Namespace:
     """Writes a checkpoint of iteration 0 with the weights of a Llama model.
 
     Args:
-        llama: the folder of safetensors, `config.json` and `tokenizer.json`.
-        checkpoint: a directory for `--load`, which has no checkpoint yet.
+        llama: folder of safetensors, `config.json` and `tokenizer.json`.
+        checkpoint: directory for `--load`, which has no checkpoint yet.
         bf16: keep weights in bfloat16, else in float32.
 
     Returns:
         The arguments that the checkpoint was made with.
 
     Raises:
-        ValueError: as `build_model`, or the checkpoint is there already.
+        ValueError: see `build_model`; or there is a checkpoint already.
         ImportError: an extra package is missing.
     """
-    from megatron_patches.lean.checkpointing import LoadedState, latest_iteration, save_checkpoint
+    from megatron_patches.loop.lean.checkpointing import (
+        LoadedState,
+        latest_iteration,
+        save_checkpoint,
+    )
 
     if latest_iteration(checkpoint) is not None:
         raise ValueError(f"--checkpoint {checkpoint} has a checkpoint already: give another one")
@@ -217,16 +222,16 @@ def export_llama(llama: Path, checkpoint: Path, output: Path, bf16: bool) -> Non
     """Writes the weights of the latest checkpoint as a Llama model for transformers.
 
     Args:
-        llama: the model that the run began from, for its configuration and tokenizer.
-        checkpoint: the directory that the run gave to `--save`.
-        output: a folder for safetensors, `config.json` and the tokenizer's files.
+        llama: folder of the model that the run began from, for its configuration and tokenizer.
+        checkpoint: directory that the run gave to `--save`.
+        output: folder for safetensors, `config.json` and the tokenizer's files.
         bf16: write bfloat16, else float32.
 
     Raises:
-        ValueError: as `build_model`, or the checkpoint is missing or of another model.
+        ValueError: see `build_model`; or the checkpoint is missing or of another model.
         ImportError: an extra package is missing.
     """
-    from megatron_patches.lean.checkpointing import load_checkpoint
+    from megatron_patches.loop.lean.checkpointing import load_checkpoint
 
     config = read_config(llama)
     model, args = build_model(llama, config, bf16)
@@ -247,7 +252,7 @@ def export_llama(llama: Path, checkpoint: Path, output: Path, bf16: bool) -> Non
 
 
 def main(argv: list[str] | None = None) -> int:
-    """The command; returns its exit status."""
+    """Runs the command and returns its exit status."""
     parser = argparse.ArgumentParser(
         prog="python -m megatron_patches.llama", description=__doc__.splitlines()[0]
     )

@@ -6,9 +6,9 @@ In Megatron-LM's `pretrain_gpt.py`, before `pretrain(...)` is called, add two li
     pretrain = with_distca(pretrain)
 
 With `--distca` the run then uses our documents, model and forward step; without it nothing of
-Megatron-LM changes. From Megatron-LM 0.18 the arguments are parsed before `pretrain()`: there also
-give `parse_and_validate_args` the argument `extra_args_provider=add_arguments`, from this module
-(not tried yet).
+Megatron-LM changes. From Megatron-LM 0.18 the arguments are parsed before `pretrain()`: also give
+`parse_and_validate_args` this module's `add_arguments`, as `extra_args_provider=add_arguments` (not
+tried yet).
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ import torch
 from megatron.core.enums import ModelType
 
 from megatron_patches import cpu
-from megatron_patches.arguments import add_distca_arguments
-from megatron_patches.gpt_job import GPT_JOB
-from megatron_patches.job import Job
-from megatron_patches.model import uses_dense_mask
-from megatron_patches.without_te import repair_megatron
+from megatron_patches.flags.distca import add_distca_arguments
+from megatron_patches.loop.gpt_job import GPT_JOB
+from megatron_patches.loop.job import Job
+from megatron_patches.model.gpt import uses_dense_mask
+from megatron_patches.model.without_te import repair_megatron
 
 
 def pretrain(job: Job) -> None:
@@ -53,11 +53,11 @@ def pretrain(job: Job) -> None:
 
 
 def with_distca(megatron_pretrain: Callable[..., None], job: Job = GPT_JOB) -> Callable[..., None]:
-    """Megatron-LM's `pretrain`, which takes our data, model and forward step when `--distca` is on.
+    """Wraps Megatron-LM's `pretrain` so that `--distca` runs our data, model and forward step.
 
     Args:
         megatron_pretrain: Megatron-LM's function, or a wrapper of it with the same parameters.
-        job: what `--distca` runs.
+        job: job that `--distca` runs.
 
     Returns:
         A function with the same parameters.
@@ -115,7 +115,7 @@ def _add_also(given: Callable[..., Any] | None, job: Job) -> Callable[..., Any]:
     return add_both
 
 
-# What Megatron-LM's loop must be told when the data iterators are ours.
+# Arguments of Megatron-LM's loop when the data iterators are ours.
 _OUR_DATA = {"dataloader_type": "external", "calculate_per_token_loss": True}
 
 
@@ -140,9 +140,10 @@ def _turn_on_with(parser: ArgumentParser, distca: Action) -> None:
 
 
 def _if_distca(ours: Callable[..., Any], theirs: Callable[..., Any]) -> Callable[..., Any]:
-    """Calls ours with `--distca` and theirs without; decided when called, after parsing."""
+    """Returns a function that calls `ours` with `--distca`, else `theirs`."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
+        # Decided here, since arguments are parsed after the function is made.
         from megatron.training import get_args
 
         return (ours if get_args().distca else theirs)(*args, **kwargs)
@@ -153,7 +154,7 @@ def _if_distca(ours: Callable[..., Any], theirs: Callable[..., Any]) -> Callable
 def replace_schedules(job: Job) -> None:
     """Lets Megatron-LM's loop run the job's own schedule, where it has one for the arguments.
 
-    The loop has no hook for it: it looks `get_forward_backward_func` up in its own module.
+    The loop has no hook for that: it looks `get_forward_backward_func` up in its own module.
     """
     training = importlib.import_module("megatron.training.training")
     theirs = training.get_forward_backward_func
@@ -165,7 +166,7 @@ def replace_schedules(job: Job) -> None:
     def get_forward_backward_func(*args: Any, **kwargs: Any) -> Any:
         from megatron.training import get_args
 
-        # Asked for in every iteration, but a timeline is of several.
+        # Made once, since the loop asks in every iteration, and a timeline records several.
         if not own:
             own.append(job.forward_backward_func(get_args()))
         return theirs(*args, **kwargs) if own[0] is None else own[0]
@@ -174,7 +175,7 @@ def replace_schedules(job: Job) -> None:
 
 
 class _Providers:
-    """A job's functions in the form that Megatron-LM's `pretrain` calls them."""
+    """A job's functions with the signatures that Megatron-LM's `pretrain` calls."""
 
     def __init__(self, job: Job) -> None:
         self._job = job
@@ -212,7 +213,7 @@ class _Providers:
         def provide(num_samples: tuple[int, int, int], vp_stage: int | None = None) -> Any:
             from megatron.training import get_args, get_tokenizer
 
-            # There `vocab_size` is a flag, which need not be given or hold the end token.
+            # In Megatron-LM `vocab_size` is a flag, which may be missing or lack the end token.
             vocab_size = get_tokenizer().vocab_size
             args = Namespace(**vars(get_args()) | {"vocab_size": vocab_size})
             iterators = self._job.build_data(args, *num_samples)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator
 
 import pytest
-from ranks import Chosen, Ranks
+
+from support.pretraining import ROOT
+from support.ranks import Chosen, Ranks
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -31,3 +34,18 @@ def ranks(pytestconfig: pytest.Config) -> Iterator[Ranks]:
     pool = Ranks(chosen)
     yield pool
     pool.close()
+
+
+@pytest.fixture(scope="session")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A real dataset of the source files of this project, one document a file."""
+    from distca.commands.prepare import main
+
+    folder = tmp_path_factory.mktemp("corpus")
+    inputs = ["--input", str(ROOT / "distca"), str(ROOT / "tests")]
+    tokenizer = ["--tokenizer-type", "ByteLevelTokenizer"]
+    # Compiled files are no text.
+    for cache in (*ROOT.glob("distca/**/__pycache__"), *ROOT.glob("tests/**/__pycache__")):
+        shutil.rmtree(cache, ignore_errors=True)
+    assert main([*inputs, *tokenizer, "--output-prefix", str(folder / "source")]) == 0
+    return str(folder / "source")

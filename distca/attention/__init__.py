@@ -1,19 +1,19 @@
 """Attention kernels: they compute tasks and know nothing of ranks."""
 
-from distca.attention.kernel import Gradients, Kernel
+from distca.attention.kernel import Gradients, Kernel, KernelTasks
 from distca.attention.merge import merge_partial
 
-__all__ = ["Gradients", "Kernel", "merge_partial", "select_kernel"]
+__all__ = ["Gradients", "Kernel", "KernelTasks", "merge_partial", "select_kernel"]
 
 
 def select_kernel(device_type: str) -> Kernel:
-    """The fastest kernel for a device.
+    """Makes the fastest kernel for a device.
 
     Args:
         device_type: "cpu" or "cuda".
 
     Raises:
-        ValueError: there is no kernel for the device.
+        ValueError: no kernel supports the device.
     """
     if device_type == "cpu":
         from distca.attention.torch_cpu import TorchCpuKernel

@@ -1,8 +1,8 @@
 """FlashAttention on GPUs: the `flash-attn` package where it is installed, else torch's own.
 
-Both take variable-length tasks in one call, align their causal mask to the lower right, and return
-the LSE. Nothing in this file has been run on a GPU yet; its calls are checked against torch's
-operator schemas in the tests.
+Both run tasks of variable length in one call, align their causal mask to the lower right, and
+return the LSE. Neither has been run on a GPU yet; tests check the calls against torch's operator
+schemas.
 """
 
 from __future__ import annotations
@@ -13,27 +13,27 @@ from typing import Any
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
-from distca.attention.kernel import Gradients, Kernel
+from distca.attention.kernel import Gradients, Kernel, KernelTasks
 
 
 def make_flash_kernel() -> Kernel:
-    """The `flash-attn` package's kernel where it is installed, else torch's own."""
+    """Makes the `flash-attn` package's kernel where it is installed, else torch's own."""
     if importlib.util.find_spec("flash_attn") is None:
         return TorchFlashKernel()
     try:
-        # A package of that name may also hold other versions' kernels alone.
-        there = importlib.util.find_spec("flash_attn.flash_attn_interface") is not None
+        # Other releases install a package of that name without FlashAttention-2's kernels.
+        usable = importlib.util.find_spec("flash_attn.flash_attn_interface") is not None
     except ImportError:
-        # It is there, but broken: the kernel's own error says what to do.
-        there = True
-    return FlashAttnKernel() if there else TorchFlashKernel()
+        # The installation is broken: the error of `FlashAttnKernel` says what to do.
+        usable = True
+    return FlashAttnKernel() if usable else TorchFlashKernel()
 
 
 class _Offsets:
-    """`cu_seqlens` on the GPU, and the longest of the tasks.
+    """Copies of `cu_seqlens` on the GPU, each with the length of the longest task.
 
-    All layers have the same ones. They are copied once, and without a wait: a copy of pageable
-    memory would wait for all that the GPU was given before, at every call.
+    All layers have the same offsets, so each is copied once, from pinned memory: a copy of pageable
+    memory would wait, at every call, for all work that the GPU was given before.
     """
 
     def __init__(self) -> None:
@@ -41,7 +41,7 @@ class _Offsets:
 
     def __call__(self, cu_seqlens: torch.Tensor, device: torch.device) -> tuple[torch.Tensor, int]:
         if cu_seqlens not in self._placed:
-            # Only pinned memory is copied without a wait; it is kept until the copy is done.
+            # torch keeps the pinned memory until the copy is done.
             source = cu_seqlens.pin_memory() if device.type == "cuda" else cu_seqlens
             longest = int(cu_seqlens.diff().max()) if len(cu_seqlens) > 1 else 0
             self._placed[cu_seqlens] = source.to(device, non_blocking=True), longest
@@ -50,7 +50,7 @@ class _Offsets:
 
 
 def _lse_TH(lse_HT: torch.Tensor) -> torch.Tensor:
-    """As `Kernel` has it: FlashAttention gives plus infinity to a row that sees no key."""
+    """LSE as in `Kernel`; FlashAttention gives plus infinity to a row that sees no key."""
     lse_TH = lse_HT.transpose(0, 1).contiguous()
     return lse_TH.masked_fill_(lse_TH == float("inf"), float("-inf"))
 
@@ -65,27 +65,22 @@ def _nothing_seen(q_THD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 class TorchFlashKernel:
-    """torch's built-in FlashAttention-2; see `Kernel`. bfloat16 and float16."""
+    """torch's built-in FlashAttention-2, a `Kernel` for bfloat16 and float16."""
 
     def __init__(self) -> None:
-        self._place = _Offsets()
+        self._offsets = _Offsets()
 
     def forward(
         self,
         q_THD: torch.Tensor,
         k_THD: torch.Tensor,
         v_THD: torch.Tensor,
-        cu_seqlens_q: torch.Tensor,
-        cu_seqlens_kv: torch.Tensor,
-        *,
-        causal: bool,
-        window_left: int | None,
-        softmax_scale: float,
+        tasks: KernelTasks,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         if _is_empty(q_THD, k_THD):
             return _nothing_seen(q_THD)
-        q_offsets, q_longest = self._place(cu_seqlens_q, q_THD.device)
-        kv_offsets, kv_longest = self._place(cu_seqlens_kv, q_THD.device)
+        q_offsets, q_longest = self._offsets(tasks.cu_seqlens_q, q_THD.device)
+        kv_offsets, kv_longest = self._offsets(tasks.cu_seqlens_kv, q_THD.device)
         out, lse_HT, *_ = torch.ops.aten._flash_attention_forward(
             q_THD,
             k_THD,
@@ -95,10 +90,10 @@ class TorchFlashKernel:
             q_longest,
             kv_longest,
             0.0,
-            causal,
+            tasks.causal,
             False,
-            scale=softmax_scale,
-            **self._window(window_left),
+            scale=tasks.softmax_scale,
+            **self._window(tasks.window_left),
         )
         return out, _lse_TH(lse_HT)
 
@@ -110,18 +105,13 @@ class TorchFlashKernel:
         v_THD: torch.Tensor,
         out_THD: torch.Tensor,
         lse_TH: torch.Tensor,
-        cu_seqlens_q: torch.Tensor,
-        cu_seqlens_kv: torch.Tensor,
-        *,
-        causal: bool,
-        window_left: int | None,
-        softmax_scale: float,
+        tasks: KernelTasks,
     ) -> Gradients:
         if _is_empty(q_THD, k_THD):
             return torch.zeros_like(q_THD), torch.zeros_like(k_THD), torch.zeros_like(v_THD)
-        q_offsets, q_longest = self._place(cu_seqlens_q, q_THD.device)
-        kv_offsets, kv_longest = self._place(cu_seqlens_kv, q_THD.device)
-        # The random state is that of dropout, of which there is none.
+        q_offsets, q_longest = self._offsets(tasks.cu_seqlens_q, q_THD.device)
+        kv_offsets, kv_longest = self._offsets(tasks.cu_seqlens_kv, q_THD.device)
+        # Dropout's random state, unused without dropout.
         rng_state = torch.zeros(2, dtype=torch.uint64, device=q_THD.device)
         gradients: Gradients = torch.ops.aten._flash_attention_backward(
             dout_THD,
@@ -135,11 +125,11 @@ class TorchFlashKernel:
             q_longest,
             kv_longest,
             0.0,
-            causal,
+            tasks.causal,
             rng_state,
             rng_state.new_empty(0),
-            scale=softmax_scale,
-            **self._window(window_left),
+            scale=tasks.softmax_scale,
+            **self._window(tasks.window_left),
         )
         return gradients
 
@@ -151,7 +141,7 @@ class TorchFlashKernel:
 
 
 class FlashAttnKernel:
-    """The `flash-attn` package (2.7 or later); see `Kernel`. bfloat16 and float16.
+    """The `flash-attn` package (2.7 or later), a `Kernel` for bfloat16 and float16.
 
     Raises:
         ImportError: the package is older or incomplete.
@@ -169,24 +159,25 @@ class FlashAttnKernel:
                 "'flash-attn>=2.7'`, or uninstall it to use torch's own FlashAttention"
             ) from error
         self._forward, self._backward = _flash_attn_varlen_forward, _flash_attn_varlen_backward
-        self._place = _Offsets()
+        self._offsets = _Offsets()
+
+    @staticmethod
+    def _window(window_left: int | None) -> dict[str, int]:
+        if window_left is None:
+            return {"window_size_left": -1, "window_size_right": -1}
+        return {"window_size_left": window_left, "window_size_right": 0}
 
     def forward(
         self,
         q_THD: torch.Tensor,
         k_THD: torch.Tensor,
         v_THD: torch.Tensor,
-        cu_seqlens_q: torch.Tensor,
-        cu_seqlens_kv: torch.Tensor,
-        *,
-        causal: bool,
-        window_left: int | None,
-        softmax_scale: float,
+        tasks: KernelTasks,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         if _is_empty(q_THD, k_THD):
             return _nothing_seen(q_THD)
-        q_offsets, q_longest = self._place(cu_seqlens_q, q_THD.device)
-        kv_offsets, kv_longest = self._place(cu_seqlens_kv, q_THD.device)
+        q_offsets, q_longest = self._offsets(tasks.cu_seqlens_q, q_THD.device)
+        kv_offsets, kv_longest = self._offsets(tasks.cu_seqlens_kv, q_THD.device)
         out, lse_HT, *_ = self._forward(
             q_THD,
             k_THD,
@@ -196,10 +187,9 @@ class FlashAttnKernel:
             q_longest,
             kv_longest,
             dropout_p=0.0,
-            softmax_scale=softmax_scale,
-            causal=causal,
-            window_size_left=-1 if window_left is None else window_left,
-            window_size_right=-1 if window_left is None else 0,
+            softmax_scale=tasks.softmax_scale,
+            causal=tasks.causal,
+            **self._window(tasks.window_left),
         )
         return out, _lse_TH(lse_HT)
 
@@ -211,18 +201,13 @@ class FlashAttnKernel:
         v_THD: torch.Tensor,
         out_THD: torch.Tensor,
         lse_TH: torch.Tensor,
-        cu_seqlens_q: torch.Tensor,
-        cu_seqlens_kv: torch.Tensor,
-        *,
-        causal: bool,
-        window_left: int | None,
-        softmax_scale: float,
+        tasks: KernelTasks,
     ) -> Gradients:
         dq, dk, dv = torch.zeros_like(q_THD), torch.zeros_like(k_THD), torch.zeros_like(v_THD)
         if _is_empty(q_THD, k_THD):
             return dq, dk, dv
-        q_offsets, q_longest = self._place(cu_seqlens_q, q_THD.device)
-        kv_offsets, kv_longest = self._place(cu_seqlens_kv, q_THD.device)
+        q_offsets, q_longest = self._offsets(tasks.cu_seqlens_q, q_THD.device)
+        kv_offsets, kv_longest = self._offsets(tasks.cu_seqlens_kv, q_THD.device)
         self._backward(
             dout_THD,
             q_THD,
@@ -238,10 +223,9 @@ class FlashAttnKernel:
             q_longest,
             kv_longest,
             dropout_p=0.0,
-            softmax_scale=softmax_scale,
-            causal=causal,
-            window_size_left=-1 if window_left is None else window_left,
-            window_size_right=-1 if window_left is None else 0,
+            softmax_scale=tasks.softmax_scale,
+            causal=tasks.causal,
+            **self._window(tasks.window_left),
             softcap=0.0,
             alibi_slopes=None,
             deterministic=False,

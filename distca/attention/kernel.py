@@ -1,7 +1,8 @@
-"""The interface of an attention kernel: (q, k, v, spans) -> (out, LSE), and its backward."""
+"""The interface of an attention kernel: (q, k, v, tasks) -> (out, LSE), and its backward."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -9,17 +10,35 @@ import torch
 Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
-class Kernel(Protocol):
-    """Variable-length attention over tasks of one shape, one after the other in each tensor.
-
-    Shapes: `q_THD` `[queries, heads, head_dim]`; `k_THD`, `v_THD` `[keys, kv_heads, head_dim]`,
-    `heads` a multiple of `kv_heads`; `lse_TH` float32 `[queries, heads]`; `cu_seqlens_*` int32
-    `[tasks + 1]` on the CPU, where each task's rows start.
+@dataclass(frozen=True)
+class KernelTasks:
+    """Tasks of one shape, whose rows are concatenated in task order.
 
     With `causal`, a task ends on the diagonal (aligned to the lower right): row `r` of `nq` sees
     the keys up to `r + nkv - nq`, and with `window_left` none before `r + nkv - nq - window_left`.
-    Otherwise every row sees every key. A row that sees no key has output 0, LSE minus infinity
-    and no gradient.
+    Otherwise every row sees every key.
+
+    Attributes:
+        cu_seqlens_q: first query row of each task, and the total: int32 `[tasks + 1]` on the CPU.
+        cu_seqlens_kv: first key row of each task, and the total, likewise.
+        causal: whether the tasks end on the diagonal; otherwise they are full rectangles.
+        window_left: earlier tokens that a query of a causal task sees; None: all.
+        softmax_scale: factor of the scores.
+    """
+
+    cu_seqlens_q: torch.Tensor
+    cu_seqlens_kv: torch.Tensor
+    causal: bool
+    window_left: int | None
+    softmax_scale: float
+
+
+class Kernel(Protocol):
+    """Variable-length attention over tasks of one shape.
+
+    Shapes: `q_THD` `[queries, heads, head_dim]`; `k_THD`, `v_THD` `[keys, kv_heads, head_dim]`,
+    `heads` a multiple of `kv_heads`; `lse_TH` float32 `[queries, heads]`. A row that sees no key
+    has output 0, LSE minus infinity and no gradient.
     """
 
     def forward(
@@ -27,14 +46,9 @@ class Kernel(Protocol):
         q_THD: torch.Tensor,
         k_THD: torch.Tensor,
         v_THD: torch.Tensor,
-        cu_seqlens_q: torch.Tensor,
-        cu_seqlens_kv: torch.Tensor,
-        *,
-        causal: bool,
-        window_left: int | None,
-        softmax_scale: float,
+        tasks: KernelTasks,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """`(out_THD` in the dtype of `q_THD`, `lse_TH)`."""
+        """Returns `(out_THD, lse_TH)`; the output has the dtype of `q_THD`."""
         ...
 
     def backward(
@@ -45,13 +59,8 @@ class Kernel(Protocol):
         v_THD: torch.Tensor,
         out_THD: torch.Tensor,
         lse_TH: torch.Tensor,
-        cu_seqlens_q: torch.Tensor,
-        cu_seqlens_kv: torch.Tensor,
-        *,
-        causal: bool,
-        window_left: int | None,
-        softmax_scale: float,
+        tasks: KernelTasks,
     ) -> Gradients:
-        """`(dq, dk, dv)`, exact for partial tasks, too, where `out_THD` and `lse_TH` are the final
-        ones of the rows, over all their keys in all tasks."""
+        """Returns `(dq, dk, dv)`. They are exact for partial tasks, too, if `out_THD` and `lse_TH`
+        are the rows' final output and LSE, over all their keys in all tasks."""
         ...

@@ -18,17 +18,18 @@ def merge_partial(
 ) -> None:
     """Merges a partial output into rows of another, in place.
 
-    Each is attention over some of a row's keys; afterwards `out_THD` and `lse_TH` are attention
-    over both. Computed in float32; an LSE of minus infinity stands for no keys.
+    Both are attention over disjoint parts of a row's keys; afterwards `out_THD` and `lse_TH` are
+    attention over their union. Sums are in float32 and then rounded to the dtype of `out_THD`, so
+    each merge costs one rounding. An LSE of minus infinity stands for no keys.
 
     Args:
         out_THD: `[rows, heads, head_dim]`.
         lse_TH: float32 `[rows, heads]`.
-        rows: which rows, distinct int64 `[n]` or a slice of n.
+        rows: rows to merge into: distinct, int64 `[n]`, or a slice of n.
         part_out: `[n, heads, head_dim]`.
         part_lse: float32 `[n, heads]`.
-        take: gives memory for what is computed on the way, of a shape and type; None: it is
-            allocated. At most `distca.cost.memory.merge_bytes` are taken.
+        take: gives a temporary tensor of a shape and dtype, at most
+            `distca.cost.memory.merge_bytes` in all; None: temporaries are allocated.
     """
     if take is None:
         take = partial(_allocate, device=out_THD.device)

@@ -1,4 +1,4 @@
-"""Differentiable attention over packed documents on one rank, where nothing is disaggregated."""
+"""Differentiable attention over packed documents on one rank, without disaggregation."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from distca.attention.kernel import Kernel
+from distca.attention.kernel import Kernel, KernelTasks
 
 
 def packed_attention(
@@ -25,13 +25,13 @@ def packed_attention(
         q_THD: `[tokens, heads, head_dim]`.
         k_THD: `[tokens, kv_heads, head_dim]`; `heads` is a multiple of `kv_heads`.
         v_THD: like `k_THD`.
-        cu_seqlens: int32 `[documents + 1]` on the CPU, where each document starts.
+        cu_seqlens: first row of each document, and the total: int32 `[documents + 1]` on the CPU.
         kernel: the attention kernel of this device.
-        window_left: earlier tokens that a query sees; None for all.
-        softmax_scale: scores are multiplied by it.
+        window_left: earlier tokens that a query sees; None: all.
+        softmax_scale: factor of the scores.
 
     Returns:
-        `[tokens, heads, head_dim]`.
+        The output, `[tokens, heads, head_dim]`.
     """
     return _PackedAttention.apply(  # type: ignore[no-any-return,no-untyped-call]
         q_THD, k_THD, v_THD, cu_seqlens, kernel, window_left, softmax_scale
@@ -50,19 +50,13 @@ class _PackedAttention(torch.autograd.Function):
         window_left: int | None,
         softmax_scale: float,
     ) -> torch.Tensor:
-        ctx.kernel, ctx.cu_seqlens = kernel, cu_seqlens
-        ctx.options = {
-            "causal": True,
-            "window_left": window_left,
-            "softmax_scale": softmax_scale,
-        }
-        out, lse = kernel.forward(q, k, v, cu_seqlens, cu_seqlens, **ctx.options)
+        tasks = KernelTasks(cu_seqlens, cu_seqlens, True, window_left, softmax_scale)
+        ctx.kernel, ctx.tasks = kernel, tasks
+        out, lse = kernel.forward(q, k, v, tasks)
         ctx.save_for_backward(q, k, v, out, lse)
         return out
 
     @staticmethod
     def backward(ctx: Any, dout: torch.Tensor) -> Any:  # type: ignore[override]
-        gradients = ctx.kernel.backward(
-            dout, *ctx.saved_tensors, ctx.cu_seqlens, ctx.cu_seqlens, **ctx.options
-        )
+        gradients = ctx.kernel.backward(dout, *ctx.saved_tensors, ctx.tasks)
         return *gradients, None, None, None, None

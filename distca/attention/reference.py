@@ -1,4 +1,4 @@
-"""Attention as it is defined, over all tokens at once: slow, readable, in any precision."""
+"""Attention by its definition, over all tokens at once: slow, readable, in any precision."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ def attend(
     visible_QK: torch.Tensor,
     softmax_scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """softmax(QKᵀ)V over the visible pairs; differentiable.
+    """Computes softmax(QKᵀ)V over the visible pairs; differentiable.
 
     Args:
         q_THD: `[queries, heads, head_dim]`.
         k_THD: `[keys, kv_heads, head_dim]`; `heads` is a multiple of `kv_heads`.
         v_THD: like `k_THD`.
-        visible_QK: bool `[queries, keys]`.
-        softmax_scale: scores are multiplied by it.
+        visible_QK: whether a query sees a key, bool `[queries, keys]`.
+        softmax_scale: factor of the scores.
 
     Returns:
         `(out, lse)`: `[queries, heads, head_dim]` and `[queries, heads]` in the inputs' dtype; 0
@@ -39,7 +39,7 @@ def attend(
 def task_visibility(
     queries: int, keys: int, *, causal: bool, window_left: int | None = None
 ) -> torch.Tensor:
-    """What a task's rows see (`Kernel`): bool `[queries, keys]`."""
+    """Whether each query of a task sees each key (`KernelTasks`): bool `[queries, keys]`."""
     if not causal:
         return torch.ones(queries, keys, dtype=torch.bool)
     distance = torch.arange(queries)[:, None] + (keys - queries) - torch.arange(keys)[None, :]
@@ -48,7 +48,7 @@ def task_visibility(
 
 
 def document_visibility(lengths: list[int], window_left: int | None = None) -> torch.Tensor:
-    """What packed documents' tokens see: bool `[tokens, tokens]`."""
+    """Whether each token of packed documents sees each other: bool `[tokens, tokens]`."""
     tokens = sum(lengths)
     visible = torch.zeros(tokens, tokens, dtype=torch.bool)
     start = 0

@@ -1,7 +1,7 @@
 """torch's fused CPU attention, which returns the LSE.
 
 `aten._scaled_dot_product_flash_attention_for_cpu` aligns its causal mask to the upper left and
-takes one sequence at a time, so each task is cut into *tiles* that it can run: the rectangle before
+takes one sequence at a time. So each task is cut into *tiles* that it can run: the rectangle before
 the diagonal, the square on the diagonal, and for windows short bands with an additive mask. Tiles
 of the same queries merge by LSE.
 """
@@ -13,19 +13,19 @@ from dataclasses import dataclass
 
 import torch
 
-from distca.attention.kernel import Gradients
+from distca.attention.kernel import Gradients, KernelTasks
 from distca.attention.merge import merge_partial
 
 _forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
 _BAND = 128
-"""Rows of a band of a windowed task: long enough for the kernel, short beside the window."""
+"""Rows of a windowed task's band: enough for the kernel's speed, few beside a usual window."""
 
 
 @dataclass(frozen=True)
 class _Tile:
-    """Query and key rows of one call; `diagonal`: a causal square; `mask`: added to the scores."""
+    """One call's query and key rows; `diagonal`: a causal square; `mask`: added to the scores."""
 
     q: slice
     kv: slice
@@ -34,24 +34,19 @@ class _Tile:
 
 
 class TorchCpuKernel:
-    """See `Kernel`."""
+    """torch's fused CPU attention as a `Kernel`, one tile at a time."""
 
     def forward(
         self,
         q_THD: torch.Tensor,
         k_THD: torch.Tensor,
         v_THD: torch.Tensor,
-        cu_seqlens_q: torch.Tensor,
-        cu_seqlens_kv: torch.Tensor,
-        *,
-        causal: bool,
-        window_left: int | None,
-        softmax_scale: float,
+        tasks: KernelTasks,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         out = torch.zeros_like(q_THD)
         lse = q_THD.new_full(q_THD.shape[:2], float("-inf"), dtype=torch.float32)
         merged_to = 0
-        for tile in _tiles(cu_seqlens_q, cu_seqlens_kv, causal, window_left, q_THD.dtype):
+        for tile in _tiles(tasks, q_THD.dtype):
             part_out, part_lse = _forward(
                 _heads_first(q_THD[tile.q]),
                 _heads_first(k_THD[tile.kv]),
@@ -59,7 +54,7 @@ class TorchCpuKernel:
                 0.0,
                 tile.diagonal,
                 attn_mask=tile.mask,
-                scale=softmax_scale,
+                scale=tasks.softmax_scale,
             )
             part_out, part_lse = part_out[0].transpose(0, 1), part_lse[0].transpose(0, 1)
             if tile.q.start >= merged_to:
@@ -78,15 +73,10 @@ class TorchCpuKernel:
         v_THD: torch.Tensor,
         out_THD: torch.Tensor,
         lse_TH: torch.Tensor,
-        cu_seqlens_q: torch.Tensor,
-        cu_seqlens_kv: torch.Tensor,
-        *,
-        causal: bool,
-        window_left: int | None,
-        softmax_scale: float,
+        tasks: KernelTasks,
     ) -> Gradients:
         gradients = tuple(torch.zeros_like(x) for x in (q_THD, k_THD, v_THD))
-        for tile in _tiles(cu_seqlens_q, cu_seqlens_kv, causal, window_left, q_THD.dtype):
+        for tile in _tiles(tasks, q_THD.dtype):
             parts = _backward(
                 _heads_first(dout_THD[tile.q]),
                 _heads_first(q_THD[tile.q]),
@@ -97,7 +87,7 @@ class TorchCpuKernel:
                 0.0,
                 tile.diagonal,
                 attn_mask=tile.mask,
-                scale=softmax_scale,
+                scale=tasks.softmax_scale,
             )
             for total, part, rows in zip(gradients, parts, (tile.q, tile.kv, tile.kv), strict=True):
                 total[rows] += part[0].transpose(0, 1)
@@ -109,21 +99,16 @@ def _heads_first(x_THD: torch.Tensor) -> torch.Tensor:
     return x_THD.transpose(0, 1)[None]
 
 
-def _tiles(
-    cu_seqlens_q: torch.Tensor,
-    cu_seqlens_kv: torch.Tensor,
-    causal: bool,
-    window_left: int | None,
-    dtype: torch.dtype,
-) -> Iterator[_Tile]:
+def _tiles(tasks: KernelTasks, dtype: torch.dtype) -> Iterator[_Tile]:
     """The tiles of all tasks in order; rows that see no key are in none."""
-    q_edges, kv_edges = cu_seqlens_q.tolist(), cu_seqlens_kv.tolist()
+    q_edges, kv_edges = tasks.cu_seqlens_q.tolist(), tasks.cu_seqlens_kv.tolist()
+    window_left = tasks.window_left
     for task in range(len(q_edges) - 1):
         q, q_end = q_edges[task], q_edges[task + 1]
         kv, kv_end = kv_edges[task], kv_edges[task + 1]
         if q == q_end or kv == kv_end:
             continue
-        if not causal:
+        if not tasks.causal:
             yield _Tile(slice(q, q_end), slice(kv, kv_end))
             continue
         # The first rows of a task with more queries than keys see nothing.
@@ -140,7 +125,7 @@ def _tiles(
 def _bands(
     q: int, q_end: int, kv: int, before: int, window_left: int, dtype: torch.dtype
 ) -> Iterator[_Tile]:
-    """A windowed task in bands of rows, each with the keys that any of its rows sees.
+    """Bands of a windowed task's rows, each with the keys that any of its rows sees.
 
     Row `q + i` sees the keys `kv + max(0, i + before - window_left) .. kv + i + before`.
     """

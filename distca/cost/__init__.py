@@ -1,1 +1,1 @@
-"""What a plan costs: bytes, exactly; seconds, by a measured or an analytic model."""
+"""Costs of a plan: exact bytes, and seconds by a measured or an analytic model."""

@@ -17,12 +17,13 @@ class Links:
     Both are full duplex: a rank sends and receives at the same time, inside the node and outside.
 
     Attributes:
-        ranks_per_node: ranks `[0, ranks_per_node)` share the first node, and so on. Of an attention
-            server these are the ranks of one tensor-parallel index, so that with as many
-            tensor-parallel ranks as a node has GPUs it is 1.
+        ranks_per_node: ranks of a node: `[0, ranks_per_node)` share the first node, and so on.
+            Ranks are attention servers of one tensor-parallel index, so with as many
+            tensor-parallel ranks as a node has GPUs this is 1.
         node_gb_per_s: gigabytes (10^9) a second and direction between two ranks of a node; the
             default is NVLink's of an H100.
-        network_gb_per_s: the same between nodes; the default is the paper's 50 GB/s a GPU.
+        network_gb_per_s: gigabytes a second and direction between two ranks of different nodes;
+            the default is the paper's 50 GB/s a GPU.
 
     Raises:
         ValueError: a value is not positive.
@@ -42,15 +43,15 @@ class Links:
             )
 
     def seconds_per_byte(self, source: int, destination: int) -> float:
-        """Between two different ranks."""
+        """Seconds for a byte between two different ranks."""
         same = source // self.ranks_per_node == destination // self.ranks_per_node
         return 1e-9 / (self.node_gb_per_s if same else self.network_gb_per_s)
 
     def busy_seconds(self, moved: PlanBytes) -> Floats:
-        """How long each rank's links are busy with the bytes of a layer, `[world_size]`.
+        """Seconds that each rank's links are busy with a layer's bytes, float64 `[world_size]`.
 
-        Sending and receiving overlap, and so do the two kinds of links; the slowest of these four
-        counts, summed over the phases, of which one begins where another ends.
+        Sending and receiving overlap, and so do the two kinds of links, so the slowest of these
+        four counts. Phases follow each other, so their seconds add up.
         """
         busy = np.zeros(len(next(iter(moved.phases.values()))))
         node = np.arange(len(busy)) // self.ranks_per_node

@@ -1,42 +1,49 @@
-"""The memory that a plan's core attention is run in: allocated once, for the busiest server.
+"""Sizes of the buffers that a plan's core attention runs in: one size, the busiest server's.
 
-These are the sizes of what `distca.runtime` takes in each step of a call, step by step. Everything
-else that it makes is part of the model: the output, the LSE and the gradients of a rank's own rows,
-whose number is fixed.
+They add up what `distca.runtime` takes in each step of a call. What it allocates besides belongs to
+the model: the output, the LSE and the gradients of a rank's own rows, whose number is fixed.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
-from distca.cost.volume import LSE_BYTES, AttentionShape, PlanBytes, plan_bytes
+from distca.cost.volume import (
+    LSE_BYTES,
+    AttentionShape,
+    BackwardInputs,
+    PlanBytes,
+    plan_bytes,
+)
 from distca.plan import Plan
 from distca.plan.span import Int64s
 
 ALIGNMENT = 256
-"""Bytes; what CUDA's allocator gives, and enough for every vector load."""
+"""Alignment of tensors in bytes: that of CUDA's allocator, enough for every vector load."""
 
 FLOAT32_BYTES, INDEX_BYTES = 4, 8
 
 HEADROOM = 0.25
-"""By which share more than plans need the runtime reserves, so that buffers rarely grow again."""
+"""Share that the runtime reserves on top of what plans need, so that buffers rarely grow again."""
 
 
 @dataclass(frozen=True)
 class CoreAttentionMemory:
-    """Bytes of a rank's buffers; alike on all ranks, so that every rank knows those of others.
+    """Bytes of a rank's buffers, the same on all ranks, so that each knows those of others.
+
+    A slot is one call under way: a head group of a nano-batch.
 
     Attributes:
-        to_servers_send: staging of the rows that go to their servers, for each slot.
-        to_servers_receive: the rows that a server receives, for each slot.
-        to_owners_send: staging of what goes back to the rows' owners, for each slot.
-        to_owners_receive: what an owner receives, for each slot.
-        slot: the workspace of a call: what it keeps between its steps, for each slot.
-        scratch: the workspace of one step.
-        indices: of rows, for each nano-batch.
+        to_servers_send: staging of rows that go to their servers, for each slot.
+        to_servers_receive: rows that a server receives, for each slot.
+        to_owners_send: staging of results that go back to the rows' owners, for each slot.
+        to_owners_receive: results that an owner receives, for each slot.
+        slot: workspace of a slot, for what its call keeps between steps.
+        scratch: workspace for the temporaries of one step.
+        indices: row indices, for each nano-batch.
     """
 
     to_servers_send: int = 0
@@ -48,34 +55,34 @@ class CoreAttentionMemory:
     indices: int = 0
 
     def total(self, nano_batches: int, head_groups: int = 1) -> int:
-        """All bytes of a rank: there is a slot for each head group of each nano-batch."""
+        """All bytes of a rank, with a slot for each head group of each nano-batch."""
         slots = sum(getattr(self, f.name) for f in fields(self)) - self.scratch - self.indices
         return nano_batches * (head_groups * slots + self.indices) + self.scratch
 
     def fits(self, room: CoreAttentionMemory) -> bool:
-        """Whether `room` is enough for this."""
+        """Whether buffers of the sizes `room` suffice."""
         return all(getattr(self, f.name) <= getattr(room, f.name) for f in fields(self))
 
     def union(self, other: CoreAttentionMemory) -> CoreAttentionMemory:
-        """Enough for either."""
+        """Sizes that suffice for either."""
         return CoreAttentionMemory(
             *(max(getattr(self, f.name), getattr(other, f.name)) for f in fields(self))
         )
 
     def with_headroom(self, share: float) -> CoreAttentionMemory:
-        """More of everything by a share, so that plans a little larger fit, too."""
+        """All sizes enlarged by a share, so that somewhat larger plans fit, too."""
         return CoreAttentionMemory(
             *(int(aligned(int(getattr(self, f.name) * (1 + share)))) for f in fields(self))
         )
 
 
 def aligned(nbytes: Any) -> Any:
-    """The bytes that a tensor of `nbytes` takes up in a workspace; an int or int64 array."""
+    """Bytes that a tensor of `nbytes` (int or int64 array) takes up in a workspace."""
     return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
 
 def merge_bytes(rows: Int64s, shape: AttentionShape) -> Int64s:
-    """What merging so many partial output rows takes: see `distca.attention.merge`."""
+    """Bytes of temporaries for merging so many partial rows: see `distca.attention.merge`."""
     return _take(
         *[rows * shape.lse_row_bytes] * 4,
         *[rows * _float32(shape, shape.q_row_bytes)] * 2,
@@ -88,19 +95,19 @@ def _float32(shape: AttentionShape, row_bytes: int) -> int:
 
 
 def _take(*sizes: Int64s) -> Int64s:
-    """What tensors of these sizes take together."""
+    """Bytes that tensors of these sizes take together."""
     return np.sum([aligned(size) for size in sizes], axis=0)
 
 
 def plan_memory(
-    plan: Plan, shape: AttentionShape, backward: Literal["resend", "keep"] = "resend"
+    plan: Plan, shape: AttentionShape, backward: BackwardInputs = "resend"
 ) -> CoreAttentionMemory:
-    """What one layer's core attention is run in, forward and backward.
+    """Sizes of the buffers for one layer's core attention, forward and backward.
 
     Args:
         plan: a valid plan.
         shape: the heads of one tensor-parallel rank, or of a head group of it.
-        backward: see `plan_bytes`.
+        backward: source of the kernels' inputs in the backward pass, as in `plan_bytes`.
     """
     moved_q = plan.q_segments.moved_rows(plan.world_size)
     moved_kv = plan.kv_segments.moved_rows(plan.world_size)
@@ -153,10 +160,10 @@ def plan_memory(
 
 
 def _indices(plan: Plan, moved_q: Int64s, moved_kv: Int64s) -> Int64s:
-    """Of the rows of each server's kernel calls, and of those that it sends and gets back.
+    """Bytes of the row indices of each server's kernel calls, and of rows it sends and gets back.
 
-    A query row of a call is once among its rows, and once among the first or the repeated ones; a
-    row that is sent is once among those, and once among the outputs that come back.
+    A query row of a call has two: among its rows, and among the first or the repeated ones. A sent
+    query row has two: among the rows sent, and among the outputs that come back.
     """
     rows = 2 * moved_q.sum(axis=1) + moved_kv.sum(axis=1)
     for q_rows, kv_rows in _rows_of_calls(plan):
@@ -177,7 +184,7 @@ def _rows_of_calls(plan: Plan) -> list[tuple[Int64s, Int64s]]:
 
 
 def _channels(planned: PlanBytes) -> tuple[int, int, int, int]:
-    """What any server sends and receives at most: to the servers, and to the owners."""
+    """Largest bytes that a server sends and receives: to the servers, then to the owners."""
     largest = []
     for phases in (("dispatch", "dispatch_backward"), ("return", "return_backward")):
         for axis in (1, 0):

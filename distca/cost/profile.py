@@ -1,33 +1,22 @@
 """Measured kernel times over a grid of lengths, and predictions from them (paper, Section 4.2).
 
-    distca profile --heads 8 --kv-heads 2 --head-dim 32 --output profile.json
-
-Both task shapes are measured, full rectangles and tasks that end on the diagonal. A prediction
-interpolates the rate, in pairs a second, bilinearly between the four nearest grid points, in the
-logarithms of lengths and rates. Beyond the grid, where the kernel is saturated, a length has the
-rate of the grid's edge, so that a short query is as slow with more keys than were measured as with
-the most that were: measure up to the lengths that matter.
+`distca profile` (`distca.runtime.kernel_timing`) measures both task shapes: full rectangles, and
+tasks that end on the diagonal. A prediction interpolates the rate, in pairs a second, bilinearly
+between the four nearest grid points, in the logarithms of lengths and rates. Beyond the grid, where
+the kernel is saturated, the rate is that of the grid's edge. So a short query is as slow with more
+keys than the grid has as with the most it has: measure up to the lengths that matter.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
-import platform
-import statistics
-import sys
-import time
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from datetime import datetime, timezone
 from functools import cached_property
 from pathlib import Path
 
 import numpy as np
-import torch
 
-from distca.attention import Kernel, select_kernel
 from distca.cost.volume import AttentionShape
 from distca.plan.span import Floats, Int64s
 
@@ -39,11 +28,11 @@ class Profile:
     """Kernel times of one machine; a `CostModel`.
 
     Attributes:
-        lengths: the grid, for queries as well as keys, rising.
-        full_seconds: `[query length][key length]`, forward, full rectangles.
-        diagonal_seconds: the same for tasks that end on the diagonal; those with fewer keys than
-            queries do not exist and repeat the square's time.
-        shape: the heads that were measured.
+        lengths: lengths of the grid, for queries as well as keys, rising.
+        full_seconds: forward seconds of full rectangles, `[query length][key length]`.
+        diagonal_seconds: forward seconds of tasks that end on the diagonal, likewise; a task with
+            fewer keys than queries does not exist, and repeats the square's time.
+        shape: heads that were measured.
         provenance: hardware, versions, kernel, date.
     """
 
@@ -98,7 +87,7 @@ class Profile:
         return result
 
     def _interpolate(self, log_rate: Floats, q: Floats, kv: Floats) -> Floats:
-        """Pairs per second, bilinear in logarithms; lengths off the grid take its edge."""
+        """Pairs per second, bilinear in logarithms; lengths off the grid have the edge's rate."""
         grid = np.log(np.array(self.lengths, dtype=np.float64))
         top = len(grid) - 2
         (i, x), (j, y) = (self._cell(grid, top, length) for length in (q, kv))
@@ -123,12 +112,14 @@ class Profile:
         """Reads a file that `save` wrote.
 
         Raises:
-            ValueError: it is missing, corrupt or of another format.
+            ValueError: the file is missing, corrupt or of another format.
         """
+        if not Path(path).is_file():
+            raise ValueError(f"{path} does not exist: make a profile with `distca profile`")
         try:
             saved = json.loads(Path(path).read_text())
-            if saved.pop("format") != FORMAT:
-                raise ValueError("another format")
+            if saved.pop("format", None) != FORMAT:
+                raise ValueError(f'it lacks "format": {FORMAT}')
             return Profile(
                 tuple(saved["lengths"]),
                 tuple(tuple(row) for row in saved["full_seconds"]),
@@ -143,191 +134,5 @@ class Profile:
 
 
 def _diagonal_pairs(q: Floats, kv: Floats) -> Floats:
-    """Visible pairs of a task that ends on the diagonal; of a square where keys are fewer."""
+    """Visible pairs of a task that ends on the diagonal; with fewer keys, of the square."""
     return q * np.maximum(kv, q) - q * (q - 1) / 2
-
-
-class KernelTimer:
-    """Measures single forward tasks of a kernel.
-
-    Args:
-        kernel: the attention kernel.
-        shape: heads; `dtype_bytes` 4 is float32, 2 bfloat16.
-        max_length: the longest task.
-        device: "cpu" or "cuda".
-    """
-
-    def __init__(self, kernel: Kernel, shape: AttentionShape, max_length: int, device: str) -> None:
-        self._kernel, self._device = kernel, device
-        dtype = {4: torch.float32, 2: torch.bfloat16}[shape.dtype_bytes]
-        generator = torch.Generator().manual_seed(0)
-        self._q, self._k, self._v = (
-            torch.randn(max_length, heads, shape.head_dim, generator=generator).to(device, dtype)
-            for heads in (shape.heads, shape.kv_heads, shape.kv_heads)
-        )
-
-    def seconds(self, q_len: int, kv_len: int, causal: bool, budget: float = 0.15) -> float:
-        """The fastest of several runs of one task, within a budget of seconds (three at least)."""
-        q, k, v = self._q[:q_len], self._k[:kv_len], self._v[:kv_len]
-        edges = (torch.tensor([0, n], dtype=torch.int32) for n in (q_len, kv_len))
-        cu_seqlens_q, cu_seqlens_kv = edges
-
-        def run() -> None:
-            self._kernel.forward(
-                q,
-                k,
-                v,
-                cu_seqlens_q,
-                cu_seqlens_kv,
-                causal=causal,
-                window_left=None,
-                softmax_scale=0.1,
-            )
-
-        return fastest(run, self._synchronize, budget)
-
-    def _synchronize(self) -> None:
-        if self._device == "cuda":
-            torch.cuda.synchronize()
-
-
-def fastest(run: Callable[[], None], synchronize: Callable[[], None], budget: float) -> float:
-    """Seconds of the fastest run, after one to warm up."""
-    run()
-    synchronize()
-    best, spent, times = math.inf, 0.0, 0
-    while times < 3 or (spent < budget and times < 50):
-        start = time.perf_counter()
-        run()
-        synchronize()
-        took = time.perf_counter() - start
-        best, spent, times = min(best, took), spent + took, times + 1
-    return best
-
-
-def profile_kernel(
-    shape: AttentionShape, max_length: int, device: str = "cpu", min_length: int = 32
-) -> Profile:
-    """Measures this machine on a grid of powers of two up to `max_length`.
-
-    Raises:
-        ValueError: the lengths leave no grid.
-    """
-    if min_length < 1 or max_length < 2 * min_length:
-        raise ValueError(f"--max-length {max_length} must be at least {2 * min_length}")
-    from tqdm import tqdm
-
-    steps = int(math.log2(max_length / min_length))
-    lengths = tuple(min_length * 2**n for n in range(steps + 1))
-    timer = KernelTimer(select_kernel(device), shape, lengths[-1], device)
-    full = [[0.0] * len(lengths) for _ in lengths]
-    diagonal = [[0.0] * len(lengths) for _ in lengths]
-    cells = [(i, j) for i in range(len(lengths)) for j in range(len(lengths))]
-    for i, j in tqdm(cells, unit=" points", disable=None):
-        full[i][j] = timer.seconds(lengths[i], lengths[j], causal=False)
-        if j >= i:
-            diagonal[i][j] = timer.seconds(lengths[i], lengths[j], causal=True)
-    for i in range(len(lengths)):
-        for j in range(i):
-            diagonal[i][j] = diagonal[i][i]
-    return Profile(
-        lengths,
-        tuple(tuple(row) for row in full),
-        tuple(tuple(row) for row in diagonal),
-        shape,
-        _provenance(device),
-    )
-
-
-def _provenance(device: str) -> dict[str, str]:
-    hardware = (
-        torch.cuda.get_device_name()
-        if device == "cuda"
-        else f"{cpu_name()}, {torch.get_num_threads()} thread(s)"
-    )
-    return {
-        "hardware": hardware,
-        "kernel": type(select_kernel(device)).__name__,
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-        "date": datetime.now(timezone.utc).strftime("%Y-%m-%d"),
-    }
-
-
-def cpu_name() -> str:
-    """What this machine calls its processor."""
-    info = Path("/proc/cpuinfo")
-    if info.is_file():
-        for line in info.read_text().splitlines():
-            if line.startswith("model name"):
-                return line.split(":", 1)[1].strip()
-    return platform.processor() or platform.machine()
-
-
-def held_out_errors(profile: Profile, device: str, points: int = 40, seed: int = 0) -> list[float]:
-    """Relative errors of predictions for lengths that are not on the grid."""
-    generator = np.random.default_rng(seed)
-    low, high = profile.lengths[0], profile.lengths[-1]
-    timer = KernelTimer(select_kernel(device), profile.shape, high, device)
-    errors = []
-    for number in range(points):
-        drawn = np.exp(generator.uniform(np.log(low), np.log(high), size=2)).astype(np.int64)
-        causal = number % 2 == 1
-        q, kv = (int(drawn.min()), int(drawn.max())) if causal else map(int, drawn)
-        pairs = q * kv - q * (q - 1) // 2 if causal else q * kv
-        columns = (np.array([x], dtype=np.int64) for x in (q, kv, pairs))
-        measured = timer.seconds(q, kv, causal)
-        errors.append(abs(float(profile.seconds(*columns)[0]) / measured - 1))
-    return errors
-
-
-def build_parser() -> argparse.ArgumentParser:
-    """The command's flags."""
-    parser = argparse.ArgumentParser(
-        prog="distca profile", description=__doc__.splitlines()[0], allow_abbrev=False
-    )
-    parser.add_argument(
-        "--heads", type=int, default=8, metavar="N", help="query heads of a tensor-parallel rank"
-    )
-    parser.add_argument("--kv-heads", type=int, default=2, metavar="N", help="its key-value heads")
-    parser.add_argument("--head-dim", type=int, default=32, metavar="N", help="elements of a head")
-    parser.add_argument("--dtype", choices=["fp32", "bf16"], help="default: bf16 on GPUs only")
-    parser.add_argument(
-        "--max-length",
-        type=int,
-        default=4096,
-        metavar="TOKENS",
-        help="of the longest task that is measured; beyond, its rate counts",
-    )
-    parser.add_argument("--threads", type=int, default=1, metavar="N", help="CPU threads")
-    parser.add_argument(
-        "--output", type=Path, required=True, metavar="FILE", help="for --distca-profile"
-    )
-    return parser
-
-
-def main(argv: list[str] | None = None) -> int:
-    """The command; returns its exit status."""
-    parser = build_parser()
-    args = parser.parse_args(argv)
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    torch.set_num_threads(args.threads)
-    dtype = args.dtype or ("bf16" if device == "cuda" else "fp32")
-    try:
-        element_bytes = {"fp32": 4, "bf16": 2}[dtype]
-        shape = AttentionShape(args.heads, args.kv_heads, args.head_dim, element_bytes)
-        profile = profile_kernel(shape, args.max_length, device)
-    except ValueError as error:
-        parser.error(str(error))
-    profile.save(args.output)
-    errors = held_out_errors(profile, device)
-    sys.stdout.write(
-        f"{args.output}: {profile.description}\n"
-        f"held-out points: median error {statistics.median(errors):.1%}, "
-        f"largest {max(errors):.1%} of {len(errors)}\n"
-    )
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,9 +1,9 @@
-"""Kernel times from a kernel's highest rate and its tile: nothing but these two is measured.
+"""Kernel times from two figures of a kernel, its highest rate and its tile.
 
 A fused kernel gives each thread block a tile of queries and runs it over tiles of keys. Tasks that
 are shorter than a tile, or that cut through one, pay for whole tiles (paper, Section 3.3:
-throughput drops below 128 tokens); so do the tiles on the diagonal. Beyond that the rate does
-not depend on the length, since a call runs all tasks of a server at once and fills the device.
+throughput drops below 128 tokens); so do the tiles on the diagonal. Otherwise the rate does not
+depend on the length, since a call runs all tasks of a server at once and fills the device.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from distca.plan.span import Floats, Int64s
 
 @dataclass(frozen=True)
 class TiledCost:
-    """Whole tiles at a constant rate; a `CostModel`.
+    """A `CostModel` of whole tiles at a constant rate.
 
     Attributes:
         flops_per_pair: operations of a visible pair, over all heads: two products of `head_dim`.
-        flops_per_second: the rate of long tasks.
-        tile: queries, and keys, of a tile.
-        source: where the rate is from.
+        flops_per_second: rate of long tasks.
+        tile: queries of a tile, and keys of a tile.
+        source: origin of the rate, for reports.
     """
 
     flops_per_pair: float
@@ -36,7 +36,7 @@ class TiledCost:
     def of_shape(
         shape: AttentionShape, flops_per_second: float, source: str = "a given rate"
     ) -> TiledCost:
-        """For the heads of a rank."""
+        """The model for the heads of a rank."""
         return TiledCost(4.0 * shape.heads * shape.head_dim, flops_per_second, source=source)
 
     @property
@@ -50,7 +50,7 @@ class TiledCost:
         seen = np.asarray(pairs, dtype=np.float64)
         full = seen >= q * kv
         rows, keys = (np.ceil(x / self.tile) * self.tile for x in (q, kv))
-        # Of a task that ends on the diagonal, a row of tiles has one tile more than the one above.
+        # In a task that ends on the diagonal, each row of tiles has one tile more than that above.
         below = rows * (np.maximum(keys, rows) - rows) + rows * (rows + self.tile) / 2
         visible = q * np.maximum(kv, q) - q * (q - 1) / 2
         share = np.where(full, 1.0, np.minimum(seen / np.maximum(visible, 1.0), 1.0))

@@ -1,4 +1,4 @@
-"""The bytes of a plan, exactly: what the transport will count when the plan is executed.
+"""The exact bytes of a plan, as the transport counts them when the plan is executed.
 
 A row that is on its server already costs nothing, a row that two tasks of a server share is sent
 once, and outputs come back once for each (server, query row), merged on the server. The paper's
@@ -19,8 +19,17 @@ FORWARD_PHASES = ("dispatch", "return")
 BACKWARD_PHASES = ("dispatch_backward", "return_backward")
 PHASES = FORWARD_PHASES + BACKWARD_PHASES
 
+BackwardInputs = Literal["resend", "keep"]
+"""Source of the kernels' inputs in the backward pass: their owners send them again, or the servers
+have kept them since the forward pass."""
+
+BACKWARD_INPUTS: tuple[BackwardInputs, ...] = ("resend", "keep")
+
 LSE_BYTES = 4
-"""The LSE of a row and head travels in float32."""
+"""Bytes of the LSE of a row and head, which travels in float32."""
+
+MAX_HEAD_GROUPS = 8
+"""Most head groups of a nano-batch: each has a transport slot of its own."""
 
 
 @dataclass(frozen=True)
@@ -41,15 +50,20 @@ class AttentionShape:
 
     def __post_init__(self) -> None:
         if min(self.heads, self.kv_heads, self.head_dim, self.dtype_bytes) < 1:
-            raise ValueError(f"every size of {self} must be at least 1")
+            raise ValueError(
+                f"{self.heads} heads, {self.kv_heads} key-value heads, {self.head_dim} elements of "
+                f"a head, {self.dtype_bytes} bytes of an element: each must be at least 1"
+            )
         if self.heads % self.kv_heads:
-            raise ValueError(f"{self.heads} heads are no multiple of {self.kv_heads} kv_heads")
+            raise ValueError(
+                f"{self.heads} query heads are no multiple of {self.kv_heads} key-value heads"
+            )
 
     def head_group(self, groups: int) -> AttentionShape:
-        """The heads of one of so many equal groups: keys and values with all their queries.
+        """The shape of one of so many equal head groups: key-value heads with all their queries.
 
         Raises:
-            ValueError: the key-value heads cannot be shared out.
+            ValueError: `groups` does not divide the key-value heads.
         """
         if groups < 1 or self.kv_heads % groups:
             raise ValueError(
@@ -60,7 +74,7 @@ class AttentionShape:
 
     @property
     def q_row_bytes(self) -> int:
-        """Bytes of a query row; also of an output row and of their gradients."""
+        """Bytes of a query row, an output row, or the gradient of either."""
         return self.heads * self.head_dim * self.dtype_bytes
 
     @property
@@ -70,14 +84,16 @@ class AttentionShape:
 
     @property
     def lse_row_bytes(self) -> int:
+        """Bytes of a row's LSE over all heads."""
         return self.heads * LSE_BYTES
 
 
 @dataclass(frozen=True)
 class PlanBytes:
-    """Bytes of one layer by phase: int64 `[source rank, destination rank]`, diagonal 0.
+    """Bytes of one layer, by phase and pair of ranks.
 
-    The names of the phases are those of `PHASES`.
+    Attributes:
+        phases: int64 `[source rank, destination rank]` with diagonal 0, by the names in `PHASES`.
     """
 
     phases: dict[str, Int64s]
@@ -88,11 +104,11 @@ class PlanBytes:
         return sum(int(matrix.sum()) for matrix in self.phases.values())
 
     def sent(self) -> Int64s:
-        """What each rank sends, `[world_size]`."""
+        """Bytes that each rank sends, int64 `[world_size]`."""
         return np.sum([matrix.sum(axis=1) for matrix in self.phases.values()], axis=0)
 
     def received(self) -> Int64s:
-        """What each rank receives, `[world_size]`."""
+        """Bytes that each rank receives, int64 `[world_size]`."""
         return np.sum([matrix.sum(axis=0) for matrix in self.phases.values()], axis=0)
 
     def forward(self) -> PlanBytes:
@@ -100,9 +116,7 @@ class PlanBytes:
         return PlanBytes({name: self.phases[name] for name in FORWARD_PHASES})
 
 
-def plan_bytes(
-    plan: Plan, shape: AttentionShape, backward: Literal["resend", "keep"] = "resend"
-) -> PlanBytes:
+def plan_bytes(plan: Plan, shape: AttentionShape, backward: BackwardInputs = "resend") -> PlanBytes:
     """Counts the bytes of one layer's core attention, forward and backward.
 
     Args:
@@ -112,9 +126,9 @@ def plan_bytes(
             "keep": servers have kept them.
 
     Raises:
-        ValueError: `backward` is neither.
+        ValueError: `backward` is neither of these.
     """
-    if backward not in ("resend", "keep"):
+    if backward not in BACKWARD_INPUTS:
         raise ValueError(f'backward is "resend" or "keep", not {backward!r}')
     q_rows = plan.q_segments.moved_rows(plan.world_size)
     kv_rows = plan.kv_segments.moved_rows(plan.world_size)

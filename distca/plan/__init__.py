@@ -1,4 +1,4 @@
-"""What is computed where: documents, spans, placement, mask, tasks and the plan they make."""
+"""The plan of core attention, and what it is made of: spans, placement, mask and tasks."""
 
 from distca.plan.mask import Mask
 from distca.plan.placement import Placement, place_in_turn, place_sequentially

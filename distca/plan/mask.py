@@ -1,4 +1,4 @@
-"""What a query position may see: a function of the two positions alone."""
+"""Attention masks: which keys a query sees, a function of the two positions alone."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Mask:
             )
 
     def first_key(self, query: IntOrArray) -> IntOrArray:
-        """The first key position that each query position sees."""
+        """Returns the first key position that each query position sees."""
         if self.window_left is None:
             return query * 0
         return np.maximum(query - self.window_left, 0)  # type: ignore[return-value]
@@ -45,11 +45,11 @@ class Mask:
         kv_start: IntOrArray,
         kv_end: IntOrArray,
     ) -> IntOrArray:
-        """Exactly how many (query, key) pairs of a rectangle are visible.
+        """Returns the exact number of visible (query, key) pairs of a rectangle.
 
         All arguments are positions of one document, ints or int64 arrays of one shape.
         """
-        # Keys at or before the query, less the keys that have left the window.
+        # Keys at or before the query, minus those before its window.
         visible = _pairs_at_or_before(q_start, q_end, kv_start, kv_end)
         if self.window_left is not None:
             shift = self.window_left + 1
@@ -59,19 +59,19 @@ class Mask:
         return visible
 
     def is_full(self, q_start: Int64s, q_end: Int64s, kv_start: Int64s, kv_end: Int64s) -> Bools:
-        """Whether every key of each rectangle is visible to every one of its queries."""
+        """Tells for each rectangle whether all of its queries see all of its keys."""
         return (kv_end - 1 <= q_start) & (kv_start >= self.first_key(q_end - 1))
 
 
 def _pairs_at_or_before(q_start: Any, q_end: Any, kv_start: Any, kv_end: Any) -> Any:
-    """Pairs with `key <= query`: sum over queries of `clip(query + 1 - kv_start, 0, kv_len)`."""
+    """Counts pairs with `key <= query`: the sum of `clip(query + 1 - kv_start, 0, kv_len)`."""
     span = np.maximum(kv_end - kv_start, 0)
     return _ramp(q_end - kv_start, span) - _ramp(q_start - kv_start, span)
 
 
 def _ramp(x: Any, top: Any) -> Any:
     """The sum over `i < x` (from minus infinity) of `clip(i + 1, 0, top)`."""
-    # Planning asks for a few rectangles at a time, very often: `np.clip` and `//` are slower there.
+    # Planning calls this very often with few rectangles, for which `np.clip` and `//` are slower.
     rising = np.minimum(np.maximum(x, 0), top)
     flat = np.maximum(x - top, 0)
     return (rising * (rising + 1) >> 1) + flat * top

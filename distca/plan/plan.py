@@ -14,7 +14,7 @@ from distca.plan.span import Bools, Int64s, cut_at
 from distca.plan.tasks import Tasks
 
 BLOCK = 128
-"""Tokens in a block of the attention kernels: cuts fall on its multiples (paper, Section 4.2)."""
+"""Tokens in a block of the attention kernels; cuts fall on its multiples (paper, Section 4.2)."""
 
 
 @dataclass(frozen=True)
@@ -23,16 +23,16 @@ class Plan:
 
     Attributes:
         lengths: tokens of each document, int64 `[documents]`.
-        placement: who owns which tokens. Each rank of it is an attention server, too.
-        tasks: who computes what.
-        mask: what a query sees.
-        block: cuts fall on multiples of it, but for a document's ends and changes of owner.
-        scheduler: the name of the scheduler that made it.
-        notes: why a tolerance or a bound was missed; empty when all was met.
-        first_query: int64 `[documents]`, the first query of each document that the plan is for;
-            None: 0. The tokens before it were in the nano-batch before, with their own queries, and
-            are here as keys and values alone. Cuts are on blocks counted from it, too. On every
-            rank the pieces of such tokens come after all others.
+        placement: ranks that own the tokens. Each rank is an attention server, too.
+        tasks: tasks that the servers compute.
+        mask: attention mask of all documents.
+        block: tokens in a kernel's block; cuts fall on its multiples, except at a document's ends
+            and where its owner changes.
+        scheduler: name of the scheduler that made the plan.
+        notes: reasons why a tolerance or a bound was missed; empty if all were met.
+        cached_prefix: tokens of each document before its first query, of which there are keys and
+            values alone, int64 `[documents]`; None: no document has any. Cuts may fall on blocks
+            counted from its end, too.
     """
 
     lengths: Int64s
@@ -42,7 +42,7 @@ class Plan:
     block: int = BLOCK
     scheduler: str = ""
     notes: tuple[str, ...] = ()
-    first_query: Int64s | None = None
+    cached_prefix: Int64s | None = None
 
     @property
     def world_size(self) -> int:
@@ -50,70 +50,77 @@ class Plan:
 
     @cached_property
     def document_offsets(self) -> Int64s:
-        """Where each document starts when all lie one after the other, `[documents]`.
+        """The start of each document when all are concatenated, `[documents]`.
 
-        These "global positions" give every token of the plan one number.
+        Positions in this concatenation, *global positions*, number all tokens of the plan.
         """
         return np.cumsum(self.lengths) - self.lengths
 
     @cached_property
     def own_pieces(self) -> Bools:
-        """Which pieces of the placement are not of the nano-batch before, `[pieces]`."""
-        at = self.placement
-        if self.first_query is None:
-            return np.ones(len(at.rank), dtype=bool)
-        return at.start >= self.first_query[at.document]
+        """The pieces of the placement that have queries, no cached prefixes: bool `[pieces]`."""
+        placement = self.placement
+        if self.cached_prefix is None:
+            return np.ones(len(placement.rank), dtype=bool)
+        return placement.start >= self.cached_prefix[placement.document]
 
     def own_tokens_per_rank(self) -> Int64s:
-        """The tokens of each rank whose queries the plan is for, `[world_size]`."""
+        """Returns the number of each rank's tokens that have queries, `[world_size]`."""
         return self.placement.select(self.own_pieces).tokens_per_rank()
 
     @cached_property
     def q_segments(self) -> Segments:
-        """The query rows that each server needs for its tasks."""
-        return self._needed(self.tasks.q_start, self.tasks.q_end)
+        """The query rows that each server needs for its tasks.
+
+        The query rows of a rank are numbered without its pieces of cached prefixes.
+        """
+        rows = self.placement.first_rows(self.own_pieces)
+        return self._needed(self.tasks.q_start, self.tasks.q_end, rows)
 
     @cached_property
     def kv_segments(self) -> Segments:
         """The key-value rows that each server needs for its tasks."""
-        return self._needed(self.tasks.kv_start, self.tasks.kv_end)
+        rows = self.placement.first_rows()
+        return self._needed(self.tasks.kv_start, self.tasks.kv_end, rows)
 
-    def _needed(self, start: Int64s, end: Int64s) -> Segments:
-        offset = self.document_offsets[self.tasks.document]
+    def _needed(self, start: Int64s, end: Int64s, first_rows: Int64s) -> Segments:
+        offset, server = self.document_offsets[self.tasks.document], self.tasks.server
         return find_segments(
-            self.tasks.server, offset + start, offset + end, self.placement, self.document_offsets
+            server, offset + start, offset + end, self.placement, self.document_offsets, first_rows
         )
 
     def loads(self) -> Int64s:
-        """Visible pairs that each server computes, `[world_size]`."""
+        """Returns the number of visible pairs that each server computes, `[world_size]`."""
         pairs = self.tasks.pairs(self.mask)
         loads = np.zeros(self.world_size, dtype=np.int64)
         np.add.at(loads, self.tasks.server, pairs)
         return loads
 
     def loads_at_home(self) -> Int64s:
-        """Visible pairs of the queries that each rank owns: the loads if nothing moved."""
-        at = self.placement.select(self.own_pieces)
-        pairs = self.mask.pairs(at.start, at.end, np.zeros_like(at.start), at.end)
+        """Returns the visible pairs of the queries that each rank owns: the loads if none moved."""
+        placement = self.placement.select(self.own_pieces)
+        pairs = self.mask.pairs(
+            placement.start, placement.end, np.zeros_like(placement.start), placement.end
+        )
         loads = np.zeros(self.world_size, dtype=np.int64)
-        np.add.at(loads, at.rank, pairs)
+        np.add.at(loads, placement.rank, pairs)
         return loads
 
     def validate(self) -> None:
         """Checks that the plan covers each visible pair exactly once and cuts where it may.
 
         Raises:
-            ValueError: what is wrong, with the first offending row.
+            ValueError: the plan is not valid; the message has the first offending row.
         """
         _check_placement(self)
-        _check_first_queries(self)
+        _check_cached_prefixes(self)
         _check_tasks(self)
         _check_cuts(self)
         _check_cover(self)
 
 
 def max_over_mean(loads: Int64s) -> float:
-    """The busiest server's load over the mean load; 1.0 when there is nothing to do."""
+    """Returns the busiest server's load over the mean load; 1.0 without any load."""
     mean = float(loads.mean())
     return float(loads.max()) / mean if mean else 1.0
 
@@ -127,41 +134,53 @@ def _refuse(condition: Bools, what: str, *columns: Int64s) -> None:
 
 
 def _check_placement(plan: Plan) -> None:
-    at = plan.placement
+    placement = plan.placement
     documents = len(plan.lengths)
     _refuse(plan.lengths < 1, "a document has no tokens", plan.lengths)
-    columns = (at.document, at.start, at.end, at.rank)
-    _refuse((at.document < 0) | (at.document >= documents), "no such document is placed", *columns)
-    _refuse((at.rank < 0) | (at.rank >= at.world_size), "placed on no rank", *columns)
+    columns = (placement.document, placement.start, placement.end, placement.rank)
     _refuse(
-        (at.start < 0) | (at.start >= at.end) | (at.end > plan.lengths[at.document]),
+        (placement.document < 0) | (placement.document >= documents),
+        "no such document is placed",
+        *columns,
+    )
+    _refuse(
+        (placement.rank < 0) | (placement.rank >= placement.world_size),
+        "placed on no rank",
+        *columns,
+    )
+    _refuse(
+        (placement.start < 0)
+        | (placement.start >= placement.end)
+        | (placement.end > plan.lengths[placement.document]),
         "a placed span is empty or outside its document",
         *columns,
     )
-    order = np.lexsort((at.start, at.document))
-    starts = plan.document_offsets[at.document[order]] + at.start[order]
-    ends = plan.document_offsets[at.document[order]] + at.end[order]
+    order = np.lexsort((placement.start, placement.document))
+    starts = plan.document_offsets[placement.document[order]] + placement.start[order]
+    ends = plan.document_offsets[placement.document[order]] + placement.end[order]
     expected = np.concatenate([np.zeros(1, dtype=np.int64), ends[:-1]])
     _refuse(starts != expected, "the placement leaves out or repeats tokens", starts, expected)
     if int(ends[-1] if len(ends) else 0) != int(plan.lengths.sum()):
         raise ValueError("not a valid plan: the placement leaves out the last tokens")
 
 
-def _check_first_queries(plan: Plan) -> None:
-    if plan.first_query is None:
+def _check_cached_prefixes(plan: Plan) -> None:
+    if plan.cached_prefix is None:
         return
-    at, first = plan.placement, plan.first_query
-    _refuse((first < 0) | (first >= plan.lengths), "a document has no query", first, plan.lengths)
-    columns = (at.document, at.start, at.end, at.rank)
-    before = at.start < first[at.document]
-    _refuse(before & (at.end > first[at.document]), "a piece is of two nano-batches", *columns)
-    latest = np.full(plan.world_size, -1)
-    numbers = np.arange(len(at.rank))
-    np.maximum.at(latest, at.rank[~before], numbers[~before])
-    _refuse(before & (numbers < latest[at.rank]), "earlier tokens come first", *columns)
+    placement, prefix = plan.placement, plan.cached_prefix
+    _refuse(
+        (prefix < 0) | (prefix >= plan.lengths), "a document has no query", prefix, plan.lengths
+    )
+    columns = (placement.document, placement.start, placement.end, placement.rank)
+    cached = placement.start < prefix[placement.document]
+    _refuse(
+        cached & (placement.end > prefix[placement.document]),
+        "a piece is only in part cached",
+        *columns,
+    )
     t = plan.tasks
     _refuse(
-        t.q_start < first[t.document], "a task has an earlier query", t.document, t.q_start, t.q_end
+        t.q_start < prefix[t.document], "a task has a cached query", t.document, t.q_start, t.q_end
     )
 
 
@@ -192,8 +211,8 @@ def _check_tasks(plan: Plan) -> None:
 
 def _check_cuts(plan: Plan) -> None:
     t = plan.tasks
-    at = plan.placement
-    owner_changes = np.sort(plan.document_offsets[at.document] + at.start)
+    placement = plan.placement
+    owner_changes = np.sort(plan.document_offsets[placement.document] + placement.start)
     first_key = plan.mask.first_key(t.q_start)
     for name, position in (
         ("q_start", t.q_start),
@@ -205,8 +224,8 @@ def _check_cuts(plan: Plan) -> None:
         found = np.searchsorted(owner_changes, where)
         at_change = owner_changes[np.minimum(found, len(owner_changes) - 1)] == where
         allowed = (position % plan.block == 0) | (position == plan.lengths[t.document]) | at_change
-        if plan.first_query is not None:
-            allowed |= (position - plan.first_query[t.document]) % plan.block == 0
+        if plan.cached_prefix is not None:
+            allowed |= (position - plan.cached_prefix[t.document]) % plan.block == 0
         if name == "kv_start":
             allowed |= position == first_key
         _refuse(
@@ -218,11 +237,11 @@ def _check_cuts(plan: Plan) -> None:
 
 
 def _check_cover(plan: Plan) -> None:
-    """No query sees a key twice, and the visible pairs of each document add up."""
+    """Checks that no query sees a key twice, and that each document's visible pairs add up."""
     t = plan.tasks
     starts = plan.document_offsets[t.document] + t.q_start
     ends = plan.document_offsets[t.document] + t.q_end
-    # Between two neighbouring query cuts every task either covers all queries or none.
+    # Between two neighbouring query cuts a task covers either all queries or none.
     task, slab, _ = cut_at(starts, ends, np.unique(np.concatenate([starts, ends])))
     order = np.lexsort((t.kv_start[task], slab))
     task, slab = task[order], slab[order]
@@ -239,7 +258,7 @@ def _check_cover(plan: Plan) -> None:
     covered = np.zeros(len(plan.lengths), dtype=np.int64)
     np.add.at(covered, t.document, t.pairs(plan.mask))
     zeros = np.zeros_like(plan.lengths)
-    first = zeros if plan.first_query is None else plan.first_query
+    first = zeros if plan.cached_prefix is None else plan.cached_prefix
     visible = plan.mask.pairs(first, plan.lengths, zeros, plan.lengths)
     numbers = np.arange(len(plan.lengths))
     _refuse(

@@ -1,13 +1,13 @@
-"""Plans as files: plain JSON that any program can read and check.
+"""Plans as files, in JSON that any program can read and check.
 
     {"format": 1,
      "documents": [length, ...],
-     "placement": [[[document, start, end], ...], ...],      one list for each rank, in row order
+     "placement": [[[document, start, end], ...], ...],      a list for each rank, in row order
      "tasks": [[document, q_start, q_end, kv_start, kv_end, server], ...],
-     "first_query": [position, ...],                         only where one is not 0
+     "first_query": [position, ...],                         only if there are cached prefixes
      "configuration": {"scheduler": ..., "window_left": ..., "block": ..., "notes": [...], ...}}
 
-`configuration` may hold more: whatever the plan was made for.
+`configuration` may have further entries that say what the plan was made for.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ FORMAT = 1
 
 
 def save_plan(plan: Plan, path: Path, configuration: dict[str, Any] | None = None) -> None:
-    """Writes a plan.
+    """Writes a plan to a file.
 
     Args:
         plan: the plan.
-        path: the file, which is replaced.
-        configuration: what it was made for, JSON values; kept beside the plan's own entries.
+        path: file to write, replaced if it exists.
+        configuration: JSON values that say what the plan was made for; saved beside its own.
     """
-    at, t = plan.placement, plan.tasks
-    pieces: list[list[list[int]]] = [[] for _ in range(at.world_size)]
-    columns = (at.rank, at.document, at.start, at.end)
+    placement, t = plan.placement, plan.tasks
+    pieces: list[list[list[int]]] = [[] for _ in range(placement.world_size)]
+    columns = (placement.rank, placement.document, placement.start, placement.end)
     for rank, *piece in zip(*(column.tolist() for column in columns), strict=True):
         pieces[rank].append(piece)
     tasks = np.stack([t.document, t.q_start, t.q_end, t.kv_start, t.kv_end, t.server], axis=1)
@@ -53,21 +53,23 @@ def save_plan(plan: Plan, path: Path, configuration: dict[str, Any] | None = Non
         "tasks": tasks.tolist(),
         "configuration": {**(configuration or {}), **own},
     }
-    if plan.first_query is not None:
-        saved["first_query"] = plan.first_query.tolist()
+    if plan.cached_prefix is not None:
+        saved["first_query"] = plan.cached_prefix.tolist()
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(saved) + "\n", encoding="utf-8")
 
 
 def load_plan(path: Path) -> tuple[Plan, dict[str, Any]]:
-    """Reads a plan that `save_plan` wrote, or another program, and validates it.
+    """Reads and validates a plan that `save_plan`, or another program, wrote.
 
     Returns:
         The plan, and its configuration.
 
     Raises:
-        ValueError: the file is missing or no such JSON, or the plan is not valid.
+        ValueError: the file is missing, is not in this format, or holds no valid plan.
     """
+    if not Path(path).is_file():
+        raise ValueError(f"{path} does not exist: make a plan with `distca plan --save`")
     try:
         saved = json.loads(Path(path).read_text(encoding="utf-8"))
         if saved["format"] != FORMAT:

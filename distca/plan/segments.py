@@ -1,4 +1,4 @@
-"""Which rows a plan needs where: the one source of the exchange and of the byte counts."""
+"""Segments: rows that servers need and who owns them, the source of exchanges and byte counts."""
 
 from __future__ import annotations
 
@@ -12,11 +12,12 @@ from distca.plan.span import Bools, Int64s, cut_at, union
 
 @dataclass(frozen=True)
 class Segments:
-    """Row `i`: `server[i]` needs the tokens `[start[i], end[i])`, which `owner[i]` owns.
+    """A table: `server[i]` needs the tokens `[start[i], end[i])`, which `owner[i]` owns.
 
-    Positions are global (`Plan.document_offsets`), `owner_row` is the row of `start` on its owner.
-    Every token that a server needs stands in it once, however many tasks share it, in the order
-    (server, owner, start). A segment with `server == owner` costs no bytes. int64 `[segments]`.
+    Positions are global (`Plan.document_offsets`); `owner_row` is the row of `start` on its owner.
+    A token that a server needs is in the table once, however many tasks share it. Rows are sorted
+    by (server, owner, start). A segment with `server == owner` costs no bytes. All columns are
+    int64 `[segments]`.
     """
 
     server: Int64s
@@ -30,7 +31,7 @@ class Segments:
         return self.end - self.start
 
     def select(self, selection: Int64s | Bools) -> Segments:
-        """The selected rows, by a boolean or an index array."""
+        """Returns the rows that a boolean or an index array selects."""
         return Segments(
             self.server[selection],
             self.owner[selection],
@@ -40,7 +41,7 @@ class Segments:
         )
 
     def moved_rows(self, world_size: int) -> Int64s:
-        """Rows that travel from each owner (first axis) to each server, `[world, world]`."""
+        """Returns the rows that travel from each owner to each server, `[owners, servers]`."""
         moved = np.zeros((world_size, world_size), dtype=np.int64)
         np.add.at(moved, (self.owner, self.server), self.lengths)
         np.fill_diagonal(moved, 0)
@@ -48,27 +49,33 @@ class Segments:
 
 
 def find_segments(
-    server: Int64s, start: Int64s, end: Int64s, placement: Placement, document_offsets: Int64s
+    server: Int64s,
+    start: Int64s,
+    end: Int64s,
+    placement: Placement,
+    document_offsets: Int64s,
+    first_rows: Int64s,
 ) -> Segments:
-    """Which rows servers need, and who owns them.
+    """Finds who owns the rows that servers need.
 
     Args:
-        server: who needs the tokens `[start[i], end[i])`, in global positions; overlaps are joined.
-        start: int64 `[needs]`.
-        end: int64 `[needs]`.
-        placement: who owns which tokens; it covers all documents.
-        document_offsets: where each document starts, in global positions.
+        server: servers that need the tokens `[start[i], end[i])`, int64 `[needs]`; ranges that
+            overlap on a server are joined.
+        start: first tokens in global positions, int64 `[needs]`.
+        end: ends of the ranges, likewise.
+        placement: ranks that own the tokens of all documents.
+        document_offsets: start of each document in global positions, int64 `[documents]`.
+        first_rows: row of each placed piece's first token on its owner, int64 `[pieces]`.
     """
-    at = placement
     server, start, end = union(server, start, end)
-    # The pieces of the placement, in global positions, tile the line of all tokens.
-    piece_start = document_offsets[at.document] + at.start
+    # In global positions the placed pieces tile the range of all tokens.
+    piece_start = document_offsets[placement.document] + placement.start
     order = np.argsort(piece_start)
     piece_start = piece_start[order]
     source, start, end = cut_at(start, end, piece_start)
     piece = np.searchsorted(piece_start, start, side="right") - 1
-    owner_row = at.first_rows()[order][piece] + start - piece_start[piece]
-    owner = at.rank[order][piece]
+    owner_row = first_rows[order][piece] + start - piece_start[piece]
+    owner = placement.rank[order][piece]
     server = server[source]
     by = np.lexsort((start, owner, server))
     return Segments(server[by], owner[by], start[by], end[by], owner_row[by])

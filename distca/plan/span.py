@@ -1,4 +1,4 @@
-"""Spans: half-open token ranges `[start, end)`, many at a time, as int64 arrays."""
+"""Operations on spans, half-open token ranges `[start, end)`, many at a time as int64 arrays."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ Floats = NDArray[np.float64]
 
 
 def expand_ranges(starts: Int64s, lengths: Int64s) -> Int64s:
-    """Every integer of the ranges `[starts[i], starts[i] + lengths[i])`, one range after the other.
+    """Lists all integers of the ranges `[starts[i], starts[i] + lengths[i])`, range by range.
 
     Shapes `[n]`, `[n]` -> `[sum(lengths)]`.
     """
@@ -23,8 +23,8 @@ def expand_ranges(starts: Int64s, lengths: Int64s) -> Int64s:
 def cut_at(starts: Int64s, ends: Int64s, cuts: Int64s) -> tuple[Int64s, Int64s, Int64s]:
     """Cuts the ranges `[starts[i], ends[i])` wherever one of the sorted `cuts` lies inside.
 
-    Returns `(source, starts, ends)` of the parts, where `source[j]` is the index of the range
-    that part `j` came from. Empty ranges vanish.
+    Returns `(source, starts, ends)` of the parts: part `j` is of range `source[j]`. Empty ranges
+    are dropped.
     """
     first = np.searchsorted(cuts, starts, side="right")
     last = np.searchsorted(cuts, ends, side="left")
@@ -38,15 +38,15 @@ def cut_at(starts: Int64s, ends: Int64s, cuts: Int64s) -> tuple[Int64s, Int64s, 
 
 
 def union(groups: Int64s, starts: Int64s, ends: Int64s) -> tuple[Int64s, Int64s, Int64s]:
-    """The union of ranges, separately for each group; ranges that touch are joined.
+    """Unites ranges, separately for each group; ranges that touch are joined.
 
-    Returns `(groups, starts, ends)` sorted by group, then start. Empty ranges vanish.
+    Returns `(groups, starts, ends)` sorted by group, then start. Empty ranges are dropped.
     """
     kept = ends > starts
     groups, starts, ends = groups[kept], starts[kept], ends[kept]
     if len(groups) == 0:
         return groups, starts, ends
-    # Lay the groups one after the other on one line with gaps, so that one sweep serves all.
+    # Groups are laid out on one line, with gaps between them, so that one sweep serves all.
     stride = int(ends.max()) + 2
     order = np.lexsort((starts, groups))
     groups = groups[order]

@@ -1,4 +1,4 @@
-"""Core-attention tasks as a table."""
+"""Tasks of core attention, as a table."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from distca.plan.span import Bools, Int64s
 
 @dataclass(frozen=True)
 class Tasks:
-    """Row `i`: the queries `[q_start, q_end)` of `document` over its keys `[kv_start, kv_end)`,
-    computed by `server`. All columns are int64 arrays of one length; positions are of the document.
+    """A table: `server` computes the queries `[q_start, q_end)` of `document` over its keys
+    `[kv_start, kv_end)`. All columns are int64 `[tasks]`; positions are those of the document.
 
     A task has one of the two shapes that a fused variable-length kernel runs at full speed: a full
-    rectangle, every key of which is visible to every query, or a piece that ends on the diagonal
+    rectangle, all keys of which all of its queries see, or a piece that ends on the diagonal
     (`q_end == kv_end`), causal aligned to the lower right, within the mask's window.
     """
 
@@ -32,7 +32,7 @@ class Tasks:
         return len(self.document)
 
     def __getitem__(self, selection: Int64s | Bools) -> Tasks:
-        """The selected rows, by a boolean or an index array."""
+        """Returns the rows that a boolean or an index array selects."""
         return Tasks(
             self.document[selection],
             self.q_start[selection],
@@ -44,21 +44,21 @@ class Tasks:
 
     @staticmethod
     def from_rows(rows: Iterable[tuple[int, int, int, int, int, int]]) -> Tasks:
-        """From `(document, q_start, q_end, kv_start, kv_end, server)` tuples."""
+        """Makes a table of tuples `(document, q_start, q_end, kv_start, kv_end, server)`."""
         table = np.array(list(rows), dtype=np.int64).reshape(-1, 6)
         return Tasks(*(np.ascontiguousarray(column) for column in table.T))
 
     @staticmethod
     def concatenate(tables: Sequence[Tasks]) -> Tasks:
-        """The rows of several tables, one table after the other."""
+        """Concatenates the rows of several tables."""
         names = [column.name for column in fields(Tasks)]
         return Tasks(*(np.concatenate([getattr(t, name) for t in tables]) for name in names))
 
     @property
     def ends_on_diagonal(self) -> Bools:
-        """Which tasks end on the diagonal; the others are full rectangles. Bool `[tasks]`."""
+        """Whether a task ends on the diagonal, else it is a full rectangle: bool `[tasks]`."""
         return self.q_end == self.kv_end
 
     def pairs(self, mask: Mask) -> Int64s:
-        """Visible pairs of each task, `[tasks]`."""
+        """Returns the number of visible pairs of each task, `[tasks]`."""
         return mask.pairs(self.q_start, self.q_end, self.kv_start, self.kv_end)

@@ -1,22 +1,21 @@
-"""Where transports and kernels meet: a plan is executed."""
+"""Execution of plans, where transports and kernels meet."""
 
 from distca.runtime.buffers import Buffers
 from distca.runtime.call import Call
-from distca.runtime.core_attention import CoreAttention, ExchangeSlot, fill_slots
+from distca.runtime.core_attention import CoreAttention
 from distca.runtime.exchange import Exchange, KernelCall, build_exchange
 from distca.runtime.prefetch import Prefetcher
-from distca.runtime.trace import Trace, write_trace
+from distca.runtime.program_run import ProgramRun
+from distca.runtime.trace import Trace
 
 __all__ = [
     "Buffers",
     "Call",
     "CoreAttention",
     "Exchange",
-    "ExchangeSlot",
     "KernelCall",
     "Prefetcher",
+    "ProgramRun",
     "Trace",
     "build_exchange",
-    "fill_slots",
-    "write_trace",
 ]

@@ -1,4 +1,4 @@
-"""The memory that core attention runs in: it is allocated between steps, and never within one."""
+"""The memory that core attention runs in, allocated between training steps, never within one."""
 
 from __future__ import annotations
 
@@ -10,30 +10,30 @@ import torch
 from distca.cost.memory import HEADROOM, CoreAttentionMemory
 from distca.runtime.exchange import Exchange
 from distca.runtime.workspace import Workspace
-from distca.transport import WAYS, Channel, ChannelBytes, Transport
+from distca.transport import DIRECTIONS, Channel, ChannelBytes, Transport
 
 logger = logging.getLogger(__name__)
 
 
 class Buffers:
-    """Workspaces of calls and of single steps; and the transport's buffers with them.
+    """Workspaces of calls and of single steps, which grow together with the transport's buffers.
 
-    They only grow, and on all ranks alike, since sizes are a pure function of plans.
+    Buffers never shrink, and have equal sizes on all ranks, since sizes are a pure function of
+    plans. Each head group of a nano-batch has a slot: group g of nano-batch n has number
+    `n * head_groups + g`.
 
     Args:
-        device: where the rows are.
-        nano_batches: that are under way together, 1 or 2.
-        head_groups: of each nano-batch; each group has a slot, and so a call, of its own.
-        headroom: by which share more than plans need the buffers grow, so that they rarely grow
-            again.
+        device: device of the rows.
+        nano_batches: nano-batches that are under way together, 1 or 2.
+        head_groups: head groups of each nano-batch.
+        headroom: share by which buffers grow beyond what plans need, so that they rarely grow.
 
     Attributes:
-        head_groups: as given.
-        slots: what a call keeps between its steps: of the head groups of the first nano-batch, then
-            of the second.
-        scratch: for what one step computes on the way.
-        indices: for the row indices of the exchanges that run.
-        room: what they hold now.
+        head_groups: head groups of each nano-batch.
+        workspaces: memory for what a call keeps between its steps, by slot.
+        scratch: memory for the temporaries of one step.
+        indices: memory for the row indices of the exchanges that run.
+        room: sizes now, in bytes.
     """
 
     def __init__(
@@ -44,27 +44,27 @@ class Buffers:
         headroom: float = HEADROOM,
     ) -> None:
         self.head_groups = head_groups
-        self.slots = [Workspace(device) for _ in range(nano_batches * head_groups)]
+        self.workspaces = [Workspace(device) for _ in range(nano_batches * head_groups)]
         self.scratch = Workspace(device)
         self.indices = Workspace(device)
         self.room = CoreAttentionMemory()
         self._nano_batches = nano_batches
         self._headroom = headroom
-        # What was placed last, as it was given and as it is here.
+        # The exchanges that were placed last, and their copies with indices on the device.
         self._placed: tuple[Sequence[Exchange], tuple[Exchange, ...]] | None = None
 
     @property
     def nbytes(self) -> int:
-        """The size of all of them, and of the transport's."""
+        """Bytes of all buffers, the transport's included."""
         return self._total(self.room)
 
     def _total(self, room: CoreAttentionMemory) -> int:
         return room.total(self._nano_batches, self.head_groups)
 
     def place(self, exchanges: Sequence[Exchange]) -> tuple[Exchange, ...]:
-        """The same exchanges with their indices here, in place of those that were placed before.
+        """Copies exchanges with their row indices to the device, over those of the last call.
 
-        For those that were placed last nothing is done.
+        The exchanges that were placed last are returned without another copy.
         """
         if self._placed is None or self._placed[0] is not exchanges:
             self.indices.clear()
@@ -82,7 +82,7 @@ class Buffers:
         lengths = [len(index) for index in indices]
         place = self.indices.take((sum(lengths),), torch.int64)
         if place.is_cuda:
-            # One copy of pinned memory, which the CPU does not wait for.
+            # A single copy, from pinned memory so that the CPU does not wait for it.
             place.copy_(torch.cat(indices).pin_memory(), non_blocking=True)
         elif indices:
             torch.cat(indices, out=place)
@@ -90,11 +90,11 @@ class Buffers:
         return exchange.map_indices(lambda _: next(places))
 
     def reserve(self, needed: CoreAttentionMemory, transport: Transport) -> None:
-        """Makes room for plans. Collective; nothing may be under way.
+        """Grows the buffers to what plans need. Collective; no call may be under way.
 
         Args:
-            needed: by the largest plan, for a head group; the same on every rank.
-            transport: whose buffers grow, too.
+            needed: sizes for the largest plan and one head group; the same on every rank.
+            transport: transport whose buffers grow, too.
         """
         if needed.fits(self.room):
             return
@@ -103,10 +103,10 @@ class Buffers:
         room = self.room = before.union(needed.with_headroom(self._headroom))
         transport.reserve(
             {
-                Channel(way, number): ChannelBytes(*sizes)
-                for number in range(len(self.slots))
-                for way, sizes in zip(
-                    WAYS,
+                Channel(direction, slot): ChannelBytes(*sizes)
+                for slot in range(len(self.workspaces))
+                for direction, sizes in zip(
+                    DIRECTIONS,
                     (
                         (room.to_servers_send, room.to_servers_receive),
                         (room.to_owners_send, room.to_owners_receive),
@@ -115,8 +115,8 @@ class Buffers:
                 )
             }
         )
-        for slot in self.slots:
-            slot.reserve(room.slot)
+        for workspace in self.workspaces:
+            workspace.reserve(room.slot)
         self.scratch.reserve(room.scratch)
         self.indices.reserve(room.indices * self._nano_batches)
         if transport.rank == 0:

@@ -1,129 +1,120 @@
-"""One call of core attention: all head groups' steps, and autograd's record of them."""
+"""One call of core attention: the steps of all head groups, and their autograd functions."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 
-if TYPE_CHECKING:
-    from distca.runtime.core_attention import ExchangeSlot
-    from distca.runtime.group_call import GroupCall
+from distca.runtime.group_call import GroupCall
+from distca.runtime.program_run import ProgramRun
+from distca.schedule.program import Event
 
 
 class Call:
-    """One call of core attention, as the steps that other work can be done between.
+    """One call of core attention, split into steps with room for other work between them.
 
-    Every rank does the same steps in the same order: `start`, `compute`, `finish`; and for the
-    gradients `start_backward`, `compute_backward`, `finish_backward`. Exchanges that a step starts
-    are waited for by the next; those of `send_ahead`, too.
+    Every rank does the same steps in the order of the program: `start`, `compute`, `finish`; and
+    for the gradients `start_backward`, `compute_backward`, `finish_backward`. A step starts
+    exchanges, and the next one waits for them; `compute_backward` also for those of `send_ahead`.
 
-    With several head groups each step does theirs one after the other: the first group's kernels
+    With several head groups each step does one group after the other: the first group's kernels
     run while the others' rows are under way, and its outputs return while the others' kernels run.
-    So what a dispatch takes longer than the other nano-batch's linear layers is hidden, too.
+    That hides the part of a dispatch that outlasts the other nano-batch's linear layers.
 
     Args:
-        groups: the calls of the head groups.
-        slot: of the nano-batch.
-
-    Attributes:
-        late: see `ExchangeSlot`.
-        before: the slot's call whose backward pass comes after this one's; None: there is none, or
-            it sends nothing ahead.
+        group_calls: calls of the head groups.
+        run: program that is followed, with the exchanges of the pass that runs.
+        nano_batch: number of the call's nano-batch.
     """
 
-    def __init__(self, groups: Sequence[GroupCall], slot: ExchangeSlot) -> None:
-        self._groups, self._slot = groups, slot
-        self.late = slot.late
-        self.before: Call | None = None
+    def __init__(self, group_calls: Sequence[GroupCall], run: ProgramRun, nano_batch: int) -> None:
+        self._group_calls, self.run, self.nano_batch = group_calls, run, nano_batch
+
+    @property
+    def _exchange(self) -> Any:
+        return self.run.exchanges[self.nano_batch]
 
     def _of_groups(self, tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Views of each group's heads of `[rows, heads, ...]`."""
-        return tensor.chunk(len(self._groups), dim=1)
+        """Views of each head group's part of a tensor `[rows, heads, ...]`."""
+        return tensor.chunk(len(self._group_calls), dim=1)
 
     def start(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
         """Sends the local rows to their servers."""
-        for group, *inputs in zip(self._groups, *map(self._of_groups, (q, k, v)), strict=True):
-            group.start(*inputs)
+        for group, *inputs in zip(self._group_calls, *map(self._of_groups, (q, k, v)), strict=True):
+            group.start(self._exchange, *inputs)
 
     def compute(self) -> None:
         """Runs the kernels, and sends outputs to their owners."""
-        for group in self._groups:
+        for group in self._group_calls:
             group.compute()
 
     def finish(self) -> torch.Tensor:
-        """The final output of the local rows."""
-        if len(self._groups) == 1:
-            return self._groups[0].finish()
-        out = torch.cat([group.finish() for group in self._groups], dim=1)
-        # The model keeps it, so the groups need none of their own.
-        for group, part in zip(self._groups, self._of_groups(out.detach()), strict=True):
+        """Returns the final output of the local rows, `[local rows, heads, head_dim]`."""
+        if len(self._group_calls) == 1:
+            return self._group_calls[0].finish()
+        out = torch.cat([group.finish() for group in self._group_calls], dim=1)
+        # The model keeps `out` anyway, so the groups keep views of it and free their own outputs.
+        for group, part in zip(self._group_calls, self._of_groups(out.detach()), strict=True):
             group.keep_output(part)
         return out
 
     def start_backward(self, dout: torch.Tensor) -> None:
         """Sends the output's gradient, and what the kernels need again, to the servers."""
-        for group, part in zip(self._groups, self._of_groups(dout), strict=True):
-            group.start_backward(part)
+        for group, part in zip(self._group_calls, self._of_groups(dout), strict=True):
+            group.start_backward(self._exchange, part)
 
     def start_backward_without_tokens(self, q: torch.Tensor, k: torch.Tensor) -> None:
-        """The same on a rank that only serves; `q` and `k` have no rows."""
-        for group, *inputs in zip(self._groups, *map(self._of_groups, (q, k)), strict=True):
-            group.start_backward_without_tokens(*inputs)
+        """Does `start_backward` on a rank that only serves; `q` and `k` have no rows."""
+        for group, *inputs in zip(self._group_calls, *map(self._of_groups, (q, k)), strict=True):
+            group.start_backward_without_tokens(self._exchange, *inputs)
 
     def compute_backward(self) -> None:
         """Runs the kernels, and sends gradients to their owners."""
-        for group in self._groups:
+        for group in self._group_calls:
             group.compute_backward()
-        if self._slot.last is self:
-            # Its keys and values have come, so there is room for those of the layer before.
-            self._slot.last = before = self.before
-            self.before = None
-            if before is not None:
-                before.send_ahead()
 
     def send_ahead(self) -> None:
-        """Sends what the backward pass needs and is known before its turn."""
-        for group in self._groups:
-            group.send_ahead()
+        """Sends the rows that the backward pass needs and that are known before its turn."""
+        for group in self._group_calls:
+            group.send_ahead(self._exchange)
 
     def finish_backward(self) -> tuple[torch.Tensor, ...]:
-        """The gradients of the local queries, keys and values."""
-        if len(self._groups) == 1:
-            return self._groups[0].finish_backward()
-        gradients = zip(*(group.finish_backward() for group in self._groups), strict=True)
+        """Returns the gradients of the local queries, keys and values."""
+        if len(self._group_calls) == 1:
+            return self._group_calls[0].finish_backward()
+        gradients = zip(*(group.finish_backward() for group in self._group_calls), strict=True)
         return tuple(torch.cat(parts, dim=1) for parts in gradients)
 
 
 def differentiable_call(
-    call: Call,
-    q_THD: torch.Tensor,
-    k_THD: torch.Tensor,
-    v_THD: torch.Tensor,
-    pause: Callable[[], None] | None,
+    call: Call, q_THD: torch.Tensor, k_THD: torch.Tensor, v_THD: torch.Tensor, event: Event
 ) -> torch.Tensor:
-    """Does a call's steps, and lets autograd do those for the gradients.
+    """Does a call's forward steps, each in its turn; autograd does the backward steps.
 
-    The arguments and what is returned are those of `CoreAttention.__call__`.
+    Args:
+        call: call of the nano-batch.
+        q_THD: local queries, `[local rows, heads, head_dim]`, which is also the output's shape.
+        k_THD: local keys, `[local key rows, kv_heads, head_dim]`.
+        v_THD: local values, like `k_THD`.
+        event: event whose turn has come: the call's start.
     """
     ticket = _Start.apply(  # type: ignore[no-untyped-call]
         q_THD.contiguous(), k_THD.contiguous(), v_THD.contiguous(), call
     )
-    if pause is not None:
-        pause()
-        if call.late:
-            pause()
+    if ticket.requires_grad:
+        call.run.goes_back(event, call)
+    call.run.take_turn("forward", "compute", call.nano_batch)
     ticket = _Compute.apply(ticket, call)  # type: ignore[no-untyped-call]
-    if pause is not None and not call.late:
-        pause()
+    call.run.take_turn("forward", "finish", call.nano_batch)
     return _Finish.apply(ticket, call)  # type: ignore[no-any-return,no-untyped-call]
 
 
 class _Start(torch.autograd.Function):
-    """The first of three nodes; what they hand on to each other is in the `Call`.
+    """The first of three autograd functions, which share their state in the `Call`.
 
-    The tickets between them are empty tensors, by which autograd knows the order.
+    Empty tensors, the tickets, lead from one to the next and so tell autograd the order.
     """
 
     @staticmethod
@@ -136,7 +127,9 @@ class _Start(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, _: torch.Tensor) -> Any:  # type: ignore[override]
-        return *ctx.call.finish_backward(), None
+        call: Call = ctx.call
+        call.run.has_gone_back(call.run.take_turn("backward", "finish", call.nano_batch))
+        return *call.finish_backward(), None
 
 
 class _Compute(torch.autograd.Function):
@@ -148,7 +141,11 @@ class _Compute(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, ticket: torch.Tensor) -> Any:  # type: ignore[override]
-        ctx.call.compute_backward()
+        call: Call = ctx.call
+        call.run.take_turn("backward", "compute", call.nano_batch)
+        call.compute_backward()
+        # This layer's keys and values have come, which frees the channel for the layer below's.
+        call.run.send_ahead()
         return ticket, None
 
 
@@ -160,5 +157,7 @@ class _Finish(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dout: torch.Tensor) -> Any:  # type: ignore[override]
-        ctx.call.start_backward(dout.contiguous())
+        call: Call = ctx.call
+        call.run.take_turn("backward", "start", call.nano_batch)
+        call.start_backward(dout.contiguous())
         return dout.new_empty(0), None

@@ -1,12 +1,12 @@
-"""What a plan means on the wire and in the kernels, for one rank.
+"""One rank's part of a plan: messages on the wire, and rows and offsets of kernel calls.
 
-It is computed from the plan alone, once, by every rank for itself; sender and receiver agree on
-every size and offset because both read them off the same segments. Nothing is ever negotiated.
+Every rank computes its exchange from the plan alone, once. Sender and receiver agree on every size
+and offset because both read them off the same segments. Nothing is ever negotiated.
 
 Row numbers, all on this rank:
 
-* a *local* row is a token that this rank owns, in the order of its placement (for keys and values
-  also those tokens of the nano-batch before that come last in it);
+* a *local* row is a token that this rank owns, in the order of its placement (those of cached
+  prefixes have keys and values alone);
 * a *served* row is a token that this rank needs as a server: its local rows first (all of them,
   so that they need no copy where nothing arrives), then the received rows in the order
   (owner, position).
@@ -16,7 +16,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Literal
 
 import numpy as np
 import torch
@@ -27,16 +26,16 @@ from distca.plan.span import Int64s, cut_at, expand_ranges
 
 @dataclass(frozen=True)
 class Rows:
-    """How the rows of one kind (queries, or keys and values) travel to the servers and back.
+    """Rows of one kind (queries, or keys and values), as they travel to the servers and back.
 
     Attributes:
         local: rows that this rank owns.
-        send: local rows to send, int64 `[sum(send_counts)]`, by destination.
+        send: local rows to send, sorted by destination, int64 `[sum(send_counts)]`.
         send_counts: rows to each rank.
         receive_counts: rows from each rank.
-        sent_before: rows that lower ranks send to each rank.
-        returned_before: of the rows that come back to each rank, those from lower ranks.
-        move: whether any rank sends any; the same on every rank.
+        sent_before: rows that lower ranks than this one send to each rank.
+        returned_before: rows that lower ranks than this one return to each rank.
+        move: whether any rank sends any row; the same on every rank.
     """
 
     local: int
@@ -49,10 +48,12 @@ class Rows:
 
     @property
     def received(self) -> int:
+        """Rows that this rank receives as a server."""
         return sum(self.receive_counts)
 
     @property
     def served(self) -> int:
+        """Rows that this rank's kernels can use: local and received."""
         return self.local + self.received
 
 
@@ -62,14 +63,14 @@ class KernelCall:
 
     Attributes:
         causal: whether the tasks end on the diagonal; otherwise they are full rectangles.
-        cu_seqlens_q: int32 `[tasks + 1]` on the CPU, where each task's queries start.
-        cu_seqlens_kv: likewise its keys.
+        cu_seqlens_q: first query of each task, and the total: int32 `[tasks + 1]` on the CPU.
+        cu_seqlens_kv: first key of each task, and the total, likewise.
         q_rows: served query rows of the tasks, one task after the other, int64 `[sum of queries]`;
-            None where they are `0 .. served - 1`, in order.
-        kv_rows: likewise for keys and values.
-        first_q: index into the call's queries of those whose row no earlier call or task has
-            produced, or None where that is all of them.
-        repeated_q: the others, in rounds within which no row repeats: they merge by LSE.
+            None: `0 .. served - 1`, in order.
+        kv_rows: served rows of keys and values, likewise.
+        first_q: indices into the call's queries, of those whose row no earlier call or task has
+            produced, int64; None: all.
+        repeated_q: indices of the others, in parts within which no row repeats: these merge by LSE.
     """
 
     causal: bool
@@ -83,13 +84,13 @@ class KernelCall:
 
 @dataclass(frozen=True)
 class Arrival:
-    """Output rows that one server returns: which of this rank's local rows they are.
+    """Output rows that one server returns, split by whether their local row has an output yet.
 
     Attributes:
-        server: the rank that computed them.
-        first: index into the server's returned rows of those that are the first to arrive for
-            their local row (in the order own rows, then server 0, 1, ...).
-        repeated: the others, which merge by LSE with what is there.
+        server: rank that computed the rows.
+        first: indices into the server's returned rows, of the first to arrive for their local row
+            (in the order own rows, then server 0, 1, ...), int64.
+        repeated: indices of the others, which merge by LSE with the row's output so far, int64.
     """
 
     server: int
@@ -99,7 +100,17 @@ class Arrival:
 
 @dataclass(frozen=True)
 class Exchange:
-    """Everything that one rank needs to run a plan's core attention."""
+    """Everything that one rank needs to run a plan's core attention.
+
+    Attributes:
+        rank: number of this rank.
+        world_size: ranks of the plan.
+        mask: visible keys of a query.
+        q: query rows that travel.
+        kv: key and value rows that travel.
+        calls: kernel calls of this server, one for each task shape that it has.
+        arrivals: output rows that servers return, in order of servers.
+    """
 
     rank: int
     world_size: int
@@ -110,7 +121,7 @@ class Exchange:
     arrivals: tuple[Arrival, ...]
 
     def map_indices(self, function: Callable[[torch.Tensor], torch.Tensor]) -> Exchange:
-        """The same with other tensors as row indices (`cu_seqlens` stay on the CPU)."""
+        """Replaces every tensor of row indices by its image (`cu_seqlens` stay on the CPU)."""
 
         def optional(index: torch.Tensor | None) -> torch.Tensor | None:
             return None if index is None else function(index)
@@ -141,15 +152,15 @@ def build_exchange(plan: Plan, rank: int) -> Exchange:
 
     Args:
         plan: a valid plan.
-        rank: a rank of the plan's placement, which is a server, too.
+        rank: rank of the plan's placement, which is a server, too.
     """
     world_size = plan.world_size
     q_segments = plan.q_segments
     kv_segments = plan.kv_segments
-    # Keys of the nano-batch before come after all own rows, and have no queries here.
-    own, with_earlier = plan.own_tokens_per_rank(), plan.placement.tokens_per_rank()
+    # Cached prefixes have no queries here.
+    own, with_prefixes = plan.own_tokens_per_rank(), plan.placement.tokens_per_rank()
     q = _rows(q_segments, rank, own)
-    kv = _rows(kv_segments, rank, with_earlier)
+    kv = _rows(kv_segments, rank, with_prefixes)
     q_served = _ServedRows(q_segments, rank, q.local)
     kv_served = _ServedRows(kv_segments, rank, kv.local)
     mine = plan.tasks[plan.tasks.server == rank]
@@ -175,7 +186,7 @@ def _rows(segments: Segments, rank: int, local: Int64s) -> Rows:
     outgoing = segments.select((segments.owner == rank) & (segments.server != rank))
     return Rows(
         local=int(local[rank]),
-        # Segments are sorted by server, then owner and position: so are one owner's by server.
+        # Segments are sorted by server, then owner and position, so one owner's are by server.
         send=torch.from_numpy(expand_ranges(outgoing.owner_row, outgoing.lengths)),
         send_counts=tuple(moved[rank].tolist()),
         receive_counts=tuple(moved[:, rank].tolist()),
@@ -199,7 +210,7 @@ class _ServedRows:
         self._row = row[order]
 
     def of(self, starts: Int64s, ends: Int64s) -> Int64s:
-        """The rows of the spans, one span after the other."""
+        """Served rows of the spans, one span after the other, int64."""
         _, starts, ends = cut_at(starts, ends, self._start)
         segment = np.searchsorted(self._start, starts, side="right") - 1
         return expand_ranges(self._row[segment] + starts - self._start[segment], ends - starts)
@@ -215,11 +226,11 @@ def _kernel_call(
     q: Rows,
     kv: Rows,
 ) -> KernelCall:
-    """One call; marks the served query rows that it produces in `produced`."""
+    """Builds one call, and marks the query rows that it produces in `produced`."""
     offset = plan.document_offsets[tasks.document]
     q_rows = q_served.of(offset + tasks.q_start, offset + tasks.q_end)
     kv_rows = kv_served.of(offset + tasks.kv_start, offset + tasks.kv_end)
-    first, rounds = _first_and_repeated(q_rows, produced)
+    first, repeated = _first_and_repeated(q_rows, produced)
     return KernelCall(
         causal=causal,
         cu_seqlens_q=_cu_seqlens(tasks.q_end - tasks.q_start),
@@ -227,7 +238,7 @@ def _kernel_call(
         q_rows=_unless_identity(q_rows, q.served),
         kv_rows=_unless_identity(kv_rows, kv.served),
         first_q=_unless_identity(first, len(q_rows)),
-        repeated_q=tuple(torch.from_numpy(part) for part in rounds),
+        repeated_q=tuple(torch.from_numpy(part) for part in repeated),
     )
 
 
@@ -260,17 +271,17 @@ def _unless_identity(rows: Int64s, total: int) -> torch.Tensor | None:
     return torch.from_numpy(rows)
 
 
-def _arrivals(q: Rows, own: np.ndarray, rank: int) -> tuple[Arrival, ...]:
-    """In which order outputs come back for the local rows that were sent away."""
-    there = own.copy()
+def _arrivals(q: Rows, computed_here: np.ndarray, rank: int) -> tuple[Arrival, ...]:
+    """Splits the outputs that come back, server by server, into first and repeated rows."""
+    arrived = computed_here.copy()
     arrivals = []
     row = 0
     for server, count in enumerate(q.send_counts):
         rows = q.send.numpy()[row : row + count]
         row += count
         if count:
-            new = ~there[rows]
-            there[rows] = True
+            new = ~arrived[rows]
+            arrived[rows] = True
             arrivals.append(
                 Arrival(
                     server,
@@ -278,9 +289,5 @@ def _arrivals(q: Rows, own: np.ndarray, rank: int) -> tuple[Arrival, ...]:
                     torch.from_numpy(np.flatnonzero(~new)),
                 )
             )
-    assert there.all(), f"rank {rank} owns a query that no server computes"
+    assert arrived.all(), f"rank {rank} owns a query that no server computes"
     return tuple(arrivals)
-
-
-Backward = Literal["resend", "keep"]
-"""Whether the backward pass sends the kernels' inputs again, or the servers keep them."""

@@ -1,14 +1,16 @@
-"""What one group of heads does in a call of core attention."""
+"""The part of a call of core attention that one group of heads has."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import nullcontext
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 
-from distca.runtime.exchange import Rows
+from distca.attention import Kernel
+from distca.runtime.exchange import Exchange, Rows
 from distca.runtime.moving_rows import (
     RowsForServers,
     RowsUnderWay,
@@ -17,74 +19,86 @@ from distca.runtime.moving_rows import (
     send_to_owners,
     send_to_servers,
 )
-from distca.runtime.serving import compute_gradients, compute_outputs
+from distca.runtime.server_kernels import compute_gradients, compute_outputs
+from distca.runtime.trace import Trace
+from distca.runtime.workspace import Workspace
+from distca.transport import Transport
 
-if TYPE_CHECKING:
-    from distca.runtime.core_attention import CoreAttention, ExchangeSlot
+
+@dataclass(frozen=True)
+class GroupResources:
+    """The resources that a head group's part of a call runs on.
+
+    Attributes:
+        transport: transport between the ranks that share attention servers.
+        kernel: attention kernel of this device.
+        trace: timeline of what is done.
+        slot: number of the call among those under way, which selects channels and workspace.
+        workspace: memory for what the call keeps between its steps.
+        scratch: memory for the temporaries of one step.
+        keeps_inputs: whether servers keep the kernels' inputs for the backward pass; otherwise
+            their owners send them again.
+    """
+
+    transport: Transport
+    kernel: Kernel
+    trace: Trace
+    slot: int
+    workspace: Workspace
+    scratch: Workspace
+    keeps_inputs: bool
 
 
 class GroupCall:
-    """The steps of `Call` for one group of heads. A step that starts an exchange does not wait for
-    it, the next one does.
+    """The steps of `Call` for one group of heads: one starts an exchange, the next waits for it.
 
     Args:
-        attention: what it runs on.
-        slot: this rank's part of the plan.
-        number: of the group's buffers.
-        softmax_scale: scores are multiplied by it.
-        labels: for the trace.
+        resources: transport, kernel and memory of the call.
+        softmax_scale: factor of the scores.
+        labels: labels for the trace.
     """
 
     def __init__(
-        self,
-        attention: CoreAttention,
-        slot: ExchangeSlot,
-        number: int,
-        softmax_scale: float,
-        labels: Mapping[str, Any],
+        self, resources: GroupResources, softmax_scale: float, labels: Mapping[str, Any]
     ) -> None:
-        self._attention, self._slot, self._number = attention, slot, number
-        self._scale, self._labels = softmax_scale, labels
-        self._workspace = attention.buffers.slots[number]
-        self._scratch = attention.buffers.scratch
-        self._exchange = slot.exchange
-        # What the next step needs.
+        self._resources, self._scale, self._labels = resources, softmax_scale, labels
+        self._workspace, self._scratch = resources.workspace, resources.scratch
+        # This rank's part of the plan that the present pass has.
+        self._exchange: Exchange | None = None
+        # Handed from one step to the next.
         self._sent: RowsUnderWay | None = None
         self._ahead: RowsForServers | None = None
         self._local: tuple[torch.Tensor, ...] = ()
-        # What the backward pass needs: queries, keys, values; output and LSE.
+        # Kept for the backward pass: queries, keys, values; output and LSE.
         self._inputs: tuple[torch.Tensor, ...] = ()
         self._outputs: tuple[torch.Tensor, ...] = ()
 
     def _span(self, name: str, lane: str) -> Any:
-        return self._attention.trace.span(name, lane, **self._labels)
+        return self._resources.trace.span(name, lane, **self._labels)
 
-    @property
-    def _keeps(self) -> bool:
-        return self._attention.backward == "keep"
-
-    def start(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+    def start(self, exchange: Exchange, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
         """Sends the local rows to their servers."""
-        exchange = self._exchange = self._slot.exchange
+        self._exchange = exchange
         with self._span("dispatch", "exchange"):
             sent = self._send("dispatch", [(q, exchange.q), (k, exchange.kv), (v, exchange.kv)])
             self._workspace.clear()
-            self._sent = sent.put_together(None if self._keeps else self._workspace)
-        if not self._keeps:
+            self._sent = sent.put_together(
+                None if self._resources.keeps_inputs else self._workspace
+            )
+        if not self._resources.keeps_inputs:
             self._inputs = (q, k, v)
 
     def _send(self, phase: str, tensors: list[tuple[torch.Tensor, Rows]]) -> RowsForServers:
-        return send_to_servers(
-            self._attention.transport, phase, self._number, tensors, self._scratch
-        )
+        resources = self._resources
+        return send_to_servers(resources.transport, phase, resources.slot, tensors, self._scratch)
 
     def _send_to_owners(
         self, phase: str, tensors: list[tuple[torch.Tensor, Rows]], dtype: torch.dtype | None = None
     ) -> None:
         self._sent = send_to_owners(
-            self._attention.transport,
+            self._resources.transport,
             phase,
-            self._number,
+            self._resources.slot,
             tensors,
             self._workspace,
             self._scratch,
@@ -94,14 +108,15 @@ class GroupCall:
     def compute(self) -> None:
         """Runs the kernels, and sends outputs to their owners."""
         assert self._sent is not None
+        assert self._exchange is not None
         exchange = self._exchange
         with self._span("wait for dispatch", "exchange"):
             q, k, v = self._sent.wait()
-        if self._keeps:
+        if self._resources.keeps_inputs:
             self._inputs = (q, k, v)
         with self._span("core attention", "kernels"):
             self._local = compute_outputs(
-                self._attention.kernel,
+                self._resources.kernel,
                 exchange,
                 (q, k, v),
                 self._scale,
@@ -112,37 +127,39 @@ class GroupCall:
             self._send_to_owners("return", [(rows, exchange.q) for rows in self._local])
 
     def finish(self) -> torch.Tensor:
-        """The final output of the local rows."""
+        """Returns the final output of the local rows, `[local rows, heads, head_dim]`."""
         assert self._sent is not None
+        assert self._exchange is not None
         with self._span("wait for return", "exchange"):
-            back = self._sent.wait()
+            returned = self._sent.wait()
         served = (self._local[0], self._local[1])
-        out, lse = merge_returned(self._exchange, served, back, self._workspace, self._scratch)
+        out, lse = merge_returned(self._exchange, served, returned, self._workspace, self._scratch)
         self._sent, self._local = None, ()
-        # Without its history, the output does not keep itself alive.
+        # Detached, since an output with its autograd history would keep itself alive.
         self._outputs = (out.detach(), lse)
         return out
 
     def keep_output(self, out: torch.Tensor) -> None:
-        """Keeps this one for the backward pass: the same numbers as `finish` returned."""
+        """Keeps another tensor with the numbers of `finish`'s output for the backward pass."""
         self._outputs = (out, self._outputs[1])
 
-    def send_ahead(self) -> None:
-        """Sends the keys and values again before the gradient is there; queries stay at home."""
-        exchange = self._exchange = self._slot.exchange
+    def send_ahead(self, exchange: Exchange) -> None:
+        """Sends keys and values again before the gradient is known. No query may move."""
+        self._exchange = exchange
         assert not exchange.q.move, "only keys and values are known before"
-        if not self._keeps:
+        if not self._resources.keeps_inputs:
             _, k, v = self._inputs
             with self._span("dispatch backward", "exchange"):
                 self._ahead = self._send("dispatch_backward", [(k, exchange.kv), (v, exchange.kv)])
 
-    def start_backward(self, dout: torch.Tensor) -> None:
+    def start_backward(self, exchange: Exchange, dout: torch.Tensor) -> None:
         """Sends the output's gradient, and what the kernels need again, to the servers."""
-        exchange = self._slot.exchange
-        assert exchange is self._exchange or not self._keeps, "kept inputs are of another plan"
+        assert exchange is self._exchange or not self._resources.keeps_inputs, (
+            "kept inputs are of another plan"
+        )
         self._exchange = exchange
         travelling = [(rows, exchange.q) for rows in (dout, *self._outputs)]
-        if not self._keeps:
+        if not self._resources.keeps_inputs:
             q, k, v = self._inputs
             travelling.append((q, exchange.q))
             if self._ahead is None:
@@ -152,18 +169,21 @@ class GroupCall:
             self._workspace.clear()
             self._sent = sent.put_together(self._workspace)
         self._outputs = ()
-        if not self._keeps:
+        if not self._resources.keeps_inputs:
             self._inputs = ()
 
-    def start_backward_without_tokens(self, q: torch.Tensor, k: torch.Tensor) -> None:
-        """The same on a rank that only serves; `q` and `k` have no rows."""
+    def start_backward_without_tokens(
+        self, exchange: Exchange, q: torch.Tensor, k: torch.Tensor
+    ) -> None:
+        """Does `start_backward` on a rank that only serves; `q` and `k` have no rows."""
         self._inputs = (q, k, k)
         self._outputs = (q, q.new_empty(q.shape[:2], dtype=torch.float32))
-        self.start_backward(q)
+        self.start_backward(exchange, q)
 
     def compute_backward(self) -> None:
         """Runs the kernels, and sends gradients to their owners."""
         assert self._sent is not None
+        assert self._exchange is not None
         exchange = self._exchange
         with self._span("wait for dispatch backward", "exchange"):
             dout, out, lse, *inputs = self._sent.wait()
@@ -173,7 +193,7 @@ class GroupCall:
         q, k, v = inputs or self._inputs
         with self._span("core attention backward", "kernels"):
             self._local = compute_gradients(
-                self._attention.kernel,
+                self._resources.kernel,
                 exchange,
                 (dout, q, k, v, out, lse),
                 self._scale,
@@ -189,10 +209,11 @@ class GroupCall:
             )
 
     def finish_backward(self) -> tuple[torch.Tensor, ...]:
-        """The gradients of the local queries, keys and values."""
+        """Returns the gradients of the local queries, keys and values."""
         assert self._sent is not None
+        assert self._exchange is not None
         with self._span("wait for return backward", "exchange"):
-            back = self._sent.wait()
-        gradients = add_returned(self._exchange, self._local, back, self._scratch)
+            returned = self._sent.wait()
+        gradients = add_returned(self._exchange, self._local, returned, self._scratch)
         self._sent, self._local = None, ()
         return gradients

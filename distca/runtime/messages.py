@@ -1,4 +1,4 @@
-"""Packing rows of several tensors into one message for each rank, and back."""
+"""Messages: rows of several tensors, packed into one message for each rank, and unpacked."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ class Field:
 
     Attributes:
         counts: rows for each rank.
-        before: of the rows that lower ranks send to each rank: where this rank's begin there.
-        row_shape: the shape of a row.
-        dtype: its element type.
+        before: rows that lower ranks send to each rank: there this rank's rows begin.
+        row_shape: shape of a row.
+        dtype: element type of a row.
     """
 
     counts: tuple[int, ...]
@@ -28,6 +28,7 @@ class Field:
 
     @property
     def row_bytes(self) -> int:
+        """Bytes of a row."""
         elements = 1
         for size in self.row_shape:
             elements *= size
@@ -35,11 +36,11 @@ class Field:
 
 
 def message_sizes(outgoing: Sequence[Field], incoming: Sequence[Field]) -> MessageSizes:
-    """The sizes of messages that hold the rows of several tensors.
+    """Sizes of messages that hold the rows of several tensors.
 
     Args:
-        outgoing: what goes to every rank.
-        incoming: what comes from every rank; `before` is not needed.
+        outgoing: fields of the messages to every rank.
+        incoming: fields of the messages from every rank; `before` is not needed.
     """
     return MessageSizes(
         _bytes([(field.counts, field.row_bytes) for field in outgoing]),
@@ -56,11 +57,11 @@ def _bytes(rows: Sequence[tuple[tuple[int, ...], int]]) -> tuple[int, ...]:
 
 
 def pack(parts: Sequence[tuple[Field, torch.Tensor]], into: torch.Tensor) -> None:
-    """Writes the messages to rank 0, 1, ...; each holds its rows of every part in turn.
+    """Writes the messages to rank 0, 1, ..., each with its rows of every part in turn.
 
     Args:
-        parts: a field and its rows `[sum(counts), *row_shape]`, sorted by destination.
-        into: uint8 `[sum of all messages]`.
+        parts: fields, and their rows `[sum(counts), *row_shape]` sorted by destination.
+        into: memory of the messages, uint8 `[bytes of all]`.
     """
     word = _word([field for field, _ in parts])
     torch.cat(_by_rank(parts, word), out=into.view(word))
@@ -70,18 +71,19 @@ def unpack(buffer: torch.Tensor, targets: Sequence[tuple[Field, torch.Tensor]]) 
     """Copies received messages into the targets: the inverse of `pack`.
 
     Args:
-        buffer: uint8, the messages from rank 0, 1, ...
-        targets: a field and where its rows go, contiguous `[sum(counts), *row_shape]`, by source.
+        buffer: messages from rank 0, 1, ..., concatenated: uint8.
+        targets: fields, and the tensors for their rows: contiguous `[sum(counts), *row_shape]`,
+            sorted by source.
     """
     word = _word([field for field, _ in targets])
     places = _by_rank(targets, word)
     pieces = torch.split(buffer.view(word), [len(place) for place in places])
-    # On GPUs a few launches, not one for each piece.
+    # A GPU needs a few launches for this, rather than one for each piece.
     torch._foreach_copy_(places, pieces)
 
 
 def _by_rank(parts: Sequence[tuple[Field, torch.Tensor]], word: torch.dtype) -> list[torch.Tensor]:
-    """Each rank's rows of every part in turn, as they lie in messages; at least one piece."""
+    """Pieces of the parts in the order of the messages; at least one, though it be empty."""
     pieces = [
         torch.split(
             _words_of(rows, word), [n * field.row_bytes // word.itemsize for n in field.counts]
@@ -93,12 +95,12 @@ def _by_rank(parts: Sequence[tuple[Field, torch.Tensor]], word: torch.dtype) -> 
 
 
 def _word(fields: Sequence[Field]) -> torch.dtype:
-    """The widest type that rows of all fields are made of: GPUs copy four elements at a time."""
+    """The widest type that divides the rows of all fields: GPUs copy four elements at a time."""
     even = all(field.row_bytes % torch.int32.itemsize == 0 for field in fields)
     return torch.int32 if even else torch.uint8
 
 
 def _words_of(rows: torch.Tensor, word: torch.dtype) -> torch.Tensor:
-    """The memory of a contiguous tensor as another type, without a copy."""
+    """A view of a contiguous tensor's memory as another type."""
     assert rows.is_contiguous()
     return rows.reshape(-1).view(torch.uint8).view(word)

@@ -1,4 +1,4 @@
-"""Rows on their way to the servers and back to their owners, started and waited for apart."""
+"""Rows on their way to the servers and back to their owners; start and wait are separate."""
 
 from __future__ import annotations
 
@@ -16,9 +16,12 @@ from distca.transport import Channel, Pending, Transport
 
 @dataclass(frozen=True)
 class RowsUnderWay:
-    """Rows of several tensors that were sent, and where those that arrive go.
+    """Rows of several tensors in an exchange, with memory for those that arrive.
 
-    There is nothing to wait for where no rank sends any.
+    Attributes:
+        pending: the exchange; None: no rank sends any row.
+        incoming: fields of the messages that arrive, and the rows that they fill.
+        result: whole tensors, which `incoming` fills in part.
     """
 
     pending: Pending | None
@@ -26,7 +29,7 @@ class RowsUnderWay:
     result: list[torch.Tensor]
 
     def wait(self) -> list[torch.Tensor]:
-        """The tensors that the sender of these rows was promised, complete."""
+        """Waits for the exchange, and returns the completed tensors."""
         if self.pending is not None:
             unpack(self.pending.wait(), self.incoming)
             self.pending.release()
@@ -35,16 +38,19 @@ class RowsUnderWay:
 
 @dataclass(frozen=True)
 class RowsForServers:
-    """Rows of several tensors that were sent to the servers; there is no room for others' yet."""
+    """Rows of several tensors in an exchange to the servers, without memory for arrivals yet.
+
+    Memory is taken later where rows are sent ahead, while an earlier call's rows are still needed.
+    """
 
     pending: Pending | None
     tensors: list[tuple[torch.Tensor, Rows]]
 
-    def put_together(self, slot: Workspace | None) -> RowsUnderWay:
-        """Makes room, and puts the local rows there.
+    def put_together(self, workspace: Workspace | None) -> RowsUnderWay:
+        """Takes memory for each tensor's served rows, and copies the local rows there.
 
         Args:
-            slot: what the rows are put together in; None: tensors of their own, that can be kept.
+            workspace: memory for the served rows; None: new tensors, which can be kept.
         """
         incoming, served = [], []
         for tensor, rows in self.tensors:
@@ -53,8 +59,8 @@ class RowsForServers:
             if rows.received or not tensor.is_contiguous():
                 everything = (
                     tensor.new_empty((rows.served, *row_shape))
-                    if slot is None
-                    else slot.rows(tensor, rows.served)
+                    if workspace is None
+                    else workspace.rows(tensor, rows.served)
                 )
                 everything[: rows.local] = tensor
             field = Field(rows.receive_counts, (), row_shape, tensor.dtype)
@@ -63,7 +69,7 @@ class RowsForServers:
         return RowsUnderWay(self.pending, incoming, served)
 
 
-def _start(
+def _start_exchange(
     transport: Transport,
     phase: str,
     channel: Channel,
@@ -72,7 +78,7 @@ def _start(
     move: bool,
 ) -> Pending | None:
     if not move:
-        # An empty exchange would still wait for its turn behind others on a GPU's stream.
+        # On a GPU's stream even an empty exchange would wait for those before it.
         return None
     sizes = message_sizes([field for field, _ in outgoing], incoming)
     pack(outgoing, transport.staging(channel, sum(sizes.send)))
@@ -82,18 +88,18 @@ def _start(
 def send_to_servers(
     transport: Transport,
     phase: str,
-    number: int,
+    slot: int,
     tensors: list[tuple[torch.Tensor, Rows]],
     scratch: Workspace,
 ) -> RowsForServers:
-    """Each tensor's served rows: its local rows `[local, ...]`, then what other ranks sent.
+    """Starts to send each tensor's rows to the servers.
 
     Args:
-        transport: what moves them.
-        phase: of the exchange.
-        number: of the slot.
-        tensors: local rows.
-        scratch: for rows on their way out.
+        transport: transport of the rows.
+        phase: phase of the exchange, under which bytes are counted.
+        slot: slot of the channel.
+        tensors: local rows `[local, ...]`, and how they travel.
+        scratch: memory for rows on their way out.
     """
     outgoing, incoming = [], []
     with scratch.borrowed():
@@ -103,24 +109,25 @@ def send_to_servers(
             outgoing.append((field, scratch.gather(tensor, rows.send)))
             incoming.append(Field(rows.receive_counts, (), row_shape, tensor.dtype))
         move = any(rows.move for _, rows in tensors)
-        channel = Channel("to servers", number)
-        pending = _start(transport, phase, channel, outgoing, incoming, move)
+        channel = Channel("to servers", slot)
+        pending = _start_exchange(transport, phase, channel, outgoing, incoming, move)
     return RowsForServers(pending, tensors)
 
 
 def send_to_owners(
     transport: Transport,
     phase: str,
-    number: int,
+    slot: int,
     tensors: Sequence[tuple[torch.Tensor, Rows]],
-    slot: Workspace,
+    workspace: Workspace,
     scratch: Workspace,
     dtype: torch.dtype | None = None,
 ) -> RowsUnderWay:
-    """The way back: rows that arrived go home. Each tensor holds served rows.
+    """Starts to send the results of received rows back to the rows' owners.
 
-    With a `dtype` they travel as that; only the rows that travel are copied. What comes back for
-    each tensor is `[sum(send_counts), ...]`. The other arguments are those of `send_to_servers`.
+    Each tensor holds the results of served rows, `[served, ...]`; `[sum(send_counts), ...]` comes
+    back, in `workspace`. Rows that travel are first copied to `dtype`, if it is given. The other
+    arguments are those of `send_to_servers`.
     """
     outgoing, incoming = [], []
     with scratch.borrowed():
@@ -138,42 +145,43 @@ def send_to_owners(
             incoming.append(
                 (
                     Field(rows.send_counts, (), row_shape, travelling.dtype),
-                    slot.rows(travelling, sum(rows.send_counts)),
+                    workspace.rows(travelling, sum(rows.send_counts)),
                 )
             )
         move = any(rows.move for _, rows in tensors)
-        channel, fields = Channel("to owners", number), [field for field, _ in incoming]
-        pending = _start(transport, phase, channel, outgoing, fields, move)
+        channel, fields = Channel("to owners", slot), [field for field, _ in incoming]
+        pending = _start_exchange(transport, phase, channel, outgoing, fields, move)
         return RowsUnderWay(pending, incoming, [rows for _, rows in incoming])
 
 
 def merge_returned(
     exchange: Exchange,
     served: tuple[torch.Tensor, torch.Tensor],
-    back: Sequence[torch.Tensor],
-    slot: Workspace,
+    returned: Sequence[torch.Tensor],
+    workspace: Workspace,
     scratch: Workspace,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The final output and LSE of the local rows, partial ones merged.
 
     Args:
-        exchange: whose rows they are.
+        exchange: this rank's part of the plan.
         served: output and LSE of the served rows.
-        back: output and LSE of the rows that come back.
-        slot: what `served` may lie in; the result does not.
-        scratch: for what is computed on the way.
+        returned: output and LSE of the rows that come back.
+        workspace: memory in which `served` may lie; the result does not.
+        scratch: memory for temporaries.
     """
     local = exchange.q.local
-    # The received rows' part is dropped, so that the saved outputs do not keep it alive.
+    # Local rows are cloned, so that the saved outputs do not keep the received rows' part alive.
     out, lse = (
-        rows[:local].clone() if exchange.q.received or slot.owns(rows) else rows for rows in served
+        rows[:local].clone() if exchange.q.received or workspace.owns(rows) else rows
+        for rows in served
     )
-    back_out, back_lse = back
+    returned_out, returned_lse = returned
     start = 0
     for arrival in exchange.arrivals:
         end = start + exchange.q.send_counts[arrival.server]
         rows = exchange.q.send[start:end]
-        part_out, part_lse = back_out[start:end], back_lse[start:end]
+        part_out, part_lse = returned_out[start:end], returned_lse[start:end]
         with scratch.borrowed():
             first = scratch.gather(rows, arrival.first)
             out.index_copy_(0, first, scratch.gather(part_out, arrival.first))
@@ -195,17 +203,17 @@ def merge_returned(
 def add_returned(
     exchange: Exchange,
     gradients: Sequence[torch.Tensor],
-    back: Sequence[torch.Tensor],
+    returned: Sequence[torch.Tensor],
     scratch: Workspace,
 ) -> tuple[torch.Tensor, ...]:
-    """The gradients of the local rows: this server's own and what the others return."""
+    """Gradients of the local rows: the sums of this server's and those that others return."""
     local = []
     all_rows = (exchange.q, exchange.kv, exchange.kv)
-    for gradient, rows, parts in zip(gradients, all_rows, back, strict=True):
+    for gradient, rows, parts in zip(gradients, all_rows, returned, strict=True):
         total = gradient[: rows.local]
         start = 0
         for count in rows.send_counts:
-            # One server's rows are distinct, so the order of the sums is fixed on GPUs, too.
+            # Server by server: its rows are distinct, so sums have a fixed order on GPUs, too.
             end = start + count
             if count:
                 with scratch.borrowed():

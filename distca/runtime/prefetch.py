@@ -1,4 +1,4 @@
-"""Making the next values on a thread while the present one is used."""
+"""Prefetching: a thread makes the next values while the present one is used."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ Value = TypeVar("Value")
 
 
 class Prefetcher(Generic[Value]):
-    """An iterator whose values are made on a thread, up to `depth` ahead.
+    """An iterator whose values a thread makes, up to `depth` ahead.
 
-    An exception of the maker is raised to the consumer at the value that it was for.
+    An exception in the thread is raised to the consumer in place of the value that it was for.
 
     Args:
-        values: makes the values; used by the thread alone.
-        depth: how many finished values may wait, at least 1.
+        values: source of the values, used by the thread alone.
+        depth: finished values that may wait, at least 1.
 
     Attributes:
-        seconds_waited: how long the last `next()` waited for its value.
+        seconds_waited: seconds that the last `next()` waited for its value.
     """
 
     def __init__(self, values: Iterator[Value], depth: int = 1) -> None:
@@ -40,7 +40,7 @@ class Prefetcher(Generic[Value]):
             try:
                 value = next(values)
             except BaseException as error:
-                # StopIteration too: raised once more, to the consumer.
+                # The consumer is to see StopIteration, too.
                 self._put(_raiser(error))
                 return
             self._put(lambda value=value: value)  # type: ignore[misc]
@@ -69,7 +69,7 @@ class Prefetcher(Generic[Value]):
             raise
 
     def close(self) -> None:
-        """Ends the thread; what it had made is dropped."""
+        """Ends the thread, and drops the values that it made."""
         self._stop.set()
         self._thread.join()
 

@@ -1,33 +1,30 @@
 """A timeline of what every rank did, in the format of Chrome's and Perfetto's viewers.
 
-Times are of the wall clock, so that ranks of one machine line up; between machines they are as good
-as their clocks. On GPUs a span is from one CUDA event to another on the current stream.
+Times are the wall clock's, so ranks of one machine line up, and those of several as well as their
+clocks do. On GPUs a span lasts from one CUDA event to another on the current stream.
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
 import time
-from collections.abc import Iterator, Sequence
-from pathlib import Path
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 
-LANES = ("ticks", "exchange", "kernels", "pipeline")
-"""What a rank's spans are sorted into: one line each in the viewer."""
+from distca.timeline import LANES
 
 
 class Trace:
-    """Spans of one rank; nothing is recorded until `recording` is set.
+    """The spans of one rank, recorded while `recording` is set.
 
     Args:
-        device: where the spans' work is done.
+        device: device that does the spans' work.
 
     Attributes:
         recording: whether spans are kept.
-        labels: added to every span, such as the tick that runs.
+        labels: labels added to every span, such as the tick that runs.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -39,12 +36,12 @@ class Trace:
 
     @contextlib.contextmanager
     def span(self, name: str, lane: str, **labels: Any) -> Iterator[None]:
-        """Records what happens inside.
+        """Records the work inside as a span.
 
         Args:
-            name: what it is.
+            name: name of the span.
             lane: one of `LANES`.
-            labels: shown with it, beside the trace's own.
+            labels: labels of the span, beside the trace's own.
         """
         if not self.recording:
             yield
@@ -81,17 +78,17 @@ class Trace:
         if not self._cuda:
             return float(moment) / 1e3
         assert self._origin is not None
-        at, origin = self._origin
-        return at / 1e3 + float(origin.elapsed_time(moment)) * 1e3
+        origin_ns, origin = self._origin
+        return origin_ns / 1e3 + float(origin.elapsed_time(moment)) * 1e3
 
     def take(self, rank: int) -> list[dict[str, Any]]:
-        """The spans so far as events of the trace format, which are then forgotten.
+        """Returns the spans so far as events of the trace format, and forgets them.
 
         Args:
-            rank: the process that the viewer shows them under.
+            rank: number of the process under which a viewer shows them.
 
         Returns:
-            Events with `ts` and `dur` in microseconds, and `tdur`, those that the CPU was busy.
+            Events with start `ts`, duration `dur` and the thread's CPU time `tdur` in microseconds.
         """
         if self._cuda:
             torch.cuda.synchronize()
@@ -113,24 +110,3 @@ class Trace:
             )
         self._spans, self._origin = [], None
         return events
-
-
-def write_trace(path: Path, ranks: Sequence[tuple[str, list[dict[str, Any]]]]) -> None:
-    """Writes a timeline.
-
-    Args:
-        path: a JSON file, to be opened at ui.perfetto.dev or chrome://tracing.
-        ranks: each rank's name in the viewer and its events, which start at the first one's time.
-    """
-    first = min((event["ts"] for _, events in ranks for event in events), default=0.0)
-    all_events: list[dict[str, Any]] = []
-    for rank, (name, events) in enumerate(ranks):
-        names = [("process_name", 0, name)]
-        names += [("thread_name", lane, label) for lane, label in enumerate(LANES)]
-        all_events += [
-            {"ph": "M", "name": kind, "pid": rank, "tid": lane, "args": {"name": label}}
-            for kind, lane, label in names
-        ]
-        all_events += [{**event, "ts": event["ts"] - first} for event in events]
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps({"traceEvents": all_events, "displayTimeUnit": "ms"}) + "\n")

@@ -1,61 +1,50 @@
-"""Schedulers: who owns which tokens, and who computes which task."""
+"""Schedulers, which decide who owns which tokens and who computes which task, and programs."""
 
-from collections.abc import Callable
-
-from distca.schedule.base import ScheduleConfig, Scheduler, document_loads, even_rooms
-from distca.schedule.context_parallel import PerDocumentContextParallel, RingZigzag
+from distca.schedule.base import ScheduleConfig, Scheduler, document_loads, even_capacities
+from distca.schedule.baselines.context_parallel import PerDocumentContextParallel, RingZigzag
+from distca.schedule.baselines.packed import PackedScheduler, packed_loads
+from distca.schedule.baselines.wlb_llm import WlbLlm
 from distca.schedule.greedy import GreedyScheduler
-from distca.schedule.micro_batches import share_out
-from distca.schedule.nano_batches import Crossing, NanoPlan, plan_halves, split_in_two
-from distca.schedule.packed import PackedScheduler
-from distca.schedule.pooling import pool, pool_nano_batches
+from distca.schedule.program import Pass
 from distca.schedule.report import PlanSummary, describe, format_summary
-from distca.schedule.ticks import (
-    Phase,
+from distca.schedule.schedulers import BALANCING, SCHEDULERS, make_scheduler
+from distca.schedule.tiles.scheduler import TilesScheduler, move_tiles
+from distca.schedule.training.global_batch import (
+    Documents,
+    ExecutionOptions,
+    GlobalBatchPlanner,
+    PlannedGlobalBatch,
+    PlannedMicroBatch,
+    PlannedTick,
+    documents_in_turn,
+)
+from distca.schedule.training.micro_batches import share_out
+from distca.schedule.training.nano_batches import Crossing, NanoPlan, plan_halves, split_in_two
+from distca.schedule.training.pooling import pool, pool_nano_batches
+from distca.schedule.training.ticks import (
     Tick,
     TickSchedule,
     Work,
     most_in_flight_of_1f1b,
     tick_schedule,
 )
-from distca.schedule.tiles import TilesScheduler, move_tiles
-from distca.schedule.wlb_llm import WlbLlm
-
-SCHEDULERS: dict[str, Callable[[ScheduleConfig], Scheduler]] = {
-    "packed": PackedScheduler,
-    "per-document-cp": PerDocumentContextParallel,
-    "ring-zigzag": RingZigzag,
-    "wlb-llm": WlbLlm,
-    "greedy": GreedyScheduler,
-    "tiles": TilesScheduler,
-}
-"""By name; those that don't balance first, the best last."""
-
-BALANCING = ("greedy", "tiles")
-"""Those that move tasks away from the owners of their queries."""
-
-
-def make_scheduler(name: str, config: ScheduleConfig) -> Scheduler:
-    """The scheduler of a name.
-
-    Raises:
-        ValueError: there is none of this name.
-    """
-    if name not in SCHEDULERS:
-        raise ValueError(f"no scheduler {name!r}: choose from {', '.join(SCHEDULERS)}")
-    return SCHEDULERS[name](config)
-
 
 __all__ = [
     "BALANCING",
     "SCHEDULERS",
     "Crossing",
+    "Documents",
+    "ExecutionOptions",
+    "GlobalBatchPlanner",
     "GreedyScheduler",
     "NanoPlan",
     "PackedScheduler",
+    "Pass",
     "PerDocumentContextParallel",
-    "Phase",
     "PlanSummary",
+    "PlannedGlobalBatch",
+    "PlannedMicroBatch",
+    "PlannedTick",
     "RingZigzag",
     "ScheduleConfig",
     "Scheduler",
@@ -66,11 +55,13 @@ __all__ = [
     "Work",
     "describe",
     "document_loads",
-    "even_rooms",
+    "documents_in_turn",
+    "even_capacities",
     "format_summary",
     "make_scheduler",
     "most_in_flight_of_1f1b",
     "move_tiles",
+    "packed_loads",
     "plan_halves",
     "pool",
     "pool_nano_batches",

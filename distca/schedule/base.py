@@ -1,4 +1,4 @@
-"""What a scheduler is: documents in, a valid plan out."""
+"""The interface of a scheduler (documents in, a valid plan out), and functions that all share."""
 
 from __future__ import annotations
 
@@ -8,32 +8,32 @@ from typing import Protocol
 
 import numpy as np
 
+from distca.cost.kernel_time import CostModel
 from distca.cost.link import Links
-from distca.cost.model import CostModel
 from distca.cost.volume import AttentionShape
 from distca.plan import BLOCK, Mask, Placement, Plan, Tasks
 from distca.plan.span import Floats, Int64s
 
 _RUNS_WELL = 0.5
-"""A kernel runs well from the length at which squares reach this part of the highest rate."""
+"""Part of the highest rate that square tasks must reach at lengths which tasks may be cut to."""
 
 
 @dataclass(frozen=True)
 class ScheduleConfig:
-    """What schedulers are told besides the documents.
+    """The configuration of a scheduler.
 
     Attributes:
-        tolerance: how far a server's load may be above the mean, as a fraction of it.
-        shape: the attention heads of one tensor-parallel rank, to weigh bytes by.
-        cost_model: judges loads by predicted seconds; None: by visible pairs.
-        block: cuts fall on its multiples.
-        links: what connects the ranks.
-        server_speeds: the speed of each server beside the others; None: all alike. Loads are
-            divided by it.
-        max_buffer_bytes: a server never receives more to compute a layer forward (queries, keys and
-            values); None: no bound.
-        context_parallel_size: ranks that share documents, for the baselines that have such groups;
-            None: as few as the longest document needs.
+        tolerance: part of the mean by which a server's load may exceed it.
+        shape: attention heads of one tensor-parallel rank; they decide what rows cost in bytes.
+        cost_model: predicts the seconds by which loads are measured; None: loads are visible pairs.
+        block: tokens in a kernel's block; cuts fall on its multiples.
+        links: links between the ranks.
+        server_speeds: speed of each server relative to the others, by which loads are divided;
+            None: all servers are equally fast.
+        max_buffer_bytes: most bytes (queries, keys and values) that a server may receive for a
+            layer's forward pass; None: no bound.
+        context_parallel_size: ranks in a context-parallel group, for the baselines that have such
+            groups; None: as few as the longest document needs.
 
     Raises:
         ValueError: a value is out of range.
@@ -67,10 +67,10 @@ class ScheduleConfig:
                 raise ValueError(f"server speeds must be positive, not {speed}")
 
     def speeds_of(self, servers: int) -> Floats:
-        """The speed of each server, `[servers]`.
+        """Returns the speed of each server, `[servers]`.
 
         Raises:
-            ValueError: speeds are given for another number of servers.
+            ValueError: `server_speeds` has another number of servers.
         """
         if self.server_speeds is None:
             return np.ones(servers)
@@ -82,10 +82,10 @@ class ScheduleConfig:
         return np.array(self.server_speeds, dtype=np.float64)
 
     def least_rows(self) -> int:
-        """Rows, or keys, below which the kernel runs badly: nothing is cut into less.
+        """Returns the fewest rows, and keys, that a task may be cut to: kernels run badly below.
 
-        The first of the block's doublings at which a square task reaches half of the highest rate
-        of these; the block itself without measured times.
+        Squares of the block's size and its doublings are compared: the smallest that reaches half
+        of the highest rate among them counts. Without a cost model it is the block itself.
         """
         if self.cost_model is None:
             return self.block
@@ -97,34 +97,34 @@ class ScheduleConfig:
 
 
 class Scheduler(Protocol):
-    """Makes plans: a pure function of its arguments and its configuration, alike on every rank."""
+    """A pure function from documents and a configuration to a plan, the same on every rank."""
 
-    def plan(self, lengths: Int64s, rooms: Int64s, mask: Mask) -> Plan:
-        """A valid plan for documents that are placed as the scheduler likes best.
+    def plan(self, lengths: Int64s, capacities: Int64s, mask: Mask) -> Plan:
+        """Places documents as it finds best, and makes a valid plan for them.
 
         Args:
             lengths: tokens of each document, int64 `[documents]`.
-            rooms: how many tokens each rank owns, int64 `[ranks]`; they sum up to the documents'.
-            mask: what a query sees.
+            capacities: tokens that each rank owns, int64 `[ranks]`; their sum is the documents'.
+            mask: attention mask of all documents.
         """
         ...
 
     def schedule(self, lengths: Int64s, placement: Placement, mask: Mask) -> Plan:
-        """A valid plan for documents that are placed already.
+        """Makes a valid plan for documents that are placed already.
 
         Args:
             lengths: tokens of each document, int64 `[documents]`.
-            placement: who owns which tokens.
-            mask: what a query sees.
+            placement: ranks that own the tokens.
+            mask: attention mask of all documents.
         """
         ...
 
 
-def even_rooms(tokens: int, ranks: int, most: int | None = None) -> Int64s:
-    """Equal shares of tokens, the first ranks' one larger where they don't divide, `[ranks]`.
+def even_capacities(tokens: int, ranks: int, most: int | None = None) -> Int64s:
+    """Divides tokens evenly over ranks, `[ranks]`; the first ranks get the remainder, one each.
 
     Raises:
-        ValueError: there are no ranks, or a share would be larger than `most`.
+        ValueError: there are no ranks, or a rank would get more than `most` tokens.
     """
     if ranks < 1:
         raise ValueError(f"{ranks} servers cannot own tokens: give at least 1")
@@ -139,13 +139,13 @@ def even_rooms(tokens: int, ranks: int, most: int | None = None) -> Int64s:
 def task_loads(
     tasks: Tasks, mask: Mask, cost_model: CostModel | None, pairs: Int64s | None = None
 ) -> Floats:
-    """The load of each task, `[tasks]`: predicted seconds, or pairs without a cost model.
+    """Returns the load of each task, `[tasks]`: predicted seconds, or pairs without a cost model.
 
     Args:
-        tasks: whose loads.
-        mask: what a query sees.
-        cost_model: predicts seconds.
-        pairs: of the tasks, int64 `[tasks]`, where they are known.
+        tasks: tasks of any servers.
+        mask: attention mask.
+        cost_model: predicts seconds; None: loads are visible pairs.
+        pairs: visible pairs of the tasks, int64 `[tasks]`; None: they are counted.
     """
     if pairs is None:
         pairs = tasks.pairs(mask)
@@ -155,7 +155,7 @@ def task_loads(
 
 
 def document_loads(lengths: Int64s, mask: Mask, cost_model: CostModel | None) -> Floats:
-    """The load of each document as one task, `[documents]`: see `task_loads`."""
+    """Returns the load of each document as one task, `[documents]`, as `task_loads` does."""
     zeros, numbers = np.zeros_like(lengths), np.arange(len(lengths))
     return task_loads(Tasks(numbers, zeros, lengths, zeros, lengths, zeros), mask, cost_model)
 
@@ -163,14 +163,14 @@ def document_loads(lengths: Int64s, mask: Mask, cost_model: CostModel | None) ->
 def plan_at_home(
     name: str, config: ScheduleConfig, lengths: Int64s, placement: Placement, mask: Mask
 ) -> Plan:
-    """The plan in which every rank computes the queries that it owns: no query moves.
+    """Makes the plan in which every rank computes the queries that it owns, so that none moves.
 
     Args:
-        name: of the scheduler.
-        config: its configuration.
+        name: name of the scheduler.
+        config: configuration of the scheduler.
         lengths: tokens of each document, int64 `[documents]`.
-        placement: who owns which tokens.
-        mask: what a query sees.
+        placement: ranks that own the tokens.
+        mask: attention mask of all documents.
     """
     return Plan(
         np.asarray(lengths, dtype=np.int64),
@@ -183,28 +183,27 @@ def plan_at_home(
 
 
 def server_loads(tasks: Tasks, mask: Mask, world_size: int, cost_model: CostModel | None) -> Floats:
-    """The load of each server, `[world_size]`: see `task_loads`."""
+    """Returns the load of each server, `[world_size]`, in the unit of `task_loads`."""
     loads = task_loads(tasks, mask, cost_model)
     return np.bincount(tasks.server, weights=loads, minlength=world_size).astype(np.float64)
 
 
 def relative_loads(loads: Floats, speeds: Floats) -> Floats:
-    """Each server's time over what it would be if all were busy for as long; 1 without any load.
+    """Returns each server's time over the time if all were busy equally long; 1 without any load.
 
-    With equal speeds this is the load over the mean load.
+    With equal speeds this is a server's load over the mean load.
     """
     ideal = float(loads.sum()) / float(speeds.sum())
     return loads / speeds / ideal if ideal else np.ones(len(loads))
 
 
 def tasks_at_home(placement: Placement, mask: Mask) -> Tasks:
-    """Each placed piece as one task of its owner, over all the keys that it sees."""
-    at = placement
+    """Makes one task of each placed piece, on its owner, over all keys that the piece sees."""
     return Tasks(
-        document=at.document,
-        q_start=at.start,
-        q_end=at.end,
-        kv_start=mask.first_key(at.start),
-        kv_end=at.end,
-        server=at.rank,
+        document=placement.document,
+        q_start=placement.start,
+        q_end=placement.end,
+        kv_start=mask.first_key(placement.start),
+        kv_end=placement.end,
+        server=placement.rank,
     )

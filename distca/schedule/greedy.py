@@ -1,6 +1,6 @@
 """The paper's communication-aware greedy scheduler (Section 4.2, Appendix B).
 
-**Items.** Every placed piece of a document starts as one *item* on its owner. An item is a *head*
+**Items.** Every placed piece of a document is at first one *item* on its owner. An item is a *head*
 `[h0, h1)` and a *tail* `[t1, t0)` of the piece's queries, `h1 <= t1`; a whole piece is a head and a
 tail that touch in its middle. Row `x` of the head sees `x + 1` keys and its mirror image
 `h0 + t0 - 1 - x` in the tail `h0 + t0 - x`: together `h0 + t0 + 1`, whatever `x`. So the load of an
@@ -28,20 +28,19 @@ deficit, the largest first: over all items of servers above the mean, the share
 `dF = min(the item, the donor's surplus, the deficit)` is cut and priced, and the part with the most
 load for its bytes, `E = load / V`, is moved (the whole item where `dF` is all of it), until the
 deficit is within the tolerance. Donors that are still above the tolerance then give to the server
-with the largest deficit in the same way, and servers that are still short are served once more. It
-ends when all are within the tolerance, or when no move
-brings donor and recipient closer to the mean by `_LEAST_GAIN` of it. Parts that moved do not move
-again, so it does end.
+with the largest deficit in the same way, and servers that are still short are served once more. The
+algorithm ends when all are within the tolerance, or when no move brings donor and recipient closer
+to the mean by `_LEAST_GAIN` of it. It does end, since parts that moved do not move again.
 
 A move costs a few vectorised passes over the items of the donors, and there are about as many moves
 as servers: some ten milliseconds for 64 servers of 64K tokens.
 
-**Where this differs from the paper.** Its text leaves open how parts are rounded to blocks, how
+**Differences from the paper.** Its text leaves open how parts are rounded to blocks, how
 ties are broken (here: the item that comes first in the placement) and what happens to donors that
 no deficit has relieved (here: the second pass). Loads are predicted seconds where the configuration
 has a cost model; without one they are visible pairs, which the paper's FLOPs are proportional to.
-`V` assumes that all of a part's rows move, as the paper does; what really moves is counted by
-`distca.cost.volume`. Neighbouring parts of a document on one server become one task.
+`V` assumes, as the paper does, that all of a part's rows move; `distca.cost.volume` counts those
+that do. Neighbouring parts of a document on one server become one task.
 
 Where blocks are too coarse for the tolerance, the plan's notes say so. Without a cost model all
 loads are integers, so that every machine makes the very same plan.
@@ -59,17 +58,17 @@ from distca.plan.span import Floats, Int64s, union
 from distca.schedule.base import ScheduleConfig, server_loads
 
 _LEAST_GAIN = 1e-3
-"""A move that closes less than this share of the mean load is not worth its bytes."""
+"""Least part of the mean load by which a move must bring loads closer, to be worth its bytes."""
 
 _FEWER_MORE = (np.ceil, np.floor)
-"""Rounding of where a head is cut, for fewer rows and for more; a tail is its mirror image."""
+"""Roundings of a head's cut, to fewer rows and to more; a tail is rounded as its mirror image."""
 
 _ROUNDINGS = 4
 
 
 @dataclass(frozen=True)
 class _Parts:
-    """Heads `[h0, h1)` and tails `[t1, t0)` of documents, one column each."""
+    """A table of parts: heads `[h0, h1)` and tails `[t1, t0)` of documents, all int64 `[parts]`."""
 
     h0: Int64s
     h1: Int64s
@@ -91,17 +90,17 @@ class _Parts:
 
 
 class GreedyScheduler:
-    """See the module's docstring."""
+    """The paper's greedy scheduler, as the module describes it."""
 
     def __init__(self, config: ScheduleConfig) -> None:
         self._config = config
 
-    def plan(self, lengths: Int64s, rooms: Int64s, mask: Mask) -> Plan:
-        """See `Scheduler.plan`: documents one after the other, as in the paper."""
-        return self.schedule(lengths, place_in_turn(lengths, rooms), mask)
+    def plan(self, lengths: Int64s, capacities: Int64s, mask: Mask) -> Plan:
+        """Makes a plan as `Scheduler.plan` says; documents are placed in turn, as in the paper."""
+        return self.schedule(lengths, place_in_turn(lengths, capacities), mask)
 
     def schedule(self, lengths: Int64s, placement: Placement, mask: Mask) -> Plan:
-        """See `Scheduler.schedule`."""
+        """Makes a plan as `Scheduler.schedule` says."""
         lengths = np.asarray(lengths, dtype=np.int64)
         state = _State(self._config, placement, mask)
         state.fill_deficits()
@@ -120,12 +119,12 @@ class GreedyScheduler:
 
 
 class _State:
-    """The items that are still on their owners, what has moved, and the loads."""
+    """State of the scheduler: items on their owners, query ranges that moved, and loads."""
 
     def __init__(self, config: ScheduleConfig, placement: Placement, mask: Mask) -> None:
         self._config, self._mask = config, mask
         self._document, self._owner = placement.document, placement.rank
-        # Head and tail meet on a block, so that either may be cut off there; or at the end.
+        # Head and tail meet on a block, so that either may be cut off whole; or at the end.
         middle = (placement.start + placement.end) // (2 * config.block) * config.block
         middle = np.where(middle <= placement.start, placement.end, middle)
         self._h0, self._h1 = placement.start.copy(), middle.copy()
@@ -134,16 +133,16 @@ class _State:
         self._server_load = np.bincount(
             self._owner, weights=self._load, minlength=placement.world_size
         )
-        # Rounded once, so that the order of summation of a machine does not matter.
+        # Rounded only once, so that a machine's order of summation does not matter.
         self._mean = math.fsum(self._server_load) / placement.world_size
-        # document, start, end, server of the query ranges that moved
+        # Query ranges that moved: (document, start, end, server).
         self._moved: list[tuple[int, int, int, int]] = []
 
     def _items(self) -> _Parts:
         return _Parts(self._h0, self._h1, self._t1, self._t0)
 
     def _loads(self, parts: _Parts) -> Floats:
-        """The load of each part: its head and its tail as one task each."""
+        """Returns the load of each part, whose head and tail are a task each."""
         start = np.concatenate([parts.h0, parts.t1])
         end = np.concatenate([parts.h1, parts.t0])
         first = self._mask.first_key(start)
@@ -158,7 +157,7 @@ class _State:
         return total
 
     def _bytes(self, parts: _Parts) -> Floats:
-        """Appendix B's cost of moving each part with all the keys it sees."""
+        """Returns the bytes `V` of Appendix B: those of moving each part with all keys it sees."""
         shape = self._config.shape
         head_from, tail_from = self._mask.first_key(parts.h0), self._mask.first_key(parts.t1)
         separate = (parts.h1 - head_from) + (parts.t0 - tail_from)
@@ -170,18 +169,18 @@ class _State:
         return parts.rows * float(row) + keys * float(shape.kv_row_bytes)
 
     def _inner(self, items: Int64s, share: Floats) -> _Parts:
-        """The inner parts of each item that hold about a share of its load, cut on blocks.
+        """Cuts, on blocks, the inner part of each item that holds about a share of its load.
 
-        Returns `_ROUNDINGS` parts for each item, one after the other: both sides rounded to fewer
-        rows, either of them to more, both to more.
+        Returns `_ROUNDINGS` parts of all items, rounding by rounding: both sides to fewer rows,
+        the tail to more, the head to more, both to more.
         """
         block = self._config.block
         h0, h1, t1, t0 = self._h0[items], self._h1[items], self._t1[items], self._t0[items]
-        # Half of the rows from each side; where a side is too short, the rest from the other.
+        # Each side gives half of the rows; where a side is too short, the other gives the rest.
         rows = share * (h1 - h0 + t0 - t1)
         tail_rows = np.minimum(np.maximum(rows / 2, rows - (h1 - h0)), t0 - t1)
         head, tail = h1 - (rows - tail_rows), t1 + tail_rows
-        # A cut at or past an end is no cut: the part then reaches to the end.
+        # A cut at or past an end is none: the part then takes the whole side.
         heads = [np.clip(to(head / block).astype(np.int64) * block, h0, h1) for to in _FEWER_MORE]
         tails = [np.clip(-to(-tail / block).astype(np.int64) * block, t1, t0) for to in _FEWER_MORE]
         return _Parts(
@@ -192,7 +191,7 @@ class _State:
         )
 
     def fill_deficits(self) -> None:
-        """Serves the servers below the tolerance, the emptiest first."""
+        """Moves parts to the servers below the tolerance, the emptiest first."""
         below = self._mean * (1 - self._config.tolerance)
         for server in np.argsort(self._server_load, kind="stable"):
             while self._server_load[server] < below:
@@ -200,7 +199,7 @@ class _State:
                     break
 
     def relieve_donors(self) -> None:
-        """Takes from the servers that are still above the tolerance."""
+        """Moves parts away from the servers that are still above the tolerance."""
         above = self._mean * (1 + self._config.tolerance)
         while self._server_load.max(initial=0.0) > above:
             emptiest_first = np.argsort(self._server_load, kind="stable")
@@ -208,7 +207,7 @@ class _State:
                 break
 
     def _move_best_to(self, server: int, donors_above: float) -> bool:
-        """Moves the part with the most load for its bytes to a server; False if none gains."""
+        """Moves the part with most load for its bytes to a server; returns False if none gains."""
         surplus = self._server_load - self._mean
         deficit = -float(surplus[server])
         least = _LEAST_GAIN * self._mean
@@ -223,10 +222,10 @@ class _State:
         most = np.minimum(np.minimum(load, donor), deficit)
         parts = self._inner(items, most / load)
         gain = self._loads(parts).reshape(_ROUNDINGS, -1)
-        # Rounded to blocks a part may be larger than it should: it must still be an improvement.
+        # A part may be larger than wanted after rounding to blocks; it must still bring a gain.
         after = np.maximum(np.abs(donor - gain), np.abs(gain - deficit))
         useful = (gain > least) & (np.maximum(donor, deficit) - after > least)
-        # A server above the tolerance is no gain unless another is relieved of more than that.
+        # A recipient may exceed the tolerance only by less than its donor is relieved.
         slack = self._config.tolerance * self._mean
         useful &= gain - deficit <= np.maximum(slack, donor - least)
         nearest = np.where(useful, np.abs(gain - most), np.inf).argmin(axis=0)
@@ -254,7 +253,7 @@ class _State:
         self._load[item] = left
 
     def tasks(self) -> Tasks:
-        """All query ranges over all their keys, neighbours on one server joined."""
+        """Makes tasks of all query ranges over all their keys; joins neighbours on a server."""
         moved = np.array(self._moved, dtype=np.int64).reshape(-1, 4)
         document = np.concatenate([self._document, self._document, moved[:, 0]])
         start = np.concatenate([self._h0, self._t1, moved[:, 1]])
@@ -272,10 +271,10 @@ class _State:
         )
 
     def notes(self, tasks: Tasks) -> tuple[str, ...]:
-        """Says it when a server is outside the tolerance, judged by its final tasks."""
+        """Returns a note if a server is outside the tolerance with its final tasks."""
         loads = server_loads(tasks, self._mask, len(self._server_load), self._config.cost_model)
         mean, tolerance = float(loads.mean()), self._config.tolerance
-        # The mean of large numbers is rounded.
+        # Allows for the rounding of the mean of large numbers.
         slack = 1e-9 * mean
         low, high = float(loads.min()), float(loads.max())
         if mean * (1 - tolerance) - slack <= low and high <= mean * (1 + tolerance) + slack:

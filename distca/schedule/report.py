@@ -1,44 +1,45 @@
-"""What a plan balanced, in a few numbers and as a small table for logs."""
+"""Summaries of plans: how balanced they are and what they move, as figures and as a table."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
 import numpy as np
 
-from distca.cost.volume import plan_bytes
+from distca.cost.volume import BackwardInputs, plan_bytes
 from distca.plan import Plan
-from distca.plan.span import Int64s
-from distca.schedule.base import ScheduleConfig, relative_loads, server_loads, tasks_at_home
+from distca.plan.span import Floats, Int64s
+from distca.schedule.base import ScheduleConfig, even_capacities, relative_loads, server_loads
+from distca.schedule.baselines.packed import packed_loads
 
 
 @dataclass(frozen=True)
 class PlanSummary:
-    """The figures of a plan. Bytes are of one layer and of the heads of the configured shape.
+    """Figures of a plan. Bytes are those of one layer with the heads of the configured shape.
 
     Attributes:
-        scheduler: who made the plan.
-        servers: attention servers.
-        documents, tokens: what the plan is for.
-        tokens_max_over_mean: the rank with most tokens over the mean.
+        scheduler: name of the scheduler that made the plan.
+        servers: number of attention servers.
+        documents, tokens: number of documents, and of their tokens.
+        tokens_max_over_mean: tokens of the rank with most over the mean.
         documents_spanning: documents that several ranks own.
         documents_split: documents that several servers compute.
-        tasks: rows of the task table.
-        kernel_calls: fused kernel calls of all servers: at most one for each task shape of each.
+        tasks: number of tasks.
+        kernel_calls: fused kernel calls of all servers, each at most one for each task shape.
         query_rows_moved: queries that a server computes for another rank.
         load_unit: "seconds (predicted)" or "pairs".
         load_mean: mean load of a server, in that unit.
-        load_max_over_mean_before: the busiest rank over the mean if no query moved.
-        load_max_over_mean, load_min_over_mean: the busiest and the idlest server over the mean;
-            with servers of unequal speeds, their times over the time if all were busy alike.
+        load_max_over_mean_before: load of the busiest rank over the mean in plain data parallelism
+            (`packed_loads`).
+        load_max_over_mean, load_min_over_mean: loads of the busiest and the idlest server over the
+            mean; with unequal speeds, their times over the time if all were busy equally long.
         bytes_total: all bytes of the forward pass.
-        bytes_between_nodes: those of them that leave a node.
-        bytes_max_sent, bytes_max_received: of the rank that sends or receives most, forward.
-        bytes_max_buffered: queries, keys and values that a server receives at most.
+        bytes_between_nodes: bytes of the forward pass that leave a node.
+        bytes_max_sent, bytes_max_received: most bytes that a rank sends or receives, forward.
+        bytes_max_buffered: most bytes of queries, keys and values that a server receives.
         bytes_backward: all bytes of the backward pass.
-        link_seconds_max: how long the links of one rank are busy at most, forward.
-        notes: the plan's.
+        link_seconds_max: longest time that the links of a rank are busy, forward.
+        notes: notes of the plan.
     """
 
     scheduler: str
@@ -67,39 +68,49 @@ class PlanSummary:
 
 
 def describe(
-    plan: Plan, config: ScheduleConfig, backward: Literal["resend", "keep"] = "resend"
+    plan: Plan,
+    config: ScheduleConfig,
+    backward: BackwardInputs = "resend",
+    before: Floats | None = None,
 ) -> PlanSummary:
-    """The figures of a valid plan.
+    """Computes the figures of a valid plan.
 
     Args:
-        plan: the plan.
-        config: what it is judged by: shape, cost model, links and speeds.
+        plan: a valid plan.
+        config: shape, cost model, links and speeds that loads and bytes are measured by.
         backward: how the backward pass gets its inputs.
+        before: load of each server in plain data parallelism, `[servers]`, in the unit of
+            `config.cost_model`; None: computed for the plan's documents in their order, divided
+            evenly over the ranks that own tokens.
     """
     shape, cost_model = config.shape, config.cost_model
-    servers, at, tasks = plan.world_size, plan.placement, plan.tasks
+    servers, placement, tasks = plan.world_size, plan.placement, plan.tasks
     speeds = config.speeds_of(servers)
-    home = server_loads(tasks_at_home(at, plan.mask), plan.mask, servers, cost_model)
     loads = server_loads(tasks, plan.mask, servers, cost_model)
     relative = relative_loads(loads, speeds)
     moved = plan_bytes(plan, shape, backward)
     forward = moved.forward()
     row_bytes = shape.q_row_bytes + shape.lse_row_bytes
-    tokens = at.tokens_per_rank()
+    tokens = placement.tokens_per_rank()
+    if before is None:
+        capacities, owners = np.zeros_like(tokens), np.flatnonzero(tokens)
+        if len(owners):
+            capacities[owners] = even_capacities(int(tokens.sum()), len(owners))
+        before = packed_loads(plan.lengths, capacities, plan.mask, cost_model)
     return PlanSummary(
         scheduler=plan.scheduler,
         servers=servers,
         documents=len(plan.lengths),
         tokens=int(plan.lengths.sum()),
         tokens_max_over_mean=float(tokens.max() / max(tokens.mean(), 1)),
-        documents_spanning=_in_several(at.document, at.rank, servers),
+        documents_spanning=_in_several(placement.document, placement.rank, servers),
         documents_split=_in_several(tasks.document, tasks.server, servers),
         tasks=len(tasks),
         kernel_calls=len(np.unique(tasks.server * 2 + tasks.ends_on_diagonal)),
         query_rows_moved=int(moved.phases["return"].sum()) // row_bytes,
         load_unit="pairs" if cost_model is None else "seconds (predicted)",
         load_mean=float(loads.mean()),
-        load_max_over_mean_before=float(relative_loads(home, speeds).max()),
+        load_max_over_mean_before=float(relative_loads(before, speeds).max()),
         load_max_over_mean=float(relative.max()),
         load_min_over_mean=float(relative.min()),
         bytes_total=forward.total,
@@ -114,13 +125,13 @@ def describe(
 
 
 def _in_several(document: Int64s, place: Int64s, places: int) -> int:
-    """How many documents stand with more than one place."""
+    """Counts the documents that are in more than one place."""
     found = np.unique(document * places + place) // places
     return int((np.unique(found, return_counts=True)[1] > 1).sum())
 
 
 def format_summary(summary: PlanSummary) -> str:
-    """The figures as a small table of several lines, without a newline at the end."""
+    """Formats the figures as a small table of several lines, without a newline at the end."""
     s = summary
     rows = [
         (

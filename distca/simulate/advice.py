@@ -1,4 +1,4 @@
-"""The best parallel configuration of each system for a job."""
+"""The best parallel configuration of each system for a workload."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from distca.simulate.baselines import BASELINES
 from distca.simulate.costs import ModelCosts
 from distca.simulate.outcome import Outcome
 from distca.simulate.search import (
-    WAYS,
+    DISTCA_SYSTEMS,
     Candidate,
-    Job,
+    Workload,
     candidates,
     divisions,
     simulate,
@@ -30,31 +30,31 @@ TITLES = {
     "greedy": "DistCA, greedy",
     "tiles": "DistCA, tiles",
 }
-"""What a reader knows the systems as."""
+"""Names of the systems for readers."""
 _COMPARED = 3
 """Configurations with `--distca` that run all batches."""
 _TRIES = 4
-"""Configurations that run the first batch at most once one fits, over those that are to fit."""
+"""Bound on the configurations that run the first batch once one fits, per one that is to fit."""
 _WORTH_IT = 1.01
-"""Steps at most so many times as long count as equally long: each head group costs a little
-that is not simulated, such as smaller kernels."""
+"""Ratio up to which steps count as equally long: each head group costs a little that is not
+simulated, such as smaller kernels."""
 
 
 @dataclass(frozen=True)
 class Choice:
-    """A system at its best.
+    """A system in its best configuration.
 
     Attributes:
-        system: its name.
-        candidate: its configuration; None: all are out of memory, or nothing divides.
-        seconds: of an iteration, the mean over all batches.
-        tokens_per_second: of all GPUs.
-        memory_gb: of the GPU that needs most, over all batches.
-        idle: the part of the time in which compute is not busy.
-        exposed: the part in which it waits for exchanges, and for others in them.
-        tried: configurations that divide the job.
-        simulated: those of them that ran.
-        out_of_memory: those of them that are known not to fit.
+        system: one of `SYSTEMS`.
+        candidate: best configuration; None: all are out of memory, or nothing divides.
+        seconds: time of an iteration, the mean over all batches.
+        tokens_per_second: throughput of all GPUs together.
+        memory_gb: memory of the GPU that needs most, over all batches.
+        idle: share of the time in which compute is not busy.
+        exposed: share of the time in which compute waits for exchanges, and for others in them.
+        tried: number of configurations that divide the workload.
+        simulated: number of configurations that ran.
+        out_of_memory: number of configurations that are known not to fit.
     """
 
     system: str
@@ -70,7 +70,7 @@ class Choice:
 
 
 def advise(
-    job: Job,
+    workload: Workload,
     batches: Sequence[Sequence[Int64s]],
     systems: Sequence[str],
     tensor: Sequence[int],
@@ -78,31 +78,31 @@ def advise(
     finalists: int = 6,
     progress: Callable[[str], None] = lambda what: None,
 ) -> list[Choice]:
-    """The best configuration of each system.
+    """Finds the best configuration of each system.
 
     All configurations of a baseline run all batches, until they do not fit. With `--distca`, whose
-    planning takes longer, those that promise most by `estimate` run the first batch, until enough
-    of them fit; the best of these run all batches, and the very best with head groups, too.
+    planning takes longer, configurations run the first batch in the order of `estimate`, until
+    enough of them fit; the best of these run all batches, and the very best with head groups, too.
 
     Args:
-        job: what is trained.
-        batches: of each global batch its sequences: see `simulate`.
-        systems: of `SYSTEMS`.
+        workload: model, cluster and sizes.
+        batches: sequences of each global batch, as `simulate` takes them.
+        systems: names in `SYSTEMS`.
         tensor: tensor-parallel sizes to try.
         stages: pipeline sizes to try.
         finalists: configurations with `--distca` that are to fit in the first batch.
-        progress: told what was simulated.
+        progress: function that is called with each configuration that is simulated.
 
     Raises:
         ValueError: there is no batch or no such system.
     """
     if not batches:
         raise ValueError("no batches to simulate: give at least 1")
-    return [_best(job, batches, s, tensor, stages, finalists, progress) for s in systems]
+    return [_best(workload, batches, s, tensor, stages, finalists, progress) for s in systems]
 
 
 def _best(
-    job: Job,
+    workload: Workload,
     batches: Sequence[Sequence[Int64s]],
     system: str,
     tensor: Sequence[int],
@@ -110,13 +110,13 @@ def _best(
     finalists: int,
     progress: Callable[[str], None],
 ) -> Choice:
-    every = divisions(system, job, tensor, stages)
-    left = candidates(system, job, tensor, stages)
+    every = divisions(system, workload, tensor, stages)
+    left = candidates(system, workload, tensor, stages)
     able, wanted, compared = len(left), len(left), len(left)
-    if system in WAYS:
-        left.sort(key=lambda candidate: estimate(candidate, job, batches[0]))
+    if system in DISTCA_SYSTEMS:
+        left.sort(key=lambda candidate: estimate(candidate, workload, batches[0]))
         wanted, compared = finalists, _COMPARED
-    trials = _Trials(job, batches, progress)
+    trials = _Trials(workload, batches, progress)
     best: Candidate | None = None
     while left and best is None:
         fitting = trials.walk(left, wanted)
@@ -125,7 +125,7 @@ def _best(
         best = min(whole, key=lambda c: _seconds(trials.outcomes[c]), default=None)
         # What does not fit in a later batch may with fewer micro-batches in flight.
         left[:0] = trials.with_fewer_in_flight(fitting)
-    if best is not None and system in WAYS:
+    if best is not None and system in DISTCA_SYSTEMS:
         best = trials.in_head_groups(best)
     failed = len(every) - able + trials.failed(left)
     simulated = len({_sizes(candidate) for candidate in trials.outcomes})
@@ -149,33 +149,33 @@ def _best(
 
 @dataclass
 class _Trials:
-    """Iterations that were simulated.
+    """Simulated iterations of one system's configurations.
 
     Attributes:
-        job: what is trained.
-        batches: that configurations run, until one does not fit.
-        progress: told of each.
-        outcomes: of each configuration, of the first batches.
+        workload: model, cluster and sizes.
+        batches: global batches that configurations run, until one does not fit.
+        progress: function that is called with each configuration.
+        outcomes: outcomes of each configuration in the batches that it ran, the first ones.
     """
 
-    job: Job
+    workload: Workload
     batches: Sequence[Sequence[Int64s]]
     progress: Callable[[str], None]
     outcomes: dict[Candidate, list[Outcome]] = field(default_factory=dict)
 
     def fits(self, candidate: Candidate, count: int) -> bool:
-        """Whether a configuration fits in memory in so many batches; runs those not run yet."""
+        """Whether a configuration fits in memory in the first batches; runs those not run yet."""
         mine = self.outcomes.setdefault(candidate, [])
         while len(mine) < count and all(outcome.fits for outcome in mine):
             self.progress(f"{candidate.system}: {candidate}")
-            mine.append(simulate(candidate, self.job, self.batches[len(mine)]))
+            mine.append(simulate(candidate, self.workload, self.batches[len(mine)]))
         return all(outcome.fits for outcome in mine)
 
     def walk(self, left: list[Candidate], wanted: int) -> list[Candidate]:
-        """Takes from the front of `left` until so many fit in the first batch; returns these.
+        """Takes from the front of `left` until enough fit in the first batch; returns these.
 
-        It gives up once one fits and `_TRIES` times as many as wanted have run; if none does, it
-        goes on to the end.
+        Stops early once one fits and `_TRIES` times as many as wanted have run; goes on to the end
+        if none fits.
         """
         fitting: list[Candidate] = []
         tries = 0
@@ -189,23 +189,25 @@ class _Trials:
         return fitting
 
     def with_fewer_in_flight(self, fitting: Sequence[Candidate]) -> list[Candidate]:
-        """What is to be tried for those that fit in the first batch, but not in a later one."""
+        """Substitutes for configurations that fit in the first batch, but not in a later one."""
         failed = [c for c in fitting if not all(outcome.fits for outcome in self.outcomes[c])]
         fewer = [other for candidate in failed for other in with_fewer_in_flight(candidate)]
         return [candidate for candidate in fewer if candidate not in self.outcomes]
 
     def in_head_groups(self, best: Candidate) -> Candidate:
-        """With the fewest head groups that are as fast as any, or none where they gain little."""
-        several = [c for c in with_head_groups(best, self.job) if self.fits(c, len(self.batches))]
+        """The configuration with the fewest head groups that is about as fast as the fastest."""
+        several = [
+            c for c in with_head_groups(best, self.workload) if self.fits(c, len(self.batches))
+        ]
         able = [best, *several]
         fastest = min(_seconds(self.outcomes[c]) for c in able)
         return next(c for c in able if _seconds(self.outcomes[c]) <= _WORTH_IT * fastest)
 
     def failed(self, left: Sequence[Candidate]) -> int:
-        """Configurations that ran and do not fit, with whatever bound of micro-batches.
+        """Counts configurations that ran and do not fit, with any bound of micro-batches in flight.
 
         Args:
-            left: have not run; of these sizes it is not known.
+            left: configurations that have not run; whether their sizes fit is not known.
         """
         able = {_sizes(c) for c, mine in self.outcomes.items() if all(o.fits for o in mine)}
         unknown = {_sizes(candidate) for candidate in left}
@@ -213,7 +215,7 @@ class _Trials:
 
 
 def _sizes(candidate: Candidate) -> Candidate:
-    """As `divisions` has it."""
+    """The configuration that `divisions` gave, without bound and head groups."""
     return replace(candidate, max_in_flight=None, head_groups=1)
 
 
@@ -221,24 +223,24 @@ def _seconds(outcomes: Sequence[Outcome]) -> float:
     return sum(outcome.seconds for outcome in outcomes)
 
 
-def estimate(candidate: Candidate, job: Job, sequences: Sequence[Int64s]) -> float:
+def estimate(candidate: Candidate, workload: Workload, sequences: Sequence[Int64s]) -> float:
     """Seconds of an iteration if core attention were perfectly shared out and exchanges free.
 
     Args:
         candidate: a configuration with `--distca`.
-        job: what is trained.
-        sequences: of a global batch.
+        workload: model, cluster and sizes.
+        sequences: lengths of the documents in each sequence of a global batch.
     """
     c = candidate
     assert c.system not in BASELINES, c.system
-    costs = ModelCosts(job.model, job.cluster, c.tensor)
+    costs = ModelCosts(workload.model, workload.cluster, c.tensor)
     lengths = np.concatenate(sequences)
     pairs = lengths * (lengths + 1) // 2
     attention = costs.cluster.attention_cost(costs.shape).seconds(lengths, lengths, pairs).sum()
     both_ways = 1 + costs.cluster.backward_over_forward
-    shared = job.model.layers * both_ways * float(attention) / (c.stages * c.data)
-    tokens = job.sequences * job.context / (c.data * c.micro_batches)
+    shared = workload.model.layers * both_ways * float(attention) / (c.stages * c.data)
+    tokens = workload.sequences * workload.context / (c.data * c.micro_batches)
     linear = sum(costs.pre_seconds()) + sum(costs.post_seconds())
-    tick = tokens * (job.model.layers // c.stages * linear + sum(costs.head_seconds()))
-    way = replace(WAYS[c.system](), max_in_flight=c.max_in_flight)
-    return shared + tick * len(way.ticks(c.micro_batches, c.stages).ticks) / 2
+    tick = tokens * (workload.model.layers // c.stages * linear + sum(costs.head_seconds()))
+    options = replace(DISTCA_SYSTEMS[c.system](), max_in_flight=c.max_in_flight)
+    return shared + tick * len(options.tick_schedule(c.micro_batches, c.stages).ticks) / 2

@@ -2,8 +2,8 @@
 
 Documents are packed into *bins*: one for each micro-batch of each data-parallel replica, over the
 ranks of its context-parallel group. In every layer the group gathers all keys and values of its bin
-(all of them, whether seen or not), which nothing hides, and in the backward pass it reduces their
-gradients: so its ranks wait for the slowest in every layer. (Megatron's ring of point-to-point
+(all of them, whether seen or not), which nothing hides, and reduces their gradients in the backward
+pass: so its ranks wait for the slowest in every layer. (Megatron's ring of point-to-point
 messages, which overlaps with the kernels, is not modelled.) Replicas wait for each other only for
 the gradients, pipeline stages for activations. Gathered keys and values are kept for the backward
 pass (paper, Section 3.2, Figure 3b).
@@ -11,17 +11,17 @@ pass (paper, Section 3.2, Figure 3b).
 * **packed**: plain Megatron; documents one after the other, no context parallelism.
 * **per-document-cp**: the same with a group for each bin; documents are sharded head-tail.
 * **wlb-llm**: WLB-LLM in its ideal form: variable-length bins of equal work over all micro-batches
-  and replicas, as large as memory allows. Work is all that is judged here, forward and backward:
-  attention, linear layers, collectives, and the output layer, since the last stage is the slowest.
+  and replicas, as large as memory allows. Work means forward and backward seconds of attention,
+  linear layers, collectives and the output layer, since the last stage is the slowest.
   Each group shards documents or the sequence, whichever is faster. Bins go to replicas so that
-  these have equal work, and through a replica's pipeline in the fastest of a few orders.
+  replicas have equal work, and through a replica's pipeline in the fastest of a few orders.
 """
 
 from __future__ import annotations
 
 import numpy as np
 
-from distca.cost.model import CostModel
+from distca.cost.kernel_time import CostModel
 from distca.plan import Mask
 from distca.plan.span import Floats, Int64s
 from distca.schedule import most_in_flight_of_1f1b
@@ -43,16 +43,16 @@ def simulate_baseline(
     mask: Mask | None = None,
     recording: bool = False,
 ) -> Outcome:
-    """Runs a global batch.
+    """Simulates a global batch.
 
     Args:
         name: one of `BASELINES`.
-        lengths: of its documents, int64.
-        layout: how the servers are divided.
-        costs: of the model on the cluster.
+        lengths: tokens of each document, int64.
+        layout: division of the servers into stages, replicas and groups.
+        costs: costs of the model on the cluster.
         cost_model: forward seconds of tasks; None: the cluster's kernel.
-        mask: what a query sees; None: all earlier tokens of its document.
-        recording: keep spans for a trace, of each stage of each replica.
+        mask: tokens that a query sees; None: all earlier tokens of its document.
+        recording: keep spans of each stage of each replica for a trace.
 
     Raises:
         ValueError: there is no such baseline, or sizes don't divide.
@@ -72,7 +72,7 @@ def simulate_baseline(
     replicas = layout.data_parallel * layout.context_parallel
     seconds = 0.0
     for stage, (end, each) in enumerate(zip(ends, stages, strict=True)):
-        # What the last backward pass hides costs nothing.
+        # The part of the reduction that the last backward pass hides costs nothing.
         hidden = float(np.max(end - each.backward[:, -1]))
         needed = costs.gradient_seconds(stage, layout.stages, replicas)
         seconds = max(seconds, float(end.max()), hidden + needed)
@@ -98,7 +98,7 @@ def simulate_baseline(
 
 
 def _memory(bins: Bins, layout: BaselineLayout, costs: ModelCosts) -> Floats:
-    """Of each rank's GPUs at most, `[stages * ranks]`."""
+    """Peak bytes of each rank's GPUs, `[stages * ranks]`."""
     layers = costs.model.layers // layout.stages
     replicas = layout.data_parallel * layout.context_parallel
     in_flight = most_in_flight_of_1f1b(layout.micro_batches, layout.stages)

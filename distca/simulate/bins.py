@@ -1,4 +1,4 @@
-"""What a baseline's micro-batches hold: documents packed into bins, one for each."""
+"""Bins of a baseline: packed documents, one bin for each micro-batch of each replica."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from distca.cost.model import CostModel
+from distca.cost.kernel_time import CostModel
 from distca.plan import Mask, Plan
 from distca.plan.span import Floats, Int64s
 from distca.schedule import (
@@ -23,13 +23,13 @@ from distca.simulate.costs import ModelCosts
 
 @dataclass(frozen=True)
 class BaselineLayout:
-    """How a baseline divides the servers.
+    """A baseline's division of the servers.
 
     Attributes:
-        stages: of the pipeline.
-        data_parallel: replicas.
-        context_parallel: ranks of a group.
-        micro_batches: of each replica.
+        stages: number of pipeline stages.
+        data_parallel: number of replicas.
+        context_parallel: number of ranks in a context-parallel group.
+        micro_batches: number of micro-batches of each replica.
     """
 
     stages: int
@@ -44,12 +44,12 @@ class BaselineLayout:
 
 @dataclass(frozen=True)
 class AllWork:
-    """Seconds of a task, forward and backward, and of all else of its queries; a `CostModel`.
+    """A `CostModel` of all work of a task's queries: attention and all else, both passes.
 
     Attributes:
         attention: forward seconds of a task.
-        with_backward: forward and backward seconds over forward ones.
-        per_token: seconds of all else of a token.
+        with_backward: ratio of a task's forward and backward seconds to its forward seconds.
+        per_token: seconds of a token's work other than attention, forward and backward.
     """
 
     attention: CostModel
@@ -58,11 +58,11 @@ class AllWork:
 
     @staticmethod
     def of_last_stage(attention: CostModel, layout: BaselineLayout, costs: ModelCosts) -> AllWork:
-        """In one of its layers, between which the output layer is shared out."""
+        """Work in one layer of the last stage, whose layers share the output layer equally."""
         per_token = sum(costs.pre_seconds()) + sum(costs.post_seconds())
         per_token += sum(costs.head_seconds()) * layout.stages / costs.model.layers
         if layout.context_parallel > 1:
-            # As work that the ranks of a group share.
+            # Collectives count as work that the ranks of a group share.
             others = layout.context_parallel - 1
             speed = 1e9 * _ring(layout, costs)[0]
             per_token += 2 * others * costs.shape.kv_row_bytes / speed
@@ -80,13 +80,15 @@ class AllWork:
 
 @dataclass(frozen=True)
 class Bins:
-    """What bins hold: `[replicas, micro-batches, ranks of a group]`, or without the last axis.
+    """Work and bytes of bins: `[replicas, micro-batches, ranks of a group]`.
 
     Attributes:
-        tokens: of each rank.
-        attention: forward seconds of its kernels in a layer.
-        gather_seconds: of its group's keys and values in a layer, one way.
-        gathered_bytes: that each rank receives in it, and sends.
+        tokens: tokens of each rank.
+        attention: forward seconds of each rank's kernels in a layer.
+        gather_seconds: seconds of a group's all-gather of keys and values in a layer,
+            `[replicas, micro-batches]`.
+        gathered_bytes: bytes that each rank receives, and sends, in that all-gather,
+            `[replicas, micro-batches]`.
     """
 
     tokens: Int64s
@@ -118,7 +120,7 @@ class Bins:
         return Bins(tokens, seconds, gather, nbytes).select(order)
 
     def select(self, index: Any) -> Bins:
-        """What an index of numpy's selects of each."""
+        """The bins that a numpy index selects."""
         return Bins(
             self.tokens[index],
             self.attention[index],
@@ -158,9 +160,9 @@ def _pack(
 
 
 def _tokens_that_fit(layout: BaselineLayout, costs: ModelCosts) -> int:
-    """Of a bin, if all bins had as many, in the memory of every stage."""
+    """The most tokens of a bin that fit in the memory of every stage, if all bins had as many."""
     size, layers = layout.context_parallel, costs.model.layers // layout.stages
-    # A rank keeps its own part of the bin, and keys and values of the others'.
+    # A rank keeps its own part of the bin, and keys and values of the other parts.
     each = layers * (costs.activation_bytes() + (size - 1) * costs.shape.kv_row_bytes)
     fitting = []
     in_flight = most_in_flight_of_1f1b(layout.micro_batches, layout.stages)
@@ -192,14 +194,14 @@ def _gather(tokens: Int64s, layout: BaselineLayout, costs: ModelCosts) -> tuple[
 
 
 def _to_replicas(loads: Floats, layout: BaselineLayout) -> Int64s:
-    """Which bins each replica has, the heaviest first, so that all have equal work.
+    """Deals bins out to replicas, the heaviest first, so that all have equal work.
 
     Args:
-        loads: of each bin, `[bins]`.
-        layout: how the servers are divided.
+        loads: work of each bin, `[bins]`.
+        layout: division of the servers.
 
     Returns:
-        int64 `[replicas, micro-batches]`.
+        Numbers of each replica's bins, int64 `[replicas, micro-batches]`.
     """
     members: list[list[int]] = [[] for _ in range(layout.data_parallel)]
     totals = np.zeros(layout.data_parallel)

@@ -1,7 +1,7 @@
 """Clusters: GPUs in nodes, their rates, their memory, and the links between them.
 
-Presets take their figures from published sources, which stand beside them. `Cluster` is a plain
-value: describe a machine of your own by `dataclasses.replace`.
+Presets take their figures from published sources, which stand beside them. Your own machine is
+`dataclasses.replace` of one, since `Cluster` is a plain value.
 """
 
 from __future__ import annotations
@@ -9,34 +9,34 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, fields
 
+from distca.cost.kernel_time import CostModel
 from distca.cost.link import Links
-from distca.cost.model import CostModel
 from distca.cost.tiled import TiledCost
 from distca.cost.volume import AttentionShape
 
 
 @dataclass(frozen=True)
 class Cluster:
-    """A cluster of equal nodes. Rates are of one GPU, of links in each direction.
+    """A cluster of equal nodes. Rates are those of one GPU, and of links in each direction.
 
     Attributes:
-        name: for tables.
+        name: title in tables.
         gpus_per_node: GPUs that share the fast links of a node.
         memory_gb: memory of a GPU, gigabytes (10^9).
-        reserved_gb: what of it the driver, the libraries and fragments take.
+        reserved_gb: memory of a GPU that the driver, the libraries and fragments take.
         peak_tflops: dense 16-bit operations, 10^12 a second.
-        linear_mfu: the part of the peak that linear layers reach; what lies between them
-            (norms, activations, rotary embedding) is counted in.
-        attention_tflops: what the attention kernel reaches forward, on long tasks.
+        linear_mfu: share of the peak that linear layers reach, with norms, activations and rotary
+            embedding between them counted in.
+        attention_tflops: rate of the attention kernel, forward, on long tasks.
         backward_over_forward: seconds of the attention kernel's backward pass over its forward.
-        node_gb_per_s: between two GPUs of a node.
-        network_gb_per_s: between nodes.
+        node_gb_per_s: speed between two GPUs of a node.
+        network_gb_per_s: speed between nodes.
         node_latency: seconds until a message within a node begins to arrive.
-        network_latency: the same between nodes.
-        copy_gb_per_s: memory traffic; what rows are copied at before and after an exchange and
-            around kernels.
-        launch_seconds: of every kernel call of core attention, and of every exchange.
-        source: where the figures are from.
+        network_latency: seconds until a message between nodes begins to arrive.
+        copy_gb_per_s: memory traffic, read and written, when rows are copied before and after an
+            exchange and around kernels.
+        launch_seconds: overhead of every kernel call of core attention, and of every exchange.
+        source: origin of the figures.
 
     Raises:
         ValueError: a value is out of range.
@@ -74,14 +74,14 @@ class Cluster:
 
     @property
     def usable_bytes(self) -> float:
-        """Of a GPU's memory."""
+        """Bytes of a GPU's memory that training may fill."""
         return (self.memory_gb - self.reserved_gb) * 1e9
 
     def servers_per_node(self, tensor_parallel: int) -> int:
-        """Tensor-parallel groups in a node; each is one attention server.
+        """Number of tensor-parallel groups in a node; each is one attention server.
 
         Raises:
-            ValueError: they don't divide a node.
+            ValueError: the groups don't divide a node.
         """
         if tensor_parallel < 1 or self.gpus_per_node % tensor_parallel:
             raise ValueError(
@@ -91,7 +91,7 @@ class Cluster:
         return self.gpus_per_node // tensor_parallel
 
     def links(self, tensor_parallel: int) -> Links:
-        """What connects the servers: see `Links`."""
+        """Links between the servers."""
         return Links(
             self.servers_per_node(tensor_parallel), self.node_gb_per_s, self.network_gb_per_s
         )
@@ -99,12 +99,12 @@ class Cluster:
     def ring(self, members: int, servers: int, tensor_parallel: int) -> tuple[float, float]:
         """Speed and latency of a collective in rings over groups of consecutive servers.
 
-        Where a group is in several nodes, there is a ring through the network link of each of its
-        members on a node, on the node where these are fewest.
+        A group in several nodes has as many rings through the network as it has members on the node
+        where it has fewest, since each member has a network link of its own.
 
         Args:
-            members: of each group.
-            servers: of the job; a multiple of `members`.
+            members: servers of each group.
+            servers: servers of all groups together; a multiple of `members`.
             tensor_parallel: GPUs of a server.
 
         Returns:

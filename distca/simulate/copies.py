@@ -1,17 +1,16 @@
-"""Rows that the runtime copies around the kernels: the memory traffic of a plan's servers.
+"""Memory traffic of the rows that the runtime copies around the kernels.
 
-Where anything arrives, all local rows move into the workspace beside it; those of one of several
-head groups always do, since they lie among those of the others. A kernel call gathers its rows, and
-its outputs are put in their places, merged where a row's keys are split. The backward pass sums
-gradients in float32. The groups' outputs and gradients are put together in the end.
-`distca.runtime` does these things in `moving_rows`, `serving` and `call`; they are counted here
-from the plan alone, as `distca.cost.memory` counts what they are done in.
+Where rows arrive, all local rows move into the workspace beside them; local rows of one of several
+head groups always move, since they lie among the rows of the others. A kernel call gathers its
+rows, and its outputs are put in their places, merged where a row's keys are split. The backward
+pass sums gradients in float32. The groups' outputs and gradients are put together in the end.
+`distca.runtime` copies in `moving_rows`, `server_kernels` and `group_call`; the traffic is counted
+here from the plan alone, as `distca.cost.memory` counts the buffers.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
 import numpy as np
 
@@ -19,18 +18,19 @@ from distca.cost.memory import FLOAT32_BYTES
 from distca.cost.volume import AttentionShape
 from distca.plan import Plan, Segments, Tasks
 from distca.plan.span import Bools, Int64s, cut_at, union
+from distca.schedule.program import Pass
 
 
 @dataclass(frozen=True)
 class _Call:
-    """The rows of each server's kernel call of one task shape, `[servers]`.
+    """Rows of each server's kernel call of one task shape, `[servers]`.
 
     Attributes:
-        q: query rows of its tasks.
-        kv: key rows of its tasks.
+        q: query rows of the call's tasks.
+        kv: key rows of the call's tasks.
         first: query rows that no call has computed before.
-        gathers_q: whether they are not simply all served rows.
-        gathers_kv: the same of key rows.
+        gathers_q: whether the query rows are gathered, since they are not simply all served rows.
+        gathers_kv: whether the key rows are gathered.
     """
 
     q: Int64s
@@ -53,26 +53,26 @@ class _Rows:
         return self.local + self.received
 
     def moves(self, always: bool) -> Int64s:
-        """Local rows that move: where anything arrives, or everywhere."""
+        """Local rows that move into the workspace: where rows arrive, or everywhere."""
         return np.where(always | (self.received > 0), self.local, 0)
 
 
 def copy_traffic(
     plan: Plan,
     shape: AttentionShape,
-    direction: Literal["forward", "backward"],
+    direction: Pass,
     grouped: bool = False,
 ) -> Int64s:
     """Bytes that each server reads and writes to copy rows, in a layer, `[servers]`.
 
-    It is what comes on top of the kernels' own traffic and of one copy of what is sent and one of
-    what arrives. The backward pass is that of "resend".
+    Counted on top of the kernels' own traffic, one copy of the rows that are sent, and one of the
+    rows that arrive. The backward pass is that of "resend".
 
     Args:
         plan: a valid plan.
         shape: the heads of one tensor-parallel rank, or of a head group of it.
-        direction: of the pass.
-        grouped: it is one of several head groups.
+        direction: pass whose copies are counted.
+        grouped: the heads are one of several head groups.
     """
     q, kv = (
         _Rows(local, moved.sum(axis=1), moved.sum(axis=0))
@@ -88,10 +88,10 @@ def copy_traffic(
 
 
 def _merged(plan: Plan, q: _Rows) -> Int64s:
-    """Rows that come back to each owner after others of the same query, `[servers]`."""
+    """Rows that return to each owner and are merged with others of the same query, `[servers]`."""
     segments = plan.q_segments
     own = segments.select(segments.owner == segments.server)
-    # All of a query's outputs but the first, wherever that is computed.
+    # All of a query's outputs are merged but the first, wherever that is computed.
     return q.sent + _sum(plan, own.owner, own.lengths) - q.local
 
 
@@ -100,7 +100,7 @@ def _forward(
 ) -> Int64s:
     q_row, kv_row, lse = shape.q_row_bytes, shape.kv_row_bytes, shape.lse_row_bytes
     out = q_row + lse
-    # What is sent is gathered, and then packed in messages.
+    # Rows that are sent are gathered, and then packed in messages.
     traffic = 2 * (q.sent * q_row + kv.sent * kv_row)
     traffic += 2 * (q.moves(grouped) * q_row + kv.moves(grouped) * kv_row)
     number = np.sum([call.q > 0 for call in calls], axis=0)
@@ -114,7 +114,7 @@ def _forward(
         traffic += np.where(in_place, 0, puts)
     # The final outputs of local rows no longer lie among those of others.
     traffic += 2 * q.local * out * (~in_place | (q.received > 0))
-    # What comes back is gathered, and put in its place or merged with what is there.
+    # Outputs that come back are gathered, and put in place or merged with what is there.
     traffic += 4 * (q.sent - merged) * out + merged * _merge_traffic(shape)
     # The groups' outputs are put together.
     return traffic + 2 * grouped * q.local * q_row
@@ -135,13 +135,13 @@ def _backward(
     traffic += wider * (q.served * q_row + kv.served * kv_row)
     for call in calls:
         traffic += 2 * (call.q * call.gathers_q * q_inputs + call.kv * call.gathers_kv * kv_row)
-        # A part is read, and the sum read and written; what goes to rows is made float32 before.
+        # A part is read, and the sum read and written; parts that go to rows are made float32.
         added = 1 + 2 * wider
         converted = added + 2 * wider if wider > 1 else added
         traffic += call.q * q_row * np.where(call.gathers_q, converted, added)
         traffic += call.kv * kv_row * np.where(call.gathers_kv, converted, added)
     for rows, row in ((q, q_row), (kv, kv_row)):
-        # What is sent back is made narrower before, what comes back wider; then it is added.
+        # Gradients are made narrower before they are sent back, and wider before they are added.
         traffic += rows.received * row * (wider + 1 if wider > 1 else 0)
         traffic += rows.sent * row * (1 + 4 * wider)
         traffic += rows.local * row * (wider + 1) + 2 * grouped * rows.local * row
@@ -149,7 +149,7 @@ def _backward(
 
 
 def _merge_traffic(shape: AttentionShape) -> int:
-    """Of a row whose keys are split: see `distca.attention.merge`, step by step."""
+    """Bytes that a merge moves for a row, step by step as in `distca.attention.merge`."""
     float32 = shape.heads * shape.head_dim * FLOAT32_BYTES
     return 9 * shape.q_row_bytes + 10 * float32 + 21 * shape.lse_row_bytes
 
@@ -193,10 +193,10 @@ def _are_served(
     """Whether the rows of a server's tasks, one after the other, are all its served rows in order.
 
     Args:
-        segments: what servers need.
-        rows: of each server.
-        server: of each task.
-        starts, ends: of each task's rows, in global positions.
+        segments: rows that servers need.
+        rows: numbers of rows of each server.
+        server: server of each task.
+        starts, ends: global positions of each task's first row, and after its last.
     """
     # Served rows: local ones, then those that arrive, by owner and position.
     arriving = np.where(segments.owner == segments.server, 0, segments.lengths)
@@ -207,8 +207,8 @@ def _are_served(
     stride = int(segments.end.max(initial=0)) + 1
     line = segments.server * stride + segments.start
     order = np.argsort(line)
-    at = server * stride
-    task, starts, ends = cut_at(at + starts, at + ends, line[order])
+    server_line = server * stride
+    task, starts, ends = cut_at(server_line + starts, server_line + ends, line[order])
     segment = order[np.searchsorted(line[order], starts, side="right") - 1]
     row = first_row[segment] + starts - line[segment]
     by_server = np.argsort(server[task], kind="stable")

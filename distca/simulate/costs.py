@@ -1,8 +1,8 @@
-"""What a transformer's layers cost on a GPU of a tensor-parallel group: seconds and bytes.
+"""Costs of a transformer's layers on a GPU of a tensor-parallel group: seconds and bytes.
 
-Linear layers cost their operations at the cluster's rate. Tensor parallelism adds four collectives
+Linear layers take their operations at the cluster's rate. Tensor parallelism adds four collectives
 of a layer's activations in each direction (two all-gathers and two reduce-scatters, with sequence
-parallelism), one before core attention and three after it.
+parallelism), one before core attention and three after.
 
 Activations are those that Megatron keeps for the backward pass with sequence parallelism,
 FlashAttention and without recomputation: of each layer the inputs of both norms, the normed inputs,
@@ -14,15 +14,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from distca.cost.models import ModelSize
+from distca.cost.model_sizes import ModelSize
 from distca.cost.volume import AttentionShape
 from distca.plan.span import Floats
 from distca.simulate.cluster import Cluster
 
 GRADIENT_BYTES, OPTIMIZER_BYTES = 4, 12
-"""Of a parameter: its float32 gradient; its float32 copy and Adam's two moments."""
+"""Bytes of a parameter's float32 gradient; of its float32 copy and Adam's two moments."""
 LOGIT_BYTES, KEPT_LOGIT_BYTES = 6, 4
-"""Of a logit: 16 bits, and its float32 copy in the loss, which is kept for the backward pass."""
+"""Bytes of a 16-bit logit and its float32 copy in the loss; those kept for the backward pass."""
 TENSOR_COLLECTIVES = {"pre": 1, "post": 3}
 
 
@@ -31,8 +31,8 @@ class ModelCosts:
     """Costs of a model's parts.
 
     Attributes:
-        model: its sizes.
-        cluster: what it runs on.
+        model: sizes of the model.
+        cluster: GPUs and links that the model runs on.
         tensor_parallel: GPUs that share each layer, within a node.
         dtype_bytes: bytes of an activation and of a weight.
     """
@@ -53,74 +53,74 @@ class ModelCosts:
         return m.hidden_size, m.heads * m.head_dim, m.kv_heads * m.head_dim, m.ffn_hidden_size
 
     def _token_seconds(self, parameters: int, collectives: int) -> tuple[float, float]:
-        """Of a token, forward and backward."""
-        at = self.cluster
-        rate = at.peak_tflops * 1e12 * at.linear_mfu * self.tensor_parallel
+        """Seconds of a token's linear layers and collectives, forward and backward."""
+        cluster = self.cluster
+        rate = cluster.peak_tflops * 1e12 * cluster.linear_mfu * self.tensor_parallel
         linear = 2.0 * parameters / rate
         others = (self.tensor_parallel - 1) / self.tensor_parallel
         row = self.model.hidden_size * self.dtype_bytes
-        moved = collectives * others * row / (at.node_gb_per_s * 1e9)
+        moved = collectives * others * row / (cluster.node_gb_per_s * 1e9)
         return linear + moved, 2 * linear + moved
 
     def pre_seconds(self) -> tuple[float, float]:
-        """A token's part of a layer before core attention, forward and backward."""
+        """Seconds of a token in a layer before core attention, forward and backward."""
         return self._token_seconds(self.model.pre_parameters, TENSOR_COLLECTIVES["pre"])
 
     def post_seconds(self) -> tuple[float, float]:
-        """A token's part of a layer after core attention."""
+        """Seconds of a token in a layer after core attention, forward and backward."""
         return self._token_seconds(self.model.post_parameters, TENSOR_COLLECTIVES["post"])
 
     def head_seconds(self) -> tuple[float, float]:
-        """A token's output layer, on the last stage."""
+        """Seconds of a token in the output layer, on the last stage, forward and backward."""
         return self._token_seconds(self.model.vocabulary_parameters, 1)
 
     def activation_bytes(self) -> float:
-        """Kept of a token for one layer's backward pass, by each GPU."""
+        """Bytes of a token that each GPU keeps for one layer's backward pass."""
         hidden, q, kv, ffn = self._widths
         elements = 4 * hidden + 2 * q + 2 * kv + 3 * ffn
         lse = 4 * self.model.heads
         return (elements * self.dtype_bytes + lse) / self.tensor_parallel
 
     def logit_bytes(self) -> float:
-        """Of a token's logits, on the last stage, by each GPU."""
+        """Bytes of a token's logits on each GPU of the last stage."""
         return self.model.vocab_size * LOGIT_BYTES / self.tensor_parallel
 
     def kept_logit_bytes(self) -> float:
-        """What is left of them until the backward pass."""
+        """Bytes of a token's logits that are kept until the backward pass."""
         return self.model.vocab_size * KEPT_LOGIT_BYTES / self.tensor_parallel
 
     def state_bytes(self, stage: int, stages: int, replicas: int) -> float:
-        """Weights, gradients and this rank's part of the optimizer, of one GPU.
+        """Bytes of a GPU's weights, gradients and part of the optimizer's state.
 
         Args:
-            stage: of the pipeline.
-            stages: of the pipeline.
+            stage: number of the GPU's pipeline stage.
+            stages: number of all stages.
             replicas: data-parallel (and context-parallel) ranks that share the optimizer's state.
         """
         each = self.dtype_bytes + GRADIENT_BYTES + OPTIMIZER_BYTES / replicas
         return self.stage_parameters(stage, stages) * each
 
     def stage_parameters(self, stage: int, stages: int) -> float:
-        """Of one GPU of a stage."""
+        """Parameters on one GPU of a stage."""
         parameters = self.model.layers // stages * self.model.layer_parameters
         parameters += self.model.vocabulary_parameters * ((stage == 0) + (stage == stages - 1))
         return parameters / self.tensor_parallel
 
     def gradient_seconds(self, stage: int, stages: int, replicas: int) -> float:
-        """Reduce-scatter of a stage's gradients and all-gather of its weights, in rings.
+        """Seconds of the rings that reduce-scatter a stage's gradients and all-gather its weights.
 
         Args:
-            stage, stages, replicas: see `state_bytes`.
+            stage, stages, replicas: the same as in `state_bytes`.
         """
         nbytes = self.stage_parameters(stage, stages) * (GRADIENT_BYTES + self.dtype_bytes)
         speed, _ = self.cluster.ring(replicas, stages * replicas, self.tensor_parallel)
         return nbytes * (replicas - 1) / replicas / (speed * 1e9)
 
     def message_seconds(self, tokens: Floats, crosses: bool) -> Floats:
-        """Until activations of so many tokens have come to the next stage."""
-        at = self.cluster
+        """Seconds until the activations of tokens have come to the next stage."""
+        cluster = self.cluster
         nbytes = tokens * self.model.hidden_size * self.dtype_bytes / self.tensor_parallel
-        speed = at.network_gb_per_s if crosses else at.node_gb_per_s
-        latency = at.network_latency if crosses else at.node_latency
+        speed = cluster.network_gb_per_s if crosses else cluster.node_gb_per_s
+        latency = cluster.network_latency if crosses else cluster.node_latency
         result: Floats = nbytes / (speed * 1e9) + latency
         return result

@@ -1,4 +1,4 @@
-"""1F1B pipelines of a baseline's replicas: what passes take, and when each begins and ends."""
+"""1F1B pipelines of a baseline's replicas: seconds of passes, and when each begins and ends."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from distca.simulate.resources import Span
 
 @dataclass(frozen=True)
 class Passes:
-    """What a stage's passes take.
+    """Seconds of a stage's passes.
 
     Attributes:
-        forward: seconds of each pass, `[replicas, micro-batches]`.
-        backward: the same.
-        computed: seconds that each rank computes in all of them, `[ranks]`.
-        waited: seconds that it waits for the slowest of its group, `[ranks]`.
+        forward: seconds of each forward pass, `[replicas, micro-batches]`.
+        backward: seconds of each backward pass, `[replicas, micro-batches]`.
+        computed: seconds that each rank computes in all passes, `[ranks]`.
+        waited: seconds that each rank waits for the slowest of its group, `[ranks]`.
     """
 
     forward: Floats
@@ -36,7 +36,7 @@ class Passes:
         for direction, factor in ((0, 1.0), (1, costs.cluster.backward_over_forward)):
             linear = costs.pre_seconds()[direction] + costs.post_seconds()[direction]
             launch = costs.cluster.launch_seconds
-            # What the ranks of a group do until they wait for each other.
+            # Parts after which the ranks of a group wait for each other.
             of_layer = bins.tokens * linear + factor * bins.attention + launch
             parts: list[Floats] = [layers * of_layer]
             if stage == layout.stages - 1:
@@ -52,7 +52,7 @@ class Passes:
 
 
 def order_of_1f1b(stage: int, stages: int, micro_batches: int) -> list[tuple[bool, int]]:
-    """What a stage does in turn: whether it is a forward pass, and of which micro-batch."""
+    """Passes of a stage in turn: whether each is a forward pass, and its micro-batch."""
     ahead = min(stages - 1 - stage, micro_batches)
     order = [(True, number) for number in range(ahead)]
     for number in range(micro_batches):
@@ -69,7 +69,7 @@ def one_f_one_b(
     costs: ModelCosts,
     recording: bool,
 ) -> tuple[list[Floats], list[Span]]:
-    """When each replica of each stage has done all its passes, `[replicas]`, and spans."""
+    """Runs the pipelines; returns when each replica's stages end, `[replicas]` each, and spans."""
     stages, micro_batches = layout.stages, layout.micro_batches
     ranks = layout.data_parallel * layout.context_parallel
     crosses = ranks >= costs.cluster.links(costs.tensor_parallel).ranks_per_node
@@ -109,7 +109,7 @@ def one_f_one_b(
 
 
 def in_best_order(bins: Bins, layout: BaselineLayout, costs: ModelCosts) -> Bins:
-    """Each replica's micro-batches, which come the heaviest first, in the order that ends first.
+    """Reorders each replica's micro-batches, given the heaviest first, so that it ends earliest.
 
     A pipeline waits for the first micro-batch to come and for the last to go, so light ones at both
     ends are often best; and the heaviest delays least where no stage has it alone.

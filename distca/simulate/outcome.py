@@ -1,4 +1,4 @@
-"""What a simulated iteration comes to."""
+"""Outcome of a simulated iteration: time, memory, bytes and a timeline."""
 
 from __future__ import annotations
 
@@ -8,24 +8,25 @@ from pathlib import Path
 
 from distca.plan.span import Floats, Int64s
 from distca.simulate.resources import Span
+from distca.timeline import LANES, write_trace
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """One iteration.
+    """Outcome of one iteration.
 
     Attributes:
-        seconds: from its start until all gradients are reduced.
-        tokens: of the global batch.
-        gpus: that run it.
-        memory_bytes: at most at a time, of each rank's GPUs, `[ranks]`.
-        usable_bytes: of a GPU.
+        seconds: time from the start until all gradients are reduced.
+        tokens: number of tokens in the global batch.
+        gpus: number of GPUs.
+        memory_bytes: peak memory of each rank's GPUs, `[ranks]`.
+        usable_bytes: memory of a GPU that may be filled.
         computed: seconds that each rank's compute was busy, `[ranks]`.
         exposed: seconds that each rank waited for exchanges, and for others in them, `[ranks]`.
-        gathering: those of them in which keys and values of a context-parallel group are gathered,
-            or their gradients reduced, `[ranks]`.
-        bytes_sent: by each rank, by phase of the exchange, of one GPU of the rank, `[ranks]`.
-        spans: what was recorded, for `save_trace`.
+        gathering: part of `exposed` in which keys and values of a context-parallel group are
+            gathered, or their gradients reduced, `[ranks]`.
+        bytes_sent: bytes that one GPU of each rank sends, `[ranks]`, by phase of the exchange.
+        spans: recorded timeline for `save_trace`.
     """
 
     seconds: float
@@ -46,28 +47,26 @@ class Outcome:
 
     @property
     def tokens_per_second(self) -> float:
-        """Of all GPUs."""
+        """Throughput of all GPUs together."""
         return self.tokens / self.seconds
 
     @property
     def idle(self) -> float:
-        """The part of all ranks' time in which their compute was not busy."""
+        """Share of all ranks' time in which their compute was not busy."""
         return 1.0 - float(self.computed.mean()) / self.seconds
 
 
 def save_trace(path: Path, outcome: Outcome, names: Sequence[str] | None = None) -> None:
-    """Writes the timeline of an iteration that was recorded, in the format of `--distca-trace`.
+    """Writes the recorded timeline of an iteration in the format of `--distca-trace`.
 
     Args:
         path: a JSON file, to be opened at ui.perfetto.dev.
-        outcome: of a simulation that recorded.
-        names: of the ranks; default: their numbers.
+        outcome: result of a simulation that recorded.
+        names: titles of the ranks; default: their numbers.
 
     Raises:
         ValueError: nothing was recorded.
     """
-    from distca.runtime.trace import LANES, write_trace
-
     if not outcome.spans:
         raise ValueError("nothing was recorded: simulate with recording")
     ranks = len(outcome.computed)

@@ -1,4 +1,4 @@
-"""What a plan costs in a layer."""
+"""Costs of a plan in a layer: kernels, exchanges, copies and memory."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from functools import cached_property
 
 import numpy as np
 
+from distca.cost.kernel_time import CostModel
 from distca.cost.link import Links
 from distca.cost.memory import CoreAttentionMemory, plan_memory
-from distca.cost.model import CostModel
 from distca.cost.volume import AttentionShape, plan_bytes
 from distca.plan import Plan
 from distca.plan.span import Floats, Int64s
@@ -20,10 +20,10 @@ from distca.simulate.resources import Transfer
 
 @dataclass(frozen=True)
 class ExchangeCosts:
-    """One phase of a plan.
+    """Costs of one phase of a plan's exchange.
 
     Attributes:
-        transfer: what the links carry.
+        transfer: bytes that the links carry.
         packed: bytes of the messages that each server fills, `[servers]`.
         unpacked: bytes that each server takes out of messages, `[servers]`.
     """
@@ -35,7 +35,16 @@ class ExchangeCosts:
 
 @dataclass(frozen=True)
 class PlanCosts:
-    """What a plan costs in a layer, of each server, for one head group of equally many."""
+    """Costs of a plan in a layer, for each server and one of several head groups.
+
+    Attributes:
+        plan: plan of a nano-batch, or of a whole micro-batch.
+        shape: heads of one head group on one GPU.
+        head_groups: number of head groups, which take equally long.
+        cost_model: forward seconds of tasks with the heads of all groups.
+        links: links between the servers.
+        signal: every message is one byte.
+    """
 
     plan: Plan
     shape: AttentionShape
@@ -56,14 +65,14 @@ class PlanCosts:
 
     @cached_property
     def kernel_calls(self) -> Int64s:
-        """One for each shape of task."""
+        """Kernel calls of each server: one for each task shape that it has."""
         tasks = self.plan.tasks
         shapes = np.unique(tasks.server * 2 + tasks.ends_on_diagonal) // 2
         return np.bincount(shapes, minlength=self.plan.world_size)
 
     @cached_property
     def exchanges(self) -> dict[str, ExchangeCosts]:
-        """By phase. A signal is one byte, but its message is packed and unpacked whole."""
+        """Costs by phase. A signal is one byte, but its message is packed and unpacked whole."""
         found = {}
         for phase, matrix in plan_bytes(self.plan, self.shape).phases.items():
             carried = (matrix > 0).astype(np.int64) if self.signal else matrix
@@ -73,7 +82,7 @@ class PlanCosts:
 
     @cached_property
     def copied(self) -> dict[str, Int64s]:
-        """See `copy_traffic`: of each direction."""
+        """Bytes of `copy_traffic` in each direction."""
         grouped = self.head_groups > 1
         return {
             "forward": copy_traffic(self.plan, self.shape, "forward", grouped),

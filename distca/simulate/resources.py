@@ -1,20 +1,20 @@
 """Resources with occupancy: each rank's compute, and its four ports.
 
-Every rank runs the same program, so what it does next never depends on a time. That is why this
-discrete-event simulation needs no queue of events: each step of the program is worked out for all
+Every rank runs the same program, so its next event never depends on a time. That is why this
+discrete-event simulation needs no queue of events: each event of the program is worked out for all
 ranks at once, in the program's order, and a resource serves its uses in that order.
 
 **Ports.** A rank has a port out and a port in to the links of its node, and the same to the network
 (full duplex). The messages that a rank sends in an exchange share its port out and leave together;
-those that it receives share its port in:
+messages that it receives share its port in:
 
 * a port out is busy from when the rank starts the exchange (or the port is free) for its bytes over
   its speed; then all the rank's messages of that kind have left;
 * a port in carries a message once its sender's port out begins with it: of any message and all that
   begin later the bytes have yet to pass, so the port is busy until the last of these times (and for
   all bytes since it was free);
-* an exchange is over for a rank when all that it sends has left, all that it receives has left its
-  senders and passed its own port in, and a latency later.
+* an exchange is over for a rank when all its outgoing messages have left, all its incoming ones
+  have left their senders and passed its port in, and a latency later.
 """
 
 from __future__ import annotations
@@ -37,18 +37,18 @@ class Transfer:
     """The bytes of an exchange, worked out once for all its uses.
 
     Attributes:
-        bytes_sent: by each rank, `[ranks]`.
-        bytes_received: `[ranks]`.
-        out_seconds: how long each port out is busy: `[2, ranks]`, node and network.
-        in_seconds: the same of ports in.
-        source: of each message, in the order of their destinations and kinds, `[messages]`.
-        kind: NODE or NETWORK, `[messages]`.
-        seconds: how long each message takes, `[messages]`.
+        bytes_sent: bytes that each rank sends, `[ranks]`.
+        bytes_received: bytes that each rank receives, `[ranks]`.
+        out_seconds: time that each port out is busy, `[2, ranks]`: node and network.
+        in_seconds: time that each port in is busy, `[2, ranks]`.
+        source: sender of each message, ordered by destination and kind, `[messages]`.
+        kind: NODE or NETWORK for each message, `[messages]`.
+        seconds: time that each message takes, `[messages]`.
         destinations: ranks that receive, rising.
-        firsts: the first message of each of them.
-        port: of each message, the number of the port in among those that are used, `[messages]`.
-        ports: kind and rank of each of these, `[2, ports]`.
-        port_firsts: the first message of each of them.
+        firsts: number of the first message to each destination.
+        port: number of each message's port in among the used ones, `[messages]`.
+        ports: kind and rank of each used port in, `[2, ports]`.
+        port_firsts: number of the first message to each used port in.
     """
 
     bytes_sent: Int64s
@@ -66,7 +66,7 @@ class Transfer:
 
     @staticmethod
     def of_bytes(matrix: Int64s, links: Links) -> Transfer:
-        """From `[source rank, destination rank]` bytes, diagonal 0."""
+        """Makes a transfer of bytes `[source rank, destination rank]`, whose diagonal is 0."""
         destination, source = np.nonzero(matrix.T)
         kind = (source // links.ranks_per_node != destination // links.ranks_per_node).astype(int)
         order = np.lexsort((source, kind, destination))
@@ -99,7 +99,7 @@ class Transfer:
 
 @dataclass
 class Span:
-    """What a rank did from one moment to another, for the trace. See `distca.runtime.trace`."""
+    """Work of a rank from one moment to another, for a trace like `distca.runtime.trace`'s."""
 
     rank: int
     lane: str
@@ -111,20 +111,20 @@ class Span:
 
 @dataclass
 class Resources:
-    """The state of all ranks: see the module.
+    """State of all ranks' compute and ports, as the module describes them.
 
     Attributes:
-        ranks: how many.
+        ranks: number of ranks.
         cluster: latencies and rates of copying.
-        speeds: of each rank's compute beside the others', `[ranks]`.
+        speeds: relative speed of each rank's compute, `[ranks]`.
         recording: keep spans.
-        clock: when each rank's compute is free, seconds, `[ranks]`.
-        computed: how long each rank's compute was busy so far, seconds, `[ranks]`.
-        exposed: how long each rank's compute waited for exchanges so far, seconds, `[ranks]`.
-        sent: bytes that each rank has sent by phase of the exchange.
-        received: the same that came.
-        spans: what was recorded.
-        labels: added to every span.
+        clock: time at which each rank's compute is free, seconds, `[ranks]`.
+        computed: seconds that each rank's compute was busy so far, `[ranks]`.
+        exposed: seconds that each rank's compute waited for exchanges so far, `[ranks]`.
+        sent: bytes that each rank has sent, `[ranks]`, by phase of the exchange.
+        received: bytes that each rank has received, `[ranks]`, by phase of the exchange.
+        spans: recorded spans of all ranks.
+        labels: labels that every new span gets.
     """
 
     ranks: int
@@ -142,11 +142,11 @@ class Resources:
     def __post_init__(self) -> None:
         self.clock, self.computed, self.exposed = (np.zeros(self.ranks) for _ in range(3))
         self._out, self._in = np.zeros((2, self.ranks)), np.zeros((2, self.ranks))
-        at = self.cluster
-        self._latency = np.array([at.node_latency, at.network_latency])
+        cluster = self.cluster
+        self._latency = np.array([cluster.node_latency, cluster.network_latency])
 
     def compute(self, seconds: Floats, name: str = "", lane: str = "", **labels: Any) -> None:
-        """Each rank computes for so many seconds, at its speed, `[ranks]`."""
+        """Lets each rank compute: seconds at speed 1, `[ranks]`."""
         start = self.clock
         busy: Floats = seconds / self.speeds
         self.clock = start + busy
@@ -155,7 +155,7 @@ class Resources:
             self._record(name, lane, start, self.clock, labels)
 
     def wait(self, until: Floats, name: str = "", **labels: Any) -> None:
-        """Each rank waits until an exchange is over for it, `[ranks]`."""
+        """Lets each rank wait until an exchange is over for it, `[ranks]`."""
         start = self.clock
         self.clock = np.maximum(start, until)
         self.exposed += self.clock - start
@@ -185,11 +185,11 @@ class Resources:
 
     @staticmethod
     def _last_to_pass(moved: Transfer, begins: Floats) -> Floats:
-        """When the ports in that are used have passed all, had they been free before, `[ports]`.
+        """Time at which each used port in has passed all, had it been free before, `[ports]`.
 
         Args:
-            moved: the exchange.
-            begins: when each port out begins, `[2, ranks]`.
+            moved: bytes of the exchange.
+            begins: time at which each port out begins, `[2, ranks]`.
         """
         last_first = np.empty(begins.size, dtype=np.int64)
         last_first[np.argsort(-begins, axis=None)] = np.arange(begins.size)
@@ -209,22 +209,22 @@ class Resources:
         self.received[phase] = self.received.get(phase, zeros) + moved.bytes_received
 
     def barrier(self, groups: Sequence[Int64s], seconds: Sequence[float]) -> None:
-        """Each group of ranks waits for its last, and then for so many seconds."""
+        """Lets each group of ranks wait for its last member, and then for its seconds."""
         start = self.clock.copy()
         for members, each in zip(groups, seconds, strict=True):
             self.clock[members] = self.clock[members].max() + each
         self._record("gradients", "pipeline", start, self.clock, {})
 
     def copy_seconds(self, nbytes: Int64s) -> Floats:
-        """What gathering or scattering so many bytes takes: they are read and written."""
+        """Seconds to gather or scatter bytes, each of which is read and written."""
         return self.traffic_seconds(2 * nbytes)
 
     def traffic_seconds(self, nbytes: Int64s) -> Floats:
-        """What reading or writing so many bytes of memory takes."""
+        """Seconds to read or write bytes of memory."""
         return nbytes.astype(np.float64) * (1e-9 / self.cluster.copy_gb_per_s)
 
     def record_since(self, name: str, lane: str, start: Floats, **labels: Any) -> None:
-        """A span of every rank from a moment until now."""
+        """Records a span of every rank from a moment until now."""
         self._record(name, lane, start, self.clock, labels)
 
     def _record(

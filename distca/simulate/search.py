@@ -1,6 +1,6 @@
-"""Which parallel configuration is best for a job: candidates, and what each comes to.
+"""Candidates for the best parallel configuration of a workload, and the simulation of each.
 
-A job's documents come packed in sequences of equal length, as every pretraining job packs them, so
+A workload's documents come packed in sequences of equal length, as in every pretraining job, so
 that all configurations train on the same documents: none is cut where micro-batches end.
 """
 
@@ -12,41 +12,42 @@ from functools import partial
 
 import numpy as np
 
-from distca.cost.models import ModelSize
+from distca.cost.model_sizes import ModelSize
+from distca.cost.volume import MAX_HEAD_GROUPS
 from distca.plan.span import Int64s
-from distca.schedule import ScheduleConfig, most_in_flight_of_1f1b
+from distca.schedule import ExecutionOptions, ScheduleConfig, most_in_flight_of_1f1b
+from distca.schedule.program import Ablation
 from distca.simulate.baselines import BASELINES, simulate_baseline
-from distca.simulate.batches import Way, plan_batch
+from distca.simulate.batches import plan_global_batch
 from distca.simulate.bins import BaselineLayout
 from distca.simulate.cluster import Cluster
 from distca.simulate.costs import ModelCosts
 from distca.simulate.outcome import Outcome
-from distca.simulate.ticks import Ablation, simulate_ticks
-from distca.transport.channels import MAX_HEAD_GROUPS
+from distca.simulate.ticks import simulate_ticks
 
-WAYS = {
-    # The paper's: documents are placed one after the other (Section 6.1).
-    "greedy": partial(Way, "greedy", free_placement=False),
-    "tiles": partial(Way, "tiles"),
+DISTCA_SYSTEMS = {
+    # The paper's scheduler: documents are placed one after the other (Section 6.1).
+    "greedy": partial(ExecutionOptions, "greedy", free_placement=False),
+    "tiles": partial(ExecutionOptions, "tiles"),
 }
-"""With `--distca`, by name."""
-SYSTEMS = (*BASELINES, *WAYS)
+"""Options of the systems with `--distca`, by name."""
+SYSTEMS = (*BASELINES, *DISTCA_SYSTEMS)
 _MOST_BINS = 16
-"""Of WLB-LLM for each sequence of a global batch: of smaller ones the longest documents are many
-times the work."""
+"""Bound on WLB-LLM's bins for each sequence of a global batch: the work of the longest documents is
+many times that of smaller bins."""
 
 
 @dataclass(frozen=True)
-class Job:
-    """What is to be trained, and on what.
+class Workload:
+    """What is to be simulated: a model, GPUs of a cluster and a global batch.
 
     Attributes:
-        model: its sizes.
-        cluster: its nodes.
-        gpus: how many of its GPUs.
+        model: sizes of the model.
+        cluster: nodes and links.
+        gpus: number of the cluster's GPUs that train.
         context: tokens of a sequence; no document is longer.
-        sequences: of a global batch.
-        tolerance: of servers' loads.
+        sequences: number of sequences in a global batch.
+        tolerance: relative imbalance of servers' loads that schedulers may leave.
     """
 
     model: ModelSize
@@ -69,13 +70,13 @@ class Candidate:
     Attributes:
         system: one of `SYSTEMS`.
         tensor: GPUs that share each layer.
-        stages: of the pipeline.
-        data: replicas; with `--distca`, data-parallel ranks.
+        stages: number of pipeline stages.
+        data: number of replicas; with `--distca`, of data-parallel ranks.
         context: ranks of a context-parallel group; 1 with `--distca`.
-        micro_batches: of each replica.
-        max_in_flight: of a stage with `--distca`; None: no bound.
-        tolerance: of servers' loads, with `--distca`; None: the job's.
-        head_groups: `--distca-head-groups`.
+        micro_batches: number of micro-batches of each replica.
+        max_in_flight: bound on a stage's micro-batches in flight, with `--distca`; None: no bound.
+        tolerance: imbalance of servers' loads, with `--distca`; None: the workload's.
+        head_groups: value of `--distca-head-groups`.
     """
 
     system: str
@@ -98,12 +99,12 @@ class Candidate:
 
 
 def pack_sequences(lengths: Int64s, sequences: int, context: int) -> list[Int64s]:
-    """Documents one after the other in sequences, cut where these end.
+    """Packs documents one after the other in sequences, and cuts them where sequences end.
 
     Args:
         lengths: tokens of each document, int64; `sequences * context` in all.
-        sequences: how many.
-        context: tokens of each.
+        sequences: number of sequences.
+        context: tokens of a sequence.
 
     Raises:
         ValueError: the documents have another number of tokens.
@@ -121,19 +122,19 @@ def pack_sequences(lengths: Int64s, sequences: int, context: int) -> list[Int64s
 
 def divisions(
     system: str,
-    job: Job,
+    workload: Workload,
     tensor: Sequence[int],
     stages: Sequence[int],
     most_micro_batches: int = 256,
 ) -> list[Candidate]:
-    """All configurations that divide the job, whether they fit in memory or not.
+    """Lists all configurations that divide the workload, whether they fit in memory or not.
 
     Args:
         system: one of `SYSTEMS`.
-        job: what is trained.
+        workload: model, cluster and sizes.
         tensor: tensor-parallel sizes.
         stages: pipeline sizes.
-        most_micro_batches: of a replica.
+        most_micro_batches: bound on the micro-batches of a replica.
 
     Raises:
         ValueError: there is no such system.
@@ -142,74 +143,76 @@ def divisions(
         raise ValueError(f"no system {system!r}: choose from {', '.join(SYSTEMS)}")
     found = []
     for tp in tensor:
-        servers = job.gpus // tp
+        servers = workload.gpus // tp
         for pp in stages:
-            if not _divides(tp, job) or servers % pp or job.model.layers % pp:
+            if not _divides(tp, workload) or servers % pp or workload.model.layers % pp:
                 continue
             groups = _divisors(servers // pp) if system in BASELINES[1:] else [1]
-            # WLB-LLM's bins hold whole documents of any sequence, so they may be smaller than one.
-            most = job.sequences * (_MOST_BINS if system == "wlb-llm" else 1)
+            # WLB-LLM's bins hold documents of any sequence, so they may be smaller than one.
+            most = workload.sequences * (_MOST_BINS if system == "wlb-llm" else 1)
             found += [
                 Candidate(system, tp, pp, servers // pp // cp, cp, number)
                 for cp in groups
                 for number in _divisors(most)
                 # Fewer micro-batches than stages leave most of a pipeline idle.
                 if number <= most_micro_batches and (pp == 1 or number >= pp)
-                if _fills(system, job, servers // pp // cp, cp, number)
+                if _fills(system, workload, servers // pp // cp, cp, number)
             ]
     return found
 
 
-def _fills(system: str, job: Job, data: int, context: int, micro_batches: int) -> bool:
-    """Whether the batch's sequences divide: see `Candidate`."""
-    if system in WAYS:
-        return job.sequences // micro_batches * job.context % (2 * data) == 0
-    if job.sequences * job.context % (data * context * micro_batches):
+def _fills(system: str, workload: Workload, data: int, context: int, micro_batches: int) -> bool:
+    """Whether the batch's sequences fill the micro-batches of all ranks evenly."""
+    if system in DISTCA_SYSTEMS:
+        return workload.sequences // micro_batches * workload.context % (2 * data) == 0
+    if workload.sequences * workload.context % (data * context * micro_batches):
         return False
     if system == "wlb-llm":
-        return data * micro_batches <= _MOST_BINS * job.sequences
-    return job.sequences % (data * micro_batches) == 0
+        return data * micro_batches <= _MOST_BINS * workload.sequences
+    return workload.sequences % (data * micro_batches) == 0
 
 
 def candidates(
     system: str,
-    job: Job,
+    workload: Workload,
     tensor: Sequence[int],
     stages: Sequence[int],
     most_micro_batches: int = 256,
 ) -> list[Candidate]:
-    """The configurations of `divisions` that may fit in memory.
+    """Lists the configurations of `divisions` that may fit in memory.
 
-    With `--distca` one that does not is tried with as many micro-batches in flight as 1F1B has.
+    A configuration with `--distca` that does not fit is tried with 1F1B's bound of micro-batches in
+    flight.
     """
     found = []
-    for candidate in divisions(system, job, tensor, stages, most_micro_batches):
+    for candidate in divisions(system, workload, tensor, stages, most_micro_batches):
         tried = [candidate, *with_fewer_in_flight(candidate)]
-        usable = job.cluster.usable_bytes
-        found += [each for each in tried if least_memory(each, job) <= usable][:1]
+        usable = workload.cluster.usable_bytes
+        found += [each for each in tried if least_memory(each, workload) <= usable][:1]
     return found
 
 
 def with_fewer_in_flight(candidate: Candidate) -> list[Candidate]:
-    """The same with as many micro-batches in flight as 1F1B has, if it has more; or nothing."""
-    if candidate.system not in WAYS or candidate.stages == 1 or candidate.max_in_flight is not None:
+    """The configuration with 1F1B's bound of micro-batches in flight; none if that is no change."""
+    c = candidate
+    if c.system not in DISTCA_SYSTEMS or c.stages == 1 or c.max_in_flight is not None:
         return []
-    return [replace(candidate, max_in_flight=candidate.stages)]
+    return [replace(c, max_in_flight=c.stages)]
 
 
-def with_head_groups(candidate: Candidate, job: Job) -> list[Candidate]:
-    """The same with two or more head groups, as many as training allows, fewer first."""
-    heads = job.model.kv_heads // candidate.tensor
+def with_head_groups(candidate: Candidate, workload: Workload) -> list[Candidate]:
+    """The configuration with each number of head groups that training allows, fewest first."""
+    heads = workload.model.kv_heads // candidate.tensor
     return [replace(candidate, head_groups=n) for n in _divisors(heads) if 1 < n <= MAX_HEAD_GROUPS]
 
 
-def _divides(tp: int, job: Job) -> bool:
+def _divides(tp: int, workload: Workload) -> bool:
     """Whether a tensor-parallel size divides nodes, heads and GPUs."""
     return not (
-        job.cluster.gpus_per_node % tp
-        or job.gpus % tp
-        or job.model.heads % tp
-        or job.model.kv_heads % tp
+        workload.cluster.gpus_per_node % tp
+        or workload.gpus % tp
+        or workload.model.heads % tp
+        or workload.model.kv_heads % tp
     )
 
 
@@ -217,58 +220,60 @@ def _divisors(number: int) -> list[int]:
     return [n for n in range(1, number + 1) if number % n == 0]
 
 
-def least_memory(candidate: Candidate, job: Job) -> float:
-    """What a GPU of the first stage needs at least, bytes: without buffers and imbalance."""
+def least_memory(candidate: Candidate, workload: Workload) -> float:
+    """Lower bound of a first-stage GPU's memory in bytes: without buffers and imbalance."""
     c = candidate
-    costs = ModelCosts(job.model, job.cluster, c.tensor)
+    costs = ModelCosts(workload.model, workload.cluster, c.tensor)
     in_flight = most_in_flight_of_1f1b(c.micro_batches, c.stages)[0]
-    if c.system in WAYS:
-        way = WAYS[c.system](max_in_flight=c.max_in_flight)
-        in_flight = way.ticks(c.micro_batches, c.stages).most_in_flight[0]
-    tokens = job.sequences * job.context / (c.data * c.context * c.micro_batches)
+    if c.system in DISTCA_SYSTEMS:
+        options = DISTCA_SYSTEMS[c.system](max_in_flight=c.max_in_flight)
+        in_flight = options.tick_schedule(c.micro_batches, c.stages).most_in_flight[0]
+    tokens = workload.sequences * workload.context / (c.data * c.context * c.micro_batches)
     kept = tokens * costs.activation_bytes()
     kept += tokens * (c.context - 1) * costs.shape.kv_row_bytes
-    layers = job.model.layers // c.stages
+    layers = workload.model.layers // c.stages
     return in_flight * layers * kept + costs.state_bytes(0, c.stages, c.data * c.context)
 
 
 def simulate(
     candidate: Candidate,
-    job: Job,
+    workload: Workload,
     sequences: Sequence[Int64s],
     ablation: Ablation = "none",
     recording: bool = False,
 ) -> Outcome:
-    """Runs a global batch in a configuration.
+    """Simulates a global batch in a configuration.
 
     Args:
-        candidate: the configuration.
-        job: what is trained.
-        sequences: of each sequence the lengths of its documents, int64.
-        ablation: with `--distca`, see `simulate_ticks`.
+        candidate: system and parallel sizes.
+        workload: model, cluster and sizes.
+        sequences: lengths of the documents in each sequence, int64.
+        ablation: part of the exchanges that is left out, with `--distca`.
         recording: keep spans for a trace.
 
     Raises:
-        ValueError: the sequences are not the job's, or the configuration does not divide.
+        ValueError: the sequences are not the workload's, or the configuration does not divide.
     """
     c = candidate
-    if len(sequences) != job.sequences or any(int(s.sum()) != job.context for s in sequences):
-        raise ValueError(f"give {job.sequences} sequences of {job.context:,} tokens each")
-    costs = ModelCosts(job.model, job.cluster, c.tensor)
+    if len(sequences) != workload.sequences or any(
+        int(s.sum()) != workload.context for s in sequences
+    ):
+        raise ValueError(f"give {workload.sequences} sequences of {workload.context:,} tokens each")
+    costs = ModelCosts(workload.model, workload.cluster, c.tensor)
     if c.system in BASELINES:
         layout = BaselineLayout(c.stages, c.data, c.context, c.micro_batches)
         lengths = np.concatenate(sequences)
         return simulate_baseline(c.system, lengths, layout, costs, recording=recording)
     config = ScheduleConfig(
-        tolerance=job.tolerance if c.tolerance is None else c.tolerance,
+        tolerance=workload.tolerance if c.tolerance is None else c.tolerance,
         shape=costs.shape,
         cost_model=costs.cluster.attention_cost(costs.shape),
         links=costs.cluster.links(c.tensor),
     )
-    each = job.sequences // c.micro_batches
+    each = workload.sequences // c.micro_batches
     windows = [np.concatenate(sequences[n * each : (n + 1) * each]) for n in range(c.micro_batches)]
-    way = WAYS[c.system](max_in_flight=c.max_in_flight)
-    planned = plan_batch(windows, c.stages, c.data, config, way)
+    options = DISTCA_SYSTEMS[c.system](max_in_flight=c.max_in_flight)
+    planned = plan_global_batch(windows, c.stages, c.data, config, options)
     return simulate_ticks(
         planned, costs, ablation=ablation, recording=recording, head_groups=c.head_groups
     )

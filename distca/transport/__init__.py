@@ -2,28 +2,28 @@
 
 from distca.transport.ablation import Signal, SingleStream
 from distca.transport.base import (
-    WAYS,
+    DIRECTIONS,
     Channel,
     ChannelBytes,
+    Direction,
     MessageSizes,
     Pending,
     Transport,
     TransportError,
-    Way,
 )
 from distca.transport.collective import CollectiveTransport, new_exchange_group
 
 __all__ = [
-    "WAYS",
+    "DIRECTIONS",
     "Channel",
     "ChannelBytes",
     "CollectiveTransport",
+    "Direction",
     "MessageSizes",
     "Pending",
     "Signal",
     "SingleStream",
     "Transport",
     "TransportError",
-    "Way",
     "new_exchange_group",
 ]

@@ -9,11 +9,11 @@ import torch
 from distca.transport.base import Channel, ChannelBytes, MessageSizes, Pending, Transport
 
 
-class _Around(Transport):
-    """A transport that lets another move the bytes.
+class _Wrapper(Transport):
+    """A transport that wraps another, which moves the bytes.
 
     Args:
-        inner: the other.
+        inner: the wrapped transport.
     """
 
     def __init__(self, inner: Transport) -> None:
@@ -37,8 +37,8 @@ class _Around(Transport):
         self._inner.close()
 
 
-class SingleStream(_Around):
-    """Every exchange is waited for where it starts: nothing overlaps."""
+class SingleStream(_Wrapper):
+    """A transport that waits for each exchange where it starts, so that nothing overlaps."""
 
     def _start(self, channel: Channel, sizes: MessageSizes) -> Pending:
         pending = self._inner.start("all", channel, sizes)
@@ -46,9 +46,10 @@ class SingleStream(_Around):
         return pending
 
 
-class Signal(_Around):
-    """Every message is one byte, and zeros are received: servers wait for each other as they
-    would, but next to nothing is moved. Losses mean nothing.
+class Signal(_Wrapper):
+    """A transport that sends one byte for each message, and hands out zeros as what was received.
+
+    Ranks wait for each other as they would, but next to nothing is moved. Losses mean nothing.
     """
 
     def reserve(self, sizes: Mapping[Channel, ChannelBytes]) -> None:
@@ -61,11 +62,11 @@ class Signal(_Around):
         self._zeros = nothing.new_zeros(most)
 
     def start(self, phase: str, channel: Channel, sizes: MessageSizes) -> Pending:
-        """See `Transport.start`; counts the bytes that are really moved."""
+        """See `Transport.start`. Counts the bytes that are really moved."""
         outgoing, incoming = (
             tuple(int(size > 0) for size in sizes_of) for sizes_of in (sizes.send, sizes.receive)
         )
-        # Each byte goes where its message would begin.
+        # Each byte goes where its message would begin, since room there is reserved.
         signals = super().start(phase, channel, MessageSizes(outgoing, incoming, sizes.put_at))
         return _Zeros(signals, self._zeros[: sum(sizes.receive)])
 
@@ -74,6 +75,8 @@ class Signal(_Around):
 
 
 class _Zeros(Pending):
+    """An exchange of signals, of which zeros are handed out as the result."""
+
     def __init__(self, signals: Pending, zeros: torch.Tensor) -> None:
         self._signals, self._zeros = signals, zeros
 

@@ -1,4 +1,4 @@
-"""Steps that succeed on every rank of a group, or on none."""
+"""Actions that succeed on every rank of a group, or on none."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ from distca.transport.base import TransportError
 T = TypeVar("T")
 
 
-def on_all_ranks(group: dist.ProcessGroup, step: Callable[[], T]) -> list[T]:
-    """Runs a step on every rank. Collective.
+def on_all_ranks(group: dist.ProcessGroup, action: Callable[[], T]) -> list[T]:
+    """Runs an action on every rank. Collective.
 
     Args:
         group: the ranks.
-        step: what this rank does; its result is pickled.
+        action: work of this rank; its result is pickled.
 
     Returns:
         The results of all ranks.
 
     Raises:
-        ValueError: the step raised it on some rank; every rank raises the same then.
-        TransportError: the step raised another exception on some rank; likewise.
+        ValueError: the action raised a ValueError on some rank; every rank raises the same.
+        TransportError: the action raised another exception on some rank; every rank raises it.
     """
     mine: tuple[Any, str | None, bool] = (None, None, False)
     cause: Exception | None = None
     try:
-        mine = (step(), None, False)
+        mine = (action(), None, False)
     except Exception as error:
         cause = error
         mine = (None, str(error) or type(error).__name__, isinstance(error, ValueError))
@@ -44,9 +44,10 @@ def on_all_ranks(group: dist.ProcessGroup, step: Callable[[], T]) -> list[T]:
 
 
 def gather_objects(group: dist.ProcessGroup, mine: T) -> list[T]:
-    """What each rank of a group has. Collective.
+    """Gathers each rank's object, in the order of ranks. Collective.
 
-    By the group's own methods: `torch.distributed.all_gather_object` knows registered groups alone.
+    Calls the group's own methods, since `torch.distributed.all_gather_object` accepts registered
+    groups alone.
     """
     device = "cuda" if dist.get_backend() == "nccl" else "cpu"
     data = torch.frombuffer(bytearray(pickle.dumps(mine)), dtype=torch.uint8).to(device)

@@ -11,38 +11,39 @@ from typing import Literal, NamedTuple
 
 import torch
 
-Way = Literal["to servers", "to owners"]
-"""Rows go to their servers, and what servers made of them goes back to the rows' owners."""
+Direction = Literal["to servers", "to owners"]
+"""The way that rows travel: inputs to their servers, results back to the rows' owners."""
 
-WAYS: tuple[Way, ...] = ("to servers", "to owners")
+DIRECTIONS: tuple[Direction, ...] = ("to servers", "to owners")
 
 
 class TransportError(RuntimeError):
-    """An exchange cannot be completed; the message names the peer, the channel and the epoch."""
+    """Raised if an exchange cannot complete; the message names the peer, channel and epoch."""
 
 
 class Channel(NamedTuple):
-    """What has static buffers of its own; its exchanges follow each other.
+    """A pair of static buffers, one to send from and one to receive in.
+
+    Exchanges of one channel follow each other; those of different channels may overlap.
 
     Attributes:
-        way: of the rows.
-        slot: of the call: a head group of a nano-batch. Exchanges of different slots may be under
-            way together.
+        direction: way that the rows travel.
+        slot: number of the call whose rows travel: a head group of a nano-batch.
     """
 
-    way: Way
+    direction: Direction
     slot: int
 
 
 @dataclass(frozen=True)
 class ChannelBytes:
-    """How many bytes a rank may send, and may receive, in one exchange of a channel."""
+    """Capacity of a channel: bytes that a rank may send, and may receive, in one exchange."""
 
     send: int = 0
     receive: int = 0
 
     def fits(self, room: ChannelBytes) -> bool:
-        """Whether `room` holds this."""
+        """Whether buffers of the capacity `room` suffice."""
         return self.send <= room.send and self.receive <= room.receive
 
 
@@ -51,9 +52,9 @@ class MessageSizes:
     """The messages of one exchange as one rank sees them, in bytes.
 
     Attributes:
-        send: to each rank; 0 for this rank itself.
-        receive: from each rank; 0 for this rank itself.
-        put_at: where this rank's message begins in what each rank receives.
+        send: bytes to each rank; 0 for this rank itself.
+        receive: bytes from each rank; 0 for this rank itself.
+        put_at: offset of this rank's message in each rank's receive buffer.
     """
 
     send: tuple[int, ...]
@@ -66,30 +67,30 @@ class Pending(ABC):
 
     @abstractmethod
     def wait(self) -> torch.Tensor:
-        """What was received: uint8 `[sum(sizes.receive)]`, from rank 0, 1, ... one after the other.
+        """Waits for the messages from rank 0, 1, ...: uint8 `[sum(sizes.receive)]`, concatenated.
 
-        It lies in the channel's buffer: read it before `release`. On a GPU the current stream
-        waits for it, not the CPU. It may be asked for again until then.
+        The result lies in the channel's buffer: read it before `release`. On a GPU the current
+        stream waits, not the CPU. Until `release`, `wait` may be called again.
         """
 
     @abstractmethod
     def release(self) -> None:
-        """What was received is no longer needed: others may send on this channel again."""
+        """Frees the receive buffer: other ranks may send on this channel again."""
 
 
 class Transport(ABC):
-    """A ragged all-to-all between the ranks of one group, which counts what it moved.
+    """A ragged all-to-all between the ranks of one group, which counts the bytes it moves.
 
-    It owns the buffers that messages are sent from and received in. They are allocated by
-    `reserve`, between steps, and never in an exchange.
+    A transport owns the buffers that messages are sent from and received in. `reserve` allocates
+    them between training steps; an exchange allocates nothing.
 
     Args:
-        rank: this rank's number in the group.
+        rank: number of this rank in the group.
         world_size: ranks in the group.
 
     Attributes:
-        rank: as given.
-        world_size: as given.
+        rank: number of this rank in the group.
+        world_size: ranks in the group.
         bytes_sent: bytes that this rank sent to others, by phase.
         bytes_received: bytes that this rank received from others, by phase.
     """
@@ -102,32 +103,32 @@ class Transport(ABC):
 
     @abstractmethod
     def reserve(self, sizes: Mapping[Channel, ChannelBytes]) -> None:
-        """Allocates the channels' buffers anew, at least of these sizes; nothing may be under way.
+        """Allocates the channels' buffers anew, at least of these sizes. Collective.
 
-        Collective: every rank of the group calls it with the same sizes.
+        Every rank of the group gives the same sizes, and no exchange may be under way.
         """
 
     @abstractmethod
     def staging(self, channel: Channel, nbytes: int) -> torch.Tensor:
-        """Where the messages of the channel's next exchange are to be put: uint8 `[nbytes]`.
+        """The send buffer for the messages of the channel's next exchange: uint8 `[nbytes]`.
 
-        The exchange before it must have been waited for.
+        The exchange before must have been waited for.
         """
 
     def start(self, phase: str, channel: Channel, sizes: MessageSizes) -> Pending:
-        """Sends what is in the channel's staging: the messages to rank 0, 1, ... in turn.
+        """Starts to send the messages to rank 0, 1, ..., which lie concatenated in the staging.
 
         Collective: every rank of the group starts the channel's exchanges in the same order, also
-        those with nothing to send. One exchange of each channel may be under way. No sizes are
+        a rank with nothing to send. One exchange of each channel may be under way. No sizes are
         negotiated: all ranks read them off the plan.
 
         Args:
-            phase: the name under which the bytes are counted.
-            channel: whose exchange it is.
-            sizes: of the messages.
+            phase: name under which the bytes are counted.
+            channel: channel of the exchange.
+            sizes: sizes of the messages.
 
         Returns:
-            What can be waited for. The staging must stay as it is until then.
+            The exchange under way. The staging must stay as it is until `wait` has returned.
         """
         assert sizes.send[self.rank] == 0
         assert sizes.receive[self.rank] == 0
@@ -137,28 +138,28 @@ class Transport(ABC):
 
     @abstractmethod
     def _start(self, channel: Channel, sizes: MessageSizes) -> Pending:
-        """Does what `start` says."""
+        """Starts an exchange whose bytes are counted already."""
 
     def check(self, finished: bool = True) -> None:
-        """Looks for exchanges that have failed.
+        """Raises the error of an exchange that has failed.
 
-        Where `wait` makes the CPU wait it tells of them itself, and nothing is left to do here.
+        A transport whose `wait` blocks the CPU raises it there, and does nothing here.
 
         Args:
-            finished: when all is done that the current stream was given until now; else at once.
+            finished: look once the current stream has done its work so far; else at once.
 
         Raises:
-            TransportError: one has failed, on this rank or another.
+            TransportError: an exchange has failed, on this rank or another.
         """
         return
 
     @contextlib.contextmanager
     def checked(self) -> Iterator[None]:
-        """Around work whose results may be used only if no exchange in it has failed.
+        """Guards work whose results may be used only if no exchange in it has failed.
 
         Raises:
-            TransportError: one has failed. What was received is then not-a-number, so an error that
-                comes of that first gives way to this one.
+            TransportError: an exchange has failed. What it received is then not-a-number, so this
+                error replaces any that the work raised because of that.
         """
         try:
             yield
@@ -169,10 +170,10 @@ class Transport(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Gives back what the transport holds; call it when no exchange will follow."""
+        """Frees what the transport holds. No exchange may follow."""
 
 
 def first_bytes(buffer: torch.Tensor, nbytes: int) -> torch.Tensor:
-    """The part of a channel's buffer that an exchange needs; `reserve` made it large enough."""
+    """The part of a channel's buffer that an exchange uses; `reserve` made it large enough."""
     assert nbytes <= buffer.numel(), "no room was reserved for this plan"
     return buffer[:nbytes]

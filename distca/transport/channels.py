@@ -1,37 +1,37 @@
-"""What transports with the protocol of `protocol/exchange.h` share."""
+"""Channel numbers, arenas and failures, for transports that run `protocol/exchange.h`."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from distca.transport.base import WAYS, Channel, ChannelBytes
+from distca.transport.base import DIRECTIONS, Channel, ChannelBytes
 
-MAX_HEAD_GROUPS = 8
-"""Of a nano-batch. What it costs is flags alone: a few lines of memory for each rank."""
-SLOTS = 2 * MAX_HEAD_GROUPS
-CHANNELS = len(WAYS) * SLOTS
+SLOTS = 16
+"""Slots of a direction: exchanges that may be under way together. A slot costs two cache lines of
+control memory for each rank."""
+CHANNELS = len(DIRECTIONS) * SLOTS
 
 ARENA_ALIGNMENT = 4096
-"""Bytes; a page of a CPU."""
+"""Multiple at which arenas begin, in bytes: a page of a CPU."""
 
 # `Outcome` in words.h.
 DONE, NOT_YET, TIMED_OUT, DIED, LEFT, ABORTED = range(6)
 
 
 def channel_number(channel: Channel) -> int:
-    """Which of the control page's channels it is."""
+    """Number of a channel, which selects its flags in the control memory."""
     assert 0 <= channel.slot < SLOTS
-    return channel.slot * len(WAYS) + WAYS.index(channel.way)
+    return channel.slot * len(DIRECTIONS) + DIRECTIONS.index(channel.direction)
 
 
 def _channel_of(number: int) -> Channel:
     """The inverse of `channel_number`."""
-    return Channel(WAYS[number % len(WAYS)], number // len(WAYS))
+    return Channel(DIRECTIONS[number % len(DIRECTIONS)], number // len(DIRECTIONS))
 
 
 def arena_offsets(sizes: Mapping[Channel, ChannelBytes]) -> tuple[dict[Channel, int], int]:
-    """Where each channel's arena begins in every rank's memory, and the size of all, in bytes."""
+    """Offset of each channel's arena, the same in every rank's memory, and their total bytes."""
     begins, end = {}, 0
     for channel, room in sizes.items():
         begins[channel] = end
@@ -50,17 +50,17 @@ class Failure(NamedTuple):
     abort: int
 
     def describe(self, rank: int, timeout_seconds: float) -> str:
-        """What went wrong, in words.
+        """Describes what went wrong.
 
         Args:
-            rank: whose failure it is.
-            timeout_seconds: how long was waited.
+            rank: the rank that failed.
+            timeout_seconds: time limit of a wait.
         """
         channel = _channel_of(self.channel)
         waited = "room at" if self.sending else "the message of"
         text = (
             f"rank {rank} waited for {waited} rank {self.peer} in exchange {self.epoch} of "
-            f"channel '{channel.way}' {channel.slot}, but "
+            f"channel '{channel.direction}' {channel.slot}, but "
         )
         if self.outcome != ABORTED:
             return text + _reason(self.outcome, self.peer, timeout_seconds)
@@ -68,11 +68,11 @@ class Failure(NamedTuple):
 
 
 def describe_abort(word: int, timeout_seconds: float) -> str:
-    """Which rank ended the exchanges, and why, in words.
+    """Describes which rank ended the exchanges, and why.
 
     Args:
         word: a rank's abort word: `abort_word` in words.h.
-        timeout_seconds: how long was waited.
+        timeout_seconds: time limit of a wait.
     """
     outcome, reporter, culprit = word >> 48, word >> 24 & 0xFFFFFF, word & 0xFFFFFF
     reason = _reason(outcome, culprit, timeout_seconds)

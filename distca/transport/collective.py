@@ -9,7 +9,6 @@ import torch
 import torch.distributed as dist
 
 from distca.transport.base import (
-    WAYS,
     Channel,
     ChannelBytes,
     MessageSizes,
@@ -17,18 +16,19 @@ from distca.transport.base import (
     Transport,
     first_bytes,
 )
+from distca.transport.channels import channel_number
 
 
 def new_exchange_group(
     ranks: list[int], timeout: timedelta | None = None
 ) -> dist.ProcessGroup | None:
-    """A process group for exchanges alone; None on ranks that are not in it. Collective.
+    """A process group for exchanges alone; None on ranks outside it. Collective.
 
-    On GPUs its stream comes before those of other kernels: while it waits, servers wait.
+    NCCL gets a high-priority stream: while an exchange waits for SMs, servers wait for it.
 
     Args:
-        ranks: that are in it.
-        timeout: of its operations; None: the backend's own.
+        ranks: ranks of the group.
+        timeout: time limit of an operation; None: the backend's default.
     """
     if dist.get_backend() != "nccl":
         return dist.new_group(ranks, timeout=timeout)
@@ -38,19 +38,17 @@ def new_exchange_group(
 
 
 class CollectiveTransport(Transport):
-    """A ragged all-to-all over a process group of its own.
+    """A ragged all-to-all over a process group. Its construction is collective.
 
-    NCCL runs `all_to_all_single` with uneven splits on a stream of its own. gloo's would wait for
-    its turn among two threads, and often use a link in one direction at a time: a rank that comes
-    late finds the other ready to receive, fills the connection with its own message, and says only
-    behind it that it is ready, too. So on gloo every rank first starts to receive, then to send.
-
-    Making one is collective.
+    NCCL runs an all-to-all with uneven splits on the group's stream. gloo's all-to-all would queue
+    for one of two threads, and often use a link in one direction at a time: a late rank finds the
+    other ready to receive, fills the connection with its own message, and announces only behind it
+    that it is ready, too. So on gloo every rank posts all receives before it sends.
 
     Args:
-        group: the ranks that exchange. Give the exchange a group that nothing else uses, so that
-            its collectives are never ordered among those of the gradient reduction.
-        device: where the rows are.
+        group: ranks that exchange. The group must serve nothing else, so that its collectives are
+            never ordered among those of the gradient reduction.
+        device: device of the rows.
     """
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
@@ -59,15 +57,15 @@ class CollectiveTransport(Transport):
         self._staging: dict[Channel, torch.Tensor] = {}
         self._received: dict[Channel, torch.Tensor] = {}
         if group.name() != "gloo" and self.world_size > 1:
-            # NCCL connects two ranks at their first message. Later on that would stall a step, and
-            # there may be no memory left for it.
+            # NCCL connects two ranks at their first message: within a step that would stall, and
+            # there may be no memory left by then.
             ones = [1] * self.world_size
             message, received = self._allocate(self.world_size), self._allocate(self.world_size)
             group.alltoall_base(received, message, ones, ones).wait()
 
     def reserve(self, sizes: Mapping[Channel, ChannelBytes]) -> None:
         """See `Transport.reserve`."""
-        # The old ones first, so that both are never there together.
+        # The old buffers are freed first, so that old and new never coexist.
         self._staging.clear()
         self._received.clear()
         for channel, room in sizes.items():
@@ -82,18 +80,18 @@ class CollectiveTransport(Transport):
         return first_bytes(self._staging[channel], nbytes)
 
     def close(self) -> None:
-        """See `Transport.close`; the process group is its owner's."""
+        """See `Transport.close`. The process group stays open: whoever made it ends it."""
         self._staging.clear()
         self._received.clear()
 
     def _start(self, channel: Channel, sizes: MessageSizes) -> Pending:
         received = first_bytes(self._received[channel], sum(sizes.receive))
         staged = first_bytes(self._staging[channel], sum(sizes.send))
-        # The group's own methods: torch.distributed's functions know registered groups alone, and
-        # one that spans two default groups is not (`megatron_patches/dedicated.py`).
+        # The group's own methods: torch.distributed's functions accept registered groups alone, and
+        # one that spans two default groups is not (`megatron_patches/pipeline/processes.py`).
         works: list[dist.Work] = []
         if self._group.name() == "gloo":
-            tag = channel.slot * len(WAYS) + WAYS.index(channel.way)
+            tag = channel_number(channel)
             incoming, outgoing = (
                 torch.split(buffer, list(lengths))
                 for buffer, lengths in ((received, sizes.receive), (staged, sizes.send))
@@ -111,11 +109,11 @@ class _Collective(Pending):
         self._works, self._received = works, received
 
     def wait(self) -> torch.Tensor:
-        # gloo's messages can be waited for once; a second wait would be for another message.
+        # A gloo message can be waited for once: a second wait would be for another.
         for work in self._works:
             work.wait()
         self._works = ()
         return self._received
 
     def release(self) -> None:
-        """The next exchange of the channel, which this rank starts itself, may overwrite it."""
+        """Does nothing: only the channel's next exchange, which this rank starts, overwrites it."""

@@ -1,4 +1,4 @@
-"""Native code that is compiled at first use, and kept."""
+"""Native code: compiled at first use and cached by its sources, compiler and flags."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 PROTOCOL = Path(__file__).parent / "protocol"
-"""The folder of the sources."""
+"""Folder of the native sources."""
 
 HOST_COMPILERS = ("c++", "g++", "clang++")
 HOST_FLAGS = ("-std=c++17", "-O3", "-fPIC", "-shared", "-pthread", "-Wall", "-Wextra")
 
 
 def default_cache() -> Path:
-    """Where compiled files are kept: in the user's cache."""
+    """Folder of compiled files, in the user's cache."""
     return Path.home() / ".cache" / "distca"
 
 
@@ -28,7 +28,7 @@ def host_compiler() -> str:
     """The path of this machine's C++ compiler.
 
     Raises:
-        RuntimeError: there is none.
+        RuntimeError: no compiler is installed.
     """
     for name in HOST_COMPILERS:
         found = shutil.which(name)
@@ -42,14 +42,14 @@ def host_compiler() -> str:
 
 
 def host_library(sources: Path = PROTOCOL, cache: Path | None = None) -> Path:
-    """The library of the shared-memory transport.
+    """The path of the shared-memory transport's library, compiled if it is not cached.
 
     Args:
-        sources: the folder of its sources.
-        cache: where it is kept; None: `default_cache()`.
+        sources: folder of the sources.
+        cache: folder of compiled files; None: `default_cache()`.
 
     Raises:
-        RuntimeError: there is no compiler, it fails, or the cache cannot be written.
+        RuntimeError: no compiler is installed, it fails, or the cache cannot be written.
     """
     compiler = host_compiler()
     source = sources / "shared_memory.cpp"
@@ -68,14 +68,14 @@ def kept(
     build: Callable[[Path], None],
     cache: Path | None = None,
 ) -> Path:
-    """A file that was built before of the same sources in the same way, or is built now.
+    """The path of a built file, from the cache or built now.
 
     Args:
-        name: of the file.
-        sources: a folder; all files in it count.
-        key: what else it depends on: compilers, versions, flags, architectures.
-        build: writes the file to the path that it is given. Of several processes one calls it.
-        cache: where it is kept; None: `default_cache()`.
+        name: name of the file.
+        sources: folder of its sources; the content of every file in it counts.
+        key: what else the file depends on: compilers, versions, flags, architectures.
+        build: writes the file to a given path. Of several processes one calls it.
+        cache: folder of compiled files; None: `default_cache()`.
 
     Raises:
         RuntimeError: the cache cannot be written.
@@ -112,10 +112,10 @@ def _locked(folder: Path) -> Iterator[None]:
 
 
 def run(command: Sequence[str]) -> str:
-    """The output of a program.
+    """Runs a program, and returns its output.
 
     Raises:
-        RuntimeError: it cannot be run, or fails; with its last lines.
+        RuntimeError: the program cannot be run, or fails; the message has its last lines.
     """
     try:
         done = subprocess.run(

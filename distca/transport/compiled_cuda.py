@@ -1,7 +1,7 @@
-"""The device transport's kernels, compiled at first use and kept.
+"""The device transport's kernels, compiled at first use and cached.
 
-Where all peers are mapped (NVLink, PCIe) the kernels need no library and NVRTC compiles them in a
-moment; for peers on other machines they are linked with NVSHMEM's device library, by nvcc.
+Where all peers' memory is mapped (NVLink, PCIe), the kernels need no library, and NVRTC compiles
+them in a moment. For peers on other machines, nvcc links them with NVSHMEM's device library.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def nvidia_packages() -> Iterator[Path]:
 
 
 def find_nvcc() -> Path | None:
-    """nvcc from NVIDIA's wheels, else from the machine's CUDA toolkit; None: there is none."""
+    """The path of nvcc, from NVIDIA's wheels, else from the CUDA toolkit; None: not installed."""
     for folder in nvidia_packages():
         for found in sorted(folder.glob("*/bin/nvcc"), reverse=True):
             return found
@@ -38,7 +38,7 @@ def find_nvcc() -> Path | None:
 
 
 def find_nvshmem() -> Path | None:
-    """The folder with NVSHMEM's `include` and `lib`; None: there is none."""
+    """The folder with NVSHMEM's `include` and `lib`; None: not installed."""
     for folder in nvidia_packages():
         if (folder / "nvshmem" / "lib" / "libnvshmem_device.a").exists():
             return folder / "nvshmem"
@@ -46,7 +46,7 @@ def find_nvshmem() -> Path | None:
 
 
 def nvrtc_version() -> str | None:
-    """Of the NVRTC that cuda-core can call; None: there is none."""
+    """The version of the NVRTC that cuda-core can call; None: not installed."""
     try:
         from cuda.bindings import nvrtc
 
@@ -61,10 +61,10 @@ def kernels_of_mapped_peers(architecture: int, cache: Path | None = None) -> Pat
 
     Args:
         architecture: compute capability, such as 90.
-        cache: where it is kept; None: the user's cache.
+        cache: folder of compiled files; None: the user's cache.
 
     Raises:
-        RuntimeError: there is neither NVRTC nor nvcc, or it fails.
+        RuntimeError: neither NVRTC nor nvcc is installed, or the compiler fails.
     """
     version = nvrtc_version()
     if version is None:
@@ -76,8 +76,8 @@ def kernels_of_mapped_peers(architecture: int, cache: Path | None = None) -> Pat
         options = ProgramOptions(
             std="c++17", arch=f"sm_{architecture}", include_path=[str(PROTOCOL)]
         )
-        made = Program(SOURCE.read_text(), "c++", options).compile("cubin")
-        into.write_bytes(made.code)
+        cubin = Program(SOURCE.read_text(), "c++", options).compile("cubin")
+        into.write_bytes(cubin.code)
 
     key = ("nvrtc", version, str(architecture))
     return kept(f"mapped_sm_{architecture}.cubin", PROTOCOL, key, build, cache)
@@ -87,21 +87,21 @@ def kernels_with_nvshmem(architecture: int, cache: Path | None = None) -> Path:
     """The cubin for ranks some of whose peers are reached over a network.
 
     Raises:
-        RuntimeError: there is no nvcc or no NVSHMEM, or nvcc fails.
+        RuntimeError: nvcc or NVSHMEM is not installed, or nvcc fails.
     """
     return by_nvcc(architecture, nvshmem=True, cache=cache)
 
 
 def by_nvcc(architecture: int, nvshmem: bool, cache: Path | None = None) -> Path:
-    """A cubin, and beside it what nvcc said of each kernel, as `.log`.
+    """The path of a cubin; nvcc's report on each kernel lies beside it, as `.log`.
 
     Args:
         architecture: compute capability, such as 90.
-        nvshmem: with NVSHMEM's device library.
-        cache: where it is kept; None: the user's cache.
+        nvshmem: link NVSHMEM's device library.
+        cache: folder of compiled files; None: the user's cache.
 
     Raises:
-        RuntimeError: there is no nvcc or no NVSHMEM, or nvcc fails.
+        RuntimeError: nvcc or NVSHMEM is not installed, or nvcc fails.
     """
     nvcc = find_nvcc()
     if nvcc is None:
@@ -123,8 +123,8 @@ def by_nvcc(architecture: int, nvshmem: bool, cache: Path | None = None) -> Path
         key += [*command, nvshmem_version() or "of unknown version"]
 
     def build(into: Path) -> None:
-        said = run([*command, str(SOURCE), "-o", str(into)])
-        into.with_suffix(".log").write_text(said)
+        messages = run([*command, str(SOURCE), "-o", str(into)])
+        into.with_suffix(".log").write_text(messages)
         into.with_suffix(".log").replace(into.parent / f"{name}.log")
 
     name = f"{'nvshmem' if nvshmem else 'mapped'}_sm_{architecture}"
@@ -132,7 +132,7 @@ def by_nvcc(architecture: int, nvshmem: bool, cache: Path | None = None) -> Path
 
 
 def nvshmem_version() -> str | None:
-    """Of the NVSHMEM wheel; None: there is none."""
+    """The version of the NVSHMEM wheel; None: not installed."""
     for major in (13, 12):
         try:
             return importlib.metadata.version(f"nvidia-nvshmem-cu{major}")

@@ -1,7 +1,7 @@
 """The kernels of the device transport, and one rank's state on its GPU.
 
-Ranks may be processes with a GPU each, or several in one process: all they need are the addresses
-of each other's memory.
+Ranks may be processes with a GPU each, or several in one process: a rank needs only the addresses
+of the others' memory.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from distca.transport.channels import CHANNELS, Failure
 
 THREADS = 512
 BLOCKS = 8
-"""Thread blocks that send on one channel: so many SMs at most, which keep room for other work. Each
-copies as large a part of every message as the others, whatever the messages' sizes."""
+"""Thread blocks that send on one channel, and so the SMs that an exchange takes at most. Every
+block copies an equal part of each message."""
 
 
 class _Rank(NamedTuple):
-    """What a rank's kernels need to know: `Rank` in device.cuh."""
+    """Arguments that all of a rank's kernels share: `Rank` in device.cuh."""
 
     rank: int
     ranks: int
@@ -37,7 +37,7 @@ class _Rank(NamedTuple):
 
 
 def control_bytes(ranks: int) -> int:
-    """The size of a rank's control memory: `Flags` in words.h."""
+    """Bytes of a rank's control memory: `Flags` in words.h."""
     line, head_lines = 64, 4
     return line * (head_lines + 2 * ranks * CHANNELS)
 
@@ -46,7 +46,7 @@ class Kernels:
     """The kernels of a cubin, on the current device.
 
     Args:
-        cubin: compiled from `protocol/device.cu`.
+        cubin: path of the code, compiled from `protocol/device.cu`.
     """
 
     def __init__(self, cubin: Path) -> None:
@@ -56,7 +56,7 @@ class Kernels:
         self._kernels: dict[str, Any] = {}
 
     def launch(self, name: str, blocks: int, stream: torch.cuda.Stream, *arguments: Any) -> None:
-        """Starts a kernel. Arguments: addresses as int, others as ctypes values."""
+        """Launches a kernel. Arguments are addresses as int, or ctypes values."""
         from cuda.core import LaunchConfig, Stream, launch
 
         if name not in self._kernels:
@@ -67,17 +67,16 @@ class Kernels:
 
 
 class DeviceRank:
-    """What one rank's kernels work on.
+    """One rank's end of the protocol: its state on the GPU, and launches of its kernels.
 
     Args:
-        kernels: on this rank's device.
-        rank: its number.
-        controls: the address of each rank's control memory, zeroed, as mapped here; 0 where it is
-            not mapped.
-        device: this rank's.
-        timeout_seconds: how long a kernel waits for a rank.
-        bulk: the tensor memory accelerator copies to mapped ranks, on GPUs that have one (compute
-            capability 9.0); else threads do.
+        kernels: kernels, loaded on this rank's device.
+        rank: number of this rank.
+        controls: address of each rank's control memory, zeroed, as mapped here; 0: not mapped.
+        device: this rank's GPU.
+        timeout_seconds: time limit of a kernel's wait for another rank.
+        bulk: copy to mapped ranks by the tensor memory accelerator, on GPUs that have one (from
+            compute capability 9.0); else by threads.
         blocks: thread blocks that send.
     """
 
@@ -98,7 +97,7 @@ class DeviceRank:
         self._mapped = [peer for peer, address in enumerate(controls) if address]
         self._complete = torch.zeros(CHANNELS * self.ranks, dtype=torch.int32, device=device)
         self._failed = torch.zeros(1, dtype=torch.int32, device=device)
-        # Written by kernels, read by the CPU without waiting for the GPU.
+        # Pinned: kernels write it, and the CPU reads it without waiting for the GPU.
         self._failure = torch.zeros(len(Failure._fields), dtype=torch.int64).pin_memory()
         self._state = torch.empty(0)
 
@@ -106,11 +105,11 @@ class DeviceRank:
         return torch.tensor(words, dtype=torch.int64, device=self._device)
 
     def set_arenas(self, arenas: Sequence[int]) -> None:
-        """Where each rank's receive arenas begin, as mapped here; 0 where they are not.
+        """Sets the address of each rank's receive arenas, as mapped here; 0: not mapped.
 
         Raises:
-            RuntimeError: a rank's control memory is mapped and its arenas are not, or the other way
-                round: it would be told of messages that were never put.
+            RuntimeError: a rank's control memory is mapped and its arenas are not, or vice versa:
+                the rank would be told of messages that were never put.
         """
         if [peer for peer, address in enumerate(arenas) if address] != self._mapped:
             raise RuntimeError(
@@ -161,15 +160,15 @@ class DeviceRank:
         put_at: Sequence[int],
         stream: torch.cuda.Stream,
     ) -> None:
-        """Puts the messages to rank 0, 1, ..., which lie one after the other.
+        """Puts the messages to rank 0, 1, ... into the receivers' arenas.
 
         Args:
-            number: of the channel.
-            epoch: of the exchange, counted from 1.
-            staging: the messages.
-            sizes: of the messages, bytes.
-            put_at: where each begins in its receiver's arenas.
-            stream: of the channel.
+            number: channel number.
+            epoch: number of the channel's exchange, from 1.
+            staging: the messages, concatenated: uint8.
+            sizes: bytes of each message.
+            put_at: offset of each message in its receiver's arenas.
+            stream: stream of the channel.
         """
         begins = [sum(sizes[:peer]) for peer in range(self.ranks)]
         table = torch.tensor([*sizes, *begins, *put_at], dtype=torch.int64).pin_memory()
@@ -189,14 +188,15 @@ class DeviceRank:
     def wait(
         self, number: int, epoch: int, received: torch.Tensor, stream: torch.cuda.Stream
     ) -> None:
-        """Lets the stream wait for all messages. If they don't come, `received` is filled with
-        ones: not-a-number in every floating type.
+        """Lets the stream wait for all messages.
+
+        If they don't come, every bit of `received` is set: not-a-number in every floating type.
         """
         more = (received.data_ptr(), ctypes.c_uint64(received.numel()))
         self._launch("wait", 1, stream, number, epoch, *more)
 
     def release(self, number: int, epoch: int, stream: torch.cuda.Stream) -> None:
-        """Tells all sources that what they sent was read."""
+        """Tells all sources that their messages were read."""
         self._launch("release", 1, stream, number, epoch)
 
     def wait_for_room(self, number: int, epoch: int, stream: torch.cuda.Stream) -> None:
@@ -204,11 +204,11 @@ class DeviceRank:
         self._launch("wait_for_room", 1, stream, number, epoch)
 
     def set_ready(self, number: int, epoch: int, stream: torch.cuda.Stream) -> None:
-        """Tells all receivers that what the stream put before is complete."""
+        """Tells all receivers that the stream's puts so far are complete."""
         self._launch("set_ready", 1, stream, number, epoch)
 
     def failure(self) -> str | None:
-        """What went wrong, if a kernel has told it."""
+        """The failure that a kernel has reported, in words; None: no failure."""
         words = [word % 2**64 for word in self._failure.tolist()]
         found = Failure(*words)
         if found.outcome == 0:

@@ -1,11 +1,11 @@
 """The transport between GPUs: puts by our own kernel, or by copy engines, over NVSHMEM's memory.
 
-It has not been run on a GPU yet. The protocol is `protocol/exchange.h`, which shared_memory.py runs
-on CPUs; the kernels are `protocol/device.cu`.
+This transport has not been run on a GPU yet. The protocol is `protocol/exchange.h`, which
+shared_memory.py runs on CPUs; the kernels are `protocol/device.cu`.
 
-Every rank starts, waits and releases in the same order, so what a kernel waits for was issued
-before it, on whichever rank. That holds with one hardware queue
-(`CUDA_DEVICE_MAX_CONNECTIONS=1`, which Megatron asks for), too.
+Kernels that wait cannot deadlock: all ranks start, wait and release in the same order, so whatever
+a kernel waits for was issued before it, even with one hardware queue
+(`CUDA_DEVICE_MAX_CONNECTIONS=1`, which Megatron asks for).
 """
 
 from __future__ import annotations
@@ -34,26 +34,27 @@ from distca.transport.base import (
 from distca.transport.channels import CHANNELS, arena_offsets, channel_number, describe_abort
 from distca.transport.compiled_cuda import kernels_of_mapped_peers, kernels_with_nvshmem
 from distca.transport.device import DeviceRank, Kernels, control_bytes
-from distca.transport.segments import machine_id
+from distca.transport.shared_segments import machine_id
 from distca.transport.symmetric_bytes import ALIGNMENT, SymmetricBytes
 
 logger = logging.getLogger(__name__)
 
 Mode = Literal["kernel", "copy-engine"]
+NVSHMEM_MODES: tuple[Mode, ...] = ("kernel", "copy-engine")
 
-# From this status on NVSHMEM can allocate; 3.4.5 "succeeds" with 1 where there is no GPU.
+# NVSHMEM can allocate from this status on; 3.4.5 "succeeds" with 1 where there is no GPU.
 _CAN_ALLOCATE = 2
-# NVSHMEM's heap grows by multiples of this: the default of NVSHMEM_CUMEM_GRANULARITY.
+# NVSHMEM's heap grows by multiples of so many bytes: NVSHMEM_CUMEM_GRANULARITY's default.
 _GRANULE = 1 << 29
-# How often `check` looks at the GPU.
+# Interval at which `check` looks at the GPU.
 _POLL_SECONDS = 1e-4
 
 
 def _nvshmem() -> tuple[Any, Any]:
-    """`nvshmem.core` and `nvshmem.bindings`.
+    """Imports `nvshmem.core` and `nvshmem.bindings`.
 
     Raises:
-        RuntimeError: they are not installed, or not for this CUDA.
+        RuntimeError: NVSHMEM for Python is not installed, or not for this CUDA.
     """
     try:
         import nvshmem.bindings as bindings
@@ -71,18 +72,18 @@ class NvshmemTransport(Transport):
     """One-sided puts between GPUs, on a stream for each channel.
 
     Args:
-        group: the ranks that exchange; used to set up, and in `reserve`. NVSHMEM is initialised for
+        group: ranks that exchange; used to set up, and in `reserve`. NVSHMEM is initialised for
             these ranks, so a process can be in one such group only.
         device: this rank's GPU.
-        timeout: how long a kernel waits for a rank.
-        mode: "kernel": our kernel copies, on few SMs; "copy-engine": copies take no SM. These
-            cannot be held back: after a failed wait for room they overwrite what a healthy receiver
-            may be reading. It is told of the failure before, so `check` raises there, too; what was
-            received must not be used before that.
+        timeout: time limit of a kernel's wait for another rank.
+        mode: "kernel": our kernel copies, on few SMs; "copy-engine": copies take no SM. Copy
+            engines cannot be held back: after a failed wait for room they overwrite what a healthy
+            receiver may be reading. The receiver is told of the failure before, so its `check`
+            raises, too; what it received must not be used before that.
 
     Raises:
         TransportError: NVSHMEM is missing or does not start, machines have different numbers of
-            ranks, which it refuses, or the kernels cannot be compiled. Every rank raises the same.
+            ranks, or the kernels cannot be compiled. Every rank raises the same.
     """
 
     def __init__(
@@ -104,7 +105,7 @@ class NvshmemTransport(Transport):
                 "--distca-transport collective, or start as many everywhere"
             )
         if self.rank == 0:
-            # First, since ranks that cannot reach each other hang there.
+            # Logged before NVSHMEM starts: ranks that cannot reach each other hang there.
             logger.info(
                 "NVSHMEM starts on %d ranks of %d machines; if it stops here, name the network "
                 "interface: export NVSHMEM_BOOTSTRAP_UID_SOCK_IFNAME",
@@ -123,7 +124,7 @@ class NvshmemTransport(Transport):
         self._epochs = [0] * CHANNELS
         self._streams = [_stream(device) for _ in range(CHANNELS)]
         self._memory: SymmetricBytes | None = None
-        # What NVSHMEM's heap took for it, at least.
+        # Bytes that NVSHMEM's heap holds for it, at least.
         self._heap = 0
         self._arenas: dict[Channel, torch.Tensor] = {}
         self._staging: dict[Channel, torch.Tensor] = {}
@@ -133,7 +134,7 @@ class NvshmemTransport(Transport):
         self._core, self._bindings = _nvshmem()
 
     def _unique_id(self) -> bytes | None:
-        """What ranks find each other by; made by the first."""
+        """The token by which ranks find each other: made by rank 0, None elsewhere."""
         return bytes(self._core.get_unique_id()._data.tobytes()) if self.rank == 0 else None
 
     def _initialise(self, unique_id: bytes | None) -> None:
@@ -174,25 +175,24 @@ class NvshmemTransport(Transport):
         self._endpoint = DeviceRank(
             kernels, self.rank, self._control.peers, self._device, self._timeout
         )
-        # The zeros are there before any rank goes on.
+        # The control memory must be zero before any rank goes on.
         torch.cuda.synchronize(self._device)
 
     def reserve(self, sizes: Mapping[Channel, ChannelBytes]) -> None:
         """See `Transport.reserve`.
 
         Raises:
-            TransportError: there is not enough memory, or an exchange has failed; every rank raises
-                the same.
+            TransportError: memory is short, or an exchange has failed; every rank raises the same.
         """
         torch.cuda.synchronize(self._device)
         on_all_ranks(self._group, self._raise_failure)
         self._arenas.clear()
         self._staging.clear()
         begins, end = arena_offsets(sizes)
-        # Network cards read from symmetric memory, so staging is there, too.
+        # Network cards read from symmetric memory alone, so staging lies there, too.
         nbytes = end + sum(-(-room.send // ALIGNMENT) * ALIGNMENT for room in sizes.values())
         on_all_ranks(self._group, self._free)
-        # A step of its own: ranks that can allocate may wait for ever for one that cannot.
+        # Checked on all ranks first: in `_allocate`, ranks wait for ever for one that cannot.
         growth = on_all_ranks(self._group, lambda: self._growth(nbytes))[self.rank]
         on_all_ranks(self._group, lambda: self._allocate(nbytes))
         self._heap += growth
@@ -210,12 +210,12 @@ class NvshmemTransport(Transport):
             self._memory = None
 
     def _growth(self, nbytes: int) -> int:
-        """How many bytes NVSHMEM's heap takes from the GPU for so many.
+        """Bytes that NVSHMEM's heap takes from the GPU to allocate `nbytes`.
 
-        It keeps what was freed, and grows by all that does not fit there, in granules.
+        The heap keeps freed memory, and grows in granules by an allocation that does not fit there.
 
         Raises:
-            RuntimeError: there are not so many, also without those that torch kept for later.
+            RuntimeError: the GPU has less free memory, also once torch's cache is emptied.
         """
         needed = nbytes + 2 * ALIGNMENT
         if needed <= self._heap:
@@ -263,15 +263,15 @@ class NvshmemTransport(Transport):
         sizes: tuple[int, ...],
         put_at: list[int],
     ) -> None:
-        """The kernel's steps, as entries of the stream; peers on other machines come first."""
+        """Does the kernel's steps as entries of the stream; peers on other machines come first."""
         memory, stream = self._memory, self._streams[number]
         assert memory is not None
         self._endpoint.wait_for_room(number, epoch, stream)
         begin = staging.data_ptr()
         begins = [begin + sum(sizes[:peer]) for peer in range(self.world_size)]
-        peers = [(self.rank + step) % self.world_size for step in range(1, self.world_size)]
+        peers = [(self.rank + shift) % self.world_size for shift in range(1, self.world_size)]
         copy = self._bindings.putmem_on_stream
-        # Not in NVSHMEM's first releases for Python.
+        # NVSHMEM's first releases for Python lack the call that does not block.
         start = getattr(self._bindings, "putmem_nbi_on_stream", copy)
         for peer in sorted(peers, key=lambda peer: memory.peers[peer] != 0):
             if sizes[peer]:
@@ -290,7 +290,7 @@ class NvshmemTransport(Transport):
         """Lets the current stream wait for an exchange of a channel.
 
         Raises:
-            TransportError: an exchange before it has failed.
+            TransportError: an earlier exchange has failed.
         """
         self._raise_failure()
         stream = self._streams[number]
@@ -298,7 +298,7 @@ class NvshmemTransport(Transport):
         torch.cuda.current_stream(self._device).wait_stream(stream)
 
     def release(self, number: int, epoch: int) -> None:
-        """After what the current stream does now, an exchange of a channel was read."""
+        """Releases an exchange of a channel once the current stream's work so far is done."""
         stream = self._streams[number]
         stream.wait_stream(torch.cuda.current_stream(self._device))
         self._endpoint.release(number, epoch, stream)
@@ -311,12 +311,12 @@ class NvshmemTransport(Transport):
     def check(self, finished: bool = True) -> None:
         """See `Transport.check`.
 
-        A rank that another one has told of a failure raises, too: it may have read wrong bytes.
+        A rank raises for another rank's failure, too, since it may have read wrong bytes.
         """
         if finished:
             done = torch.cuda.Event()  # type: ignore[no-untyped-call]
             done.record(torch.cuda.current_stream(self._device))
-            # Without waiting for the GPU: it may wait for a rank that never comes, in NCCL.
+            # Polls rather than synchronises: in NCCL the GPU may wait for a rank that never comes.
             while not done.query():  # type: ignore[no-untyped-call]
                 self._raise_failure()
                 time.sleep(_POLL_SECONDS)
@@ -327,9 +327,9 @@ class NvshmemTransport(Transport):
                 raise TransportError(f"rank {self.rank}: {describe_abort(abort, self._timeout)}")
 
     def close(self) -> None:
-        """See `Transport.close`. Collective, since NVSHMEM's end is.
+        """See `Transport.close`. Collective, as is the end of NVSHMEM.
 
-        Where a rank has died, the group's timeout ends this; NVSHMEM's own calls have none.
+        Where a rank has died, the group's timeout ends the wait; NVSHMEM's calls have no timeout.
 
         Raises:
             TransportError: an exchange has failed; every rank raises the same.
@@ -343,9 +343,9 @@ class NvshmemTransport(Transport):
         self._shut()
 
     def _shut(self) -> None:
-        """Ends NVSHMEM, and with it what it allocated, if it runs on every rank. Collective.
+        """Ends NVSHMEM and frees its memory, if NVSHMEM runs on every rank. Collective.
 
-        Elsewhere its end would wait for ranks that never got there.
+        Otherwise its end would wait for ranks that never started it.
         """
         if not all(on_all_ranks(self._group, lambda: self._open)):
             return
@@ -357,7 +357,7 @@ class NvshmemTransport(Transport):
 
 
 def _stream(device: torch.device) -> torch.cuda.Stream:
-    """A stream whose few kernels go before those that compute."""
+    """A high-priority stream: its few kernels go before those that compute."""
     return torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
 
 

@@ -1,7 +1,7 @@
-"""The transport between processes of one machine, over memory that they share.
+"""The transport between processes of one machine, over shared memory. Linux only.
 
-It runs the protocol of the GPU transport (`protocol/exchange.h`) on CPUs: puts into the receiver's
-arena, arrival flags by source, credits by destination. Linux only.
+The protocol is that of the GPU transport (`protocol/exchange.h`), run on CPUs: puts into the
+receiver's arena, arrival flags by source, credits by destination.
 """
 
 from __future__ import annotations
@@ -37,20 +37,20 @@ from distca.transport.channels import (
     channel_number,
 )
 from distca.transport.compiled import host_library
-from distca.transport.segments import SymmetricMemory, machine_id
+from distca.transport.shared_segments import SymmetricMemory, machine_id
 
-# Python looks for signals, such as Ctrl-C, this often while it waits.
+# A wait returns to Python at this interval, to handle signals such as Ctrl-C.
 _SLICE_SECONDS = 0.2
 
 
 class SharedMemoryTransport(Transport):
-    """Puts into the memory of other processes; a thread for each channel does the sending.
+    """Puts into the memory of other processes, by a sending thread for each channel.
 
     Args:
-        group: the ranks that exchange, all on one machine. Used to set up, in `reserve` also.
-        timeout: how long a rank waits for one that is alive. A process that has ended is noticed
+        group: ranks that exchange, all on one machine; used to set up, and in `reserve`.
+        timeout: time limit of a wait for a rank that is alive. A process that has ended is noticed
             within a fraction of a second.
-        library: a build of the native code; None: it is compiled at first use.
+        library: path of the native code; None: compiled at first use.
 
     Raises:
         ValueError: the ranks are not all on one machine.
@@ -72,7 +72,7 @@ class SharedMemoryTransport(Transport):
             )
         self._group, self._timeout = group, timeout.total_seconds()
         self._native: ctypes.CDLL
-        # All load it or none: an error here is everybody's.
+        # All ranks load it or none: every rank raises an error of any.
         on_all_ranks(group, lambda: self._load(library or host_library()))
         control_bytes = self._native.distca_control_bytes(self.world_size, CHANNELS)
         self._controls = SymmetricMemory(group, control_bytes, held=True)
@@ -84,7 +84,7 @@ class SharedMemoryTransport(Transport):
             (ctypes.c_int * self.world_size)(*self._controls.files),
             self._timeout,
         )
-        # Threads of the native code end before what they use goes, also when nobody calls `close`.
+        # The native code's threads must end before the memory they use, also without `close`.
         self._end = weakref.finalize(self, _end, self._native, handle, self._controls, os.getpid())
         self._opened: int = handle
         self._epochs = [0] * CHANNELS
@@ -93,12 +93,12 @@ class SharedMemoryTransport(Transport):
 
     @property
     def _handle(self) -> int:
-        """Of the native code."""
+        """The native endpoint."""
         assert self._end.alive, "the transport is closed"
         return self._opened
 
     def _load(self, library: Path) -> None:
-        """The native code; its calls let other Python threads run."""
+        """Loads the native code; its calls let other Python threads run."""
         self._native = ctypes.CDLL(str(library))
         for name, (result, arguments) in _FUNCTIONS.items():
             function = getattr(self._native, name)
@@ -109,7 +109,7 @@ class SharedMemoryTransport(Transport):
         """See `Transport.reserve`.
 
         Raises:
-            TransportError: there is not enough memory; every rank raises the same.
+            TransportError: memory is short; every rank raises the same.
         """
         self._staging.clear()
         self._arenas.clear()
@@ -122,7 +122,7 @@ class SharedMemoryTransport(Transport):
             self._staging[channel] = torch.empty(room.send, dtype=torch.uint8)
             number = channel_number(channel)
             self._native.distca_set_arenas(self._handle, number, _addresses(memory.parts, begin))
-        # The memory that was there before goes here: nothing is under way in it.
+        # This frees the old memory, in which nothing is under way.
         self._memory = memory
 
     def staging(self, channel: Channel, nbytes: int) -> torch.Tensor:
@@ -148,7 +148,7 @@ class SharedMemoryTransport(Transport):
         return _Receiving(self, number, self._epochs[number], received)
 
     def wait_for(self, number: int, epoch: int) -> None:
-        """Until an exchange of a channel is complete.
+        """Waits until an exchange of a channel is complete.
 
         Raises:
             TransportError: a rank has ended, closed its transport, or does nothing.
@@ -163,7 +163,7 @@ class SharedMemoryTransport(Transport):
         self._check(outcome)
 
     def release(self, number: int, epoch: int) -> None:
-        """What an exchange of a channel brought was read."""
+        """Releases an exchange of a channel: its messages were read."""
         self._native.distca_release(self._handle, number, epoch)
 
     def _check(self, outcome: int) -> None:
@@ -174,7 +174,7 @@ class SharedMemoryTransport(Transport):
         raise TransportError(Failure(*words).describe(self.rank, self._timeout))
 
     def close(self) -> None:
-        """See `Transport.close`. Ranks that still wait for this one leave with an error."""
+        """See `Transport.close`. Ranks that still wait for this rank raise an error."""
         self._staging.clear()
         self._arenas.clear()
         self._end()
@@ -200,7 +200,7 @@ def _addresses(parts: list[torch.Tensor], offset: int = 0) -> Any:
 
 
 def _end(native: ctypes.CDLL, handle: int, controls: SymmetricMemory, process: int) -> None:
-    # A process that was forked off this one has the memory, but not the threads.
+    # A forked child has inherited the memory, but not the threads.
     if os.getpid() == process:
         native.distca_close(handle)
         controls.close()

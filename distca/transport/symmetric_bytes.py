@@ -1,4 +1,4 @@
-"""Memory that NVSHMEM allocates, at the same place of every rank's GPU."""
+"""Symmetric memory: allocated by NVSHMEM at the same heap offset of every rank's GPU."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from typing import Any
 import torch
 
 ALIGNMENT = 512
-"""Bytes."""
+"""Alignment of an allocation, in bytes."""
 
 
 class _Address:
-    """Device memory that is not torch's, for `torch.as_tensor`."""
+    """Device memory that torch did not allocate, as `torch.as_tensor` accepts it."""
 
     def __init__(self, address: int, nbytes: int) -> None:
         self.__cuda_array_interface__ = {
@@ -23,12 +23,15 @@ class _Address:
 
 
 class SymmetricBytes:
-    """As many bytes on every rank's GPU, allocated by NVSHMEM. Collective.
+    """Memory of equal size on every rank's GPU, allocated by NVSHMEM. Collective.
 
     Attributes:
-        address: of this rank's.
-        peers: of each rank's as mapped here; 0 where it is not.
-        own: this rank's, uint8 `[nbytes]`, zeroed.
+        address: address of this rank's memory.
+        peers: address of each rank's memory as mapped here; 0: not mapped.
+        own: this rank's memory, uint8 `[nbytes]`, zeroed.
+
+    Raises:
+        RuntimeError: NVSHMEM cannot allocate so much.
     """
 
     def __init__(self, bindings: Any, ranks: int, nbytes: int, device: torch.device) -> None:
@@ -45,5 +48,5 @@ class SymmetricBytes:
         self.own.zero_()
 
     def free(self) -> None:
-        """Collective."""
+        """Frees the memory. Collective."""
         self._bindings.free(self.address)

@@ -1,4 +1,4 @@
-"""Several ranks in one process, which run in turn: to try plans on one device."""
+"""Ranks that share one process and run in turn, to try plans on one device."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from distca.transport.base import Channel, ChannelBytes, MessageSizes, Pending, 
 
 
 class VirtualTransport(Transport):
-    """One of several ranks of this process: it puts its messages into the others' buffers.
+    """The transport of one of several ranks of this process, which copies between their buffers.
 
-    The ranks take their steps in turn: all start an exchange before one waits for it. On a GPU the
-    bytes move on a stream of their own, beside the kernels.
+    The ranks run in turn: all start an exchange before one waits for it. On a GPU the copies run
+    on a stream of their own, beside the kernels.
 
     Args:
-        rank: this rank's number.
+        rank: number of this rank.
         others: all ranks by number; every rank is given the same list, and adds itself to it.
-        world_size: how many there will be.
-        device: where the rows are.
-        stream: on which bytes move; None on CPUs.
+        world_size: ranks that there will be.
+        device: device of the rows.
+        stream: stream of the copies; None on CPUs.
     """
 
     def __init__(
@@ -37,8 +37,7 @@ class VirtualTransport(Transport):
         self._others, self._device, self._stream = others, device, stream
         self._staging: dict[Channel, torch.Tensor] = {}
         self._received: dict[Channel, torch.Tensor] = {}
-        # How many exchanges this rank has started, and which its buffer was last filled in, by
-        # source.
+        # Exchanges that this rank has started; by source, the last one that has arrived.
         self._epoch: dict[Channel, int] = {}
         self._arrived: dict[Channel, list[int]] = {}
         self._moved: dict[Channel, torch.cuda.Event] = {}
@@ -78,9 +77,9 @@ class VirtualTransport(Transport):
         start = 0
         for other, nbytes in zip(self._others, sizes.send, strict=True):
             if nbytes:
-                at = sizes.put_at[other.rank]
+                begin = sizes.put_at[other.rank]
                 message = self._staging[channel][start : start + nbytes]
-                other._received[channel][at : at + nbytes] = message
+                other._received[channel][begin : begin + nbytes] = message
                 start += nbytes
 
     def close(self) -> None:
@@ -106,4 +105,4 @@ class _Virtual(Pending):
         return self._transport._wait(self._channel, self._nbytes)
 
     def release(self) -> None:
-        """All ranks are in one process: none starts the channel's next exchange before."""
+        """Does nothing: no rank of this process starts the channel's next exchange before."""

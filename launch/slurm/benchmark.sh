@@ -57,5 +57,5 @@ for turn in 1 2; do
     done
 done
 # The node's own Python will do, also where $python is a container's: it needs no packages.
-$dry_run || python3 benchmarks/compare_speeds.py "$output"/*.log || failed+=("the summary")
+$dry_run || python3 benchmarks/training/compare_speeds.py "$output"/*.log || failed+=("the summary")
 [ ${#failed[@]} = 0 ] || die "these did not end well: ${failed[*]}"

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# Runs benchmarks/throughput.py on all GPUs: plain Megatron and schedulers of --distca on made-up
-# documents, in turn in the same processes. Context parallelism and WLB-LLM have groups of two ranks,
-# or of the next number that divides the data-parallel ranks; choose another with
+# Runs benchmarks/training/throughput.py on all GPUs: plain Megatron and schedulers of --distca on
+# made-up documents, in turn in the same processes. Context parallelism and WLB-LLM have groups of two
+# ranks, or of the next number that divides the data-parallel ranks; choose another with
 # --distca-context-parallel-size. From the repository's root:
 #
 #     sbatch --nodes 4 launch/slurm/throughput.sh --output throughput
@@ -15,8 +15,8 @@
 # --output DIRECTORY   where throughput.json and throughput.md go; default: sweep
 # --dry-run            print the commands, run nothing (needs no Slurm)
 #
-# All other flags are benchmarks/throughput.py's, and win over those set here. All ways to train are
-# in memory together: choose fewer --schedulers, or --num-layers, if it is too little.
+# All other flags are benchmarks/training/throughput.py's, and win over those set here. All ways to
+# train are in memory together: choose fewer --schedulers, or --num-layers, if it is too little.
 #SBATCH --job-name=distca-throughput
 #SBATCH --nodes=4
 #SBATCH --ntasks-per-node=8
@@ -34,7 +34,7 @@ choose_model
 choose_context_parallel "$(value_of --tensor-model-parallel-size 8 "${flags[@]}")" \
     "$(value_of --pipeline-model-parallel-size 1 "${flags[@]}")"
 # --sequence-parallel is left out: wlb-llm gives ranks unequal numbers of tokens.
-on_all_ranks benchmarks/throughput.py "${model_flags[@]}" \
+on_all_ranks benchmarks/training/throughput.py "${model_flags[@]}" \
     --bf16 --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather \
     --tensor-model-parallel-size 8 --seq-length 32768 --vocab-size 128256 \
     --distca-gpus-per-node "$ranks_per_node" --tolerances 0.1 --modes ping-pong \

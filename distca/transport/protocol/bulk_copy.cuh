@@ -17,17 +17,17 @@ class TensorMemoryAccelerator {
     }
   }
 
-  // The accelerator's accesses are of another proxy than a thread's, so without a fence it need not
-  // see the barriers' initial values, nor come after the receiver's release of its arena, which
+  // The accelerator accesses memory by another proxy than threads do. Without a fence between them
+  // it need not see the barriers' initial values, nor the receiver's release of its arena, which
   // this thread has acquired.
   __device__ void begin() const { asm volatile("fence.proxy.async;" ::: "memory"); }
 
-  // A slot's barrier turns when this thread has arrived and all bytes are there.
+  // A slot's barrier completes a phase when this thread has arrived and all bytes have.
   __device__ void load(unsigned slot, const char* from, unsigned bytes) const {
     const unsigned loaded = shared(&ring_.loaded[slot]);
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(loaded), "r"(bytes)
                  : "memory");
-    // The cluster is this block.
+    // The cluster is this block alone, so its shared memory is the block's.
     asm volatile(
         "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::
             "r"(shared(ring_.slots[slot])),
@@ -50,7 +50,7 @@ class TensorMemoryAccelerator {
     }
   }
 
-  // No fence is between a load and the store of its slot: both are of the accelerator's proxy.
+  // A load and the store of its slot need no fence: both are of the accelerator's proxy.
   __device__ void store(char* to, unsigned slot, unsigned bytes) const {
     asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(
                      __cvta_generic_to_global(to)),
@@ -64,7 +64,7 @@ class TensorMemoryAccelerator {
     asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(kStores) : "memory");
   }
 
-  // Of whole stores, not of their reads alone. A fence between the proxies is implied where
+  // Waits for whole stores, not for their reads alone. A fence between the proxies is implied where
   // completion is seen ("Async proxy" in the PTX ISA), so a release by this thread covers them.
   __device__ void wait_stored() const { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
 

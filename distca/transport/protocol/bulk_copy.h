@@ -1,34 +1,34 @@
-// Copies through a ring of slots by an engine that works on its own. On GPUs from Hopper on the engine
-// is the tensor memory accelerator (`bulk_copy.cuh`); tests run the same code with a model of it.
+// A copy through a ring of slots, by an asynchronous engine: on GPUs from Hopper on, the tensor
+// memory accelerator (`bulk_copy.cuh`); tests run the same code with a model of it.
 //
 // An engine has
-//   begin()                     what this thread has seen comes before what the engine does next
+//   begin()                     orders what this thread has seen before the engine's next access
 //   load(slot, from, bytes)     starts to fill a slot
-//   wait_loaded(slot, parity)   until a slot's first, third, ... fill is there (parity 0), or its
+//   wait_loaded(slot, parity)   waits for a slot's first, third, ... fill (parity 0), or its
 //                               second, fourth, ... (parity 1)
 //   store(to, slot, bytes)      starts to write a slot to the target
-//   wait_read<n>()              until all stores but the last n have read their slots
-//   wait_stored()               until all stores are complete, which this thread then sees
+//   wait_read<n>()              waits until all stores but the last n have read their slots
+//   wait_stored()               waits until all stores are complete and visible to this thread
 #pragma once
 
 #include "words.h"
 
 namespace distca {
 
-// The engine takes whole multiples of this, at multiples of it.
+// The engine copies multiples of so many bytes, at such multiples.
 constexpr Word kBulkUnit = 16;
 
-// A slot's bytes, and how many slots there are: 40 KiB of the 48 that a kernel has without asking.
+// Bytes of a slot, and slots: 40 KiB of the 48 that a kernel may have as static shared memory.
 constexpr Word kBulkChunk = 8192;
 constexpr unsigned kBulkSlots = 5;
 
-// Loads under way; stores have the other slots.
+// Loads under way at a time; the other slots are being stored.
 constexpr unsigned kLoadsAhead = 4;
 
-// Fewer bytes than this are one chunk or little more, of which nothing would overlap.
+// Least bytes of a bulk copy: with fewer chunks, loads and stores would not overlap.
 constexpr Word kBulkLeast = 2 * kBulkChunk;
 
-// Which bytes of a copy the engine takes; none: begin == end.
+// The bytes of a copy that the engine takes; none: begin == end.
 struct BulkPart {
   Word begin, end;
 };
@@ -40,13 +40,13 @@ DISTCA_FUNCTION BulkPart bulk_part(const char* to, const char* from, Word bytes)
   return {begin, begin + (bytes - begin) / kBulkUnit * kBulkUnit};
 }
 
-// By one thread, always the same.
+// Used by one thread, always the same.
 template <class Engine>
 class BulkCopy {
  public:
   DISTCA_FUNCTION explicit BulkCopy(Engine engine) : engine_(engine) {}
 
-  // Complete, and visible to this thread, when it returns.
+  // The copy is complete, and visible to this thread, on return.
   DISTCA_FUNCTION void copy(char* to, const char* from, Word bytes) {
     const Word chunks = (bytes + kBulkChunk - 1) / kBulkChunk;
     engine_.begin();
@@ -56,7 +56,7 @@ class BulkCopy {
       engine_.wait_loaded(fill % kBulkSlots, fill / kBulkSlots & 1);
       engine_.store(to + chunk * kBulkChunk, fill % kBulkSlots, size(bytes, chunk));
       if (chunk + kLoadsAhead < chunks) {
-        // The slot of that chunk was stored from so many stores before.
+        // That chunk's slot was last read by the store before the last `kBulkSlots - kLoadsAhead`.
         engine_.template wait_read<kBulkSlots - kLoadsAhead>();
         load(from, bytes, chunk + kLoadsAhead);
       }
@@ -78,7 +78,7 @@ class BulkCopy {
   }
 
   Engine engine_;
-  unsigned fills_ = 0;  // of all slots, before this copy; a kernel never comes to 2^32
+  unsigned fills_ = 0;  // fills of all slots before this copy; a kernel never reaches 2^32
 };
 
 }  // namespace distca

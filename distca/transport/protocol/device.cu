@@ -1,15 +1,15 @@
-// The kernels of the device transport. Python launches them by name on a stream of the channel:
-// a grid of few blocks sends, one block each waits, releases, and does what copy engines cannot.
+// The kernels of the device transport. Python launches them by name on the channel's stream: a grid
+// of a few blocks sends; single blocks wait, release, and signal for copy engines.
 
 #include "device.cuh"
 
 using namespace distca;
 
-// Sends this rank's messages: `sizes` holds for each rank the bytes, and where they begin there. Each
-// rank begins with the one after it. Messages to peers that are not mapped go first, each by one
-// block: network cards copy them while each block copies its part of every message to a mapped peer.
-// `bulk`: the tensor memory accelerator copies what it can, on GPUs that have one; else all threads
-// copy.
+// Sends this rank's messages, beginning with its successor's. `sizes` is [3, ranks]: bytes, offset in
+// the staging, offset in the receiver's arenas. Messages to peers that are not mapped go first, each
+// by one block: network cards copy them while each block copies its part of every message to a
+// mapped peer. `bulk`: the tensor memory accelerator copies what it can, on GPUs that have one; else
+// all threads copy.
 extern "C" __global__ void __launch_bounds__(512, 1)
     distca_send(const Rank* me, int channel, Word epoch, const char* staging, const Word* sizes,
                 int bulk) {
@@ -20,8 +20,8 @@ extern "C" __global__ void __launch_bounds__(512, 1)
   const Word* to = sizes + 2 * fabric.ranks();
 #ifdef DISTCA_NVSHMEM
   int unmapped = 0;
-  for (int step = 1; step < fabric.ranks(); ++step) {
-    const int peer = (fabric.rank() + step) % fabric.ranks();
+  for (int shift = 1; shift < fabric.ranks(); ++shift) {
+    const int peer = (fabric.rank() + shift) % fabric.ranks();
     if (fabric.maps(peer) || unmapped++ % int(gridDim.x) != int(blockIdx.x)) continue;
     const Message message{staging + from[peer], bytes[peer], to[peer]};
     const Outcome outcome = send_whole(fabric, flags, epoch, peer, message);
@@ -31,8 +31,8 @@ extern "C" __global__ void __launch_bounds__(512, 1)
     }
   }
 #endif
-  for (int step = 1; step < fabric.ranks(); ++step) {
-    const int peer = (fabric.rank() + step) % fabric.ranks();
+  for (int shift = 1; shift < fabric.ranks(); ++shift) {
+    const int peer = (fabric.rank() + shift) % fabric.ranks();
     if (!fabric.maps(peer)) continue;
     const Message message{staging + from[peer], bytes[peer], to[peer]};
     const Outcome outcome =
@@ -47,8 +47,8 @@ extern "C" __global__ void __launch_bounds__(512, 1)
 #endif
 }
 
-// Waits for all messages. What was to be received is made not-a-number if they do not come, so
-// that nobody takes it for results before the program finds the failure.
+// Waits for all messages. If one does not come, all of `received` becomes not-a-number, so that it
+// is not taken for results before the program finds the failure.
 extern "C" __global__ void __launch_bounds__(512, 1)
     distca_wait(const Rank* me, int channel, Word epoch, char* received, Word bytes) {
   DeviceFabric fabric(*me, channel);
@@ -67,7 +67,7 @@ extern "C" __global__ void __launch_bounds__(512, 1)
   }
 }
 
-// What was received is read: all sources may send again.
+// Tells all sources that their messages were read, so that they may send again.
 extern "C" __global__ void __launch_bounds__(512, 1)
     distca_release(const Rank* me, int channel, Word epoch) {
   DeviceFabric fabric(*me, channel);
@@ -77,7 +77,7 @@ extern "C" __global__ void __launch_bounds__(512, 1)
   }
 }
 
-// The first and the last step of `send_part` by themselves, for puts by copy engines in between.
+// The first and the last step of `send_part` alone, around puts by copy engines.
 extern "C" __global__ void __launch_bounds__(512, 1)
     distca_wait_for_room(const Rank* me, int channel, Word epoch) {
   DeviceFabric fabric(*me, channel);
@@ -93,7 +93,7 @@ extern "C" __global__ void __launch_bounds__(512, 1)
     distca_set_ready(const Rank* me, int channel, Word epoch) {
   DeviceFabric fabric(*me, channel);
   const Flags flags(channel, fabric.ranks());
-  // After a failure nothing is ready: the copies went where they should not have been made.
+  // After a failure nothing is ready: the copies did not wait for room.
   if (load_acquire(me->control + kAbortWord) != 0) return;
   for (int peer = threadIdx.x; peer < fabric.ranks(); peer += blockDim.x) {
     if (peer == fabric.rank()) continue;

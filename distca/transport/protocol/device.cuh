@@ -1,5 +1,5 @@
-// The fabric of GPUs: a thread block puts, its first thread signals. Peers whose memory is mapped
-// here (NVLink, PCIe) are written to directly, others by NVSHMEM where that was compiled in.
+// The fabric of GPUs: a thread block puts, its first thread signals. Stores reach peers whose
+// memory is mapped here (NVLink, PCIe); NVSHMEM, where it was compiled in, reaches the others.
 #pragma once
 
 #ifdef DISTCA_NVSHMEM
@@ -16,13 +16,13 @@
 
 namespace distca {
 
-// What a rank's kernels need to know; lies in its device memory. Laid out for Python: words only.
+// Arguments that all of a rank's kernels share, in its device memory. Words only: Python packs them.
 struct Rank {
   Word rank, ranks;
   char* control;          // this rank's control memory
   char* arenas;           // this rank's receive arenas
-  char* const* controls;  // the same of each rank, as mapped here; null where they are not
-  char* const* arenas_of;
+  char* const* controls;  // control memory of each rank, as mapped here; null: not mapped
+  char* const* arenas_of;  // receive arenas of each rank, likewise
   unsigned* complete;     // parts of messages that are complete: of each channel and peer
   unsigned* failed;       // 1 once a kernel of this rank has failed
   Failure* failure;       // in host memory
@@ -45,29 +45,29 @@ __device__ __forceinline__ Word nanoseconds() {
   return now;
 }
 
-// All threads of the block copy the whole `Unit`s from an offset on, to which both ends are aligned;
-// returns where they end.
+// Copies the whole `Unit`s of [begin, end) by all threads of the block, and returns where they end.
+// Both pointers are aligned to a `Unit` at `begin`.
 template <class Unit>
 __device__ __forceinline__ Word copy_units(char* to, const char* from, Word begin, Word end) {
   const Word units = (end - begin) / sizeof(Unit);
   Unit* target = reinterpret_cast<Unit*>(to + begin);
   const Unit* source = reinterpret_cast<const Unit*>(from + begin);
-  const Word step = blockDim.x;
+  const Word stride = blockDim.x;
   Word i = threadIdx.x;
-  // Four loads are under way at a time where they are wide; few bytes are copied otherwise.
-  for (; sizeof(Unit) == 16 && i + 3 * step < units; i += 4 * step) {
-    const Unit first = source[i], second = source[i + step];
-    const Unit third = source[i + 2 * step], fourth = source[i + 3 * step];
+  // Wide loads hide their latency four at a time; narrower units copy few bytes.
+  for (; sizeof(Unit) == 16 && i + 3 * stride < units; i += 4 * stride) {
+    const Unit first = source[i], second = source[i + stride];
+    const Unit third = source[i + 2 * stride], fourth = source[i + 3 * stride];
     target[i] = first;
-    target[i + step] = second;
-    target[i + 2 * step] = third;
-    target[i + 3 * step] = fourth;
+    target[i + stride] = second;
+    target[i + 2 * stride] = third;
+    target[i + 3 * stride] = fourth;
   }
-  for (; i < units; i += step) target[i] = source[i];
+  for (; i < units; i += stride) target[i] = source[i];
   return begin + units * sizeof(Unit);
 }
 
-// In the widest units that suit both ends.
+// Copies by all threads of the block, in the widest units that both pointers' alignment allows.
 __device__ __forceinline__ void copy_bytes(char* to, const char* from, Word bytes) {
   const Word apart = (Word(to) ^ Word(from)) & 15;
   const Word unit = apart == 0 ? 16 : (apart & 3) == 0 ? 4 : 1;
@@ -94,7 +94,7 @@ class DeviceFabric {
     if (leads()) of_leader = outcome;
     __syncthreads();
     const Outcome found = of_leader;
-    // Nobody may overwrite it before all have read it.
+    // No thread may overwrite it before all have read it.
     __syncthreads();
     return found;
   }
@@ -136,8 +136,8 @@ class DeviceFabric {
       __nanosleep(100);
     }
 #ifdef DISTCA_NVSHMEM
-    // What a network card wrote before the flag need not be there with it: NVSHMEM's own look at the
-    // flag sees to that, on machines where it must.
+    // A flag that a network card wrote does not order the data before it on every machine: NVSHMEM's
+    // own test of the flag does.
     if (!maps(peer)) {
       nvshmem_uint64_test(reinterpret_cast<Signal*>(me_.control + flag), NVSHMEM_CMP_GE, value);
     }
@@ -153,7 +153,7 @@ class DeviceFabric {
       const Word why = abort_word(outcome, rank(), peer);
       for (int other = 0; other < ranks(); ++other) set(other, kAbortWord, why);
     }
-    // In device memory: a GPU's atomics on the host's memory are not atomic on every machine.
+    // In device memory, since a GPU's atomics on host memory are not atomic on every machine.
     if (atomicExch(me_.failed, 1u) != 0) return;
     me_.failure->peer = Word(peer);
     me_.failure->sending = sending;
@@ -161,7 +161,7 @@ class DeviceFabric {
     me_.failure->epoch = epoch;
     me_.failure->abort = load_acquire(me_.control + kAbortWord);
     __threadfence_system();
-    // Last: the program reads the rest when this is not 0.
+    // Stored last: the program reads the rest once this is not 0.
     *reinterpret_cast<volatile Word*>(&me_.failure->outcome) = Word(outcome);
   }
 
@@ -190,8 +190,8 @@ class SendingFabric : public DeviceFabric {
   }
 
 #ifdef DISTCA_NVSHMEM
-  // Returns before it is done, so that network cards work while blocks copy to mapped peers. NVSHMEM
-  // delivers the flag of such a put after its data.
+  // Does not block, so that network cards work while blocks copy to mapped peers. NVSHMEM delivers
+  // the flag of such a put after its data.
   __device__ void put_and_set(int peer, Word to, const char* from, Word bytes, Word flag,
                               Word value) const {
     if (bytes == 0) {
@@ -203,7 +203,7 @@ class SendingFabric : public DeviceFabric {
                                      NVSHMEM_SIGNAL_SET, peer);
   }
 
-  // What this block put by `put_and_set` is there, and its staging may be used again.
+  // Waits until this block's `put_and_set`s are complete, and their staging may be used again.
   __device__ void finish_puts() const {
     if (leads()) nvshmem_quiet();
   }
@@ -211,7 +211,8 @@ class SendingFabric : public DeviceFabric {
 
  private:
 #ifdef DISTCA_BULK_COPY
-  // False: nothing is done. The block's first thread, which signals, sees that its copy is complete.
+  // Copies in bulk if it can; false: nothing was done. The block's first thread, which signals,
+  // waits for its copy.
   __device__ bool put_in_bulk(char* to, const char* from, Word bytes) {
     const BulkPart part = bulk_part(to, from, bytes);
     if (!bulk_ || part.begin == part.end) return false;

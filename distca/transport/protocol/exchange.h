@@ -1,5 +1,5 @@
-// The protocol of a ragged all-to-all by one-sided puts. One source: compiled for CPUs (`host.h`,
-// ranks are processes that share memory) and for GPUs (`device.cuh`).
+// The protocol of a ragged all-to-all by one-sided puts: one source for CPUs (`host.h`, where ranks
+// are processes that share memory) and for GPUs (`device.cuh`).
 //
 // A channel has a receive arena and a page of flags at the same offsets of every rank's memory.
 // Its exchanges are numbered by an epoch that starts at 1 and is never reset. In epoch e a rank
@@ -13,7 +13,7 @@
 // source. Flags are set, never added to, so none can be lost or counted twice; no sizes travel and
 // there is no barrier.
 //
-// A fabric has `rank()`, `ranks()` and
+// A fabric, by which a rank reaches the others, has `rank()`, `ranks()` and
 //   wait_for(peer, flag, value)     until a flag in this rank's memory is at least `value`; acquires
 //   put(peer, to, from, bytes)      copies into the peer's arena
 //   fence(peer)                     this thread's (block's) puts are complete before what follows
@@ -22,14 +22,15 @@
 //   put_and_set(peer, to, from, bytes, flag, value)
 //                                   steps 2 to 4 in one, for `send_whole`: the flag is stored after
 //                                   the message is complete there
-//   leads(), shared(), all_put()    for blocks of threads: who signals; what it found; a barrier
+//   leads(), shared(), all_put()    for thread blocks: whether this thread signals; the outcome
+//                                   that the leader found; a barrier once all threads have put
 #pragma once
 
 #include "words.h"
 
 namespace distca {
 
-// The part of a message that one thread (block) copies begins at a multiple of this.
+// Alignment, in bytes, of the part of a message that one thread (block) copies.
 constexpr Word kPartAlignment = 128;
 
 struct Message {
@@ -38,7 +39,7 @@ struct Message {
   Word to;  // offset in the destination's arena
 };
 
-// Waits until a peer has released the epoch before.
+// Waits until a peer has released the previous epoch.
 template <class Fabric>
 DISTCA_FUNCTION Outcome wait_for_room(Fabric& fabric, const Flags& flags, Word epoch, int peer) {
   Outcome outcome = Outcome::done;
@@ -46,7 +47,7 @@ DISTCA_FUNCTION Outcome wait_for_room(Fabric& fabric, const Flags& flags, Word e
   return fabric.shared(outcome);
 }
 
-// `part` of `parts` of this rank's message to a peer, in an epoch of the channel with these flags.
+// Sends one of `parts` equal parts of this rank's message to a peer.
 template <class Fabric>
 DISTCA_FUNCTION Outcome send_part(Fabric& fabric, const Flags& flags, Word epoch, int peer,
                                   const Message& message, int part, int parts) {
@@ -65,7 +66,7 @@ DISTCA_FUNCTION Outcome send_part(Fabric& fabric, const Flags& flags, Word epoch
   return Outcome::done;
 }
 
-// This rank's whole message to a peer, by a fabric that can put and set a flag in one.
+// Sends this rank's whole message to a peer, by a fabric that can put and set a flag in one.
 template <class Fabric>
 DISTCA_FUNCTION Outcome send_whole(Fabric& fabric, const Flags& flags, Word epoch, int peer,
                                    const Message& message) {
@@ -82,7 +83,7 @@ DISTCA_FUNCTION Outcome receive(Fabric& fabric, const Flags& flags, Word epoch, 
   return fabric.wait_for(source, flags.ready(source), epoch);
 }
 
-// A source's message was read: it may send the next.
+// Tells a source that its message was read, so that it may send the next.
 template <class Fabric>
 DISTCA_FUNCTION void release(Fabric& fabric, const Flags& flags, Word epoch, int source) {
   fabric.set(source, flags.credit(fabric.rank()), epoch);

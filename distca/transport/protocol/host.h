@@ -1,4 +1,4 @@
-// The fabric of processes that share memory. A waiting thread sleeps until its rank's bell rings.
+// The fabric of processes that share memory. A waiting thread sleeps on its rank's bell, a futex.
 #pragma once
 
 #include <fcntl.h>
@@ -21,7 +21,7 @@ using Clock = std::chrono::steady_clock;
 using Flag = std::atomic<Word>;
 static_assert(Flag::is_always_lock_free && sizeof(Flag) == sizeof(Word), "flags cross processes");
 
-// How long a waiting thread sleeps at most before it looks whether its peer is still alive.
+// Longest sleep of a waiting thread before it checks that its peer is still alive.
 constexpr std::chrono::milliseconds kNap{20};
 
 // The control memory of all ranks, as mapped in this process.
@@ -43,7 +43,7 @@ class Controls {
     ring(peer);
   }
 
-  // Sleeps until this rank's bell has rung since `rung`, for a nap at most.
+  // Sleeps until this rank's bell has rung more than `rung` times, or a nap is over.
   void nap(unsigned rung) const {
     Bell& mine = bell(rank_);
     mine.sleepers.fetch_add(1);
@@ -54,7 +54,7 @@ class Controls {
 
   unsigned rung() const { return bell(rank_).rung.load(); }
 
-  // Whether a peer will never set a flag again: `died`, `left`, or else `done`.
+  // `died` or `left` if a peer will never set a flag again; else `done`.
   Outcome fate(int peer) const {
     if (flag(peer, kLeftWord).load(std::memory_order_acquire)) return Outcome::left;
     // The system drops the lock of a process that ends, however it ends.
@@ -95,7 +95,7 @@ class Controls {
   std::vector<int> locks_;
 };
 
-// One channel of a rank; see `exchange.h`. Waits end at `until` with `not_yet`.
+// One channel of a rank, as the fabric of `exchange.h`. Waits end at `until` with `not_yet`.
 class HostFabric {
  public:
   explicit HostFabric(const Controls& controls)
@@ -135,7 +135,7 @@ class HostFabric {
         look_at_peer = now + kNap;
         const Outcome fate = controls_.fate(peer);
         if (fate != Outcome::done) {
-          // It may have done its part just before.
+          // The peer may have set the flag just before it ended.
           return mine.load(std::memory_order_acquire) >= value ? Outcome::done : fate;
         }
       }

@@ -1,4 +1,4 @@
-// Copies into another process's memory.
+// Copies into another process's memory. Tests replace this file by one that defers the copies.
 #pragma once
 
 #include <atomic>

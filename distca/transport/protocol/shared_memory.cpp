@@ -1,5 +1,5 @@
-// The transport between processes that share memory, for Python's ctypes. A thread for each channel
-// sends, as a stream does on a GPU, so that sending goes on while the program computes.
+// The transport between processes that share memory, for Python's ctypes. Each channel has a thread
+// that sends, as a GPU's stream does, so that messages travel while the program computes.
 
 #include <condition_variable>
 #include <memory>
@@ -11,10 +11,10 @@
 
 namespace distca {
 
-// How much of a message is copied at a time. On a GPU thread blocks copy parts side by side.
+// Bytes of a message that are copied at a time. On a GPU thread blocks copy parts side by side.
 constexpr Word kPartBytes = 1 << 16;
 
-// How long a sending thread waits at a time before it looks whether it is told to end.
+// Interval at which a waiting sender checks whether it is told to end.
 constexpr std::chrono::milliseconds kSlice{100};
 
 class Channel {
@@ -27,11 +27,11 @@ class Channel {
 
   const int number;
   const Flags flags;
-  HostFabric sending, receiving;  // the thread's, and the program's
+  HostFabric sending, receiving;  // of the sending thread; of the program
   std::mutex mutex;
   std::condition_variable changed;
-  std::vector<Message> messages;  // of the exchange that is under way
-  Word asked = 0, sent = 0;       // epochs
+  std::vector<Message> messages;  // to each rank, in the exchange under way
+  Word asked = 0, sent = 0;       // the last epochs that were started, and sent
   std::thread thread;
 };
 
@@ -65,7 +65,7 @@ class Endpoint {
     mine.assign(arenas, arenas + controls_.ranks());
   }
 
-  // Sends the messages to rank 0, 1, ..., which lie one after the other, while the caller goes on.
+  // Lets the thread send the messages to rank 0, 1, ..., which lie concatenated in `staging`.
   Outcome start(int number, Word epoch, const char* staging, const Word* bytes, const Word* to) {
     if (failed()) return Outcome::aborted;
     Channel& channel = *channels_[number];
@@ -80,8 +80,8 @@ class Endpoint {
     return Outcome::done;
   }
 
-  // Until all messages of an exchange were sent and received, for a slice of time at most. `last`:
-  // then the time is up. What is sent has a time limit of its own.
+  // Waits until all messages of an exchange are sent and received, or until a time; if that is the
+  // `last` slice, a missing message is a failure. Sending has a time limit of its own.
   Outcome wait(int number, Word epoch, Clock::time_point until, bool last) {
     Channel& channel = *channels_[number];
     {
@@ -91,8 +91,8 @@ class Endpoint {
       if (!over) return Outcome::not_yet;
     }
     if (failed()) return Outcome::aborted;
-    for (int step = 1; step < controls_.ranks(); ++step) {
-      const int source = (controls_.rank() + step) % controls_.ranks();
+    for (int shift = 1; shift < controls_.ranks(); ++shift) {
+      const int source = (controls_.rank() + shift) % controls_.ranks();
       channel.receiving.wait_until(until);
       const Outcome outcome = receive(channel.receiving, channel.flags, epoch, source);
       if (outcome == Outcome::not_yet && !last) return outcome;
@@ -103,8 +103,9 @@ class Endpoint {
 
   void release_all(int number, Word epoch) {
     Channel& channel = *channels_[number];
-    for (int step = 1; step < controls_.ranks(); ++step) {
-      release(channel.receiving, channel.flags, epoch, (controls_.rank() + step) % controls_.ranks());
+    for (int shift = 1; shift < controls_.ranks(); ++shift) {
+      const int source = (controls_.rank() + shift) % controls_.ranks();
+      release(channel.receiving, channel.flags, epoch, source);
     }
   }
 
@@ -134,9 +135,9 @@ class Endpoint {
 
   bool send(Channel& channel, Word epoch) {
     const auto deadline = Clock::now() + timeout_;
-    // Each rank begins with the one after it, so that not all send to the same.
-    for (int step = 1; step < controls_.ranks(); ++step) {
-      const int peer = (controls_.rank() + step) % controls_.ranks();
+    // Each rank begins with its successor, so that not all send to the same rank at once.
+    for (int shift = 1; shift < controls_.ranks(); ++shift) {
+      const int peer = (controls_.rank() + shift) % controls_.ranks();
       const Message& message = channel.messages[peer];
       const int parts = 1 + int(message.bytes / kPartBytes);
       for (int part = 0; part < parts;) {
@@ -164,7 +165,7 @@ class Endpoint {
   // Keeps the first failure of this rank and tells all others.
   Outcome fail(Outcome outcome, int peer, bool sending, int channel, Word epoch) {
     if (outcome == Outcome::not_yet) outcome = Outcome::timed_out;
-    // Whoever finds the abort word of this rank itself waits here until the reason is known.
+    // A thread that finds this rank's own abort word waits here until the reason is stored.
     std::lock_guard<std::mutex> lock(failing_);
     if (outcome != Outcome::aborted) {
       controls_.abort_all(abort_word(outcome, controls_.rank(), peer));

@@ -1,4 +1,4 @@
-// What lies in the control memory of every rank, and how waits end.
+// The layout of a rank's control memory, and the outcomes of waits.
 #pragma once
 
 #ifdef __CUDACC__
@@ -11,11 +11,11 @@
 
 namespace distca {
 
-// Flags, epochs, offsets and sizes: 64 bits on every compiler that we use, without a header.
+// The type of flags, epochs, offsets and sizes: 64 bits on every compiler, without a header.
 using Word = unsigned long long;
 static_assert(sizeof(Word) == 8, "flags are shared between compilers");
 
-// Each flag has a cache line of its own.
+// A cache line. Each flag has its own, so that ranks that set different flags don't contend.
 constexpr Word kLine = 64;
 
 // The first lines of a rank's control memory; after them come the channels' flags.
@@ -53,11 +53,11 @@ DISTCA_EITHER Word abort_word(Outcome reason, int reporter, int culprit) {
   return Word(reason) << 48 | Word(reporter) << 24 | Word(culprit);
 }
 
-// The first thing that went wrong on a rank; Python reads it as six words.
+// The first failure of a rank; Python reads it as six words.
 struct Failure {
   Word outcome;
-  Word peer;     // whom this rank waited for
-  Word sending;  // 1: for room at the peer; 0: for its message
+  Word peer;     // the rank that this one waited for
+  Word sending;  // 1: it waited for room at the peer; 0: for the peer's message
   Word channel;
   Word epoch;
   Word abort;  // this rank's abort word

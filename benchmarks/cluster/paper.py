@@ -1,0 +1,142 @@
+"""The paper's experiments on simulated DGX H200 clusters, each beside what the paper published.
+
+    python benchmarks/cluster/paper.py table3 --output results/cluster
+    python benchmarks/cluster/paper.py all --batches 10 --output results/cluster
+
+* **table3**, which is **fig9**: 3D parallelism (no pipeline); **table4**, which is **fig10**: 4D.
+  For each row of the paper's Tables 3 and 4 and both length distributions: WLB-LLM in its ideal
+  form, swept over DP, CP, micro-batches (and PP in 4D), against the paper's greedy scheduler and
+  against tiles, swept over the same without CP. Plain Megatron and per-document CP stand beside
+  them. 4D is given twice: with any number of stages, and with two or more as in the paper.
+* **fig3**: per-document CP: share of the all-gather, and of gathered keys in memory.
+* **fig4**: variable-length packing: memory it needs, and idle time that is left.
+* **fig6**: DP against CP for WLB-LLM, 64 GPUs, 512K.
+* **fig11**: signal and single-stream. **fig12**: the tolerance.
+* **appendix**: the bound of Appendix A.
+
+Every experiment writes `NAME.csv`, `NAME.md` and (but for the appendix) `NAME.png`. All iterations
+that were simulated are kept in `runs.jsonl`: an interrupted run goes on where it stopped. The model
+(see `distca/simulate`) and the documents (see `sweep.py`) differ from the paper's. With
+`--published DIR` the lengths are published ones (see `../plans/schedulers.py`), the attention
+kernel's rate is that of `DIR/attention_forward_h100.csv`, and the files are `NAME_published.*`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import sys
+from collections.abc import Callable
+from dataclasses import fields
+from functools import partial
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[2]))  # as benchmarks/__init__.py says
+
+from benchmarks.cluster.ablations import appendix, figure_11, figure_12
+from benchmarks.cluster.baselines import figure_3, figure_4, figure_6
+from benchmarks.cluster.report import Options, Report
+from benchmarks.cluster.sweep import Runner
+from benchmarks.cluster.tables import end_to_end
+
+MODEL_NAMES, DOCUMENTS = ["llama-8b", "llama-34b"], ["pretrain", "prolong"]
+
+EXPERIMENTS: dict[str, Callable[[Runner, Options], Report]] = {
+    "fig3": figure_3,
+    "fig4": figure_4,
+    "fig6": figure_6,
+    "fig11": figure_11,
+    "fig12": figure_12,
+    "table3": partial(end_to_end, "table3"),
+    "table4": partial(end_to_end, "table4"),
+    "appendix": appendix,
+}
+SAME = {"fig9": "table3", "fig10": "table4"}
+PUBLISHED = (
+    "Documents: lengths published with WLB-LLM and of ProLong's data, one in ten of those below "
+    "10,000 tokens; attention at the highest published rate of the kernel on an H100."
+)
+DRAWN = "Documents are drawn from distributions like the paper's; they are not the paper's."
+
+
+def write(name: str, report: Report, folder: Path, command: str, documents: str) -> None:
+    """Writes `NAME.csv`, `NAME.md` and `NAME.png`, and prints the Markdown."""
+    with (folder / f"{name}.csv").open("w", newline="") as file:
+        writer = csv.DictWriter(file, list(report.rows[0]))
+        writer.writeheader()
+        writer.writerows(report.rows)
+    lines = [f"# {report.title}", "", f"Simulated, not measured: `{command}`. {documents}", ""]
+    lines += report.text
+    if report.draw is not None:
+        from matplotlib.figure import Figure
+
+        figure = Figure(layout="constrained")
+        report.draw(figure)
+        figure.savefig(folder / f"{name}.png", dpi=80)
+        lines += ["", f"![{report.title}]({name}.png)"]
+    (folder / f"{name}.md").write_text("\n".join(lines) + "\n")
+    print("\n".join(lines))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
+    parser.add_argument("experiment", choices=[*EXPERIMENTS, *SAME, "all"])
+    parser.add_argument("--output", type=Path, metavar="DIR", required=True)
+    parser.add_argument("--batches", type=int, default=30, help="of each case")
+    parser.add_argument(
+        "--sweep-batches", type=int, default=1, help="on which DistCA's configurations are compared"
+    )
+    parser.add_argument(
+        "--most-promising", type=int, default=4, help="configurations of DistCA to compare"
+    )
+    parser.add_argument(
+        "--finalists", type=int, default=2, help="of them: those to tune the tolerance of"
+    )
+    parser.add_argument("--models", nargs="+", default=MODEL_NAMES, choices=MODEL_NAMES)
+    parser.add_argument("--documents", nargs="+", default=DOCUMENTS, choices=DOCUMENTS)
+    parser.add_argument("--published", type=Path, metavar="DIR")
+    parser.add_argument("--processes", type=int, help="default: one for each core")
+    args = parser.parse_args()
+    counts = ("batches", "sweep_batches", "most_promising", "finalists")
+    if min(getattr(args, name) for name in counts) < 1:
+        parser.error(f"{', '.join(map(_flag, counts))} must be at least 1")
+    options = Options(
+        args.batches,
+        args.sweep_batches,
+        args.most_promising,
+        args.finalists,
+        "" if args.published is None else str(args.published),
+        tuple(args.models),
+        tuple(args.documents),
+    )
+    args.output.mkdir(parents=True, exist_ok=True)
+    runner = Runner(args.output / "runs.jsonl", args.processes)
+    names = list(EXPERIMENTS) if args.experiment == "all" else [args.experiment]
+    given = _as_typed(parser, options)
+    for name in (SAME.get(name, name) for name in names):
+        command = " ".join(["python benchmarks/cluster/paper.py", name, *given])
+        title = f"{name}_published" if options.published else name
+        documents = PUBLISHED if options.published else DRAWN
+        write(title, EXPERIMENTS[name](runner, options), args.output, command, documents)
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def _as_typed(parser: argparse.ArgumentParser, options: Options) -> list[str]:
+    """Flags that results depend on, where they differ from the default; no paths."""
+    typed = []
+    for field in fields(options):
+        value, default = getattr(options, field.name), parser.get_default(field.name)
+        if field.name == "published":
+            typed += ["--published DIR"] if value else []
+        elif isinstance(value, tuple):
+            typed += [" ".join([_flag(field.name), *value])] if list(value) != default else []
+        elif value != default:
+            typed.append(f"{_flag(field.name)} {value}")
+    return typed
+
+
+if __name__ == "__main__":
+    main()

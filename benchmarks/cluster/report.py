@@ -1,0 +1,60 @@
+"""Options and reports of the simulated experiments of `paper.py`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from benchmarks.cluster.sweep import Case
+
+K = 1024
+
+
+@dataclass(frozen=True)
+class Report:
+    """Result of an experiment.
+
+    Attributes:
+        title: title of the page.
+        rows: rows of the CSV file.
+        text: lines of Markdown below the title.
+        draw: function that draws the picture on a figure; None: there is no picture.
+    """
+
+    title: str
+    rows: list[dict[str, Any]]
+    text: list[str]
+    draw: Callable[[Any], None] | None
+
+
+@dataclass(frozen=True)
+class Options:
+    """Flags of the command."""
+
+    batches: int
+    sweep_batches: int
+    most_promising: int
+    finalists: int
+    published: str
+    models: tuple[str, ...]
+    documents: tuple[str, ...]
+
+    def case(self, model: str, documents: str, context: int, sequences: int, gpus: int) -> Case:
+        return Case(model, documents, context * K, sequences, gpus, published=self.published)
+
+
+def table(rows: Sequence[dict[str, Any]]) -> list[str]:
+    """Formats rows as lines of a Markdown table."""
+    names = list(rows[0])
+    lines = [names, ["---"] * len(names)]
+    lines += [[_cell(row[name]) for name in names] for row in rows]
+    return [f"| {' | '.join(line)} |" for line in lines]
+
+
+def _cell(value: Any) -> str:
+    if isinstance(value, float):
+        return "-" if np.isnan(value) else f"{value:.3f}"
+    return str(value)

@@ -1,0 +1,259 @@
+"""The best configuration of each system for a case of the simulated experiments."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from benchmarks.cluster.sweep import Case, Runner, Unit, batch
+from distca.simulate import Candidate, candidates, divisions
+from distca.simulate.advice import estimate
+from distca.simulate.search import with_fewer_in_flight
+
+_COMPARED = 3
+"""Batches on which a baseline's configurations are compared."""
+_FINALISTS = 12
+"""Configurations of a baseline that run all batches."""
+_TRIES = 4
+"""Bound on the configurations that a sweep runs once one fits, per one that is to fit."""
+
+
+@dataclass(frozen=True)
+class Best:
+    """The best configuration of a system for a case; None where all that ran are out of memory.
+
+    Attributes:
+        candidate: best configuration.
+        tokens_per_second: throughput of all GPUs together, over all batches.
+        memory_gb: memory of the GPU that needs most, in any batch.
+        idle: share of the time in which compute is not busy.
+        exposed: share of the time in which compute waits for exchanges, and for others in them.
+        tried: number of configurations that divide the workload.
+        simulated: number of configurations that ran.
+        out_of_memory: number of configurations that are known not to fit.
+    """
+
+    candidate: Candidate | None
+    tokens_per_second: float = float("nan")
+    memory_gb: float = float("nan")
+    idle: float = float("nan")
+    exposed: float = float("nan")
+    tried: int = 0
+    simulated: int = 0
+    out_of_memory: int = 0
+
+    def __str__(self) -> str:
+        if self.candidate is not None:
+            return str(self.candidate)
+        if self.out_of_memory == self.tried:
+            return "out of memory"
+        return f"out of memory in the {self.simulated} simulated"
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """Extent of the search for the best configuration with `--distca`.
+
+    Attributes:
+        batches: number of first batches on which configurations are compared.
+        most_promising: number of configurations, fastest by `estimate`, that are to fit in memory.
+        finalists: number of fastest configurations that are tried with each tolerance.
+        tolerances: values of `Candidate.tolerance` to try.
+    """
+
+    batches: int
+    most_promising: int
+    finalists: int
+    tolerances: tuple[float, ...]
+
+
+def best_baselines(
+    runner: Runner, cases: Sequence[Case], system: str, stages: Sequence[int], batches: int
+) -> dict[Case, Best]:
+    """Finds the best configuration of a baseline for each case: the fastest over all batches.
+
+    All configurations that fit in memory in the first batch run a few, and the fastest of these run
+    all of them. If they are all out of memory in some batch, the next ones run, to the last.
+
+    Args:
+        runner: runner of the simulations.
+        cases: workloads and their documents.
+        system: one of `distca.simulate.BASELINES`.
+        stages: pipeline sizes to try.
+        batches: number of batches of each case.
+    """
+    able = {case: candidates(system, case.workload, [case.tensor], stages) for case in cases}
+    rows = run_batches(runner, able, 1, f"{system}: first batch")
+    fitting = {case: ranked(able[case], case, rows) for case in cases}
+    rows |= run_batches(runner, fitting, min(_COMPARED, batches), f"{system}: first batches")
+    left = {case: ranked(fitting[case], case, rows) for case in cases}
+    order: dict[Case, list[Candidate]] = {case: [] for case in cases}
+    while wanted := {case: mine[:_FINALISTS] for case, mine in left.items() if mine}:
+        rows |= run_batches(runner, wanted, batches, f"{system}: all batches")
+        for case, mine in wanted.items():
+            order[case] = ranked(mine, case, rows)
+            left[case] = [] if order[case] else left[case][_FINALISTS:]
+    best = {}
+    for case in cases:
+        tried = len(divisions(system, case.workload, [case.tensor], stages))
+        failed = tried - len(ranked(able[case], case, rows))
+        best[case] = _summary(case, order[case][:1], rows, tried, len(able[case]), failed)
+    return best
+
+
+def best_with_plans(
+    runner: Runner,
+    cases: Sequence[Case],
+    system: str,
+    stages: Sequence[int],
+    batches: int,
+    sweep: Sweep,
+) -> dict[Case, Best]:
+    """Finds the best configuration with `--distca` for each case, over all batches.
+
+    Planning takes longer than a baseline. So configurations run the first batches in the order of
+    `estimate`, until enough of them fit; the fastest run them with each tolerance; and the fastest
+    of all runs all batches. If it is out of memory in any, the next one runs, to the last.
+
+    Args:
+        runner: runner of the simulations.
+        cases: workloads and their documents.
+        system: one of `distca.simulate.DISTCA_SYSTEMS`.
+        stages: pipeline sizes to try.
+        batches: number of batches of each case.
+        sweep: extent of the search.
+    """
+    short = min(sweep.batches, batches)
+    left = {case: _by_promise(system, case, stages, sweep) for case in cases}
+    swept: Rows = {}
+    while wanted := {case: mine for case in cases if (mine := _next(case, left, swept, sweep))}:
+        swept |= run_batches(runner, wanted, short, f"{system}: sweep")
+        for case, mine in wanted.items():
+            failed = [c for c in mine if not ranked([c], case, swept)]
+            others = [other for c in failed for other in with_fewer_in_flight(c)]
+            left[case] = others + [c for c in left[case] if c not in mine]
+    fitting = {case: ranked(_of(case, swept), case, swept) for case in cases}
+    tuned = {
+        case: [
+            replace(c, tolerance=tolerance)
+            for c in mine[: sweep.finalists]
+            for tolerance in sweep.tolerances
+        ]
+        for case, mine in fitting.items()
+    }
+    rows = run_batches(runner, tuned, short, f"{system}: tolerance")
+    order = {
+        case: ranked(mine, case, rows) + fitting[case][sweep.finalists :]
+        for case, mine in tuned.items()
+    }
+    passed_over: dict[Case, list[Candidate]] = {case: [] for case in cases}
+    best: dict[Case, Best] = {}
+    while open_ones := [case for case in cases if case not in best]:
+        next_ones = {case: order[case][:1] for case in open_ones}
+        rows = run_batches(runner, next_ones, batches, f"{system}: all batches")
+        swept = rows | swept
+        for case, mine in next_ones.items():
+            if mine and not ranked(mine, case, rows):
+                out = order[case].pop(0)
+                passed_over[case].append(out)
+                others = [c for c in with_fewer_in_flight(out) if c not in _of(case, swept)]
+                left[case] = others + [c for c in left[case] if c not in others]
+                # Where all that ran are out of memory, configurations with a worse estimate run.
+                order[case] = order[case] or left[case][:1]
+                left[case] = [c for c in left[case] if c not in order[case]]
+                continue
+            unknown = [*left[case], *order[case]]
+            counts = _counts(system, case, stages, swept, passed_over[case], unknown)
+            best[case] = _summary(case, mine, rows, *counts)
+    return best
+
+
+def _by_promise(system: str, case: Case, stages: Sequence[int], sweep: Sweep) -> list[Candidate]:
+    first = batch(case, 0)
+    able = candidates(system, case.workload, [case.tensor], stages)
+    able.sort(key=lambda candidate: estimate(candidate, case.workload, first))
+    return [replace(candidate, tolerance=sweep.tolerances[0]) for candidate in able]
+
+
+def _next(
+    case: Case, left: dict[Case, list[Candidate]], swept: Rows, sweep: Sweep
+) -> list[Candidate]:
+    """Configurations that a case's sweep runs next; none once enough fit, or none is left."""
+    done = _of(case, swept)
+    fitting = len(ranked(done, case, swept))
+    if fitting and len(done) >= _TRIES * sweep.most_promising:
+        return []
+    return left[case][: max(sweep.most_promising - fitting, 0)]
+
+
+def _counts(
+    system: str,
+    case: Case,
+    stages: Sequence[int],
+    swept: Rows,
+    passed_over: Sequence[Candidate],
+    unknown: Sequence[Candidate],
+) -> tuple[int, int, int]:
+    """Counts configurations that divide the workload, that ran, and that are known not to fit."""
+
+    def sizes(mine: Sequence[Candidate]) -> set[Candidate]:
+        return {replace(c, max_in_flight=None, tolerance=None) for c in mine}
+
+    tried = len(divisions(system, case.workload, [case.tensor], stages))
+    able = candidates(system, case.workload, [case.tensor], stages)
+    done = _of(case, swept)
+    failed = (sizes(done) - sizes(ranked(done, case, swept))) | sizes(passed_over)
+    failed -= sizes(unknown)
+    return tried, len(sizes(done)), tried - len(able) + len(failed)
+
+
+Rows = dict[tuple[Case, Candidate], list[dict[str, Any]]]
+
+
+def _of(case: Case, rows: Rows) -> list[Candidate]:
+    return [candidate for of, candidate in rows if of == case]
+
+
+def run_batches(
+    runner: Runner, wanted: dict[Case, list[Candidate]], batches: int, title: str
+) -> Rows:
+    """Simulates each configuration of each case in the first batches."""
+    pairs = [(case, c) for case, mine in wanted.items() for c in mine]
+    units = [Unit(case, c, seed) for case, c in pairs for seed in range(batches)]
+    rows = runner.run(units, title)
+    return {
+        pair: rows[number * batches : (number + 1) * batches] for number, pair in enumerate(pairs)
+    }
+
+
+def ranked(mine: Sequence[Candidate], case: Case, rows: Rows) -> list[Candidate]:
+    """Configurations that fit in every batch, the fastest first."""
+    able = [c for c in mine if all(r["fits"] for r in rows[case, c])]
+    return sorted(able, key=lambda c: sum(r["seconds"] for r in rows[case, c]))
+
+
+def _summary(
+    case: Case,
+    best: Sequence[Candidate],
+    rows_of: Rows,
+    tried: int,
+    simulated: int,
+    failed: int,
+) -> Best:
+    """Figures of the one configuration in `best`, or those of a case where it is empty."""
+    if not best:
+        return Best(None, tried=tried, simulated=simulated, out_of_memory=failed)
+    rows = rows_of[case, best[0]]
+    return Best(
+        best[0],
+        sum(r["tokens"] for r in rows) / sum(r["seconds"] for r in rows),
+        max(r["memory_gb"] for r in rows),
+        float(np.mean([r["idle"] for r in rows])),
+        float(np.mean([r["exposed"] for r in rows])),
+        tried,
+        simulated,
+        failed,
+    )

@@ -1,0 +1,215 @@
+"""Cases of the simulated experiments, and a runner that keeps the iterations it has simulated."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import asdict, dataclass, replace
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from tqdm import tqdm
+
+from benchmarks.published_lengths import published
+from distca.cost.model_sizes import MODELS
+from distca.documents.lengths import (
+    Capped,
+    LengthDistribution,
+    Lognormal,
+    Mixture,
+    Uniform,
+    Upsampled,
+    Zipf,
+    draw,
+)
+from distca.plan.span import Int64s
+from distca.simulate import (
+    CLUSTERS,
+    Ablation,
+    Candidate,
+    Workload,
+    pack_sequences,
+    simulate,
+)
+
+
+@dataclass(frozen=True)
+class Case:
+    """An experiment of the paper: a workload and its documents.
+
+    Attributes:
+        model: a name of `distca.cost.model_sizes.MODELS`.
+        documents: "pretrain" or "prolong".
+        context: the longest document, and the tokens of a sequence.
+        sequences: number of sequences in a global batch.
+        gpus: number of H200s.
+        tolerance: relative imbalance of servers' loads that schedulers may leave.
+        tensor: tensor-parallel size.
+        published: folder with published lengths instead of distributions; or "".
+    """
+
+    model: str
+    documents: str
+    context: int
+    sequences: int
+    gpus: int
+    tolerance: float = 0.1
+    tensor: int = 8
+    published: str = ""
+
+    @property
+    def workload(self) -> Workload:
+        cluster = CLUSTERS["dgx-h200"]
+        if self.published:
+            cluster = replace(cluster, attention_tflops=published_tflops(Path(self.published)))
+        model = MODELS[self.model]
+        return Workload(model, cluster, self.gpus, self.context, self.sequences, self.tolerance)
+
+    @property
+    def published_lengths(self) -> Path:
+        """The file of published lengths."""
+        name = {"pretrain": "wlbllm", "prolong": "prolong"}[self.documents]
+        return Path(self.published) / f"document_lengths_{name}.json"
+
+    def batch(self, seed: int) -> list[Int64s]:
+        """Sequences of a global batch: lengths of documents, cut where a sequence ends."""
+        if self.published:
+            lengths = published(self.published_lengths, upsampled=True)(
+                self.sequences * self.context, self.context, seed
+            )
+            return pack_sequences(lengths, self.sequences, self.context)
+        distribution = paper_distribution(self.documents, self.context)
+        total = self.sequences * self.context
+        return pack_sequences(draw(distribution, total, seed), self.sequences, self.context)
+
+
+def paper_distribution(name: str, longest: int) -> LengthDistribution:
+    """The paper's distributions "Pretrain" and "ProLong", up to a length.
+
+    Pretrain is the distribution "pretrain" with its long part up to `longest`. ProLong's mixture
+    has 60% of its tokens in long documents (Gao et al., 2025, Section 4; here log-uniform from
+    32,768 on); its short part is that of the distribution "prolong".
+    """
+    if name == "pretrain":
+        base = Mixture(Uniform(1, 6400), Zipf(1.0, 8192, longest), 0.022)
+        return Upsampled(base, 10_000, 0.1)
+    mean_long = (longest - 32_768) / np.log(longest / 32_768)
+    mean_short = 2956.0
+    share = 0.6 * mean_short / (0.6 * mean_short + 0.4 * mean_long)
+    short = Lognormal(1300, 1.1, longest, 575)
+    return Capped(Mixture(short, Zipf(1.0, 32_768, longest), float(share)), longest)
+
+
+@lru_cache(maxsize=4)
+def published_tflops(folder: Path) -> float:
+    """The highest rate of the published kernel times (64 heads of 128, causal, forward)."""
+    rows = np.genfromtxt(folder / "attention_forward_h100.csv", delimiter=",", names=True)
+    whole = rows[(rows["cp"] == 1) & (rows["tp"] == 1)]
+    flops = 4.0 * 64 * 128 * whole["L"] * (whole["L"] + 1) / 2
+    return float((flops / (whole["duration_per_doc"] * 1e-3)).max() / 1e12)
+
+
+@dataclass(frozen=True)
+class Unit:
+    """One simulated iteration."""
+
+    case: Case
+    candidate: Candidate
+    seed: int
+    ablation: Ablation = "none"
+
+    @property
+    def key(self) -> str:
+        """Digest of all that the result depends on, with the program and published lengths."""
+        case = self.case
+        lengths = digest_of(case.published_lengths) if case.published else ""
+        what = [asdict(self), asdict(case.workload), sources(), lengths]
+        return hashlib.sha1(json.dumps(what, sort_keys=True).encode()).hexdigest()
+
+    def run(self) -> dict[str, Any]:
+        outcome = simulate(
+            self.candidate, self.case.workload, batch(self.case, self.seed), self.ablation
+        )
+        sent = np.sum(list(outcome.bytes_sent.values()), axis=0)
+        return {
+            "key": self.key,
+            "seconds": outcome.seconds,
+            "tokens": outcome.tokens,
+            "fits": outcome.fits,
+            "memory_gb": float(outcome.memory_bytes.max()) / 1e9,
+            "least_memory_gb": float(outcome.memory_bytes.min()) / 1e9,
+            "idle": outcome.idle,
+            "exposed": float(outcome.exposed.mean()) / outcome.seconds,
+            "gathering": float(outcome.gathering.mean()) / outcome.seconds,
+            "computed_max_over_mean": float(outcome.computed.max() / outcome.computed.mean()),
+            "gb": float(sent.sum()) / 1e9,
+            "gb_busiest": float(sent.max()) / 1e9,
+        }
+
+
+@lru_cache(maxsize=64)
+def batch(case: Case, seed: int) -> list[Int64s]:
+    """`Case.batch`, cached: all configurations of a case run the same batches."""
+    return case.batch(seed)
+
+
+@lru_cache(maxsize=1)
+def sources() -> str:
+    """Digest of the program that makes batches and plans, and simulates them."""
+    root = Path(__file__).parents[2]
+    floors = ("plan", "documents", "cost", "schedule", "simulate")
+    folders = [root / "distca" / name for name in floors]
+    files = [path for folder in folders for path in sorted(folder.rglob("*.py"))]
+    return digest_of(*files, root / "benchmarks" / "published_lengths.py", Path(__file__))
+
+
+@lru_cache(maxsize=16)
+def digest_of(*paths: Path) -> str:
+    """Digest of the contents of files."""
+    digest = hashlib.sha1()
+    for path in paths:
+        digest.update(path.read_bytes())
+    return digest.hexdigest()
+
+
+def run_unit(unit: Unit) -> dict[str, Any]:
+    return unit.run()
+
+
+class Runner:
+    """Runs units over the cores, but for those whose results a file has already."""
+
+    def __init__(self, path: Path, processes: int | None) -> None:
+        self._path = path
+        self._processes = processes or len(os.sched_getaffinity(0))
+        self._done: dict[str, dict[str, Any]] = {}
+        if path.is_file():
+            # The unit of a last line that an interrupted run left unfinished runs again.
+            lines = [line for line in path.read_text().splitlines() if line.endswith("}")]
+            # The file is replaced whole or not at all, should this run be interrupted.
+            new = path.with_name(path.name + ".new")
+            new.write_text("".join(f"{line}\n" for line in lines))
+            new.replace(path)
+            self._done = {row["key"]: row for row in map(json.loads, lines)}
+
+    def run(self, units: Sequence[Unit], title: str) -> list[dict[str, Any]]:
+        """The results of all units, in their order."""
+        wanted = {unit.key: unit for unit in units if unit.key not in self._done}
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        with (
+            ProcessPoolExecutor(self._processes) as pool,
+            self._path.open("a") as file,
+            tqdm(total=len(wanted), desc=title, unit=" runs", disable=None) as bar,
+        ):
+            for future in as_completed([pool.submit(run_unit, unit) for unit in wanted.values()]):
+                row = future.result()
+                self._done[row["key"]] = row
+                file.write(json.dumps(row) + "\n")
+                file.flush()
+                bar.update()
+        return [self._done[unit.key] for unit in units]

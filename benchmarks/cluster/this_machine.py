@@ -1,0 +1,130 @@
+"""Description of this machine for the simulator, measured apart from the steps it predicts."""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import tempfile
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from benchmarks.training.setting import Setting
+from distca.attention import KernelTasks, select_kernel
+from distca.cost.model_sizes import ModelSize
+from distca.cost.profile import Profile
+from distca.plan import BLOCK
+from distca.runtime.kernel_timing import fastest
+from distca.simulate import Cluster, ModelCosts
+from distca.transport import Channel, ChannelBytes, CollectiveTransport, MessageSizes
+
+CPU = torch.device("cpu")
+
+
+def backward_over_forward(profile: Profile) -> float:
+    """Ratio of backward to forward seconds, measured on a long task of the profile's heads."""
+    shape, length = profile.shape, profile.lengths[-1]
+    kernel = select_kernel("cpu")
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (
+        torch.randn(length, heads, shape.head_dim, generator=generator)
+        for heads in (shape.heads, shape.kv_heads, shape.kv_heads)
+    )
+    edges = torch.tensor([0, length], dtype=torch.int32)
+    tasks = KernelTasks(edges, edges, causal=True, window_left=None, softmax_scale=0.1)
+    out, lse = kernel.forward(q, k, v, tasks)
+    forward, backward = (
+        fastest(run, lambda: None, 2.0)
+        for run in (
+            lambda: kernel.forward(q, k, v, tasks),
+            lambda: kernel.backward(out, q, k, v, out, lse, tasks),
+        )
+    )
+    return backward / forward
+
+
+def copy_gb_per_s() -> float:
+    """Measures the memory traffic of gathering rows, which are read and written."""
+    rows = torch.randn(8192, 256)
+    index = torch.randperm(8192)
+    seconds = fastest(lambda: rows.index_select(0, index), lambda: None, 0.5)
+    return 2 * rows.nbytes / seconds / 1e9
+
+
+def _exchange(rank: int, processes: int, store: str, output: str) -> None:
+    cores = sorted(os.sched_getaffinity(0))
+    os.sched_setaffinity(0, {cores[rank % len(cores)]})
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo", store=dist.FileStore(store, processes), rank=rank, world_size=processes
+    )
+    transport, channel = CollectiveTransport(dist.group.WORLD, CPU), Channel("to servers", 0)
+    found = {}
+    for nbytes in (4096, 16 * 2**20):
+        sizes = tuple(nbytes * (other != rank) for other in range(processes))
+        put_at = tuple(nbytes * (rank - (rank > other)) for other in range(processes))
+        transport.reserve({channel: ChannelBytes(sum(sizes), sum(sizes))})
+        transport.staging(channel, sum(sizes)).zero_()
+        times = []
+        for _ in range(8):
+            dist.barrier()
+            start = time.perf_counter()
+            transport.start("measured", channel, MessageSizes(sizes, sizes, put_at)).wait()
+            times.append(time.perf_counter() - start)
+        found[nbytes] = statistics.median(times[2:])
+    if rank == 0:
+        Path(output).write_text(json.dumps(list(found.items())))
+    dist.destroy_process_group()
+
+
+def link_of_processes(processes: int) -> tuple[float, float]:
+    """Measures GB/s of a process, each way, and seconds of a small message."""
+    with tempfile.TemporaryDirectory() as folder:
+        output = str(Path(folder) / "found")
+        store = str(Path(folder) / "store")
+        torch.multiprocessing.spawn(_exchange, args=(processes, store, output), nprocs=processes)
+        (_, small), (nbytes, large) = json.loads(Path(output).read_text())
+    return (processes - 1) * nbytes / max(large - small, 1e-9) / 1e9, small
+
+
+def describe_machine(
+    setting: Setting, model: ModelSize, profile: Profile, rest_seconds: float
+) -> Cluster:
+    """Describes this machine to the simulator.
+
+    Args:
+        setting: sizes of the measured steps.
+        model: sizes of the trained model.
+        profile: kernel times.
+        rest_seconds: time of a step whose documents are one block long.
+    """
+    speed, latency = link_of_processes(setting.processes)
+    machine = Cluster(
+        "this machine",
+        gpus_per_node=1,
+        memory_gb=1e6,
+        peak_tflops=1.0,
+        attention_tflops=1.0,
+        node_gb_per_s=speed,
+        network_gb_per_s=speed,
+        copy_gb_per_s=copy_gb_per_s(),
+        linear_mfu=1.0,
+        backward_over_forward=backward_over_forward(profile),
+        node_latency=latency,
+        network_latency=latency,
+        launch_seconds=0.0,
+    )
+    costs = ModelCosts(model, machine, dtype_bytes=4)
+    block = np.array([BLOCK])
+    short = float(profile.seconds(block, block, block * (block + 1) // 2)[0])
+    blocks = setting.seq_length // BLOCK
+    kernels = setting.layers * blocks * short * (1 + machine.backward_over_forward)
+    linear = setting.layers * (sum(costs.pre_seconds()) + sum(costs.post_seconds()))
+    linear = setting.seq_length * (linear + sum(costs.head_seconds()))
+    # `linear` is at 1 TFLOP/s; the rate found counts in everything else that a step does.
+    return replace(machine, peak_tflops=linear / max(rest_seconds - kernels, 1e-9))

@@ -1,0 +1,170 @@
+"""The attention kernel's rate by the length of its shards (the paper's Figure 5: a 128-token knee).
+
+    python benchmarks/kernels/attention.py --output benchmarks/results
+    python benchmarks/kernels/attention.py --device cuda --tokens 65536 --keys 32768   # on a GPU
+
+One fused call computes shards of one length, each with the same keys, so that all calls have the
+same visible pairs; short shards leave the kernel's blocks half empty.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+
+matplotlib.use("Agg")
+
+import matplotlib.pyplot as plt
+import torch
+
+sys.path.insert(0, str(Path(__file__).parents[2]))  # as benchmarks/__init__.py says
+
+from distca.attention import KernelTasks, select_kernel
+from distca.cost.model_sizes import MODELS
+
+
+def seconds_of(function: Callable[[], Any], device: torch.device, repeats: int) -> float:
+    """Median seconds of several runs, after one that warms up."""
+    function()
+    found = []
+    for _ in range(repeats):
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        start = time.perf_counter()
+        function()
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        found.append(time.perf_counter() - start)
+    return statistics.median(found)
+
+
+def measure(
+    device: torch.device, tokens: int, keys: int, shards: list[int], model: str, repeats: int
+) -> list[dict[str, float]]:
+    """Measures forward and backward rates for each shard length.
+
+    Args:
+        device: device of the kernel.
+        tokens: queries of a call at most: as many as whole shards make up.
+        keys: number of keys of each shard.
+        shards: lengths of shards.
+        model: name of the model whose attention heads are taken.
+        repeats: number of runs of each measurement.
+    """
+    shape = MODELS[model].attention_shape(tensor_parallel=8)
+    kernel = select_kernel(device.type)
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    rows = []
+    for shard in shards:
+        number = max(tokens // shard, 1)
+        queries = number * shard
+        q, dout = (
+            torch.randn(queries, shape.heads, shape.head_dim, device=device, dtype=dtype)
+            for _ in range(2)
+        )
+        k, v = (
+            torch.randn(keys, shape.kv_heads, shape.head_dim, device=device, dtype=dtype)
+            .unsqueeze(0)
+            .expand(number, -1, -1, -1)
+            .reshape(number * keys, shape.kv_heads, shape.head_dim)
+            for _ in range(2)
+        )
+        edges = (
+            torch.arange(number + 1, dtype=torch.int32) * shard,
+            torch.arange(number + 1, dtype=torch.int32) * keys,
+        )
+        tasks = KernelTasks(*edges, causal=False, window_left=None, softmax_scale=0.1)
+        out, lse = kernel.forward(q, k, v, tasks)
+        forward = seconds_of(lambda call=(q, k, v, tasks): kernel.forward(*call), device, repeats)
+        backward = seconds_of(
+            lambda call=(dout, q, k, v, out, lse, tasks): kernel.backward(*call), device, repeats
+        )
+        flops = 4.0 * queries * keys * shape.heads * shape.head_dim
+        rows.append(
+            {
+                "shard_length": shard,
+                "forward_tflops": 1e-12 * flops / forward,
+                # A backward pass has five matrix products instead of two.
+                "backward_tflops": 2.5e-12 * flops / backward,
+            }
+        )
+    best = max(row["forward_tflops"] for row in rows)
+    return [row | {"of_best": row["forward_tflops"] / best} for row in rows]
+
+
+def table(rows: list[dict[str, float]]) -> str:
+    """Formats the rates as a Markdown table."""
+    header = ["tokens of a shard", "forward, TFLOP/s", "backward, TFLOP/s", "forward of the best"]
+    lines = [header, ["---:"] * len(header)]
+    for row in rows:
+        lines.append(
+            [
+                f"{row['shard_length']:.0f}",
+                f"{row['forward_tflops']:.4g}",
+                f"{row['backward_tflops']:.4g}",
+                f"{row['of_best']:.0%}",
+            ]
+        )
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def plot(rows: list[dict[str, float]], what: str, path: Path) -> None:
+    """Plots rates against shard length."""
+    figure, axes = plt.subplots(figsize=(6, 4), layout="constrained")
+    lengths = [row["shard_length"] for row in rows]
+    for name in ("forward", "backward"):
+        axes.plot(lengths, [row[f"{name}_tflops"] for row in rows], marker="o", label=name)
+    axes.axvline(128, color="grey", linestyle=":", label="128 tokens")
+    axes.set_xscale("log", base=2)
+    axes.set(xlabel="tokens of a shard", ylabel="TFLOP/s", title=what, ylim=(0, None))
+    axes.legend()
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
+    default = "cuda" if torch.cuda.is_available() else "cpu"
+    parser.add_argument("--device", choices=("cpu", "cuda"), default=default)
+    parser.add_argument("--tokens", type=int, default=2048, help="queries of a call")
+    parser.add_argument("--keys", type=int, default=2048, help="of each shard")
+    parser.add_argument(
+        "--shards", type=int, nargs="+", default=[16, 32, 64, 96, 128, 192, 256, 512, 1024, 2048]
+    )
+    parser.add_argument("--model", choices=list(MODELS), default="llama-8b", help="at TP 8")
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--output", type=Path, required=True, metavar="DIR")
+    args = parser.parse_args(argv)
+    wrong = [shard for shard in args.shards if shard < 1]
+    if wrong:
+        parser.error(f"a shard has at least one token, not {wrong[0]}")
+    device = torch.device(args.device)
+    rows = measure(device, args.tokens, args.keys, args.shards, args.model, args.repeats)
+    name = (
+        torch.cuda.get_device_name() if device.type == "cuda" else platform.processor() or "a CPU"
+    )
+    what = {
+        "device": name,
+        "torch": torch.__version__,
+        "threads": torch.get_num_threads(),
+        "model": args.model,
+        "keys": args.keys,
+    }
+    print(table(rows))
+    args.output.mkdir(parents=True, exist_ok=True)
+    file = args.output / f"kernels_{device.type}"
+    file.with_suffix(".json").write_text(json.dumps(what | {"rows": rows}, indent=1) + "\n")
+    plot(rows, f"{args.keys} keys on {name}", file.with_suffix(".png"))
+
+
+if __name__ == "__main__":
+    main()

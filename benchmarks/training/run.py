@@ -1,0 +1,254 @@
+"""Processes of `throughput.py`, which build each way to train and time its steps."""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+import time
+from argparse import Namespace
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch.profiler import ProfilerActivity, profile
+from tqdm import tqdm
+
+from benchmarks.lengths_only import stream_of
+from benchmarks.training.replay import timed_passes
+from benchmarks.training.setting import PLAIN, SHORT, Setting, document_lengths
+from benchmarks.training.step import Step
+from benchmarks.training.summary import summarize
+from distca.cost.model_sizes import ModelSize
+from distca.plan import BLOCK
+
+
+def parsed(setting: Setting, more_flags: list[str]) -> Namespace:
+    """Parses Megatron's arguments for a way to train.
+
+    Raises:
+        ValueError: the flags don't go together.
+    """
+    from megatron_patches.flags.distca import add_distca_arguments
+    from megatron_patches.flags.megatron import parse_args
+    from megatron_patches.flags.validation import validate_distca_arguments
+
+    given = [*setting.flags(), *more_flags]
+    args = parse_args(add_distca_arguments, given, setting.processes)
+    validate_distca_arguments(args)
+    return args
+
+
+def model_size(args: Namespace) -> ModelSize:
+    """Sizes of the trained model, with its padded vocabulary."""
+    return ModelSize(
+        args.num_layers,
+        args.hidden_size,
+        args.num_attention_heads,
+        args.num_query_groups,
+        args.kv_channels,
+        args.ffn_hidden_size,
+        args.padded_vocab_size,
+    )
+
+
+class Measured:
+    """A way to train, whose steps can be timed one by one."""
+
+    def __init__(self, setting: Setting, more_flags: list[str]) -> None:
+        from megatron_patches.batches.sources import batch_maker, model_device, window_layout
+        from megatron_patches.loop.gpt_job import GPT_JOB
+        from megatron_patches.loop.lean.training import (
+            build_model_and_optimizer,
+            choose_forward_backward_func,
+        )
+
+        self.args = parsed(setting, more_flags)
+        self._job, self._setting, self._device = GPT_JOB, setting, model_device()
+        self._maker = batch_maker(self.args, window_layout(self.args), self._device)
+        self._model, self._optimizer = build_model_and_optimizer(GPT_JOB, self.args)
+        self._forward_backward = choose_forward_backward_func(GPT_JOB, self.args)
+
+    def leave_out_reduction(self) -> None:
+        """Turns off the reduction of gradients in all later steps."""
+        from megatron.core.utils import get_model_config
+
+        get_model_config(self._model[0]).finalize_model_grads_func = None
+
+    def step(self, lengths: list[int], batch: int) -> Step:
+        """Runs and times a whole training step on a global batch."""
+        from megatron_patches.loop.job import DataIterators
+        from megatron_patches.loop.lean.training import Run, forward_backward
+
+        batches = self._batches(lengths, batch * self.args.global_batch_size)
+        data = DataIterators(batches, None, None)
+        run = Run(
+            self._job, self.args, self._model, self._optimizer, None, [data], self._forward_backward
+        )
+        for chunk in self._model:
+            chunk.train()
+            chunk.zero_grad_buffer()
+        done = Step()
+        with self._watched(batches, done):
+            self._barrier()
+            start, cpu = time.perf_counter(), time.process_time()
+            forward_backward(run, "train", forward_only=False)
+            self._optimizer.step()
+            done.cpu_seconds = time.process_time() - cpu
+            self._barrier()
+            done.seconds = time.perf_counter() - start
+        batches.close()
+        return done
+
+    def _barrier(self) -> None:
+        """Waits until all processes have come here, and their GPUs have finished."""
+        dist.barrier()
+        if self._device.type == "cuda":
+            torch.cuda.synchronize()
+
+    def peak_bytes(self, lengths: list[int], batch: int) -> int:
+        """Peak bytes of a step's tensors and core attention's buffers.
+
+        Parameters, their gradients and the optimizer's state stand between steps and are left out.
+        """
+        if self._device.type == "cuda":
+            before = torch.cuda.memory_allocated()
+            torch.cuda.reset_peak_memory_stats()
+            self.step(lengths, batch)
+            peak = torch.cuda.max_memory_allocated() - before
+        else:
+            peak = self._peak_on_cpu(lengths, batch)
+        if self.args.distca:
+            peak += self._maker.core_attention.buffers.nbytes
+        return peak
+
+    def _peak_on_cpu(self, lengths: list[int], batch: int) -> int:
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
+            self.step(lengths, batch)
+        # The allocator reports each tensor's bytes when it comes and, negative, when it goes.
+        changes = [
+            event.nbytes()
+            for event in recorded.profiler.kineto_results.events()
+            if event.name() == "[memory]"
+        ]
+        return int(np.cumsum([0, *changes]).max())
+
+    def close(self) -> None:
+        """Closes the transport."""
+        self._maker.close()
+
+    def _batches(self, lengths: list[int], first: int) -> Any:
+        """Iterates over micro-batches, or ticks, from a sample of the documents' stream on."""
+        return self._maker.iterator(stream_of(lengths), "train", first)
+
+    @contextmanager
+    def _watched(self, batches: Any, done: Step) -> Iterator[None]:
+        """Notes times of ticks and their exchanges, or the CPU time of a pipeline's passes."""
+        if self.args.distca:
+            core_attention = batches.batches.core_attention
+            trace, transport = core_attention.trace, core_attention.transport
+            before = transport.bytes_sent.copy()
+            trace.recording = True
+            yield
+            trace.recording = False
+            done.bytes_sent = dict(transport.bytes_sent - before)
+            done.read_timeline(trace.take(0))
+        elif self._setting.stages > 1 and self._device.type == "cpu":
+            with timed_passes() as passes:
+                yield
+            done.passes = passes
+        else:
+            yield
+
+
+def start_process(rank: int, setting: Setting, store: str) -> None:
+    """Initializes process groups and Megatron in a process that no launcher started.
+
+    Without a GPU the process gets a core of its own.
+    """
+    from megatron_patches.loop.lean.training import LaunchedProcess, initialize
+
+    if not torch.cuda.is_available():
+        cores = sorted(os.sched_getaffinity(0))
+        os.sched_setaffinity(0, {cores[rank % len(cores)]})
+        torch.set_num_threads(1)
+    initialize(
+        parsed(setting, []),
+        LaunchedProcess(rank, setting.processes, rank, alone=False),
+        dist.FileStore(store, setting.processes),
+    )
+
+
+def measure(setting: Setting) -> dict[str, Any] | None:
+    """Runs one process of the measurement; ends the process groups.
+
+    Returns:
+        The summaries of all mixes on rank 0, None on the others.
+    """
+    from megatron_patches.flags.distca import mask_from_args
+
+    # The profiler's own switch: else it writes a line for every start and stop.
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")
+    ways = {name: Measured(setting, more) for name, more in setting.ways().items()}
+    short_documents = [BLOCK] * (setting.batches * setting.tokens // BLOCK)
+    names = [*ways, *([SHORT] if setting.stages == 1 else [])]
+    steps: dict[str, dict[str, list[list[Step]]]] = {}
+    rank = dist.get_rank()
+    number_of_steps = len(setting.mixes) * setting.batches * setting.rounds * len(names)
+    with tqdm(total=number_of_steps, unit="step", disable=rank != 0) as progress:
+        for mix in setting.mixes:
+            lengths = document_lengths(setting, mix)
+            steps[mix] = {name: [] for name in names}
+            for way in ways.values():
+                way.step(lengths, 0)  # Warms up.
+            for batch in range(setting.batches):
+                rows: dict[str, list[Step]] = {name: [] for name in names}
+                for number in range(setting.rounds):
+                    # Whoever comes first or last may be better off, so all do in turn.
+                    at = number % len(names)
+                    for name in names[at:] + names[:at]:
+                        documents = short_documents if name == SHORT else lengths
+                        rows[name].append(ways.get(name, ways[PLAIN]).step(documents, batch))
+                        progress.update()
+                for name, row in rows.items():
+                    steps[mix][name].append(row)
+            for name, way in ways.items():
+                steps[mix][name][0][0].peak_bytes = way.peak_bytes(lengths, 0)
+    everyones: list[Any] = [None] * setting.processes
+    dist.all_gather_object(everyones, steps)
+    summaries = None
+    if rank == 0:
+        args = ways[PLAIN].args
+        model, mask = model_size(args), mask_from_args(args)
+        summaries = {
+            mix: summarize(setting, mix, [own[mix] for own in everyones], model, mask)
+            for mix in steps
+        }
+    for way in ways.values():
+        way.close()
+    dist.barrier()
+    dist.destroy_process_group()
+    return summaries
+
+
+def _spawned(rank: int, setting: Setting, store: str, output: str) -> None:
+    start_process(rank, setting, store)
+    summaries = measure(setting)
+    if summaries is not None:
+        Path(output).write_text(json.dumps(summaries))
+
+
+def measured(setting: Setting) -> dict[str, Any]:
+    """Runs the measurement in processes of this machine; returns the summaries of all mixes."""
+    with tempfile.TemporaryDirectory() as folder:
+        found = Path(folder) / "summaries.json"
+        torch.multiprocessing.spawn(
+            _spawned,
+            args=(setting, str(Path(folder) / "store"), str(found)),
+            nprocs=setting.processes,
+        )
+        return dict(json.loads(found.read_text()))

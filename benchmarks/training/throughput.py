@@ -1,0 +1,229 @@
+"""Tokens per second of plain packed Megatron and of `--distca`, on real processes.
+
+    python benchmarks/training/throughput.py --schedulers tiles --modes whole --mixes long-tail
+    python benchmarks/training/throughput.py --output DIR
+    torchrun --nproc-per-node 8 benchmarks/training/throughput.py --tensor-model-parallel-size 4 ...
+
+Windows of documents, none longer than a rank's tokens, are trained on by plain Megatron and by each
+scheduler in each mode (all of them, unless chosen) in turn, in the same processes, so that a
+machine whose speed drifts slows all. Each way to train has a model of its own, and all are in
+memory together: choose few ways for a large model. Flags that are not listed by `--help` are
+`pretrain_gpt.py`'s, and hold for every way.
+
+By itself the command starts as many processes as there are GPUs or cores. On a cluster torchrun (or
+`launch/slurm/throughput.sh`) starts them on every node. On GPUs they talk by NCCL, else by gloo.
+
+Reported for each way are medians over the rounds, summed over the batches:
+
+* tokens/s, and the ratio of plain Megatron's time to the way's;
+* MFU: model operations, without recomputation, over those that the devices could have done;
+* pairs max/mean: core attention of the busiest rank over the mean, between two points at which all
+  ranks wait for each other: a step of plain Megatron, a tick of `--distca`. And the same of the
+  kernels' measured seconds;
+* exposed: for which part of a step a rank waits for exchanges, on average; that is also where it
+  waits for ranks that are late;
+* peak MB: tensors of a step and the buffers of core attention, on the rank that has most, beside
+  parameters, gradients and the optimizer's state;
+* ideal: the ratio that perfect balance of the visible pairs would give if moving bytes and planning
+  cost nothing.
+
+Without pipeline stages the time of a step is taken to be `rest + c * pairs of the busiest rank`;
+`c` and `rest` follow from the step itself and from one whose documents are all one block long, with
+hardly a pair. Measured times can beat the ideal: kernels run faster on longer tasks. Processes that
+the command starts on CPUs are pinned to a core each.
+
+With stages a batch is several micro-batches, and `--distca` is measured with each stage's servers
+apart, too. On CPUs cores are usually fewer than processes then, so beside the wall clock stand the
+CPU time of the ranks and the *replayed* time: how long the step would take with a core for each
+process and with messages that take no time (`replay.py`). The ideal is that of passes that take
+`rest + c * pairs`, fitted to plain Megatron's, with pairs perfectly shared out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).parents[2]))  # as benchmarks/__init__.py says
+
+from benchmarks.training.report import table, write_report
+from benchmarks.training.run import measure, measured, parsed
+from benchmarks.training.setting import MIXES, MODES, Setting
+from distca.schedule import SCHEDULERS
+from distca.simulate import CLUSTERS
+
+GPUS = {
+    "NVIDIA A100-SXM4-80GB": "dgx-a100",
+    "NVIDIA H100 80GB HBM3": "dgx-h100",
+    "NVIDIA H200": "dgx-h200",
+}
+"""Cluster with a known peak, by CUDA's name of its GPUs."""
+
+SET_HERE = {
+    "--distca": "one way is without it",
+    "--distca-scheduler": "give --schedulers",
+    "--distca-tolerance": "give --tolerances",
+    "--distca-ping-pong": "give --modes",
+    "--no-distca-ping-pong": "give --modes",
+    "--distca-pool-stages": "both ways are measured",
+    "--no-distca-pool-stages": "both ways are measured",
+    "--distca-servers": "plain Megatron has no dedicated servers",
+    "--micro-batch-size": "it is 1",
+    "--global-batch-size": "give --micro-batches",
+    "--num-layers-per-virtual-pipeline-stage": "stages are not divided further here",
+    "--data-path": "give --mixes",
+    "--split": "give --mixes",
+}
+"""Flags of `pretrain_gpt.py` that are not for the user to set, and why."""
+NOT_HERE = (
+    *("--save", "--no-save-", "--load", "--no-load-", "--finetune", "--eval-", "--exit-", "--log-"),
+    *("--tensorboard-", "--train-iters", "--distca-trace", "--distca-max-document-length"),
+)
+"""Prefixes of flags of `pretrain_gpt.py` that would do nothing here."""
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        description=__doc__.splitlines()[0],
+        epilog="All other flags are pretrain_gpt.py's, and hold for every way to train.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--processes", type=int, help="default: torchrun's, or one a GPU or core")
+    parser.add_argument("--tensor-model-parallel-size", type=int, default=1)
+    parser.add_argument("--pipeline-model-parallel-size", type=int, default=1)
+    parser.add_argument("--micro-batches", type=int, help="default: twice the stages, or one")
+    parser.add_argument("--seq-length", type=int, default=8192, help="tokens of a rank")
+    parser.add_argument("--num-layers", type=int, default=2)
+    parser.add_argument("--hidden-size", type=int, default=256)
+    parser.add_argument("--batches", type=int, default=4)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--schedulers", nargs="+", default=list(SCHEDULERS), choices=[*SCHEDULERS])
+    parser.add_argument(
+        "--modes", nargs="+", default=list(MODES), choices=MODES, help="two nano-batches or one"
+    )
+    parser.add_argument(
+        "--tolerances",
+        type=float,
+        nargs="+",
+        default=[0.02],
+        help="of server loads; small, as bytes between processes of one machine are cheap",
+    )
+    parser.add_argument("--mixes", nargs="+", default=list(MIXES), choices=MIXES)
+    parser.add_argument("--seed", type=int, default=0, help="of the document lengths")
+    parser.add_argument(
+        "--peak-tflops",
+        type=float,
+        help="of a device, for MFU; default: what is known of the GPU, with --bf16",
+    )
+    parser.add_argument(
+        "--output", type=Path, metavar="DIR", help="write throughput.json and throughput.md there"
+    )
+    return parser
+
+
+def setting_of(args: argparse.Namespace, megatron_flags: Sequence[str], started: int) -> Setting:
+    """Makes the setting of a measurement.
+
+    Args:
+        args: parsed flags of `build_parser`.
+        megatron_flags: all other flags.
+        started: processes that a launcher started; 0: there is none.
+
+    Raises:
+        ValueError: the flags don't go together, or are not for this command.
+    """
+    _refuse_flags(megatron_flags)
+    gpus = torch.cuda.device_count()
+    processes = args.processes
+    if processes is None:
+        processes = started or gpus or len(os.sched_getaffinity(0))
+    if started and processes != started:
+        raise ValueError(
+            f"--processes {processes}, but the launcher started {started}: leave it out"
+        )
+    if not started and gpus and processes > gpus:
+        raise ValueError(f"--processes {processes} on {gpus} GPUs: give at most that")
+    stages, tensor = args.pipeline_model_parallel_size, args.tensor_model_parallel_size
+    if min(stages, tensor) < 1 or processes < 1 or processes % (stages * tensor):
+        raise ValueError(
+            f"{processes} processes are no multiple of tensor x pipeline size, {tensor} x {stages}"
+        )
+    for name in ("batches", "rounds", "seq_length", "hidden_size", "micro_batches", "peak_tflops"):
+        value = getattr(args, name)
+        if value is not None and value <= 0:
+            raise ValueError(f"--{name.replace('_', '-')} {value}: give a positive number")
+    peak = args.peak_tflops
+    if peak is None and gpus and "--bf16" in megatron_flags:
+        peak = peak_of_gpu(torch.cuda.get_device_name())
+    setting = Setting(
+        processes=processes,
+        stages=stages,
+        micro_batches=args.micro_batches or (1 if stages == 1 else 2 * stages),
+        seq_length=args.seq_length,
+        layers=args.num_layers,
+        hidden_size=args.hidden_size,
+        batches=args.batches,
+        rounds=args.rounds,
+        schedulers=tuple(dict.fromkeys(args.schedulers)),
+        modes=tuple(dict.fromkeys(args.modes)),
+        tolerances=tuple(dict.fromkeys(args.tolerances)),
+        mixes=tuple(dict.fromkeys(args.mixes)),
+        seed=args.seed,
+        tensor_parallel=tensor,
+        megatron_flags=tuple(megatron_flags),
+        peak_tflops=peak,
+    )
+    for flags in setting.ways().values():
+        parsed(setting, flags)
+    return setting
+
+
+def _refuse_flags(megatron_flags: Sequence[str]) -> None:
+    for flag in megatron_flags:
+        name = flag.partition("=")[0]
+        if name in SET_HERE:
+            raise ValueError(f"{name} is not for this benchmark: {SET_HERE[name]}")
+        if name.startswith(NOT_HERE):
+            raise ValueError(f"{name} does nothing here: leave it out")
+
+
+def peak_of_gpu(name: str) -> float | None:
+    """Dense 16-bit operations of a GPU, 10^12 a second; None where they are not known."""
+    return CLUSTERS[GPUS[name]].peak_tflops if name in GPUS else None
+
+
+def run_launched(setting: Setting, process: Any) -> dict[str, Any] | None:
+    """Measures in a process that a launcher started; returns the summaries on rank 0."""
+    from megatron_patches.loop.lean.training import ending_the_job_on_failure, initialize
+
+    with ending_the_job_on_failure():
+        initialize(parsed(setting, []), process)
+        return measure(setting)
+
+
+def main() -> None:
+    from megatron_patches.loop.lean.training import LaunchedProcess
+
+    parser = build_parser()
+    args, megatron_flags = parser.parse_known_args()
+    process = LaunchedProcess.by_torchrun(os.environ)
+    try:
+        setting = setting_of(args, megatron_flags, 0 if process.alone else process.world_size)
+    except ValueError as error:
+        parser.error(str(error))
+    summaries = measured(setting) if process.alone else run_launched(setting, process)
+    if summaries is None:
+        return
+    if args.output is not None:
+        write_report(args.output, setting, summaries, launched=not process.alone)
+    print(table(setting, summaries))
+
+
+if __name__ == "__main__":
+    main()

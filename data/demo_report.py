@@ -1,0 +1,240 @@
+"""A report of the demo: its run with `--distca` beside the first steps as plain Megatron.
+
+    python -m data.demo_report --distca demo/tensorboard/distca --plain demo/tensorboard/plain \\
+        --output demo/report.png -- FLAGS
+
+The folders are the runs' `--tensorboard-dir`, and FLAGS are the flags of both runs. The command
+prints a table and draws a picture.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from argparse import Namespace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from distca.commands.plan_plot import draw_documents
+from distca.palette import BLACK, BLUE, ORANGE
+from distca.plan import Plan
+from distca.plan.span import Floats
+from distca.schedule import ScheduleConfig, make_scheduler, packed_loads
+from megatron_patches.batches.stream import TokenStream, parse_data_path
+from megatron_patches.flags.distca import add_distca_arguments, mask_from_args
+from megatron_patches.flags.megatron import parse_args
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+Scalars = Mapping[str, Mapping[int, float]]
+"""Figures of a run, by name and iteration."""
+
+BUSIEST, MEAN = "CPU seconds of the busiest rank", "CPU seconds of the mean rank"
+LOSS, BEFORE, AFTER = "lm loss", "load max/mean before", "load max/mean"
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Two runs over the same steps.
+
+    Attributes:
+        first, last: first and last of the steps.
+        plain: CPU seconds of the busiest and of the mean rank in a step of plain Megatron.
+        distca: CPU seconds of the busiest and of the mean rank in a step with `--distca`.
+        before: pairs of the busiest rank over the mean in plain data parallelism.
+        after: pairs of the busiest rank over the mean with `--distca`.
+    """
+
+    first: int
+    last: int
+    plain: tuple[float, float]
+    distca: tuple[float, float]
+    before: float
+    after: float
+
+    @property
+    def ratio(self) -> float:
+        """CPU seconds of the busiest rank in plain Megatron over those with `--distca`."""
+        return self.plain[0] / self.distca[0]
+
+    def table(self) -> str:
+        """Formats the figures as lines of text."""
+        rows: list[tuple[str, float, float]] = [
+            ("CPU seconds of the busiest rank", self.plain[0], self.distca[0]),
+            ("CPU seconds of the mean rank", self.plain[1], self.distca[1]),
+            (
+                "busiest over mean, CPU seconds",
+                self.plain[0] / self.plain[1],
+                self.distca[0] / self.distca[1],
+            ),
+            ("busiest over mean, core attention", self.before, self.after),
+        ]
+        title = f"steps {self.first} to {self.last}, per step"
+        return "\n".join(
+            [
+                f"{title:36}{'plain Megatron':>16}{'DistCA':>10}",
+                *(f"{name:36}{plain:16.2f}{distca:10.2f}" for name, plain, distca in rows),
+                f"Plain Megatron takes the busiest rank, for which all others wait, "
+                f"{self.ratio:.2f} times as long as DistCA.",
+                f"Ideal, from the pair counts: {self.before:.2f} times, if a step were core "
+                "attention alone, perfectly balanced.",
+                "The mean rank computes more with DistCA: documents stay whole that plain Megatron "
+                "cuts where a",
+                "rank's tokens end, and rows travel.",
+            ]
+        )
+
+
+def read_scalars(folder: Path) -> Scalars:
+    """Reads the figures of the last run that wrote to a folder.
+
+    Raises:
+        ValueError: no run wrote to it.
+    """
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    files = sorted(folder.glob("events.*"), key=lambda file: file.stat().st_mtime_ns)
+    if not files:
+        raise ValueError(f"{folder} holds no TensorBoard files: give a run's --tensorboard-dir")
+    events = EventAccumulator(str(files[-1]), size_guidance={"scalars": 0})
+    events.Reload()
+    return {
+        name: {event.step: event.value for event in events.Scalars(name)}
+        for name in events.Tags()["scalars"]
+    }
+
+
+def compare(distca: Scalars, plain: Scalars) -> Comparison | None:
+    """Compares the steps that both runs logged, without the first interval, in which they warm up.
+
+    Returns:
+        The comparison; None: the runs are too short.
+    """
+    logged = sorted(distca.get(BUSIEST, {}).keys() & plain.get(BUSIEST, {}).keys())
+    if len(logged) < 2:
+        return None
+    steps = range(logged[0] + 1, logged[-1] + 1)
+
+    def mean_of(scalars: Scalars, name: str, iterations: Sequence[int]) -> float:
+        return float(np.mean([scalars[name][iteration] for iteration in iterations]))
+
+    return Comparison(
+        steps[0],
+        steps[-1],
+        (mean_of(plain, BUSIEST, logged[1:]), mean_of(plain, MEAN, logged[1:])),
+        (mean_of(distca, BUSIEST, logged[1:]), mean_of(distca, MEAN, logged[1:])),
+        mean_of(distca, BEFORE, steps),
+        mean_of(distca, AFTER, steps),
+    )
+
+
+def first_window(flags: Sequence[str], processes: int) -> tuple[Plan, Floats]:
+    """Plans a run's first window, and counts each rank's pairs in plain data parallelism."""
+    args = parse_args(add_distca_arguments, flags, processes)
+    lengths = _first_lengths(args)
+    capacities = np.full(args.data_parallel_size, args.seq_length, dtype=np.int64)
+    mask = mask_from_args(args)
+    config = ScheduleConfig(tolerance=args.distca_tolerance)
+    plan = make_scheduler(args.distca_scheduler, config).plan(lengths, capacities, mask)
+    return plan, packed_loads(lengths, capacities, mask)
+
+
+def _first_lengths(args: Namespace) -> np.ndarray:
+    tokens = args.data_parallel_size * args.seq_length
+    stream = TokenStream.open(
+        *parse_data_path(args.data_path),
+        split=args.split,
+        which="train",
+        seed=args.seed,
+        num_tokens=tokens,
+        max_document_length=args.distca_max_document_length or tokens,
+    )
+    return stream.document_lengths(0, tokens)
+
+
+def draw(
+    distca: Scalars, plain: Scalars, found: Comparison, plan: Plan, before: Floats, path: Path
+) -> None:
+    """Draws losses, balance, a plan and the ranks' pairs, in the format of the path's suffix."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(12, 8), layout="constrained")
+    (losses, balance), (documents, ranks) = figure.subplots(2, 2)
+    losses.plot(*_curve(distca[LOSS]), color=BLUE, label="DistCA")
+    losses.plot(*_curve(plain[LOSS]), "o", color=ORANGE, markersize=4, label="plain Megatron")
+    losses.set(title="The loss falls as plain Megatron's does", xlabel="step", ylabel="loss")
+    losses.legend()
+    balance.plot(*_curve(distca[BEFORE]), color=ORANGE, label="plain data parallelism")
+    balance.plot(*_curve(distca[AFTER]), color=BLUE, label="DistCA")
+    balance.axhline(1, color=BLACK, linewidth=0.8, linestyle="--")
+    balance.set(
+        title="Core attention of the busiest rank over the mean",
+        xlabel="step",
+        ylabel="pairs, busiest / mean",
+        ylim=(0, None),
+    )
+    balance.legend()
+    draw_documents(documents, plan)
+    documents.set(title="The first window's documents, coloured by rank")
+    _draw_bars(ranks, before, plan.loads().astype(np.float64))
+    figure.suptitle(
+        f"CPU seconds of the busiest rank in a step: plain Megatron {found.plain[0]:.2f}, DistCA "
+        f"{found.distca[0]:.2f} (steps {found.first} to {found.last})"
+    )
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=120)
+
+
+def _curve(values: Mapping[int, float]) -> tuple[list[int], list[float]]:
+    steps = sorted(values)
+    return steps, [values[step] for step in steps]
+
+
+def _draw_bars(axes: Axes, before: Floats, after: Floats) -> None:
+    """Draws each rank's pairs in plain data parallelism and with `--distca`."""
+    ranks = np.arange(len(before))
+    axes.bar(ranks - 0.2, before / 1e6, 0.4, color=ORANGE, label="plain data parallelism")
+    axes.bar(ranks + 0.2, after / 1e6, 0.4, color=BLUE, label="DistCA")
+    axes.set(
+        title="Core attention of each rank for that window",
+        xlabel="rank",
+        ylabel="million pairs",
+        xticks=ranks,
+    )
+    axes.legend()
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Runs the command and returns its exit status."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
+    parser.add_argument("--distca", type=Path, required=True, help="figures of the run with it")
+    parser.add_argument("--plain", type=Path, required=True, help="figures of plain Megatron")
+    parser.add_argument("--output", type=Path, required=True, help="the picture")
+    parser.add_argument("--processes", type=int, default=4, help="of both runs (default: 4)")
+    parser.add_argument("flags", nargs="+", metavar="FLAGS", help="after --: what both were given")
+    args = parser.parse_args(argv)
+    try:
+        distca, plain = read_scalars(args.distca), read_scalars(args.plain)
+        found = compare(distca, plain)
+        if found is None:
+            sys.stdout.write(
+                "no report: the runs have fewer than two log lines in common, of which the first "
+                "is their warming up; give more --train-iters, or a smaller --log-interval\n"
+            )
+            return 0
+        plan, before = first_window(args.flags, args.processes)
+    except ValueError as error:
+        sys.stderr.write(f"no report: {error}\n")
+        return 2
+    draw(distca, plain, found, plan, before, args.output)
+    sys.stdout.write(f"{found.table()}\nPicture: {args.output}\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

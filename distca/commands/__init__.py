@@ -1,0 +1,1 @@
+"""The subcommands of `distca`: their flags and their reports."""

@@ -1,0 +1,101 @@
+"""`distca build`: compiles native code that is otherwise compiled at first use."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from distca.commands.command_line import HelpFormatter
+from distca.transport.compiled import default_cache, host_library
+from distca.transport.compiled_cuda import (
+    ARCHITECTURES,
+    kernels_of_mapped_peers,
+    kernels_with_nvshmem,
+)
+
+PARTS = ("shm", "nvshmem", "nvshmem-network")
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """Makes the parser of the command's flags."""
+    parser = argparse.ArgumentParser(
+        prog="distca build",
+        description="""\
+Compiles the native code that moves rows between ranks. A training run compiles what it lacks by
+itself: do it ahead where its machines have no compiler, or so that it need not wait.
+""",
+        epilog="""\
+examples:
+  distca build shm
+  distca build nvshmem --architectures 90 --cache /shared/distca
+""",
+        formatter_class=HelpFormatter,
+    )
+    parser.add_argument(
+        "parts",
+        nargs="*",
+        metavar="PART",
+        help="What to compile. shm: for processes of one machine that share memory; nvshmem: for "
+        "GPUs of one machine; nvshmem-network: for GPUs over a network. Default: all.",
+    )
+    parser.add_argument(
+        "--architectures",
+        type=int,
+        nargs="+",
+        metavar="SM",
+        default=None,
+        help="Compute capabilities of the GPUs, such as 90 for H100. Default: those of this "
+        f"machine's GPUs, or {' '.join(map(str, ARCHITECTURES))} where there are none.",
+    )
+    parser.add_argument(
+        "--cache",
+        type=Path,
+        default=None,
+        metavar="FOLDER",
+        # Relative to the home folder, so that the documentation shows the same for everybody.
+        help="Where the compiled files are kept. Default: "
+        f"~/{default_cache().relative_to(Path.home())}.",
+    )
+    return parser
+
+
+def main(argv: list[str]) -> int:
+    """Runs the command; returns its exit status: 1 if a part could not be compiled."""
+    parser = build_parser()
+    options = parser.parse_args(argv)
+    unknown = sorted(set(options.parts) - set(PARTS))
+    if unknown:
+        parser.error(f"no part {unknown[0]!r}: choose from {', '.join(PARTS)}")
+    architectures = options.architectures or local_architectures() or list(ARCHITECTURES)
+    steps: list[tuple[str, Callable[[], Path]]] = []
+    for part in options.parts or PARTS:
+        if part == "shm":
+            steps.append((part, lambda: host_library(cache=options.cache)))
+            continue
+        compile_kernels = kernels_of_mapped_peers if part == "nvshmem" else kernels_with_nvshmem
+        for architecture in architectures:
+            steps.append(
+                (
+                    f"{part} sm_{architecture}",
+                    lambda c=compile_kernels, a=architecture: c(a, options.cache),  # type: ignore[misc]
+                )
+            )
+    failed = False
+    for name, build in steps:
+        try:
+            sys.stdout.write(f"{name}: {build()}\n")
+        except RuntimeError as error:
+            failed = True
+            sys.stdout.write(f"{name}: not compiled: {error}\n")
+        sys.stdout.flush()
+    return int(failed)
+
+
+def local_architectures() -> list[int]:
+    """Lists the compute capabilities of this machine's GPUs."""
+    found = {torch.cuda.get_device_capability(n) for n in range(torch.cuda.device_count())}
+    return sorted(10 * major + minor for major, minor in found)

@@ -1,0 +1,232 @@
+"""`distca doctor`: finds what DistCA can use, what is missing and what to install."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import os
+import platform
+import socket
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import torch
+
+from distca.commands.command_line import HelpFormatter
+from distca.transport.compiled import default_cache, host_compiler, run
+from distca.transport.compiled_cuda import (
+    find_nvcc,
+    find_nvshmem,
+    nvrtc_version,
+    nvshmem_version,
+)
+
+State = Literal["ok", "missing", "problem"]
+
+
+@dataclass(frozen=True)
+class Finding:
+    """Finding about one package, tool or piece of hardware.
+
+    Attributes:
+        name: name of the item.
+        state: "ok"; "missing": features that need it cannot be used; "problem": it does not fit.
+        found: version, place or number that was found.
+        cure: purpose of the item and what to do; empty if it is present.
+    """
+
+    name: str
+    state: State
+    found: str
+    cure: str = ""
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """Makes the parser of the command's flags."""
+    parser = argparse.ArgumentParser(
+        prog="distca doctor",
+        description="""\
+Says what DistCA finds on this machine, what is missing, what that would be needed for, and what to
+install. "problem" is what does not fit together; the command then ends with status 1.
+""",
+        epilog="""\
+examples:
+  distca doctor
+  distca doctor --profile profile.json
+""",
+        formatter_class=HelpFormatter,
+    )
+    parser.add_argument(
+        "--profile",
+        type=Path,
+        default=None,
+        metavar="FILE",
+        help="Also check a file that `distca profile` made.",
+    )
+    return parser
+
+
+def main(argv: list[str]) -> int:
+    """Runs the command; returns its exit status: 1 if there is a problem."""
+    findings = list(examine(build_parser().parse_args(argv).profile))
+    width = max(len(finding.name) for finding in findings)
+    for finding in findings:
+        sys.stdout.write(f"{finding.state:8} {finding.name:{width}}  {finding.found}\n")
+        if finding.cure:
+            sys.stdout.write(f"{'':8} {'':{width}}  {finding.cure}\n")
+    return int(any(finding.state == "problem" for finding in findings))
+
+
+def examine(profile: Path | None = None) -> Iterator[Finding]:
+    """Looks for everything that DistCA can use.
+
+    Args:
+        profile: file of kernel times to check, too.
+    """
+    yield Finding("Python", "ok", f"{platform.python_version()} on {platform.machine()}")
+    built_for = f"CUDA {torch.version.cuda}" if torch.version.cuda else "CPUs"
+    yield Finding("torch", "ok", f"{torch.__version__}, built for {built_for}")
+    yield _gpus()
+    yield _package(
+        "megatron-core", "pip install 'distca[megatron]' to train; planning does not need it"
+    )
+    yield _greenlet()
+    if torch.cuda.is_available():
+        yield _package(
+            "flash-attn", "pip install flash-attn; until then torch's own FlashAttention is used"
+        )
+        yield _package("transformer-engine", "pip install 'transformer-engine[pytorch]'")
+    else:
+        yield Finding("flash-attn, transformer-engine", "ok", "not needed without a GPU")
+    yield _compiler()
+    yield _cache()
+    yield _shared_memory()
+    yield from _device_transport()
+    yield _profile(profile)
+    yield _network()
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _package(name: str, cure: str) -> Finding:
+    version = _version(name)
+    if version is None:
+        return Finding(name, "missing", "not installed", cure)
+    return Finding(name, "ok", version)
+
+
+def _greenlet() -> Finding:
+    version = _version("greenlet")
+    if version is not None:
+        return Finding("greenlet", "ok", version)
+    # Training needs greenlet for ping-pong, which is on by default; planning does not.
+    trains = _version("megatron-core") is not None
+    cure = "pip install greenlet, or give --no-distca-ping-pong"
+    return Finding("greenlet", "problem" if trains else "missing", "not installed", cure)
+
+
+def _gpus() -> Finding:
+    if torch.cuda.is_available():
+        names = [torch.cuda.get_device_name(n) for n in range(torch.cuda.device_count())]
+        return Finding("GPUs", "ok", ", ".join(names))
+    if Path("/dev/nvidia0").exists():
+        found, cure = "there, but this torch is for CPUs", "install a CUDA build of torch"
+        if torch.version.cuda is not None:
+            found = f"there, but torch cannot use them with CUDA {torch.version.cuda}"
+            cure = "look at nvidia-smi; install a driver for that CUDA, or torch for an older one"
+        return Finding("GPUs", "problem", found, cure)
+    return Finding("GPUs", "missing", "none: --distca runs on CPUs, by gloo or shared memory")
+
+
+def _compiler() -> Finding:
+    try:
+        compiler = host_compiler()
+        version = run([compiler, "--version"]).splitlines()[0]
+    except RuntimeError as error:
+        return Finding("C++ compiler", "missing", "none", str(error))
+    return Finding("C++ compiler", "ok", f"{compiler}: {version}")
+
+
+def _cache() -> Finding:
+    folder = default_cache()
+    existing = next(each for each in (folder, *folder.parents) if each.exists())
+    if os.access(existing, os.W_OK):
+        return Finding("compiled files", "ok", f"kept in {folder}")
+    return Finding("compiled files", "problem", f"{folder} is not writable", "make it writable")
+
+
+def _shared_memory() -> Finding:
+    name = "--distca-transport shm"
+    if hasattr(os, "memfd_create") and Path("/proc/self/fd").exists():
+        return Finding(name, "ok", "processes can share memory")
+    return Finding(name, "missing", "needs Linux with /proc", "give --distca-transport collective")
+
+
+def _device_transport() -> Iterator[Finding]:
+    """Looks for what `--distca-transport nvshmem` needs."""
+    major = (torch.version.cuda or "13").split(".")[0]
+    install = f"pip install 'distca[nvshmem-cu{major}]' for --distca-transport nvshmem"
+    version, library = nvshmem_version(), find_nvshmem()
+    if version is None or library is None:
+        yield Finding("NVSHMEM", "missing", "not installed", install)
+    else:
+        yield Finding("NVSHMEM", "ok", f"{version} in {library}")
+    python = _version(f"nvshmem4py-cu{major}")
+    other = _version(f"nvshmem4py-cu{'12' if major == '13' else '13'}")
+    if python is not None:
+        yield Finding("nvshmem4py", "ok", python)
+    elif other is not None and torch.version.cuda is not None:
+        yield Finding(
+            "nvshmem4py", "problem", f"is not for torch's CUDA {torch.version.cuda}", install
+        )
+    else:
+        yield Finding("nvshmem4py", "missing", "not installed", install)
+    nvrtc, nvcc = nvrtc_version(), find_nvcc()
+    if nvrtc is not None:
+        yield Finding("NVRTC", "ok", nvrtc)
+    else:
+        yield Finding("NVRTC", "missing", "not installed", f"{install}; nvcc does as well")
+    if nvcc is not None:
+        yield Finding("nvcc", "ok", f"{nvcc}: {run([str(nvcc), '--version']).splitlines()[-2]}")
+    else:
+        yield Finding(
+            "nvcc",
+            "missing",
+            "not found",
+            "pip install nvidia-cuda-nvcc nvidia-cuda-cccl, or a CUDA toolkit, for "
+            "--distca-transport nvshmem between machines",
+        )
+
+
+def _profile(path: Path | None) -> Finding:
+    from distca.cost.profile import Profile
+
+    if path is None:
+        return Finding(
+            "profile",
+            "missing",
+            "none given: loads are judged by pair counts",
+            "`distca profile --output FILE` measures this machine; give it as --distca-profile",
+        )
+    try:
+        profile = Profile.load(path)
+    except (OSError, ValueError) as error:
+        return Finding("profile", "problem", str(error), f"distca profile --output {path}")
+    return Finding("profile", "ok", f"{path}: {profile.shape}")
+
+
+def _network() -> Finding:
+    names = [name for _, name in socket.if_nameindex()]
+    cards = Path("/sys/class/infiniband")
+    cards_found = sorted(card.name for card in cards.iterdir()) if cards.is_dir() else []
+    found = f"interfaces {', '.join(names) or 'none'}; "
+    found += f"InfiniBand or RoCE {', '.join(cards_found) or 'none'}"
+    return Finding("network", "ok", found)

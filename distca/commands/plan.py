@@ -1,0 +1,473 @@
+"""`distca plan`: makes, compares, saves and draws plans for a batch of documents.
+
+distca plan --distribution pretrain --servers 64 --tokens-per-server 65536 --model llama-34b
+distca plan --lengths lengths.json --servers 64 --tokens-per-server 65536 --compare
+distca plan --lengths corpus.idx --servers 64 --tokens-per-server 65536 --seed 1 ...
+distca plan --load plan.json --plot plan.png
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from distca.commands.command_line import HelpFormatter, check_output
+from distca.cost.kernel_time import CostModel
+from distca.cost.link import Links
+from distca.cost.model_sizes import MODELS, ModelSize
+from distca.cost.profile import Profile
+from distca.cost.volume import AttentionShape
+from distca.documents.lengths import DISTRIBUTIONS, draw, read_lengths
+from distca.plan import Mask, Plan, load_plan, place_in_turn, save_plan
+from distca.plan.span import Int64s
+from distca.schedule import (
+    SCHEDULERS,
+    PlanSummary,
+    ScheduleConfig,
+    describe,
+    even_capacities,
+    format_summary,
+    make_scheduler,
+)
+
+_DESCRIPTION = """\
+Plans the core attention of one batch of documents, and prints how balanced it is and how many
+bytes it moves. Nothing is trained, and no GPU is needed: the figures are what a run would have.
+"""
+_EXAMPLES = """\
+examples:
+  distca plan --distribution pretrain --servers 64 --tokens-per-server 65536 --model llama-34b
+  distca plan --lengths lengths.json --servers 8 --tokens-per-server 8192 --model llama-8b --compare
+  distca plan --lengths corpus.idx --seed 1 --max-document-length 131072 \\
+      --servers 64 --tokens-per-server 65536 --model llama-8b --plot plan.png --save plan.json
+  distca plan --load plan.json --plot plan.png
+
+"load max/mean 2.622 -> 1.099" reads: in plain data parallelism the busiest server has 2.622 times
+the mean core attention, and 1.099 times in this plan.
+"""
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """Makes the parser of the command's flags."""
+    parser = argparse.ArgumentParser(
+        prog="distca plan",
+        description=_DESCRIPTION,
+        epilog=_EXAMPLES,
+        allow_abbrev=False,
+        formatter_class=HelpFormatter,
+    )
+    documents = parser.add_argument_group("documents (one of)").add_mutually_exclusive_group(
+        required=True
+    )
+    documents.add_argument(
+        "--lengths",
+        type=Path,
+        metavar="FILE",
+        help="The documents' lengths in tokens: a JSON list, which is taken as it is, or the .idx "
+        "file of a Megatron dataset, of which as many documents are drawn as the servers hold.",
+    )
+    documents.add_argument(
+        "--distribution",
+        metavar="NAME",
+        help=f"Draw lengths from a named distribution: {', '.join(DISTRIBUTIONS)}.",
+    )
+    documents.add_argument(
+        "--load", type=Path, metavar="FILE", help="Show a plan that --save wrote; nothing is drawn."
+    )
+    parser.add_argument(
+        "--seed", type=int, default=0, metavar="N", help="Another seed draws other documents."
+    )
+    parser.add_argument(
+        "--max-document-length",
+        type=int,
+        metavar="TOKENS",
+        help="Cut longer documents into pieces of this length. Default: they stay whole.",
+    )
+    ranks = parser.add_argument_group("ranks (needed, unless --load is given)")
+    ranks.add_argument(
+        "--servers",
+        type=int,
+        metavar="N",
+        help="Number of data-parallel ranks, each of which is an attention server.",
+    )
+    ranks.add_argument(
+        "--tokens-per-server", type=int, metavar="TOKENS", help="Tokens that a rank holds."
+    )
+    ranks.add_argument(
+        "--server-speeds",
+        metavar="S0,S1,...",
+        help="Speed of each server relative to the others, such as 1,1,0.5. Default: all alike.",
+    )
+    ranks.add_argument(
+        "--servers-per-node",
+        type=int,
+        default=1,
+        metavar="N",
+        help="Servers that share a node and its faster links.",
+    )
+    ranks.add_argument(
+        "--node-gb-per-s",
+        type=float,
+        default=450.0,
+        metavar="GB",
+        help="Speed of a server's link within a node, GB/s in each direction.",
+    )
+    ranks.add_argument(
+        "--network-gb-per-s",
+        type=float,
+        default=50.0,
+        metavar="GB",
+        help="Speed of a server's link between nodes, GB/s in each direction.",
+    )
+    model = parser.add_argument_group("model (a preset or the number of heads, unless --load)")
+    model.add_argument("--model", metavar="NAME", help=f"A preset: {', '.join(MODELS)}.")
+    model.add_argument("--heads", type=int, metavar="N", help="Query heads of the whole model.")
+    model.add_argument(
+        "--kv-heads", type=int, metavar="N", help="Key-value heads. Default: as many as --heads."
+    )
+    model.add_argument(
+        "--head-dim",
+        type=int,
+        default=128,
+        metavar="N",
+        help="Elements of a head; presets bring their own.",
+    )
+    model.add_argument(
+        "--dtype-bytes", type=int, default=2, metavar="N", help="Bytes of an element: 2 for bf16."
+    )
+    model.add_argument(
+        "--tensor-model-parallel-size",
+        type=int,
+        default=1,
+        metavar="N",
+        help="GPUs that divide the heads among them; bytes are of one of them.",
+    )
+    model.add_argument(
+        "--window-left",
+        type=int,
+        metavar="TOKENS",
+        help="Sliding window: a query sees so many earlier tokens. Default: all of its document.",
+    )
+    schedule = parser.add_argument_group("schedule")
+    schedule.add_argument(
+        "--scheduler",
+        default="tiles",
+        metavar="NAME",
+        help=f"Who makes the plan: {', '.join(SCHEDULERS)}.",
+    )
+    schedule.add_argument(
+        "--tolerance",
+        type=float,
+        default=0.1,
+        metavar="X",
+        help="How far a server's load may be above the mean, as a fraction of it: more tolerance "
+        "moves fewer bytes.",
+    )
+    schedule.add_argument(
+        "--placement",
+        choices=("free", "sequential"),
+        default="free",
+        help="free: documents lie on the ranks as the scheduler likes best; sequential: one after "
+        "the other.",
+    )
+    schedule.add_argument(
+        "--profile",
+        type=Path,
+        metavar="FILE",
+        help="Kernel times that `distca profile` measured, to judge loads by. Default: pairs of "
+        "query and key are counted.",
+    )
+    schedule.add_argument(
+        "--max-buffer-bytes",
+        type=int,
+        metavar="BYTES",
+        help="Most bytes that a server may receive for a layer (tiles only). Default: no bound.",
+    )
+    schedule.add_argument(
+        "--context-parallel-size",
+        type=int,
+        metavar="N",
+        help="Ranks that share documents under per-document-cp, ring-zigzag and wlb-llm. Default: "
+        "as few as the longest document needs.",
+    )
+    output = parser.add_argument_group("output")
+    output.add_argument(
+        "--compare", action="store_true", help="Plan with every scheduler, and print one table."
+    )
+    output.add_argument("--json", action="store_true", help="Print all figures as JSON.")
+    output.add_argument(
+        "--plot", type=Path, metavar="FILE", help="Draw the plan; the suffix says how (.png, .svg)."
+    )
+    output.add_argument(
+        "--save", type=Path, metavar="FILE", help="Write the plan as JSON, which --load reads."
+    )
+    return parser
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Runs the command; returns its exit status."""
+    parser = build_parser()
+    args = parser.parse_args(argv)
+    try:
+        _run(args)
+    except (ValueError, ImportError, OSError) as error:
+        parser.exit(2, f"distca plan: {error}\n")
+    return 0
+
+
+def _run(args: argparse.Namespace) -> None:
+    check_output("--plot", args.plot)
+    check_output("--save", args.save)
+    if args.load is not None:
+        plan, configuration = load_plan(args.load)
+        config = _saved_config(args, configuration)
+        _show(args, plan, config, describe(plan, config), {})
+        return
+    config = _config(args)
+    capacities, lengths = _capacities_and_lengths(args)
+    if args.compare:
+        if args.save or args.plot:
+            raise ValueError(
+                "--compare makes several plans, but --save and --plot are for one: leave --compare "
+                "out, and choose a --scheduler"
+            )
+        _compare(args, config, lengths, capacities)
+        return
+    plan, seconds = _timed_plan(args, args.scheduler, config, lengths, capacities)
+    _show(args, plan, config, describe(plan, config), seconds)
+
+
+def _capacities_and_lengths(args: argparse.Namespace) -> tuple[Int64s, Int64s]:
+    for flag, value, what in (
+        ("--servers", args.servers, "the number of ranks"),
+        ("--tokens-per-server", args.tokens_per_server, "how many tokens a rank holds"),
+    ):
+        if value is None or value < 1:
+            raise ValueError(f"give {flag}, {what}, at least 1")
+    if args.window_left is not None and args.window_left < 0:
+        raise ValueError(
+            f"--window-left {args.window_left} must not be negative: leave it out where a query "
+            "sees all of its document"
+        )
+    if args.seed < 0:
+        raise ValueError(f"--seed {args.seed} must not be negative")
+    total = args.servers * args.tokens_per_server
+    if args.lengths is not None:
+        lengths = read_lengths(args.lengths)
+    elif args.distribution in DISTRIBUTIONS:
+        lengths = draw(DISTRIBUTIONS[args.distribution], total, args.seed)
+    else:
+        raise ValueError(
+            f"no distribution {args.distribution!r}: choose from {', '.join(DISTRIBUTIONS)}"
+        )
+    longest = args.max_document_length
+    if longest is not None:
+        if longest < 1:
+            raise ValueError(f"--max-document-length {longest} must be at least 1")
+        lengths = cut_to_pieces(lengths, longest)
+    if args.lengths is not None and args.lengths.suffix == ".idx" and lengths.sum() > total:
+        lengths = shuffled(lengths, total, args.seed)
+    return even_capacities(int(lengths.sum()), args.servers, args.tokens_per_server), lengths
+
+
+def cut_to_pieces(lengths: Int64s, longest: int) -> Int64s:
+    """Cuts documents into pieces of at most `longest` tokens, int64."""
+    pieces = -(-lengths // longest)
+    cut = np.full(int(pieces.sum()), longest, dtype=np.int64)
+    cut[np.cumsum(pieces) - 1] = lengths - (pieces - 1) * longest
+    return cut
+
+
+def shuffled(lengths: Int64s, tokens: int, seed: int) -> Int64s:
+    """Draws documents of a corpus in random order, int64; the last one is cut off at `tokens`.
+
+    Args:
+        lengths: tokens of each document of the corpus, int64.
+        tokens: tokens to draw, in as many epochs as it takes, each in its own order.
+        seed: seed of the orders.
+    """
+    generator = np.random.default_rng(seed)
+    epochs = -(-tokens // int(lengths.sum()))
+    drawn = np.concatenate([generator.permutation(lengths) for _ in range(epochs)])
+    until = np.cumsum(drawn)
+    count = int(np.searchsorted(until, tokens)) + 1
+    drawn = drawn[:count].copy()
+    drawn[-1] -= until[count - 1] - tokens
+    return drawn
+
+
+def _shape(args: argparse.Namespace) -> AttentionShape:
+    if (args.model is None) == (args.heads is None):
+        raise ValueError("give either --model or --heads (and --kv-heads, where they are fewer)")
+    if args.model is not None and args.model not in MODELS:
+        raise ValueError(f"no model {args.model!r}: choose from {', '.join(MODELS)}")
+    size = (
+        MODELS[args.model]
+        if args.model is not None
+        else ModelSize(1, 0, args.heads, args.kv_heads or args.heads, args.head_dim, 0)
+    )
+    return size.attention_shape(args.tensor_model_parallel_size, args.dtype_bytes)
+
+
+def _config(args: argparse.Namespace) -> ScheduleConfig:
+    shape = _shape(args)
+    cost_model: CostModel | None = None
+    if args.profile is not None:
+        cost_model = Profile.load(args.profile)
+        if cost_model.shape != shape:
+            raise ValueError(
+                f"--profile {args.profile} was measured for {cost_model.shape}, but this is "
+                f"{shape}: run `distca profile` with these heads"
+            )
+    speeds = None
+    if args.server_speeds is not None:
+        try:
+            speeds = tuple(float(part) for part in args.server_speeds.split(","))
+        except ValueError as error:
+            raise ValueError(
+                f"--server-speeds {args.server_speeds}: give numbers with commas between them, "
+                "such as 1,1,0.5"
+            ) from error
+    if args.max_buffer_bytes is not None and args.scheduler != "tiles" and not args.compare:
+        raise ValueError(
+            f"--max-buffer-bytes binds the scheduler tiles alone, not {args.scheduler}: remove one "
+            "of the two"
+        )
+    return ScheduleConfig(
+        tolerance=args.tolerance,
+        shape=shape,
+        cost_model=cost_model,
+        links=Links(args.servers_per_node, args.node_gb_per_s, args.network_gb_per_s),
+        server_speeds=speeds,
+        max_buffer_bytes=args.max_buffer_bytes,
+        context_parallel_size=args.context_parallel_size,
+    )
+
+
+def _saved_config(args: argparse.Namespace, configuration: dict[str, Any]) -> ScheduleConfig:
+    """Restores a saved plan's configuration, without measured times, which are not saved."""
+    if args.model is not None or args.heads is not None or "shape" not in configuration:
+        return _config(args)
+    try:
+        speeds = configuration.get("server_speeds")
+        return ScheduleConfig(
+            tolerance=float(configuration.get("tolerance", args.tolerance)),
+            shape=AttentionShape(**configuration["shape"]),
+            links=Links(**configuration.get("links", {})),
+            server_speeds=None if speeds is None else tuple(speeds),
+        )
+    except TypeError as error:
+        raise ValueError(f"{args.load}: its configuration cannot be read ({error})") from error
+
+
+def _timed_plan(
+    args: argparse.Namespace, name: str, config: ScheduleConfig, lengths: Int64s, capacities: Int64s
+) -> tuple[Plan, dict[str, float]]:
+    """Makes a valid plan; returns it with the seconds of planning and of building an exchange."""
+    from distca.runtime.exchange import build_exchange
+
+    scheduler, mask = make_scheduler(name, config), Mask(args.window_left)
+    start = time.perf_counter()
+    if args.placement == "free":
+        plan = scheduler.plan(lengths, capacities, mask)
+    else:
+        plan = scheduler.schedule(lengths, place_in_turn(lengths, capacities), mask)
+    planned = time.perf_counter()
+    busiest = int(np.bincount(plan.tasks.server, minlength=len(capacities)).argmax())
+    build_exchange(plan, busiest)
+    seconds = {
+        "plan_seconds": planned - start,
+        "exchange_seconds": time.perf_counter() - planned,
+    }
+    plan.validate()
+    return plan, seconds
+
+
+def _show(
+    args: argparse.Namespace,
+    plan: Plan,
+    config: ScheduleConfig,
+    summary: PlanSummary,
+    seconds: dict[str, float],
+) -> None:
+    """Prints the figures of one plan, and writes its files."""
+    if args.save is not None:
+        save_plan(plan, args.save, _configuration(args, config))
+    if args.plot is not None:
+        from distca.commands.plan_plot import plot_plan
+
+        plot_plan(plan, config, args.plot)
+    if args.json:
+        _write(json.dumps({**asdict(summary), **seconds}, indent=1))
+        return
+    _write(format_summary(summary))
+    if seconds:
+        _write(
+            f"  planned in      {1e3 * seconds['plan_seconds']:.1f} ms, one rank's exchange in "
+            f"{1e3 * seconds['exchange_seconds']:.1f} ms"
+        )
+
+
+def _configuration(args: argparse.Namespace, config: ScheduleConfig) -> dict[str, Any]:
+    return {
+        "servers": args.servers,
+        "tokens_per_server": args.tokens_per_server,
+        "tolerance": config.tolerance,
+        "shape": asdict(config.shape),
+        "links": asdict(config.links),
+        "server_speeds": config.server_speeds,
+        "max_buffer_bytes": config.max_buffer_bytes,
+        "cost_model": None if config.cost_model is None else config.cost_model.description,
+    }
+
+
+_COLUMNS = (
+    ("max/mean", "load_max_over_mean", 1.0, 3),
+    ("GB", "bytes_total", 1e9, 3),
+    ("GB sent", "bytes_max_sent", 1e9, 3),
+    ("GB recv", "bytes_max_received", 1e9, 3),
+    ("link ms", "link_seconds_max", 1e-3, 2),
+    ("tasks", "tasks", 1, 0),
+    ("calls", "kernel_calls", 1, 0),
+    ("tokens", "tokens_max_over_mean", 1.0, 3),
+    ("plan ms", "plan_seconds", 1e-3, 1),
+)
+
+
+def _compare(
+    args: argparse.Namespace, config: ScheduleConfig, lengths: Int64s, capacities: Int64s
+) -> None:
+    """Prints a row for each scheduler, with the reason where it makes no plan."""
+    rows: dict[str, dict[str, Any]] = {}
+    for name in SCHEDULERS:
+        try:
+            plan, seconds = _timed_plan(args, name, config, lengths, capacities)
+            rows[name] = {**asdict(describe(plan, config)), **seconds}
+        except ValueError as error:
+            rows[name] = {"error": str(error)}
+    if args.json:
+        _write(json.dumps(rows, indent=1))
+        return
+    _write(f"{'scheduler':16}" + "".join(f"{title:>10}" for title, *_ in _COLUMNS))
+    for name, row in rows.items():
+        if "error" in row:
+            _write(f"{name:16}{row['error']}")
+            continue
+        cells = (f"{row[key] / unit:>10,.{digits}f}" for _, key, unit, digits in _COLUMNS)
+        _write(f"{name:16}" + "".join(cells))
+    _write("(sent, recv: of the busiest rank; one layer, forward; tokens: most of a rank / mean)")
+
+
+def _write(text: str) -> None:
+    sys.stdout.write(text + "\n")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

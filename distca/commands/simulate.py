@@ -1,0 +1,340 @@
+"""`distca simulate`: finds a training job's gain and its best parallel configuration.
+
+    distca simulate --distribution pretrain --context 131072 --sequences 32 \\
+        --model llama-8b --cluster dgx-h200 --gpus 64
+    distca simulate --lengths lengths.json ... --plot advice.png --trace iteration.json
+
+Iterations are simulated without a GPU: of plain Megatron, context parallelism and DistCA, each in
+its best configuration among those that fit in memory.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import fields, replace
+from pathlib import Path
+
+from distca.commands.command_line import HelpFormatter, check_output
+from distca.commands.plan import cut_to_pieces, shuffled
+from distca.commands.simulate_report import as_json, format_choices, make_figure, plot_choices
+from distca.cost.model_sizes import MODELS, ModelSize
+from distca.documents.lengths import DISTRIBUTIONS, draw, read_lengths
+from distca.plan.span import Int64s
+from distca.simulate import (
+    CLUSTERS,
+    DISTCA_SYSTEMS,
+    SYSTEMS,
+    Choice,
+    Cluster,
+    Workload,
+    advise,
+    best_of_distca,
+    how_to_train,
+    pack_sequences,
+    save_trace,
+    simulate,
+)
+
+_SIZES = {
+    "layers": "Transformer layers.",
+    "hidden_size": "Width of the model.",
+    "heads": "Query heads.",
+    "kv_heads": "Key-value heads.",
+    "head_dim": "Elements of a head.",
+    "ffn_hidden_size": "Width of the gated MLP.",
+    "vocab_size": "Tokens of the vocabulary.",
+}
+_OVERRIDES = {
+    "gpus_per_node": "GPUs of a node.",
+    "memory_gb": "Memory of a GPU, in units of 10^9 bytes.",
+    "peak_tflops": "Peak of a GPU in dense 16-bit TFLOP/s.",
+    "linear_mfu": "Part of that peak that linear layers reach, from 0 to 1.",
+    "attention_tflops": "TFLOP/s that the attention kernel reaches forward.",
+    "node_gb_per_s": "Speed of a GPU's link within a node, GB/s in each direction.",
+    "network_gb_per_s": "Speed of a GPU's link between nodes, GB/s in each direction.",
+}
+_DESCRIPTION = """\
+Says how fast a training job would be on a cluster with plain Megatron, context parallelism and
+DistCA, each in the parallel configuration that is best for it among those that fit in memory.
+Nothing is trained, and no GPU is needed: iterations are simulated.
+"""
+_EXAMPLES = """\
+examples:
+  distca simulate --distribution pretrain --context 131072 --sequences 32 \\
+      --model llama-8b --cluster dgx-h200 --gpus 64
+  distca simulate --lengths corpus.idx --context 131072 --sequences 32 \\
+      --model llama-34b --gpus 256 --plot advice.png --trace iteration.json
+
+Documents are packed into sequences of --context tokens and cut where these end, for all systems
+alike. Below the table are the flags of pretrain_gpt.py that train in DistCA's best configuration.
+"""
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """Makes the parser of the command's flags."""
+    parser = argparse.ArgumentParser(
+        prog="distca simulate",
+        description=_DESCRIPTION,
+        epilog=_EXAMPLES,
+        allow_abbrev=False,
+        formatter_class=HelpFormatter,
+    )
+    documents = parser.add_argument_group("documents")
+    source = documents.add_mutually_exclusive_group(required=True)
+    source.add_argument(
+        "--lengths",
+        type=Path,
+        metavar="FILE",
+        help="The documents' lengths in tokens, of which as many are drawn as are needed: a JSON "
+        "list, or the .idx file of a Megatron dataset.",
+    )
+    source.add_argument(
+        "--distribution",
+        metavar="NAME",
+        help=f"Draw lengths from a named distribution: {', '.join(DISTRIBUTIONS)}.",
+    )
+    documents.add_argument(
+        "--context",
+        type=int,
+        required=True,
+        metavar="TOKENS",
+        help="Tokens of a sequence; longer documents are cut.",
+    )
+    documents.add_argument(
+        "--sequences",
+        type=int,
+        required=True,
+        metavar="N",
+        help="Sequences of a global batch, that is of an iteration.",
+    )
+    documents.add_argument(
+        "--batches", type=int, default=2, metavar="N", help="Global batches to simulate."
+    )
+    documents.add_argument(
+        "--seed", type=int, default=0, metavar="N", help="Another seed draws other documents."
+    )
+    model = parser.add_argument_group("model (a preset, or all sizes; a size wins over the preset)")
+    model.add_argument("--model", metavar="NAME", help=f"A preset: {', '.join(MODELS)}.")
+    for name, what in _SIZES.items():
+        model.add_argument(_flag(name), type=int, metavar="N", help=what)
+    cluster = parser.add_argument_group("cluster (a preset, and what differs from it)")
+    cluster.add_argument(
+        "--cluster", default="dgx-h100", metavar="NAME", help=f"A preset: {', '.join(CLUSTERS)}."
+    )
+    cluster.add_argument(
+        "--gpus", type=int, required=True, metavar="N", help="GPUs of the whole job."
+    )
+    for name, what in _OVERRIDES.items():
+        kind = int if name == "gpus_per_node" else float
+        cluster.add_argument(_flag(name), type=kind, metavar="X", help=what)
+    search = parser.add_argument_group("search (what is tried to find each system's best)")
+    for name in ("tensor", "pipeline"):
+        search.add_argument(
+            f"--{name}-model-parallel-sizes",
+            type=int,
+            nargs="+",
+            default=[1, 2, 4, 8],
+            metavar="N",
+            help=f"Sizes of {name} parallelism to try.",
+        )
+    search.add_argument(
+        "--systems",
+        nargs="+",
+        default=["packed", "per-document-cp", "wlb-llm", "tiles"],
+        choices=SYSTEMS,
+        help="What to compare: packed is plain Megatron, per-document-cp context parallelism, "
+        "wlb-llm WLB-LLM; greedy and tiles are DistCA with that scheduler.",
+        metavar="NAME",
+    )
+    search.add_argument(
+        "--finalists",
+        type=int,
+        default=6,
+        metavar="N",
+        help="Configurations with DistCA that are simulated in full, after a quick look at all.",
+    )
+    search.add_argument(
+        "--tolerance",
+        type=float,
+        default=0.05,
+        metavar="X",
+        help="How far a server's load may be above the mean, as a fraction of it. The flags that "
+        "are printed have it as --distca-tolerance.",
+    )
+    output = parser.add_argument_group("output")
+    output.add_argument("--json", action="store_true", help="Print all figures as JSON.")
+    output.add_argument(
+        "--plot",
+        type=Path,
+        metavar="FILE",
+        help="Draw the table; the suffix says how (.png, .svg).",
+    )
+    output.add_argument(
+        "--trace",
+        type=Path,
+        metavar="FILE",
+        help="Write a timeline of DistCA's best configuration, to be opened at ui.perfetto.dev.",
+    )
+    return parser
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Runs the command; returns its exit status."""
+    parser = build_parser()
+    args = parser.parse_args(argv)
+    try:
+        _run(args)
+    except (ValueError, ImportError, OSError) as error:
+        parser.exit(2, f"distca simulate: {error}\n")
+    return 0
+
+
+def _run(args: argparse.Namespace) -> None:
+    for name in ("batches", "finalists", "sequences", "context", "gpus"):
+        if getattr(args, name) < 1:
+            raise ValueError(f"{_flag(name)} {getattr(args, name)} must be at least 1")
+    for name in ("tensor_model_parallel_sizes", "pipeline_model_parallel_sizes"):
+        if min(getattr(args, name)) < 1:
+            raise ValueError(f"{_flag(name)}: every size must be at least 1")
+    if args.seed < 0:
+        raise ValueError(f"--seed {args.seed} must not be negative")
+    if not 0 <= args.tolerance < 1:
+        raise ValueError(
+            f"--tolerance {args.tolerance} is out of range: give a fraction of the mean load from "
+            "0 to below 1, such as 0.05"
+        )
+    _check_outputs(args)
+    workload = Workload(
+        _model(args),
+        _cluster(args),
+        args.gpus,
+        args.context,
+        args.sequences,
+        args.tolerance,
+    )
+    batches = _batches(args)
+    choices = _advise(args, workload, batches)
+    # Before the files, so that it is not lost where one of these cannot be written.
+    if args.json:
+        _write(json.dumps([as_json(choice, workload) for choice in choices], indent=1))
+    else:
+        _write("\n".join([format_choices(choices, workload), *how_to_train(choices, workload)]))
+    if args.plot is not None:
+        plot_choices(choices, workload, args.plot)
+    if args.trace is not None:
+        _trace(args.trace, workload, batches[0], choices)
+
+
+def _check_outputs(args: argparse.Namespace) -> None:
+    """Refuses files that cannot be written, before any work is done for them."""
+    check_output("--plot", args.plot)
+    check_output("--trace", args.trace)
+    if args.trace is not None and not set(DISTCA_SYSTEMS) & set(args.systems):
+        raise ValueError(
+            f"--trace is of DistCA: add one of {', '.join(DISTCA_SYSTEMS)} to --systems"
+        )
+    if args.plot is not None:
+        written = make_figure().canvas.get_supported_filetypes()
+        if args.plot.suffix[1:] not in written:
+            raise ValueError(f"--plot {args.plot}: the suffix must be one of {', '.join(written)}")
+
+
+def _model(args: argparse.Namespace) -> ModelSize:
+    sizes = {name: getattr(args, name) for name in _SIZES}
+    given = {name: value for name, value in sizes.items() if value is not None}
+    for name, value in given.items():
+        if value < 1:
+            raise ValueError(f"{_flag(name)} {value} must be at least 1")
+    if args.model is None:
+        defaults = {field.name for field in fields(ModelSize) if field.name == "vocab_size"}
+        missing = [_flag(name) for name in _SIZES if name not in given and name not in defaults]
+        if missing:
+            raise ValueError(f"give --model NAME, or all sizes: {', '.join(missing)} missing")
+        return ModelSize(**given)
+    if args.model not in MODELS:
+        raise ValueError(f"no model {args.model!r}: choose from {', '.join(MODELS)}")
+    return replace(MODELS[args.model], **given)
+
+
+def _cluster(args: argparse.Namespace) -> Cluster:
+    if args.cluster not in CLUSTERS:
+        raise ValueError(f"no cluster {args.cluster!r}: choose from {', '.join(CLUSTERS)}")
+    given = {name: getattr(args, name) for name in _OVERRIDES if getattr(args, name) is not None}
+    for name, value in given.items():
+        if not 0 < value < float("inf"):
+            raise ValueError(f"{_flag(name)} {value} must be positive")
+    if given.get("linear_mfu", 0) > 1:
+        raise ValueError(f"--linear-mfu {args.linear_mfu} is a part of the peak: give at most 1")
+    return replace(CLUSTERS[args.cluster], **given)
+
+
+def _batches(args: argparse.Namespace) -> list[list[Int64s]]:
+    """Draws the documents, and packs them into the sequences of each global batch."""
+    tokens = args.sequences * args.context
+    if args.distribution is not None:
+        if args.distribution not in DISTRIBUTIONS:
+            raise ValueError(
+                f"no distribution {args.distribution!r}: choose from {', '.join(DISTRIBUTIONS)}"
+            )
+        lengths = draw(DISTRIBUTIONS[args.distribution], args.batches * tokens, args.seed)
+    else:
+        lengths = shuffled(read_lengths(args.lengths), args.batches * tokens, args.seed)
+    lengths = cut_to_pieces(lengths, args.context)
+    sequences = pack_sequences(lengths, args.batches * args.sequences, args.context)
+    return [
+        sequences[number * args.sequences : (number + 1) * args.sequences]
+        for number in range(args.batches)
+    ]
+
+
+def _advise(
+    args: argparse.Namespace, workload: Workload, batches: list[list[Int64s]]
+) -> list[Choice]:
+    from tqdm import tqdm
+
+    with tqdm(unit=" iterations", disable=None) as bar:
+
+        def progress(what: str) -> None:
+            bar.set_description(what)
+            bar.update()
+
+        told: Callable[[str], None] = progress
+        choices = advise(
+            workload,
+            batches,
+            args.systems,
+            args.tensor_model_parallel_sizes,
+            args.pipeline_model_parallel_sizes,
+            args.finalists,
+            told,
+        )
+    if not any(choice.tried for choice in choices):
+        raise ValueError(
+            f"no configuration divides {workload.gpus} GPUs, {workload.model.layers} layers, "
+            f"{workload.model.kv_heads} key-value heads and {workload.sequences} sequences: "
+            "give other sizes of tensor or pipeline parallelism, or another batch"
+        )
+    return choices
+
+
+def _trace(path: Path, workload: Workload, batch: list[Int64s], choices: Sequence[Choice]) -> None:
+    best = best_of_distca(choices)
+    if best is None:
+        raise ValueError("--trace: nothing of DistCA fits, so there is no timeline")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    save_trace(path, simulate(best, workload, batch, recording=True))
+
+
+def _write(text: str) -> None:
+    sys.stdout.write(text + "\n")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,120 @@
+"""The report of `distca simulate`: a table, its rows as JSON, and a picture."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from distca.palette import BLACK, ORANGE, SKY_BLUE
+from distca.simulate.advice import TITLES, Choice
+from distca.simulate.flags import training_flags
+from distca.simulate.search import DISTCA_SYSTEMS, Workload
+
+ALL_GATHER = (
+    "Context parallelism gathers keys and values in every layer, and nothing hides that. Megatron's"
+    "\nring (--cp-comm-type p2p) hides a part of it behind the kernels, and is not simulated."
+)
+
+
+def make_figure(**how: Any) -> Any:
+    """Makes a figure of matplotlib.
+
+    Args:
+        how: arguments of the figure.
+
+    Raises:
+        ImportError: matplotlib is not installed.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ImportError("plots need matplotlib: pip install 'distca[plot]'") from error
+    return Figure(**how)
+
+
+def as_json(choice: Choice, workload: Workload) -> dict[str, object]:
+    """A row: all figures, and the flags to train so, null where training cannot."""
+    row = asdict(choice)
+    # JSON has no NaN.
+    row = {name: None if value != value else value for name, value in row.items()}
+    row["flags"] = None
+    if choice.system in DISTCA_SYSTEMS and choice.candidate is not None:
+        with contextlib.suppress(ValueError):
+            row["flags"] = training_flags(choice.candidate, workload)
+    return row
+
+
+def format_choices(choices: Sequence[Choice], workload: Workload) -> str:
+    """The table, and what to expect of DistCA, without a newline at the end."""
+    lines = [
+        f"{workload.gpus} GPUs of {workload.cluster.name}, {workload.sequences} sequences of "
+        f"{workload.context:,} tokens; simulated, not measured",
+        f"{'':32}{'tokens/s':>11}{'s':>9}{'GB a GPU':>10}{'idle':>7}{'waits':>7}  configuration",
+    ]
+    for choice in choices:
+        title = f"{TITLES[choice.system]:32}"
+        if choice.candidate is None:
+            why = (
+                f"out of memory in all {choice.tried} configurations"
+                if choice.tried
+                else "no configuration divides"
+            )
+            lines.append(title + why)
+            continue
+        lines.append(
+            f"{title}{choice.tokens_per_second:>11,.0f}{choice.seconds:>9.3f}"
+            f"{choice.memory_gb:>10.1f}{choice.idle:>7.1%}{choice.exposed:>7.1%}  "
+            f"{choice.candidate}"
+        )
+    if any(choice.system == "per-document-cp" for choice in choices):
+        lines.append(ALL_GATHER)
+    return "\n".join([*lines, *_speed_ups(choices)])
+
+
+def _speed_ups(choices: Sequence[Choice]) -> list[str]:
+    """Lists a line for each system of DistCA, with its speed-up over the others."""
+    lines = []
+    others = [c for c in choices if c.system not in DISTCA_SYSTEMS]
+    for choice in choices:
+        if choice in others or choice.candidate is None:
+            continue
+        parts = [
+            f"{choice.tokens_per_second / other.tokens_per_second:.2f} times {TITLES[other.system]}"
+            if other.candidate is not None
+            else f"{TITLES[other.system]} does not fit"
+            for other in others
+        ]
+        if parts:
+            lines.append(f"{TITLES[choice.system]}: {'; '.join(parts)}")
+    return lines
+
+
+def plot_choices(choices: Sequence[Choice], workload: Workload, path: Path) -> None:
+    """Draws tokens per second and memory of each system; the suffix says in which format.
+
+    Raises:
+        ImportError: matplotlib is not installed.
+        ValueError: the suffix is no format that matplotlib can write.
+    """
+    figure = make_figure(figsize=(11, 0.7 * len(choices) + 2.5), layout="constrained")
+    speed, memory = figure.subplots(1, 2, sharey=True)
+    names = [TITLES[choice.system] for choice in choices]
+    # Bars are light enough for black text on them.
+    thousands = np.nan_to_num([choice.tokens_per_second for choice in choices]) / 1e3
+    speed.barh(names, thousands, color=SKY_BLUE)
+    memory.barh(names, np.nan_to_num([choice.memory_gb for choice in choices]), color=ORANGE)
+    memory.axvline(workload.cluster.usable_bytes / 1e9, color=BLACK, linestyle="--", linewidth=1.0)
+    for number, choice in enumerate(choices):
+        text = "out of memory" if choice.candidate is None else str(choice.candidate)
+        speed.text(0, number, f" {text}", va="center", fontsize=9)
+    speed.invert_yaxis()
+    speed.set(xlabel="thousand tokens/s, all GPUs")
+    memory.set(xlabel="GB of the busiest GPU (dashed: usable)")
+    figure.suptitle(f"{workload.gpus} GPUs of {workload.cluster.name}: simulated")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=110)

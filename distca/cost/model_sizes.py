@@ -1,0 +1,93 @@
+"""Sizes of a transformer, the counts that follow from them, and published models by name."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from distca.cost.kernel_time import AnalyticCost
+from distca.cost.volume import AttentionShape
+
+
+@dataclass(frozen=True)
+class ModelSize:
+    """A decoder-only transformer with grouped-query attention and a gated MLP.
+
+    Attributes:
+        layers: transformer layers.
+        hidden_size: width of the residual stream.
+        heads: query heads.
+        kv_heads: key-value heads (query groups).
+        head_dim: elements of a head.
+        ffn_hidden_size: width of the MLP.
+        vocab_size: tokens that embedding and output layer know.
+    """
+
+    layers: int
+    hidden_size: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    ffn_hidden_size: int
+    vocab_size: int = 128_256
+
+    def attention_shape(self, tensor_parallel: int = 1, dtype_bytes: int = 2) -> AttentionShape:
+        """The attention heads of one tensor-parallel rank.
+
+        Raises:
+            ValueError: `tensor_parallel` does not divide the heads.
+        """
+        if tensor_parallel < 1 or self.kv_heads % tensor_parallel or self.heads % tensor_parallel:
+            raise ValueError(
+                f"tensor-parallel size {tensor_parallel} does not divide {self.heads} heads and "
+                f"{self.kv_heads} key-value heads"
+            )
+        return AttentionShape(
+            self.heads // tensor_parallel,
+            self.kv_heads // tensor_parallel,
+            self.head_dim,
+            dtype_bytes,
+        )
+
+    @property
+    def pre_parameters(self) -> int:
+        """Parameters of a layer's projections to queries, keys and values."""
+        return self.hidden_size * (self.heads + 2 * self.kv_heads) * self.head_dim
+
+    @property
+    def post_parameters(self) -> int:
+        """Parameters of a layer's output projection and gated MLP."""
+        return self.hidden_size * (self.heads * self.head_dim + 3 * self.ffn_hidden_size)
+
+    @property
+    def layer_parameters(self) -> int:
+        """Parameters of one layer, without norms and biases."""
+        return self.pre_parameters + self.post_parameters
+
+    @property
+    def vocabulary_parameters(self) -> int:
+        """Parameters of the embedding; the output layer has as many."""
+        return self.vocab_size * self.hidden_size
+
+    def training_flops(self, tokens: int, pairs: int) -> float:
+        """Model operations of a training step: forward, and twice as many backward.
+
+        Linear layers, the output layer among them, and the visible pairs of core attention count;
+        other operations of a run, such as recomputing activations, do not.
+
+        Args:
+            tokens: tokens of the global batch.
+            pairs: visible (query, key) pairs of its documents.
+        """
+        linear = 2.0 * (self.layers * self.layer_parameters + self.vocabulary_parameters)
+        per_pair = AnalyticCost.of_shape(self.attention_shape()).flops_per_pair
+        return 3.0 * (tokens * linear + self.layers * pairs * per_pair)
+
+
+MODELS = {
+    # DistCA's Table 2; the 34B model's vocabulary is not published there, and taken from Llama 2.
+    "llama-8b": ModelSize(32, 4096, 32, 8, 128, 14336),
+    "llama-34b": ModelSize(48, 8192, 64, 16, 128, 22016, 32_000),
+    # The Llama 3 report's Table 3.
+    "llama-70b": ModelSize(80, 8192, 64, 8, 128, 28672),
+    "llama-405b": ModelSize(126, 16384, 128, 8, 128, 53248),
+}

@@ -1,0 +1,1 @@
+"""Documents: distributions of their lengths, tokenizers, and Megatron's indexed datasets."""

@@ -1,0 +1,36 @@
+"""The registry of schedulers, by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from distca.schedule.base import ScheduleConfig, Scheduler
+from distca.schedule.baselines.context_parallel import PerDocumentContextParallel, RingZigzag
+from distca.schedule.baselines.packed import PackedScheduler
+from distca.schedule.baselines.wlb_llm import WlbLlm
+from distca.schedule.greedy import GreedyScheduler
+from distca.schedule.tiles.scheduler import TilesScheduler
+
+SCHEDULERS: dict[str, Callable[[ScheduleConfig], Scheduler]] = {
+    "packed": PackedScheduler,
+    "per-document-cp": PerDocumentContextParallel,
+    "ring-zigzag": RingZigzag,
+    "wlb-llm": WlbLlm,
+    "greedy": GreedyScheduler,
+    "tiles": TilesScheduler,
+}
+"""All schedulers by name: first those that don't balance, the best last."""
+
+BALANCING = ("greedy", "tiles")
+"""Schedulers that move tasks away from the owners of their queries."""
+
+
+def make_scheduler(name: str, config: ScheduleConfig) -> Scheduler:
+    """Makes the scheduler of a name.
+
+    Raises:
+        ValueError: no scheduler has this name.
+    """
+    if name not in SCHEDULERS:
+        raise ValueError(f"no scheduler {name!r}: choose from {', '.join(SCHEDULERS)}")
+    return SCHEDULERS[name](config)

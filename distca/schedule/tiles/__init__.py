@@ -1,0 +1,1 @@
+"""The default scheduler, `tiles` (`scheduler.py`), and its steps: packing, grid, moves, arena."""

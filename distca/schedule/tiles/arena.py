@@ -1,0 +1,124 @@
+"""Bounding the bytes that servers receive by their arenas, by moving queries to keys.
+
+A rank that computes its own queries of a long document receives the keys of all earlier tokens. If
+its arena cannot hold these, some of them stay with their owners, and the queries go there: where an
+owner has `k` key rows that `q` query rows need, the owner receives `q * q_row_bytes` instead of the
+rank `k * kv_row_bytes`. (Context parallelism calls this pass-Q instead of pass-KV.)
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+
+from distca.cost.volume import AttentionShape, plan_bytes
+from distca.plan import Plan, Segments, Tasks
+from distca.schedule.tiles.grid import below_diagonal
+
+_ROUNDS = 8
+"""Most rounds of moving; each counts exactly what servers receive after the last one."""
+
+
+def received_bytes(plan: Plan, shape: AttentionShape) -> np.ndarray:
+    """Returns the bytes that each server receives for a layer's forward pass, int64 `[servers]`."""
+    return plan_bytes(plan, shape).phases["dispatch"].sum(axis=0)
+
+
+def fit_arenas(plan: Plan, shape: AttentionShape, bound: int) -> Plan:
+    """Moves queries to keys until no server receives more than a bound.
+
+    Args:
+        plan: a valid plan; under a window it is returned unchanged.
+        shape: attention heads of one tensor-parallel rank.
+        bound: most bytes that a server may receive.
+
+    Returns:
+        A valid plan that keeps to the bound, or at least comes closer.
+    """
+    if plan.mask.window_left is not None:
+        return plan
+    for _ in range(_ROUNDS):
+        received = received_bytes(plan, shape)
+        if (received <= bound).all():
+            break
+        moved = _one_round(plan, shape, bound, received)
+        if moved is None:
+            break
+        plan = moved
+    return plan
+
+
+def _one_round(plan: Plan, shape: AttentionShape, bound: int, received: np.ndarray) -> Plan | None:
+    """Moves queries of the servers above the bound; returns None if none can move."""
+    kv = plan.kv_segments
+    room = bound - received
+    given: list[tuple[int, int, int, int]] = []
+    for server in np.argsort(room, kind="stable").tolist():
+        if room[server] >= 0:
+            break
+        missing = kv.select((kv.server == server) & (kv.owner != server))
+        for _, segment, q_bytes in sorted(_exchanges(plan, shape, server, missing)):
+            owner = int(missing.owner[segment])
+            if room[server] >= 0:
+                break
+            if q_bytes <= room[owner]:
+                start, end = int(missing.start[segment]), int(missing.end[segment])
+                given.append((server, owner, start, end))
+                room[owner] -= q_bytes
+                room[server] += (end - start) * shape.kv_row_bytes
+    return replace(plan, tasks=_with_given(plan, given)) if given else None
+
+
+def _exchanges(
+    plan: Plan, shape: AttentionShape, server: int, missing: Segments
+) -> list[tuple[float, int, int]]:
+    """Prices missing segments: `(bytes of queries over bytes of keys, segment, query bytes)`."""
+    mine = plan.tasks[plan.tasks.server == server]
+    offset = plan.document_offsets[mine.document]
+    found = []
+    for segment, (start, end) in enumerate(
+        zip(missing.start.tolist(), missing.end.tolist(), strict=True)
+    ):
+        needs = (offset + mine.kv_start < end) & (offset + mine.kv_end > start)
+        first = np.maximum(offset + mine.q_start, start)[needs]
+        rows = int(np.maximum((offset + mine.q_end)[needs] - first, 0).sum())
+        q_bytes = rows * shape.q_row_bytes
+        found.append((q_bytes / ((end - start) * shape.kv_row_bytes), segment, q_bytes))
+    return found
+
+
+def _with_given(plan: Plan, given: list[tuple[int, int, int, int]]) -> Tasks:
+    """Returns the plan's tasks after servers have given those over some keys to others.
+
+    Args:
+        plan: plan before the change.
+        given: `(server, recipient, start, end)` of the keys in global positions, disjoint for each
+            server.
+    """
+    tasks = plan.tasks
+    offset = plan.document_offsets[tasks.document]
+    kept = np.ones(len(tasks), dtype=bool)
+    rows: list[tuple[int, int, int, int, int, int]] = []
+    for server in {entry[0] for entry in given}:
+        cuts = sorted((start, end, to) for of, to, start, end in given if of == server)
+        for task in np.flatnonzero(tasks.server == server).tolist():
+            low, high = (
+                int(offset[task] + tasks.kv_start[task]),
+                int(offset[task] + tasks.kv_end[task]),
+            )
+            inside = [cut for cut in cuts if cut[0] < high and cut[1] > low]
+            if not inside:
+                continue
+            kept[task] = False
+            document, first = int(tasks.document[task]), int(offset[task])
+            queries = (int(tasks.q_start[task]), int(tasks.q_end[task]))
+            position = low
+            for start, end, to in [*inside, (high, high, server)]:
+                start, end = max(start, low), min(end, high)
+                for kv_start, kv_end, who in ((position, start, server), (start, end, to)):
+                    if kv_end > kv_start:
+                        rows.append((document, *queries, kv_start - first, kv_end - first, who))
+                position = end
+    columns = np.array(rows, dtype=np.int64).reshape(-1, 6).T
+    return Tasks.concatenate([tasks[kept], below_diagonal(*columns)])

@@ -1,0 +1,402 @@
+"""Moving tiles of attention between servers until none is above the tolerance.
+
+The imbalance that a placement leaves is moved as *tiles*: `x` query rows by `y` key rows of a task.
+A tile whose rows all travel costs `x * w_q + y * w_kv` bytes (`w_q`: a query row, its output and
+LSE; `w_kv`: a key and a value row) for `x * y` pairs, least at `x * w_q = y * w_kv`. Keys that the
+recipient has, because it owns them or because another of its tasks needs them, cost nothing: then
+queries alone travel.
+
+**Who gives to whom.** The server furthest above its limit, `(1 + tolerance) * target`, gives, and
+no more than it takes to be below: within the tolerance a byte buys nothing. Possible recipients are
+servers that already hold keys of its heaviest documents, and the emptiest servers. Every pair of a
+task and a recipient is priced:
+
+* a slice of the task's last rows, over the keys that the recipient holds (all of the task's, or the
+  longest range of them), so that queries alone travel;
+* a tile of the last rows by the first keys, in the proportion above.
+
+The price is the seconds on the links of the two servers (cheaper within a node than between nodes),
+weighed by how busy these links are already, over the load that moves. The cheapest tile is taken,
+cut on blocks; nothing is cut below `least_rows` rows or keys, where the kernel runs badly. A
+recipient is never filled above its target, nor beyond the bytes that its arena holds.
+
+Up to three tasks remain of a task: the rows before the tile, and the tile's rows over the keys
+before and after it. All are full rectangles or end on the diagonal.
+
+Prices are estimates (they assume that all keys come from the giver, and that tiles share only what
+the recipient holds); loads are exact, and so are the bytes that `distca.cost.volume` counts in the
+end. A move takes some hundred microseconds whatever the number of servers, since it looks at few
+tasks (`_TASKS`) and recipients (`_RECIPIENTS`, `_HOLDERS`).
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from typing import NamedTuple
+
+import numpy as np
+
+from distca.plan import Mask, Placement, Tasks
+from distca.plan.span import Floats
+from distca.schedule.base import ScheduleConfig, task_loads
+
+_TASKS = 3
+"""Number of a giver's tasks that are considered for a move, those with the largest loads."""
+_RECIPIENTS = 2
+"""Number of the emptiest servers that are considered, besides those that hold keys."""
+_HOLDERS = 3
+"""Number of servers with keys of a document that are considered, the emptiest of them."""
+_MARGIN = 0.005
+"""Part of the limit by which givers are brought below it, to allow for rounding to blocks."""
+_MOVES_PER_SERVER = 30
+"""Most moves for each server, in case moving does not end by itself."""
+
+
+class _Task(NamedTuple):
+    document: int
+    q_start: int
+    q_end: int
+    kv_start: int
+    kv_end: int
+    load: float
+    pairs: int
+
+
+class _Span(NamedTuple):
+    """Rows `[q_cut, task.q_end)` by keys `[kv_start, kv_end)` of a task, of about `pairs` pairs."""
+
+    q_cut: int
+    kv_start: int
+    kv_end: int
+    pairs: float
+
+
+class _Tile(NamedTuple):
+    """A span of a giver's task, with its price and recipient, which must receive `kv_rows`."""
+
+    price: float
+    task: int
+    recipient: int
+    span: _Span
+    kv_rows: int
+
+
+def balance(
+    tasks: Tasks,
+    placement: Placement,
+    mask: Mask,
+    config: ScheduleConfig,
+    traffic: Floats,
+    buffered: Floats,
+) -> Tasks:
+    """Moves tiles until no server is above `(1 + tolerance)` times its target, or none helps.
+
+    Args:
+        tasks: tasks so far, of a valid plan.
+        placement: placement of the plan.
+        mask: attention mask of all documents.
+        config: tolerance, cost model, shape, links and bounds.
+        traffic: seconds that each rank's link is busy with these tasks, `[ranks]`.
+        buffered: bytes that each server receives to compute them, `[ranks]`.
+    """
+    return _Mover(tasks, placement, mask, config, traffic, buffered).run()
+
+
+class _Mover:
+    def __init__(
+        self,
+        tasks: Tasks,
+        placement: Placement,
+        mask: Mask,
+        config: ScheduleConfig,
+        traffic: Floats,
+        buffered: Floats,
+    ) -> None:
+        self._tasks, self._placement = tasks, placement
+        self._mask, self._config = mask, config
+        shape = config.shape
+        self._q_bytes = 2 * shape.q_row_bytes + shape.lse_row_bytes
+        self._kv_bytes = shape.kv_row_bytes
+        self._all_loads = task_loads(tasks, mask, config.cost_model)
+        servers = placement.world_size
+        speeds = config.speeds_of(servers)
+        loads = np.bincount(tasks.server, weights=self._all_loads, minlength=servers) / speeds
+        self._loads: list[float] = loads.tolist()
+        self._speeds: list[float] = speeds.tolist()
+        self._target = float(self._all_loads.sum()) / float(speeds.sum())
+        self._limit = self._target * (1 + config.tolerance)
+        self._least = config.least_rows()
+        self._traffic: list[float] = traffic.tolist()
+        self._busiest = max(self._traffic)
+        self._buffered: list[float] = buffered.tolist()
+        self._by_server = np.argsort(tasks.server, kind="stable")
+        self._server_edges = np.searchsorted(tasks.server[self._by_server], np.arange(servers + 1))
+        # Tasks of the servers that were looked at, by server; those of all others are unchanged.
+        self._touched: dict[int, list[_Task]] = {}
+        self._held: dict[int, dict[int, list[tuple[int, int]]]] = {}
+
+    def run(self) -> Tasks:
+        givers = [(-load, n) for n, load in enumerate(self._loads) if load > self._limit]
+        if givers:
+            self._index_documents()
+        heapq.heapify(givers)
+        moves = 0
+        while givers and moves < _MOVES_PER_SERVER * len(self._loads):
+            _, server = heapq.heappop(givers)
+            if self._give(server):
+                moves += 1
+                if self._loads[server] > self._limit:
+                    heapq.heappush(givers, (-self._loads[server], server))
+        return self._result()
+
+    def _index_documents(self) -> None:
+        """Indexes who holds keys of a document: its owners, and the servers of its tasks."""
+        placement, tasks = self._placement, self._tasks
+        document = np.concatenate([placement.document, tasks.document])
+        self._holder_order = np.argsort(document, kind="stable")
+        self._holder_document = document[self._holder_order]
+        self._holder = np.concatenate([placement.rank, tasks.server])
+        self._holds_from = np.concatenate([placement.start, tasks.kv_start])
+        self._holds_to = np.concatenate([placement.end, tasks.kv_end])
+
+    def _tasks_of(self, server: int) -> list[_Task]:
+        if server not in self._touched:
+            low, high = self._server_edges[server : server + 2]
+            mine = self._by_server[low:high]
+            t = self._tasks[mine]
+            columns = (t.document, t.q_start, t.q_end, t.kv_start, t.kv_end)
+            self._touched[server] = [
+                _Task(*row)
+                for row in zip(
+                    *(column.tolist() for column in columns),
+                    self._all_loads[mine].tolist(),
+                    t.pairs(self._mask).tolist(),
+                    strict=True,
+                )
+            ]
+        return self._touched[server]
+
+    def _holders(self, document: int) -> dict[int, list[tuple[int, int]]]:
+        """Returns the servers with keys of a document, and the joined ranges that they have."""
+        if document not in self._held:
+            low, high = np.searchsorted(self._holder_document, [document, document + 1])
+            rows = self._holder_order[low:high]
+            held: dict[int, list[tuple[int, int]]] = {}
+            columns = (self._holder[rows], self._holds_from[rows], self._holds_to[rows])
+            for server, start, end in zip(*(c.tolist() for c in columns), strict=True):
+                held[server] = _joined(held.get(server, []), start, end)
+            self._held[document] = held
+        return self._held[document]
+
+    def _give(self, server: int) -> bool:
+        """Makes the best move away from a server; returns False if there is none."""
+        surplus = (self._loads[server] - self._limit * (1 - _MARGIN)) * self._speeds[server]
+        mine = self._tasks_of(server)
+        heaviest = heapq.nlargest(_TASKS, range(len(mine)), key=lambda i: mine[i].load)
+        emptiest = heapq.nsmallest(_RECIPIENTS, range(len(self._loads)), self._loads.__getitem__)
+        best: _Tile | None = None
+        for number in heaviest:
+            held = self._holders(mine[number].document)
+            near = heapq.nsmallest(_HOLDERS, held, key=lambda s: (self._loads[s], s))
+            for recipient in dict.fromkeys([*near, *emptiest]):
+                if recipient == server:
+                    continue
+                free = (self._target - self._loads[recipient]) * self._speeds[recipient]
+                for tile in self._tiles(
+                    server, number, mine[number], recipient, surplus, free, held
+                ):
+                    if best is None or tile.price < best.price:
+                        best = tile
+        if best is None or best.price == math.inf:
+            return False
+        self._move(server, best)
+        return True
+
+    def _tiles(
+        self,
+        server: int,
+        number: int,
+        task: _Task,
+        recipient: int,
+        amount: float,
+        free: float,
+        held: dict[int, list[tuple[int, int]]],
+    ) -> list[_Tile]:
+        """Prices tiles of a task for one recipient.
+
+        Args:
+            server: giver of the tile.
+            number: number of the task among the giver's.
+            task: task to cut the tile from.
+            recipient: server that would get the tile.
+            amount: load that the giver should lose.
+            free: most load that the recipient may get.
+            held: ranges of the document's keys that servers hold.
+        """
+        least = self._least
+        rows, keys = task.q_end - task.q_start, task.kv_end - task.kv_start
+        if min(rows, keys) < least or task.load <= 0 or free * task.pairs < task.load * least**2:
+            return []
+        most = free * task.pairs / task.load
+        pairs = max(min(amount * task.pairs / task.load, most), float(least**2))
+        windowed = self._mask.window_left is not None
+        has = [
+            (max(start, task.kv_start), min(end, task.kv_end))
+            for start, end in held.get(recipient, [])
+        ]
+        start, end = max(has, key=lambda span: span[1] - span[0], default=(0, 0))
+        if (start, end) == (task.kv_start, task.kv_end):
+            choices: list[tuple[_Span | None, bool]] = [(self._last_rows(task, pairs), True)]
+        else:
+            choices = []
+            if not windowed and end - start >= least:
+                choices.append((self._rectangle(task, pairs, start, end), True))
+            height = max((pairs * self._kv_bytes / self._q_bytes) ** 0.5, least)
+            span = task.q_end - task.kv_start
+            if task.q_end == task.kv_end and height + pairs / height > span:
+                # The diagonal is in the way: take the flattest tile below it, if any is large.
+                height = (span - max(span * span - 4 * pairs, 0.0) ** 0.5) / 2
+            width = round(pairs / min(height, rows))
+            if windowed or width >= keys or 4 * pairs > span * span:
+                choices.append((self._last_rows(task, pairs), False))
+            else:
+                until = task.kv_start + max(width, least)
+                choices.append((self._rectangle(task, pairs, task.kv_start, until), False))
+        return [
+            self._priced(server, number, task, recipient, tile, held_already, pairs)
+            for tile, held_already in choices
+            if tile is not None and tile.pairs <= most
+        ]
+
+    def _priced(
+        self,
+        server: int,
+        number: int,
+        task: _Task,
+        recipient: int,
+        span: _Span,
+        held_already: bool,
+        pairs: float,
+    ) -> _Tile:
+        """Prices a tile; the price is infinite if it does not fit the recipient's arena."""
+        kv_rows = 0 if held_already else span.kv_end - span.kv_start
+        seconds = self._seconds(server, recipient, task.q_end - span.q_cut, kv_rows)
+        busy = max(self._traffic[server], self._traffic[recipient]) + seconds
+        price = seconds * (1 + busy / max(busy, self._busiest)) / min(span.pairs, pairs)
+        bound = self._config.max_buffer_bytes
+        if bound is not None:
+            more = self._arena_bytes(task.q_end - span.q_cut, kv_rows)
+            if self._buffered[recipient] + more > bound:
+                price = math.inf
+        return _Tile(price, number, recipient, span, kv_rows)
+
+    def _seconds(self, server: int, recipient: int, q_rows: int, kv_rows: int) -> float:
+        """Returns the seconds that the links are busy with the rows of a tile."""
+        moved = q_rows * self._q_bytes + kv_rows * self._kv_bytes
+        return moved * self._config.links.seconds_per_byte(server, recipient)
+
+    def _arena_bytes(self, q_rows: int, kv_rows: int) -> int:
+        """Returns the bytes that the recipient of a tile stores to compute it."""
+        return q_rows * self._config.shape.q_row_bytes + kv_rows * self._kv_bytes
+
+    def _last_rows(self, task: _Task, pairs: float) -> _Span:
+        """Cuts off a task's last rows, with all keys that they see."""
+        width = task.kv_end - task.kv_start
+        on_diagonal = task.q_end == task.kv_end
+        if self._mask.window_left is not None:
+            width = min(self._mask.window_left + 1, width)
+            on_diagonal = False
+        wanted = pairs / width
+        if on_diagonal:
+            # The corner above the diagonal is missing.
+            wanted = width - max(width * width - 2 * pairs, 0.0) ** 0.5
+        q_cut = self._row_cut(task, task.q_end - wanted)
+        rows = task.q_end - q_cut
+        corner = rows * (rows - 1) / 2 if on_diagonal else 0.0
+        first = max(task.kv_start, int(self._mask.first_key(q_cut)))
+        return _Span(q_cut, first, task.kv_end, rows * width - corner)
+
+    def _rectangle(self, task: _Task, pairs: float, kv_start: int, kv_end: int) -> _Span | None:
+        """Cuts off a task's last rows, over a range of keys that all of them see."""
+        block = self._config.block
+        if kv_start > task.kv_start:
+            kv_start = -(-kv_start // block) * block
+        on_diagonal = task.q_end == task.kv_end
+        if kv_end < task.kv_end or on_diagonal:
+            kv_end = kv_end // block * block
+        if kv_end - kv_start < self._least:
+            return None
+        cut = task.q_end - pairs / (kv_end - kv_start)
+        q_cut = self._row_cut(task, max(cut, kv_end) if on_diagonal else cut)
+        if on_diagonal and q_cut < kv_end - 1:
+            return None
+        return _Span(q_cut, kv_start, kv_end, (task.q_end - q_cut) * (kv_end - kv_start))
+
+    def _row_cut(self, task: _Task, wanted: float) -> int:
+        """Returns where to cut a task's rows, on a block and with neither side too small."""
+        block, least = self._config.block, self._least
+        cut = -(-int(wanted) // block) * block
+        if task.q_end - cut < least:
+            cut = (task.q_end - least) // block * block
+        return cut if cut - task.q_start >= least else task.q_start
+
+    def _move(self, server: int, tile: _Tile) -> None:
+        """Moves a tile to its recipient; the rest of its task stays with the giver."""
+        mine = self._tasks_of(server)
+        task, recipient, span = mine.pop(tile.task), tile.recipient, tile.span
+        given = (span.q_cut, task.q_end, span.kv_start, span.kv_end)
+        left = []
+        if span.q_cut > task.q_start:
+            ends = span.q_cut if task.q_end == task.kv_end else task.kv_end
+            left.append((task.q_start, span.q_cut, task.kv_start, ends))
+        # Under a window the tile's rows see no keys before the tile's.
+        if span.kv_start > task.kv_start and self._mask.window_left is None:
+            left.append((span.q_cut, task.q_end, task.kv_start, span.kv_start))
+        if span.kv_end < task.kv_end:
+            left.append((span.q_cut, task.q_end, span.kv_end, task.kv_end))
+        new = self._new_tasks(task.document, [given, *left])
+        mine += new[1:]
+        theirs = self._tasks_of(recipient)
+        theirs.append(new[0])
+        for place, tasks in ((server, mine), (recipient, theirs)):
+            self._loads[place] = sum(t.load for t in tasks) / self._speeds[place]
+        held = self._holders(task.document)
+        held[recipient] = _joined(held.get(recipient, []), span.kv_start, span.kv_end)
+        rows = task.q_end - span.q_cut
+        seconds = self._seconds(server, recipient, rows, tile.kv_rows)
+        for place in (server, recipient):
+            self._traffic[place] += seconds
+            self._busiest = max(self._busiest, self._traffic[place])
+        self._buffered[recipient] += self._arena_bytes(rows, tile.kv_rows)
+
+    def _new_tasks(self, document: int, spans: list[tuple[int, int, int, int]]) -> list[_Task]:
+        q_start, q_end, kv_start, kv_end = np.array(spans, dtype=np.int64).T
+        column = np.full_like(q_start, document)
+        tasks = Tasks(column, q_start, q_end, kv_start, kv_end, column)
+        pairs = tasks.pairs(self._mask)
+        loads = task_loads(tasks, self._mask, self._config.cost_model, pairs)
+        return [
+            _Task(document, *span, load, count)
+            for span, load, count in zip(spans, loads.tolist(), pairs.tolist(), strict=True)
+        ]
+
+    def _result(self) -> Tasks:
+        if not self._touched:
+            return self._tasks
+        touched = np.zeros(len(self._loads), dtype=bool)
+        touched[list(self._touched)] = True
+        rest = self._tasks[~touched[self._tasks.server]]
+        rows = [(*task[:5], server) for server, mine in self._touched.items() for task in mine]
+        return Tasks.concatenate([rest, Tasks.from_rows(rows)])
+
+
+def _joined(spans: list[tuple[int, int]], start: int, end: int) -> list[tuple[int, int]]:
+    """Adds a span to disjoint, sorted ones; spans that touch are joined."""
+    kept = []
+    for low, high in spans:
+        if high < start or end < low:
+            kept.append((low, high))
+        else:
+            start, end = min(low, start), max(high, end)
+    return sorted([*kept, (start, end)])

@@ -1,0 +1,195 @@
+"""The default scheduler: placement and two-dimensional tiles together.
+
+**Objective.** With the tolerance `t` no server computes more than `(1 + t)` times the mean load
+(predicted seconds by the measured profile, over the server's speed), and among such plans the
+*busiest link* should be busy for as short as possible: time is the most that any rank computes,
+sends or receives, not a sum. A server below the mean costs no time, so none is filled for its own
+sake. Minimising this exactly is bin packing with several bounds, NP-hard; this scheduler is a
+heuristic, whose plans are measured exactly, as all plans are.
+
+**Steps.**
+
+1. *Placement* (`packing.py`), if it is free: short documents whole, long ones in mirrored slices
+   on as few ranks as can take them, and ranks filled up with short documents, so that they are
+   nearly balanced although each computes only its own queries.
+2. *Grids* (`grid.py`): a document on many ranks is cut in queries and keys.
+3. *Moves* (`moves.py`): tiles go from servers above the tolerance to others, the cheapest first.
+   With a given placement (the paper's, or that of pooled stages) steps 2 and 3 are all.
+
+Steps 1 to 3 are done for a few settings of the packing's two parameters, and on few ranks for the
+paper's placement, too. The best plan is kept: one within the tolerance before any other, then the
+one whose busiest link is free first. The number of settings depends on the number of ranks alone,
+so that all ranks choose the same plan.
+
+**Bounds.** With `max_buffer_bytes` no server receives more for a layer's forward pass: where it
+would at home, queries go to keys (`arena.py`), and moves respect the bound. If the bound forbids
+the tolerance the plan's notes say so; if no plan keeps to the bound an error is raised.
+
+**Complexity.** Sorting the documents, then near-constant work for each document longer than 1/32 of
+a rank's tokens or load (at most 32 for each rank), each slice and each move. The result is
+deterministic: ties go to the lower number.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from distca.cost.volume import plan_bytes
+from distca.plan import Mask, Placement, Plan, place_in_turn
+from distca.plan.span import Int64s
+from distca.schedule.base import ScheduleConfig, document_loads, relative_loads, server_loads
+from distca.schedule.tiles.arena import fit_arenas
+from distca.schedule.tiles.grid import initial_tasks
+from distca.schedule.tiles.moves import balance
+from distca.schedule.tiles.packing import Packing, place_balanced
+
+_SETTINGS = ((0.4, 0.3), (0.4, 0.9), (0.25, 0.9), (0.4, 0.6))
+"""Settings of a packing: `base_share`, and the slack as a part of the tolerance; the first one is
+the best most often."""
+_FEW_RANKS = 32
+"""Most ranks for which all settings are tried, otherwise only the first."""
+_ROUNDING = 1e-9
+"""Allowance for the rounding of sums of loads."""
+
+
+def _settings(ranks: int) -> tuple[tuple[float, float], ...]:
+    """Returns the settings to try: all of them if planning is quick."""
+    return _SETTINGS if ranks <= _FEW_RANKS else _SETTINGS[:1]
+
+
+@dataclass(frozen=True)
+class _Candidate:
+    plan: Plan
+    imbalance: float
+    busiest_seconds: float
+    total_bytes: int
+    most_received: int
+
+
+class TilesScheduler:
+    """The scheduler `tiles`, as the module describes it."""
+
+    def __init__(self, config: ScheduleConfig) -> None:
+        self._config = config
+
+    def plan(self, lengths: Int64s, capacities: Int64s, mask: Mask) -> Plan:
+        """Makes a plan as `Scheduler.plan` says.
+
+        Raises:
+            ValueError: no plan keeps to `max_buffer_bytes`.
+        """
+        lengths = np.asarray(lengths, dtype=np.int64)
+        config = self._config
+        loads = document_loads(lengths, mask, config.cost_model)
+        speeds = config.speeds_of(len(capacities))
+        packing = Packing(
+            capacities=capacities,
+            targets=float(loads.sum()) * speeds / float(speeds.sum()),
+            base_share=0.0,
+            slack=0.0,
+            overfill=math.inf,
+            ranks_per_node=config.links.ranks_per_node,
+            block=config.block,
+        )
+        found = []
+        for base_share, slack in _settings(len(capacities)):
+            setting = replace(
+                packing,
+                base_share=base_share,
+                slack=slack * config.tolerance,
+                overfill=(1 - slack) * config.tolerance,
+            )
+            found.append(self._candidate(lengths, place_balanced(lengths, loads, setting), mask))
+        bound = config.max_buffer_bytes
+        too_much = bound is not None and all(c.most_received > bound for c in found)
+        if too_much or len(capacities) <= _FEW_RANKS:
+            # On few ranks the order of the documents may happen to be balanced.
+            found.append(self._candidate(lengths, place_in_turn(lengths, capacities), mask))
+        if too_much:
+            # Keeps documents whole wherever there is room for their tokens.
+            found.append(self._candidate(lengths, place_balanced(lengths, loads, packing), mask))
+        return self._best(found)
+
+    def schedule(self, lengths: Int64s, placement: Placement, mask: Mask) -> Plan:
+        """Makes a plan as `Scheduler.schedule` says.
+
+        Raises:
+            ValueError: no plan with this placement keeps to `max_buffer_bytes`.
+        """
+        lengths = np.asarray(lengths, dtype=np.int64)
+        return self._best([self._candidate(lengths, placement, mask)])
+
+    def _candidate(self, lengths: Int64s, placement: Placement, mask: Mask) -> _Candidate:
+        """Makes a plan with a placement, and measures it."""
+        config = self._config
+        tasks = initial_tasks(lengths, placement, mask, config.shape, config.block)
+        plan = Plan(lengths, placement, tasks, mask, config.block, scheduler="tiles")
+        if config.max_buffer_bytes is not None:
+            plan = fit_arenas(plan, config.shape, config.max_buffer_bytes)
+        plan = move_tiles(plan, config)
+        moved = plan_bytes(plan, config.shape)
+        forward = moved.forward()
+        return _Candidate(
+            plan,
+            _imbalance(plan, config),
+            float(config.links.busy_seconds(forward).max()),
+            forward.total,
+            int(moved.phases["dispatch"].sum(axis=0).max()),
+        )
+
+    def _best(self, found: list[_Candidate]) -> Plan:
+        config = self._config
+        bound = config.max_buffer_bytes
+        allowed = [c for c in found if bound is None or c.most_received <= bound]
+        if not allowed:
+            least = min(candidate.most_received for candidate in found)
+            raise ValueError(
+                f"no plan for these documents keeps to {bound:,} buffer bytes: a server receives "
+                f"up to {least:,} even where only documents that span ranks move. Allow that many, "
+                "or cut documents shorter"
+            )
+        limit = 1 + config.tolerance + _ROUNDING
+        best = min(
+            allowed,
+            key=lambda c: (max(c.imbalance, limit), c.busiest_seconds, c.total_bytes),
+        )
+        notes = self._notes(best)
+        return replace(best.plan, notes=notes) if notes else best.plan
+
+    def _notes(self, chosen: _Candidate) -> tuple[str, ...]:
+        config = self._config
+        if chosen.imbalance <= 1 + config.tolerance + _ROUNDING:
+            return ()
+        why = f"no tile cut on blocks of {config.block} tokens brings it closer"
+        if config.max_buffer_bytes is not None:
+            why += f" within {config.max_buffer_bytes:,} buffer bytes"
+        return (
+            f"the busiest server has {chosen.imbalance:.3f} times the mean load, above the "
+            f"tolerance of {config.tolerance}: {why}",
+        )
+
+
+def move_tiles(plan: Plan, config: ScheduleConfig) -> Plan:
+    """Moves tiles from servers above the tolerance to others, if there are any."""
+    if _imbalance(plan, config) <= 1 + config.tolerance:
+        return plan
+    moved = plan_bytes(plan, config.shape)
+    tasks = balance(
+        plan.tasks,
+        plan.placement,
+        plan.mask,
+        config,
+        config.links.busy_seconds(moved.forward()),
+        moved.phases["dispatch"].sum(axis=0).astype(np.float64),
+    )
+    return replace(plan, tasks=tasks)
+
+
+def _imbalance(plan: Plan, config: ScheduleConfig) -> float:
+    """Returns the busiest server's time over the time if all were busy equally long."""
+    servers = plan.world_size
+    loads = server_loads(plan.tasks, plan.mask, servers, config.cost_model)
+    return float(relative_loads(loads, config.speeds_of(servers)).max())

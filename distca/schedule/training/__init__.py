@@ -1,0 +1,1 @@
+"""Plans of a training step: its micro-batches, nano-batches and ticks, and the global batch."""

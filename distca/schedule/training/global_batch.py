@@ -1,0 +1,360 @@
+"""A global batch, planned once: from the documents of its windows to the plans of its ticks.
+
+Training and simulator share this code, so that the simulated plans are those that run. The plans
+are a pure function of the documents and the options, the same on every rank:
+
+1. documents are shared out over the micro-batches, if placement is free (`micro_batches.py`);
+2. each micro-batch is planned over the data-parallel ranks of a stage, as two nano-batches
+   (`nano_batches.py`) or whole;
+3. in each tick (`ticks.py`) the plans of all stages that work become one plan over the servers of
+   all stages (`pooling.py`).
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property, lru_cache
+from typing import NamedTuple
+
+import numpy as np
+
+from distca.cost.memory import CoreAttentionMemory, plan_memory
+from distca.cost.volume import (
+    BACKWARD_PHASES,
+    FORWARD_PHASES,
+    AttentionShape,
+    BackwardInputs,
+    plan_bytes,
+)
+from distca.plan import Mask, Plan, place_in_turn, place_sequentially
+from distca.plan.span import Int64s
+from distca.schedule.base import ScheduleConfig, Scheduler, document_loads
+from distca.schedule.program import Pass
+from distca.schedule.schedulers import BALANCING, make_scheduler
+from distca.schedule.tiles.scheduler import move_tiles
+from distca.schedule.training.micro_batches import share_out
+from distca.schedule.training.nano_batches import NanoPlan, plan_halves
+from distca.schedule.training.pooling import pool_nano_batches
+from distca.schedule.training.ticks import Tick, TickSchedule, tick_schedule
+
+# All global batches of a job have the same ticks, and a search often tries the same schedules.
+_tick_schedule = lru_cache(maxsize=256)(tick_schedule)
+
+
+@dataclass(frozen=True)
+class ExecutionOptions:
+    """Options of a job with `--distca`, as its flags of the same names set them.
+
+    Attributes:
+        scheduler: a name of `distca.schedule.SCHEDULERS`.
+        free_placement: whether the scheduler chooses the placement, and documents are shared out
+            over the micro-batches of a global batch; otherwise documents are placed in turn.
+        ping_pong: whether micro-batches run as two nano-batches.
+        pool_stages: whether stages share their attention servers.
+        chunks: model chunks (virtual stages) of each stage.
+        max_in_flight: most micro-batches that a stage keeps for their backward pass; None: no
+            bound.
+        forward_only: whether the job has no backward ticks, as in an evaluation.
+    """
+
+    scheduler: str = "tiles"
+    free_placement: bool = True
+    ping_pong: bool = True
+    pool_stages: bool = True
+    chunks: int = 1
+    max_in_flight: int | None = None
+    forward_only: bool = False
+
+    def tick_schedule(self, micro_batches: int, stages: int) -> TickSchedule:
+        """Returns the tick schedule of a global batch."""
+        return _tick_schedule(
+            micro_batches, stages, self.chunks, self.max_in_flight, self.forward_only
+        )
+
+
+@dataclass(frozen=True)
+class Documents:
+    """The documents of a micro- or nano-batch, in the order in which its plan numbers them.
+
+    Attributes:
+        lengths: tokens of each document, int64 `[documents]`.
+        starts: first token of each document in the stream of tokens, int64 `[documents]`.
+        window_sizes: number of documents of each window, if they are in the order of the stream.
+    """
+
+    lengths: Int64s
+    starts: Int64s
+    window_sizes: tuple[int, ...] = ()
+
+
+def documents_in_turn(windows: Sequence[Int64s]) -> list[Documents]:
+    """Makes micro-batches of one window each, whose documents follow each other in a stream.
+
+    Args:
+        windows: document lengths of each micro-batch, int64.
+    """
+    firsts = itertools.accumulate((int(lengths.sum()) for lengths in windows), initial=0)
+    return [
+        Documents(lengths, first + np.cumsum(lengths) - lengths, (len(lengths),))
+        for lengths, first in zip(windows, firsts, strict=False)
+    ]
+
+
+@dataclass(frozen=True)
+class PlannedMicroBatch:
+    """Documents and plans of a micro-batch's nano-batches: of one, or of ping and pong.
+
+    Attributes:
+        documents: documents of each nano-batch; a crossing document is in pong from the cut on.
+        plans: plan of each nano-batch over the data-parallel ranks of a stage.
+    """
+
+    documents: tuple[Documents, ...]
+    plans: tuple[NanoPlan, ...]
+
+
+class PlannedTick(NamedTuple):
+    """A tick and its plans.
+
+    Attributes:
+        tick: work of all stages.
+        plans: plan of each nano-batch over all servers. Ticks that run the same micro-batches share
+            one object.
+    """
+
+    tick: Tick
+    plans: tuple[Plan, ...]
+
+    def bytes_sent(
+        self,
+        calls: Mapping[Pass, int],
+        shape: AttentionShape,
+        backward: BackwardInputs = "resend",
+    ) -> dict[str, Int64s]:
+        """Counts the bytes that each server sends in the tick, `[servers]`, by phase.
+
+        Args:
+            calls: calls of core attention in the tick, by pass; recomputed ones are forward.
+            shape: attention heads of one tensor-parallel rank.
+            backward: how the backward pass gets its inputs.
+        """
+        passes: tuple[tuple[Pass, tuple[str, ...]], ...]
+        passes = (("forward", FORWARD_PHASES), ("backward", BACKWARD_PHASES))
+        sent: dict[str, Int64s] = {}
+        for plan in self.plans:
+            each = plan_bytes(plan, shape, backward).phases
+            for what, names in passes:
+                for name in names if calls[what] else ():
+                    sent[name] = sent.get(name, 0) + calls[what] * each[name].sum(axis=1)
+        return sent
+
+
+@dataclass(frozen=True)
+class PlannedGlobalBatch:
+    """Micro-batches and ticks of a global batch, with the plans of both.
+
+    Attributes:
+        schedule: tick schedule, which says when a stage works on which micro-batch.
+        servers: number of each data-parallel rank of each stage among the servers, int64
+            `[stages, data-parallel ranks]`.
+        micro_batches: micro-batches, each planned on its own over the ranks of a stage.
+        ticks: ticks in order, with their plans over all servers.
+    """
+
+    schedule: TickSchedule
+    servers: Int64s
+    micro_batches: tuple[PlannedMicroBatch, ...]
+    ticks: tuple[PlannedTick, ...]
+
+    def largest_memory(
+        self, shape: AttentionShape, backward: BackwardInputs = "resend"
+    ) -> CoreAttentionMemory:
+        """Returns the memory in which each of the plans can run, as `plan_memory` counts it."""
+        largest = CoreAttentionMemory()
+        different = {id(planned.plans): planned.plans for planned in self.ticks}
+        for plan in itertools.chain.from_iterable(different.values()):
+            largest = largest.union(plan_memory(plan, shape, backward))
+        return largest
+
+
+@dataclass(frozen=True)
+class GlobalBatchPlanner:
+    """Plans the global batches of a job.
+
+    Attributes:
+        servers: number of each data-parallel rank of each stage among the servers, int64
+            `[stages, data-parallel ranks]`.
+        config: configuration of the schedulers that plan over all servers.
+        options: options of the job.
+        mask: attention mask of all documents.
+        dedicated: number of servers that hold no model; they are numbered after all others.
+        checks: whether plans are validated, and refused if a rank has no tokens; needed wherever
+            plans are run.
+    """
+
+    servers: Int64s
+    config: ScheduleConfig
+    options: ExecutionOptions
+    mask: Mask = field(default_factory=Mask)
+    dedicated: int = 0
+    checks: bool = True
+
+    @property
+    def stages(self) -> int:
+        return len(self.servers)
+
+    @property
+    def ranks(self) -> int:
+        """Number of data-parallel ranks of a stage."""
+        return int(self.servers.shape[1])
+
+    def plan(self, incoming: Sequence[Documents]) -> PlannedGlobalBatch:
+        """Plans a global batch.
+
+        Args:
+            incoming: documents of each micro-batch in the order of the stream. All micro-batches
+                have the same number of tokens, divisible by the data-parallel ranks (and the two
+                nano-batches).
+
+        Raises:
+            ValueError: micro-batches differ in size or don't divide, or a scheduler refuses.
+        """
+        schedule = self.options.tick_schedule(len(incoming), self.stages)
+        micro_batches = self.micro_batches(incoming)
+        ticks = self.ticks(micro_batches, schedule.ticks)
+        return PlannedGlobalBatch(schedule, self.servers, tuple(micro_batches), ticks)
+
+    def share_out(self, incoming: Sequence[Documents]) -> list[Documents]:
+        """Shares documents out over the micro-batches for equal loads, if placement is free.
+
+        Args:
+            incoming: documents of each micro-batch, as for `plan`.
+        """
+        if len(incoming) == 1 or not self.options.free_placement:
+            return list(incoming)
+        lengths = np.concatenate([documents.lengths for documents in incoming])
+        starts = np.concatenate([documents.starts for documents in incoming])
+        windows = np.repeat(
+            np.arange(len(incoming)), [len(documents.lengths) for documents in incoming]
+        )
+        shared = share_out(lengths, self._loads(lengths), windows)
+        return [Documents(lengths[shared == n], starts[shared == n]) for n in range(len(incoming))]
+
+    def micro_batches(self, incoming: Sequence[Documents]) -> list[PlannedMicroBatch]:
+        """Plans the micro-batches of a global batch, each on its own.
+
+        Args:
+            incoming: documents of each micro-batch, as for `plan`.
+
+        Raises:
+            ValueError: micro-batches differ in size or don't divide, or a scheduler refuses.
+        """
+        tokens = {int(documents.lengths.sum()) for documents in incoming}
+        parts = self.ranks * (2 if self.options.ping_pong else 1)
+        if len(tokens) != 1 or next(iter(tokens)) % parts:
+            raise ValueError(
+                f"micro-batches of {sorted(tokens)} tokens: they must all hold the same number, a "
+                f"multiple of {parts}"
+            )
+        return [self._micro_batch(documents) for documents in self.share_out(incoming)]
+
+    def ticks(
+        self, micro_batches: Sequence[PlannedMicroBatch], ticks: Sequence[Tick]
+    ) -> tuple[PlannedTick, ...]:
+        """Plans ticks over all servers.
+
+        Args:
+            micro_batches: all micro-batches of the global batch.
+            ticks: some or all of its ticks.
+        """
+        together: dict[tuple[int | None, ...], tuple[Plan, ...]] = {}
+        planned = []
+        for tick in ticks:
+            running = tuple(None if work is None else work.micro_batch for work in tick.work)
+            if running not in together:
+                together[running] = self._pooled(
+                    [None if number is None else micro_batches[number] for number in running]
+                )
+            planned.append(PlannedTick(tick, together[running]))
+        return tuple(planned)
+
+    def _micro_batch(self, documents: Documents) -> PlannedMicroBatch:
+        lengths, starts = documents.lengths, documents.starts
+        if not self.options.ping_pong:
+            plan = self._plan(lengths, documents.window_sizes)
+            return PlannedMicroBatch((documents,), (NanoPlan(plan),))
+        halves, plans = plan_halves(lengths, self._loads(lengths), self._plan)
+        nano = tuple(
+            Documents(half.end - half.start, starts[half.document] + half.start) for half in halves
+        )
+        return PlannedMicroBatch(nano, plans)
+
+    def _plan(self, lengths: Int64s, window_sizes: tuple[int, ...] = ()) -> Plan:
+        """Plans a nano-batch, or a whole micro-batch, over the ranks of a stage."""
+        tokens = int(lengths.sum()) // self.ranks
+        capacities = np.full(self.ranks, tokens, dtype=np.int64)
+        if self.options.free_placement:
+            plan = self._scheduler.plan(lengths, capacities, self.mask)
+        elif window_sizes:
+            windows = np.split(lengths, np.cumsum(window_sizes)[:-1])
+            placement = place_sequentially(windows, self.ranks, tokens // len(windows))
+            plan = self._scheduler.schedule(lengths, placement, self.mask)
+        else:
+            plan = self._scheduler.schedule(lengths, place_in_turn(lengths, capacities), self.mask)
+        if self.checks:
+            plan.validate()
+            if not plan.placement.tokens_per_rank().all():
+                raise ValueError(
+                    f"{plan.scheduler} leaves a rank without tokens, which a model cannot train "
+                    "on: use another --distca-scheduler"
+                )
+        return plan
+
+    def _pooled(self, stages: Sequence[PlannedMicroBatch | None]) -> tuple[Plan, ...]:
+        """Makes a tick's plans from the micro-batch of each stage, None for idle stages."""
+        plans = pool_nano_batches(
+            [None if stage is None else stage.plans for stage in stages],
+            self.servers,
+            self._pooling_scheduler,
+            self._move if self.options.scheduler in BALANCING else None,
+            int(self.servers.size) + self.dedicated,
+        )
+        for plan in plans if self.checks else ():
+            # Any other plan is a micro-batch's own, which was validated.
+            if len(stages) > 1 or self._pools or plan.cached_prefix is not None:
+                plan.validate()
+        return plans
+
+    def _loads(self, lengths: Int64s) -> np.ndarray:
+        return document_loads(lengths, self.mask, self.config.cost_model)
+
+    @property
+    def _pools(self) -> bool:
+        """Whether tasks may leave their stage."""
+        return (self.stages > 1 and self.options.pool_stages) or self.dedicated > 0
+
+    @cached_property
+    def _stage_config(self) -> ScheduleConfig:
+        """Configuration of the scheduler that plans over the ranks of a stage.
+
+        A micro-batch is placed alike in all stages, so a rank has the mean speed of its servers.
+        """
+        if self.config.server_speeds is None:
+            return self.config
+        speeds = np.array(self.config.server_speeds)[self.servers].mean(axis=0)
+        return replace(self.config, server_speeds=tuple(speeds.tolist()))
+
+    @cached_property
+    def _scheduler(self) -> Scheduler:
+        return make_scheduler(self.options.scheduler, self._stage_config)
+
+    @cached_property
+    def _pooling_scheduler(self) -> Scheduler | None:
+        """Scheduler of ticks over the servers of all stages; None: tasks stay in their stage."""
+        return make_scheduler(self.options.scheduler, self.config) if self._pools else None
+
+    def _move(self, plan: Plan) -> Plan:
+        """Balances tasks that attend to cached prefixes, as `pool` needs it."""
+        return move_tiles(plan, self.config if self._pools else self._stage_config)

@@ -1,0 +1,132 @@
+"""Sharing the documents of a global batch out over its micro-batches, so that loads are equal.
+
+Micro-batches follow each other, so without pipeline stages only the sum of their loads counts; but
+stages work on different micro-batches at the same time, and a long document has fewer short ones
+beside it to fill ranks with if it is alone in its micro-batch. All micro-batches must have exactly
+the same number of tokens, and every document stays whole: a partition problem, for which exact
+solutions are found because short documents are many.
+
+1. Documents in the order of their load, the heaviest first, go to the micro-batch with the least
+   load that has room; every other light document (`_POOL` for each micro-batch) is kept in a pool.
+2. Each micro-batch in turn is filled up: with the longest of the pool, until its room is worth a
+   few documents, then with a subset of the pool that fits exactly. The sums that subsets reach are
+   a set of bits, which adding a document shifts (the dynamic program for subset sums, with Python's
+   long integers as bit sets). The last micro-batch gets the rest, which fits by itself.
+
+If no exact fit is found, or it gains too little, documents stay in the windows of the stream.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from distca.plan.span import Floats, Int64s
+
+_POOL = 48
+"""Short documents kept in the pool for each micro-batch, to fit its tokens exactly."""
+_FEW = (20, 8, 3)
+"""Room that is left to be filled exactly, in mean documents of the pool: fewer if that fails."""
+_EXACT = 96
+"""Documents among which the subset that fits exactly is searched for."""
+_LEAST_GAIN = 0.01
+"""Least gain of the heaviest micro-batch, as a part of the mean load."""
+
+
+def share_out(lengths: Int64s, loads: Floats, windows: Int64s) -> Int64s:
+    """Returns the micro-batch of each document, int64 `[documents]`, for nearly equal loads.
+
+    Args:
+        lengths: tokens of each document, int64 `[documents]`.
+        loads: load of each document, `[documents]`.
+        windows: micro-batch of each document in the stream, int64 `[documents]`. All have the same
+            number of tokens, and so do those that are returned.
+    """
+    count = int(windows.max(initial=0)) + 1
+    if count == 1:
+        return windows
+    tokens = np.bincount(windows, weights=lengths, minlength=count)
+    assert (tokens == tokens[0]).all(), f"micro-batches of different sizes: {tokens}"
+    shared = whole_documents(lengths, loads, count, int(tokens[0]))
+    if shared is None:
+        return windows
+    before, after = (
+        float(np.bincount(by, weights=loads, minlength=count).max()) for by in (windows, shared)
+    )
+    gained = before - after > _LEAST_GAIN * float(loads.sum()) / count
+    return shared if gained else windows
+
+
+def whole_documents(lengths: Int64s, loads: Floats, count: int, room: int) -> Int64s | None:
+    """Groups whole documents, with equal tokens and nearly equal loads.
+
+    Args:
+        lengths: tokens of each document, int64 `[documents]`; `count * room` in all.
+        loads: load of each document, `[documents]`.
+        count: number of groups.
+        room: tokens of a group.
+
+    Returns:
+        The group of each document, int64 `[documents]`; None if no exact fit is found.
+    """
+    found = (_balanced(lengths, loads, count, room, few) for few in _FEW)
+    return next((by for by in found if by is not None), None)
+
+
+def _balanced(lengths: Int64s, loads: Floats, count: int, room: int, few: int) -> Int64s | None:
+    """Groups documents as `whole_documents` does; about `few` of them in a group fit exactly."""
+    order = np.lexsort((np.arange(len(lengths)), -lengths, -loads))
+    # The pool: every other of the lighter documents, as many as are needed.
+    is_pool = np.zeros(len(order), dtype=bool)
+    is_pool[len(order) // 3 :: 2] = True
+    is_pool[np.flatnonzero(is_pool)[: -_POOL * count]] = False
+    heavy, pool = order[~is_pool], order[is_pool].tolist()
+    # Room that is left in a group, since less could not be filled exactly.
+    mean = float(lengths[pool].mean()) if pool else 0.0
+    reserve = min(few, len(pool) / (2 * count)) * mean
+    remaining, filled = [room] * count, [0.0] * count
+    chosen = np.full(len(lengths), -1, dtype=np.int64)
+    for document in heavy.tolist():
+        length = int(lengths[document])
+        open_ones = [n for n in range(count) if remaining[n] - length >= reserve]
+        if not open_ones:
+            return None
+        number = min(open_ones, key=lambda n: (filled[n], n))
+        chosen[document] = number
+        remaining[number] -= length
+        filled[number] += float(loads[document])
+    # The lightest group first, as the longest documents of the pool have most load a token.
+    for number in sorted(range(count), key=lambda n: (filled[n], n))[:-1]:
+        fit = _exact_fit(lengths, pool, remaining[number], few)
+        if fit is None:
+            return None
+        chosen[fit] = number
+        taken = set(fit)
+        pool = [document for document in pool if document not in taken]
+    chosen[chosen < 0] = max(range(count), key=lambda n: (filled[n], n))
+    return chosen
+
+
+def _exact_fit(lengths: Int64s, pool: list[int], room: int, few: int) -> list[int] | None:
+    """Finds documents of the pool, sorted from the longest, whose tokens are exactly `room`."""
+    taken: list[int] = []
+    rest = few * int(lengths[pool].mean()) if pool else 0
+    for document in pool:
+        length = int(lengths[document])
+        if room - length >= rest:
+            taken.append(document)
+            room -= length
+    skip = set(taken)
+    left = [document for document in pool if document not in skip]
+    # A spread of lengths reaches more sums than the shortest documents alone.
+    candidates = left[:: -(-len(left) // _EXACT) or 1]
+    reachable = [1]
+    within = (1 << (room + 1)) - 1
+    for document in candidates:
+        reachable.append((reachable[-1] | reachable[-1] << int(lengths[document])) & within)
+    if not reachable[-1] >> room & 1:
+        return None
+    for step in range(len(candidates), 0, -1):
+        if not reachable[step - 1] >> room & 1:
+            taken.append(candidates[step - 1])
+            room -= int(lengths[candidates[step - 1]])
+    return taken

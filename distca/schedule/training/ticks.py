@@ -1,0 +1,299 @@
+"""Ticks: a pipeline schedule in which all stages do the same pass at a time.
+
+Core attention has no weights, so the tasks of all stages that work at the same time can be shared
+out over the servers of all stages, if all do the same pass (paper, Section 4.1, "Pipeline
+parallelism support"). In a *tick* every stage runs one micro-batch through one of its model chunks,
+forward in a forward tick and backward in a backward tick, or it is idle and only serves. What a
+stage computes in a tick the next one can use in any later tick.
+
+**How many ticks.** The first stage needs a tick for each micro-batch (and chunk), and the last one
+starts `stages - 1` ticks later; so does the way back. `2 * (micro_batches * chunks + stages - 1)`
+ticks are the fewest, as many as 1F1B takes, and they leave no freedom but when a forward and when a
+backward tick comes. With chunks and fewer micro-batches than stages a chunk waits for the one
+before: `2 * ((chunks - 1) * stages + micro_batches + stages - 1)`.
+
+**How much is in flight.** Backward ticks come as early as they can without a gap in the last
+stage's work. Any schedule with that few ticks keeps at least as many micro-batches in flight on
+every stage: without chunks stage `s` keeps `2 * (stages - s) - 1` where 1F1B keeps `stages - s`;
+with chunks as many as interleaved 1F1B. A bound on them costs ticks. The fewest for a given bound
+are found by a search over all orders of passes, in which a state that is behind another in all
+stages is dropped, since whatever it can do the other can do as well. (Of more than `_MOST_STATES`
+states that are left, those with most work done are kept: from then on the search is a heuristic.)
+
+**Chunks** are run in groups of at least `stages` micro-batches, as in interleaved 1F1B: a group's
+micro-batches through the first chunk of all stages, then the second. For micro-batches that don't
+divide into such groups a few divisions are tried, none of which is proven to be best.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from distca.schedule.program import Pass
+
+_MOST_STATES = 64
+"""States that the search keeps for each number of ticks: those with most work done."""
+
+
+class Work(NamedTuple):
+    """A stage's work in a tick: the pass of a micro-batch through one of its model chunks."""
+
+    micro_batch: int
+    chunk: int
+
+
+@dataclass(frozen=True)
+class Tick:
+    """One step of the pipeline.
+
+    Attributes:
+        direction: pass that all stages do.
+        work: work of each stage; None: the stage only serves.
+    """
+
+    direction: Pass
+    work: tuple[Work | None, ...]
+
+
+@dataclass(frozen=True)
+class TickSchedule:
+    """The ticks of one global batch.
+
+    Attributes:
+        micro_batches: number of micro-batches in the global batch.
+        stages: number of pipeline stages.
+        chunks: model chunks (virtual stages) of each stage.
+        ticks: ticks in order.
+    """
+
+    micro_batches: int
+    stages: int
+    chunks: int
+    ticks: tuple[Tick, ...]
+
+    @property
+    def most_in_flight(self) -> tuple[int, ...]:
+        """Most passes of each stage that wait for their backward pass at a time, `[stages]`.
+
+        Each holds the activations of one model chunk.
+        """
+        now, most = [0] * self.stages, [0] * self.stages
+        for tick in self.ticks:
+            for stage, work in enumerate(tick.work):
+                if work is not None:
+                    now[stage] += 1 if tick.direction == "forward" else -1
+                    most[stage] = max(most[stage], now[stage])
+        return tuple(most)
+
+
+def tick_schedule(
+    micro_batches: int,
+    stages: int,
+    chunks: int = 1,
+    max_in_flight: int | None = None,
+    forward_only: bool = False,
+) -> TickSchedule:
+    """Finds the schedule with the fewest ticks, and the least in flight among those.
+
+    Args:
+        micro_batches: micro-batches of the global batch, at least 1.
+        stages: pipeline stages, at least 1.
+        chunks: model chunks (virtual stages) of each stage, at least 1.
+        max_in_flight: most micro-batches (times chunks) that a stage keeps for their backward pass;
+            None: no bound.
+        forward_only: whether backward ticks are left out, for an evaluation.
+
+    Raises:
+        ValueError: a number is less than 1.
+    """
+    for name, value in (
+        ("micro-batches", micro_batches),
+        ("pipeline stages", stages),
+        ("model chunks of a stage", chunks),
+        ("micro-batches in flight", max_in_flight),
+    ):
+        if value is not None and value < 1:
+            raise ValueError(f"{value} {name}: there must be at least 1")
+    if forward_only:
+        order = _Order(_groups(micro_batches, stages, chunks)[0], stages, chunks)
+        ticks = order.forward_ticks()
+        return TickSchedule(micro_batches, stages, chunks, ticks)
+    found = []
+    for groups in _groups(micro_batches, stages, chunks):
+        ticks = _Order(groups, stages, chunks).earliest_backward()
+        found.append(TickSchedule(micro_batches, stages, chunks, ticks))
+    bound = None if max_in_flight is None else max_in_flight * chunks
+    if bound is not None and min(max(s.most_in_flight) for s in found) > bound:
+        assert max_in_flight is not None
+        found = []
+        for groups in _groups(micro_batches, min(stages, max_in_flight), chunks, max_in_flight):
+            ticks = _Order(groups, stages, chunks).fewest_ticks(bound)
+            found.append(TickSchedule(micro_batches, stages, chunks, ticks))
+    return min(found, key=lambda s: (len(s.ticks), s.most_in_flight))
+
+
+def most_in_flight_of_1f1b(micro_batches: int, stages: int, chunks: int = 1) -> tuple[int, ...]:
+    """Returns what 1F1B keeps in flight on each stage, cf. `TickSchedule.most_in_flight`."""
+    if chunks == 1:
+        return tuple(min(micro_batches, stages - stage) for stage in range(stages))
+    passes = micro_batches * chunks
+    return tuple(
+        min(passes, 2 * (stages - stage - 1) + (chunks - 1) * stages + 1) for stage in range(stages)
+    )
+
+
+def _groups(
+    micro_batches: int, size: int, chunks: int, largest: int | None = None
+) -> list[tuple[int, ...]]:
+    """Lists ways to divide micro-batches into groups of at least `size`, if there are enough."""
+    if chunks == 1 or micro_batches <= size:
+        return [(micro_batches,)]
+    number, left = divmod(micro_batches, size)
+    spread = [size + left // number + (n < left % number) for n in range(number)]
+    last = [size] * (number - 1) + [size + left]
+    own = [size] * number + [left] * (left > 0)
+    ways = {tuple(spread), tuple(last)}
+    allowed = {way for way in ways if largest is None or max(way) <= largest}
+    return sorted(allowed) or [tuple(own)]
+
+
+class _State(NamedTuple):
+    """A state of the search: passes that each stage has done, and how the state was reached."""
+
+    forward: np.ndarray
+    backward: np.ndarray
+    tick: Tick | None
+    before: _State | None
+
+
+class _Order:
+    """Order in which every stage does its passes, with the passes that each waits for."""
+
+    def __init__(self, groups: Sequence[int], stages: int, chunks: int) -> None:
+        self._stages = stages
+        self._forward: list[Work] = []
+        self._backward: list[Work] = []
+        first = 0
+        for size in groups:
+            members = range(first, first + size)
+            self._forward += [Work(m, c) for c in range(chunks) for m in members]
+            self._backward += [Work(m, c) for c in reversed(range(chunks)) for m in members]
+            first += size
+        forward_place = {work: n for n, work in enumerate(self._forward)}
+        backward_place = {work: n for n, work in enumerate(self._backward)}
+        # Numbers of passes of the last stage (forward) or the first stage (backward) to wait for.
+        self._chunk_before = [
+            1 + forward_place[Work(m, c - 1)] if c else 0 for m, c in self._forward
+        ]
+        self._chunk_after = [
+            1 + backward_place[Work(m, c + 1)] if c < chunks - 1 else 0 for m, c in self._backward
+        ]
+        self._own_forward = [
+            1 + forward_place[work] if work.chunk == chunks - 1 else 0 for work in self._backward
+        ]
+
+    def _start(self) -> _State:
+        zeros = np.zeros(self._stages, dtype=np.int64)
+        return _State(zeros, zeros.copy(), None, None)
+
+    def _done(self, state: _State) -> bool:
+        return int(state.backward.min()) == len(self._forward)
+
+    def _forward_tick(self, state: _State, bound: int | None = None) -> _State | None:
+        """Runs the next forward pass of all stages that can; returns None if no stage can."""
+        done, total = state.forward, len(self._forward)
+        can = np.zeros(self._stages, dtype=bool)
+        can[1:] = done[1:] < done[:-1]
+        if done[0] < total:
+            can[0] = done[-1] >= self._chunk_before[done[0]] and (
+                bound is None or done[0] - state.backward[0] < bound
+            )
+        if not can.any():
+            return None
+        tick = Tick("forward", self._doing(self._forward, done, can))
+        return _State(done + can, state.backward, tick, state)
+
+    @staticmethod
+    def _doing(order: list[Work], done: np.ndarray, can: np.ndarray) -> tuple[Work | None, ...]:
+        return tuple(order[n] if able else None for n, able in zip(done, can, strict=True))
+
+    def _last_can_go_back(self, state: _State) -> bool:
+        done = state.backward[-1]
+        return bool(
+            done < len(self._backward)
+            and state.backward[0] >= self._chunk_after[done]
+            and state.forward[-1] >= self._own_forward[done]
+        )
+
+    def _backward_tick(self, state: _State) -> _State | None:
+        """Runs the next backward pass of all stages that can; returns None if no stage can."""
+        done = state.backward
+        can = np.zeros(self._stages, dtype=bool)
+        can[:-1] = done[:-1] < done[1:]
+        can[-1] = self._last_can_go_back(state)
+        if not can.any():
+            return None
+        tick = Tick("backward", self._doing(self._backward, done, can))
+        return _State(state.forward, done + can, tick, state)
+
+    def forward_ticks(self) -> tuple[Tick, ...]:
+        """Returns a schedule without backward ticks."""
+        state = self._start()
+        while (following := self._forward_tick(state)) is not None:
+            state = following
+        return _ticks(state)
+
+    def earliest_backward(self) -> tuple[Tick, ...]:
+        """Returns the schedule in which backward ticks come as early as the last stage can work."""
+        state = self._start()
+        while not self._done(state):
+            if self._last_can_go_back(state):
+                following = self._backward_tick(state)
+            else:
+                following = self._forward_tick(state) or self._backward_tick(state)
+            assert following is not None
+            state = following
+        return _ticks(state)
+
+    def fewest_ticks(self, bound: int) -> tuple[Tick, ...]:
+        """Returns the shortest schedule with at most `bound` passes in flight.
+
+        Only the first stage is bounded: it has most in flight, being first in and last out.
+        """
+        states = [self._start()]
+        while True:
+            following = []
+            for state in states:
+                for after in (self._forward_tick(state, bound), self._backward_tick(state)):
+                    if after is not None:
+                        if self._done(after):
+                            return _ticks(after)
+                        following.append(after)
+            states = _not_behind(following)
+
+
+def _not_behind(states: Sequence[_State]) -> list[_State]:
+    """Drops states that another is ahead of, or level with, in all stages and both passes."""
+    table = np.array([np.concatenate([s.forward, s.backward]) for s in states])
+    table, first = np.unique(table, axis=0, return_index=True)
+    # All states differ now, and each is level with itself.
+    ahead = (table[:, None] <= table[None]).all(axis=2).sum(axis=1)
+    kept = np.flatnonzero(ahead == 1)
+    if len(kept) > _MOST_STATES:
+        kept = kept[np.argsort(-table[kept].sum(axis=1), kind="stable")[:_MOST_STATES]]
+    return [states[first[n]] for n in kept]
+
+
+def _ticks(state: _State) -> tuple[Tick, ...]:
+    return tuple(reversed(list(_back_from(state))))
+
+
+def _back_from(state: _State) -> Iterator[Tick]:
+    while state.before is not None:
+        assert state.tick is not None
+        yield state.tick
+        state = state.before

@@ -1,0 +1,32 @@
+"""Timelines of runs and simulations, as files in Chrome's and Perfetto's format."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+LANES = ("ticks", "exchange", "kernels", "pipeline")
+"""Lines of a rank in the viewer, by which its spans are sorted."""
+
+
+def write_trace(path: Path, ranks: Sequence[tuple[str, list[dict[str, Any]]]]) -> None:
+    """Writes a timeline of all ranks, whose first event is at time 0.
+
+    Args:
+        path: JSON file to write; ui.perfetto.dev and chrome://tracing open it.
+        ranks: name of each rank in the viewer, and its events.
+    """
+    first = min((event["ts"] for _, events in ranks for event in events), default=0.0)
+    all_events: list[dict[str, Any]] = []
+    for rank, (name, events) in enumerate(ranks):
+        names = [("process_name", 0, name)]
+        names += [("thread_name", lane, label) for lane, label in enumerate(LANES)]
+        all_events += [
+            {"ph": "M", "name": kind, "pid": rank, "tid": lane, "args": {"name": label}}
+            for kind, lane, label in names
+        ]
+        all_events += [{**event, "ts": event["ts"] - first} for event in events]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps({"traceEvents": all_events, "displayTimeUnit": "ms"}) + "\n")

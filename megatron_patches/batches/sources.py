@@ -1,0 +1,344 @@
+"""The iterators of micro-batches or ticks that a training loop consumes, from `--data-path`."""
+
+from __future__ import annotations
+
+import logging
+from argparse import Namespace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Protocol
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.num_microbatches_calculator import RampupBatchsizeNumMicroBatchesCalculator
+
+from distca.attention import select_kernel
+from distca.plan import Mask
+from distca.runtime import Buffers, CoreAttention, Trace
+from distca.schedule import (
+    GlobalBatchPlanner,
+    describe,
+    format_summary,
+    most_in_flight_of_1f1b,
+)
+from distca.schedule.program import NANO_BATCHES
+from megatron_patches.batches.groups_of_one import warning_of_groups_of_one
+from megatron_patches.batches.micro_batch import MicroBatches, PackedBatches, WindowLayout
+from megatron_patches.batches.planned import PlannedBatches
+from megatron_patches.batches.stream import Split, TokenStream, parse_data_path
+from megatron_patches.batches.ticks import TickBatches, TickStream
+from megatron_patches.flags.distca import mask_from_args
+from megatron_patches.flags.planning import execution_options, schedule_config
+from megatron_patches.loop.job import DataIterators
+from megatron_patches.model.gpt import uses_dense_mask, uses_own_attention
+from megatron_patches.model.recompute import groups_of_layers
+from megatron_patches.pipeline.processes import Control, Processes
+from megatron_patches.pipeline.servers import Servers, find_servers
+from megatron_patches.pipeline.transports import make_transport
+
+logger = logging.getLogger(__name__)
+
+
+def build_core_attention(
+    args: Namespace, group: dist.ProcessGroup, device: torch.device
+) -> CoreAttention:
+    """Makes what runs the plans on the ranks of a group. Collective."""
+    return CoreAttention(
+        make_transport(args, group, device),
+        select_kernel(device.type),
+        Buffers(device, len(NANO_BATCHES) if args.distca_ping_pong else 1, args.distca_head_groups),
+        args.distca_backward,
+        Trace(device),
+    )
+
+
+def window_layout(args: Namespace, processes: Processes | None = None) -> WindowLayout:
+    """Makes the layout of windows on this rank, which on a dedicated server reads no tokens.
+
+    Args:
+        args: Megatron-LM's arguments.
+        processes: processes of a job with dedicated servers; None: there are none.
+    """
+    serves_only = processes is not None and processes.serves_only
+    return WindowLayout(
+        0 if serves_only else parallel_state.get_data_parallel_rank(),
+        args.data_parallel_size,
+        args.seq_length,
+        args.micro_batch_size,
+    )
+
+
+def model_device() -> torch.device:
+    """Returns the device of this process's model."""
+    if torch.cuda.is_available():
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
+
+
+def build_data(
+    args: Namespace,
+    train_samples: int,
+    valid_samples: int,
+    test_samples: int,
+    processes: Processes | None = None,
+) -> DataIterators:
+    """Builds the splits' iterators, resumed where the run stands. Collective with `--distca`.
+
+    Args:
+        args: Megatron-LM's arguments; `consumed_train_samples` and `consumed_valid_samples` say
+            where to resume.
+        train_samples: number of training samples of the whole run, with those consumed before; 0
+            for no iterator.
+        valid_samples: number of samples for validation, likewise.
+        test_samples: number of samples for the test, likewise.
+        processes: processes of a job with dedicated servers; None: there are none.
+
+    Raises:
+        ValueError: the data is missing, corrupt or of another vocabulary; or the consumed samples
+            are no whole number of micro-batches.
+    """
+    if not args.data_path:
+        raise ValueError("give --data-path: the prefix of an indexed dataset (.bin and .idx)")
+    layout = window_layout(args, processes)
+    maker = batch_maker(args, layout, model_device(), processes)
+    if maker.control is not None:
+        maker.control.share_consumed(args)
+    prefixes, weights = parse_data_path(args.data_path)
+
+    def iterator(which: Split, samples: int, consumed: int) -> MicroBatches | TickStream | None:
+        if samples <= 0:
+            return None
+        if consumed % layout.samples_per_micro_batch:
+            raise ValueError(
+                f"{consumed} samples were consumed before, which is no whole number of "
+                f"micro-batches of {layout.samples_per_micro_batch} samples: resume with a "
+                "data-parallel size times --micro-batch-size that divides it"
+            )
+        stream = TokenStream.open(
+            prefixes,
+            weights,
+            split=args.split,
+            which=which,
+            seed=args.seed,
+            # One micro-batch more, since the iterators work one ahead.
+            num_tokens=(samples + layout.samples_per_micro_batch) * args.seq_length,
+            max_document_length=args.distca_max_document_length or layout.window_tokens,
+            vocab_size=args.vocab_size,
+        )
+        if which == "train":
+            maker.log_first_plan(stream, consumed)
+        return maker.iterator(stream, which, consumed)
+
+    return DataIterators(
+        train=iterator("train", train_samples, args.consumed_train_samples),
+        valid=iterator("valid", valid_samples, args.consumed_valid_samples),
+        test=iterator("test", test_samples, 0),
+        control=maker.control,
+        end=maker.close,
+    )
+
+
+class BatchMaker(Protocol):
+    """A maker of iterators over a run's splits, with `--distca` or without."""
+
+    @property
+    def control(self) -> Control | None:
+        """Control of the dedicated servers; None: there are none."""
+        ...
+
+    def log_first_plan(self, stream: TokenStream, first_sample: int) -> None:
+        """Logs the plan of the training split's first global batch, where it is planned."""
+        ...
+
+    def iterator(
+        self, stream: TokenStream, which: Split, first_sample: int
+    ) -> MicroBatches | TickStream:
+        """Makes the iterator over a split's micro-batches or ticks, from a sample on."""
+        ...
+
+    def close(self) -> None:
+        """Frees what the splits share; no micro-batch may follow."""
+        ...
+
+
+def batch_maker(
+    args: Namespace,
+    layout: WindowLayout,
+    device: torch.device,
+    processes: Processes | None = None,
+) -> PackedMaker | PlannedMaker:
+    """Chooses the maker: planned ticks with `--distca`, else packed batches. Collective."""
+    mask = mask_from_args(args)
+    if args.distca:
+        return PlannedMaker(args, layout, mask, find_servers(args, device, processes), device)
+    return PackedMaker(layout, mask, uses_dense_mask(args), uses_own_attention(args), device)
+
+
+@dataclass(frozen=True)
+class PackedMaker(BatchMaker):
+    """A maker of plain micro-batches.
+
+    Attributes:
+        layout: windows and ranks.
+        mask: mask of core attention.
+        dense: attribute of `PackedBatches`.
+        token_positions: attribute of `PackedBatches`.
+        device: device of the model.
+    """
+
+    layout: WindowLayout
+    mask: Mask
+    dense: bool
+    token_positions: bool
+    device: torch.device
+
+    def __call__(self, stream: TokenStream) -> PackedBatches:
+        """Makes the micro-batches of a split's stream."""
+        return PackedBatches(stream, self.layout, self.mask, self.dense, self.token_positions)
+
+    @property
+    def control(self) -> None:
+        """None, since plain Megatron has no dedicated servers."""
+
+    def log_first_plan(self, stream: TokenStream, first_sample: int) -> None:
+        """Logs nothing, since there are no plans."""
+
+    def iterator(self, stream: TokenStream, which: Split, first_sample: int) -> MicroBatches:
+        """See `BatchMaker.iterator`."""
+        samples = self.layout.samples_per_micro_batch
+        return MicroBatches(self(stream), first_sample, samples, self.device)
+
+    def close(self) -> None:
+        """Frees nothing, since the splits share nothing."""
+
+
+class PlannedMaker(BatchMaker):
+    """A maker of ticks of planned micro-batches. Collective.
+
+    Args:
+        args: Megatron-LM's arguments.
+        layout: windows and ranks.
+        mask: mask of core attention.
+        servers: attention servers that exchange with this process.
+        device: device of the model.
+
+    Attributes:
+        servers: attention servers that exchange with this process.
+        core_attention: runtime of the plans.
+        micro_batches: function from a sample of the training split to the number of micro-batches
+            of the global batch that starts there.
+        micro_batches_at_last: number of micro-batches of a global batch that is not ramped up.
+    """
+
+    def __init__(
+        self,
+        args: Namespace,
+        layout: WindowLayout,
+        mask: Mask,
+        servers: Servers,
+        device: torch.device,
+    ) -> None:
+        self._args, self._layout, self._mask, self._device = args, layout, mask, device
+        self.servers, self._pipeline = servers, servers.layout
+        self.core_attention = build_core_attention(args, servers.group, device)
+        self._config = schedule_config(args, self._pipeline.world_size)
+        layers = args.num_layers // (self._pipeline.stages * self._pipeline.chunks)
+        self._layer_groups = groups_of_layers(layers, args)
+        self.micro_batches_at_last = args.global_batch_size // layout.samples_per_micro_batch
+        self.micro_batches = _micro_batches_by_sample(args, layout, self.micro_batches_at_last)
+
+    def __call__(self, stream: TokenStream, forward_only: bool) -> TickBatches:
+        """Makes the ticks of a split's stream."""
+        args, pipeline = self._args, self._pipeline
+        options = execution_options(args, forward_only)
+        planner = GlobalBatchPlanner(
+            pipeline.servers, self._config, options, self._mask, pipeline.dedicated
+        )
+        shards = args.tensor_model_parallel_size if args.sequence_parallel else 1
+        return TickBatches(
+            PlannedBatches(stream, self._layout, planner, shards),
+            pipeline,
+            self._layer_groups,
+            not forward_only,
+            self.core_attention,
+        )
+
+    @property
+    def control(self) -> Control | None:
+        """See `BatchMaker.control`."""
+        return self.servers.control
+
+    def iterator(self, stream: TokenStream, which: Split, first_sample: int) -> TickStream:
+        """See `BatchMaker.iterator`."""
+        batches = self(stream, forward_only=which != "train")
+        if self.control is not None:
+            batches = replace(batches, announce=partial(self.control.announce, which))
+        # Evaluations are not ramped up.
+        count = self.micro_batches if which == "train" else lambda _: self.micro_batches_at_last
+        return TickStream(batches, first_sample, count, self._device)
+
+    def log_first_plan(self, stream: TokenStream, first_sample: int) -> None:
+        """Logs what the scheduler did, and the number of ticks and micro-batches in flight."""
+        args, batches = self._args, self(stream, forward_only=False).batches
+        planner = batches.planner
+        count = self.micro_batches_at_last
+        schedule = planner.options.tick_schedule(count, planner.stages)
+        micro_batches = planner.micro_batches(batches.documents(first_sample, count))
+        # Only one tick is planned here: the first of those in which most stages work.
+        tick = max(schedule.ticks, key=lambda each: sum(work is not None for work in each.work))
+        (planned,) = planner.ticks(micro_batches, [tick])
+        packed = batches.packed_loads(first_sample, count, planner.config.cost_model)
+        before = np.zeros(self._pipeline.world_size)
+        for servers, work in zip(self._pipeline.servers, tick.work, strict=True):
+            if work is not None:
+                before[servers] = packed[work.micro_batch]
+        summary = describe(planned.plans[0], planner.config, args.distca_backward, before)
+        logger.info("the first plan of the run:\n%s", format_summary(summary))
+        warning = warning_of_groups_of_one(planner, micro_batches)
+        # Logged once, since warnings of all ranks are shown.
+        if warning is not None and dist.get_rank() == 0:
+            logger.warning("%s", warning)
+        if schedule.stages == 1:
+            return
+        usual = most_in_flight_of_1f1b(schedule.micro_batches, schedule.stages, schedule.chunks)
+        logger.info(
+            "%d ticks (1F1B: %d), in flight on each stage at most %s (1F1B: %s)%s",
+            len(schedule.ticks),
+            2 * (schedule.micro_batches * schedule.chunks + schedule.stages - 1),
+            ", ".join(map(str, schedule.most_in_flight)),
+            ", ".join(map(str, usual)),
+            f" chunks, of which a stage has {schedule.chunks}" if schedule.chunks > 1 else "",
+        )
+
+    def close(self) -> None:
+        """Frees what the transport holds; no tick may follow."""
+        self.core_attention.transport.close()
+
+
+def _micro_batches_by_sample(
+    args: Namespace, layout: WindowLayout, at_last: int
+) -> Callable[[int], int]:
+    """Returns a function from a sample to the number of micro-batches of the global batch there."""
+    ramp = getattr(args, "rampup_batch_size", None)
+    if ramp is None:
+        return lambda sample: at_last
+    first_size, increment, ramp_samples = (int(value) for value in ramp)
+    calculator = RampupBatchsizeNumMicroBatchesCalculator(
+        args.global_batch_size,
+        args.micro_batch_size,
+        layout.data_parallel_size,
+        getattr(args, "decrease_batch_size_if_needed", False),
+        dist.get_rank(),
+        first_size,
+        increment,
+        ramp_samples,
+    )
+
+    def count(sample: int) -> int:
+        calculator.update(sample, consistency_check=False, verbose=False)
+        return int(calculator.get())
+
+    return count

@@ -1,0 +1,338 @@
+"""The token stream of a split: its documents in training order.
+
+Documents longer than a bound are cut into pieces, and the pieces are shuffled: else a very long
+document would fill many batches in a row. The order depends on the data, the bound, the weights and
+the seed alone: not on the ranks that read the stream, or on how much of it they read. A token's
+label is the next token of its document wherever pieces, windows and ranks cut, and the last token
+of a document has none.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+from megatron.core.datasets.blended_megatron_dataset_config import (
+    convert_split_vector_to_split_matrix,
+)
+from megatron.core.datasets.indexed_dataset import IndexedDataset
+from megatron.core.datasets.utils import get_blend_from_list, normalize
+
+from distca.documents.index import read_index
+from distca.plan.span import Int64s, expand_ranges
+
+Split = Literal["train", "valid", "test"]
+SPLITS: tuple[Split, ...] = ("train", "valid", "test")
+_SAMPLED_DOCUMENTS = 64
+"""Documents whose token ids are checked against the vocabulary when a dataset is opened."""
+_SAMPLED_TOKENS = 1 << 16
+"""Tokens of a sampled document that are checked: its last ones, with its end token."""
+_SIDECAR_BYTES = 1 << 16
+"""Longest `PREFIX.json` of ours; longer ones may be JSON lines that the dataset was made from."""
+
+
+def parse_data_path(data_path: Sequence[str]) -> tuple[list[str], list[float] | None]:
+    """Parses Megatron's `--data-path`: `a`, `a b` or `0.3 a 0.7 b`.
+
+    Returns:
+        The prefixes, and their weights; None if none are given: each dataset then counts by its
+        size.
+
+    Raises:
+        ValueError: the path is empty, only some prefixes have weights, or a weight is not positive.
+    """
+    if not data_path:
+        raise ValueError("--data-path is empty: give the prefix of an indexed dataset")
+    try:
+        prefixes, weights = get_blend_from_list(list(data_path))
+    except AssertionError as error:
+        raise ValueError(
+            f"--data-path {' '.join(data_path)}: give prefixes alone, or a weight before each"
+        ) from error
+    if weights is not None and not all(0 < weight < np.inf for weight in weights):
+        raise ValueError(f"--data-path weights {weights}: every weight must be positive")
+    return prefixes, weights
+
+
+def split_documents(split: str, which: Split, documents: int) -> tuple[int, int]:
+    """Returns the documents `[first, last)` of a split of Megatron's `--split 969,30,1`.
+
+    Raises:
+        ValueError: the split cannot be read, or sums to nothing.
+    """
+    try:
+        shares = [float(part) for part in split.replace("/", ",").split(",")]
+    except ValueError:
+        shares = []
+    if not 1 <= len(shares) <= 3 or not 0 < sum(shares) < np.inf or min(shares) < 0:
+        raise ValueError(f"--split {split!r}: give three shares, such as 969,30,1")
+    parts = convert_split_vector_to_split_matrix(normalize([*shares, 0.0, 0.0][:3]))
+    first, last = parts[SPLITS.index(which)] or (0.0, 0.0)
+    return round(first * documents), round(last * documents)
+
+
+class Corpus:
+    """One indexed dataset (`.bin` and `.idx`) as documents of tokens.
+
+    Args:
+        prefix: path without `.bin` or `.idx`.
+        vocab_size: bound that token ids must be below; None: not checked.
+
+    Raises:
+        ValueError: a file is missing, truncated or corrupt, or of another vocabulary.
+    """
+
+    def __init__(self, prefix: str, vocab_size: int | None = None) -> None:
+        self.prefix = prefix
+        _check_files(prefix)
+        self._dataset = IndexedDataset(prefix, multimodal=False, mmap=True)
+        edges = np.asarray(self._dataset.document_indices, dtype=np.int64)
+        # Number of tokens before each sequence; a document is its sequences one after the other.
+        self._before = np.zeros(len(self._dataset.sequence_lengths) + 1, dtype=np.int64)
+        np.cumsum(self._dataset.sequence_lengths, out=self._before[1:])
+        self._starts = self._before[edges[:-1]]
+        self.lengths: Int64s = self._before[edges[1:]] - self._starts
+        if vocab_size is not None:
+            self._check_vocabulary(vocab_size)
+
+    def read(self, document: int, start: int, end: int) -> np.ndarray:
+        """Reads the tokens `[start, end)` of a document, int64 `[end - start]`."""
+        origin = int(self._starts[document])
+        position, until = origin + start, origin + end
+        tokens = np.empty(end - start, dtype=np.int64)
+        sequence = int(np.searchsorted(self._before, position, side="right")) - 1
+        filled = 0
+        while position < until:
+            begins, ends = int(self._before[sequence]), int(self._before[sequence + 1])
+            count = min(until, ends) - position
+            if count > 0:
+                found = self._dataset.get(sequence, position - begins, count)
+                tokens[filled : filled + count] = found
+            position, filled, sequence = position + count, filled + count, sequence + 1
+        return tokens
+
+    def _check_vocabulary(self, vocab_size: int) -> None:
+        made_for = _sidecar_vocab_size(Path(self.prefix + ".json"))
+        if made_for is not None and made_for != vocab_size:
+            raise ValueError(
+                f"{self.prefix} was made with a vocabulary of {made_for} tokens, but the run's "
+                f"has {vocab_size}: give the tokenizer that it was made with"
+            )
+        filled = np.flatnonzero(self.lengths)
+        sample = filled[np.linspace(0, len(filled) - 1, _SAMPLED_DOCUMENTS).astype(np.int64)]
+        for document in np.unique(sample).tolist():
+            length = int(self.lengths[document])
+            tokens = self.read(document, max(0, length - _SAMPLED_TOKENS), length)
+            for token in (int(tokens.min()), int(tokens.max())):
+                if not 0 <= token < vocab_size:
+                    raise ValueError(
+                        f"{self.prefix} holds the token {token} (document {document}), but the "
+                        f"run's vocabulary has {vocab_size} tokens: give the tokenizer that it was "
+                        "made with"
+                    )
+
+
+def _sidecar_vocab_size(sidecar: Path) -> int | None:
+    """Reads the vocabulary size that `distca prepare` noted beside its files, if it made them."""
+    if not sidecar.is_file() or sidecar.stat().st_size > _SIDECAR_BYTES:
+        return None
+    try:
+        made_for = json.loads(sidecar.read_text(encoding="utf-8"))["vocab_size"]
+    except (ValueError, KeyError, TypeError):
+        return None
+    return made_for if isinstance(made_for, int) else None
+
+
+def _check_files(prefix: str) -> None:
+    for suffix in (".idx", ".bin"):
+        if not Path(prefix + suffix).is_file():
+            raise ValueError(
+                f"{prefix}{suffix} does not exist: --data-path takes the prefix of an indexed "
+                "dataset (make one with `distca prepare`)"
+            )
+    index = read_index(Path(prefix + ".idx"))
+    if not index.lengths.any():
+        raise ValueError(f"{prefix} holds no tokens: make it again, from text")
+    needed = int((index.pointers + index.lengths * index.token_bytes).max())
+    have = Path(prefix + ".bin").stat().st_size
+    if have < needed:
+        raise ValueError(
+            f"{prefix}.bin has {have} bytes, but its index points at {needed}: it is cut off or of "
+            "another dataset; make both again"
+        )
+
+
+@dataclass(frozen=True)
+class TokenStream:
+    """The documents of a split, or pieces of them, in training order, one after the other.
+
+    Attributes:
+        corpora: datasets of the documents.
+        corpus: number of each piece's corpus, int64 `[pieces]`.
+        document: number of each piece's document in its corpus, int64 `[pieces]`.
+        first: position in its document at which each piece starts, int64 `[pieces]`.
+        offsets: position in the stream at which each piece starts, int64 `[pieces + 1]`.
+    """
+
+    corpora: tuple[Corpus, ...]
+    corpus: Int64s
+    document: Int64s
+    first: Int64s
+    offsets: Int64s
+
+    @staticmethod
+    def open(
+        prefixes: Sequence[str],
+        weights: Sequence[float] | None,
+        *,
+        split: str,
+        which: Split,
+        seed: int,
+        num_tokens: int,
+        max_document_length: int | None = None,
+        vocab_size: int | None = None,
+    ) -> TokenStream:
+        """Opens the datasets and orders their documents.
+
+        Each corpus is shuffled anew for each of its epochs. Several corpora are interleaved so
+        that at any point of the stream their tokens stand in the proportion of the weights.
+
+        Args:
+            prefixes: paths without `.bin` or `.idx`.
+            weights: shares of the tokens, one for each prefix; None: by the tokens of their splits.
+            split: Megatron's `--split`.
+            which: split to open.
+            seed: seed of the shuffling.
+            num_tokens: fewest tokens of the stream. A longer one begins the same.
+            max_document_length: most tokens of a piece into which documents are cut.
+            vocab_size: bound that token ids must be below; None: not checked.
+
+        Raises:
+            ValueError: see `Corpus`; or the split has no documents.
+        """
+        corpora = tuple(Corpus(prefix, vocab_size) for prefix in prefixes)
+        candidates = [_split_candidates(corpus, split, which) for corpus in corpora]
+        if weights is None:
+            weights = [
+                float(corpus.lengths[documents].sum())
+                for corpus, documents in zip(corpora, candidates, strict=True)
+            ]
+        tables = []
+        for number, (corpus, weight) in enumerate(zip(corpora, weights, strict=True)):
+            wanted = int(np.ceil(num_tokens * weight / sum(weights))) + 1
+            document, first, lengths = _pieces(
+                candidates[number], corpus.lengths, max_document_length
+            )
+            order = _shuffled_epochs(lengths, wanted, (seed, number))
+            document, first, lengths = document[order], first[order], lengths[order]
+            progress = (np.cumsum(lengths) - lengths) / weight
+            tables.append((np.full_like(order, number), document, first, lengths, progress))
+        corpus_column, document, first, lengths, progress = (
+            np.concatenate(column) for column in zip(*tables, strict=True)
+        )
+        if len(corpora) > 1:
+            order = np.lexsort((corpus_column, progress))
+            corpus_column, document = corpus_column[order], document[order]
+            first, lengths = first[order], lengths[order]
+        offsets = np.zeros(len(lengths) + 1, dtype=np.int64)
+        np.cumsum(lengths, out=offsets[1:])
+        # Cut off here, since further on one corpus has run out and others have not.
+        count = int(np.searchsorted(offsets, num_tokens))
+        return TokenStream(
+            corpora,
+            corpus_column[:count],
+            document[:count],
+            first[:count],
+            offsets[: count + 1],
+        )
+
+    def document_lengths(self, start: int, stop: int) -> Int64s:
+        """Returns the lengths of the pieces of documents at the stream positions `[start, stop)`.
+
+        A piece that began before `start` begins anew there, and one that goes on after `stop` ends
+        there.
+        """
+        self._check_range(start, stop)
+        first = np.searchsorted(self.offsets, start, side="right")
+        last = np.searchsorted(self.offsets, stop, side="left")
+        edges = np.concatenate([[start], self.offsets[first:last], [stop]]).astype(np.int64)
+        return np.diff(edges)
+
+    def read(self, start: int, stop: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Reads the stream positions `[start, stop)`.
+
+        Returns:
+            Tokens int64, labels int64 (the next token of the same document) and loss mask float32
+            (0 for the last token of a document, whose label is meaningless), each `[stop - start]`.
+        """
+        self._check_range(start, stop)
+        tokens = np.empty(stop - start, dtype=np.int64)
+        labels = np.zeros(stop - start, dtype=np.int64)
+        loss_mask = np.ones(stop - start, dtype=np.float32)
+        position = start
+        entry = int(np.searchsorted(self.offsets, start, side="right")) - 1
+        while position < stop:
+            corpus, document = self.corpora[int(self.corpus[entry])], int(self.document[entry])
+            # Position at which the document would start in the stream if all of it were here.
+            origin = int(self.offsets[entry]) - int(self.first[entry])
+            document_end = origin + int(corpus.lengths[document])
+            until = min(stop, int(self.offsets[entry + 1]))
+            # One token more where there is one, as the last one's label.
+            found = corpus.read(document, position - origin, min(until + 1, document_end) - origin)
+            row = position - start
+            tokens[row : until - start] = found[: until - position]
+            labels[row : row + len(found) - 1] = found[1:]
+            if until == document_end:
+                loss_mask[until - 1 - start] = 0.0
+            position, entry = until, entry + 1
+        return tokens, labels, loss_mask
+
+    def _check_range(self, start: int, stop: int) -> None:
+        if not 0 <= start < stop <= int(self.offsets[-1]):
+            raise ValueError(
+                f"tokens [{start}, {stop}) were asked for, but the stream was opened for "
+                f"{int(self.offsets[-1])}"
+            )
+
+
+def _split_candidates(corpus: Corpus, split: str, which: Split) -> Int64s:
+    """Returns the documents of a split that have tokens."""
+    first, last = split_documents(split, which, len(corpus.lengths))
+    candidates: Int64s = first + np.flatnonzero(corpus.lengths[first:last])
+    if len(candidates) == 0:
+        raise ValueError(
+            f"the {which} split of {corpus.prefix} is empty: its {len(corpus.lengths)} documents "
+            f"under --split {split} leave it none; give it a larger share"
+        )
+    return candidates
+
+
+def _pieces(
+    documents: Int64s, lengths: Int64s, max_document_length: int | None
+) -> tuple[Int64s, Int64s, Int64s]:
+    """Returns document, first position and length of each piece, from all documents' lengths."""
+    whole = lengths[documents]
+    longest = int(whole.max()) if max_document_length is None else max_document_length
+    counts = -(-whole // longest)
+    first = expand_ranges(np.zeros_like(counts), counts) * longest
+    return (
+        np.repeat(documents, counts),
+        first,
+        np.minimum(np.repeat(whole, counts) - first, longest),
+    )
+
+
+def _shuffled_epochs(lengths: Int64s, wanted: int, seed: tuple[int, int]) -> Int64s:
+    """Orders pieces for training, epoch after epoch, until they hold the wanted tokens."""
+    per_epoch = int(lengths.sum())
+    epochs: list[Any] = []
+    while len(epochs) * per_epoch < wanted:
+        generator = np.random.default_rng((*seed, len(epochs)))
+        epochs.append(generator.permutation(len(lengths)))
+    order = np.concatenate(epochs)
+    reached = np.cumsum(lengths[order])
+    return order[: int(np.searchsorted(reached, wanted)) + 1]

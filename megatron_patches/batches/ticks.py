@@ -1,0 +1,278 @@
+"""A rank's input of each tick of a global batch: its micro-batch, and its part of the plans.
+
+All ranks plan the same ticks, each for itself, on a thread that is one tick ahead of the model.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+import torch
+
+from distca.cost.memory import CoreAttentionMemory
+from distca.plan import Plan
+from distca.plan.span import Floats, Int64s
+from distca.runtime import CoreAttention, Exchange, Prefetcher, ProgramRun, build_exchange
+from distca.schedule import Pass, PlannedGlobalBatch, PlannedTick, Tick, TickSchedule, Work
+from distca.schedule.program import LayerGroup, Program, calls_of, tick_program
+from megatron_patches.batches.micro_batch import MicroBatch
+from megatron_patches.batches.planned import PlannedBatches
+from megatron_patches.model.core_attention import CoreAttentionRun, DocumentParams
+
+_tick_program = lru_cache(maxsize=64)(tick_program)
+
+
+@dataclass(frozen=True)
+class PipelineLayout:
+    """A pipeline's stages and its servers.
+
+    Attributes:
+        stage: stage of this rank; None: this rank is a dedicated server.
+        chunks: number of model chunks (virtual stages) of each stage.
+        servers: server number of each data-parallel rank of each stage, int64
+            `[stages, data-parallel ranks]`.
+        server: server number of this rank.
+        dedicated: number of servers that hold no model, which are numbered after all others.
+    """
+
+    stage: int | None
+    chunks: int
+    servers: Int64s
+    server: int
+    dedicated: int = 0
+
+    @property
+    def stages(self) -> int:
+        return len(self.servers)
+
+    @property
+    def world_size(self) -> int:
+        """Number of all servers."""
+        return int(self.servers.size) + self.dedicated
+
+
+@dataclass(frozen=True)
+class TickInput:
+    """A rank's input of a tick.
+
+    Attributes:
+        schedule: ticks of the whole global batch.
+        tick: work of all stages in this tick.
+        plans: plan of each nano-batch, for the tokens of all stages.
+        exchanges: this rank's part of each plan, to be placed in the buffers of core attention.
+        program: order of events of every rank's core attention.
+        micro_batch: micro-batch that this rank runs, if the tick is a forward one in which it runs
+            any.
+        bytes_sent: bytes that this rank sends for the tick by the plans, by phase; keys that are
+            sent ahead leave before the tick begins.
+        memory: memory that the largest plan of the global batch needs.
+    """
+
+    schedule: TickSchedule
+    tick: Tick
+    plans: tuple[Plan, ...]
+    exchanges: tuple[Exchange, ...]
+    program: Program
+    micro_batch: MicroBatch | None
+    bytes_sent: dict[str, int]
+    memory: CoreAttentionMemory
+
+
+@dataclass(frozen=True)
+class TickBatches:
+    """A maker of the ticks of a split's global batches.
+
+    Attributes:
+        batches: micro-batches of the split, and their planner.
+        layout: stages and servers.
+        layer_groups: groups of a model chunk's layers whose backward passes run together.
+        goes_back: whether a backward pass follows every forward pass.
+        core_attention: runtime of the plans.
+        announce: function that tells dedicated servers that a global batch of this split comes
+            next; None: there are no such servers.
+    """
+
+    batches: PlannedBatches
+    layout: PipelineLayout
+    layer_groups: tuple[LayerGroup, ...]
+    goes_back: bool
+    core_attention: CoreAttention
+    announce: Callable[[], None] | None = None
+
+    def global_batch(self, first_sample: int, count: int) -> Iterator[TickInput]:
+        """Makes this rank's inputs of the ticks of the global batch that starts at a sample."""
+        batch = self.batches.planner.plan(self.batches.documents(first_sample, count))
+        sent = [self._bytes_sent(planned) for planned in batch.ticks]
+        report = _report(batch, sent, self.batches.packed_loads(first_sample, count))
+        memory = self._memory(batch)
+        uses = Counter(id(planned.plans) for planned in batch.ticks)
+        exchanges: dict[int, tuple[Exchange, ...]] = {}
+        unfinished: dict[int, MicroBatch] = {}
+        server = self.layout.server
+        for planned, of_servers in zip(batch.ticks, sent, strict=True):
+            # Exchanges of plans that two ticks share are built once: the inputs that a forward
+            # tick keeps belong to the exchange that its backward tick continues.
+            key = id(planned.plans)
+            mine = exchanges.pop(key, None) or tuple(
+                build_exchange(plan, server) for plan in planned.plans
+            )
+            uses[key] -= 1
+            if uses[key]:
+                exchanges[key] = mine
+            stage = self.layout.stage
+            work = None if stage is None else planned.tick.work[stage]
+            micro_batch = None
+            if work is not None and planned.tick.direction == "forward":
+                micro_batch = self._micro_batch(work, batch, report, unfinished)
+            yield TickInput(
+                batch.schedule,
+                planned.tick,
+                planned.plans,
+                mine,
+                self.program(planned.tick.direction, len(mine), self._at_home(mine)),
+                micro_batch,
+                {phase: int(each[server]) for phase, each in of_servers.items()},
+                memory,
+            )
+
+    def program(self, direction: Pass, nano_batches: int, at_home: bool) -> Program:
+        """Returns the order of events of a tick: see `tick_program`."""
+        return _tick_program(direction, self.layer_groups, nano_batches, at_home, self.goes_back)
+
+    def _at_home(self, exchanges: tuple[Exchange, ...]) -> bool:
+        """Whether all queries stay at home, so that keys may be sent ahead (see `tick_program`)."""
+        # Ranks that only serve, and backward ticks with plans of their own, send nothing ahead.
+        same_ticks = self.layout.stages == 1 and not self.layout.dedicated
+        return same_ticks and not any(exchange.q.move for exchange in exchanges)
+
+    def placed(self, tick: TickInput) -> TickInput:
+        """Returns the tick with its exchanges placed in the buffers, over those of the last tick.
+
+        To be called when the tick runs: a loop may ask for a tick earlier, or run it again.
+        """
+        return replace(tick, exchanges=self.core_attention.buffers.place(tick.exchanges))
+
+    def _bytes_sent(self, planned: PlannedTick) -> dict[str, Int64s]:
+        """Bytes that each server sends in all calls of a tick, by phase of the exchange."""
+        calls = calls_of(self.program(planned.tick.direction, 1, at_home=False))
+        shape = self.batches.planner.config.shape
+        return planned.bytes_sent(calls, shape, self.core_attention.backward)
+
+    def _memory(self, batch: PlannedGlobalBatch) -> CoreAttentionMemory:
+        """Memory that the largest plan of a global batch needs."""
+        shape = self.batches.planner.config.shape
+        group = shape.head_group(self.core_attention.buffers.head_groups)
+        return batch.largest_memory(group, self.core_attention.backward)
+
+    def _micro_batch(
+        self,
+        work: Work,
+        batch: PlannedGlobalBatch,
+        report: dict[str, float],
+        unfinished: dict[int, MicroBatch],
+    ) -> MicroBatch:
+        """Makes a micro-batch for its first chunk, and keeps it for those that follow."""
+        number, chunk = work
+        if number not in unfinished:
+            unfinished[number] = self.batches.micro_batch(batch.micro_batches[number], report)
+        return unfinished.pop(number) if chunk == self.layout.chunks - 1 else unfinished[number]
+
+
+def _report(
+    batch: PlannedGlobalBatch, sent: Sequence[dict[str, Int64s]], packed: Floats
+) -> dict[str, float]:
+    """Figures for the log line, the same for all micro-batches of a global batch.
+
+    All servers wait for the busiest in each nano-batch of a tick: the loads of the busiest add up
+    over the forward ticks, and so do the means. In plain data parallelism ranks wait for each other
+    once, when all micro-batches are done.
+
+    Args:
+        batch: planned global batch.
+        sent: bytes that each server sends in each tick, by phase of the exchange.
+        packed: loads of plain data parallelism, `[micro_batches, ranks]`.
+    """
+    forward = [plan for tick, plans in batch.ticks if tick.direction == "forward" for plan in plans]
+
+    def busiest_over_mean(loads: Sequence[Int64s | Floats]) -> float:
+        means = sum(float(each.mean()) for each in loads)
+        return sum(float(each.max()) for each in loads) / means if means else 1.0
+
+    moved = sum(int(each.sum()) for of_tick in sent for each in of_tick.values())
+    return {
+        "load max/mean before": busiest_over_mean([packed.sum(axis=0)]),
+        "load max/mean": busiest_over_mean([plan.loads() for plan in forward]),
+        "MB moved": moved / batch.schedule.micro_batches / 1e6,
+    }
+
+
+class TickStream:
+    """An endless iterator over the ticks of a split's global batches, made ahead on a thread.
+
+    Args:
+        batches: maker of the ticks.
+        first_sample: number of samples consumed so far.
+        micro_batches: function from a sample to the number of micro-batches of the global batch
+            that starts there.
+        device: device of the model.
+
+    Attributes:
+        batches: maker of the ticks.
+        device: device of the model.
+    """
+
+    def __init__(
+        self,
+        batches: TickBatches,
+        first_sample: int,
+        micro_batches: Callable[[int], int],
+        device: torch.device,
+    ) -> None:
+        self.batches = batches
+        self.device = device
+        self._ticks = Prefetcher(_all_ticks(batches, first_sample, micro_batches))
+
+    def __iter__(self) -> TickStream:
+        return self
+
+    def __next__(self) -> TickInput:
+        tick_input = next(self._ticks)
+        core_attention = self.batches.core_attention
+        # The same memory in all ticks of a global batch, so buffers grow before the first alone.
+        core_attention.reserve(tick_input.memory)
+        micro_batch = tick_input.micro_batch
+        if micro_batch is not None:
+            micro_batch = micro_batch.to(self.device)
+            assert micro_batch.packed_seq_params is not None
+            micro_batch = replace(
+                micro_batch,
+                packed_seq_params=self._with_run(
+                    micro_batch.packed_seq_params, tick_input.exchanges
+                ),
+                report=micro_batch.report | {"plan wait ms": 1e3 * self._ticks.seconds_waited},
+            )
+        return replace(tick_input, micro_batch=micro_batch)
+
+    def _with_run(self, params: DocumentParams, exchanges: tuple[Exchange, ...]) -> DocumentParams:
+        """Returns parameters with the state of a run, which the nano-batches share."""
+        run = CoreAttentionRun(self.batches.core_attention, ProgramRun(exchanges))
+        if params.nano_batches is not None:
+            ping, pong = (replace(each, run=run) for each in params.nano_batches)
+            params = replace(params, nano_batches=(ping, pong))
+        return replace(params, run=run)
+
+    def close(self) -> None:
+        """Ends the thread."""
+        self._ticks.close()
+
+
+def _all_ticks(
+    batches: TickBatches, sample: int, micro_batches: Callable[[int], int]
+) -> Iterator[TickInput]:
+    while True:
+        number = micro_batches(sample)
+        yield from batches.global_batch(sample, number)
+        sample += number * batches.batches.layout.samples_per_micro_batch

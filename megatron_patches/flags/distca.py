@@ -1,0 +1,244 @@
+"""The `--distca` flags, and the mask and attention shape that arguments describe."""
+
+from __future__ import annotations
+
+from argparse import ArgumentParser, ArgumentTypeError, BooleanOptionalAction, Namespace
+from pathlib import Path
+
+from distca.cost.volume import BACKWARD_INPUTS, MAX_HEAD_GROUPS, AttentionShape
+from distca.plan import Mask
+from distca.schedule import SCHEDULERS
+from distca.schedule.program import ABLATIONS
+from distca.transport.nvshmem import NVSHMEM_MODES
+
+PLACEMENTS = ("free", "sequential")
+TRANSPORTS = ("auto", "collective", "shm", "nvshmem")
+
+
+def add_distca_arguments(parser: ArgumentParser) -> ArgumentParser:
+    """Adds the group of `--distca` flags to a parser with Megatron-LM's flags."""
+    group = parser.add_argument_group("distca", "core attention disaggregation")
+    group.add_argument(
+        "--distca",
+        action="store_true",
+        help="Compute core attention on attention servers: every rank of the same tensor-parallel "
+        "index serves the documents of all. Off: plain Megatron on the same data.",
+    )
+    group.add_argument(
+        "--distca-scheduler",
+        choices=list(SCHEDULERS),
+        default="tiles",
+        help="Who owns which tokens and who computes which task. tiles: placement and tiles of "
+        "queries and keys, with the fewest bytes on the busiest rank; greedy: the paper's; the "
+        "others are baselines in which no query moves.",
+    )
+    group.add_argument(
+        "--distca-placement",
+        choices=PLACEMENTS,
+        default="free",
+        help="free: documents lie on the ranks, and in the micro-batches of a global batch, as the "
+        "scheduler likes best; sequential: one after the other, as in the paper. The loss is the "
+        "same.",
+    )
+    group.add_argument(
+        "--distca-tolerance",
+        type=float,
+        default=0.1,
+        help="How far a server's load may be above the mean, as a fraction of it.",
+    )
+    group.add_argument(
+        "--distca-max-buffer-bytes",
+        type=int,
+        default=None,
+        metavar="BYTES",
+        help="A server never receives more queries, keys and values to compute a layer (tiles "
+        "only). Default: no bound.",
+    )
+    group.add_argument(
+        "--distca-gpus-per-node",
+        type=int,
+        default=1,
+        metavar="N",
+        help="GPUs that share a node: bytes between them are cheaper (tiles only). Default: all "
+        "ranks are equally far apart.",
+    )
+    group.add_argument(
+        "--distca-node-gb-per-s",
+        type=float,
+        default=450.0,
+        help="Speed of the links inside a node, a GPU and direction.",
+    )
+    group.add_argument(
+        "--distca-network-gb-per-s",
+        type=float,
+        default=50.0,
+        help="Speed of the network between nodes, a GPU and direction.",
+    )
+    group.add_argument(
+        "--distca-server-speeds",
+        type=float,
+        nargs="+",
+        default=None,
+        metavar="SPEED",
+        help="Relative speeds of the attention servers where GPUs are unequal: the data-parallel "
+        "ranks of the first stage, of the second, ..., dedicated servers (tiles only).",
+    )
+    group.add_argument(
+        "--distca-servers",
+        type=_dedicated_processes,
+        default=0,
+        metavar="inplace|dedicated:N",
+        help="inplace: every rank is an attention server, and there are no others. dedicated:N: so "
+        "are the last N processes of the job, which hold no model; the processes before them are "
+        "those that Megatron's sizes are about. They count as one server for each tensor-parallel "
+        "group. Default: inplace.",
+    )
+    group.add_argument(
+        "--distca-context-parallel-size",
+        type=int,
+        default=None,
+        metavar="N",
+        help="Ranks that share documents under per-document-cp, ring-zigzag and wlb-llm. Default: "
+        "as few as the longest document needs.",
+    )
+    group.add_argument(
+        "--distca-backward",
+        choices=BACKWARD_INPUTS,
+        default="resend",
+        help="resend: the backward pass sends the kernels' inputs again and servers keep nothing; "
+        "keep: servers keep them, for fewer bytes and more memory.",
+    )
+    group.add_argument(
+        "--distca-ping-pong",
+        action=BooleanOptionalAction,
+        default=True,
+        help="Run each micro-batch as two nano-batches: one computes while the other communicates.",
+    )
+    group.add_argument(
+        "--distca-head-groups",
+        type=int,
+        default=1,
+        metavar="N",
+        help="Exchange and compute the heads in N groups, one after the other: kernels start when "
+        "the first group is there. For links so slow that a nano-batch's exchange takes longer "
+        "than the other's linear layers. N must divide --num-query-groups / "
+        f"--tensor-model-parallel-size, and be at most {MAX_HEAD_GROUPS}.",
+    )
+    group.add_argument(
+        "--distca-cuda-graphs",
+        action="store_true",
+        help="Replay CUDA graphs of what surrounds core attention in each layer: fewer launches, "
+        "more memory. Not run on any GPU yet.",
+    )
+    group.add_argument(
+        "--distca-transport",
+        choices=TRANSPORTS,
+        # Not auto: on GPUs that would be a transport that no GPU has run yet.
+        default="collective",
+        help="What moves rows. collective: NCCL on GPUs, gloo on CPUs; shm: memory that processes "
+        "of one machine share (CPUs); nvshmem: one-sided puts (GPUs); auto: nvshmem on GPUs where "
+        "it starts, else collective.",
+    )
+    group.add_argument(
+        "--distca-nvshmem-mode",
+        choices=NVSHMEM_MODES,
+        default="kernel",
+        help="nvshmem copies by a kernel on few SMs, or by copy engines, which leave all SMs to "
+        "compute.",
+    )
+    group.add_argument(
+        "--distca-ablation",
+        choices=ABLATIONS,
+        default="none",
+        help="To measure: single-stream waits for every exchange where it starts; signal moves one "
+        "byte for each message, so losses mean nothing.",
+    )
+    group.add_argument(
+        "--distca-pool-stages",
+        action=BooleanOptionalAction,
+        default=True,
+        help="The attention servers of all pipeline stages share the tasks of a tick. Without it "
+        "each stage's keep their own.",
+    )
+    group.add_argument(
+        "--distca-max-in-flight",
+        type=int,
+        default=None,
+        metavar="N",
+        help="A pipeline stage keeps the activations of at most N micro-batches, for more ticks. "
+        "Default: no bound.",
+    )
+    group.add_argument(
+        "--distca-trace",
+        type=Path,
+        default=None,
+        metavar="FILE",
+        help="Write a timeline of all ranks' ticks, exchanges and kernels, to be opened at "
+        "ui.perfetto.dev.",
+    )
+    group.add_argument(
+        "--distca-trace-iterations",
+        type=int,
+        nargs=2,
+        default=(2, 3),
+        metavar=("FIRST", "LAST"),
+        help="Iterations on the timeline, counted from 1 where the process starts. Default: 2 3.",
+    )
+    group.add_argument(
+        "--distca-profile",
+        type=Path,
+        default=None,
+        metavar="FILE",
+        help="Kernel times measured by `distca profile`, to judge loads by. Without it an analytic "
+        "model by pair counts serves.",
+    )
+    group.add_argument(
+        "--distca-max-document-length",
+        type=int,
+        default=None,
+        metavar="TOKENS",
+        help="Documents are cut into pieces of at most this many tokens, which are shuffled. "
+        "Default: the window, data-parallel size times --seq-length; give it to keep the order "
+        "of the data at another number of ranks. Also applies without --distca.",
+    )
+    return parser
+
+
+def _dedicated_processes(value: str) -> int:
+    """Parses `--distca-servers` to the number of processes that only serve."""
+    kind, _, number = value.partition(":")
+    if kind == "inplace" and not number:
+        return 0
+    if kind == "dedicated" and number.isdecimal() and int(number) > 0:
+        return int(number)
+    raise ArgumentTypeError(f"{value!r} is neither inplace nor dedicated:N with N at least 1")
+
+
+def mask_from_args(args: Namespace) -> Mask:
+    """Returns the mask that `--window-size` describes.
+
+    Raises:
+        ValueError: a window that looks ahead, or a negative one.
+    """
+    window = getattr(args, "window_size", None)
+    if window is None:
+        return Mask()
+    left, right = window
+    if right != 0:
+        raise ValueError(
+            f"--window-size {left},{right}: documents are attended causally, so the second number "
+            "must be 0"
+        )
+    return Mask() if left == -1 else Mask(left)
+
+
+def attention_shape(args: Namespace) -> AttentionShape:
+    """Returns the attention heads of one tensor-parallel rank."""
+    parallel = args.tensor_model_parallel_size
+    groups = args.num_query_groups if args.group_query_attention else args.num_attention_heads
+    return AttentionShape(
+        heads=args.num_attention_heads // parallel,
+        kv_heads=groups // parallel,
+        head_dim=args.kv_channels,
+        dtype_bytes=args.params_dtype.itemsize,
+    )

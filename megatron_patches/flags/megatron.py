@@ -1,0 +1,248 @@
+"""Parser of Megatron-LM's flags for the lean loop: what follows from them, and what is refused.
+
+An accepted flag does what Megatron-LM's does; any other is refused by name.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+from argparse import ArgumentParser, Namespace
+from collections.abc import Callable, Sequence
+
+import torch
+
+from distca.documents.tokenizer import build_tokenizer
+from megatron_patches.flags.megatron_table import FLAGS
+
+
+def build_parser(add_arguments: Callable[[ArgumentParser], ArgumentParser]) -> ArgumentParser:
+    """Makes the parser of the lean loop, with the job's own flags."""
+    parser = ArgumentParser(description="Pretrain a GPT on documents.", allow_abbrev=False)
+    for title, flags in FLAGS.items():
+        group = parser.add_argument_group(title)
+        for flag, keywords in flags:
+            group.add_argument(flag, **keywords)
+    return add_arguments(parser)
+
+
+def parse_args(
+    add_arguments: Callable[[ArgumentParser], ArgumentParser],
+    argv: Sequence[str] | None,
+    world_size: int,
+) -> Namespace:
+    """Parses the command line, derives what Megatron-LM derives, and checks the result.
+
+    Args:
+        add_arguments: function that adds the job's own flags.
+        argv: command line; None: this process's.
+        world_size: number of processes.
+
+    Raises:
+        ValueError: some flags do not go together; the message says what to do.
+    """
+    args = build_parser(add_arguments).parse_args(argv)
+    # The number of processes that hold a model, as in Megatron-LM.
+    args.world_size = world_size - dedicated_processes(args)
+    _derive(args)
+    _check(args)
+    return args
+
+
+def dedicated_processes(args: Namespace) -> int:
+    """Returns the number of processes that hold no model."""
+    return int(args.distca_servers) if getattr(args, "distca", False) else 0
+
+
+def _refuse(condition: bool, message: str) -> None:
+    if condition:
+        raise ValueError(message)
+
+
+def _derive(args: Namespace) -> None:
+    """Sets arguments that follow from others, as Megatron-LM's `validate_args` does."""
+    model_parallel = args.tensor_model_parallel_size * args.pipeline_model_parallel_size
+    _refuse(
+        min(args.tensor_model_parallel_size, args.pipeline_model_parallel_size) < 1
+        or args.world_size < 1
+        or args.world_size % model_parallel != 0,
+        f"{args.world_size} processes with a model cannot be divided into groups of TP x PP = "
+        f"{args.tensor_model_parallel_size} x {args.pipeline_model_parallel_size}: start a "
+        "multiple of that",
+    )
+    args.data_parallel_size = args.world_size // model_parallel
+    if args.global_batch_size is None:
+        args.global_batch_size = args.micro_batch_size * args.data_parallel_size
+    if args.kv_channels is None:
+        _refuse(
+            args.hidden_size % args.num_attention_heads != 0,
+            f"--hidden-size {args.hidden_size} is no multiple of --num-attention-heads "
+            f"{args.num_attention_heads}: change one, or give --kv-channels",
+        )
+        args.kv_channels = args.hidden_size // args.num_attention_heads
+    if args.ffn_hidden_size is None:
+        # SwiGLU has three matrices instead of two: 2/3 of the width keeps the parameters.
+        args.ffn_hidden_size = (
+            int(4 * args.hidden_size * 2 / 3 / 64) * 64 if args.swiglu else 4 * args.hidden_size
+        )
+    if not args.group_query_attention:
+        args.num_query_groups = args.num_attention_heads
+    if args.max_position_embeddings is None:
+        args.max_position_embeddings = args.seq_length
+    if args.recompute_activations:
+        args.recompute_granularity = "selective"
+    # Alone it would only cost communication.
+    args.sequence_parallel = args.sequence_parallel and args.tensor_model_parallel_size > 1
+    if args.lr_decay_iters is None:
+        args.lr_decay_iters = max(args.train_iters, 1)
+    cuda = torch.cuda.is_available()
+    if args.distributed_backend is None:
+        args.distributed_backend = "nccl" if cuda else "gloo"
+    has_te = importlib.util.find_spec("transformer_engine") is not None
+    if args.transformer_impl is None:
+        args.transformer_impl = "transformer_engine" if cuda and has_te else "local"
+    _refuse(
+        args.transformer_impl == "transformer_engine" and not (cuda and has_te),
+        "--transformer-impl transformer_engine needs a GPU and `pip install "
+        "transformer-engine[pytorch]`: use --transformer-impl local",
+    )
+    # The fused kernels exist on GPUs alone, and this one is a part of NVIDIA's apex.
+    has_wgrad = importlib.util.find_spec("fused_weight_gradient_mlp_cuda") is not None
+    args.gradient_accumulation_fusion &= cuda and has_wgrad
+    args.apply_rope_fusion &= cuda and has_te
+    args.bias_swiglu_fusion &= cuda
+    args.bias_dropout_fusion &= cuda
+    args.params_dtype = torch.bfloat16 if args.bf16 else torch.float32
+    args.accumulate_allreduce_grads_in_fp32 |= args.bf16
+    tokenizer = build_tokenizer(args.tokenizer_type, args.tokenizer_model, args.vocab_size)
+    args.vocab_size = tokenizer.vocab_size
+    multiple = args.make_vocab_size_divisible_by * args.tensor_model_parallel_size
+    args.padded_vocab_size = math.ceil(args.vocab_size / multiple) * multiple
+    args.consumed_train_samples = 0
+    args.consumed_valid_samples = 0
+    args.iteration = 0
+    stage_layers = args.num_layers // args.pipeline_model_parallel_size
+    per_virtual = args.num_layers_per_virtual_pipeline_stage
+    args.virtual_pipeline_model_parallel_size = (
+        None if per_virtual is None or per_virtual < 1 else stage_layers // per_virtual
+    )
+
+
+def _check(args: Namespace) -> None:
+    """Refuses arguments that cannot work, before any process group exists."""
+    tp, pp = args.tensor_model_parallel_size, args.pipeline_model_parallel_size
+    for name in (
+        "num_layers",
+        "hidden_size",
+        "num_attention_heads",
+        "num_query_groups",
+        "seq_length",
+        "micro_batch_size",
+        "global_batch_size",
+        "log_interval",
+        "eval_interval",
+    ):
+        flag = "--" + name.replace("_", "-")
+        _refuse(getattr(args, name) < 1, f"{flag} {getattr(args, name)} must be at least 1")
+    _refuse(args.train_iters < 0, f"--train-iters {args.train_iters} must not be negative")
+    _refuse(
+        args.num_attention_heads % args.num_query_groups != 0,
+        f"--num-query-groups {args.num_query_groups} does not divide --num-attention-heads "
+        f"{args.num_attention_heads}",
+    )
+    for name in ("num_attention_heads", "num_query_groups", "ffn_hidden_size"):
+        flag = "--" + name.replace("_", "-")
+        _refuse(
+            getattr(args, name) % tp != 0,
+            f"--tensor-model-parallel-size {tp} does not divide {flag} {getattr(args, name)}",
+        )
+    _refuse(
+        args.sequence_parallel and args.seq_length * args.micro_batch_size % tp != 0,
+        f"--sequence-parallel needs --seq-length {args.seq_length} to be a multiple of "
+        f"--tensor-model-parallel-size {tp}",
+    )
+    samples = args.micro_batch_size * args.data_parallel_size
+    _refuse(
+        args.global_batch_size % samples != 0,
+        f"--global-batch-size {args.global_batch_size} is no multiple of --micro-batch-size "
+        f"{args.micro_batch_size} times the data-parallel size {args.data_parallel_size}: use "
+        f"{max(args.global_batch_size // samples, 1) * samples}",
+    )
+    _refuse(
+        args.max_position_embeddings < args.seq_length,
+        f"--max-position-embeddings {args.max_position_embeddings} is less than --seq-length "
+        f"{args.seq_length}",
+    )
+    _refuse(
+        args.num_layers % pp != 0,
+        f"--pipeline-model-parallel-size {pp} does not divide --num-layers {args.num_layers}",
+    )
+    per_virtual = args.num_layers_per_virtual_pipeline_stage
+    if per_virtual is not None:
+        _refuse(
+            pp < 2 or per_virtual < 1 or args.num_layers // pp % per_virtual != 0,
+            f"--num-layers-per-virtual-pipeline-stage {per_virtual} must divide the "
+            f"{args.num_layers // pp} layers of a pipeline stage, and needs more than one stage",
+        )
+    _refuse(
+        args.context_parallel_size != 1,
+        f"--context-parallel-size {args.context_parallel_size} is not supported by the lean loop: "
+        "--distca spreads long documents over the data-parallel ranks instead",
+    )
+    _refuse(args.multi_latent_attention, "--multi-latent-attention is not supported")
+    _refuse(args.lr <= 0, f"--lr {args.lr} must be positive")
+    _refuse(
+        not 0 <= args.min_lr <= args.lr, f"--min-lr {args.min_lr} must lie in 0 .. --lr {args.lr}"
+    )
+    _refuse(
+        args.lr_warmup_fraction is not None and args.lr_warmup_iters > 0,
+        "give --lr-warmup-fraction or --lr-warmup-iters, not both",
+    )
+    _refuse(
+        args.lr_warmup_iters < 0 or args.lr_warmup_iters >= args.lr_decay_iters,
+        f"--lr-warmup-iters {args.lr_warmup_iters} must be less than the {args.lr_decay_iters} "
+        "iterations of the decay (--lr-decay-iters, or --train-iters)",
+    )
+    _refuse(
+        args.lr_warmup_fraction is not None and not 0 <= args.lr_warmup_fraction < 1,
+        f"--lr-warmup-fraction {args.lr_warmup_fraction} must lie in 0 .. 1",
+    )
+    _refuse(
+        args.recompute_granularity == "full"
+        and (args.recompute_method is None or args.recompute_num_layers is None),
+        "--recompute-granularity full needs --recompute-method and --recompute-num-layers",
+    )
+    layers = args.num_layers // (pp * (args.virtual_pipeline_model_parallel_size or 1))
+    _refuse(
+        args.recompute_method == "uniform" and layers % max(args.recompute_num_layers or 1, 1) != 0,
+        f"--recompute-num-layers {args.recompute_num_layers} must divide the {layers} layers of a "
+        "pipeline stage",
+    )
+    _refuse(
+        args.recompute_num_layers is not None and args.recompute_num_layers < 1,
+        f"--recompute-num-layers {args.recompute_num_layers} must be at least 1",
+    )
+    _refuse(
+        args.overlap_param_gather
+        and not (args.use_distributed_optimizer and args.overlap_grad_reduce),
+        "--overlap-param-gather needs --use-distributed-optimizer and --overlap-grad-reduce",
+    )
+    _refuse(
+        args.save_interval is not None and (args.save is None or args.save_interval < 1),
+        "--save-interval needs --save, and must be at least 1",
+    )
+    _refuse(
+        args.distributed_backend == "nccl" and not torch.cuda.is_available(),
+        "--distributed-backend nccl needs GPUs: use gloo",
+    )
+    dense = args.attention_backend in ("unfused", "local")
+    _refuse(
+        dense and getattr(args, "distca", False),
+        f"--attention-backend {args.attention_backend} is Megatron's own attention: --distca "
+        "replaces it",
+    )
+    _refuse(
+        not dense and args.transformer_impl == "local" and args.attention_dropout > 0,
+        f"--attention-dropout {args.attention_dropout} is only supported with "
+        "--attention-backend unfused: set it to 0",
+    )

@@ -1,0 +1,293 @@
+"""Table of Megatron-LM's flags that the lean loop has, with their names, meanings and defaults."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from distca.documents.tokenizer import TOKENIZER_TYPES
+
+
+def window_size(text: str) -> tuple[int, int]:
+    """Parses Megatron's `--window-size`: `L,R` or `(L,R)`."""
+    try:
+        left, right = (int(part) for part in text.strip("() ").split(","))
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text!r}: give two numbers, such as 512,0") from error
+    if left < -1:
+        raise argparse.ArgumentTypeError(
+            f"{text!r}: the first number is how many earlier tokens a query sees, or -1 for all"
+        )
+    return left, right
+
+
+# Group -> (flag, keywords of add_argument). Help is Megatron's meaning in a line.
+_SWITCH = {"action": "store_true"}
+FLAGS: dict[str, list[tuple[str, dict[str, Any]]]] = {
+    "network size": [
+        ("--num-layers", {"type": int, "required": True, "help": "Transformer layers."}),
+        ("--hidden-size", {"type": int, "required": True, "help": "Width of the model."}),
+        ("--ffn-hidden-size", {"type": int, "help": "Width of the MLP. Default: 4 hidden sizes."}),
+        ("--num-attention-heads", {"type": int, "required": True, "help": "Query heads."}),
+        ("--kv-channels", {"type": int, "help": "Head size. Default: hidden size / heads."}),
+        ("--group-query-attention", {**_SWITCH, "help": "Use grouped-query attention."}),
+        ("--num-query-groups", {"type": int, "default": 1, "help": "Key-value heads."}),
+        ("--max-position-embeddings", {"type": int, "help": "Longest --seq-length of the model."}),
+        (
+            "--position-embedding-type",
+            {"choices": ["rope", "none"], "default": "rope", "help": "Rotary positions, or none."},
+        ),
+        ("--rotary-base", {"type": int, "default": 10000, "help": "Base of the rotary angles."}),
+        ("--rotary-percent", {"type": float, "default": 1.0, "help": "Share of a head rotated."}),
+        (
+            "--rotary-seq-len-interpolation-factor",
+            {"type": int, "help": "Rotary positions are divided by it."},
+        ),
+        ("--use-rope-scaling", {**_SWITCH, "help": "Llama 3's scaling of the rotary angles."}),
+        (
+            "--rope-scaling-factor",
+            {"type": float, "default": 8.0, "help": "Factor of --use-rope-scaling."},
+        ),
+        (
+            "--normalization",
+            {"choices": ["LayerNorm", "RMSNorm"], "default": "LayerNorm", "help": "Kind of norm."},
+        ),
+        ("--norm-epsilon", {"type": float, "default": 1e-5, "help": "Epsilon of the norms."}),
+        ("--qk-layernorm", {**_SWITCH, "help": "Norm on queries and keys."}),
+        ("--swiglu", {**_SWITCH, "help": "SwiGLU in the MLP."}),
+        (
+            "--untie-embeddings-and-output-weights",
+            {**_SWITCH, "help": "An output layer of its own."},
+        ),
+        (
+            "--make-vocab-size-divisible-by",
+            {"type": int, "default": 128, "help": "The vocabulary is padded to a multiple."},
+        ),
+        (
+            "--window-size",
+            {"type": window_size, "help": "Sliding window: L,0 lets a query see L earlier tokens."},
+        ),
+        ("--multi-latent-attention", {**_SWITCH, "help": "Not supported here, and refused."}),
+    ],
+    "regularization": [
+        (
+            "--attention-dropout",
+            {"type": float, "default": 0.1, "help": "Dropout in core attention."},
+        ),
+        (
+            "--hidden-dropout",
+            {"type": float, "default": 0.1, "help": "Dropout after attention and MLP."},
+        ),
+        ("--weight-decay", {"type": float, "default": 0.01, "help": "Weight decay."}),
+        ("--clip-grad", {"type": float, "default": 1.0, "help": "Largest global gradient norm."}),
+        ("--adam-beta1", {"type": float, "default": 0.9, "help": "Adam's first beta."}),
+        ("--adam-beta2", {"type": float, "default": 0.999, "help": "Adam's second beta."}),
+        ("--adam-eps", {"type": float, "default": 1e-8, "help": "Adam's epsilon."}),
+        ("--sgd-momentum", {"type": float, "default": 0.9, "help": "SGD's momentum."}),
+    ],
+    "training": [
+        (
+            "--micro-batch-size",
+            {"type": int, "required": True, "help": "Samples that a rank runs at a time."},
+        ),
+        (
+            "--global-batch-size",
+            {
+                "type": int,
+                "help": "Samples of a step. Default: one micro-batch of each data-parallel rank.",
+            },
+        ),
+        ("--train-iters", {"type": int, "required": True, "help": "Iterations of the run."}),
+        ("--exit-interval", {"type": int, "help": "Exit after an iteration divisible by it."}),
+        ("--exit-duration-in-mins", {"type": int, "help": "Exit after this many minutes."}),
+        ("--exit-signal-handler", {**_SWITCH, "help": "On SIGTERM: save and exit."}),
+        ("--optimizer", {"choices": ["adam", "sgd"], "default": "adam", "help": "Optimizer."}),
+        (
+            "--recompute-granularity",
+            {"choices": ["full", "selective"], "help": "Recompute activations to save memory."},
+        ),
+        ("--recompute-activations", {**_SWITCH, "help": "Short for selective recomputation."}),
+        (
+            "--recompute-method",
+            {"choices": ["uniform", "block"], "help": "Which layers to recompute with full."},
+        ),
+        ("--recompute-num-layers", {"type": int, "help": "Layers recomputed at a time."}),
+        (
+            "--recompute-modules",
+            {"nargs": "*", "type": str, "help": "Modules to recompute with selective."},
+        ),
+        (
+            "--no-check-for-nan-in-loss-and-grad",
+            {
+                "action": "store_false",
+                "dest": "check_for_nan_in_loss_and_grad",
+                "help": "Go on when the loss is not a number.",
+            },
+        ),
+        (
+            "--attention-backend",
+            {
+                "choices": ["auto", "flash", "unfused", "local"],
+                "default": "auto",
+                "help": "local, unfused: Megatron's own attention with a dense mask (no --distca).",
+            },
+        ),
+        (
+            "--transformer-impl",
+            {
+                "choices": ["local", "transformer_engine"],
+                "help": "Layer spec. Default: transformer_engine on GPUs, else local.",
+            },
+        ),
+    ],
+    "biases and fusions": [
+        (
+            "--disable-bias-linear",
+            {
+                "action": "store_false",
+                "dest": "add_bias_linear",
+                "help": "Linear layers have no biases.",
+            },
+        ),
+        ("--add-qkv-bias", {**_SWITCH, "help": "A bias in the QKV projection all the same."}),
+        (
+            "--no-gradient-accumulation-fusion",
+            {
+                "action": "store_false",
+                "dest": "gradient_accumulation_fusion",
+                "help": "Do not add up weight gradients inside the GEMM (GPUs only).",
+            },
+        ),
+        (
+            "--no-bias-swiglu-fusion",
+            {
+                "action": "store_false",
+                "dest": "bias_swiglu_fusion",
+                "help": "Do not fuse bias and SwiGLU (GPUs only).",
+            },
+        ),
+        (
+            "--no-bias-dropout-fusion",
+            {
+                "action": "store_false",
+                "dest": "bias_dropout_fusion",
+                "help": "Do not fuse bias, dropout and residual (GPUs only).",
+            },
+        ),
+        (
+            "--no-rope-fusion",
+            {
+                "action": "store_false",
+                "dest": "apply_rope_fusion",
+                "help": "Do not fuse the rotary embedding (GPUs with Transformer Engine only).",
+            },
+        ),
+    ],
+    "initialization": [
+        ("--seed", {"type": int, "default": 1234, "help": "Seed of weights, dropout, data."}),
+        (
+            "--init-method-std",
+            {"type": float, "default": 0.02, "help": "Deviation of first weights."},
+        ),
+    ],
+    "learning rate": [
+        ("--lr", {"type": float, "required": True, "help": "Peak learning rate."}),
+        ("--min-lr", {"type": float, "default": 0.0, "help": "Lowest learning rate."}),
+        (
+            "--lr-decay-style",
+            {
+                "choices": ["constant", "linear", "cosine", "inverse-square-root"],
+                "default": "linear",
+                "help": "How the learning rate decays.",
+            },
+        ),
+        ("--lr-decay-iters", {"type": int, "help": "Iterations of decay. Default: all."}),
+        ("--lr-warmup-iters", {"type": int, "default": 0, "help": "Iterations of warm-up."}),
+        ("--lr-warmup-fraction", {"type": float, "help": "Share of the decay to warm up in."}),
+        ("--lr-warmup-init", {"type": float, "default": 0.0, "help": "Learning rate at first."}),
+    ],
+    "checkpointing": [
+        ("--save", {"help": "Directory to save checkpoints to."}),
+        ("--save-interval", {"type": int, "help": "Iterations between checkpoints."}),
+        ("--load", {"help": "Directory to load the latest checkpoint from."}),
+        ("--no-save-optim", {**_SWITCH, "help": "Do not save the optimizer."}),
+        ("--no-load-optim", {**_SWITCH, "help": "Do not load the optimizer."}),
+        ("--no-save-rng", {**_SWITCH, "help": "Do not save random states."}),
+        ("--no-load-rng", {**_SWITCH, "help": "Do not load random states."}),
+        ("--finetune", {**_SWITCH, "help": "Load the weights alone, start at iteration 0."}),
+        (
+            "--exit-on-missing-checkpoint",
+            {**_SWITCH, "help": "An error if --load has no checkpoint, instead of a fresh start."},
+        ),
+    ],
+    "mixed precision": [
+        ("--bf16", {**_SWITCH, "help": "Run in bfloat16, with a float32 optimizer."}),
+        (
+            "--accumulate-allreduce-grads-in-fp32",
+            {**_SWITCH, "help": "Gradients in float32. Always on with --bf16, as in Megatron-LM."},
+        ),
+    ],
+    "distributed": [
+        (
+            "--tensor-model-parallel-size",
+            {"type": int, "default": 1, "help": "Ranks that divide each layer."},
+        ),
+        (
+            "--pipeline-model-parallel-size",
+            {"type": int, "default": 1, "help": "Stages of layers."},
+        ),
+        (
+            "--num-layers-per-virtual-pipeline-stage",
+            {"type": int, "help": "Layers of each virtual stage, for interleaving."},
+        ),
+        ("--context-parallel-size", {"type": int, "default": 1, "help": "Must be 1 here."}),
+        ("--sequence-parallel", {**_SWITCH, "help": "Sequence parallelism within TP."}),
+        ("--use-distributed-optimizer", {**_SWITCH, "help": "Shard the optimizer over DP."}),
+        ("--overlap-grad-reduce", {**_SWITCH, "help": "Reduce gradients during the backward."}),
+        ("--overlap-param-gather", {**_SWITCH, "help": "Gather weights during the forward."}),
+        (
+            "--distributed-backend",
+            {"choices": ["nccl", "gloo"], "help": "Default: nccl on GPUs, else gloo."},
+        ),
+        (
+            "--distributed-timeout-minutes",
+            {"type": int, "default": 10, "help": "Minutes until a collective fails."},
+        ),
+    ],
+    "validation": [
+        ("--eval-iters", {"type": int, "default": 100, "help": "Iterations of an evaluation."}),
+        (
+            "--eval-interval",
+            {"type": int, "default": 1000, "help": "Iterations between evaluations."},
+        ),
+    ],
+    "data and tokenizer": [
+        (
+            "--data-path",
+            {
+                "nargs": "+",
+                "required": True,
+                "help": "Prefixes of datasets, or a weight before each.",
+            },
+        ),
+        ("--split", {"default": "969,30,1", "help": "Shares of train, validation and test."}),
+        (
+            "--seq-length",
+            {"type": int, "required": True, "help": "Tokens a rank owns in a window."},
+        ),
+        (
+            "--tokenizer-type",
+            {"choices": TOKENIZER_TYPES, "required": True, "help": "Kind of tokenizer."},
+        ),
+        ("--tokenizer-model", {"help": "A tokenizer.json, or its folder."}),
+        ("--vocab-size", {"type": int, "help": "Size of the vocabulary, for NullTokenizer."}),
+    ],
+    "logging": [
+        ("--log-interval", {"type": int, "default": 100, "help": "Iterations between log lines."}),
+        ("--tensorboard-dir", {"help": "Directory for TensorBoard."}),
+        (
+            "--tensorboard-log-interval",
+            {"type": int, "default": 1, "help": "Iterations between TensorBoard's points."},
+        ),
+    ],
+}

@@ -1,0 +1,297 @@
+"""Checks of the `--distca` flags, against each other and against Megatron's."""
+
+from __future__ import annotations
+
+import importlib.util
+from argparse import Namespace
+
+import torch
+
+from distca.cost.volume import MAX_HEAD_GROUPS
+from distca.plan import BLOCK
+from distca.schedule import BALANCING
+from megatron_patches.flags.distca import attention_shape, mask_from_args
+
+
+def validate_distca_arguments(args: Namespace) -> None:
+    """Checks the arguments before any work starts, with the same result on every rank.
+
+    Args:
+        args: Megatron-LM's arguments with its derived values (`data_parallel_size`, ...).
+
+    Raises:
+        ValueError: some flags do not go together; the message says what to do.
+    """
+    mask_from_args(args)
+    if args.seq_length % BLOCK:
+        raise ValueError(
+            f"--seq-length {args.seq_length} is not a multiple of the attention block of {BLOCK}: "
+            f"use {max(args.seq_length // BLOCK, 1) * BLOCK}"
+        )
+    longest = args.distca_max_document_length
+    if longest is not None and longest < 1:
+        raise ValueError(f"--distca-max-document-length {longest} must be at least 1")
+    if not 0 <= args.distca_tolerance < 1:
+        raise ValueError(
+            f"--distca-tolerance {args.distca_tolerance} is out of range: give a fraction of the "
+            "mean load from 0 to below 1, such as 0.1"
+        )
+    if not args.distca:
+        return
+    _validate_scheduling(args)
+    if args.context_parallel_size > 1:
+        raise ValueError(
+            f"--distca replaces context parallelism: remove --context-parallel-size "
+            f"{args.context_parallel_size} (long documents span the data-parallel ranks)"
+        )
+    _validate_pipeline(args)
+    _validate_ping_pong(args)
+    _validate_servers(args)
+    _validate_transport(args)
+    _validate_cuda_graphs(args)
+    if args.attention_dropout:
+        raise ValueError(
+            f"--distca cannot apply attention dropout: set --attention-dropout 0 "
+            f"(it is {args.attention_dropout})"
+        )
+    for flag, unsupported in (
+        ("multi_latent_attention", "multi-latent attention"),
+        ("experimental_attention_variant", "experimental attention variants"),
+        ("apply_query_key_layer_scaling", "query-key layer scaling"),
+        ("hybrid_context_parallel", "hybrid context parallelism"),
+        ("num_experts", "mixture-of-experts models"),
+        ("window_attn_skip_freq", "windows on some layers only"),
+        ("enable_cuda_graph", "CUDA graphs"),
+        ("external_cuda_graph", "CUDA graphs"),
+        ("fine_grained_activation_offloading", "offloading of activations"),
+    ):
+        if getattr(args, flag, None):
+            raise ValueError(
+                f"--distca does not cover {unsupported}: remove --{flag.replace('_', '-')}"
+            )
+    if getattr(args, "cuda_graph_impl", None) not in (None, "none"):
+        raise ValueError(
+            "--distca does not cover CUDA graphs of core attention: remove --cuda-graph-impl "
+            f"{args.cuda_graph_impl}; --distca-cuda-graphs is for what surrounds it"
+        )
+    if getattr(args, "softmax_type", "vanilla") != "vanilla":
+        raise ValueError(
+            f"--distca covers the plain softmax only: remove --softmax-type {args.softmax_type}"
+        )
+    if args.position_embedding_type not in ("rope", "none"):
+        raise ValueError(
+            f"--distca needs --position-embedding-type rope (or none), not "
+            f"{args.position_embedding_type}: documents are longer than --seq-length"
+        )
+    if torch.cuda.is_available() and args.params_dtype == torch.float32:
+        raise ValueError("--distca on GPUs needs --bf16: FlashAttention has no float32")
+    if args.distca_profile is not None and not args.distca_profile.is_file():
+        raise ValueError(
+            f"--distca-profile {args.distca_profile} does not exist: make one with `distca profile "
+            f"--output {args.distca_profile}`"
+        )
+
+
+def _validate_transport(args: Namespace) -> None:
+    """Checks the transport against the devices; missing packages show when it is made."""
+    transport, on_gpus = args.distca_transport, torch.cuda.is_available()
+    if transport == "shm" and on_gpus:
+        raise ValueError(
+            "--distca-transport shm moves rows between CPUs, but this run is on GPUs: give auto, "
+            "nvshmem or collective"
+        )
+    if transport == "nvshmem" and not on_gpus:
+        raise ValueError(
+            "--distca-transport nvshmem needs GPUs, but torch sees none: give auto, shm or "
+            "collective"
+        )
+    if args.distca_nvshmem_mode != "kernel" and transport in ("collective", "shm"):
+        raise ValueError(
+            f"--distca-nvshmem-mode {args.distca_nvshmem_mode} says how nvshmem copies, but "
+            f"--distca-transport is {transport}: remove one of the two"
+        )
+
+
+def _validate_pipeline(args: Namespace) -> None:
+    """Checks that the pipeline can run in ticks."""
+    stages = args.pipeline_model_parallel_size
+    chunks = stages * (args.virtual_pipeline_model_parallel_size or 1)
+    uneven = [
+        name
+        for name in (
+            "pipeline_model_parallel_layout",
+            "decoder_first_pipeline_num_layers",
+            "decoder_last_pipeline_num_layers",
+            "account_for_embedding_in_pipeline_split",
+            "account_for_loss_in_pipeline_split",
+        )
+        if getattr(args, name, None)
+    ]
+    if args.num_layers % chunks or uneven:
+        what = f" remove --{uneven[0].replace('_', '-')}" if uneven else ""
+        raise ValueError(
+            f"--distca needs equally many layers on all {chunks} pipeline stages (virtual ones "
+            f"included), so that they call core attention together: --num-layers is "
+            f"{args.num_layers};{what or f' use a multiple of {chunks}'}"
+        )
+    if stages > 1 and args.distca_backward == "keep":
+        raise ValueError(
+            "--distca-backward keep needs --pipeline-model-parallel-size 1: on the way back "
+            "micro-batches meet others than on the way out, so their inputs are sent again"
+        )
+    if stages == 1 and args.distca_max_in_flight is not None:
+        raise ValueError("--distca-max-in-flight bounds a pipeline's stages, but there is only one")
+    if args.distca_max_in_flight is not None and args.distca_max_in_flight < 1:
+        raise ValueError(f"--distca-max-in-flight {args.distca_max_in_flight} must be at least 1")
+    if getattr(args, "num_microbatches_with_partial_activation_checkpoints", None) is not None:
+        raise ValueError(
+            "--distca recomputes alike for all micro-batches: remove "
+            "--num-microbatches-with-partial-activation-checkpoints"
+        )
+    first, last = args.distca_trace_iterations
+    if args.distca_trace is not None and not 1 <= first <= last <= args.train_iters:
+        raise ValueError(
+            f"--distca-trace-iterations {first} {last} must lie in 1 .. --train-iters "
+            f"{args.train_iters}"
+        )
+
+
+def _validate_ping_pong(args: Namespace) -> None:
+    """Checks that micro-batches can run as two nano-batches, and heads in groups."""
+    count = args.distca_head_groups
+    kv_heads = attention_shape(args).kv_heads
+    if not 1 <= count <= MAX_HEAD_GROUPS or kv_heads % count:
+        raise ValueError(
+            f"--distca-head-groups {count} must divide the {kv_heads} key-value heads of a "
+            f"tensor-parallel rank, and be at most {MAX_HEAD_GROUPS}"
+        )
+    if not args.distca_ping_pong:
+        return
+    if importlib.util.find_spec("greenlet") is None:
+        raise ValueError(
+            "--distca-ping-pong needs the package greenlet: pip install greenlet, or give "
+            "--no-distca-ping-pong"
+        )
+    shards = args.tensor_model_parallel_size if args.sequence_parallel else 1
+    tokens = args.seq_length * args.micro_batch_size
+    if tokens % (2 * shards):
+        raise ValueError(
+            f"--distca-ping-pong needs --seq-length {args.seq_length} to be a multiple of twice "
+            f"--tensor-model-parallel-size {shards}"
+        )
+    for flag in ("fp8", "fp4", "tp_comm_overlap"):
+        if getattr(args, flag, None):
+            raise ValueError(
+                f"--distca-ping-pong does not cover --{flag.replace('_', '-')}: give "
+                "--no-distca-ping-pong"
+            )
+    recomputed = getattr(args, "recompute_modules", None) or ()
+    if (
+        args.recompute_granularity == "selective"
+        and args.transformer_impl == "local"
+        and "layernorm" in recomputed
+    ):
+        raise ValueError(
+            "--distca-ping-pong does not cover --recompute-modules layernorm with "
+            "--transformer-impl local, whose layers remember one recomputation each: leave "
+            "layernorm out, or give --no-distca-ping-pong"
+        )
+
+
+def _validate_cuda_graphs(args: Namespace) -> None:
+    """Checks that what surrounds core attention can be captured: see `model/cuda_graphs.py`."""
+    if not args.distca_cuda_graphs:
+        return
+    if not torch.cuda.is_available():
+        raise ValueError("--distca-cuda-graphs needs GPUs, but torch sees none: remove it")
+    if args.distca_scheduler == "wlb-llm" and args.distca_placement == "free":
+        raise ValueError(
+            "--distca-cuda-graphs needs equally many tokens in all micro-batches, which "
+            "--distca-scheduler wlb-llm does not give: add --distca-placement sequential"
+        )
+    for flag, value, why in (
+        ("tensor_model_parallel_size", 1, "the pieces hold no collectives"),
+        ("hidden_dropout", 0, "a replay draws no random numbers"),
+        ("recompute_granularity", None, "graphs keep the memory that recomputing is to save"),
+        ("gradient_accumulation_fusion", False, "gradients must go through Megatron's hooks"),
+        ("delay_wgrad_compute", False, "a piece's gradients come together"),
+        ("fp8", None, "scales change from step to step"),
+        ("fp4", None, "scales change from step to step"),
+        ("cpu_offloading", False, "a graph's memory stays where it is"),
+        ("use_megatron_fsdp", False, "a graph's weights stay where they are"),
+        ("use_torch_fsdp2", False, "a graph's weights stay where they are"),
+        ("attention_output_gate", False, "the layer has another form"),
+    ):
+        found = getattr(args, flag, value)
+        if found and found != value:
+            name = flag.replace("_", "-")
+            remedy = {
+                "hidden_dropout": "set --hidden-dropout 0",
+                "gradient_accumulation_fusion": "add --no-gradient-accumulation-fusion",
+            }.get(flag, f"remove --{name}" if found is True else f"remove --{name} {found}")
+            raise ValueError(f"--distca-cuda-graphs: {why}, so {remedy}")
+
+
+def _validate_servers(args: Namespace) -> None:
+    """Checks the flags that dedicated servers depend on."""
+    number = args.distca_servers
+    if not number:
+        return
+    flag = f"--distca-servers dedicated:{number}"
+    if number % args.tensor_model_parallel_size:
+        raise ValueError(
+            f"{flag}: a server is a process for each of the {args.tensor_model_parallel_size} "
+            "tensor-parallel parts of the heads: use a multiple of that"
+        )
+    if args.distca_scheduler not in BALANCING:
+        raise ValueError(
+            f"{flag} needs a --distca-scheduler that shares tasks out over all servers "
+            f"({', '.join(BALANCING)}), not {args.distca_scheduler}"
+        )
+    if args.distca_backward != "resend":
+        raise ValueError(f"{flag} needs --distca-backward resend: those servers keep nothing")
+    if not args.distca_pool_stages:
+        raise ValueError(f"{flag} shares the tasks of all stages: remove --no-distca-pool-stages")
+
+
+def _validate_scheduling(args: Namespace) -> None:
+    """Checks the flags of the schedulers against each other."""
+    scheduler = args.distca_scheduler
+    if args.distca_gpus_per_node < 1:
+        raise ValueError(f"--distca-gpus-per-node {args.distca_gpus_per_node} must be at least 1")
+    for flag, value in (
+        ("node", args.distca_node_gb_per_s),
+        ("network", args.distca_network_gb_per_s),
+    ):
+        if not 0 < value < float("inf"):
+            raise ValueError(f"--distca-{flag}-gb-per-s {value} must be positive")
+    for name in ("max_buffer_bytes", "server_speeds"):
+        if getattr(args, f"distca_{name}") is not None and scheduler != "tiles":
+            raise ValueError(
+                f"--distca-{name.replace('_', '-')} binds the scheduler tiles alone, not "
+                f"{scheduler}: remove one of the two"
+            )
+    speeds = args.distca_server_speeds
+    if speeds is not None:
+        servers = args.data_parallel_size * args.pipeline_model_parallel_size
+        servers += args.distca_servers // args.tensor_model_parallel_size
+        if len(speeds) != servers or not all(0 < s < float("inf") for s in speeds):
+            raise ValueError(
+                f"--distca-server-speeds needs one positive speed for each of the {servers} "
+                f"data-parallel ranks of all stages and dedicated servers, not {speeds}"
+            )
+        args.distca_server_speeds = tuple(speeds)
+    bound = args.distca_max_buffer_bytes
+    if bound is not None and bound < 0:
+        raise ValueError(f"--distca-max-buffer-bytes {bound} must not be negative")
+    size = args.distca_context_parallel_size
+    if size is not None and (size < 1 or args.data_parallel_size % size):
+        raise ValueError(
+            f"--distca-context-parallel-size {size} must divide the {args.data_parallel_size} "
+            "data-parallel ranks"
+        )
+    if scheduler == "wlb-llm" and args.distca_placement == "free" and args.sequence_parallel:
+        raise ValueError(
+            "--distca-scheduler wlb-llm gives ranks different numbers of tokens, which "
+            "--sequence-parallel cannot divide: remove one of the two"
+        )

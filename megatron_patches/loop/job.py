@@ -1,0 +1,70 @@
+"""The interface between DistCA and the training loops that can run it."""
+
+from __future__ import annotations
+
+from argparse import ArgumentParser, Namespace
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from megatron_patches.pipeline.processes import Control
+
+
+@dataclass(frozen=True)
+class DataIterators:
+    """The micro-batches of each split, or None for a split that is not needed.
+
+    Attributes:
+        train: iterator of the training split.
+        valid: iterator of the validation split.
+        test: iterator of the test split.
+        control: control of the dedicated servers; None: there are none.
+        end: function that frees what the splits share, when no micro-batch will follow.
+    """
+
+    train: Iterator[Any] | None
+    valid: Iterator[Any] | None
+    test: Iterator[Any] | None
+    control: Control | None = None
+    end: Callable[[], None] | None = None
+
+    def close(self) -> None:
+        """Dismisses dedicated servers, and finishes."""
+        if self.control is not None:
+            self.control.dismiss()
+        self.finish()
+
+    def finish(self) -> None:
+        """Ends the iterators' threads, and frees what they share."""
+        for iterator in (self.train, self.valid, self.test):
+            if iterator is not None:
+                iterator.close()  # type: ignore[attr-defined]
+        if self.end is not None:
+            self.end()
+
+
+@dataclass(frozen=True)
+class Job:
+    """The parts of a pretraining run that a loop calls; `args` are Megatron-LM's arguments.
+
+    Attributes:
+        add_arguments: `(parser) -> parser`, adds our flags to Megatron's.
+        validate_arguments: `(args)`, raises ValueError before any work starts.
+        build_model: `(args, config, pre_process, post_process, vp_stage, pg_collection) -> model`,
+            builds one stage of the model.
+        build_data: `(args, train_samples, valid_samples, test_samples, processes) ->
+            DataIterators`, resumes from the consumed samples in `args`; `processes` are those of a
+            job with dedicated servers, or None.
+        forward_step: `(data_iterator, model) -> (output, loss_function)`, Megatron's
+            `forward_step_func`; the loss is a sum over tokens, and every `[sum, count]` pair of the
+            report becomes a field of the log line.
+        forward_backward_func: `(args) -> function`, makes what runs the micro-batches of a global
+            batch in place of megatron-core's `get_forward_backward_func()`; None: that one does.
+    """
+
+    add_arguments: Callable[[ArgumentParser], ArgumentParser]
+    validate_arguments: Callable[[Namespace], None]
+    build_model: Callable[..., Any]
+    build_data: Callable[..., DataIterators]
+    forward_step: Callable[..., tuple[Any, Any]]
+    forward_backward_func: Callable[[Namespace], Callable[..., Any] | None]

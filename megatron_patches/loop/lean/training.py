@@ -1,0 +1,490 @@
+"""The lean loop, which does what Megatron-LM's `pretrain()` does on megatron-core alone.
+
+Schedules, data parallelism, optimizers and checkpoints are megatron-core's; the loop calls them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+import os
+import random
+import signal
+import sys
+import time
+import traceback
+from argparse import Namespace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from megatron_patches import cpu
+from megatron_patches.flags.megatron import dedicated_processes, parse_args
+from megatron_patches.loop.job import DataIterators, Job
+from megatron_patches.model.without_te import repair_megatron
+from megatron_patches.pipeline.dedicated import serve
+from megatron_patches.pipeline.processes import Processes
+
+logger = logging.getLogger(__name__)
+
+
+def pretrain(job: Job, process: LaunchedProcess, argv: Sequence[str] | None = None) -> None:
+    """Parses the command line, trains, and ends every process group.
+
+    A rank that fails prints its message and ends at once with a status other than 0, so that the
+    launcher ends the others.
+
+    Args:
+        job: job to run.
+        process: this process, as launched.
+        argv: command line; None: this process's.
+    """
+    from megatron_patches.loop.lean.logs import setup_logging
+
+    setup_logging(process.rank)
+    args = _arguments_or_exit(job, argv, process)
+    with ending_the_job_on_failure():
+        processes = initialize(args, process)
+        if processes is not None and processes.serves_only:
+            serve(job, args, processes)
+        else:
+            _train(build_run(job, args, processes))
+        dist.barrier()
+        dist.destroy_process_group()
+
+
+@contextlib.contextmanager
+def ending_the_job_on_failure() -> Iterator[None]:
+    """Makes a rank that fails inside log its message and end at once with a status other than 0.
+
+    The launcher then ends the other ranks.
+    """
+    try:
+        yield
+    except BaseException as error:
+        if isinstance(error, ValueError):
+            message = f"error: {error}"
+        else:
+            message = traceback.format_exc()
+        logger.critical("%s", message)
+        logging.shutdown()
+        # Ordinary exit would wait for peers and threads that will not end.
+        os._exit(1)
+
+
+@dataclass(frozen=True)
+class LaunchedProcess:
+    """A process as its launcher describes it.
+
+    Attributes:
+        rank: number of the process among all.
+        world_size: number of processes.
+        local_rank: number of the process on its machine.
+        alone: whether no launcher started the process.
+    """
+
+    rank: int = 0
+    world_size: int = 1
+    local_rank: int = 0
+    alone: bool = True
+
+    @staticmethod
+    def by_torchrun(told: Mapping[str, str]) -> LaunchedProcess:
+        """Reads torchrun's description of this process.
+
+        Args:
+            told: environment variables of this process, which are torchrun's interface.
+        """
+        if "RANK" not in told:
+            return LaunchedProcess()
+        return LaunchedProcess(
+            int(told["RANK"]), int(told["WORLD_SIZE"]), int(told["LOCAL_RANK"]), alone=False
+        )
+
+
+def _arguments_or_exit(job: Job, argv: Sequence[str] | None, process: LaunchedProcess) -> Namespace:
+    try:
+        args = parse_args(job.add_arguments, argv, process.world_size)
+        job.validate_arguments(args)
+    except ValueError as error:
+        if process.rank == 0:
+            logger.critical("error: %s", error)
+        sys.exit(2)
+    args.rank = process.rank
+    return args
+
+
+def initialize(args: Namespace, process: LaunchedProcess, store: Any = None) -> Processes | None:
+    """Starts process groups and random seeds, on a GPU of its own where there are any.
+
+    Args:
+        args: flags.
+        process: this process, as launched.
+        store: `torch.distributed.Store` in which processes without a launcher meet.
+
+    Returns:
+        The processes of a job with dedicated servers; None: there are none.
+    """
+    if torch.cuda.is_available():
+        torch.cuda.set_device(process.local_rank)
+    timeout = timedelta(minutes=args.distributed_timeout_minutes)
+    processes = None
+    dedicated = dedicated_processes(args)
+    if dedicated:
+        store, _, _ = next(
+            dist.rendezvous("env://", process.rank, process.world_size)  # type: ignore[attr-defined]
+        )
+        processes = Processes(
+            store,
+            process.rank,
+            args.world_size,
+            dedicated,
+            args.tensor_model_parallel_size,
+            timeout,
+        )
+        processes.init_default_group(args.distributed_backend)
+        if processes.serves_only:
+            return processes
+    else:
+        if store is None and process.alone:
+            # A process by itself needs no address to meet others at.
+            store = dist.HashStore()  # type: ignore[attr-defined]
+        dist.init_process_group(
+            args.distributed_backend,
+            rank=process.rank,
+            world_size=process.world_size,
+            timeout=timeout,
+            store=store,
+        )
+    initialize_megatron(args)
+    return processes
+
+
+def initialize_megatron(args: Namespace) -> None:
+    """Sets megatron-core's process-wide state; `torch.distributed` must be initialised."""
+    from megatron.core import parallel_state, tensor_parallel
+    from megatron.core.num_microbatches_calculator import init_num_microbatches_calculator
+
+    cpu.adapt_megatron()
+    repair_megatron()
+    parallel_state.initialize_model_parallel(
+        args.tensor_model_parallel_size,
+        args.pipeline_model_parallel_size,
+        virtual_pipeline_model_parallel_size=args.virtual_pipeline_model_parallel_size,
+        distributed_timeout_minutes=args.distributed_timeout_minutes,
+    )
+    # Seeds of pipeline stages differ and those of data-parallel ranks don't, as in Megatron-LM.
+    seed = args.seed + 100 * parallel_state.get_pipeline_model_parallel_rank()
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.manual_seed(seed)
+    tensor_parallel.model_parallel_cuda_manual_seed(seed)
+    init_num_microbatches_calculator(
+        dist.get_rank(),
+        None,
+        args.global_batch_size,
+        args.micro_batch_size,
+        args.data_parallel_size,
+    )
+
+
+@dataclass
+class Run:
+    """The parts of a run.
+
+    Attributes:
+        job: job that runs.
+        args: flags.
+        model: model chunks of this rank, wrapped for data parallelism.
+        optimizer: Megatron's optimizer.
+        scheduler: schedule of learning rate and weight decay.
+        data: iterators of micro-batches, one set for each model chunk, or one for all.
+        forward_backward_func: function that runs the micro-batches of a global batch.
+    """
+
+    job: Job
+    args: Namespace
+    model: list[Any]
+    optimizer: Any
+    scheduler: Any
+    data: list[DataIterators]
+    forward_backward_func: Callable[..., list[Any]]
+
+    def iterators(self, which: str) -> Any:
+        """Returns a split's iterators in the form that Megatron's schedules take."""
+        each = [getattr(data, which) for data in self.data]
+        return each if len(each) > 1 else each[0]
+
+
+def build_run(job: Job, args: Namespace, processes: Processes | None = None) -> Run:
+    """Builds model, optimizer and data of a run, and loads `--load`. Collective.
+
+    Args:
+        job: job to run.
+        args: flags.
+        processes: processes of a job with dedicated servers; None: there are none.
+    """
+    from megatron_patches.loop.lean.checkpointing import load_checkpoint
+    from megatron_patches.loop.lean.config import parameter_scheduler
+    from megatron_patches.loop.lean.logs import parameter_count
+
+    model, optimizer = build_model_and_optimizer(job, args)
+    scheduler = parameter_scheduler(args, optimizer)
+    logger.info("parameters on rank 0: %s", f"{parameter_count(model):,}")
+    if args.load is not None:
+        loaded = load_checkpoint(model, optimizer, scheduler, args)
+        if loaded is not None:
+            args.iteration = loaded.iteration
+            args.consumed_train_samples = loaded.consumed_train_samples
+            args.consumed_valid_samples = loaded.consumed_valid_samples
+    evaluations = args.train_iters // args.eval_interval + 1
+    samples = args.global_batch_size
+    data = [
+        job.build_data(
+            args,
+            args.train_iters * samples,
+            evaluations * args.eval_iters * samples,
+            args.eval_iters * samples,
+            processes,
+        )
+        # Ticks hold the micro-batches of all chunks.
+        for _ in (model[:1] if args.distca else model)
+    ]
+    forward_backward_func = choose_forward_backward_func(job, args)
+    return Run(job, args, model, optimizer, scheduler, data, forward_backward_func)
+
+
+def choose_forward_backward_func(job: Job, args: Namespace) -> Callable[..., list[Any]]:
+    """Returns the job's own function, or megatron-core's schedule for the pipeline."""
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+
+    own = job.forward_backward_func(args)
+    return get_forward_backward_func() if own is None else own
+
+
+def build_model_and_optimizer(job: Job, args: Namespace) -> tuple[list[Any], Any]:
+    """Builds this rank's wrapped model chunks and their optimizer. Collective."""
+    from megatron.core import parallel_state
+    from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
+    from megatron.core.enums import ModelType
+    from megatron.core.optimizer import get_megatron_optimizer
+    from megatron.core.transformer.module import Float16Module
+
+    from megatron_patches.loop.lean.config import ddp_config, optimizer_config, transformer_config
+
+    config = transformer_config(args)
+    model: list[Any] = []
+    virtual_stages = args.virtual_pipeline_model_parallel_size
+    for number in range(virtual_stages or 1):
+        vp_stage = None if virtual_stages is None else number
+        ends = {"ignore_virtual": vp_stage is None, "vp_stage": vp_stage}
+        chunk = job.build_model(
+            args,
+            config,
+            parallel_state.is_pipeline_first_stage(**ends),
+            parallel_state.is_pipeline_last_stage(**ends),
+            vp_stage,
+        )
+        chunk.model_type = ModelType.encoder_or_decoder
+        if torch.cuda.is_available():
+            chunk.cuda(torch.cuda.current_device())
+        model.append(Float16Module(config, chunk) if args.bf16 else chunk)
+    model = [
+        DistributedDataParallel(
+            config,
+            ddp_config(args),
+            chunk,
+            # Gradients of later virtual stages are ready at odd times: one bucket each.
+            disable_bucketing=number > 0,
+        )
+        for number, chunk in enumerate(model)
+    ]
+    for chunk in model:
+        chunk.broadcast_params()
+    one_or_all = model[0] if len(model) == 1 else model
+    optimizer = get_megatron_optimizer(optimizer_config(args), model)
+    config.finalize_model_grads_func = finalize_model_grads
+    config.grad_scale_func = optimizer.scale_loss
+    if args.overlap_grad_reduce:
+        syncs = [chunk.no_sync for chunk in model]
+        config.no_sync_func = syncs if isinstance(one_or_all, list) else syncs[0]
+    if args.overlap_param_gather:
+        gathers = [chunk.start_param_sync for chunk in model]
+        config.param_sync_func = gathers if isinstance(one_or_all, list) else gathers[0]
+    return model, optimizer
+
+
+def forward_backward(run: Run, which: str, forward_only: bool) -> dict[str, float]:
+    """Runs all micro-batches of a global batch, and averages the loss function's reports.
+
+    Every rank returns the averages, also where another pipeline stage computed the loss.
+    """
+    from megatron.core import parallel_state
+    from megatron.core.num_microbatches_calculator import get_num_microbatches
+
+    from megatron_patches.loop.lean.logs import average_losses
+
+    reports = run.forward_backward_func(
+        forward_step_func=run.job.forward_step,
+        data_iterator=run.iterators(which),
+        model=run.model,
+        num_microbatches=get_num_microbatches(),
+        # A micro-batch is one packed sequence, however many windows it holds.
+        seq_length=run.args.seq_length * run.args.micro_batch_size,
+        micro_batch_size=1,
+        forward_only=forward_only,
+    )
+    losses = {
+        name: value.item()
+        for name, value in average_losses(
+            reports, parallel_state.get_data_parallel_group(with_context_parallel=True)
+        ).items()
+    }
+    if run.args.pipeline_model_parallel_size > 1:
+        shared = [losses]
+        dist.broadcast_object_list(
+            shared,
+            src=parallel_state.get_pipeline_model_parallel_last_rank(),
+            group=parallel_state.get_pipeline_model_parallel_group(),
+        )
+        losses = shared[0]
+    return losses
+
+
+def train_step(run: Run) -> tuple[dict[str, float], bool, float | None]:
+    """Runs one iteration.
+
+    Returns:
+        Averages of the loss function's reports, whether the update was skipped, and the gradient
+        norm.
+
+    Raises:
+        ValueError: the loss is not a number, unless `--no-check-for-nan-in-loss-and-grad`.
+    """
+    for chunk in run.model:
+        chunk.train()
+        chunk.zero_grad_buffer()
+    run.optimizer.zero_grad()
+    losses = forward_backward(run, "train", forward_only=False)
+    if run.args.check_for_nan_in_loss_and_grad and not np.isfinite(losses["lm loss"]):
+        raise ValueError(
+            f"the loss is {losses['lm loss']} at iteration {run.args.iteration + 1}: lower --lr, "
+            "or go on all the same with --no-check-for-nan-in-loss-and-grad"
+        )
+    successful, grad_norm, _ = run.optimizer.step()
+    if successful:
+        run.scheduler.step(increment=run.args.global_batch_size)
+    run.args.iteration += 1
+    run.args.consumed_train_samples += run.args.global_batch_size
+    return losses, not successful, grad_norm
+
+
+@torch.no_grad()
+def evaluate(run: Run, which: str) -> dict[str, float]:
+    """Evaluates the mean losses of `--eval-iters` global batches of a split."""
+    for chunk in run.model:
+        chunk.eval()
+    totals: dict[str, float] = {}
+    for _ in range(run.args.eval_iters):
+        for name, value in forward_backward(run, which, forward_only=True).items():
+            totals[name] = totals.get(name, 0.0) + value / run.args.eval_iters
+        if which == "valid":
+            run.args.consumed_valid_samples += run.args.global_batch_size
+    return totals
+
+
+class _TerminationSignal:
+    """A handler of SIGTERM that lets the run end at an iteration's end."""
+
+    def __init__(self) -> None:
+        self._came = False
+        signal.signal(signal.SIGTERM, self._remember)
+
+    def _remember(self, number: int, frame: Any) -> None:
+        self._came = True
+
+    def came_on_any_rank(self) -> bool:
+        """Whether any rank got the signal. Collective."""
+        device = "cuda" if dist.get_backend() == "nccl" else "cpu"
+        came = torch.tensor([int(self._came)], device=device)
+        dist.all_reduce(came, op=dist.ReduceOp.MAX)
+        return bool(came.item())
+
+
+def _train(run: Run) -> None:
+    """Trains, evaluates and saves until the last iteration, an exit interval or a signal."""
+    from megatron_patches.loop.lean.logs import TrainingLog
+
+    args = run.args
+    log = TrainingLog(args, args.iteration)
+    terminated = _TerminationSignal() if args.exit_signal_handler else None
+    save = functools.partial(_save, run)
+    started = time.monotonic()
+    saved_at = args.iteration
+    while args.iteration < args.train_iters:
+        cpu_seconds = time.process_time()
+        losses, skipped, grad_norm = train_step(run)
+        cpu_seconds = time.process_time() - cpu_seconds
+        log.iteration_done(
+            args.iteration,
+            losses,
+            learning_rate=run.optimizer.param_groups[0]["lr"],
+            loss_scale=run.optimizer.get_loss_scale().item(),
+            grad_norm=grad_norm,
+            skipped=skipped,
+            cpu_seconds=cpu_seconds,
+        )
+        paused = time.perf_counter()
+        if args.eval_iters and args.iteration % args.eval_interval == 0:
+            log.evaluated(f"iteration {args.iteration}", evaluate(run, "valid"), args.iteration)
+        if args.save_interval and args.iteration % args.save_interval == 0:
+            save()
+            saved_at = args.iteration
+        log.pause(time.perf_counter() - paused)
+        if _must_exit(args, terminated, started):
+            logger.info("exiting at iteration %d", args.iteration)
+            break
+    else:
+        if args.eval_iters:
+            where = f"iteration {args.iteration} on the"
+            log.evaluated(f"{where} validation set", evaluate(run, "valid"), args.iteration)
+            if run.iterators("test") is not None:
+                log.evaluated(f"{where} test set", evaluate(run, "test"), args.iteration)
+    if args.save and saved_at != args.iteration:
+        save()
+    log.close()
+    for data in run.data:
+        data.close()
+
+
+def _must_exit(args: Namespace, terminated: _TerminationSignal | None, started: float) -> bool:
+    """Whether the run ends before its last iteration. Collective."""
+    if terminated is not None and terminated.came_on_any_rank():
+        logger.info("exiting because of SIGTERM")
+        return True
+    if args.exit_duration_in_mins is not None:
+        late = torch.tensor([int(time.monotonic() - started > 60 * args.exit_duration_in_mins)])
+        if dist.get_backend() == "nccl":
+            late = late.cuda()
+        dist.all_reduce(late, op=dist.ReduceOp.MAX)
+        if late.item():
+            return True
+    return bool(args.exit_interval) and args.iteration % args.exit_interval == 0
+
+
+def _save(run: Run) -> None:
+    from megatron_patches.loop.lean.checkpointing import LoadedState, save_checkpoint
+
+    args = run.args
+    if args.overlap_param_gather:
+        # The optimizer leaves it to the next forward pass to gather what other ranks updated.
+        for chunk in run.model:
+            chunk.start_param_sync(force_sync=True)
+    state = LoadedState(args.iteration, args.consumed_train_samples, args.consumed_valid_samples)
+    save_checkpoint(run.model, run.optimizer, run.scheduler, args, state)

@@ -1,0 +1,190 @@
+"""Core-attention modules for Megatron's layer specs.
+
+Both read the documents from `PackedSeqParams`: megatron-core hands that object unchanged to the
+module at `spec.submodules.self_attention.submodules.core_attention`.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.transformer.module import MegatronModule
+
+from distca.attention import Kernel
+from distca.attention.packed import packed_attention
+from distca.runtime import CoreAttention, ProgramRun
+
+
+@dataclass(frozen=True)
+class NanoBatch:
+    """One of the two nano-batches of a micro-batch.
+
+    Attributes:
+        number: 0 for ping, 1 for pong.
+        name: name in the timeline.
+        lends_keys: whether this is ping and a document of pong begins in it, so that pong needs
+            ping's keys and values.
+        borrowed_rows: rows of ping with the keys of that document, int64, if this is pong; None:
+            there is no such document.
+    """
+
+    number: int
+    name: str
+    lends_keys: bool = False
+    borrowed_rows: torch.Tensor | None = None
+
+
+@dataclass
+class CoreAttentionRun:
+    """The state of a micro-batch's core attention while it runs, shared by both nano-batches.
+
+    Attributes:
+        core_attention: runtime of the plans.
+        program: this rank's part of the plans, and the next event.
+        lent_keys: keys and values of ping in the current layer, for pong.
+    """
+
+    core_attention: CoreAttention
+    program: ProgramRun
+    lent_keys: tuple[torch.Tensor, torch.Tensor] | None = None
+
+
+@dataclass
+class DocumentParams(PackedSeqParams):
+    """`PackedSeqParams` with what core attention of the micro-batch needs.
+
+    Attributes:
+        documents_cu_seqlens: start of each document in this rank's tokens, int32
+            `[documents + 1]` on the CPU; for attention on the rank itself.
+        nano_batches: ping and pong, where the micro-batch runs as two nano-batches.
+        nano_batch: nano-batch that this describes; None: a whole micro-batch.
+        run: state of disaggregated core attention; None: attention on the rank itself.
+    """
+
+    documents_cu_seqlens: torch.Tensor | None = None
+    nano_batches: tuple[DocumentParams, DocumentParams] | None = None
+    nano_batch: NanoBatch | None = None
+    run: CoreAttentionRun | None = None
+
+
+class _CoreAttentionModule(MegatronModule):
+    """A core-attention module as megatron-core's `SelfAttention` expects it.
+
+    Raises:
+        ValueError: attention dropout or another attention type than causal self-attention.
+    """
+
+    def __init__(
+        self,
+        config: Any,
+        layer_number: int,
+        attn_mask_type: Any,
+        attention_type: str,
+        attention_dropout: float | None = None,
+        softmax_scale: float | None = None,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(config=config)
+        dropout = config.attention_dropout if attention_dropout is None else attention_dropout
+        if dropout:
+            raise ValueError(
+                f"attention dropout {dropout} is not supported here: set --attention-dropout 0"
+            )
+        if attention_type != "self":
+            raise ValueError(f"{attention_type}-attention is not supported: only self-attention")
+        self.layer_number = layer_number
+        self.softmax_scale = softmax_scale or 1.0 / math.sqrt(config.kv_channels)
+
+
+class DisaggregatedCoreAttention(_CoreAttentionModule):
+    """Core attention computed by the attention servers of the micro-batch's plan."""
+
+    def forward(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        packed_seq_params: DocumentParams | None = None,
+        **kwargs: Any,
+    ) -> torch.Tensor:
+        """Computes core attention by the plan.
+
+        Args:
+            query: queries `[tokens, heads, head_dim]`.
+            key: keys `[tokens, kv_heads, head_dim]`.
+            value: values `[tokens, kv_heads, head_dim]`.
+            attention_mask: ignored, since the plan has the mask.
+            packed_seq_params: description of the micro-batch.
+            **kwargs: ignored.
+
+        Returns:
+            `[tokens, heads * head_dim]`.
+        """
+        run: CoreAttentionRun | None = getattr(packed_seq_params, "run", None)
+        if packed_seq_params is None or run is None:
+            raise ValueError(
+                "disaggregated core attention was called without a plan: run the model by "
+                "megatron_patches.pipeline"
+            )
+        number, name, own_keys = 0, None, (key, value)
+        if packed_seq_params.nano_batch is not None:
+            nano_batch = packed_seq_params.nano_batch
+            number, name = nano_batch.number, nano_batch.name
+            if nano_batch.borrowed_rows is not None:
+                # Ping always runs a layer before pong.
+                assert run.lent_keys is not None
+                key, value = (
+                    torch.cat([own, lent.index_select(0, nano_batch.borrowed_rows)])
+                    for own, lent in zip(own_keys, run.lent_keys, strict=True)
+                )
+                run.lent_keys = None
+            if nano_batch.lends_keys:
+                assert run.lent_keys is None
+                run.lent_keys = own_keys
+        labels = {"layer": self.layer_number, "nano_batch": name}
+        out_THD = run.core_attention(
+            query, key, value, run.program, self.softmax_scale, labels, number
+        )
+        return out_THD.reshape(query.shape[0], -1)
+
+
+class PackedCoreAttention(_CoreAttentionModule):
+    """Plain core attention over packed documents, for Megatron's local layer spec.
+
+    Does what Transformer Engine does with `PackedSeqParams`, on any device that has a kernel.
+    """
+
+    def __init__(
+        self, config: Any, *args: Any, window_left: int | None, kernel: Kernel, **kwargs: Any
+    ) -> None:
+        super().__init__(config, *args, **kwargs)
+        self.window_left = window_left
+        self._kernel = kernel
+
+    def forward(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        packed_seq_params: DocumentParams | None = None,
+        **kwargs: Any,
+    ) -> torch.Tensor:
+        """Computes core attention; shapes are those of `DisaggregatedCoreAttention.forward`."""
+        if packed_seq_params is None or packed_seq_params.documents_cu_seqlens is None:
+            raise ValueError("packed core attention was called without documents")
+        out_THD = packed_attention(
+            query,
+            key,
+            value,
+            packed_seq_params.documents_cu_seqlens,
+            self._kernel,
+            window_left=self.window_left,
+            softmax_scale=self.softmax_scale,
+        )
+        return out_THD.reshape(query.shape[0], -1)

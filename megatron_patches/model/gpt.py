@@ -1,0 +1,123 @@
+"""The GPT model: Megatron's, with its core attention alone replaced."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from typing import Any
+
+import torch
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import (
+    get_gpt_layer_local_spec,
+    get_gpt_layer_with_transformer_engine_spec,
+)
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import (
+    TransformerBlockSubmodules,
+    get_num_layers_to_build,
+)
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from distca.attention import select_kernel
+from megatron_patches.flags.distca import mask_from_args
+from megatron_patches.model.core_attention import DisaggregatedCoreAttention, PackedCoreAttention
+from megatron_patches.model.cuda_graphs import CudaGraphEngine, graph_layers
+from megatron_patches.model.norm import SequenceParallelNorm
+from megatron_patches.model.ping_pong import run_layers_in_turn
+from megatron_patches.model.rotary import rotate_by_position_ids
+
+
+def uses_dense_mask(args: Namespace) -> bool:
+    """Whether a dense mask keeps documents apart in Megatron's own `DotProductAttention`.
+
+    Plain Megatron's local attention (`--attention-backend local` or `unfused`) needs one. Its
+    memory grows with the square of the tokens: the reference, for small runs.
+    """
+    backend = getattr(args.attention_backend, "name", args.attention_backend)
+    return not args.distca and args.transformer_impl == "local" and backend in ("local", "unfused")
+
+
+def uses_own_attention(args: Namespace) -> bool:
+    """Whether core attention is ours: with `--distca`, or packed on the local layer spec."""
+    return args.distca or (args.transformer_impl == "local" and not uses_dense_mask(args))
+
+
+def build_model(
+    args: Namespace,
+    config: TransformerConfig,
+    pre_process: bool = True,
+    post_process: bool = True,
+    vp_stage: int | None = None,
+    pg_collection: Any = None,
+) -> GPTModel:
+    """Builds one pipeline stage (or virtual stage) of the GPT model that the arguments describe."""
+    model = GPTModel(
+        config=config,
+        transformer_layer_spec=_block_spec(args, config, vp_stage),
+        vocab_size=args.padded_vocab_size,
+        max_sequence_length=args.max_position_embeddings,
+        pre_process=pre_process,
+        post_process=post_process,
+        fp16_lm_cross_entropy=getattr(args, "fp16_lm_cross_entropy", False),
+        parallel_output=True,
+        share_embeddings_and_output_weights=not args.untie_embeddings_and_output_weights,
+        position_embedding_type=args.position_embedding_type,
+        rotary_percent=args.rotary_percent,
+        rotary_base=args.rotary_base,
+        rope_scaling=getattr(args, "use_rope_scaling", False),
+        rope_scaling_factor=getattr(args, "rope_scaling_factor", 8.0),
+        seq_len_interpolation_factor=getattr(args, "rotary_seq_len_interpolation_factor", None),
+        vp_stage=vp_stage,
+        pg_collection=pg_collection,
+    )
+    return adapt_model(args, model)
+
+
+def adapt_model(args: Namespace, model: GPTModel) -> GPTModel:
+    """Makes a GPT model follow the token positions and nano-batches of our micro-batches."""
+    if args.position_embedding_type == "rope" and (
+        uses_own_attention(args) or uses_dense_mask(args)
+    ):
+        rotate_by_position_ids(model)
+    if args.distca:
+        for layer in model.decoder.layers:
+            # Core attention keeps no more than inputs and outputs, so recomputing gains nothing.
+            layer.self_attention.checkpoint_core_attention = False
+        if args.distca_cuda_graphs:
+            graph_layers(model, CudaGraphEngine())
+        if args.distca_ping_pong:
+            run_layers_in_turn(model)
+    return model
+
+
+def replace_core_attention(args: Namespace, layer_spec: ModuleSpec) -> None:
+    """Puts the core attention that the arguments describe into a layer spec, and nothing else."""
+    attention = layer_spec.submodules.self_attention.submodules
+    if args.distca:
+        attention.core_attention = DisaggregatedCoreAttention
+    elif uses_own_attention(args):
+        # All layers share the kernel, which keeps the documents' starts on the GPU.
+        kernel = select_kernel("cuda" if torch.cuda.is_available() else "cpu")
+        window_left = mask_from_args(args).window_left
+        attention.core_attention = ModuleSpec(
+            PackedCoreAttention, params={"window_left": window_left, "kernel": kernel}
+        )
+
+
+def _block_spec(args: Namespace, config: TransformerConfig, vp_stage: int | None) -> Any:
+    if args.transformer_impl == "transformer_engine":
+        spec = get_gpt_layer_with_transformer_engine_spec(qk_layernorm=args.qk_layernorm)
+        replace_core_attention(args, spec)
+        return spec
+    spec = get_gpt_layer_local_spec(
+        qk_layernorm=args.qk_layernorm, normalization=args.normalization
+    )
+    replace_core_attention(args, spec)
+    # The local spec's norms refuse sequence parallelism without apex.
+    spec.submodules.input_layernorm = SequenceParallelNorm
+    spec.submodules.pre_mlp_layernorm = SequenceParallelNorm
+    if args.qk_layernorm:
+        attention = spec.submodules.self_attention.submodules
+        attention.q_layernorm = attention.k_layernorm = SequenceParallelNorm
+    layers = get_num_layers_to_build(config, vp_stage=vp_stage)
+    return TransformerBlockSubmodules(layer_specs=[spec] * layers, layer_norm=SequenceParallelNorm)

@@ -1,0 +1,171 @@
+"""Two nano-batches, ping and pong, through the layers: each communicates while the other computes.
+
+Paper, Section 4.1 and Figure 7. The layers are Megatron's own; each nano-batch runs them as a
+coroutine, which core attention suspends until the program of the tick (`distca.schedule.program`)
+has its turn.
+
+Post-attention of a layer and pre-attention of the next are one piece: nothing waits between them.
+Tensor-parallel collectives are part of a piece, on a process group of their own, so they run beside
+the other nano-batch's exchange. Autograd goes back through all pieces in exactly the opposite
+order, since it takes the operation that was recorded last among those that are ready; both
+nano-batches are recorded by one thread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+from megatron.core import tensor_parallel
+from megatron.core.models.gpt import GPTModel
+from megatron.core.utils import make_viewless_tensor
+
+from distca.runtime import ProgramRun
+from megatron_patches.model.core_attention import DocumentParams
+from megatron_patches.model.recompute import groups_of_layers
+
+
+class Turns:
+    """Coroutines of nano-batches, each of which runs until the next event is the other's.
+
+    Args:
+        program: order of events, which says whose turn it is.
+    """
+
+    def __init__(self, program: ProgramRun) -> None:
+        # Imported here: only runs with --distca-ping-pong need it.
+        import greenlet
+
+        self._greenlet, self._program = greenlet, program
+
+    def run(self, functions: Sequence[Callable[[], Any]]) -> list[Any]:
+        """Runs the function of each nano-batch to its end, and returns what they return."""
+        main, with_gradients = self._greenlet.getcurrent(), torch.is_grad_enabled()
+        results: list[Any] = [None] * len(functions)
+
+        def keep(number: int, function: Callable[[], Any]) -> None:
+            results[number] = function()
+
+        def give_way() -> None:
+            # Kept, as the only state of a thread in torch that differs between nano-batches.
+            of_this_one = torch.is_grad_enabled()
+            main.switch()
+            torch.set_grad_enabled(of_this_one)
+
+        coroutines = [
+            self._greenlet.greenlet(partial(keep, number, function))
+            for number, function in enumerate(functions)
+        ]
+        self._program.give_way = give_way
+        try:
+            while not all(each.dead for each in coroutines):
+                event = self._program.next_event
+                assert event is not None, "layers go on after the program's end"
+                coroutines[event.nano_batch].switch()
+                torch.set_grad_enabled(with_gradients)
+        finally:
+            self._program.give_way = None
+        return results
+
+
+def run_layers_in_turn(model: GPTModel) -> None:
+    """Makes a GPT model's layers run a micro-batch's nano-batches in turn, where it has two."""
+    block = model.decoder
+    block.forward = partial(_forward, block, block.forward)
+    for module in model.modules():
+        # In their first call Transformer Engine's layers don't add fused weight gradients to
+        # `main_grad`, they replace it. That would be ping's, whose backward pass comes last, and
+        # pong's would be lost. `main_grad` starts as zeros in any case.
+        if hasattr(module, "is_first_microbatch"):
+            module.is_first_microbatch = False
+
+
+def _forward(
+    block: Any,
+    plain: Callable[..., torch.Tensor],
+    hidden_states: torch.Tensor | None,
+    attention_mask: torch.Tensor | None = None,
+    *,
+    rotary_pos_emb: torch.Tensor | None = None,
+    packed_seq_params: DocumentParams | None = None,
+    **others: Any,
+) -> torch.Tensor:
+    """Does what megatron-core's `TransformerBlock.forward` does, for two nano-batches."""
+    if packed_seq_params is None or packed_seq_params.nano_batches is None:
+        return plain(
+            hidden_states,
+            attention_mask,
+            rotary_pos_emb=rotary_pos_emb,
+            packed_seq_params=packed_seq_params,
+            **others,
+        )
+    config, nano_batches = block.config, packed_seq_params.nano_batches
+    shards = config.tensor_model_parallel_size if config.sequence_parallel else 1
+    hidden = hidden_states if block.pre_process else block.input_tensor
+    assert hidden is not None
+    # Each nano-batch is one sequence to rotary embedding.
+    sizes = [int(each.max_seqlen_q) for each in nano_batches]
+    parts = torch.split(hidden, [size // shards for size in sizes])
+    angles: Sequence[torch.Tensor | None] = [None, None]
+    if rotary_pos_emb is not None:
+        angles = _split_rows(rotary_pos_emb, sizes, shards)
+
+    assert packed_seq_params.run is not None
+    program = packed_seq_params.run.program
+
+    def run(layers: Sequence[Any], *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        functions = [
+            partial(_run_layers, layers, part, nano_batch, angle, others)
+            for part, nano_batch, angle in zip(inputs, nano_batches, angles, strict=True)
+        ]
+        result = tuple(Turns(program).run(functions))
+        program.send_ahead()
+        return result
+
+    random = tensor_parallel.get_cuda_rng_tracker().fork() if shards > 1 else nullcontext()
+    with random:
+        for group in groups_of_layers(len(block.layers), config):
+            run_group = partial(run, [block.layers[number] for number in group.layers])
+            if group.recomputed and block.training:
+                parts = tensor_parallel.checkpoint(
+                    run_group, config.distribute_saved_activations, *parts
+                )
+            else:
+                parts = run_group(*parts)
+    result = torch.cat(parts)
+    if block.final_layernorm is not None:
+        result = block.final_layernorm(result)
+    return make_viewless_tensor(inp=result, requires_grad=True, keep_graph=True)
+
+
+def _run_layers(
+    layers: Sequence[Any],
+    hidden: torch.Tensor,
+    params: DocumentParams,
+    angles: torch.Tensor | None,
+    others: dict[str, Any],
+) -> torch.Tensor:
+    """Runs one nano-batch through some layers."""
+    passed = {
+        name: value
+        for name, value in others.items()
+        if name.startswith("rotary_pos") or name in ("attention_bias", "sequence_len_offset")
+    }
+    for layer in layers:
+        hidden, _ = layer(
+            hidden_states=hidden,
+            attention_mask=None,
+            rotary_pos_emb=angles,
+            packed_seq_params=params,
+            **passed,
+        )
+    return hidden
+
+
+def _split_rows(rows: torch.Tensor, sizes: list[int], shards: int) -> list[torch.Tensor]:
+    """Divides rows in the order of `batches.planned.nano_order` into those of each nano-batch."""
+    pieces = torch.split(rows, [size // shards for size in sizes] * shards)
+    return [torch.cat(pieces[number :: len(sizes)]) for number in range(len(sizes))]

@@ -1,0 +1,61 @@
+"""Rotary embedding by each token's own position.
+
+Megatron numbers the tokens of a sequence (or of each packed document) from zero. A document that
+continues from another rank starts elsewhere, so the model is told every token's position.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from megatron.core.models.gpt import GPTModel
+
+
+class TokenRotaryEmbedding(torch.nn.Module):
+    """Stands in for megatron-core's `RotaryEmbedding` and uses its frequencies.
+
+    Attributes:
+        positions: position of each token in its document, int64 `[tokens]`; set before each
+            forward pass of the model (see `rotate_by_position_ids`).
+    """
+
+    def __init__(self, rotary: Any) -> None:
+        super().__init__()
+        self._rotary = rotary
+        self.positions: torch.Tensor | None = None
+
+    def get_rotary_seq_len(self, *args: Any, **kwargs: Any) -> int:
+        return int(self._rotary.get_rotary_seq_len(*args, **kwargs))
+
+    def forward(self, max_seq_len: int, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """The angles of each token, float32 `[tokens, 1, 1, rotary_dim]`."""
+        if self.positions is None:
+            raise RuntimeError("the model was called without position_ids")
+        inv_freq = self._rotary.inv_freq.to(self.positions.device)
+        positions = self.positions.to(inv_freq.dtype)
+        if self._rotary.seq_len_interpolation_factor is not None:
+            # Multiplied rather than divided, to round as megatron-core does.
+            positions = positions * (1 / self._rotary.seq_len_interpolation_factor)
+        angles = torch.outer(positions, inv_freq)
+        if self._rotary.rotary_interleaved:
+            angles = angles.repeat_interleave(2, dim=-1)
+        else:
+            angles = torch.cat((angles, angles), dim=-1)
+        return angles[:, None, None, :]
+
+
+def rotate_by_position_ids(model: GPTModel) -> None:
+    """Makes a GPT model's rotary embedding follow the `position_ids` of each call.
+
+    The `cu_seqlens_*_padded` of the call's `PackedSeqParams` must describe one sequence, so that
+    megatron-core applies the angles token by token.
+    """
+    rotary = TokenRotaryEmbedding(model.rotary_pos_emb)
+    model.rotary_pos_emb = rotary
+
+    def remember_positions(module: Any, args: Any, kwargs: Any) -> None:
+        position_ids = kwargs["position_ids"] if "position_ids" in kwargs else args[1]
+        rotary.positions = position_ids.reshape(-1)
+
+    model.register_forward_pre_hook(remember_positions, with_kwargs=True)

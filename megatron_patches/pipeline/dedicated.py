@@ -1,0 +1,64 @@
+"""Dedicated attention servers: processes that hold no model and only serve (paper, Section 8).
+
+A dedicated server makes the same plans from the same data as all other ranks. Before each global
+batch the first rank tells it which split the batch is of.
+"""
+
+from __future__ import annotations
+
+import math
+import signal
+from argparse import Namespace
+
+import torch
+
+from megatron_patches.batches.stream import Split
+from megatron_patches.batches.ticks import TickStream
+from megatron_patches.loop.job import DataIterators, Job
+from megatron_patches.pipeline.idle_rank import serve_tick
+from megatron_patches.pipeline.processes import Processes
+
+
+def serve(job: Job, args: Namespace, processes: Processes) -> None:
+    """Runs a dedicated process, which serves instead of training. Collective with the whole job.
+
+    Args:
+        job: job that the other processes run.
+        args: arguments of the job, the same in all processes.
+        processes: processes of the job.
+    """
+    if args.exit_signal_handler:
+        # Ranks with a model end at the end of an iteration, and dismiss this process.
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    samples, evaluations = args.global_batch_size, args.train_iters // args.eval_interval + 1
+    data = job.build_data(
+        args,
+        args.train_iters * samples,
+        evaluations * args.eval_iters * samples,
+        args.eval_iters * samples,
+        processes,
+    )
+    control = data.control
+    assert control is not None
+    while (split := control.next_split()) is not None:
+        _serve_global_batch(args, _ticks(data, split))
+    data.finish()
+
+
+def _ticks(data: DataIterators, split: Split) -> TickStream:
+    ticks = getattr(data, split)
+    assert isinstance(ticks, TickStream)
+    return ticks
+
+
+def _serve_global_batch(args: Namespace, ticks: TickStream) -> None:
+    tick_input = next(ticks)
+    batches = ticks.batches
+    activation = torch.empty(0, dtype=args.params_dtype, device=ticks.device)
+    layers = range(1, 1 + sum(len(group.layers) for group in batches.layer_groups))
+    with batches.core_attention.transport.checked():
+        for number in range(len(tick_input.schedule.ticks)):
+            if number:
+                tick_input = next(ticks)
+            placed = batches.placed(tick_input)
+            serve_tick(batches, placed, list(layers), 1 / math.sqrt(args.kv_channels), activation)

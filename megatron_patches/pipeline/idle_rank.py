@@ -1,0 +1,60 @@
+"""A tick of a rank without a micro-batch, which serves the core attention of the others."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from distca.runtime import Call, ProgramRun
+from distca.schedule.program import NANO_BATCHES
+from megatron_patches.batches.ticks import TickBatches, TickInput
+
+
+@torch.no_grad()
+def serve_tick(
+    batches: TickBatches,
+    tick_input: TickInput,
+    layer_numbers: Sequence[int],
+    softmax_scale: float,
+    activation: torch.Tensor,
+) -> None:
+    """Follows the tick's program without tokens of its own.
+
+    Args:
+        batches: maker of the tick.
+        tick_input: input of the tick.
+        layer_numbers: numbers of a chunk's layers, for the timeline.
+        softmax_scale: factor of the scores.
+        activation: tensor of the activations' type on their device.
+    """
+    shape = batches.batches.planner.config.shape
+    q = activation.new_empty((0, shape.heads, shape.head_dim))
+    k = activation.new_empty((0, shape.kv_heads, shape.head_dim))
+    names = NANO_BATCHES if len(tick_input.exchanges) > 1 else (None,)
+    run = ProgramRun(tick_input.exchanges, tick_input.program)
+    calls: dict[int, Call] = {}
+    while (event := run.next_event) is not None:
+        direction, step, nano_batch, layer = event
+        run.take_turn(direction, step, nano_batch)
+        if step == "start":
+            labels = {"layer": layer_numbers[layer], "nano_batch": names[nano_batch]}
+            calls[nano_batch] = batches.core_attention.serving_call(
+                run, nano_batch, softmax_scale, labels
+            )
+        call = calls[nano_batch]
+        match direction, step:
+            case "forward", "start":
+                call.start(q, k, k)
+            case "forward", "compute":
+                call.compute()
+            case "forward", "finish":
+                call.finish()
+            case "backward", "start":
+                call.start_backward_without_tokens(q, k)
+            case "backward", "compute":
+                call.compute_backward()
+            case "backward", "finish":
+                call.finish_backward()
+            case _:
+                raise AssertionError(f"{event}: all ranks have tokens where keys are sent ahead")

@@ -1,0 +1,146 @@
+"""The processes of a job with dedicated attention servers, and the messages that steer the servers.
+
+The servers are the last processes of the job. The processes before them form the default process
+group, which is all that Megatron sees: megatron-core divides it as ever.
+"""
+
+from __future__ import annotations
+
+import json
+from argparse import Namespace
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore
+
+from megatron_patches.batches.stream import SPLITS, Split
+
+_END = -1
+
+Place = tuple[int, int, int]
+"""Tensor-parallel rank, stage and data-parallel rank of a process with a model."""
+
+
+@dataclass(frozen=True)
+class Processes:
+    """All processes of a job, those with a model first.
+
+    Attributes:
+        store: store in which all processes meet.
+        rank: rank of this process among all.
+        with_model: number of processes that hold a model.
+        dedicated: number of processes that only serve.
+        tensor_parallel_size: number of processes of a server, one for each part of the heads.
+        timeout: time after which a process gives up waiting for the others.
+    """
+
+    store: Any
+    rank: int
+    with_model: int
+    dedicated: int
+    tensor_parallel_size: int
+    timeout: timedelta
+
+    @property
+    def serves_only(self) -> bool:
+        return self.rank >= self.with_model
+
+    @property
+    def dedicated_servers(self) -> int:
+        return self.dedicated // self.tensor_parallel_size
+
+    @property
+    def tensor_parallel_rank(self) -> int:
+        """Tensor-parallel rank of this dedicated process."""
+        assert self.serves_only
+        return (self.rank - self.with_model) % self.tensor_parallel_size
+
+    @property
+    def dedicated_number(self) -> int:
+        """Number of this dedicated process's server among the dedicated servers."""
+        assert self.serves_only
+        return (self.rank - self.with_model) // self.tensor_parallel_size
+
+    def init_default_group(self, backend: str) -> None:
+        """Makes torch's default process group, of the processes of this one's kind. Collective."""
+        name, first, size = (
+            ("dedicated servers", self.with_model, self.dedicated)
+            if self.serves_only
+            else ("model", 0, self.with_model)
+        )
+        dist.init_process_group(
+            backend,
+            store=PrefixStore(name, self.store),
+            rank=self.rank - first,
+            world_size=size,
+            timeout=self.timeout,
+        )
+
+    def share_places(self, places: list[Place] | None) -> list[Place]:
+        """Tells all processes the places of those with a model; dedicated ones give None."""
+        key = "places of the processes with a model"
+        if places is None:
+            self.store.wait([key], self.timeout)
+            return [(t, s, d) for t, s, d in json.loads(self.store.get(key))]
+        if self.rank == 0:
+            self.store.set(key, json.dumps(places))
+        return places
+
+    def exchange_group(self, places: list[Place], tensor_parallel_rank: int) -> Any:
+        """Makes the group of all processes that exchange with this one. Collective."""
+        members = [n for n, place in enumerate(places) if place[0] == tensor_parallel_rank]
+        members += range(
+            self.with_model + tensor_parallel_rank,
+            self.with_model + self.dedicated,
+            self.tensor_parallel_size,
+        )
+        store = PrefixStore(f"exchange {tensor_parallel_rank}", self.store)
+        rank, size = members.index(self.rank), len(members)
+        # torch's own new_group() knows processes of the default group alone.
+        if dist.get_backend() == "nccl":
+            options = dist.ProcessGroupNCCL.Options()
+            options.is_high_priority_stream = True
+            options._timeout = self.timeout
+            return dist.ProcessGroupNCCL(store, rank, size, options)
+        return dist.ProcessGroupGloo(store, rank, size, self.timeout)
+
+
+class Control:
+    """Messages of the first rank to the dedicated servers. All calls are collective.
+
+    Args:
+        group: process group of the ranks that exchange.
+        device: device of their tensors.
+    """
+
+    def __init__(self, group: Any, device: torch.device) -> None:
+        self._group, self._device = group, device
+
+    def _broadcast(self, numbers: list[int]) -> list[int]:
+        told = torch.tensor(numbers, dtype=torch.int64, device=self._device)
+        options = dist.BroadcastOptions()
+        options.rootRank, options.rootTensor = 0, 0
+        self._group.broadcast([told], options).wait()
+        return told.tolist()
+
+    def share_consumed(self, args: Namespace) -> None:
+        """Tells dedicated servers the consumed samples, at which a checkpoint left off."""
+        args.consumed_train_samples, args.consumed_valid_samples = self._broadcast(
+            [args.consumed_train_samples, args.consumed_valid_samples]
+        )
+
+    def announce(self, split: Split) -> None:
+        """Tells that a global batch of a split comes next."""
+        self._broadcast([SPLITS.index(split)])
+
+    def dismiss(self) -> None:
+        """Tells that no global batch follows."""
+        self._broadcast([_END])
+
+    def next_split(self) -> Split | None:
+        """Waits for the split of the next global batch; None: no global batch follows."""
+        (number,) = self._broadcast([_END])
+        return None if number == _END else SPLITS[number]

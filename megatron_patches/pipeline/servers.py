@@ -1,0 +1,93 @@
+"""The process groups that exchange with each other, and the numbers of their attention servers."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from dataclasses import dataclass
+from datetime import timedelta
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+
+from distca.plan.span import Int64s
+from distca.transport import new_exchange_group
+from megatron_patches.batches.ticks import PipelineLayout
+from megatron_patches.pipeline.processes import Control, Place, Processes
+
+
+@dataclass(frozen=True)
+class Servers:
+    """The attention servers as one of them sees them.
+
+    Attributes:
+        group: process group of this tensor-parallel index.
+        layout: stages and numbers of the servers.
+        control: control of the dedicated servers; None: there are none.
+    """
+
+    group: dist.ProcessGroup
+    layout: PipelineLayout
+    control: Control | None
+
+
+def find_servers(
+    args: Namespace, device: torch.device, processes: Processes | None = None
+) -> Servers:
+    """Finds the servers that exchange with this process. Collective.
+
+    Args:
+        args: Megatron-LM's arguments.
+        device: device of the model.
+        processes: processes of a job with dedicated servers; None: there are none.
+    """
+    chunks = args.virtual_pipeline_model_parallel_size or 1
+    if processes is not None and processes.serves_only:
+        places, index = processes.share_places(None), processes.tensor_parallel_rank
+        group = processes.exchange_group(places, index)
+        table = server_table(places, index)
+        number = int(table.size) + processes.dedicated_number
+        layout = PipelineLayout(None, chunks, table, number, processes.dedicated_servers)
+        return Servers(group, layout, Control(group, device))
+    place = (
+        parallel_state.get_tensor_model_parallel_rank(),
+        parallel_state.get_pipeline_model_parallel_rank(),
+        parallel_state.get_data_parallel_rank(),
+    )
+    index, stage, data_parallel_rank = place
+    places = [place] * dist.get_world_size()
+    dist.all_gather_object(places, place)
+    table = server_table(places, index)
+    number = int(table[stage, data_parallel_rank])
+    if processes is None:
+        # Groups of their own, so that exchanges are never ordered among other collectives.
+        timeout = timedelta(minutes=args.distributed_timeout_minutes)
+        groups = [
+            new_exchange_group(
+                [rank for rank, other in enumerate(places) if other[0] == each], timeout
+            )
+            for each in range(parallel_state.get_tensor_model_parallel_world_size())
+        ]
+        return Servers(groups[index], PipelineLayout(stage, chunks, table, number), None)
+    group = processes.exchange_group(processes.share_places(places), index)
+    layout = PipelineLayout(stage, chunks, table, number, processes.dedicated_servers)
+    return Servers(group, layout, Control(group, device))
+
+
+def server_table(places: list[Place], tensor_parallel_rank: int) -> Int64s:
+    """Numbers the servers of a tensor-parallel index: see `PipelineLayout.servers`.
+
+    Args:
+        places: places of the processes with a model.
+        tensor_parallel_rank: tensor-parallel index.
+
+    Returns:
+        Server numbers in the order of the processes, int64 `[stages, data-parallel ranks]`.
+    """
+    mine = [place[1:] for place in places if place[0] == tensor_parallel_rank]
+    stages, ranks = (1 + max(column) for column in zip(*mine, strict=True))
+    table = np.empty((stages, ranks), dtype=np.int64)
+    for server, (stage, rank) in enumerate(mine):
+        table[stage, rank] = server
+    return table

@@ -1,0 +1,61 @@
+"""The choice of a transport by a run's flags."""
+
+from __future__ import annotations
+
+import logging
+from argparse import Namespace
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from distca.transport import CollectiveTransport, Signal, SingleStream, Transport, TransportError
+
+logger = logging.getLogger(__name__)
+
+
+def make_transport(args: Namespace, group: dist.ProcessGroup, device: torch.device) -> Transport:
+    """Makes the transport between the ranks of a group. Collective.
+
+    Args:
+        args: Megatron-LM's arguments.
+        group: process group of the ranks, which nothing else uses.
+        device: device of the rows.
+
+    Raises:
+        ValueError: the transport cannot connect these ranks.
+        TransportError: the transport cannot be started, and `--distca-transport` is not auto.
+    """
+    transport = _make(args, group, device)
+    if args.distca_ablation == "single-stream":
+        return SingleStream(transport)
+    if args.distca_ablation == "signal":
+        logger.warning("--distca-ablation signal moves no data: LOSSES ARE NOT MEANINGFUL")
+        return Signal(transport)
+    return transport
+
+
+def _make(args: Namespace, group: dist.ProcessGroup, device: torch.device) -> Transport:
+    wanted = args.distca_transport
+    timeout = timedelta(minutes=args.distributed_timeout_minutes)
+    if wanted == "shm":
+        from distca.transport.shared_memory import SharedMemoryTransport
+
+        return SharedMemoryTransport(group, timeout)
+    if wanted == "collective":
+        return CollectiveTransport(group, device)
+    if device.type != "cuda":
+        logger.info("transport: collective (gloo), since there is no GPU")
+        return CollectiveTransport(group, device)
+    from distca.transport.nvshmem import NvshmemTransport
+
+    try:
+        transport = NvshmemTransport(group, device, timeout, args.distca_nvshmem_mode)
+    except TransportError as error:
+        if wanted == "nvshmem":
+            raise
+        # All ranks fall back, since every rank has the same error.
+        logger.warning("transport: collective (NCCL), since nvshmem does not start: %s", error)
+        return CollectiveTransport(group, device)
+    logger.info("transport: nvshmem, which starts here; it copies by %s", args.distca_nvshmem_mode)
+    return transport

@@ -1,0 +1,281 @@
+"""The benchmarks that are meant for GPUs, and those of whole steps, in a small form."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import sysconfig
+from collections.abc import Sequence
+from importlib.machinery import PathFinder
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from benchmarks.training.report import table
+from benchmarks.training.setting import PLAIN, SHORT, Setting, document_lengths, pairs_of_ranks
+from benchmarks.training.step import Step
+from benchmarks.training.summary import summarize
+from benchmarks.training.throughput import build_parser, peak_of_gpu, setting_of
+from distca.attention.reference import document_visibility
+from distca.cost.model_sizes import ModelSize
+from distca.plan import Mask
+
+ROOT = Path(__file__).parents[2]
+MODULES = sorted((ROOT / "benchmarks").rglob("*.py"))
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2")
+
+
+def run(script: str, output: Path, *flags: str, launcher: Sequence[str] = ()) -> str:
+    # As typed from the repository's root: Python is not told where the repository is.
+    environment = {name: os.environ[name] for name in os.environ if name != "PYTHONPATH"}
+    done = subprocess.run(
+        [sys.executable, *launcher, f"benchmarks/{script}.py", *flags, "--output", str(output)],
+        cwd=ROOT,
+        env=environment | {"OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
+
+
+def test_every_command_finds_the_repository() -> None:
+    """Before it imports any of it; and Python finds that through the first of its paths."""
+    found = "sys.path.insert(0, str(Path(__file__).parents[2]))"
+    for path in MODULES:
+        text = path.read_text()
+        ours = re.search(r"^from (benchmarks|distca|megatron_patches)\b", text, re.MULTILINE)
+        if "__main__" in text and ours is not None:
+            assert found in text[: ours.start()], path
+
+
+def test_no_module_hides_an_installed_one() -> None:
+    """Python looks in a command's own folder before it looks where packages are installed."""
+    installed = [sysconfig.get_path("purelib"), sysconfig.get_path("platlib")]
+    for path in MODULES:
+        if path.parent.parent == ROOT / "benchmarks":
+            assert path.stem not in sys.stdlib_module_names, path
+            assert PathFinder.find_spec(path.stem, installed) is None, path
+
+
+def test_the_rate_of_short_shards(tmp_path) -> None:
+    sizes = ["--tokens", "512", "--keys", "1024", "--shards", "8", "512", "--repeats", "3"]
+    printed = run("kernels/attention", tmp_path, "--device", "cpu", *sizes)
+    rows = json.loads((tmp_path / "kernels_cpu.json").read_text())["rows"]
+    assert [row["shard_length"] for row in rows] == [8, 512]
+    assert max(row["of_best"] for row in rows) == 1
+    assert min(row["backward_tflops"] for row in rows) > 0
+    assert (tmp_path / "kernels_cpu.png").stat().st_size > 1000
+    assert "| 512 |" in printed
+
+
+def test_one_layer_on_virtual_servers(tmp_path) -> None:
+    """All ways compute the same; the benchmark itself holds bytes against the plans'."""
+    sizes = ["--servers", "3", "--seq-length", "512", "--hidden-size", "64", "--heads", "4"]
+    run("kernels/layer", tmp_path, "--device", "cpu", *sizes, "--repeats", "1")
+    rows = {
+        row["way"]: row for row in json.loads((tmp_path / "layer_cpu.json").read_text())["rows"]
+    }
+    assert set(rows) == {"packed", "whole", "ping-pong, one stream", "ping-pong"}
+    sums = [row["sum_of_outputs"] for row in rows.values()]
+    assert sums == pytest.approx([sums[0]] * 4, rel=1e-5)
+    assert rows["ping-pong"]["bytes"] > 0
+    assert rows["whole"]["max_over_mean"] <= rows["packed"]["max_over_mean"]
+
+
+def test_step_time_and_bytes_by_tolerance(tmp_path) -> None:
+    sizes = ["--processes", "2", "--seq-length", "512", "--hidden-size", "128", "--layers", "1"]
+    sizes += ["--batches", "1", "--rounds", "1", "--servers", "4", "--tokens", "4096"]
+    run("plans/tolerance", tmp_path, *sizes, "--tolerances", "0", "0.5")
+    found = json.loads((tmp_path / "tolerance.json").read_text())
+    for scheduler in ("greedy", "tiles"):
+        strict, loose = found["processes"][scheduler]
+        assert strict["megabytes"] >= loose["megabytes"]
+        assert min(strict["seconds"], loose["seconds"]) > 0
+        strict, loose = found["model"][scheduler]
+        assert strict["megabytes"] >= loose["megabytes"]
+        assert strict["compute_ms"] <= loose["compute_ms"]
+    assert (tmp_path / "tolerance.png").stat().st_size > 1000
+
+
+def test_throughput_under_torchrun(tmp_path) -> None:
+    """Two processes that torchrun started, with Megatron's own flags for all ways."""
+    sizes = ["--seq-length", "512", "--hidden-size", "64", "--num-layers", "1", "--batches", "1"]
+    sizes += ["--rounds", "1", "--mixes", "pretrain", "--schedulers", "tiles", "--seed", "4"]
+    megatron = ["--num-query-groups", "2", "--use-distributed-optimizer", "--overlap-grad-reduce"]
+    megatron += ["--overlap-param-gather", "--bf16", "--peak-tflops", "0.5"]
+    printed = run("training/throughput", tmp_path, *sizes, *megatron, launcher=TORCHRUN)
+    written = (tmp_path / "throughput.md").read_text()
+    assert "torchrun ... benchmarks/training/throughput.py --seq-length 512" in written
+    assert str(tmp_path) not in written
+    assert "--output DIR\n" in written
+    assert printed.strip().endswith(written.split("\n\n")[-1].strip())
+    found = json.loads((tmp_path / "throughput.json").read_text())
+    setting = Setting.of_json(found["setting"])
+    assert (setting.processes, found["model"]["kv_heads"]) == (2, 2)
+    summary = found["mixes"]["pretrain"]
+    plain, *ways = summary["ways"].values()
+    assert [*summary["ways"]] == [PLAIN, "tiles, ping-pong", "tiles, whole"]
+    assert plain["pairs_max_over_mean"] > 1.3
+    for way in ways:
+        assert way["pairs_max_over_mean"] < 1.1
+        assert way["kernels_max_over_mean"] >= 1
+        assert 0 < way["exposed_share"] < 1
+        assert way["peak_bytes"] > 0
+        assert max(way["bytes_sent_of_ranks"]) > 0
+        assert way["ratio"] == pytest.approx(plain["seconds"] / way["seconds"])
+        # Half a TFLOP/s of each of two processes.
+        assert way["mfu"] == pytest.approx(summary["model_flops"] / way["seconds"] / 1e12)
+
+
+def setting_from(*flags: str, started: int = 2) -> Setting:
+    return setting_of(*build_parser().parse_known_args(flags), started)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--processes", "4"], "--processes 4, but the launcher started 2"),
+        (["--tensor-model-parallel-size", "4"], "2 processes are no multiple of tensor x pipeline"),
+        (["--distca-scheduler=tiles"], "--distca-scheduler is not for this benchmark: give --sch"),
+        (["--save", "x"], "--save does nothing here"),
+        (["--num-query-groups", "3"], "--num-query-groups 3 does not divide"),
+        (["--schedulers", "tiles", "--distca-backward", "keep", "--rounds", "0"], "--rounds 0"),
+    ],
+)
+def test_throughput_refuses(flags, message) -> None:
+    with pytest.raises(ValueError, match=message):
+        setting_from(*flags)
+
+
+def test_the_peak_is_known_of_some_gpus() -> None:
+    assert peak_of_gpu("NVIDIA H100 80GB HBM3") == 990
+    assert peak_of_gpu("NVIDIA H100 PCIe") is None
+
+
+@pytest.mark.parametrize("window", [None, 9])
+def test_operations_of_a_step(window) -> None:
+    """Against torch's own count of a layer, and pairs counted one by one."""
+    tokens, hidden, heads, kv_heads, head_dim, ffn, vocabulary = 6, 20, 4, 2, 8, 24, 40
+    model = ModelSize(3, hidden, heads, kv_heads, head_dim, ffn, vocabulary)
+
+    def linear(x: torch.Tensor, width: int) -> torch.Tensor:
+        return x @ torch.randn(x.shape[-1], width, requires_grad=True)
+
+    with FlopCounterMode(display=False) as counter:
+        x = torch.randn(tokens, hidden, requires_grad=True)
+        for _ in range(model.layers):
+            q, k, v = (linear(x, n * head_dim) for n in (heads, kv_heads, kv_heads))
+            q, k, v = (each.view(tokens, -1, head_dim).transpose(0, 1) for each in (q, k, v))
+            k, v = (each.repeat_interleave(heads // kv_heads, dim=0) for each in (k, v))
+            out = (q @ k.transpose(1, 2)).softmax(-1) @ v
+            x = linear(out.transpose(0, 1).reshape(tokens, -1), hidden)
+            x = linear(linear(x, ffn) * linear(x, ffn), hidden)
+        linear(x, vocabulary).sum().backward()
+    # Every query saw every key.
+    assert model.training_flops(tokens, tokens**2) == counter.get_total_flops()
+
+    setting = setting_from("--seq-length", "128", "--batches", "2", "--micro-batches", "2")
+    lengths = document_lengths(setting, "pretrain")
+    visible = document_visibility(lengths, window).numpy()
+    # Samples in turn: of a batch's micro-batches, each rank's tokens.
+    counts = visible.sum(axis=1).reshape(2, 2, 2, 128).sum(axis=-1)
+    np.testing.assert_array_equal(pairs_of_ranks(setting, "pretrain", Mask(window)), counts)
+
+
+def timeline(waits: Sequence[int], kernels: Sequence[int], pairs: int) -> list[dict]:
+    """A forward and a backward tick of 10 seconds each; seconds of their spans."""
+    events = []
+    for tick, phase in enumerate(("forward", "backward")):
+        labels = {"tick": tick, "phase": phase, "pairs": pairs}
+        for name, lane, seconds in (
+            (f"{phase}: micro-batch 0", "ticks", 10),
+            ("wait for dispatch", "exchange", waits[tick]),
+            ("wait for return", "exchange", waits[tick]),
+            ("return", "exchange", 3),
+            ("core attention", "kernels", kernels[tick]),
+            ("pass on", "pipeline", 1),
+        ):
+            times = {"dur": seconds * 1e6, "tdur": seconds * 5e5}
+            events.append({"name": name, "cat": lane, "args": labels} | times)
+    return events
+
+
+def test_imbalance_and_exposed_communication() -> None:
+    """Two ranks, by hand."""
+    setting = setting_from(
+        *("--seq-length", "128", "--schedulers", "tiles", "--modes", "whole"),
+        *("--batches", "1", "--rounds", "2", "--mixes", "pretrain"),
+    )
+    ranks = []
+    for waits, kernels, pairs in (((1, 2), (2, 4), 100), ((0, 1), (4, 2), 300)):
+        step = Step(seconds=20.0)
+        step.read_timeline(timeline(waits, kernels, pairs))
+        assert (step.ticks, step.pairs) == ([5.0, 5.0], [pairs])
+        assert step.kernel_seconds == [*kernels]
+        plain, short = ([[Step(seconds=seconds)] * 2] for seconds in (25.0, 5.0))
+        ranks.append({PLAIN: plain, "tiles": [[step, step]], SHORT: short})
+    model = ModelSize(1, 8, 1, 1, 8, 8, 8)
+    summary = summarize(setting, "pretrain", ranks, model, Mask())
+    plain, way = summary["ways"][PLAIN], summary["ways"]["tiles"]
+    # Rank 0 waits six of twenty seconds, rank 1 two.
+    assert way["exposed_share"] == pytest.approx((6 + 2) / 2 / 20)
+    assert way["pairs_max_over_mean"] == pytest.approx(300 / 200)
+    # In each tick all wait for the slower, though both ranks have six seconds of work.
+    assert way["kernels_max_over_mean"] == pytest.approx((4 + 4) / (3 + 3))
+    assert way["ratio"] == pytest.approx(25 / 20)
+    assert way["mfu"] is None
+    loads = pairs_of_ranks(setting, "pretrain", Mask())[0, 0]
+    assert plain["pairs_max_over_mean"] == pytest.approx(loads.max() / loads.mean())
+    head, _, first, second = table(setting, {"pretrain": summary}).splitlines()
+    assert "MFU" not in head
+    assert "exposed" in head
+    assert first.startswith("| pretrain | plain | ")
+    assert "| 20.0% |" in second
+
+
+def can_make_namespaces() -> bool:
+    """Root, with the tools, on a kernel that lets links be slowed."""
+    if os.geteuid() != 0 or not (shutil.which("ip") and shutil.which("tc")):
+        return False
+    name = f"distcatest{os.getpid()}"
+    if subprocess.run(["ip", "netns", "add", name], capture_output=True, check=False).returncode:
+        return False
+    slow = f"ip netns exec {name} tc qdisc replace dev lo root tbf rate 1mbit burst 9kb latency 1s"
+    able = subprocess.run(slow.split(), capture_output=True, check=False).returncode == 0
+    subprocess.run(["ip", "netns", "del", name], check=False)
+    return able
+
+
+def test_a_slow_link(tmp_path) -> None:
+    if not can_make_namespaces():
+        pytest.skip("needs root, iproute2 and network namespaces with token buckets")
+    small = ["--seq-lengths", "256", "--busy", "0.5", "--layers", "1", "--rounds", "1"]
+    before = {"command": "another run", "setting": "elsewhere", "rounds": 1, "rows": []}
+    (tmp_path / "slow_link.json").write_text(json.dumps([before]))
+    run("links/slow_link", tmp_path, *small, "--append")
+    there, found = json.loads((tmp_path / "slow_link.json").read_text())
+    whole, row = found["rows"]
+    assert there == before
+    # Documents that are whole in a nano-batch need fewer keys of other ranks.
+    assert (whole["documents"], row["documents"]) == (2, 1)
+    assert whole["ways"]["ping-pong"]["bytes"] < row["ways"]["ping-pong"]["bytes"]
+    assert "another run" in (tmp_path / "slow_link.md").read_text()
+    ways = row["ways"]
+    # Head groups move the same bytes as whole heads, with overlap or without; signals hardly any.
+    assert ways["single-stream"]["bytes"] == ways["ping-pong"]["bytes"]
+    assert ways["2 head groups"]["bytes"] == ways["4 head groups"]["bytes"]
+    assert ways["4 head groups"]["bytes"] == ways["ping-pong"]["bytes"]
+    assert 0 < ways["signal"]["bytes"] < 1000 < ways["ping-pong"]["bytes"]
+    link = ways["ping-pong"]["bytes"] * 8 / 1e6 / row["mbit_per_s"]
+    assert row["link_seconds"] == pytest.approx(link)
+    assert "over signal: single-stream" in (tmp_path / "slow_link.md").read_text()
+    assert (tmp_path / "slow_link.png").stat().st_size > 0

@@ -1,0 +1,242 @@
+"""The paper's experiments on simulated clusters: what is run, remembered and picked."""
+
+from __future__ import annotations
+
+import csv
+import json
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from benchmarks.cluster import paper, sweep
+from benchmarks.cluster.search import Sweep, best_baselines, best_with_plans
+from benchmarks.cluster.sweep import Case, Runner, Unit, paper_distribution
+from distca.documents.lengths import draw
+from distca.simulate import CLUSTERS, Candidate, candidates
+from distca.simulate.advice import estimate
+
+CASE = Case("llama-8b", "pretrain", 131_072, 8, 64)
+
+
+def test_batches_are_sequences_of_the_papers_documents() -> None:
+    batch = CASE.batch(3)
+    assert [int(sequence.sum()) for sequence in batch] == [131_072] * 8
+    again = CASE.batch(3)
+    assert all((one == other).all() for one, other in zip(batch, again, strict=True))
+    for longest in (131_072, 524_288):
+        shares = {}
+        for name in ("pretrain", "prolong"):
+            lengths = draw(paper_distribution(name, longest), 2**28, 0)
+            assert lengths.max() <= longest
+            shares[name] = float(lengths[lengths >= 32_768].sum() / lengths.sum())
+        # ProLong's mixture has 60% of its tokens in long documents.
+        assert shares["prolong"] == pytest.approx(0.6, abs=0.03)
+
+
+def test_what_was_run_is_not_run_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "runs.jsonl"
+    candidate = Candidate("wlb-llm", 8, 1, 4, 2, 1)
+    units = [Unit(CASE, candidate, seed) for seed in range(2)]
+    first = Runner(path, 1).run(units, "test")
+    assert all(row["fits"] and row["tokens"] == 2**20 for row in first)
+    # The last line was not written to its end.
+    path.write_text(path.read_text()[:-5])
+
+    def count(unit: Unit) -> dict[str, Any]:
+        return {"key": unit.key, "seconds": -1.0}
+
+    monkeypatch.setattr(sweep, "run_unit", count)
+    monkeypatch.setattr(sweep, "ProcessPoolExecutor", ThreadPoolExecutor)
+    again = Runner(path, 1).run([*units, Unit(CASE, candidate, 7)], "test")
+    assert sum(row["seconds"] < 0 for row in again) == 2
+    assert sum(row in first for row in again) == 1
+    assert len([json.loads(line) for line in path.open()]) == 3
+
+
+class Told:
+    """Runs that take what is said; in how many batches a configuration fits is said, too."""
+
+    def __init__(self, seconds: dict[Candidate, float], fits_in: dict[Candidate, int]) -> None:
+        self.seconds, self.fits_in = seconds, fits_in
+        self.ran: list[Unit] = []
+
+    def run(self, units: list[Unit], title: str) -> list[dict[str, Any]]:
+        self.ran += units
+        return [
+            {
+                "seconds": self.seconds.get(sizes(unit.candidate), 0.5) * self.of_batch(unit),
+                "fits": unit.seed < self.fits_in.get(sizes(unit.candidate), 0),
+                "tokens": 100,
+                "memory_gb": 1.0 + unit.seed,
+                "idle": 0.0,
+                "exposed": 0.0,
+            }
+            for unit in units
+        ]
+
+    def of_batch(self, unit: Unit) -> float:
+        return 1.0
+
+    @property
+    def candidates(self) -> list[Candidate]:
+        return list(dict.fromkeys(sizes(unit.candidate) for unit in self.ran))
+
+
+def sizes(candidate: Candidate) -> Candidate:
+    return replace(candidate, tolerance=None)
+
+
+def test_the_baseline_that_is_fastest_over_all_batches_is_best() -> None:
+    able = candidates("wlb-llm", CASE.workload, [8], [1])
+    fastest, next_one, later = able[:3]
+
+    class Changing(Told):
+        def of_batch(self, unit: Unit) -> float:
+            """What is fastest in the first batch is slow in the others."""
+            return 9.0 if unit.candidate == later and unit.seed else 1.0
+
+    told = Changing({fastest: 1.0, next_one: 2.0, later: 0.9}, {fastest: 2, next_one: 3, later: 3})
+    best = best_baselines(told, [CASE], "wlb-llm", [1], 3)[CASE]  # type: ignore[arg-type]
+    assert best.candidate == next_one
+    assert (best.tokens_per_second, best.memory_gb) == (50.0, 3.0)
+    assert best.simulated == best.tried == len(able)
+    # All but two are out of memory in the first batch or the third.
+    assert best.out_of_memory == best.tried - 2
+    none = best_baselines(Told({}, {}), [CASE], "wlb-llm", [1], 3)[CASE]  # type: ignore[arg-type]
+    assert (none.candidate, str(none)) == (None, "out of memory")
+
+
+SWEEP = Sweep(batches=1, most_promising=2, finalists=1, tolerances=(0.1, 0.02))
+
+
+def by_promise() -> list[Candidate]:
+    first = CASE.batch(0)
+    return sorted(
+        candidates("tiles", CASE.workload, [8], [1, 2, 4]),
+        key=lambda c: estimate(c, CASE.workload, first),
+    )
+
+
+def test_a_sweep_goes_on_until_enough_fit() -> None:
+    order = by_promise()
+    assert len(order) > 8
+    # The most promising ones are out of memory: the first of those that fit is far down.
+    told = Told({}, {order[-1]: 3})
+    best = best_with_plans(told, [CASE], "tiles", [1, 2, 4], 3, SWEEP)[CASE]  # type: ignore[arg-type]
+    assert best.candidate is not None
+    assert sizes(best.candidate) == order[-1]
+    assert best.simulated == len(order)
+    assert best.out_of_memory == best.tried - 1
+    # Where nothing fits everything has run, so that it may say so.
+    none = best_with_plans(Told({}, {}), [CASE], "tiles", [1, 2, 4], 3, SWEEP)[CASE]  # type: ignore[arg-type]
+    assert none.out_of_memory == none.tried >= none.simulated == len(order)
+    assert str(none) == "out of memory"
+    # What has not run is not said to be out of memory.
+    told = Told({}, dict.fromkeys(order, 3))
+    best = best_with_plans(told, [CASE], "tiles", [1, 2, 4], 3, SWEEP)[CASE]  # type: ignore[arg-type]
+    assert told.candidates == order[:2]
+    assert best.simulated == 2
+    assert best.out_of_memory == best.tried - len(order)
+
+
+def test_a_finalist_out_of_memory_makes_room_for_the_next() -> None:
+    first, second = by_promise()[:2]
+    told = Told({first: 1.0, second: 2.0}, {first: 2, second: 3})
+    best = best_with_plans(told, [CASE], "tiles", [1, 2, 4], 3, SWEEP)[CASE]  # type: ignore[arg-type]
+    assert best.candidate is not None
+    assert sizes(best.candidate) == second
+    assert best.tokens_per_second == 50.0
+    assert (best.simulated, best.out_of_memory) == (2, 1)
+    # Both are out of memory in the last batch: one that has not run yet is found.
+    third = by_promise()[4]
+    told = Told({first: 1.0, second: 2.0}, {first: 2, second: 2, third: 3})
+    best = best_with_plans(told, [CASE], "tiles", [1, 2, 4], 3, SWEEP)[CASE]  # type: ignore[arg-type]
+    assert best.candidate is not None
+    assert sizes(best.candidate) == third
+    told = Told({first: 1.0, second: 2.0}, {first: 2, second: 2})
+    none = best_with_plans(told, [CASE], "tiles", [1, 2, 4], 3, SWEEP)[CASE]  # type: ignore[arg-type]
+    assert (none.candidate, none.out_of_memory) == (None, none.tried)
+
+
+def test_results_are_of_one_program_and_one_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    unit = Unit(CASE, Candidate("wlb-llm", 8, 1, 4, 2, 1), 0)
+    key = unit.key
+    assert key == replace(unit).key != replace(unit, seed=1).key
+    monkeypatch.setitem(
+        CLUSTERS,
+        "dgx-h200",
+        replace(CLUSTERS["dgx-h200"], memory_gb=CLUSTERS["dgx-h200"].memory_gb + 1),
+    )
+    other = unit.key
+    assert other != key
+    monkeypatch.setattr(sweep, "sources", lambda: "of another version")
+    assert unit.key not in (key, other)
+
+
+def test_results_are_of_one_list_of_published_lengths(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = "L,cp,tp,duration_per_doc\n65536,1,1,200.0\n131072,1,1,800.0\n"
+    (tmp_path / "attention_forward_h100.csv").write_text(rows)
+    unit = Unit(replace(CASE, published=str(tmp_path)), Candidate("wlb-llm", 8, 1, 4, 2, 1), 0)
+    keys = []
+    for longest in (100_000, 50_000):
+        unit.case.published_lengths.write_text(json.dumps([100, 20_000, longest]))
+        sweep.digest_of.cache_clear()
+        keys.append(unit.key)
+    assert keys[0] != keys[1] == unit.key
+    # What draws from them is part of the program.
+    program: list[Path] = []
+    monkeypatch.setattr(sweep, "digest_of", lambda *paths: str(program.extend(paths)))
+    sweep.sources.__wrapped__()
+    assert {"published_lengths.py", "lengths.py", "index.py", "ticks.py"} <= {
+        path.name for path in program
+    }
+
+
+def test_a_command_in_a_report_names_no_path(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lengths = json.dumps([100, 20_000, 131_072] * 100)
+    for name in ("wlbllm", "prolong"):
+        (tmp_path / f"document_lengths_{name}.json").write_text(lengths)
+    rows = "L,cp,tp,duration_per_doc\n65536,1,1,200.0\n131072,1,1,800.0\n"
+    (tmp_path / "attention_forward_h100.csv").write_text(rows)
+    command = ["paper.py", f"--published={tmp_path}", "fig3", "--output", str(tmp_path)]
+    monkeypatch.setattr(sys, "argv", [*command, "--batches", "1", "--processes", "1"])
+    paper.main()
+    text = (tmp_path / "fig3_published.md").read_text()
+    assert "`python benchmarks/cluster/paper.py fig3 --batches 1 --published DIR`" in text
+    assert "lengths published with WLB-LLM" in text
+    assert str(tmp_path) not in text
+    assert "(fig3_published.png)" in text
+    assert not (tmp_path / "fig3.md").exists()
+
+
+@pytest.mark.parametrize("name", ["appendix", "fig3"])
+def test_an_experiment_writes_its_files(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = ["paper.py", name, "--output", str(tmp_path), "--batches", "1", "--processes", "1"]
+    monkeypatch.setattr(sys, "argv", command)
+    paper.main()
+    text = (tmp_path / f"{name}.md").read_text()
+    assert capsys.readouterr().out.strip() == text.strip()
+    assert f"`python benchmarks/cluster/paper.py {name} --batches 1`" in text
+    rows = list(csv.DictReader((tmp_path / f"{name}.csv").open()))
+    if name == "appendix":
+        assert [int(float(row["shards"])) for row in rows] == [31, 30, 29]
+        return
+    shares = [float(row["all-gather share"]) for row in rows]
+    # The paper: 3% on 2 nodes, nearly 40% on 32.
+    assert shares == sorted(shares)
+    assert 0.01 < shares[0] < 0.05
+    assert 0.3 < shares[-1] < 0.45
+    assert (tmp_path / "fig3.png").stat().st_size > 5000
+    keys = [json.loads(line)["key"] for line in (tmp_path / "runs.jsonl").open()]
+    assert len(keys) == len(np.unique(keys)) == 5

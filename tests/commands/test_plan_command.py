@@ -1,0 +1,279 @@
+"""`distca plan`, links, and saved plans."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from distca.commands.plan import cut_to_pieces, shuffled
+from distca.cost.link import Links
+from distca.cost.model_sizes import MODELS
+from distca.cost.profile import Profile
+from distca.cost.volume import AttentionShape, PlanBytes
+from distca.plan import Mask, load_plan, save_plan
+from distca.schedule import SCHEDULERS
+from support.commands import Command
+from support.random_plans import random_lengths, random_plan
+
+SMALL = "--servers 4 --tokens-per-server 4096 --model llama-8b".split()
+
+
+@pytest.fixture
+def command(capsys: pytest.CaptureFixture[str]) -> Command:
+    return Command("plan", capsys)
+
+
+@pytest.fixture
+def lengths_file(tmp_path: Path) -> str:
+    path = tmp_path / "lengths.json"
+    path.write_text(json.dumps([9000, 100, 1, *[400] * 15]))
+    return str(path)
+
+
+def test_json_has_the_metrics(command, lengths_file: str) -> None:
+    found = json.loads(command.run("--lengths", lengths_file, *SMALL, "--json"))
+    assert found["scheduler"] == "tiles"
+    assert (found["documents"], found["tokens"]) == (18, 15101)
+    assert found["load_max_over_mean_before"] >= found["load_max_over_mean"] >= 1
+    assert found["bytes_total"] >= found["bytes_max_sent"] > 0
+    assert found["bytes_max_received"] > 0
+    assert found["tasks"] >= 18
+    assert 4 <= found["kernel_calls"] <= 8
+    assert found["plan_seconds"] > 0
+    assert found["exchange_seconds"] > 0
+
+
+def test_a_readable_table(command, lengths_file: str) -> None:
+    text = command.run("--lengths", lengths_file, *SMALL, "--scheduler", "greedy")
+    assert text.startswith("plan by greedy for 4 servers")
+    assert "18 of 15,101 tokens" in text
+    assert "planned in" in text
+
+
+def test_all_schedulers_in_one_table(command, lengths_file: str) -> None:
+    text = command.run("--lengths", lengths_file, *SMALL, "--compare")
+    assert [line.split()[0] for line in text.splitlines()[1:-1]] == list(SCHEDULERS)
+    rows = json.loads(command.run("--lengths", lengths_file, *SMALL, "--compare", "--json"))
+    assert list(rows) == list(SCHEDULERS)
+    assert all("bytes_total" in row for row in rows.values())
+    # One that cannot be made says why, and the others are still there.
+    rows = json.loads(
+        command.run(
+            *("--lengths", lengths_file, *SMALL, "--compare", "--json"),
+            *("--context-parallel-size", "3"),
+        )
+    )
+    assert "does not divide 4 ranks" in rows["ring-zigzag"]["error"]
+    assert "bytes_total" in rows["tiles"]
+
+
+def test_save_load_and_plot(command, lengths_file: str, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    plan_file, picture = tmp_path / "new" / "plan.json", tmp_path / "plan.png"
+    made = command.run(
+        *("--lengths", lengths_file, *SMALL, "--save", str(plan_file), "--plot", str(picture)),
+    )
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    saved = json.loads(plan_file.read_text())
+    assert saved["documents"][:3] == [9000, 100, 1]
+    assert [sum(end - start for _, start, end in rank) for rank in saved["placement"]] == [
+        3776,
+        3775,
+        3775,
+        3775,
+    ]
+    assert saved["configuration"]["servers"] == 4
+    assert saved["configuration"]["shape"]["heads"] == 32
+    covered = sum(
+        Mask().pairs(q_start, q_end, kv_start, kv_end)
+        for _, q_start, q_end, kv_start, kv_end, _ in saved["tasks"]
+    )
+    assert covered == sum(n * (n + 1) // 2 for n in saved["documents"])
+    loaded = command.run("--load", str(plan_file))
+    assert loaded.splitlines() == made.splitlines()[:-1]
+    svg = tmp_path / "again.svg"
+    command.run("--load", str(plan_file), "--plot", str(svg))
+    assert "<svg" in svg.read_text()
+    saved["tasks"].pop()
+    plan_file.write_text(json.dumps(saved))
+    assert "visible pairs are not all covered" in command.refused("--load", str(plan_file))
+
+
+def test_a_row_of_the_comparison_has_the_figures_of_the_json(command, lengths_file) -> None:
+    """Gigabytes and times in units and digits of their own; packed moves nothing."""
+    given = ["--lengths", lengths_file, *SMALL, "--compare"]
+    text, rows = command.run(*given), json.loads(command.run(*given, "--json"))
+    found = rows["tiles"]
+    cells = [
+        f"{found['load_max_over_mean']:.3f}",
+        f"{found['bytes_total'] / 1e9:.3f}",
+        f"{found['bytes_max_sent'] / 1e9:.3f}",
+        f"{found['bytes_max_received'] / 1e9:.3f}",
+        f"{1e3 * found['link_seconds_max']:.2f}",
+        str(found["tasks"]),
+        str(found["kernel_calls"]),
+        f"{found['tokens_max_over_mean']:.3f}",
+    ]
+    (line,) = (line for line in text.splitlines() if line.startswith("tiles "))
+    # The last column is a time, which no two runs share.
+    assert line.split()[1 : 1 + len(cells)] == cells
+
+
+@pytest.mark.parametrize("window", [None, 40])
+def test_saved_plans_are_the_same_plans(tmp_path: Path, window: int | None) -> None:
+    rng = np.random.default_rng(5)
+    lengths = random_lengths(rng, 4 * 300)
+    plan = random_plan(rng, lengths, 4, 300, Mask(window))
+    save_plan(plan, tmp_path / "p.json", {"made": "for a test"})
+    again, configuration = load_plan(tmp_path / "p.json")
+    assert configuration["made"] == "for a test"
+    assert again.mask == plan.mask
+    assert again.block == plan.block
+    for rank in range(4):
+        ours, theirs = plan.placement.of_rank(rank), again.placement.of_rank(rank)
+        assert np.array_equal(ours.document, theirs.document)
+        assert np.array_equal(ours.start, theirs.start)
+    for name in ("document", "q_start", "q_end", "kv_start", "kv_end", "server"):
+        assert np.array_equal(getattr(plan.tasks, name), getattr(again.tasks, name))
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"format": 2}', '{"format": 1}'])
+def test_what_is_no_plan_is_refused(tmp_path: Path, text: str) -> None:
+    (tmp_path / "p.json").write_text(text)
+    with pytest.raises(ValueError, match="no usable plan"):
+        load_plan(tmp_path / "p.json")
+    with pytest.raises(ValueError, match="does not exist: make a plan"):
+        load_plan(tmp_path / "none.json")
+
+
+def test_distributions_and_pieces(command) -> None:
+    arguments = ["--distribution", "pretrain", *SMALL, "--json"]
+    found = [json.loads(command.run(*arguments, "--seed", seed)) for seed in "001"]
+    assert found[0]["tokens"] == 16384
+    assert found[0]["bytes_total"] == found[1]["bytes_total"]
+    assert found[0]["documents"] != found[2]["documents"]
+    pieces = json.loads(command.run(*arguments, "--max-document-length", "1000"))
+    assert pieces["documents"] >= 17
+    assert cut_to_pieces(np.array([5, 10, 11]), 5).tolist() == [5, 5, 5, 5, 5, 1]
+
+
+def test_options_reach_the_plan(command, tmp_path: Path) -> None:
+    arguments = ["--distribution", "lognormal", *SMALL, "--json"]
+    base = json.loads(command.run(*arguments))
+    for options, key in (
+        (["--tensor-model-parallel-size", "8"], "bytes_total"),
+        (["--window-left", "100"], "load_mean"),
+        (["--placement", "sequential"], "bytes_total"),
+        (["--tolerance", "0.01"], "bytes_total"),
+        (["--server-speeds", "1,1,1,0.25"], "load_max_over_mean_before"),
+        (["--servers-per-node", "4"], "bytes_between_nodes"),
+        (["--network-gb-per-s", "10"], "link_seconds_max"),
+    ):
+        found = json.loads(command.run(*arguments, *options))
+        assert found[key] != base[key], options
+    seconds = ((1e-6, 2e-6), (3e-6, 9e-5))
+    profile = Profile((128, 4096), seconds, seconds, AttentionShape(32, 8, 128), {})
+    profile.save(tmp_path / "profile.json")
+    timed = json.loads(command.run(*arguments, "--profile", str(tmp_path / "profile.json")))
+    assert timed["load_unit"] == "seconds (predicted)"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("--distribution webtext --model llama-8b", "no distribution 'webtext'"),
+        ("--distribution fixed --model llama-9b", "no model 'llama-9b'"),
+        ("--distribution fixed --model llama-8b --scheduler best", "no scheduler 'best'"),
+        ("--distribution fixed", "either --model or --heads"),
+        ("--distribution fixed --model llama-8b --heads 3", "either --model or --heads"),
+        ("--distribution fixed --heads 3 --kv-heads 2", "no multiple"),
+        ("--distribution fixed --model llama-8b --tolerance 1.5", "tolerance 1.5"),
+        ("--distribution fixed --model llama-8b --servers 0", "give --servers"),
+        ("--distribution fixed --model llama-8b --server-speeds 1,x", "--server-speeds 1,x"),
+        ("--distribution fixed --model llama-8b --server-speeds 1,2", "2 server speeds"),
+        (
+            "--distribution fixed --model llama-8b --profile none.json",
+            "none.json does not exist: make",
+        ),
+        ("--distribution fixed --model llama-8b --max-document-length 0", "at least 1"),
+        ("--distribution fixed --model llama-8b --compare --save x", "--compare"),
+        (
+            "--distribution fixed --model llama-8b --max-buffer-bytes 1 --scheduler greedy",
+            "binds the scheduler tiles alone, not greedy",
+        ),
+        ("--distribution fixed --model llama-8b --tensor-model-parallel-size 3", "divide"),
+        ("--lengths none.json --model llama-8b", "does not exist"),
+        ("--distribution fixed --model llama-8b --seed -1", "--seed -1 must not be negative"),
+        ("--distribution fixed --model llama-8b --window-left -1", "--window-left -1 must not"),
+        ("--distribution fixed --model llama-8b --save .", "--save . is a folder"),
+        ("--distribution fixed --model llama-8b --plot .", "--plot . is a folder"),
+        ("--distribution fixed --model llama-8b --heads 0", "either --model or --heads"),
+        ("--distribution fixed --heads 4 --kv-heads -1", "each must be at least 1"),
+    ],
+)
+def test_bad_input_is_refused(command, arguments: str, message: str) -> None:
+    defaults = "--servers 4 --tokens-per-server 4096"
+    assert message in command.refused(*defaults.split(), *arguments.split())
+
+
+def test_too_many_tokens_are_refused(command, lengths_file: str) -> None:
+    few = "--servers 2 --tokens-per-server 4096 --model llama-8b".split()
+    assert "15,101 tokens" in command.refused("--lengths", lengths_file, *few)
+
+
+def test_a_batch_is_drawn_of_an_index(command, tmp_path: Path) -> None:
+    indexed = pytest.importorskip("megatron.core.datasets.indexed_dataset")
+    prefix = str(tmp_path / "corpus")
+    builder = indexed.IndexedDatasetBuilder(prefix + ".bin", dtype=np.uint16)
+    for length in range(1, 401):
+        builder.add_document(torch.zeros(length, dtype=torch.int64), [length])
+    builder.finalize(prefix + ".idx")
+    drawn = [
+        json.loads(command.run("--lengths", prefix + ".idx", *SMALL, "--json", "--seed", seed))
+        for seed in "112"
+    ]
+    # The corpus has 80,200 tokens.
+    assert [found["tokens"] for found in drawn] == [4 * 4096] * 3
+    pairs = [found["load_mean"] for found in drawn]
+    assert pairs[0] == pairs[1] != pairs[2]
+    roomy = "--servers 4 --tokens-per-server 65536 --model llama-8b --json".split()
+    whole = json.loads(command.run("--lengths", prefix + ".idx", *roomy))
+    assert (whole["tokens"], whole["documents"]) == (80_200, 400)
+    twice = shuffled(np.array([3, 5]), 13, seed=0)
+    assert sorted(twice[:2].tolist()) == [3, 5]
+    assert twice.sum() == 13
+
+
+def test_as_a_module_with_its_exit_status() -> None:
+    command = [sys.executable, "-m", "distca", "plan", "--distribution", "none", *SMALL]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert done.stderr.startswith("distca plan: no distribution 'none'")
+
+
+def test_links() -> None:
+    links = Links(ranks_per_node=2, node_gb_per_s=100, network_gb_per_s=10)
+    assert links.seconds_per_byte(0, 1) == pytest.approx(1e-11)
+    assert links.seconds_per_byte(1, 2) == pytest.approx(1e-10)
+    matrix = np.zeros((4, 4), dtype=np.int64)
+    matrix[0, 1], matrix[0, 2], matrix[3, 2] = 1000, 500, 300
+    moved = PlanBytes({"dispatch": matrix, "return": matrix.T.copy()})
+    assert links.between_nodes(moved) == 1000
+    # Rank 0 sends 500 bytes to the network, then receives as many; rank 3 sends inside its node.
+    assert links.busy_seconds(moved) == pytest.approx([1e-7, 2e-8, 1e-7, 6e-9])
+    zero, unknown = {"ranks_per_node": 0}, {"network_gb_per_s": float("nan")}
+    for wrong in (zero, {"node_gb_per_s": 0.0}, unknown):
+        with pytest.raises(ValueError, match=r"at least one rank|must be positive"):
+            Links(**wrong)  # type: ignore[arg-type]
+
+
+def test_the_models_of_the_paper() -> None:
+    assert MODELS["llama-34b"].attention_shape() == AttentionShape(64, 16, 128)
+    assert MODELS["llama-34b"].attention_shape().q_row_bytes == 16384
+    assert MODELS["llama-8b"].attention_shape(8) == AttentionShape(4, 1, 128)

@@ -1,0 +1,310 @@
+"""`distca simulate`: advice for a workload, and the search behind it."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from distca.commands import simulate as simulate_command
+from distca.commands.main import main
+from distca.cost.model_sizes import MODELS, ModelSize
+from distca.simulate import (
+    CLUSTERS,
+    SYSTEMS,
+    Candidate,
+    Outcome,
+    Workload,
+    advice,
+    advise,
+    candidates,
+    divisions,
+    pack_sequences,
+    simulate,
+)
+from distca.simulate.advice import estimate
+from distca.simulate.search import with_fewer_in_flight
+from support.commands import Command
+
+SMALL = """
+    --context 8192 --sequences 4 --layers 4 --hidden-size 512 --heads 8 --kv-heads 4 --head-dim 64
+    --ffn-hidden-size 1024 --vocab-size 1000 --cluster dgx-a100 --gpus 8 --batches 2
+    --tensor-model-parallel-sizes 1 2 --pipeline-model-parallel-sizes 1 2 --finalists 2
+""".split()
+MODEL = ModelSize(4, 512, 8, 4, 64, 1024, 1000)
+WORKLOAD = Workload(MODEL, CLUSTERS["dgx-a100"], gpus=8, context=8192, sequences=4)
+
+
+@pytest.fixture
+def command(capsys: pytest.CaptureFixture[str]) -> Command:
+    return Command("simulate", capsys)
+
+
+@pytest.fixture
+def lengths_file(tmp_path: Path) -> str:
+    path = tmp_path / "lengths.json"
+    path.write_text(json.dumps([20000, 9000, 100, 1, *[400] * 50]))
+    return str(path)
+
+
+def test_a_table_and_its_files(command, lengths_file: str, tmp_path: Path) -> None:
+    plot, trace = tmp_path / "advice.png", tmp_path / "trace.json"
+    text = command.run(
+        "--lengths", lengths_file, *SMALL, "--plot", str(plot), "--trace", str(trace)
+    )
+    lines = text.splitlines()
+    assert lines[0].startswith("8 GPUs of dgx-a100, 4 sequences of 8,192 tokens")
+    for line, title in zip(
+        lines[2:], ["plain Megatron", "context parallel", "WLB-LLM", "DistCA"], strict=False
+    ):
+        assert line.startswith(title)
+        assert "TP" in line
+    assert any("times plain Megatron; " in line for line in lines)
+    assert plot.stat().st_size > 5000
+    events = json.loads(trace.read_text())["traceEvents"]
+    assert any(event["name"] == "core attention" for event in events)
+
+
+def test_json_has_what_the_table_has(command, lengths_file: str) -> None:
+    rows = json.loads(command.run("--lengths", lengths_file, *SMALL, "--json"))
+    assert [row["system"] for row in rows] == ["packed", "per-document-cp", "wlb-llm", "tiles"]
+    for row in rows:
+        assert row["tokens_per_second"] * row["seconds"] == pytest.approx(4 * 8192)
+        assert 0 < row["memory_gb"] < 80
+        candidate = Candidate(**row["candidate"])
+        sizes = candidate.tensor * candidate.stages * candidate.data * candidate.context
+        assert sizes == 8
+    # The same again is the same.
+    assert rows == json.loads(command.run("--lengths", lengths_file, *SMALL, "--json"))
+
+
+def test_out_of_memory_is_an_answer(command, lengths_file: str) -> None:
+    text = command.run("--lengths", lengths_file, *SMALL, "--memory-gb", "4.02")
+    assert text.count("out of memory in all") == 4
+    rows = json.loads(
+        command.run("--lengths", lengths_file, *SMALL, "--memory-gb", "4.02", "--json")
+    )
+    assert all(row["candidate"] is None and row["seconds"] is None for row in rows)
+    assert all(row["tried"] == row["out_of_memory"] > 0 for row in rows)
+
+
+def test_the_table_is_not_lost_where_a_file_cannot_be_written(
+    lengths_file: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    few = ["--systems", "packed", "tiles", "--finalists", "1"]
+    mine = ["simulate", "--lengths", lengths_file, *SMALL, *few]
+    with pytest.raises(SystemExit) as stopped:
+        main([*mine, "--trace", str(tmp_path / "t.json"), "--memory-gb", "4.02"])
+    assert stopped.value.code == 2
+    captured = capsys.readouterr()
+    assert "out of memory in all" in captured.out
+    assert "nothing of DistCA fits" in captured.err
+    # A link to a folder that is not there is found out when it is written.
+    plot = tmp_path / "plot.png"
+    plot.symlink_to(tmp_path / "missing" / "plot.png")
+    with pytest.raises(SystemExit):
+        main([*mine, "--plot", str(plot)])
+    captured = capsys.readouterr()
+    assert "DistCA, tiles: " in captured.out
+    assert "No such file" in captured.err
+
+
+def test_what_is_refused(command, lengths_file: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    _advise = simulate_command._advise
+    mine = ["--lengths", lengths_file, *SMALL]
+    for more, message in (
+        (["--cluster", "dgx-1"], "no cluster 'dgx-1': choose from dgx-h100"),
+        (["--model", "gpt-2"], "no model 'gpt-2'"),
+        (["--gpus", "7"], "no configuration divides 7 GPUs"),
+        (["--batches", "0"], "--batches 0 must be at least 1"),
+        (["--tolerance", "1"], "--tolerance 1.0 is out of range"),
+        (["--network-gb-per-s", "-1"], "--network-gb-per-s -1.0 must be positive"),
+        (["--linear-mfu", "1.5"], "--linear-mfu 1.5 is a part of the peak"),
+        (["--seed", "-1"], "--seed -1 must not be negative"),
+        (["--heads", "0"], "--heads 0 must be at least 1"),
+        (["--tensor-model-parallel-sizes", "0"], "every size must be at least 1"),
+        (["--trace", "t.json", "--systems", "packed"], "--trace is of DistCA: add one of greedy"),
+        (["--plot", "x.foo"], "--plot x.foo: the suffix must be one of"),
+        (["--plot", "plot"], "--plot plot: the suffix must be one of"),
+        (["--plot", f"{lengths_file}/x.png"], "lengths.json is not a folder"),
+        (["--trace", f"{lengths_file}/sub/t.json"], "lengths.json is not a folder"),
+        (["--trace", str(Path(lengths_file).parent)], "is a folder: give the name of a file"),
+    ):
+        with monkeypatch.context() as patch:
+            # Before any work.
+            patch.setattr(simulate_command, "_advise", None if "--gpus" not in more else _advise)
+            assert message in command.refused(*mine, *more)
+    given = [
+        *("--distribution", "nothing", "--context", "8", "--sequences", "1", "--gpus", "1"),
+        *("--model", "llama-8b"),
+    ]
+    assert "no distribution 'nothing'" in command.refused(*given)
+    lacking = ["--distribution", "fixed", "--context", "8", "--sequences", "1", "--gpus", "1"]
+    assert "--layers" in command.refused(*lacking)
+
+
+def sequences() -> list[np.ndarray]:
+    return pack_sequences(np.array([20000, 5, *[300] * 42, 163]), 4, 8192)
+
+
+def test_documents_are_cut_where_sequences_end() -> None:
+    found = sequences()
+    assert [int(each.sum()) for each in found] == [8192] * 4
+    # The first document goes on in the next two.
+    assert found[0].tolist() == [8192]
+    assert found[2][0] == 20000 - 2 * 8192
+    with pytest.raises(ValueError, match="do not fill 2 sequences of 8,192"):
+        pack_sequences(np.array([8192]), 2, 8192)
+
+
+def test_every_configuration_that_divides_can_be_run() -> None:
+    batch = sequences()
+    for system in SYSTEMS:
+        found = divisions(system, WORKLOAD, [1, 2], [1, 2, 3])
+        assert found
+        assert {c.tensor * c.stages * c.data * c.context for c in found} == {8}
+        assert not any(c.stages == 3 for c in found)
+        for candidate in found[:: max(len(found) // 6, 1)]:
+            outcome = simulate(candidate, WORKLOAD, batch)
+            assert outcome.tokens == 4 * 8192
+            assert outcome.gpus == 8
+    with pytest.raises(ValueError, match="give 4 sequences"):
+        simulate(found[0], WORKLOAD, batch[1:])
+    with pytest.raises(ValueError, match="no system 'ring'"):
+        divisions("ring", WORKLOAD, [1], [1])
+
+
+def test_candidates_are_those_that_may_fit() -> None:
+    workload = Workload(
+        MODELS["llama-8b"], CLUSTERS["dgx-h100"], gpus=64, context=131_072, sequences=32
+    )
+    able = candidates("tiles", workload, [8], [1, 4])
+    # Four times as many tokens at once as fit are left out.
+    assert min(c.micro_batches for c in able if c.stages == 1) == 4
+    # In ticks a stage keeps 2 P - 1 micro-batches; where these don't fit, as many as 1F1B does.
+    by_number = {c.micro_batches: c.max_in_flight for c in able if c.stages == 4}
+    assert by_number == {16: 4, 32: None}
+    assert (
+        candidates(
+            "tiles", replace(workload, cluster=replace(workload.cluster, memory_gb=5.0)), [8], [1]
+        )
+        == []
+    )
+
+
+def test_the_best_of_all_is_found() -> None:
+    batch = sequences()
+    (choice,) = advise(WORKLOAD, [batch], ["tiles"], [1, 2], [1, 2], finalists=100)
+    every = {
+        c: simulate(c, WORKLOAD, batch).seconds
+        for c in candidates("tiles", WORKLOAD, [1, 2], [1, 2])
+    }
+    assert choice.seconds == min(every.values())
+    assert choice.candidate is not None
+    assert every[choice.candidate] == choice.seconds
+    assert (choice.simulated, choice.out_of_memory) == (choice.tried, 0)
+    # Perfect balance and free exchanges take no longer.
+    for candidate, seconds in every.items():
+        assert estimate(candidate, WORKLOAD, batch) <= seconds * 1.001
+
+
+@pytest.fixture
+def tight(monkeypatch: pytest.MonkeyPatch) -> dict[Candidate, int]:
+    """Simulations in which a configuration fits in so many batches; all take as long."""
+    fits_in: dict[Candidate, int] = {}
+    seen: dict[Candidate, int] = {}
+
+    def told(candidate: Candidate, workload: Workload, batch: object) -> Outcome:
+        seen[candidate] = seen.get(candidate, 0) + 1
+        needed = 1.0 if seen[candidate] <= fits_in.get(candidate, 0) else 3.0
+        zeros = np.zeros(1)
+        return Outcome(1.0, 1, 8, np.array([needed]), 2.0, zeros, zeros, zeros, {})
+
+    monkeypatch.setattr(advice, "simulate", told)
+    return fits_in
+
+
+def by_promise() -> list[Candidate]:
+    batch = sequences()
+    found = candidates("tiles", WORKLOAD, [1, 2], [1, 2])
+    return sorted(found, key=lambda candidate: estimate(candidate, WORKLOAD, batch))
+
+
+@pytest.mark.parametrize("number", [0, 3, -1])
+def test_the_search_goes_on_until_something_fits(tight: dict[Candidate, int], number: int) -> None:
+    """Whatever promises more and is out of memory, a configuration that fits is found."""
+    only = by_promise()[number]
+    tight[only] = 2
+    batches = [sequences()] * 2
+    (choice,) = advise(WORKLOAD, batches, ["tiles"], [1, 2], [1, 2], finalists=1)
+    assert choice.candidate == only
+    assert choice.out_of_memory == choice.simulated - 1
+    (none,) = advise(WORKLOAD, batches, ["tiles"], [8], [4], finalists=1)
+    assert (none.candidate, none.tried) == (None, 0)
+
+
+def test_one_that_fits_in_some_batches_only_is_passed_over(tight: dict[Candidate, int]) -> None:
+    order = by_promise()
+    # More than run all batches at a time.
+    tight.update(dict.fromkeys(order[:5], 1) | {order[7]: 3})
+    (choice,) = advise(WORKLOAD, [sequences()] * 3, ["tiles"], [1, 2], [1, 2], finalists=2)
+    assert choice.candidate == order[7]
+    tight.clear()
+    (none,) = advise(WORKLOAD, [sequences()], ["tiles"], [1, 2], [1, 2], finalists=2)
+    assert none.candidate is None
+    # It says "in all", so all of them must have run.
+    assert none.out_of_memory == none.simulated == none.tried == len(order)
+
+
+def test_fewer_micro_batches_in_flight_are_tried(tight: dict[Candidate, int]) -> None:
+    piped = next(c for c in by_promise() if c.stages == 2)
+    bound = replace(piped, max_in_flight=2)
+    assert with_fewer_in_flight(piped) == [bound]
+    assert with_fewer_in_flight(bound) == []
+    assert with_fewer_in_flight(replace(piped, system="packed")) == []
+    tight[bound] = 1
+    (choice,) = advise(WORKLOAD, [sequences()], ["tiles"], [1, 2], [1, 2], finalists=1)
+    assert choice.candidate == bound
+
+
+def test_fewer_in_flight_are_tried_where_a_later_batch_does_not_fit(
+    tight: dict[Candidate, int],
+) -> None:
+    order = by_promise()
+    piped = next(c for c in order if c.stages == 2)
+    bound = replace(piped, max_in_flight=2)
+    batches = [sequences()] * 2
+    tight.update({piped: 1, bound: 2})
+    (choice,) = advise(WORKLOAD, batches, ["tiles"], [1, 2], [1, 2], finalists=1)
+    assert choice.candidate == bound
+    assert choice.out_of_memory == choice.simulated - 1
+
+
+def test_a_bound_that_has_not_run_is_not_said_to_be_out_of_memory(
+    tight: dict[Candidate, int],
+) -> None:
+    order = by_promise()
+    piped = next(c for c in order if c.stages == 2)
+    whole = next(c for c in order if c.stages == 1)
+    tight.update({piped: 1, whole: 2})
+    (choice,) = advise(WORKLOAD, [sequences()] * 2, ["tiles"], [1, 2], [1, 2], finalists=2)
+    assert choice.candidate == whole
+    # With fewer micro-batches in flight the other might fit.
+    assert choice.out_of_memory == choice.simulated - 2
+
+
+def test_baselines_are_compared_on_all_batches() -> None:
+    """The best of a baseline is the fastest over all batches, not over the first ones."""
+    lengths = np.array([8192, 8192, 8192, 8192, *[128] * 256, *[128] * 256])
+    all_sequences = pack_sequences(lengths, 12, 8192)
+    batches = [all_sequences[n : n + 4] for n in (0, 4, 8)]
+    (choice,) = advise(WORKLOAD, batches, ["wlb-llm"], [1, 2], [1, 2])
+    every = {
+        c: [simulate(c, WORKLOAD, batch).seconds for batch in batches]
+        for c in candidates("wlb-llm", WORKLOAD, [1, 2], [1, 2])
+    }
+    assert choice.seconds == pytest.approx(min(sum(each) for each in every.values()) / 3)
+    assert choice.simulated == choice.tried

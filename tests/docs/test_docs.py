@@ -1,0 +1,202 @@
+"""The documentation: links, flags, and the code of its pages."""
+
+from __future__ import annotations
+
+import re
+import sys
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+from distca.attention import KernelTasks
+from distca.palette import spread_colours
+from distca.plan import Mask, Plan
+from distca.schedule import ScheduleConfig, describe, even_capacities, make_scheduler
+from support.attention_cases import CASES, SCALE, assert_close, make_inputs, reference
+from support.exchanges import Exchanges
+
+ROOT = Path(__file__).parents[2]
+DOCS = ROOT / "docs"
+PAGES = [
+    *sorted(DOCS.glob("*.md")),
+    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "benchmarks/README.md")),
+]
+LINKING = [*PAGES, *sorted((ROOT / "benchmarks" / "results").rglob("*.md"))]
+sys.path.insert(0, str(DOCS))
+
+# Of commands that are not this repository's.
+FOREIGN_FLAGS = {
+    *("--nodes", "--partition", "--account", "--rdzv-backend", "--rdzv-endpoint"),
+    "--no-build-isolation",
+}
+
+
+def code_of(page: str) -> dict[str, Any]:
+    """What the Python code of a page defines."""
+    (code,) = re.findall(r"```python\n(.*?)```", (DOCS / page).read_text(), re.DOTALL)
+    names: dict[str, Any] = {}
+    exec(compile(code, page, "exec"), names)
+    return names
+
+
+def test_the_reference_is_up_to_date() -> None:
+    import make_reference
+
+    assert make_reference.main(["--check"]) == 0, "run python docs/make_reference.py"
+
+
+def anchors_of(page: Path) -> set[str]:
+    """What links into a page can name: its headings, as GitHub writes them."""
+    text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
+    found: set[str] = set()
+    for heading in re.findall(r"^#+ +(.+?)[ #]*$", text, re.MULTILINE):
+        shown = re.sub(r"!?\[([^]]*)\]\([^)]*\)", r"\1", heading)
+        anchor = re.sub(r"[^\w -]", "", shown.lower()).replace(" ", "-")
+        # The second of equal headings has a number, and so on.
+        equal = sum(re.fullmatch(rf"{anchor}(-\d+)?", each) is not None for each in found)
+        found.add(f"{anchor}-{equal}" if equal else anchor)
+    return found
+
+
+def test_anchors_are_as_github_writes_them(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text(
+        "# A `--flag`, and more\n```\n# code\n```\n## [Twice](a.md) #\n## Twice\ntext # text\n"
+    )
+    assert anchors_of(page) == {"a---flag-and-more", "twice", "twice-1"}
+
+
+@pytest.mark.parametrize("page", LINKING, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_lead_somewhere(page: Path) -> None:
+    missing = []
+    for link in re.findall(r"\]\((?!https?://)([^)\s]+)[^)]*\)", page.read_text()):
+        file, _, anchor = link.partition("#")
+        target = page.parent / file if file else page
+        # Only pages have anchors, and a file that leaves the repository is nobody else's.
+        inside = target.resolve().is_relative_to(ROOT.resolve()) and target.exists()
+        if not inside or (anchor and anchor not in anchors_of(target)):
+            missing.append(link)
+    assert not missing
+
+
+@cache
+def known_flags() -> set[str]:
+    """Every flag that a parser or a script of this repository knows."""
+    folders = ("distca", "megatron_patches", "data", "benchmarks", "docs", "launch", "tests")
+    sources = [DOCS / "reference.md"]
+    for folder in folders:
+        sources += [path for kind in ("py", "sh") for path in (ROOT / folder).rglob(f"*.{kind}")]
+    found = set(re.findall(r"--[a-z0-9][a-z0-9-]*", "\n".join(s.read_text() for s in sources)))
+    return found | {flag.replace("--", "--no-", 1) for flag in found} | FOREIGN_FLAGS
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_flags_exist(page: Path) -> None:
+    flags = set(re.findall(r"(?<![\w-])--[a-z0-9][a-z0-9-]*", page.read_text()))
+    assert flags <= known_flags()
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_files_that_pages_name_exist(page: Path) -> None:
+    folders = "distca|megatron_patches|data|benchmarks|launch|tests|docs"
+    named = re.findall(rf"(?<![\w./])(?:{folders})/[\w./]+\.\w+", page.read_text())
+    assert [name for name in named if not (ROOT / name).is_file()] == []
+
+
+def test_the_index_of_the_docs_lists_every_page() -> None:
+    index = (DOCS / "README.md").read_text()
+    others = {page.name for page in DOCS.glob("*.md")} - {"README.md"}
+    assert others <= set(re.findall(r"\]\((\w+\.md)\)", index))
+
+
+def test_the_index_of_the_benchmarks_lists_every_command() -> None:
+    index = (ROOT / "benchmarks" / "README.md").read_text()
+    commands = [
+        path.relative_to(ROOT).as_posix()
+        for path in sorted((ROOT / "benchmarks").rglob("*.py"))
+        if "__main__" in path.read_text()
+    ]
+    assert commands
+    assert [command for command in commands if command not in index] == []
+
+
+def test_every_flag_of_distca_has_a_page() -> None:
+    advice, tables = (DOCS / "reference.md").read_text().split("## pretrain_gpt.py", 1)
+    flags = {
+        flag.replace("[no-]", "")
+        for flag in re.findall(r"^\| `(--(?:\[no-\])?distca-[\w-]+)", tables, re.MULTILINE)
+    }
+    assert len(flags) > 20
+    assert flags <= set(re.findall(r"--distca-[\w-]+", advice))
+
+
+def test_the_readme_fits_a_screen() -> None:
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 120
+
+
+def test_the_picture_of_the_readme_shows_what_it_says(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    import plot_packed_beside_tiles as picture
+
+    assert picture.main([str(tmp_path / "picture.svg")]) == 0
+    drawn = (tmp_path / "picture.svg").read_text()
+    readme = (ROOT / "README.md").read_text()
+    found = re.search(r"has (\d\.\d+) times .*?, (\d\.\d+) with", readme)
+    assert found is not None
+    for balance in found.groups():
+        assert f"computes {balance} times the mean" in drawn
+
+
+@pytest.mark.parametrize("count", [2, 16, 64])
+def test_colours_of_neighbours_differ_in_black_and_white(count: int) -> None:
+    pytest.importorskip("matplotlib")
+    colours = spread_colours(count)
+    assert len(np.unique(colours, axis=0)) == count
+    grey = colours[:, :3] @ [0.2126, 0.7152, 0.0722]
+    assert np.abs(np.diff(grey)).min() > 0.15
+
+
+def test_the_scheduler_of_the_docs() -> None:
+    config = ScheduleConfig(tolerance=0.1)
+    scheduler = code_of("add_a_scheduler.md")["LargestFirst"](config)
+    lengths = np.sort(np.random.default_rng(0).integers(1, 4000, 40))
+    capacities = even_capacities(int(lengths.sum()), 4)
+    for mask in (Mask(), Mask(500)):
+        plan: Plan = scheduler.plan(lengths, capacities, mask)
+        plan.validate()
+        assert describe(plan, config).load_max_over_mean < 1.1
+    packed = make_scheduler("packed", config).plan(lengths, capacities, Mask())
+    assert describe(packed, config).load_max_over_mean > 1.1
+
+
+@pytest.mark.parametrize(("name", "case", "causal", "window"), CASES, ids=[c[0] for c in CASES])
+def test_the_kernel_of_the_docs(name, case, causal, window) -> None:
+    kernel = code_of("add_a_kernel.md")["PlainKernel"]()
+    tensors, edges = make_inputs(case, 4, 2, 24, torch.float32)
+    q, k, v, dout = tensors
+    tasks = KernelTasks(*edges, causal, window, SCALE)
+    out, lse = kernel.forward(q, k, v, tasks)
+    gradients = kernel.backward(dout, q, k, v, out, lse, tasks)
+    expected_out, expected_lse, expected = reference(tensors, edges, causal, window)
+    assert_close(out, expected_out, 3e-6)
+    assert_close(lse, expected_lse, 3e-6)
+    for found, wanted in zip(gradients, expected, strict=True):
+        assert_close(found, wanted, 3e-6)
+
+
+def exchange_at_random(seed: int) -> int:
+    transport = code_of("add_a_transport.md")["MessagesTransport"](
+        dist.group.WORLD, torch.device("cpu")
+    )
+    wrong = Exchanges(transport, seed).run(60)
+    transport.close()
+    return wrong
+
+
+def test_the_transport_of_the_docs(ranks) -> None:
+    assert ranks.run(exchange_at_random, 3, world_size=3) == [0, 0, 0]

@@ -1,0 +1,215 @@
+"""Flags: what follows from them, and what is refused, before anything starts."""
+
+from __future__ import annotations
+
+import importlib.util
+
+import pytest
+import torch
+
+from megatron_patches.flags.distca import mask_from_args
+from megatron_patches.flags.validation import validate_distca_arguments
+from support.arguments import parse
+
+
+def test_what_follows() -> None:
+    """As Megatron-LM derives it."""
+    args = parse("--tensor-model-parallel-size", "2", "--sequence-parallel", "--swiglu")
+    assert args.data_parallel_size == 2
+    assert args.global_batch_size == 2
+    assert args.kv_channels == 8
+    assert args.num_query_groups == 8
+    assert args.ffn_hidden_size == 128  # 4 * 64 * 2 / 3, down to a multiple of 64
+    assert args.padded_vocab_size == 1024  # 1000 with the end token, up to 128 * TP
+    assert args.sequence_parallel
+    assert args.params_dtype == torch.float32
+    assert args.max_position_embeddings == 256
+    alone = parse("--sequence-parallel", "--bf16", "--recompute-activations")
+    assert not alone.sequence_parallel
+    assert alone.ffn_hidden_size == 256
+    assert alone.params_dtype == torch.bfloat16
+    assert alone.accumulate_allreduce_grads_in_fp32
+    assert alone.recompute_granularity == "selective"
+    virtual = "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1"
+    assert parse(*virtual.split()).virtual_pipeline_model_parallel_size == 2
+
+
+@pytest.mark.parametrize("there", [{"transformer_engine"}, {"fused_weight_gradient_mlp_cuda"}])
+def test_fused_kernels_need_their_packages(monkeypatch, there: set[str]) -> None:
+    """Megatron's output layer refuses to add up gradients in the GEMM without apex's module."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    find = importlib.util.find_spec
+    fused = {"transformer_engine", "fused_weight_gradient_mlp_cuda"}
+    monkeypatch.setattr(
+        importlib.util,
+        "find_spec",
+        lambda name, *more: name in there or None if name in fused else find(name, *more),
+    )
+    args = parse("--bf16")
+    assert args.distributed_backend == "nccl"
+    assert args.gradient_accumulation_fusion == ("fused_weight_gradient_mlp_cuda" in there)
+    assert args.apply_rope_fusion == ("transformer_engine" in there)
+
+
+@pytest.mark.parametrize("text", ["100,0", "(100,0)", "(100, 0)"])
+def test_windows(text: str) -> None:
+    assert mask_from_args(parse("--window-size", text)).window_left == 100
+    assert mask_from_args(parse("--window-size", "(-1,0)")).window_left is None
+    assert mask_from_args(parse()).window_left is None
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--tensor-model-parallel-size 3", "cannot be divided into groups of TP x PP"),
+        ("--num-attention-heads 7", "no multiple of --num-attention-heads 7"),
+        (
+            "--num-attention-heads 1 --tensor-model-parallel-size 2",
+            "--tensor-model-parallel-size 2 does not divide --num-attention-heads 1",
+        ),
+        (
+            "--group-query-attention --num-query-groups 1 --tensor-model-parallel-size 2",
+            "does not divide --num-query-groups 1",
+        ),
+        (
+            "--group-query-attention --num-query-groups 3",
+            "--num-query-groups 3 does not divide --num-attention-heads 8",
+        ),
+        ("--global-batch-size 6", "--global-batch-size 6 is no multiple .* use 4"),
+        ("--max-position-embeddings 128", "less than --seq-length 256"),
+        ("--pipeline-model-parallel-size 4 --num-layers 6", "does not divide --num-layers 6"),
+        ("--num-layers-per-virtual-pipeline-stage 2", "needs more than one stage"),
+        ("--context-parallel-size 2", "--context-parallel-size 2 is not supported"),
+        ("--multi-latent-attention", "--multi-latent-attention is not supported"),
+        ("--lr 0", "--lr 0.0 must be positive"),
+        ("--min-lr 1", "--min-lr 1.0 must lie in"),
+        ("--lr-warmup-iters 10", "--lr-warmup-iters 10 must be less than the 10"),
+        ("--recompute-granularity full", "needs --recompute-method"),
+        ("--overlap-param-gather", "needs --use-distributed-optimizer"),
+        ("--save-interval 5", "needs --save"),
+        ("--micro-batch-size 0", "--micro-batch-size 0 must be at least 1"),
+        ("--distributed-backend nccl", "nccl needs GPUs"),
+        ("--transformer-impl transformer_engine", "transformer_engine needs a GPU"),
+        ("--tokenizer-type HuggingFaceTokenizer", "needs --tokenizer-model"),
+        ("--attention-dropout 0.1", "--attention-dropout 0.1"),
+        ("--seq-length 200", "not a multiple of the attention block of 128: use 128"),
+        ("--window-size 100,5", "the second number must be 0"),
+        ("--distca-tolerance 1.5", "--distca-tolerance 1.5 is out of range"),
+        ("--distca-max-document-length 0", "must be at least 1"),
+        (
+            "--distca --pipeline-model-parallel-size 2 --distca-backward keep",
+            "keep needs --pipeline-model-parallel-size 1",
+        ),
+        ("--distca --distca-transport nvshmem", "nvshmem needs GPUs"),
+        (
+            "--distca --distca-transport shm --distca-nvshmem-mode copy-engine",
+            "copy-engine says how nvshmem copies",
+        ),
+        ("--distca --distca-max-in-flight 2", "bounds a pipeline's stages"),
+        (
+            "--distca --pipeline-model-parallel-size 2 --distca-max-in-flight 0",
+            "in-flight 0 must be at least 1",
+        ),
+        ("--distca --distca-trace t --distca-trace-iterations 3 2", "must lie in 1 .. "),
+        (
+            "--recompute-granularity full --recompute-method uniform --recompute-num-layers 3",
+            "must divide the",
+        ),
+        (
+            "--distca --distca-servers dedicated:2 --tensor-model-parallel-size 4",
+            "cannot be divided into groups of TP x PP = 4 x 1",
+        ),
+        (
+            "--distca --distca-servers dedicated:2 --distca-scheduler packed",
+            "needs a --distca-scheduler that shares tasks out",
+        ),
+        (
+            "--distca --distca-servers dedicated:2 --distca-backward keep",
+            "needs --distca-backward resend",
+        ),
+        (
+            "--distca --distca-servers dedicated:2 --no-distca-pool-stages",
+            "remove --no-distca-pool-stages",
+        ),
+        ("--distca --distca-head-groups 3", "3 must divide the 8 key-value heads"),
+        (
+            "--distca --recompute-granularity selective --recompute-modules mlp layernorm",
+            "does not cover --recompute-modules layernorm",
+        ),
+        ("--distca --distca-head-groups 0", "0 must divide the 8 key-value heads"),
+        ("--distca --attention-backend local", "--distca replaces it"),
+        ("--distca --distca-profile nowhere.json", "does not exist: make one"),
+    ],
+)
+def test_bad_input(flags: str, message: str) -> None:
+    if torch.cuda.is_available() and "GPU" in message:
+        pytest.skip("this machine has a GPU")
+    with pytest.raises(ValueError, match=message):
+        parse(*flags.split())
+
+
+@pytest.mark.parametrize(
+    ("flag", "value", "message"),
+    [
+        ("context_parallel_size", 2, "remove --context-parallel-size 2"),
+        ("attention_dropout", 0.1, "set --attention-dropout 0"),
+        ("multi_latent_attention", True, "does not cover multi-latent attention"),
+        ("num_experts", 8, "does not cover mixture-of-experts"),
+        ("window_attn_skip_freq", 2, "windows on some layers only"),
+        ("cuda_graph_impl", "local", "remove --cuda-graph-impl local"),
+        ("softmax_type", "learnable", "remove --softmax-type learnable"),
+        ("decoder_first_pipeline_num_layers", 1, "remove --decoder-first-pipeline-num-layers"),
+        ("num_layers", 3, "equally many layers on all 2 pipeline stages"),
+        ("position_embedding_type", "learned_absolute", "needs --position-embedding-type rope"),
+        ("fp8", "e4m3", "does not cover --fp8: give --no-distca-ping-pong"),
+        ("tp_comm_overlap", True, "does not cover --tp-comm-overlap"),
+    ],
+)
+def test_what_distca_does_not_cover(flag: str, value, message: str) -> None:
+    """Under Megatron-LM's own loop more can be asked for than our parser accepts."""
+    args = parse("--distca", "--pipeline-model-parallel-size", "2")
+    setattr(args, flag, value)
+    with pytest.raises(ValueError, match=message):
+        validate_distca_arguments(args)
+
+
+def test_dedicated_servers_are_no_part_of_the_model() -> None:
+    args = parse("--distca", "--distca-servers", "dedicated:3", world_size=5)
+    assert (args.world_size, args.data_parallel_size) == (2, 2)
+    # Without --distca the same command is plain Megatron on all processes.
+    assert parse("--distca-servers", "dedicated:3", world_size=5).data_parallel_size == 5
+    with pytest.raises(ValueError, match="a process for each of the 2 tensor-parallel parts"):
+        parse(
+            "--distca",
+            "--distca-servers",
+            "dedicated:3",
+            "--tensor-model-parallel-size",
+            "2",
+            world_size=5,
+        )
+
+
+def test_each_nano_batch_has_a_shard_for_each_tensor_parallel_rank() -> None:
+    """With sequence parallelism only: without it every rank has all of a nano-batch's tokens."""
+    three = "--distca --tensor-model-parallel-size 3 --num-attention-heads 6 --hidden-size 96"
+    three += " --ffn-hidden-size 96 --seq-length 384 --micro-batch-size 1"
+    parse(*three.split(), world_size=3)
+    parse(*three.split(), "--sequence-parallel", world_size=3)
+    odd = three.replace("--seq-length 384", "--seq-length 128").split()
+    parse(*odd, world_size=3)
+    with pytest.raises(ValueError, match="128 to be a multiple of"):
+        parse(*odd, "--sequence-parallel", world_size=3)
+
+
+@pytest.mark.parametrize("value", ["dedicated", "dedicated:", "dedicated:0", "inplace:2", "two"])
+def test_servers_that_are_neither_in_place_nor_so_many(value: str, capsys) -> None:
+    with pytest.raises(SystemExit):
+        parse("--distca", "--distca-servers", value)
+    assert f"{value!r} is neither inplace nor dedicated:N" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("flags", ["--no-such-flag 1", "--fp16", "--train-iter 5"])
+def test_unknown_flags_are_refused_by_name(flags: str, capsys) -> None:
+    with pytest.raises(SystemExit):
+        parse(*flags.split())
+    assert flags.split()[0] in capsys.readouterr().err

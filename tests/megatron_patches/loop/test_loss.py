@@ -1,0 +1,170 @@
+"""The loss and its gradients by hand: a mean over targets, of documents each run by itself.
+
+The reference knows nothing of our batches, steps and models: the targets are chosen here from lists
+of tokens, the model is megatron-core's own, and the cross entropy is torch's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import pytest
+import torch
+
+from support.models import (
+    MemoryCorpus,
+    StepsDone,
+    named_parameters,
+    parse,
+    set_weights_by_name,
+    train_all,
+    whole_gradients,
+)
+
+SEQ_LENGTH = 128
+# Two windows of two ranks. Of 128 documents of a token each, all that the first rank owns at first,
+# none has a target. The longest document is cut by ranks and by a window.
+DOCUMENTS = [*([1] * 128), 300, 1, 1, 2, 3, 40, 37]
+WINDOW = 2 * SEQ_LENGTH
+# Flags of two processes, and the tokens after which documents must attend anew.
+LAYOUTS = {
+    "plain DP2": (f"--seq-length {SEQ_LENGTH} --global-batch-size 4", SEQ_LENGTH),
+    "DP2": (f"--seq-length {SEQ_LENGTH} --global-batch-size 4 --distca", WINDOW),
+    "PP2": (
+        f"--seq-length {WINDOW} --global-batch-size 2 --distca --pipeline-model-parallel-size 2",
+        WINDOW,
+    ),
+    "TP2-SP": (
+        f"--seq-length {WINDOW} --global-batch-size 2 --distca --tensor-model-parallel-size 2 "
+        "--sequence-parallel",
+        WINDOW,
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def found(ranks) -> dict[str, list[StepsDone]]:
+    """A step of two micro-batches in each layout, as each rank saw it."""
+    runs = [flags.split() for flags, _ in LAYOUTS.values()]
+    results = ranks.run(train_all, runs, DOCUMENTS, 1, world_size=2)
+    return dict(zip(LAYOUTS, zip(*results, strict=True), strict=True))
+
+
+@pytest.fixture(scope="module")
+def references(ranks) -> dict[int, tuple[float, StepsDone]]:
+    """By hand, for documents cut after so many tokens."""
+    cuts = sorted({tokens for _, tokens in LAYOUTS.values()})
+    return dict(zip(cuts, ranks.run(by_hand, DOCUMENTS, cuts, world_size=1)[0], strict=True))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_loss_is_the_mean_over_the_targets_of_all_documents(found, references, layout) -> None:
+    expected, _ = references[LAYOUTS[layout][1]]
+    for rank in found[layout]:
+        assert rank.losses == [pytest.approx(expected, rel=1e-6)]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_gradients_are_that_mean_s(found, references, layout) -> None:
+    """Also with a rank, and micro-batches, that have fewer targets than others, or none."""
+    _, reference = references[LAYOUTS[layout][1]]
+    gradients, expected = whole_gradients(found[layout]), whole_gradients([reference])
+    assert gradients.keys() == expected.keys()
+    for name, gradient in gradients.items():
+        error = (gradient - expected[name]).norm() / expected[name].norm()
+        assert error < 1e-5, (name, float(error))
+
+
+def test_the_documents_have_what_can_go_wrong() -> None:
+    assert sum(DOCUMENTS) == 2 * WINDOW
+    targets = [1] * sum(DOCUMENTS)
+    for end in np.cumsum(DOCUMENTS):
+        targets[end - 1] = 0
+    of_ranks = np.array(targets).reshape(2, 2, SEQ_LENGTH).sum(axis=-1)
+    assert of_ranks.tolist() == [[0, 128], [128, 121]]
+    # A document goes on over the end of the first window.
+    assert targets[WINDOW - 1]
+
+
+def by_hand(lengths: Sequence[int], cuts: Sequence[int]) -> list[tuple[float, StepsDone]]:
+    """The mean loss of a fresh model and its gradients, for each distance of cuts."""
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+
+    from megatron_patches.loop.lean import training
+    from megatron_patches.loop.lean.config import transformer_config
+
+    args = parse(["--seq-length", str(SEQ_LENGTH)])
+    training.initialize_megatron(args)
+    model = GPTModel(
+        config=transformer_config(args),
+        transformer_layer_spec=get_gpt_layer_local_spec(normalization="RMSNorm"),
+        vocab_size=args.padded_vocab_size,
+        max_sequence_length=max(lengths),
+        position_embedding_type="rope",
+        share_embeddings_and_output_weights=False,
+    )
+    set_weights_by_name(model)
+    results = []
+    for every in cuts:
+        model.zero_grad()
+        total, targets = torch.zeros([], dtype=torch.float64), 0
+        for tokens, following in pieces(lengths, every):
+            if not following:
+                continue
+            size = len(tokens)
+            logits = model(
+                torch.tensor([tokens]),
+                torch.arange(size)[None],
+                torch.ones(1, 1, size, size, dtype=torch.bool).triu(1),
+            )
+            # Only a document's last token is followed by none.
+            logits = logits[0, : len(following)].double()
+            total = total + torch.nn.functional.cross_entropy(
+                logits, torch.tensor(following), reduction="sum"
+            )
+            targets += len(following)
+        loss = total / targets
+        loss.backward()
+        gradients = {
+            name: (parameter.grad.clone(), None) for name, parameter in named_parameters(model)
+        }
+        results.append((float(loss), StepsDone(gradients=gradients)))
+    return results
+
+
+def pieces(lengths: Sequence[int], every: int) -> Iterator[tuple[list[int], list[int]]]:
+    """Tokens that attend to each other, and what follows each of them in its document."""
+    corpus, at = MemoryCorpus(np.array(lengths)), 0
+    for number, length in enumerate(lengths):
+        document = corpus.read(number, 0, length).tolist()
+        start = 0
+        while start < length:
+            end = min(length, start + every - at % every)
+            yield document[start:end], document[start + 1 : end + 1]
+            at, start = at + end - start, end
+
+
+def test_a_micro_batch_s_loss_is_megatron_lm_s() -> None:
+    """The rule of `loss_func` in its `pretrain_gpt.py`: a sum in float32, and a count of targets.
+
+    What its loop then does with the pair is `average_losses` in ours.
+    """
+    from megatron_patches.batches.micro_batch import MicroBatch
+    from megatron_patches.loop.step import sum_loss
+
+    generator = torch.Generator().manual_seed(0)
+    # Sums in bfloat16 stop growing long before.
+    losses = (4 + torch.rand(1, 4000, generator=generator)).bfloat16()
+    mask = (torch.rand(1, 4000, generator=generator) < 0.7).float()
+    nothing = torch.zeros(1, 4000, dtype=torch.int64)
+    batch = MicroBatch(nothing, nothing, mask, nothing)
+    loss, targets, report = sum_loss(batch, {"figure": 3.5}, losses)
+    kept = [float(each) for each, counts in zip(losses[0], mask[0], strict=True) if counts]
+    assert loss.dtype == torch.float32
+    assert float(loss) == pytest.approx(sum(kept), rel=1e-6)
+    assert (targets.dtype, int(targets)) == (torch.int32, len(kept))
+    assert report.keys() == {"lm loss", "figure"}
+    assert report["lm loss"].tolist() == [float(loss), len(kept)]
+    assert report["figure"].tolist() == [3.5, 1]

@@ -1,0 +1,90 @@
+"""Rotary angles of documents' tokens against those of megatron-core's `RotaryEmbedding`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from support.models import HEAD_DIM, parse
+
+# Flags, and what they mean to megatron-core's class.
+CASES: dict[str, dict[str, Any]] = {
+    "": {},
+    "--rotary-seq-len-interpolation-factor 3": {"seq_len_interpolation_factor": 3},
+    "--rotary-base 500000": {"rotary_base": 500000},
+    "--rotary-percent 0.5": {"rotary_percent": 0.5},
+    "--use-rope-scaling": {"rope_scaling": True},
+    "--use-rope-scaling --rope-scaling-factor 32": {
+        "rope_scaling": True,
+        "rope_scaling_factor": 32.0,
+    },
+    "--rotary-seq-len-interpolation-factor 2 --rotary-percent 0.75 --rotary-base 20000 "
+    "--use-rope-scaling --rope-scaling-factor 4": {
+        "seq_len_interpolation_factor": 2,
+        "rotary_percent": 0.75,
+        "rotary_base": 20000,
+        "rope_scaling": True,
+        "rope_scaling_factor": 4.0,
+    },
+}
+# A document from its start, one that goes on from another rank, a token, one beyond the 8192 tokens
+# from which on Llama 3 scales.
+POSITIONS = [*range(100), *range(4000, 4100), 0, *range(20_000, 20_050)]
+
+
+@pytest.fixture(scope="module")
+def angles(ranks) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+    """Of each case, ours and megatron-core's."""
+    found = ranks.run(both_angles, list(CASES.items()), world_size=1)[0]
+    return dict(zip(CASES, found, strict=True))
+
+
+@pytest.mark.parametrize("flags", CASES)
+def test_angles_are_megatron_s_at_each_token_s_position(angles, flags: str) -> None:
+    ours, theirs = angles[flags]
+    share = CASES[flags].get("rotary_percent", 1)
+    assert ours.shape == (len(POSITIONS), 1, 1, int(share * HEAD_DIM))
+    assert torch.equal(ours, theirs)
+
+
+def both_angles(cases: list[tuple[str, dict[str, Any]]]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Angles of the model that the flags give, and of a `RotaryEmbedding` made by hand."""
+    from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
+
+    from megatron_patches.loop.lean import training
+    from megatron_patches.loop.lean.config import transformer_config
+    from megatron_patches.model.gpt import build_model
+
+    common = ["--seq-length", "128", "--num-layers", "1", "--distca"]
+    training.initialize_megatron(parse(common))
+    positions = torch.tensor(POSITIONS)
+    results = []
+    for flags, meaning in cases:
+        args = parse([*common, *flags.split()])
+        rotary = build_model(args, transformer_config(args)).rotary_pos_emb
+        rotary.positions = positions
+        keywords = {"kv_channels": HEAD_DIM, "rotary_percent": 1.0, "use_cpu_initialization": True}
+        reference = RotaryEmbedding(**keywords | meaning)
+        results.append((rotary(len(POSITIONS)), reference(max(POSITIONS) + 1)[positions]))
+    return results
+
+
+def test_interleaved_angles(ranks) -> None:
+    ours, theirs = ranks.run(interleaved_angles, world_size=1)[0]
+    assert torch.equal(ours, theirs)
+
+
+def interleaved_angles() -> tuple[torch.Tensor, torch.Tensor]:
+    """Ours and megatron-core's where a frequency turns neighbouring channels."""
+    from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
+
+    from megatron_patches.cpu import adapt_megatron
+    from megatron_patches.model.rotary import TokenRotaryEmbedding
+
+    adapt_megatron()
+    reference = RotaryEmbedding(HEAD_DIM, 1.0, rotary_interleaved=True, use_cpu_initialization=True)
+    rotary = TokenRotaryEmbedding(reference)
+    rotary.positions = torch.tensor(POSITIONS)
+    return rotary(len(POSITIONS)), reference(max(POSITIONS) + 1)[rotary.positions]

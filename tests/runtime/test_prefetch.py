@@ -1,0 +1,127 @@
+"""What comes next is made while the present runs: values, ticks, a global batch's plans."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+from unittest import mock
+
+import pytest
+
+from distca.runtime import Prefetcher
+from support.models import make_run, memory_stream, parse
+
+PATIENCE = 20
+"""Seconds until what was not made is said not to come."""
+
+
+class Made:
+    """Things that one thread notes and another waits for."""
+
+    def __init__(self) -> None:
+        self._things: set[Any] = set()
+        self._changed = threading.Condition()
+
+    def note(self, thing: Any) -> None:
+        with self._changed:
+            self._things.add(thing)
+            self._changed.notify_all()
+
+    def comes(self, thing: Any) -> bool:
+        """Whether it was made, or is by itself soon."""
+        with self._changed:
+            return self._changed.wait_for(lambda: thing in self._things, PATIENCE)
+
+
+def test_the_next_value_is_made_while_this_one_is_held() -> None:
+    """Without being asked for, up to the end; and none before the room for it is there."""
+    made, count, depth = Made(), 6, 2
+
+    def values() -> Iterator[int]:
+        for number in range(count):
+            made.note(number)
+            yield number
+        made.note("the end")
+
+    ahead = Prefetcher(values(), depth)
+    for number in range(count):
+        assert next(ahead) == number
+        following = number + 1
+        assert made.comes(following if following < count else "the end")
+        # So many wait, and the thread holds one more.
+        assert not any(n in made._things for n in range(number + depth + 2, count))
+    with pytest.raises(StopIteration):
+        next(ahead)
+    ahead.close()
+
+
+@pytest.mark.parametrize("micro_batches", [1, 3])
+def test_plans_of_the_next_tick_are_made_while_this_one_s_kernels_run(
+    ranks, micro_batches: int
+) -> None:
+    """Those of the next global batch, too, with all its plans: while the last kernels run."""
+    seq_length, steps = 128, 2
+    flags = ["--distca", "--seq-length", str(seq_length)]
+    flags += ["--global-batch-size", str(2 * micro_batches)]
+    lengths = [200, 56] * micro_batches * (steps + 2)
+    ticks = 2 * micro_batches
+    expected = list(itertools.product(range(steps), range(ticks)))
+    found = ranks.run(ticks_held_until_the_next_is_made, flags, lengths, steps, world_size=2)
+    assert found == [expected] * 2
+
+
+def ticks_held_until_the_next_is_made(
+    flags: Sequence[str], lengths: Sequence[int], steps: int
+) -> list[tuple[int, int]]:
+    """The ticks, by step and number, whose kernels saw the next tick come. Collective."""
+    from megatron.core import num_microbatches_calculator, parallel_state
+
+    from megatron_patches.batches.ticks import TickBatches, TickInput, TickStream
+    from megatron_patches.loop.lean import training
+
+    args = parse(flags)
+    training.initialize_megatron(args)
+    made = Made()
+    seen: list[tuple[int, int]] = []
+    held: list[tuple[int, int]] = []
+    global_batch, give = TickBatches.global_batch, TickStream.__next__
+
+    def noted(self: TickBatches, first_sample: int, count: int) -> Iterator[TickInput]:
+        for number, tick in enumerate(global_batch(self, first_sample, count)):
+            made.note((first_sample // args.global_batch_size, number))
+            yield tick
+
+    def given(self: TickStream) -> TickInput:
+        tick = give(self)
+        step, number = held[-1] if held else (0, -1)
+        last = number + 1 == len(tick.schedule.ticks)
+        held.append((step + 1, 0) if last else (step, number + 1))
+        return tick
+
+    def computing(compute: Callable[..., Any]) -> Callable[..., Any]:
+        def computed(*arguments: Any, **options: Any) -> Any:
+            step, number = held[-1]
+            ticks = 2 * args.global_batch_size // args.data_parallel_size
+            following = (step, number + 1) if number + 1 < ticks else (step + 1, 0)
+            assert made.comes(following), f"{following} is not made while {held[-1]} runs"
+            if held[-1] not in seen:
+                seen.append(held[-1])
+            return compute(*arguments, **options)
+
+        return computed
+
+    with (
+        mock.patch.object(TickBatches, "global_batch", noted),
+        mock.patch.object(TickStream, "__next__", given),
+    ):
+        run, batches = make_run(args, memory_stream(lengths))
+        kernel = batches.core_attention.kernel
+        kernel.forward, kernel.backward = computing(kernel.forward), computing(kernel.backward)
+        for _ in range(steps):
+            training.train_step(run)
+        run.data[0].close()
+    parallel_state.destroy_model_parallel()
+    num_microbatches_calculator.unset_num_microbatches_calculator()
+    return seen

@@ -1,0 +1,105 @@
+"""Prefetching, messages, and the ranks that the tests share."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from distca.runtime import Prefetcher
+from distca.runtime.messages import Field, message_sizes, pack, unpack
+from support.ranks import RankError, Ranks
+
+
+def test_values_are_made_ahead_and_waiting_is_measured() -> None:
+    made = []
+
+    def values():
+        for number in range(5):
+            time.sleep(0.05)
+            made.append(number)
+            yield number
+
+    ahead = Prefetcher(values(), depth=1)
+    assert next(ahead) == 0
+    assert ahead.seconds_waited > 0.02
+    time.sleep(0.8)
+    # One waits in the queue and the thread holds the next.
+    assert made == [0, 1, 2]
+    assert next(ahead) == 1
+    assert ahead.seconds_waited < 0.02
+    assert list(ahead) == [2, 3, 4]
+    with pytest.raises(StopIteration):
+        next(ahead)
+    ahead.close()
+
+
+def test_an_error_reaches_the_consumer() -> None:
+    def values():
+        yield 1
+        raise ValueError("bad data")
+
+    ahead = Prefetcher(values())
+    assert next(ahead) == 1
+    with pytest.raises(ValueError, match="bad data"):
+        next(ahead)
+    ahead.close()
+
+
+def test_closing_ends_an_endless_maker() -> None:
+    ahead = Prefetcher(iter(int, 1))
+    assert next(ahead) == 0
+    ahead.close()
+    with pytest.raises(ValueError, match="depth is 0"):
+        Prefetcher(iter([]), depth=0)
+
+
+@pytest.mark.parametrize("width", [3, 6])
+def test_messages_survive_packing(width) -> None:
+    """Rows of several tensors and types, with empty messages; of odd sizes, or of whole words."""
+    counts = (2, 0, 3)
+    row = 2 * width
+    fields = [
+        (Field(counts, (1, 0, 4), (width,), torch.bfloat16), torch.randn(5, width).bfloat16()),
+        (Field((0, 1, 1), (0, 2, 1), (2, 2), torch.float32), torch.randn(2, 2, 2)),
+        (Field((0, 0, 0), (0, 0, 0), (4,), torch.float32), torch.randn(0, 4)),
+    ]
+    sizes = message_sizes([f for f, _ in fields], [fields[1][0]])
+    assert sizes.send == (2 * row, 16, 3 * row + 16)
+    assert sizes.receive == (0, 16, 16)
+    assert sizes.put_at == (row, 2 * 16, 4 * row + 16)
+    buffer = torch.zeros(sum(sizes.send), dtype=torch.uint8)
+    pack(fields, buffer)
+    targets = [(field, torch.zeros_like(rows)) for field, rows in fields]
+    unpack(buffer, targets)
+    for (_, rows), (_, found) in zip(fields, targets, strict=True):
+        assert torch.equal(rows, found)
+    # Rank 0's message comes first: its two rows of the first tensor.
+    assert torch.equal(buffer[: 2 * row].view(torch.bfloat16), fields[0][1][:2].reshape(-1))
+
+
+def rank_and_size() -> tuple[int, int]:
+    total = torch.tensor([1])
+    dist.all_reduce(total)
+    return dist.get_rank(), int(total)
+
+
+def fail_on_rank_one() -> None:
+    if dist.get_rank() == 1:
+        raise RuntimeError("rank one is broken")
+    dist.barrier()
+
+
+def test_the_shared_ranks() -> None:
+    """Results, several sizes, a failing rank while others wait, and life after it."""
+    pool = Ranks()
+    assert pool.run(rank_and_size, world_size=2) == [(0, 2), (1, 2)]
+    assert pool.run(rank_and_size, world_size=3) == [(0, 3), (1, 3), (2, 3)]
+    start = time.monotonic()
+    with pytest.raises(RankError, match=r"rank one is broken|closed by peer"):
+        pool.run(fail_on_rank_one, world_size=2)
+    assert time.monotonic() - start < 20
+    assert pool.run(rank_and_size, world_size=1) == [(0, 1)]
+    pool.close()

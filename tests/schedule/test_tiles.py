@@ -1,0 +1,359 @@
+"""The tiles scheduler: random batches, bounds, grids, topology, speeds."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from distca.cost.kernel_time import AnalyticCost, CostModel
+from distca.cost.link import Links
+from distca.cost.volume import AttentionShape, plan_bytes
+from distca.plan import Mask, Plan, place_in_turn
+from distca.plan.span import Int64s
+from distca.schedule import ScheduleConfig, describe, even_capacities, make_scheduler, move_tiles
+from distca.schedule.base import relative_loads, server_loads
+from distca.schedule.tiles.arena import fit_arenas, received_bytes
+from distca.schedule.tiles.grid import members_of_group
+from distca.schedule.tiles.packing import _slice_edges, _slice_tokens
+from support.batches import SlowStart, documents, long_tailed_lengths, placement_rows, task_rows
+
+SHAPE = AttentionShape(heads=8, kv_heads=2, head_dim=64)
+MASKS = st.sampled_from([Mask(), Mask(0), Mask(100), Mask(999)])
+
+
+def make(
+    lengths: Int64s, capacities: Int64s, config: ScheduleConfig, mask: Mask, free: bool
+) -> Plan:
+    scheduler = make_scheduler("tiles", config)
+    if free:
+        return scheduler.plan(lengths, capacities, mask)
+    return scheduler.schedule(lengths, place_in_turn(lengths, capacities), mask)
+
+
+def imbalance(plan: Plan, config: ScheduleConfig) -> float:
+    loads = server_loads(plan.tasks, plan.mask, plan.world_size, config.cost_model)
+    return float(relative_loads(loads, config.speeds_of(plan.world_size)).max())
+
+
+def received(plan: Plan, shape: AttentionShape = SHAPE) -> int:
+    return int(plan_bytes(plan, shape).phases["dispatch"].sum(axis=0).max())
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    documents(most_ranks=64),
+    MASKS,
+    st.sampled_from([0.0, 0.1, 0.5]),
+    st.sampled_from([1, 32, 128]),
+    st.sampled_from([None, SlowStart()]),
+    st.sampled_from([1, 4]),
+    st.booleans(),
+)
+def test_plans_of_random_batches(
+    batch: tuple[Int64s, Int64s],
+    mask: Mask,
+    tolerance: float,
+    block: int,
+    cost_model: CostModel | None,
+    ranks_per_node: int,
+    free: bool,
+) -> None:
+    lengths, capacities = batch
+    config = ScheduleConfig(
+        tolerance, SHAPE, cost_model, block, links=Links(ranks_per_node=ranks_per_node)
+    )
+    plan = make(lengths, capacities, config, mask, free)
+    plan.validate()
+    assert np.array_equal(plan.lengths, lengths)
+    assert np.array_equal(plan.placement.tokens_per_rank(), capacities)
+    again = make(lengths, capacities, config, mask, free)
+    assert task_rows(again) == task_rows(plan)
+    assert placement_rows(again) == placement_rows(plan)
+    over = imbalance(plan, config) > 1 + tolerance + 1e-6
+    assert over == bool(plan.notes)
+    if over:
+        assert "above the tolerance" in plan.notes[0]
+    elif not free:
+        # Nobody gives who need not: within the tolerance all stay at home.
+        home = server_loads(
+            make_scheduler("packed", config).schedule(lengths, plan.placement, mask).tasks,
+            mask,
+            len(capacities),
+            cost_model,
+        )
+        if relative_loads(home, np.ones(len(capacities))).max() <= 1 + tolerance:
+            assert plan_bytes(plan, SHAPE).phases["return"].sum() == 0
+
+
+@settings(max_examples=100, deadline=None)
+@given(documents(most_ranks=32), MASKS, st.integers(0, 400), st.booleans())
+def test_no_server_receives_more_than_its_arena_holds(
+    batch: tuple[Int64s, Int64s], mask: Mask, rows: int, free: bool
+) -> None:
+    lengths, capacities = batch
+    bound = rows * SHAPE.kv_row_bytes
+    config = ScheduleConfig(shape=SHAPE, block=32, max_buffer_bytes=bound)
+    unbounded = make(lengths, capacities, replace(config, max_buffer_bytes=None), mask, free)
+    try:
+        plan = make(lengths, capacities, config, mask, free)
+    except ValueError as error:
+        if f"keeps to {bound:,} buffer bytes" not in str(error) or received(unbounded) <= bound:
+            raise
+        return
+    plan.validate()
+    assert received(plan) <= bound
+    if imbalance(plan, config) > 1.1 + 1e-6:
+        assert f"within {bound:,} buffer bytes" in plan.notes[0]
+
+
+def test_a_tighter_arena_costs_balance_and_the_plan_says_so() -> None:
+    lengths = long_tailed_lengths(0, 8 * 4096, 300, 8192)
+    at = place_in_turn(lengths, even_capacities(8 * 4096, 8))
+    config = ScheduleConfig(shape=SHAPE)
+    tiles = make_scheduler("tiles", config)
+    free = tiles.schedule(lengths, at, Mask())
+    at_home = received(make_scheduler("packed", config).schedule(lengths, at, Mask()))
+    assert imbalance(free, config) <= 1.1
+    assert received(free) > at_home
+    tight = replace(config, max_buffer_bytes=at_home)
+    plan = make_scheduler("tiles", tight).schedule(lengths, at, Mask())
+    assert received(plan) <= at_home
+    assert imbalance(plan, tight) > 1.1
+    assert f"within {at_home:,} buffer bytes" in plan.notes[0]
+
+
+def test_queries_go_to_keys_where_keys_do_not_fit() -> None:
+    # The second rank owns the last 512 rows of a long document: its keys are many, its rows few.
+    lengths = np.array([4096 + 512, 3584])
+    at = place_in_turn(lengths, np.array([4096, 4096]))
+    config = ScheduleConfig(shape=SHAPE)
+    plan = make_scheduler("packed", config).schedule(lengths, at, Mask())
+    assert received_bytes(plan, SHAPE).tolist() == [0, 4096 * SHAPE.kv_row_bytes]
+    fitted = fit_arenas(plan, SHAPE, 2000 * SHAPE.kv_row_bytes)
+    fitted.validate()
+    assert received_bytes(fitted, SHAPE).tolist() == [512 * SHAPE.q_row_bytes, 0]
+    # A window needs few keys anyway.
+    windowed = make_scheduler("packed", config).schedule(lengths, at, Mask(100))
+    assert fit_arenas(windowed, SHAPE, 0) is windowed
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("cost_model", [None, AnalyticCost.of_shape(SHAPE), SlowStart(10**5)])
+def test_fewer_bytes_than_greedy_on_long_tails(seed: int, cost_model: CostModel | None) -> None:
+    ranks, tokens = 16, 16384
+    lengths = long_tailed_lengths(seed, ranks * tokens, tokens // 16, 2 * tokens)
+    capacities = even_capacities(ranks * tokens, ranks)
+    config = ScheduleConfig(shape=SHAPE, cost_model=cost_model)
+    summaries = {}
+    for name in ("greedy", "tiles"):
+        plan = make_scheduler(name, config).plan(lengths, capacities, Mask())
+        plan.validate()
+        summaries[name] = describe(plan, config)
+        assert summaries[name].load_max_over_mean <= 1.1
+    tiles, greedy = summaries["tiles"], summaries["greedy"]
+    assert tiles.bytes_total < 0.6 * greedy.bytes_total
+    busiest = [max(s.bytes_max_sent, s.bytes_max_received) for s in (tiles, greedy)]
+    assert busiest[0] < 0.5 * busiest[1]
+
+
+def test_short_documents_stay_whole_and_at_home() -> None:
+    lengths = np.array([8192] + [64] * 1024)
+    plan = make_scheduler("tiles", ScheduleConfig(shape=SHAPE)).plan(
+        lengths, even_capacities(int(lengths.sum()), 8), Mask()
+    )
+    at = plan.placement
+    short = at.document > 0
+    # At most one document is cut at the edge between two ranks.
+    assert np.unique(at.document[short]).size >= short.sum() - 7
+    owners = {(d, s): r for d, s, _, r in placement_rows(plan)}
+    for document, q_start, _, _, _, server in task_rows(plan):
+        if document:
+            assert owners[document, q_start] == server
+
+
+def test_a_grid_moves_fewer_bytes_than_rings_and_keeps_the_balance() -> None:
+    ranks, length = 32, 32 * 4096
+    lengths = np.array([length])
+    config = ScheduleConfig(shape=SHAPE)
+    plan = make_scheduler("tiles", config).plan(lengths, even_capacities(length, ranks), Mask())
+    plan.validate()
+    assert imbalance(plan, config) <= 1.02
+    assert members_of_group(ranks, SHAPE) > 1
+    assert (plan.tasks.kv_start > 0).any()
+    ring = make_scheduler("packed", config).schedule(lengths, plan.placement, Mask())
+    bytes_of = [describe(p, config) for p in (plan, ring)]
+    assert bytes_of[0].bytes_total < 0.8 * bytes_of[1].bytes_total
+    assert bytes_of[0].bytes_max_received < 0.8 * bytes_of[1].bytes_max_received
+
+
+@pytest.mark.parametrize(
+    ("kv_heads", "expected"), [(8, [1, 1, 2, 3, 6]), (1, [1, 1, 1, 1, 2])], ids=["MHA", "MQA"]
+)
+def test_groups_grow_with_the_ranks_and_with_the_width_of_keys(
+    kv_heads: int, expected: list[int]
+) -> None:
+    shape = AttentionShape(8, kv_heads, 64)
+    assert [members_of_group(ranks, shape) for ranks in (1, 2, 4, 8, 32)] == expected
+
+
+def test_documents_stay_in_nodes_that_can_take_them() -> None:
+    flat, nodes = (ScheduleConfig(shape=SHAPE, links=Links(ranks_per_node=n)) for n in (1, 8))
+    across = np.zeros(2)
+    for seed in range(4):
+        lengths = long_tailed_lengths(seed, 64 * 8192, 900, 16384)
+        for column, config in enumerate((flat, nodes)):
+            plan = make(lengths, even_capacities(64 * 8192, 64), config, Mask(), True)
+            assert imbalance(plan, config) <= 1.1
+            forward = plan_bytes(plan, SHAPE).forward()
+            across[column] += nodes.links.between_nodes(forward)
+    # Seen: about a fifth.
+    assert across[1] < 0.4 * across[0]
+
+
+def test_cheap_links_are_preferred_for_moves() -> None:
+    lengths = np.array([16384] + [256] * 64 + [16384] + [256] * 64)
+    capacities = even_capacities(int(lengths.sum()), 4)
+    at = place_in_turn(lengths, capacities)
+    flat, nodes = (ScheduleConfig(shape=SHAPE, links=Links(ranks_per_node=n)) for n in (1, 2))
+    plans = [make_scheduler("tiles", c).schedule(lengths, at, Mask()) for c in (flat, nodes)]
+    across = [nodes.links.between_nodes(plan_bytes(plan, SHAPE).forward()) for plan in plans]
+    assert across[1] <= across[0]
+    assert all(imbalance(plan, flat) <= 1.1 for plan in plans)
+    assert across[1] == 0
+
+
+def test_slow_servers_get_less() -> None:
+    lengths = long_tailed_lengths(3, 8 * 8192, 500, 16384)
+    capacities = even_capacities(8 * 8192, 8)
+    config = ScheduleConfig(shape=SHAPE, server_speeds=(1.0,) * 4 + (0.5,) * 4)
+    for free in (True, False):
+        plan = make(lengths, capacities, config, Mask(), free)
+        plan.validate()
+        assert imbalance(plan, config) <= 1.1
+        loads = plan.loads()
+        assert loads[4:].sum() < 0.6 * loads[:4].sum()
+    with pytest.raises(ValueError, match="8 server speeds are given for 4 servers"):
+        make(lengths, even_capacities(8 * 8192, 4), config, Mask(), True)
+
+
+@pytest.mark.parametrize("slow", [(), (0.5,) * 4])
+def test_givers_stop_at_the_tolerance(slow: tuple[float, ...]) -> None:
+    """What they gave beyond it would travel for nothing: a server at the mean is no faster than the
+    busiest."""
+    speeds = (1.0,) * (8 - len(slow)) + slow
+    moved = {}
+    for tolerance in (0.0, 0.1, 0.3):
+        config = ScheduleConfig(tolerance, SHAPE, block=32, server_speeds=speeds)
+        moved[tolerance] = 0
+        for seed in range(4):
+            lengths = long_tailed_lengths(seed, 8 * 8192, 500, 16384)
+            at = place_in_turn(lengths, even_capacities(8 * 8192, 8))
+            home = make_scheduler("packed", config).schedule(lengths, at, Mask())
+            plan = move_tiles(home, config)
+            before, after = (
+                relative_loads(server_loads(p.tasks, p.mask, 8, None), np.array(speeds))
+                for p in (home, plan)
+            )
+            givers = before > 1 + tolerance
+            assert givers.sum() > 1
+            # Cut on blocks, tiles are a little larger or smaller than they should be.
+            assert (after[givers] > 0.98 * (1 + tolerance)).all(), (seed, after)
+            assert (after < 1.01 * (1 + tolerance)).all(), (seed, after)
+            added = (plan_bytes(p, SHAPE).phases for p in (plan, home))
+            there, here = (phases["dispatch"] + phases["return"] for phases in added)
+            moved[tolerance] += int(there.sum() - here.sum())
+    # Seen: 0.83 and 0.60; 0.84 and 0.62 with slow servers. To the mean: 0.94 and 0.79.
+    assert moved[0.1] < 0.88 * moved[0.0]
+    assert moved[0.3] < 0.66 * moved[0.0]
+
+
+def test_nothing_is_cut_smaller_than_the_kernel_runs_well() -> None:
+    model = SlowStart(10**6)
+    config = ScheduleConfig(shape=SHAPE, cost_model=model)
+    assert config.least_rows() == 1024
+    assert ScheduleConfig(shape=SHAPE, cost_model=SlowStart(1)).least_rows() == 128
+    lengths = np.array([16384] + [512] * 32)
+    at = place_in_turn(lengths, even_capacities(int(lengths.sum()), 4))
+    plan = make_scheduler("tiles", config).schedule(lengths, at, Mask())
+    plan.validate()
+    moved = plan.tasks[plan.tasks.document == 0]
+    assert len(moved) > 2
+    assert (moved.q_end - moved.q_start).min() >= 1024
+    assert (moved.kv_end - moved.kv_start).min() >= 1024
+
+
+def test_one_document_on_more_ranks_than_blocks() -> None:
+    plan = make(
+        np.array([300]), even_capacities(300, 64), ScheduleConfig(shape=SHAPE), Mask(), True
+    )
+    plan.validate()
+    assert plan.notes
+
+
+@pytest.mark.parametrize("share", [0.3, 0.98])
+def test_short_documents_beside_one_that_has_nearly_all_work(share: float) -> None:
+    total = 16 * 65_536
+    longest = int(total * share)
+    lengths = np.array([longest, *long_tailed_lengths(0, total - longest, 20_000, total)])
+    plan = make(lengths, even_capacities(total, 16), ScheduleConfig(shape=SHAPE), Mask(), True)
+    plan.validate()
+
+
+def test_many_short_documents() -> None:
+    lengths = np.random.default_rng(0).integers(1, 700, size=100_000)
+    capacities = even_capacities(int(lengths.sum()), 512)
+    config = ScheduleConfig(shape=SHAPE)
+    plan = make(lengths, capacities, config, Mask(), True)
+    plan.validate()
+    assert imbalance(plan, config) <= 1.1
+    # Only documents at the edges of ranks are cut.
+    assert len(plan.placement.document) <= 100_000 + 511
+
+
+def test_the_same_plan_in_another_process() -> None:
+    """The plan is a pure function: no hash seeds, no order of sets."""
+    code = """
+import sys, zlib
+sys.path[:0] = ['tests']
+from support.batches import long_tailed_lengths, placement_rows, task_rows
+from distca.plan import Mask
+from distca.schedule import ScheduleConfig, even_capacities, make_scheduler
+lengths = long_tailed_lengths(7, 32 * 8192, 600, 65536)
+capacities = even_capacities(32 * 8192, 32)
+plan = make_scheduler('tiles', ScheduleConfig()).plan(lengths, capacities, Mask())
+print(zlib.crc32(repr((task_rows(plan), placement_rows(plan))).encode()))
+"""
+    root = Path(__file__).parents[2]
+    found = {
+        subprocess.run(
+            [sys.executable, "-c", code],
+            cwd=root,
+            env={"PYTHONHASHSEED": seed, "PYTHONPATH": str(root)},
+            check=True,
+            capture_output=True,
+            text=True,
+        ).stdout
+        for seed in ("1", "2")
+    }
+    assert len(found) == 1
+
+
+def test_slices_mirror_each_other_by_whole_blocks() -> None:
+    """A document of 128.5 blocks over two ranks: 32 + 32.5 blocks, and the 64 between them."""
+    block, capacities = 16, np.array([4096, 4096])
+    tokens = np.array([64 * block + 8, 64 * block])
+    heads, tails = _slice_edges(tokens, capacities, block)
+    assert (heads.tolist(), tails.tolist()) == ([512, 1024], [1536, 1024])
+    # The first has what is left of the document after its last whole block.
+    assert _slice_tokens(heads, tails, int(tokens.sum())).tolist() == tokens.tolist()
+    # Where capacities forbid it, edges are where the tokens say.
+    tight = np.array([64 * block + 1, 64 * block])
+    heads, tails = _slice_edges(tight, tight, block)
+    assert _slice_tokens(heads, tails, int(tight.sum())).tolist() == tight.tolist()

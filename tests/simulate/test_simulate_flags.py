@@ -1,0 +1,192 @@
+"""The flags that `distca simulate` prints: training with them is what was simulated."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from argparse import Namespace
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from distca.cost.model_sizes import MODELS, ModelSize
+from distca.simulate import (
+    CLUSTERS,
+    DISTCA_SYSTEMS,
+    Candidate,
+    ModelCosts,
+    Workload,
+    divisions,
+    training_flags,
+)
+from distca.simulate.flags import format_flags
+from distca.simulate.search import with_head_groups
+from megatron_patches.batches.micro_batch import WindowLayout
+from megatron_patches.flags.distca import add_distca_arguments
+from megatron_patches.flags.megatron import parse_args
+from megatron_patches.flags.planning import execution_options, schedule_config
+from megatron_patches.flags.validation import validate_distca_arguments
+from support.commands import Command
+
+MODEL = ModelSize(4, 512, 8, 4, 64, 1024, 1000)
+WORKLOAD = Workload(MODEL, CLUSTERS["dgx-a100"], gpus=8, context=8192, sequences=4, tolerance=0.05)
+COMMAND = """
+    --distribution pretrain --context 8192 --sequences 4 --layers 4 --hidden-size 512 --heads 8
+    --kv-heads 4 --head-dim 64 --ffn-hidden-size 1024 --vocab-size 1000 --cluster dgx-a100 --gpus 8
+    --batches 1 --tensor-model-parallel-sizes 2 4 --pipeline-model-parallel-sizes 1 2
+    --finalists 1 --systems packed tiles
+""".split()
+
+
+@pytest.fixture
+def command(capsys: pytest.CaptureFixture[str]) -> Command:
+    return Command("simulate", capsys)
+
+
+def parsed(flags: Sequence[str], workload: Workload) -> Namespace:
+    """The arguments of a run with a job's model and so many GPUs, which training accepts."""
+    m = workload.model
+    given = f"""
+        --num-layers {m.layers} --hidden-size {m.hidden_size} --kv-channels {m.head_dim}
+        --ffn-hidden-size {m.ffn_hidden_size} --num-attention-heads {m.heads}
+        --group-query-attention --num-query-groups {m.kv_heads} --attention-dropout 0
+        --train-iters 1 --lr 1 --data-path none --tokenizer-type NullTokenizer --vocab-size 999
+    """
+    args = parse_args(add_distca_arguments, [*given.split(), *flags], workload.gpus)
+    validate_distca_arguments(args)
+    return args
+
+
+def check(args: Namespace, candidate: Candidate, workload: Workload) -> None:
+    """Sizes, tokens, micro-batches, documents, and what plans are judged by."""
+    c, costs = candidate, ModelCosts(workload.model, workload.cluster, candidate.tensor)
+    sizes = args.tensor_model_parallel_size, args.pipeline_model_parallel_size
+    assert (*sizes, args.data_parallel_size) == (c.tensor, c.stages, c.data)
+    assert args.world_size == workload.gpus
+    assert args.sequence_parallel == (c.tensor > 1)
+    assert args.global_batch_size * args.seq_length == workload.sequences * workload.context
+    layout = WindowLayout(0, c.data, args.seq_length, args.micro_batch_size)
+    assert args.global_batch_size == c.micro_batches * layout.samples_per_micro_batch
+    # Documents are cut at the ends of sequences, or of as few of them as blocks allow.
+    edges = [
+        stop
+        for number in range(c.micro_batches)
+        for _, stop in layout.windows(number * layout.samples_per_micro_batch)
+    ]
+    of_window = layout.window_tokens // workload.context
+    assert edges == [
+        n * of_window * workload.context for n in range(1, workload.sequences // of_window + 1)
+    ]
+    # A part of such a window would not give ranks whole blocks.
+    for fewer in range(1, of_window):
+        divides = workload.sequences // c.micro_batches % fewer == 0
+        assert not divides or fewer * workload.context % (128 * c.data)
+    assert args.distca_max_document_length == workload.context
+    assert args.max_position_embeddings >= workload.context
+    assert args.distca_scheduler == c.system
+    options = DISTCA_SYSTEMS[c.system](max_in_flight=c.max_in_flight)
+    assert execution_options(args) == options
+    assert args.distca_head_groups == c.head_groups
+    config = schedule_config(args, c.data * c.stages)
+    assert config.tolerance == workload.tolerance
+    assert config.links == workload.cluster.links(c.tensor)
+    assert config.shape == costs.shape
+    assert args.use_distributed_optimizer
+    assert args.recompute_granularity is None
+
+
+@pytest.mark.parametrize("system", DISTCA_SYSTEMS)
+@pytest.mark.parametrize(
+    "workload",
+    [
+        WORKLOAD,
+        replace(WORKLOAD, tolerance=0.1),
+        # A sequence is less than a block of each rank, and an odd number of blocks.
+        replace(WORKLOAD, context=512, sequences=24),
+        replace(WORKLOAD, context=640, sequences=16),
+        replace(WORKLOAD, context=960, sequences=32),
+        replace(WORKLOAD, gpus=6, cluster=replace(WORKLOAD.cluster, gpus_per_node=6), context=1536),
+    ],
+    ids=["even", "tolerance", "short", "odd", "no blocks", "six"],
+)
+def test_every_configuration_is_trained_as_it_is_simulated(system: str, workload: Workload) -> None:
+    found = divisions(system, workload, [1, 2, 4], [1, 2, 4])
+    trained = refused = 0
+    found += [replace(c, max_in_flight=2) for c in found if c.stages == 2]
+    found += [other for c in found for other in with_head_groups(c, workload)]
+    for candidate in found:
+        try:
+            flags = training_flags(candidate, workload)
+        except ValueError as error:
+            # What it says to give instead can be trained.
+            refused += 1
+            context = int(str(error).split("--context ")[1])
+            other = replace(workload, context=context)
+            flags = shlex.split(" ".join(training_flags(candidate, other)))
+            check(parsed(flags, other), candidate, other)
+            continue
+        check(parsed(shlex.split(" ".join(flags)), workload), candidate, workload)
+        trained += 1
+    assert trained
+    assert (refused > 0) == (workload.context in (512, 640, 960))
+
+
+def test_a_sequence_is_a_window_on_a_real_job() -> None:
+    workload = Workload(MODELS["llama-8b"], CLUSTERS["dgx-h200"], 64, 131_072, 32, 0.05)
+    candidate = Candidate("tiles", tensor=2, stages=1, data=32, context=1, micro_batches=4)
+    args = parsed(shlex.split(" ".join(training_flags(candidate, workload))), workload)
+    check(args, candidate, workload)
+    assert (args.seq_length, args.micro_batch_size, args.global_batch_size) == (4096, 8, 1024)
+
+
+def printed_flags(text: str) -> list[str]:
+    """What a shell makes of the lines below the table."""
+    title = next(line for line in text.splitlines() if line.startswith("Flags of pretrain_gpt.py"))
+    words = text[text.index(title) + len(title) :].replace("\\\n", " ")
+    return shlex.split(words)
+
+
+SLOW_LINKS = """
+    --context 65536 --sequences 1 --tolerance 0.1 --node-gb-per-s 5 --network-gb-per-s 5
+""".split()
+
+
+@pytest.mark.parametrize("more", [[], SLOW_LINKS])
+def test_what_is_printed(command: Command, more: list[str]) -> None:
+    text = command.run(*COMMAND, *more)
+    cluster = replace(WORKLOAD.cluster, node_gb_per_s=5.0, network_gb_per_s=5.0)
+    long = replace(WORKLOAD, context=65536, sequences=1, tolerance=0.1, cluster=cluster)
+    workload = long if more else WORKLOAD
+    (row,) = [r for r in json.loads(command.run(*COMMAND, *more, "--json")) if r["flags"]]
+    candidate = Candidate(**row["candidate"])
+    assert str(candidate) in text
+    flags = printed_flags(text)
+    assert flags == shlex.split(" ".join(row["flags"]))
+    check(parsed(flags, workload), candidate, workload)
+    # Over slow links head groups gain something for long documents.
+    assert ("--distca-head-groups" in text) == (candidate.head_groups > 1) == bool(more)
+    assert (f"{candidate.head_groups} head groups" in text) == bool(more)
+
+
+def test_without_distca_there_is_nothing_to_print(command: Command) -> None:
+    assert "pretrain_gpt.py" not in command.run(*COMMAND, "--systems", "packed")
+
+
+def test_what_training_cannot_cut(command: Command, tmp_path: Path) -> None:
+    """The table stands, and says what to change."""
+    lengths = tmp_path / "lengths.json"
+    lengths.write_text(json.dumps([1000, 8, 992]))
+    given = [*COMMAND[2:], "--lengths", str(lengths), "--context", "1000", "--sequences", "2"]
+    text = command.run(*given)
+    assert "No flags of pretrain_gpt.py for DistCA, tiles, on 8 GPUs: " in text
+    rows = json.loads(command.run(*given, "--json"))
+    assert [row["flags"] for row in rows] == [None, None]
+
+
+def test_flags_stand_in_full_lines_of_at_most_a_width() -> None:
+    flags = ["--a 1", "--long-one 22", "--b 3", "--c"]
+    assert format_flags(flags, width=19) == "    --a 1 --long-one 22 \\\n    --b 3 --c"
+    assert format_flags(flags, width=18) == "    --a 1 \\\n    --long-one 22 \\\n    --b 3 --c"
+    assert format_flags(["--longer-than-the-width 5"], width=4) == "    --longer-than-the-width 5"

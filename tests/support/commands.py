@@ -1,0 +1,33 @@
+"""Subcommands of `distca`, run in this process."""
+
+from __future__ import annotations
+
+import pytest
+
+from distca.commands.main import main
+
+
+class Command:
+    """A subcommand.
+
+    Args:
+        name: of the subcommand.
+        capsys: pytest's.
+    """
+
+    def __init__(self, name: str, capsys: pytest.CaptureFixture[str]) -> None:
+        self._name, self._capsys = name, capsys
+
+    def run(self, *arguments: str) -> str:
+        """What it prints."""
+        assert main([self._name, *arguments]) == 0
+        return self._capsys.readouterr().out
+
+    def refused(self, *arguments: str) -> str:
+        """The error that it prints, and nothing else."""
+        with pytest.raises(SystemExit) as stopped:
+            main([self._name, *arguments])
+        assert stopped.value.code == 2
+        captured = self._capsys.readouterr()
+        assert captured.out == ""
+        return captured.err

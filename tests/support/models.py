@@ -1,0 +1,348 @@
+"""Small Megatron models on live ranks: one run of a job with documents of given lengths."""
+
+from __future__ import annotations
+
+import re
+import zlib
+from argparse import Namespace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from datetime import timedelta
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from support.ranks import chosen
+
+MODEL = """
+    --num-layers 2 --hidden-size 64 --ffn-hidden-size 96 --num-attention-heads 4
+    --normalization RMSNorm --swiglu --disable-bias-linear --position-embedding-type rope
+    --untie-embeddings-and-output-weights --attention-dropout 0 --hidden-dropout 0
+    --micro-batch-size 1 --lr 1e-2 --lr-decay-style constant --train-iters 100
+    --make-vocab-size-divisible-by 64 --tokenizer-type NullTokenizer --vocab-size 250
+    --data-path unused --eval-iters 0 --weight-decay 0.1
+""".split()
+
+# Of that model.
+HEADS, HEAD_DIM = 4, 16
+
+
+@dataclass(frozen=True)
+class MemoryCorpus:
+    """Documents of random tokens with a structure that a model can learn."""
+
+    lengths: np.ndarray
+
+    def read(self, document: int, start: int, end: int) -> np.ndarray:
+        generator = np.random.default_rng(document)
+        first = generator.integers(0, 50)
+        noise = generator.integers(0, 3, size=int(self.lengths[document]))
+        tokens = (first + np.arange(self.lengths[document]) + noise) % 50
+        return tokens[start:end].astype(np.int64)
+
+
+def memory_stream(lengths: Sequence[int]) -> Any:
+    """A token stream of documents in the given order."""
+    from megatron_patches.batches.stream import TokenStream
+
+    column = np.asarray(lengths, dtype=np.int64)
+    offsets = np.concatenate([[0], np.cumsum(column)])
+    corpus = MemoryCorpus(column)
+    numbers, zeros = np.arange(len(column)), np.zeros_like(column)
+    return TokenStream((corpus,), zeros, numbers, zeros, offsets)  # type: ignore[arg-type]
+
+
+@dataclass
+class StepsDone:
+    """What a rank saw of some training steps.
+
+    Attributes:
+        losses: of each step.
+        grad_norms: of each step.
+        gradients: of the first step, by parameter name, with the dimension that TP splits or None.
+        bytes_counted: bytes sent by phase, as the transport counted them.
+        bytes_planned: the same as the plans predict them.
+        place: (tensor-parallel rank, data-parallel rank).
+        serves_only: it is a dedicated server, which has no losses and no gradients.
+    """
+
+    losses: list[float] = field(default_factory=list)
+    grad_norms: list[float] = field(default_factory=list)
+    gradients: dict[str, tuple[torch.Tensor, int | None]] = field(default_factory=dict)
+    bytes_counted: dict[str, int] = field(default_factory=dict)
+    bytes_planned: dict[str, int] = field(default_factory=dict)
+    place: tuple[int, int] = (0, 0)
+    serves_only: bool = False
+
+
+UNTIED = "--untie-embeddings-and-output-weights"
+
+
+def parse(flags: Sequence[str], tied: bool = False) -> Namespace:
+    from megatron_patches.flags.distca import add_distca_arguments
+    from megatron_patches.flags.megatron import parse_args
+    from megatron_patches.flags.validation import validate_distca_arguments
+
+    model = [flag for flag in MODEL if not (tied and flag == UNTIED)]
+    chosen_flags = ["--distca-transport", chosen().transport]
+    chosen_flags += [] if chosen().ping_pong else ["--no-distca-ping-pong"]
+    args = parse_args(add_distca_arguments, [*model, *chosen_flags, *flags], dist.get_world_size())
+    args.rank = dist.get_rank()
+    validate_distca_arguments(args)
+    return args
+
+
+def start_processes(args: Namespace) -> Any:
+    """Starts Megatron's state; with dedicated servers first the two kinds of processes, which it
+    returns. Collective."""
+    from megatron_patches.loop.lean import training
+    from megatron_patches.pipeline.processes import Processes
+
+    dedicated, rank = args.distca_servers, dist.get_rank()
+    processes = None
+    if dedicated:
+        # The group of all ranks gives way to a group of each kind, which meet in this store.
+        timeout, place = timedelta(seconds=120), [("127.0.0.1", 0)]
+        if rank == 0:
+            store = dist.TCPStore(*place[0], is_master=True, wait_for_workers=False)
+            place = [("127.0.0.1", store.port)]
+        dist.broadcast_object_list(place)
+        if rank:
+            store = dist.TCPStore(*place[0], is_master=False, timeout=timeout)
+        dist.destroy_process_group()
+        processes = Processes(
+            store, rank, args.world_size, dedicated, args.tensor_model_parallel_size, timeout
+        )
+        processes.init_default_group("gloo")
+        if processes.serves_only:
+            return processes
+    training.initialize_megatron(args)
+    return processes
+
+
+def make_data(args: Namespace, stream: Any, processes: Any) -> tuple[Any, Any]:
+    """The iterators over a stream of our own, and what makes their batches."""
+    from megatron_patches.batches import sources
+    from megatron_patches.batches.micro_batch import MicroBatches
+    from megatron_patches.batches.ticks import TickStream
+    from megatron_patches.loop.job import DataIterators
+
+    layout, device = sources.window_layout(args, processes), torch.device("cpu")
+    maker = sources.batch_maker(args, layout, device, processes)
+    if not isinstance(maker, sources.PlannedMaker):
+        packed = maker(stream)
+        batches = MicroBatches(packed, 0, layout.samples_per_micro_batch, device)
+        return DataIterators(batches, None, None), packed
+    made, control = maker(stream, forward_only=False), maker.servers.control
+    if control is not None:
+        made = replace(made, announce=partial(control.announce, "train"))
+    ticks = TickStream(made, 0, maker.micro_batches, device)
+    return DataIterators(ticks, None, None, control, maker.close), made
+
+
+def make_run(args: Namespace, stream: Any, processes: Any = None) -> Any:
+    """A lean run of the real job, over a stream of our own."""
+    from megatron_patches.loop.gpt_job import GPT_JOB
+    from megatron_patches.loop.lean import config, training
+
+    model, optimizer = training.build_model_and_optimizer(GPT_JOB, args)
+    for chunk in model:
+        set_weights_by_name(chunk)
+    optimizer.reload_model_params()
+    scheduler = config.parameter_scheduler(args, optimizer)
+    iterators, made = make_data(args, stream, processes)
+    function = training.choose_forward_backward_func(GPT_JOB, args)
+    return training.Run(GPT_JOB, args, model, optimizer, scheduler, [iterators], function), made
+
+
+def train(
+    flags: Sequence[str], lengths: Sequence[int], steps: int, tied: bool = False
+) -> StepsDone:
+    """Trains for some steps on this rank, or serves those that do; collective."""
+    args = parse(flags, tied)
+    processes, stream = start_processes(args), memory_stream(lengths)
+    serves_only = processes is not None and processes.serves_only
+    run = serve if serves_only else partial(train_steps, steps=steps)
+    done, made = run(args, stream, processes)
+    if args.distca:
+        transport = made.core_attention.transport
+        done.bytes_counted = {phase: n for phase, n in transport.bytes_sent.items() if n}
+        done.bytes_planned = bytes_planned(args, made, steps)
+    dist.barrier()
+    from megatron.core import num_microbatches_calculator, parallel_state
+
+    parallel_state.destroy_model_parallel()
+    num_microbatches_calculator.unset_num_microbatches_calculator()
+    return done
+
+
+def bytes_planned(args: Namespace, made: Any, steps: int) -> dict[str, int]:
+    """The bytes that the plans of some steps say this rank sends, by phase."""
+    planned: dict[str, int] = {}
+    micro_batches = args.global_batch_size // made.batches.layout.samples_per_micro_batch
+    # Plans are made anew, but the dedicated servers are gone by now.
+    made = replace(made, announce=None)
+    for first_sample in range(0, steps * args.global_batch_size, args.global_batch_size):
+        for tick in made.global_batch(first_sample, micro_batches):
+            for phase, sent in tick.bytes_sent.items():
+                if sent:
+                    planned[phase] = planned.get(phase, 0) + sent
+    return planned
+
+
+def train_steps(args: Namespace, stream: Any, processes: Any, steps: int) -> tuple[StepsDone, Any]:
+    """Trains; what was seen, and what made the batches."""
+    from megatron.core import parallel_state
+
+    from megatron_patches.loop.lean import training
+
+    run, made = make_run(args, stream, processes)
+    done = StepsDone(
+        place=(
+            parallel_state.get_tensor_model_parallel_rank(),
+            parallel_state.get_data_parallel_rank(),
+        )
+    )
+    for chunk in run.model:
+        chunk.train()
+        chunk.zero_grad_buffer()
+    for step in range(steps):
+        if step == 0 and not args.use_distributed_optimizer:
+            losses = training.forward_backward(run, "train", forward_only=False)
+            for chunk in run.model:
+                done.gradients |= collect_gradients(chunk)
+            _, grad_norm, _ = run.optimizer.step()
+            run.scheduler.step(increment=args.global_batch_size)
+        else:
+            losses, _, grad_norm = training.train_step(run)
+        done.losses.append(losses["lm loss"])
+        done.grad_norms.append(float(grad_norm))
+    run.data[0].close()
+    return done, made
+
+
+def serve(args: Namespace, stream: Any, processes: Any) -> tuple[StepsDone, Any]:
+    """What a dedicated server does while the others train; and what made its plans."""
+    from megatron_patches.loop.gpt_job import GPT_JOB
+    from megatron_patches.pipeline import dedicated
+
+    iterators, made = make_data(args, stream, processes)
+    dedicated.serve(replace(GPT_JOB, build_data=lambda *_: iterators), args, processes)
+    return StepsDone(serves_only=True), made
+
+
+def starts_of_micro_batches(flags: Sequence[str], lengths: Sequence[int]) -> list[list[int]]:
+    """Where the documents of each micro-batch of the first step start in the stream; collective."""
+    from megatron.core import num_microbatches_calculator, parallel_state
+
+    from megatron_patches.batches import sources
+    from megatron_patches.loop.lean import training
+
+    args = parse(flags)
+    training.initialize_megatron(args)
+    layout = sources.window_layout(args)
+    maker = sources.batch_maker(args, layout, torch.device("cpu"))
+    made = maker(memory_stream(lengths), forward_only=False)
+    incoming = made.batches.documents(0, maker.micro_batches(0))
+    micro_batches = made.batches.planner.share_out(incoming)
+    found = [documents.starts.tolist() for documents in micro_batches]
+    parallel_state.destroy_model_parallel()
+    num_microbatches_calculator.unset_num_microbatches_calculator()
+    return found
+
+
+def train_all(runs: Sequence[Sequence[str]], lengths: Sequence[int], steps: int) -> list[StepsDone]:
+    """Several runs, one after the other in the same processes."""
+    return [train(flags, lengths, steps) for flags in runs]
+
+
+def named_parameters(model: Any) -> Iterator[tuple[str, torch.nn.Parameter]]:
+    """A model chunk's parameters by the names that they have in the whole model."""
+    gpt = model
+    while hasattr(gpt, "module"):
+        gpt = gpt.module
+    first_layer = gpt.decoder.layers[0].layer_number - 1
+    for name, parameter in gpt.named_parameters():
+        if gpt.share_embeddings_and_output_weights and name == "output_layer.weight":
+            name = "embedding.word_embeddings.weight"
+        name = re.sub(
+            r"(?<=decoder\.layers\.)\d+", lambda number: str(int(number[0]) + first_layer), name
+        )
+        yield name, parameter
+
+
+@torch.no_grad()
+def set_weights_by_name(model: Any) -> None:
+    """The same weights in every layout: Megatron draws other ones on each pipeline stage."""
+    from megatron.core import parallel_state
+
+    parts = parallel_state.get_tensor_model_parallel_world_size()
+    part = parallel_state.get_tensor_model_parallel_rank()
+    for name, parameter in named_parameters(model):
+        if parameter.dim() < 2:
+            continue
+        shape = list(parameter.shape)
+        split = parameter.tensor_model_parallel
+        if split:
+            shape[parameter.partition_dim] *= parts
+        generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+        weight = 0.02 * torch.randn(shape, generator=generator)
+        if split and "linear_fc1" in name:
+            weight = torch.cat([half.chunk(parts)[part] for half in weight.chunk(2)])
+        elif split:
+            weight = weight.chunk(parts, parameter.partition_dim)[part]
+        parameter.copy_(weight)
+
+
+def collect_gradients(model: Any) -> dict[str, tuple[torch.Tensor, int | None]]:
+    """Gradients of a model chunk, with the dimension that TP splits or None."""
+    return {
+        name: (
+            parameter.main_grad.clone(),
+            parameter.partition_dim if getattr(parameter, "tensor_model_parallel", False) else None,
+        )
+        for name, parameter in named_parameters(model)
+    }
+
+
+def whole_gradients(ranks: Sequence[StepsDone]) -> dict[str, torch.Tensor]:
+    """The gradients of the whole model, from all ranks of one replica.
+
+    Queries, keys and values each have an entry: those of values are so much larger that in one norm
+    with them a wrong gradient of queries or keys would not be seen.
+    """
+    with_model = [rank for rank in ranks if not rank.serves_only]
+    shards = sorted((r for r in with_model if r.place[1] == 0), key=lambda r: r.place[0])
+    whole = {}
+    names = {name: shard.gradients[name] for shard in shards for name in shard.gradients}
+    for name, (gradient, dimension) in names.items():
+        # The first and the last stage both have the gradient of a tied embedding.
+        by_rank = {s.place[0]: s.gradients[name][0] for s in shards if name in s.gradients}
+        parts = [by_rank[rank] for rank in sorted(by_rank)]
+        if dimension is None or len(parts) == 1:
+            whole[name] = gradient
+        elif "linear_fc1" in name:
+            # Each rank holds its part of the gate, then its part of the other half.
+            halves = zip(*(part.chunk(2, dim=0) for part in parts), strict=True)
+            whole[name] = torch.cat([torch.cat(half) for half in halves])
+        else:
+            whole[name] = torch.cat(parts, dim=dimension)
+    for name in [name for name in whole if "linear_qkv" in name]:
+        whole |= of_queries_keys_values(name, whole.pop(name))
+    return whole
+
+
+def of_queries_keys_values(name: str, gradient: torch.Tensor) -> dict[str, torch.Tensor]:
+    """The parts of a fused weight, whose rows are a group's queries, its key, its value; and so on.
+
+    Args:
+        name: of the weight.
+        gradient: `[(HEADS + 2 * groups) * HEAD_DIM, ...]`.
+    """
+    groups = (len(gradient) // HEAD_DIM - HEADS) // 2
+    rows = gradient.view(groups, -1, *gradient.shape[1:])
+    parts = rows.split([HEADS // groups * HEAD_DIM, HEAD_DIM, HEAD_DIM], dim=1)
+    return {f"{name}, {part}": t for part, t in zip("qkv", parts, strict=True)}

@@ -1,0 +1,63 @@
+"""Whole runs of `pretrain_gpt.py`, each in processes of its own."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+LOSS = re.compile(r"iteration +(\d+)/.*? lm loss: (\S+) \|")
+FLAGS = """
+    --num-layers 2 --hidden-size 64 --ffn-hidden-size 96 --num-attention-heads 4
+    --group-query-attention --num-query-groups 2 --normalization RMSNorm --swiglu
+    --disable-bias-linear --position-embedding-type rope --untie-embeddings-and-output-weights
+    --attention-dropout 0 --hidden-dropout 0.1 --micro-batch-size 1 --global-batch-size 4
+    --lr 3e-3 --lr-decay-style cosine --lr-warmup-iters 1 --weight-decay 0.1
+    --tokenizer-type ByteLevelTokenizer --split 80,10,10 --log-interval 1
+    --eval-interval 1000 --eval-iters 0 --seq-length 256 --make-vocab-size-divisible-by 129
+""".split()
+
+
+def start(processes: int, corpus: str, *flags: str) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command += ["--nproc-per-node", str(processes), "pretrain_gpt.py", *FLAGS]
+    command += ["--data-path", corpus, *flags]
+    return subprocess.Popen(
+        command,
+        cwd=ROOT,
+        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def run(processes: int, corpus: str, *flags: str, status: int = 0) -> tuple[dict[int, str], str]:
+    """The losses as they were printed, by iteration, and the whole output."""
+    process = start(processes, corpus, *flags)
+    try:
+        output, _ = process.communicate(timeout=300)
+    finally:
+        kill_all(process)
+    assert (process.returncode == 0) == (status == 0), output[-3000:]
+    return {int(i): loss for i, loss in LOSS.findall(output)}, output
+
+
+def kill_all(process: subprocess.Popen[str]) -> None:
+    for pid in descendants(process.pid):
+        os.kill(pid, signal.SIGKILL)
+    if process.poll() is None:
+        process.kill()
+
+
+def descendants(pid: int) -> list[int]:
+    children = Path(f"/proc/{pid}/task/{pid}/children")
+    if not children.exists():
+        return []
+    found = [int(child) for child in children.read_text().split()]
+    return found + [grandchild for child in found for grandchild in descendants(child)]

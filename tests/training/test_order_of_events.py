@@ -1,0 +1,140 @@
+"""What each rank starts, waits for and runs, in the order that `distca.schedule.program` states.
+
+Losses are the same wherever a wait stands; what a wait stands in front of is what makes steps fast.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+import pytest
+
+from support.events import Event, events_of_step
+
+LENGTHS = [768]
+DATA_PARALLEL = ["--num-layers", "2", "--distca", "--seq-length", "384"]
+OUTPUTS_RETURN = ["--distca-scheduler", "greedy"]
+QUERIES_AT_HOME = "--distca-scheduler per-document-cp --distca-context-parallel-size 2".split()
+BOTH, WHOLE = ("ping", "pong"), (None,)
+Nano = str | None
+
+
+def starts(phase: str, nano: Nano, groups: int = 1) -> list[Event]:
+    return [("start", phase, nano, group) for group in range(groups)]
+
+
+def waits(phase: str, nano: Nano, groups: int = 1) -> list[Event]:
+    return [("wait", phase, nano, group) for group in range(groups)]
+
+
+def computes(nano: Nano, groups: int = 1, backward: bool = False) -> list[Event]:
+    """A nano-batch's kernels: each head group's when its inputs are there; then its outputs go."""
+    there, back, kernel = "dispatch", "return", "forward"
+    if backward:
+        there, back, kernel = "dispatch_backward", "return_backward", "backward"
+    return [
+        event
+        for group in range(groups)
+        for event in (
+            ("wait", there, nano, group),
+            ("kernel", kernel, nano, group),
+            ("start", back, nano, group),
+        )
+    ]
+
+
+def layers_there(layers: Sequence[int], nanos: Sequence[Nano], groups: int = 1) -> list[Event]:
+    """A forward pass where outputs return."""
+    events: list[Event] = []
+    for nano in nanos:
+        events += [("pre-attention", layers[0], nano), *starts("dispatch", nano, groups)]
+    for layer, following in itertools.zip_longest(layers, layers[1:]):
+        for nano in nanos:
+            events += computes(nano, groups)
+        for nano in nanos:
+            events += [*waits("return", nano, groups), ("post-attention", layer, nano)]
+            if following:
+                events += [("pre-attention", following, nano), *starts("dispatch", nano, groups)]
+    return events
+
+
+def layers_back(layers: Sequence[int], nanos: Sequence[Nano], groups: int = 1) -> list[Event]:
+    """Its backward pass: the opposite order."""
+    events: list[Event] = []
+
+    def gradient_comes(layer: int, nano: Nano) -> list[Event]:
+        began = ("post-attention backward", layer, nano)
+        return [began, *starts("dispatch_backward", nano, groups)]
+
+    for nano in nanos[::-1]:
+        events += gradient_comes(layers[-1], nano)
+    for before in [*layers[-2::-1], None]:
+        for nano in nanos[::-1]:
+            events += computes(nano, groups, backward=True)
+        for nano in nanos[::-1]:
+            events += waits("return_backward", nano, groups)
+            events += gradient_comes(before, nano) if before else []
+    return events
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+@pytest.mark.parametrize("nanos", [BOTH, WHOLE], ids=["ping-pong", "whole"])
+def test_where_outputs_return(ranks, nanos: Sequence[Nano], groups: int) -> None:
+    """Nano-batches or whole micro-batches, all heads together or in groups."""
+    flags = [*DATA_PARALLEL, *OUTPUTS_RETURN, "--distca-head-groups", str(groups)]
+    flags.append("--distca-ping-pong" if nanos == BOTH else "--no-distca-ping-pong")
+    there, back = layers_there([1, 2], nanos, groups), layers_back([1, 2], nanos, groups)
+    expected = [*there, ("output layer",), *back]
+    assert ranks.run(events_of_step, flags, LENGTHS, world_size=2) == [expected] * 2
+
+
+def test_where_queries_are_at_home(ranks) -> None:
+    """A nano-batch's keys are under way while the other's kernels and linear layers run, there and
+    back; the last layer's leave before the output layer, and so before the loss."""
+    flags = [*DATA_PARALLEL, *QUERIES_AT_HOME, "--distca-ping-pong"]
+    expected: list[Event] = []
+    for nano in BOTH:
+        expected += [("pre-attention", 1, nano), *starts("dispatch", nano)]
+    for nano in BOTH:
+        expected += [*waits("dispatch", nano), ("kernel", "forward", nano, 0)]
+        expected += [("post-attention", 1, nano), ("pre-attention", 2, nano)]
+        expected += starts("dispatch", nano)
+    for nano in BOTH:
+        expected += [*waits("dispatch", nano), ("kernel", "forward", nano, 0)]
+        expected.append(("post-attention", 2, nano))
+    for nano in BOTH[::-1]:
+        expected += starts("dispatch_backward", nano)
+    expected.append(("output layer",))
+    for nano in BOTH[::-1]:
+        expected.append(("post-attention backward", 2, nano))
+        # The keys of the layer before are known.
+        expected += [*computes(nano, backward=True), *starts("dispatch_backward", nano)]
+    for nano in BOTH[::-1]:
+        expected += [*waits("return_backward", nano), ("post-attention backward", 1, nano)]
+        expected += computes(nano, backward=True)
+    for nano in BOTH[::-1]:
+        expected += waits("return_backward", nano)
+    assert ranks.run(events_of_step, flags, LENGTHS, world_size=2) == [expected] * 2
+
+
+def serves(events: Sequence[Event]) -> list[Event]:
+    """A rank without tokens: what one with tokens does, but for the linear layers."""
+    return [event for event in events if "attention" not in event[0]]
+
+
+@pytest.mark.parametrize("nanos", [BOTH, WHOLE], ids=["ping-pong", "whole"])
+def test_a_stage_that_only_serves(ranks, nanos: Sequence[Nano]) -> None:
+    """It follows the stage that works, whose layers it has none of."""
+    flags = "--num-layers 4 --pipeline-model-parallel-size 2 --distca --seq-length 768".split()
+    flags += ["--global-batch-size", "1"]
+    flags.append("--distca-ping-pong" if nanos == BOTH else "--no-distca-ping-pong")
+    there, back = serves(layers_there([1, 2], nanos)), serves(layers_back([1, 2], nanos))
+    expected = [
+        [*layers_there([1, 2], nanos), *there, *back, *layers_back([1, 2], nanos)],
+        [
+            *(*there, *layers_there([3, 4], nanos), ("output layer",)),
+            *(*layers_back([3, 4], nanos), *back),
+        ],
+    ]
+    assert ranks.run(events_of_step, flags, LENGTHS, world_size=2) == expected

@@ -1,0 +1,96 @@
+"""A run that is resumed goes on as if it had never stopped: losses, learning rates, validation.
+
+Tensor and sequence parallelism with dropout, whose masks come from the random-number tracker that
+Megatron keeps for each tensor-parallel rank.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+
+from support.whole_runs import RunSeen, whole_run, write_documents
+
+LAST, SAVED, WORLD_SIZE = 6, 3, 2
+MICRO_BATCHES, MICRO_BATCH, WARMUP, DECAY = 2, 2, 4, 8
+FLAGS = f"""
+    --distca --seq-length 128 --tensor-model-parallel-size 2 --sequence-parallel
+    --hidden-dropout 0.1 --split 60,30,10
+    --micro-batch-size {MICRO_BATCH} --global-batch-size {MICRO_BATCHES * MICRO_BATCH}
+    --lr 1e-2 --min-lr 1e-3 --lr-decay-style cosine --lr-warmup-init 1e-4
+    --lr-warmup-iters {WARMUP} --lr-decay-iters {DECAY} --train-iters {LAST}
+    --eval-interval 2 --eval-iters 1
+""".split()
+
+
+@pytest.fixture(scope="module")
+def runs(ranks, tmp_path_factory) -> tuple[list[RunSeen], list[RunSeen]]:
+    """What each rank saw of six iterations, and of the last three after a checkpoint of a third."""
+    folder = tmp_path_factory.mktemp("resuming")
+    lengths = np.random.default_rng(1).integers(1, 300, 200)
+    flags = [*FLAGS, "--data-path", write_documents(folder / "documents", lengths.tolist())]
+    save = ["--save", str(folder), "--save-interval", str(SAVED)]
+    whole = ranks.run(whole_run, [*flags, *save], world_size=WORLD_SIZE)
+    (folder / "latest_checkpointed_iteration.txt").write_text(str(SAVED))
+    resumed = ranks.run(whole_run, [*flags, "--load", str(folder)], world_size=WORLD_SIZE)
+    return whole, resumed
+
+
+def test_losses_equal_the_uninterrupted_run_s_to_the_bit(runs) -> None:
+    """The dropout masks are the same, too: the tracker's states were saved and restored."""
+    for whole, resumed in zip(*runs, strict=True):
+        assert sorted(whole.losses) == list(range(1, LAST + 1))
+        assert resumed.losses == {i: whole.losses[i] for i in range(SAVED + 1, LAST + 1)}
+
+
+def test_validation_losses_equal_the_uninterrupted_run_s_to_the_bit(runs) -> None:
+    """Each evaluation has batches of its own, also the first one after resuming."""
+    at_end = [f"iteration {LAST} on the {split} set" for split in ("validation", "test")]
+    for whole, resumed in zip(*runs, strict=True):
+        places = [f"iteration {i}" for i in (2, 4, 6)] + at_end
+        assert [where for where, _ in whole.validation] == places
+        assert resumed.validation == whole.validation[1:]
+        losses = [loss for _, loss in whole.validation]
+        assert len(set(losses)) == len(losses)
+
+
+def test_learning_rates_are_megatron_s_by_iteration(runs) -> None:
+    """Counted in samples, as in Megatron-LM: warm-up, decay, and what is added after each step."""
+    expected = driven_by_hand()
+    for seen, first in zip(runs, (1, SAVED + 1), strict=True):
+        for rank in seen:
+            # The line of an iteration shows the rate of the next one, in Megatron-LM, too.
+            assert rank.rates_logged == {i: expected[i] for i in range(first, LAST + 1)}
+            assert list(rank.rates_used) == list(range(first, LAST + 1))
+            for i, groups in rank.rates_used.items():
+                # One group decays, norms do not.
+                assert sorted(groups) == [(expected[i - 1], 0.0), (expected[i - 1], 0.1)]
+
+
+def driven_by_hand() -> list[float]:
+    """Megatron's scheduler, driven as Megatron-LM's loop does it: the rate after each step."""
+    samples, group = MICRO_BATCHES * MICRO_BATCH, {}
+    scheduler = OptimizerParamScheduler(
+        SimpleNamespace(param_groups=[group]),
+        init_lr=1e-4,
+        max_lr=1e-2,
+        min_lr=1e-3,
+        lr_warmup_steps=WARMUP * samples,
+        lr_decay_steps=DECAY * samples,
+        lr_decay_style="cosine",
+        start_wd=0.1,
+        end_wd=0.1,
+        wd_incr_steps=LAST * samples,
+        wd_incr_style="constant",
+    )
+    rates = [group["lr"]]
+    for _ in range(LAST):
+        scheduler.step(increment=MICRO_BATCHES * MICRO_BATCH)
+        rates.append(group["lr"])
+    # A line up to the peak, then down.
+    assert rates[: WARMUP + 1] == pytest.approx([1e-4 + 9.9e-3 * i / WARMUP for i in range(5)])
+    assert 1e-2 > rates[WARMUP + 1] > rates[LAST] > 1e-3
+    return rates
