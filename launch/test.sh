@@ -1,10 +1,16 @@
 #!/usr/bin/env bash
 # Sets everything up and runs all checks. Arguments are passed to pytest: launch/test.sh -k plan
+# launch/test.sh --recording [COMMIT] tells whether this checkout computes what that commit did.
+# launch/test.sh --mutants 50 tests the tests instead. CONTRIBUTING.md says more of both.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 launch/setup.sh checks
 export PATH="$PWD/.venv/bin:$PATH" OMP_NUM_THREADS=1
+case ${1:-} in
+    --recording) exec python tests/recording since "${@:2}" ;;
+    --mutants) PYTHONPATH=tests exec python -m mutation "$@" ;;
+esac
 ruff check .
 ruff format --check .
 mypy
