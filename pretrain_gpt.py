@@ -21,9 +21,9 @@ the order in which a batch meets the files (`megatron_patches/loop/gpt_job.py` p
   `megatron_patches/model/cuda_graphs.py`;
 * core attention as a layer calls it: `megatron_patches/model/core_attention.py`, which hands it to
   `distca/runtime/core_attention.py`;
-* the loop around all of it: Megatron-LM's own where it is installed
-  (`megatron_patches/upstream.py`), otherwise a lean one on megatron-core alone
-  (`megatron_patches/loop/lean/training.py`).
+* the loop around all of it: a lean one on megatron-core alone
+  (`megatron_patches/loop/lean/training.py`) or, with `--training-loop megatron`, Megatron-LM's own
+  (`megatron_patches/upstream.py`).
 
 What a plan is: `distca/plan`; who makes it: `distca/schedule`; how it is executed:
 `distca/runtime`.

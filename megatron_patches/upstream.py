@@ -25,6 +25,7 @@ from megatron.core.enums import ModelType
 
 from megatron_patches import cpu
 from megatron_patches.flags.distca import add_distca_arguments
+from megatron_patches.flags.loop import add_loop_argument
 from megatron_patches.loop.gpt_job import GPT_JOB
 from megatron_patches.loop.job import Job
 from megatron_patches.model.gpt import uses_dense_mask
@@ -39,6 +40,7 @@ def pretrain(job: Job) -> None:
 
     def add_arguments(parser: ArgumentParser) -> ArgumentParser:
         _load_our_data(parser)
+        add_loop_argument(parser)
         return job.add_arguments(parser)
 
     run = _Providers(job)

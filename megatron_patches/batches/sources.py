@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 from argparse import Namespace
 from collections.abc import Callable
@@ -12,8 +13,7 @@ from typing import Protocol
 import numpy as np
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state
-from megatron.core.num_microbatches_calculator import RampupBatchsizeNumMicroBatchesCalculator
+from megatron.core import num_microbatches_calculator, parallel_state
 
 from distca.attention import select_kernel
 from distca.plan import Mask
@@ -248,7 +248,7 @@ class PlannedMaker(BatchMaker):
         layers = args.num_layers // (self._pipeline.stages * self._pipeline.chunks)
         self._layer_groups = groups_of_layers(layers, args)
         self.micro_batches_at_last = args.global_batch_size // layout.samples_per_micro_batch
-        self.micro_batches = _micro_batches_by_sample(args, layout, self.micro_batches_at_last)
+        self.micro_batches = _micro_batches_by_sample()
 
     def __call__(self, stream: TokenStream, forward_only: bool) -> TickBatches:
         """Makes the ticks of a split's stream."""
@@ -318,24 +318,13 @@ class PlannedMaker(BatchMaker):
         self.core_attention.transport.close()
 
 
-def _micro_batches_by_sample(
-    args: Namespace, layout: WindowLayout, at_last: int
-) -> Callable[[int], int]:
-    """Returns a function from a sample to the number of micro-batches of the global batch there."""
-    ramp = getattr(args, "rampup_batch_size", None)
-    if ramp is None:
-        return lambda sample: at_last
-    first_size, increment, ramp_samples = (int(value) for value in ramp)
-    calculator = RampupBatchsizeNumMicroBatchesCalculator(
-        args.global_batch_size,
-        args.micro_batch_size,
-        layout.data_parallel_size,
-        getattr(args, "decrease_batch_size_if_needed", False),
-        dist.get_rank(),
-        first_size,
-        increment,
-        ramp_samples,
-    )
+def _micro_batches_by_sample() -> Callable[[int], int]:
+    """Returns a function from a sample to the number of micro-batches of the global batch there.
+
+    Flags may let global batches grow as the run goes on. A copy of Megatron's own calculator tells,
+    since plans are made ahead of the iteration that its calculator is at.
+    """
+    calculator = copy.deepcopy(num_microbatches_calculator._GLOBAL_NUM_MICROBATCHES_CALCULATOR)
 
     def count(sample: int) -> int:
         calculator.update(sample, consistency_check=False, verbose=False)

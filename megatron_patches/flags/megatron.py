@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from distca.documents.tokenizer import build_tokenizer
+from megatron_patches.flags.loop import add_loop_argument
 from megatron_patches.flags.megatron_table import FLAGS
 
 
@@ -23,6 +24,7 @@ def build_parser(add_arguments: Callable[[ArgumentParser], ArgumentParser]) -> A
         group = parser.add_argument_group(title)
         for flag, keywords in flags:
             group.add_argument(flag, **keywords)
+    add_loop_argument(parser)
     return add_arguments(parser)
 
 

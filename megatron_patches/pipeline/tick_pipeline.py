@@ -19,7 +19,7 @@ from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import schedules
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.utils import get_model_config, get_model_type
+from megatron.core.utils import get_model_config
 
 from distca.schedule import Pass, Work
 from megatron_patches.batches.micro_batch import MicroBatch
@@ -27,6 +27,7 @@ from megatron_patches.batches.ticks import TickBatches, TickInput
 from megatron_patches.model.core_attention import DisaggregatedCoreAttention
 from megatron_patches.pipeline.idle_rank import serve_tick
 from megatron_patches.pipeline.tracing import Tracing
+from megatron_patches.versions import backward_step
 
 
 def forward_backward_func(args: Namespace) -> TickPipeline | None:
@@ -359,11 +360,11 @@ class _GlobalBatch:
         self._backward_passes_left[work.chunk] -= 1
         assert self._sync is not None
         with self._sync.backward(last_of_chunk=self._backward_passes_left[work.chunk] == 0):
-            return schedules.backward_step(  # type: ignore[no-any-return]
+            return backward_step(
+                self._chunks[work.chunk],
                 input_tensor,
                 output,
                 self._gradients.pop(work, None),
-                get_model_type(self._chunks[work.chunk]),
                 self._config,
             )
 
