@@ -1,8 +1,8 @@
 """DistCA on Megatron: the only package that imports it.
 
 `flags`, `batches`, `model`, `pipeline` and `loop` are the parts of a pretraining job. `upstream`
-runs it in Megatron-LM's own loop, `cpu` runs Megatron without CUDA, and `llama` converts
-checkpoints.
+runs it in Megatron-LM's own loop, `cpu` runs Megatron without CUDA, `versions` and `repairs` level
+what differs between versions of megatron-core and installations, and `llama` converts checkpoints.
 """
 
 import importlib.util
@@ -12,3 +12,7 @@ if importlib.util.find_spec("megatron") is None:
         "megatron_patches needs megatron-core: `pip install 'distca[megatron]'`, with torch "
         "installed before it"
     )
+
+from megatron_patches.repairs import stand_in_for_triton
+
+stand_in_for_triton()

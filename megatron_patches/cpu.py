@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
-import importlib.util
+import os
 import sys
 import time
 import types
@@ -39,6 +39,7 @@ _MODULES = (
     "megatron.core.dist_checkpointing.exchange_utils",
     "megatron.core.dist_checkpointing.strategies.filesystem_async",
     "megatron.core.dist_checkpointing.strategies.fully_parallel",
+    "megatron.core.dist_checkpointing.strategies.state_dict_saver",
     "megatron.core.dist_checkpointing.strategies.torch",
     "megatron.core.tensor_parallel.random",
 )
@@ -64,7 +65,6 @@ def adapt_megatron_training() -> None:
     if torch.cuda.is_available():
         return
     adapt_megatron()
-    _stand_in_for_triton_kernels()
     initialize = _import("megatron.training.initialize")
     training = _import("megatron.training.training")
     # `initialize_megatron` insists on CUDA unless it is told otherwise.
@@ -76,21 +76,28 @@ def adapt_megatron_training() -> None:
     # The older fused kernels are compiled for the GPU's architecture.
     if hasattr(initialize, "fused_kernels"):
         initialize.fused_kernels.load = _nothing
-    # The indexed-dataset helpers come compiled in the megatron-core wheel.
-    _import("megatron.core.datasets.utils").compile_helpers = lambda: None
     _replace_torch_in_megatron()
 
 
-def _stand_in_for_triton_kernels() -> None:
-    """Provides a module of kernels that Megatron-LM's loop imports, and that needs triton."""
-    if importlib.util.find_spec("triton") is not None:
+def set_megatron_arguments(args: Any) -> None:
+    """Sets arguments of Megatron-LM's loop for a CPU, before it checks them."""
+    if torch.cuda.is_available():
         return
-    name = "megatron.core.transformer.custom_layers.batch_invariant_kernels"
-    module = types.ModuleType(name)
-    for switch in ("enable", "disable", "set"):
-        module.__dict__[f"{switch}_batch_invariant_mode"] = _nothing
-    module.__dict__["is_batch_invariant_mode_enabled"] = lambda: False
-    sys.modules[name] = module
+    args.transformer_impl = "local"
+    args.distributed_backend = "gloo"
+    args.use_cpu_initialization = True
+    for fusion in (
+        "apply_rope_fusion",
+        "bias_dropout_fusion",
+        "bias_gelu_fusion",
+        "bias_swiglu_fusion",
+        "gradient_accumulation_fusion",
+        "masked_softmax_fusion",
+    ):
+        # Compiled for the CPU in the first step, which takes longer than they ever save.
+        setattr(args, fusion, False)
+    # Megatron-LM refuses tensor parallelism without it, for the sake of streams on a GPU.
+    os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
 
 
 class _Stream:

@@ -1,23 +1,22 @@
 """DistCA under Megatron-LM's own `pretrain()`.
 
-In Megatron-LM's `pretrain_gpt.py`, before `pretrain(...)` is called, add two lines:
+In Megatron-LM's `pretrain_gpt.py`, after its imports, add two lines:
 
     from megatron_patches.upstream import with_distca
     pretrain = with_distca(pretrain)
 
 With `--distca` the run then uses our documents, model and forward step; without it nothing of
-Megatron-LM changes. From Megatron-LM 0.18 the arguments are parsed before `pretrain()`: also give
-`parse_and_validate_args` this module's `add_arguments`, as `extra_args_provider=add_arguments` (not
-tried yet).
+Megatron-LM changes.
 """
 
 from __future__ import annotations
 
 import functools
-import importlib
 import inspect
+import warnings
 from argparse import Action, ArgumentParser, Namespace
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -28,34 +27,59 @@ from megatron_patches.flags.distca import add_distca_arguments
 from megatron_patches.flags.loop import add_loop_argument
 from megatron_patches.loop.gpt_job import GPT_JOB
 from megatron_patches.loop.job import Job
+from megatron_patches.loop.megatron_hooks import replace_functions
+from megatron_patches.loop.messages import ending_the_job_on_failure
 from megatron_patches.model.gpt import uses_dense_mask
-from megatron_patches.model.without_te import repair_megatron
+from megatron_patches.repairs import repair_megatron
 
 
 def pretrain(job: Job) -> None:
     """Runs a job, with or without `--distca`, in Megatron-LM's own loop."""
-    if not torch.cuda.is_available():
-        cpu.adapt_megatron_training()
+    adapt_megatron_lm()
     from megatron.training import pretrain as megatron_pretrain
 
     def add_arguments(parser: ArgumentParser) -> ArgumentParser:
-        _load_our_data(parser)
+        parser.set_defaults(**_OUR_DATA)
         add_loop_argument(parser)
         return job.add_arguments(parser)
 
     run = _Providers(job)
-    replace_schedules(job)
-    megatron_pretrain(
-        run.data_iterators,
-        run.model,
-        ModelType.encoder_or_decoder,
-        job.forward_step,
-        extra_args_provider=add_arguments,
-    )
+    replace_functions(job, add_arguments, always=True)
+    given: dict[str, Any] = {}
+    with ending_the_job_on_failure():
+        if "cfg_container" in inspect.signature(megatron_pretrain).parameters:
+            given["cfg_container"] = _parsed_configuration()
+        megatron_pretrain(
+            train_valid_test_dataset_provider=run.data_iterators,
+            model_provider=run.model,
+            model_type=ModelType.encoder_or_decoder,
+            forward_step_func=job.forward_step,
+            **given,
+        )
+
+
+def adapt_megatron_lm() -> None:
+    """Mends Megatron-LM for this installation, and lets it run where there is no GPU."""
+    repair_megatron()
+    cpu.adapt_megatron_training()
+
+
+def _parsed_configuration() -> Any:
+    """Parses the command line, which Megatron-LM 0.18 and later leave to the script."""
+    from megatron.training.argument_utils import pretrain_cfg_container_from_args
+    from megatron.training.arguments import parse_and_validate_args
+
+    args = parse_and_validate_args()
+    with warnings.catch_warnings():
+        # It recommends a configuration of the model instead of the provider that we give.
+        warnings.simplefilter("ignore")
+        return pretrain_cfg_container_from_args(args)
 
 
 def with_distca(megatron_pretrain: Callable[..., None], job: Job = GPT_JOB) -> Callable[..., None]:
     """Wraps Megatron-LM's `pretrain` so that `--distca` runs our data, model and forward step.
+
+    Called before the command line is parsed, to which it adds our flags.
 
     Args:
         megatron_pretrain: Megatron-LM's function, or a wrapper of it with the same parameters.
@@ -73,30 +97,49 @@ def with_distca(megatron_pretrain: Callable[..., None], job: Job = GPT_JOB) -> C
     if missing:
         raise ValueError(
             f"pretrain() has no parameter {', '.join(missing)}: this Megatron-LM is not supported, "
-            "use core_v0.16 or core_v0.17"
+            "use core_v0.16 to core_v0.19"
         )
+    adapt_megatron_lm()
+    replace_functions(job, add_arguments, always=False)
 
+    @functools.wraps(megatron_pretrain)
     def pretrain_with_distca(*args: Any, **kwargs: Any) -> None:
-        if not torch.cuda.is_available():
-            cpu.adapt_megatron_training()
-        repair_megatron()
         call = signature.bind(*args, **kwargs)
         call.apply_defaults()
         given = call.arguments
-        if "extra_args_provider" in signature.parameters:
-            given["extra_args_provider"] = _add_also(given["extra_args_provider"], job)
         run = _Providers(job)
         given["train_valid_test_dataset_provider"] = _if_distca(
             run.data_iterators, given["train_valid_test_dataset_provider"]
         )
         # We build every rank's iterators, so that each knows its documents.
         given["train_valid_test_dataset_provider"].is_distributed = True
-        given["model_provider"] = _if_distca(run.model, given["model_provider"])
+        if "cfg_container" in signature.parameters:
+            _use_provider(given, run.model)
+        else:
+            given["model_provider"] = _if_distca(run.model, given["model_provider"])
         given["forward_step_func"] = _if_distca(job.forward_step, given["forward_step_func"])
-        replace_schedules(job)
         megatron_pretrain(*call.args, **call.kwargs)
 
     return pretrain_with_distca
+
+
+def _use_provider(given: dict[str, Any], provider: Callable[..., Any]) -> None:
+    """Puts our model in place of that of a command line that was parsed before.
+
+    Raises:
+        ValueError: the command line was parsed before our flags were added.
+    """
+    from megatron.training import get_args
+
+    if not hasattr(get_args(), "distca"):
+        raise ValueError(
+            "the command line was parsed before `pretrain = with_distca(pretrain)`: put the two "
+            "lines after the imports of the script"
+        )
+    if get_args().distca:
+        # A configuration of the model would win over the provider.
+        given["cfg_container"] = replace(given["cfg_container"], model=None)
+        given["model_provider"] = provider
 
 
 def add_arguments(parser: ArgumentParser) -> ArgumentParser:
@@ -108,21 +151,8 @@ def add_arguments(parser: ArgumentParser) -> ArgumentParser:
     return parser
 
 
-def _add_also(given: Callable[..., Any] | None, job: Job) -> Callable[..., Any]:
-    def add_both(parser: ArgumentParser) -> ArgumentParser:
-        if given is not None:
-            parser = given(parser)
-        return add_arguments(parser)
-
-    return add_both
-
-
 # Arguments of Megatron-LM's loop when the data iterators are ours.
 _OUR_DATA = {"dataloader_type": "external", "calculate_per_token_loss": True}
-
-
-def _load_our_data(parser: ArgumentParser) -> None:
-    parser.set_defaults(**_OUR_DATA)
 
 
 def _turn_on_with(parser: ArgumentParser, distca: Action) -> None:
@@ -153,29 +183,6 @@ def _if_distca(ours: Callable[..., Any], theirs: Callable[..., Any]) -> Callable
     return call
 
 
-def replace_schedules(job: Job) -> None:
-    """Lets Megatron-LM's loop run the job's own schedule, where it has one for the arguments.
-
-    The loop has no hook for that: it looks `get_forward_backward_func` up in its own module.
-    """
-    training = importlib.import_module("megatron.training.training")
-    theirs = training.get_forward_backward_func
-    if hasattr(theirs, "__wrapped__"):
-        return
-    own: list[Any] = []
-
-    @functools.wraps(theirs)
-    def get_forward_backward_func(*args: Any, **kwargs: Any) -> Any:
-        from megatron.training import get_args
-
-        # Made once, since the loop asks in every iteration, and a timeline records several.
-        if not own:
-            own.append(job.forward_backward_func(get_args()))
-        return theirs(*args, **kwargs) if own[0] is None else own[0]
-
-    training.get_forward_backward_func = get_forward_backward_func  # type: ignore[attr-defined]
-
-
 class _Providers:
     """A job's functions with the signatures that Megatron-LM's `pretrain` calls."""
 
@@ -195,18 +202,14 @@ class _Providers:
         from megatron.training.arguments import core_transformer_config_from_args
 
         args = get_args()
-        self._job.validate_arguments(args)
-        if args.distca and args.distca_servers:
-            raise ValueError(
-                "--distca-servers dedicated:N needs the loop of this repository, since "
-                "Megatron-LM's gives every process a model: run pretrain_gpt.py where "
-                "megatron.training is not installed"
-            )
         if config is None:
             config = core_transformer_config_from_args(args)
         if uses_dense_mask(args):
             # Megatron's local softmax drops the document mask when it is given a window.
             config.window_size = None
+        if not torch.cuda.is_available():
+            # An output's memory is freed once its send is issued, which gloo may read later.
+            config.deallocate_pipeline_outputs = False
         return self._job.build_model(
             args, config, pre_process, post_process, vp_stage, pg_collection
         )

@@ -200,7 +200,8 @@ def peak_of_gpu(name: str) -> float | None:
 
 def run_launched(setting: Setting, process: Any) -> dict[str, Any] | None:
     """Measures in a process that a launcher started; returns the summaries on rank 0."""
-    from megatron_patches.loop.lean.training import ending_the_job_on_failure, initialize
+    from megatron_patches.loop.lean.training import initialize
+    from megatron_patches.loop.messages import ending_the_job_on_failure
 
     with ending_the_job_on_failure():
         initialize(parsed(setting, []), process)

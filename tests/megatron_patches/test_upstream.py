@@ -1,125 +1,203 @@
 """The two lines in Megatron-LM's `pretrain_gpt.py`, without Megatron-LM.
 
-Its `megatron.training` is in no wheel for this Python: a stand-in with the parameters of its
-`pretrain` shows what would be called.
+Its `megatron.training` is in no wheel for Python 3.11: a stand-in calls what Megatron-LM calls, in
+the form of 0.17, which parses in `pretrain`, and of 0.19, whose script parses before.
 """
 
 from __future__ import annotations
 
+import logging
 import sys
 import types
 from argparse import ArgumentParser, Namespace
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
+import torch
+
+
+@dataclass(frozen=True)
+class Container:
+    """Megatron-LM's configuration from 0.18 on: a model in it wins over the provider."""
+
+    model: str | None = "their configured model"
 
 
 class MegatronTraining:
     """What Megatron-LM's `pretrain` does with its arguments, in short."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, script_parses: bool) -> None:
         self.args = Namespace()
-        module = types.ModuleType("megatron.training")
-        module.get_args = lambda: self.args  # type: ignore[attr-defined]
-        monkeypatch.setitem(sys.modules, "megatron.training", module)
-        self.schedules = types.ModuleType("megatron.training.training")
-        self.schedules.get_forward_backward_func = lambda: "Megatron's schedule"  # type: ignore
-        monkeypatch.setitem(sys.modules, "megatron.training.training", self.schedules)
+        self.script_parses = script_parses
+        self.modules = {
+            name: types.ModuleType(f"megatron.training{name}")
+            for name in ("", ".arguments", ".initialize", ".training")
+        }
+        for name, module in self.modules.items():
+            monkeypatch.setitem(sys.modules, f"megatron.training{name}", module)
+        self.modules[""].__dict__["get_args"] = lambda: self.args
+        self.modules[".arguments"].__dict__["add_megatron_arguments"] = self.add_arguments
+        validates = ".arguments" if script_parses else ".initialize"
+        self.modules[validates].__dict__["validate_args"] = lambda args, defaults: args
+        training = self.modules[".training"].__dict__
+        training["get_forward_backward_func"] = lambda: "Megatron's schedule"
+        training["train_step"] = lambda: ({"lm loss": torch.ones(1)}, 0, None)
         monkeypatch.setattr("megatron_patches.cpu.adapt_megatron_training", lambda: None)
 
-    def pretrain(
+    def add_arguments(self, parser: ArgumentParser) -> ArgumentParser:
+        parser.add_argument("--dataloader-type", default="single")
+        parser.add_argument("--calculate-per-token-loss", action="store_true")
+        parser.add_argument("--their-flag", type=int)
+        return parser
+
+    def parse(self) -> None:
+        parser = self.modules[".arguments"].__dict__["add_megatron_arguments"](ArgumentParser())
+        self.args = parser.parse_args(self.command_line)
+        self.args.rank, self.args.seq_length = 0, 10
+        module = self.modules[".arguments" if self.script_parses else ".initialize"]
+        module.__dict__["validate_args"](self.args, {})
+
+    def run(self, data: Any, model: Any, step: Any) -> None:
+        self.called = [
+            data((1, 2, 3)),
+            model(pre_process=True) if callable(model) else model,
+            step("iterator", "model"),
+            self.modules[".training"].__dict__["get_forward_backward_func"](),
+        ]
+        self.logged = self.modules[".training"].__dict__["train_step"]()[0]
+
+    def pretrain_017(
         self,
         train_valid_test_dataset_provider: Any,
         model_provider: Any,
         model_type: Any,
         forward_step_func: Any,
-        process_non_loss_data_func: Any = None,
         extra_args_provider: Any = None,
         args_defaults: Any = None,
-        store: Any = None,
-    ) -> list[Any]:
-        parser = ArgumentParser()
-        parser.add_argument("--dataloader-type", default="single")
-        parser.add_argument("--calculate-per-token-loss", action="store_true")
-        parser = extra_args_provider(parser)
-        self.args = parser.parse_args(self.command_line)
-        self.called = [
-            train_valid_test_dataset_provider((1, 2, 3)),
-            model_provider(pre_process=True),
-            forward_step_func("iterator", "model"),
-            self.schedules.get_forward_backward_func(),
-        ]
-        return self.called
+    ) -> None:
+        self.parse()
+        self.run(train_valid_test_dataset_provider, model_provider, forward_step_func)
+
+    def pretrain_019(
+        self,
+        cfg_container: Any,
+        train_valid_test_dataset_provider: Any,
+        model_type: Any,
+        forward_step_func: Any,
+        model_provider: Any = None,
+    ) -> None:
+        model = cfg_container.model or model_provider
+        self.run(train_valid_test_dataset_provider, model, forward_step_func)
 
     command_line: list[str]
     called: list[Any]
+    logged: dict[str, Any]
 
 
 def theirs(name: str) -> Any:
     return lambda *args, **kwargs: f"Megatron's {name}"
 
 
-@pytest.fixture
-def wrapped(monkeypatch):
+def refuse_tolerance(args: Namespace) -> None:
+    if args.distca_tolerance > 1:
+        raise ValueError("too tolerant")
+
+
+@pytest.fixture(params=["0.17", "0.19"])
+def megatron(monkeypatch, request):
+    from megatron_patches import upstream
+
+    monkeypatch.setattr(upstream._Providers, "model", lambda self, **kwargs: "our model")
+    monkeypatch.setattr(
+        upstream._Providers, "__init__", lambda self, job: setattr(self, "data_iterators", our_data)
+    )
+    monkeypatch.setattr(
+        "megatron.core.num_microbatches_calculator.get_current_global_batch_size", lambda: 4
+    )
+    yield MegatronTraining(monkeypatch, script_parses=request.param == "0.19")
+    for package in ("distca", "megatron_patches"):
+        logging.getLogger(package).handlers.clear()
+        logging.getLogger(package).propagate = True
+
+
+def our_data(samples: Any) -> str:
+    return "our data"
+
+
+def run(megatron: MegatronTraining, *command_line: str) -> MegatronTraining:
+    """Does what a script with the two lines does."""
     from megatron_patches import upstream
     from megatron_patches.loop.job import DataIterators, Job
 
     job = Job(
         add_arguments=upstream.GPT_JOB.add_arguments,
-        validate_arguments=lambda args: None,
+        validate_arguments=refuse_tolerance,
         build_model=lambda *args: "our model",
         build_data=lambda args, *samples: DataIterators(*(f"our {n}" for n in samples)),
         forward_step=lambda iterator, model: "our step",
         forward_backward_func=lambda args: "our schedule" if args.distca else None,
     )
-    megatron = MegatronTraining(monkeypatch)
-    for method, answer in (
-        ("model", lambda self, **kwargs: "our model"),
-        ("data_iterators", lambda self, samples: "our data"),
-    ):
-        monkeypatch.setattr(upstream._Providers, method, answer, raising=False)
-    monkeypatch.setattr(upstream._Providers, "__init__", lambda self, job: None)
-
-    def run(*command_line: str, **more: Any) -> Namespace:
-        megatron.command_line = list(command_line)
-        pretrain = upstream.with_distca(megatron.pretrain, job)
-        pretrain(
-            theirs("data"),
-            theirs("model"),
-            "model type",
-            theirs("step"),
-            args_defaults={"tokenizer_type": "GPT2BPETokenizer"},
-            **more,
-        )
-        return megatron
-
-    return run
+    megatron.command_line = list(command_line)
+    if megatron.script_parses:
+        pretrain = upstream.with_distca(megatron.pretrain_019, job)
+        megatron.parse()
+        pretrain(Container(), theirs("data"), "model type", theirs("step"))
+    else:
+        pretrain = upstream.with_distca(megatron.pretrain_017, job)
+        pretrain(theirs("data"), theirs("model"), "model type", theirs("step"))
+    return megatron
 
 
-def test_without_the_flag_megatron_is_untouched(wrapped) -> None:
-    megatron = wrapped()
-    assert megatron.called == [
-        f"Megatron's {name}" for name in ("data", "model", "step", "schedule")
-    ]
+def test_without_the_flag_megatron_is_untouched(megatron) -> None:
+    run(megatron)
+    model = "their configured model" if megatron.script_parses else "Megatron's model"
+    assert megatron.called == ["Megatron's data", model, "Megatron's step", "Megatron's schedule"]
     assert megatron.args.dataloader_type == "single"
     assert not megatron.args.calculate_per_token_loss
+    assert set(megatron.logged) == {"lm loss"}
 
 
-def test_with_the_flag_ours_is_called(wrapped) -> None:
-    megatron = wrapped("--distca", "--distca-tolerance", "0.2")
+def test_with_the_flag_ours_is_called(megatron) -> None:
+    run(megatron, "--distca", "--distca-tolerance", "0.2", "--their-flag", "3")
     assert megatron.called == ["our data", "our model", "our step", "our schedule"]
     assert megatron.args.distca_tolerance == 0.2
+    assert megatron.args.their_flag == 3
     assert megatron.args.dataloader_type == "external"
     assert megatron.args.calculate_per_token_loss
+    # 4 samples of 10 tokens, in a step of less than a second.
+    assert megatron.logged["tokens/s"] > 40
 
 
-def test_other_extra_arguments_are_kept(wrapped) -> None:
-    def add_theirs(parser: ArgumentParser) -> ArgumentParser:
-        parser.add_argument("--their-flag", type=int)
-        return parser
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--distca-tolerance", "2"], "error: too tolerant"),
+        (["--distca-servers", "dedicated:2"], "needs --training-loop lean"),
+    ],
+)
+def test_bad_flags_end_the_run_with_a_line(megatron, flags, message, capsys) -> None:
+    with pytest.raises(SystemExit) as ended:
+        run(megatron, "--distca", *flags)
+    assert ended.value.code == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert message in line
 
-    megatron = wrapped("--distca", "--their-flag", "3", extra_args_provider=add_theirs)
-    assert megatron.args.their_flag == 3
+
+def test_bad_flags_of_ours_do_not_stop_megatron_without_distca(megatron) -> None:
+    run(megatron, "--distca-tolerance", "2")
+    assert megatron.called[0] == "Megatron's data"
+
+
+def test_lines_after_parsing_are_refused(monkeypatch) -> None:
+    from megatron_patches.upstream import with_distca
+
+    megatron = MegatronTraining(monkeypatch, script_parses=True)
+    megatron.command_line = []
+    megatron.parse()
+    pretrain = with_distca(megatron.pretrain_019)
+    with pytest.raises(ValueError, match="put the two lines after the imports"):
+        pretrain(Container(), theirs("data"), "model type", theirs("step"))
 
 
 def test_an_unknown_pretrain_is_refused() -> None:

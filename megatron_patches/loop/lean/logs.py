@@ -16,23 +16,14 @@ import torch.distributed as dist
 from tqdm import tqdm
 from tqdm.contrib.logging import logging_redirect_tqdm
 
+from megatron_patches.loop.messages import message_handlers, message_level
+
 logger = logging.getLogger(__name__)
 
 
 def setup_logging(rank: int) -> None:
     """Sends messages of the first rank and all warnings to standard output, errors to the other."""
-    messages, errors = logging.StreamHandler(sys.stdout), logging.StreamHandler(sys.stderr)
-    messages.addFilter(lambda record: record.levelno < logging.ERROR)
-    messages.setFormatter(
-        logging.Formatter("%(message)s" if rank == 0 else f"[rank {rank}] %(message)s")
-    )
-    errors.setLevel(logging.ERROR)
-    errors.setFormatter(logging.Formatter(f"[rank {rank}] %(message)s"))
-    logging.basicConfig(
-        level=logging.INFO if rank == 0 else logging.WARNING,
-        handlers=[messages, errors],
-        force=True,
-    )
+    logging.basicConfig(level=message_level(rank), handlers=message_handlers(rank), force=True)
     # Megatron's own notes on groups and buckets are for its developers.
     logging.getLogger("megatron.core").setLevel(logging.ERROR)
 

@@ -5,17 +5,14 @@ Schedules, data parallelism, optimizers and checkpoints are megatron-core's; the
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import logging
-import os
 import random
 import signal
 import sys
 import time
-import traceback
 from argparse import Namespace
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -27,9 +24,10 @@ import torch.distributed as dist
 from megatron_patches import cpu
 from megatron_patches.flags.megatron import dedicated_processes, parse_args
 from megatron_patches.loop.job import DataIterators, Job
-from megatron_patches.model.without_te import repair_megatron
+from megatron_patches.loop.messages import ending_the_job_on_failure
 from megatron_patches.pipeline.dedicated import serve
 from megatron_patches.pipeline.processes import Processes
+from megatron_patches.repairs import repair_megatron
 
 logger = logging.getLogger(__name__)
 
@@ -57,25 +55,6 @@ def pretrain(job: Job, process: LaunchedProcess, argv: Sequence[str] | None = No
             _train(build_run(job, args, processes))
         dist.barrier()
         dist.destroy_process_group()
-
-
-@contextlib.contextmanager
-def ending_the_job_on_failure() -> Iterator[None]:
-    """Makes a rank that fails inside log its message and end at once with a status other than 0.
-
-    The launcher then ends the other ranks.
-    """
-    try:
-        yield
-    except BaseException as error:
-        if isinstance(error, ValueError):
-            message = f"error: {error}"
-        else:
-            message = traceback.format_exc()
-        logger.critical("%s", message)
-        logging.shutdown()
-        # Ordinary exit would wait for peers and threads that will not end.
-        os._exit(1)
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,134 @@
+"""What is replaced in Megatron-LM's own loop, which looks these functions up by name.
+
+Each replacement calls the original; without `--distca` it does nothing else.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import logging
+import sys
+import time
+from argparse import ArgumentParser, Namespace
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from megatron_patches import cpu
+from megatron_patches.loop.job import Job
+from megatron_patches.loop.messages import message_handlers, message_level
+
+logger = logging.getLogger(__name__)
+
+
+def replace_functions(
+    job: Job, add_arguments: Callable[[ArgumentParser], ArgumentParser], always: bool
+) -> None:
+    """Lets Megatron-LM's loop parse and check our flags, run our schedule, and log its speed.
+
+    Args:
+        job: job that runs.
+        add_arguments: adds flags to Megatron-LM's.
+        always: whether the job runs without `--distca`, too.
+    """
+    arguments = importlib.import_module("megatron.training.arguments")
+    initialize = importlib.import_module("megatron.training.initialize")
+    training = importlib.import_module("megatron.training.training")
+    _replace(arguments, "add_megatron_arguments", functools.partial(_and_add, add_arguments))
+    # From 0.18 on the script parses its arguments, up to 0.17 initialisation does.
+    for module in (arguments, initialize):
+        if hasattr(module, "validate_args"):
+            _replace(module, "validate_args", functools.partial(_and_check, job, always))
+    _replace(training, "get_forward_backward_func", _OrOwnSchedule(job))
+    _replace(training, "train_step", _and_tokens_per_second)
+
+
+def _replace(module: Any, name: str, wrapper: Callable[..., Any]) -> None:
+    """Puts `wrapper(original, ...)` in place of a module's function, once."""
+    original = getattr(module, name)
+    if hasattr(original, "replaced_by_distca"):
+        return
+
+    @functools.wraps(original)
+    def replacement(*args: Any, **kwargs: Any) -> Any:
+        return wrapper(original, *args, **kwargs)
+
+    replacement.replaced_by_distca = True  # type: ignore[attr-defined]
+    setattr(module, name, replacement)
+
+
+def _and_add(
+    add_arguments: Callable[[ArgumentParser], ArgumentParser],
+    theirs: Callable[[ArgumentParser], ArgumentParser],
+    parser: ArgumentParser,
+) -> ArgumentParser:
+    return add_arguments(theirs(parser))
+
+
+def _and_check(
+    job: Job, always: bool, theirs: Callable[..., Any], args: Namespace, *more: Any, **named: Any
+) -> Any:
+    """Checks arguments as Megatron-LM does, then ours, and ends every rank alike with a line."""
+    if not torch.cuda.is_available():
+        cpu.set_megatron_arguments(args)
+    answer = theirs(args, *more, **named)
+    if always or args.distca:
+        _show_our_messages(args.rank)
+        try:
+            if args.distca and args.distca_servers:
+                raise ValueError(
+                    "--distca-servers dedicated:N needs --training-loop lean of this repository's "
+                    "pretrain_gpt.py: Megatron-LM's loop gives every process a model"
+                )
+            job.validate_arguments(args)
+        except ValueError as error:
+            if args.rank == 0:
+                logger.critical("error: %s", error)
+            sys.exit(2)
+    return answer
+
+
+def _show_our_messages(rank: int) -> None:
+    """Shows what DistCA logs, and leaves Megatron-LM's logging as it is."""
+    for package in ("distca", "megatron_patches"):
+        ours = logging.getLogger(package)
+        if not ours.handlers:
+            ours.handlers = message_handlers(rank)
+            ours.setLevel(message_level(rank))
+            ours.propagate = False
+
+
+class _OrOwnSchedule:
+    """The job's schedule where it has one for the arguments, else Megatron's.
+
+    Made once, since the loop asks in every iteration, and a timeline records several.
+    """
+
+    def __init__(self, job: Job) -> None:
+        self._job = job
+        self._made: list[Callable[..., Any] | None] = []
+
+    def __call__(self, theirs: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        from megatron.training import get_args
+
+        if not self._made:
+            self._made.append(self._job.forward_backward_func(get_args()))
+        (own,) = self._made
+        return theirs(*args, **kwargs) if own is None else own
+
+
+def _and_tokens_per_second(theirs: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Adds the speed of a step to the figures that the loop logs."""
+    from megatron.core.num_microbatches_calculator import get_current_global_batch_size
+    from megatron.training import get_args
+
+    begin = time.perf_counter()
+    figures, *others = theirs(*args, **kwargs)
+    if figures and get_args().distca:
+        tokens = get_current_global_batch_size() * get_args().seq_length
+        device = next(iter(figures.values())).device
+        seconds = time.perf_counter() - begin
+        figures["tokens/s"] = torch.tensor([tokens / seconds], device=device)
+    return figures, *others

@@ -1,0 +1,50 @@
+"""The messages of a rank, and its end when it fails: one message, and the job with it."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import sys
+import traceback
+from collections.abc import Iterator
+
+logger = logging.getLogger(__name__)
+
+
+def message_handlers(rank: int) -> list[logging.Handler]:
+    """Makes handlers that send messages to standard output and errors to the other."""
+    messages, errors = logging.StreamHandler(sys.stdout), logging.StreamHandler(sys.stderr)
+    messages.addFilter(lambda record: record.levelno < logging.ERROR)
+    messages.setFormatter(
+        logging.Formatter("%(message)s" if rank == 0 else f"[rank {rank}] %(message)s")
+    )
+    errors.setLevel(logging.ERROR)
+    errors.setFormatter(logging.Formatter(f"[rank {rank}] %(message)s"))
+    return [messages, errors]
+
+
+def message_level(rank: int) -> int:
+    """Returns the level from which a rank's messages are shown: the first tells what it does."""
+    return logging.INFO if rank == 0 else logging.WARNING
+
+
+@contextlib.contextmanager
+def ending_the_job_on_failure() -> Iterator[None]:
+    """Makes a rank that fails inside log its message and end at once with a status other than 0.
+
+    The launcher then ends the other ranks.
+    """
+    try:
+        yield
+    except BaseException as error:
+        if isinstance(error, SystemExit) and not error.code:
+            raise
+        if isinstance(error, ValueError):
+            message = f"error: {error}"
+        else:
+            message = traceback.format_exc()
+        logger.critical("%s", message)
+        logging.shutdown()
+        # Ordinary exit would wait for peers and threads that will not end.
+        os._exit(1)
