@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import io
 import sys
 import types
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed.checkpoint import state_dict_loader
+from torch.distributed.checkpoint.filesystem import FileSystemReader
 
 # Modules that import triton unguarded, and are imported by those that every model needs.
 _NEED_TRITON = (
@@ -44,7 +48,9 @@ def repair_megatron() -> None:
     """Mends megatron-core where it needs what is missing. May be called again."""
     _repair_recompute()
     _repair_distributed_optimizer()
+    _repair_adam_state()
     _repair_compiling_of_helpers()
+    _repair_loading_of_common_state()
 
 
 def _repair_compiling_of_helpers() -> None:
@@ -92,3 +98,95 @@ def _repair_distributed_optimizer() -> None:
             return original(self, model_param, own | tensors)
 
     DistributedOptimizer._set_main_param_and_optimizer_states = set_states
+
+
+def _repair_adam_state() -> None:
+    """Mends loading into torch's Adam, which megatron-core takes for apex's or the Engine's."""
+    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+    from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params, FP32Optimizer
+
+    for kind in (DistributedOptimizer, Float16OptimizerWithFloat16Params, FP32Optimizer):
+        if not hasattr(kind.sharded_state_dict, "__wrapped__"):
+            kind.sharded_state_dict = _after_filling_state(kind.sharded_state_dict)
+            kind.load_state_dict = _before_unsharing_steps(kind.load_state_dict)
+
+
+def _after_filling_state(original: Any) -> Any:
+    """Gives torch's Adam the state that it would make at its first step, before one is loaded.
+
+    The distributed optimizer loads into that state, and asserts that it exists.
+    """
+
+    @functools.wraps(original)
+    def sharded_state_dict(
+        self: Any, model_state: Any, is_loading: bool = False, *more: Any, **named: Any
+    ) -> Any:
+        if is_loading:
+            for parameter, _, state in _adam_state(self.optimizer):
+                if not state:
+                    state["step"] = torch.tensor(0.0)
+                    state["exp_avg"] = torch.zeros_like(parameter.data)
+                    state["exp_avg_sq"] = torch.zeros_like(parameter.data)
+        return original(self, model_state, is_loading, *more, **named)
+
+    return sharded_state_dict
+
+
+def _before_unsharing_steps(original: Any) -> Any:
+    """Gives every parameter a `step` tensor of its own after loading.
+
+    megatron-core loads one tensor for all of them, which torch's Adam then increments once for
+    each parameter; some formats leave it at zero and keep the count in the parameter group.
+    """
+
+    @functools.wraps(original)
+    def load_state_dict(self: Any, *args: Any, **named: Any) -> Any:
+        answer = original(self, *args, **named)
+        for _, group, state in _adam_state(self.optimizer):
+            if "step" in state:
+                state["step"] = torch.tensor(float(group.get("step", state["step"])))
+        return answer
+
+    return load_state_dict
+
+
+def _adam_state(optimizer: Any) -> Iterator[tuple[torch.Tensor, dict[str, Any], dict[str, Any]]]:
+    """Yields each parameter of torch's Adam with its group and state; nothing of others."""
+    if isinstance(optimizer, torch.optim.Adam):
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                yield parameter, group, optimizer.state[parameter]
+
+
+def _repair_loading_of_common_state() -> None:
+    """Lets megatron-core 0.16 to 0.18 read checkpoints of 0.19, which have no `common.pt`."""
+    from megatron.core.dist_checkpointing import serialization
+    from megatron.core.dist_checkpointing.strategies import common
+
+    if hasattr(serialization, "_legacy_common_state_exists"):
+        return
+    holders = (serialization, getattr(common, "TorchCommonLoadStrategy", None))
+    for holder in holders:
+        original = getattr(holder, "load_common", None)
+        if original is not None and not hasattr(original, "__wrapped__"):
+            holder.load_common = _or_read_sharded(original)  # type: ignore[union-attr]
+
+
+def _or_read_sharded(original: Any) -> Any:
+    from megatron.core.dist_checkpointing.mapping import ShardedObject
+
+    @functools.wraps(original)
+    def load_common(*args: Any) -> Any:
+        path = args[-1]
+        if (Path(path) / "common.pt").exists():
+            return original(*args)
+        key = ShardedObject("common_state", None, (1,), (0,)).unique_key
+        state: dict[str, Any] = {key: io.BytesIO()}
+        state_dict_loader.load(state, storage_reader=FileSystemReader(path), no_dist=True)
+        read = state[key]
+        if isinstance(read, io.BytesIO):
+            read.seek(0)
+            read = torch.load(read, weights_only=True)
+        return read[0]
+
+    return load_common

@@ -3,25 +3,28 @@
 A checkpoint `SAVE/iter_0000010` is written under another name and renamed when it is whole; then
 the tracker `latest_checkpointed_iteration.txt` is replaced. Whenever a run is killed, the tracker
 names a whole checkpoint. A checkpoint has nothing of `--distca`, and tensors are stored by their
-place in the model, so it loads at other parallel sizes, and with or without `--distca`.
+place in the model, so it loads at other parallel sizes, with or without `--distca`, and in
+Megatron-LM's own loop, whose checkpoints load here.
 """
 
 from __future__ import annotations
 
 import logging
 import os
-import random
 import shutil
 from argparse import Namespace
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import torch
 import torch.distributed as dist
-from megatron.core import dist_checkpointing, parallel_state, tensor_parallel
-from megatron.core.dist_checkpointing.mapping import ShardedObject
+from megatron.core import dist_checkpointing, parallel_state
+
+from megatron_patches.loop.lean.random_states import (
+    set_random_states,
+    sharded_random_states,
+    wanted_random_states,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -102,7 +105,11 @@ def save_checkpoint(
             shutil.rmtree(leftover, ignore_errors=True)
         unfinished.mkdir()
     dist.barrier()
-    dist_checkpointing.save(_state_dict(model, optimizer, scheduler, args, state), str(unfinished))
+    dist_checkpointing.save(
+        _state_dict(model, optimizer, scheduler, args, state),
+        str(unfinished),
+        content_metadata=_METADATA,
+    )
     dist.barrier()
     if dist.get_rank() == 0:
         os.replace(unfinished, final)
@@ -143,73 +150,118 @@ def load_checkpoint(
         logger.warning("--load %s has no checkpoint: starting from random weights", args.load)
         return None
     path = str(checkpoint_name(args.load, iteration))
-    common = dist_checkpointing.load_common_state_dict(path)
-    _check_shape(common["args"], args, path)
-    with_optimizer = not (args.no_load_optim or args.finetune or common["args"]["no_save_optim"])
-    same_layout = common["layout"] == _layout()
-    with_rng = not (args.no_load_rng or args.finetune or common["args"]["no_save_rng"])
-    if common["longest_piece"] != _longest_piece(args) and not args.finetune:
-        logger.warning(
-            "documents were cut into pieces of at most %d tokens, now %d, so the rest of the data "
-            "comes in another order: --distca-max-document-length %d keeps it",
-            common["longest_piece"],
-            _longest_piece(args),
-            common["longest_piece"],
+    if not dist_checkpointing.check_is_distributed_checkpoint(path):
+        raise ValueError(
+            f"{path} is no distributed checkpoint: save it by Megatron-LM with --ckpt-format "
+            "torch_dist"
         )
-    if with_rng and not same_layout:
+    common = dist_checkpointing.load_common_state_dict(path)
+    saved = _saved_arguments(common)
+    _check_shape(saved, args, path)
+    with_optimizer = not (args.no_load_optim or args.finetune or saved.no_save_optim)
+    with_rng = not (args.no_load_rng or args.finetune or saved.no_save_rng)
+    if not args.finetune:
+        _warn_of_other_pieces(saved, args)
+    if with_rng and _layout(saved) != _layout(args):
         logger.warning("the parallel sizes changed: random states are not loaded")
         with_rng = False
-    wanted = _model_state(model)
+    metadata = dist_checkpointing.load_content_metadata(preloaded_state_dict=common) or _METADATA
+    wanted = _model_state(model, metadata)
     if with_optimizer:
-        _fill_adam_state(optimizer)
+        _check_resharding(metadata, saved, args, path)
         wanted["optimizer"] = optimizer.sharded_state_dict(
-            dict(wanted), is_loading=True, metadata=_metadata()
+            dict(wanted), is_loading=True, metadata=_of_this_run(metadata)
         )
     if with_rng:
-        wanted["rng_state"] = _sharded_rng(None)
+        wanted["rng_state"] = wanted_random_states(common)
     loaded = dist_checkpointing.load(wanted, path)
     for key, chunk in _chunks(model).items():
         chunk.load_state_dict(loaded[key])
     if with_optimizer:
         optimizer.load_state_dict(loaded["optimizer"])
-        _unshare_adam_steps(optimizer)
         scheduler.load_state_dict(loaded["opt_param_scheduler"])
     elif optimizer is not None:
         # The float32 copies of bfloat16 weights follow the loaded weights.
         optimizer.reload_model_params()
     if with_rng:
-        _set_rng(loaded["rng_state"])
+        set_random_states(loaded["rng_state"])
     logger.info("loaded checkpoint %s", path)
     if args.finetune:
         return None
-    return LoadedState(
-        iteration, common["consumed_train_samples"], common["consumed_valid_samples"]
+    return LoadedState(iteration, saved.consumed_train_samples, saved.consumed_valid_samples)
+
+
+def _saved_arguments(common: dict[str, Any]) -> Namespace:
+    """Returns the flags of the run that made a checkpoint."""
+    saved = common["args"]
+    if isinstance(saved, Namespace):
+        return saved
+    # Up to version 0.1 the lean loop kept these few.
+    pipeline, tensor, data = common["layout"]
+    return Namespace(
+        **saved,
+        tensor_model_parallel_size=tensor,
+        pipeline_model_parallel_size=pipeline,
+        data_parallel_size=data,
+        distca_max_document_length=common["longest_piece"],
+        consumed_train_samples=common["consumed_train_samples"],
+        consumed_valid_samples=common["consumed_valid_samples"],
     )
 
 
-def _layout() -> tuple[int, int, int]:
-    return (
-        parallel_state.get_pipeline_model_parallel_world_size(),
-        parallel_state.get_tensor_model_parallel_world_size(),
-        parallel_state.get_data_parallel_world_size(),
-    )
+def _warn_of_other_pieces(saved: Namespace, args: Namespace) -> None:
+    if not hasattr(saved, "distca_max_document_length"):
+        logger.warning(
+            "the checkpoint is of Megatron-LM with data of its own: ours come from where as many "
+            "samples end, in another order"
+        )
+    elif _longest_piece(saved) != _longest_piece(args):
+        logger.warning(
+            "documents were cut into pieces of at most %d tokens, now %d, so the rest of the data "
+            "comes in another order: --distca-max-document-length %d keeps it",
+            _longest_piece(saved),
+            _longest_piece(args),
+            _longest_piece(saved),
+        )
+
+
+def _check_resharding(
+    metadata: dict[str, Any], saved: Namespace, args: Namespace, path: str
+) -> None:
+    """Refuses an optimizer's state that cannot be loaded at these parallel sizes."""
+    if metadata.get("distrib_optim_sharding_type") == "dp_reshardable" and _layout(
+        saved
+    ) != _layout(args):
+        pipeline, tensor = _layout(saved)
+        raise ValueError(
+            f"{path} holds the optimizer's state for --tensor-model-parallel-size {tensor} and "
+            f"--pipeline-model-parallel-size {pipeline} alone: give those, or --no-load-optim, or "
+            "save with --dist-ckpt-optim-fully-reshardable"
+        )
+
+
+def _layout(args: Namespace) -> tuple[int, int]:
+    """Returns the numbers of pipeline stages and of tensor-parallel ranks."""
+    return args.pipeline_model_parallel_size, args.tensor_model_parallel_size
 
 
 def _longest_piece(args: Namespace) -> int:
     """Returns the bound of documents' lengths, on which the order of the data depends."""
-    window = parallel_state.get_data_parallel_world_size() * args.seq_length
-    return int(args.distca_max_document_length or window)
+    return int(args.distca_max_document_length or args.data_parallel_size * args.seq_length)
 
 
-def _metadata() -> dict[str, Any]:
-    """Options of megatron-core's layout: the optimizer's state loads at other parallel sizes."""
-    return {
-        "distrib_optim_sharding_type": "fully_reshardable",
-        "distrib_optim_fully_reshardable_mem_efficient": False,
-        "singleton_local_shards": False,
-        "chained_optim_avoid_prefix": True,
-        "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
-    }
+# Options of megatron-core's layout: the optimizer's state loads at other parallel sizes.
+_METADATA = {
+    "distrib_optim_sharding_type": "fully_reshardable",
+    "distrib_optim_fully_reshardable_mem_efficient": False,
+    "singleton_local_shards": False,
+    "chained_optim_avoid_prefix": True,
+}
+
+
+def _of_this_run(metadata: dict[str, Any]) -> dict[str, Any]:
+    group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    return metadata | {"dp_cp_group": group}
 
 
 def _chunks(model: list[Any]) -> dict[str, Any]:
@@ -222,112 +274,57 @@ def _chunks(model: list[Any]) -> dict[str, Any]:
     return {"model" if len(bare) == 1 else f"model{i}": chunk for i, chunk in enumerate(bare)}
 
 
-def _model_state(model: list[Any]) -> dict[str, Any]:
+def _model_state(model: list[Any], metadata: dict[str, Any]) -> dict[str, Any]:
     return {
-        key: chunk.sharded_state_dict(metadata=_metadata()) for key, chunk in _chunks(model).items()
+        key: chunk.sharded_state_dict(metadata=_of_this_run(metadata))
+        for key, chunk in _chunks(model).items()
     }
 
 
 def _state_dict(
     model: list[Any], optimizer: Any, scheduler: Any, args: Namespace, state: LoadedState
 ) -> dict[str, Any]:
-    tensors = _model_state(model)
+    """Returns what Megatron-LM's loop keeps, under its names."""
+    tensors = _model_state(model, _METADATA)
     saved: dict[str, Any] = dict(tensors)
     saved |= {
         "checkpoint_version": 3.0,
-        "args": {name: getattr(args, name) for name in (*_SHAPE_FLAGS, "no_save_optim")}
-        | {"no_save_rng": args.no_save_rng},
-        "layout": _layout(),
-        "longest_piece": _longest_piece(args),
+        "args": _arguments_to_save(args, state),
         "iteration": state.iteration,
-        "consumed_train_samples": state.consumed_train_samples,
-        "consumed_valid_samples": state.consumed_valid_samples,
     }
     if not args.no_save_optim:
         saved["opt_param_scheduler"] = scheduler.state_dict()
         saved["optimizer"] = optimizer.sharded_state_dict(
-            tensors, is_loading=False, metadata=_metadata()
+            tensors, is_loading=False, metadata=_of_this_run(_METADATA)
         )
     if not args.no_save_rng:
-        saved["rng_state"] = _sharded_rng(_rng_state())
+        saved["rng_state"] = sharded_random_states()
     return saved
 
 
-def _check_shape(saved: dict[str, Any], args: Namespace, path: str) -> None:
+def _arguments_to_save(args: Namespace, state: LoadedState) -> Namespace:
+    """Returns the flags that are plain values, which load without running code."""
+    kept = {
+        name: value
+        for name, value in vars(args).items()
+        if name != "rank" and isinstance(value, int | float | str | list | tuple | None)
+    }
+    kept |= {
+        "consumed_train_samples": state.consumed_train_samples,
+        "consumed_valid_samples": state.consumed_valid_samples,
+    }
+    return Namespace(**kept)
+
+
+def _check_shape(saved: Namespace, args: Namespace, path: str) -> None:
+    # In Megatron-LM the size of the vocabulary may be left to the tokenizer.
+    before = {name: getattr(saved, name, None) for name in _SHAPE_FLAGS}
     different = [
-        f"--{name.replace('_', '-')} {saved[name]} (now {getattr(args, name)})"
-        for name in _SHAPE_FLAGS
-        if saved[name] != getattr(args, name)
+        f"--{name.replace('_', '-')} {value} (now {getattr(args, name)})"
+        for name, value in before.items()
+        if value is not None and value != getattr(args, name)
     ]
     if different:
         raise ValueError(
             f"{path} is a checkpoint of another model, trained with {', '.join(different)}"
         )
-
-
-def _rng_state() -> dict[str, Any]:
-    return {
-        "python": random.getstate(),
-        "numpy": np.random.get_state(),
-        "torch": torch.get_rng_state(),
-        "cuda": torch.cuda.get_rng_state() if torch.cuda.is_available() else None,
-        "tracker": tensor_parallel.get_cuda_rng_tracker().get_states(),
-    }
-
-
-def _set_rng(state: dict[str, Any]) -> None:
-    random.setstate(state["python"])
-    np.random.set_state(state["numpy"])
-    torch.set_rng_state(state["torch"])
-    if state["cuda"] is not None and torch.cuda.is_available():
-        torch.cuda.set_rng_state(state["cuda"])
-    tensor_parallel.get_cuda_rng_tracker().set_states(state["tracker"])
-
-
-def _sharded_rng(state: dict[str, Any] | None) -> ShardedObject:
-    """Describes random states as one object for each rank."""
-    place = (
-        parallel_state.get_pipeline_model_parallel_rank(),
-        parallel_state.get_tensor_model_parallel_rank(),
-        parallel_state.get_data_parallel_rank(),
-    )
-    return ShardedObject("rng_state", state, _layout(), place)
-
-
-def _torch_optimizers(optimizer: Any) -> list[torch.optim.Optimizer]:
-    return [part.optimizer for part in getattr(optimizer, "chained_optimizers", [optimizer])]
-
-
-def _fill_adam_state(optimizer: Any) -> None:
-    """Gives torch's Adam the state that it would make at its first step.
-
-    The distributed optimizer loads into that state, and asserts that it exists.
-    """
-    for inner in _torch_optimizers(optimizer):
-        if not isinstance(inner, torch.optim.Adam):
-            continue
-        for group in inner.param_groups:
-            for parameter in group["params"]:
-                if not inner.state[parameter]:
-                    inner.state[parameter] = {
-                        "step": torch.tensor(0.0),
-                        "exp_avg": torch.zeros_like(parameter.data),
-                        "exp_avg_sq": torch.zeros_like(parameter.data),
-                    }
-
-
-def _unshare_adam_steps(optimizer: Any) -> None:
-    """Gives every parameter its own `step` tensor after loading.
-
-    megatron-core loads one tensor for all of them, which torch's Adam then increments once for
-    each parameter; some formats leave it at zero and keep the count in the parameter group.
-    """
-    for inner in _torch_optimizers(optimizer):
-        if not isinstance(inner, torch.optim.Adam):
-            continue
-        for group in inner.param_groups:
-            for parameter in group["params"]:
-                state = inner.state[parameter]
-                if "step" in state:
-                    step = group.get("step", state["step"])
-                    state["step"] = torch.tensor(float(step))
