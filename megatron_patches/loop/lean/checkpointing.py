@@ -317,8 +317,12 @@ def _arguments_to_save(args: Namespace, state: LoadedState) -> Namespace:
 
 
 def _check_shape(saved: Namespace, args: Namespace, path: str) -> None:
-    # In Megatron-LM the size of the vocabulary may be left to the tokenizer.
     before = {name: getattr(saved, name, None) for name in _SHAPE_FLAGS}
+    if getattr(saved, "tokenizer_type", None) == "NullTokenizer":
+        # Versions of Megatron-LM differ in whether its --vocab-size counts the end token.
+        before["vocab_size"] = None
+    if not getattr(saved, "group_query_attention", True):
+        before["num_query_groups"] = saved.num_attention_heads
     different = [
         f"--{name.replace('_', '-')} {value} (now {getattr(args, name)})"
         for name, value in before.items()
