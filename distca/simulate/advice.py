@@ -8,7 +8,9 @@ from itertools import islice
 
 import numpy as np
 
+from distca.plan import Mask
 from distca.plan.span import Int64s
+from distca.schedule import document_loads
 from distca.simulate.baselines import BASELINES
 from distca.simulate.costs import ModelCosts
 from distca.simulate.outcome import Outcome
@@ -234,9 +236,8 @@ def estimate(candidate: Candidate, workload: Workload, sequences: Sequence[Int64
     c = candidate
     assert c.system not in BASELINES, c.system
     costs = ModelCosts(workload.model, workload.cluster, c.tensor)
-    lengths = np.concatenate(sequences)
-    pairs = lengths * (lengths + 1) // 2
-    attention = costs.cluster.attention_cost(costs.shape).seconds(lengths, lengths, pairs).sum()
+    kernels = costs.cluster.attention_cost(costs.shape)
+    attention = document_loads(np.concatenate(sequences), Mask(), kernels).sum()
     both_ways = 1 + costs.cluster.backward_over_forward
     shared = workload.model.layers * both_ways * float(attention) / (c.stages * c.data)
     tokens = workload.sequences * workload.context / (c.data * c.micro_batches)

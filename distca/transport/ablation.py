@@ -28,7 +28,7 @@ class _Wrapper(Transport):
         """See `Transport.staging`."""
         return self._inner.staging(channel, nbytes)
 
-    def check(self, finished: bool = True) -> None:
+    def check(self, finished: bool) -> None:
         """See `Transport.check`."""
         self._inner.check(finished)
 

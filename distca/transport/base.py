@@ -140,7 +140,7 @@ class Transport(ABC):
     def _start(self, channel: Channel, sizes: MessageSizes) -> Pending:
         """Starts an exchange whose bytes are counted already."""
 
-    def check(self, finished: bool = True) -> None:
+    def check(self, finished: bool) -> None:
         """Raises the error of an exchange that has failed.
 
         A transport whose `wait` blocks the CPU raises it there, and does nothing here.
@@ -166,7 +166,7 @@ class Transport(ABC):
         except Exception:
             self.check(finished=False)
             raise
-        self.check()
+        self.check(finished=True)
 
     @abstractmethod
     def close(self) -> None:

@@ -308,7 +308,7 @@ class NvshmemTransport(Transport):
         if failure is not None:
             raise TransportError(failure)
 
-    def check(self, finished: bool = True) -> None:
+    def check(self, finished: bool) -> None:
         """See `Transport.check`.
 
         A rank raises for another rank's failure, too, since it may have read wrong bytes.

@@ -19,16 +19,20 @@ from distca.schedule.base import server_loads
 from distca.simulate import (
     CLUSTERS,
     BaselineLayout,
+    Candidate,
     ModelCosts,
     Outcome,
+    Workload,
     plan_global_batch,
     save_trace,
+    simulate,
     simulate_baseline,
     simulate_ticks,
 )
+from distca.simulate.advice import estimate
 from distca.timeline import LANES
 from support.batches import long_tailed_lengths
-from support.simulated import IDEAL, PACKED, costs_on, mixed_batch, passes, planned
+from support.simulated import IDEAL, MODEL, PACKED, costs_on, mixed_batch, passes, planned
 
 
 @pytest.mark.parametrize("options", [PACKED, ExecutionOptions("packed"), ExecutionOptions("tiles")])
@@ -68,6 +72,16 @@ def test_gradients_are_reduced_behind_the_last_backward_pass() -> None:
     reduction = costs.gradient_seconds(0, 1, 4)
     assert reduction > free.seconds
     assert slow.seconds == pytest.approx(forward + reduction)
+
+
+@pytest.mark.parametrize(("ranks", "short"), [(1, [1025, 1023]), (2, [1024, 1024])])
+def test_an_estimate_is_exact_where_nothing_waits(ranks: int, short: list[int]) -> None:
+    """Each rank has the same whole documents, so that core attention is shared out perfectly."""
+    workload = Workload(MODEL, IDEAL, gpus=ranks, context=4096, sequences=2 * ranks)
+    batch = [np.array([2048, 2048]), np.array(2 * short)] * ranks
+    candidate = Candidate("tiles", 1, 1, ranks, 1, micro_batches=2)
+    seconds = simulate(candidate, workload, batch).seconds
+    assert estimate(candidate, workload, batch) == pytest.approx(seconds)
 
 
 def total_passes(plan: PlannedGlobalBatch) -> dict[str, int]:
@@ -117,6 +131,18 @@ def test_bytes_and_work_are_the_plans(stages: int, scheduler: str, ping_pong: bo
         * lengths.sum()
         + sum(costs_on(IDEAL).head_seconds()) * lengths.sum()
     )
+
+
+def test_what_stages_pass_on() -> None:
+    """Activations go to the next stage, and gradients back: none from the last one, or the first;
+    from the last stage's first chunk they go on to the first stage."""
+    row = MODEL.hidden_size * costs_on(IDEAL).dtype_bytes
+    for chunks, messages in ((1, [1, 2, 1]), (2, [3, 4, 3])):
+        options = replace(PACKED, chunks=chunks)
+        costs = costs_on(IDEAL, layers=6)
+        outcome = simulate_ticks(planned([[1024, 1024]] * 4, 3, 2, options), costs)
+        sent = outcome.bytes_sent["pass on"].reshape(3, 2) / (4 * 1024 * row)
+        assert sent.tolist() == [[count, count] for count in messages]
 
 
 def test_the_same_input_gives_the_same_iteration() -> None:

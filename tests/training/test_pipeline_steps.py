@@ -140,7 +140,7 @@ def step_with_failed_exchange(flags: list[str], lengths: list[int]) -> tuple[str
     training.initialize_megatron(args)
     run, made = make_run(args, memory_stream(lengths))
 
-    def check(finished: bool = True) -> None:
+    def check(finished: bool) -> None:
         raise TransportError("rank 1 did nothing")
 
     made.core_attention.transport.check = check

@@ -142,6 +142,7 @@ def check_on_one(failure: str | None, abort: int, error: bool) -> str | None:
         queries = iter([False, False])
 
         def query() -> bool:
+            assert not error, "waits for work that did not end"
             fake.failure = failure
             # For ever, if it fails.
             return next(queries, failure is None)

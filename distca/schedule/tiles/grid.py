@@ -104,9 +104,10 @@ def members_of_group(ranks: int, shape: AttentionShape) -> int:
     """Returns how many of a document's ranks should form a group that shares its queries."""
     w_q, w_kv = 2 * shape.q_row_bytes + shape.lse_row_bytes, shape.kv_row_bytes
     sizes = np.arange(1, ranks + 1)
-    received = w_q * (sizes - 1) / ranks + w_kv / sizes - w_kv / ranks
+    received = w_q * (sizes - 1) / ranks + w_kv / sizes
+    at_home = w_kv * (1 - 1 / ranks)
     best = int(received.argmin())
-    return best + 1 if received[best] < _LEAST_GAIN * received[0] else 1
+    return best + 1 if received[best] < _LEAST_GAIN * at_home else 1
 
 
 def _fewest_ranks(shape: AttentionShape) -> int:

@@ -42,8 +42,6 @@ def share_out(lengths: Int64s, loads: Floats, windows: Int64s) -> Int64s:
             number of tokens, and so do those that are returned.
     """
     count = int(windows.max(initial=0)) + 1
-    if count == 1:
-        return windows
     tokens = np.bincount(windows, weights=lengths, minlength=count)
     assert (tokens == tokens[0]).all(), f"micro-batches of different sizes: {tokens}"
     shared = whole_documents(lengths, loads, count, int(tokens[0]))

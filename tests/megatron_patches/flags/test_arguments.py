@@ -137,6 +137,7 @@ def test_windows(text: str) -> None:
             "does not cover --recompute-modules layernorm",
         ),
         ("--distca --distca-head-groups 0", "0 must divide the 8 key-value heads"),
+        ("--distca --num-attention-heads 16 --distca-head-groups 16", "and be at most 8"),
         ("--distca --attention-backend local", "--distca replaces it"),
         ("--distca --distca-profile nowhere.json", "does not exist: make one"),
     ],
@@ -199,6 +200,12 @@ def test_each_nano_batch_has_a_shard_for_each_tensor_parallel_rank() -> None:
     parse(*odd, world_size=3)
     with pytest.raises(ValueError, match="128 to be a multiple of"):
         parse(*odd, "--sequence-parallel", world_size=3)
+    # Several samples together may have the tokens that each alone has not.
+    parse(*odd, "--sequence-parallel", "--micro-batch-size", "3", world_size=3)
+
+
+def test_as_many_head_groups_as_slots() -> None:
+    assert parse("--distca", "--distca-head-groups", "8").distca_head_groups == 8
 
 
 @pytest.mark.parametrize("value", ["dedicated", "dedicated:", "dedicated:0", "inplace:2", "two"])
