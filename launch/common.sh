@@ -2,9 +2,44 @@
 # shellcheck disable=SC2034 # its variables are used by the scripts that source it
 # What launch/local.sh and launch/slurm/*.sh share; they source it from the repository's root.
 
+# The newest megatron-core that the checks were run with.
+newest_megatron=0.19.2
+
 die() {
     echo "error: $*" >&2
     exit 2
+}
+
+# python_version PYTHON: its minor version, such as 3.12; fails where PYTHON does not run.
+python_version() {
+    "$1" -c 'import sys, venv, ensurepip; print("%d.%d" % sys.version_info[:2])' 2>/dev/null
+}
+
+# find_python [MEGATRON_CORE]: PYTHON, or else the newest interpreter on PATH that suits. For a given
+# version of megatron-core those of version managers, too: its environment is not the default one.
+find_python() {
+    local versions=(3.13 3.12 3.11) candidates=() version name python
+    case ${1:-} in
+        '') ;;
+        0.16.*) ;;
+        *) versions=(3.13 3.12) ;;
+    esac
+    for version in "${versions[@]}"; do
+        candidates+=("python$version")
+        [ -z "${1:-}" ] || candidates+=("$HOME/.pyenv/versions/$version"*/bin/python
+            "$HOME/.local/share/uv/python/cpython-$version"*/bin/python
+            "$HOME/"{miniconda3,miniforge3,anaconda3}/envs/*/bin/"python$version"
+            "/opt/python/$version"*/bin/python)
+    done
+    [ -z "${PYTHON:-}" ] || candidates=("$PYTHON")
+    for python in "${candidates[@]}" ${PYTHON:-python3}; do
+        # A version manager's stand-in may be there for a version that is not.
+        name=$(python_version "$python") || continue
+        case " ${versions[*]} " in *" $name "*) command -v "$python" && return ;; esac
+    done
+    echo "error: no Python of ${versions[*]} with venv and pip runs here${PYTHON:+ as $PYTHON}:" \
+        "install one, or give PYTHON=FILE" >&2
+    return 1
 }
 
 # The launcher's own options, wherever they stand. Sets these variables, and `flags`: all others,

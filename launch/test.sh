@@ -1,10 +1,18 @@
 #!/usr/bin/env bash
 # Sets everything up and runs all checks. Arguments are passed to pytest: launch/test.sh -k plan
 # launch/test.sh --recording [COMMIT] tells whether this checkout computes what that commit did.
-# launch/test.sh --mutants 50 tests the tests instead. CONTRIBUTING.md says more of both.
+# launch/test.sh --megatron 0.19.2 runs parity, resuming, pipelines and flags in both training loops
+# with that megatron-core, in an environment of its own.
+# launch/test.sh --mutants 50 tests the tests instead. CONTRIBUTING.md says more of all.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
+if [ "${1:-}" = --megatron ]; then
+    version=${2:?which version of megatron-core?}
+    launch/setup.sh megatron "$version"
+    export PATH="$PWD/.venv-megatron-$version/bin:$PATH" OMP_NUM_THREADS=1 PYTHONPATH=$PWD
+    exec python -m pytest -q tests/training tests/megatron_patches "${@:3}"
+fi
 launch/setup.sh checks
 export PATH="$PWD/.venv/bin:$PATH" OMP_NUM_THREADS=1
 case ${1:-} in

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import argparse
 import importlib.metadata
+import importlib.util
 import os
 import platform
+import re
 import socket
 import sys
 from collections.abc import Iterator
@@ -25,6 +27,11 @@ from distca.transport.compiled_cuda import (
 )
 
 State = Literal["ok", "missing", "problem"]
+
+# The versions that the checks of this repository were run with: docs/loops.md has the table.
+PYTHONS = ((3, 11), (3, 13))
+TORCHES = ((2, 13), (2, 15))
+MEGATRONS = ((0, 16, 1), (0, 19, 2))
 
 
 @dataclass(frozen=True)
@@ -86,13 +93,13 @@ def examine(profile: Path | None = None) -> Iterator[Finding]:
     Args:
         profile: file of kernel times to check, too.
     """
-    yield Finding("Python", "ok", f"{platform.python_version()} on {platform.machine()}")
+    python = f"{platform.python_version()} on {platform.machine()}"
+    yield Finding("Python", "ok", python, _untried(platform.python_version(), PYTHONS))
     built_for = f"CUDA {torch.version.cuda}" if torch.version.cuda else "CPUs"
-    yield Finding("torch", "ok", f"{torch.__version__}, built for {built_for}")
+    found = f"{torch.__version__}, built for {built_for}"
+    yield Finding("torch", "ok", found, _untried(torch.__version__, TORCHES))
     yield _gpus()
-    yield _package(
-        "megatron-core", "pip install 'distca[megatron]' to train; planning does not need it"
-    )
+    yield from _megatron()
     yield _greenlet()
     if torch.cuda.is_available():
         yield _package(
@@ -121,6 +128,41 @@ def _package(name: str, cure: str) -> Finding:
     if version is None:
         return Finding(name, "missing", "not installed", cure)
     return Finding(name, "ok", version)
+
+
+def _megatron() -> Iterator[Finding]:
+    """Looks for megatron-core, and for the training loop that its newer wheels hold."""
+    install = "pip install 'distca[megatron]' to train; planning does not need it"
+    version = _version("megatron-core")
+    if version is None:
+        yield Finding("megatron-core", "missing", "not installed", install)
+        return
+    if _numbers(version, 3) < MEGATRONS[0]:
+        yield Finding("megatron-core", "problem", f"{version} is too old", install)
+    else:
+        yield Finding("megatron-core", "ok", version, _untried(version, MEGATRONS))
+    if importlib.util.find_spec("megatron.training") is not None:
+        yield Finding("Megatron-LM's loop", "ok", "there, for --training-loop megatron")
+    else:
+        yield Finding(
+            "Megatron-LM's loop",
+            "missing",
+            "not installed: --training-loop lean is the only one",
+            "megatron-core has it from 0.17 on, which needs Python 3.12 or later",
+        )
+
+
+def _numbers(version: str, count: int) -> tuple[int, ...]:
+    """Returns the first numbers of a version."""
+    return tuple(int(number) for number in re.findall(r"\d+", version)[:count])
+
+
+def _untried(version: str, tried: tuple[tuple[int, ...], tuple[int, ...]]) -> str:
+    """Returns what to know of a version outside those that were tried; empty inside."""
+    oldest, newest = tried
+    if oldest <= _numbers(version, len(oldest)) <= newest:
+        return ""
+    return f"tried so far: {'.'.join(map(str, oldest))} to {'.'.join(map(str, newest))}"
 
 
 def _greenlet() -> Finding:
