@@ -3,8 +3,8 @@
 No other file knows that there is no GPU.
 
 Megatron's modules see a `torch` whose `cuda` is the CPU. The replacement is scoped to modules whose
-name starts with `megatron.`: for everybody else torch stays what it is. Nothing happens where CUDA
-is present.
+name starts with `megatron.` and to the script: for everybody else torch stays what it is. Nothing
+happens where CUDA is present.
 """
 
 from __future__ import annotations
@@ -86,6 +86,7 @@ def set_megatron_arguments(args: Any) -> None:
     args.transformer_impl = "local"
     args.distributed_backend = "gloo"
     args.use_cpu_initialization = True
+    args.no_persist_layer_norm = True
     for fusion in (
         "apply_rope_fusion",
         "bias_dropout_fusion",
@@ -220,7 +221,7 @@ _TORCH_ON_CPU = _Module(
 
 def _megatron_modules() -> Iterator[types.ModuleType]:
     for name, module in list(sys.modules.items()):
-        if name.startswith("megatron.") and module is not None:
+        if _is_megatrons(name) and module is not None:
             yield module
 
 
@@ -232,8 +233,12 @@ def _replace_torch_in_megatron() -> None:
 
 def _called_by_megatron() -> bool:
     """Whether the method that calls this function was called by Megatron (two frames up)."""
-    caller = sys._getframe(2).f_globals.get("__name__", "")
-    return bool(caller.startswith("megatron."))
+    return _is_megatrons(sys._getframe(2).f_globals.get("__name__", ""))
+
+
+def _is_megatrons(module: str) -> bool:
+    """Whether a module is Megatron's; so is the script, which may be Megatron-LM's own."""
+    return module == "__main__" or module.startswith("megatron.")
 
 
 def _adapt_tensor_methods() -> None:

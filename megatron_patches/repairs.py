@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import importlib.util
-import io
 import sys
 import types
 from collections.abc import Iterator
@@ -12,8 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint import state_dict_loader
-from torch.distributed.checkpoint.filesystem import FileSystemReader
 
 # Modules that import triton unguarded, and are imported by those that every model needs.
 _NEED_TRITON = (
@@ -50,7 +47,7 @@ def repair_megatron() -> None:
     _repair_distributed_optimizer()
     _repair_adam_state()
     _repair_compiling_of_helpers()
-    _repair_loading_of_common_state()
+    _repair_reading_of_common_state()
 
 
 def _repair_compiling_of_helpers() -> None:
@@ -158,35 +155,18 @@ def _adam_state(optimizer: Any) -> Iterator[tuple[torch.Tensor, dict[str, Any], 
                 yield parameter, group, optimizer.state[parameter]
 
 
-def _repair_loading_of_common_state() -> None:
-    """Lets megatron-core 0.16 to 0.18 read checkpoints of 0.19, which have no `common.pt`."""
+def _repair_reading_of_common_state() -> None:
+    """Lets megatron-core read what checkpoints of other versions keep beside tensors."""
+    from megatron.core import dist_checkpointing
     from megatron.core.dist_checkpointing import serialization
     from megatron.core.dist_checkpointing.strategies import common
 
-    if hasattr(serialization, "_legacy_common_state_exists"):
-        return
-    holders = (serialization, getattr(common, "TorchCommonLoadStrategy", None))
-    for holder in holders:
-        original = getattr(holder, "load_common", None)
-        if original is not None and not hasattr(original, "__wrapped__"):
-            holder.load_common = _or_read_sharded(original)  # type: ignore[union-attr]
+    from megatron_patches.common_state import read_common_state
 
-
-def _or_read_sharded(original: Any) -> Any:
-    from megatron.core.dist_checkpointing.mapping import ShardedObject
-
-    @functools.wraps(original)
-    def load_common(*args: Any) -> Any:
-        path = args[-1]
-        if (Path(path) / "common.pt").exists():
-            return original(*args)
-        key = ShardedObject("common_state", None, (1,), (0,)).unique_key
-        state: dict[str, Any] = {key: io.BytesIO()}
-        state_dict_loader.load(state, storage_reader=FileSystemReader(path), no_dist=True)
-        read = state[key]
-        if isinstance(read, io.BytesIO):
-            read.seek(0)
-            read = torch.load(read, weights_only=True)
-        return read[0]
-
-    return load_common
+    serialization.load_common_state_dict = read_common_state
+    dist_checkpointing.load_common_state_dict = read_common_state
+    # Loading reads it, too: by a method in 0.16, by another function in 0.17 and 0.18.
+    if hasattr(common, "TorchCommonLoadStrategy"):
+        common.TorchCommonLoadStrategy.load_common = lambda _, path: read_common_state(path)
+    if hasattr(serialization, "load_common"):
+        serialization.load_common = read_common_state

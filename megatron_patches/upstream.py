@@ -39,7 +39,8 @@ def pretrain(job: Job) -> None:
     from megatron.training import pretrain as megatron_pretrain
 
     def add_arguments(parser: ArgumentParser) -> ArgumentParser:
-        parser.set_defaults(**_OUR_DATA)
+        # Checkpoints load at other parallel sizes, as the lean loop's do.
+        parser.set_defaults(**_OUR_DATA, dist_ckpt_optim_fully_reshardable=True)
         add_loop_argument(parser)
         return job.add_arguments(parser)
 
