@@ -233,15 +233,19 @@ def estimate(candidate: Candidate, workload: Workload, sequences: Sequence[Int64
         workload: model, cluster and sizes.
         sequences: lengths of the documents in each sequence of a global batch.
     """
-    c = candidate
-    assert c.system not in BASELINES, c.system
-    costs = ModelCosts(workload.model, workload.cluster, c.tensor)
+    assert candidate.system not in BASELINES, candidate.system
+    costs = ModelCosts(workload.model, workload.cluster, candidate.tensor)
     kernels = costs.cluster.attention_cost(costs.shape)
     attention = document_loads(np.concatenate(sequences), Mask(), kernels).sum()
     both_ways = 1 + costs.cluster.backward_over_forward
-    shared = workload.model.layers * both_ways * float(attention) / (c.stages * c.data)
-    tokens = workload.sequences * workload.context / (c.data * c.micro_batches)
+    shared = (
+        workload.model.layers * both_ways * float(attention) / (candidate.stages * candidate.data)
+    )
+    tokens = workload.sequences * workload.context / (candidate.data * candidate.micro_batches)
     linear = sum(costs.pre_seconds()) + sum(costs.post_seconds())
-    tick = tokens * (workload.model.layers // c.stages * linear + sum(costs.head_seconds()))
-    options = replace(DISTCA_SYSTEMS[c.system](), max_in_flight=c.max_in_flight)
-    return shared + tick * len(options.tick_schedule(c.micro_batches, c.stages).ticks) / 2
+    tick = tokens * (workload.model.layers // candidate.stages * linear + sum(costs.head_seconds()))
+    options = replace(DISTCA_SYSTEMS[candidate.system](), max_in_flight=candidate.max_in_flight)
+    return (
+        shared
+        + tick * len(options.tick_schedule(candidate.micro_batches, candidate.stages).ticks) / 2
+    )

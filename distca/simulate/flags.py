@@ -31,29 +31,30 @@ def training_flags(candidate: Candidate, workload: Workload) -> list[str]:
         ValueError: training cannot cut the sequences so that each rank has whole attention blocks,
             or the configuration is one without `--distca`.
     """
-    c, cluster = candidate, workload.cluster
-    if c.system not in DISTCA_SYSTEMS:
+    cluster = workload.cluster
+    if candidate.system not in DISTCA_SYSTEMS:
         raise ValueError(
-            f"{c.system} is simulated without --distca: give one of {', '.join(DISTCA_SYSTEMS)}"
+            f"{candidate.system} is simulated without --distca: give one of "
+            f"{', '.join(DISTCA_SYSTEMS)}"
         )
-    options = DISTCA_SYSTEMS[c.system](max_in_flight=c.max_in_flight)
-    sequences = _sequences_of_a_window(c, workload)
-    samples = workload.sequences // c.micro_batches // sequences
-    seq_length = sequences * workload.context // c.data
-    tolerance = workload.tolerance if c.tolerance is None else c.tolerance
+    options = DISTCA_SYSTEMS[candidate.system](max_in_flight=candidate.max_in_flight)
+    sequences = _sequences_of_a_window(candidate, workload)
+    samples = workload.sequences // candidate.micro_batches // sequences
+    seq_length = sequences * workload.context // candidate.data
+    tolerance = workload.tolerance if candidate.tolerance is None else candidate.tolerance
     flags = [
-        f"--tensor-model-parallel-size {c.tensor}",
-        *(["--sequence-parallel"] if c.tensor > 1 else []),
-        f"--pipeline-model-parallel-size {c.stages}",
+        f"--tensor-model-parallel-size {candidate.tensor}",
+        *(["--sequence-parallel"] if candidate.tensor > 1 else []),
+        f"--pipeline-model-parallel-size {candidate.stages}",
         f"--seq-length {seq_length}",
         f"--micro-batch-size {samples}",
-        f"--global-batch-size {samples * c.data * c.micro_batches}",
+        f"--global-batch-size {samples * candidate.data * candidate.micro_batches}",
         f"--max-position-embeddings {max(workload.context, seq_length)}",
         # `ModelCosts` counts memory and the reduction of gradients with these.
         *("--bf16", "--use-distributed-optimizer"),
         *("--overlap-grad-reduce", "--overlap-param-gather"),
         "--distca",
-        f"--distca-scheduler {c.system}",
+        f"--distca-scheduler {candidate.system}",
         *([] if options.free_placement else ["--distca-placement sequential"]),
         f"--distca-tolerance {tolerance}",
         f"--distca-max-document-length {workload.context}",
@@ -61,27 +62,26 @@ def training_flags(candidate: Candidate, workload: Workload) -> list[str]:
         f"--distca-node-gb-per-s {cluster.node_gb_per_s}",
         f"--distca-network-gb-per-s {cluster.network_gb_per_s}",
     ]
-    if c.max_in_flight is not None:
-        flags.append(f"--distca-max-in-flight {c.max_in_flight}")
-    if c.head_groups > 1:
-        flags.append(f"--distca-head-groups {c.head_groups}")
+    if candidate.max_in_flight is not None:
+        flags.append(f"--distca-max-in-flight {candidate.max_in_flight}")
+    if candidate.head_groups > 1:
+        flags.append(f"--distca-head-groups {candidate.head_groups}")
     return flags
 
 
 def _sequences_of_a_window(candidate: Candidate, workload: Workload) -> int:
     """The smallest number of sequences that gives each rank whole blocks."""
-    c = candidate
-    each = workload.sequences // c.micro_batches
+    each = workload.sequences // candidate.micro_batches
     # Two nano-batches, each divided by sequence parallelism.
-    if each * workload.context // c.data % (2 * c.tensor) == 0:
+    if each * workload.context // candidate.data % (2 * candidate.tensor) == 0:
         for number in range(1, each + 1):
-            if each % number == 0 and number * workload.context % (c.data * BLOCK) == 0:
+            if each % number == 0 and number * workload.context % (candidate.data * BLOCK) == 0:
                 return number
-    multiple = c.data * math.lcm(BLOCK, 2 * c.tensor)
+    multiple = candidate.data * math.lcm(BLOCK, 2 * candidate.tensor)
     raise ValueError(
         f"pretrain_gpt.py gives each rank a multiple of {BLOCK} tokens, which {each} sequence(s) "
-        f"of {workload.context:,} tokens on {c.data} data-parallel ranks are not: simulate with "
-        f"--context {max(workload.context // multiple, 1) * multiple}"
+        f"of {workload.context:,} tokens on {candidate.data} data-parallel ranks are not: simulate "
+        f"with --context {max(workload.context // multiple, 1) * multiple}"
     )
 
 

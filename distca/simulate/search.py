@@ -194,10 +194,13 @@ def candidates(
 
 def with_fewer_in_flight(candidate: Candidate) -> list[Candidate]:
     """The configuration with 1F1B's bound of micro-batches in flight; none if that is no change."""
-    c = candidate
-    if c.system not in DISTCA_SYSTEMS or c.stages == 1 or c.max_in_flight is not None:
+    if (
+        candidate.system not in DISTCA_SYSTEMS
+        or candidate.stages == 1
+        or candidate.max_in_flight is not None
+    ):
         return []
-    return [replace(c, max_in_flight=c.stages)]
+    return [replace(candidate, max_in_flight=candidate.stages)]
 
 
 def with_head_groups(candidate: Candidate, workload: Workload) -> list[Candidate]:
@@ -222,17 +225,24 @@ def _divisors(number: int) -> list[int]:
 
 def least_memory(candidate: Candidate, workload: Workload) -> float:
     """Lower bound of a first-stage GPU's memory in bytes: without buffers and imbalance."""
-    c = candidate
-    costs = ModelCosts(workload.model, workload.cluster, c.tensor)
-    in_flight = most_in_flight_of_1f1b(c.micro_batches, c.stages)[0]
-    if c.system in DISTCA_SYSTEMS:
-        options = DISTCA_SYSTEMS[c.system](max_in_flight=c.max_in_flight)
-        in_flight = options.tick_schedule(c.micro_batches, c.stages).most_in_flight[0]
-    tokens = workload.sequences * workload.context / (c.data * c.context * c.micro_batches)
+    costs = ModelCosts(workload.model, workload.cluster, candidate.tensor)
+    in_flight = most_in_flight_of_1f1b(candidate.micro_batches, candidate.stages)[0]
+    if candidate.system in DISTCA_SYSTEMS:
+        options = DISTCA_SYSTEMS[candidate.system](max_in_flight=candidate.max_in_flight)
+        in_flight = options.tick_schedule(candidate.micro_batches, candidate.stages).most_in_flight[
+            0
+        ]
+    tokens = (
+        workload.sequences
+        * workload.context
+        / (candidate.data * candidate.context * candidate.micro_batches)
+    )
     kept = tokens * costs.activation_bytes()
-    kept += tokens * (c.context - 1) * costs.shape.kv_row_bytes
-    layers = workload.model.layers // c.stages
-    return in_flight * layers * kept + costs.state_bytes(0, c.stages, c.data * c.context)
+    kept += tokens * (candidate.context - 1) * costs.shape.kv_row_bytes
+    layers = workload.model.layers // candidate.stages
+    return in_flight * layers * kept + costs.state_bytes(
+        0, candidate.stages, candidate.data * candidate.context
+    )
 
 
 def simulate(
@@ -254,26 +264,29 @@ def simulate(
     Raises:
         ValueError: the sequences are not the workload's, or the configuration does not divide.
     """
-    c = candidate
     if len(sequences) != workload.sequences or any(
         int(s.sum()) != workload.context for s in sequences
     ):
         raise ValueError(f"give {workload.sequences} sequences of {workload.context:,} tokens each")
-    costs = ModelCosts(workload.model, workload.cluster, c.tensor)
-    if c.system in BASELINES:
-        layout = BaselineLayout(c.stages, c.data, c.context, c.micro_batches)
+    costs = ModelCosts(workload.model, workload.cluster, candidate.tensor)
+    if candidate.system in BASELINES:
+        layout = BaselineLayout(
+            candidate.stages, candidate.data, candidate.context, candidate.micro_batches
+        )
         lengths = np.concatenate(sequences)
-        return simulate_baseline(c.system, lengths, layout, costs, recording=recording)
+        return simulate_baseline(candidate.system, lengths, layout, costs, recording=recording)
     config = ScheduleConfig(
-        tolerance=workload.tolerance if c.tolerance is None else c.tolerance,
+        tolerance=workload.tolerance if candidate.tolerance is None else candidate.tolerance,
         shape=costs.shape,
         cost_model=costs.cluster.attention_cost(costs.shape),
-        links=costs.cluster.links(c.tensor),
+        links=costs.cluster.links(candidate.tensor),
     )
-    each = workload.sequences // c.micro_batches
-    windows = [np.concatenate(sequences[n * each : (n + 1) * each]) for n in range(c.micro_batches)]
-    options = DISTCA_SYSTEMS[c.system](max_in_flight=c.max_in_flight)
-    planned = plan_global_batch(windows, c.stages, c.data, config, options)
+    each = workload.sequences // candidate.micro_batches
+    windows = [
+        np.concatenate(sequences[n * each : (n + 1) * each]) for n in range(candidate.micro_batches)
+    ]
+    options = DISTCA_SYSTEMS[candidate.system](max_in_flight=candidate.max_in_flight)
+    planned = plan_global_batch(windows, candidate.stages, candidate.data, config, options)
     return simulate_ticks(
-        planned, costs, ablation=ablation, recording=recording, head_groups=c.head_groups
+        planned, costs, ablation=ablation, recording=recording, head_groups=candidate.head_groups
     )

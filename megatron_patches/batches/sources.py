@@ -282,7 +282,7 @@ class PlannedMaker(BatchMaker):
 
     def log_first_plan(self, stream: TokenStream, first_sample: int) -> None:
         """Logs what the scheduler did, and the number of ticks and micro-batches in flight."""
-        args, batches = self._args, self(stream, forward_only=False).batches
+        args, batches = self._args, self(stream, forward_only=False).planned
         planner = batches.planner
         count = self.micro_batches_at_last
         schedule = planner.options.tick_schedule(count, planner.stages)

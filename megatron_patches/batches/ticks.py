@@ -86,7 +86,7 @@ class TickBatches:
     """A maker of the ticks of a split's global batches.
 
     Attributes:
-        batches: micro-batches of the split, and their planner.
+        planned: micro-batches of the split, and their planner.
         layout: stages and servers.
         layer_groups: groups of a model chunk's layers whose backward passes run together.
         goes_back: whether a backward pass follows every forward pass.
@@ -95,7 +95,7 @@ class TickBatches:
             next; None: there are no such servers.
     """
 
-    batches: PlannedBatches
+    planned: PlannedBatches
     layout: PipelineLayout
     layer_groups: tuple[LayerGroup, ...]
     goes_back: bool
@@ -104,9 +104,9 @@ class TickBatches:
 
     def global_batch(self, first_sample: int, count: int) -> Iterator[TickInput]:
         """Makes this rank's inputs of the ticks of the global batch that starts at a sample."""
-        batch = self.batches.planner.plan(self.batches.documents(first_sample, count))
+        batch = self.planned.planner.plan(self.planned.documents(first_sample, count))
         sent = [self._bytes_sent(planned) for planned in batch.ticks]
-        report = _report(batch, sent, self.batches.packed_loads(first_sample, count))
+        report = _report(batch, sent, self.planned.packed_loads(first_sample, count))
         memory = self._memory(batch)
         uses = Counter(id(planned.plans) for planned in batch.ticks)
         exchanges: dict[int, tuple[Exchange, ...]] = {}
@@ -158,12 +158,12 @@ class TickBatches:
     def _bytes_sent(self, planned: PlannedTick) -> dict[str, Int64s]:
         """Bytes that each server sends in all calls of a tick, by phase of the exchange."""
         calls = calls_of(self.program(planned.tick.direction, 1, at_home=False))
-        shape = self.batches.planner.config.shape
+        shape = self.planned.planner.config.shape
         return planned.bytes_sent(calls, shape, self.core_attention.backward)
 
     def _memory(self, batch: PlannedGlobalBatch) -> CoreAttentionMemory:
         """Memory that the largest plan of a global batch needs."""
-        shape = self.batches.planner.config.shape
+        shape = self.planned.planner.config.shape
         group = shape.head_group(self.core_attention.buffers.head_groups)
         return batch.largest_memory(group, self.core_attention.backward)
 
@@ -177,7 +177,7 @@ class TickBatches:
         """Makes a micro-batch for its first chunk, and keeps it for those that follow."""
         number, chunk = work
         if number not in unfinished:
-            unfinished[number] = self.batches.micro_batch(batch.micro_batches[number], report)
+            unfinished[number] = self.planned.micro_batch(batch.micro_batches[number], report)
         return unfinished.pop(number) if chunk == self.layout.chunks - 1 else unfinished[number]
 
 
@@ -275,4 +275,4 @@ def _all_ticks(
     while True:
         number = micro_batches(sample)
         yield from batches.global_batch(sample, number)
-        sample += number * batches.batches.layout.samples_per_micro_batch
+        sample += number * batches.planned.layout.samples_per_micro_batch

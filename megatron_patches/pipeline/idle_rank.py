@@ -28,7 +28,7 @@ def serve_tick(
         softmax_scale: factor of the scores.
         activation: tensor of the activations' type on their device.
     """
-    shape = batches.batches.planner.config.shape
+    shape = batches.planned.planner.config.shape
     q = activation.new_empty((0, shape.heads, shape.head_dim))
     k = activation.new_empty((0, shape.kv_heads, shape.head_dim))
     names = NANO_BATCHES if len(tick_input.exchanges) > 1 else (None,)

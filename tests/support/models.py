@@ -182,7 +182,7 @@ def train(
 def bytes_planned(args: Namespace, made: Any, steps: int) -> dict[str, int]:
     """The bytes that the plans of some steps say this rank sends, by phase."""
     planned: dict[str, int] = {}
-    micro_batches = args.global_batch_size // made.batches.layout.samples_per_micro_batch
+    micro_batches = args.global_batch_size // made.planned.layout.samples_per_micro_batch
     # Plans are made anew, but the dedicated servers are gone by now.
     made = replace(made, announce=None)
     for first_sample in range(0, steps * args.global_batch_size, args.global_batch_size):
@@ -246,8 +246,8 @@ def starts_of_micro_batches(flags: Sequence[str], lengths: Sequence[int]) -> lis
     layout = sources.window_layout(args)
     maker = sources.batch_maker(args, layout, torch.device("cpu"))
     made = maker(memory_stream(lengths), forward_only=False)
-    incoming = made.batches.documents(0, maker.micro_batches(0))
-    micro_batches = made.batches.planner.share_out(incoming)
+    incoming = made.planned.documents(0, maker.micro_batches(0))
+    micro_batches = made.planned.planner.share_out(incoming)
     found = [documents.starts.tolist() for documents in micro_batches]
     parallel_state.destroy_model_parallel()
     num_microbatches_calculator.unset_num_microbatches_calculator()
