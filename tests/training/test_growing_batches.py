@@ -49,8 +49,7 @@ def runs(ranks, tmp_path_factory) -> dict[str, Runs]:
     seen = {}
     for name, more in {
         "plain": [],
-        "distca": ["--distca", "--distca-placement", "sequential"],
-        "free": ["--distca"],
+        "distca": ["--distca"],
         "stages": ["--distca", "--pipeline-model-parallel-size", "2"],
     }.items():
         saved = str(folder / name)
@@ -63,7 +62,7 @@ def runs(ranks, tmp_path_factory) -> dict[str, Runs]:
     return seen
 
 
-@pytest.mark.parametrize("name", ["plain", "distca", "free", "stages"])
+@pytest.mark.parametrize("name", ["plain", "distca", "stages"])
 def test_sizes_are_megatron_s(runs, name: str) -> None:
     for rank in runs[name].whole:
         assert list(rank.samples.values()) == SIZES
@@ -71,10 +70,9 @@ def test_sizes_are_megatron_s(runs, name: str) -> None:
         assert rank.samples == {i: SIZES[i - 1] for i in range(SAVED + 1, len(SIZES) + 1)}
 
 
-@pytest.mark.parametrize("name", ["distca", "free"])
-def test_losses_are_plain_megatron_s(runs, name: str) -> None:
+def test_losses_are_plain_megatron_s(runs) -> None:
     """Each batch has the same documents, so each step and evaluation the same loss."""
-    plain, distca = runs["plain"].whole[0], runs[name].whole[0]
+    plain, distca = runs["plain"].whole[0], runs["distca"].whole[0]
     assert list(distca.losses.values()) == pytest.approx(list(plain.losses.values()), rel=1e-5)
     assert [where for where, _ in distca.validation] == [where for where, _ in plain.validation]
     ours, theirs = ([loss for _, loss in rank.validation] for rank in (distca, plain))
@@ -82,7 +80,7 @@ def test_losses_are_plain_megatron_s(runs, name: str) -> None:
     assert len(set(theirs)) == len(theirs) == 4
 
 
-@pytest.mark.parametrize("name", ["plain", "distca", "free", "stages"])
+@pytest.mark.parametrize("name", ["plain", "distca", "stages"])
 def test_resuming_while_they_grow_changes_nothing(runs, name: str) -> None:
     for whole, resumed in zip(runs[name].whole, runs[name].resumed, strict=True):
         rest = range(SAVED + 1, len(SIZES) + 1)
