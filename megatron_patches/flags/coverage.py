@@ -409,16 +409,12 @@ def refusal(group: Group, given: str) -> str:
     return f"DistCA does not cover {group.why}: remove {given}{instead}"
 
 
-def group_of(option: str, patterns: bool = True) -> Group | None:
-    """Returns the group of an option of Megatron-LM; None: it is in none.
-
-    Args:
-        option: option with its dashes.
-        patterns: whether names with `*` count, which take what no other group names.
-    """
+def group_of(option: str) -> Group | None:
+    """Returns the group of an option of Megatron-LM, with its dashes; None: it is in none."""
     name = option.removeprefix("--")
     candidates = [name, name.removeprefix("no-"), name.removeprefix("disable-")]
-    for matches in (str.__eq__, fnmatchcase) if patterns else (str.__eq__,):
+    # A name with `*` takes what no other group names.
+    for matches in (str.__eq__, fnmatchcase):
         for candidate in candidates:
             for group in all_groups():
                 if any(matches(candidate, each) for each, _ in group.flags()):

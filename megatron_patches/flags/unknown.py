@@ -25,15 +25,13 @@ def message_for(unknown: Sequence[str], known: Sequence[str]) -> str:
 
 
 def _message(option: str, known: Sequence[str]) -> str:
-    group = group_of(option, patterns=False)
-    if group is None:
-        alike = get_close_matches(option, known, 1, _ALIKE)
-        if alike:
-            return f"there is no {option}: did you mean {alike[0]}?"
-        group = group_of(option)
-    if group is None:
-        return f"there is no {option}: --help lists all flags"
-    return _of_megatron(option, group)
+    group = group_of(option)
+    if group is not None:
+        return _of_megatron(option, group)
+    alike = get_close_matches(option, known, 1, _ALIKE)
+    if alike:
+        return f"there is no {option}: did you mean {alike[0]}?"
+    return f"there is no {option}: --help lists all flags"
 
 
 def _of_megatron(option: str, group: Group) -> str:

@@ -74,7 +74,7 @@ def test_every_flag_of_the_lean_loop_stands_in_a_group() -> None:
     kinds: dict[str, str] = {}
     for action in options_of(build_parser(add_distca_arguments)):
         if action.dest not in {*ours, "training_loop"}:
-            group = coverage.group_of(action.option_strings[0], patterns=False)
+            group = coverage.group_of(action.option_strings[0])
             kinds[action.option_strings[0]] = "none" if group is None else group.kind
     assert len(kinds) > 100
     # Those that it refuses have values which it doesn't.
