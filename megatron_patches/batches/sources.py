@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import copy
 import logging
 from argparse import Namespace
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Protocol
@@ -13,7 +11,7 @@ from typing import Protocol
 import numpy as np
 import torch
 import torch.distributed as dist
-from megatron.core import num_microbatches_calculator, parallel_state
+from megatron.core import parallel_state
 
 from distca.attention import select_kernel
 from distca.plan import Mask
@@ -30,6 +28,7 @@ from megatron_patches.batches.micro_batch import MicroBatches, PackedBatches, Wi
 from megatron_patches.batches.planned import PlannedBatches
 from megatron_patches.batches.stream import Split, TokenStream, parse_data_path
 from megatron_patches.batches.ticks import TickBatches, TickStream
+from megatron_patches.flags.batch_sizes import micro_batches_by_sample, samples_for_evaluation
 from megatron_patches.flags.distca import mask_from_args
 from megatron_patches.flags.planning import execution_options, schedule_config
 from megatron_patches.loop.job import DataIterators
@@ -107,6 +106,7 @@ def build_data(
     if maker.control is not None:
         maker.control.share_consumed(args)
     prefixes, weights = parse_data_path(args.data_path)
+    micro_batches = micro_batches_by_sample(args)
 
     def iterator(which: Split, samples: int, consumed: int) -> MicroBatches | TickStream | None:
         if samples <= 0:
@@ -123,8 +123,9 @@ def build_data(
             split=args.split,
             which=which,
             seed=args.seed,
-            # One micro-batch more, since the iterators work one ahead.
-            num_tokens=(samples + layout.samples_per_micro_batch) * args.seq_length,
+            # A global batch more, since the last one may be too long, and the iterators work ahead.
+            num_tokens=(samples + micro_batches(samples) * layout.samples_per_micro_batch)
+            * args.seq_length,
             max_document_length=args.distca_max_document_length or layout.window_tokens,
             vocab_size=args.vocab_size,
         )
@@ -230,7 +231,7 @@ class PlannedMaker(BatchMaker):
         core_attention: runtime of the plans.
         micro_batches: function from a sample of the training split to the number of micro-batches
             of the global batch that starts there.
-        micro_batches_at_last: number of micro-batches of a global batch that is not ramped up.
+        micro_batches_of_evaluation: number of micro-batches of a global batch of an evaluation.
     """
 
     def __init__(
@@ -247,8 +248,10 @@ class PlannedMaker(BatchMaker):
         self._config = schedule_config(args, self._pipeline.world_size)
         layers = args.num_layers // (self._pipeline.stages * self._pipeline.chunks)
         self._layer_groups = groups_of_layers(layers, args)
-        self.micro_batches_at_last = args.global_batch_size // layout.samples_per_micro_batch
-        self.micro_batches = _micro_batches_by_sample()
+        self.micro_batches_of_evaluation = (
+            samples_for_evaluation(args) // layout.samples_per_micro_batch
+        )
+        self.micro_batches = micro_batches_by_sample(args)
 
     def __call__(self, stream: TokenStream, forward_only: bool) -> TickBatches:
         """Makes the ticks of a split's stream."""
@@ -276,15 +279,15 @@ class PlannedMaker(BatchMaker):
         batches = self(stream, forward_only=which != "train")
         if self.control is not None:
             batches = replace(batches, announce=partial(self.control.announce, which))
-        # Evaluations are not ramped up.
-        count = self.micro_batches if which == "train" else lambda _: self.micro_batches_at_last
+        training, fixed = which == "train", self.micro_batches_of_evaluation
+        count = self.micro_batches if training else lambda _: fixed
         return TickStream(batches, first_sample, count, self._device)
 
     def log_first_plan(self, stream: TokenStream, first_sample: int) -> None:
         """Logs what the scheduler did, and the number of ticks and micro-batches in flight."""
         args, batches = self._args, self(stream, forward_only=False).planned
         planner = batches.planner
-        count = self.micro_batches_at_last
+        count = self.micro_batches(first_sample)
         schedule = planner.options.tick_schedule(count, planner.stages)
         micro_batches = planner.micro_batches(batches.documents(first_sample, count))
         # Only one tick is planned here: the first of those in which most stages work.
@@ -316,18 +319,3 @@ class PlannedMaker(BatchMaker):
     def close(self) -> None:
         """Frees what the transport holds; no tick may follow."""
         self.core_attention.transport.close()
-
-
-def _micro_batches_by_sample() -> Callable[[int], int]:
-    """Returns a function from a sample to the number of micro-batches of the global batch there.
-
-    Flags may let global batches grow as the run goes on. A copy of Megatron's own calculator tells,
-    since plans are made ahead of the iteration that its calculator is at.
-    """
-    calculator = copy.deepcopy(num_microbatches_calculator._GLOBAL_NUM_MICROBATCHES_CALCULATOR)
-
-    def count(sample: int) -> int:
-        calculator.update(sample, consistency_check=False, verbose=False)
-        return int(calculator.get())
-
-    return count

@@ -1,6 +1,7 @@
 """Parser of Megatron-LM's flags for the lean loop: what follows from them, and what is refused.
 
-An accepted flag does what Megatron-LM's does; any other is refused by name.
+An accepted flag does what Megatron-LM's does; any other is refused by name, with what to give
+instead (`unknown`).
 """
 
 from __future__ import annotations
@@ -9,17 +10,27 @@ import importlib.util
 import math
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Sequence
+from typing import NoReturn
 
 import torch
 
 from distca.documents.tokenizer import build_tokenizer
+from megatron_patches.flags.batch_sizes import check_growth, number_of_iterations
 from megatron_patches.flags.loop import add_loop_argument
 from megatron_patches.flags.megatron_table import FLAGS
+from megatron_patches.flags.unknown import message_for
+
+
+class _Parser(ArgumentParser):
+    """A parser whose errors are a line, without the usage of all flags."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ValueError(message)
 
 
 def build_parser(add_arguments: Callable[[ArgumentParser], ArgumentParser]) -> ArgumentParser:
     """Makes the parser of the lean loop, with the job's own flags."""
-    parser = ArgumentParser(description="Pretrain a GPT on documents.", allow_abbrev=False)
+    parser = _Parser(description="Pretrain a GPT on documents.", allow_abbrev=False)
     for title, flags in FLAGS.items():
         group = parser.add_argument_group(title)
         for flag, keywords in flags:
@@ -41,13 +52,17 @@ def parse_args(
         world_size: number of processes.
 
     Raises:
-        ValueError: some flags do not go together; the message says what to do.
+        ValueError: a flag is unknown, lacks a value or has a wrong one, or some do not go together;
+            the message says what to do.
     """
-    args = build_parser(add_arguments).parse_args(argv)
+    parser = build_parser(add_arguments)
+    args, unknown = parser.parse_known_args(argv)
+    _refuse(bool(unknown), message_for(unknown, list(parser._option_string_actions)))
     # The number of processes that hold a model, as in Megatron-LM.
     args.world_size = world_size - dedicated_processes(args)
     _derive(args)
     _check(args)
+    _derive_schedule(args)
     return args
 
 
@@ -73,8 +88,14 @@ def _derive(args: Namespace) -> None:
         "multiple of that",
     )
     args.data_parallel_size = args.world_size // model_parallel
+    _refuse(
+        args.step_batch_size_schedule is not None and args.global_batch_size is not None,
+        "give --step-batch-size-schedule or --global-batch-size, not both",
+    )
     if args.global_batch_size is None:
         args.global_batch_size = args.micro_batch_size * args.data_parallel_size
+    if args.eval_global_batch_size is None:
+        args.eval_global_batch_size = args.global_batch_size
     if args.kv_channels is None:
         _refuse(
             args.hidden_size % args.num_attention_heads != 0,
@@ -95,8 +116,6 @@ def _derive(args: Namespace) -> None:
         args.recompute_granularity = "selective"
     # Alone it would only cost communication.
     args.sequence_parallel = args.sequence_parallel and args.tensor_model_parallel_size > 1
-    if args.lr_decay_iters is None:
-        args.lr_decay_iters = max(args.train_iters, 1)
     cuda = torch.cuda.is_available()
     if args.distributed_backend is None:
         args.distributed_backend = "nccl" if cuda else "gloo"
@@ -141,12 +160,12 @@ def _check(args: Namespace) -> None:
         "seq_length",
         "micro_batch_size",
         "global_batch_size",
+        "eval_global_batch_size",
         "log_interval",
         "eval_interval",
     ):
         flag = "--" + name.replace("_", "-")
         _refuse(getattr(args, name) < 1, f"{flag} {getattr(args, name)} must be at least 1")
-    _refuse(args.train_iters < 0, f"--train-iters {args.train_iters} must not be negative")
     _refuse(
         args.num_attention_heads % args.num_query_groups != 0,
         f"--num-query-groups {args.num_query_groups} does not divide --num-attention-heads "
@@ -164,12 +183,14 @@ def _check(args: Namespace) -> None:
         f"--tensor-model-parallel-size {tp}",
     )
     samples = args.micro_batch_size * args.data_parallel_size
-    _refuse(
-        args.global_batch_size % samples != 0,
-        f"--global-batch-size {args.global_batch_size} is no multiple of --micro-batch-size "
-        f"{args.micro_batch_size} times the data-parallel size {args.data_parallel_size}: use "
-        f"{max(args.global_batch_size // samples, 1) * samples}",
-    )
+    for name in ("global_batch_size", "eval_global_batch_size"):
+        size, flag = getattr(args, name), "--" + name.replace("_", "-")
+        _refuse(
+            size % samples != 0,
+            f"{flag} {size} is no multiple of --micro-batch-size {args.micro_batch_size} times the "
+            f"data-parallel size {args.data_parallel_size}: use "
+            f"{max(size // samples, 1) * samples}",
+        )
     _refuse(
         args.max_position_embeddings < args.seq_length,
         f"--max-position-embeddings {args.max_position_embeddings} is less than --seq-length "
@@ -191,23 +212,9 @@ def _check(args: Namespace) -> None:
         f"--context-parallel-size {args.context_parallel_size} is not supported by the lean loop: "
         "--distca spreads long documents over the data-parallel ranks instead",
     )
-    _refuse(args.multi_latent_attention, "--multi-latent-attention is not supported")
     _refuse(args.lr <= 0, f"--lr {args.lr} must be positive")
     _refuse(
         not 0 <= args.min_lr <= args.lr, f"--min-lr {args.min_lr} must lie in 0 .. --lr {args.lr}"
-    )
-    _refuse(
-        args.lr_warmup_fraction is not None and args.lr_warmup_iters > 0,
-        "give --lr-warmup-fraction or --lr-warmup-iters, not both",
-    )
-    _refuse(
-        args.lr_warmup_iters < 0 or args.lr_warmup_iters >= args.lr_decay_iters,
-        f"--lr-warmup-iters {args.lr_warmup_iters} must be less than the {args.lr_decay_iters} "
-        "iterations of the decay (--lr-decay-iters, or --train-iters)",
-    )
-    _refuse(
-        args.lr_warmup_fraction is not None and not 0 <= args.lr_warmup_fraction < 1,
-        f"--lr-warmup-fraction {args.lr_warmup_fraction} must lie in 0 .. 1",
     )
     _refuse(
         args.recompute_granularity == "full"
@@ -234,17 +241,67 @@ def _check(args: Namespace) -> None:
         "--save-interval needs --save, and must be at least 1",
     )
     _refuse(
+        args.ckpt_step is not None and args.load is None,
+        f"--ckpt-step {args.ckpt_step} needs --load",
+    )
+    _refuse(
+        bool(args.wandb_project) and importlib.util.find_spec("wandb") is None,
+        f"--wandb-project {args.wandb_project} needs the package wandb: pip install wandb",
+    )
+    _refuse(
         args.distributed_backend == "nccl" and not torch.cuda.is_available(),
         "--distributed-backend nccl needs GPUs: use gloo",
     )
     dense = args.attention_backend in ("unfused", "local")
     _refuse(
-        dense and getattr(args, "distca", False),
-        f"--attention-backend {args.attention_backend} is Megatron's own attention: --distca "
-        "replaces it",
-    )
-    _refuse(
         not dense and args.transformer_impl == "local" and args.attention_dropout > 0,
         f"--attention-dropout {args.attention_dropout} is only supported with "
         "--attention-backend unfused: set it to 0",
     )
+
+
+def _derive_schedule(args: Namespace) -> None:
+    """Sets the run's iterations, and its learning rate's decay and warm-up in samples.
+
+    Megatron-LM's scheduler counts in samples, also where flags are in iterations, which are then of
+    `--global-batch-size`.
+    """
+    in_samples = args.train_samples is not None
+    _refuse(
+        in_samples == (args.train_iters is not None),
+        "give --train-iters or --train-samples" + (", not both" if in_samples else ""),
+    )
+    check_growth(args)
+    unit, other = ("samples", "iters") if in_samples else ("iters", "samples")
+    for name in ("decay", "warmup"):
+        _refuse(
+            bool(getattr(args, f"lr_{name}_{other}")),
+            f"--lr-{name}-{other} needs --train-{other}: with --train-{unit} give "
+            f"--lr-{name}-{unit}",
+        )
+    length = getattr(args, f"train_{unit}")
+    _refuse(length < 0, f"--train-{unit} {length} must not be negative")
+    decay, warmup = getattr(args, f"lr_decay_{unit}"), getattr(args, f"lr_warmup_{unit}")
+    if decay is None:
+        decay = max(length, 1)
+    fraction = args.lr_warmup_fraction
+    _refuse(
+        fraction is not None and warmup > 0,
+        f"give --lr-warmup-fraction or --lr-warmup-{unit}, not both",
+    )
+    _refuse(
+        warmup < 0 or warmup >= decay,
+        f"--lr-warmup-{unit} {warmup} must be less than the {decay} {unit} of the decay "
+        f"(--lr-decay-{unit}, or --train-{unit})",
+    )
+    _refuse(
+        fraction is not None and not 0 <= fraction < 1,
+        f"--lr-warmup-fraction {fraction} must lie in 0 .. 1",
+    )
+    samples = 1 if in_samples else args.global_batch_size
+    args.lr_decay_samples = decay * samples
+    args.lr_warmup_samples = (
+        warmup * samples if fraction is None else fraction * args.lr_decay_samples
+    )
+    if in_samples:
+        args.train_iters = number_of_iterations(args)

@@ -21,7 +21,7 @@ def window_size(text: str) -> tuple[int, int]:
     return left, right
 
 
-# Group -> (flag, keywords of add_argument). Help is Megatron's meaning in a line.
+# Group -> (flag, keywords of add_argument). Help is Megatron's meaning in a line, or what is done.
 _SWITCH = {"action": "store_true"}
 FLAGS: dict[str, list[tuple[str, dict[str, Any]]]] = {
     "network size": [
@@ -67,7 +67,6 @@ FLAGS: dict[str, list[tuple[str, dict[str, Any]]]] = {
             "--window-size",
             {"type": window_size, "help": "Sliding window: L,0 lets a query see L earlier tokens."},
         ),
-        ("--multi-latent-attention", {**_SWITCH, "help": "Not supported here, and refused."}),
     ],
     "regularization": [
         (
@@ -97,7 +96,25 @@ FLAGS: dict[str, list[tuple[str, dict[str, Any]]]] = {
                 "help": "Samples of a step. Default: one micro-batch of each data-parallel rank.",
             },
         ),
-        ("--train-iters", {"type": int, "required": True, "help": "Iterations of the run."}),
+        (
+            "--rampup-batch-size",
+            {
+                "nargs": 3,
+                "metavar": ("START", "INCREMENT", "SAMPLES"),
+                "help": "Global batches grow from START to --global-batch-size over so many "
+                "samples (megatron-core up to 0.17).",
+            },
+        ),
+        (
+            "--step-batch-size-schedule",
+            {
+                "metavar": "'TOKENS:SIZE ...'",
+                "help": "Global batches are of each size from so many tokens on, such as "
+                "'0:16 1B:32' (megatron-core from 0.18 on; instead of --global-batch-size).",
+            },
+        ),
+        ("--train-iters", {"type": int, "help": "Iterations of the run."}),
+        ("--train-samples", {"type": int, "help": "Samples of the run, instead of iterations."}),
         ("--exit-interval", {"type": int, "help": "Exit after an iteration divisible by it."}),
         ("--exit-duration-in-mins", {"type": int, "help": "Exit after this many minutes."}),
         ("--exit-signal-handler", {**_SWITCH, "help": "On SIGTERM: save and exit."}),
@@ -202,7 +219,15 @@ FLAGS: dict[str, list[tuple[str, dict[str, Any]]]] = {
             },
         ),
         ("--lr-decay-iters", {"type": int, "help": "Iterations of decay. Default: all."}),
+        (
+            "--lr-decay-samples",
+            {"type": int, "help": "Samples of decay, with --train-samples. Default: all."},
+        ),
         ("--lr-warmup-iters", {"type": int, "default": 0, "help": "Iterations of warm-up."}),
+        (
+            "--lr-warmup-samples",
+            {"type": int, "default": 0, "help": "Samples of warm-up, with --train-samples."},
+        ),
         ("--lr-warmup-fraction", {"type": float, "help": "Share of the decay to warm up in."}),
         ("--lr-warmup-init", {"type": float, "default": 0.0, "help": "Learning rate at first."}),
     ],
@@ -210,6 +235,7 @@ FLAGS: dict[str, list[tuple[str, dict[str, Any]]]] = {
         ("--save", {"help": "Directory to save checkpoints to."}),
         ("--save-interval", {"type": int, "help": "Iterations between checkpoints."}),
         ("--load", {"help": "Directory to load the latest checkpoint from."}),
+        ("--ckpt-step", {"type": int, "help": "Load this iteration's checkpoint instead."}),
         ("--no-save-optim", {**_SWITCH, "help": "Do not save the optimizer."}),
         ("--no-load-optim", {**_SWITCH, "help": "Do not load the optimizer."}),
         ("--no-save-rng", {**_SWITCH, "help": "Do not save random states."}),
@@ -260,6 +286,10 @@ FLAGS: dict[str, list[tuple[str, dict[str, Any]]]] = {
             "--eval-interval",
             {"type": int, "default": 1000, "help": "Iterations between evaluations."},
         ),
+        (
+            "--eval-global-batch-size",
+            {"type": int, "help": "Samples of an evaluation's iteration. Default: as in training."},
+        ),
     ],
     "data and tokenizer": [
         (
@@ -289,5 +319,45 @@ FLAGS: dict[str, list[tuple[str, dict[str, Any]]]] = {
             "--tensorboard-log-interval",
             {"type": int, "default": 1, "help": "Iterations between TensorBoard's points."},
         ),
+        ("--wandb-project", {"help": "Project in Weights & Biases; needs the package wandb."}),
+        ("--wandb-exp-name", {"help": "Name of the run there."}),
+        ("--wandb-entity", {"help": "User or team there."}),
+        ("--wandb-save-dir", {"help": "Directory for its files. Default: wandb in --save."}),
+        (
+            "--log-throughput",
+            {
+                **_SWITCH,
+                "help": "Log model TFLOP/s of a GPU, with attention over each document's own "
+                "pairs of tokens.",
+            },
+        ),
+    ],
+    "done in any case, or without effect here": [
+        (
+            "--dataloader-type",
+            {
+                "choices": ["single", "external"],
+                "help": "Documents come once, in an order shuffled by --seed, as with single.",
+            },
+        ),
+        ("--num-workers", {"type": int, "help": "A thread makes micro-batches ahead."}),
+        ("--data-cache-path", {"help": "The order of documents is made anew at each start."}),
+        ("--reset-position-ids", {**_SWITCH, "help": "Positions count from a document's start."}),
+        ("--reset-attention-mask", {**_SWITCH, "help": "Documents don't see each other."}),
+        ("--eod-mask-loss", {**_SWITCH, "help": "A document's last token predicts nothing."}),
+        (
+            "--no-create-attention-mask-in-dataloader",
+            {**_SWITCH, "help": "Masks are made of documents' lengths."},
+        ),
+        ("--calculate-per-token-loss", {**_SWITCH, "help": "Losses are averaged over tokens."}),
+        ("--use-mcore-models", {**_SWITCH, "help": "Models are megatron-core's."}),
+        ("--use-flash-attn", {**_SWITCH, "help": "GPUs run FlashAttention."}),
+        ("--use-rotary-position-embeddings", {**_SWITCH, "help": "The default."}),
+        ("--attention-softmax-in-fp32", {**_SWITCH, "help": "It always is."}),
+        ("--no-masked-softmax-fusion", {**_SWITCH, "help": "It never is fused."}),
+        ("--no-bias-gelu-fusion", {**_SWITCH, "help": "They never are fused."}),
+        ("--ckpt-format", {"choices": ["torch_dist"], "help": "The one format."}),
+        ("--use-dist-ckpt", {**_SWITCH, "help": "Checkpoints are distributed ones."}),
+        ("--no-one-logger", {**_SWITCH, "help": "It is never used."}),
     ],
 }

@@ -10,6 +10,13 @@ import torch
 from distca.cost.volume import MAX_HEAD_GROUPS
 from distca.plan import BLOCK
 from distca.schedule import BALANCING
+from megatron_patches.flags.batch_sizes import check_growth, number_of_iterations
+from megatron_patches.flags.coverage import (
+    REFUSED,
+    REFUSED_BY_OUR_ATTENTION,
+    REFUSED_WITH_DISTCA,
+    refuse,
+)
 from megatron_patches.flags.distca import attention_shape, mask_from_args
 
 
@@ -22,6 +29,15 @@ def validate_distca_arguments(args: Namespace) -> None:
     Raises:
         ValueError: some flags do not go together; the message says what to do.
     """
+    if getattr(args, "dataloader_type", None) == "single":
+        # It asks for what our iterators do, which Megatron-LM's loop calls external.
+        args.dataloader_type = "external"
+    refuse(REFUSED, args)
+    if args.distca or args.transformer_impl == "local":
+        refuse(REFUSED_BY_OUR_ATTENTION, args)
+    if args.distca:
+        refuse(REFUSED_WITH_DISTCA, args)
+    check_growth(args)
     mask_from_args(args)
     if args.seq_length % BLOCK:
         raise ValueError(
@@ -39,11 +55,6 @@ def validate_distca_arguments(args: Namespace) -> None:
     if not args.distca:
         return
     _validate_scheduling(args)
-    if args.context_parallel_size > 1:
-        raise ValueError(
-            f"--distca replaces context parallelism: remove --context-parallel-size "
-            f"{args.context_parallel_size} (long documents span the data-parallel ranks)"
-        )
     _validate_pipeline(args)
     _validate_ping_pong(args)
     _validate_servers(args)
@@ -53,30 +64,6 @@ def validate_distca_arguments(args: Namespace) -> None:
         raise ValueError(
             f"--distca cannot apply attention dropout: set --attention-dropout 0 "
             f"(it is {args.attention_dropout})"
-        )
-    for flag, unsupported in (
-        ("multi_latent_attention", "multi-latent attention"),
-        ("experimental_attention_variant", "experimental attention variants"),
-        ("apply_query_key_layer_scaling", "query-key layer scaling"),
-        ("hybrid_context_parallel", "hybrid context parallelism"),
-        ("num_experts", "mixture-of-experts models"),
-        ("window_attn_skip_freq", "windows on some layers only"),
-        ("enable_cuda_graph", "CUDA graphs"),
-        ("external_cuda_graph", "CUDA graphs"),
-        ("fine_grained_activation_offloading", "offloading of activations"),
-    ):
-        if getattr(args, flag, None):
-            raise ValueError(
-                f"--distca does not cover {unsupported}: remove --{flag.replace('_', '-')}"
-            )
-    if getattr(args, "cuda_graph_impl", None) not in (None, "none"):
-        raise ValueError(
-            "--distca does not cover CUDA graphs of core attention: remove --cuda-graph-impl "
-            f"{args.cuda_graph_impl}; --distca-cuda-graphs is for what surrounds it"
-        )
-    if getattr(args, "softmax_type", "vanilla") != "vanilla":
-        raise ValueError(
-            f"--distca covers the plain softmax only: remove --softmax-type {args.softmax_type}"
         )
     if args.position_embedding_type not in ("rope", "none"):
         raise ValueError(
@@ -116,23 +103,11 @@ def _validate_pipeline(args: Namespace) -> None:
     """Checks that the pipeline can run in ticks."""
     stages = args.pipeline_model_parallel_size
     chunks = stages * (args.virtual_pipeline_model_parallel_size or 1)
-    uneven = [
-        name
-        for name in (
-            "pipeline_model_parallel_layout",
-            "decoder_first_pipeline_num_layers",
-            "decoder_last_pipeline_num_layers",
-            "account_for_embedding_in_pipeline_split",
-            "account_for_loss_in_pipeline_split",
-        )
-        if getattr(args, name, None)
-    ]
-    if args.num_layers % chunks or uneven:
-        what = f" remove --{uneven[0].replace('_', '-')}" if uneven else ""
+    if args.num_layers % chunks:
         raise ValueError(
             f"--distca needs equally many layers on all {chunks} pipeline stages (virtual ones "
             f"included), so that they call core attention together: --num-layers is "
-            f"{args.num_layers};{what or f' use a multiple of {chunks}'}"
+            f"{args.num_layers}; use a multiple of {chunks}"
         )
     if stages > 1 and args.distca_backward == "keep":
         raise ValueError(
@@ -149,10 +124,11 @@ def _validate_pipeline(args: Namespace) -> None:
             "--num-microbatches-with-partial-activation-checkpoints"
         )
     first, last = args.distca_trace_iterations
-    if args.distca_trace is not None and not 1 <= first <= last <= args.train_iters:
+    iterations = args.train_iters or number_of_iterations(args)
+    if args.distca_trace is not None and not 1 <= first <= last <= iterations:
         raise ValueError(
-            f"--distca-trace-iterations {first} {last} must lie in 1 .. --train-iters "
-            f"{args.train_iters}"
+            f"--distca-trace-iterations {first} {last} must lie in 1 .. {iterations}, the "
+            "iterations of the run"
         )
 
 

@@ -14,6 +14,7 @@ import torch
 
 from megatron_patches.batches.stream import Split
 from megatron_patches.batches.ticks import TickStream
+from megatron_patches.flags.batch_sizes import samples_of_splits
 from megatron_patches.loop.job import DataIterators, Job
 from megatron_patches.pipeline.idle_rank import serve_tick
 from megatron_patches.pipeline.processes import Processes
@@ -30,14 +31,7 @@ def serve(job: Job, args: Namespace, processes: Processes) -> None:
     if args.exit_signal_handler:
         # Ranks with a model end at the end of an iteration, and dismiss this process.
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    samples, evaluations = args.global_batch_size, args.train_iters // args.eval_interval + 1
-    data = job.build_data(
-        args,
-        args.train_iters * samples,
-        evaluations * args.eval_iters * samples,
-        args.eval_iters * samples,
-        processes,
-    )
+    data = job.build_data(args, *samples_of_splits(args), processes)
     control = data.control
     assert control is not None
     while (split := control.next_split()) is not None:

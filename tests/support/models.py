@@ -21,7 +21,7 @@ MODEL = """
     --num-layers 2 --hidden-size 64 --ffn-hidden-size 96 --num-attention-heads 4
     --normalization RMSNorm --swiglu --disable-bias-linear --position-embedding-type rope
     --untie-embeddings-and-output-weights --attention-dropout 0 --hidden-dropout 0
-    --micro-batch-size 1 --lr 1e-2 --lr-decay-style constant --train-iters 100
+    --micro-batch-size 1 --lr 1e-2 --lr-decay-style constant
     --make-vocab-size-divisible-by 64 --tokenizer-type NullTokenizer --vocab-size 250
     --data-path unused --eval-iters 0 --weight-decay 0.1
 """.split()
@@ -89,7 +89,10 @@ def parse(flags: Sequence[str], tied: bool = False) -> Namespace:
     model = [flag for flag in MODEL if not (tied and flag == UNTIED)]
     chosen_flags = ["--distca-transport", chosen().transport]
     chosen_flags += [] if chosen().ping_pong else ["--no-distca-ping-pong"]
-    args = parse_args(add_distca_arguments, [*model, *chosen_flags, *flags], dist.get_world_size())
+    length = [] if "--train-samples" in flags else ["--train-iters", "100"]
+    args = parse_args(
+        add_distca_arguments, [*model, *length, *chosen_flags, *flags], dist.get_world_size()
+    )
     args.rank = dist.get_rank()
     validate_distca_arguments(args)
     return args

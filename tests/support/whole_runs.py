@@ -36,12 +36,14 @@ class RunSeen:
 
     Attributes:
         losses: as logged.
+        samples: of each iteration.
         rates_logged: learning rates as logged.
         rates_used: of each group of parameters when the optimizer steps, `[(rate, decay)]`.
         validation: where each evaluation was, and its loss.
     """
 
     losses: dict[int, float] = field(default_factory=dict)
+    samples: dict[int, int] = field(default_factory=dict)
     rates_logged: dict[int, float] = field(default_factory=dict)
     rates_used: dict[int, list[tuple[float, float]]] = field(default_factory=dict)
     validation: list[tuple[str, float]] = field(default_factory=list)
@@ -76,11 +78,13 @@ def whole_run(flags: Sequence[str]) -> RunSeen:
 
     class Log(logs.TrainingLog):
         def iteration_done(
-            self, iteration: int, losses: Any, *, learning_rate: float, **figures: Any
+            self, iteration: int, losses: Any, *, samples: int, learning_rate: float, **more: Any
         ) -> None:
             seen.losses[iteration] = losses["lm loss"]
+            seen.samples[iteration] = samples
             seen.rates_logged[iteration] = learning_rate
-            super().iteration_done(iteration, losses, learning_rate=learning_rate, **figures)
+            more |= {"samples": samples, "learning_rate": learning_rate}
+            super().iteration_done(iteration, losses, **more)
 
         def evaluated(self, where: str, losses: Any, iteration: int) -> None:
             seen.validation.append((where, losses["lm loss"]))

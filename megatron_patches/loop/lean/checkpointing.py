@@ -127,23 +127,29 @@ def save_checkpoint(
 def load_checkpoint(
     model: list[Any], optimizer: Any, scheduler: Any, args: Namespace
 ) -> LoadedState | None:
-    """Loads the latest checkpoint of `args.load`. Collective over all ranks.
+    """Loads the latest checkpoint of `args.load`, or that of `args.ckpt_step`. Collective.
 
     Args:
         model: model chunks of this rank, wrapped or not.
         optimizer: Megatron's optimizer, or None to load the weights alone.
         scheduler: Megatron's parameter scheduler; not used where the optimizer is not loaded.
-        args: flags, of which `load`, `no_load_optim` and `no_load_rng` are used; `finetune` loads
-            the weights alone.
+        args: flags, of which `load`, `ckpt_step`, `no_load_optim` and `no_load_rng` are used;
+            `finetune` loads the weights alone.
 
     Returns:
         Progress of the run; None where there is no checkpoint or with `finetune`.
 
     Raises:
-        ValueError: the checkpoint is of another shape, or missing with
+        ValueError: the checkpoint is of another shape, or missing with `--ckpt-step` or
             `--exit-on-missing-checkpoint`, or its tracker is corrupt.
     """
-    iteration = latest_iteration(args.load)
+    iteration = args.ckpt_step
+    if iteration is None:
+        iteration = latest_iteration(args.load)
+    elif not checkpoint_name(args.load, iteration).is_dir():
+        raise ValueError(
+            f"--ckpt-step {iteration}: {checkpoint_name(args.load, iteration)} is not there"
+        )
     if iteration is None:
         if args.exit_on_missing_checkpoint:
             raise ValueError(f"--load {args.load} has no checkpoint")

@@ -12,6 +12,8 @@ from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from megatron_patches.flags.batch_sizes import samples_of_splits
+
 
 def _fields_from(args: Namespace, kind: type) -> dict[str, Any]:
     """Returns the fields of a configuration class that flags of the same name set."""
@@ -70,23 +72,16 @@ def optimizer_config(args: Namespace) -> OptimizerConfig:
 
 def parameter_scheduler(args: Namespace, optimizer: MegatronOptimizer) -> OptimizerParamScheduler:
     """Makes the schedule of learning rate and weight decay, in samples as in Megatron-LM."""
-    batch = args.global_batch_size
-    decay_samples = args.lr_decay_iters * batch
-    warmup_samples = (
-        args.lr_warmup_iters * batch
-        if args.lr_warmup_fraction is None
-        else args.lr_warmup_fraction * decay_samples
-    )
     return OptimizerParamScheduler(
         optimizer,
         init_lr=args.lr_warmup_init,
         max_lr=args.lr,
         min_lr=args.min_lr,
-        lr_warmup_steps=warmup_samples,
-        lr_decay_steps=decay_samples,
+        lr_warmup_steps=args.lr_warmup_samples,
+        lr_decay_steps=args.lr_decay_samples,
         lr_decay_style=args.lr_decay_style,
         start_wd=args.weight_decay,
         end_wd=args.weight_decay,
-        wd_incr_steps=args.train_iters * batch,
+        wd_incr_steps=samples_of_splits(args)[0],
         wd_incr_style="constant",
     )

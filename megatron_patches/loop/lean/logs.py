@@ -1,4 +1,4 @@
-"""Log lines in Megatron-LM's format, TensorBoard, and a progress bar."""
+"""Log lines in Megatron-LM's format, and a progress bar."""
 
 from __future__ import annotations
 
@@ -16,6 +16,8 @@ import torch.distributed as dist
 from tqdm import tqdm
 from tqdm.contrib.logging import logging_redirect_tqdm
 
+from megatron_patches.loop.lean.boards import Boards
+from megatron_patches.loop.lean.throughput import Throughput
 from megatron_patches.loop.messages import message_handlers, message_level
 
 logger = logging.getLogger(__name__)
@@ -32,22 +34,21 @@ class TrainingLog:
     """Collects an interval's figures and writes them on the first rank.
 
     Args:
-        args: flags, of which intervals, `tensorboard_dir`, `train_iters` and batch sizes are used.
+        args: flags, of which intervals, those of boards, `train_iters` and `seq_length` are used.
         first_iteration: number of iterations done before.
+        throughput: counter of the model's operations; None: they are not logged.
     """
 
-    def __init__(self, args: Namespace, first_iteration: int) -> None:
-        self._args = args
+    def __init__(
+        self, args: Namespace, first_iteration: int, throughput: Throughput | None = None
+    ) -> None:
+        self._args, self._throughput = args, throughput
         self._sums: dict[str, float] = {}
-        self._iterations = self._skipped = self._nans = 0
+        self._iterations = self._skipped = self._nans = self._samples = 0
         self._cpu_seconds: list[float] = []
         self._since = time.perf_counter()
         self._is_writer = dist.get_rank() == 0
-        self._board: Any = None
-        if self._is_writer and args.tensorboard_dir:
-            from torch.utils.tensorboard import SummaryWriter
-
-            self._board = SummaryWriter(log_dir=args.tensorboard_dir)
+        self._boards = Boards(args, self._is_writer)
         self._bar = tqdm(
             total=args.train_iters,
             initial=first_iteration,
@@ -63,6 +64,7 @@ class TrainingLog:
         iteration: int,
         losses: Mapping[str, float],
         *,
+        samples: int,
         learning_rate: float,
         loss_scale: float,
         grad_norm: float | None,
@@ -72,9 +74,10 @@ class TrainingLog:
         """Adds an iteration's figures, and logs a line every `log_interval` iterations. Collective.
 
         All figures are the same on all ranks, except for `cpu_seconds`, which this rank's process
-        used in the iteration, all its threads together.
+        used in the iteration, all its threads together. `samples` are those of the iteration.
         """
         self._iterations += 1
+        self._samples += samples
         self._cpu_seconds.append(cpu_seconds)
         self._skipped += skipped
         self._nans += not math.isfinite(losses.get("lm loss", 0.0))
@@ -83,31 +86,43 @@ class TrainingLog:
         self._bar.update(1)
         if "lm loss" in losses:
             self._bar.set_postfix_str(f"lm loss {losses['lm loss']:.4f}")
-        if self._board is not None and iteration % self._args.tensorboard_log_interval == 0:
-            self._write_board(iteration, losses, learning_rate, grad_norm)
+        if iteration % self._args.tensorboard_log_interval == 0:
+            self._write_boards(iteration, losses, learning_rate, grad_norm)
         if iteration % self._args.log_interval == 0:
-            self._print_line(iteration, learning_rate, loss_scale, grad_norm)
+            self._print_line(iteration, samples, learning_rate, loss_scale, grad_norm)
 
     def _print_line(
-        self, iteration: int, learning_rate: float, loss_scale: float, grad_norm: float | None
+        self,
+        iteration: int,
+        global_batch_size: int,
+        learning_rate: float,
+        loss_scale: float,
+        grad_norm: float | None,
     ) -> None:
         args = self._args
-        seconds = (time.perf_counter() - self._since) / self._iterations
-        tokens_per_second = args.global_batch_size * args.seq_length / seconds
+        elapsed = time.perf_counter() - self._since
+        seconds = elapsed / self._iterations
+        figures = {"tokens/s": self._samples * args.seq_length / elapsed, "iteration-time": seconds}
         busiest, mean = busiest_and_mean(self._cpu_seconds)
+        figures["CPU seconds of the busiest rank"] = busiest
+        figures["CPU seconds of the mean rank"] = mean
         now = datetime.now().strftime("%Y-%m-%d %H:%M:%S.%f")
         fields = [
             f" [{now}] iteration {iteration:8d}/{args.train_iters:8d}",
             f"consumed samples: {args.consumed_train_samples:12d}",
             f"elapsed time per iteration (ms): {seconds * 1e3:.1f}",
-            f"tokens/s: {tokens_per_second:.1f}",
+            f"tokens/s: {figures['tokens/s']:.1f}",
             f"CPU seconds of the busiest rank: {busiest:.3f}",
             f"CPU seconds of the mean rank: {mean:.3f}",
             f"learning rate: {learning_rate:.6E}",
-            f"global batch size: {args.global_batch_size:5d}",
+            f"global batch size: {global_batch_size:5d}",
             *(f"{name}: {total / self._iterations:.6E}" for name, total in self._sums.items()),
             f"loss scale: {loss_scale:.1f}",
         ]
+        if self._throughput is not None:
+            figures["throughput"] = self._throughput.per_gpu(elapsed) / 1e12
+            # Megatron-LM's place for it.
+            fields.insert(3, f"throughput per GPU (TFLOP/s/GPU): {figures['throughput']:.3f}")
         if grad_norm is not None:
             fields.append(f"grad norm: {grad_norm:.3f}")
         fields += [
@@ -116,29 +131,27 @@ class TrainingLog:
         ]
         if self._is_writer:
             logger.info("%s |", " | ".join(fields))
-        if self._board is not None:
-            self._board.add_scalar("tokens/s", tokens_per_second, iteration)
-            self._board.add_scalar("iteration-time", seconds, iteration)
-            self._board.add_scalar("CPU seconds of the busiest rank", busiest, iteration)
-            self._board.add_scalar("CPU seconds of the mean rank", mean, iteration)
+        for name, value in figures.items():
+            self._boards.add(name, value, iteration)
         self._sums.clear()
         self._cpu_seconds.clear()
-        self._iterations = self._skipped = self._nans = 0
+        self._iterations = self._skipped = self._nans = self._samples = 0
         self._since = time.perf_counter()
 
-    def _write_board(
+    def _write_boards(
         self,
         iteration: int,
         losses: Mapping[str, float],
         learning_rate: float,
         grad_norm: float | None,
     ) -> None:
-        self._board.add_scalar("learning-rate", learning_rate, iteration)
+        self._boards.add("learning-rate", learning_rate, iteration)
         if grad_norm is not None:
-            self._board.add_scalar("grad-norm", grad_norm, iteration)
+            self._boards.add("grad-norm", grad_norm, iteration)
+        samples = self._args.consumed_train_samples
         for name, value in losses.items():
-            self._board.add_scalar(name, value, iteration)
-            self._board.add_scalar(f"{name} vs samples", value, self._args.consumed_train_samples)
+            self._boards.add(name, value, iteration)
+            self._boards.add_by_samples(f"{name} vs samples", value, samples)
 
     def evaluated(self, where: str, losses: Mapping[str, float], iteration: int) -> None:
         """Logs an evaluation's losses, as Megatron-LM does."""
@@ -146,8 +159,7 @@ class TrainingLog:
         for name, value in losses.items():
             perplexity = math.exp(min(20.0, value))
             text += f"{name} value: {value:.6E} | {name} PPL: {perplexity:.6E} | "
-            if self._board is not None:
-                self._board.add_scalar(f"{name} validation", value, iteration)
+            self._boards.add(f"{name} validation", value, iteration)
         if self._is_writer:
             rule = "-" * (len(text) + 1)
             logger.info("%s\n%s\n%s", rule, text, rule)
@@ -157,12 +169,11 @@ class TrainingLog:
         self._since += seconds
 
     def close(self) -> None:
-        """Closes the progress bar and the TensorBoard file."""
+        """Closes the progress bar and the boards."""
         if not self._bar.disable:
             self._redirect.__exit__(None, None, None)
         self._bar.close()
-        if self._board is not None:
-            self._board.close()
+        self._boards.close()
 
 
 def parameter_count(model: list[Any]) -> int:

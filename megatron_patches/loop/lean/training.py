@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_patches import cpu
+from megatron_patches.flags.batch_sizes import init_calculator, samples_of_splits
 from megatron_patches.flags.megatron import dedicated_processes, parse_args
 from megatron_patches.loop.job import DataIterators, Job
 from megatron_patches.loop.messages import ending_the_job_on_failure
@@ -148,7 +149,6 @@ def initialize(args: Namespace, process: LaunchedProcess, store: Any = None) -> 
 def initialize_megatron(args: Namespace) -> None:
     """Sets megatron-core's process-wide state; `torch.distributed` must be initialised."""
     from megatron.core import parallel_state, tensor_parallel
-    from megatron.core.num_microbatches_calculator import init_num_microbatches_calculator
 
     cpu.adapt_megatron()
     repair_megatron()
@@ -164,13 +164,7 @@ def initialize_megatron(args: Namespace) -> None:
     np.random.seed(seed)
     torch.manual_seed(seed)
     tensor_parallel.model_parallel_cuda_manual_seed(seed)
-    init_num_microbatches_calculator(
-        dist.get_rank(),
-        None,
-        args.global_batch_size,
-        args.micro_batch_size,
-        args.data_parallel_size,
-    )
+    init_calculator(args, dist.get_rank())
 
 
 @dataclass
@@ -222,16 +216,8 @@ def build_run(job: Job, args: Namespace, processes: Processes | None = None) -> 
             args.iteration = loaded.iteration
             args.consumed_train_samples = loaded.consumed_train_samples
             args.consumed_valid_samples = loaded.consumed_valid_samples
-    evaluations = args.train_iters // args.eval_interval + 1
-    samples = args.global_batch_size
     data = [
-        job.build_data(
-            args,
-            args.train_iters * samples,
-            evaluations * args.eval_iters * samples,
-            args.eval_iters * samples,
-            processes,
-        )
+        job.build_data(args, *samples_of_splits(args), processes)
         # Ticks hold the micro-batches of all chunks.
         for _ in (model[:1] if args.distca else model)
     ]
@@ -309,13 +295,19 @@ def forward_backward(run: Run, which: str, forward_only: bool) -> dict[str, floa
 
     from megatron_patches.loop.lean.logs import average_losses
 
+    args = run.args
+    micro_batches = (
+        args.eval_global_batch_size // (args.micro_batch_size * args.data_parallel_size)
+        if forward_only
+        else get_num_microbatches()
+    )
     reports = run.forward_backward_func(
         forward_step_func=run.job.forward_step,
         data_iterator=run.iterators(which),
         model=run.model,
-        num_microbatches=get_num_microbatches(),
+        num_microbatches=micro_batches,
         # A micro-batch is one packed sequence, however many windows it holds.
-        seq_length=run.args.seq_length * run.args.micro_batch_size,
+        seq_length=args.seq_length * args.micro_batch_size,
         micro_batch_size=1,
         forward_only=forward_only,
     )
@@ -325,7 +317,7 @@ def forward_backward(run: Run, which: str, forward_only: bool) -> dict[str, floa
             reports, parallel_state.get_data_parallel_group(with_context_parallel=True)
         ).items()
     }
-    if run.args.pipeline_model_parallel_size > 1:
+    if args.pipeline_model_parallel_size > 1:
         shared = [losses]
         dist.broadcast_object_list(
             shared,
@@ -346,6 +338,10 @@ def train_step(run: Run) -> tuple[dict[str, float], bool, float | None]:
     Raises:
         ValueError: the loss is not a number, unless `--no-check-for-nan-in-loss-and-grad`.
     """
+    from megatron.core import num_microbatches_calculator as batch_size
+
+    batch_size.update_num_microbatches(run.args.consumed_train_samples)
+    samples = batch_size.get_current_global_batch_size()
     for chunk in run.model:
         chunk.train()
         chunk.zero_grad_buffer()
@@ -358,9 +354,9 @@ def train_step(run: Run) -> tuple[dict[str, float], bool, float | None]:
         )
     successful, grad_norm, _ = run.optimizer.step()
     if successful:
-        run.scheduler.step(increment=run.args.global_batch_size)
+        run.scheduler.step(increment=samples)
     run.args.iteration += 1
-    run.args.consumed_train_samples += run.args.global_batch_size
+    run.args.consumed_train_samples += samples
     return losses, not successful, grad_norm
 
 
@@ -374,7 +370,7 @@ def evaluate(run: Run, which: str) -> dict[str, float]:
         for name, value in forward_backward(run, which, forward_only=True).items():
             totals[name] = totals.get(name, 0.0) + value / run.args.eval_iters
         if which == "valid":
-            run.args.consumed_valid_samples += run.args.global_batch_size
+            run.args.consumed_valid_samples += run.args.eval_global_batch_size
     return totals
 
 
@@ -399,20 +395,23 @@ class _TerminationSignal:
 def _train(run: Run) -> None:
     """Trains, evaluates and saves until the last iteration, an exit interval or a signal."""
     from megatron_patches.loop.lean.logs import TrainingLog
+    from megatron_patches.loop.lean.throughput import Throughput
 
     args = run.args
-    log = TrainingLog(args, args.iteration)
+    throughput = Throughput(args, run.model) if args.log_throughput else None
+    log = TrainingLog(args, args.iteration, throughput)
     terminated = _TerminationSignal() if args.exit_signal_handler else None
     save = functools.partial(_save, run)
     started = time.monotonic()
     saved_at = args.iteration
     while args.iteration < args.train_iters:
-        cpu_seconds = time.process_time()
+        cpu_seconds, consumed = time.process_time(), args.consumed_train_samples
         losses, skipped, grad_norm = train_step(run)
         cpu_seconds = time.process_time() - cpu_seconds
         log.iteration_done(
             args.iteration,
             losses,
+            samples=args.consumed_train_samples - consumed,
             learning_rate=run.optimizer.param_groups[0]["lr"],
             loss_scale=run.optimizer.get_loss_scale().item(),
             grad_norm=grad_norm,

@@ -21,9 +21,10 @@ def lines_of(cpu_seconds: Sequence[Sequence[float]]) -> list[str]:
     logs.logger.setLevel(logging.INFO)
     args = Namespace(
         tensorboard_dir=None,
+        tensorboard_log_interval=1,
+        wandb_project=None,
         train_iters=4,
         log_interval=2,
-        global_batch_size=2,
         seq_length=8,
         consumed_train_samples=0,
     )
@@ -32,6 +33,7 @@ def lines_of(cpu_seconds: Sequence[Sequence[float]]) -> list[str]:
         log.iteration_done(
             iteration,
             {"lm loss": 1.0},
+            samples=2,
             learning_rate=0.1,
             loss_scale=1.0,
             grad_norm=None,

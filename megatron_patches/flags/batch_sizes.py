@@ -1,0 +1,175 @@
+"""Sizes of global batches, which flags may let grow as the run goes on.
+
+Megatron-LM's own calculators count, by the samples consumed. Up to megatron-core 0.17 batches grow
+by `--rampup-batch-size`, from 0.18 on by `--step-batch-size-schedule`.
+"""
+
+from __future__ import annotations
+
+import math
+from argparse import Namespace
+from collections.abc import Callable
+from typing import Any
+
+from megatron.core import num_microbatches_calculator as calculators
+
+
+def micro_batches_by_sample(args: Namespace) -> Callable[[int], int]:
+    """Returns a function from a sample to the number of micro-batches of the global batch there.
+
+    It has a calculator of its own, since plans are made ahead of the iteration that the loop is at.
+    """
+    calculator = _calculator(args)
+
+    def count(sample: int) -> int:
+        calculator.update(sample, consistency_check=False)
+        return int(calculator.get())
+
+    return count
+
+
+def number_of_iterations(args: Namespace) -> int:
+    """Returns the iterations that `--train-samples` makes, by Megatron-LM's rules.
+
+    The last batch may exceed the samples while batches grow, and is left out when they don't.
+    """
+    last_growing = -1
+    if rampup := getattr(args, "rampup_batch_size", None):
+        last_growing = min(int(rampup[2]), args.train_samples)
+    elif getattr(args, "step_batch_size_schedule", None) is not None:
+        last_growing = args.train_samples - 1
+    calculator = _calculator(args)
+    iterations = consumed = 0
+    while consumed <= last_growing:
+        calculator.update(consumed, consistency_check=False)
+        consumed += calculator.get_current_global_batch_size()
+        iterations += 1
+    return int(iterations + max(args.train_samples - consumed, 0) // args.global_batch_size)
+
+
+def samples_for_evaluation(args: Namespace) -> int:
+    """Returns the samples of a global batch of an evaluation, which never grows."""
+    return int(getattr(args, "eval_global_batch_size", None) or args.global_batch_size)
+
+
+def samples_of_splits(args: Namespace) -> tuple[int, int, int]:
+    """Returns the samples of the whole run for training, validation and test, as Megatron-LM."""
+    evaluation = args.eval_iters * samples_for_evaluation(args)
+    evaluations = args.train_iters // args.eval_interval + 1
+    training = args.train_samples or args.train_iters * args.global_batch_size
+    return training, evaluations * evaluation, evaluation
+
+
+def init_calculator(args: Namespace, rank: int) -> None:
+    """Starts megatron-core's process-wide calculator."""
+    growth = {
+        name: getattr(args, name)
+        for name in ("rampup_batch_size", "step_batch_size_schedule")
+        if getattr(args, name, None) is not None
+    }
+    if "step_batch_size_schedule" in growth:
+        growth["seq_length"] = args.seq_length
+    calculators.init_num_microbatches_calculator(
+        rank=rank,
+        global_batch_size=args.global_batch_size,
+        micro_batch_size=args.micro_batch_size,
+        data_parallel_size=args.data_parallel_size,
+        **{"rampup_batch_size": None} | growth,
+    )
+
+
+def check_growth(args: Namespace) -> None:
+    """Checks the flags by which global batches grow.
+
+    Raises:
+        ValueError: megatron-core's version has the other flag, or its values do not go together.
+    """
+    rampup = getattr(args, "rampup_batch_size", None)
+    steps = getattr(args, "step_batch_size_schedule", None)
+    if rampup is None and steps is None:
+        return
+    flag = "--rampup-batch-size" if steps is None else "--step-batch-size-schedule"
+    has_rampup = hasattr(calculators, "RampupBatchsizeNumMicroBatchesCalculator")
+    if rampup is not None:
+        sizes = _rampup_sizes(rampup, args.global_batch_size)
+        if not has_rampup:
+            raise ValueError(
+                f"{flag} went with megatron-core 0.18: give --step-batch-size-schedule "
+                f"'{_as_steps(sizes, args.seq_length)}' (tokens:size) instead of it and of "
+                "--global-batch-size"
+            )
+    else:
+        if has_rampup:
+            raise ValueError(
+                f"{flag} came with megatron-core 0.18, and this one is older: give "
+                "--rampup-batch-size START INCREMENT SAMPLES"
+            )
+        sizes = _step_sizes(args)
+    if args.train_samples is None:
+        raise ValueError(f"{flag} counts in samples: give --train-samples, not --train-iters")
+    unit = args.micro_batch_size * args.data_parallel_size
+    for _, size in sizes:
+        if size % unit and not getattr(args, "decrease_batch_size_if_needed", False):
+            raise ValueError(
+                f"{flag}: the global batch size {size} is no multiple of --micro-batch-size "
+                f"{args.micro_batch_size} times the data-parallel size {args.data_parallel_size}"
+            )
+
+
+def _calculator(args: Namespace) -> Any:
+    """Makes a calculator, which logs nothing."""
+    of_all = {
+        "micro_batch_size": args.micro_batch_size,
+        "data_parallel_size": args.data_parallel_size,
+        "decrease_batch_size_if_needed": getattr(args, "decrease_batch_size_if_needed", False),
+        "rank": -1,
+    }
+    if (steps := getattr(args, "step_batch_size_schedule", None)) is not None:
+        return calculators.StepBatchsizeNumMicroBatchesCalculator(
+            schedule=steps, seq_length=args.seq_length, **of_all
+        )
+    if rampup := getattr(args, "rampup_batch_size", None):
+        start, increment, samples = map(int, rampup)
+        return calculators.RampupBatchsizeNumMicroBatchesCalculator(
+            global_batch_size=args.global_batch_size,
+            start_global_batch_size=start,
+            batch_size_increment=increment,
+            ramup_samples=samples,
+            **of_all,
+        )
+    return calculators.ConstantNumMicroBatchesCalculator(
+        global_batch_size=args.global_batch_size, **of_all
+    )
+
+
+def _rampup_sizes(rampup: list[Any], last: int) -> list[tuple[int, int]]:
+    """Returns the first sample of each size of `--rampup-batch-size START INCREMENT SAMPLES`."""
+    try:
+        start, increment, samples = map(int, rampup)
+    except ValueError as error:
+        raise ValueError(
+            f"--rampup-batch-size {' '.join(map(str, rampup))}: give START INCREMENT SAMPLES, such "
+            "as 16 16 10000"
+        ) from error
+    if not (0 < start < last and min(increment, samples) > 0) or (last - start) % increment:
+        raise ValueError(
+            f"--rampup-batch-size {start} {increment} {samples} must lead in positive steps of "
+            f"{increment} from {start} to --global-batch-size {last}"
+        )
+    steps = (last - start) // increment
+    return [(math.ceil(n * samples / steps), start + n * increment) for n in range(steps + 1)]
+
+
+def _as_steps(sizes: list[tuple[int, int]], seq_length: int) -> str:
+    return " ".join(f"{sample * seq_length}:{size}" for sample, size in sizes)
+
+
+def _step_sizes(args: Namespace) -> list[tuple[int, int]]:
+    """Parses `--step-batch-size-schedule`, whose thresholds are tokens, to first samples."""
+    try:
+        return [(int(sample), int(size)) for sample, size in _calculator(args).schedule]
+    except (ValueError, AssertionError) as error:
+        raise ValueError(
+            f"--step-batch-size-schedule {args.step_batch_size_schedule!r}: give pairs of tokens "
+            "and sizes, of which the first starts at 0, such as '0:16 1B:32'"
+        ) from error

@@ -1,0 +1,141 @@
+"""Global batches that grow: their sizes, and how many iterations they make."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+
+import pytest
+from megatron.core import num_microbatches_calculator as calculators
+
+from megatron_patches.flags import batch_sizes
+from megatron_patches.flags.batch_sizes import micro_batches_by_sample, number_of_iterations
+from support.arguments import parse
+
+HAS_RAMPUP = hasattr(calculators, "RampupBatchsizeNumMicroBatchesCalculator")
+rampup_only = pytest.mark.skipif(not HAS_RAMPUP, reason="megatron-core 0.18 took it away")
+steps_only = pytest.mark.skipif(HAS_RAMPUP, reason="megatron-core 0.18 brought it")
+
+
+def sizes(args: Namespace, samples: int) -> list[int]:
+    count = micro_batches_by_sample(args)
+    unit = args.micro_batch_size * args.data_parallel_size
+    return [count(sample) * unit for sample in range(samples)]
+
+
+def test_batches_that_do_not_grow() -> None:
+    args = parse("--global-batch-size", "8", length="--train-samples 30")
+    assert sizes(args, 3) == [8, 8, 8]
+    # The last six samples make no batch.
+    assert args.train_iters == 3
+    assert batch_sizes.samples_of_splits(args) == (30, 800, 800)
+
+
+@rampup_only
+def test_rampup() -> None:
+    flags = "--global-batch-size 16 --rampup-batch-size 4 4 20"
+    args = parse(*flags.split(), length="--train-samples 60")
+    # Three increments, one each 20 / 3 samples.
+    assert sizes(args, 30) == [4] * 7 + [8] * 7 + [12] * 6 + [16] * 10
+    # At the samples 0, 4, 8, 16, 28 and 44, where 60 is left over.
+    assert args.train_iters == 6
+    assert parse(*flags.split(), length="--train-samples 62").train_iters == 6
+
+
+@steps_only
+def test_steps() -> None:
+    """Thresholds are tokens, of 256 in a sample."""
+    steps = "0:4 1792:8 3584:16"
+    args = parse("--step-batch-size-schedule", steps, length="--train-samples 60")
+    assert args.global_batch_size == 4
+    assert sizes(args, 20) == [4] * 7 + [8] * 7 + [16] * 6
+    # At the samples 0, 4, 8, 16, 32 and 48: the last one is too long.
+    assert args.train_iters == 6
+
+
+@pytest.mark.parametrize(("train_samples", "start"), [(60, 4), (61, 4), (5, 4), (3, 4), (200, 8)])
+def test_iterations_are_those_of_a_loop(train_samples: int, start: int) -> None:
+    """While they grow, the last batch may be too long; then no incomplete one is run."""
+    growth = (
+        ["--global-batch-size", "16", "--rampup-batch-size", str(start), "4", "20"]
+        if HAS_RAMPUP
+        else ["--step-batch-size-schedule", f"0:{start} {7 * 256}:12 {20 * 256}:16"]
+    )
+    args = parse(*growth, length=f"--train-samples {train_samples}")
+    count, consumed, iterations = micro_batches_by_sample(args), 0, 0
+    while consumed <= min(20, train_samples) if HAS_RAMPUP else consumed < train_samples:
+        consumed, iterations = consumed + 4 * count(consumed), iterations + 1
+    if HAS_RAMPUP:
+        iterations += max(0, train_samples - consumed) // 16
+    assert number_of_iterations(args) == args.train_iters == iterations
+
+
+def test_the_other_version_s_flag_names_this_one_s() -> None:
+    if HAS_RAMPUP:
+        with pytest.raises(ValueError, match="this one is older: give --rampup-batch-size START"):
+            parse("--step-batch-size-schedule", "0:4 1792:8", length="--train-samples 60")
+    else:
+        message = r"give --step-batch-size-schedule '0:4 1792:8 3584:12 5120:16' \(tokens:size\)"
+        flags = "--global-batch-size 16 --rampup-batch-size 4 4 20"
+        with pytest.raises(ValueError, match=message):
+            parse(*flags.split(), length="--train-samples 60")
+
+
+@rampup_only
+def test_steps_that_replace_a_rampup_are_the_same_sizes() -> None:
+    flags = "--global-batch-size 36 --rampup-batch-size 4 4 67"
+    args = parse(*flags.split(), length="--train-samples 99")
+    steps = batch_sizes._rampup_sizes(["4", "4", "67"], 36)
+    assert sizes(args, 80) == [
+        max(size for first, size in steps if first <= sample) for sample in range(80)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--rampup-batch-size 4 4 x", "give START INCREMENT SAMPLES"),
+        ("--rampup-batch-size 4 5 20", "positive steps of 5 from 4 to --global-batch-size 16"),
+        ("--rampup-batch-size 16 4 20", "from 16 to --global-batch-size 16"),
+        ("--rampup-batch-size 2 2 20", "global batch size 2 is no multiple of --micro-batch-size"),
+    ],
+)
+@rampup_only
+def test_bad_rampups(flags: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        parse("--global-batch-size", "16", *flags.split(), length="--train-samples 60")
+
+
+@pytest.mark.parametrize("schedule", ["", "4", "256:4", "0:4 0:8", "0:0", "0:four"])
+@steps_only
+def test_bad_steps(schedule: str) -> None:
+    with pytest.raises(ValueError, match="give pairs of tokens and sizes"):
+        parse("--step-batch-size-schedule", schedule, length="--train-samples 60")
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("", "give --train-iters or --train-samples"),
+        ("--train-samples -1", "--train-samples -1 must not be negative"),
+        ("--train-samples 60 --lr-warmup-iters 2", "with --train-samples give --lr-warmup-samples"),
+        ("--train-samples 60 --lr-decay-iters 2", "with --train-samples give --lr-decay-samples"),
+        ("--train-samples 60 --lr-warmup-samples 60", "60 must be less than the 60 samples"),
+        (
+            "--train-samples 60 --global-batch-size 4 --step-batch-size-schedule 0:4",
+            "--step-batch-size-schedule or --global-batch-size, not both",
+        ),
+    ],
+)
+def test_bad_lengths(flags: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        parse(length=flags)
+
+
+def test_growing_batches_are_counted_in_samples() -> None:
+    growth = (
+        "--global-batch-size 16 --rampup-batch-size 4 4 20"
+        if HAS_RAMPUP
+        else "--step-batch-size-schedule 0:4"
+    )
+    with pytest.raises(ValueError, match="counts in samples: give --train-samples"):
+        parse(*growth.split())

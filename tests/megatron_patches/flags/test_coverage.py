@@ -1,0 +1,141 @@
+"""The table of Megatron-LM's flags: none is passed over in silence, in no version."""
+
+from __future__ import annotations
+
+import importlib.util
+from argparse import Action, ArgumentParser, Namespace
+from collections import Counter
+
+import pytest
+
+from megatron_patches.flags import coverage
+from megatron_patches.flags.coverage import Group
+from megatron_patches.flags.distca import add_distca_arguments
+from megatron_patches.flags.megatron import build_parser
+from megatron_patches.flags.validation import validate_distca_arguments
+from support.arguments import parse
+
+TABLES = (coverage.REFUSED, coverage.REFUSED_BY_OUR_ATTENTION, coverage.REFUSED_WITH_DISTCA)
+
+
+def options_of(parser: ArgumentParser) -> list[Action]:
+    return [action for action in parser._actions if action.dest != "help"]
+
+
+@pytest.fixture(scope="module")
+def megatrons() -> ArgumentParser:
+    """The parser of Megatron-LM's own loop."""
+    if importlib.util.find_spec("megatron.training") is None:
+        pytest.skip("this megatron-core's wheel has no megatron.training: 0.17 is the first one")
+    from megatron.training.arguments import add_megatron_arguments
+
+    return add_megatron_arguments(ArgumentParser(allow_abbrev=False))
+
+
+def test_a_flag_stands_in_one_group() -> None:
+    names = Counter(name for group in coverage.all_groups() for name, _ in group.flags())
+    assert [name for name, times in names.items() if times > 1] == []
+
+
+def test_every_flag_of_megatron_stands_in_a_group(megatrons: ArgumentParser) -> None:
+    """A new one must be read about, and be put where it belongs in `flags/coverage.py`."""
+    groups = {
+        option: coverage.group_of(option)
+        for action in options_of(megatrons)
+        for option in action.option_strings
+    }
+    assert len(groups) > 700
+    assert [option for option, group in groups.items() if group is None] == []
+    for action in options_of(megatrons):
+        assert len({groups[option] for option in action.option_strings}) == 1, action
+
+
+def test_megatron_s_defaults_are_not_refused(megatrons: ArgumentParser) -> None:
+    defaults = megatrons.parse_args([])
+    # What Megatron-LM makes of `--eval-micro-batch-size`, where it has that.
+    defaults.micro_batch_size = defaults.eval_micro_batch_size = 1
+    for table in TABLES:
+        coverage.refuse(table, defaults)
+
+
+def test_refused_flags_are_attributes_of_megatron_s_arguments(megatrons: ArgumentParser) -> None:
+    """Else they would be refused in name only."""
+    by_option = {
+        option: action.dest for action in options_of(megatrons) for option in action.option_strings
+    }
+    for table in TABLES:
+        for name in (name for group in table for name, _ in group.flags()):
+            if f"--{name}" in by_option and name not in coverage._ATTRIBUTES:
+                assert by_option[f"--{name}"] == name.replace("-", "_")
+
+
+def test_every_flag_of_the_lean_loop_stands_in_a_group() -> None:
+    ours = {action.dest for action in options_of(add_distca_arguments(ArgumentParser()))}
+    kinds: dict[str, str] = {}
+    for action in options_of(build_parser(add_distca_arguments)):
+        if action.dest not in {*ours, "training_loop"}:
+            group = coverage.group_of(action.option_strings[0])
+            kinds[action.option_strings[0]] = "none" if group is None else group.kind
+    assert len(kinds) > 100
+    # Those that it refuses have values which it doesn't.
+    some = {flag for flag, kind in kinds.items() if kind.startswith("refused")}
+    assert some == {
+        "--attention-backend",
+        "--context-parallel-size",
+        "--dataloader-type",
+        "--transformer-impl",
+    }
+    assert "none" not in kinds.values()
+
+
+@pytest.mark.parametrize("table", TABLES, ids=["always", "by our attention", "with --distca"])
+def test_refused_flags_are_refused_by_name(table: tuple[Group, ...]) -> None:
+    for group in table:
+        for name, harmless in group.flags():
+            attribute = coverage._ATTRIBUTES.get(name, name.replace("-", "_"))
+            with pytest.raises(ValueError, match=f"DistCA does not cover .*: remove --{name} 7"):
+                coverage.refuse(table, Namespace(**{attribute: 7}))
+            with pytest.raises(ValueError, match=f": remove --{name} 1 2"):
+                coverage.refuse(table, Namespace(**{attribute: [1, 2]}))
+            values = [value for value in harmless if not value.startswith("--")]
+            for value in [None, False, 0, [], *values]:
+                coverage.refuse(table, Namespace(**{attribute: value}))
+    with pytest.raises(ValueError, match="--eval-micro-batch-size 2"):
+        coverage.refuse(coverage.REFUSED, Namespace(micro_batch_size=1, eval_micro_batch_size=2))
+
+
+@pytest.mark.parametrize(
+    ("attribute", "distca", "own", "plain"),
+    [
+        ("mtp_num_layers", True, True, True),
+        ("sft", True, True, True),
+        ("softmax_type", True, True, False),
+        ("optimizer_cuda_graph", True, False, False),
+        ("gtp_weight_remat_size", True, False, False),
+        ("eod_mask_loss", False, False, False),
+    ],
+)
+def test_where_flags_are_refused(attribute: str, distca: bool, own: bool, plain: bool) -> None:
+    """With `--distca`, in plain runs with our attention, and in plain runs with Megatron's."""
+    for expected, flags, layers in (
+        (distca, ["--distca"], "local"),
+        (own, [], "local"),
+        (plain, [], "transformer_engine"),
+    ):
+        args = parse(*flags)
+        args.transformer_impl = layers
+        setattr(args, attribute, 2)
+        if expected:
+            with pytest.raises(ValueError, match="DistCA does not cover"):
+                validate_distca_arguments(args)
+        else:
+            validate_distca_arguments(args)
+
+
+def test_a_single_pass_over_the_data_is_what_our_iterators_do() -> None:
+    """Megatron-LM's loop would wrap them in a `DataLoader`, unless it is told they are external."""
+    args = parse("--distca", "--dataloader-type", "single")
+    assert args.dataloader_type == "external"
+    args.dataloader_type = "cyclic"
+    with pytest.raises(ValueError, match="remove --dataloader-type cyclic"):
+        validate_distca_arguments(args)
