@@ -24,6 +24,7 @@ import torch
 from megatron.core.enums import ModelType
 
 from megatron_patches import cpu
+from megatron_patches.batches.resuming import go_on_from
 from megatron_patches.flags.distca import add_distca_arguments
 from megatron_patches.flags.loop import add_loop_argument
 from megatron_patches.loop.gpt_job import GPT_JOB
@@ -45,6 +46,7 @@ def pretrain(job: Job) -> None:
 
     run = _Providers(job)
     replace_schedules(job)
+    keep_place_in_data(lambda args: True)
     megatron_pretrain(
         run.data_iterators,
         run.model,
@@ -94,6 +96,7 @@ def with_distca(megatron_pretrain: Callable[..., None], job: Job = GPT_JOB) -> C
         given["model_provider"] = _if_distca(run.model, given["model_provider"])
         given["forward_step_func"] = _if_distca(job.forward_step, given["forward_step_func"])
         replace_schedules(job)
+        keep_place_in_data(lambda args: args.distca)
         megatron_pretrain(*call.args, **call.kwargs)
 
     return pretrain_with_distca
@@ -174,6 +177,30 @@ def replace_schedules(job: Job) -> None:
         return theirs(*args, **kwargs) if own[0] is None else own[0]
 
     training.get_forward_backward_func = get_forward_backward_func  # type: ignore[attr-defined]
+
+
+def keep_place_in_data(with_our_data: Callable[[Namespace], bool]) -> None:
+    """Lets a run that Megatron-LM's loop resumes go on in our data where its checkpoint's ended.
+
+    The loop has no hook for that: here it compares a checkpoint's arguments with the run's.
+
+    Args:
+        with_our_data: function from a run's arguments to whether its data is ours.
+    """
+    checkpointing = importlib.import_module("megatron.training.checkpointing")
+    theirs = checkpointing.check_checkpoint_args
+    if hasattr(theirs, "__wrapped__"):
+        return
+
+    @functools.wraps(theirs)
+    def check_checkpoint_args(saved: Namespace, *args: Any, **kwargs: Any) -> None:
+        from megatron.training import get_args
+
+        theirs(saved, *args, **kwargs)
+        if with_our_data(get_args()):
+            go_on_from(vars(saved), get_args())
+
+    checkpointing.check_checkpoint_args = check_checkpoint_args  # type: ignore[attr-defined]
 
 
 class _Providers:

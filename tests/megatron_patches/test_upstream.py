@@ -25,6 +25,9 @@ class MegatronTraining:
         self.schedules = types.ModuleType("megatron.training.training")
         self.schedules.get_forward_backward_func = lambda: "Megatron's schedule"  # type: ignore
         monkeypatch.setitem(sys.modules, "megatron.training.training", self.schedules)
+        self.checkpointing = types.ModuleType("megatron.training.checkpointing")
+        self.checkpointing.check_checkpoint_args = lambda saved: None  # type: ignore[attr-defined]
+        monkeypatch.setitem(sys.modules, "megatron.training.checkpointing", self.checkpointing)
         monkeypatch.setattr("megatron_patches.cpu.adapt_megatron_training", lambda: None)
 
     def pretrain(
@@ -43,6 +46,7 @@ class MegatronTraining:
         parser.add_argument("--calculate-per-token-loss", action="store_true")
         parser = extra_args_provider(parser)
         self.args = parser.parse_args(self.command_line)
+        self.checkpointing.check_checkpoint_args(Namespace(consumed_train_samples=0))
         self.called = [
             train_valid_test_dataset_provider((1, 2, 3)),
             model_provider(pre_process=True),
@@ -96,8 +100,19 @@ def wrapped(monkeypatch):
     return run
 
 
-def test_without_the_flag_megatron_is_untouched(wrapped) -> None:
+@pytest.fixture
+def gone_on_from(monkeypatch) -> list[Any]:
+    """Arguments of the checkpoints from which our data goes on."""
+    from megatron_patches import upstream
+
+    found: list[Any] = []
+    monkeypatch.setattr(upstream, "go_on_from", lambda saved, args: found.append(saved))
+    return found
+
+
+def test_without_the_flag_megatron_is_untouched(wrapped, gone_on_from) -> None:
     megatron = wrapped()
+    assert gone_on_from == []
     assert megatron.called == [
         f"Megatron's {name}" for name in ("data", "model", "step", "schedule")
     ]
@@ -105,8 +120,9 @@ def test_without_the_flag_megatron_is_untouched(wrapped) -> None:
     assert not megatron.args.calculate_per_token_loss
 
 
-def test_with_the_flag_ours_is_called(wrapped) -> None:
+def test_with_the_flag_ours_is_called(wrapped, gone_on_from) -> None:
     megatron = wrapped("--distca", "--distca-tolerance", "0.2")
+    assert gone_on_from == [{"consumed_train_samples": 0}]
     assert megatron.called == ["our data", "our model", "our step", "our schedule"]
     assert megatron.args.distca_tolerance == 0.2
     assert megatron.args.dataloader_type == "external"

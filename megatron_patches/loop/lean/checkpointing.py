@@ -23,6 +23,8 @@ import torch.distributed as dist
 from megatron.core import dist_checkpointing, parallel_state, tensor_parallel
 from megatron.core.dist_checkpointing.mapping import ShardedObject
 
+from megatron_patches.batches.resuming import NOTED, go_on_from
+
 logger = logging.getLogger(__name__)
 
 _TRACKER = "latest_checkpointed_iteration.txt"
@@ -127,7 +129,7 @@ def load_checkpoint(
         optimizer: Megatron's optimizer, or None to load the weights alone.
         scheduler: Megatron's parameter scheduler; not used where the optimizer is not loaded.
         args: flags, of which `load`, `no_load_optim` and `no_load_rng` are used; `finetune` loads
-            the weights alone.
+            the weights alone. Those of `go_on_from` are set.
 
     Returns:
         Progress of the run; None where there is no checkpoint or with `finetune`.
@@ -148,14 +150,8 @@ def load_checkpoint(
     with_optimizer = not (args.no_load_optim or args.finetune or common["args"]["no_save_optim"])
     same_layout = common["layout"] == _layout()
     with_rng = not (args.no_load_rng or args.finetune or common["args"]["no_save_rng"])
-    if common["longest_piece"] != _longest_piece(args) and not args.finetune:
-        logger.warning(
-            "documents were cut into pieces of at most %d tokens, now %d, so the rest of the data "
-            "comes in another order: --distca-max-document-length %d keeps it",
-            common["longest_piece"],
-            _longest_piece(args),
-            common["longest_piece"],
-        )
+    if not args.finetune:
+        go_on_from(common["args"], args)
     if with_rng and not same_layout:
         logger.warning("the parallel sizes changed: random states are not loaded")
         with_rng = False
@@ -195,12 +191,6 @@ def _layout() -> tuple[int, int, int]:
     )
 
 
-def _longest_piece(args: Namespace) -> int:
-    """Returns the bound of documents' lengths, on which the order of the data depends."""
-    window = parallel_state.get_data_parallel_world_size() * args.seq_length
-    return int(args.distca_max_document_length or window)
-
-
 def _metadata() -> dict[str, Any]:
     """Options of megatron-core's layout: the optimizer's state loads at other parallel sizes."""
     return {
@@ -235,10 +225,9 @@ def _state_dict(
     saved: dict[str, Any] = dict(tensors)
     saved |= {
         "checkpoint_version": 3.0,
-        "args": {name: getattr(args, name) for name in (*_SHAPE_FLAGS, "no_save_optim")}
+        "args": {name: getattr(args, name) for name in (*_SHAPE_FLAGS, *NOTED, "no_save_optim")}
         | {"no_save_rng": args.no_save_rng},
         "layout": _layout(),
-        "longest_piece": _longest_piece(args),
         "iteration": state.iteration,
         "consumed_train_samples": state.consumed_train_samples,
         "consumed_valid_samples": state.consumed_valid_samples,
