@@ -120,16 +120,16 @@ def build_demo_corpus(
         force: whether to write the datasets anew in any case.
 
     Returns:
-        The prefixes for `--data-path`; `output_dir/tokenizer.json` is the tokenizer.
+        The prefixes for `--data-path`; the folder `output_dir/tokenizer` is the tokenizer.
 
     Raises:
         ValueError: the vocabulary is too small, or `max_megabytes` leaves no text.
     """
     if not max_megabytes * 1e6 >= _LONGEST_SHARE:
         raise ValueError(f"--max-megabytes {max_megabytes} leaves no text")
-    prefixes, model = [output_dir / name for name in DATASETS], output_dir / "tokenizer.json"
+    prefixes, model = [output_dir / name for name in DATASETS], output_dir / "tokenizer"
     source = f"Python's standard library, at most {max_megabytes:g} MB, {vocab_size} tokens"
-    if not force and model.is_file() and all(_is_of(prefix, source) for prefix in prefixes):
+    if not force and model.is_dir() and all(_is_of(prefix, source) for prefix in prefixes):
         logger.info("%s is there already", output_dir)
         return prefixes
     documents = [of_dataset(int(max_megabytes * 1e6)) for of_dataset in DATASETS.values()]

@@ -26,7 +26,7 @@ flags=(
     --lr 4e-3 --min-lr 4e-4 --lr-decay-style cosine --lr-warmup-iters 5 --weight-decay 0.1
     --init-method-std 0.08 --use-distributed-optimizer
     --data-path 0.25 demo/data/python_packages 0.75 demo/data/python_functions --split '90,8,2'
-    --tokenizer-type HuggingFaceTokenizer --tokenizer-model demo/data/tokenizer.json
+    --tokenizer-type HuggingFaceTokenizer --tokenizer-model demo/data/tokenizer
     --log-interval 5 --eval-interval 1000
 )
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import shutil
 import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -16,6 +17,7 @@ from tqdm import tqdm
 from distca.commands.command_line import HelpFormatter
 from distca.documents.dataset import (
     SUFFIXES,
+    TOKENIZER_FILES,
     find_files,
     read_documents,
     train_tokenizer,
@@ -59,7 +61,9 @@ def prepare(
             "HuggingFaceTokenizer needs --tokenizer-model, a tokenizer.json; or let "
             "--train-tokenizer N make one of the input"
         )
-    written = {Path(f"{prefix}{suffix}").resolve() for suffix in (*SUFFIXES, ".tokenizer.json")}
+    folder = Path(f"{prefix}_tokenizer")
+    written = {Path(f"{prefix}{suffix}").resolve() for suffix in SUFFIXES}
+    written |= {(folder / name).resolve() for name in TOKENIZER_FILES}
     for file in files:
         if file.resolve() in written:
             raise ValueError(f"--input {file} would be overwritten: give another --output-prefix")
@@ -75,16 +79,18 @@ def prepare(
         return write_dataset(
             documents("tokenize"), tokenizer, tokenizer_type, prefix, workers=workers
         )
-    unfinished = prefix.with_name(f".{prefix.name}.unfinished.tokenizer.json")
+    unfinished = prefix.with_name(f".{prefix.name}.unfinished_tokenizer")
     try:
         train_tokenizer(documents("train tokenizer"), train_vocab_size, unfinished)
         tokenizer = build_tokenizer(tokenizer_type, str(unfinished))
         written_now = write_dataset(
             documents("tokenize"), tokenizer, tokenizer_type, prefix, workers=workers
         )
-        os.replace(unfinished, f"{prefix}.tokenizer.json")
+        folder.mkdir(exist_ok=True)
+        for name in TOKENIZER_FILES:
+            os.replace(unfinished / name, folder / name)
     finally:
-        unfinished.unlink(missing_ok=True)
+        shutil.rmtree(unfinished, ignore_errors=True)
     return written_now
 
 
@@ -97,7 +103,7 @@ examples:
   distca prepare --input notes/ more.jsonl --output-prefix corpus --train-tokenizer 32000
   distca prepare --input "texts/*.txt" --output-prefix corpus --tokenizer-model llama/
 
-Training then takes --data-path corpus and the same tokenizer.
+Training then takes --data-path corpus and --tokenizer-model corpus_tokenizer, or llama/.
 """
 
 
@@ -147,7 +153,7 @@ def build_parser() -> argparse.ArgumentParser:
         type=int,
         metavar="N",
         help="Train a tokenizer (byte-level BPE) of N tokens on the input instead of "
-        "--tokenizer-model; it is written to PREFIX.tokenizer.json.",
+        "--tokenizer-model; it is written to the folder PREFIX_tokenizer.",
     )
     parser.add_argument(
         "--workers",

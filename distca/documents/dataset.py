@@ -20,6 +20,9 @@ _DOCUMENTS_PER_WORKER = 64
 SUFFIXES = (".bin", ".json", ".idx")
 """Suffixes of a dataset's files, in the order in which they are written: the index comes last."""
 
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
+"""Files of a tokenizer's folder. `transformers`, and so Megatron-LM's loop, wants both."""
+
 
 def find_files(inputs: Iterable[str]) -> list[Path]:
     """Lists files of paths, folders and patterns (`notes/**/*.md`) in order, without hidden ones.
@@ -88,8 +91,8 @@ def _read_json_lines(path: Path, json_key: str, advance: Callable[[int], object]
             advance(len(line))
 
 
-def train_tokenizer(texts: Iterable[str], vocab_size: int, output: Path) -> None:
-    """Trains a byte-level BPE tokenizer on texts and saves it as a `tokenizer.json`.
+def train_tokenizer(texts: Iterable[str], vocab_size: int, folder: Path) -> None:
+    """Trains a byte-level BPE tokenizer on texts and saves it as the `TOKENIZER_FILES` of a folder.
 
     Raises:
         ValueError: the vocabulary has no room for the 256 bytes and the end token.
@@ -98,18 +101,22 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int, output: Path) -> None
         raise ValueError(f"a byte-level vocabulary needs at least 257 tokens, not {vocab_size}")
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
+    end = "<|endoftext|>"
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
-        special_tokens=["<|endoftext|>"],
+        special_tokens=[end],
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=sys.stderr.isatty(),
     )
     tokenizer.train_from_iterator(texts, trainer)
-    output.parent.mkdir(parents=True, exist_ok=True)
-    tokenizer.save(str(output))
+    folder.mkdir(parents=True, exist_ok=True)
+    model, config = (folder / name for name in TOKENIZER_FILES)
+    tokenizer.save(str(model))
+    described = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": end}
+    config.write_text(json.dumps(described, indent=2) + "\n")
 
 
 def write_dataset(

@@ -26,6 +26,7 @@ from distca.schedule.program import NANO_BATCHES
 from megatron_patches.batches.groups_of_one import warning_of_groups_of_one
 from megatron_patches.batches.micro_batch import MicroBatches, PackedBatches, WindowLayout
 from megatron_patches.batches.planned import PlannedBatches
+from megatron_patches.batches.resuming import longest_piece
 from megatron_patches.batches.stream import Split, TokenStream, parse_data_path
 from megatron_patches.batches.ticks import TickBatches, TickStream
 from megatron_patches.flags.batch_sizes import micro_batches_by_sample, samples_for_evaluation
@@ -87,8 +88,8 @@ def build_data(
     """Builds the splits' iterators, resumed where the run stands. Collective with `--distca`.
 
     Args:
-        args: Megatron-LM's arguments; `consumed_train_samples` and `consumed_valid_samples` say
-            where to resume.
+        args: Megatron-LM's arguments; `consumed_train_samples`, `train_stream_start` and those
+            of `valid` say where to resume.
         train_samples: number of training samples of the whole run, with those consumed before; 0
             for no iterator.
         valid_samples: number of samples for validation, likewise.
@@ -104,11 +105,13 @@ def build_data(
     layout = window_layout(args, processes)
     maker = batch_maker(args, layout, model_device(), processes)
     if maker.control is not None:
-        maker.control.share_consumed(args)
+        maker.control.share_place_in_data(args)
     prefixes, weights = parse_data_path(args.data_path)
     micro_batches = micro_batches_by_sample(args)
 
-    def iterator(which: Split, samples: int, consumed: int) -> MicroBatches | TickStream | None:
+    def iterator(
+        which: Split, samples: int, consumed: int, start: int
+    ) -> MicroBatches | TickStream | None:
         if samples <= 0:
             return None
         if consumed % layout.samples_per_micro_batch:
@@ -126,7 +129,8 @@ def build_data(
             # A global batch more, since the last one may be too long, and the iterators work ahead.
             num_tokens=(samples + micro_batches(samples) * layout.samples_per_micro_batch)
             * args.seq_length,
-            max_document_length=args.distca_max_document_length or layout.window_tokens,
+            start=start,
+            max_document_length=longest_piece(args),
             vocab_size=args.vocab_size,
         )
         if which == "train":
@@ -134,9 +138,13 @@ def build_data(
         return maker.iterator(stream, which, consumed)
 
     return DataIterators(
-        train=iterator("train", train_samples, args.consumed_train_samples),
-        valid=iterator("valid", valid_samples, args.consumed_valid_samples),
-        test=iterator("test", test_samples, 0),
+        train=iterator(
+            "train", train_samples, args.consumed_train_samples, args.train_stream_start
+        ),
+        valid=iterator(
+            "valid", valid_samples, args.consumed_valid_samples, args.valid_stream_start
+        ),
+        test=iterator("test", test_samples, 0, 0),
         control=maker.control,
         end=maker.close,
     )

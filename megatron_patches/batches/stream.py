@@ -175,7 +175,8 @@ class TokenStream:
         corpus: number of each piece's corpus, int64 `[pieces]`.
         document: number of each piece's document in its corpus, int64 `[pieces]`.
         first: position in its document at which each piece starts, int64 `[pieces]`.
-        offsets: position in the stream at which each piece starts, int64 `[pieces + 1]`.
+        offsets: position in the stream at which each piece starts, int64 `[pieces + 1]`; the
+            first is 0, unless positions are counted from another start.
     """
 
     corpora: tuple[Corpus, ...]
@@ -193,6 +194,7 @@ class TokenStream:
         which: Split,
         seed: int,
         num_tokens: int,
+        start: int = 0,
         max_document_length: int | None = None,
         vocab_size: int | None = None,
     ) -> TokenStream:
@@ -207,7 +209,8 @@ class TokenStream:
             split: Megatron's `--split`.
             which: split to open.
             seed: seed of the shuffling.
-            num_tokens: fewest tokens of the stream. A longer one begins the same.
+            num_tokens: fewest tokens of the stream from its start on. A longer one begins the same.
+            start: number of tokens of the stream before its position 0; may be negative.
             max_document_length: most tokens of a piece into which documents are cut.
             vocab_size: bound that token ids must be below; None: not checked.
 
@@ -221,9 +224,10 @@ class TokenStream:
                 float(corpus.lengths[documents].sum())
                 for corpus, documents in zip(corpora, candidates, strict=True)
             ]
+        stop = start + num_tokens
         tables = []
         for number, (corpus, weight) in enumerate(zip(corpora, weights, strict=True)):
-            wanted = int(np.ceil(num_tokens * weight / sum(weights))) + 1
+            wanted = int(np.ceil(stop * weight / sum(weights))) + 1
             document, first, lengths = _pieces(
                 candidates[number], corpus.lengths, max_document_length
             )
@@ -241,13 +245,13 @@ class TokenStream:
         offsets = np.zeros(len(lengths) + 1, dtype=np.int64)
         np.cumsum(lengths, out=offsets[1:])
         # Cut off here, since further on one corpus has run out and others have not.
-        count = int(np.searchsorted(offsets, num_tokens))
+        count = int(np.searchsorted(offsets, stop))
         return TokenStream(
             corpora,
             corpus_column[:count],
             document[:count],
             first[:count],
-            offsets[: count + 1],
+            offsets[: count + 1] - start,
         )
 
     def document_lengths(self, start: int, stop: int) -> Int64s:
@@ -292,10 +296,11 @@ class TokenStream:
         return tokens, labels, loss_mask
 
     def _check_range(self, start: int, stop: int) -> None:
-        if not 0 <= start < stop <= int(self.offsets[-1]):
+        first, last = int(self.offsets[0]), int(self.offsets[-1])
+        if not first <= start < stop <= last:
             raise ValueError(
                 f"tokens [{start}, {stop}) were asked for, but the stream was opened for "
-                f"{int(self.offsets[-1])}"
+                f"[{first}, {last})"
             )
 
 

@@ -198,9 +198,11 @@ def add_distca_arguments(parser: ArgumentParser) -> ArgumentParser:
         default=None,
         metavar="TOKENS",
         help="Documents are cut into pieces of at most this many tokens, which are shuffled. "
-        "Default: the window, data-parallel size times --seq-length; give it to keep the order "
-        "of the data at another number of ranks. Also applies without --distca.",
+        "Default: the window, data-parallel size times --seq-length; a resumed run keeps its "
+        "checkpoint's. Also applies without --distca.",
     )
+    # Arguments without a flag, which a checkpoint notes (`batches/resuming.py`).
+    parser.set_defaults(train_stream_start=0, valid_stream_start=0)
     return parser
 
 

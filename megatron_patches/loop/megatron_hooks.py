@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from megatron_patches import cpu
+from megatron_patches.batches.resuming import go_on_from
 from megatron_patches.loop.job import Job
 from megatron_patches.loop.messages import message_handlers, message_level
 
@@ -36,6 +37,7 @@ def replace_functions(
     arguments = importlib.import_module("megatron.training.arguments")
     initialize = importlib.import_module("megatron.training.initialize")
     training = importlib.import_module("megatron.training.training")
+    checkpointing = importlib.import_module("megatron.training.checkpointing")
     _replace(arguments, "add_megatron_arguments", functools.partial(_and_add, add_arguments))
     # From 0.18 on the script parses its arguments, up to 0.17 initialisation does.
     for module in (arguments, initialize):
@@ -43,6 +45,8 @@ def replace_functions(
             _replace(module, "validate_args", functools.partial(_and_check, job, always))
     _replace(training, "get_forward_backward_func", _OrOwnSchedule(job))
     _replace(training, "train_step", _and_tokens_per_second)
+    # Here the loop compares a checkpoint's arguments with its own.
+    _replace(checkpointing, "check_checkpoint_args", functools.partial(_and_go_on, always))
 
 
 def _replace(module: Any, name: str, wrapper: Callable[..., Any]) -> None:
@@ -98,6 +102,16 @@ def _show_our_messages(rank: int) -> None:
             ours.handlers = message_handlers(rank)
             ours.setLevel(message_level(rank))
             ours.propagate = False
+
+
+def _and_go_on(
+    always: bool, theirs: Callable[..., None], saved: Namespace, *more: Any, **named: Any
+) -> None:
+    from megatron.training import get_args
+
+    theirs(saved, *more, **named)
+    if always or get_args().distca:
+        go_on_from(vars(saved), get_args())
 
 
 class _OrOwnSchedule:

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore
 
+from megatron_patches.batches.resuming import NOTED, longest_piece
 from megatron_patches.batches.stream import SPLITS, Split
 
 _END = -1
@@ -126,11 +127,11 @@ class Control:
         self._group.broadcast([told], options).wait()
         return told.tolist()
 
-    def share_consumed(self, args: Namespace) -> None:
-        """Tells dedicated servers the consumed samples, at which a checkpoint left off."""
-        args.consumed_train_samples, args.consumed_valid_samples = self._broadcast(
-            [args.consumed_train_samples, args.consumed_valid_samples]
-        )
+    def share_place_in_data(self, args: Namespace) -> None:
+        """Tells dedicated servers where in the data a checkpoint left off."""
+        args.distca_max_document_length = longest_piece(args)
+        told = self._broadcast([getattr(args, name) for name in NOTED])
+        vars(args).update(zip(NOTED, told, strict=True))
 
     def announce(self, split: Split) -> None:
         """Tells that a global batch of a split comes next."""

@@ -58,7 +58,7 @@ def test_the_report_is_of_what_the_runs_wrote(tmp_path: Path, capsys) -> None:
         --max-position-embeddings 2048 --micro-batch-size 1 --global-batch-size 4 --train-iters 20
         --distca-max-document-length 512 --attention-dropout 0 --hidden-dropout 0
         --split 90,8,2 --tokenizer-type HuggingFaceTokenizer""".split()
-    flags += ["--tokenizer-model", str(tmp_path / "tokenizer.json"), "--data-path", *data]
+    flags += ["--tokenizer-model", str(tmp_path / "tokenizer"), "--data-path", *data]
     folders = [str(tmp_path / name) for name in ("distca", "plain")]
     arguments = ["--distca", folders[0], "--plain", folders[1], "--output"]
     arguments += [str(tmp_path / "report.svg"), "--", *flags]

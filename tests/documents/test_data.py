@@ -76,9 +76,12 @@ def test_a_text_folder_to_bytes_and_back(text_folder, tmp_path, capsys):
 def test_json_lines_to_a_tokenizer_trained_on_the_spot(jsonl, tmp_path):
     prefix = tmp_path / "bpe"
     command("--input", jsonl, "--json-key=body", "--output-prefix", prefix, "--train-tokenizer=280")
-    # The file alone gives the same ids again, and so does the library itself.
-    model = f"{prefix}.tokenizer.json"
+    # The folder and its file alone give the same ids again, and so does the library itself.
+    model = f"{prefix}_tokenizer/tokenizer.json"
     tokenizer = build_tokenizer("HuggingFaceTokenizer", model)
+    of_folder = build_tokenizer("HuggingFaceTokenizer", f"{prefix}_tokenizer")
+    assert [of_folder.tokenize(t) for t in TEXTS] == [tokenizer.tokenize(t) for t in TEXTS]
+    assert (of_folder.eod, of_folder.vocab_size) == (tokenizer.eod, tokenizer.vocab_size)
     assert tokenizer.vocab_size == 280
     assert documents_of(prefix) == [[*tokenizer.tokenize(t), tokenizer.eod] for t in TEXTS]
     import tokenizers
@@ -89,6 +92,23 @@ def test_json_lines_to_a_tokenizer_trained_on_the_spot(jsonl, tmp_path):
     Corpus(str(prefix), vocab_size=280)
     with pytest.raises(ValueError, match="vocabulary of 280"):
         Corpus(str(prefix), vocab_size=281)
+
+
+def test_megatron_s_own_tokenizer_gives_the_ids_of_ours(tmp_path):
+    pytest.importorskip("transformers")
+    from megatron.core.tokenizers.text.libraries.huggingface_tokenizer import (
+        HuggingFaceTokenizer as MegatronTokenizer,
+    )
+
+    command("--input", __file__, "--output-prefix", tmp_path / "bpe", "--train-tokenizer=300")
+    folder = str(tmp_path / "bpe_tokenizer")
+    ours, theirs = build_tokenizer("HuggingFaceTokenizer", folder), MegatronTokenizer(folder)
+    assert (ours.eod, ours.vocab_size) == (theirs.eod, theirs.vocab_size)
+    # An end in the text is the end token, in both.
+    for text in [*TEXTS, " a , b . <|endoftext|> it 's  "]:
+        ids = ours.tokenize(text)
+        assert ids == theirs.text_to_ids(text)
+        assert ours.detokenize(ids) == text
 
 
 def test_token_ids_as_text(tmp_path):
@@ -179,8 +199,7 @@ def test_bytes_round_trip(text):
 
 
 def test_the_end_token_is_the_one_that_the_configuration_names(tmp_path):
-    model = tmp_path / "tokenizer.json"
-    dataset.train_tokenizer(TEXTS, 300, model)
+    dataset.train_tokenizer(TEXTS, 300, tmp_path)
     usual = build_tokenizer("HuggingFaceTokenizer", str(tmp_path)).eod
     config = tmp_path / "tokenizer_config.json"
     for eos in ("a", {"content": "a"}):
@@ -192,7 +211,7 @@ def test_the_end_token_is_the_one_that_the_configuration_names(tmp_path):
         build_tokenizer("HuggingFaceTokenizer", str(tmp_path))
     config.write_text("{")
     with pytest.raises(ValueError, match="cannot be read"):
-        HuggingFaceTokenizer(model)
+        HuggingFaceTokenizer(tmp_path / "tokenizer.json")
 
 
 def test_unknown_tokenizers_are_refused():
@@ -220,7 +239,7 @@ def test_the_demo_corpus_is_made_once_and_of_what_was_asked_for(tmp_path, capsys
     smaller, _ = make("--max-megabytes", "0.3")
     assert [len(less) < len(more) for less, more in zip(smaller, tokens, strict=True)] == [True] * 2
 
-    tokenizer = build_tokenizer("HuggingFaceTokenizer", str(tmp_path))
+    tokenizer = build_tokenizer("HuggingFaceTokenizer", str(tmp_path / "tokenizer"))
     documents = [documents_of(tmp_path / name) for name in names]
     packages, functions = (
         [tokenizer.detokenize(document[:-1]) for document in each] for each in documents

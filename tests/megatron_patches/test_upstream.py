@@ -32,7 +32,7 @@ class MegatronTraining:
         self.script_parses = script_parses
         self.modules = {
             name: types.ModuleType(f"megatron.training{name}")
-            for name in ("", ".arguments", ".initialize", ".training")
+            for name in ("", ".arguments", ".checkpointing", ".initialize", ".training")
         }
         for name, module in self.modules.items():
             monkeypatch.setitem(sys.modules, f"megatron.training{name}", module)
@@ -40,6 +40,8 @@ class MegatronTraining:
         self.modules[".arguments"].__dict__["add_megatron_arguments"] = self.add_arguments
         validates = ".arguments" if script_parses else ".initialize"
         self.modules[validates].__dict__["validate_args"] = lambda args, defaults: args
+        checkpointing = self.modules[".checkpointing"].__dict__
+        checkpointing["check_checkpoint_args"] = lambda saved: None
         training = self.modules[".training"].__dict__
         training["get_forward_backward_func"] = lambda: "Megatron's schedule"
         training["train_step"] = lambda: ({"lm loss": torch.ones(1)}, 0, None)
@@ -59,6 +61,8 @@ class MegatronTraining:
         module.__dict__["validate_args"](self.args, {})
 
     def run(self, data: Any, model: Any, step: Any) -> None:
+        saved = Namespace(consumed_train_samples=0)
+        self.modules[".checkpointing"].__dict__["check_checkpoint_args"](saved)
         self.called = [
             data((1, 2, 3)),
             model(pre_process=True) if callable(model) else model,
@@ -121,6 +125,16 @@ def megatron(monkeypatch, request):
         logging.getLogger(package).propagate = True
 
 
+@pytest.fixture
+def gone_on_from(monkeypatch) -> list[Any]:
+    """Arguments of the checkpoints from which our data goes on."""
+    from megatron_patches.loop import megatron_hooks
+
+    found: list[Any] = []
+    monkeypatch.setattr(megatron_hooks, "go_on_from", lambda saved, args: found.append(saved))
+    return found
+
+
 def our_data(samples: Any) -> str:
     return "our data"
 
@@ -149,8 +163,9 @@ def run(megatron: MegatronTraining, *command_line: str) -> MegatronTraining:
     return megatron
 
 
-def test_without_the_flag_megatron_is_untouched(megatron) -> None:
+def test_without_the_flag_megatron_is_untouched(megatron, gone_on_from) -> None:
     run(megatron)
+    assert gone_on_from == []
     model = "their configured model" if megatron.script_parses else "Megatron's model"
     assert megatron.called == ["Megatron's data", model, "Megatron's step", "Megatron's schedule"]
     assert megatron.args.dataloader_type == "single"
@@ -158,8 +173,9 @@ def test_without_the_flag_megatron_is_untouched(megatron) -> None:
     assert set(megatron.logged) == {"lm loss"}
 
 
-def test_with_the_flag_ours_is_called(megatron) -> None:
+def test_with_the_flag_ours_is_called(megatron, gone_on_from) -> None:
     run(megatron, "--distca", "--distca-tolerance", "0.2", "--their-flag", "3")
+    assert gone_on_from == [{"consumed_train_samples": 0}]
     assert megatron.called == ["our data", "our model", "our step", "our schedule"]
     assert megatron.args.distca_tolerance == 0.2
     assert megatron.args.their_flag == 3

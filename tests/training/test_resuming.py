@@ -6,12 +6,17 @@ Megatron keeps for each tensor-parallel rank.
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
+from megatron_patches.loop.gpt_job import GPT_JOB
+from megatron_patches.loop.lean import training
+from support.models import parse, start_processes
 from support.whole_runs import RunSeen, whole_run, write_documents
 
 LAST, SAVED, WORLD_SIZE = 6, 3, 2
@@ -27,9 +32,13 @@ FLAGS = f"""
 
 
 @pytest.fixture(scope="module")
-def runs(ranks, tmp_path_factory) -> tuple[list[RunSeen], list[RunSeen]]:
+def folder(tmp_path_factory) -> Path:
+    return tmp_path_factory.mktemp("resuming")
+
+
+@pytest.fixture(scope="module")
+def runs(ranks, folder) -> tuple[list[RunSeen], list[RunSeen]]:
     """What each rank saw of six iterations, and of the last three after a checkpoint of a third."""
-    folder = tmp_path_factory.mktemp("resuming")
     lengths = np.random.default_rng(1).integers(1, 300, 200)
     flags = [*FLAGS, "--data-path", write_documents(folder / "documents", lengths.tolist())]
     save = ["--save", str(folder), "--save-interval", str(SAVED)]
@@ -55,6 +64,32 @@ def test_validation_losses_equal_the_uninterrupted_run_s_to_the_bit(runs) -> Non
         assert resumed.validation == whole.validation[1:]
         losses = [loss for _, loss in whole.validation]
         assert len(set(losses)) == len(losses)
+
+
+def place_after_loading(flags: list[str]) -> list[Any]:
+    """Where in the data a run goes on, and how long its pieces are. Collective."""
+    args = parse(flags)
+    start_processes(args)
+    run = training.build_run(GPT_JOB, args)
+    for data in run.data:
+        data.close()
+    return [
+        args.train_stream_start + args.consumed_train_samples * args.seq_length,
+        args.valid_stream_start + args.consumed_valid_samples * args.seq_length,
+        args.distca_max_document_length,
+    ]
+
+
+def test_a_checkpoint_says_where_the_data_goes_on_at_other_sizes(ranks, folder, runs) -> None:
+    data = ["--data-path", str(folder / "documents"), "--load", str(folder)]
+    other = ["--tensor-model-parallel-size", "1", "--seq-length", "384"]
+    flags = [*FLAGS, *data, *other]
+    samples = MICRO_BATCHES * MICRO_BATCH
+    expected = [SAVED * samples * 128, SAVED // 2 * samples * 128, 128]
+    assert ranks.run(place_after_loading, flags, world_size=WORLD_SIZE) == [expected] * WORLD_SIZE
+    # Weights alone do not go on anywhere.
+    found = ranks.run(place_after_loading, [*flags, "--finetune"], world_size=WORLD_SIZE)
+    assert found == [[0, 0, None]] * WORLD_SIZE
 
 
 def test_learning_rates_are_megatron_s_by_iteration(runs) -> None:

@@ -20,6 +20,7 @@ from typing import Any
 import torch.distributed as dist
 from megatron.core import dist_checkpointing, parallel_state
 
+from megatron_patches.batches.resuming import go_on_from
 from megatron_patches.loop.lean.random_states import (
     set_random_states,
     sharded_random_states,
@@ -134,7 +135,7 @@ def load_checkpoint(
         optimizer: Megatron's optimizer, or None to load the weights alone.
         scheduler: Megatron's parameter scheduler; not used where the optimizer is not loaded.
         args: flags, of which `load`, `ckpt_step`, `no_load_optim` and `no_load_rng` are used;
-            `finetune` loads the weights alone.
+            `finetune` loads the weights alone. Those of `go_on_from` are set.
 
     Returns:
         Progress of the run; None where there is no checkpoint or with `finetune`.
@@ -162,12 +163,12 @@ def load_checkpoint(
             "torch_dist"
         )
     common = dist_checkpointing.load_common_state_dict(path)
-    saved = _saved_arguments(common)
+    saved = _saved_arguments(common, args)
     _check_shape(saved, args, path)
     with_optimizer = not (args.no_load_optim or args.finetune or saved.no_save_optim)
     with_rng = not (args.no_load_rng or args.finetune or saved.no_save_rng)
     if not args.finetune:
-        _warn_of_other_pieces(saved, args)
+        go_on_from(vars(saved), args)
     if with_rng and _layout(saved) != _layout(args):
         logger.warning("the parallel sizes changed: random states are not loaded")
         with_rng = False
@@ -197,7 +198,7 @@ def load_checkpoint(
     return LoadedState(iteration, saved.consumed_train_samples, saved.consumed_valid_samples)
 
 
-def _saved_arguments(common: dict[str, Any]) -> Namespace:
+def _saved_arguments(common: dict[str, Any], args: Namespace) -> Namespace:
     """Returns the flags of the run that made a checkpoint."""
     saved = common["args"]
     if isinstance(saved, Namespace):
@@ -209,26 +210,13 @@ def _saved_arguments(common: dict[str, Any]) -> Namespace:
         tensor_model_parallel_size=tensor,
         pipeline_model_parallel_size=pipeline,
         data_parallel_size=data,
+        seq_length=args.seq_length,
+        train_stream_start=0,
+        valid_stream_start=0,
         distca_max_document_length=common["longest_piece"],
         consumed_train_samples=common["consumed_train_samples"],
         consumed_valid_samples=common["consumed_valid_samples"],
     )
-
-
-def _warn_of_other_pieces(saved: Namespace, args: Namespace) -> None:
-    if not hasattr(saved, "distca_max_document_length"):
-        logger.warning(
-            "the checkpoint is of Megatron-LM with data of its own: ours come from where as many "
-            "samples end, in another order"
-        )
-    elif _longest_piece(saved) != _longest_piece(args):
-        logger.warning(
-            "documents were cut into pieces of at most %d tokens, now %d, so the rest of the data "
-            "comes in another order: --distca-max-document-length %d keeps it",
-            _longest_piece(saved),
-            _longest_piece(args),
-            _longest_piece(saved),
-        )
 
 
 def _check_resharding(
@@ -249,11 +237,6 @@ def _check_resharding(
 def _layout(args: Namespace) -> tuple[int, int]:
     """Returns the numbers of pipeline stages and of tensor-parallel ranks."""
     return args.pipeline_model_parallel_size, args.tensor_model_parallel_size
-
-
-def _longest_piece(args: Namespace) -> int:
-    """Returns the bound of documents' lengths, on which the order of the data depends."""
-    return int(args.distca_max_document_length or args.data_parallel_size * args.seq_length)
 
 
 # Options of megatron-core's layout: the optimizer's state loads at other parallel sizes.
@@ -318,6 +301,8 @@ def _arguments_to_save(args: Namespace, state: LoadedState) -> Namespace:
     kept |= {
         "consumed_train_samples": state.consumed_train_samples,
         "consumed_valid_samples": state.consumed_valid_samples,
+        # Megatron-LM's word for data that the loop itself does not load.
+        "dataloader_type": "external",
     }
     return Namespace(**kept)
 

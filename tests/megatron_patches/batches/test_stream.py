@@ -116,6 +116,24 @@ def test_document_lengths_are_the_runs_of_one_document(lengths, start, count):
         assert found.tolist() == pieces
 
 
+@pytest.mark.parametrize("start", [-17, 0, 40])
+def test_positions_may_count_from_another_start(tmp_path, start):
+    prefixes = [
+        write_corpus(f"{tmp_path}/{name}", numbered([5, 30, 11])) for name in ("first", "second")
+    ]
+    whole = open_stream(prefixes, 100)
+    stream = open_stream(prefixes, 100 - start, start=start)
+    for found, expected in zip(
+        stream.read(17 - start, 100 - start), whole.read(17, 100), strict=True
+    ):
+        assert found.tolist() == expected.tolist()
+    lengths = stream.document_lengths(17 - start, 100 - start)
+    assert lengths.tolist() == whole.document_lengths(17, 100).tolist()
+    for outside in ((-1 - start, 1), (100 - start, 400)):
+        with pytest.raises(ValueError, match="were asked for"):
+            stream.read(*outside)
+
+
 @settings(max_examples=40, deadline=None)
 @given(st.lists(st.integers(1, 30), min_size=1, max_size=6), st.integers(1, 12))
 def test_long_documents_are_cut_into_pieces_that_are_shuffled(lengths, longest):
