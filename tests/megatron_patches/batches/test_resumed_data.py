@@ -96,7 +96,8 @@ def resumed(saved: dict[str, Any], *flags: str) -> list[Any]:
     from megatron_patches.flags.megatron import parse_args
     from support.models import MODEL
 
-    args = parse_args(add_distca_arguments, [*MODEL, *flags], 2)
+    flags = (*MODEL, "--train-iters", "10", *flags)
+    args = parse_args(add_distca_arguments, flags, 2)
     args.rank = 0
     go_on_from(saved, args)
     return [getattr(args, name) for name in NOTED[2:5]]
