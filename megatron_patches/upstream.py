@@ -119,9 +119,20 @@ def with_distca(megatron_pretrain: Callable[..., None], job: Job = GPT_JOB) -> C
         else:
             given["model_provider"] = _if_distca(run.model, given["model_provider"])
         given["forward_step_func"] = _if_distca(job.forward_step, given["forward_step_func"])
-        megatron_pretrain(*call.args, **call.kwargs)
+        with ending_the_job_on_failure(applies=_runs_distca):
+            megatron_pretrain(*call.args, **call.kwargs)
 
     return pretrain_with_distca
+
+
+def _runs_distca() -> bool:
+    """Whether the arguments have been parsed, and have `--distca`."""
+    from megatron.training.global_vars import get_args
+
+    try:
+        return bool(get_args().distca)
+    except (AssertionError, AttributeError):
+        return False
 
 
 def _use_provider(given: dict[str, Any], provider: Callable[..., Any]) -> None:

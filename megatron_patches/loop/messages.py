@@ -7,7 +7,7 @@ import logging
 import os
 import sys
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 logger = logging.getLogger(__name__)
 
@@ -30,21 +30,24 @@ def message_level(rank: int) -> int:
 
 
 @contextlib.contextmanager
-def ending_the_job_on_failure() -> Iterator[None]:
+def ending_the_job_on_failure(applies: Callable[[], bool] = lambda: True) -> Iterator[None]:
     """Makes a rank that fails inside log its message and end at once with a status other than 0.
 
     The launcher then ends the other ranks.
+
+    Args:
+        applies: function that tells, of a failure, whether to do so; else the error goes on.
     """
     try:
         yield
     except BaseException as error:
-        if isinstance(error, SystemExit) and not error.code:
+        # Megatron-LM's loop leaves by `sys.exit` when it has done all.
+        if (isinstance(error, SystemExit) and not error.code) or not applies():
             raise
         if isinstance(error, ValueError):
-            message = f"error: {error}"
-        else:
-            message = traceback.format_exc()
-        logger.critical("%s", message)
+            logger.critical("error: %s", error)
+        elif not isinstance(error, SystemExit):
+            logger.critical("%s", traceback.format_exc())
         logging.shutdown()
         # Ordinary exit would wait for peers and threads that will not end.
-        os._exit(1)
+        os._exit(error.code if isinstance(error, SystemExit) and type(error.code) is int else 1)

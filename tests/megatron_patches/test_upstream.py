@@ -32,11 +32,19 @@ class MegatronTraining:
         self.script_parses = script_parses
         self.modules = {
             name: types.ModuleType(f"megatron.training{name}")
-            for name in ("", ".arguments", ".checkpointing", ".initialize", ".training")
+            for name in (
+                "",
+                ".arguments",
+                ".checkpointing",
+                ".global_vars",
+                ".initialize",
+                ".training",
+            )
         }
         for name, module in self.modules.items():
             monkeypatch.setitem(sys.modules, f"megatron.training{name}", module)
-        self.modules[""].__dict__["get_args"] = lambda: self.args
+        for holder in ("", ".global_vars"):
+            self.modules[holder].__dict__["get_args"] = lambda: self.args
         self.modules[".arguments"].__dict__["add_megatron_arguments"] = self.add_arguments
         validates = ".arguments" if script_parses else ".initialize"
         self.modules[validates].__dict__["validate_args"] = lambda args, defaults: args
@@ -119,6 +127,8 @@ def megatron(monkeypatch, request):
     monkeypatch.setattr(
         "megatron.core.num_microbatches_calculator.get_current_global_batch_size", lambda: 4
     )
+    # A rank that fails ends by it.
+    monkeypatch.setattr("os._exit", sys.exit)
     yield MegatronTraining(monkeypatch, script_parses=request.param == "0.19")
     for package in ("distca", "megatron_patches"):
         logging.getLogger(package).handlers.clear()
@@ -221,3 +231,18 @@ def test_an_unknown_pretrain_is_refused() -> None:
 
     with pytest.raises(ValueError, match="no parameter model_provider, forward_step_func"):
         with_distca(lambda train_valid_test_dataset_provider: None)
+
+
+@pytest.mark.parametrize(
+    ("flags", "error"), [(["--distca"], SystemExit), ([], ValueError)], ids=["distca", "plain"]
+)
+def test_a_failure_ends_the_rank_with_distca_alone(
+    megatron, flags, error, monkeypatch, capsys
+) -> None:
+    def fail(*_: Any) -> None:
+        raise ValueError("no such corpus")
+
+    monkeypatch.setattr(megatron, "run", fail)
+    with pytest.raises(error):
+        run(megatron, *flags)
+    assert ("error: no such corpus" in capsys.readouterr().err) == bool(flags)
