@@ -92,8 +92,8 @@ def build_data(
             of `valid` say where to resume.
         train_samples: number of training samples of the whole run, with those consumed before; 0
             for no iterator.
-        valid_samples: number of samples for validation, likewise.
-        test_samples: number of samples for the test, likewise.
+        valid_samples: most samples that validation still needs; 0 for no iterator.
+        test_samples: number of samples of the test; 0 for no iterator.
         processes: processes of a job with dedicated servers; None: there are none.
 
     Raises:
@@ -137,6 +137,9 @@ def build_data(
             maker.log_first_plan(stream, consumed)
         return maker.iterator(stream, which, consumed)
 
+    if valid_samples > 0:
+        # Before it was resumed, the run may have evaluated more often than it would now.
+        valid_samples += args.consumed_valid_samples
     return DataIterators(
         train=iterator(
             "train", train_samples, args.consumed_train_samples, args.train_stream_start

@@ -42,7 +42,8 @@ def read_samples(
         args.consumed_train_samples = saved["consumed_train_samples"]
         args.consumed_valid_samples = saved["consumed_valid_samples"]
     ends = args.consumed_train_samples + SAMPLES, args.consumed_valid_samples + SAMPLES
-    data = build_data(args, *ends, 0)
+    # As many evaluations as in the whole run: it may have had more before.
+    data = build_data(args, ends[0], SAMPLES, 0)
     read: dict[str, list[int]] = {}
     for split in ("train", "valid"):
         iterator = getattr(data, split)
