@@ -59,7 +59,9 @@ def able_to_save() -> Iterator[None]:
     from megatron.core.dist_checkpointing.strategies import filesystem_async
 
     results: queue.Queue[Any] = queue.Queue()
-    name = "_get_write_results_queue"
+    # Up to megatron-core 0.16 with an underscore.
+    names = ("get_write_results_queue", "_get_write_results_queue")
+    name = next(name for name in names if hasattr(filesystem_async, name))
     process = multiprocessing.current_process()
     process.daemon = False
     with mock.patch.object(filesystem_async, name, return_value=results):
