@@ -13,7 +13,7 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from support.whole_runs import RunSeen, whole_run, write_documents
 
 WORLD_SIZE, LENGTH = 2, 128
-SAMPLES, WARMUP, DECAY = 46, 9, 40
+SAMPLES, WARMUP, DECAY = 44, 9, 40
 # Sizes of the iterations: four up to the sample 14, eight up to 26, then twelve.
 SIZES = [4, 4, 4, 4, 8, 8, 12]
 HAS_RAMPUP = hasattr(num_microbatches_calculator, "RampupBatchsizeNumMicroBatchesCalculator")
