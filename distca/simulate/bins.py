@@ -61,11 +61,10 @@ class AllWork:
         """Work in one layer of the last stage, whose layers share the output layer equally."""
         per_token = sum(costs.pre_seconds()) + sum(costs.post_seconds())
         per_token += sum(costs.head_seconds()) * layout.stages / costs.model.layers
-        if layout.context_parallel > 1:
-            # Collectives count as work that the ranks of a group share.
-            others = layout.context_parallel - 1
-            speed = 1e9 * _ring(layout, costs)[0]
-            per_token += 2 * others * costs.shape.kv_row_bytes / speed
+        # Collectives count as work that the ranks of a group share.
+        others = layout.context_parallel - 1
+        speed = 1e9 * _ring(layout, costs)[0]
+        per_token += 2 * others * costs.shape.kv_row_bytes / speed
         return AllWork(attention, 1 + costs.cluster.backward_over_forward, per_token)
 
     @property

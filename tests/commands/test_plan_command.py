@@ -15,12 +15,13 @@ import torch
 
 from distca.commands import plan as plan_command
 from distca.commands.plan import cut_to_pieces, shuffled
+from distca.commands.plan_plot import draw_loads
 from distca.cost.link import Links
 from distca.cost.model_sizes import MODELS
 from distca.cost.profile import Profile
 from distca.cost.volume import AttentionShape, PlanBytes
 from distca.plan import Mask, load_plan, save_plan
-from distca.schedule import SCHEDULERS
+from distca.schedule import SCHEDULERS, ScheduleConfig, make_scheduler
 from support.commands import Command
 from support.random_plans import random_lengths, random_plan
 
@@ -106,6 +107,16 @@ def test_save_load_and_plot(command, lengths_file: str, tmp_path: Path) -> None:
     saved["tasks"].pop()
     plan_file.write_text(json.dumps(saved))
     assert "visible pairs are not all covered" in command.refused("--load", str(plan_file))
+
+
+def test_the_plot_marks_the_load_that_the_tolerance_allows() -> None:
+    figure = pytest.importorskip("matplotlib.figure").Figure()
+    axes = figure.add_subplot()
+    config = ScheduleConfig(shape=MODELS["llama-8b"].attention_shape(), tolerance=0.25)
+    plan = make_scheduler("tiles", config).plan(np.array([700, 324]), np.array([512, 512]), Mask())
+    relative = draw_loads(axes, plan, config)
+    assert axes.lines[0].get_ydata() == [1.25, 1.25]
+    assert [bar.get_height() for bar in axes.patches] == relative.tolist()
 
 
 def test_a_row_of_the_comparison_has_the_figures_of_the_json(command, lengths_file) -> None:

@@ -177,6 +177,22 @@ def test_every_configuration_that_divides_can_be_run() -> None:
         divisions("ring", WORKLOAD, [1], [1])
 
 
+@pytest.mark.parametrize(
+    ("node", "gpus", "heads", "kv_heads"),
+    [(12, 8, 8, 8), (8, 12, 8, 8), (8, 8, 12, 8), (8, 8, 8, 4)],
+    ids=["node", "GPUs", "heads", "key-value heads"],
+)
+def test_tensor_parallelism_divides_all(node: int, gpus: int, heads: int, kv_heads: int) -> None:
+    def of_eight(node: int, gpus: int, heads: int, kv_heads: int) -> list[Candidate]:
+        model = replace(MODEL, heads=heads, kv_heads=kv_heads)
+        cluster = replace(WORKLOAD.cluster, gpus_per_node=node)
+        workload = replace(WORKLOAD, model=model, cluster=cluster, gpus=gpus)
+        return divisions("tiles", workload, [8], [1])
+
+    assert of_eight(8, 8, 8, 8)
+    assert not of_eight(node, gpus, heads, kv_heads)
+
+
 def test_candidates_are_those_that_may_fit() -> None:
     workload = Workload(
         MODELS["llama-8b"], CLUSTERS["dgx-h100"], gpus=64, context=131_072, sequences=32

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import multiprocessing
+from argparse import Namespace
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
@@ -181,3 +182,14 @@ def test_a_folder_without_a_model_is_refused(tmp_path, capsys) -> None:
     with pytest.raises(SystemExit):
         main(["export", "--llama", str(tmp_path), "--checkpoint", str(tmp_path / "c")])
     assert "export needs --output" in capsys.readouterr().err
+
+
+def test_a_missing_checkpoint_is_not_exported(tmp_path, monkeypatch) -> None:
+    """Its random weights would be."""
+    from megatron_patches import llama
+
+    config, args = Namespace(vocab_size=8), Namespace(ckpt_step=None)
+    monkeypatch.setattr(llama, "read_config", lambda _: config)
+    monkeypatch.setattr(llama, "build_model", lambda *_: (torch.nn.Module(), args))
+    with pytest.raises(ValueError, match="has no checkpoint"):
+        llama.export_llama(tmp_path, tmp_path / "nothing", tmp_path / "back", bf16=False)

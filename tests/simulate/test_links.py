@@ -182,3 +182,15 @@ def test_collectives_use_the_links_of_all_members(
     assert costs.gradient_seconds(0, servers // members, members) == pytest.approx(
         nbytes * (members - 1) / members / (expected * 1e9)
     )
+
+
+@pytest.mark.parametrize(
+    ("name", "memory_gib", "copy_gb_per_s"),
+    [("dgx-a100", 80, 2039), ("dgx-h100", 80, 3350), ("dgx-h200", 139, 4800)],
+)
+def test_memories_and_their_speeds_are_those_of_data_sheets(
+    name: str, memory_gib: int, copy_gb_per_s: int
+) -> None:
+    cluster = CLUSTERS[name]
+    assert cluster.memory_gb == memory_gib * 2**30 // 10**9
+    assert cluster.copy_gb_per_s == copy_gb_per_s

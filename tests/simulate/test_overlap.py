@@ -121,6 +121,18 @@ def test_the_order_of_events(returns: bool) -> None:
     assert found == there + back
 
 
+def test_a_pass_begins_and_ends_with_its_own_linear_layers() -> None:
+    """There from the projections on, back to them."""
+    costs = costs_on(IDEAL)
+    plan = planned([[1024] * 4], 1, 2, ExecutionOptions("packed", ping_pong=False))
+    outcome = simulate_ticks(plan, costs, recording=True)
+    kernels = [s for s in outcome.spans if s.rank == 0 and s.name.startswith("core attention")]
+    there, back = (costs.pre_seconds()[number] * 2048 for number in (0, 1))
+    assert min(s.start for s in kernels) == pytest.approx(there, rel=1e-6)
+    last = max(s.end for s in kernels)
+    assert outcome.seconds - last == pytest.approx(back, rel=1e-6)
+
+
 def test_head_groups_divide_the_key_value_heads() -> None:
     workload = Workload(replace(MODEL, heads=24, kv_heads=24), IDEAL, 8, 8192, 8)
     whole = Candidate("tiles", tensor=2, stages=1, data=4, context=1, micro_batches=1)

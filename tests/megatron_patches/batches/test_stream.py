@@ -15,7 +15,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
-from megatron_patches.batches.stream import Corpus, TokenStream, parse_data_path, split_documents
+from megatron_patches.batches.stream import (
+    _SAMPLED_TOKENS,
+    Corpus,
+    TokenStream,
+    parse_data_path,
+    split_documents,
+)
 
 HEADER_BYTES = 34
 
@@ -328,6 +334,18 @@ def test_tokens_of_another_vocabulary_are_refused(prefix):
 
 def test_the_end_token_of_a_long_document_is_looked_at(tmp_path):
     prefix = write_corpus(str(tmp_path / "long"), [[[0] * 200_000 + [9]]])
+    with pytest.raises(ValueError, match="holds the token 9"):
+        Corpus(prefix, vocab_size=9)
+
+
+@pytest.mark.parametrize("length", [_SAMPLED_TOKENS, _SAMPLED_TOKENS + 10])
+def test_no_more_of_a_long_document_is_looked_at_than_its_last_tokens(tmp_path, length):
+    tokens = np.zeros(length, dtype=np.int64)
+    first = length - _SAMPLED_TOKENS
+    tokens[:first] = 9
+    Corpus(write_corpus(str(tmp_path / "before"), [[tokens.tolist()]]), vocab_size=9)
+    tokens[first] = 9
+    prefix = write_corpus(str(tmp_path / "first"), [[tokens.tolist()]])
     with pytest.raises(ValueError, match="holds the token 9"):
         Corpus(prefix, vocab_size=9)
 

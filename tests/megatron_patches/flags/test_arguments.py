@@ -51,6 +51,25 @@ def test_fused_kernels_need_their_packages(monkeypatch, there: set[str]) -> None
     assert args.apply_rope_fusion == ("transformer_engine" in there)
 
 
+@pytest.mark.parametrize(("cuda", "package"), [(True, False), (False, True), (True, True)])
+def test_transformer_engine_needs_both_a_gpu_and_its_package(
+    monkeypatch, cuda: bool, package: bool
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: cuda)
+    find = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util,
+        "find_spec",
+        lambda name, *more: package or None if name == "transformer_engine" else find(name, *more),
+    )
+    flags = ("--transformer-impl", "transformer_engine")
+    if cuda and package:
+        assert parse(*flags).transformer_impl == "transformer_engine"
+    else:
+        with pytest.raises(ValueError, match="transformer_engine needs a GPU"):
+            parse(*flags)
+
+
 @pytest.mark.parametrize("text", ["100,0", "(100,0)", "(100, 0)"])
 def test_windows(text: str) -> None:
     assert mask_from_args(parse("--window-size", text)).window_left == 100
@@ -185,6 +204,8 @@ def test_what_distca_does_not_cover(flag: str, value, message: str) -> None:
 def test_dedicated_servers_are_no_part_of_the_model() -> None:
     args = parse("--distca", "--distca-servers", "dedicated:3", world_size=5)
     assert (args.world_size, args.data_parallel_size) == (2, 2)
+    in_place = parse("--distca", "--distca-servers", "inplace", world_size=5)
+    assert (in_place.world_size, in_place.data_parallel_size) == (5, 5)
     # Without --distca the same command is plain Megatron on all processes.
     assert parse("--distca-servers", "dedicated:3", world_size=5).data_parallel_size == 5
     with pytest.raises(ValueError, match="a process for each of the 2 tensor-parallel parts"):

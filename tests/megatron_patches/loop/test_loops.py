@@ -22,6 +22,9 @@ from pathlib import Path
 
 import pytest
 
+from megatron_patches.batches.stream import SPLITS
+from megatron_patches.loop.job import DataIterators
+from megatron_patches.loop.lean.training import Run
 from support.pretraining import LOSS, ROOT, kill_all
 from support.whole_runs import write_documents
 
@@ -169,6 +172,15 @@ def test_both_loops_train_alike_on_documents_that_span_ranks(tmp_path):
     # Megatron-LM's second line is a mean of two steps.
     own[2] = 2 * own[2] - own[1]
     assert own == pytest.approx(lean, rel=2e-6)
+
+
+@pytest.mark.parametrize("chunks", [1, 2, 3])
+def test_each_model_chunk_has_an_iterator_and_one_alone_no_list(chunks):
+    data = [DataIterators(*(iter([f"{which} {n}"]) for which in SPLITS)) for n in range(chunks)]
+    found = Run(*[None] * 5, data, None).iterators("valid")
+    assert [next(each) for each in ([found] if chunks == 1 else found)] == [
+        f"valid {n}" for n in range(chunks)
+    ]
 
 
 def test_the_loop_of_megatron_is_asked_for_where_it_is_missing(tmp_path):
