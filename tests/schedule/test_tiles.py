@@ -20,7 +20,7 @@ from distca.plan.span import Int64s
 from distca.schedule import ScheduleConfig, describe, even_capacities, make_scheduler, move_tiles
 from distca.schedule.base import relative_loads, server_loads
 from distca.schedule.tiles import scheduler
-from distca.schedule.tiles.arena import fit_arenas, received_bytes
+from distca.schedule.tiles.arena import _with_given, fit_arenas, received_bytes
 from distca.schedule.tiles.packing import _slice_edges, _slice_tokens
 from support.batches import SlowStart, documents, long_tailed_lengths, placement_rows, task_rows
 
@@ -142,6 +142,30 @@ def test_queries_go_to_keys_where_keys_do_not_fit() -> None:
     # A window needs few keys anyway.
     windowed = make_scheduler("packed", config).schedule(lengths, at, Mask(100))
     assert fit_arenas(windowed, SHAPE, 0) is windowed
+
+
+def test_keys_are_given_over_up_to_the_end_of_a_task() -> None:
+    """A server gives two ranges of a task's keys to the other; the second one ends with the task."""
+    zero, length = np.zeros(1, dtype=np.int64), np.array([64])
+    plan = Plan(
+        length,
+        Placement(zero, zero, length, zero, 2),
+        Tasks.from_rows([(0, 0, 64, 0, 64, 0)]),
+        Mask(),
+        block=16,
+        scheduler="by hand",
+    )
+    plan = replace(plan, tasks=_with_given(plan, [(0, 1, 16, 32), (0, 1, 48, 64)]))
+    plan.validate()
+    assert sorted(task_rows(plan)) == [
+        (0, 0, 16, 0, 16, 0),
+        (0, 16, 32, 16, 32, 1),
+        (0, 16, 64, 0, 16, 0),
+        (0, 32, 48, 32, 48, 0),
+        (0, 32, 64, 16, 32, 1),
+        (0, 48, 64, 32, 48, 0),
+        (0, 48, 64, 48, 64, 1),
+    ]
 
 
 def test_documents_stay_whole_where_nothing_may_be_received() -> None:
