@@ -43,7 +43,7 @@ class _Offsets:
         if cu_seqlens not in self._placed:
             # torch keeps the pinned memory until the copy is done.
             source = cu_seqlens.pin_memory() if device.type == "cuda" else cu_seqlens
-            longest = int(cu_seqlens.diff().max()) if len(cu_seqlens) > 1 else 0
+            longest = int(cu_seqlens.diff().max())
             self._placed[cu_seqlens] = source.to(device, non_blocking=True), longest
         placed: tuple[torch.Tensor, int] = self._placed[cu_seqlens]
         return placed

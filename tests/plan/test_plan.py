@@ -81,6 +81,12 @@ def test_the_mask_counts_pairs_as_a_matrix_does(edges: list[int], window: int | 
         assert bool(mask.is_full(*columns)[0]) == rectangle.all()
 
 
+@pytest.mark.parametrize(("kv_end", "full"), [(4, True), (5, False)])
+def test_a_full_rectangle_ends_with_the_first_query(kv_end: int, full: bool) -> None:
+    columns = (np.array([x]) for x in (3, 6, 0, kv_end))
+    assert Mask().is_full(*columns).tolist() == [full]
+
+
 def test_a_window_is_not_negative() -> None:
     with pytest.raises(ValueError, match="window_left is -1"):
         Mask(-1)

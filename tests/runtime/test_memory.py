@@ -204,7 +204,10 @@ def test_buffers_grow_with_headroom_and_rarely(caplog) -> None:
         grown = CoreAttentionMemory(*(size * 5 // 4 for size in (1000, 2000, 3000, 4000)))
         buffers.reserve(grown, transport)
     assert len(transport.sizes) == 1
-    assert [message for message in caplog.messages if "grow from 0.0" in message]
+    megabytes = f"{buffers.nbytes / 1e6:.1f}"
+    assert caplog.messages == [
+        f"core attention's buffers grow from 0.0 to {megabytes} MB on every rank"
+    ]
     assert transport.sizes[0][Channel("to owners", 5)] == ChannelBytes(3840, 5120)
     assert set(transport.sizes[0]) == {
         Channel(direction, slot) for direction in ("to servers", "to owners") for slot in range(6)

@@ -4,12 +4,19 @@ from __future__ import annotations
 
 import time
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 
+from distca.cost.profile import Profile, _diagonal_pairs
+from distca.cost.volume import AttentionShape
+from distca.plan import Mask
 from distca.runtime import Prefetcher
+from distca.runtime.kernel_timing import KernelTimer, held_out_errors
 from distca.runtime.messages import Field, message_sizes, pack, unpack
+from distca.runtime.trace import Trace
+from distca.timeline import LANES
 from support.ranks import RankError, Ranks
 
 
@@ -78,6 +85,49 @@ def test_messages_survive_packing(width) -> None:
         assert torch.equal(rows, found)
     # Rank 0's message comes first: its two rows of the first tensor.
     assert torch.equal(buffer[: 2 * row].view(torch.bfloat16), fields[0][1][:2].reshape(-1))
+
+
+def test_a_span_says_how_long_its_thread_computed(monkeypatch: pytest.MonkeyPatch) -> None:
+    trace = Trace(torch.device("cpu"))
+    monkeypatch.setattr(time, "thread_time_ns", iter([5_000, 12_000]).__next__)
+    monkeypatch.setattr(time, "time_ns", iter([100_000, 130_000]).__next__)
+    with trace.span("not recorded", LANES[0]):
+        pass
+    trace.recording = True
+    with trace.span("kernel", LANES[1], layer=3):
+        pass
+    (event,) = trace.take(rank=2)
+    assert (event["ts"], event["dur"], event["tdur"]) == (100.0, 30.0, 7.0)
+    assert (event["pid"], event["tid"], event["args"]) == (2, 1, {"layer": 3})
+    assert trace.take(rank=2) == []
+
+
+def test_held_out_tasks_are_full_and_on_the_diagonal_in_turn(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A profile of 1e6 pairs a second is exact for a kernel that has this rate."""
+    lengths = (64, 256, 1024)
+    sizes = [(q, kv) for q in lengths for kv in lengths]
+    full = np.array([q * kv / 1e6 for q, kv in sizes]).reshape(3, 3)
+    diagonal = np.array([_diagonal_pairs(q, kv) / 1e6 for q, kv in sizes]).reshape(3, 3)
+    profile = Profile(
+        lengths,
+        *(tuple(map(tuple, seconds.tolist())) for seconds in (full, diagonal)),
+        AttentionShape(4, 2, 16, 4),
+        {"hardware": "none"},
+    )
+    timed: list[tuple[int, int, bool]] = []
+
+    def seconds(self: KernelTimer, q_len: int, kv_len: int, causal: bool) -> float:
+        timed.append((q_len, kv_len, causal))
+        columns = (np.array([x]) for x in (kv_len - q_len, kv_len, 0, kv_len))
+        return float(Mask().pairs(*columns)[0] if causal else q_len * kv_len) / 1e6
+
+    monkeypatch.setattr(KernelTimer, "seconds", seconds)
+    errors = held_out_errors(profile, "cpu", points=8)
+    assert [causal for _, _, causal in timed] == [False, True] * 4
+    assert all(q_len <= kv_len for q_len, kv_len, causal in timed if causal)
+    assert max(errors) < 0.01
 
 
 def rank_and_size() -> tuple[int, int]:

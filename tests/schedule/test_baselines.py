@@ -8,10 +8,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from distca.cost.volume import AttentionShape, plan_bytes
-from distca.plan import Mask, Plan, place_in_turn
+from distca.plan import Mask, Placement, Plan, place_in_turn
 from distca.plan.plan import max_over_mean
 from distca.plan.span import Int64s
 from distca.schedule import SCHEDULERS, ScheduleConfig, even_capacities, make_scheduler
+from distca.schedule.baselines.context_parallel import shard_documents
 from distca.schedule.baselines.wlb_llm import MEMORY_FACTOR, delay_outliers
 from support.batches import documents, long_tailed_lengths, placement_rows, task_rows
 
@@ -73,6 +74,15 @@ def test_per_document_sharding_balances_every_group(ranks: int) -> None:
                 assert (
                     abs(int((mine.start + mine.end).sum()) - length * len(mine.rank)) <= 4 * ranks
                 )
+
+
+def test_shards_carry_rounding_errors_from_piece_to_piece_of_a_group() -> None:
+    """Documents of one token: dealt out in turn, and anew in each group."""
+    column = np.arange(5)
+    groups = Placement(column, 0 * column, 0 * column + 1, np.array([0, 0, 0, 1, 1]), 2)
+    at = shard_documents(groups, 2)
+    assert at.tokens_per_rank().tolist() == [2, 1, 1, 1]
+    assert at.rank[np.argsort(at.document)].tolist() == [0, 1, 0, 2, 3]
 
 
 def test_a_group_is_as_small_as_the_longest_document_allows() -> None:

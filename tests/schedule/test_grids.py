@@ -11,7 +11,7 @@ from distca.cost.volume import PHASES, AttentionShape, plan_bytes
 from distca.plan import Mask, Placement, Plan
 from distca.schedule import ScheduleConfig, describe, even_capacities, make_scheduler
 from distca.schedule.base import plan_at_home
-from distca.schedule.tiles.grid import initial_tasks, members_of_group
+from distca.schedule.tiles.grid import _fewest_ranks, initial_tasks, members_of_group
 
 SHAPE = AttentionShape(heads=8, kv_heads=2, head_dim=64)
 
@@ -67,6 +67,7 @@ def test_grids_begin_where_they_move_fewer_bytes() -> None:
         assert moved == at_home or moved < 0.95 * at_home
         grids += [ranks] if moved != at_home else []
     assert grids == [12, 13, 14, 15, 16]
+    assert _fewest_ranks(SHAPE) == 12
 
 
 def test_the_innermost_slice_may_be_one_piece() -> None:

@@ -133,6 +133,16 @@ def test_bytes_and_work_are_the_plans(stages: int, scheduler: str, ping_pong: bo
     )
 
 
+def test_a_tensor_parallel_output_layer_has_one_collective() -> None:
+    """Two GPUs each compute half, and pass half of a token's row on."""
+    alone = ModelCosts(MODEL, IDEAL)
+    pair = replace(alone, cluster=replace(IDEAL, node_gb_per_s=100.0), tensor_parallel=2)
+    row_seconds = MODEL.hidden_size * 2 / 100e9
+    assert pair.head_seconds() == pytest.approx(
+        tuple(seconds / 2 + row_seconds / 2 for seconds in alone.head_seconds())
+    )
+
+
 def test_what_stages_pass_on() -> None:
     """Activations go to the next stage, and gradients back: none from the last one, or the first;
     from the last stage's first chunk they go on to the first stage."""

@@ -207,7 +207,8 @@ class _Packer:
                 tables.append(_deal(documents, edges, np.cumsum(room[ranks]), ranks))
                 break
             rest = (loads[-1] - loads[last]) / float(tokens[-1] - tokens[last])
-            until = _share_stratum(edges, loads[first : last + 1], rest, room, need)
+            here = (loads[last] - loads[first]) / float(edges[-1])
+            until = _share_stratum(edges, here, rest, room, need)
             tables.append(_deal(documents, edges, until, np.arange(len(room))))
             reached = np.interp(until, edges, loads[first : last + 1])
             room = room - np.diff(until, prepend=0)
@@ -215,18 +216,17 @@ class _Packer:
         return np.concatenate(tables)
 
 
-def _share_stratum(edges: Int64s, loads: Floats, rest: float, room: Int64s, need: Floats) -> Int64s:
+def _share_stratum(edges: Int64s, here: float, rest: float, room: Int64s, need: Floats) -> Int64s:
     """Shares a stratum out; returns the token up to which each rank in turn takes it, `[ranks]`.
 
     Args:
         edges: tokens before each document of the stratum, and in all, `[documents + 1]`.
-        loads: likewise loads, counted from any start.
-        rest: load a token of the strata after this one.
+        here: load a token of the stratum.
+        rest: load a token of the strata after it.
         room: tokens that each rank has room for.
         need: load that these tokens should bring.
     """
     count, lengths = int(edges[-1]), np.diff(edges)
-    here = float(loads[-1] - loads[0]) / count
     # Rounding to whole documents may give a rank one more than its share.
     most = np.maximum(room - int(lengths[0]), 0)
     share = np.clip((need - rest * room) / max(here - rest, 1e-9), 0, most)

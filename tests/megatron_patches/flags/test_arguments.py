@@ -112,6 +112,10 @@ def test_windows(text: str) -> None:
         ("--wandb-project p", "needs the package wandb: pip install wandb"),
         ("--num-layers two", "argument --num-layers: invalid int value: 'two'"),
         ("--recompute-granularity full", "needs --recompute-method"),
+        (
+            "--recompute-granularity full --recompute-method uniform",
+            "needs --recompute-method and --recompute-num-layers",
+        ),
         ("--overlap-param-gather", "needs --use-distributed-optimizer"),
         ("--save-interval 5", "needs --save"),
         ("--micro-batch-size 0", "--micro-batch-size 0 must be at least 1"),

@@ -2,12 +2,26 @@
 
 from __future__ import annotations
 
+import io
 import logging
+import sys
 from argparse import Namespace
 from collections.abc import Sequence
 
 import pytest
 import torch.distributed as dist
+
+
+def _args() -> Namespace:
+    return Namespace(
+        tensorboard_dir=None,
+        tensorboard_log_interval=1,
+        wandb_project=None,
+        train_iters=4,
+        log_interval=2,
+        seq_length=8,
+        consumed_train_samples=0,
+    )
 
 
 def lines_of(cpu_seconds: Sequence[Sequence[float]]) -> list[str]:
@@ -19,16 +33,7 @@ def lines_of(cpu_seconds: Sequence[Sequence[float]]) -> list[str]:
     handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
     logs.logger.addHandler(handler)
     logs.logger.setLevel(logging.INFO)
-    args = Namespace(
-        tensorboard_dir=None,
-        tensorboard_log_interval=1,
-        wandb_project=None,
-        train_iters=4,
-        log_interval=2,
-        seq_length=8,
-        consumed_train_samples=0,
-    )
-    log = logs.TrainingLog(args, 0)
+    log = logs.TrainingLog(_args(), 0)
     for iteration, of_ranks in enumerate(cpu_seconds, 1):
         log.iteration_done(
             iteration,
@@ -43,6 +48,24 @@ def lines_of(cpu_seconds: Sequence[Sequence[float]]) -> list[str]:
     log.close()
     logs.logger.removeHandler(handler)
     return said
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+def test_messages_go_around_the_bar_where_there_is_one(
+    terminal: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from megatron_patches.loop.lean import logs
+
+    monkeypatch.setattr(dist, "get_rank", lambda: 0)
+    error = io.StringIO()
+    monkeypatch.setattr(error, "isatty", lambda: terminal, raising=False)
+    monkeypatch.setattr(sys, "stderr", error)
+    root, plain = logging.getLogger(), logging.StreamHandler(error)
+    monkeypatch.setattr(root, "handlers", [plain])
+    log = logs.TrainingLog(_args(), 0)
+    assert (root.handlers == [plain]) is not terminal
+    log.close()
+    assert root.handlers == [plain]
 
 
 def test_the_busiest_rank_is_another_one_in_each_iteration(ranks) -> None:
