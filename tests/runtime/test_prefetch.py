@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -12,6 +14,7 @@ import pytest
 
 from distca.runtime import Prefetcher
 from support.models import make_run, memory_stream, parse
+from support.pretraining import ROOT
 
 PATIENCE = 20
 """Seconds until what was not made is said not to come."""
@@ -55,6 +58,31 @@ def test_the_next_value_is_made_while_this_one_is_held() -> None:
     with pytest.raises(StopIteration):
         next(ahead)
     ahead.close()
+
+
+def test_one_value_waits_unless_more_are_asked_for() -> None:
+    made = Made()
+
+    def values() -> Iterator[int]:
+        for number in itertools.count():
+            made.note(number)
+            yield number
+
+    ahead = Prefetcher(values())
+    # The one that waits, and the one that the thread holds until there is room for it.
+    assert made.comes(1)
+    assert ahead._finished.maxsize == 1
+    ahead.close()
+
+
+def test_a_process_ends_without_its_prefetchers() -> None:
+    """A rank that fails does not wait for values that nobody will take."""
+    code = (
+        "import itertools; from distca.runtime import Prefetcher; "
+        "print(next(Prefetcher(itertools.count())))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=60, cwd=ROOT)
+    assert done.stdout == b"0\n"
 
 
 @pytest.mark.parametrize("micro_batches", [1, 3])

@@ -102,6 +102,7 @@ def test_windows(text: str) -> None:
         ("--lr 0", "--lr 0.0 must be positive"),
         ("--min-lr 1", "--min-lr 1.0 must lie in"),
         ("--lr-warmup-iters 10", "--lr-warmup-iters 10 must be less than the 10"),
+        ("--lr-warmup-iters -1", "--lr-warmup-iters -1 must be"),
         (
             "--lr-warmup-samples 9",
             "--lr-warmup-samples needs --train-samples: .* --lr-warmup-iters",
