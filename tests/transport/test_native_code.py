@@ -230,6 +230,11 @@ def test_doctor_misses_greenlet_where_training_needs_it(monkeypatch, trains, sta
     assert "--no-distca-ping-pong" in findings["greenlet"].cure
 
 
+def test_a_compiler_that_is_not_there_is_named() -> None:
+    with pytest.raises(RuntimeError, match="no-such-compiler cannot be run"):
+        compiled.run(["no-such-compiler", "--version"])
+
+
 @pytest.mark.parametrize(
     ("built_for", "cure"), [(None, "a CUDA build of torch"), ("13.0", "install a driver")]
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
@@ -173,6 +174,27 @@ def test_a_failure_is_found_when_a_step_ends(ranks) -> None:
     )
     assert found("rank 1 died", 0, True) == "rank 1 died"
     assert found(None, 0, True) == "not a number"
+
+
+def rooms_of_two_channels() -> list[tuple[int, int]]:
+    """Begin and end, in the memory of this rank, of what each channel receives and stages."""
+    other = Channel("to servers", 1)
+    fake, rooms = Fake(), []
+    with fake.in_place():
+        transport = fake.transport()
+        transport.reserve({CHANNEL: SIZES[CHANNEL], other: ChannelBytes(send=700, receive=4096)})
+        for memory in (transport._arenas, transport._staging):
+            for channel in (CHANNEL, other):
+                room = memory[channel]
+                rooms.append((room.data_ptr(), room.data_ptr() + room.nbytes))
+    return rooms
+
+
+def test_no_two_rooms_overlap(ranks) -> None:
+    for rooms in ranks.run(rooms_of_two_channels, world_size=2):
+        assert sorted(end - begin for begin, end in rooms) == [700, 1000, 4096, 5000]
+        ordered = sorted(rooms)
+        assert all(end <= begin for (_, end), (begin, _) in itertools.pairwise(ordered))
 
 
 def put_by_copy_engines() -> list[str]:
