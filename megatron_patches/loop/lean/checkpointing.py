@@ -169,7 +169,8 @@ def load_checkpoint(
     with_rng = not (args.no_load_rng or args.finetune or saved.no_save_rng)
     if not args.finetune:
         go_on_from(vars(saved), args)
-    if with_rng and _layout(saved) != _layout(args):
+    ranks = (*_layout(args), args.data_parallel_size)
+    if with_rng and (*_layout(saved), saved.data_parallel_size) != ranks:
         logger.warning("the parallel sizes changed: random states are not loaded")
         with_rng = False
     metadata = dist_checkpointing.load_content_metadata(preloaded_state_dict=common) or _METADATA
