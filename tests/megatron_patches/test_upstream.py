@@ -129,6 +129,8 @@ def megatron(monkeypatch, request):
     )
     # A rank that fails ends by it.
     monkeypatch.setattr("os._exit", sys.exit)
+    # absl, where Megatron imports it, then closes the standard error that pytest put in place.
+    monkeypatch.setattr("logging.shutdown", lambda: None)
     yield MegatronTraining(monkeypatch, script_parses=request.param == "0.19")
     for package in ("distca", "megatron_patches"):
         logging.getLogger(package).handlers.clear()
