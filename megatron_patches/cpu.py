@@ -97,7 +97,7 @@ def set_megatron_arguments(args: Any) -> None:
     ):
         # Compiled for the CPU in the first step, which takes longer than they ever save.
         setattr(args, fusion, False)
-    # Megatron-LM refuses tensor parallelism without it, for the sake of streams on a GPU.
+    # Set for Megatron-LM, not read by us: it refuses tensor parallelism without, for a GPU's sake.
     os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
 
 

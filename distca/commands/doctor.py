@@ -30,7 +30,7 @@ State = Literal["ok", "missing", "problem"]
 
 # The versions that the checks of this repository were run with: docs/loops.md has the table.
 PYTHONS = ((3, 11), (3, 13))
-TORCHES = ((2, 13), (2, 15))
+TORCHES = ((2, 13), (2, 13))
 MEGATRONS = ((0, 16, 1), (0, 19, 2))
 
 
@@ -162,7 +162,8 @@ def _untried(version: str, tried: tuple[tuple[int, ...], tuple[int, ...]]) -> st
     oldest, newest = tried
     if oldest <= _numbers(version, len(oldest)) <= newest:
         return ""
-    return f"tried so far: {'.'.join(map(str, oldest))} to {'.'.join(map(str, newest))}"
+    first, last = (".".join(map(str, each)) for each in tried)
+    return f"tried so far: {first}" + (f" to {last}" if last != first else "")
 
 
 def _greenlet() -> Finding:
