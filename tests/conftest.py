@@ -23,6 +23,17 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         action="store_true",
         help="run whole micro-batches in the tests of --distca, but in those of ping-pong itself",
     )
+    parser.addoption(
+        "--full",
+        action="store_true",
+        help="run storms, soaks and tables at their stated size instead of a short part of them",
+    )
+
+
+@pytest.fixture(scope="session")
+def full(pytestconfig: pytest.Config) -> bool:
+    """Whether storms, soaks and tables run at their stated size."""
+    return pytestconfig.getoption("--full")
 
 
 @pytest.fixture(scope="session")
