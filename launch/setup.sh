@@ -32,7 +32,7 @@ if [ "${1:-}" = megatron ]; then
     folder=${XDG_CACHE_HOME:-$HOME/.cache}/distca/megatron-$version-python$(python_version "$python")
     if [ "$(cat "$folder/set-up-for" 2>/dev/null || true)" != "$stamp" ]; then
         mkdir -p "$(dirname "$folder")"
-        make_environment "$folder" "$stamp" "$python" megatron,dev,transformers \
+        make_environment "$folder" "$stamp" "$python" megatron,dev \
             "megatron-core==$version"
         # Other checkouts use it, too: what is tested is imported from where it lies.
         "$folder/bin/python" -m pip --disable-pip-version-check --quiet uninstall --yes distca

@@ -7,6 +7,9 @@ from typing import Any
 
 from distca.documents.tokenizer import TOKENIZER_TYPES
 
+EVAL_INTERVAL = 1000
+"""Iterations between evaluations, unless `--eval-interval` is given."""
+
 
 def window_size(text: str) -> tuple[int, int]:
     """Parses Megatron's `--window-size`: `L,R` or `(L,R)`."""
@@ -284,7 +287,7 @@ FLAGS: dict[str, list[tuple[str, dict[str, Any]]]] = {
         ("--eval-iters", {"type": int, "default": 100, "help": "Iterations of an evaluation."}),
         (
             "--eval-interval",
-            {"type": int, "default": 1000, "help": "Iterations between evaluations."},
+            {"type": int, "default": EVAL_INTERVAL, "help": "Iterations between evaluations."},
         ),
         (
             "--eval-global-batch-size",

@@ -18,6 +18,7 @@ import torch
 
 from megatron_patches import cpu
 from megatron_patches.batches.resuming import go_on_from
+from megatron_patches.flags.megatron_table import EVAL_INTERVAL
 from megatron_patches.loop.job import Job
 from megatron_patches.loop.messages import message_handlers, message_level
 
@@ -80,6 +81,9 @@ def _and_check(
     answer = theirs(args, *more, **named)
     if always or args.distca:
         _show_our_messages(args.rank)
+        # From 0.17 on Megatron-LM divides by this without a default.
+        if args.eval_interval is None:
+            args.eval_interval = EVAL_INTERVAL
         try:
             if args.distca and args.distca_servers:
                 raise ValueError(

@@ -39,7 +39,7 @@ FLAGS = """
     --lr-decay-style cosine --lr-warmup-iters 1 --weight-decay 0.1 --train-iters 4
     --tokenizer-type NullTokenizer --vocab-size 100 --make-vocab-size-divisible-by 64
     --split 100,0,0
-    --log-interval 1 --eval-interval 1000 --eval-iters 0
+    --log-interval 1 --eval-iters 0
 """.split()
 SHARDED = ["--use-distributed-optimizer"]
 
