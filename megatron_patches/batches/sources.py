@@ -18,6 +18,7 @@ from distca.plan import Mask
 from distca.runtime import Buffers, CoreAttention, Trace
 from distca.schedule import (
     GlobalBatchPlanner,
+    PlannerProcess,
     describe,
     format_summary,
     most_in_flight_of_1f1b,
@@ -292,7 +293,8 @@ class PlannedMaker(BatchMaker):
             batches = replace(batches, announce=partial(self.control.announce, which))
         training, fixed = which == "train", self.micro_batches_of_evaluation
         count = self.micro_batches if training else lambda _: fixed
-        return TickStream(batches, first_sample, count, self._device)
+        process = PlannerProcess(batches.planner())
+        return TickStream(batches, first_sample, count, self._device, process)
 
     def log_first_plan(self, stream: TokenStream, first_sample: int) -> None:
         """Logs what the scheduler did, and the number of ticks and micro-batches in flight."""
