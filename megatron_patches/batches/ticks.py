@@ -236,6 +236,7 @@ class TickStream:
         device: device of the model.
         process: process that plans, which ends with this iterator; None: the thread plans itself,
             and slows down the launches of kernels.
+        fused_rotary: as for `MicroBatch.to`.
 
     Attributes:
         batches: maker of the ticks.
@@ -249,8 +250,10 @@ class TickStream:
         micro_batches: Callable[[int], int],
         device: torch.device,
         process: PlannerProcess[CountedGlobalBatch] | None = None,
+        fused_rotary: bool = False,
     ) -> None:
         self.batches = batches
+        self._fused_rotary = fused_rotary
         self.device = device
         self._process = process
         self._seconds_waited = 0.0
@@ -269,7 +272,7 @@ class TickStream:
         core_attention.reserve(tick_input.memory)
         micro_batch = tick_input.micro_batch
         if micro_batch is not None:
-            micro_batch = micro_batch.to(self.device)
+            micro_batch = micro_batch.to(self.device, self._fused_rotary)
             assert micro_batch.packed_seq_params is not None
             micro_batch = replace(
                 micro_batch,
