@@ -9,6 +9,7 @@ from distca.schedule.program import Pass
 from distca.schedule.report import PlanSummary, describe, format_summary
 from distca.schedule.schedulers import BALANCING, SCHEDULERS, make_scheduler
 from distca.schedule.tiles.scheduler import TilesScheduler, move_tiles
+from distca.schedule.training.counted_batch import CountedGlobalBatch, CountingPlanner
 from distca.schedule.training.global_batch import (
     Documents,
     ExecutionOptions,
@@ -20,6 +21,7 @@ from distca.schedule.training.global_batch import (
 )
 from distca.schedule.training.micro_batches import share_out
 from distca.schedule.training.nano_batches import Crossing, NanoPlan, plan_halves, split_in_two
+from distca.schedule.training.planner_process import PlannerProcess
 from distca.schedule.training.pooling import pool, pool_nano_batches
 from distca.schedule.training.ticks import (
     Tick,
@@ -32,6 +34,8 @@ from distca.schedule.training.ticks import (
 __all__ = [
     "BALANCING",
     "SCHEDULERS",
+    "CountedGlobalBatch",
+    "CountingPlanner",
     "Crossing",
     "Documents",
     "ExecutionOptions",
@@ -45,6 +49,7 @@ __all__ = [
     "PlannedGlobalBatch",
     "PlannedMicroBatch",
     "PlannedTick",
+    "PlannerProcess",
     "RingZigzag",
     "ScheduleConfig",
     "Scheduler",

@@ -84,50 +84,66 @@ class MicroBatch:
     attention_mask: torch.Tensor | None = None
     report: dict[str, float] = field(default_factory=dict)
 
-    def to(self, device: torch.device) -> MicroBatch:
-        """Returns the micro-batch on another device."""
+    def to(self, device: torch.device, fused_rotary: bool = False) -> MicroBatch:
+        """Returns the micro-batch on another device.
+
+        Args:
+            device: device of the model.
+            fused_rotary: whether a fused kernel applies rotary embedding; otherwise megatron-core
+                reads the bounds of the sequences on the host.
+        """
         if device.type == "cpu":
             return self
 
         def move(tensor: torch.Tensor | None) -> torch.Tensor | None:
-            return None if tensor is None else place(tensor)
-
-        def place(tensor: torch.Tensor) -> torch.Tensor:
-            # Only pinned memory is copied without a wait for all that the GPU was given before.
-            source = tensor.pin_memory() if device.type == "cuda" else tensor
-            return source.to(device, non_blocking=True)
+            return None if tensor is None else place(tensor, device)
 
         params = self.packed_seq_params
         if params is not None:
-            params = _moved(params, move)
+            params = _moved(params, move, fused_rotary)
             if params.nano_batches is not None:
-                ping, pong = (_moved(each, move) for each in params.nano_batches)
+                ping, pong = (_moved(each, move, fused_rotary) for each in params.nano_batches)
                 params = replace(params, nano_batches=(ping, pong))
         return replace(
             self,
-            tokens=place(self.tokens),
-            labels=place(self.labels),
-            loss_mask=place(self.loss_mask),
-            position_ids=place(self.position_ids),
+            tokens=place(self.tokens, device),
+            labels=place(self.labels, device),
+            loss_mask=place(self.loss_mask, device),
+            position_ids=place(self.position_ids, device),
             attention_mask=move(self.attention_mask),
             packed_seq_params=params,
         )
 
 
+def place(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Returns a tensor of the CPU on another device, without waiting for what runs there."""
+    # Only pinned memory is copied without a wait for all that the GPU was given before.
+    source = tensor.pin_memory() if device.type == "cuda" else tensor
+    return source.to(device, non_blocking=True)
+
+
 def _moved(
-    params: DocumentParams, move: Callable[[torch.Tensor | None], torch.Tensor | None]
+    params: DocumentParams,
+    move: Callable[[torch.Tensor | None], torch.Tensor | None],
+    fused_rotary: bool,
 ) -> DocumentParams:
-    """Returns parameters whose index tensors `move` has moved."""
+    """Returns parameters whose index tensors `move` has moved, but what is read on the host."""
     nano_batch = params.nano_batch
     if nano_batch is not None:
         nano_batch = replace(nano_batch, borrowed_rows=move(nano_batch.borrowed_rows))
-    return replace(
+    moved = replace(
         params,
         cu_seqlens_q=move(params.cu_seqlens_q),
         cu_seqlens_kv=move(params.cu_seqlens_kv),
+        nano_batch=nano_batch,
+    )
+    if not fused_rotary:
+        # Rotary embedding alone reads these, on the host: six waits a layer if they were elsewhere.
+        return moved
+    return replace(
+        moved,
         cu_seqlens_q_padded=move(params.cu_seqlens_q_padded),
         cu_seqlens_kv_padded=move(params.cu_seqlens_kv_padded),
-        nano_batch=nano_batch,
     )
 
 
@@ -237,6 +253,7 @@ class MicroBatches:
         first_sample: number of samples consumed so far.
         samples_per_micro_batch: number of samples by which each micro-batch advances.
         device: device of the model.
+        fused_rotary: as for `MicroBatch.to`.
     """
 
     def __init__(
@@ -245,8 +262,9 @@ class MicroBatches:
         first_sample: int,
         samples_per_micro_batch: int,
         device: torch.device,
+        fused_rotary: bool = False,
     ) -> None:
-        self._device = device
+        self._device, self._fused_rotary = device, fused_rotary
         self._batches = Prefetcher(
             make(sample) for sample in itertools.count(first_sample, samples_per_micro_batch)
         )
@@ -255,7 +273,7 @@ class MicroBatches:
         return self
 
     def __next__(self) -> MicroBatch:
-        return next(self._batches).to(self._device)
+        return next(self._batches).to(self._device, self._fused_rotary)
 
     def close(self) -> None:
         """Ends the thread."""

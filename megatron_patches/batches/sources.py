@@ -18,6 +18,7 @@ from distca.plan import Mask
 from distca.runtime import Buffers, CoreAttention, Trace
 from distca.schedule import (
     GlobalBatchPlanner,
+    PlannerProcess,
     describe,
     format_summary,
     most_in_flight_of_1f1b,
@@ -186,7 +187,14 @@ def batch_maker(
     mask = mask_from_args(args)
     if args.distca:
         return PlannedMaker(args, layout, mask, find_servers(args, device, processes), device)
-    return PackedMaker(layout, mask, uses_dense_mask(args), uses_own_attention(args), device)
+    return PackedMaker(
+        layout,
+        mask,
+        uses_dense_mask(args),
+        uses_own_attention(args),
+        device,
+        args.apply_rope_fusion,
+    )
 
 
 @dataclass(frozen=True)
@@ -199,6 +207,7 @@ class PackedMaker(BatchMaker):
         dense: attribute of `PackedBatches`.
         token_positions: attribute of `PackedBatches`.
         device: device of the model.
+        fused_rotary: as for `MicroBatch.to`.
     """
 
     layout: WindowLayout
@@ -206,6 +215,7 @@ class PackedMaker(BatchMaker):
     dense: bool
     token_positions: bool
     device: torch.device
+    fused_rotary: bool
 
     def __call__(self, stream: TokenStream) -> PackedBatches:
         """Makes the micro-batches of a split's stream."""
@@ -221,7 +231,7 @@ class PackedMaker(BatchMaker):
     def iterator(self, stream: TokenStream, which: Split, first_sample: int) -> MicroBatches:
         """See `BatchMaker.iterator`."""
         samples = self.layout.samples_per_micro_batch
-        return MicroBatches(self(stream), first_sample, samples, self.device)
+        return MicroBatches(self(stream), first_sample, samples, self.device, self.fused_rotary)
 
     def close(self) -> None:
         """Frees nothing, since the splits share nothing."""
@@ -292,7 +302,9 @@ class PlannedMaker(BatchMaker):
             batches = replace(batches, announce=partial(self.control.announce, which))
         training, fixed = which == "train", self.micro_batches_of_evaluation
         count = self.micro_batches if training else lambda _: fixed
-        return TickStream(batches, first_sample, count, self._device)
+        process = PlannerProcess(batches.planner())
+        fused_rotary = self._args.apply_rope_fusion
+        return TickStream(batches, first_sample, count, self._device, process, fused_rotary)
 
     def log_first_plan(self, stream: TokenStream, first_sample: int) -> None:
         """Logs what the scheduler did, and the number of ticks and micro-batches in flight."""

@@ -1,6 +1,7 @@
 """A rank's input of each tick of a global batch: its micro-batch, and its part of the plans.
 
-All ranks plan the same ticks, each for itself, on a thread that is one tick ahead of the model.
+All ranks plan the same global batches, each in a process of its own that is at least one global
+batch ahead of the model. A thread makes a rank's part of the plans, one tick ahead.
 """
 
 from __future__ import annotations
@@ -16,7 +17,17 @@ from distca.cost.memory import CoreAttentionMemory
 from distca.plan import Plan
 from distca.plan.span import Floats, Int64s
 from distca.runtime import CoreAttention, Exchange, Prefetcher, ProgramRun, build_exchange
-from distca.schedule import Pass, PlannedGlobalBatch, PlannedTick, Tick, TickSchedule, Work
+from distca.schedule import (
+    CountedGlobalBatch,
+    CountingPlanner,
+    Documents,
+    Pass,
+    PlannedGlobalBatch,
+    PlannerProcess,
+    Tick,
+    TickSchedule,
+    Work,
+)
 from distca.schedule.program import LayerGroup, Program, calls_of, tick_program
 from megatron_patches.batches.micro_batch import MicroBatch
 from megatron_patches.batches.planned import PlannedBatches
@@ -102,17 +113,35 @@ class TickBatches:
     core_attention: CoreAttention
     announce: Callable[[], None] | None = None
 
+    def planner(self) -> CountingPlanner:
+        """Makes the planner of global batches, which also counts what their plans need."""
+        directions: tuple[Pass, ...] = ("forward", "backward")
+        return CountingPlanner(
+            self.planned.planner,
+            {each: calls_of(self.program(each, 1, at_home=False)) for each in directions},
+            self.core_attention.backward,
+            self.core_attention.buffers.head_groups,
+        )
+
     def global_batch(self, first_sample: int, count: int) -> Iterator[TickInput]:
         """Makes this rank's inputs of the ticks of the global batch that starts at a sample."""
-        batch = self.planned.planner.plan(self.planned.documents(first_sample, count))
-        sent = [self._bytes_sent(planned) for planned in batch.ticks]
-        report = _report(batch, sent, self.planned.packed_loads(first_sample, count))
-        memory = self._memory(batch)
+        documents = self.planned.documents(first_sample, count)
+        return self.ticks(self.planner()(documents), self.planned.packed_loads(first_sample, count))
+
+    def ticks(self, counted: CountedGlobalBatch, packed: Floats) -> Iterator[TickInput]:
+        """Makes this rank's inputs of the ticks of a planned global batch.
+
+        Args:
+            counted: planned global batch.
+            packed: loads of plain data parallelism, `[micro_batches, ranks]`.
+        """
+        batch = counted.batch
+        report = _report(counted, packed)
         uses = Counter(id(planned.plans) for planned in batch.ticks)
         exchanges: dict[int, tuple[Exchange, ...]] = {}
         unfinished: dict[int, MicroBatch] = {}
         server = self.layout.server
-        for planned, of_servers in zip(batch.ticks, sent, strict=True):
+        for planned, of_servers in zip(batch.ticks, counted.bytes_sent, strict=True):
             # Exchanges of plans that two ticks share are built once: the inputs that a forward
             # tick keeps belong to the exchange that its backward tick continues.
             key = id(planned.plans)
@@ -135,7 +164,7 @@ class TickBatches:
                 self.program(planned.tick.direction, len(mine), self._at_home(mine)),
                 micro_batch,
                 {phase: int(each[server]) for phase, each in of_servers.items()},
-                memory,
+                counted.memory,
             )
 
     def program(self, direction: Pass, nano_batches: int, at_home: bool) -> Program:
@@ -155,18 +184,6 @@ class TickBatches:
         """
         return replace(tick, exchanges=self.core_attention.buffers.place(tick.exchanges))
 
-    def _bytes_sent(self, planned: PlannedTick) -> dict[str, Int64s]:
-        """Bytes that each server sends in all calls of a tick, by phase of the exchange."""
-        calls = calls_of(self.program(planned.tick.direction, 1, at_home=False))
-        shape = self.planned.planner.config.shape
-        return planned.bytes_sent(calls, shape, self.core_attention.backward)
-
-    def _memory(self, batch: PlannedGlobalBatch) -> CoreAttentionMemory:
-        """Memory that the largest plan of a global batch needs."""
-        shape = self.planned.planner.config.shape
-        group = shape.head_group(self.core_attention.buffers.head_groups)
-        return batch.largest_memory(group, self.core_attention.backward)
-
     def _micro_batch(
         self,
         work: Work,
@@ -181,9 +198,7 @@ class TickBatches:
         return unfinished.pop(number) if chunk == self.layout.chunks - 1 else unfinished[number]
 
 
-def _report(
-    batch: PlannedGlobalBatch, sent: Sequence[dict[str, Int64s]], packed: Floats
-) -> dict[str, float]:
+def _report(counted: CountedGlobalBatch, packed: Floats) -> dict[str, float]:
     """Figures for the log line, the same for all micro-batches of a global batch.
 
     All servers wait for the busiest in each nano-batch of a tick: the loads of the busiest add up
@@ -191,26 +206,27 @@ def _report(
     once, when all micro-batches are done.
 
     Args:
-        batch: planned global batch.
-        sent: bytes that each server sends in each tick, by phase of the exchange.
+        counted: planned global batch.
         packed: loads of plain data parallelism, `[micro_batches, ranks]`.
     """
-    forward = [plan for tick, plans in batch.ticks if tick.direction == "forward" for plan in plans]
 
     def busiest_over_mean(loads: Sequence[Int64s | Floats]) -> float:
         means = sum(float(each.mean()) for each in loads)
         return sum(float(each.max()) for each in loads) / means if means else 1.0
 
-    moved = sum(int(each.sum()) for of_tick in sent for each in of_tick.values())
+    moved = sum(int(each.sum()) for of_tick in counted.bytes_sent for each in of_tick.values())
     return {
         "load max/mean before": busiest_over_mean([packed.sum(axis=0)]),
-        "load max/mean": busiest_over_mean([plan.loads() for plan in forward]),
-        "MB moved": moved / batch.schedule.micro_batches / 1e6,
+        "load max/mean": busiest_over_mean(counted.forward_loads),
+        "MB moved": moved / counted.batch.schedule.micro_batches / 1e6,
     }
 
 
 class TickStream:
-    """An endless iterator over the ticks of a split's global batches, made ahead on a thread.
+    """An endless iterator over the ticks of a split's global batches, made ahead on two threads.
+
+    One thread has global batches planned: while one runs, the next is there or being planned, and
+    so is then the one after it. The other makes the next tick of the present one.
 
     Args:
         batches: maker of the ticks.
@@ -218,6 +234,9 @@ class TickStream:
         micro_batches: function from a sample to the number of micro-batches of the global batch
             that starts there.
         device: device of the model.
+        process: process that plans, which ends with this iterator; None: the thread plans itself,
+            and slows down the launches of kernels.
+        fused_rotary: as for `MicroBatch.to`.
 
     Attributes:
         batches: maker of the ticks.
@@ -230,31 +249,51 @@ class TickStream:
         first_sample: int,
         micro_batches: Callable[[int], int],
         device: torch.device,
+        process: PlannerProcess[CountedGlobalBatch] | None = None,
+        fused_rotary: bool = False,
     ) -> None:
         self.batches = batches
+        self._fused_rotary = fused_rotary
         self.device = device
-        self._ticks = Prefetcher(_all_ticks(batches, first_sample, micro_batches))
+        self._process = process
+        self._seconds_waited = 0.0
+        plan = process or batches.planner()
+        self._plans = Prefetcher(_all_plans(batches.planned, plan, first_sample, micro_batches))
+        self._ticks = Prefetcher(_all_ticks(batches, self._plans))
 
     def __iter__(self) -> TickStream:
         return self
 
     def __next__(self) -> TickInput:
         tick_input = next(self._ticks)
+        self._seconds_waited += self._ticks.seconds_waited
         core_attention = self.batches.core_attention
         # The same memory in all ticks of a global batch, so buffers grow before the first alone.
         core_attention.reserve(tick_input.memory)
         micro_batch = tick_input.micro_batch
         if micro_batch is not None:
-            micro_batch = micro_batch.to(self.device)
+            micro_batch = micro_batch.to(self.device, self._fused_rotary)
             assert micro_batch.packed_seq_params is not None
             micro_batch = replace(
                 micro_batch,
                 packed_seq_params=self._with_run(
                     micro_batch.packed_seq_params, tick_input.exchanges
                 ),
-                report=micro_batch.report | {"plan wait ms": 1e3 * self._ticks.seconds_waited},
+                report=micro_batch.report | {"plan wait ms": self._milliseconds_waited(tick_input)},
             )
         return replace(tick_input, micro_batch=micro_batch)
+
+    def _milliseconds_waited(self, tick: TickInput) -> float:
+        """Milliseconds waited since the last report, times the micro-batches over which the log
+        takes the mean: so it shows a step's sum."""
+        assert self.batches.layout.stage is not None
+        work = tick.tick.work[self.batches.layout.stage]
+        assert work is not None
+        waited = 1e3 * self._seconds_waited * tick.schedule.micro_batches
+        # What chunks before the last report is not logged.
+        if work.chunk == self.batches.layout.chunks - 1:
+            self._seconds_waited = 0.0
+        return waited
 
     def _with_run(self, params: DocumentParams, exchanges: tuple[Exchange, ...]) -> DocumentParams:
         """Returns parameters with the state of a run, which the nano-batches share."""
@@ -265,14 +304,29 @@ class TickStream:
         return replace(params, run=run)
 
     def close(self) -> None:
-        """Ends the thread."""
+        """Ends the threads and the process."""
+        if self._process is not None:
+            self._process.close()
         self._ticks.close()
+        self._plans.close()
+
+
+def _all_plans(
+    planned: PlannedBatches,
+    plan: Callable[[Sequence[Documents]], CountedGlobalBatch],
+    sample: int,
+    micro_batches: Callable[[int], int],
+) -> Iterator[tuple[CountedGlobalBatch, Floats]]:
+    """Global batches from a sample on, with the loads of plain data parallelism."""
+    while True:
+        number = micro_batches(sample)
+        counted = plan(planned.documents(sample, number))
+        yield counted, planned.packed_loads(sample, number)
+        sample += number * planned.layout.samples_per_micro_batch
 
 
 def _all_ticks(
-    batches: TickBatches, sample: int, micro_batches: Callable[[int], int]
+    batches: TickBatches, plans: Iterator[tuple[CountedGlobalBatch, Floats]]
 ) -> Iterator[TickInput]:
-    while True:
-        number = micro_batches(sample)
-        yield from batches.global_batch(sample, number)
-        sample += number * batches.planned.layout.samples_per_micro_batch
+    for counted, packed in plans:
+        yield from batches.ticks(counted, packed)

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from megatron_patches.batches.micro_batch import MicroBatch
+from megatron_patches.batches.micro_batch import MicroBatch, place
 
 
 def forward_step(data_iterator: Iterator[MicroBatch], model: Any) -> tuple[torch.Tensor, Any]:
@@ -36,7 +36,8 @@ def sum_loss(
     """Sums the loss over the micro-batch's targets; see `forward_step`."""
     loss = torch.sum(losses.view(-1).float() * batch.loss_mask.view(-1))
     targets = batch.loss_mask.sum()
+    # One copy for all figures.
+    on_host = torch.tensor([[value, 1.0] for value in figures.values()])
     report = {"lm loss": torch.stack([loss.detach().clone(), targets])}
-    for name, value in figures.items():
-        report[name] = torch.tensor([value, 1.0], device=losses.device)
+    report |= zip(figures, place(on_host, losses.device), strict=True)
     return loss, targets.to(torch.int), report

@@ -10,6 +10,7 @@ backward steps, messages between stages, gradient synchronisation and finalisati
 from __future__ import annotations
 
 import contextlib
+import copy
 from argparse import Namespace
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -95,7 +96,7 @@ class TickPipeline:
             pg_collection = _process_groups()
         config = get_model_config(chunks[0])
         self._connect(pg_collection.pp, chunks[0])
-        p2p = p2p_communicator or P2PCommunicator(pg_collection.pp, config)
+        p2p = p2p_communicator or P2PCommunicator(pg_collection.pp, _without_waits(config))
         batch = _GlobalBatch(
             chunks,
             config,
@@ -440,6 +441,16 @@ class _GlobalBatch:
             pg_collection=self._process_groups,
             force_all_reduce=force_all_reduce,
         )
+
+
+def _without_waits(config: Any) -> Any:
+    """Returns a configuration with which no message between stages waits for the whole device.
+
+    Megatron-LM waits so after each, for a fault of older versions of torch.
+    """
+    config = copy.copy(config)
+    config.batch_p2p_sync = False
+    return config
 
 
 def begin_pass(micro_batch: MicroBatch, tick_input: TickInput) -> None:

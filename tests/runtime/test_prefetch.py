@@ -114,11 +114,13 @@ def ticks_held_until_the_next_is_made(
     made = Made()
     seen: list[tuple[int, int]] = []
     held: list[tuple[int, int]] = []
-    global_batch, give = TickBatches.global_batch, TickStream.__next__
+    make_ticks, give = TickBatches.ticks, TickStream.__next__
+    steps_planned = itertools.count()
 
-    def noted(self: TickBatches, first_sample: int, count: int) -> Iterator[TickInput]:
-        for number, tick in enumerate(global_batch(self, first_sample, count)):
-            made.note((first_sample // args.global_batch_size, number))
+    def noted(self: TickBatches, *planned: Any) -> Iterator[TickInput]:
+        step = next(steps_planned)
+        for number, tick in enumerate(make_ticks(self, *planned)):
+            made.note((step, number))
             yield tick
 
     def given(self: TickStream) -> TickInput:
@@ -141,7 +143,7 @@ def ticks_held_until_the_next_is_made(
         return computed
 
     with (
-        mock.patch.object(TickBatches, "global_batch", noted),
+        mock.patch.object(TickBatches, "ticks", noted),
         mock.patch.object(TickStream, "__next__", given),
     ):
         run, batches = make_run(args, memory_stream(lengths))

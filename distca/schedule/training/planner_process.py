@@ -1,0 +1,125 @@
+"""A planner in a process of its own, so that planning takes no time from the launches of kernels.
+
+A thread that plans holds the interpreter's lock, for which the thread that launches kernels then
+waits. The process imports no torch: it starts in a fraction of a second, and takes little memory.
+
+It reads pickled arguments from a pipe, and writes what a function makes of them to another. It ends
+when its parent does, however that ends.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import pickle
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import Any, BinaryIO, Generic, TypeVar
+
+Result = TypeVar("Result")
+
+_MAIN = """
+import pickle, sys
+sys.path[:] = pickle.load(sys.stdin.buffer)
+from distca.schedule.training.planner_process import serve
+serve()
+"""
+_PR_SET_PDEATHSIG = 1
+_SECONDS_TO_END = 5
+
+
+class PlannerProcess(Generic[Result]):
+    """A function that runs in a process of its own, one call at a time.
+
+    To be made on the main thread: the process is killed when the thread that made it ends.
+
+    Args:
+        function: function of this package; it, its arguments and its results can be pickled.
+    """
+
+    def __init__(self, function: Callable[..., Result]) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", _MAIN], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        )
+        try:
+            self._send(sys.path)
+            self._send(os.getpid())
+            self._send(function)
+        except BrokenPipeError:
+            raise self._death() from None
+
+    @property
+    def pid(self) -> int:
+        """Number of the process."""
+        return self._process.pid
+
+    def __call__(self, *arguments: Any) -> Result:
+        """Calls the function, and waits for its result without holding the interpreter's lock.
+
+        Raises:
+            RuntimeError: the process has ended.
+            Exception: what the function raised.
+        """
+        assert self._process.stdout is not None
+        try:
+            self._send(arguments)
+            succeeded, value = pickle.load(self._process.stdout)
+        except (EOFError, OSError, ValueError, pickle.UnpicklingError):
+            raise self._death() from None
+        if not succeeded:
+            raise value
+        return value
+
+    def close(self) -> None:
+        """Ends the process. A call that another thread waits for raises a RuntimeError."""
+        self._process.kill()
+        self._process.wait()
+
+    def _send(self, value: Any) -> None:
+        assert self._process.stdin is not None
+        pickle.dump(value, self._process.stdin, pickle.HIGHEST_PROTOCOL)
+        self._process.stdin.flush()
+
+    def _death(self) -> RuntimeError:
+        try:
+            code = self._process.wait(_SECONDS_TO_END)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            code = self._process.wait()
+        return RuntimeError(
+            f"the planner's process {self.pid} ended with exit code {code}"
+            + (", killed: is there memory left?" if code == -signal.SIGKILL else "")
+        )
+
+
+def serve() -> None:
+    """Answers calls until the pipe is closed. The main function of the process."""
+    # Signals are for the rank, which may go on for a while: Ctrl-C, or Slurm's notice of the end.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    requests, answers = sys.stdin.buffer, _take_over_stdout()
+    parent = pickle.load(requests)
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        return
+    try:
+        function = pickle.load(requests)
+        while True:
+            arguments = pickle.load(requests)
+            try:
+                answer = True, function(*arguments)
+            except Exception as error:
+                answer = False, error
+            pickle.dump(answer, answers, pickle.HIGHEST_PROTOCOL)
+            answers.flush()
+    except (EOFError, BrokenPipeError):
+        return
+
+
+def _take_over_stdout() -> BinaryIO:
+    """Returns the pipe, and lets what the function prints go to standard error instead."""
+    pipe = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)
+    return pipe
