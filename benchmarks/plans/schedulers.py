@@ -38,6 +38,7 @@ from benchmarks.published_lengths import published
 from distca.cost.model_sizes import MODELS
 from distca.cost.volume import AttentionShape
 from distca.documents.lengths import DISTRIBUTIONS, Capped, Uniform, draw
+from distca.palette import colour_in_turn
 from distca.plan import Mask, place_in_turn
 from distca.plan.plan import max_over_mean
 from distca.plan.span import Int64s
@@ -248,6 +249,7 @@ def plot(rows: list[Row], path: Path) -> None:
     sets = list(dict.fromkeys((r.documents, r.longest) for r in rows))
     figure = Figure(figsize=(4 * len(sets), 7), layout="constrained")
     axes = figure.subplots(2, len(sets), squeeze=False, sharex=True)
+    colour_in_turn(*axes.ravel())
     for column, (documents, longest) in enumerate(sets):
         for scheduler in SCHEDULERS:
             mine = [
