@@ -17,6 +17,14 @@ ORANGE = "#E69F00"
 VERMILION = "#D55E00"
 GREY = "#CCCCCC"
 BLACK = "#000000"
+IN_TURN = (BLUE, ORANGE, GREEN, VERMILION, SKY_BLUE, BLACK)
+"""Colours of lines and bars that are told apart by them alone."""
+
+
+def colour_in_turn(*axes: Any) -> None:
+    """Lets lines and bars of axes take the colours in turn, each axes from the first on."""
+    for each in axes:
+        each.set_prop_cycle(color=IN_TURN)
 
 
 def spread_colours(count: int) -> Any:

@@ -10,6 +10,7 @@ import numpy as np
 from benchmarks.cluster.report import Options, Report, table
 from benchmarks.cluster.sweep import Runner, Unit
 from distca.cost.model_sizes import MODELS
+from distca.palette import colour_in_turn
 from distca.simulate import CLUSTERS, DISTCA_SYSTEMS, Candidate
 
 ABLATED = [("llama-8b", 8, 8), ("llama-8b", 8, 16), ("llama-34b", 4, 8), ("llama-34b", 4, 16)]
@@ -50,6 +51,7 @@ def figure_11(runner: Runner, options: Options) -> Report:
     def draw(figure: Any) -> None:
         figure.set_size_inches(9, 4)
         axes = figure.subplots()
+        colour_in_turn(axes)
         places = np.arange(len(rows))
         for number, name in enumerate(("signal, s", "DistCA, s", "single-stream, s")):
             values = [r[name] / r["signal, s"] for r in rows]
@@ -117,6 +119,7 @@ def figure_12(runner: Runner, options: Options) -> Report:
     def draw(figure: Any) -> None:
         figure.set_size_inches(12, 7)
         axes = figure.subplots(2, len(ABLATED), sharex=True)
+        colour_in_turn(*axes.ravel())
         for column, (model, _, nodes) in enumerate(ABLATED):
             for system in DISTCA_SYSTEMS:
                 mine = [

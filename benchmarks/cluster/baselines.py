@@ -9,6 +9,7 @@ import numpy as np
 from benchmarks.cluster.report import K, Options, Report, table
 from benchmarks.cluster.sweep import Runner, Unit
 from distca.cost.model_sizes import MODELS
+from distca.palette import SKY_BLUE, VERMILION, colour_in_turn
 from distca.simulate import CLUSTERS, Candidate, ModelCosts
 
 
@@ -43,6 +44,7 @@ def figure_3(runner: Runner, options: Options) -> Report:
     def draw(figure: Any) -> None:
         figure.set_size_inches(7, 4)
         axes = figure.subplots()
+        colour_in_turn(axes)
         axes.plot(nodes, [r["all-gather share"] for r in rows], "o-", label="all-gather, of time")
         axes.plot(
             nodes,
@@ -100,6 +102,7 @@ def figure_4(runner: Runner, options: Options) -> Report:
         for axes, name in zip(
             figure.subplots(1, 2), ("memory, busiest over least", "idle"), strict=True
         ):
+            colour_in_turn(axes)
             for context in ("128K", "256K", "512K"):
                 of_one = [r for r in rows if r["longest"] == context]
                 axes.plot([r["DP"] for r in of_one], [r[name] for r in of_one], "o-", label=context)
@@ -152,7 +155,7 @@ def figure_6(runner: Runner, options: Options) -> Report:
     def draw(figure: Any) -> None:
         figure.set_size_inches(8, 4)
         axes = figure.subplots()
-        colours = ["tab:blue" if r["memory"] == "fits" else "tab:red" for r in rows]
+        colours = [SKY_BLUE if r["memory"] == "fits" else VERMILION for r in rows]
         axes.bar(range(len(rows)), [r["tokens/s"] for r in rows], color=colours)
         names = [f"DP{r['DP']}\nCP{r['CP']}\nM{r['micro-batches']}" for r in rows]
         axes.set_xticks(range(len(rows)), names, fontsize=8)

@@ -114,7 +114,7 @@ def main() -> None:
     names = list(EXPERIMENTS) if args.experiment == "all" else [args.experiment]
     given = _as_typed(parser, options)
     for name in (SAME.get(name, name) for name in names):
-        command = " ".join(["python benchmarks/cluster/paper.py", name, *given])
+        command = " ".join(["python benchmarks/cluster/paper.py", name, *given, "--output DIR"])
         title = f"{name}_published" if options.published else name
         documents = PUBLISHED if options.published else DRAWN
         write(title, EXPERIMENTS[name](runner, options), args.output, command, documents)

@@ -10,6 +10,7 @@ import numpy as np
 from benchmarks.cluster.report import K, Options, Report, table
 from benchmarks.cluster.search import Best, Sweep, best_baselines, best_with_plans
 from benchmarks.cluster.sweep import Case, Runner
+from distca.palette import colour_in_turn
 from distca.simulate import BASELINES, DISTCA_SYSTEMS
 
 TABLE_3 = {
@@ -196,6 +197,7 @@ def _draw_end_to_end(rows: list[dict[str, Any]], figure: Any) -> None:
     axes = figure.subplots(
         -(-len(groups) // 2), min(len(groups), 2), squeeze=False, sharey=True
     ).ravel()
+    colour_in_turn(*axes)
     for panel, (stages, model, documents) in zip(axes, groups, strict=False):
         mine = [
             r for r in rows if (r["PP"], r["model"], r["documents"]) == (stages, model, documents)

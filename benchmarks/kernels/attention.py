@@ -30,6 +30,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))  # as benchmarks/__init__.py 
 
 from distca.attention import KernelTasks, select_kernel
 from distca.cost.model_sizes import MODELS
+from distca.palette import colour_in_turn
 
 
 def seconds_of(function: Callable[[], Any], device: torch.device, repeats: int) -> float:
@@ -120,6 +121,7 @@ def table(rows: list[dict[str, float]]) -> str:
 def plot(rows: list[dict[str, float]], what: str, path: Path) -> None:
     """Plots rates against shard length."""
     figure, axes = plt.subplots(figsize=(6, 4), layout="constrained")
+    colour_in_turn(axes)
     lengths = [row["shard_length"] for row in rows]
     for name in ("forward", "backward"):
         axes.plot(lengths, [row[f"{name}_tflops"] for row in rows], marker="o", label=name)

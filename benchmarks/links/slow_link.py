@@ -51,6 +51,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))  # as benchmarks/__init__.py 
 from benchmarks.training.run import Measured, start_process
 from benchmarks.training.setting import Setting
 from distca.cost.volume import PHASES
+from distca.palette import colour_in_turn
 from distca.runtime.kernel_timing import cpu_name
 
 WAYS = {
@@ -333,6 +334,7 @@ def plot(rows: list[dict[str, Any]], path: Path) -> None:
     down = -(-len(sizes) // across)
     figure = Figure(figsize=(1 + 4 * across, 4 * down), layout="constrained")
     panels = figure.subplots(down, across, squeeze=False, sharex=True, sharey=True).ravel()
+    colour_in_turn(*panels)
     for axes in panels[len(sizes) :]:
         axes.remove()
     for axes, size in zip(panels, sizes, strict=False):

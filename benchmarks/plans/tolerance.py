@@ -30,6 +30,7 @@ from distca.cost.link import Links
 from distca.cost.model_sizes import MODELS
 from distca.cost.volume import plan_bytes
 from distca.documents.lengths import DISTRIBUTIONS, draw
+from distca.palette import BLUE, ORANGE
 from distca.plan import Mask
 from distca.runtime.kernel_timing import cpu_name
 from distca.schedule import ScheduleConfig, even_capacities, make_scheduler
@@ -156,7 +157,7 @@ def plot(
     figure = Figure(figsize=(11, 4), layout="constrained")
     panels = figure.subplots(1, 2)
     bytes_axes = [panel.twinx() for panel in panels]
-    for name, color in zip(SCHEDULERS, ("tab:blue", "tab:orange"), strict=True):
+    for name, color in zip(SCHEDULERS, (BLUE, ORANGE), strict=True):
         style: dict[str, Any] = {"color": color, "marker": "o"}
         dashed = style | {"linestyle": "--", "marker": "."}
         panels[0].plot(tolerances, [each["seconds"] for each in processes[name]], **style)

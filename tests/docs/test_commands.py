@@ -1,0 +1,352 @@
+"""The documentation's commands: all are known to their parsers, and those that take less than a
+minute are run and print what the pages show.
+
+Seconds that pages show are of a machine and compared by their form; all other figures are exact.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import glob
+import io
+import json
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from unittest.mock import patch
+
+import numpy as np
+import pytest
+
+from distca.commands.main import main as distca_main
+from distca.cost.kernel_time import AnalyticCost
+from distca.cost.volume import AttentionShape
+from distca.plan import Mask
+from distca.schedule import (
+    ScheduleConfig,
+    describe,
+    even_capacities,
+    format_summary,
+    make_scheduler,
+)
+from distca.timeline import write_trace
+from support.documented import (
+    PAGES,
+    ROOT,
+    Command,
+    all_commands,
+    arguments_of,
+    check_flags,
+    examples_of_help,
+    main_of,
+    parse_training_flags,
+    read_page,
+)
+
+COMMANDS = all_commands()
+SIMULATED = (
+    "distca simulate --distribution pretrain --context 131072 --sequences 32 --model llama-8b "
+    "--cluster dgx-h200 --gpus 64"
+)
+ONE_PLAN = (
+    "distca plan --distribution pretrain --servers 16 --tokens-per-server 65536 --model llama-8b "
+    "--seed 1 --scheduler {} --plot plan_{}.png"
+)
+PAPER = "python benchmarks/cluster/paper.py {} --output DIR"
+SAVED = "distca plan .*--save plan.json"
+
+# Patterns of whole commands; each command matches one of all these.
+RUN = (
+    r"distca (doctor|build|prepare .*)",
+    r"distca plan (?!--compare|--help).*",
+    rf"{SIMULATED} --plot advice\.png",
+    r"distca profile .* --heads H .*",
+    r"python docs/plot_trace\.py .*",
+    r"python benchmarks/training/compare_(losses|speeds)\.py .*",
+    PAPER.format("(appendix|fig3|fig4|fig6)").replace(".py", r"\.py"),
+)
+RUN_IF_FULL = (
+    r"distca profile --output profile\.json",
+    r"python benchmarks/kernels/(attention|layer)\.py --output DIR",
+    r"python benchmarks/links/transports\.py --output DIR",
+    r"python benchmarks/plans/schedulers\.py --output DIR",
+    PAPER.format("fig11").replace(".py", r"\.py"),
+)
+NOT_RUN = {
+    r".* --help|(bash )?launch/(local|slurm/\w+)\.sh --dry-run.*": "run when its flags are checked",
+    r"distca plan --compare": "a part of a command",
+    SIMULATED: "run with --plot, as docs/when_it_helps.md has it",
+    r"python docs/(make_reference|plot_packed_beside_tiles)\.py.*": "run by test_docs.py",
+    r"(source|export) .*": "sets up a shell",
+    r"pip install .*|launch/setup\.sh": "downloads packages",
+    r"launch/demo\.sh.*": "downloads packages, and trains for minutes",
+    r"launch/test\.sh.*": "runs these tests",
+    r"sbatch .*": "needs Slurm",
+    r"torchrun .*": "needs eight GPUs or several nodes",
+    r"launch/local\.sh (?!--dry-run).*": "needs GPUs that hold a model of 8B",
+    r"pytest tests/.*|compute-sanitizer .*": "needs a GPU",
+    r"(CUDA_MODULE_LOADING=EAGER )?python benchmarks/kernels/device_copy\.py": "needs a GPU",
+    r"python -m megatron_patches\.llama .*": "needs a Llama; test_llama.py has small ones",
+    r"python tests/recording make FILE": "takes minutes",
+    r"distca profile --dtype fp32 .* --max-length 8192 .*": "takes minutes",
+    r"python benchmarks/training/throughput\.py.*": "takes minutes",
+    r"python benchmarks/plans/tolerance\.py .*": "takes minutes",
+    r"python benchmarks/cluster/validate_simulator\.py .*": "takes minutes",
+    r"python benchmarks/cluster/paper\.py (all|fig12|table\d) .*": "takes minutes to hours",
+    r"python benchmarks/links/slow_link\.py .*": "needs root, and takes minutes",
+    r"python benchmarks/plans/schedulers\.py --published .*": "needs published lengths",
+}
+
+# Indented blocks without a command, by how they begin.
+BLOCKS = {
+    "plan by tiles for 4 servers": "test_the_quick_starts_plan",
+    "steps 6 to 15, per step": "test_the_quick_starts_comparison",
+    "load max/mean   2.622": "test_the_figures_of_one_plan",
+    "--seq-length was 1024, now 512": "test_the_message_of_another_length",
+    "--": "test_flags_in_blocks",
+    "from megatron_patches.upstream import": "test_upstream.py",
+    "tiles, DP4: events on": "test_recording.py",
+    "@article{": "no program prints it",
+    "benchmarks/          data/": "no program prints it",
+}
+
+
+def matching(patterns, text: str) -> list[str]:
+    return [pattern for pattern in patterns if re.fullmatch(pattern, text)]
+
+
+def those_of(patterns) -> list[str]:
+    return [text for text in COMMANDS if matching(patterns, text)]
+
+
+def test_every_command_is_run_or_has_a_reason() -> None:
+    patterns = (*RUN, *RUN_IF_FULL, *NOT_RUN)
+    assert {
+        text: matching(patterns, text) for text in COMMANDS if len(matching(patterns, text)) != 1
+    } == {}
+    assert [pattern for pattern in patterns if not those_of([pattern])] == []
+    assert len(COMMANDS) > 90
+
+
+def test_every_block_is_compared_or_has_a_reason() -> None:
+    found = [block.strip() for page in PAGES for block in read_page(page).blocks]
+    begins = {block: [each for each in BLOCKS if block.startswith(each)] for block in found}
+    assert [block for block, each in begins.items() if not each] == []
+    assert {each for named in begins.values() for each in named} == {*BLOCKS}
+
+
+@pytest.mark.parametrize("text", COMMANDS)
+def test_flags_are_known(text: str) -> None:
+    # What is whole on one page may be a part of a command on another.
+    check_flags(max(COMMANDS[text], key=lambda command: command.whole))
+
+
+@pytest.mark.parametrize("command", examples_of_help(), ids=lambda command: command.text)
+def test_flags_in_examples_are_known(command: Command) -> None:
+    check_flags(command)
+
+
+def test_flags_in_blocks() -> None:
+    blocks = [block for page in PAGES for block in read_page(page).blocks]
+    lines = [line.strip() for block in blocks for line in block.splitlines()]
+    flags = [line.split() for line in lines if re.fullmatch(r"(--[\w-]+( [^-\s]\S*)? ?)+", line)]
+    assert len(flags) == 4
+    for line in flags:
+        parse_training_flags(line)
+
+
+class Typed:
+    """Commands typed in a folder that holds what they need; each is run once.
+
+    Args:
+        folder: where they are typed. Those that build on each other find each other's files.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self._printed = folder, dict[str, str]()
+        (folder / "texts").mkdir()
+        for page in (ROOT / "docs").glob("*.md"):
+            shutil.copy(page, folder / "texts")
+        (folder / "tests").symlink_to(ROOT / "tests")
+        (folder / "lengths.json").write_text(json.dumps([300_000, *[20_000] * 100]))
+        self._write_logs()
+        event = {"ph": "X", "ts": 0.0, "dur": 9.0, "pid": 0, "tid": 0}
+        spans = [("forward: micro-batch 0", "ticks"), ("wait for return", "exchange")]
+        events = [event | {"name": name, "cat": lane} for name, lane in spans]
+        write_trace(folder / "trace.json", [("rank 0", events)])
+
+    def _write_logs(self) -> None:
+        golden = json.loads((ROOT / "tests" / "golden" / "demo_losses.json").read_text())
+        line = " iteration {:8}/      80 | tokens/s: {:.1f} | lm loss: {:.6E} |\n"
+        log = "".join(line.format(int(n), 9, loss) for n, loss in golden["lm loss"].items())
+        (self.folder / "sweep").mkdir()
+        for name in ("demo.log", "run.log", "sweep/plain-1.log", "sweep/tiles-1.log"):
+            (self.folder / name).write_text(log)
+
+    def printed_by(self, text: str) -> str:
+        """What a command prints."""
+        if text not in self._printed:
+            if "corpus.idx" in text or "tokenizer-model" in text:
+                (train,) = those_of([r"distca prepare .*--train-tokenizer \d+"])
+                self.printed_by(train)
+                for name in ("llama", "Llama-3.1-8B"):
+                    source = self.folder / "corpus_tokenizer"
+                    shutil.copytree(source, self.folder / name, dirs_exist_ok=True)
+            if "--load plan.json" in text:
+                (saved,) = those_of([SAVED])
+                self.printed_by(saved)
+            self._printed[text] = self._run(text)
+        return self._printed[text]
+
+    def _run(self, text: str) -> str:
+        sizes = {"H": "2", "K": "1", "D": "8", "L": "256"}
+        program, *words = [sizes.get(word, word) for word in arguments_of(text)]
+        with contextlib.chdir(self.folder), contextlib.redirect_stdout(io.StringIO()) as printed:
+            words = [path for word in words for path in sorted(glob.glob(word)) or [word]]
+            if program == "distca":
+                assert distca_main(words) == 0
+            else:
+                main, flags = main_of(words)
+                with patch.object(sys, "argv", [words[0], *flags]):
+                    assert main() in (0, None)
+        return printed.getvalue()
+
+
+@pytest.fixture(scope="module")
+def typed(tmp_path_factory: pytest.TempPathFactory) -> Typed:
+    pytest.importorskip("matplotlib")
+    return Typed(tmp_path_factory.mktemp("typed"))
+
+
+def in_form(text: str) -> list[str]:
+    """Lines without the milliseconds that planning took: the last column of a table."""
+    return [
+        re.sub(r"^(\S+ +(?:[\d.]+ +){8})\d+\.\d$", r"\1#", re.sub(r" +(?=\S+$)", " ", line))
+        for line in text.rstrip().splitlines()
+    ]
+
+
+@pytest.mark.parametrize("text", those_of(RUN))
+def test_commands_print_what_pages_show(text: str, typed: Typed) -> None:
+    printed = in_form(typed.printed_by(text))
+    for command in COMMANDS[text]:
+        shown = in_form("\n".join(command.shown))
+        assert shown == (printed if shown else [])
+    for name in re.findall(r"--(?:plot|save|output) (\S+\.\w+)", text):
+        assert (typed.folder / name).stat().st_size > 0
+
+
+@pytest.mark.parametrize("text", those_of(RUN_IF_FULL))
+def test_dearer_commands_run(text: str, full: bool, typed: Typed) -> None:
+    if not full:
+        pytest.skip("takes tens of CPU seconds: give --full")
+    program, *words = arguments_of(text)
+    command = [str(Path(sys.executable).parent / "distca"), *words]
+    if program == "python":
+        command = [sys.executable, str(ROOT / words[0]), *words[1:]]
+    done = subprocess.run(command, cwd=typed.folder, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout
+    if "paper.py" in text:
+        compare_with_stored(words[1], typed.folder)
+
+
+@pytest.mark.parametrize("name", ["appendix", "fig3", "fig4", "fig6"])
+def test_simulated_experiments_give_the_stored_results(name: str, typed: Typed) -> None:
+    typed.printed_by(PAPER.format(name))
+    compare_with_stored(name, typed.folder)
+
+
+def compare_with_stored(name: str, folder: Path) -> None:
+    stored = ROOT / "benchmarks" / "results" / "cluster" / f"{name}.md"
+    assert (folder / "DIR" / f"{name}.md").read_text() == stored.read_text()
+
+
+def test_the_figures_of_one_plan(typed: Typed) -> None:
+    """Those that pages name outside of blocks: before the arrow, after it, and below pictures."""
+    concepts, planning, helps = (
+        (ROOT / "docs" / f"{name}.md").read_text()
+        for name in ("concepts", "planning", "when_it_helps")
+    )
+    figures = {}
+    for scheduler in ("packed", "tiles"):
+        printed = typed.printed_by(ONE_PLAN.format(scheduler, scheduler))
+        (line,) = re.findall(r"^  load max/mean .*$", printed, re.MULTILINE)
+        before, after = re.findall(r"\d\.\d{3}(?= ->| \(min)", line)
+        figures[scheduler] = (before, after)
+        assert f"{scheduler}: the busiest server has {float(after):.2f} times" in concepts
+    assert f"    {line}\n" in planning
+    assert f"{figures['tiles'][0]} -> {figures['tiles'][1]}" in helps
+    assert f"has {float(figures['packed'][1]):.1f} times its share" in helps
+
+
+def block_of(page: str, begin: str) -> str:
+    (found,) = (
+        block for block in read_page(ROOT / "docs" / page).blocks if block.strip().startswith(begin)
+    )
+    return "\n".join(line[4:] for line in found.splitlines())
+
+
+def without_figures(text: str) -> str:
+    return re.sub(r"\d[\d,]*(\.\d+)?", "#", text)
+
+
+def test_the_quick_starts_plan() -> None:
+    shape = AttentionShape(8, 2, 16, 4)
+    config = ScheduleConfig(shape=shape, cost_model=AnalyticCost.of_shape(shape))
+    lengths = np.array([5000, 700, 300, 100], dtype=np.int64)
+    plan = make_scheduler("tiles", config).plan(lengths, even_capacities(6100, 4), Mask())
+    printed = format_summary(describe(plan, config))
+    shown = block_of("quick_start.md", "plan by tiles")
+    assert without_figures(shown) == without_figures(printed)
+
+
+def test_the_quick_starts_comparison() -> None:
+    from data.demo_report import Comparison
+
+    shown = block_of("quick_start.md", "steps 6 to 15")
+    rows = re.findall(r"^(\S.*?) {2,}([\d.]+) +([\d.]+)$", shown, re.MULTILINE)
+    busiest, mean, _, core = ((float(plain), float(ours)) for _, plain, ours in rows)
+    pairs = list(zip(busiest, mean, strict=True))
+    printed = Comparison(6, 15, *pairs, *core).table()
+    assert without_figures(shown) == without_figures(printed)
+    # Figures are rounded, so that ratios of them are near.
+    figures = [[float(x) for x in re.findall(r"\d+\.\d+", text)] for text in (shown, printed)]
+    assert figures[0] == pytest.approx(figures[1], rel=0.01)
+
+
+def test_the_message_of_another_length() -> None:
+    (shown,) = block_of("moving_a_job.md", "--seq-length was").splitlines()
+    source = (ROOT / "megatron_patches" / "batches" / "resuming.py").read_text()
+    logged = re.sub(r'"\s+"', "", source)
+    assert re.sub(r"\b\d+\b", "%d", shown) in logged
+
+
+def test_the_quick_starts_plan_is_the_demos(full: bool, tmp_path: Path) -> None:
+    """The first step of launch/demo.sh; the corpus is of Python's library, so of its version."""
+    if not full:
+        pytest.skip("makes the demo's corpus, and starts four processes: give --full")
+    golden = (ROOT / "tests" / "golden" / "demo_losses.json").read_text()
+    if f"Python {sys.version.split()[0]}," not in golden:
+        pytest.skip("another version of Python's library is another corpus")
+    from data.demo_corpus import main
+
+    assert main(["--output-dir", str(tmp_path / "demo" / "data")]) == 0
+    script = (ROOT / "launch" / "demo.sh").read_text()
+    (flags,) = re.findall(r"^flags=\(\n(.*?)^\)", script, re.DOTALL | re.MULTILINE)
+    words = flags.replace("'", "").split()
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"]
+    few = ["--train-iters", "1", "--lr-warmup-iters", "0", "--eval-iters", "0"]
+    pretrain = [str(ROOT / "pretrain_gpt.py"), "--distca"]
+    done = subprocess.run(
+        [sys.executable, *torchrun, *pretrain, *words, *few],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    shown = block_of("quick_start.md", "plan by tiles")
+    assert shown in done.stdout + done.stderr
