@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
 
-from distca.commands.command_line import HelpFormatter, check_output
+from distca.commands.command_line import Parser, check_output
 from distca.commands.plan import cut_to_pieces, shuffled
 from distca.commands.simulate_report import as_json, format_choices, make_figure, plot_choices
 from distca.cost.model_sizes import MODELS, ModelSize
@@ -73,15 +73,9 @@ alike. Below the table are the flags of pretrain_gpt.py that train in DistCA's b
 """
 
 
-def build_parser() -> argparse.ArgumentParser:
+def build_parser() -> Parser:
     """Makes the parser of the command's flags."""
-    parser = argparse.ArgumentParser(
-        prog="distca simulate",
-        description=_DESCRIPTION,
-        epilog=_EXAMPLES,
-        allow_abbrev=False,
-        formatter_class=HelpFormatter,
-    )
+    parser = Parser("simulate", _DESCRIPTION, _EXAMPLES)
     documents = parser.add_argument_group("documents")
     source = documents.add_mutually_exclusive_group(required=True)
     source.add_argument(
@@ -185,14 +179,9 @@ def _flag(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
-def main(argv: list[str] | None = None) -> int:
+def main(argv: list[str]) -> int:
     """Runs the command; returns its exit status."""
-    parser = build_parser()
-    args = parser.parse_args(argv)
-    try:
-        _run(args)
-    except (ValueError, ImportError, OSError) as error:
-        parser.exit(2, f"distca simulate: {error}\n")
+    _run(build_parser().parse(argv))
     return 0
 
 
@@ -334,7 +323,3 @@ def _trace(path: Path, workload: Workload, batch: list[Int64s], choices: Sequenc
 
 def _write(text: str) -> None:
     sys.stdout.write(text + "\n")
-
-
-if __name__ == "__main__":
-    sys.exit(main())
