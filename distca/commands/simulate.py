@@ -11,9 +11,11 @@ its best configuration among those that fit in memory.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import sys
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
 
@@ -56,6 +58,8 @@ _OVERRIDES = {
     "node_gb_per_s": "Speed of a GPU's link within a node, GB/s in each direction.",
     "network_gb_per_s": "Speed of a GPU's link between nodes, GB/s in each direction.",
 }
+_SECONDS_BETWEEN_LINES = 20.0
+"""Fewest seconds between two lines about progress, where there is no terminal."""
 _DESCRIPTION = """\
 Says how fast a training job would be on a cluster with plain Megatron, context parallelism and
 DistCA, each in the parallel configuration that is best for it among those that fit in memory.
@@ -286,15 +290,7 @@ def _batches(args: argparse.Namespace) -> list[list[Int64s]]:
 def _advise(
     args: argparse.Namespace, workload: Workload, batches: list[list[Int64s]]
 ) -> list[Choice]:
-    from tqdm import tqdm
-
-    with tqdm(unit=" iterations", disable=None) as bar:
-
-        def progress(what: str) -> None:
-            bar.set_description(what)
-            bar.update()
-
-        told: Callable[[str], None] = progress
+    with _progress() as told:
         choices = advise(
             workload,
             batches,
@@ -311,6 +307,26 @@ def _advise(
             "give other sizes of tensor or pipeline parallelism, or another batch"
         )
     return choices
+
+
+@contextlib.contextmanager
+def _progress() -> Iterator[Callable[[str], None]]:
+    """Yields what shows each iteration: by a bar on a terminal, else by a line now and then."""
+    from tqdm import tqdm
+
+    count, shown = 0, time.monotonic()
+    with tqdm(unit=" iterations", disable=None) as bar:
+
+        def told(what: str) -> None:
+            nonlocal count, shown
+            bar.set_description(what)
+            bar.update()
+            if bar.disable and time.monotonic() - shown >= _SECONDS_BETWEEN_LINES:
+                sys.stderr.write(f"distca simulate: {count} iterations done, now {what}\n")
+                shown = time.monotonic()
+            count += 1
+
+        yield told
 
 
 def _trace(path: Path, workload: Workload, batch: list[Int64s], choices: Sequence[Choice]) -> None:
