@@ -5,12 +5,14 @@ All ranks plan the same ticks, each for itself, on a thread that is one tick ahe
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import torch
+import torch.distributed as dist
 
 from distca.cost.memory import CoreAttentionMemory
 from distca.plan import Plan
@@ -18,9 +20,12 @@ from distca.plan.span import Floats, Int64s
 from distca.runtime import CoreAttention, Exchange, Prefetcher, ProgramRun, build_exchange
 from distca.schedule import Pass, PlannedGlobalBatch, PlannedTick, Tick, TickSchedule, Work
 from distca.schedule.program import LayerGroup, Program, calls_of, tick_program
+from megatron_patches.batches.above_tolerance import why_above_tolerance
 from megatron_patches.batches.micro_batch import MicroBatch
 from megatron_patches.batches.planned import PlannedBatches
 from megatron_patches.model.core_attention import CoreAttentionRun, DocumentParams
+
+logger = logging.getLogger(__name__)
 
 _tick_program = lru_cache(maxsize=64)(tick_program)
 
@@ -272,7 +277,19 @@ class TickStream:
 def _all_ticks(
     batches: TickBatches, sample: int, micro_batches: Callable[[int], int]
 ) -> Iterator[TickInput]:
+    config, told = batches.planned.planner.config, False
     while True:
         number = micro_batches(sample)
-        yield from batches.global_batch(sample, number)
+        for tick in batches.global_batch(sample, number):
+            why = None if told else why_above_tolerance(tick.plans, config)
+            if why is not None:
+                told = True
+                # Of all ranks, which plan alike, the first one tells; and of all plans, the first.
+                if dist.get_rank() == 0:
+                    logger.warning(
+                        "in the global batch from sample %d on, %s. Later ones are not told: "
+                        '"load max/mean" is of every iteration',
+                        *(sample, why),
+                    )
+            yield tick
         sample += number * batches.planned.layout.samples_per_micro_batch
