@@ -15,6 +15,12 @@ python_version() {
     "$1" -c 'import sys, venv, ensurepip; print("%d.%d" % sys.version_info[:2])' 2>/dev/null
 }
 
+# version_of_megatron TEXT: ends the script unless it is one.
+version_of_megatron() {
+    [[ $1 =~ ^[0-9]+\.[0-9]+\.[0-9]+$ ]] ||
+        die "'$1' is no version of megatron-core: give one such as $newest_megatron"
+}
+
 # find_python [MEGATRON_CORE]: PYTHON, or else the newest interpreter on PATH that suits. For a given
 # version of megatron-core those of version managers, too: its environment is not the default one.
 find_python() {
@@ -42,34 +48,61 @@ find_python() {
     return 1
 }
 
-# The launcher's own options, wherever they stand. Sets these variables, and `flags`: all others,
-# which are pretrain_gpt.py's.
+# whole_number NAME VALUE: ends the script unless the value is a whole number of at least 1.
+whole_number() {
+    [[ $2 =~ ^[1-9][0-9]*$ ]] || die "$1 $2: give a number of at least 1"
+}
+
+# The launcher's own options, wherever they stand; the first argument names those that the script
+# has beside --dry-run and --help. Sets these variables, and `flags`: all others, which are
+# pretrain_gpt.py's.
 dry_run=false model=llama-8b python=.venv/bin/python processes=auto
 from='' container='' mounts='' interface='' port='' output=sweep
 parse_launcher_options() {
-    local option
+    local option value taken=" $1 " script=$0
+    shift
+    # It may have been started from another folder than the repository's root.
+    [ -f "$script" ] || script=launch/${0##*/}
     flags=()
     while [ $# -gt 0 ]; do
+        option=${1%%=*}
         case $1 in
             --dry-run) dry_run=true ;;
-            --model | --python | --processes | --from | --container | --mounts | --interface | \
-                --port | --output)
-                [ $# -ge 2 ] || die "$1 needs a value"
-                printf -v "${1#--}" %s "$2"
-                shift
-                ;;
-            --model=* | --python=* | --processes=* | --from=* | --container=* | --mounts=* | \
-                --interface=* | --port=* | --output=*)
-                option=${1%%=*}
-                printf -v "${option#--}" %s "${1#*=}"
-                ;;
             --help)
-                sed -n '2,/^[^#]/s/^# \{0,1\}//p' "$0" | grep -v '^SBATCH\|^!'
+                sed -n '2,/^[^#]/s/^# \{0,1\}//p' "$script" | grep -v '^SBATCH\|^!'
                 exit 0
+                ;;
+            --*=*) value=${1#*=} ;;&
+            --*)
+                if [[ $taken != *" ${option#--} "* ]]; then
+                    flags+=("$1")
+                else
+                    if [ "$option" = "$1" ]; then
+                        [ $# -ge 2 ] || die "$1 needs a value"
+                        value=$2
+                        shift
+                    fi
+                    printf -v "${option#--}" %s "$value"
+                fi
                 ;;
             *) flags+=("$1") ;;
         esac
         shift
+    done
+    [ -z "$port" ] || whole_number --port "$port"
+}
+
+# check_flags SCRIPT: ends the launcher at a flag that neither pretraining nor this Python script has.
+# Megatron-LM's own loop has many more, and tells itself.
+check_flags() {
+    local known word name
+    [ "$(value_of --training-loop lean "${flags[@]}")" != megatron ] || return 0
+    known=$(grep -oh -- '"--[a-z0-9-]*"' megatron_patches/flags/{megatron_table,distca,loop}.py "$1")
+    [ ${#flags[@]} = 0 ] || [[ ${flags[0]} == --* ]] || die "${flags[0]} belongs to no flag"
+    for word in "${flags[@]}"; do
+        name=${word%%=*}
+        [[ $name != --* || $known == *"\"$name\""* || $known == *"\"--${name#--no-}\""* ]] ||
+            die "there is no $name: --help lists the launcher's flags, docs/reference.md all others"
     done
 }
 

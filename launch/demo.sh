@@ -2,16 +2,26 @@
 # Sets everything up, pretrains a small GPT with --distca on real text, on four processes of the CPU
 # (also where there are GPUs), runs some of the same steps as plain Megatron, and compares the two.
 # More flags are passed on: launch/demo.sh --train-iters 20
+# --dry-run prints the two commands, and runs nothing.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
-launch/setup.sh
+. launch/common.sh
+parse_launcher_options "" "$@"
+check_flags pretrain_gpt.py
+more=("${flags[@]}")
+if $dry_run; then
+    start=(print_command)
+else
+    start=(env)
+    launch/setup.sh
+fi
 # Megatron warns of each GPU package that a machine without a GPU does not have.
 export OMP_NUM_THREADS=1 PYTHONWARNINGS=ignore
 # The demo is float32, so that its losses compare from machine to machine; on GPUs --distca needs
 # bf16, and four processes as many GPUs.
 export CUDA_VISIBLE_DEVICES=
-.venv/bin/python -m data.demo_corpus --output-dir demo/data
+$dry_run || .venv/bin/python -m data.demo_corpus --output-dir demo/data
 
 # A quarter of the tokens are of documents that are as long as a rank's tokens, the others of short
 # ones. The model is narrow, so that core attention is a large part of a step, as in long training.
@@ -30,15 +40,21 @@ flags=(
     --log-interval 5 --eval-interval 1000
 )
 
-.venv/bin/torchrun --nproc-per-node 4 pretrain_gpt.py --distca "${flags[@]}" --eval-iters 2 \
-    --save demo/checkpoints --tensorboard-dir demo/tensorboard/distca "$@"
+"${start[@]}" .venv/bin/torchrun --nproc-per-node 4 pretrain_gpt.py --distca "${flags[@]}" \
+    --eval-iters 2 --save demo/checkpoints --tensorboard-dir demo/tensorboard/distca "${more[@]}"
 
 # Without --distca the same command is plain Megatron. These flags win over those passed on.
+plain=(
+    .venv/bin/torchrun --nproc-per-node 4 pretrain_gpt.py "${flags[@]}" "${more[@]}"
+    --exit-interval 15 --eval-iters 0 --save demo/plain_checkpoints
+    --tensorboard-dir demo/tensorboard/plain
+)
+if $dry_run; then
+    print_command "${plain[@]}"
+    exit
+fi
 echo "running the first 15 steps as plain Megatron, too; its log is demo/plain.log" >&2
 mkdir -p demo
-.venv/bin/torchrun --nproc-per-node 4 pretrain_gpt.py "${flags[@]}" "$@" \
-    --exit-interval 15 --eval-iters 0 --save demo/plain_checkpoints \
-    --tensorboard-dir demo/tensorboard/plain >demo/plain.log 2>&1 ||
-    { tail -n 20 demo/plain.log >&2 && exit 1; }
+"${plain[@]}" >demo/plain.log 2>&1 || { tail -n 20 demo/plain.log >&2 && exit 1; }
 exec .venv/bin/python -m data.demo_report --distca demo/tensorboard/distca \
-    --plain demo/tensorboard/plain --output demo/report.png -- "${flags[@]}" "$@"
+    --plain demo/tensorboard/plain --output demo/report.png -- "${flags[@]}" "${more[@]}"

@@ -14,7 +14,8 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source launch/common.sh
 
-parse_launcher_options "$@"
+parse_launcher_options "model python processes port" "$@"
+check_flags pretrain_gpt.py
 choose_model
 [ "$model" = llama-8b ] || die "one machine holds llama-8b: launch/slurm is for larger models"
 # One for each GPU that CUDA shows, or for each core.
@@ -29,7 +30,7 @@ count_processes() {
 }
 
 [ "$processes" != auto ] || processes=$(count_processes)
-[[ $processes =~ ^[1-9][0-9]*$ ]] || die "--processes $processes: give a number of at least 1"
+whole_number --processes "$processes"
 tensor=4
 while [ $((processes % tensor)) != 0 ]; do tensor=$((tensor / 2)); done
 meet=(--standalone)
@@ -47,4 +48,5 @@ if $dry_run; then
     print_command "${command[@]}"
     exit
 fi
+command -v "$python" >/dev/null || die "no $python: launch/setup.sh makes .venv; or give --python FILE"
 exec "${command[@]}"

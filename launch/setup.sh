@@ -26,7 +26,8 @@ make_environment() {
 }
 
 if [ "${1:-}" = megatron ]; then
-    version=${2:?which version of megatron-core?}
+    version=${2:-}
+    version_of_megatron "$version"
     python=$(find_python "$version") || exit 2
     stamp="$torch_version $(cksum <pyproject.toml) megatron-core $version"
     folder=${XDG_CACHE_HOME:-$HOME/.cache}/distca/megatron-$version-python$(python_version "$python")
@@ -41,6 +42,10 @@ if [ "${1:-}" = megatron ]; then
     exit 0
 fi
 
+case ${1:-} in
+    '' | checks) ;;
+    *) die "launch/setup.sh takes no $1: give nothing, checks, or megatron VERSION" ;;
+esac
 wanted="$torch_version $(cksum <pyproject.toml) $(pwd) ${PYTHON:-}"
 case "$(cat .venv/set-up-for 2>/dev/null || true)" in
     "$wanted checks") exit 0 ;;

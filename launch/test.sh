@@ -6,9 +6,11 @@
 # launch/test.sh --mutants 50 tests the tests instead. CONTRIBUTING.md says more of all.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
+. launch/common.sh
 
 if [ "${1:-}" = --megatron ]; then
-    version=${2:?which version of megatron-core?}
+    version=${2:-}
+    version_of_megatron "$version"
     launch/setup.sh megatron "$version"
     export PATH="$PWD/.venv-megatron-$version/bin:$PATH" OMP_NUM_THREADS=1 PYTHONPATH=$PWD
     exec python -m pytest -q tests/training tests/megatron_patches "${@:3}"

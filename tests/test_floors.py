@@ -122,7 +122,11 @@ def test_modules_import_in_no_circle() -> None:
 
 
 @pytest.mark.parametrize(
-    "module", [*sorted(PURE), "distca.simulate", "distca.commands.plan", "distca.commands.simulate"]
+    "module",
+    [
+        *(*sorted(PURE), "distca.simulate"),
+        *(f"distca.commands.{name}" for name in ("plan", "prepare", "simulate")),
+    ],
 )
 def test_planning_and_simulating_load_no_torch(module: str) -> None:
     code = f"import sys, {module}; sys.exit('torch' in sys.modules)"

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
 
-from distca.commands.command_line import HelpFormatter
+from distca.commands.command_line import Parser
 from distca.transport.compiled import default_cache, host_library
 from distca.transport.compiled_cuda import (
     ARCHITECTURES,
@@ -20,20 +19,19 @@ from distca.transport.compiled_cuda import (
 PARTS = ("shm", "nvshmem", "nvshmem-network")
 
 
-def build_parser() -> argparse.ArgumentParser:
+def build_parser() -> Parser:
     """Makes the parser of the command's flags."""
-    parser = argparse.ArgumentParser(
-        prog="distca build",
-        description="""\
+    parser = Parser(
+        "build",
+        """\
 Compiles the native code that moves rows between ranks. A training run compiles what it lacks by
 itself: do it ahead where its machines have no compiler, or so that it need not wait.
 """,
-        epilog="""\
+        """\
 examples:
   distca build shm
   distca build nvshmem --architectures 90 --cache /shared/distca
 """,
-        formatter_class=HelpFormatter,
     )
     parser.add_argument(
         "parts",
@@ -66,7 +64,7 @@ examples:
 def main(argv: list[str]) -> int:
     """Runs the command; returns its exit status: 1 if a part could not be compiled."""
     parser = build_parser()
-    options = parser.parse_args(argv)
+    options = parser.parse(argv)
     unknown = sorted(set(options.parts) - set(PARTS))
     if unknown:
         parser.error(f"no part {unknown[0]!r}: choose from {', '.join(PARTS)}")

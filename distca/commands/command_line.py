@@ -1,10 +1,13 @@
-"""Common parts of all commands: the format of help, and checks of files to write."""
+"""Common parts of all commands: flags, their help and errors, and checks of files to write."""
 
 from __future__ import annotations
 
 import argparse
+import difflib
 import os
+from collections.abc import Sequence
 from pathlib import Path
+from typing import NoReturn
 
 
 class HelpFormatter(argparse.RawDescriptionHelpFormatter):
@@ -19,6 +22,42 @@ class HelpFormatter(argparse.RawDescriptionHelpFormatter):
         return f"{action.help} Default: {shown}.".replace("%", "%%")
 
 
+class Parser(argparse.ArgumentParser):
+    """Parser of a command's flags, whose errors are one line instead of the usage of all flags.
+
+    Args:
+        name: name of the command.
+        description: purpose of the command.
+        epilog: examples.
+    """
+
+    def __init__(self, name: str, description: str, epilog: str) -> None:
+        super().__init__(
+            prog=f"distca {name}",
+            description=description,
+            epilog=epilog,
+            allow_abbrev=False,
+            formatter_class=HelpFormatter,
+        )
+
+    def parse(self, argv: Sequence[str]) -> argparse.Namespace:
+        """Parses the flags; of one that it does not know, it says which is nearest.
+
+        Before anything else is refused: a mistyped flag would be missed under its own name.
+        """
+        known = self._option_string_actions
+        for word in argv:
+            flag = word.split("=")[0]
+            if flag.startswith("--") and flag not in known:
+                near = difflib.get_close_matches(flag, known, 1)
+                self.error(f"no flag {flag}" + (f": is {near[0]} meant?" if near else ""))
+        return self.parse_args(argv)
+
+    def error(self, message: str) -> NoReturn:
+        """Ends the command with a line on standard error."""
+        self.exit(2, f"{self.prog}: {message} (see `{self.prog} --help`)\n")
+
+
 def check_output(flag: str, path: Path | None) -> None:
     """Refuses a file that could not be written, before any work is done for it.
 
@@ -27,7 +66,7 @@ def check_output(flag: str, path: Path | None) -> None:
         path: file to write; None: the flag is not given.
 
     Raises:
-        ValueError: the path is a folder, or is in a folder that cannot be written to.
+        ValueError: the path is a folder, or the file or its folder cannot be written to.
     """
     if path is None:
         return
@@ -38,3 +77,5 @@ def check_output(flag: str, path: Path | None) -> None:
         raise ValueError(f"{flag} {path}: {folder} is not a folder")
     if not os.access(folder, os.W_OK):
         raise ValueError(f"{flag} {path}: {folder} cannot be written to")
+    if path.exists() and not os.access(path, os.W_OK):
+        raise ValueError(f"{flag} {path} is there, and cannot be written to")

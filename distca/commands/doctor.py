@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import importlib.metadata
 import importlib.util
 import os
@@ -17,7 +16,7 @@ from typing import Literal
 
 import torch
 
-from distca.commands.command_line import HelpFormatter
+from distca.commands.command_line import Parser
 from distca.transport.compiled import default_cache, host_compiler, run
 from distca.transport.compiled_cuda import (
     find_nvcc,
@@ -51,20 +50,19 @@ class Finding:
     cure: str = ""
 
 
-def build_parser() -> argparse.ArgumentParser:
+def build_parser() -> Parser:
     """Makes the parser of the command's flags."""
-    parser = argparse.ArgumentParser(
-        prog="distca doctor",
-        description="""\
+    parser = Parser(
+        "doctor",
+        """\
 Says what DistCA finds on this machine, what is missing, what that would be needed for, and what to
 install. "problem" is what does not fit together; the command then ends with status 1.
 """,
-        epilog="""\
+        """\
 examples:
   distca doctor
   distca doctor --profile profile.json
 """,
-        formatter_class=HelpFormatter,
     )
     parser.add_argument(
         "--profile",
@@ -78,7 +76,7 @@ examples:
 
 def main(argv: list[str]) -> int:
     """Runs the command; returns its exit status: 1 if there is a problem."""
-    findings = list(examine(build_parser().parse_args(argv).profile))
+    findings = list(examine(build_parser().parse(argv).profile))
     width = max(len(finding.name) for finding in findings)
     for finding in findings:
         sys.stdout.write(f"{finding.state:8} {finding.name:{width}}  {finding.found}\n")

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import difflib
 import importlib
+import os
+import signal
 import sys
+from collections.abc import Sequence
 
 COMMANDS = {
     "simulate": "say what a training job would gain on a cluster, and with which flags",
@@ -26,16 +31,54 @@ examples:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs a subcommand; returns its exit status."""
-    arguments = sys.argv[1:] if argv is None else argv
+    """Runs a subcommand; returns its exit status.
+
+    What a command refuses, or cannot do, is a line on standard error.
+    """
+    try:
+        try:
+            return _told(sys.argv[1:] if argv is None else argv)
+        finally:
+            # Here, where it can be told what fails, rather than when Python ends.
+            sys.stdout.flush()
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            # Else Python would fail again as it ends.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        # A reader such as `head` has read enough.
+        if isinstance(error, BrokenPipeError):
+            return 0
+        sys.stderr.write(f"distca: the output cannot be written: {error}\n")
+        return 2
+
+
+def _told(arguments: Sequence[str]) -> int:
+    """Runs a subcommand, and tells its errors."""
+    name = f"distca {arguments[0]}" if arguments and arguments[0] in COMMANDS else "distca"
+    try:
+        return _run(arguments)
+    except BrokenPipeError:
+        raise
+    except (ValueError, ImportError, OSError, MemoryError) as error:
+        sys.stderr.write(f"{name}: {str(error) or 'not enough memory'}\n")
+        sys.exit(2)
+    except KeyboardInterrupt:
+        sys.stderr.write(f"{name}: interrupted\n")
+        return 128 + signal.SIGINT
+
+
+def _run(arguments: Sequence[str]) -> int:
     if arguments and arguments[0] in COMMANDS:
         # Only this command's module is imported: some need torch, others start without it.
         command = importlib.import_module(f"distca.commands.{arguments[0]}")
         return int(command.main(arguments[1:]))
     asked = bool(arguments) and arguments[0] in ("-h", "--help")
-    out = sys.stdout if asked else sys.stderr
     if arguments and not asked:
-        out.write(f"distca: no command {arguments[0]!r}: choose one of those below\n\n")
+        near = difflib.get_close_matches(arguments[0], COMMANDS, 1)
+        meant = f": is {near[0]} meant?" if near else ""
+        sys.stderr.write(f"distca: no command {arguments[0]!r}{meant} (see `distca --help`)\n")
+        return 2
+    out = sys.stdout if asked else sys.stderr
     out.write("usage: distca COMMAND [FLAGS]\n\ncommands:\n")
     for name, what in COMMANDS.items():
         out.write(f"  {name:10} {what}\n")

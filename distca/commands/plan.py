@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from distca.commands.command_line import HelpFormatter, check_output
+from distca.commands.command_line import Parser, check_output
 from distca.cost.kernel_time import CostModel
 from distca.cost.link import Links
 from distca.cost.model_sizes import MODELS, ModelSize
@@ -54,15 +54,9 @@ the mean core attention, and 1.099 times in this plan.
 """
 
 
-def build_parser() -> argparse.ArgumentParser:
+def build_parser() -> Parser:
     """Makes the parser of the command's flags."""
-    parser = argparse.ArgumentParser(
-        prog="distca plan",
-        description=_DESCRIPTION,
-        epilog=_EXAMPLES,
-        allow_abbrev=False,
-        formatter_class=HelpFormatter,
-    )
+    parser = Parser("plan", _DESCRIPTION, _EXAMPLES)
     documents = parser.add_argument_group("documents (one of)").add_mutually_exclusive_group(
         required=True
     )
@@ -211,14 +205,9 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def main(argv: list[str] | None = None) -> int:
+def main(argv: list[str]) -> int:
     """Runs the command; returns its exit status."""
-    parser = build_parser()
-    args = parser.parse_args(argv)
-    try:
-        _run(args)
-    except (ValueError, ImportError, OSError) as error:
-        parser.exit(2, f"distca plan: {error}\n")
+    _run(build_parser().parse(argv))
     return 0
 
 
@@ -467,7 +456,3 @@ def _compare(
 
 def _write(text: str) -> None:
     sys.stdout.write(text + "\n")
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -5,93 +5,134 @@ distca prepare --input notes/ more.jsonl --output-prefix corpus --train-tokenize
 
 from __future__ import annotations
 
-import argparse
 import os
 import shutil
 import sys
-from collections.abc import Iterable, Iterator
+from argparse import Namespace
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from tqdm import tqdm
 
-from distca.commands.command_line import HelpFormatter
+from distca.commands.command_line import Parser, check_output
 from distca.documents.dataset import (
     SUFFIXES,
     TOKENIZER_FILES,
-    find_files,
-    read_documents,
     train_tokenizer,
     write_dataset,
 )
+from distca.documents.texts import find_files, read_documents
 from distca.documents.tokenizer import TOKENIZER_TYPES, build_tokenizer
 
+_SHOWN = 2
+"""Faults that are shown; all are written to a file."""
 
-def prepare(
-    inputs: Iterable[str],
-    prefix: Path,
-    *,
-    json_key: str = "text",
-    tokenizer_type: str = "HuggingFaceTokenizer",
-    tokenizer_model: str | None = None,
-    vocab_size: int | None = None,
-    train_vocab_size: int | None = None,
-    workers: int = 1,
-) -> tuple[int, int]:
-    """Runs the command; the arguments are its flags.
 
-    Returns:
-        The number of documents and of tokens, document ends included.
+def prepare(args: Namespace) -> str:
+    """Runs the command; returns its summary.
 
     Raises:
         ValueError: a flag contradicts another, or an input or tokenizer cannot be read.
     """
-    if workers < 1:
-        raise ValueError(f"--workers {workers} must be at least 1")
-    other_tokenizer = tokenizer_type != "HuggingFaceTokenizer" or tokenizer_model is not None
-    if train_vocab_size is not None and other_tokenizer:
+    prefix: Path = args.output_prefix
+    files = find_files(args.input)
+    _check_flags(args)
+    folder, left_out = Path(f"{prefix}_tokenizer"), Path(f"{prefix}_left_out.txt")
+    written = {Path(f"{prefix}{suffix}") for suffix in SUFFIXES}
+    written |= {left_out, *(folder / name for name in TOKENIZER_FILES)}
+    overwritten = {file.resolve() for file in files} & {file.resolve() for file in written}
+    if overwritten:
+        raise ValueError(
+            f"--input {min(overwritten)} would be overwritten: give another --output-prefix"
+        )
+    check_output("--output-prefix", left_out)
+    reader = _Reader(files, args.json_key, args.bad_text == "refuse")
+
+    def write(model: str | None) -> tuple[int, int]:
+        kind = args.tokenizer_type
+        tokenizer = build_tokenizer(kind, model, args.vocab_size)
+        texts = reader.documents("tokenize")
+        try:
+            return write_dataset(texts, tokenizer, kind, prefix, workers=args.workers)
+        finally:
+            reader.tell(left_out)
+
+    if args.train_tokenizer is None:
+        count, tokens = write(args.tokenizer_model)
+    else:
+        unfinished = prefix.with_name(f".{prefix.name}.unfinished_tokenizer")
+        try:
+            texts = reader.documents("train tokenizer")
+            train_tokenizer(texts, args.train_tokenizer, unfinished)
+            count, tokens = write(str(unfinished))
+            folder.mkdir(exist_ok=True)
+            for name in TOKENIZER_FILES:
+                os.replace(unfinished / name, folder / name)
+        finally:
+            shutil.rmtree(unfinished, ignore_errors=True)
+    rest = f"; left out: {len(reader.faults)}" if reader.faults else ""
+    return f"{prefix}: {count} documents, {tokens} tokens{rest}"
+
+
+def _check_flags(args: Namespace) -> None:
+    if args.workers < 1:
+        raise ValueError(f"--workers {args.workers} must be at least 1")
+    other = args.tokenizer_type != "HuggingFaceTokenizer" or args.tokenizer_model is not None
+    if args.train_tokenizer is not None and other:
         raise ValueError(
             "--train-tokenizer makes a HuggingFaceTokenizer: give neither another "
             "--tokenizer-type nor a --tokenizer-model"
         )
-    if vocab_size is not None and tokenizer_type != "NullTokenizer":
-        raise ValueError(f"--vocab-size is for NullTokenizer, not for {tokenizer_type}")
-    files = find_files(inputs)
-    if train_vocab_size is None and not other_tokenizer:
+    if args.train_tokenizer is None and not other:
         raise ValueError(
             "HuggingFaceTokenizer needs --tokenizer-model, a tokenizer.json; or let "
             "--train-tokenizer N make one of the input"
         )
-    folder = Path(f"{prefix}_tokenizer")
-    written = {Path(f"{prefix}{suffix}").resolve() for suffix in SUFFIXES}
-    written |= {(folder / name).resolve() for name in TOKENIZER_FILES}
-    for file in files:
-        if file.resolve() in written:
-            raise ValueError(f"--input {file} would be overwritten: give another --output-prefix")
+    if args.vocab_size is not None and args.tokenizer_type != "NullTokenizer":
+        raise ValueError(f"--vocab-size is for NullTokenizer, not for {args.tokenizer_type}")
 
-    size = sum(file.stat().st_size for file in files)
 
-    def documents(doing: str) -> Iterator[str]:
+class _Reader:
+    """A reader of the input, as often as it is needed.
+
+    Args:
+        files: files to read.
+        json_key: key of the text in a line of `.jsonl`.
+        refuse: whether what is no UTF-8 text is an error; else it is left out.
+
+    Attributes:
+        faults: place and fault of what the last reading left out.
+    """
+
+    def __init__(self, files: Sequence[Path], json_key: str, refuse: bool) -> None:
+        self._files, self._json_key, self._refuse = files, json_key, refuse
+        self.faults: list[str] = []
+
+    def documents(self, doing: str) -> Iterator[str]:
+        """Yields all texts, and shows progress on a terminal."""
+        self.faults.clear()
+        size = sum(file.stat().st_size for file in self._files)
         with tqdm(desc=doing, total=size, unit="B", unit_scale=True, disable=None) as bar:
-            yield from read_documents(files, json_key, bar.update)
+            yield from read_documents(self._files, self._json_key, self._leave_out, bar.update)
 
-    if train_vocab_size is None:
-        tokenizer = build_tokenizer(tokenizer_type, tokenizer_model, vocab_size)
-        return write_dataset(
-            documents("tokenize"), tokenizer, tokenizer_type, prefix, workers=workers
+    def _leave_out(self, fault: str) -> None:
+        if self._refuse:
+            raise ValueError(f"{fault}; --bad-text skip leaves such documents out")
+        self.faults.append(fault)
+
+    def tell(self, path: Path) -> None:
+        """Writes to a file what was left out, and shows the first."""
+        if not self.faults:
+            path.unlink(missing_ok=True)
+            return
+        listed = "".join(f"{fault}\n" for fault in self.faults)
+        # Names of files may be no UTF-8 either.
+        path.write_text(listed, encoding="utf-8", errors="backslashreplace")
+        shown = [*self.faults[:_SHOWN], *["..."][: len(self.faults) - _SHOWN]]
+        sys.stderr.write(
+            f"distca prepare: left out what is no UTF-8 text ({len(self.faults)}, all in {path}):\n"
+            + "".join(f"  {line}\n" for line in shown)
         )
-    unfinished = prefix.with_name(f".{prefix.name}.unfinished_tokenizer")
-    try:
-        train_tokenizer(documents("train tokenizer"), train_vocab_size, unfinished)
-        tokenizer = build_tokenizer(tokenizer_type, str(unfinished))
-        written_now = write_dataset(
-            documents("tokenize"), tokenizer, tokenizer_type, prefix, workers=workers
-        )
-        folder.mkdir(exist_ok=True)
-        for name in TOKENIZER_FILES:
-            os.replace(unfinished / name, folder / name)
-    finally:
-        shutil.rmtree(unfinished, ignore_errors=True)
-    return written_now
 
 
 _DESCRIPTION = """\
@@ -107,15 +148,9 @@ Training then takes --data-path corpus and --tokenizer-model corpus_tokenizer, o
 """
 
 
-def build_parser() -> argparse.ArgumentParser:
+def build_parser() -> Parser:
     """Makes the parser of the command's flags."""
-    parser = argparse.ArgumentParser(
-        prog="distca prepare",
-        description=_DESCRIPTION,
-        epilog=_EXAMPLES,
-        allow_abbrev=False,
-        formatter_class=HelpFormatter,
-    )
+    parser = Parser("prepare", _DESCRIPTION, _EXAMPLES)
     parser.add_argument(
         "--input",
         nargs="+",
@@ -156,6 +191,14 @@ def build_parser() -> argparse.ArgumentParser:
         "--tokenizer-model; it is written to the folder PREFIX_tokenizer.",
     )
     parser.add_argument(
+        "--bad-text",
+        choices=("skip", "refuse"),
+        default="skip",
+        help="skip: documents that are no UTF-8 text (binary files, other encodings, lone "
+        "surrogates) are left out, and listed in PREFIX_left_out.txt; refuse: the first one is an "
+        "error.",
+    )
+    parser.add_argument(
         "--workers",
         type=int,
         default=os.cpu_count() or 1,
@@ -165,22 +208,7 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def main(argv: list[str] | None = None) -> int:
+def main(argv: list[str]) -> int:
     """Runs the command; returns its exit status."""
-    parser = build_parser()
-    args = parser.parse_args(argv)
-    try:
-        count, tokens = prepare(
-            args.input,
-            args.output_prefix,
-            json_key=args.json_key,
-            tokenizer_type=args.tokenizer_type,
-            tokenizer_model=args.tokenizer_model,
-            vocab_size=args.vocab_size,
-            train_vocab_size=args.train_tokenizer,
-            workers=args.workers,
-        )
-    except (ValueError, ImportError, OSError) as error:
-        parser.error(str(error))
-    sys.stdout.write(f"{args.output_prefix}: {count} documents, {tokens} tokens\n")
+    sys.stdout.write(prepare(build_parser().parse(argv)) + "\n")
     return 0

@@ -8,14 +8,13 @@ Full rectangles and tasks that end on the diagonal are both measured; `--distca-
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import sys
 from pathlib import Path
 
 import torch
 
-from distca.commands.command_line import HelpFormatter, check_output
+from distca.commands.command_line import Parser, check_output
 from distca.cost.volume import AttentionShape
 from distca.runtime.kernel_timing import held_out_errors, profile_kernel
 
@@ -30,15 +29,9 @@ example:
 """
 
 
-def build_parser() -> argparse.ArgumentParser:
+def build_parser() -> Parser:
     """Makes the parser of the command's flags."""
-    parser = argparse.ArgumentParser(
-        prog="distca profile",
-        description=_DESCRIPTION,
-        epilog=_EXAMPLES,
-        allow_abbrev=False,
-        formatter_class=HelpFormatter,
-    )
+    parser = Parser("profile", _DESCRIPTION, _EXAMPLES)
     parser.add_argument(
         "--heads", type=int, default=8, metavar="N", help="Query heads of a tensor-parallel rank."
     )
@@ -65,25 +58,18 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def main(argv: list[str] | None = None) -> int:
+def main(argv: list[str]) -> int:
     """Runs the command; returns its exit status."""
-    parser = build_parser()
-    args = parser.parse_args(argv)
-    try:
-        check_output("--output", args.output)
-    except ValueError as error:
-        parser.error(str(error))
+    args = build_parser().parse(argv)
+    check_output("--output", args.output)
     if args.threads < 1:
-        parser.error(f"--threads {args.threads} must be at least 1")
+        raise ValueError(f"--threads {args.threads} must be at least 1")
     device = "cuda" if torch.cuda.is_available() else "cpu"
     torch.set_num_threads(args.threads)
     dtype = args.dtype or ("bf16" if device == "cuda" else "fp32")
-    try:
-        element_bytes = {"fp32": 4, "bf16": 2}[dtype]
-        shape = AttentionShape(args.heads, args.kv_heads, args.head_dim, element_bytes)
-        profile = profile_kernel(shape, args.max_length, device)
-    except ValueError as error:
-        parser.error(str(error))
+    element_bytes = {"fp32": 4, "bf16": 2}[dtype]
+    shape = AttentionShape(args.heads, args.kv_heads, args.head_dim, element_bytes)
+    profile = profile_kernel(shape, args.max_length, device)
     profile.save(args.output)
     errors = held_out_errors(profile, device)
     sys.stdout.write(

@@ -11,13 +11,15 @@ its best configuration among those that fit in memory.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import sys
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
 
-from distca.commands.command_line import HelpFormatter, check_output
+from distca.commands.command_line import Parser, check_output
 from distca.commands.plan import cut_to_pieces, shuffled
 from distca.commands.simulate_report import as_json, format_choices, make_figure, plot_choices
 from distca.cost.model_sizes import MODELS, ModelSize
@@ -56,6 +58,8 @@ _OVERRIDES = {
     "node_gb_per_s": "Speed of a GPU's link within a node, GB/s in each direction.",
     "network_gb_per_s": "Speed of a GPU's link between nodes, GB/s in each direction.",
 }
+_SECONDS_BETWEEN_LINES = 20.0
+"""Fewest seconds between two lines about progress, where there is no terminal."""
 _DESCRIPTION = """\
 Says how fast a training job would be on a cluster with plain Megatron, context parallelism and
 DistCA, each in the parallel configuration that is best for it among those that fit in memory.
@@ -73,15 +77,9 @@ alike. Below the table are the flags of pretrain_gpt.py that train in DistCA's b
 """
 
 
-def build_parser() -> argparse.ArgumentParser:
+def build_parser() -> Parser:
     """Makes the parser of the command's flags."""
-    parser = argparse.ArgumentParser(
-        prog="distca simulate",
-        description=_DESCRIPTION,
-        epilog=_EXAMPLES,
-        allow_abbrev=False,
-        formatter_class=HelpFormatter,
-    )
+    parser = Parser("simulate", _DESCRIPTION, _EXAMPLES)
     documents = parser.add_argument_group("documents")
     source = documents.add_mutually_exclusive_group(required=True)
     source.add_argument(
@@ -185,14 +183,9 @@ def _flag(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
-def main(argv: list[str] | None = None) -> int:
+def main(argv: list[str]) -> int:
     """Runs the command; returns its exit status."""
-    parser = build_parser()
-    args = parser.parse_args(argv)
-    try:
-        _run(args)
-    except (ValueError, ImportError, OSError) as error:
-        parser.exit(2, f"distca simulate: {error}\n")
+    _run(build_parser().parse(argv))
     return 0
 
 
@@ -297,15 +290,7 @@ def _batches(args: argparse.Namespace) -> list[list[Int64s]]:
 def _advise(
     args: argparse.Namespace, workload: Workload, batches: list[list[Int64s]]
 ) -> list[Choice]:
-    from tqdm import tqdm
-
-    with tqdm(unit=" iterations", disable=None) as bar:
-
-        def progress(what: str) -> None:
-            bar.set_description(what)
-            bar.update()
-
-        told: Callable[[str], None] = progress
+    with _progress() as told:
         choices = advise(
             workload,
             batches,
@@ -324,6 +309,26 @@ def _advise(
     return choices
 
 
+@contextlib.contextmanager
+def _progress() -> Iterator[Callable[[str], None]]:
+    """Yields what shows each iteration: by a bar on a terminal, else by a line now and then."""
+    from tqdm import tqdm
+
+    count, shown = 0, time.monotonic()
+    with tqdm(unit=" iterations", disable=None) as bar:
+
+        def told(what: str) -> None:
+            nonlocal count, shown
+            bar.set_description(what)
+            bar.update()
+            if bar.disable and time.monotonic() - shown >= _SECONDS_BETWEEN_LINES:
+                sys.stderr.write(f"distca simulate: {count} iterations done, now {what}\n")
+                shown = time.monotonic()
+            count += 1
+
+        yield told
+
+
 def _trace(path: Path, workload: Workload, batch: list[Int64s], choices: Sequence[Choice]) -> None:
     best = best_of_distca(choices)
     if best is None:
@@ -334,7 +339,3 @@ def _trace(path: Path, workload: Workload, batch: list[Int64s], choices: Sequenc
 
 def _write(text: str) -> None:
     sys.stdout.write(text + "\n")
-
-
-if __name__ == "__main__":
-    sys.exit(main())

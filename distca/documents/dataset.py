@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import glob
 import itertools
 import json
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -22,73 +21,6 @@ SUFFIXES = (".bin", ".json", ".idx")
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
 """Files of a tokenizer's folder. `transformers`, and so Megatron-LM's loop, wants both."""
-
-
-def find_files(inputs: Iterable[str]) -> list[Path]:
-    """Lists files of paths, folders and patterns (`notes/**/*.md`) in order, without hidden ones.
-
-    Raises:
-        ValueError: a path does not exist, or a pattern or folder has no file.
-    """
-    files = []
-    for given in inputs:
-        if Path(given).exists():
-            paths = [Path(given)]
-        else:
-            paths = sorted(Path(found) for found in glob.glob(given, recursive=True))
-        found = [file for path in paths for file in _files_below(path)]
-        if not found:
-            raise ValueError(f"--input {given} does not exist or holds no file")
-        files += found
-    return files
-
-
-def _files_below(path: Path) -> list[Path]:
-    if path.is_file():
-        return [path]
-    return sorted(
-        file
-        for file in path.rglob("*")
-        if file.is_file() and not any(p.startswith(".") for p in file.relative_to(path).parts)
-    )
-
-
-def read_documents(
-    files: Iterable[Path], json_key: str, advance: Callable[[int], object] = lambda _: None
-) -> Iterator[str]:
-    """Reads documents: each line of a `.jsonl` file, and the whole text of any other file.
-
-    Args:
-        files: files to read, in UTF-8.
-        json_key: key of the text in a line.
-        advance: called with the number of bytes that each document took.
-
-    Raises:
-        ValueError: a line is no JSON object with a text under this key.
-    """
-    for path in files:
-        if path.suffix == ".jsonl":
-            yield from _read_json_lines(path, json_key, advance)
-        else:
-            content = path.read_bytes()
-            yield content.decode("utf-8", errors="replace")
-            advance(len(content))
-
-
-def _read_json_lines(path: Path, json_key: str, advance: Callable[[int], object]) -> Iterator[str]:
-    with path.open("rb") as lines:
-        for number, line in enumerate(lines, start=1):
-            if line.strip():
-                try:
-                    text = json.loads(line)[json_key]
-                except (ValueError, KeyError, TypeError) as error:
-                    raise ValueError(
-                        f"{path}, line {number}: no JSON object with the key {json_key!r}"
-                    ) from error
-                if not isinstance(text, str):
-                    raise ValueError(f"{path}, line {number}: {json_key!r} is no text")
-                yield text
-            advance(len(line))
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int, folder: Path) -> None:

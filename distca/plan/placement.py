@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from distca.plan.span import Bools, Int64s
+from distca.plan.span import Bools, Int64s, distinct
 
 
 @dataclass(frozen=True)
@@ -97,7 +97,7 @@ def place_in_turn(lengths: Int64s, capacities: Int64s) -> Placement:
             f"{int(capacities.sum()):,}"
         )
     ends, rank_ends = np.cumsum(lengths), np.cumsum(capacities)
-    cuts = np.union1d(ends, rank_ends[rank_ends > 0])
+    cuts = distinct(np.concatenate([ends, rank_ends[rank_ends > 0]]))
     starts = np.concatenate([np.zeros(min(len(cuts), 1), dtype=np.int64), cuts[:-1]])
     document = np.searchsorted(ends, starts, side="right")
     offset = (ends - lengths)[document]

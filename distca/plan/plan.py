@@ -10,7 +10,7 @@ import numpy as np
 from distca.plan.mask import Mask
 from distca.plan.placement import Placement
 from distca.plan.segments import Segments, find_segments
-from distca.plan.span import Bools, Int64s, cut_at
+from distca.plan.span import Bools, Int64s, cut_at, distinct
 from distca.plan.tasks import Tasks
 
 BLOCK = 128
@@ -242,7 +242,7 @@ def _check_cover(plan: Plan) -> None:
     starts = plan.document_offsets[t.document] + t.q_start
     ends = plan.document_offsets[t.document] + t.q_end
     # Between two neighbouring query cuts a task covers either all queries or none.
-    task, slab, _ = cut_at(starts, ends, np.unique(np.concatenate([starts, ends])))
+    task, slab, _ = cut_at(starts, ends, distinct(np.concatenate([starts, ends])))
     order = np.lexsort((t.kv_start[task], slab))
     task, slab = task[order], slab[order]
     overlap = (slab[1:] == slab[:-1]) & (t.kv_end[task][:-1] > t.kv_start[task][1:])

@@ -8,7 +8,7 @@ import numpy as np
 
 from distca.cost.volume import BackwardInputs, plan_bytes
 from distca.plan import Plan
-from distca.plan.span import Floats, Int64s
+from distca.plan.span import Floats, Int64s, distinct
 from distca.schedule.base import ScheduleConfig, even_capacities, relative_loads, server_loads
 from distca.schedule.baselines.packed import packed_loads
 
@@ -106,7 +106,7 @@ def describe(
         documents_spanning=_in_several(placement.document, placement.rank, servers),
         documents_split=_in_several(tasks.document, tasks.server, servers),
         tasks=len(tasks),
-        kernel_calls=len(np.unique(tasks.server * 2 + tasks.ends_on_diagonal)),
+        kernel_calls=len(distinct(tasks.server * 2 + tasks.ends_on_diagonal)),
         query_rows_moved=int(moved.phases["return"].sum()) // row_bytes,
         load_unit="pairs" if cost_model is None else "seconds (predicted)",
         load_mean=float(loads.mean()),
@@ -126,7 +126,7 @@ def describe(
 
 def _in_several(document: Int64s, place: Int64s, places: int) -> int:
     """Counts the documents that are in more than one place."""
-    found = np.unique(document * places + place) // places
+    found = distinct(document * places + place) // places
     return int((np.unique(found, return_counts=True)[1] > 1).sum())
 
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from distca.cost.kernel_time import CostModel
 from distca.plan import Mask, Plan
-from distca.plan.span import Floats, Int64s
+from distca.plan.span import Floats, Int64s, distinct
 from distca.schedule import (
     ScheduleConfig,
     Scheduler,
@@ -149,7 +149,7 @@ def _pack(
     else:
         scheduler = make_scheduler(name, config)
     plan = scheduler.plan(lengths, np.full(ranks, tokens // ranks, dtype=np.int64), mask)
-    crossing = np.unique(plan.placement.document * bins + plan.placement.rank // size) // bins
+    crossing = distinct(plan.placement.document * bins + plan.placement.rank // size) // bins
     if (np.unique(crossing, return_counts=True)[1] > 1).any():
         raise ValueError(
             f"a document crosses the end of its {tokens // bins:,} tokens: use more context "

@@ -53,7 +53,8 @@ class Outcome:
     @property
     def idle(self) -> float:
         """Share of all ranks' time in which their compute was not busy."""
-        return 1.0 - float(self.computed.mean()) / self.seconds
+        # Rounding may let all ranks compute a little longer than the iteration took.
+        return max(1.0 - float(self.computed.mean()) / self.seconds, 0.0)
 
 
 def save_trace(path: Path, outcome: Outcome, names: Sequence[str] | None = None) -> None:

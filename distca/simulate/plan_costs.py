@@ -12,7 +12,7 @@ from distca.cost.link import Links
 from distca.cost.memory import CoreAttentionMemory, plan_memory
 from distca.cost.volume import AttentionShape, plan_bytes
 from distca.plan import Plan
-from distca.plan.span import Floats, Int64s
+from distca.plan.span import Floats, Int64s, distinct
 from distca.schedule.base import server_loads
 from distca.simulate.copies import copy_traffic
 from distca.simulate.resources import Transfer
@@ -67,7 +67,7 @@ class PlanCosts:
     def kernel_calls(self) -> Int64s:
         """Kernel calls of each server: one for each task shape that it has."""
         tasks = self.plan.tasks
-        shapes = np.unique(tasks.server * 2 + tasks.ends_on_diagonal) // 2
+        shapes = distinct(tasks.server * 2 + tasks.ends_on_diagonal) // 2
         return np.bincount(shapes, minlength=self.plan.world_size)
 
     @cached_property

@@ -14,7 +14,7 @@ import numpy as np
 
 from distca.cost.model_sizes import ModelSize
 from distca.cost.volume import MAX_HEAD_GROUPS
-from distca.plan.span import Int64s
+from distca.plan.span import Int64s, distinct
 from distca.schedule import ExecutionOptions, ScheduleConfig, most_in_flight_of_1f1b
 from distca.schedule.program import Ablation
 from distca.simulate.baselines import BASELINES, simulate_baseline
@@ -114,7 +114,7 @@ def pack_sequences(lengths: Int64s, sequences: int, context: int) -> list[Int64s
             f"documents of {int(lengths.sum()):,} tokens do not fill {sequences} sequences of "
             f"{context:,}"
         )
-    edges = np.union1d(np.cumsum(lengths), np.arange(1, sequences + 1) * context)
+    edges = distinct(np.concatenate([np.cumsum(lengths), np.arange(1, sequences + 1) * context]))
     pieces = np.diff(edges, prepend=0)
     number = (edges - 1) // context
     return [pieces[number == n] for n in range(sequences)]

@@ -16,7 +16,10 @@ describe_job() {
         die "start it with sbatch, or look at it with --dry-run"
     fi
     ranks_per_node=${SLURM_NTASKS_PER_NODE:-$(sbatch_option ntasks-per-node)}
+    whole_number SLURM_NTASKS_PER_NODE "$ranks_per_node"
     ranks=${SLURM_NTASKS:-$((ranks_per_node * $(sbatch_option nodes)))}
+    whole_number SLURM_NTASKS "$ranks"
+    [ -z "${SLURM_JOB_ID-}" ] || whole_number SLURM_JOB_ID "$SLURM_JOB_ID"
     if [ -n "${SLURM_JOB_NODELIST-}" ]; then
         first_node=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | sed -n 1p)
     fi
@@ -55,7 +58,10 @@ describe_job() {
 # document, which is one where documents fit a rank, and then they share nothing.
 # choose_context_parallel TENSOR STAGES
 choose_context_parallel() {
-    local data=$((ranks / ($1 * $2)))
+    local data
+    whole_number --tensor-model-parallel-size "$1"
+    whole_number --pipeline-model-parallel-size "$2"
+    data=$((ranks / ($1 * $2)))
     group=2
     while [ $group -lt $data ] && [ $((data % group)) != 0 ]; do
         group=$((group + 1))
@@ -73,9 +79,13 @@ on_all_ranks() {
     fi
 }
 
-# Iteration of the latest checkpoint in a directory, 0 where there is none.
+# Iteration of the latest checkpoint in a directory, 0 where there is none, or weights alone
+# ("release").
 latest_checkpoint() {
-    cat "$1/latest_checkpointed_iteration.txt" 2>/dev/null || echo 0
+    local iteration
+    iteration=$(cat "$1/latest_checkpointed_iteration.txt" 2>/dev/null) || true
+    [[ $iteration =~ ^[0-9]+$ ]] || iteration=0
+    echo "$iteration"
 }
 
 # Runs pretrain_gpt.py on all ranks with the given flags before the user's own. Sets `training`, all
@@ -86,6 +96,8 @@ pretraining() {
     training=("${model_flags[@]}" "${training_flags[@]}" "$@" "${flags[@]}")
     tensor=$(value_of --tensor-model-parallel-size 1 "${training[@]}")
     stages=$(value_of --pipeline-model-parallel-size 1 "${training[@]}")
+    whole_number --tensor-model-parallel-size "$tensor"
+    whole_number --pipeline-model-parallel-size "$stages"
     [ $((ranks % (tensor * stages))) = 0 ] ||
         die "$ranks ranks are no multiple of tensor x pipeline size, $tensor x $stages: change --nodes"
     # As many micro-batches as keep a pipeline mostly full.
@@ -103,6 +115,7 @@ pretraining_that_goes_on() {
     local save before after iterations load
     save=$(value_of --save '' "${flags[@]}")
     [ -n "$save" ] || die "give --save DIRECTORY: the job goes on from there after a time limit"
+    whole_number --train-iters "$(value_of --train-iters 1 "${flags[@]}")"
     before=$(latest_checkpoint "$save")
     load=(--load "$save")
     if [ -n "$from" ] && [ "$before" = 0 ]; then

@@ -34,7 +34,8 @@ cd "${SLURM_SUBMIT_DIR:-.}"
 [ -f launch/slurm/common.sh ] || { echo "error: submit from the repository's root" >&2; exit 2; }
 source launch/slurm/common.sh
 
-parse_launcher_options "$@"
+parse_launcher_options "model python port interface container mounts from" "$@"
+check_flags pretrain_gpt.py
 describe_job
 pretraining_that_goes_on --distca \
     --tensor-model-parallel-size 8 --sequence-parallel --pipeline-model-parallel-size 2 \

@@ -28,7 +28,8 @@ cd "${SLURM_SUBMIT_DIR:-.}"
 [ -f launch/slurm/common.sh ] || { echo "error: submit from the repository's root" >&2; exit 2; }
 source launch/slurm/common.sh
 
-parse_launcher_options "$@"
+parse_launcher_options "model python port interface container mounts output" "$@"
+check_flags benchmarks/training/throughput.py
 describe_job
 choose_model
 choose_context_parallel "$(value_of --tensor-model-parallel-size 8 "${flags[@]}")" \

@@ -135,6 +135,7 @@ def build_data(
             vocab_size=args.vocab_size,
         )
         if which == "train":
+            _warn_of_repetition(stream, layout)
             maker.log_first_plan(stream, consumed)
         return maker.iterator(stream, which, consumed)
 
@@ -152,6 +153,18 @@ def build_data(
         control=maker.control,
         end=maker.close,
     )
+
+
+def _warn_of_repetition(stream: TokenStream, layout: WindowLayout) -> None:
+    """Warns, on the first rank, where a dataset is smaller than its part of a window."""
+    window = layout.data_parallel_size * layout.seq_length
+    if dist.get_rank() == 0 and stream.repeats_within(window):
+        logger.warning(
+            "a window of %d tokens (data-parallel size x --seq-length) holds documents more than "
+            "once: a dataset is smaller than its part of it. Give more text, or a "
+            "smaller --seq-length",
+            window,
+        )
 
 
 class BatchMaker(Protocol):

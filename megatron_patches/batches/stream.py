@@ -254,6 +254,12 @@ class TokenStream:
             offsets[: count + 1] - start,
         )
 
+    def repeats_within(self, tokens: int) -> bool:
+        """Whether a document, or a piece of one, comes twice in the first tokens of the stream."""
+        count = int(np.searchsorted(self.offsets[:-1], self.offsets[0] + tokens))
+        pieces = np.column_stack([self.corpus, self.document, self.first])[:count]
+        return len(np.unique(pieces, axis=0)) < count
+
     def document_lengths(self, start: int, stop: int) -> Int64s:
         """Returns the lengths of the pieces of documents at the stream positions `[start, stop)`.
 

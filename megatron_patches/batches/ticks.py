@@ -6,12 +6,14 @@ batch ahead of the model. A thread makes a rank's part of the plans, one tick ah
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import torch
+import torch.distributed as dist
 
 from distca.cost.memory import CoreAttentionMemory
 from distca.plan import Plan
@@ -29,9 +31,12 @@ from distca.schedule import (
     Work,
 )
 from distca.schedule.program import LayerGroup, Program, calls_of, tick_program
+from megatron_patches.batches.above_tolerance import why_above_tolerance
 from megatron_patches.batches.micro_batch import MicroBatch
 from megatron_patches.batches.planned import PlannedBatches
 from megatron_patches.model.core_attention import CoreAttentionRun, DocumentParams
+
+logger = logging.getLogger(__name__)
 
 _tick_program = lru_cache(maxsize=64)(tick_program)
 
@@ -317,10 +322,24 @@ def _all_plans(
     sample: int,
     micro_batches: Callable[[int], int],
 ) -> Iterator[tuple[CountedGlobalBatch, Floats]]:
-    """Global batches from a sample on, with the loads of plain data parallelism."""
+    """Global batches from a sample on, with the loads of plain data parallelism.
+
+    The first plan above the tolerance is told, by the first rank alone, since all plan alike.
+    """
+    told = dist.get_rank() != 0
     while True:
         number = micro_batches(sample)
         counted = plan(planned.documents(sample, number))
+        for tick in () if told else counted.batch.ticks:
+            why = why_above_tolerance(tick.plans, planned.planner.config)
+            if why is not None:
+                logger.warning(
+                    "in the global batch from sample %d on, %s. Later ones are not told: "
+                    '"load max/mean" is of every iteration',
+                    *(sample, why),
+                )
+                told = True
+                break
         yield counted, planned.packed_loads(sample, number)
         sample += number * planned.layout.samples_per_micro_batch
 

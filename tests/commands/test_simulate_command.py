@@ -68,8 +68,11 @@ def test_a_table_and_its_files(command, lengths_file: str, tmp_path: Path) -> No
     assert any(event["name"] == "core attention" for event in events)
 
 
-def test_json_has_what_the_table_has(command, lengths_file: str) -> None:
+def test_json_has_what_the_table_has(
+    command, lengths_file: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     rows = json.loads(command.run("--lengths", lengths_file, *SMALL, "--json"))
+    assert command.errors == ""
     assert [row["system"] for row in rows] == ["packed", "per-document-cp", "wlb-llm", "tiles"]
     for row in rows:
         assert row["tokens_per_second"] * row["seconds"] == pytest.approx(4 * 8192)
@@ -77,8 +80,16 @@ def test_json_has_what_the_table_has(command, lengths_file: str) -> None:
         candidate = Candidate(**row["candidate"])
         sizes = candidate.tensor * candidate.stages * candidate.data * candidate.context
         assert sizes == 8
-    # The same again is the same.
+    # The same again is the same. Without a terminal a line tells now and then how far it is.
+    monkeypatch.setattr(simulate_command, "_SECONDS_BETWEEN_LINES", 0)
     assert rows == json.loads(command.run("--lengths", lengths_file, *SMALL, "--json"))
+    lines = command.errors.splitlines()
+    assert lines[0].startswith("distca simulate: 0 iterations done, now packed: TP")
+    assert lines[-1].startswith(f"distca simulate: {len(lines) - 1} iterations done, now tiles: TP")
+    # Rounding makes no idle time of less than none.
+    sums = np.array([0.1 + 0.2])
+    zeros = np.zeros(1)
+    assert Outcome(0.3, 1, 1, zeros, 1.0, sums, zeros, zeros, {}).idle == 0
 
 
 def test_out_of_memory_is_an_answer(command, lengths_file: str) -> None:

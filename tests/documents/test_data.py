@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from data import demo_corpus
-from distca.commands import prepare
+from distca.commands.main import main
 from distca.documents import dataset
 from distca.documents.tokenizer import HuggingFaceTokenizer, build_tokenizer
 from megatron_patches.batches.stream import Corpus
@@ -45,7 +45,7 @@ def jsonl(tmp_path) -> Path:
 
 
 def command(*arguments: object) -> int:
-    return prepare.main([str(argument) for argument in arguments])
+    return main(["prepare", *map(str, arguments)])
 
 
 def test_a_text_folder_to_bytes_and_back(text_folder, tmp_path, capsys):
@@ -188,6 +188,55 @@ def test_bad_input_is_told_and_leaves_the_older_dataset(
     assert re.search(message, capsys.readouterr().err)
     assert {path.name: path.read_bytes() for path in tmp_path.glob("old*")} == before
     assert not list(tmp_path.glob(".old*"))
+
+
+def test_what_is_no_utf_8_text_is_named_and_left_out_or_refused(tmp_path, monkeypatch, capsys):
+    """Each with its file and line, in the order of the files; all else is there."""
+    monkeypatch.chdir(tmp_path)
+    faults = {
+        "in/a.png": (b"\x89PNG\r\n\0\0", "in/a.png: binary, not text"),
+        "in/b.txt": ("caf\u00e9\n".encode("utf-16"), "in/b.txt: UTF-16, not UTF-8"),
+        "in/c.txt": ("caf\u00e9\n".encode("utf-32"), "in/c.txt: UTF-32, not UTF-8"),
+        "in/d.txt": (b"one\ntwo caf\xe9\n", "in/d.txt, line 2: byte 0xe9 is not UTF-8"),
+        "in/e.jsonl": (
+            b'\xef\xbb\xbf{"text": "good"}\n{"text": "half \\ud83d"}\n{"text": "\xff"}\n'
+            b'{"text": "\\ud83d\\ude00"}\n',
+            "in/e.jsonl, line 2: a lone surrogate, which is half a character\n"
+            "in/e.jsonl, line 3: byte 0xff is not UTF-8",
+        ),
+        "in/f.txt": (b"\xef\xbb\xbfmarked", ""),
+    }
+    Path("in").mkdir()
+    for name, (content, _) in faults.items():
+        Path(name).write_bytes(content)
+    given = ["--input", "in", "--output-prefix", "out"]
+    assert command(*given, "--train-tokenizer=300") == 0
+    captured = capsys.readouterr()
+    assert re.match(r"out: 3 documents, \d+ tokens; left out: 6\n", captured.out)
+    listed = [fault for _, told in faults.values() for fault in told.splitlines()]
+    assert Path("out_left_out.txt").read_text().splitlines() == listed
+    assert len(captured.err.splitlines()) == 4
+    assert listed[0] in captured.err
+    tokenizer = build_tokenizer("HuggingFaceTokenizer", "out_tokenizer")
+    texts = [tokenizer.detokenize(ids[:-1]) for ids in documents_of(Path("out"))]
+    assert texts == ["good", "\U0001f600", "marked"]
+
+    for name, (_, told) in faults.items():
+        if told:
+            for kind in ("--tokenizer-type=ByteLevelTokenizer", "--train-tokenizer=300"):
+                with pytest.raises(SystemExit):
+                    command(
+                        *("--input", name, "--output-prefix", "new", "--bad-text", "refuse", kind)
+                    )
+                assert f"distca prepare: {told.splitlines()[0]}; " in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        command("--input", "in/a.png", "--output-prefix", "new", "--train-tokenizer=300")
+    assert "in/a.png: binary, not text\ndistca prepare: the input holds no" in (
+        capsys.readouterr().err
+    )
+    # A list that is no longer true does not stay.
+    command("--input", "in/f.txt", "--output-prefix", "out", "--train-tokenizer=300")
+    assert not Path("out_left_out.txt").exists()
 
 
 @given(st.text(st.characters(exclude_categories=["Cs"])))

@@ -13,15 +13,21 @@ class Command:
     Args:
         name: of the subcommand.
         capsys: pytest's.
+
+    Attributes:
+        errors: what the last run wrote to standard error.
     """
 
     def __init__(self, name: str, capsys: pytest.CaptureFixture[str]) -> None:
         self._name, self._capsys = name, capsys
+        self.errors = ""
 
     def run(self, *arguments: str) -> str:
         """What it prints."""
         assert main([self._name, *arguments]) == 0
-        return self._capsys.readouterr().out
+        captured = self._capsys.readouterr()
+        self.errors = captured.err
+        return captured.out
 
     def refused(self, *arguments: str) -> str:
         """The error that it prints, and nothing else."""

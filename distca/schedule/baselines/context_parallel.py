@@ -21,7 +21,7 @@ from dataclasses import replace
 import numpy as np
 
 from distca.plan import Mask, Placement, Plan, Tasks, place_in_turn
-from distca.plan.span import Int64s, expand_ranges
+from distca.plan.span import Int64s, distinct, expand_ranges
 from distca.schedule.base import ScheduleConfig, plan_at_home
 
 
@@ -145,7 +145,7 @@ def shard_sequence(groups: Placement, size: int) -> Placement:
     chunks = np.concatenate([heads, (share - heads)[:, ::-1]], axis=1).ravel()
     owner = np.concatenate([members, members[::-1]]) + np.arange(len(tokens))[:, None] * size
     chunk_ends, ends = np.cumsum(chunks), np.cumsum(lengths)
-    cuts = np.union1d(ends, chunk_ends[chunk_ends > 0])
+    cuts = distinct(np.concatenate([ends, chunk_ends[chunk_ends > 0]]))
     starts = np.concatenate([[0], cuts[:-1]])
     piece = np.searchsorted(ends, starts, side="right")
     offset = (start - (ends - lengths))[piece]

@@ -40,7 +40,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from distca.plan import Placement
-from distca.plan.span import Floats, Int64s
+from distca.plan.span import Floats, Int64s, distinct
 
 _SHORT, _LIGHT, _NOT_LONG = 32, 8, 4
 """Divisors that define filler: documents of at most 1/32 of a rank's mean tokens, or of at most 1/8
@@ -257,7 +257,7 @@ def _deal(documents: Int64s, edges: Int64s, until: Int64s, ranks: Int64s) -> Int
         until: token up to which each rank takes, rising, `[ranks]`.
         ranks: ranks in the order in which they take, `[ranks]`.
     """
-    cuts = np.union1d(edges[1:], until[until > 0])
+    cuts = distinct(np.concatenate([edges[1:], until[until > 0]]))
     starts = np.concatenate([np.zeros(1, dtype=np.int64), cuts[:-1]])
     number = np.searchsorted(edges[1:], starts, side="right")
     rank = ranks[np.searchsorted(until, starts, side="right")]

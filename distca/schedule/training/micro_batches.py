@@ -18,6 +18,8 @@ If no exact fit is found, or it gains too little, documents stay in the windows 
 
 from __future__ import annotations
 
+import heapq
+
 import numpy as np
 
 from distca.plan.span import Floats, Int64s
@@ -81,26 +83,34 @@ def _balanced(lengths: Int64s, loads: Floats, count: int, room: int, few: int) -
     # Room that is left in a group, since less could not be filled exactly.
     mean = float(lengths[pool].mean()) if pool else 0.0
     reserve = min(few, len(pool) / (2 * count)) * mean
-    remaining, filled = [room] * count, [0.0] * count
+    remaining = [room] * count
+    # A heap of the groups by their load.
+    by_load = [(0.0, number) for number in range(count)]
     chosen = np.full(len(lengths), -1, dtype=np.int64)
-    for document in heavy.tolist():
-        length = int(lengths[document])
-        open_ones = [n for n in range(count) if remaining[n] - length >= reserve]
-        if not open_ones:
+    taken_by = []
+    for length, load in zip(lengths[heavy].tolist(), loads[heavy].tolist(), strict=True):
+        set_aside = []
+        while by_load and remaining[by_load[0][1]] - length < reserve:
+            set_aside.append(heapq.heappop(by_load))
+        if not by_load:
             return None
-        number = min(open_ones, key=lambda n: (filled[n], n))
-        chosen[document] = number
+        filled, number = by_load[0]
+        heapq.heapreplace(by_load, (filled + load, number))
+        taken_by.append(number)
         remaining[number] -= length
-        filled[number] += float(loads[document])
+        for entry in set_aside:
+            heapq.heappush(by_load, entry)
+    chosen[heavy] = taken_by
     # The lightest group first, as the longest documents of the pool have most load a token.
-    for number in sorted(range(count), key=lambda n: (filled[n], n))[:-1]:
+    *first, last = [number for _, number in sorted(by_load)]
+    for number in first:
         fit = _exact_fit(lengths, pool, remaining[number], few)
         if fit is None:
             return None
         chosen[fit] = number
         taken = set(fit)
         pool = [document for document in pool if document not in taken]
-    chosen[chosen < 0] = max(range(count), key=lambda n: (filled[n], n))
+    chosen[chosen < 0] = last
     return chosen
 
 

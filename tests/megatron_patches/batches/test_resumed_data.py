@@ -55,6 +55,32 @@ def read_samples(
     return read, {name: getattr(args, name) for name in NOTED}
 
 
+def warnings_of(flags: Sequence[str]) -> list[str]:
+    """What a run is warned of when its data is opened. Collective."""
+    from megatron_patches.batches import sources
+
+    said: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    args = parse([*flags, "--vocab-size", str(DOCUMENTS.sum())])
+    start_processes(args)
+    sources.logger.addHandler(handler)
+    sources.build_data(args, 4, 0, 0).close()
+    sources.logger.removeHandler(handler)
+    return said
+
+
+def test_a_dataset_smaller_than_a_window_is_warned_of(ranks, prefix) -> None:
+    """Documents come again in it; one rank tells."""
+    common = ["--data-path", prefix, "--split", "1", "--global-batch-size", "2"]
+    # A window is two ranks' tokens: about nine and eleven tenths of the dataset.
+    for tenths, warned in ((9, False), (11, True)):
+        length = int(DOCUMENTS.sum()) * tenths // 20 // 128 * 128
+        first, second = ranks.run(warnings_of, [*common, "--seq-length", str(length)], world_size=2)
+        assert second == []
+        assert [f"a window of {2 * length} tokens" in said for said in first] == [True] * warned
+
+
 def test_every_token_comes_once_whatever_the_sequence_lengths_and_ranks(ranks, prefix) -> None:
     common = ["--data-path", prefix, "--split", "60,40,0", "--global-batch-size", "2"]
 

@@ -1,0 +1,60 @@
+"""What the log of a run says of plans that are above the tolerance."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+from itertools import islice
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch.distributed as dist
+
+from distca.plan import Mask, place_in_turn
+from distca.schedule import ScheduleConfig, make_scheduler
+from megatron_patches.batches import ticks
+from megatron_patches.batches.above_tolerance import why_above_tolerance
+
+CONFIG = ScheduleConfig(tolerance=0.05)
+
+
+def plan_of(*lengths: int):
+    """Plan by tiles for two ranks, on which documents lie in turn."""
+    placement = place_in_turn(np.array(lengths), np.full(2, sum(lengths) // 2))
+    return make_scheduler("tiles", CONFIG).schedule(np.array(lengths), placement, Mask())
+
+
+def test_only_plans_that_are_above_it_have_a_reason() -> None:
+    # A document of one block is not cut, and two of half a block weigh less.
+    above, within = plan_of(128, 64, 64), plan_of(128, 128)
+    assert above.notes
+    assert why_above_tolerance([within, above], CONFIG) == above.notes[0]
+    assert why_above_tolerance([within], CONFIG) is None
+    # Balanced in the end, after its stages' plans were not.
+    assert why_above_tolerance([replace(within, notes=above.notes)], CONFIG) is None
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_the_log_tells_the_first_of_them(
+    rank: int, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dist, "get_rank", lambda: rank)
+    above, within = plan_of(128, 64, 64), plan_of(128, 128)
+    plans = {0: within, 6: above, 12: above}
+    planned = SimpleNamespace(
+        planner=SimpleNamespace(config=CONFIG),
+        layout=SimpleNamespace(samples_per_micro_batch=2),
+        documents=lambda sample, count: sample,
+        packed_loads=lambda sample, count: None,
+    )
+
+    def plan(sample: int) -> SimpleNamespace:
+        of_ticks = (SimpleNamespace(plans=(within, plans[sample])),)
+        return SimpleNamespace(batch=SimpleNamespace(ticks=of_ticks))
+
+    with caplog.at_level(logging.WARNING):
+        assert len(list(islice(ticks._all_plans(planned, plan, 0, lambda sample: 3), 3))) == 3
+    told = [record.getMessage() for record in caplog.records]
+    assert len(told) == (rank == 0)
+    assert all(f"from sample 6 on, {above.notes[0]}" in message for message in told)
