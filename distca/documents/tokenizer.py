@@ -110,7 +110,7 @@ def _eos_token(config: Path) -> str | None:
         return None
     try:
         eos = json.loads(config.read_text(encoding="utf-8")).get("eos_token")
-    except (ValueError, AttributeError) as error:
+    except (ValueError, AttributeError, RecursionError) as error:
         raise ValueError(f"{config} cannot be read: {error}") from error
     return eos["content"] if isinstance(eos, dict) else eos
 

@@ -142,7 +142,7 @@ def _sidecar_vocab_size(sidecar: Path) -> int | None:
         return None
     try:
         made_for = json.loads(sidecar.read_text(encoding="utf-8"))["vocab_size"]
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, RecursionError):
         return None
     return made_for if isinstance(made_for, int) else None
 
@@ -157,12 +157,16 @@ def _check_files(prefix: str) -> None:
     index = read_index(Path(prefix + ".idx"))
     if not index.lengths.any():
         raise ValueError(f"{prefix} holds no tokens: make it again, from text")
-    needed = int((index.pointers + index.lengths * index.token_bytes).max())
+    nbytes = index.lengths * index.token_bytes
     have = Path(prefix + ".bin").stat().st_size
-    if have < needed:
+    # No sum is compared, since it could overflow.
+    beyond = np.flatnonzero(index.pointers > have - nbytes)
+    if len(beyond):
+        last = beyond[index.pointers[beyond].argmax()]
         raise ValueError(
-            f"{prefix}.bin has {have} bytes, but its index points at {needed}: it is cut off or of "
-            "another dataset; make both again"
+            f"{prefix}.bin has {have} bytes, but its index points at "
+            f"{int(index.pointers[last]) + int(nbytes[last])}: it is cut off or of another "
+            "dataset; make both again"
         )
 
 
