@@ -136,6 +136,27 @@ class Corpus:
                     )
 
 
+def check_corpora(
+    data_path: Sequence[str], split: str, splits: Sequence[Split], vocab_size: int | None
+) -> None:
+    """Tries the datasets of a run without keeping them.
+
+    Args:
+        data_path: Megatron's `--data-path`.
+        split: Megatron's `--split`.
+        splits: splits that the run reads.
+        vocab_size: bound that token ids must be below; None: not checked.
+
+    Raises:
+        ValueError: see `Corpus`; or a split has no documents.
+    """
+    prefixes, _ = parse_data_path(data_path)
+    for prefix in prefixes:
+        corpus = Corpus(prefix, vocab_size)
+        for which in splits:
+            _split_candidates(corpus, split, which)
+
+
 def _sidecar_vocab_size(sidecar: Path) -> int | None:
     """Reads the vocabulary size that `distca prepare` noted beside its files, if it made them."""
     if not sidecar.is_file() or sidecar.stat().st_size > _SIDECAR_BYTES:
