@@ -143,6 +143,8 @@ def build_tokenizer(
         path = Path(tokenizer_model)
         path = path / "tokenizer.json" if path.is_dir() else path
         if not path.is_file():
-            raise ValueError(f"--tokenizer-model {path} does not exist")
+            raise ValueError(
+                f"--tokenizer-model {path} does not exist: give a tokenizer.json, or its folder"
+            )
         return HuggingFaceTokenizer(path)
     raise ValueError(f"--tokenizer-type {tokenizer_type}: choose from {', '.join(TOKENIZER_TYPES)}")

@@ -47,15 +47,26 @@ def parse_data_path(data_path: Sequence[str]) -> tuple[list[str], list[float] | 
     """
     if not data_path:
         raise ValueError("--data-path is empty: give the prefix of an indexed dataset")
+    mixed = f"--data-path {' '.join(data_path)}: give prefixes alone, or a weight before each"
     try:
         prefixes, weights = get_blend_from_list(list(data_path))
     except AssertionError as error:
-        raise ValueError(
-            f"--data-path {' '.join(data_path)}: give prefixes alone, or a weight before each"
-        ) from error
+        raise ValueError(mixed) from error
+    if weights is None and any(
+        _is_number(prefix) and not Path(f"{prefix}.idx").exists() for prefix in prefixes
+    ):
+        raise ValueError(mixed)
     if weights is not None and not all(0 < weight < np.inf for weight in weights):
         raise ValueError(f"--data-path weights {weights}: every weight must be positive")
     return prefixes, weights
+
+
+def _is_number(word: str) -> bool:
+    try:
+        float(word)
+    except ValueError:
+        return False
+    return True
 
 
 def split_documents(split: str, which: Split, documents: int) -> tuple[int, int]:
