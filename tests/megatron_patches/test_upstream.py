@@ -70,7 +70,7 @@ class MegatronTraining:
     def parse(self) -> None:
         parser = self.modules[".arguments"].__dict__["add_megatron_arguments"](ArgumentParser())
         self.args = parser.parse_args(self.command_line)
-        self.args.rank, self.args.seq_length = 0, 10
+        self.args.rank, self.args.seq_length, self.args.eval_interval = 0, 10, None
         module = self.modules[".arguments" if self.script_parses else ".initialize"]
         module.__dict__["validate_args"](self.args, {})
 
