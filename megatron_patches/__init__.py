@@ -6,6 +6,7 @@ what differs between versions of megatron-core and installations, and `llama` co
 """
 
 import importlib.util
+import warnings
 
 if importlib.util.find_spec("megatron") is None:
     raise ImportError(
@@ -16,3 +17,6 @@ if importlib.util.find_spec("megatron") is None:
 from megatron_patches.repairs import stand_in_for_triton
 
 stand_in_for_triton()
+
+# megatron-core names them at every import on every rank; `distca doctor` names them, too.
+warnings.filterwarnings("ignore", r".*(Apex|Transformer Engine).* not installed", UserWarning)

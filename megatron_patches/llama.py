@@ -132,7 +132,8 @@ def read_config(llama: Path) -> Any:
         from transformers import AutoConfig
     except ImportError as error:
         raise ImportError("converting needs `pip install 'distca[llama]'`") from error
-    return AutoConfig.from_pretrained(llama)
+    # A checkpoint's own code, which its configuration may name, does not run.
+    return AutoConfig.from_pretrained(llama, trust_remote_code=False)
 
 
 def build_model(llama: Path, config: Any, bf16: bool) -> tuple[Any, Namespace]:

@@ -47,7 +47,7 @@ def repair_megatron() -> None:
     _repair_distributed_optimizer()
     _repair_adam_state()
     _repair_compiling_of_helpers()
-    _repair_reading_of_common_state()
+    _repair_reading_of_checkpoints()
 
 
 def _repair_compiling_of_helpers() -> None:
@@ -155,14 +155,16 @@ def _adam_state(optimizer: Any) -> Iterator[tuple[torch.Tensor, dict[str, Any], 
                 yield parameter, group, optimizer.state[parameter]
 
 
-def _repair_reading_of_common_state() -> None:
-    """Lets megatron-core read what checkpoints of other versions keep beside tensors."""
+def _repair_reading_of_checkpoints() -> None:
+    """Lets megatron-core read what checkpoints of other versions keep beside tensors, as data."""
     from megatron.core import dist_checkpointing
     from megatron.core.dist_checkpointing import serialization
     from megatron.core.dist_checkpointing.strategies import common
 
+    from megatron_patches.checkpoint_data import read_checkpoints_as_data
     from megatron_patches.common_state import read_common_state
 
+    read_checkpoints_as_data()
     serialization.load_common_state_dict = read_common_state
     dist_checkpointing.load_common_state_dict = read_common_state
     # Loading reads it, too: by a method in 0.16, by another function in 0.17 and 0.18.

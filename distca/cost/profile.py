@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import math
+import operator
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
@@ -121,13 +122,16 @@ class Profile:
             if saved.pop("format", None) != FORMAT:
                 raise ValueError(f'it lacks "format": {FORMAT}')
             return Profile(
-                tuple(saved["lengths"]),
+                tuple(map(operator.index, saved["lengths"])),
                 tuple(tuple(row) for row in saved["full_seconds"]),
                 tuple(tuple(row) for row in saved["diagonal_seconds"]),
                 AttentionShape(**saved["shape"]),
                 dict(saved["provenance"]),
             )
-        except (OSError, KeyError, TypeError, AttributeError, ValueError) as error:
+        except (
+            *(OSError, KeyError, TypeError, AttributeError, ValueError),
+            *(RecursionError, OverflowError),
+        ) as error:
             raise ValueError(
                 f"{path} is no usable profile ({error}): make one with `distca profile`"
             ) from error

@@ -208,7 +208,7 @@ def read_lengths(path: Path) -> Int64s:
         return lengths[lengths > 0]
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is not JSON ({error}): give a list of lengths") from error
     return checked_lengths(found, str(path))
 
@@ -232,4 +232,7 @@ def checked_lengths(found: object, source: str) -> Int64s:
             raise ValueError(
                 f"{source}: document {number} has {length} tokens: every length must be at least 1"
             )
-    return np.array(found, dtype=np.int64)
+    try:
+        return np.array(found, dtype=np.int64)
+    except OverflowError as error:
+        raise ValueError(f"{source} has lengths of more than 63 bits") from error

@@ -110,7 +110,7 @@ def _eos_token(config: Path) -> str | None:
         return None
     try:
         eos = json.loads(config.read_text(encoding="utf-8")).get("eos_token")
-    except (ValueError, AttributeError) as error:
+    except (ValueError, AttributeError, RecursionError) as error:
         raise ValueError(f"{config} cannot be read: {error}") from error
     return eos["content"] if isinstance(eos, dict) else eos
 
@@ -143,6 +143,8 @@ def build_tokenizer(
         path = Path(tokenizer_model)
         path = path / "tokenizer.json" if path.is_dir() else path
         if not path.is_file():
-            raise ValueError(f"--tokenizer-model {path} does not exist")
+            raise ValueError(
+                f"--tokenizer-model {path} does not exist: give a tokenizer.json, or its folder"
+            )
         return HuggingFaceTokenizer(path)
     raise ValueError(f"--tokenizer-type {tokenizer_type}: choose from {', '.join(TOKENIZER_TYPES)}")

@@ -93,7 +93,11 @@ def load_plan(path: Path) -> tuple[Plan, dict[str, Any]]:
             np.array(saved["first_query"], dtype=np.int64) if "first_query" in saved else None,
         )
         plan.validate()
-    except (OSError, KeyError, TypeError, AttributeError, IndexError, ValueError) as error:
+    # Lists in lists in lists, and numbers of many digits, are JSON, too.
+    except (
+        *(OSError, LookupError, TypeError, AttributeError, ValueError),
+        *(RecursionError, OverflowError),
+    ) as error:
         raise ValueError(
             f"{path} is no usable plan ({error or type(error).__name__}): make one with `distca "
             "plan --save`"

@@ -47,15 +47,26 @@ def parse_data_path(data_path: Sequence[str]) -> tuple[list[str], list[float] | 
     """
     if not data_path:
         raise ValueError("--data-path is empty: give the prefix of an indexed dataset")
+    mixed = f"--data-path {' '.join(data_path)}: give prefixes alone, or a weight before each"
     try:
         prefixes, weights = get_blend_from_list(list(data_path))
     except AssertionError as error:
-        raise ValueError(
-            f"--data-path {' '.join(data_path)}: give prefixes alone, or a weight before each"
-        ) from error
+        raise ValueError(mixed) from error
+    if weights is None and any(
+        _is_number(prefix) and not Path(f"{prefix}.idx").exists() for prefix in prefixes
+    ):
+        raise ValueError(mixed)
     if weights is not None and not all(0 < weight < np.inf for weight in weights):
         raise ValueError(f"--data-path weights {weights}: every weight must be positive")
     return prefixes, weights
+
+
+def _is_number(word: str) -> bool:
+    try:
+        float(word)
+    except ValueError:
+        return False
+    return True
 
 
 def split_documents(split: str, which: Split, documents: int) -> tuple[int, int]:
@@ -136,13 +147,34 @@ class Corpus:
                     )
 
 
+def check_corpora(
+    data_path: Sequence[str], split: str, splits: Sequence[Split], vocab_size: int | None
+) -> None:
+    """Tries the datasets of a run without keeping them.
+
+    Args:
+        data_path: Megatron's `--data-path`.
+        split: Megatron's `--split`.
+        splits: splits that the run reads.
+        vocab_size: bound that token ids must be below; None: not checked.
+
+    Raises:
+        ValueError: see `Corpus`; or a split has no documents.
+    """
+    prefixes, _ = parse_data_path(data_path)
+    for prefix in prefixes:
+        corpus = Corpus(prefix, vocab_size)
+        for which in splits:
+            _split_candidates(corpus, split, which)
+
+
 def _sidecar_vocab_size(sidecar: Path) -> int | None:
     """Reads the vocabulary size that `distca prepare` noted beside its files, if it made them."""
     if not sidecar.is_file() or sidecar.stat().st_size > _SIDECAR_BYTES:
         return None
     try:
         made_for = json.loads(sidecar.read_text(encoding="utf-8"))["vocab_size"]
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, RecursionError):
         return None
     return made_for if isinstance(made_for, int) else None
 
@@ -157,12 +189,16 @@ def _check_files(prefix: str) -> None:
     index = read_index(Path(prefix + ".idx"))
     if not index.lengths.any():
         raise ValueError(f"{prefix} holds no tokens: make it again, from text")
-    needed = int((index.pointers + index.lengths * index.token_bytes).max())
+    nbytes = index.lengths * index.token_bytes
     have = Path(prefix + ".bin").stat().st_size
-    if have < needed:
+    # No sum is compared, since it could overflow.
+    beyond = np.flatnonzero(index.pointers > have - nbytes)
+    if len(beyond):
+        last = beyond[index.pointers[beyond].argmax()]
         raise ValueError(
-            f"{prefix}.bin has {have} bytes, but its index points at {needed}: it is cut off or of "
-            "another dataset; make both again"
+            f"{prefix}.bin has {have} bytes, but its index points at "
+            f"{int(index.pointers[last]) + int(nbytes[last])}: it is cut off or of another "
+            "dataset; make both again"
         )
 
 

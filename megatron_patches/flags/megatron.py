@@ -169,13 +169,14 @@ def _check(args: Namespace) -> None:
     _refuse(
         args.num_attention_heads % args.num_query_groups != 0,
         f"--num-query-groups {args.num_query_groups} does not divide --num-attention-heads "
-        f"{args.num_attention_heads}",
+        f"{args.num_attention_heads}: use a number that does",
     )
     for name in ("num_attention_heads", "num_query_groups", "ffn_hidden_size"):
         flag = "--" + name.replace("_", "-")
         _refuse(
             getattr(args, name) % tp != 0,
-            f"--tensor-model-parallel-size {tp} does not divide {flag} {getattr(args, name)}",
+            f"--tensor-model-parallel-size {tp} does not divide {flag} {getattr(args, name)}: use "
+            "a size that does",
         )
     _refuse(
         args.sequence_parallel and args.seq_length * args.micro_batch_size % tp != 0,
@@ -194,11 +195,12 @@ def _check(args: Namespace) -> None:
     _refuse(
         args.max_position_embeddings < args.seq_length,
         f"--max-position-embeddings {args.max_position_embeddings} is less than --seq-length "
-        f"{args.seq_length}",
+        f"{args.seq_length}: raise it, or leave it out",
     )
     _refuse(
         args.num_layers % pp != 0,
-        f"--pipeline-model-parallel-size {pp} does not divide --num-layers {args.num_layers}",
+        f"--pipeline-model-parallel-size {pp} does not divide --num-layers {args.num_layers}: use "
+        f"a multiple of {pp}",
     )
     per_virtual = args.num_layers_per_virtual_pipeline_stage
     if per_virtual is not None:

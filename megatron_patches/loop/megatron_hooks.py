@@ -5,10 +5,10 @@ Each replacement calls the original; without `--distca` it does nothing else.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
 import logging
-import sys
 import time
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable
@@ -20,9 +20,11 @@ from megatron_patches import cpu
 from megatron_patches.batches.resuming import go_on_from
 from megatron_patches.flags.megatron_table import EVAL_INTERVAL
 from megatron_patches.loop.job import Job
-from megatron_patches.loop.messages import message_handlers, message_level
-
-logger = logging.getLogger(__name__)
+from megatron_patches.loop.messages import (
+    exit_with_message,
+    message_handlers,
+    message_level,
+)
 
 
 def replace_functions(
@@ -46,6 +48,7 @@ def replace_functions(
             _replace(module, "validate_args", functools.partial(_and_check, job, always))
     _replace(training, "get_forward_backward_func", _OrOwnSchedule(job))
     _replace(training, "train_step", _and_tokens_per_second)
+    _replace(training, "setup_model_and_optimizer", _AfterPreflight(always))
     # Here the loop compares a checkpoint's arguments with its own.
     _replace(checkpointing, "check_checkpoint_args", functools.partial(_and_go_on, always))
 
@@ -90,12 +93,40 @@ def _and_check(
                     "--distca-servers dedicated:N needs --training-loop lean of this repository's "
                     "pretrain_gpt.py: Megatron-LM's loop gives every process a model"
                 )
+            from megatron_patches.loop.preflight import check_boards
+
             job.validate_arguments(args)
+            # Megatron-LM opens them before the process group exists.
+            check_boards(args)
         except ValueError as error:
-            if args.rank == 0:
-                logger.critical("error: %s", error)
-            sys.exit(2)
+            exit_with_message(str(error), args.rank)
     return answer
+
+
+class _AfterPreflight:
+    """The building of model and optimizer, before which all that flags name is tried.
+
+    Holds the lock of `--save` until the process ends.
+
+    Args:
+        always: whether the job runs without `--distca`, too.
+    """
+
+    def __init__(self, always: bool) -> None:
+        self._always = always
+        self._held = contextlib.ExitStack()
+
+    def __call__(self, theirs: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        from megatron.training import get_args, get_tokenizer
+
+        from megatron_patches.loop.preflight import preflight
+
+        given = get_args()
+        if self._always or given.distca:
+            vocab_size = get_tokenizer().vocab_size
+            tried = preflight(Namespace(**vars(given) | {"vocab_size": vocab_size}))
+            self._held.enter_context(tried)
+        return theirs(*args, **kwargs)
 
 
 def _show_our_messages(rank: int) -> None:

@@ -6,10 +6,15 @@ import contextlib
 import logging
 import os
 import sys
+import time
 import traceback
 from collections.abc import Callable, Iterator
+from typing import NoReturn
 
 logger = logging.getLogger(__name__)
+
+_UNTIL_THE_FIRST_HAS_TOLD = 20.0
+"""Seconds within which ranks that were started together are equally far."""
 
 
 def message_handlers(rank: int) -> list[logging.Handler]:
@@ -27,6 +32,18 @@ def message_handlers(rank: int) -> list[logging.Handler]:
 def message_level(rank: int) -> int:
     """Returns the level from which a rank's messages are shown: the first tells what it does."""
     return logging.INFO if rank == 0 else logging.WARNING
+
+
+def exit_with_message(message: str, rank: int) -> NoReturn:
+    """Ends a rank because of flags with which all ranks end: the first one says why.
+
+    The launcher ends all as soon as one has ended, so the others leave it the time to.
+    """
+    if rank == 0:
+        logger.critical("error: %s", message)
+    else:
+        time.sleep(_UNTIL_THE_FIRST_HAS_TOLD)
+    sys.exit(2)
 
 
 @contextlib.contextmanager

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 import sys
 import types
 from argparse import Namespace
@@ -13,6 +12,7 @@ import pytest
 import torch
 
 from megatron_patches.common_state import read_common_state
+from support.malicious import Runs
 
 
 @pytest.fixture
@@ -35,19 +35,9 @@ def test_flags_of_classes_that_this_version_lacks_do_not_hinder(newer, tmp_path,
     assert common["args"].scope.values == (3,)
 
 
-class Runs:
-    """What leaves a file behind when it is unpickled as code."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def __reduce__(self):
-        return (Path.touch, (self.path,))
-
-
 def test_a_checkpoint_of_unknown_origin_runs_nothing(tmp_path):
     torch.save({"args": Runs(tmp_path / "ran")}, tmp_path / "common.pt")
-    with pytest.raises(pickle.UnpicklingError):
+    with pytest.raises(ValueError, match="only running code"):
         read_common_state(tmp_path)
     assert not (tmp_path / "ran").exists()
 
@@ -56,7 +46,7 @@ def test_an_object_among_tensors_is_read_as_data_too(tmp_path):
     save_among_tensors({"iteration": 7}, tmp_path / "ours")
     assert read_common_state(tmp_path / "ours") == {"iteration": 7}
     save_among_tensors(Runs(tmp_path / "ran"), tmp_path / "theirs")
-    with pytest.raises(pickle.UnpicklingError):
+    with pytest.raises(ValueError, match="only running code"):
         read_common_state(tmp_path / "theirs")
     assert not (tmp_path / "ran").exists()
 

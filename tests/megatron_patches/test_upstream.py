@@ -6,6 +6,7 @@ the form of 0.17, which parses in `pretrain`, and of 0.19, whose script parses b
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import sys
 import types
@@ -52,6 +53,10 @@ class MegatronTraining:
         checkpointing["check_checkpoint_args"] = lambda saved: None
         training = self.modules[".training"].__dict__
         training["get_forward_backward_func"] = lambda: "Megatron's schedule"
+        training["setup_model_and_optimizer"] = lambda: self.order.append("built")
+        self.order: list[Any] = []
+        for holder in ("", ".global_vars"):
+            self.modules[holder].__dict__["get_tokenizer"] = lambda: Namespace(vocab_size=99)
         training["train_step"] = lambda: ({"lm loss": torch.ones(1)}, 0, None)
         monkeypatch.setattr("megatron_patches.cpu.adapt_megatron_training", lambda: None)
 
@@ -59,16 +64,18 @@ class MegatronTraining:
         parser.add_argument("--dataloader-type", default="single")
         parser.add_argument("--calculate-per-token-loss", action="store_true")
         parser.add_argument("--their-flag", type=int)
+        parser.add_argument("--tensorboard-dir")
         return parser
 
     def parse(self) -> None:
         parser = self.modules[".arguments"].__dict__["add_megatron_arguments"](ArgumentParser())
         self.args = parser.parse_args(self.command_line)
-        self.args.rank, self.args.seq_length = 0, 10
+        self.args.rank, self.args.seq_length, self.args.eval_interval = 0, 10, None
         module = self.modules[".arguments" if self.script_parses else ".initialize"]
         module.__dict__["validate_args"](self.args, {})
 
     def run(self, data: Any, model: Any, step: Any) -> None:
+        self.modules[".training"].__dict__["setup_model_and_optimizer"]()
         saved = Namespace(consumed_train_samples=0)
         self.modules[".checkpointing"].__dict__["check_checkpoint_args"](saved)
         self.called = [
@@ -127,11 +134,18 @@ def megatron(monkeypatch, request):
     monkeypatch.setattr(
         "megatron.core.num_microbatches_calculator.get_current_global_batch_size", lambda: 4
     )
+
+    def preflight(args: Namespace) -> Any:
+        made.order.append(args.vocab_size)
+        return contextlib.nullcontext()
+
+    monkeypatch.setattr("megatron_patches.loop.preflight.preflight", preflight)
     # A rank that fails ends by it.
     monkeypatch.setattr("os._exit", sys.exit)
     # absl, where Megatron imports it, then closes the standard error that pytest put in place.
     monkeypatch.setattr("logging.shutdown", lambda: None)
-    yield MegatronTraining(monkeypatch, script_parses=request.param == "0.19")
+    made = MegatronTraining(monkeypatch, script_parses=request.param == "0.19")
+    yield made
     for package in ("distca", "megatron_patches"):
         logging.getLogger(package).handlers.clear()
         logging.getLogger(package).propagate = True
@@ -183,6 +197,7 @@ def test_without_the_flag_megatron_is_untouched(megatron, gone_on_from) -> None:
     assert megatron.args.dataloader_type == "single"
     assert not megatron.args.calculate_per_token_loss
     assert set(megatron.logged) == {"lm loss"}
+    assert megatron.order == ["built"]
 
 
 def test_with_the_flag_ours_is_called(megatron, gone_on_from) -> None:
@@ -195,6 +210,8 @@ def test_with_the_flag_ours_is_called(megatron, gone_on_from) -> None:
     assert megatron.args.calculate_per_token_loss
     # 4 samples of 10 tokens, in a step of less than a second.
     assert megatron.logged["tokens/s"] > 40
+    # What flags name was tried first, with the vocabulary of Megatron-LM's tokenizer.
+    assert megatron.order == [99, "built"]
 
 
 @pytest.mark.parametrize(
@@ -202,6 +219,7 @@ def test_with_the_flag_ours_is_called(megatron, gone_on_from) -> None:
     [
         (["--distca-tolerance", "2"], "error: too tolerant"),
         (["--distca-servers", "dedicated:2"], "needs --training-loop lean"),
+        (["--tensorboard-dir", "/proc/x"], "--tensorboard-dir /proc/x cannot be written to"),
     ],
 )
 def test_bad_flags_end_the_run_with_a_line(megatron, flags, message, capsys) -> None:

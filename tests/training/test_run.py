@@ -17,7 +17,10 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from distca.plan.span import Int64s
-from support.pretraining import LOSS, descendants, kill_all, run, start
+from megatron_patches.flags.distca import add_distca_arguments
+from megatron_patches.flags.megatron import parse_args
+from megatron_patches.flags.sizes import checkpoint_bytes
+from support.pretraining import FLAGS, LOSS, descendants, kill_all, run, start
 
 
 def wait_for(process: subprocess.Popen[str], pattern: str) -> Iterator[str]:
@@ -50,7 +53,16 @@ def six_iterations(corpus: str, save: Path, *more: str) -> tuple[dict[int, str],
     tracker = save / "latest_checkpointed_iteration.txt"
     assert tracker.read_text() == "6"
     tracker.write_text("3")
+    check_size(save / "iter_0000003", corpus, flags)
     return losses, save
+
+
+def check_size(checkpoint: Path, corpus: str, flags: list[str]) -> None:
+    """What a run makes room for before its first step is what its checkpoints then take."""
+    argv = [*FLAGS, "--data-path", corpus, *flags]
+    expected = checkpoint_bytes(parse_args(add_distca_arguments, argv, world_size=2))
+    found = sum(file.stat().st_size for file in checkpoint.iterdir())
+    assert expected < found < 1.5 * expected
 
 
 def test_resuming_reproduces_the_losses_exactly(corpus, uninterrupted) -> None:
@@ -89,6 +101,7 @@ def saved_weights(checkpoint: Path) -> dict[str, torch.Tensor]:
 def test_resuming_in_bf16_with_a_whole_optimizer_on_each_rank(corpus, tmp_path) -> None:
     flags = ["--distca", "--bf16", "--train-iters", "4", "--save", str(tmp_path)]
     losses, _ = run(2, corpus, *flags, "--save-interval", "2")
+    check_size(tmp_path / "iter_0000002", corpus, flags)
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("2")
     resumed, _ = run(2, corpus, *flags, "--load", str(tmp_path))
     assert resumed == {i: losses[i] for i in (3, 4)}

@@ -26,28 +26,11 @@ from megatron_patches.loop.lean.random_states import (
     sharded_random_states,
     wanted_random_states,
 )
+from megatron_patches.loop.saved_arguments import check_shape, saved_arguments
 
 logger = logging.getLogger(__name__)
 
 _TRACKER = "latest_checkpointed_iteration.txt"
-
-# Flags that give a checkpoint's tensors their shapes.
-_SHAPE_FLAGS = (
-    "num_layers",
-    "hidden_size",
-    "ffn_hidden_size",
-    "num_attention_heads",
-    "num_query_groups",
-    "kv_channels",
-    "vocab_size",
-    "normalization",
-    "swiglu",
-    "add_bias_linear",
-    "add_qkv_bias",
-    "qk_layernorm",
-    "untie_embeddings_and_output_weights",
-    "position_embedding_type",
-)
 
 
 @dataclass(frozen=True)
@@ -163,8 +146,8 @@ def load_checkpoint(
             "torch_dist"
         )
     common = dist_checkpointing.load_common_state_dict(path)
-    saved = _saved_arguments(common, args)
-    _check_shape(saved, args, path)
+    saved = saved_arguments(common, args)
+    check_shape(saved, args, path)
     with_optimizer = not (args.no_load_optim or args.finetune or saved.no_save_optim)
     with_rng = not (args.no_load_rng or args.finetune or saved.no_save_rng)
     if not args.finetune:
@@ -197,27 +180,6 @@ def load_checkpoint(
     if args.finetune:
         return None
     return LoadedState(iteration, saved.consumed_train_samples, saved.consumed_valid_samples)
-
-
-def _saved_arguments(common: dict[str, Any], args: Namespace) -> Namespace:
-    """Returns the flags of the run that made a checkpoint."""
-    saved = common["args"]
-    if isinstance(saved, Namespace):
-        return saved
-    # Up to version 0.1 the lean loop kept these few.
-    pipeline, tensor, data = common["layout"]
-    return Namespace(
-        **saved,
-        tensor_model_parallel_size=tensor,
-        pipeline_model_parallel_size=pipeline,
-        data_parallel_size=data,
-        seq_length=args.seq_length,
-        train_stream_start=0,
-        valid_stream_start=0,
-        distca_max_document_length=common["longest_piece"],
-        consumed_train_samples=common["consumed_train_samples"],
-        consumed_valid_samples=common["consumed_valid_samples"],
-    )
 
 
 def _check_resharding(
@@ -306,21 +268,3 @@ def _arguments_to_save(args: Namespace, state: LoadedState) -> Namespace:
         "dataloader_type": "external",
     }
     return Namespace(**kept)
-
-
-def _check_shape(saved: Namespace, args: Namespace, path: str) -> None:
-    before = {name: getattr(saved, name, None) for name in _SHAPE_FLAGS}
-    if getattr(saved, "tokenizer_type", None) == "NullTokenizer":
-        # Versions of Megatron-LM differ in whether its --vocab-size counts the end token.
-        before["vocab_size"] = None
-    if not getattr(saved, "group_query_attention", True):
-        before["num_query_groups"] = saved.num_attention_heads
-    different = [
-        f"--{name.replace('_', '-')} {value} (now {getattr(args, name)})"
-        for name, value in before.items()
-        if value is not None and value != getattr(args, name)
-    ]
-    if different:
-        raise ValueError(
-            f"{path} is a checkpoint of another model, trained with {', '.join(different)}"
-        )

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_patches.flags.distca import mask_from_args
+from megatron_patches.flags.sizes import layer_parameters
 
 
 class Throughput:
@@ -35,7 +36,7 @@ class Throughput:
             positions = inputs[1]
             bare = _bare(chunk)
             layers = len(bare.decoder.layers)
-            parameters = layers * _layer_parameters(args)
+            parameters = layers * layer_parameters(args)
             if bare.post_process:
                 parameters += args.hidden_size * args.padded_vocab_size
             self._tokens_times_parameters += positions.numel() * parameters
@@ -66,10 +67,3 @@ def _bare(chunk: Any) -> Any:
     while hasattr(chunk, "module"):
         chunk = chunk.module
     return chunk
-
-
-def _layer_parameters(args: Namespace) -> int:
-    """Counts the parameters of a layer's matrices."""
-    heads = 2 * args.num_attention_heads + 2 * args.num_query_groups
-    matrices = 3 if args.swiglu else 2
-    return int(args.hidden_size * (heads * args.kv_channels + matrices * args.ffn_hidden_size))

@@ -9,7 +9,6 @@ import functools
 import logging
 import random
 import signal
-import sys
 import time
 from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
@@ -25,7 +24,7 @@ from megatron_patches import cpu
 from megatron_patches.flags.batch_sizes import init_calculator, samples_of_splits
 from megatron_patches.flags.megatron import dedicated_processes, parse_args
 from megatron_patches.loop.job import DataIterators, Job
-from megatron_patches.loop.messages import ending_the_job_on_failure
+from megatron_patches.loop.messages import ending_the_job_on_failure, exit_with_message
 from megatron_patches.pipeline.dedicated import serve
 from megatron_patches.pipeline.processes import Processes
 from megatron_patches.repairs import repair_megatron
@@ -49,11 +48,14 @@ def pretrain(job: Job, process: LaunchedProcess, argv: Sequence[str] | None = No
     setup_logging(process.rank)
     args = _arguments_or_exit(job, argv, process)
     with ending_the_job_on_failure():
+        from megatron_patches.loop.preflight import preflight
+
         processes = initialize(args, process)
         if processes is not None and processes.serves_only:
             serve(job, args, processes)
         else:
-            _train(build_run(job, args, processes))
+            with preflight(args):
+                _train(build_run(job, args, processes))
         dist.barrier()
         dist.destroy_process_group()
 
@@ -93,9 +95,7 @@ def _arguments_or_exit(job: Job, argv: Sequence[str] | None, process: LaunchedPr
         args = parse_args(job.add_arguments, argv, process.world_size)
         job.validate_arguments(args)
     except ValueError as error:
-        if process.rank == 0:
-            logger.critical("error: %s", error)
-        sys.exit(2)
+        exit_with_message(str(error), process.rank)
     args.rank = process.rank
     return args
 

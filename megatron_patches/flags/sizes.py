@@ -1,0 +1,44 @@
+"""Sizes that follow from the flags: of the model, and of its checkpoints."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+
+import torch
+
+
+def layer_parameters(args: Namespace) -> int:
+    """Counts the parameters of a layer's matrices."""
+    groups = args.num_query_groups if args.group_query_attention else args.num_attention_heads
+    heads = 2 * args.num_attention_heads + 2 * groups
+    matrices = 3 if args.swiglu else 2
+    return int(args.hidden_size * (heads * args.kv_channels + matrices * args.ffn_hidden_size))
+
+
+def matrix_parameters(args: Namespace) -> int:
+    """Counts the parameters of all matrices of the model, which are nearly all that it has."""
+    embeddings = 2 if args.untie_embeddings_and_output_weights else 1
+    vocabulary = embeddings * args.padded_vocab_size * args.hidden_size
+    return int(args.num_layers * layer_parameters(args) + vocabulary)
+
+
+def checkpoint_bytes(args: Namespace) -> int:
+    """Counts the bytes that a checkpoint of the run needs at least.
+
+    Those of the weights and, unless `--no-save-optim`, of what the optimizer keeps for each: Adam's
+    two moments, and the weight itself where it has 16 bits or the optimizer is distributed.
+    """
+    weight = args.params_dtype.itemsize
+    state = 0
+    if not args.no_save_optim:
+        if getattr(args, "optimizer", "adam") == "adam":
+            state = _itemsize(args, "exp_avg") + _itemsize(args, "exp_avg_sq")
+        if weight < 4 or args.use_distributed_optimizer:
+            state += _itemsize(args, "main_params")
+    return matrix_parameters(args) * (weight + state)
+
+
+def _itemsize(args: Namespace, name: str) -> int:
+    """Returns the bytes of a value of the optimizer's state, which flags of Megatron-LM may set."""
+    dtype = getattr(args, f"{name}_dtype", torch.float32)
+    return dtype.itemsize if isinstance(dtype, torch.dtype) else 1

@@ -1,0 +1,218 @@
+"""All that flags name, tried before the model is built: files to read, and places to write to.
+
+A rank may be alone with a problem, as on a machine that lacks the data: so all ranks tell each
+other what they found, one of them logs it, and all end.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import shutil
+import socket
+import sys
+import tempfile
+from argparse import Namespace
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from pathlib import Path
+
+import torch.distributed as dist
+
+from megatron_patches.batches.stream import SPLITS, check_corpora
+from megatron_patches.common_state import read_common_state
+from megatron_patches.flags.planning import schedule_config
+from megatron_patches.flags.sizes import checkpoint_bytes
+from megatron_patches.loop.lean.checkpointing import checkpoint_name, latest_iteration
+from megatron_patches.loop.save_lock import LOCK, SaveLock
+from megatron_patches.loop.saved_arguments import check_shape, saved_arguments
+
+
+def preflight(args: Namespace) -> AbstractContextManager[object]:
+    """Tries what the flags name, on all ranks, and locks `--save`. Collective.
+
+    Args:
+        args: Megatron-LM's arguments with its derived values, and the tokenizer's `vocab_size`.
+
+    Returns:
+        The lock of `--save` on the first rank, to be held until the run ends.
+
+    Raises:
+        SystemExit: something cannot be used, which the first rank has logged.
+    """
+    held: AbstractContextManager[object] = contextlib.nullcontext()
+
+    def take() -> None:
+        nonlocal held
+        if args.rank == 0:
+            check_written(args)
+            if args.save is not None:
+                held = lock_save(args)
+
+    _together(lambda: check_read(args))
+    _together(take)
+    _together(lambda: check_save_is_shared(args))
+    return held
+
+
+def check_read(args: Namespace) -> None:
+    """Tries what is read: the data, the checkpoint and the profile.
+
+    Raises:
+        ValueError: one of them is missing, corrupt, or of another run's shape.
+    """
+    splits = SPLITS if args.eval_iters else SPLITS[:1]
+    check_corpora(args.data_path, args.split, splits, args.vocab_size)
+    if args.distca and args.distca_profile is not None:
+        servers = args.data_parallel_size * args.pipeline_model_parallel_size
+        schedule_config(args, servers + args.distca_servers // args.tensor_model_parallel_size)
+    if args.load is not None:
+        check_checkpoint(args)
+
+
+def check_checkpoint(args: Namespace) -> None:
+    """Checks that the checkpoint of `--load` is there, and of this run's model.
+
+    One of another format than distributed checkpoints' is left to the loop.
+
+    Raises:
+        ValueError: it isn't, or holds what only running code could make.
+    """
+    iteration = args.ckpt_step
+    if iteration is None:
+        if _names_a_release(args.load):
+            return
+        iteration = latest_iteration(args.load)
+    elif not checkpoint_name(args.load, iteration).is_dir():
+        saved = sorted(path.name for path in Path(args.load).glob("iter_*"))
+        raise ValueError(
+            f"--ckpt-step {iteration}: {checkpoint_name(args.load, iteration)} is not there; "
+            f"--load has {', '.join(saved[-5:]) or 'no checkpoint'}"
+        )
+    if iteration is None:
+        if args.exit_on_missing_checkpoint and not getattr(args, "pretrained_checkpoint", None):
+            raise ValueError(
+                f"--load {args.load} has no checkpoint: give another folder, or leave out "
+                "--exit-on-missing-checkpoint"
+            )
+        return
+    path = checkpoint_name(args.load, iteration)
+    if (path / ".metadata").exists():
+        check_shape(saved_arguments(read_common_state(path), args), args, str(path))
+
+
+def _names_a_release(load: str) -> bool:
+    """Whether Megatron-LM's tracker names a checkpoint that has no iteration."""
+    tracker = Path(load) / "latest_checkpointed_iteration.txt"
+    return tracker.is_file() and tracker.read_bytes().strip() == b"release"
+
+
+def check_written(args: Namespace) -> None:
+    """Tries the files and folders that are written, but `--save`.
+
+    Raises:
+        ValueError: one of them cannot be.
+    """
+    check_boards(args)
+    trace = args.distca_trace if args.distca else None
+    if trace is None:
+        return
+    if trace.is_dir():
+        raise ValueError(f"--distca-trace {trace} is a folder: give the name of a file")
+    try:
+        if trace.exists():
+            trace.open("a").close()
+    except OSError as error:
+        raise _unusable(f"--distca-trace {trace}", error) from error
+    _try_folder(f"--distca-trace {trace}", trace.parent)
+
+
+def check_boards(args: Namespace) -> None:
+    """Tries the folders of TensorBoard and Weights & Biases.
+
+    Raises:
+        ValueError: one of them cannot be written to.
+    """
+    for flag, applies in (
+        ("tensorboard_dir", True),
+        ("wandb_save_dir", getattr(args, "wandb_project", None)),
+    ):
+        folder = getattr(args, flag, None)
+        if folder and applies:
+            _try_folder(f"--{flag.replace('_', '-')} {folder}", Path(folder))
+
+
+def _try_folder(flag: str, folder: Path) -> None:
+    """Makes a folder and a file in it, which goes at once."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise _unusable(flag, error) from error
+
+
+def _unusable(flag: str, error: OSError) -> ValueError:
+    return ValueError(
+        f"{flag} cannot be written to ({error.strerror}: {error.filename}): give another place"
+    )
+
+
+def lock_save(args: Namespace) -> SaveLock:
+    """Makes the folder of `--save`, and locks it, if there is room for a checkpoint.
+
+    Raises:
+        ValueError: it cannot be written to, another job does, or there is no room.
+    """
+    folder = Path(args.save)
+    try:
+        lock = SaveLock.take(folder, os.environ)
+        free = shutil.disk_usage(folder).free
+    except OSError as error:
+        raise _unusable(f"--save {folder}", error) from error
+    needed = checkpoint_bytes(args)
+    if free < needed:
+        raise ValueError(
+            f"--save {folder} has {free / 1e9:.2f} GB free, but a checkpoint of this model takes "
+            f"at least {needed / 1e9:.2f} GB: make room, or give another folder"
+        )
+    return lock
+
+
+def check_save_is_shared(args: Namespace) -> None:
+    """Checks that this rank sees the folder of `--save` that the first one made, and may write.
+
+    Raises:
+        ValueError: it doesn't, or may not.
+    """
+    if args.save is None or args.rank == 0:
+        return
+    if not (Path(args.save) / LOCK).exists():
+        raise ValueError(
+            f"--save {args.save} is not the folder that the first rank sees: every machine writes "
+            "a part of a checkpoint, so give a folder that all of them share"
+        )
+    _try_folder(f"--save {args.save}", Path(args.save))
+
+
+def _together(check: Callable[[], None]) -> None:
+    """Runs a check on all ranks; where it failed on any, one logs why and all end. Collective."""
+    try:
+        check()
+        problem = None
+    except ValueError as error:
+        problem = str(error)
+    found: list[tuple[str, str | None]] = [("", None)] * dist.get_world_size()
+    dist.all_gather_object(found, (socket.gethostname(), problem))
+    problems = [(rank, host, text) for rank, (host, text) in enumerate(found) if text is not None]
+    if not problems:
+        return
+    rank, host, text = problems[0]
+    if dist.get_rank() == 0:
+        alone = "" if rank == 0 else f"rank {rank} on {host}: "
+        logging.getLogger(__name__).critical("error: %s%s", alone, text)
+    # No rank leaves while another may still be reading what it sent.
+    with contextlib.suppress(RuntimeError):
+        dist.barrier()
+    sys.exit(2)

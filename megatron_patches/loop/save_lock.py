@@ -1,0 +1,83 @@
+"""A lock on the folder of `--save`, so that no two jobs write checkpoints there."""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import os
+import socket
+from collections.abc import Mapping
+from datetime import datetime
+from pathlib import Path
+from typing import IO
+
+logger = logging.getLogger(__name__)
+
+LOCK = ".lock"
+
+
+class SaveLock:
+    """A lock that a process holds on a folder until it ends, however it ends.
+
+    A record lock of the file `.lock`, in which its holder is named: the kernel frees it with the
+    process, and a server of NFS with the machine. Processes that the holder starts don't inherit
+    it, so none that is left over keeps it. The file stays, since another job may be opening it.
+
+    Args:
+        file: the file, locked.
+    """
+
+    def __init__(self, file: IO[str]) -> None:
+        self._file = file
+
+    @staticmethod
+    def take(folder: Path, told: Mapping[str, str]) -> SaveLock:
+        """Makes the folder, if there is none, and locks it.
+
+        Args:
+            folder: folder of `--save`.
+            told: environment variables, in which a launcher names the job.
+
+        Raises:
+            ValueError: another process holds the lock.
+            OSError: the folder cannot be made, or written to.
+        """
+        folder.mkdir(parents=True, exist_ok=True)
+        file = (folder / LOCK).open("a+")
+        try:
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except (BlockingIOError, PermissionError) as error:
+            file.seek(0)
+            holder = file.read(500).strip() or "another process"
+            file.close()
+            raise ValueError(
+                f"--save {folder} is in use by {holder}: end that job or wait for it, or give "
+                "another folder"
+            ) from error
+        except OSError as error:
+            logger.warning(
+                "--save %s is on a file system without locks (%s): let no other job save there",
+                folder,
+                error.strerror,
+            )
+        file.truncate(0)
+        file.write(f"{_this_process(told)}\n")
+        file.flush()
+        return SaveLock(file)
+
+    def __enter__(self) -> SaveLock:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._file.truncate(0)
+        self._file.close()
+
+
+def _this_process(told: Mapping[str, str]) -> str:
+    job = ""
+    if "SLURM_JOB_ID" in told:
+        job = f" of Slurm's job {told['SLURM_JOB_ID']}"
+    elif told.get("TORCHELASTIC_RUN_ID", "none") != "none":
+        job = f" of torchrun's job {told['TORCHELASTIC_RUN_ID']}"
+    since = datetime.now().strftime("%Y-%m-%d %H:%M:%S")
+    return f"process {os.getpid()} on {socket.gethostname()}{job} since {since}"

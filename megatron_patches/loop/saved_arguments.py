@@ -1,0 +1,89 @@
+"""The flags of the run that made a checkpoint, and whether its model is this run's."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from typing import Any
+
+# Flags that give a checkpoint's tensors their shapes.
+_SHAPE_FLAGS = (
+    "num_layers",
+    "hidden_size",
+    "ffn_hidden_size",
+    "num_attention_heads",
+    "num_query_groups",
+    "kv_channels",
+    "vocab_size",
+    "normalization",
+    "swiglu",
+    "add_bias_linear",
+    "add_qkv_bias",
+    "qk_layernorm",
+    "untie_embeddings_and_output_weights",
+    "position_embedding_type",
+)
+
+
+def saved_arguments(common: dict[str, Any], args: Namespace) -> Namespace:
+    """Returns the flags of the run that made a checkpoint.
+
+    Args:
+        common: what the checkpoint keeps beside tensors.
+        args: flags of this run.
+
+    Raises:
+        ValueError: there are none.
+    """
+    saved = common.get("args")
+    if isinstance(saved, Namespace):
+        return saved
+    if not isinstance(saved, dict):
+        raise ValueError("the checkpoint of --load has no flags of the run that made it")
+    # Up to version 0.1 the lean loop kept these few.
+    pipeline, tensor, data = common["layout"]
+    return Namespace(
+        **saved,
+        tensor_model_parallel_size=tensor,
+        pipeline_model_parallel_size=pipeline,
+        data_parallel_size=data,
+        seq_length=args.seq_length,
+        train_stream_start=0,
+        valid_stream_start=0,
+        distca_max_document_length=common["longest_piece"],
+        consumed_train_samples=common["consumed_train_samples"],
+        consumed_valid_samples=common["consumed_valid_samples"],
+    )
+
+
+def check_shape(saved: Namespace, args: Namespace, path: str) -> None:
+    """Refuses a checkpoint of another model.
+
+    Args:
+        saved: flags of the run that made it.
+        args: flags of this run.
+        path: folder of the checkpoint.
+
+    Raises:
+        ValueError: some flag that gives tensors their shapes was another.
+    """
+    before, now = _shape(saved), _shape(args)
+    if getattr(saved, "tokenizer_type", None) == "NullTokenizer":
+        # Versions of Megatron-LM differ in whether its --vocab-size counts the end token.
+        before["vocab_size"] = None
+    different = [
+        f"--{name.replace('_', '-')} {value} (now {now[name]})"
+        for name, value in before.items()
+        if value is not None and value != now[name]
+    ]
+    if different:
+        raise ValueError(
+            f"{path} is a checkpoint of another model, trained with {', '.join(different)}: give "
+            "those flags, or another --load"
+        )
+
+
+def _shape(args: Namespace) -> dict[str, Any]:
+    shape = {name: getattr(args, name, None) for name in _SHAPE_FLAGS}
+    if not getattr(args, "group_query_attention", True):
+        shape["num_query_groups"] = args.num_attention_heads
+    return shape

@@ -1,0 +1,207 @@
+"""What flags name is tried before the model is built, and a problem of any rank ends all."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+from argparse import Namespace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron_patches.flags.sizes import checkpoint_bytes
+from megatron_patches.loop import preflight as module
+from megatron_patches.loop.preflight import (
+    check_checkpoint,
+    check_read,
+    check_save_is_shared,
+    check_written,
+    lock_save,
+    preflight,
+)
+from support.arguments import parse
+
+
+def bytes_tokens(corpus: str, *flags: str) -> Namespace:
+    """Flags of a run on a corpus of bytes."""
+    given = ["--tokenizer-type", "ByteLevelTokenizer", "--data-path", corpus, "--eval-iters", "0"]
+    args = parse(*given, *flags)
+    args.rank = 0
+    return args
+
+
+def test_a_checkpoint_needs_its_room_from_the_start(tmp_path, monkeypatch) -> None:
+    """Of 4 layers of 64 x 64 x 12 and 1024 x 64 embeddings, in float32 with Adam's moments."""
+    args = parse("--save", str(tmp_path / "new"))
+    parameters = 4 * 12 * 64 * 64 + 1024 * 64
+    assert checkpoint_bytes(args) == parameters * 12
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=parameters * 12))
+    lock_save(args)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=parameters * 12 - 1))
+    with pytest.raises(ValueError, match=r"0\.00 GB free, but .* takes at least 0\.00 GB"):
+        lock_save(args)
+
+
+@pytest.mark.parametrize(
+    ("flags", "each"),
+    [
+        ("--bf16", 14),
+        ("--use-distributed-optimizer", 16),
+        ("--bf16 --use-distributed-optimizer", 14),
+        ("--bf16 --no-save-optim", 2),
+        ("--untie-embeddings-and-output-weights", 12),
+    ],
+)
+def test_bytes_of_a_parameter(flags, each) -> None:
+    args = parse(*flags.split())
+    embeddings = 2 if "--untie" in flags else 1
+    assert checkpoint_bytes(args) == (4 * 12 * 64 * 64 + embeddings * 1024 * 64) * each
+    # Megatron-LM's loop has further flags.
+    args.exp_avg_dtype = args.exp_avg_sq_dtype = torch.bfloat16
+    assert (checkpoint_bytes(args) < checkpoint_bytes(parse(*flags.split()))) == (each > 2)
+
+
+def test_a_profile_of_another_shape_is_found(corpus, tmp_path) -> None:
+    from distca.cost.profile import Profile
+    from distca.cost.volume import AttentionShape
+
+    file = tmp_path / "profile.json"
+    args = bytes_tokens(corpus, "--distca", "--distca-profile", str(Path(__file__)))
+    with pytest.raises(ValueError, match="no usable profile"):
+        check_read(args)
+    shape, ones = AttentionShape(8, 4, 64, 2), ((1.0, 1.0), (1.0, 1.0))
+    Profile((128, 256), ones, ones, shape, {}).save(file)
+    args.distca_profile = file
+    with pytest.raises(ValueError, match=r"was measured for .* profile that"):
+        check_read(args)
+
+
+def test_splits_that_are_not_read_may_be_empty(corpus) -> None:
+    check_read(bytes_tokens(corpus, "--split", "1,0,0"))
+    with pytest.raises(ValueError, match=r"the valid split of .* is empty"):
+        check_read(bytes_tokens(corpus, "--split", "1,0,0", "--eval-iters", "1"))
+
+
+def write_checkpoint(root: Path, args: Namespace, iteration: int = 7) -> Path:
+    """What tells a checkpoint's shape, without weights."""
+    folder = root / f"iter_{iteration:07d}"
+    folder.mkdir(parents=True)
+    torch.save({"args": args, "iteration": iteration}, folder / "common.pt")
+    (folder / ".metadata").touch()
+    (root / "latest_checkpointed_iteration.txt").write_text(str(iteration))
+    return folder
+
+
+def test_a_checkpoint_s_model_is_compared_before_it_is_built(tmp_path) -> None:
+    saved = parse("--num-layers", "8", "--group-query-attention", "--num-query-groups", "2")
+    folder = write_checkpoint(tmp_path, saved)
+    check = ["--load", str(tmp_path), "--group-query-attention", "--num-query-groups"]
+    check_checkpoint(parse(*check, "2", "--num-layers", "8"))
+    with pytest.raises(ValueError, match=r"--num-layers 8 \(now 4\), --num-query-groups 2 \(now 4"):
+        check_checkpoint(parse(*check, "4"))
+    # Without groups Megatron-LM has 1 there, which nobody reads.
+    args = parse("--load", str(tmp_path))
+    shutil.rmtree(folder)
+    write_checkpoint(tmp_path, args)
+    args.num_query_groups = 1
+    check_checkpoint(args)
+
+
+def test_a_tracker_of_a_release_or_another_format_is_left_to_the_loop(tmp_path) -> None:
+    folder = write_checkpoint(tmp_path, parse("--num-layers", "8"))
+    args = parse("--load", str(tmp_path))
+    (folder / ".metadata").unlink()
+    check_checkpoint(args)
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("release\n")
+    check_checkpoint(args)
+
+
+def test_a_missing_checkpoint_names_those_that_are_there(tmp_path) -> None:
+    write_checkpoint(tmp_path, parse())
+    with pytest.raises(ValueError, match=r"iter_0000008 is not there; --load has iter_0000007$"):
+        check_checkpoint(parse("--load", str(tmp_path), "--ckpt-step", "8"))
+    empty = ["--load", str(tmp_path / "empty")]
+    check_checkpoint(parse(*empty))
+    with pytest.raises(ValueError, match="has no checkpoint: give another folder"):
+        check_checkpoint(parse(*empty, "--exit-on-missing-checkpoint"))
+
+
+@pytest.mark.parametrize(
+    "flag", ["--save", "--tensorboard-dir", "--wandb-save-dir", "--distca-trace"]
+)
+@pytest.mark.parametrize("place", ["below a file", "without permission", "a file or folder"])
+def test_places_that_cannot_be_written_to_are_named(flag, place, tmp_path, monkeypatch) -> None:
+    """Root is not stopped by permissions, but where the kernel makes the files."""
+    monkeypatch.setattr("importlib.util.find_spec", lambda *_: object())
+    (tmp_path / "file").touch()
+    path = {
+        "below a file": tmp_path / "file" / "below",
+        "without permission": Path("/proc/self/x" if flag == "--distca-trace" else "/proc/self"),
+        "a file or folder": tmp_path if flag == "--distca-trace" else tmp_path / "file",
+    }[place]
+    args = parse("--distca", "--wandb-project", "w", flag, str(path))
+    args.rank = 0
+    with pytest.raises(ValueError, match=f"{flag} {path} ") as refused:
+        lock_save(args) if flag == "--save" else check_written(args)
+    assert ": give " in str(refused.value)
+    assert len(str(refused.value).splitlines()) == 1
+
+
+def test_trying_leaves_nothing_behind(tmp_path) -> None:
+    trace = tmp_path / "traces" / "trace.json"
+    args = parse("--distca", "--distca-trace", str(trace), "--tensorboard-dir", str(tmp_path))
+    check_written(args)
+    assert list(tmp_path.rglob("*")) == [trace.parent]
+
+
+def ends_of(problems: dict[int, str], save: Path | None) -> tuple[Any, list[str]]:
+    """How this rank's preflight ends where ranks have problems, and what it logs. Collective."""
+    rank = dist.get_rank()
+    logged: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: logged.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger(module.__name__).addHandler(handler)
+    args = parse()
+    args.rank, args.save = rank, save
+
+    def check(_: Namespace) -> None:
+        if rank in problems:
+            raise ValueError(problems[rank])
+
+    try:
+        with mock.patch.object(module, "check_read", check), preflight(args):
+            return None, logged
+    except SystemExit as end:
+        return end.code, logged
+    finally:
+        logging.getLogger(module.__name__).removeHandler(handler)
+
+
+def test_a_problem_of_one_rank_ends_all_with_a_line_of_the_first(ranks, tmp_path) -> None:
+    def run(problems: dict[int, str], save: Path | None = None) -> Any:
+        return ranks.run(ends_of, problems, save, world_size=2)
+
+    assert run({}, tmp_path / "save") == [(None, []), (None, [])]
+    assert run({0: "bad", 1: "bad"}) == [(2, ["error: bad"]), (2, [])]
+    (code, (line,)), others = run({1: "no data here"})
+    assert (code, others) == (2, (2, []))
+    assert line.startswith("error: rank 1 on ")
+    assert line.endswith(": no data here")
+    (tmp_path / "file").touch()
+    (code, (line,)), others = run({}, tmp_path / "file")
+    assert (code, others) == (2, (2, []))
+    assert "--save" in line
+
+
+def test_a_folder_that_only_the_first_rank_sees_is_found(tmp_path) -> None:
+    args = parse("--save", str(tmp_path))
+    args.rank = 1
+    with pytest.raises(ValueError, match="a folder that all of them share"):
+        check_save_is_shared(args)
+    lock_save(args)
+    check_save_is_shared(args)
