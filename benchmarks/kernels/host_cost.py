@@ -3,10 +3,10 @@
     python benchmarks/kernels/host_cost.py --output benchmarks/results
 
 One rank's steps are run, forward and backward, over a transport that moves nothing and with kernels
-that compute nothing: what is left is Python and torch's dispatch. Rows have few bytes, and plans are
-those of 8,192 tokens a server with all lengths divided by 16, so that copies take little. The time
-is the thread's CPU time, which others on the machine hardly change: the fastest run. Of all ranks
-it is the one with most peers that is timed.
+that compute nothing: what is left is Python and torch's dispatch. Rows have few bytes, and plans
+are those of 8,192 tokens a server with all lengths divided by 16, so that copies take little. The
+time is the thread's CPU time, which others on the machine hardly change: the fastest run. The rank
+is one to which most servers return outputs.
 
 Launches are those that the same operations would take on a GPU, beside the kernels of attention:
 views take none, and operations on lists of tensors one for as many as a launch takes.
