@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from distca.attention import KernelTasks, merge_partial, select_kernel
+from distca.attention import KernelTasks, select_kernel
+from distca.attention.merge import merge_partial
 from distca.cost.memory import plan_memory
 from distca.cost.volume import AttentionShape
 from distca.plan import Mask, Plan
