@@ -72,11 +72,11 @@ def merge_shared(out_THD: torch.Tensor, lse_TH: torch.Tensor, merges: Merges, ta
     weights.clamp_(min=torch.finfo(weights.dtype).min)
     highest = _bag(weights, merges.numbers, merges.begins, _MAX)
     of_members = take((members, heads), torch.float32)
-    weights.sub_(torch.index_select(highest, 0, merges.row_of, out=of_members)).exp_()
+    weights.sub_(torch.index_select(highest, 0, merges.row_of, out=of_members))
+    torch.exp(weights, out=weighted[..., -1])
     parts = take((members, heads, head_dim), out_THD.dtype)
     torch.index_select(out_THD, 0, merges.members, out=parts)
-    torch.mul(parts, weights.unsqueeze(-1), out=weighted[..., :-1])
-    weighted[..., -1] = weights
+    torch.mul(parts, weighted[..., -1:], out=weighted[..., :-1])
     sums = _bag(weighted.flatten(1), merges.numbers, merges.begins, _SUM)
     sums = sums.view(-1, heads, head_dim + 1)
     total = sums[..., -1]
