@@ -167,6 +167,9 @@ class RankAlone:
     Args:
         plan: plan of all ranks.
         rank: which of them.
+
+    Attributes:
+        exchange: its part of the plan.
     """
 
     def __init__(self, plan: Plan, rank: int) -> None:
@@ -176,9 +179,9 @@ class RankAlone:
             Buffers(torch.device("cpu"), headroom=0.0),
         )
         attention.reserve(plan_memory(plan, SHAPE))
-        exchanges = attention.buffers.place([build_exchange(plan, rank)])
-        self._call = attention._call(ProgramRun(exchanges), 0, 0.3, {"layer": 0})
-        rows = exchanges[0].q.local, exchanges[0].kv.local, exchanges[0].kv.local
+        (self.exchange,) = attention.buffers.place([build_exchange(plan, rank)])
+        self._call = attention._call(ProgramRun([self.exchange]), 0, 0.3, {"layer": 0})
+        rows = self.exchange.q.local, self.exchange.kv.local, self.exchange.kv.local
         heads = SHAPE.heads, SHAPE.kv_heads, SHAPE.kv_heads
         self._inputs = [
             torch.zeros(n, h, SHAPE.head_dim, dtype=torch.bfloat16)
@@ -222,6 +225,11 @@ def operations(steps: Callable[[], None]) -> Operations:
     with Operations() as found:
         steps()
     return found
+
+
+def launches_of(alone: RankAlone) -> tuple[int, int]:
+    """Launches of a rank's forward and backward steps, beside the kernels of attention."""
+    return operations(alone.forward).launches, operations(alone.backward).launches
 
 
 def measure(plan: Plan, rank: int, repetitions: int) -> HostCost:

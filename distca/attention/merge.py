@@ -62,8 +62,8 @@ def merge_shared(out_THD: torch.Tensor, lse_TH: torch.Tensor, merges: Merges, ta
         merges: which merge.
         take: gives temporaries, at most `distca.cost.memory.merge_bytes` in all.
     """
-    members, (heads, head_dim) = len(merges.members), out_THD.shape[1:]
-    shared = slice(len(out_THD) - len(merges.begins), None)
+    members, (heads, head_dim) = merges.members.shape[0], out_THD.shape[1:]
+    shared = slice(out_THD.shape[0] - merges.begins.shape[0], None)
     # A weighted output and its weights lie side by side, so that one sum adds both.
     weighted = take((members, heads, head_dim + 1), torch.float32)
     weights = take((members, heads), torch.float32)

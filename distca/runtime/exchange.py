@@ -25,8 +25,8 @@ import torch
 from distca.attention.merge import Merges, Sums
 from distca.plan import Mask, Plan, Segments, Tasks
 from distca.plan.span import Int64s, cut_at, expand_ranges
-from distca.runtime.messages import PeerRows, message_sizes, peer_rows
-from distca.transport import Direction, MessageSizes
+from distca.runtime.messages import MessageLayout, PeerRows, RowTypes, message_layout, peer_rows
+from distca.transport import Direction
 
 Value = TypeVar("Value")
 
@@ -54,12 +54,12 @@ class Rows:
     @property
     def sent(self) -> int:
         """Rows that this rank sends to the servers."""
-        return len(self.send)
+        return self.send.shape[0]
 
     @property
     def received(self) -> int:
         """Rows that this rank receives as a server."""
-        return len(self.incoming.place[0])
+        return self.incoming.place[0].shape[0]
 
     @property
     def served(self) -> int:
@@ -104,7 +104,7 @@ class Combination:
     @property
     def with_merged(self) -> int:
         """Number of partial and merged rows."""
-        return self.parts + (0 if self.merges is None else len(self.merges.begins))
+        return self.parts + (0 if self.merges is None else self.merges.begins.shape[0])
 
 
 @dataclass(frozen=True)
@@ -138,28 +138,22 @@ class Exchange:
         """Rows of memory for the outputs of served rows, and later for the local rows' parts."""
         return max(self.q.served, 0 if self.finished is None else self.finished.with_merged)
 
-    def sizes(self, direction: Direction, row_bytes: tuple[int, int]) -> MessageSizes:
-        """Sizes of the messages in which a row of queries, and one of keys, takes so many bytes.
+    def layout(self, direction: Direction, types: RowTypes) -> MessageLayout:
+        """The messages in a direction that hold rows of such tensors.
 
-        They are worked out once: all layers have the same.
+        They are laid out once: all layers have the same.
         """
-        key = direction, row_bytes
-        if key not in self._sizes:
-            to, of = self.travelling(direction)
-            self._sizes[key] = message_sizes(to, of, row_bytes)
-        return self._sizes[key]
+        key = direction, types
+        if key not in self._layouts:
+            outgoing = self.q.outgoing, self.kv.outgoing
+            incoming = self.q.incoming, self.kv.incoming
+            sides = (outgoing, incoming) if direction == "to servers" else (incoming, outgoing)
+            self._layouts[key] = message_layout(*sides, types)
+        return self._layouts[key]
 
     @cached_property
-    def _sizes(self) -> dict[tuple[Direction, tuple[int, int]], MessageSizes]:
+    def _layouts(self) -> dict[tuple[Direction, RowTypes], MessageLayout]:
         return {}
-
-    def travelling(
-        self, direction: Direction
-    ) -> tuple[tuple[PeerRows, PeerRows], tuple[PeerRows, PeerRows]]:
-        """Rows of queries and keys that this rank sends in a direction, and those it receives."""
-        outgoing = self.q.outgoing, self.kv.outgoing
-        incoming = self.q.incoming, self.kv.incoming
-        return (outgoing, incoming) if direction == "to servers" else (incoming, outgoing)
 
     def map_indices(self, function: Callable[[torch.Tensor], torch.Tensor]) -> Exchange:
         """Replaces every tensor of row indices by its image (`cu_seqlens` stay on the CPU)."""

@@ -27,9 +27,14 @@ class ByKind(NamedTuple):
     kv: Sequence[torch.Tensor] = ()
 
     @property
-    def row_bytes(self) -> tuple[int, int]:
-        """Bytes of a row of all tensors of each kind."""
-        return _row_bytes(self.q), _row_bytes(self.kv)
+    def row_types(self) -> RowTypes:
+        """Shape and dtype of a row of each tensor of each kind."""
+        q, kv = (tuple((each.shape[1:], each.dtype) for each in kind) for kind in self)
+        return q, kv
+
+
+RowTypes = tuple[tuple[tuple[torch.Size, torch.dtype], ...], ...]
+"""Shape and dtype of a row of each tensor, by kind: queries, keys."""
 
 
 @dataclass(frozen=True)
@@ -72,95 +77,130 @@ def _place(others: Int64s) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.arange(len(others)), torch.from_numpy(others)
 
 
-def message_sizes(
-    send: tuple[PeerRows, PeerRows], receive: tuple[PeerRows, PeerRows], row_bytes: tuple[int, int]
-) -> MessageSizes:
-    """Sizes of the messages in which a row of queries, and one of keys, takes so many bytes.
+class TensorInMessages(NamedTuple):
+    """The rows of a tensor in messages, all as matrices of words.
 
-    Args:
-        send: rows of each kind that this rank sends.
-        receive: rows of each kind that this rank receives.
-        row_bytes: bytes of a row of each kind; 0: none travel.
+    Attributes:
+        begin: word at which the view of the messages begins.
+        shape: shape of the view.
+        strides: strides of the view, in words.
+        place: indices of the rows in the view; None: all, in order.
+        width: words of a row.
     """
 
-    def total(q: Int64s, kv: Int64s) -> tuple[int, ...]:
-        return tuple((q * row_bytes[0] + kv * row_bytes[1]).tolist())
+    begin: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    place: tuple[torch.Tensor, torch.Tensor] | None
+    width: int
 
-    return MessageSizes(
+
+@dataclass(frozen=True)
+class MessageLayout:
+    """Where the rows of tensors lie in the messages of one exchange. All layers have the same.
+
+    Attributes:
+        sizes: sizes of the messages.
+        word: type by which rows are copied.
+        send: rows of each tensor in the messages that this rank sends.
+        receive: rows of each tensor in the messages that this rank receives.
+    """
+
+    sizes: MessageSizes
+    word: torch.dtype
+    send: tuple[TensorInMessages, ...]
+    receive: tuple[TensorInMessages, ...]
+
+
+def message_layout(
+    send: tuple[PeerRows, PeerRows], receive: tuple[PeerRows, PeerRows], types: RowTypes
+) -> MessageLayout:
+    """Lays out messages.
+
+    Args:
+        send: rows of queries, and of keys, that this rank sends.
+        receive: rows that it receives, likewise.
+        types: rows of the tensors that travel.
+    """
+    nbytes = [[shape.numel() * dtype.itemsize for shape, dtype in kind] for kind in types]
+    q_bytes, kv_bytes = (sum(kind) for kind in nbytes)
+
+    def total(q: Int64s, kv: Int64s) -> tuple[int, ...]:
+        return tuple((q * q_bytes + kv * kv_bytes).tolist())
+
+    sizes = MessageSizes(
         send=total(send[0].counts, send[1].counts),
         receive=total(receive[0].counts, receive[1].counts),
         put_at=total(send[0].before, send[1].before),
     )
+    divisor = math.gcd(*nbytes[0], *nbytes[1])
+    word = next(word for word in _WORDS if divisor % word.itemsize == 0)
+    widths = [[each // word.itemsize for each in kind] for kind in nbytes]
+    return MessageLayout(sizes, word, tuple(_find(send, widths)), tuple(_find(receive, widths)))
 
 
-def pack(into: torch.Tensor, rows: tuple[PeerRows, PeerRows], tensors: ByKind) -> None:
+_WORDS = (torch.complex128, torch.complex64, torch.int32, torch.uint8)
+"""Types by which rows are copied, the widest first: a thread of a GPU copies one word."""
+
+
+def _find(
+    rows: tuple[PeerRows, PeerRows], widths: Sequence[Sequence[int]]
+) -> Iterator[TensorInMessages]:
+    for kind, of_kind in enumerate(widths):
+        size, other_size = sum(of_kind), sum(widths[1 - kind])
+        place = rows[kind].place
+        number, others = (each.place[0].shape[0] for each in (rows[kind], rows[1 - kind]))
+        begin = 0
+        for width in of_kind:
+            if other_size:
+                shape, strides = (number, others + 1, width), (size, other_size, 1)
+                yield TensorInMessages(begin, shape, strides, place, width)
+            else:
+                yield TensorInMessages(begin, (number, width), (size, 1), None, width)
+            begin += width
+
+
+def pack(into: torch.Tensor, layout: MessageLayout, tensors: Sequence[torch.Tensor]) -> None:
     """Writes the messages to rank 0, 1, ...
 
     Args:
         into: memory of the messages, uint8 `[bytes of all]`.
-        rows: rows of each kind.
-        tensors: contiguous tensors with the rows, sorted by destination.
+        layout: layout of the messages.
+        tensors: contiguous tensors with the rows, sorted by destination; those of queries first.
     """
-    for view, place, words in _views(into, rows, tensors):
-        if place is None:
+    into = into.view(layout.word)
+    for found, tensor in zip(layout.send, tensors, strict=True):
+        view, words = _words(into, found, tensor)
+        if found.place is None:
             view.copy_(words)
         else:
             # Elements of the view overlap, but no two rows do. (`--deterministic-mode`, in which
             # torch would copy the whole view, is refused.)
-            view.index_put_(place, words)
+            view.index_put_(found.place, words)
 
 
-def unpack(buffer: torch.Tensor, rows: tuple[PeerRows, PeerRows], tensors: ByKind) -> None:
+def unpack(buffer: torch.Tensor, layout: MessageLayout, tensors: Sequence[torch.Tensor]) -> None:
     """Copies received messages into tensors: the inverse of `pack`.
 
     Args:
         buffer: messages from rank 0, 1, ..., concatenated: uint8.
-        rows: rows of each kind.
-        tensors: contiguous tensors for the rows, sorted by source.
+        layout: layout of the messages.
+        tensors: contiguous tensors for the rows, sorted by source; those of queries first.
     """
-    for view, place, words in _views(buffer, rows, tensors):
-        if place is None:
+    buffer = buffer.view(layout.word)
+    for found, tensor in zip(layout.receive, tensors, strict=True):
+        view, words = _words(buffer, found, tensor)
+        if found.place is None:
             words.copy_(view)
         else:
-            torch.ops.aten.index.Tensor_out(view, place, out=words)
+            torch.ops.aten.index.Tensor_out(view, found.place, out=words)
 
 
-def _views(
-    messages: torch.Tensor, rows: tuple[PeerRows, PeerRows], tensors: ByKind
-) -> Iterator[tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor] | None, torch.Tensor]]:
-    """Finds each tensor's rows in the messages.
-
-    Yields a view of the messages, the indices of the rows in it (None: all, in order), and the
-    tensor as a matrix of the view's elements.
-    """
-    word = _word([*tensors.q, *tensors.kv])
-    messages = messages.view(word)
-    sizes = [nbytes // word.itemsize for nbytes in tensors.row_bytes]
-    for kind, of_kind in enumerate(tensors):
-        size, other_size = sizes[kind], sizes[1 - kind]
-        place = rows[kind].place
-        number, others = len(place[0]), len(rows[1 - kind].place[0])
-        column = 0
-        for tensor in of_kind:
-            width = _row_bytes([tensor]) // word.itemsize
-            words = tensor.view(number, width * word.itemsize // tensor.itemsize).view(word)
-            begin = messages[column:]
-            if other_size:
-                shape, strides = (number, others + 1, width), (size, other_size, 1)
-                yield begin.as_strided(shape, strides), place, words
-            else:
-                yield begin.as_strided((number, width), (size, 1)), None, words
-            column += width
-
-
-def _row_bytes(tensors: Sequence[torch.Tensor]) -> int:
-    return sum(math.prod(each.shape[1:]) * each.itemsize for each in tensors)
-
-
-_WORDS = (torch.complex128, torch.complex64, torch.int32, torch.uint8)
-
-
-def _word(tensors: Sequence[torch.Tensor]) -> torch.dtype:
-    """The widest type that divides the rows of all tensors: a thread of a GPU copies one."""
-    divisor = math.gcd(*(_row_bytes([each]) for each in tensors))
-    return next(word for word in _WORDS if divisor % word.itemsize == 0)
+def _words(
+    messages: torch.Tensor, found: TensorInMessages, tensor: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The view of the messages in which a tensor's rows lie, and the tensor in the same words."""
+    begin = messages.storage_offset() + found.begin
+    view = messages.as_strided(found.shape, found.strides, begin)
+    columns = found.width * messages.itemsize // tensor.itemsize
+    return view, tensor.view(found.shape[0], columns).view(messages.dtype)

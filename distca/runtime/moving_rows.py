@@ -9,7 +9,7 @@ import torch
 
 from distca.attention.merge import add_parts
 from distca.runtime.exchange import Exchange, Rows
-from distca.runtime.messages import ByKind, PeerRows, pack, unpack
+from distca.runtime.messages import ByKind, MessageLayout, pack, unpack
 from distca.runtime.server_kernels import combine
 from distca.runtime.workspace import Workspace
 from distca.transport import Channel, Pending, Transport
@@ -21,20 +21,20 @@ class RowsUnderWay:
 
     Attributes:
         pending: the exchange; None: no rank sends any row.
-        incoming: rows of each kind that arrive.
-        targets: tensors for these rows.
+        layout: layout of the messages; None, too, if no rank sends any row.
+        targets: tensors for the rows that arrive.
         result: whole tensors, of which `targets` are parts.
     """
 
     pending: Pending | None
-    incoming: tuple[PeerRows, PeerRows]
-    targets: ByKind
+    layout: MessageLayout | None
+    targets: Sequence[torch.Tensor]
     result: list[torch.Tensor]
 
     def wait(self) -> list[torch.Tensor]:
         """Waits for the exchange, and returns the completed tensors."""
-        if self.pending is not None:
-            unpack(self.pending.wait(), self.incoming, self.targets)
+        if self.pending is not None and self.layout is not None:
+            unpack(self.pending.wait(), self.layout, self.targets)
             self.pending.release()
         return self.result
 
@@ -47,6 +47,7 @@ class RowsForServers:
     """
 
     pending: Pending | None
+    layout: MessageLayout | None
     exchange: Exchange
     tensors: ByKind
 
@@ -57,16 +58,12 @@ class RowsForServers:
             workspace: memory for the served rows; None: new tensors, which can be kept.
         """
         exchange = self.exchange
-        served_q, served_kv = (
-            [_served(tensor, rows, workspace) for tensor in tensors]
-            for tensors, rows in zip(self.tensors, (exchange.q, exchange.kv), strict=True)
-        )
-        targets = ByKind(
-            [tensor[exchange.q.local :] for tensor in served_q],
-            [tensor[exchange.kv.local :] for tensor in served_kv],
-        )
-        incoming = exchange.q.incoming, exchange.kv.incoming
-        return RowsUnderWay(self.pending, incoming, targets, [*served_q, *served_kv])
+        served, targets = [], []
+        for tensors, rows in zip(self.tensors, (exchange.q, exchange.kv), strict=True):
+            for tensor in tensors:
+                served.append(_served(tensor, rows, workspace))
+                targets.append(served[-1][rows.local :])
+        return RowsUnderWay(self.pending, self.layout, targets, served)
 
 
 def _served(tensor: torch.Tensor, rows: Rows, workspace: Workspace | None) -> torch.Tensor:
@@ -85,14 +82,12 @@ def _start_exchange(
     transport: Transport,
     phase: str,
     channel: Channel,
-    exchange: Exchange,
-    tensors: ByKind,
-) -> Pending | None:
+    layout: MessageLayout,
+    tensors: Sequence[torch.Tensor],
+) -> Pending:
     """Starts to send rows, sorted by destination."""
-    sizes = exchange.sizes(channel.direction, tensors.row_bytes)
-    outgoing, _ = exchange.travelling(channel.direction)
-    pack(transport.staging(channel, sizes.sent), outgoing, tensors)
-    return transport.start(phase, channel, sizes)
+    pack(transport.staging(channel, layout.sizes.sent), layout, tensors)
+    return transport.start(phase, channel, layout.sizes)
 
 
 def _any_moves(exchange: Exchange, tensors: ByKind) -> bool:
@@ -119,16 +114,15 @@ def send_to_servers(
         tensors: local rows `[local, ...]`.
         scratch: memory for rows on their way out.
     """
-    pending = None
+    pending = layout = None
     if _any_moves(exchange, tensors):
+        channel = Channel("to servers", slot)
+        layout = exchange.layout(channel.direction, tensors.row_types)
         with scratch.borrowed():
-            sent = ByKind(
-                [scratch.gather(tensor, exchange.q.send) for tensor in tensors.q],
-                [scratch.gather(tensor, exchange.kv.send) for tensor in tensors.kv],
-            )
-            channel = Channel("to servers", slot)
-            pending = _start_exchange(transport, phase, channel, exchange, sent)
-    return RowsForServers(pending, exchange, tensors)
+            sent = [scratch.gather(tensor, exchange.q.send) for tensor in tensors.q]
+            sent += [scratch.gather(tensor, exchange.kv.send) for tensor in tensors.kv]
+            pending = _start_exchange(transport, phase, channel, layout, sent)
+    return RowsForServers(pending, layout, exchange, tensors)
 
 
 def send_to_owners(
@@ -152,24 +146,20 @@ def send_to_owners(
             where received rows' results are.
         scratch: memory for rows on their way out.
     """
-    pending = None
+    pending = layout = None
+    into = [*targets.q, *targets.kv]
     if _any_moves(exchange, targets):
+        channel = Channel("to owners", slot)
+        layout = exchange.layout(channel.direction, targets.row_types)
+        results = [each[exchange.q.local : exchange.q.served] for each in tensors.q]
+        results += [each[exchange.kv.local : exchange.kv.served] for each in tensors.kv]
         with scratch.borrowed():
-            travelling = ByKind(
-                *(
-                    [
-                        _as(result[rows.local : rows.served], target.dtype, scratch)
-                        for result, target in zip(of_kind, into, strict=True)
-                    ]
-                    for of_kind, into, rows in zip(
-                        tensors, targets, (exchange.q, exchange.kv), strict=True
-                    )
-                )
-            )
-            channel = Channel("to owners", slot)
-            pending = _start_exchange(transport, phase, channel, exchange, travelling)
-    incoming = exchange.q.outgoing, exchange.kv.outgoing
-    return RowsUnderWay(pending, incoming, targets, [*targets.q, *targets.kv])
+            travelling = [
+                _as(result, target.dtype, scratch)
+                for result, target in zip(results, into, strict=True)
+            ]
+            pending = _start_exchange(transport, phase, channel, layout, travelling)
+    return RowsUnderWay(pending, layout, into, into)
 
 
 def _as(tensor: torch.Tensor, dtype: torch.dtype, scratch: Workspace) -> torch.Tensor:

@@ -59,7 +59,7 @@ def compute_outputs(
         return parts[0]
     room = workspace.rows(q, exchange.output_rows)
     room_lse = workspace.take(tuple(room.shape[:2]), torch.float32)
-    outputs = room[: len(q)], room_lse[: len(q)]
+    outputs = room[: q.shape[0]], room_lse[: q.shape[0]]
     if exchange.computed is None:
         for output, part in zip(outputs, parts[0], strict=True):
             output.copy_(part)
@@ -120,7 +120,7 @@ def compute_gradients(
     are those of `compute_outputs`.
     """
     dout, q, k, v, out, lse = served
-    dq, dk, dv = (workspace.rows(x, len(x), torch.float32).zero_() for x in (q, k, v))
+    dq, dk, dv = (workspace.rows(x, x.shape[0], torch.float32).zero_() for x in (q, k, v))
     for call in exchange.calls:
         with scratch.borrowed():
             parts = kernel.backward(

@@ -14,7 +14,7 @@ from distca.cost.volume import AttentionShape
 from distca.plan import Mask
 from distca.runtime import Prefetcher
 from distca.runtime.kernel_timing import KernelTimer, held_out_errors
-from distca.runtime.messages import ByKind, message_sizes, pack, peer_rows, unpack
+from distca.runtime.messages import ByKind, message_layout, pack, peer_rows, unpack
 from distca.runtime.trace import Trace
 from distca.timeline import LANES
 from support.ranks import RankError, Ranks
@@ -73,19 +73,20 @@ def test_messages_survive_packing(width: int, keys: bool) -> None:
         [torch.randn(5, width).bfloat16(), torch.randn(5, 2)],
         [torch.randn(2, 2, 2), torch.randn(2, 4)] if keys else [],
     )
-    q_row, kv_row = tensors.row_bytes
-    assert (q_row, kv_row) == (2 * width + 8, 32 * keys)
-    sizes = message_sizes(rows, (rows[1], rows[0]), tensors.row_bytes)
+    q_row, kv_row = 2 * width + 8, 32 * keys
+    # They come back as they were sent.
+    layout = message_layout(rows, rows, tensors.row_types)
+    sizes = layout.sizes
+    assert sizes.send == sizes.receive
     assert sizes.send == (2 * q_row, kv_row, 3 * q_row + kv_row)
-    assert sizes.receive == (2 * kv_row, q_row, q_row + 3 * kv_row)
     assert sizes.put_at == (q_row, 2 * kv_row, 4 * q_row + kv_row)
     # Messages are a part of a larger buffer.
     buffer = torch.zeros(16 + sizes.sent, dtype=torch.uint8)[16:]
-    pack(buffer, rows, tensors)
-    targets = ByKind(*([torch.zeros_like(each) for each in kind] for kind in tensors))
-    unpack(buffer, rows, targets)
-    for kind, found in zip(tensors, targets, strict=True):
-        assert all(torch.equal(*pair) for pair in zip(kind, found, strict=True))
+    sent = [*tensors.q, *tensors.kv]
+    pack(buffer, layout, sent)
+    targets = [torch.zeros_like(each) for each in sent]
+    unpack(buffer, layout, targets)
+    assert all(torch.equal(*pair) for pair in zip(sent, targets, strict=True))
     # Each rank's message: its rows of queries, each with that of the other tensor; then of keys.
     expected = []
     for rank in range(3):
