@@ -82,15 +82,16 @@ def measure(megabytes: int, rounds: int, bulk: bool, blocks: int) -> tuple[float
     nbytes = megabytes * 1_000_000
     virtual, channel = VirtualRanks(2, nbytes, bulk=bulk, blocks=blocks), CHANNELS[0]
     number, stream = channel_number(channel), torch.cuda.current_stream()
-    sizes = sizes_of(np.array([[0, nbytes], [0, 0]]), 0)
+    matrix = np.array([[0, nbytes], [0, 0]])
+    of_ranks = [sizes_of(matrix, rank) for rank in (0, 1)]
     source, target = (virtual.staging[rank][channel][:nbytes] for rank in (0, 1))
     empty = torch.empty(0, dtype=torch.uint8, device=virtual.device)
     epochs = itertools.count(1)
 
     def put() -> None:
         epoch = next(epochs)
-        for rank, bytes_sent in enumerate((sizes.send, (0, 0))):
-            virtual.endpoints[rank].send(number, epoch, source, bytes_sent, sizes.put_at, stream)
+        for rank, sizes in enumerate(of_ranks):
+            virtual.endpoints[rank].send(number, epoch, source, sizes.words, 0, stream)
         for endpoint in virtual.endpoints:
             endpoint.wait(number, epoch, empty, stream)
             endpoint.release(number, epoch, stream)

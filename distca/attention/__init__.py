@@ -1,9 +1,8 @@
 """Attention kernels: they compute tasks and know nothing of ranks."""
 
 from distca.attention.kernel import Gradients, Kernel, KernelTasks
-from distca.attention.merge import merge_partial
 
-__all__ = ["Gradients", "Kernel", "KernelTasks", "merge_partial", "select_kernel"]
+__all__ = ["Gradients", "Kernel", "KernelTasks", "select_kernel"]
 
 
 def select_kernel(device_type: str) -> Kernel:

@@ -1,72 +1,122 @@
-"""Merging partial attention outputs whose keys were split, by their LSE."""
+"""Merging partial attention outputs whose keys were split, by their LSE, and adding gradients.
+
+Parts of one row are summed by `embedding_bag`: in a fixed order, also on GPUs, and all rows in one
+kernel, however many parts they have.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
+from dataclasses import dataclass
 
 import torch
+
+Take = Callable[[tuple[int, ...], torch.dtype], torch.Tensor]
+"""Gives a temporary tensor of a shape and dtype."""
+
+_SUM, _MAX = 0, 2
+"""Modes of `torch.embedding_bag`."""
+
+
+@dataclass(frozen=True)
+class Merges:
+    """Which of many partial rows merge. All are int64.
+
+    Attributes:
+        members: partial rows that share a row with others, row by row, `[members]`.
+        numbers: 0, 1, 2, ..., `[members]`.
+        begins: number of each shared row's first member, `[shared]`.
+        row_of: shared row of each member, `[members]`.
+    """
+
+    members: torch.Tensor
+    numbers: torch.Tensor
+    begins: torch.Tensor
+    row_of: torch.Tensor
+
+
+@dataclass(frozen=True)
+class Sums:
+    """Which of many rows are added to which. All are int64.
+
+    Attributes:
+        rows: distinct rows that are added to.
+        parts: rows that are added, those of `rows[0]` first; None: one to each, in order.
+        begins: place in `parts` of the first that is added to each row.
+    """
+
+    rows: torch.Tensor
+    parts: torch.Tensor | None
+    begins: torch.Tensor | None
+
+
+def merge_shared(out_THD: torch.Tensor, lse_TH: torch.Tensor, merges: Merges, take: Take) -> None:
+    """Merges the partial rows of each shared row, into the last rows of the same tensors.
+
+    The parts are attention over disjoint parts of a row's keys; what is merged is attention over
+    their union. Sums are in float32 and rounded once. An LSE of minus infinity stands for no keys.
+
+    Args:
+        out_THD: partial rows, then room for the shared rows, `[parts + shared, heads, head_dim]`.
+        lse_TH: likewise, float32 `[parts + shared, heads]`.
+        merges: which merge.
+        take: gives temporaries, at most `distca.cost.memory.merge_bytes` in all.
+    """
+    members, (heads, head_dim) = merges.members.shape[0], out_THD.shape[1:]
+    shared = slice(out_THD.shape[0] - merges.begins.shape[0], None)
+    # A weighted output and its weights lie side by side, so that one sum adds both.
+    weighted = take((members, heads, head_dim + 1), torch.float32)
+    weights = take((members, heads), torch.float32)
+    torch.index_select(lse_TH, 0, merges.members, out=weights)
+    # Where no part has a key, all weigh 1 rather than exp(-inf + inf): their outputs are 0.
+    weights.clamp_(min=torch.finfo(weights.dtype).min)
+    highest = _bag(weights, merges.numbers, merges.begins, _MAX)
+    of_members = take((members, heads), torch.float32)
+    weights.sub_(torch.index_select(highest, 0, merges.row_of, out=of_members))
+    torch.exp(weights, out=weighted[..., -1])
+    parts = take((members, heads, head_dim), out_THD.dtype)
+    torch.index_select(out_THD, 0, merges.members, out=parts)
+    torch.mul(parts, weighted[..., -1:], out=weighted[..., :-1])
+    sums = _bag(weighted.flatten(1), merges.numbers, merges.begins, _SUM)
+    sums = sums.view(-1, heads, head_dim + 1)
+    total = sums[..., -1]
+    torch.div(sums[..., :-1], total.unsqueeze(-1), out=out_THD[shared])
+    torch.add(highest, total.log(), out=lse_TH[shared])
+
+
+def add_parts(total: torch.Tensor, parts: torch.Tensor, sums: Sums) -> None:
+    """Adds rows to those of `total`, of the same dtype."""
+    if sums.parts is not None:
+        assert sums.begins is not None
+        parts = _bag(parts.flatten(1), sums.parts, sums.begins, _SUM).view(-1, *total.shape[1:])
+    # The rows are distinct, so the order is fixed here, too.
+    total.index_add_(0, sums.rows, parts)
+
+
+def _bag(rows: torch.Tensor, which: torch.Tensor, begins: torch.Tensor, mode: int) -> torch.Tensor:
+    return torch.embedding_bag(rows, which, begins, mode=mode)[0]
 
 
 def merge_partial(
     out_THD: torch.Tensor,
     lse_TH: torch.Tensor,
-    rows: torch.Tensor | slice,
+    rows: slice,
     part_out: torch.Tensor,
     part_lse: torch.Tensor,
-    take: Callable[[tuple[int, ...], torch.dtype], torch.Tensor] | None = None,
 ) -> None:
-    """Merges a partial output into rows of another, in place.
-
-    Both are attention over disjoint parts of a row's keys; afterwards `out_THD` and `lse_TH` are
-    attention over their union. Sums are in float32 and then rounded to the dtype of `out_THD`, so
-    each merge costs one rounding. An LSE of minus infinity stands for no keys.
+    """Merges a partial output into rows of another, in place, as `merge_shared` does.
 
     Args:
         out_THD: `[rows, heads, head_dim]`.
         lse_TH: float32 `[rows, heads]`.
-        rows: rows to merge into: distinct, int64 `[n]`, or a slice of n.
+        rows: n rows to merge into.
         part_out: `[n, heads, head_dim]`.
         part_lse: float32 `[n, heads]`.
-        take: gives a temporary tensor of a shape and dtype, at most
-            `distca.cost.memory.merge_bytes` in all; None: temporaries are allocated.
     """
-    if take is None:
-        take = partial(_allocate, device=out_THD.device)
-    lse = _read(lse_TH, rows, take)
-    merged = torch.logaddexp(lse, part_lse, out=take(lse.shape, lse.dtype))
+    out, lse = out_THD[rows], lse_TH[rows]
+    merged = torch.logaddexp(lse, part_lse)
     # Where neither side has a key, every weight is 0 rather than exp(-inf + inf).
-    lowest = torch.finfo(merged.dtype).min
-    reference = torch.clamp(merged, min=lowest, out=take(lse.shape, lse.dtype))
-    weight = lse.sub_(reference).exp_()
-    part_weight = torch.sub(part_lse, reference, out=take(lse.shape, lse.dtype)).exp_()
-
-    out = _read(out_THD, rows, take)
-    total = take(out.shape, torch.float32).copy_(out).mul_(weight.unsqueeze(-1))
-    part = take(out.shape, torch.float32).copy_(part_out).mul_(part_weight.unsqueeze(-1))
-    _write(out_THD, rows, out.copy_(total.add_(part)))
-    _write(lse_TH, rows, merged)
-
-
-def _allocate(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    return torch.empty(shape, dtype=dtype, device=device)
-
-
-def _read(
-    tensor: torch.Tensor,
-    rows: torch.Tensor | slice,
-    take: Callable[[tuple[int, ...], torch.dtype], torch.Tensor],
-) -> torch.Tensor:
-    """A copy of some rows."""
-    if isinstance(rows, slice):
-        part = tensor[rows]
-        return take(part.shape, part.dtype).copy_(part)
-    into = take((len(rows), *tensor.shape[1:]), tensor.dtype)
-    return torch.index_select(tensor, 0, rows, out=into)
-
-
-def _write(tensor: torch.Tensor, rows: torch.Tensor | slice, values: torch.Tensor) -> None:
-    if isinstance(rows, slice):
-        tensor[rows] = values
-    else:
-        tensor.index_copy_(0, rows, values)
+    reference = merged.clamp(min=torch.finfo(merged.dtype).min)
+    weight, part_weight = (torch.exp(each - reference).unsqueeze(-1) for each in (lse, part_lse))
+    out.copy_(out.float() * weight + part_out.float() * part_weight)
+    lse.copy_(merged)

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from distca.cost.partial_rows import PartialRows, at_owners, on_servers
 from distca.cost.volume import (
     LSE_BYTES,
     AttentionShape,
@@ -81,12 +82,15 @@ def aligned(nbytes: Any) -> Any:
     return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
 
-def merge_bytes(rows: Int64s, shape: AttentionShape) -> Int64s:
-    """Bytes of temporaries for merging so many partial rows: see `distca.attention.merge`."""
+def merge_bytes(members: Int64s, shape: AttentionShape) -> Int64s:
+    """Bytes of temporaries for merging so many partial rows: see `distca.attention.merge`.
+
+    torch allocates the results, sums of the rows that they make, as it does those of kernels.
+    """
     return _take(
-        *[rows * shape.lse_row_bytes] * 4,
-        *[rows * _float32(shape, shape.q_row_bytes)] * 2,
-        rows * shape.q_row_bytes,
+        members * (_float32(shape, shape.q_row_bytes) + shape.lse_row_bytes),
+        *[members * shape.lse_row_bytes] * 2,
+        members * shape.q_row_bytes,
     )
 
 
@@ -129,45 +133,57 @@ def plan_memory(
     def float32_inputs(rows: tuple[Int64s, ...]) -> tuple[Int64s, ...]:
         return rows[0] * float32_q, rows[1] * float32_k, rows[1] * float32_k
 
+    computed, finished = on_servers(plan), at_owners(plan)
+    # Outputs of served rows, and later the parts of a rank's own rows and what is merged of them.
+    outputs = np.maximum(served[0], np.where(sent[0] > 0, own[0] + sent[0] + finished.shared, 0))
     slot = [
-        _take(*inputs(served), *[served[0] * q_row, served[0] * lse_row])
-        + _take(sent[0] * q_row, sent[0] * lse_row),
+        _take(*inputs(served), outputs * q_row, outputs * lse_row),
         _take(*gradients(served), *inputs(served), *float32_inputs(served)) + _take(*inputs(sent)),
     ]
-    arriving = moved_q.max(axis=1), moved_kv.max(axis=1)
+    of_calls = computed.parts + computed.shared
     scratch = [
-        # Rows to send; gradients to send back; outputs and gradients that come back.
+        # Rows to send; gradients to send back; outputs of all calls and of all servers, as they
+        # merge; gradients that come back.
         _take(*gradients(sent), *inputs(sent)),
         _take(*inputs(received)),
-        _take(arriving[0] * INDEX_BYTES, arriving[0] * q_row, arriving[0] * lse_row)
-        + merge_bytes(arriving[0], shape),
-        _take(*float32_inputs(arriving)),
+        _take(of_calls * q_row, of_calls * lse_row) + merge_bytes(computed.members, shape),
+        merge_bytes(finished.members, shape),
+        *(_take(each) for each in float32_inputs(sent)),
     ]
     for rows in _rows_of_calls(plan):
-        q = rows[0]
         scratch += [
-            _take(*inputs(rows), q * INDEX_BYTES)
-            + _take(q * INDEX_BYTES, q * q_row, q * lse_row)
-            + merge_bytes(q, shape),
+            _take(*inputs(rows)),
             _take(*gradients(rows), *inputs(rows), *float32_inputs(rows)),
         ]
     return CoreAttentionMemory(
         *_channels(plan_bytes(plan, shape, backward)),
         int(np.max(slot, initial=0)),
         int(np.max(scratch, initial=0)),
-        int(_indices(plan, moved_q, moved_kv).max()),
+        int(_indices(plan, (sent, received), served[0], own[0], computed, finished).max()),
     )
 
 
-def _indices(plan: Plan, moved_q: Int64s, moved_kv: Int64s) -> Int64s:
-    """Bytes of the row indices of each server's kernel calls, and of rows it sends and gets back.
+def _indices(
+    plan: Plan,
+    moved: tuple[tuple[Int64s, Int64s], tuple[Int64s, Int64s]],
+    served: Int64s,
+    own: Int64s,
+    computed: PartialRows,
+    finished: PartialRows,
+) -> Int64s:
+    """Bytes of the row indices of each rank's part: see `distca.runtime.exchange`.
 
-    A query row of a call has two: among its rows, and among the first or the repeated ones. A sent
-    query row has two: among the rows sent, and among the outputs that come back.
+    A row that moves has two in messages, and on the rank that sends it one among the local rows and
+    two as a gradient that comes back. A kernel call has one for each of its rows.
     """
-    rows = 2 * moved_q.sum(axis=1) + moved_kv.sum(axis=1)
+    (sent_q, sent_kv), (received_q, received_kv) = moved
+    # The first of each row's gradients makes a third.
+    rows = 6 * (sent_q + sent_kv) + 2 * (received_q + received_kv)
     for q_rows, kv_rows in _rows_of_calls(plan):
-        rows = rows + 2 * q_rows + kv_rows
+        rows = rows + q_rows + kv_rows
+    rows = rows + served + np.where(sent_q > 0, own, 0)
+    for each in (computed, finished):
+        rows = rows + 3 * each.members + each.shared
     return aligned(rows * INDEX_BYTES)  # type: ignore[no-any-return]
 
 

@@ -69,3 +69,21 @@ def union(groups: Int64s, starts: Int64s, ends: Int64s) -> tuple[Int64s, Int64s,
     last = np.append(first[1:], len(groups)) - 1
     found = groups[first]
     return found, line_starts[first] - found * stride, reached[last] - found * stride
+
+
+def covered(
+    groups: Int64s, starts: Int64s, ends: Int64s, total_groups: int, times: int = 1
+) -> Int64s:
+    """Counts the positions that at least `times` ranges contain, separately for each group.
+
+    Returns int64 `[total_groups]`.
+    """
+    group, position = np.tile(groups, 2), np.concatenate([starts, ends])
+    change = np.repeat([1, -1], len(groups))
+    order = np.lexsort((position, group))
+    group, position = group[order], position[order]
+    # All ranges of a group have ended before the next group's begin.
+    depth = np.cumsum(change[order])[:-1]
+    counts = np.zeros(total_groups, dtype=np.int64)
+    np.add.at(counts, group[:-1], np.where(depth >= times, np.diff(position), 0))
+    return counts

@@ -15,13 +15,20 @@ Row numbers, all on this rank:
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, is_dataclass, replace
+from functools import cached_property
+from typing import TypeVar, cast
 
 import numpy as np
 import torch
 
+from distca.attention.merge import Merges, Sums
 from distca.plan import Mask, Plan, Segments, Tasks
 from distca.plan.span import Int64s, cut_at, expand_ranges
+from distca.runtime.messages import MessageLayout, PeerRows, RowTypes, message_layout, peer_rows
+from distca.transport import Direction
+
+Value = TypeVar("Value")
 
 
 @dataclass(frozen=True)
@@ -30,26 +37,29 @@ class Rows:
 
     Attributes:
         local: rows that this rank owns.
-        send: local rows to send, sorted by destination, int64 `[sum(send_counts)]`.
-        send_counts: rows to each rank.
-        receive_counts: rows from each rank.
-        sent_before: rows that lower ranks than this one send to each rank.
-        returned_before: rows that lower ranks than this one return to each rank.
+        send: local rows to send, sorted by destination, int64 `[sent]`.
+        outgoing: rows that this rank sends to the servers, and that they return.
+        incoming: rows that this rank receives as a server, and returns.
+        sums: what is added to the local rows when their gradients are returned.
         move: whether any rank sends any row; the same on every rank.
     """
 
     local: int
     send: torch.Tensor
-    send_counts: tuple[int, ...]
-    receive_counts: tuple[int, ...]
-    sent_before: tuple[int, ...]
-    returned_before: tuple[int, ...]
+    outgoing: PeerRows
+    incoming: PeerRows
+    sums: Sums
     move: bool
+
+    @property
+    def sent(self) -> int:
+        """Rows that this rank sends to the servers."""
+        return self.send.shape[0]
 
     @property
     def received(self) -> int:
         """Rows that this rank receives as a server."""
-        return sum(self.receive_counts)
+        return self.incoming.place[0].shape[0]
 
     @property
     def served(self) -> int:
@@ -68,9 +78,6 @@ class KernelCall:
         q_rows: served query rows of the tasks, one task after the other, int64 `[sum of queries]`;
             None: `0 .. served - 1`, in order.
         kv_rows: served rows of keys and values, likewise.
-        first_q: indices into the call's queries, of those whose row no earlier call or task has
-            produced, int64; None: all.
-        repeated_q: indices of the others, in parts within which no row repeats: these merge by LSE.
     """
 
     causal: bool
@@ -78,24 +85,26 @@ class KernelCall:
     cu_seqlens_kv: torch.Tensor
     q_rows: torch.Tensor | None
     kv_rows: torch.Tensor | None
-    first_q: torch.Tensor | None
-    repeated_q: tuple[torch.Tensor, ...]
 
 
 @dataclass(frozen=True)
-class Arrival:
-    """Output rows that one server returns, split by whether their local row has an output yet.
+class Combination:
+    """Rows that are made of partial ones: of one, or of several that merge by LSE.
 
     Attributes:
-        server: rank that computed the rows.
-        first: indices into the server's returned rows, of the first to arrive for their local row
-            (in the order own rows, then server 0, 1, ...), int64.
-        repeated: indices of the others, which merge by LSE with the row's output so far, int64.
+        parts: number of partial rows.
+        merges: partial rows that merge, into rows that follow the partial ones; None: none do.
+        rows: the partial or merged row that is each row, int64 `[rows]`.
     """
 
-    server: int
-    first: torch.Tensor
-    repeated: torch.Tensor
+    parts: int
+    merges: Merges | None
+    rows: torch.Tensor
+
+    @property
+    def with_merged(self) -> int:
+        """Number of partial and merged rows."""
+        return self.parts + (0 if self.merges is None else self.merges.begins.shape[0])
 
 
 @dataclass(frozen=True)
@@ -109,7 +118,10 @@ class Exchange:
         q: query rows that travel.
         kv: key and value rows that travel.
         calls: kernel calls of this server, one for each task shape that it has.
-        arrivals: output rows that servers return, in order of servers.
+        computed: outputs of the served rows, made of those of all calls, one after the other; None:
+            they are those of the only call. Rows without a task have any output.
+        finished: outputs of the local rows, made of those computed here and then those returned;
+            None: none are returned.
     """
 
     rank: int
@@ -118,33 +130,45 @@ class Exchange:
     q: Rows
     kv: Rows
     calls: tuple[KernelCall, ...]
-    arrivals: tuple[Arrival, ...]
+    computed: Combination | None
+    finished: Combination | None
+
+    @property
+    def output_rows(self) -> int:
+        """Rows of memory for the outputs of served rows, and later for the local rows' parts."""
+        return max(self.q.served, 0 if self.finished is None else self.finished.with_merged)
+
+    def layout(self, direction: Direction, types: RowTypes) -> MessageLayout:
+        """The messages in a direction that hold rows of such tensors.
+
+        They are laid out once: all layers have the same.
+        """
+        key = direction, types
+        if key not in self._layouts:
+            outgoing = self.q.outgoing, self.kv.outgoing
+            incoming = self.q.incoming, self.kv.incoming
+            sides = (outgoing, incoming) if direction == "to servers" else (incoming, outgoing)
+            self._layouts[key] = message_layout(*sides, types)
+        return self._layouts[key]
+
+    @cached_property
+    def _layouts(self) -> dict[tuple[Direction, RowTypes], MessageLayout]:
+        return {}
 
     def map_indices(self, function: Callable[[torch.Tensor], torch.Tensor]) -> Exchange:
         """Replaces every tensor of row indices by its image (`cu_seqlens` stay on the CPU)."""
+        return _map_indices(self, function)
 
-        def optional(index: torch.Tensor | None) -> torch.Tensor | None:
-            return None if index is None else function(index)
 
-        return replace(
-            self,
-            q=replace(self.q, send=function(self.q.send)),
-            kv=replace(self.kv, send=function(self.kv.send)),
-            calls=tuple(
-                replace(
-                    call,
-                    q_rows=optional(call.q_rows),
-                    kv_rows=optional(call.kv_rows),
-                    first_q=optional(call.first_q),
-                    repeated_q=tuple(function(part) for part in call.repeated_q),
-                )
-                for call in self.calls
-            ),
-            arrivals=tuple(
-                replace(each, first=function(each.first), repeated=function(each.repeated))
-                for each in self.arrivals
-            ),
-        )
+def _map_indices(value: Value, function: Callable[[torch.Tensor], torch.Tensor]) -> Value:
+    if isinstance(value, torch.Tensor):
+        return cast(Value, function(value)) if value.dtype == torch.int64 else value
+    if isinstance(value, tuple):
+        return cast(Value, tuple(_map_indices(each, function) for each in value))
+    if is_dataclass(value):
+        parts = {f.name: _map_indices(getattr(value, f.name), function) for f in fields(value)}
+        return replace(value, **parts)  # type: ignore[type-var]
+    return value
 
 
 def build_exchange(plan: Plan, rank: int) -> Exchange:
@@ -159,17 +183,25 @@ def build_exchange(plan: Plan, rank: int) -> Exchange:
     kv_segments = plan.kv_segments
     # Cached prefixes have no queries here.
     own, with_prefixes = plan.own_tokens_per_rank(), plan.placement.tokens_per_rank()
-    q = _rows(q_segments, rank, own)
-    kv = _rows(kv_segments, rank, with_prefixes)
+    moved_q, moved_kv = (each.moved_rows(world_size) for each in (q_segments, kv_segments))
+    outgoing = peer_rows(*_sent_by(rank, moved_q), *_sent_by(rank, moved_kv))
+    incoming = peer_rows(*_sent_by(rank, moved_q.T), *_sent_by(rank, moved_kv.T))
+    q = _rows(q_segments, rank, int(own[rank]), outgoing[0], incoming[0], bool(moved_q.any()))
+    kv = _rows(
+        kv_segments, rank, int(with_prefixes[rank]), outgoing[1], incoming[1], bool(moved_kv.any())
+    )
     q_served = _ServedRows(q_segments, rank, q.local)
     kv_served = _ServedRows(kv_segments, rank, kv.local)
     mine = plan.tasks[plan.tasks.server == rank]
-    produced = np.zeros(q.served, dtype=bool)
-    calls = []
+    calls, computed = [], []
     for causal in (False, True):
         tasks = mine[mine.ends_on_diagonal == causal]
         if len(tasks):
-            calls.append(_kernel_call(plan, tasks, causal, q_served, kv_served, produced, q, kv))
+            call, q_rows = _kernel_call(plan, tasks, causal, q_served, kv_served, q, kv)
+            calls.append(call)
+            computed.append(q_rows)
+    of_calls = np.concatenate(computed) if computed else np.zeros(0, dtype=np.int64)
+    in_order = len(calls) == 1 and calls[0].q_rows is None
     return Exchange(
         rank=rank,
         world_size=world_size,
@@ -177,23 +209,32 @@ def build_exchange(plan: Plan, rank: int) -> Exchange:
         q=q,
         kv=kv,
         calls=tuple(calls),
-        arrivals=_arrivals(q, produced[: q.local], rank),
+        computed=None if in_order else _combination(of_calls, q.served),
+        finished=_finished(q, of_calls) if q.sent else None,
     )
 
 
-def _rows(segments: Segments, rank: int, local: Int64s) -> Rows:
-    moved = segments.moved_rows(len(local))
-    outgoing = segments.select((segments.owner == rank) & (segments.server != rank))
-    return Rows(
-        local=int(local[rank]),
-        # Segments are sorted by server, then owner and position, so one owner's are by server.
-        send=torch.from_numpy(expand_ranges(outgoing.owner_row, outgoing.lengths)),
-        send_counts=tuple(moved[rank].tolist()),
-        receive_counts=tuple(moved[:, rank].tolist()),
-        sent_before=tuple(moved[:rank].sum(axis=0).tolist()),
-        returned_before=tuple(moved[:, :rank].sum(axis=1).tolist()),
-        move=bool(moved.any()),
-    )
+def _sent_by(rank: int, moved: Int64s) -> tuple[Int64s, Int64s]:
+    """Rows that a rank sends to each, and those that lower ranks do; `moved` is `[from, to]`."""
+    return moved[rank], moved[:rank].sum(axis=0)
+
+
+def _rows(
+    segments: Segments, rank: int, local: int, outgoing: PeerRows, incoming: PeerRows, move: bool
+) -> Rows:
+    mine = segments.select((segments.owner == rank) & (segments.server != rank))
+    # Segments are sorted by server, then owner and position, so one owner's are by server.
+    send = expand_ranges(mine.owner_row, mine.lengths)
+    return Rows(local, torch.from_numpy(send), outgoing, incoming, _sums(send), move)
+
+
+def _sums(rows: Int64s) -> Sums:
+    """How parts are added up that belong to `rows`, server by server for each row."""
+    order = np.argsort(rows, kind="stable")
+    distinct, begins = np.unique(rows[order], return_index=True)
+    if len(distinct) == len(rows):
+        return Sums(torch.from_numpy(rows), None, None)
+    return Sums(*(torch.from_numpy(each) for each in (distinct, order, begins)))
 
 
 class _ServedRows:
@@ -222,41 +263,21 @@ def _kernel_call(
     causal: bool,
     q_served: _ServedRows,
     kv_served: _ServedRows,
-    produced: np.ndarray,
     q: Rows,
     kv: Rows,
-) -> KernelCall:
-    """Builds one call, and marks the query rows that it produces in `produced`."""
+) -> tuple[KernelCall, Int64s]:
+    """Builds one call, and lists the served query rows that it computes."""
     offset = plan.document_offsets[tasks.document]
     q_rows = q_served.of(offset + tasks.q_start, offset + tasks.q_end)
     kv_rows = kv_served.of(offset + tasks.kv_start, offset + tasks.kv_end)
-    first, repeated = _first_and_repeated(q_rows, produced)
-    return KernelCall(
+    call = KernelCall(
         causal=causal,
         cu_seqlens_q=_cu_seqlens(tasks.q_end - tasks.q_start),
         cu_seqlens_kv=_cu_seqlens(tasks.kv_end - tasks.kv_start),
         q_rows=_unless_identity(q_rows, q.served),
         kv_rows=_unless_identity(kv_rows, kv.served),
-        first_q=_unless_identity(first, len(q_rows)),
-        repeated_q=tuple(torch.from_numpy(part) for part in repeated),
     )
-
-
-def _first_and_repeated(rows: Int64s, produced: np.ndarray) -> tuple[Int64s, list[Int64s]]:
-    """Splits `rows` by how often each has been produced before; updates `produced`."""
-    order = np.argsort(rows, kind="stable")
-    ordered = rows[order]
-    opens = np.ones(len(rows), dtype=bool)
-    opens[1:] = ordered[1:] != ordered[:-1]
-    positions = np.arange(len(rows))
-    occurrence = positions - np.maximum.accumulate(np.where(opens, positions, 0))
-    times = np.empty(len(rows), dtype=np.int64)
-    times[order] = occurrence + produced[ordered]
-    produced[rows] = True
-    last = int(times.max()) if len(times) else 0
-    return np.flatnonzero(times == 0), [
-        part for n in range(1, last + 1) if len(part := np.flatnonzero(times == n))
-    ]
+    return call, q_rows
 
 
 def _cu_seqlens(lengths: Int64s) -> torch.Tensor:
@@ -271,23 +292,32 @@ def _unless_identity(rows: Int64s, total: int) -> torch.Tensor | None:
     return torch.from_numpy(rows)
 
 
-def _arrivals(q: Rows, computed_here: np.ndarray, rank: int) -> tuple[Arrival, ...]:
-    """Splits the outputs that come back, server by server, into first and repeated rows."""
-    arrived = computed_here.copy()
-    arrivals = []
-    row = 0
-    for server, count in enumerate(q.send_counts):
-        rows = q.send.numpy()[row : row + count]
-        row += count
-        if count:
-            new = ~arrived[rows]
-            arrived[rows] = True
-            arrivals.append(
-                Arrival(
-                    server,
-                    torch.from_numpy(np.flatnonzero(new)),
-                    torch.from_numpy(np.flatnonzero(~new)),
-                )
-            )
-    assert arrived.all(), f"rank {rank} owns a query that no server computes"
-    return tuple(arrivals)
+def _finished(q: Rows, computed: Int64s) -> Combination:
+    """Local outputs, of rows that this server has computed, and of those that are returned."""
+    here = np.zeros(q.served, dtype=bool)
+    here[computed] = True
+    numbers = np.arange(q.local)
+    # A row that only others compute is no part.
+    rows = np.concatenate([np.where(here[: q.local], numbers, -1), q.send.numpy()])
+    assert np.bincount(rows[rows >= 0], minlength=q.local).all(), "a query has no server"
+    return _combination(rows, q.local)
+
+
+def _combination(rows: Int64s, total: int) -> Combination:
+    """Combines parts: `rows[i]`, of `total`, is the row that part `i` belongs to; -1: to none."""
+    order = np.argsort(rows, kind="stable")
+    order = order[rows[order] >= 0]
+    counts = np.bincount(rows[order], minlength=total)
+    begins = np.cumsum(counts) - counts
+    # Rows of no part have any.
+    found = order[np.minimum(begins, len(order) - 1)] if len(order) else np.zeros_like(begins)
+    shared = np.flatnonzero(counts > 1)
+    found[shared] = len(rows) + np.arange(len(shared))
+    merges = None
+    if len(shared):
+        members = order[np.repeat(counts > 1, counts)]
+        of_shared = counts[shared]
+        numbers, row_of = np.arange(len(members)), np.repeat(np.arange(len(shared)), of_shared)
+        columns = members, numbers, np.cumsum(of_shared) - of_shared, row_of
+        merges = Merges(*(torch.from_numpy(column) for column in columns))
+    return Combination(len(rows), merges, torch.from_numpy(found))

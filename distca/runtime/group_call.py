@@ -10,12 +10,14 @@ from typing import Any
 import torch
 
 from distca.attention import Kernel
-from distca.runtime.exchange import Exchange, Rows
+from distca.runtime.exchange import Exchange
+from distca.runtime.messages import ByKind
 from distca.runtime.moving_rows import (
     RowsForServers,
     RowsUnderWay,
     add_returned,
     merge_returned,
+    returned_rows,
     send_to_owners,
     send_to_servers,
 )
@@ -80,7 +82,7 @@ class GroupCall:
         """Sends the local rows to their servers."""
         self._exchange = exchange
         with self._span("dispatch", "exchange"):
-            sent = self._send("dispatch", [(q, exchange.q), (k, exchange.kv), (v, exchange.kv)])
+            sent = self._send("dispatch", ByKind([q], [k, v]))
             self._workspace.clear()
             self._sent = sent.put_together(
                 None if self._resources.keeps_inputs else self._workspace
@@ -88,21 +90,24 @@ class GroupCall:
         if not self._resources.keeps_inputs:
             self._inputs = (q, k, v)
 
-    def _send(self, phase: str, tensors: list[tuple[torch.Tensor, Rows]]) -> RowsForServers:
+    def _send(self, phase: str, tensors: ByKind) -> RowsForServers:
+        assert self._exchange is not None
         resources = self._resources
-        return send_to_servers(resources.transport, phase, resources.slot, tensors, self._scratch)
+        return send_to_servers(
+            resources.transport, phase, resources.slot, self._exchange, tensors, self._scratch
+        )
 
-    def _send_to_owners(
-        self, phase: str, tensors: list[tuple[torch.Tensor, Rows]], dtype: torch.dtype | None = None
-    ) -> None:
+    def _send_to_owners(self, phase: str, tensors: ByKind, targets: ByKind) -> None:
+        assert self._exchange is not None
+        resources = self._resources
         self._sent = send_to_owners(
-            self._resources.transport,
+            resources.transport,
             phase,
-            self._resources.slot,
+            resources.slot,
+            self._exchange,
             tensors,
-            self._workspace,
+            targets,
             self._scratch,
-            dtype,
         )
 
     def compute(self) -> None:
@@ -124,16 +129,17 @@ class GroupCall:
                 self._scratch,
             )
         with self._span("return", "exchange"):
-            self._send_to_owners("return", [(rows, exchange.q) for rows in self._local])
+            targets = returned_rows(exchange, self._local)
+            self._send_to_owners("return", ByKind(self._local), targets)
 
     def finish(self) -> torch.Tensor:
         """Returns the final output of the local rows, `[local rows, heads, head_dim]`."""
         assert self._sent is not None
         assert self._exchange is not None
         with self._span("wait for return", "exchange"):
-            returned = self._sent.wait()
-        served = (self._local[0], self._local[1])
-        out, lse = merge_returned(self._exchange, served, returned, self._workspace, self._scratch)
+            self._sent.wait()
+        outputs = (self._local[0], self._local[1])
+        out, lse = merge_returned(self._exchange, outputs, self._workspace, self._scratch)
         self._sent, self._local = None, ()
         # Detached, since an output with its autograd history would keep itself alive.
         self._outputs = (out.detach(), lse)
@@ -150,7 +156,7 @@ class GroupCall:
         if not self._resources.keeps_inputs:
             _, k, v = self._inputs
             with self._span("dispatch backward", "exchange"):
-                self._ahead = self._send("dispatch_backward", [(k, exchange.kv), (v, exchange.kv)])
+                self._ahead = self._send("dispatch_backward", ByKind(kv=[k, v]))
 
     def start_backward(self, exchange: Exchange, dout: torch.Tensor) -> None:
         """Sends the output's gradient, and what the kernels need again, to the servers."""
@@ -158,12 +164,11 @@ class GroupCall:
             "kept inputs are of another plan"
         )
         self._exchange = exchange
-        travelling = [(rows, exchange.q) for rows in (dout, *self._outputs)]
+        travelling = ByKind([dout, *self._outputs])
         if not self._resources.keeps_inputs:
             q, k, v = self._inputs
-            travelling.append((q, exchange.q))
-            if self._ahead is None:
-                travelling += [(k, exchange.kv), (v, exchange.kv)]
+            keys = [k, v] if self._ahead is None else []
+            travelling = ByKind([dout, *self._outputs, q], keys)
         with self._span("dispatch backward", "exchange") if self._ahead is None else nullcontext():
             sent = self._send("dispatch_backward", travelling)
             self._workspace.clear()
@@ -202,11 +207,12 @@ class GroupCall:
             )
         self._inputs = ()
         with self._span("return backward", "exchange"):
-            self._send_to_owners(
-                "return_backward",
-                list(zip(self._local, (exchange.q, exchange.kv, exchange.kv), strict=True)),
-                dout.dtype,
+            dq, dk, dv = self._local
+            returned = ByKind(
+                [self._workspace.rows(dq, exchange.q.sent, dout.dtype)],
+                [self._workspace.rows(each, exchange.kv.sent, dout.dtype) for each in (dk, dv)],
             )
+            self._send_to_owners("return_backward", ByKind([dq], [dk, dv]), returned)
 
     def finish_backward(self) -> tuple[torch.Tensor, ...]:
         """Returns the gradients of the local queries, keys and values."""

@@ -7,9 +7,10 @@ from dataclasses import dataclass
 
 import torch
 
-from distca.attention.merge import merge_partial
+from distca.attention.merge import add_parts
 from distca.runtime.exchange import Exchange, Rows
-from distca.runtime.messages import Field, message_sizes, pack, unpack
+from distca.runtime.messages import ByKind, MessageLayout, pack, unpack
+from distca.runtime.server_kernels import combine
 from distca.runtime.workspace import Workspace
 from distca.transport import Channel, Pending, Transport
 
@@ -20,18 +21,20 @@ class RowsUnderWay:
 
     Attributes:
         pending: the exchange; None: no rank sends any row.
-        incoming: fields of the messages that arrive, and the rows that they fill.
-        result: whole tensors, which `incoming` fills in part.
+        layout: layout of the messages; None, too, if no rank sends any row.
+        targets: tensors for the rows that arrive.
+        result: whole tensors, of which `targets` are parts.
     """
 
     pending: Pending | None
-    incoming: list[tuple[Field, torch.Tensor]]
+    layout: MessageLayout | None
+    targets: Sequence[torch.Tensor]
     result: list[torch.Tensor]
 
     def wait(self) -> list[torch.Tensor]:
         """Waits for the exchange, and returns the completed tensors."""
-        if self.pending is not None:
-            unpack(self.pending.wait(), self.incoming)
+        if self.pending is not None and self.layout is not None:
+            unpack(self.pending.wait(), self.layout, self.targets)
             self.pending.release()
         return self.result
 
@@ -44,7 +47,9 @@ class RowsForServers:
     """
 
     pending: Pending | None
-    tensors: list[tuple[torch.Tensor, Rows]]
+    layout: MessageLayout | None
+    exchange: Exchange
+    tensors: ByKind
 
     def put_together(self, workspace: Workspace | None) -> RowsUnderWay:
         """Takes memory for each tensor's served rows, and copies the local rows there.
@@ -52,44 +57,51 @@ class RowsForServers:
         Args:
             workspace: memory for the served rows; None: new tensors, which can be kept.
         """
-        incoming, served = [], []
-        for tensor, rows in self.tensors:
-            row_shape = tuple(tensor.shape[1:])
-            everything = tensor
-            if rows.received or not tensor.is_contiguous():
-                everything = (
-                    tensor.new_empty((rows.served, *row_shape))
-                    if workspace is None
-                    else workspace.rows(tensor, rows.served)
-                )
-                everything[: rows.local] = tensor
-            field = Field(rows.receive_counts, (), row_shape, tensor.dtype)
-            incoming.append((field, everything[rows.local :]))
-            served.append(everything)
-        return RowsUnderWay(self.pending, incoming, served)
+        exchange = self.exchange
+        served, targets = [], []
+        for tensors, rows in zip(self.tensors, (exchange.q, exchange.kv), strict=True):
+            for tensor in tensors:
+                served.append(_served(tensor, rows, workspace))
+                targets.append(served[-1][rows.local :])
+        return RowsUnderWay(self.pending, self.layout, targets, served)
+
+
+def _served(tensor: torch.Tensor, rows: Rows, workspace: Workspace | None) -> torch.Tensor:
+    """Memory for served rows, with the local ones in place."""
+    if not rows.received and tensor.is_contiguous():
+        return tensor
+    if workspace is None:
+        served = tensor.new_empty((rows.served, *tensor.shape[1:]))
+    else:
+        served = workspace.rows(tensor, rows.served)
+    served[: rows.local] = tensor
+    return served
 
 
 def _start_exchange(
     transport: Transport,
     phase: str,
     channel: Channel,
-    outgoing: list[tuple[Field, torch.Tensor]],
-    incoming: list[Field],
-    move: bool,
-) -> Pending | None:
-    if not move:
-        # On a GPU's stream even an empty exchange would wait for those before it.
-        return None
-    sizes = message_sizes([field for field, _ in outgoing], incoming)
-    pack(outgoing, transport.staging(channel, sum(sizes.send)))
-    return transport.start(phase, channel, sizes)
+    layout: MessageLayout,
+    tensors: Sequence[torch.Tensor],
+) -> Pending:
+    """Starts to send rows, sorted by destination."""
+    pack(transport.staging(channel, layout.sizes.sent), layout, tensors)
+    return transport.start(phase, channel, layout.sizes)
+
+
+def _any_moves(exchange: Exchange, tensors: ByKind) -> bool:
+    """Whether any rank sends any row. On a GPU's stream even an empty exchange would wait for
+    those before it."""
+    return bool((tensors.q and exchange.q.move) or (tensors.kv and exchange.kv.move))
 
 
 def send_to_servers(
     transport: Transport,
     phase: str,
     slot: int,
-    tensors: list[tuple[torch.Tensor, Rows]],
+    exchange: Exchange,
+    tensors: ByKind,
     scratch: Workspace,
 ) -> RowsForServers:
     """Starts to send each tensor's rows to the servers.
@@ -98,66 +110,71 @@ def send_to_servers(
         transport: transport of the rows.
         phase: phase of the exchange, under which bytes are counted.
         slot: slot of the channel.
-        tensors: local rows `[local, ...]`, and how they travel.
+        exchange: this rank's part of the plan.
+        tensors: local rows `[local, ...]`.
         scratch: memory for rows on their way out.
     """
-    outgoing, incoming = [], []
-    with scratch.borrowed():
-        for tensor, rows in tensors:
-            row_shape = tuple(tensor.shape[1:])
-            field = Field(rows.send_counts, rows.sent_before, row_shape, tensor.dtype)
-            outgoing.append((field, scratch.gather(tensor, rows.send)))
-            incoming.append(Field(rows.receive_counts, (), row_shape, tensor.dtype))
-        move = any(rows.move for _, rows in tensors)
+    pending = layout = None
+    if _any_moves(exchange, tensors):
         channel = Channel("to servers", slot)
-        pending = _start_exchange(transport, phase, channel, outgoing, incoming, move)
-    return RowsForServers(pending, tensors)
+        layout = exchange.layout(channel.direction, tensors.row_types)
+        with scratch.borrowed():
+            sent = [scratch.gather(tensor, exchange.q.send) for tensor in tensors.q]
+            sent += [scratch.gather(tensor, exchange.kv.send) for tensor in tensors.kv]
+            pending = _start_exchange(transport, phase, channel, layout, sent)
+    return RowsForServers(pending, layout, exchange, tensors)
 
 
 def send_to_owners(
     transport: Transport,
     phase: str,
     slot: int,
-    tensors: Sequence[tuple[torch.Tensor, Rows]],
-    workspace: Workspace,
+    exchange: Exchange,
+    tensors: ByKind,
+    targets: ByKind,
     scratch: Workspace,
-    dtype: torch.dtype | None = None,
 ) -> RowsUnderWay:
     """Starts to send the results of received rows back to the rows' owners.
 
-    Each tensor holds the results of served rows, `[served, ...]`; `[sum(send_counts), ...]` comes
-    back, in `workspace`. Rows that travel are first copied to `dtype`, if it is given. The other
-    arguments are those of `send_to_servers`.
+    Args:
+        transport: transport of the rows.
+        phase: phase of the exchange, under which bytes are counted.
+        slot: slot of the channel.
+        exchange: this rank's part of the plan.
+        tensors: results of served rows, `[served, ...]`.
+        targets: memory for what comes back, `[sent, ...]`; rows travel in its dtypes. It may be
+            where received rows' results are.
+        scratch: memory for rows on their way out.
     """
-    outgoing, incoming = [], []
-    with scratch.borrowed():
-        for tensor, rows in tensors:
-            travelling = tensor[rows.local :]
-            if dtype not in (None, tensor.dtype):
-                travelling = scratch.copy(travelling, dtype)
-            row_shape = tuple(tensor.shape[1:])
-            outgoing.append(
-                (
-                    Field(rows.receive_counts, rows.returned_before, row_shape, travelling.dtype),
-                    travelling,
-                )
-            )
-            incoming.append(
-                (
-                    Field(rows.send_counts, (), row_shape, travelling.dtype),
-                    workspace.rows(travelling, sum(rows.send_counts)),
-                )
-            )
-        move = any(rows.move for _, rows in tensors)
-        channel, fields = Channel("to owners", slot), [field for field, _ in incoming]
-        pending = _start_exchange(transport, phase, channel, outgoing, fields, move)
-        return RowsUnderWay(pending, incoming, [rows for _, rows in incoming])
+    pending = layout = None
+    into = [*targets.q, *targets.kv]
+    if _any_moves(exchange, targets):
+        channel = Channel("to owners", slot)
+        layout = exchange.layout(channel.direction, targets.row_types)
+        results = [each[exchange.q.local : exchange.q.served] for each in tensors.q]
+        results += [each[exchange.kv.local : exchange.kv.served] for each in tensors.kv]
+        with scratch.borrowed():
+            travelling = [
+                _as(result, target.dtype, scratch)
+                for result, target in zip(results, into, strict=True)
+            ]
+            pending = _start_exchange(transport, phase, channel, layout, travelling)
+    return RowsUnderWay(pending, layout, into, into)
+
+
+def _as(tensor: torch.Tensor, dtype: torch.dtype, scratch: Workspace) -> torch.Tensor:
+    return tensor if tensor.dtype == dtype else scratch.copy(tensor, dtype)
+
+
+def returned_rows(exchange: Exchange, outputs: Sequence[torch.Tensor]) -> ByKind:
+    """The memory for outputs that come back: after the local rows of this server's outputs."""
+    q = exchange.q
+    return ByKind([each[q.local : q.local + q.sent] for each in outputs])
 
 
 def merge_returned(
     exchange: Exchange,
-    served: tuple[torch.Tensor, torch.Tensor],
-    returned: Sequence[torch.Tensor],
+    outputs: tuple[torch.Tensor, torch.Tensor],
     workspace: Workspace,
     scratch: Workspace,
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -165,38 +182,20 @@ def merge_returned(
 
     Args:
         exchange: this rank's part of the plan.
-        served: output and LSE of the served rows.
-        returned: output and LSE of the rows that come back.
-        workspace: memory in which `served` may lie; the result does not.
+        outputs: output and LSE of the local rows as computed here, then those that came back, then
+            room for merged rows.
+        workspace: memory in which `outputs` may lie; the result does not.
         scratch: memory for temporaries.
     """
+    out, lse = outputs
     local = exchange.q.local
-    # Local rows are cloned, so that the saved outputs do not keep the received rows' part alive.
-    out, lse = (
-        rows[:local].clone() if exchange.q.received or workspace.owns(rows) else rows
-        for rows in served
-    )
-    returned_out, returned_lse = returned
-    start = 0
-    for arrival in exchange.arrivals:
-        end = start + exchange.q.send_counts[arrival.server]
-        rows = exchange.q.send[start:end]
-        part_out, part_lse = returned_out[start:end], returned_lse[start:end]
-        with scratch.borrowed():
-            first = scratch.gather(rows, arrival.first)
-            out.index_copy_(0, first, scratch.gather(part_out, arrival.first))
-            lse.index_copy_(0, first, scratch.gather(part_lse, arrival.first))
-        if len(arrival.repeated):
-            with scratch.borrowed():
-                merge_partial(
-                    out,
-                    lse,
-                    scratch.gather(rows, arrival.repeated),
-                    scratch.gather(part_out, arrival.repeated),
-                    scratch.gather(part_lse, arrival.repeated),
-                    scratch.take,
-                )
-        start = end
+    if exchange.finished is not None:
+        final = out.new_empty((local, *out.shape[1:])), lse.new_empty((local, *lse.shape[1:]))
+        combine(exchange.finished, outputs, final, scratch)
+        return final
+    if exchange.q.received or workspace.owns(out):
+        # Cloned, so that the saved outputs do not keep the received rows' part alive.
+        return out[:local].clone(), lse[:local].clone()
     return out, lse
 
 
@@ -211,14 +210,8 @@ def add_returned(
     all_rows = (exchange.q, exchange.kv, exchange.kv)
     for gradient, rows, parts in zip(gradients, all_rows, returned, strict=True):
         total = gradient[: rows.local]
-        start = 0
-        for count in rows.send_counts:
-            # Server by server: its rows are distinct, so sums have a fixed order on GPUs, too.
-            end = start + count
-            if count:
-                with scratch.borrowed():
-                    part = scratch.copy(parts[start:end], total.dtype)
-                    total.index_add_(0, rows.send[start:end], part)
-            start = end
+        if rows.sent:
+            with scratch.borrowed():
+                add_parts(total, _as(parts, total.dtype, scratch), rows.sums)
         local.append(total.to(parts.dtype, copy=True))
     return tuple(local)

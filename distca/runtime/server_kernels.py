@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 
 from distca.attention.kernel import Kernel, KernelTasks
-from distca.attention.merge import merge_partial
-from distca.runtime.exchange import Exchange, KernelCall
+from distca.attention.merge import merge_shared
+from distca.runtime.exchange import Combination, Exchange, KernelCall
 from distca.runtime.workspace import Workspace
 
 
@@ -38,55 +38,72 @@ def compute_outputs(
         softmax_scale: factor of the scores.
         workspace: memory for the result, unless one kernel call gives it as a whole.
         scratch: memory for temporaries.
+
+    Returns:
+        As many rows as are served; where rows come back to this rank, room for them and for merged
+        rows follows the local ones (`Exchange.output_rows`).
     """
     q, k, v = served
-    out = lse = None
+    parts = []
     for call in exchange.calls:
         with scratch.borrowed():
-            part_out, part_lse = kernel.forward(
-                _take(q, call.q_rows, scratch),
-                _take(k, call.kv_rows, scratch),
-                _take(v, call.kv_rows, scratch),
-                _tasks(call, exchange, softmax_scale),
+            parts.append(
+                kernel.forward(
+                    _take(q, call.q_rows, scratch),
+                    _take(k, call.kv_rows, scratch),
+                    _take(v, call.kv_rows, scratch),
+                    _tasks(call, exchange, softmax_scale),
+                )
             )
-            if len(exchange.calls) == 1 and call.q_rows is None and call.first_q is None:
-                return part_out, part_lse
-            if out is None or lse is None:
-                out, lse = _room_for_outputs(q, workspace)
-            _put_outputs(out, lse, part_out, part_lse, call, scratch)
-    return _room_for_outputs(q, workspace) if out is None or lse is None else (out, lse)
+    if exchange.computed is None and exchange.finished is None:
+        return parts[0]
+    room = workspace.rows(q, exchange.output_rows)
+    room_lse = workspace.take(tuple(room.shape[:2]), torch.float32)
+    outputs = room[: q.shape[0]], room_lse[: q.shape[0]]
+    if exchange.computed is None:
+        for output, part in zip(outputs, parts[0], strict=True):
+            output.copy_(part)
+    elif parts:
+        with scratch.borrowed():
+            of_calls = _one_after_the_other(parts, exchange.computed, scratch)
+            combine(exchange.computed, of_calls, outputs, scratch)
+    return room, room_lse
 
 
-def _room_for_outputs(q: torch.Tensor, workspace: Workspace) -> tuple[torch.Tensor, torch.Tensor]:
-    return workspace.rows(q, len(q)), workspace.take(tuple(q.shape[:2]), torch.float32)
+def _one_after_the_other(
+    parts: list[tuple[torch.Tensor, torch.Tensor]], combination: Combination, scratch: Workspace
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The outputs and LSE of all calls, and room for merged rows."""
+    if len(parts) == 1 and combination.merges is None:
+        return parts[0]
+    (out, lse), *_ = parts
+    room = scratch.rows(out, combination.with_merged)
+    room_lse = scratch.rows(lse, combination.with_merged)
+    torch.cat([part for part, _ in parts], out=room[: combination.parts])
+    torch.cat([part for _, part in parts], out=room_lse[: combination.parts])
+    return room, room_lse
 
 
-def _put_outputs(
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    part_out: torch.Tensor,
-    part_lse: torch.Tensor,
-    call: KernelCall,
+def combine(
+    combination: Combination,
+    parts: tuple[torch.Tensor, torch.Tensor],
+    outputs: tuple[torch.Tensor, torch.Tensor],
     scratch: Workspace,
 ) -> None:
-    """Puts a kernel call's outputs into the served rows; repeated rows merge by LSE."""
-    rows = call.q_rows
-    if rows is None:
-        rows = torch.arange(len(out), out=scratch.take((len(out),), torch.int64))
-    with scratch.borrowed():
-        first = _take(rows, call.first_q, scratch)
-        out.index_copy_(0, first, _take(part_out, call.first_q, scratch))
-        lse.index_copy_(0, first, _take(part_lse, call.first_q, scratch))
-    for part in call.repeated_q:
+    """Makes rows of partial ones, each of one or of several that merge by LSE.
+
+    Args:
+        combination: which of which.
+        parts: output and LSE of partial rows, with room for merged ones after them.
+        outputs: output and LSE of the rows, which are written.
+        scratch: memory for temporaries.
+    """
+    parts = parts[0][: combination.with_merged], parts[1][: combination.with_merged]
+    if combination.merges is not None:
         with scratch.borrowed():
-            merge_partial(
-                out,
-                lse,
-                scratch.gather(rows, part),
-                scratch.gather(part_out, part),
-                scratch.gather(part_lse, part),
-                scratch.take,
-            )
+            merge_shared(*parts, combination.merges, scratch.take)
+    for part, output in zip(parts, outputs, strict=True):
+        torch.index_select(part, 0, combination.rows, out=output)
 
 
 def compute_gradients(
@@ -103,7 +120,7 @@ def compute_gradients(
     are those of `compute_outputs`.
     """
     dout, q, k, v, out, lse = served
-    dq, dk, dv = (workspace.rows(x, len(x), torch.float32).zero_() for x in (q, k, v))
+    dq, dk, dv = (workspace.rows(x, x.shape[0], torch.float32).zero_() for x in (q, k, v))
     for call in exchange.calls:
         with scratch.borrowed():
             parts = kernel.backward(

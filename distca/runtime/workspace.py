@@ -21,6 +21,8 @@ class Workspace:
     def __init__(self, device: torch.device) -> None:
         self._memory = torch.empty(0, dtype=torch.uint8, device=device)
         self._taken = 0
+        # The whole memory as other types: a tensor is a slice of it.
+        self._as: dict[torch.dtype, torch.Tensor] = {}
 
     @property
     def nbytes(self) -> int:
@@ -31,6 +33,7 @@ class Workspace:
         """Allocates the memory anew; tensors that were taken keep the old memory."""
         device = self._memory.device
         # The old memory is freed first, so that old and new never coexist.
+        self._as.clear()
         self._memory = torch.empty(0, dtype=torch.uint8, device=device)
         self._memory = torch.empty(nbytes, dtype=torch.uint8, device=device)
         self._taken = 0
@@ -48,12 +51,14 @@ class Workspace:
 
     def take(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """Takes an uninitialised tensor."""
-        nbytes = math.prod(shape) * dtype.itemsize
-        end = self._taken + aligned(nbytes)
+        elements = math.prod(shape)
+        begin = self._taken // dtype.itemsize
+        end = self._taken + int(aligned(elements * dtype.itemsize))
         assert end <= self.nbytes, "no room was reserved for this plan"
-        part = self._memory[self._taken : self._taken + nbytes]
         self._taken = end
-        return part.view(dtype).view(shape)
+        if dtype not in self._as:
+            self._as[dtype] = self._memory.view(dtype)
+        return self._as[dtype][begin : begin + elements].view(shape)
 
     def rows(self, like: torch.Tensor, rows: int, dtype: torch.dtype | None = None) -> torch.Tensor:
         """Takes `rows` rows, each with the shape of those of `like`, of its dtype or another."""
@@ -61,12 +66,12 @@ class Workspace:
 
     def gather(self, tensor: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
         """Copies the rows of a tensor at int64 indices `[n]`."""
-        into = self.rows(tensor, len(rows))
+        into = self.rows(tensor, rows.shape[0])
         return torch.index_select(tensor, 0, rows, out=into)
 
     def copy(self, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """Copies a tensor to another dtype."""
-        return self.rows(tensor, len(tensor), dtype).copy_(tensor)
+        return self.rows(tensor, tensor.shape[0], dtype).copy_(tensor)
 
     def owns(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor lies in this workspace's memory."""

@@ -2,10 +2,11 @@
 
 Where rows arrive, all local rows move into the workspace beside them; local rows of one of several
 head groups always move, since they lie among the rows of the others. A kernel call gathers its
-rows, and its outputs are put in their places, merged where a row's keys are split. The backward
-pass sums gradients in float32. The groups' outputs and gradients are put together in the end.
-`distca.runtime` copies in `moving_rows`, `server_kernels` and `group_call`; the traffic is counted
-here from the plan alone, as `distca.cost.memory` counts the buffers.
+rows, and the outputs of all calls are put in their places, merged where a row's keys are split, as
+are those of all servers at their owner. The backward pass sums gradients in float32. The groups'
+outputs and gradients are put together in the end. `distca.runtime` copies in `moving_rows`,
+`server_kernels` and `group_call`; the traffic is counted here from the plan alone, as
+`distca.cost.memory` counts the buffers.
 """
 
 from __future__ import annotations
@@ -15,9 +16,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from distca.cost.memory import FLOAT32_BYTES
+from distca.cost.partial_rows import PartialRows, at_owners, on_servers
 from distca.cost.volume import AttentionShape
-from distca.plan import Plan, Segments, Tasks
-from distca.plan.span import Bools, Int64s, cut_at, union
+from distca.plan import Plan, Segments
+from distca.plan.span import Bools, Int64s, covered, cut_at
 from distca.schedule.program import Pass
 
 
@@ -28,24 +30,30 @@ class _Call:
     Attributes:
         q: query rows of the call's tasks.
         kv: key rows of the call's tasks.
-        first: query rows that no call has computed before.
         gathers_q: whether the query rows are gathered, since they are not simply all served rows.
         gathers_kv: whether the key rows are gathered.
     """
 
     q: Int64s
     kv: Int64s
-    first: Int64s
     gathers_q: Bools
     gathers_kv: Bools
 
 
 @dataclass(frozen=True)
 class _Rows:
-    """Rows of each server, `[servers]`, of queries or keys."""
+    """Rows of each server, `[servers]`, of queries or keys.
+
+    Attributes:
+        local: rows that it owns.
+        sent: rows that it sends to other servers.
+        returning: rows of which gradients come back, of some from several servers.
+        received: rows that it receives.
+    """
 
     local: Int64s
     sent: Int64s
+    returning: Int64s
     received: Int64s
 
     @property
@@ -74,29 +82,29 @@ def copy_traffic(
         direction: pass whose copies are counted.
         grouped: the heads are one of several head groups.
     """
-    q, kv = (
-        _Rows(local, moved.sum(axis=1), moved.sum(axis=0))
-        for local, moved in (
-            (plan.own_tokens_per_rank(), plan.q_segments.moved_rows(plan.world_size)),
-            (plan.placement.tokens_per_rank(), plan.kv_segments.moved_rows(plan.world_size)),
-        )
-    )
+    q = _rows(plan.q_segments, plan.own_tokens_per_rank())
+    kv = _rows(plan.kv_segments, plan.placement.tokens_per_rank())
     calls = _calls(plan, q, kv)
     if direction == "forward":
-        return _forward(q, kv, calls, _merged(plan, q), shape, grouped)
+        return _forward(q, kv, calls, (on_servers(plan), at_owners(plan)), shape, grouped)
     return _backward(q, kv, calls, shape, grouped)
 
 
-def _merged(plan: Plan, q: _Rows) -> Int64s:
-    """Rows that return to each owner and are merged with others of the same query, `[servers]`."""
-    segments = plan.q_segments
-    own = segments.select(segments.owner == segments.server)
-    # All of a query's outputs are merged but the first, wherever that is computed.
-    return q.sent + _sum(plan, own.owner, own.lengths) - q.local
+def _rows(segments: Segments, local: Int64s) -> _Rows:
+    ranks = len(local)
+    moved = segments.moved_rows(ranks)
+    away = segments.select(segments.owner != segments.server)
+    returning = covered(away.owner, away.start, away.end, ranks)
+    return _Rows(local, moved.sum(axis=1), returning, moved.sum(axis=0))
 
 
 def _forward(
-    q: _Rows, kv: _Rows, calls: list[_Call], merged: Int64s, shape: AttentionShape, grouped: bool
+    q: _Rows,
+    kv: _Rows,
+    calls: list[_Call],
+    partial_rows: tuple[PartialRows, PartialRows],
+    shape: AttentionShape,
+    grouped: bool,
 ) -> Int64s:
     q_row, kv_row, lse = shape.q_row_bytes, shape.kv_row_bytes, shape.lse_row_bytes
     out = q_row + lse
@@ -108,14 +116,17 @@ def _forward(
     for call in calls:
         traffic += 2 * (call.q * call.gathers_q * q_row + call.kv * call.gathers_kv * kv_row)
         # The kernel's own output is the result where one call computes each row once, in order.
-        in_place |= (call.q > 0) & (number == 1) & ~call.gathers_q & (call.first == call.q)
-        repeated = call.q - call.first
-        puts = 2 * call.first * out * (1 + (repeated > 0)) + repeated * _merge_traffic(shape)
-        traffic += np.where(in_place, 0, puts)
+        in_place |= (call.q > 0) & (number == 1) & ~call.gathers_q
+    of_calls, of_servers = partial_rows
+    # Outputs are put one after the other, unless there is one call; rows are taken from there.
+    together = (number > 1) | (of_calls.shared > 0)
+    put = 2 * out * (together * of_calls.parts + (number > 0) * q.served)
+    put += _merge_traffic(of_calls, shape)
+    comes_back = q.sent > 0
+    traffic += np.where(in_place, comes_back * 2 * out * q.served, put)
     # The final outputs of local rows no longer lie among those of others.
-    traffic += 2 * q.local * out * (~in_place | (q.received > 0))
-    # Outputs that come back are gathered, and put in place or merged with what is there.
-    traffic += 4 * (q.sent - merged) * out + merged * _merge_traffic(shape)
+    traffic += 2 * q.local * out * (~in_place | comes_back | (q.received > 0))
+    traffic += comes_back * _merge_traffic(of_servers, shape)
     # The groups' outputs are put together.
     return traffic + 2 * grouped * q.local * q_row
 
@@ -143,28 +154,28 @@ def _backward(
     for rows, row in ((q, q_row), (kv, kv_row)):
         # Gradients are made narrower before they are sent back, and wider before they are added.
         traffic += rows.received * row * (wider + 1 if wider > 1 else 0)
-        traffic += rows.sent * row * (1 + 4 * wider)
+        traffic += rows.sent * row * (1 + wider if wider > 1 else 0)
+        several = rows.sent > rows.returning
+        traffic += several * (rows.sent + rows.returning) * row * wider
+        traffic += rows.returning * 3 * row * wider
         traffic += rows.local * row * (wider + 1) + 2 * grouped * rows.local * row
     return traffic
 
 
-def _merge_traffic(shape: AttentionShape) -> int:
-    """Bytes that a merge moves for a row, step by step as in `distca.attention.merge`."""
+def _merge_traffic(rows: PartialRows, shape: AttentionShape) -> Int64s:
+    """Bytes that merging moves, step by step as in `distca.attention.merge`."""
+    q_row, lse = shape.q_row_bytes, shape.lse_row_bytes
     float32 = shape.heads * shape.head_dim * FLOAT32_BYTES
-    return 9 * shape.q_row_bytes + 10 * float32 + 21 * shape.lse_row_bytes
+    of_members = 3 * q_row + 2 * float32 + 13 * lse
+    return rows.members * of_members + rows.shared * (q_row + 2 * float32 + 7 * lse)
 
 
 def _calls(plan: Plan, q: _Rows, kv: _Rows) -> list[_Call]:
     on_diagonal = plan.tasks.ends_on_diagonal
     calls = []
-    computed = np.zeros(plan.world_size, dtype=np.int64)
-    for tasks, until_now in (
-        (plan.tasks[~on_diagonal], plan.tasks[~on_diagonal]),
-        (plan.tasks[on_diagonal], plan.tasks),
-    ):
+    for tasks in (plan.tasks[~on_diagonal], plan.tasks[on_diagonal]):
         q_rows = _sum(plan, tasks.server, tasks.q_end - tasks.q_start)
         kv_rows = _sum(plan, tasks.server, tasks.kv_end - tasks.kv_start)
-        distinct = _distinct_queries(plan, until_now)
         offset = plan.document_offsets[tasks.document]
         starts = offset + tasks.q_start, offset + tasks.kv_start
         ends = offset + tasks.q_end, offset + tasks.kv_end
@@ -172,19 +183,11 @@ def _calls(plan: Plan, q: _Rows, kv: _Rows) -> list[_Call]:
             _Call(
                 q_rows,
                 kv_rows,
-                distinct - computed,
                 ~_are_served(plan.q_segments, q, tasks.server, starts[0], ends[0]),
                 ~_are_served(plan.kv_segments, kv, tasks.server, starts[1], ends[1]),
             )
         )
-        computed = distinct
     return calls
-
-
-def _distinct_queries(plan: Plan, tasks: Tasks) -> Int64s:
-    offset = plan.document_offsets[tasks.document]
-    server, start, end = union(tasks.server, offset + tasks.q_start, offset + tasks.q_end)
-    return _sum(plan, server, end - start)
 
 
 def _are_served(

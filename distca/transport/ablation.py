@@ -68,7 +68,7 @@ class Signal(_Wrapper):
         )
         # Each byte goes where its message would begin, since room there is reserved.
         signals = super().start(phase, channel, MessageSizes(outgoing, incoming, sizes.put_at))
-        return _Zeros(signals, self._zeros[: sum(sizes.receive)])
+        return _Zeros(signals, self._zeros[: sizes.received])
 
     def _start(self, channel: Channel, sizes: MessageSizes) -> Pending:
         return self._inner.start("all", channel, sizes)

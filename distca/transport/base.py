@@ -7,6 +7,8 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
 from typing import Literal, NamedTuple
 
 import torch
@@ -51,6 +53,8 @@ class ChannelBytes:
 class MessageSizes:
     """The messages of one exchange as one rank sees them, in bytes.
 
+    The same sizes serve all layers, so what follows from them is worked out once.
+
     Attributes:
         send: bytes to each rank; 0 for this rank itself.
         receive: bytes from each rank; 0 for this rank itself.
@@ -60,6 +64,49 @@ class MessageSizes:
     send: tuple[int, ...]
     receive: tuple[int, ...]
     put_at: tuple[int, ...]
+
+    @cached_property
+    def sent(self) -> int:
+        """Bytes to all ranks."""
+        return sum(self.send)
+
+    @cached_property
+    def received(self) -> int:
+        """Bytes from all ranks."""
+        return sum(self.receive)
+
+    @cached_property
+    def outgoing(self) -> tuple[Message, ...]:
+        """The messages to other ranks that are not empty."""
+        return _messages(self.send)
+
+    @cached_property
+    def incoming(self) -> tuple[Message, ...]:
+        """The messages from other ranks that are not empty."""
+        return _messages(self.receive)
+
+    @cached_property
+    def words(self) -> torch.Tensor:
+        """Each message's size, its begin among those to send, and `put_at`: int64 `[3, ranks]`."""
+        send = torch.tensor(self.send)
+        return torch.stack([send, send.cumsum(0) - send, torch.tensor(self.put_at)])
+
+
+class Message(NamedTuple):
+    """A message among all those to send, or all those received; `rank` is the other rank."""
+
+    rank: int
+    begin: int
+    end: int
+
+
+def _messages(sizes: tuple[int, ...]) -> tuple[Message, ...]:
+    ends = accumulate(sizes)
+    return tuple(
+        Message(rank, end - nbytes, end)
+        for rank, (nbytes, end) in enumerate(zip(sizes, ends, strict=True))
+        if nbytes
+    )
 
 
 class Pending(ABC):
@@ -132,8 +179,8 @@ class Transport(ABC):
         """
         assert sizes.send[self.rank] == 0
         assert sizes.receive[self.rank] == 0
-        self.bytes_sent[phase] += sum(sizes.send)
-        self.bytes_received[phase] += sum(sizes.receive)
+        self.bytes_sent[phase] += sizes.sent
+        self.bytes_received[phase] += sizes.received
         return self._start(channel, sizes)
 
     @abstractmethod

@@ -85,19 +85,17 @@ class CollectiveTransport(Transport):
         self._received.clear()
 
     def _start(self, channel: Channel, sizes: MessageSizes) -> Pending:
-        received = first_bytes(self._received[channel], sum(sizes.receive))
-        staged = first_bytes(self._staging[channel], sum(sizes.send))
+        received = first_bytes(self._received[channel], sizes.received)
+        staged = first_bytes(self._staging[channel], sizes.sent)
         # The group's own methods: torch.distributed's functions accept registered groups alone, and
         # one that spans two default groups is not (`megatron_patches/pipeline/processes.py`).
         works: list[dist.Work] = []
         if self._group.name() == "gloo":
             tag = channel_number(channel)
-            incoming, outgoing = (
-                torch.split(buffer, list(lengths))
-                for buffer, lengths in ((received, sizes.receive), (staged, sizes.send))
-            )
-            works += [self._group.recv([p], r, tag) for r, p in enumerate(incoming) if len(p)]
-            works += [self._group.send([p], r, tag) for r, p in enumerate(outgoing) if len(p)]
+            for rank, begin, end in sizes.incoming:
+                works.append(self._group.recv([received[begin:end]], rank, tag))
+            for rank, begin, end in sizes.outgoing:
+                works.append(self._group.send([staged[begin:end]], rank, tag))
         elif self.world_size > 1:
             lengths = list(sizes.receive), list(sizes.send)
             works.append(self._group.alltoall_base(received, staged, *lengths))

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from torch.utils.weak import WeakIdKeyDictionary
 
 from distca.transport.channels import CHANNELS, Failure
 
@@ -100,6 +101,8 @@ class DeviceRank:
         # Pinned: kernels write it, and the CPU reads it without waiting for the GPU.
         self._failure = torch.zeros(len(Failure._fields), dtype=torch.int64).pin_memory()
         self._state = torch.empty(0)
+        # Of each channel: sizes and places of messages, by the tensor on the CPU.
+        self._tables = [WeakIdKeyDictionary() for _ in range(CHANNELS)]
 
     def _table(self, words: Sequence[int]) -> torch.Tensor:
         return torch.tensor(words, dtype=torch.int64, device=self._device)
@@ -116,6 +119,8 @@ class DeviceRank:
                 f"rank {self.rank} maps the control memory of ranks {self._mapped}, but the arenas "
                 f"at {list(map(hex, arenas))}: choose another transport"
             )
+        for tables in self._tables:
+            tables.clear()
         self._arenas = self._table(arenas)
         self._state = self._table(
             _Rank(
@@ -156,8 +161,8 @@ class DeviceRank:
         number: int,
         epoch: int,
         staging: torch.Tensor,
-        sizes: Sequence[int],
-        put_at: Sequence[int],
+        words: torch.Tensor,
+        begin: int,
         stream: torch.cuda.Stream,
     ) -> None:
         """Puts the messages to rank 0, 1, ... into the receivers' arenas.
@@ -166,14 +171,19 @@ class DeviceRank:
             number: channel number.
             epoch: number of the channel's exchange, from 1.
             staging: the messages, concatenated: uint8.
-            sizes: bytes of each message.
-            put_at: offset of each message in its receiver's arenas.
+            words: sizes and places of the messages, as in `MessageSizes.words`. They are copied to
+                the GPU once for all exchanges that are given the same tensor.
+            begin: offset of the channel's arena in each receiver's arenas.
             stream: stream of the channel.
         """
-        begins = [sum(sizes[:peer]) for peer in range(self.ranks)]
-        table = torch.tensor([*sizes, *begins, *put_at], dtype=torch.int64).pin_memory()
         with torch.cuda.stream(stream):
-            on_device = table.to(self._device, non_blocking=True)
+            tables = self._tables[number]
+            if words not in tables:
+                offsets = torch.tensor([[0], [0], [begin]])
+                # torch keeps the pinned memory until the copy is done.
+                table = (words + offsets).pin_memory()
+                tables[words] = table.to(self._device, non_blocking=True)
+            on_device = tables[words]
             self._launch(
                 "send",
                 self._blocks,

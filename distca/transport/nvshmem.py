@@ -245,14 +245,14 @@ class NvshmemTransport(Transport):
         number = channel_number(channel)
         self._epochs[number] += 1
         epoch, stream = self._epochs[number], self._streams[number]
-        received = first_bytes(self._arenas[channel], sum(sizes.receive))
-        staging = first_bytes(self._staging[channel], sum(sizes.send))
-        put_at = [self._begins[channel] + begin for begin in sizes.put_at]
+        received = first_bytes(self._arenas[channel], sizes.received)
+        staging = first_bytes(self._staging[channel], sizes.sent)
+        begin = self._begins[channel]
         stream.wait_stream(torch.cuda.current_stream(self._device))
         if self._mode == "kernel":
-            self._endpoint.send(number, epoch, staging, sizes.send, put_at, stream)
+            self._endpoint.send(number, epoch, staging, sizes.words, begin, stream)
         else:
-            self._send_by_copy_engines(number, epoch, staging, sizes.send, put_at)
+            self._send_by_copy_engines(number, epoch, staging, sizes, begin)
         return _OnStream(self, number, epoch, received)
 
     def _send_by_copy_engines(
@@ -260,29 +260,23 @@ class NvshmemTransport(Transport):
         number: int,
         epoch: int,
         staging: torch.Tensor,
-        sizes: tuple[int, ...],
-        put_at: list[int],
+        sizes: MessageSizes,
+        begin: int,
     ) -> None:
         """Does the kernel's steps as entries of the stream; peers on other machines come first."""
         memory, stream = self._memory, self._streams[number]
         assert memory is not None
         self._endpoint.wait_for_room(number, epoch, stream)
-        begin = staging.data_ptr()
-        begins = [begin + sum(sizes[:peer]) for peer in range(self.world_size)]
-        peers = [(self.rank + shift) % self.world_size for shift in range(1, self.world_size)]
         copy = self._bindings.putmem_on_stream
         # NVSHMEM's first releases for Python lack the call that does not block.
         start = getattr(self._bindings, "putmem_nbi_on_stream", copy)
-        for peer in sorted(peers, key=lambda peer: memory.peers[peer] != 0):
-            if sizes[peer]:
-                put = copy if memory.peers[peer] else start
-                put(
-                    memory.address + put_at[peer],
-                    begins[peer],
-                    sizes[peer],
-                    peer,
-                    stream.cuda_stream,
-                )
+        # Each rank begins with its successor.
+        after = [message for message in sizes.outgoing if message.rank > self.rank]
+        peers = [*after, *sizes.outgoing[: len(sizes.outgoing) - len(after)]]
+        for peer, first, end in sorted(peers, key=lambda message: memory.peers[message.rank] != 0):
+            put = copy if memory.peers[peer] else start
+            to = memory.address + begin + sizes.put_at[peer]
+            put(to, staging.data_ptr() + first, end - first, peer, stream.cuda_stream)
         self._bindings.quiet_on_stream(stream.cuda_stream)
         self._endpoint.set_ready(number, epoch, stream)
 

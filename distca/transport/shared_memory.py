@@ -130,9 +130,9 @@ class SharedMemoryTransport(Transport):
         return first_bytes(self._staging[channel], nbytes)
 
     def _start(self, channel: Channel, sizes: MessageSizes) -> Pending:
-        received = first_bytes(self._arenas[channel], sum(sizes.receive))
-        staging = first_bytes(self._staging[channel], sum(sizes.send))
-        words = ctypes.c_uint64 * self.world_size
+        received = first_bytes(self._arenas[channel], sizes.received)
+        staging = first_bytes(self._staging[channel], sizes.sent)
+        send, _, put_at = sizes.words
         number = channel_number(channel)
         self._epochs[number] += 1
         self._check(
@@ -141,8 +141,8 @@ class SharedMemoryTransport(Transport):
                 number,
                 self._epochs[number],
                 staging.data_ptr(),
-                words(*sizes.send),
-                words(*sizes.put_at),
+                send.data_ptr(),
+                put_at.data_ptr(),
             )
         )
         return _Receiving(self, number, self._epochs[number], received)

@@ -71,16 +71,12 @@ class VirtualTransport(Transport):
                 self._moved[channel].record()
         for other in self._others:
             other._arrived[channel][self.rank] = self._epoch[channel]
-        return _Virtual(self, channel, sum(sizes.receive))
+        return _Virtual(self, channel, sizes.received)
 
     def _put(self, channel: Channel, sizes: MessageSizes) -> None:
-        start = 0
-        for other, nbytes in zip(self._others, sizes.send, strict=True):
-            if nbytes:
-                begin = sizes.put_at[other.rank]
-                message = self._staging[channel][start : start + nbytes]
-                other._received[channel][begin : begin + nbytes] = message
-                start += nbytes
+        for rank, begin, end in sizes.outgoing:
+            to, message = sizes.put_at[rank], self._staging[channel][begin:end]
+            self._others[rank]._received[channel][to : to + end - begin] = message
 
     def close(self) -> None:
         """See `Transport.close`."""

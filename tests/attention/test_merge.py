@@ -1,4 +1,4 @@
-"""Merging partial outputs in bfloat16: in float32, and rounded once a merge."""
+"""Merging partial outputs in bfloat16: in float32, and rounded once a merge; adding gradients."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from distca.attention import KernelTasks, merge_partial, select_kernel
+from distca.attention import KernelTasks, select_kernel
+from distca.attention.merge import Merges, Sums, add_parts, merge_partial, merge_shared
 from distca.cost.memory import plan_memory
 from distca.cost.volume import AttentionShape
 from distca.plan import Mask, Plan
@@ -34,22 +35,75 @@ def assert_rounded(out: torch.Tensor, outs: torch.Tensor, lses: torch.Tensor) ->
     assert ((out.double() - merge_exactly(outs, lses)).abs() <= 1.001 * bound).all()
 
 
-@pytest.mark.parametrize("parts", range(2, 8))
-@pytest.mark.parametrize("rows", [slice(0, 300), torch.randperm(300)], ids=["slice", "index"])
-def test_a_merge_rounds_once(parts: int, rows: slice | torch.Tensor) -> None:
+def random_parts(parts: int) -> tuple[torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(parts)
     outs = torch.randn(parts, 300, 4, 16, generator=generator).bfloat16()
-    lses = 3 + 2 * torch.randn(parts, 300, 4, generator=generator)
+    return outs, 3 + 2 * torch.randn(parts, 300, 4, generator=generator)
+
+
+@pytest.mark.parametrize("parts", range(2, 8))
+def test_a_merge_rounds_once(parts: int) -> None:
+    outs, lses = random_parts(parts)
     out, lse = outs[0].clone(), lses[0].clone()
     expected = out.clone()
     for part in range(1, parts):
         before = torch.stack([expected, outs[part]]), torch.stack([lse, lses[part]])
         expected = merge_exactly(*before).bfloat16()
-        merge_partial(out, lse, rows, outs[part][rows], lses[part][rows])
+        merge_partial(out, lse, slice(0, 300), outs[part], lses[part])
     # Where float64 and float32 lie on different sides of a tie.
     assert (out != expected).double().mean() < 1e-3
     torch.testing.assert_close(lse, lses.logsumexp(dim=0))
     assert_rounded(out, outs, lses)
+
+
+@pytest.mark.parametrize("parts", range(2, 8))
+def test_all_parts_merge_at_once_and_are_rounded_once(parts: int) -> None:
+    """Rows have any number of parts, in any order; one in seven of a row's parts has no key."""
+    outs, lses = random_parts(parts)
+    generator = torch.Generator().manual_seed(1)
+    missing = torch.rand(parts, 300, generator=generator) < 1 / 7
+    missing[0] &= ~missing[1]
+    outs[missing], lses[missing] = 0, float("-inf")
+    # The last part of every third row is left out.
+    number = torch.arange(parts * 300).view(parts, 300)
+    kept = torch.ones(parts, 300, dtype=torch.bool)
+    kept[-1, ::3] = parts == 2
+    rows = [number[kept[:, row], row] for row in range(300)]
+    lengths = torch.tensor([len(each) for each in rows])
+    members = torch.cat(rows)
+    merges = Merges(
+        members,
+        torch.arange(len(members)),
+        lengths.cumsum(0) - lengths,
+        torch.repeat_interleave(torch.arange(300), lengths),
+    )
+    out = torch.cat([outs.flatten(0, 1), torch.full((300, 4, 16), float("nan")).bfloat16()])
+    lse = torch.cat([lses.flatten(0, 1), torch.full((300, 4), float("nan"))])
+    merge_shared(out, lse, merges, lambda shape, dtype: torch.full(shape, 7.0).to(dtype))
+    lses[~kept] = float("-inf")
+    exact = merge_exactly(outs, lses)
+    torch.testing.assert_close(lse[-300:], lses.logsumexp(dim=0))
+    assert (out[-300:] != exact.bfloat16()).double().mean() < 1e-3
+    assert torch.equal(out[:-300], outs.flatten(0, 1))
+
+
+def test_parts_without_any_key_make_a_row_without_any() -> None:
+    out, lse = torch.zeros(3, 1, 4), torch.full((3, 1), float("-inf"))
+    columns = (torch.tensor(column) for column in ([0, 1], [0, 1], [0], [0, 0]))
+    merge_shared(out, lse, Merges(*columns), lambda shape, dtype: torch.empty(shape, dtype=dtype))
+    assert (out == 0).all()
+    assert lse[2] < -1e38
+
+
+def test_gradients_add_up_in_the_order_of_servers() -> None:
+    """Beside a large one, small ones are lost or kept by their order."""
+    parts = torch.tensor([1.0, 1.0, 1e8, 5.0, -1e8, 1.0]).view(6, 1, 1)
+    total = torch.tensor([0.0, 10.0, 20.0]).view(3, 1, 1)
+    order, begins = torch.tensor([0, 2, 4, 5, 1]), torch.tensor([0, 4])
+    add_parts(total, parts, Sums(torch.tensor([2, 0]), order, begins))
+    assert total.flatten().tolist() == [1.0, 10.0, 21.0]
+    add_parts(total, parts[:2], Sums(torch.tensor([1, 2]), None, None))
+    assert total.flatten().tolist() == [1.0, 11.0, 22.0]
 
 
 def outputs_of(plan: Plan, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:

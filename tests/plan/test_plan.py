@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from distca.plan import Mask, Placement, Plan, Tasks, place_sequentially
 from distca.plan.plan import max_over_mean
+from distca.plan.span import covered
 from support.random_plans import random_lengths, random_plan
 
 MASKS = st.sampled_from([Mask(), Mask(0), Mask(7), Mask(40), Mask(1000)])
@@ -339,3 +340,16 @@ def test_needed_segments_are_the_sets_of_needed_rows(seed: int, mask: Mask) -> N
         for server, _, owner, _ in needed:
             moved[owner, server] += server != owner
         assert np.array_equal(segments.moved_rows(at.world_size), moved)
+
+
+@pytest.mark.parametrize("times", [1, 2, 3])
+def test_positions_that_several_ranges_contain(times: int) -> None:
+    rng = np.random.default_rng(times)
+    groups, starts = rng.integers(0, 4, 40), rng.integers(0, 60, 40)
+    ends = starts + rng.integers(0, 12, 40)
+    depth = np.zeros((5, 80), dtype=np.int64)
+    for group, start, end in zip(groups, starts, ends, strict=True):
+        depth[group, start:end] += 1
+    expected = (depth >= times).sum(axis=1).tolist()
+    assert covered(groups, starts, ends, 5, times).tolist() == expected
+    assert covered(groups[:0], starts[:0], ends[:0], 2, times).tolist() == [0, 0]

@@ -247,7 +247,9 @@ def test_the_memory_of_a_plan_by_hand() -> None:
     assert memory.slot == backward
     # Its call has these rows, too, and takes them all out of order.
     assert memory.scratch == backward
-    assert memory.indices == 8 * (2 * 384 + 512)
+    # Server 0 sends 128 queries and 256 keys: one index each, two in messages, three for gradients
+    # that come back. Its call has 128 of each, and outputs are found for served and for own rows.
+    assert memory.indices == 8 * (6 * 384 + 256 + 256 + 256)
     kept = plan_memory(plan, AttentionShape(2, 1, 64, 2), "keep")
     assert kept.to_servers_send == max(inputs, 128 * (512 + 8))
 

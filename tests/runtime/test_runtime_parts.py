@@ -14,7 +14,7 @@ from distca.cost.volume import AttentionShape
 from distca.plan import Mask
 from distca.runtime import Prefetcher
 from distca.runtime.kernel_timing import KernelTimer, held_out_errors
-from distca.runtime.messages import Field, message_sizes, pack, unpack
+from distca.runtime.messages import ByKind, message_layout, pack, peer_rows, unpack
 from distca.runtime.trace import Trace
 from distca.timeline import LANES
 from support.ranks import RankError, Ranks
@@ -63,28 +63,38 @@ def test_closing_ends_an_endless_maker() -> None:
         Prefetcher(iter([]), depth=0)
 
 
-@pytest.mark.parametrize("width", [3, 6])
-def test_messages_survive_packing(width) -> None:
+@pytest.mark.parametrize("width", [3, 6, 16])
+@pytest.mark.parametrize("keys", [False, True])
+def test_messages_survive_packing(width: int, keys: bool) -> None:
     """Rows of several tensors and types, with empty messages; of odd sizes, or of whole words."""
-    counts = (2, 0, 3)
-    row = 2 * width
-    fields = [
-        (Field(counts, (1, 0, 4), (width,), torch.bfloat16), torch.randn(5, width).bfloat16()),
-        (Field((0, 1, 1), (0, 2, 1), (2, 2), torch.float32), torch.randn(2, 2, 2)),
-        (Field((0, 0, 0), (0, 0, 0), (4,), torch.float32), torch.randn(0, 4)),
-    ]
-    sizes = message_sizes([f for f, _ in fields], [fields[1][0]])
-    assert sizes.send == (2 * row, 16, 3 * row + 16)
-    assert sizes.receive == (0, 16, 16)
-    assert sizes.put_at == (row, 2 * 16, 4 * row + 16)
-    buffer = torch.zeros(sum(sizes.send), dtype=torch.uint8)
-    pack(fields, buffer)
-    targets = [(field, torch.zeros_like(rows)) for field, rows in fields]
-    unpack(buffer, targets)
-    for (_, rows), (_, found) in zip(fields, targets, strict=True):
-        assert torch.equal(rows, found)
-    # Rank 0's message comes first: its two rows of the first tensor.
-    assert torch.equal(buffer[: 2 * row].view(torch.bfloat16), fields[0][1][:2].reshape(-1))
+    q_counts, kv_counts = np.array([2, 0, 3]), np.array([0, 1, 1])
+    rows = peer_rows(q_counts, np.array([1, 0, 4]), kv_counts, np.array([0, 2, 1]))
+    tensors = ByKind(
+        [torch.randn(5, width).bfloat16(), torch.randn(5, 2)],
+        [torch.randn(2, 2, 2), torch.randn(2, 4)] if keys else [],
+    )
+    q_row, kv_row = 2 * width + 8, 32 * keys
+    # They come back as they were sent.
+    layout = message_layout(rows, rows, tensors.row_types)
+    sizes = layout.sizes
+    assert sizes.send == sizes.receive
+    assert sizes.send == (2 * q_row, kv_row, 3 * q_row + kv_row)
+    assert sizes.put_at == (q_row, 2 * kv_row, 4 * q_row + kv_row)
+    # Messages are a part of a larger buffer.
+    buffer = torch.zeros(16 + sizes.sent, dtype=torch.uint8)[16:]
+    sent = [*tensors.q, *tensors.kv]
+    pack(buffer, layout, sent)
+    targets = [torch.zeros_like(each) for each in sent]
+    unpack(buffer, layout, targets)
+    assert all(torch.equal(*pair) for pair in zip(sent, targets, strict=True))
+    # Each rank's message: its rows of queries, each with that of the other tensor; then of keys.
+    expected = []
+    for rank in range(3):
+        for kind, counts in zip(tensors, (q_counts, kv_counts), strict=True):
+            first = int(counts[:rank].sum())
+            for row in range(first, first + int(counts[rank])):
+                expected += [each[row].flatten().view(torch.uint8) for each in kind]
+    assert torch.equal(buffer, torch.cat(expected))
 
 
 def test_a_span_says_how_long_its_thread_computed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -27,9 +27,9 @@ SHAPE = AttentionShape(8, 2, 64, 2)
 CPU = torch.device("cpu")
 MOVES_NOTHING = {
     *("view", "reshape", "_reshape_alias", "slice", "split", "split_with_sizes", "select"),
-    *("unsqueeze", "detach", "alias", "empty", "new_empty", "arange"),
+    *("unsqueeze", "detach", "alias", "empty", "new_empty", "as_strided"),
 }
-ELEMENTWISE = {"sub_", "mul_", "add_", "exp_", "sub", "logaddexp", "clamp"}
+ELEMENTWISE = {"add_", "sub_", "exp", "mul", "clamp_", "div", "add", "log"}
 
 
 class Traffic(TorchDispatchMode):
@@ -53,10 +53,13 @@ class Traffic(TorchDispatchMode):
 
     @staticmethod
     def _of(name: str, args: Any, result: Any) -> int:
-        if name == "_foreach_copy_":
-            return sum(moved_bytes(each) for tensors in args[:2] for each in tensors)
+        if name == "index_put_":
+            return 2 * moved_bytes(args[2])
+        if name == "_embedding_bag_forward_only":
+            written, row = moved_bytes(result[0]), moved_bytes(args[0][:1])
+            return written + len(args[1]) * row
         written = moved_bytes(result)
-        if name in ("index_select", "cat", "clone"):
+        if name in ("index_select", "index", "cat", "clone"):
             return 2 * written
         if name in ("copy_", "_to_copy"):
             return written + moved_bytes(args[1] if name == "copy_" else args[0])

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from distca.cost.volume import PHASES, AttentionShape, plan_bytes
-from distca.runtime.exchange import Exchange, build_exchange
+from distca.runtime.exchange import Combination, Exchange, build_exchange
 from distca.schedule import ExecutionOptions, ScheduleConfig
 from distca.simulate import (
     Ablation,
@@ -34,21 +34,29 @@ def copied_by_the_runtime(
     # A head group's part of a tensor is not contiguous, but its own LSE is.
     forward += 2 * q.local * q_row if q.received or grouped else 0
     forward += 2 * kv.local * kv_row if kv.received or grouped else 0
-    alone = len(calls) == 1 and calls[0].q_rows is None and calls[0].first_q is None
-    merge = 9 * q_row + 10 * wide_q + 21 * lse
     for call in calls:
         rows, keys = int(call.cu_seqlens_q[-1]), int(call.cu_seqlens_kv[-1])
         forward += 2 * rows * q_row if call.q_rows is not None else 0
         forward += 2 * keys * kv_row if call.kv_rows is not None else 0
-        if alone:
-            continue
-        first = rows if call.first_q is None else len(call.first_q)
-        forward += 2 * first * (q_row + lse) * (1 if call.first_q is None else 2)
-        forward += sum(len(part) for part in call.repeated_q) * merge
-    if q.received or not alone:
-        forward += 2 * q.local * (q_row + lse)
-    for arrival in exchange.arrivals:
-        forward += 4 * len(arrival.first) * (q_row + lse) + len(arrival.repeated) * merge
+    computed, finished, out = exchange.computed, exchange.finished, q_row + lse
+
+    def merged(combination: Combination) -> int:
+        if combination.merges is None:
+            return 0
+        members, shared = len(combination.merges.members), len(combination.merges.begins)
+        of_members, of_shared = 3 * q_row + 2 * wide_q + 13 * lse, q_row + 2 * wide_q + 7 * lse
+        return members * of_members + shared * of_shared
+
+    if computed is not None and calls:
+        together = len(calls) > 1 or computed.merges is not None
+        forward += 2 * computed.parts * out if together else 0
+        forward += merged(computed) + 2 * q.served * out
+    if computed is None and finished is not None:
+        forward += 2 * q.served * out
+    if finished is not None:
+        forward += merged(finished)
+    if q.received or computed is not None or finished is not None:
+        forward += 2 * q.local * out
     # Outputs and gradients of all groups are concatenated.
     forward += 2 * q.local * q_row if grouped else 0
     inputs = 3 * q_row + lse
@@ -69,7 +77,9 @@ def copied_by_the_runtime(
                 backward += number * (2 * inputs_row + 2 * 2 * row)
     for rows_of, row in ((q, q_row), (kv, kv_row)):
         backward += rows_of.received * (2 * row + row)
-        backward += len(rows_of.send) * (row + 4 * 2 * row)
+        sums, returning = rows_of.sums, len(rows_of.sums.rows)
+        backward += rows_of.sent * (row + 2 * row) + returning * 3 * 2 * row
+        backward += (rows_of.sent + returning) * 2 * row if sums.parts is not None else 0
         backward += rows_of.local * (2 * row + row)
     return forward, backward
 
@@ -90,7 +100,11 @@ def test_copies_are_those_of_the_runtime(
             copy_traffic(plan, shape, direction, grouped) for direction in DIRECTIONS
         )
         exchanges = [build_exchange(plan, rank) for rank in range(4)]
-        merged += sum(len(each.repeated) for one in exchanges for each in one.arrivals)
+        merged += sum(
+            len(combination.merges.members)
+            for one in exchanges
+            if (combination := one.finished) is not None and combination.merges is not None
+        )
         expected = [copied_by_the_runtime(exchange, shape, grouped) for exchange in exchanges]
         assert forward.tolist() == [each[0] for each in expected]
         assert backward.tolist() == [each[1] for each in expected]

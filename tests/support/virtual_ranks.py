@@ -88,18 +88,16 @@ class VirtualRanks:
             staging = self.staging[rank][channel][: sum(sizes.send)]
             with torch.cuda.stream(stream):
                 staging.copy_(torch.cat(pieces).pin_memory(), non_blocking=True)
-            put_at = [self.begins[channel] + begin for begin in sizes.put_at]
+            arena = self.begins[channel]
             where = channel_number(channel), self.epochs[channel]
             if self.mode == "kernel":
-                self.endpoints[rank].send(*where, staging, sizes.send, put_at, stream)
+                self.endpoints[rank].send(*where, staging, sizes.words, arena, stream)
                 continue
             self.endpoints[rank].wait_for_room(*where, stream)
             with torch.cuda.stream(stream):
-                begin = 0
-                for peer, n in enumerate(sizes.send):
-                    to = self.arenas[peer][put_at[peer] : put_at[peer] + n]
-                    to.copy_(staging[begin : begin + n], non_blocking=True)
-                    begin += n
+                for peer, begin, end in sizes.outgoing:
+                    to = self.arenas[peer][arena + sizes.put_at[peer] :][: end - begin]
+                    to.copy_(staging[begin:end], non_blocking=True)
             self.endpoints[rank].set_ready(*where, stream)
 
     def finish(self, channel, number: int, matrix: np.ndarray) -> None:

@@ -11,9 +11,11 @@ import pytest
 import torch
 
 from benchmarks.kernels import device_copy
+from distca.transport import MessageSizes
 from distca.transport.compiled_cuda import SOURCE
 from distca.transport.device import BLOCKS, DeviceRank
 
+SIZES = MessageSizes((1, 0, 999, 0), (0, 0, 0, 0), (0, 0, 8, 0))
 C_TYPES = {"int": ctypes.c_int, "Word": ctypes.c_uint64}
 
 
@@ -36,7 +38,7 @@ def launches(monkeypatch) -> Launches:
     rank = DeviceRank(found, 1, [1, 2, 0, 4], torch.device("cpu"), 1.0)  # type: ignore[arg-type]
     rank.set_arenas([1, 2, 0, 4])
     data = torch.zeros(1000, dtype=torch.uint8)
-    rank.send(0, 1, data, [1, 0, 999, 0], [0, 0, 0, 0], stream)  # type: ignore[arg-type]
+    rank.send(0, 1, data, SIZES.words, 0, stream)  # type: ignore[arg-type]
     rank.wait(0, 1, data, stream)  # type: ignore[arg-type]
     rank.release(0, 1, stream)  # type: ignore[arg-type]
     rank.wait_for_room(0, 1, stream)  # type: ignore[arg-type]
@@ -56,6 +58,30 @@ def test_kernels_get_the_arguments_that_they_take(launches: Launches) -> None:
     for name, _, arguments in launches.seen:
         given = [type(argument) for argument in arguments]
         assert given == [int if "*" in each else C_TYPES[each] for each in takes[name]], name
+
+
+def test_a_table_of_messages_is_copied_to_the_gpu_once(monkeypatch) -> None:
+    """All layers have the same; a channel's own has its arena's place in it."""
+    pinned: list[torch.Tensor] = []
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: pinned.append(tensor) or tensor)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: torch.no_grad())
+    found, stream = Launches(), object()
+    rank = DeviceRank(found, 1, [1, 2, 0, 4], torch.device("cpu"), 1.0)  # type: ignore[arg-type]
+    rank.set_arenas([1, 2, 0, 4])
+    del pinned[:]
+    data = torch.zeros(1000, dtype=torch.uint8)
+    for epoch in range(1, 4):
+        for number in (0, 2):
+            rank.send(number, epoch, data, SIZES.words, 4096 * number, stream)  # type: ignore[arg-type]
+    assert [table.tolist() for table in pinned] == [
+        [[1, 0, 999, 0], [0, 1, 1, 1000], [begin, begin, begin + 8, begin]] for begin in (0, 8192)
+    ]
+    assert [arguments[4] for _, _, arguments in found.seen] == [
+        table.data_ptr() for table in pinned
+    ] * 3
+    rank.set_arenas([1, 2, 0, 4])
+    rank.send(0, 4, data, SIZES.words, 0, stream)  # type: ignore[arg-type]
+    assert len(pinned) == 3
 
 
 def test_every_block_has_a_part_of_every_message(launches: Launches) -> None:
