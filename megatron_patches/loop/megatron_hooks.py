@@ -20,7 +20,9 @@ from megatron_patches import cpu
 from megatron_patches.batches.resuming import go_on_from
 from megatron_patches.flags.megatron_table import EVAL_INTERVAL
 from megatron_patches.loop.job import Job
+from megatron_patches.loop.launcher import kill_leftovers
 from megatron_patches.loop.messages import message_handlers, message_level
+from megatron_patches.repairs import write_checkpoints_in_this_process
 
 logger = logging.getLogger(__name__)
 
@@ -84,6 +86,10 @@ def _and_check(
         # From 0.17 on Megatron-LM divides by this without a default.
         if args.eval_interval is None:
             args.eval_interval = EVAL_INTERVAL
+        if args.async_save:
+            kill_leftovers()
+        else:
+            write_checkpoints_in_this_process()
         try:
             if args.distca and args.distca_servers:
                 raise ValueError(
