@@ -62,7 +62,7 @@ def _message(error: BaseException, peers: Peers) -> str | None:
         return None
     if lost is not None:
         return f"error: the job ends, since {lost}"
-    if isinstance(error, ValueError):
+    if isinstance(error, ValueError | KnownElsewhere):
         return f"error: {error}"
     return shortened_traceback(error)
 

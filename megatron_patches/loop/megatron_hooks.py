@@ -21,6 +21,12 @@ from megatron_patches.batches.resuming import go_on_from
 from megatron_patches.flags.megatron_table import EVAL_INTERVAL
 from megatron_patches.loop.job import Job
 from megatron_patches.loop.launcher import kill_leftovers
+from megatron_patches.loop.megatron_checkpoints import (
+    WholeTracker,
+    explain_loading,
+    explain_saving,
+    open_tracker_whole,
+)
 from megatron_patches.loop.messages import message_handlers, message_level
 from megatron_patches.repairs import write_checkpoints_in_this_process
 
@@ -50,6 +56,12 @@ def replace_functions(
     _replace(training, "train_step", _and_tokens_per_second)
     # Here the loop compares a checkpoint's arguments with its own.
     _replace(checkpointing, "check_checkpoint_args", functools.partial(_and_go_on, always))
+    _replace(training, "save_checkpoint", explain_saving)
+    _replace(training, "load_checkpoint", explain_loading)
+    if hasattr(checkpointing, "open_file"):
+        _replace(checkpointing, "open_file", open_tracker_whole)
+    elif not isinstance(checkpointing.maybe_msc, WholeTracker):
+        checkpointing.maybe_msc = WholeTracker(checkpointing.maybe_msc)
 
 
 def _replace(module: Any, name: str, wrapper: Callable[..., Any]) -> None:

@@ -114,7 +114,7 @@ def exit_status(pid: int) -> str | None:
         # After the program's name, which may hold blanks and parentheses.
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except (FileNotFoundError, ProcessLookupError):
-        return "has ended"
+        return "has ended: the launcher says how"
     if fields[0] not in "ZX":
         return None
     status = int(fields[_EXIT_CODE])
