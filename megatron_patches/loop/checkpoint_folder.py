@@ -10,6 +10,7 @@ import contextlib
 import ctypes
 import json
 import os
+import shutil
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,10 +18,13 @@ from typing import IO
 
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import Metadata
 
 from megatron_patches.loop.ending import KnownElsewhere
 
 TRACKER = "latest_checkpointed_iteration.txt"
+# Parts of messages of torch that a file could not be written, which is not OSError.
+_OF_TORCH_S_FILES = ("inline_container", "iostream", "PytorchStreamWriter")
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
 
 
@@ -80,8 +84,7 @@ def exchange(one: Path, other: Path) -> None:
 def flaw(checkpoint: Path) -> str | None:
     """Names a file of a checkpoint that is missing or cut off; None: none is."""
     try:
-        json.loads((checkpoint / "metadata.json").read_text())
-        index = FileSystemReader(checkpoint).read_metadata()
+        index = _read_index(checkpoint)
     except FileNotFoundError as error:
         return f"{error.filename} is missing"
     except Exception as error:
@@ -104,21 +107,26 @@ def flaw(checkpoint: Path) -> str | None:
     return None
 
 
-def latest_whole_iteration(root: str | Path) -> int | None:
-    """Returns the latest iteration whose checkpoint is whole."""
+def _read_index(checkpoint: Path) -> Metadata:
+    json.loads((checkpoint / "metadata.json").read_text())
+    return FileSystemReader(checkpoint).read_metadata()
+
+
+def latest_whole_iteration(root: str | Path, but: int | None = None) -> int | None:
+    """Returns the latest iteration, but for one, whose checkpoint is whole."""
     names = (path.name.removeprefix("iter_") for path in Path(root).glob("iter_*"))
     for iteration in sorted((int(name) for name in names if name.isdigit()), reverse=True):
-        if flaw(checkpoint_name(root, iteration)) is None:
+        if iteration != but and flaw(checkpoint_name(root, iteration)) is None:
             return iteration
     return None
 
 
-def and_another(root: str | Path) -> str:
-    """Returns the end of a message, on which checkpoint to load instead."""
-    whole = latest_whole_iteration(root)
+def and_another(root: str | Path, but: int | None = None) -> str:
+    """Returns the end of a message, on which checkpoint to load instead of one."""
+    whole = latest_whole_iteration(root, but)
     if whole is None:
-        return ". No checkpoint there is whole"
-    return f". The latest that is whole is of iteration {whole}: --ckpt-step {whole}"
+        return ". No other checkpoint there is whole"
+    return f". The latest other that is whole is of iteration {whole}: --ckpt-step {whole}"
 
 
 @contextlib.contextmanager
@@ -132,19 +140,27 @@ def explaining_loading(root: str | Path, iteration: int | None) -> Iterator[None
     Raises:
         ValueError: what is wrong, and which checkpoint can be loaded instead.
     """
+    if iteration is None:
+        iteration = latest_iteration(root)
+    if iteration is None:
+        yield
+        return
+    checkpoint = checkpoint_name(root, iteration)
+    # Without any such file it is of another format.
+    ours = any(checkpoint.glob("*.distcp"))
     try:
+        if ours:
+            # torch would warn by a traceback, and go on.
+            _read_index(checkpoint)
         yield
     # Not all that torch and Megatron-LM raise here are Exceptions.
     except BaseException as error:
-        if iteration is None:
-            iteration = latest_iteration(root)
-        checkpoint = checkpoint_name(root, iteration or 0)
-        # One without any such file is of another format.
-        found = flaw(checkpoint) if any(checkpoint.glob("*.distcp")) else None
+        found = flaw(checkpoint) if ours else None
         if found is not None:
-            raise ValueError(f"{found}{and_another(root)}") from error
+            raise ValueError(f"{found}{and_another(root, iteration)}") from error
         if isinstance(error, CheckpointException):
-            raise _of_ranks(error, f"{checkpoint} cannot be loaded") from error
+            what, instead = f"{checkpoint} cannot be loaded", and_another(root, iteration)
+            raise _of_ranks(error, what, instead) from error
         raise
 
 
@@ -157,13 +173,18 @@ def explaining_saving(root: str | Path) -> Iterator[None]:
     """
     try:
         yield
-    except (OSError, CheckpointException) as error:
+    except (OSError, RuntimeError, CheckpointException) as error:
         what = f"a checkpoint cannot be saved in {root}"
         whole = latest_whole_iteration(root)
-        left = "no whole one is there" if whole is None else f"the latest whole one is of {whole}"
+        left = "no whole one" if whole is None else f"the latest whole one is of iteration {whole}"
         if isinstance(error, CheckpointException):
             raise _of_ranks(error, what, f"; {left}") from error
-        raise ValueError(f"{what}: {error}; {left}") from error
+        if isinstance(error, OSError):
+            raise ValueError(f"{what}: {error}; {left}") from error
+        if any(word in str(error) for word in _OF_TORCH_S_FILES):
+            free = shutil.disk_usage(root).free
+            raise ValueError(f"{what}, where {free:,} bytes are free; {left}") from error
+        raise
 
 
 def _of_ranks(error: CheckpointException, what: str, end: str = "") -> Exception:
@@ -172,4 +193,4 @@ def _of_ranks(error: CheckpointException, what: str, end: str = "") -> Exception
         return KnownElsewhere(what)
     rank, (cause, _) = min(error.failures.items())
     lines = str(cause).removeprefix("Worker failure: ").splitlines()
-    return ValueError(f"{what}: on rank {rank}, {lines[0] if lines else repr(cause)}{end}")
+    return ValueError(f"{what}: on rank {rank}, {lines[0][:120] if lines else repr(cause)}{end}")

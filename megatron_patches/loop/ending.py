@@ -97,8 +97,11 @@ class _End:
             text = message()
             if text is not None:
                 logger.critical("%s", text)
-            logging.shutdown()
+        except Exception:
+            # The end comes all the same.
+            logger.exception("no message could be made")
         finally:
+            logging.shutdown()
             # Ordinary exit would wait for peers and threads that will not end.
             os._exit(code)
 

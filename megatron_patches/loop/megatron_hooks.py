@@ -46,7 +46,7 @@ def replace_functions(
     arguments = importlib.import_module("megatron.training.arguments")
     initialize = importlib.import_module("megatron.training.initialize")
     training = importlib.import_module("megatron.training.training")
-    checkpointing = importlib.import_module("megatron.training.checkpointing")
+    checkpointing: Any = importlib.import_module("megatron.training.checkpointing")
     _replace(arguments, "add_megatron_arguments", functools.partial(_and_add, add_arguments))
     # From 0.18 on the script parses its arguments, up to 0.17 initialisation does.
     for module in (arguments, initialize):
