@@ -50,9 +50,14 @@ class MegatronTraining:
         self.modules[validates].__dict__["validate_args"] = lambda args, defaults: args
         checkpointing = self.modules[".checkpointing"].__dict__
         checkpointing["check_checkpoint_args"] = lambda saved: None
+        if script_parses:
+            checkpointing["maybe_msc"] = types.SimpleNamespace(open=open)
+        else:
+            checkpointing["open_file"] = lambda *args: open(*args)
         training = self.modules[".training"].__dict__
         training["get_forward_backward_func"] = lambda: "Megatron's schedule"
         training["train_step"] = lambda: ({"lm loss": torch.ones(1)}, 0, None)
+        training["save_checkpoint"] = training["load_checkpoint"] = lambda: None
         monkeypatch.setattr("megatron_patches.cpu.adapt_megatron_training", lambda: None)
 
     def add_arguments(self, parser: ArgumentParser) -> ArgumentParser:
@@ -64,7 +69,7 @@ class MegatronTraining:
     def parse(self) -> None:
         parser = self.modules[".arguments"].__dict__["add_megatron_arguments"](ArgumentParser())
         self.args = parser.parse_args(self.command_line)
-        self.args.rank, self.args.seq_length = 0, 10
+        self.args.rank, self.args.seq_length, self.args.async_save = 0, 10, False
         module = self.modules[".arguments" if self.script_parses else ".initialize"]
         module.__dict__["validate_args"](self.args, {})
 
