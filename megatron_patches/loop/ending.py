@@ -13,6 +13,7 @@ from functools import partial
 
 import torch.distributed as dist
 
+from megatron_patches.loop.launcher import end_with_parent
 from megatron_patches.loop.peers import Peers
 
 logger = logging.getLogger(__name__)
@@ -139,8 +140,7 @@ def _heard_signals(end: _End, applies: Callable[[], bool]) -> Iterator[None]:
             if signal.getsignal(numbers[0]) is pass_on and applies():
                 end.by_signal(numbers[0])
 
-    def forget() -> None:
-        """Lets a forked process end by itself."""
+    def let_end_by_itself() -> None:
         signal.set_wakeup_fd(-1)
         for number in _SIGNALS:
             if signal.getsignal(number) is pass_on:
@@ -148,7 +148,7 @@ def _heard_signals(end: _End, applies: Callable[[], bool]) -> Iterator[None]:
 
     before = {number: signal.signal(number, pass_on) for number in _SIGNALS}
     wakeup_before = signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)
-    os.register_at_fork(after_in_child=forget)
+    _prepare_forks(let_end_by_itself)
     listener = threading.Thread(target=listen, name="distca-signals", daemon=True)
     listener.start()
     try:
@@ -161,3 +161,29 @@ def _heard_signals(end: _End, applies: Callable[[], bool]) -> Iterator[None]:
         os.close(write_end)
         listener.join()
         os.close(read_end)
+
+
+def _prepare_forks(in_child: Callable[[], None]) -> None:
+    """Lets the kernel end forked processes with this one, and calls a function in them.
+
+    No signal comes to a forked process before that: it would be taken for this one's.
+    """
+    forking = threading.local()
+
+    def before() -> None:
+        # The kernel ends a process with the thread that forked it: others may end before.
+        forking.on_main_thread = threading.current_thread() is threading.main_thread()
+        forking.mask = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
+
+    def after_in_parent() -> None:
+        signal.pthread_sigmask(signal.SIG_SETMASK, forking.mask)
+
+    def after_in_child() -> None:
+        in_child()
+        if forking.on_main_thread:
+            end_with_parent()
+        signal.pthread_sigmask(signal.SIG_SETMASK, forking.mask)
+
+    os.register_at_fork(
+        before=before, after_in_parent=after_in_parent, after_in_child=after_in_child
+    )

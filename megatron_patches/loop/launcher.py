@@ -25,11 +25,16 @@ def end_with_launcher(environment: Mapping[str, str]) -> None:
         # Whoever starts a process by hand may leave.
         return
     launcher = os.getppid()
+    end_with_parent()
+    if os.getppid() != launcher:
+        os._exit(1)
+
+
+def end_with_parent() -> None:
+    """Lets the kernel end this process with the thread that started it, where it can (Linux)."""
     prctl = getattr(ctypes.CDLL(None), "prctl", None)
     if prctl is not None:
         prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != launcher:
-        os._exit(1)
 
 
 def kill_leftovers() -> None:

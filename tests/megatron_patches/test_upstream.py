@@ -53,7 +53,7 @@ class MegatronTraining:
         if script_parses:
             checkpointing["maybe_msc"] = types.SimpleNamespace(open=open)
         else:
-            checkpointing["open_file"] = lambda *args: open(*args)
+            checkpointing["open_file"] = open
         training = self.modules[".training"].__dict__
         training["get_forward_backward_func"] = lambda: "Megatron's schedule"
         training["train_step"] = lambda: ({"lm loss": torch.ones(1)}, 0, None)

@@ -61,3 +61,11 @@ def descendants(pid: int) -> list[int]:
         return []
     found = [int(child) for child in children.read_text().split()]
     return found + [grandchild for child in found for grandchild in descendants(child)]
+
+
+def is_alive(pid: int) -> bool:
+    """Whether a process runs; one that has ended and is not waited for does not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
