@@ -146,8 +146,8 @@ def explaining_loading(root: str | Path, iteration: int | None) -> Iterator[None
         yield
         return
     checkpoint = checkpoint_name(root, iteration)
-    # Without any such file it is of another format.
-    ours = any(checkpoint.glob("*.distcp"))
+    # Without any of these files it is of another format.
+    ours = (checkpoint / ".metadata").exists() or any(checkpoint.glob("*.distcp"))
     try:
         if ours:
             # torch would warn by a traceback, and go on.
