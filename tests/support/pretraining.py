@@ -24,7 +24,7 @@ FLAGS = """
 """.split()
 TOKENIZERS = {
     "lean": ["--tokenizer-type", "ByteLevelTokenizer"],
-    "megatron": ["--tokenizer-type", "NullTokenizer", "--vocab-size", "300"],
+    "megatron": ["--tokenizer-type", "NullTokenizer", "--vocab-size", "100"],
 }
 
 

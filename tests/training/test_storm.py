@@ -12,6 +12,7 @@ import pytest
 
 from support.pretraining import LOSS, run
 from support.storm import Storm, draw_kills
+from support.whole_runs import write_documents
 
 LAST = 10
 KINDS = {
@@ -36,6 +37,8 @@ def test_a_job_goes_on_wherever_it_is_killed(kind, corpus, tmp_path, full) -> No
         pytest.skip("megatron.training is not installed")
     if "dedicated" in kind and not full:
         pytest.skip("one kind of job of each loop, without --full")
+    if "megatron" in flags:
+        corpus = write_documents(tmp_path / "documents", [100, 700, 20, 256] * 40)
     common = ["--distca", "--train-iters", str(LAST), *flags]
     _, output = run(processes, corpus, *common)
     reference = dict(LOSS.findall(output))

@@ -146,10 +146,10 @@ def test_a_rank_that_does_not_know_why_saving_failed_says_so(folder) -> None:
 
 
 FLAGS = """
-    --distca --tensor-model-parallel-size 2 --sequence-parallel --seq-length 128 --split 80,10,10 --hidden-size 64
-    --micro-batch-size 1 --global-batch-size 2 --train-iters 4 --save-interval 2 --lr 1e-2
-    --lr-decay-style constant --eval-iters 0 --eval-interval 100 --distca-max-document-length 128
-    --distca-transport collective
+    --distca --tensor-model-parallel-size 2 --sequence-parallel --seq-length 128 --split 80,10,10
+    --hidden-size 64 --micro-batch-size 1 --global-batch-size 2 --train-iters 4 --save-interval 2
+    --lr 1e-2 --lr-decay-style constant --eval-iters 0 --eval-interval 100
+    --distca-max-document-length 128 --distca-transport collective
 """.split()
 
 
