@@ -6,6 +6,7 @@ what differs between versions of megatron-core and installations, and `llama` co
 """
 
 import importlib.util
+import warnings
 
 if importlib.util.find_spec("megatron") is None:
     raise ImportError(
@@ -16,3 +17,6 @@ if importlib.util.find_spec("megatron") is None:
 from megatron_patches.without_triton import stand_in_for_triton
 
 stand_in_for_triton()
+
+# A dozen lines of each process, above any message; `distca doctor` tells what is missing.
+warnings.filterwarnings("ignore", message="(Transformer Engine|Apex)")

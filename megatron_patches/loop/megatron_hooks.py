@@ -8,17 +8,19 @@ from __future__ import annotations
 import functools
 import importlib
 import logging
+import os
 import sys
 import time
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
 from megatron_patches import cpu
 from megatron_patches.batches.resuming import go_on_from
 from megatron_patches.flags.megatron_table import EVAL_INTERVAL
+from megatron_patches.flags.unknown import nearest
 from megatron_patches.loop.job import Job
 from megatron_patches.loop.launcher import kill_leftovers
 from megatron_patches.loop.megatron_checkpoints import (
@@ -83,7 +85,24 @@ def _and_add(
     theirs: Callable[[ArgumentParser], ArgumentParser],
     parser: ArgumentParser,
 ) -> ArgumentParser:
-    return add_arguments(theirs(parser))
+    parser = add_arguments(theirs(parser))
+    # Its message follows the usage, hundreds of lines, on every rank.
+    parser.error = functools.partial(_refuse_in_a_line, parser)  # type: ignore[method-assign]
+    return parser
+
+
+def _refuse_in_a_line(parser: ArgumentParser, message: str) -> NoReturn:
+    """Ends the process for a command line that cannot be parsed; the first rank says why."""
+    _, is_unknown, words = message.partition("unrecognized arguments: ")
+    options = [word.partition("=")[0] for word in words.split() if word.startswith("--")]
+    if is_unknown and options:
+        known = list(parser._option_string_actions)
+        message = "; ".join(nearest(option, known) for option in options)
+    rank = int(os.environ.get("RANK", 0))
+    _show_our_messages(rank)
+    if rank == 0:
+        logger.critical("error: %s", message)
+    sys.exit(2)
 
 
 def _and_check(

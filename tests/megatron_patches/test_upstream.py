@@ -217,6 +217,26 @@ def test_bad_flags_end_the_run_with_a_line(megatron, flags, message, capsys) -> 
     assert message in line
 
 
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--distca-tolerence", "2"], "no --distca-tolerence: did you mean --distca-tolerance?"),
+        (["--their-flag", "many"], "argument --their-flag: invalid int value"),
+    ],
+)
+def test_a_command_line_that_cannot_be_parsed_takes_a_line(
+    megatron, flags, message, capsys, monkeypatch
+) -> None:
+    for rank in (0, 1):
+        monkeypatch.setenv("RANK", str(rank))
+        with pytest.raises(SystemExit) as ended:
+            run(megatron, "--distca", *flags)
+        assert ended.value.code == 2
+        lines = capsys.readouterr().err.splitlines()
+        assert len(lines) == (rank == 0)
+        assert all(message in line for line in lines)
+
+
 def test_bad_flags_of_ours_do_not_stop_megatron_without_distca(megatron) -> None:
     run(megatron, "--distca-tolerance", "2")
     assert megatron.called[0] == "Megatron's data"

@@ -24,7 +24,7 @@ from support.pretraining import LOSS, descendants, start
 MARK = "DISTCA_TEST_STORM"
 WAYS = ("rank", "launcher", "terminate", "interrupt")
 LONGEST_DELAY = {"save": 0.15, "start": 8.0, "step": 0.5}
-PATIENCE = 90.0
+PATIENCE = 300.0
 
 
 @dataclass(frozen=True)
