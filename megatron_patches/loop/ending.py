@@ -19,6 +19,7 @@ from megatron_patches.loop.peers import Peers
 logger = logging.getLogger(__name__)
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
+_NO_SIGNAL = b"\0"
 _FRAMES = 6
 _PATIENCE = 2.0
 
@@ -136,7 +137,7 @@ def _heard_signals(end: _End, applies: Callable[[], bool]) -> Iterator[None]:
             signal.raise_signal(number)
 
     def listen() -> None:
-        while numbers := os.read(read_end, 1):
+        while (numbers := os.read(read_end, 1)) != _NO_SIGNAL:
             if signal.getsignal(numbers[0]) is pass_on and applies():
                 end.by_signal(numbers[0])
 
@@ -158,8 +159,9 @@ def _heard_signals(end: _End, applies: Callable[[], bool]) -> Iterator[None]:
         for number, handler in before.items():
             if signal.getsignal(number) is pass_on:
                 signal.signal(number, handler)
-        os.close(write_end)
+        os.write(write_end, _NO_SIGNAL)
         listener.join()
+        os.close(write_end)
         os.close(read_end)
 
 

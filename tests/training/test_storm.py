@@ -52,8 +52,9 @@ def test_a_job_goes_on_wherever_it_is_killed(kind, corpus, tmp_path, full) -> No
     storm.run(None)
     print(f"{kind}: {len(kills)} kills; seconds to the launcher's end {rounded(storm.ends)}, ")
     print(f"from there to the last process's {rounded(storm.lasting)}")
-    # The launcher waits for half a minute, then kills: a rank that hangs takes longer.
-    assert max(storm.ends) < 30
+    # The launcher waits for half a minute, then kills a rank that hangs.
+    assert not any("forcefully exiting" in printed for printed in storm.printed)
+    assert max(storm.ends) < 60
     compared = 0
     for losses in storm.losses():
         # Megatron-LM's second line of a run is the mean of two iterations.
