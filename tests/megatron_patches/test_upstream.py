@@ -70,6 +70,7 @@ class MegatronTraining:
         parser = self.modules[".arguments"].__dict__["add_megatron_arguments"](ArgumentParser())
         self.args = parser.parse_args(self.command_line)
         self.args.rank, self.args.seq_length, self.args.async_save = 0, 10, False
+        self.args.eval_interval = None
         module = self.modules[".arguments" if self.script_parses else ".initialize"]
         module.__dict__["validate_args"](self.args, {})
 
