@@ -31,9 +31,14 @@ What a plan is: `distca/plan`; who makes it: `distca/schedule`; how it is execut
 
 import os
 
-from megatron_patches.loop.choice import choose_loop
-from megatron_patches.loop.gpt_job import GPT_JOB
+from megatron_patches.loop.launcher import end_with_launcher
 
 if __name__ == "__main__":
+    end_with_launcher(os.environ)
+
+    # These imports take seconds.
+    from megatron_patches.loop.choice import choose_loop
+    from megatron_patches.loop.gpt_job import GPT_JOB
+
     pretrain = choose_loop(os.environ)
     pretrain(GPT_JOB)

@@ -14,7 +14,7 @@ if importlib.util.find_spec("megatron") is None:
         "installed before it"
     )
 
-from megatron_patches.repairs import stand_in_for_triton
+from megatron_patches.without_triton import stand_in_for_triton
 
 stand_in_for_triton()
 

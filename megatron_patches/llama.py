@@ -197,9 +197,9 @@ def import_llama(llama: Path, checkpoint: Path, bf16: bool) -> Namespace:
         ValueError: see `build_model`; or there is a checkpoint already.
         ImportError: an extra package is missing.
     """
+    from megatron_patches.loop.checkpoint_folder import latest_iteration
     from megatron_patches.loop.lean.checkpointing import (
         LoadedState,
-        latest_iteration,
         save_checkpoint,
     )
 

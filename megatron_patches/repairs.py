@@ -3,42 +3,13 @@
 from __future__ import annotations
 
 import functools
-import importlib.util
-import sys
-import types
-from collections.abc import Iterator
+import queue
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import torch
-
-# Modules that import triton unguarded, and are imported by those that every model needs.
-_NEED_TRITON = (
-    "megatron.core.transformer.moe.paged_stash",
-    "megatron.core.transformer.custom_layers.batch_invariant_kernels",
-)
-
-
-class _NeedsTriton(types.ModuleType):
-    """A module whose functions cannot run, but whose modes can be asked for: they are off."""
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        if name.startswith("is_"):
-            return lambda: False
-
-        def refuse(*_: Any, **__: Any) -> None:
-            raise ImportError(f"{self.__name__}.{name} needs triton: pip install triton")
-
-        return refuse
-
-
-def stand_in_for_triton() -> None:
-    """Lets megatron-core be imported without triton. Called before its first import."""
-    if importlib.util.find_spec("triton") is None:
-        for name in _NEED_TRITON:
-            sys.modules.setdefault(name, _NeedsTriton(name))
 
 
 def repair_megatron() -> None:
@@ -172,3 +143,61 @@ def _repair_reading_of_checkpoints() -> None:
         common.TorchCommonLoadStrategy.load_common = lambda _, path: read_common_state(path)
     if hasattr(serialization, "load_common"):
         serialization.load_common = read_common_state
+
+
+def write_checkpoints_in_this_process() -> None:
+    """Lets threads of this process write checkpoints. For jobs without `--async-save`.
+
+    megatron-core starts a process for the writers' results, and up to 0.16 one for each writer.
+    They take hundreds of megabytes and seconds to start, outlive a rank that is killed, and one
+    that is killed itself is waited for.
+    """
+    from megatron.core.dist_checkpointing.strategies import filesystem_async
+
+    # Up to 0.16 with an underscore, and by processes; then by threads, which log what fails.
+    names = ("get_write_results_queue", "_get_write_results_queue")
+    setattr(filesystem_async, _defined(filesystem_async, *names), queue.Queue)
+    writer = filesystem_async.FileSystemWriterAsync
+    names = ("write_preloaded_data_multithread", "write_preloaded_data_multiproc")
+    setattr(writer, _defined(writer, *names), staticmethod(_write_files))
+
+
+def _defined(owner: Any, *names: str) -> str:
+    return next(name for name in names if hasattr(owner, name))
+
+
+def _write_files(
+    transforms: Any, use_msc: bool, rank: int, files: Sequence[Any], results: queue.Queue[Any]
+) -> None:
+    """Writes a rank's files of a checkpoint, a thread for each, as megatron-core calls it.
+
+    Args:
+        transforms: of the files' content.
+        use_msc: whether files are those of the multi-storage client.
+        rank: this rank.
+        files: what megatron-core's `write_preloaded_data` writes, each.
+        results: takes what was written by the file's number, or the error of a file.
+    """
+    from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
+
+    def write(number: int) -> Any:
+        answers: queue.Queue[Any] = queue.Queue()
+        unfinished: queue.Queue[int] = queue.Queue()
+        unfinished.put(number)
+        FileSystemWriterAsync.write_preloaded_data(
+            transforms, number, files[number], answers, unfinished, use_fsync=True, use_msc=use_msc
+        )
+        return answers.get()[1]
+
+    with ThreadPoolExecutor(len(files)) as threads:
+        written = list(threads.map(write, range(len(files))))
+    errors = [_operating_system_s(each) for each in written if isinstance(each, Exception)]
+    results.put(errors[0] if errors else dict(enumerate(written)))
+
+
+def _operating_system_s(error: BaseException) -> BaseException:
+    """Returns the operating system's error that an error came of, or the error itself."""
+    cause: BaseException | None = error
+    while cause is not None and not isinstance(cause, OSError):
+        cause = cause.__cause__ or cause.__context__
+    return error if cause is None else cause

@@ -13,9 +13,10 @@ from __future__ import annotations
 
 import functools
 import inspect
+import os
 import warnings
 from argparse import Action, ArgumentParser, Namespace
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -25,16 +26,21 @@ from megatron.core.enums import ModelType
 from megatron_patches import cpu
 from megatron_patches.flags.distca import add_distca_arguments
 from megatron_patches.flags.loop import add_loop_argument
+from megatron_patches.loop.ending import ending_the_job_on_failure
 from megatron_patches.loop.gpt_job import GPT_JOB
 from megatron_patches.loop.job import Job
 from megatron_patches.loop.megatron_hooks import replace_functions
-from megatron_patches.loop.messages import ending_the_job_on_failure
 from megatron_patches.model.gpt import uses_dense_mask
 from megatron_patches.repairs import repair_megatron
 
 
-def pretrain(job: Job) -> None:
-    """Runs a job, with or without `--distca`, in Megatron-LM's own loop."""
+def pretrain(job: Job, environment: Mapping[str, str]) -> None:
+    """Runs a job, with or without `--distca`, in Megatron-LM's own loop.
+
+    Args:
+        job: job to run.
+        environment: environment variables of the launcher.
+    """
     adapt_megatron_lm()
     from megatron.training import pretrain as megatron_pretrain
 
@@ -47,7 +53,7 @@ def pretrain(job: Job) -> None:
     run = _Providers(job)
     replace_functions(job, add_arguments, always=True)
     given: dict[str, Any] = {}
-    with ending_the_job_on_failure():
+    with ending_the_job_on_failure(environment):
         if "cfg_container" in inspect.signature(megatron_pretrain).parameters:
             given["cfg_container"] = _parsed_configuration()
         megatron_pretrain(
@@ -119,7 +125,7 @@ def with_distca(megatron_pretrain: Callable[..., None], job: Job = GPT_JOB) -> C
         else:
             given["model_provider"] = _if_distca(run.model, given["model_provider"])
         given["forward_step_func"] = _if_distca(job.forward_step, given["forward_step_func"])
-        with ending_the_job_on_failure(applies=_runs_distca):
+        with ending_the_job_on_failure(os.environ, applies=_runs_distca):
             megatron_pretrain(*call.args, **call.kwargs)
 
     return pretrain_with_distca

@@ -200,10 +200,10 @@ def peak_of_gpu(name: str) -> float | None:
 
 def run_launched(setting: Setting, process: Any) -> dict[str, Any] | None:
     """Measures in a process that a launcher started; returns the summaries on rank 0."""
+    from megatron_patches.loop.ending import ending_the_job_on_failure
     from megatron_patches.loop.lean.training import initialize
-    from megatron_patches.loop.messages import ending_the_job_on_failure
 
-    with ending_the_job_on_failure():
+    with ending_the_job_on_failure(process.told):
         initialize(parsed(setting, []), process)
         return measure(setting)
 

@@ -1,4 +1,4 @@
-"""Messages about flags that the lean loop has not."""
+"""Messages about flags that the lean loop has not, and about those that no loop has."""
 
 from __future__ import annotations
 
@@ -28,6 +28,11 @@ def _message(option: str, known: Sequence[str]) -> str:
     group = group_of(option)
     if group is not None:
         return _of_megatron(option, group)
+    return nearest(option, known)
+
+
+def nearest(option: str, known: Sequence[str]) -> str:
+    """Returns a line on a flag that no loop has."""
     alike = get_close_matches(option, known, 1, _ALIKE)
     if alike:
         return f"there is no {option}: did you mean {alike[0]}?"

@@ -18,7 +18,7 @@ def choose_loop(
     """Returns the loop that `--training-loop` names.
 
     Args:
-        environment: environment variables of the launcher, for the lean loop.
+        environment: environment variables of the launcher.
         argv: command line; None: this process's.
 
     Raises:
@@ -39,4 +39,4 @@ def choose_loop(
         )
     from megatron_patches import upstream
 
-    return upstream.pretrain
+    return partial(upstream.pretrain, environment=environment)

@@ -9,22 +9,30 @@ import contextlib
 import functools
 import importlib
 import logging
+import os
 import time
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
 from megatron_patches import cpu
 from megatron_patches.batches.resuming import go_on_from
 from megatron_patches.flags.megatron_table import EVAL_INTERVAL
+from megatron_patches.flags.unknown import nearest
 from megatron_patches.loop.job import Job
-from megatron_patches.loop.messages import (
-    exit_with_message,
-    message_handlers,
-    message_level,
+from megatron_patches.loop.launcher import kill_leftovers
+from megatron_patches.loop.megatron_checkpoints import (
+    WholeTracker,
+    explain_loading,
+    explain_saving,
+    open_tracker_whole,
 )
+from megatron_patches.loop.messages import exit_with_message, message_handlers, message_level
+from megatron_patches.repairs import write_checkpoints_in_this_process
+
+logger = logging.getLogger(__name__)
 
 
 def replace_functions(
@@ -40,7 +48,7 @@ def replace_functions(
     arguments = importlib.import_module("megatron.training.arguments")
     initialize = importlib.import_module("megatron.training.initialize")
     training = importlib.import_module("megatron.training.training")
-    checkpointing = importlib.import_module("megatron.training.checkpointing")
+    checkpointing: Any = importlib.import_module("megatron.training.checkpointing")
     _replace(arguments, "add_megatron_arguments", functools.partial(_and_add, add_arguments))
     # From 0.18 on the script parses its arguments, up to 0.17 initialisation does.
     for module in (arguments, initialize):
@@ -51,6 +59,12 @@ def replace_functions(
     _replace(training, "setup_model_and_optimizer", _AfterPreflight(always))
     # Here the loop compares a checkpoint's arguments with its own.
     _replace(checkpointing, "check_checkpoint_args", functools.partial(_and_go_on, always))
+    _replace(training, "save_checkpoint", explain_saving)
+    _replace(training, "load_checkpoint", explain_loading)
+    if hasattr(checkpointing, "open_file"):
+        _replace(checkpointing, "open_file", open_tracker_whole)
+    elif not isinstance(checkpointing.maybe_msc, WholeTracker):
+        checkpointing.maybe_msc = WholeTracker(checkpointing.maybe_msc)
 
 
 def _replace(module: Any, name: str, wrapper: Callable[..., Any]) -> None:
@@ -72,7 +86,22 @@ def _and_add(
     theirs: Callable[[ArgumentParser], ArgumentParser],
     parser: ArgumentParser,
 ) -> ArgumentParser:
-    return add_arguments(theirs(parser))
+    parser = add_arguments(theirs(parser))
+    # Its message follows the usage, hundreds of lines, on every rank.
+    parser.error = functools.partial(_refuse_in_a_line, parser)  # type: ignore[method-assign]
+    return parser
+
+
+def _refuse_in_a_line(parser: ArgumentParser, message: str) -> NoReturn:
+    """Ends the process for a command line that cannot be parsed; the first rank says why."""
+    _, is_unknown, words = message.partition("unrecognized arguments: ")
+    options = [word.partition("=")[0] for word in words.split() if word.startswith("--")]
+    if is_unknown and options:
+        known = list(parser._option_string_actions)
+        message = "; ".join(nearest(option, known) for option in options)
+    rank = int(os.environ.get("RANK", 0))
+    _show_our_messages(rank)
+    exit_with_message(message, rank)
 
 
 def _and_check(
@@ -87,6 +116,10 @@ def _and_check(
         # From 0.17 on Megatron-LM divides by this without a default.
         if args.eval_interval is None:
             args.eval_interval = EVAL_INTERVAL
+        if args.async_save:
+            kill_leftovers()
+        else:
+            write_checkpoints_in_this_process()
         try:
             if args.distca and args.distca_servers:
                 raise ValueError(

@@ -1,14 +1,10 @@
-"""The messages of a rank, and its end when it fails: one message, and the job with it."""
+"""The messages of a rank."""
 
 from __future__ import annotations
 
-import contextlib
 import logging
-import os
 import sys
 import time
-import traceback
-from collections.abc import Callable, Iterator
 from typing import NoReturn
 
 logger = logging.getLogger(__name__)
@@ -44,27 +40,3 @@ def exit_with_message(message: str, rank: int) -> NoReturn:
     else:
         time.sleep(_UNTIL_THE_FIRST_HAS_TOLD)
     sys.exit(2)
-
-
-@contextlib.contextmanager
-def ending_the_job_on_failure(applies: Callable[[], bool] = lambda: True) -> Iterator[None]:
-    """Makes a rank that fails inside log its message and end at once with a status other than 0.
-
-    The launcher then ends the other ranks.
-
-    Args:
-        applies: function that tells, of a failure, whether to do so; else the error goes on.
-    """
-    try:
-        yield
-    except BaseException as error:
-        # Megatron-LM's loop leaves by `sys.exit` when it has done all.
-        if (isinstance(error, SystemExit) and not error.code) or not applies():
-            raise
-        if isinstance(error, ValueError):
-            logger.critical("error: %s", error)
-        elif not isinstance(error, SystemExit):
-            logger.critical("%s", traceback.format_exc())
-        logging.shutdown()
-        # Ordinary exit would wait for peers and threads that will not end.
-        os._exit(error.code if isinstance(error, SystemExit) and type(error.code) is int else 1)

@@ -24,7 +24,13 @@ from megatron_patches.batches.stream import SPLITS, check_corpora
 from megatron_patches.common_state import read_common_state
 from megatron_patches.flags.planning import schedule_config
 from megatron_patches.flags.sizes import checkpoint_bytes
-from megatron_patches.loop.lean.checkpointing import checkpoint_name, latest_iteration
+from megatron_patches.loop.checkpoint_folder import (
+    TRACKER,
+    and_another,
+    checkpoint_name,
+    flaw,
+    latest_iteration,
+)
 from megatron_patches.loop.save_lock import LOCK, SaveLock
 from megatron_patches.loop.saved_arguments import check_shape, saved_arguments
 
@@ -72,7 +78,7 @@ def check_read(args: Namespace) -> None:
 
 
 def check_checkpoint(args: Namespace) -> None:
-    """Checks that the checkpoint of `--load` is there, and of this run's model.
+    """Checks that the checkpoint of `--load` is there, whole, and of this run's model.
 
     One of another format than distributed checkpoints' is left to the loop.
 
@@ -99,12 +105,15 @@ def check_checkpoint(args: Namespace) -> None:
         return
     path = checkpoint_name(args.load, iteration)
     if (path / ".metadata").exists():
+        found = flaw(path)
+        if found is not None:
+            raise ValueError(f"{found}{and_another(args.load, iteration)}")
         check_shape(saved_arguments(read_common_state(path), args), args, str(path))
 
 
 def _names_a_release(load: str) -> bool:
     """Whether Megatron-LM's tracker names a checkpoint that has no iteration."""
-    tracker = Path(load) / "latest_checkpointed_iteration.txt"
+    tracker = Path(load) / TRACKER
     return tracker.is_file() and tracker.read_bytes().strip() == b"release"
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_patches.repairs import _NeedsTriton
+from megatron_patches.without_triton import _NeedsTriton
 
 
 def test_without_triton_modes_are_off_and_kernels_name_it() -> None:

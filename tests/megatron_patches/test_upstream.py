@@ -51,6 +51,10 @@ class MegatronTraining:
         self.modules[validates].__dict__["validate_args"] = lambda args, defaults: args
         checkpointing = self.modules[".checkpointing"].__dict__
         checkpointing["check_checkpoint_args"] = lambda saved: None
+        if script_parses:
+            checkpointing["maybe_msc"] = types.SimpleNamespace(open=open)
+        else:
+            checkpointing["open_file"] = open
         training = self.modules[".training"].__dict__
         training["get_forward_backward_func"] = lambda: "Megatron's schedule"
         training["setup_model_and_optimizer"] = lambda: self.order.append("built")
@@ -58,6 +62,7 @@ class MegatronTraining:
         for holder in ("", ".global_vars"):
             self.modules[holder].__dict__["get_tokenizer"] = lambda: Namespace(vocab_size=99)
         training["train_step"] = lambda: ({"lm loss": torch.ones(1)}, 0, None)
+        training["save_checkpoint"] = training["load_checkpoint"] = lambda: None
         monkeypatch.setattr("megatron_patches.cpu.adapt_megatron_training", lambda: None)
 
     def add_arguments(self, parser: ArgumentParser) -> ArgumentParser:
@@ -70,7 +75,8 @@ class MegatronTraining:
     def parse(self) -> None:
         parser = self.modules[".arguments"].__dict__["add_megatron_arguments"](ArgumentParser())
         self.args = parser.parse_args(self.command_line)
-        self.args.rank, self.args.seq_length, self.args.eval_interval = 0, 10, None
+        self.args.rank, self.args.seq_length, self.args.async_save = 0, 10, False
+        self.args.eval_interval = None
         module = self.modules[".arguments" if self.script_parses else ".initialize"]
         module.__dict__["validate_args"](self.args, {})
 
@@ -228,6 +234,26 @@ def test_bad_flags_end_the_run_with_a_line(megatron, flags, message, capsys) -> 
     assert ended.value.code == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert message in line
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--distca-tolerence", "2"], "no --distca-tolerence: did you mean --distca-tolerance?"),
+        (["--their-flag", "many"], "argument --their-flag: invalid int value"),
+    ],
+)
+def test_a_command_line_that_cannot_be_parsed_takes_a_line(
+    megatron, flags, message, capsys, monkeypatch
+) -> None:
+    for rank in (0, 1):
+        monkeypatch.setenv("RANK", str(rank))
+        with pytest.raises(SystemExit) as ended:
+            run(megatron, "--distca", *flags)
+        assert ended.value.code == 2
+        lines = capsys.readouterr().err.splitlines()
+        assert len(lines) == (rank == 0)
+        assert all(message in line for line in lines)
 
 
 def test_bad_flags_of_ours_do_not_stop_megatron_without_distca(megatron) -> None:

@@ -7,7 +7,9 @@ import re
 import signal
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
+from typing import IO
 
 ROOT = Path(__file__).parents[2]
 LOSS = re.compile(r"iteration +(\d+)/.*? lm loss: (\S+) \|")
@@ -17,20 +19,34 @@ FLAGS = """
     --disable-bias-linear --position-embedding-type rope --untie-embeddings-and-output-weights
     --attention-dropout 0 --hidden-dropout 0.1 --micro-batch-size 1 --global-batch-size 4
     --lr 3e-3 --lr-decay-style cosine --lr-warmup-iters 1 --weight-decay 0.1
-    --tokenizer-type ByteLevelTokenizer --split 80,10,10 --log-interval 1
+    --split 80,10,10 --log-interval 1
     --eval-interval 1000 --eval-iters 0 --seq-length 256 --make-vocab-size-divisible-by 129
 """.split()
+TOKENIZERS = {
+    "lean": ["--tokenizer-type", "ByteLevelTokenizer"],
+    "megatron": ["--tokenizer-type", "NullTokenizer", "--vocab-size", "100"],
+}
 
 
-def start(processes: int, corpus: str, *flags: str) -> subprocess.Popen[str]:
+def start(
+    processes: int,
+    corpus: str,
+    *flags: str,
+    output: IO[str] | int = subprocess.PIPE,
+    environment: Mapping[str, str] | None = None,
+) -> subprocess.Popen[str]:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += ["--nproc-per-node", str(processes), "pretrain_gpt.py", *FLAGS]
+    command += ["--nproc-per-node", str(processes), "pretrain_gpt.py"]
+    # Megatron-LM's loop has not our tokenizer of bytes.
+    command += [*TOKENIZERS["megatron" if "megatron" in flags else "lean"], *FLAGS]
     command += ["--data-path", corpus, *flags]
     return subprocess.Popen(
         command,
         cwd=ROOT,
-        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"},
-        stdout=subprocess.PIPE,
+        env=os.environ
+        | {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+        | dict(environment or {}),
+        stdout=output,
         stderr=subprocess.STDOUT,
         text=True,
         start_new_session=True,
@@ -61,3 +77,11 @@ def descendants(pid: int) -> list[int]:
         return []
     found = [int(child) for child in children.read_text().split()]
     return found + [grandchild for child in found for grandchild in descendants(child)]
+
+
+def is_alive(pid: int) -> bool:
+    """Whether a process runs; one that has ended and is not waited for does not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except (FileNotFoundError, ProcessLookupError):
+        return False

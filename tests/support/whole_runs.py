@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-import multiprocessing
-import queue
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -49,26 +46,6 @@ class RunSeen:
     validation: list[tuple[str, float]] = field(default_factory=list)
 
 
-@contextlib.contextmanager
-def able_to_save() -> Iterator[None]:
-    """Lets a live rank write checkpoints, which megatron-core does in child processes.
-
-    Ranks are daemons, so that none outlives its tests, and daemons may have no children. The queue
-    of results is of a third process, needed only where saving goes on in the background.
-    """
-    from megatron.core.dist_checkpointing.strategies import filesystem_async
-
-    results: queue.Queue[Any] = queue.Queue()
-    # Up to megatron-core 0.16 with an underscore.
-    names = ("get_write_results_queue", "_get_write_results_queue")
-    name = next(name for name in names if hasattr(filesystem_async, name))
-    process = multiprocessing.current_process()
-    process.daemon = False
-    with mock.patch.object(filesystem_async, name, return_value=results):
-        yield
-    process.daemon = True
-
-
 def whole_run(flags: Sequence[str]) -> RunSeen:
     """Trains from the flags' first or loaded iteration to their last; collective."""
     from megatron_patches.loop.gpt_job import GPT_JOB
@@ -101,7 +78,7 @@ def whole_run(flags: Sequence[str]) -> RunSeen:
         return step()
 
     run.optimizer.step = noted_step
-    with mock.patch.object(logs, "TrainingLog", Log), able_to_save():
+    with mock.patch.object(logs, "TrainingLog", Log):
         training._train(run)
     dist.barrier()
     return seen

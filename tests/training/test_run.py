@@ -20,7 +20,7 @@ from distca.plan.span import Int64s
 from megatron_patches.flags.distca import add_distca_arguments
 from megatron_patches.flags.megatron import parse_args
 from megatron_patches.flags.sizes import checkpoint_bytes
-from support.pretraining import FLAGS, LOSS, descendants, kill_all, run, start
+from support.pretraining import FLAGS, descendants, kill_all, run, start
 
 
 def wait_for(process: subprocess.Popen[str], pattern: str) -> Iterator[str]:
@@ -134,51 +134,6 @@ def test_a_checkpoint_of_another_shape_is_refused(corpus, uninterrupted) -> None
     flags = ["--train-iters", "6", "--load", str(save), "--num-layers", "4"]
     _, output = run(2, corpus, *flags, status=1)
     assert "another model, trained with --num-layers 2 (now 4)" in output
-
-
-def test_killing_a_rank_ends_all(corpus) -> None:
-    process = start(2, corpus, "--distca", "--train-iters", "100000")
-    try:
-        list(wait_for(process, r"iteration +2/"))
-        workers = [
-            pid
-            for pid in descendants(process.pid)
-            if "pretrain_gpt.py" in Path(f"/proc/{pid}/cmdline").read_text()
-        ]
-        assert len(workers) == 2
-        os.kill(workers[1], signal.SIGKILL)
-        killed = time.monotonic()
-        output, _ = process.communicate(timeout=60)
-        assert time.monotonic() - killed < 30
-        assert process.returncode != 0
-        assert "Signal 9" in output or "SIGKILL" in output or "-9" in output
-    finally:
-        kill_all(process)
-
-
-def test_killing_during_a_save_leaves_the_last_checkpoint(corpus, tmp_path) -> None:
-    flags = ["--distca", "--use-distributed-optimizer", "--train-iters", "100000"]
-    process = start(2, corpus, *flags, "--save", str(tmp_path), "--save-interval", "1")
-    tracker = tmp_path / "latest_checkpointed_iteration.txt"
-    deadline = time.monotonic() + 90
-    try:
-        while not (tracker.exists() and list(tmp_path.glob(".unfinished_*"))):
-            assert time.monotonic() < deadline, "nothing was saved"
-            time.sleep(0.0005)
-    finally:
-        kill_all(process)
-    output = process.communicate()[0]
-    before = {int(i): loss for i, loss in LOSS.findall(output)}
-    assert list(tmp_path.glob(".unfinished_*"))
-    saved = int(tracker.read_text())
-    wanted = ["--train-iters", str(saved + 2)]
-    folder = shutil.copytree(tmp_path, tmp_path.parent / "copy")
-    fixed = ["--distca", "--use-distributed-optimizer", "--lr-decay-iters", "100000", *wanted]
-    resumed, _ = run(2, corpus, *fixed, "--load", str(folder), "--save", str(folder))
-    assert sorted(resumed) == [saved + 1, saved + 2]
-    for iteration in before.keys() & resumed.keys():
-        assert resumed[iteration] == before[iteration]
-    assert not list(folder.glob(".unfinished_*"))
 
 
 def test_sigterm_saves_and_exits(corpus, tmp_path) -> None:

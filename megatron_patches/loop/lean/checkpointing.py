@@ -21,6 +21,16 @@ import torch.distributed as dist
 from megatron.core import dist_checkpointing, parallel_state
 
 from megatron_patches.batches.resuming import go_on_from
+from megatron_patches.loop.checkpoint_folder import (
+    TRACKER,
+    and_another,
+    checkpoint_name,
+    exchange,
+    explaining_loading,
+    explaining_saving,
+    latest_iteration,
+    replaced_when_whole,
+)
 from megatron_patches.loop.lean.random_states import (
     set_random_states,
     sharded_random_states,
@@ -30,8 +40,6 @@ from megatron_patches.loop.saved_arguments import check_shape, saved_arguments
 
 logger = logging.getLogger(__name__)
 
-_TRACKER = "latest_checkpointed_iteration.txt"
-
 
 @dataclass(frozen=True)
 class LoadedState:
@@ -40,28 +48,6 @@ class LoadedState:
     iteration: int
     consumed_train_samples: int
     consumed_valid_samples: int
-
-
-def checkpoint_name(root: str | Path, iteration: int) -> Path:
-    """Returns the directory of an iteration's checkpoint."""
-    return Path(root) / f"iter_{iteration:07d}"
-
-
-def latest_iteration(root: str | Path) -> int | None:
-    """Reads the iteration that the tracker names; None: there is no checkpoint.
-
-    Raises:
-        ValueError: the tracker is unreadable, or names a checkpoint that is not there.
-    """
-    tracker = Path(root) / _TRACKER
-    if not tracker.is_file():
-        return None
-    text = tracker.read_text().strip()
-    if not text.isdigit():
-        raise ValueError(f"{tracker} holds {text!r}, which is no iteration: write one of {root} in")
-    if not checkpoint_name(root, int(text)).is_dir():
-        raise ValueError(f"{tracker} names {checkpoint_name(root, int(text))}, which is not there")
-    return int(text)
 
 
 def save_checkpoint(
@@ -79,32 +65,38 @@ def save_checkpoint(
         scheduler: Megatron's parameter scheduler; not used with `no_save_optim`.
         args: flags, of which `save`, `no_save_optim` and `no_save_rng` are used.
         state: progress of the run.
+
+    Raises:
+        ValueError: it cannot be written, with the reason.
     """
     root = Path(args.save)
-    final = checkpoint_name(root, state.iteration)
+    with explaining_saving(root):
+        _save(root, state.iteration, _state_dict(model, optimizer, scheduler, args, state))
+    if dist.get_rank() == 0:
+        logger.info("saved checkpoint %s", checkpoint_name(root, state.iteration))
+
+
+def _save(root: Path, iteration: int, state_dict: dict[str, Any]) -> None:
+    """Saves a checkpoint under another name, then gives it its own."""
+    final = checkpoint_name(root, iteration)
     unfinished = root / f".unfinished_{final.name}"
     if dist.get_rank() == 0:
         root.mkdir(parents=True, exist_ok=True)
-        for leftover in (*root.glob(".unfinished_*"), final):
+        for leftover in root.glob(".unfinished_*"):
             shutil.rmtree(leftover, ignore_errors=True)
         unfinished.mkdir()
     dist.barrier()
-    dist_checkpointing.save(
-        _state_dict(model, optimizer, scheduler, args, state),
-        str(unfinished),
-        content_metadata=_METADATA,
-    )
+    dist_checkpointing.save(state_dict, str(unfinished), content_metadata=_METADATA)
     dist.barrier()
     if dist.get_rank() == 0:
-        os.replace(unfinished, final)
-        tracker = root / _TRACKER
-        written = root / f".{_TRACKER}"
-        with written.open("w") as file:
-            file.write(str(state.iteration))
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(written, tracker)
-        logger.info("saved checkpoint %s", final)
+        if final.exists():
+            # The tracker may name it.
+            exchange(unfinished, final)
+            shutil.rmtree(unfinished, ignore_errors=True)
+        else:
+            os.replace(unfinished, final)
+        with replaced_when_whole(root / TRACKER) as tracker:
+            tracker.write(str(iteration))
     dist.barrier()
 
 
@@ -124,7 +116,7 @@ def load_checkpoint(
         Progress of the run; None where there is no checkpoint or with `finetune`.
 
     Raises:
-        ValueError: the checkpoint is of another shape, or missing with `--ckpt-step` or
+        ValueError: the checkpoint is of another shape, cut off, or missing with `--ckpt-step` or
             `--exit-on-missing-checkpoint`, or its tracker is corrupt.
     """
     iteration = args.ckpt_step
@@ -133,12 +125,21 @@ def load_checkpoint(
     elif not checkpoint_name(args.load, iteration).is_dir():
         raise ValueError(
             f"--ckpt-step {iteration}: {checkpoint_name(args.load, iteration)} is not there"
+            f"{and_another(args.load)}"
         )
     if iteration is None:
         if args.exit_on_missing_checkpoint:
             raise ValueError(f"--load {args.load} has no checkpoint")
         logger.warning("--load %s has no checkpoint: starting from random weights", args.load)
         return None
+    with explaining_loading(args.load, iteration):
+        return _load(model, optimizer, scheduler, args, iteration)
+
+
+def _load(
+    model: list[Any], optimizer: Any, scheduler: Any, args: Namespace, iteration: int
+) -> LoadedState | None:
+    """Loads the checkpoint of an iteration; see `load_checkpoint`."""
     path = str(checkpoint_name(args.load, iteration))
     if not dist_checkpointing.check_is_distributed_checkpoint(path):
         raise ValueError(

@@ -12,7 +12,7 @@ import signal
 import time
 from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
@@ -23,11 +23,12 @@ import torch.distributed as dist
 from megatron_patches import cpu
 from megatron_patches.flags.batch_sizes import init_calculator, samples_of_splits
 from megatron_patches.flags.megatron import dedicated_processes, parse_args
+from megatron_patches.loop.ending import ending_the_job_on_failure
 from megatron_patches.loop.job import DataIterators, Job
-from megatron_patches.loop.messages import ending_the_job_on_failure, exit_with_message
+from megatron_patches.loop.messages import exit_with_message
 from megatron_patches.pipeline.dedicated import serve
 from megatron_patches.pipeline.processes import Processes
-from megatron_patches.repairs import repair_megatron
+from megatron_patches.repairs import repair_megatron, write_checkpoints_in_this_process
 
 logger = logging.getLogger(__name__)
 
@@ -47,7 +48,7 @@ def pretrain(job: Job, process: LaunchedProcess, argv: Sequence[str] | None = No
 
     setup_logging(process.rank)
     args = _arguments_or_exit(job, argv, process)
-    with ending_the_job_on_failure():
+    with ending_the_job_on_failure(process.told):
         from megatron_patches.loop.preflight import preflight
 
         processes = initialize(args, process)
@@ -69,12 +70,14 @@ class LaunchedProcess:
         world_size: number of processes.
         local_rank: number of the process on its machine.
         alone: whether no launcher started the process.
+        told: all that the launcher told the process.
     """
 
     rank: int = 0
     world_size: int = 1
     local_rank: int = 0
     alone: bool = True
+    told: Mapping[str, str] = field(default_factory=dict)
 
     @staticmethod
     def by_torchrun(told: Mapping[str, str]) -> LaunchedProcess:
@@ -86,7 +89,11 @@ class LaunchedProcess:
         if "RANK" not in told:
             return LaunchedProcess()
         return LaunchedProcess(
-            int(told["RANK"]), int(told["WORLD_SIZE"]), int(told["LOCAL_RANK"]), alone=False
+            int(told["RANK"]),
+            int(told["WORLD_SIZE"]),
+            int(told["LOCAL_RANK"]),
+            alone=False,
+            told=told,
         )
 
 
@@ -152,6 +159,7 @@ def initialize_megatron(args: Namespace) -> None:
 
     cpu.adapt_megatron()
     repair_megatron()
+    write_checkpoints_in_this_process()
     parallel_state.initialize_model_parallel(
         args.tensor_model_parallel_size,
         args.pipeline_model_parallel_size,

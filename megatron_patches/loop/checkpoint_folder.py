@@ -1,0 +1,198 @@
+"""A folder of checkpoints in Megatron-LM's layout: which are whole, and what is wrong with others.
+
+A folder `SAVE` holds a folder `iter_0000010` for each checkpoint, and the file
+`latest_checkpointed_iteration.txt`, the tracker.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import os
+import shutil
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO
+
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import Metadata
+
+from megatron_patches.checkpoint_data import read_index
+from megatron_patches.loop.ending import KnownElsewhere
+
+TRACKER = "latest_checkpointed_iteration.txt"
+# Parts of messages of torch that a file could not be written, which is not OSError.
+_OF_TORCH_S_FILES = ("inline_container", "iostream", "PytorchStreamWriter")
+_AT_FDCWD, _RENAME_EXCHANGE = -100, 2
+
+
+def checkpoint_name(root: str | Path, iteration: int) -> Path:
+    """Returns the directory of an iteration's checkpoint."""
+    return Path(root) / f"iter_{iteration:07d}"
+
+
+def latest_iteration(root: str | Path) -> int | None:
+    """Reads the iteration that the tracker names; None: there is no checkpoint.
+
+    Raises:
+        ValueError: the tracker is unreadable, or names a checkpoint that is not there.
+    """
+    tracker = Path(root) / TRACKER
+    if not tracker.is_file():
+        return None
+    text = tracker.read_text(errors="replace").strip()
+    if not text.isdigit():
+        raise ValueError(
+            f"{tracker} holds {text[:40]!r}, which is no iteration: write one of {root} into it"
+            f"{and_another(root)}"
+        )
+    if not checkpoint_name(root, int(text)).is_dir():
+        raise ValueError(
+            f"{tracker} names {checkpoint_name(root, int(text))}, which is not there"
+            f"{and_another(root)}"
+        )
+    return int(text)
+
+
+@contextlib.contextmanager
+def replaced_when_whole(path: Path) -> Iterator[IO[str]]:
+    """Opens a file to write that takes the place of another when it is closed."""
+    written = path.with_name(f".{path.name}")
+    with written.open("w") as file:
+        yield file
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(written, path)
+
+
+def exchange(one: Path, other: Path) -> None:
+    """Exchanges the names of two folders at once, where the system can."""
+    renameat2 = getattr(ctypes.CDLL(None), "renameat2", None)
+    names = (os.fsencode(one), os.fsencode(other))
+    if (
+        renameat2 is None
+        or renameat2(_AT_FDCWD, names[0], _AT_FDCWD, names[1], _RENAME_EXCHANGE) != 0
+    ):
+        aside = one.with_name(f"{one.name}_aside")
+        os.replace(one, aside)
+        os.replace(other, one)
+        os.replace(aside, other)
+
+
+def flaw(checkpoint: Path) -> str | None:
+    """Names a file of a checkpoint that is missing or cut off; None: none is."""
+    try:
+        index = _read_index(checkpoint)
+    except FileNotFoundError as error:
+        return f"{error.filename} is missing"
+    except Exception as error:
+        return f"{checkpoint}'s index is cut off or corrupt ({error})"
+    common = checkpoint / "common.pt"
+    if "common_state" not in " ".join(index.state_dict_metadata) and not common.exists():
+        return f"{common} is missing"
+    if common.exists() and not zipfile.is_zipfile(common):
+        return f"{common} is cut off or corrupt"
+    ends: dict[str, int] = {}
+    for place in (index.storage_data or {}).values():
+        end = place.offset + place.length
+        ends[place.relative_path] = max(end, ends.get(place.relative_path, 0))
+    for name, end in sorted(ends.items()):
+        file = checkpoint / name
+        if not file.exists():
+            return f"{file} is missing"
+        if file.stat().st_size < end:
+            return f"{file} is cut off: it has {file.stat().st_size:,} bytes of {end:,}"
+    return None
+
+
+def _read_index(checkpoint: Path) -> Metadata:
+    json.loads((checkpoint / "metadata.json").read_text())
+    # Raises FileNotFoundError where it is missing.
+    (checkpoint / ".metadata").stat()
+    return read_index(checkpoint)
+
+
+def latest_whole_iteration(root: str | Path, but: int | None = None) -> int | None:
+    """Returns the latest iteration, but for one, whose checkpoint is whole."""
+    names = (path.name.removeprefix("iter_") for path in Path(root).glob("iter_*"))
+    for iteration in sorted((int(name) for name in names if name.isdigit()), reverse=True):
+        if iteration != but and flaw(checkpoint_name(root, iteration)) is None:
+            return iteration
+    return None
+
+
+def and_another(root: str | Path, but: int | None = None) -> str:
+    """Returns the end of a message, on which checkpoint to load instead of one."""
+    whole = latest_whole_iteration(root, but)
+    if whole is None:
+        return ". No other checkpoint there is whole"
+    return f". The latest other that is whole is of iteration {whole}: --ckpt-step {whole}"
+
+
+@contextlib.contextmanager
+def explaining_loading(root: str | Path, iteration: int | None) -> Iterator[None]:
+    """Lets an error of loading a checkpoint say what is wrong with the checkpoint.
+
+    Args:
+        root: folder of the checkpoints.
+        iteration: iteration of the checkpoint; None: the tracker's.
+
+    Raises:
+        ValueError: what is wrong, and which checkpoint can be loaded instead.
+    """
+    if iteration is None:
+        iteration = latest_iteration(root)
+    if iteration is None:
+        yield
+        return
+    checkpoint = checkpoint_name(root, iteration)
+    # Without any of these files it is of another format.
+    ours = (checkpoint / ".metadata").exists() or any(checkpoint.glob("*.distcp"))
+    try:
+        if ours:
+            # torch would warn by a traceback, and go on.
+            _read_index(checkpoint)
+        yield
+    # Not all that torch and Megatron-LM raise here are Exceptions.
+    except BaseException as error:
+        found = flaw(checkpoint) if ours else None
+        if found is not None:
+            raise ValueError(f"{found}{and_another(root, iteration)}") from error
+        if isinstance(error, CheckpointException):
+            what, instead = f"{checkpoint} cannot be loaded", and_another(root, iteration)
+            raise _of_ranks(error, what, instead) from error
+        raise
+
+
+@contextlib.contextmanager
+def explaining_saving(root: str | Path) -> Iterator[None]:
+    """Lets an error of saving a checkpoint say why, and which is left.
+
+    Raises:
+        ValueError: the reason.
+    """
+    try:
+        yield
+    except (OSError, RuntimeError, CheckpointException) as error:
+        what = f"a checkpoint cannot be saved in {root}"
+        whole = latest_whole_iteration(root)
+        left = "no whole one" if whole is None else f"the latest whole one is of iteration {whole}"
+        if isinstance(error, CheckpointException):
+            raise _of_ranks(error, what, f"; {left}") from error
+        if isinstance(error, OSError):
+            raise ValueError(f"{what}: {error}; {left}") from error
+        if any(word in str(error) for word in _OF_TORCH_S_FILES):
+            free = shutil.disk_usage(root).free
+            raise ValueError(f"{what}, where {free:,} bytes are free; {left}") from error
+        raise
+
+
+def _of_ranks(error: CheckpointException, what: str, end: str = "") -> Exception:
+    """Returns the error of the first rank that had one; KnownElsewhere: other ranks know it."""
+    if not error.failures:
+        return KnownElsewhere(what)
+    rank, (cause, _) = min(error.failures.items())
+    lines = str(cause).removeprefix("Worker failure: ").splitlines()
+    return ValueError(f"{what}: on rank {rank}, {lines[0][:120] if lines else repr(cause)}{end}")
