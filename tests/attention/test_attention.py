@@ -10,6 +10,8 @@ import torch
 
 from distca.attention import KernelTasks, merge_partial, select_kernel
 from distca.attention.reference import document_visibility
+from distca.cost.kernel_memory import result_row_bytes, temporary_row_bytes
+from distca.cost.volume import AttentionShape
 from support.attention_cases import CASES, SCALE, assert_close, make_inputs, reference
 
 
@@ -153,6 +155,25 @@ def test_gpu_kernel(name, case, causal, window) -> None:
     assert_close(lse.cpu(), expected_lse, 3e-2)
     for found, expected in zip(gradients, expected_gradients, strict=True):
         assert_close(found.cpu(), expected, 3e-2)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("shape", [AttentionShape(8, 2, 128), AttentionShape(4, 4, 80)])
+def test_a_gpu_kernel_allocates_no_more_than_is_counted(shape: AttentionShape) -> None:
+    tensors, edges = make_inputs([(4096, 8192)] * 2, shape.heads, shape.kv_heads, 8, torch.bfloat16)
+    q, k, v, dout = (x.repeat(1, 1, shape.head_dim // 8).cuda() for x in tensors)
+    kernel, tasks = select_kernel("cuda", shape.head_dim), KernelTasks(*edges, True, None, SCALE)
+    call = dout, q, k, v, *kernel.forward(q, k, v, tasks), tasks
+    kernel.backward(*call)
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    kernel.backward(*call)
+    taken = torch.cuda.max_memory_allocated() - before
+    (q_result, kv_result), (q_more, kv_more) = result_row_bytes(shape), temporary_row_bytes(shape)
+    counted = 8192 * q_result + 16384 * (kv_result + kv_more) + (8192 + 2 * 128) * q_more
+    assert 0.5 * counted < taken < 1.02 * counted
 
 
 def test_unknown_device() -> None:
