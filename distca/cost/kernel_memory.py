@@ -3,8 +3,8 @@ buffers.
 
 These are the bytes of FlashAttention 2 (`mha_varlen_bwd`), for each call: float32 sums of the query
 gradients, and with grouped queries the gradients of keys and values for each query head, which are
-added up afterwards. Versions 3 and 4 take as much for queries, and float32 sums for each key-value
-head: no more than version 2.
+added up afterwards. Versions 3 and 4 take as much for queries with heads of 64 elements or more,
+and float32 sums for each key-value head: no more than version 2.
 """
 
 from __future__ import annotations
