@@ -152,6 +152,10 @@ training_flags=(
     --tokenizer-type HuggingFaceTokenizer --log-interval 10
 )
 
+# Kernels allocate by the size of their tasks, which varies: pieces that torch's allocator can join.
+# Megatron-LM reads this older one of the variable's two names, and torch takes it before the other.
+allocator=PYTORCH_CUDA_ALLOC_CONF=${PYTORCH_CUDA_ALLOC_CONF:-${PYTORCH_ALLOC_CONF:-expandable_segments:True}}
+
 # Prints a command so that a shell reads it as it is.
 print_command() {
     printf '%q ' "$@"

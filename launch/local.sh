@@ -37,7 +37,7 @@ meet=(--standalone)
 [ -z "$port" ] || meet=(--nnodes 1 --master-addr 127.0.0.1 --master-port "$port")
 command=(
     # Megatron-LM asks for it with tensor parallelism, for the order of kernels.
-    env CUDA_DEVICE_MAX_CONNECTIONS=1
+    env CUDA_DEVICE_MAX_CONNECTIONS=1 "$allocator"
     "$python" -m torch.distributed.run "${meet[@]}" --nproc-per-node "$processes"
     pretrain_gpt.py --distca "${model_flags[@]}" "${training_flags[@]}"
     --tensor-model-parallel-size "$tensor" --sequence-parallel

@@ -62,7 +62,7 @@ def measure(
         repeats: number of runs of each measurement.
     """
     shape = MODELS[model].attention_shape(tensor_parallel=8)
-    kernel = select_kernel(device.type)
+    kernel = select_kernel(device.type, shape.head_dim)
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     rows = []
     for shard in shards:

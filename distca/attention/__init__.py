@@ -5,21 +5,22 @@ from distca.attention.kernel import Gradients, Kernel, KernelTasks
 __all__ = ["Gradients", "Kernel", "KernelTasks", "select_kernel"]
 
 
-def select_kernel(device_type: str) -> Kernel:
-    """Makes the fastest kernel for a device.
+def select_kernel(device_type: str, head_dim: int = 128) -> Kernel:
+    """Makes the fastest kernel that a device runs, of those that are installed.
 
     Args:
         device_type: "cpu" or "cuda".
+        head_dim: elements of a head, by which GPUs' kernels differ.
 
     Raises:
-        ValueError: no kernel supports the device.
+        ValueError: no kernel runs there, or an installed package cannot be used.
     """
     if device_type == "cpu":
         from distca.attention.torch_cpu import TorchCpuKernel
 
         return TorchCpuKernel()
     if device_type == "cuda":
-        from distca.attention.flash import make_flash_kernel
+        from distca.attention.choice import load_gpu_kernel
 
-        return make_flash_kernel()
+        return load_gpu_kernel(head_dim)
     raise ValueError(f"no attention kernel for device {device_type!r}: use cpu or cuda")

@@ -1,32 +1,41 @@
-"""FlashAttention on GPUs: the `flash-attn` package where it is installed, else torch's own.
+"""FlashAttention on GPUs: versions 2, 3 and 4, each from its package, and torch's own version 2.
 
-Both run tasks of variable length in one call, align their causal mask to the lower right, and
-return the LSE. Neither has been run on a GPU yet; tests check the calls against torch's operator
-schemas.
+All run tasks of variable length in one call, align their causal mask to the lower right, and return
+the LSE. None has been run on a GPU yet. Tests check the calls of torch's own against its operator
+schemas, and those of the packages against stand-ins with their functions' parameters.
+
+cuDNN's fused attention does not serve: of sequences of unequal query and key lengths it aligns the
+causal mask to the upper left, and torch's operators give it no windows.
 """
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
-from distca.attention.kernel import Gradients, Kernel, KernelTasks
+from distca.attention.kernel import Gradients, KernelTasks
 
 
-def make_flash_kernel() -> Kernel:
-    """Makes the `flash-attn` package's kernel where it is installed, else torch's own."""
-    if importlib.util.find_spec("flash_attn") is None:
-        return TorchFlashKernel()
-    try:
-        # Other releases install a package of that name without FlashAttention-2's kernels.
-        usable = importlib.util.find_spec("flash_attn.flash_attn_interface") is not None
-    except ImportError:
-        # The installation is broken: the error of `FlashAttnKernel` says what to do.
-        usable = True
-    return FlashAttnKernel() if usable else TorchFlashKernel()
+@dataclass(frozen=True)
+class _Placed:
+    """`KernelTasks` with the offsets on the GPU, and the lengths of the longest task."""
+
+    cu_seqlens_q: torch.Tensor
+    cu_seqlens_kv: torch.Tensor
+    longest_q: int
+    longest_kv: int
+    tasks: KernelTasks
+
+    def window(self, unbounded: int | None) -> dict[str, int | None]:
+        """The window's arguments; `unbounded` is what the package writes for a side without one."""
+        left = self.tasks.window_left
+        bounds = (unbounded, unbounded) if left is None else (left, 0)
+        return dict(zip(("window_size_left", "window_size_right"), bounds, strict=True))
 
 
 class _Offsets:
@@ -50,7 +59,7 @@ class _Offsets:
 
 
 def _lse_TH(lse_HT: torch.Tensor) -> torch.Tensor:
-    """LSE as in `Kernel`; FlashAttention gives plus infinity to a row that sees no key."""
+    """LSE as in `Kernel`; FlashAttention 2 gives plus infinity to a row that sees no key."""
     lse_TH = lse_HT.transpose(0, 1).contiguous()
     return lse_TH.masked_fill_(lse_TH == float("inf"), float("-inf"))
 
@@ -64,8 +73,11 @@ def _nothing_seen(q_THD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.zeros_like(q_THD), lse
 
 
-class TorchFlashKernel:
-    """torch's built-in FlashAttention-2, a `Kernel` for bfloat16 and float16."""
+class _FlashKernel(ABC):
+    """A `Kernel` for bfloat16 and float16; subclasses call their package.
+
+    The packages have the LSE by heads, and refuse calls without queries or without keys.
+    """
 
     def __init__(self) -> None:
         self._offsets = _Offsets()
@@ -79,22 +91,7 @@ class TorchFlashKernel:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         if _is_empty(q_THD, k_THD):
             return _nothing_seen(q_THD)
-        q_offsets, q_longest = self._offsets(tasks.cu_seqlens_q, q_THD.device)
-        kv_offsets, kv_longest = self._offsets(tasks.cu_seqlens_kv, q_THD.device)
-        out, lse_HT, *_ = torch.ops.aten._flash_attention_forward(
-            q_THD,
-            k_THD,
-            v_THD,
-            q_offsets,
-            kv_offsets,
-            q_longest,
-            kv_longest,
-            0.0,
-            tasks.causal,
-            False,
-            scale=tasks.softmax_scale,
-            **self._window(tasks.window_left),
-        )
+        out, lse_HT = self._call_forward(q_THD, k_THD, v_THD, self._place(tasks, q_THD.device))
         return out, _lse_TH(lse_HT)
 
     def backward(
@@ -109,125 +106,228 @@ class TorchFlashKernel:
     ) -> Gradients:
         if _is_empty(q_THD, k_THD):
             return torch.zeros_like(q_THD), torch.zeros_like(k_THD), torch.zeros_like(v_THD)
-        q_offsets, q_longest = self._offsets(tasks.cu_seqlens_q, q_THD.device)
-        kv_offsets, kv_longest = self._offsets(tasks.cu_seqlens_kv, q_THD.device)
-        # Dropout's random state, unused without dropout.
-        rng_state = torch.zeros(2, dtype=torch.uint64, device=q_THD.device)
-        gradients: Gradients = torch.ops.aten._flash_attention_backward(
-            dout_THD,
-            q_THD,
-            k_THD,
-            v_THD,
-            out_THD,
-            lse_TH.transpose(0, 1).contiguous(),
-            q_offsets,
-            kv_offsets,
-            q_longest,
-            kv_longest,
+        inputs = dout_THD, q_THD, k_THD, v_THD, out_THD, lse_TH.transpose(0, 1).contiguous()
+        return self._call_backward(*inputs, self._place(tasks, q_THD.device))
+
+    def _place(self, tasks: KernelTasks, device: torch.device) -> _Placed:
+        q, longest_q = self._offsets(tasks.cu_seqlens_q, device)
+        kv, longest_kv = self._offsets(tasks.cu_seqlens_kv, device)
+        return _Placed(q, kv, longest_q, longest_kv, tasks)
+
+    @abstractmethod
+    def _call_forward(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, placed: _Placed
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns the output and the LSE, `[heads, queries]`."""
+
+    @abstractmethod
+    def _call_backward(
+        self,
+        dout: torch.Tensor,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        out: torch.Tensor,
+        lse_HT: torch.Tensor,
+        placed: _Placed,
+    ) -> Gradients:
+        """Returns `(dq, dk, dv)`."""
+
+
+class TorchFlashKernel(_FlashKernel):
+    """torch's built-in FlashAttention 2."""
+
+    def _call_forward(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, placed: _Placed
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        out, lse_HT, *_ = torch.ops.aten._flash_attention_forward(
+            q,
+            k,
+            v,
+            placed.cu_seqlens_q,
+            placed.cu_seqlens_kv,
+            placed.longest_q,
+            placed.longest_kv,
             0.0,
-            tasks.causal,
+            placed.tasks.causal,
+            False,
+            scale=placed.tasks.softmax_scale,
+            **placed.window(None),
+        )
+        return out, lse_HT
+
+    def _call_backward(
+        self,
+        dout: torch.Tensor,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        out: torch.Tensor,
+        lse_HT: torch.Tensor,
+        placed: _Placed,
+    ) -> Gradients:
+        # Dropout's random state, unused without dropout.
+        rng_state = torch.empty(2, dtype=torch.uint64, device=q.device)
+        gradients: Gradients = torch.ops.aten._flash_attention_backward(
+            dout,
+            q,
+            k,
+            v,
+            out,
+            lse_HT,
+            placed.cu_seqlens_q,
+            placed.cu_seqlens_kv,
+            placed.longest_q,
+            placed.longest_kv,
+            0.0,
+            placed.tasks.causal,
             rng_state,
             rng_state.new_empty(0),
-            scale=tasks.softmax_scale,
-            **self._window(tasks.window_left),
+            scale=placed.tasks.softmax_scale,
+            **placed.window(None),
         )
         return gradients
 
-    @staticmethod
-    def _window(window_left: int | None) -> dict[str, Any]:
-        if window_left is None:
-            return {}
-        return {"window_size_left": window_left, "window_size_right": 0}
 
-
-class FlashAttnKernel:
-    """The `flash-attn` package (2.7 or later), a `Kernel` for bfloat16 and float16.
+class FlashAttn2Kernel(_FlashKernel):
+    """FlashAttention 2 of the `flash-attn` package, 2.7 or later.
 
     Raises:
-        ImportError: the package is older or incomplete.
+        ImportError, AttributeError: the package is broken or incomplete.
     """
 
     def __init__(self) -> None:
-        try:
-            from flash_attn.flash_attn_interface import (
-                _flash_attn_varlen_backward,
-                _flash_attn_varlen_forward,
-            )
-        except ImportError as error:
-            raise ImportError(
-                "this flash-attn lacks the variable-length functions: `pip install "
-                "'flash-attn>=2.7'`, or uninstall it to use torch's own FlashAttention"
-            ) from error
-        self._forward, self._backward = _flash_attn_varlen_forward, _flash_attn_varlen_backward
-        self._offsets = _Offsets()
+        super().__init__()
+        package = importlib.import_module("flash_attn.flash_attn_interface")
+        self._forward = package._flash_attn_varlen_forward
+        self._backward = package._flash_attn_varlen_backward
 
     @staticmethod
-    def _window(window_left: int | None) -> dict[str, int]:
-        if window_left is None:
-            return {"window_size_left": -1, "window_size_right": -1}
-        return {"window_size_left": window_left, "window_size_right": 0}
+    def _options(placed: _Placed) -> dict[str, Any]:
+        tasks = placed.tasks
+        return {
+            "cu_seqlens_q": placed.cu_seqlens_q,
+            "cu_seqlens_k": placed.cu_seqlens_kv,
+            "max_seqlen_q": placed.longest_q,
+            "max_seqlen_k": placed.longest_kv,
+            "dropout_p": 0.0,
+            "softmax_scale": tasks.softmax_scale,
+            "causal": tasks.causal,
+            "softcap": 0.0,
+            "alibi_slopes": None,
+        } | placed.window(-1)
 
-    def forward(
-        self,
-        q_THD: torch.Tensor,
-        k_THD: torch.Tensor,
-        v_THD: torch.Tensor,
-        tasks: KernelTasks,
+    def _call_forward(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, placed: _Placed
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        if _is_empty(q_THD, k_THD):
-            return _nothing_seen(q_THD)
-        q_offsets, q_longest = self._offsets(tasks.cu_seqlens_q, q_THD.device)
-        kv_offsets, kv_longest = self._offsets(tasks.cu_seqlens_kv, q_THD.device)
-        out, lse_HT, *_ = self._forward(
-            q_THD,
-            k_THD,
-            v_THD,
-            q_offsets,
-            kv_offsets,
-            q_longest,
-            kv_longest,
-            dropout_p=0.0,
-            softmax_scale=tasks.softmax_scale,
-            causal=tasks.causal,
-            **self._window(tasks.window_left),
-        )
-        return out, _lse_TH(lse_HT)
+        out, lse_HT, *_ = self._forward(q, k, v, **self._options(placed))
+        return out, lse_HT
 
-    def backward(
+    def _call_backward(
         self,
-        dout_THD: torch.Tensor,
-        q_THD: torch.Tensor,
-        k_THD: torch.Tensor,
-        v_THD: torch.Tensor,
-        out_THD: torch.Tensor,
-        lse_TH: torch.Tensor,
-        tasks: KernelTasks,
+        dout: torch.Tensor,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        out: torch.Tensor,
+        lse_HT: torch.Tensor,
+        placed: _Placed,
     ) -> Gradients:
-        dq, dk, dv = torch.zeros_like(q_THD), torch.zeros_like(k_THD), torch.zeros_like(v_THD)
-        if _is_empty(q_THD, k_THD):
-            return dq, dk, dv
-        q_offsets, q_longest = self._offsets(tasks.cu_seqlens_q, q_THD.device)
-        kv_offsets, kv_longest = self._offsets(tasks.cu_seqlens_kv, q_THD.device)
-        self._backward(
-            dout_THD,
-            q_THD,
-            k_THD,
-            v_THD,
-            out_THD,
-            lse_TH.transpose(0, 1).contiguous(),
-            dq,
-            dk,
-            dv,
-            q_offsets,
-            kv_offsets,
-            q_longest,
-            kv_longest,
-            dropout_p=0.0,
-            softmax_scale=tasks.softmax_scale,
-            causal=tasks.causal,
-            **self._window(tasks.window_left),
-            softcap=0.0,
-            alibi_slopes=None,
-            deterministic=False,
-        )
+        gradients = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+        options = self._options(placed)
+        self._backward(dout, q, k, v, out, lse_HT, *gradients, deterministic=False, **options)
+        return gradients
+
+
+class FlashAttn3Kernel(_FlashKernel):
+    """FlashAttention 3 for Hopper: the operators of the `flash-attn-3` package.
+
+    torch's `activate_flash_attention_impl` would put them behind its own operators for the whole
+    process; here they are called as they are.
+
+    Raises:
+        ImportError, AttributeError: the package is broken, or from before it had operators.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        importlib.import_module("flash_attn_interface")  # It registers the operators.
+        self._forward, self._backward = torch.ops.flash_attn_3.fwd, torch.ops.flash_attn_3.bwd
+
+    @staticmethod
+    def _options(placed: _Placed) -> dict[str, Any]:
+        return {
+            "cu_seqlens_q": placed.cu_seqlens_q,
+            "cu_seqlens_k": placed.cu_seqlens_kv,
+            "max_seqlen_q": placed.longest_q,
+            "max_seqlen_k": placed.longest_kv,
+            "softmax_scale": placed.tasks.softmax_scale,
+            "is_causal": placed.tasks.causal,
+        } | placed.window(-1)
+
+    def _call_forward(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, placed: _Placed
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        # Without a split over the keys, which would take memory that nothing counts.
+        out, lse_HT, *_ = self._forward(q, k, v, num_splits=1, **self._options(placed))
+        return out, lse_HT
+
+    def _call_backward(
+        self,
+        dout: torch.Tensor,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        out: torch.Tensor,
+        lse_HT: torch.Tensor,
+        placed: _Placed,
+    ) -> Gradients:
+        gradients = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+        self._backward(dout, q, k, v, out, lse_HT, *gradients, **self._options(placed))
+        return gradients
+
+
+class FlashAttn4Kernel(_FlashKernel):
+    """FlashAttention 4 for Hopper and Blackwell: the functions of the `flash-attn-4` package.
+
+    They compile a kernel when they are first called with a new kind of tasks. Betas of the package
+    return more than torch 2.13's `activate_flash_attention_impl` takes, so they are called here.
+
+    Raises:
+        ImportError, AttributeError: the package is broken or incomplete.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        package = importlib.import_module("flash_attn.cute.interface")
+        self._forward, self._backward = package._flash_attn_fwd, package._flash_attn_bwd
+
+    @staticmethod
+    def _options(placed: _Placed) -> dict[str, Any]:
+        return {
+            "cu_seqlens_q": placed.cu_seqlens_q,
+            "cu_seqlens_k": placed.cu_seqlens_kv,
+            "max_seqlen_q": placed.longest_q,
+            "max_seqlen_k": placed.longest_kv,
+            "softmax_scale": placed.tasks.softmax_scale,
+            "causal": placed.tasks.causal,
+        } | placed.window(None)
+
+    def _call_forward(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, placed: _Placed
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        out, lse_HT, *_ = self._forward(q, k, v, return_lse=True, **self._options(placed))
+        return out, lse_HT
+
+    def _call_backward(
+        self,
+        dout: torch.Tensor,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        out: torch.Tensor,
+        lse_HT: torch.Tensor,
+        placed: _Placed,
+    ) -> Gradients:
+        dq, dk, dv, *_ = self._backward(q, k, v, out, dout, lse_HT, **self._options(placed))
         return dq, dk, dv

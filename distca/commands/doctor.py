@@ -100,12 +100,10 @@ def examine(profile: Path | None = None) -> Iterator[Finding]:
     yield from _megatron()
     yield _greenlet()
     if torch.cuda.is_available():
-        yield _package(
-            "flash-attn", "pip install flash-attn; until then torch's own FlashAttention is used"
-        )
+        yield from _attention_kernels()
         yield _package("transformer-engine", "pip install 'transformer-engine[pytorch]'")
     else:
-        yield Finding("flash-attn, transformer-engine", "ok", "not needed without a GPU")
+        yield Finding("attention kernel, transformer-engine", "ok", "not needed without a GPU")
     yield _compiler()
     yield _cache()
     yield _shared_memory()
@@ -185,6 +183,25 @@ def _gpus() -> Finding:
             cure = "look at nvidia-smi; install a driver for that CUDA, or torch for an older one"
         return Finding("GPUs", "problem", found, cure)
     return Finding("GPUs", "missing", "none: --distca runs on CPUs, by gloo or shared memory")
+
+
+def _attention_kernels() -> Iterator[Finding]:
+    """Looks for the attention kernel of each kind of GPU, for the usual size of heads."""
+    from distca.attention.choice import advice, choose
+
+    numbers = range(torch.cuda.device_count())
+    for major, minor in sorted({torch.cuda.get_device_capability(n) for n in numbers}):
+        name = f"attention kernel, sm_{major}{minor}"
+        try:
+            chosen, faster = choose((major, minor), head_dim=128)
+            chosen.load()
+        except ValueError as error:
+            yield Finding(name, "problem", "none that can be used", str(error))
+            continue
+        if faster is None:
+            yield Finding(name, "ok", str(chosen))
+        else:
+            yield Finding(name, "missing", str(chosen), advice(faster))
 
 
 def _compiler() -> Finding:

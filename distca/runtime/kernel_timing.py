@@ -80,7 +80,8 @@ def profile_kernel(
 
     doublings = int(math.log2(max_length / min_length))
     lengths = tuple(min_length * 2**n for n in range(doublings + 1))
-    timer = KernelTimer(select_kernel(device), shape, lengths[-1], device)
+    kernel = select_kernel(device, shape.head_dim)
+    timer = KernelTimer(kernel, shape, lengths[-1], device)
     full = [[0.0] * len(lengths) for _ in lengths]
     diagonal = [[0.0] * len(lengths) for _ in lengths]
     cells = [(i, j) for i in range(len(lengths)) for j in range(len(lengths))]
@@ -96,11 +97,11 @@ def profile_kernel(
         tuple(tuple(row) for row in full),
         tuple(tuple(row) for row in diagonal),
         shape,
-        _provenance(device),
+        _provenance(device, kernel),
     )
 
 
-def _provenance(device: str) -> dict[str, str]:
+def _provenance(device: str, kernel: Kernel) -> dict[str, str]:
     hardware = (
         torch.cuda.get_device_name()
         if device == "cuda"
@@ -108,7 +109,7 @@ def _provenance(device: str) -> dict[str, str]:
     )
     return {
         "hardware": hardware,
-        "kernel": type(select_kernel(device)).__name__,
+        "kernel": type(kernel).__name__,
         "torch": torch.__version__,
         "python": platform.python_version(),
         "date": datetime.now(timezone.utc).strftime("%Y-%m-%d"),
@@ -129,7 +130,7 @@ def held_out_errors(profile: Profile, device: str, points: int = 40, seed: int =
     """Relative errors of predictions for lengths that are not on the grid."""
     generator = np.random.default_rng(seed)
     low, high = profile.lengths[0], profile.lengths[-1]
-    timer = KernelTimer(select_kernel(device), profile.shape, high, device)
+    timer = KernelTimer(select_kernel(device, profile.shape.head_dim), profile.shape, high, device)
     errors = []
     for number in range(points):
         drawn = np.exp(generator.uniform(np.log(low), np.log(high), size=2)).astype(np.int64)

@@ -114,7 +114,6 @@ def _memory(bins: Bins, layout: BaselineLayout, costs: ModelCosts) -> Floats:
             [kept[:, n : n + most].sum(axis=1) for n in range(layout.micro_batches - most + 1)]
         ).max(axis=0)
         peak = together.ravel() + costs.state_bytes(stage, layout.stages, replicas)
-        if stage == layout.stages - 1:
-            peak = peak + costs.logit_bytes() * bins.tokens.max(axis=1).ravel()
-        found.append(peak)
+        more = costs.backward_bytes(stage == layout.stages - 1, size)
+        found.append(peak + more * bins.tokens.max(axis=1).ravel())
     return np.concatenate(found)

@@ -167,9 +167,7 @@ def _tokens_that_fit(layout: BaselineLayout, costs: ModelCosts) -> int:
     in_flight = most_in_flight_of_1f1b(layout.micro_batches, layout.stages)
     for stage, most in enumerate(in_flight):
         state = costs.state_bytes(stage, layout.stages, layout.data_parallel * size)
-        kept = most * each
-        if stage == layout.stages - 1:
-            kept += costs.logit_bytes()
+        kept = most * each + costs.backward_bytes(stage == layout.stages - 1, size)
         fitting.append((costs.cluster.usable_bytes - state) * size / kept)
     return int(max(min(fitting), 0))
 

@@ -7,6 +7,7 @@ from functools import cached_property
 
 import numpy as np
 
+from distca.cost.kernel_memory import kernel_memory
 from distca.cost.kernel_time import CostModel
 from distca.cost.link import Links
 from distca.cost.memory import CoreAttentionMemory, plan_memory
@@ -92,3 +93,8 @@ class PlanCosts:
     @cached_property
     def memory(self) -> CoreAttentionMemory:
         return plan_memory(self.plan, self.shape)
+
+    @cached_property
+    def kernel_memory(self) -> Int64s:
+        """Bytes that each server's kernels allocate beside `memory`, `[servers]`."""
+        return kernel_memory(self.plan, self.shape)

@@ -294,7 +294,7 @@ class _Run:
         resources.barrier(list(self._servers), exposed)
 
     def _memory(self) -> Floats:
-        """Peak bytes of each rank's GPUs: `ModelCosts` and the buffers of core attention."""
+        """Peak bytes of each rank's GPUs: `ModelCosts`, core attention's buffers and kernels."""
         costs, schedule, resources = self._costs, self._planned.schedule, self._resources
         per_token = self._layers * costs.activation_bytes()
         kept_logits = costs.kept_logit_bytes()
@@ -309,16 +309,24 @@ class _Run:
             tokens = np.sum([each.own_tokens for each in nano_costs], axis=0)
             for each in nano_costs:
                 buffers = buffers.union(each.memory)
+            kernels = np.zeros(resources.ranks)
+            if tick.direction == "backward":
+                kernels = np.max([each.kernel_memory for each in nano_costs], axis=0)
             for stage, work in enumerate(tick.work):
+                members = self._servers[stage]
                 if work is None:
+                    most[members] = np.maximum(most[members], now[members] + kernels[members])
                     continue
-                members, key = self._servers[stage], (stage, *work)
+                key = (stage, *work)
                 last = stage == schedule.stages - 1 and work.chunk == schedule.chunks - 1
                 if tick.direction == "forward":
                     kept[key] = (per_token + last * kept_logits) * tokens[members]
                     now[members] += kept[key]
-                # A backward pass adds the gradients of logits, which have 16 bits, too.
-                peak = now[members] + last * new_logits * tokens[members]
+                # A backward pass adds the gradients of logits, which have 16 bits, too; its kernels
+                # run when there are no logits any more.
+                more = last * new_logits * tokens[members]
+                of_kernels = kernels[members] - last * kept_logits * tokens[members]
+                peak = now[members] + np.maximum(more, of_kernels)
                 most[members] = np.maximum(most[members], peak)
                 if tick.direction == "backward":
                     now[members] -= kept.pop(key)

@@ -31,6 +31,7 @@ describe_job() {
         OMP_NUM_THREADS=1
         # Megatron-LM asks for it with tensor parallelism, for the order of kernels.
         CUDA_DEVICE_MAX_CONNECTIONS=1
+        "$allocator"
     )
     if [ -n "$interface" ]; then
         environment+=(NCCL_SOCKET_IFNAME="$interface" GLOO_SOCKET_IFNAME="$interface")

@@ -49,7 +49,7 @@ def build_core_attention(
     """Makes what runs the plans on the ranks of a group. Collective."""
     return CoreAttention(
         make_transport(args, group, device),
-        select_kernel(device.type),
+        select_kernel(device.type, args.kv_channels),
         Buffers(device, len(NANO_BATCHES) if args.distca_ping_pong else 1, args.distca_head_groups),
         args.distca_backward,
         Trace(device),

@@ -7,6 +7,7 @@ from argparse import Namespace
 
 import torch
 
+from distca.attention.choice import check_head_dim
 from distca.cost.volume import MAX_HEAD_GROUPS
 from distca.plan import BLOCK
 from distca.schedule import BALANCING
@@ -70,8 +71,10 @@ def validate_distca_arguments(args: Namespace) -> None:
             f"--distca needs --position-embedding-type rope (or none), not "
             f"{args.position_embedding_type}: documents are longer than --seq-length"
         )
-    if torch.cuda.is_available() and args.params_dtype == torch.float32:
-        raise ValueError("--distca on GPUs needs --bf16: FlashAttention has no float32")
+    if torch.cuda.is_available():
+        if args.params_dtype == torch.float32:
+            raise ValueError("--distca on GPUs needs --bf16: FlashAttention has no float32")
+        check_head_dim(args.kv_channels)
     if args.distca_profile is not None and not args.distca_profile.is_file():
         raise ValueError(
             f"--distca-profile {args.distca_profile} does not exist: make one with `distca profile "

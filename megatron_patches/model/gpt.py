@@ -97,7 +97,7 @@ def replace_core_attention(args: Namespace, layer_spec: ModuleSpec) -> None:
         attention.core_attention = DisaggregatedCoreAttention
     elif uses_own_attention(args):
         # All layers share the kernel, which keeps the documents' starts on the GPU.
-        kernel = select_kernel("cuda" if torch.cuda.is_available() else "cpu")
+        kernel = select_kernel("cuda" if torch.cuda.is_available() else "cpu", args.kv_channels)
         window_left = mask_from_args(args).window_left
         attention.core_attention = ModuleSpec(
             PackedCoreAttention, params={"window_left": window_left, "kernel": kernel}

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
 import itertools
-import shutil
-import sys
 
 import numpy as np
 import pytest
@@ -14,6 +11,8 @@ import torch
 from distca.attention import KernelTasks, select_kernel
 from distca.attention.merge import merge_partial
 from distca.attention.reference import document_visibility
+from distca.cost.kernel_memory import result_row_bytes, temporary_row_bytes
+from distca.cost.volume import AttentionShape
 from support.attention_cases import CASES, SCALE, assert_close, make_inputs, reference
 
 
@@ -93,38 +92,6 @@ def test_torch_flash_calls_fit_the_operators() -> None:
         assert [g.shape for g in gradients] == [q.shape, k.shape, k.shape]
 
 
-def test_which_flash_attention_is_taken(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The package where it has the functions; torch's own where it is another version's, or none;
-    an error that says what to do where it is broken or too old."""
-    from distca.attention.flash import TorchFlashKernel, make_flash_kernel
-
-    package = tmp_path / "flash_attn"
-    monkeypatch.syspath_prepend(str(tmp_path))
-
-    def installed(files: dict[str, str]) -> None:
-        shutil.rmtree(package, ignore_errors=True)
-        for name, text in files.items():
-            (package / name).parent.mkdir(parents=True, exist_ok=True)
-            (package / name).write_text(text)
-        for name in [name for name in sys.modules if name.split(".")[0] == "flash_attn"]:
-            monkeypatch.delitem(sys.modules, name)
-        importlib.invalidate_caches()
-
-    functions = "_flash_attn_varlen_forward = _flash_attn_varlen_backward = print"
-    installed({"__init__.py": "", "flash_attn_interface.py": functions})
-    assert type(make_flash_kernel()).__name__ == "FlashAttnKernel"
-    installed({"cute/__init__.py": ""})
-    assert isinstance(make_flash_kernel(), TorchFlashKernel)
-    for broken in (
-        {"__init__.py": "raise ImportError('undefined symbol')", "flash_attn_interface.py": ""},
-        {"__init__.py": "", "flash_attn_interface.py": ""},
-    ):
-        installed(broken)
-        with pytest.raises(ImportError, match="or uninstall it"):
-            make_flash_kernel()
-    installed({})
-
-
 def test_offsets_are_placed_once_for_all_calls(monkeypatch: pytest.MonkeyPatch) -> None:
     from distca.attention.flash import TorchFlashKernel
 
@@ -180,7 +147,7 @@ def test_rows_without_keys_have_the_lse_of_nothing() -> None:
 def test_gpu_kernel(name, case, causal, window) -> None:
     tensors, edges = make_inputs(case, 4, 2, 64, torch.bfloat16)
     q, k, v, dout = (x.cuda() for x in tensors)
-    kernel = select_kernel("cuda")
+    kernel = select_kernel("cuda", 64)
     tasks = KernelTasks(*edges, causal, window, SCALE)
     out, lse = kernel.forward(q, k, v, tasks)
     gradients = kernel.backward(dout, q, k, v, out, lse, tasks)
@@ -189,6 +156,25 @@ def test_gpu_kernel(name, case, causal, window) -> None:
     assert_close(lse.cpu(), expected_lse, 3e-2)
     for found, expected in zip(gradients, expected_gradients, strict=True):
         assert_close(found.cpu(), expected, 3e-2)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("shape", [AttentionShape(8, 2, 128), AttentionShape(4, 4, 80)])
+def test_a_gpu_kernel_allocates_no_more_than_is_counted(shape: AttentionShape) -> None:
+    tensors, edges = make_inputs([(4096, 8192)] * 2, shape.heads, shape.kv_heads, 8, torch.bfloat16)
+    q, k, v, dout = (x.repeat(1, 1, shape.head_dim // 8).cuda() for x in tensors)
+    kernel, tasks = select_kernel("cuda", shape.head_dim), KernelTasks(*edges, True, None, SCALE)
+    call = dout, q, k, v, *kernel.forward(q, k, v, tasks), tasks
+    kernel.backward(*call)
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    kernel.backward(*call)
+    taken = torch.cuda.max_memory_allocated() - before
+    (q_result, kv_result), (q_more, kv_more) = result_row_bytes(shape), temporary_row_bytes(shape)
+    counted = 8192 * q_result + 16384 * (kv_result + kv_more) + (8192 + 2 * 128) * q_more
+    assert 0.5 * counted < taken < 1.02 * counted
 
 
 def test_unknown_device() -> None:

@@ -109,6 +109,20 @@ def test_the_printed_flags_are_accepted(script, model) -> None:
         assert least_bytes(args, size) < CLUSTERS["dgx-h100"].usable_bytes
 
 
+@pytest.mark.parametrize("script", ["local.sh", "slurm/pretrain_3d.sh", "slurm/throughput.sh"])
+def test_torch_s_allocator_joins_pieces_unless_told_otherwise(script: str) -> None:
+    names = "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"
+    clean = {name: value for name, value in os.environ.items() if name not in names}
+    for own, value in (
+        ({}, "expandable_segments:True"),
+        ({names[0]: "backend:native"}, "backend:native"),
+        ({names[1]: "max_split_size_mb:64"}, "max_split_size_mb:64"),
+    ):
+        done = launch(script, "--dry-run", "--save", "s", env=clean | own)
+        assert done.returncode == 0, done.stderr
+        assert f"{names[0]}={value}" in shlex.split(done.stdout)
+
+
 @pytest.mark.parametrize(
     ("processes", "tensor"), [(1, 1), (2, 2), (3, 1), (4, 4), (6, 2), (8, 4), (12, 4), (16, 4)]
 )

@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from distca.attention import select_kernel
+from distca.cost.kernel_memory import kernel_memory
 from distca.cost.memory import CoreAttentionMemory, plan_memory
 from distca.cost.volume import AttentionShape, plan_bytes
 from distca.plan import Mask, Placement, Plan, Tasks
@@ -252,6 +253,19 @@ def test_the_memory_of_a_plan_by_hand() -> None:
     assert memory.indices == 8 * (6 * 384 + 256 + 256 + 256)
     kept = plan_memory(plan, AttentionShape(2, 1, 64, 2), "keep")
     assert kept.to_servers_send == max(inputs, 128 * (512 + 8))
+    # Kernels: gradients; a float32 sum and twice 8 bytes for each query, with 128 more for a task;
+    # those of keys and values for two heads instead of one.
+    assert kernel_memory(plan, AttentionShape(2, 1, 64, 2)).tolist() == [
+        128 * 256 + 128 * 256 + (128 + 128) * (512 + 16) + 128 * 512,
+        384 * 256 + 512 * 256 + (384 + 2 * 128) * (512 + 16) + 512 * 512,
+    ]
+    # Sums have whole steps of 32 elements, of 64 beyond 128; single heads need no others.
+    assert kernel_memory(plan, AttentionShape(1, 1, 80, 2))[0] == (
+        128 * 160 + 128 * 320 + (128 + 128) * (96 * 4 + 8)
+    )
+    assert kernel_memory(plan, AttentionShape(1, 1, 136, 2))[0] == (
+        128 * 272 + 128 * 544 + (128 + 128) * (192 * 4 + 8)
+    )
 
 
 def test_a_workspace_hands_out_its_memory_once() -> None:

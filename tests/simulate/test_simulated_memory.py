@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from distca.cost.kernel_memory import kernel_memory
 from distca.cost.memory import plan_memory
 from distca.cost.model_sizes import MODELS
 from distca.runtime.buffers import Buffers
@@ -71,12 +72,12 @@ def test_logits_are_kept_until_their_backward_pass() -> None:
         )
         assert plan.schedule.most_in_flight[-1] == in_flight
         found = []
-        for vocabulary in (1000, 2000):
+        for vocabulary in (100_000, 200_000):
             costs = costs_on(IDEAL, layers=8, vocab_size=vocabulary)
             memory = simulate_ticks(plan, costs).memory_bytes
             found.append(memory - [costs.state_bytes(stage, 8, 1) for stage in range(8)])
         # A float32 number for each that waits, and 16 bits more for the one that runs.
-        more = 1024 * 1000 * (4 * in_flight + 2)
+        more = 1024 * 100_000 * (4 * in_flight + 2)
         assert found[1] - found[0] == pytest.approx([0.0] * 7 + [more])
 
 
@@ -88,8 +89,21 @@ def test_buffers_are_counted_as_the_runtime_reserves_them() -> None:
     buffers.reserve(plan_memory(made, costs.shape), SilentTransport())  # type: ignore[arg-type]
     reserved = buffers.room.total(1)
     own = made.own_tokens_per_rank()
-    kept = own * (4 * costs.activation_bytes() + costs.logit_bytes())
+    # Kernels take more than these few logits, which are gone when kernels run backward.
+    kernels = kernel_memory(made, costs.shape)
+    assert (kernels > own * costs.logit_bytes()).all()
     outcome = simulate_ticks(plan, costs)
-    expected = kept + costs.state_bytes(0, 1, 2) + reserved
+    expected = own * 4 * costs.activation_bytes() + kernels
+    expected = expected + costs.state_bytes(0, 1, 2) + reserved
     assert outcome.memory_bytes == pytest.approx(expected)
     assert reserved > 1.2 * plan_memory(made, costs.shape).total(1) > 0
+
+
+def test_packed_megatron_has_kernels_too() -> None:
+    costs = costs_on(IDEAL, layers=2, vocab_size=1)
+    alone = simulate_baseline("packed", np.array([8192]), BaselineLayout(1, 1, 1, 1), costs)
+    kept = 8192 * 2 * costs.activation_bytes() + costs.state_bytes(0, 1, 1)
+    plan = planned([[8192]], 1, 1, ExecutionOptions("packed", ping_pong=False)).ticks[0].plans[0]
+    (kernels,) = kernel_memory(plan, costs.shape)
+    # A plan's kernel has 128 rows of padding.
+    assert alone.memory_bytes[0] - kept == pytest.approx(kernels, rel=0.02)

@@ -51,6 +51,13 @@ def test_fused_kernels_need_their_packages(monkeypatch, there: set[str]) -> None
     assert args.apply_rope_fusion == ("transformer_engine" in there)
 
 
+def test_heads_that_no_gpu_kernel_has_are_refused(monkeypatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    validate_distca_arguments(parse("--distca", "--bf16", "--kv-channels", "96"))
+    with pytest.raises(ValueError, match="heads of 100 elements: choose --kv-channels"):
+        validate_distca_arguments(parse("--distca", "--bf16", "--kv-channels", "100"))
+
+
 @pytest.mark.parametrize(("cuda", "package"), [(True, False), (False, True), (True, True)])
 def test_transformer_engine_needs_both_a_gpu_and_its_package(
     monkeypatch, cuda: bool, package: bool

@@ -1,0 +1,168 @@
+"""The choice of a GPU's attention kernel: the fastest that it runs, and that is installed.
+
+Nothing but the installed packages decides. A package that is installed and cannot be used is
+refused rather than passed over: slower kernels than expected are found late.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import logging
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from distca.attention import flash
+from distca.attention.kernel import Kernel
+
+logger = logging.getLogger(__name__)
+
+LARGEST_HEAD_DIM = 256
+HEAD_DIM_STEP = 8
+
+Capability = tuple[int, int]
+
+
+@dataclass(frozen=True)
+class GpuKernel:
+    """A kernel that GPUs may have.
+
+    Attributes:
+        generation: version of FlashAttention.
+        make: makes the kernel; fails where the package is broken.
+        suits: tells whether it is for a GPU, by its major compute capability, and a head dimension.
+        package: package that has it; None: torch.
+        least: oldest version of the package that has the functions that we call.
+        install: what to do for it.
+    """
+
+    generation: int
+    make: Callable[[], Kernel]
+    suits: Callable[[int, int], bool]
+    package: str | None = None
+    least: tuple[int, ...] = ()
+    install: str = ""
+
+    @property
+    def version(self) -> str | None:
+        """Version of the installed package, or of torch; None: it is not installed."""
+        try:
+            return importlib.metadata.version(self.package) if self.package else torch.__version__
+        except importlib.metadata.PackageNotFoundError:
+            return None
+
+    def __str__(self) -> str:
+        return f"FlashAttention {self.generation} ({self.package or 'torch'} {self.version})"
+
+    def load(self) -> Kernel:
+        """Makes the kernel.
+
+        Raises:
+            ValueError: the installed package is too old or broken; the message says what to do.
+        """
+        numbers = tuple(int(number) for number in re.findall(r"\d+", self.version or ""))
+        cure = f"{self.install}, or uninstall {self.package}: then another kernel is used"
+        if numbers < self.least:
+            least = ".".join(map(str, self.least))
+            raise ValueError(f"{self.package} {self.version} is too old, {least} is needed: {cure}")
+        try:
+            return self.make()
+        except Exception as error:  # A broken package's import raises anything.
+            raise ValueError(
+                f"{self.package or 'torch'} {self.version} is installed but cannot be used "
+                f"({error}): {cure}"
+            ) from error
+
+
+GPU_KERNELS = (
+    GpuKernel(
+        3,
+        flash.FlashAttn3Kernel,
+        lambda major, head_dim: major == 9,
+        "flash-attn-3",
+        install="pip install flash-attn-3 from the index that has torch's CUDA builds",
+    ),
+    GpuKernel(
+        4,
+        flash.FlashAttn4Kernel,
+        # Its kernels for 256 on Blackwell are others, with bounds of their own.
+        lambda major, head_dim: major == 9 or (major == 10 and head_dim <= 128),
+        "flash-attn-4",
+        install="pip install --pre flash-attn-4",
+    ),
+    GpuKernel(
+        2,
+        flash.FlashAttn2Kernel,
+        lambda major, head_dim: True,
+        "flash-attn",
+        (2, 7),
+        install="pip install 'flash-attn>=2.7'",
+    ),
+    GpuKernel(2, flash.TorchFlashKernel, lambda major, head_dim: True),
+)
+"""Kernels of all GPUs, the fastest first."""
+
+
+def check_head_dim(head_dim: int) -> None:
+    """Checks that some kernel for GPUs has a head dimension.
+
+    Raises:
+        ValueError: none has.
+    """
+    if head_dim % HEAD_DIM_STEP or not 0 < head_dim <= LARGEST_HEAD_DIM:
+        raise ValueError(
+            f"FlashAttention has no heads of {head_dim} elements: choose --kv-channels (by default "
+            "--hidden-size / --num-attention-heads) as a multiple of "
+            f"{HEAD_DIM_STEP} up to {LARGEST_HEAD_DIM}"
+        )
+
+
+def kernels_for(capability: Capability, head_dim: int) -> list[GpuKernel]:
+    """Kernels for a GPU and a head dimension, the fastest first, whether installed or not.
+
+    Raises:
+        ValueError: there are none.
+    """
+    check_head_dim(head_dim)
+    if capability < (8, 0):
+        raise ValueError(
+            "FlashAttention needs GPUs of compute capability 8.0 or later (Ampere), and this one "
+            f"has {capability[0]}.{capability[1]}: use others"
+        )
+    return [kernel for kernel in GPU_KERNELS if kernel.suits(capability[0], head_dim)]
+
+
+def choose(capability: Capability, head_dim: int) -> tuple[GpuKernel, GpuKernel | None]:
+    """Chooses a GPU's kernel.
+
+    Returns:
+        The fastest one that is installed, and one of a later generation to install; None: it is of
+        the latest already.
+
+    Raises:
+        ValueError: no kernel runs there.
+    """
+    suitable = kernels_for(capability, head_dim)
+    chosen = next(kernel for kernel in suitable if kernel.version is not None)
+    faster = suitable[0] if suitable[0].generation > chosen.generation == 2 else None
+    return chosen, faster
+
+
+def advice(faster: GpuKernel) -> str:
+    """Returns what to install for a faster kernel."""
+    return f"FlashAttention {faster.generation} is faster on this GPU: {faster.install}"
+
+
+def load_gpu_kernel(head_dim: int) -> Kernel:
+    """Makes the kernel of this process's GPU, and logs which one that is.
+
+    Raises:
+        ValueError: no kernel runs there, or the chosen package cannot be used.
+    """
+    capability = torch.cuda.get_device_capability()
+    chosen, faster = choose(capability, head_dim)
+    kernel = chosen.load()
+    logger.info("core attention's kernel: %s%s", chosen, f"; {advice(faster)}" if faster else "")
+    return kernel

@@ -1,0 +1,125 @@
+"""Which kernel a GPU gets, by its capability, the size of heads, and the installed packages."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+
+from distca.attention import KernelTasks, select_kernel
+from distca.attention.choice import advice, check_head_dim, choose
+from distca.commands import doctor
+from support.attention_cases import CASES, SCALE, assert_close, make_inputs, reference
+from support.fake_flash import MODULES, FakePackages
+
+FA2, FA3, FA4 = {"flash-attn": "2.8.3"}, {"flash-attn-3": "3.0.0"}, {"flash-attn-4": "4.0.0b36"}
+HOPPER, BLACKWELL = (9, 0), (10, 0)
+
+
+@pytest.fixture
+def packages(tmp_path, monkeypatch) -> FakePackages:
+    found = FakePackages(tmp_path / "packages", monkeypatch)
+    (tmp_path / "packages").mkdir()
+    return found
+
+
+def on_gpu(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int]) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: "a GPU")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: capability)
+
+
+@pytest.mark.parametrize(
+    ("capability", "head_dim", "installed", "kernel", "to_install"),
+    [
+        (HOPPER, 128, FA2 | FA3 | FA4, "FlashAttn3Kernel", None),
+        (HOPPER, 256, FA2 | FA4, "FlashAttn4Kernel", None),
+        (HOPPER, 128, FA2, "FlashAttn2Kernel", "flash-attn-3"),
+        (HOPPER, 128, {}, "TorchFlashKernel", "flash-attn-3"),
+        (BLACKWELL, 128, FA2 | FA3 | FA4, "FlashAttn4Kernel", None),
+        # FlashAttention 4 has other kernels for the largest heads on Blackwell.
+        (BLACKWELL, 192, FA2 | FA3 | FA4, "FlashAttn2Kernel", None),
+        (BLACKWELL, 64, FA3, "TorchFlashKernel", "flash-attn-4"),
+        ((8, 0), 128, FA2 | FA3 | FA4, "FlashAttn2Kernel", None),
+        ((12, 0), 128, FA3 | FA4, "TorchFlashKernel", None),
+        # An older one's refusal matters only where it would be used.
+        (HOPPER, 128, {"flash-attn": "2.6.3"} | FA3, "FlashAttn3Kernel", None),
+    ],
+)
+def test_the_best_kernel_of_those_installed(
+    packages, monkeypatch, caplog, capability, head_dim, installed, kernel, to_install
+) -> None:
+    packages.install(installed)
+    on_gpu(monkeypatch, capability)
+    with caplog.at_level(logging.INFO):
+        assert type(select_kernel("cuda", head_dim)).__name__ == kernel
+    chosen, faster = choose(capability, head_dim)
+    assert (faster and faster.package) == to_install
+    (line,) = caplog.messages
+    assert line.startswith(f"core attention's kernel: {chosen}")
+    assert f"FlashAttention {chosen.generation} (" in line
+    assert (faster is not None and advice(faster) in line) == (to_install is not None)
+    if head_dim == 128:
+        (found,) = [each for each in doctor.examine() if each.name.startswith("attention kernel")]
+        assert found.state == ("ok" if faster is None else "missing")
+        assert found.found == str(chosen)
+        assert (to_install or "") in found.cure
+
+
+@pytest.mark.parametrize(
+    ("installed", "source", "says"),
+    [
+        ({"flash-attn": "2.6.3"}, None, r"flash-attn 2\.6\.3 is too old, 2\.7 is needed: pip inst"),
+        (FA2, "raise ImportError('undefined symbol')", r"2\.8\.3 .*undefined symbol.*uninstall"),
+        (FA2, "", "_flash_attn_varlen_forward.*or uninstall flash-attn:"),
+        (FA3, "", r"flash-attn-3 3\.0\.0 is installed but.*or uninstall flash-attn-3:"),
+        (FA4, "import no_such_cutlass", "no_such_cutlass.*or uninstall flash-attn-4:"),
+    ],
+)
+def test_a_package_that_cannot_be_used_is_refused(
+    packages, monkeypatch, installed, source, says
+) -> None:
+    (name,) = installed
+    packages.install(installed, {} if source is None else {name: source})
+    on_gpu(monkeypatch, HOPPER)
+    with pytest.raises(ValueError, match=says):
+        select_kernel("cuda", 128)
+    (found,) = [each for each in doctor.examine() if each.name.startswith("attention kernel")]
+    assert (found.state, found.name) == ("problem", "attention kernel, sm_90")
+    assert name in found.cure
+
+
+@pytest.mark.parametrize("head_dim", [0, 4, 100, 264, 512])
+def test_heads_that_no_kernel_has_are_refused(head_dim: int) -> None:
+    with pytest.raises(ValueError, match=f"heads of {head_dim} elements: choose --kv-channels"):
+        check_head_dim(head_dim)
+    with pytest.raises(ValueError, match="multiple of 8 up to 256"):
+        choose(HOPPER, head_dim)
+    for possible in (8, 80, 256):
+        check_head_dim(possible)
+
+
+def test_gpus_without_flash_attention_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"8\.0 or later \(Ampere\), and this one has 7\.5"):
+        choose((7, 5), 128)
+
+
+@pytest.mark.parametrize("package", MODULES)
+@pytest.mark.parametrize(("name", "case", "causal", "window"), CASES, ids=[c[0] for c in CASES])
+def test_calls_mean_the_tasks(packages, monkeypatch, package, name, case, causal, window) -> None:
+    """The stand-ins take what the real functions take, and compute what it means there."""
+    packages.install({package: "9.9"})
+    on_gpu(monkeypatch, HOPPER)
+    kernel = select_kernel("cuda", 16)
+    tensors, edges = make_inputs(case, 4, 2, 16, torch.float32)
+    q, k, v, dout = tensors
+    tasks = KernelTasks(*edges, causal, window, SCALE)
+    out, lse = kernel.forward(q, k, v, tasks)
+    gradients = kernel.backward(dout, q, k, v, out, lse, tasks)
+    expected_out, expected_lse, expected_gradients = reference(tensors, edges, causal, window)
+    assert_close(out, expected_out, 3e-6)
+    assert_close(lse, expected_lse, 3e-6)
+    for found, expected in zip(gradients, expected_gradients, strict=True):
+        assert_close(found, expected, 3e-6)
