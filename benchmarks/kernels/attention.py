@@ -28,8 +28,9 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[2]))  # as benchmarks/__init__.py says
 
-from distca.attention import KernelTasks, select_kernel
+from distca.attention import Kernel, KernelTasks, select_kernel
 from distca.cost.model_sizes import MODELS
+from distca.cost.volume import AttentionShape
 from distca.palette import colour_in_turn
 
 
@@ -49,20 +50,25 @@ def seconds_of(function: Callable[[], Any], device: torch.device, repeats: int) 
 
 
 def measure(
-    device: torch.device, tokens: int, keys: int, shards: list[int], model: str, repeats: int
+    kernel: Kernel,
+    shape: AttentionShape,
+    device: torch.device,
+    tokens: int,
+    keys: int,
+    shards: list[int],
+    repeats: int,
 ) -> list[dict[str, float]]:
     """Measures forward and backward rates for each shard length.
 
     Args:
+        kernel: kernel to measure.
+        shape: heads.
         device: device of the kernel.
         tokens: queries of a call at most: as many as whole shards make up.
         keys: number of keys of each shard.
         shards: lengths of shards.
-        model: name of the model whose attention heads are taken.
         repeats: number of runs of each measurement.
     """
-    shape = MODELS[model].attention_shape(tensor_parallel=8)
-    kernel = select_kernel(device.type, shape.head_dim)
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     rows = []
     for shard in shards:
@@ -150,12 +156,15 @@ def main(argv: list[str] | None = None) -> None:
     if wrong:
         parser.error(f"a shard has at least one token, not {wrong[0]}")
     device = torch.device(args.device)
-    rows = measure(device, args.tokens, args.keys, args.shards, args.model, args.repeats)
+    shape = MODELS[args.model].attention_shape(tensor_parallel=8)
+    kernel = select_kernel(device.type, shape.head_dim)
+    rows = measure(kernel, shape, device, args.tokens, args.keys, args.shards, args.repeats)
     name = (
         torch.cuda.get_device_name() if device.type == "cuda" else platform.processor() or "a CPU"
     )
     what = {
         "device": name,
+        "kernel": type(kernel).__name__,
         "torch": torch.__version__,
         "threads": torch.get_num_threads(),
         "model": args.model,

@@ -69,7 +69,9 @@ def test_no_module_hides_an_installed_one() -> None:
 def test_the_rate_of_short_shards(tmp_path) -> None:
     sizes = ["--tokens", "512", "--keys", "1024", "--shards", "8", "512", "--repeats", "3"]
     printed = run("kernels/attention", tmp_path, "--device", "cpu", *sizes)
-    rows = json.loads((tmp_path / "kernels_cpu.json").read_text())["rows"]
+    written = json.loads((tmp_path / "kernels_cpu.json").read_text())
+    assert written["kernel"] == "TorchCpuKernel"
+    rows = written["rows"]
     assert [row["shard_length"] for row in rows] == [8, 512]
     assert max(row["of_best"] for row in rows) == 1
     assert min(row["backward_tflops"] for row in rows) > 0
