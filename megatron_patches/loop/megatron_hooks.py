@@ -32,8 +32,6 @@ from megatron_patches.loop.megatron_checkpoints import (
 from megatron_patches.loop.messages import exit_with_message, message_handlers, message_level
 from megatron_patches.repairs import write_checkpoints_in_this_process
 
-logger = logging.getLogger(__name__)
-
 
 def replace_functions(
     job: Job, add_arguments: Callable[[ArgumentParser], ArgumentParser], always: bool

@@ -20,7 +20,7 @@ from distca.plan.span import Int64s
 from megatron_patches.flags.distca import add_distca_arguments
 from megatron_patches.flags.megatron import parse_args
 from megatron_patches.flags.sizes import checkpoint_bytes
-from support.pretraining import FLAGS, descendants, kill_all, run, start
+from support.pretraining import FLAGS, TOKENIZERS, descendants, kill_all, run, start
 
 
 def wait_for(process: subprocess.Popen[str], pattern: str) -> Iterator[str]:
@@ -59,7 +59,7 @@ def six_iterations(corpus: str, save: Path, *more: str) -> tuple[dict[int, str],
 
 def check_size(checkpoint: Path, corpus: str, flags: list[str]) -> None:
     """What a run makes room for before its first step is what its checkpoints then take."""
-    argv = [*FLAGS, "--data-path", corpus, *flags]
+    argv = [*TOKENIZERS["lean"], *FLAGS, "--data-path", corpus, *flags]
     expected = checkpoint_bytes(parse_args(add_distca_arguments, argv, world_size=2))
     found = sum(file.stat().st_size for file in checkpoint.iterdir())
     assert expected < found < 1.5 * expected

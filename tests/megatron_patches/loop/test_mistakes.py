@@ -17,7 +17,7 @@ from megatron_patches.loop.choice import choose_loop
 from megatron_patches.loop.gpt_job import GPT_JOB
 from megatron_patches.loop.lean.training import LaunchedProcess, _arguments_or_exit
 from megatron_patches.loop.preflight import check_read, check_written, lock_save
-from support.pretraining import FLAGS, run
+from support.pretraining import FLAGS, TOKENIZERS, run
 
 MOST_LINES = 5
 # Name, flags beside good ones (of a run on two ranks, with {folder} for files made below), what
@@ -142,7 +142,7 @@ def plain(args: Namespace) -> dict[str, object]:
 
 def accepted(flags: list[str], corpus: str) -> Namespace:
     """Flags as the lean loop accepts them on the first of two ranks."""
-    argv = [*FLAGS, "--train-iters", "2", "--data-path", corpus, *flags]
+    argv = [*TOKENIZERS["lean"], *FLAGS, "--train-iters", "2", "--data-path", corpus, *flags]
     return _arguments_or_exit(GPT_JOB, argv, LaunchedProcess(world_size=2))
 
 
