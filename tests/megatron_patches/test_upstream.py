@@ -246,6 +246,7 @@ def test_bad_flags_end_the_run_with_a_line(megatron, flags, message, capsys) -> 
 def test_a_command_line_that_cannot_be_parsed_takes_a_line(
     megatron, flags, message, capsys, monkeypatch
 ) -> None:
+    monkeypatch.setattr("time.sleep", lambda seconds: None)
     for rank in (0, 1):
         monkeypatch.setenv("RANK", str(rank))
         with pytest.raises(SystemExit) as ended:

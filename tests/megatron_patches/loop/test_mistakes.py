@@ -9,7 +9,6 @@ from argparse import Namespace
 from pathlib import Path
 
 import pytest
-import torch
 
 from distca.cost.profile import Profile
 from distca.cost.volume import AttentionShape
@@ -17,6 +16,7 @@ from megatron_patches.loop.choice import choose_loop
 from megatron_patches.loop.gpt_job import GPT_JOB
 from megatron_patches.loop.lean.training import LaunchedProcess, _arguments_or_exit
 from megatron_patches.loop.preflight import check_read, check_written, lock_save
+from support.checkpoints import write_checkpoint
 from support.pretraining import FLAGS, TOKENIZERS, run
 
 MOST_LINES = 5
@@ -128,11 +128,7 @@ def folder(corpus, tmp_path_factory) -> Path:
     ones = ((1.0, 1.0), (1.0, 1.0))
     Profile((128, 256), ones, ones, AttentionShape(1, 1, 8, 2), {}).save(folder / "profile.json")
     args = accepted([], corpus)
-    checkpoint = folder / "saved" / "iter_0000007"
-    checkpoint.mkdir(parents=True)
-    torch.save({"args": Namespace(**plain(args)), "iteration": 7}, checkpoint / "common.pt")
-    (checkpoint / ".metadata").touch()
-    (folder / "saved" / "latest_checkpointed_iteration.txt").write_text("7")
+    write_checkpoint(folder / "saved", Namespace(**plain(args)))
     return folder
 
 

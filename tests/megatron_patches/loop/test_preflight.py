@@ -25,6 +25,7 @@ from megatron_patches.loop.preflight import (
     preflight,
 )
 from support.arguments import parse
+from support.checkpoints import write_checkpoint
 
 
 def bytes_tokens(corpus: str, *flags: str) -> Namespace:
@@ -85,16 +86,6 @@ def test_splits_that_are_not_read_may_be_empty(corpus) -> None:
     check_read(bytes_tokens(corpus, "--split", "1,0,0"))
     with pytest.raises(ValueError, match=r"the valid split of .* is empty"):
         check_read(bytes_tokens(corpus, "--split", "1,0,0", "--eval-iters", "1"))
-
-
-def write_checkpoint(root: Path, args: Namespace, iteration: int = 7) -> Path:
-    """What tells a checkpoint's shape, without weights."""
-    folder = root / f"iter_{iteration:07d}"
-    folder.mkdir(parents=True)
-    torch.save({"args": args, "iteration": iteration}, folder / "common.pt")
-    (folder / ".metadata").touch()
-    (root / "latest_checkpointed_iteration.txt").write_text(str(iteration))
-    return folder
 
 
 def test_a_checkpoint_s_model_is_compared_before_it_is_built(tmp_path) -> None:
