@@ -15,12 +15,13 @@ ROOT = Path(__file__).parents[1]
 # Every folder or module may import itself and those named beside it.
 PURE = {"distca.plan", "distca.documents", "distca.cost", "distca.schedule"}
 FLOORS: dict[str, set[str]] = {
+    "distca.lifetime": set(),
     "distca.palette": set(),
     "distca.timeline": set(),
     "distca.plan": set(),
     "distca.documents": {"distca.plan"},
     "distca.cost": {"distca.plan"},
-    "distca.schedule": {"distca.plan", "distca.cost"},
+    "distca.schedule": {"distca.plan", "distca.cost", "distca.lifetime"},
     "distca.attention": {"distca.plan", "distca.cost"},
     "distca.transport": set(),
     "distca.simulate": {*PURE, "distca.timeline"},

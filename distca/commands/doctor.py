@@ -29,7 +29,7 @@ State = Literal["ok", "missing", "problem"]
 
 # The versions that the checks of this repository were run with: docs/loops.md has the table.
 PYTHONS = ((3, 11), (3, 13))
-TORCHES = ((2, 13), (2, 13))
+TORCHES = ((2, 13), (2, 15))
 MEGATRONS = ((0, 16, 1), (0, 19, 2))
 
 

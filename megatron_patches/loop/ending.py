@@ -13,7 +13,7 @@ from functools import partial
 
 import torch.distributed as dist
 
-from megatron_patches.loop.launcher import end_with_parent
+from distca.lifetime import end_with_parent
 from megatron_patches.loop.peers import Peers
 
 logger = logging.getLogger(__name__)

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 import signal
 import subprocess
 import sys
 from collections.abc import Mapping
 
-_PR_SET_PDEATHSIG = 1
+from distca.lifetime import end_with_parent
 
 
 def end_with_launcher(environment: Mapping[str, str]) -> None:
@@ -28,13 +27,6 @@ def end_with_launcher(environment: Mapping[str, str]) -> None:
     end_with_parent()
     if os.getppid() != launcher:
         os._exit(1)
-
-
-def end_with_parent() -> None:
-    """Lets the kernel end this process with the thread that started it, where it can (Linux)."""
-    prctl = getattr(ctypes.CDLL(None), "prctl", None)
-    if prctl is not None:
-        prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def kill_leftovers() -> None:

@@ -211,7 +211,7 @@ def test_a_command_in_a_report_names_no_path(
     monkeypatch.setattr(sys, "argv", [*command, "--batches", "1", "--processes", "1"])
     paper.main()
     text = (tmp_path / "fig3_published.md").read_text()
-    assert "`python benchmarks/cluster/paper.py fig3 --batches 1 --published DIR`" in text
+    assert "`python benchmarks/cluster/paper.py fig3 --batches 1 --published DIR --output DIR`" in text
     assert "lengths published with WLB-LLM" in text
     assert str(tmp_path) not in text
     assert "(fig3_published.png)" in text
@@ -227,7 +227,7 @@ def test_an_experiment_writes_its_files(
     paper.main()
     text = (tmp_path / f"{name}.md").read_text()
     assert capsys.readouterr().out.strip() == text.strip()
-    assert f"`python benchmarks/cluster/paper.py {name} --batches 1`" in text
+    assert f"`python benchmarks/cluster/paper.py {name} --batches 1 --output DIR`" in text
     rows = list(csv.DictReader((tmp_path / f"{name}.csv").open()))
     if name == "appendix":
         assert [int(float(row["shards"])) for row in rows] == [31, 30, 29]

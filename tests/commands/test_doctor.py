@@ -39,7 +39,7 @@ def test_python_and_torch_beyond_those_tried_are_named(monkeypatch) -> None:
     monkeypatch.setattr(platform, "python_version", lambda: "3.14.1")
     monkeypatch.setattr(torch, "__version__", "2.12.1+cu130")
     assert finding("Python").cure == "tried so far: 3.11 to 3.13"
-    assert finding("torch").cure == "tried so far: 2.13"
+    assert finding("torch").cure == "tried so far: 2.13 to 2.15"
     monkeypatch.undo()
     monkeypatch.setattr(torch, "__version__", "2.13.1")
     assert finding("torch").cure == ""

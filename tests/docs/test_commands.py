@@ -72,6 +72,7 @@ RUN_IF_FULL = (
     r"python benchmarks/kernels/(attention|layer)\.py --output DIR",
     r"python benchmarks/links/transports\.py --output DIR",
     r"python benchmarks/plans/schedulers\.py --output DIR",
+    r"python benchmarks/plans/planning_ahead\.py --output DIR",
     PAPER.format("fig11").replace(".py", r"\.py"),
 )
 NOT_RUN = {
@@ -91,6 +92,7 @@ NOT_RUN = {
     r"python -m megatron_patches\.llama .*": "needs a Llama; test_llama.py has small ones",
     r"python tests/recording make FILE": "takes minutes",
     r"distca profile --dtype fp32 .* --max-length 8192 .*": "takes minutes",
+    r"python benchmarks/kernels/host_cost\.py .*": "takes minutes",
     r"python benchmarks/training/throughput\.py.*": "takes minutes",
     r"python benchmarks/plans/tolerance\.py .*": "takes minutes",
     r"python benchmarks/cluster/validate_simulator\.py .*": "takes minutes",

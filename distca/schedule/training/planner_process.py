@@ -9,7 +9,6 @@ when its parent does, however that ends.
 
 from __future__ import annotations
 
-import ctypes
 import os
 import pickle
 import signal
@@ -17,6 +16,8 @@ import subprocess
 import sys
 from collections.abc import Callable
 from typing import Any, BinaryIO, Generic, TypeVar
+
+from distca.lifetime import end_with_parent
 
 Result = TypeVar("Result")
 
@@ -26,7 +27,6 @@ sys.path[:] = pickle.load(sys.stdin.buffer)
 from distca.schedule.training.planner_process import serve
 serve()
 """
-_PR_SET_PDEATHSIG = 1
 _SECONDS_TO_END = 5
 
 
@@ -101,7 +101,7 @@ def serve() -> None:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     requests, answers = sys.stdin.buffer, _take_over_stdout()
     parent = pickle.load(requests)
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    end_with_parent()
     if os.getppid() != parent:
         return
     try:
