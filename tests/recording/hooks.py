@@ -157,8 +157,13 @@ def _prefetch(
 
 
 def _next(log: Log, original: Any, prefetcher: Any) -> Any:
+    if threading.get_ident() != log.thread:
+        # A global batch's plans: the thread that makes ticks of them takes them.
+        return original(prefetcher)
     when = prefetcher.recorded.ahead()
     value = original(prefetcher)
+    if isinstance(value, tuple):
+        return value
     log.event(f"next value: made {when} on {prefetcher.recorded.by()}")
     if hasattr(value, "plans"):
         log.note("plans", [_saved(plan) for plan in value.plans])
