@@ -11,8 +11,10 @@ import pytest
 import torch
 
 from distca.cost.kernel_time import AnalyticCost
+from distca.cost.memory import CoreAttentionMemory
 from distca.plan import Mask, Placement
 from distca.schedule import (
+    CountedGlobalBatch,
     ExecutionOptions,
     GlobalBatchPlanner,
     PlannedGlobalBatch,
@@ -67,7 +69,8 @@ def test_the_log_adds_up_what_a_rank_computes_of_all_micro_batches() -> None:
     packed = batches.packed_loads(2, 3)
     assert packed.tolist() == [[6 + 1, 10], [10, 10], [10, 3 + 3]]
     nothing = PlannedGlobalBatch(tick_schedule(3, 1), planner.servers, (), ())
-    assert _report(nothing, [], packed)["load max/mean before"] == 27 / 26.5
+    counted = CountedGlobalBatch(nothing, (), CoreAttentionMemory(), ())
+    assert _report(counted, packed)["load max/mean before"] == 27 / 26.5
     two_windows = PlannedBatches(stream, WindowLayout(0, 2, 4, 2), planner, 1)
     assert two_windows.packed_loads(2, 1).tolist() == [[17, 20]]
 
