@@ -211,8 +211,8 @@ def test_a_command_in_a_report_names_no_path(
     monkeypatch.setattr(sys, "argv", [*command, "--batches", "1", "--processes", "1"])
     paper.main()
     text = (tmp_path / "fig3_published.md").read_text()
-    command = "python benchmarks/cluster/paper.py fig3 --batches 1 --published DIR --output DIR"
-    assert f"`{command}`" in text
+    made_by = "python benchmarks/cluster/paper.py fig3 --batches 1 --published DIR --output DIR"
+    assert f"`{made_by}`" in text
     assert "lengths published with WLB-LLM" in text
     assert str(tmp_path) not in text
     assert "(fig3_published.png)" in text
