@@ -11,6 +11,7 @@ import importlib
 import logging
 import os
 import time
+import traceback
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable
 from typing import Any, NoReturn
@@ -108,29 +109,35 @@ def _and_check(
     """Checks arguments as Megatron-LM does, then ours, and ends every rank alike with a line."""
     if not torch.cuda.is_available():
         cpu.set_megatron_arguments(args)
-    answer = theirs(args, *more, **named)
-    if always or args.distca:
-        _show_our_messages(args.rank)
-        # From 0.17 on Megatron-LM divides by this without a default.
-        if args.eval_interval is None:
-            args.eval_interval = EVAL_INTERVAL
-        if args.async_save:
-            kill_leftovers()
-        else:
-            write_checkpoints_in_this_process()
-        try:
-            if args.distca and args.distca_servers:
-                raise ValueError(
-                    "--distca-servers dedicated:N needs --training-loop lean of this repository's "
-                    "pretrain_gpt.py: Megatron-LM's loop gives every process a model"
-                )
-            from megatron_patches.loop.preflight import check_boards
+    if not (always or args.distca):
+        return theirs(args, *more, **named)
+    _show_our_messages(args.rank)
+    try:
+        answer = theirs(args, *more, **named)
+    except AssertionError as error:
+        # Its checks are assertions, many of which say no more than their condition.
+        condition = traceback.extract_tb(error.__traceback__)[-1].line
+        exit_with_message(f"Megatron-LM refuses the flags: {str(error) or condition}", args.rank)
+    # From 0.17 on Megatron-LM divides by this without a default.
+    if args.eval_interval is None:
+        args.eval_interval = EVAL_INTERVAL
+    if args.async_save:
+        kill_leftovers()
+    else:
+        write_checkpoints_in_this_process()
+    try:
+        if args.distca and args.distca_servers:
+            raise ValueError(
+                "--distca-servers dedicated:N needs --training-loop lean of this repository's "
+                "pretrain_gpt.py: Megatron-LM's loop gives every process a model"
+            )
+        from megatron_patches.loop.preflight import check_boards
 
-            job.validate_arguments(args)
-            # Megatron-LM opens them before the process group exists.
-            check_boards(args)
-        except ValueError as error:
-            exit_with_message(str(error), args.rank)
+        job.validate_arguments(args)
+        # Megatron-LM opens them before the process group exists.
+        check_boards(args)
+    except ValueError as error:
+        exit_with_message(str(error), args.rank)
     return answer
 
 

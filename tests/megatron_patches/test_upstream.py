@@ -25,6 +25,12 @@ class Container:
     model: str | None = "their configured model"
 
 
+def validate(args: Namespace, defaults: dict[str, Any]) -> Namespace:
+    """Checks flags by an assertion, as Megatron-LM does."""
+    assert args.their_flag != 13
+    return args
+
+
 class MegatronTraining:
     """What Megatron-LM's `pretrain` does with its arguments, in short."""
 
@@ -48,7 +54,7 @@ class MegatronTraining:
             self.modules[holder].__dict__["get_args"] = lambda: self.args
         self.modules[".arguments"].__dict__["add_megatron_arguments"] = self.add_arguments
         validates = ".arguments" if script_parses else ".initialize"
-        self.modules[validates].__dict__["validate_args"] = lambda args, defaults: args
+        self.modules[validates].__dict__["validate_args"] = validate
         checkpointing = self.modules[".checkpointing"].__dict__
         checkpointing["check_checkpoint_args"] = lambda saved: None
         if script_parses:
@@ -226,6 +232,7 @@ def test_with_the_flag_ours_is_called(megatron, gone_on_from) -> None:
         (["--distca-tolerance", "2"], "error: too tolerant"),
         (["--distca-servers", "dedicated:2"], "needs --training-loop lean"),
         (["--tensorboard-dir", "/proc/x"], "--tensorboard-dir /proc/x cannot be written to"),
+        (["--their-flag", "13"], "error: Megatron-LM refuses the flags: assert args.their_flag !="),
     ],
 )
 def test_bad_flags_end_the_run_with_a_line(megatron, flags, message, capsys) -> None:
