@@ -116,8 +116,8 @@ def _and_check(
         answer = theirs(args, *more, **named)
     except AssertionError as error:
         # Its checks are assertions, many of which say no more than their condition.
-        condition = traceback.extract_tb(error.__traceback__)[-1].line
-        exit_with_message(f"Megatron-LM refuses the flags: {str(error) or condition}", args.rank)
+        said = " ".join(str(error).split()) or traceback.extract_tb(error.__traceback__)[-1].line
+        exit_with_message(f"Megatron-LM refuses the flags: {said}", args.rank)
     # From 0.17 on Megatron-LM divides by this without a default.
     if args.eval_interval is None:
         args.eval_interval = EVAL_INTERVAL

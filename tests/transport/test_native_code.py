@@ -188,7 +188,15 @@ def test_doctor(capsys, tmp_path: Path) -> None:
     assert main(["doctor"]) == 0
     said = capsys.readouterr().out
     assert re.search(r"^ok +torch +" + re.escape(torch.__version__), said, re.MULTILINE)
-    for name in ("GPUs", "C++ compiler", "NVSHMEM", "nvcc", "profile", "network", "flash-attn"):
+    for name in (
+        "GPUs",
+        "C++ compiler",
+        "NVSHMEM",
+        "nvcc",
+        "profile",
+        "network",
+        "attention kernel",
+    ):
         assert name in said
     (tmp_path / "broken.json").write_text("{")
     assert main(["doctor", "--profile", str(tmp_path / "broken.json")]) == 1
