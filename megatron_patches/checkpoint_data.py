@@ -185,6 +185,11 @@ class _ExtraStateUnpickler(pickle.Unpickler):
     """
 
     _TENSORS = ("_rebuild_tensor_v2", "_rebuild_parameter", "_rebuild_from_type_v2")
+    # The second takes the place of the first in megatron-core from 0.17 on.
+    _STORAGES = (
+        ("torch.storage", "_load_from_bytes"),
+        ("megatron.core.safe_globals", "safe_load_from_bytes"),
+    )
 
     def __init__(self, content: bytes, name: str) -> None:
         super().__init__(io.BytesIO(content))
@@ -195,7 +200,7 @@ class _ExtraStateUnpickler(pickle.Unpickler):
             return super().find_class(module, name)
         if module in ("torch._utils", "torch._tensor") and name in self._TENSORS:
             return _OfAnUnknownClass
-        if (module, name) == ("torch.storage", "_load_from_bytes"):
+        if (module, name) in self._STORAGES:
             return self._load_storage
         if module == "transformer_engine.common.recipe" and "." not in name:
             return _OfAnUnknownClass

@@ -113,7 +113,7 @@ def test_a_missing_or_cut_index_is_named(tmp_path) -> None:
 def test_an_object_among_tensors_runs_nothing(tmp_path, trace) -> None:
     """As a random state would, which torch itself unpickles as code."""
     folder = save(tmp_path, rng=[Runs(trace)])
-    with pytest.raises(dcp.api.CheckpointException, match=r"rng holds .*pathlib.Path, which only"):
+    with pytest.raises(dcp.api.CheckpointException, match=r"rng holds .*pathlib.*, which only"):
         load(folder, rng=None)
     assert not trace.exists()
 
