@@ -21,7 +21,7 @@ class Prefetcher(Generic[Value]):
         depth: finished values that may wait, at least 1.
 
     Attributes:
-        seconds_waited: seconds that the last `next()` waited for its value.
+        seconds_waited: seconds that the last `next()` waited for its value, 0 if it was finished.
     """
 
     def __init__(self, values: Iterator[Value], depth: int = 1) -> None:
@@ -59,9 +59,13 @@ class Prefetcher(Generic[Value]):
     def __next__(self) -> Value:
         if self._stop.is_set():
             raise StopIteration
-        start = time.perf_counter()
-        result = self._finished.get()
-        self.seconds_waited = time.perf_counter() - start
+        try:
+            result = self._finished.get_nowait()
+            self.seconds_waited = 0.0
+        except queue.Empty:
+            start = time.perf_counter()
+            result = self._finished.get()
+            self.seconds_waited = time.perf_counter() - start
         try:
             return result()
         except BaseException:

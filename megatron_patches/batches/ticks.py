@@ -1,7 +1,7 @@
 """A rank's input of each tick of a global batch: its micro-batch, and its part of the plans.
 
 All ranks plan the same global batches, each in a process of its own that is at least one global
-batch ahead of the model. A thread makes a rank's part of the plans, one tick ahead.
+batch ahead of the model. A thread makes a rank's part of the plans, a few ticks ahead.
 """
 
 from __future__ import annotations
@@ -264,7 +264,8 @@ class TickStream:
         self._seconds_waited = 0.0
         plan = process or batches.planner()
         self._plans = Prefetcher(_all_plans(batches.planned, plan, first_sample, micro_batches))
-        self._ticks = Prefetcher(_all_ticks(batches, self._plans))
+        # Ticks in which a stage fills or drains pass faster than one is made.
+        self._ticks = Prefetcher(_all_ticks(batches, self._plans), depth=batches.layout.stages)
 
     def __iter__(self) -> TickStream:
         return self
