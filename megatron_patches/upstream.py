@@ -51,7 +51,7 @@ def pretrain(job: Job, environment: Mapping[str, str]) -> None:
         return job.add_arguments(parser)
 
     run = _Providers(job)
-    replace_functions(job, add_arguments, always=True)
+    replace_functions(job, add_arguments, always=True, told=environment)
     given: dict[str, Any] = {}
     with ending_the_job_on_failure(environment):
         if "cfg_container" in inspect.signature(megatron_pretrain).parameters:
@@ -83,7 +83,12 @@ def _parsed_configuration() -> Any:
         return pretrain_cfg_container_from_args(args)
 
 
-def with_distca(megatron_pretrain: Callable[..., None], job: Job = GPT_JOB) -> Callable[..., None]:
+def with_distca(
+    megatron_pretrain: Callable[..., None],
+    job: Job = GPT_JOB,
+    # Megatron-LM's script is to need no more than two lines.
+    environment: Mapping[str, str] = os.environ,
+) -> Callable[..., None]:
     """Wraps Megatron-LM's `pretrain` so that `--distca` runs our data, model and forward step.
 
     Called before the command line is parsed, to which it adds our flags.
@@ -91,6 +96,7 @@ def with_distca(megatron_pretrain: Callable[..., None], job: Job = GPT_JOB) -> C
     Args:
         megatron_pretrain: Megatron-LM's function, or a wrapper of it with the same parameters.
         job: job that `--distca` runs.
+        environment: environment variables of the launcher.
 
     Returns:
         A function with the same parameters.
@@ -107,7 +113,7 @@ def with_distca(megatron_pretrain: Callable[..., None], job: Job = GPT_JOB) -> C
             "use core_v0.16 to core_v0.19"
         )
     adapt_megatron_lm()
-    replace_functions(job, add_arguments, always=False)
+    replace_functions(job, add_arguments, always=False, told=environment)
 
     @functools.wraps(megatron_pretrain)
     def pretrain_with_distca(*args: Any, **kwargs: Any) -> None:
@@ -125,7 +131,7 @@ def with_distca(megatron_pretrain: Callable[..., None], job: Job = GPT_JOB) -> C
         else:
             given["model_provider"] = _if_distca(run.model, given["model_provider"])
         given["forward_step_func"] = _if_distca(job.forward_step, given["forward_step_func"])
-        with ending_the_job_on_failure(os.environ, applies=_runs_distca):
+        with ending_the_job_on_failure(environment, applies=_runs_distca):
             megatron_pretrain(*call.args, **call.kwargs)
 
     return pretrain_with_distca

@@ -9,11 +9,10 @@ import contextlib
 import functools
 import importlib
 import logging
-import os
 import time
 import traceback
 from argparse import ArgumentParser, Namespace
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
 
 import torch
@@ -35,7 +34,10 @@ from megatron_patches.repairs import write_checkpoints_in_this_process
 
 
 def replace_functions(
-    job: Job, add_arguments: Callable[[ArgumentParser], ArgumentParser], always: bool
+    job: Job,
+    add_arguments: Callable[[ArgumentParser], ArgumentParser],
+    always: bool,
+    told: Mapping[str, str],
 ) -> None:
     """Lets Megatron-LM's loop parse and check our flags, run our schedule, and log its speed.
 
@@ -43,19 +45,20 @@ def replace_functions(
         job: job that runs.
         add_arguments: adds flags to Megatron-LM's.
         always: whether the job runs without `--distca`, too.
+        told: environment variables of this process, which are the launcher's interface.
     """
     arguments = importlib.import_module("megatron.training.arguments")
     initialize = importlib.import_module("megatron.training.initialize")
     training = importlib.import_module("megatron.training.training")
     checkpointing: Any = importlib.import_module("megatron.training.checkpointing")
-    _replace(arguments, "add_megatron_arguments", functools.partial(_and_add, add_arguments))
+    _replace(arguments, "add_megatron_arguments", functools.partial(_and_add, add_arguments, told))
     # From 0.18 on the script parses its arguments, up to 0.17 initialisation does.
     for module in (arguments, initialize):
         if hasattr(module, "validate_args"):
             _replace(module, "validate_args", functools.partial(_and_check, job, always))
     _replace(training, "get_forward_backward_func", _OrOwnSchedule(job))
     _replace(training, "train_step", _and_tokens_per_second)
-    _replace(training, "setup_model_and_optimizer", _AfterPreflight(always))
+    _replace(training, "setup_model_and_optimizer", _AfterPreflight(always, told))
     # Here the loop compares a checkpoint's arguments with its own.
     _replace(checkpointing, "check_checkpoint_args", functools.partial(_and_go_on, always))
     _replace(training, "save_checkpoint", explain_saving)
@@ -82,23 +85,24 @@ def _replace(module: Any, name: str, wrapper: Callable[..., Any]) -> None:
 
 def _and_add(
     add_arguments: Callable[[ArgumentParser], ArgumentParser],
+    told: Mapping[str, str],
     theirs: Callable[[ArgumentParser], ArgumentParser],
     parser: ArgumentParser,
 ) -> ArgumentParser:
     parser = add_arguments(theirs(parser))
     # Its message follows the usage, hundreds of lines, on every rank.
-    parser.error = functools.partial(_refuse_in_a_line, parser)  # type: ignore[method-assign]
+    parser.error = functools.partial(_refuse_in_a_line, parser, told)  # type: ignore[method-assign]
     return parser
 
 
-def _refuse_in_a_line(parser: ArgumentParser, message: str) -> NoReturn:
+def _refuse_in_a_line(parser: ArgumentParser, told: Mapping[str, str], message: str) -> NoReturn:
     """Ends the process for a command line that cannot be parsed; the first rank says why."""
     _, is_unknown, words = message.partition("unrecognized arguments: ")
     options = [word.partition("=")[0] for word in words.split() if word.startswith("--")]
     if is_unknown and options:
         known = list(parser._option_string_actions)
         message = "; ".join(nearest(option, known) for option in options)
-    rank = int(os.environ.get("RANK", 0))
+    rank = int(told.get("RANK", 0))
     _show_our_messages(rank)
     exit_with_message(message, rank)
 
@@ -148,10 +152,11 @@ class _AfterPreflight:
 
     Args:
         always: whether the job runs without `--distca`, too.
+        told: environment variables, in which a launcher names the job.
     """
 
-    def __init__(self, always: bool) -> None:
-        self._always = always
+    def __init__(self, always: bool, told: Mapping[str, str]) -> None:
+        self._always, self._told = always, told
         self._held = contextlib.ExitStack()
 
     def __call__(self, theirs: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -162,8 +167,8 @@ class _AfterPreflight:
         given = get_args()
         if self._always or given.distca:
             vocab_size = get_tokenizer().vocab_size
-            tried = preflight(Namespace(**vars(given) | {"vocab_size": vocab_size}))
-            self._held.enter_context(tried)
+            complete = Namespace(**vars(given) | {"vocab_size": vocab_size})
+            self._held.enter_context(preflight(complete, self._told))
         return theirs(*args, **kwargs)
 
 

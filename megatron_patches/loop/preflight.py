@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
 import shutil
 import socket
 import sys
 import tempfile
 from argparse import Namespace
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
 
@@ -35,11 +34,12 @@ from megatron_patches.loop.save_lock import LOCK, SaveLock
 from megatron_patches.loop.saved_arguments import check_shape, saved_arguments
 
 
-def preflight(args: Namespace) -> AbstractContextManager[object]:
+def preflight(args: Namespace, told: Mapping[str, str]) -> AbstractContextManager[object]:
     """Tries what the flags name, on all ranks, and locks `--save`. Collective.
 
     Args:
         args: Megatron-LM's arguments with its derived values, and the tokenizer's `vocab_size`.
+        told: environment variables, in which a launcher names the job.
 
     Returns:
         The lock of `--save` on the first rank, to be held until the run ends.
@@ -54,7 +54,7 @@ def preflight(args: Namespace) -> AbstractContextManager[object]:
         if args.rank == 0:
             check_written(args)
             if args.save is not None:
-                held = lock_save(args)
+                held = lock_save(args, told)
 
     _together(lambda: check_read(args))
     _together(take)
@@ -156,8 +156,7 @@ def _try_folder(flag: str, folder: Path) -> None:
     """Makes a folder and a file in it, which goes at once."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder):
-            pass
+        tempfile.TemporaryFile(dir=folder).close()
     except OSError as error:
         raise _unusable(flag, error) from error
 
@@ -168,15 +167,19 @@ def _unusable(flag: str, error: OSError) -> ValueError:
     )
 
 
-def lock_save(args: Namespace) -> SaveLock:
+def lock_save(args: Namespace, told: Mapping[str, str]) -> SaveLock:
     """Makes the folder of `--save`, and locks it, if there is room for a checkpoint.
+
+    Args:
+        args: Megatron-LM's arguments with its derived values.
+        told: environment variables, in which a launcher names the job.
 
     Raises:
         ValueError: it cannot be written to, another job does, or there is no room.
     """
     folder = Path(args.save)
     try:
-        lock = SaveLock.take(folder, os.environ)
+        lock = SaveLock.take(folder, told)
         free = shutil.disk_usage(folder).free
     except OSError as error:
         raise _unusable(f"--save {folder}", error) from error

@@ -11,6 +11,7 @@ import logging
 import sys
 import types
 from argparse import ArgumentParser, Namespace
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -149,7 +150,7 @@ def megatron(monkeypatch, request):
         "megatron.core.num_microbatches_calculator.get_current_global_batch_size", lambda: 4
     )
 
-    def preflight(args: Namespace) -> Any:
+    def preflight(args: Namespace, told: Mapping[str, str]) -> Any:
         made.order.append(args.vocab_size)
         return contextlib.nullcontext()
 

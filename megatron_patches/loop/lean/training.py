@@ -55,7 +55,7 @@ def pretrain(job: Job, process: LaunchedProcess, argv: Sequence[str] | None = No
         if processes is not None and processes.serves_only:
             serve(job, args, processes)
         else:
-            with preflight(args):
+            with preflight(args, process.told):
                 _train(build_run(job, args, processes))
         dist.barrier()
         dist.destroy_process_group()

@@ -148,7 +148,7 @@ def lines_of(flags: list[str], corpus: str, caplog: pytest.LogCaptureFixture) ->
         args = accepted(flags, corpus)
         check_read(args)
         check_written(args)
-        lock_save(args)
+        lock_save(args, {})
     except SystemExit:
         return "\n".join(record.getMessage() for record in caplog.records).splitlines()
     except ValueError as error:

@@ -42,10 +42,10 @@ def test_a_checkpoint_needs_its_room_from_the_start(tmp_path, monkeypatch) -> No
     parameters = 4 * 12 * 64 * 64 + 1024 * 64
     assert checkpoint_bytes(args) == parameters * 12
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=parameters * 12))
-    lock_save(args)
+    lock_save(args, {})
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=parameters * 12 - 1))
     with pytest.raises(ValueError, match=r"0\.00 GB free, but .* takes at least 0\.00 GB"):
-        lock_save(args)
+        lock_save(args, {})
 
 
 @pytest.mark.parametrize(
@@ -138,7 +138,7 @@ def test_places_that_cannot_be_written_to_are_named(flag, place, tmp_path, monke
     args = parse("--distca", "--wandb-project", "w", flag, str(path))
     args.rank = 0
     with pytest.raises(ValueError, match=f"{flag} {path} ") as refused:
-        lock_save(args) if flag == "--save" else check_written(args)
+        lock_save(args, {}) if flag == "--save" else check_written(args)
     assert ": give " in str(refused.value)
     assert len(str(refused.value).splitlines()) == 1
 
@@ -165,7 +165,7 @@ def ends_of(problems: dict[int, str], save: Path | None) -> tuple[Any, list[str]
             raise ValueError(problems[rank])
 
     try:
-        with mock.patch.object(module, "check_read", check), preflight(args):
+        with mock.patch.object(module, "check_read", check), preflight(args, {}):
             return None, logged
     except SystemExit as end:
         return end.code, logged
@@ -194,5 +194,5 @@ def test_a_folder_that_only_the_first_rank_sees_is_found(tmp_path) -> None:
     args.rank = 1
     with pytest.raises(ValueError, match="a folder that all of them share"):
         check_save_is_shared(args)
-    lock_save(args)
+    lock_save(args, {})
     check_save_is_shared(args)
