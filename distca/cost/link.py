@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
-from distca.cost.volume import PlanBytes
-from distca.plan.span import Floats
+from distca.cost.volume import Messages, PlanBytes
+from distca.plan.span import Bools, Floats
 
 
 @dataclass(frozen=True)
@@ -53,25 +53,27 @@ class Links:
         Sending and receiving overlap, and so do the two kinds of links, so the slowest of these
         four counts. Phases follow each other, so their seconds add up.
         """
-        busy = np.zeros(len(next(iter(moved.phases.values()))))
-        node = np.arange(len(busy)) // self.ranks_per_node
-        same = node[:, None] == node[None, :]
-        for matrix in moved.phases.values():
-            inside = np.where(same, matrix, 0)
-            outside = matrix - inside
+        busy = np.zeros(next(iter(moved.messages.values())).world_size)
+        for messages in moved.messages.values():
+            apart = self._apart(messages)
+            outside = replace(messages, sizes=np.where(apart, messages.sizes, 0))
+            inside = replace(messages, sizes=np.where(apart, 0, messages.sizes))
             busy += np.maximum.reduce(
                 [
-                    inside.sum(axis=1) / self.node_gb_per_s,
-                    inside.sum(axis=0) / self.node_gb_per_s,
-                    outside.sum(axis=1) / self.network_gb_per_s,
-                    outside.sum(axis=0) / self.network_gb_per_s,
+                    inside.sent() / self.node_gb_per_s,
+                    inside.received() / self.node_gb_per_s,
+                    outside.sent() / self.network_gb_per_s,
+                    outside.received() / self.network_gb_per_s,
                 ]
             )
         return busy * 1e-9
 
     def between_nodes(self, moved: PlanBytes) -> int:
         """Bytes that leave a node."""
-        ranks = len(next(iter(moved.phases.values())))
-        node = np.arange(ranks) // self.ranks_per_node
-        apart = node[:, None] != node[None, :]
-        return sum(int(matrix[apart].sum()) for matrix in moved.phases.values())
+        return sum(int(m.sizes[self._apart(m)].sum()) for m in moved.messages.values())
+
+    def _apart(self, messages: Messages) -> Bools:
+        """Tells which pairs of ranks are on different nodes, bool `[pairs]`."""
+        size = self.ranks_per_node
+        result: Bools = messages.source // size != messages.destination // size
+        return result

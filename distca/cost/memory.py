@@ -113,12 +113,10 @@ def plan_memory(
         shape: the heads of one tensor-parallel rank, or of a head group of it.
         backward: source of the kernels' inputs in the backward pass, as in `plan_bytes`.
     """
-    moved_q = plan.q_segments.moved_rows(plan.world_size)
-    moved_kv = plan.kv_segments.moved_rows(plan.world_size)
+    segments = plan.q_segments, plan.kv_segments
+    sent, received = zip(*(each.moved_per_rank(plan.world_size) for each in segments), strict=True)
     own = plan.own_tokens_per_rank(), plan.placement.tokens_per_rank()
-    served = tuple(o + m.sum(axis=0) for o, m in zip(own, (moved_q, moved_kv), strict=True))
-    sent = moved_q.sum(axis=1), moved_kv.sum(axis=1)
-    received = moved_q.sum(axis=0), moved_kv.sum(axis=0)
+    served = tuple(o + more for o, more in zip(own, received, strict=True))
     q_row, lse_row, k_row = shape.q_row_bytes, shape.lse_row_bytes, shape.kv_row_bytes // 2
     float32_q, float32_k = _float32(shape, q_row), _float32(shape, k_row)
     assert LSE_BYTES == FLOAT32_BYTES
@@ -203,6 +201,7 @@ def _channels(planned: PlanBytes) -> tuple[int, int, int, int]:
     """Largest bytes that a server sends and receives: to the servers, then to the owners."""
     largest = []
     for phases in (("dispatch", "dispatch_backward"), ("return", "return_backward")):
-        for axis in (1, 0):
-            largest.append(max(int(planned.phases[phase].sum(axis=axis).max()) for phase in phases))
+        messages = [planned.messages[phase] for phase in phases]
+        largest.append(max(int(each.sent().max()) for each in messages))
+        largest.append(max(int(each.received().max()) for each in messages))
     return largest[0], largest[1], largest[2], largest[3]

@@ -8,6 +8,7 @@ Appendix B is the cost of one shard that brings its full context; this is the co
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Literal
 
 import numpy as np
@@ -89,31 +90,82 @@ class AttentionShape:
 
 
 @dataclass(frozen=True)
+class Messages:
+    """A table: `source[i]` sends `sizes[i]` bytes to another rank, `destination[i]`.
+
+    Each pair of ranks is in it once at most. All columns are int64 `[pairs]`.
+    """
+
+    source: Int64s
+    destination: Int64s
+    sizes: Int64s
+    world_size: int
+
+    @property
+    def back(self) -> Messages:
+        """As many bytes in the other direction."""
+        return replace(self, source=self.destination, destination=self.source)
+
+    def sent(self) -> Int64s:
+        """Bytes that each rank sends, int64 `[world_size]`."""
+        return _sums(self.source, self.sizes, self.world_size)
+
+    def received(self) -> Int64s:
+        """Bytes that each rank receives, int64 `[world_size]`."""
+        return _sums(self.destination, self.sizes, self.world_size)
+
+    def matrix(self) -> Int64s:
+        """Bytes of each pair, int64 `[source rank, destination rank]`."""
+        dense = np.zeros((self.world_size, self.world_size), dtype=np.int64)
+        dense[self.source, self.destination] = self.sizes
+        return dense
+
+    @staticmethod
+    def of_matrix(dense: Int64s) -> Messages:
+        """Makes the table of bytes by source and destination, `matrix`'s inverse."""
+        source, destination = np.nonzero(dense)
+        return Messages(source, destination, dense[source, destination], len(dense))
+
+
+def _sums(groups: Int64s, values: Int64s, total_groups: int) -> Int64s:
+    """Sums of values by group, int64 `[total_groups]`."""
+    sums = np.zeros(total_groups, dtype=np.int64)
+    np.add.at(sums, groups, values)
+    return sums
+
+
+@dataclass(frozen=True)
 class PlanBytes:
     """Bytes of one layer, by phase and pair of ranks.
 
     Attributes:
-        phases: int64 `[source rank, destination rank]` with diagonal 0, by the names in `PHASES`.
+        messages: who sends how much to whom, by the names in `PHASES`. Of thousands of ranks each
+            exchanges with few.
     """
 
-    phases: dict[str, Int64s]
+    messages: dict[str, Messages]
+
+    @cached_property
+    def phases(self) -> dict[str, Int64s]:
+        """Matrices of all phases, int64 `[source rank, destination rank]` with diagonal 0."""
+        return {name: each.matrix() for name, each in self.messages.items()}
 
     @property
     def total(self) -> int:
         """All bytes of all phases."""
-        return sum(int(matrix.sum()) for matrix in self.phases.values())
+        return sum(int(each.sizes.sum()) for each in self.messages.values())
 
     def sent(self) -> Int64s:
         """Bytes that each rank sends, int64 `[world_size]`."""
-        return np.sum([matrix.sum(axis=1) for matrix in self.phases.values()], axis=0)
+        return np.sum([each.sent() for each in self.messages.values()], axis=0)
 
     def received(self) -> Int64s:
         """Bytes that each rank receives, int64 `[world_size]`."""
-        return np.sum([matrix.sum(axis=0) for matrix in self.phases.values()], axis=0)
+        return np.sum([each.received() for each in self.messages.values()], axis=0)
 
     def forward(self) -> PlanBytes:
         """The phases of the forward pass alone."""
-        return PlanBytes({name: self.phases[name] for name in FORWARD_PHASES})
+        return PlanBytes({name: self.messages[name] for name in FORWARD_PHASES})
 
 
 def plan_bytes(plan: Plan, shape: AttentionShape, backward: BackwardInputs = "resend") -> PlanBytes:
@@ -130,16 +182,30 @@ def plan_bytes(plan: Plan, shape: AttentionShape, backward: BackwardInputs = "re
     """
     if backward not in BACKWARD_INPUTS:
         raise ValueError(f'backward is "resend" or "keep", not {backward!r}')
-    q_rows = plan.q_segments.moved_rows(plan.world_size)
-    kv_rows = plan.kv_segments.moved_rows(plan.world_size)
-    inputs = q_rows * shape.q_row_bytes + kv_rows * shape.kv_row_bytes
+    servers = plan.world_size
+    q_owner, q_server, q_rows = plan.q_segments.moved()
+    kv_owner, kv_server, kv_rows = plan.kv_segments.moved()
+    pairs, where = np.unique(
+        np.concatenate([q_owner * servers + q_server, kv_owner * servers + kv_server]),
+        return_inverse=True,
+    )
+    owner, server = np.divmod(pairs, servers)
+    q, kv = np.zeros_like(pairs), np.zeros_like(pairs)
+    q[where[: len(q_rows)]], kv[where[len(q_rows) :]] = q_rows, kv_rows
+
+    def to_servers(sizes: Int64s) -> Messages:
+        return Messages(owner, server, sizes, servers)
+
+    inputs = q * shape.q_row_bytes + kv * shape.kv_row_bytes
     # The gradient of the output, the final output and the final LSE.
-    gradient = q_rows * (2 * shape.q_row_bytes + shape.lse_row_bytes)
+    gradient = q * (2 * shape.q_row_bytes + shape.lse_row_bytes)
     return PlanBytes(
         {
-            "dispatch": inputs,
-            "return": (q_rows * (shape.q_row_bytes + shape.lse_row_bytes)).T.copy(),
-            "dispatch_backward": gradient + inputs if backward == "resend" else gradient,
-            "return_backward": inputs.T.copy(),
+            "dispatch": to_servers(inputs),
+            "return": to_servers(q * (shape.q_row_bytes + shape.lse_row_bytes)).back,
+            "dispatch_backward": to_servers(
+                gradient + inputs if backward == "resend" else gradient
+            ),
+            "return_backward": to_servers(inputs).back,
         }
     )

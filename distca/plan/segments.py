@@ -40,12 +40,30 @@ class Segments:
             self.owner_row[selection],
         )
 
+    def moved(self) -> tuple[Int64s, Int64s, Int64s]:
+        """Returns the rows that travel: `(owner, server, rows)` of each pair of different ranks.
+
+        Pairs without rows are left out: there are far fewer than ranks squared.
+        """
+        away = self.select(self.owner != self.server)
+        pair_changes = (np.diff(away.server) != 0) | (np.diff(away.owner) != 0)
+        first = np.flatnonzero(np.concatenate([[len(away.server) > 0], pair_changes]))
+        return away.owner[first], away.server[first], np.add.reduceat(away.lengths, first)
+
+    def moved_per_rank(self, world_size: int) -> tuple[Int64s, Int64s]:
+        """Returns the rows that each rank sends, and those that each receives, `[world_size]`."""
+        owner, server, rows = self.moved()
+        sent, received = np.zeros((2, world_size), dtype=np.int64)
+        np.add.at(sent, owner, rows)
+        np.add.at(received, server, rows)
+        return sent, received
+
     def moved_rows(self, world_size: int) -> Int64s:
         """Returns the rows that travel from each owner to each server, `[owners, servers]`."""
-        moved = np.zeros((world_size, world_size), dtype=np.int64)
-        np.add.at(moved, (self.owner, self.server), self.lengths)
-        np.fill_diagonal(moved, 0)
-        return moved
+        matrix = np.zeros((world_size, world_size), dtype=np.int64)
+        owner, server, rows = self.moved()
+        matrix[owner, server] = rows
+        return matrix
 
 
 def find_segments(

@@ -19,7 +19,7 @@ from distca.commands.plan_plot import draw_loads
 from distca.cost.link import Links
 from distca.cost.model_sizes import MODELS
 from distca.cost.profile import Profile
-from distca.cost.volume import AttentionShape, PlanBytes
+from distca.cost.volume import AttentionShape, Messages, PlanBytes
 from distca.plan import Mask, load_plan, save_plan
 from distca.schedule import SCHEDULERS, ScheduleConfig, make_scheduler
 from support.commands import Command
@@ -288,7 +288,8 @@ def test_links() -> None:
     assert links.seconds_per_byte(1, 2) == pytest.approx(1e-10)
     matrix = np.zeros((4, 4), dtype=np.int64)
     matrix[0, 1], matrix[0, 2], matrix[3, 2] = 1000, 500, 300
-    moved = PlanBytes({"dispatch": matrix, "return": matrix.T.copy()})
+    messages = Messages.of_matrix(matrix)
+    moved = PlanBytes({"dispatch": messages, "return": messages.back})
     assert links.between_nodes(moved) == 1000
     # Rank 0 sends 500 bytes to the network, then receives as many; rank 3 sends inside its node.
     assert links.busy_seconds(moved) == pytest.approx([1e-7, 2e-8, 1e-7, 6e-9])

@@ -22,7 +22,7 @@ _ROUNDS = 8
 
 def received_bytes(plan: Plan, shape: AttentionShape) -> np.ndarray:
     """Returns the bytes that each server receives for a layer's forward pass, int64 `[servers]`."""
-    return plan_bytes(plan, shape).phases["dispatch"].sum(axis=0)
+    return plan_bytes(plan, shape).messages["dispatch"].received()
 
 
 def fit_arenas(plan: Plan, shape: AttentionShape, bound: int) -> Plan:

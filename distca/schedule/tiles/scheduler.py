@@ -137,7 +137,7 @@ class TilesScheduler:
             _imbalance(plan, config),
             float(config.links.busy_seconds(forward).max()),
             forward.total,
-            int(moved.phases["dispatch"].sum(axis=0).max()),
+            int(moved.messages["dispatch"].received().max()),
         )
 
     def _best(self, found: list[_Candidate]) -> Plan:
@@ -183,7 +183,7 @@ def move_tiles(plan: Plan, config: ScheduleConfig) -> Plan:
         plan.mask,
         config,
         config.links.busy_seconds(moved.forward()),
-        moved.phases["dispatch"].sum(axis=0).astype(np.float64),
+        moved.messages["dispatch"].received().astype(np.float64),
     )
     return replace(plan, tasks=tasks)
 

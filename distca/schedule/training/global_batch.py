@@ -144,10 +144,10 @@ class PlannedTick(NamedTuple):
         passes = (("forward", FORWARD_PHASES), ("backward", BACKWARD_PHASES))
         sent: dict[str, Int64s] = {}
         for plan in self.plans:
-            each = plan_bytes(plan, shape, backward).phases
+            each = plan_bytes(plan, shape, backward).messages
             for what, names in passes:
                 for name in names if calls[what] else ():
-                    sent[name] = sent.get(name, 0) + calls[what] * each[name].sum(axis=1)
+                    sent[name] = sent.get(name, 0) + calls[what] * each[name].sent()
         return sent
 
 
