@@ -123,6 +123,9 @@ class _Mover:
         speeds = config.speeds_of(servers)
         loads = np.bincount(tasks.server, weights=self._all_loads, minlength=servers) / speeds
         self._loads: list[float] = loads.tolist()
+        # Heap of (load, server), in which entries of an earlier load are passed over.
+        self._by_load = [(load, server) for server, load in enumerate(self._loads)]
+        heapq.heapify(self._by_load)
         self._speeds: list[float] = speeds.tolist()
         self._target = float(self._all_loads.sum()) / float(speeds.sum())
         self._limit = self._target * (1 + config.tolerance)
@@ -194,7 +197,7 @@ class _Mover:
         surplus = (self._loads[server] - self._limit * (1 - _MARGIN)) * self._speeds[server]
         mine = self._tasks_of(server)
         heaviest = heapq.nlargest(_TASKS, range(len(mine)), key=lambda i: mine[i].load)
-        emptiest = heapq.nsmallest(_RECIPIENTS, range(len(self._loads)), self._loads.__getitem__)
+        emptiest = self._emptiest()
         best: _Tile | None = None
         for number in heaviest:
             held = self._holders(mine[number].document)
@@ -212,6 +215,17 @@ class _Mover:
             return False
         self._move(server, best)
         return True
+
+    def _emptiest(self) -> list[int]:
+        """Returns the servers with least load; of equal ones those with lower numbers."""
+        found: list[tuple[float, int]] = []
+        while self._by_load and len(found) < _RECIPIENTS:
+            load, server = entry = heapq.heappop(self._by_load)
+            if load == self._loads[server] and entry not in found:
+                found.append(entry)
+        for entry in found:
+            heapq.heappush(self._by_load, entry)
+        return [server for _, server in found]
 
     def _tiles(
         self,
@@ -361,6 +375,7 @@ class _Mover:
         theirs.append(new[0])
         for place, tasks in ((server, mine), (recipient, theirs)):
             self._loads[place] = sum(t.load for t in tasks) / self._speeds[place]
+            heapq.heappush(self._by_load, (self._loads[place], place))
         held = self._holders(task.document)
         held[recipient] = _joined(held.get(recipient, []), span.kv_start, span.kv_end)
         rows = task.q_end - span.q_cut

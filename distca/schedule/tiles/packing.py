@@ -33,8 +33,8 @@ that are no filler (at most 32 times as many as ranks) and `s` ranks tried for e
 
 from __future__ import annotations
 
+import heapq
 import math
-from bisect import bisect_left, insort
 from dataclasses import dataclass
 
 import numpy as np
@@ -100,8 +100,11 @@ class _Packer:
         self._room = packing.capacities.copy()
         self._spare = packing.targets * (1 + packing.slack) - self._density * packing.capacities
         self._whole_spare = max(float(self._spare.max()), 1e-9)
-        # Sorted pairs (spare, rank) of the ranks with room for a document that is no filler.
-        self._by_spare = sorted((float(spare), rank) for rank, spare in enumerate(self._spare))
+        # Heap of (-spare, -rank), in which entries of an earlier spare are passed over.
+        self._by_spare = [(-float(spare), -rank) for rank, spare in enumerate(self._spare)]
+        heapq.heapify(self._by_spare)
+        # Heap of (-room, -rank) of the ranks that had most spare, but too little room.
+        self._set_aside: list[tuple[int, int]] = []
         self._rows: list[tuple[int, int, int, int]] = []
 
     def place(self) -> Placement:
@@ -125,22 +128,26 @@ class _Packer:
 
     def _emptiest(self, length: int, wanted: float) -> int | None:
         """Finds the rank with most spare of those with room; None if its load got too high."""
-        for spare, rank in reversed(self._by_spare):
-            if wanted - spare > self._packing.overfill * self._packing.targets[rank]:
-                return None
-            if self._room[rank] >= length:
-                return rank
+        # Documents become shorter, but for few, so that a rank is set aside about once.
+        while self._set_aside and -self._set_aside[0][0] >= length:
+            rank = -heapq.heappop(self._set_aside)[1]
+            heapq.heappush(self._by_spare, (-float(self._spare[rank]), -rank))
+        while self._by_spare:
+            spare, rank = -self._by_spare[0][0], -self._by_spare[0][1]
+            room, is_current = int(self._room[rank]), spare == self._spare[rank]
+            if is_current and room >= length:
+                much = wanted - spare > self._packing.overfill * self._packing.targets[rank]
+                return None if much else rank
+            heapq.heappop(self._by_spare)
+            if is_current:
+                heapq.heappush(self._set_aside, (-room, -rank))
         return None
 
     def _take(self, rank: int, tokens: int, load: float) -> None:
-        before = float(self._spare[rank])
-        index = bisect_left(self._by_spare, (before, rank))
-        if index < len(self._by_spare) and self._by_spare[index] == (before, rank):
-            del self._by_spare[index]
         self._room[rank] -= tokens
-        self._spare[rank] = before - load
+        self._spare[rank] -= load
         if self._room[rank] >= self._shortest:
-            insort(self._by_spare, (before - load, rank))
+            heapq.heappush(self._by_spare, (-float(self._spare[rank]), -rank))
 
     def _spread(self, document: int, length: int, excess: float) -> None:
         """Places mirrored slices of a document on the ranks that can take most of it."""
@@ -281,17 +288,21 @@ def _base_density(lengths: Int64s, loads: Floats, share: float) -> float:
 
 
 def _most_first(takes: Floats, count: int, ranks_per_node: int) -> Int64s:
-    """Sorts ranks by what they can take, node by node: first the node whose best `count` ranks can
-    take most."""
-    order = np.argsort(-takes, kind="stable")
-    if ranks_per_node == 1:
-        return order
-    node = order // ranks_per_node
-    by_node = np.argsort(node, kind="stable")
-    within = np.empty(len(order), dtype=np.int64)
-    within[by_node] = np.arange(len(order)) - np.searchsorted(node[by_node], node[by_node])
-    best = np.bincount(node, weights=np.where(within < count, takes[order], 0.0))
-    return order[np.lexsort((within, node, -best[node]))]
+    """Finds the ranks that can take most, `count` or some more, node by node: first the node whose
+    best `count` ranks can take most, and in it the rank that can."""
+    nodes = -(-len(takes) // ranks_per_node)
+    by_node = np.zeros((nodes, ranks_per_node))
+    by_node.flat[: len(takes)] = takes
+    best = takes
+    if ranks_per_node > 1:
+        best = np.cumsum(-np.sort(-by_node, axis=1)[:, :count], axis=1)[:, -1]
+    # Sorting all of thousands of nodes for each document would take most of the time.
+    needed = min(-(-count // ranks_per_node) + 1, nodes)
+    candidates = np.flatnonzero(best >= np.partition(best, nodes - needed)[nodes - needed])
+    first = candidates[np.argsort(-best[candidates], kind="stable")[:needed]]
+    within = np.argsort(-by_node[first], axis=1, kind="stable")
+    order = (first[:, None] * ranks_per_node + within).ravel()
+    return order[order < len(takes)]
 
 
 def _water_fill(spare: Floats, room: Int64s, density: float, length: int) -> Floats:
