@@ -2,12 +2,14 @@
 
     python benchmarks/plans/schedulers.py --output results/
     python benchmarks/plans/schedulers.py --published DIR --output results/
+    python benchmarks/plans/schedulers.py --published DIR --scale --output results/
 
 Lengths are drawn from distributions of `distca/documents/lengths.py`, or from published lists:
 `DIR` holds `document_lengths_wlbllm.json` and `document_lengths_prolong.json`, JSON lists of
 document lengths. "upsampled" keeps all documents of 10,000 tokens or more and one in ten of the
 others; "as is" keeps all. Documents are shuffled, capped, and fill the ranks. Writes `plans.csv`,
-`plans.md` and plots; prints the table.
+`plans.md` and plots; prints the table. `--scale` plans with `tiles` alone for up to 16,384 servers,
+and writes `planning_at_scale.md`.
 
 The bound is for tiles that bring everything with them, if the documents were placed one after the
 other and balanced exactly: the sum over servers of `2 sqrt(w_q w_kv missing pairs)`. A free
@@ -20,6 +22,7 @@ import argparse
 import cProfile
 import csv
 import io
+import itertools
 import platform
 import pstats
 import sys
@@ -55,6 +58,8 @@ from distca.schedule.baselines.packed import PackedScheduler
 from distca.schedule.baselines.wlb_llm import delay_outliers
 
 TOKENS_PER_SERVER = 65_536
+SCALE = [256, 1024, 2048, 4096, 8192, 16_384]
+"""Servers of `--scale`."""
 
 
 @dataclass(frozen=True)
@@ -205,6 +210,31 @@ def planning_times(sets: dict[str, Callable[[int, int, int], Int64s]]) -> list[d
     return rows
 
 
+def at_scale(sets: dict[str, Callable[[int, int, int], Int64s]], servers: list[int]) -> str:
+    """The table of plans by tiles for many servers."""
+    config = ScheduleConfig(shape=MODELS["llama-34b"].attention_shape())
+    lines = [
+        "| documents | servers | tasks | plan s | check s | max/mean | GB a server | GB busiest |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- |",
+    ]
+    for name, ranks in tqdm(list(itertools.product(sets, servers)), unit=" plans", disable=None):
+        lengths = sets[name](ranks * TOKENS_PER_SERVER, 131_072, 0)
+        capacities = even_capacities(int(lengths.sum()), ranks)
+        start = time.process_time()
+        plan = make_scheduler("tiles", config).plan(lengths, capacities, Mask())
+        planned = time.process_time()
+        plan.validate()
+        checked = time.process_time()
+        found = describe(plan, config)
+        lines.append(
+            f"| {name} | {ranks:,} | {found.tasks:,} | {planned - start:.2f} | "
+            f"{checked - planned:.2f} | {found.load_max_over_mean:.3f} | "
+            f"{found.bytes_total / ranks / 1e9:.3f} | "
+            f"{max(found.bytes_max_sent, found.bytes_max_received) / 1e9:.3f} |"
+        )
+    return "\n".join(lines)
+
+
 def where_the_time_goes(lengths: Int64s, servers: int) -> str:
     """The functions that planning spends most time in."""
     config = ScheduleConfig(shape=MODELS["llama-34b"].attention_shape())
@@ -302,9 +332,26 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", default=["llama-34b", "llama-8b"])
     parser.add_argument("--longest", type=int, nargs="+", default=[131_072, 524_288])
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--scale", action="store_true", help="tiles alone, for many servers")
     args = parser.parse_args()
     sets = document_sets(args.published)
     args.output.mkdir(parents=True, exist_ok=True)
+    machine = (
+        f"on one core of: {cpu_name()}; Python {platform.python_version()}, numpy "
+        f"{np.__version__}. Times are the processor's, whatever else it does."
+    )
+    published_flag = "--published DIR " if args.published else ""
+    command = f"python benchmarks/plans/schedulers.py {published_flag}"
+    if args.scale:
+        report = f"# Plans for many servers\n\n`{command}--scale --output DIR`, {machine}\n\n"
+        report += (
+            "`tiles`, llama-34b, bf16, tolerance 0.1, 65,536 tokens a server, documents up to "
+        )
+        report += "128K; bytes of one layer, forward, before tensor-parallel division.\n\n"
+        report += at_scale(sets, SCALE) + "\n"
+        (args.output / "planning_at_scale.md").write_text(report)
+        print(report)
+        return
     cases = [
         (name, longest, servers)
         for name in sets
@@ -332,14 +379,11 @@ def main() -> None:
     delays = {name: outlier_delay(make, 64) for name, make in sets.items()}
     times = planning_times(sets)
     slowest = max(sets, key=lambda name: len(sets[name](512 * TOKENS_PER_SERVER, 131_072, 0)))
-    published_flag = "--published DIR " if args.published else ""
-    command = f"python benchmarks/plans/schedulers.py {published_flag}--output DIR"
     report = "\n".join(
         [
             "# Plans of all schedulers",
             "",
-            f"`{command}`, on one core of: {cpu_name()}; Python {platform.python_version()}, numpy "
-            f"{np.__version__}. Milliseconds are the processor's, whatever else it does.",
+            f"`{command}--output DIR`, {machine}",
             "",
             f"{args.models[0]}, bf16, tolerance 0.1, {TOKENS_PER_SERVER:,} tokens a server; bytes "
             "of one layer, forward, before tensor-parallel division. The other models are in "
