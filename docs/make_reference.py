@@ -36,7 +36,8 @@ Other pages say when to use which of DistCA's flags:
 | what runs behind what | `--distca-ping-pong`, `--distca-head-groups`, `--distca-ablation` | \
 [overlap](overlap.md#ping-and-pong) |
 | memory | `--distca-max-buffer-bytes`, `--distca-backward` | [overlap](overlap.md#memory) |
-| what moves rows | `--distca-transport`, `--distca-nvshmem-mode` | \
+| what moves rows | `--distca-transport`, `--distca-nvshmem-mode`, \
+`--distca-nccl-max-ctas` | \
 [overlap](overlap.md#transports) |
 | processes that only serve | `--distca-servers` | [overlap](overlap.md#dedicated-servers) |
 | pipelines | `--distca-pool-stages`, `--distca-max-in-flight` | [pipelines](pipelines.md) |

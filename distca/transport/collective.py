@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -18,23 +19,48 @@ from distca.transport.base import (
 )
 from distca.transport.channels import channel_number
 
+MAX_CTAS = 8
+"""Thread blocks of NCCL in an exchange, by default: as many as the nvshmem transport's kernel has.
+
+Left alone NCCL takes several times as many, each on an SM of its own, from when an exchange starts:
+also while it waits for a rank that is late, and the layers beside it compute on what is left.
+"""
+
+MOST_CTAS = 64
+"""Thread blocks that NCCL can be given at most."""
+
+
+def nccl_options(max_ctas: int, timeout: timedelta | None = None) -> Any:
+    """The options of an NCCL group for exchanges (`torch.distributed.ProcessGroupNCCL.Options`).
+
+    Its stream has a high priority: while an exchange waits for SMs, servers wait for it.
+
+    Args:
+        max_ctas: thread blocks that an exchange may take, each of which fills most of an SM; a
+            power of two, to which NCCL rounds them up.
+        timeout: time limit of an operation; None: the backend's default.
+    """
+    options = dist.ProcessGroupNCCL.Options()
+    if timeout is not None:
+        options._timeout = timeout
+    options.is_high_priority_stream = True
+    options.config.max_ctas = max_ctas
+    return options
+
 
 def new_exchange_group(
-    ranks: list[int], timeout: timedelta | None = None
+    ranks: list[int], timeout: timedelta | None = None, max_ctas: int = MAX_CTAS
 ) -> dist.ProcessGroup | None:
     """A process group for exchanges alone; None on ranks outside it. Collective.
-
-    NCCL gets a high-priority stream: while an exchange waits for SMs, servers wait for it.
 
     Args:
         ranks: ranks of the group.
         timeout: time limit of an operation; None: the backend's default.
+        max_ctas: as for `nccl_options`, where the backend is NCCL.
     """
     if dist.get_backend() != "nccl":
         return dist.new_group(ranks, timeout=timeout)
-    options = dist.ProcessGroupNCCL.Options()
-    options.is_high_priority_stream = True
-    return dist.new_group(ranks, timeout=timeout, pg_options=options)
+    return dist.new_group(ranks, timeout=timeout, pg_options=nccl_options(max_ctas, timeout))
 
 
 class CollectiveTransport(Transport):

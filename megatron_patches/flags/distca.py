@@ -9,6 +9,7 @@ from distca.cost.volume import BACKWARD_INPUTS, MAX_HEAD_GROUPS, AttentionShape
 from distca.plan import Mask
 from distca.schedule import SCHEDULERS
 from distca.schedule.program import ABLATIONS
+from distca.transport.collective import MAX_CTAS, MOST_CTAS
 from distca.transport.nvshmem import NVSHMEM_MODES
 
 PLACEMENTS = ("free", "sequential")
@@ -145,6 +146,15 @@ def add_distca_arguments(parser: ArgumentParser) -> ArgumentParser:
         default="kernel",
         help="nvshmem copies by a kernel on few SMs, or by copy engines, which leave all SMs to "
         "compute.",
+    )
+    group.add_argument(
+        "--distca-nccl-max-ctas",
+        type=int,
+        default=MAX_CTAS,
+        metavar="N",
+        help="An exchange over NCCL takes at most N thread blocks, each of which fills most of an "
+        "SM, also while it waits for a rank that is late. More for faster links than a network "
+        f"card's. A power of two, at most {MOST_CTAS}.",
     )
     group.add_argument(
         "--distca-ablation",

@@ -11,6 +11,7 @@ from distca.attention.choice import check_head_dim
 from distca.cost.volume import MAX_HEAD_GROUPS
 from distca.plan import BLOCK
 from distca.schedule import BALANCING
+from distca.transport.collective import MOST_CTAS
 from megatron_patches.flags.batch_sizes import check_growth, number_of_iterations
 from megatron_patches.flags.coverage import (
     REFUSED,
@@ -99,6 +100,12 @@ def _validate_transport(args: Namespace) -> None:
         raise ValueError(
             f"--distca-nvshmem-mode {args.distca_nvshmem_mode} says how nvshmem copies, but "
             f"--distca-transport is {transport}: remove one of the two"
+        )
+    blocks = args.distca_nccl_max_ctas
+    if not 1 <= blocks <= MOST_CTAS or blocks & (blocks - 1):
+        raise ValueError(
+            f"--distca-nccl-max-ctas {blocks} is no power of two from 1 to {MOST_CTAS}, to which "
+            "NCCL rounds it up: use 8, or 16 where the GPUs of one machine exchange most"
         )
 
 

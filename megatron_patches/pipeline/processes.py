@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore
 
+from distca.transport.collective import nccl_options
 from megatron_patches.batches.resuming import NOTED, longest_piece
 from megatron_patches.batches.stream import SPLITS, Split
 
@@ -90,8 +91,14 @@ class Processes:
             self.store.set(key, json.dumps(places))
         return places
 
-    def exchange_group(self, places: list[Place], tensor_parallel_rank: int) -> Any:
-        """Makes the group of all processes that exchange with this one. Collective."""
+    def exchange_group(self, places: list[Place], tensor_parallel_rank: int, max_ctas: int) -> Any:
+        """Makes the group of all processes that exchange with this one. Collective.
+
+        Args:
+            places: places of the processes with a model.
+            tensor_parallel_rank: tensor-parallel rank of this process.
+            max_ctas: as for `nccl_options`, where the backend is NCCL.
+        """
         members = [n for n, place in enumerate(places) if place[0] == tensor_parallel_rank]
         members += range(
             self.with_model + tensor_parallel_rank,
@@ -102,9 +109,7 @@ class Processes:
         rank, size = members.index(self.rank), len(members)
         # torch's own new_group() knows processes of the default group alone.
         if dist.get_backend() == "nccl":
-            options = dist.ProcessGroupNCCL.Options()
-            options.is_high_priority_stream = True
-            options._timeout = self.timeout
+            options = nccl_options(max_ctas, self.timeout)
             return dist.ProcessGroupNCCL(store, rank, size, options)
         return dist.ProcessGroupGloo(store, rank, size, self.timeout)
 

@@ -43,9 +43,10 @@ def find_servers(
         processes: processes of a job with dedicated servers; None: there are none.
     """
     chunks = args.virtual_pipeline_model_parallel_size or 1
+    max_ctas = args.distca_nccl_max_ctas
     if processes is not None and processes.serves_only:
         places, index = processes.share_places(None), processes.tensor_parallel_rank
-        group = processes.exchange_group(places, index)
+        group = processes.exchange_group(places, index, max_ctas)
         table = server_table(places, index)
         number = int(table.size) + processes.dedicated_number
         layout = PipelineLayout(None, chunks, table, number, processes.dedicated_servers)
@@ -65,12 +66,12 @@ def find_servers(
         timeout = timedelta(minutes=args.distributed_timeout_minutes)
         groups = [
             new_exchange_group(
-                [rank for rank, other in enumerate(places) if other[0] == each], timeout
+                [rank for rank, other in enumerate(places) if other[0] == each], timeout, max_ctas
             )
             for each in range(parallel_state.get_tensor_model_parallel_world_size())
         ]
         return Servers(groups[index], PipelineLayout(stage, chunks, table, number), None)
-    group = processes.exchange_group(processes.share_places(places), index)
+    group = processes.exchange_group(processes.share_places(places), index, max_ctas)
     layout = PipelineLayout(stage, chunks, table, number, processes.dedicated_servers)
     return Servers(group, layout, Control(group, device))
 

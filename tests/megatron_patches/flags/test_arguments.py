@@ -144,6 +144,8 @@ def test_windows(text: str) -> None:
             "--distca --distca-transport shm --distca-nvshmem-mode copy-engine",
             "copy-engine says how nvshmem copies",
         ),
+        ("--distca --distca-nccl-max-ctas 0", "no power of two from 1 to 64"),
+        ("--distca --distca-nccl-max-ctas 12", "no power of two from 1 to 64"),
         ("--distca --distca-max-in-flight 2", "bounds a pipeline's stages"),
         (
             "--distca --pipeline-model-parallel-size 2 --distca-max-in-flight 0",

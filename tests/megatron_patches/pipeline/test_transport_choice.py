@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import logging
 from argparse import Namespace
+from datetime import timedelta
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -71,3 +74,41 @@ def test_only_auto_falls_back(ranks) -> None:
     assert errors[0][0] == "TransportError"
     if "cannot be imported" in errors[0][1]:
         assert "pip install 'distca[nvshmem-cu13]'" in errors[0][1]
+
+
+@pytest.mark.parametrize("dedicated", [0, 1])
+def test_an_exchange_takes_as_many_of_a_gpus_blocks_as_the_flag_says(
+    monkeypatch, dedicated
+) -> None:
+    """With a stand-in for NCCL: the group that exchanges is made with these options."""
+    from megatron_patches.pipeline import servers
+    from megatron_patches.pipeline.processes import Processes
+    from support.arguments import parse
+
+    made: list[Any] = []
+
+    class Nccl:
+        Options = partial(Namespace, config=Namespace(max_ctas=None))
+
+        def __init__(self, store: Any, rank: int, size: int, options: Any) -> None:
+            made.append(options)
+
+    monkeypatch.setattr(dist, "ProcessGroupNCCL", Nccl, raising=False)
+    monkeypatch.setattr(dist, "get_backend", lambda: "nccl")
+    monkeypatch.setattr(dist, "get_world_size", lambda: 1)
+    monkeypatch.setattr(dist, "all_gather_object", lambda places, place: None)
+    monkeypatch.setattr(dist, "new_group", lambda ranks, **how: made.append(how["pg_options"]))
+    for which in ("rank", "world_size"):
+        for kind in ("tensor_model_parallel", "pipeline_model_parallel", "data_parallel"):
+            number = int(which == "world_size")
+            name = f"get_{kind}_{which}"
+            monkeypatch.setattr(servers.parallel_state, name, lambda number=number: number)
+    processes = (
+        Processes(dist.HashStore(), 0, 1, 1, 1, timedelta(minutes=10)) if dedicated else None
+    )
+    for flags, blocks in (((), 8), (("--distca-nccl-max-ctas", "16"), 16)):
+        args = parse("--distca", *flags, world_size=1)
+        servers.find_servers(args, torch.device("cpu"), processes)
+        assert made[-1].config.max_ctas == blocks
+        assert made[-1].is_high_priority_stream
+        assert made[-1]._timeout == timedelta(minutes=args.distributed_timeout_minutes)
