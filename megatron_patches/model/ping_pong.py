@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from contextvars import copy_context
 from functools import partial
 from typing import Any
 
@@ -26,6 +27,7 @@ from megatron.core.utils import make_viewless_tensor
 from distca.runtime import ProgramRun
 from megatron_patches.model.core_attention import DocumentParams
 from megatron_patches.model.recompute import groups_of_layers
+from megatron_patches.model.thread_state import ThreadState
 
 
 class Turns:
@@ -43,31 +45,34 @@ class Turns:
 
     def run(self, functions: Sequence[Callable[[], Any]]) -> list[Any]:
         """Runs the function of each nano-batch to its end, and returns what they return."""
-        main, with_gradients = self._greenlet.getcurrent(), torch.is_grad_enabled()
+        main, outside = self._greenlet.getcurrent(), ThreadState.present()
         results: list[Any] = [None] * len(functions)
 
         def keep(number: int, function: Callable[[], Any]) -> None:
+            outside.restore()
             results[number] = function()
 
         def give_way() -> None:
-            # Kept, as the only state of a thread in torch that differs between nano-batches.
-            of_this_one = torch.is_grad_enabled()
+            of_this_one = ThreadState.present()
             main.switch()
-            torch.set_grad_enabled(of_this_one)
+            of_this_one.restore()
 
         coroutines = [
             self._greenlet.greenlet(partial(keep, number, function))
             for number, function in enumerate(functions)
         ]
+        for each in coroutines:
+            # Else it would begin without any: torch's settings for a while are context variables.
+            each.gr_context = copy_context()
         self._program.give_way = give_way
         try:
             while not all(each.dead for each in coroutines):
                 event = self._program.next_event
                 assert event is not None, "layers go on after the program's end"
                 coroutines[event.nano_batch].switch()
-                torch.set_grad_enabled(with_gradients)
         finally:
             self._program.give_way = None
+            outside.restore()
         return results
 
 

@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
+from contextvars import ContextVar
 from typing import Any
 
+import pytest
 import torch
+from torch.autograd.graph import saved_tensors_hooks
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron_patches.model.ping_pong import run_layers_in_turn
+from distca.runtime import ProgramRun
+from distca.schedule.program import Event
+from megatron_patches.model.ping_pong import Turns, run_layers_in_turn
+from megatron_patches.model.thread_state import ThreadState
 
 
 class FusedGradient(torch.autograd.Function):
@@ -52,3 +61,76 @@ def test_weight_gradients_of_both_halves_are_summed() -> None:
     torch.cat([layer(ping), layer(pong)]).sum().backward()
     expected = torch.ones(8, 3).T @ torch.cat([ping, pong]).detach()
     torch.testing.assert_close(layer.main_grad, expected)
+
+
+class CountsFunctions(TorchFunctionMode):
+    """A mode that sees calls of torch's functions, and lets them be."""
+
+
+class CountsOperators(TorchDispatchMode):
+    """A mode that sees operators, and lets them be."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+NUMBER: ContextVar[int] = ContextVar("number")
+
+
+class SetsNumber(AbstractContextManager[None]):
+    """A value of a context variable, for a while."""
+
+    def __enter__(self) -> None:
+        self._token = NUMBER.set(NUMBER.get() + 1)
+
+    def __exit__(self, *_: object) -> None:
+        NUMBER.reset(self._token)
+
+
+CONTEXTS = {
+    "gradients": torch.no_grad,
+    "autocast": lambda: torch.autocast("cpu", torch.bfloat16),
+    "casts of a GPU": lambda: torch.autocast("cuda", torch.float16, cache_enabled=False),
+    "default device": lambda: torch.device("meta"),
+    "functions": CountsFunctions,
+    "operators": CountsOperators,
+    "saved tensors": lambda: saved_tensors_hooks(lambda x: x, lambda x: x),
+    "context variable": SetsNumber,
+}
+
+
+@pytest.mark.parametrize("first", [0, 1], ids=["ping", "pong"])
+@pytest.mark.parametrize("name", CONTEXTS)
+@pytest.mark.filterwarnings("ignore:CUDA is not available")
+def test_what_one_half_enters_is_not_for_the_other(name: str, first: int) -> None:
+    """One half waits inside the context; then both do, and the first to enter leaves first."""
+    NUMBER.set(7)
+
+    def state() -> tuple[ThreadState, int]:
+        return ThreadState.present(), NUMBER.get()
+
+    def wait(number: int) -> None:
+        program.take_turn("forward", "start", number)
+
+    def enters(number: int, waits_before: int) -> None:
+        for _ in range(waits_before):
+            wait(number)
+            assert state() == before
+        with CONTEXTS[name]():
+            inside = state()
+            assert inside != before
+            for _ in range(2):
+                wait(number)
+                assert state() == inside
+        assert state() == before
+
+    other = 1 - first
+    order = [first, other, first, other, other]
+    program = ProgramRun([], tuple(Event("forward", "start", number, 0) for number in order))
+    before = state()
+    with saved_tensors_hooks(lambda x: x, lambda x: x):
+        # What surrounds both is in force in both.
+        before = state()
+        halves = [lambda: enters(first, 0), lambda: enters(other, 1)]
+        Turns(program).run(halves if first == 0 else halves[::-1])
+        assert state() == before
