@@ -30,6 +30,7 @@ from megatron_patches.loop.megatron_checkpoints import (
     open_tracker_whole,
 )
 from megatron_patches.loop.messages import exit_with_message, message_handlers, message_level
+from megatron_patches.loop.near_gpu import stay_near_gpu
 from megatron_patches.repairs import write_checkpoints_in_this_process
 
 
@@ -166,6 +167,8 @@ class _AfterPreflight:
 
         given = get_args()
         if self._always or given.distca:
+            if torch.cuda.is_available():
+                stay_near_gpu(torch.cuda.current_device())
             vocab_size = get_tokenizer().vocab_size
             complete = Namespace(**vars(given) | {"vocab_size": vocab_size})
             self._held.enter_context(preflight(complete, self._told))

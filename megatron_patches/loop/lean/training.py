@@ -26,6 +26,7 @@ from megatron_patches.flags.megatron import dedicated_processes, parse_args
 from megatron_patches.loop.ending import ending_the_job_on_failure
 from megatron_patches.loop.job import DataIterators, Job
 from megatron_patches.loop.messages import exit_with_message
+from megatron_patches.loop.near_gpu import stay_near_gpu
 from megatron_patches.pipeline.dedicated import serve
 from megatron_patches.pipeline.processes import Processes
 from megatron_patches.repairs import repair_megatron, write_checkpoints_in_this_process
@@ -120,6 +121,7 @@ def initialize(args: Namespace, process: LaunchedProcess, store: Any = None) -> 
     """
     if torch.cuda.is_available():
         torch.cuda.set_device(process.local_rank)
+        stay_near_gpu(process.local_rank)
     timeout = timedelta(minutes=args.distributed_timeout_minutes)
     processes = None
     dedicated = dedicated_processes(args)
