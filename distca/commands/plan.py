@@ -28,7 +28,7 @@ from distca.documents.lengths import DISTRIBUTIONS, draw, read_lengths
 from distca.plan import Mask, Plan, load_plan, place_in_turn, save_plan
 from distca.plan.span import Int64s
 from distca.schedule import (
-    SCHEDULERS,
+    COMPARED,
     PlanSummary,
     ScheduleConfig,
     describe,
@@ -154,7 +154,7 @@ def build_parser() -> Parser:
         "--scheduler",
         default="tiles",
         metavar="NAME",
-        help=f"Who makes the plan: {', '.join(SCHEDULERS)}.",
+        help=f"Who makes the plan: {', '.join(COMPARED)}; hybrid-cp needs megatron-core.",
     )
     schedule.add_argument(
         "--tolerance",
@@ -188,8 +188,8 @@ def build_parser() -> Parser:
         "--context-parallel-size",
         type=int,
         metavar="N",
-        help="Ranks that share documents under per-document-cp, ring-zigzag and wlb-llm. Default: "
-        "as few as the longest document needs.",
+        help="Ranks that share documents under per-document-cp, ring-zigzag and wlb-llm, and the "
+        "longest one under hybrid-cp. Default: as few as the longest document needs.",
     )
     output = parser.add_argument_group("output")
     output.add_argument(
@@ -435,11 +435,11 @@ def _compare(
 ) -> None:
     """Prints a row for each scheduler, with the reason where it makes no plan."""
     rows: dict[str, dict[str, Any]] = {}
-    for name in SCHEDULERS:
+    for name in COMPARED:
         try:
             plan, seconds = _timed_plan(args, name, config, lengths, capacities)
             rows[name] = {**asdict(describe(plan, config)), **seconds}
-        except ValueError as error:
+        except (ValueError, ImportError) as error:
             rows[name] = {"error": str(error)}
     if args.json:
         _write(json.dumps(rows, indent=1))

@@ -2,12 +2,13 @@
 
 from distca.schedule.base import ScheduleConfig, Scheduler, document_loads, even_capacities
 from distca.schedule.baselines.context_parallel import PerDocumentContextParallel, RingZigzag
+from distca.schedule.baselines.hybrid_cp import HybridContextParallel
 from distca.schedule.baselines.packed import PackedScheduler, packed_loads
 from distca.schedule.baselines.wlb_llm import WlbLlm
 from distca.schedule.greedy import GreedyScheduler
 from distca.schedule.program import Pass
 from distca.schedule.report import PlanSummary, describe, format_summary
-from distca.schedule.schedulers import BALANCING, SCHEDULERS, make_scheduler
+from distca.schedule.schedulers import BALANCING, COMPARED, SCHEDULERS, make_scheduler
 from distca.schedule.tiles.scheduler import TilesScheduler, move_tiles
 from distca.schedule.training.counted_batch import CountedGlobalBatch, CountingPlanner
 from distca.schedule.training.global_batch import (
@@ -33,6 +34,7 @@ from distca.schedule.training.ticks import (
 
 __all__ = [
     "BALANCING",
+    "COMPARED",
     "SCHEDULERS",
     "CountedGlobalBatch",
     "CountingPlanner",
@@ -41,6 +43,7 @@ __all__ = [
     "ExecutionOptions",
     "GlobalBatchPlanner",
     "GreedyScheduler",
+    "HybridContextParallel",
     "NanoPlan",
     "PackedScheduler",
     "Pass",

@@ -6,20 +6,26 @@ from collections.abc import Callable
 
 from distca.schedule.base import ScheduleConfig, Scheduler
 from distca.schedule.baselines.context_parallel import PerDocumentContextParallel, RingZigzag
+from distca.schedule.baselines.hybrid_cp import HybridContextParallel
 from distca.schedule.baselines.packed import PackedScheduler
 from distca.schedule.baselines.wlb_llm import WlbLlm
 from distca.schedule.greedy import GreedyScheduler
 from distca.schedule.tiles.scheduler import TilesScheduler
 
-SCHEDULERS: dict[str, Callable[[ScheduleConfig], Scheduler]] = {
+COMPARED: dict[str, Callable[[ScheduleConfig], Scheduler]] = {
     "packed": PackedScheduler,
     "per-document-cp": PerDocumentContextParallel,
     "ring-zigzag": RingZigzag,
+    "hybrid-cp": HybridContextParallel,
     "wlb-llm": WlbLlm,
     "greedy": GreedyScheduler,
     "tiles": TilesScheduler,
 }
-"""All schedulers by name: first those that don't balance, the best last."""
+"""All schedulers by name: first what Megatron's users have, the best last."""
+
+SCHEDULERS = {name: make for name, make in COMPARED.items() if name != "hybrid-cp"}
+"""Those that `--distca` trains with. Hybrid context parallelism is Megatron's own, which trains so
+with `--hybrid-context-parallel`, and which alone can plan it."""
 
 BALANCING = ("greedy", "tiles")
 """Schedulers that move tasks away from the owners of their queries."""
@@ -31,6 +37,6 @@ def make_scheduler(name: str, config: ScheduleConfig) -> Scheduler:
     Raises:
         ValueError: no scheduler has this name.
     """
-    if name not in SCHEDULERS:
-        raise ValueError(f"no scheduler {name!r}: choose from {', '.join(SCHEDULERS)}")
-    return SCHEDULERS[name](config)
+    if name not in COMPARED:
+        raise ValueError(f"no scheduler {name!r}: choose from {', '.join(COMPARED)}")
+    return COMPARED[name](config)

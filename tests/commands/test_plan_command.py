@@ -21,7 +21,7 @@ from distca.cost.model_sizes import MODELS
 from distca.cost.profile import Profile
 from distca.cost.volume import AttentionShape, Messages, PlanBytes
 from distca.plan import Mask, load_plan, save_plan
-from distca.schedule import SCHEDULERS, ScheduleConfig, make_scheduler
+from distca.schedule import COMPARED, ScheduleConfig, make_scheduler
 from support.commands import Command
 from support.random_plans import random_lengths, random_plan
 
@@ -62,9 +62,9 @@ def test_a_readable_table(command, lengths_file: str) -> None:
 
 def test_all_schedulers_in_one_table(command, lengths_file: str) -> None:
     text = command.run("--lengths", lengths_file, *SMALL, "--compare")
-    assert [line.split()[0] for line in text.splitlines()[1:-1]] == list(SCHEDULERS)
+    assert [line.split()[0] for line in text.splitlines()[1:-1]] == list(COMPARED)
     rows = json.loads(command.run("--lengths", lengths_file, *SMALL, "--compare", "--json"))
-    assert list(rows) == list(SCHEDULERS)
+    assert list(rows) == list(COMPARED)
     assert all("bytes_total" in row for row in rows.values())
     # One that cannot be made says why, and the others are still there.
     rows = json.loads(

@@ -11,7 +11,7 @@ from distca.cost.volume import AttentionShape, plan_bytes
 from distca.plan import Mask, Placement, Plan, place_in_turn
 from distca.plan.plan import max_over_mean
 from distca.plan.span import Int64s
-from distca.schedule import SCHEDULERS, ScheduleConfig, even_capacities, make_scheduler
+from distca.schedule import COMPARED, SCHEDULERS, ScheduleConfig, even_capacities, make_scheduler
 from distca.schedule.baselines.context_parallel import shard_documents
 from distca.schedule.baselines.wlb_llm import MEMORY_FACTOR, delay_outliers
 from support.batches import documents, long_tailed_lengths, placement_rows, task_rows
@@ -29,6 +29,7 @@ def make(
 
 def test_all_baselines_are_schedulers() -> None:
     assert list(SCHEDULERS) == [*BASELINES, "greedy", "tiles"]
+    assert {*COMPARED} - {*SCHEDULERS} == {"hybrid-cp"}
 
 
 @settings(max_examples=120, deadline=None)
