@@ -72,6 +72,7 @@ RUN_IF_FULL = (
     r"python benchmarks/kernels/(attention|layer)\.py --output DIR",
     r"python benchmarks/links/transports\.py --output DIR",
     r"python benchmarks/plans/schedulers\.py --output DIR",
+    r"python benchmarks/plans/hybrid_cp\.py --output DIR",
     r"python benchmarks/plans/planning_ahead\.py --output DIR",
     PAPER.format("fig11").replace(".py", r"\.py"),
 )
@@ -98,7 +99,7 @@ NOT_RUN = {
     r"python benchmarks/cluster/validate_simulator\.py .*": "takes minutes",
     r"python benchmarks/cluster/paper\.py (all|fig12|table\d) .*": "takes minutes to hours",
     r"python benchmarks/links/slow_link\.py .*": "needs root, and takes minutes",
-    r"python benchmarks/plans/schedulers\.py --published .*": "needs published lengths",
+    r"python benchmarks/plans/(schedulers|hybrid_cp)\.py --published .*": "needs published lengths",
 }
 
 # Indented blocks without a command, by how they begin.

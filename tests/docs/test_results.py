@@ -112,6 +112,53 @@ def test_plans_of_tiles_beside_the_papers_scheduler() -> None:
     compare(found, expected)
 
 
+def test_plans_of_tiles_beside_what_megatron_has() -> None:
+    """Layer times and bytes, and their ranges in the index."""
+    stored = {tuple(row[:3]): row for row in table(RESULTS / "hybrid_cp.md", "documents | sch")}
+    names = {
+        "WLB-LLM's, long ones upsampled": "wlbllm, upsampled",
+        "ProLong's, long ones upsampled": "prolong, upsampled",
+        "ProLong's": "prolong, as is",
+        "WLB-LLM's": "wlbllm, as is",
+    }
+
+    def best(documents: str, way: str) -> list[str]:
+        rows = [row for key, row in stored.items() if key[:2] == (documents, way)]
+        return min(rows, key=lambda row: float(row[3]))
+
+    chosen = [
+        [
+            stored[key, "per-document-cp", "default"],
+            best(key, "per-document-cp"),
+            stored[key, "hybrid-cp", "default"],
+            best(key, "hybrid-cp"),
+            best(key, "wlb-llm"),
+            stored[key, "tiles", "-"],
+        ]
+        for key in names.values()
+    ]
+    page = ROOT / "docs" / "planning.md"
+    expected = [
+        [name, *(f"{row[3]}, {row[8]} GB" for row in rows)]
+        for name, rows in zip(names, chosen, strict=True)
+    ]
+    compare(table(page, "documents | `per-document-cp`"), expected)
+    ranges = [
+        (min(times), max(times)) for times in zip(*([r[3] for r in c] for c in chosen), strict=True)
+    ]
+    said = "busiest rank at {} to {} times an equal share, {} to {} with its best limit, `tiles` at"
+    (least, most), (low, high), tiles = (ranges[n] for n in (2, 3, 5))
+    index = INDEX.read_text()
+    assert f"{said.format(least, most, low, high)} {tiles[0]} to {tiles[1]} with fewer" in index
+    # Fewer than with its best limit, and where documents are least shared, more.
+    assert all(float(c[5][8]) < float(c[3][8]) for c in chosen)
+    text = " ".join(page.read_text().split())
+    upsampled = stored["wlbllm, upsampled", "hybrid-cp", "default"]
+    assert f"(up to {upsampled[6]} times the mean on a rank)" in text
+    worst = max(float(row[6]) for row in stored.values())
+    assert f"a rank with {worst:.0f} times its tokens" in text
+
+
 def test_simulated_speed_ups_over_the_papers() -> None:
     """The least and the greatest of each job and scheduler, in the paper's order."""
 

@@ -1,0 +1,168 @@
+"""DistCA beside what Megatron's users have: context parallelism and hybrid context parallelism.
+
+    python benchmarks/plans/hybrid_cp.py --published DIR --output results/
+
+Batches of 64 x 64K tokens, from distributions of `distca/documents/lengths.py` or from published
+lists (see `schedulers.py`), are planned by per-document context parallelism, by megatron-core's own
+scheduler of hybrid context parallelism, by WLB-LLM and by `tiles`. All know the kernel's times, and
+WLB-LLM those of all work, which it packs by. *CP* is the size of groups, and how many ranks hybrid
+context parallelism gives to the longest document (`--max-seqlen-per-dp-cp-rank` is its length over
+that); "default" is the fewest that hold it with 64K tokens each.
+
+*Layer time* is the busiest rank's for a layer, forward and backward, without communication, over
+the mean rank's if all work were shared out equally and documents were whole. Linear layers take it
+where tokens are, core attention where it is computed. After each of Megatron's rounds all ranks
+wait. Its overheads are left out: it runs one document at a time, forward and backward. Writes
+`hybrid_cp.md`, and prints it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import platform
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from importlib.metadata import version
+from pathlib import Path
+
+import numpy as np
+from tqdm import tqdm
+
+sys.path.insert(0, str(Path(__file__).parents[2]))  # as benchmarks/__init__.py says
+
+from benchmarks.plans.schedulers import TOKENS_PER_SERVER, document_sets
+from distca.cost.model_sizes import MODELS
+from distca.cost.volume import plan_bytes
+from distca.plan import Mask, Plan
+from distca.plan.span import Floats, Int64s
+from distca.schedule import (
+    HybridContextParallel,
+    ScheduleConfig,
+    document_loads,
+    even_capacities,
+    make_scheduler,
+)
+from distca.schedule.base import task_loads
+from distca.simulate import CLUSTERS, ModelCosts
+from distca.simulate.bins import AllWork
+
+SERVERS = 64
+TENSOR_PARALLEL = 8
+WAYS: tuple[tuple[str, tuple[int | None, ...]], ...] = (
+    ("per-document-cp", (None, 4, 8, 16)),
+    ("hybrid-cp", (None, 4, 8, 16)),
+    ("wlb-llm", (None, 4, 8, 16)),
+    ("tiles", (None,)),
+)
+
+
+@dataclass(frozen=True)
+class Row:
+    """Figures of a plan; bytes of a layer on one GPU, forward."""
+
+    layer_time: float
+    tokens: float
+    rounds: int
+    gb_total: float
+    gb_busiest: float
+
+
+def plan_way(
+    name: str, lengths: Int64s, config: ScheduleConfig, work: AllWork
+) -> tuple[Plan, Int64s]:
+    """Makes a plan; returns it with the round of each document."""
+    capacities = even_capacities(int(lengths.sum()), SERVERS)
+    if name == "hybrid-cp":
+        found = HybridContextParallel(config).plan_rounds(lengths, capacities, Mask())
+        return found.plan, found.round_of_document
+    if name == "wlb-llm":
+        config = replace(config, cost_model=work)
+    plan = make_scheduler(name, config).plan(lengths, capacities, Mask())
+    return plan, np.zeros(len(lengths), dtype=np.int64)
+
+
+def measure(name: str, size: int | None, lengths: Int64s, costs: ModelCosts) -> Row:
+    """Makes a plan, and counts its work and bytes."""
+    kernel = costs.cluster.attention_cost(costs.shape)
+    per_token = sum(costs.pre_seconds()) + sum(costs.post_seconds())
+    work = AllWork(kernel, 1 + costs.cluster.backward_over_forward, per_token)
+    config = ScheduleConfig(shape=costs.shape, cost_model=kernel, context_parallel_size=size)
+    plan, round_of = plan_way(name, lengths, config, work)
+    plan.validate()
+    at, tasks = plan.placement, plan.tasks
+    seconds = np.zeros((int(round_of.max()) + 1, SERVERS))
+    np.add.at(seconds, (round_of[at.document], at.rank), (at.end - at.start) * per_token)
+    attention: Floats = work.with_backward * task_loads(tasks, Mask(), kernel)
+    np.add.at(seconds, (round_of[tasks.document], tasks.server), attention)
+    tokens = at.tokens_per_rank()
+    moved = plan_bytes(plan, costs.shape).forward()
+    return Row(
+        float(seconds.max(axis=1).sum() * SERVERS / document_loads(lengths, Mask(), work).sum()),
+        float(tokens.max() / tokens.mean()),
+        len(seconds),
+        moved.total / 1e9,
+        max(int(moved.sent().max()), int(moved.received().max())) / 1e9,
+    )
+
+
+def table(
+    sets: dict[str, Callable[[int, int, int], Int64s]], batches: int, costs: ModelCosts
+) -> list[str]:
+    """The rows of all sets of documents: means over batches, and the worst of them."""
+    lines = [
+        "| documents | scheduler | CP | layer time | worst | tokens | worst | rounds | GB | "
+        "GB busiest |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |",
+    ]
+    cases = [(title, name, size) for title in sets for name, sizes in WAYS for size in sizes]
+    for title, name, size in tqdm(cases, unit=" schedulers", disable=None):
+        rows = [
+            measure(name, size, sets[title](SERVERS * TOKENS_PER_SERVER, 131_072, seed), costs)
+            for seed in range(batches)
+        ]
+        time, tokens = [r.layer_time for r in rows], [r.tokens for r in rows]
+        lines.append(
+            f"| {title} | {name} | {size or ('-' if name == 'tiles' else 'default')} | "
+            f"{np.mean(time):.2f} | {max(time):.2f} | {np.mean(tokens):.2f} | {max(tokens):.2f} | "
+            f"{np.mean([r.rounds for r in rows]):.1f} | {np.mean([r.gb_total for r in rows]):.2f} "
+            f"| {np.mean([r.gb_busiest for r in rows]):.3f} |"
+        )
+    return lines
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
+    parser.add_argument("--published", type=Path, metavar="DIR")
+    parser.add_argument("--output", type=Path, metavar="DIR", required=True)
+    parser.add_argument("--batches", type=int, default=8)
+    parser.add_argument("--model", default="llama-34b", choices=[*MODELS])
+    args = parser.parse_args()
+    costs = ModelCosts(MODELS[args.model], CLUSTERS["dgx-h200"], TENSOR_PARALLEL)
+    rows = table(document_sets(args.published), args.batches, costs)
+    published_flag = "--published DIR " if args.published else ""
+    report = "\n".join(
+        [
+            "# Hybrid context parallelism of megatron-core beside DistCA",
+            "",
+            f"`python benchmarks/plans/hybrid_cp.py {published_flag}--output DIR`; "
+            f"megatron-core {version('megatron-core')}, Python {platform.python_version()}. Plans "
+            "are made, and their work and bytes counted; nothing was measured.",
+            "",
+            f"{args.model}, bf16, tensor parallelism of {TENSOR_PARALLEL}, {SERVERS} servers of "
+            f"{costs.cluster.name} with {TOKENS_PER_SERVER:,} tokens each, documents up to 128K; "
+            f"{args.batches} batches of each kind: means, and the worst one. Layer time: the "
+            "busiest rank's without communication, over the mean of an equal share. Tokens: most "
+            "of a rank over the mean. Bytes: of a layer, forward, on one GPU of a server.",
+            "",
+            *rows,
+            "",
+        ]
+    )
+    args.output.mkdir(parents=True, exist_ok=True)
+    (args.output / "hybrid_cp.md").write_text(report)
+    print(report)
+
+
+if __name__ == "__main__":
+    main()
