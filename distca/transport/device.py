@@ -217,6 +217,16 @@ class DeviceRank:
         """Tells all receivers that the stream's puts so far are complete."""
         self._launch("set_ready", 1, stream, number, epoch)
 
+    def gpu_initiated(self) -> bool:
+        """Whether GPUs start transfers between machines themselves, without a thread of the host.
+
+        Waits for the GPU. Only with kernels that NVSHMEM was linked to, and has initialised.
+        """
+        answer = torch.zeros(1, dtype=torch.int32, device=self._device)
+        stream = torch.cuda.current_stream(self._device)
+        self._kernels.launch("gpu_initiated", 1, stream, answer.data_ptr())
+        return bool(answer.item())
+
     def failure(self) -> str | None:
         """The failure that a kernel has reported, in words; None: no failure."""
         words = [word % 2**64 for word in self._failure.tolist()]

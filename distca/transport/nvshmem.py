@@ -11,6 +11,7 @@ a kernel waits for was issued before it, even with one hardware queue
 from __future__ import annotations
 
 import logging
+import os
 import time
 from collections import Counter
 from collections.abc import Mapping
@@ -46,6 +47,10 @@ NVSHMEM_MODES: tuple[Mode, ...] = ("kernel", "copy-engine")
 _CAN_ALLOCATE = 2
 # NVSHMEM's heap grows by multiples of so many bytes: NVSHMEM_CUMEM_GRANULARITY's default.
 _GRANULE = 1 << 29
+# Lets GPUs start transfers between machines (IBGDA), rather than a thread of the host for which
+# every message waits. NVSHMEM has it off, takes it from the environment alone when it is first
+# called, and goes on without where network cards or driver cannot do it. A 0 that is there stays.
+_GPU_INITIATED = "NVSHMEM_IB_ENABLE_IBGDA"
 # Interval at which `check` looks at the GPU.
 _POLL_SECONDS = 1e-4
 
@@ -84,6 +89,9 @@ class NvshmemTransport(Transport):
     Raises:
         TransportError: NVSHMEM is missing or does not start, machines have different numbers of
             ranks, or the kernels cannot be compiled. Every rank raises the same.
+
+    Attributes:
+        network: description of what starts transfers between machines.
     """
 
     def __init__(
@@ -104,20 +112,25 @@ class NvshmemTransport(Transport):
                 f"ranks on each machine: {numbers}, but NVSHMEM needs as many on each: give "
                 "--distca-transport collective, or start as many everywhere"
             )
+        if len(ranks_of) > 1:
+            os.environ.setdefault(_GPU_INITIATED, "1")
         if self.rank == 0:
             # Logged before NVSHMEM starts: ranks that cannot reach each other hang there.
             logger.info(
                 "NVSHMEM starts on %d ranks of %d machines; if it stops here, name the network "
-                "interface: export NVSHMEM_BOOTSTRAP_UID_SOCK_IFNAME",
+                "interface (export NVSHMEM_BOOTSTRAP_UID_SOCK_IFNAME=ib0), or let a thread of the "
+                "host start transfers (export %s=0)",
                 self.world_size,
                 len(ranks_of),
+                _GPU_INITIATED,
             )
         unique_ids = on_all_ranks(group, self._unique_id)
         self._open = False
         self._linked: Any = None
         try:
             on_all_ranks(group, lambda: self._initialise(unique_ids[0]))
-            on_all_ranks(group, self._load)
+            ways = set(on_all_ranks(group, self._load))
+            self.network = " elsewhere, ".join(sorted(ways))
         except TransportError:
             self._shut()
             raise
@@ -160,7 +173,8 @@ class NvshmemTransport(Transport):
             )
         self._open = True
 
-    def _load(self) -> None:
+    def _load(self) -> str:
+        """Loads the kernels, and tells what starts transfers between machines."""
         self._control = SymmetricBytes(
             self._bindings, self.world_size, control_bytes(self.world_size), self._device
         )
@@ -177,6 +191,11 @@ class NvshmemTransport(Transport):
         )
         # The control memory must be zero before any rank goes on.
         torch.cuda.synchronize(self._device)
+        if all_mapped:
+            return "all memory is mapped"
+        if self._endpoint.gpu_initiated():
+            return "GPUs start transfers between machines (IBGDA)"
+        return "a thread of the host starts transfers between machines: see `distca doctor`"
 
     def reserve(self, sizes: Mapping[Channel, ChannelBytes]) -> None:
         """See `Transport.reserve`.

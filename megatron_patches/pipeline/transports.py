@@ -57,5 +57,9 @@ def _make(args: Namespace, group: dist.ProcessGroup, device: torch.device) -> Tr
         # All ranks fall back, since every rank has the same error.
         logger.warning("transport: collective (NCCL), since nvshmem does not start: %s", error)
         return CollectiveTransport(group, device)
-    logger.info("transport: nvshmem, which starts here; it copies by %s", args.distca_nvshmem_mode)
+    logger.info(
+        "transport: nvshmem, which starts here; it copies by %s; %s",
+        args.distca_nvshmem_mode,
+        transport.network,
+    )
     return transport

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import os
 import sys
 import types
 from collections.abc import Iterator
@@ -29,6 +30,7 @@ class Fake:
         unmapped: ranks on other machines.
         free_bytes: of the GPU.
         failure: what the kernels report.
+        gpu_initiated: whether its GPU starts transfers between machines, once it was asked to.
     """
 
     calls: list[str] = field(default_factory=list)
@@ -36,6 +38,7 @@ class Fake:
     unmapped: tuple[int, ...] = ()
     free_bytes: int = 1 << 40
     failure: str | None = None
+    gpu_initiated: bool = False
     _memory: list[np.ndarray] = field(default_factory=list)
 
     def called(self, name: str) -> None:
@@ -58,6 +61,7 @@ class Fake:
         return types.SimpleNamespace(_data=np.zeros(4, np.uint8))
 
     def init(self, **how: Any) -> None:
+        self.gpu_initiated &= os.environ.get("NVSHMEM_IB_ENABLE_IBGDA") == "1"
         self.called("init")
 
     def init_status(self) -> int:
@@ -96,8 +100,11 @@ class Fake:
         of_bytes = lambda at, n: np.ctypeslib.as_array((ctypes.c_uint8 * n).from_address(at))  # noqa: E731
         rank = mock.MagicMock()
         rank.failure = lambda: self.failure
+        rank.gpu_initiated = lambda: self.gpu_initiated
         with (
             mock.patch.dict(sys.modules, {"cuda.core": cuda_core}),
+            # What is set for NVSHMEM does not last.
+            mock.patch.dict(os.environ),
             mock.patch.object(nvshmem, "_nvshmem", return_value=(self, self)),
             mock.patch.object(Fake, "NvshmemKernelObject", kernel_object, create=True),
             mock.patch.object(symmetric_bytes, "_Address", of_bytes),

@@ -43,6 +43,8 @@ def launches(monkeypatch) -> Launches:
     rank.release(0, 1, stream)  # type: ignore[arg-type]
     rank.wait_for_room(0, 1, stream)  # type: ignore[arg-type]
     rank.set_ready(0, 1, stream)  # type: ignore[arg-type]
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
+    assert not rank.gpu_initiated()
     return found
 
 

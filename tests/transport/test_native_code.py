@@ -38,7 +38,8 @@ def test_cuda_sources_compile_without_spills(cubins: list[Path]) -> None:
             log,
             re.DOTALL,
         )
-        assert {name for name, *_ in used} == kernels, log
+        network = {"gpu_initiated"} if cubin.stem.startswith("nvshmem") else set()
+        assert {name for name, *_ in used} == kernels | network, log
         for name, arch, stack, stores, loads, registers in used:
             assert cubin.stem.endswith(f"sm_{arch}")
             assert (stores, loads) == ("0", "0"), (cubin, name, log)

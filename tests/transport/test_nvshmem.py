@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
@@ -55,6 +56,32 @@ def test_machines_have_as_many_ranks_each(ranks) -> None:
     assert others == [[], [], []]
     assert "NVSHMEM starts on 4 ranks of 2 machines" in text
     assert "NVSHMEM_BOOTSTRAP_UID_SOCK_IFNAME" in text
+    assert "NVSHMEM_IB_ENABLE_IBGDA=0" in text
+
+
+def start_over_a_network(machines: list[str], can: bool, off: bool) -> tuple[str, str | None]:
+    """What starts transfers, and what the environment says then."""
+    fake = Fake(unmapped=(1,) if len(set(machines)) > 1 else (), gpu_initiated=can)
+    name = "NVSHMEM_IB_ENABLE_IBGDA"
+    with (
+        mock.patch.dict(os.environ, {name: "0"} if off else {}),
+        fake.in_place(),
+        mock.patch.object(nvshmem, "machine_id", return_value=machines[dist.get_rank()]),
+    ):
+        return fake.transport().network, os.environ.get(name)
+
+
+def test_gpus_are_asked_to_start_transfers_between_machines(ranks) -> None:
+    def told(machines: str, can: bool, off: bool) -> tuple[str, str | None]:
+        (one, other) = ranks.run(start_over_a_network, [*machines], can, off, world_size=2)
+        assert one == other
+        return one
+
+    assert told("ab", True, False) == ("GPUs start transfers between machines (IBGDA)", "1")
+    host = "a thread of the host starts transfers between machines: see `distca doctor`"
+    assert told("ab", False, False) == (host, "1")
+    assert told("ab", True, True) == (host, "0")
+    assert told("aa", True, False) == ("all memory is mapped", None)
 
 
 def start_and_end(fails: dict[int, str], unmapped: tuple[int, ...]) -> tuple[str | None, list[str]]:

@@ -77,7 +77,8 @@ extern "C" __global__ void __launch_bounds__(512, 1)
   }
 }
 
-// The first and the last step of `send_part` alone, around puts by copy engines.
+// The first and the last step of `send_part` alone, around puts by copy engines. On the stream these
+// are complete before the last step begins: NVSHMEM's `quiet_on_stream` is between them.
 extern "C" __global__ void __launch_bounds__(512, 1)
     distca_wait_for_room(const Rank* me, int channel, Word epoch) {
   DeviceFabric fabric(*me, channel);
@@ -95,9 +96,17 @@ extern "C" __global__ void __launch_bounds__(512, 1)
   const Flags flags(channel, fabric.ranks());
   // After a failure nothing is ready: the copies did not wait for room.
   if (load_acquire(me->control + kAbortWord) != 0) return;
+  __threadfence_system();
   for (int peer = threadIdx.x; peer < fabric.ranks(); peer += blockDim.x) {
     if (peer == fabric.rank()) continue;
-    fabric.fence(peer);
     fabric.set(peer, flags.ready(fabric.rank()), epoch);
   }
 }
+
+#ifdef DISTCA_NVSHMEM
+// Tells whether GPUs start transfers between machines themselves; else a thread of the host does.
+// NVSHMEM has no function that tells: its own functions branch on this.
+extern "C" __global__ void __launch_bounds__(512, 1) distca_gpu_initiated(int* answer) {
+  *answer = nvshmemi_device_state_d.ibgda_is_initialized;
+}
+#endif

@@ -100,12 +100,8 @@ class DeviceFabric {
   }
   __device__ void all_put() const { __syncthreads(); }
 
-  __device__ void fence(int peer) const {
-    __threadfence_system();
-#ifdef DISTCA_NVSHMEM
-    if (!maps(peer)) nvshmem_quiet();
-#endif
-  }
+  // Only for peers whose memory is mapped: `put_and_set` orders what it does.
+  __device__ void fence(int) const { __threadfence_system(); }
 
   __device__ void set(int peer, Word flag, Word value) const {
     char* mapped = me_.controls[peer];
