@@ -33,6 +33,10 @@ TORCHES = ((2, 13), (2, 15))
 MEGATRONS = ((0, 16, 1), (0, 19, 2))
 
 
+# NVSHMEM from this version on needs neither the driver's setting nor GDRCopy for its IBGDA.
+_RINGS_BY_ITSELF = (3, 4, 5)
+
+
 @dataclass(frozen=True)
 class Finding:
     """Finding about one package, tool or piece of hardware.
@@ -237,6 +241,7 @@ def _device_transport() -> Iterator[Finding]:
         yield Finding("NVSHMEM", "missing", "not installed", install)
     else:
         yield Finding("NVSHMEM", "ok", f"{version} in {library}")
+        yield _transfers_between_machines(version)
     python = _version(f"nvshmem4py-cu{major}")
     other = _version(f"nvshmem4py-cu{'12' if major == '13' else '13'}")
     if python is not None:
@@ -262,6 +267,36 @@ def _device_transport() -> Iterator[Finding]:
             "pip install nvidia-cuda-nvcc nvidia-cuda-cccl, or a CUDA toolkit, for "
             "--distca-transport nvshmem between machines",
         )
+
+
+def _transfers_between_machines(nvshmem: str, root: Path = Path("/")) -> Finding:
+    """Looks for what lets GPUs start NVSHMEM's transfers between machines (IBGDA).
+
+    Whether they do is seen when it starts: the log of a job says so.
+
+    Args:
+        nvshmem: version of NVSHMEM.
+        root: folder in which the machine's `/sys`, `/proc` and `/dev` lie.
+    """
+    name = "nvshmem between machines"
+    folder = root / "sys/class/infiniband"
+    cards = sorted(card.name for card in folder.iterdir()) if folder.is_dir() else []
+    # NVSHMEM knows ConnectX cards by these names.
+    cards = [card for card in cards if "mlx5" in card or "ibp" in card]
+    if not cards:
+        found = "no ConnectX network card (mlx5): a thread of the host would start transfers"
+        return Finding(name, "missing", found)
+    parameters = root / "proc/driver/nvidia/params"
+    if parameters.exists() and "PeerMappingOverride=1" in parameters.read_text():
+        return Finding(name, "ok", f"GPUs can start transfers (IBGDA), by {', '.join(cards)}")
+    cure = (
+        'for GPUs alone: options nvidia NVreg_RegistryDwords="PeerMappingOverride=1;" in '
+        "/etc/modprobe.d, and a restart"
+    )
+    if (root / "dev/gdrdrv").exists() or _numbers(nvshmem, 3) >= _RINGS_BY_ITSELF:
+        found = f"GPUs can start transfers (IBGDA) by {', '.join(cards)}, which the host then rings"
+        return Finding(name, "ok", found, cure)
+    return Finding(name, "missing", "a thread of the host would start transfers", cure)
 
 
 def _profile(path: Path | None) -> Finding:

@@ -56,3 +56,27 @@ def test_the_loop_of_megatron_lm(monkeypatch, there) -> None:
     loop = finding("Megatron-LM's loop")
     assert loop.state == ("ok" if there else "missing")
     assert ("Python 3.12" in loop.cure) is not there
+
+
+@pytest.mark.parametrize(
+    ("cards", "parameters", "nvshmem", "state", "says"),
+    [
+        ("mlx5_0 mlx5_1", 'RegistryDwords: "PeerMappingOverride=1;"', "3.3.9", "ok", "(IBGDA), by"),
+        ("mlx5_0", 'RegistryDwords: ""', "3.4.5", "ok", "by mlx5_0, which the host then rings"),
+        ("mlx5_0", None, "3.3.20", "missing", "a thread of the host would"),
+        ("efa_0", None, "3.8.0", "missing", "no ConnectX network card"),
+        ("", None, "3.8.0", "missing", "no ConnectX network card"),
+    ],
+)
+def test_who_starts_transfers_between_machines(
+    tmp_path, cards, parameters, nvshmem, state, says
+) -> None:
+    for card in cards.split():
+        (tmp_path / "sys/class/infiniband" / card).mkdir(parents=True)
+    if parameters is not None:
+        (tmp_path / "proc/driver/nvidia").mkdir(parents=True)
+        (tmp_path / "proc/driver/nvidia/params").write_text(parameters)
+    found = doctor._transfers_between_machines(nvshmem, tmp_path)
+    assert found.state == state
+    assert says in found.found
+    assert ("PeerMappingOverride" in found.cure) == (cards == "mlx5_0")
