@@ -7,6 +7,9 @@ The layer is Megatron's; each server runs it for its own tokens, and computes th
 that server. All bytes move, from memory to memory, on a GPU beside the kernels on a stream of their
 own. The difference is the cost of disaggregation where nothing can be gained, since one device does
 all servers' work. The baseline is the plan in which documents lie packed and queries stay.
+
+A timeline of each way is written, too (`layer_packed.trace.json` and so on, for ui.perfetto.dev).
+"GPU idle" is the share of it in which the GPU does nothing: it waits for the host's launches.
 """
 
 from __future__ import annotations
@@ -259,9 +262,31 @@ class Layer:
         ]
 
 
+def write_timeline(function: Callable[[], Any], file: Path) -> float | None:
+    """Writes a timeline of one call; returns the share in which the GPU idles, or None on a CPU."""
+    with torch.profiler.profile() as profiled:
+        function()
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+    profiled.export_chrome_trace(str(file))
+    on_gpu = torch.autograd.DeviceType.CUDA
+    ranges = [each.time_range for each in profiled.events() if each.device_type == on_gpu]
+    return idle_share([(each.start, each.end) for each in ranges]) if ranges else None
+
+
+def idle_share(busy: list[tuple[float, float]]) -> float:
+    """Returns the share in no interval of the time from the first one's begin to the last's end."""
+    begin = end = min(busy)[0]
+    idle = 0.0
+    for start, stop in sorted(busy):
+        idle += max(start - end, 0.0)
+        end = max(end, stop)
+    return idle / (end - begin)
+
+
 def table(rows: list[dict[str, Any]]) -> str:
     """Formats the figures as Markdown."""
-    header = ["way", "loads max/mean", "MB moved", "ms", "of packed"]
+    header = ["way", "loads max/mean", "MB moved", "ms", "of packed", "GPU idle"]
     lines = [header, ["---"] + ["---:"] * (len(header) - 1)]
     for row in rows:
         lines.append(
@@ -271,6 +296,7 @@ def table(rows: list[dict[str, Any]]) -> str:
                 f"{row['bytes'] / 1e6:.2f}",
                 f"{1e3 * row['seconds']:.2f}",
                 f"{row['of_packed']:.3f}",
+                "" if row["idle"] is None else f"{row['idle']:.1%}",
             ]
         )
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
@@ -304,12 +330,14 @@ def main(argv: list[str] | None = None) -> None:
     lengths = np.append(lengths, total)[: int(np.searchsorted(np.cumsum(lengths), total)) + 1]
     lengths[-1] -= int(lengths.sum()) - total
     layer = Layer(args, lengths, device)
+    args.output.mkdir(parents=True, exist_ok=True)
     rows: list[dict[str, Any]] = []
     for name in WAYS:
         function = layer.way(name)
         seconds = seconds_of(function, device, args.repeats)
         # One run more than the timed ones warms up.
         runs = args.repeats + 1
+        slug = name.replace(",", "").replace(" ", "_")
         moved = sum(sum(each.bytes_sent.values()) for each in layer.transports[name])
         assert moved == runs * layer.bytes_planned[name], (moved, runs, layer.bytes_planned[name])
         rows.append(
@@ -319,12 +347,12 @@ def main(argv: list[str] | None = None) -> None:
                 "bytes": layer.bytes_planned[name],
                 "seconds": seconds,
                 "sum_of_outputs": float(function()),
+                "idle": write_timeline(function, args.output / f"layer_{slug}.trace.json"),
             }
         )
     rows = [row | {"of_packed": row["seconds"] / rows[0]["seconds"]} for row in rows]
     dist.destroy_process_group()
     print(table(rows))
-    args.output.mkdir(parents=True, exist_ok=True)
     gpu = device.type == "cuda"
     what = {
         "device": torch.cuda.get_device_name() if gpu else platform.processor() or "a CPU",

@@ -18,6 +18,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
+from benchmarks.kernels.layer import idle_share
 from benchmarks.training.report import table
 from benchmarks.training.setting import PLAIN, SHORT, Setting, document_lengths, pairs_of_ranks
 from benchmarks.training.step import Step
@@ -91,6 +92,15 @@ def test_one_layer_on_virtual_servers(tmp_path) -> None:
     assert sums == pytest.approx([sums[0]] * 4, rel=1e-5)
     assert rows["ping-pong"]["bytes"] > 0
     assert rows["whole"]["max_over_mean"] <= rows["packed"]["max_over_mean"]
+    assert {row["idle"] for row in rows.values()} == {None}
+    timeline = json.loads((tmp_path / "layer_ping-pong_one_stream.trace.json").read_text())
+    assert any("flash_attention" in event.get("name", "") for event in timeline["traceEvents"])
+
+
+def test_a_gpu_idles_where_nothing_runs() -> None:
+    """Kernels of two streams overlap, one lies within another, and they are told in any order."""
+    assert idle_share([(60, 100), (10, 40), (20, 30), (35, 50)]) == pytest.approx(10 / 90)
+    assert idle_share([(10, 20)]) == 0
 
 
 def test_step_time_and_bytes_by_tolerance(tmp_path) -> None:
