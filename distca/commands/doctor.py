@@ -7,6 +7,7 @@ import importlib.util
 import os
 import platform
 import re
+import resource
 import socket
 import sys
 from collections.abc import Iterator
@@ -322,4 +323,8 @@ def _network() -> Finding:
     cards_found = sorted(card.name for card in cards.iterdir()) if cards.is_dir() else []
     found = f"interfaces {', '.join(names) or 'none'}; "
     found += f"InfiniBand or RoCE {', '.join(cards_found) or 'none'}"
-    return Finding("network", "ok", found)
+    lockable, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    cure = ""
+    if cards_found and lockable != resource.RLIM_INFINITY:
+        cure = f"ulimit -l unlimited: these need locked memory, which is at most {lockable} bytes"
+    return Finding("network", "ok", found, cure)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 from argparse import Namespace
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -13,8 +16,11 @@ from megatron.core import parallel_state
 
 from distca.plan.span import Int64s
 from distca.transport import new_exchange_group
+from distca.transport.shared_segments import machine_id
 from megatron_patches.batches.ticks import PipelineLayout
 from megatron_patches.pipeline.processes import Control, Place, Processes
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -57,8 +63,11 @@ def find_servers(
         parallel_state.get_data_parallel_rank(),
     )
     index, stage, data_parallel_rank = place
-    places = [place] * dist.get_world_size()
-    dist.all_gather_object(places, place)
+    found: list[tuple[Place, str]] = [(place, "")] * dist.get_world_size()
+    dist.all_gather_object(found, (place, machine_id()))
+    places = [each for each, _ in found]
+    if dist.get_rank() == 0:
+        warn_of_distances(args, [machine for _, machine in found])
     table = server_table(places, index)
     number = int(table[stage, data_parallel_rank])
     if processes is None:
@@ -74,6 +83,23 @@ def find_servers(
     group = processes.exchange_group(processes.share_places(places), index, max_ctas)
     layout = PipelineLayout(stage, chunks, table, number, processes.dedicated_servers)
     return Servers(group, layout, Control(group, device))
+
+
+def warn_of_distances(args: Namespace, machines: Sequence[str]) -> None:
+    """Warns where the flags let the scheduler take all ranks for equally far, and they are not.
+
+    Args:
+        args: Megatron-LM's arguments.
+        machines: machine of each process.
+    """
+    shared = max(Counter(machines).values())
+    several = len(set(machines)) > 1 and shared > args.tensor_model_parallel_size
+    if several and args.distca_scheduler == "tiles" and args.distca_gpus_per_node == 1:
+        logger.warning(
+            "bytes inside a machine are taken to be as dear as those between machines: give "
+            "--distca-gpus-per-node %d",
+            shared,
+        )
 
 
 def server_table(places: list[Place], tensor_parallel_rank: int) -> Int64s:

@@ -96,6 +96,7 @@ def test_an_exchange_takes_as_many_of_a_gpus_blocks_as_the_flag_says(
     monkeypatch.setattr(dist, "ProcessGroupNCCL", Nccl, raising=False)
     monkeypatch.setattr(dist, "get_backend", lambda: "nccl")
     monkeypatch.setattr(dist, "get_world_size", lambda: 1)
+    monkeypatch.setattr(dist, "get_rank", lambda: 0)
     monkeypatch.setattr(dist, "all_gather_object", lambda places, place: None)
     monkeypatch.setattr(dist, "new_group", lambda ranks, **how: made.append(how["pg_options"]))
     for which in ("rank", "world_size"):
@@ -112,3 +113,22 @@ def test_an_exchange_takes_as_many_of_a_gpus_blocks_as_the_flag_says(
         assert made[-1].config.max_ctas == blocks
         assert made[-1].is_high_priority_stream
         assert made[-1]._timeout == timedelta(minutes=args.distributed_timeout_minutes)
+
+
+@pytest.mark.parametrize(
+    ("flags", "machines", "warns"),
+    [
+        ("", "aaaabbbb", True),
+        ("--distca-gpus-per-node 4", "aaaabbbb", False),
+        ("--distca-scheduler greedy", "aaaabbbb", False),
+        ("--tensor-model-parallel-size 4", "aaaabbbb", False),
+        ("", "aaaa", False),
+        ("", "abcd", False),
+    ],
+)
+def test_a_scheduler_that_knows_no_machines_is_warned_of(caplog, flags, machines, warns) -> None:
+    from megatron_patches.pipeline.servers import warn_of_distances
+    from support.arguments import parse
+
+    warn_of_distances(parse("--distca", *flags.split(), world_size=len(machines)), machines)
+    assert ("give --distca-gpus-per-node 4" in caplog.text) == warns
