@@ -8,12 +8,14 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 . launch/common.sh
 
+# Two at a time, file by file, since files have fixtures that take long.
+pytest_flags=(-q -n 2 --dist loadfile)
 if [ "${1:-}" = --megatron ]; then
     version=${2:-}
     version_of_megatron "$version"
     launch/setup.sh megatron "$version"
     export PATH="$PWD/.venv-megatron-$version/bin:$PATH" OMP_NUM_THREADS=1 PYTHONPATH=$PWD
-    exec python -m pytest -q tests/training tests/megatron_patches "${@:3}"
+    exec python -m pytest "${pytest_flags[@]}" tests/training tests/megatron_patches "${@:3}"
 fi
 launch/setup.sh checks
 export PATH="$PWD/.venv/bin:$PATH" OMP_NUM_THREADS=1
@@ -25,4 +27,4 @@ ruff check .
 ruff format --check .
 mypy
 shellcheck -x launch/*.sh launch/slurm/*.sh .ci/run
-exec python -m pytest -q "$@"
+exec python -m pytest "${pytest_flags[@]}" "$@"

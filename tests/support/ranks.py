@@ -97,8 +97,9 @@ class Ranks:
         raise RankError(message)
 
     def _start(self) -> None:
-        if self._processes:
+        if self._processes and all(process.is_alive() for process in self._processes):
             return
+        self.close()
         context = multiprocessing.get_context("spawn")
         for _ in range(MAX_WORLD_SIZE):
             mine, its = context.Pipe()
