@@ -1,12 +1,12 @@
 """Converts Llama checkpoints of Hugging Face to the model that this repository trains, and back.
 
     python -m megatron_patches.llama import --llama Llama-3.1-8B --checkpoint llama
-    python -m megatron_patches.llama export --llama Llama-3.1-8B --checkpoint run --output out
+    python -m megatron_patches.llama export --checkpoint run --output out
 
-The weights' names and shapes are mapped by the library mbridge. The checkpoint is the lean loop's
+To import, the library mbridge maps the weights' names and shapes. The checkpoint is the lean loop's
 (`megatron_patches/loop/lean/checkpointing.py`), of one process; it loads at all parallel sizes,
 with and without `--distca`. The command prints the flags that describe the model, for
-`pretrain_gpt.py`.
+`pretrain_gpt.py`. To export, a checkpoint is all that is needed: see `hugging_face.py`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import logging
 import shlex
-import shutil
 import sys
 from argparse import Namespace
 from collections.abc import Iterator
@@ -22,16 +21,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from distca.documents.tokenizer import build_tokenizer
-
-# Llama 3's scaling of rotary angles as megatron-core has it; only the factor can be chosen.
-_LLAMA3_ROPE = {
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 8192,
-}
+from megatron_patches.hugging_face import LLAMA3_ROPE, build_model, export
 
 # Names of weights where Transformer Engine is not used -> names that mbridge knows.
 _NORM_NAMES = {
@@ -88,9 +80,9 @@ def _rope_flags(config: dict[str, Any]) -> list[str]:
     if kind == "default":
         return words
     if kind == "llama3":
-        other = {name: rope[name] for name, known in _LLAMA3_ROPE.items() if rope[name] != known}
+        other = {name: rope[name] for name, known in LLAMA3_ROPE.items() if rope[name] != known}
         if other:
-            raise ValueError(f"rotary scaling with {other} is not in megatron-core: {_LLAMA3_ROPE}")
+            raise ValueError(f"rotary scaling with {other} is not in megatron-core: {LLAMA3_ROPE}")
         return [*words, "--use-rope-scaling", "--rope-scaling-factor", str(rope["factor"])]
     raise ValueError(f"rotary scaling of type {kind!r} is not converted, only llama3")
 
@@ -136,7 +128,7 @@ def read_config(llama: Path) -> Any:
     return AutoConfig.from_pretrained(llama, trust_remote_code=False)
 
 
-def build_model(llama: Path, config: Any, bf16: bool) -> tuple[Any, Namespace]:
+def build_llama(llama: Path, config: Any, bf16: bool) -> tuple[Any, Namespace]:
     """Makes Megatron's model for a Llama checkpoint, with random weights, and its arguments.
 
     Must run in a fresh process, in which it starts a process group of one.
@@ -144,34 +136,16 @@ def build_model(llama: Path, config: Any, bf16: bool) -> tuple[Any, Namespace]:
     Raises:
         ValueError: the model cannot be converted, or the tokenizer is of another model.
     """
-    from megatron_patches.flags.distca import add_distca_arguments
-    from megatron_patches.flags.megatron import parse_args
-    from megatron_patches.loop.gpt_job import GPT_JOB
-    from megatron_patches.loop.lean.config import transformer_config
-    from megatron_patches.loop.lean.training import initialize_megatron
-
     vocabulary = build_tokenizer("HuggingFaceTokenizer", str(llama)).vocab_size
     if vocabulary != config.vocab_size:
         raise ValueError(
             f"{llama} has a tokenizer of {vocabulary} tokens and weights for {config.vocab_size}: "
             "make them equal with transformers' resize_token_embeddings"
         )
-    flags = model_flags(config.to_dict()) + ["--bf16"] * bf16
+    flags = model_flags(config.to_dict())
+    flags += ["--max-position-embeddings", str(config.max_position_embeddings)]
     flags += ["--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", str(llama)]
-    # Flags that a run requires, and that the weights don't depend on.
-    flags += "--seq-length 128 --micro-batch-size 1 --train-iters 1 --lr 1 --data-path -".split()
-    flags += ["--no-save-optim", "--no-save-rng", "--no-load-optim", "--no-load-rng"]
-    args = parse_args(add_distca_arguments, flags, world_size=1)
-    if not dist.is_initialized():
-        dist.init_process_group(
-            args.distributed_backend,
-            rank=0,
-            world_size=1,
-            store=dist.HashStore(),  # type: ignore[attr-defined]
-        )
-    args.rank = 0
-    initialize_megatron(args)
-    return GPT_JOB.build_model(args, transformer_config(args), True, True), args
+    return build_model(flags, bf16)
 
 
 def _bridge(config: Any, args: Namespace) -> Any:
@@ -194,7 +168,7 @@ def import_llama(llama: Path, checkpoint: Path, bf16: bool) -> Namespace:
         The arguments that the checkpoint was made with.
 
     Raises:
-        ValueError: see `build_model`; or there is a checkpoint already.
+        ValueError: see `build_llama`; or there is a checkpoint already.
         ImportError: an extra package is missing.
     """
     from megatron_patches.loop.checkpoint_folder import latest_iteration
@@ -206,7 +180,7 @@ def import_llama(llama: Path, checkpoint: Path, bf16: bool) -> Namespace:
     if latest_iteration(checkpoint) is not None:
         raise ValueError(f"--checkpoint {checkpoint} has a checkpoint already: give another one")
     config = read_config(llama)
-    model, args = build_model(llama, config, bf16)
+    model, args = build_llama(llama, config, bf16)
     named = _NamedForMbridge(model, config.vocab_size)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -219,57 +193,36 @@ def import_llama(llama: Path, checkpoint: Path, bf16: bool) -> Namespace:
     return args
 
 
-def export_llama(llama: Path, checkpoint: Path, output: Path, bf16: bool) -> None:
-    """Writes the weights of the latest checkpoint as a Llama model for transformers.
-
-    Args:
-        llama: folder of the model that the run began from, for its configuration and tokenizer.
-        checkpoint: directory that the run gave to `--save`.
-        output: folder for safetensors, `config.json` and the tokenizer's files.
-        bf16: write bfloat16, else float32.
-
-    Raises:
-        ValueError: see `build_model`; or the checkpoint is missing or of another model.
-        ImportError: an extra package is missing.
-    """
-    from megatron_patches.loop.lean.checkpointing import load_checkpoint
-
-    config = read_config(llama)
-    model, args = build_model(llama, config, bf16)
-    args.load, args.exit_on_missing_checkpoint, args.finetune = str(checkpoint), True, True
-    load_checkpoint([model], None, None, args)
-    with torch.no_grad():
-        named = _NamedForMbridge(model, config.vocab_size)
-        weights = dict(_bridge(config, args).export_weights([named]))
-
-    from transformers import LlamaForCausalLM
-
-    exported = LlamaForCausalLM(config).to(args.params_dtype)
-    # A tied output layer has no weights of its own.
-    exported.load_state_dict(weights, strict=not config.tie_word_embeddings)
-    exported.save_pretrained(output)
-    for file in (*llama.glob("tokenizer*"), *llama.glob("special_tokens_map.json")):
-        shutil.copy(file, output)
-
-
 def main(argv: list[str] | None = None) -> int:
     """Runs the command and returns its exit status."""
     parser = argparse.ArgumentParser(
         prog="python -m megatron_patches.llama", description=__doc__.splitlines()[0]
     )
     parser.add_argument("direction", choices=("import", "export"))
-    parser.add_argument("--llama", type=Path, required=True, help="folder of the Llama model")
-    parser.add_argument("--checkpoint", type=Path, required=True, help="directory of Megatron's")
+    parser.add_argument("--llama", type=Path, help="folder of the Llama model to import")
+    parser.add_argument(
+        "--checkpoint", type=Path, required=True, help="directory of Megatron's checkpoints"
+    )
     parser.add_argument("--output", type=Path, help="folder of the exported model")
-    parser.add_argument("--float32", action="store_true", help="weights in float32, not bfloat16")
+    parser.add_argument(
+        "--tokenizer-model",
+        help="tokenizer.json to export, or its folder. Default: where the run had it",
+    )
+    parser.add_argument(
+        "--float32",
+        action="store_true",
+        help="weights in float32; default: bfloat16, and exported as the run had them",
+    )
     given = parser.parse_args(argv)
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     try:
         if given.direction == "export":
             if given.output is None:
                 raise ValueError("export needs --output, the folder to write")
-            export_llama(given.llama, given.checkpoint, given.output, not given.float32)
+            export(given.checkpoint, given.output, given.tokenizer_model, given.float32)
             return 0
+        if given.llama is None:
+            raise ValueError("import needs --llama, the folder of a model")
         import_llama(given.llama, given.checkpoint, not given.float32)
         flags = model_flags(read_config(given.llama).to_dict())
         sys.stdout.write(f"{shlex.join(flags)}\n")

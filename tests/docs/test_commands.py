@@ -91,7 +91,7 @@ NOT_RUN = {
     r"pytest tests/.*|compute-sanitizer .*": "needs a GPU",
     r"(CUDA_MODULE_LOADING=EAGER )?python benchmarks/kernels/device_copy\.py": "needs a GPU",
     r"python benchmarks/kernels/(attention|layer)\.py --device cuda .*": "needs a GPU",
-    r"python -m megatron_patches\.llama .*": "needs a Llama; test_llama.py has small ones",
+    r"python -m megatron_patches\.llama .*": "needs a model; test_llama.py has some",
     r"python tests/recording make FILE": "takes minutes",
     r"distca profile --dtype fp32 .* --max-length 8192 .*": "takes minutes",
     r"python benchmarks/kernels/host_cost\.py .*": "takes minutes",

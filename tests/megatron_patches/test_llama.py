@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import multiprocessing
-from argparse import Namespace
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
@@ -71,12 +70,12 @@ def there_and_back(llama: Path, work: Path, tokens: list[int]) -> torch.Tensor:
     from megatron_patches.batches.micro_batch import document_params
     from megatron_patches.loop.lean.checkpointing import load_checkpoint
 
-    folders = ["--llama", str(llama), "--checkpoint", str(work / "checkpoint"), "--float32"]
-    assert converter.main(["import", *folders]) == 0
+    checkpoint = ["--checkpoint", str(work / "checkpoint")]
+    assert converter.main(["import", "--llama", str(llama), *checkpoint, "--float32"]) == 0
     forget_megatron()
     config = converter.read_config(llama)
-    model, args = converter.build_model(llama, config, bf16=False)
-    args.load, args.exit_on_missing_checkpoint, args.finetune = folders[3], True, True
+    model, args = converter.build_llama(llama, config, bf16=False)
+    args.load, args.exit_on_missing_checkpoint, args.finetune = checkpoint[1], True, True
     load_checkpoint([model], None, None, args)
     model.eval()
     positions = torch.arange(len(tokens))[None]
@@ -84,7 +83,7 @@ def there_and_back(llama: Path, work: Path, tokens: list[int]) -> torch.Tensor:
     with torch.no_grad():
         out = model(torch.tensor([tokens]), positions, None, packed_seq_params=params)
     forget_megatron()
-    assert converter.main(["export", *folders, "--output", str(work / "back")]) == 0
+    assert converter.main(["export", *checkpoint, "--output", str(work / "back")]) == 0
     forget_megatron()
     return out.reshape(len(tokens), -1)[:, : config.vocab_size]
 
@@ -180,16 +179,5 @@ def test_a_folder_without_a_model_is_refused(tmp_path, capsys) -> None:
     assert "has no config.json" in capsys.readouterr().err
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
     with pytest.raises(SystemExit):
-        main(["export", "--llama", str(tmp_path), "--checkpoint", str(tmp_path / "c")])
+        main(["export", "--checkpoint", str(tmp_path / "c")])
     assert "export needs --output" in capsys.readouterr().err
-
-
-def test_a_missing_checkpoint_is_not_exported(tmp_path, monkeypatch) -> None:
-    """Its random weights would be."""
-    from megatron_patches import llama
-
-    config, args = Namespace(vocab_size=8), Namespace(ckpt_step=None)
-    monkeypatch.setattr(llama, "read_config", lambda _: config)
-    monkeypatch.setattr(llama, "build_model", lambda *_: (torch.nn.Module(), args))
-    with pytest.raises(ValueError, match="has no checkpoint"):
-        llama.export_llama(tmp_path, tmp_path / "nothing", tmp_path / "back", bf16=False)

@@ -1,0 +1,171 @@
+"""Exported checkpoints: transformers computes what the trained model does, with nothing else."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+from argparse import Namespace
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from megatron_patches import hugging_face, llama
+
+SIZES = """
+    --num-layers 2 --hidden-size 32 --ffn-hidden-size 48 --num-attention-heads 4 --kv-channels 16
+    --group-query-attention --num-query-groups 2 --normalization RMSNorm --swiglu
+    --disable-bias-linear --max-position-embeddings 16384 --tokenizer-type HuggingFaceTokenizer
+""".split()
+"""A model as the demo's, whose heads are wider than its hidden size."""
+MODELS = {
+    "own output layer": (
+        "--untie-embeddings-and-output-weights --norm-epsilon 1e-2 --rotary-base 100".split()
+    ),
+    "tied, Llama 3's rope": "--use-rope-scaling --rope-scaling-factor 32".split(),
+}
+WORDS = {"</s>": 0} | {f"w{i}": i for i in range(1, 77)}
+SAVED = Namespace(
+    num_layers=2,
+    hidden_size=32,
+    ffn_hidden_size=48,
+    num_attention_heads=4,
+    kv_channels=16,
+    group_query_attention=True,
+    num_query_groups=2,
+    norm_epsilon=1e-5,
+    rotary_base=10000,
+    use_rope_scaling=False,
+    untie_embeddings_and_output_weights=True,
+    max_position_embeddings=128,
+    vocab_size=77,
+    normalization="RMSNorm",
+    swiglu=True,
+    add_bias_linear=False,
+)
+
+
+def save_and_export(folder: Path, flags: list[str], tokens: list[int]) -> torch.Tensor:
+    """Saves a model with random weights as training does, and exports the checkpoint alone.
+
+    Returns:
+        The logits without those of padding, float32 `[tokens, vocabulary]`.
+    """
+    from megatron.core import num_microbatches_calculator, parallel_state
+
+    from megatron_patches.batches.micro_batch import document_params
+    from megatron_patches.loop.lean.checkpointing import LoadedState, save_checkpoint
+
+    torch.manual_seed(1)
+    flags = [*SIZES, *flags, "--tokenizer-model", str(folder / "tokenizer")]
+    model, args = hugging_face.build_model(flags, bf16=False)
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            # Norms of all ones would hide one that is mistaken for another.
+            weight.copy_(0.3 * torch.randn(weight.shape) + (1.0 if "norm" in name else 0.0))
+    args.save = str(folder / "checkpoints")
+    save_checkpoint([model], None, None, args, LoadedState(4, 0, 0))
+    model.eval()
+    positions = torch.arange(len(tokens))[None]
+    params = document_params(np.array([len(tokens)]), token_positions=True)
+    with torch.no_grad():
+        out = model(torch.tensor([tokens]), positions, None, packed_seq_params=params)
+    parallel_state.destroy_model_parallel()
+    num_microbatches_calculator.unset_num_microbatches_calculator()
+    command = ["export", "--checkpoint", args.save, "--output", str(folder / "model")]
+    assert llama.main(command) == 0
+    parallel_state.destroy_model_parallel()
+    num_microbatches_calculator.unset_num_microbatches_calculator()
+    return out.reshape(len(tokens), -1)[:, : len(WORDS)]
+
+
+@pytest.fixture(scope="module")
+def process() -> Iterator[ProcessPoolExecutor]:
+    """A fresh process for the commands: saving starts children, which `ranks` may not have."""
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+        yield pool
+
+
+@pytest.mark.parametrize("which", MODELS)
+def test_transformers_has_the_logits_of_the_trained_model(process, tmp_path, which) -> None:
+    for package in ("transformers", "safetensors"):
+        pytest.importorskip(package, reason="comes with the extra `llama`")
+    import tokenizers
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    (tmp_path / "tokenizer").mkdir()
+    words = tokenizers.Tokenizer(tokenizers.models.WordLevel(WORDS, "</s>"))
+    words.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    words.save(str(tmp_path / "tokenizer" / "tokenizer.json"))
+    tokens = torch.randint(0, len(WORDS), (300,)).tolist()
+    job = process.submit(save_and_export, tmp_path, MODELS[which], tokens)
+    found = job.result(timeout=200)
+
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "model").eval()
+    assert model.dtype == torch.float32
+    assert model.config.max_position_embeddings == 16384
+    assert model.generation_config.eos_token_id == 0
+    with torch.no_grad():
+        wanted = model(torch.tensor([tokens])).logits[0]
+    assert wanted.std() > 0.1
+    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "model")
+    assert tokenizer.eos_token_id == 0
+    assert tokenizer("w3 w5")["input_ids"] == [3, 5]
+    said = [{"role": "user", "content": "w7"}]
+    prompt = tokenizer.apply_chat_template(said, tokenize=False, add_generation_prompt=True)
+    assert prompt == "user: w7\nassistant: "
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("qk_layernorm", True), ("normalization", "LayerNorm"), ("num_experts", 8)],
+)
+def test_what_is_no_llama_is_refused_by_name(name: str, value: Any) -> None:
+    with pytest.raises(ValueError, match=f"trained with {name} {value!r}"):
+        hugging_face.llama_config(Namespace(**{**vars(SAVED), name: value}), 0)
+
+
+def test_documents_may_be_longer_than_windows() -> None:
+    longer = Namespace(**vars(SAVED), distca_max_document_length=4096)
+    assert hugging_face.llama_config(longer, 0)["max_position_embeddings"] == 4096
+    flags = hugging_face.saved_flags(
+        Namespace(**vars(longer), tokenizer_type="ByteLevelTokenizer", tokenizer_model=None), None
+    )
+    assert flags[flags.index("--max-position-embeddings") + 1] == "4096"
+    assert "--use-rope-scaling" not in flags
+
+
+def test_a_tokenizer_keeps_its_own_template(tmp_path: Path) -> None:
+    pytest.importorskip("tokenizers")
+    import tokenizers
+
+    from distca.documents.tokenizer import build_tokenizer
+
+    given, output = tmp_path / "given", tmp_path / "out"
+    given.mkdir()
+    output.mkdir()
+    tokenizers.Tokenizer(tokenizers.models.WordLevel(WORDS, "</s>")).save(
+        str(given / "tokenizer.json")
+    )
+    (given / "tokenizer_config.json").write_text(
+        json.dumps({"eos_token": "w9", "chat_template": "mine"})
+    )
+    tokenizer = build_tokenizer("HuggingFaceTokenizer", str(given))
+    config = {"max_position_embeddings": 128}
+    kind = "HuggingFaceTokenizer"
+    hugging_face._write_tokenizer(kind, str(given / "tokenizer.json"), tokenizer, config, output)
+    written = json.loads((output / "tokenizer_config.json").read_text())
+    assert (written["eos_token"], written["chat_template"]) == ("w9", "mine")
+    assert written["model_max_length"] == 128
+    assert (output / "tokenizer.json").read_bytes() == (given / "tokenizer.json").read_bytes()
+
+
+def test_a_missing_checkpoint_is_not_exported(tmp_path: Path) -> None:
+    pytest.importorskip("safetensors")
+    with pytest.raises(ValueError, match="has no checkpoint"):
+        hugging_face.export(tmp_path / "nothing", tmp_path / "model")
