@@ -24,6 +24,7 @@ from distca.schedule.training.micro_batches import share_out
 from distca.schedule.training.nano_batches import Crossing, NanoPlan, plan_halves, split_in_two
 from distca.schedule.training.planner_process import PlannerProcess
 from distca.schedule.training.pooling import pool, pool_nano_batches
+from distca.schedule.training.tick_speeds import LinearWork
 from distca.schedule.training.ticks import (
     Tick,
     TickSchedule,
@@ -44,6 +45,7 @@ __all__ = [
     "GlobalBatchPlanner",
     "GreedyScheduler",
     "HybridContextParallel",
+    "LinearWork",
     "NanoPlan",
     "PackedScheduler",
     "Pass",

@@ -11,6 +11,7 @@ from distca.plan.span import Int64s
 from distca.schedule import (
     ExecutionOptions,
     GlobalBatchPlanner,
+    LinearWork,
     PlannedGlobalBatch,
     ScheduleConfig,
     documents_in_turn,
@@ -24,6 +25,7 @@ def plan_global_batch(
     config: ScheduleConfig,
     options: ExecutionOptions,
     mask: Mask | None = None,
+    linear_work: LinearWork | None = None,
 ) -> PlannedGlobalBatch:
     """Makes all plans of a global batch.
 
@@ -35,6 +37,7 @@ def plan_global_batch(
         config: tolerance, cost model and links that the scheduler plans with.
         options: scheduler, nano-batches and pipeline schedule.
         mask: tokens that a query sees; None: all earlier tokens of its document.
+        linear_work: linear layers of the model, as for `GlobalBatchPlanner`.
 
     Raises:
         ValueError: micro-batches differ in size or don't divide, or a scheduler refuses.
@@ -42,5 +45,5 @@ def plan_global_batch(
     # Ranks are numbered as in Megatron: those of the first stage, of the second, ...
     servers = np.arange(stages * data_parallel, dtype=np.int64).reshape(stages, data_parallel)
     # Nothing runs here: a rank without tokens, which a model cannot train on, is no error.
-    planner = GlobalBatchPlanner(servers, config, options, mask or Mask(), checks=False)
+    planner = GlobalBatchPlanner(servers, config, options, mask or Mask(), 0, False, linear_work)
     return planner.plan(documents_in_turn(windows))

@@ -15,7 +15,7 @@ import numpy as np
 from distca.cost.model_sizes import ModelSize
 from distca.cost.volume import MAX_HEAD_GROUPS
 from distca.plan.span import Int64s, distinct
-from distca.schedule import ExecutionOptions, ScheduleConfig, most_in_flight_of_1f1b
+from distca.schedule import ExecutionOptions, LinearWork, ScheduleConfig, most_in_flight_of_1f1b
 from distca.schedule.program import Ablation
 from distca.simulate.baselines import BASELINES, simulate_baseline
 from distca.simulate.batches import plan_global_batch
@@ -286,7 +286,16 @@ def simulate(
         np.concatenate(sequences[n * each : (n + 1) * each]) for n in range(candidate.micro_batches)
     ]
     options = DISTCA_SYSTEMS[candidate.system](max_in_flight=candidate.max_in_flight)
-    planned = plan_global_batch(windows, candidate.stages, candidate.data, config, options)
+    model = workload.model
+    linear_work = LinearWork.of_parameters(
+        model.layer_parameters,
+        model.vocabulary_parameters,
+        model.layers // candidate.stages,
+        model.heads * model.head_dim,
+    )
+    planned = plan_global_batch(
+        windows, candidate.stages, candidate.data, config, options, linear_work=linear_work
+    )
     return simulate_ticks(
         planned, costs, ablation=ablation, recording=recording, head_groups=candidate.head_groups
     )

@@ -32,7 +32,7 @@ from megatron_patches.batches.stream import Split, TokenStream, parse_data_path
 from megatron_patches.batches.ticks import TickBatches, TickStream
 from megatron_patches.flags.batch_sizes import micro_batches_by_sample, samples_for_evaluation
 from megatron_patches.flags.distca import mask_from_args
-from megatron_patches.flags.planning import execution_options, schedule_config
+from megatron_patches.flags.planning import execution_options, linear_work, schedule_config
 from megatron_patches.loop.job import DataIterators
 from megatron_patches.model.gpt import uses_dense_mask, uses_own_attention
 from megatron_patches.model.recompute import groups_of_layers
@@ -292,7 +292,12 @@ class PlannedMaker(BatchMaker):
         args, pipeline = self._args, self._pipeline
         options = execution_options(args, forward_only)
         planner = GlobalBatchPlanner(
-            pipeline.servers, self._config, options, self._mask, pipeline.dedicated
+            pipeline.servers,
+            self._config,
+            options,
+            self._mask,
+            pipeline.dedicated,
+            linear_work=linear_work(args),
         )
         shards = args.tensor_model_parallel_size if args.sequence_parallel else 1
         return TickBatches(

@@ -8,8 +8,9 @@ from argparse import Namespace
 from distca.cost.kernel_time import AnalyticCost, CostModel
 from distca.cost.link import Links
 from distca.cost.profile import Profile
-from distca.schedule import ExecutionOptions, ScheduleConfig
+from distca.schedule import ExecutionOptions, LinearWork, ScheduleConfig
 from megatron_patches.flags.distca import attention_shape
+from megatron_patches.flags.sizes import layer_parameters
 
 logger = logging.getLogger(__name__)
 
@@ -49,6 +50,17 @@ def schedule_config(args: Namespace, servers: int) -> ScheduleConfig:
     )
     config.speeds_of(servers)
     return config
+
+
+def linear_work(args: Namespace) -> LinearWork:
+    """Counts the linear layers of the model, beside which attention is shared out in a pipeline."""
+    chunks = args.pipeline_model_parallel_size * (args.virtual_pipeline_model_parallel_size or 1)
+    return LinearWork.of_parameters(
+        layer_parameters(args),
+        args.hidden_size * args.padded_vocab_size,
+        args.num_layers // chunks,
+        args.num_attention_heads * args.kv_channels,
+    )
 
 
 def execution_options(args: Namespace, forward_only: bool = False) -> ExecutionOptions:

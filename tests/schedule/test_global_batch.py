@@ -41,7 +41,7 @@ def planned_by_training(runs: list[list[str]], lengths: list[int]) -> list[Any]:
     from megatron.core import num_microbatches_calculator, parallel_state
 
     from megatron_patches.batches import sources
-    from megatron_patches.flags.planning import schedule_config
+    from megatron_patches.flags.planning import linear_work, schedule_config
     from megatron_patches.loop.lean import training
     from support.models import memory_stream, parse
 
@@ -60,7 +60,7 @@ def planned_by_training(runs: list[list[str]], lengths: list[int]) -> list[Any]:
         config = schedule_config(args, made.layout.world_size)
         passes: tuple[Pass, ...] = ("forward", "backward")
         calls = {each: calls_of(made.program(each, 1, at_home=False)) for each in passes}
-        found.append((config, calls, ticks))
+        found.append((config, linear_work(args), calls, ticks))
         parallel_state.destroy_model_parallel()
         num_microbatches_calculator.unset_num_microbatches_calculator()
     return found
@@ -86,8 +86,8 @@ def test_training_and_simulator_have_the_same_plans(ranks) -> None:
     sequences = pack_sequences(cut(lengths, 2 * tokens * micro_batches), micro_batches, 2 * tokens)
     crossing = 0
     for number, options in enumerate(runs):
-        config, calls, _ = by_rank[0][number]
-        batch = plan_global_batch(sequences, stages, 2, config, options)
+        config, work, calls, _ = by_rank[0][number]
+        batch = plan_global_batch(sequences, stages, 2, config, options, linear_work=work)
         crossing += any(
             plan.cached_prefix is not None for _, plans in batch.ticks for plan in plans
         )

@@ -7,7 +7,7 @@ are a pure function of the documents and the options, the same on every rank:
 2. each micro-batch is planned over the data-parallel ranks of a stage, as two nano-batches
    (`nano_batches.py`) or whole;
 3. in each tick (`ticks.py`) the plans of all stages that work become one plan over the servers of
-   all stages (`pooling.py`).
+   all stages (`pooling.py`), in which servers with less linear work take more (`tick_speeds.py`).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, partial
 from typing import NamedTuple
 
 import numpy as np
@@ -30,13 +30,14 @@ from distca.cost.volume import (
 )
 from distca.plan import Mask, Plan, place_in_turn, place_sequentially
 from distca.plan.span import Int64s
-from distca.schedule.base import ScheduleConfig, Scheduler, document_loads
+from distca.schedule.base import ScheduleConfig, Scheduler, document_loads, task_loads
 from distca.schedule.program import Pass
 from distca.schedule.schedulers import BALANCING, make_scheduler
 from distca.schedule.tiles.scheduler import move_tiles
 from distca.schedule.training.micro_batches import share_out
 from distca.schedule.training.nano_batches import NanoPlan, plan_halves
 from distca.schedule.training.pooling import pool_nano_batches
+from distca.schedule.training.tick_speeds import LinearWork, load_of_a_pair, tick_speeds
 from distca.schedule.training.ticks import Tick, TickSchedule, tick_schedule
 
 # All global batches of a job have the same ticks, and a search often tries the same schedules.
@@ -192,6 +193,9 @@ class GlobalBatchPlanner:
         dedicated: number of servers that hold no model; they are numbered after all others.
         checks: whether plans are validated, and refused if a rank has no tokens; needed wherever
             plans are run.
+        linear_work: linear layers of the model, with which `tiles` shares out the attention of
+            ticks by the time that servers have for it (`tick_speeds.py`); None: attention alone
+            counts.
     """
 
     servers: Int64s
@@ -200,6 +204,7 @@ class GlobalBatchPlanner:
     mask: Mask = field(default_factory=Mask)
     dedicated: int = 0
     checks: bool = True
+    linear_work: LinearWork | None = None
 
     @property
     def stages(self) -> int:
@@ -269,15 +274,17 @@ class GlobalBatchPlanner:
             micro_batches: all micro-batches of the global batch.
             ticks: some or all of its ticks.
         """
-        together: dict[tuple[int | None, ...], tuple[Plan, ...]] = {}
+        together: dict[tuple[bool, tuple[int | None, ...]], tuple[Plan, ...]] = {}
         planned = []
         for tick in ticks:
             running = tuple(None if work is None else work.micro_batch for work in tick.work)
-            if running not in together:
-                together[running] = self._pooled(
-                    [None if number is None else micro_batches[number] for number in running]
+            key = self._runs_head(tick), running
+            if key not in together:
+                together[key] = self._pooled(
+                    [None if number is None else micro_batches[number] for number in running],
+                    self._runs_head(tick),
                 )
-            planned.append(PlannedTick(tick, together[running]))
+            planned.append(PlannedTick(tick, together[key]))
         return tuple(planned)
 
     def _micro_batch(self, documents: Documents) -> PlannedMicroBatch:
@@ -312,14 +319,19 @@ class GlobalBatchPlanner:
                 )
         return plan
 
-    def _pooled(self, stages: Sequence[PlannedMicroBatch | None]) -> tuple[Plan, ...]:
+    def _pooled(
+        self, stages: Sequence[PlannedMicroBatch | None], runs_head: bool
+    ) -> tuple[Plan, ...]:
         """Makes a tick's plans from the micro-batch of each stage, None for idle stages."""
+        nano_plans = [None if stage is None else stage.plans for stage in stages]
+        world_size = int(self.servers.size) + self.dedicated
+        config = self._config_of_tick(nano_plans, runs_head)
         plans = pool_nano_batches(
-            [None if stage is None else stage.plans for stage in stages],
+            nano_plans,
             self.servers,
-            self._pooling_scheduler,
-            self._move if self.options.scheduler in BALANCING else None,
-            int(self.servers.size) + self.dedicated,
+            make_scheduler(self.options.scheduler, config) if self._pools else None,
+            partial(move_tiles, config=config) if self.options.scheduler in BALANCING else None,
+            world_size,
         )
         for plan in plans if self.checks else ():
             # Any other plan is a micro-batch's own, which was validated.
@@ -350,11 +362,41 @@ class GlobalBatchPlanner:
     def _scheduler(self) -> Scheduler:
         return make_scheduler(self.options.scheduler, self._stage_config)
 
-    @cached_property
-    def _pooling_scheduler(self) -> Scheduler | None:
-        """Scheduler of ticks over the servers of all stages; None: tasks stay in their stage."""
-        return make_scheduler(self.options.scheduler, self.config) if self._pools else None
+    def _runs_head(self, tick: Tick) -> bool:
+        """Whether the last stage's output layer counts when servers share a tick's attention."""
+        last = tick.work[-1]
+        return self._shares_by_time and last is not None and last.chunk == self.options.chunks - 1
 
-    def _move(self, plan: Plan) -> Plan:
-        """Balances tasks that attend to cached prefixes, as `pool` needs it."""
-        return move_tiles(plan, self.config if self._pools else self._stage_config)
+    @property
+    def _shares_by_time(self) -> bool:
+        """Whether servers with less linear work take more attention.
+
+        Without ping-pong there is nothing that they could compute while others are at theirs.
+        Dedicated servers were not tried.
+        """
+        options = self.options
+        able = self._pools and not self.dedicated and options.ping_pong
+        return able and options.scheduler == "tiles" and self.linear_work is not None
+
+    def _config_of_tick(
+        self, stages: Sequence[Sequence[NanoPlan] | None], runs_head: bool
+    ) -> ScheduleConfig:
+        """Makes the configuration of the scheduler that shares out a tick's attention."""
+        config, work = self.config, self.linear_work
+        if not self._pools:
+            return self._stage_config
+        if not self._shares_by_time or work is None:
+            return config
+        world_size = int(self.servers.size) + self.dedicated
+        at_home = pool_nano_batches(stages, self.servers, world_size=world_size)
+        attention = sum(
+            float(task_loads(plan.tasks, self.mask, config.cost_model).sum()) for plan in at_home
+        )
+        tokens = np.sum([plan.own_tokens_per_rank() for plan in at_home], axis=0)
+        pairs = tokens * work.layer
+        if runs_head:
+            pairs[self.servers[-1]] += tokens[self.servers[-1]] * work.head
+        speeds = tick_speeds(
+            attention, pairs * load_of_a_pair(config.cost_model), config.speeds_of(world_size)
+        )
+        return replace(config, server_speeds=tuple(speeds.tolist()))
