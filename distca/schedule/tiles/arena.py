@@ -8,12 +8,14 @@ rank `k * kv_row_bytes`. (Context parallelism calls this pass-Q instead of pass-
 
 from __future__ import annotations
 
+from collections import defaultdict
 from dataclasses import replace
 
 import numpy as np
 
 from distca.cost.volume import AttentionShape, plan_bytes
 from distca.plan import Plan, Segments, Tasks
+from distca.plan.span import Int64s
 from distca.schedule.tiles.grid import below_diagonal
 
 _ROUNDS = 8
@@ -51,14 +53,17 @@ def fit_arenas(plan: Plan, shape: AttentionShape, bound: int) -> Plan:
 
 def _one_round(plan: Plan, shape: AttentionShape, bound: int, received: np.ndarray) -> Plan | None:
     """Moves queries of the servers above the bound; returns None if none can move."""
-    kv = plan.kv_segments
+    kv, tasks_of = plan.kv_segments, _by_server(plan.tasks.server, plan.world_size)
+    segments_of = _by_server(kv.server, plan.world_size)
     room = bound - received
     given: list[tuple[int, int, int, int]] = []
     for server in np.argsort(room, kind="stable").tolist():
         if room[server] >= 0:
             break
-        missing = kv.select((kv.server == server) & (kv.owner != server))
-        for _, segment, q_bytes in sorted(_exchanges(plan, shape, server, missing)):
+        needed = segments_of[server]
+        missing = kv.select(needed[kv.owner[needed] != server])
+        mine = plan.tasks[tasks_of[server]]
+        for _, segment, q_bytes in sorted(_exchanges(plan, shape, mine, missing)):
             owner = int(missing.owner[segment])
             if room[server] >= 0:
                 break
@@ -70,11 +75,16 @@ def _one_round(plan: Plan, shape: AttentionShape, bound: int, received: np.ndarr
     return replace(plan, tasks=_with_given(plan, given)) if given else None
 
 
+def _by_server(server: Int64s, servers: int) -> list[Int64s]:
+    """Lists the rows of each server, in their order."""
+    order = np.argsort(server, kind="stable")
+    return np.split(order, np.searchsorted(server[order], np.arange(1, servers)))
+
+
 def _exchanges(
-    plan: Plan, shape: AttentionShape, server: int, missing: Segments
+    plan: Plan, shape: AttentionShape, mine: Tasks, missing: Segments
 ) -> list[tuple[float, int, int]]:
-    """Prices missing segments: `(bytes of queries over bytes of keys, segment, query bytes)`."""
-    mine = plan.tasks[plan.tasks.server == server]
+    """Prices segments that tasks miss: `(query bytes over key bytes, segment, query bytes)`."""
     offset = plan.document_offsets[mine.document]
     found = []
     for segment, (start, end) in enumerate(
@@ -96,13 +106,16 @@ def _with_given(plan: Plan, given: list[tuple[int, int, int, int]]) -> Tasks:
         given: `(server, recipient, start, end)` of the keys in global positions, disjoint for each
             server.
     """
-    tasks = plan.tasks
+    tasks, tasks_of = plan.tasks, _by_server(plan.tasks.server, plan.world_size)
     offset = plan.document_offsets[tasks.document]
     kept = np.ones(len(tasks), dtype=bool)
     rows: list[tuple[int, int, int, int, int, int]] = []
-    for server in {entry[0] for entry in given}:
-        cuts = sorted((start, end, to) for of, to, start, end in given if of == server)
-        for task in np.flatnonzero(tasks.server == server).tolist():
+    cuts_of: dict[int, list[tuple[int, int, int]]] = defaultdict(list)
+    for server, to, start, end in given:
+        cuts_of[server].append((start, end, to))
+    for server, unsorted in sorted(cuts_of.items()):
+        cuts = sorted(unsorted)
+        for task in tasks_of[server].tolist():
             low, high = (
                 int(offset[task] + tasks.kv_start[task]),
                 int(offset[task] + tasks.kv_end[task]),
