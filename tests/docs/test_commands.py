@@ -100,7 +100,7 @@ NOT_RUN = {
     r"python benchmarks/cluster/validate_simulator\.py .*": "takes minutes",
     r"python benchmarks/cluster/paper\.py (all|fig12|table\d) .*": "takes minutes to hours",
     r"python benchmarks/links/slow_link\.py .*": "needs root, and takes minutes",
-    r"python benchmarks/plans/(schedulers|hybrid_cp)\.py --published .*": "needs published lengths",
+    r"python benchmarks/(plans|cluster)/\w+\.py --published .*": "needs published lengths",
 }
 
 # Indented blocks without a command, by how they begin.
