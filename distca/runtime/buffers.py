@@ -24,7 +24,7 @@ class Buffers:
 
     Args:
         device: device of the rows.
-        nano_batches: nano-batches that are under way together, 1 or 2.
+        nano_batches: nano-batches, or plans of unlike layers, that are placed together.
         head_groups: head groups of each nano-batch.
         headroom: share by which buffers grow beyond what plans need, so that they rarely grow.
 

@@ -92,6 +92,7 @@ NOT_RUN = {
     r"(CUDA_MODULE_LOADING=EAGER )?python benchmarks/kernels/device_copy\.py": "needs a GPU",
     r"python benchmarks/kernels/(attention|layer)\.py --device cuda .*": "needs a GPU",
     r"python -m megatron_patches\.llama .*": "needs a model; test_llama.py has some",
+    r"distca generate .*": "needs a model; test_generate.py has a small one",
     r"python tests/recording make FILE": "takes minutes",
     r"distca profile --dtype fp32 .* --max-length 8192 .*": "takes minutes",
     r"python benchmarks/kernels/host_cost\.py .*": "takes minutes",

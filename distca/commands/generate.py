@@ -1,0 +1,219 @@
+"""`distca generate`: a model answers, on ranks that share its attention."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from distca.commands.command_line import Parser
+from distca.schedule.serving import STRATEGIES
+
+_EPILOG = """
+examples:
+  distca generate path/to/Llama-3.2-1B --prompt "The sky is" --context-parallel-size 2
+  distca generate MODEL --conversations chats.jsonl --context-parallel-size 4 --json
+  distca generate MODEL --prompt-ids ids.json --check
+
+Each rank is a process of this machine, with a GPU of its own where there are any. New tokens of a
+prompt are shared out evenly, and each rank keeps the keys and values of its own.
+"""
+
+
+def build_parser() -> Parser:
+    """Builds the parser of the command's flags."""
+    parser = Parser("generate", __doc__.splitlines()[0], _EPILOG)
+    parser.add_argument("model", metavar="MODEL", help="Folder of a model of transformers.")
+    what = parser.add_argument_group("what is answered, one of these")
+    what.add_argument(
+        "--prompt", action="append", metavar="TEXT", help="Text to go on with; repeatable."
+    )
+    what.add_argument(
+        "--prompt-ids", type=Path, metavar="FILE", help="JSON list of lists of token ids."
+    )
+    what.add_argument(
+        "--conversations",
+        type=Path,
+        metavar="FILE",
+        help="A list of messages, {role, content}, in each line as JSON. Every message of the user "
+        "that no answer follows is answered, on the keys and values of the turns before.",
+    )
+    how = parser.add_argument_group("how")
+    how.add_argument(
+        "--context-parallel-size", type=int, default=1, metavar="N", help="Ranks that answer."
+    )
+    how.add_argument(
+        "--prefill-strategy",
+        choices=STRATEGIES,
+        default="pass-kv",
+        help="What travels in prefills: keys and values, or queries and their outputs.",
+    )
+    how.add_argument(
+        "--cp-kv-cache-interleave-size",
+        type=int,
+        default=16,
+        metavar="N",
+        help="Consecutive decoded positions that one rank owns.",
+    )
+    how.add_argument(
+        "--dtype", choices=("float32", "bfloat16"), default="float32", help="Of weights and rows."
+    )
+    how.add_argument(
+        "--max-tokens", type=int, default=64, metavar="N", help="Most tokens of an answer."
+    )
+    how.add_argument(
+        "--temperature", type=float, default=0.0, metavar="T", help="0 takes the likeliest token."
+    )
+    how.add_argument("--seed", type=int, default=0, metavar="N", help="Of the choice of tokens.")
+    how.add_argument("--ignore-eos", action="store_true", help="Answers end at --max-tokens alone.")
+    out = parser.add_argument_group("output")
+    out.add_argument("--json", action="store_true", help="Print a list of answers as JSON.")
+    out.add_argument(
+        "--check",
+        action="store_true",
+        help="Hold logits and tokens against one process's with transformers' own attention.",
+    )
+    return parser
+
+
+def main(argv: Sequence[str]) -> int:
+    """Runs the command and returns its exit status: 1 if `--check` finds a difference.
+
+    Raises:
+        ValueError: the flags, the model or the prompts cannot be used.
+        ImportError: a package is missing.
+    """
+    args = build_parser().parse(argv)
+    _check_flags(args)
+    from distca.serve.chat import Conversations, Prompts, read_conversations, read_prompt_ids
+    from distca.serve.check import compare
+    from distca.serve.generation import Sampling
+    from distca.serve.models import DTYPES, load_tokenizer, read_model
+    from distca.serve.rank_processes import RankProcesses, RankSettings
+
+    model = read_model(args.model, DTYPES[args.dtype])
+    tokenizer = None if args.prompt_ids else load_tokenizer(args.model)
+    most = args.max_tokens
+    work: Prompts | Conversations
+    if args.conversations is not None:
+        work = Conversations(model, tokenizer, read_conversations(args.conversations), most)
+    elif args.prompt_ids is not None:
+        work = Prompts(model, read_prompt_ids(args.prompt_ids), most)
+    else:
+        assert tokenizer is not None
+        work = Prompts(model, [tokenizer.encode(text) for text in args.prompt], most)
+    stops = frozenset() if args.ignore_eos else model.stops
+    settings = RankSettings(
+        model,
+        args.context_parallel_size,
+        args.prefill_strategy,
+        args.cp_kv_cache_interleave_size,
+        Sampling(most, args.temperature, args.seed, stops),
+        keeps_logits=args.check,
+    )
+    shown = _Shown(tokenizer, quiet=args.json or len(work) > 1)
+    begin = time.perf_counter()
+    with RankProcesses(settings) as ranks:
+        loaded = time.perf_counter()
+        done = work.run(ranks, shown.token)
+    seconds = time.perf_counter() - loaded
+    rows: list[dict[str, Any]] = [
+        {
+            "token_ids": each.answer.token_ids,
+            "text": tokenizer.decode(each.answer.token_ids, skip_special_tokens=True)
+            if tokenizer
+            else None,
+            "finish_reason": each.answer.finish_reason,
+            "ttft_seconds": each.answer.ttft_seconds,
+            "bytes_moved": each.answer.bytes_moved,
+        }
+        for each in done
+    ]
+    if args.json:
+        sys.stdout.write(json.dumps(rows, indent=2) + "\n")
+    else:
+        shown.answers(rows)
+        tokens = sum(len(each.answer.token_ids) for each in done)
+        sys.stdout.write(
+            f"{tokens} tokens on {args.context_parallel_size} ranks, {tokens / seconds:.1f} "
+            f"tokens/s; first token after {max(r['ttft_seconds'] for r in rows):.3f} s; "
+            f"{sum(r['bytes_moved'] for r in rows):,} bytes moved; ranks started in "
+            f"{loaded - begin:.1f} s\n"
+        )
+    if not args.check:
+        return 0
+    found = compare(model, done, args.temperature == 0)
+    (sys.stderr if args.json else sys.stdout).write(f"{found.line}\n")
+    return 0 if found.holds else 1
+
+
+class _Shown:
+    """Answers on the terminal: a single one streams, several are printed at their ends.
+
+    Args:
+        tokenizer: tokenizer of the model; None: token ids are shown.
+        quiet: whether nothing streams.
+    """
+
+    def __init__(self, tokenizer: Any, quiet: bool) -> None:
+        self._tokenizer, self._quiet = tokenizer, quiet
+        self._ids: list[int] = []
+        self._written = 0
+
+    def token(self, sequence: int, token: int) -> None:
+        """Writes what a token adds to the text, unless it may be part of a character."""
+        if self._quiet:
+            return
+        self._ids.append(token)
+        text = self._text(self._ids)
+        if not text.endswith("\N{REPLACEMENT CHARACTER}"):
+            self._write(text)
+
+    def answers(self, rows: Sequence[dict[str, Any]]) -> None:
+        """Ends the streamed answer, or writes all of them."""
+        if not self._quiet:
+            self._write(self._text(self._ids))
+            sys.stdout.write("\n")
+            return
+        for number, row in enumerate(rows):
+            sys.stdout.write(f"[{number}] {self._text(row['token_ids'])}\n")
+
+    def _text(self, ids: Sequence[int]) -> str:
+        if self._tokenizer is None:
+            return " ".join(map(str, ids))
+        return str(self._tokenizer.decode(ids, skip_special_tokens=True))
+
+    def _write(self, text: str) -> None:
+        sys.stdout.write(text[self._written :])
+        sys.stdout.flush()
+        self._written = len(text)
+
+
+def _check_flags(args: argparse.Namespace) -> None:
+    given = [
+        flag
+        for flag, value in (
+            ("--prompt", args.prompt),
+            ("--prompt-ids", args.prompt_ids),
+            ("--conversations", args.conversations),
+        )
+        if value is not None
+    ]
+    if len(given) != 1:
+        raise ValueError(
+            f"{' and '.join(given) or 'nothing'} is given: give one of --prompt, --prompt-ids and "
+            "--conversations"
+        )
+    for flag, value in (
+        ("--context-parallel-size", args.context_parallel_size),
+        ("--cp-kv-cache-interleave-size", args.cp_kv_cache_interleave_size),
+        ("--max-tokens", args.max_tokens),
+    ):
+        if value < 1:
+            raise ValueError(f"{flag} {value}: give at least 1")
+    if not 0 <= args.temperature < float("inf"):
+        raise ValueError(f"--temperature {args.temperature}: give 0 or more")

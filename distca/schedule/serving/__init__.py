@@ -1,0 +1,21 @@
+"""Plans of inference: which rank holds a sequence's keys and values, and who computes a step."""
+
+from distca.schedule.serving.steps import (
+    STRATEGIES,
+    Strategy,
+    held_after,
+    nobody_holds,
+    shard_evenly,
+    shard_in_stripes,
+    step_plan,
+)
+
+__all__ = [
+    "STRATEGIES",
+    "Strategy",
+    "held_after",
+    "nobody_holds",
+    "shard_evenly",
+    "shard_in_stripes",
+    "step_plan",
+]

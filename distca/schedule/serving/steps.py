@@ -1,0 +1,147 @@
+"""Plans of a model's steps in inference, where keys and values stay on the rank that made them.
+
+A step feeds new tokens of some sequences to the model: a prompt, a turn's new tokens, or one
+decoded token of each. Every new token has an owner, which runs its linear layers and keeps its keys
+and values; those of earlier tokens lie where earlier steps left them, however unevenly. A strategy
+says who computes attention (context parallelism of Meta's, Sections 3.4 and 3.5):
+
+* **pass-kv**: queries are computed at home, and keys and values travel to them. For a prompt that
+  is long beside what is cached;
+* **pass-q**: queries travel to keys and values, and partial outputs come back, to merge by LSE.
+  For few new tokens over a long cache, as in decoding.
+
+Under a window both are pass-kv, since few keys are seen, and all are near.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, get_args
+
+import numpy as np
+
+from distca.plan import BLOCK, Mask, Placement, Plan, Tasks
+from distca.plan.span import Int64s, expand_ranges
+from distca.schedule.base import tasks_at_home
+from distca.schedule.baselines.context_parallel import shard_documents
+
+Strategy = Literal["pass-kv", "pass-q"]
+"""What travels in a step: keys and values, or queries."""
+
+STRATEGIES: tuple[Strategy, ...] = get_args(Strategy)
+
+
+def nobody_holds(world_size: int) -> Placement:
+    """Returns the placement of no tokens at all."""
+    nothing = np.zeros(0, dtype=np.int64)
+    return Placement(nothing, nothing, nothing, nothing, world_size)
+
+
+def shard_evenly(starts: Int64s, ends: Int64s, world_size: int) -> Placement:
+    """Shards new tokens in zigzag, so that all ranks own equally many, and equally early ones.
+
+    Args:
+        starts: first new position of each sequence, int64 `[sequences]`.
+        ends: end of the new positions of each sequence, likewise; no new tokens are possible.
+        world_size: ranks that there are. Sequences shorter than that leave some without tokens.
+    """
+    having = np.flatnonzero(ends > starts)
+    whole = Placement(having, starts[having], ends[having], np.zeros_like(having), 1)
+    return shard_documents(whole, world_size)
+
+
+def shard_in_stripes(
+    starts: Int64s, ends: Int64s, sequences: Int64s, stripe: int, world_size: int
+) -> Placement:
+    """Shards new tokens round robin in stripes of positions, so that decoding fills ranks evenly.
+
+    Args:
+        starts: first new position of each sequence, int64 `[sequences]`.
+        ends: end of the new positions of each sequence, likewise.
+        sequences: number of each sequence, by which the ranks of their first stripes differ.
+        stripe: consecutive positions that one rank owns.
+        world_size: ranks that there are.
+
+    Raises:
+        ValueError: the stripe is no positive number.
+    """
+    if stripe < 1:
+        raise ValueError(f"stripe {stripe}: give the positions that one rank owns, at least 1")
+    first, last = starts // stripe, -(-ends // stripe)
+    stripes = np.maximum(last - first, 0) * (ends > starts)
+    document = np.repeat(np.arange(len(starts), dtype=np.int64), stripes)
+    number = expand_ranges(first, stripes)
+    return Placement(
+        document,
+        np.maximum(number * stripe, starts[document]),
+        np.minimum((number + 1) * stripe, ends[document]),
+        (number + sequences[document]) % world_size,
+        world_size,
+    )
+
+
+def step_plan(
+    held: Placement, new: Placement, strategy: Strategy, mask: Mask, block: int = BLOCK
+) -> Plan:
+    """Makes the plan of a step.
+
+    Args:
+        held: ranks that hold the keys and values of earlier tokens of the sequences.
+        new: owners of the tokens that the step feeds; each sequence has some, which follow those
+            that are held.
+        strategy: what travels.
+        mask: attention mask of the layers that follow the plan.
+        block: tokens in a kernel's block.
+    """
+    placement = _in_order(Placement.concatenate([held, new]))
+    sequences = int(placement.document.max(initial=-1)) + 1
+    lengths, prefix = np.zeros((2, sequences), dtype=np.int64)
+    np.maximum.at(lengths, placement.document, placement.end)
+    np.maximum.at(prefix, held.document, held.end)
+    moves_queries = strategy == "pass-q" and mask.window_left is None
+    tasks = _tasks_at_keys(placement, new) if moves_queries else tasks_at_home(new, mask)
+    return Plan(lengths, placement, tasks, mask, block, strategy, cached_prefix=prefix)
+
+
+def held_after(held: Placement, new: Placement) -> Placement:
+    """Returns who holds which keys and values after a step; neighbouring pieces are joined."""
+    both = _in_order(Placement.concatenate([held, new]))
+    opens = np.ones(len(both.rank), dtype=bool)
+    opens[1:] = (
+        (both.rank[1:] != both.rank[:-1])
+        | (both.document[1:] != both.document[:-1])
+        | (both.start[1:] != both.end[:-1])
+    )
+    first = np.flatnonzero(opens)
+    last = np.append(first[1:], len(opens)) - 1
+    return Placement(
+        both.document[first], both.start[first], both.end[last], both.rank[first], both.world_size
+    )
+
+
+def _in_order(placement: Placement) -> Placement:
+    """Sorts pieces by sequence and position: the order in which a rank keeps its rows."""
+    return placement.select(np.lexsort((placement.start, placement.document)))
+
+
+def _tasks_at_keys(placement: Placement, new: Placement) -> Tasks:
+    """Makes tasks of each new piece's queries over each piece of keys that they see, at the keys.
+
+    Args:
+        placement: all pieces, sorted by sequence and position.
+        new: pieces that have queries.
+    """
+    first = np.searchsorted(placement.document, new.document)
+    stride = int(placement.end.max(initial=0)) + 1
+    line = placement.document * stride + placement.start
+    itself = np.searchsorted(line, new.document * stride + new.start)
+    count = itself - first + 1
+    q = np.repeat(np.arange(len(new.rank)), count)
+    kv = expand_ranges(first, count)
+    return Tasks(
+        new.document[q],
+        new.start[q],
+        new.end[q],
+        placement.start[kv],
+        placement.end[kv],
+        placement.rank[kv],
+    )

@@ -1,0 +1,1 @@
+"""Inference: models of transformers whose core attention the ranks share."""

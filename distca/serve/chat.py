@@ -1,0 +1,211 @@
+"""Prompts and conversations: what is fed to a model, turn by turn, and what it answered."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from distca.serve.generation import Answer
+from distca.serve.models import ServedModel
+from distca.serve.rank_processes import RankProcesses
+
+logger = logging.getLogger(__name__)
+
+Message = dict[str, str]
+
+
+@dataclass(frozen=True)
+class Answered:
+    """A prompt, or a turn, with its answer.
+
+    Attributes:
+        token_ids: all tokens before the answer.
+        answer: answer to them.
+    """
+
+    token_ids: list[int]
+    answer: Answer
+
+
+class Prompts:
+    """Prompts that are answered together, each once.
+
+    Args:
+        model: model that answers.
+        prompts: token ids of each.
+        max_tokens: most tokens of an answer.
+
+    Raises:
+        ValueError: there are none, or one is empty, too long, or has a token that there is not.
+    """
+
+    def __init__(
+        self, model: ServedModel, prompts: Sequence[Sequence[int]], max_tokens: int
+    ) -> None:
+        if not prompts:
+            raise ValueError("there are no prompts: give at least one")
+        for number, prompt in enumerate(prompts):
+            check_tokens(model, prompt, max_tokens, f"prompt {number}")
+        self._prompts = [list(prompt) for prompt in prompts]
+
+    def __len__(self) -> int:
+        return len(self._prompts)
+
+    def run(self, ranks: RankProcesses, told: Callable[[int, int], None]) -> list[Answered]:
+        """Answers all prompts, in their order."""
+        answers = ranks.answer(dict(enumerate(self._prompts)), told)
+        return [Answered(prompt, answers[n]) for n, prompt in enumerate(self._prompts)]
+
+
+class Conversations:
+    """Conversations whose turns are answered in order, those of one turn together.
+
+    Keys and values of earlier turns stay where they are; where a chat template writes an earlier
+    turn differently later on, that conversation is prefilled again.
+
+    Args:
+        model: model that answers.
+        tokenizer: tokenizer of the model, with a chat template.
+        conversations: messages of each.
+        max_tokens: most tokens of an answer.
+
+    Raises:
+        ValueError: there is no chat template, or nothing to answer.
+    """
+
+    def __init__(
+        self,
+        model: ServedModel,
+        tokenizer: Any,
+        conversations: Sequence[Sequence[Message]],
+        max_tokens: int,
+    ) -> None:
+        if not getattr(tokenizer, "chat_template", None):
+            raise ValueError(
+                f"the tokenizer of {model.path} has no chat template: give --prompt, or add a "
+                "chat_template.jinja to the model's folder"
+            )
+        self._model, self._tokenizer, self._max_tokens = model, tokenizer, max_tokens
+        self._conversations = [list(each) for each in conversations]
+        if not any(self._turns(each) for each in self._conversations):
+            raise ValueError("no conversation ends with a message of the user: nothing to answer")
+
+    def __len__(self) -> int:
+        return sum(len(self._turns(each)) for each in self._conversations)
+
+    @staticmethod
+    def _turns(messages: Sequence[Message]) -> list[int]:
+        """Numbers of the user's messages that no answer follows."""
+        roles = [message["role"] for message in messages] + ["user"]
+        return [
+            n
+            for n, role in enumerate(roles[:-1])
+            if role == "user" and roles[n + 1] not in ("assistant", "tool")
+        ]
+
+    def run(self, ranks: RankProcesses, told: Callable[[int, int], None]) -> list[Answered]:
+        """Answers all turns: those of the first conversation come first."""
+        done: list[list[Answered]] = [[] for _ in self._conversations]
+        said: list[list[Message]] = [[] for _ in self._conversations]
+        at = [0] * len(self._conversations)
+        held: list[list[int]] = [[] for _ in self._conversations]
+        while True:
+            feed: dict[int, list[int]] = {}
+            prompts: dict[int, list[int]] = {}
+            for number, messages in enumerate(self._conversations):
+                later = [turn for turn in self._turns(messages) if turn >= at[number]]
+                if not later:
+                    continue
+                said[number] += messages[at[number] : later[0] + 1]
+                at[number] = later[0] + 1
+                prompts[number] = self._tokens(said[number])
+                if prompts[number][: len(held[number])] != held[number]:
+                    logger.info("conversation %d is prefilled again: its template changed", number)
+                    ranks.drop(number)
+                    held[number] = []
+                feed[number] = prompts[number][len(held[number]) :]
+            if not feed:
+                return [answered for each in done for answered in each]
+            for number, answer in ranks.answer(feed, told).items():
+                done[number].append(Answered(prompts[number], answer))
+                # The last token was not fed to the model.
+                held[number] = prompts[number] + answer.token_ids[:-1]
+                text = self._tokenizer.decode(answer.token_ids, skip_special_tokens=True)
+                said[number].append({"role": "assistant", "content": text})
+
+    def _tokens(self, messages: Sequence[Message]) -> list[int]:
+        """Token ids of messages as the model's template writes them."""
+        text = self._tokenizer.apply_chat_template(
+            messages, tokenize=False, add_generation_prompt=True
+        )
+        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False)
+        check_tokens(self._model, ids, self._max_tokens, "a conversation")
+        return ids
+
+
+def check_tokens(model: ServedModel, ids: Sequence[int], max_tokens: int, what: str) -> None:
+    """Refuses tokens that the model cannot be fed.
+
+    Raises:
+        ValueError: there are none, or too many, or one is not in the vocabulary.
+    """
+    if not ids:
+        raise ValueError(f"{what} is empty: give at least one token")
+    outside = next((each for each in ids if not 0 <= each < model.vocab_size), None)
+    if outside is not None:
+        raise ValueError(
+            f"{what} has the token {outside}, but the vocabulary has {model.vocab_size:,} tokens"
+        )
+    if len(ids) + max_tokens > model.positions:
+        raise ValueError(
+            f"{what} has {len(ids):,} tokens, which with {max_tokens:,} new ones are more than the "
+            f"model's {model.positions:,} positions: shorten it, or lower --max-tokens"
+        )
+
+
+def read_prompt_ids(path: Path) -> list[list[int]]:
+    """Reads a JSON list of lists of token ids.
+
+    Raises:
+        ValueError: the file is something else.
+    """
+    try:
+        prompts = json.loads(path.read_text())
+    except ValueError as error:
+        raise ValueError(f"--prompt-ids {path} is no JSON: {error}") from error
+    if not isinstance(prompts, list) or not all(
+        isinstance(ids, list) and all(type(each) is int for each in ids) for ids in prompts
+    ):
+        raise ValueError(f"--prompt-ids {path} is no list of lists of whole numbers")
+    return prompts
+
+
+def read_conversations(path: Path) -> list[list[Message]]:
+    """Reads lists of messages, one in each line.
+
+    Raises:
+        ValueError: a line is something else.
+    """
+    conversations: list[list[Message]] = []
+    for number, line in enumerate(path.read_text().splitlines(), 1):
+        if not line.strip():
+            continue
+        try:
+            messages = json.loads(line)
+        except ValueError as error:
+            raise ValueError(f"--conversations {path}:{number} is no JSON: {error}") from error
+        if not isinstance(messages, list) or not all(
+            isinstance(each, dict)
+            and isinstance(each.get("role"), str)
+            and isinstance(each.get("content"), str)
+            for each in messages
+        ):
+            raise ValueError(
+                f"--conversations {path}:{number} is no list of messages with role and content"
+            )
+        conversations.append(messages)
+    return conversations

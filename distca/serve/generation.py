@@ -1,0 +1,165 @@
+"""Answers of a model: prompts and turns prefilled, tokens decoded, alike on every rank."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+
+from distca.schedule.serving import Strategy
+from distca.serve.models import ServedModel
+from distca.serve.steps import Holdings, ModelRank, Step
+
+FinishReason = Literal["stop", "length"]
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """The choice of tokens.
+
+    Attributes:
+        max_tokens: most tokens of an answer.
+        temperature: 0 takes the likeliest token.
+        seed: seed of the choice: the same tokens whatever the ranks are.
+        stops: tokens that end an answer.
+    """
+
+    max_tokens: int = 64
+    temperature: float = 0.0
+    seed: int = 0
+    stops: frozenset[int] = frozenset()
+
+    def choose(self, logits: torch.Tensor, sequence: int, position: int) -> int:
+        """Chooses a token by its logits `[vocabulary]`."""
+        if self.temperature == 0:
+            return int(logits.argmax())
+        # Of this token alone, so that neither ranks nor other sequences matter.
+        generator = torch.Generator().manual_seed(hash((self.seed, sequence, position)))
+        probabilities = torch.softmax(logits.double().cpu() / self.temperature, 0)
+        return int(torch.multinomial(probabilities, 1, generator=generator))
+
+
+@dataclass
+class Answer:
+    """An answer to a prompt or to a turn.
+
+    Attributes:
+        token_ids: tokens of the answer, the one that stopped it included.
+        finish_reason: "stop", or "length" if it had the most tokens.
+        ttft_seconds: seconds from the begin of its prefill to its first token.
+        bytes_moved: bytes that its steps moved between ranks, by their plans.
+        logits: logits of each token where the first rank was told to keep them.
+    """
+
+    token_ids: list[int] = field(default_factory=list)
+    finish_reason: FinishReason = "length"
+    ttft_seconds: float = 0.0
+    bytes_moved: int = 0
+    logits: list[torch.Tensor] = field(default_factory=list)
+
+
+class Generator:
+    """Generation on one rank. All ranks make the same calls, and have the same answers.
+
+    Args:
+        model: model that answers.
+        rank: this rank's part of it.
+        holdings: who holds which keys and values.
+        strategy: what travels in prefills.
+        sampling: choice of tokens.
+        keeps_logits: whether answers keep their logits.
+        told: function that is told of each token, with its sequence.
+    """
+
+    def __init__(
+        self,
+        model: ServedModel,
+        rank: ModelRank,
+        holdings: Holdings,
+        strategy: Strategy,
+        sampling: Sampling,
+        keeps_logits: bool = False,
+        told: Callable[[int, int], None] = lambda sequence, token: None,
+    ) -> None:
+        self._model, self._rank, self._holdings = model, rank, holdings
+        self._strategy, self._sampling, self._told = strategy, sampling, told
+        self._keeps_logits = keeps_logits
+        self.bytes_planned = 0
+
+    def answer(self, new: Mapping[int, Sequence[int]]) -> dict[int, Answer]:
+        """Prefills new tokens of sequences together, and decodes until all answers end.
+
+        The keys and values of all tokens but the last of each answer are kept.
+
+        Args:
+            new: tokens of each sequence that follow those that are held, at least one.
+        """
+        begin = time.perf_counter()
+        answers = {sequence: Answer() for sequence in new}
+        feed = {sequence: list(tokens) for sequence, tokens in new.items()}
+        decodes = False
+        while feed:
+            chosen = self._step(feed, decodes, answers)
+            feed = {}
+            for sequence, token in chosen.items():
+                answer = answers[sequence]
+                if not answer.token_ids:
+                    answer.ttft_seconds = time.perf_counter() - begin
+                answer.token_ids.append(token)
+                self._told(sequence, token)
+                if token in self._sampling.stops:
+                    answer.finish_reason = "stop"
+                elif len(answer.token_ids) < self._sampling.max_tokens:
+                    feed[sequence] = [token]
+            decodes = True
+        return answers
+
+    def drop(self, sequence: int) -> None:
+        """Frees the keys and values of a sequence."""
+        self._holdings.drop(sequence)
+        self._rank.drop(sequence)
+
+    def _step(
+        self, feed: Mapping[int, list[int]], decodes: bool, answers: Mapping[int, Answer]
+    ) -> dict[int, int]:
+        counts = {sequence: len(tokens) for sequence, tokens in feed.items()}
+        step = self._holdings.plan(counts, "pass-q" if decodes else self._strategy, decodes)
+        moved = step.bytes_by_sequence(self._model)
+        for sequence, nbytes in zip(step.sequences, moved, strict=True):
+            answers[sequence].bytes_moved += nbytes
+        self.bytes_planned += sum(moved)
+        logits = self._rank.run(step, feed)
+        if self._keeps_logits:
+            for sequence, row in self._shared(step, logits).items():
+                answers[sequence].logits.append(row)
+        return self._chosen(step, logits)
+
+    def _chosen(self, step: Step, logits: Mapping[int, torch.Tensor]) -> dict[int, int]:
+        """Chooses the next token of each sequence, on the rank that has its logits."""
+        chosen = torch.zeros(len(step.sequences), dtype=torch.int64)
+        for number, sequence in enumerate(step.sequences):
+            if sequence in logits:
+                position = self._holdings.length(sequence)
+                chosen[number] = self._sampling.choose(logits[sequence], sequence, position)
+        return dict(zip(step.sequences, _summed(chosen).tolist(), strict=True))
+
+    def _shared(self, step: Step, logits: Mapping[int, torch.Tensor]) -> dict[int, torch.Tensor]:
+        """Gives the logits of all sequences to all ranks."""
+        table = torch.zeros(len(step.sequences), self._model.vocab_size)
+        for number, sequence in enumerate(step.sequences):
+            if sequence in logits:
+                table[number] = logits[sequence].cpu()
+        return dict(zip(step.sequences, _summed(table), strict=True))
+
+
+def _summed(values: torch.Tensor) -> torch.Tensor:
+    """Adds up values of the CPU, of which one rank alone has any."""
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        on_device = values.cuda() if dist.get_backend() == "nccl" else values
+        dist.all_reduce(on_device)
+        return on_device.cpu()
+    return values

@@ -1,0 +1,181 @@
+"""Models that are served: decoders of transformers whose attention DistCA's plans can compute."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from distca.cost.volume import AttentionShape
+from distca.plan import Mask
+
+IMPLEMENTATION = "distca"
+"""Name under which transformers knows our attention."""
+
+FAMILIES = ("llama", "qwen2", "qwen3", "mistral", "phi3", "gemma3_text", "qwen3_moe")
+"""Families of models, by `model_type`, whose logits were held against transformers' own."""
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+def need_transformers() -> Any:
+    """Imports transformers.
+
+    Raises:
+        ImportError: it is not installed.
+    """
+    try:
+        import transformers
+    except ImportError as error:
+        raise ImportError(
+            "models to generate with are read by transformers: pip install 'distca[serve]'"
+        ) from error
+    return transformers
+
+
+@dataclass(frozen=True)
+class ServedModel:
+    """A model's folder and what its core attention needs, without its weights.
+
+    Attributes:
+        path: folder of the model, or its name on the Hugging Face hub.
+        config: configuration of transformers.
+        shape: heads of a layer.
+        windows: for each layer how many earlier tokens a query sees; None: all.
+        dtype: dtype of weights and rows.
+        generation: generation config of transformers.
+    """
+
+    path: str
+    config: Any
+    shape: AttentionShape
+    windows: tuple[int | None, ...]
+    dtype: torch.dtype
+    generation: Any
+
+    @property
+    def masks(self) -> tuple[Mask, ...]:
+        """The different masks of the layers."""
+        return tuple(Mask(window) for window in dict.fromkeys(self.windows))
+
+    @property
+    def positions(self) -> int:
+        """Most tokens of a sequence."""
+        return int(self.config.max_position_embeddings)
+
+    @property
+    def vocab_size(self) -> int:
+        return int(self.config.vocab_size)
+
+    @property
+    def stops(self) -> frozenset[int]:
+        """Tokens that end an answer, by the model's generation config."""
+        ends = self.generation.eos_token_id
+        if ends is None:
+            return frozenset()
+        return frozenset([ends] if isinstance(ends, int) else ends)
+
+    def load(self, device: torch.device, attention: str = IMPLEMENTATION) -> Any:
+        """Reads the weights, and returns the model.
+
+        Args:
+            device: device of the weights.
+            attention: implementation of attention; others than ours are transformers' own.
+        """
+        transformers = need_transformers()
+        transformers.utils.logging.disable_progress_bar()
+        model = transformers.AutoModelForCausalLM.from_pretrained(
+            self.path,
+            # Loading writes the implementation into it.
+            config=copy.deepcopy(self.config),
+            dtype=self.dtype,
+            attn_implementation=attention,
+            trust_remote_code=False,
+        )
+        return model.to(device).eval()
+
+
+def read_model(path: str, dtype: torch.dtype) -> ServedModel:
+    """Reads a model's configuration, and refuses what cannot be served.
+
+    Args:
+        path: folder of the model, or its name on the Hugging Face hub.
+        dtype: dtype of weights and rows.
+
+    Raises:
+        ValueError: there is no such model, or its attention is not covered.
+        ImportError: transformers is not installed.
+    """
+    transformers = need_transformers()
+    if Path(path).exists() and not (Path(path) / "config.json").is_file():
+        raise ValueError(f"{path} has no config.json: give the folder of a model of transformers")
+    try:
+        config = transformers.AutoConfig.from_pretrained(path, trust_remote_code=False)
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"no model can be read from {path}: {str(error).splitlines()[0]}"
+        ) from None
+    # Models that also see images keep their decoder's part in one of its own.
+    config = config.get_text_config(decoder=True)
+    _refuse_uncovered(config, path)
+    heads = int(config.num_attention_heads)
+    head_dim = int(getattr(config, "head_dim", None) or config.hidden_size // heads)
+    kv_heads = int(getattr(config, "num_key_value_heads", None) or heads)
+    shape = AttentionShape(heads, kv_heads, head_dim, dtype_bytes=dtype.itemsize)
+    try:
+        generation = transformers.GenerationConfig.from_pretrained(path)
+    except OSError:
+        generation = transformers.GenerationConfig.from_model_config(config)
+    return ServedModel(path, config, shape, _windows(config), dtype, generation)
+
+
+def load_tokenizer(path: str) -> Any:
+    """Loads the tokenizer of a model.
+
+    Raises:
+        ValueError: there is none.
+    """
+    try:
+        return need_transformers().AutoTokenizer.from_pretrained(path, trust_remote_code=False)
+    except (OSError, ValueError, KeyError) as error:
+        raise ValueError(
+            f"{path} has no tokenizer that can be read: add its tokenizer.json, or give token ids "
+            "by --prompt-ids"
+        ) from error
+
+
+def _refuse_uncovered(config: Any, path: str) -> None:
+    reasons = {
+        "attn_logit_softcapping": "scores with a soft cap",
+        "kv_lora_rank": "multi-latent attention",
+        "quantization_config": "quantized weights",
+    }
+    found = [what for name, what in reasons.items() if getattr(config, name, None)]
+    if config.model_type.startswith("gpt_oss"):
+        found.append("attention sinks")
+    if found:
+        raise ValueError(
+            f"{path} has {' and '.join(found)}, which our attention does not compute: choose "
+            "another model"
+        )
+    if config.model_type not in FAMILIES:
+        raise ValueError(
+            f"{path} is a {config.model_type}: only models of these families are served: "
+            f"{', '.join(FAMILIES)}"
+        )
+
+
+def _windows(config: Any) -> tuple[int | None, ...]:
+    """Earlier tokens that each layer's queries see; transformers counts the query's own, too."""
+    window: int | None = getattr(config, "sliding_window", None)
+    kinds = getattr(config, "layer_types", None)
+    if kinds is None:
+        kinds = ["sliding_attention" if window else "full_attention"] * config.num_hidden_layers
+    unknown = {*kinds} - {"sliding_attention", "full_attention"}
+    if unknown:
+        raise ValueError(f"layers with {', '.join(sorted(unknown))} are not served")
+    near = None if window is None else window - 1
+    return tuple(near if kind == "sliding_attention" else None for kind in kinds)

@@ -1,0 +1,250 @@
+"""The processes of the ranks that answer together, and the calls that they are given."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import tempfile
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from distca.lifetime import end_with_parent
+from distca.schedule.serving import Strategy
+from distca.serve.generation import Answer, Generator, Sampling
+from distca.serve.models import ServedModel
+
+_TIMEOUT = timedelta(minutes=10)
+_SECONDS_TO_END = 5.0
+
+
+@dataclass(frozen=True)
+class RankSettings:
+    """What all ranks are told before they load the model.
+
+    Attributes:
+        model: model that answers.
+        world_size: ranks.
+        strategy: what travels in prefills.
+        stripe: consecutive positions that one rank owns in decoding.
+        sampling: choice of tokens.
+        keeps_logits: whether answers keep their logits.
+    """
+
+    model: ServedModel
+    world_size: int
+    strategy: Strategy
+    stripe: int
+    sampling: Sampling
+    keeps_logits: bool = False
+
+
+class RankError(RuntimeError):
+    """Raised if a rank failed or ended; the message says which, and why."""
+
+
+class RankProcesses:
+    """Ranks of a model, each a process of this machine, with a GPU each where there are any.
+
+    They end with the process that made them, however it ends.
+
+    Args:
+        settings: what they run.
+
+    Raises:
+        ValueError: there are fewer GPUs than ranks.
+        RankError: a rank cannot start.
+    """
+
+    def __init__(self, settings: RankSettings) -> None:
+        gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        if 0 < gpus < settings.world_size:
+            raise ValueError(
+                f"{settings.world_size} ranks need a GPU each, but there are {gpus}: use fewer "
+                "ranks, or CUDA_VISIBLE_DEVICES= to run on CPUs"
+            )
+        context = multiprocessing.get_context("spawn")
+        self._folder = tempfile.TemporaryDirectory(prefix="distca-ranks-")
+        self._pipes: list[Connection] = []
+        self._processes: list[Any] = []
+        store = str(Path(self._folder.name) / "store")
+        for rank in range(settings.world_size):
+            ours, theirs = context.Pipe()
+            process = context.Process(
+                target=_serve, args=(settings, rank, store, theirs, os.getpid()), daemon=True
+            )
+            process.start()
+            theirs.close()
+            self._pipes.append(ours)
+            self._processes.append(process)
+        self._collect(lambda *_: None)
+
+    @property
+    def pids(self) -> list[int]:
+        """Numbers of the processes."""
+        return [int(process.pid) for process in self._processes]
+
+    def answer(
+        self,
+        new: Mapping[int, Sequence[int]],
+        told: Callable[[int, int], None] = lambda sequence, token: None,
+    ) -> dict[int, Answer]:
+        """Answers as `Generator.answer` does.
+
+        Args:
+            new: tokens of each sequence that follow those that are held.
+            told: function that is told of each token as it is chosen, with its sequence.
+
+        Raises:
+            RankError: a rank failed or ended; none is left.
+        """
+        self._send(("answer", {sequence: list(tokens) for sequence, tokens in new.items()}))
+        return self._collect(told)[0]  # type: ignore[no-any-return]
+
+    def drop(self, sequence: int) -> None:
+        """Frees the keys and values of a sequence."""
+        self._send(("drop", sequence))
+        self._collect(lambda *_: None)
+
+    def bytes_moved(self) -> tuple[int, int]:
+        """Bytes that all ranks have sent so far: by the plans, and as transports counted them."""
+        self._send(("bytes moved", None))
+        found = self._collect(lambda *_: None)
+        return found[0][0], sum(sent for _, sent in found)
+
+    def close(self) -> None:
+        """Ends all ranks."""
+        for pipe in self._pipes:
+            pipe.close()
+        for process in self._processes:
+            process.join(_SECONDS_TO_END)
+            if process.is_alive():
+                process.kill()
+                process.join()
+        self._folder.cleanup()
+
+    def __enter__(self) -> RankProcesses:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _send(self, call: tuple[str, Any]) -> None:
+        for rank, pipe in enumerate(self._pipes):
+            try:
+                pipe.send(call)
+            except OSError:
+                raise self._ended(rank) from None
+
+    def _collect(self, told: Callable[[int, int], None]) -> list[Any]:
+        """Waits until all ranks have returned, and hands on what they tell meanwhile."""
+        results: dict[int, Any] = {}
+        while len(results) < len(self._pipes):
+            missing = [rank for rank in range(len(self._pipes)) if rank not in results]
+            for ready in wait([self._pipes[rank] for rank in missing]):
+                rank = next(r for r in missing if self._pipes[r] is ready)
+                try:
+                    kind, value = self._pipes[rank].recv()
+                except (EOFError, OSError):
+                    raise self._ended(rank) from None
+                if kind == "token":
+                    told(*value)
+                elif kind == "failed":
+                    self._kill()
+                    raise RankError(f"rank {rank}: {value}")
+                else:
+                    results[rank] = value
+        return [results[rank] for rank in range(len(self._pipes))]
+
+    def _ended(self, rank: int) -> RankError:
+        process = self._processes[rank]
+        process.join(_SECONDS_TO_END)
+        self._kill()
+        code = process.exitcode
+        why = ", killed: is there memory left?" if code == -signal.SIGKILL else ""
+        return RankError(f"rank {rank} ended with exit code {code}{why}")
+
+    def _kill(self) -> None:
+        for process in self._processes:
+            process.kill()
+        for process in self._processes:
+            process.join()
+
+
+def _serve(settings: RankSettings, rank: int, store: str, pipe: Connection, parent: int) -> None:
+    """Runs a rank: the main function of its process."""
+    # Ctrl-C is for the process that made this one, which ends it.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    end_with_parent()
+    if os.getppid() != parent:
+        return
+    try:
+        generator, transport = _start(settings, rank, store, pipe)
+        pipe.send(("started", None))
+        while True:
+            name, value = pipe.recv()
+            if name == "answer":
+                answers = generator.answer(value)
+                pipe.send(("answers", answers if rank == 0 else None))
+            elif name == "drop":
+                generator.drop(value)
+                pipe.send(("dropped", None))
+            else:
+                sent = sum(transport.bytes_sent.values())
+                pipe.send(("bytes moved", (generator.bytes_planned, sent)))
+    except (EOFError, BrokenPipeError):
+        return
+    except Exception as error:
+        where = traceback.extract_tb(error.__traceback__)[-1]
+        line = f"{type(error).__name__}: {error} ({Path(where.filename).name}:{where.lineno})"
+        pipe.send(("failed", line))
+
+
+def _start(
+    settings: RankSettings, rank: int, store: str, pipe: Connection
+) -> tuple[Generator, Any]:
+    """Joins the other ranks, and loads the model."""
+    from distca.attention import select_kernel
+    from distca.runtime import Buffers, CoreAttention
+    from distca.serve.steps import Holdings, ModelRank
+    from distca.transport import CollectiveTransport, new_exchange_group
+
+    model, world_size = settings.model, settings.world_size
+    device = torch.device("cuda", rank) if torch.cuda.is_available() else torch.device("cpu")
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    dist.init_process_group(
+        "nccl" if device.type == "cuda" else "gloo",
+        store=dist.FileStore(store, world_size),  # type: ignore[attr-defined]
+        rank=rank,
+        world_size=world_size,
+        timeout=_TIMEOUT,
+    )
+    group = new_exchange_group(list(range(world_size)), _TIMEOUT)
+    assert group is not None
+    transport = CollectiveTransport(group, device)
+    kernel = select_kernel(device.type, model.shape.head_dim)
+    core = CoreAttention(transport, kernel, Buffers(device, len(model.masks)))
+
+    def tell(sequence: int, token: int) -> None:
+        if rank == 0:
+            pipe.send(("token", (sequence, token)))
+
+    generator = Generator(
+        model,
+        ModelRank(model, core, device),
+        Holdings(world_size, model.masks, settings.stripe),
+        settings.strategy,
+        settings.sampling,
+        settings.keeps_logits,
+        tell,
+    )
+    return generator, transport

@@ -1,0 +1,98 @@
+"""`distca generate` as a user runs it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+from support.commands import Command
+from support.small_models import save_small_model
+
+CHAT = (
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+
+
+@pytest.fixture
+def command(capsys) -> Command:
+    return Command("generate", capsys)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A small Llama with a tokenizer of bytes and a chat template."""
+    from transformers import PreTrainedTokenizerFast
+
+    folder = save_small_model("llama", tmp_path_factory.mktemp("served"), eos_token_id=259)
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    bytes_alone = Tokenizer(models.BPE({letter: n for n, letter in enumerate(alphabet)}, []))
+    bytes_alone.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bytes_alone.decoder = decoders.ByteLevel()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=bytes_alone)
+    tokenizer.chat_template = CHAT
+    tokenizer.save_pretrained(folder)
+    return str(folder)
+
+
+def test_conversations_on_two_ranks(command, model: str, tmp_path: Path) -> None:
+    """Two turns, and one whose first answer is given: all are one process's."""
+    chats = tmp_path / "chats.jsonl"
+    lines = [
+        [{"role": "user", "content": "Hello, who"}, {"role": "user", "content": "are you?"}],
+        [
+            {"role": "user", "content": "1 + 1"},
+            {"role": "assistant", "content": "2"},
+            {"role": "user", "content": "and 1 more"},
+        ],
+    ]
+    chats.write_text("\n".join(json.dumps(line) for line in lines))
+    flags = "--context-parallel-size 2 --max-tokens 6 --cp-kv-cache-interleave-size 2".split()
+    out = command.run(model, "--conversations", str(chats), *flags, "--check", "--json")
+    answers = json.loads(out)
+    assert len(answers) == 3
+    assert all(each["bytes_moved"] > 0 for each in answers)
+    assert {each["finish_reason"] for each in answers} == {"length"}
+    assert all(len(each["token_ids"]) == 6 and each["ttft_seconds"] > 0 for each in answers)
+
+
+def test_bad_input_ends_in_a_line(command, model: str, tmp_path: Path) -> None:
+    """Before any rank starts."""
+    files = {
+        "word.json": "[[1, 2], 3]",
+        "big.json": "[[1, 260]]",
+        "empty.json": "[[]]",
+        "none.json": "[]",
+        "long.json": json.dumps([[1] * 4090]),
+        "broken.json": "[[1,",
+        "chats.jsonl": '{"role": "user"}',
+        "answered.jsonl": '[{"role": "assistant", "content": "Hi"}]',
+    }
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+    bare = save_small_model("llama", tmp_path / "bare")
+
+    def ids(name: str) -> list[str]:
+        return ["--prompt-ids", str(tmp_path / name)]
+
+    for flags, why in (
+        ([model], "nothing is given: give one of"),
+        ([model, "--prompt", "a", *ids("big.json")], "--prompt and --prompt-ids"),
+        ([model, "--prompt", ""], "prompt 0 is empty"),
+        ([model, *ids("word.json")], "no list of lists"),
+        ([model, *ids("broken.json")], "no JSON"),
+        ([model, *ids("big.json")], "token 260, but the vocabulary has 260"),
+        ([model, *ids("empty.json")], "prompt 0 is empty"),
+        ([model, *ids("none.json")], "there are no prompts"),
+        ([model, *ids("long.json")], "more than the model's 4,096 positions"),
+        ([model, "--conversations", str(tmp_path / "chats.jsonl")], "chats.jsonl:1 is no list"),
+        ([model, "--conversations", str(tmp_path / "answered.jsonl")], "nothing to answer"),
+        ([str(bare), "--prompt", "a"], "no tokenizer that can be read"),
+        ([str(tmp_path), "--prompt", "a"], "has no config.json"),
+        ([model, "--prompt", "a", "--context-parallel-size", "0"], "give at least 1"),
+        ([model, "--prompt", "a", "--temperature", "nan"], "give 0 or more"),
+    ):
+        assert why in command.refused(*flags), flags

@@ -1,0 +1,182 @@
+"""Answers of several ranks are those of one process, turn by turn, for every family of models."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from distca.serve.chat import Answered
+from distca.serve.check import compare
+from distca.serve.generation import Answer, Sampling
+from distca.serve.models import FAMILIES as SERVED
+from distca.serve.models import ServedModel, read_model
+from support.ranks import Ranks
+from support.small_models import FAMILIES, VOCABULARY, save_small_model
+
+Turns = list[dict[int, list[int]]]
+GREEDY = Sampling(max_tokens=8)
+
+
+@pytest.fixture(scope="session")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Folders of small models by family."""
+    folder = tmp_path_factory.mktemp("models")
+    return {family: str(save_small_model(family, folder)) for family in FAMILIES}
+
+
+def answers_of_a_rank(
+    path: str, dtype: torch.dtype, strategy: Any, stripe: int, sampling: Sampling, turns: Turns
+) -> tuple[list[dict[int, Answer]], int, int, list[list[int]]]:
+    """All turns' answers, bytes by the plans and as counted, and the rows that ranks hold."""
+    import torch.distributed as dist
+
+    from distca.attention import select_kernel
+    from distca.runtime import Buffers, CoreAttention
+    from distca.serve.generation import Generator
+    from distca.serve.steps import Holdings, ModelRank
+    from distca.transport import CollectiveTransport, new_exchange_group
+
+    model, device = read_model(path, dtype), torch.device("cpu")
+    size = dist.get_world_size()
+    group = new_exchange_group(list(range(size)))
+    assert group is not None
+    transport = CollectiveTransport(group, device)
+    core = CoreAttention(transport, select_kernel("cpu"), Buffers(device, len(model.masks)))
+    holdings = Holdings(size, model.masks, stripe)
+    generator = Generator(
+        model, ModelRank(model, core, device), holdings, strategy, sampling, keeps_logits=True
+    )
+    answers = [generator.answer(new) for new in turns]
+    held = [holdings.rows_per_rank(sequence) for sequence in turns[0]]
+    return answers, generator.bytes_planned, sum(transport.bytes_sent.values()), held
+
+
+def tokens(count: int, seed: int) -> list[int]:
+    return np.random.default_rng(seed).integers(0, VOCABULARY, count).tolist()
+
+
+# A long prompt, a prompt of one token, one of fewer tokens than ranks; a later turn of one token.
+TURNS: Turns = [
+    {0: tokens(150, 0), 1: tokens(1, 1), 2: tokens(2, 2)},
+    {0: tokens(40, 3), 1: tokens(1, 4)},
+    {1: tokens(90, 5), 2: tokens(5, 6)},
+]
+
+
+def check(
+    ranks: Ranks,
+    path: str,
+    world_size: int,
+    strategy: str,
+    stripe: int,
+    dtype: torch.dtype = torch.float32,
+    turns: Turns = TURNS,
+    sampling: Sampling = GREEDY,
+) -> list[Answered]:
+    """Answers turns on ranks, and holds them against one process."""
+    results = ranks.run(
+        answers_of_a_rank, path, dtype, strategy, stripe, sampling, turns, world_size=world_size
+    )
+    answers, planned, _, _ = results[0]
+    assert planned == sum(counted for _, _, counted, _ in results)
+    fed: dict[int, list[int]] = {sequence: [] for sequence in turns[0]}
+    done = []
+    for new, answered in zip(turns, answers, strict=True):
+        for sequence, answer in answered.items():
+            before = fed[sequence] + new[sequence]
+            done.append(Answered(before, answer))
+            fed[sequence] = before + answer.token_ids[:-1]
+    assert [sum(rows) for rows in results[0][3]] == [len(fed[each]) for each in turns[0]]
+    found = compare(read_model(path, dtype), done, sampling.temperature == 0)
+    assert found.holds, found.line
+    return done
+
+
+def test_all_families_are_tested() -> None:
+    assert set(FAMILIES) == set(SERVED)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_has_one_processs_logits_and_tokens(
+    ranks, models, full: bool, family: str
+) -> None:
+    sampling = Sampling(max_tokens=64) if full else GREEDY
+    check(ranks, models[family], 3, "pass-q", 4, sampling=sampling)
+
+
+@pytest.mark.parametrize(
+    ("world_size", "strategy", "stripe"),
+    [
+        (1, "pass-kv", 16),
+        (2, "pass-kv", 1),
+        (3, "pass-kv", 128),
+        (4, "pass-q", 16),
+        (2, "pass-q", 3),
+    ],
+)
+def test_ranks_strategies_and_stripes(
+    ranks, models, full: bool, world_size: int, strategy: str, stripe: int
+) -> None:
+    sampling = Sampling(max_tokens=64) if full else GREEDY
+    check(ranks, models["gemma3_text"], world_size, strategy, stripe, sampling=sampling)
+
+
+def test_bfloat16_is_no_further_from_float32_than_one_process(ranks, models) -> None:
+    check(ranks, models["qwen3"], 2, "pass-kv", 16, torch.bfloat16)
+
+
+def test_seeds_repeat_whatever_the_ranks_are(ranks, models) -> None:
+    sampling = Sampling(max_tokens=10, temperature=1.0, seed=5)
+    answers = [
+        [
+            each.answer.token_ids
+            for each in check(ranks, models["llama"], size, "pass-kv", 2, sampling=sampling)
+        ]
+        for size in (1, 3)
+    ]
+    greedy = check(ranks, models["llama"], 2, "pass-kv", 2, sampling=Sampling(max_tokens=10))
+    assert answers[0] == answers[1] != [each.answer.token_ids for each in greedy]
+
+
+def test_a_wrong_answer_is_found(models) -> None:
+    """The comparison sees another token and other logits."""
+    model = read_model(models["llama"], torch.float32)
+    prompt = tokens(5, 9)
+    with torch.no_grad():
+        logits = model.load(torch.device("cpu"), "eager")(torch.tensor([prompt])).logits[0, -1]
+    best = logits.topk(2).indices.tolist()
+    for token, row, holds in (
+        (best[0], logits, True),
+        (best[1], logits, False),
+        (best[0], logits + 1e-3, False),
+    ):
+        found = compare(model, [Answered(prompt, Answer([token], logits=[row]))], greedy=True)
+        assert found.holds == holds, found.line
+
+
+def test_what_is_not_served_is_refused_by_name(tmp_path: Path) -> None:
+    import transformers
+
+    for number, (config, why) in enumerate(
+        (
+            (transformers.Gemma2Config(), "soft cap"),
+            (transformers.GptOssConfig(), "attention sinks"),
+            (transformers.DeepseekV3Config(), "multi-latent attention"),
+            (transformers.GPT2Config(), "is a gpt2"),
+        )
+    ):
+        config.save_pretrained(tmp_path / str(number))
+        with pytest.raises(ValueError, match=why):
+            read_model(str(tmp_path / str(number)), torch.float32)
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ValueError, match=r"has no config\.json"):
+        read_model(str(tmp_path / "empty"), torch.float32)
+
+
+def test_windows_do_not_count_the_query_itself(models) -> None:
+    model: ServedModel = read_model(models["gemma3_text"], torch.float32)
+    assert model.windows == (23, None, 23)

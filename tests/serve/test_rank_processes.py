@@ -1,0 +1,43 @@
+"""Ranks that fail or end: the message says which and why, and none is left."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+
+from distca.serve.generation import Sampling
+from distca.serve.models import read_model
+from distca.serve.rank_processes import RankError, RankProcesses, RankSettings
+from support.small_models import save_small_model
+
+
+def is_there(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().split()[2] != "Z"
+    except OSError:
+        return False
+
+
+def test_a_rank_that_fails_or_ends_is_named(tmp_path: Path) -> None:
+    model = read_model(str(save_small_model("llama", tmp_path)), torch.float32)
+    settings = RankSettings(model, 2, "pass-kv", 16, Sampling(2))
+    with RankProcesses(settings) as ranks:
+        pids = ranks.pids
+        assert len(ranks.answer({0: [1, 2, 3]})[0].token_ids) == 2
+        ranks.drop(0)
+        planned, counted = ranks.bytes_moved()
+        assert planned == counted > 0
+        os.kill(pids[1], signal.SIGKILL)
+        with pytest.raises(RankError, match=r"rank 1 .*killed|rank 0: "):
+            ranks.answer({0: [1, 2, 3]})
+    assert not any(is_there(pid) for pid in pids)
+    settings = RankSettings(model, 1, "pass-kv", 16, Sampling(2))
+    with RankProcesses(settings) as ranks:
+        with pytest.raises(RankError, match="rank 0: IndexError: index out of range"):
+            # No command lets such a token through.
+            ranks.answer({0: [260]})
+        assert not any(is_there(pid) for pid in ranks.pids)

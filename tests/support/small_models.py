@@ -1,0 +1,64 @@
+"""Small models of transformers with random weights, one of each family that is served."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+VOCABULARY = 260
+WINDOW = 24
+
+_SIZES = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "vocab_size": VOCABULARY,
+    "max_position_embeddings": 4096,
+}
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("LlamaConfig", {}),
+    "qwen2": ("Qwen2Config", {}),
+    "qwen3": ("Qwen3Config", {}),
+    "mistral": ("MistralConfig", {"sliding_window": WINDOW}),
+    "phi3": ("Phi3Config", {"sliding_window": None, "pad_token_id": 0, "eos_token_id": 1}),
+    "gemma3_text": (
+        "Gemma3TextConfig",
+        {
+            "sliding_window": WINDOW,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+            "query_pre_attn_scalar": 16,
+        },
+    ),
+    "qwen3_moe": (
+        "Qwen3MoeConfig",
+        {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
+    ),
+}
+
+
+def save_small_model(family: str, folder: Path, **changes: Any) -> Path:
+    """Writes a model of a family, and returns its folder.
+
+    Args:
+        family: its `model_type`.
+        folder: where its folder is made.
+        changes: other values of the configuration.
+    """
+    import transformers
+
+    name, special = FAMILIES[family]
+    config = getattr(transformers, name)(**_SIZES | special | changes)
+    torch.manual_seed(1)
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    with torch.no_grad():
+        for weight in model.parameters():
+            if weight.dim() > 1:
+                # Large enough that tokens differ, and small enough that float32 stays exact.
+                weight.normal_(0, 0.08)
+    model.save_pretrained(folder / family)
+    return folder / family
