@@ -41,6 +41,7 @@ Other pages say when to use which of DistCA's flags:
 [overlap](overlap.md#transports) |
 | processes that only serve | `--distca-servers` | [overlap](overlap.md#dedicated-servers) |
 | pipelines | `--distca-pool-stages`, `--distca-max-in-flight` | [pipelines](pipelines.md) |
+| micro-batches smaller than a document | `--distca-chain` | [chains](chains.md) |
 | fewer launches by the CPU | `--distca-cuda-graphs` | [performance](performance.md#cuda-graphs) |
 | a timeline | `--distca-trace`, `--distca-trace-iterations` | [timeline](timeline.md) |
 | documents | `--distca-max-document-length` | [concepts](concepts.md#windows) |

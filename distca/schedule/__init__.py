@@ -21,7 +21,7 @@ from distca.schedule.training.global_batch import (
     documents_in_turn,
 )
 from distca.schedule.training.micro_batches import share_out
-from distca.schedule.training.nano_batches import Crossing, NanoPlan, plan_halves, split_in_two
+from distca.schedule.training.nano_batches import Crossing, NanoPlan, split_in_two
 from distca.schedule.training.planner_process import PlannerProcess
 from distca.schedule.training.pooling import pool, pool_nano_batches
 from distca.schedule.training.tick_speeds import LinearWork
@@ -29,6 +29,7 @@ from distca.schedule.training.ticks import (
     Tick,
     TickSchedule,
     Work,
+    chain_sizes,
     most_in_flight_of_1f1b,
     tick_schedule,
 )
@@ -63,6 +64,7 @@ __all__ = [
     "TilesScheduler",
     "WlbLlm",
     "Work",
+    "chain_sizes",
     "describe",
     "document_loads",
     "documents_in_turn",
@@ -72,7 +74,6 @@ __all__ = [
     "most_in_flight_of_1f1b",
     "move_tiles",
     "packed_loads",
-    "plan_halves",
     "pool",
     "pool_nano_batches",
     "share_out",

@@ -95,7 +95,7 @@ def tick_program(
         nano_batches: number of nano-batches, 1 or 2.
         at_home: whether owners compute all queries, and all ranks run the same micro-batch, in
             both passes.
-        goes_back: whether a backward pass follows the forward pass.
+        goes_back: whether the next tick is the backward pass of the same micro-batches.
     """
     events: list[Event] = []
     if direction == "forward":

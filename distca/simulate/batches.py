@@ -30,8 +30,9 @@ def plan_global_batch(
     """Makes all plans of a global batch.
 
     Args:
-        windows: lengths of the documents in each micro-batch, int64; all hold the same number of
-            tokens, which the data-parallel ranks (and two nano-batches) divide.
+        windows: lengths of the documents in each micro-batch, or in each chain of micro-batches,
+            int64; all hold the same number of tokens, which the micro-batches of a chain and the
+            data-parallel ranks (and two nano-batches) divide.
         stages: number of pipeline stages.
         data_parallel: number of ranks in a stage.
         config: tolerance, cost model and links that the scheduler plans with.
@@ -46,4 +47,4 @@ def plan_global_batch(
     servers = np.arange(stages * data_parallel, dtype=np.int64).reshape(stages, data_parallel)
     # Nothing runs here: a rank without tokens, which a model cannot train on, is no error.
     planner = GlobalBatchPlanner(servers, config, options, mask or Mask(), 0, False, linear_work)
-    return planner.plan(documents_in_turn(windows))
+    return planner.plan(documents_in_turn(windows, options.chain))

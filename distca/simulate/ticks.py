@@ -14,10 +14,10 @@ from typing import Any
 import numpy as np
 
 from distca.cost.kernel_time import CostModel
-from distca.cost.memory import HEADROOM, CoreAttentionMemory
+from distca.cost.memory import FLOAT32_BYTES, HEADROOM, CoreAttentionMemory
 from distca.cost.volume import BACKWARD_PHASES, FORWARD_PHASES
 from distca.plan import Plan
-from distca.plan.span import Floats
+from distca.plan.span import Floats, Int64s
 from distca.schedule import Pass, PlannedGlobalBatch, Tick
 from distca.schedule.program import NANO_BATCHES, Ablation, LayerGroup, Program, tick_program
 from distca.simulate.costs import ModelCosts
@@ -98,11 +98,13 @@ class _Run:
         """Runs all ticks and the reduction of gradients."""
         resources, planned, tokens = self._resources, self._planned, 0
         first = planned.servers[0]
-        for number, (tick, plans) in enumerate(planned.ticks):
+        for number, ((tick, plans), turns) in enumerate(
+            zip(planned.ticks, planned.schedule.turns, strict=True)
+        ):
             resources.labels = {"tick": number, "phase": tick.direction}
             start = resources.clock.copy()
             nano_costs = self._costs_of(plans)
-            self._run_layers(tick, nano_costs)
+            self._run_layers(tick, nano_costs, turns)
             if tick.direction == "forward" and tick.work[0] is not None and not tick.work[0].chunk:
                 tokens += sum(int(each.own_tokens[first].sum()) for each in nano_costs)
             self._record_tick(tick, start)
@@ -141,8 +143,14 @@ class _Run:
             ]
         return self._plan_costs[id(plans)]
 
-    def _run_layers(self, tick: Tick, nano_costs: list[PlanCosts]) -> None:
-        """Runs a tick's passes: all layers of a chunk, for all nano-batches."""
+    def _run_layers(self, tick: Tick, nano_costs: list[PlanCosts], turns: bool) -> None:
+        """Runs a tick's passes: all layers of a chunk, for all nano-batches.
+
+        Args:
+            tick: work of all stages.
+            nano_costs: costs of each nano-batch's plan.
+            turns: whether the next tick takes back the same micro-batches.
+        """
         resources, forward = self._resources, tick.direction == "forward"
         head_seconds = self._head_seconds(tick, nano_costs)
         before, after = self._linear_seconds(tick.direction, nano_costs)
@@ -151,13 +159,14 @@ class _Run:
         returns: list[list[Floats]] = [[] for _ in nano_costs]
         if not forward:
             resources.compute(head_seconds)
-        for event in self._program(tick, nano_costs):
+        for event in self._program(tick, nano_costs, turns):
             n, layer = event.nano_batch, event.layer
             plan, labels = nano_costs[n], {"layer": layer, "nano_batch": names[n]}
             if event.step == "send ahead":
                 self._sent_ahead[n] = self._dispatch(plan, "backward", labels)
             elif event.step == "start":
                 resources.compute(before[n] if layer == first else before[n] + after[n])
+                resources.compute(resources.traffic_seconds(self._borrowing(plan)[tick.direction]))
                 arrives = self._sent_ahead.pop(n, None)
                 self._arrives[n] = arrives or self._dispatch(plan, tick.direction, labels)
             elif event.step == "compute":
@@ -189,11 +198,11 @@ class _Run:
         result: Floats = tokens * seconds * self._runs_head(tick)
         return result
 
-    def _program(self, tick: Tick, nano_costs: list[PlanCosts]) -> Program:
+    def _program(self, tick: Tick, nano_costs: list[PlanCosts], turns: bool) -> Program:
         """The order of events of a tick."""
         at_home = self._planned.schedule.stages == 1 and not _returns(nano_costs)
         layers = [LayerGroup(range(self._layers), recomputed=False)]
-        return tick_program(tick.direction, layers, len(nano_costs), at_home)
+        return tick_program(tick.direction, layers, len(nano_costs), at_home, turns)
 
     def _dispatch(self, plan: PlanCosts, direction: Pass, labels: dict[str, Any]) -> list[Floats]:
         """Starts to send the kernels' inputs; returns when they arrive, for each head group."""
@@ -201,6 +210,23 @@ class _Run:
         to_servers = (FORWARD_PHASES if forward else BACKWARD_PHASES)[0]
         name = "dispatch" if forward else "dispatch backward"
         return [self._start(plan, to_servers, name, labels | group) for group in self._groups]
+
+    def _borrowed(self, plan: PlanCosts) -> Int64s:
+        """Bytes of the keys and values that each rank borrows from earlier nano-batches, `[ranks]`.
+
+        Without chains these are ping's alone, which are few.
+        """
+        if self._planned.schedule.chain == 1:
+            return np.zeros(self._resources.ranks, dtype=np.int64)
+        rows = plan.plan.placement.tokens_per_rank() - plan.own_tokens
+        return rows * self._costs.shape.kv_row_bytes
+
+    def _borrowing(self, plan: PlanCosts) -> dict[Pass, Int64s]:
+        """Bytes that are read and written to borrow keys, and to add up their gradients."""
+        borrowed = self._borrowed(plan)
+        own = np.where(borrowed > 0, plan.own_tokens * self._costs.shape.kv_row_bytes, 0)
+        sums = 2 * FLOAT32_BYTES // self._costs.dtype_bytes
+        return {"forward": 2 * (own + borrowed), "backward": (1 + sums) * borrowed}
 
     def _compute(
         self, plan: PlanCosts, direction: Pass, over: Floats, labels: dict[str, Any]
@@ -307,6 +333,7 @@ class _Run:
             nano_costs = self._costs_of(plans)
             nano_batches = len(nano_costs)
             tokens = np.sum([each.own_tokens for each in nano_costs], axis=0)
+            borrowed = self._layers * np.sum([self._borrowed(each) for each in nano_costs], axis=0)
             for each in nano_costs:
                 buffers = buffers.union(each.memory)
             kernels = np.zeros(resources.ranks)
@@ -321,6 +348,7 @@ class _Run:
                 last = stage == schedule.stages - 1 and work.chunk == schedule.chunks - 1
                 if tick.direction == "forward":
                     kept[key] = (per_token + last * kept_logits) * tokens[members]
+                    kept[key] += borrowed[members]
                     now[members] += kept[key]
                 # A backward pass adds the gradients of logits, which have 16 bits, too; its kernels
                 # run when there are no logits any more.

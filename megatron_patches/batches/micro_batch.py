@@ -53,12 +53,16 @@ class WindowLayout:
     def samples_per_micro_batch(self) -> int:
         return self.data_parallel_size * self.micro_batch_size
 
-    def windows(self, first_sample: int) -> list[tuple[int, int]]:
-        """Stream positions of the windows of the micro-batch that starts at a sample."""
-        start = first_sample * self.seq_length
+    def windows(self, first_sample: int, chain: int = 1) -> list[tuple[int, int]]:
+        """Stream positions of the windows of the micro-batch that starts at a sample.
+
+        Args:
+            first_sample: sample at which the micro-batch starts.
+            chain: number of micro-batches that share documents, whose windows are longer.
+        """
+        start, tokens = first_sample * self.seq_length, chain * self.window_tokens
         return [
-            (start + n * self.window_tokens, start + (n + 1) * self.window_tokens)
-            for n in range(self.micro_batch_size)
+            (start + n * tokens, start + (n + 1) * tokens) for n in range(self.micro_batch_size)
         ]
 
 
@@ -131,11 +135,15 @@ def _moved(
     nano_batch = params.nano_batch
     if nano_batch is not None:
         nano_batch = replace(nano_batch, borrowed_rows=move(nano_batch.borrowed_rows))
+    chain_part = params.chain_part
+    if chain_part is not None:
+        chain_part = replace(chain_part, lent_rows=move(chain_part.lent_rows))
     moved = replace(
         params,
         cu_seqlens_q=move(params.cu_seqlens_q),
         cu_seqlens_kv=move(params.cu_seqlens_kv),
         nano_batch=nano_batch,
+        chain_part=chain_part,
     )
     if not fused_rotary:
         # Rotary embedding alone reads these, on the host: six waits a layer if they were elsewhere.

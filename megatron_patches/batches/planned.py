@@ -6,14 +6,23 @@ says which tokens a rank owns. A micro-batch runs as two nano-batches with a pla
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 
 from distca.cost.kernel_time import CostModel
+from distca.plan import Plan
 from distca.plan.span import Floats, Int64s, expand_ranges
-from distca.schedule import Documents, GlobalBatchPlanner, PlannedMicroBatch, packed_loads
+from distca.schedule import (
+    Documents,
+    GlobalBatchPlanner,
+    PlannedMicroBatch,
+    chain_sizes,
+    packed_loads,
+)
 from distca.schedule.program import NANO_BATCHES
 from megatron_patches.batches.micro_batch import (
     MicroBatch,
@@ -22,6 +31,7 @@ from megatron_patches.batches.micro_batch import (
     read_positions,
 )
 from megatron_patches.batches.stream import TokenStream
+from megatron_patches.model.chained_keys import ChainedKeys, ChainPart
 from megatron_patches.model.core_attention import DocumentParams, NanoBatch
 
 
@@ -43,9 +53,14 @@ class PlannedBatches:
     sequence_shards: int
 
     def documents(self, first_sample: int, micro_batches: int) -> list[Documents]:
-        """Reads the documents of each micro-batch from a sample on, in the order of the stream."""
+        """Reads the documents of each micro-batch, or chain, from a sample on, in the order of the
+        stream."""
         samples = self.layout.samples_per_micro_batch
-        return [self._read_windows(first_sample + n * samples) for n in range(micro_batches)]
+        found = []
+        for count in chain_sizes(micro_batches, self.planner.options.chain):
+            found.append(self._read_windows(first_sample, count))
+            first_sample += count * samples
+        return found
 
     def packed_loads(
         self, first_sample: int, micro_batches: int, cost_model: CostModel | None = None
@@ -66,32 +81,42 @@ class PlannedBatches:
                 loads[n] += packed_loads(lengths, capacities, self.planner.mask, cost_model)
         return loads
 
-    def _read_windows(self, sample: int) -> Documents:
+    def _read_windows(self, sample: int, chain: int) -> Documents:
         windows = [
-            self.stream.document_lengths(start, stop) for start, stop in self.layout.windows(sample)
+            self.stream.document_lengths(start, stop)
+            for start, stop in self.layout.windows(sample, chain)
         ]
         lengths = np.concatenate(windows)
         starts = sample * self.layout.seq_length + np.cumsum(lengths) - lengths
-        return Documents(lengths, starts, tuple(len(window) for window in windows))
+        return Documents(lengths, starts, tuple(len(window) for window in windows), chain)
 
-    def micro_batch(self, planned: PlannedMicroBatch, report: dict[str, float]) -> MicroBatch:
-        """Makes this rank's part of a micro-batch, without the state of its core attention."""
+    def micro_batch(
+        self,
+        planned: PlannedMicroBatch,
+        report: dict[str, float],
+        chain_parts: Sequence[ChainPart | None],
+    ) -> MicroBatch:
+        """Makes this rank's part of a micro-batch, without the state of its core attention.
+
+        Args:
+            planned: planned micro-batch.
+            report: figures for the log line.
+            chain_parts: of each nano-batch, as `chain_parts` makes them.
+        """
         starts, positions, lengths = [], [], []
         for documents, nano in zip(planned.documents, planned.plans, strict=True):
             mine = nano.plan.placement.of_rank(self.layout.data_parallel_rank)
-            # The positions of a crossing document count from its start in ping.
-            first_positions = np.zeros_like(documents.lengths)
-            if nano.crossing is not None:
-                first_positions[nano.crossing.document] = nano.crossing.cut
             lengths.append(mine.end - mine.start)
             starts.append(expand_ranges(documents.starts[mine.document] + mine.start, lengths[-1]))
-            firsts = first_positions[mine.document] + mine.start
+            firsts = nano.first_positions[mine.document] + mine.start
             positions.append(expand_ranges(firsts, lengths[-1]))
         order = nano_order([len(rows) for rows in starts], self.sequence_shards)
         tokens, labels, loss_mask = read_positions(self.stream, np.concatenate(starts))
         params = document_params(np.concatenate(lengths), token_positions=True)
         if len(planned.plans) == 2:
-            params = replace(params, nano_batches=self._nano_batches(planned, lengths))
+            params = replace(params, nano_batches=self._nano_batches(planned, lengths, chain_parts))
+        else:
+            params = replace(params, chain_part=chain_parts[0])
         return MicroBatch(
             tokens[:, order],
             labels[:, order],
@@ -101,25 +126,64 @@ class PlannedBatches:
             report=report,
         )
 
+    def chain_parts(
+        self, number: int, micro_batches: Sequence[PlannedMicroBatch], keys: ChainedKeys
+    ) -> list[ChainPart | None]:
+        """Describes what each nano-batch of a micro-batch borrows and lends in its chain.
+
+        Args:
+            number: number of the micro-batch.
+            micro_batches: all micro-batches of the global batch.
+            keys: keys of the chain.
+        """
+        planned = micro_batches[number]
+        borrowed = Counter(
+            place
+            for member in planned.chain
+            for nano in micro_batches[member].plans
+            for place in nano.borrows
+        )
+        parts: list[ChainPart | None] = []
+        for nano_number, nano in enumerate(planned.plans):
+            place = number - planned.chain[0], nano_number
+            part = None
+            if nano.borrows or nano.lends is not None:
+                rows = None
+                if nano.lends is not None:
+                    rows = self._rows_of(nano.plan, nano.lends)
+                part = ChainPart(keys, place, nano.borrows, borrowed[place], rows)
+            parts.append(part)
+        return parts
+
+    def _rows_of(self, plan: Plan, document: int) -> torch.Tensor:
+        """This rank's rows of a document of a plan, int64."""
+        spans = plan.placement
+        mine = (spans.document == document) & (spans.rank == self.layout.data_parallel_rank)
+        return torch.from_numpy(
+            expand_ranges(spans.first_rows()[mine], (spans.end - spans.start)[mine])
+        )
+
     def _nano_batches(
-        self, planned: PlannedMicroBatch, lengths: list[Int64s]
+        self,
+        planned: PlannedMicroBatch,
+        lengths: list[Int64s],
+        chain_parts: Sequence[ChainPart | None],
     ) -> tuple[DocumentParams, DocumentParams]:
         """Describes ping and pong to Megatron's layers.
 
         Args:
             planned: planned micro-batch.
             lengths: lengths of this rank's pieces of ping, and of pong.
+            chain_parts: what each of them borrows and lends in its chain.
         """
         borrowed = None
-        if planned.plans[1].crossing is not None:
-            spans = planned.plans[0].plan.placement
+        if planned.plans[1].borrows_from_ping:
             # The crossing document is the last one of ping.
-            lent = (spans.document == len(planned.documents[0].lengths) - 1) & (
-                spans.rank == self.layout.data_parallel_rank
-            )
-            rows = expand_ranges(spans.first_rows()[lent], (spans.end - spans.start)[lent])
-            borrowed = torch.from_numpy(rows)
-        ping, pong = (document_params(pieces, token_positions=True) for pieces in lengths)
+            borrowed = self._rows_of(planned.plans[0].plan, len(planned.documents[0].lengths) - 1)
+        ping, pong = (
+            replace(document_params(pieces, token_positions=True), chain_part=part)
+            for pieces, part in zip(lengths, chain_parts, strict=True)
+        )
         return (
             replace(ping, nano_batch=NanoBatch(0, NANO_BATCHES[0], borrowed is not None)),
             replace(pong, nano_batch=NanoBatch(1, NANO_BATCHES[1], False, borrowed)),

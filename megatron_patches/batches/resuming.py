@@ -23,13 +23,16 @@ NOTED = (
     "valid_stream_start",
     "consumed_train_samples",
     "consumed_valid_samples",
+    "distca_chain",
 )
 """Arguments in a checkpoint that `go_on_from` reads."""
 
 
 def longest_piece(args: Namespace) -> int:
     """Returns the most tokens of a piece into which documents are cut."""
-    return int(args.distca_max_document_length or args.data_parallel_size * args.seq_length)
+    # Checkpoints of versions without chains note none.
+    window = getattr(args, "distca_chain", 1) * args.data_parallel_size * args.seq_length
+    return int(args.distca_max_document_length or window)
 
 
 def go_on_from(saved: Mapping[str, Any], args: Namespace) -> None:

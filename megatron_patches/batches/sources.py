@@ -304,7 +304,6 @@ class PlannedMaker(BatchMaker):
             PlannedBatches(stream, self._layout, planner, shards),
             pipeline,
             self._layer_groups,
-            not forward_only,
             self.core_attention,
         )
 

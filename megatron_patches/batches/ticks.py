@@ -34,6 +34,7 @@ from distca.schedule.program import LayerGroup, Program, calls_of, tick_program
 from megatron_patches.batches.above_tolerance import why_above_tolerance
 from megatron_patches.batches.micro_batch import MicroBatch
 from megatron_patches.batches.planned import PlannedBatches
+from megatron_patches.model.chained_keys import ChainedKeys
 from megatron_patches.model.core_attention import CoreAttentionRun, DocumentParams
 
 logger = logging.getLogger(__name__)
@@ -105,7 +106,6 @@ class TickBatches:
         planned: micro-batches of the split, and their planner.
         layout: stages and servers.
         layer_groups: groups of a model chunk's layers whose backward passes run together.
-        goes_back: whether a backward pass follows every forward pass.
         core_attention: runtime of the plans.
         announce: function that tells dedicated servers that a global batch of this split comes
             next; None: there are no such servers.
@@ -114,7 +114,6 @@ class TickBatches:
     planned: PlannedBatches
     layout: PipelineLayout
     layer_groups: tuple[LayerGroup, ...]
-    goes_back: bool
     core_attention: CoreAttention
     announce: Callable[[], None] | None = None
 
@@ -145,8 +144,11 @@ class TickBatches:
         uses = Counter(id(planned.plans) for planned in batch.ticks)
         exchanges: dict[int, tuple[Exchange, ...]] = {}
         unfinished: dict[int, MicroBatch] = {}
+        keys: dict[int, ChainedKeys] = {}
         server = self.layout.server
-        for planned, of_servers in zip(batch.ticks, counted.bytes_sent, strict=True):
+        for planned, turns, of_servers in zip(
+            batch.ticks, batch.schedule.turns, counted.bytes_sent, strict=True
+        ):
             # Exchanges of plans that two ticks share are built once: the inputs that a forward
             # tick keeps belong to the exchange that its backward tick continues.
             key = id(planned.plans)
@@ -160,21 +162,23 @@ class TickBatches:
             work = None if stage is None else planned.tick.work[stage]
             micro_batch = None
             if work is not None and planned.tick.direction == "forward":
-                micro_batch = self._micro_batch(work, batch, report, unfinished)
+                micro_batch = self._micro_batch(work, batch, report, unfinished, keys)
             yield TickInput(
                 batch.schedule,
                 planned.tick,
                 planned.plans,
                 mine,
-                self.program(planned.tick.direction, len(mine), self._at_home(mine)),
+                self.program(planned.tick.direction, len(mine), self._at_home(mine), turns),
                 micro_batch,
                 {phase: int(each[server]) for phase, each in of_servers.items()},
                 counted.memory,
             )
 
-    def program(self, direction: Pass, nano_batches: int, at_home: bool) -> Program:
+    def program(
+        self, direction: Pass, nano_batches: int, at_home: bool, goes_back: bool = True
+    ) -> Program:
         """Returns the order of events of a tick: see `tick_program`."""
-        return _tick_program(direction, self.layer_groups, nano_batches, at_home, self.goes_back)
+        return _tick_program(direction, self.layer_groups, nano_batches, at_home, goes_back)
 
     def _at_home(self, exchanges: tuple[Exchange, ...]) -> bool:
         """Whether all queries stay at home, so that keys may be sent ahead (see `tick_program`)."""
@@ -195,11 +199,27 @@ class TickBatches:
         batch: PlannedGlobalBatch,
         report: dict[str, float],
         unfinished: dict[int, MicroBatch],
+        keys: dict[int, ChainedKeys],
     ) -> MicroBatch:
-        """Makes a micro-batch for its first chunk, and keeps it for those that follow."""
+        """Makes a micro-batch for its first chunk, and keeps it for those that follow.
+
+        Args:
+            work: micro-batch and chunk.
+            batch: planned global batch.
+            report: figures for the log line.
+            unfinished: micro-batches of which chunks follow.
+            keys: keys of the chains of which micro-batches follow, by their first micro-batch.
+        """
         number, chunk = work
         if number not in unfinished:
-            unfinished[number] = self.planned.micro_batch(batch.micro_batches[number], report)
+            chain = batch.micro_batches[number].chain
+            of_chain = keys.setdefault(chain[0], ChainedKeys())
+            if number == chain[-1]:
+                del keys[chain[0]]
+            parts = self.planned.chain_parts(number, batch.micro_batches, of_chain)
+            unfinished[number] = self.planned.micro_batch(
+                batch.micro_batches[number], report, parts
+            )
         return unfinished.pop(number) if chunk == self.layout.chunks - 1 else unfinished[number]
 
 

@@ -179,6 +179,15 @@ def add_distca_arguments(parser: ArgumentParser) -> ArgumentParser:
         "Default: no bound.",
     )
     group.add_argument(
+        "--distca-chain",
+        type=int,
+        default=1,
+        metavar="N",
+        help="N micro-batches in turn share documents, which so may be longer than a micro-batch: "
+        "they go back in the opposite order. For pipelines, where more and smaller micro-batches "
+        "leave less idle and need less memory.",
+    )
+    group.add_argument(
         "--distca-trace",
         type=Path,
         default=None,
@@ -208,8 +217,8 @@ def add_distca_arguments(parser: ArgumentParser) -> ArgumentParser:
         default=None,
         metavar="TOKENS",
         help="Documents are cut into pieces of at most this many tokens, which are shuffled. "
-        "Default: the window, data-parallel size times --seq-length; a resumed run keeps its "
-        "checkpoint's. Also applies without --distca.",
+        "Default: the window, data-parallel size times --seq-length (times --distca-chain); a "
+        "resumed run keeps its checkpoint's. Also applies without --distca.",
     )
     # Arguments without a flag, which a checkpoint notes (`batches/resuming.py`).
     parser.set_defaults(train_stream_start=0, valid_stream_start=0)

@@ -73,4 +73,5 @@ def execution_options(args: Namespace, forward_only: bool = False) -> ExecutionO
         chunks=args.virtual_pipeline_model_parallel_size or 1,
         max_in_flight=args.distca_max_in_flight,
         forward_only=forward_only,
+        chain=args.distca_chain,
     )

@@ -49,6 +49,8 @@ def validate_distca_arguments(args: Namespace) -> None:
     longest = args.distca_max_document_length
     if longest is not None and longest < 1:
         raise ValueError(f"--distca-max-document-length {longest} must be at least 1")
+    if args.distca_chain < 1:
+        raise ValueError(f"--distca-chain {args.distca_chain} must be at least 1")
     if not 0 <= args.distca_tolerance < 1:
         raise ValueError(
             f"--distca-tolerance {args.distca_tolerance} is out of range: give a fraction of the "
@@ -58,6 +60,7 @@ def validate_distca_arguments(args: Namespace) -> None:
         return
     _validate_scheduling(args)
     _validate_pipeline(args)
+    _validate_chain(args)
     _validate_ping_pong(args)
     _validate_servers(args)
     _validate_transport(args)
@@ -140,6 +143,32 @@ def _validate_pipeline(args: Namespace) -> None:
             f"--distca-trace-iterations {first} {last} must lie in 1 .. {iterations}, the "
             "iterations of the run"
         )
+
+
+def _validate_chain(args: Namespace) -> None:
+    """Checks that micro-batches can share documents, and go back in the opposite order."""
+    chain = args.distca_chain
+    if chain == 1:
+        return
+    flag, bound = f"--distca-chain {chain}", args.distca_max_in_flight
+    if bound is not None and bound < chain:
+        raise ValueError(
+            f"{flag} keeps the activations of {chain} micro-batches: raise --distca-max-in-flight "
+            f"{bound} to at least that"
+        )
+    if args.distca_backward == "keep":
+        raise ValueError(
+            f"{flag} needs --distca-backward resend: servers' memory has room for the inputs of "
+            "one micro-batch"
+        )
+    if args.distca_cuda_graphs:
+        raise ValueError(f"{flag} is not covered by --distca-cuda-graphs: remove one of the two")
+    for name in ("fp8", "fp4"):
+        if getattr(args, name, None):
+            raise ValueError(
+                f"{flag} is not covered by --{name}, whose first micro-batch must go back first: "
+                "remove one of the two"
+            )
 
 
 def _validate_ping_pong(args: Namespace) -> None:

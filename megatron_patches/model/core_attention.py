@@ -17,6 +17,7 @@ from megatron.core.transformer.module import MegatronModule
 from distca.attention import Kernel
 from distca.attention.packed import packed_attention
 from distca.runtime import CoreAttention, ProgramRun
+from megatron_patches.model.chained_keys import ChainPart
 
 
 @dataclass(frozen=True)
@@ -62,12 +63,14 @@ class DocumentParams(PackedSeqParams):
             `[documents + 1]` on the CPU; for attention on the rank itself.
         nano_batches: ping and pong, where the micro-batch runs as two nano-batches.
         nano_batch: nano-batch that this describes; None: a whole micro-batch.
+        chain_part: what it borrows and lends in a chain of micro-batches; None: nothing.
         run: state of disaggregated core attention; None: attention on the rank itself.
     """
 
     documents_cu_seqlens: torch.Tensor | None = None
     nano_batches: tuple[DocumentParams, DocumentParams] | None = None
     nano_batch: NanoBatch | None = None
+    chain_part: ChainPart | None = None
     run: CoreAttentionRun | None = None
 
 
@@ -131,7 +134,12 @@ class DisaggregatedCoreAttention(_CoreAttentionModule):
                 "disaggregated core attention was called without a plan: run the model by "
                 "megatron_patches.pipeline"
             )
+        chain_part = packed_seq_params.chain_part
+        if chain_part is not None:
+            key, value = chain_part.lend(self.layer_number, key, value)
         number, name, own_keys = 0, None, (key, value)
+        if chain_part is not None:
+            key, value = chain_part.extend(self.layer_number, key, value)
         if packed_seq_params.nano_batch is not None:
             nano_batch = packed_seq_params.nano_batch
             number, name = nano_batch.number, nano_batch.name
@@ -139,8 +147,8 @@ class DisaggregatedCoreAttention(_CoreAttentionModule):
                 # Ping always runs a layer before pong.
                 assert run.lent_keys is not None
                 key, value = (
-                    torch.cat([own, lent.index_select(0, nano_batch.borrowed_rows)])
-                    for own, lent in zip(own_keys, run.lent_keys, strict=True)
+                    torch.cat([before, lent.index_select(0, nano_batch.borrowed_rows)])
+                    for before, lent in zip((key, value), run.lent_keys, strict=True)
                 )
                 run.lent_keys = None
             if nano_batch.lends_keys:

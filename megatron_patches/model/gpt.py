@@ -87,7 +87,21 @@ def adapt_model(args: Namespace, model: GPTModel) -> GPTModel:
             graph_layers(model, CudaGraphEngine())
         if args.distca_ping_pong:
             run_layers_in_turn(model)
+        if args.distca_ping_pong or args.distca_chain > 1:
+            add_to_gradients_always(model)
     return model
+
+
+def add_to_gradients_always(model: GPTModel) -> None:
+    """Makes Transformer Engine's layers add to the weights' gradients in the first pass, too.
+
+    In their first call they don't add fused weight gradients to `main_grad`, they replace it. Where
+    that call's backward pass is not the first one, as ping's or that of a chain's first
+    micro-batch, the others' would be lost. `main_grad` starts as zeros in any case.
+    """
+    for module in model.modules():
+        if hasattr(module, "is_first_microbatch"):
+            module.is_first_microbatch = False
 
 
 def replace_core_attention(args: Namespace, layer_spec: ModuleSpec) -> None:

@@ -80,12 +80,6 @@ def run_layers_in_turn(model: GPTModel) -> None:
     """Makes a GPT model's layers run a micro-batch's nano-batches in turn, where it has two."""
     block = model.decoder
     block.forward = partial(_forward, block, block.forward)
-    for module in model.modules():
-        # In their first call Transformer Engine's layers don't add fused weight gradients to
-        # `main_grad`, they replace it. That would be ping's, whose backward pass comes last, and
-        # pong's would be lost. `main_grad` starts as zeros in any case.
-        if hasattr(module, "is_first_microbatch"):
-            module.is_first_microbatch = False
 
 
 def _forward(

@@ -11,7 +11,6 @@ from distca.plan import Mask, Plan, load_plan, save_plan
 from distca.schedule import (
     BALANCING,
     SCHEDULERS,
-    Crossing,
     NanoPlan,
     ScheduleConfig,
     make_scheduler,
@@ -19,21 +18,21 @@ from distca.schedule import (
     pool,
     split_in_two,
 )
-from distca.schedule.training.nano_batches import Half
+from distca.schedule.training.chains import cut_chain, plan_chain
+from distca.schedule.training.nano_batches import Pieces
 from support.batches import documents
 
 
-def even(lengths: np.ndarray) -> np.ndarray:
-    """The same documents, the last a token shorter (or gone) if there are oddly many tokens."""
-    if lengths.sum() % 2:
-        lengths = lengths.copy()
-        lengths[-1] -= 1
+def divisible(lengths: np.ndarray, parts: int = 2) -> np.ndarray:
+    """The same documents, the last ones shorter (or gone) so that the tokens divide."""
+    ends = np.minimum(np.cumsum(lengths), lengths.sum() // parts * parts)
+    lengths = np.diff(ends, prepend=0)
     return lengths[lengths > 0]
 
 
 @given(documents())
 def test_halves(drawn) -> None:
-    lengths = even(drawn[0])
+    lengths = divisible(drawn[0])
     loads = lengths.astype(np.float64) ** 2
     halves = split_in_two(lengths, loads)
     tokens = [int((half.end - half.start).sum()) for half in halves]
@@ -63,22 +62,26 @@ def test_documents_stay_whole_where_they_can() -> None:
 
 
 def planned(
-    lengths: np.ndarray, ranks: int, mask: Mask, name: str, config: ScheduleConfig
-) -> tuple[tuple[Half, Half], list[NanoPlan]]:
-    """The plans of both halves on some ranks, as a micro-batch's are made."""
+    lengths: np.ndarray,
+    ranks: int,
+    mask: Mask,
+    name: str,
+    config: ScheduleConfig,
+    micro_batches: int = 1,
+    ping_pong: bool = True,
+) -> list[tuple[tuple[Pieces, ...], tuple[NanoPlan, ...]]]:
+    """Pieces and plans of a chain's micro-batches on some ranks."""
     scheduler = make_scheduler(name, config)
-    halves = split_in_two(lengths, lengths.astype(np.float64) ** 2)
-    plans: list[Plan] = []
-    for half in halves:
-        own = half.end - half.start
+
+    def loads(start: np.ndarray, end: np.ndarray) -> np.ndarray:
+        return end.astype(np.float64) ** 2 - start.astype(np.float64) ** 2
+
+    def plan(own: np.ndarray) -> Plan:
         capacities = np.full(ranks, own.sum() // ranks) + (np.arange(ranks) < own.sum() % ranks)
-        plans.append(scheduler.plan(own, capacities, mask))
-    crossing = None
-    if len(halves[1].start) and halves[1].start[0]:
-        placement = plans[0].placement
-        earlier = placement.select(placement.document == len(plans[0].lengths) - 1)
-        crossing = Crossing(0, earlier)
-    return halves, [NanoPlan(plans[0]), NanoPlan(plans[1], crossing)]
+        return scheduler.plan(own, capacities, mask)
+
+    cut = cut_chain(lengths, loads, micro_batches, in_turn=len(lengths) % 2 == 0)
+    return plan_chain(cut, lengths, loads, plan, ping_pong)
 
 
 @settings(deadline=None)
@@ -88,30 +91,42 @@ def planned(
     st.sampled_from([None, 0, 60, 400]),
     st.integers(1, 3),
     st.booleans(),
+    st.sampled_from([1, 1, 2, 3]),
+    st.booleans(),
 )
-def test_plans_of_both_cover_every_pair_once(drawn, name, window, stages, pooled) -> None:
-    """`validate` sees to each half by itself; together they have all pairs of all documents."""
-    lengths, mask = even(drawn[0]), Mask(window)
-    ranks = min(len(drawn[1]), max(1, int(lengths.sum()) // 4))
+def test_plans_of_all_cover_every_pair_once(
+    drawn, name, window, stages, pooled, micro_batches, ping_pong
+) -> None:
+    """`validate` sees to each part by itself; together they have all pairs of all documents.
+
+    The parts are ping and pong, or micro-batches of a chain, or both."""
+    lengths, mask = drawn[0], Mask(window)
+    lengths = divisible(lengths, micro_batches * (2 if ping_pong else 1))
+    ranks = min(len(drawn[1]), max(1, int(lengths.sum()) // (4 * micro_batches)))
     if not len(lengths):
         return
     config = ScheduleConfig()
-    halves, nano = planned(lengths, ranks, mask, name, config)
+    chain = planned(lengths, ranks, mask, name, config, micro_batches, ping_pong)
     servers = np.arange(stages * ranks).reshape(stages, ranks)
     scheduler = make_scheduler(name, config) if pooled and stages > 1 else None
 
     def move(plan: Plan) -> Plan:
         return move_tiles(plan, config)
 
-    pairs = 0
-    for number, half in enumerate(halves):
-        # The same micro-batch in the first and the last stage, and none between.
-        of_stages = [nano[number] if n in (0, stages - 1) else None for n in range(stages)]
-        plan = pool(of_stages, servers, scheduler, move if name in BALANCING else None)
-        plan.validate()
-        assert plan.own_tokens_per_rank().sum() == (half.end - half.start).sum() * min(stages, 2)
-        pairs += int(plan.loads().sum())
-        assert (plan.loads_at_home().sum()) == plan.loads().sum()
+    pairs, lent = 0, []
+    for number, (of_nano_batches, plans) in enumerate(chain):
+        for nano_number, (pieces, nano) in enumerate(zip(of_nano_batches, plans, strict=True)):
+            # The same micro-batch in the first and the last stage, and none between.
+            of_stages = [nano if n in (0, stages - 1) else None for n in range(stages)]
+            plan = pool(of_stages, servers, scheduler, move if name in BALANCING else None)
+            plan.validate()
+            assert plan.own_tokens_per_rank().sum() == pieces.lengths.sum() * min(stages, 2)
+            assert (nano.first_positions == pieces.start).all()
+            pairs += int(plan.loads().sum())
+            assert (plan.loads_at_home().sum()) == plan.loads().sum()
+            assert set(nano.borrows) <= set(lent)
+            if nano.lends is not None:
+                lent.append((number, nano_number))
     everything = mask.pairs(np.zeros_like(lengths), lengths, np.zeros_like(lengths), lengths)
     assert pairs == int(everything.sum()) * min(stages, 2)
 
@@ -120,7 +135,7 @@ def test_a_crossing_document_is_balanced() -> None:
     """One document: pong has three quarters of the pairs, evenly on all servers."""
     config = ScheduleConfig()
     lengths = np.array([16_384])
-    _, nano = planned(lengths, 4, Mask(), "tiles", config)
+    ((_, nano),) = planned(lengths, 4, Mask(), "tiles", config)
     servers = np.arange(4).reshape(1, 4)
     plan = pool([nano[1]], servers, None, lambda p: move_tiles(p, config))
     plan.validate()
@@ -132,7 +147,7 @@ def test_a_crossing_document_is_balanced() -> None:
 
 
 def test_such_plans_are_saved_and_checked(tmp_path) -> None:
-    _, nano = planned(np.array([2048]), 2, Mask(), "tiles", ScheduleConfig())
+    ((_, nano),) = planned(np.array([2048]), 2, Mask(), "tiles", ScheduleConfig())
     plan = pool([nano[1]], np.arange(2).reshape(1, 2))
     save_plan(plan, tmp_path / "plan.json")
     loaded, _ = load_plan(tmp_path / "plan.json")

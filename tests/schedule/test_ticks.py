@@ -40,6 +40,13 @@ def check(schedule: TickSchedule, forward_only: bool = False) -> None:
             if work is None:
                 continue
             assert (tick.direction, stage, work) not in done
+            later = work._replace(micro_batch=work.micro_batch + 1)
+            if work.micro_batch % schedule.chain != schedule.chain - 1 and (
+                later.micro_batch < schedule.micro_batches
+            ):
+                # Its keys are needed later, and their gradients come from there.
+                assert (("backward", stage, later) in done) == (tick.direction == "backward")
+                assert (("forward", stage, later) in done) == (tick.direction == "backward")
             if tick.direction == "forward":
                 in_flight[stage] += 1
                 needs = ("forward", stage - 1, work)
@@ -77,6 +84,25 @@ def test_fewest_ticks(sizes: tuple[int, int, int]) -> None:
     elif micro_batches % stages == 0 or stages == 1:
         # Interleaved 1F1B needs micro-batches that divide.
         assert max(schedule.most_in_flight) <= max(max(usual), chunks)
+
+
+@settings(deadline=None)
+@given(SIZES, st.integers(2, 5), st.sampled_from([None, 0, 3]))
+def test_chains(sizes: tuple[int, int, int], chain: int, more: int | None) -> None:
+    micro_batches, stages, chunks = sizes
+    bound = None if more is None else chain + more
+    schedule = tick_schedule(*sizes, bound, chain=chain)
+    check(schedule)
+    if bound is not None:
+        assert max(schedule.most_in_flight) <= bound * chunks
+        with pytest.raises(ValueError, match=f"a chain of {bound + 1} needs as many"):
+            tick_schedule(bound + 1, stages, chunks, bound, chain=bound + 1)
+    elif chunks == 1:
+        assert len(schedule.ticks) == len(tick_schedule(*sizes).ticks)
+        assert all(
+            most <= min(micro_batches, 2 * (stages - stage - 1) + chain)
+            for stage, most in enumerate(schedule.most_in_flight)
+        )
 
 
 @given(SIZES)
@@ -155,6 +181,7 @@ def test_long_schedules_are_found_quickly() -> None:
         ((1, 0), "0 pipeline stages"),
         ((1, 1, 0), "0 model chunks"),
         ((1, 1, 1, 0), "0 micro-batches in flight"),
+        ((1, 1, 1, None, False, 0), "0 micro-batches in a chain"),
     ],
 )
 def test_sizes_must_be_positive(sizes: tuple[int, ...], message: str) -> None:

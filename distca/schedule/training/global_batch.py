@@ -3,7 +3,8 @@
 Training and simulator share this code, so that the simulated plans are those that run. The plans
 are a pure function of the documents and the options, the same on every rank:
 
-1. documents are shared out over the micro-batches, if placement is free (`micro_batches.py`);
+1. documents are shared out over the micro-batches, if placement is free (`micro_batches.py`), or
+   over chains of micro-batches, which are then cut (`chains.py`);
 2. each micro-batch is planned over the data-parallel ranks of a stage, as two nano-batches
    (`nano_batches.py`) or whole;
 3. in each tick (`ticks.py`) the plans of all stages that work become one plan over the servers of
@@ -34,11 +35,12 @@ from distca.schedule.base import ScheduleConfig, Scheduler, document_loads, task
 from distca.schedule.program import Pass
 from distca.schedule.schedulers import BALANCING, make_scheduler
 from distca.schedule.tiles.scheduler import move_tiles
+from distca.schedule.training.chains import cut_chain, plan_chain
 from distca.schedule.training.micro_batches import share_out
-from distca.schedule.training.nano_batches import NanoPlan, plan_halves
+from distca.schedule.training.nano_batches import NanoPlan
 from distca.schedule.training.pooling import pool_nano_batches
 from distca.schedule.training.tick_speeds import LinearWork, load_of_a_pair, tick_speeds
-from distca.schedule.training.ticks import Tick, TickSchedule, tick_schedule
+from distca.schedule.training.ticks import Tick, TickSchedule, chain_sizes, tick_schedule
 
 # All global batches of a job have the same ticks, and a search often tries the same schedules.
 _tick_schedule = lru_cache(maxsize=256)(tick_schedule)
@@ -58,6 +60,7 @@ class ExecutionOptions:
         max_in_flight: most micro-batches that a stage keeps for their backward pass; None: no
             bound.
         forward_only: whether the job has no backward ticks, as in an evaluation.
+        chain: micro-batches in turn that share documents; 1: none crosses a micro-batch's end.
     """
 
     scheduler: str = "tiles"
@@ -67,38 +70,49 @@ class ExecutionOptions:
     chunks: int = 1
     max_in_flight: int | None = None
     forward_only: bool = False
+    chain: int = 1
 
     def tick_schedule(self, micro_batches: int, stages: int) -> TickSchedule:
         """Returns the tick schedule of a global batch."""
         return _tick_schedule(
-            micro_batches, stages, self.chunks, self.max_in_flight, self.forward_only
+            micro_batches,
+            stages,
+            self.chunks,
+            self.max_in_flight,
+            self.forward_only,
+            self.chain,
         )
 
 
 @dataclass(frozen=True)
 class Documents:
-    """The documents of a micro- or nano-batch, in the order in which its plan numbers them.
+    """The documents of a micro-batch, in the order in which its plan numbers them.
+
+    Also those of a nano-batch, or of a chain of micro-batches.
 
     Attributes:
         lengths: tokens of each document, int64 `[documents]`.
         starts: first token of each document in the stream of tokens, int64 `[documents]`.
         window_sizes: number of documents of each window, if they are in the order of the stream.
+        micro_batches: number of micro-batches that share the documents.
     """
 
     lengths: Int64s
     starts: Int64s
     window_sizes: tuple[int, ...] = ()
+    micro_batches: int = 1
 
 
-def documents_in_turn(windows: Sequence[Int64s]) -> list[Documents]:
+def documents_in_turn(windows: Sequence[Int64s], chain: int = 1) -> list[Documents]:
     """Makes micro-batches of one window each, whose documents follow each other in a stream.
 
     Args:
-        windows: document lengths of each micro-batch, int64.
+        windows: document lengths of each micro-batch, or of each chain of them, int64.
+        chain: micro-batches that each window makes.
     """
     firsts = itertools.accumulate((int(lengths.sum()) for lengths in windows), initial=0)
     return [
-        Documents(lengths, first + np.cumsum(lengths) - lengths, (len(lengths),))
+        Documents(lengths, first + np.cumsum(lengths) - lengths, (len(lengths),), chain)
         for lengths, first in zip(windows, firsts, strict=False)
     ]
 
@@ -108,12 +122,14 @@ class PlannedMicroBatch:
     """Documents and plans of a micro-batch's nano-batches: of one, or of ping and pong.
 
     Attributes:
-        documents: documents of each nano-batch; a crossing document is in pong from the cut on.
+        documents: documents of each nano-batch; a crossing document is there from the cut on.
         plans: plan of each nano-batch over the data-parallel ranks of a stage.
+        chain: numbers of the micro-batches with which it may share documents, its own among them.
     """
 
     documents: tuple[Documents, ...]
     plans: tuple[NanoPlan, ...]
+    chain: range
 
 
 class PlannedTick(NamedTuple):
@@ -219,51 +235,62 @@ class GlobalBatchPlanner:
         """Plans a global batch.
 
         Args:
-            incoming: documents of each micro-batch in the order of the stream. All micro-batches
-                have the same number of tokens, divisible by the data-parallel ranks (and the two
-                nano-batches).
+            incoming: documents of each micro-batch, or of each chain of them, in the order of the
+                stream. All micro-batches have the same number of tokens, divisible by the
+                data-parallel ranks (and the two nano-batches).
 
         Raises:
             ValueError: micro-batches differ in size or don't divide, or a scheduler refuses.
         """
-        schedule = self.options.tick_schedule(len(incoming), self.stages)
+        number = sum(documents.micro_batches for documents in incoming)
+        schedule = self.options.tick_schedule(number, self.stages)
         micro_batches = self.micro_batches(incoming)
         ticks = self.ticks(micro_batches, schedule.ticks)
         return PlannedGlobalBatch(schedule, self.servers, tuple(micro_batches), ticks)
 
     def share_out(self, incoming: Sequence[Documents]) -> list[Documents]:
-        """Shares documents out over the micro-batches for equal loads, if placement is free.
+        """Shares documents out over the micro-batches, or chains, if placement is free.
+
+        Loads become nearly equal. A last chain that is shorter keeps its documents.
 
         Args:
-            incoming: documents of each micro-batch, as for `plan`.
+            incoming: documents of each micro-batch or chain, as for `plan`.
         """
-        if len(incoming) == 1 or not self.options.free_placement:
+        alike = [each for each in incoming if each.micro_batches == incoming[0].micro_batches]
+        if len(alike) == 1 or not self.options.free_placement:
             return list(incoming)
-        lengths = np.concatenate([documents.lengths for documents in incoming])
-        starts = np.concatenate([documents.starts for documents in incoming])
-        windows = np.repeat(
-            np.arange(len(incoming)), [len(documents.lengths) for documents in incoming]
-        )
+        lengths = np.concatenate([documents.lengths for documents in alike])
+        starts = np.concatenate([documents.starts for documents in alike])
+        windows = np.repeat(np.arange(len(alike)), [len(documents.lengths) for documents in alike])
         shared = share_out(lengths, self._loads(lengths), windows)
-        return [Documents(lengths[shared == n], starts[shared == n]) for n in range(len(incoming))]
+        return [
+            Documents(lengths[shared == n], starts[shared == n], (), alike[0].micro_batches)
+            for n in range(len(alike))
+        ] + list(incoming[len(alike) :])
 
     def micro_batches(self, incoming: Sequence[Documents]) -> list[PlannedMicroBatch]:
-        """Plans the micro-batches of a global batch, each on its own.
+        """Plans the micro-batches of a global batch.
 
         Args:
-            incoming: documents of each micro-batch, as for `plan`.
+            incoming: documents of each micro-batch or chain, as for `plan`.
 
         Raises:
             ValueError: micro-batches differ in size or don't divide, or a scheduler refuses.
         """
-        tokens = {int(documents.lengths.sum()) for documents in incoming}
+        sizes = [documents.micro_batches for documents in incoming]
+        assert sizes == chain_sizes(sum(sizes), self.options.chain), f"chains of {sizes}"
+        tokens = {int(d.lengths.sum()) / d.micro_batches for d in incoming}
         parts = self.ranks * (2 if self.options.ping_pong else 1)
         if len(tokens) != 1 or next(iter(tokens)) % parts:
+            found = ", ".join(f"{each:g}" for each in sorted(tokens))
             raise ValueError(
-                f"micro-batches of {sorted(tokens)} tokens: they must all hold the same number, a "
-                f"multiple of {parts}"
+                f"micro-batches of {found} tokens: they must all hold the same number, a multiple "
+                f"of {parts}"
             )
-        return [self._micro_batch(documents) for documents in self.share_out(incoming)]
+        planned: list[PlannedMicroBatch] = []
+        for documents in self.share_out(incoming):
+            planned += self._chain(documents, len(planned))
+        return planned
 
     def ticks(
         self, micro_batches: Sequence[PlannedMicroBatch], ticks: Sequence[Tick]
@@ -287,16 +314,44 @@ class GlobalBatchPlanner:
             planned.append(PlannedTick(tick, together[key]))
         return tuple(planned)
 
-    def _micro_batch(self, documents: Documents) -> PlannedMicroBatch:
-        lengths, starts = documents.lengths, documents.starts
-        if not self.options.ping_pong:
-            plan = self._plan(lengths, documents.window_sizes)
-            return PlannedMicroBatch((documents,), (NanoPlan(plan),))
-        halves, plans = plan_halves(lengths, self._loads(lengths), self._plan)
-        nano = tuple(
-            Documents(half.end - half.start, starts[half.document] + half.start) for half in halves
+    def _chain(self, documents: Documents, first: int) -> list[PlannedMicroBatch]:
+        """Plans the micro-batches that share documents; often that is a single one.
+
+        Args:
+            documents: documents of all of them.
+            first: number of the first one in the global batch.
+        """
+        options, lengths, count = self.options, documents.lengths, documents.micro_batches
+        whole = count == 1 and not options.ping_pong
+        micro_batches = plan_chain(
+            cut_chain(lengths, self._part_loads, count, not options.free_placement),
+            lengths,
+            self._part_loads,
+            lambda own: self._plan(own, documents.window_sizes if whole else ()),
+            options.ping_pong,
         )
-        return PlannedMicroBatch(nano, plans)
+        members = range(first, first + count)
+        return [
+            PlannedMicroBatch(
+                tuple(
+                    Documents(
+                        pieces.lengths,
+                        documents.starts[pieces.document] + pieces.start,
+                        documents.window_sizes if whole else (),
+                    )
+                    for pieces in nano_batches
+                ),
+                plans,
+                members,
+            )
+            for nano_batches, plans in micro_batches
+        ]
+
+    def _part_loads(self, start: Int64s, end: Int64s) -> np.ndarray:
+        """Loads of parts of documents, whose queries see all tokens before them."""
+        loads, later = self._loads(end), start > 0
+        loads[later] -= self._loads(start[later])
+        return loads
 
     def _plan(self, lengths: Int64s, window_sizes: tuple[int, ...] = ()) -> Plan:
         """Plans a nano-batch, or a whole micro-batch, over the ranks of a stage."""

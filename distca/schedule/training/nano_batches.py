@@ -2,12 +2,13 @@
 
 Both have the same number of tokens (paper, Section 4.1). Documents stay whole in one of them if
 possible; at most one is cut in two, and its queries in pong see its keys in ping. Pong's plan then
-has the whole document, with its tokens in ping as the cached prefix (`Plan.cached_prefix`).
+has the whole document, with its tokens in ping as the cached prefix (`Plan.cached_prefix`). So has
+the plan of a later micro-batch that goes on with a document (`chains.py`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -18,12 +19,12 @@ from distca.schedule.training.micro_batches import whole_documents
 
 
 @dataclass(frozen=True)
-class Half:
-    """Documents, or parts of them, that are in a nano-batch.
+class Pieces:
+    """Documents, or parts of them, that are in a nano-batch, or in a micro-batch of a chain.
 
     Attributes:
-        document: numbers of the documents in the micro-batch, int64 `[pieces]`.
-        start: first token of each document in the nano-batch, int64 `[pieces]`.
+        document: numbers of the documents in the micro-batch, or in the chain, int64 `[pieces]`.
+        start: first token of each document that is there, int64 `[pieces]`.
         end: end of these tokens, int64 `[pieces]`.
     """
 
@@ -31,8 +32,12 @@ class Half:
     start: Int64s
     end: Int64s
 
+    @property
+    def lengths(self) -> Int64s:
+        return self.end - self.start
 
-def split_in_two(lengths: Int64s, loads: Floats) -> tuple[Half, Half]:
+
+def split_in_two(lengths: Int64s, loads: Floats) -> tuple[Pieces, Pieces]:
     """Halves a micro-batch's documents, with equal tokens and nearly equal loads.
 
     Args:
@@ -75,8 +80,8 @@ def split_in_two(lengths: Int64s, loads: Floats) -> tuple[Half, Half]:
     document, cut = crossing
     ping, pong = halves
     return (
-        Half(*(np.append(a, b) for a, b in zip(_columns(ping), (document, 0, cut), strict=True))),
-        Half(
+        Pieces(*(np.append(a, b) for a, b in zip(_columns(ping), (document, 0, cut), strict=True))),
+        Pieces(
             *(
                 np.append(b, a)
                 for a, b in zip(
@@ -87,20 +92,20 @@ def split_in_two(lengths: Int64s, loads: Floats) -> tuple[Half, Half]:
     )
 
 
-def _whole(documents: Int64s, lengths: Int64s) -> Half:
-    return Half(documents, np.zeros_like(documents), lengths[documents])
+def _whole(documents: Int64s, lengths: Int64s) -> Pieces:
+    return Pieces(documents, np.zeros_like(documents), lengths[documents])
 
 
-def _columns(half: Half) -> tuple[Int64s, Int64s, Int64s]:
+def _columns(half: Pieces) -> tuple[Int64s, Int64s, Int64s]:
     return half.document, half.start, half.end
 
 
 @dataclass(frozen=True)
 class Crossing:
-    """A document of pong's plan whose first tokens are in ping.
+    """A document of a plan whose first tokens are in earlier nano-batches.
 
     Attributes:
-        document: number of the document in pong's plan, in which it begins at the cut.
+        document: number of the document in the plan, in which it begins at the cut.
         earlier: placement of its tokens before the cut; the `document` column is ignored.
     """
 
@@ -109,7 +114,7 @@ class Crossing:
 
     @property
     def cut(self) -> int:
-        """The first token that is not in ping."""
+        """The first token that is in no earlier nano-batch."""
         return int(self.earlier.end.max())
 
 
@@ -118,45 +123,39 @@ class NanoPlan:
     """A nano-batch's plan on the ranks of its stage.
 
     Attributes:
-        plan: plan in which the crossing document begins at the cut.
-        crossing: document whose first tokens are in the nano-batch before; None: there is none.
+        plan: plan in which crossing documents begin at the cut.
+        crossings: documents whose first tokens are in earlier nano-batches: first the one that
+            began in an earlier micro-batch, then the one that begins in ping, if there are any.
+        borrows: nano-batches of earlier micro-batches that have tokens of the first of these
+            documents: their micro-batches in the chain and their numbers, in the order in which
+            `Crossing.earlier` has their tokens. Ping's follow.
+        borrows_from_ping: whether the last of these documents is the last one of ping, too.
+        lends: number of the document with which a later micro-batch goes on; None: there is none.
     """
 
     plan: Plan
-    crossing: Crossing | None = None
+    crossings: tuple[Crossing, ...] = ()
+    borrows: tuple[tuple[int, int], ...] = ()
+    borrows_from_ping: bool = False
+    lends: int | None = None
 
-
-def plan_halves(
-    lengths: Int64s, loads: Floats, plan: Callable[[Int64s], Plan]
-) -> tuple[tuple[Half, Half], tuple[NanoPlan, NanoPlan]]:
-    """Halves a micro-batch and plans both halves.
-
-    Args:
-        lengths: tokens of each document, int64 `[documents]`; an even number in all.
-        loads: load of each document, `[documents]`.
-        plan: function that makes a plan for documents of given lengths.
-
-    Raises:
-        ValueError: the number of tokens is odd.
-    """
-    halves = split_in_two(lengths, loads)
-    ping, pong = (plan(half.end - half.start) for half in halves)
-    crossing = None
-    if len(halves[1].start) and halves[1].start[0] > 0:
-        # The crossing document is the last of ping and the first of pong.
-        earlier = ping.placement.select(ping.placement.document == len(ping.lengths) - 1)
-        crossing = Crossing(0, earlier)
-    return halves, (NanoPlan(ping), NanoPlan(pong, crossing))
+    @property
+    def first_positions(self) -> Int64s:
+        """Position of each document's first token here in the whole document, `[documents]`."""
+        positions = np.zeros_like(self.plan.lengths)
+        for crossing in self.crossings:
+            positions[crossing.document] = crossing.cut
+        return positions
 
 
 def with_cached_prefixes(plan: Plan, crossings: Sequence[Crossing]) -> Plan:
-    """Adds to pong's plan the keys that its crossing documents have in ping, as cached prefixes.
+    """Adds the keys that crossing documents have in earlier nano-batches, as cached prefixes.
 
     Owners compute their queries over these keys; a scheduler that balances moves some tasks to
-    other servers. On every rank ping's keys follow pong's own, which is the order in the layers.
+    other servers. On every rank they follow the plan's own keys, which is the order in the layers.
 
     Args:
-        plan: plan of pong's documents, in which crossing ones begin at the cut.
+        plan: plan of a nano-batch's documents, in which crossing ones begin at the cut.
         crossings: documents that cross.
     """
     if not crossings:

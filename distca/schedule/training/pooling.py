@@ -47,12 +47,9 @@ def pool(
         world_size = int(servers.size)
     if len(stages) == 1 and stages[0] is not None and world_size == servers.size:
         only = stages[0]
-        return with_earlier(only.plan, [] if only.crossing is None else [only.crossing])
+        return with_earlier(only.plan, only.crossings)
     if scheduler is None:
-        own = [
-            None if s is None else with_earlier(s.plan, [] if s.crossing is None else [s.crossing])
-            for s in stages
-        ]
+        own = [None if s is None else with_earlier(s.plan, s.crossings) for s in stages]
         return _side_by_side(own, servers, world_size)
     together = _side_by_side([None if s is None else s.plan for s in stages], servers, world_size)
     plan = scheduler.schedule(together.lengths, together.placement, together.mask)
@@ -60,10 +57,10 @@ def pool(
     for stage, ranks in zip(stages, servers, strict=True):
         if stage is None:
             continue
-        if stage.crossing is not None:
-            earlier = stage.crossing.earlier
+        for crossing in stage.crossings:
+            earlier = crossing.earlier
             earlier = replace(earlier, rank=ranks[earlier.rank], world_size=world_size)
-            crossings.append(Crossing(first_document + stage.crossing.document, earlier))
+            crossings.append(Crossing(first_document + crossing.document, earlier))
         first_document += len(stage.plan.lengths)
     return with_earlier(plan, crossings)
 

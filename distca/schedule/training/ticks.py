@@ -20,6 +20,12 @@ are found by a search over all orders of passes, in which a state that is behind
 stages is dropped, since whatever it can do the other can do as well. (Of more than `_MOST_STATES`
 states that are left, those with most work done are kept: from then on the search is a heuristic.)
 
+**Chains.** Micro-batches that share documents, a *chain*, have to go back in the opposite order: a
+later one needs the keys of an earlier one, whose gradients are whole when the later one's backward
+pass has run. So their first backward pass comes after their last forward pass. Without chunks that
+costs no tick, and stage `s` keeps `2 * (stages - s - 1) + chain` in flight; with chunks a last
+chain that is shorter may cost a few.
+
 **Chunks** are run in groups of at least `stages` micro-batches, as in interleaved 1F1B: a group's
 micro-batches through the first chunk of all stages, then the second. For micro-batches that don't
 divide into such groups a few divisions are tried, none of which is proven to be best.
@@ -68,12 +74,23 @@ class TickSchedule:
         stages: number of pipeline stages.
         chunks: model chunks (virtual stages) of each stage.
         ticks: ticks in order.
+        chain: micro-batches that share documents; the last ones may be fewer.
     """
 
     micro_batches: int
     stages: int
     chunks: int
     ticks: tuple[Tick, ...]
+    chain: int = 1
+
+    @property
+    def turns(self) -> tuple[bool, ...]:
+        """Whether the next tick takes back the micro-batches of each forward tick, `[ticks]`."""
+        following = [tick.work if tick.direction == "backward" else None for tick in self.ticks[1:]]
+        return tuple(
+            tick.direction == "forward" and tick.work == work
+            for tick, work in zip(self.ticks, [*following, None], strict=True)
+        )
 
     @property
     def most_in_flight(self) -> tuple[int, ...]:
@@ -96,6 +113,7 @@ def tick_schedule(
     chunks: int = 1,
     max_in_flight: int | None = None,
     forward_only: bool = False,
+    chain: int = 1,
 ) -> TickSchedule:
     """Finds the schedule with the fewest ticks, and the least in flight among those.
 
@@ -106,33 +124,43 @@ def tick_schedule(
         max_in_flight: most micro-batches (times chunks) that a stage keeps for their backward pass;
             None: no bound.
         forward_only: whether backward ticks are left out, for an evaluation.
+        chain: micro-batches that share documents, and so go back in the opposite order.
 
     Raises:
-        ValueError: a number is less than 1.
+        ValueError: a number is less than 1, or a chain is longer than what may be in flight.
     """
     for name, value in (
         ("micro-batches", micro_batches),
         ("pipeline stages", stages),
         ("model chunks of a stage", chunks),
         ("micro-batches in flight", max_in_flight),
+        ("micro-batches in a chain", chain),
     ):
         if value is not None and value < 1:
             raise ValueError(f"{value} {name}: there must be at least 1")
+    if max_in_flight is not None and max_in_flight < min(chain, micro_batches):
+        raise ValueError(
+            f"{max_in_flight} micro-batches in flight: a chain of {chain} needs as many, since its "
+            "backward pass begins with its last one"
+        )
+
+    def found_in(groups: tuple[int, ...], bound: int | None = None) -> TickSchedule:
+        order = _Order(groups, stages, chunks, chain)
+        if forward_only:
+            ticks = order.forward_ticks()
+        else:
+            ticks = order.earliest_backward() if bound is None else order.fewest_ticks(bound)
+        return TickSchedule(micro_batches, stages, chunks, ticks, chain)
+
+    ways = _groups(micro_batches, stages, chunks, chain)
     if forward_only:
-        order = _Order(_groups(micro_batches, stages, chunks)[0], stages, chunks)
-        ticks = order.forward_ticks()
-        return TickSchedule(micro_batches, stages, chunks, ticks)
-    found = []
-    for groups in _groups(micro_batches, stages, chunks):
-        ticks = _Order(groups, stages, chunks).earliest_backward()
-        found.append(TickSchedule(micro_batches, stages, chunks, ticks))
-    bound = None if max_in_flight is None else max_in_flight * chunks
-    if bound is not None and min(max(s.most_in_flight) for s in found) > bound:
-        assert max_in_flight is not None
-        found = []
-        for groups in _groups(micro_batches, min(stages, max_in_flight), chunks, max_in_flight):
-            ticks = _Order(groups, stages, chunks).fewest_ticks(bound)
-            found.append(TickSchedule(micro_batches, stages, chunks, ticks))
+        return found_in(ways[0])
+    found = [found_in(groups) for groups in ways]
+    if max_in_flight is not None:
+        bound = max_in_flight * chunks
+        if min(max(s.most_in_flight) for s in found) > bound:
+            ways = _groups(micro_batches, min(stages, max_in_flight), chunks, chain, max_in_flight)
+            found = [found_in(groups, bound) for groups in ways]
     return min(found, key=lambda s: (len(s.ticks), s.most_in_flight))
 
 
@@ -146,19 +174,38 @@ def most_in_flight_of_1f1b(micro_batches: int, stages: int, chunks: int = 1) -> 
     )
 
 
+def chain_sizes(micro_batches: int, chain: int) -> list[int]:
+    """Returns the number of micro-batches of each chain."""
+    return [min(chain, micro_batches - first) for first in range(0, micro_batches, chain)]
+
+
 def _groups(
-    micro_batches: int, size: int, chunks: int, largest: int | None = None
+    micro_batches: int, size: int, chunks: int, chain: int, largest: int | None = None
 ) -> list[tuple[int, ...]]:
-    """Lists ways to divide micro-batches into groups of at least `size`, if there are enough."""
-    if chunks == 1 or micro_batches <= size:
+    """Lists ways to divide micro-batches into groups of at least `size`, if there are enough.
+
+    Groups consist of whole chains.
+    """
+    if chunks == 1 or micro_batches <= max(size, chain):
         return [(micro_batches,)]
-    number, left = divmod(micro_batches, size)
+    chains = chain_sizes(micro_batches, chain)
+    size = -(-size // chain)
+    if largest is not None:
+        size = min(size, largest // chain)
+    number, left = divmod(len(chains), size)
+    if number == 0:
+        return [(micro_batches,)]
     spread = [size + left // number + (n < left % number) for n in range(number)]
     last = [size] * (number - 1) + [size + left]
     own = [size] * number + [left] * (left > 0)
-    ways = {tuple(spread), tuple(last)}
+    ends = np.cumsum(chains)
+
+    def whole(way: list[int]) -> tuple[int, ...]:
+        return tuple(np.diff(ends[np.cumsum(way) - 1], prepend=0).tolist())
+
+    ways = {whole(spread), whole(last)}
     allowed = {way for way in ways if largest is None or max(way) <= largest}
-    return sorted(allowed) or [tuple(own)]
+    return sorted(allowed) or [whole(own)]
 
 
 class _State(NamedTuple):
@@ -173,15 +220,18 @@ class _State(NamedTuple):
 class _Order:
     """Order in which every stage does its passes, with the passes that each waits for."""
 
-    def __init__(self, groups: Sequence[int], stages: int, chunks: int) -> None:
+    def __init__(self, groups: Sequence[int], stages: int, chunks: int, chain: int) -> None:
         self._stages = stages
         self._forward: list[Work] = []
         self._backward: list[Work] = []
         first = 0
         for size in groups:
             members = range(first, first + size)
+            # The last one of a chain comes first.
+            chains = [members[n : n + chain] for n in range(0, size, chain)]
+            back = [m for each in chains for m in reversed(each)]
             self._forward += [Work(m, c) for c in range(chunks) for m in members]
-            self._backward += [Work(m, c) for c in reversed(range(chunks)) for m in members]
+            self._backward += [Work(m, c) for c in reversed(range(chunks)) for m in back]
             first += size
         forward_place = {work: n for n, work in enumerate(self._forward)}
         backward_place = {work: n for n, work in enumerate(self._backward)}

@@ -149,6 +149,7 @@ def test_another_bound_of_documents_is_told(caplog) -> None:
     assert "at most 1024 tokens, now 512" in message
     assert resumed(SAVED | {"distca_max_document_length": 512}, *given, "512")[0] == 512
     assert caplog.messages == [message]
+    assert resumed(SAVED | {"distca_chain": 2}, *given[:2]) == [2048, 1000, -1000]
 
 
 @pytest.mark.parametrize("megatron_s", [{"dataloader_type": "single"}, {"train_stream_start": ...}])

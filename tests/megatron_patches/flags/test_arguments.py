@@ -151,6 +151,13 @@ def test_windows(text: str) -> None:
             "--distca --pipeline-model-parallel-size 2 --distca-max-in-flight 0",
             "in-flight 0 must be at least 1",
         ),
+        ("--distca-chain 0", "--distca-chain 0 must be at least 1"),
+        (
+            "--distca --pipeline-model-parallel-size 2 --distca-chain 3 --distca-max-in-flight 2",
+            "keeps the activations of 3 micro-batches",
+        ),
+        ("--distca --distca-chain 2 --distca-backward keep", "needs --distca-backward resend"),
+        ("--distca --distca-chain 2 --distca-cuda-graphs", "not covered by --distca-cuda-graphs"),
         ("--distca --distca-trace t --distca-trace-iterations 3 2", "must lie in 1 .. "),
         (
             "--recompute-granularity full --recompute-method uniform --recompute-num-layers 3",
@@ -212,6 +219,13 @@ def test_what_distca_does_not_cover(flag: str, value, message: str) -> None:
     args = parse("--distca", "--pipeline-model-parallel-size", "2")
     setattr(args, flag, value)
     with pytest.raises(ValueError, match=message):
+        validate_distca_arguments(args)
+
+
+def test_chains_go_back_last_first() -> None:
+    args = parse("--distca", "--no-distca-ping-pong", "--distca-chain", "2")
+    args.fp8 = "e4m3"
+    with pytest.raises(ValueError, match="--distca-chain 2 is not covered by --fp8"):
         validate_distca_arguments(args)
 
 

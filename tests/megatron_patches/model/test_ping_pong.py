@@ -14,7 +14,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from distca.runtime import ProgramRun
 from distca.schedule.program import Event
-from megatron_patches.model.ping_pong import Turns, run_layers_in_turn
+from megatron_patches.model.gpt import add_to_gradients_always
+from megatron_patches.model.ping_pong import Turns
 from megatron_patches.model.thread_state import ThreadState
 
 
@@ -55,7 +56,7 @@ class LikeTransformerEngine(torch.nn.Module):
 def test_weight_gradients_of_both_halves_are_summed() -> None:
     layer, model = LikeTransformerEngine(), torch.nn.Module()
     model.decoder = layer
-    run_layers_in_turn(model)  # type: ignore[arg-type]
+    add_to_gradients_always(model)  # type: ignore[arg-type]
     ping, pong = (torch.randn(4, 3, requires_grad=True) for _ in range(2))
     # The backward pass of the half that came first is the last one.
     torch.cat([layer(ping), layer(pong)]).sum().backward()
