@@ -13,8 +13,9 @@
 * **fig6**: DP against CP for WLB-LLM, 64 GPUs, 512K.
 * **fig11**: signal and single-stream. **fig12**: the tolerance.
 * **appendix**: the bound of Appendix A.
+* **chains**: beyond the paper: micro-batches smaller than a document (`--distca-chain`).
 
-Every experiment writes `NAME.csv`, `NAME.md` and (but for the appendix) `NAME.png`. All iterations
+Every experiment writes `NAME.csv`, `NAME.md` and (but for the last two) `NAME.png`. All iterations
 that were simulated are kept in `runs.jsonl`: an interrupted run goes on where it stopped. The model
 (see `distca/simulate`) and the documents (see `sweep.py`) differ from the paper's. With
 `--published DIR` the lengths are published ones (see `../plans/schedulers.py`), the attention
@@ -35,6 +36,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))  # as benchmarks/__init__.py 
 
 from benchmarks.cluster.ablations import appendix, figure_11, figure_12
 from benchmarks.cluster.baselines import figure_3, figure_4, figure_6
+from benchmarks.cluster.chains import chains
 from benchmarks.cluster.report import Options, Report
 from benchmarks.cluster.sweep import Runner
 from benchmarks.cluster.tables import end_to_end
@@ -50,6 +52,7 @@ EXPERIMENTS: dict[str, Callable[[Runner, Options], Report]] = {
     "table3": partial(end_to_end, "table3"),
     "table4": partial(end_to_end, "table4"),
     "appendix": appendix,
+    "chains": chains,
 }
 SAME = {"fig9": "table3", "fig10": "table4"}
 PUBLISHED = (

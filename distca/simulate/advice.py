@@ -20,7 +20,9 @@ from distca.simulate.search import (
     Workload,
     candidates,
     divisions,
+    options_of,
     simulate,
+    with_chains,
     with_fewer_in_flight,
     with_head_groups,
 )
@@ -38,8 +40,8 @@ _COMPARED = 3
 _TRIES = 4
 """Bound on the configurations that run the first batch once one fits, per one that is to fit."""
 _WORTH_IT = 1.01
-"""Ratio up to which steps count as equally long: each head group costs a little that is not
-simulated, such as smaller kernels."""
+"""Ratio up to which steps count as equally long: each head group, and smaller micro-batches, cost a
+little that is not simulated, such as smaller kernels."""
 
 
 @dataclass(frozen=True)
@@ -84,7 +86,8 @@ def advise(
 
     All configurations of a baseline run all batches, until they do not fit. With `--distca`, whose
     planning takes longer, configurations run the first batch in the order of `estimate`, until
-    enough of them fit; the best of these run all batches, and the very best with head groups, too.
+    enough of them fit; the best of these run all batches, and the very best with chains and head
+    groups, too.
 
     Args:
         workload: model, cluster and sizes.
@@ -128,7 +131,7 @@ def _best(
         # What does not fit in a later batch may with fewer micro-batches in flight.
         left[:0] = trials.with_fewer_in_flight(fitting)
     if best is not None and system in DISTCA_SYSTEMS:
-        best = trials.in_head_groups(best)
+        best = trials.in_head_groups(trials.in_chains(best))
     failed = len(every) - able + trials.failed(left)
     simulated = len({_sizes(candidate) for candidate in trials.outcomes})
     if best is None:
@@ -196,12 +199,16 @@ class _Trials:
         fewer = [other for candidate in failed for other in with_fewer_in_flight(candidate)]
         return [candidate for candidate in fewer if candidate not in self.outcomes]
 
+    def in_chains(self, best: Candidate) -> Candidate:
+        """The configuration with the shortest chains that is about as fast as the fastest."""
+        return self._about_fastest(best, with_chains(best, self.workload))
+
     def in_head_groups(self, best: Candidate) -> Candidate:
         """The configuration with the fewest head groups that is about as fast as the fastest."""
-        several = [
-            c for c in with_head_groups(best, self.workload) if self.fits(c, len(self.batches))
-        ]
-        able = [best, *several]
+        return self._about_fastest(best, with_head_groups(best, self.workload))
+
+    def _about_fastest(self, best: Candidate, others: Sequence[Candidate]) -> Candidate:
+        able = [best, *(c for c in others if self.fits(c, len(self.batches)))]
         fastest = min(_seconds(self.outcomes[c]) for c in able)
         return next(c for c in able if _seconds(self.outcomes[c]) <= _WORTH_IT * fastest)
 
@@ -217,8 +224,11 @@ class _Trials:
 
 
 def _sizes(candidate: Candidate) -> Candidate:
-    """The configuration that `divisions` gave, without bound and head groups."""
-    return replace(candidate, max_in_flight=None, head_groups=1)
+    """The configuration that `divisions` gave, without bound, chains and head groups."""
+    micro_batches = candidate.micro_batches // candidate.chain
+    return replace(
+        candidate, micro_batches=micro_batches, chain=1, max_in_flight=None, head_groups=1
+    )
 
 
 def _seconds(outcomes: Sequence[Outcome]) -> float:
@@ -244,8 +254,5 @@ def estimate(candidate: Candidate, workload: Workload, sequences: Sequence[Int64
     tokens = workload.sequences * workload.context / (candidate.data * candidate.micro_batches)
     linear = sum(costs.pre_seconds()) + sum(costs.post_seconds())
     tick = tokens * (workload.model.layers // candidate.stages * linear + sum(costs.head_seconds()))
-    options = replace(DISTCA_SYSTEMS[candidate.system](), max_in_flight=candidate.max_in_flight)
-    return (
-        shared
-        + tick * len(options.tick_schedule(candidate.micro_batches, candidate.stages).ticks) / 2
-    )
+    schedule = options_of(candidate).tick_schedule(candidate.micro_batches, candidate.stages)
+    return shared + tick * len(schedule.ticks) / 2

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 from distca.plan import BLOCK
 from distca.simulate.advice import TITLES, Choice
-from distca.simulate.search import DISTCA_SYSTEMS, Candidate, Workload
+from distca.simulate.search import DISTCA_SYSTEMS, Candidate, Workload, options_of
 
 
 def training_flags(candidate: Candidate, workload: Workload) -> list[str]:
@@ -37,10 +37,10 @@ def training_flags(candidate: Candidate, workload: Workload) -> list[str]:
             f"{candidate.system} is simulated without --distca: give one of "
             f"{', '.join(DISTCA_SYSTEMS)}"
         )
-    options = DISTCA_SYSTEMS[candidate.system](max_in_flight=candidate.max_in_flight)
+    options, chain = options_of(candidate), candidate.chain
     sequences = _sequences_of_a_window(candidate, workload)
-    samples = workload.sequences // candidate.micro_batches // sequences
-    seq_length = sequences * workload.context // candidate.data
+    samples = workload.sequences * chain // candidate.micro_batches // sequences
+    seq_length = sequences * workload.context // candidate.data // chain
     tolerance = workload.tolerance if candidate.tolerance is None else candidate.tolerance
     flags = [
         f"--tensor-model-parallel-size {candidate.tensor}",
@@ -64,6 +64,8 @@ def training_flags(candidate: Candidate, workload: Workload) -> list[str]:
     ]
     if candidate.max_in_flight is not None:
         flags.append(f"--distca-max-in-flight {candidate.max_in_flight}")
+    if chain > 1:
+        flags.append(f"--distca-chain {chain}")
     if candidate.head_groups > 1:
         flags.append(f"--distca-head-groups {candidate.head_groups}")
     return flags
@@ -71,13 +73,15 @@ def training_flags(candidate: Candidate, workload: Workload) -> list[str]:
 
 def _sequences_of_a_window(candidate: Candidate, workload: Workload) -> int:
     """The smallest number of sequences that gives each rank whole blocks."""
-    each = workload.sequences // candidate.micro_batches
+    chain = candidate.chain
+    each = workload.sequences * chain // candidate.micro_batches
     # Two nano-batches, each divided by sequence parallelism.
-    if each * workload.context // candidate.data % (2 * candidate.tensor) == 0:
+    if each * workload.context // candidate.data // chain % (2 * candidate.tensor) == 0:
         for number in range(1, each + 1):
-            if each % number == 0 and number * workload.context % (candidate.data * BLOCK) == 0:
+            blocks = chain * candidate.data * BLOCK
+            if each % number == 0 and number * workload.context % blocks == 0:
                 return number
-    multiple = candidate.data * math.lcm(BLOCK, 2 * candidate.tensor)
+    multiple = chain * candidate.data * math.lcm(BLOCK, 2 * candidate.tensor)
     raise ValueError(
         f"pretrain_gpt.py gives each rank a multiple of {BLOCK} tokens, which {each} sequence(s) "
         f"of {workload.context:,} tokens on {candidate.data} data-parallel ranks are not: simulate "

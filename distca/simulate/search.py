@@ -6,6 +6,7 @@ that all configurations train on the same documents: none is cut where micro-bat
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -14,6 +15,7 @@ import numpy as np
 
 from distca.cost.model_sizes import ModelSize
 from distca.cost.volume import MAX_HEAD_GROUPS
+from distca.plan import BLOCK
 from distca.plan.span import Int64s, distinct
 from distca.schedule import ExecutionOptions, LinearWork, ScheduleConfig, most_in_flight_of_1f1b
 from distca.schedule.program import Ablation
@@ -32,6 +34,8 @@ DISTCA_SYSTEMS = {
 }
 """Options of the systems with `--distca`, by name."""
 SYSTEMS = (*BASELINES, *DISTCA_SYSTEMS)
+_CHAINS = (2, 4)
+"""Lengths of the chains of micro-batches that are tried."""
 _MOST_BINS = 16
 """Bound on WLB-LLM's bins for each sequence of a global batch: the work of the longest documents is
 many times that of smaller bins."""
@@ -77,6 +81,7 @@ class Candidate:
         max_in_flight: bound on a stage's micro-batches in flight, with `--distca`; None: no bound.
         tolerance: imbalance of servers' loads, with `--distca`; None: the workload's.
         head_groups: value of `--distca-head-groups`.
+        chain: micro-batches that share documents, with `--distca`.
     """
 
     system: str
@@ -88,6 +93,7 @@ class Candidate:
     max_in_flight: int | None = None
     tolerance: float | None = None
     head_groups: int = 1
+    chain: int = 1
 
     def __str__(self) -> str:
         sizes = f"TP{self.tensor} PP{self.stages} DP{self.data}"
@@ -95,6 +101,7 @@ class Candidate:
         bound = f", {self.max_in_flight} in flight" if self.max_in_flight is not None else ""
         bound += f", tolerance {self.tolerance}" if self.tolerance is not None else ""
         bound += f", {self.head_groups} head groups" if self.head_groups > 1 else ""
+        bound += f", in chains of {self.chain}" if self.chain > 1 else ""
         return f"{sizes}, {self.micro_batches} micro-batch(es){bound}"
 
 
@@ -209,6 +216,33 @@ def with_head_groups(candidate: Candidate, workload: Workload) -> list[Candidate
     return [replace(candidate, head_groups=n) for n in _divisors(heads) if 1 < n <= MAX_HEAD_GROUPS]
 
 
+def with_chains(candidate: Candidate, workload: Workload) -> list[Candidate]:
+    """The configuration with smaller micro-batches that share documents, longest chains last.
+
+    Without a pipeline they are no use, and as in training each rank has whole attention blocks.
+    """
+    tokens = workload.sequences * workload.context // candidate.micro_batches // candidate.data
+    if candidate.stages == 1:
+        return []
+    return [
+        replace(
+            candidate,
+            chain=chain,
+            micro_batches=candidate.micro_batches * chain,
+            max_in_flight=None,
+        )
+        for chain in _CHAINS
+        if tokens % (chain * math.lcm(BLOCK, 2 * candidate.tensor)) == 0
+    ]
+
+
+def options_of(candidate: Candidate) -> ExecutionOptions:
+    """Returns the options of a configuration with `--distca`."""
+    return DISTCA_SYSTEMS[candidate.system](
+        max_in_flight=candidate.max_in_flight, chain=candidate.chain
+    )
+
+
 def _divides(tp: int, workload: Workload) -> bool:
     """Whether a tensor-parallel size divides nodes, heads and GPUs."""
     return not (
@@ -228,7 +262,7 @@ def least_memory(candidate: Candidate, workload: Workload) -> float:
     costs = ModelCosts(workload.model, workload.cluster, candidate.tensor)
     in_flight = most_in_flight_of_1f1b(candidate.micro_batches, candidate.stages)[0]
     if candidate.system in DISTCA_SYSTEMS:
-        options = DISTCA_SYSTEMS[candidate.system](max_in_flight=candidate.max_in_flight)
+        options = options_of(candidate)
         in_flight = options.tick_schedule(candidate.micro_batches, candidate.stages).most_in_flight[
             0
         ]
@@ -281,11 +315,10 @@ def simulate(
         cost_model=costs.cluster.attention_cost(costs.shape),
         links=costs.cluster.links(candidate.tensor),
     )
-    each = workload.sequences // candidate.micro_batches
-    windows = [
-        np.concatenate(sequences[n * each : (n + 1) * each]) for n in range(candidate.micro_batches)
-    ]
-    options = DISTCA_SYSTEMS[candidate.system](max_in_flight=candidate.max_in_flight)
+    count = candidate.micro_batches // candidate.chain
+    each = workload.sequences // count
+    windows = [np.concatenate(sequences[n * each : (n + 1) * each]) for n in range(count)]
+    options = options_of(candidate)
     model = workload.model
     linear_work = LinearWork.of_parameters(
         model.layer_parameters,

@@ -99,7 +99,7 @@ NOT_RUN = {
     r"python benchmarks/training/throughput\.py.*": "takes minutes",
     r"python benchmarks/plans/tolerance\.py .*": "takes minutes",
     r"python benchmarks/cluster/validate_simulator\.py .*": "takes minutes",
-    r"python benchmarks/cluster/paper\.py (all|fig12|table\d) .*": "takes minutes to hours",
+    r"python benchmarks/cluster/paper\.py (all|chains|fig12|table\d) .*": "takes minutes to hours",
     r"python benchmarks/links/slow_link\.py .*": "needs root, and takes minutes",
     r"python benchmarks/(plans|cluster)/\w+\.py --published .*": "needs published lengths",
 }

@@ -229,3 +229,37 @@ def test_an_iteration_of_512_gpus_in_four_dimensions() -> None:
     assert 0 < outcome.idle < 0.3
     assert outcome.computed.max() < 1.2 * outcome.computed.mean()
     assert time.process_time() - began < 10
+
+
+def test_smaller_micro_batches_leave_less_idle_and_keep_less() -> None:
+    """Of the same documents, with the same work; they borrow keys, which are copied and kept."""
+    windows = [[4096], [3000, 1096]] * 4
+    whole, parts = (
+        planned(windows, 4, 1, ExecutionOptions("tiles", ping_pong=False, chain=chain))
+        for chain in (1, 4)
+    )
+    assert whole.schedule.most_in_flight[0] == 7
+    assert parts.schedule.most_in_flight[0] == 10
+    costs = costs_on(IDEAL)
+    before, after = simulate_ticks(whole, costs), simulate_ticks(parts, costs)
+    assert after.computed.sum() == pytest.approx(before.computed.sum(), rel=0.01)
+    # 8 + 3 ticks each way become 32 + 3 of a quarter; attention is shared out in any case.
+    assert 35 / 44 * before.seconds < after.seconds < 0.95 * before.seconds
+    activations = (7 * 4096 - 10 * 1024) * costs.activation_bytes()
+    assert after.memory_bytes[0] < before.memory_bytes[0] - 0.8 * activations
+    slow = costs_on(replace(IDEAL, copy_gb_per_s=1.0))
+    copying = simulate_ticks(parts, slow)
+    free = simulate_ticks(replace(parts, schedule=replace(parts.schedule, chain=1)), slow)
+    read_and_written = 0
+    for tick, plans in parts.ticks:
+        for each in plans:
+            own, kept = each.own_tokens_per_rank(), each.placement.tokens_per_rank()
+            rows = kept - own
+            # Own keys are copied beside them; gradients are added up in 32 bits.
+            bytes_a_row = 2 * kept if tick.direction == "forward" else 5 * rows
+            read_and_written += int((bytes_a_row * (rows > 0)).sum())
+    # In the one layer of each stage, at 1 GB/s.
+    seconds = 1e-9 * read_and_written * costs.shape.kv_row_bytes
+    assert copying.computed.sum() - free.computed.sum() == pytest.approx(seconds)
+    assert (copying.memory_bytes >= free.memory_bytes).all()
+    assert copying.memory_bytes[0] > free.memory_bytes[0]

@@ -22,7 +22,7 @@ from distca.simulate import (
     training_flags,
 )
 from distca.simulate.flags import format_flags
-from distca.simulate.search import with_head_groups
+from distca.simulate.search import options_of, with_chains, with_head_groups
 from megatron_patches.batches.micro_batch import WindowLayout
 from megatron_patches.flags.distca import add_distca_arguments
 from megatron_patches.flags.megatron import parse_args
@@ -72,22 +72,21 @@ def check(args: Namespace, candidate: Candidate, workload: Workload) -> None:
     # Documents are cut at the ends of sequences, or of as few of them as blocks allow.
     edges = [
         stop
-        for number in range(c.micro_batches)
-        for _, stop in layout.windows(number * layout.samples_per_micro_batch)
+        for number in range(0, c.micro_batches, c.chain)
+        for _, stop in layout.windows(number * layout.samples_per_micro_batch, c.chain)
     ]
-    of_window = layout.window_tokens // workload.context
+    of_window = c.chain * layout.window_tokens // workload.context
     assert edges == [
         n * of_window * workload.context for n in range(1, workload.sequences // of_window + 1)
     ]
     # A part of such a window would not give ranks whole blocks.
     for fewer in range(1, of_window):
-        divides = workload.sequences // c.micro_batches % fewer == 0
-        assert not divides or fewer * workload.context % (128 * c.data)
+        divides = workload.sequences * c.chain // c.micro_batches % fewer == 0
+        assert not divides or fewer * workload.context % (128 * c.data * c.chain)
     assert args.distca_max_document_length == workload.context
     assert args.max_position_embeddings >= workload.context
     assert args.distca_scheduler == c.system
-    options = DISTCA_SYSTEMS[c.system](max_in_flight=c.max_in_flight)
-    assert execution_options(args) == options
+    assert execution_options(args) == options_of(c)
     assert args.distca_head_groups == c.head_groups
     config = schedule_config(args, c.data * c.stages)
     assert config.tolerance == workload.tolerance
@@ -116,6 +115,7 @@ def test_every_configuration_is_trained_as_it_is_simulated(system: str, workload
     trained = refused = 0
     found += [replace(c, max_in_flight=2) for c in found if c.stages == 2]
     found += [other for c in found for other in with_head_groups(c, workload)]
+    found += [other for c in found[::3] for other in with_chains(c, workload)]
     for candidate in found:
         try:
             flags = training_flags(candidate, workload)
