@@ -32,7 +32,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 sys.path.insert(0, str(Path(__file__).parents[2]))  # as benchmarks/__init__.py says
 
-from distca.attention import KernelTasks
 from distca.cost.memory import plan_memory
 from distca.cost.volume import AttentionShape
 from distca.documents.lengths import DISTRIBUTIONS, Capped, draw
@@ -49,7 +48,7 @@ TOKENS_PER_SERVER, LONGEST, SCALED = 8192, 524_288, 16
 VIEWS = {
     *("view", "reshape", "_reshape_alias", "slice", "split", "split_with_sizes", "select"),
     *("unsqueeze", "detach", "alias", "empty", "new_empty", "as_strided", "expand", "_unsafe_view"),
-    *("transpose", "t", "squeeze", "permute", "unbind"),
+    *("transpose", "t", "squeeze", "permute", "unbind", "empty_like"),
 }
 LISTS = {"cat": 128, "_foreach_copy_": 64}
 """Operations on lists of tensors, and how many tensors one launch takes."""
@@ -91,36 +90,17 @@ class _Arrived(Pending):
 
 
 class NoKernel:
-    """Kernels whose results are zeros, and the same tensors for every call of one shape."""
+    """Kernels that leave their results as they are."""
 
-    def __init__(self) -> None:
-        self._zeros: dict[Any, torch.Tensor] = {}
+    def forward(self, q_THD: torch.Tensor, *rest: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `Kernel.forward`; without memory for it, the result is new."""
+        new = torch.empty_like(q_THD), q_THD.new_empty(q_THD.shape[:2], dtype=torch.float32)
+        return rest[-1] or new
 
-    def _like(self, tensor: torch.Tensor, dtype: torch.dtype, dims: int, name: str) -> torch.Tensor:
-        key = name, tensor.shape[:dims], dtype
-        if key not in self._zeros:
-            self._zeros[key] = torch.zeros(tensor.shape[:dims], dtype=dtype)
-        return self._zeros[key]
-
-    def forward(
-        self, q_THD: torch.Tensor, k_THD: torch.Tensor, v_THD: torch.Tensor, tasks: KernelTasks
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """See `Kernel.forward`."""
-        return self._like(q_THD, q_THD.dtype, 3, "out"), self._like(q_THD, torch.float32, 2, "lse")
-
-    def backward(
-        self,
-        dout_THD: torch.Tensor,
-        q_THD: torch.Tensor,
-        k_THD: torch.Tensor,
-        v_THD: torch.Tensor,
-        out_THD: torch.Tensor,
-        lse_TH: torch.Tensor,
-        tasks: KernelTasks,
-    ) -> tuple[torch.Tensor, ...]:
+    def backward(self, *tensors: Any) -> tuple[torch.Tensor, ...]:
         """See `Kernel.backward`."""
-        named = zip((q_THD, k_THD, v_THD), ("q", "k", "v"), strict=True)
-        return tuple(self._like(tensor, tensor.dtype, 3, name) for tensor, name in named)
+        into: tuple[torch.Tensor, ...] = tensors[-1]
+        return into
 
 
 class Operations(TorchDispatchMode):

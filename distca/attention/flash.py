@@ -1,8 +1,10 @@
 """FlashAttention on GPUs: versions 2, 3 and 4, each from its package, and torch's own version 2.
 
 All run tasks of variable length in one call, align their causal mask to the lower right, and return
-the LSE. None has been run on a GPU yet. Tests check the calls of torch's own against its operator
-schemas, and those of the packages against stand-ins with their functions' parameters.
+the LSE. Packages write gradients to the memory that they are given, and versions 3 and 4 outputs;
+what torch's own and version 2 return in new tensors is copied there. None has been run on a GPU
+yet. Tests check the calls of torch's own against its operator schemas, and those of the packages
+against stand-ins with their functions' parameters.
 
 cuDNN's fused attention does not serve: of sequences of unequal query and key lengths it aligns the
 causal mask to the upper left, and torch's operators give it no windows.
@@ -12,13 +14,14 @@ from __future__ import annotations
 
 import importlib
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
-from distca.attention.kernel import Gradients, KernelTasks
+from distca.attention.kernel import Gradients, KernelTasks, Outputs
 
 
 @dataclass(frozen=True)
@@ -58,19 +61,15 @@ class _Offsets:
         return placed
 
 
-def _lse_TH(lse_HT: torch.Tensor) -> torch.Tensor:
-    """LSE as in `Kernel`; FlashAttention 2 gives plus infinity to a row that sees no key."""
-    lse_TH = lse_HT.transpose(0, 1).contiguous()
-    return lse_TH.masked_fill_(lse_TH == float("inf"), float("-inf"))
+def _write(found: Sequence[torch.Tensor], into: Sequence[torch.Tensor]) -> None:
+    """Copies tensors to where they belong, unless they are there already."""
+    for tensor, target in zip(found, into, strict=True):
+        if target.data_ptr() != tensor.data_ptr():
+            target.copy_(tensor)
 
 
 def _is_empty(q_THD: torch.Tensor, k_THD: torch.Tensor) -> bool:
     return q_THD.shape[0] == 0 or k_THD.shape[0] == 0
-
-
-def _nothing_seen(q_THD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    lse = q_THD.new_full(q_THD.shape[:2], float("-inf"), dtype=torch.float32)
-    return torch.zeros_like(q_THD), lse
 
 
 class _FlashKernel(ABC):
@@ -88,11 +87,20 @@ class _FlashKernel(ABC):
         k_THD: torch.Tensor,
         v_THD: torch.Tensor,
         tasks: KernelTasks,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+        into: Outputs | None = None,
+    ) -> Outputs:
+        out, lse_TH = into or (None, q_THD.new_empty(q_THD.shape[:2], dtype=torch.float32))
         if _is_empty(q_THD, k_THD):
-            return _nothing_seen(q_THD)
-        out, lse_HT = self._call_forward(q_THD, k_THD, v_THD, self._place(tasks, q_THD.device))
-        return out, _lse_TH(lse_HT)
+            out = torch.empty_like(q_THD) if out is None else out
+            return out.zero_(), lse_TH.fill_(float("-inf"))
+        placed = self._place(tasks, q_THD.device)
+        found, lse_HT = self._call_forward(q_THD, k_THD, v_THD, out, placed)
+        if out is not None:
+            _write([found], [out])
+        lse_TH.copy_(lse_HT.transpose(0, 1))
+        # FlashAttention 2 gives plus infinity to a row that sees no key.
+        lse_TH.masked_fill_(lse_TH == float("inf"), float("-inf"))
+        return found if out is None else out, lse_TH
 
     def backward(
         self,
@@ -103,11 +111,17 @@ class _FlashKernel(ABC):
         out_THD: torch.Tensor,
         lse_TH: torch.Tensor,
         tasks: KernelTasks,
+        into: Gradients | None = None,
     ) -> Gradients:
+        if into is None:
+            into = torch.empty_like(q_THD), torch.empty_like(k_THD), torch.empty_like(v_THD)
         if _is_empty(q_THD, k_THD):
-            return torch.zeros_like(q_THD), torch.zeros_like(k_THD), torch.zeros_like(v_THD)
+            for gradient in into:
+                gradient.zero_()
+            return into
         inputs = dout_THD, q_THD, k_THD, v_THD, out_THD, lse_TH.transpose(0, 1).contiguous()
-        return self._call_backward(*inputs, self._place(tasks, q_THD.device))
+        self._call_backward(*inputs, into, self._place(tasks, q_THD.device))
+        return into
 
     def _place(self, tasks: KernelTasks, device: torch.device) -> _Placed:
         q, longest_q = self._offsets(tasks.cu_seqlens_q, device)
@@ -116,9 +130,15 @@ class _FlashKernel(ABC):
 
     @abstractmethod
     def _call_forward(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, placed: _Placed
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns the output and the LSE, `[heads, queries]`."""
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        into: torch.Tensor | None,
+        placed: _Placed,
+    ) -> Outputs:
+        """Returns the output, written to `into` where the package can, and the LSE, `[heads,
+        queries]`."""
 
     @abstractmethod
     def _call_backward(
@@ -129,17 +149,23 @@ class _FlashKernel(ABC):
         v: torch.Tensor,
         out: torch.Tensor,
         lse_HT: torch.Tensor,
+        into: Gradients,
         placed: _Placed,
-    ) -> Gradients:
-        """Returns `(dq, dk, dv)`."""
+    ) -> None:
+        """Writes the gradients."""
 
 
 class TorchFlashKernel(_FlashKernel):
     """torch's built-in FlashAttention 2."""
 
     def _call_forward(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, placed: _Placed
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        into: torch.Tensor | None,
+        placed: _Placed,
+    ) -> Outputs:
         out, lse_HT, *_ = torch.ops.aten._flash_attention_forward(
             q,
             k,
@@ -164,11 +190,12 @@ class TorchFlashKernel(_FlashKernel):
         v: torch.Tensor,
         out: torch.Tensor,
         lse_HT: torch.Tensor,
+        into: Gradients,
         placed: _Placed,
-    ) -> Gradients:
+    ) -> None:
         # Dropout's random state, unused without dropout.
         rng_state = torch.empty(2, dtype=torch.uint64, device=q.device)
-        gradients: Gradients = torch.ops.aten._flash_attention_backward(
+        gradients = torch.ops.aten._flash_attention_backward(
             dout,
             q,
             k,
@@ -186,7 +213,7 @@ class TorchFlashKernel(_FlashKernel):
             scale=placed.tasks.softmax_scale,
             **placed.window(None),
         )
-        return gradients
+        _write(gradients, into)
 
 
 class FlashAttn2Kernel(_FlashKernel):
@@ -218,8 +245,13 @@ class FlashAttn2Kernel(_FlashKernel):
         } | placed.window(-1)
 
     def _call_forward(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, placed: _Placed
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        into: torch.Tensor | None,
+        placed: _Placed,
+    ) -> Outputs:
         out, lse_HT, *_ = self._forward(q, k, v, **self._options(placed))
         return out, lse_HT
 
@@ -231,12 +263,11 @@ class FlashAttn2Kernel(_FlashKernel):
         v: torch.Tensor,
         out: torch.Tensor,
         lse_HT: torch.Tensor,
+        into: Gradients,
         placed: _Placed,
-    ) -> Gradients:
-        gradients = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+    ) -> None:
         options = self._options(placed)
-        self._backward(dout, q, k, v, out, lse_HT, *gradients, deterministic=False, **options)
-        return gradients
+        self._backward(dout, q, k, v, out, lse_HT, *into, deterministic=False, **options)
 
 
 class FlashAttn3Kernel(_FlashKernel):
@@ -266,10 +297,16 @@ class FlashAttn3Kernel(_FlashKernel):
         } | placed.window(-1)
 
     def _call_forward(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, placed: _Placed
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        into: torch.Tensor | None,
+        placed: _Placed,
+    ) -> Outputs:
         # Without a split over the keys, which would take memory that nothing counts.
-        out, lse_HT, *_ = self._forward(q, k, v, num_splits=1, **self._options(placed))
+        options = self._options(placed)
+        out, lse_HT, *_ = self._forward(q, k, v, out=into, num_splits=1, **options)
         return out, lse_HT
 
     def _call_backward(
@@ -280,11 +317,10 @@ class FlashAttn3Kernel(_FlashKernel):
         v: torch.Tensor,
         out: torch.Tensor,
         lse_HT: torch.Tensor,
+        into: Gradients,
         placed: _Placed,
-    ) -> Gradients:
-        gradients = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
-        self._backward(dout, q, k, v, out, lse_HT, *gradients, **self._options(placed))
-        return gradients
+    ) -> None:
+        self._backward(dout, q, k, v, out, lse_HT, *into, **self._options(placed))
 
 
 class FlashAttn4Kernel(_FlashKernel):
@@ -314,9 +350,15 @@ class FlashAttn4Kernel(_FlashKernel):
         } | placed.window(None)
 
     def _call_forward(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, placed: _Placed
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        out, lse_HT, *_ = self._forward(q, k, v, return_lse=True, **self._options(placed))
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        into: torch.Tensor | None,
+        placed: _Placed,
+    ) -> Outputs:
+        options = self._options(placed)
+        out, lse_HT, *_ = self._forward(q, k, v, return_lse=True, out=into, **options)
         return out, lse_HT
 
     def _call_backward(
@@ -327,7 +369,8 @@ class FlashAttn4Kernel(_FlashKernel):
         v: torch.Tensor,
         out: torch.Tensor,
         lse_HT: torch.Tensor,
+        into: Gradients,
         placed: _Placed,
-    ) -> Gradients:
-        dq, dk, dv, *_ = self._backward(q, k, v, out, dout, lse_HT, **self._options(placed))
-        return dq, dk, dv
+    ) -> None:
+        gradients = dict(zip(("dq", "dk", "dv"), into, strict=True))
+        self._backward(q, k, v, out, dout, lse_HT, **gradients, **self._options(placed))

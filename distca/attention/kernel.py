@@ -7,6 +7,7 @@ from typing import Protocol
 
 import torch
 
+Outputs = tuple[torch.Tensor, torch.Tensor]
 Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
@@ -38,7 +39,8 @@ class Kernel(Protocol):
 
     Shapes: `q_THD` `[queries, heads, head_dim]`; `k_THD`, `v_THD` `[keys, kv_heads, head_dim]`,
     `heads` a multiple of `kv_heads`; `lse_TH` float32 `[queries, heads]`. A row that sees no key
-    has output 0, LSE minus infinity and no gradient.
+    has output 0, LSE minus infinity and no gradient. The rows of any tensor may lie apart from each
+    other in memory, at multiples of 16 bytes; a row's elements lie side by side.
     """
 
     def forward(
@@ -47,8 +49,10 @@ class Kernel(Protocol):
         k_THD: torch.Tensor,
         v_THD: torch.Tensor,
         tasks: KernelTasks,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns `(out_THD, lse_TH)`; the output has the dtype of `q_THD`."""
+        into: Outputs | None = None,
+    ) -> Outputs:
+        """Returns `(out_THD, lse_TH)`, written to `into` if given; the output has the dtype of
+        `q_THD`."""
         ...
 
     def backward(
@@ -60,7 +64,9 @@ class Kernel(Protocol):
         out_THD: torch.Tensor,
         lse_TH: torch.Tensor,
         tasks: KernelTasks,
+        into: Gradients | None = None,
     ) -> Gradients:
-        """Returns `(dq, dk, dv)`. They are exact for partial tasks, too, if `out_THD` and `lse_TH`
-        are the rows' final output and LSE, over all their keys in all tasks."""
+        """Returns `(dq, dk, dv)`, written to `into` if given. They are exact for partial tasks,
+        too, if `out_THD` and `lse_TH` are the rows' final output and LSE, over all their keys in
+        all tasks."""
         ...

@@ -1,7 +1,7 @@
 """Merging partial attention outputs whose keys were split, by their LSE, and adding gradients.
 
-Parts of one row are summed by `embedding_bag`: in a fixed order, also on GPUs, and all rows in one
-kernel, however many parts they have.
+Parts of one row are summed by `embedding_bag`: in float32 whatever their dtype, in a fixed order,
+also on GPUs, and all rows in one kernel, however many parts they have.
 """
 
 from __future__ import annotations
@@ -13,6 +13,9 @@ import torch
 
 Take = Callable[[tuple[int, ...], torch.dtype], torch.Tensor]
 """Gives a temporary tensor of a shape and dtype."""
+
+Gather = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
+"""Gives copies of the rows of two tensors with these numbers, int64."""
 
 _SUM, _MAX = 0, 2
 """Modes of `torch.embedding_bag`."""
@@ -37,20 +40,20 @@ class Merges:
 
 @dataclass(frozen=True)
 class Sums:
-    """Which of many rows are added to which. All are int64.
+    """Rows that are sums of parts. All are int64.
 
     Attributes:
-        rows: distinct rows that are added to.
-        parts: rows that are added, those of `rows[0]` first; None: one to each, in order.
-        begins: place in `parts` of the first that is added to each row.
+        parts: numbers of the parts, those of the first row first, `[parts]`.
+        begins: place in `parts` of each row's first, `[rows]`; None: each row is one part.
     """
 
-    rows: torch.Tensor
-    parts: torch.Tensor | None
+    parts: torch.Tensor
     begins: torch.Tensor | None
 
 
-def merge_shared(out_THD: torch.Tensor, lse_TH: torch.Tensor, merges: Merges, take: Take) -> None:
+def merge_shared(
+    out_THD: torch.Tensor, lse_TH: torch.Tensor, merges: Merges, gather: Gather, take: Take
+) -> None:
     """Merges the partial rows of each shared row, into the last rows of the same tensors.
 
     The parts are attention over disjoint parts of a row's keys; what is merged is attention over
@@ -60,22 +63,21 @@ def merge_shared(out_THD: torch.Tensor, lse_TH: torch.Tensor, merges: Merges, ta
         out_THD: partial rows, then room for the shared rows, `[parts + shared, heads, head_dim]`.
         lse_TH: likewise, float32 `[parts + shared, heads]`.
         merges: which merge.
-        take: gives temporaries, at most `distca.cost.memory.merge_bytes` in all.
+        gather: copies rows of both tensors.
+        take: gives temporaries, at most `distca.cost.memory.merge_bytes` in all, with those of
+            `gather`.
     """
     members, (heads, head_dim) = merges.members.shape[0], out_THD.shape[1:]
     shared = slice(out_THD.shape[0] - merges.begins.shape[0], None)
+    parts, weights = gather(merges.members)
     # A weighted output and its weights lie side by side, so that one sum adds both.
     weighted = take((members, heads, head_dim + 1), torch.float32)
-    weights = take((members, heads), torch.float32)
-    torch.index_select(lse_TH, 0, merges.members, out=weights)
     # Where no part has a key, all weigh 1 rather than exp(-inf + inf): their outputs are 0.
     weights.clamp_(min=torch.finfo(weights.dtype).min)
     highest = _bag(weights, merges.numbers, merges.begins, _MAX)
     of_members = take((members, heads), torch.float32)
     weights.sub_(torch.index_select(highest, 0, merges.row_of, out=of_members))
     torch.exp(weights, out=weighted[..., -1])
-    parts = take((members, heads, head_dim), out_THD.dtype)
-    torch.index_select(out_THD, 0, merges.members, out=parts)
     torch.mul(parts, weighted[..., -1:], out=weighted[..., :-1])
     sums = _bag(weighted.flatten(1), merges.numbers, merges.begins, _SUM)
     sums = sums.view(-1, heads, head_dim + 1)
@@ -84,13 +86,20 @@ def merge_shared(out_THD: torch.Tensor, lse_TH: torch.Tensor, merges: Merges, ta
     torch.add(highest, total.log(), out=lse_TH[shared])
 
 
-def add_parts(total: torch.Tensor, parts: torch.Tensor, sums: Sums) -> None:
-    """Adds rows to those of `total`, of the same dtype."""
-    if sums.parts is not None:
-        assert sums.begins is not None
-        parts = _bag(parts.flatten(1), sums.parts, sums.begins, _SUM).view(-1, *total.shape[1:])
-    # The rows are distinct, so the order is fixed here, too.
-    total.index_add_(0, sums.rows, parts)
+def sum_parts(parts: torch.Tensor, sums: Sums, into: torch.Tensor | None = None) -> torch.Tensor:
+    """Adds up parts in the order of `sums`, in float32, and rounds once; returns the rows.
+
+    Args:
+        parts: contiguous, `[parts, ...]`.
+        sums: which of them each row is made of; a row of none is 0.
+        into: memory for the rows; None: new memory.
+    """
+    if sums.begins is None:
+        if into is None:
+            return torch.index_select(parts, 0, sums.parts)
+        return torch.index_select(parts, 0, sums.parts, out=into)
+    rows = _bag(parts.flatten(1), sums.parts, sums.begins, _SUM).view(-1, *parts.shape[1:])
+    return rows if into is None else into.copy_(rows)
 
 
 def _bag(rows: torch.Tensor, which: torch.Tensor, begins: torch.Tensor, mode: int) -> torch.Tensor:

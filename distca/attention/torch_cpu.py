@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
-from distca.attention.kernel import Gradients, KernelTasks
+from distca.attention.kernel import Gradients, KernelTasks, Outputs
 from distca.attention.merge import merge_partial
 
 _forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
@@ -42,9 +42,11 @@ class TorchCpuKernel:
         k_THD: torch.Tensor,
         v_THD: torch.Tensor,
         tasks: KernelTasks,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        out = torch.zeros_like(q_THD)
-        lse = q_THD.new_full(q_THD.shape[:2], float("-inf"), dtype=torch.float32)
+        into: Outputs | None = None,
+    ) -> Outputs:
+        if into is None:
+            into = q_THD.new_empty(q_THD.shape), q_THD.new_empty(q_THD.shape[:2], dtype=torch.float)
+        out, lse = into[0].zero_(), into[1].fill_(float("-inf"))
         merged_to = 0
         for tile in _tiles(tasks, q_THD.dtype):
             part_out, part_lse = _forward(
@@ -74,8 +76,11 @@ class TorchCpuKernel:
         out_THD: torch.Tensor,
         lse_TH: torch.Tensor,
         tasks: KernelTasks,
+        into: Gradients | None = None,
     ) -> Gradients:
-        gradients = tuple(torch.zeros_like(x) for x in (q_THD, k_THD, v_THD))
+        gradients = into or tuple(x.new_empty(x.shape) for x in (q_THD, k_THD, v_THD))
+        for gradient in gradients:
+            gradient.zero_()
         for tile in _tiles(tasks, q_THD.dtype):
             parts = _backward(
                 _heads_first(dout_THD[tile.q]),

@@ -1,10 +1,11 @@
 """Memory that the attention kernel allocates itself in the backward pass, beside core attention's
 buffers.
 
-These are the bytes of FlashAttention 2 (`mha_varlen_bwd`), for each call: float32 sums of the query
-gradients, and with grouped queries the gradients of keys and values for each query head, which are
-added up afterwards. Versions 3 and 4 take as much for queries with heads of 64 elements or more,
-and float32 sums for each key-value head: no more than version 2.
+These are the bytes of torch's FlashAttention 2 (`mha_varlen_bwd`), for each call: the gradients,
+which are copied to core attention's buffers and which packages write there themselves; float32 sums
+of the query gradients, and with grouped queries the gradients of keys and values for each query
+head, which are added up afterwards. Versions 3 and 4 take as much for queries with heads of 64
+elements or more, and float32 sums for each key-value head: no more than version 2.
 """
 
 from __future__ import annotations

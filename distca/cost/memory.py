@@ -11,9 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from distca.cost.partial_rows import PartialRows, at_owners, on_servers
+from distca.cost.partial_rows import RankRows, rank_rows
 from distca.cost.volume import (
-    LSE_BYTES,
     AttentionShape,
     BackwardInputs,
     PlanBytes,
@@ -87,15 +86,9 @@ def merge_bytes(members: Int64s, shape: AttentionShape) -> Int64s:
 
     torch allocates the results, sums of the rows that they make, as it does those of kernels.
     """
-    return _take(
-        members * (_float32(shape, shape.q_row_bytes) + shape.lse_row_bytes),
-        *[members * shape.lse_row_bytes] * 2,
-        members * shape.q_row_bytes,
-    )
-
-
-def _float32(shape: AttentionShape, row_bytes: int) -> int:
-    return row_bytes * FLOAT32_BYTES // shape.dtype_bytes
+    weighted = shape.heads * (shape.head_dim + 1) * FLOAT32_BYTES
+    row = shape.q_row_bytes + shape.lse_row_bytes
+    return _take(members * row, members * weighted, members * shape.lse_row_bytes)
 
 
 def _take(*sizes: Int64s) -> Int64s:
@@ -113,88 +106,62 @@ def plan_memory(
         shape: the heads of one tensor-parallel rank, or of a head group of it.
         backward: source of the kernels' inputs in the backward pass, as in `plan_bytes`.
     """
-    segments = plan.q_segments, plan.kv_segments
-    sent, received = zip(*(each.moved_per_rank(plan.world_size) for each in segments), strict=True)
-    own = plan.own_tokens_per_rank(), plan.placement.tokens_per_rank()
-    served = tuple(o + more for o, more in zip(own, received, strict=True))
+    q, kv = rank_rows(plan)
     q_row, lse_row, k_row = shape.q_row_bytes, shape.lse_row_bytes, shape.kv_row_bytes // 2
-    float32_q, float32_k = _float32(shape, q_row), _float32(shape, k_row)
-    assert LSE_BYTES == FLOAT32_BYTES
+    q_inputs = 3 * q_row + lse_row
 
-    def inputs(rows: tuple[Int64s, ...]) -> tuple[Int64s, ...]:
-        return rows[0] * q_row, rows[1] * k_row, rows[1] * k_row
+    def served(rows: RankRows, row: int) -> Int64s:
+        """Where rows arrive, they lie in memory with the local ones."""
+        return np.where(rows.received > 0, rows.served * row, 0)
 
-    def gradients(rows: tuple[Int64s, ...]) -> tuple[Int64s, ...]:
-        """The output's gradient, the output and its LSE."""
-        return rows[0] * q_row, rows[0] * q_row, rows[0] * lse_row
+    def parts(rows: RankRows, more: Int64s | int, row: int) -> Int64s:
+        """Results of all calls, and those that come back."""
+        return np.where(rows.computed_alone, 0, (rows.parts + rows.sent + more) * row)
 
-    def float32_inputs(rows: tuple[Int64s, ...]) -> tuple[Int64s, ...]:
-        return rows[0] * float32_q, rows[1] * float32_k, rows[1] * float32_k
-
-    computed, finished = on_servers(plan), at_owners(plan)
-    # Outputs of served rows, and later the parts of a rank's own rows and what is merged of them.
-    outputs = np.maximum(served[0], np.where(sent[0] > 0, own[0] + sent[0] + finished.shared, 0))
+    of_kv = served(kv, 2 * k_row)
+    gradients = [parts(rows, 0, row) for rows, row in ((q, q_row), (kv, k_row), (kv, k_row))]
+    merged = np.maximum(q.of_received.shared, q.of_local.shared)
     slot = [
-        _take(*inputs(served), outputs * q_row, outputs * lse_row),
-        _take(*gradients(served), *inputs(served), *float32_inputs(served)) + _take(*inputs(sent)),
+        _take(served(q, q_row), of_kv, parts(q, merged, q_row + lse_row)),
+        _take(served(q, q_inputs), of_kv, *gradients),
     ]
-    of_calls = computed.parts + computed.shared
     scratch = [
-        # Rows to send; gradients to send back; outputs of all calls and of all servers, as they
-        # merge; gradients that come back.
-        _take(*gradients(sent), *inputs(sent)),
-        _take(*inputs(received)),
-        _take(of_calls * q_row, of_calls * lse_row) + merge_bytes(computed.members, shape),
-        merge_bytes(finished.members, shape),
-        *(_take(each) for each in float32_inputs(sent)),
+        # Rows of messages, one kind after the other; outputs as they merge.
+        *(_take(rows) for rows in (q.sent * q_inputs, kv.sent * 2 * k_row)),
+        *(_take(rows) for rows in (q.received * q_row, kv.received * 2 * k_row)),
+        merge_bytes(np.maximum(q.of_received.members, q.of_local.members), shape),
     ]
-    for rows in _rows_of_calls(plan):
-        scratch += [
-            _take(*inputs(rows)),
-            _take(*gradients(rows), *inputs(rows), *float32_inputs(rows)),
-        ]
+    for of_q, of_kv_rows in zip(q.calls, kv.calls, strict=True):
+        queries, keys = (each.rows * each.gathers for each in (of_q, of_kv_rows))
+        of_queries = *[queries * q_row] * 3, queries * lse_row
+        scratch.append(_take(*of_queries, *[keys * k_row] * 2))
     return CoreAttentionMemory(
         *_channels(plan_bytes(plan, shape, backward)),
         int(np.max(slot, initial=0)),
         int(np.max(scratch, initial=0)),
-        int(_indices(plan, (sent, received), served[0], own[0], computed, finished).max()),
+        int(_indices(q, kv).max()),
     )
 
 
-def _indices(
-    plan: Plan,
-    moved: tuple[tuple[Int64s, Int64s], tuple[Int64s, Int64s]],
-    served: Int64s,
-    own: Int64s,
-    computed: PartialRows,
-    finished: PartialRows,
-) -> Int64s:
+def _indices(q: RankRows, kv: RankRows) -> Int64s:
     """Bytes of the row indices of each rank's part: see `distca.runtime.exchange`.
 
-    A row that moves has two in messages, and on the rank that sends it one among the local rows and
-    two as a gradient that comes back. A kernel call has one for each of its rows.
+    A row that moves has two in messages, and on the rank that sends it one among the local rows. A
+    kernel call has one for each of its rows, and so have sums; each row that is made of parts tells
+    which are its first, and which output is its own.
     """
-    (sent_q, sent_kv), (received_q, received_kv) = moved
-    # The first of each row's gradients makes a third.
-    rows = 6 * (sent_q + sent_kv) + 2 * (received_q + received_kv)
-    for q_rows, kv_rows in _rows_of_calls(plan):
-        rows = rows + q_rows + kv_rows
-    rows = rows + served + np.where(sent_q > 0, own, 0)
-    for each in (computed, finished):
-        rows = rows + 3 * each.members + each.shared
+    rows = np.zeros_like(q.local)
+    for each in (q, kv):
+        rows = rows + 3 * each.sent + 2 * each.received
+        rows = rows + sum(call.rows * call.gathers for call in each.calls)
+        rows = rows + np.where(each.in_order, 0, each.of_received.parts + each.received)
+        alone = each.in_order & (each.sent == 0)
+        rows = rows + np.where(alone, 0, each.of_local.parts + each.local)
+    rows = rows + np.where(q.in_order, 0, q.received)
+    rows = rows + np.where(q.in_order & (q.sent == 0), 0, q.local)
+    for merged in (q.of_received, q.of_local):
+        rows = rows + 3 * merged.members + merged.shared
     return aligned(rows * INDEX_BYTES)  # type: ignore[no-any-return]
-
-
-def _rows_of_calls(plan: Plan) -> list[tuple[Int64s, Int64s]]:
-    """Query and key rows of each server's kernel call of either task shape."""
-    calls = []
-    for causal in (False, True):
-        tasks = plan.tasks[plan.tasks.ends_on_diagonal == causal]
-        q_rows, kv_rows = (np.zeros(plan.world_size, dtype=np.int64) for _ in range(2))
-        np.add.at(q_rows, tasks.server, tasks.q_end - tasks.q_start)
-        np.add.at(kv_rows, tasks.server, tasks.kv_end - tasks.kv_start)
-        calls.append((q_rows, kv_rows))
-    return calls
 
 
 def _channels(planned: PlanBytes) -> tuple[int, int, int, int]:

@@ -29,8 +29,17 @@ BACKWARD_INPUTS: tuple[BackwardInputs, ...] = ("resend", "keep")
 LSE_BYTES = 4
 """Bytes of the LSE of a row and head, which travels in float32."""
 
+ROW_ALIGNMENT = 16
+"""Bytes at whose multiples each tensor's row begins in a message: those that a thread of a GPU
+loads at a time. Padding is counted wherever rows are."""
+
 MAX_HEAD_GROUPS = 8
 """Most head groups of a nano-batch: each has a transport slot of its own."""
+
+
+def padded(row_bytes: int) -> int:
+    """Bytes of a tensor's row with the padding up to the next row."""
+    return -(-row_bytes // ROW_ALIGNMENT) * ROW_ALIGNMENT
 
 
 @dataclass(frozen=True)
@@ -75,18 +84,18 @@ class AttentionShape:
 
     @property
     def q_row_bytes(self) -> int:
-        """Bytes of a query row, an output row, or the gradient of either."""
-        return self.heads * self.head_dim * self.dtype_bytes
+        """Bytes of a query row, an output row, or the gradient of either, padded."""
+        return padded(self.heads * self.head_dim * self.dtype_bytes)
 
     @property
     def kv_row_bytes(self) -> int:
-        """Bytes of a key row and a value row together."""
-        return 2 * self.kv_heads * self.head_dim * self.dtype_bytes
+        """Bytes of a key row and a value row together, each padded."""
+        return 2 * padded(self.kv_heads * self.head_dim * self.dtype_bytes)
 
     @property
     def lse_row_bytes(self) -> int:
-        """Bytes of a row's LSE over all heads."""
-        return self.heads * LSE_BYTES
+        """Bytes of a row's LSE over all heads, padded."""
+        return padded(self.heads * LSE_BYTES)
 
 
 @dataclass(frozen=True)

@@ -40,7 +40,10 @@ class Rows:
         send: local rows to send, sorted by destination, int64 `[sent]`.
         outgoing: rows that this rank sends to the servers, and that they return.
         incoming: rows that this rank receives as a server, and returns.
-        sums: what is added to the local rows when their gradients are returned.
+        parts: gradients that this rank's kernel calls compute, of one row after the other.
+        received_sums: gradients of the received rows, made of `parts`; None: they are the last.
+        local_sums: gradients of the local rows, made of `parts` and then those that are returned;
+            None: they are the first of `parts`.
         move: whether any rank sends any row; the same on every rank.
     """
 
@@ -48,7 +51,9 @@ class Rows:
     send: torch.Tensor
     outgoing: PeerRows
     incoming: PeerRows
-    sums: Sums
+    parts: int
+    received_sums: Sums | None
+    local_sums: Sums | None
     move: bool
 
     @property
@@ -66,6 +71,11 @@ class Rows:
         """Rows that this rank's kernels can use: local and received."""
         return self.local + self.received
 
+    @property
+    def computed_alone(self) -> bool:
+        """Whether the parts of the one kernel call are the results of the local rows, no more."""
+        return self.local_sums is None and not self.received
+
 
 @dataclass(frozen=True)
 class KernelCall:
@@ -73,6 +83,8 @@ class KernelCall:
 
     Attributes:
         causal: whether the tasks end on the diagonal; otherwise they are full rectangles.
+        queries: query rows of all tasks.
+        keys: key rows of all tasks.
         cu_seqlens_q: first query of each task, and the total: int32 `[tasks + 1]` on the CPU.
         cu_seqlens_kv: first key of each task, and the total, likewise.
         q_rows: served query rows of the tasks, one task after the other, int64 `[sum of queries]`;
@@ -81,6 +93,8 @@ class KernelCall:
     """
 
     causal: bool
+    queries: int
+    keys: int
     cu_seqlens_q: torch.Tensor
     cu_seqlens_kv: torch.Tensor
     q_rows: torch.Tensor | None
@@ -118,10 +132,10 @@ class Exchange:
         q: query rows that travel.
         kv: key and value rows that travel.
         calls: kernel calls of this server, one for each task shape that it has.
-        computed: outputs of the served rows, made of those of all calls, one after the other; None:
-            they are those of the only call. Rows without a task have any output.
-        finished: outputs of the local rows, made of those computed here and then those returned;
-            None: none are returned.
+        received_outputs: outputs of the received queries, made of those of all calls, one after the
+            other; None: they are the last of the only call's.
+        local_outputs: outputs of the local queries, made of those of all calls and then those that
+            are returned; None: they are the first of the only call's.
     """
 
     rank: int
@@ -130,13 +144,14 @@ class Exchange:
     q: Rows
     kv: Rows
     calls: tuple[KernelCall, ...]
-    computed: Combination | None
-    finished: Combination | None
+    received_outputs: Combination | None
+    local_outputs: Combination | None
 
     @property
     def output_rows(self) -> int:
-        """Rows of memory for the outputs of served rows, and later for the local rows' parts."""
-        return max(self.q.served, 0 if self.finished is None else self.finished.with_merged)
+        """Rows of memory for outputs: those of all calls, those returned, and room for merging."""
+        both = (each for each in (self.received_outputs, self.local_outputs) if each is not None)
+        return max((each.with_merged for each in both), default=self.q.parts)
 
     def layout(self, direction: Direction, types: RowTypes) -> MessageLayout:
         """The messages in a direction that hold rows of such tensors.
@@ -186,22 +201,22 @@ def build_exchange(plan: Plan, rank: int) -> Exchange:
     moved_q, moved_kv = (each.moved_rows(world_size) for each in (q_segments, kv_segments))
     outgoing = peer_rows(*_sent_by(rank, moved_q), *_sent_by(rank, moved_kv))
     incoming = peer_rows(*_sent_by(rank, moved_q.T), *_sent_by(rank, moved_kv.T))
-    q = _rows(q_segments, rank, int(own[rank]), outgoing[0], incoming[0], bool(moved_q.any()))
-    kv = _rows(
-        kv_segments, rank, int(with_prefixes[rank]), outgoing[1], incoming[1], bool(moved_kv.any())
-    )
-    q_served = _ServedRows(q_segments, rank, q.local)
-    kv_served = _ServedRows(kv_segments, rank, kv.local)
+    q_served = _ServedRows(q_segments, rank, int(own[rank]))
+    kv_served = _ServedRows(kv_segments, rank, int(with_prefixes[rank]))
     mine = plan.tasks[plan.tasks.server == rank]
-    calls, computed = [], []
+    calls, q_computed, kv_computed = [], [], []
     for causal in (False, True):
         tasks = mine[mine.ends_on_diagonal == causal]
         if len(tasks):
-            call, q_rows = _kernel_call(plan, tasks, causal, q_served, kv_served, q, kv)
-            calls.append(call)
-            computed.append(q_rows)
-    of_calls = np.concatenate(computed) if computed else np.zeros(0, dtype=np.int64)
-    in_order = len(calls) == 1 and calls[0].q_rows is None
+            offset = plan.document_offsets[tasks.document]
+            q_computed.append(q_served.of(offset + tasks.q_start, offset + tasks.q_end))
+            kv_computed.append(kv_served.of(offset + tasks.kv_start, offset + tasks.kv_end))
+            q_rows = q_served.unless_all(q_computed[-1])
+            kv_rows = kv_served.unless_all(kv_computed[-1])
+            calls.append(_kernel_call(tasks, causal, q_rows, kv_rows))
+    of_q, of_kv = _parts(q_served, q_computed), _parts(kv_served, kv_computed)
+    q = _rows(q_served, of_q, outgoing[0], incoming[0], bool(moved_q.any()))
+    kv = _rows(kv_served, of_kv, outgoing[1], incoming[1], bool(moved_kv.any()))
     return Exchange(
         rank=rank,
         world_size=world_size,
@@ -209,8 +224,8 @@ def build_exchange(plan: Plan, rank: int) -> Exchange:
         q=q,
         kv=kv,
         calls=tuple(calls),
-        computed=None if in_order else _combination(of_calls, q.served),
-        finished=_finished(q, of_calls) if q.sent else None,
+        received_outputs=None if of_q.received is None else _combination(of_q.received, q.received),
+        local_outputs=None if of_q.local is None else _combination(of_q.local, q.local),
     )
 
 
@@ -219,28 +234,19 @@ def _sent_by(rank: int, moved: Int64s) -> tuple[Int64s, Int64s]:
     return moved[rank], moved[:rank].sum(axis=0)
 
 
-def _rows(
-    segments: Segments, rank: int, local: int, outgoing: PeerRows, incoming: PeerRows, move: bool
-) -> Rows:
-    mine = segments.select((segments.owner == rank) & (segments.server != rank))
-    # Segments are sorted by server, then owner and position, so one owner's are by server.
-    send = expand_ranges(mine.owner_row, mine.lengths)
-    return Rows(local, torch.from_numpy(send), outgoing, incoming, _sums(send), move)
-
-
-def _sums(rows: Int64s) -> Sums:
-    """How parts are added up that belong to `rows`, server by server for each row."""
-    order = np.argsort(rows, kind="stable")
-    distinct, begins = np.unique(rows[order], return_index=True)
-    if len(distinct) == len(rows):
-        return Sums(torch.from_numpy(rows), None, None)
-    return Sums(*(torch.from_numpy(each) for each in (distinct, order, begins)))
-
-
 class _ServedRows:
-    """Finds the served rows of spans of global positions on one server."""
+    """Finds the served rows of spans of global positions on one server.
+
+    Attributes:
+        local: rows that the rank owns.
+        served: rows that its kernels can use.
+        send: local rows to send, sorted by destination.
+    """
 
     def __init__(self, segments: Segments, rank: int, local: int) -> None:
+        away = segments.select((segments.owner == rank) & (segments.server != rank))
+        # Segments are sorted by server, then owner and position, so one owner's are by server.
+        self.send = expand_ranges(away.owner_row, away.lengths)
         needed = segments.select(segments.server == rank)
         is_local = needed.owner == rank
         received_lengths = np.where(is_local, 0, needed.lengths)
@@ -249,6 +255,7 @@ class _ServedRows:
         order = np.argsort(needed.start)
         self._start = needed.start[order]
         self._row = row[order]
+        self.local, self.served = local, local + int(received_lengths.sum())
 
     def of(self, starts: Int64s, ends: Int64s) -> Int64s:
         """Served rows of the spans, one span after the other, int64."""
@@ -256,28 +263,29 @@ class _ServedRows:
         segment = np.searchsorted(self._start, starts, side="right") - 1
         return expand_ranges(self._row[segment] + starts - self._start[segment], ends - starts)
 
+    def unless_all(self, rows: Int64s) -> torch.Tensor | None:
+        """The rows, unless they are all served rows in order."""
+        if len(rows) == self.served and np.array_equal(rows, np.arange(self.served)):
+            return None
+        return torch.from_numpy(rows)
+
 
 def _kernel_call(
-    plan: Plan,
     tasks: Tasks,
     causal: bool,
-    q_served: _ServedRows,
-    kv_served: _ServedRows,
-    q: Rows,
-    kv: Rows,
-) -> tuple[KernelCall, Int64s]:
-    """Builds one call, and lists the served query rows that it computes."""
-    offset = plan.document_offsets[tasks.document]
-    q_rows = q_served.of(offset + tasks.q_start, offset + tasks.q_end)
-    kv_rows = kv_served.of(offset + tasks.kv_start, offset + tasks.kv_end)
-    call = KernelCall(
-        causal=causal,
-        cu_seqlens_q=_cu_seqlens(tasks.q_end - tasks.q_start),
-        cu_seqlens_kv=_cu_seqlens(tasks.kv_end - tasks.kv_start),
-        q_rows=_unless_identity(q_rows, q.served),
-        kv_rows=_unless_identity(kv_rows, kv.served),
+    q_rows: torch.Tensor | None,
+    kv_rows: torch.Tensor | None,
+) -> KernelCall:
+    queries, keys = tasks.q_end - tasks.q_start, tasks.kv_end - tasks.kv_start
+    return KernelCall(
+        causal,
+        int(queries.sum()),
+        int(keys.sum()),
+        _cu_seqlens(queries),
+        _cu_seqlens(keys),
+        q_rows,
+        kv_rows,
     )
-    return call, q_rows
 
 
 def _cu_seqlens(lengths: Int64s) -> torch.Tensor:
@@ -286,30 +294,67 @@ def _cu_seqlens(lengths: Int64s) -> torch.Tensor:
     return torch.from_numpy(ends)
 
 
-def _unless_identity(rows: Int64s, total: int) -> torch.Tensor | None:
-    if len(rows) == total and np.array_equal(rows, np.arange(total)):
-        return None
-    return torch.from_numpy(rows)
+@dataclass(frozen=True)
+class _Parts:
+    """Row that each part belongs to: parts of all kernel calls, one after the other, below 0: none.
+
+    Attributes:
+        number: number of the calls' parts.
+        received: received rows; None: they are the last parts.
+        local: local rows, also of parts that are returned; None: they are the first parts, and none
+            are returned.
+    """
+
+    number: int
+    received: Int64s | None
+    local: Int64s | None
 
 
-def _finished(q: Rows, computed: Int64s) -> Combination:
-    """Local outputs, of rows that this server has computed, and of those that are returned."""
-    here = np.zeros(q.served, dtype=bool)
-    here[computed] = True
-    numbers = np.arange(q.local)
-    # A row that only others compute is no part.
-    rows = np.concatenate([np.where(here[: q.local], numbers, -1), q.send.numpy()])
-    assert np.bincount(rows[rows >= 0], minlength=q.local).all(), "a query has no server"
-    return _combination(rows, q.local)
+def _parts(served: _ServedRows, calls: list[Int64s]) -> _Parts:
+    """Parts of rows of one kind; `calls` are the served rows of each kernel call."""
+    computed = np.concatenate([np.zeros(0, dtype=np.int64), *calls])
+    in_order = len(calls) == 1 and served.unless_all(calls[0]) is None
+    alone = in_order and not len(served.send)
+    own = np.concatenate([np.where(computed < served.local, computed, -1), served.send])
+    return _Parts(
+        len(computed), None if in_order else computed - served.local, None if alone else own
+    )
+
+
+def _rows(
+    served: _ServedRows, parts: _Parts, outgoing: PeerRows, incoming: PeerRows, move: bool
+) -> Rows:
+    return Rows(
+        served.local,
+        torch.from_numpy(served.send),
+        outgoing,
+        incoming,
+        parts.number,
+        None if parts.received is None else _sums(parts.received, served.served - served.local),
+        None if parts.local is None else _sums(parts.local, served.local),
+        move,
+    )
+
+
+def _sums(rows: Int64s, total: int) -> Sums:
+    """Adds parts up: `rows[i]`, of `total`, is the row that part `i` belongs to; below 0: none."""
+    order, counts = _by_row(rows, total)
+    if (counts == 1).all():
+        return Sums(torch.from_numpy(order), None)
+    return Sums(torch.from_numpy(order), torch.from_numpy(np.cumsum(counts) - counts))
+
+
+def _by_row(rows: Int64s, total: int) -> tuple[Int64s, Int64s]:
+    """Numbers of the parts that belong to rows, row by row, and how many each row has."""
+    order = np.argsort(rows, kind="stable")
+    order = order[rows[order] >= 0]
+    return order, np.bincount(rows[order], minlength=total)
 
 
 def _combination(rows: Int64s, total: int) -> Combination:
-    """Combines parts: `rows[i]`, of `total`, is the row that part `i` belongs to; -1: to none."""
-    order = np.argsort(rows, kind="stable")
-    order = order[rows[order] >= 0]
-    counts = np.bincount(rows[order], minlength=total)
+    """Merges parts as `_sums` adds them; rows of no part are any."""
+    order, counts = _by_row(rows, total)
     begins = np.cumsum(counts) - counts
-    # Rows of no part have any.
     found = order[np.minimum(begins, len(order) - 1)] if len(order) else np.zeros_like(begins)
     shared = np.flatnonzero(counts > 1)
     found[shared] = len(rows) + np.arange(len(shared))

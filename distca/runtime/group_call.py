@@ -2,26 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 
 from distca.attention import Kernel
+from distca.attention.kernel import Gradients, Outputs
 from distca.runtime.exchange import Exchange
-from distca.runtime.messages import ByKind
+from distca.runtime.messages import ByKind, PackedRows, RowFormat, RowTypes
 from distca.runtime.moving_rows import (
+    Fill,
     RowsForServers,
     RowsUnderWay,
-    add_returned,
-    merge_returned,
-    returned_rows,
+    ServedRows,
+    Target,
     send_to_owners,
     send_to_servers,
 )
-from distca.runtime.server_kernels import compute_gradients, compute_outputs
+from distca.runtime.server_kernels import (
+    compute_gradients,
+    compute_outputs,
+    local_gradients,
+    local_outputs,
+    received_gradients,
+    received_outputs,
+)
 from distca.runtime.trace import Trace
 from distca.runtime.workspace import Workspace
 from distca.transport import Transport
@@ -69,10 +78,14 @@ class GroupCall:
         self._exchange: Exchange | None = None
         # Handed from one step to the next.
         self._sent: RowsUnderWay | None = None
+        self._served: tuple[ServedRows, ServedRows] | None = None
         self._ahead: RowsForServers | None = None
-        self._local: tuple[torch.Tensor, ...] = ()
-        # Kept for the backward pass: queries, keys, values; output and LSE.
+        self._parts: PackedRows | Outputs | None = None
+        self._gradients: Gradients | None = None
+        # Kept for the backward pass: queries, keys, values, of this rank or as it served them;
+        # output and LSE.
         self._inputs: tuple[torch.Tensor, ...] = ()
+        self._kept: tuple[ServedRows, ServedRows] | None = None
         self._outputs: tuple[torch.Tensor, ...] = ()
 
     def _span(self, name: str, lane: str) -> Any:
@@ -84,7 +97,7 @@ class GroupCall:
         with self._span("dispatch", "exchange"):
             sent = self._send("dispatch", ByKind([q], [k, v]))
             self._workspace.clear()
-            self._sent = sent.put_together(
+            self._sent, self._served = sent.put_together(
                 None if self._resources.keeps_inputs else self._workspace
             )
         if not self._resources.keeps_inputs:
@@ -97,7 +110,9 @@ class GroupCall:
             resources.transport, phase, resources.slot, self._exchange, tensors, self._scratch
         )
 
-    def _send_to_owners(self, phase: str, tensors: ByKind, targets: ByKind) -> None:
+    def _send_to_owners(
+        self, phase: str, types: RowTypes, fills: Sequence[Fill], targets: Sequence[Target]
+    ) -> None:
         assert self._exchange is not None
         resources = self._resources
         self._sent = send_to_owners(
@@ -105,7 +120,8 @@ class GroupCall:
             phase,
             resources.slot,
             self._exchange,
-            tensors,
+            types,
+            fills,
             targets,
             self._scratch,
         )
@@ -113,34 +129,45 @@ class GroupCall:
     def compute(self) -> None:
         """Runs the kernels, and sends outputs to their owners."""
         assert self._sent is not None
+        assert self._served is not None
         assert self._exchange is not None
         exchange = self._exchange
         with self._span("wait for dispatch", "exchange"):
-            q, k, v = self._sent.wait()
+            self._sent.wait()
+        q, kv = self._served
         if self._resources.keeps_inputs:
-            self._inputs = (q, k, v)
+            self._kept = self._served
+        shape, dtype = q.tensors[0].shape[1:], q.tensors[0].dtype
+        types = (shape, dtype), (shape[:1], torch.float32)
+        parts = None
+        if not exchange.q.computed_alone:
+            parts = PackedRows.take(self._workspace, RowFormat.of(types), exchange.output_rows)
         with self._span("core attention", "kernels"):
-            self._local = compute_outputs(
-                self._resources.kernel,
-                exchange,
-                (q, k, v),
-                self._scale,
-                self._workspace,
-                self._scratch,
+            found = compute_outputs(
+                self._resources.kernel, exchange, q, kv, self._scale, parts, self._scratch
             )
+        self._parts = found if parts is None else parts
         with self._span("return", "exchange"):
-            targets = returned_rows(exchange, self._local)
-            self._send_to_owners("return", ByKind(self._local), targets)
+            fill: Fill = _nothing
+            returned = None
+            if parts is not None:
+                fill = partial(received_outputs, exchange, parts, self._scratch)
+                returned = parts[exchange.q.parts :][: exchange.q.sent]
+            self._send_to_owners("return", (types, ()), (fill, _nothing), (returned, None))
+        self._served = None
 
     def finish(self) -> torch.Tensor:
         """Returns the final output of the local rows, `[local rows, heads, head_dim]`."""
         assert self._sent is not None
+        assert self._parts is not None
         assert self._exchange is not None
         with self._span("wait for return", "exchange"):
             self._sent.wait()
-        outputs = (self._local[0], self._local[1])
-        out, lse = merge_returned(self._exchange, outputs, self._workspace, self._scratch)
-        self._sent, self._local = None, ()
+        if isinstance(self._parts, PackedRows):
+            out, lse = local_outputs(self._exchange, self._parts, self._scratch)
+        else:
+            out, lse = self._parts
+        self._sent, self._parts = None, None
         # Detached, since an output with its autograd history would keep itself alive.
         self._outputs = (out.detach(), lse)
         return out
@@ -172,7 +199,7 @@ class GroupCall:
         with self._span("dispatch backward", "exchange") if self._ahead is None else nullcontext():
             sent = self._send("dispatch_backward", travelling)
             self._workspace.clear()
-            self._sent = sent.put_together(self._workspace)
+            self._sent, self._served = sent.put_together(self._workspace)
         self._outputs = ()
         if not self._resources.keeps_inputs:
             self._inputs = ()
@@ -181,9 +208,24 @@ class GroupCall:
         self, exchange: Exchange, q: torch.Tensor, k: torch.Tensor
     ) -> None:
         """Does `start_backward` on a rank that only serves; `q` and `k` have no rows."""
-        self._inputs = (q, k, k)
+        if not self._resources.keeps_inputs:
+            self._inputs = (q, k, k)
         self._outputs = (q, q.new_empty(q.shape[:2], dtype=torch.float32))
         self.start_backward(exchange, q)
+
+    def _of_backward(self) -> tuple[list[ServedRows], ServedRows]:
+        """Waits for the inputs of the kernels: those with the queries' rows, then those of keys."""
+        assert self._sent is not None
+        assert self._served is not None
+        self._sent.wait()
+        q, kv = self._served
+        if self._kept is not None:
+            return [q, self._kept[0]], self._kept[1]
+        if self._ahead is not None:
+            ahead, (_, kv) = self._ahead.put_together(self._workspace)
+            ahead.wait()
+            self._ahead = None
+        return [q], kv
 
     def compute_backward(self) -> None:
         """Runs the kernels, and sends gradients to their owners."""
@@ -191,35 +233,50 @@ class GroupCall:
         assert self._exchange is not None
         exchange = self._exchange
         with self._span("wait for dispatch backward", "exchange"):
-            dout, out, lse, *inputs = self._sent.wait()
-            if self._ahead is not None:
-                inputs += self._ahead.put_together(self._workspace).wait()
-                self._ahead = None
-        q, k, v = inputs or self._inputs
+            q, kv = self._of_backward()
+        rows, memory = (exchange.q, exchange.kv, exchange.kv), []
+        for tensor, of in zip((q[-1].tensors[-1], *kv.tensors), rows, strict=True):
+            shape = (of.parts + of.sent, *tensor.shape[1:])
+            # What this server computes alone is the result.
+            alone = of.computed_alone
+            memory.append(
+                tensor.new_empty(shape) if alone else self._workspace.take(shape, tensor.dtype)
+            )
+        dq, dk, dv = self._gradients = memory[0], memory[1], memory[2]
         with self._span("core attention backward", "kernels"):
-            self._local = compute_gradients(
+            compute_gradients(
                 self._resources.kernel,
                 exchange,
-                (dout, q, k, v, out, lse),
+                q,
+                kv,
                 self._scale,
-                self._workspace,
+                self._gradients,
                 self._scratch,
             )
-        self._inputs = ()
+        self._kept = self._served = None
         with self._span("return backward", "exchange"):
-            dq, dk, dv = self._local
-            returned = ByKind(
-                [self._workspace.rows(dq, exchange.q.sent, dout.dtype)],
-                [self._workspace.rows(each, exchange.kv.sent, dout.dtype) for each in (dk, dv)],
+            self._send_to_owners(
+                "return_backward",
+                ByKind([dq], [dk, dv]).row_types,
+                (
+                    partial(received_gradients, exchange.q, [dq]),
+                    partial(received_gradients, exchange.kv, [dk, dv]),
+                ),
+                ([dq[exchange.q.parts :]], [each[exchange.kv.parts :] for each in (dk, dv)]),
             )
-            self._send_to_owners("return_backward", ByKind([dq], [dk, dv]), returned)
 
     def finish_backward(self) -> tuple[torch.Tensor, ...]:
         """Returns the gradients of the local queries, keys and values."""
         assert self._sent is not None
+        assert self._gradients is not None
         assert self._exchange is not None
         with self._span("wait for return backward", "exchange"):
-            returned = self._sent.wait()
-        gradients = add_returned(self._exchange, self._local, returned, self._scratch)
-        self._sent, self._local = None, ()
+            self._sent.wait()
+        rows = self._exchange.q, self._exchange.kv, self._exchange.kv
+        gradients = tuple(map(local_gradients, rows, self._gradients))
+        self._sent, self._gradients = None, None
         return gradients
+
+
+def _nothing(into: PackedRows) -> None:
+    """Fills the rows of a kind that has none."""

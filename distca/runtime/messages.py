@@ -2,8 +2,10 @@
 
 Tensors are of two kinds: as many rows of each tensor of a kind travel to a rank. A message holds
 its rows of queries, then its rows of keys, and a row of a kind is that row of all its tensors, side
-by side. So a row begins after so many rows of either kind: all rows of a tensor are found by one
-strided view of the messages, and copied by one operation, however many ranks there are.
+by side, each at a multiple of 16 bytes. So a row begins after so many rows of either kind: all rows
+of a kind are found by one strided view of the messages, and copied by one operation, however many
+ranks and tensors there are. Where a rank's messages have rows of one kind alone, they lie at equal
+distances, and rows are written there at once.
 """
 
 from __future__ import annotations
@@ -16,8 +18,13 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from distca.cost.volume import padded
 from distca.plan.span import Int64s
+from distca.runtime.workspace import Workspace
 from distca.transport import MessageSizes
+
+WORD = torch.complex128
+"""Type by which rows are copied, the widest: a thread of a GPU copies one word."""
 
 
 class ByKind(NamedTuple):
@@ -77,22 +84,139 @@ def _place(others: Int64s) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.arange(len(others)), torch.from_numpy(others)
 
 
-class TensorInMessages(NamedTuple):
-    """The rows of a tensor in messages, all as matrices of words.
+@dataclass(frozen=True)
+class RowFormat:
+    """Places of several tensors' rows in a packed row.
 
     Attributes:
-        begin: word at which the view of the messages begins.
-        shape: shape of the view.
-        strides: strides of the view, in words.
-        place: indices of the rows in the view; None: all, in order.
-        width: words of a row.
+        types: shape and dtype of a row of each tensor.
+        begins: byte at which each tensor's row begins.
+        words: words of a packed row.
     """
 
-    begin: int
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
+    types: tuple[tuple[torch.Size, torch.dtype], ...]
+    begins: tuple[int, ...]
+    words: int
+
+    @staticmethod
+    def of(types: tuple[tuple[torch.Size, torch.dtype], ...]) -> RowFormat:
+        """Puts rows side by side, each at a multiple of 16 bytes."""
+        sizes = [padded(shape.numel() * dtype.itemsize) for shape, dtype in types]
+        begins = tuple(sum(sizes[:number]) for number in range(len(sizes)))
+        return RowFormat(types, begins, sum(sizes) // WORD.itemsize)
+
+    def tensors(self, words: torch.Tensor) -> list[torch.Tensor]:
+        """The tensors in packed rows `[rows, words]`, which may lie apart: views."""
+        found = []
+        for (shape, dtype), begin in zip(self.types, self.begins, strict=True):
+            elements = words.view(dtype)
+            strides = [1]
+            for size in reversed(shape[1:]):
+                strides.insert(0, strides[0] * int(size))
+            at = elements.storage_offset() + begin // dtype.itemsize
+            strides.insert(0, elements.stride(0))
+            found.append(elements.as_strided((words.shape[0], *shape), strides, at))
+        return found
+
+
+@dataclass(frozen=True)
+class PackedRows:
+    """Rows of several tensors side by side.
+
+    Attributes:
+        words: packed rows, `[rows, words]`.
+        format: what a packed row holds.
+        tensors: views of each tensor.
+    """
+
+    words: torch.Tensor
+    format: RowFormat
+    tensors: list[torch.Tensor]
+
+    @staticmethod
+    def at(words: torch.Tensor, of: RowFormat) -> PackedRows:
+        """Rows in memory that is there."""
+        return PackedRows(words, of, of.tensors(words))
+
+    @staticmethod
+    def take(workspace: Workspace, of: RowFormat, rows: int) -> PackedRows:
+        """Takes memory for rows."""
+        return PackedRows.at(workspace.take((rows, of.words), WORD), of)
+
+    def __getitem__(self, rows: slice) -> PackedRows:
+        return PackedRows(self.words[rows], self.format, [each[rows] for each in self.tensors])
+
+    def gather(self, rows: torch.Tensor, scratch: Workspace) -> PackedRows:
+        """Copies the rows at int64 indices `[n]`."""
+        found = PackedRows.take(scratch, self.format, rows.shape[0])
+        torch.index_select(self.words, 0, rows, out=found.words)
+        return found
+
+
+@dataclass(frozen=True)
+class KindInMessages:
+    """The rows of a kind in the messages that a rank sends or receives.
+
+    Attributes:
+        rows: number of rows.
+        strides: words from a row of this kind to the next, and for each row of the other kind.
+        place: indices of the rows among rows of this kind and among rows of the other; None: all,
+            in order, since there are none of the other.
+        others: rows of the other kind.
+        format: what a row holds.
+    """
+
+    rows: int
+    strides: tuple[int, int]
     place: tuple[torch.Tensor, torch.Tensor] | None
-    width: int
+    others: int
+    format: RowFormat
+
+    def in_place(self, messages: torch.Tensor) -> torch.Tensor:
+        """All rows, `[rows, words]`, where there are none of the other kind."""
+        assert self.place is None
+        strides = max(self.strides[0], 1), 1
+        begin = messages.storage_offset()
+        return messages.as_strided((self.rows, self.format.words), strides, begin)
+
+    def put(self, messages: torch.Tensor, rows: torch.Tensor) -> None:
+        """Writes packed rows, where there are rows of the other kind, too."""
+        # Elements of the view overlap, but no two rows do. (`--deterministic-mode`, in which torch
+        # would copy the whole view, is refused.)
+        self._view(messages, self.format.words).index_put_(self.place, rows)
+
+    def take(self, messages: torch.Tensor, into: torch.Tensor) -> None:
+        """Reads packed rows, `[rows, words]`."""
+        if self.place is None:
+            into.copy_(self.in_place(messages))
+        else:
+            view = self._view(messages, self.format.words)
+            torch.ops.aten.index.Tensor_out(view, self.place, out=into)
+
+    def take_apart(self, messages: torch.Tensor, into: Sequence[torch.Tensor]) -> None:
+        """Reads each tensor's rows to a contiguous tensor."""
+        if self.place is None:
+            for found, tensor in zip(
+                self.format.tensors(self.in_place(messages)), into, strict=True
+            ):
+                tensor.copy_(found)
+            return
+        for tensor, begin in zip(into, self.format.begins, strict=True):
+            nbytes = math.prod(tensor.shape[1:]) * tensor.itemsize
+            word = next(each for each in _WORDS if nbytes % each.itemsize == 0)
+            view = self._view(messages.view(word), nbytes // word.itemsize, begin)
+            rows = tensor.view(self.rows, -1).view(word)
+            torch.ops.aten.index.Tensor_out(view, self.place, out=rows)
+
+    def _view(self, messages: torch.Tensor, width: int, begin: int = 0) -> torch.Tensor:
+        words = WORD.itemsize // messages.itemsize
+        strides = self.strides[0] * words, self.strides[1] * words, 1
+        at = int(messages.storage_offset()) + begin // messages.itemsize
+        return messages.as_strided((self.rows, self.others + 1, width), strides, at)
+
+
+_WORDS = (torch.complex128, torch.complex64, torch.int32, torch.uint8)
+"""Types by which a tensor's rows are copied, the widest first."""
 
 
 @dataclass(frozen=True)
@@ -101,15 +225,13 @@ class MessageLayout:
 
     Attributes:
         sizes: sizes of the messages.
-        word: type by which rows are copied.
-        send: rows of each tensor in the messages that this rank sends.
-        receive: rows of each tensor in the messages that this rank receives.
+        send: rows of queries, and of keys, in the messages that this rank sends.
+        receive: those in the messages that this rank receives.
     """
 
     sizes: MessageSizes
-    word: torch.dtype
-    send: tuple[TensorInMessages, ...]
-    receive: tuple[TensorInMessages, ...]
+    send: tuple[KindInMessages, ...]
+    receive: tuple[KindInMessages, ...]
 
 
 def message_layout(
@@ -122,8 +244,8 @@ def message_layout(
         receive: rows that it receives, likewise.
         types: rows of the tensors that travel.
     """
-    nbytes = [[shape.numel() * dtype.itemsize for shape, dtype in kind] for kind in types]
-    q_bytes, kv_bytes = (sum(kind) for kind in nbytes)
+    formats = [RowFormat.of(kind) for kind in types]
+    q_bytes, kv_bytes = (each.words * WORD.itemsize for each in formats)
 
     def total(q: Int64s, kv: Int64s) -> tuple[int, ...]:
         return tuple((q * q_bytes + kv * kv_bytes).tolist())
@@ -133,74 +255,18 @@ def message_layout(
         receive=total(receive[0].counts, receive[1].counts),
         put_at=total(send[0].before, send[1].before),
     )
-    divisor = math.gcd(*nbytes[0], *nbytes[1])
-    word = next(word for word in _WORDS if divisor % word.itemsize == 0)
-    widths = [[each // word.itemsize for each in kind] for kind in nbytes]
-    return MessageLayout(sizes, word, tuple(_find(send, widths)), tuple(_find(receive, widths)))
-
-
-_WORDS = (torch.complex128, torch.complex64, torch.int32, torch.uint8)
-"""Types by which rows are copied, the widest first: a thread of a GPU copies one word."""
+    return MessageLayout(sizes, tuple(_find(send, formats)), tuple(_find(receive, formats)))
 
 
 def _find(
-    rows: tuple[PeerRows, PeerRows], widths: Sequence[Sequence[int]]
-) -> Iterator[TensorInMessages]:
-    for kind, of_kind in enumerate(widths):
-        size, other_size = sum(of_kind), sum(widths[1 - kind])
-        place = rows[kind].place
-        number, others = (each.place[0].shape[0] for each in (rows[kind], rows[1 - kind]))
-        begin = 0
-        for width in of_kind:
-            if other_size:
-                shape, strides = (number, others + 1, width), (size, other_size, 1)
-                yield TensorInMessages(begin, shape, strides, place, width)
-            else:
-                yield TensorInMessages(begin, (number, width), (size, 1), None, width)
-            begin += width
-
-
-def pack(into: torch.Tensor, layout: MessageLayout, tensors: Sequence[torch.Tensor]) -> None:
-    """Writes the messages to rank 0, 1, ...
-
-    Args:
-        into: memory of the messages, uint8 `[bytes of all]`.
-        layout: layout of the messages.
-        tensors: contiguous tensors with the rows, sorted by destination; those of queries first.
-    """
-    into = into.view(layout.word)
-    for found, tensor in zip(layout.send, tensors, strict=True):
-        view, words = _words(into, found, tensor)
-        if found.place is None:
-            view.copy_(words)
-        else:
-            # Elements of the view overlap, but no two rows do. (`--deterministic-mode`, in which
-            # torch would copy the whole view, is refused.)
-            view.index_put_(found.place, words)
-
-
-def unpack(buffer: torch.Tensor, layout: MessageLayout, tensors: Sequence[torch.Tensor]) -> None:
-    """Copies received messages into tensors: the inverse of `pack`.
-
-    Args:
-        buffer: messages from rank 0, 1, ..., concatenated: uint8.
-        layout: layout of the messages.
-        tensors: contiguous tensors for the rows, sorted by source; those of queries first.
-    """
-    buffer = buffer.view(layout.word)
-    for found, tensor in zip(layout.receive, tensors, strict=True):
-        view, words = _words(buffer, found, tensor)
-        if found.place is None:
-            words.copy_(view)
-        else:
-            torch.ops.aten.index.Tensor_out(view, found.place, out=words)
-
-
-def _words(
-    messages: torch.Tensor, found: TensorInMessages, tensor: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The view of the messages in which a tensor's rows lie, and the tensor in the same words."""
-    begin = messages.storage_offset() + found.begin
-    view = messages.as_strided(found.shape, found.strides, begin)
-    columns = found.width * messages.itemsize // tensor.itemsize
-    return view, tensor.view(found.shape[0], columns).view(messages.dtype)
+    rows: tuple[PeerRows, PeerRows], formats: Sequence[RowFormat]
+) -> Iterator[KindInMessages]:
+    # Rows of a kind without tensors take up nothing.
+    numbers = [
+        each.place[0].shape[0] if of.words else 0 for each, of in zip(rows, formats, strict=True)
+    ]
+    for kind, of in enumerate(formats):
+        others = numbers[1 - kind]
+        strides = of.words, formats[1 - kind].words
+        place = rows[kind].place if others else None
+        yield KindInMessages(numbers[kind], strides, place, others, of)

@@ -2,41 +2,79 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 
-from distca.attention.merge import add_parts
 from distca.runtime.exchange import Exchange, Rows
-from distca.runtime.messages import ByKind, MessageLayout, pack, unpack
-from distca.runtime.server_kernels import combine
+from distca.runtime.messages import (
+    WORD,
+    ByKind,
+    KindInMessages,
+    MessageLayout,
+    PackedRows,
+    RowFormat,
+    RowTypes,
+)
 from distca.runtime.workspace import Workspace
 from distca.transport import Channel, Pending, Transport
+
+Fill = Callable[[PackedRows], object]
+"""Writes a kind's rows that are sent, sorted by destination."""
+
+Target = PackedRows | Sequence[torch.Tensor] | None
+"""Memory for a kind's rows that arrive: side by side, or for each tensor; None: none arrive."""
+
+
+@dataclass(frozen=True)
+class ServedRows:
+    """A server's rows of one kind: those that it owns, then those that it received.
+
+    Attributes:
+        tensors: tensors with these rows.
+        packed: the same rows, side by side; None: nothing arrived, and the tensors are the owner's.
+    """
+
+    tensors: Sequence[torch.Tensor]
+    packed: PackedRows | None
+
+    def take(self, rows: torch.Tensor | None, scratch: Workspace) -> Sequence[torch.Tensor]:
+        """Copies the rows at int64 indices `[n]`; None: all rows, where they lie."""
+        if rows is None:
+            return self.tensors
+        if self.packed is None:
+            return [scratch.gather(tensor, rows) for tensor in self.tensors]
+        return self.packed.gather(rows, scratch).tensors
 
 
 @dataclass(frozen=True)
 class RowsUnderWay:
-    """Rows of several tensors in an exchange, with memory for those that arrive.
+    """Rows in an exchange, with memory for those that arrive.
 
     Attributes:
         pending: the exchange; None: no rank sends any row.
         layout: layout of the messages; None, too, if no rank sends any row.
-        targets: tensors for the rows that arrive.
-        result: whole tensors, of which `targets` are parts.
+        targets: memory for rows of queries and of keys that arrive.
     """
 
     pending: Pending | None
     layout: MessageLayout | None
-    targets: Sequence[torch.Tensor]
-    result: list[torch.Tensor]
+    targets: Sequence[Target]
 
-    def wait(self) -> list[torch.Tensor]:
-        """Waits for the exchange, and returns the completed tensors."""
-        if self.pending is not None and self.layout is not None:
-            unpack(self.pending.wait(), self.layout, self.targets)
-            self.pending.release()
-        return self.result
+    def wait(self) -> None:
+        """Waits for the exchange, and completes the targets."""
+        if self.pending is None or self.layout is None:
+            return
+        messages = self.pending.wait().view(WORD)
+        for found, target in zip(self.layout.receive, self.targets, strict=True):
+            if not found.rows or target is None:
+                continue
+            if isinstance(target, PackedRows):
+                found.take(messages, target.words)
+            else:
+                found.take_apart(messages, target)
+        self.pending.release()
 
 
 @dataclass(frozen=True)
@@ -51,31 +89,49 @@ class RowsForServers:
     exchange: Exchange
     tensors: ByKind
 
-    def put_together(self, workspace: Workspace | None) -> RowsUnderWay:
-        """Takes memory for each tensor's served rows, and copies the local rows there.
+    def put_together(
+        self, workspace: Workspace | None
+    ) -> tuple[RowsUnderWay, tuple[ServedRows, ServedRows]]:
+        """Takes memory for the served rows of each kind, and copies the local rows there.
 
         Args:
             workspace: memory for the served rows; None: new tensors, which can be kept.
         """
-        exchange = self.exchange
-        served, targets = [], []
-        for tensors, rows in zip(self.tensors, (exchange.q, exchange.kv), strict=True):
-            for tensor in tensors:
-                served.append(_served(tensor, rows, workspace))
-                targets.append(served[-1][rows.local :])
-        return RowsUnderWay(self.pending, self.layout, targets, served)
+        q, kv = (
+            _served(tensors, types, rows, workspace)
+            for tensors, types, rows in zip(
+                self.tensors,
+                self.tensors.row_types,
+                (self.exchange.q, self.exchange.kv),
+                strict=True,
+            )
+        )
+        targets = [
+            None if served.packed is None else served.packed[rows.local :]
+            for served, rows in ((q, self.exchange.q), (kv, self.exchange.kv))
+        ]
+        return RowsUnderWay(self.pending, self.layout, targets), (q, kv)
 
 
-def _served(tensor: torch.Tensor, rows: Rows, workspace: Workspace | None) -> torch.Tensor:
+def _served(
+    tensors: Sequence[torch.Tensor],
+    types: tuple[tuple[torch.Size, torch.dtype], ...],
+    rows: Rows,
+    workspace: Workspace | None,
+) -> ServedRows:
     """Memory for served rows, with the local ones in place."""
-    if not rows.received and tensor.is_contiguous():
-        return tensor
+    if not tensors or not rows.received:
+        return ServedRows(tensors, None)
+    row = RowFormat.of(types)
     if workspace is None:
-        served = tensor.new_empty((rows.served, *tensor.shape[1:]))
+        words = tensors[0].new_empty((rows.served, row.words), dtype=WORD)
+        packed = PackedRows.at(words, row)
     else:
-        served = workspace.rows(tensor, rows.served)
-    served[: rows.local] = tensor
-    return served
+        packed = PackedRows.take(workspace, row, rows.served)
+    if rows.local:
+        for tensor, into in zip(tensors, packed.tensors, strict=True):
+            into[: rows.local] = tensor
+    return ServedRows(packed.tensors, packed)
 
 
 def _start_exchange(
@@ -83,17 +139,31 @@ def _start_exchange(
     phase: str,
     channel: Channel,
     layout: MessageLayout,
-    tensors: Sequence[torch.Tensor],
+    fills: Sequence[Fill],
+    scratch: Workspace,
 ) -> Pending:
     """Starts to send rows, sorted by destination."""
-    pack(transport.staging(channel, layout.sizes.sent), layout, tensors)
+    messages = transport.staging(channel, layout.sizes.sent).view(WORD)
+    for found, fill in zip(layout.send, fills, strict=True):
+        if found.rows:
+            _write(messages, found, fill, scratch)
     return transport.start(phase, channel, layout.sizes)
 
 
-def _any_moves(exchange: Exchange, tensors: ByKind) -> bool:
+def _write(messages: torch.Tensor, found: KindInMessages, fill: Fill, scratch: Workspace) -> None:
+    if found.place is None:
+        fill(PackedRows.at(found.in_place(messages), found.format))
+        return
+    with scratch.borrowed():
+        rows = PackedRows.take(scratch, found.format, found.rows)
+        fill(rows)
+        found.put(messages, rows.words)
+
+
+def _any_moves(exchange: Exchange, types: RowTypes) -> bool:
     """Whether any rank sends any row. On a GPU's stream even an empty exchange would wait for
     those before it."""
-    return bool((tensors.q and exchange.q.move) or (tensors.kv and exchange.kv.move))
+    return bool((types[0] and exchange.q.move) or (types[1] and exchange.kv.move))
 
 
 def send_to_servers(
@@ -114,14 +184,21 @@ def send_to_servers(
         tensors: local rows `[local, ...]`.
         scratch: memory for rows on their way out.
     """
+
+    def gathered(sources: Sequence[torch.Tensor], rows: torch.Tensor) -> Fill:
+        def fill(into: PackedRows) -> None:
+            for tensor, target in zip(sources, into.tensors, strict=True):
+                torch.index_select(tensor, 0, rows, out=target)
+
+        return fill
+
+    types = tensors.row_types
     pending = layout = None
-    if _any_moves(exchange, tensors):
+    if _any_moves(exchange, types):
         channel = Channel("to servers", slot)
-        layout = exchange.layout(channel.direction, tensors.row_types)
-        with scratch.borrowed():
-            sent = [scratch.gather(tensor, exchange.q.send) for tensor in tensors.q]
-            sent += [scratch.gather(tensor, exchange.kv.send) for tensor in tensors.kv]
-            pending = _start_exchange(transport, phase, channel, layout, sent)
+        layout = exchange.layout(channel.direction, types)
+        fills = gathered(tensors.q, exchange.q.send), gathered(tensors.kv, exchange.kv.send)
+        pending = _start_exchange(transport, phase, channel, layout, fills, scratch)
     return RowsForServers(pending, layout, exchange, tensors)
 
 
@@ -130,8 +207,9 @@ def send_to_owners(
     phase: str,
     slot: int,
     exchange: Exchange,
-    tensors: ByKind,
-    targets: ByKind,
+    types: RowTypes,
+    fills: Sequence[Fill],
+    targets: Sequence[Target],
     scratch: Workspace,
 ) -> RowsUnderWay:
     """Starts to send the results of received rows back to the rows' owners.
@@ -141,77 +219,14 @@ def send_to_owners(
         phase: phase of the exchange, under which bytes are counted.
         slot: slot of the channel.
         exchange: this rank's part of the plan.
-        tensors: results of served rows, `[served, ...]`.
-        targets: memory for what comes back, `[sent, ...]`; rows travel in its dtypes. It may be
-            where received rows' results are.
+        types: rows of the results.
+        fills: what writes the results of received queries, and those of keys.
+        targets: memory for what comes back, `[sent, ...]`.
         scratch: memory for rows on their way out.
     """
     pending = layout = None
-    into = [*targets.q, *targets.kv]
-    if _any_moves(exchange, targets):
+    if _any_moves(exchange, types):
         channel = Channel("to owners", slot)
-        layout = exchange.layout(channel.direction, targets.row_types)
-        results = [each[exchange.q.local : exchange.q.served] for each in tensors.q]
-        results += [each[exchange.kv.local : exchange.kv.served] for each in tensors.kv]
-        with scratch.borrowed():
-            travelling = [
-                _as(result, target.dtype, scratch)
-                for result, target in zip(results, into, strict=True)
-            ]
-            pending = _start_exchange(transport, phase, channel, layout, travelling)
-    return RowsUnderWay(pending, layout, into, into)
-
-
-def _as(tensor: torch.Tensor, dtype: torch.dtype, scratch: Workspace) -> torch.Tensor:
-    return tensor if tensor.dtype == dtype else scratch.copy(tensor, dtype)
-
-
-def returned_rows(exchange: Exchange, outputs: Sequence[torch.Tensor]) -> ByKind:
-    """The memory for outputs that come back: after the local rows of this server's outputs."""
-    q = exchange.q
-    return ByKind([each[q.local : q.local + q.sent] for each in outputs])
-
-
-def merge_returned(
-    exchange: Exchange,
-    outputs: tuple[torch.Tensor, torch.Tensor],
-    workspace: Workspace,
-    scratch: Workspace,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The final output and LSE of the local rows, partial ones merged.
-
-    Args:
-        exchange: this rank's part of the plan.
-        outputs: output and LSE of the local rows as computed here, then those that came back, then
-            room for merged rows.
-        workspace: memory in which `outputs` may lie; the result does not.
-        scratch: memory for temporaries.
-    """
-    out, lse = outputs
-    local = exchange.q.local
-    if exchange.finished is not None:
-        final = out.new_empty((local, *out.shape[1:])), lse.new_empty((local, *lse.shape[1:]))
-        combine(exchange.finished, outputs, final, scratch)
-        return final
-    if exchange.q.received or workspace.owns(out):
-        # Cloned, so that the saved outputs do not keep the received rows' part alive.
-        return out[:local].clone(), lse[:local].clone()
-    return out, lse
-
-
-def add_returned(
-    exchange: Exchange,
-    gradients: Sequence[torch.Tensor],
-    returned: Sequence[torch.Tensor],
-    scratch: Workspace,
-) -> tuple[torch.Tensor, ...]:
-    """Gradients of the local rows: the sums of this server's and those that others return."""
-    local = []
-    all_rows = (exchange.q, exchange.kv, exchange.kv)
-    for gradient, rows, parts in zip(gradients, all_rows, returned, strict=True):
-        total = gradient[: rows.local]
-        if rows.sent:
-            with scratch.borrowed():
-                add_parts(total, _as(parts, total.dtype, scratch), rows.sums)
-        local.append(total.to(parts.dtype, copy=True))
-    return tuple(local)
+        layout = exchange.layout(channel.direction, types)
+        pending = _start_exchange(transport, phase, channel, layout, fills, scratch)
+    return RowsUnderWay(pending, layout, targets)

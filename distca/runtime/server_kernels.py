@@ -1,17 +1,21 @@
-"""The kernels of an attention server over its served rows: one call for each task shape."""
+"""The kernels of an attention server over its served rows, and what is made of their results.
+
+There is one call for each task shape. The results of all calls lie one after the other, and those
+that come back from other servers behind them; rows are made of these parts once.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
-from distca.attention.kernel import Kernel, KernelTasks
-from distca.attention.merge import merge_shared
-from distca.runtime.exchange import Combination, Exchange, KernelCall
+from distca.attention.kernel import Gradients, Kernel, KernelTasks, Outputs
+from distca.attention.merge import merge_shared, sum_parts
+from distca.runtime.exchange import Combination, Exchange, KernelCall, Rows
+from distca.runtime.messages import PackedRows
+from distca.runtime.moving_rows import ServedRows
 from distca.runtime.workspace import Workspace
-
-
-def _take(tensor: torch.Tensor, rows: torch.Tensor | None, scratch: Workspace) -> torch.Tensor:
-    return tensor if rows is None else scratch.gather(tensor, rows)
 
 
 def _tasks(call: KernelCall, exchange: Exchange, softmax_scale: float) -> KernelTasks:
@@ -24,121 +28,131 @@ def _tasks(call: KernelCall, exchange: Exchange, softmax_scale: float) -> Kernel
 def compute_outputs(
     kernel: Kernel,
     exchange: Exchange,
-    served: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    q: ServedRows,
+    kv: ServedRows,
     softmax_scale: float,
-    workspace: Workspace,
+    into: PackedRows | None,
     scratch: Workspace,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Outputs and LSE of the served query rows; those of rows without a task are undefined.
+) -> Outputs | None:
+    """Outputs and LSE of all calls' queries, one call after the other.
 
     Args:
         kernel: attention kernel of this device.
         exchange: this rank's part of the plan.
-        served: queries, keys and values.
+        q: queries.
+        kv: keys and values.
         softmax_scale: factor of the scores.
-        workspace: memory for the result, unless one kernel call gives it as a whole.
+        into: memory for the result; None: the kernel takes it for the only call.
         scratch: memory for temporaries.
-
-    Returns:
-        As many rows as are served; where rows come back to this rank, room for them and for merged
-        rows follows the local ones (`Exchange.output_rows`).
     """
-    q, k, v = served
-    parts = []
+    begin, found = 0, None
     for call in exchange.calls:
         with scratch.borrowed():
-            parts.append(
-                kernel.forward(
-                    _take(q, call.q_rows, scratch),
-                    _take(k, call.kv_rows, scratch),
-                    _take(v, call.kv_rows, scratch),
-                    _tasks(call, exchange, softmax_scale),
-                )
-            )
-    if exchange.computed is None and exchange.finished is None:
-        return parts[0]
-    room = workspace.rows(q, exchange.output_rows)
-    room_lse = workspace.take(tuple(room.shape[:2]), torch.float32)
-    outputs = room[: q.shape[0]], room_lse[: q.shape[0]]
-    if exchange.computed is None:
-        for output, part in zip(outputs, parts[0], strict=True):
-            output.copy_(part)
-    elif parts:
-        with scratch.borrowed():
-            of_calls = _one_after_the_other(parts, exchange.computed, scratch)
-            combine(exchange.computed, of_calls, outputs, scratch)
-    return room, room_lse
+            (query,) = q.take(call.q_rows, scratch)
+            k, v = kv.take(call.kv_rows, scratch)
+            rows = slice(begin, begin + call.queries)
+            out = None if into is None else (into.tensors[0][rows], into.tensors[1][rows])
+            found = kernel.forward(query, k, v, _tasks(call, exchange, softmax_scale), out)
+        begin = rows.stop
+    return found
 
 
-def _one_after_the_other(
-    parts: list[tuple[torch.Tensor, torch.Tensor]], combination: Combination, scratch: Workspace
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The outputs and LSE of all calls, and room for merged rows."""
-    if len(parts) == 1 and combination.merges is None:
-        return parts[0]
-    (out, lse), *_ = parts
-    room = scratch.rows(out, combination.with_merged)
-    room_lse = scratch.rows(lse, combination.with_merged)
-    torch.cat([part for part, _ in parts], out=room[: combination.parts])
-    torch.cat([part for _, part in parts], out=room_lse[: combination.parts])
-    return room, room_lse
+def merge(parts: PackedRows, combination: Combination, scratch: Workspace) -> None:
+    """Merges partial outputs by LSE, into the rows that follow them."""
+    if combination.merges is None:
+        return
+    out, lse = (each[: combination.with_merged] for each in parts.tensors)
+
+    def gather(rows: torch.Tensor) -> Outputs:
+        out, lse = parts.gather(rows, scratch).tensors
+        return out, lse
+
+    with scratch.borrowed():
+        merge_shared(out, lse, combination.merges, gather, scratch.take)
 
 
-def combine(
-    combination: Combination,
-    parts: tuple[torch.Tensor, torch.Tensor],
-    outputs: tuple[torch.Tensor, torch.Tensor],
-    scratch: Workspace,
+def received_outputs(
+    exchange: Exchange, parts: PackedRows, scratch: Workspace, into: PackedRows
 ) -> None:
-    """Makes rows of partial ones, each of one or of several that merge by LSE.
+    """Writes the outputs and LSE of the received queries."""
+    combination, q = exchange.received_outputs, exchange.q
+    if combination is None:
+        into.words.copy_(parts.words[q.local : q.served])
+        return
+    merge(parts, combination, scratch)
+    torch.index_select(parts.words, 0, combination.rows, out=into.words)
+
+
+def local_outputs(exchange: Exchange, parts: PackedRows, scratch: Workspace) -> Outputs:
+    """Makes the final outputs and LSE of the local queries, in memory of their own.
 
     Args:
-        combination: which of which.
-        parts: output and LSE of partial rows, with room for merged ones after them.
-        outputs: output and LSE of the rows, which are written.
+        exchange: this rank's part of the plan.
+        parts: outputs and LSE of all calls, then those that came back, then room for merged ones.
         scratch: memory for temporaries.
     """
-    parts = parts[0][: combination.with_merged], parts[1][: combination.with_merged]
-    if combination.merges is not None:
-        with scratch.borrowed():
-            merge_shared(*parts, combination.merges, scratch.take)
-    for part, output in zip(parts, outputs, strict=True):
-        torch.index_select(part, 0, combination.rows, out=output)
+    combination = exchange.local_outputs
+    out, lse = parts.tensors
+    if combination is None:
+        local = slice(0, exchange.q.local)
+        out, lse = (each[local].clone(memory_format=torch.contiguous_format) for each in (out, lse))
+        return out, lse
+    merge(parts, combination, scratch)
+    rows = combination.rows
+    return torch.index_select(out, 0, rows), torch.index_select(lse, 0, rows)
 
 
 def compute_gradients(
     kernel: Kernel,
     exchange: Exchange,
-    served: tuple[torch.Tensor, ...],
+    q: Sequence[ServedRows],
+    kv: ServedRows,
     softmax_scale: float,
-    workspace: Workspace,
+    into: Gradients,
     scratch: Workspace,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Gradients of the served rows, float32: `(dq, dk, dv)`.
+) -> None:
+    """Computes the gradients of all calls' rows, one call after the other.
 
-    `served` are the output's gradient, queries, keys, values, output and LSE; the other arguments
-    are those of `compute_outputs`.
+    Args:
+        kernel: attention kernel of this device.
+        exchange: this rank's part of the plan.
+        q: the output's gradient, the output, its LSE and the queries.
+        kv: keys and values.
+        softmax_scale: factor of the scores.
+        into: memory for the gradients of queries, keys and values.
+        scratch: memory for temporaries.
     """
-    dout, q, k, v, out, lse = served
-    dq, dk, dv = (workspace.rows(x, x.shape[0], torch.float32).zero_() for x in (q, k, v))
+    queries = keys = 0
     for call in exchange.calls:
+        rows = slice(queries, queries + call.queries)
+        kv_rows = slice(keys, keys + call.keys)
         with scratch.borrowed():
-            parts = kernel.backward(
-                _take(dout, call.q_rows, scratch),
-                _take(q, call.q_rows, scratch),
-                _take(k, call.kv_rows, scratch),
-                _take(v, call.kv_rows, scratch),
-                _take(out, call.q_rows, scratch),
-                _take(lse, call.q_rows, scratch),
-                _tasks(call, exchange, softmax_scale),
-            )
-            for total, part, rows in zip(
-                (dq, dk, dv), parts, (call.q_rows, call.kv_rows, call.kv_rows), strict=True
-            ):
-                if rows is None:
-                    total += part
-                elif part.dtype == total.dtype:
-                    total.index_add_(0, rows, part)
-                else:
-                    total.index_add_(0, rows, scratch.copy(part, total.dtype))
-    return dq, dk, dv
+            dout, out, lse, query = (x for each in q for x in each.take(call.q_rows, scratch))
+            k, v = kv.take(call.kv_rows, scratch)
+            gradients = into[0][rows], into[1][kv_rows], into[2][kv_rows]
+            tasks = _tasks(call, exchange, softmax_scale)
+            kernel.backward(dout, query, k, v, out, lse, tasks, gradients)
+        queries, keys = rows.stop, kv_rows.stop
+
+
+def received_gradients(rows: Rows, parts: Sequence[torch.Tensor], into: PackedRows) -> None:
+    """Writes the gradients of the received rows of one kind, of which all calls gave `parts`."""
+    for gradients, target in zip(parts, into.tensors, strict=True):
+        if rows.received_sums is None:
+            target.copy_(gradients[rows.local : rows.served])
+        else:
+            sum_parts(gradients, rows.received_sums, target)
+
+
+def local_gradients(rows: Rows, parts: torch.Tensor) -> torch.Tensor:
+    """Makes the gradients of the local rows, in memory of their own.
+
+    Args:
+        rows: rows of the kind.
+        parts: gradients of all calls, then those that came back.
+    """
+    if rows.computed_alone:
+        return parts
+    if rows.local_sums is None:
+        return parts[: rows.local].clone()
+    return sum_parts(parts, rows.local_sums)

@@ -118,6 +118,13 @@ def test_calls_mean_the_tasks(packages, monkeypatch, package, name, case, causal
     tasks = KernelTasks(*edges, causal, window, SCALE)
     out, lse = kernel.forward(q, k, v, tasks)
     gradients = kernel.backward(dout, q, k, v, out, lse, tasks)
+    # Memory that is given is written, also where its rows lie apart.
+    apart = [torch.full((len(x), 2, *x.shape[1:]), 7.0)[:, 0] for x in (out, lse, q, k, v)]
+    into = kernel.forward(q, k, v, tasks, tuple(apart[:2]))
+    into += kernel.backward(dout, q, k, v, *into, tasks, tuple(apart[2:]))
+    for given, written, found in zip(apart, into, (out, lse, *gradients), strict=True):
+        assert given.data_ptr() == written.data_ptr()
+        assert torch.equal(given, found)
     expected_out, expected_lse, expected_gradients = reference(tensors, edges, causal, window)
     assert_close(out, expected_out, 3e-6)
     assert_close(lse, expected_lse, 3e-6)

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from distca.attention import KernelTasks, select_kernel
-from distca.attention.merge import Merges, Sums, add_parts, merge_partial, merge_shared
+from distca.attention.merge import Merges, Sums, merge_partial, merge_shared, sum_parts
 from distca.cost.memory import plan_memory
 from distca.cost.volume import AttentionShape
 from distca.plan import Mask, Plan
@@ -79,7 +79,8 @@ def test_all_parts_merge_at_once_and_are_rounded_once(parts: int) -> None:
     )
     out = torch.cat([outs.flatten(0, 1), torch.full((300, 4, 16), float("nan")).bfloat16()])
     lse = torch.cat([lses.flatten(0, 1), torch.full((300, 4), float("nan"))])
-    merge_shared(out, lse, merges, lambda shape, dtype: torch.full(shape, 7.0).to(dtype))
+    taken = lambda shape, dtype: torch.full(shape, 7.0).to(dtype)  # noqa: E731
+    merge_shared(out, lse, merges, lambda rows: (out[rows], lse[rows]), taken)
     lses[~kept] = float("-inf")
     exact = merge_exactly(outs, lses)
     torch.testing.assert_close(lse[-300:], lses.logsumexp(dim=0))
@@ -90,20 +91,24 @@ def test_all_parts_merge_at_once_and_are_rounded_once(parts: int) -> None:
 def test_parts_without_any_key_make_a_row_without_any() -> None:
     out, lse = torch.zeros(3, 1, 4), torch.full((3, 1), float("-inf"))
     columns = (torch.tensor(column) for column in ([0, 1], [0, 1], [0], [0, 0]))
-    merge_shared(out, lse, Merges(*columns), lambda shape, dtype: torch.empty(shape, dtype=dtype))
+    taken = lambda shape, dtype: torch.empty(shape, dtype=dtype)  # noqa: E731
+    merge_shared(out, lse, Merges(*columns), lambda rows: (out[rows], lse[rows]), taken)
     assert (out == 0).all()
     assert lse[2] < -1e38
 
 
-def test_gradients_add_up_in_the_order_of_servers() -> None:
+def test_gradients_add_up_in_order_and_are_rounded_once() -> None:
     """Beside a large one, small ones are lost or kept by their order."""
-    parts = torch.tensor([1.0, 1.0, 1e8, 5.0, -1e8, 1.0]).view(6, 1, 1)
-    total = torch.tensor([0.0, 10.0, 20.0]).view(3, 1, 1)
-    order, begins = torch.tensor([0, 2, 4, 5, 1]), torch.tensor([0, 4])
-    add_parts(total, parts, Sums(torch.tensor([2, 0]), order, begins))
-    assert total.flatten().tolist() == [1.0, 10.0, 21.0]
-    add_parts(total, parts[:2], Sums(torch.tensor([1, 2]), None, None))
-    assert total.flatten().tolist() == [1.0, 11.0, 22.0]
+    parts = torch.tensor([10.0, 1.0, 1e8, 5.0, -1e8, 1.0]).view(6, 1, 1)
+    order, begins = torch.tensor([0, 1, 2, 4, 5]), torch.tensor([0, 1, 1])
+    found = sum_parts(parts, Sums(order, begins))
+    assert found.flatten().tolist() == [10.0, 0.0, 2.0 - 1.0]
+    into = torch.full((2, 1, 1), 7.0)
+    assert sum_parts(parts, Sums(torch.tensor([3, 0]), None), into) is into
+    assert into.flatten().tolist() == [5.0, 10.0]
+    # Each of the small ones alone would be rounded away.
+    small = torch.tensor([1.0, 2**-9, 2**-9, 2**-9]).view(4, 1, 1).bfloat16()
+    assert sum_parts(small, Sums(torch.arange(4), torch.tensor([0]))) == 1 + 2**-7
 
 
 def outputs_of(plan: Plan, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:

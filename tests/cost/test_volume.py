@@ -13,12 +13,16 @@ from distca.cost.volume import PHASES, AttentionShape, plan_bytes
 from distca.plan import Mask, Plan, Tasks, place_sequentially
 from support.random_plans import random_lengths, random_plan
 
-Q, KV, LSE = 6 * 8 * 2, 2 * 2 * 8 * 2, 6 * 4
+# Six heads' LSE, 24 bytes, is padded to 32.
+Q, KV, LSE = 6 * 8 * 2, 2 * 2 * 8 * 2, 32
 SHAPE = AttentionShape(heads=6, kv_heads=2, head_dim=8, dtype_bytes=2)
 
 
 def test_the_rows_of_a_shape() -> None:
     assert (SHAPE.q_row_bytes, SHAPE.kv_row_bytes, SHAPE.lse_row_bytes) == (Q, KV, LSE)
+    # Each tensor's row is padded to 16 bytes: 5 heads, as of 40 with TP 8, and a key of 6 bytes.
+    odd = AttentionShape(heads=5, kv_heads=1, head_dim=3, dtype_bytes=2)
+    assert (odd.q_row_bytes, odd.kv_row_bytes, odd.lse_row_bytes) == (32, 2 * 16, 32)
 
 
 def test_a_plan_worked_out_by_hand() -> None:

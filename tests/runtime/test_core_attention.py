@@ -114,11 +114,11 @@ def check(
             difference = (mine - all_rows[rows]).abs().max() if len(rows) else 0
             assert difference <= tolerance * all_rows.abs().max(), (name, difference)
     element = {"float32": 4, "bfloat16": 2}[dtype]
-    planned = plan_bytes(plan, AttentionShape(*shape, element), backward)
-    for rank, (_, _, sent, received) in enumerate(results):
-        for phase, matrix in planned.phases.items():
-            assert sent[phase] == matrix[rank].sum(), (phase, rank)
-            assert received[phase] == matrix[:, rank].sum(), (phase, rank)
+    group = AttentionShape(*shape, element).head_group(head_groups)
+    for phase, matrix in plan_bytes(plan, group, backward).phases.items():
+        for rank, (_, _, sent, received) in enumerate(results):
+            assert sent[phase] == head_groups * matrix[rank].sum(), (phase, rank)
+            assert received[phase] == head_groups * matrix[:, rank].sum(), (phase, rank)
 
 
 @pytest.mark.parametrize("seed", range(6))

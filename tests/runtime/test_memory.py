@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_leaves
 from distca.attention import select_kernel
 from distca.cost.kernel_memory import kernel_memory
 from distca.cost.memory import CoreAttentionMemory, plan_memory
+from distca.cost.partial_rows import rank_rows
 from distca.cost.volume import AttentionShape, plan_bytes
 from distca.plan import Mask, Placement, Plan, Tasks
 from distca.runtime import Buffers, CoreAttention, build_exchange
@@ -144,7 +145,8 @@ def test_nothing_is_allocated_in_steady_state(
     ranks, nano_batches: int, head_groups: int, new: int
 ) -> None:
     """50 plans of varying shapes: new are the model's own output and its queries' gradients, which
-    have the size of the rank's tokens, and nothing of the exchange.
+    have the size of the rank's tokens, and of the exchange only the sums that torch makes of the
+    other rank's gradients, where this rank computes all its queries and some in several tasks.
 
     With two head groups half the size is large. Then there are two of each, and both again when
     they are put together; and the gradients of keys and of values when these are.
@@ -152,8 +154,15 @@ def test_nothing_is_allocated_in_steady_state(
     plans = varying_plans(50 // nano_batches, nano_batches, 2)
     moved = {sum(plan_bytes(plan, SHAPE).total for plan in each) for each in plans}
     assert len(moved) > 0.8 * len(plans)
-    for counts in ranks.run(new_tensors, plans, head_groups, world_size=2):
-        assert counts == [new * nano_batches] * len(plans)
+    sums = [sum(large_sums(plan) for plan in each) for each in plans]
+    for rank, counts in enumerate(ranks.run(new_tensors, plans, head_groups, world_size=2)):
+        assert counts == [new * nano_batches + head_groups * int(each[rank]) for each in sums]
+
+
+def large_sums(plan: Plan) -> np.ndarray:
+    """Whether a rank makes sums for as many received queries as it has tokens, `[ranks]`."""
+    q, _ = rank_rows(plan)
+    return 1 * ((q.of_received.shared > 0) & (q.received >= TOKENS))
 
 
 def allocations(plans: list[tuple[Plan, ...]], head_groups: int) -> list[tuple[int, int]]:
@@ -237,34 +246,34 @@ def test_the_memory_of_a_plan_by_hand() -> None:
     )
     plan = Plan(lengths, placement, tasks)
     plan.validate()
-    # Rows: a query 2 x 64 x 2 = 256 bytes, a key 128, a value 128, an LSE 8.
+    # Rows: a query 2 x 64 x 2 = 256 bytes, a key 128, a value 128, an LSE 8, padded to 16.
     memory = plan_memory(plan, AttentionShape(2, 1, 64, 2))
     inputs = 128 * 256 + 256 * 256
-    assert memory.to_servers_send == memory.to_servers_receive == inputs + 128 * (512 + 8)
+    assert memory.to_servers_send == memory.to_servers_receive == inputs + 128 * (512 + 16)
     assert memory.to_owners_send == memory.to_owners_receive == inputs
-    # Server 1 has 384 queries and 512 keys: dout, out, q in two bytes, LSE, k, v; all gradients in
-    # four. It sends nothing, so nothing comes back to it.
-    backward = 384 * (3 * 256 + 8) + 512 * 256 + 384 * 512 + 512 * 512
-    assert memory.slot == backward
-    # Its call has these rows, too, and takes them all out of order.
-    assert memory.scratch == backward
-    # Server 0 sends 128 queries and 256 keys: one index each, two in messages, three for gradients
-    # that come back. Its call has 128 of each, and outputs are found for served and for own rows.
-    assert memory.indices == 8 * (6 * 384 + 256 + 256 + 256)
+    # Server 1 has 384 queries and 512 keys: dout, out, q, LSE, k, v. Its call has these rows, too,
+    # and takes them all out of order; and has as many gradients. It sends nothing, so nothing comes
+    # back to it.
+    rows = 384 * (3 * 256 + 16) + 512 * 256
+    assert memory.slot == rows + 384 * 256 + 512 * 256
+    assert memory.scratch == rows
+    # It receives 128 queries and 256 keys: two indices each. Sums have each row of the call and one
+    # for each of its own; so have outputs.
+    assert memory.indices == 8 * (2 * 384 + (384 + 512) + 2 * (384 + 512) + 384)
     kept = plan_memory(plan, AttentionShape(2, 1, 64, 2), "keep")
-    assert kept.to_servers_send == max(inputs, 128 * (512 + 8))
-    # Kernels: gradients; a float32 sum and twice 8 bytes for each query, with 128 more for a task;
+    assert kept.to_servers_send == max(inputs, 128 * (512 + 16))
+    # Kernels: gradients; a float32 sum and twice 16 bytes for each query, with 128 more for a task;
     # those of keys and values for two heads instead of one.
     assert kernel_memory(plan, AttentionShape(2, 1, 64, 2)).tolist() == [
-        128 * 256 + 128 * 256 + (128 + 128) * (512 + 16) + 128 * 512,
-        384 * 256 + 512 * 256 + (384 + 2 * 128) * (512 + 16) + 512 * 512,
+        128 * 256 + 128 * 256 + (128 + 128) * (512 + 32) + 128 * 512,
+        384 * 256 + 512 * 256 + (384 + 2 * 128) * (512 + 32) + 512 * 512,
     ]
     # Sums have whole steps of 32 elements, of 64 beyond 128; single heads need no others.
     assert kernel_memory(plan, AttentionShape(1, 1, 80, 2))[0] == (
-        128 * 160 + 128 * 320 + (128 + 128) * (96 * 4 + 8)
+        128 * 160 + 128 * 320 + (128 + 128) * (96 * 4 + 32)
     )
     assert kernel_memory(plan, AttentionShape(1, 1, 136, 2))[0] == (
-        128 * 272 + 128 * 544 + (128 + 128) * (192 * 4 + 8)
+        128 * 272 + 128 * 544 + (128 + 128) * (192 * 4 + 32)
     )
 
 

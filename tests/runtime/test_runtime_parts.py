@@ -14,8 +14,9 @@ from distca.cost.volume import AttentionShape
 from distca.plan import Mask
 from distca.runtime import Prefetcher
 from distca.runtime.kernel_timing import KernelTimer, held_out_errors
-from distca.runtime.messages import ByKind, message_layout, pack, peer_rows, unpack
+from distca.runtime.messages import WORD, ByKind, PackedRows, message_layout, peer_rows
 from distca.runtime.trace import Trace
+from distca.runtime.workspace import Workspace
 from distca.timeline import LANES
 from support.ranks import RankError, Ranks
 
@@ -66,14 +67,16 @@ def test_closing_ends_an_endless_maker() -> None:
 @pytest.mark.parametrize("width", [3, 6, 16])
 @pytest.mark.parametrize("keys", [False, True])
 def test_messages_survive_packing(width: int, keys: bool) -> None:
-    """Rows of several tensors and types, with empty messages; of odd sizes, or of whole words."""
+    """Rows of several tensors and types, with empty messages. Each tensor's row begins at a
+    multiple of 16 bytes, whatever its size: so does every message, and copies have whole words."""
     q_counts, kv_counts = np.array([2, 0, 3]), np.array([0, 1, 1])
     rows = peer_rows(q_counts, np.array([1, 0, 4]), kv_counts, np.array([0, 2, 1]))
     tensors = ByKind(
-        [torch.randn(5, width).bfloat16(), torch.randn(5, 2)],
-        [torch.randn(2, 2, 2), torch.randn(2, 4)] if keys else [],
+        [torch.randn(5, width).bfloat16(), torch.randn(5, 5)],
+        [torch.randn(2, 2, width), torch.randn(2, 4)] if keys else [],
     )
-    q_row, kv_row = 2 * width + 8, 32 * keys
+    q_row = {3: 16, 6: 16, 16: 32}[width] + 32
+    kv_row = ({3: 32, 6: 48, 16: 128}[width] + 16) * keys
     # They come back as they were sent.
     layout = message_layout(rows, rows, tensors.row_types)
     sizes = layout.sizes
@@ -81,20 +84,41 @@ def test_messages_survive_packing(width: int, keys: bool) -> None:
     assert sizes.send == (2 * q_row, kv_row, 3 * q_row + kv_row)
     assert sizes.put_at == (q_row, 2 * kv_row, 4 * q_row + kv_row)
     # Messages are a part of a larger buffer.
-    buffer = torch.zeros(16 + sizes.sent, dtype=torch.uint8)[16:]
+    messages = torch.zeros(16 + sizes.sent, dtype=torch.uint8)[16:].view(WORD)
+    memory = Workspace(torch.device("cpu"))
+    memory.reserve(4096)
+    apart, together = [], []
+    for kind, found in zip(tensors, layout.send, strict=True):
+        if not kind:
+            continue
+        packed = PackedRows.take(memory, found.format, found.rows)
+        packed.words.zero_()
+        for tensor, target in zip(kind, packed.tensors, strict=True):
+            target.copy_(tensor)
+        if keys:
+            found.put(messages, packed.words)
+        else:
+            found.in_place(messages).copy_(packed.words)
+    for kind, found in zip(tensors, layout.receive, strict=True):
+        if kind:
+            packed = PackedRows.take(memory, found.format, found.rows)
+            found.take(messages, packed.words)
+            together += packed.tensors
+            apart += [torch.full_like(each, 7) for each in kind]
+            found.take_apart(messages, apart[-2:])
     sent = [*tensors.q, *tensors.kv]
-    pack(buffer, layout, sent)
-    targets = [torch.zeros_like(each) for each in sent]
-    unpack(buffer, layout, targets)
-    assert all(torch.equal(*pair) for pair in zip(sent, targets, strict=True))
+    for found in (apart, together):
+        assert all(torch.equal(*pair) for pair in zip(sent, found, strict=True))
     # Each rank's message: its rows of queries, each with that of the other tensor; then of keys.
     expected = []
     for rank in range(3):
         for kind, counts in zip(tensors, (q_counts, kv_counts), strict=True):
             first = int(counts[:rank].sum())
             for row in range(first, first + int(counts[rank])):
-                expected += [each[row].flatten().view(torch.uint8) for each in kind]
-    assert torch.equal(buffer, torch.cat(expected))
+                for each in kind:
+                    one = each[row].flatten().view(torch.uint8)
+                    expected += [one, one.new_zeros(-len(one) % 16)]
+    assert torch.equal(messages.view(torch.uint8), torch.cat(expected))
 
 
 def test_a_span_says_how_long_its_thread_computed(monkeypatch: pytest.MonkeyPatch) -> None:

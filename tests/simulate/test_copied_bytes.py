@@ -12,6 +12,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from distca.cost.memory import plan_memory
+from distca.cost.partial_rows import rank_rows
 from distca.cost.volume import BACKWARD_PHASES, FORWARD_PHASES, AttentionShape, plan_bytes
 from distca.plan import Plan
 from distca.runtime import Buffers, CoreAttention, ProgramRun, build_exchange
@@ -56,6 +57,7 @@ class Traffic(TorchDispatchMode):
         if name == "index_put_":
             return 2 * moved_bytes(args[2])
         if name == "_embedding_bag_forward_only":
+            # Each part is read, and each row written.
             written, row = moved_bytes(result[0]), moved_bytes(args[0][:1])
             return written + len(args[1]) * row
         written = moved_bytes(result)
@@ -95,17 +97,18 @@ class Links(VirtualTransport):
 
 
 class NoKernel:
-    """Its results are zeros, made of no bytes."""
+    """Its results have no values."""
 
     @staticmethod
     @uncounted
-    def forward(q: torch.Tensor, *_: Any, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        return torch.zeros(q.shape, dtype=q.dtype), torch.zeros(q.shape[:2])
+    def forward(q: torch.Tensor, *rest: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        return rest[-1] or (torch.zeros(q.shape, dtype=q.dtype), torch.zeros(q.shape[:2]))
 
     @staticmethod
     @uncounted
-    def backward(dout: torch.Tensor, *rest: Any, **options: Any) -> tuple[torch.Tensor, ...]:
-        return tuple(torch.zeros(x.shape, dtype=x.dtype) for x in rest[:3])
+    def backward(*tensors: Any) -> tuple[torch.Tensor, ...]:
+        into: tuple[torch.Tensor, ...] = tensors[-1]
+        return into
 
 
 def rows(count: int, heads: int) -> torch.Tensor:
@@ -171,3 +174,8 @@ def test_the_simulator_counts_what_the_runtime_copies(
         copied = copy_traffic(plan, group, direction, head_groups > 1)  # type: ignore[arg-type]
         expected[direction] = (head_groups * (2 * once + copied)).tolist()
     assert measured(plan, head_groups) == expected
+    q, kv = rank_rows(plan)
+    if scheduler == "tiles" and not free_placement:
+        # Outputs merge, and gradients are sums, on servers and at owners.
+        assert q.of_local.members.any()
+        assert kv.of_received.members.any()

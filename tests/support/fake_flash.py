@@ -189,7 +189,9 @@ def fa3_forward(
     offsets = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
     window = window_size_left, window_size_right
     tasks = _tasks(*offsets, is_causal, *window, softmax_scale, -1)
-    return *_forward(q, k, v, tasks, float("-inf")), torch.empty(0), torch.empty(0)
+    found, lse = _forward(q, k, v, tasks, float("-inf"))
+    out = found if out is None else out.copy_(found)
+    return out, lse, torch.empty(0), torch.empty(0)
 
 
 def fa3_backward(
@@ -240,12 +242,14 @@ def fa4_forward(
     window_size_right=None,
     num_splits=1,
     return_lse=False,
+    out=None,
 ):
     assert return_lse
     offsets = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
     window = window_size_left, window_size_right
     tasks = _tasks(*offsets, causal, *window, softmax_scale, None)
-    return *_forward(q, k, v, tasks, float("-inf")), None, None, None
+    found, lse = _forward(q, k, v, tasks, float("-inf"))
+    return found if out is None else out.copy_(found), lse, None, None, None
 
 
 def fa4_backward(
@@ -272,6 +276,5 @@ def fa4_backward(
     offsets = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
     window = window_size_left, window_size_right
     tasks = _tasks(*offsets, causal, *window, softmax_scale, None)
-    gradients = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
-    _backward(dout, q, k, v, out, lse, gradients, tasks)
-    return gradients
+    _backward(dout, q, k, v, out, lse, (dq, dk, dv), tasks)
+    return dq, dk, dv

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -51,15 +52,20 @@ class CountingPlanner:
 
     def __call__(self, incoming: Sequence[Documents]) -> CountedGlobalBatch:
         """Plans a global batch: see `GlobalBatchPlanner.plan` for arguments and errors."""
-        shape = self.planner.config.shape
+        # Each head group has exchanges of its own.
+        group = self.planner.config.shape.head_group(self.head_groups)
+        calls = {
+            direction: Counter({name: self.head_groups * each[name] for name in each})
+            for direction, each in self.calls.items()
+        }
         batch = self.planner.plan(incoming)
         return CountedGlobalBatch(
             batch,
             tuple(
-                each.bytes_sent(self.calls[each.tick.direction], shape, self.backward)
+                each.bytes_sent(calls[each.tick.direction], group, self.backward)
                 for each in batch.ticks
             ),
-            batch.largest_memory(shape.head_group(self.head_groups), self.backward),
+            batch.largest_memory(group, self.backward),
             tuple(
                 plan.loads()
                 for tick, plans in batch.ticks
