@@ -94,8 +94,9 @@ class NoKernel:
 
     def forward(self, q_THD: torch.Tensor, *rest: Any) -> tuple[torch.Tensor, torch.Tensor]:
         """See `Kernel.forward`; without memory for it, the result is new."""
-        new = torch.empty_like(q_THD), q_THD.new_empty(q_THD.shape[:2], dtype=torch.float32)
-        return rest[-1] or new
+        if rest[-1] is not None:
+            return rest[-1]
+        return torch.empty_like(q_THD), q_THD.new_empty(q_THD.shape[:2], dtype=torch.float32)
 
     def backward(self, *tensors: Any) -> tuple[torch.Tensor, ...]:
         """See `Kernel.backward`."""

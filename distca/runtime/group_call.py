@@ -152,7 +152,8 @@ class GroupCall:
             returned = None
             if parts is not None:
                 fill = partial(received_outputs, exchange, parts, self._scratch)
-                returned = parts[exchange.q.parts :][: exchange.q.sent]
+                sent = exchange.q.parts + exchange.q.sent
+                returned = parts.words[exchange.q.parts : sent]
             self._send_to_owners("return", (types, ()), (fill, _nothing), (returned, None))
         self._served = None
 

@@ -11,7 +11,7 @@ distances, and rows are written there at once.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -20,7 +20,7 @@ import torch
 
 from distca.cost.volume import padded
 from distca.plan.span import Int64s
-from distca.runtime.workspace import Workspace
+from distca.runtime.workspace import Workspace, contiguous_strides
 from distca.transport import MessageSizes
 
 WORD = torch.complex128
@@ -91,11 +91,13 @@ class RowFormat:
     Attributes:
         types: shape and dtype of a row of each tensor.
         begins: byte at which each tensor's row begins.
+        strides: strides of each tensor within a row.
         words: words of a packed row.
     """
 
     types: tuple[tuple[torch.Size, torch.dtype], ...]
     begins: tuple[int, ...]
+    strides: tuple[tuple[int, ...], ...]
     words: int
 
     @staticmethod
@@ -103,19 +105,29 @@ class RowFormat:
         """Puts rows side by side, each at a multiple of 16 bytes."""
         sizes = [padded(shape.numel() * dtype.itemsize) for shape, dtype in types]
         begins = tuple(sum(sizes[:number]) for number in range(len(sizes)))
-        return RowFormat(types, begins, sum(sizes) // WORD.itemsize)
+        strides = tuple(contiguous_strides(shape) for shape, _ in types)
+        return RowFormat(types, begins, strides, sum(sizes) // WORD.itemsize)
 
-    def tensors(self, words: torch.Tensor) -> list[torch.Tensor]:
-        """The tensors in packed rows `[rows, words]`, which may lie apart: views."""
-        found = []
-        for (shape, dtype), begin in zip(self.types, self.begins, strict=True):
-            elements = words.view(dtype)
-            strides = [1]
-            for size in reversed(shape[1:]):
-                strides.insert(0, strides[0] * int(size))
-            at = elements.storage_offset() + begin // dtype.itemsize
-            strides.insert(0, elements.stride(0))
-            found.append(elements.as_strided((words.shape[0], *shape), strides, at))
+    def tensors(
+        self, words: torch.Tensor, memory: Callable[[torch.dtype], torch.Tensor] | None = None
+    ) -> list[torch.Tensor]:
+        """The tensors in packed rows `[rows, words]`, which may lie apart: views.
+
+        `memory` gives the memory in which the words lie as elements of a dtype, if that is known.
+        """
+        rows, row, at = words.shape[0], words.stride(0), int(words.storage_offset())
+        elements, found = {}, []
+        for (shape, dtype), begin, strides in zip(
+            self.types, self.begins, self.strides, strict=True
+        ):
+            if dtype not in elements:
+                elements[dtype] = (memory or words.view)(dtype)
+            factor, first = WORD.itemsize // dtype.itemsize, begin // dtype.itemsize
+            found.append(
+                elements[dtype].as_strided(
+                    (rows, *shape), (row * factor, *strides), at * factor + first
+                )
+            )
         return found
 
 
@@ -141,10 +153,8 @@ class PackedRows:
     @staticmethod
     def take(workspace: Workspace, of: RowFormat, rows: int) -> PackedRows:
         """Takes memory for rows."""
-        return PackedRows.at(workspace.take((rows, of.words), WORD), of)
-
-    def __getitem__(self, rows: slice) -> PackedRows:
-        return PackedRows(self.words[rows], self.format, [each[rows] for each in self.tensors])
+        words = workspace.take((rows, of.words), WORD)
+        return PackedRows(words, of, of.tensors(words, workspace.elements))
 
     def gather(self, rows: torch.Tensor, scratch: Workspace) -> PackedRows:
         """Copies the rows at int64 indices `[n]`."""

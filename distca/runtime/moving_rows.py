@@ -23,8 +23,8 @@ from distca.transport import Channel, Pending, Transport
 Fill = Callable[[PackedRows], object]
 """Writes a kind's rows that are sent, sorted by destination."""
 
-Target = PackedRows | Sequence[torch.Tensor] | None
-"""Memory for a kind's rows that arrive: side by side, or for each tensor; None: none arrive."""
+Target = torch.Tensor | Sequence[torch.Tensor] | None
+"""Memory for a kind's rows that arrive: words of packed rows, or each tensor; None: none arrive."""
 
 
 @dataclass(frozen=True)
@@ -70,8 +70,8 @@ class RowsUnderWay:
         for found, target in zip(self.layout.receive, self.targets, strict=True):
             if not found.rows or target is None:
                 continue
-            if isinstance(target, PackedRows):
-                found.take(messages, target.words)
+            if isinstance(target, torch.Tensor):
+                found.take(messages, target)
             else:
                 found.take_apart(messages, target)
         self.pending.release()
@@ -107,7 +107,7 @@ class RowsForServers:
             )
         )
         targets = [
-            None if served.packed is None else served.packed[rows.local :]
+            None if served.packed is None else served.packed.words[rows.local :]
             for served, rows in ((q, self.exchange.q), (kv, self.exchange.kv))
         ]
         return RowsUnderWay(self.pending, self.layout, targets), (q, kv)

@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+import operator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from itertools import accumulate
 
 import torch
 
 from distca.cost.memory import aligned
+
+
+def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
+    """Strides of a tensor of this shape without gaps."""
+    strides = accumulate(reversed(shape[1:]), operator.mul, initial=1)
+    return tuple(strides)[::-1] if shape else ()
 
 
 class Workspace:
@@ -51,14 +59,17 @@ class Workspace:
 
     def take(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """Takes an uninitialised tensor."""
-        elements = math.prod(shape)
         begin = self._taken // dtype.itemsize
-        end = self._taken + int(aligned(elements * dtype.itemsize))
+        end = self._taken + int(aligned(math.prod(shape) * dtype.itemsize))
         assert end <= self.nbytes, "no room was reserved for this plan"
         self._taken = end
+        return self.elements(dtype).as_strided(shape, contiguous_strides(shape), begin)
+
+    def elements(self, dtype: torch.dtype) -> torch.Tensor:
+        """The whole memory as elements of a dtype."""
         if dtype not in self._as:
             self._as[dtype] = self._memory.view(dtype)
-        return self._as[dtype][begin : begin + elements].view(shape)
+        return self._as[dtype]
 
     def rows(self, like: torch.Tensor, rows: int, dtype: torch.dtype | None = None) -> torch.Tensor:
         """Takes `rows` rows, each with the shape of those of `like`, of its dtype or another."""

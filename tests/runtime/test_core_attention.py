@@ -128,7 +128,8 @@ def test_random_plans(ranks, seed: int) -> None:
     mask = Mask() if seed % 2 else Mask(int(rng.integers(0, 100)))
     lengths = random_lengths(rng, world_size * 160)
     plan = random_plan(rng, lengths, world_size, 160, mask)
-    shape = [(4, 4, 16), (4, 2, 16), (6, 1, 8)][seed % 3]
+    # Rows of odd sizes are padded in messages.
+    shape = [(5, 5, 6), (4, 2, 16), (6, 1, 8)][seed % 3]
     check(ranks, plan, shape, backward=("resend", "keep")[seed // 3])
 
 
