@@ -13,6 +13,7 @@ from distca.cost.kernel_time import CostModel
 from distca.cost.link import Links
 from distca.cost.tiled import TiledCost
 from distca.cost.volume import AttentionShape
+from distca.simulate.charges import UNCHARGED, Charges
 
 
 @dataclass(frozen=True)
@@ -36,6 +37,8 @@ class Cluster:
         copy_gb_per_s: memory traffic, read and written, when rows are copied before and after an
             exchange and around kernels.
         launch_seconds: overhead of every kernel call of core attention, and of every exchange.
+        multiprocessors: multiprocessors of a GPU.
+        charges: what keeps links, memory and compute from these rates.
         source: origin of the figures.
 
     Raises:
@@ -56,11 +59,15 @@ class Cluster:
     node_latency: float = 5e-6
     network_latency: float = 1.5e-5
     launch_seconds: float = 1e-5
+    multiprocessors: int = 132
+    charges: Charges = UNCHARGED
     source: str = ""
 
     def __post_init__(self) -> None:
         if self.gpus_per_node < 1:
             raise ValueError(f"a node needs at least one GPU, not {self.gpus_per_node}")
+        if self.multiprocessors < 1:
+            raise ValueError(f"a GPU needs at least 1 multiprocessor, not {self.multiprocessors}")
         may_be_zero = {"reserved_gb", "node_latency", "network_latency", "launch_seconds"}
         for field in fields(self):
             value = getattr(self, field.name)
@@ -77,6 +84,21 @@ class Cluster:
         """Bytes of a GPU's memory that training may fill."""
         return (self.memory_gb - self.reserved_gb) * 1e9
 
+    @property
+    def node_bytes_per_second(self) -> float:
+        """Speed that exchanges reach within a node."""
+        return self.node_gb_per_s * self.charges.link_efficiency * 1e9
+
+    @property
+    def network_bytes_per_second(self) -> float:
+        """Speed that exchanges reach between nodes."""
+        return self.network_gb_per_s * self.charges.link_efficiency * 1e9
+
+    @property
+    def copied_bytes_per_second(self) -> float:
+        """Speed that copies reach, read and written bytes together."""
+        return self.copy_gb_per_s * self.charges.copy_efficiency * 1e9
+
     def servers_per_node(self, tensor_parallel: int) -> int:
         """Number of tensor-parallel groups in a node; each is one attention server.
 
@@ -91,9 +113,12 @@ class Cluster:
         return self.gpus_per_node // tensor_parallel
 
     def links(self, tensor_parallel: int) -> Links:
-        """Links between the servers."""
+        """Links between the servers, at the speeds that exchanges reach."""
+        efficiency = self.charges.link_efficiency
         return Links(
-            self.servers_per_node(tensor_parallel), self.node_gb_per_s, self.network_gb_per_s
+            self.servers_per_node(tensor_parallel),
+            self.node_gb_per_s * efficiency,
+            self.network_gb_per_s * efficiency,
         )
 
     def ring(self, members: int, servers: int, tensor_parallel: int) -> tuple[float, float]:
@@ -111,10 +136,12 @@ class Cluster:
             GB/s of all rings together, and seconds of a hop.
         """
         of_node = self.servers_per_node(tensor_parallel)
+        efficiency = self.charges.link_efficiency
         if servers <= of_node or of_node % members == 0:
-            return self.node_gb_per_s, self.node_latency
+            return self.node_gb_per_s * efficiency, self.node_latency
         links = math.gcd(members, of_node)
-        return min(links * self.network_gb_per_s, self.node_gb_per_s), self.network_latency
+        speed = min(links * self.network_gb_per_s, self.node_gb_per_s)
+        return speed * efficiency, self.network_latency
 
     def attention_cost(self, shape: AttentionShape) -> CostModel:
         """Forward seconds of core-attention tasks on one GPU."""
@@ -163,6 +190,7 @@ CLUSTERS = {
         node_gb_per_s=300.0,
         network_gb_per_s=25.0,
         copy_gb_per_s=2039.0,
+        multiprocessors=108,
         backward_over_forward=_BACKWARD,
         source="NVIDIA DGX A100 data sheet; FlashAttention-2, Section 4",
     ),

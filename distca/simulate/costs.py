@@ -1,6 +1,7 @@
 """Costs of a transformer's layers on a GPU of a tensor-parallel group: seconds and bytes.
 
-Linear layers take their operations at the cluster's rate. Tensor parallelism adds four collectives
+Linear layers take their operations at the cluster's rate, and where half waves are charged, seconds
+of each call that don't grow with its tokens. Tensor parallelism adds four collectives
 of a layer's activations in each direction (two all-gathers and two reduce-scatters, with sequence
 parallelism), one before core attention and three after.
 
@@ -18,6 +19,7 @@ from distca.cost.kernel_memory import kernel_token_bytes
 from distca.cost.model_sizes import ModelSize
 from distca.cost.volume import AttentionShape
 from distca.plan.span import Floats
+from distca.simulate.charges import half_wave_seconds
 from distca.simulate.cluster import Cluster
 
 GRADIENT_BYTES, OPTIMIZER_BYTES = 4, 12
@@ -60,7 +62,7 @@ class ModelCosts:
         linear = 2.0 * parameters / rate
         others = (self.tensor_parallel - 1) / self.tensor_parallel
         row = self.model.hidden_size * self.dtype_bytes
-        moved = collectives * others * row / (cluster.node_gb_per_s * 1e9)
+        moved = collectives * others * row / cluster.node_bytes_per_second
         return linear + moved, 2 * linear + moved
 
     def pre_seconds(self) -> tuple[float, float]:
@@ -74,6 +76,36 @@ class ModelCosts:
     def head_seconds(self) -> tuple[float, float]:
         """Seconds of a token in the output layer, on the last stage, forward and backward."""
         return self._token_seconds(self.model.vocabulary_parameters, 1)
+
+    def _half_waves(self, forward: float, backward: float) -> tuple[float, float]:
+        """Seconds of half a wave of matrix products, forward and to the inputs' gradients.
+
+        The gradients of weights sum over tokens, which libraries split into as many parts as fill
+        the GPU.
+        """
+        cluster = self.cluster
+        if not cluster.charges.half_waves:
+            return 0.0, 0.0
+        rate = cluster.peak_tflops * 1e12 * cluster.linear_mfu
+        many = cluster.multiprocessors
+        return half_wave_seconds(forward, many, rate), half_wave_seconds(backward, many, rate)
+
+    def pre_launch_seconds(self) -> tuple[float, float]:
+        """Seconds of a layer before core attention that don't grow with tokens, there and back."""
+        hidden, q, kv, _ = self._widths
+        return self._half_waves(hidden, (q + 2 * kv) / self.tensor_parallel)
+
+    def post_launch_seconds(self) -> tuple[float, float]:
+        """The same as `pre_launch_seconds` after core attention: projection and two of the MLP."""
+        hidden, q, _, ffn = self._widths
+        tp = self.tensor_parallel
+        return self._half_waves(q / tp + hidden + ffn / tp, hidden + 2 * ffn / tp + hidden)
+
+    def head_launch_seconds(self) -> tuple[float, float]:
+        """The same as `pre_launch_seconds` of the output layer."""
+        return self._half_waves(
+            self.model.hidden_size, self.model.vocab_size / self.tensor_parallel
+        )
 
     def activation_bytes(self) -> float:
         """Bytes of a token that each GPU keeps for one layer's backward pass."""
@@ -126,7 +158,7 @@ class ModelCosts:
         """Seconds until the activations of tokens have come to the next stage."""
         cluster = self.cluster
         nbytes = tokens * self.model.hidden_size * self.dtype_bytes / self.tensor_parallel
-        speed = cluster.network_gb_per_s if crosses else cluster.node_gb_per_s
+        speed = cluster.network_bytes_per_second if crosses else cluster.node_bytes_per_second
         latency = cluster.network_latency if crosses else cluster.node_latency
-        result: Floats = nbytes / (speed * 1e9) + latency
+        result: Floats = nbytes / speed + latency
         return result

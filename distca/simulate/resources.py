@@ -27,6 +27,7 @@ import numpy as np
 
 from distca.cost.link import Links
 from distca.plan.span import Floats, Int64s
+from distca.simulate.charges import end_of_compute
 from distca.simulate.cluster import Cluster
 
 NODE, NETWORK = 0, 1
@@ -123,6 +124,8 @@ class Resources:
         exposed: seconds that each rank's compute waited for exchanges so far, `[ranks]`.
         sent: bytes that each rank has sent, `[ranks]`, by phase of the exchange.
         received: bytes that each rank has received, `[ranks]`, by phase of the exchange.
+        held: seconds that messages have taken of each rank's ports out and in, to its node and to
+            the network, `[4, ranks]`.
         spans: recorded spans of all ranks.
         labels: labels that every new span gets.
     """
@@ -134,6 +137,7 @@ class Resources:
     clock: Floats = field(init=False)
     computed: Floats = field(init=False)
     exposed: Floats = field(init=False)
+    held: Floats = field(init=False)
     sent: dict[str, Int64s] = field(default_factory=dict)
     received: dict[str, Int64s] = field(default_factory=dict)
     spans: list[Span] = field(default_factory=list)
@@ -142,15 +146,17 @@ class Resources:
     def __post_init__(self) -> None:
         self.clock, self.computed, self.exposed = (np.zeros(self.ranks) for _ in range(3))
         self._out, self._in = np.zeros((2, self.ranks)), np.zeros((2, self.ranks))
+        self.held = np.zeros((4, self.ranks))
         cluster = self.cluster
         self._latency = np.array([cluster.node_latency, cluster.network_latency])
 
     def compute(self, seconds: Floats, name: str = "", lane: str = "", **labels: Any) -> None:
-        """Lets each rank compute: seconds at speed 1, `[ranks]`."""
+        """Lets each rank compute: seconds at speed 1 when no exchange interferes, `[ranks]`."""
         start = self.clock
-        busy: Floats = seconds / self.speeds
-        self.clock = start + busy
-        self.computed += busy
+        busy_until = np.maximum(self._out.max(axis=0), self._in.max(axis=0))
+        interference = self.cluster.charges.interference
+        self.clock = end_of_compute(start, seconds / self.speeds, busy_until, interference)
+        self.computed += self.clock - start
         if name:
             self._record(name, lane, start, self.clock, labels)
 
@@ -180,6 +186,7 @@ class Resources:
                 passed[moved.destinations], np.maximum.reduceat(left, moved.firsts)
             )
             over = np.maximum(over, passed)
+        self.held += np.concatenate([moved.out_seconds, moved.in_seconds])
         self._count(moved, phase)
         return over
 
@@ -221,7 +228,7 @@ class Resources:
 
     def traffic_seconds(self, nbytes: Int64s) -> Floats:
         """Seconds to read or write bytes of memory."""
-        return nbytes.astype(np.float64) * (1e-9 / self.cluster.copy_gb_per_s)
+        return nbytes.astype(np.float64) / self.cluster.copied_bytes_per_second
 
     def record_since(self, name: str, lane: str, start: Floats, **labels: Any) -> None:
         """Records a span of every rank from a moment until now."""

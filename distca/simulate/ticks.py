@@ -20,6 +20,7 @@ from distca.plan import Plan
 from distca.plan.span import Floats, Int64s
 from distca.schedule import Pass, PlannedGlobalBatch, Tick
 from distca.schedule.program import NANO_BATCHES, Ablation, LayerGroup, Program, tick_program
+from distca.simulate.charges import exposed_reduction
 from distca.simulate.costs import ModelCosts
 from distca.simulate.outcome import Outcome
 from distca.simulate.plan_costs import PlanCosts
@@ -92,7 +93,8 @@ class _Run:
         self._sent_ahead: dict[int, list[Floats]] = {}
         # Arrival times of the inputs of each nano-batch's kernels, by head group.
         self._arrives: dict[int, list[Floats]] = {}
-        self._last_backward = np.zeros(ranks)
+        # When each rank's last backward pass began, and how long its ports had been held by then.
+        self._last_backward, self._held = np.zeros(ranks), np.zeros((4, ranks))
 
     def outcome(self) -> Outcome:
         """Runs all ticks and the reduction of gradients."""
@@ -102,7 +104,7 @@ class _Run:
             zip(planned.ticks, planned.schedule.turns, strict=True)
         ):
             resources.labels = {"tick": number, "phase": tick.direction}
-            start = resources.clock.copy()
+            start, held = resources.clock.copy(), resources.held.copy()
             nano_costs = self._costs_of(plans)
             self._run_layers(tick, nano_costs, turns)
             if tick.direction == "forward" and tick.work[0] is not None and not tick.work[0].chunk:
@@ -111,6 +113,7 @@ class _Run:
             if tick.direction == "backward":
                 runs = np.array([work is not None for work in tick.work])[self._stage]
                 self._last_backward = np.where(runs, start, self._last_backward)
+                self._held = np.where(runs, held, self._held)
             self._pass_on(tick, nano_costs)
         resources.labels = {}
         self._reduce_gradients()
@@ -188,14 +191,23 @@ class _Run:
         number = 0 if direction == "forward" else 1
         pre, post = self._costs.pre_seconds()[number], self._costs.post_seconds()[number]
         tokens = [each.own_tokens.astype(np.float64) for each in nano_costs]
-        pre_seconds, post_seconds = [pre * own for own in tokens], [post * own for own in tokens]
+        of_pre, of_post = (
+            self._costs.pre_launch_seconds()[number],
+            self._costs.post_launch_seconds()[number],
+        )
+        pre_seconds = [pre * own + of_pre * (own > 0) for own in tokens]
+        post_seconds = [post * own + of_post * (own > 0) for own in tokens]
         return (pre_seconds, post_seconds) if number == 0 else (post_seconds, pre_seconds)
 
     def _head_seconds(self, tick: Tick, nano_costs: list[PlanCosts]) -> Floats:
         """Seconds of the output layer for all nano-batches of a tick, `[ranks]`."""
-        seconds = self._costs.head_seconds()[0 if tick.direction == "forward" else 1]
+        number = 0 if tick.direction == "forward" else 1
+        seconds, launch = (
+            self._costs.head_seconds()[number],
+            self._costs.head_launch_seconds()[number],
+        )
         tokens = np.sum([each.own_tokens for each in nano_costs], axis=0)
-        result: Floats = tokens * seconds * self._runs_head(tick)
+        result: Floats = (tokens * seconds + launch * (tokens > 0)) * self._runs_head(tick)
         return result
 
     def _program(self, tick: Tick, nano_costs: list[PlanCosts], turns: bool) -> Program:
@@ -315,8 +327,10 @@ class _Run:
         exposed = []
         for stage, members in enumerate(self._servers):
             needed = costs.gradient_seconds(stage, len(self._servers), replicas)
-            until = float(self._last_backward[members].max()) + needed
-            exposed.append(max(until - float(resources.clock[members].max()), 0.0))
+            began = float(self._last_backward[members].max())
+            hidden = max(float(resources.clock[members].max()) - began, 0.0)
+            others = float((resources.held - self._held)[:, members].max())
+            exposed.append(exposed_reduction(hidden, needed, others, costs.cluster.charges))
         resources.barrier(list(self._servers), exposed)
 
     def _memory(self) -> Floats:
