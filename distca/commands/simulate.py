@@ -4,8 +4,8 @@
         --model llama-8b --cluster dgx-h200 --gpus 64
     distca simulate --lengths lengths.json ... --plot advice.png --trace iteration.json
 
-Iterations are simulated without a GPU: of plain Megatron, context parallelism and DistCA, each in
-its best configuration among those that fit in memory.
+Iterations are simulated without a GPU: of Megatron with its kinds of context parallelism, of
+WLB-LLM and DistCA, each in its best configuration among those that fit in memory.
 """
 
 from __future__ import annotations
@@ -25,10 +25,15 @@ from distca.commands.simulate_report import as_json, format_choices, make_figure
 from distca.cost.model_sizes import MODELS, ModelSize
 from distca.documents.lengths import DISTRIBUTIONS, draw, read_lengths
 from distca.plan.span import Int64s
+from distca.schedule.baselines.hybrid_cp import balanced_scheduler
 from distca.simulate import (
     CLUSTERS,
     DISTCA_SYSTEMS,
+    MEGATRON,
+    PUBLISHED,
     SYSTEMS,
+    UNCHARGED,
+    Charges,
     Choice,
     Cluster,
     Workload,
@@ -39,6 +44,7 @@ from distca.simulate import (
     save_trace,
     simulate,
 )
+from distca.simulate.hybrid import HYBRID
 
 _SIZES = {
     "layers": "Transformer layers.",
@@ -58,11 +64,17 @@ _OVERRIDES = {
     "node_gb_per_s": "Speed of a GPU's link within a node, GB/s in each direction.",
     "network_gb_per_s": "Speed of a GPU's link between nodes, GB/s in each direction.",
 }
+_CHARGES = {
+    "link_efficiency": "Share of a link's speed that exchanges reach, above 0.",
+    "copy_efficiency": "Share of the memory's speed that copies reach, above 0.",
+    "interference": "Share of compute that an exchange takes while it is under way, below 1.",
+}
 _SECONDS_BETWEEN_LINES = 20.0
 """Fewest seconds between two lines about progress, where there is no terminal."""
 _DESCRIPTION = """\
-Says how fast a training job would be on a cluster with plain Megatron, context parallelism and
-DistCA, each in the parallel configuration that is best for it among those that fit in memory.
+Says how fast a training job would be on a cluster with plain Megatron, its context parallelism,
+WLB-LLM and DistCA, each in the parallel configuration that is best for it among those that fit in
+memory.
 Nothing is trained, and no GPU is needed: iterations are simulated.
 """
 _EXAMPLES = """\
@@ -118,6 +130,12 @@ def build_parser() -> Parser:
     model.add_argument("--model", metavar="NAME", help=f"A preset: {', '.join(MODELS)}.")
     for name, what in _SIZES.items():
         model.add_argument(_flag(name), type=int, metavar="N", help=what)
+    model.add_argument(
+        "--recompute",
+        action="store_true",
+        help="Keep each layer's input alone, and run its forward pass again before its backward "
+        "pass, as --recompute-granularity full with one layer; in all systems.",
+    )
     cluster = parser.add_argument_group("cluster (a preset, and what differs from it)")
     cluster.add_argument(
         "--cluster", default="dgx-h100", metavar="NAME", help=f"A preset: {', '.join(CLUSTERS)}."
@@ -128,6 +146,17 @@ def build_parser() -> Parser:
     for name, what in _OVERRIDES.items():
         kind = int if name == "gpus_per_node" else float
         cluster.add_argument(_flag(name), type=kind, metavar="X", help=what)
+    charges = parser.add_argument_group("charges (on all systems alike; see distca.simulate)")
+    charges.add_argument(
+        "--baseline-ideal",
+        action="store_true",
+        help="Charge nothing: links and memory reach their data sheets' speeds, nothing "
+        "interferes, and context parallelism copies nothing. A bound of the baselines.",
+    )
+    for name, what in _CHARGES.items():
+        default = getattr(PUBLISHED, name)
+        what += f" Default: {default:.2f}, as published."
+        charges.add_argument(_flag(name), type=float, metavar="X", help=what)
     search = parser.add_argument_group("search (what is tried to find each system's best)")
     for name in ("tensor", "pipeline"):
         search.add_argument(
@@ -141,10 +170,13 @@ def build_parser() -> Parser:
     search.add_argument(
         "--systems",
         nargs="+",
-        default=["packed", "per-document-cp", "wlb-llm", "tiles"],
+        default=None,
         choices=SYSTEMS,
-        help="What to compare: packed is plain Megatron, per-document-cp context parallelism, "
-        "wlb-llm WLB-LLM; greedy and tiles are DistCA with that scheduler.",
+        help="What to compare: packed is plain Megatron, cp-p2p, cp-a2a and cp-a2a+p2p its context "
+        "parallelism with that --cp-comm-type, per-document-cp with all_gather, wlb-llm WLB-LLM, "
+        "wlb-llm-paper as the paper ran it; greedy and tiles are DistCA with that scheduler. "
+        "hybrid-cp asks megatron-core's own scheduler, if that is installed. Default: all but "
+        "greedy and wlb-llm-paper.",
         metavar="NAME",
     )
     search.add_argument(
@@ -203,6 +235,7 @@ def _run(args: argparse.Namespace) -> None:
             f"--tolerance {args.tolerance} is out of range: give a fraction of the mean load from "
             "0 to below 1, such as 0.05"
         )
+    args.systems = args.systems or _systems()
     _check_outputs(args)
     workload = Workload(
         _model(args),
@@ -211,6 +244,7 @@ def _run(args: argparse.Namespace) -> None:
         args.context,
         args.sequences,
         args.tolerance,
+        args.recompute,
     )
     batches = _batches(args)
     choices = _advise(args, workload, batches)
@@ -223,6 +257,16 @@ def _run(args: argparse.Namespace) -> None:
         plot_choices(choices, workload, args.plot)
     if args.trace is not None:
         _trace(args.trace, workload, batches[0], choices)
+
+
+def _systems() -> list[str]:
+    """What is compared by default; without megatron-core all but what asks it."""
+    try:
+        balanced_scheduler()
+    except ImportError as error:
+        sys.stderr.write(f"distca simulate: left out, as {error}\n")
+        return [*(name for name in MEGATRON if name != HYBRID), "wlb-llm", "tiles"]
+    return [*MEGATRON, "wlb-llm", "tiles"]
 
 
 def _check_outputs(args: argparse.Namespace) -> None:
@@ -265,7 +309,17 @@ def _cluster(args: argparse.Namespace) -> Cluster:
             raise ValueError(f"{_flag(name)} {value} must be positive")
     if given.get("linear_mfu", 0) > 1:
         raise ValueError(f"--linear-mfu {args.linear_mfu} is a part of the peak: give at most 1")
-    return replace(CLUSTERS[args.cluster], **given)
+    return replace(CLUSTERS[args.cluster], **given, charges=_charges(args))
+
+
+def _charges(args: argparse.Namespace) -> Charges:
+    given = {name: getattr(args, name) for name in _CHARGES if getattr(args, name) is not None}
+    if args.baseline_ideal and given:
+        raise ValueError(f"--baseline-ideal charges nothing: leave out {_flag(next(iter(given)))}")
+    try:
+        return replace(UNCHARGED if args.baseline_ideal else PUBLISHED, **given)
+    except ValueError as error:
+        raise ValueError(f"--{str(error).replace('_', '-', 1)}") from error
 
 
 def _batches(args: argparse.Namespace) -> list[list[Int64s]]:

@@ -12,12 +12,17 @@ import numpy as np
 
 from distca.palette import BLACK, ORANGE, SKY_BLUE
 from distca.simulate.advice import TITLES, Choice
+from distca.simulate.baselines import MEGATRON
 from distca.simulate.flags import training_flags
 from distca.simulate.search import DISTCA_SYSTEMS, Workload
 
-ALL_GATHER = (
-    "Context parallelism gathers keys and values in every layer, and nothing hides that. Megatron's"
-    "\nring (--cp-comm-type p2p) hides a part of it behind the kernels, and is not simulated."
+CHARGED = (
+    "All are charged alike: links reach {links:.0%} and copies {copies:.0%} of their speed, "
+    "exchanges take {interference:.0%} of\ncompute. The ring is --cp-comm-type p2p, Megatron's "
+    "default."
+)
+UNCHARGED = (
+    "Nothing is charged (--baseline-ideal): all links and memories reach their data sheets' speeds."
 )
 
 
@@ -71,15 +76,23 @@ def format_choices(choices: Sequence[Choice], workload: Workload) -> str:
             f"{choice.memory_gb:>10.1f}{choice.idle:>7.1%}{choice.exposed:>7.1%}  "
             f"{choice.candidate}"
         )
-    if any(choice.system == "per-document-cp" for choice in choices):
-        lines.append(ALL_GATHER)
+    charges = workload.cluster.charges
+    charged = CHARGED.format(
+        links=charges.link_efficiency,
+        copies=charges.copy_efficiency,
+        interference=charges.interference,
+    )
+    lines.append(charged if charges.baseline_copies else UNCHARGED)
     return "\n".join([*lines, *_speed_ups(choices)])
 
 
 def _speed_ups(choices: Sequence[Choice]) -> list[str]:
-    """Lists a line for each system of DistCA, with its speed-up over the others."""
+    """Lists a line for each system of DistCA: its speed-up over the best of what every user of
+    Megatron has, and then over each other system."""
     lines = []
     others = [c for c in choices if c.system not in DISTCA_SYSTEMS]
+    had = [c for c in others if c.system in MEGATRON and c.candidate is not None]
+    best = max(had, key=lambda choice: choice.tokens_per_second, default=None)
     for choice in choices:
         if choice in others or choice.candidate is None:
             continue
@@ -89,6 +102,9 @@ def _speed_ups(choices: Sequence[Choice]) -> list[str]:
             else f"{TITLES[other.system]} does not fit"
             for other in others
         ]
+        if best is not None:
+            gain = choice.tokens_per_second / best.tokens_per_second
+            parts.insert(0, f"{gain:.2f} times Megatron's best ({TITLES[best.system]})")
         if parts:
             lines.append(f"{TITLES[choice.system]}: {'; '.join(parts)}")
     return lines

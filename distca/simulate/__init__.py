@@ -12,9 +12,10 @@ processes nor devices.
 
 from distca.schedule.program import Ablation
 from distca.simulate.advice import TITLES, Choice, advise
-from distca.simulate.baselines import BASELINES, simulate_baseline
+from distca.simulate.baselines import BASELINES, MEGATRON, simulate_baseline
 from distca.simulate.batches import plan_global_batch
 from distca.simulate.bins import BaselineLayout
+from distca.simulate.charges import PUBLISHED, UNCHARGED, Charges
 from distca.simulate.cluster import CLUSTERS, Cluster
 from distca.simulate.costs import ModelCosts
 from distca.simulate.flags import best_of_distca, how_to_train, training_flags
@@ -36,11 +37,15 @@ __all__ = [
     "BASELINES",
     "CLUSTERS",
     "DISTCA_SYSTEMS",
+    "MEGATRON",
+    "PUBLISHED",
     "SYSTEMS",
     "TITLES",
+    "UNCHARGED",
     "Ablation",
     "BaselineLayout",
     "Candidate",
+    "Charges",
     "Choice",
     "Cluster",
     "ModelCosts",

@@ -12,7 +12,7 @@ from distca.plan import Mask
 from distca.plan.span import Int64s
 from distca.schedule import document_loads
 from distca.simulate.baselines import BASELINES
-from distca.simulate.costs import ModelCosts
+from distca.simulate.hybrid import HYBRID
 from distca.simulate.outcome import Outcome
 from distca.simulate.search import (
     DISTCA_SYSTEMS,
@@ -29,8 +29,13 @@ from distca.simulate.search import (
 
 TITLES = {
     "packed": "plain Megatron",
+    "cp-p2p": "context parallel, ring",
+    "cp-a2a": "context parallel, all-to-all",
+    "cp-a2a+p2p": "context parallel, a2a+p2p",
     "per-document-cp": "context parallel, all-gather",
+    HYBRID: "hybrid context parallel",
     "wlb-llm": "WLB-LLM, ideal",
+    "wlb-llm-paper": "WLB-LLM as in the paper",
     "greedy": "DistCA, greedy",
     "tiles": "DistCA, tiles",
 }
@@ -244,15 +249,16 @@ def estimate(candidate: Candidate, workload: Workload, sequences: Sequence[Int64
         sequences: lengths of the documents in each sequence of a global batch.
     """
     assert candidate.system not in BASELINES, candidate.system
-    costs = ModelCosts(workload.model, workload.cluster, candidate.tensor)
+    costs = workload.costs(candidate.tensor)
     kernels = costs.cluster.attention_cost(costs.shape)
     attention = document_loads(np.concatenate(sequences), Mask(), kernels).sum()
-    both_ways = 1 + costs.cluster.backward_over_forward
+    times = np.array([2 if workload.recompute else 1, 1])
+    both_ways = float(times @ [1, costs.cluster.backward_over_forward])
     shared = (
         workload.model.layers * both_ways * float(attention) / (candidate.stages * candidate.data)
     )
     tokens = workload.sequences * workload.context / (candidate.data * candidate.micro_batches)
-    linear = sum(costs.pre_seconds()) + sum(costs.post_seconds())
+    linear = float(times @ np.add(costs.pre_seconds(), costs.post_seconds()))
     tick = tokens * (workload.model.layers // candidate.stages * linear + sum(costs.head_seconds()))
     schedule = options_of(candidate).tick_schedule(candidate.micro_batches, candidate.stages)
     return shared + tick * len(schedule.ticks) / 2

@@ -1,23 +1,29 @@
 """An iteration without `--distca`: 1F1B pipelines of context-parallel groups.
 
 Documents are packed into *bins*: one for each micro-batch of each data-parallel replica, over the
-ranks of its context-parallel group. In every layer the group gathers all keys and values of its bin
-(all of them, whether seen or not), which nothing hides, and reduces their gradients in the backward
-pass: so its ranks wait for the slowest in every layer. (Megatron's ring of point-to-point
-messages, which overlaps with the kernels, is not modelled.) Replicas wait for each other only for
-the gradients, pipeline stages for activations. Gathered keys and values are kept for the backward
-pass (paper, Section 3.2, Figure 3b).
+ranks of its context-parallel group, which share core attention as `distca.simulate.sharing` says:
+so its ranks wait for the slowest in every layer. Replicas wait for each other only for the
+gradients, pipeline stages for activations.
 
 * **packed**: plain Megatron; documents one after the other, no context parallelism.
-* **per-document-cp**: the same with a group for each bin; documents are sharded head-tail.
+* **cp-p2p**, **cp-a2a**, **cp-a2a+p2p**: the same with a group for each bin, by the name that
+  Megatron's `--cp-comm-type` gives its exchanges; documents are sharded head-tail.
+* **per-document-cp**: the same with an all-gather (`all_gather`).
+* **hybrid-cp**: Megatron's hybrid context parallelism, which has rounds instead of bins: see
+  `distca.simulate.hybrid`.
 * **wlb-llm**: WLB-LLM in its ideal form: variable-length bins of equal work over all micro-batches
   and replicas, as large as memory allows. Work means forward and backward seconds of attention,
   linear layers, collectives and the output layer, since the last stage is the slowest.
   Each group shards documents or the sequence, whichever is faster. Bins go to replicas so that
   replicas have equal work, and through a replica's pipeline in the fastest of a few orders.
+* **wlb-llm-paper**: WLB-LLM as the DistCA paper ran it, by the authors' public experiments: packed
+  by a fixed formula of forward work (`PaperWork`) without a bound of memory, bins in no order, and
+  gathered keys kept twice. `distca.simulate.search` leaves it few configurations.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import numpy as np
 
@@ -25,12 +31,16 @@ from distca.cost.kernel_time import CostModel
 from distca.plan import Mask
 from distca.plan.span import Floats, Int64s
 from distca.schedule import most_in_flight_of_1f1b
-from distca.simulate.bins import BaselineLayout, Bins
+from distca.simulate.bins import PACKED_BY_WORK, RINGS, BaselineLayout, Bins
+from distca.simulate.charges import exposed_reduction
 from distca.simulate.costs import ModelCosts
+from distca.simulate.hybrid import HYBRID, simulate_hybrid
 from distca.simulate.one_f_one_b import Passes, in_best_order, one_f_one_b
 from distca.simulate.outcome import Outcome
 
-BASELINES = ("packed", "per-document-cp", "wlb-llm")
+MEGATRON = ("packed", *RINGS, "per-document-cp", HYBRID)
+"""Baselines that every user of Megatron has; the last one asks megatron-core's own scheduler."""
+BASELINES = (*MEGATRON, "wlb-llm", "wlb-llm-paper")
 
 
 def simulate_baseline(
@@ -61,24 +71,38 @@ def simulate_baseline(
         raise ValueError(f"no baseline {name!r}: choose from {', '.join(BASELINES)}")
     if costs.model.layers % layout.stages:
         raise ValueError(f"{layout.stages} stages do not divide {costs.model.layers} layers")
-    if name == "packed" and layout.context_parallel > 1:
-        raise ValueError("packed has no context parallelism: use per-document-cp")
+    check_layout(name, layout, costs)
     attention = cost_model or costs.cluster.attention_cost(costs.shape)
+    if name == HYBRID:
+        if layout.stages > 1 or layout.micro_batches > 1 or mask not in (None, Mask()) or recording:
+            raise ValueError(
+                f"{HYBRID} has no pipeline, no micro-batches, no window and no timeline here"
+            )
+        ranks = layout.data_parallel * layout.context_parallel
+        return simulate_hybrid(lengths, ranks, layout.context_parallel, costs, attention)
     bins = Bins.of(name, lengths, layout, costs, attention, mask or Mask())
-    if name == "wlb-llm":
+    if name in PACKED_BY_WORK:
         bins = in_best_order(bins, layout, costs)
     stages = [Passes.of(bins, layout, costs, stage) for stage in range(layout.stages)]
     ends, spans = one_f_one_b(stages, bins, layout, costs, recording)
     replicas = layout.data_parallel * layout.context_parallel
     seconds = 0.0
+    layers, shared = costs.model.layers // layout.stages, bins.shared
     for stage, (end, each) in enumerate(zip(ends, stages, strict=True)):
         # The part of the reduction that the last backward pass hides costs nothing.
-        hidden = float(np.max(end - each.backward[:, -1]))
+        began, ended = float(np.max(end - each.backward[:, -1])), float(end.max())
         needed = costs.gradient_seconds(stage, layout.stages, replicas)
-        seconds = max(seconds, float(end.max()), hidden + needed)
-    gathering = np.repeat(bins.gather_seconds.sum(axis=1), layout.context_parallel)
-    gathering = np.tile(gathering, layout.stages) * (2 * costs.model.layers // layout.stages)
-    gathered = np.repeat(bins.gathered_bytes.sum(axis=1), layout.context_parallel)
+        others = layers * float(shared.held[:, -1, 1].max())
+        exposed = exposed_reduction(ended - began, needed, others, costs.cluster.charges)
+        seconds = max(seconds, ended + exposed)
+
+    def of_ranks(each: Any) -> Any:
+        """Sums over the layers of each rank's stage."""
+        return np.tile(np.repeat(layers * each, layout.context_parallel), layout.stages)
+
+    times = np.array([2 if costs.recompute else 1, 1])
+    gathering = of_ranks((times * shared.exposed).sum(axis=(1, 2)))
+    sent = times * shared.sent.sum(axis=1)
     return Outcome(
         seconds,
         int(lengths.sum()),
@@ -88,13 +112,28 @@ def simulate_baseline(
         np.concatenate([stage.computed for stage in stages]),
         gathering + np.concatenate([stage.waited for stage in stages]),
         gathering,
-        {
-            "all-gather": np.tile(gathered, layout.stages) * (costs.model.layers // layout.stages),
-            "reduce-scatter": np.tile(gathered, layout.stages)
-            * (costs.model.layers // layout.stages),
-        },
+        {"shared forward": of_ranks(sent[:, 0]), "shared backward": of_ranks(sent[:, 1])},
         tuple(spans),
     )
+
+
+def check_layout(name: str, layout: BaselineLayout, costs: ModelCosts) -> None:
+    """Refuses groups that a baseline cannot have.
+
+    Raises:
+        ValueError: the group has the wrong size, or too few heads for an all-to-all.
+    """
+    size, apart = layout.context_parallel, layout.all_to_all
+    if name == "packed" and size > 1:
+        raise ValueError("packed has no context parallelism: use per-document-cp")
+    if apart < 1 or size % apart or costs.shape.kv_heads % apart:
+        raise ValueError(
+            f"{apart} ranks cannot share {costs.shape.kv_heads} key-value heads of each GPU by an "
+            f"all-to-all in groups of {size}: give a divisor of both"
+        )
+    wanted = {"cp-a2a": apart == size, "cp-a2a+p2p": 1 < apart < size}.get(name, apart == 1)
+    if not wanted:
+        raise ValueError(f"{name} has no all-to-all among {apart} of {size} ranks")
 
 
 def _memory(bins: Bins, layout: BaselineLayout, costs: ModelCosts) -> Floats:
@@ -102,11 +141,8 @@ def _memory(bins: Bins, layout: BaselineLayout, costs: ModelCosts) -> Floats:
     layers = costs.model.layers // layout.stages
     replicas = layout.data_parallel * layout.context_parallel
     in_flight = most_in_flight_of_1f1b(layout.micro_batches, layout.stages)
-    size = layout.context_parallel
-    others = bins.tokens.sum(axis=2, keepdims=True) - bins.tokens if size > 1 else 0 * bins.tokens
-    kept = layers * (
-        bins.tokens * costs.activation_bytes() + others * float(costs.shape.kv_row_bytes)
-    )
+    shared = bins.shared
+    kept = layers * (bins.tokens * costs.activation_bytes() + shared.kept)
     found = []
     for stage, most in enumerate(in_flight):
         # 1F1B keeps consecutive micro-batches.
@@ -114,6 +150,8 @@ def _memory(bins: Bins, layout: BaselineLayout, costs: ModelCosts) -> Floats:
             [kept[:, n : n + most].sum(axis=1) for n in range(layout.micro_batches - most + 1)]
         ).max(axis=0)
         peak = together.ravel() + costs.state_bytes(stage, layout.stages, replicas)
-        more = costs.backward_bytes(stage == layout.stages - 1, size)
-        found.append(peak + more * bins.tokens.max(axis=1).ravel())
+        more = shared.transient.max(axis=3) + bins.tokens * costs.recomputed_bytes()
+        if stage == layout.stages - 1:
+            more = np.maximum(more, bins.tokens * costs.logit_bytes())
+        found.append(peak + more.max(axis=1).ravel())
     return np.concatenate(found)

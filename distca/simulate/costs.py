@@ -38,12 +38,15 @@ class ModelCosts:
         cluster: GPUs and links that the model runs on.
         tensor_parallel: GPUs that share each layer, within a node.
         dtype_bytes: bytes of an activation and of a weight.
+        recompute: each layer keeps its input alone, and runs forward again before it runs backward
+            (`--recompute-granularity full`).
     """
 
     model: ModelSize
     cluster: Cluster
     tensor_parallel: int = 1
     dtype_bytes: int = 2
+    recompute: bool = False
 
     @property
     def shape(self) -> AttentionShape:
@@ -109,6 +112,17 @@ class ModelCosts:
 
     def activation_bytes(self) -> float:
         """Bytes of a token that each GPU keeps for one layer's backward pass."""
+        if self.recompute:
+            return self.model.hidden_size * self.dtype_bytes / self.tensor_parallel
+        return self._layer_bytes
+
+    def recomputed_bytes(self) -> float:
+        """Bytes of a token of the one layer that has run forward again; without that none."""
+        return self._layer_bytes if self.recompute else 0.0
+
+    @property
+    def _layer_bytes(self) -> float:
+        """Bytes of a token of all activations that one layer's backward pass needs."""
         hidden, q, kv, ffn = self._widths
         elements = 4 * hidden + 2 * q + 2 * kv + 3 * ffn
         lse = 4 * self.model.heads

@@ -31,7 +31,6 @@ def training_flags(candidate: Candidate, workload: Workload) -> list[str]:
         ValueError: training cannot cut the sequences so that each rank has whole attention blocks,
             or the configuration is one without `--distca`.
     """
-    cluster = workload.cluster
     if candidate.system not in DISTCA_SYSTEMS:
         raise ValueError(
             f"{candidate.system} is simulated without --distca: give one of "
@@ -41,6 +40,7 @@ def training_flags(candidate: Candidate, workload: Workload) -> list[str]:
     sequences = _sequences_of_a_window(candidate, workload)
     samples = workload.sequences * chain // candidate.micro_batches // sequences
     seq_length = sequences * workload.context // candidate.data // chain
+    links = workload.cluster.links(candidate.tensor)
     tolerance = workload.tolerance if candidate.tolerance is None else candidate.tolerance
     flags = [
         f"--tensor-model-parallel-size {candidate.tensor}",
@@ -58,10 +58,13 @@ def training_flags(candidate: Candidate, workload: Workload) -> list[str]:
         *([] if options.free_placement else ["--distca-placement sequential"]),
         f"--distca-tolerance {tolerance}",
         f"--distca-max-document-length {workload.context}",
-        f"--distca-gpus-per-node {cluster.gpus_per_node}",
-        f"--distca-node-gb-per-s {cluster.node_gb_per_s}",
-        f"--distca-network-gb-per-s {cluster.network_gb_per_s}",
+        f"--distca-gpus-per-node {workload.cluster.gpus_per_node}",
+        f"--distca-node-gb-per-s {links.node_gb_per_s}",
+        f"--distca-network-gb-per-s {links.network_gb_per_s}",
     ]
+    if workload.recompute:
+        flags.append("--recompute-granularity full --recompute-method uniform")
+        flags.append("--recompute-num-layers 1")
     if candidate.max_in_flight is not None:
         flags.append(f"--distca-max-in-flight {candidate.max_in_flight}")
     if chain > 1:

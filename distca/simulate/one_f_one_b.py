@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -32,16 +33,25 @@ class Passes:
     @staticmethod
     def of(bins: Bins, layout: BaselineLayout, costs: ModelCosts, stage: int) -> Passes:
         layers = costs.model.layers // layout.stages
+        cluster, shared = costs.cluster, bins.shared
         passes, computed, waited = [], 0.0, 0.0
-        for direction, factor in ((0, 1.0), (1, costs.cluster.backward_over_forward)):
+        again: Any = 0.0
+        for direction, factor in ((0, 1.0), (1, cluster.backward_over_forward)):
             linear = costs.pre_seconds()[direction] + costs.post_seconds()[direction]
-            launch = costs.cluster.launch_seconds
+            launch = cluster.launch_seconds * shared.calls[:, :, None]
+            launch = launch + costs.pre_launch_seconds()[direction]
+            launch = launch + costs.post_launch_seconds()[direction]
+            copied = shared.copied[..., direction] / cluster.copied_bytes_per_second
             # Parts after which the ranks of a group wait for each other.
-            of_layer = bins.tokens * linear + factor * bins.attention + launch
-            parts: list[Floats] = [layers * of_layer]
+            of_layer = bins.tokens * linear + factor * shared.attention + copied + launch
+            parts: list[Any] = [layers * (of_layer + again)]
             if stage == layout.stages - 1:
-                parts.append(bins.tokens.astype(np.float64) * costs.head_seconds()[direction])
-            each = layers * bins.gather_seconds
+                head = costs.head_launch_seconds()[direction]
+                parts.append(bins.tokens * costs.head_seconds()[direction] + head)
+            each = layers * shared.exposed[..., direction]
+            if costs.recompute:
+                each = each + direction * layers * shared.exposed[..., 0]
+                again = of_layer
             for part in parts:
                 slowest = part.max(axis=2, keepdims=True)
                 each = each + slowest[:, :, 0]

@@ -21,9 +21,10 @@ from distca.schedule import ExecutionOptions, LinearWork, ScheduleConfig, most_i
 from distca.schedule.program import Ablation
 from distca.simulate.baselines import BASELINES, simulate_baseline
 from distca.simulate.batches import plan_global_batch
-from distca.simulate.bins import BaselineLayout
+from distca.simulate.bins import GATHERED, PACKED_BY_WORK, BaselineLayout, keeps
 from distca.simulate.cluster import Cluster
 from distca.simulate.costs import ModelCosts
+from distca.simulate.hybrid import HYBRID
 from distca.simulate.outcome import Outcome
 from distca.simulate.ticks import simulate_ticks
 
@@ -52,6 +53,7 @@ class Workload:
         context: tokens of a sequence; no document is longer.
         sequences: number of sequences in a global batch.
         tolerance: relative imbalance of servers' loads that schedulers may leave.
+        recompute: value of `ModelCosts.recompute`.
     """
 
     model: ModelSize
@@ -60,6 +62,11 @@ class Workload:
     context: int
     sequences: int
     tolerance: float = 0.1
+    recompute: bool = False
+
+    def costs(self, tensor_parallel: int) -> ModelCosts:
+        """Costs of the model on the cluster."""
+        return ModelCosts(self.model, self.cluster, tensor_parallel, recompute=self.recompute)
 
     def __post_init__(self) -> None:
         for name in ("gpus", "context", "sequences"):
@@ -82,6 +89,8 @@ class Candidate:
         tolerance: imbalance of servers' loads, with `--distca`; None: the workload's.
         head_groups: value of `--distca-head-groups`.
         chain: micro-batches that share documents, with `--distca`.
+        all_to_all: neighbouring ranks of a context-parallel group that share heads; the others form
+            rings.
     """
 
     system: str
@@ -94,10 +103,12 @@ class Candidate:
     tolerance: float | None = None
     head_groups: int = 1
     chain: int = 1
+    all_to_all: int = 1
 
     def __str__(self) -> str:
         sizes = f"TP{self.tensor} PP{self.stages} DP{self.data}"
         sizes += f" CP{self.context}" if self.context > 1 else ""
+        sizes += f" ({self.all_to_all} by a2a)" if 1 < self.all_to_all < self.context else ""
         bound = f", {self.max_in_flight} in flight" if self.max_in_flight is not None else ""
         bound += f", tolerance {self.tolerance}" if self.tolerance is not None else ""
         bound += f", {self.head_groups} head groups" if self.head_groups > 1 else ""
@@ -154,27 +165,59 @@ def divisions(
         for pp in stages:
             if not _divides(tp, workload) or servers % pp or workload.model.layers % pp:
                 continue
+            if system == HYBRID and (pp > 1 or servers % 2):
+                continue
             groups = _divisors(servers // pp) if system in BASELINES[1:] else [1]
             # WLB-LLM's bins hold documents of any sequence, so they may be smaller than one.
-            most = workload.sequences * (_MOST_BINS if system == "wlb-llm" else 1)
+            most = workload.sequences * (_MOST_BINS if system in PACKED_BY_WORK else 1)
+            heads = workload.model.kv_heads // tp
             found += [
-                Candidate(system, tp, pp, servers // pp // cp, cp, number)
+                Candidate(system, tp, pp, servers // pp // cp, cp, number, all_to_all=apart)
                 for cp in groups
+                for apart in _all_to_alls(system, cp, heads)
                 for number in _divisors(most)
                 # Fewer micro-batches than stages leave most of a pipeline idle.
                 if number <= most_micro_batches and (pp == 1 or number >= pp)
-                if _fills(system, workload, servers // pp // cp, cp, number)
+                if _fills(system, workload, pp, servers // pp // cp, cp, number)
             ]
+    if system == "wlb-llm-paper" and tuple(stages) == (1,):
+        # The authors' sweeps without pipelines go down from 32 ranks, and stop after two sizes.
+        sizes = sorted({c.context for c in found if c.context <= 32})[-2:]
+        found = [c for c in found if c.context in sizes]
     return found
 
 
-def _fills(system: str, workload: Workload, data: int, context: int, micro_batches: int) -> bool:
+def _all_to_alls(system: str, context: int, heads: int) -> list[int]:
+    """Sizes of all-to-alls in a group of `context` ranks; none where the system has no such group.
+
+    Args:
+        system: one of `SYSTEMS`.
+        context: ranks of the group.
+        heads: key-value heads of a GPU, which the size must divide.
+    """
+    sizes = [n for n in _divisors(context) if heads % n == 0]
+    if system == "cp-a2a":
+        return [n for n in sizes if n == context]
+    if system == "cp-a2a+p2p":
+        return [n for n in sizes if 1 < n < context]
+    return [1]
+
+
+def _fills(
+    system: str, workload: Workload, stages: int, data: int, context: int, micro_batches: int
+) -> bool:
     """Whether the batch's sequences fill the micro-batches of all ranks evenly."""
     if system in DISTCA_SYSTEMS:
         return workload.sequences // micro_batches * workload.context % (2 * data) == 0
     if workload.sequences * workload.context % (data * context * micro_batches):
         return False
-    if system == "wlb-llm":
+    if system == HYBRID:
+        # `context` is how many ranks the longest document has: a power of two.
+        return micro_batches == 1 and context & (context - 1) == 0
+    if system == "wlb-llm-paper":
+        # At most one bin a sequence, and one micro-batch without a pipeline.
+        return data * micro_batches <= workload.sequences and (stages > 1 or micro_batches == 1)
+    if system in PACKED_BY_WORK:
         return data * micro_batches <= _MOST_BINS * workload.sequences
     return workload.sequences % (data * micro_batches) == 0
 
@@ -259,7 +302,7 @@ def _divisors(number: int) -> list[int]:
 
 def least_memory(candidate: Candidate, workload: Workload) -> float:
     """Lower bound of a first-stage GPU's memory in bytes: without buffers and imbalance."""
-    costs = ModelCosts(workload.model, workload.cluster, candidate.tensor)
+    costs = workload.costs(candidate.tensor)
     in_flight = most_in_flight_of_1f1b(candidate.micro_batches, candidate.stages)[0]
     if candidate.system in DISTCA_SYSTEMS:
         options = options_of(candidate)
@@ -272,7 +315,12 @@ def least_memory(candidate: Candidate, workload: Workload) -> float:
         / (candidate.data * candidate.context * candidate.micro_batches)
     )
     kept = tokens * costs.activation_bytes()
-    kept += tokens * (candidate.context - 1) * costs.shape.kv_row_bytes
+    if candidate.system in GATHERED:
+        others = max(keeps(candidate.system, costs) * candidate.context - 1, 0)
+        kept += tokens * others * costs.shape.kv_row_bytes
+    if candidate.system == HYBRID:
+        # Rounds keep one document, of which the batch may have none as long as a sequence.
+        kept = 0.0
     layers = workload.model.layers // candidate.stages
     return in_flight * layers * kept + costs.state_bytes(
         0, candidate.stages, candidate.data * candidate.context
@@ -302,10 +350,14 @@ def simulate(
         int(s.sum()) != workload.context for s in sequences
     ):
         raise ValueError(f"give {workload.sequences} sequences of {workload.context:,} tokens each")
-    costs = ModelCosts(workload.model, workload.cluster, candidate.tensor)
+    costs = workload.costs(candidate.tensor)
     if candidate.system in BASELINES:
         layout = BaselineLayout(
-            candidate.stages, candidate.data, candidate.context, candidate.micro_batches
+            candidate.stages,
+            candidate.data,
+            candidate.context,
+            candidate.micro_batches,
+            candidate.all_to_all,
         )
         lengths = np.concatenate(sequences)
         return simulate_baseline(candidate.system, lengths, layout, costs, recording=recording)

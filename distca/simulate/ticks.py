@@ -156,7 +156,9 @@ class _Run:
         """
         resources, forward = self._resources, tick.direction == "forward"
         head_seconds = self._head_seconds(tick, nano_costs)
-        before, after = self._linear_seconds(tick.direction, nano_costs)
+        directions: tuple[Pass, ...] = ("forward", "backward")
+        linear = {each: self._linear_seconds(each, nano_costs) for each in directions}
+        alone = self._costs.recompute and not forward
         first, last = (0, self._layers - 1) if forward else (self._layers - 1, 0)
         names = NANO_BATCHES if len(nano_costs) > 1 else (None,)
         returns: list[list[Floats]] = [[] for _ in nano_costs]
@@ -165,21 +167,23 @@ class _Run:
         for event in self._program(tick, nano_costs, turns):
             n, layer = event.nano_batch, event.layer
             plan, labels = nano_costs[n], {"layer": layer, "nano_batch": names[n]}
+            before, after = linear[event.direction]
             if event.step == "send ahead":
                 self._sent_ahead[n] = self._dispatch(plan, "backward", labels)
             elif event.step == "start":
-                resources.compute(before[n] if layer == first else before[n] + after[n])
-                resources.compute(resources.traffic_seconds(self._borrowing(plan)[tick.direction]))
+                begins = alone or layer == first
+                resources.compute(before[n] if begins else before[n] + after[n])
+                resources.compute(resources.traffic_seconds(self._borrowing(plan)[event.direction]))
                 arrives = self._sent_ahead.pop(n, None)
-                self._arrives[n] = arrives or self._dispatch(plan, tick.direction, labels)
+                self._arrives[n] = arrives or self._dispatch(plan, event.direction, labels)
             elif event.step == "compute":
                 returns[n] = [
-                    self._compute(plan, tick.direction, over, labels | group)
+                    self._compute(plan, event.direction, over, labels | group)
                     for over, group in zip(self._arrives.pop(n), self._groups, strict=True)
                 ]
             else:
-                self._finish(plan, tick.direction, returns[n], labels)
-                if layer == last:
+                self._finish(plan, event.direction, returns[n], labels)
+                if alone or layer == last:
                     resources.compute(after[n])
         if forward:
             resources.compute(head_seconds)
@@ -214,6 +218,8 @@ class _Run:
         """The order of events of a tick."""
         at_home = self._planned.schedule.stages == 1 and not _returns(nano_costs)
         layers = [LayerGroup(range(self._layers), recomputed=False)]
+        if self._costs.recompute:
+            layers = [LayerGroup(range(n, n + 1), recomputed=True) for n in range(self._layers)]
         return tick_program(tick.direction, layers, len(nano_costs), at_home, turns)
 
     def _dispatch(self, plan: PlanCosts, direction: Pass, labels: dict[str, Any]) -> list[Floats]:
@@ -368,6 +374,8 @@ class _Run:
                 # run when there are no logits any more.
                 more = last * new_logits * tokens[members]
                 of_kernels = kernels[members] - last * kept_logits * tokens[members]
+                if tick.direction == "backward":
+                    of_kernels = of_kernels + costs.recomputed_bytes() * tokens[members]
                 peak = now[members] + np.maximum(more, of_kernels)
                 most[members] = np.maximum(most[members], peak)
                 if tick.direction == "backward":

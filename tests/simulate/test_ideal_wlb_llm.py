@@ -11,12 +11,14 @@ import pytest
 from distca.cost.model_sizes import MODELS, ModelSize
 from distca.simulate import (
     CLUSTERS,
+    PUBLISHED,
     BaselineLayout,
     ModelCosts,
     Workload,
     divisions,
     simulate_baseline,
 )
+from distca.simulate.bins import PaperWork
 from distca.simulate.one_f_one_b import order_of_1f1b
 
 CLUSTER = CLUSTERS["dgx-h200"]
@@ -107,3 +109,30 @@ def test_bins_may_be_smaller_than_sequences() -> None:
     assert (
         max(c.micro_batches for c in divisions("wlb-llm", workload, [8], [2])) > workload.sequences
     )
+
+
+def test_the_papers_way_has_few_configurations_and_is_packed_without_a_model() -> None:
+    """At most one bin a sequence, one micro-batch without a pipeline, and two group sizes then."""
+    workload = Workload(MODELS["llama-8b"], CLUSTER, 256, 131_072, 16)
+    three = divisions("wlb-llm-paper", workload, [8], [1])
+    assert {(c.data, c.context, c.micro_batches) for c in three} == {(1, 32, 1), (2, 16, 1)}
+    four = divisions("wlb-llm-paper", workload, [8], [1, 2])
+    assert max(c.data * c.micro_batches for c in four) == 16
+    assert {c.micro_batches for c in four if c.stages == 1} == {1}
+    # Packed by the formula, whatever attention costs here.
+    lengths = np.array([30_720, *[3840] * 15])
+    balanced, papers = (
+        simulate_baseline(name, lengths, BaselineLayout(1, 2, 1, 1), COSTS)
+        for name in ("wlb-llm", "wlb-llm-paper")
+    )
+    assert papers.computed.max() > 1.03 * balanced.computed.max()
+    documents = np.array([64_000, 32_000])
+    pairs = documents * documents // 2
+    assert PaperWork().seconds(documents, documents, pairs).tolist() == [2.0, 0.75]
+    charged = ModelCosts(MODEL, replace(CLUSTER, charges=PUBLISHED))
+    kept = [
+        simulate_baseline(name, np.full(4, 8192), BaselineLayout(1, 2, 2, 1), charged)
+        for name in ("wlb-llm", "wlb-llm-paper")
+    ]
+    more = MODEL.layers * 2 * 8192 * COSTS.shape.kv_row_bytes
+    assert kept[1].memory_bytes - kept[0].memory_bytes == pytest.approx(more)

@@ -15,6 +15,7 @@ from distca.cost.model_sizes import MODELS, ModelSize
 from distca.simulate import (
     CLUSTERS,
     DISTCA_SYSTEMS,
+    PUBLISHED,
     Candidate,
     ModelCosts,
     Workload,
@@ -159,6 +160,7 @@ def test_what_is_printed(command: Command, more: list[str]) -> None:
     cluster = replace(WORKLOAD.cluster, node_gb_per_s=5.0, network_gb_per_s=5.0)
     long = replace(WORKLOAD, context=65536, sequences=1, tolerance=0.1, cluster=cluster)
     workload = long if more else WORKLOAD
+    workload = replace(workload, cluster=replace(workload.cluster, charges=PUBLISHED))
     (row,) = [r for r in json.loads(command.run(*COMMAND, *more, "--json")) if r["flags"]]
     candidate = Candidate(**row["candidate"])
     assert str(candidate) in text

@@ -71,7 +71,7 @@ def test_context_parallel_ranks_wait_for_the_gathered_keys() -> None:
     assert free.gathering == pytest.approx(expected, rel=1e-3)
     # Documents of a length are shared out equally: nobody waits for others.
     assert free.exposed == pytest.approx(free.gathering, rel=1e-3)
-    assert free.bytes_sent["all-gather"].tolist() == [costs.model.layers * gathered] * 16
+    assert free.bytes_sent["shared forward"].tolist() == [costs.model.layers * gathered] * 16
 
 
 def test_ranks_of_a_group_wait_for_its_slowest() -> None:
@@ -116,6 +116,6 @@ def test_only_wlb_llm_runs_its_heaviest_bins_first(name: str, in_order: bool) ->
     attention = costs.cluster.attention_cost(costs.shape)
     lengths = np.array([128] * 64 + [8192])
     bins = Bins.of(name, lengths, BaselineLayout(1, 1, 1, 2), costs, attention, Mask())
-    light, heavy = sorted(bins.attention.ravel().tolist())
+    light, heavy = sorted(bins.shared.attention.ravel().tolist())
     assert heavy > 10 * light
-    assert (bins.attention.ravel().tolist() == [light, heavy]) is in_order
+    assert (bins.shared.attention.ravel().tolist() == [light, heavy]) is in_order
