@@ -6,8 +6,10 @@
 * **table3**, which is **fig9**: 3D parallelism (no pipeline); **table4**, which is **fig10**: 4D.
   For each row of the paper's Tables 3 and 4 and both length distributions: WLB-LLM in its ideal
   form, swept over DP, CP, micro-batches (and PP in 4D), against the paper's greedy scheduler and
-  against tiles, swept over the same without CP. Plain Megatron and per-document CP stand beside
-  them. 4D is given twice: with any number of stages, and with two or more as in the paper.
+  against tiles, swept over the same without CP. Plain Megatron, its kinds of context parallelism,
+  and WLB-LLM as the paper's authors ran it (`wlb-llm-paper`) stand beside them. 4D is given twice:
+  with any number of stages, and with two or more as in the paper. All are charged alike, as
+  `distca.simulate.charges` says; `--baseline-ideal` charges nothing, as all figures do.
 * **fig3**: per-document CP: share of the all-gather, and of gathered keys in memory.
 * **fig4**: variable-length packing: memory it needs, and idle time that is left.
 * **fig6**: DP against CP for WLB-LLM, 64 GPUs, 512K.
@@ -59,6 +61,11 @@ PUBLISHED = (
     "Documents: lengths published with WLB-LLM and of ProLong's data, one in ten of those below "
     "10,000 tokens; attention at the highest published rate of the kernel on an H100."
 )
+PAPERS = (
+    "Documents: lengths published with WLB-LLM and of ProLong's data, lengthened, repeated and "
+    "left out as in the paper's public experiments; attention at the highest published rate of "
+    "the kernel on an H100."
+)
 DRAWN = "Documents are drawn from distributions like the paper's; they are not the paper's."
 
 
@@ -98,11 +105,21 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", default=MODEL_NAMES, choices=MODEL_NAMES)
     parser.add_argument("--documents", nargs="+", default=DOCUMENTS, choices=DOCUMENTS)
     parser.add_argument("--published", type=Path, metavar="DIR")
+    parser.add_argument(
+        "--baseline-ideal", action="store_true", help="charge nothing in table3 and table4"
+    )
+    parser.add_argument(
+        "--papers-documents",
+        action="store_true",
+        help="draw published lengths as the paper's experiments do; needs --published",
+    )
     parser.add_argument("--processes", type=int, help="default: one for each core")
     args = parser.parse_args()
     counts = ("batches", "sweep_batches", "most_promising", "finalists")
     if min(getattr(args, name) for name in counts) < 1:
         parser.error(f"{', '.join(map(_flag, counts))} must be at least 1")
+    if args.papers_documents and args.published is None:
+        parser.error("--papers-documents draws published lengths: give --published DIR")
     options = Options(
         args.batches,
         args.sweep_batches,
@@ -111,6 +128,8 @@ def main() -> None:
         "" if args.published is None else str(args.published),
         tuple(args.models),
         tuple(args.documents),
+        args.baseline_ideal,
+        args.papers_documents,
     )
     args.output.mkdir(parents=True, exist_ok=True)
     runner = Runner(args.output / "runs.jsonl", args.processes)
@@ -119,7 +138,10 @@ def main() -> None:
     for name in (SAME.get(name, name) for name in names):
         command = " ".join(["python benchmarks/cluster/paper.py", name, *given, "--output DIR"])
         title = f"{name}_published" if options.published else name
+        title += "_papers_documents" if options.papers_documents else ""
+        title += "_ideal" if options.baseline_ideal else ""
         documents = PUBLISHED if options.published else DRAWN
+        documents = PAPERS if options.papers_documents else documents
         write(title, EXPERIMENTS[name](runner, options), args.output, command, documents)
 
 
@@ -134,6 +156,8 @@ def _as_typed(parser: argparse.ArgumentParser, options: Options) -> list[str]:
         value, default = getattr(options, field.name), parser.get_default(field.name)
         if field.name == "published":
             typed += ["--published DIR"] if value else []
+        elif isinstance(value, bool):
+            typed += [_flag(field.name)] if value else []
         elif isinstance(value, tuple):
             typed += [" ".join([_flag(field.name), *value])] if list(value) != default else []
         elif value != default:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
 from benchmarks.cluster.sweep import Case
+from distca.simulate import PUBLISHED
 
 K = 1024
 
@@ -41,9 +42,23 @@ class Options:
     published: str
     models: tuple[str, ...]
     documents: tuple[str, ...]
+    baseline_ideal: bool = False
+    papers_documents: bool = False
 
     def case(self, model: str, documents: str, context: int, sequences: int, gpus: int) -> Case:
-        return Case(model, documents, context * K, sequences, gpus, published=self.published)
+        """A case in which nothing is charged."""
+        return Case(
+            *(model, documents, context * K, sequences, gpus),
+            published=self.published,
+            papers_way=self.papers_documents,
+        )
+
+    def charged_case(
+        self, model: str, documents: str, context: int, sequences: int, gpus: int
+    ) -> Case:
+        """A case with the published charges, but for `--baseline-ideal`."""
+        case = self.case(model, documents, context, sequences, gpus)
+        return case if self.baseline_ideal else replace(case, charges=PUBLISHED)
 
 
 def table(rows: Sequence[dict[str, Any]]) -> list[str]:

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
-from benchmarks.published_lengths import published
+from benchmarks.published_lengths import papers, published
 from distca.cost.model_sizes import MODELS
 from distca.documents.lengths import (
     Capped,
@@ -30,8 +30,10 @@ from distca.documents.lengths import (
 from distca.plan.span import Int64s
 from distca.simulate import (
     CLUSTERS,
+    UNCHARGED,
     Ablation,
     Candidate,
+    Charges,
     Workload,
     pack_sequences,
     simulate,
@@ -51,6 +53,8 @@ class Case:
         tolerance: relative imbalance of servers' loads that schedulers may leave.
         tensor: tensor-parallel size.
         published: folder with published lengths instead of distributions; or "".
+        charges: charges on all systems.
+        papers_way: draw published lengths as the paper's experiments do.
     """
 
     model: str
@@ -61,10 +65,12 @@ class Case:
     tolerance: float = 0.1
     tensor: int = 8
     published: str = ""
+    charges: Charges = UNCHARGED
+    papers_way: bool = False
 
     @property
     def workload(self) -> Workload:
-        cluster = CLUSTERS["dgx-h200"]
+        cluster = replace(CLUSTERS["dgx-h200"], charges=self.charges)
         if self.published:
             cluster = replace(cluster, attention_tflops=published_tflops(Path(self.published)))
         model = MODELS[self.model]
@@ -79,9 +85,10 @@ class Case:
     def batch(self, seed: int) -> list[Int64s]:
         """Sequences of a global batch: lengths of documents, cut where a sequence ends."""
         if self.published:
-            lengths = published(self.published_lengths, upsampled=True)(
-                self.sequences * self.context, self.context, seed
-            )
+            path = self.published_lengths
+            upsampled = published(path, upsampled=True)
+            make = papers(path, self.documents) if self.papers_way else upsampled
+            lengths = make(self.sequences * self.context, self.context, seed)
             return pack_sequences(lengths, self.sequences, self.context)
         distribution = paper_distribution(self.documents, self.context)
         total = self.sequences * self.context
