@@ -228,7 +228,9 @@ class Layer:
             )
             attention.reserve(needed)
             exchanges = attention.buffers.place([build_exchange(plan, rank) for plan in plans])
-            micro_batch = batch.micro_batch(planned.micro_batches[0], {}).to(self._device)
+            only = planned.micro_batches[0]
+            made = batch.micro_batch(only, {}, [None] * len(only.plans))
+            micro_batch = made.to(self._device)
             halves.append(self._of_server(attention, exchanges, micro_batch))
         self.transports[name] = ranks
         return halves
