@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -46,10 +47,10 @@ class Step:
     def bytes_by_sequence(self, model: ServedModel) -> list[int]:
         """Bytes that the step moves for each sequence, in all layers, by its plans."""
         total = np.zeros(len(self.sequences), dtype=np.int64)
-        for window in model.windows:
+        for window, layers in Counter(model.windows).items():
             plan = self.plans[Mask(window)]
             for number in range(len(self.sequences)):
-                total[number] += _bytes_of(plan, number, model).total
+                total[number] += layers * _bytes_of(plan, number, model).total
         return [int(each) for each in total]
 
 

@@ -92,8 +92,9 @@ def _span(log: Log, original: Any, trace: Any, name: str, lane: str, **labels: A
 
 
 def _kernel(log: Log, original: Any, name: str, kernel: Any, *args: Any, **options: Any) -> Any:
-    rows = [tuple(each.shape[:2]) for each in args[:-1] if each.dim() == 3]
-    tasks = args[-1]
+    rows = [tuple(each.shape[:2]) for each in args if torch.is_tensor(each) and each.dim() == 3]
+    # Commits differ in what follows the tasks.
+    tasks = next(each for each in args if hasattr(each, "cu_seqlens_q"))
     shape = {key: getattr(tasks, key) for key in ("causal", "window_left", "softmax_scale")}
     number = len(tasks.cu_seqlens_q) - 1
     log.event(f"kernel {name}: rows and heads {rows}, {number} tasks, {shape}")

@@ -31,7 +31,7 @@ def test_dedicated_servers_go_on_in_the_data_as_all_ranks_do(ranks, longest: int
         "valid_stream_start": 384,
         "distca_max_document_length": longest,
     }
-    expected = resumed | {"seq_length": 128, "data_parallel_size": 2}
+    expected = resumed | {"seq_length": 128, "data_parallel_size": 2, "distca_chain": 1}
     # The default is a window.
     expected["distca_max_document_length"] = longest or 256
     assert ranks.run(told, resumed, world_size=2) == [expected] * 2
