@@ -294,11 +294,12 @@ def _check_pip(words: list[str]) -> None:
 
 
 def check_pytest(words: Sequence[str]) -> None:
-    """Holds arguments against pytest's own options and those of conftest.py."""
+    """Holds arguments against the options of pytest, of xdist and of conftest.py."""
     from _pytest.config import get_config
 
     config = get_config([], ())
-    config.pluginmanager.import_plugin("conftest")
+    for plugin in ("xdist.plugin", "conftest"):
+        config.pluginmanager.import_plugin(plugin)
     _, unknown = config._parser.parse_known_and_unknown_args(list(words))
     assert not unknown, f"pytest knows no {' '.join(unknown)}"
     for word in words:
