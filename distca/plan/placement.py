@@ -52,6 +52,18 @@ class Placement:
             tables[0].world_size,
         )
 
+    def joined(self) -> Placement:
+        """Joins neighbouring pieces of a rank. Sorts by rank, document and position."""
+        order = np.lexsort((self.start, self.document, self.rank))
+        document, start, end = self.document[order], self.start[order], self.end[order]
+        rank = self.rank[order]
+        opens = np.ones(len(rank), dtype=bool)
+        opens[1:] = (
+            (rank[1:] != rank[:-1]) | (document[1:] != document[:-1]) | (start[1:] != end[:-1])
+        )
+        last = np.append(np.flatnonzero(opens)[1:], len(rank)) - 1
+        return Placement(document[opens], start[opens], end[last], rank[opens], self.world_size)
+
     def of_rank(self, rank: int) -> Placement:
         """Returns the pieces of one rank, in the order of its rows."""
         return self.select(self.rank == rank)

@@ -130,7 +130,7 @@ def shard_documents(groups: Placement, size: int) -> Placement:
         rank[filled],
         groups.world_size * size,
     )
-    return _touching_joined(pieces)
+    return pieces.joined()
 
 
 def shard_sequence(groups: Placement, size: int) -> Placement:
@@ -153,18 +153,7 @@ def shard_sequence(groups: Placement, size: int) -> Placement:
     pieces = Placement(
         document[piece], starts + offset, cuts + offset, rank, groups.world_size * size
     )
-    return _touching_joined(pieces)
-
-
-def _touching_joined(placement: Placement) -> Placement:
-    """Joins neighbouring pieces of a rank, as the innermost head and tail touch."""
-    order = np.lexsort((placement.start, placement.document, placement.rank))
-    document, start, end = placement.document[order], placement.start[order], placement.end[order]
-    rank = placement.rank[order]
-    opens = np.ones(len(rank), dtype=bool)
-    opens[1:] = (rank[1:] != rank[:-1]) | (document[1:] != document[:-1]) | (start[1:] != end[:-1])
-    last = np.append(np.flatnonzero(opens)[1:], len(rank)) - 1
-    return Placement(document[opens], start[opens], end[last], rank[opens], placement.world_size)
+    return pieces.joined()
 
 
 def _tasks_by_owner_of_keys(placement: Placement) -> Tasks:

@@ -104,18 +104,7 @@ def step_plan(
 
 def held_after(held: Placement, new: Placement) -> Placement:
     """Returns who holds which keys and values after a step; neighbouring pieces are joined."""
-    both = _in_order(Placement.concatenate([held, new]))
-    opens = np.ones(len(both.rank), dtype=bool)
-    opens[1:] = (
-        (both.rank[1:] != both.rank[:-1])
-        | (both.document[1:] != both.document[:-1])
-        | (both.start[1:] != both.end[:-1])
-    )
-    first = np.flatnonzero(opens)
-    last = np.append(first[1:], len(opens)) - 1
-    return Placement(
-        both.document[first], both.start[first], both.end[last], both.rank[first], both.world_size
-    )
+    return _in_order(Placement.concatenate([held, new]).joined())
 
 
 def _in_order(placement: Placement) -> Placement:
