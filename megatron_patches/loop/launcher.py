@@ -46,16 +46,12 @@ def kill_leftovers() -> None:
 
 
 _KILL_LEFTOVERS = """
-import os, select, signal, sys
+import contextlib, os, select, signal, sys
 leader = int(sys.argv[1])
-try:
+with contextlib.suppress(ProcessLookupError):
     ends = select.poll()
     ends.register(os.pidfd_open(leader), select.POLLIN)
     ends.poll()
-except ProcessLookupError:
-    pass
-try:
+with contextlib.suppress(ProcessLookupError):
     os.killpg(leader, signal.SIGKILL)
-except ProcessLookupError:
-    pass
 """

@@ -142,6 +142,14 @@ def test_seeds_repeat_whatever_the_ranks_are(ranks, models) -> None:
     assert answers[0] == answers[1] != [each.answer.token_ids for each in greedy]
 
 
+def test_every_token_is_drawn_anew() -> None:
+    """Else all positions, and all sequences, would have the same one of equally likely tokens."""
+    sampling, logits = Sampling(temperature=1.0), torch.zeros(VOCABULARY)
+    assert len({sampling.choose(logits, 0, position) for position in range(50)}) > 30
+    assert len({sampling.choose(logits, sequence, 0) for sequence in range(50)}) > 30
+    assert len({Sampling(64, 1.0, seed).choose(logits, 0, 0) for seed in range(50)}) > 30
+
+
 def test_a_wrong_answer_is_found(models) -> None:
     """The comparison sees another token and other logits."""
     model = read_model(models["llama"], torch.float32)
