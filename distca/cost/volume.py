@@ -7,13 +7,14 @@ Appendix B is the cost of one shard that brings its full context; this is the co
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal
 
 import numpy as np
 
-from distca.plan import Plan
+from distca.plan import Plan, Segments
 from distca.plan.span import Int64s
 
 FORWARD_PHASES = ("dispatch", "return")
@@ -130,6 +131,11 @@ class Messages:
         return dense
 
     @staticmethod
+    def added(tables: Sequence[Messages]) -> Messages:
+        """Adds up the bytes of each pair."""
+        return Messages.of_matrix(np.sum([each.matrix() for each in tables], axis=0))
+
+    @staticmethod
     def of_matrix(dense: Int64s) -> Messages:
         """Makes the table of bytes by source and destination, `matrix`'s inverse."""
         source, destination = np.nonzero(dense)
@@ -181,7 +187,7 @@ def plan_bytes(plan: Plan, shape: AttentionShape, backward: BackwardInputs = "re
     """Counts the bytes of one layer's core attention, forward and backward.
 
     Args:
-        plan: a valid plan.
+        plan: a valid plan. If it has several steps, these are the sums of `step_bytes`.
         shape: the heads of one tensor-parallel rank.
         backward: "resend": the backward dispatch carries queries, keys and values again;
             "keep": servers have kept them.
@@ -191,19 +197,16 @@ def plan_bytes(plan: Plan, shape: AttentionShape, backward: BackwardInputs = "re
     """
     if backward not in BACKWARD_INPUTS:
         raise ValueError(f'backward is "resend" or "keep", not {backward!r}')
-    servers = plan.world_size
-    q_owner, q_server, q_rows = plan.q_segments.moved()
-    kv_owner, kv_server, kv_rows = plan.kv_segments.moved()
-    pairs, where = np.unique(
-        np.concatenate([q_owner * servers + q_server, kv_owner * servers + kv_server]),
-        return_inverse=True,
-    )
-    owner, server = np.divmod(pairs, servers)
-    q, kv = np.zeros_like(pairs), np.zeros_like(pairs)
-    q[where[: len(q_rows)]], kv[where[len(q_rows) :]] = q_rows, kv_rows
+    if plan.steps > 1:
+        each = [of_step.messages for of_step in step_bytes(plan, shape)]
+        return PlanBytes(
+            {phase: Messages.added([step[phase] for step in each]) for phase in FORWARD_PHASES}
+        )
+    segments = plan.step_segments[0]
+    owner, server, q, kv = _rows_by_pair(segments.q, segments.kv, plan.world_size)
 
     def to_servers(sizes: Int64s) -> Messages:
-        return Messages(owner, server, sizes, servers)
+        return Messages(owner, server, sizes, plan.world_size)
 
     inputs = q * shape.q_row_bytes + kv * shape.kv_row_bytes
     # The gradient of the output, the final output and the final LSE.
@@ -218,3 +221,42 @@ def plan_bytes(plan: Plan, shape: AttentionShape, backward: BackwardInputs = "re
             "return_backward": to_servers(inputs).back,
         }
     )
+
+
+def step_bytes(plan: Plan, shape: AttentionShape) -> tuple[PlanBytes, ...]:
+    """Counts the bytes of each step of one layer's core attention, forward: there is no backward
+    pass over several steps.
+
+    Args:
+        plan: a valid plan.
+        shape: the heads of one tensor-parallel rank.
+    """
+    found = []
+    for q, kv, outputs in plan.step_segments:
+        source, server, q_rows, kv_rows = _rows_by_pair(q, kv, plan.world_size)
+        inputs = q_rows * shape.q_row_bytes + kv_rows * shape.kv_row_bytes
+        owner, computed_by, rows = outputs.moved()
+        results = rows * (shape.q_row_bytes + shape.lse_row_bytes)
+        found.append(
+            PlanBytes(
+                {
+                    "dispatch": Messages(source, server, inputs, plan.world_size),
+                    "return": Messages(computed_by, owner, results, plan.world_size),
+                }
+            )
+        )
+    return tuple(found)
+
+
+def _rows_by_pair(q: Segments, kv: Segments, ranks: int) -> tuple[Int64s, Int64s, Int64s, Int64s]:
+    """Rows that travel from one rank to another: source, server, queries, keys of each pair."""
+    q_source, q_server, q_rows = q.moved()
+    kv_source, kv_server, kv_rows = kv.moved()
+    pairs, where = np.unique(
+        np.concatenate([q_source * ranks + q_server, kv_source * ranks + kv_server]),
+        return_inverse=True,
+    )
+    source, server = np.divmod(pairs, ranks)
+    of_q, of_kv = np.zeros_like(pairs), np.zeros_like(pairs)
+    of_q[where[: len(q_rows)]], of_kv[where[len(q_rows) :]] = q_rows, kv_rows
+    return source, server, of_q, of_kv

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 
 from distca.plan.mask import Mask
 from distca.plan.placement import Placement
-from distca.plan.segments import Segments, find_segments
+from distca.plan.segments import Segments, find_segments, relay
 from distca.plan.span import Bools, Int64s, cut_at, distinct
 from distca.plan.tasks import Tasks
 
@@ -17,9 +18,28 @@ BLOCK = 128
 """Tokens in a block of the attention kernels; cuts fall on its multiples (paper, Section 4.2)."""
 
 
+class StepSegments(NamedTuple):
+    """The rows of one step of a plan.
+
+    Attributes:
+        q: query rows that servers need in the step, and who sends them.
+        kv: key-value rows, likewise.
+        outputs: the same query rows by their owners, to whom outputs return.
+    """
+
+    q: Segments
+    kv: Segments
+    outputs: Segments
+
+
 @dataclass(frozen=True)
 class Plan:
     """Placement and tasks for one round of core attention.
+
+    Its tasks are in ordered *steps*, of which training has one. The rows of a step travel while
+    servers compute the step before, and the outputs of a step return while they compute the next.
+    A row that a server needs in a step comes from a rank that needed it in the step before (a
+    *relay*), else from its owner.
 
     Attributes:
         lengths: tokens of each document, int64 `[documents]`.
@@ -83,6 +103,26 @@ class Plan:
         rows = self.placement.first_rows()
         return self._needed(self.tasks.kv_start, self.tasks.kv_end, rows)
 
+    @cached_property
+    def steps(self) -> int:
+        """The number of steps."""
+        return int(self.tasks.step.max(initial=0)) + 1
+
+    @cached_property
+    def step_segments(self) -> tuple[StepSegments, ...]:
+        """The rows of each step. Of a plan with one they are `q_segments` and `kv_segments`."""
+        if self.steps == 1:
+            return (StepSegments(self.q_segments, self.kv_segments, self.q_segments),)
+        own, whole = self.own_tokens_per_rank(), self.placement.tokens_per_rank()
+        found: list[StepSegments] = []
+        for step in range(self.steps):
+            alone = replace(self, tasks=self.tasks[self.tasks.step == step])
+            q, kv = alone.q_segments, alone.kv_segments
+            if found:
+                q, kv = relay(q, found[-1].q, own), relay(kv, found[-1].kv, whole)
+            found.append(StepSegments(q, kv, alone.q_segments))
+        return tuple(found)
+
     def _needed(self, start: Int64s, end: Int64s, first_rows: Int64s) -> Segments:
         offset, server = self.document_offsets[self.tasks.document], self.tasks.server
         return find_segments(
@@ -115,6 +155,7 @@ class Plan:
         _check_placement(self)
         _check_cached_prefixes(self)
         _check_tasks(self)
+        _check_steps(self)
         _check_cuts(self)
         _check_cover(self)
 
@@ -207,6 +248,29 @@ def _check_tasks(plan: Plan) -> None:
         "a task is neither a full rectangle nor ends on the diagonal",
         *columns,
     )
+
+
+def _check_steps(plan: Plan) -> None:
+    """Checks that steps are numbered in turn, and that a server is sent a row in one of them."""
+    t = plan.tasks
+    _refuse(t.step < 0, "a task is in no step", t.document, t.q_start, t.q_end, t.step)
+    if plan.steps == 1:
+        return
+    tasks_of = np.bincount(t.step)
+    _refuse(tasks_of == 0, "a step has no task", np.arange(plan.steps))
+    for kind, whole in (("q", plan.q_segments), ("kv", plan.kv_segments)):
+        _, once = whole.moved_per_rank(plan.world_size)
+        each = [
+            getattr(step, kind).moved_per_rank(plan.world_size)[1] for step in plan.step_segments
+        ]
+        received = np.sum(each, axis=0)
+        _refuse(
+            received > once,
+            f"a server is sent a row of {kind} in several steps (server, received, distinct)",
+            np.arange(plan.world_size),
+            received,
+            once,
+        )
 
 
 def _check_cuts(plan: Plan) -> None:

@@ -4,6 +4,7 @@
      "documents": [length, ...],
      "placement": [[[document, start, end], ...], ...],      a list for each rank, in row order
      "tasks": [[document, q_start, q_end, kv_start, kv_end, server], ...],
+                                                             each with its step, if not all are 0
      "first_query": [position, ...],                         only if there are cached prefixes
      "configuration": {"scheduler": ..., "window_left": ..., "block": ..., "notes": [...], ...}}
 
@@ -39,7 +40,8 @@ def save_plan(plan: Plan, path: Path, configuration: dict[str, Any] | None = Non
     columns = (placement.rank, placement.document, placement.start, placement.end)
     for rank, *piece in zip(*(column.tolist() for column in columns), strict=True):
         pieces[rank].append(piece)
-    tasks = np.stack([t.document, t.q_start, t.q_end, t.kv_start, t.kv_end, t.server], axis=1)
+    table = [t.document, t.q_start, t.q_end, t.kv_start, t.kv_end, t.server]
+    tasks = np.stack([*table, t.step] if plan.steps > 1 else table, axis=1)
     own = {
         "scheduler": plan.scheduler,
         "window_left": plan.mask.window_left,

@@ -19,6 +19,9 @@ class Tasks:
     A task has one of the two shapes that a fused variable-length kernel runs at full speed: a full
     rectangle, all keys of which all of its queries see, or a piece that ends on the diagonal
     (`q_end == kv_end`), causal aligned to the lower right, within the mask's window.
+
+    A task belongs to a `step` of its plan: rows of a step travel while servers compute the step
+    before. Without the column all tasks are in step 0.
     """
 
     document: Int64s
@@ -27,6 +30,11 @@ class Tasks:
     kv_start: Int64s
     kv_end: Int64s
     server: Int64s
+    step: Int64s = None  # type: ignore[assignment]
+
+    def __post_init__(self) -> None:
+        if self.step is None:
+            object.__setattr__(self, "step", np.zeros(len(self.document), dtype=np.int64))
 
     def __len__(self) -> int:
         return len(self.document)
@@ -40,12 +48,15 @@ class Tasks:
             self.kv_start[selection],
             self.kv_end[selection],
             self.server[selection],
+            self.step[selection],
         )
 
     @staticmethod
-    def from_rows(rows: Iterable[tuple[int, int, int, int, int, int]]) -> Tasks:
-        """Makes a table of tuples `(document, q_start, q_end, kv_start, kv_end, server)`."""
-        table = np.array(list(rows), dtype=np.int64).reshape(-1, 6)
+    def from_rows(rows: Iterable[tuple[int, ...]]) -> Tasks:
+        """Makes a table of tuples `(document, q_start, q_end, kv_start, kv_end, server)`, each with
+        its step behind or none."""
+        listed = list(rows)
+        table = np.array(listed, dtype=np.int64).reshape(-1, len(listed[0]) if listed else 6)
         return Tasks(*(np.ascontiguousarray(column) for column in table.T))
 
     @staticmethod
