@@ -1,0 +1,65 @@
+"""Rows of sequences in a pool: they lie where their tables say, whatever order blocks come in."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from distca.cost.volume import AttentionShape
+from distca.runtime.kv_pool import BlockTables, KvPool
+
+CPU = torch.device("cpu")
+
+
+def test_rows_are_found_where_they_were_written() -> None:
+    """Sequences grow in turn, more of them and longer than the first table has room for."""
+    rng, size, count = np.random.default_rng(0), 4, 7
+    pool = KvPool(2, 64, size, AttentionShape(4, 2, 8), torch.float32, CPU)
+    tables, free = BlockTables(size, CPU), list(rng.permutation(64))
+    held: dict[int, list[torch.Tensor]] = {100 + n: [] for n in range(count)}
+    for turn in range(8):
+        for sequence in held:
+            new = int(rng.integers(0, 5))
+            rows = np.arange(len(held[sequence]), len(held[sequence]) + new)
+            blocks = -(-(len(held[sequence]) + new) // size) - -(-len(held[sequence]) // size)
+            tables.append(sequence, [free.pop() for _ in range(blocks)])
+            slots = tables.slots(tables.lines([sequence]).repeat(new), rows)
+            k = torch.randn(2, new, 2, 8)
+            for layer in range(2):
+                pool.write(layer, torch.from_numpy(slots), k[layer], -k[layer])
+            held[sequence] += k.unbind(1)
+        if turn == 5:
+            tables.drop(101)
+            del held[101]
+            held[200] = []
+    for sequence, expected in held.items():
+        n = len(expected)
+        slots = torch.from_numpy(tables.slots(tables.lines([sequence]).repeat(n), np.arange(n)))
+        for layer in range(2):
+            k, v = pool.rows(layer)
+            assert torch.equal(k[slots], torch.stack(expected)[:, layer])
+            assert torch.equal(v[slots], -torch.stack(expected)[:, layer])
+    assert tables.blocks_used == sum(-(-len(rows) // size) for rows in held.values())
+    assert tables.table.dtype == torch.int32
+    assert np.array_equal(tables.table.numpy(), tables.host)
+
+
+def test_a_row_without_a_block_is_refused() -> None:
+    tables = BlockTables(4, CPU)
+    tables.append(5, [3])
+    with pytest.raises(AssertionError, match="has no block"):
+        tables.slots(tables.lines([5]), np.array([4]))
+
+
+def test_a_copied_block_is_its_own() -> None:
+    pool = KvPool(2, 3, 4, AttentionShape(1, 1, 8), torch.float32, CPU)
+    pool.keys.normal_()
+    pool.values.normal_()
+    before = pool.keys[:, 1].clone()
+    pool.copy_block(1, 2)
+    pool.write(0, torch.tensor([8]), torch.ones(1, 1, 8), torch.ones(1, 1, 8))
+    assert torch.equal(pool.keys[:, 1], before)
+    assert torch.equal(pool.keys[0, 2, 1:], before[0, 1:])
+    assert torch.equal(pool.values[1, 2], pool.values[1, 1])
+    assert pool.slots == 12
