@@ -16,6 +16,9 @@ from distca.attention import Kernel, KernelTasks, select_kernel
 from distca.cost.profile import Profile
 from distca.cost.volume import AttentionShape
 
+_FEW = (1, 8)
+"""Lengths that are measured below the powers of two."""
+
 
 class KernelTimer:
     """A stopwatch for single forward tasks of a kernel.
@@ -69,7 +72,9 @@ def fastest(run: Callable[[], None], synchronize: Callable[[], None], budget: fl
 def profile_kernel(
     shape: AttentionShape, max_length: int, device: str = "cpu", min_length: int = 32
 ) -> Profile:
-    """Measures this machine on a grid of powers of two up to `max_length`.
+    """Measures this machine on a grid of powers of two up to `max_length`, and on few tokens.
+
+    A decoded token is one query; between one and `min_length` another point shows the bend.
 
     Raises:
         ValueError: the grid would have fewer than two lengths.
@@ -79,7 +84,8 @@ def profile_kernel(
     from tqdm import tqdm
 
     doublings = int(math.log2(max_length / min_length))
-    lengths = tuple(min_length * 2**n for n in range(doublings + 1))
+    few = tuple(n for n in _FEW if n < min_length)
+    lengths = (*few, *(min_length * 2**n for n in range(doublings + 1)))
     kernel = select_kernel(device, shape.head_dim)
     timer = KernelTimer(kernel, shape, lengths[-1], device)
     full = [[0.0] * len(lengths) for _ in lengths]

@@ -11,6 +11,7 @@ from dataclasses import dataclass, fields
 
 from distca.cost.kernel_time import CostModel
 from distca.cost.link import Links
+from distca.cost.roofline import RooflineCost
 from distca.cost.tiled import TiledCost
 from distca.cost.volume import AttentionShape
 from distca.simulate.charges import UNCHARGED, Charges
@@ -146,6 +147,11 @@ class Cluster:
     def attention_cost(self, shape: AttentionShape) -> CostModel:
         """Forward seconds of core-attention tasks on one GPU."""
         return TiledCost.of_shape(shape, self.attention_tflops * 1e12, self.name)
+
+    def inference_cost(self, shape: AttentionShape) -> CostModel:
+        """Seconds of core-attention tasks on one GPU where some have few queries."""
+        flops, memory = self.attention_tflops * 1e12, self.copied_bytes_per_second
+        return RooflineCost.of_shape(shape, flops, memory, self.name)
 
 
 # Peaks, memories, NVLink and network speeds: NVIDIA's data sheets of DGX A100 (80 GB), DGX H100 and

@@ -175,7 +175,9 @@ def test_profiling_this_machine(tmp_path, capsys) -> None:
     flags = ["--heads", "2", "--kv-heads", "1", "--head-dim", "8", "--max-length", "256"]
     assert profiling.main([*flags, "--output", str(path)]) == 0
     found = Profile.load(path)
-    assert found.lengths == (32, 64, 128, 256)
+    assert found.lengths == (1, 8, 32, 64, 128, 256)
+    # A decoded token is on the grid.
+    assert predict(found, 1, 256, 256) == pytest.approx(found.full_seconds[0][-1])
     assert found.shape == AttentionShape(2, 1, 8, 4)
     assert predict(found, 256, 256, 256 * 256) > predict(found, 32, 32, 32 * 32)
     assert "held-out points: median error" in capsys.readouterr().out
