@@ -291,3 +291,11 @@ def test_a_slow_link(tmp_path) -> None:
     assert row["link_seconds"] == pytest.approx(link)
     assert "over signal: single-stream" in (tmp_path / "slow_link.md").read_text()
     assert (tmp_path / "slow_link.png").stat().st_size > 0
+
+
+def test_the_chain_of_the_paper() -> None:
+    from benchmarks.serving import runahead
+
+    text = "\n".join(runahead.alone_text())
+    assert "| 12k | 3.95 | 3.936 | -0.4% |" in text
+    assert runahead.searched(runahead.costs_of("Falcon 7B", 4), 4096).sum() == 4096

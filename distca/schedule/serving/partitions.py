@@ -1,0 +1,225 @@
+"""Partitions of a prompt over a chain of ranks: even, searched, and looked up (KV-Runahead).
+
+In a chain each rank computes the layers of one contiguous part of the prompt, and hands the keys
+and values of its own part and of all before it to the next. Later parts see more keys, so they must
+have fewer tokens for all ranks to end together (KV-Runahead, Section 4.2). A partition is given by
+its *shares*, each rank's part of the prompt's tokens.
+
+The search takes any function that tells the seconds of partitions, whether it simulates a chain
+(`distca.simulate.chain`) or runs one. What it finds for some lengths is saved as a table; shares of
+lengths between are interpolated.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+
+from distca.plan.span import Floats, Int64s
+
+FORMAT = 1
+_MOST_CANDIDATES = 5**5
+_WAVES = 4
+_POWERS = np.linspace(1, 0.4, 31)
+
+Shares = tuple[float, ...]
+"""Each rank's part of a prompt's tokens; they add up to 1."""
+
+Seconds = Callable[[Int64s], Floats]
+"""Tells the seconds to the first token of partitions, int64 `[partitions, ranks]`."""
+
+
+def check_shares(shares: Sequence[float]) -> Shares:
+    """Checks shares that somebody gave.
+
+    Raises:
+        ValueError: a share is not positive, or they don't add up to 1.
+    """
+    if not shares or not all(math.isfinite(share) and share > 0 for share in shares):
+        raise ValueError(f"partition {list(shares)}: give each rank a share above 0")
+    if abs(sum(shares) - 1) > 1e-3:
+        raise ValueError(
+            f"partition {list(shares)}: shares add up to {sum(shares):.4g}: give parts of 1"
+        )
+    return tuple(share / sum(shares) for share in shares)
+
+
+def even_shares(ranks: int) -> Shares:
+    """Returns equal shares (KVR-E)."""
+    return (1 / ranks,) * ranks
+
+
+def cut_prompt(tokens: int, shares: Sequence[float], multiple: int = 1) -> Int64s:
+    """Cuts a prompt by shares, rounded to multiples; every rank has tokens while there are any.
+
+    Args:
+        tokens: tokens of the prompt.
+        shares: each rank's part.
+        multiple: tokens whose multiples the cuts fall on, where each rank then still has some.
+
+    Returns:
+        Tokens of each rank's part, int64 `[ranks]`. A prompt that is shorter than the chain
+        shortens it: the last ranks have none.
+    """
+    ranks = len(shares)
+    if tokens <= ranks:
+        return (np.arange(ranks) < tokens).astype(np.int64)
+    unit = multiple if tokens >= 2 * ranks * multiple else 1
+    cuts = np.round(np.cumsum(shares)[:-1] * tokens / unit).astype(np.int64) * unit
+    # Room for a token on each rank before a cut, and behind it.
+    for rank in range(1, ranks):
+        least = int(cuts[rank - 2]) + 1 if rank > 1 else 1
+        cuts[rank - 1] = min(max(int(cuts[rank - 1]), least), tokens - (ranks - rank))
+    return np.diff(cuts, prepend=0, append=tokens)
+
+
+def search_partition(tokens: int, ranks: int, seconds: Seconds, finest: int = 1) -> Int64s:
+    """Searches the partition with the earliest first token (KVR-S).
+
+    It begins with the best of cuts at powers of the ranks' numbers, equal parts among them. Around
+    the best cuts so far all cuts up to two strides away are tried; when none is better, the
+    stride is halved (Section 4.2, the hierarchical grid search; for two ranks this is a search by
+    halves). From seven ranks on that is one stride, and from nine on, where a grid would have too
+    many points, the cuts move along four waves, and alone.
+
+    Args:
+        tokens: tokens of the prompt, at least one a rank.
+        ranks: ranks of the chain.
+        seconds: tells the seconds of partitions; the same ones for the same partition.
+        finest: last stride, in tokens.
+
+    Returns:
+        Tokens of each rank's part, int64 `[ranks]`.
+
+    Raises:
+        ValueError: there are fewer tokens than ranks.
+    """
+    if tokens < ranks:
+        raise ValueError(f"{tokens} tokens can't be shared by {ranks} ranks: shorten the chain")
+    if ranks == 1:
+        return np.array([tokens], dtype=np.int64)
+    ends = np.linspace(0, 1, ranks + 1)
+    starts = np.stack([cut_prompt(tokens, np.diff(ends**power)) for power in _POWERS])
+    found = seconds(starts)
+    best, reached = starts[int(found.argmin())], float(found.min())
+    moves = _moves(ranks - 1)
+    stride = max(tokens // ranks // 8, finest)
+    while True:
+        cuts = np.cumsum(best)[:-1] + np.rint(moves * stride).astype(np.int64)
+        candidates = np.diff(cuts, axis=1, prepend=0, append=np.full((len(cuts), 1), tokens))
+        candidates = candidates[(candidates > 0).all(axis=1)]
+        found = seconds(candidates)
+        first = int(found.argmin()) if len(found) else 0
+        if len(found) and found[first] < reached:
+            best, reached = candidates[first], float(found[first])
+        elif stride == finest:
+            return best
+        else:
+            stride = max(stride // 2, finest)
+
+
+def _moves(cuts: int) -> Floats:
+    """Lists how far cuts move, in strides, float64 `[candidates, cuts]`."""
+    for steps in ((-2, -1, 0, 1, 2), (-1, 0, 1)):
+        if len(steps) ** cuts <= _MOST_CANDIDATES:
+            return np.array(list(itertools.product(steps, repeat=cuts)), dtype=np.float64)
+    # Waves over all cuts, and cuts that move alone.
+    cut, wave = np.arange(1, cuts + 1), np.arange(1, _WAVES + 1)[:, None]
+    waves = np.sin(np.pi * wave * cut / (cuts + 1))
+    together = np.array(list(itertools.product((-2, -1, 0, 1, 2), repeat=_WAVES))) @ waves
+    alone = [step * np.eye(cuts) for step in (-2, -1, 1, 2)]
+    return np.concatenate([together, *alone])
+
+
+@dataclass(frozen=True)
+class PartitionTable:
+    """Searched partitions of some lengths, from which those of others are interpolated (KVR-P).
+
+    Attributes:
+        model: model that they were searched for.
+        hardware: hardware that they were searched for.
+        ranks: ranks of the chain.
+        shares: each rank's part, by tokens of the prompt.
+
+    Raises:
+        ValueError: there is no length, or the shares of one are no partition among the ranks.
+    """
+
+    model: str
+    hardware: str
+    ranks: int
+    shares: Mapping[int, Shares]
+
+    def __post_init__(self) -> None:
+        if not self.shares:
+            raise ValueError("a table of partitions needs those of one length at least")
+        for tokens, shares in self.shares.items():
+            check_shares(shares)
+            if len(shares) != self.ranks:
+                raise ValueError(
+                    f"the partition of {tokens} tokens is among {len(shares)} ranks, the table's "
+                    f"are {self.ranks}"
+                )
+
+    def covers(self, tokens: int) -> bool:
+        """Whether a length lies between those of the table."""
+        return min(self.shares) <= tokens <= max(self.shares)
+
+    def at(self, tokens: int) -> Shares:
+        """Interpolates the shares of a length; those of the nearest one beyond the table."""
+        lengths = sorted(self.shares)
+        table = np.array([self.shares[each] for each in lengths])
+        return tuple(float(np.interp(tokens, lengths, column)) for column in table.T)
+
+    def check(self, model: str, hardware: str, ranks: int) -> None:
+        """Checks that the table is for a model, its hardware and its ranks.
+
+        Raises:
+            ValueError: it is for others.
+        """
+        for what, ours, theirs in (
+            ("model", self.model, model),
+            ("hardware", self.hardware, hardware),
+            ("ranks", self.ranks, ranks),
+        ):
+            if ours != theirs:
+                raise ValueError(
+                    f"the table of partitions is for {what} {ours}, not {theirs}: make one by "
+                    "`distca tune partitions`"
+                )
+
+    def save(self, path: Path) -> None:
+        """Writes the table to a file, replaced if it exists."""
+        columns = asdict(self) | {"format": FORMAT}
+        columns["shares"] = {str(each): list(self.shares[each]) for each in sorted(self.shares)}
+        path.parent.mkdir(parents=True, exist_ok=True)
+        whole = path.with_name(path.name + ".part")
+        whole.write_text(json.dumps(columns, indent=1) + "\n", encoding="utf-8")
+        whole.replace(path)
+
+
+def load_partitions(path: Path) -> PartitionTable:
+    """Reads a table that `PartitionTable.save` wrote.
+
+    Raises:
+        ValueError: the file is no such table.
+    """
+    try:
+        saved = json.loads(path.read_text(encoding="utf-8"))
+        if saved["format"] != FORMAT:
+            raise ValueError(f"format {saved['format']}, not {FORMAT}")
+        shares = {int(each): tuple(map(float, found)) for each, found in saved["shares"].items()}
+        return PartitionTable(
+            str(saved["model"]), str(saved["hardware"]), int(saved["ranks"]), shares
+        )
+    except (OSError, KeyError, TypeError, AttributeError, ValueError) as error:
+        raise ValueError(
+            f"{path} is no table of partitions ({type(error).__name__}: {error}): make one by "
+            "`distca tune partitions`"
+        ) from error

@@ -1,0 +1,169 @@
+"""Seconds of a prefill over a chain of ranks, and of one with all-gathers (KV-Runahead).
+
+The costs are those of one rank for a whole prompt, `token_seconds * C + product_seconds * C * C`,
+as the paper's single-GPU times have it (Table 3): linear layers, and every product of a query's row
+with a key's, whether seen or not. Layers share them equally.
+
+**Chain.** In each layer a rank computes queries, keys and values of its part, sends its rows to the
+next rank at once, and attends to them; then it attends to each earlier part as its rows come, the
+nearest first, and hands them on. Rows of a layer and the next share a link in order. A rank goes on
+to its next layer by itself: there is no barrier. (In the paper a rank hands on all that it has
+when it has all.)
+
+**All-gather** (the paper's TSP): equal parts, each against the whole prompt's keys, once all of
+them are there. The exchange is a ring of `ranks - 1` steps, as slow as its slowest link.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from distca.plan.span import Floats, Int64s
+
+
+@dataclass(frozen=True)
+class ChainCosts:
+    """Costs of a model's prefill, and the links of a chain.
+
+    Attributes:
+        token_seconds: seconds of a token's linear layers, all layers together.
+        product_seconds: seconds of a product of a query's row and a key's, all layers together.
+        layers: layers of the model.
+        kv_bytes: bytes of a token's keys and values in one layer.
+        gb_per_s: gigabytes (10^9) a second from each rank to the next, `[ranks - 1]`.
+        before_attention: part of the linear layers' time before attention.
+        latency: seconds until a message begins to arrive.
+        causal: whether products of queries with later keys are left out. The paper's kernels
+            compute them: a part's own square, and with an all-gather the whole rectangle.
+
+    Raises:
+        ValueError: a value is out of range.
+    """
+
+    token_seconds: float
+    product_seconds: float
+    layers: int
+    kv_bytes: float
+    gb_per_s: tuple[float, ...]
+    before_attention: float = 0.25
+    latency: float = 0.0
+    causal: bool = False
+
+    def __post_init__(self) -> None:
+        if self.layers < 1 or not 0 <= self.before_attention <= 1:
+            raise ValueError("a model has a layer or more, and its parts' times add up")
+        rates = (self.token_seconds, self.product_seconds, self.kv_bytes, self.latency)
+        if not all(rate >= 0 for rate in rates) or not all(each > 0 for each in self.gb_per_s):
+            raise ValueError("times and bytes must not be negative, and links have a speed above 0")
+
+    @property
+    def ranks(self) -> int:
+        return len(self.gb_per_s) + 1
+
+    def alone(self, tokens: int) -> float:
+        """Seconds of a whole prompt on one rank."""
+        products = _own_products(np.array(float(tokens)), self.causal)
+        return float(self.token_seconds * tokens + self.product_seconds * products)
+
+    def chain_seconds(self, parts: Int64s) -> Floats:
+        """Seconds to the first token of partitions.
+
+        Args:
+            parts: tokens of each rank's part, int64 `[partitions, ranks]`.
+
+        Returns:
+            When the last rank ends its last layer, float64 `[partitions]`.
+        """
+        ranks = parts.shape[1]
+        assert ranks == self.ranks, "a link leads from each rank to the next"
+        part = parts.T.astype(np.float64)
+        before = self.before_attention * self.token_seconds / self.layers * part
+        after = (1 - self.before_attention) * self.token_seconds / self.layers * part
+        product = self.product_seconds / self.layers
+        ready = np.zeros_like(part)
+        port = np.zeros_like(part)
+        for _ in range(self.layers):
+            there: list[Floats] = []
+            for rank in range(ranks):
+                now = ready[rank] + before[rank]
+                # When the rows of each part are here, the nearest part first.
+                coming = [now]
+                now = now + product * _own_products(part[rank], self.causal)
+                for back, left in enumerate(there, start=1):
+                    earlier = rank - back
+                    seconds = part[earlier] * self.kv_bytes / (self.gb_per_s[rank - 1] * 1e9)
+                    port[rank] = np.maximum(port[rank], left) + seconds
+                    coming.append(port[rank] + self.latency)
+                    now = np.maximum(now, coming[-1]) + product * part[rank] * part[earlier]
+                ready[rank] = now + after[rank]
+                there = coming
+        last: Floats = ready[-1]
+        return last
+
+    def all_gather_seconds(self, tokens: int) -> float:
+        """Seconds to the first token with equal parts and an all-gather in each layer.
+
+        With `causal`, each rank has an early and a late part, so that all have equally many
+        products (zigzag).
+        """
+        ranks = self.ranks
+        moved = tokens / ranks * self.kv_bytes
+        slowest = min(self.gb_per_s, default=np.inf)
+        gather = (ranks - 1) * (moved / (slowest * 1e9) + self.latency)
+        return self.alone(tokens) / ranks + self.layers * gather
+
+    def lower_bound(self, tokens: int) -> float:
+        """Seconds that no chain falls below: free links, and equal times (Eqs. 1 to 3).
+
+        The paper's bound is of products alone; this one has the linear layers, too.
+        """
+        products = tokens**2 / 2 * (1 + (0.0 if self.causal else 1 / self.ranks))
+        return (self.token_seconds * tokens + self.product_seconds * products) / self.ranks
+
+
+def _own_products(tokens: Floats, causal: bool) -> Floats:
+    """Products of a part with itself: all, or those that are seen."""
+    products: Floats = tokens * (tokens + 1) / 2 if causal else tokens * tokens
+    return products
+
+
+def chain_counts(parts: Sequence[int]) -> tuple[list[int], int]:
+    """Counts a chain's work as the paper does (Figures 4 and 5).
+
+    Args:
+        parts: tokens of each rank's part.
+
+    Returns:
+        Products of rows that each rank computes, its own square whole; rows of keys and rows of
+        values, apart, that ranks receive.
+    """
+    ends = np.cumsum(parts)
+    products = [int(part * end) for part, end in zip(parts, ends, strict=True)]
+    return products, 2 * int(ends[:-1].sum())
+
+
+def all_gather_counts(tokens: int, ranks: int) -> tuple[int, int]:
+    """Counts an all-gather's work likewise: products of each rank, and rows that are received."""
+    return tokens // ranks * tokens, 2 * (ranks - 1) * tokens
+
+
+def fit_alone(tokens: Sequence[int], seconds: Sequence[float]) -> tuple[float, float]:
+    """Fits the costs of one rank to measured prefills, by relative errors.
+
+    Returns:
+        `token_seconds` and `product_seconds`.
+
+    Raises:
+        ValueError: there are fewer than two measurements, or the fit has a negative cost.
+    """
+    if len(tokens) != len(seconds) or len(set(tokens)) < 2:
+        raise ValueError("a fit needs the seconds of two lengths at least")
+    length, time = np.asarray(tokens, dtype=np.float64), np.asarray(seconds, dtype=np.float64)
+    relative = np.stack([length, length**2], axis=1) / time[:, None]
+    (token, product), *_ = np.linalg.lstsq(relative, np.ones_like(time), rcond=None)
+    if token < 0 or product < 0:
+        raise ValueError("these times don't rise as linear layers and attention do")
+    return float(token), float(product)

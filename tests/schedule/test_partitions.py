@@ -1,0 +1,124 @@
+"""Partitions of a prompt over a chain: cut, searched, looked up."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from distca.plan.span import Floats, Int64s
+from distca.schedule.serving.partitions import (
+    PartitionTable,
+    check_shares,
+    cut_prompt,
+    even_shares,
+    load_partitions,
+    search_partition,
+)
+
+
+@given(
+    tokens=st.integers(1, 3000),
+    weights=st.lists(st.floats(0.01, 1.0), min_size=1, max_size=9),
+    multiple=st.sampled_from([1, 16, 128]),
+)
+def test_every_rank_has_tokens_while_there_are_any(
+    tokens: int, weights: list[float], multiple: int
+) -> None:
+    shares = [each / sum(weights) for each in weights]
+    parts = cut_prompt(tokens, shares, multiple)
+    assert parts.sum() == tokens
+    assert len(parts) == len(shares)
+    if tokens >= len(shares):
+        assert (parts > 0).all()
+    else:
+        assert parts.tolist() == [1] * tokens + [0] * (len(shares) - tokens)
+
+
+def test_cuts_fall_on_multiples_and_near_the_shares() -> None:
+    parts = cut_prompt(10_000, (0.35, 0.255, 0.21, 0.185), 128)
+    cuts = np.cumsum(parts)[:-1]
+    assert (cuts % 128 == 0).all()
+    assert np.abs(cuts - [3500, 6050, 8150]).max() <= 64
+
+
+def busiest(parts: Int64s) -> Floats:
+    """Seconds that a chain without links takes: the most of any rank's work."""
+    part = parts.astype(np.float64)
+    work: Floats = (part * np.cumsum(part, axis=1) + 3 * part).max(axis=1)
+    return work
+
+
+@pytest.mark.parametrize(("tokens", "ranks"), [(2, 2), (37, 2), (40, 3), (24, 4)])
+def test_the_search_finds_what_trying_all_partitions_finds(tokens: int, ranks: int) -> None:
+    cuts = np.array(list(itertools.combinations(range(1, tokens), ranks - 1)), dtype=np.int64)
+    every = np.diff(cuts, axis=1, prepend=0, append=np.full((len(cuts), 1), tokens))
+    found = search_partition(tokens, ranks, busiest)
+    assert found.sum() == tokens
+    assert busiest(found[None])[0] == busiest(every).min()
+
+
+@pytest.mark.parametrize("ranks", [8, 9, 32])
+def test_the_search_goes_on_where_a_grid_would_be_too_large(ranks: int) -> None:
+    found = search_partition(9000, ranks, busiest, finest=10)
+    work = (found * np.cumsum(found) + 3 * found).astype(float)
+    assert work.max() < 1.05 * work.mean()
+    even = busiest(cut_prompt(9000, even_shares(ranks))[None])[0]
+    assert work.max() < 0.65 * even
+
+
+def test_a_chain_longer_than_the_prompt_is_not_searched() -> None:
+    with pytest.raises(ValueError, match="shorten the chain"):
+        search_partition(3, 4, busiest)
+    assert search_partition(5, 1, busiest).tolist() == [5]
+
+
+@pytest.mark.parametrize(
+    ("shares", "said"),
+    [((0.5, 0.0, 0.5), "a share above 0"), ((0.5, 0.4), "add up to 0.9"), ((), "above 0")],
+)
+def test_what_is_no_partition_is_refused(shares: tuple[float, ...], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        check_shares(shares)
+
+
+TABLE = PartitionTable("m", "h", 2, {1000: (0.6, 0.4), 3000: (0.7, 0.3)})
+
+
+def test_shares_between_two_lengths_are_interpolated() -> None:
+    assert TABLE.at(2000) == pytest.approx((0.65, 0.35))
+    assert TABLE.at(10) == TABLE.shares[1000]
+    assert TABLE.at(99_999) == TABLE.shares[3000]
+    assert TABLE.covers(1000)
+    assert not TABLE.covers(3001)
+
+
+def test_a_saved_table_is_read_again(tmp_path: Path) -> None:
+    TABLE.save(tmp_path / "deep" / "table.json")
+    assert load_partitions(tmp_path / "deep" / "table.json") == TABLE
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"format": 2}', '{"format": 1, "shares": []}'])
+def test_a_file_that_is_no_table_is_refused(tmp_path: Path, text: str) -> None:
+    (tmp_path / "table.json").write_text(text)
+    with pytest.raises(ValueError, match="distca tune partitions"):
+        load_partitions(tmp_path / "table.json")
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [(("n", "h", 2), "model m, not n"), (("m", "g", 2), "hardware h"), (("m", "h", 4), "ranks 2")],
+)
+def test_a_table_for_others_is_refused(given: tuple[str, str, int], said: str) -> None:
+    TABLE.check("m", "h", 2)
+    with pytest.raises(ValueError, match=said):
+        TABLE.check(*given)
+
+
+def test_a_table_with_another_number_of_shares_is_refused() -> None:
+    with pytest.raises(ValueError, match="among 3 ranks"):
+        PartitionTable("m", "h", 2, {10: (0.4, 0.3, 0.3)})
