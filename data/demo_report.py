@@ -24,7 +24,8 @@ from distca.palette import BLACK, BLUE, ORANGE
 from distca.plan import Plan
 from distca.plan.span import Floats
 from distca.schedule import ScheduleConfig, make_scheduler, packed_loads
-from megatron_patches.batches.stream import TokenStream, parse_data_path
+from megatron_patches.batches.blends import check_blends
+from megatron_patches.batches.stream import TokenStream
 from megatron_patches.flags.distca import add_distca_arguments, mask_from_args
 from megatron_patches.flags.megatron import parse_args
 
@@ -147,9 +148,8 @@ def first_window(flags: Sequence[str], processes: int) -> tuple[Plan, Floats]:
 def _first_lengths(args: Namespace) -> np.ndarray:
     tokens = args.data_parallel_size * args.seq_length
     stream = TokenStream.open(
-        *parse_data_path(args.data_path),
-        split=args.split,
-        which="train",
+        check_blends(args, ["train"])["train"],
+        "train",
         seed=args.seed,
         num_tokens=tokens,
         max_document_length=args.distca_max_document_length or tokens,

@@ -24,11 +24,12 @@ from distca.schedule import (
     most_in_flight_of_1f1b,
 )
 from distca.schedule.program import NANO_BATCHES
+from megatron_patches.batches.blends import SPLITS, Split, check_blends
 from megatron_patches.batches.groups_of_one import warning_of_groups_of_one
 from megatron_patches.batches.micro_batch import MicroBatches, PackedBatches, WindowLayout
 from megatron_patches.batches.planned import PlannedBatches
 from megatron_patches.batches.resuming import longest_piece
-from megatron_patches.batches.stream import Split, TokenStream, parse_data_path
+from megatron_patches.batches.stream import TokenStream
 from megatron_patches.batches.ticks import TickBatches, TickStream
 from megatron_patches.flags.batch_sizes import micro_batches_by_sample, samples_for_evaluation
 from megatron_patches.flags.distca import mask_from_args
@@ -101,19 +102,18 @@ def build_data(
         ValueError: the data is missing, corrupt or of another vocabulary; or the consumed samples
             are no whole number of micro-batches.
     """
-    if not args.data_path:
-        raise ValueError("give --data-path: the prefix of an indexed dataset (.bin and .idx)")
+    samples_of = dict(zip(SPLITS, (train_samples, valid_samples, test_samples), strict=True))
+    blends = check_blends(args, [which for which in SPLITS if samples_of[which] > 0])
     layout = window_layout(args, processes)
     maker = batch_maker(args, layout, model_device(), processes)
     if maker.control is not None:
         maker.control.share_place_in_data(args)
-    prefixes, weights = parse_data_path(args.data_path)
     micro_batches = micro_batches_by_sample(args)
 
     def iterator(
         which: Split, samples: int, consumed: int, start: int
     ) -> MicroBatches | TickStream | None:
-        if samples <= 0:
+        if which not in blends:
             return None
         if consumed % layout.samples_per_micro_batch:
             raise ValueError(
@@ -122,10 +122,8 @@ def build_data(
                 "data-parallel size times --micro-batch-size that divides it"
             )
         stream = TokenStream.open(
-            prefixes,
-            weights,
-            split=args.split,
-            which=which,
+            blends[which],
+            which,
             seed=args.seed,
             # A global batch more, since the last one may be too long, and the iterators work ahead.
             num_tokens=(samples + micro_batches(samples) * layout.samples_per_micro_batch)

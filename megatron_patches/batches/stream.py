@@ -10,63 +10,28 @@ of a document has none.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 from megatron.core.datasets.blended_megatron_dataset_config import (
     convert_split_vector_to_split_matrix,
 )
 from megatron.core.datasets.indexed_dataset import IndexedDataset
-from megatron.core.datasets.utils import get_blend_from_list, normalize
+from megatron.core.datasets.utils import normalize
 
 from distca.documents.index import read_index
 from distca.plan.span import Int64s, expand_ranges
+from megatron_patches.batches.blends import SPLITS, Blend, Split
 
-Split = Literal["train", "valid", "test"]
-SPLITS: tuple[Split, ...] = ("train", "valid", "test")
 _SAMPLED_DOCUMENTS = 64
 """Documents whose token ids are checked against the vocabulary when a dataset is opened."""
 _SAMPLED_TOKENS = 1 << 16
 """Tokens of a sampled document that are checked: its last ones, with its end token."""
 _SIDECAR_BYTES = 1 << 16
 """Longest `PREFIX.json` of ours; longer ones may be JSON lines that the dataset was made from."""
-
-
-def parse_data_path(data_path: Sequence[str]) -> tuple[list[str], list[float] | None]:
-    """Parses Megatron's `--data-path`: `a`, `a b` or `0.3 a 0.7 b`.
-
-    Returns:
-        The prefixes, and their weights; None if none are given: each dataset then counts by its
-        size.
-
-    Raises:
-        ValueError: the path is empty, only some prefixes have weights, or a weight is not positive.
-    """
-    if not data_path:
-        raise ValueError("--data-path is empty: give the prefix of an indexed dataset")
-    mixed = f"--data-path {' '.join(data_path)}: give prefixes alone, or a weight before each"
-    try:
-        prefixes, weights = get_blend_from_list(list(data_path))
-    except AssertionError as error:
-        raise ValueError(mixed) from error
-    if weights is None and any(
-        _is_number(prefix) and not Path(f"{prefix}.idx").exists() for prefix in prefixes
-    ):
-        raise ValueError(mixed)
-    if weights is not None and not all(0 < weight < np.inf for weight in weights):
-        raise ValueError(f"--data-path weights {weights}: every weight must be positive")
-    return prefixes, weights
-
-
-def _is_number(word: str) -> bool:
-    try:
-        float(word)
-    except ValueError:
-        return False
-    return True
 
 
 def split_documents(split: str, which: Split, documents: int) -> tuple[int, int]:
@@ -147,25 +112,22 @@ class Corpus:
                     )
 
 
-def check_corpora(
-    data_path: Sequence[str], split: str, splits: Sequence[Split], vocab_size: int | None
-) -> None:
+def check_corpora(blends: Mapping[Split, Blend], vocab_size: int | None) -> None:
     """Tries the datasets of a run without keeping them.
 
     Args:
-        data_path: Megatron's `--data-path`.
-        split: Megatron's `--split`.
-        splits: splits that the run reads.
+        blends: datasets of the splits that the run reads.
         vocab_size: bound that token ids must be below; None: not checked.
 
     Raises:
         ValueError: see `Corpus`; or a split has no documents.
     """
-    prefixes, _ = parse_data_path(data_path)
-    for prefix in prefixes:
-        corpus = Corpus(prefix, vocab_size)
-        for which in splits:
-            _split_candidates(corpus, split, which)
+    corpora: dict[str, Corpus] = {}
+    for which, blend in blends.items():
+        for prefix in blend.prefixes:
+            if prefix not in corpora:
+                corpora[prefix] = Corpus(prefix, vocab_size)
+            _split_candidates(corpora[prefix], blend.split, which)
 
 
 def _sidecar_vocab_size(sidecar: Path) -> int | None:
@@ -183,7 +145,7 @@ def _check_files(prefix: str) -> None:
     for suffix in (".idx", ".bin"):
         if not Path(prefix + suffix).is_file():
             raise ValueError(
-                f"{prefix}{suffix} does not exist: --data-path takes the prefix of an indexed "
+                f"{prefix}{suffix} does not exist: data are given by the prefix of an indexed "
                 "dataset (make one with `distca prepare`)"
             )
     index = read_index(Path(prefix + ".idx"))
@@ -223,11 +185,9 @@ class TokenStream:
 
     @staticmethod
     def open(
-        prefixes: Sequence[str],
-        weights: Sequence[float] | None,
-        *,
-        split: str,
+        blend: Blend,
         which: Split,
+        *,
         seed: int,
         num_tokens: int,
         start: int = 0,
@@ -240,9 +200,7 @@ class TokenStream:
         that at any point of the stream their tokens stand in the proportion of the weights.
 
         Args:
-            prefixes: paths without `.bin` or `.idx`.
-            weights: shares of the tokens, one for each prefix; None: by the tokens of their splits.
-            split: Megatron's `--split`.
+            blend: datasets; without weights each counts by the tokens of its split.
             which: split to open.
             seed: seed of the shuffling.
             num_tokens: fewest tokens of the stream from its start on. A longer one begins the same.
@@ -253,13 +211,12 @@ class TokenStream:
         Raises:
             ValueError: see `Corpus`; or the split has no documents.
         """
-        corpora = tuple(Corpus(prefix, vocab_size) for prefix in prefixes)
-        candidates = [_split_candidates(corpus, split, which) for corpus in corpora]
-        if weights is None:
-            weights = [
-                float(corpus.lengths[documents].sum())
-                for corpus, documents in zip(corpora, candidates, strict=True)
-            ]
+        corpora = tuple(Corpus(prefix, vocab_size) for prefix in blend.prefixes)
+        candidates = [_split_candidates(corpus, blend.split, which) for corpus in corpora]
+        weights = blend.weights or [
+            float(corpus.lengths[documents].sum())
+            for corpus, documents in zip(corpora, candidates, strict=True)
+        ]
         stop = start + num_tokens
         tables = []
         for number, (corpus, weight) in enumerate(zip(corpora, weights, strict=True)):
@@ -346,8 +303,10 @@ class TokenStream:
             )
 
 
-def _split_candidates(corpus: Corpus, split: str, which: Split) -> Int64s:
-    """Returns the documents of a split that have tokens."""
+def _split_candidates(corpus: Corpus, split: str | None, which: Split) -> Int64s:
+    """Returns the documents of a split that have tokens; without `--split` all of them."""
+    if split is None:
+        return np.flatnonzero(corpus.lengths)
     first, last = split_documents(split, which, len(corpus.lengths))
     candidates: Int64s = first + np.flatnonzero(corpus.lengths[first:last])
     if len(candidates) == 0:

@@ -125,7 +125,10 @@ COVERED = {
         flight-recorder-dump-on-timeout flight-recorder-include-stack-trace
         flight-recorder-include-only-active flight-recorder-extra-dump-on-exec
     """,
-    "Data; the window's documents come from --data-path": "data-path split",
+    "Data, one blend or one for each split": """
+        data-path split data-args-path train-data-path valid-data-path test-data-path
+        per-split-data-args-path
+    """,
     "The tokenizer, of which data need the number of tokens alone": """
         tokenizer-type tokenizer-model tokenizer-metadata tokenizer-special-tokens
         tokenizer-sentencepiece-legacy tokenizer-sentencepiece-ignore-extra-whitespaces
@@ -264,13 +267,9 @@ Refused = partial(Group, "refused")
 # With --distca or without, in both loops: our data, model or loss would pass over them.
 REFUSED = (
     Refused(
-        "other sources of data than one set of files",
-        """
-            mock-data train-data-path valid-data-path test-data-path data-args-path
-            per-split-data-args-path full-validation multiple-validation-sets
-            phase-transition-iterations
-        """,
-        "give --data-path with --split (`distca prepare` makes files)",
+        "made-up data, whole validation sets, several of them, or phases",
+        "mock-data full-validation multiple-validation-sets phase-transition-iterations",
+        "give files (`distca prepare` makes them)",
     ),
     Refused(
         "other orders of data than one shuffled pass after the other",

@@ -297,13 +297,17 @@ FLAGS: dict[str, list[tuple[str, dict[str, Any]]]] = {
     "data and tokenizer": [
         (
             "--data-path",
-            {
-                "nargs": "+",
-                "required": True,
-                "help": "Prefixes of datasets, or a weight before each.",
-            },
+            {"nargs": "+", "help": "Prefixes of datasets, or a weight before each."},
         ),
+        ("--data-args-path", {"help": "A file with the words of --data-path."}),
         ("--split", {"default": "969,30,1", "help": "Shares of train, validation and test."}),
+        ("--train-data-path", {"nargs": "+", "help": "--data-path of training alone."}),
+        ("--valid-data-path", {"nargs": "+", "help": "--data-path of validation alone."}),
+        ("--test-data-path", {"nargs": "+", "help": "--data-path of the test alone."}),
+        (
+            "--per-split-data-args-path",
+            {"help": "A JSON file with the words for train, valid and test."},
+        ),
         (
             "--seq-length",
             {"type": int, "required": True, "help": "Tokens a rank owns in a window."},

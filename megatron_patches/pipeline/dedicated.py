@@ -12,7 +12,7 @@ from argparse import Namespace
 
 import torch
 
-from megatron_patches.batches.stream import Split
+from megatron_patches.batches.blends import Split
 from megatron_patches.batches.ticks import TickStream
 from megatron_patches.flags.batch_sizes import samples_of_splits
 from megatron_patches.loop.job import DataIterators, Job

@@ -17,8 +17,8 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore
 
 from distca.transport.collective import nccl_options
+from megatron_patches.batches.blends import SPLITS, Split
 from megatron_patches.batches.resuming import NOTED, longest_piece
-from megatron_patches.batches.stream import SPLITS, Split
 
 _END = -1
 

@@ -73,6 +73,7 @@ RUN_IF_FULL = (
     r"python benchmarks/links/transports\.py --output DIR",
     r"python benchmarks/plans/schedulers\.py --output DIR",
     r"python benchmarks/plans/hybrid_cp\.py --output DIR",
+    r"python benchmarks/serving/runahead\.py --output DIR",
     r"python benchmarks/plans/planning_ahead\.py --output DIR",
     PAPER.format("fig11").replace(".py", r"\.py"),
 )

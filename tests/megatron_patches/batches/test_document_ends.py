@@ -14,6 +14,7 @@ from megatron.core.datasets.gpt_dataset import _get_ltor_masks_and_position_ids
 from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
 from distca.plan import Mask
+from megatron_patches.batches.blends import Blend
 from megatron_patches.batches.micro_batch import PackedBatches, WindowLayout
 from megatron_patches.batches.stream import TokenStream
 
@@ -26,7 +27,7 @@ def test_masks_and_positions_are_megatron_s(tmp_path: Path) -> None:
     for length in [1, 30, 2, 90, 17, 64, 5, 40] * 3:
         builder.add_document(np.array([*range(1, length), END]), [length])
     builder.finalize(f"{prefix}.idx")
-    stream = TokenStream.open([prefix], None, split="1", which="train", seed=1, num_tokens=600)
+    stream = TokenStream.open(Blend((prefix,), None, None), "train", seed=1, num_tokens=600)
     batches = PackedBatches(
         stream, WindowLayout(0, 1, SAMPLE, 1), Mask(), dense=True, token_positions=True
     )

@@ -8,6 +8,7 @@ import tempfile
 from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,11 +16,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
+from megatron_patches.batches.blends import Blend, Split
 from megatron_patches.batches.stream import (
     _SAMPLED_TOKENS,
     Corpus,
     TokenStream,
-    parse_data_path,
     split_documents,
 )
 
@@ -44,9 +45,16 @@ def numbered(lengths: Sequence[int], first: int = 1) -> list[list[list[int]]]:
     return [[list(range(a, b))] for a, b in pairwise(ends.tolist())]
 
 
-def open_stream(prefixes: Sequence[str], num_tokens: int, **kwargs: object) -> TokenStream:
-    given: dict = {"weights": None, "split": "1", "which": "train", "seed": 7} | kwargs
-    return TokenStream.open(prefixes, given.pop("weights"), num_tokens=num_tokens, **given)
+def open_stream(
+    prefixes: Sequence[str],
+    num_tokens: int,
+    weights: Sequence[float] | None = None,
+    split: str | None = "1",
+    which: Split = "train",
+    **kwargs: Any,
+) -> TokenStream:
+    blend = Blend(tuple(prefixes), None if weights is None else tuple(weights), split)
+    return TokenStream.open(blend, which, num_tokens=num_tokens, **{"seed": 7} | kwargs)
 
 
 def read_slowly(
@@ -200,14 +208,11 @@ def test_each_epoch_is_another_permutation_set_by_the_seed(tmp_path):
 
 
 def test_without_weights_each_dataset_counts_by_its_size(tmp_path):
-    prefixes, weights = parse_data_path(
-        [
-            write_corpus(str(tmp_path / "a"), numbered([5] * 30)),
-            write_corpus(str(tmp_path / "b"), numbered([5] * 10)),
-        ]
-    )
-    assert weights is None
-    stream = open_stream(prefixes, 200, weights=weights)
+    prefixes = [
+        write_corpus(str(tmp_path / "a"), numbered([5] * 30)),
+        write_corpus(str(tmp_path / "b"), numbered([5] * 10)),
+    ]
+    stream = open_stream(prefixes, 200)
     assert np.bincount(stream.corpus).tolist() == [30, 10]
     assert len(set(zip(stream.corpus.tolist(), stream.document.tolist(), strict=True))) == 40
 
@@ -253,19 +258,6 @@ def test_positions_beyond_the_stream_are_refused(tmp_path):
     stream = open_stream([write_corpus(str(tmp_path / "c"), numbered([4] * 3))], 10)
     with pytest.raises(ValueError, match="opened for"):
         stream.read(0, int(stream.offsets[-1]) + 1)
-
-
-def test_data_path_forms():
-    assert parse_data_path(["a"]) == (["a"], None)
-    assert parse_data_path(["0.3", "a", "0.7", "b"]) == (["a", "b"], [0.3, 0.7])
-
-
-@pytest.mark.parametrize(
-    "path", [[], ["0", "a", "1", "b"], ["-1", "a"], ["nan", "a"], ["x", "a", "0.5", "b"]]
-)
-def test_unusable_data_paths_are_refused(path):
-    with pytest.raises(ValueError, match="--data-path"):
-        parse_data_path(path)
 
 
 @pytest.fixture

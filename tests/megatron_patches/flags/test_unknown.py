@@ -33,8 +33,8 @@ LEAN_HAS_NOT = "the lean loop has no "
         ),
         (
             "--mock-data",
-            "DistCA does not cover other sources of data than one set of files: remove --mock-data,"
-            " give --data-path with --split (`distca prepare` makes files)",
+            "DistCA does not cover made-up data, whole validation sets, several of them, or phases:"
+            " remove --mock-data, give files (`distca prepare` makes them)",
         ),
         (
             "--moe-router-topk 2",

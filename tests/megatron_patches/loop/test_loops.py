@@ -22,7 +22,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_patches.batches.stream import SPLITS
+from megatron_patches.batches.blends import SPLITS
 from megatron_patches.loop.job import DataIterators
 from megatron_patches.loop.lean.training import Run
 from support.pretraining import LOSS, ROOT, kill_all

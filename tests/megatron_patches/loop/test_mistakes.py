@@ -74,6 +74,7 @@ MISTAKES = [
     ("other data", "--data-path {folder}/other", "vocabulary of 999", "give the tokenizer"),
     ("an empty split", "--eval-iters 1 --split 1,0,0", "split of", "give it a larger share"),
     ("no split", "--split 1,x", "--split '1,x'", "give three shares"),
+    ("data named twice", "--test-data-path a", "--data-path and --test-data-path", "give one of"),
     ("a weight without data", "--data-path 0.3 a b", "--data-path 0.3 a b", "a weight before each"),
     (
         "a missing profile",

@@ -1,0 +1,168 @@
+"""The datasets of each split, with their weights, as Megatron-LM's flags name them.
+
+One blend for all splits, of whose documents `--split` gives each split a part:
+
+    --data-path a b | 0.3 a 0.7 b         --data-args-path FILE    a file that holds such a line
+
+or a blend for each split, whose documents are all of it:
+
+    --train-data-path, --valid-data-path, --test-data-path
+    --per-split-data-args-path FILE       {"train": "0.3 a 0.7 b", "valid": ["c"], "test": ["c"]}
+"""
+
+from __future__ import annotations
+
+import json
+from argparse import Namespace
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+from megatron.core.datasets.utils import get_blend_from_list
+
+Split = Literal["train", "valid", "test"]
+SPLITS: tuple[Split, ...] = ("train", "valid", "test")
+
+_PER_SPLIT = "per_split_data_args_path"
+_SOURCES = ("data_path", "data_args_path", _PER_SPLIT)
+_FLAGS = (
+    "--data-path with --split, --data-args-path, --train-data-path with --valid-data-path and "
+    "--test-data-path, or --per-split-data-args-path"
+)
+
+
+@dataclass(frozen=True)
+class Blend:
+    """Datasets of a split.
+
+    Attributes:
+        prefixes: their paths without `.bin` or `.idx`.
+        weights: shares of the tokens; None: each dataset counts by its size.
+        split: Megatron's `--split`, which gives the split a part of the documents; None: all are
+            the split's.
+    """
+
+    prefixes: tuple[str, ...]
+    weights: tuple[float, ...] | None
+    split: str | None
+
+
+def find_blend(args: Namespace, which: Split) -> Blend | None:
+    """Finds the datasets of a split; None: flags give the other splits theirs, and this one none.
+
+    Raises:
+        ValueError: the flags name no data, or several sources of it, or cannot be read.
+    """
+    of_splits = [name for name in _names_of_splits() if getattr(args, name, None)]
+    sources = [name for name in _SOURCES if getattr(args, name, None)]
+    if len(sources) + bool(of_splits) != 1:
+        given = " and ".join(_flag(name) for name in [*sources, *of_splits])
+        raise ValueError(
+            f"give {_FLAGS}" if not given else f"{given} name data twice: give one of {_FLAGS}"
+        )
+    if of_splits:
+        words = getattr(args, f"{which}_data_path", None)
+        return _blend(words, _flag(f"{which}_data_path"), None) if words else None
+    (source,) = sources
+    value = getattr(args, source)
+    if source == "data_path":
+        return _blend(value, _flag(source), args.split)
+    file = f"{_flag(source)} {value}"
+    text = _read(file, value)
+    if source == "data_args_path":
+        return _blend(text.split(), file, args.split)
+    words = _words_of_splits(file, text)[which]
+    return _blend(words, f"{file}, {which}", None) if words else None
+
+
+def check_blends(args: Namespace, splits: Sequence[Split]) -> dict[Split, Blend]:
+    """Finds the datasets of the splits that a run reads.
+
+    Args:
+        args: Megatron-LM's arguments.
+        splits: splits that the run would read. Without data of its own the test is left out.
+
+    Raises:
+        ValueError: see `find_blend`; or there are none to train on, or none to evaluate on.
+    """
+    found = {which: blend for which in splits if (blend := find_blend(args, which)) is not None}
+    if "train" in splits and "train" not in found:
+        raise ValueError("there are no data to train on: give --train-data-path")
+    if "valid" in splits and "valid" not in found:
+        raise ValueError(
+            f"--eval-iters {args.eval_iters} evaluates on data of its own: give "
+            "--valid-data-path, or --eval-iters 0"
+        )
+    return found
+
+
+def parse_data_path(data_path: Sequence[str], flag: str = "--data-path") -> Blend:
+    """Parses a blend as Megatron spells it: `a`, `a b` or `0.3 a 0.7 b`.
+
+    Args:
+        data_path: words of the blend.
+        flag: where they come from, for messages.
+
+    Raises:
+        ValueError: the path is empty, only some prefixes have weights, or a weight is not positive.
+    """
+    return _blend(data_path, flag, None)
+
+
+def _blend(words: Sequence[str], flag: str, split: str | None) -> Blend:
+    if not words:
+        raise ValueError(f"{flag} is empty: give the prefix of an indexed dataset")
+    mixed = f"{flag} {' '.join(words)}: give prefixes alone, or a weight before each"
+    try:
+        prefixes, weights = get_blend_from_list(list(words))
+    except AssertionError as error:
+        raise ValueError(mixed) from error
+    if weights is None and any(
+        _is_number(prefix) and not Path(f"{prefix}.idx").exists() for prefix in prefixes
+    ):
+        raise ValueError(mixed)
+    if weights is not None and not all(0 < weight < np.inf for weight in weights):
+        raise ValueError(f"{flag} weights {weights}: every weight must be positive")
+    return Blend(tuple(prefixes), None if weights is None else tuple(weights), split)
+
+
+def _is_number(word: str) -> bool:
+    try:
+        float(word)
+    except ValueError:
+        return False
+    return True
+
+
+def _read(file: str, path: str) -> str:
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"{file} cannot be read: {error}") from error
+
+
+def _words_of_splits(file: str, text: str) -> dict[str, list[str]]:
+    """Reads the words of each split's blend from JSON."""
+    try:
+        saved: Any = json.loads(text)
+        words = {each: saved[each] for each in SPLITS}
+        found: dict[str, list[str]] = {
+            each: value.split() if isinstance(value, str) else [str(word) for word in value or []]
+            for each, value in words.items()
+        }
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(
+            f'{file} is not as it must be ({error}): give {{"train": "0.3 a 0.7 b", "valid": '
+            '["c"], "test": ["c"]}'
+        ) from error
+    return found
+
+
+def _names_of_splits() -> list[str]:
+    return [f"{which}_data_path" for which in SPLITS]
+
+
+def _flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"

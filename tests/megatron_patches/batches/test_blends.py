@@ -1,0 +1,75 @@
+"""Datasets of the splits, as Megatron-LM's flags name them."""
+
+from __future__ import annotations
+
+import json
+from argparse import Namespace
+from pathlib import Path
+
+import pytest
+
+from megatron_patches.batches.blends import SPLITS, Blend, check_blends, find_blend, parse_data_path
+from megatron_patches.batches.stream import TokenStream
+from support.whole_runs import write_documents
+
+
+def args(**given: object) -> Namespace:
+    return Namespace(split="90,10", eval_iters=1, **given)
+
+
+def test_a_blend_has_prefixes_or_weights_too() -> None:
+    assert parse_data_path(["a"]) == Blend(("a",), None, None)
+    assert parse_data_path(["0.3", "a", "0.7", "b"]) == Blend(("a", "b"), (0.3, 0.7), None)
+
+
+@pytest.mark.parametrize(
+    "path", [[], ["0", "a", "1", "b"], ["-1", "a"], ["nan", "a"], ["x", "a", "0.5", "b"]]
+)
+def test_unusable_blends_are_refused(path: list[str]) -> None:
+    with pytest.raises(ValueError, match="--data-path"):
+        parse_data_path(path)
+
+
+def test_one_blend_gives_each_split_a_part(tmp_path: Path) -> None:
+    file = tmp_path / "data.txt"
+    file.write_text("0.3 a\n0.7 b\n")
+    for given in ({"data_path": ["0.3", "a", "0.7", "b"]}, {"data_args_path": str(file)}):
+        for which in SPLITS:
+            assert find_blend(args(**given), which) == Blend(("a", "b"), (0.3, 0.7), "90,10")
+
+
+def test_blends_of_splits_are_whole(tmp_path: Path) -> None:
+    file = tmp_path / "data.json"
+    file.write_text(json.dumps({"train": "0.3 a 0.7 b", "valid": ["c"], "test": None}))
+    words = {"train_data_path": ["0.3", "a", "0.7", "b"], "valid_data_path": ["c"]}
+    for given in (words, {"per_split_data_args_path": str(file)}):
+        found = check_blends(args(**given), SPLITS)
+        assert found == {
+            "train": Blend(("a", "b"), (0.3, 0.7), None),
+            "valid": Blend(("c",), None, None),
+        }
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({}, "give --data-path"),
+        ({"data_path": ["a"], "valid_data_path": ["b"]}, "--valid-data-path name data twice"),
+        ({"data_path": ["a"], "data_args_path": "b"}, "--data-path and --data-args-path name"),
+        ({"data_args_path": "/none"}, "--data-args-path /none cannot be read"),
+        ({"per_split_data_args_path": __file__}, "not as it must be"),
+        ({"valid_data_path": ["a"]}, "give --train-data-path"),
+        ({"train_data_path": ["a"]}, "give --valid-data-path, or --eval-iters 0"),
+        ({"train_data_path": ["1", "a", "b", "c"], "valid_data_path": ["a"]}, "--train-data-path"),
+    ],
+)
+def test_what_names_no_data_or_too_many_is_refused(given: dict[str, object], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        check_blends(args(**given), SPLITS)
+
+
+def test_a_split_of_its_own_reads_all_documents(tmp_path: Path) -> None:
+    blend = parse_data_path([write_documents(tmp_path / "c", [3] * 20)])
+    streams = [TokenStream.open(blend, which, seed=1, num_tokens=60) for which in SPLITS]
+    for stream in streams:
+        assert sorted(stream.document.tolist()) == list(range(20))
