@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -12,6 +14,7 @@ from distca.plan import Mask, Placement
 from distca.plan.span import Int64s
 from distca.schedule.serving import (
     STRATEGIES,
+    Strategy,
     held_after,
     nobody_holds,
     shard_evenly,
@@ -32,8 +35,12 @@ def test_any_turns_have_valid_plans(data: st.DataObject) -> None:
     for _ in range(data.draw(st.integers(1, 4))):
         counts = st.lists(st.integers(1, 40), min_size=sequences, max_size=sequences)
         ends = at + np.array(data.draw(counts))
-        if data.draw(st.booleans()):
+        way = data.draw(st.sampled_from(["evenly", "anywhere", "in stripes"]))
+        if way == "evenly":
             new = shard_evenly(at, ends, ranks)
+        elif way == "anywhere":
+            owners = data.draw(st.lists(st.integers(0, ranks - 1), min_size=9, max_size=9))
+            new = Placement(np.arange(sequences), at, ends, np.array(owners[:sequences]), ranks)
         else:
             stripe = data.draw(st.integers(1, 20))
             new = shard_in_stripes(at, ends, np.arange(sequences), stripe, ranks)
@@ -48,10 +55,71 @@ def test_any_turns_have_valid_plans(data: st.DataObject) -> None:
                 # Keys stay: what travels to servers are queries alone.
                 assert moved["dispatch"].sum() % SHAPE.q_row_bytes == 0
                 assert not plan.kv_segments.moved_rows(ranks).any()
+            stepped = step_plan(held, new, strategy, Mask(window), block=8, in_steps=True)
+            stepped.validate()
+            # A server is sent the same rows, whoever passes them on.
+            by_server = plan_bytes(stepped, SHAPE).messages["dispatch"].received()
+            assert by_server.tolist() == moved["dispatch"].sum(axis=0).tolist()
+            assert np.array_equal(plan_bytes(stepped, SHAPE).phases["return"], moved["return"])
         after = held_after(held, new)
         whole = held.tokens_per_rank() + new.tokens_per_rank()
         assert after.tokens_per_rank().tolist() == whole.tolist()
         held, at = after, ends
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("ranks", [2, 3, 4, 8])
+def test_a_fresh_prompt_goes_round_the_ring(ranks: int, strategy: Strategy) -> None:
+    """Between neighbours alone, in N - 1 steps, and just the rows that are seen."""
+    tokens = 2 * ranks * 10
+    new = shard_evenly(np.array([0]), np.array([tokens]), ranks)
+    plan = step_plan(nobody_holds(ranks), new, strategy, Mask(), 8, in_steps=True)
+    assert plan.steps == ranks
+    travels = [each.kv if strategy == "pass-kv" else each.q for each in plan.step_segments]
+    moved = [each.moved() for each in travels]
+    assert all(((source - server) % ranks == 1).all() for source, server, _ in moved)
+    assert sum(int(rows.sum()) for _, _, rows in moved) == (ranks - 1) * tokens * 3 // 4
+    # Every server has as much work in every step but the first, which has half its squares.
+    pairs = [
+        replace(plan, tasks=plan.tasks[plan.tasks.step == step]).loads().tolist()
+        for step in range(1, ranks)
+    ]
+    assert pairs == [[2 * 10 * 10] * ranks] * (ranks - 1)
+
+
+def test_no_rank_is_a_hot_sender() -> None:
+    """One holds all earlier keys: it sends them once, a share in a step; others pass them on."""
+    ranks, earlier = 4, 8000
+    held = Placement(*(np.array([each]) for each in (0, 0, earlier, 2)), ranks)
+    new = shard_evenly(np.array([earlier]), np.array([earlier + 400]), ranks)
+    direct, stepped = (
+        step_plan(held, new, "pass-kv", Mask(), in_steps=each) for each in (False, True)
+    )
+    assert plan_bytes(direct, SHAPE).sent().max() > 3 * earlier * SHAPE.kv_row_bytes
+    assert plan_bytes(stepped, SHAPE).sent().max() < 1.1 * earlier * SHAPE.kv_row_bytes
+    of_steps = [each.kv.moved_per_rank(ranks)[0].max() for each in stepped.step_segments]
+    assert max(of_steps) < 1.5 * earlier / ranks
+    assert len(of_steps) == 7
+
+
+def test_pieces_that_decoding_left_are_taken_together() -> None:
+    """Else a plan would have tasks for each token of an answer."""
+    nothing, start, end = nobody_holds(3), np.array([0]), np.array([500])
+    held = held_after(nothing, shard_in_stripes(start, end, np.array([0]), 1, 3))
+    plan = step_plan(held, shard_evenly(end, end + 60, 3), "pass-kv", Mask(), in_steps=True)
+    plan.validate()
+    assert len(plan.tasks) < 40
+    assert plan.step_segments[1].kv.moved_rows(3).sum(axis=0).min() >= 500 * 2 // 3
+
+
+def test_under_a_window_keys_travel_while_those_at_home_are_seen() -> None:
+    new = shard_evenly(np.array([0]), np.array([1200]), 3)
+    plan = step_plan(nobody_holds(3), new, "pass-kv", Mask(40), 16, in_steps=True)
+    plan.validate()
+    moved = [each.kv.moved_per_rank(3)[1].tolist() for each in plan.step_segments]
+    # The last rank's two pieces are neighbours.
+    assert moved == [[0, 0, 0], [40, 80, 40]]
+    assert (plan.tasks.pairs(plan.mask)[plan.tasks.step == 0]).sum() > 0.7 * plan.loads().sum()
 
 
 def decoded(ranks: int, stripe: int, tokens: int, sequences: int) -> list[Int64s]:

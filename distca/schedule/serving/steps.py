@@ -19,10 +19,11 @@ from typing import Literal, get_args
 
 import numpy as np
 
-from distca.plan import BLOCK, Mask, Placement, Plan, Tasks
+from distca.plan import BLOCK, Mask, Placement, Plan
 from distca.plan.span import Int64s, expand_ranges
 from distca.schedule.base import tasks_at_home
 from distca.schedule.baselines.context_parallel import shard_documents
+from distca.schedule.serving.rings import pass_keys, pass_keys_in_window, pass_queries
 
 Strategy = Literal["pass-kv", "pass-q"]
 """What travels in a step: keys and values, or queries."""
@@ -80,7 +81,12 @@ def shard_in_stripes(
 
 
 def step_plan(
-    held: Placement, new: Placement, strategy: Strategy, mask: Mask, block: int = BLOCK
+    held: Placement,
+    new: Placement,
+    strategy: Strategy,
+    mask: Mask,
+    block: int = BLOCK,
+    in_steps: bool = False,
 ) -> Plan:
     """Makes the plan of a step.
 
@@ -91,14 +97,22 @@ def step_plan(
         strategy: what travels.
         mask: attention mask of the layers that follow the plan.
         block: tokens in a kernel's block.
+        in_steps: whether rows travel in steps of the plan, while those of the step before are
+            computed; for prefills. Else all at once, which takes less time for few rows.
     """
     placement = _in_order(Placement.concatenate([held, new]))
     sequences = int(placement.document.max(initial=-1)) + 1
     lengths, prefix = np.zeros((2, sequences), dtype=np.int64)
     np.maximum.at(lengths, placement.document, placement.end)
     np.maximum.at(prefix, held.document, held.end)
-    moves_queries = strategy == "pass-q" and mask.window_left is None
-    tasks = _tasks_at_keys(placement, new) if moves_queries else tasks_at_home(new, mask)
+    if strategy == "pass-q" and mask.window_left is None:
+        tasks = pass_queries(placement, new, in_steps)
+    elif not in_steps:
+        tasks = tasks_at_home(new, mask)
+    elif mask.window_left is None:
+        tasks = pass_keys(placement, new, block)
+    else:
+        tasks = pass_keys_in_window(placement, new, mask, block)
     return Plan(lengths, placement, tasks, mask, block, strategy, cached_prefix=prefix)
 
 
@@ -110,27 +124,3 @@ def held_after(held: Placement, new: Placement) -> Placement:
 def _in_order(placement: Placement) -> Placement:
     """Sorts pieces by sequence and position: the order in which a rank keeps its rows."""
     return placement.select(np.lexsort((placement.start, placement.document)))
-
-
-def _tasks_at_keys(placement: Placement, new: Placement) -> Tasks:
-    """Makes tasks of each new piece's queries over each piece of keys that they see, at the keys.
-
-    Args:
-        placement: all pieces, sorted by sequence and position.
-        new: pieces that have queries.
-    """
-    first = np.searchsorted(placement.document, new.document)
-    stride = int(placement.end.max(initial=0)) + 1
-    line = placement.document * stride + placement.start
-    itself = np.searchsorted(line, new.document * stride + new.start)
-    count = itself - first + 1
-    q = np.repeat(np.arange(len(new.rank)), count)
-    kv = expand_ranges(first, count)
-    return Tasks(
-        new.document[q],
-        new.start[q],
-        new.end[q],
-        placement.start[kv],
-        placement.end[kv],
-        placement.rank[kv],
-    )
