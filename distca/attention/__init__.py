@@ -1,11 +1,12 @@
 """Attention kernels: they compute tasks and know nothing of ranks."""
 
 from distca.attention.kernel import Gradients, Kernel, KernelTasks
+from distca.attention.paged import PagedKernel
 
-__all__ = ["Gradients", "Kernel", "KernelTasks", "select_kernel"]
+__all__ = ["Gradients", "Kernel", "KernelTasks", "PagedKernel", "select_kernel"]
 
 
-def select_kernel(device_type: str, head_dim: int = 128) -> Kernel:
+def select_kernel(device_type: str, head_dim: int = 128) -> PagedKernel:
     """Makes the fastest kernel that a device runs, of those that are installed.
 
     Args:

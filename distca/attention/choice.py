@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 
 from distca.attention import flash
-from distca.attention.kernel import Kernel
+from distca.attention.paged import PagedKernel
 
 logger = logging.getLogger(__name__)
 
@@ -39,7 +39,7 @@ class GpuKernel:
     """
 
     generation: int
-    make: Callable[[], Kernel]
+    make: Callable[[], PagedKernel]
     suits: Callable[[int, int], bool]
     package: str | None = None
     least: tuple[int, ...] = ()
@@ -56,7 +56,7 @@ class GpuKernel:
     def __str__(self) -> str:
         return f"FlashAttention {self.generation} ({self.package or 'torch'} {self.version})"
 
-    def load(self) -> Kernel:
+    def load(self) -> PagedKernel:
         """Makes the kernel.
 
         Raises:
@@ -155,7 +155,7 @@ def advice(faster: GpuKernel) -> str:
     return f"FlashAttention {faster.generation} is faster on this GPU: {faster.install}"
 
 
-def load_gpu_kernel(head_dim: int) -> Kernel:
+def load_gpu_kernel(head_dim: int) -> PagedKernel:
     """Makes the kernel of this process's GPU, and logs which one that is.
 
     Raises:

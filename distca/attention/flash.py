@@ -15,24 +15,36 @@ from __future__ import annotations
 import importlib
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
 from distca.attention.kernel import Gradients, KernelTasks, Outputs
+from distca.attention.paged import PagedKeys
 
 
 @dataclass(frozen=True)
 class _Placed:
-    """`KernelTasks` with the offsets on the GPU, and the lengths of the longest task."""
+    """`KernelTasks` with the offsets on the GPU, and the lengths of the longest task.
+
+    Attributes:
+        keys: keys of the tasks in a pool; None: keys lie one task after the other.
+    """
 
     cu_seqlens_q: torch.Tensor
     cu_seqlens_kv: torch.Tensor
     longest_q: int
     longest_kv: int
     tasks: KernelTasks
+    keys: PagedKeys | None = None
+
+    def paged(self, table: str) -> dict[str, torch.Tensor]:
+        """Arguments for keys of a pool; `table` is the package's name for the table."""
+        if self.keys is None:
+            return {}
+        return {table: self.keys.table, "seqused_k": self.keys.tensors[1]}
 
     def window(self, unbounded: int | None) -> dict[str, int | None]:
         """The window's arguments; `unbounded` is what the package writes for a side without one."""
@@ -93,8 +105,40 @@ class _FlashKernel(ABC):
         if _is_empty(q_THD, k_THD):
             out = torch.empty_like(q_THD) if out is None else out
             return out.zero_(), lse_TH.fill_(float("-inf"))
-        placed = self._place(tasks, q_THD.device)
-        found, lse_HT = self._call_forward(q_THD, k_THD, v_THD, out, placed)
+        return self._written(q_THD, k_THD, v_THD, (out, lse_TH), self._place(tasks, q_THD.device))
+
+    def forward_paged(
+        self,
+        q_THD: torch.Tensor,
+        k_SHD: torch.Tensor,
+        v_SHD: torch.Tensor,
+        tasks: KernelTasks,
+        keys: PagedKeys,
+        into: Outputs | None = None,
+    ) -> Outputs:
+        """See `PagedKernel.forward_paged`.
+
+        The packages read a table's lines from their first rows on. Where tasks begin later, under a
+        window, their few keys are copied.
+        """
+        if keys.first.any() or not len(q_THD):
+            slots = keys.slots(k_SHD.device)
+            return self.forward(q_THD, k_SHD[slots], v_SHD[slots], tasks, into)
+        out, lse_TH = into or (None, q_THD.new_empty(q_THD.shape[:2], dtype=torch.float32))
+        k, v = (x.view(-1, keys.block_size, *x.shape[1:]) for x in (k_SHD, v_SHD))
+        placed = replace(self._place(tasks, q_THD.device), keys=keys)
+        return self._written(q_THD, k, v, (out, lse_TH), placed)
+
+    def _written(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        into: tuple[torch.Tensor | None, torch.Tensor],
+        placed: _Placed,
+    ) -> Outputs:
+        out, lse_TH = into
+        found, lse_HT = self._call_forward(q, k, v, out, placed)
         if out is not None:
             _write([found], [out])
         lse_TH.copy_(lse_HT.transpose(0, 1))
@@ -179,6 +223,7 @@ class TorchFlashKernel(_FlashKernel):
             False,
             scale=placed.tasks.softmax_scale,
             **placed.window(None),
+            **placed.paged("block_table"),
         )
         return out, lse_HT
 
@@ -252,7 +297,8 @@ class FlashAttn2Kernel(_FlashKernel):
         into: torch.Tensor | None,
         placed: _Placed,
     ) -> Outputs:
-        out, lse_HT, *_ = self._forward(q, k, v, **self._options(placed))
+        paged = placed.paged("block_table")
+        out, lse_HT, *_ = self._forward(q, k, v, **self._options(placed), **paged)
         return out, lse_HT
 
     def _call_backward(
@@ -305,7 +351,9 @@ class FlashAttn3Kernel(_FlashKernel):
         placed: _Placed,
     ) -> Outputs:
         # Without a split over the keys, which would take memory that nothing counts.
-        options = self._options(placed)
+        options = self._options(placed) | placed.paged("page_table")
+        if placed.keys is not None:
+            options["cu_seqlens_k"] = None
         out, lse_HT, *_ = self._forward(q, k, v, out=into, num_splits=1, **options)
         return out, lse_HT
 
@@ -357,7 +405,9 @@ class FlashAttn4Kernel(_FlashKernel):
         into: torch.Tensor | None,
         placed: _Placed,
     ) -> Outputs:
-        options = self._options(placed)
+        options = self._options(placed) | placed.paged("page_table")
+        if placed.keys is not None:
+            options["cu_seqlens_k"] = None
         out, lse_HT, *_ = self._forward(q, k, v, return_lse=True, out=into, **options)
         return out, lse_HT
 

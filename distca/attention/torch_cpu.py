@@ -15,6 +15,7 @@ import torch
 
 from distca.attention.kernel import Gradients, KernelTasks, Outputs
 from distca.attention.merge import merge_partial
+from distca.attention.paged import PagedKeys
 
 _forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
@@ -66,6 +67,41 @@ class TorchCpuKernel:
                 merge_partial(out, lse, tile.q, part_out, part_lse)
             merged_to = max(merged_to, tile.q.stop)
         return out, lse
+
+    def forward_paged(
+        self,
+        q_THD: torch.Tensor,
+        k_SHD: torch.Tensor,
+        v_SHD: torch.Tensor,
+        tasks: KernelTasks,
+        keys: PagedKeys,
+        into: Outputs | None = None,
+    ) -> Outputs:
+        """See `PagedKernel.forward_paged`: each run of blocks is a view of the pool."""
+        assert not tasks.causal, "a pool's rows lie in the order of blocks"
+        if into is None:
+            into = q_THD.new_empty(q_THD.shape), q_THD.new_empty(q_THD.shape[:2], dtype=torch.float)
+        out, lse = into
+        edges = tasks.cu_seqlens_q.tolist()
+        for start, stop, runs in zip(edges, edges[1:], keys.runs, strict=False):
+            if start == stop:
+                continue
+            rows, first = slice(start, stop), True
+            if not runs:
+                out[rows], lse[rows] = 0.0, float("-inf")
+            for begin, end in runs:
+                part_out, part_lse = _forward(
+                    _heads_first(q_THD[rows]),
+                    _heads_first(k_SHD[begin:end]),
+                    _heads_first(v_SHD[begin:end]),
+                    scale=tasks.softmax_scale,
+                )
+                part_out, part_lse = part_out[0].transpose(0, 1), part_lse[0].transpose(0, 1)
+                if first:
+                    out[rows], lse[rows], first = part_out, part_lse, False
+                else:
+                    merge_partial(out, lse, rows, part_out, part_lse)
+        return into
 
     def backward(
         self,
