@@ -49,7 +49,7 @@ def test_any_turns_have_valid_plans(data: st.DataObject) -> None:
             plan.validate()
             assert plan.own_tokens_per_rank().tolist() == new.tokens_per_rank().tolist()
             moved = plan_bytes(plan, SHAPE).forward().phases
-            if strategy == "pass-kv" or window is not None:
+            if strategy == "pass-kv" or (window is not None and (ends - at).max() > 1):
                 assert not moved["return"].any()
             else:
                 # Keys stay: what travels to servers are queries alone.

@@ -42,18 +42,22 @@ def pass_keys(placement: Placement, new: Placement, block: int) -> Tasks:
     return _tasks(keys, new, q, kv, new.rank[q], step)
 
 
-def pass_queries(placement: Placement, new: Placement, in_steps: bool) -> Tasks:
+def pass_queries(placement: Placement, new: Placement, mask: Mask, in_steps: bool) -> Tasks:
     """Makes tasks of each new piece's queries over each piece of keys that they see, at the keys.
 
     Args:
         placement: all pieces, sorted by sequence and position.
-        new: pieces that have queries.
+        new: pieces that have queries; under a window each has one.
+        mask: attention mask.
         in_steps: whether queries go round the ring; else to all servers at once.
     """
     q, kv = _visible_pieces(placement, new)
+    seen = placement.end[kv] > mask.first_key(new.start[q])
+    q, kv = q[seen], kv[seen]
     server = placement.rank[kv]
     step = _hops(q, new.rank[q], server, new.world_size) * in_steps
-    return _tasks(placement, new, q, kv, server, step)
+    tasks = _tasks(placement, new, q, kv, server, step)
+    return replace(tasks, kv_start=np.maximum(tasks.kv_start, mask.first_key(tasks.q_start)))
 
 
 def pass_keys_in_window(placement: Placement, new: Placement, mask: Mask, block: int) -> Tasks:

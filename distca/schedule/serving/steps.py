@@ -10,7 +10,8 @@ says who computes attention (context parallelism of Meta's, Sections 3.4 and 3.5
 * **pass-q**: queries travel to keys and values, and partial outputs come back, to merge by LSE.
   For few new tokens over a long cache, as in decoding.
 
-Under a window both are pass-kv, since few keys are seen, and all are near.
+Under a window both are pass-kv, since few keys are seen, and all are near; but where every sequence
+is fed one token, as in decoding, queries travel then, too: one row each rather than a window's.
 """
 
 from __future__ import annotations
@@ -105,8 +106,10 @@ def step_plan(
     lengths, prefix = np.zeros((2, sequences), dtype=np.int64)
     np.maximum.at(lengths, placement.document, placement.end)
     np.maximum.at(prefix, held.document, held.end)
-    if strategy == "pass-q" and mask.window_left is None:
-        tasks = pass_queries(placement, new, in_steps)
+    # Of one query all keys in a window are a full rectangle, wherever they are cut.
+    single = bool((lengths - prefix <= 1).all())
+    if strategy == "pass-q" and (mask.window_left is None or single):
+        tasks = pass_queries(placement, new, mask, in_steps)
     elif not in_steps:
         tasks = tasks_at_home(new, mask)
     elif mask.window_left is None:
