@@ -224,8 +224,8 @@ def build_exchange(plan: Plan, rank: int) -> Exchange:
         q=q,
         kv=kv,
         calls=tuple(calls),
-        received_outputs=None if of_q.received is None else _combination(of_q.received, q.received),
-        local_outputs=None if of_q.local is None else _combination(of_q.local, q.local),
+        received_outputs=None if of_q.received is None else combination(of_q.received, q.received),
+        local_outputs=None if of_q.local is None else combination(of_q.local, q.local),
     )
 
 
@@ -351,7 +351,7 @@ def _by_row(rows: Int64s, total: int) -> tuple[Int64s, Int64s]:
     return order, np.bincount(rows[order], minlength=total)
 
 
-def _combination(rows: Int64s, total: int) -> Combination:
+def combination(rows: Int64s, total: int) -> Combination:
     """Merges parts as `_sums` adds them; rows of no part are any."""
     order, counts = _by_row(rows, total)
     begins = np.cumsum(counts) - counts

@@ -56,13 +56,19 @@ class Decode:
         return self.away(mask).sum(axis=1) * row  # type: ignore[no-any-return]
 
 
-def plan_decode(holdings: Holdings, sequences: Sequence[int], masks: Sequence[Mask]) -> Decode:
+def plan_decode(
+    holdings: Holdings,
+    sequences: Sequence[int],
+    masks: Sequence[Mask],
+    owners: Int64s | None = None,
+) -> Decode:
     """Plans a step that feeds the next token of sequences; `holdings` stay as they are.
 
     Args:
         holdings: who holds the tokens before.
         sequences: sequences that are fed, each once.
         masks: masks of the model's layers.
+        owners: owner of each sequence's token; None: those of stripes.
     """
     lines = holdings.lines(sequences)
     positions = holdings.lengths(lines)
@@ -70,7 +76,7 @@ def plan_decode(holdings: Holdings, sequences: Sequence[int], masks: Sequence[Ma
     return Decode(
         tuple(sequences),
         positions,
-        holdings.owners(lines),
+        holdings.owners(lines) if owners is None else owners,
         holdings.rows(lines, positions),
         hidden,
     )

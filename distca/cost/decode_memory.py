@@ -1,0 +1,36 @@
+"""Sizes of the buffers for decode steps: of any that feed so many sequences, wherever keys lie."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from distca.cost.memory import INDEX_BYTES, CoreAttentionMemory, aligned, merge_bytes
+from distca.cost.volume import AttentionShape
+
+
+def decode_memory(sequences: int, world_size: int, shape: AttentionShape) -> CoreAttentionMemory:
+    """Sizes of the buffers for one layer's core attention of one query of each sequence.
+
+    They suffice for every decode step of so many sequences, so they are worked out once: one rank
+    may own all queries, and send them to all others; or serve all.
+
+    Args:
+        sequences: most sequences that a step feeds.
+        world_size: ranks.
+        shape: heads of a layer on each rank.
+    """
+    q_row, result_row = shape.q_row_bytes, shape.q_row_bytes + shape.lse_row_bytes
+    sent = sequences * (world_size - 1)
+    # Partial outputs of the kernels, those that come back, and the merged ones.
+    parts = 2 * sequences + sent
+    members = np.array(sequences * world_size)
+    indices = 3 * sent + 2 * sequences + 2 * sequences + parts + 3 * int(members) + sequences
+    return CoreAttentionMemory(
+        to_servers_send=sent * q_row,
+        to_servers_receive=sequences * q_row,
+        to_owners_send=sequences * result_row,
+        to_owners_receive=sent * result_row,
+        slot=int(aligned(sequences * q_row) + aligned(parts * result_row)),
+        scratch=int(max(aligned(sequences * q_row), merge_bytes(members, shape))),
+        indices=int(aligned(indices * INDEX_BYTES)),
+    )

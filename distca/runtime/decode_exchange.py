@@ -1,0 +1,105 @@
+"""One rank's part of a decode step: queries travel to the ranks that hold keys of their sequences.
+
+It is the exchange that `build_exchange` makes of the step's plan, with keys that stay in the pool,
+and with one kernel sequence of each query: a table's line rather than each of its pieces. All is
+worked out from numbers of rows, so neither the context's length nor the stripe matters.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import torch
+
+from distca.attention.merge import Sums
+from distca.attention.paged import PagedKeys
+from distca.plan import Mask
+from distca.plan.span import Int64s
+from distca.runtime.exchange import Exchange, KernelCall, Rows, combination
+from distca.runtime.kv_pool import BlockTables
+from distca.runtime.messages import peer_rows
+from distca.schedule.serving.decode import Decode
+
+_NO_ROWS = torch.zeros(0, dtype=torch.int64)
+_FORWARD_ALONE = Sums(_NO_ROWS, None)
+
+
+def build_decode_exchange(
+    decode: Decode, mask: Mask, rank: int, tables: BlockTables, lines: Int64s, slots: int
+) -> tuple[Exchange, PagedKeys]:
+    """Works out one rank's part of a decode step.
+
+    Args:
+        decode: step.
+        mask: mask of the layers that follow.
+        rank: this rank.
+        tables: blocks of this rank, those for the step's new rows included.
+        lines: line of each of the step's sequences in the tables.
+        slots: rows of the pool.
+
+    Returns:
+        The exchange, whose keys and values are the pool's rows by slot, and where in the pool each
+        query's keys are. Local queries are in the order of the step's sequences.
+    """
+    away, world_size = decode.away(mask), decode.rows.shape[1]
+    moved = np.zeros((world_size, world_size), dtype=np.int64)
+    np.add.at(moved, decode.owners, away)
+    mine = np.flatnonzero(decode.owners == rank)
+    send = np.nonzero(away[mine].T)[1]
+    received = np.flatnonzero(away[:, rank])
+    received = received[np.argsort(decode.owners[received], kind="stable")]
+    nothing = np.zeros(world_size, dtype=np.int64)
+    outgoing, incoming = (
+        peer_rows(table[rank], table[:rank].sum(axis=0), nothing, nothing)
+        for table in (moved, moved.T)
+    )
+    # Kernels take queries in the order of the table's lines, so that it is used as it is.
+    served = np.concatenate([mine, received])
+    order = np.argsort(lines[served])
+    in_order = bool((order[1:] > order[:-1]).all())
+    q_rows = None if in_order else torch.from_numpy(order)
+    keys, cu_seqlens = _keys(decode, mask, rank, tables, lines, served)
+    call = KernelCall(
+        False, len(served), int((keys.used - keys.first).sum()), *cu_seqlens, q_rows, None
+    )
+    alone = in_order and not len(send)
+    local = np.concatenate([np.where(order < len(mine), order, -1), send])
+    travels = bool(moved.any())
+    kv = Rows(slots, _NO_ROWS, outgoing[1], incoming[1], 0, None, None, False)
+    q = replace(
+        kv,
+        local=len(mine),
+        send=torch.from_numpy(send),
+        outgoing=outgoing[0],
+        incoming=incoming[0],
+        parts=len(served),
+        local_sums=None if alone else _FORWARD_ALONE,
+        move=travels,
+    )
+    exchange = Exchange(
+        rank,
+        world_size,
+        mask,
+        q,
+        kv,
+        (call,),
+        None if in_order else combination(order - len(mine), len(received)),
+        None if alone else combination(local, len(mine)),
+    )
+    return exchange, keys
+
+
+def _keys(
+    decode: Decode, mask: Mask, rank: int, tables: BlockTables, lines: Int64s, served: Int64s
+) -> tuple[PagedKeys, tuple[torch.Tensor, torch.Tensor]]:
+    """Where the keys of all lines' queries are, and the offsets of queries and keys of lines."""
+    queries, first, used = np.zeros((3, len(tables.host)), dtype=np.int64)
+    at = lines[served]
+    queries[at] = 1
+    first[at] = decode.hidden[mask][served, rank]
+    used[at] = decode.rows[served, rank]
+    keys = PagedKeys(tables.table, tables.host, first, used, tables.block_size)
+    edges = np.zeros((2, len(queries) + 1), dtype=np.int32)
+    np.cumsum([queries, used - first], axis=1, out=edges[:, 1:])
+    return keys, (torch.from_numpy(edges[0]), torch.from_numpy(edges[1]))

@@ -1,0 +1,93 @@
+"""A decode step's exchange is that of its plan, and runs in the memory that is reserved for it."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from benchmarks.kernels.host_cost import Nowhere
+from distca.attention import select_kernel
+from distca.attention.paged import OfPool
+from distca.cost.decode_memory import decode_memory
+from distca.cost.volume import AttentionShape
+from distca.plan import Mask, Placement
+from distca.plan.span import Int64s
+from distca.runtime import Buffers, CoreAttention, Exchange, ProgramRun, build_exchange
+from distca.runtime.decode_exchange import build_decode_exchange
+from distca.runtime.kv_pool import BlockTables, KvPool
+from distca.schedule.program import LayerGroup, tick_program
+from distca.schedule.serving import shard_evenly, step_plan
+from distca.schedule.serving.decode import Decode, plan_decode
+from distca.schedule.serving.holdings import Holdings
+
+CPU, SIZE = torch.device("cpu"), 4
+SHAPE = AttentionShape(heads=4, kv_heads=2, head_dim=8, dtype_bytes=4)
+
+
+def tables_of(holdings: Holdings, decode: Decode, rank: int) -> tuple[BlockTables, Int64s, int]:
+    """Tables with blocks for all rows of a rank, the lines of the sequences, and the blocks."""
+    tables, block = BlockTables(SIZE, CPU), 0
+    # Lines are not in the order of the step.
+    for number in [*range(len(decode.sequences))][::-1]:
+        count = -(-int(decode.rows[number, rank]) // SIZE)
+        tables.append(decode.sequences[number], range(block, block + count))
+        block += count
+    return tables, tables.lines(decode.sequences), block
+
+
+def same(found: Exchange, expected: Exchange) -> None:
+    for name in ("outgoing", "incoming"):
+        ours, theirs = getattr(found.q, name), getattr(expected.q, name)
+        assert ours.counts.tolist() == theirs.counts.tolist()
+        assert ours.before.tolist() == theirs.before.tolist()
+        for place, other in zip(ours.place, theirs.place, strict=True):
+            assert place.tolist() == other.tolist()
+    assert found.q.send.tolist() == expected.q.send.tolist()
+    assert (found.q.local, found.q.received) == (expected.q.local, expected.q.received)
+    assert found.q.move == expected.q.move
+    assert not found.kv.move
+    assert not found.kv.received
+
+
+@pytest.mark.parametrize("mask", [Mask(), Mask(6)], ids=["full", "windowed"])
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_rows_travel_as_the_plan_says(ranks: int, mask: Mask) -> None:
+    rng = np.random.default_rng(ranks)
+    holdings, sequences = Holdings(ranks, 2), [4, 9, 2, 7, 5]
+    ends = rng.integers(1, 40, len(sequences))
+    holdings.note(sequences, shard_evenly(np.zeros_like(ends), ends, ranks))
+    for _ in range(9):
+        decode = plan_decode(holdings, sequences, [mask])
+        new = Placement(np.arange(5), decode.positions, decode.positions + 1, decode.owners, ranks)
+        plan = step_plan(holdings.placement(sequences), new, "pass-q", mask, block=8)
+        for rank in range(ranks):
+            tables, lines, blocks = tables_of(holdings, decode, rank)
+            found, keys = build_decode_exchange(decode, mask, rank, tables, lines, blocks * SIZE)
+            same(found, build_exchange(plan, rank))
+            # Each served query meets the rank's rows of its sequence that it sees.
+            visible = (decode.rows - decode.hidden[mask])[:, rank]
+            assert (keys.used - keys.first)[lines].tolist() == visible.tolist()
+        holdings.note_decoded(holdings.lines(sequences))
+
+
+@pytest.mark.parametrize("rank", [0, 1, 3])
+def test_the_memory_suffices_where_one_rank_has_all(rank: int) -> None:
+    """One rank owns all queries and sends them to all others, each of which has keys."""
+    count, ranks, mask = 6, 4, Mask()
+    owners, before = np.zeros(count, dtype=np.int64), np.full((count, ranks), 3)
+    hidden = {mask: np.zeros((count, ranks), dtype=np.int64)}
+    decode = Decode((5, 4, 3, 2, 1, 0), np.full(count, 12), owners, before, hidden)
+    holdings = Holdings(ranks, 1)
+    tables, lines, blocks = tables_of(holdings, decode, rank)
+    pool = KvPool(1, blocks, SIZE, SHAPE, torch.float32, CPU)
+    exchange, keys = build_decode_exchange(decode, mask, rank, tables, lines, pool.slots)
+    buffers = Buffers(CPU, headroom=0.0)
+    core = CoreAttention(Nowhere(rank, ranks), OfPool(select_kernel("cpu"), keys), buffers)
+    core.reserve(decode_memory(count, ranks, SHAPE))
+    placed = core.buffers.place([exchange])
+    program = tick_program("forward", (LayerGroup(range(1), False),), 1, False, False)
+    q = torch.randn(exchange.q.local, SHAPE.heads, SHAPE.head_dim)
+    with torch.no_grad():
+        out = core(q, *pool.rows(0), ProgramRun(placed, program), 1.0)
+    assert out.shape == q.shape
