@@ -1,5 +1,12 @@
 """Plans of inference: which rank holds a sequence's keys and values, and who computes a step."""
 
+from distca.schedule.serving.selection import (
+    SELECTORS,
+    EmpiricalRule,
+    PaperRule,
+    Selector,
+    SelectorName,
+)
 from distca.schedule.serving.steps import (
     STRATEGIES,
     Strategy,
@@ -11,7 +18,12 @@ from distca.schedule.serving.steps import (
 )
 
 __all__ = [
+    "SELECTORS",
     "STRATEGIES",
+    "EmpiricalRule",
+    "PaperRule",
+    "Selector",
+    "SelectorName",
     "Strategy",
     "held_after",
     "nobody_holds",

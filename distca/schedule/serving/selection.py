@@ -1,0 +1,139 @@
+"""Choice of a prefill's strategy: the paper's rules, and a form that is fitted to times.
+
+The rules are those of context parallelism of Meta's, Section 3.4 and Appendices C and D. They are
+closed forms of one ring step: a rank has `T / N` queries and `(T + P) / N` keys of one sequence
+with `T` new and `P` cached tokens, all of the ring's keys are seen, and nothing else takes time.
+`distca.simulate.serving` predicts the actual plans instead.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, Protocol, get_args
+
+import numpy as np
+
+from distca.cost.volume import AttentionShape
+from distca.plan import Placement
+from distca.plan.span import Floats
+from distca.schedule.serving.steps import Strategy
+
+SelectorName = Literal["simulated", "paper"]
+"""Way to choose a strategy: by the predicted seconds of both plans, or by the paper's rule."""
+
+SELECTORS: tuple[SelectorName, ...] = get_args(SelectorName)
+
+
+class Selector(Protocol):
+    """A choice between strategies: a pure function, so that all ranks choose alike."""
+
+    def choose(self, held: Placement, new: Placement) -> Strategy:
+        """Chooses the strategy of a prefill.
+
+        Args:
+            held: ranks that hold the keys and values of earlier tokens of its sequences.
+            new: owners of its new tokens.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class PaperRule:
+    """The paper's rules, whose terms are ratios of message sizes and rates.
+
+    Attributes:
+        shape: heads of one tensor-parallel rank, or of all of them.
+        ranks: N, ranks that share the attention.
+        flops_per_second: C, rate of the GPUs that have these heads.
+        bytes_per_second: BW, speed of their links.
+        all_to_all: whether pass-Q is charged for its outputs' way back: Algorithm 5, else 1.
+    """
+
+    shape: AttentionShape
+    ranks: int
+    flops_per_second: float
+    bytes_per_second: float
+    all_to_all: bool = True
+
+    @property
+    def smaller_queries(self) -> float:
+        """Eq. 1: share of new tokens up to which a rank's queries are no larger than its keys and
+        values."""
+        return 2 * self.shape.kv_heads / self.shape.heads
+
+    @property
+    def tokens_that_hide_keys(self) -> float:
+        """Eq. 2: new tokens from which kernels take as long as keys and values travel."""
+        bytes_of_keys = self.ranks * self.flops_per_second * self.shape.dtype_bytes
+        return bytes_of_keys * self.smaller_queries / (4 * self.bytes_per_second)
+
+    @property
+    def tokens_that_hide_queries(self) -> float:
+        """Eq. 3: tokens, with cached ones, from which kernels take as long as queries travel."""
+        bytes_of_queries = self.ranks * self.flops_per_second * self.shape.dtype_bytes
+        return bytes_of_queries / (4 * self.bytes_per_second)
+
+    def pass_q_below(self, new: float) -> float:
+        """Share of new tokens up to which pass-Q is as fast: Eq. 1, or Eq. 5, in which keys that
+        are not hidden take as long as queries and their outputs' way back."""
+        if not self.all_to_all:
+            return self.smaller_queries
+        return self.smaller_queries - new / self.tokens_that_hide_queries
+
+    def of_tokens(self, new: int, cached: int) -> Strategy:
+        """Algorithm 1, or 5: the choice for one sequence."""
+        if new >= self.tokens_that_hide_keys:
+            return "pass-kv"
+        return "pass-q" if new / (new + cached) <= self.pass_q_below(new) else "pass-kv"
+
+    def choose(self, held: Placement, new: Placement) -> Strategy:
+        """See `Selector.choose`. Several sequences count as one of all their tokens."""
+        return self.of_tokens(
+            *(int((each.end - each.start).sum()) for each in (new, _of_same(held, new)))
+        )
+
+
+def _of_same(held: Placement, new: Placement) -> Placement:
+    return held.select(np.isin(held.document, new.document))
+
+
+@dataclass(frozen=True)
+class EmpiricalRule:
+    """Appendix D's form: pass-KV where `a log T + b log(T / (T + P)) + c` is positive.
+
+    The published coefficients (-1.059, 1.145, 12.112) choose the same side for all rows of the
+    paper's own Table 4, in any logarithm, so the form is fitted to times.
+
+    Attributes:
+        of_new: a.
+        of_share: b.
+        constant: c.
+    """
+
+    of_new: float
+    of_share: float
+    constant: float
+
+    @staticmethod
+    def fitted(new: Floats, cached: Floats, pass_kv: Floats, pass_q: Floats) -> EmpiricalRule:
+        """Fits the logarithm of how many times as long pass-Q takes, by least squares.
+
+        Args:
+            new: new tokens of each prefill, `[prefills]`.
+            cached: cached tokens.
+            pass_kv: seconds with pass-KV.
+            pass_q: seconds with pass-Q.
+        """
+        columns = np.stack([*_features(new, cached), np.ones(len(new))], axis=1)
+        found = np.linalg.lstsq(columns, np.log(pass_q / pass_kv), rcond=None)[0]
+        return EmpiricalRule(*map(float, found))
+
+    def of_tokens(self, new: int, cached: int) -> Strategy:
+        """The choice for one sequence."""
+        of_new, of_share = _features(np.array(float(new)), np.array(float(cached)))
+        value = self.of_new * of_new + self.of_share * of_share + self.constant
+        return "pass-kv" if value > 0 else "pass-q"
+
+
+def _features(new: Floats, cached: Floats) -> tuple[Floats, Floats]:
+    return np.log(new), np.log(new / (new + cached))
