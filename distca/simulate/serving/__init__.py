@@ -1,0 +1,19 @@
+"""A prefill's or a decode step's time on a described cluster, by the plans that the ranks run.
+
+from distca.simulate.serving import InferenceCosts, simulate_step
+costs = InferenceCosts(MODELS["llama-405b"], CLUSTERS["dgx-h100"], tensor_parallel=8)
+outcome = simulate_step([plan] * costs.model.layers, costs)
+"""
+
+from distca.simulate.serving.costs import InferenceCosts
+from distca.simulate.serving.selector import SimulatedSelector
+from distca.simulate.serving.steps import PlanStepCosts, SteppedCosts, attend, simulate_step
+
+__all__ = [
+    "InferenceCosts",
+    "PlanStepCosts",
+    "SimulatedSelector",
+    "SteppedCosts",
+    "attend",
+    "simulate_step",
+]

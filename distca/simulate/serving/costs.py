@@ -1,0 +1,107 @@
+"""Costs of a transformer's layers in inference: forward alone, on many tokens or on few.
+
+Linear layers take the longer of their products and of reading their weights, which is what few
+tokens wait for. Tensor parallelism adds four collectives of a layer's activations, as in training.
+It may span nodes here, and then goes through as many rings as a node has links. Where there are
+fewer key-value heads than tensor-parallel ranks, ranks hold copies.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from distca.cost.model_sizes import ModelSize
+from distca.cost.volume import AttentionShape
+from distca.plan.span import Floats, Int64s
+from distca.simulate.cluster import Cluster
+from distca.simulate.costs import TENSOR_COLLECTIVES
+
+
+@dataclass(frozen=True)
+class InferenceCosts:
+    """Costs of a model's parts.
+
+    Attributes:
+        model: sizes of the model.
+        cluster: GPUs and links that the model runs on.
+        tensor_parallel: GPUs that share each layer: a part of a node, or whole nodes.
+        dtype_bytes: bytes of an activation, and of a weight outside of the MLP.
+        mlp_dtype_bytes: bytes of a weight of the MLP; 1: products of 8 bits, at twice the rate.
+
+    Raises:
+        ValueError: the sizes don't divide each other.
+    """
+
+    model: ModelSize
+    cluster: Cluster
+    tensor_parallel: int = 1
+    dtype_bytes: int = 2
+    mlp_dtype_bytes: int = 2
+
+    def __post_init__(self) -> None:
+        size, of_node = self.tensor_parallel, self.cluster.gpus_per_node
+        if size < 1 or (of_node % size and size % of_node):
+            raise ValueError(
+                f"tensor-parallel size {size}: give a divisor or a multiple of the {of_node} GPUs "
+                "of a node"
+            )
+        kv_heads = self.model.kv_heads
+        if self.model.heads % size or (kv_heads % size and size % kv_heads):
+            raise ValueError(
+                f"tensor-parallel size {size} does not divide {self.model.heads} heads, or neither "
+                f"divides {kv_heads} key-value heads nor is a multiple of them"
+            )
+
+    @property
+    def shape(self) -> AttentionShape:
+        """The attention heads of one GPU."""
+        model, size = self.model, self.tensor_parallel
+        kv_heads = max(model.kv_heads // size, 1)
+        return AttentionShape(model.heads // size, kv_heads, model.head_dim, self.dtype_bytes)
+
+    def pre_seconds(self, tokens: Int64s) -> Floats:
+        """Seconds of a layer before core attention, for the tokens of each rank, `[ranks]`."""
+        return self._linear(tokens, self.model.pre_parameters, 0, TENSOR_COLLECTIVES["pre"])
+
+    def post_seconds(self, tokens: Int64s) -> Floats:
+        """Seconds of a layer after core attention, likewise."""
+        model = self.model
+        projection = model.hidden_size * model.heads * model.head_dim
+        of_mlp = model.post_parameters - projection
+        return self._linear(tokens, projection, of_mlp, TENSOR_COLLECTIVES["post"])
+
+    def head_seconds(self, tokens: Int64s) -> Floats:
+        """Seconds of the output layer, for the tokens whose logits each rank needs, `[ranks]`."""
+        return self._linear(tokens, self.model.vocabulary_parameters, 0, 1)
+
+    def _linear(self, tokens: Int64s, parameters: int, of_mlp: int, collectives: int) -> Floats:
+        cluster, size = self.cluster, self.tensor_parallel
+        rate = cluster.peak_tflops * 1e12 * cluster.linear_mfu * size
+        products = 2.0 * (parameters + of_mlp * self.mlp_dtype_bytes / 2) * tokens / rate
+        weights = self._weight_bytes(parameters, of_mlp) / cluster.copied_bytes_per_second
+        seconds = np.maximum(products, weights) + collectives * self._collective(tokens)
+        # No rank waits for weights that it does not use.
+        return np.where(tokens > 0, seconds, 0.0)
+
+    def _collective(self, tokens: Int64s) -> Floats:
+        """Seconds of an all-gather or a reduce-scatter of activations, `[ranks]`."""
+        size = self.tensor_parallel
+        if size == 1:
+            return np.zeros(len(tokens))
+        speed, latency = self.cluster.ring(size, size, 1)
+        row = self.model.hidden_size * self.dtype_bytes * (size - 1) / size
+        return tokens.astype(np.float64) * (row / (speed * 1e9)) + latency
+
+    def _weight_bytes(self, parameters: int, of_mlp: int) -> float:
+        """Bytes of weights on each GPU."""
+        nbytes = parameters * self.dtype_bytes + of_mlp * self.mlp_dtype_bytes
+        return nbytes / self.tensor_parallel
+
+    def state_bytes(self) -> float:
+        """Bytes of all weights on each GPU."""
+        model = self.model
+        of_mlp = 3 * model.hidden_size * model.ffn_hidden_size
+        layer = self._weight_bytes(model.layer_parameters - of_mlp, of_mlp)
+        return model.layers * layer + self._weight_bytes(2 * model.vocabulary_parameters, 0)

@@ -1,0 +1,236 @@
+"""A step of a model in inference: the layers of all ranks, and the plan's steps in each of them.
+
+A plan's steps run as in the runtime: once a step's rows are there, those of the next leave, the
+kernels run, and their outputs return while the next step's kernels run. A layer ends when the last
+outputs are back and merged. All bytes are `distca.cost.volume.step_bytes`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from distca.cost.kernel_time import CostModel
+from distca.cost.link import Links
+from distca.cost.memory import HEADROOM, plan_memory
+from distca.cost.volume import AttentionShape, Messages, step_bytes
+from distca.plan import Plan, Tasks
+from distca.plan.span import Floats, Int64s, distinct
+from distca.simulate.outcome import Outcome
+from distca.simulate.plan_costs import ExchangeCosts
+from distca.simulate.resources import Resources, Transfer
+from distca.simulate.serving.costs import InferenceCosts
+
+
+@dataclass(frozen=True)
+class PlanStepCosts:
+    """Costs of one step of a plan in a layer, for each server.
+
+    Attributes:
+        kernel_seconds: seconds of the kernels, `[servers]`.
+        kernel_calls: kernel calls, one for each task shape, `[servers]`.
+        merged: bytes that are read and written to merge results of a query's tasks, `[servers]`.
+        dispatch: rows that travel to the servers.
+        returned: outputs that return.
+    """
+
+    kernel_seconds: Floats
+    kernel_calls: Int64s
+    merged: Int64s
+    dispatch: ExchangeCosts
+    returned: ExchangeCosts
+
+
+@dataclass(frozen=True)
+class SteppedCosts:
+    """Costs of a plan's steps in a layer.
+
+    Attributes:
+        plan: a valid plan.
+        shape: heads of one GPU.
+        cost_model: seconds of tasks with these heads.
+        links: links between the servers.
+    """
+
+    plan: Plan
+    shape: AttentionShape
+    cost_model: CostModel
+    links: Links
+
+    @cached_property
+    def steps(self) -> tuple[PlanStepCosts, ...]:
+        plan, found = self.plan, []
+        for number, moved in enumerate(step_bytes(plan, self.shape)):
+            sequences = _kernel_sequences(plan, plan.tasks[plan.tasks.step == number])
+            servers = plan.world_size
+            each = self.cost_model.seconds(sequences.q, sequences.kv, sequences.pairs)
+            seconds = np.zeros(servers)
+            np.add.at(seconds, sequences.server, each)
+            shapes = distinct(sequences.server * 2 + sequences.causal) // 2
+            rows = np.bincount(sequences.server, weights=sequences.q, minlength=servers)
+            once = np.zeros(servers, dtype=np.int64)
+            outputs = plan.step_segments[number].outputs
+            np.add.at(once, outputs.server, outputs.lengths)
+            found.append(
+                PlanStepCosts(
+                    seconds,
+                    np.bincount(shapes, minlength=servers),
+                    self._merging(rows.astype(np.int64) - once),
+                    self._exchange(moved.messages["dispatch"]),
+                    self._exchange(moved.messages["return"]),
+                )
+            )
+        return tuple(found)
+
+    @cached_property
+    def merged_at_owners(self) -> Int64s:
+        """Bytes that are read and written to merge the steps' outputs of each rank's queries."""
+        parts = np.zeros(self.plan.world_size, dtype=np.int64)
+        for each in self.plan.step_segments:
+            np.add.at(parts, each.outputs.owner, each.outputs.lengths)
+        return self._merging(parts - self.plan.own_tokens_per_rank())
+
+    def _merging(self, rows: Int64s) -> Int64s:
+        """Bytes of merging so many rows into others: two are read and one is written."""
+        return 3 * rows * (self.shape.q_row_bytes + self.shape.lse_row_bytes)
+
+    def _exchange(self, messages: Messages) -> ExchangeCosts:
+        transfer = Transfer.of_bytes(messages.matrix(), self.links)
+        return ExchangeCosts(transfer, messages.sent(), messages.received())
+
+
+@dataclass(frozen=True)
+class _KernelSequences:
+    """Sequences of kernel calls: queries over all the keys that they see as full rectangles in a
+    step, and tasks that end on the diagonal. Columns `[sequences]`."""
+
+    server: Int64s
+    q: Int64s
+    kv: Int64s
+    pairs: Int64s
+    causal: Int64s
+
+
+def _kernel_sequences(plan: Plan, tasks: Tasks) -> _KernelSequences:
+    """Joins the full rectangles of the same queries on a server: their keys are one sequence."""
+    causal = tasks.ends_on_diagonal.astype(np.int64)
+    # A task on the diagonal stays alone, by its first key.
+    columns = [tasks.server, tasks.document, tasks.q_start, tasks.q_end]
+    columns += [causal, causal * tasks.kv_start]
+    order = np.lexsort(columns[::-1])
+    opens = np.ones(len(order), dtype=bool)
+    opens[1:] = np.any([np.diff(column[order]) != 0 for column in columns], axis=0)
+    first, groups = np.flatnonzero(opens), np.cumsum(opens) - 1
+
+    def summed(values: Int64s) -> Int64s:
+        sums = np.zeros(len(first), dtype=np.int64)
+        np.add.at(sums, groups, values[order])
+        return sums
+
+    one = order[first]
+    return _KernelSequences(
+        tasks.server[one],
+        (tasks.q_end - tasks.q_start)[one],
+        summed(tasks.kv_end - tasks.kv_start),
+        summed(tasks.pairs(plan.mask)),
+        causal[one],
+    )
+
+
+def attend(resources: Resources, costs: SteppedCosts, layer: int = 0) -> None:
+    """Runs the core attention of a layer."""
+    launch, returns = resources.cluster.launch_seconds, []
+    over = _start(resources, costs.steps[0].dispatch, "dispatch", layer, 0)
+    for number, step in enumerate(costs.steps):
+        labels = {"layer": layer, "step": number}
+        resources.wait(over, "wait for dispatch", **labels)
+        resources.compute(resources.copy_seconds(step.dispatch.unpacked))
+        if number + 1 < len(costs.steps):
+            following = costs.steps[number + 1].dispatch
+            over = _start(resources, following, "dispatch", layer, number + 1)
+        seconds = step.kernel_seconds + launch * step.kernel_calls
+        seconds = seconds + resources.traffic_seconds(step.merged)
+        resources.compute(seconds, "core attention", "kernels", **labels)
+        returns.append(_start(resources, step.returned, "return", layer, number))
+    for step, back in zip(costs.steps, returns, strict=True):
+        resources.wait(back, "wait for return", layer=layer)
+        resources.compute(resources.copy_seconds(step.returned.unpacked))
+    resources.compute(resources.traffic_seconds(costs.merged_at_owners))
+
+
+def _start(
+    resources: Resources, moved: ExchangeCosts, phase: str, layer: int, number: int
+) -> Floats:
+    """Gathers rows and starts an exchange; returns when it is over."""
+    launch = resources.cluster.launch_seconds * ((moved.packed > 0) | (moved.unpacked > 0))
+    seconds = resources.copy_seconds(moved.packed) + launch
+    resources.compute(seconds, phase, "exchange", layer=layer, step=number)
+    return resources.exchange(moved.transfer, phase)
+
+
+def simulate_step(
+    plans: Sequence[Plan],
+    costs: InferenceCosts,
+    cost_model: CostModel | None = None,
+    recording: bool = False,
+) -> Outcome:
+    """Simulates a step of the model: new tokens of some sequences through all layers.
+
+    Args:
+        plans: plan of each layer, over the same tokens; layers with one mask share theirs.
+        costs: costs of the layers.
+        cost_model: seconds of tasks with the heads of a GPU; None: the cluster's own.
+        recording: keep spans for `save_trace`.
+
+    Returns:
+        The step until the logits of each sequence's last token; its memory is that of weights,
+        keys, values and core attention's buffers.
+    """
+    cluster, shape, first = costs.cluster, costs.shape, plans[0]
+    ranks = first.world_size
+    # A server's GPUs have a link each, so messages of one of them go at the speed of one.
+    per_node = max(cluster.gpus_per_node // costs.tensor_parallel, 1)
+    links = Links(
+        per_node, cluster.node_bytes_per_second / 1e9, cluster.network_bytes_per_second / 1e9
+    )
+    model = cost_model or cluster.inference_cost(shape)
+    of_plan = {id(plan): SteppedCosts(plan, shape, model, links) for plan in plans}
+    resources = Resources(ranks, cluster, np.ones(ranks), recording)
+    own = first.own_tokens_per_rank()
+    pre, post = costs.pre_seconds(own), costs.post_seconds(own)
+    for layer, plan in enumerate(plans):
+        resources.compute(pre, "before core attention", "ticks", layer=layer)
+        attend(resources, of_plan[id(plan)], layer)
+        resources.compute(post, "after core attention", "ticks", layer=layer)
+    last = first.placement.end == first.lengths[first.placement.document]
+    answered = np.bincount(first.placement.rank[last], minlength=ranks)
+    resources.compute(costs.head_seconds(answered), "output layer", "ticks")
+    return Outcome(
+        seconds=float(resources.clock.max()),
+        tokens=int(own.sum()),
+        gpus=ranks * costs.tensor_parallel,
+        memory_bytes=_memory(plans, costs),
+        usable_bytes=cluster.usable_bytes,
+        computed=resources.computed,
+        exposed=resources.exposed,
+        gathering=np.zeros(ranks),
+        bytes_sent=resources.sent,
+        spans=tuple(resources.spans),
+    )
+
+
+def _memory(plans: Sequence[Plan], costs: InferenceCosts) -> Floats:
+    """Bytes of each rank's GPUs: weights, keys and values of all layers, and buffers."""
+    shape, ranks = costs.shape, plans[0].world_size
+    rows = np.sum([plan.placement.tokens_per_rank() for plan in plans], axis=0)
+    buffers = None
+    for plan in {id(plan): plan for plan in plans}.values():
+        memory = plan_memory(plan, shape, None)
+        buffers = memory if buffers is None else buffers.union(memory)
+    assert buffers is not None
+    reserved = buffers.with_headroom(HEADROOM).total(1)
+    result: Floats = rows * shape.kv_row_bytes + np.full(ranks, costs.state_bytes() + reserved)
+    return result

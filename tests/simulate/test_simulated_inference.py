@@ -1,0 +1,146 @@
+"""Steps of inference on described clusters: time by hand, bytes of the plans, and the choice."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from distca.cost.link import Links
+from distca.cost.model_sizes import ModelSize
+from distca.cost.tiled import TiledCost
+from distca.cost.volume import AttentionShape, plan_bytes
+from distca.plan import Mask, Placement, Plan, Tasks
+from distca.schedule.serving import nobody_holds, shard_evenly, step_plan
+from distca.simulate import Charges, Outcome, save_trace
+from distca.simulate.serving import InferenceCosts, SimulatedSelector, simulate_step
+from support.simulated import IDEAL
+
+MODEL = ModelSize(3, 512, 8, 2, 64, 1024, 1000)
+SHAPE = AttentionShape(8, 2, 64)
+
+
+def ring_of_two(new: int = 256) -> Plan:
+    """Ranks 0 and 1 have a half of each of two documents; keys of the other half travel to rank 1,
+    then, to rank 0."""
+    half = new // 2
+    zeros = np.zeros(2, dtype=np.int64)
+    document, rank = np.array([0, 0, 1, 1]), np.array([0, 1, 1, 0])
+    start, end = np.tile([0, half], 2), np.tile([half, new], 2)
+    local = [(d, s, e, s, e, r, 0) for d, s, e, r in zip(document, start, end, rank, strict=True)]
+    tasks = Tasks.from_rows([*local, (0, half, new, 0, half, 1, 1), (1, half, new, 0, half, 0, 1)])
+    return Plan(zeros + new, Placement(document, start, end, rank, 2), tasks)
+
+
+def seconds_of(plan: Plan, gb_per_s: float, **changes: float) -> tuple[Outcome, float, float]:
+    """A simulated step with one layer, seconds of a step's rows on a link, and of the layers."""
+    machine = replace(IDEAL, network_gb_per_s=gb_per_s, gpus_per_node=1, **changes)  # type: ignore[arg-type]
+    costs = InferenceCosts(replace(MODEL, layers=1), machine)
+    found = simulate_step([plan], costs, TiledCost.of_shape(SHAPE, 1e12))
+    own = plan.own_tokens_per_rank()
+    last = np.array([1, 1])
+    linear = costs.pre_seconds(own) + costs.post_seconds(own) + costs.head_seconds(last)
+    moved = plan_bytes(plan, SHAPE).forward()
+    return found, float(moved.sent().max()) / (gb_per_s * 1e9), float(linear.max())
+
+
+def test_a_step_s_rows_travel_behind_the_kernels_of_the_step_before() -> None:
+    plan = ring_of_two()
+    plan.validate()
+    cost = TiledCost.of_shape(SHAPE, 1e12)
+    tile, square = np.array([128]), np.array([128 * 129 // 2, 128 * 128])
+    diagonal, full = (float(cost.seconds(tile, tile, np.array([n]))[0]) for n in square)
+    # Two tasks of each rank in step 0, one in step 1.
+    for speed in (1e3, 1e-1):
+        found, on_link, linear = seconds_of(plan, speed)
+        exposed = max(on_link - 2 * diagonal, 0.0)
+        assert found.seconds == pytest.approx(linear + 2 * diagonal + exposed + full, rel=1e-6)
+        assert found.exposed.tolist() == pytest.approx([exposed] * 2, abs=1e-12)
+    assert exposed > 10 * full
+    # Rows of a single step are waited for before its kernels.
+    direct = replace(plan, tasks=replace(plan.tasks, step=np.zeros(6, dtype=np.int64)))
+    found, on_link, linear = seconds_of(direct, 1e-1)
+    assert found.seconds == pytest.approx(linear + 2 * diagonal + on_link + full, rel=1e-6)
+    # A slower link takes as much longer.
+    slower = seconds_of(direct, 1e-1, charges=Charges(link_efficiency=0.5))[0]  # type: ignore[arg-type]
+    assert slower.seconds - found.seconds == pytest.approx(on_link, rel=1e-6)
+
+
+def turn(ranks: int, cached: int, new: int) -> tuple[Placement, Placement]:
+    """Who holds the cached tokens of two sequences, one ten times as long, and their new tokens."""
+    ends = np.array([cached, cached // 10])
+    held = shard_evenly(np.zeros(2, dtype=np.int64), ends, ranks) if cached else nobody_holds(ranks)
+    return held, shard_evenly(ends, ends + new, ranks)
+
+
+@pytest.mark.parametrize("strategy", ["pass-kv", "pass-q"])
+def test_bytes_are_the_plans(strategy, tmp_path: Path) -> None:
+    plan = step_plan(*turn(3, 2000, 50), strategy, Mask())
+    windowed = step_plan(*turn(3, 2000, 50), strategy, Mask(100))
+    costs = InferenceCosts(MODEL, IDEAL)
+    found = simulate_step([plan, windowed, plan], costs, recording=True)
+    moved = [plan_bytes(each, SHAPE).forward() for each in (plan, plan, windowed)]
+    for phase in ("dispatch", "return"):
+        expected = np.sum([each.messages[phase].sent() for each in moved], axis=0)
+        assert found.bytes_sent[phase].tolist() == expected.tolist()
+    assert found.tokens == 100
+    assert found.gpus == 3
+    # Weights, and keys and values of all layers; buffers beside them.
+    rows = plan.placement.tokens_per_rank() * 3 * SHAPE.kv_row_bytes
+    assert np.all(found.memory_bytes > costs.state_bytes() + rows)
+    save_trace(tmp_path / "trace.json", found)
+
+
+def test_few_tokens_wait_for_weights_and_many_for_products() -> None:
+    costs = InferenceCosts(MODEL, replace(IDEAL, copy_gb_per_s=1.0))
+    few, more, many = (costs.post_seconds(np.array([n]))[0] for n in (1, 8, 10**6))
+    assert few == more == pytest.approx(2 * MODEL.post_parameters / 1e9)
+    rate = IDEAL.peak_tflops * IDEAL.linear_mfu * 1e12
+    assert many == pytest.approx(2 * MODEL.post_parameters * 1e6 / rate)
+    assert costs.post_seconds(np.array([0]))[0] == 0
+    # Eight bits: half of the MLP's weights, at twice the rate.
+    eight = replace(costs, mlp_dtype_bytes=1)
+    mlp = 3 * 512 * 1024
+    assert few - eight.post_seconds(np.array([1]))[0] == pytest.approx(mlp / 1e9)
+    assert many - eight.post_seconds(np.array([10**6]))[0] == pytest.approx(mlp * 1e6 / rate)
+
+
+def test_tensor_parallelism_may_span_nodes() -> None:
+    """Beyond a node its collectives go through the network, and key-value heads are copied."""
+    cluster = replace(IDEAL, node_gb_per_s=450.0, network_gb_per_s=50.0)
+    tokens = np.array([10**6])
+    with pytest.raises(ValueError, match="does not divide 8 heads"):
+        InferenceCosts(MODEL, cluster, 16)
+    model = replace(MODEL, heads=16)
+    inside, outside = (InferenceCosts(model, cluster, size) for size in (8, 16))
+    assert (outside.shape.heads, outside.shape.kv_heads) == (1, 1)
+    row = 3 * 10**6 * 512 * 2 / 1e9
+    for costs, size, speed in ((inside, 8, 450), (outside, 16, 400)):
+        rate = cluster.peak_tflops * cluster.linear_mfu * 1e12 * size
+        products = 2 * model.post_parameters * 10**6 / rate
+        moved = row * (size - 1) / size / speed
+        assert costs.post_seconds(tokens)[0] == pytest.approx(products + moved, rel=1e-6)
+    with pytest.raises(ValueError, match="divisor or a multiple of the 8 GPUs"):
+        InferenceCosts(model, cluster, 12)
+
+
+def test_the_selector_takes_the_plan_of_fewer_seconds() -> None:
+    machine = replace(IDEAL, gpus_per_node=1)
+    chosen = []
+    for cached, new in ((0, 4000), (40000, 40), (40000, 4000)):
+        for speed in (0.1, 1000.0):
+            selector = SimulatedSelector(
+                SHAPE, machine, Links(1, 450.0, speed), TiledCost.of_shape(SHAPE, 1e12)
+            )
+            held, plan_of = turn(4, cached, new), {}
+            for strategy in ("pass-kv", "pass-q"):
+                plan_of[strategy] = selector.seconds(step_plan(*held, strategy, Mask()))
+            found = selector.choose(*held)
+            assert plan_of[found] == min(plan_of.values())
+            chosen.append(found)
+    # A prompt passes keys, a short turn over a slow link queries.
+    assert chosen[0] == "pass-kv"
+    assert chosen[2] == "pass-q"
+    assert set(chosen) == {"pass-kv", "pass-q"}
