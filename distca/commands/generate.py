@@ -47,6 +47,13 @@ def build_parser() -> Parser:
         "--context-parallel-size", type=int, default=1, metavar="N", help="Ranks that answer."
     )
     how.add_argument(
+        "--tensor-parallel-size",
+        type=int,
+        default=1,
+        metavar="T",
+        help="Processes that share each layer of a rank.",
+    )
+    how.add_argument(
         "--prefill-strategy",
         choices=STRATEGIES,
         default="pass-kv",
@@ -95,7 +102,7 @@ def main(argv: Sequence[str]) -> int:
     from distca.serve.models import DTYPES, load_tokenizer, read_model
     from distca.serve.rank_processes import RankProcesses, RankSettings
 
-    model = read_model(args.model, DTYPES[args.dtype])
+    model = read_model(args.model, DTYPES[args.dtype], args.tensor_parallel_size)
     tokenizer = None if args.prompt_ids else load_tokenizer(args.model)
     most = args.max_tokens
     work: Prompts | Conversations

@@ -11,6 +11,7 @@ import torch
 
 from distca.cost.volume import AttentionShape
 from distca.plan import Mask
+from distca.serve.tensor_parallel import ALONE, TensorRanks, check_divides, load_slice, slice_config
 
 IMPLEMENTATION = "distca"
 """Name under which transformers knows our attention."""
@@ -43,10 +44,11 @@ class ServedModel:
     Attributes:
         path: folder of the model, or its name on the Hugging Face hub.
         config: configuration of transformers.
-        shape: heads of a layer.
+        shape: heads of a layer that a rank has.
         windows: for each layer how many earlier tokens a query sees; None: all.
         dtype: dtype of weights and rows.
         generation: generation config of transformers.
+        tensor_parallel_size: ranks that share each layer.
     """
 
     path: str
@@ -55,6 +57,7 @@ class ServedModel:
     windows: tuple[int | None, ...]
     dtype: torch.dtype
     generation: Any
+    tensor_parallel_size: int = 1
 
     @property
     def masks(self) -> tuple[Mask, ...]:
@@ -78,35 +81,46 @@ class ServedModel:
             return frozenset()
         return frozenset([ends] if isinstance(ends, int) else ends)
 
-    def load(self, device: torch.device, attention: str = IMPLEMENTATION) -> Any:
+    def load(
+        self,
+        device: torch.device,
+        attention: str = IMPLEMENTATION,
+        ranks: TensorRanks = ALONE,
+    ) -> Any:
         """Reads the weights, and returns the model.
 
         Args:
             device: device of the weights.
             attention: implementation of attention; others than ours are transformers' own.
+            ranks: ranks that share each layer: this one reads its slice. One alone reads all.
         """
         transformers = need_transformers()
         transformers.utils.logging.disable_progress_bar()
-        model = transformers.AutoModelForCausalLM.from_pretrained(
-            self.path,
-            # Loading writes the implementation into it.
-            config=copy.deepcopy(self.config),
-            dtype=self.dtype,
-            attn_implementation=attention,
-            trust_remote_code=False,
-        )
+        options = {"dtype": self.dtype, "attn_implementation": attention}
+        if ranks.size > 1:
+            model = load_slice(self.path, self.config, ranks, **options)
+        else:
+            model = transformers.AutoModelForCausalLM.from_pretrained(
+                self.path,
+                # Loading writes the implementation into it.
+                config=copy.deepcopy(self.config),
+                trust_remote_code=False,
+                **options,
+            )
         return model.to(device).eval()
 
 
-def read_model(path: str, dtype: torch.dtype) -> ServedModel:
+def read_model(path: str, dtype: torch.dtype, tensor_parallel_size: int = 1) -> ServedModel:
     """Reads a model's configuration, and refuses what cannot be served.
 
     Args:
         path: folder of the model, or its name on the Hugging Face hub.
         dtype: dtype of weights and rows.
+        tensor_parallel_size: ranks that share each layer.
 
     Raises:
-        ValueError: there is no such model, or its attention is not covered.
+        ValueError: there is no such model, or its attention is not covered, or the ranks cannot
+            share its layers evenly.
         ImportError: transformers is not installed.
     """
     transformers = need_transformers()
@@ -121,15 +135,21 @@ def read_model(path: str, dtype: torch.dtype) -> ServedModel:
     # Models that also see images keep their decoder's part in one of its own.
     config = config.get_text_config(decoder=True)
     _refuse_uncovered(config, path)
-    heads = int(config.num_attention_heads)
-    head_dim = int(getattr(config, "head_dim", None) or config.hidden_size // heads)
-    kv_heads = int(getattr(config, "num_key_value_heads", None) or heads)
-    shape = AttentionShape(heads, kv_heads, head_dim, dtype_bytes=dtype.itemsize)
+    check_divides(config, tensor_parallel_size)
+    of_rank = slice_config(config, tensor_parallel_size)
+    shape = AttentionShape(
+        of_rank.num_attention_heads,
+        of_rank.num_key_value_heads,
+        of_rank.head_dim,
+        dtype_bytes=dtype.itemsize,
+    )
     try:
         generation = transformers.GenerationConfig.from_pretrained(path)
     except OSError:
         generation = transformers.GenerationConfig.from_model_config(config)
-    return ServedModel(path, config, shape, _windows(config), dtype, generation)
+    return ServedModel(
+        path, config, shape, _windows(config), dtype, generation, tensor_parallel_size
+    )
 
 
 def load_tokenizer(path: str) -> Any:

@@ -32,7 +32,7 @@ class RankSettings:
 
     Attributes:
         model: model that answers.
-        world_size: ranks.
+        world_size: ranks that share tokens; each is as many processes as share the model's layers.
         strategy: what travels in prefills.
         stripe: consecutive positions that one rank owns in decoding.
         sampling: choice of tokens.
@@ -65,18 +65,19 @@ class RankProcesses:
     """
 
     def __init__(self, settings: RankSettings) -> None:
+        count = settings.world_size * settings.model.tensor_parallel_size
         gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-        if 0 < gpus < settings.world_size:
+        if 0 < gpus < count:
             raise ValueError(
-                f"{settings.world_size} ranks need a GPU each, but there are {gpus}: use fewer "
-                "ranks, or CUDA_VISIBLE_DEVICES= to run on CPUs"
+                f"{count} ranks need a GPU each, but there are {gpus}: use fewer ranks, or "
+                "CUDA_VISIBLE_DEVICES= to run on CPUs"
             )
         context = multiprocessing.get_context("spawn")
         self._folder = tempfile.TemporaryDirectory(prefix="distca-ranks-")
         self._pipes: list[Connection] = []
         self._processes: list[Any] = []
         store = str(Path(self._folder.name) / "store")
-        for rank in range(settings.world_size):
+        for rank in range(count):
             ours, theirs = context.Pipe()
             process = context.Process(
                 target=_serve, args=(settings, rank, store, theirs, os.getpid()), daemon=True
@@ -215,9 +216,11 @@ def _start(
     from distca.attention import select_kernel
     from distca.runtime import Buffers, CoreAttention
     from distca.serve.steps import Holdings, ModelRank
-    from distca.transport import CollectiveTransport, new_exchange_group
+    from distca.serve.tensor_parallel import join_ranks
+    from distca.transport import CollectiveTransport
 
-    model, world_size = settings.model, settings.world_size
+    model = settings.model
+    world_size = settings.world_size * model.tensor_parallel_size
     device = torch.device("cuda", rank) if torch.cuda.is_available() else torch.device("cpu")
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -228,8 +231,7 @@ def _start(
         world_size=world_size,
         timeout=_TIMEOUT,
     )
-    group = new_exchange_group(list(range(world_size)), _TIMEOUT)
-    assert group is not None
+    group, tensor_ranks = join_ranks(model.tensor_parallel_size, _TIMEOUT)
     transport = CollectiveTransport(group, device)
     kernel = select_kernel(device.type, model.shape.head_dim)
     core = CoreAttention(transport, kernel, Buffers(device, len(model.masks)))
@@ -240,8 +242,8 @@ def _start(
 
     generator = Generator(
         model,
-        ModelRank(model, core, device),
-        Holdings(world_size, model.masks, settings.stripe),
+        ModelRank(model, core, device, tensor_ranks),
+        Holdings(settings.world_size, model.masks, settings.stripe),
         settings.strategy,
         settings.sampling,
         settings.keeps_logits,

@@ -25,6 +25,7 @@ from distca.schedule.serving import (
     step_plan,
 )
 from distca.serve.models import IMPLEMENTATION, ServedModel, need_transformers
+from distca.serve.tensor_parallel import ALONE, TensorRanks
 
 # A call of core attention by itself: the model decides which layer is next.
 _ONE_CALL: Program = tick_program("forward", (LayerGroup(range(1), False),), 1, False, False)
@@ -51,7 +52,7 @@ class Step:
             plan = self.plans[Mask(window)]
             for number in range(len(self.sequences)):
                 total[number] += layers * _bytes_of(plan, number, model).total
-        return [int(each) for each in total]
+        return [int(each) * model.tensor_parallel_size for each in total]
 
 
 def _bytes_of(plan: Plan, number: int, model: ServedModel) -> PlanBytes:
@@ -122,13 +123,21 @@ class ModelRank:
         model: model to load.
         core: core attention of this rank.
         device: device of the weights.
+        tensor_ranks: ranks that share each layer with this one.
     """
 
-    def __init__(self, model: ServedModel, core: CoreAttention, device: torch.device) -> None:
+    def __init__(
+        self,
+        model: ServedModel,
+        core: CoreAttention,
+        device: torch.device,
+        tensor_ranks: TensorRanks = ALONE,
+    ) -> None:
         # Without a function for masks of this name transformers makes none: the plan has it.
         need_transformers().AttentionInterface.register(IMPLEMENTATION, _attend)
         self._served, self._core, self._device = model, core, device
-        self._model = model.load(device)
+        self._model = model.load(device, ranks=tensor_ranks)
+        self._speaks = tensor_ranks.rank == 0
         self._kept = [KeptKeys() for _ in model.windows]
         self._scales = {
             int(module.layer_idx): float(module.scaling)
@@ -147,7 +156,7 @@ class ModelRank:
 
         Returns:
             Logits of the token that follows each sequence whose last token is of this rank,
-            float32 `[vocabulary]`, by sequence.
+            float32 `[vocabulary]`, by sequence; of ranks that share layers the first has them.
         """
         mine = step.new.of_rank(self._core.transport.rank)
         mine = mine.select(np.lexsort((mine.start, mine.document)))
@@ -186,7 +195,7 @@ class ModelRank:
             distca_run=run,
         )
         assert run.layers_run == len(self._kept), "a layer did not ask for its attention"
-        return dict(zip(last, out.logits[0].float(), strict=True))
+        return dict(zip(last, out.logits[0].float(), strict=True)) if self._speaks else {}
 
     def _serve(self, run: _StepRun, layer: int) -> None:
         """Takes part in a layer's attention as a server alone."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 
 def answers_of_a_rank(
-    path: str, dtype: torch.dtype, strategy: Any, stripe: int, sampling: Sampling, turns: Turns
+    model: ServedModel, strategy: Any, stripe: int, sampling: Sampling, turns: Turns
 ) -> tuple[list[dict[int, Answer]], int, int, list[list[int]]]:
     """All turns' answers, bytes by the plans and as counted, and the rows that ranks hold."""
     import torch.distributed as dist
@@ -38,18 +39,17 @@ def answers_of_a_rank(
     from distca.runtime import Buffers, CoreAttention
     from distca.serve.generation import Generator
     from distca.serve.steps import Holdings, ModelRank
-    from distca.transport import CollectiveTransport, new_exchange_group
+    from distca.serve.tensor_parallel import join_ranks
+    from distca.transport import CollectiveTransport
 
-    model, device = read_model(path, dtype), torch.device("cpu")
-    size = dist.get_world_size()
-    group = new_exchange_group(list(range(size)))
-    assert group is not None
+    device = torch.device("cpu")
+    group, tensor_ranks = join_ranks(model.tensor_parallel_size, timedelta(minutes=2))
     transport = CollectiveTransport(group, device)
     core = CoreAttention(transport, select_kernel("cpu"), Buffers(device, len(model.masks)))
+    size = dist.get_world_size() // model.tensor_parallel_size
     holdings = Holdings(size, model.masks, stripe)
-    generator = Generator(
-        model, ModelRank(model, core, device), holdings, strategy, sampling, keeps_logits=True
-    )
+    rank = ModelRank(model, core, device, tensor_ranks)
+    generator = Generator(model, rank, holdings, strategy, sampling, keeps_logits=True)
     answers = [generator.answer(new) for new in turns]
     held = [holdings.rows_per_rank(sequence) for sequence in turns[0]]
     return answers, generator.bytes_planned, sum(transport.bytes_sent.values()), held
@@ -76,10 +76,13 @@ def check(
     dtype: torch.dtype = torch.float32,
     turns: Turns = TURNS,
     sampling: Sampling = GREEDY,
+    tensor_parallel_size: int = 1,
 ) -> list[Answered]:
     """Answers turns on ranks, and holds them against one process."""
+    model = read_model(path, dtype, tensor_parallel_size)
+    count = world_size * tensor_parallel_size
     results = ranks.run(
-        answers_of_a_rank, path, dtype, strategy, stripe, sampling, turns, world_size=world_size
+        answers_of_a_rank, model, strategy, stripe, sampling, turns, world_size=count
     )
     answers, planned, _, _ = results[0]
     assert planned == sum(counted for _, _, counted, _ in results)
@@ -91,7 +94,7 @@ def check(
             done.append(Answered(before, answer))
             fed[sequence] = before + answer.token_ids[:-1]
     assert [sum(rows) for rows in results[0][3]] == [len(fed[each]) for each in turns[0]]
-    found = compare(read_model(path, dtype), done, sampling.temperature == 0)
+    found = compare(model, done, sampling.temperature == 0)
     assert found.holds, found.line
     return done
 
@@ -105,7 +108,42 @@ def test_every_family_has_one_processs_logits_and_tokens(
     ranks, models, full: bool, family: str
 ) -> None:
     sampling = Sampling(max_tokens=64) if full else GREEDY
-    check(ranks, models[family], 3, "pass-q", 4, sampling=sampling)
+    for tensor_parallel_size, world_size in [(2, 2), *([(1, 3), (2, 1), (4, 1)] if full else [])]:
+        check(
+            ranks,
+            models[family],
+            world_size,
+            "pass-q",
+            4,
+            sampling=sampling,
+            tensor_parallel_size=tensor_parallel_size,
+        )
+
+
+def test_slices_share_everything_but_what_is_small(ranks, tmp_path: Path) -> None:
+    """Two heads of keys for four ranks, projections with biases, and an odd vocabulary."""
+    changes = {"attention_bias": True, "mlp_bias": True, "vocab_size": VOCABULARY - 1}
+    path = str(save_small_model("llama", tmp_path, **changes))
+    turns: Turns = [{0: tokens(30, 0)}]
+    check(ranks, path, 1, "pass-kv", 16, turns=turns, tensor_parallel_size=4)
+    whole = read_model(path, torch.float32).load(torch.device("cpu"), "eager")
+    found = ranks.run(weights_of_a_rank, read_model(path, torch.float32, 4), world_size=4)
+    expected = sum(
+        weight.numel() / (2 if "k_proj" in name or "v_proj" in name else 4)
+        for name, weight in whole.named_parameters()
+        if weight.dim() > 1
+    )
+    small = sum(weight.numel() for weight in whole.parameters() if weight.dim() == 1)
+    assert all(expected <= each <= expected + small + 64 for each in found)
+
+
+def weights_of_a_rank(model: ServedModel) -> int:
+    """Numbers that a rank keeps of a model that four share."""
+    from distca.serve.tensor_parallel import join_ranks
+
+    _, tensor_ranks = join_ranks(model.tensor_parallel_size, timedelta(minutes=2))
+    loaded = model.load(torch.device("cpu"), "eager", tensor_ranks)
+    return sum(weight.numel() for weight in loaded.parameters())
 
 
 @pytest.mark.parametrize(

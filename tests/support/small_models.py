@@ -56,8 +56,8 @@ def save_small_model(family: str, folder: Path, **changes: Any) -> Path:
     torch.manual_seed(1)
     model = transformers.AutoModelForCausalLM.from_config(config)
     with torch.no_grad():
-        for weight in model.parameters():
-            if weight.dim() > 1:
+        for name, weight in model.named_parameters():
+            if weight.dim() > 1 or name.endswith("bias"):
                 # Large enough that tokens differ, and small enough that float32 stays exact.
                 weight.normal_(0, 0.08)
     model.save_pretrained(folder / family)

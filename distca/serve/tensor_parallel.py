@@ -1,0 +1,275 @@
+"""Tensor parallelism: each of several ranks has a slice of every layer, and they add up outputs.
+
+A slice is a model of the same family with fewer heads, a narrower feed-forward layer and a part of
+the vocabulary, so that its code is transformers' own. Hooks add up what the last projection of a
+block gives, as the family's `base_model_tp_plan` says; embeddings are added up, too, and logits put
+beside each other. A rank reads the rows and columns of its slice from the file, and no others.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from distca.transport import new_exchange_group
+
+SPLIT_OUTPUTS = ("q_proj", "k_proj", "v_proj", "qkv_proj", "gate_proj", "up_proj", "gate_up_proj")
+"""Projections of which each rank has some outputs."""
+
+SPLIT_INPUTS = ("o_proj", "down_proj")
+"""Projections of which each rank has some inputs, so that outputs are added up."""
+
+_VOCABULARY = ("embed_tokens", "lm_head")
+
+
+@dataclass(frozen=True)
+class TensorRanks:
+    """The ranks that share each layer, seen from one of them.
+
+    Attributes:
+        rank: this rank among them.
+        size: how many there are.
+        group: their process group; None where one has all.
+    """
+
+    rank: int = 0
+    size: int = 1
+    group: dist.ProcessGroup | None = None
+
+    def add_up(self, values: torch.Tensor) -> torch.Tensor:
+        """Returns the sum of all ranks' values."""
+        values = values.contiguous()
+        dist.all_reduce(values, group=self.group)
+        return values
+
+    def beside(self, values: torch.Tensor) -> torch.Tensor:
+        """Returns all ranks' values one after the other in the last dimension."""
+        parts = [torch.empty_like(values) for _ in range(self.size)]
+        dist.all_gather(parts, values.contiguous(), group=self.group)
+        return torch.cat(parts, -1)
+
+
+ALONE = TensorRanks()
+"""A rank that has all of every layer."""
+
+
+def join_ranks(tensor_parallel_size: int, timeout: timedelta) -> tuple[Any, TensorRanks]:
+    """Makes the process groups of a rank; neighbouring ranks share layers. Collective.
+
+    Args:
+        tensor_parallel_size: ranks that share each layer; it divides all ranks.
+        timeout: time limit of an operation.
+
+    Returns:
+        The group of the ranks that have the same slice, for core attention, and the ranks that
+        have the other slices of the same tokens.
+    """
+    rank, world_size, size = dist.get_rank(), dist.get_world_size(), tensor_parallel_size
+    context = [
+        new_exchange_group(list(range(first, world_size, size)), timeout) for first in range(size)
+    ]
+    if size == 1:
+        return context[0], ALONE
+    tensor = [
+        dist.new_group(list(range(first, first + size)), timeout=timeout)
+        for first in range(0, world_size, size)
+    ]
+    return context[rank % size], TensorRanks(rank % size, size, tensor[rank // size])
+
+
+def check_divides(config: Any, size: int) -> None:
+    """Refuses sizes that ranks cannot share evenly.
+
+    Args:
+        config: configuration of transformers.
+        size: ranks that share each layer.
+
+    Raises:
+        ValueError: the size does not divide heads or the width of feed-forward layers.
+    """
+    if size < 1:
+        raise ValueError(f"--tensor-parallel-size {size}: give at least 1")
+    kv_heads = int(config.num_key_value_heads)
+    if kv_heads % size and size % kv_heads:
+        raise ValueError(
+            f"--tensor-parallel-size {size} neither divides the model's {kv_heads} key-value heads "
+            "nor is a multiple of them: give one that does"
+        )
+    for name in ("num_attention_heads", *_WIDTHS):
+        if (getattr(config, name, None) or 0) % size:
+            raise ValueError(
+                f"--tensor-parallel-size {size} does not divide the model's {name} "
+                f"{getattr(config, name)}: give one that does"
+            )
+
+
+_WIDTHS = ("intermediate_size", "moe_intermediate_size")
+
+
+def slice_config(config: Any, size: int) -> Any:
+    """Returns the configuration of a slice."""
+    config = copy.deepcopy(config)
+    heads = config.num_attention_heads
+    config.head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+    config.num_attention_heads = heads // size
+    # Where there are more ranks than heads of keys, some have the same one.
+    config.num_key_value_heads = max(config.num_key_value_heads // size, 1)
+    for name in _WIDTHS:
+        if getattr(config, name, None):
+            setattr(config, name, getattr(config, name) // size)
+    config.vocab_size = -(-config.vocab_size // size)
+    # Of training alone, and it may lie outside the slice.
+    config.pad_token_id = None
+    return config
+
+
+def load_slice(path: str, config: Any, ranks: TensorRanks, **options: Any) -> Any:
+    """Reads a rank's slice of a model, which gives the whole model's logits. Collective.
+
+    Args:
+        path: folder of the model, or its name on the Hugging Face hub.
+        config: configuration of the whole model.
+        ranks: ranks that have slices.
+        options: of transformers' `from_pretrained`.
+
+    Raises:
+        ValueError: the weights are not in safetensors.
+    """
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    cut = _Cut(config, ranks)
+    weights = {}
+    for file in _weight_files(path):
+        for name, weight in _stored(file):
+            weights[name] = cut(name, weight)
+    model = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)].from_pretrained(
+        None, config=slice_config(config, ranks.size), state_dict=weights, **options
+    )
+    _add_hooks(model, config.vocab_size, ranks)
+    return model
+
+
+class _Cut:
+    """The rows and columns that a rank keeps of each weight.
+
+    Args:
+        config: configuration of the whole model.
+        ranks: ranks that have slices.
+    """
+
+    def __init__(self, config: Any, ranks: TensorRanks) -> None:
+        self._config, self._ranks = config, ranks
+
+    def __call__(self, name: str, weight: Any) -> torch.Tensor:
+        """Returns the rank's part of a weight of a file, by its name there."""
+        words = name.split(".")
+        is_bias = words[-1] == "bias"
+        layer = words[-2] if words[-1] in ("weight", "bias") else words[-1]
+        shape = weight.get_shape()
+        outputs = max(len(shape) - 2, 0)
+        rank, size = self._ranks.rank, self._ranks.size
+        if layer in SPLIT_OUTPUTS:
+            return _read(weight, outputs, self._outputs(layer, shape[outputs]))
+        if layer in SPLIT_INPUTS and is_bias:
+            # It is added once.
+            whole = _read(weight, 0, [(0, shape[0])])
+            return whole if rank == 0 else torch.zeros_like(whole)
+        if layer in SPLIT_INPUTS:
+            width = shape[-1] // size
+            return _read(weight, len(shape) - 1, [(rank * width, (rank + 1) * width)])
+        if layer in _VOCABULARY:
+            rows = -(-shape[0] // size)
+            first, end = (min(each * rows, shape[0]) for each in (rank, rank + 1))
+            found = _read(weight, 0, [(first, end)])
+            return torch.nn.functional.pad(found, (0, 0, 0, rows - len(found)))
+        return _read(weight, 0, [(0, shape[0])])
+
+    def _outputs(self, layer: str, count: int) -> list[tuple[int, int]]:
+        """Ranges of a projection's outputs."""
+        rank, size = self._ranks.rank, self._ranks.size
+        heads, kv_heads = self._config.num_attention_heads, self._config.num_key_value_heads
+        # Parts that lie one after the other: how long each is, and into how many it is cut.
+        kv = min(kv_heads, size)
+        if layer == "qkv_proj":
+            of_head = count // (heads + 2 * kv_heads)
+            parts = [(heads * of_head, size), (kv_heads * of_head, kv), (kv_heads * of_head, kv)]
+        elif layer == "gate_up_proj":
+            parts = [(count // 2, size)] * 2
+        else:
+            parts = [(count, kv if layer in ("k_proj", "v_proj") else size)]
+        ranges, begin = [], 0
+        for length, cuts in parts:
+            part = length // cuts
+            first = begin + rank * cuts // size * part
+            ranges.append((first, first + part))
+            begin += length
+        return ranges
+
+
+def _read(weight: Any, dim: int, ranges: Sequence[tuple[int, int]]) -> torch.Tensor:
+    """Copies ranges of a dimension of a stored weight, so that the file's pages can be freed."""
+    found = [weight[(slice(None),) * dim + (slice(*each),)] for each in ranges]
+    return torch.cat(found, dim) if len(found) > 1 else found[0].clone()
+
+
+def _stored(file: Path) -> Iterator[tuple[str, Any]]:
+    """Yields the weights of a file by name, of which nothing is read yet."""
+    from safetensors import safe_open
+
+    with safe_open(file, framework="pt") as opened:
+        for name in opened.keys():  # noqa: SIM118
+            yield name, opened.get_slice(name)
+
+
+def _weight_files(path: str) -> list[Path]:
+    """Returns the files of a model's weights."""
+    from transformers.utils import cached_file
+
+    def find(name: str) -> Path | None:
+        found = cached_file(path, name, _raise_exceptions_for_missing_entries=False)
+        return None if found is None else Path(found)
+
+    one, index = find("model.safetensors"), find("model.safetensors.index.json")
+    if one is not None:
+        return [one]
+    if index is None:
+        raise ValueError(
+            f"{path} has no model.safetensors, of which ranks read slices: save the model with "
+            "transformers' save_pretrained, or give --tensor-parallel-size 1"
+        )
+    names = dict.fromkeys(json.loads(index.read_text())["weight_map"].values())
+    return [file for file in map(find, names) if file is not None]
+
+
+def _add_hooks(model: Any, vocabulary: int, ranks: TensorRanks) -> None:
+    """Makes the layers of a slice give what those of the whole model do.
+
+    Args:
+        model: slice of a model.
+        vocabulary: tokens of the whole model.
+        ranks: ranks that have slices.
+    """
+    embedding = model.get_input_embeddings()
+    rows, of_slice = embedding.num_embeddings, embedding.forward
+
+    def embed(ids: torch.Tensor) -> torch.Tensor:
+        ids = ids - ranks.rank * rows
+        mine = (ids >= 0) & (ids < rows)
+        return ranks.add_up(of_slice(ids * mine) * mine[..., None])
+
+    embedding.forward = embed
+    for name, module in model.named_modules():
+        # The experts of a layer are one module.
+        if name.split(".")[-1] in (*SPLIT_INPUTS, "experts"):
+            module.register_forward_hook(lambda _, given, out: ranks.add_up(out))
+    model.get_output_embeddings().register_forward_hook(
+        lambda _, given, out: ranks.beside(out)[..., :vocabulary]
+    )
