@@ -1,0 +1,126 @@
+"""Blocks that sequences share: full ones stay after their sequences, found by what they hold.
+
+A block covers `block_size` consecutive positions of a sequence, all on one rank, so a block that is
+found needs no new layout, whoever shared out the sequence that made it. It is found by a digest of
+all tokens up to its end and of the model, so that only keys and values of the same prefix are ever
+shared. The cache is one of a block's holders; blocks that it alone holds are given back, the least
+recently used first, where a rank has none free.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from distca.schedule.serving.blocks import BlockPool
+
+
+class Block(NamedTuple):
+    """A block of a rank's pool."""
+
+    rank: int
+    number: int
+
+
+def digests(tokens: Sequence[int], block_size: int, salt: bytes) -> list[bytes]:
+    """Returns a digest for each full block of a sequence: of all tokens up to the block's end.
+
+    Args:
+        tokens: token ids.
+        block_size: tokens of a block.
+        salt: what else keys and values depend on: the model.
+    """
+    return extend_digests([], tokens, block_size, salt)
+
+
+def extend_digests(
+    known: Sequence[bytes], tokens: Sequence[int], block_size: int, salt: bytes
+) -> list[bytes]:
+    """Returns the digests of a sequence that has grown since the `known` ones were made."""
+    found = list(known)
+    for begin in range(len(found) * block_size, len(tokens) - block_size + 1, block_size):
+        before = found[-1] if found else salt
+        block = np.array(tokens[begin : begin + block_size], dtype=np.int64)
+        found.append(hashlib.sha256(before + block.tobytes()).digest())
+    return found
+
+
+class PrefixCache:
+    """The blocks of all ranks' pools, of which full ones can be found again.
+
+    A block is free, or referenced by sequences, or cached: held by the cache alone.
+
+    Args:
+        pool: pool that nobody else takes blocks from.
+        enabled: whether blocks are kept; otherwise none is ever found.
+    """
+
+    def __init__(self, pool: BlockPool, enabled: bool = True) -> None:
+        self.pool, self._enabled = pool, enabled
+        self._by_digest: dict[bytes, Block] = {}
+        self._digests: dict[Block, bytes] = {}
+        # Blocks without another holder, by rank, the least recently used first.
+        self._idle: list[OrderedDict[Block, None]] = [OrderedDict() for _ in range(pool.world_size)]
+
+    def free(self, rank: int) -> int:
+        """Blocks of a rank that hold nothing."""
+        return self.pool.free(rank)
+
+    def cached(self, rank: int) -> int:
+        """Blocks of a rank that the cache alone holds."""
+        return len(self._idle[rank])
+
+    def referenced(self, rank: int) -> int:
+        """Blocks of a rank that sequences hold."""
+        return self.pool.referenced(rank) - self.cached(rank)
+
+    def available(self, rank: int) -> int:
+        """Blocks of a rank that `take` can give."""
+        return self.free(rank) + self.cached(rank)
+
+    def take(self, rank: int) -> Block:
+        """Takes a block, which must be `available`: a free one, or the least recently used."""
+        if not self.pool.free(rank):
+            self._forget(next(iter(self._idle[rank])))
+        counts = [int(each == rank) for each in range(self.pool.world_size)]
+        return Block(rank, self.pool.allocate(counts)[rank][0])
+
+    def find(self, wanted: Iterable[bytes]) -> list[Block]:
+        """Returns the blocks of the longest prefix that is kept, and makes the caller a holder."""
+        found = []
+        for digest in wanted:
+            block = self._by_digest.get(digest)
+            if block is None:
+                break
+            self.pool.share(block.rank, [block.number])
+            self._idle[block.rank].pop(block, None)
+            found.append(block)
+        return found
+
+    def keep(self, block: Block, digest: bytes) -> None:
+        """Keeps a full block whose keys and values are computed, unless its like is kept."""
+        if self._enabled and digest not in self._by_digest and block not in self._digests:
+            self._by_digest[digest] = block
+            self._digests[block] = digest
+            self.pool.share(block.rank, [block.number])
+
+    def release(self, blocks: Sequence[Block]) -> None:
+        """Ends the holding of a sequence's blocks, in its order: its last are given back first."""
+        for block in reversed(blocks):
+            self.pool.release(block.rank, [block.number])
+            if block in self._digests and self.pool.references(*block) == 1:
+                self._idle[block.rank][block] = None
+
+    def reset(self) -> None:
+        """Forgets all blocks; those of sequences stay theirs."""
+        for block in list(self._digests):
+            self._forget(block)
+
+    def _forget(self, block: Block) -> None:
+        del self._by_digest[self._digests.pop(block)]
+        self._idle[block.rank].pop(block, None)
+        self.pool.release(block.rank, [block.number])

@@ -1,0 +1,251 @@
+"""The scheduler of an engine: no block is lost or mixed up, and every sequence comes to its end."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import numpy as np
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+
+from distca.plan import Mask
+from distca.schedule.serving.blocks import BlockPool
+from distca.schedule.serving.iteration import Part, plan_iteration
+from distca.schedule.serving.prefix_cache import Block, PrefixCache, digests
+from distca.schedule.serving.scheduler import Batch, Limits, Scheduler
+
+RANKS, BLOCKS, SIZE = 2, 6, 4
+
+
+def scheduler_of(
+    blocks: int = BLOCKS,
+    tokens: int = 16,
+    sequences: int = 4,
+    short: int = 9,
+    enabled: bool = True,
+) -> tuple[Scheduler, PrefixCache]:
+    cache = PrefixCache(BlockPool(RANKS, blocks, SIZE), enabled)
+    return Scheduler(cache, Limits(sequences, tokens, SIZE, short), b"model"), cache
+
+
+class Engine(RuleBasedStateMachine):
+    """Sequences that come, run, end and are aborted; what their blocks hold is followed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scheduler, self.cache = scheduler_of()
+        self.tokens: dict[int, list[int]] = {}
+        self.most: dict[int, int] = {}
+        self.tables: dict[int, list[Block]] = {}
+        self.rows: dict[tuple[Block, int], tuple[int, ...]] = {}
+        self.batch: Batch | None = None
+        self.number = 0
+
+    @rule(length=st.integers(1, 20), alike=st.sampled_from([0, 6, 20]), new=st.integers(1, 12))
+    def arrive(self, length: int, alike: int, new: int) -> None:
+        """A sequence whose first tokens are those of others."""
+        alike = min(alike, length)
+        tokens = [7] * alike + [100 + self.number] * (length - alike)
+        self.scheduler.add(self.number, tokens, new)
+        self.tokens[self.number], self.most[self.number] = tokens, length + new
+        self.number += 1
+
+    @rule(data=st.data())
+    def abort(self, data: st.DataObject) -> None:
+        if self.tokens:
+            number = data.draw(st.sampled_from(sorted(self.tokens)))
+            assert self.scheduler.abort(number)
+            assert not self.scheduler.abort(number)
+            self.forget(number)
+
+    def forget(self, number: int) -> None:
+        del self.tokens[number]
+        if not self.batch or number not in {feed.sequence for feed in self.batch.feeds}:
+            self.tables.pop(number, None)
+
+    @rule()
+    def schedule(self) -> None:
+        if self.batch is not None:
+            return
+        self.batch = self.scheduler.schedule()
+        if self.batch is None:
+            assert not self.tokens
+            return
+        for number in self.batch.preempted:
+            del self.tables[number]
+        assert sum(feed.count for feed in self.batch.feeds) <= 16
+        for feed in self.batch.feeds:
+            tokens = self.tokens[feed.sequence]
+            if feed.admitted:
+                assert feed.sequence not in self.tables
+                self.tables[feed.sequence] = []
+            table = self.tables[feed.sequence]
+            table += feed.new_blocks
+            end = feed.start + feed.count
+            assert len(table) == -(-end // SIZE)
+            assert feed.samples == (end == len(tokens))
+            # What it did not compute itself was computed of the same prefix.
+            for position in range(feed.start if feed.admitted else 0):
+                row = self.rows[table[position // SIZE], position % SIZE]
+                assert row == tuple(tokens[: position + 1])
+            for position in range(feed.start, end):
+                self.rows[table[position // SIZE], position % SIZE] = tuple(tokens[: position + 1])
+
+    @rule(token=st.integers(0, 2))
+    def advance(self, token: int) -> None:
+        if self.batch is None:
+            return
+        chosen = {feed.sequence: token for feed in self.batch.feeds if feed.samples}
+        batch, self.batch = self.batch, None
+        advances = self.scheduler.advance(batch, chosen)
+        assert {each.sequence for each in advances} == chosen.keys() & self.tokens.keys()
+        for each in advances:
+            self.tokens[each.sequence].append(each.token)
+            ended = len(self.tokens[each.sequence]) == self.most[each.sequence]
+            assert (each.finish == "length") == ended
+            if ended:
+                self.forget(each.sequence)
+        for feed in batch.feeds:
+            if feed.sequence not in self.tokens:
+                self.tables.pop(feed.sequence, None)
+
+    @rule()
+    def reset(self) -> None:
+        self.cache.reset()
+        assert not any(self.cache.cached(rank) for rank in range(RANKS))
+
+    @invariant()
+    def every_block_is_accounted_for(self) -> None:
+        held = Counter(block for table in self.tables.values() for block in table)
+        for rank in range(RANKS):
+            cache = self.cache
+            assert cache.free(rank) + cache.referenced(rank) + cache.cached(rank) == BLOCKS
+            assert cache.referenced(rank) == sum(block.rank == rank for block in held)
+
+    @invariant()
+    def rows_stay(self) -> None:
+        """Rows that a sequence computed are still its own, or its like's."""
+        for number, table in self.tables.items():
+            tokens = self.tokens.get(number)
+            if tokens is not None and not self.batch:
+                for position in range(self.scheduler.computed(number)):
+                    row = self.rows[table[position // SIZE], position % SIZE]
+                    assert row == tuple(tokens[: position + 1])
+
+    def teardown(self) -> None:
+        """All come to their end, and nothing but the cache holds a block then."""
+        for _ in range(2000):
+            if not self.tokens and not self.batch:
+                break
+            self.schedule()
+            self.advance(1)
+            self.every_block_is_accounted_for()
+        assert not self.tokens
+        assert not self.scheduler.running + self.scheduler.waiting
+        self.cache.reset()
+        assert all(self.cache.free(rank) == BLOCKS for rank in range(RANKS))
+
+
+@pytest.fixture(autouse=True)
+def _steps(full: bool) -> None:
+    Engine.TestCase.settings = settings(
+        max_examples=250 if full else 25, stateful_step_count=50, deadline=None
+    )
+
+
+TestEngine = Engine.TestCase
+
+
+def run(scheduler: Scheduler, *, token: int = 1) -> list[Batch]:
+    """All iterations until nothing is left."""
+    batches = []
+    while (batch := scheduler.schedule()) is not None:
+        batches.append(batch)
+        scheduler.advance(batch, {feed.sequence: token for feed in batch.feeds if feed.samples})
+    return batches
+
+
+def test_chunks_and_decodes_share_iterations() -> None:
+    scheduler, _ = scheduler_of(tokens=8)
+    scheduler.add(0, [1] * 4, 6)
+    scheduler.add(1, [2] * 12, 2)
+    counts = [[(feed.sequence, feed.count) for feed in batch.feeds] for batch in run(scheduler)]
+    assert counts[:3] == [[(0, 4), (1, 4)], [(0, 1), (1, 7)], [(0, 1), (1, 1)]]
+    assert sum(count for batch in counts for _, count in batch) == 4 + 5 + 12 + 1
+
+
+def test_a_second_turn_computes_its_new_tokens_alone() -> None:
+    scheduler, _ = scheduler_of(blocks=12)
+    scheduler.add(0, list(range(17)), 3)
+    run(scheduler)
+    first = [*range(17), 1, 1]
+    scheduler.add(1, [*first, 50, 51], 1)
+    (batch,) = run(scheduler)
+    assert [(feed.start, feed.count) for feed in batch.feeds] == [(16, 5)]
+    assert (scheduler.found, scheduler.looked_up) == (16, 17 + 21)
+    scheduler, _ = scheduler_of(blocks=12, enabled=False)
+    for number in range(2):
+        scheduler.add(number, first, 1)
+        run(scheduler)
+    assert scheduler.found == 0
+    # A prompt of full blocks still has a token to compute.
+    assert digests([1] * 8, SIZE, b"a")[1] != digests([1] * 8, SIZE, b"b")[1]
+
+
+def test_the_least_recently_used_blocks_are_given_back_first() -> None:
+    cache = PrefixCache(BlockPool(1, 3, SIZE))
+    blocks = [cache.take(0) for _ in range(3)]
+    names = [b"first", b"second", b"third"]
+    for block, name in zip(blocks, names, strict=True):
+        cache.keep(block, name)
+    cache.release(blocks)
+    assert cache.take(0) == blocks[2]
+    assert cache.find(names) == blocks[:2]
+
+
+def test_short_sequences_stay_at_home_and_long_ones_are_shared_out() -> None:
+    scheduler, _ = scheduler_of(blocks=20, tokens=64)
+    scheduler.add(0, [1] * 5, 2)
+    scheduler.add(1, [2] * 5, 2)
+    scheduler.add(2, [3] * 32, 9)
+    owners: dict[int, list[int]] = {0: [], 1: [], 2: []}
+    for batch in run(scheduler):
+        for feed in batch.feeds:
+            owners[feed.sequence] += [block.rank for block in feed.new_blocks]
+    # Zigzag, and then stripes.
+    assert owners == {0: [0, 0], 1: [1, 1], 2: [0, 0, 1, 1, 1, 1, 0, 0, 0, 1]}
+
+
+def test_what_could_never_be_held_is_refused() -> None:
+    scheduler, _ = scheduler_of()
+    scheduler.add(0, [1] * 40, 9)
+    with pytest.raises(ValueError, match="49 tokens need more than the 48"):
+        scheduler.add(1, [1] * 40, 10)
+    with pytest.raises(ValueError, match="raise --max-num-batched-tokens"):
+        Limits(sequences=8, tokens=4, stripe=4, short=1)
+
+
+@pytest.mark.parametrize("strategy", ["pass-kv", "pass-q"])
+def test_plans_of_iterations_are_valid(strategy) -> None:
+    """With blocks anywhere; what lies on one rank moves nothing."""
+    random = np.random.default_rng(0)
+    masks = (Mask(), Mask(5))
+    parts = []
+    for number, (start, count) in enumerate([(0, 30), (16, 1), (13, 9), (40, 1), (0, 3)]):
+        ranks = random.integers(0, 3, -(-(start + count) // SIZE))
+        if number == 4:
+            ranks[:] = 2
+        parts.append(Part(number + 5, start, count, ranks, decodes=count == 1))
+    whole = plan_iteration(parts, masks, SIZE, 3, strategy)
+    assert whole.sequences == (5, 6, 7, 8, 9)
+    for plan in whole.plans.values():
+        plan.validate()
+        assert plan.cached_prefix.tolist() == [0, 16, 13, 40, 0]
+        assert int(plan.own_tokens_per_rank().sum()) == 44
+    alone = plan_iteration(parts[4:], masks, SIZE, 3, strategy)
+    assert alone.members() == {2}
+    decode = plan_iteration(parts[3:4], masks[:1], SIZE, 3, strategy)
+    (plan,) = decode.plans.values()
+    assert {*plan.tasks.server.tolist()} == {*parts[3].ranks.tolist()}
