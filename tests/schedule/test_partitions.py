@@ -10,7 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from distca.cost.volume import AttentionShape, plan_bytes
+from distca.plan import Mask, Placement
 from distca.plan.span import Floats, Int64s
+from distca.schedule.serving import held_after, nobody_holds, shard_evenly, step_plan
 from distca.schedule.serving.partitions import (
     PartitionTable,
     check_shares,
@@ -18,6 +21,7 @@ from distca.schedule.serving.partitions import (
     even_shares,
     load_partitions,
     search_partition,
+    shard_in_chain,
 )
 
 
@@ -122,3 +126,55 @@ def test_a_table_for_others_is_refused(given: tuple[str, str, int], said: str) -
 def test_a_table_with_another_number_of_shares_is_refused() -> None:
     with pytest.raises(ValueError, match="among 3 ranks"):
         PartitionTable("m", "h", 2, {10: (0.4, 0.3, 0.3)})
+
+
+SHAPE = AttentionShape(1, 1, 8, 2)
+
+
+def chain(parts: list[int], held: Placement | None = None) -> Placement:
+    end = np.array([sum(parts)])
+    start = np.zeros_like(end) if held is None else np.array([held.end.max()])
+    return shard_in_chain(start, start + end, [part / sum(parts) for part in parts])
+
+
+@pytest.mark.parametrize(
+    ("parts", "products", "rows"), [([3, 3, 3], [9, 18, 27], 18), ([4, 3, 2], [16, 21, 18], 22)]
+)
+def test_a_chains_plan_has_the_papers_counts(
+    parts: list[int], products: list[int], rows: int
+) -> None:
+    new = chain(parts)
+    assert (new.end - new.start).tolist() == parts
+    plan = step_plan(nobody_holds(3), new, "pass-kv", Mask(), block=1, in_steps=True)
+    plan.validate()
+    tasks = plan.tasks
+    of_server = np.zeros(3, dtype=np.int64)
+    whole = (tasks.q_end - tasks.q_start) * (tasks.kv_end - tasks.kv_start)
+    np.add.at(of_server, tasks.server, whole)
+    assert of_server[::-1].tolist() == products
+    moved = plan_bytes(plan, SHAPE).messages["dispatch"]
+    # The paper counts rows of keys and rows of values.
+    assert 2 * moved.sizes.sum() == rows * SHAPE.kv_row_bytes
+    # Each hands all that it has to the next one down.
+    assert (moved.source - moved.destination == 1).all()
+
+
+@given(
+    lengths=st.lists(st.integers(0, 300), min_size=1, max_size=3).filter(any),
+    before=st.integers(0, 200),
+    weights=st.lists(st.floats(0.05, 1.0), min_size=1, max_size=5),
+    window=st.sampled_from([None, 40]),
+)
+def test_chains_over_cached_tokens_cover_each_pair_once(
+    lengths: list[int], before: int, weights: list[float], window: int | None
+) -> None:
+    ranks, fed = len(weights), [length for length in lengths if length]
+    held = nobody_holds(ranks)
+    zeros = np.zeros(len(fed), dtype=np.int64)
+    if before:
+        held = held_after(held, shard_evenly(zeros, zeros + before, ranks))
+    shares = [weight / sum(weights) for weight in weights]
+    new = shard_in_chain(zeros + before, zeros + before + np.array(fed), shares, 16)
+    plan = step_plan(held, new, "pass-kv", Mask(window), block=16, in_steps=True)
+    plan.validate()
+    assert plan.own_tokens_per_rank().sum() == sum(fed)

@@ -21,6 +21,7 @@ from pathlib import Path
 
 import numpy as np
 
+from distca.plan import Placement
 from distca.plan.span import Floats, Int64s
 
 FORMAT = 1
@@ -77,6 +78,40 @@ def cut_prompt(tokens: int, shares: Sequence[float], multiple: int = 1) -> Int64
         least = int(cuts[rank - 2]) + 1 if rank > 1 else 1
         cuts[rank - 1] = min(max(int(cuts[rank - 1]), least), tokens - (ranks - rank))
     return np.diff(cuts, prepend=0, append=tokens)
+
+
+def shard_in_chain(
+    starts: Int64s, ends: Int64s, shares: Sequence[float], multiple: int = 1
+) -> Placement:
+    """Shards new tokens of sequences in contiguous parts over a chain of ranks.
+
+    The chain leads from the last rank down to rank 0, as rings of keys do
+    (`distca.schedule.serving.rings`): so with the plan of `pass-kv` each rank hands keys to the one
+    below, and those of earlier turns come round, wherever they lie.
+
+    Args:
+        starts: first new position of each sequence, int64 `[sequences]`.
+        ends: end of the new positions of each sequence, likewise; no new tokens are possible.
+        shares: each part of a sequence's new tokens, the first first; as many as there are ranks.
+        multiple: as for `cut_prompt`.
+    """
+    ranks = len(shares)
+    parts = np.stack(
+        [np.zeros(ranks, dtype=np.int64)]
+        + [
+            cut_prompt(tokens, shares, multiple) if tokens else np.zeros(ranks, dtype=np.int64)
+            for tokens in (ends - starts).tolist()
+        ]
+    )[1:]
+    until = starts[:, None] + np.cumsum(parts, axis=1)
+    document, part = np.nonzero(parts)
+    return Placement(
+        document,
+        (until - parts)[document, part],
+        until[document, part],
+        ranks - 1 - part,
+        ranks,
+    )
 
 
 def search_partition(tokens: int, ranks: int, seconds: Seconds, finest: int = 1) -> Int64s:
