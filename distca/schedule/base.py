@@ -198,7 +198,12 @@ def relative_loads(loads: Floats, speeds: Floats) -> Floats:
 
 
 def tasks_at_home(placement: Placement, mask: Mask) -> Tasks:
-    """Makes one task of each placed piece, on its owner, over all keys that the piece sees."""
+    """Makes one task of each run of a rank's tokens, on this rank, over all keys that they see.
+
+    Pieces that follow each other are one run: apart, their tasks would each have a copy of the keys
+    that both see.
+    """
+    placement = placement.joined()
     return Tasks(
         document=placement.document,
         q_start=placement.start,

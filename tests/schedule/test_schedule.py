@@ -22,7 +22,7 @@ from distca.schedule import (
     make_scheduler,
     packed_loads,
 )
-from distca.schedule.base import server_loads
+from distca.schedule.base import server_loads, tasks_at_home
 from support.batches import SlowStart, documents, long_tailed_lengths, task_rows
 
 SHAPE = AttentionShape(heads=8, kv_heads=2, head_dim=64)
@@ -294,3 +294,11 @@ def test_the_summary_in_seconds_and_with_notes() -> None:
 def test_a_tolerance_is_a_fraction_of_the_mean_load(tolerance: float) -> None:
     with pytest.raises(ValueError, match="out of range: give a fraction of the mean load"):
         ScheduleConfig(tolerance=tolerance)
+
+
+def test_pieces_that_follow_each_other_have_one_task_at_home() -> None:
+    """Rank 0's two pieces of a document share its keys, which a kernel call then has once."""
+    starts = np.array([0, 128, 256])
+    placement = Placement(np.zeros(3, dtype=int), starts, starts + 128, np.array([0, 0, 1]), 2)
+    plan = Plan(np.array([384]), placement, tasks_at_home(placement, Mask()))
+    assert task_rows(plan) == [(0, 0, 256, 0, 256, 0), (0, 256, 384, 0, 384, 1)]

@@ -402,7 +402,10 @@ class _Mover:
         touched = np.zeros(len(self._loads), dtype=bool)
         touched[list(self._touched)] = True
         rest = self._tasks[~touched[self._tasks.server]]
-        rows = [(*task[:5], server) for server, mine in self._touched.items() for task in mine]
+        # In the order of documents, as their owners have the rows.
+        rows = [
+            (*task[:5], server) for server, mine in self._touched.items() for task in sorted(mine)
+        ]
         return Tasks.concatenate([rest, Tasks.from_rows(rows)])
 
 
