@@ -127,6 +127,7 @@ def plan_memory(
     scratch = [
         # Rows of messages, one kind after the other; outputs as they merge.
         *(_take(rows) for rows in (q.sent * q_inputs, kv.sent * 2 * k_row)),
+        _take(q.received * q.placed * (kv.received > 0) * q_inputs),
         merge_bytes(np.maximum(q.of_received.members, q.of_local.members), shape),
     ]
     if backward is not None:
@@ -148,13 +149,14 @@ def plan_memory(
 def _indices(q: RankRows, kv: RankRows) -> Int64s:
     """Bytes of the row indices of each rank's part: see `distca.runtime.exchange`.
 
-    A row that moves has two in messages, and on the rank that sends it one among the local rows. A
-    kernel call has one for each of its rows, and so have sums; each row that is made of parts tells
-    which are its first, and which output is its own.
+    A row that moves has two in messages, and on the rank that sends it one among the local rows.
+    Served rows that lie in the order of their use have one, and a kernel call has one for each row
+    that it gathers, and so have sums; each row that is made of parts tells which are its first, and
+    which output is its own.
     """
     rows = np.zeros_like(q.local)
     for each in (q, kv):
-        rows = rows + 3 * each.sent + 2 * each.received
+        rows = rows + 3 * each.sent + 2 * each.received + each.placed * each.served
         rows = rows + sum(call.rows * call.gathers for call in each.calls)
         rows = rows + np.where(each.in_order, 0, each.of_received.parts + each.received)
         alone = each.in_order & (each.sent == 0)

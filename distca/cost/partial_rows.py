@@ -32,7 +32,7 @@ class CallRows:
 
     Attributes:
         rows: rows of the call's tasks.
-        gathers: whether they are gathered, since they are not simply all served rows.
+        gathers: whether they are gathered, since they do not follow each other in memory.
     """
 
     rows: Int64s
@@ -47,6 +47,9 @@ class RankRows:
         local: rows that it owns.
         sent: rows that it sends to other servers.
         received: rows that it receives.
+        placed: whether its served rows lie in the order in which calls use them, and not its own
+            first.
+        in_order: whether one call has all served rows, its own first.
         calls: rows of its kernel calls, of either task shape.
         of_received: results of the rows that it received, of its tasks.
         of_local: results of its own rows: of its tasks, and one of each other server.
@@ -55,6 +58,8 @@ class RankRows:
     local: Int64s
     sent: Int64s
     received: Int64s
+    placed: Bools
+    in_order: Bools
     calls: tuple[CallRows, ...]
     of_received: PartialRows
     of_local: PartialRows
@@ -68,13 +73,6 @@ class RankRows:
     def parts(self) -> Int64s:
         """Rows of all its calls."""
         return np.sum([call.rows for call in self.calls], axis=0)  # type: ignore[no-any-return]
-
-    @property
-    def in_order(self) -> Bools:
-        """Whether one call has all served rows, in order."""
-        number = np.sum([call.rows > 0 for call in self.calls], axis=0)
-        whole = np.any([(call.rows > 0) & ~call.gathers for call in self.calls], axis=0)
-        return (number == 1) & whole  # type: ignore[no-any-return]
 
     @property
     def computed_alone(self) -> Bools:
@@ -104,15 +102,21 @@ def _rank_rows(
 ) -> RankRows:
     ranks = plan.world_size
     sent, received = segments.moved_per_rank(ranks)
-    spans = _served_spans(segments, local, received, plan.tasks.server, starts, ends)
-    causal = plan.tasks.ends_on_diagonal[spans.task]
+    causal = plan.tasks.ends_on_diagonal
+    spans = _served_spans(segments, local, received, plan.tasks.server, starts, ends, causal)
+    by_use = _places(spans, ranks)
+    placed = _any_of(spans.server, by_use != spans.row, ranks) & (received > 0)
+    place = np.where(placed[spans.server], by_use, spans.row)
+    calls = tuple(_call_rows(spans, place, spans.causal == shape, ranks) for shape in (False, True))
     here = spans.server == spans.owner
     away = segments.select(segments.owner != segments.server)
     return RankRows(
         local,
         sent,
         received,
-        tuple(_call_rows(spans, causal == shape, local + received) for shape in (False, True)),
+        placed,
+        _in_order(spans, local + received),
+        calls,
         _partial_rows(spans.server[~here], spans.start[~here], spans.end[~here], ranks),
         _partial_rows(
             np.concatenate([spans.server[here], away.owner]),
@@ -125,10 +129,12 @@ def _rank_rows(
 
 @dataclass(frozen=True)
 class _Spans:
-    """Rows of all tasks, cut where served rows begin.
+    """Rows of all tasks by server, full rectangles first: cut where served rows or others begin.
+
+    Two of a server are either the same rows or have none in common.
 
     Attributes:
-        task: task of each.
+        causal: whether the task of each ends on the diagonal.
         server: its server.
         owner: owner of the rows.
         start: first row in global positions.
@@ -136,7 +142,7 @@ class _Spans:
         row: number of the first among the server's rows: its own, then those that arrive.
     """
 
-    task: Int64s
+    causal: Bools
     server: Int64s
     owner: Int64s
     start: Int64s
@@ -151,6 +157,7 @@ def _served_spans(
     server: Int64s,
     starts: Int64s,
     ends: Int64s,
+    causal: Bools,
 ) -> _Spans:
     # Rows arrive by owner and position.
     arriving = np.where(segments.owner == segments.server, 0, segments.lengths)
@@ -161,23 +168,55 @@ def _served_spans(
     stride = int(segments.end.max(initial=0)) + 1
     line = segments.server * stride + segments.start
     order = np.argsort(line)
-    task, start, end = cut_at(server * stride + starts, server * stride + ends, line[order])
+    by_call = np.lexsort((causal, server))
+    first, last = ((server * stride + each)[by_call] for each in (starts, ends))
+    cuts = np.unique(np.concatenate([line, first, last]))
+    task, start, end = cut_at(first, last, cuts)
+    task = by_call[task]
     segment = order[np.searchsorted(line[order], start, side="right") - 1]
     of = server[task]
     row = first_row[segment] + start - line[segment]
-    return _Spans(task, of, segments.owner[segment], start - of * stride, end - of * stride, row)
+    owner = segments.owner[segment]
+    return _Spans(causal[task], of, owner, start - of * stride, end - of * stride, row)
 
 
-def _call_rows(spans: _Spans, mine: Bools, served: Int64s) -> CallRows:
-    server, row = spans.server[mine], spans.row[mine]
-    by_server = np.argsort(server, kind="stable")
-    lengths, of = (spans.end - spans.start)[mine][by_server], server[by_server]
-    total = np.zeros_like(served)
-    np.add.at(total, of, lengths)
-    in_turn = np.cumsum(lengths) - lengths - (np.cumsum(total) - total)[of]
-    moved = np.zeros(len(total), dtype=bool)
-    moved[of[row[by_server] != in_turn]] = True
-    return CallRows(total, (total != served) | moved)
+def _places(spans: _Spans, ranks: int) -> Int64s:
+    """Places of the spans' first rows, where each server's rows lie by first use."""
+    stride = int(spans.end.max(initial=0)) + 1
+    _, first, which = np.unique(
+        spans.server * stride + spans.start, return_index=True, return_inverse=True
+    )
+    new = np.zeros(len(spans.start), dtype=np.int64)
+    new[first] = (spans.end - spans.start)[first]
+    of_servers = np.zeros(ranks, dtype=np.int64)
+    np.add.at(of_servers, spans.server, new)
+    before = np.cumsum(new) - new - (np.cumsum(of_servers) - of_servers)[spans.server]
+    return before[first][which]  # type: ignore[no-any-return]
+
+
+def _any_of(servers: Int64s, found: Bools, ranks: int) -> Bools:
+    """Servers for which anything was found, `[servers]`."""
+    return np.bincount(servers, found, minlength=ranks) > 0  # type: ignore[no-any-return]
+
+
+def _call_rows(spans: _Spans, place: Int64s, mine: Bools, ranks: int) -> CallRows:
+    server, place = spans.server[mine], place[mine]
+    lengths = (spans.end - spans.start)[mine]
+    total = np.zeros(ranks, dtype=np.int64)
+    np.add.at(total, server, lengths)
+    in_turn = np.cumsum(lengths) - lengths - (np.cumsum(total) - total)[server]
+    # Of a server's spans the last number written is that of the first.
+    begin = np.zeros(ranks, dtype=np.int64)
+    begin[server[::-1]] = (place - in_turn)[::-1]
+    return CallRows(total, _any_of(server, place - in_turn != begin[server], ranks))
+
+
+def _in_order(spans: _Spans, served: Int64s) -> Bools:
+    """Whether a server's spans are all of one call, and all its served rows in order."""
+    ranks = len(served)
+    rows = _call_rows(spans, spans.row, np.ones_like(spans.causal), ranks)
+    both = _any_of(spans.server, spans.causal, ranks) & _any_of(spans.server, ~spans.causal, ranks)
+    return ~rows.gathers & (rows.rows == served) & ~both
 
 
 def _partial_rows(rank: Int64s, starts: Int64s, ends: Int64s, ranks: int) -> PartialRows:

@@ -9,7 +9,9 @@ Row numbers, all on this rank:
   prefixes have keys and values alone);
 * a *served* row is a token that this rank needs as a server: its local rows first (all of them,
   so that they need no copy where nothing arrives), then the received rows in the order
-  (owner, position).
+  (owner, position);
+* where rows arrive, each served row has a *place* in memory: its own number, or one that follows
+  the order in which the kernel calls use rows, so that calls find theirs where they lie.
 """
 
 from __future__ import annotations
@@ -37,6 +39,7 @@ class Rows:
 
     Attributes:
         local: rows that this rank owns.
+        places: place of each served row in memory, int64 `[served]`; None: its own number.
         send: local rows to send, sorted by destination, int64 `[sent]`.
         outgoing: rows that this rank sends to the servers, and that they return.
         incoming: rows that this rank receives as a server, and returns.
@@ -48,6 +51,7 @@ class Rows:
     """
 
     local: int
+    places: torch.Tensor | None
     send: torch.Tensor
     outgoing: PeerRows
     incoming: PeerRows
@@ -87,9 +91,9 @@ class KernelCall:
         keys: key rows of all tasks.
         cu_seqlens_q: first query of each task, and the total: int32 `[tasks + 1]` on the CPU.
         cu_seqlens_kv: first key of each task, and the total, likewise.
-        q_rows: served query rows of the tasks, one task after the other, int64 `[sum of queries]`;
-            None: `0 .. served - 1`, in order.
-        kv_rows: served rows of keys and values, likewise.
+        q_rows: places of the tasks' query rows, one task after the other: int64 `[queries]`, or a
+            slice where they lie in this order.
+        kv_rows: places of their keys and values, likewise.
     """
 
     causal: bool
@@ -97,8 +101,8 @@ class KernelCall:
     keys: int
     cu_seqlens_q: torch.Tensor
     cu_seqlens_kv: torch.Tensor
-    q_rows: torch.Tensor | None
-    kv_rows: torch.Tensor | None
+    q_rows: torch.Tensor | slice
+    kv_rows: torch.Tensor | slice
 
 
 @dataclass(frozen=True)
@@ -204,19 +208,22 @@ def build_exchange(plan: Plan, rank: int) -> Exchange:
     q_served = _ServedRows(q_segments, rank, int(own[rank]))
     kv_served = _ServedRows(kv_segments, rank, int(with_prefixes[rank]))
     mine = plan.tasks[plan.tasks.server == rank]
-    calls, q_computed, kv_computed = [], [], []
+    shapes, q_computed, kv_computed = [], [], []
     for causal in (False, True):
         tasks = mine[mine.ends_on_diagonal == causal]
         if len(tasks):
             offset = plan.document_offsets[tasks.document]
             q_computed.append(q_served.of(offset + tasks.q_start, offset + tasks.q_end))
             kv_computed.append(kv_served.of(offset + tasks.kv_start, offset + tasks.kv_end))
-            q_rows = q_served.unless_all(q_computed[-1])
-            kv_rows = kv_served.unless_all(kv_computed[-1])
-            calls.append(_kernel_call(tasks, causal, q_rows, kv_rows))
+            shapes.append((tasks, causal))
+    q_places, kv_places = q_served.places(q_computed), kv_served.places(kv_computed)
+    calls = [
+        _kernel_call(tasks, causal, _at(q_places, q_rows), _at(kv_places, kv_rows))
+        for (tasks, causal), q_rows, kv_rows in zip(shapes, q_computed, kv_computed, strict=True)
+    ]
     of_q, of_kv = _parts(q_served, q_computed), _parts(kv_served, kv_computed)
-    q = _rows(q_served, of_q, outgoing[0], incoming[0], bool(moved_q.any()))
-    kv = _rows(kv_served, of_kv, outgoing[1], incoming[1], bool(moved_kv.any()))
+    q = _rows(q_served, q_places, of_q, outgoing[0], incoming[0], bool(moved_q.any()))
+    kv = _rows(kv_served, kv_places, of_kv, outgoing[1], incoming[1], bool(moved_kv.any()))
     return Exchange(
         rank=rank,
         world_size=world_size,
@@ -263,18 +270,43 @@ class _ServedRows:
         segment = np.searchsorted(self._start, starts, side="right") - 1
         return expand_ranges(self._row[segment] + starts - self._start[segment], ends - starts)
 
-    def unless_all(self, rows: Int64s) -> torch.Tensor | None:
-        """The rows, unless they are all served rows in order."""
-        if len(rows) == self.served and np.array_equal(rows, np.arange(self.served)):
+    def are_all(self, rows: Int64s) -> bool:
+        """Whether rows are all served rows in order."""
+        return np.array_equal(rows, np.arange(self.served))
+
+    def places(self, calls: list[Int64s]) -> Int64s | None:
+        """Place of each served row by the calls' first use of it; None: its own number.
+
+        Where nothing arrives, rows stay where their owner has them.
+        """
+        if self.served == self.local:
             return None
-        return torch.from_numpy(rows)
+        rows = np.concatenate(calls)
+        first_use = np.full(self.served, len(rows))
+        # Of a row that is used again the last number written is that of its first use.
+        first_use[rows[::-1]] = np.arange(len(rows))[::-1]
+        order = np.argsort(first_use, kind="stable")
+        if self.are_all(order):
+            return None
+        places = np.empty_like(order)
+        places[order] = np.arange(self.served)
+        return places
+
+
+def _at(places: Int64s | None, rows: Int64s) -> torch.Tensor | slice:
+    """Places of rows: a slice where these follow each other."""
+    at = rows if places is None else places[rows]
+    begin = int(at[0]) if len(at) else 0
+    if np.array_equal(at, np.arange(begin, begin + len(at))):
+        return slice(begin, begin + len(at))
+    return torch.from_numpy(at)
 
 
 def _kernel_call(
     tasks: Tasks,
     causal: bool,
-    q_rows: torch.Tensor | None,
-    kv_rows: torch.Tensor | None,
+    q_rows: torch.Tensor | slice,
+    kv_rows: torch.Tensor | slice,
 ) -> KernelCall:
     queries, keys = tasks.q_end - tasks.q_start, tasks.kv_end - tasks.kv_start
     return KernelCall(
@@ -313,7 +345,7 @@ class _Parts:
 def _parts(served: _ServedRows, calls: list[Int64s]) -> _Parts:
     """Parts of rows of one kind; `calls` are the served rows of each kernel call."""
     computed = np.concatenate([np.zeros(0, dtype=np.int64), *calls])
-    in_order = len(calls) == 1 and served.unless_all(calls[0]) is None
+    in_order = len(calls) == 1 and served.are_all(calls[0])
     alone = in_order and not len(served.send)
     own = np.concatenate([np.where(computed < served.local, computed, -1), served.send])
     return _Parts(
@@ -322,10 +354,16 @@ def _parts(served: _ServedRows, calls: list[Int64s]) -> _Parts:
 
 
 def _rows(
-    served: _ServedRows, parts: _Parts, outgoing: PeerRows, incoming: PeerRows, move: bool
+    served: _ServedRows,
+    places: Int64s | None,
+    parts: _Parts,
+    outgoing: PeerRows,
+    incoming: PeerRows,
+    move: bool,
 ) -> Rows:
     return Rows(
         served.local,
+        None if places is None else torch.from_numpy(places),
         torch.from_numpy(served.send),
         outgoing,
         incoming,

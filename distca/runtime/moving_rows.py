@@ -23,13 +23,40 @@ from distca.transport import Channel, Pending, Transport
 Fill = Callable[[PackedRows], object]
 """Writes a kind's rows that are sent, sorted by destination."""
 
-Target = torch.Tensor | Sequence[torch.Tensor] | None
-"""Memory for a kind's rows that arrive: words of packed rows, or each tensor; None: none arrive."""
+
+@dataclass(frozen=True)
+class Scattered:
+    """Places for packed rows that arrive.
+
+    Attributes:
+        words: memory, `[places, words]`.
+        places: place of each row, int64 `[rows]`.
+        scratch: memory for rows out of messages that hold both kinds.
+    """
+
+    words: torch.Tensor
+    places: torch.Tensor
+    scratch: Workspace
+
+    def fill(self, found: KindInMessages, messages: torch.Tensor) -> None:
+        """Writes a kind's rows in messages to their places."""
+        if found.place is None:
+            self.words.index_copy_(0, self.places, found.in_place(messages))
+            return
+        with self.scratch.borrowed():
+            rows = self.scratch.take((found.rows, self.words.shape[1]), WORD)
+            found.take(messages, rows)
+            self.words.index_copy_(0, self.places, rows)
+
+
+Target = torch.Tensor | Scattered | Sequence[torch.Tensor] | None
+"""Memory for a kind's rows that arrive: words of packed rows, in order or at places, or each
+tensor; None: none arrive."""
 
 
 @dataclass(frozen=True)
 class ServedRows:
-    """A server's rows of one kind: those that it owns, then those that it received.
+    """A server's rows of one kind, those that it owns and those that it received, at their places.
 
     Attributes:
         tensors: tensors with these rows.
@@ -39,10 +66,10 @@ class ServedRows:
     tensors: Sequence[torch.Tensor]
     packed: PackedRows | None
 
-    def take(self, rows: torch.Tensor | None, scratch: Workspace) -> Sequence[torch.Tensor]:
-        """Copies the rows at int64 indices `[n]`; None: all rows, where they lie."""
-        if rows is None:
-            return self.tensors
+    def take(self, rows: torch.Tensor | slice, scratch: Workspace) -> Sequence[torch.Tensor]:
+        """Copies the rows at int64 indices `[n]`; a slice of them is taken where it lies."""
+        if isinstance(rows, slice):
+            return [tensor[rows] for tensor in self.tensors]
         if self.packed is None:
             return [scratch.gather(tensor, rows) for tensor in self.tensors]
         return self.packed.gather(rows, scratch).tensors
@@ -72,6 +99,8 @@ class RowsUnderWay:
                 continue
             if isinstance(target, torch.Tensor):
                 found.take(messages, target)
+            elif isinstance(target, Scattered):
+                target.fill(found, messages)
             else:
                 found.take_apart(messages, target)
         self.pending.release()
@@ -88,6 +117,7 @@ class RowsForServers:
     layout: MessageLayout | None
     exchange: Exchange
     tensors: ByKind
+    scratch: Workspace
 
     def put_together(
         self, workspace: Workspace | None
@@ -107,10 +137,17 @@ class RowsForServers:
             )
         )
         targets = [
-            None if served.packed is None else served.packed.words[rows.local :]
+            self._target(served.packed, rows)
             for served, rows in ((q, self.exchange.q), (kv, self.exchange.kv))
         ]
         return RowsUnderWay(self.pending, self.layout, targets), (q, kv)
+
+    def _target(self, packed: PackedRows | None, rows: Rows) -> Target:
+        if packed is None:
+            return None
+        if rows.places is None:
+            return packed.words[rows.local :]
+        return Scattered(packed.words, rows.places[rows.local :], self.scratch)
 
 
 def _served(
@@ -130,7 +167,10 @@ def _served(
         packed = PackedRows.take(workspace, row, rows.served)
     if rows.local:
         for tensor, into in zip(tensors, packed.tensors, strict=True):
-            into[: rows.local] = tensor
+            if rows.places is None:
+                into[: rows.local] = tensor
+            else:
+                into.index_copy_(0, rows.places[: rows.local], tensor)
     return ServedRows(packed.tensors, packed)
 
 
@@ -199,7 +239,7 @@ def send_to_servers(
         layout = exchange.layout(channel.direction, types)
         fills = gathered(tensors.q, exchange.q.send), gathered(tensors.kv, exchange.kv.send)
         pending = _start_exchange(transport, phase, channel, layout, fills, scratch)
-    return RowsForServers(pending, layout, exchange, tensors)
+    return RowsForServers(pending, layout, exchange, tensors, scratch)
 
 
 def send_to_owners(

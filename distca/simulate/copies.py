@@ -1,7 +1,8 @@
 """Memory traffic of the rows that the runtime copies around the kernels.
 
-Where rows arrive, all local rows move into the workspace beside them; elsewhere they stay where
-they are. A kernel call gathers its rows, unless they are all served rows in order. Results of all
+Where rows arrive, all local rows move into the workspace beside them, in the order in which kernel
+calls use rows; elsewhere they stay where they are. A call gathers its rows only if they do not
+follow each other there. Results of all
 calls lie one after the other, with those of other servers behind them; final outputs and gradients
 are made of these parts, outputs merged and gradients summed where a row has several. Where one call
 gives a rank's own rows and no others, its results are the final ones. The groups' outputs and
@@ -45,9 +46,14 @@ def copy_traffic(
     return _backward(q, kv, shape, grouped)
 
 
-def _to_kernels(rows: RankRows, row_bytes: int) -> Int64s:
-    """Bytes of local rows that move beside those that arrive, and of those that calls gather."""
+def _to_kernels(rows: RankRows, others: RankRows, row_bytes: int) -> Int64s:
+    """Bytes of local rows that move beside those that arrive, and of those that calls gather.
+
+    Rows that arrive are put together first where messages have rows of the other kind, too, unless
+    they lie in order.
+    """
     moved = np.where(rows.received > 0, rows.local, 0)
+    moved += np.where(rows.placed & (others.received > 0), rows.received, 0)
     gathered = np.sum([call.rows * call.gathers for call in rows.calls], axis=0)
     return 2 * row_bytes * (moved + gathered)  # type: ignore[no-any-return]
 
@@ -61,7 +67,7 @@ def _packed(q: Int64s, kv: Int64s, q_bytes: int, kv_bytes: int) -> Int64s:
 def _forward(q: RankRows, kv: RankRows, shape: AttentionShape, grouped: bool) -> Int64s:
     q_row, kv_row, lse = shape.q_row_bytes, shape.kv_row_bytes, shape.lse_row_bytes
     traffic = _packed(q.sent, kv.sent, q_row, kv_row)
-    traffic += _to_kernels(q, q_row) + _to_kernels(kv, kv_row)
+    traffic += _to_kernels(q, kv, q_row) + _to_kernels(kv, q, kv_row)
     traffic += _merge_traffic(q.of_received, shape)
     final = 2 * q.local * (q_row + lse) + _merge_traffic(q.of_local, shape)
     traffic += np.where(q.computed_alone, 0, final)
@@ -74,7 +80,7 @@ def _backward(q: RankRows, kv: RankRows, shape: AttentionShape, grouped: bool) -
     # The output's gradient, the output, its LSE, the query; the key and value.
     q_inputs = 3 * q_row + shape.lse_row_bytes
     traffic = _packed(q.sent, kv.sent, q_inputs, kv_row)
-    traffic += _to_kernels(q, q_inputs) + _to_kernels(kv, kv_row)
+    traffic += _to_kernels(q, kv, q_inputs) + _to_kernels(kv, q, kv_row)
     traffic += _packed(q.received, kv.received, q_row, kv_row)
     for rows, row in ((q, q_row), (kv, kv_row)):
         # Received rows of one part each go into messages as they are.

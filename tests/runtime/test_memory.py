@@ -251,14 +251,14 @@ def test_the_memory_of_a_plan_by_hand() -> None:
     inputs = 128 * 256 + 256 * 256
     assert memory.to_servers_send == memory.to_servers_receive == inputs + 128 * (512 + 16)
     assert memory.to_owners_send == memory.to_owners_receive == inputs
-    # Server 1 has 384 queries and 512 keys: dout, out, q, LSE, k, v. Its call has these rows, too,
-    # and takes them all out of order; and has as many gradients. It sends nothing, so nothing comes
-    # back to it.
+    # Server 1 has 384 queries and 512 keys: dout, out, q, LSE, k, v. They lie as its call uses
+    # them, which has as many gradients; what arrives in one message is taken apart first. It sends
+    # nothing, so nothing comes back to it.
     rows = 384 * (3 * 256 + 16) + 512 * 256
     assert memory.slot == rows + 384 * 256 + 512 * 256
-    assert memory.scratch == rows
-    # It receives 128 queries and 256 keys: two indices each. Sums have each row of the call and one
-    # for each of its own; so have outputs.
+    assert memory.scratch == inputs + 128 * (512 + 16) - 256 * 256
+    # It receives 128 queries and 256 keys: two indices each. Each served row has a place. Sums have
+    # each row of the call and one for each of its own; so have outputs.
     assert memory.indices == 8 * (2 * 384 + (384 + 512) + 2 * (384 + 512) + 384)
     kept = plan_memory(plan, AttentionShape(2, 1, 64, 2), "keep")
     assert kept.to_servers_send == max(inputs, 128 * (512 + 16))
