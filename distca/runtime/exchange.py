@@ -25,6 +25,7 @@ import numpy as np
 import torch
 
 from distca.attention.merge import Merges, Sums
+from distca.cost.volume import Messages
 from distca.plan import Mask, Plan, Segments, Tasks
 from distca.plan.span import Int64s, cut_at, expand_ranges
 from distca.runtime.messages import MessageLayout, PeerRows, RowTypes, message_layout, peer_rows
@@ -202,9 +203,10 @@ def build_exchange(plan: Plan, rank: int) -> Exchange:
     kv_segments = plan.kv_segments
     # Cached prefixes have no queries here.
     own, with_prefixes = plan.own_tokens_per_rank(), plan.placement.tokens_per_rank()
-    moved_q, moved_kv = (each.moved_rows(world_size) for each in (q_segments, kv_segments))
+    # Sizes of these messages are rows.
+    moved_q, moved_kv = (Messages(*each.moved(), world_size) for each in (q_segments, kv_segments))
     outgoing = peer_rows(*_sent_by(rank, moved_q), *_sent_by(rank, moved_kv))
-    incoming = peer_rows(*_sent_by(rank, moved_q.T), *_sent_by(rank, moved_kv.T))
+    incoming = peer_rows(*_sent_by(rank, moved_q.back), *_sent_by(rank, moved_kv.back))
     q_served = _ServedRows(q_segments, rank, int(own[rank]))
     kv_served = _ServedRows(kv_segments, rank, int(with_prefixes[rank]))
     mine = plan.tasks[plan.tasks.server == rank]
@@ -222,8 +224,8 @@ def build_exchange(plan: Plan, rank: int) -> Exchange:
         for (tasks, causal), q_rows, kv_rows in zip(shapes, q_computed, kv_computed, strict=True)
     ]
     of_q, of_kv = _parts(q_served, q_computed), _parts(kv_served, kv_computed)
-    q = _rows(q_served, q_places, of_q, outgoing[0], incoming[0], bool(moved_q.any()))
-    kv = _rows(kv_served, kv_places, of_kv, outgoing[1], incoming[1], bool(moved_kv.any()))
+    q = _rows(q_served, q_places, of_q, outgoing[0], incoming[0], bool(moved_q.sizes.any()))
+    kv = _rows(kv_served, kv_places, of_kv, outgoing[1], incoming[1], bool(moved_kv.sizes.any()))
     return Exchange(
         rank=rank,
         world_size=world_size,
@@ -236,9 +238,13 @@ def build_exchange(plan: Plan, rank: int) -> Exchange:
     )
 
 
-def _sent_by(rank: int, moved: Int64s) -> tuple[Int64s, Int64s]:
-    """Rows that a rank sends to each, and those that lower ranks do; `moved` is `[from, to]`."""
-    return moved[rank], moved[:rank].sum(axis=0)
+def _sent_by(rank: int, moved: Messages) -> tuple[Int64s, Int64s]:
+    """Rows that a rank sends to each, and those that lower ranks do."""
+    mine, lower = (
+        replace(moved, sizes=moved.sizes * which)
+        for which in (moved.source == rank, moved.source < rank)
+    )
+    return mine.received(), lower.received()
 
 
 class _ServedRows:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
@@ -75,10 +75,11 @@ class PlanCosts:
     def exchanges(self) -> dict[str, ExchangeCosts]:
         """Costs by phase. A signal is one byte, but its message is packed and unpacked whole."""
         found = {}
-        for phase, matrix in plan_bytes(self.plan, self.shape).phases.items():
-            carried = (matrix > 0).astype(np.int64) if self.signal else matrix
-            transfer = Transfer.of_bytes(carried, self.links)
-            found[phase] = ExchangeCosts(transfer, matrix.sum(axis=1), matrix.sum(axis=0))
+        for phase, messages in plan_bytes(self.plan, self.shape).messages.items():
+            signals = (messages.sizes > 0).astype(np.int64)
+            carried = replace(messages, sizes=signals) if self.signal else messages
+            transfer = Transfer.of_messages(carried, self.links)
+            found[phase] = ExchangeCosts(transfer, messages.sent(), messages.received())
         return found
 
     @cached_property

@@ -26,6 +26,7 @@ from typing import Any
 import numpy as np
 
 from distca.cost.link import Links
+from distca.cost.volume import Messages
 from distca.plan.span import Floats, Int64s
 from distca.simulate.charges import end_of_compute
 from distca.simulate.cluster import Cluster
@@ -66,15 +67,16 @@ class Transfer:
     port_firsts: Int64s
 
     @staticmethod
-    def of_bytes(matrix: Int64s, links: Links) -> Transfer:
-        """Makes a transfer of bytes `[source rank, destination rank]`, whose diagonal is 0."""
-        destination, source = np.nonzero(matrix.T)
+    def of_messages(messages: Messages, links: Links) -> Transfer:
+        """Makes a transfer of messages; empty ones are none."""
+        there = np.flatnonzero(messages.sizes)
+        source, destination = messages.source[there], messages.destination[there]
+        sizes, ranks = messages.sizes[there], messages.world_size
         kind = (source // links.ranks_per_node != destination // links.ranks_per_node).astype(int)
         order = np.lexsort((source, kind, destination))
         destination, source, kind = destination[order], source[order], kind[order]
         speed = np.array([links.node_gb_per_s, links.network_gb_per_s]) * 1e9
-        seconds = matrix[source, destination] / speed[kind]
-        ranks = len(matrix)
+        seconds = sizes[order] / speed[kind]
         out_seconds, in_seconds = np.zeros((2, ranks)), np.zeros((2, ranks))
         np.add.at(out_seconds, (kind, source), seconds)
         np.add.at(in_seconds, (kind, destination), seconds)
@@ -83,8 +85,8 @@ class Transfer:
             2 * destination + kind, return_index=True, return_inverse=True
         )
         return Transfer(
-            matrix.sum(axis=1),
-            matrix.sum(axis=0),
+            messages.sent(),
+            messages.received(),
             out_seconds,
             in_seconds,
             source,

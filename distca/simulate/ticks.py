@@ -15,7 +15,7 @@ import numpy as np
 
 from distca.cost.kernel_time import CostModel
 from distca.cost.memory import FLOAT32_BYTES, HEADROOM, CoreAttentionMemory
-from distca.cost.volume import BACKWARD_PHASES, FORWARD_PHASES
+from distca.cost.volume import BACKWARD_PHASES, FORWARD_PHASES, Messages
 from distca.plan import Plan
 from distca.plan.span import Floats, Int64s
 from distca.schedule import Pass, PlannedGlobalBatch, Tick
@@ -230,19 +230,22 @@ class _Run:
         return [self._start(plan, to_servers, name, labels | group) for group in self._groups]
 
     def _borrowed(self, plan: PlanCosts) -> Int64s:
-        """Bytes of the keys and values that each rank borrows from earlier nano-batches, `[ranks]`.
-
-        Without chains these are ping's alone, which are few.
-        """
-        if self._planned.schedule.chain == 1:
-            return np.zeros(self._resources.ranks, dtype=np.int64)
+        """Bytes of the keys and values that each rank borrows from earlier nano-batches, `[ranks]`:
+        pong from ping, and both from earlier micro-batches of a chain."""
         rows = plan.plan.placement.tokens_per_rank() - plan.own_tokens
         return rows * self._costs.shape.kv_row_bytes
 
     def _borrowing(self, plan: PlanCosts) -> dict[Pass, Int64s]:
-        """Bytes that are read and written to borrow keys, and to add up their gradients."""
+        """Bytes that are read and written to borrow keys, and to add up their gradients.
+
+        Borrowed rows are put together with the rank's own ones. Gradients of a chain's rows are
+        added up in float32; those of ping's rows, which are gathered to be lent, by autograd, over
+        all rows of ping, about as many as pong's.
+        """
         borrowed = self._borrowed(plan)
         own = np.where(borrowed > 0, plan.own_tokens * self._costs.shape.kv_row_bytes, 0)
+        if self._planned.schedule.chain == 1:
+            return {"forward": 2 * own + 4 * borrowed, "backward": 4 * own + 3 * borrowed}
         sums = 2 * FLOAT32_BYTES // self._costs.dtype_bytes
         return {"forward": 2 * (own + borrowed), "backward": (1 + sums) * borrowed}
 
@@ -299,7 +302,7 @@ class _Run:
             return
         row = self._costs.model.hidden_size * self._costs.dtype_bytes // self._costs.tensor_parallel
         tokens = np.sum([each.own_tokens for each in nano_costs], axis=0)
-        matrix = np.zeros((resources.ranks, resources.ranks), dtype=np.int64)
+        source, destination = [], []
         for stage, work in enumerate(tick.work):
             if work is None:
                 continue
@@ -308,10 +311,16 @@ class _Run:
                 continue
             mine = self._servers[stage]
             theirs = self._servers[(stage + (1 if forward else -1)) % stages]
-            matrix[mine, theirs] = tokens[mine] * row
+            source.append(mine)
+            destination.append(theirs)
+        if not source:
+            return
+        senders = np.concatenate(source)
+        sizes = tokens[senders] * row
+        messages = Messages(senders, np.concatenate(destination), sizes, resources.ranks)
         start = resources.clock.copy()
         exposed = resources.exposed.copy()
-        resources.wait(resources.exchange(Transfer.of_bytes(matrix, self._links), "pass on"))
+        resources.wait(resources.exchange(Transfer.of_messages(messages, self._links), "pass on"))
         resources.exposed = exposed
         resources.record_since("pass on", "pipeline", start)
 

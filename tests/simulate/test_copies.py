@@ -21,7 +21,8 @@ from support.simulated import IDEAL, costs_on, planned
     ("ablation", "head_groups"), [("none", 1), ("none", 2), ("single-stream", 1), ("signal", 1)]
 )
 def test_copies_take_the_time_of_memory(ablation: Ablation, head_groups: int) -> None:
-    plan = planned([[8192, 8192, 100, 28]], 1, 2, ExecutionOptions("tiles"))
+    """Those of exchanges, around kernels, and of ping's keys that pong needs."""
+    plan = planned([[12288, 4096, 100, 28]], 1, 2, ExecutionOptions("tiles"))
     slow = replace(IDEAL, copy_gb_per_s=1.0)
     took = [
         simulate_ticks(plan, costs_on(at), ablation=ablation, head_groups=head_groups).computed
@@ -29,7 +30,7 @@ def test_copies_take_the_time_of_memory(ablation: Ablation, head_groups: int) ->
     ]
     costs = costs_on(slow)
     group, grouped = costs.shape.head_group(head_groups), head_groups > 1
-    expected = np.zeros(2)
+    expected, crosses = np.zeros(2), False
     for tick, plans in plan.ticks:
         phases = PHASES[:2] if tick.direction == "forward" else PHASES[2:]
         for each in plans:
@@ -37,4 +38,12 @@ def test_copies_take_the_time_of_memory(ablation: Ablation, head_groups: int) ->
             once = sum(moved[p].sum(axis=0) + moved[p].sum(axis=1) for p in phases)
             # Signals are packed and unpacked as their messages are.
             expected += 2 * once + head_groups * copy_traffic(each, group, tick.direction, grouped)
+            own = each.own_tokens_per_rank()
+            borrowed = each.placement.tokens_per_rank() - own
+            crosses |= bool(borrowed.any())
+            # Gathered and put together with the own ones; gradients come back to all of ping's.
+            ways = (4, 2) if tick.direction == "forward" else (3, 4)
+            rows = ways[0] * borrowed + ways[1] * own * (borrowed > 0)
+            expected += rows * costs.shape.kv_row_bytes
+    assert crosses
     assert took[0] - took[1] == pytest.approx(4 * expected / 1e9)

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from distca.cost.link import Links
 from distca.cost.model_sizes import MODELS
+from distca.cost.volume import Messages
 from distca.plan.span import Floats, Int64s
 from distca.simulate import (
     CLUSTERS,
@@ -21,13 +22,18 @@ from distca.simulate import (
 from support.simulated import IDEAL
 
 
+def transfer_of(matrix: Int64s, links: Links) -> Transfer:
+    """A transfer of bytes `[source rank, destination rank]`."""
+    return Transfer.of_messages(Messages.of_matrix(matrix), links)
+
+
 def test_a_slow_link_carries_messages_one_after_the_other() -> None:
     cluster = replace(IDEAL, network_gb_per_s=1.0, network_latency=0.25)
     links = Links(1, 1.0, 1.0)
     at = Resources(4, cluster, np.ones(4))
     matrix = np.zeros((4, 4), dtype=np.int64)
     matrix[0, 1:] = 10**9
-    moved = Transfer.of_bytes(matrix, links)
+    moved = transfer_of(matrix, links)
     first = at.exchange(moved, "dispatch")
     # Three messages share the port out of rank 0; they leave together.
     assert first.tolist() == [3.0, 3.25, 3.25, 3.25]
@@ -40,7 +46,7 @@ def test_a_slow_link_carries_messages_one_after_the_other() -> None:
     # What comes from all shares the port in.
     at = Resources(4, cluster, np.ones(4))
     at.compute(np.array([0.0, 1.0, 0.0, 0.0]))
-    arrived = at.exchange(Transfer.of_bytes(matrix.T.copy(), links), "return")
+    arrived = at.exchange(transfer_of(matrix.T.copy(), links), "return")
     assert arrived.tolist() == [3.25, 2.0, 1.0, 1.0]
 
 
@@ -48,7 +54,7 @@ def test_a_port_in_carries_one_thing_at_a_time() -> None:
     cluster = replace(IDEAL, node_gb_per_s=4.0, network_gb_per_s=1.0, network_latency=0.25)
     matrix = np.zeros((5, 5), dtype=np.int64)
     matrix[1:4, 0] = 10**9
-    moved = Transfer.of_bytes(matrix, Links(1, 4.0, 1.0))
+    moved = transfer_of(matrix, Links(1, 4.0, 1.0))
     at = Resources(5, cluster, np.ones(5))
     at.compute(np.array([0.0, 0.0, 5.0, 5.0, 0.0]))
     # Two messages come from 5 s on, whatever has come before.
@@ -58,7 +64,7 @@ def test_a_port_in_carries_one_thing_at_a_time() -> None:
     assert at.exchange(moved, "dispatch")[0] == 10.25
     # Those of a node are no part of it, and don't make the port in start.
     matrix[4, 0] = 4 * 10**9
-    moved = Transfer.of_bytes(matrix, Links(3, 4.0, 1.0))
+    moved = transfer_of(matrix, Links(3, 4.0, 1.0))
     at = Resources(5, cluster, np.ones(5))
     at.compute(np.array([0.0, 3.0, 1.0, 4.0, 2.0]))
     # Network: 5 GB from 2 s on, of which 1 GB may not begin before 4 s.
@@ -67,10 +73,10 @@ def test_a_port_in_carries_one_thing_at_a_time() -> None:
     out = np.zeros((5, 5), dtype=np.int64)
     out[1, 2] = 10 * 10**9
     at = Resources(5, cluster, np.ones(5))
-    at.exchange(Transfer.of_bytes(out, Links(1, 4.0, 1.0)), "dispatch")
+    at.exchange(transfer_of(out, Links(1, 4.0, 1.0)), "dispatch")
     matrix = np.zeros((5, 5), dtype=np.int64)
     matrix[1, 0], matrix[3, 0] = 1, 2 * 10**9
-    late = at.exchange(Transfer.of_bytes(matrix, Links(1, 4.0, 1.0)), "dispatch")
+    late = at.exchange(transfer_of(matrix, Links(1, 4.0, 1.0)), "dispatch")
     assert late[0] == pytest.approx(10.25)
 
 
@@ -78,7 +84,7 @@ def test_links_inside_a_node_and_outside_work_at_the_same_time() -> None:
     cluster = replace(IDEAL, node_gb_per_s=4.0, network_gb_per_s=1.0)
     matrix = np.zeros((4, 4), dtype=np.int64)
     matrix[0, 1] = matrix[0, 2] = 2 * 10**9
-    moved = Transfer.of_bytes(matrix, Links(2, 4.0, 1.0))
+    moved = transfer_of(matrix, Links(2, 4.0, 1.0))
     assert Resources(4, cluster, np.ones(4)).exchange(moved, "dispatch").tolist() == [2, 0.5, 2, 0]
 
 
@@ -96,7 +102,7 @@ def test_no_port_is_used_twice_at_a_time(ranks: int, per_node: int, seed: int) -
             0, 2, (ranks, ranks)
         )
         np.fill_diagonal(matrix, 0)
-        moved = Transfer.of_bytes(matrix, links)
+        moved = transfer_of(matrix, links)
         assert moved.bytes_sent.sum() == moved.bytes_received.sum() == matrix.sum()
         busy_out, busy_in = busy_out + moved.out_seconds, busy_in + moved.in_seconds
         came += matrix.sum(axis=0)
@@ -150,7 +156,7 @@ def test_exchanges_are_those_of_messages_in_turn(ranks: int, per_node: int, seed
         # Several ranks may start together.
         at.compute(generator.integers(0, 4, ranks) / 2)
         expected = ports.exchange(matrix, at.clock)
-        moved = Transfer.of_bytes(matrix, Links(per_node, 2.0, 1.0))
+        moved = transfer_of(matrix, Links(per_node, 2.0, 1.0))
         assert at.exchange(moved, "dispatch") == pytest.approx(expected)
 
 
