@@ -1,20 +1,22 @@
 """The simulator against real processes of this machine: predicted and measured seconds of a step.
 
     python benchmarks/cluster/validate_simulator.py --output results/
-    python benchmarks/cluster/validate_simulator.py --throughput FILE --profile FILE ...
+    python benchmarks/cluster/validate_simulator.py --throughput FILE --pipeline FILE --profile FILE
 
 Without `--throughput` it runs `benchmarks/training/throughput.py` with the schedulers and mixes
-below, whole micro-batches and two nano-batches, and no pipeline; without `--profile` it measures
-the attention kernel by `distca profile`. The steps' JSON may come from any run of `throughput.py`
-without stages and tensor parallelism, on the same machine.
+below, whole micro-batches and two nano-batches, and without `--pipeline` once more with a pipeline
+of all processes; without `--profile` it measures the attention kernel by `distca profile`. The
+steps' JSON may come from any runs of `throughput.py` without tensor parallelism, on the same
+machine, with a core for each process.
 
 The machine as the simulator knows it is measured apart from the steps that are predicted: kernel
 times (forward by the profile, backward over forward here), the rate at which rows are copied, the
 speed of an exchange between two processes, and one number from the steps of documents of one block
-alone: the time of everything but core attention. Planning is timed, too, and added, since it shares
-the core of its process in these runs. Predicted are then the steps of every mix, with every
-scheduler and without `--distca`: plain Megatron by `simulate_baseline`, the reference of published
-speed-ups, too. Context parallelism has groups of all ranks where this command runs the steps.
+alone, without a pipeline: the time of everything but core attention. Planning is timed, too, and
+added, since it shares the core of its process in these runs. Predicted are then the steps of every
+mix, with every scheduler and without `--distca`: plain Megatron by `simulate_baseline`, the
+reference of published speed-ups, too. Context parallelism has groups of all ranks where this
+command runs the steps.
 
 Reported: the error of each, the median of all, and whether a mix's schedulers, and plain Megatron
 among them, rank as measured in each mode. Pairs whose measured times are closer than `TIE` are not
@@ -31,9 +33,11 @@ import json
 import statistics
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -47,17 +51,13 @@ from benchmarks.training.setting import (
     MODES,
     PLAIN,
     SHORT,
-    DistcaWay,
     Setting,
     document_lengths,
 )
-from distca.cost.kernel_time import AnalyticCost
-from distca.cost.link import Links
 from distca.cost.model_sizes import ModelSize
 from distca.cost.profile import Profile
 from distca.plan.span import Int64s
 from distca.runtime.kernel_timing import cpu_name, fastest
-from distca.schedule import ExecutionOptions, ScheduleConfig
 from distca.simulate import (
     BaselineLayout,
     Cluster,
@@ -66,6 +66,7 @@ from distca.simulate import (
     simulate_baseline,
     simulate_ticks,
 )
+from megatron_patches.flags.planning import execution_options, linear_work, schedule_config
 
 SCHEDULERS = ("packed", "per-document-cp", "greedy", "tiles")
 MIXES = (LONG_TAIL, "pretrain", "lognormal", "fixed")
@@ -79,6 +80,7 @@ class Prediction:
     """Measured and predicted seconds of a mix's steps, trained in one way.
 
     Attributes:
+        stages: number of pipeline stages.
         mix: name of the mix of document lengths.
         way: name of the way to train; `PLAIN`: without `--distca`.
         mode: one of `MODES`; empty for `PLAIN`.
@@ -87,6 +89,7 @@ class Prediction:
         plans: digest of all plans; `PLAIN` where there are none.
     """
 
+    stages: int
     mix: str
     way: str
     mode: str
@@ -99,11 +102,12 @@ class Prediction:
         return self.predicted / self.measured - 1
 
 
-def batches_of(setting: Setting, mix: str) -> list[Int64s]:
-    """Lengths of the documents in each batch."""
+def batches_of(setting: Setting, mix: str) -> list[list[Int64s]]:
+    """Lengths of the documents in each micro-batch of each batch."""
     lengths = np.array(document_lengths(setting, mix))
-    number = (np.cumsum(lengths) - 1) // setting.tokens
-    return [lengths[number == batch] for batch in range(setting.batches)]
+    number = (np.cumsum(lengths) - 1) // (setting.data_parallel_size * setting.seq_length)
+    found = [lengths[number == n] for n in range(setting.batches * setting.micro_batches)]
+    return [list(batch) for batch in zip(*[iter(found)] * setting.micro_batches, strict=True)]
 
 
 def predict_plain(
@@ -111,9 +115,9 @@ def predict_plain(
 ) -> float:
     """Predicts seconds of all batches of a mix without `--distca`."""
     costs = ModelCosts(model, machine, dtype_bytes=4)
-    layout = BaselineLayout(1, setting.processes, 1, 1)
+    layout = BaselineLayout(setting.stages, setting.data_parallel_size, 1, setting.micro_batches)
     return sum(
-        simulate_baseline("packed", mine, layout, costs, cost_model=profile).seconds
+        simulate_baseline("packed", np.concatenate(mine), layout, costs, cost_model=profile).seconds
         for mine in batches_of(setting, mix)
     )
 
@@ -122,28 +126,33 @@ def predict(
     setting: Setting,
     model: ModelSize,
     mix: str,
-    measured: DistcaWay,
+    args: argparse.Namespace,
     machine: Cluster,
     profile: Profile,
 ) -> tuple[float, str]:
-    """Predicts seconds of all batches of a mix with `--distca`; returns a digest of plans, too."""
+    """Predicts seconds of all batches of a mix with `--distca`; returns a digest of plans, too.
+
+    Args:
+        setting: sizes of the measured steps.
+        model: sizes of the trained model.
+        mix: name of the mix.
+        args: parsed flags of the measured steps, by which they were planned.
+        machine: description of this machine.
+        profile: kernel times.
+    """
     costs = ModelCosts(model, machine, dtype_bytes=4)
-    config = ScheduleConfig(
-        tolerance=measured.tolerance,
-        shape=costs.shape,
-        # The measured runs have no --distca-profile either.
-        cost_model=AnalyticCost.of_shape(costs.shape),
-        links=Links(),
-        context_parallel_size=parsed(setting, measured.flags()).distca_context_parallel_size,
-    )
-    options = ExecutionOptions(measured.scheduler, ping_pong=measured.mode == "ping-pong")
+    config, options = schedule_config(args, setting.processes), execution_options(args)
     seconds, digest = 0.0, hashlib.sha1()
     for mine in batches_of(setting, mix):
-        make_plans = partial(plan_global_batch, [mine], 1, setting.processes, config, options)
+        make_plans = partial(
+            plan_global_batch,
+            *(mine, setting.stages, setting.data_parallel_size, config, options),
+            linear_work=linear_work(args),
+        )
         seconds += fastest(make_plans, lambda: None, 0.1)
         planned = make_plans()
         seconds += simulate_ticks(planned, costs, cost_model=profile).seconds
-        for plan in planned.ticks[0].plans:
+        for plan in (plan for _, plans in planned.ticks for plan in plans):
             for part in (plan.placement, plan.tasks):
                 for column in fields(part):
                     digest.update(np.ascontiguousarray(getattr(part, column.name)).tobytes())
@@ -199,16 +208,20 @@ def predictions_of(
     """
     found = []
     for mix in setting.mixes:
-        plain = predict_plain(setting, model, mix, machine, profile)
-        found.append(Prediction(mix, PLAIN, "", sum(seconds[mix][PLAIN]), plain, PLAIN))
-        for name, way in setting.distca_ways().items():
-            predicted, plans = predict(setting, model, mix, way, machine, profile)
-            found.append(Prediction(mix, name, way.mode, sum(seconds[mix][name]), predicted, plans))
+        for name, flags in setting.ways().items():
+            measured, mode = sum(seconds[mix][name]), ""
+            if name == PLAIN:
+                predicted, plans = predict_plain(setting, model, mix, machine, profile), PLAIN
+            else:
+                args = parsed(setting, flags)
+                mode = MODES[0] if args.distca_ping_pong else MODES[1]
+                predicted, plans = predict(setting, model, mix, args, machine, profile)
+            found.append(Prediction(setting.stages, mix, name, mode, measured, predicted, plans))
     return found
 
 
 def report(
-    setting: Setting,
+    settings: Sequence[Setting],
     machine: Cluster,
     profile: Profile,
     found: list[Prediction],
@@ -220,28 +233,36 @@ def report(
         "",
         *(f"    {command}" for command in commands),
         "",
-        f"{setting.processes} processes on {cpu_name()}, torch {torch.__version__}; "
-        f"{setting.layers} layers of width {setting.hidden_size}, {setting.seq_length:,} tokens a "
-        f"rank, {setting.batches} batches of each mix, {', '.join(setting.modes)}; medians of "
-        f"{setting.rounds} rounds. Kernels: {profile.description}.",
+        f"On {cpu_name()}, torch {torch.__version__}. Kernels: {profile.description}.",
+        "",
+        *(
+            f"* {s.processes} processes, {s.stages} stages: {s.layers} layers of width "
+            f"{s.hidden_size}, {s.micro_batches} micro-batches of {s.seq_length:,} tokens a rank, "
+            f"{s.batches} batches of each mix, {', '.join(s.modes)}; medians of {s.rounds} rounds."
+            for s in settings
+        ),
         "",
         f"The machine as measured: backward {machine.backward_over_forward:.2f} times forward, "
         f"rows copied at {machine.copy_gb_per_s:.1f} GB/s, exchanges at "
         f"{machine.network_gb_per_s:.2f} GB/s after {1e3 * machine.network_latency:.2f} ms, all "
         f"but core attention at {1e3 * machine.peak_tflops:.1f} GFLOP/s.",
         "",
-        "| mix | way | measured s | predicted s | error |",
-        "| --- | --- | --- | --- | --- |",
+        "| stages | mix | way | measured s | predicted s | error |",
+        "| --- | --- | --- | --- | --- | --- |",
     ]
     lines += [
-        f"| {p.mix} | {p.way} | {p.measured:.3f} | {p.predicted:.3f} | {p.error:+.1%} |"
+        f"| {p.stages} | {p.mix} | {p.way} | {p.measured:.3f} | {p.predicted:.3f} "
+        f"| {p.error:+.1%} |"
         for p in found
     ]
     errors = [abs(p.error) for p in found]
     lines += ["", f"Median error {statistics.median(errors):.1%}, largest {max(errors):.1%}.", ""]
     groups = {
-        f"{mix}, {mode}": [p for p in found if p.mix == mix and p.mode in ("", mode)]
-        for mix, mode in itertools.product(setting.mixes, setting.modes)
+        f"{s.stages} stages, {mix}, {mode}": [
+            p for p in found if (p.stages, p.mix) == (s.stages, mix) and p.mode in ("", mode)
+        ]
+        for s in settings
+        for mix, mode in itertools.product(s.mixes, s.modes)
     }
     apart = [pair for mine in groups.values() for pair in pairs_apart(mine)]
     right = sum(not is_misplaced(pair) for pair in apart)
@@ -261,9 +282,24 @@ def run(*arguments: str) -> str:
     return " ".join(["python", *arguments])
 
 
+def _steps(parser: argparse.ArgumentParser, file: Path) -> dict[str, Any]:
+    """Reads the steps that `throughput.py` measured."""
+    saved: dict[str, Any] = json.loads(file.read_text())
+    if "model" not in saved:
+        parser.error(f"{file} is not a throughput.json that `throughput.py --output` wrote")
+    setting = Setting.of_json(saved["setting"])
+    if setting.tensor_parallel > 1 or (setting.micro_batches > 1 and setting.stages == 1):
+        parser.error(
+            f"{file}: measured with tensor parallelism, or with several micro-batches and no "
+            "pipeline: measure without"
+        )
+    return saved
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
     parser.add_argument("--throughput", type=Path, metavar="FILE", help="steps of throughput.py")
+    parser.add_argument("--pipeline", type=Path, metavar="FILE", help="those with a pipeline")
     parser.add_argument("--profile", type=Path, metavar="FILE", help="made by `distca profile`")
     parser.add_argument("--output", type=Path, metavar="DIR", required=True)
     parser.add_argument("--seq-length", type=int, default=8192)
@@ -278,27 +314,30 @@ def main() -> None:
     commands = [typed.replace(str(args.output), "DIR")]
     args.output = args.output.absolute()
     args.output.mkdir(parents=True, exist_ok=True)
-    steps = args.throughput or args.output / "throughput.json"
-    if args.throughput is None:
-        run(
-            *("benchmarks/training/throughput.py", "--modes", *args.modes),
-            *("--schedulers", *SCHEDULERS, "--mixes", *args.mixes),
-            *("--processes", str(args.processes)),
-            *("--distca-context-parallel-size", str(args.processes)),
-            *("--output", str(args.output)),
-            *("--seq-length", str(args.seq_length), "--hidden-size", str(args.hidden_size)),
-            *("--batches", str(args.batches), "--rounds", str(args.rounds)),
-        )
-    saved = json.loads(steps.read_text())
-    if "model" not in saved:
-        parser.error(f"{steps} is not a throughput.json that `throughput.py --output` wrote")
-    commands.append(saved["command"])
-    setting, model = Setting.of_json(saved["setting"]), ModelSize(**saved["model"])
-    if max(setting.stages, setting.tensor_parallel, setting.micro_batches) > 1:
-        parser.error(
-            f"{steps}: measured with a pipeline, tensor parallelism or several micro-batches: "
-            "measure without"
-        )
+    measured = []
+    for given, name, stages in (
+        (args.throughput, "throughput", 1),
+        (args.pipeline, "pipeline", args.processes),
+    ):
+        measured.append(given or args.output / name / "throughput.json")
+        if given is None:
+            run(
+                *("benchmarks/training/throughput.py", "--modes", *args.modes),
+                *("--schedulers", *SCHEDULERS, "--mixes", *args.mixes),
+                *("--processes", str(args.processes)),
+                *("--pipeline-model-parallel-size", str(stages)),
+                *("--distca-context-parallel-size", str(args.processes // stages)),
+                *("--output", str(args.output / name)),
+                *("--seq-length", str(args.seq_length), "--hidden-size", str(args.hidden_size)),
+                *("--batches", str(args.batches), "--rounds", str(args.rounds)),
+            )
+    saved = [_steps(parser, file) for file in measured]
+    settings = [Setting.of_json(each["setting"]) for each in saved]
+    models = [ModelSize(**each["model"]) for each in saved]
+    commands += [each["command"] for each in saved]
+    setting, model = settings[0], models[0]
+    if setting.stages > 1:
+        parser.error(f"{measured[0]}: measured with a pipeline: give it as --pipeline")
     if args.profile is None:
         args.profile = args.output / "simulator_profile.json"
         profiled = run(
@@ -310,15 +349,23 @@ def main() -> None:
         commands.append(profiled)
     profile = Profile.load(args.profile)
     torch.set_num_threads(1)
-    seconds = {mix: saved["mixes"][mix]["seconds"] for mix in setting.mixes}
-    rest = statistics.median(value for mix in seconds.values() for value in mix[SHORT])
+    seconds = [{mix: file["mixes"][mix]["seconds"] for mix in file["mixes"]} for file in saved]
+    rest = statistics.median(value for mix in seconds[0].values() for value in mix[SHORT])
     machine = describe_machine(setting, model, profile, rest)
-    found = predictions_of(setting, model, seconds, machine, profile)
+    found = [
+        prediction
+        for each in zip(settings, models, seconds, strict=True)
+        for prediction in predictions_of(*each, machine, profile)
+    ]
     commands = [command.replace(str(args.output), "DIR") for command in commands]
-    text = report(setting, machine, profile, found, commands)
+    text = report(settings, machine, profile, found, commands)
     (args.output / "simulator.md").write_text(text)
     rows = [asdict(p) | {"error": p.error} for p in found]
-    figures = {"setting": saved["setting"], "machine": machine.__dict__, "predictions": rows}
+    figures = {
+        "settings": [each["setting"] for each in saved],
+        "machine": machine.__dict__,
+        "predictions": rows,
+    }
     (args.output / "simulator.json").write_text(json.dumps(figures, indent=1) + "\n")
     print(text)
 

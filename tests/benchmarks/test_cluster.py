@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import sys
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -16,6 +17,7 @@ import pytest
 from benchmarks.cluster import paper, sweep
 from benchmarks.cluster.search import Sweep, best_baselines, best_with_plans
 from benchmarks.cluster.sweep import Case, Runner, Unit, paper_distribution
+from benchmarks.published_lengths import papers
 from distca.documents.lengths import draw
 from distca.simulate import CLUSTERS, Candidate, candidates
 from distca.simulate.advice import estimate
@@ -199,6 +201,22 @@ def test_results_are_of_one_list_of_published_lengths(
     }
 
 
+def test_documents_drawn_as_the_papers_experiments_do(tmp_path: Path) -> None:
+    path = tmp_path / "lengths.json"
+    path.write_text(json.dumps([1000] * 160 + [40_000] * 40 + [70_000] * 20))
+    pretrain, prolong = (
+        Counter(papers(path, name)(2**30, 131_072, 0).tolist()) for name in ("pretrain", "prolong")
+    )
+    # Lengthened by two; then those of 64K or more four times, and half of the others.
+    assert pretrain[80_000] == pytest.approx(2 * pretrain[131_072], rel=0.05)
+    assert pretrain[2000] == pytest.approx(pretrain[131_072], rel=0.3)
+    assert pretrain[1000] == 0
+    # As they are, but for some of the longest.
+    assert prolong[1000] == pytest.approx(4 * prolong[40_000], rel=0.05)
+    assert prolong[40_000] == pytest.approx(2 * (prolong[70_000] + prolong[131_072]), rel=0.05)
+    assert prolong[70_000] > prolong[131_072] > 0
+
+
 def test_a_command_in_a_report_names_no_path(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -208,11 +226,17 @@ def test_a_command_in_a_report_names_no_path(
     rows = "L,cp,tp,duration_per_doc\n65536,1,1,200.0\n131072,1,1,800.0\n"
     (tmp_path / "attention_forward_h100.csv").write_text(rows)
     command = ["paper.py", f"--published={tmp_path}", "fig3", "--output", str(tmp_path)]
-    monkeypatch.setattr(sys, "argv", [*command, "--batches", "1", "--processes", "1"])
+    command += ["--batches", "1", "--processes", "1"]
+    monkeypatch.setattr(sys, "argv", command)
     paper.main()
     text = (tmp_path / "fig3_published.md").read_text()
     made_by = "python benchmarks/cluster/paper.py fig3 --batches 1 --published DIR --output DIR"
     assert f"`{made_by}`" in text
+    monkeypatch.setattr(sys, "argv", [*command, "--papers-documents"])
+    paper.main()
+    other = (tmp_path / "fig3_published_papers_documents.md").read_text()
+    assert "--papers-documents" in other
+    assert "lengthened, repeated and left out" in other
     assert "lengths published with WLB-LLM" in text
     assert str(tmp_path) not in text
     assert "(fig3_published.png)" in text

@@ -234,7 +234,7 @@ def test_fitted_passes_and_ticks() -> None:
 
 def ranked(measured: list[float], predicted: list[float], plans: str = "abc") -> bool:
     found = [
-        Prediction("mix", name, "whole", *each)
+        Prediction(1, "mix", name, "whole", *each)
         for name, *each in zip("xyz", measured, predicted, plans, strict=True)
     ]
     return not any(map(is_misplaced, pairs_apart(found)))
@@ -244,7 +244,7 @@ def test_predictions_rank_as_measured_or_not() -> None:
     assert ranked([1.0, 2.0, 3.0], [1.0, 1.5, 2.0])
     assert not ranked([1.0, 2.0, 3.0], [1.0, 2.0, 1.5])
     rows = [("tiles", 1.0, 1.0), ("packed", 2.0, 2.0), (PLAIN, 2.5, 1.5)]
-    found = [Prediction("mix", name, "whole", *seconds, plans=name) for name, *seconds in rows]
+    found = [Prediction(1, "mix", name, "whole", *seconds, plans=name) for name, *seconds in rows]
     assert ranking(found) == "ranked as measured, but for packed and plain (20.0% apart)"
     assert ranking([*found[:2], replace(found[2], predicted=3.0)]) == "ranked as measured"
     # A simulator for which all is alike has not ranked anything.
@@ -279,3 +279,10 @@ def test_plain_megatron_is_predicted_beside_the_schedulers() -> None:
     shared = predictions_of(grouped, model, seconds, machine, profile)
     changed = {a.way for a, b in zip(found, shared, strict=True) if a.plans != b.plans}
     assert changed == {"per-document-cp, whole", "per-document-cp, ping-pong"}
+    # Two stages of one layer have half of the work each, and are idle for a third of the time.
+    stages = replace(setting, stages=2, micro_batches=2, modes=("whole",))
+    seconds = {LONG_TAIL: {name: [1.0, 2.0] for name in stages.ways()}}
+    piped = predictions_of(stages, model, seconds, machine, profile)
+    assert [each.way for each in piped] == list(stages.ways())
+    assert all(each.stages == 2 for each in piped)
+    assert piped[0].predicted == pytest.approx(1.5 * plain.predicted, rel=0.3)
