@@ -129,3 +129,29 @@ def merge_partial(
     weight, part_weight = (torch.exp(each - reference).unsqueeze(-1) for each in (lse, part_lse))
     out.copy_(out.float() * weight + part_out.float() * part_weight)
     lse.copy_(merged)
+
+
+def merge_rows(
+    out_THD: torch.Tensor,
+    lse_TH: torch.Tensor,
+    rows: slice | torch.Tensor,
+    part_out: torch.Tensor,
+    part_lse: torch.Tensor,
+) -> None:
+    """Merges partial outputs, as they come, into rows that sum up those before, in place.
+
+    Args:
+        out_THD: sums, `[rows, heads, head_dim]`, in float32 where outputs are of less.
+        lse_TH: float32 `[rows, heads]`; minus infinity, with outputs of 0, where there were none.
+        rows: n rows to merge into, or their distinct numbers, int64.
+        part_out: `[n, heads, head_dim]`, of any dtype.
+        part_lse: float32 `[n, heads]`.
+    """
+    out, lse = out_THD[rows], lse_TH[rows]
+    # Where neither side has a key, what there is stays.
+    weight = torch.sigmoid(part_lse - lse).nan_to_num_(0.0).unsqueeze(-1)
+    out.lerp_(part_out.to(out.dtype), weight.to(out.dtype))
+    torch.logaddexp(lse, part_lse, out=lse)
+    if isinstance(rows, torch.Tensor):
+        out_THD.index_copy_(0, rows, out)
+        lse_TH.index_copy_(0, rows, lse)

@@ -61,8 +61,9 @@ class Placement:
         opens[1:] = (
             (rank[1:] != rank[:-1]) | (document[1:] != document[:-1]) | (start[1:] != end[:-1])
         )
-        last = np.append(np.flatnonzero(opens)[1:], len(rank)) - 1
-        return Placement(document[opens], start[opens], end[last], rank[opens], self.world_size)
+        first = np.flatnonzero(opens)
+        last = np.append(first[1:], len(rank))[: len(first)] - 1
+        return Placement(document[first], start[first], end[last], rank[first], self.world_size)
 
     def of_rank(self, rank: int) -> Placement:
         """Returns the pieces of one rank, in the order of its rows."""

@@ -177,16 +177,17 @@ class Exchange:
 
     def map_indices(self, function: Callable[[torch.Tensor], torch.Tensor]) -> Exchange:
         """Replaces every tensor of row indices by its image (`cu_seqlens` stay on the CPU)."""
-        return _map_indices(self, function)
+        return map_indices(self, function)
 
 
-def _map_indices(value: Value, function: Callable[[torch.Tensor], torch.Tensor]) -> Value:
+def map_indices(value: Value, function: Callable[[torch.Tensor], torch.Tensor]) -> Value:
+    """Replaces every int64 tensor in dataclasses and tuples by its image."""
     if isinstance(value, torch.Tensor):
         return cast(Value, function(value)) if value.dtype == torch.int64 else value
     if isinstance(value, tuple):
-        return cast(Value, tuple(_map_indices(each, function) for each in value))
+        return cast(Value, tuple(map_indices(each, function) for each in value))
     if is_dataclass(value):
-        parts = {f.name: _map_indices(getattr(value, f.name), function) for f in fields(value)}
+        parts = {f.name: map_indices(getattr(value, f.name), function) for f in fields(value)}
         return replace(value, **parts)  # type: ignore[type-var]
     return value
 
@@ -205,8 +206,8 @@ def build_exchange(plan: Plan, rank: int) -> Exchange:
     own, with_prefixes = plan.own_tokens_per_rank(), plan.placement.tokens_per_rank()
     # Sizes of these messages are rows.
     moved_q, moved_kv = (Messages(*each.moved(), world_size) for each in (q_segments, kv_segments))
-    outgoing = peer_rows(*_sent_by(rank, moved_q), *_sent_by(rank, moved_kv))
-    incoming = peer_rows(*_sent_by(rank, moved_q.back), *_sent_by(rank, moved_kv.back))
+    outgoing = peer_rows(*sent_by(rank, moved_q), *sent_by(rank, moved_kv))
+    incoming = peer_rows(*sent_by(rank, moved_q.back), *sent_by(rank, moved_kv.back))
     q_served = _ServedRows(q_segments, rank, int(own[rank]))
     kv_served = _ServedRows(kv_segments, rank, int(with_prefixes[rank]))
     mine = plan.tasks[plan.tasks.server == rank]
@@ -238,7 +239,7 @@ def build_exchange(plan: Plan, rank: int) -> Exchange:
     )
 
 
-def _sent_by(rank: int, moved: Messages) -> tuple[Int64s, Int64s]:
+def sent_by(rank: int, moved: Messages) -> tuple[Int64s, Int64s]:
     """Rows that a rank sends to each, and those that lower ranks do."""
     mine, lower = (
         replace(moved, sizes=moved.sizes * which)

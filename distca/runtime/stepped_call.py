@@ -1,0 +1,265 @@
+"""Core attention in the steps of a plan, forward alone: rows travel while servers compute.
+
+Kernels read keys and values in the transport's buffers, where they arrived, and those that a rank
+owns where they lie. Partial outputs merge into one sum, step by step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from distca.attention.kernel import KernelTasks
+from distca.attention.merge import merge_rows
+from distca.cost.step_memory import STEP_SLOTS
+from distca.runtime.core_attention import CoreAttention
+from distca.runtime.messages import WORD, ByKind, KindInMessages, PackedRows, RowTypes
+from distca.runtime.step_exchange import Index, Part, StepCall, StepMessages, SteppedExchange
+from distca.schedule.serving.step_program import StepEvent, step_program
+from distca.transport import Channel, Direction, Pending
+
+Fill = Callable[[Sequence[torch.Tensor]], object]
+"""Writes rows of each tensor of a kind."""
+
+
+def attend_in_steps(
+    core: CoreAttention,
+    q_THD: torch.Tensor,
+    k_THD: torch.Tensor,
+    v_THD: torch.Tensor,
+    exchange: SteppedExchange,
+    softmax_scale: float,
+    labels: Mapping[str, Any] | None = None,
+) -> torch.Tensor:
+    """Core attention of the local queries, computed by the plan's servers. Collective.
+
+    Args:
+        core: transport, kernel and buffers, in which `distca.cost.step_memory` is reserved.
+        q_THD: local queries, `[local rows, heads, head_dim]`.
+        k_THD: keys, `[rows, kv_heads, head_dim]`: the local ones at the exchange's places.
+        v_THD: like `k_THD`.
+        exchange: this rank's part of the plan.
+        softmax_scale: factor of the scores.
+        labels: labels for the trace, such as the layer.
+
+    Returns:
+        The output, `[local rows, heads, head_dim]`.
+
+    Raises:
+        ValueError: there are other queries than the plan places on this rank.
+    """
+    if q_THD.shape[0] != exchange.queries:
+        raise ValueError(
+            f"q has {q_THD.shape[0]} rows, but the plan places {exchange.queries} queries on rank "
+            f"{exchange.rank}"
+        )
+    call = SteppedCall(core, exchange, ByKind([q_THD], [k_THD, v_THD]), softmax_scale, labels or {})
+    for event in step_program(len(exchange.steps)):
+        call.do(event)
+    return call.outputs()
+
+
+class SteppedCall:
+    """One call of core attention in steps, which a program's events lead through.
+
+    Args:
+        core: transport, kernel and buffers.
+        exchange: this rank's part of the plan.
+        tensors: local queries; keys and values.
+        softmax_scale: factor of the scores.
+        labels: labels for the trace.
+    """
+
+    def __init__(
+        self,
+        core: CoreAttention,
+        exchange: SteppedExchange,
+        tensors: ByKind,
+        softmax_scale: float,
+        labels: Mapping[str, Any],
+    ) -> None:
+        self._core, self._exchange, self._labels = core, exchange, labels
+        self._scale, self._keys = softmax_scale, tensors.kv
+        (q,) = tensors.q
+        self._types = tensors.row_types
+        self._dtype, rows = q.dtype, exchange.served_queries
+        # Queries that arrive lie behind the local ones.
+        self._q = q
+        if rows > len(q):
+            self._q = q.new_empty((rows, *q.shape[1:]))
+            self._q[: len(q)] = q
+        sums = torch.promote_types(q.dtype, torch.float32)
+        self._out = q.new_zeros(self._q.shape, dtype=sums)
+        self._lse = q.new_full(self._q.shape[:2], float("-inf"), dtype=torch.float32)
+        self._arrived: Sequence[torch.Tensor] = ()
+        self._dispatched: dict[int, Pending] = {}
+        self._returned: dict[int, Pending] = {}
+
+    def do(self, event: StepEvent) -> None:
+        """Does an event of the program, whose turn it is."""
+        getattr(self, event.action)(event.step)
+
+    def outputs(self) -> torch.Tensor:
+        """Returns the outputs of the local queries, after the last event."""
+        return self._out[: self._exchange.queries].to(self._dtype)
+
+    def send(self, number: int) -> None:
+        """Starts the exchange of a step's rows."""
+        step = self._exchange.steps[number]
+        if step.dispatch.move:
+            with self._span("dispatch", "exchange", number):
+                fills = self._fill_q(step.send_q), self._fill_kv(step.send_kv)
+                self._dispatched[number] = self._start(
+                    "dispatch", "to servers", number, step.dispatch, self._types, fills
+                )
+
+    def receive(self, number: int) -> None:
+        """Waits for the rows of a step."""
+        step = self._exchange.steps[number]
+        self._arrived = ()
+        if number not in self._dispatched:
+            return
+        with self._span("wait for dispatch", "exchange", number):
+            messages = self._dispatched[number].wait().view(WORD)
+        of_q, of_kv = step.dispatch.layout(self._types).receive
+        if of_q.rows:
+            rows = slice(self._exchange.queries, self._exchange.queries + of_q.rows)
+            of_q.take_apart(messages, [self._q[rows]])
+            self._out[rows], self._lse[rows] = 0.0, float("-inf")
+        if of_kv.rows:
+            self._arrived = _received(of_kv, messages)
+
+    def compute(self, number: int) -> None:
+        """Runs the kernels of a step, and starts the return of what they give for other ranks."""
+        step = self._exchange.steps[number]
+        with self._span("core attention", "kernels", number):
+            for call in step.calls:
+                self._run(call)
+        if step.give_back.move:
+            with self._span("return", "exchange", number):
+                fills = self._fill_results(step.results), _nothing
+                self._returned[number] = self._start(
+                    "return", "to owners", number, step.give_back, self._result_types, fills
+                )
+        # Keys were read where they arrived.
+        if number in self._dispatched:
+            self._dispatched.pop(number).release()
+
+    def finish(self, number: int) -> None:
+        """Waits for the outputs of a step that return, and merges them."""
+        pending = self._returned.pop(number, None)
+        if pending is None:
+            return
+        step = self._exchange.steps[number]
+        with self._span("wait for return", "exchange", number):
+            messages = pending.wait().view(WORD)
+        found, _ = step.give_back.layout(self._result_types).receive
+        begin, results = 0, _received(found, messages)
+        for rows in step.returned:
+            end = begin + _length(rows)
+            merge_rows(self._out, self._lse, rows, *(each[begin:end] for each in results))
+            begin = end
+        pending.release()
+
+    def _span(self, name: str, lane: str, number: int) -> Any:
+        return self._core.trace.span(name, lane, step=number, **self._labels)
+
+    @property
+    def _result_types(self) -> RowTypes:
+        shape = self._q.shape[1:]
+        return ((shape, self._dtype), (shape[:1], torch.float32)), ()
+
+    def _start(
+        self,
+        phase: str,
+        direction: Direction,
+        number: int,
+        exchanged: StepMessages,
+        types: RowTypes,
+        fills: Sequence[Fill],
+    ) -> Pending:
+        channel, layout = Channel(direction, number % STEP_SLOTS), exchanged.layout(types)
+        transport = self._core.transport
+        messages = transport.staging(channel, layout.sizes.sent).view(WORD)
+        for found, fill in zip(layout.send, fills, strict=True):
+            if not found.rows:
+                continue
+            if found.place is None:
+                fill(PackedRows.at(found.in_place(messages), found.format).tensors)
+            else:
+                rows = PackedRows.at(_words(found, messages), found.format)
+                fill(rows.tensors)
+                found.put(messages, rows.words)
+        return transport.start(phase, channel, layout.sizes)
+
+    def _fill_q(self, rows: Index) -> Fill:
+        return lambda into: _copy(self._q, rows, into[0])
+
+    def _fill_kv(self, parts: Sequence[Part]) -> Fill:
+        def fill(into: Sequence[torch.Tensor]) -> None:
+            begin = 0
+            for part in parts:
+                end = begin + _length(part.rows)
+                for source, target in zip(self._source(part), into, strict=True):
+                    _copy(source, part.rows, target[begin:end])
+                begin = end
+
+        return fill
+
+    def _fill_results(self, rows: Index) -> Fill:
+        def fill(into: Sequence[torch.Tensor]) -> None:
+            for source, target in zip((self._out, self._lse), into, strict=True):
+                target.copy_(source[rows])
+
+        return fill
+
+    def _source(self, part: Part) -> Sequence[torch.Tensor]:
+        return self._arrived if part.arrived else self._keys
+
+    def _run(self, call: StepCall) -> None:
+        k, v = (self._keys_of(call, tensor) for tensor in range(2))
+        window_left = self._exchange.mask.window_left if call.causal else None
+        tasks = KernelTasks(
+            call.cu_seqlens_q, call.cu_seqlens_kv, call.causal, window_left, self._scale
+        )
+        rows, into = call.queries, None
+        if call.first and isinstance(rows, slice) and self._out.dtype == self._dtype:
+            into = self._out[rows], self._lse[rows]
+        part = self._core.kernel.forward(self._q[rows], k, v, tasks, into)
+        if into is None:
+            merge_rows(self._out, self._lse, rows, *part)
+
+    def _keys_of(self, call: StepCall, tensor: int) -> torch.Tensor:
+        parts = [self._source(part)[tensor][part.rows] for part in call.keys]
+        rows = parts[0] if len(parts) == 1 else torch.cat(parts)
+        return rows if call.order is None else rows[call.order]
+
+
+def _nothing(_: Sequence[torch.Tensor]) -> None:
+    """Fills the rows of a kind that has none."""
+
+
+def _words(found: KindInMessages, messages: torch.Tensor) -> torch.Tensor:
+    return messages.new_empty((found.rows, found.format.words))
+
+
+def _received(found: KindInMessages, messages: torch.Tensor) -> Sequence[torch.Tensor]:
+    """The rows of each tensor of a kind, where they arrived if there are none of another kind."""
+    if found.place is None:
+        return found.format.tensors(found.in_place(messages))
+    words = _words(found, messages)
+    found.take(messages, words)
+    return found.format.tensors(words)
+
+
+def _length(rows: Index) -> int:
+    return rows.stop - rows.start if isinstance(rows, slice) else rows.shape[0]
+
+
+def _copy(source: torch.Tensor, rows: Index, into: torch.Tensor) -> None:
+    if isinstance(rows, slice):
+        into.copy_(source[rows])
+    else:
+        torch.index_select(source, 0, rows, out=into)

@@ -1,0 +1,105 @@
+"""Plans with steps, run on ranks or on virtual ones, and the dense attention they must equal."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from distca.attention import select_kernel
+from distca.cost.step_memory import STEP_SLOTS, step_memory
+from distca.cost.volume import AttentionShape, plan_bytes
+from distca.plan import Plan
+from distca.plan.span import Int64s
+from distca.runtime import Buffers, CoreAttention
+from distca.runtime.messages import ByKind
+from distca.runtime.step_exchange import SteppedExchange, build_stepped_exchange
+from distca.runtime.stepped_call import SteppedCall
+from distca.schedule.serving.step_program import step_program
+from distca.transport import Transport
+from distca.transport.virtual import VirtualTransport
+from support.random_plans import dense_attention
+
+SCALE, CPU = 0.3, torch.device("cpu")
+
+
+def inputs(plan: Plan, shape: AttentionShape) -> list[torch.Tensor]:
+    """Queries, keys and values of all tokens, float64."""
+    generator = torch.Generator().manual_seed(3)
+    tokens = int(plan.lengths.sum())
+    return [
+        torch.randn(tokens, heads, shape.head_dim, generator=generator, dtype=torch.float64)
+        for heads in (shape.heads, shape.kv_heads, shape.kv_heads)
+    ]
+
+
+def rows_of(plan: Plan, rank: int) -> tuple[Int64s, Int64s]:
+    """Global positions of a rank's queries, and of its keys."""
+    at, found = plan.placement, []
+    for pieces in (plan.own_pieces & (at.rank == rank), at.rank == rank):
+        spans = [
+            plan.document_offsets[at.document[n]] + np.arange(at.start[n], at.end[n])
+            for n in np.flatnonzero(pieces)
+        ]
+        found.append(np.concatenate([np.arange(0), *spans]))
+    return found[0], found[1]
+
+
+class RankOfPlan:
+    """A rank with its rows of a plan, its keys scattered over a larger tensor.
+
+    Args:
+        plan: plan with steps.
+        transport: transport of the rank.
+        shape: heads.
+        dtype: dtype of the rows.
+    """
+
+    def __init__(
+        self, plan: Plan, transport: Transport, shape: AttentionShape, dtype: torch.dtype
+    ) -> None:
+        self.transport = transport
+        buffers = Buffers(CPU, STEP_SLOTS, headroom=0.0)
+        self.core = CoreAttention(transport, select_kernel("cpu"), buffers)
+        self.core.reserve(step_memory(plan, shape))
+        queries, keys = rows_of(plan, transport.rank)
+        rng = np.random.default_rng(transport.rank)
+        places = rng.permutation(len(keys) + 3)[: len(keys)]
+        q, *kv = (each.to(dtype) for each in inputs(plan, shape))
+        self.tensors = ByKind(
+            [q[queries]],
+            [each.new_full((len(keys) + 3, *each.shape[1:]), float("nan")) for each in kv],
+        )
+        for tensor, each in zip(self.tensors.kv, kv, strict=True):
+            tensor[places] = each[keys]
+        self.exchange: SteppedExchange = build_stepped_exchange(plan, transport.rank, places)
+
+    def call(self) -> SteppedCall:
+        """A call of core attention."""
+        return SteppedCall(self.core, self.exchange, self.tensors, SCALE, {})
+
+
+def run_virtually(plan: Plan, shape: AttentionShape, dtype: torch.dtype) -> None:
+    """Runs a plan on ranks of this process, and checks each."""
+    others: list[VirtualTransport] = []
+    transports = [VirtualTransport(n, others, plan.world_size, CPU) for n in range(plan.world_size)]
+    ranks = [RankOfPlan(plan, each, shape, dtype) for each in transports]
+    calls = [rank.call() for rank in ranks]
+    for event in step_program(plan.steps):
+        for call in calls:
+            call.do(event)
+    for rank, call in zip(ranks, calls, strict=True):
+        check_rank(plan, rank.transport, call.outputs(), shape)
+
+
+def check_rank(plan: Plan, transport: Transport, out: torch.Tensor, shape: AttentionShape) -> None:
+    """Holds a rank's outputs against dense attention, and its bytes against the plan's."""
+    rank = transport.rank
+    queries, _ = rows_of(plan, rank)
+    expected = dense_attention(*inputs(plan, shape), plan.lengths, plan.mask, SCALE)[queries]
+    assert out.shape == expected.shape
+    if len(queries):
+        tolerance = {torch.float32: 2e-6, torch.bfloat16: 2e-2}[out.dtype]
+        assert (out.double() - expected).abs().max() <= tolerance * expected.abs().max()
+    for phase, messages in plan_bytes(plan, shape).forward().messages.items():
+        assert transport.bytes_sent[phase] == messages.sent()[rank]
+        assert transport.bytes_received[phase] == messages.received()[rank]
