@@ -12,7 +12,8 @@ import torch.distributed as dist
 
 from distca.schedule.serving import Strategy
 from distca.serve.models import ServedModel
-from distca.serve.steps import Holdings, ModelRank, Step
+from distca.serve.pool_size import check_room
+from distca.serve.steps import ModelRank, Step, StepPlanner
 
 FinishReason = Literal["stop", "length"]
 
@@ -68,7 +69,7 @@ class Generator:
     Args:
         model: model that answers.
         rank: this rank's part of it.
-        holdings: who holds which keys and values.
+        planner: planner of steps.
         strategy: what travels in prefills.
         sampling: choice of tokens.
         keeps_logits: whether answers keep their logits.
@@ -79,13 +80,13 @@ class Generator:
         self,
         model: ServedModel,
         rank: ModelRank,
-        holdings: Holdings,
+        planner: StepPlanner,
         strategy: Strategy,
         sampling: Sampling,
         keeps_logits: bool = False,
         told: Callable[[int, int], None] = lambda sequence, token: None,
     ) -> None:
-        self._model, self._rank, self._holdings = model, rank, holdings
+        self._model, self._rank, self._planner = model, rank, planner
         self._strategy, self._sampling, self._told = strategy, sampling, told
         self._keeps_logits = keeps_logits
         self.bytes_planned = 0
@@ -97,7 +98,12 @@ class Generator:
 
         Args:
             new: tokens of each sequence that follow those that are held, at least one.
+
+        Raises:
+            ValueError: a pool is too small for their keys and values; nothing has run.
         """
+        counts = {sequence: len(tokens) for sequence, tokens in new.items()}
+        check_room(self._planner, self._model, counts, self._sampling.max_tokens)
         begin = time.perf_counter()
         answers = {sequence: Answer() for sequence in new}
         feed = {sequence: list(tokens) for sequence, tokens in new.items()}
@@ -120,14 +126,14 @@ class Generator:
 
     def drop(self, sequence: int) -> None:
         """Frees the keys and values of a sequence."""
-        self._holdings.drop(sequence)
+        self._planner.drop(sequence)
         self._rank.drop(sequence)
 
     def _step(
         self, feed: Mapping[int, list[int]], decodes: bool, answers: Mapping[int, Answer]
     ) -> dict[int, int]:
         counts = {sequence: len(tokens) for sequence, tokens in feed.items()}
-        step = self._holdings.plan(counts, "pass-q" if decodes else self._strategy, decodes)
+        step = self._planner.plan(counts, "pass-q" if decodes else self._strategy, decodes)
         moved = step.bytes_by_sequence(self._model)
         for sequence, nbytes in zip(step.sequences, moved, strict=True):
             answers[sequence].bytes_moved += nbytes
@@ -143,7 +149,7 @@ class Generator:
         chosen = torch.zeros(len(step.sequences), dtype=torch.int64)
         for number, sequence in enumerate(step.sequences):
             if sequence in logits:
-                position = self._holdings.length(sequence)
+                position = self._planner.length(sequence)
                 chosen[number] = self._sampling.choose(logits[sequence], sequence, position)
         return dict(zip(step.sequences, _summed(chosen).tolist(), strict=True))
 

@@ -8,7 +8,7 @@ import signal
 import tempfile
 import traceback
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -21,6 +21,7 @@ from distca.lifetime import end_with_parent
 from distca.schedule.serving import Strategy
 from distca.serve.generation import Answer, Generator, Sampling
 from distca.serve.models import ServedModel
+from distca.serve.pool_size import PoolSize
 
 _TIMEOUT = timedelta(minutes=10)
 _SECONDS_TO_END = 5.0
@@ -37,6 +38,7 @@ class RankSettings:
         stripe: consecutive positions that one rank owns in decoding.
         sampling: choice of tokens.
         keeps_logits: whether answers keep their logits.
+        pool: size of each rank's pool of keys and values.
     """
 
     model: ServedModel
@@ -45,6 +47,7 @@ class RankSettings:
     stripe: int
     sampling: Sampling
     keeps_logits: bool = False
+    pool: PoolSize = field(default_factory=PoolSize)
 
 
 class RankError(RuntimeError):
@@ -215,7 +218,7 @@ def _start(
     """Joins the other ranks, and loads the model."""
     from distca.attention import select_kernel
     from distca.runtime import Buffers, CoreAttention
-    from distca.serve.steps import Holdings, ModelRank
+    from distca.serve.steps import ModelRank
     from distca.serve.tensor_parallel import join_ranks
     from distca.transport import CollectiveTransport
 
@@ -242,8 +245,10 @@ def _start(
 
     generator = Generator(
         model,
-        ModelRank(model, core, device, tensor_ranks),
-        Holdings(settings.world_size, model.masks, settings.stripe),
+        ModelRank(
+            model, core, device, settings.pool.blocks, settings.pool.block_size, tensor_ranks
+        ),
+        settings.pool.planner(model, settings.world_size, settings.stripe),
         settings.strategy,
         settings.sampling,
         settings.keeps_logits,

@@ -38,7 +38,8 @@ def answers_of_a_rank(
     from distca.attention import select_kernel
     from distca.runtime import Buffers, CoreAttention
     from distca.serve.generation import Generator
-    from distca.serve.steps import Holdings, ModelRank
+    from distca.serve.pool_size import PoolSize
+    from distca.serve.steps import ModelRank
     from distca.serve.tensor_parallel import join_ranks
     from distca.transport import CollectiveTransport
 
@@ -47,11 +48,13 @@ def answers_of_a_rank(
     transport = CollectiveTransport(group, device)
     core = CoreAttention(transport, select_kernel("cpu"), Buffers(device, len(model.masks)))
     size = dist.get_world_size() // model.tensor_parallel_size
-    holdings = Holdings(size, model.masks, stripe)
-    rank = ModelRank(model, core, device, tensor_ranks)
-    generator = Generator(model, rank, holdings, strategy, sampling, keeps_logits=True)
+    # Small blocks, so that there are many.
+    pool = PoolSize(200, 128 if stripe > 8 else 2 * stripe)
+    planner = pool.planner(model, size, stripe)
+    rank = ModelRank(model, core, device, pool.blocks, pool.block_size, tensor_ranks)
+    generator = Generator(model, rank, planner, strategy, sampling, keeps_logits=True)
     answers = [generator.answer(new) for new in turns]
-    held = [holdings.rows_per_rank(sequence) for sequence in turns[0]]
+    held = [planner.rows_per_rank(sequence) for sequence in turns[0]]
     return answers, generator.bytes_planned, sum(transport.bytes_sent.values()), held
 
 

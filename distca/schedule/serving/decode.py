@@ -14,7 +14,7 @@ from functools import cached_property
 import numpy as np
 
 from distca.cost.volume import AttentionShape
-from distca.plan import Mask
+from distca.plan import Mask, Placement
 from distca.plan.span import Bools, Int64s
 from distca.schedule.serving.holdings import Holdings
 
@@ -43,6 +43,14 @@ class Decode:
         after = self.before.copy()
         after[np.arange(len(self.owners)), self.owners] += 1
         return after
+
+    @property
+    def new(self) -> Placement:
+        """Owners of the new tokens."""
+        numbers = np.arange(len(self.owners))
+        return Placement(
+            numbers, self.positions, self.positions + 1, self.owners, self.before.shape[1]
+        )
 
     def away(self, mask: Mask) -> Bools:
         """Whether each sequence's query travels to each rank, bool `[sequences, ranks]`."""

@@ -80,14 +80,18 @@ class Holdings:
         run = np.maximum((self._starts[lines] < ends[:, None]).sum(axis=1) - 1, 0)
         start, rank = self._starts[lines, run], self._ranks[lines, run]
         numbers, start = self._numbers[lines], np.minimum(start, ends)
-        of_run = self._in_stripes(numbers, ends) - self._in_stripes(numbers, start)
+        of_run = self.in_stripes(numbers, start, ends)
         one = np.flatnonzero(rank != _STRIPED)
         of_run[one] = 0
         of_run[one, rank[one]] = (ends - start)[one]
         return self._before[lines, run] + of_run  # type: ignore[no-any-return]
 
-    def _in_stripes(self, numbers: Int64s, ends: Int64s) -> Int64s:
-        """Rows of each rank among the positions before each end, if all were in stripes."""
+    def in_stripes(self, numbers: Int64s, starts: Int64s, ends: Int64s) -> Int64s:
+        """Rows of each rank in spans of sequences, if all were in stripes: `[spans, ranks]`."""
+        last = self._striped_before(numbers, ends)
+        return last - self._striped_before(numbers, starts)
+
+    def _striped_before(self, numbers: Int64s, ends: Int64s) -> Int64s:
         cycles, rest = np.divmod(ends, self.stripe * self.world_size)
         turn = (np.arange(self.world_size) - numbers[:, None]) % self.world_size
         within = np.clip(rest[:, None] - turn * self.stripe, 0, self.stripe)

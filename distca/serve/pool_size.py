@@ -1,0 +1,140 @@
+"""Sizes of the ranks' pools of keys and values: how many blocks, and what has room in them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from distca.schedule.serving.accounts import block_bytes
+from distca.schedule.serving.blocks import BlockPool
+from distca.serve.models import ServedModel
+from distca.serve.steps import StepPlanner
+
+BLOCK_SIZE = 256
+"""Rows of a block by default: FlashAttention 2 reads blocks of its multiples alone."""
+
+DEFAULT_BYTES = 4 * 1024**3
+"""Bytes of a rank's pool where neither a flag nor the prompts say how many are needed."""
+
+
+@dataclass(frozen=True)
+class PoolSize:
+    """Blocks of each rank's pool.
+
+    Attributes:
+        blocks: blocks of a rank.
+        block_size: rows of a block.
+    """
+
+    blocks: int = 64
+    block_size: int = BLOCK_SIZE
+
+    @staticmethod
+    def of_bytes(nbytes: int, block_size: int, model: ServedModel) -> PoolSize:
+        """As many blocks as fit into so many bytes of a rank.
+
+        Raises:
+            ValueError: not even one fits.
+        """
+        one = block_bytes(model.shape, len(model.windows), block_size)
+        if nbytes < one:
+            raise ValueError(
+                f"--kv-cache-memory-bytes {nbytes:,} is less than a block of {block_size} tokens, "
+                f"which takes {one:,}: give more, or lower --block-size"
+            )
+        return PoolSize(nbytes // one, block_size)
+
+    def planner(self, model: ServedModel, world_size: int, stripe: int) -> StepPlanner:
+        """Makes a planner of steps over empty pools of this size.
+
+        Raises:
+            ValueError: the stripe does not divide a block.
+        """
+        check_stripe(stripe, self.block_size)
+        pool = BlockPool(world_size, self.blocks, self.block_size)
+        return StepPlanner(pool, model.masks, stripe)
+
+
+def check_stripe(stripe: int, block_size: int) -> None:
+    """Checks that a stripe divides a block, so that a block's rows are whole stripes.
+
+    Raises:
+        ValueError: it does not.
+    """
+    if stripe < 1 or block_size % stripe:
+        raise ValueError(
+            f"--cp-kv-cache-interleave-size {stripe} does not divide --block-size {block_size}: "
+            "give numbers that do"
+        )
+
+
+def check_room(
+    planner: StepPlanner, model: ServedModel, counts: Mapping[int, int], most_new: int
+) -> None:
+    """Checks that keys and values of prompts and their answers have room, before any work.
+
+    Args:
+        planner: planner of the steps to come.
+        model: model that answers.
+        counts: tokens of each sequence that are fed, beside those that are held.
+        most_new: most tokens of an answer.
+
+    Raises:
+        ValueError: a rank's pool is too small; the message has the bytes.
+    """
+    pool = planner.accounts.pool
+    needed = planner.blocks_needed(counts, most_new)
+    free = np.array([pool.free(rank) for rank in range(pool.world_size)])
+    rank = int((needed - free).argmax())
+    if needed[rank] <= free[rank]:
+        return
+    one = block_bytes(model.shape, len(model.windows), pool.block_size)
+    raise ValueError(
+        f"{sum(counts.values()):,} tokens of {len(counts)} sequences, with answers of up to "
+        f"{most_new:,}, need {int(needed[rank]) * one:,} bytes of keys and values on rank {rank}, "
+        f"where {int(free[rank]) * one:,} of {pool.blocks_per_rank * one:,} are free: raise "
+        "--kv-cache-memory-bytes or --context-parallel-size, or lower --max-tokens"
+    )
+
+
+def batches_that_fit(
+    size: PoolSize,
+    model: ServedModel,
+    lengths: Sequence[int],
+    most_new: int,
+    world_size: int,
+    stripe: int,
+) -> list[list[int]]:
+    """Cuts prompts into batches whose keys and values have room together, in their order.
+
+    Raises:
+        ValueError: a prompt alone has none; the message has the bytes.
+    """
+    planner = size.planner(model, world_size, stripe)
+    batches: list[list[int]] = [[]]
+    taken = np.zeros(world_size, dtype=np.int64)
+    for number, length in enumerate(lengths):
+        check_room(planner, model, {number: length}, most_new)
+        needed = planner.blocks_needed({number: length}, most_new)
+        if (taken + needed > size.blocks).any():
+            batches.append([])
+            taken[:] = 0
+        taken += needed
+        batches[-1].append(number)
+    return batches
+
+
+def size_for(
+    model: ServedModel,
+    lengths: Sequence[int],
+    most_new: int,
+    world_size: int,
+    stripe: int,
+    block_size: int,
+) -> PoolSize:
+    """The size in which all prompts have room together."""
+    planner = PoolSize(1, block_size).planner(model, world_size, stripe)
+    needed = planner.blocks_needed(dict(enumerate(lengths)), most_new)
+    return PoolSize(int(needed.max()), block_size)
