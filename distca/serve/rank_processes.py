@@ -217,6 +217,7 @@ def _start(
 ) -> tuple[Generator, Any]:
     """Joins the other ranks, and loads the model."""
     from distca.attention import select_kernel
+    from distca.cost.step_memory import STEP_SLOTS
     from distca.runtime import Buffers, CoreAttention
     from distca.serve.steps import ModelRank
     from distca.serve.tensor_parallel import join_ranks
@@ -237,7 +238,7 @@ def _start(
     group, tensor_ranks = join_ranks(model.tensor_parallel_size, _TIMEOUT)
     transport = CollectiveTransport(group, device)
     kernel = select_kernel(device.type, model.shape.head_dim)
-    core = CoreAttention(transport, kernel, Buffers(device, len(model.masks)))
+    core = CoreAttention(transport, kernel, Buffers(device, max(STEP_SLOTS, len(model.masks))))
 
     def tell(sequence: int, token: int) -> None:
         if rank == 0:

@@ -6,20 +6,23 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 
 from distca.attention.paged import OfPool, PagedKernel
 from distca.cost.decode_memory import decode_memory
-from distca.cost.memory import CoreAttentionMemory, plan_memory
+from distca.cost.memory import CoreAttentionMemory
+from distca.cost.step_memory import step_memory
 from distca.cost.volume import AttentionShape, plan_bytes
 from distca.plan import Mask, Placement, Plan
 from distca.plan.span import Bools, Int64s, expand_ranges
-from distca.runtime import CoreAttention, Exchange, ProgramRun, build_exchange
+from distca.runtime import CoreAttention, Exchange, ProgramRun
 from distca.runtime.decode_exchange import build_decode_exchange
 from distca.runtime.kv_pool import BlockTables, KvPool
+from distca.runtime.step_exchange import SteppedExchange, build_stepped_exchange
+from distca.runtime.stepped_call import attend_in_steps
 from distca.schedule.program import LayerGroup, Program, tick_program
 from distca.schedule.serving import Strategy, shard_evenly, step_plan
 from distca.schedule.serving.accounts import Accounts, Growth, NewBlocks
@@ -141,7 +144,7 @@ class StepPlanner:
         before = self.holdings.rows(lines, starts)
         ends = starts + np.fromiter(counts.values(), dtype=np.int64, count=len(counts))
         new, held = shard_evenly(starts, ends, self._world_size), self.holdings.placement(sequences)
-        plans = {mask: step_plan(held, new, strategy, mask) for mask in self._masks}
+        plans = {mask: step_plan(held, new, strategy, mask, in_steps=True) for mask in self._masks}
         prefill = Prefill(sequences, plans, new, before)
         blocks = self._take(prefill)
         self.holdings.note(sequences, new)
@@ -261,38 +264,38 @@ class ModelRank:
         # Indices of all parts lie beside each other.
         indices = sum(part.memory.indices for part in parts)
         self._core.reserve(replace(needed, indices=indices))
-        exchanges = [exchange for part in parts for _, exchange in part.calls.values()]
-        placed = iter(self._core.buffers.place(exchanges))
-        return [
-            replace(part, calls={m: (core, next(placed)) for m, (core, _) in part.calls.items()})
-            for part in parts
-        ]
+        calls = [call for part in parts for call in part.calls.values()]
+        decoding = [call for call in calls if isinstance(call, _AtOnce)]
+        placed = self._core.buffers.place([call.exchange for call in decoding])
+        for call, exchange in zip(decoding, placed, strict=True):
+            call.exchange = exchange
+        return parts
 
     def _prefill(self, part: Prefill) -> _PartRun:
         rank, needed = self._core.transport.rank, CoreAttentionMemory()
-        calls = {}
-        for mask, plan in part.plans.items():
-            needed = needed.union(plan_memory(plan, self._served.shape, None))
-            calls[mask] = self._core, build_exchange(plan, rank)
         # Keys and values of all the sequences' rows here, in the order of the plans.
         counts = part.rows[:, rank]
         lines = np.repeat(self._tables.lines(part.sequences), counts)
         slots = self._tables.slots(lines, expand_ranges(np.zeros_like(counts), counts))
-        if len(slots) and slots[-1] - slots[0] + 1 == len(slots) and (np.diff(slots) == 1).all():
-            return _PartRun(calls, slice(int(slots[0]), int(slots[-1]) + 1), needed)
-        return _PartRun(calls, self._index(slots), needed)
+        calls: dict[Mask, _Attention] = {}
+        for mask, plan in part.plans.items():
+            needed = needed.union(step_memory(plan, self._served.shape))
+            exchange = build_stepped_exchange(plan, rank, slots)
+            on_device = exchange.map_indices(lambda index: index.to(self._device))
+            calls[mask] = _InSteps(self._core, on_device)
+        return _PartRun(calls, needed)
 
     def _decode(self, part: Decode) -> _PartRun:
         transport, kernel = self._core.transport, self._core.kernel
         assert isinstance(kernel, PagedKernel), "a kernel that knows no pools"
-        lines, calls = self._tables.lines(part.sequences), {}
+        lines, calls = self._tables.lines(part.sequences), dict[Mask, _Attention]()
         for mask in part.hidden:
             exchange, keys = build_decode_exchange(
                 part, mask, transport.rank, self._tables, lines, self._pool.slots
             )
-            calls[mask] = replace(self._core, kernel=OfPool(kernel, keys)), exchange
+            calls[mask] = _AtOnce(replace(self._core, kernel=OfPool(kernel, keys)), exchange)
         needed = decode_memory(len(part.sequences), transport.world_size, self._served.shape)
-        return _PartRun(calls, slice(None), needed)
+        return _PartRun(calls, needed)
 
     def _serve(self, run: _StepRun, layer: int) -> None:
         """Takes part in a layer's attention as a server alone."""
@@ -352,18 +355,65 @@ class _NewRows:
         return np.concatenate(theirs)[begins[self.document] + self.positions]
 
 
+class _Attention(Protocol):
+    """Core attention of a part of a step, in the layers of one mask."""
+
+    @property
+    def queries(self) -> int:
+        """Query rows of this rank."""
+        ...
+
+    def __call__(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float
+    ) -> torch.Tensor:
+        """Returns the outputs of this rank's queries; `k` and `v` are the pool's rows by slot."""
+        ...
+
+
+@dataclass
+class _AtOnce:
+    """Rows that travel all at once, as queries do in decoding."""
+
+    core: CoreAttention
+    exchange: Exchange
+
+    @property
+    def queries(self) -> int:
+        return self.exchange.q.local
+
+    def __call__(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float
+    ) -> torch.Tensor:
+        return self.core(q, k, v, ProgramRun((self.exchange,), _ONE_CALL), scale)
+
+
+@dataclass(frozen=True)
+class _InSteps:
+    """Rows that travel step by step of a plan, as in prefills."""
+
+    core: CoreAttention
+    exchange: SteppedExchange
+
+    @property
+    def queries(self) -> int:
+        return self.exchange.queries
+
+    def __call__(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float
+    ) -> torch.Tensor:
+        return attend_in_steps(self.core, q, k, v, self.exchange, scale)
+
+
 @dataclass(frozen=True)
 class _PartRun:
     """What the layers need of a part of a step.
 
     Attributes:
-        calls: core attention and its exchange, of the layers of each mask.
-        held: slots of the keys and values that it is given.
+        calls: core attention of the layers of each mask.
         memory: buffers that the calls need.
     """
 
-    calls: Mapping[Mask, tuple[CoreAttention, Exchange]]
-    held: slice | torch.Tensor
+    calls: Mapping[Mask, _Attention]
     memory: CoreAttentionMemory
 
 
@@ -386,12 +436,11 @@ class _StepRun:
     ) -> torch.Tensor:
         """Core attention of a layer: `q` and its result are `[rows, heads, head_dim]`."""
         self.pool.write(layer, self.slots, k, v)
-        all_k, all_v = self.pool.rows(layer)
-        calls = [(part.calls[Mask(self.windows[layer])], part.held) for part in self.parts]
-        queries = torch.split(q, [exchange.q.local for (_, exchange), _ in calls])
+        calls = [part.calls[Mask(self.windows[layer])] for part in self.parts]
+        queries = torch.split(q, [call.queries for call in calls])
         out = [
-            core(query, all_k[held], all_v[held], ProgramRun((exchange,), _ONE_CALL), scale)
-            for query, ((core, exchange), held) in zip(queries, calls, strict=True)
+            call(query, *self.pool.rows(layer), scale)
+            for query, call in zip(queries, calls, strict=True)
         ]
         self.layers_run += 1
         return out[0] if len(out) == 1 else torch.cat(out)

@@ -36,6 +36,7 @@ def answers_of_a_rank(
     import torch.distributed as dist
 
     from distca.attention import select_kernel
+    from distca.cost.step_memory import STEP_SLOTS
     from distca.runtime import Buffers, CoreAttention
     from distca.serve.generation import Generator
     from distca.serve.pool_size import PoolSize
@@ -46,7 +47,9 @@ def answers_of_a_rank(
     device = torch.device("cpu")
     group, tensor_ranks = join_ranks(model.tensor_parallel_size, timedelta(minutes=2))
     transport = CollectiveTransport(group, device)
-    core = CoreAttention(transport, select_kernel("cpu"), Buffers(device, len(model.masks)))
+    core = CoreAttention(
+        transport, select_kernel("cpu"), Buffers(device, max(STEP_SLOTS, len(model.masks)))
+    )
     size = dist.get_world_size() // model.tensor_parallel_size
     # Small blocks, so that there are many.
     pool = PoolSize(200, 128 if stripe > 8 else 2 * stripe)
