@@ -67,6 +67,20 @@ def build_parser() -> Parser:
         help="Consecutive decoded positions that one rank owns.",
     )
     how.add_argument(
+        "--block-size",
+        type=int,
+        default=256,
+        metavar="N",
+        help="Tokens in a block of a rank's keys and values; a multiple of the flag before.",
+    )
+    how.add_argument(
+        "--kv-cache-memory-bytes",
+        type=int,
+        metavar="N",
+        help="Bytes of each rank's keys and values. Default: what all prompts and their answers "
+        "need; for conversations that, too, if it is known to be less than 4 GiB.",
+    )
+    how.add_argument(
         "--dtype", choices=("float32", "bfloat16"), default="float32", help="Of weights and rows."
     )
     how.add_argument(
@@ -100,6 +114,7 @@ def main(argv: Sequence[str]) -> int:
     from distca.serve.check import compare
     from distca.serve.generation import Sampling
     from distca.serve.models import DTYPES, load_tokenizer, read_model
+    from distca.serve.pool_size import PoolSize
     from distca.serve.rank_processes import RankProcesses, RankSettings
 
     model = read_model(args.model, DTYPES[args.dtype], args.tensor_parallel_size)
@@ -113,14 +128,21 @@ def main(argv: Sequence[str]) -> int:
     else:
         assert tokenizer is not None
         work = Prompts(model, [tokenizer.encode(text) for text in args.prompt], most)
+    sharing = args.context_parallel_size, args.cp_kv_cache_interleave_size
+    if args.kv_cache_memory_bytes is None:
+        pool = work.pool_size(*sharing, args.block_size)
+    else:
+        pool = PoolSize.of_bytes(args.kv_cache_memory_bytes, args.block_size, model)
+    work.fit(pool, *sharing)
     stops = frozenset() if args.ignore_eos else model.stops
     settings = RankSettings(
         model,
-        args.context_parallel_size,
+        sharing[0],
         args.prefill_strategy,
-        args.cp_kv_cache_interleave_size,
+        sharing[1],
         Sampling(most, args.temperature, args.seed, stops),
         keeps_logits=args.check,
+        pool=pool,
     )
     shown = _Shown(tokenizer, quiet=args.json or len(work) > 1)
     begin = time.perf_counter()
@@ -218,6 +240,7 @@ def _check_flags(args: argparse.Namespace) -> None:
     for flag, value in (
         ("--context-parallel-size", args.context_parallel_size),
         ("--cp-kv-cache-interleave-size", args.cp_kv_cache_interleave_size),
+        ("--block-size", args.block_size),
         ("--max-tokens", args.max_tokens),
     ):
         if value < 1:

@@ -11,6 +11,7 @@ from typing import Any
 
 from distca.serve.generation import Answer
 from distca.serve.models import ServedModel
+from distca.serve.pool_size import DEFAULT_BYTES, PoolSize, batches_that_fit, size_for
 from distca.serve.rank_processes import RankProcesses
 
 logger = logging.getLogger(__name__)
@@ -50,14 +51,35 @@ class Prompts:
             raise ValueError("there are no prompts: give at least one")
         for number, prompt in enumerate(prompts):
             check_tokens(model, prompt, max_tokens, f"prompt {number}")
+        self._model, self._max_tokens = model, max_tokens
         self._prompts = [list(prompt) for prompt in prompts]
+        self._batches = [list(range(len(prompts)))]
 
     def __len__(self) -> int:
         return len(self._prompts)
 
+    def pool_size(self, world_size: int, stripe: int, block_size: int) -> PoolSize:
+        """The size of ranks' pools in which all prompts and their answers have room together."""
+        lengths = [len(prompt) for prompt in self._prompts]
+        return size_for(self._model, lengths, self._max_tokens, world_size, stripe, block_size)
+
+    def fit(self, pool: PoolSize, world_size: int, stripe: int) -> None:
+        """Cuts the prompts into batches that have room in ranks' pools, one after the other.
+
+        Raises:
+            ValueError: a prompt has no room.
+        """
+        lengths = [len(prompt) for prompt in self._prompts]
+        sizes = self._model, lengths, self._max_tokens, world_size, stripe
+        self._batches = batches_that_fit(pool, *sizes)
+
     def run(self, ranks: RankProcesses, told: Callable[[int, int], None]) -> list[Answered]:
-        """Answers all prompts, in their order."""
-        answers = ranks.answer(dict(enumerate(self._prompts)), told)
+        """Answers all prompts; returns the answers in their order."""
+        answers: dict[int, Answer] = {}
+        for batch in self._batches:
+            answers |= ranks.answer({n: self._prompts[n] for n in batch}, told)
+            for number in batch:
+                ranks.drop(number)
         return [Answered(prompt, answers[n]) for n, prompt in enumerate(self._prompts)]
 
 
@@ -96,6 +118,26 @@ class Conversations:
 
     def __len__(self) -> int:
         return sum(len(self._turns(each)) for each in self._conversations)
+
+    def pool_size(self, world_size: int, stripe: int, block_size: int) -> PoolSize:
+        """The size of ranks' pools for the longest conversations, as far as memory is usual."""
+        lengths = [self._model.positions] * len(self._conversations)
+        return size_for(
+            self._model, lengths, 1, world_size, stripe, block_size, at_most=DEFAULT_BYTES
+        )
+
+    def fit(self, pool: PoolSize, world_size: int, stripe: int) -> None:
+        """Checks what can be checked before the answers are known: first turns.
+
+        Raises:
+            ValueError: a conversation's first turn has no room.
+        """
+        lengths = [
+            len(self._tokens(each[: self._turns(each)[0] + 1]))
+            for each in self._conversations
+            if self._turns(each)
+        ]
+        batches_that_fit(pool, self._model, lengths, self._max_tokens, world_size, stripe)
 
     @staticmethod
     def _turns(messages: Sequence[Message]) -> list[int]:

@@ -100,7 +100,7 @@ class Generator:
             new: tokens of each sequence that follow those that are held, at least one.
 
         Raises:
-            ValueError: a pool is too small for their keys and values; nothing has run.
+            NoRoom: a pool is too small for their keys and values; nothing has run.
         """
         counts = {sequence: len(tokens) for sequence, tokens in new.items()}
         check_room(self._planner, self._model, counts, self._sampling.max_tokens)

@@ -16,7 +16,7 @@ BLOCK_SIZE = 256
 """Rows of a block by default: FlashAttention 2 reads blocks of its multiples alone."""
 
 DEFAULT_BYTES = 4 * 1024**3
-"""Bytes of a rank's pool where neither a flag nor the prompts say how many are needed."""
+"""Most bytes of a rank's pool where neither a flag nor prompts say how many are needed."""
 
 
 @dataclass(frozen=True)
@@ -57,6 +57,10 @@ class PoolSize:
         return StepPlanner(pool, model.masks, stripe)
 
 
+class NoRoom(ValueError):
+    """Raised if keys and values do not fit into the pools; nothing has run."""
+
+
 def check_stripe(stripe: int, block_size: int) -> None:
     """Checks that a stripe divides a block, so that a block's rows are whole stripes.
 
@@ -82,7 +86,7 @@ def check_room(
         most_new: most tokens of an answer.
 
     Raises:
-        ValueError: a rank's pool is too small; the message has the bytes.
+        NoRoom: a rank's pool is too small; the message has the bytes.
     """
     pool = planner.accounts.pool
     needed = planner.blocks_needed(counts, most_new)
@@ -91,7 +95,7 @@ def check_room(
     if needed[rank] <= free[rank]:
         return
     one = block_bytes(model.shape, len(model.windows), pool.block_size)
-    raise ValueError(
+    raise NoRoom(
         f"{sum(counts.values()):,} tokens of {len(counts)} sequences, with answers of up to "
         f"{most_new:,}, need {int(needed[rank]) * one:,} bytes of keys and values on rank {rank}, "
         f"where {int(free[rank]) * one:,} of {pool.blocks_per_rank * one:,} are free: raise "
@@ -110,7 +114,7 @@ def batches_that_fit(
     """Cuts prompts into batches whose keys and values have room together, in their order.
 
     Raises:
-        ValueError: a prompt alone has none; the message has the bytes.
+        NoRoom: a prompt alone has none; the message has the bytes.
     """
     planner = size.planner(model, world_size, stripe)
     batches: list[list[int]] = [[]]
@@ -133,8 +137,15 @@ def size_for(
     world_size: int,
     stripe: int,
     block_size: int,
+    at_most: int | None = None,
 ) -> PoolSize:
-    """The size in which all prompts have room together."""
+    """The size in which all prompts have room together, or one of so many bytes.
+
+    Raises:
+        ValueError: the stripe does not divide a block.
+    """
     planner = PoolSize(1, block_size).planner(model, world_size, stripe)
-    needed = planner.blocks_needed(dict(enumerate(lengths)), most_new)
-    return PoolSize(int(needed.max()), block_size)
+    blocks = int(planner.blocks_needed(dict(enumerate(lengths)), most_new).max())
+    if at_most is not None:
+        blocks = min(blocks, PoolSize.of_bytes(at_most, block_size, model).blocks)
+    return PoolSize(blocks, block_size)

@@ -21,7 +21,7 @@ from distca.lifetime import end_with_parent
 from distca.schedule.serving import Strategy
 from distca.serve.generation import Answer, Generator, Sampling
 from distca.serve.models import ServedModel
-from distca.serve.pool_size import PoolSize
+from distca.serve.pool_size import NoRoom, PoolSize
 
 _TIMEOUT = timedelta(minutes=10)
 _SECONDS_TO_END = 5.0
@@ -108,6 +108,7 @@ class RankProcesses:
             told: function that is told of each token as it is chosen, with its sequence.
 
         Raises:
+            NoRoom: keys and values do not fit into the ranks' pools.
             RankError: a rank failed or ended; none is left.
         """
         self._send(("answer", {sequence: list(tokens) for sequence, tokens in new.items()}))
@@ -151,6 +152,7 @@ class RankProcesses:
     def _collect(self, told: Callable[[int, int], None]) -> list[Any]:
         """Waits until all ranks have returned, and hands on what they tell meanwhile."""
         results: dict[int, Any] = {}
+        refused: NoRoom | None = None
         while len(results) < len(self._pipes):
             missing = [rank for rank in range(len(self._pipes)) if rank not in results]
             for ready in wait([self._pipes[rank] for rank in missing]):
@@ -166,6 +168,9 @@ class RankProcesses:
                     raise RankError(f"rank {rank}: {value}")
                 else:
                     results[rank] = value
+                    refused = refused or (NoRoom(value) if kind == "refused" else None)
+        if refused:
+            raise refused
         return [results[rank] for rank in range(len(self._pipes))]
 
     def _ended(self, rank: int) -> RankError:
@@ -196,7 +201,12 @@ def _serve(settings: RankSettings, rank: int, store: str, pipe: Connection, pare
         while True:
             name, value = pipe.recv()
             if name == "answer":
-                answers = generator.answer(value)
+                try:
+                    answers = generator.answer(value)
+                except NoRoom as error:
+                    # All ranks find that alike, and nothing has run.
+                    pipe.send(("refused", str(error)))
+                    continue
                 pipe.send(("answers", answers if rank == 0 else None))
             elif name == "drop":
                 generator.drop(value)

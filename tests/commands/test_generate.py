@@ -94,5 +94,19 @@ def test_bad_input_ends_in_a_line(command, model: str, tmp_path: Path) -> None:
         ([str(tmp_path), "--prompt", "a"], "has no config.json"),
         ([model, "--prompt", "a", "--context-parallel-size", "0"], "give at least 1"),
         ([model, "--prompt", "a", "--temperature", "nan"], "give 0 or more"),
+        ([model, "--prompt", "a", "--block-size", "0"], "--block-size 0: give at least 1"),
+        (
+            [model, "--prompt", "a", "--cp-kv-cache-interleave-size", "48"],
+            "--cp-kv-cache-interleave-size 48 does not divide --block-size 256",
+        ),
+        (
+            [model, "--prompt", "a", "--kv-cache-memory-bytes", "1000"],
+            "1,000 is less than a block of 256 tokens, which takes 196,608",
+        ),
+        (
+            [model, "--prompt", "a" * 500, "--kv-cache-memory-bytes", "200000"],
+            "500 tokens of 1 sequences, with answers of up to 64, need 589,824 bytes of keys and "
+            "values on rank 0, where 196,608 of 196,608 are free",
+        ),
     ):
         assert why in command.refused(*flags), flags

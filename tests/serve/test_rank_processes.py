@@ -11,6 +11,7 @@ import torch
 
 from distca.serve.generation import Sampling
 from distca.serve.models import read_model
+from distca.serve.pool_size import NoRoom, PoolSize
 from distca.serve.rank_processes import RankError, RankProcesses, RankSettings
 from support.small_models import save_small_model
 
@@ -24,11 +25,19 @@ def is_there(pid: int) -> bool:
 
 def test_a_rank_that_fails_or_ends_is_named(tmp_path: Path) -> None:
     model = read_model(str(save_small_model("llama", tmp_path)), torch.float32)
-    settings = RankSettings(model, 2, "pass-kv", 16, Sampling(2))
+    settings = RankSettings(model, 2, "pass-kv", 4, Sampling(2), pool=PoolSize(2, 8))
     with RankProcesses(settings) as ranks:
         pids = ranks.pids
         assert len(ranks.answer({0: [1, 2, 3]})[0].token_ids) == 2
-        ranks.drop(0)
+        # A turn that has no room is refused, and leaves everything as it was.
+        with pytest.raises(NoRoom, match="40 tokens of 1 sequences"):
+            ranks.answer({0: [1] * 40})
+        assert len(ranks.answer({1: [1, 2, 3]})[1].token_ids) == 2
+        for sequence in (0, 1):
+            ranks.drop(sequence)
+        # All blocks are free again.
+        assert len(ranks.answer({2: [1] * 30})[2].token_ids) == 2
+        ranks.drop(2)
         planned, counted = ranks.bytes_moved()
         assert planned == counted > 0
         os.kill(pids[1], signal.SIGKILL)
