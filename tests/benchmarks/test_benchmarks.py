@@ -299,3 +299,15 @@ def test_the_chain_of_the_paper() -> None:
     text = "\n".join(runahead.alone_text())
     assert "| 12k | 3.95 | 3.936 | -0.4% |" in text
     assert runahead.searched(runahead.costs_of("Falcon 7B", 4), 4096).sum() == 4096
+
+
+def test_the_turns_of_the_context_parallel_paper() -> None:
+    """One efficiency, fitted at 5% new tokens, tells the faster strategy at 2.5% and at 10%."""
+    from benchmarks.serving import context_parallel
+
+    rows = [line for line in context_parallel.turns_text() if line.endswith(("KV |", "Q |"))]
+    assert [row.split("|")[-3:-1] for row in rows if "| 5.0%" not in row] == [
+        [" pass-Q ", " pass-Q "],
+        [" pass-KV ", " pass-KV "],
+    ]
+    assert "| 4,000 | 4,000 |" in "\n".join(context_parallel.thresholds_text())

@@ -75,10 +75,13 @@ def turn(ranks: int, cached: int, new: int) -> tuple[Placement, Placement]:
     return held, shard_evenly(ends, ends + new, ranks)
 
 
+@pytest.mark.parametrize("in_steps", [False, True])
 @pytest.mark.parametrize("strategy", ["pass-kv", "pass-q"])
-def test_bytes_are_the_plans(strategy, tmp_path: Path) -> None:
-    plan = step_plan(*turn(3, 2000, 50), strategy, Mask())
-    windowed = step_plan(*turn(3, 2000, 50), strategy, Mask(100))
+def test_bytes_are_the_plans(strategy, in_steps: bool, tmp_path: Path) -> None:
+    plan, windowed = (
+        step_plan(*turn(3, 2000, 50), strategy, mask, in_steps=in_steps)
+        for mask in (Mask(), Mask(100))
+    )
     costs = InferenceCosts(MODEL, IDEAL)
     found = simulate_step([plan, windowed, plan], costs, recording=True)
     moved = [plan_bytes(each, SHAPE).forward() for each in (plan, plan, windowed)]
@@ -136,7 +139,8 @@ def test_the_selector_takes_the_plan_of_fewer_seconds() -> None:
             )
             held, plan_of = turn(4, cached, new), {}
             for strategy in ("pass-kv", "pass-q"):
-                plan_of[strategy] = selector.seconds(step_plan(*held, strategy, Mask()))
+                plan = step_plan(*held, strategy, Mask(), in_steps=True)
+                plan_of[strategy] = selector.seconds(plan)
             found = selector.choose(*held)
             assert plan_of[found] == min(plan_of.values())
             chosen.append(found)

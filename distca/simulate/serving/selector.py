@@ -46,5 +46,8 @@ class SimulatedSelector:
     def choose(self, held: Placement, new: Placement) -> Strategy:
         """See `Selector.choose`. Layers with a window have the same plan either way."""
         return min(
-            STRATEGIES, key=lambda strategy: self.seconds(step_plan(held, new, strategy, Mask()))
+            STRATEGIES,
+            key=lambda strategy: self.seconds(
+                step_plan(held, new, strategy, Mask(), in_steps=True)
+            ),
         )
