@@ -13,6 +13,7 @@ from argparse import ArgumentParser
 from collections.abc import Sequence
 from pathlib import Path
 
+from distca.commands import serving_step
 from distca.commands.main import COMMANDS
 from megatron_patches.flags.distca import add_distca_arguments
 from megatron_patches.flags.megatron import build_parser
@@ -116,6 +117,9 @@ def page() -> str:
         command = importlib.import_module(f"distca.commands.{name}")
         lines += ["", f"## distca {name}"]
         lines += _tables(command.build_parser())
+        for kind in serving_step.KINDS if name in ("plan", "simulate") else ():
+            lines += ["", f"## distca {name} {kind}"]
+            lines += _tables(serving_step.build_parser(name, kind))
     return "\n".join(lines) + "\n"
 
 

@@ -21,7 +21,6 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parents[2]))  # as benchmarks/__init__.py says
 
-from distca.cost.link import Links
 from distca.cost.model_sizes import MODELS
 from distca.plan import Mask, Placement, Plan
 from distca.schedule.serving import (
@@ -323,8 +322,8 @@ def _layer_seconds(gb_per_s: float, held_and_new: tuple[Placement, Placement]) -
     """Seconds of a layer's core attention with each strategy."""
     cluster = nodes(turn_efficiency(), gb_per_s=gb_per_s)
     costs = costs_of(cluster)
-    links = Links(1, cluster.node_gb_per_s, cluster.network_bytes_per_second / 1e9)
-    selector = SimulatedSelector(costs.shape, cluster, links, cluster.inference_cost(costs.shape))
+    model = cluster.inference_cost(costs.shape)
+    selector = SimulatedSelector(costs.shape, cluster, costs.links, model)
     return [
         selector.seconds(step_plan(*held_and_new, each, Mask(), in_steps=True))
         for each in STRATEGIES

@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 
+from distca.commands import serving_step
 from distca.commands.command_line import Parser, check_output
 from distca.cost.kernel_time import CostModel
 from distca.cost.link import Links
@@ -48,6 +49,8 @@ examples:
   distca plan --lengths corpus.idx --seed 1 --max-document-length 131072 \\
       --servers 64 --tokens-per-server 65536 --model llama-8b --plot plan.png --save plan.json
   distca plan --load plan.json --plot plan.png
+
+`distca plan prefill` and `distca plan decode` plan the steps of inference: see their --help.
 
 "load max/mean 2.622 -> 1.099" reads: in plain data parallelism the busiest server has 2.622 times
 the mean core attention, and 1.099 times in this plan.
@@ -207,6 +210,8 @@ def build_parser() -> Parser:
 
 def main(argv: list[str]) -> int:
     """Runs the command; returns its exit status."""
+    if argv and argv[0] in serving_step.KINDS:
+        return serving_step.plan(argv)
     _run(build_parser().parse(argv))
     return 0
 

@@ -16,26 +16,28 @@ import json
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import fields, replace
 from pathlib import Path
 
+from distca.commands import serving_step
 from distca.commands.command_line import Parser, check_output
+from distca.commands.described import (
+    add_charge_flags,
+    add_cluster_flags,
+    add_model_flags,
+    cluster_of,
+    flag_of,
+    model_of,
+)
 from distca.commands.plan import cut_to_pieces, shuffled
 from distca.commands.simulate_report import as_json, format_choices, make_figure, plot_choices
-from distca.cost.model_sizes import MODELS, ModelSize
 from distca.documents.lengths import DISTRIBUTIONS, draw, read_lengths
 from distca.plan.span import Int64s
 from distca.schedule.baselines.hybrid_cp import balanced_scheduler
 from distca.simulate import (
-    CLUSTERS,
     DISTCA_SYSTEMS,
     MEGATRON,
-    PUBLISHED,
     SYSTEMS,
-    UNCHARGED,
-    Charges,
     Choice,
-    Cluster,
     Workload,
     advise,
     best_of_distca,
@@ -46,29 +48,6 @@ from distca.simulate import (
 )
 from distca.simulate.hybrid import HYBRID
 
-_SIZES = {
-    "layers": "Transformer layers.",
-    "hidden_size": "Width of the model.",
-    "heads": "Query heads.",
-    "kv_heads": "Key-value heads.",
-    "head_dim": "Elements of a head.",
-    "ffn_hidden_size": "Width of the gated MLP.",
-    "vocab_size": "Tokens of the vocabulary.",
-}
-_OVERRIDES = {
-    "gpus_per_node": "GPUs of a node.",
-    "memory_gb": "Memory of a GPU, in units of 10^9 bytes.",
-    "peak_tflops": "Peak of a GPU in dense 16-bit TFLOP/s.",
-    "linear_mfu": "Part of that peak that linear layers reach, from 0 to 1.",
-    "attention_tflops": "TFLOP/s that the attention kernel reaches forward.",
-    "node_gb_per_s": "Speed of a GPU's link within a node, GB/s in each direction.",
-    "network_gb_per_s": "Speed of a GPU's link between nodes, GB/s in each direction.",
-}
-_CHARGES = {
-    "link_efficiency": "Share of a link's speed that exchanges reach, above 0.",
-    "copy_efficiency": "Share of the memory's speed that copies reach, above 0.",
-    "interference": "Share of compute that an exchange takes while it is under way, below 1.",
-}
 _SECONDS_BETWEEN_LINES = 20.0
 """Fewest seconds between two lines about progress, where there is no terminal."""
 _DESCRIPTION = """\
@@ -86,6 +65,8 @@ examples:
 
 Documents are packed into sequences of --context tokens and cut where these end, for all systems
 alike. Below the table are the flags of pretrain_gpt.py that train in DistCA's best configuration.
+
+`distca simulate prefill` and `distca simulate decode` simulate inference: see their --help.
 """
 
 
@@ -126,37 +107,18 @@ def build_parser() -> Parser:
     documents.add_argument(
         "--seed", type=int, default=0, metavar="N", help="Another seed draws other documents."
     )
-    model = parser.add_argument_group("model (a preset, or all sizes; a size wins over the preset)")
-    model.add_argument("--model", metavar="NAME", help=f"A preset: {', '.join(MODELS)}.")
-    for name, what in _SIZES.items():
-        model.add_argument(_flag(name), type=int, metavar="N", help=what)
+    model = add_model_flags(parser)
     model.add_argument(
         "--recompute",
         action="store_true",
         help="Keep each layer's input alone, and run its forward pass again before its backward "
         "pass, as --recompute-granularity full with one layer; in all systems.",
     )
-    cluster = parser.add_argument_group("cluster (a preset, and what differs from it)")
-    cluster.add_argument(
-        "--cluster", default="dgx-h100", metavar="NAME", help=f"A preset: {', '.join(CLUSTERS)}."
-    )
+    cluster = add_cluster_flags(parser)
     cluster.add_argument(
         "--gpus", type=int, required=True, metavar="N", help="GPUs of the whole job."
     )
-    for name, what in _OVERRIDES.items():
-        kind = int if name == "gpus_per_node" else float
-        cluster.add_argument(_flag(name), type=kind, metavar="X", help=what)
-    charges = parser.add_argument_group("charges (on all systems alike; see distca.simulate)")
-    charges.add_argument(
-        "--baseline-ideal",
-        action="store_true",
-        help="Charge nothing: links and memory reach their data sheets' speeds, nothing "
-        "interferes, and context parallelism copies nothing. A bound of the baselines.",
-    )
-    for name, what in _CHARGES.items():
-        default = getattr(PUBLISHED, name)
-        what += f" Default: {default:.2f}, as published."
-        charges.add_argument(_flag(name), type=float, metavar="X", help=what)
+    add_charge_flags(parser)
     search = parser.add_argument_group("search (what is tried to find each system's best)")
     for name in ("tensor", "pipeline"):
         search.add_argument(
@@ -211,12 +173,10 @@ def build_parser() -> Parser:
     return parser
 
 
-def _flag(name: str) -> str:
-    return "--" + name.replace("_", "-")
-
-
 def main(argv: list[str]) -> int:
     """Runs the command; returns its exit status."""
+    if argv and argv[0] in serving_step.KINDS:
+        return serving_step.simulate(argv)
     _run(build_parser().parse(argv))
     return 0
 
@@ -224,10 +184,10 @@ def main(argv: list[str]) -> int:
 def _run(args: argparse.Namespace) -> None:
     for name in ("batches", "finalists", "sequences", "context", "gpus"):
         if getattr(args, name) < 1:
-            raise ValueError(f"{_flag(name)} {getattr(args, name)} must be at least 1")
+            raise ValueError(f"{flag_of(name)} {getattr(args, name)} must be at least 1")
     for name in ("tensor_model_parallel_sizes", "pipeline_model_parallel_sizes"):
         if min(getattr(args, name)) < 1:
-            raise ValueError(f"{_flag(name)}: every size must be at least 1")
+            raise ValueError(f"{flag_of(name)}: every size must be at least 1")
     if args.seed < 0:
         raise ValueError(f"--seed {args.seed} must not be negative")
     if not 0 <= args.tolerance < 1:
@@ -238,8 +198,8 @@ def _run(args: argparse.Namespace) -> None:
     args.systems = args.systems or _systems()
     _check_outputs(args)
     workload = Workload(
-        _model(args),
-        _cluster(args),
+        model_of(args),
+        cluster_of(args),
         args.gpus,
         args.context,
         args.sequences,
@@ -281,45 +241,6 @@ def _check_outputs(args: argparse.Namespace) -> None:
         written = make_figure().canvas.get_supported_filetypes()
         if args.plot.suffix[1:] not in written:
             raise ValueError(f"--plot {args.plot}: the suffix must be one of {', '.join(written)}")
-
-
-def _model(args: argparse.Namespace) -> ModelSize:
-    sizes = {name: getattr(args, name) for name in _SIZES}
-    given = {name: value for name, value in sizes.items() if value is not None}
-    for name, value in given.items():
-        if value < 1:
-            raise ValueError(f"{_flag(name)} {value} must be at least 1")
-    if args.model is None:
-        defaults = {field.name for field in fields(ModelSize) if field.name == "vocab_size"}
-        missing = [_flag(name) for name in _SIZES if name not in given and name not in defaults]
-        if missing:
-            raise ValueError(f"give --model NAME, or all sizes: {', '.join(missing)} missing")
-        return ModelSize(**given)
-    if args.model not in MODELS:
-        raise ValueError(f"no model {args.model!r}: choose from {', '.join(MODELS)}")
-    return replace(MODELS[args.model], **given)
-
-
-def _cluster(args: argparse.Namespace) -> Cluster:
-    if args.cluster not in CLUSTERS:
-        raise ValueError(f"no cluster {args.cluster!r}: choose from {', '.join(CLUSTERS)}")
-    given = {name: getattr(args, name) for name in _OVERRIDES if getattr(args, name) is not None}
-    for name, value in given.items():
-        if not 0 < value < float("inf"):
-            raise ValueError(f"{_flag(name)} {value} must be positive")
-    if given.get("linear_mfu", 0) > 1:
-        raise ValueError(f"--linear-mfu {args.linear_mfu} is a part of the peak: give at most 1")
-    return replace(CLUSTERS[args.cluster], **given, charges=_charges(args))
-
-
-def _charges(args: argparse.Namespace) -> Charges:
-    given = {name: getattr(args, name) for name in _CHARGES if getattr(args, name) is not None}
-    if args.baseline_ideal and given:
-        raise ValueError(f"--baseline-ideal charges nothing: leave out {_flag(next(iter(given)))}")
-    try:
-        return replace(UNCHARGED if args.baseline_ideal else PUBLISHED, **given)
-    except ValueError as error:
-        raise ValueError(f"--{str(error).replace('_', '-', 1)}") from error
 
 
 def _batches(args: argparse.Namespace) -> list[list[Int64s]]:

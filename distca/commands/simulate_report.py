@@ -13,14 +13,15 @@ import numpy as np
 from distca.palette import BLACK, ORANGE, SKY_BLUE
 from distca.simulate.advice import TITLES, Choice
 from distca.simulate.baselines import MEGATRON
+from distca.simulate.charges import Charges
 from distca.simulate.flags import training_flags
 from distca.simulate.search import DISTCA_SYSTEMS, Workload
 
 CHARGED = (
     "All are charged alike: links reach {links:.0%} and copies {copies:.0%} of their speed, "
-    "exchanges take {interference:.0%} of\ncompute. The ring is --cp-comm-type p2p, Megatron's "
-    "default."
+    "exchanges take {interference:.0%} of\ncompute."
 )
+RING = " The ring is --cp-comm-type p2p, Megatron's default."
 UNCHARGED = (
     "Nothing is charged (--baseline-ideal): all links and memories reach their data sheets' speeds."
 )
@@ -77,13 +78,19 @@ def format_choices(choices: Sequence[Choice], workload: Workload) -> str:
             f"{choice.candidate}"
         )
     charges = workload.cluster.charges
-    charged = CHARGED.format(
+    lines.append(charged_line(charges) + RING * charges.baseline_copies)
+    return "\n".join([*lines, *_speed_ups(choices)])
+
+
+def charged_line(charges: Charges) -> str:
+    """What is charged."""
+    if not charges.baseline_copies:
+        return UNCHARGED
+    return CHARGED.format(
         links=charges.link_efficiency,
         copies=charges.copy_efficiency,
         interference=charges.interference,
     )
-    lines.append(charged if charges.baseline_copies else UNCHARGED)
-    return "\n".join([*lines, *_speed_ups(choices)])
 
 
 def _speed_ups(choices: Sequence[Choice]) -> list[str]:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from distca.cost.link import Links
 from distca.cost.model_sizes import ModelSize
 from distca.cost.volume import AttentionShape
 from distca.plan.span import Floats, Int64s
@@ -60,6 +61,18 @@ class InferenceCosts:
         model, size = self.model, self.tensor_parallel
         kv_heads = max(model.kv_heads // size, 1)
         return AttentionShape(model.heads // size, kv_heads, model.head_dim, self.dtype_bytes)
+
+    @property
+    def links(self) -> Links:
+        """Links between ranks: messages of a rank's GPUs go at the speed of each one's link."""
+        cluster = self.cluster
+        speeds = cluster.node_bytes_per_second / 1e9, cluster.network_bytes_per_second / 1e9
+        return Links(max(cluster.gpus_per_node // self.tensor_parallel, 1), *speeds)
+
+    def bytes_per_second(self, ranks: int) -> float:
+        """Speed of a GPU's link on the slowest way between so many ranks."""
+        inside = ranks <= self.links.ranks_per_node
+        return (self.links.node_gb_per_s if inside else self.links.network_gb_per_s) * 1e9
 
     def pre_seconds(self, tokens: Int64s) -> Floats:
         """Seconds of a layer before core attention, for the tokens of each rank, `[ranks]`."""

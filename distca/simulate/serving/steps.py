@@ -191,13 +191,8 @@ def simulate_step(
     """
     cluster, shape, first = costs.cluster, costs.shape, plans[0]
     ranks = first.world_size
-    # A server's GPUs have a link each, so messages of one of them go at the speed of one.
-    per_node = max(cluster.gpus_per_node // costs.tensor_parallel, 1)
-    links = Links(
-        per_node, cluster.node_bytes_per_second / 1e9, cluster.network_bytes_per_second / 1e9
-    )
     model = cost_model or cluster.inference_cost(shape)
-    of_plan = {id(plan): SteppedCosts(plan, shape, model, links) for plan in plans}
+    of_plan = {id(plan): SteppedCosts(plan, shape, model, costs.links) for plan in plans}
     resources = Resources(ranks, cluster, np.ones(ranks), recording)
     own = first.own_tokens_per_rank()
     pre, post = costs.pre_seconds(own), costs.post_seconds(own)

@@ -1,0 +1,119 @@
+"""Flags of a described model and cluster, which all simulating commands have."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import fields, replace
+
+from distca.commands.command_line import Parser
+from distca.cost.model_sizes import MODELS, ModelSize
+from distca.simulate import CLUSTERS, PUBLISHED, UNCHARGED, Charges, Cluster
+
+Group = argparse._ArgumentGroup
+_SIZES = {
+    "layers": "Transformer layers.",
+    "hidden_size": "Width of the model.",
+    "heads": "Query heads.",
+    "kv_heads": "Key-value heads.",
+    "head_dim": "Elements of a head.",
+    "ffn_hidden_size": "Width of the gated MLP.",
+    "vocab_size": "Tokens of the vocabulary.",
+}
+_OVERRIDES = {
+    "gpus_per_node": "GPUs of a node.",
+    "memory_gb": "Memory of a GPU, in units of 10^9 bytes.",
+    "peak_tflops": "Peak of a GPU in dense 16-bit TFLOP/s.",
+    "linear_mfu": "Part of that peak that linear layers reach, from 0 to 1.",
+    "attention_tflops": "TFLOP/s that the attention kernel reaches forward.",
+    "node_gb_per_s": "Speed of a GPU's link within a node, GB/s in each direction.",
+    "network_gb_per_s": "Speed of a GPU's link between nodes, GB/s in each direction.",
+}
+_CHARGES = {
+    "link_efficiency": "Share of a link's speed that exchanges reach, above 0.",
+    "copy_efficiency": "Share of the memory's speed that copies reach, above 0.",
+    "interference": "Share of compute that an exchange takes while it is under way, below 1.",
+}
+
+
+def add_model_flags(parser: Parser) -> Group:
+    """Adds the flags of `model_of`; returns their group."""
+    model = parser.add_argument_group("model (a preset, or all sizes; a size wins over the preset)")
+    model.add_argument("--model", metavar="NAME", help=f"A preset: {', '.join(MODELS)}.")
+    for name, what in _SIZES.items():
+        model.add_argument(flag_of(name), type=int, metavar="N", help=what)
+    return model
+
+
+def add_cluster_flags(parser: Parser) -> Group:
+    """Adds the flags of `cluster_of`, but for charges; returns their group."""
+    cluster = parser.add_argument_group("cluster (a preset, and what differs from it)")
+    cluster.add_argument(
+        "--cluster", default="dgx-h100", metavar="NAME", help=f"A preset: {', '.join(CLUSTERS)}."
+    )
+    for name, what in _OVERRIDES.items():
+        kind = int if name == "gpus_per_node" else float
+        cluster.add_argument(flag_of(name), type=kind, metavar="X", help=what)
+    return cluster
+
+
+def add_charge_flags(parser: Parser) -> None:
+    """Adds the charges of `cluster_of`."""
+    charges = parser.add_argument_group("charges (on all systems alike; see distca.simulate)")
+    charges.add_argument(
+        "--baseline-ideal",
+        action="store_true",
+        help="Charge nothing: links and memory reach their data sheets' speeds, nothing "
+        "interferes, and context parallelism copies nothing. A bound of the baselines.",
+    )
+    for name, what in _CHARGES.items():
+        default = getattr(PUBLISHED, name)
+        what += f" Default: {default:.2f}, as published."
+        charges.add_argument(flag_of(name), type=float, metavar="X", help=what)
+
+
+def flag_of(name: str) -> str:
+    """The flag of a field."""
+    return "--" + name.replace("_", "-")
+
+
+def model_of(args: argparse.Namespace) -> ModelSize:
+    """The model that the flags describe."""
+    sizes = {name: getattr(args, name) for name in _SIZES}
+    given = {name: value for name, value in sizes.items() if value is not None}
+    for name, value in given.items():
+        if value < 1:
+            raise ValueError(f"{flag_of(name)} {value} must be at least 1")
+    if args.model is None:
+        defaults = {field.name for field in fields(ModelSize) if field.name == "vocab_size"}
+        missing = [flag_of(name) for name in _SIZES if name not in given and name not in defaults]
+        if missing:
+            raise ValueError(f"give --model NAME, or all sizes: {', '.join(missing)} missing")
+        return ModelSize(**given)
+    if args.model not in MODELS:
+        raise ValueError(f"no model {args.model!r}: choose from {', '.join(MODELS)}")
+    return replace(MODELS[args.model], **given)
+
+
+def cluster_of(args: argparse.Namespace) -> Cluster:
+    """The cluster that the flags describe, with its charges."""
+    if args.cluster not in CLUSTERS:
+        raise ValueError(f"no cluster {args.cluster!r}: choose from {', '.join(CLUSTERS)}")
+    given = {name: getattr(args, name) for name in _OVERRIDES if getattr(args, name) is not None}
+    for name, value in given.items():
+        if not 0 < value < float("inf"):
+            raise ValueError(f"{flag_of(name)} {value} must be positive")
+    if given.get("linear_mfu", 0) > 1:
+        raise ValueError(f"--linear-mfu {args.linear_mfu} is a part of the peak: give at most 1")
+    return replace(CLUSTERS[args.cluster], **given, charges=_charges(args))
+
+
+def _charges(args: argparse.Namespace) -> Charges:
+    given = {name: getattr(args, name) for name in _CHARGES if getattr(args, name) is not None}
+    if args.baseline_ideal and given:
+        raise ValueError(
+            f"--baseline-ideal charges nothing: leave out {flag_of(next(iter(given)))}"
+        )
+    try:
+        return replace(UNCHARGED if args.baseline_ideal else PUBLISHED, **given)
+    except ValueError as error:
+        raise ValueError(f"--{str(error).replace('_', '-', 1)}") from error

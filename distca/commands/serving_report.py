@@ -1,0 +1,159 @@
+"""Reports of `distca plan` and `distca simulate` for inference: tables, JSON and a picture."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from distca.commands.plan_plot import draw_documents
+from distca.commands.simulate_report import charged_line, make_figure
+from distca.cost.kernel_time import CostModel
+from distca.cost.volume import AttentionShape, step_bytes
+from distca.palette import BLUE, ORANGE
+from distca.plan import Plan
+from distca.schedule.serving.report import StepSummary
+from distca.simulate import Outcome
+from distca.simulate.serving import InferenceCosts, SteppedCosts
+
+_MOST_DRAWN = 8
+"""Most steps of a picture, the first ones."""
+_THOUSAND = 1000
+
+
+def title_of(plan: Plan) -> str:
+    """A line about what is fed."""
+    cached = 0 if plan.cached_prefix is None else int(plan.cached_prefix.sum())
+    new = int(plan.lengths.sum()) - cached
+    return (
+        f"{_number(len(plan.lengths), 'sequence')} on {_number(plan.world_size, 'rank')}: "
+        f"{_number(new, 'new token')}, "
+        f"{cached:,} cached; {plan.scheduler}"
+    )
+
+
+def _number(count: int, what: str) -> str:
+    return f"{count:,} {what}" + "s" * (count != 1)
+
+
+_COLUMNS = (
+    ("tasks", "tasks", 1, 0),
+    ("query rows", "query_rows", 1, 0),
+    ("key rows", "key_rows", 1, 0),
+    ("MB there", "bytes_to_servers", 1e6, 3),
+    ("MB back", "bytes_to_owners", 1e6, 3),
+    ("MB sent", "bytes_max_sent", 1e6, 3),
+    ("MB recv", "bytes_max_received", 1e6, 3),
+    ("max/mean", "load_max_over_mean", 1, 3),
+)
+
+
+def format_plan(plan: Plan, steps: Sequence[StepSummary], kind: str) -> str:
+    """The table of a plan's steps."""
+    lines = [f"{kind} of {title_of(plan)}"]
+    lines.append(f"{'step':>6}" + "".join(f"{title:>12}" for title, *_ in _COLUMNS))
+    for number, step in enumerate(steps):
+        cells = (f"{getattr(step, key) / unit:>12,.{digits}f}" for _, key, unit, digits in _COLUMNS)
+        lines.append(f"{number:>6}" + "".join(cells))
+    total = sum(each.bytes_to_servers + each.bytes_to_owners for each in steps)
+    lines.append(
+        f"{total / 1e6:,.3f} MB a layer and tensor-parallel rank (rows of a step travel during the "
+        "step before; sent, recv: most of a rank)"
+    )
+    return "\n".join(lines)
+
+
+def as_json(
+    found: Mapping[str, Outcome], strategy: str, choices: Mapping[str, str]
+) -> dict[str, Any]:
+    """All figures of simulated strategies."""
+    return {
+        "strategy": strategy,
+        "choices": dict(choices),
+        "simulated": {
+            name: {
+                "seconds": outcome.seconds,
+                "computed_seconds": outcome.computed.tolist(),
+                "exposed_seconds": outcome.exposed.tolist(),
+                "bytes_sent": {phase: n.tolist() for phase, n in outcome.bytes_sent.items()},
+                "memory_bytes": outcome.memory_bytes.tolist(),
+                "fits": outcome.fits,
+            }
+            for name, outcome in found.items()
+        },
+    }
+
+
+def format_simulated(
+    plans: Mapping[str, Plan],
+    found: Mapping[str, Outcome],
+    costs: InferenceCosts,
+    cost_model: CostModel,
+    strategy: str,
+    choices: Mapping[str, str],
+) -> str:
+    """The table of strategies, and that of the chosen one's steps."""
+    chosen, cluster = plans[strategy], costs.cluster
+    lines = [
+        f"{title_of(chosen)}; each rank {_number(costs.tensor_parallel, 'GPU')} of "
+        f"{cluster.name}; "
+        "simulated, not measured",
+        f"{'':10}{'ms':>12}{'computes':>12}{'waits':>12}{'MB sent':>12}{'GB a GPU':>12}",
+    ]
+    for name, outcome in found.items():
+        sent = np.sum([*outcome.bytes_sent.values()], axis=0).max()
+        cells = (
+            *(1e3 * each for each in (outcome.seconds, outcome.computed.max())),
+            *(1e3 * outcome.exposed.max(), sent / 1e6, outcome.memory_bytes.max() / 1e9),
+        )
+        fits = "" if outcome.fits else "  out of memory"
+        lines.append(f"{name:10}" + "".join(f"{cell:>12,.2f}" for cell in cells) + fits)
+    lines.append("(of the rank with most; computes: with linear layers and copies)")
+    if choices:
+        lines.append("; ".join(f"--selector {who} chooses {what}" for who, what in choices.items()))
+    lines += [
+        f"{strategy}, a layer, step by step:",
+        f"{'step':>6}{'kernels us':>12}{'links us':>12}{'MB there':>12}{'MB back':>12}",
+    ]
+    stepped = SteppedCosts(chosen, costs.shape, cost_model, costs.links)
+    for number, step in enumerate(stepped.steps):
+        moved = [step.dispatch.transfer, step.returned.transfer]
+        links = sum(max(each.out_seconds.max(), each.in_seconds.max()) for each in moved)
+        there, back = (each.bytes_sent.sum() / 1e6 for each in moved)
+        cells = 1e6 * float(step.kernel_seconds.max()), 1e6 * links
+        lines.append(f"{number:>6}" + "".join(f"{cell:>12,.1f}" for cell in (*cells, there, back)))
+    return "\n".join([*lines, charged_line(cluster.charges)])
+
+
+def plot_steps(plan: Plan, shape: AttentionShape, path: Path) -> None:
+    """Draws each step's tasks in the colours of their servers, and each rank's bytes.
+
+    Raises:
+        ImportError: matplotlib is not installed.
+    """
+    shown = min(plan.steps, _MOST_DRAWN)
+    figure = make_figure(figsize=(4 * shown + 1, 7), layout="constrained")
+    axes = figure.subplots(2, shown, squeeze=False, sharey="row", height_ratios=[3, 1])
+    ranks, moved = np.arange(plan.world_size), step_bytes(plan, shape)
+    queries = plan.tasks.q_start.min() / _THOUSAND, plan.tasks.q_end.max() / _THOUSAND
+    for number in range(shown):
+        tasks, rows = axes[0, number], axes[1, number]
+        draw_documents(tasks, replace(plan, tasks=plan.tasks[plan.tasks.step == number]))
+        tasks.set(title=f"step {number}", ylim=queries[::-1], xlabel="keys, thousand tokens")
+        rows.bar(ranks - 0.2, moved[number].sent() / 1e6, width=0.4, label="sent", color=BLUE)
+        rows.bar(
+            ranks + 0.2, moved[number].received() / 1e6, width=0.4, label="received", color=ORANGE
+        )
+        rows.set(xlabel="rank", xlim=(-0.5, plan.world_size - 0.5))
+        rows.xaxis.get_major_locator().set_params(integer=True)
+        if number:
+            tasks.set_ylabel("")
+    axes[0, 0].set_ylabel("queries, thousand tokens")
+    axes[1, 0].set_ylabel("MB a layer")
+    axes[1, 0].legend()
+    figure.suptitle(title_of(plan))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=110)

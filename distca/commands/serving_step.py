@@ -1,0 +1,359 @@
+"""`distca plan` and `distca simulate` for inference: a prefill, or a step that decodes.
+
+distca plan prefill --new-tokens 3200 --cached-tokens 124800 --context-parallel-size 4 \\
+    --model llama-405b --tensor-parallel-size 8 --plot prefill.png
+distca simulate decode --sequences 64 --cached-tokens 132000 --context-parallel-size 4 \\
+    --model llama-70b --tensor-parallel-size 8
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+
+from distca.commands.command_line import Parser, check_output
+from distca.commands.described import (
+    add_charge_flags,
+    add_cluster_flags,
+    add_model_flags,
+    cluster_of,
+    model_of,
+)
+from distca.commands.serving_report import as_json, format_plan, format_simulated, plot_steps
+from distca.cost.kernel_time import CostModel
+from distca.cost.profile import Profile
+from distca.plan import Mask, Placement, Plan, save_plan
+from distca.plan.span import Int64s
+from distca.schedule.serving import (
+    SELECTORS,
+    STRATEGIES,
+    PaperRule,
+    Selector,
+    Strategy,
+    nobody_holds,
+    shard_evenly,
+    shard_in_stripes,
+    step_plan,
+)
+from distca.schedule.serving.report import describe_steps
+from distca.simulate import save_trace
+from distca.simulate.serving import InferenceCosts, SimulatedSelector, simulate_step
+
+Kind = Literal["prefill", "decode"]
+KINDS: tuple[Kind, ...] = ("prefill", "decode")
+HELD = ("evenly", "stripes", "first-rank")
+
+_DESCRIPTIONS = {
+    ("plan", "prefill"): "Plans the core attention of a prompt, or of a turn over cached tokens.",
+    ("plan", "decode"): "Plans the core attention of a step that decodes a token of each sequence.",
+    ("simulate", "prefill"): "Says how long a prefill takes on a cluster with each strategy.",
+    ("simulate", "decode"): "Says how long a step takes that decodes a token of each sequence.",
+}
+_EXAMPLES = {
+    "prefill": "{} prefill --new-tokens 3200 --cached-tokens 124800 --context-parallel-size 4 \\\n"
+    "      --model llama-405b --tensor-parallel-size 8 --mlp-dtype-bytes 1",
+    "decode": "{} decode --sequences 64 --cached-tokens 132000 --context-parallel-size 4 \\\n"
+    "      --model llama-70b --tensor-parallel-size 8",
+}
+
+
+def build_parser(command: str, kind: Kind) -> Parser:
+    """Makes the parser of a command's flags.
+
+    Args:
+        command: "plan" or "simulate".
+        kind: what is planned or simulated.
+    """
+    example = _EXAMPLES[kind].format(f"distca {command}")
+    epilog = f"example:\n  {example}\n"
+    parser = Parser(f"{command} {kind}", f"{_DESCRIPTIONS[command, kind]}\n", epilog)
+    _add_sequences(parser, kind)
+    ranks = parser.add_argument_group("ranks")
+    ranks.add_argument(
+        "--context-parallel-size", type=int, required=True, metavar="N", help="Ranks that answer."
+    )
+    ranks.add_argument(
+        "--tensor-parallel-size", type=int, default=1, metavar="T", help="GPUs of each rank."
+    )
+    ranks.add_argument(
+        "--cp-kv-cache-interleave-size",
+        type=int,
+        default=16,
+        metavar="N",
+        help="Consecutive decoded positions that one rank owns.",
+    )
+    ranks.add_argument(
+        "--held",
+        choices=HELD,
+        default="evenly",
+        help="Who holds the cached tokens: all ranks as after one prefill, all in stripes as after "
+        "decoding, or the first rank alone.",
+    )
+    if kind == "prefill":
+        add_selection_flags(ranks, "auto")
+    model = add_model_flags(parser)
+    model.add_argument(
+        "--dtype-bytes", type=int, default=2, metavar="N", help="Bytes of an element: 2 for bf16."
+    )
+    model.add_argument(
+        "--mlp-dtype-bytes",
+        type=int,
+        choices=(1, 2),
+        default=2,
+        help="Bytes of the MLP's weights; 1: its products take half the time, too.",
+    )
+    model.add_argument(
+        "--window-left",
+        type=int,
+        metavar="TOKENS",
+        help="Sliding window: a query sees so many earlier tokens. Default: all of its sequence.",
+    )
+    cluster = add_cluster_flags(parser)
+    cluster.add_argument(
+        "--profile",
+        type=Path,
+        metavar="FILE",
+        help="Kernel times that `distca profile` measured. Default: the cluster's rates.",
+    )
+    add_charge_flags(parser)
+    output = parser.add_argument_group("output")
+    output.add_argument("--json", action="store_true", help="Print all figures as JSON.")
+    if command == "plan":
+        output.add_argument(
+            "--plot", type=Path, metavar="FILE", help="Draw the steps; the suffix says how."
+        )
+        output.add_argument(
+            "--save", type=Path, metavar="FILE", help="Write the plan as JSON (`plan --load`)."
+        )
+    else:
+        output.add_argument(
+            "--trace", type=Path, metavar="FILE", help="Write a timeline for ui.perfetto.dev."
+        )
+    return parser
+
+
+def _add_sequences(parser: Parser, kind: Kind) -> None:
+    group = parser.add_argument_group("sequences")
+    if kind == "prefill":
+        group.add_argument(
+            "--new-tokens",
+            type=int,
+            nargs="+",
+            required=True,
+            metavar="T",
+            help="New tokens of each sequence.",
+        )
+    else:
+        group.add_argument(
+            "--sequences", type=int, default=1, metavar="N", help="Sequences that are decoded."
+        )
+    group.add_argument(
+        "--cached-tokens",
+        type=int,
+        nargs="+",
+        default=[0],
+        metavar="P",
+        help="Tokens before those, whose keys and values are kept: one number for all sequences, "
+        "or one for each.",
+    )
+
+
+def add_selection_flags(group: argparse._ArgumentGroup, default: str) -> None:
+    """Adds the flags of the strategy, and of who chooses it."""
+    group.add_argument(
+        "--prefill-strategy",
+        choices=(*STRATEGIES, "auto"),
+        default=default,
+        help="What travels in prefills: keys and values, or queries and their outputs; auto "
+        "chooses for each prefill.",
+    )
+    group.add_argument(
+        "--selector",
+        choices=SELECTORS,
+        default="simulated",
+        help="Who chooses with auto: the least predicted seconds of both plans, or the rule of the "
+        "paper (Algorithm 5).",
+    )
+
+
+@dataclass(frozen=True)
+class StepCase:
+    """What is planned.
+
+    Attributes:
+        kind: prefill or decode.
+        held: who holds the cached tokens.
+        new: who owns the new ones.
+        mask: mask of all layers.
+        costs: costs of the model on the cluster.
+        cost_model: seconds of tasks.
+    """
+
+    kind: Kind
+    held: Placement
+    new: Placement
+    mask: Mask
+    costs: InferenceCosts
+    cost_model: CostModel
+
+    def plan(self, strategy: Strategy) -> Plan:
+        """The plan with a strategy, as `distca generate` makes it."""
+        prefill = self.kind == "prefill"
+        return step_plan(self.held, self.new, strategy, self.mask, in_steps=prefill)
+
+    def chosen(self, strategy: str, selector: str) -> Strategy:
+        """The strategy that flags ask for."""
+        if self.kind == "decode":
+            return "pass-q"
+        if strategy != "auto":
+            return next(each for each in STRATEGIES if each == strategy)
+        return self.selector(selector).choose(self.held, self.new)
+
+    def selector(self, name: str) -> Selector:
+        """Who chooses, on the described cluster."""
+        costs, ranks = self.costs, self.new.world_size
+        if name == "paper":
+            rate = costs.cluster.attention_tflops * 1e12
+            return PaperRule(costs.shape, ranks, rate, costs.bytes_per_second(ranks))
+        return SimulatedSelector(costs.shape, costs.cluster, costs.links, self.cost_model)
+
+
+def read_case(args: argparse.Namespace, kind: Kind) -> StepCase:
+    """Reads the flags.
+
+    Raises:
+        ValueError: they cannot be used.
+    """
+    ranks = args.context_parallel_size
+    for flag, value in (
+        ("--context-parallel-size", ranks),
+        ("--tensor-parallel-size", args.tensor_parallel_size),
+        ("--cp-kv-cache-interleave-size", args.cp_kv_cache_interleave_size),
+        ("--dtype-bytes", args.dtype_bytes),
+        ("--sequences", getattr(args, "sequences", 1)),
+        ("--new-tokens", min(getattr(args, "new_tokens", [1]))),
+    ):
+        if value < 1:
+            raise ValueError(f"{flag} {value} must be at least 1")
+    if min(args.cached_tokens) < 0 or (args.window_left or 0) < 0:
+        raise ValueError("--cached-tokens and --window-left must not be negative")
+    new = np.array(args.new_tokens if kind == "prefill" else [1] * args.sequences, dtype=np.int64)
+    cached = np.array(args.cached_tokens, dtype=np.int64)
+    if len(cached) not in (1, len(new)):
+        raise ValueError(
+            f"--cached-tokens has {len(cached)} numbers for {len(new)} sequences: give one for "
+            "all, or one for each"
+        )
+    starts = np.broadcast_to(cached, new.shape).copy()
+    stripe = args.cp_kv_cache_interleave_size
+    costs = InferenceCosts(
+        model_of(args),
+        cluster_of(args),
+        args.tensor_parallel_size,
+        args.dtype_bytes,
+        args.mlp_dtype_bytes,
+    )
+    numbers = np.arange(len(new), dtype=np.int64)
+    return StepCase(
+        kind,
+        _held(starts, args.held, stripe, ranks),
+        shard_evenly(starts, starts + new, ranks)
+        if kind == "prefill"
+        else shard_in_stripes(starts, starts + new, numbers, stripe, ranks),
+        Mask(args.window_left),
+        costs,
+        _cost_model(args, costs),
+    )
+
+
+def _held(starts: Int64s, how: str, stripe: int, ranks: int) -> Placement:
+    nothing, numbers = np.zeros_like(starts), np.arange(len(starts), dtype=np.int64)
+    if not starts.any():
+        return nobody_holds(ranks)
+    if how == "evenly":
+        return shard_evenly(nothing, starts, ranks)
+    if how == "stripes":
+        return shard_in_stripes(nothing, starts, numbers, stripe, ranks)
+    having = starts > 0
+    first = nothing[having]
+    return Placement(numbers[having], first, starts[having], first, ranks)
+
+
+def _cost_model(args: argparse.Namespace, costs: InferenceCosts) -> CostModel:
+    if args.profile is None:
+        return costs.cluster.inference_cost(costs.shape)
+    profile = Profile.load(args.profile)
+    if profile.shape != costs.shape:
+        raise ValueError(
+            f"--profile {args.profile} was measured for {profile.shape}, but this is "
+            f"{costs.shape}: run `distca profile` with these heads"
+        )
+    return profile
+
+
+def plan(argv: list[str]) -> int:
+    """Runs `distca plan prefill` or `distca plan decode`; returns its exit status."""
+    kind: Kind = "prefill" if argv[0] == "prefill" else "decode"
+    args = build_parser("plan", kind).parse(argv[1:])
+    check_output("--plot", args.plot)
+    check_output("--save", args.save)
+    case = read_case(args, kind)
+    strategy = _chosen(args, case)
+    made = case.plan(strategy)
+    made.validate()
+    steps = describe_steps(made, case.costs.shape)
+    if args.json:
+        _write(json.dumps({"strategy": strategy, "steps": [asdict(each) for each in steps]}))
+    else:
+        _write(format_plan(made, steps, kind))
+    if args.save is not None:
+        save_plan(made, args.save, {"shape": asdict(case.costs.shape)})
+    if args.plot is not None:
+        plot_steps(made, case.costs.shape, args.plot)
+    return 0
+
+
+def simulate(argv: list[str]) -> int:
+    """Runs `distca simulate prefill` or `distca simulate decode`; returns its exit status."""
+    kind: Kind = "prefill" if argv[0] == "prefill" else "decode"
+    args = build_parser("simulate", kind).parse(argv[1:])
+    check_output("--trace", args.trace)
+    case = read_case(args, kind)
+    strategy = _chosen(args, case)
+    tried: tuple[Strategy, ...] = STRATEGIES if kind == "prefill" else ("pass-q",)
+    plans: dict[str, Plan] = {each: case.plan(each) for each in tried}
+    layers = case.costs.model.layers
+    found = {
+        each: simulate_step(
+            [made] * layers,
+            case.costs,
+            case.cost_model,
+            args.trace is not None and each == strategy,
+        )
+        for each, made in plans.items()
+    }
+    choices: dict[str, str] = {}
+    if kind == "prefill":
+        choices = {each: case.selector(each).choose(case.held, case.new) for each in SELECTORS}
+    if args.json:
+        _write(json.dumps(as_json(found, strategy, choices), indent=1))
+    else:
+        _write(format_simulated(plans, found, case.costs, case.cost_model, strategy, choices))
+    if args.trace is not None:
+        args.trace.parent.mkdir(parents=True, exist_ok=True)
+        save_trace(args.trace, found[strategy])
+    return 0
+
+
+def _chosen(args: argparse.Namespace, case: StepCase) -> Strategy:
+    return case.chosen(getattr(args, "prefill_strategy", ""), getattr(args, "selector", ""))
+
+
+def _write(text: str) -> None:
+    sys.stdout.write(text + "\n")

@@ -1,0 +1,100 @@
+"""`distca plan` and `distca simulate` for a prefill and for a step that decodes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from distca.cost.volume import AttentionShape
+from support.commands import Command
+
+MODEL = "--layers 3 --hidden-size 512 --heads 8 --kv-heads 2 --head-dim 64 --ffn-hidden-size 1024"
+FLAGS = f"{MODEL} --context-parallel-size 4".split()
+TURN = ["prefill", "--new-tokens", "64", "--cached-tokens", "8192", *FLAGS]
+SHAPE = AttentionShape(8, 2, 64)
+
+
+@pytest.fixture
+def plan(capsys) -> Command:
+    return Command("plan", capsys)
+
+
+@pytest.fixture
+def simulate(capsys) -> Command:
+    return Command("simulate", capsys)
+
+
+def total(steps: list[dict[str, Any]]) -> int:
+    return sum(step["bytes_to_servers"] + step["bytes_to_owners"] for step in steps)
+
+
+def test_a_prompt_s_plan_step_by_step(plan: Command, tmp_path: Path) -> None:
+    """All keys that a rank needs and lacks: three quarters of those of the others."""
+    flags = ["prefill", "--new-tokens", "8192", *FLAGS, "--prefill-strategy", "pass-kv"]
+    found = json.loads(plan.run(*flags, "--json"))
+    assert found["strategy"] == "pass-kv"
+    rows = [step["key_rows"] for step in found["steps"]]
+    assert rows[0] == 0
+    assert sum(rows) == 3 * 8192 * 3 // 4
+    assert total(found["steps"]) == sum(rows) * SHAPE.kv_row_bytes
+    assert all(step["query_rows"] == 0 for step in found["steps"])
+    picture, saved = tmp_path / "steps.png", tmp_path / "plan.json"
+    text = plan.run(*flags, "--plot", str(picture), "--save", str(saved))
+    assert len(text.splitlines()) == 2 + len(rows) + 1
+    assert picture.stat().st_size > 0
+    shown = json.loads(plan.run("--load", str(saved), "--json"))
+    assert shown["bytes_total"] == total(found["steps"])
+
+
+def test_simulated_bytes_are_the_plan_s(plan: Command, simulate: Command, tmp_path: Path) -> None:
+    trace = tmp_path / "trace.json"
+    found = json.loads(simulate.run(*TURN, "--json", "--trace", str(trace)))
+    for strategy in ("pass-kv", "pass-q"):
+        planned = json.loads(plan.run(*TURN, "--prefill-strategy", strategy, "--json"))
+        sent = found["simulated"][strategy]["bytes_sent"]
+        assert sum(map(sum, sent.values())) == 3 * total(planned["steps"])
+    times = {name: each["seconds"] for name, each in found["simulated"].items()}
+    assert found["strategy"] == found["choices"]["simulated"]
+    names = {event["name"] for event in json.loads(trace.read_text())["traceEvents"]}
+    assert {"core attention", "before core attention"} <= names
+    # A slower link takes longer, and a step's rows are few beside what kernels read.
+    slow = json.loads(simulate.run(*TURN, "--json", "--node-gb-per-s", "1"))
+    assert all(slow["simulated"][name]["seconds"] > times[name] for name in times)
+    assert slow["strategy"] == "pass-q"
+    text = simulate.run(*TURN, "--selector", "paper")
+    assert "--selector paper chooses" in text
+    assert "simulated, not measured" in text
+
+
+@pytest.mark.parametrize("held", ["evenly", "stripes", "first-rank"])
+def test_a_decode_step(plan: Command, simulate: Command, held: str) -> None:
+    """Each query goes to the ranks that hold keys, and an output comes back from each."""
+    flags = ["decode", "--sequences", "8", "--cached-tokens", "1024", *FLAGS, "--held", held]
+    (step,) = json.loads(plan.run(*flags, "--json"))["steps"]
+    # Owners of the new tokens are all ranks in turn.
+    assert step["query_rows"] == (6 if held == "first-rank" else 8 * 3)
+    row = 2 * SHAPE.q_row_bytes + SHAPE.lse_row_bytes
+    assert step["bytes_to_servers"] + step["bytes_to_owners"] == step["query_rows"] * row
+    found = json.loads(simulate.run(*flags, "--json"))
+    assert [*found["simulated"]] == ["pass-q"]
+    sent = found["simulated"]["pass-q"]["bytes_sent"]
+    assert sum(map(sum, sent.values())) == 3 * step["query_rows"] * row
+
+
+def test_what_cannot_be_planned(plan: Command, simulate: Command) -> None:
+    for flags, why in (
+        ([*TURN, "--cached-tokens", "1", "2"], "2 numbers for 1 sequences: give one for all"),
+        ([*TURN, "--new-tokens", "0"], "--new-tokens 0 must be at least 1"),
+        ([*TURN, "--cached-tokens", "-1"], "must not be negative"),
+        ([*TURN, "--tensor-parallel-size", "3"], "a divisor or a multiple of the 8 GPUs"),
+        ([*TURN, "--tensor-parallel-size", "16"], "does not divide 8 heads"),
+        ([*TURN, "--model", "no"], "no model 'no'"),
+        ([*TURN, "--profile", "none.json"], "none.json does not exist"),
+        (["prefill", *FLAGS], "--new-tokens"),
+        (["decode", *FLAGS, "--sequences", "0"], "--sequences 0 must be at least 1"),
+    ):
+        for command in (plan, simulate):
+            assert why in command.refused(*flags), flags
