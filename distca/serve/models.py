@@ -96,16 +96,16 @@ class ServedModel:
         """
         transformers = need_transformers()
         transformers.utils.logging.disable_progress_bar()
-        options = {"dtype": self.dtype, "attn_implementation": attention}
         if ranks.size > 1:
-            model = load_slice(self.path, self.config, ranks, **options)
+            model = load_slice(self.path, self.config, ranks, self.dtype, attention)
         else:
             model = transformers.AutoModelForCausalLM.from_pretrained(
                 self.path,
                 # Loading writes the implementation into it.
                 config=copy.deepcopy(self.config),
+                dtype=self.dtype,
+                attn_implementation=attention,
                 trust_remote_code=False,
-                **options,
             )
         return model.to(device).eval()
 

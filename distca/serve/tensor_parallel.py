@@ -9,6 +9,7 @@ beside each other. A rank reads the rows and columns of its slice from the file,
 from __future__ import annotations
 
 import copy
+import functools
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -131,14 +132,17 @@ def slice_config(config: Any, size: int) -> Any:
     return config
 
 
-def load_slice(path: str, config: Any, ranks: TensorRanks, **options: Any) -> Any:
+def load_slice(
+    path: str, config: Any, ranks: TensorRanks, dtype: torch.dtype, attention: str
+) -> Any:
     """Reads a rank's slice of a model, which gives the whole model's logits. Collective.
 
     Args:
         path: folder of the model, or its name on the Hugging Face hub.
         config: configuration of the whole model.
         ranks: ranks that have slices.
-        options: of transformers' `from_pretrained`.
+        dtype: dtype of the weights.
+        attention: implementation of attention.
 
     Raises:
         ValueError: the weights are not in safetensors.
@@ -149,9 +153,13 @@ def load_slice(path: str, config: Any, ranks: TensorRanks, **options: Any) -> An
     weights = {}
     for file in _weight_files(path):
         for name, weight in _stored(file):
-            weights[name] = cut(name, weight)
+            weights[name] = cut(name, weight).to(dtype)
     model = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)].from_pretrained(
-        None, config=slice_config(config, ranks.size), state_dict=weights, **options
+        None,
+        config=slice_config(config, ranks.size),
+        state_dict=weights,
+        dtype=dtype,
+        attn_implementation=attention,
     )
     _add_hooks(model, config.vocab_size, ranks)
     return model
@@ -267,9 +275,29 @@ def _add_hooks(model: Any, vocabulary: int, ranks: TensorRanks) -> None:
 
     embedding.forward = embed
     for name, module in model.named_modules():
-        # The experts of a layer are one module.
-        if name.split(".")[-1] in (*SPLIT_INPUTS, "experts"):
-            module.register_forward_hook(lambda _, given, out: ranks.add_up(out))
+        last = name.split(".")[-1]
+        if last in SPLIT_INPUTS:
+            module.forward = functools.partial(_project, module, ranks)
+        elif last == "experts":
+            # All experts of a layer.
+            module.register_forward_hook(lambda _, given, out: ranks.add_up(out.float()).to(out))
     model.get_output_embeddings().register_forward_hook(
         lambda _, given, out: ranks.beside(out)[..., :vocabulary]
     )
+
+
+def _project(layer: torch.nn.Linear, ranks: TensorRanks, values: torch.Tensor) -> torch.Tensor:
+    """Outputs of a projection of which each rank has some inputs.
+
+    The ranks' sums are in float32 until all are added up, so that a rank's part is not rounded:
+    else bfloat16 logits of small models were 3% further from float32's than one process's on two
+    ranks, and 8% on four.
+    """
+    rows, weight = values.flatten(0, -2), layer.weight.t()
+    if values.is_cuda and values.dtype != torch.float32:
+        out = torch.mm(rows, weight, out_dtype=torch.float32)
+    else:
+        out = rows.float() @ weight.float()
+    if layer.bias is not None:
+        out += layer.bias
+    return ranks.add_up(out).to(values.dtype).view(*values.shape[:-1], -1)

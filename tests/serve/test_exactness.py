@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -169,8 +170,18 @@ def test_ranks_strategies_and_stripes(
     check(ranks, models["gemma3_text"], world_size, strategy, stripe, sampling=sampling)
 
 
-def test_bfloat16_is_no_further_from_float32_than_one_process(ranks, models) -> None:
-    check(ranks, models["qwen3"], 2, "pass-kv", 16, torch.bfloat16)
+def test_bfloat16_is_no_further_from_float32_than_one_process(ranks, models, full: bool) -> None:
+    sampling = Sampling(max_tokens=64 if full else 16, temperature=1.0)
+    check(
+        ranks,
+        models["llama"],
+        1 if full else 2,
+        "pass-q",
+        16,
+        torch.bfloat16,
+        sampling=sampling,
+        tensor_parallel_size=4 if full else 2,
+    )
 
 
 def test_seeds_repeat_whatever_the_ranks_are(ranks, models) -> None:
@@ -208,6 +219,24 @@ def test_a_wrong_answer_is_found(models) -> None:
     ):
         found = compare(model, [Answered(prompt, Answer([token], logits=[row]))], greedy=True)
         assert found.holds == holds, found.line
+
+
+def test_bfloat16_further_than_one_processs_is_found(models) -> None:
+    model, ids = read_model(models["llama"], torch.bfloat16), tokens(41, 9)
+    with torch.no_grad():
+        theirs, exact = (
+            replace(model, dtype=dtype)
+            .load(torch.device("cpu"), "sdpa")(torch.tensor([ids[:-1]]))
+            .logits[0]
+            .float()
+            for dtype in (torch.bfloat16, torch.float32)
+        )
+    for first in (1, 36):
+        for times, holds in ((1.0, True), (1.3 if first == 1 else 2.5, False)):
+            off = [*(exact + times * (theirs - exact))[first - 1 :]]
+            answer = Answer(ids[first:], logits=off)
+            found = compare(model, [Answered(ids[:first], answer)], greedy=False)
+            assert found.holds == holds, found.line
 
 
 def test_what_is_not_served_is_refused_by_name(tmp_path: Path) -> None:
