@@ -2,8 +2,8 @@
 
 The model's sizes, `norm_epsilon`, `rotary_base`, rotary scaling and positions are among the flags
 that every checkpoint keeps. Models are exported that are Llamas by their flags; what a Llama has
-not is refused by name. The folder also gets the tokenizer that the run was given, a generation
-config and a chat template, so that servers of transformers' models take it as it is.
+not is refused by name. The folder also gets the tokenizer that is kept beside checkpoints, a
+generation config and a chat template, so that servers of transformers' models take it as it is.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 
 from distca.documents.tokenizer import Tokenizer, build_tokenizer
+from megatron_patches.loop.kept_tokenizer import kept_tokenizer, tokenizer_files
 
 logger = logging.getLogger(__name__)
 
@@ -92,7 +93,7 @@ def saved_flags(saved: Namespace, tokenizer_model: str | None) -> list[str]:
 
     Args:
         saved: arguments of the run that made it.
-        tokenizer_model: a tokenizer.json or its folder; None: where the run had it.
+        tokenizer_model: a tokenizer.json or its folder; None: the tokenizer has no files.
     """
     flags = {
         "--num-layers": saved.num_layers,
@@ -114,9 +115,8 @@ def saved_flags(saved: Namespace, tokenizer_model: str | None) -> list[str]:
         words.append("--untie-embeddings-and-output-weights")
     if saved.use_rope_scaling:
         words += ["--use-rope-scaling", "--rope-scaling-factor", str(saved.rope_scaling_factor)]
-    model = tokenizer_model or saved.tokenizer_model
-    if model is not None:
-        words += ["--tokenizer-model", str(model)]
+    if tokenizer_model is not None:
+        words += ["--tokenizer-model", tokenizer_model]
     if saved.tokenizer_type == "NullTokenizer":
         # The flag does not count the token that ends a document.
         words += ["--vocab-size", str(saved.vocab_size - 1)]
@@ -239,7 +239,8 @@ def export(
     Args:
         checkpoint: folder that the run gave to `--save`.
         output: folder for safetensors, `config.json`, generation config, tokenizer and template.
-        tokenizer_model: a tokenizer.json or its folder; None: where the run had it.
+        tokenizer_model: a tokenizer.json or its folder; None: the one beside the checkpoints, or
+            else where the run had it.
         float32: write float32, else what the run had.
 
     Raises:
@@ -265,8 +266,9 @@ def export(
     with explaining_loading(checkpoint, iteration):
         common = read_common_state(checkpoint_name(checkpoint, iteration))
     saved = saved_arguments(common, Namespace(seq_length=1))
-    flags = saved_flags(saved, tokenizer_model)
-    where = tokenizer_model or saved.tokenizer_model
+    where = tokenizer_model or kept_tokenizer(checkpoint) or saved.tokenizer_model
+    where = None if where is None else str(where)
+    flags = saved_flags(saved, where)
     size = saved.vocab_size - 1 if saved.tokenizer_type == "NullTokenizer" else None
     tokenizer = build_tokenizer(saved.tokenizer_type, where, size)
     config = llama_config(saved, tokenizer.eod)
@@ -295,12 +297,9 @@ def _write_tokenizer(
     if kind != "HuggingFaceTokenizer" or model is None:
         logger.warning("%s has no files: the model is exported without a tokenizer", kind)
         return
-    folder = Path(model) if Path(model).is_dir() else Path(model).parent
-    file = folder / "tokenizer.json" if Path(model).is_dir() else Path(model)
-    shutil.copy(file, output / "tokenizer.json")
-    for other in (*folder.glob("special_tokens_map.json"), *folder.glob("chat_template.jinja")):
-        shutil.copy(other, output)
-    given = folder / "tokenizer_config.json"
+    for name, file in tokenizer_files(model).items():
+        shutil.copy(file, output / name)
+    given = output / "tokenizer_config.json"
     settings = json.loads(given.read_text(encoding="utf-8")) if given.is_file() else {}
     settings.setdefault("tokenizer_class", "PreTrainedTokenizerFast")
     settings.setdefault("model_max_length", config["max_position_embeddings"])

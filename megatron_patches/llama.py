@@ -206,7 +206,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--output", type=Path, help="folder of the exported model")
     parser.add_argument(
         "--tokenizer-model",
-        help="tokenizer.json to export, or its folder. Default: where the run had it",
+        help="tokenizer.json to export, or its folder. Default: the one beside the checkpoints",
     )
     parser.add_argument(
         "--float32",

@@ -10,6 +10,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import IO, Any
 
+import torch.distributed as dist
+
 from megatron_patches.loop.checkpoint_folder import (
     TRACKER,
     explaining_loading,
@@ -17,13 +19,16 @@ from megatron_patches.loop.checkpoint_folder import (
     latest_iteration,
     replaced_when_whole,
 )
+from megatron_patches.loop.kept_tokenizer import keep_tokenizer
 
 
 def explain_saving(theirs: Callable[..., Any], *args: Any, **named: Any) -> Any:
-    """Saves as Megatron-LM does, and says why where that fails."""
+    """Saves as Megatron-LM does, with the tokenizer, and says why where that fails."""
     from megatron.training import get_args
 
     with explaining_saving(get_args().save):
+        if dist.get_rank() == 0:
+            keep_tokenizer(get_args())
         return theirs(*args, **named)
 
 

@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from megatron_patches import hugging_face, llama
+from megatron_patches.loop.kept_tokenizer import keep_tokenizer, kept_tokenizer
 
 SIZES = """
     --num-layers 2 --hidden-size 32 --ffn-hidden-size 48 --num-attention-heads 4 --kv-channels 16
@@ -76,6 +77,7 @@ def save_and_export(folder: Path, flags: list[str], tokens: list[int]) -> torch.
         out = model(torch.tensor([tokens]), positions, None, packed_seq_params=params)
     parallel_state.destroy_model_parallel()
     num_microbatches_calculator.unset_num_microbatches_calculator()
+    (folder / "tokenizer").rename(folder / "gone")
     command = ["export", "--checkpoint", args.save, "--output", str(folder / "model")]
     assert llama.main(command) == 0
     parallel_state.destroy_model_parallel()
@@ -163,6 +165,27 @@ def test_a_tokenizer_keeps_its_own_template(tmp_path: Path) -> None:
     assert (written["eos_token"], written["chat_template"]) == ("w9", "mine")
     assert written["model_max_length"] == 128
     assert (output / "tokenizer.json").read_bytes() == (given / "tokenizer.json").read_bytes()
+
+
+def test_the_tokenizer_beside_checkpoints_is_the_last_that_a_run_had(tmp_path: Path) -> None:
+    given = tmp_path / "given"
+    args = Namespace(
+        tokenizer_type="HuggingFaceTokenizer",
+        tokenizer_model=str(given / "mine.json"),
+        save=str(tmp_path),
+    )
+    keep_tokenizer(args)
+    assert kept_tokenizer(tmp_path) is None
+    given.mkdir()
+    for text in ("one", "another"):
+        (given / "mine.json").write_text(text)
+        keep_tokenizer(args)
+        kept = kept_tokenizer(tmp_path)
+        assert kept is not None
+        assert {file.name: file.read_text() for file in kept.iterdir()} == {"tokenizer.json": text}
+    (given / "mine.json").unlink()
+    keep_tokenizer(args)
+    assert kept_tokenizer(tmp_path) == kept
 
 
 def test_a_missing_checkpoint_is_not_exported(tmp_path: Path) -> None:

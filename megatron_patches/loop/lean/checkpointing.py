@@ -31,6 +31,7 @@ from megatron_patches.loop.checkpoint_folder import (
     latest_iteration,
     replaced_when_whole,
 )
+from megatron_patches.loop.kept_tokenizer import keep_tokenizer
 from megatron_patches.loop.lean.random_states import (
     set_random_states,
     sharded_random_states,
@@ -71,6 +72,8 @@ def save_checkpoint(
     """
     root = Path(args.save)
     with explaining_saving(root):
+        if dist.get_rank() == 0:
+            keep_tokenizer(args)
         _save(root, state.iteration, _state_dict(model, optimizer, scheduler, args, state))
     if dist.get_rank() == 0:
         logger.info("saved checkpoint %s", checkpoint_name(root, state.iteration))
