@@ -3,13 +3,14 @@
     python benchmarks/cluster/paper.py table3 --output results/cluster
     python benchmarks/cluster/paper.py all --batches 10 --output results/cluster
 
-* **table3**, which is **fig9**: 3D parallelism (no pipeline); **table4**, which is **fig10**: 4D.
-  For each row of the paper's Tables 3 and 4 and both length distributions: WLB-LLM in its ideal
-  form, swept over DP, CP, micro-batches (and PP in 4D), against the paper's greedy scheduler and
-  against tiles, swept over the same without CP. Plain Megatron, its kinds of context parallelism,
-  and WLB-LLM as the paper's authors ran it (`wlb-llm-paper`) stand beside them. 4D is given twice:
-  with any number of stages, and with two or more as in the paper. All are charged alike, as
-  `distca.simulate.charges` says; `--baseline-ideal` charges nothing, as all figures do.
+* **table3**, which is **fig9**: 3D parallelism (no pipeline); **table4**, which is **fig10**: 4D
+  (2, 4 or 8 stages), both with TP 8. For each row of the paper's Tables 3 and 4 and both length
+  distributions: WLB-LLM in its ideal form, swept over DP, CP, micro-batches (and PP in 4D), against
+  the paper's greedy scheduler and against tiles, swept over the same without CP. Plain Megatron,
+  its kinds of context parallelism, and WLB-LLM as the paper's authors ran it (`wlb-llm-paper`)
+  stand beside them. All are charged alike, as `distca.simulate.charges` says; `--baseline-ideal`
+  charges nothing, as all figures do.
+* **table3_any**, **table4_any**: the same jobs with any TP and PP of up to 8.
 * **fig3**: per-document CP: share of the all-gather, and of gathered keys in memory.
 * **fig4**: variable-length packing: memory it needs, and idle time that is left.
 * **fig6**: DP against CP for WLB-LLM, 64 GPUs, 512K.
@@ -41,7 +42,7 @@ from benchmarks.cluster.baselines import figure_3, figure_4, figure_6
 from benchmarks.cluster.chains import chains
 from benchmarks.cluster.report import Options, Report
 from benchmarks.cluster.sweep import Runner
-from benchmarks.cluster.tables import end_to_end
+from benchmarks.cluster.tables import GROUPS, end_to_end
 
 MODEL_NAMES, DOCUMENTS = ["llama-8b", "llama-34b"], ["pretrain", "prolong"]
 
@@ -51,8 +52,7 @@ EXPERIMENTS: dict[str, Callable[[Runner, Options], Report]] = {
     "fig6": figure_6,
     "fig11": figure_11,
     "fig12": figure_12,
-    "table3": partial(end_to_end, "table3"),
-    "table4": partial(end_to_end, "table4"),
+    **{name: partial(end_to_end, name) for name in GROUPS},
     "appendix": appendix,
     "chains": chains,
 }

@@ -10,13 +10,19 @@ import numpy as np
 
 from benchmarks.cluster.sweep import Case, Runner, Unit, batch
 from distca.simulate import Candidate, candidates, divisions
-from distca.simulate.advice import estimate
-from distca.simulate.search import with_fewer_in_flight
+from distca.simulate.advice import estimate, sizes_of
+from distca.simulate.search import with_chains, with_fewer_in_flight, with_head_groups
 
 _COMPARED = 3
-"""Batches on which a baseline's configurations are compared."""
-_FINALISTS = 12
+"""Batches on which configurations are compared that were fast in the first."""
+_FASTEST = 12
+"""Configurations of a baseline that run them: the fastest in the first batch."""
+_FINALISTS = 4
 """Configurations of a baseline that run all batches."""
+_SHORTLIST = 2
+"""Configurations with `--distca` that run them."""
+_CHAINED = ("tiles",)
+"""Systems that are tried with chains of micro-batches, which the paper has not."""
 _TRIES = 4
 """Bound on the configurations that a sweep runs once one fits, per one that is to fit."""
 
@@ -71,25 +77,34 @@ class Sweep:
 
 
 def best_baselines(
-    runner: Runner, cases: Sequence[Case], system: str, stages: Sequence[int], batches: int
+    runner: Runner,
+    cases: Sequence[Case],
+    system: str,
+    tensor: Sequence[int],
+    stages: Sequence[int],
+    batches: int,
 ) -> dict[Case, Best]:
     """Finds the best configuration of a baseline for each case: the fastest over all batches.
 
-    All configurations that fit in memory in the first batch run a few, and the fastest of these run
-    all of them. If they are all out of memory in some batch, the next ones run, to the last.
+    All configurations run the first batch, the fastest of these a few, and the fastest of those all
+    of them. If they are all out of memory in some batch, the next ones run, to the last.
 
     Args:
         runner: runner of the simulations.
         cases: workloads and their documents.
         system: one of `distca.simulate.BASELINES`.
+        tensor: tensor-parallel sizes to try.
         stages: pipeline sizes to try.
         batches: number of batches of each case.
     """
-    able = {case: candidates(system, case.workload, [case.tensor], stages) for case in cases}
+    able = {case: candidates(system, case.workload, tensor, stages) for case in cases}
     rows = run_batches(runner, able, 1, f"{system}: first batch")
     fitting = {case: ranked(able[case], case, rows) for case in cases}
-    rows |= run_batches(runner, fitting, min(_COMPARED, batches), f"{system}: first batches")
-    left = {case: ranked(fitting[case], case, rows) for case in cases}
+    fastest = {case: mine[:_FASTEST] for case, mine in fitting.items()}
+    rows |= run_batches(runner, fastest, min(_COMPARED, batches), f"{system}: first batches")
+    left = {
+        case: ranked(mine, case, rows) + fitting[case][_FASTEST:] for case, mine in fastest.items()
+    }
     order: dict[Case, list[Candidate]] = {case: [] for case in cases}
     while wanted := {case: mine[:_FINALISTS] for case, mine in left.items() if mine}:
         rows |= run_batches(runner, wanted, batches, f"{system}: all batches")
@@ -98,7 +113,7 @@ def best_baselines(
             left[case] = [] if order[case] else left[case][_FINALISTS:]
     best = {}
     for case in cases:
-        tried = len(divisions(system, case.workload, [case.tensor], stages))
+        tried = len(divisions(system, case.workload, tensor, stages))
         failed = tried - len(ranked(able[case], case, rows))
         best[case] = _summary(case, order[case][:1], rows, tried, len(able[case]), failed)
     return best
@@ -108,6 +123,7 @@ def best_with_plans(
     runner: Runner,
     cases: Sequence[Case],
     system: str,
+    tensor: Sequence[int],
     stages: Sequence[int],
     batches: int,
     sweep: Sweep,
@@ -115,19 +131,21 @@ def best_with_plans(
     """Finds the best configuration with `--distca` for each case, over all batches.
 
     Planning takes longer than a baseline. So configurations run the first batches in the order of
-    `estimate`, until enough of them fit; the fastest run them with each tolerance; and the fastest
-    of all runs all batches. If it is out of memory in any, the next one runs, to the last.
+    `estimate`, until enough of them fit; the fastest run them with each tolerance, and in chains;
+    the fastest of these a few batches; and the fastest of those all of them. If it is out of memory
+    in any, it runs with fewer in flight or in head groups, or the next one runs, to the last.
 
     Args:
         runner: runner of the simulations.
         cases: workloads and their documents.
         system: one of `distca.simulate.DISTCA_SYSTEMS`.
+        tensor: tensor-parallel sizes to try.
         stages: pipeline sizes to try.
         batches: number of batches of each case.
         sweep: extent of the search.
     """
     short = min(sweep.batches, batches)
-    left = {case: _by_promise(system, case, stages, sweep) for case in cases}
+    left = {case: _by_promise(system, case, tensor, stages, sweep) for case in cases}
     swept: Rows = {}
     while wanted := {case: mine for case in cases if (mine := _next(case, left, swept, sweep))}:
         swept |= run_batches(runner, wanted, short, f"{system}: sweep")
@@ -136,20 +154,26 @@ def best_with_plans(
             others = [other for c in failed for other in with_fewer_in_flight(c)]
             left[case] = others + [c for c in left[case] if c not in mine]
     fitting = {case: ranked(_of(case, swept), case, swept) for case in cases}
-    tuned = {
-        case: [
+    tuned = {}
+    for case, mine in fitting.items():
+        chains = with_chains(mine[0], case.workload) if mine and system in _CHAINED else []
+        tuned[case] = chains + [
             replace(c, tolerance=tolerance)
             for c in mine[: sweep.finalists]
             for tolerance in sweep.tolerances
         ]
-        for case, mine in fitting.items()
-    }
-    rows = run_batches(runner, tuned, short, f"{system}: tolerance")
+    rows = run_batches(runner, tuned, short, f"{system}: tolerance and chains")
     order = {
         case: ranked(mine, case, rows) + fitting[case][sweep.finalists :]
         for case, mine in tuned.items()
     }
-    passed_over: dict[Case, list[Candidate]] = {case: [] for case in cases}
+    fastest = {case: mine[:_SHORTLIST] for case, mine in order.items()}
+    rows = run_batches(runner, fastest, min(_COMPARED, batches), f"{system}: first batches")
+    passed_over: dict[Case, list[Candidate]] = {}
+    for case, mine in fastest.items():
+        able = ranked(mine, case, rows)
+        passed_over[case] = [c for c in mine if c not in able]
+        order[case] = able + [c for c in order[case] if c not in able]
     best: dict[Case, Best] = {}
     while open_ones := [case for case in cases if case not in best]:
         next_ones = {case: order[case][:1] for case in open_ones}
@@ -161,19 +185,24 @@ def best_with_plans(
                 passed_over[case].append(out)
                 others = [c for c in with_fewer_in_flight(out) if c not in _of(case, swept)]
                 left[case] = others + [c for c in left[case] if c not in others]
+                if out.head_groups == 1:
+                    # It nearly fits: smaller buffers may be enough.
+                    order[case] = with_head_groups(out, case.workload)[:1] + order[case]
                 # Where all that ran are out of memory, configurations with a worse estimate run.
                 order[case] = order[case] or left[case][:1]
                 left[case] = [c for c in left[case] if c not in order[case]]
                 continue
-            unknown = [*left[case], *order[case]]
-            counts = _counts(system, case, stages, swept, passed_over[case], unknown)
+            unknown = [c for c in (*left[case], *order[case]) if c not in passed_over[case]]
+            counts = _counts(system, case, tensor, stages, swept, passed_over[case], unknown)
             best[case] = _summary(case, mine, rows, *counts)
     return best
 
 
-def _by_promise(system: str, case: Case, stages: Sequence[int], sweep: Sweep) -> list[Candidate]:
+def _by_promise(
+    system: str, case: Case, tensor: Sequence[int], stages: Sequence[int], sweep: Sweep
+) -> list[Candidate]:
     first = batch(case, 0)
-    able = candidates(system, case.workload, [case.tensor], stages)
+    able = candidates(system, case.workload, tensor, stages)
     able.sort(key=lambda candidate: estimate(candidate, case.workload, first))
     return [replace(candidate, tolerance=sweep.tolerances[0]) for candidate in able]
 
@@ -192,6 +221,7 @@ def _next(
 def _counts(
     system: str,
     case: Case,
+    tensor: Sequence[int],
     stages: Sequence[int],
     swept: Rows,
     passed_over: Sequence[Candidate],
@@ -200,10 +230,10 @@ def _counts(
     """Counts configurations that divide the workload, that ran, and that are known not to fit."""
 
     def sizes(mine: Sequence[Candidate]) -> set[Candidate]:
-        return {replace(c, max_in_flight=None, tolerance=None) for c in mine}
+        return {replace(sizes_of(c), tolerance=None) for c in mine}
 
-    tried = len(divisions(system, case.workload, [case.tensor], stages))
-    able = candidates(system, case.workload, [case.tensor], stages)
+    tried = len(divisions(system, case.workload, tensor, stages))
+    able = candidates(system, case.workload, tensor, stages)
     done = _of(case, swept)
     failed = (sizes(done) - sizes(ranked(done, case, swept))) | sizes(passed_over)
     failed -= sizes(unknown)

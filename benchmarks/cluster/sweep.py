@@ -38,6 +38,7 @@ from distca.simulate import (
     pack_sequences,
     simulate,
 )
+from distca.simulate.costs import Recompute
 
 
 @dataclass(frozen=True)
@@ -51,10 +52,10 @@ class Case:
         sequences: number of sequences in a global batch.
         gpus: number of H200s.
         tolerance: relative imbalance of servers' loads that schedulers may leave.
-        tensor: tensor-parallel size.
         published: folder with published lengths instead of distributions; or "".
         charges: charges on all systems.
         papers_way: draw published lengths as the paper's experiments do.
+        recompute: part of each layer that runs forward again, in all systems.
     """
 
     model: str
@@ -63,10 +64,10 @@ class Case:
     sequences: int
     gpus: int
     tolerance: float = 0.1
-    tensor: int = 8
     published: str = ""
     charges: Charges = UNCHARGED
     papers_way: bool = False
+    recompute: Recompute = "none"
 
     @property
     def workload(self) -> Workload:
@@ -74,7 +75,8 @@ class Case:
         if self.published:
             cluster = replace(cluster, attention_tflops=published_tflops(Path(self.published)))
         model = MODELS[self.model]
-        return Workload(model, cluster, self.gpus, self.context, self.sequences, self.tolerance)
+        sizes = self.gpus, self.context, self.sequences
+        return Workload(model, cluster, *sizes, self.tolerance, self.recompute)
 
     @property
     def published_lengths(self) -> Path:

@@ -17,6 +17,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import get_args
 
 from distca.commands import serving_step
 from distca.commands.command_line import Parser, check_output
@@ -46,6 +47,7 @@ from distca.simulate import (
     save_trace,
     simulate,
 )
+from distca.simulate.costs import Recompute
 from distca.simulate.hybrid import HYBRID
 
 _SECONDS_BETWEEN_LINES = 20.0
@@ -110,9 +112,13 @@ def build_parser() -> Parser:
     model = add_model_flags(parser)
     model.add_argument(
         "--recompute",
-        action="store_true",
-        help="Keep each layer's input alone, and run its forward pass again before its backward "
-        "pass, as --recompute-granularity full with one layer; in all systems.",
+        nargs="?",
+        const="full",
+        default="none",
+        choices=get_args(Recompute),
+        help="Keep the input of each layer (full) or MLP alone, and run its forward pass again "
+        "before its backward pass, in all systems; as --recompute-granularity full with one layer, "
+        "or selective with --recompute-modules mlp.",
     )
     cluster = add_cluster_flags(parser)
     cluster.add_argument(

@@ -56,7 +56,12 @@ class ModelSize:
     @property
     def post_parameters(self) -> int:
         """Parameters of a layer's output projection and gated MLP."""
-        return self.hidden_size * (self.heads * self.head_dim + 3 * self.ffn_hidden_size)
+        return self.hidden_size * self.heads * self.head_dim + self.mlp_parameters
+
+    @property
+    def mlp_parameters(self) -> int:
+        """Parameters of a layer's gated MLP."""
+        return 3 * self.hidden_size * self.ffn_hidden_size
 
     @property
     def layer_parameters(self) -> int:

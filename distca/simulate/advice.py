@@ -138,7 +138,7 @@ def _best(
     if best is not None and system in DISTCA_SYSTEMS:
         best = trials.in_head_groups(trials.in_chains(best))
     failed = len(every) - able + trials.failed(left)
-    simulated = len({_sizes(candidate) for candidate in trials.outcomes})
+    simulated = len({sizes_of(candidate) for candidate in trials.outcomes})
     if best is None:
         none = float("nan")
         return Choice(system, None, none, none, none, none, none, len(every), simulated, failed)
@@ -223,12 +223,12 @@ class _Trials:
         Args:
             left: configurations that have not run; whether their sizes fit is not known.
         """
-        able = {_sizes(c) for c, mine in self.outcomes.items() if all(o.fits for o in mine)}
-        unknown = {_sizes(candidate) for candidate in left}
-        return len({_sizes(candidate) for candidate in self.outcomes} - able - unknown)
+        able = {sizes_of(c) for c, mine in self.outcomes.items() if all(o.fits for o in mine)}
+        unknown = {sizes_of(candidate) for candidate in left}
+        return len({sizes_of(candidate) for candidate in self.outcomes} - able - unknown)
 
 
-def _sizes(candidate: Candidate) -> Candidate:
+def sizes_of(candidate: Candidate) -> Candidate:
     """The configuration that `divisions` gave, without bound, chains and head groups."""
     micro_batches = candidate.micro_batches // candidate.chain
     return replace(
@@ -252,13 +252,16 @@ def estimate(candidate: Candidate, workload: Workload, sequences: Sequence[Int64
     costs = workload.costs(candidate.tensor)
     kernels = costs.cluster.attention_cost(costs.shape)
     attention = document_loads(np.concatenate(sequences), Mask(), kernels).sum()
-    times = np.array([2 if workload.recompute else 1, 1])
-    both_ways = float(times @ [1, costs.cluster.backward_over_forward])
+    both_ways = float(costs.passes @ [1, costs.cluster.backward_over_forward])
     shared = (
         workload.model.layers * both_ways * float(attention) / (candidate.stages * candidate.data)
     )
     tokens = workload.sequences * workload.context / (candidate.data * candidate.micro_batches)
-    linear = float(times @ np.add(costs.pre_seconds(), costs.post_seconds()))
-    tick = tokens * (workload.model.layers // candidate.stages * linear + sum(costs.head_seconds()))
+    linear = float(costs.passes @ np.add(costs.pre_seconds(), costs.post_seconds()))
+    layers = workload.model.layers // candidate.stages
+    tick = tokens * (layers * linear + sum(costs.head_seconds()))
+    # Layers run once for each nano-batch, the output layer once for both.
+    launches = np.add(costs.pre_launch_seconds(), costs.post_launch_seconds())
+    tick += 2 * layers * float(costs.passes @ launches) + sum(costs.head_launch_seconds())
     schedule = options_of(candidate).tick_schedule(candidate.micro_batches, candidate.stages)
     return shared + tick * len(schedule.ticks) / 2

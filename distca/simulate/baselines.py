@@ -100,7 +100,7 @@ def simulate_baseline(
         """Sums over the layers of each rank's stage."""
         return np.tile(np.repeat(layers * each, layout.context_parallel), layout.stages)
 
-    times = np.array([2 if costs.recompute else 1, 1])
+    times = costs.passes
     gathering = of_ranks((times * shared.exposed).sum(axis=(1, 2)))
     sent = times * shared.sent.sum(axis=1)
     return Outcome(

@@ -78,7 +78,7 @@ class AllWork:
     @staticmethod
     def of_last_stage(attention: CostModel, layout: BaselineLayout, costs: ModelCosts) -> AllWork:
         """Work in one layer of the last stage, whose layers share the output layer equally."""
-        times = np.array([2 if costs.recompute else 1, 1])
+        times = costs.passes
         per_token = float(times @ np.add(costs.pre_seconds(), costs.post_seconds()))
         per_token += sum(costs.head_seconds()) * layout.stages / costs.model.layers
         # Collectives and copies count as work that the ranks of a group share.

@@ -13,12 +13,15 @@ product, all divided by the tensor-parallel size.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import numpy as np
 
 from distca.cost.kernel_memory import kernel_token_bytes
 from distca.cost.model_sizes import ModelSize
 from distca.cost.volume import AttentionShape
-from distca.plan.span import Floats
+from distca.plan.span import Floats, Int64s
 from distca.simulate.charges import half_wave_seconds
 from distca.simulate.cluster import Cluster
 
@@ -26,7 +29,11 @@ GRADIENT_BYTES, OPTIMIZER_BYTES = 4, 12
 """Bytes of a parameter's float32 gradient; of its float32 copy and Adam's two moments."""
 LOGIT_BYTES, KEPT_LOGIT_BYTES = 6, 4
 """Bytes of a 16-bit logit and its float32 copy in the loss; those kept for the backward pass."""
-TENSOR_COLLECTIVES = {"pre": 1, "post": 3}
+TENSOR_COLLECTIVES = {"pre": 1, "post": 3, "mlp": 2}
+Recompute = Literal["none", "mlp", "full"]
+"""Parts of a layer that run forward again before they run backward, and keep their input alone:
+nothing; the MLP (`--recompute-granularity selective --recompute-modules mlp`), as in the public
+experiments of the DistCA paper; or the layer (`--recompute-granularity full`)."""
 
 
 @dataclass(frozen=True)
@@ -38,15 +45,14 @@ class ModelCosts:
         cluster: GPUs and links that the model runs on.
         tensor_parallel: GPUs that share each layer, within a node.
         dtype_bytes: bytes of an activation and of a weight.
-        recompute: each layer keeps its input alone, and runs forward again before it runs backward
-            (`--recompute-granularity full`).
+        recompute: part of each layer that runs forward again.
     """
 
     model: ModelSize
     cluster: Cluster
     tensor_parallel: int = 1
     dtype_bytes: int = 2
-    recompute: bool = False
+    recompute: Recompute = "none"
 
     @property
     def shape(self) -> AttentionShape:
@@ -74,7 +80,17 @@ class ModelCosts:
 
     def post_seconds(self) -> tuple[float, float]:
         """Seconds of a token in a layer after core attention, forward and backward."""
-        return self._token_seconds(self.model.post_parameters, TENSOR_COLLECTIVES["post"])
+        model = self.model
+        forward, backward = self._token_seconds(model.post_parameters, TENSOR_COLLECTIVES["post"])
+        again = 0.0
+        if self.recompute == "mlp":
+            again, _ = self._token_seconds(model.mlp_parameters, TENSOR_COLLECTIVES["mlp"])
+        return forward, again + backward
+
+    @property
+    def passes(self) -> Int64s:
+        """How often layers run forward and backward, `[2]`."""
+        return np.array([2 if self.recompute == "full" else 1, 1])
 
     def head_seconds(self) -> tuple[float, float]:
         """Seconds of a token in the output layer, on the last stage, forward and backward."""
@@ -102,7 +118,10 @@ class ModelCosts:
         """The same as `pre_launch_seconds` after core attention: projection and two of the MLP."""
         hidden, q, _, ffn = self._widths
         tp = self.tensor_parallel
-        return self._half_waves(q / tp + hidden + ffn / tp, hidden + 2 * ffn / tp + hidden)
+        mlp = hidden + ffn / tp
+        forward, backward = self._half_waves(q / tp + mlp, hidden + 2 * ffn / tp + hidden)
+        again, _ = self._half_waves(mlp * (self.recompute == "mlp"), 0.0)
+        return forward, again + backward
 
     def head_launch_seconds(self) -> tuple[float, float]:
         """The same as `pre_launch_seconds` of the output layer."""
@@ -112,21 +131,23 @@ class ModelCosts:
 
     def activation_bytes(self) -> float:
         """Bytes of a token that each GPU keeps for one layer's backward pass."""
-        if self.recompute:
-            return self.model.hidden_size * self.dtype_bytes / self.tensor_parallel
-        return self._layer_bytes
+        hidden, q, kv, _ = self._widths
+        if self.recompute == "full":
+            return hidden * self.dtype_bytes / self.tensor_parallel
+        lse = 4 * self.model.heads
+        kept = ((4 * hidden + 2 * q + 2 * kv) * self.dtype_bytes + lse) / self.tensor_parallel
+        return kept if self.recompute == "mlp" else kept + self._mlp_bytes
 
     def recomputed_bytes(self) -> float:
-        """Bytes of a token of the one layer that has run forward again; without that none."""
-        return self._layer_bytes if self.recompute else 0.0
+        """Bytes of a token of what has run forward again in one layer; without that none."""
+        if self.recompute == "full":
+            return replace(self, recompute="none").activation_bytes()
+        return self._mlp_bytes if self.recompute == "mlp" else 0.0
 
     @property
-    def _layer_bytes(self) -> float:
-        """Bytes of a token of all activations that one layer's backward pass needs."""
-        hidden, q, kv, ffn = self._widths
-        elements = 4 * hidden + 2 * q + 2 * kv + 3 * ffn
-        lse = 4 * self.model.heads
-        return (elements * self.dtype_bytes + lse) / self.tensor_parallel
+    def _mlp_bytes(self) -> float:
+        """Bytes of a token of the activations within the MLP of a layer."""
+        return 3 * self.model.ffn_hidden_size * self.dtype_bytes / self.tensor_parallel
 
     def logit_bytes(self) -> float:
         """Bytes of a token's logits on each GPU of the last stage."""

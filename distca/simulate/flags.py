@@ -62,7 +62,9 @@ def training_flags(candidate: Candidate, workload: Workload) -> list[str]:
         f"--distca-node-gb-per-s {links.node_gb_per_s}",
         f"--distca-network-gb-per-s {links.network_gb_per_s}",
     ]
-    if workload.recompute:
+    if workload.recompute == "mlp":
+        flags.append("--recompute-granularity selective --recompute-modules mlp")
+    if workload.recompute == "full":
         flags.append("--recompute-granularity full --recompute-method uniform")
         flags.append("--recompute-num-layers 1")
     if candidate.max_in_flight is not None:

@@ -107,7 +107,7 @@ def _documents(
     layers, cluster = costs.model.layers, costs.cluster
     busy, exposed, held, most = (np.zeros(len(lengths)) for _ in range(4))
     sent = np.zeros((len(lengths), 2))
-    times = np.array([2 if costs.recompute else 1, 1])
+    times = costs.passes
     for size in np.unique(sizes).tolist():
         mine = np.flatnonzero(sizes == size)
         tokens = -(-lengths[mine] // size)

@@ -49,7 +49,7 @@ class Passes:
                 head = costs.head_launch_seconds()[direction]
                 parts.append(bins.tokens * costs.head_seconds()[direction] + head)
             each = layers * shared.exposed[..., direction]
-            if costs.recompute:
+            if costs.recompute == "full":
                 each = each + direction * layers * shared.exposed[..., 0]
                 again = of_layer
             for part in parts:

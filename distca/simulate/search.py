@@ -23,7 +23,7 @@ from distca.simulate.baselines import BASELINES, simulate_baseline
 from distca.simulate.batches import plan_global_batch
 from distca.simulate.bins import GATHERED, PACKED_BY_WORK, BaselineLayout, keeps
 from distca.simulate.cluster import Cluster
-from distca.simulate.costs import ModelCosts
+from distca.simulate.costs import ModelCosts, Recompute
 from distca.simulate.hybrid import HYBRID
 from distca.simulate.outcome import Outcome
 from distca.simulate.ticks import simulate_ticks
@@ -62,7 +62,7 @@ class Workload:
     context: int
     sequences: int
     tolerance: float = 0.1
-    recompute: bool = False
+    recompute: Recompute = "none"
 
     def costs(self, tensor_parallel: int) -> ModelCosts:
         """Costs of the model on the cluster."""

@@ -158,7 +158,7 @@ class _Run:
         head_seconds = self._head_seconds(tick, nano_costs)
         directions: tuple[Pass, ...] = ("forward", "backward")
         linear = {each: self._linear_seconds(each, nano_costs) for each in directions}
-        alone = self._costs.recompute and not forward
+        alone = self._costs.recompute == "full" and not forward
         first, last = (0, self._layers - 1) if forward else (self._layers - 1, 0)
         names = NANO_BATCHES if len(nano_costs) > 1 else (None,)
         returns: list[list[Floats]] = [[] for _ in nano_costs]
@@ -218,7 +218,7 @@ class _Run:
         """The order of events of a tick."""
         at_home = self._planned.schedule.stages == 1 and not _returns(nano_costs)
         layers = [LayerGroup(range(self._layers), recomputed=False)]
-        if self._costs.recompute:
+        if self._costs.recompute == "full":
             layers = [LayerGroup(range(n, n + 1), recomputed=True) for n in range(self._layers)]
         return tick_program(tick.direction, layers, len(nano_costs), at_home, turns)
 

@@ -136,7 +136,7 @@ def test_recomputed_layers_run_forward_twice_and_keep_their_input(
 ) -> None:
     """On both sides, as a bound of memory that both may take."""
     costs = costs_on(IDEAL, vocab_size=1)
-    again = replace(costs, recompute=True)
+    again = replace(costs, recompute="full")
     windows, layout = [[2048] * 4] * 2, BaselineLayout(1, 2, 1, 2)
     pair = [simulate_ticks(planned(windows, 1, 2, options), each) for each in (costs, again)]
     ours = pair[1].seconds - pair[0].seconds
@@ -149,6 +149,16 @@ def test_recomputed_layers_run_forward_twice_and_keep_their_input(
     saved = 4096 * (3 * costs.activation_bytes() - 4 * again.activation_bytes())
     for one, other in (pair, plain):
         assert (one.memory_bytes - other.memory_bytes).tolist() == pytest.approx([saved] * 2)
+    # Of an MLP, its matrix products; of its activations, those within it.
+    model, mlp = costs.model, replace(costs, recompute="mlp")
+    rate = IDEAL.peak_tflops * 1e12 * IDEAL.linear_mfu
+    product = 2 * 3 * model.hidden_size * model.ffn_hidden_size / rate
+    one = simulate_ticks(planned(windows, 1, 2, options), mlp)
+    other = simulate_baseline("packed", lengths, layout, mlp)
+    saved = 4096 * (model.layers - 1) * 3 * model.ffn_hidden_size * costs.dtype_bytes
+    for tried, whole in ((one, pair[0]), (other, plain[0])):
+        assert tried.seconds - whole.seconds == pytest.approx(2 * 4096 * model.layers * product)
+        assert (whole.memory_bytes - tried.memory_bytes).tolist() == pytest.approx([saved] * 2)
     bins = [
         simulate_baseline(name, lengths, BaselineLayout(1, 1, 2, 2), again)
         for name in ("wlb-llm", "per-document-cp")

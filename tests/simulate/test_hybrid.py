@@ -34,7 +34,7 @@ def test_documents_run_one_after_the_other() -> None:
     state = costs.state_bytes(0, 1, 4)
     kept = (apart.memory_bytes - state)[0] / (shared.memory_bytes - state)[0]
     assert kept == pytest.approx(4, rel=0.05)
-    again = replace(costs, recompute=True)
+    again = replace(costs, recompute="full")
     longer = simulate_baseline("hybrid-cp", lengths, BaselineLayout(1, 4, 1, 1), again)
     assert longer.seconds - apart.seconds == pytest.approx(passes(costs, 8192, 4, False)[0])
 

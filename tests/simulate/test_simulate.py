@@ -20,6 +20,7 @@ from distca.simulate import (
     CLUSTERS,
     BaselineLayout,
     Candidate,
+    Charges,
     ModelCosts,
     Outcome,
     Workload,
@@ -77,7 +78,8 @@ def test_gradients_are_reduced_behind_the_last_backward_pass() -> None:
 @pytest.mark.parametrize(("ranks", "short"), [(1, [1025, 1023]), (2, [1024, 1024])])
 def test_an_estimate_is_exact_where_nothing_waits(ranks: int, short: list[int]) -> None:
     """Each rank has the same whole documents, so that core attention is shared out perfectly."""
-    workload = Workload(MODEL, IDEAL, gpus=ranks, context=4096, sequences=2 * ranks)
+    cluster = replace(IDEAL, charges=Charges(half_waves=True))
+    workload = Workload(MODEL, cluster, gpus=ranks, context=4096, sequences=2 * ranks)
     batch = [np.array([2048, 2048]), np.array(2 * short)] * ranks
     candidate = Candidate("tiles", 1, 1, ranks, 1, micro_batches=2)
     seconds = simulate(candidate, workload, batch).seconds

@@ -8,6 +8,7 @@ from argparse import Namespace
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
@@ -22,6 +23,7 @@ from distca.simulate import (
     divisions,
     training_flags,
 )
+from distca.simulate.costs import Recompute
 from distca.simulate.flags import format_flags
 from distca.simulate.search import options_of, with_chains, with_head_groups
 from megatron_patches.batches.micro_batch import WindowLayout
@@ -94,7 +96,12 @@ def check(args: Namespace, candidate: Candidate, workload: Workload) -> None:
     assert config.links == workload.cluster.links(c.tensor)
     assert config.shape == costs.shape
     assert args.use_distributed_optimizer
-    assert args.recompute_granularity is None
+    if workload.recompute == "none":
+        assert args.recompute_granularity is None
+    elif workload.recompute == "mlp":
+        assert (args.recompute_granularity, args.recompute_modules) == ("selective", ["mlp"])
+    else:
+        assert (args.recompute_granularity, args.recompute_num_layers) == ("full", 1)
 
 
 @pytest.mark.parametrize("system", DISTCA_SYSTEMS)
@@ -134,8 +141,9 @@ def test_every_configuration_is_trained_as_it_is_simulated(system: str, workload
     assert (refused > 0) == (workload.context in (512, 640, 960))
 
 
-def test_a_sequence_is_a_window_on_a_real_job() -> None:
-    workload = Workload(MODELS["llama-8b"], CLUSTERS["dgx-h200"], 64, 131_072, 32, 0.05)
+@pytest.mark.parametrize("recompute", get_args(Recompute))
+def test_a_sequence_is_a_window_on_a_real_job(recompute: Recompute) -> None:
+    workload = Workload(MODELS["llama-8b"], CLUSTERS["dgx-h200"], 64, 131_072, 32, 0.05, recompute)
     candidate = Candidate("tiles", tensor=2, stages=1, data=32, context=1, micro_batches=4)
     args = parsed(shlex.split(" ".join(training_flags(candidate, workload))), workload)
     check(args, candidate, workload)
