@@ -58,15 +58,20 @@ def build_decode_exchange(
     served = np.concatenate([mine, received])
     order = np.argsort(lines[served])
     in_order = bool((order[1:] > order[:-1]).all())
-    q_rows = None if in_order else torch.from_numpy(order)
+    q_rows = slice(0, len(served)) if in_order else torch.from_numpy(order)
     keys, cu_seqlens = _keys(decode, mask, rank, tables, lines, served)
     call = KernelCall(
-        False, len(served), int((keys.used - keys.first).sum()), *cu_seqlens, q_rows, None
+        False,
+        len(served),
+        int((keys.used - keys.first).sum()),
+        *cu_seqlens,
+        q_rows,
+        slice(0, slots),
     )
     alone = in_order and not len(send)
     local = np.concatenate([np.where(order < len(mine), order, -1), send])
     travels = bool(moved.any())
-    kv = Rows(slots, _NO_ROWS, outgoing[1], incoming[1], 0, None, None, False)
+    kv = Rows(slots, None, _NO_ROWS, outgoing[1], incoming[1], 0, None, None, False)
     q = replace(
         kv,
         local=len(mine),

@@ -98,7 +98,7 @@ class SteppedCosts:
         return 3 * rows * (self.shape.q_row_bytes + self.shape.lse_row_bytes)
 
     def _exchange(self, messages: Messages) -> ExchangeCosts:
-        transfer = Transfer.of_bytes(messages.matrix(), self.links)
+        transfer = Transfer.of_messages(messages, self.links)
         return ExchangeCosts(transfer, messages.sent(), messages.received())
 
 
