@@ -106,13 +106,17 @@ def work(rank: int, base: Setting, sizes: list[int], store: str) -> None:
         todo = Todo(**json.loads(line))
         batch = [todo.tokens * base.processes // todo.documents] * todo.documents
         steps: dict[str, list[Any]] = {name: [] for name in todo.ways}
+        # The first round warms up.
+        documents = batch * (todo.rounds + 1)
+        batches = {name: ways[todo.tokens][name].batches(documents) for name in todo.ways}
         for number in range(todo.rounds + 1):
             # The first or the last way may be better off, so ways take turns at being it.
             first = number % len(todo.ways)
             for name in [*todo.ways[first:], *todo.ways[:first]]:
-                step = ways[todo.tokens][name].step(batch * base.batches, number % base.batches)
-                # The first round warms up.
+                step = ways[todo.tokens][name].step(batches[name])
                 steps[name] += [step] if number else []
+        for each in batches.values():
+            each.close()
         found = {
             name: {
                 "seconds": [step.seconds for step in row],

@@ -57,7 +57,11 @@ def model_size(args: Namespace) -> ModelSize:
 
 
 class Measured:
-    """A way to train, whose steps can be timed one by one."""
+    """A way to train, whose steps can be timed one by one.
+
+    Steps follow each other as in training: the next one is planned ahead, by processes that start
+    with the first.
+    """
 
     def __init__(self, setting: Setting, more_flags: list[str]) -> None:
         from megatron_patches.batches.sources import batch_maker, model_device, window_layout
@@ -79,12 +83,15 @@ class Measured:
 
         get_model_config(self._model[0]).finalize_model_grads_func = None
 
-    def step(self, lengths: list[int], batch: int) -> Step:
-        """Runs and times a whole training step on a global batch."""
+    def batches(self, lengths: list[int]) -> Any:
+        """Iterates over the micro-batches, or ticks, of the documents' global batches."""
+        return self._maker.iterator(stream_of(lengths), "train", 0)
+
+    def step(self, batches: Any) -> Step:
+        """Runs and times a whole training step on the next global batch."""
         from megatron_patches.loop.job import DataIterators
         from megatron_patches.loop.lean.training import Run, forward_backward
 
-        batches = self._batches(lengths, batch * self.args.global_batch_size)
         data = DataIterators(batches, None, None)
         run = Run(
             self._job, self.args, self._model, self._optimizer, None, [data], self._forward_backward
@@ -101,7 +108,6 @@ class Measured:
             done.cpu_seconds = time.process_time() - cpu
             self._barrier()
             done.seconds = time.perf_counter() - start
-        batches.close()
         return done
 
     def _barrier(self) -> None:
@@ -110,7 +116,7 @@ class Measured:
         if self._device.type == "cuda":
             torch.cuda.synchronize()
 
-    def peak_bytes(self, lengths: list[int], batch: int) -> int:
+    def peak_bytes(self, batches: Any) -> int:
         """Peak bytes of a step's tensors and core attention's buffers.
 
         Parameters, their gradients and the optimizer's state stand between steps and are left out.
@@ -118,17 +124,17 @@ class Measured:
         if self._device.type == "cuda":
             before = torch.cuda.memory_allocated()
             torch.cuda.reset_peak_memory_stats()
-            self.step(lengths, batch)
+            self.step(batches)
             peak = torch.cuda.max_memory_allocated() - before
         else:
-            peak = self._peak_on_cpu(lengths, batch)
+            peak = self._peak_on_cpu(batches)
         if self.args.distca:
             peak += self._maker.core_attention.buffers.nbytes
         return peak
 
-    def _peak_on_cpu(self, lengths: list[int], batch: int) -> int:
+    def _peak_on_cpu(self, batches: Any) -> int:
         with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
-            self.step(lengths, batch)
+            self.step(batches)
         # The allocator reports each tensor's bytes when it comes and, negative, when it goes.
         changes = [
             event.nbytes()
@@ -140,10 +146,6 @@ class Measured:
     def close(self) -> None:
         """Closes the transport."""
         self._maker.close()
-
-    def _batches(self, lengths: list[int], first: int) -> Any:
-        """Iterates over micro-batches, or ticks, from a sample of the documents' stream on."""
-        return self._maker.iterator(stream_of(lengths), "train", first)
 
     @contextmanager
     def _watched(self, batches: Any, done: Step) -> Iterator[None]:
@@ -183,6 +185,15 @@ def start_process(rank: int, setting: Setting, store: str) -> None:
     )
 
 
+def steps_lengths(setting: Setting, mix: str) -> list[int]:
+    """Lengths of the documents of all steps: one that warms up, each batch in all rounds, and one
+    for the memory."""
+    lengths = document_lengths(setting, mix)
+    number = (np.cumsum(lengths) - 1) // setting.tokens
+    order = [0, *np.repeat(np.arange(setting.batches), setting.rounds), 0]
+    return np.concatenate([np.array(lengths)[number == batch] for batch in order]).tolist()
+
+
 def measure(setting: Setting) -> dict[str, Any] | None:
     """Runs one process of the measurement; ends the process groups.
 
@@ -194,30 +205,37 @@ def measure(setting: Setting) -> dict[str, Any] | None:
     # The profiler's own switch: else it writes a line for every start and stop.
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     ways = {name: Measured(setting, more) for name, more in setting.ways().items()}
-    short_documents = [BLOCK] * (setting.batches * setting.tokens // BLOCK)
+    short_documents = [BLOCK] * ((setting.batches * setting.rounds + 1) * setting.tokens // BLOCK)
     names = [*ways, *([SHORT] if setting.stages == 1 else [])]
     steps: dict[str, dict[str, list[list[Step]]]] = {}
     rank = dist.get_rank()
     number_of_steps = len(setting.mixes) * setting.batches * setting.rounds * len(names)
     with tqdm(total=number_of_steps, unit="step", disable=rank != 0) as progress:
         for mix in setting.mixes:
-            lengths = document_lengths(setting, mix)
+            lengths = steps_lengths(setting, mix)
             steps[mix] = {name: [] for name in names}
-            for way in ways.values():
-                way.step(lengths, 0)  # Warms up.
-            for batch in range(setting.batches):
+            trained = {
+                name: ways.get(name, ways[PLAIN]).batches(
+                    short_documents if name == SHORT else lengths
+                )
+                for name in names
+            }
+            for name, batches in trained.items():
+                ways.get(name, ways[PLAIN]).step(batches)  # Warms up.
+            for _ in range(setting.batches):
                 rows: dict[str, list[Step]] = {name: [] for name in names}
                 for number in range(setting.rounds):
                     # Whoever comes first or last may be better off, so all do in turn.
                     at = number % len(names)
                     for name in names[at:] + names[:at]:
-                        documents = short_documents if name == SHORT else lengths
-                        rows[name].append(ways.get(name, ways[PLAIN]).step(documents, batch))
+                        rows[name].append(ways.get(name, ways[PLAIN]).step(trained[name]))
                         progress.update()
                 for name, row in rows.items():
                     steps[mix][name].append(row)
             for name, way in ways.items():
-                steps[mix][name][0][0].peak_bytes = way.peak_bytes(lengths, 0)
+                steps[mix][name][0][0].peak_bytes = way.peak_bytes(trained[name])
+            for batches in trained.values():
+                batches.close()
     everyones: list[Any] = [None] * setting.processes
     dist.all_gather_object(everyones, steps)
     summaries = None
