@@ -20,7 +20,15 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks.kernels.layer import idle_share
 from benchmarks.training.report import table
-from benchmarks.training.setting import PLAIN, SHORT, Setting, document_lengths, pairs_of_ranks
+from benchmarks.training.run import steps_lengths
+from benchmarks.training.setting import (
+    LONG_TAIL,
+    PLAIN,
+    SHORT,
+    Setting,
+    document_lengths,
+    pairs_of_ranks,
+)
 from benchmarks.training.step import Step
 from benchmarks.training.summary import summarize
 from benchmarks.training.throughput import build_parser, peak_of_gpu, setting_of
@@ -166,6 +174,15 @@ def setting_from(*flags: str, started: int = 2) -> Setting:
 def test_throughput_refuses(flags, message) -> None:
     with pytest.raises(ValueError, match=message):
         setting_from(*flags)
+
+
+def test_steps_of_a_mix_follow_each_other() -> None:
+    """One that warms up, each batch in all rounds, one for the memory: of one stream."""
+    setting = setting_from("--seq-length", "512", "--batches", "2", "--rounds", "3")
+    lengths = np.array(document_lengths(setting, LONG_TAIL))
+    first, second = np.split(lengths, [np.searchsorted(np.cumsum(lengths), setting.tokens) + 1])
+    expected = np.concatenate([first, *[first] * 3, *[second] * 3, first])
+    assert steps_lengths(setting, LONG_TAIL) == expected.tolist()
 
 
 def test_the_peak_is_known_of_some_gpus() -> None:
