@@ -13,10 +13,10 @@ The machine as the simulator knows it is measured apart from the steps that are 
 times (forward by the profile, backward over forward here), the rate at which rows are copied, the
 speed of an exchange between two processes, and one number from the steps of documents of one block
 alone, without a pipeline: the time of everything but core attention. Planning is timed, too, and
-added, since it shares the core of its process in these runs. Predicted are then the steps of every
-mix, with every scheduler and without `--distca`: plain Megatron by `simulate_baseline`, the
-reference of published speed-ups, too. Context parallelism has groups of all ranks where this
-command runs the steps.
+added, since processes that plan ahead share the ranks' cores in these runs. Predicted are then the
+steps of every mix, with every scheduler and without `--distca`: plain Megatron by
+`simulate_baseline`, the reference of published speed-ups, too. Context parallelism has groups of
+all ranks where this command runs the steps.
 
 Reported: the error of each, the median of all, and whether a mix's schedulers, and plain Megatron
 among them, rank as measured in each mode. Pairs whose measured times are closer than `TIE` are not

@@ -6,9 +6,10 @@
 
 Windows of documents, none longer than a rank's tokens, are trained on by plain Megatron and by each
 scheduler in each mode (all of them, unless chosen) in turn, in the same processes, so that a
-machine whose speed drifts slows all. Each way to train has a model of its own, and all are in
-memory together: choose few ways for a large model. Flags that are not listed by `--help` are
-`pretrain_gpt.py`'s, and hold for every way.
+machine whose speed drifts slows all. A way's steps follow each other as in training: the next one
+is planned ahead, by processes that share the ranks' cores. Each way to train has a model of its
+own, and all are in memory together: choose few ways for a large model. Flags that are not listed by
+`--help` are `pretrain_gpt.py`'s, and hold for every way.
 
 By itself the command starts as many processes as there are GPUs or cores. On a cluster torchrun (or
 `launch/slurm/throughput.sh`) starts them on every node. On GPUs they talk by NCCL, else by gloo.
