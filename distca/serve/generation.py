@@ -13,7 +13,8 @@ import torch.distributed as dist
 from distca.schedule.serving import Strategy
 from distca.serve.models import ServedModel
 from distca.serve.pool_size import check_room
-from distca.serve.steps import ModelRank, Step, StepPlanner
+from distca.serve.step_planner import Step, StepPlanner
+from distca.serve.steps import ModelRank
 
 FinishReason = Literal["stop", "length"]
 

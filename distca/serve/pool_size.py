@@ -10,7 +10,7 @@ import numpy as np
 from distca.schedule.serving.accounts import block_bytes
 from distca.schedule.serving.blocks import BlockPool
 from distca.serve.models import ServedModel
-from distca.serve.steps import StepPlanner
+from distca.serve.step_planner import StepPlanner
 
 BLOCK_SIZE = 256
 """Rows of a block by default: FlashAttention 2 reads blocks of its multiples alone."""

@@ -97,12 +97,12 @@ class Holdings:
         within = np.clip(rest[:, None] - turn * self.stripe, 0, self.stripe)
         return cycles[:, None] * self.stripe + within  # type: ignore[no-any-return]
 
-    def note_decoded(self, lines: Int64s) -> None:
-        """Notes that the next token of each line's sequence is held by its owner."""
+    def note_decoded(self, lines: Int64s, count: int = 1) -> None:
+        """Notes that the next tokens of each line's sequence, `count` each, are held in stripes."""
         last = self._ranks[lines, np.maximum(self._runs[lines] - 1, 0)]
         for line in lines[(self._runs[lines] == 0) | (last != _STRIPED)].tolist():
             self._add_run(line, _STRIPED)
-        self._lengths[lines] += 1
+        self._lengths[lines] += count
 
     def note(self, sequences: Sequence[int], new: Placement) -> None:
         """Notes that ranks hold new tokens.

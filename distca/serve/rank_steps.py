@@ -1,0 +1,277 @@
+"""A rank's part of steps beside the model: its pool, its exchanges and the layers' attention."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+import numpy as np
+import torch
+
+from distca.attention.paged import OfPool, PagedKernel
+from distca.cost.decode_memory import decode_memory
+from distca.cost.memory import CoreAttentionMemory
+from distca.cost.step_memory import step_memory
+from distca.cost.volume import AttentionShape
+from distca.plan import Mask
+from distca.plan.span import Bools, Int64s, expand_ranges
+from distca.runtime import CoreAttention, Exchange, ProgramRun
+from distca.runtime.decode_exchange import build_decode_exchange
+from distca.runtime.kv_pool import BlockTables, KvPool
+from distca.runtime.step_exchange import SteppedExchange, build_stepped_exchange
+from distca.runtime.stepped_call import attend_in_steps
+from distca.schedule.program import LayerGroup, Program, tick_program
+from distca.schedule.serving.accounts import NewBlocks
+from distca.schedule.serving.decode import Decode
+from distca.serve.step_planner import Prefill, Step
+
+# A call of core attention by itself: the model decides which layer is next.
+_ONE_CALL: Program = tick_program("forward", (LayerGroup(range(1), False),), 1, False, False)
+
+
+class RankSteps:
+    """The steps of one rank: keys and values that it keeps, and its part of attention.
+
+    Args:
+        core: core attention of this rank.
+        windows: for each layer how many earlier tokens a query sees; None: all.
+        shape: heads of a layer on this rank.
+        dtype: dtype of rows.
+        device: device of the rows.
+        blocks: blocks of this rank's pool of keys and values.
+        block_size: rows of a block.
+    """
+
+    def __init__(
+        self,
+        core: CoreAttention,
+        windows: Sequence[int | None],
+        shape: AttentionShape,
+        dtype: torch.dtype,
+        device: torch.device,
+        blocks: int,
+        block_size: int,
+    ) -> None:
+        self._core, self._windows, self._shape, self._device = core, windows, shape, device
+        self._pool = KvPool(len(windows), blocks, block_size, shape, dtype, device)
+        self._tables = BlockTables(block_size, device)
+
+    def add_blocks(self, blocks: NewBlocks) -> None:
+        """Adds this rank's blocks to sequences' tables."""
+        for (sequence, owner), added in blocks.items():
+            if owner == self._core.transport.rank:
+                self._tables.append(sequence, added)
+
+    def begin(self, step: Step) -> StepRun:
+        """Finds this rank's part of a step, whose layers can then run. Collective."""
+        rank = self._core.transport.rank
+        self.add_blocks(step.blocks)
+        rows = [NewRows.of(part, rank, self._tables) for part in step.parts]
+        slots = self._index(np.concatenate([each.slots for each in rows]))
+        return StepRun(rows, self._windows, self._pool, slots, self._parts(step))
+
+    def drop(self, sequence: int) -> None:
+        """Forgets where the keys and values of a sequence are."""
+        self._tables.drop(sequence)
+
+    def _index(self, values: Int64s) -> torch.Tensor:
+        return torch.from_numpy(values).to(self._device)
+
+    def _parts(self, step: Step) -> list[_PartRun]:
+        """This rank's part of each part of a step, with room in the buffers. Collective."""
+        parts = [
+            self._decode(part) if isinstance(part, Decode) else self._prefill(part)
+            for part in step.parts
+        ]
+        needed = CoreAttentionMemory()
+        for part in parts:
+            needed = needed.union(part.memory)
+        # Indices of all parts lie beside each other.
+        indices = sum(part.memory.indices for part in parts)
+        self._core.reserve(replace(needed, indices=indices))
+        calls = [call for part in parts for call in part.calls.values()]
+        decoding = [call for call in calls if isinstance(call, _AtOnce)]
+        placed = self._core.buffers.place([call.exchange for call in decoding])
+        for call, exchange in zip(decoding, placed, strict=True):
+            call.exchange = exchange
+        return parts
+
+    def _prefill(self, part: Prefill) -> _PartRun:
+        rank, needed = self._core.transport.rank, CoreAttentionMemory()
+        # Keys and values of all the sequences' rows here, in the order of the plans.
+        counts = part.rows[:, rank]
+        lines = np.repeat(self._tables.lines(part.sequences), counts)
+        slots = self._tables.slots(lines, expand_ranges(np.zeros_like(counts), counts))
+        calls: dict[Mask, _Attention] = {}
+        for mask, plan in part.plans.items():
+            needed = needed.union(step_memory(plan, self._shape))
+            exchange = build_stepped_exchange(plan, rank, slots)
+            on_device = exchange.map_indices(lambda index: index.to(self._device))
+            calls[mask] = _InSteps(self._core, on_device)
+        return _PartRun(calls, needed)
+
+    def _decode(self, part: Decode) -> _PartRun:
+        transport, kernel = self._core.transport, self._core.kernel
+        assert isinstance(kernel, PagedKernel), "a kernel that knows no pools"
+        lines, calls = self._tables.lines(part.sequences), dict[Mask, _Attention]()
+        for mask in part.hidden:
+            exchange, keys = build_decode_exchange(
+                part, mask, transport.rank, self._tables, lines, self._pool.slots
+            )
+            calls[mask] = _AtOnce(replace(self._core, kernel=OfPool(kernel, keys)), exchange)
+        needed = decode_memory(len(part.sequences), transport.world_size, self._shape)
+        return _PartRun(calls, needed)
+
+
+@dataclass(frozen=True)
+class NewRows:
+    """A rank's new tokens of a part of a step, in the order of its rows.
+
+    Attributes:
+        part: part of the step.
+        document: index of each token's sequence among the part's.
+        positions: position of each token.
+        slots: where its keys and values lie in the pool.
+    """
+
+    part: Prefill | Decode
+    document: Int64s
+    positions: Int64s
+    slots: Int64s
+
+    @staticmethod
+    def of(part: Prefill | Decode, rank: int, tables: BlockTables) -> NewRows:
+        """Finds the tokens of a rank; `tables` have the step's blocks."""
+        mine = part.new.of_rank(rank)
+        mine = mine.select(np.lexsort((mine.start, mine.document)))
+        counts = mine.end - mine.start
+        document = np.repeat(mine.document, counts)
+        # Behind the rows that the rank has of the sequence, as far as they are all before.
+        first = np.searchsorted(document, document)
+        row = part.before[document, rank] + np.arange(len(document)) - first
+        slots = tables.slots(tables.lines(part.sequences)[document], row)
+        return NewRows(part, document, expand_ranges(mine.start, counts), slots)
+
+    @property
+    def last(self) -> Bools:
+        """Whether each is the last token of its sequence."""
+        return self.positions == self.part.rows.sum(axis=1)[self.document] - 1
+
+    def ids(self, tokens: Mapping[int, Sequence[int]]) -> Int64s:
+        """Token ids; `tokens` are the new ones of each sequence."""
+        theirs = [np.array(tokens[sequence], dtype=np.int64) for sequence in self.part.sequences]
+        begins = np.cumsum([0, *map(len, theirs)])[:-1] - self.part.before.sum(axis=1)
+        return np.concatenate(theirs)[begins[self.document] + self.positions]
+
+
+class _Attention(Protocol):
+    """Core attention of a part of a step, in the layers of one mask."""
+
+    @property
+    def queries(self) -> int:
+        """Query rows of this rank."""
+        ...
+
+    def __call__(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float
+    ) -> torch.Tensor:
+        """Returns the outputs of this rank's queries; `k` and `v` are the pool's rows by slot."""
+        ...
+
+
+@dataclass
+class _AtOnce:
+    """Rows that travel all at once, as queries do in decoding."""
+
+    core: CoreAttention
+    exchange: Exchange
+
+    @property
+    def queries(self) -> int:
+        return self.exchange.q.local
+
+    def __call__(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float
+    ) -> torch.Tensor:
+        return self.core(q, k, v, ProgramRun((self.exchange,), _ONE_CALL), scale)
+
+
+@dataclass(frozen=True)
+class _InSteps:
+    """Rows that travel step by step of a plan, as in prefills."""
+
+    core: CoreAttention
+    exchange: SteppedExchange
+
+    @property
+    def queries(self) -> int:
+        return self.exchange.queries
+
+    def __call__(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float
+    ) -> torch.Tensor:
+        return attend_in_steps(self.core, q, k, v, self.exchange, scale)
+
+
+@dataclass(frozen=True)
+class _PartRun:
+    """What the layers need of a part of a step.
+
+    Attributes:
+        calls: core attention of the layers of each mask.
+        memory: buffers that the calls need.
+    """
+
+    calls: Mapping[Mask, _Attention]
+    memory: CoreAttentionMemory
+
+
+@dataclass
+class StepRun:
+    """What the layers of a step need; a layer knows its number.
+
+    Attributes:
+        rows: this rank's new tokens of each part.
+        layers_run: layers whose attention has run.
+    """
+
+    rows: Sequence[NewRows]
+    windows: Sequence[int | None]
+    pool: KvPool
+    slots: torch.Tensor
+    parts: Sequence[_PartRun]
+    layers_run: int = 0
+
+    @property
+    def positions(self) -> Int64s:
+        """Positions of all new tokens of this rank."""
+        return np.concatenate([each.positions for each in self.rows])
+
+    def ids(self, tokens: Mapping[int, Sequence[int]]) -> Int64s:
+        """Token ids of all new tokens of this rank; `tokens` are the new ones of each sequence."""
+        return np.concatenate([each.ids(tokens) for each in self.rows])
+
+    def last(self) -> dict[int, int]:
+        """The row of each sequence's last token, of those that are of this rank."""
+        found, begin = {}, 0
+        for each in self.rows:
+            at = np.flatnonzero(each.last)
+            for number, row in zip(each.document[at].tolist(), at.tolist(), strict=True):
+                found[each.part.sequences[number]] = begin + row
+            begin += len(each.document)
+        return found
+
+    def attend(
+        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float
+    ) -> torch.Tensor:
+        """Core attention of a layer: `q` and its result are `[rows, heads, head_dim]`."""
+        self.pool.write(layer, self.slots, k, v)
+        calls = [part.calls[Mask(self.windows[layer])] for part in self.parts]
+        queries = torch.split(q, [call.queries for call in calls])
+        out = [
+            call(query, *self.pool.rows(layer), scale)
+            for query, call in zip(queries, calls, strict=True)
+        ]
+        self.layers_run += 1
+        return out[0] if len(out) == 1 else torch.cat(out)

@@ -1,0 +1,165 @@
+"""Steps of a model's inference as all ranks know them, and who plans them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+
+import numpy as np
+
+from distca.cost.volume import AttentionShape, plan_bytes
+from distca.plan import Mask, Placement, Plan
+from distca.plan.span import Int64s
+from distca.schedule.serving import Strategy, shard_evenly, step_plan
+from distca.schedule.serving.accounts import Accounts, Growth, NewBlocks
+from distca.schedule.serving.blocks import BlockPool
+from distca.schedule.serving.decode import Decode, plan_decode
+from distca.schedule.serving.holdings import Holdings
+from distca.serve.models import ServedModel
+
+
+@dataclass(frozen=True)
+class Prefill:
+    """Prompts, turns or chunks of either, with the plans of their attention.
+
+    Attributes:
+        sequences: sequences that are fed, by number.
+        plans: plan of the layers of each mask, over these sequences in their order.
+        new: owners of the new tokens.
+        before: rows of each sequence on each rank before, int64 `[sequences, ranks]`.
+    """
+
+    sequences: tuple[int, ...]
+    plans: Mapping[Mask, Plan]
+    new: Placement
+    before: Int64s
+
+    @cached_property
+    def rows(self) -> Int64s:
+        """Rows of each sequence on each rank afterwards, int64 `[sequences, ranks]`."""
+        after = self.before.copy()
+        np.add.at(after, (self.new.document, self.new.rank), self.new.end - self.new.start)
+        return after
+
+    def bytes_by_sequence(self, mask: Mask, shape: AttentionShape) -> Int64s:
+        """Bytes that a layer moves for each sequence."""
+        plan = self.plans[mask]
+        documents = (plan.tasks[plan.tasks.document == n] for n in range(len(self.sequences)))
+        found = [plan_bytes(replace(plan, tasks=tasks), shape) for tasks in documents]
+        return np.array([each.forward().total for each in found], dtype=np.int64)
+
+
+@dataclass(frozen=True)
+class Step:
+    """What all ranks know of a step before it runs.
+
+    Attributes:
+        parts: prefills and decoded tokens; in each layer their attention runs in this order.
+        blocks: blocks that it adds to sequences.
+    """
+
+    parts: tuple[Prefill | Decode, ...]
+    blocks: NewBlocks = field(default_factory=dict)
+
+    def beside(self, other: Step) -> Step:
+        """Both steps as one; the other was planned after this one, and feeds other sequences."""
+        return Step(self.parts + other.parts, {**self.blocks, **other.blocks})
+
+    @property
+    def sequences(self) -> tuple[int, ...]:
+        """Sequences that the step feeds, those of one part after the other."""
+        return tuple(sequence for part in self.parts for sequence in part.sequences)
+
+    def bytes_by_sequence(self, model: ServedModel) -> list[int]:
+        """Bytes that the step moves for each sequence, in all layers, by its plans."""
+        found: list[int] = []
+        for part in self.parts:
+            layers = Counter(model.windows).items()
+            of_windows = [
+                count * part.bytes_by_sequence(Mask(window), model.shape)
+                for window, count in layers
+            ]
+            found += (model.tensor_parallel_size * np.sum(of_windows, axis=0)).tolist()
+        return found
+
+
+class StepPlanner:
+    """Plans steps, and knows who holds which keys and values in which blocks: alike on all ranks.
+
+    Args:
+        pool: blocks of all ranks.
+        masks: masks of the model's layers.
+        stripe: consecutive positions of a sequence that one rank owns in decoding.
+    """
+
+    def __init__(self, pool: BlockPool, masks: Sequence[Mask], stripe: int) -> None:
+        self._masks, self._world_size = tuple(masks), pool.world_size
+        self.holdings, self.accounts = Holdings(pool.world_size, stripe), Accounts(pool)
+
+    def length(self, sequence: int) -> int:
+        """Tokens of a sequence whose keys and values are held."""
+        return self.holdings.length(sequence)
+
+    def rows_per_rank(self, sequence: int) -> list[int]:
+        """Rows of a sequence that each rank holds."""
+        if sequence not in self.holdings:
+            return [0] * self._world_size
+        lines = self.holdings.lines([sequence])
+        return [int(n) for n in self.holdings.rows(lines, self.holdings.lengths(lines))[0]]
+
+    def plan(self, counts: Mapping[int, int], strategy: Strategy, decodes: bool) -> Step:
+        """Plans the step that feeds so many new tokens of each sequence, and takes its blocks.
+
+        Args:
+            counts: new tokens by sequence, at least 1 each.
+            strategy: what travels.
+            decodes: whether one token of each is decoded; others are shared out evenly.
+
+        Raises:
+            NoFreeBlocks: a rank's pool is too small; nothing has changed.
+        """
+        sequences = tuple(counts)
+        if decodes:
+            assert all(count == 1 for count in counts.values()), "one token is decoded at a time"
+            decode = plan_decode(self.holdings, sequences, self._masks)
+            blocks = self._take(decode)
+            self.holdings.note_decoded(self.holdings.lines(sequences))
+            return Step((decode,), blocks)
+        lines = self.holdings.lines(sequences)
+        starts = self.holdings.lengths(lines)
+        before = self.holdings.rows(lines, starts)
+        ends = starts + np.fromiter(counts.values(), dtype=np.int64, count=len(counts))
+        new, held = shard_evenly(starts, ends, self._world_size), self.holdings.placement(sequences)
+        plans = {mask: step_plan(held, new, strategy, mask, in_steps=True) for mask in self._masks}
+        prefill = Prefill(sequences, plans, new, before)
+        blocks = self._take(prefill)
+        self.holdings.note(sequences, new)
+        return Step((prefill,), blocks)
+
+    def blocks_needed(self, counts: Mapping[int, int], most_new: int) -> Int64s:
+        """Blocks that each rank needs for prompts or turns and their whole answers, `[ranks]`.
+
+        Args:
+            counts: tokens of each sequence that are fed, beside those that are held.
+            most_new: most tokens of an answer; the last is never fed.
+        """
+        holdings, sequences = self.holdings, tuple(counts)
+        starts = np.array([holdings.length(each) for each in sequences], dtype=np.int64)
+        ends = starts + np.fromiter(counts.values(), dtype=np.int64, count=len(counts))
+        before = np.array([self.rows_per_rank(each) for each in sequences], dtype=np.int64)
+        new, numbers = shard_evenly(starts, ends, self._world_size), np.array(sequences)
+        after = before + holdings.in_stripes(numbers, ends, ends + most_new - 1)
+        np.add.at(after, (new.document, new.rank), new.end - new.start)
+        growth = Growth(sequences, before, after)
+        blocks: Int64s = growth.blocks(self.accounts.pool.block_size).sum(axis=0)
+        return blocks
+
+    def _take(self, part: Prefill | Decode) -> NewBlocks:
+        return self.accounts.take(Growth(part.sequences, part.before, part.rows))
+
+    def drop(self, sequence: int) -> None:
+        """Forgets a sequence, and gives its blocks back."""
+        self.holdings.drop(sequence)
+        self.accounts.drop(sequence)
