@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, fields, is_dataclass, replace
-from functools import cached_property
+from functools import cache, cached_property
 from typing import TypeVar, cast
 
 import numpy as np
@@ -177,7 +177,8 @@ class Exchange:
 
     def map_indices(self, function: Callable[[torch.Tensor], torch.Tensor]) -> Exchange:
         """Replaces every tensor of row indices by its image (`cu_seqlens` stay on the CPU)."""
-        return map_indices(self, function)
+        # A copy in any case, whose messages are laid out anew.
+        return replace(map_indices(self, function))
 
 
 def map_indices(value: Value, function: Callable[[torch.Tensor], torch.Tensor]) -> Value:
@@ -186,10 +187,19 @@ def map_indices(value: Value, function: Callable[[torch.Tensor], torch.Tensor]) 
         return cast(Value, function(value)) if value.dtype == torch.int64 else value
     if isinstance(value, tuple):
         return cast(Value, tuple(map_indices(each, function) for each in value))
-    if is_dataclass(value):
-        parts = {f.name: map_indices(getattr(value, f.name), function) for f in fields(value)}
-        return replace(value, **parts)  # type: ignore[type-var]
-    return value
+    changed = {}
+    for name in _field_names(type(value)):  # type: ignore[arg-type]
+        before = getattr(value, name)
+        after = map_indices(before, function)
+        if after is not before:
+            changed[name] = after
+    return replace(value, **changed) if changed else value  # type: ignore[type-var]
+
+
+@cache
+def _field_names(kind: type) -> tuple[str, ...]:
+    """Fields of a dataclass; other types have none. A step maps many values of few types."""
+    return tuple(each.name for each in fields(kind)) if is_dataclass(kind) else ()
 
 
 def build_exchange(plan: Plan, rank: int) -> Exchange:

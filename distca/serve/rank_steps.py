@@ -53,6 +53,8 @@ class RankSteps:
         blocks: int,
         block_size: int,
     ) -> None:
+        assert isinstance(core.kernel, PagedKernel), "a kernel that knows no pools"
+        self._kernel = core.kernel
         self._core, self._windows, self._shape, self._device = core, windows, shape, device
         self._pool = KvPool(len(windows), blocks, block_size, shape, dtype, device)
         self._tables = BlockTables(block_size, device)
@@ -112,8 +114,7 @@ class RankSteps:
         return _PartRun(calls, needed)
 
     def _decode(self, part: Decode) -> _PartRun:
-        transport, kernel = self._core.transport, self._core.kernel
-        assert isinstance(kernel, PagedKernel), "a kernel that knows no pools"
+        transport, kernel = self._core.transport, self._kernel
         lines, calls = self._tables.lines(part.sequences), dict[Mask, _Attention]()
         for mask in part.hidden:
             exchange, keys = build_decode_exchange(
