@@ -73,8 +73,9 @@ class PagedKeys:
         """`first` and `used` beside the table, int32."""
         both = torch.from_numpy(np.stack([self.first, self.used]).astype(np.int32))
         if self.table.is_cuda:
-            both = both.pin_memory().to(self.table.device, non_blocking=True)
-        return both[0], both[1]
+            both = both.pin_memory()
+        first, used = both.to(self.table.device, non_blocking=True)
+        return first, used
 
 
 @runtime_checkable

@@ -10,6 +10,7 @@ import torch
 
 from distca.attention import KernelTasks, select_kernel
 from distca.attention.merge import merge_partial
+from distca.attention.paged import PagedKeys
 from distca.attention.reference import document_visibility
 from distca.cost.kernel_memory import result_row_bytes, temporary_row_bytes
 from distca.cost.volume import AttentionShape
@@ -92,6 +93,12 @@ def test_torch_flash_calls_fit_the_operators() -> None:
         assert out.shape == q.shape
         gradients = TorchFlashKernel().backward(q, q, k, k, out, lse, tasks)
         assert [g.shape for g in gradients] == [q.shape, k.shape, k.shape]
+    host = np.zeros((1, 2), dtype=np.int32)
+    keys = PagedKeys(torch.from_numpy(host).to("meta"), host, np.array([0]), np.array([300]), 256)
+    tasks = KernelTasks(cu[0], torch.tensor([0, 300], dtype=torch.int32), False, None, SCALE)
+    pool = q.new_empty(512, 2, 16)
+    out, lse = TorchFlashKernel().forward_paged(q, pool, pool, tasks, keys)
+    assert (out.shape, lse.shape) == (q.shape, q.shape[:2])
 
 
 def test_offsets_are_placed_once_for_all_calls(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import logging
 
+import numpy as np
 import pytest
 import torch
 
 from distca.attention import KernelTasks, select_kernel
 from distca.attention.choice import advice, check_head_dim, choose
+from distca.attention.paged import PagedKeys
 from distca.commands import doctor
 from support.attention_cases import CASES, SCALE, assert_close, make_inputs, reference
 from support.fake_flash import MODULES, FakePackages
@@ -130,3 +132,25 @@ def test_calls_mean_the_tasks(packages, monkeypatch, package, name, case, causal
     assert_close(lse, expected_lse, 3e-6)
     for found, expected in zip(gradients, expected_gradients, strict=True):
         assert_close(found, expected, 3e-6)
+
+
+@pytest.mark.parametrize("package", MODULES)
+@pytest.mark.parametrize("first", [0, 3], ids=["whole", "windowed"])
+def test_calls_mean_the_pools_rows(packages, monkeypatch, package, first: int) -> None:
+    """Keys in blocks, whole lines of a table or parts of them: those that torch on CPUs has."""
+    packages.install({package: "9.9"})
+    on_gpu(monkeypatch, HOPPER)
+    torch.manual_seed(0)
+    q, (k, v) = torch.randn(4, 4, 16), torch.randn(2, 6 * 256, 2, 16)
+    host = np.array([[4, 1], [0, 0], [2, 5], [3, 0]], dtype=np.int32)
+    used, queries = np.array([300, 0, 512, 7]), np.array([1, 0, 1, 2])
+    keys = PagedKeys(torch.from_numpy(host), host, np.minimum(first, used), used, 256)
+    lengths = queries, keys.used - keys.first
+    edges = [torch.tensor([0, *np.cumsum(each)], dtype=torch.int32) for each in lengths]
+    tasks = KernelTasks(*edges, False, None, SCALE)
+    expected = select_kernel("cpu").forward_paged(q, k, v, tasks, keys)
+    into = torch.full((4, 2, 4, 16), 7.0)[:, 0], torch.full((4, 4), 7.0)
+    kernel = select_kernel("cuda", 16)
+    for found in (kernel.forward_paged(q, k, v, tasks, keys, into), into):
+        for mine, theirs in zip(found, expected, strict=True):
+            assert_close(mine, theirs.double(), 3e-6)

@@ -86,6 +86,16 @@ def _tasks(cu_q, cu_kv, longest_q, longest_kv, causal, left, right, scale, none)
     return KernelTasks(cu_q, cu_kv, causal, left, scale)
 
 
+def _in_order(k, v, table, used):
+    """The rows of a table's lines, one line after the other, their offsets and the longest."""
+    assert table.dtype == used.dtype == torch.int32
+    assert k.shape[1:] == v.shape[1:]
+    lines = list(zip(table.long(), used.tolist(), strict=True))
+    k, v = (torch.cat([x[line].flatten(0, 1)[:n] for line, n in lines]) for x in (k, v))
+    cu_seqlens = torch.cat([torch.zeros(1, dtype=torch.int32), used.cumsum(0).int()])
+    return k, v, cu_seqlens, int(used.max())
+
+
 def _forward(q, k, v, tasks: KernelTasks, no_keys: float):
     assert len(q)
     assert len(k)
@@ -124,6 +134,10 @@ def fa2_forward(
     zero_tensors=False,
 ):
     assert dropout_p == softcap == 0
+    if block_table is not None:
+        assert k.shape[1] % 256 == 0
+        assert torch.equal(cu_seqlens_k.diff(), seqused_k)
+        k, v, cu_seqlens_k, max_seqlen_k = _in_order(k, v, block_table, seqused_k)
     offsets = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
     window = window_size_left, window_size_right
     tasks = _tasks(*offsets, causal, *window, softmax_scale, -1)
@@ -186,6 +200,9 @@ def fa3_forward(
     num_splits=0,
 ):
     assert num_splits == 1
+    if page_table is not None:
+        assert cu_seqlens_k is None
+        k, v, cu_seqlens_k, max_seqlen_k = _in_order(k, v, page_table, seqused_k)
     offsets = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
     window = window_size_left, window_size_right
     tasks = _tasks(*offsets, is_causal, *window, softmax_scale, -1)
@@ -236,6 +253,7 @@ def fa4_forward(
     seqused_k=None,
     max_seqlen_q=None,
     max_seqlen_k=None,
+    page_table=None,
     softmax_scale=None,
     causal=False,
     window_size_left=None,
@@ -245,6 +263,9 @@ def fa4_forward(
     out=None,
 ):
     assert return_lse
+    if page_table is not None:
+        assert cu_seqlens_k is None
+        k, v, cu_seqlens_k, max_seqlen_k = _in_order(k, v, page_table, seqused_k)
     offsets = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
     window = window_size_left, window_size_right
     tasks = _tasks(*offsets, causal, *window, softmax_scale, None)
