@@ -27,7 +27,8 @@ FLOORS: dict[str, set[str]] = {
     "distca.simulate": {*PURE, "distca.timeline"},
     "distca.runtime": {*PURE, "distca.attention", "distca.transport", "distca.timeline"},
 }
-FLOORS["distca.serve"] = {*FLOORS["distca.runtime"], "distca.runtime", "distca.lifetime"}
+FLOORS["distca.serve"] = {*FLOORS["distca.runtime"], *FLOORS["distca.simulate"]}
+FLOORS["distca.serve"] |= {"distca.runtime", "distca.simulate", "distca.lifetime"}
 FLOORS["distca.commands"] = {*FLOORS}
 FLOORS["distca.__main__"] = {"distca.commands"}
 FLOORS["megatron_patches"] = {*FLOORS} - {"distca.__main__"}

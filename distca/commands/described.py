@@ -7,6 +7,7 @@ from dataclasses import fields, replace
 
 from distca.commands.command_line import Parser
 from distca.cost.model_sizes import MODELS, ModelSize
+from distca.schedule.serving import SELECTORS, STRATEGIES
 from distca.simulate import CLUSTERS, PUBLISHED, UNCHARGED, Charges, Cluster
 
 Group = argparse._ArgumentGroup
@@ -69,6 +70,24 @@ def add_charge_flags(parser: Parser) -> None:
         default = getattr(PUBLISHED, name)
         what += f" Default: {default:.2f}, as published."
         charges.add_argument(flag_of(name), type=float, metavar="X", help=what)
+
+
+def add_selection_flags(group: Group, default: str) -> None:
+    """Adds the flags of the strategy, and of who chooses it."""
+    group.add_argument(
+        "--prefill-strategy",
+        choices=(*STRATEGIES, "auto"),
+        default=default,
+        help="What travels in prefills: keys and values, or queries and their outputs; auto "
+        "chooses for each prefill.",
+    )
+    group.add_argument(
+        "--selector",
+        choices=SELECTORS,
+        default="simulated",
+        help="Who chooses with auto: the least predicted seconds of both plans, or the rule of the "
+        "paper (Algorithm 5).",
+    )
 
 
 def flag_of(name: str) -> str:

@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from distca.commands.command_line import Parser
-from distca.schedule.serving import STRATEGIES
+from distca.commands.described import add_selection_flags
+from distca.cost.profile import Profile
 
 _EPILOG = """
 examples:
@@ -53,11 +54,20 @@ def build_parser() -> Parser:
         metavar="T",
         help="Processes that share each layer of a rank.",
     )
+    add_selection_flags(how, "auto")
     how.add_argument(
-        "--prefill-strategy",
-        choices=STRATEGIES,
-        default="pass-kv",
-        help="What travels in prefills: keys and values, or queries and their outputs.",
+        "--profile",
+        type=Path,
+        metavar="FILE",
+        help="Kernel times that `distca profile` measured, which auto goes by. Default: rates of "
+        "an H100, or of a core on CPUs.",
+    )
+    how.add_argument(
+        "--node-gb-per-s",
+        type=float,
+        metavar="X",
+        help="Speed of a rank's link to another, which auto goes by. Default: NVLink's, or what "
+        "processes reach on CPUs.",
     )
     how.add_argument(
         "--cp-kv-cache-interleave-size",
@@ -138,7 +148,7 @@ def main(argv: Sequence[str]) -> int:
     settings = RankSettings(
         model,
         sharing[0],
-        args.prefill_strategy,
+        _strategy(args, model),
         sharing[1],
         Sampling(most, args.temperature, args.seed, stops),
         keeps_logits=args.check,
@@ -178,6 +188,19 @@ def main(argv: Sequence[str]) -> int:
     found = compare(model, done, args.temperature == 0)
     (sys.stderr if args.json else sys.stdout).write(f"{found.line}\n")
     return 0 if found.holds else 1
+
+
+def _strategy(args: argparse.Namespace, model: Any) -> Any:
+    """What travels in prefills, or who chooses it."""
+    if args.prefill_strategy != "auto":
+        return args.prefill_strategy
+    import torch
+
+    from distca.serve.selection import Machine
+
+    profile = None if args.profile is None else Profile.load(args.profile)
+    machine = Machine.described(torch.cuda.is_available(), args.node_gb_per_s, profile)
+    return machine.selector(args.selector, model.shape, args.context_parallel_size)
 
 
 class _Shown:
@@ -245,5 +268,7 @@ def _check_flags(args: argparse.Namespace) -> None:
     ):
         if value < 1:
             raise ValueError(f"{flag} {value}: give at least 1")
+    if args.node_gb_per_s is not None and not 0 < args.node_gb_per_s < float("inf"):
+        raise ValueError(f"--node-gb-per-s {args.node_gb_per_s}: give a speed above 0")
     if not 0 <= args.temperature < float("inf"):
         raise ValueError(f"--temperature {args.temperature}: give 0 or more")

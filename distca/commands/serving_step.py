@@ -22,6 +22,7 @@ from distca.commands.described import (
     add_charge_flags,
     add_cluster_flags,
     add_model_flags,
+    add_selection_flags,
     cluster_of,
     model_of,
 )
@@ -164,24 +165,6 @@ def _add_sequences(parser: Parser, kind: Kind) -> None:
     )
 
 
-def add_selection_flags(group: argparse._ArgumentGroup, default: str) -> None:
-    """Adds the flags of the strategy, and of who chooses it."""
-    group.add_argument(
-        "--prefill-strategy",
-        choices=(*STRATEGIES, "auto"),
-        default=default,
-        help="What travels in prefills: keys and values, or queries and their outputs; auto "
-        "chooses for each prefill.",
-    )
-    group.add_argument(
-        "--selector",
-        choices=SELECTORS,
-        default="simulated",
-        help="Who chooses with auto: the least predicted seconds of both plans, or the rule of the "
-        "paper (Algorithm 5).",
-    )
-
-
 @dataclass(frozen=True)
 class StepCase:
     """What is planned.
@@ -213,7 +196,7 @@ class StepCase:
             return "pass-q"
         if strategy != "auto":
             return next(each for each in STRATEGIES if each == strategy)
-        return self.selector(selector).choose(self.held, self.new)
+        return self.selector(selector).choose(self.held, self.new, self.plan)
 
     def selector(self, name: str) -> Selector:
         """Who chooses, on the described cluster."""
@@ -340,7 +323,9 @@ def simulate(argv: list[str]) -> int:
     }
     choices: dict[str, str] = {}
     if kind == "prefill":
-        choices = {each: case.selector(each).choose(case.held, case.new) for each in SELECTORS}
+        choices = {
+            each: case.selector(each).choose(case.held, case.new, case.plan) for each in SELECTORS
+        }
     if args.json:
         _write(json.dumps(as_json(found, strategy, choices), indent=1))
     else:

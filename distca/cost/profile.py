@@ -59,6 +59,12 @@ class Profile:
         what = self.provenance
         return f"measured on {what.get('hardware', '?')} ({what.get('date', '?')})"
 
+    @property
+    def flops_per_second(self) -> float:
+        """Highest rate of full rectangles, in operations of all heads."""
+        full, _ = self._log_rates
+        return float(np.exp(full.max())) * 4.0 * self.shape.heads * self.shape.head_dim
+
     @cached_property
     def _log_rates(self) -> tuple[Floats, Floats]:
         """Logarithms of pairs per second: full rectangles, and tasks that end on the diagonal."""

@@ -10,7 +10,7 @@ from typing import Literal
 import torch
 import torch.distributed as dist
 
-from distca.schedule.serving import Strategy
+from distca.schedule.serving import Selector, Strategy
 from distca.serve.models import ServedModel
 from distca.serve.pool_size import check_room
 from distca.serve.step_planner import Step, StepPlanner
@@ -71,7 +71,7 @@ class Generator:
         model: model that answers.
         rank: this rank's part of it.
         planner: planner of steps.
-        strategy: what travels in prefills.
+        strategy: what travels in prefills, or who chooses it.
         sampling: choice of tokens.
         keeps_logits: whether answers keep their logits.
         told: function that is told of each token, with its sequence.
@@ -82,7 +82,7 @@ class Generator:
         model: ServedModel,
         rank: ModelRank,
         planner: StepPlanner,
-        strategy: Strategy,
+        strategy: Strategy | Selector,
         sampling: Sampling,
         keeps_logits: bool = False,
         told: Callable[[int, int], None] = lambda sequence, token: None,

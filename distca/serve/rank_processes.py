@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from distca.lifetime import end_with_parent
-from distca.schedule.serving import Strategy
+from distca.schedule.serving import Selector, Strategy
 from distca.serve.generation import Answer, Generator, Sampling
 from distca.serve.models import ServedModel
 from distca.serve.pool_size import NoRoom, PoolSize
@@ -34,7 +34,7 @@ class RankSettings:
     Attributes:
         model: model that answers.
         world_size: ranks that share tokens; each is as many processes as share the model's layers.
-        strategy: what travels in prefills.
+        strategy: what travels in prefills, or who chooses it.
         stripe: consecutive positions that one rank owns in decoding.
         sampling: choice of tokens.
         keeps_logits: whether answers keep their logits.
@@ -43,7 +43,7 @@ class RankSettings:
 
     model: ServedModel
     world_size: int
-    strategy: Strategy
+    strategy: Strategy | Selector
     stripe: int
     sampling: Sampling
     keeps_logits: bool = False

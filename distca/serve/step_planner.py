@@ -12,12 +12,20 @@ import numpy as np
 from distca.cost.volume import AttentionShape, plan_bytes
 from distca.plan import Mask, Placement, Plan
 from distca.plan.span import Int64s
-from distca.schedule.serving import Strategy, shard_evenly, step_plan
+from distca.schedule.serving import (
+    Selector,
+    Strategy,
+    chosen_strategy,
+    shard_evenly,
+    step_plan,
+)
 from distca.schedule.serving.accounts import Accounts, Growth, NewBlocks
 from distca.schedule.serving.blocks import BlockPool
 from distca.schedule.serving.decode import Decode, plan_decode
 from distca.schedule.serving.holdings import Holdings
 from distca.serve.models import ServedModel
+
+_FULL = Mask()
 
 
 @dataclass(frozen=True)
@@ -109,12 +117,12 @@ class StepPlanner:
         lines = self.holdings.lines([sequence])
         return [int(n) for n in self.holdings.rows(lines, self.holdings.lengths(lines))[0]]
 
-    def plan(self, counts: Mapping[int, int], strategy: Strategy, decodes: bool) -> Step:
+    def plan(self, counts: Mapping[int, int], strategy: Strategy | Selector, decodes: bool) -> Step:
         """Plans the step that feeds so many new tokens of each sequence, and takes its blocks.
 
         Args:
             counts: new tokens by sequence, at least 1 each.
-            strategy: what travels.
+            strategy: what travels in a prefill, or who chooses it.
             decodes: whether one token of each is decoded; others are shared out evenly.
 
         Raises:
@@ -132,7 +140,13 @@ class StepPlanner:
         before = self.holdings.rows(lines, starts)
         ends = starts + np.fromiter(counts.values(), dtype=np.int64, count=len(counts))
         new, held = shard_evenly(starts, ends, self._world_size), self.holdings.placement(sequences)
-        plans = {mask: step_plan(held, new, strategy, mask, in_steps=True) for mask in self._masks}
+
+        def planned(strategy: Strategy, mask: Mask = _FULL) -> Plan:
+            return step_plan(held, new, strategy, mask, in_steps=True)
+
+        # Under a window little travels, whatever the strategy: layers without one decide.
+        chosen = chosen_strategy(strategy, held, new, planned)
+        plans = {mask: planned(chosen, mask) for mask in self._masks}
         prefill = Prefill(sequences, plans, new, before)
         blocks = self._take(prefill)
         self.holdings.note(sequences, new)

@@ -62,6 +62,7 @@ RUN = (
     r"distca (doctor|build|prepare .*)",
     r"distca plan (?!--compare|--help).*",
     rf"{SIMULATED} --plot advice\.png",
+    r"distca simulate prefill .*",
     r"distca profile .* --heads H .*",
     r"python docs/plot_trace\.py .*",
     r"python benchmarks/training/compare_(losses|speeds)\.py .*",
@@ -73,7 +74,7 @@ RUN_IF_FULL = (
     r"python benchmarks/links/transports\.py --output DIR",
     r"python benchmarks/plans/schedulers\.py --output DIR",
     r"python benchmarks/plans/hybrid_cp\.py --output DIR",
-    r"python benchmarks/serving/runahead\.py --output DIR",
+    r"python benchmarks/serving/(runahead|context_parallel)\.py --output DIR",
     r"python benchmarks/plans/planning_ahead\.py --output DIR",
     PAPER.format("fig11").replace(".py", r"\.py"),
 )

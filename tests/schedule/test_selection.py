@@ -7,8 +7,8 @@ import pytest
 
 from distca.cost.model_sizes import MODELS
 from distca.cost.volume import AttentionShape
-from distca.plan import Placement
-from distca.schedule.serving import EmpiricalRule, PaperRule, shard_evenly
+from distca.plan import Placement, Plan
+from distca.schedule.serving import EmpiricalRule, PaperRule, Strategy, shard_evenly
 
 LLAMA = MODELS["llama-405b"].attention_shape()
 # Nodes of 8 GPUs: 800 TFLOP/s and 50 GB/s each; 4 nodes.
@@ -52,14 +52,19 @@ def test_a_short_prompt_passes_keys_and_a_short_turn_queries() -> None:
     assert PAPER.of_tokens(100, 10000) == "pass-q"
 
 
+def no_plan(strategy: Strategy) -> Plan:
+    raise AssertionError("the rule goes by numbers of tokens")
+
+
 def test_sequences_of_a_prefill_count_together() -> None:
     new = shard_evenly(np.array([900, 100]), np.array([1000, 200]), 2)
     held = Placement(*(np.array(x) for x in ([0, 1, 2], [0] * 3, [900, 100, 9000], [0, 1, 0])), 2)
     rule = PaperRule(AttentionShape(32, 4, 64), 2, 1e15, 1e9)
     # 200 of 1,200 tokens are new: a sixth. Sequence 2 is none of the prefill's.
     assert rule.smaller_queries == 0.25
-    assert rule.choose(held, new) == "pass-q"
-    assert PaperRule(AttentionShape(32, 2, 64), 2, 1e15, 1e9).choose(held, new) == "pass-kv"
+    assert rule.choose(held, new, no_plan) == "pass-q"
+    fewer = PaperRule(AttentionShape(32, 2, 64), 2, 1e15, 1e9)
+    assert fewer.choose(held, new, no_plan) == "pass-kv"
 
 
 def test_the_empirical_form_is_found_again() -> None:

@@ -13,7 +13,7 @@ from distca.cost.model_sizes import ModelSize
 from distca.cost.tiled import TiledCost
 from distca.cost.volume import AttentionShape, plan_bytes
 from distca.plan import Mask, Placement, Plan, Tasks
-from distca.schedule.serving import nobody_holds, shard_evenly, step_plan
+from distca.schedule.serving import STRATEGIES, nobody_holds, shard_evenly, step_plan
 from distca.simulate import Charges, Outcome, save_trace
 from distca.simulate.serving import InferenceCosts, SimulatedSelector, simulate_step
 from support.simulated import IDEAL
@@ -137,12 +137,13 @@ def test_the_selector_takes_the_plan_of_fewer_seconds() -> None:
             selector = SimulatedSelector(
                 SHAPE, machine, Links(1, 450.0, speed), TiledCost.of_shape(SHAPE, 1e12)
             )
-            held, plan_of = turn(4, cached, new), {}
-            for strategy in ("pass-kv", "pass-q"):
-                plan = step_plan(*held, strategy, Mask(), in_steps=True)
-                plan_of[strategy] = selector.seconds(plan)
-            found = selector.choose(*held)
-            assert plan_of[found] == min(plan_of.values())
+            held = turn(4, cached, new)
+            plans = {
+                strategy: step_plan(*held, strategy, Mask(), in_steps=True)
+                for strategy in STRATEGIES
+            }
+            found = selector.choose(*held, plans.__getitem__)
+            assert selector.seconds(plans[found]) == min(map(selector.seconds, plans.values()))
             chosen.append(found)
     # A prompt passes keys, a short turn over a slow link queries.
     assert chosen[0] == "pass-kv"

@@ -4,8 +4,10 @@ from distca.schedule.serving.selection import (
     SELECTORS,
     EmpiricalRule,
     PaperRule,
+    Planned,
     Selector,
     SelectorName,
+    chosen_strategy,
 )
 from distca.schedule.serving.steps import (
     STRATEGIES,
@@ -22,9 +24,11 @@ __all__ = [
     "STRATEGIES",
     "EmpiricalRule",
     "PaperRule",
+    "Planned",
     "Selector",
     "SelectorName",
     "Strategy",
+    "chosen_strategy",
     "held_after",
     "nobody_holds",
     "shard_evenly",

@@ -8,13 +8,14 @@ with `T` new and `P` cached tokens, all of the ring's keys are seen, and nothing
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, Protocol, get_args
 
 import numpy as np
 
 from distca.cost.volume import AttentionShape
-from distca.plan import Placement
+from distca.plan import Placement, Plan
 from distca.plan.span import Floats
 from distca.schedule.serving.steps import Strategy
 
@@ -24,17 +25,33 @@ SelectorName = Literal["simulated", "paper"]
 SELECTORS: tuple[SelectorName, ...] = get_args(SelectorName)
 
 
+Planned = Callable[[Strategy], Plan]
+
+
 class Selector(Protocol):
     """A choice between strategies: a pure function, so that all ranks choose alike."""
 
-    def choose(self, held: Placement, new: Placement) -> Strategy:
+    def choose(self, held: Placement, new: Placement, planned: Planned) -> Strategy:
         """Chooses the strategy of a prefill.
 
         Args:
             held: ranks that hold the keys and values of earlier tokens of its sequences.
             new: owners of its new tokens.
+            planned: makes its plan with a strategy, as it would be run.
         """
         ...
+
+
+def chosen_strategy(
+    choice: Strategy | Selector, held: Placement, new: Placement, planned: Planned
+) -> Strategy:
+    """Returns the strategy of a prefill: one that is given, or that a selector chooses.
+
+    Args:
+        choice: a strategy, or a selector.
+        held, new, planned: see `Selector.choose`.
+    """
+    return choice if isinstance(choice, str) else choice.choose(held, new, planned)
 
 
 @dataclass(frozen=True)
@@ -86,7 +103,7 @@ class PaperRule:
             return "pass-kv"
         return "pass-q" if new / (new + cached) <= self.pass_q_below(new) else "pass-kv"
 
-    def choose(self, held: Placement, new: Placement) -> Strategy:
+    def choose(self, held: Placement, new: Placement, planned: Planned) -> Strategy:
         """See `Selector.choose`. Several sequences count as one of all their tokens."""
         return self.of_tokens(
             *(int((each.end - each.start).sum()) for each in (new, _of_same(held, new)))

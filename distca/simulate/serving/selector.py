@@ -14,8 +14,8 @@ import numpy as np
 from distca.cost.kernel_time import CostModel
 from distca.cost.link import Links
 from distca.cost.volume import AttentionShape
-from distca.plan import Mask, Placement, Plan
-from distca.schedule.serving import STRATEGIES, Strategy, step_plan
+from distca.plan import Placement, Plan
+from distca.schedule.serving import STRATEGIES, Planned, Strategy
 from distca.simulate.cluster import Cluster
 from distca.simulate.resources import Resources
 from distca.simulate.serving.steps import SteppedCosts, attend
@@ -43,11 +43,6 @@ class SimulatedSelector:
         attend(resources, SteppedCosts(plan, self.shape, self.cost_model, self.links))
         return float(resources.clock.max())
 
-    def choose(self, held: Placement, new: Placement) -> Strategy:
-        """See `Selector.choose`. Layers with a window have the same plan either way."""
-        return min(
-            STRATEGIES,
-            key=lambda strategy: self.seconds(
-                step_plan(held, new, strategy, Mask(), in_steps=True)
-            ),
-        )
+    def choose(self, held: Placement, new: Placement, planned: Planned) -> Strategy:
+        """See `Selector.choose`."""
+        return min(STRATEGIES, key=lambda strategy: self.seconds(planned(strategy)))

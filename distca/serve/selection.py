@@ -1,0 +1,79 @@
+"""Who chooses what travels in prefills, on this machine's ranks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from distca.cost.link import Links
+from distca.cost.profile import Profile
+from distca.cost.volume import AttentionShape
+from distca.schedule.serving import PaperRule, Selector, SelectorName
+from distca.simulate import CLUSTERS, Cluster
+from distca.simulate.serving import SimulatedSelector
+
+GPUS = CLUSTERS["dgx-h100"]
+CPUS = Cluster(
+    "cores of a CPU",
+    gpus_per_node=1,
+    memory_gb=64.0,
+    peak_tflops=0.076,
+    attention_tflops=0.076,
+    node_gb_per_s=1.21,
+    network_gb_per_s=1.21,
+    copy_gb_per_s=21.5,
+    linear_mfu=1.0,
+    node_latency=1.9e-4,
+    network_latency=1.9e-4,
+    multiprocessors=1,
+    source="processes of one core each, as benchmarks/results/simulator.md has them",
+)
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What a choice goes by.
+
+    Attributes:
+        rates: rates and latencies of a rank.
+        profile: measured kernel times; None: those of the rates.
+    """
+
+    rates: Cluster
+    profile: Profile | None = None
+
+    @staticmethod
+    def described(on_gpus: bool, gb_per_s: float | None, profile: Profile | None) -> Machine:
+        """This machine, by what is known of it.
+
+        Args:
+            on_gpus: whether ranks have GPUs.
+            gb_per_s: speed of a rank's link to another; None: NVLink's, or gloo's on CPUs.
+            profile: measured kernel times.
+        """
+        rates = GPUS if on_gpus else CPUS
+        if gb_per_s is not None:
+            rates = replace(rates, node_gb_per_s=gb_per_s)
+        return Machine(rates, profile)
+
+    def selector(self, name: SelectorName, shape: AttentionShape, ranks: int) -> Selector:
+        """Makes a selector.
+
+        Args:
+            name: which one.
+            shape: heads of a rank.
+            ranks: ranks that share tokens, all of one machine.
+
+        Raises:
+            ValueError: the profile was measured for other heads.
+        """
+        rates, profile = self.rates, self.profile
+        if profile is not None and profile.shape != shape:
+            raise ValueError(
+                f"the profile was measured for {profile.shape}, but a rank has {shape}: run "
+                "`distca profile` with these heads"
+            )
+        if name == "paper":
+            rate = rates.attention_tflops * 1e12 if profile is None else profile.flops_per_second
+            return PaperRule(shape, ranks, rate, rates.node_bytes_per_second)
+        links = Links(ranks, rates.node_gb_per_s, rates.network_gb_per_s)
+        return SimulatedSelector(shape, rates, links, profile or rates.inference_cost(shape))
