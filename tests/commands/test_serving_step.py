@@ -47,6 +47,7 @@ def test_a_prompt_s_plan_step_by_step(plan: Command, tmp_path: Path) -> None:
     assert picture.stat().st_size > 0
     shown = json.loads(plan.run("--load", str(saved), "--json"))
     assert shown["bytes_total"] == total(found["steps"])
+    assert shown["tasks"] == sum(step["tasks"] for step in found["steps"])
 
 
 def test_simulated_bytes_are_the_plan_s(plan: Command, simulate: Command, tmp_path: Path) -> None:

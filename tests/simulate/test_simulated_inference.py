@@ -13,9 +13,20 @@ from distca.cost.model_sizes import ModelSize
 from distca.cost.tiled import TiledCost
 from distca.cost.volume import AttentionShape, plan_bytes
 from distca.plan import Mask, Placement, Plan, Tasks
-from distca.schedule.serving import STRATEGIES, nobody_holds, shard_evenly, step_plan
+from distca.schedule.serving import (
+    STRATEGIES,
+    nobody_holds,
+    shard_evenly,
+    shard_in_stripes,
+    step_plan,
+)
 from distca.simulate import Charges, Outcome, save_trace
-from distca.simulate.serving import InferenceCosts, SimulatedSelector, simulate_step
+from distca.simulate.serving import (
+    InferenceCosts,
+    SimulatedSelector,
+    SteppedCosts,
+    simulate_step,
+)
 from support.simulated import IDEAL
 
 MODEL = ModelSize(3, 512, 8, 2, 64, 1024, 1000)
@@ -94,6 +105,39 @@ def test_bytes_are_the_plans(strategy, in_steps: bool, tmp_path: Path) -> None:
     rows = plan.placement.tokens_per_rank() * 3 * SHAPE.kv_row_bytes
     assert np.all(found.memory_bytes > costs.state_bytes() + rows)
     save_trace(tmp_path / "trace.json", found)
+
+
+def test_keys_of_a_query_are_one_kernel_sequence_however_they_are_cut() -> None:
+    """A rank's stripes of a sequence cost what a whole piece of as many keys does."""
+    start = np.array([4096])
+    new = shard_in_stripes(start, start + 1, start * 0, 16, 2)
+    cost = TiledCost.of_shape(SHAPE, 1e12)
+    for stripe in (16, 2048):
+        held = shard_in_stripes(start * 0, start, start * 0, stripe, 2)
+        plan = step_plan(held, new, "pass-q", Mask())
+        (step,) = SteppedCosts(plan, SHAPE, cost, Links()).steps
+        keys = np.array([2048 + 1, 2048])
+        expected = cost.seconds(keys * 0 + 1, keys, keys)
+        assert step.kernel_seconds.tolist() == pytest.approx(expected.tolist())
+        assert step.kernel_calls.tolist() == [1, 1]
+
+
+def test_results_of_a_query_are_merged_on_servers_and_at_its_owner() -> None:
+    start = np.array([3000])
+    held = shard_evenly(start * 0, start, 3)
+    new = shard_evenly(start, start + 60, 3)
+    costs = SteppedCosts(
+        step_plan(held, new, "pass-q", Mask(), in_steps=True),
+        SHAPE,
+        TiledCost.of_shape(SHAPE, 1e12),
+        Links(),
+    )
+    row = 3 * (SHAPE.q_row_bytes + SHAPE.lse_row_bytes)
+    # 20 rows of each rank, whose parts are from three steps.
+    assert costs.merged_at_owners.tolist() == [2 * 20 * row] * 3
+    # In step 0 they see cached keys, and those of their own piece; half of them earlier new ones,
+    # too, in the same full rectangle.
+    assert costs.steps[0].merged.tolist() == [20 * row] * 3
 
 
 def test_few_tokens_wait_for_weights_and_many_for_products() -> None:

@@ -116,7 +116,8 @@ class _KernelSequences:
 
 def _kernel_sequences(plan: Plan, tasks: Tasks) -> _KernelSequences:
     """Joins the full rectangles of the same queries on a server: their keys are one sequence."""
-    causal = tasks.ends_on_diagonal.astype(np.int64)
+    # To a single query its own key is one of a full rectangle.
+    causal = (tasks.ends_on_diagonal & (tasks.q_end - tasks.q_start > 1)).astype(np.int64)
     # A task on the diagonal stays alone, by its first key.
     columns = [tasks.server, tasks.document, tasks.q_start, tasks.q_end]
     columns += [causal, causal * tasks.kv_start]
