@@ -97,21 +97,18 @@ def _take(*sizes: Int64s) -> Int64s:
 
 
 def plan_memory(
-    plan: Plan, shape: AttentionShape, backward: BackwardInputs | None = "resend"
+    plan: Plan, shape: AttentionShape, backward: BackwardInputs = "resend"
 ) -> CoreAttentionMemory:
     """Sizes of the buffers for one layer's core attention, forward and backward.
 
     Args:
         plan: a valid plan.
         shape: the heads of one tensor-parallel rank, or of a head group of it.
-        backward: source of the kernels' inputs in the backward pass, as in `plan_bytes`; None:
-            there is no backward pass, as in inference.
+        backward: source of the kernels' inputs in the backward pass, as in `plan_bytes`.
     """
     q, kv = rank_rows(plan)
     q_row, lse_row, k_row = shape.q_row_bytes, shape.lse_row_bytes, shape.kv_row_bytes // 2
-    # Queries alone, or the output's gradient, the output and its LSE beside them.
-    of_query = [q_row] if backward is None else [*[q_row] * 3, lse_row]
-    q_inputs = sum(of_query)
+    q_inputs = 3 * q_row + lse_row
 
     def served(rows: RankRows, row: int) -> Int64s:
         """Where rows arrive, they lie in memory with the local ones."""
@@ -122,24 +119,25 @@ def plan_memory(
         return np.where(rows.computed_alone, 0, (rows.parts + rows.sent + more) * row)
 
     of_kv = served(kv, 2 * k_row)
+    gradients = [parts(rows, 0, row) for rows, row in ((q, q_row), (kv, k_row), (kv, k_row))]
     merged = np.maximum(q.of_received.shared, q.of_local.shared)
-    slot = [_take(served(q, q_row), of_kv, parts(q, merged, q_row + lse_row))]
+    slot = [
+        _take(served(q, q_row), of_kv, parts(q, merged, q_row + lse_row)),
+        _take(served(q, q_inputs), of_kv, *gradients),
+    ]
     scratch = [
         # Rows of messages, one kind after the other; outputs as they merge.
         *(_take(rows) for rows in (q.sent * q_inputs, kv.sent * 2 * k_row)),
         _take(q.received * q.placed * (kv.received > 0) * q_inputs),
+        *(_take(rows) for rows in (q.received * q_row, kv.received * 2 * k_row)),
         merge_bytes(np.maximum(q.of_received.members, q.of_local.members), shape),
     ]
-    if backward is not None:
-        gradients = [parts(rows, 0, row) for rows, row in ((q, q_row), (kv, k_row), (kv, k_row))]
-        slot.append(_take(served(q, q_inputs), of_kv, *gradients))
-        scratch += [_take(rows) for rows in (q.received * q_row, kv.received * 2 * k_row)]
     for of_q, of_kv_rows in zip(q.calls, kv.calls, strict=True):
         queries, keys = (each.rows * each.gathers for each in (of_q, of_kv_rows))
-        scratch.append(_take(*(queries * row for row in of_query), *[keys * k_row] * 2))
-    moved = plan_bytes(plan, shape, backward or "resend")
+        of_queries = *[queries * q_row] * 3, queries * lse_row
+        scratch.append(_take(*of_queries, *[keys * k_row] * 2))
     return CoreAttentionMemory(
-        *_channels(moved.forward() if backward is None else moved),
+        *_channels(plan_bytes(plan, shape, backward)),
         int(np.max(slot, initial=0)),
         int(np.max(scratch, initial=0)),
         int(_indices(q, kv).max()),
@@ -172,7 +170,7 @@ def _channels(planned: PlanBytes) -> tuple[int, int, int, int]:
     """Largest bytes that a server sends and receives: to the servers, then to the owners."""
     largest = []
     for phases in (("dispatch", "dispatch_backward"), ("return", "return_backward")):
-        messages = [planned.messages[phase] for phase in phases if phase in planned.messages]
+        messages = [planned.messages[phase] for phase in phases]
         largest.append(max(int(each.sent().max()) for each in messages))
         largest.append(max(int(each.received().max()) for each in messages))
     return largest[0], largest[1], largest[2], largest[3]

@@ -122,22 +122,23 @@ def test_keys_of_a_query_are_one_kernel_sequence_however_they_are_cut() -> None:
         assert step.kernel_calls.tolist() == [1, 1]
 
 
-def test_results_of_a_query_are_merged_on_servers_and_at_its_owner() -> None:
+def test_results_are_merged_as_they_come() -> None:
+    """On servers each kernel sequence's, at owners those that return; queries that arrive move."""
     start = np.array([3000])
     held = shard_evenly(start * 0, start, 3)
     new = shard_evenly(start, start + 60, 3)
-    costs = SteppedCosts(
-        step_plan(held, new, "pass-q", Mask(), in_steps=True),
-        SHAPE,
-        TiledCost.of_shape(SHAPE, 1e12),
-        Links(),
-    )
-    row = 3 * (SHAPE.q_row_bytes + SHAPE.lse_row_bytes)
-    # 20 rows of each rank, whose parts are from three steps.
-    assert costs.merged_at_owners.tolist() == [2 * 20 * row] * 3
-    # In step 0 they see cached keys, and those of their own piece; half of them earlier new ones,
-    # too, in the same full rectangle.
-    assert costs.steps[0].merged.tolist() == [20 * row] * 3
+    plan = step_plan(held, new, "pass-q", Mask(), in_steps=True)
+    costs = SteppedCosts(plan, SHAPE, TiledCost.of_shape(SHAPE, 1e12), Links())
+    # Sums in float32 are read and written, and the result is read.
+    row = 2 * (8 * 64 * 4 + 32) + SHAPE.q_row_bytes + SHAPE.lse_row_bytes
+    # 20 rows of each rank: with cached keys and with those of their own piece; then on two others.
+    assert costs.steps[0].merged.tolist() == [2 * 20 * row] * 3
+    for step in costs.steps[1:]:
+        assert step.merged.tolist() == [20 * row] * 3
+        assert step.merged_returned.tolist() == [20 * row] * 3
+        assert step.queries.tolist() == [20 * SHAPE.q_row_bytes] * 3
+    assert not costs.steps[0].merged_returned.any()
+    assert not costs.steps[0].queries.any()
 
 
 def test_few_tokens_wait_for_weights_and_many_for_products() -> None:

@@ -1,8 +1,10 @@
 """A step of a model in inference: the layers of all ranks, and the plan's steps in each of them.
 
-A plan's steps run as in the runtime: once a step's rows are there, those of the next leave, the
-kernels run, and their outputs return while the next step's kernels run. A layer ends when the last
-outputs are back and merged. All bytes are `distca.cost.volume.step_bytes`.
+A plan's steps run in the order of `step_program`, as in the runtime: once a step's rows are there,
+those of the next leave, the kernels run, and their outputs return while the next step's kernels
+run. A layer ends when the last outputs are back and merged. Results are merged into float32 sums as
+they come, those of kernels and those that return; keys are read where they arrived. All bytes are
+`distca.cost.volume.step_bytes`.
 """
 
 from __future__ import annotations
@@ -15,10 +17,12 @@ import numpy as np
 
 from distca.cost.kernel_time import CostModel
 from distca.cost.link import Links
-from distca.cost.memory import HEADROOM, plan_memory
+from distca.cost.memory import FLOAT32_BYTES, HEADROOM, CoreAttentionMemory
+from distca.cost.step_memory import STEP_SLOTS, step_memory
 from distca.cost.volume import AttentionShape, Messages, step_bytes
 from distca.plan import Plan, Tasks
 from distca.plan.span import Floats, Int64s, distinct
+from distca.schedule.serving.step_program import step_program
 from distca.simulate.outcome import Outcome
 from distca.simulate.plan_costs import ExchangeCosts
 from distca.simulate.resources import Resources, Transfer
@@ -32,7 +36,9 @@ class PlanStepCosts:
     Attributes:
         kernel_seconds: seconds of the kernels, `[servers]`.
         kernel_calls: kernel calls, one for each task shape, `[servers]`.
-        merged: bytes that are read and written to merge results of a query's tasks, `[servers]`.
+        merged: bytes that are read and written to merge what kernels give, `[servers]`.
+        merged_returned: bytes likewise for outputs that return to each rank, `[servers]`.
+        queries: bytes of the queries that arrive, which are taken out of messages, `[servers]`.
         dispatch: rows that travel to the servers.
         returned: outputs that return.
     """
@@ -40,6 +46,8 @@ class PlanStepCosts:
     kernel_seconds: Floats
     kernel_calls: Int64s
     merged: Int64s
+    merged_returned: Int64s
+    queries: Int64s
     dispatch: ExchangeCosts
     returned: ExchangeCosts
 
@@ -71,31 +79,27 @@ class SteppedCosts:
             np.add.at(seconds, sequences.server, each)
             shapes = distinct(sequences.server * 2 + sequences.causal) // 2
             rows = np.bincount(sequences.server, weights=sequences.q, minlength=servers)
-            once = np.zeros(servers, dtype=np.int64)
-            outputs = plan.step_segments[number].outputs
-            np.add.at(once, outputs.server, outputs.lengths)
+            segments = plan.step_segments[number]
+            returning, _ = segments.outputs.moved_per_rank(servers)
+            _, arriving = segments.q.moved_per_rank(servers)
             found.append(
                 PlanStepCosts(
                     seconds,
                     np.bincount(shapes, minlength=servers),
-                    self._merging(rows.astype(np.int64) - once),
+                    self._merging(rows.astype(np.int64)),
+                    self._merging(returning),
+                    arriving * self.shape.q_row_bytes,
                     self._exchange(moved.messages["dispatch"]),
                     self._exchange(moved.messages["return"]),
                 )
             )
         return tuple(found)
 
-    @cached_property
-    def merged_at_owners(self) -> Int64s:
-        """Bytes that are read and written to merge the steps' outputs of each rank's queries."""
-        parts = np.zeros(self.plan.world_size, dtype=np.int64)
-        for each in self.plan.step_segments:
-            np.add.at(parts, each.outputs.owner, each.outputs.lengths)
-        return self._merging(parts - self.plan.own_tokens_per_rank())
-
     def _merging(self, rows: Int64s) -> Int64s:
-        """Bytes of merging so many rows into others: two are read and one is written."""
-        return 3 * rows * (self.shape.q_row_bytes + self.shape.lse_row_bytes)
+        """Bytes of merging so many rows into sums, which are read and written."""
+        shape = self.shape
+        sums = shape.heads * shape.head_dim * FLOAT32_BYTES + shape.lse_row_bytes
+        return rows * (2 * sums + shape.q_row_bytes + shape.lse_row_bytes)
 
     def _exchange(self, messages: Messages) -> ExchangeCosts:
         transfer = Transfer.of_messages(messages, self.links)
@@ -143,32 +147,33 @@ def _kernel_sequences(plan: Plan, tasks: Tasks) -> _KernelSequences:
 
 def attend(resources: Resources, costs: SteppedCosts, layer: int = 0) -> None:
     """Runs the core attention of a layer."""
-    launch, returns = resources.cluster.launch_seconds, []
-    over = _start(resources, costs.steps[0].dispatch, "dispatch", layer, 0)
-    for number, step in enumerate(costs.steps):
-        labels = {"layer": layer, "step": number}
-        resources.wait(over, "wait for dispatch", **labels)
-        resources.compute(resources.copy_seconds(step.dispatch.unpacked))
-        if number + 1 < len(costs.steps):
-            following = costs.steps[number + 1].dispatch
-            over = _start(resources, following, "dispatch", layer, number + 1)
-        seconds = step.kernel_seconds + launch * step.kernel_calls
-        seconds = seconds + resources.traffic_seconds(step.merged)
-        resources.compute(seconds, "core attention", "kernels", **labels)
-        returns.append(_start(resources, step.returned, "return", layer, number))
-    for step, back in zip(costs.steps, returns, strict=True):
-        resources.wait(back, "wait for return", layer=layer)
-        resources.compute(resources.copy_seconds(step.returned.unpacked))
-    resources.compute(resources.traffic_seconds(costs.merged_at_owners))
+    launch, steps = resources.cluster.launch_seconds, costs.steps
+    arrives: dict[int, Floats] = {}
+    returns: dict[int, Floats] = {}
+    for action, number in step_program(len(steps)):
+        step, labels = steps[number], {"layer": layer, "step": number}
+        if action == "send":
+            arrives[number] = _start(resources, step.dispatch, "dispatch", labels)
+        elif action == "receive":
+            resources.wait(arrives.pop(number), "wait for dispatch", **labels)
+            resources.compute(resources.copy_seconds(step.queries))
+        elif action == "compute":
+            seconds = step.kernel_seconds + launch * step.kernel_calls
+            seconds = seconds + resources.traffic_seconds(step.merged)
+            resources.compute(seconds, "core attention", "kernels", **labels)
+            returns[number] = _start(resources, step.returned, "return", labels)
+        else:
+            resources.wait(returns.pop(number), "wait for return", **labels)
+            resources.compute(resources.traffic_seconds(step.merged_returned))
 
 
 def _start(
-    resources: Resources, moved: ExchangeCosts, phase: str, layer: int, number: int
+    resources: Resources, moved: ExchangeCosts, phase: str, labels: dict[str, int]
 ) -> Floats:
     """Gathers rows and starts an exchange; returns when it is over."""
     launch = resources.cluster.launch_seconds * ((moved.packed > 0) | (moved.unpacked > 0))
     seconds = resources.copy_seconds(moved.packed) + launch
-    resources.compute(seconds, phase, "exchange", layer=layer, step=number)
+    resources.compute(seconds, phase, "exchange", **labels)
     return resources.exchange(moved.transfer, phase)
 
 
@@ -222,11 +227,9 @@ def _memory(plans: Sequence[Plan], costs: InferenceCosts) -> Floats:
     """Bytes of each rank's GPUs: weights, keys and values of all layers, and buffers."""
     shape, ranks = costs.shape, plans[0].world_size
     rows = np.sum([plan.placement.tokens_per_rank() for plan in plans], axis=0)
-    buffers = None
+    buffers = CoreAttentionMemory()
     for plan in {id(plan): plan for plan in plans}.values():
-        memory = plan_memory(plan, shape, None)
-        buffers = memory if buffers is None else buffers.union(memory)
-    assert buffers is not None
-    reserved = buffers.with_headroom(HEADROOM).total(1)
+        buffers = buffers.union(step_memory(plan, shape))
+    reserved = buffers.with_headroom(HEADROOM).total(STEP_SLOTS)
     result: Floats = rows * shape.kv_row_bytes + np.full(ranks, costs.state_bytes() + reserved)
     return result
