@@ -13,6 +13,7 @@ from typing import Any
 from distca.commands.command_line import Parser
 from distca.commands.described import add_selection_flags
 from distca.cost.profile import Profile
+from distca.timeline import write_trace
 
 _EPILOG = """
 examples:
@@ -104,6 +105,12 @@ def build_parser() -> Parser:
     out = parser.add_argument_group("output")
     out.add_argument("--json", action="store_true", help="Print a list of answers as JSON.")
     out.add_argument(
+        "--trace",
+        type=Path,
+        metavar="FILE",
+        help="Write a timeline of all ranks, for ui.perfetto.dev.",
+    )
+    out.add_argument(
         "--check",
         action="store_true",
         help="Hold logits and tokens against one process's with transformers' own attention.",
@@ -125,7 +132,7 @@ def main(argv: Sequence[str]) -> int:
     from distca.serve.generation import Sampling
     from distca.serve.models import DTYPES, load_tokenizer, read_model
     from distca.serve.pool_size import PoolSize
-    from distca.serve.rank_processes import RankProcesses, RankSettings
+    from distca.serve.rank_processes import RankError, RankProcesses, RankSettings
 
     model = read_model(args.model, DTYPES[args.dtype], args.tensor_parallel_size)
     tokenizer = None if args.prompt_ids else load_tokenizer(args.model)
@@ -153,13 +160,21 @@ def main(argv: Sequence[str]) -> int:
         Sampling(most, args.temperature, args.seed, stops),
         keeps_logits=args.check,
         pool=pool,
+        records=args.trace is not None,
     )
     shown = _Shown(tokenizer, quiet=args.json or len(work) > 1)
     begin = time.perf_counter()
-    with RankProcesses(settings) as ranks:
-        loaded = time.perf_counter()
-        done = work.run(ranks, shown.token)
-    seconds = time.perf_counter() - loaded
+    try:
+        with RankProcesses(settings) as ranks:
+            loaded = time.perf_counter()
+            done = work.run(ranks, shown.token)
+            seconds = time.perf_counter() - loaded
+            timelines = [] if args.trace is None else ranks.timelines()
+    except RankError as error:
+        sys.stderr.write(f"distca generate: {error}\n")
+        return 2
+    if args.trace is not None:
+        write_trace(args.trace, timelines)
     rows: list[dict[str, Any]] = [
         {
             "token_ids": each.answer.token_ids,
@@ -270,5 +285,7 @@ def _check_flags(args: argparse.Namespace) -> None:
             raise ValueError(f"{flag} {value}: give at least 1")
     if args.node_gb_per_s is not None and not 0 < args.node_gb_per_s < float("inf"):
         raise ValueError(f"--node-gb-per-s {args.node_gb_per_s}: give a speed above 0")
+    if args.trace is not None and (args.trace.is_dir() or not args.trace.parent.is_dir()):
+        raise ValueError(f"--trace {args.trace}: give a file in a folder that there is")
     if not 0 <= args.temperature < float("inf"):
         raise ValueError(f"--temperature {args.temperature}: give 0 or more")

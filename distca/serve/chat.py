@@ -115,6 +115,10 @@ class Conversations:
         self._conversations = [list(each) for each in conversations]
         if not any(self._turns(each) for each in self._conversations):
             raise ValueError("no conversation ends with a message of the user: nothing to answer")
+        for number, messages in enumerate(self._conversations):
+            if turns := self._turns(messages):
+                # Whatever will be answered, the last prompt is no shorter.
+                self._tokens(number, _with_empty_answers(messages, turns))
 
     def __len__(self) -> int:
         return sum(len(self._turns(each)) for each in self._conversations)
@@ -133,8 +137,8 @@ class Conversations:
             ValueError: a conversation's first turn has no room.
         """
         lengths = [
-            len(self._tokens(each[: self._turns(each)[0] + 1]))
-            for each in self._conversations
+            len(self._tokens(number, each[: self._turns(each)[0] + 1]))
+            for number, each in enumerate(self._conversations)
             if self._turns(each)
         ]
         batches_that_fit(pool, self._model, lengths, self._max_tokens, world_size, stripe)
@@ -164,7 +168,7 @@ class Conversations:
                     continue
                 said[number] += messages[at[number] : later[0] + 1]
                 at[number] = later[0] + 1
-                prompts[number] = self._tokens(said[number])
+                prompts[number] = self._tokens(number, said[number])
                 if prompts[number][: len(held[number])] != held[number]:
                     logger.info("conversation %d is prefilled again: its template changed", number)
                     ranks.drop(number)
@@ -179,14 +183,31 @@ class Conversations:
                 text = self._tokenizer.decode(answer.token_ids, skip_special_tokens=True)
                 said[number].append({"role": "assistant", "content": text})
 
-    def _tokens(self, messages: Sequence[Message]) -> list[int]:
+    def _tokens(self, number: int, messages: Sequence[Message]) -> list[int]:
         """Token ids of messages as the model's template writes them."""
-        text = self._tokenizer.apply_chat_template(
-            messages, tokenize=False, add_generation_prompt=True
-        )
+        from jinja2 import TemplateError
+
+        try:
+            text = self._tokenizer.apply_chat_template(
+                messages, tokenize=False, add_generation_prompt=True
+            )
+        except TemplateError as error:
+            raise ValueError(
+                f"the chat template of {self._model.path} refuses conversation {number}: {error}"
+            ) from error
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False)
-        check_tokens(self._model, ids, self._max_tokens, "a conversation")
+        check_tokens(self._model, ids, self._max_tokens, f"conversation {number}")
         return ids
+
+
+def _with_empty_answers(messages: Sequence[Message], turns: Sequence[int]) -> list[Message]:
+    """Messages to the last turn; those before it are answered by nothing."""
+    written: list[Message] = []
+    for n, message in enumerate(messages[: turns[-1] + 1]):
+        written.append(message)
+        if n in turns[:-1]:
+            written.append({"role": "assistant", "content": ""})
+    return written
 
 
 def check_tokens(model: ServedModel, ids: Sequence[int], max_tokens: int, what: str) -> None:

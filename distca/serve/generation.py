@@ -10,6 +10,7 @@ from typing import Literal
 import torch
 import torch.distributed as dist
 
+from distca.runtime import Trace
 from distca.schedule.serving import Selector, Strategy
 from distca.serve.models import ServedModel
 from distca.serve.pool_size import check_room
@@ -75,6 +76,7 @@ class Generator:
         sampling: choice of tokens.
         keeps_logits: whether answers keep their logits.
         told: function that is told of each token, with its sequence.
+        trace: timeline of the steps; None: there is none.
     """
 
     def __init__(
@@ -86,10 +88,12 @@ class Generator:
         sampling: Sampling,
         keeps_logits: bool = False,
         told: Callable[[int, int], None] = lambda sequence, token: None,
+        trace: Trace | None = None,
     ) -> None:
         self._model, self._rank, self._planner = model, rank, planner
         self._strategy, self._sampling, self._told = strategy, sampling, told
         self._keeps_logits = keeps_logits
+        self._trace = trace or Trace(torch.device("cpu"))
         self.bytes_planned = 0
 
     def answer(self, new: Mapping[int, Sequence[int]]) -> dict[int, Answer]:
@@ -139,7 +143,9 @@ class Generator:
         for sequence, nbytes in zip(step.sequences, moved, strict=True):
             answers[sequence].bytes_moved += nbytes
         self.bytes_planned += sum(moved)
-        logits = self._rank.run(step, feed)
+        name = f"{'decode' if decodes else 'prefill'}: {sum(counts.values())} tokens"
+        with self._trace.span(name, "ticks", sequences=len(counts), bytes_moved=sum(moved)):
+            logits = self._rank.run(step, feed)
         if self._keeps_logits:
             for sequence, row in self._shared(step, logits).items():
                 answers[sequence].logits.append(row)

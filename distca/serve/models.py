@@ -19,6 +19,8 @@ IMPLEMENTATION = "distca"
 FAMILIES = ("llama", "qwen2", "qwen3", "mistral", "phi3", "gemma3_text", "qwen3_moe")
 """Families of models, by `model_type`, whose logits were held against transformers' own."""
 
+_WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
+
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -135,6 +137,9 @@ def read_model(path: str, dtype: torch.dtype, tensor_parallel_size: int = 1) -> 
     # Models that also see images keep their decoder's part in one of its own.
     config = config.get_text_config(decoder=True)
     _refuse_uncovered(config, path)
+    folder = Path(path)
+    if folder.exists() and not any(each for end in _WEIGHTS for each in folder.glob(end)):
+        raise ValueError(f"{path} has no weights: add its model.safetensors")
     check_divides(config, tensor_parallel_size)
     of_rank = slice_config(config, tensor_parallel_size)
     shape = AttentionShape(

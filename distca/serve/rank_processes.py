@@ -39,6 +39,7 @@ class RankSettings:
         sampling: choice of tokens.
         keeps_logits: whether answers keep their logits.
         pool: size of each rank's pool of keys and values.
+        records: whether ranks record a timeline.
     """
 
     model: ServedModel
@@ -48,6 +49,7 @@ class RankSettings:
     sampling: Sampling
     keeps_logits: bool = False
     pool: PoolSize = field(default_factory=PoolSize)
+    records: bool = False
 
 
 class RankError(RuntimeError):
@@ -125,6 +127,11 @@ class RankProcesses:
         found = self._collect(lambda *_: None)
         return found[0][0], sum(sent for _, sent in found)
 
+    def timelines(self) -> list[tuple[str, list[dict[str, Any]]]]:
+        """Name of each rank and its events so far, as `write_trace` takes them."""
+        self._send(("timeline", None))
+        return self._collect(lambda *_: None)
+
     def close(self) -> None:
         """Ends all ranks."""
         for pipe in self._pipes:
@@ -196,7 +203,7 @@ def _serve(settings: RankSettings, rank: int, store: str, pipe: Connection, pare
     if os.getppid() != parent:
         return
     try:
-        generator, transport = _start(settings, rank, store, pipe)
+        generator, transport, trace = _start(settings, rank, store, pipe)
         pipe.send(("started", None))
         while True:
             name, value = pipe.recv()
@@ -211,6 +218,8 @@ def _serve(settings: RankSettings, rank: int, store: str, pipe: Connection, pare
             elif name == "drop":
                 generator.drop(value)
                 pipe.send(("dropped", None))
+            elif name == "timeline":
+                pipe.send(("timeline", (_name(settings, rank), trace.take(rank))))
             else:
                 sent = sum(transport.bytes_sent.values())
                 pipe.send(("bytes moved", (generator.bytes_planned, sent)))
@@ -224,11 +233,11 @@ def _serve(settings: RankSettings, rank: int, store: str, pipe: Connection, pare
 
 def _start(
     settings: RankSettings, rank: int, store: str, pipe: Connection
-) -> tuple[Generator, Any]:
+) -> tuple[Generator, Any, Any]:
     """Joins the other ranks, and loads the model."""
     from distca.attention import select_kernel
     from distca.cost.step_memory import STEP_SLOTS
-    from distca.runtime import Buffers, CoreAttention
+    from distca.runtime import Buffers, CoreAttention, Trace
     from distca.serve.steps import ModelRank
     from distca.serve.tensor_parallel import join_ranks
     from distca.transport import CollectiveTransport
@@ -248,7 +257,10 @@ def _start(
     group, tensor_ranks = join_ranks(model.tensor_parallel_size, _TIMEOUT)
     transport = CollectiveTransport(group, device)
     kernel = select_kernel(device.type, model.shape.head_dim)
-    core = CoreAttention(transport, kernel, Buffers(device, max(STEP_SLOTS, len(model.masks))))
+    buffers = Buffers(device, max(STEP_SLOTS, len(model.masks)))
+    trace = Trace(device)
+    trace.recording = settings.records
+    core = CoreAttention(transport, kernel, buffers, trace=trace)
 
     def tell(sequence: int, token: int) -> None:
         if rank == 0:
@@ -264,5 +276,11 @@ def _start(
         settings.sampling,
         settings.keeps_logits,
         tell,
+        trace,
     )
-    return generator, transport
+    return generator, transport, trace
+
+
+def _name(settings: RankSettings, rank: int) -> str:
+    context, tensor = divmod(rank, settings.model.tensor_parallel_size)
+    return f"rank {rank}: context {context}, tensor {tensor}"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -71,7 +71,8 @@ class RankSteps:
         self.add_blocks(step.blocks)
         rows = [NewRows.of(part, rank, self._tables) for part in step.parts]
         slots = self._index(np.concatenate([each.slots for each in rows]))
-        return StepRun(rows, self._windows, self._pool, slots, self._parts(step))
+        labels = self._core.trace.labels
+        return StepRun(rows, self._windows, self._pool, slots, self._parts(step), labels)
 
     def drop(self, sequence: int) -> None:
         """Forgets where the keys and values of a sequence are."""
@@ -234,6 +235,7 @@ class StepRun:
 
     Attributes:
         rows: this rank's new tokens of each part.
+        labels: labels of the timeline's spans.
         layers_run: layers whose attention has run.
     """
 
@@ -242,6 +244,7 @@ class StepRun:
     pool: KvPool
     slots: torch.Tensor
     parts: Sequence[_PartRun]
+    labels: dict[str, Any]
     layers_run: int = 0
 
     @property
@@ -270,9 +273,11 @@ class StepRun:
         self.pool.write(layer, self.slots, k, v)
         calls = [part.calls[Mask(self.windows[layer])] for part in self.parts]
         queries = torch.split(q, [call.queries for call in calls])
+        self.labels["layer"] = layer
         out = [
             call(query, *self.pool.rows(layer), scale)
             for query, call in zip(queries, calls, strict=True)
         ]
+        del self.labels["layer"]
         self.layers_run += 1
         return out[0] if len(out) == 1 else torch.cat(out)

@@ -12,7 +12,8 @@ from support.commands import Command
 from support.small_models import save_small_model
 
 CHAT = (
-    "{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}"
+    "{% for m in messages %}{% if m.role == 'tool' %}{{ raise_exception('no tools') }}{% endif %}"
+    "<{{ m.role }}>{{ m.content }}\n{% endfor %}"
     "{% if add_generation_prompt %}<assistant>{% endif %}"
 )
 
@@ -51,12 +52,28 @@ def test_conversations_on_two_ranks(command, model: str, tmp_path: Path) -> None
     ]
     chats.write_text("\n".join(json.dumps(line) for line in lines))
     flags = "--context-parallel-size 2 --max-tokens 6 --cp-kv-cache-interleave-size 2".split()
+    trace = tmp_path / "trace.json"
+    flags += ["--trace", str(trace), "--tensor-parallel-size", "2"]
     out = command.run(model, "--conversations", str(chats), *flags, "--check", "--json")
+    assert "tokens the same: equal" in command.errors
     answers = json.loads(out)
     assert len(answers) == 3
     assert all(each["bytes_moved"] > 0 for each in answers)
     assert {each["finish_reason"] for each in answers} == {"length"}
     assert all(len(each["token_ids"]) == 6 and each["ttft_seconds"] > 0 for each in answers)
+    events = json.loads(trace.read_text())["traceEvents"]
+    ranks = [each["args"]["name"] for each in events if each["name"] == "process_name"]
+    assert ranks == [f"rank {n}: context {n // 2}, tensor {n % 2}" for n in range(4)]
+    for n in range(4):
+        mine = [each for each in events if each["pid"] == n]
+        names = [each["name"].split(":")[0] for each in mine if each.get("cat") == "ticks"]
+        # A turn of both conversations, and one more of the first.
+        assert names == (["prefill"] + ["decode"] * 5) * 2
+        assert {each["args"]["layer"] for each in mine if each.get("cat") == "exchange"} == {
+            0,
+            1,
+            2,
+        }
 
 
 def test_bad_input_ends_in_a_line(command, model: str, tmp_path: Path) -> None:
@@ -74,6 +91,14 @@ def test_bad_input_ends_in_a_line(command, model: str, tmp_path: Path) -> None:
     for name, text in files.items():
         (tmp_path / name).write_text(text)
     bare = save_small_model("llama", tmp_path / "bare")
+    light = tmp_path / "light"
+    light.mkdir()
+    (light / "config.json").write_text((bare / "config.json").read_text())
+    turns = [{"role": "user", "content": "a" * 2050}, {"role": "user", "content": "a" * 2050}]
+    (tmp_path / "grows.jsonl").write_text(json.dumps(turns))
+    (tmp_path / "role.jsonl").write_text(
+        '[{"role": "tool", "content": ""}, {"role": "user", "content": "a"}]'
+    )
 
     def ids(name: str) -> list[str]:
         return ["--prompt-ids", str(tmp_path / name)]
@@ -91,6 +116,13 @@ def test_bad_input_ends_in_a_line(command, model: str, tmp_path: Path) -> None:
         ([model, "--conversations", str(tmp_path / "chats.jsonl")], "chats.jsonl:1 is no list"),
         ([model, "--conversations", str(tmp_path / "answered.jsonl")], "nothing to answer"),
         ([str(bare), "--prompt", "a"], "no tokenizer that can be read"),
+        ([model, "--conversations", str(tmp_path / "grows.jsonl")], "conversation 0 has 4,1"),
+        ([model, "--conversations", str(tmp_path / "role.jsonl")], "conversation 0: no tools"),
+        ([str(light), "--prompt", "a"], "has no weights"),
+        ([model, "--prompt", "a", "--tensor-parallel-size", "3"], "neither divides the model's 2"),
+        ([model, "--prompt", "a", "--tensor-parallel-size", "8"], "num_attention_heads 4"),
+        ([model, "--prompt", "a", "--tensor-parallel-size", "0"], "give at least 1"),
+        ([model, "--prompt", "a", "--trace", str(tmp_path / "no" / "t")], "a folder that there is"),
         ([str(tmp_path), "--prompt", "a"], "has no config.json"),
         ([model, "--prompt", "a", "--context-parallel-size", "0"], "give at least 1"),
         ([model, "--prompt", "a", "--node-gb-per-s", "0"], "give a speed above 0"),
