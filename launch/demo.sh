@@ -1,8 +1,9 @@
 #!/usr/bin/env bash
 # Sets everything up, pretrains a small GPT with --distca on real text, on four processes of the CPU
 # (also where there are GPUs), runs some of the same steps as plain Megatron, and compares the two.
+# The trained model is written for `distca generate`, as demo/model.
 # More flags are passed on: launch/demo.sh --train-iters 20
-# --dry-run prints the two commands, and runs nothing.
+# --dry-run prints the two commands that train, and runs nothing.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -56,5 +57,11 @@ fi
 echo "running the first 15 steps as plain Megatron, too; its log is demo/plain.log" >&2
 mkdir -p demo
 "${plain[@]}" >demo/plain.log 2>&1 || { tail -n 20 demo/plain.log >&2 && exit 1; }
-exec .venv/bin/python -m data.demo_report --distca demo/tensorboard/distca \
+.venv/bin/python -m data.demo_report --distca demo/tensorboard/distca \
     --plain demo/tensorboard/plain --output demo/report.png -- "${flags[@]}" "${more[@]}"
+
+# With flags of one's own it may be no Llama any more, which the command says.
+if .venv/bin/python -m megatron_patches.llama export --output demo/model \
+    --checkpoint "$(value_of --save demo/checkpoints "${more[@]}")"; then
+    echo "the model answers: .venv/bin/distca generate demo/model --prompt 'def main('" >&2
+fi

@@ -51,7 +51,7 @@ case "$(cat .venv/set-up-for 2>/dev/null || true)" in
     "$wanted checks") exit 0 ;;
     "$wanted ") [ "${1:-}" = checks ] || exit 0 ;;
 esac
-extras=megatron,plot
+extras=megatron,plot,serve
 [ "${1:-}" != checks ] || extras=megatron,dev,cuda-compile
 python=$(find_python) || exit 2
 make_environment .venv "$wanted ${1:-}" "$python" "$extras" --editable
