@@ -204,6 +204,9 @@ def _by_promise(
     first = batch(case, 0)
     able = candidates(system, case.workload, tensor, stages)
     able.sort(key=lambda candidate: estimate(candidate, case.workload, first))
+    # An estimate says least of small tensor-parallel sizes, whose exchanges are large: take turns.
+    turn = {c: sum(c.tensor == o.tensor for o in able[:n]) for n, c in enumerate(able)}
+    able.sort(key=lambda candidate: turn[candidate])
     return [replace(candidate, tolerance=sweep.tolerances[0]) for candidate in able]
 
 

@@ -13,7 +13,7 @@ from benchmarks.cluster.report import K, Options, Report, table
 from benchmarks.cluster.search import Best, Sweep, best_baselines, best_with_plans
 from benchmarks.cluster.sweep import Case, Runner
 from distca.palette import colour_in_turn
-from distca.simulate import BASELINES, DISTCA_SYSTEMS
+from distca.simulate import BASELINES, DISTCA_SYSTEMS, MEGATRON
 
 TABLE_3 = {
     ("llama-8b", 128): [(8, 64), (16, 128), (32, 256)],
@@ -57,7 +57,7 @@ AS_THE_PAPER = (PAPERS, "greedy")
 NO_LOSS = 0.99
 """Least of WLB-LLM's throughput that DistCA is to have in every job."""
 ALL_SIZES = (1, 2, 4, 8)
-WITHOUT_CHOICE = ("cp-p2p", "per-document-cp", "hybrid-cp", REFERENCE, "tiles")
+WITHOUT_CHOICE = (*MEGATRON[1:], REFERENCE, "tiles")
 """Systems that run at any tensor and pipeline sizes."""
 
 

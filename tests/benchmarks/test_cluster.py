@@ -17,6 +17,7 @@ import pytest
 from benchmarks.cluster import paper, sweep
 from benchmarks.cluster.search import Sweep, best_baselines, best_with_plans
 from benchmarks.cluster.sweep import Case, Runner, Unit, paper_distribution
+from benchmarks.cluster.tables import AS_THE_PAPER, GROUPS, Group
 from benchmarks.published_lengths import papers
 from distca.documents.lengths import draw
 from distca.simulate import CLUSTERS, Candidate, candidates
@@ -144,6 +145,10 @@ def test_a_sweep_goes_on_until_enough_fit() -> None:
     assert told.candidates == order[:2]
     assert best.simulated == 2
     assert best.out_of_memory == best.tried - len(order)
+    # Tensor-parallel sizes take turns.
+    told = Told({}, dict.fromkeys(candidates("tiles", CASE.workload, [2, 4, 8], [1]), 3))
+    best_with_plans(told, [CASE], "tiles", [2, 4, 8], [1], 3, replace(SWEEP, most_promising=3))  # type: ignore[arg-type]
+    assert sorted(c.tensor for c in told.candidates) == [2, 4, 8]
 
 
 def test_a_finalist_out_of_memory_makes_room_for_the_next() -> None:
@@ -265,3 +270,26 @@ def test_an_experiment_writes_its_files(
     assert (tmp_path / "fig3.png").stat().st_size > 5000
     keys = [json.loads(line)["key"] for line in (tmp_path / "runs.jsonl").open()]
     assert len(keys) == len(np.unique(keys)) == 5
+
+
+def test_no_loss_in_a_job_of_the_paper(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One job, as both pages have it; its page says what was gained, and where nothing was."""
+    job = {("llama-8b", 128): [(8, 64)]}
+    systems = ("per-document-cp", "wlb-llm", "wlb-llm-paper", "greedy", "tiles")
+    group = Group("A job", "table3", job, (4, 8), (1,), systems, True)
+    monkeypatch.setitem(GROUPS, "table3", group)
+    command = ["paper.py", "table3", "--models", "llama-8b", "--documents", "pretrain"]
+    command += ["--output", str(tmp_path), "--batches", "4", "--processes", "1"]
+    monkeypatch.setattr(sys, "argv", [*command, "--most-promising", "2", "--finalists", "1"])
+    paper.main()
+    (row,) = csv.DictReader((tmp_path / "table3.csv").open())
+    assert row["tiles configuration"].startswith("TP4 PP1 DP16, 1 micro")
+    assert 0.99 <= float(row["tiles speed-up"]) < 1.1
+    text = (tmp_path / "table3.md").read_text()
+    assert "none is below 0.99" in text
+    theirs, ours = (float(row[f"{name}, MLPs again tokens/s"]) for name in AS_THE_PAPER)
+    gain = f"{ours / theirs:.2f} to {ours / theirs:.2f}"
+    assert f"| {gain} | 1.07 to 1.20 |" in text
+    assert theirs < float(row["wlb-llm-paper tokens/s"])
