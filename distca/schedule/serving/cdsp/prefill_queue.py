@@ -1,0 +1,54 @@
+"""Prompts in line before the prefill ranks, one prompt in a batch."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from distca.schedule.serving.cdsp.chunks import PrefillPlan, Search
+from distca.schedule.serving.cdsp.load import Load
+from distca.schedule.serving.cdsp.strategies import Strategy
+
+
+class PrefillQueue:
+    """Prefill ranks, and until when each is taken by what was planned.
+
+    A prompt is planned when it arrives, and ranks compute chunks in the order of arrival.
+
+    Args:
+        ranks: prefill ranks.
+        ranks_per_node: rank `r` is on node `r // ranks_per_node`.
+        search: times and thresholds.
+        strategy: what gives a prompt its ranks.
+        load: what tells the improvement rate; None: that of `search` stays.
+
+    Attributes:
+        free_at: time at which each rank has done what it was given.
+    """
+
+    def __init__(
+        self,
+        ranks: int,
+        ranks_per_node: int,
+        search: Search,
+        strategy: Strategy,
+        load: Load | None = None,
+    ) -> None:
+        self.free_at = [0.0] * ranks
+        self._ranks_per_node, self._search = ranks_per_node, search
+        self._strategy, self._load = strategy, load
+
+    def place(self, now: float, tokens: int) -> PrefillPlan:
+        """Plans a prompt that arrives now; times of the plan count from now.
+
+        Raises:
+            ValueError: no group of ranks can hold it.
+        """
+        search = self._search
+        if self._load is not None:
+            self._load.arrived(now)
+            search = replace(search, improvement_rate=self._load.improvement_rate(now))
+        queued = [max(0.0, free - now) for free in self.free_at]
+        plan = self._strategy(search, queued, self._ranks_per_node, tokens)
+        for rank in plan.chunks[-1].ranks:
+            self.free_at[rank] = now + plan.ttft
+        return plan

@@ -1,0 +1,126 @@
+"""A serving cluster: its prefill and decode ranks, what they hold, and how long they take."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from distca.cost.model_sizes import ModelSize
+from distca.schedule.serving.cdsp import PrefillModel, Search
+from distca.simulate.cluster import Cluster
+
+BYTES = 2
+"""Bytes of a number: weights, keys and values are in 16 bits."""
+
+
+@dataclass(frozen=True)
+class DecodeTimes:
+    """Seconds of a decode iteration, which memory and latency bound.
+
+    Attributes:
+        step: seconds to read the weights, and of what is done once a layer.
+        row: seconds to read a cached token's keys and values.
+    """
+
+    step: float
+    row: float
+
+    def seconds(self, rows: int) -> float:
+        """Seconds of an iteration over so many cached tokens, of all sequences together."""
+        return self.step + rows * self.row
+
+
+@dataclass(frozen=True)
+class ServingCluster:
+    """Prefill ranks in nodes, and decode ranks, each of which may be several GPUs.
+
+    Attributes:
+        times: seconds of a prefill.
+        decode_times: seconds of a decode iteration.
+        prefill_ranks: ranks that prefill.
+        ranks_per_node: of those.
+        decode_ranks: ranks that decode.
+        prefill_tokens: tokens whose keys and values a prefill rank holds.
+        decode_tokens: tokens whose keys and values a decode rank holds.
+        sent_per_second: tokens whose keys and values a prefill rank's link sends in a second.
+        links_of_decode_rank: such links that a decode rank receives by.
+        layers: layers, of which all but the last are sent during computing.
+        backends: requests that a decode rank receives at a time.
+        block_size: rows of a block.
+
+    Raises:
+        ValueError: a number is not positive.
+    """
+
+    times: PrefillModel
+    decode_times: DecodeTimes
+    prefill_ranks: int = 16
+    ranks_per_node: int = 8
+    decode_ranks: int = 2
+    prefill_tokens: int = 400_000
+    decode_tokens: int = 4_000_000
+    sent_per_second: float = 190_000.0
+    links_of_decode_rank: int = 8
+    layers: int = 32
+    backends: int = 4
+    block_size: int = 128
+
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            if isinstance(value, int | float) and not value > 0:
+                raise ValueError(f"{name} is {value}: give a positive number")
+
+    @property
+    def search(self) -> Search:
+        """What plans of prefills go by, but for the improvement rate."""
+        return Search(self.times, tokens_per_rank=self.prefill_tokens)
+
+    def send_seconds(self, tokens: int, ranks: int) -> float:
+        """Seconds that a chunk's keys and values are under way from so many ranks."""
+        return tokens / (self.sent_per_second * min(ranks, self.links_of_decode_rank))
+
+
+def describe_cluster(
+    times: PrefillModel,
+    cluster: Cluster,
+    model: ModelSize,
+    prefill_ranks: int,
+    decode_ranks: int,
+    decode_tensor_parallel: int,
+    backends: int = 4,
+    block_size: int = 128,
+) -> ServingCluster:
+    """Derives what ranks hold and how long decoding takes; a prefill rank is one GPU.
+
+    An iteration reads all weights and cached rows at the memory's speed, and has two all-reduces a
+    layer. Answers end at their length, so what is sampled costs nothing more.
+
+    Raises:
+        ValueError: the weights don't fit, or the tensor-parallel size doesn't divide the heads.
+    """
+    model.attention_shape(decode_tensor_parallel)
+    cluster.servers_per_node(decode_tensor_parallel)
+    weights = BYTES * (model.layers * model.layer_parameters + 2 * model.vocabulary_parameters)
+    row = BYTES * 2 * model.layers * model.kv_heads * model.head_dim
+    room = [cluster.usable_bytes * gpus - weights for gpus in (1, decode_tensor_parallel)]
+    if min(room) < row * block_size:
+        raise ValueError(
+            f"{weights / 1e9:.0f} GB of weights leave no room for keys and values on "
+            f"{'one GPU' if room[0] < row * block_size else f'{decode_tensor_parallel} GPUs'} of "
+            f"{cluster.name}: give a smaller model, or more memory"
+        )
+    speed = cluster.copied_bytes_per_second * decode_tensor_parallel
+    latency = 2 * cluster.node_latency * (decode_tensor_parallel > 1) + cluster.launch_seconds
+    return ServingCluster(
+        times,
+        DecodeTimes(weights / speed + model.layers * latency, row / speed),
+        prefill_ranks,
+        cluster.gpus_per_node,
+        decode_ranks,
+        int(room[0] / row),
+        int(room[1] / row),
+        cluster.network_bytes_per_second / row,
+        decode_tensor_parallel,
+        model.layers,
+        backends,
+        block_size,
+    )

@@ -1,0 +1,136 @@
+"""Requests through a simulated serving cluster, and its capacity."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from distca.cost.model_sizes import MODELS
+from distca.schedule.serving.cdsp import ImprovementRates, published_model
+from distca.simulate import CLUSTERS
+from distca.simulate.requests import (
+    PRESETS,
+    Request,
+    Trace,
+    describe_cluster,
+    draw_trace,
+    find_capacity,
+    light_load,
+    prefill_seconds,
+    profile_rates,
+    read_trace,
+    serve,
+)
+
+A100 = CLUSTERS["dgx-a100"]
+CLUSTER = describe_cluster(published_model(), A100, MODELS["llama-8b"], 16, 2, 8)
+RATES = ImprovementRates({0.5: 0.05, 4.0: 0.45})
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_presets_have_the_published_lengths(name: str) -> None:
+    preset = PRESETS[name]
+    trace = draw_trace(preset, 4000, 0)
+    prompts = [request.prompt for request in trace.requests]
+    assert preset.shortest - 1 <= min(prompts) < 1.2 * preset.shortest
+    assert 0.85 * preset.longest < max(prompts) <= preset.longest
+    assert np.mean(prompts) == pytest.approx(preset.mean, rel=0.05)
+    assert trace.at_rate(7.0).per_second == pytest.approx(7.0)
+    gaps = np.diff([request.arrival for request in trace.requests])
+    assert np.mean(gaps) == pytest.approx(np.std(gaps), rel=0.1), "a Poisson process"
+
+
+def test_a_trace_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "trace.json"
+    rows = [{"arrival": 2.0, "prompt": 9, "answer": 1}, {"arrival": 0, "prompt": 5, "answer": 2}]
+    path.write_text(json.dumps(rows))
+    assert read_trace(path) == Trace((Request(0.0, 5, 2), Request(2.0, 9, 1)))
+    for wrong in ("[3]", "{}", "nothing", '[{"arrival": -1, "prompt": 5, "answer": 2}]', "[]"):
+        path.write_text(wrong)
+        with pytest.raises(ValueError, match="give a JSON list such as"):
+            read_trace(path)
+
+
+@pytest.mark.parametrize("strategy", ["fixed-8", "greedy", "single-chunk", "cdsp"])
+def test_what_was_planned_comes_true(strategy: str) -> None:
+    """Where memory doesn't bind, the events are those of the planner's own clock."""
+    trace = draw_trace(PRESETS["short"], 120, 1).at_rate(5.0)
+    served = serve(trace, CLUSTER, strategy, RATES)
+    alone = prefill_seconds(trace, CLUSTER, strategy, RATES)
+    assert served.ttft == pytest.approx(alone)
+    assert served.planned == pytest.approx(alone)
+    assert (max(served.chunks) > 1) == (strategy == "cdsp")
+
+
+def test_a_request_alone_takes_its_prefill_its_hand_off_and_its_iterations() -> None:
+    trace = Trace((Request(3.0, 65_536, 11),))
+    served = serve(trace, CLUSTER, "greedy")
+    prefill = CLUSTER.times.seconds(16, 0, 65_536)
+    assert served.ttft == pytest.approx([prefill])
+    # One of 32 layers is sent after the last one is computed.
+    handed = CLUSTER.send_seconds(65_536, 16) / 32
+    rows = sum(range(65_537, 65_547))
+    decoding = 10 * CLUSTER.decode_times.step + rows * CLUSTER.decode_times.row
+    assert served.per_token == pytest.approx([(handed + decoding) / 10])
+
+
+def test_what_is_granted_late_is_sent_late() -> None:
+    """With one backend, the second of two requests is sent after the first is all there."""
+    trace = Trace((Request(0.0, 32_768, 2), Request(0.0, 32_768, 2)))
+    slow = replace(CLUSTER, sent_per_second=100.0, backends=1, decode_ranks=1)
+    first, second = sorted(serve(trace, slow, "fixed-8").per_token)
+    whole = slow.send_seconds(32_768, 8)
+    assert first > whole - slow.times.seconds(8, 0, 32_768)
+    assert second == pytest.approx(first + whole, rel=0.01)
+    both = serve(trace, replace(slow, backends=2), "fixed-8").per_token
+    assert max(both) == pytest.approx(first, rel=0.01)
+
+
+def test_little_memory_delays_and_nothing_is_lost() -> None:
+    """Blocks of both halves are all given back: the simulation asserts it where it ends."""
+    trace = draw_trace(PRESETS["short"], 60, 2).at_rate(6.0)
+    small = replace(CLUSTER, prefill_tokens=20_000, sent_per_second=2_000.0)
+    assert sum(serve(trace, small, "cdsp", RATES).ttft) > sum(
+        serve(trace, CLUSTER, "cdsp", RATES).ttft
+    )
+    few = replace(CLUSTER, decode_tokens=100_000)
+    waiting = serve(trace, few, "cdsp", RATES)
+    assert max(waiting.ttft) > max(serve(trace, CLUSTER, "cdsp", RATES).ttft)
+    with pytest.raises(ValueError, match="larger than the largest pool of a decode rank"):
+        serve(trace, replace(CLUSTER, decode_tokens=10_000), "cdsp", RATES)
+    with pytest.raises(ValueError, match="does not fit"):
+        serve(trace, replace(CLUSTER, prefill_tokens=500), "cdsp", RATES)
+
+
+def test_capacity_is_the_highest_rate_within_the_limit() -> None:
+    trace = draw_trace(PRESETS["short"], 200, 0)
+    found = find_capacity(trace, CLUSTER, "fixed-8")
+    assert found.limit == pytest.approx(25 * light_load(trace, CLUSTER))
+    for factor, within in ((0.999, True), (1.01, False)):
+        seconds = prefill_seconds(trace.at_rate(found.per_second * factor), CLUSTER, "fixed-8")
+        assert (np.percentile(seconds, 99) <= found.limit) == within
+    assert find_capacity(trace, CLUSTER, "fixed-8", limit=0.01).per_second < 1
+
+
+def test_profiled_rates_grow_with_the_load() -> None:
+    trace = draw_trace(PRESETS["short"], 200, 3)
+    rates = profile_rates(trace, CLUSTER, "single-chunk", 2.5, (0.05, 0.25, 0.55))
+    assert next(iter(rates.by_arrivals)) == 2.5
+    assert 2 <= len(rates.by_arrivals) <= 4, "a load that none sustains is left out"
+    assert rates.at(0.0) <= rates.at(99.0)
+
+
+def test_clusters_that_cannot_be_are_refused() -> None:
+    times = published_model()
+    with pytest.raises(ValueError, match="size 3 does not divide 32 heads"):
+        describe_cluster(times, A100, MODELS["llama-8b"], 16, 2, 3)
+    with pytest.raises(ValueError, match=r"141 GB of weights leave no room .* one GPU of dgx-a100"):
+        describe_cluster(times, A100, MODELS["llama-70b"], 16, 2, 8)
+    with pytest.raises(ValueError, match="prefill_ranks is 0"):
+        replace(CLUSTER, prefill_ranks=0)
+    with pytest.raises(ValueError, match="no strategy 'best': choose from fixed-8"):
+        prefill_seconds(Trace((Request(0.0, 5, 1),)), CLUSTER, "best")
