@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import get_args
 
-from distca.commands import serving_step
+from distca.commands import serving_requests, serving_step
 from distca.commands.command_line import Parser, check_output
 from distca.commands.described import (
     add_charge_flags,
@@ -68,7 +68,8 @@ examples:
 Documents are packed into sequences of --context tokens and cut where these end, for all systems
 alike. Below the table are the flags of pretrain_gpt.py that train in DistCA's best configuration.
 
-`distca simulate prefill` and `distca simulate decode` simulate inference: see their --help.
+`distca simulate prefill` and `distca simulate decode` simulate inference, and
+`distca simulate --serving` a cluster that serves: see their --help.
 """
 
 
@@ -183,6 +184,8 @@ def main(argv: list[str]) -> int:
     """Runs the command; returns its exit status."""
     if argv and argv[0] in serving_step.KINDS:
         return serving_step.simulate(argv)
+    if "--serving" in argv:
+        return serving_requests.main(argv)
     _run(build_parser().parse(argv))
     return 0
 

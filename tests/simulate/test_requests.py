@@ -114,11 +114,14 @@ def test_capacity_is_the_highest_rate_within_the_limit() -> None:
         seconds = prefill_seconds(trace.at_rate(found.per_second * factor), CLUSTER, "fixed-8")
         assert (np.percentile(seconds, 99) <= found.limit) == within
     assert find_capacity(trace, CLUSTER, "fixed-8", limit=0.01).per_second < 1
+    few = Trace(trace.requests[:9])
+    with pytest.raises(ValueError, match="9 requests are too few to tell a capacity"):
+        find_capacity(few, CLUSTER, "fixed-8")
 
 
 def test_profiled_rates_grow_with_the_load() -> None:
     trace = draw_trace(PRESETS["short"], 200, 3)
-    rates = profile_rates(trace, CLUSTER, "single-chunk", 2.5, (0.05, 0.25, 0.55))
+    rates = profile_rates(trace, CLUSTER, "single-chunk", 2.5, improvement_rates=(0.05, 0.25, 0.55))
     assert next(iter(rates.by_arrivals)) == 2.5
     assert 2 <= len(rates.by_arrivals) <= 4, "a load that none sustains is left out"
     assert rates.at(0.0) <= rates.at(99.0)

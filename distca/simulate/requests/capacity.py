@@ -6,8 +6,7 @@ requests when each is alone on the cluster, in its best group: one limit for all
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -53,9 +52,11 @@ def profile_rates(
     cluster: ServingCluster,
     strategy: str,
     step: float = 0.5,
+    loads: int = 20,
     improvement_rates: Sequence[float] = IMPROVEMENT_RATES,
+    judge: Callable[[Sequence[float]], float] | None = None,
 ) -> ImprovementRates:
-    """Finds by simulation the improvement rate of least mean time for each rate of arrivals.
+    """Finds by simulation the improvement rate of least time to the first token for each load.
 
     Up to the highest load at which one of them keeps within the limit. Beyond that, lines grow for
     as long as the trace does, and what is best there, one rank for each prompt, is no answer to a
@@ -66,28 +67,31 @@ def profile_rates(
         cluster: where they run.
         strategy: how.
         step: requests a second between two loads.
+        loads: most loads to find it for.
         improvement_rates: those to try.
+        judge: makes one figure of all times; None: the percentile that capacity goes by.
     """
+    judge = latest_but_few if judge is None else judge
     limit = PATIENCE * light_load(trace, cluster)
     found: list[tuple[float, float, float]] = []
-    for number in itertools.count(1):
+    for number in range(1, loads + 1):
         load = number * step
         loaded, within = trace.at_rate(load), False
         of_load = []
         for rate in improvement_rates:
             seconds = prefill_seconds(loaded, cluster, strategy, ImprovementRates({0.0: rate}))
-            of_load.append((load, rate, float(np.mean(seconds))))
-            within |= is_within(seconds, limit)
+            of_load.append((load, rate, judge(seconds)))
+            within |= latest_but_few(seconds) <= limit
         if within or not found:
             found += of_load
         if not within:
-            return least_by_rate(found)
-    raise AssertionError("a load is too high")
+            break
+    return least_by_rate(found)
 
 
-def is_within(seconds: Sequence[float], limit: float) -> bool:
-    """Whether few enough first tokens are late."""
-    return float(np.percentile(seconds, 100 - LATE)) <= limit
+def latest_but_few(seconds: Sequence[float]) -> float:
+    """Seconds within which all but the late ones are."""
+    return float(np.percentile(seconds, 100 - LATE))
 
 
 def find_capacity(
@@ -107,14 +111,22 @@ def find_capacity(
         rates: improvement rates by load.
         limit: seconds to the first token; None: `PATIENCE` times `light_load`.
         precision: relative error of the rate.
+
+    Raises:
+        ValueError: all of the trace may arrive at once.
     """
     if limit is None:
         limit = PATIENCE * light_load(trace, cluster)
 
     def holds(per_second: float) -> bool:
         seconds = prefill_seconds(trace.at_rate(per_second), cluster, strategy, rates)
-        return is_within(seconds, limit)
+        return latest_but_few(seconds) <= limit
 
+    if holds(1e9):
+        raise ValueError(
+            f"{len(trace.requests)} requests are too few to tell a capacity: if all arrived at "
+            "once, their first tokens would still be early enough; give more"
+        )
     low, high = 0.0, 1.0 / limit
     while holds(high):
         low, high = high, 2 * high
