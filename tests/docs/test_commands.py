@@ -96,6 +96,7 @@ NOT_RUN = {
     r"python -m megatron_patches\.llama .*": "needs a model; test_llama.py has some",
     r"distca generate .*": "needs a model; test_generate.py has a small one",
     r"distca simulate --serving .*": "takes a minute; test_serving_requests.py has a small trace",
+    r"python benchmarks/serving/cdsp_capacity\.py .*": "takes minutes",
     r"python tests/recording make FILE": "takes minutes",
     r"distca profile --dtype fp32 .* --max-length 8192 .*": "takes minutes",
     r"python benchmarks/kernels/host_cost\.py .*": "takes minutes",

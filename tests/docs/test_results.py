@@ -218,3 +218,10 @@ def test_figures_in_sentences() -> None:
         f"while `tiles` moves {max(tiles):.0f} to {min(tiles):.0f} MB and `greedy` "
         f"{max(greedy):.0f} to {min(greedy):.0f}."
     ) in pages["docs/overlap.md"]
+
+
+def test_loads_that_cdsp_bears() -> None:
+    ratios = [
+        row[-2] for row in table(RESULTS / "serving" / "cdsp_capacity.md", "trace | limit, s")
+    ]
+    assert "simulated, {}, {} and {} times the load".format(*ratios) in INDEX.read_text()
