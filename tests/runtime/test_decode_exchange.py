@@ -65,6 +65,12 @@ def test_rows_travel_as_the_plan_says(ranks: int, mask: Mask) -> None:
             tables, lines, blocks = tables_of(holdings, decode, rank)
             found, keys = build_decode_exchange(decode, mask, rank, tables, lines, blocks * SIZE)
             same(found, build_exchange(plan, rank))
+            # Kernels take queries in the order of the tables' lines.
+            segments = plan.q_segments.select(plan.q_segments.server == rank)
+            arriving = segments.select(segments.owner != rank).start
+            served = np.concatenate([segments.select(segments.owner == rank).start, arriving])
+            sequence = np.searchsorted(plan.document_offsets, served, side="right") - 1
+            assert (np.diff(lines[sequence][found.calls[0].q_rows]) > 0).all()
             # Each served query meets the rank's rows of its sequence that it sees.
             visible = (decode.rows - decode.hidden[mask])[:, rank]
             assert (keys.used - keys.first)[lines].tolist() == visible.tolist()
