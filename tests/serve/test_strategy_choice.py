@@ -12,7 +12,7 @@ from distca.plan import Mask
 from distca.schedule.serving import SELECTORS, PaperRule, SelectorName
 from distca.schedule.serving.blocks import BlockPool
 from distca.serve.selection import CPUS, Machine
-from distca.serve.steps import Prefill, StepPlanner
+from distca.serve.step_planner import Prefill, StepPlanner
 from distca.simulate.serving import SimulatedSelector
 
 SHAPE = AttentionShape(16, 2, 64, 4)
