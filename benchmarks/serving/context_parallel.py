@@ -110,7 +110,7 @@ def seconds(costs: InferenceCosts, plan: Plan) -> float:
 def fitted(target: float, predicted: Callable[[float], float]) -> float:
     """The efficiency whose prediction is the target: more of it takes less time."""
     low, high = 0.05, 1.0
-    for _ in range(30):
+    for _ in range(16):
         middle = (low + high) / 2
         low, high = (middle, high) if predicted(middle) > target else (low, middle)
     return (low + high) / 2
