@@ -150,7 +150,9 @@ class _Simulation:
         pools = (self._prefill_pool, self._decode_pool)
         assert not any(pool.referenced(r) for pool in pools for r in range(pool.world_size))
         assert not self._sender.outgoing
-        assert all(each.receiver.free_blocks == self._decode_blocks for each in self._decoding)
+        for each in self._decoding:
+            assert each.receiver.free_blocks == self._decode_blocks
+            assert (each.rows, each.used, each.virtual) == (0, 0, 0)
         answered = [
             seconds
             for seconds, request in zip(self._per_token, self._requests, strict=True)
