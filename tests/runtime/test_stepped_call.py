@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from distca.cost.volume import AttentionShape
-from distca.plan import Mask, Placement, Plan
+from distca.plan import Mask, Placement, Plan, Tasks
 from distca.runtime import CoreAttention
 from distca.runtime.step_exchange import build_stepped_exchange
 from distca.runtime.stepped_call import attend_in_steps
@@ -54,23 +54,27 @@ def any_holdings(data: st.DataObject, ranks: int, sequences: int) -> tuple[Place
     return held, at
 
 
-@settings(max_examples=60, deadline=None)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@settings(max_examples=40, deadline=None)
 @given(st.data())
-def test_any_prefill_is_dense_attention(data: st.DataObject) -> None:
+def test_any_prefill_is_dense_attention(strategy: Strategy, data: st.DataObject) -> None:
     """Sequences of odd lengths, cached anywhere or not, under windows, on up to five ranks."""
-    ranks, sequences = data.draw(st.integers(1, 5)), data.draw(st.integers(1, 3))
+    ranks = data.draw(st.sampled_from([3, 1, 2, 4, 5]))
+    sequences = data.draw(st.integers(1, 3))
     held, at = any_holdings(data, ranks, sequences)
     new = np.array(data.draw(st.lists(st.integers(1, 60), min_size=3, max_size=3)))[:sequences]
     plan = step_plan(
         held,
         shard_evenly(at, at + new, ranks),
-        data.draw(st.sampled_from(STRATEGIES)),
+        strategy,
         Mask(data.draw(st.none() | st.integers(0, 40))),
         block=8,
         in_steps=True,
     )
     plan.validate()
-    run_virtually(plan, data.draw(st.sampled_from(SHAPES)), torch.float32)
+    dtype = data.draw(st.sampled_from([torch.float32, torch.bfloat16]))
+    shape = replace(data.draw(st.sampled_from(SHAPES)), dtype_bytes=dtype.itemsize)
+    run_virtually(plan, shape, dtype)
 
 
 @settings(max_examples=40, deadline=None)
@@ -86,6 +90,25 @@ def test_any_tasks_in_any_steps_are_dense_attention(seed: int, window: int | Non
     plan = replace(plan, tasks=replace(plan.tasks, step=step))
     plan.validate()
     run_virtually(plan, SHAPES[seed % 2], torch.float32)
+
+
+def test_outputs_that_returned_before_a_rank_computes_are_kept() -> None:
+    """Rank 1's own keys meet its queries last."""
+    placement = Placement(*(np.array(x) for x in ([0, 0], [0, 8], [8, 16], [0, 1])), 2)
+    rows = [(0, 8, 16, 0, 8, 0, 0), (0, 0, 8, 0, 8, 0, 1), (0, 8, 16, 8, 16, 1, 2)]
+    plan = Plan(np.array([16]), placement, Tasks.from_rows(rows), block=8)
+    plan.validate()
+    run_virtually(plan, SHAPES[0], torch.float32)
+
+
+def test_a_diagonal_that_begins_after_its_first_query() -> None:
+    """Full rectangles of the same queries cannot lie before it in a kernel sequence."""
+    placement = Placement(*(np.array(x) for x in ([0, 0], [0, 8], [8, 24], [0, 0])), 1)
+    rows = [(0, 8, 24, 0, 8, 0), (0, 8, 24, 16, 24, 0), (0, 8, 16, 8, 16, 0), (0, 16, 24, 8, 16, 0)]
+    prefix = np.array([8])
+    plan = Plan(np.array([24]), placement, Tasks.from_rows(rows), block=8, cached_prefix=prefix)
+    plan.validate()
+    run_virtually(plan, SHAPES[0], torch.float32)
 
 
 def turn(ranks: int, strategy: Strategy) -> Plan:
