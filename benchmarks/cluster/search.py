@@ -21,6 +21,8 @@ _FINALISTS = 4
 """Configurations of a baseline that run all batches."""
 _SHORTLIST = 2
 """Configurations with `--distca` that run them."""
+_NEAR = 1.15
+"""Ratio of estimates up to which tensor-parallel sizes take turns in a sweep."""
 _CHAINED = ("tiles",)
 """Systems that are tried with chains of micro-batches, which the paper has not."""
 _TRIES = 4
@@ -153,6 +155,8 @@ def best_with_plans(
             failed = [c for c in mine if not ranked([c], case, swept)]
             others = [other for c in failed for other in with_fewer_in_flight(c)]
             left[case] = others + [c for c in left[case] if c not in mine]
+            if not left[case] and not ranked(_of(case, swept), case, swept):
+                left[case] = _with_smaller_buffers(case, swept, sweep)
     fitting = {case: ranked(_of(case, swept), case, swept) for case in cases}
     tuned = {}
     for case, mine in fitting.items():
@@ -203,11 +207,14 @@ def _by_promise(
 ) -> list[Candidate]:
     first = batch(case, 0)
     able = candidates(system, case.workload, tensor, stages)
-    able.sort(key=lambda candidate: estimate(candidate, case.workload, first))
-    # An estimate says least of small tensor-parallel sizes, whose exchanges are large: take turns.
-    turn = {c: sum(c.tensor == o.tensor for o in able[:n]) for n, c in enumerate(able)}
-    able.sort(key=lambda candidate: turn[candidate])
-    return [replace(candidate, tolerance=sweep.tolerances[0]) for candidate in able]
+    seconds = {candidate: estimate(candidate, case.workload, first) for candidate in able}
+    able.sort(key=lambda candidate: seconds[candidate])
+    # An estimate says least of small tensor-parallel sizes, whose exchanges are large: sizes take
+    # turns, with what is nearly as fast as the first.
+    near = [c for c in able if seconds[c] <= _NEAR * seconds[able[0]]]
+    turn = {c: sum(c.tensor == o.tensor for o in near[:n]) for n, c in enumerate(near)}
+    order = sorted(able, key=lambda candidate: turn.get(candidate, len(able)))
+    return [replace(candidate, tolerance=sweep.tolerances[0]) for candidate in order]
 
 
 def _next(
@@ -219,6 +226,15 @@ def _next(
     if fitting and len(done) >= _TRIES * sweep.most_promising:
         return []
     return left[case][: max(sweep.most_promising - fitting, 0)]
+
+
+def _with_smaller_buffers(case: Case, swept: Rows, sweep: Sweep) -> list[Candidate]:
+    """Configurations to try where nothing fits: fewer tasks move, or fewer heads at a time."""
+    found: list[Candidate] = []
+    for candidate in _of(case, swept):
+        found += with_head_groups(candidate, case.workload)[:1] * (candidate.head_groups == 1)
+        found.append(replace(candidate, tolerance=sweep.tolerances[-1]))
+    return [candidate for candidate in found if (case, candidate) not in swept]
 
 
 def _counts(

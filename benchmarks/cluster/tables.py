@@ -45,6 +45,7 @@ PAPERS = "wlb-llm-paper"
 OVER = {
     "per-document-cp": "per-document CP",
     "cp-p2p": "ring CP",
+    "cp-a2a+p2p": "a2a+p2p CP",
     "hybrid-cp": "hybrid CP",
     REFERENCE: "WLB-LLM",
     PAPERS: "WLB-LLM, the paper's way",

@@ -145,10 +145,10 @@ def test_a_sweep_goes_on_until_enough_fit() -> None:
     assert told.candidates == order[:2]
     assert best.simulated == 2
     assert best.out_of_memory == best.tried - len(order)
-    # Tensor-parallel sizes take turns.
-    told = Told({}, dict.fromkeys(candidates("tiles", CASE.workload, [2, 4, 8], [1]), 3))
-    best_with_plans(told, [CASE], "tiles", [2, 4, 8], [1], 3, replace(SWEEP, most_promising=3))  # type: ignore[arg-type]
-    assert sorted(c.tensor for c in told.candidates) == [2, 4, 8]
+    # Tensor-parallel sizes take turns, while they are nearly as fast.
+    told = Told({}, dict.fromkeys(candidates("tiles", CASE.workload, [2, 4], [1]), 3))
+    best_with_plans(told, [CASE], "tiles", [2, 4], [1], 3, SWEEP)  # type: ignore[arg-type]
+    assert sorted(c.tensor for c in told.candidates) == [2, 4]
 
 
 def test_a_finalist_out_of_memory_makes_room_for_the_next() -> None:
