@@ -129,10 +129,10 @@ def main(argv: Sequence[str]) -> int:
     _check_flags(args)
     from distca.serve.chat import Conversations, Prompts, read_conversations, read_prompt_ids
     from distca.serve.check import compare
-    from distca.serve.generation import Sampling
     from distca.serve.models import DTYPES, load_tokenizer, read_model
     from distca.serve.pool_size import PoolSize
     from distca.serve.rank_processes import RankError, RankProcesses, RankSettings
+    from distca.serve.sampling import Sampling
 
     model = read_model(args.model, DTYPES[args.dtype], args.tensor_parallel_size)
     tokenizer = None if args.prompt_ids else load_tokenizer(args.model)

@@ -14,36 +14,11 @@ from distca.runtime import Trace
 from distca.schedule.serving import Selector, Strategy
 from distca.serve.models import ServedModel
 from distca.serve.pool_size import check_room
+from distca.serve.sampling import Sampling
 from distca.serve.step_planner import Step, StepPlanner
 from distca.serve.steps import ModelRank
 
 FinishReason = Literal["stop", "length"]
-
-
-@dataclass(frozen=True)
-class Sampling:
-    """The choice of tokens.
-
-    Attributes:
-        max_tokens: most tokens of an answer.
-        temperature: 0 takes the likeliest token.
-        seed: seed of the choice: the same tokens whatever the ranks are.
-        stops: tokens that end an answer.
-    """
-
-    max_tokens: int = 64
-    temperature: float = 0.0
-    seed: int = 0
-    stops: frozenset[int] = frozenset()
-
-    def choose(self, logits: torch.Tensor, sequence: int, position: int) -> int:
-        """Chooses a token by its logits `[vocabulary]`."""
-        if self.temperature == 0:
-            return int(logits.argmax())
-        # Of this token alone, so that neither ranks nor other sequences matter.
-        generator = torch.Generator().manual_seed(hash((self.seed, sequence, position)))
-        probabilities = torch.softmax(logits.double().cpu() / self.temperature, 0)
-        return int(torch.multinomial(probabilities, 1, generator=generator))
 
 
 @dataclass

@@ -19,9 +19,10 @@ import torch.distributed as dist
 
 from distca.lifetime import end_with_parent
 from distca.schedule.serving import Selector, Strategy
-from distca.serve.generation import Answer, Generator, Sampling
+from distca.serve.generation import Answer, Generator
 from distca.serve.models import ServedModel
 from distca.serve.pool_size import NoRoom, PoolSize
+from distca.serve.sampling import Sampling
 
 _TIMEOUT = timedelta(minutes=10)
 _SECONDS_TO_END = 5.0

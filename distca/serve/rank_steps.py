@@ -56,8 +56,13 @@ class RankSteps:
         assert isinstance(core.kernel, PagedKernel), "a kernel that knows no pools"
         self._kernel = core.kernel
         self._core, self._windows, self._shape, self._device = core, windows, shape, device
-        self._pool = KvPool(len(windows), blocks, block_size, shape, dtype, device)
-        self._tables = BlockTables(block_size, device)
+        self._tables, self._dtype = BlockTables(block_size, device), dtype
+        self.resize_pool(blocks)
+
+    def resize_pool(self, blocks: int) -> None:
+        """Makes a pool of another size; whatever the old one holds is lost."""
+        size = len(self._windows), blocks, self._tables.block_size
+        self._pool = KvPool(*size, self._shape, self._dtype, self._device)
 
     def add_blocks(self, blocks: NewBlocks) -> None:
         """Adds this rank's blocks to sequences' tables."""

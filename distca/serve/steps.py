@@ -50,6 +50,10 @@ class ModelRank:
         }
         assert sorted(self._scales) == list(range(len(model.windows))), "layers of another kind"
 
+    def resize_pool(self, blocks: int) -> None:
+        """Makes a pool of another size; whatever the old one holds is lost."""
+        self._steps.resize_pool(blocks)
+
     @torch.no_grad()
     def run(self, step: Step, tokens: Mapping[int, Sequence[int]]) -> dict[int, torch.Tensor]:
         """Runs a step. Collective.

@@ -237,15 +237,23 @@ def test_plans_of_iterations_are_valid(strategy) -> None:
         ranks = random.integers(0, 3, -(-(start + count) // SIZE))
         if number == 4:
             ranks[:] = 2
-        parts.append(Part(number + 5, start, count, ranks, decodes=count == 1))
+        parts.append(Part(number + 5, start, count, ranks))
     whole = plan_iteration(parts, masks, SIZE, 3, strategy)
-    assert whole.sequences == (5, 6, 7, 8, 9)
-    for plan in whole.plans.values():
+    assert whole.chunks is not None
+    assert whole.decode is not None
+    assert whole.chunks.sequences == (5, 7, 9)
+    assert whole.chunks.before.sum(axis=1).tolist() == [0, 13, 0]
+    assert whole.decode.sequences == (6, 8)
+    assert whole.decode.rows.sum(axis=1).tolist() == [17, 41]
+    assert int(whole.new_tokens.sum()) == 44
+    for plan in whole.chunks.plans.values():
         plan.validate()
-        assert plan.cached_prefix.tolist() == [0, 16, 13, 40, 0]
-        assert int(plan.own_tokens_per_rank().sum()) == 44
+        assert plan.cached_prefix.tolist() == [0, 13, 0]
+        assert int(plan.own_tokens_per_rank().sum()) == 42
     alone = plan_iteration(parts[4:], masks, SIZE, 3, strategy)
-    assert alone.members() == {2}
+    assert alone.members == {2}
     decode = plan_iteration(parts[3:4], masks[:1], SIZE, 3, strategy)
-    (plan,) = decode.plans.values()
-    assert {*plan.tasks.server.tolist()} == {*parts[3].ranks.tolist()}
+    assert decode.members == {*parts[3].ranks.tolist()}
+    # A window hides all but the last of the rows.
+    near = plan_iteration(parts[3:4], masks[1:], SIZE, 3, strategy)
+    assert near.members == {*parts[3].ranks[35 // SIZE :].tolist()}

@@ -13,9 +13,10 @@ import torch
 
 from distca.serve.chat import Answered
 from distca.serve.check import compare
-from distca.serve.generation import Answer, Sampling
+from distca.serve.generation import Answer
 from distca.serve.models import FAMILIES as SERVED
 from distca.serve.models import ServedModel, read_model
+from distca.serve.sampling import Sampling
 from support.ranks import Ranks
 from support.small_models import FAMILIES, VOCABULARY, save_small_model
 

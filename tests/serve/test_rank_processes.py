@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from distca.serve.generation import Sampling
 from distca.serve.models import read_model
 from distca.serve.pool_size import NoRoom, PoolSize
 from distca.serve.rank_processes import RankError, RankProcesses, RankSettings
+from distca.serve.sampling import Sampling
 from support.small_models import save_small_model
 
 

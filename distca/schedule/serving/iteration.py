@@ -1,18 +1,19 @@
-"""Plans of a serving engine's iterations: chunks of prompts and decoded tokens in one plan.
+"""Plans of a serving engine's iterations: chunks of prompts, and decoded tokens of other sequences.
 
-Sequences that lie on one rank are computed there. Chunks of others follow a strategy, and decoded
-tokens of others travel to the keys (pass-Q).
+Chunks have a plan of tasks, in steps; decoded tokens one that is told by numbers of rows. What a
+sequence has on one rank alone is computed there.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
-from distca.plan import Mask, Placement, Plan, Tasks
+from distca.plan import Mask, Placement, Plan
 from distca.plan.span import Int64s
+from distca.schedule.serving.decode import Decode
 from distca.schedule.serving.steps import Strategy, step_plan
 
 
@@ -25,38 +26,63 @@ class Part:
         start: position of the first token that is fed.
         count: tokens that are fed.
         ranks: owners of the sequence's blocks, those of its new tokens included, int64 `[blocks]`.
-        decodes: whether the last token alone is fed, once the prompt is computed.
     """
 
     sequence: int
     start: int
     count: int
     ranks: Int64s
-    decodes: bool
+
+    def rows(self, end: int, block_size: int, world_size: int) -> Int64s:
+        """Rows of the positions before `end` on each rank, int64 `[ranks]`."""
+        full, rest = divmod(end, block_size)
+        rows = np.bincount(self.ranks[:full], minlength=world_size) * block_size
+        if rest:
+            rows[self.ranks[full]] += rest
+        return rows
 
 
 @dataclass(frozen=True)
-class IterationPlan:
-    """The plans of an iteration's layers.
+class Chunks:
+    """Chunks of prompts that an iteration feeds.
 
     Attributes:
-        sequences: sequences that the iteration feeds, in the order of the plans' documents.
+        sequences: sequences that are fed, in the order of the plans' documents.
         plans: plan of the layers of each mask.
         new: owners of the new tokens.
+        before: rows of each sequence on each rank before, int64 `[sequences, ranks]`.
     """
 
     sequences: tuple[int, ...]
     plans: Mapping[Mask, Plan]
     new: Placement
+    before: Int64s
 
-    def members(self) -> frozenset[int]:
+    def members(self) -> set[int]:
         """Ranks that own new tokens, or compute or send something."""
         found = {*self.new.rank.tolist()}
         for plan in self.plans.values():
             found |= {*plan.tasks.server.tolist()}
             for segments in (plan.q_segments, plan.kv_segments):
                 found |= {*segments.owner.tolist()}
-        return frozenset(found)
+        return found
+
+
+@dataclass(frozen=True)
+class IterationPlan:
+    """The plans of an iteration.
+
+    Attributes:
+        chunks: chunks of prompts; None: there are none.
+        decode: decoded tokens; None: there are none.
+        new_tokens: tokens that each rank owns, int64 `[ranks]`.
+        members: ranks that take part.
+    """
+
+    chunks: Chunks | None
+    decode: Decode | None
+    new_tokens: Int64s
+    members: frozenset[int]
 
 
 def plan_iteration(
@@ -75,14 +101,56 @@ def plan_iteration(
         world_size: ranks that there are.
         strategy: what travels in chunks of prompts.
     """
+    decoded = [part for part in parts if part.count == 1 and part.start]
+    chunked = [part for part in parts if part.count > 1 or not part.start]
+    members: set[int] = set()
+    new_tokens = np.zeros(world_size, dtype=np.int64)
+    chunks = decode = None
+    if chunked:
+        chunks = _plan_chunks(chunked, masks, block_size, world_size, strategy)
+        members |= chunks.members()
+        new_tokens += chunks.new.tokens_per_rank()
+    if decoded:
+        decode = _plan_decode(decoded, masks, block_size, world_size)
+        members |= {*decode.owners.tolist()}
+        for mask in masks:
+            members |= {*np.flatnonzero(decode.away(mask).any(axis=0)).tolist()}
+        new_tokens += np.bincount(decode.owners, minlength=world_size)
+    return IterationPlan(chunks, decode, new_tokens, frozenset(members))
+
+
+def _plan_chunks(
+    parts: Sequence[Part],
+    masks: Sequence[Mask],
+    block_size: int,
+    world_size: int,
+    strategy: Strategy,
+) -> Chunks:
     held = _owned([(part, 0, part.start) for part in parts], block_size, world_size)
     new = _owned(
         [(part, part.start, part.start + part.count) for part in parts], block_size, world_size
     )
-    stays = np.array([len({*part.ranks.tolist()}) == 1 for part in parts])
-    to_keys = ~stays & np.array([part.decodes or strategy == "pass-q" for part in parts])
-    plans = {mask: _mixed(held, new, mask, to_keys) for mask in masks}
-    return IterationPlan(tuple(part.sequence for part in parts), plans, new)
+    plans = {mask: step_plan(held, new, strategy, mask, in_steps=True) for mask in masks}
+    before = np.stack([part.rows(part.start, block_size, world_size) for part in parts])
+    return Chunks(tuple(part.sequence for part in parts), plans, new, before)
+
+
+def _plan_decode(
+    parts: Sequence[Part], masks: Sequence[Mask], block_size: int, world_size: int
+) -> Decode:
+    positions = np.array([part.start for part in parts], dtype=np.int64)
+
+    def rows(ends: Int64s) -> Int64s:
+        each = zip(parts, ends.tolist(), strict=True)
+        return np.stack([part.rows(end, block_size, world_size) for part, end in each])
+
+    return Decode(
+        tuple(part.sequence for part in parts),
+        positions,
+        np.array([part.ranks[part.start // block_size] for part in parts], dtype=np.int64),
+        rows(positions),
+        {mask: rows(mask.first_key(positions)) for mask in masks},
+    )
 
 
 def _owned(spans: Sequence[tuple[Part, int, int]], block_size: int, world_size: int) -> Placement:
@@ -97,20 +165,3 @@ def _owned(spans: Sequence[tuple[Part, int, int]], block_size: int, world_size: 
         columns.append((np.full_like(starts, document), starts, ends, rank[opens]))
     table = [np.concatenate(column) for column in zip(*columns, strict=True)]
     return Placement(table[0], table[1], table[2], table[3], world_size)
-
-
-def _mixed(held: Placement, new: Placement, mask: Mask, to_keys: np.ndarray) -> Plan:
-    """Plans some documents with queries that travel to the keys, and the others the other way."""
-    plans = {name: step_plan(held, new, name, mask) for name in _used(to_keys)}
-    if len(plans) == 1:
-        return next(iter(plans.values()))
-    tasks = [
-        plan.tasks[to_keys[plan.tasks.document] == (name == "pass-q")]
-        for name, plan in plans.items()
-    ]
-    return replace(plans["pass-kv"], tasks=Tasks.concatenate(tasks), scheduler="pass-kv, pass-q")
-
-
-def _used(to_keys: np.ndarray) -> list[Strategy]:
-    both: list[Strategy] = ["pass-kv", "pass-q"]
-    return [name for name in both if (to_keys == (name == "pass-q")).any()]

@@ -1,0 +1,338 @@
+"""The engine: the process that decides what each iteration feeds, and tells all workers."""
+
+from __future__ import annotations
+
+import os
+import signal
+import tempfile
+import time
+import traceback
+from collections import OrderedDict
+from pathlib import Path
+
+import numpy as np
+import zmq
+
+from distca.lifetime import end_with_parent
+from distca.plan.saved import save_plan
+from distca.schedule.serving.blocks import BlockPool
+from distca.schedule.serving.iteration import Part, plan_iteration
+from distca.schedule.serving.prefix_cache import PrefixCache
+from distca.schedule.serving.scheduler import Batch, Feed, Scheduler
+from distca.serve.engine.messages import (
+    Abort,
+    Admit,
+    AskPlan,
+    Begin,
+    Chosen,
+    Close,
+    Dead,
+    Done,
+    Fed,
+    FromEngine,
+    Iteration,
+    Loaded,
+    Output,
+    Outputs,
+    PlanIs,
+    RankState,
+    Refused,
+    ResetCache,
+    Started,
+    Stats,
+    Submit,
+    ToEngine,
+    decoder,
+    encode,
+)
+from distca.serve.engine.settings import EngineSettings
+from distca.serve.engine.workers import WorkerError, Workers
+
+_PARTS_KEPT = 256
+"""Sequences whose last chunk is kept, so that its plan can be shown."""
+
+
+class Engine:
+    """Sequences, the scheduler, and the iteration under way.
+
+    Args:
+        settings: settings of the engine.
+        api: socket to the API process.
+        workers: workers of all ranks.
+    """
+
+    def __init__(self, settings: EngineSettings, api: zmq.Socket, workers: Workers) -> None:
+        self._settings, self._api, self._workers = settings, api, workers
+        self._decoder = decoder(ToEngine)
+        self._submitted: dict[int, Submit] = {}
+        self._tokens: dict[int, list[int]] = {}
+        self._found: dict[int, int] = {}
+        self._drop: list[int] = []
+        self._last: dict[int, int] = {}
+        self._ranks: dict[int, list[int]] = {}
+        self._parts: OrderedDict[int, tuple[Part, ...]] = OrderedDict()
+        self._batch: Batch | None = None
+        self._done: dict[int, Done] = {}
+        self._counts = dict.fromkeys(("iterations", "computed", "bytes"), 0)
+        self._seconds = dict.fromkeys(("plan", "schedule", "step"), 0.0)
+        self._begin = 0.0
+
+    def load(self, poller: zmq.Poller) -> None:
+        """Waits for all workers, and makes the blocks of their pools.
+
+        Raises:
+            WorkerError: a worker failed.
+            ValueError: there is too little room.
+        """
+        settings = self._settings
+        loaded: dict[int, Loaded] = {}
+        while len(loaded) < settings.processes:
+            poller.poll(1000)
+            for message in self._workers.receive():
+                assert isinstance(message, Loaded)
+                loaded[message.rank] = message
+        blocks = min(each.blocks for each in loaded.values())
+        block_bytes = loaded[0].block_bytes
+        per_rank = -(-settings.positions // settings.block_size // settings.world_size)
+        if blocks < per_rank:
+            raise ValueError(
+                f"a sequence of {settings.positions:,} tokens needs {per_rank * block_bytes:,} "
+                f"bytes of keys and values on each of {settings.world_size} ranks, and there are "
+                f"{blocks * block_bytes:,}: raise --kv-cache-memory-bytes, or lower --max-model-len"
+            )
+        self.begin(blocks, block_bytes)
+
+    def begin(self, blocks: int, block_bytes: int) -> None:
+        """Makes pools of so many blocks, and tells everyone."""
+        settings = self._settings
+        pool = BlockPool(settings.world_size, blocks, settings.block_size)
+        self._cache = PrefixCache(pool, settings.prefix_caching)
+        self._scheduler = Scheduler(self._cache, settings.limits, settings.salt)
+        self._workers.send(Begin(blocks))
+        self._send(Started(self._stats(), block_bytes))
+
+    def serve(self, poller: zmq.Poller) -> None:
+        """Serves until it is told to end.
+
+        Raises:
+            WorkerError: a worker failed, ended or hangs.
+        """
+        while True:
+            self.start_iteration()
+            poller.poll(1000)
+            while self._api.poll(0):
+                message = self._decoder.decode(self._api.recv())
+                if isinstance(message, Close):
+                    return
+                self.take(message)
+            for done in self._workers.receive():
+                assert isinstance(done, Done)
+                self.take_done(done)
+
+    def take(self, message: ToEngine) -> None:
+        """Takes a message of the API process."""
+        if isinstance(message, Submit):
+            sampling, stops = message.sampling, message.sampling.stops
+            try:
+                self._scheduler.add(
+                    message.number,
+                    message.tokens,
+                    sampling.max_tokens,
+                    stops,
+                    message.penalties.fewest,
+                )
+            except ValueError as error:
+                self._send(Refused(message.number, str(error)))
+                return
+            self._submitted[message.number] = message
+            self._tokens[message.number] = list(message.tokens)
+        elif isinstance(message, Abort):
+            if self._scheduler.abort(message.number):
+                self._forget(message.number)
+        elif isinstance(message, ResetCache):
+            self._cache.reset()
+            self._send(Outputs([], self._stats()))
+        else:
+            assert isinstance(message, AskPlan)
+            self._send(PlanIs(message.call, self._saved_plan(message.number)))
+
+    def start_iteration(self) -> bool:
+        """Begins the next iteration; returns whether there is one under way."""
+        if self._batch is not None:
+            return True
+        begin = time.perf_counter()
+        batch = self._scheduler.schedule()
+        self._seconds["schedule"] += time.perf_counter() - begin
+        if batch is None:
+            return False
+        self._batch, self._begin = batch, begin
+        for number in batch.preempted:
+            self._drop.append(number)
+            del self._ranks[number]
+        admits, feeds, parts = [], [], []
+        for feed in batch.feeds:
+            if feed.admitted:
+                admits.append(self._admit(feed))
+            parts.append(self._part(feed))
+            feeds.append(
+                Fed(
+                    feed.sequence,
+                    feed.start,
+                    feed.count,
+                    feed.samples,
+                    [block.rank for block in feed.new_blocks],
+                    [block.number for block in feed.new_blocks],
+                    None if feed.admitted else self._last.pop(feed.sequence, None),
+                )
+            )
+        for part in parts:
+            if part.count > 1:
+                self._parts[part.sequence] = tuple(parts)
+                self._parts.move_to_end(part.sequence)
+        while len(self._parts) > _PARTS_KEPT:
+            self._parts.popitem(last=False)
+        drop, self._drop = self._drop, []
+        self._workers.send(Iteration(self._counts["iterations"], drop, admits, feeds))
+        self._workers.begin_step()
+        self._counts["iterations"] += 1
+        self._counts["computed"] += sum(feed.count for feed in batch.feeds)
+        return True
+
+    def _admit(self, feed: Feed) -> Admit:
+        submit = self._submitted[feed.sequence]
+        self._ranks[feed.sequence] = []
+        self._found.setdefault(feed.sequence, feed.start)
+        self._last.pop(feed.sequence, None)
+        return Admit(
+            feed.sequence,
+            submit.choice,
+            self._tokens[feed.sequence],
+            len(submit.tokens),
+            submit.sampling,
+            submit.penalties,
+            submit.logprobs,
+        )
+
+    def _part(self, feed: Feed) -> Part:
+        ranks = self._ranks[feed.sequence]
+        ranks += [block.rank for block in feed.new_blocks]
+        return Part(feed.sequence, feed.start, feed.count, np.array(ranks, dtype=np.int64))
+
+    def take_done(self, done: Done) -> None:
+        """Takes what a worker has run; the iteration ends with the last of them."""
+        self._done[done.rank] = done
+        if len(self._done) == self._settings.processes:
+            self._end_iteration()
+
+    def _end_iteration(self) -> None:
+        batch, done = self._batch, self._done
+        assert batch is not None, "no iteration is under way"
+        chosen: dict[int, Chosen] = {each.number: each for d in done.values() for each in d.chosen}
+        tokens = {number: each.token for number, each in chosen.items()}
+        outputs = []
+        for advance in self._scheduler.advance(batch, tokens):
+            number = advance.sequence
+            self._tokens[number].append(advance.token)
+            self._last[number] = advance.token
+            outputs.append(
+                Output(
+                    number,
+                    advance.token,
+                    advance.finish,
+                    self._found[number],
+                    chosen[number].logprobs,
+                )
+            )
+            if advance.finish:
+                self._forget(number)
+        self._counts["bytes"] += sum(each.bytes_sent for each in done.values())
+        self._seconds["plan"] += max(each.plan_seconds for each in done.values())
+        self._seconds["step"] += time.perf_counter() - self._begin
+        self._workers.end_step()
+        self._batch = None
+        self._send(Outputs(outputs, self._stats()))
+        self._done = {}
+
+    def _forget(self, number: int) -> None:
+        """Forgets a sequence that has ended; workers do with the next iteration."""
+        for known in (self._submitted, self._tokens, self._found, self._last):
+            known.pop(number, None)
+        if self._ranks.pop(number, None) is not None:
+            self._drop.append(number)
+
+    def _saved_plan(self, number: int) -> str | None:
+        """Returns the plan of a sequence's last chunk, of the layers with the widest mask."""
+        parts = self._parts.get(number)
+        if parts is None:
+            return None
+        settings = self._settings
+        whole = plan_iteration(
+            parts, settings.masks, settings.block_size, settings.world_size, settings.strategy
+        )
+        assert whole.chunks is not None, "parts are kept of chunks alone"
+        plans, sequences = whole.chunks.plans, whole.chunks.sequences
+        mask = max(settings.masks, key=lambda each: each.window_left or 1 << 62)
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder) / "plan.json"
+            save_plan(plans[mask], path, {"sequences": list(sequences)})
+            return path.read_text(encoding="utf-8")
+
+    def _stats(self) -> Stats:
+        scheduler, cache = self._scheduler, self._cache
+        ranks = []
+        for rank in range(self._settings.world_size):
+            blocks = cache.free(rank), cache.referenced(rank), cache.cached(rank)
+            size = self._settings.tensor_parallel_size
+            last = [each for process, each in self._done.items() if process // size == rank]
+            ranks.append(
+                RankState(
+                    *blocks,
+                    max((each.tokens for each in last), default=0),
+                    sum(each.bytes_sent for each in last),
+                    max((each.seconds for each in last), default=0.0),
+                )
+            )
+        return Stats(
+            self._counts["iterations"],
+            scheduler.running,
+            scheduler.waiting,
+            scheduler.preemptions,
+            self._counts["computed"],
+            scheduler.looked_up,
+            scheduler.found,
+            self._counts["bytes"],
+            self._seconds["plan"],
+            self._seconds["schedule"],
+            self._seconds["step"],
+            ranks,
+        )
+
+    def _send(self, message: FromEngine) -> None:
+        self._api.send(encode(message))
+
+
+def run_engine(settings: EngineSettings, folder: str, parent: int) -> None:
+    """Runs an engine: the main function of its process, which another ends."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    end_with_parent()
+    if os.getppid() != parent:
+        return
+    api: zmq.Socket = zmq.Context.instance().socket(zmq.PAIR)
+    api.connect(f"ipc://{folder}/engine")
+    poller = zmq.Poller()
+    poller.register(api, zmq.POLLIN)
+    workers = Workers(settings, Path(folder), poller)
+    try:
+        engine = Engine(settings, api, workers)
+        engine.load(poller)
+        engine.serve(poller)
+    except (WorkerError, ValueError) as error:
+        api.send(encode(Dead(str(error))))
+    except Exception as error:
+        where = traceback.extract_tb(error.__traceback__)[-1]
+        at = f"{Path(where.filename).name}:{where.lineno}"
+        api.send(encode(Dead(f"the engine failed: {type(error).__name__}: {error} ({at})")))
+    finally:
+        workers.close()
+        zmq.Context.instance().destroy(linger=1000)

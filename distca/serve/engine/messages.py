@@ -1,0 +1,309 @@
+"""Messages between a server's API process, its engine and the workers: typed, and never pickled."""
+
+from __future__ import annotations
+
+import msgspec
+
+from distca.schedule.serving.scheduler import FinishReason
+from distca.serve.sampling import Penalties, Sampling, TokenLogprobs
+
+
+class _Message(msgspec.Struct, frozen=True, tag=True, array_like=True, omit_defaults=True):
+    """A message; its first entry is its kind."""
+
+
+class Submit(_Message, frozen=True):
+    """A sequence to answer.
+
+    Attributes:
+        number: a number that no other sequence has.
+        choice: which of a request's answers it is.
+        tokens: prompt.
+        sampling: choice of tokens.
+        penalties: changes of logits.
+        logprobs: how many of the likeliest tokens are told with each token; None: none at all.
+    """
+
+    number: int
+    choice: int
+    tokens: list[int]
+    sampling: Sampling
+    penalties: Penalties = Penalties()
+    logprobs: int | None = None
+
+
+class Abort(_Message, frozen=True):
+    """A sequence that nobody waits for any more."""
+
+    number: int
+
+
+class ResetCache(_Message, frozen=True):
+    """Full blocks that are to be forgotten."""
+
+
+class AskPlan(_Message, frozen=True):
+    """A question for the plan of a sequence's last chunk."""
+
+    call: int
+    number: int
+
+
+class Close(_Message, frozen=True):
+    """The engine is to end."""
+
+
+ToEngine = Submit | Abort | ResetCache | AskPlan | Close
+
+
+class Output(_Message, frozen=True):
+    """A token of an answer.
+
+    Attributes:
+        number: number of the sequence.
+        token: token that was chosen.
+        finish: why the answer has ended; None: it goes on.
+        found: tokens of the prompt that the prefix cache had.
+        logprobs: of this token, where they are asked for.
+    """
+
+    number: int
+    token: int
+    finish: FinishReason | None
+    found: int
+    logprobs: TokenLogprobs | None = None
+
+
+class RankState(_Message, frozen=True):
+    """A rank: its blocks now, and its part of the last iteration.
+
+    Attributes:
+        free: blocks that hold nothing.
+        referenced: blocks that sequences hold.
+        cached: blocks that the prefix cache alone holds.
+        tokens: tokens of the last iteration that it owned.
+        bytes_sent: bytes that it sent in it.
+        seconds: seconds that it took for it.
+    """
+
+    free: int
+    referenced: int
+    cached: int
+    tokens: int = 0
+    bytes_sent: int = 0
+    seconds: float = 0.0
+
+
+class Stats(_Message, frozen=True):
+    """What the engine has done so far, and what it is doing.
+
+    Attributes:
+        iterations: iterations so far.
+        running: sequences that run.
+        waiting: sequences that wait.
+        preemptions: times that a sequence gave up its blocks.
+        computed: tokens that were fed to the model.
+        looked_up: tokens of prompts that were looked up in the prefix cache.
+        found: tokens of these that it had.
+        bytes_moved: bytes that ranks sent each other.
+        plan_seconds: seconds for plans, those of the slowest rank of each iteration.
+        schedule_seconds: seconds for scheduling.
+        step_seconds: seconds from the begin of iterations to their end.
+        ranks: each rank.
+    """
+
+    iterations: int
+    running: int
+    waiting: int
+    preemptions: int
+    computed: int
+    looked_up: int
+    found: int
+    bytes_moved: int
+    plan_seconds: float
+    schedule_seconds: float
+    step_seconds: float
+    ranks: list[RankState]
+
+
+class Started(_Message, frozen=True):
+    """The engine is ready.
+
+    Attributes:
+        stats: nothing done yet.
+        block_bytes: bytes of a block, all layers.
+    """
+
+    stats: Stats
+    block_bytes: int
+
+
+class Outputs(_Message, frozen=True):
+    """What an iteration brought."""
+
+    outputs: list[Output]
+    stats: Stats
+
+
+class Refused(_Message, frozen=True):
+    """A sequence that can never be answered, and why."""
+
+    number: int
+    message: str
+
+
+class PlanIs(_Message, frozen=True):
+    """The plan that was asked for, as `distca.plan.saved` writes it; None: there is none."""
+
+    call: int
+    saved: str | None
+
+
+class Dead(_Message, frozen=True):
+    """The engine ends: why."""
+
+    message: str
+
+
+FromEngine = Started | Outputs | Refused | PlanIs | Dead
+
+
+class Admit(_Message, frozen=True):
+    """A sequence that begins to run, or begins again.
+
+    Attributes:
+        number: number of the sequence.
+        choice: which of a request's answers it is.
+        tokens: prompt, and the answer so far.
+        prompt: tokens of the prompt.
+        sampling: choice of tokens.
+        penalties: changes of logits.
+        logprobs: how many of the likeliest tokens are told with each token; None: none at all.
+    """
+
+    number: int
+    choice: int
+    tokens: list[int]
+    prompt: int
+    sampling: Sampling
+    penalties: Penalties
+    logprobs: int | None
+
+
+class Fed(_Message, frozen=True):
+    """What an iteration feeds of a sequence.
+
+    Attributes:
+        number: number of the sequence.
+        start: position of the first token that is fed.
+        count: tokens that are fed.
+        samples: whether the token that follows is chosen.
+        ranks: owners of the blocks that were added.
+        blocks: their numbers on these ranks.
+        token: token that was chosen in the iteration before; None: none was.
+    """
+
+    number: int
+    start: int
+    count: int
+    samples: bool
+    ranks: list[int]
+    blocks: list[int]
+    token: int | None
+
+
+class Iteration(_Message, frozen=True):
+    """A numbered iteration. Every worker runs them in the order of their numbers.
+
+    Attributes:
+        number: number of the iteration.
+        drop: sequences that have ended, or gave up their blocks.
+        admit: sequences that begin to run.
+        feed: what is fed.
+    """
+
+    number: int
+    drop: list[int]
+    admit: list[Admit]
+    feed: list[Fed]
+
+
+class Begin(_Message, frozen=True):
+    """The blocks of every rank's pool, once all workers have said how many they have room for."""
+
+    blocks: int
+
+
+ToWorker = Begin | Iteration
+
+
+class Loaded(_Message, frozen=True):
+    """A worker has loaded the model.
+
+    Attributes:
+        rank: its rank.
+        blocks: blocks that it has room for.
+        block_bytes: bytes of a block.
+    """
+
+    rank: int
+    blocks: int
+    block_bytes: int
+
+
+class Beat(_Message, frozen=True):
+    """A worker is alive."""
+
+    rank: int
+
+
+class Chosen(_Message, frozen=True):
+    """A token that was chosen for a sequence."""
+
+    number: int
+    token: int
+    logprobs: TokenLogprobs | None
+
+
+class Done(_Message, frozen=True):
+    """A worker has run an iteration.
+
+    Attributes:
+        rank: its rank.
+        number: number of the iteration.
+        chosen: tokens that it chose.
+        tokens: tokens that it owned.
+        bytes_sent: bytes that it sent to other ranks.
+        plan_seconds: seconds for the plan.
+        seconds: seconds for everything.
+    """
+
+    rank: int
+    number: int
+    chosen: list[Chosen]
+    tokens: int
+    bytes_sent: int
+    plan_seconds: float
+    seconds: float
+
+
+class Failed(_Message, frozen=True):
+    """A worker fails, and ends."""
+
+    rank: int
+    message: str
+
+
+FromWorker = Loaded | Beat | Done | Failed
+
+_ENCODER = msgspec.msgpack.Encoder()
+
+
+def encode(message: _Message) -> bytes:
+    """Returns a message as bytes."""
+    return _ENCODER.encode(message)
+
+
+def decoder(kind: object) -> msgspec.msgpack.Decoder:
+    """Makes what reads messages of some kinds; others raise `msgspec.ValidationError`."""
+    return msgspec.msgpack.Decoder(kind)

@@ -1,0 +1,76 @@
+"""A model on one rank, whose keys and values lie in a pool of blocks that the engine gives out."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from distca.runtime import CoreAttention
+from distca.schedule.serving.accounts import block_bytes
+from distca.schedule.serving.iteration import IterationPlan
+from distca.serve.models import ServedModel
+from distca.serve.step_planner import Prefill, Step
+from distca.serve.steps import ModelRank
+from distca.serve.tensor_parallel import TensorRanks
+
+
+class PoolModel:
+    """A rank's part of the iterations: its tokens' layers, and the attention that ranks share.
+
+    Args:
+        model: model to load.
+        core: core attention of this rank.
+        device: device of weights and pool.
+        block_size: rows of a block.
+        tensor_ranks: processes that share each layer with this one.
+    """
+
+    def __init__(
+        self,
+        model: ServedModel,
+        core: CoreAttention,
+        device: torch.device,
+        block_size: int,
+        tensor_ranks: TensorRanks,
+    ) -> None:
+        self._rank = core.transport.rank
+        # The pool gets its size once it is known what weights leave of a device's memory.
+        self._run = ModelRank(model, core, device, 1, block_size, tensor_ranks)
+        self.block_bytes = block_bytes(model.shape, len(model.windows), block_size)
+        self._new: dict[int, list[int]] = {}
+
+    def begin(self, blocks: int) -> None:
+        """Makes the pool."""
+        self._run.resize_pool(blocks)
+
+    def add_blocks(self, sequence: int, blocks: Sequence[int]) -> None:
+        """Adds blocks of this rank behind those that a sequence has here."""
+        self._new.setdefault(sequence, []).extend(blocks)
+
+    def drop(self, sequence: int) -> None:
+        """Forgets the blocks of a sequence."""
+        self._new.pop(sequence, None)
+        self._run.drop(sequence)
+
+    def run(
+        self, plan: IterationPlan, tokens: Mapping[int, Sequence[int]]
+    ) -> dict[int, torch.Tensor]:
+        """Runs an iteration; ranks that are no members may be left out.
+
+        Args:
+            plan: the plans.
+            tokens: tokens that are fed, by sequence.
+
+        Returns:
+            Logits of the token that follows each sequence whose last token is of this rank,
+            float32 `[vocabulary]`, by sequence.
+        """
+        parts = []
+        if plan.chunks is not None:
+            chunks = plan.chunks
+            parts.append(Prefill(chunks.sequences, chunks.plans, chunks.new, chunks.before))
+        new, self._new = self._new, {}
+        blocks = {(sequence, self._rank): tuple(each) for sequence, each in new.items()}
+        decodes = () if plan.decode is None else (plan.decode,)
+        return self._run.run(Step((*parts, *decodes), blocks), tokens)

@@ -1,0 +1,141 @@
+"""The choice of a token by its logits, wherever an answer is made.
+
+torch is imported where it computes: an engine passes these values on without it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """The choice of tokens.
+
+    Attributes:
+        max_tokens: most tokens of an answer.
+        temperature: 0 takes the likeliest token.
+        seed: seed of the choice: the same tokens whatever the ranks are.
+        stops: tokens that end an answer.
+        top_k: only so many of the likeliest tokens are drawn from; 0: all.
+        top_p: only the likeliest tokens that have this probability together are drawn from.
+        min_p: only tokens at least this likely, relative to the likeliest, are drawn from.
+    """
+
+    max_tokens: int = 64
+    temperature: float = 0.0
+    seed: int = 0
+    stops: frozenset[int] = frozenset()
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+
+    def choose(self, logits: torch.Tensor, sequence: int, position: int) -> int:
+        """Chooses a token by its logits `[vocabulary]`."""
+        if self.temperature == 0:
+            return int(logits.argmax())
+        import torch
+
+        # Of this token alone, so that neither ranks nor other sequences matter.
+        generator = torch.Generator().manual_seed(hash((self.seed, sequence, position)))
+        probabilities = torch.softmax(logits.double().cpu() / self.temperature, 0)
+        return int(torch.multinomial(self._kept(probabilities), 1, generator=generator))
+
+    def _kept(self, probabilities: torch.Tensor) -> torch.Tensor:
+        """Probabilities of which those that are not drawn from are 0."""
+        import torch
+
+        if self.min_p:
+            floor = self.min_p * probabilities.max()
+            probabilities = torch.where(probabilities < floor, 0.0, probabilities)
+        if not self.top_k and self.top_p == 1:
+            return probabilities
+        order = probabilities.argsort(descending=True, stable=True)
+        if self.top_k:
+            order = order[: self.top_k]
+        falling = probabilities[order]
+        if self.top_p < 1:
+            falling = falling / falling.sum()
+            # The token that reaches the sum is drawn from, too.
+            order = order[falling.cumsum(0) - falling < self.top_p]
+        kept = torch.zeros_like(probabilities)
+        kept[order] = probabilities[order]
+        return kept
+
+
+@dataclass(frozen=True)
+class Penalties:
+    """Changes of logits before a token is chosen.
+
+    Attributes:
+        presence: subtracted from tokens that the answer has.
+        frequency: subtracted from them for each time that it has them.
+        repetition: divides logits above 0, and multiplies those below, of tokens that the prompt
+            or the answer has.
+        bias: added to the logits of tokens.
+        fewest: tokens that an answer has before `stops` are allowed.
+        stops: tokens that end an answer.
+    """
+
+    presence: float = 0.0
+    frequency: float = 0.0
+    repetition: float = 1.0
+    bias: tuple[tuple[int, float], ...] = ()
+    fewest: int = 0
+    stops: frozenset[int] = frozenset()
+
+    def apply(
+        self, logits: torch.Tensor, prompt: Sequence[int], answer: Sequence[int]
+    ) -> torch.Tensor:
+        """Returns changed logits `[vocabulary]`; the same tensor where nothing changes."""
+        if self == _NONE:
+            return logits
+        import torch
+
+        logits = logits.clone()
+        if self.repetition != 1:
+            seen = torch.tensor(sorted({*prompt, *answer}), device=logits.device)
+            old = logits[seen]
+            logits[seen] = torch.where(old > 0, old / self.repetition, old * self.repetition)
+        if answer and (self.presence or self.frequency):
+            counts = Counter(answer)
+            at = torch.tensor(list(counts), device=logits.device)
+            times = torch.tensor(list(counts.values()), device=logits.device)
+            logits[at] -= self.presence + self.frequency * times
+        for token, value in self.bias:
+            logits[token] += value
+        if len(answer) < self.fewest:
+            logits[list(self.stops)] = -torch.inf
+        return logits
+
+
+_NONE = Penalties()
+
+
+@dataclass(frozen=True)
+class TokenLogprobs:
+    """Log-probabilities of a chosen token and of the likeliest ones, before any change of logits.
+
+    Attributes:
+        token: log-probability of the token that was chosen.
+        top: the likeliest tokens with theirs, the likeliest first.
+    """
+
+    token: float
+    top: tuple[tuple[int, float], ...]
+
+    @staticmethod
+    def of(logits: torch.Tensor, token: int, count: int) -> TokenLogprobs:
+        """Takes them from the logits `[vocabulary]` of the `count` likeliest tokens."""
+        import torch
+
+        logprobs = torch.log_softmax(logits.double(), 0)
+        values, tokens = logprobs.topk(min(count, len(logprobs)))
+        top = tuple(zip(tokens.tolist(), values.tolist(), strict=True))
+        return TokenLogprobs(float(logprobs[token]), top)
