@@ -97,6 +97,7 @@ NOT_RUN = {
     r"distca generate .*": "needs a model; test_generate.py has a small one",
     r"distca simulate --serving .*": "takes a minute; test_serving_requests.py has a small trace",
     r"python benchmarks/serving/cdsp_capacity\.py .*": "takes minutes",
+    r"distca serve .*": "needs a model; test_server.py has a small one",
     r"python tests/recording make FILE": "takes minutes",
     r"distca profile --dtype fp32 .* --max-length 8192 .*": "takes minutes",
     r"python benchmarks/kernels/host_cost\.py .*": "takes minutes",
@@ -117,6 +118,7 @@ BLOCKS = {
     "--": "test_flags_in_blocks",
     "from megatron_patches.upstream import": "test_upstream.py",
     "tiles, DP4: events on": "test_recording.py",
+    "curl localhost:8000/v1": "test_server.py asks with OpenAI's client",
     "@article{": "no program prints it",
     "benchmarks/          data/": "no program prints it",
 }

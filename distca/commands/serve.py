@@ -1,0 +1,315 @@
+"""`distca serve`: a model answers requests as OpenAI's clients make them, on several ranks."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import hashlib
+import json
+import random
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from distca.commands.command_line import Parser
+from distca.schedule.serving import STRATEGIES
+
+_EPILOG = """
+examples:
+  distca serve path/to/Llama-3.2-1B --context-parallel-size 2
+  distca serve MODEL --max-model-len 32768 --kv-cache-memory-bytes 4000000000
+  curl localhost:8000/v1/completions -H 'Content-Type: application/json' \\
+      -d '{"prompt": "The sky is", "max_tokens": 16}'
+
+Each rank is a process of this machine, with a GPU of its own where there are any. A page to chat
+with the model is at http://localhost:8000/.
+"""
+
+_CPU_CACHE_BYTES = 1 << 30
+_DEFAULTS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "max_new_tokens")
+
+
+def build_parser() -> Parser:
+    """Builds the parser of the command's flags."""
+    parser = Parser("serve", __doc__.splitlines()[0], _EPILOG)
+    parser.add_argument("model", metavar="MODEL", help="Folder of a model of transformers.")
+    http = parser.add_argument_group("requests")
+    http.add_argument("--host", default="127.0.0.1", help="Name or address to listen on.")
+    http.add_argument("--port", type=int, default=8000, metavar="N", help="Port to listen on.")
+    http.add_argument(
+        "--api-key",
+        action="append",
+        default=[],
+        metavar="KEY",
+        help="Key that requests need; repeatable. Others can see it in the list of processes: "
+        "--api-key-file hides it.",
+    )
+    http.add_argument(
+        "--api-key-file", type=Path, metavar="FILE", help="Keys that requests need, one a line."
+    )
+    http.add_argument(
+        "--served-model-name",
+        nargs="+",
+        metavar="NAME",
+        help="Names of the model in requests. Default: MODEL.",
+    )
+    http.add_argument(
+        "--chat-template",
+        metavar="FILE",
+        help="Jinja template of conversations, a file or the text itself. Default: the model's.",
+    )
+    http.add_argument(
+        "--max-queued-requests",
+        type=int,
+        default=1024,
+        metavar="N",
+        help="Sequences that may wait; requests beyond get the status 429.",
+    )
+    http.add_argument(
+        "--disable-uvicorn-access-log", action="store_true", help="Do not log each request."
+    )
+    model = parser.add_argument_group("model")
+    model.add_argument(
+        "--dtype", choices=("float32", "bfloat16"), default="float32", help="Of weights and rows."
+    )
+    model.add_argument(
+        "--max-model-len",
+        type=int,
+        metavar="N",
+        help="Most tokens of a sequence, its answer included. Default: the model's positions.",
+    )
+    model.add_argument(
+        "--seed", type=int, default=0, metavar="N", help="Of the seeds of requests without one."
+    )
+    ranks = parser.add_argument_group("ranks")
+    ranks.add_argument(
+        "--context-parallel-size", type=int, default=1, metavar="N", help="Ranks that answer."
+    )
+    ranks.add_argument(
+        "--tensor-parallel-size",
+        type=int,
+        default=1,
+        metavar="N",
+        help="Processes of each rank, which share its layers.",
+    )
+    ranks.add_argument(
+        "--prefill-strategy",
+        choices=STRATEGIES,
+        default="pass-kv",
+        help="What travels in chunks of long prompts: keys and values, or queries and outputs.",
+    )
+    ranks.add_argument(
+        "--context-parallel-threshold",
+        type=int,
+        default=1024,
+        metavar="N",
+        help="Tokens from which a sequence is shared out over ranks; shorter ones stay on one.",
+    )
+    ranks.add_argument(
+        "--cp-kv-cache-interleave-size",
+        type=int,
+        metavar="N",
+        help="Consecutive decoded positions of a long sequence that one rank owns, a multiple of "
+        "--block-size. Default: --block-size.",
+    )
+    engine = parser.add_argument_group("engine")
+    engine.add_argument(
+        "--block-size",
+        type=int,
+        metavar="N",
+        help="Tokens of a block of the cache. Default: 16, or 256 on GPUs, whose kernels read "
+        "multiples of that alone.",
+    )
+    engine.add_argument(
+        "--kv-cache-memory-bytes",
+        type=int,
+        metavar="N",
+        help="Bytes of keys and values on each rank. Default: what --gpu-memory-utilization "
+        "leaves, or 1 GiB on CPUs.",
+    )
+    engine.add_argument(
+        "--gpu-memory-utilization",
+        type=float,
+        default=0.9,
+        metavar="PART",
+        help="Part of a GPU's memory for weights, keys and values.",
+    )
+    engine.add_argument(
+        "--max-num-seqs", type=int, default=64, metavar="N", help="Most sequences that run."
+    )
+    engine.add_argument(
+        "--max-num-batched-tokens",
+        type=int,
+        default=2048,
+        metavar="N",
+        help="Most tokens of an iteration: longer prompts are fed in chunks.",
+    )
+    engine.add_argument(
+        "--enable-prefix-caching",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="Keep blocks of ended sequences for those that begin alike.",
+    )
+    engine.add_argument(
+        "--step-timeout",
+        type=float,
+        default=300.0,
+        metavar="SECONDS",
+        help="Time after which an iteration has failed.",
+    )
+    return parser
+
+
+def main(argv: Sequence[str]) -> int:
+    """Runs the command until it is asked to end.
+
+    Returns:
+        The exit status: 1 if the engine failed.
+
+    Raises:
+        ValueError: the flags or the model cannot be used.
+        ImportError: a package is missing.
+    """
+    args = build_parser().parse(argv)
+    gpus = _gpus()
+    args.block_size = args.block_size or (256 if gpus else 16)
+    _check_flags(args)
+    keys = tuple(args.api_key) + _read_keys(args.api_key_file)
+    try:
+        from distca.serve.api.app import Bounds
+        from distca.serve.api.model import ApiModel
+        from distca.serve.api.server import Address, serve
+    except ImportError as error:
+        raise ImportError(f"{error}: pip install 'distca[serve]'") from error
+    from distca.schedule.serving.scheduler import Limits
+    from distca.serve.engine.settings import EngineSettings
+    from distca.serve.models import DTYPES, load_tokenizer, read_model
+
+    listening = Address(args.host, args.port).bind()
+    served = read_model(args.model, DTYPES[args.dtype], args.tensor_parallel_size)
+    tokenizer = load_tokenizer(args.model)
+    if not getattr(tokenizer, "is_fast", False):
+        raise ValueError(
+            f"{args.model} has no tokenizer.json, by which answers are streamed: add it"
+        )
+    positions = args.max_model_len or served.positions
+    if positions > served.positions:
+        raise ValueError(
+            f"--max-model-len {positions:,}: the model has {served.positions:,} positions"
+        )
+    salt = json.dumps([args.model, args.dtype, served.config.to_dict()], default=str)
+    processes = args.context_parallel_size * args.tensor_parallel_size
+    if 0 < gpus < processes:
+        raise ValueError(
+            f"{processes} processes need a GPU each, but there are {gpus}: use fewer ranks, or "
+            "CUDA_VISIBLE_DEVICES= to run on CPUs"
+        )
+    settings = EngineSettings(
+        args.model,
+        args.dtype,
+        served.windows,
+        hashlib.sha256(salt.encode()).digest(),
+        positions,
+        args.context_parallel_size,
+        args.tensor_parallel_size,
+        args.prefill_strategy,
+        Limits(
+            args.max_num_seqs,
+            args.max_num_batched_tokens,
+            args.cp_kv_cache_interleave_size or args.block_size,
+            args.context_parallel_threshold,
+        ),
+        args.block_size,
+        args.kv_cache_memory_bytes or (None if gpus else _CPU_CACHE_BYTES),
+        args.gpu_memory_utilization,
+        args.enable_prefix_caching,
+        args.step_timeout,
+    )
+    given = served.generation.to_diff_dict()
+    model = ApiModel(
+        tuple(args.served_model_name or [args.model]),
+        tokenizer,
+        positions,
+        served.vocab_size,
+        served.stops,
+        {name: given[name] for name in _DEFAULTS if given.get(name) is not None},
+        _read_template(args.chat_template) or getattr(tokenizer, "chat_template", None),
+        random.Random(args.seed),
+    )
+    bounds = Bounds(args.max_num_seqs + args.max_queued_requests, keys)
+    why = asyncio.run(
+        serve(listening, model, settings, bounds, not args.disable_uvicorn_access_log)
+    )
+    if why is None:
+        return 0
+    sys.stderr.write(f"distca serve: {why}\n")
+    return 1
+
+
+def _gpus() -> int:
+    import torch
+
+    return torch.cuda.device_count() if torch.cuda.is_available() else 0
+
+
+def _read_keys(path: Path | None) -> tuple[str, ...]:
+    """Reads keys, one a line.
+
+    Raises:
+        ValueError: there are none.
+    """
+    if path is None:
+        return ()
+    keys = tuple(line.strip() for line in path.read_text().splitlines() if line.strip())
+    if not keys:
+        raise ValueError(f"--api-key-file {path} has no key: write one a line")
+    return keys
+
+
+def _read_template(given: str | None) -> str | None:
+    """Reads a chat template; text with braces is one itself, as vLLM has it.
+
+    Raises:
+        ValueError: there is no such file.
+    """
+    if given is None or "{" in given:
+        return given
+    if not Path(given).is_file():
+        raise ValueError(f"--chat-template {given}: there is no such file")
+    return Path(given).read_text(encoding="utf-8")
+
+
+def _check_flags(args: argparse.Namespace) -> None:
+    checked: tuple[tuple[str, Any], ...] = (
+        ("--context-parallel-size", args.context_parallel_size),
+        ("--block-size", args.block_size),
+        ("--max-num-seqs", args.max_num_seqs),
+        ("--max-num-batched-tokens", args.max_num_batched_tokens),
+        ("--max-model-len", args.max_model_len),
+        ("--kv-cache-memory-bytes", args.kv_cache_memory_bytes),
+        ("--cp-kv-cache-interleave-size", args.cp_kv_cache_interleave_size),
+    )
+    for flag, value in checked:
+        if value is not None and value < 1:
+            raise ValueError(f"{flag} {value}: give at least 1")
+    for flag, value in (
+        ("--context-parallel-threshold", args.context_parallel_threshold),
+        ("--max-queued-requests", args.max_queued_requests),
+    ):
+        if value < 0:
+            raise ValueError(f"{flag} {value}: give 0 or more")
+    if not 0 <= args.port < 65536:
+        raise ValueError(f"--port {args.port}: give 0 to 65535, 0 for any that is free")
+    stripe = args.cp_kv_cache_interleave_size or args.block_size
+    if stripe % args.block_size:
+        raise ValueError(
+            f"--cp-kv-cache-interleave-size {stripe} is no multiple of --block-size "
+            f"{args.block_size}: a block lies on one rank"
+        )
+    if not 0 < args.gpu_memory_utilization <= 1:
+        raise ValueError(
+            f"--gpu-memory-utilization {args.gpu_memory_utilization}: give more than 0, at most 1"
+        )
+    if not 0 < args.step_timeout < float("inf"):
+        raise ValueError(f"--step-timeout {args.step_timeout}: give more than 0")
