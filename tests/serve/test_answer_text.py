@@ -1,0 +1,43 @@
+"""Text of an answer as its tokens come: that of all of them, up to a stop string."""
+
+from __future__ import annotations
+
+import random
+
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+from distca.serve.api.text import AnswerText
+
+LETTERS = sorted(pre_tokenizers.ByteLevel.alphabet())
+
+
+def test_pieces_are_the_whole_text_up_to_a_stop_string() -> None:
+    """Random bytes, most of them no text, and characters of several bytes."""
+    tokenizer = Tokenizer(models.BPE({letter: n for n, letter in enumerate(LETTERS)}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    chance = random.Random(0)
+    stopped = 0
+    for _ in range(300):
+        letters = chance.choices("abc \N{SNOWMAN}\N{GRINNING FACE}", k=12)
+        ids = tokenizer.encode("".join(letters)).ids
+        if chance.random() < 0.5:
+            ids = [chance.randrange(256) for _ in range(12)]
+        whole = tokenizer.decode(ids)
+        at = chance.randrange(len(whole))
+        stops = chance.choice([[], [whole[at : at + 3]], ["ab", "abc", "c \N{SNOWMAN}"]])
+        text, pieces = AnswerText(tokenizer, stops, skips_special=True), []
+        for token in ids:
+            pieces.append(text.add(token))
+            if text.stopped:
+                break
+        pieces.append(text.end())
+        ends = [whole.find(stop) for stop in stops if stop in whole]
+        given = "".join(pieces)
+        if ends:
+            stopped += 1
+            assert text.stopped
+            assert given == whole[: min(ends)]
+        else:
+            assert given == whole
+    assert stopped > 50
