@@ -348,6 +348,7 @@ def test_a_killed_worker_ends_the_server(folder: Path, full: bool) -> None:
             begin = time.monotonic()
             assert any("error" in line for line in lines)
         assert server.end() == 1
-        assert time.monotonic() - begin < 5
-        assert "rank" in server.log.splitlines()[-1]
+        # By itself it takes 2 seconds; other tests may run beside it.
+        assert time.monotonic() - begin < (5 if full else 15)
+        assert f"rank {seed % 2} ended with exit code -9" in server.log.splitlines()[-1]
         assert are_gone(pids, 5)

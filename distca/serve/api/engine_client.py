@@ -36,6 +36,7 @@ from distca.serve.engine.settings import EngineSettings
 
 _SECONDS_TO_SAY_WHY = 2.0
 _SECONDS_TO_END = 5.0
+_SECONDS_TO_END_DEAD = 1.0
 
 
 class EngineError(RuntimeError):
@@ -176,7 +177,9 @@ class EngineClient:
         self._reader.cancel()
         if self.dead is None:
             await self._send(Close())
-        await asyncio.to_thread(self._process.join, _SECONDS_TO_END)
+        # An engine that has failed has said why, and its workers end with it.
+        seconds = _SECONDS_TO_END if self.dead is None else _SECONDS_TO_END_DEAD
+        await asyncio.to_thread(self._process.join, seconds)
         if self._process.is_alive():
             self._process.kill()
             self._process.join()

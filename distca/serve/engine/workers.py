@@ -26,7 +26,7 @@ from distca.serve.engine.settings import EngineSettings
 BEAT_TIMEOUT = 30.0
 """Seconds without a beat after which a worker hangs: long, since a busy machine beats late."""
 
-_SECONDS_TO_SAY_WHY = 1.0
+_SECONDS_TO_SAY_WHY = 0.5
 
 
 class WorkerError(RuntimeError):
@@ -86,7 +86,8 @@ class Workers:
             _, encoded = self._socket.recv_multipart()
             message = self._decoder.decode(encoded)
             if isinstance(message, Failed):
-                raise WorkerError(f"rank {message.rank}: {message.message}")
+                # It may have failed since another was killed.
+                raise WorkerError(self._killed() or f"rank {message.rank}: {message.message}")
             self._alive[message.rank] = time.monotonic()
             if not isinstance(message, Beat):
                 said.append(message)
@@ -118,7 +119,9 @@ class Workers:
             )
 
     def _why_ended(self, rank: int) -> str:
-        """Says why a worker ended: another's end may have been its reason, or its own words."""
+        """Says why a worker ended: by its own words, unless it was killed."""
+        if killed := self._killed():
+            return killed
         begin = time.monotonic()
         while (left := begin + _SECONDS_TO_SAY_WHY - time.monotonic()) > 0:
             if not self._socket.poll(int(1000 * left)):
@@ -127,9 +130,15 @@ class Workers:
             message = self._decoder.decode(encoded)
             if isinstance(message, Failed):
                 return f"rank {message.rank}: {message.message}"
-        code = self._processes[rank].exitcode
-        why = ", killed: is there memory left?" if code == -signal.SIGKILL else ""
-        return f"rank {rank} ended with exit code {code}{why}"
+        return f"rank {rank} ended without a word"
+
+    def _killed(self) -> str | None:
+        """Says which worker did not end by itself, if one did not."""
+        for rank, process in enumerate(self._processes):
+            if not process.is_alive() and process.exitcode:
+                why = "killed: is there memory left?" if process.exitcode == -signal.SIGKILL else ""
+                return f"rank {rank} ended with exit code {process.exitcode}, {why}".rstrip(", ")
+        return None
 
 
 def _start_worker(
