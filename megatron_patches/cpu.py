@@ -57,6 +57,7 @@ def adapt_megatron() -> None:
         importlib.import_module(name)
     _adapt_tensor_methods()
     _adapt_random_state()
+    _adapt_sizes_of_exchanges()
     _replace_torch_in_megatron()
 
 
@@ -274,6 +275,23 @@ def _adapt_tensor_methods() -> None:
         return self if _called_by_megatron() else original_module_cuda(self, *args, **kwargs)
 
     torch.nn.Module.cuda = module_cuda  # type: ignore[method-assign,assignment]
+
+
+def _adapt_sizes_of_exchanges() -> None:
+    """Gives torch the sizes of experts' exchanges as numbers, which they become on GPUs."""
+    from megatron.core.transformer.moe import token_dispatcher
+
+    original = token_dispatcher.all_to_all
+    if hasattr(original, "__wrapped__"):
+        return
+
+    @functools.wraps(original)
+    def all_to_all(*inputs: Any, **others: Any) -> Any:
+        group, tokens, *sizes = inputs
+        numbers = [each.tolist() if isinstance(each, torch.Tensor) else each for each in sizes]
+        return original(group, tokens, *numbers, **others)
+
+    token_dispatcher.all_to_all = all_to_all
 
 
 def _adapt_random_state() -> None:

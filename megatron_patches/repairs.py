@@ -19,6 +19,15 @@ def repair_megatron() -> None:
     _repair_adam_state()
     _repair_compiling_of_helpers()
     _repair_reading_of_checkpoints()
+    _repair_router()
+
+
+def _repair_router() -> None:
+    """Mends routers of experts in 0.16, which ask for a function of Transformer Engine's."""
+    from megatron.core.transformer.moe import moe_utils
+
+    if not hasattr(moe_utils, "te_general_gemm"):
+        moe_utils.te_general_gemm = None
 
 
 def _repair_compiling_of_helpers() -> None:

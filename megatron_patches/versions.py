@@ -7,11 +7,18 @@ from typing import Any
 
 import torch
 from megatron.core.pipeline_parallel import schedules
+from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.utils import get_model_type
 
 _BACKWARD_STEP_TAKES_MODEL_TYPE = (
     "model_type" in inspect.signature(schedules.backward_step).parameters
 )
+
+AUXILIARY_LOSS_COUNTS_ITS_GROUP = "tp_cp_group" in inspect.getsource(
+    TopKRouter.attach_and_log_load_balancing_loss
+)
+"""Whether a router multiplies its auxiliary loss by the ranks whose tokens it is averaged over, as
+the sum over tokens needs: from 0.19 on."""
 
 
 def backward_step(

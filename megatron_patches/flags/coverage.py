@@ -72,6 +72,11 @@ COVERED = {
         train-sync-interval check-for-nan-in-loss-and-grad check-for-large-grads
         gpu-sniff-test-interval
     """,
+    "Mixtures of experts; what is sent between experts' ranks is Megatron's own": """
+        num-experts expert-model-parallel-size expert-tensor-parallel-size moe-*
+        use-grouped-gemm-for-shared-expert use-fused-weighted-squared-relu
+        high-priority-a2a-comm-stream save-tokens-per-expert-interval
+    """,
     "Learning rate and optimizer, which get the same gradients": """
         lr lr-decay-style lr-decay-iters lr-decay-samples lr-warmup-fraction lr-warmup-iters
         lr-warmup-samples lr-warmup-init lr-wsd-decay-style lr-wsd-decay-iters lr-wsd-decay-samples
@@ -201,12 +206,6 @@ WITHOUT_EFFECT = {
         microbatch-group-size-per-virtual-pipeline-stage scatter-gather-tensors-in-pipeline
         decoder-seq-length
     """,
-    "Refines mixtures of experts, which are refused": """
-        moe-* expert-tensor-parallel-size overlap-moe-expert-parallel-comm
-        overlap-dispatch-backward-with-experts-wgrad ep-overlap-early-attn-memory-release
-        high-priority-a2a-comm-stream use-fused-weighted-squared-relu
-        use-grouped-gemm-for-shared-expert save-tokens-per-expert-interval
-    """,
     "Refines attention of other kinds, which is refused": """
         q-lora-rank kv-lora-rank qk-head-dim qk-pos-emb-head-dim v-head-dim rotary-scaling-factor
         mscale mscale-all-dim cache-mla-latents mla-down-proj-fusion dsa-* linear-conv-kernel-dim
@@ -280,10 +279,7 @@ REFUSED = (
     Refused("skipped iterations", "iterations-to-skip result-rejected-tracker-filename"),
     Refused("other micro-batches for evaluation", "eval-micro-batch-size=--micro-batch-size"),
     Refused("multi-token prediction", "mtp-num-layers"),
-    Refused(
-        "mixture-of-experts models",
-        "num-experts expert-model-parallel-size=1 moe-use-upcycling",
-    ),
+    Refused("experts made of a dense model's layers", "moe-use-upcycling"),
     Refused("multi-latent attention", "multi-latent-attention"),
     Refused(
         "experimental attention variants",
@@ -366,6 +362,17 @@ REFUSED_WITH_DISTCA = (
         "offloading of activations",
         "cpu-offloading-num-layers fine-grained-activation-offloading",
         "use --recompute-granularity",
+    ),
+    RefusedWithDistca(
+        "tokens that experts drop, which depend on the rank that has them",
+        "moe-expert-capacity-factor",
+    ),
+    RefusedWithDistca(
+        "Megatron's overlap of experts' exchanges, which orders layers by itself",
+        """
+            overlap-moe-expert-parallel-comm overlap-dispatch-backward-with-experts-wgrad
+            ep-overlap-early-attn-memory-release
+        """,
     ),
     RefusedWithDistca(
         "weight gradients apart from the backward pass",

@@ -110,6 +110,7 @@ def _derive(args: Namespace) -> None:
         )
     if not args.group_query_attention:
         args.num_query_groups = args.num_attention_heads
+    _derive_experts(args)
     if args.max_position_embeddings is None:
         args.max_position_embeddings = args.seq_length
     if args.recompute_activations:
@@ -147,6 +148,62 @@ def _derive(args: Namespace) -> None:
     args.virtual_pipeline_model_parallel_size = (
         None if per_virtual is None or per_virtual < 1 else stage_layers // per_virtual
     )
+
+
+def _derive_experts(args: Namespace) -> None:
+    args.num_experts = args.num_experts or None
+    if args.moe_ffn_hidden_size is None:
+        args.moe_ffn_hidden_size = args.ffn_hidden_size
+    if args.expert_tensor_parallel_size is None:
+        args.expert_tensor_parallel_size = args.tensor_model_parallel_size
+    for name in ("moe_router_load_balancing_type", "moe_aux_loss_coeff"):
+        # As Megatron-LM: a list is for several.
+        if len(getattr(args, name)) == 1:
+            setattr(args, name, getattr(args, name)[0])
+
+
+def _check_experts(args: Namespace) -> None:
+    """Refuses flags of experts that cannot work."""
+    experts, sharing = args.num_experts, args.expert_model_parallel_size
+    flag = f"--expert-model-parallel-size {sharing}"
+    if experts is None:
+        _refuse(sharing != 1, f"{flag} needs --num-experts")
+        return
+    processes = args.world_size // args.pipeline_model_parallel_size
+    of_an_expert = args.expert_tensor_parallel_size
+    _refuse(
+        sharing < 1 or of_an_expert < 1 or processes % (sharing * of_an_expert) != 0,
+        f"{flag} times --expert-tensor-parallel-size {of_an_expert} must divide the {processes} "
+        "processes of a pipeline stage",
+    )
+    _refuse(
+        experts < 1 or experts % max(sharing, 1) != 0,
+        f"{flag} does not divide --num-experts {experts}: use a size that does",
+    )
+    _refuse(
+        not 1 <= args.moe_router_topk <= experts,
+        f"--moe-router-topk {args.moe_router_topk} must lie in 1 .. --num-experts {experts}",
+    )
+    pattern = args.moe_layer_freq
+    _refuse(
+        isinstance(pattern, list) and len(pattern) != args.num_layers,
+        f"--moe-layer-freq {pattern} must have an entry for each of --num-layers {args.num_layers}",
+    )
+    _refuse(
+        args.tensor_model_parallel_size > 1 and not args.sequence_parallel,
+        "--num-experts with --tensor-model-parallel-size needs --sequence-parallel",
+    )
+    kinds, factors = args.moe_router_load_balancing_type, args.moe_aux_loss_coeff
+    _refuse(
+        isinstance(kinds, list) != isinstance(factors, list)
+        or (isinstance(kinds, list) and len(kinds) != len(factors)),
+        "--moe-router-load-balancing-type and --moe-aux-loss-coeff need equally many values",
+    )
+    for name in ("moe_grouped_gemm", "moe_permute_fusion"):
+        _refuse(
+            getattr(args, name) and args.transformer_impl != "transformer_engine",
+            f"--{name.replace('_', '-')} needs GPUs and Transformer Engine: remove it",
+        )
 
 
 def _check(args: Namespace) -> None:
@@ -214,6 +271,7 @@ def _check(args: Namespace) -> None:
         f"--context-parallel-size {args.context_parallel_size} is not supported by the lean loop: "
         "--distca spreads long documents over the data-parallel ranks instead",
     )
+    _check_experts(args)
     _refuse(args.lr <= 0, f"--lr {args.lr} must be positive")
     _refuse(
         not 0 <= args.min_lr <= args.lr, f"--min-lr {args.min_lr} must lie in 0 .. --lr {args.lr}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import ast
 from typing import Any
 
 from distca.documents.tokenizer import TOKENIZER_TYPES
@@ -22,6 +23,33 @@ def window_size(text: str) -> tuple[int, int]:
             f"{text!r}: the first number is how many earlier tokens a query sees, or -1 for all"
         )
     return left, right
+
+
+def layer_pattern(text: str) -> int | list[int]:
+    """Parses Megatron's `--moe-layer-freq`: a number, or a list such as `[0]*1+[1]*11`."""
+
+    def value(node: ast.expr) -> Any:
+        match node:
+            case ast.Constant(int(number)):
+                return number
+            case ast.List(elements):
+                return [value(each) for each in elements]
+            case ast.BinOp(left, ast.Add() | ast.Mult() as operation, right):
+                a, b = value(left), value(right)
+                return a + b if isinstance(operation, ast.Add) else a * b
+            case _:
+                raise ValueError
+
+    try:
+        found = value(ast.parse(text, mode="eval").body)
+        kinds = [found] if isinstance(found, int) else [each in (0, 1) for each in found]
+    except (SyntaxError, ValueError, TypeError, MemoryError, RecursionError):
+        kinds = []
+    if not kinds or not all(kinds):
+        raise argparse.ArgumentTypeError(
+            f"{text!r}: give N for every Nth layer, or a list such as '[0]*1+[1]*11'"
+        )
+    return found  # type: ignore[no-any-return]
 
 
 # Group -> (flag, keywords of add_argument). Help is Megatron's meaning in a line, or what is done.
@@ -69,6 +97,81 @@ FLAGS: dict[str, list[tuple[str, dict[str, Any]]]] = {
         (
             "--window-size",
             {"type": window_size, "help": "Sliding window: L,0 lets a query see L earlier tokens."},
+        ),
+    ],
+    "mixture of experts": [
+        ("--num-experts", {"type": int, "help": "Experts of a layer. Default: there are none."}),
+        (
+            "--moe-layer-freq",
+            {
+                "type": layer_pattern,
+                "default": 1,
+                "help": "Every Nth layer has experts, or a list: '[0]*1+[1]*11'.",
+            },
+        ),
+        (
+            "--moe-ffn-hidden-size",
+            {"type": int, "help": "Width of an expert. Default: --ffn-hidden-size."},
+        ),
+        (
+            "--moe-shared-expert-intermediate-size",
+            {"type": int, "help": "Width of the experts that all tokens use. Default: none."},
+        ),
+        ("--moe-router-topk", {"type": int, "default": 2, "help": "Experts that a token uses."}),
+        (
+            "--moe-router-score-function",
+            {"choices": ["softmax", "sigmoid"], "default": "softmax", "help": "Router's scores."},
+        ),
+        ("--moe-router-pre-softmax", {**_SWITCH, "help": "Scores before the choice, not after."}),
+        (
+            "--moe-router-topk-scaling-factor",
+            {"type": float, "help": "Factor of the scores of --moe-router-pre-softmax."},
+        ),
+        ("--moe-router-num-groups", {"type": int, "help": "Groups of experts to choose among."}),
+        ("--moe-router-group-topk", {"type": int, "help": "Groups that a token may use."}),
+        (
+            "--moe-router-dtype",
+            {"choices": ["fp32", "fp64"], "help": "Precision of scores. Default: the model's."},
+        ),
+        (
+            "--moe-router-load-balancing-type",
+            {
+                "choices": ["aux_loss", "seq_aux_loss", "global_aux_loss", "none"],
+                "nargs": "+",
+                "default": ["aux_loss"],
+                "help": "Auxiliary losses, averaged over micro-batches or the global batch.",
+            },
+        ),
+        (
+            "--moe-aux-loss-coeff",
+            {"type": float, "nargs": "+", "default": [0.0], "help": "Factor of each of them."},
+        ),
+        ("--moe-z-loss-coeff", {"type": float, "help": "Factor of the loss of large scores."}),
+        (
+            "--moe-router-enable-expert-bias",
+            {**_SWITCH, "help": "Balance experts by a bias of their scores."},
+        ),
+        (
+            "--moe-router-bias-update-rate",
+            {"type": float, "default": 1e-3, "help": "Step of that bias."},
+        ),
+        ("--moe-grouped-gemm", {**_SWITCH, "help": "Experts of a rank in one call, on GPUs."}),
+        (
+            "--moe-token-dispatcher-type",
+            {
+                "choices": ["allgather", "alltoall"],
+                "default": "allgather",
+                "help": "Way of tokens to experts of other ranks.",
+            },
+        ),
+        ("--moe-permute-fusion", {**_SWITCH, "help": "Fused sorting of tokens, on GPUs."}),
+        (
+            "--expert-model-parallel-size",
+            {"type": int, "default": 1, "help": "Data-parallel ranks that share the experts."},
+        ),
+        (
+            "--expert-tensor-parallel-size",
+            {"type": int, "help": "Processes that share an expert. Default: as other layers."},
         ),
     ],
     "regularization": [

@@ -7,19 +7,39 @@ from argparse import Namespace
 import torch
 
 
-def layer_parameters(args: Namespace) -> int:
-    """Counts the parameters of a layer's matrices."""
+def layer_parameters(args: Namespace, active: bool = True) -> int:
+    """Counts the parameters of the mean layer's matrices.
+
+    Args:
+        args: Megatron-LM's arguments.
+        active: count those alone that a token uses, not all experts.
+    """
     groups = args.num_query_groups if args.group_query_attention else args.num_attention_heads
     heads = 2 * args.num_attention_heads + 2 * groups
     matrices = 3 if args.swiglu else 2
-    return int(args.hidden_size * (heads * args.kv_channels + matrices * args.ffn_hidden_size))
+    width = float(args.ffn_hidden_size)
+    if experts := getattr(args, "num_experts", None):
+        used = args.moe_router_topk if active else experts
+        shared = args.moe_shared_expert_intermediate_size or 0
+        with_experts = used * args.moe_ffn_hidden_size + shared
+        part = share_with_experts(args)
+        width = part * with_experts + (1 - part) * width
+    return round(args.hidden_size * (heads * args.kv_channels + matrices * width))
+
+
+def share_with_experts(args: Namespace) -> float:
+    """Returns the part of the layers that have experts."""
+    pattern = args.moe_layer_freq
+    if isinstance(pattern, int):
+        return len(range(0, args.num_layers, pattern)) / args.num_layers
+    return sum(pattern) / len(pattern)
 
 
 def matrix_parameters(args: Namespace) -> int:
     """Counts the parameters of all matrices of the model, which are nearly all that it has."""
     embeddings = 2 if args.untie_embeddings_and_output_weights else 1
     vocabulary = embeddings * args.padded_vocab_size * args.hidden_size
-    return int(args.num_layers * layer_parameters(args) + vocabulary)
+    return int(args.num_layers * layer_parameters(args, active=False) + vocabulary)
 
 
 def checkpoint_bytes(args: Namespace) -> int:

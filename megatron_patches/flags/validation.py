@@ -65,6 +65,7 @@ def validate_distca_arguments(args: Namespace) -> None:
     _validate_servers(args)
     _validate_transport(args)
     _validate_cuda_graphs(args)
+    _validate_experts(args)
     if args.attention_dropout:
         raise ValueError(
             f"--distca cannot apply attention dropout: set --attention-dropout 0 "
@@ -245,6 +246,27 @@ def _validate_cuda_graphs(args: Namespace) -> None:
                 "gradient_accumulation_fusion": "add --no-gradient-accumulation-fusion",
             }.get(flag, f"remove --{name}" if found is True else f"remove --{name} {found}")
             raise ValueError(f"--distca-cuda-graphs: {why}, so {remedy}")
+
+
+def _validate_experts(args: Namespace) -> None:
+    """Checks that the auxiliary losses of experts can be averaged over all ranks."""
+    if not getattr(args, "num_experts", None):
+        return
+    kinds = args.moe_router_load_balancing_type
+    if "sinkhorn" in (kinds if isinstance(kinds, list) else [kinds]):
+        raise ValueError(
+            "--distca does not cover --moe-router-load-balancing-type sinkhorn, which balances the "
+            "tokens that happen to be on a rank: choose aux_loss"
+        )
+    if args.distca_scheduler == "wlb-llm" and args.distca_placement == "free":
+        raise ValueError(
+            "--distca-scheduler wlb-llm gives ranks different numbers of tokens, which experts "
+            "don't take: add --distca-placement sequential"
+        )
+    if args.distca_cuda_graphs:
+        raise ValueError(
+            "--distca-cuda-graphs captures dense layers alone: remove it, or --num-experts"
+        )
 
 
 def _validate_servers(args: Namespace) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import (
+    get_gpt_decoder_block_spec,
     get_gpt_layer_local_spec,
     get_gpt_layer_with_transformer_engine_spec,
 )
@@ -22,6 +23,7 @@ from distca.attention import select_kernel
 from megatron_patches.flags.distca import mask_from_args
 from megatron_patches.model.core_attention import DisaggregatedCoreAttention, PackedCoreAttention
 from megatron_patches.model.cuda_graphs import CudaGraphEngine, graph_layers
+from megatron_patches.model.experts import share_auxiliary_losses
 from megatron_patches.model.norm import SequenceParallelNorm
 from megatron_patches.model.ping_pong import run_layers_in_turn
 from megatron_patches.model.rotary import rotate_by_position_ids
@@ -83,6 +85,8 @@ def adapt_model(args: Namespace, model: GPTModel) -> GPTModel:
         for layer in model.decoder.layers:
             # Core attention keeps no more than inputs and outputs, so recomputing gains nothing.
             layer.self_attention.checkpoint_core_attention = False
+        if getattr(args, "num_experts", None):
+            share_auxiliary_losses(args, model)
         if args.distca_cuda_graphs:
             graph_layers(model, CudaGraphEngine())
         if args.distca_ping_pong:
@@ -119,19 +123,40 @@ def replace_core_attention(args: Namespace, layer_spec: ModuleSpec) -> None:
 
 
 def _block_spec(args: Namespace, config: TransformerConfig, vp_stage: int | None) -> Any:
-    if args.transformer_impl == "transformer_engine":
+    uses_te = args.transformer_impl == "transformer_engine"
+    if getattr(args, "num_experts", None):
+        # Some layers may have experts, and others none.
+        block = get_gpt_decoder_block_spec(
+            config, uses_te, normalization=args.normalization, vp_stage=vp_stage
+        )
+        # Layers of a kind share their spec.
+        for spec in {id(each): each for each in block.layer_specs}.values():
+            _adapt_layer(args, spec)
+        if not uses_te:
+            block.layer_norm = SequenceParallelNorm
+        return block
+    if uses_te:
         spec = get_gpt_layer_with_transformer_engine_spec(qk_layernorm=args.qk_layernorm)
-        replace_core_attention(args, spec)
+        _adapt_layer(args, spec)
         return spec
     spec = get_gpt_layer_local_spec(
         qk_layernorm=args.qk_layernorm, normalization=args.normalization
     )
+    _adapt_layer(args, spec)
+    layers = get_num_layers_to_build(config, vp_stage=vp_stage)
+    return TransformerBlockSubmodules(layer_specs=[spec] * layers, layer_norm=SequenceParallelNorm)
+
+
+def _adapt_layer(args: Namespace, spec: ModuleSpec) -> None:
+    """Replaces core attention, and the local spec's norms.
+
+    Those refuse sequence parallelism without apex.
+    """
     replace_core_attention(args, spec)
-    # The local spec's norms refuse sequence parallelism without apex.
+    if args.transformer_impl == "transformer_engine":
+        return
     spec.submodules.input_layernorm = SequenceParallelNorm
     spec.submodules.pre_mlp_layernorm = SequenceParallelNorm
     if args.qk_layernorm:
         attention = spec.submodules.self_attention.submodules
         attention.q_layernorm = attention.k_layernorm = SequenceParallelNorm
-    layers = get_num_layers_to_build(config, vp_stage=vp_stage)
-    return TransformerBlockSubmodules(layer_specs=[spec] * layers, layer_norm=SequenceParallelNorm)

@@ -264,6 +264,8 @@ def train_all(runs: Sequence[Sequence[str]], lengths: Sequence[int], steps: int)
 
 def named_parameters(model: Any) -> Iterator[tuple[str, torch.nn.Parameter]]:
     """A model chunk's parameters by the names that they have in the whole model."""
+    from megatron.core import parallel_state
+
     gpt = model
     while hasattr(gpt, "module"):
         gpt = gpt.module
@@ -274,21 +276,39 @@ def named_parameters(model: Any) -> Iterator[tuple[str, torch.nn.Parameter]]:
         name = re.sub(
             r"(?<=decoder\.layers\.)\d+", lambda number: str(int(number[0]) + first_layer), name
         )
+        if "local_experts" in name:
+            # Each of the ranks that share a layer's experts numbers its own from 0.
+            own = (
+                gpt.config.num_moe_experts // parallel_state.get_expert_model_parallel_world_size()
+            )
+            before = own * parallel_state.get_expert_model_parallel_rank()
+            number = int(re.findall(r"local_experts\.(\d+)", name)[0]) + before
+            name = re.sub(r"(?<=local_experts\.)\d+", str(number), name)
         yield name, parameter
+
+
+def place_in_tensor(name: str, parameter: torch.nn.Parameter) -> tuple[bool, int, int]:
+    """Whether ranks share a parameter, in how many parts, and the number of this rank's."""
+    from megatron.core import parallel_state
+
+    if "local_experts" in name:
+        parts = parallel_state.get_expert_tensor_parallel_world_size()
+        return parts > 1, parts, parallel_state.get_expert_tensor_parallel_rank()
+    return (
+        getattr(parameter, "tensor_model_parallel", False),
+        parallel_state.get_tensor_model_parallel_world_size(),
+        parallel_state.get_tensor_model_parallel_rank(),
+    )
 
 
 @torch.no_grad()
 def set_weights_by_name(model: Any) -> None:
     """The same weights in every layout: Megatron draws other ones on each pipeline stage."""
-    from megatron.core import parallel_state
-
-    parts = parallel_state.get_tensor_model_parallel_world_size()
-    part = parallel_state.get_tensor_model_parallel_rank()
     for name, parameter in named_parameters(model):
         if parameter.dim() < 2:
             continue
         shape = list(parameter.shape)
-        split = parameter.tensor_model_parallel
+        split, parts, part = place_in_tensor(name, parameter)
         if split:
             shape[parameter.partition_dim] *= parts
         generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
@@ -305,7 +325,7 @@ def collect_gradients(model: Any) -> dict[str, tuple[torch.Tensor, int | None]]:
     return {
         name: (
             parameter.main_grad.clone(),
-            parameter.partition_dim if getattr(parameter, "tensor_model_parallel", False) else None,
+            parameter.partition_dim if place_in_tensor(name, parameter)[0] else None,
         )
         for name, parameter in named_parameters(model)
     }
@@ -317,8 +337,9 @@ def whole_gradients(ranks: Sequence[StepsDone]) -> dict[str, torch.Tensor]:
     Queries, keys and values each have an entry: those of values are so much larger that in one norm
     with them a wrong gradient of queries or keys would not be seen.
     """
+    # Each parameter is taken of the first replica that has it: replicas may share experts.
     with_model = [rank for rank in ranks if not rank.serves_only]
-    shards = sorted((r for r in with_model if r.place[1] == 0), key=lambda r: r.place[0])
+    shards = sorted(with_model, key=lambda rank: rank.place[::-1], reverse=True)
     whole = {}
     names = {name: shard.gradients[name] for shard in shards for name in shard.gradients}
     for name, (gradient, dimension) in names.items():

@@ -50,6 +50,8 @@ def transformer_config(args: Namespace) -> TransformerConfig:
         # It waits for the whole device after each message, for a fault that torch has mended.
         "batch_p2p_sync": False,
     }
+    if args.num_experts:
+        values["num_moe_experts"] = args.num_experts
     if args.swiglu:
         values |= {"gated_linear_unit": True, "activation_func": torch.nn.functional.silu}
     return TransformerConfig(**values)

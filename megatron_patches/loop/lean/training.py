@@ -166,6 +166,8 @@ def initialize_megatron(args: Namespace) -> None:
         args.tensor_model_parallel_size,
         args.pipeline_model_parallel_size,
         virtual_pipeline_model_parallel_size=args.virtual_pipeline_model_parallel_size,
+        expert_model_parallel_size=args.expert_model_parallel_size,
+        expert_tensor_parallel_size=args.expert_tensor_parallel_size,
         distributed_timeout_minutes=args.distributed_timeout_minutes,
     )
     # Seeds of pipeline stages differ and those of data-parallel ranks don't, as in Megatron-LM.
@@ -357,6 +359,10 @@ def train_step(run: Run) -> tuple[dict[str, float], bool, float | None]:
         chunk.zero_grad_buffer()
     run.optimizer.zero_grad()
     losses = forward_backward(run, "train", forward_only=False)
+    if run.args.num_experts:
+        from megatron_patches.model.experts import auxiliary_losses
+
+        losses |= auxiliary_losses(run.args, batch_size.get_num_microbatches())
     if run.args.check_for_nan_in_loss_and_grad and not np.isfinite(losses["lm loss"]):
         raise ValueError(
             f"the loss is {losses['lm loss']} at iteration {run.args.iteration + 1}: lower --lr, "

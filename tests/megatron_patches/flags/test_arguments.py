@@ -203,7 +203,7 @@ def test_bad_input(flags: str, message: str) -> None:
         ("context_parallel_size", 2, "remove --context-parallel-size 2"),
         ("attention_dropout", 0.1, "set --attention-dropout 0"),
         ("multi_latent_attention", True, "does not cover multi-latent attention"),
-        ("num_experts", 8, "does not cover mixture-of-experts"),
+        ("moe_expert_capacity_factor", 1.5, "does not cover tokens that experts drop"),
         ("window_attn_skip_freq", 2, "windows on some layers only"),
         ("cuda_graph_impl", "local", "remove --cuda-graph-impl local"),
         ("softmax_type", "learnable", "remove --softmax-type learnable"),

@@ -37,9 +37,9 @@ LEAN_HAS_NOT = "the lean loop has no "
             " remove --mock-data, give files (`distca prepare` makes them)",
         ),
         (
-            "--moe-router-topk 2",
-            LEAN_HAS_NOT + "--moe-router-topk, and needs none: remove it. "
-            "Refines mixtures of experts, which are refused",
+            "--q-lora-rank 2",
+            LEAN_HAS_NOT + "--q-lora-rank, and needs none: remove it. "
+            "Refines attention of other kinds, which is refused",
         ),
         (
             "--no-mmap-bin-files",

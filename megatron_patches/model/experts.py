@@ -1,0 +1,120 @@
+"""Mixtures of experts under `--distca`: auxiliary losses of all tokens of a micro-batch.
+
+Megatron averages a router's auxiliary loss over the tokens of a rank's micro-batch (with context
+parallelism over those of its ranks). Here long documents span the data-parallel ranks, and the
+scheduler says which rank has which tokens; so the loss is averaged over the micro-batch's tokens on
+all of them, as one plain process with the whole window does. With ping-pong and in chains it is
+that of each part of the micro-batch, weighed by its tokens. Losses of single tokens (`z-loss`) and
+of the global batch (`global_aux_loss`) are Megatron's as they are.
+"""
+
+from __future__ import annotations
+
+import warnings
+from argparse import Namespace
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.models.gpt import GPTModel
+from megatron.core.transformer.moe.moe_utils import track_moe_metrics
+from megatron.core.transformer.moe.router import TopKRouter
+
+from megatron_patches.versions import AUXILIARY_LOSS_COUNTS_ITS_GROUP
+
+NAMES = {
+    "aux_loss": "load_balancing_loss",
+    "seq_aux_loss": "seq_load_balancing_loss",
+    "global_aux_loss": "global_load_balancing_loss",
+}
+"""Megatron's names of the losses of `--moe-router-load-balancing-type` in logs."""
+
+OVER_A_MICRO_BATCH = ("_apply_aux_loss", "_apply_seq_aux_loss")
+"""Methods of a router that add a loss averaged over a micro-batch."""
+
+
+def share_auxiliary_losses(args: Namespace, model: GPTModel) -> None:
+    """Makes the routers of a model average their auxiliary losses over all data-parallel ranks."""
+    group = parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True)
+    shards = args.tensor_model_parallel_size if args.sequence_parallel else 1
+    rows = args.seq_length * args.micro_batch_size // shards
+    for module in model.modules():
+        if isinstance(module, TopKRouter):
+            _share(module, group, rows, args.data_parallel_size)
+
+
+def auxiliary_losses(args: Namespace, micro_batches: int) -> dict[str, float]:
+    """Returns the auxiliary losses of an iteration, averaged over layers, and forgets them.
+    Collective.
+
+    Args:
+        args: Megatron-LM's arguments.
+        micro_batches: micro-batches of the iteration.
+    """
+    kinds, factors = args.moe_router_load_balancing_type, args.moe_aux_loss_coeff
+    if isinstance(kinds, str):
+        kinds, factors = [kinds], [factors]
+    names = [NAMES[kind] for kind, factor in zip(kinds, factors, strict=True) if factor]
+    if args.moe_z_loss_coeff is not None:
+        names.append("z_loss")
+    found: dict[str, torch.Tensor] = {}
+    with warnings.catch_warnings():
+        # Later versions have another name for it, and this one as well.
+        warnings.simplefilter("ignore", DeprecationWarning)
+        # A stage without experts has seen none of them, and must take part.
+        track_moe_metrics(
+            1 / micro_batches,
+            0,
+            total_loss_dict=found,
+            force_initialize=True,
+            track_names=names,
+            num_layers=args.num_layers,
+            moe_layer_freq=args.moe_layer_freq,
+        )
+    return {name: float(loss) for name, loss in found.items()}
+
+
+def _share(router: Any, group: torch.distributed.ProcessGroup, rows: int, replicas: int) -> None:
+    """Makes one router do so.
+
+    Args:
+        router: Megatron's router.
+        group: ranks whose tokens make up a micro-batch.
+        rows: rows of a whole micro-batch on a rank.
+        replicas: data-parallel ranks.
+    """
+    attach = router.attach_and_log_load_balancing_loss
+
+    def attach_of_all(
+        activation: torch.Tensor,
+        coefficient: float,
+        loss: torch.Tensor,
+        name: str,
+        reduce_group: torch.distributed.ProcessGroup,
+        **others: Any,
+    ) -> torch.Tensor:
+        if reduce_group is group and name != "global_load_balancing_loss":
+            if not AUXILIARY_LOSS_COUNTS_ITS_GROUP:
+                others["valid_token_count"] = others["valid_token_count"] * replicas
+            # The coefficient is taken out of what is logged: so a part counts by its rows.
+            coefficient = coefficient * rows / activation.shape[0]
+        return attach(  # type: ignore[no-any-return]
+            activation, coefficient, loss, name, reduce_group, **others
+        )
+
+    router.attach_and_log_load_balancing_loss = attach_of_all
+    for name in OVER_A_MICRO_BATCH:
+        setattr(router, name, partial(_with_group, router, group, getattr(router, name)))
+
+
+def _with_group(
+    router: Any, group: Any, method: Callable[..., torch.Tensor], *inputs: Any, **others: Any
+) -> torch.Tensor:
+    """Calls a router's method while its tokens are those of another group's ranks."""
+    own, router.tp_cp_group = router.tp_cp_group, group
+    try:
+        return method(*inputs, **others)
+    finally:
+        router.tp_cp_group = own
