@@ -152,7 +152,7 @@ def _derive(args: Namespace) -> None:
 
 def _derive_experts(args: Namespace) -> None:
     args.num_experts = args.num_experts or None
-    if args.moe_ffn_hidden_size is None:
+    if args.num_experts and args.moe_ffn_hidden_size is None:
         args.moe_ffn_hidden_size = args.ffn_hidden_size
     if args.expert_tensor_parallel_size is None:
         args.expert_tensor_parallel_size = args.tensor_model_parallel_size
