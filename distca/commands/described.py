@@ -8,7 +8,11 @@ from dataclasses import fields, replace
 from distca.commands.command_line import Parser
 from distca.cost.model_sizes import MODELS, ModelSize
 from distca.schedule.serving import SELECTORS, STRATEGIES
+from distca.schedule.serving.partitions import Shares, check_shares, even_shares
 from distca.simulate import CLUSTERS, PUBLISHED, UNCHARGED, Charges, Cluster
+
+RUNAHEAD = "runahead"
+"""Strategy of prefills by which keys travel down a chain of ranks (KV-Runahead)."""
 
 Group = argparse._ArgumentGroup
 _SIZES = {
@@ -72,14 +76,28 @@ def add_charge_flags(parser: Parser) -> None:
         charges.add_argument(flag_of(name), type=float, metavar="X", help=what)
 
 
-def add_selection_flags(group: Group, default: str) -> None:
-    """Adds the flags of the strategy, and of who chooses it."""
+def add_selection_flags(group: Group, default: str, partitions: str) -> None:
+    """Adds the flags of the strategy, and of who chooses it.
+
+    Args:
+        group: group of the flags.
+        default: strategy without a flag.
+        partitions: what else than shares `--partition` may be.
+    """
     group.add_argument(
         "--prefill-strategy",
-        choices=(*STRATEGIES, "auto"),
+        choices=(*STRATEGIES, "auto", RUNAHEAD),
         default=default,
         help="What travels in prefills: keys and values, or queries and their outputs; auto "
-        "chooses for each prefill.",
+        "chooses for each prefill. With runahead keys travel down a chain of ranks, which have "
+        "contiguous parts of a prompt.",
+    )
+    group.add_argument(
+        "--partition",
+        default="even",
+        metavar="P",
+        help=f"Parts of a prompt with runahead: even, {partitions}, or each part's share, the "
+        "first first: 0.4,0.33,0.27.",
     )
     group.add_argument(
         "--selector",
@@ -88,6 +106,26 @@ def add_selection_flags(group: Group, default: str) -> None:
         help="Who chooses with auto: the least predicted seconds of both plans, or the rule of the "
         "paper (Algorithm 5).",
     )
+
+
+def given_shares(args: argparse.Namespace, ranks: int) -> Shares | None:
+    """The shares that `--partition` gives or names; None: it is something else.
+
+    Raises:
+        ValueError: they are no partition, or there is no chain.
+    """
+    given = args.partition
+    if args.prefill_strategy != RUNAHEAD:
+        if given != "even":
+            raise ValueError(f"--partition {given} needs --prefill-strategy {RUNAHEAD}")
+        return None
+    if given == "even":
+        return even_shares(ranks)
+    try:
+        shares = [float(share) for share in given.split(",")]
+    except ValueError:
+        return None
+    return check_shares(shares)
 
 
 def flag_of(name: str) -> str:

@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from distca.commands.command_line import Parser
-from distca.commands.described import add_selection_flags
+from distca.commands.described import RUNAHEAD, add_selection_flags, given_shares
 from distca.cost.profile import Profile
+from distca.schedule.serving.partitions import Chain, load_partitions
 from distca.timeline import write_trace
 
 _EPILOG = """
@@ -55,7 +56,7 @@ def build_parser() -> Parser:
         metavar="T",
         help="Processes that share each layer of a rank.",
     )
-    add_selection_flags(how, "auto")
+    add_selection_flags(how, "auto", "a table that `distca tune partitions` wrote")
     how.add_argument(
         "--profile",
         type=Path,
@@ -146,11 +147,12 @@ def main(argv: Sequence[str]) -> int:
         assert tokenizer is not None
         work = Prompts(model, [tokenizer.encode(text) for text in args.prompt], most)
     sharing = args.context_parallel_size, args.cp_kv_cache_interleave_size
+    sharding = _sharding(args, model, work.lengths if isinstance(work, Prompts) else [])
     if args.kv_cache_memory_bytes is None:
-        pool = work.pool_size(*sharing, args.block_size)
+        pool = work.pool_size(*sharing, args.block_size, sharding)
     else:
         pool = PoolSize.of_bytes(args.kv_cache_memory_bytes, args.block_size, model)
-    work.fit(pool, *sharing)
+    work.fit(pool, *sharing, sharding)
     stops = frozenset() if args.ignore_eos else model.stops
     settings = RankSettings(
         model,
@@ -161,6 +163,7 @@ def main(argv: Sequence[str]) -> int:
         keeps_logits=args.check,
         pool=pool,
         records=args.trace is not None,
+        sharding=sharding,
     )
     shown = _Shown(tokenizer, quiet=args.json or len(work) > 1)
     begin = time.perf_counter()
@@ -207,6 +210,8 @@ def main(argv: Sequence[str]) -> int:
 
 def _strategy(args: argparse.Namespace, model: Any) -> Any:
     """What travels in prefills, or who chooses it."""
+    if args.prefill_strategy == RUNAHEAD:
+        return "pass-kv"
     if args.prefill_strategy != "auto":
         return args.prefill_strategy
     import torch
@@ -216,6 +221,31 @@ def _strategy(args: argparse.Namespace, model: Any) -> Any:
     profile = None if args.profile is None else Profile.load(args.profile)
     machine = Machine.described(torch.cuda.is_available(), args.node_gb_per_s, profile)
     return machine.selector(args.selector, model.shape, args.context_parallel_size)
+
+
+def _sharding(args: argparse.Namespace, model: Any, lengths: Sequence[int]) -> Chain | None:
+    """The chain that owns the tokens of prefills; None: all ranks own them evenly.
+
+    Args:
+        args: flags.
+        model: model that answers.
+        lengths: tokens of the prompts, as far as they are known.
+    """
+    from distca.serve.selection import hardware
+
+    ranks = args.context_parallel_size
+    shares = given_shares(args, ranks)
+    if shares is not None or args.prefill_strategy != RUNAHEAD:
+        return None if shares is None else Chain(ranks, shares)
+    table = load_partitions(Path(args.partition))
+    table.check(model.description, hardware(), ranks)
+    if beyond := [length for length in lengths if not table.covers(length)]:
+        sys.stderr.write(
+            f"distca generate: {args.partition} has partitions of {min(table.shares):,} to "
+            f"{max(table.shares):,} tokens, and prompts of {min(beyond):,} to {max(beyond):,} "
+            "take the nearest\n"
+        )
+    return Chain(ranks, table)
 
 
 class _Shown:

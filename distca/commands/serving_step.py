@@ -19,11 +19,13 @@ import numpy as np
 
 from distca.commands.command_line import Parser, check_output
 from distca.commands.described import (
+    RUNAHEAD,
     add_charge_flags,
     add_cluster_flags,
     add_model_flags,
     add_selection_flags,
     cluster_of,
+    given_shares,
     model_of,
 )
 from distca.commands.serving_report import as_json, format_plan, format_simulated, plot_steps
@@ -42,12 +44,20 @@ from distca.schedule.serving import (
     shard_in_stripes,
     step_plan,
 )
+from distca.schedule.serving.partitions import Chain, PartitionTable
 from distca.schedule.serving.report import describe_steps
 from distca.simulate import save_trace
-from distca.simulate.serving import InferenceCosts, SimulatedSelector, simulate_step
+from distca.simulate.serving import (
+    InferenceCosts,
+    SimulatedSelector,
+    searched_shares,
+    simulate_step,
+)
 
 Kind = Literal["prefill", "decode"]
 KINDS: tuple[Kind, ...] = ("prefill", "decode")
+SEARCHED = "searched"
+"""Value of `--partition` by which parts are searched on the described cluster."""
 HELD = ("evenly", "stripes", "first-rank")
 
 _DESCRIPTIONS = {
@@ -97,7 +107,7 @@ def build_parser(command: str, kind: Kind) -> Parser:
         "decoding, or the first rank alone.",
     )
     if kind == "prefill":
-        add_selection_flags(ranks, "auto")
+        add_selection_flags(ranks, "auto", SEARCHED)
     model = add_model_flags(parser)
     model.add_argument(
         "--dtype-bytes", type=int, default=2, metavar="N", help="Bytes of an element: 2 for bf16."
@@ -194,6 +204,8 @@ class StepCase:
         """The strategy that flags ask for."""
         if self.kind == "decode":
             return "pass-q"
+        if strategy == RUNAHEAD:
+            return "pass-kv"
         if strategy != "auto":
             return next(each for each in STRATEGIES if each == strategy)
         return self.selector(selector).choose(self.held, self.new, self.plan)
@@ -243,16 +255,42 @@ def read_case(args: argparse.Namespace, kind: Kind) -> StepCase:
         args.mlp_dtype_bytes,
     )
     numbers = np.arange(len(new), dtype=np.int64)
+    cost_model = _cost_model(args, costs)
+    if kind == "decode":
+        owners = shard_in_stripes(starts, starts + new, numbers, stripe, ranks)
+    elif args.prefill_strategy == RUNAHEAD:
+        owners = _chain(args, costs, cost_model, int(starts.max()))(starts, starts + new)
+    else:
+        given_shares(args, ranks)
+        owners = shard_evenly(starts, starts + new, ranks)
     return StepCase(
         kind,
         _held(starts, args.held, stripe, ranks),
-        shard_evenly(starts, starts + new, ranks)
-        if kind == "prefill"
-        else shard_in_stripes(starts, starts + new, numbers, stripe, ranks),
+        owners,
         Mask(args.window_left),
         costs,
-        _cost_model(args, costs),
+        cost_model,
     )
+
+
+def _chain(
+    args: argparse.Namespace, costs: InferenceCosts, cost_model: CostModel, cached: int
+) -> Chain:
+    """The chain of a prefill that `--partition` describes."""
+    ranks = args.context_parallel_size
+    shares = given_shares(args, ranks)
+    if shares is None and args.partition != SEARCHED:
+        raise ValueError(
+            f"--partition {args.partition}: give even, {SEARCHED}, or a share for each rank, such "
+            "as 0.4,0.33,0.27"
+        )
+    if shares is not None:
+        return Chain(ranks, shares)
+    searched = {
+        tokens: searched_shares(tokens, costs, cost_model, ranks, cached)
+        for tokens in set(args.new_tokens)
+    }
+    return Chain(ranks, PartitionTable("", "", ranks, searched))
 
 
 def _held(starts: Int64s, how: str, stripe: int, ranks: int) -> Placement:
@@ -309,7 +347,10 @@ def simulate(argv: list[str]) -> int:
     check_output("--trace", args.trace)
     case = read_case(args, kind)
     strategy = _chosen(args, case)
-    tried: tuple[Strategy, ...] = STRATEGIES if kind == "prefill" else ("pass-q",)
+    tried: tuple[Strategy, ...] = (strategy,)
+    choosing = kind == "prefill" and args.prefill_strategy != RUNAHEAD
+    if choosing:
+        tried = STRATEGIES
     plans: dict[str, Plan] = {each: case.plan(each) for each in tried}
     layers = case.costs.model.layers
     found = {
@@ -322,7 +363,7 @@ def simulate(argv: list[str]) -> int:
         for each, made in plans.items()
     }
     choices: dict[str, str] = {}
-    if kind == "prefill":
+    if choosing:
         choices = {
             each: case.selector(each).choose(case.held, case.new, case.plan) for each in SELECTORS
         }

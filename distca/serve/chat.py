@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from distca.schedule.serving import Sharding
 from distca.serve.generation import Answer
 from distca.serve.models import ServedModel
 from distca.serve.pool_size import DEFAULT_BYTES, PoolSize, batches_that_fit, size_for
@@ -58,20 +59,28 @@ class Prompts:
     def __len__(self) -> int:
         return len(self._prompts)
 
-    def pool_size(self, world_size: int, stripe: int, block_size: int) -> PoolSize:
-        """The size of ranks' pools in which all prompts and their answers have room together."""
-        lengths = [len(prompt) for prompt in self._prompts]
-        return size_for(self._model, lengths, self._max_tokens, world_size, stripe, block_size)
+    @property
+    def lengths(self) -> list[int]:
+        """Tokens of each prompt."""
+        return [len(prompt) for prompt in self._prompts]
 
-    def fit(self, pool: PoolSize, world_size: int, stripe: int) -> None:
+    def pool_size(
+        self, world_size: int, stripe: int, block_size: int, sharding: Sharding | None = None
+    ) -> PoolSize:
+        """The size of ranks' pools in which all prompts and their answers have room together."""
+        sharing = world_size, stripe, block_size, sharding
+        return size_for(self._model, self.lengths, self._max_tokens, *sharing)
+
+    def fit(
+        self, pool: PoolSize, world_size: int, stripe: int, sharding: Sharding | None = None
+    ) -> None:
         """Cuts the prompts into batches that have room in ranks' pools, one after the other.
 
         Raises:
             ValueError: a prompt has no room.
         """
-        lengths = [len(prompt) for prompt in self._prompts]
-        sizes = self._model, lengths, self._max_tokens, world_size, stripe
-        self._batches = batches_that_fit(pool, *sizes)
+        sizes = self._model, self.lengths, self._max_tokens, world_size, stripe
+        self._batches = batches_that_fit(pool, *sizes, sharding)
 
     def run(self, ranks: RankProcesses, told: Callable[[int, int], None]) -> list[Answered]:
         """Answers all prompts; returns the answers in their order."""
@@ -123,14 +132,17 @@ class Conversations:
     def __len__(self) -> int:
         return sum(len(self._turns(each)) for each in self._conversations)
 
-    def pool_size(self, world_size: int, stripe: int, block_size: int) -> PoolSize:
+    def pool_size(
+        self, world_size: int, stripe: int, block_size: int, sharding: Sharding | None = None
+    ) -> PoolSize:
         """The size of ranks' pools for the longest conversations, as far as memory is usual."""
         lengths = [self._model.positions] * len(self._conversations)
-        return size_for(
-            self._model, lengths, 1, world_size, stripe, block_size, at_most=DEFAULT_BYTES
-        )
+        sharing = world_size, stripe, block_size, sharding
+        return size_for(self._model, lengths, 1, *sharing, at_most=DEFAULT_BYTES)
 
-    def fit(self, pool: PoolSize, world_size: int, stripe: int) -> None:
+    def fit(
+        self, pool: PoolSize, world_size: int, stripe: int, sharding: Sharding | None = None
+    ) -> None:
         """Checks what can be checked before the answers are known: first turns.
 
         Raises:
@@ -141,7 +153,8 @@ class Conversations:
             for number, each in enumerate(self._conversations)
             if self._turns(each)
         ]
-        batches_that_fit(pool, self._model, lengths, self._max_tokens, world_size, stripe)
+        sizes = self._model, lengths, self._max_tokens, world_size, stripe
+        batches_that_fit(pool, *sizes, sharding)
 
     @staticmethod
     def _turns(messages: Sequence[Message]) -> list[int]:

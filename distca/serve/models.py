@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from distca.cost.model_sizes import ModelSize
 from distca.cost.volume import AttentionShape
 from distca.plan import Mask
 from distca.serve.tensor_parallel import ALONE, TensorRanks, check_divides, load_slice, slice_config
@@ -65,6 +66,12 @@ class ServedModel:
     def masks(self) -> tuple[Mask, ...]:
         """The different masks of the layers."""
         return tuple(Mask(window) for window in dict.fromkeys(self.windows))
+
+    @property
+    def description(self) -> str:
+        """Names the model by its sizes, wherever its folder lies."""
+        config = self.config
+        return f"{config.model_type}, {len(self.windows)} layers of {config.hidden_size}"
 
     @property
     def positions(self) -> int:
@@ -154,6 +161,23 @@ def read_model(path: str, dtype: torch.dtype, tensor_parallel_size: int = 1) -> 
         generation = transformers.GenerationConfig.from_model_config(config)
     return ServedModel(
         path, config, shape, _windows(config), dtype, generation, tensor_parallel_size
+    )
+
+
+def model_size(model: ServedModel) -> ModelSize:
+    """The sizes of a whole model. Of experts those count that a token uses."""
+    config, heads = model.config, model.config.num_attention_heads
+    width = int(config.intermediate_size)
+    if experts := getattr(config, "num_experts_per_tok", None):
+        width = int(experts * config.moe_intermediate_size)
+    return ModelSize(
+        layers=len(model.windows),
+        hidden_size=int(config.hidden_size),
+        heads=int(heads),
+        kv_heads=int(getattr(config, "num_key_value_heads", None) or heads),
+        head_dim=model.shape.head_dim,
+        ffn_hidden_size=width,
+        vocab_size=model.vocab_size,
     )
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from distca.schedule.serving import Sharding
 from distca.schedule.serving.accounts import block_bytes
 from distca.schedule.serving.blocks import BlockPool
 from distca.serve.models import ServedModel
@@ -46,7 +47,13 @@ class PoolSize:
             )
         return PoolSize(nbytes // one, block_size)
 
-    def planner(self, model: ServedModel, world_size: int, stripe: int) -> StepPlanner:
+    def planner(
+        self,
+        model: ServedModel,
+        world_size: int,
+        stripe: int,
+        sharding: Sharding | None = None,
+    ) -> StepPlanner:
         """Makes a planner of steps over empty pools of this size.
 
         Raises:
@@ -54,7 +61,7 @@ class PoolSize:
         """
         check_stripe(stripe, self.block_size)
         pool = BlockPool(world_size, self.blocks, self.block_size)
-        return StepPlanner(pool, model.masks, stripe)
+        return StepPlanner(pool, model.masks, stripe, sharding)
 
 
 class NoRoom(ValueError):
@@ -110,13 +117,14 @@ def batches_that_fit(
     most_new: int,
     world_size: int,
     stripe: int,
+    sharding: Sharding | None = None,
 ) -> list[list[int]]:
     """Cuts prompts into batches whose keys and values have room together, in their order.
 
     Raises:
         NoRoom: a prompt alone has none; the message has the bytes.
     """
-    planner = size.planner(model, world_size, stripe)
+    planner = size.planner(model, world_size, stripe, sharding)
     batches: list[list[int]] = [[]]
     taken = np.zeros(world_size, dtype=np.int64)
     for number, length in enumerate(lengths):
@@ -137,6 +145,7 @@ def size_for(
     world_size: int,
     stripe: int,
     block_size: int,
+    sharding: Sharding | None = None,
     at_most: int | None = None,
 ) -> PoolSize:
     """The size in which all prompts have room together, or one of so many bytes.
@@ -144,7 +153,7 @@ def size_for(
     Raises:
         ValueError: the stripe does not divide a block.
     """
-    planner = PoolSize(1, block_size).planner(model, world_size, stripe)
+    planner = PoolSize(1, block_size).planner(model, world_size, stripe, sharding)
     blocks = int(planner.blocks_needed(dict(enumerate(lengths)), most_new).max())
     if at_most is not None:
         blocks = min(blocks, PoolSize.of_bytes(at_most, block_size, model).blocks)

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from distca.lifetime import end_with_parent
-from distca.schedule.serving import Selector, Strategy
+from distca.schedule.serving import Selector, Sharding, Strategy
 from distca.serve.generation import Answer, Generator
 from distca.serve.models import ServedModel
 from distca.serve.pool_size import NoRoom, PoolSize
@@ -41,6 +41,7 @@ class RankSettings:
         keeps_logits: whether answers keep their logits.
         pool: size of each rank's pool of keys and values.
         records: whether ranks record a timeline.
+        sharding: who owns the new tokens of prefills; None: all ranks evenly, in zigzag.
     """
 
     model: ServedModel
@@ -51,6 +52,7 @@ class RankSettings:
     keeps_logits: bool = False
     pool: PoolSize = field(default_factory=PoolSize)
     records: bool = False
+    sharding: Sharding | None = None
 
 
 class RankError(RuntimeError):
@@ -272,7 +274,7 @@ def _start(
         ModelRank(
             model, core, device, settings.pool.blocks, settings.pool.block_size, tensor_ranks
         ),
-        settings.pool.planner(model, settings.world_size, settings.stripe),
+        settings.pool.planner(model, settings.world_size, settings.stripe, settings.sharding),
         settings.strategy,
         settings.sampling,
         settings.keeps_logits,

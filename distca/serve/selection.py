@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import platform
 from dataclasses import dataclass, replace
+
+import torch
 
 from distca.cost.link import Links
 from distca.cost.profile import Profile
@@ -27,6 +30,13 @@ CPUS = Cluster(
     multiprocessors=1,
     source="processes of one core each, as benchmarks/results/simulator.md has them",
 )
+
+
+def hardware() -> str:
+    """Names the hardware of a rank."""
+    if torch.cuda.is_available():
+        return str(torch.cuda.get_device_name())
+    return f"CPU, {platform.machine()}"
 
 
 @dataclass(frozen=True)
@@ -54,6 +64,10 @@ class Machine:
         if gb_per_s is not None:
             rates = replace(rates, node_gb_per_s=gb_per_s)
         return Machine(rates, profile)
+
+    def of_ranks(self, ranks: int) -> Cluster:
+        """The rates of so many ranks' processes, all of one machine."""
+        return replace(self.rates, gpus_per_node=max(ranks, self.rates.gpus_per_node))
 
     def selector(self, name: SelectorName, shape: AttentionShape, ranks: int) -> Selector:
         """Makes a selector.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 
 import numpy as np
 
@@ -14,6 +14,7 @@ from distca.plan import Mask, Placement, Plan
 from distca.plan.span import Int64s
 from distca.schedule.serving import (
     Selector,
+    Sharding,
     Strategy,
     chosen_strategy,
     shard_evenly,
@@ -100,10 +101,18 @@ class StepPlanner:
         pool: blocks of all ranks.
         masks: masks of the model's layers.
         stripe: consecutive positions of a sequence that one rank owns in decoding.
+        sharding: who owns the new tokens of prefills; None: all ranks evenly, in zigzag.
     """
 
-    def __init__(self, pool: BlockPool, masks: Sequence[Mask], stripe: int) -> None:
+    def __init__(
+        self,
+        pool: BlockPool,
+        masks: Sequence[Mask],
+        stripe: int,
+        sharding: Sharding | None = None,
+    ) -> None:
         self._masks, self._world_size = tuple(masks), pool.world_size
+        self._shard = sharding or partial(shard_evenly, world_size=pool.world_size)
         self.holdings, self.accounts = Holdings(pool.world_size, stripe), Accounts(pool)
 
     def length(self, sequence: int) -> int:
@@ -123,7 +132,7 @@ class StepPlanner:
         Args:
             counts: new tokens by sequence, at least 1 each.
             strategy: what travels in a prefill, or who chooses it.
-            decodes: whether one token of each is decoded; others are shared out evenly.
+            decodes: whether one token of each is decoded.
 
         Raises:
             NoFreeBlocks: a rank's pool is too small; nothing has changed.
@@ -139,7 +148,7 @@ class StepPlanner:
         starts = self.holdings.lengths(lines)
         before = self.holdings.rows(lines, starts)
         ends = starts + np.fromiter(counts.values(), dtype=np.int64, count=len(counts))
-        new, held = shard_evenly(starts, ends, self._world_size), self.holdings.placement(sequences)
+        new, held = self._shard(starts, ends), self.holdings.placement(sequences)
 
         def planned(strategy: Strategy, mask: Mask = _FULL) -> Plan:
             return step_plan(held, new, strategy, mask, in_steps=True)
@@ -163,7 +172,7 @@ class StepPlanner:
         starts = np.array([holdings.length(each) for each in sequences], dtype=np.int64)
         ends = starts + np.fromiter(counts.values(), dtype=np.int64, count=len(counts))
         before = np.array([self.rows_per_rank(each) for each in sequences], dtype=np.int64)
-        new, numbers = shard_evenly(starts, ends, self._world_size), np.array(sequences)
+        new, numbers = self._shard(starts, ends), np.array(sequences)
         after = before + holdings.in_stripes(numbers, ends, ends + most_new - 1)
         np.add.at(after, (new.document, new.rank), new.end - new.start)
         growth = Growth(sequences, before, after)

@@ -15,6 +15,7 @@ from distca.plan import Mask, Placement
 from distca.plan.span import Floats, Int64s
 from distca.schedule.serving import held_after, nobody_holds, shard_evenly, step_plan
 from distca.schedule.serving.partitions import (
+    Chain,
     PartitionTable,
     check_shares,
     cut_prompt,
@@ -134,7 +135,8 @@ SHAPE = AttentionShape(1, 1, 8, 2)
 def chain(parts: list[int], held: Placement | None = None) -> Placement:
     end = np.array([sum(parts)])
     start = np.zeros_like(end) if held is None else np.array([held.end.max()])
-    return shard_in_chain(start, start + end, [part / sum(parts) for part in parts])
+    shares = tuple(part / sum(parts) for part in parts)
+    return Chain(len(parts), shares)(start, start + end)
 
 
 @pytest.mark.parametrize(
@@ -174,7 +176,15 @@ def test_chains_over_cached_tokens_cover_each_pair_once(
     if before:
         held = held_after(held, shard_evenly(zeros, zeros + before, ranks))
     shares = [weight / sum(weights) for weight in weights]
-    new = shard_in_chain(zeros + before, zeros + before + np.array(fed), shares, 16)
+    ends = zeros + before + np.array(fed)
+    new = shard_in_chain(zeros + before, ends, ranks, lambda _: shares, 16)
     plan = step_plan(held, new, "pass-kv", Mask(window), block=16, in_steps=True)
     plan.validate()
     assert plan.own_tokens_per_rank().sum() == sum(fed)
+
+
+def test_a_chain_is_among_the_ranks_that_there_are() -> None:
+    assert Chain(2, TABLE).shares(2000) == pytest.approx((0.65, 0.35))
+    for partition in (TABLE, (0.5, 0.5)):
+        with pytest.raises(ValueError, match="among 2 ranks, not 3"):
+            Chain(3, partition)

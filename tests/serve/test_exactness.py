@@ -11,6 +11,8 @@ import numpy as np
 import pytest
 import torch
 
+from distca.schedule.serving import Sharding
+from distca.schedule.serving.partitions import Chain
 from distca.serve.chat import Answered
 from distca.serve.check import compare
 from distca.serve.generation import Answer
@@ -32,7 +34,12 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 
 def answers_of_a_rank(
-    model: ServedModel, strategy: Any, stripe: int, sampling: Sampling, turns: Turns
+    model: ServedModel,
+    strategy: Any,
+    stripe: int,
+    sampling: Sampling,
+    turns: Turns,
+    sharding: Sharding | None = None,
 ) -> tuple[list[dict[int, Answer]], int, int, list[list[int]]]:
     """All turns' answers, bytes by the plans and as counted, and the rows that ranks hold."""
     import torch.distributed as dist
@@ -55,7 +62,7 @@ def answers_of_a_rank(
     size = dist.get_world_size() // model.tensor_parallel_size
     # Small blocks, so that there are many.
     pool = PoolSize(200, 128 if stripe > 8 else 2 * stripe)
-    planner = pool.planner(model, size, stripe)
+    planner = pool.planner(model, size, stripe, sharding)
     rank = ModelRank(model, core, device, pool.blocks, pool.block_size, tensor_ranks)
     generator = Generator(model, rank, planner, strategy, sampling, keeps_logits=True)
     answers = [generator.answer(new) for new in turns]
@@ -85,12 +92,13 @@ def check(
     turns: Turns = TURNS,
     sampling: Sampling = GREEDY,
     tensor_parallel_size: int = 1,
+    sharding: Sharding | None = None,
 ) -> list[Answered]:
     """Answers turns on ranks, and holds them against one process."""
     model = read_model(path, dtype, tensor_parallel_size)
     count = world_size * tensor_parallel_size
     results = ranks.run(
-        answers_of_a_rank, model, strategy, stripe, sampling, turns, world_size=count
+        answers_of_a_rank, model, strategy, stripe, sampling, turns, sharding, world_size=count
     )
     answers, planned, _, _ = results[0]
     assert planned == sum(counted for _, _, counted, _ in results)
@@ -169,6 +177,18 @@ def test_ranks_strategies_and_stripes(
 ) -> None:
     sampling = Sampling(max_tokens=64) if full else GREEDY
     check(ranks, models["gemma3_text"], world_size, strategy, stripe, sampling=sampling)
+
+
+@pytest.mark.parametrize(
+    ("family", "shares"),
+    [("llama", (0.5, 0.3, 0.2)), ("gemma3_text", (0.1, 0.4, 0.15, 0.35)), ("qwen2", (0.7, 0.3))],
+)
+def test_chains_of_unequal_parts(
+    ranks, models, full: bool, family: str, shares: tuple[float, ...]
+) -> None:
+    sampling, size = Sampling(max_tokens=64) if full else GREEDY, len(shares)
+    chain = Chain(size, shares)
+    check(ranks, models[family], size, "pass-kv", 4, sampling=sampling, sharding=chain)
 
 
 def test_bfloat16_is_no_further_from_float32_than_one_process(ranks, models, full: bool) -> None:

@@ -11,6 +11,7 @@ from distca.schedule.serving.selection import (
 )
 from distca.schedule.serving.steps import (
     STRATEGIES,
+    Sharding,
     Strategy,
     held_after,
     nobody_holds,
@@ -27,6 +28,7 @@ __all__ = [
     "Planned",
     "Selector",
     "SelectorName",
+    "Sharding",
     "Strategy",
     "chosen_strategy",
     "held_after",

@@ -81,7 +81,11 @@ def cut_prompt(tokens: int, shares: Sequence[float], multiple: int = 1) -> Int64
 
 
 def shard_in_chain(
-    starts: Int64s, ends: Int64s, shares: Sequence[float], multiple: int = 1
+    starts: Int64s,
+    ends: Int64s,
+    ranks: int,
+    shares_of: Callable[[int], Sequence[float]],
+    multiple: int = 1,
 ) -> Placement:
     """Shards new tokens of sequences in contiguous parts over a chain of ranks.
 
@@ -92,17 +96,14 @@ def shard_in_chain(
     Args:
         starts: first new position of each sequence, int64 `[sequences]`.
         ends: end of the new positions of each sequence, likewise; no new tokens are possible.
-        shares: each part of a sequence's new tokens, the first first; as many as there are ranks.
+        ranks: ranks of the chain.
+        shares_of: tells each part of so many new tokens, the first first.
         multiple: as for `cut_prompt`.
     """
-    ranks = len(shares)
-    parts = np.stack(
-        [np.zeros(ranks, dtype=np.int64)]
-        + [
-            cut_prompt(tokens, shares, multiple) if tokens else np.zeros(ranks, dtype=np.int64)
-            for tokens in (ends - starts).tolist()
-        ]
-    )[1:]
+    parts = np.zeros((len(starts), ranks), dtype=np.int64)
+    for number, tokens in enumerate((ends - starts).tolist()):
+        if tokens:
+            parts[number] = cut_prompt(tokens, shares_of(tokens), multiple)
     until = starts[:, None] + np.cumsum(parts, axis=1)
     document, part = np.nonzero(parts)
     return Placement(
@@ -258,3 +259,36 @@ def load_partitions(path: Path) -> PartitionTable:
             f"{path} is no table of partitions ({type(error).__name__}: {error}): make one by "
             "`distca tune partitions`"
         ) from error
+
+
+@dataclass(frozen=True)
+class Chain:
+    """A `Sharding` of prefills over a chain of ranks.
+
+    Attributes:
+        ranks: ranks of the chain.
+        partition: shares of all prompts, or a table of those of some lengths.
+
+    Raises:
+        ValueError: the partition is among another number of ranks.
+    """
+
+    ranks: int
+    partition: Shares | PartitionTable
+
+    def __post_init__(self) -> None:
+        given = self.partition
+        among = given.ranks if isinstance(given, PartitionTable) else len(given)
+        if among != self.ranks:
+            raise ValueError(
+                f"the partition is among {among} ranks, not {self.ranks}: give one share for each"
+            )
+
+    def shares(self, tokens: int) -> Shares:
+        """Each rank's part of so many new tokens, the first of the chain first."""
+        given = self.partition
+        return given.at(tokens) if isinstance(given, PartitionTable) else given
+
+    def __call__(self, starts: Int64s, ends: Int64s) -> Placement:
+        """Shards new tokens of sequences; see `shard_in_chain`."""
+        return shard_in_chain(starts, ends, self.ranks, self.shares)

@@ -16,6 +16,7 @@ is fed one token, as in decoding, queries travel then, too: one row each rather 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Literal, get_args
 
 import numpy as np
@@ -28,6 +29,9 @@ from distca.schedule.serving.rings import pass_keys, pass_keys_in_window, pass_q
 
 Strategy = Literal["pass-kv", "pass-q"]
 """What travels in a step: keys and values, or queries."""
+
+Sharding = Callable[[Int64s, Int64s], Placement]
+"""Shards new tokens of sequences, given their starts and their ends, int64 `[sequences]`."""
 
 STRATEGIES: tuple[Strategy, ...] = get_args(Strategy)
 

@@ -5,6 +5,7 @@ costs = InferenceCosts(MODELS["llama-405b"], CLUSTERS["dgx-h100"], tensor_parall
 outcome = simulate_step([plan] * costs.model.layers, costs)
 """
 
+from distca.simulate.serving.chains import chain_costs, searched_shares
 from distca.simulate.serving.costs import InferenceCosts
 from distca.simulate.serving.selector import SimulatedSelector
 from distca.simulate.serving.steps import PlanStepCosts, SteppedCosts, attend, simulate_step
@@ -15,5 +16,7 @@ __all__ = [
     "SimulatedSelector",
     "SteppedCosts",
     "attend",
+    "chain_costs",
+    "searched_shares",
     "simulate_step",
 ]
