@@ -149,7 +149,7 @@ def build_parser() -> Parser:
         "--enable-prefix-caching",
         action=argparse.BooleanOptionalAction,
         default=True,
-        help="Keep blocks of ended sequences for those that begin alike.",
+        help="Keep blocks of ended sequences for those that begin alike. Default: on.",
     )
     engine.add_argument(
         "--step-timeout",

