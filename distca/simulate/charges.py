@@ -94,15 +94,15 @@ def exposed_reduction(hidden: float, needed: float, other: float, charges: Charg
     """Seconds by which the reduction of gradients delays the end of an iteration.
 
     Args:
-        hidden: seconds of the backward pass behind which gradients are reduced.
+        hidden: seconds of the backward pass behind which gradients are reduced; what other
+            exchanges take of its compute is in them.
         needed: seconds of the reduction on free links.
         other: seconds in which other exchanges of that pass hold the links.
         charges: charges of the cluster.
     """
-    if charges.shared_ports:
-        needed += other
     end = float(end_of_compute(0.0, hidden, needed, charges.interference))
-    return max(needed, end) - hidden
+    busy = needed + other * charges.shared_ports
+    return max(busy, end) - hidden
 
 
 def half_wave_seconds(inner: float, multiprocessors: int, flops_per_second: float) -> float:

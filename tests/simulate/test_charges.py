@@ -42,6 +42,10 @@ def test_a_reduction_shares_ports_and_compute_with_the_pass_that_hides_it() -> N
     assert exposed_reduction(5.0, 3.0, 4.0, ports) == 2.0
     # Three seconds of reduction take a quarter of compute each.
     assert exposed_reduction(5.0, 3.0, 9.0, Charges(interference=0.25)) == pytest.approx(0.75)
+    # What others take of the pass is in its seconds.
+    both = Charges(interference=0.25, shared_ports=True)
+    assert exposed_reduction(5.0, 3.0, 1.0, both) == pytest.approx(0.75)
+    assert exposed_reduction(5.0, 3.0, 4.0, both) == 2.0
 
 
 def test_half_a_wave_is_what_a_last_wave_wastes_on_average() -> None:
