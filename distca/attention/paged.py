@@ -120,5 +120,5 @@ class OfPool:
         return self.kernel.forward_paged(q_THD, k_THD, v_THD, tasks, self.keys, into)
 
     def backward(self, *_: Any) -> Gradients:
-        """Refuses: nothing trains over a pool."""
-        raise NotImplementedError("keys and values of a pool have no gradients")
+        """Is never called: calls over a pool run without autograd."""
+        raise AssertionError("keys and values of a pool have no gradients")

@@ -274,5 +274,6 @@ async def _unless_gone(request: Request, answer: Coroutine[Any, Any, dict[str, A
 
 async def _gone(request: Request) -> None:
     """Waits until the client leaves."""
-    while (await request.receive())["type"] != "http.disconnect":
-        pass
+    message = await request.receive()
+    while message["type"] != "http.disconnect":
+        message = await request.receive()
