@@ -9,14 +9,15 @@ of all processes; without `--profile` it measures the attention kernel by `distc
 steps' JSON may come from any runs of `throughput.py` without tensor parallelism, on the same
 machine, with a core for each process.
 
-The machine as the simulator knows it is measured apart from the steps that are predicted: kernel
-times (forward by the profile, backward over forward here), the rate at which rows are copied, the
-speed of an exchange between two processes, and one number from the steps of documents of one block
-alone, without a pipeline: the time of everything but core attention. Planning is timed, too, and
-added, since processes that plan ahead share the ranks' cores in these runs. Predicted are then the
-steps of every mix, with every scheduler and without `--distca`: plain Megatron by
-`simulate_baseline`, the reference of published speed-ups, too. Context parallelism has groups of
-all ranks where this command runs the steps.
+The machine as the simulator knows it is measured apart from the steps that are predicted. Measured
+while the other processes' cores are as busy as in steps: kernel times (forward by the profile,
+backward over forward here), and the rate at which rows are copied. Measured alone: the speed of an
+exchange between two processes, and one number from the steps of documents of one block, without a
+pipeline: the time of everything but core attention. Planning is timed, too, and added, since
+processes that plan ahead share the ranks' cores in these runs. Predicted are then the steps of
+every mix, with every scheduler and without `--distca`: plain Megatron by `simulate_baseline`, the
+reference of published speed-ups, too. Context parallelism has groups of all ranks where this
+command runs the steps.
 
 Reported: the error of each, the median of all, and whether a mix's schedulers, and plain Megatron
 among them, rank as measured in each mode. Pairs whose measured times are closer than `TIE` are not
@@ -44,7 +45,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[2]))  # as benchmarks/__init__.py says
 
-from benchmarks.cluster.this_machine import describe_machine
+from benchmarks.cluster.this_machine import beside_busy_processes, describe_machine
 from benchmarks.training.run import parsed
 from benchmarks.training.setting import (
     LONG_TAIL,
@@ -340,12 +341,13 @@ def main() -> None:
         parser.error(f"{measured[0]}: measured with a pipeline: give it as --pipeline")
     if args.profile is None:
         args.profile = args.output / "simulator_profile.json"
-        profiled = run(
-            *("-m", "distca", "profile", "--dtype", "fp32"),
-            *("--head-dim", str(model.head_dim)),
-            *("--heads", str(model.heads), "--kv-heads", str(model.kv_heads)),
-            *("--max-length", str(setting.seq_length), "--output", str(args.profile)),
-        )
+        with beside_busy_processes(setting.processes):
+            profiled = run(
+                *("-m", "distca", "profile", "--dtype", "fp32"),
+                *("--head-dim", str(model.head_dim)),
+                *("--heads", str(model.heads), "--kv-heads", str(model.kv_heads)),
+                *("--max-length", str(setting.seq_length), "--output", str(args.profile)),
+            )
         commands.append(profiled)
     profile = Profile.load(args.profile)
     torch.set_num_threads(1)
@@ -363,7 +365,7 @@ def main() -> None:
     rows = [asdict(p) | {"error": p.error} for p in found]
     figures = {
         "settings": [each["setting"] for each in saved],
-        "machine": machine.__dict__,
+        "machine": asdict(machine),
         "predictions": rows,
     }
     (args.output / "simulator.json").write_text(json.dumps(figures, indent=1) + "\n")

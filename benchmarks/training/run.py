@@ -24,6 +24,7 @@ from benchmarks.training.setting import PLAIN, SHORT, Setting, document_lengths
 from benchmarks.training.step import Step
 from benchmarks.training.summary import summarize
 from distca.cost.model_sizes import ModelSize
+from distca.lifetime import end_with_parent
 from distca.plan import BLOCK
 
 
@@ -170,8 +171,9 @@ class Measured:
 def start_process(rank: int, setting: Setting, store: str) -> None:
     """Initializes process groups and Megatron in a process that no launcher started.
 
-    Without a GPU the process gets a core of its own.
+    Without a GPU the process gets a core of its own. It ends with the process that started it.
     """
+    end_with_parent()
     from megatron_patches.loop.lean.training import LaunchedProcess, initialize
 
     if not torch.cuda.is_available():
