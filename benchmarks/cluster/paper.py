@@ -17,6 +17,7 @@
 * **fig11**: signal and single-stream. **fig12**: the tolerance.
 * **appendix**: the bound of Appendix A.
 * **chains**: beyond the paper: micro-batches smaller than a document (`--distca-chain`).
+* **beyond**: as table3_any, jobs that the paper has not: 1M tokens, 70B, mixtures of experts.
 
 Every experiment writes `NAME.csv`, `NAME.md` and (but for the last two) `NAME.png`. All iterations
 that were simulated are kept in `runs.jsonl`: an interrupted run goes on where it stopped. The model
@@ -42,9 +43,10 @@ from benchmarks.cluster.baselines import figure_3, figure_4, figure_6
 from benchmarks.cluster.chains import chains
 from benchmarks.cluster.report import Options, Report
 from benchmarks.cluster.sweep import Runner
-from benchmarks.cluster.tables import GROUPS, end_to_end
+from benchmarks.cluster.tables import EXPERT_PARALLEL, GROUPS, end_to_end
 
-MODEL_NAMES, DOCUMENTS = ["llama-8b", "llama-34b"], ["pretrain", "prolong"]
+MODEL_NAMES = ["llama-8b", "llama-34b", "llama-70b", *EXPERT_PARALLEL]
+DOCUMENTS = ["pretrain", "prolong"]
 
 EXPERIMENTS: dict[str, Callable[[Runner, Options], Report]] = {
     "fig3": figure_3,
@@ -102,7 +104,9 @@ def main() -> None:
     parser.add_argument(
         "--finalists", type=int, default=2, help="of them: those to tune the tolerance of"
     )
-    parser.add_argument("--models", nargs="+", default=MODEL_NAMES, choices=MODEL_NAMES)
+    parser.add_argument(
+        "--models", nargs="+", default=MODEL_NAMES, choices=MODEL_NAMES, help="of an experiment's"
+    )
     parser.add_argument("--documents", nargs="+", default=DOCUMENTS, choices=DOCUMENTS)
     parser.add_argument("--published", type=Path, metavar="DIR")
     parser.add_argument(

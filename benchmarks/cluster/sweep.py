@@ -56,6 +56,7 @@ class Case:
         charges: charges on all systems.
         papers_way: draw published lengths as the paper's experiments do.
         recompute: part of each layer that runs forward again, in all systems.
+        expert_parallel: GPUs that share each layer's routed experts, in all systems.
     """
 
     model: str
@@ -68,6 +69,7 @@ class Case:
     charges: Charges = UNCHARGED
     papers_way: bool = False
     recompute: Recompute = "none"
+    expert_parallel: int = 1
 
     @property
     def workload(self) -> Workload:
@@ -76,7 +78,8 @@ class Case:
             cluster = replace(cluster, attention_tflops=published_tflops(Path(self.published)))
         model = MODELS[self.model]
         sizes = self.gpus, self.context, self.sequences
-        return Workload(model, cluster, *sizes, self.tolerance, self.recompute)
+        how = self.tolerance, self.recompute, self.expert_parallel
+        return Workload(model, cluster, *sizes, *how)
 
     @property
     def published_lengths(self) -> Path:

@@ -32,6 +32,17 @@ TABLE_4 = {
     ("llama-34b", 256): [(16, 128), (32, 256), (32, 512)],
     ("llama-34b", 384): [(8, 128), (8, 256), (16, 512)],
 }
+BEYOND = {
+    ("llama-8b", 1024): [(1, 64), (4, 256)],
+    ("llama-70b", 128): [(32, 256)],
+    ("llama-70b", 512): [(8, 256)],
+    ("qwen3-30b-a3b", 128): [(16, 64)],
+    ("qwen3-30b-a3b", 512): [(8, 128)],
+    ("qwen3-235b-a22b", 128): [(32, 256)],
+}
+"""Jobs that the paper has not: a million tokens, larger models, mixtures of experts."""
+EXPERT_PARALLEL = {"qwen3-30b-a3b": 8, "qwen3-235b-a22b": 32}
+"""GPUs that share each layer's experts, by model."""
 PUBLISHED = {
     ("table3", "pretrain"): "1.07 to 1.20",
     ("table3", "prolong"): "1.05 to 1.12",
@@ -101,8 +112,12 @@ GROUPS = {
         "Jobs of Table 4 at any TP and PP",
         *("table4", TABLE_4, ALL_SIZES, ALL_SIZES, WITHOUT_CHOICE, False),
     ),
+    "beyond": Group(
+        "A million tokens, 70B, and experts, at any TP and PP",
+        *("", BEYOND, ALL_SIZES, ALL_SIZES, WITHOUT_CHOICE, False),
+    ),
 }
-"""The tables at the paper's sizes, and at any."""
+"""The tables at the paper's sizes and at any, and jobs beyond the paper."""
 
 
 def end_to_end(name: str, runner: Runner, options: Options) -> Report:
@@ -115,7 +130,10 @@ def end_to_end(name: str, runner: Runner, options: Options) -> Report:
     """
     group = GROUPS[name]
     cases = [
-        options.charged_case(model, documents, context, sequences, gpus)
+        replace(
+            options.charged_case(model, documents, context, sequences, gpus),
+            expert_parallel=EXPERT_PARALLEL.get(model, 1),
+        )
         for documents in options.documents
         for (model, context), sizes in group.jobs.items()
         if model in options.models

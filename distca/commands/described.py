@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Iterable
 from dataclasses import fields, replace
+from typing import Any
 
 from distca.commands.command_line import Parser
-from distca.cost.model_sizes import MODELS, ModelSize
+from distca.cost.model_sizes import MODELS, Experts, ModelSize
 from distca.schedule.serving import SELECTORS, STRATEGIES
 from distca.schedule.serving.partitions import Shares, check_shares, even_shares
 from distca.simulate import CLUSTERS, PUBLISHED, UNCHARGED, Charges, Cluster
@@ -21,8 +23,13 @@ _SIZES = {
     "heads": "Query heads.",
     "kv_heads": "Key-value heads.",
     "head_dim": "Elements of a head.",
-    "ffn_hidden_size": "Width of the gated MLP.",
+    "ffn_hidden_size": "Width of the gated MLP, or with experts of the shared ones.",
     "vocab_size": "Tokens of the vocabulary.",
+}
+_EXPERTS = {
+    "num_experts": "Routed experts of each layer.",
+    "moe_router_topk": "Experts that a token uses.",
+    "moe_ffn_hidden_size": "Width of each expert's gated MLP.",
 }
 _OVERRIDES = {
     "gpus_per_node": "GPUs of a node.",
@@ -44,7 +51,7 @@ def add_model_flags(parser: Parser) -> Group:
     """Adds the flags of `model_of`; returns their group."""
     model = parser.add_argument_group("model (a preset, or all sizes; a size wins over the preset)")
     model.add_argument("--model", metavar="NAME", help=f"A preset: {', '.join(MODELS)}.")
-    for name, what in _SIZES.items():
+    for name, what in (_SIZES | _EXPERTS).items():
         model.add_argument(flag_of(name), type=int, metavar="N", help=what)
     return model
 
@@ -135,20 +142,41 @@ def flag_of(name: str) -> str:
 
 def model_of(args: argparse.Namespace) -> ModelSize:
     """The model that the flags describe."""
-    sizes = {name: getattr(args, name) for name in _SIZES}
-    given = {name: value for name, value in sizes.items() if value is not None}
-    for name, value in given.items():
-        if value < 1:
+    given: dict[str, Any] = _given(args, _SIZES)
+    of_experts = _given(args, _EXPERTS)
+    # With experts there need be no MLP that all tokens use.
+    may_be_zero = {"ffn_hidden_size"} if of_experts else set()
+    for name, value in (given | of_experts).items():
+        if value < (name not in may_be_zero):
             raise ValueError(f"{flag_of(name)} {value} must be at least 1")
     if args.model is None:
         defaults = {field.name for field in fields(ModelSize) if field.name == "vocab_size"}
-        missing = [flag_of(name) for name in _SIZES if name not in given and name not in defaults]
+        missing = [flag_of(name) for name in _SIZES if name not in {*given, *defaults}]
         if missing:
             raise ValueError(f"give --model NAME, or all sizes: {', '.join(missing)} missing")
-        return ModelSize(**given)
-    if args.model not in MODELS:
+        model = ModelSize(**given)
+    elif args.model in MODELS:
+        model = replace(MODELS[args.model], **given)
+    else:
         raise ValueError(f"no model {args.model!r}: choose from {', '.join(MODELS)}")
-    return replace(MODELS[args.model], **given)
+    return replace(model, experts=_experts_of(of_experts, model.experts))
+
+
+def _given(args: argparse.Namespace, names: Iterable[str]) -> dict[str, int]:
+    values = {name: getattr(args, name) for name in names}
+    return {name: value for name, value in values.items() if value is not None}
+
+
+def _experts_of(given: dict[str, int], preset: Experts | None) -> Experts | None:
+    """The experts that the flags describe, over those of a preset."""
+    if not given:
+        return preset
+    if preset is not None:
+        own = preset.number, preset.chosen, preset.ffn_hidden_size
+        given = dict(zip(_EXPERTS, own, strict=True)) | given
+    if missing := [flag_of(name) for name in _EXPERTS if name not in given]:
+        raise ValueError(f"experts need {', '.join(missing)}, too")
+    return Experts(*(given[name] for name in _EXPERTS))
 
 
 def cluster_of(args: argparse.Namespace) -> Cluster:

@@ -137,6 +137,13 @@ def build_parser() -> Parser:
             help=f"Sizes of {name} parallelism to try.",
         )
     search.add_argument(
+        "--expert-model-parallel-size",
+        type=int,
+        default=1,
+        metavar="N",
+        help="GPUs of a stage that share each layer's routed experts, in all systems.",
+    )
+    search.add_argument(
         "--systems",
         nargs="+",
         default=None,
@@ -191,7 +198,10 @@ def main(argv: list[str]) -> int:
 
 
 def _run(args: argparse.Namespace) -> None:
-    for name in ("batches", "finalists", "sequences", "context", "gpus"):
+    for name in (
+        *("batches", "finalists", "sequences", "context", "gpus"),
+        "expert_model_parallel_size",
+    ):
         if getattr(args, name) < 1:
             raise ValueError(f"{flag_of(name)} {getattr(args, name)} must be at least 1")
     for name in ("tensor_model_parallel_sizes", "pipeline_model_parallel_sizes"):
@@ -214,6 +224,7 @@ def _run(args: argparse.Namespace) -> None:
         args.sequences,
         args.tolerance,
         args.recompute,
+        args.expert_model_parallel_size,
     )
     batches = _batches(args)
     choices = _advise(args, workload, batches)

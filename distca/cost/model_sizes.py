@@ -9,8 +9,30 @@ from distca.cost.volume import AttentionShape
 
 
 @dataclass(frozen=True)
+class Experts:
+    """Routed experts of each layer, gated MLPs of which a token uses some.
+
+    Attributes:
+        number: experts of a layer.
+        chosen: experts that a token uses.
+        ffn_hidden_size: width of each.
+
+    Raises:
+        ValueError: a token cannot choose so many.
+    """
+
+    number: int
+    chosen: int
+    ffn_hidden_size: int
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.chosen <= self.number:
+            raise ValueError(f"a token cannot use {self.chosen} of {self.number} experts")
+
+
+@dataclass(frozen=True)
 class ModelSize:
-    """A decoder-only transformer with grouped-query attention and a gated MLP.
+    """A decoder-only transformer with grouped-query attention and gated MLPs, in experts or whole.
 
     Attributes:
         layers: transformer layers.
@@ -18,8 +40,10 @@ class ModelSize:
         heads: query heads.
         kv_heads: key-value heads (query groups).
         head_dim: elements of a head.
-        ffn_hidden_size: width of the MLP.
+        ffn_hidden_size: width of the MLP that all tokens use: of a dense layer's, or of shared
+            experts together; 0: there is none beside routed experts.
         vocab_size: tokens that embedding and output layer know.
+        experts: routed experts of each layer; None: the layers are dense.
     """
 
     layers: int
@@ -29,6 +53,7 @@ class ModelSize:
     head_dim: int
     ffn_hidden_size: int
     vocab_size: int = 128_256
+    experts: Experts | None = None
 
     def attention_shape(self, tensor_parallel: int = 1, dtype_bytes: int = 2) -> AttentionShape:
         """The attention heads of one tensor-parallel rank.
@@ -55,18 +80,42 @@ class ModelSize:
 
     @property
     def post_parameters(self) -> int:
-        """Parameters of a layer's output projection and gated MLP."""
+        """Parameters of a layer's output projection and of the MLPs that a token uses."""
         return self.hidden_size * self.heads * self.head_dim + self.mlp_parameters
 
     @property
+    def mlp_width(self) -> int:
+        """Width of all gated MLPs of a layer together that a token uses."""
+        routed = self.experts.chosen * self.experts.ffn_hidden_size if self.experts else 0
+        return self.ffn_hidden_size + routed
+
+    @property
     def mlp_parameters(self) -> int:
-        """Parameters of a layer's gated MLP."""
-        return 3 * self.hidden_size * self.ffn_hidden_size
+        """Parameters of the gated MLPs of a layer that a token uses."""
+        return 3 * self.hidden_size * self.mlp_width
 
     @property
     def layer_parameters(self) -> int:
-        """Parameters of one layer, without norms and biases."""
+        """Parameters of one layer that a token uses, without norms, biases and routers."""
         return self.pre_parameters + self.post_parameters
+
+    @property
+    def expert_parameters(self) -> int:
+        """Parameters of all routed experts of a layer."""
+        if self.experts is None:
+            return 0
+        return 3 * self.hidden_size * self.experts.ffn_hidden_size * self.experts.number
+
+    @property
+    def dense_layer_parameters(self) -> int:
+        """Parameters of one layer beside its routed experts."""
+        routed = 3 * self.hidden_size * (self.mlp_width - self.ffn_hidden_size)
+        return self.layer_parameters - routed
+
+    @property
+    def total_layer_parameters(self) -> int:
+        """Parameters of one layer, all experts among them."""
+        return self.dense_layer_parameters + self.expert_parameters
 
     @property
     def vocabulary_parameters(self) -> int:
@@ -95,4 +144,8 @@ MODELS = {
     # The Llama 3 report's Table 3.
     "llama-70b": ModelSize(80, 8192, 64, 8, 128, 28672),
     "llama-405b": ModelSize(126, 16384, 128, 8, 128, 53248),
+    # The models' configurations: Mixtral's report, Table 1, and the Qwen3 report, Table 2.
+    "mixtral-8x7b": ModelSize(32, 4096, 32, 8, 128, 0, 32_000, Experts(8, 2, 14336)),
+    "qwen3-30b-a3b": ModelSize(48, 2048, 32, 4, 128, 0, 151_936, Experts(128, 8, 768)),
+    "qwen3-235b-a22b": ModelSize(94, 4096, 64, 4, 128, 0, 151_936, Experts(128, 8, 1536)),
 }

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from distca.cost.model_sizes import ModelSize
+from distca.cost.model_sizes import Experts, ModelSize
 from distca.cost.volume import AttentionShape
 from distca.plan import Mask
 from distca.serve.tensor_parallel import ALONE, TensorRanks, check_divides, load_slice, slice_config
@@ -165,11 +165,11 @@ def read_model(path: str, dtype: torch.dtype, tensor_parallel_size: int = 1) -> 
 
 
 def model_size(model: ServedModel) -> ModelSize:
-    """The sizes of a whole model. Of experts those count that a token uses."""
+    """The sizes of a whole model."""
     config, heads = model.config, model.config.num_attention_heads
-    width = int(config.intermediate_size)
-    if experts := getattr(config, "num_experts_per_tok", None):
-        width = int(experts * config.moe_intermediate_size)
+    width, experts = int(config.intermediate_size), None
+    if chosen := getattr(config, "num_experts_per_tok", None):
+        width, experts = 0, Experts(config.num_experts, chosen, config.moe_intermediate_size)
     return ModelSize(
         layers=len(model.windows),
         hidden_size=int(config.hidden_size),
@@ -178,6 +178,7 @@ def model_size(model: ServedModel) -> ModelSize:
         head_dim=model.shape.head_dim,
         ffn_hidden_size=width,
         vocab_size=model.vocab_size,
+        experts=experts,
     )
 
 

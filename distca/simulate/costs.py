@@ -9,6 +9,11 @@ Activations are those that Megatron keeps for the backward pass with sequence pa
 FlashAttention and without recomputation: of each layer the inputs of both norms, the normed inputs,
 queries, keys, values, core attention's output and LSE, the two halves of the gated MLP and their
 product, all divided by the tensor-parallel size.
+
+Routed experts are whole on their GPUs (`--expert-tensor-parallel-size 1`) and get equally many
+tokens. An all-to-all among the GPUs of `--expert-model-parallel-size` brings each token's row to
+the experts that it chose, one more brings the results back, and nothing hides either, in all
+systems. Rows of experts are kept when they arrive and when they leave.
 """
 
 from __future__ import annotations
@@ -29,7 +34,7 @@ GRADIENT_BYTES, OPTIMIZER_BYTES = 4, 12
 """Bytes of a parameter's float32 gradient; of its float32 copy and Adam's two moments."""
 LOGIT_BYTES, KEPT_LOGIT_BYTES = 6, 4
 """Bytes of a 16-bit logit and its float32 copy in the loss; those kept for the backward pass."""
-TENSOR_COLLECTIVES = {"pre": 1, "post": 3, "mlp": 2}
+TENSOR_COLLECTIVES = {"pre": 1, "projection": 1, "mlp": 2}
 Recompute = Literal["none", "mlp", "full"]
 """Parts of a layer that run forward again before they run backward, and keep their input alone:
 nothing; the MLP (`--recompute-granularity selective --recompute-modules mlp`), as in the public
@@ -46,6 +51,7 @@ class ModelCosts:
         tensor_parallel: GPUs that share each layer, within a node.
         dtype_bytes: bytes of an activation and of a weight.
         recompute: part of each layer that runs forward again.
+        expert_parallel: neighbouring GPUs of a stage that share each layer's routed experts.
     """
 
     model: ModelSize
@@ -53,6 +59,7 @@ class ModelCosts:
     tensor_parallel: int = 1
     dtype_bytes: int = 2
     recompute: Recompute = "none"
+    expert_parallel: int = 1
 
     @property
     def shape(self) -> AttentionShape:
@@ -81,11 +88,26 @@ class ModelCosts:
     def post_seconds(self) -> tuple[float, float]:
         """Seconds of a token in a layer after core attention, forward and backward."""
         model = self.model
-        forward, backward = self._token_seconds(model.post_parameters, TENSOR_COLLECTIVES["post"])
-        again = 0.0
-        if self.recompute == "mlp":
-            again, _ = self._token_seconds(model.mlp_parameters, TENSOR_COLLECTIVES["mlp"])
-        return forward, again + backward
+        projection = model.post_parameters - model.mlp_parameters
+        projected = self._token_seconds(projection, TENSOR_COLLECTIVES["projection"])
+        collectives = TENSOR_COLLECTIVES["mlp"] if model.ffn_hidden_size else 0
+        mlp, mlp_backward = self._token_seconds(model.mlp_parameters, collectives)
+        routed = self._routing_seconds()
+        again = mlp + routed if self.recompute == "mlp" else 0.0
+        return projected[0] + mlp + routed, again + projected[1] + mlp_backward + routed
+
+    def _routing_seconds(self) -> float:
+        """Seconds of a token of the all-to-alls that bring its rows to experts and back."""
+        experts, size, cluster = self.model.experts, self.expert_parallel, self.cluster
+        if experts is None:
+            return 0.0
+        row = self.model.hidden_size * self.dtype_bytes / self.tensor_parallel
+        near = min(size, cluster.gpus_per_node)
+        each = 2 * experts.chosen * row / size
+        return max(
+            (near - 1) * each / cluster.node_bytes_per_second,
+            (size - near) * each / cluster.network_bytes_per_second,
+        )
 
     @property
     def passes(self) -> Int64s:
@@ -117,9 +139,12 @@ class ModelCosts:
     def post_launch_seconds(self) -> tuple[float, float]:
         """The same as `pre_launch_seconds` after core attention: projection and two of the MLP."""
         hidden, q, _, ffn = self._widths
-        tp = self.tensor_parallel
-        mlp = hidden + ffn / tp
-        forward, backward = self._half_waves(q / tp + mlp, hidden + 2 * ffn / tp + hidden)
+        tp, experts = self.tensor_parallel, self.model.experts
+        # Widths of what a GPU computes of a dense MLP, and of its routed experts in one call.
+        widths = [ffn / tp] * (ffn > 0) + ([float(experts.ffn_hidden_size)] if experts else [])
+        mlp = sum(hidden + width for width in widths)
+        of_mlp = sum(2 * width + hidden for width in widths)
+        forward, backward = self._half_waves(q / tp + mlp, hidden + of_mlp)
         again, _ = self._half_waves(mlp * (self.recompute == "mlp"), 0.0)
         return forward, again + backward
 
@@ -146,8 +171,10 @@ class ModelCosts:
 
     @property
     def _mlp_bytes(self) -> float:
-        """Bytes of a token of the activations within the MLP of a layer."""
-        return 3 * self.model.ffn_hidden_size * self.dtype_bytes / self.tensor_parallel
+        """Bytes of a token of the activations within the MLPs of a layer."""
+        model = self.model
+        rows = 2 * model.experts.chosen * model.hidden_size if model.experts else 0
+        return (3 * model.mlp_width + rows) * self.dtype_bytes / self.tensor_parallel
 
     def logit_bytes(self) -> float:
         """Bytes of a token's logits on each GPU of the last stage."""
@@ -170,14 +197,37 @@ class ModelCosts:
             stages: number of all stages.
             replicas: data-parallel (and context-parallel) ranks that share the optimizer's state.
         """
-        each = self.dtype_bytes + GRADIENT_BYTES + OPTIMIZER_BYTES / replicas
-        return self.stage_parameters(stage, stages) * each
+        each = self.dtype_bytes + GRADIENT_BYTES
+        dense = self.stage_parameters(stage, stages) * (each + OPTIMIZER_BYTES / replicas)
+        of_experts = OPTIMIZER_BYTES / self._expert_replicas(replicas)
+        return dense + self.stage_expert_parameters(stages) * (each + of_experts)
 
     def stage_parameters(self, stage: int, stages: int) -> float:
-        """Parameters on one GPU of a stage."""
-        parameters = self.model.layers // stages * self.model.layer_parameters
+        """Parameters on one GPU of a stage, but for routed experts."""
+        parameters = self.model.layers // stages * self.model.dense_layer_parameters
         parameters += self.model.vocabulary_parameters * ((stage == 0) + (stage == stages - 1))
         return parameters / self.tensor_parallel
+
+    def stage_expert_parameters(self, stages: int) -> float:
+        """Parameters of routed experts on one GPU of a stage."""
+        return self.model.layers // stages * self.model.expert_parameters / self.expert_parallel
+
+    def _expert_replicas(self, replicas: int) -> int:
+        """GPUs that have the same experts, of a stage of so many servers."""
+        return max(replicas * self.tensor_parallel // self.expert_parallel, 1)
+
+    def _expert_bytes_per_second(self, copies: int, gpus: int) -> float:
+        """Speed of the rings among GPUs with the same experts, which lie `expert_parallel` apart.
+
+        Args:
+            copies: GPUs with the same experts.
+            gpus: GPUs of all stages.
+        """
+        cluster = self.cluster
+        inside = max(cluster.gpus_per_node // self.expert_parallel, 1)
+        if gpus <= cluster.gpus_per_node or inside % copies == 0:
+            return cluster.node_bytes_per_second
+        return min(inside * cluster.network_bytes_per_second, cluster.node_bytes_per_second)
 
     def gradient_seconds(self, stage: int, stages: int, replicas: int) -> float:
         """Seconds of the rings that reduce-scatter a stage's gradients and all-gather its weights.
@@ -185,9 +235,13 @@ class ModelCosts:
         Args:
             stage, stages, replicas: the same as in `state_bytes`.
         """
-        nbytes = self.stage_parameters(stage, stages) * (GRADIENT_BYTES + self.dtype_bytes)
-        speed, _ = self.cluster.ring(replicas, stages * replicas, self.tensor_parallel)
-        return nbytes * (replicas - 1) / replicas / (speed * 1e9)
+        each, servers = GRADIENT_BYTES + self.dtype_bytes, stages * replicas
+        speed, _ = self.cluster.ring(replicas, servers, self.tensor_parallel)
+        nbytes = self.stage_parameters(stage, stages) * each
+        seconds = nbytes * (replicas - 1) / replicas / (speed * 1e9)
+        copies, of_experts = self._expert_replicas(replicas), self.stage_expert_parameters(stages)
+        rate = self._expert_bytes_per_second(copies, servers * self.tensor_parallel)
+        return seconds + of_experts * each * (copies - 1) / copies / rate
 
     def message_seconds(self, tokens: Floats, crosses: bool) -> Floats:
         """Seconds until the activations of tokens have come to the next stage."""

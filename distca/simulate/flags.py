@@ -46,6 +46,7 @@ def training_flags(candidate: Candidate, workload: Workload) -> list[str]:
         f"--tensor-model-parallel-size {candidate.tensor}",
         *(["--sequence-parallel"] if candidate.tensor > 1 else []),
         f"--pipeline-model-parallel-size {candidate.stages}",
+        *_expert_flags(workload),
         f"--seq-length {seq_length}",
         f"--micro-batch-size {samples}",
         f"--global-batch-size {samples * candidate.data * candidate.micro_batches}",
@@ -63,7 +64,8 @@ def training_flags(candidate: Candidate, workload: Workload) -> list[str]:
         f"--distca-network-gb-per-s {links.network_gb_per_s}",
     ]
     if workload.recompute == "mlp":
-        flags.append("--recompute-granularity selective --recompute-modules mlp")
+        module = "moe" if workload.model.experts else "mlp"
+        flags.append(f"--recompute-granularity selective --recompute-modules {module}")
     if workload.recompute == "full":
         flags.append("--recompute-granularity full --recompute-method uniform")
         flags.append("--recompute-num-layers 1")
@@ -74,6 +76,16 @@ def training_flags(candidate: Candidate, workload: Workload) -> list[str]:
     if candidate.head_groups > 1:
         flags.append(f"--distca-head-groups {candidate.head_groups}")
     return flags
+
+
+def _expert_flags(workload: Workload) -> list[str]:
+    """Flags that share out experts."""
+    if workload.model.experts is None:
+        return []
+    return [
+        f"--expert-model-parallel-size {workload.expert_parallel}",
+        "--expert-tensor-parallel-size 1",
+    ]
 
 
 def _sequences_of_a_window(candidate: Candidate, workload: Workload) -> int:

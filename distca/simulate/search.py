@@ -54,6 +54,10 @@ class Workload:
         sequences: number of sequences in a global batch.
         tolerance: relative imbalance of servers' loads that schedulers may leave.
         recompute: value of `ModelCosts.recompute`.
+        expert_parallel: GPUs of a stage that share each layer's routed experts, in all systems.
+
+    Raises:
+        ValueError: a size is below 1, or the experts don't divide.
     """
 
     model: ModelSize
@@ -63,15 +67,28 @@ class Workload:
     sequences: int
     tolerance: float = 0.1
     recompute: Recompute = "none"
+    expert_parallel: int = 1
 
     def costs(self, tensor_parallel: int) -> ModelCosts:
         """Costs of the model on the cluster."""
-        return ModelCosts(self.model, self.cluster, tensor_parallel, recompute=self.recompute)
+        return ModelCosts(
+            self.model,
+            self.cluster,
+            tensor_parallel,
+            recompute=self.recompute,
+            expert_parallel=self.expert_parallel,
+        )
 
     def __post_init__(self) -> None:
-        for name in ("gpus", "context", "sequences"):
+        for name in ("gpus", "context", "sequences", "expert_parallel"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{getattr(self, name)} {name}: there must be at least 1")
+        experts = self.model.experts
+        if self.expert_parallel > 1 and (experts is None or experts.number % self.expert_parallel):
+            raise ValueError(
+                f"{self.expert_parallel} GPUs cannot share "
+                + (f"{experts.number} experts evenly" if experts else "experts: there are none")
+            )
 
 
 @dataclass(frozen=True)
@@ -164,6 +181,8 @@ def divisions(
         servers = workload.gpus // tp
         for pp in stages:
             if not _divides(tp, workload) or servers % pp or workload.model.layers % pp:
+                continue
+            if servers // pp * tp % workload.expert_parallel:
                 continue
             if system == HYBRID and (pp > 1 or servers % 2):
                 continue

@@ -154,6 +154,8 @@ def test_what_is_refused(command, lengths_file: str, monkeypatch: pytest.MonkeyP
         ),
         (["--seed", "-1"], "--seed -1 must not be negative"),
         (["--heads", "0"], "--heads 0 must be at least 1"),
+        (["--num-experts", "8"], "experts need --moe-router-topk, --moe-ffn-hidden-size, too"),
+        (["--expert-model-parallel-size", "2"], "2 GPUs cannot share experts: there are none"),
         (["--tensor-model-parallel-sizes", "0"], "every size must be at least 1"),
         (["--trace", "t.json", "--systems", "packed"], "--trace is of DistCA: add one of greedy"),
         (["--plot", "x.foo"], "--plot x.foo: the suffix must be one of"),

@@ -99,7 +99,9 @@ def describe_cluster(
     """
     model.attention_shape(decode_tensor_parallel)
     cluster.servers_per_node(decode_tensor_parallel)
-    weights = BYTES * (model.layers * model.layer_parameters + 2 * model.vocabulary_parameters)
+    weights = BYTES * (
+        model.layers * model.total_layer_parameters + 2 * model.vocabulary_parameters
+    )
     row = BYTES * 2 * model.layers * model.kv_heads * model.head_dim
     room = [cluster.usable_bytes * gpus - weights for gpus in (1, decode_tensor_parallel)]
     if min(room) < row * block_size:

@@ -9,6 +9,7 @@ fewer key-value heads than tensor-parallel ranks, ranks hold copies.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -81,19 +82,41 @@ class InferenceCosts:
     def post_seconds(self, tokens: Int64s) -> Floats:
         """Seconds of a layer after core attention, likewise."""
         model = self.model
-        projection = model.hidden_size * model.heads * model.head_dim
-        of_mlp = model.post_parameters - projection
-        return self._linear(tokens, projection, of_mlp, TENSOR_COLLECTIVES["post"])
+        projection = model.post_parameters - model.mlp_parameters
+        collectives = TENSOR_COLLECTIVES["projection"] + TENSOR_COLLECTIVES["mlp"]
+        read = model.mlp_parameters + 0.0 * tokens
+        if experts := model.experts:
+            # Few tokens choose other experts each.
+            used = np.minimum(tokens * experts.chosen, experts.number)
+            shared = 3 * model.hidden_size * model.ffn_hidden_size
+            read = shared + used / experts.number * model.expert_parameters
+        return self._linear(tokens, projection, model.mlp_parameters, collectives, read)
 
     def head_seconds(self, tokens: Int64s) -> Floats:
         """Seconds of the output layer, for the tokens whose logits each rank needs, `[ranks]`."""
         return self._linear(tokens, self.model.vocabulary_parameters, 0, 1)
 
-    def _linear(self, tokens: Int64s, parameters: int, of_mlp: int, collectives: int) -> Floats:
+    def _linear(
+        self,
+        tokens: Int64s,
+        parameters: int,
+        of_mlp: int,
+        collectives: int,
+        of_mlp_read: Any = 0.0,
+    ) -> Floats:
+        """Seconds of linear layers for the tokens of each rank, `[ranks]`.
+
+        Args:
+            tokens: tokens of each rank, `[ranks]`.
+            parameters: parameters that a token uses, but for those of MLPs.
+            of_mlp: parameters of MLPs that a token uses.
+            collectives: collectives of tensor parallelism.
+            of_mlp_read: parameters of MLPs that all tokens of a rank together use, `[ranks]`.
+        """
         cluster, size = self.cluster, self.tensor_parallel
         rate = cluster.peak_tflops * 1e12 * cluster.linear_mfu * size
         products = 2.0 * (parameters + of_mlp * self.mlp_dtype_bytes / 2) * tokens / rate
-        weights = self._weight_bytes(parameters, of_mlp) / cluster.copied_bytes_per_second
+        weights = self._weight_bytes(parameters, of_mlp_read) / cluster.copied_bytes_per_second
         seconds = np.maximum(products, weights) + collectives * self._collective(tokens)
         # No rank waits for weights that it does not use.
         return np.where(tokens > 0, seconds, 0.0)
@@ -107,7 +130,7 @@ class InferenceCosts:
         row = self.model.hidden_size * self.dtype_bytes * (size - 1) / size
         return tokens.astype(np.float64) * (row / (speed * 1e9)) + latency
 
-    def _weight_bytes(self, parameters: int, of_mlp: int) -> float:
+    def _weight_bytes(self, parameters: int, of_mlp: Any) -> Any:
         """Bytes of weights on each GPU."""
         nbytes = parameters * self.dtype_bytes + of_mlp * self.mlp_dtype_bytes
         return nbytes / self.tensor_parallel
@@ -115,6 +138,7 @@ class InferenceCosts:
     def state_bytes(self) -> float:
         """Bytes of all weights on each GPU."""
         model = self.model
-        of_mlp = 3 * model.hidden_size * model.ffn_hidden_size
-        layer = self._weight_bytes(model.layer_parameters - of_mlp, of_mlp)
+        beside = model.layer_parameters - model.mlp_parameters
+        of_mlp = model.dense_layer_parameters - beside + model.expert_parameters
+        layer = self._weight_bytes(beside, of_mlp)
         return model.layers * layer + self._weight_bytes(2 * model.vocabulary_parameters, 0)
