@@ -74,7 +74,7 @@ def summarize(
     }
 
 
-def _of_servers(own: list[Any], seconds: float) -> dict[str, float]:
+def _of_servers(own: list[Any], seconds: float) -> dict[str, Any]:
     """Figures of `--distca` alone: balance between servers, and exposed time of exchanges.
 
     Args:
@@ -96,6 +96,7 @@ def _of_servers(own: list[Any], seconds: float) -> dict[str, float]:
     return {
         "pairs_max_over_mean": busiest_over_mean(np.concatenate(pairs)),
         "kernels_max_over_mean": busiest_over_mean(np.concatenate(kernels)),
+        "kernel_seconds_of_ranks": np.concatenate(kernels).sum(axis=0).tolist(),
         "exposed_share": statistics.mean(exposed) / seconds,
     }
 
