@@ -148,13 +148,17 @@ class StepPlanner:
         starts = self.holdings.lengths(lines)
         before = self.holdings.rows(lines, starts)
         ends = starts + np.fromiter(counts.values(), dtype=np.int64, count=len(counts))
-        new, held = self._shard(starts, ends), self.holdings.placement(sequences)
+        new = self._shard(starts, ends)
+
+        def held(mask: Mask) -> Placement:
+            alike = starts if mask.window_left is None else mask.first_key(starts)
+            return self.holdings.placement(sequences, alike)
 
         def planned(strategy: Strategy, mask: Mask = _FULL) -> Plan:
-            return step_plan(held, new, strategy, mask, in_steps=True)
+            return step_plan(held(mask), new, strategy, mask, in_steps=True)
 
         # Under a window little travels, whatever the strategy: layers without one decide.
-        chosen = chosen_strategy(strategy, held, new, planned)
+        chosen = chosen_strategy(strategy, held(_FULL), new, planned)
         plans = {mask: planned(chosen, mask) for mask in self._masks}
         prefill = Prefill(sequences, plans, new, before)
         blocks = self._take(prefill)

@@ -102,14 +102,23 @@ def test_no_rank_is_a_hot_sender() -> None:
     assert len(of_steps) == 7
 
 
-def test_pieces_that_decoding_left_are_taken_together() -> None:
-    """Else a plan would have tasks for each token of an answer."""
-    nothing, start, end = nobody_holds(3), np.array([0]), np.array([500])
-    held = held_after(nothing, shard_in_stripes(start, end, np.array([0]), 1, 3))
-    plan = step_plan(held, shard_evenly(end, end + 60, 3), "pass-kv", Mask(), in_steps=True)
-    plan.validate()
-    assert len(plan.tasks) < 40
-    assert plan.step_segments[1].kv.moved_rows(3).sum(axis=0).min() >= 500 * 2 // 3
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_plans_are_as_small_whatever_the_stripes_of_decoding(strategy: Strategy) -> None:
+    """A rank's keys are one piece to all new queries, and go round the ring as one."""
+    ranks, zero, start = 3, np.array([0]), np.array([3072])
+    new, found = shard_evenly(start, start + 60, ranks), []
+    for stripe in (1, 16, 128):
+        held = shard_in_stripes(zero, start, zero, stripe, ranks)
+        plan = step_plan(held, new, strategy, Mask(), in_steps=True)
+        plan.validate()
+        travels = plan.step_segments[1].kv if strategy == "pass-kv" else plan.step_segments[1].q
+        assert ((travels.owner - travels.server) % ranks <= 1).all()
+        found.append((len(plan.placement.rank), plan.tasks.server.tolist()))
+        # Of keys before a window, too.
+        pieces = len(step_plan(held, new, strategy, Mask(99), in_steps=True).placement.rank)
+        assert pieces <= 3 + 99 // stripe + 2 + len(new.rank)
+    assert found[0] == found[1] == found[2]
+    assert len(found[0][1]) < 40
 
 
 def test_under_a_window_keys_travel_while_those_at_home_are_seen() -> None:

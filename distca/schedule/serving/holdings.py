@@ -13,7 +13,7 @@ import numpy as np
 
 from distca.plan import Placement
 from distca.plan.span import Int64s
-from distca.schedule.serving.steps import nobody_holds, shard_in_stripes
+from distca.schedule.serving.steps import in_turn, nobody_holds, shard_in_stripes
 
 _STRIPED = -1
 """Stands for the rank of a run in stripes."""
@@ -121,8 +121,15 @@ class Holdings:
                 self._add_run(line, rank)
             self._lengths[line] = end
 
-    def placement(self, sequences: Sequence[int]) -> Placement:
-        """Returns who holds what of sequences, numbered in their order; it has all stripes."""
+    def placement(self, sequences: Sequence[int], alike: Int64s | None = None) -> Placement:
+        """Returns who holds what of sequences, numbered in their order.
+
+        Args:
+            sequences: sequences by number.
+            alike: end of the positions of each, int64 `[sequences]`, that are the same to whoever
+                asks: of their stripes it has the rows of each rank, rank by rank. None: it has all
+                stripes.
+        """
         tables = [nobody_holds(self.world_size)]
         for number, sequence in enumerate(sequences):
             line = self._line.get(sequence)
@@ -136,10 +143,13 @@ class Holdings:
             tables.append(
                 Placement(document[one], starts[one], ends[one], ranks[one], self.world_size)
             )
-            numbers = np.full(int(striped.sum()), sequence)
-            found = shard_in_stripes(
-                starts[striped], ends[striped], numbers, self.stripe, self.world_size
-            )
+            starts, ends = starts[striped], ends[striped]
+            numbers, document = np.full_like(starts, sequence), np.full_like(starts, number)
+            if alike is not None:
+                begins, starts = starts, np.clip(alike[number], starts, ends)
+                rows = self.in_stripes(numbers, begins, starts)
+                tables.append(in_turn(document, begins, rows))
+            found = shard_in_stripes(starts, ends, numbers, self.stripe, self.world_size)
             columns = np.full_like(found.document, number), found.start, found.end, found.rank
             tables.append(Placement(*columns, self.world_size))
         found = Placement.concatenate(tables)

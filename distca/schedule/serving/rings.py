@@ -7,8 +7,7 @@ The `k`th rank downwards that needs rows has them in step `k`; ranks that need n
 
 Keys that earlier turns left may lie unevenly. A rank that holds more than an even share passes them
 on share by share, in a step each, so that ranks send about equally much in every step, rather than
-one all that it holds to all others. Where decoding left short pieces in turns, all ranks hold even
-parts already: such pieces are taken together, from their owners in step 1.
+one all that it holds to all others.
 
 Under a window only the keys before a rank's own piece travel, while it computes queries that do not
 see them.
@@ -23,9 +22,6 @@ import numpy as np
 from distca.plan import Mask, Placement, Tasks
 from distca.plan.span import Bools, Int64s, cut_at, distinct, expand_ranges
 
-_MANY = -1
-"""Owner of pieces of many ranks that are taken together."""
-
 
 def pass_keys(placement: Placement, new: Placement, block: int) -> Tasks:
     """Makes tasks at home, to which keys travel.
@@ -35,10 +31,10 @@ def pass_keys(placement: Placement, new: Placement, block: int) -> Tasks:
         new: pieces that have queries.
         block: tokens in a kernel's block.
     """
-    keys, share = _in_even_shares(_taken_together(placement, new, block), new, block)
+    keys, share = _in_even_shares(placement, new, block)
     q, kv = _visible_pieces(keys, new)
     hop = _hops(kv, keys.rank[kv], new.rank[q], new.world_size)
-    step = np.where(keys.rank[kv] == _MANY, 1, np.where(hop > 0, hop + share[kv], 0))
+    step = np.where(hop > 0, hop + share[kv], 0)
     return _tasks(keys, new, q, kv, new.rank[q], step)
 
 
@@ -76,7 +72,8 @@ def pass_keys_in_window(placement: Placement, new: Placement, mask: Mask, block:
     run = np.searchsorted(line[order], new.document * stride + new.start, side="right") - 1
     own = runs.start[order][run]
     sees_own = np.where(own > 0, own + mask.window_left, 0)
-    cut = np.clip(-(-sees_own // block) * block, new.start, new.end)
+    cut = np.where(sees_own > new.start, -(-sees_own // block) * block, new.start)
+    cut = np.minimum(cut, new.end)
     start, end = np.concatenate([cut, new.start]), np.concatenate([new.end, cut])
     document, rank = np.tile(new.document, 2), np.tile(new.rank, 2)
     later = np.repeat([0, 1], len(cut))[end > start]
@@ -134,18 +131,6 @@ def _is_cached(pieces: Placement, new: Placement) -> Bools:
     return pieces.start < prefix[pieces.document]
 
 
-def _taken_together(placement: Placement, new: Placement, block: int) -> Placement:
-    """Joins cached neighbours that are shorter than a block, whoever owns them."""
-    document, start, end = placement.document, placement.start, placement.end
-    short = _is_cached(placement, new) & (end - start < block)
-    opens = np.ones(len(short), dtype=bool)
-    opens[1:] = ~(short[1:] & short[:-1] & (document[1:] == document[:-1]))
-    first = np.flatnonzero(opens)
-    last = np.append(first[1:], len(opens)) - 1
-    rank = np.where(last > first, _MANY, placement.rank[first])
-    return Placement(document[first], start[first], end[last], rank, placement.world_size)
-
-
 def _in_even_shares(pieces: Placement, new: Placement, block: int) -> tuple[Placement, Int64s]:
     """Cuts cached pieces where a rank holds more of a sequence than ranks do on average.
 
@@ -154,13 +139,11 @@ def _in_even_shares(pieces: Placement, new: Placement, block: int) -> tuple[Plac
     """
     ranks, stride = pieces.world_size, _stride(pieces)
     lengths = pieces.end - pieces.start
-    # What many own is in a column of its own.
-    group = pieces.document * (ranks + 1) + pieces.rank + 1
-    rows = np.zeros((int(pieces.document.max(initial=-1)) + 1, ranks + 1), dtype=np.int64)
-    np.add.at(rows, (pieces.document, pieces.rank + 1), lengths)
-    even = np.maximum(rows[:, 1:].sum(axis=1, keepdims=True) / ranks, 1)
+    group = pieces.document * ranks + pieces.rank
+    rows = np.zeros((int(pieces.document.max(initial=-1)) + 1, ranks), dtype=np.int64)
+    np.add.at(rows, (pieces.document, pieces.rank), lengths)
+    even = np.maximum(rows.sum(axis=1, keepdims=True) / ranks, 1)
     size = np.ceil(rows / np.maximum(np.round(rows / even), 1)).astype(np.int64)
-    size[:, 0] = stride
     size = (-(-size // block) * block).ravel()[group]
     order = np.argsort(group, kind="stable")
     before = np.empty_like(lengths)

@@ -12,6 +12,11 @@ says who computes attention (context parallelism of Meta's, Sections 3.4 and 3.5
 
 Under a window both are pass-kv, since few keys are seen, and all are near; but where every sequence
 is fed one token, as in decoding, queries travel then, too: one row each rather than a window's.
+
+Of cached positions, all new queries see those that the first one sees, unless a window hides them
+from later ones; and none sees those before its window. Which is which among them matters to nobody,
+so a plan numbers them rank by rank: it has one piece of each rank, in the order of the rank's rows,
+however short the stripes are that decoding left.
 """
 
 from __future__ import annotations
@@ -105,11 +110,12 @@ def step_plan(
         in_steps: whether rows travel in steps of the plan, while those of the step before are
             computed; for prefills. Else all at once, which takes less time for few rows.
     """
-    placement = _in_order(Placement.concatenate([held, new]))
-    sequences = int(placement.document.max(initial=-1)) + 1
+    sequences = int(new.document.max(initial=-1)) + 1
     lengths, prefix = np.zeros((2, sequences), dtype=np.int64)
-    np.maximum.at(lengths, placement.document, placement.end)
+    np.maximum.at(lengths, new.document, new.end)
     np.maximum.at(prefix, held.document, held.end)
+    alike = prefix if mask.window_left is None else mask.first_key(prefix)
+    placement = _in_order(Placement.concatenate([_rank_by_rank(held, alike), new]))
     # Of one query all keys in a window are a full rectangle, wherever they are cut.
     single = bool((lengths - prefix <= 1).all())
     if strategy == "pass-q" and (mask.window_left is None or single):
@@ -126,6 +132,32 @@ def step_plan(
 def held_after(held: Placement, new: Placement) -> Placement:
     """Returns who holds which keys and values after a step; neighbouring pieces are joined."""
     return _in_order(Placement.concatenate([held, new]).joined())
+
+
+def in_turn(documents: Int64s, starts: Int64s, rows: Int64s) -> Placement:
+    """Places spans rank by rank.
+
+    Args:
+        documents: document of each span, int64 `[spans]`.
+        starts: start of each, likewise.
+        rows: rows of each that each rank has, int64 `[spans, ranks]`.
+    """
+    span, rank = np.nonzero(rows)
+    of_rank = rows[span, rank]
+    end = starts[span] + np.cumsum(rows, axis=1)[span, rank]
+    return Placement(documents[span], end - of_rank, end, rank, rows.shape[1])
+
+
+def _rank_by_rank(held: Placement, ends: Int64s) -> Placement:
+    """Numbers the positions before each sequence's end anew: those of a rank are one piece."""
+    end = ends[held.document]
+    rows = np.zeros((len(ends), held.world_size), dtype=np.int64)
+    before = np.maximum(np.minimum(held.end, end) - held.start, 0)
+    np.add.at(rows, (held.document, held.rank), before)
+    together = in_turn(np.arange(len(ends)), np.zeros_like(ends), rows)
+    start = np.maximum(held.start, end)
+    rest = Placement(held.document, start, held.end, held.rank, held.world_size)
+    return Placement.concatenate([together, rest.select(rest.start < rest.end)])
 
 
 def _in_order(placement: Placement) -> Placement:
