@@ -6,16 +6,10 @@ import json
 from pathlib import Path
 
 import pytest
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
+from support.byte_tokenizer import save_chat_model
 from support.commands import Command
 from support.small_models import save_small_model
-
-CHAT = (
-    "{% for m in messages %}{% if m.role == 'tool' %}{{ raise_exception('no tools') }}{% endif %}"
-    "<{{ m.role }}>{{ m.content }}\n{% endfor %}"
-    "{% if add_generation_prompt %}<assistant>{% endif %}"
-)
 
 
 @pytest.fixture
@@ -26,17 +20,7 @@ def command(capsys) -> Command:
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     """A small Llama with a tokenizer of bytes and a chat template."""
-    from transformers import PreTrainedTokenizerFast
-
-    folder = save_small_model("llama", tmp_path_factory.mktemp("served"), eos_token_id=259)
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    bytes_alone = Tokenizer(models.BPE({letter: n for n, letter in enumerate(alphabet)}, []))
-    bytes_alone.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    bytes_alone.decoder = decoders.ByteLevel()
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=bytes_alone)
-    tokenizer.chat_template = CHAT
-    tokenizer.save_pretrained(folder)
-    return str(folder)
+    return str(save_chat_model(tmp_path_factory.mktemp("served")))
 
 
 def test_conversations_on_two_ranks(command, model: str, tmp_path: Path) -> None:

@@ -8,7 +8,12 @@ import numpy as np
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    invariant,
+    rule,
+    run_state_machine_as_test,
+)
 
 from distca.plan import Mask
 from distca.schedule.serving.blocks import BlockPool
@@ -148,14 +153,18 @@ class Engine(RuleBasedStateMachine):
         assert all(self.cache.free(rank) == BLOCKS for rank in range(RANKS))
 
 
-@pytest.fixture(autouse=True)
-def _steps(full: bool) -> None:
-    Engine.TestCase.settings = settings(
-        max_examples=250 if full else 25, stateful_step_count=50, deadline=None
-    )
+def test_no_block_is_lost_or_mixed_up(full: bool) -> None:
+    transitions = 0
 
+    class Counted(Engine):
+        @invariant()
+        def count(self) -> None:
+            nonlocal transitions
+            transitions += 1
 
-TestEngine = Engine.TestCase
+    steps = settings(max_examples=250 if full else 25, stateful_step_count=50, deadline=None)
+    run_state_machine_as_test(Counted, settings=steps)
+    assert transitions >= (10_000 if full else 1_000)
 
 
 def run(scheduler: Scheduler, *, token: int = 1) -> list[Batch]:

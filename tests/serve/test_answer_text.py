@@ -4,18 +4,13 @@ from __future__ import annotations
 
 import random
 
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-
 from distca.serve.api.text import AnswerText
-
-LETTERS = sorted(pre_tokenizers.ByteLevel.alphabet())
+from support.byte_tokenizer import byte_tokenizer
 
 
 def test_pieces_are_the_whole_text_up_to_a_stop_string() -> None:
     """Random bytes, most of them no text, and characters of several bytes."""
-    tokenizer = Tokenizer(models.BPE({letter: n for n, letter in enumerate(LETTERS)}, []))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer = byte_tokenizer()
     chance = random.Random(0)
     stopped = 0
     for _ in range(300):

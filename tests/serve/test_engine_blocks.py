@@ -1,0 +1,193 @@
+"""Blocks of an engine, whose rows are followed by what they hold: answers are right, none leaks."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections import Counter
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from distca.serve.engine.engine import Engine
+from distca.serve.engine.messages import (
+    Abort,
+    FromEngine,
+    Outputs,
+    ResetCache,
+    Stats,
+    Submit,
+    decoder,
+)
+from distca.serve.engine.settings import EngineSettings
+from distca.serve.sampling import Penalties, Sampling
+from support.token_engine import TokenWorkers, right_answer, token_settings
+
+STATES = ("waiting", "prefilling", "decoding", "preempted", "ended")
+
+
+class Run:
+    """An engine that is told of sequences, and what it answers.
+
+    Attributes:
+        told: tokens of each answer.
+        ended: sequences that have come to their end.
+        stats: the engine's numbers.
+    """
+
+    def __init__(self, settings: EngineSettings, blocks: int) -> None:
+        self.workers = TokenWorkers(settings)
+        self._decoder = decoder(FromEngine)
+        self.engine = Engine(settings, self, self.workers)  # type: ignore[arg-type]
+        self.told: dict[int, list[int]] = {}
+        self.ended: set[int] = set()
+        self.engine.begin(blocks, 1)
+
+    def send(self, encoded: bytes) -> None:
+        """Takes what the engine says to the API process."""
+        message: Any = self._decoder.decode(encoded)
+        self.stats: Stats = message.stats
+        if isinstance(message, Outputs):
+            for output in message.outputs:
+                assert output.number not in self.ended
+                self.told.setdefault(output.number, []).append(output.token)
+                if output.finish:
+                    self.ended.add(output.number)
+
+    def finish_iteration(self) -> None:
+        """Has the workers say what they have run."""
+        for done in self.workers.done:
+            self.engine.take_done(done)
+
+    def answer(self, submits: list[Submit]) -> list[list[int]]:
+        """Answers sequences that arrive together."""
+        for submit in submits:
+            self.engine.take(submit)
+        while self.engine.start_iteration():
+            self.finish_iteration()
+        return [self.told[submit.number] for submit in submits]
+
+    def state(self, number: int) -> str:
+        """What a sequence is doing."""
+        if number in self.ended:
+            return "ended"
+        if number not in self.workers.held:
+            return "preempted" if self.workers.admitted[number] else "waiting"
+        return "decoding" if number in self.told else "prefilling"
+
+    def leaked(self) -> int:
+        """Blocks that are held though no sequence is left; none is once the cache is reset."""
+        held = sum(each.referenced for each in self.stats.ranks)
+        self.engine.take(ResetCache())
+        return held + sum(each.referenced + each.cached for each in self.stats.ranks)
+
+
+def submits_of(seed: int, count: int, longest: int = 44, most_new: int = 8) -> list[Submit]:
+    """Sequences of all lengths, many of which begin alike, drawn and greedy."""
+    chance = random.Random(seed)
+    shared = [chance.choices(range(250), k=longest) for _ in range(3)]
+    submits = []
+    for number in range(count):
+        length = chance.randint(1, longest)
+        alike = chance.choice([0, length // 2, length])
+        tokens = chance.choice(shared)[:alike] + chance.choices(range(250), k=length - alike)
+        sampling = Sampling(max_tokens=chance.randint(1, most_new), stops=frozenset({7, 8}))
+        if number % 3:
+            sampling = replace(sampling, temperature=0.9, seed=number, top_k=50, top_p=0.9)
+        penalties = Penalties(0.5, 0.5, 1.2) if number % 5 == 0 else Penalties()
+        submits.append(Submit(number, number % 2, tokens, sampling, penalties))
+    return submits
+
+
+def test_answers_are_the_same_however_they_are_computed() -> None:
+    """With the cache or without, in chunks of any size, with too few blocks, alone or among 64."""
+    submits = submits_of(0, 64)
+    expected = [right_answer(submit) for submit in submits]
+    for caching, chunk, few in itertools.product((True, False), (16, 64, 512), (True, False)):
+        settings = token_settings(tokens=chunk, caching=caching)
+        # Pools for 1.5 of the longest prompts, or for all.
+        blocks = 9 if few else 500
+        run = Run(settings, blocks)
+        assert run.answer(submits) == expected, (caching, chunk, few)
+        assert (run.stats.preemptions > 0) == few
+        assert (run.stats.found > 0) == caching
+        assert run.leaked() == 0
+        for submit, answer in zip(submits[::8], expected[::8], strict=True):
+            assert Run(settings, blocks).answer([submit]) == [answer]
+
+
+def storm(seed: int, count: int) -> Counter[tuple[str, bool]]:
+    """Answers sequences of which half are aborted; returns what these were doing then.
+
+    Each is with a flag: whether an iteration was under way.
+    """
+    chance = random.Random(seed)
+    run, blocks = Run(token_settings(tokens=16), 9), 9
+    submits = submits_of(seed, count)
+    aborted = set(chance.sample(range(count), count // 2))
+    # Half iterations from the arrival to the abort.
+    left = {number: chance.randint(0, 40) for number in aborted}
+    struck: Counter[tuple[str, bool]] = Counter()
+
+    def strike(under_way: bool) -> None:
+        for number in [each for each in left if each < arrived]:
+            left[number] -= 1
+            if left[number] < 0:
+                struck[run.state(number), under_way] += 1
+                run.engine.take(Abort(number))
+                del left[number]
+
+    def outstanding() -> set[int]:
+        return {*range(arrived)} - run.ended - (aborted - left.keys())
+
+    arrived, busy = 0, True
+    while arrived < count or left or busy:
+        for _ in range(chance.randint(0, 2)):
+            if arrived < count and len(outstanding()) < 30:
+                run.engine.take(submits[arrived])
+                arrived += 1
+        busy = run.engine.start_iteration()
+        assert busy or not outstanding(), "it hangs"
+        strike(under_way=True)
+        if busy:
+            run.finish_iteration()
+        strike(under_way=False)
+    for submit in submits:
+        answer = run.told.get(submit.number, [])
+        right = right_answer(submit)
+        assert answer == right[: len(answer)]
+        assert submit.number in aborted or answer == right
+    used = [each.referenced for each in run.stats.ranks]
+    assert used == [0, 0], "blocks are used and not cached"
+    after = Submit(count, 0, submits[0].tokens, Sampling(max_tokens=5))
+    assert run.answer([after]) == [right_answer(after)]
+    assert run.leaked() == 0
+    assert [each.free for each in run.stats.ranks] == [blocks, blocks]
+    return struck
+
+
+def test_a_storm_of_aborts_leaks_nothing(full: bool) -> None:
+    struck: Counter[tuple[str, bool]] = Counter()
+    for seed in range(10 if full else 1):
+        struck += storm(seed, 2000 if full else 400)
+    assert sum(struck.values()) == (10_000 if full else 200)
+    for state in STATES:
+        assert struck[state, False] + struck[state, True] > 0, struck
+    assert struck["prefilling", True] > 0
+    assert struck["decoding", True] > 0
+
+
+def test_a_wrong_block_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The workers' rows: a block that two sequences are given gives a wrong answer."""
+    run = Run(token_settings(caching=False), 500)
+    give = run.workers.send
+
+    def give_again(message: Any) -> None:
+        for feed in getattr(message, "feed", ()):
+            feed.blocks[:] = [0] * len(feed.blocks)
+        give(message)
+
+    monkeypatch.setattr(run.workers, "send", give_again)
+    submits = submits_of(0, 8)
+    assert run.answer(submits) != [right_answer(submit) for submit in submits]
