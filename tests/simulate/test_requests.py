@@ -135,5 +135,5 @@ def test_clusters_that_cannot_be_are_refused() -> None:
         describe_cluster(times, A100, MODELS["llama-70b"], 16, 2, 8)
     with pytest.raises(ValueError, match="prefill_ranks is 0"):
         replace(CLUSTER, prefill_ranks=0)
-    with pytest.raises(ValueError, match="no strategy 'best': choose from fixed-8"):
+    with pytest.raises(ValueError, match="no strategy 'best': choose from fixed-N"):
         prefill_seconds(Trace((Request(0.0, 5, 1),)), CLUSTER, "best")

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from distca.schedule.serving.cdsp import (
     LOAD_AWARE,
-    PREFILL_STRATEGIES,
     ImprovementRates,
     Load,
     PrefillQueue,
 )
+from distca.schedule.serving.cdsp.strategies import strategy_of
 from distca.simulate.requests.cluster import ServingCluster
 from distca.simulate.requests.traces import Trace
 
@@ -24,15 +24,12 @@ def make_queue(
     Raises:
         ValueError: there is no such strategy.
     """
-    if strategy not in PREFILL_STRATEGIES:
-        known = ", ".join(PREFILL_STRATEGIES)
-        raise ValueError(f"no strategy {strategy!r}: choose from {known}")
     load = Load(rates) if strategy in LOAD_AWARE else None
     return PrefillQueue(
         cluster.prefill_ranks,
         cluster.ranks_per_node,
         cluster.search,
-        PREFILL_STRATEGIES[strategy],
+        strategy_of(strategy),
         load,
     )
 

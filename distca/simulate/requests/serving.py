@@ -28,6 +28,7 @@ from distca.schedule.serving.cdsp import (
     receive,
     send,
 )
+from distca.schedule.serving.cdsp.groups import Ranks
 from distca.schedule.serving.cdsp.handoff import (
     Action,
     Begin,
@@ -44,6 +45,7 @@ from distca.schedule.serving.cdsp.handoff import (
     Write,
     Written,
 )
+from distca.schedule.serving.cdsp.lines import Lines
 from distca.simulate.requests.cluster import ServingCluster
 from distca.simulate.requests.prefills import EAGER, make_queue
 from distca.simulate.requests.traces import Trace
@@ -80,15 +82,14 @@ def serve(
 
 @dataclass(eq=False)
 class _Job:
-    """A chunk in line on its ranks; `ahead` of them have not come to it yet."""
+    """A chunk in line on its ranks."""
 
     request: int
     chunk: int
-    ranks: tuple[int, ...]
+    ranks: Ranks
     tokens: int
     upto: int
     seconds: float
-    ahead: int = 0
     started: float = 0.0
     granted: float = float("inf")
     computed: float = float("inf")
@@ -129,7 +130,7 @@ class _Simulation:
         ]
         self._now, self._number = 0.0, 0
         self._events: list[tuple[float, int, Callable[[], None]]] = []
-        self._lines: list[deque[_Job]] = [deque() for _ in range(cluster.prefill_ranks)]
+        self._lines: Lines[_Job] = Lines(cluster.prefill_ranks)
         self._without_blocks: list[_Job] = []
         self._waiting: deque[int] = deque()
         self._jobs: dict[tuple[int, int], _Job] = {}
@@ -200,17 +201,15 @@ class _Simulation:
     def _line_up(self, number: int, plan: PrefillPlan) -> None:
         self._prefill_blocks[number] = {}
         for place, chunk in enumerate(plan.chunks):
-            ranks, upto = tuple(chunk.ranks), chunk.cached + chunk.tokens
-            job = _Job(number, place, ranks, chunk.tokens, upto, chunk.seconds, len(ranks))
+            upto = chunk.cached + chunk.tokens
+            job = _Job(number, place, chunk.ranks, chunk.tokens, upto, chunk.seconds)
             self._jobs[number, place] = job
-            for rank in ranks:
-                self._lines[rank].append(job)
-                job.ahead -= self._lines[rank][0] is job
+            self._lines.add(job)
             self._begin(job)
 
     def _begin(self, job: _Job) -> None:
         """Begins a chunk if all of its ranks have come to it and have blocks."""
-        if job.ahead:
+        if not self._lines.is_next(job):
             return
         if not self._take_blocks(job):
             self._without_blocks.append(job)
@@ -237,17 +236,12 @@ class _Simulation:
 
     def _end(self, job: _Job) -> None:
         job.computed = self._now
-        following = []
-        for rank in job.ranks:
-            self._lines[rank].popleft()
-            if self._lines[rank]:
-                following.append(self._lines[rank][0])
-                following[-1].ahead -= 1
+        following = self._lines.remove([job])
         request = self._requests[job.request]
         if job.upto == request.prompt:
             self._ttft[job.request] = self._now - request.arrival
         self._tell_sender(Computed(Transfer(job.request), job.chunk, 0))
-        for each in dict.fromkeys(following):
+        for each in following:
             self._begin(each)
 
     # Hand-off.

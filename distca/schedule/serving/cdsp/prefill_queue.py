@@ -37,18 +37,31 @@ class PrefillQueue:
         self._ranks_per_node, self._search = ranks_per_node, search
         self._strategy, self._load = strategy, load
 
-    def place(self, now: float, tokens: int) -> PrefillPlan:
-        """Plans a prompt that arrives now; times of the plan count from now.
+    def arrived(self, now: float) -> None:
+        """Notes an arrival."""
+        if self._load is not None:
+            self._load.arrived(now)
+
+    def plan(self, now: float, tokens: int) -> PrefillPlan:
+        """Plans a prompt, which takes no ranks yet; times of the plan count from now.
 
         Raises:
             ValueError: no group of ranks can hold it.
         """
         search = self._search
         if self._load is not None:
-            self._load.arrived(now)
             search = replace(search, improvement_rate=self._load.improvement_rate(now))
         queued = [max(0.0, free - now) for free in self.free_at]
-        plan = self._strategy(search, queued, self._ranks_per_node, tokens)
+        return self._strategy(search, queued, self._ranks_per_node, tokens)
+
+    def place(self, now: float, tokens: int) -> PrefillPlan:
+        """Plans a prompt that arrives now, and gives it its ranks.
+
+        Raises:
+            ValueError: no group of ranks can hold it.
+        """
+        self.arrived(now)
+        plan = self.plan(now, tokens)
         for rank in plan.chunks[-1].ranks:
             self.free_at[rank] = now + plan.ttft
         return plan

@@ -22,6 +22,8 @@ def fixed(
     """
     if degree > len(queued) or len(queued) % degree:
         raise ValueError(f"{len(queued)} ranks are no groups of {degree}: give a multiple of it")
+    if degree not in search.times.degrees:
+        raise ValueError(f"prefills on {degree} ranks were not measured: choose another number")
     if tokens > degree * search.tokens_per_rank:
         raise ValueError(f"a prompt of {tokens} tokens does not fit on {degree} ranks")
     starts = [max(queued[first : first + degree]) for first in range(0, len(queued), degree)]
@@ -63,3 +65,20 @@ PREFILL_STRATEGIES: dict[str, Strategy] = {
 
 LOAD_AWARE = ("single-chunk", "cdsp")
 """Those that go by an improvement rate."""
+
+
+def strategy_of(name: str) -> Strategy:
+    """Returns a strategy by its name; `fixed-N` is one for each power of two.
+
+    Raises:
+        ValueError: there is none of that name.
+    """
+    if name in PREFILL_STRATEGIES:
+        return PREFILL_STRATEGIES[name]
+    degree = name.removeprefix("fixed-")
+    if degree == name or not degree.isdecimal():
+        known = ", ".join(("fixed-N", *(each for each in PREFILL_STRATEGIES if "-" not in each)))
+        raise ValueError(f"no strategy {name!r}: choose from {known}, single-chunk")
+    if int(degree) < 1 or int(degree) & (int(degree) - 1):
+        raise ValueError(f"{name}: {degree} ranks are no power of two: give 1, 2, 4, ...")
+    return partial(fixed, int(degree))

@@ -1,0 +1,111 @@
+"""Blocks of keys and values that change their rank, layer by layer, while earlier layers compute.
+
+The rows of a layer are on their way while the layer before is computed, and are waited for before
+its own attention. They are copied out of the pool when they leave, so that the blocks that they
+leave can be written to in the same step.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+import torch
+
+from distca.runtime.kv_pool import KvPool
+from distca.transport import Channel, ChannelBytes, MessageSizes, Pending, Transport
+
+PHASE = "cache balancing"
+_SLOTS = 2
+
+
+@dataclass(frozen=True)
+class BlockMove:
+    """A block that changes its rank.
+
+    Attributes:
+        source: rank that has it.
+        number: its number there.
+        to: rank that gets it.
+        becomes: its number there.
+    """
+
+    source: int
+    number: int
+    to: int
+    becomes: int
+
+
+class KvMoves:
+    """One rank's part of the moves of a step.
+
+    Args:
+        pool: keys and values of this rank.
+        transport: transport between the ranks, which nothing else uses.
+        moves: moves of all ranks, in an order that all of them know.
+    """
+
+    def __init__(self, pool: KvPool, transport: Transport, moves: Sequence[BlockMove]) -> None:
+        self._pool, self._transport = pool, transport
+        mine = transport.rank
+        leaving = sorted((m for m in moves if m.source == mine), key=lambda m: m.to)
+        coming = sorted((m for m in moves if m.to == mine), key=lambda m: m.source)
+        device = pool.keys.device
+        self._leaving = torch.tensor([m.number for m in leaving], dtype=torch.int64, device=device)
+        self._coming = torch.tensor([m.becomes for m in coming], dtype=torch.int64, device=device)
+        block = 2 * pool.keys[0, :1].nbytes
+        to, source = Counter(m.to for m in leaving), Counter(m.source for m in coming)
+        ranks = range(transport.world_size)
+        self._sizes = MessageSizes(
+            tuple(to[rank] * block for rank in ranks),
+            tuple(source[rank] * block for rank in ranks),
+            _put_at(moves, mine, len(ranks), block),
+        )
+        self._pending: dict[int, Pending] = {}
+        if self._sizes.sent or self._sizes.received:
+            room = ChannelBytes(self._sizes.sent, self._sizes.received)
+            transport.reserve({_channel(slot): room for slot in range(_SLOTS)})
+            self._start(0)
+
+    @property
+    def bytes_planned(self) -> int:
+        """Bytes that this rank sends, in all layers."""
+        return self._sizes.sent * self._pool.keys.shape[0]
+
+    def begins(self, layer: int) -> None:
+        """Lets the next layer's rows leave, and puts this layer's where they belong."""
+        if layer not in self._pending:
+            return
+        if layer + 1 < self._pool.keys.shape[0]:
+            self._start(layer + 1)
+        pending = self._pending.pop(layer)
+        rows = self._rows(pending.wait(), len(self._coming))
+        for memory, kind in zip((self._pool.keys, self._pool.values), range(2), strict=True):
+            memory[layer].index_copy_(0, self._coming, rows[:, kind])
+        pending.release()
+
+    def _start(self, layer: int) -> None:
+        channel = _channel(layer % _SLOTS)
+        staged = self._transport.staging(channel, self._sizes.sent)
+        rows = self._rows(staged, len(self._leaving))
+        for memory, kind in zip((self._pool.keys, self._pool.values), range(2), strict=True):
+            rows[:, kind] = memory[layer][self._leaving]
+        self._pending[layer] = self._transport.start(PHASE, channel, self._sizes)
+
+    def _rows(self, message: torch.Tensor, blocks: int) -> torch.Tensor:
+        """Blocks of a message: `[blocks, 2, block_size, kv_heads, head_dim]`."""
+        shape = blocks, 2, *self._pool.keys.shape[2:]
+        return message.view(self._pool.keys.dtype).view(shape)
+
+
+def _channel(slot: int) -> Channel:
+    return Channel("to servers", slot)
+
+
+def _put_at(moves: Sequence[BlockMove], rank: int, world_size: int, block: int) -> tuple[int, ...]:
+    """Where this rank's message begins in each rank's receive buffer."""
+    sent = Counter((move.to, move.source) for move in moves)
+    before = ([0, *accumulate(sent[to, r] for r in range(rank))] for to in range(world_size))
+    return tuple(each[rank] * block for each in before)

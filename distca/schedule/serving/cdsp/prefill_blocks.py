@@ -1,0 +1,157 @@
+"""Blocks of prompts on prefill ranks, chunk by chunk: cache balancing, and where new tokens go.
+
+A block is `block_size` consecutive positions of a prompt, on one rank. When a prompt's group grows,
+every member is to have an even share of the blocks so far: those that have more give their last
+ones to those that have fewer, so that growing from n to 2n ranks moves half of the rows and nothing
+moves between old members. New blocks fill everyone's share up, in zigzag, so that all members
+compute equally many and equally late queries.
+
+All blocks that a prompt will need are reserved when it is planned: chunks that wait for blocks
+could wait for each other.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import NamedTuple
+
+from distca.schedule.serving.blocks import BlockPool
+from distca.schedule.serving.cdsp.chunks import Chunk
+from distca.schedule.serving.cdsp.groups import Ranks
+from distca.schedule.serving.prefix_cache import Block
+
+
+class Piece(NamedTuple):
+    """A chunk as it is computed: positions `[start, end)` on these ranks."""
+
+    start: int
+    end: int
+    ranks: Ranks
+
+
+class Move(NamedTuple):
+    """A block that changes its rank: its rows are copied from one block to another."""
+
+    source: Block
+    to: Block
+
+
+@dataclass(frozen=True)
+class PieceBlocks:
+    """The blocks that a chunk is computed with.
+
+    Attributes:
+        blocks: blocks of all positions up to the chunk's end.
+        moves: copies that come before the chunk's own rows are written.
+    """
+
+    blocks: tuple[Block, ...]
+    moves: tuple[Move, ...]
+
+
+def cut_at_blocks(chunks: Sequence[Chunk], block_size: int) -> list[Piece]:
+    """Moves the ends of all chunks but the last one to ends of blocks; none may be left of one."""
+    last = chunks[-1]
+    ends = [(each.cached + each.tokens) // block_size * block_size for each in chunks]
+    edges = [0, *ends[:-1], last.cached + last.tokens]
+    pieces = zip(pairwise(edges), chunks, strict=True)
+    return [Piece(*edge, chunk.ranks) for edge, chunk in pieces if edge[1] > edge[0]]
+
+
+def share_out(count: int, held: Counter[int], group: Ranks) -> dict[int, int]:
+    """Blocks that each member should have of `count`: evenly, one more for those that have most."""
+    each, more = divmod(count, len(group))
+    by_held = sorted(group, key=lambda rank: (-held[rank], rank))
+    return {rank: each + (place < more) for place, rank in enumerate(by_held)}
+
+
+def balance(owners: Sequence[int], group: Ranks) -> list[int]:
+    """Owners of blocks after their group has grown: even shares, by the fewest moves.
+
+    Args:
+        owners: owner of each block, all of them members.
+        group: the grown group.
+    """
+    shares = share_out(len(owners), Counter(owners), group)
+    after, left = list(owners), dict(shares)
+    given = []
+    for number, owner in enumerate(owners):
+        if left[owner]:
+            left[owner] -= 1
+        else:
+            given.append(number)
+    lacking = [rank for rank in sorted(group) for _ in range(left[rank])]
+    for number, rank in zip(given, lacking, strict=True):
+        after[number] = rank
+    return after
+
+
+def place_new(owners: Sequence[int], count: int, group: Ranks) -> list[int]:
+    """Owners of `count` new blocks behind others: in zigzag, so that all shares are even then."""
+    held = Counter(owners)
+    shares = share_out(len(owners) + count, held, group)
+    missing = [(rank, shares[rank] - held[rank]) for rank in sorted(group)]
+    early = [rank for rank, blocks in missing for _ in range(-(-blocks // 2))]
+    late = [rank for rank, blocks in reversed(missing) for _ in range(blocks // 2)]
+    return early + late
+
+
+class PrefillBlocks:
+    """The blocks of all prompts on prefill ranks.
+
+    Args:
+        pool: blocks of the ranks.
+    """
+
+    def __init__(self, pool: BlockPool) -> None:
+        self._pool = pool
+        self._spare: dict[int, list[list[int]]] = {}
+        self._blocks: dict[int, list[Block]] = {}
+
+    def reserve(self, sequence: int, pieces: Sequence[Piece]) -> bool:
+        """Takes the blocks that a prompt's chunks need, if there are so many."""
+        needed = [0] * self._pool.world_size
+        for piece in pieces:
+            share = -(-self._count(piece.end) // len(piece.ranks))
+            for rank in piece.ranks:
+                needed[rank] = max(needed[rank], share)
+        if not self._pool.has(needed):
+            return False
+        # The lowest numbers are taken from the end first.
+        self._spare[sequence] = [list(each[::-1]) for each in self._pool.allocate(needed)]
+        self._blocks[sequence] = []
+        return True
+
+    def begin(self, sequence: int, piece: Piece) -> PieceBlocks:
+        """Gives a chunk its blocks, once the chunks before it are computed."""
+        blocks, spare = self._blocks[sequence], self._spare[sequence]
+        after = balance([block.rank for block in blocks], piece.ranks)
+        moves = []
+        for number, (block, rank) in enumerate(zip(blocks, after, strict=True)):
+            if block.rank != rank:
+                blocks[number] = Block(rank, spare[rank].pop())
+                moves.append(Move(block, blocks[number]))
+        # Their rows leave before the chunk's own are written.
+        for move in moves:
+            spare[move.source.rank].append(move.source.number)
+        for rank in place_new(after, self._count(piece.end) - len(blocks), piece.ranks):
+            blocks.append(Block(rank, spare[rank].pop()))
+        return PieceBlocks(tuple(blocks), tuple(moves))
+
+    def blocks(self, sequence: int) -> Sequence[Block]:
+        """Blocks of the chunks of a prompt that have begun, in the order of positions."""
+        return self._blocks[sequence]
+
+    def release(self, sequence: int) -> None:
+        """Gives all blocks of a prompt back."""
+        held = self._spare.pop(sequence)
+        for block in self._blocks.pop(sequence):
+            held[block.rank].append(block.number)
+        for rank, numbers in enumerate(held):
+            self._pool.release(rank, numbers)
+
+    def _count(self, tokens: int) -> int:
+        return -(-tokens // self._pool.block_size)

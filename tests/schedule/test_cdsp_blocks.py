@@ -1,0 +1,147 @@
+"""Lines of chunks, and blocks of prompts on growing groups."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from dataclasses import dataclass
+
+import pytest
+
+from distca.schedule.serving.blocks import BlockPool
+from distca.schedule.serving.cdsp import Chunk
+from distca.schedule.serving.cdsp.lines import Lines
+from distca.schedule.serving.cdsp.prefill_blocks import (
+    Piece,
+    PrefillBlocks,
+    cut_at_blocks,
+)
+from distca.schedule.serving.cdsp.strategies import PREFILL_STRATEGIES, strategy_of
+
+SIZE = 4
+
+
+@dataclass(eq=False)
+class Job:
+    ranks: frozenset[int]
+
+
+def test_a_chunk_begins_when_all_of_its_ranks_have_come_to_it() -> None:
+    lines: Lines[Job] = Lines(3)
+    one, both, other = Job(frozenset({0})), Job(frozenset({0, 1})), Job(frozenset({1, 2}))
+    for job in (one, both, other):
+        lines.add(job)
+    assert [lines.is_next(job) for job in (one, both, other)] == [True, False, False]
+    assert lines.remove([one]) == [both]
+    assert list(lines) == [both, other]
+    assert lines.remove([both]) == [other]
+    assert lines.remove([other]) == []
+
+
+def test_chunks_of_any_groups_never_wait_for_each_other() -> None:
+    drawn = random.Random(0)
+    for _ in range(200):
+        lines: Lines[Job] = Lines(4)
+        running: list[Job] = []
+        for _ in range(12):
+            job = Job(frozenset(drawn.sample(range(4), drawn.choice([1, 2, 4]))))
+            lines.add(job)
+            running += [job] * lines.is_next(job)
+        done = 0
+        while running:
+            assert not any(a.ranks & b.ranks for a in running for b in running if a is not b)
+            gone = [running.pop(drawn.randrange(len(running)))]
+            if drawn.random() < 0.2:
+                waiting = [job for job in lines if job not in running and job not in gone]
+                gone += drawn.sample(waiting, min(1, len(waiting)))
+            done += len(gone)
+            running += [job for job in lines.remove(gone) if job not in running]
+        assert done == 12
+
+
+@pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 4), (4, 8), (1, 4)])
+def test_growing_moves_just_what_new_members_lack(before: int, after: int) -> None:
+    """From n to 2n ranks half of the rows move, and none between old members."""
+    pool = BlockPool(after, 64, SIZE)
+    blocks = PrefillBlocks(pool)
+    many = 8 * after
+    pieces = [
+        Piece(0, many * SIZE, frozenset(range(before))),
+        Piece(many * SIZE, 2 * many * SIZE - 1, frozenset(range(after))),
+    ]
+    assert blocks.reserve(7, pieces)
+    first = blocks.begin(7, pieces[0])
+    assert not first.moves
+    second = blocks.begin(7, pieces[1])
+    assert len(second.moves) == many * (after - before) // after
+    for move in second.moves:
+        assert move.source.rank < before <= move.to.rank
+        assert move.source in first.blocks
+        assert second.blocks[first.blocks.index(move.source)] == move.to
+    assert {*Counter(block.rank for block in second.blocks).values()} == {2 * many // after}
+    # Late queries are shared out as evenly as early ones.
+    new = second.blocks[many:]
+    late = Counter(block.rank for place, block in enumerate(new) for _ in range(place))
+    assert max(late.values()) <= 1.1 * min(late.values())
+    blocks.release(7)
+    assert not any(pool.referenced(rank) for rank in range(after))
+
+
+def test_blocks_of_prompts_on_growing_groups() -> None:
+    """No block is anyone else's, whatever the groups and lengths are, and none is left behind."""
+    drawn = random.Random(1)
+    pool = BlockPool(4, 40, SIZE)
+    blocks = PrefillBlocks(pool)
+    held: dict[int, tuple[list[Piece], int]] = {}
+    refused = 0
+    for number in range(400):
+        order, edges = drawn.sample(range(4), 4), [0]
+        while len(edges) < 4:
+            edges.append(edges[-1] + drawn.randint(1, 9) * SIZE)
+        edges[-1] -= drawn.randint(0, SIZE - 1)
+        groups = sorted(drawn.choices([1, 2, 3, 4], k=3))
+        pieces = [
+            Piece(start, end, frozenset(order[:degree]))
+            for start, end, degree in zip(edges, edges[1:], groups, strict=False)
+        ]
+        free = [pool.free(rank) for rank in range(4)]
+        if not blocks.reserve(number, pieces):
+            refused += 1
+            assert [pool.free(rank) for rank in range(4)] == free
+        else:
+            held[number] = pieces, 0
+        for each in drawn.sample(sorted(held), min(2, len(held))):
+            pieces, done = held[each]
+            if done == len(pieces) or drawn.random() < 0.1:
+                blocks.release(each)
+                del held[each]
+                continue
+            found = blocks.begin(each, pieces[done])
+            held[each] = pieces, done + 1
+            assert len(found.blocks) == -(-pieces[done].end // SIZE)
+            owned = Counter(block.rank for block in found.blocks)
+            assert {*owned} <= pieces[done].ranks
+            assert max(owned.values()) - min(owned[r] for r in pieces[done].ranks) <= 1
+            assert list(found.blocks) == list(blocks.blocks(each))
+            theirs = [block for other in held for block in blocks.blocks(other)]
+            assert len({*theirs}) == len(theirs)
+    assert refused
+    for each in held:
+        blocks.release(each)
+    assert not any(pool.referenced(rank) for rank in range(4))
+
+
+def test_chunks_end_where_blocks_do() -> None:
+    def chunk(cached: int, tokens: int, ranks: int) -> Chunk:
+        return Chunk(cached, tokens, frozenset(range(ranks)), 0.0, 1.0)
+
+    found = cut_at_blocks([chunk(0, 3, 1), chunk(3, 8, 2), chunk(11, 6, 4)], SIZE)
+    assert [(each.start, each.end, len(each.ranks)) for each in found] == [(0, 8, 2), (8, 17, 4)]
+
+
+def test_strategies_by_name() -> None:
+    assert strategy_of("cdsp") is PREFILL_STRATEGIES["cdsp"]
+    assert strategy_of("fixed-2") is not None
+    for name, why in (("fixed-3", "no power of two"), ("fixed", "no strategy"), ("x", "fixed-N")):
+        with pytest.raises(ValueError, match=why):
+            strategy_of(name)
