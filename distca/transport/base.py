@@ -166,8 +166,8 @@ class Transport(ABC):
         """Starts to send the messages to rank 0, 1, ..., which lie concatenated in the staging.
 
         Collective: every rank of the group starts the channel's exchanges in the same order, also
-        a rank with nothing to send. One exchange of each channel may be under way. No sizes are
-        negotiated: all ranks read them off the plan.
+        a rank with nothing to send, unless the transport is of members only. One exchange of each
+        channel may be under way. No sizes are negotiated: all ranks read them off the plan.
 
         Args:
             phase: name under which the bytes are counted.

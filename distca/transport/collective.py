@@ -75,11 +75,16 @@ class CollectiveTransport(Transport):
         group: ranks that exchange. The group must serve nothing else, so that its collectives are
             never ordered among those of the gradient reduction.
         device: device of the rows.
+        members_only: whether a rank that neither sends nor receives in an exchange takes no part,
+            as on gloo always: NCCL is then given the messages that are not empty, in one batch.
+            Such a rank need not start it, nor reserve the same buffers.
     """
 
-    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
+    def __init__(
+        self, group: dist.ProcessGroup, device: torch.device, members_only: bool = False
+    ) -> None:
         super().__init__(group.rank(), group.size())
-        self._group, self._device = group, device
+        self._group, self._device, self._members_only = group, device, members_only
         self._staging: dict[Channel, torch.Tensor] = {}
         self._received: dict[Channel, torch.Tensor] = {}
         if group.name() != "gloo" and self.world_size > 1:
@@ -113,19 +118,64 @@ class CollectiveTransport(Transport):
     def _start(self, channel: Channel, sizes: MessageSizes) -> Pending:
         received = first_bytes(self._received[channel], sizes.received)
         staged = first_bytes(self._staging[channel], sizes.sent)
+        return _Collective(self._begin(channel, received, staged, sizes), received)
+
+    def _begin(
+        self, channel: Channel, received: torch.Tensor, staged: torch.Tensor, sizes: MessageSizes
+    ) -> list[dist.Work]:
+        """Starts an exchange's operations."""
         # The group's own methods: torch.distributed's functions accept registered groups alone, and
         # one that spans two default groups is not (`megatron_patches/pipeline/processes.py`).
-        works: list[dist.Work] = []
         if self._group.name() == "gloo":
             tag = channel_number(channel)
-            for rank, begin, end in sizes.incoming:
-                works.append(self._group.recv([received[begin:end]], rank, tag))
-            for rank, begin, end in sizes.outgoing:
-                works.append(self._group.send([staged[begin:end]], rank, tag))
-        elif self.world_size > 1:
-            lengths = list(sizes.receive), list(sizes.send)
-            works.append(self._group.alltoall_base(received, staged, *lengths))
-        return _Collective(works, received)
+            receives = [
+                self._group.recv([received[begin:end]], rank, tag)
+                for rank, begin, end in sizes.incoming
+            ]
+            sends = [
+                self._group.send([staged[begin:end]], rank, tag)
+                for rank, begin, end in sizes.outgoing
+            ]
+            return receives + sends
+        if self._members_only:
+            return send_in_one_batch(self._group, channel, received, staged, sizes)
+        if self.world_size == 1:
+            return []
+        lengths = list(sizes.receive), list(sizes.send)
+        return [self._group.alltoall_base(received, staged, *lengths)]
+
+
+def send_in_one_batch(
+    group: dist.ProcessGroup,
+    channel: Channel,
+    received: torch.Tensor,
+    staged: torch.Tensor,
+    sizes: MessageSizes,
+) -> list[dist.Work]:
+    """Starts the messages of an exchange that are not empty, as one operation of NCCL.
+
+    Ranks that none is from or to take no part. Between two ranks messages are in order, so
+    exchanges cannot be mixed up; and ranks that all start theirs in one order cannot wait for each
+    other in a circle. NCCL wants all ranks in a group's first operation, which
+    `CollectiveTransport` has made.
+
+    Args:
+        group: ranks that exchange; one of torch's registered groups.
+        channel: channel of the exchange.
+        received: memory for the messages that arrive, concatenated.
+        staged: the messages that leave, likewise.
+        sizes: sizes of the messages.
+    """
+    tag = channel_number(channel)
+    batch = [
+        dist.P2POp(action, memory[begin:end], group=group, tag=tag, group_peer=rank)
+        for action, memory, messages in (
+            (dist.irecv, received, sizes.incoming),
+            (dist.isend, staged, sizes.outgoing),
+        )
+        for rank, begin, end in messages
+    ]
+    return list(dist.batch_isend_irecv(batch)) if batch else []
 
 
 class _Collective(Pending):

@@ -10,7 +10,7 @@ import ctypes
 import os
 import time
 import weakref
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal
@@ -39,6 +39,8 @@ from distca.transport.channels import (
 from distca.transport.compiled import host_library
 from distca.transport.shared_segments import SymmetricMemory, machine_id
 
+_Words = ctypes.Array[ctypes.c_uint64]
+
 # A wait returns to Python at this interval, to handle signals such as Ctrl-C.
 _SLICE_SECONDS = 0.2
 
@@ -51,6 +53,8 @@ class SharedMemoryTransport(Transport):
         timeout: time limit of a wait for a rank that is alive. A process that has ended is noticed
             within a fraction of a second.
         library: path of the native code; None: compiled at first use.
+        members_only: whether a rank that neither sends nor receives in an exchange takes no part.
+            It need not start it; `reserve` stays collective.
 
     Raises:
         ValueError: the ranks are not all on one machine.
@@ -63,8 +67,10 @@ class SharedMemoryTransport(Transport):
         group: dist.ProcessGroup,
         timeout: timedelta = timedelta(minutes=10),
         library: Path | None = None,
+        members_only: bool = False,
     ) -> None:
         super().__init__(group.rank(), group.size())
+        self._members_only = members_only
         if len(set(on_all_ranks(group, machine_id))) > 1:
             raise ValueError(
                 "the ranks are on several machines, which share no memory: give "
@@ -87,7 +93,9 @@ class SharedMemoryTransport(Transport):
         # The native code's threads must end before the memory they use, also without `close`.
         self._end = weakref.finalize(self, _end, self._native, handle, self._controls, os.getpid())
         self._opened: int = handle
-        self._epochs = [0] * CHANNELS
+        # Of each channel: its exchanges, and the epochs of the last messages to and from each rank.
+        self._exchanges = [0] * CHANNELS
+        self._epochs = [([1] * self.world_size, [1] * self.world_size) for _ in range(CHANNELS)]
         self._staging: dict[Channel, torch.Tensor] = {}
         self._arenas: dict[Channel, torch.Tensor] = {}
 
@@ -134,21 +142,48 @@ class SharedMemoryTransport(Transport):
         staging = first_bytes(self._staging[channel], sizes.sent)
         send, _, put_at = sizes.words
         number = channel_number(channel)
-        self._epochs[number] += 1
+        self._exchanges[number] += 1
+        to, of = self._next_epochs(number, sizes)
+        if self._members_only:
+            # What arrived before was read, so the arena is free.
+            self._grant(number, self._words(max(epoch - 1, 0) for epoch in of))
         self._check(
             self._native.distca_start(
                 self._handle,
                 number,
-                self._epochs[number],
+                self._exchanges[number],
+                to,
                 staging.data_ptr(),
                 send.data_ptr(),
                 put_at.data_ptr(),
             )
         )
-        return _Receiving(self, number, self._epochs[number], received)
+        return _Receiving(self, number, self._exchanges[number], of, received)
 
-    def wait_for(self, number: int, epoch: int) -> None:
+    def _next_epochs(self, number: int, sizes: MessageSizes) -> tuple[_Words, _Words]:
+        """Epochs of an exchange's messages to each rank, and from each; 0: there is none."""
+        if not self._members_only:
+            epochs = self._words([self._exchanges[number]] * self.world_size)
+            return epochs, epochs
+        found = self._words(), self._words()
+        for last, epochs, messages in zip(
+            self._epochs[number], found, (sizes.outgoing, sizes.incoming), strict=True
+        ):
+            for message in messages:
+                last[message.rank] += 1
+                epochs[message.rank] = last[message.rank]
+        return found
+
+    def _words(self, values: Iterable[int] = ()) -> _Words:
+        return (ctypes.c_uint64 * self.world_size)(*values)
+
+    def wait_for(self, number: int, exchange: int, epochs: _Words) -> None:
         """Waits until an exchange of a channel is complete.
+
+        Args:
+            number: channel number.
+            exchange: number of the exchange on this rank.
+            epochs: epoch of each rank's message; 0: there is none.
 
         Raises:
             TransportError: a rank has ended, closed its transport, or does nothing.
@@ -158,13 +193,20 @@ class SharedMemoryTransport(Transport):
         while outcome == NOT_YET:
             left = deadline - time.monotonic()
             last = left < _SLICE_SECONDS
-            slice_seconds = max(0.0, min(left, _SLICE_SECONDS))
-            outcome = self._native.distca_wait(self._handle, number, epoch, slice_seconds, last)
+            seconds = max(0.0, min(left, _SLICE_SECONDS))
+            outcome = self._native.distca_wait(
+                self._handle, number, exchange, epochs, seconds, last
+            )
         self._check(outcome)
 
-    def release(self, number: int, epoch: int) -> None:
-        """Releases an exchange of a channel: its messages were read."""
-        self._native.distca_release(self._handle, number, epoch)
+    def release(self, number: int, epochs: _Words) -> None:
+        """Notes that the messages of these epochs were read: ranks may send the next."""
+        if not self._members_only:
+            self._grant(number, epochs)
+
+    def _grant(self, number: int, epochs: _Words) -> None:
+        """Tells ranks that there is room for what follows their messages of these epochs."""
+        self._native.distca_release(self._handle, number, epochs)
 
     def _check(self, outcome: int) -> None:
         if outcome == DONE:
@@ -182,17 +224,22 @@ class SharedMemoryTransport(Transport):
 
 class _Receiving(Pending):
     def __init__(
-        self, transport: SharedMemoryTransport, number: int, epoch: int, received: torch.Tensor
+        self,
+        transport: SharedMemoryTransport,
+        number: int,
+        exchange: int,
+        epochs: _Words,
+        received: torch.Tensor,
     ) -> None:
         self._transport, self._received = transport, received
-        self._number, self._epoch = number, epoch
+        self._number, self._exchange, self._epochs = number, exchange, epochs
 
     def wait(self) -> torch.Tensor:
-        self._transport.wait_for(self._number, self._epoch)
+        self._transport.wait_for(self._number, self._exchange, self._epochs)
         return self._received
 
     def release(self) -> None:
-        self._transport.release(self._number, self._epoch)
+        self._transport.release(self._number, self._epochs)
 
 
 def _addresses(parts: list[torch.Tensor], offset: int = 0) -> Any:
@@ -217,9 +264,9 @@ _FUNCTIONS: dict[str, tuple[_Argument | None, list[_Argument]]] = {
     "distca_control_bytes": ("word", ["int", "int"]),
     "distca_open": ("pointer", ["int", "int", "int", "pointer", "pointer", "seconds"]),
     "distca_set_arenas": (None, ["pointer", "int", "pointer"]),
-    "distca_start": ("int", ["pointer", "int", "word", "pointer", "pointer", "pointer"]),
-    "distca_wait": ("int", ["pointer", "int", "word", "seconds", "int"]),
-    "distca_release": (None, ["pointer", "int", "word"]),
+    "distca_start": ("int", ["pointer", "int", "word", "pointer", "pointer", "pointer", "pointer"]),
+    "distca_wait": ("int", ["pointer", "int", "word", "pointer", "seconds", "int"]),
+    "distca_release": (None, ["pointer", "int", "pointer"]),
     "distca_failure": (None, ["pointer", "pointer"]),
     "distca_close": (None, ["pointer"]),
 }

@@ -7,7 +7,7 @@ import multiprocessing
 import os
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
@@ -48,6 +48,7 @@ class Exchanges:
         read_slowly: sleeps now and then between arrival and reading.
         reserve_often: the buffers are now and then allocated anew.
         before: called with the number of each exchange before it.
+        members: ranks of the exchanges, in turn; others don't start them. Empty: always all.
     """
 
     transport: Transport
@@ -56,6 +57,7 @@ class Exchanges:
     read_slowly: bool = False
     reserve_often: bool = True
     before: Callable[[int], None] = lambda number: None
+    members: Sequence[Sequence[int]] = ()
 
     def run(self, exchanges: int) -> int:
         """Does so many exchanges; returns how many bytes were wrong. Collective."""
@@ -71,13 +73,20 @@ class Exchanges:
                 most = ChannelBytes(ranks * room, ranks * room)
                 self.transport.reserve(dict.fromkeys(CHANNELS, most))
             channel = CHANNELS[int(rng.integers(len(CHANNELS)))]
-            if channel in under_way:
-                wrong += self._finish(under_way.pop(channel))
             matrix = rng.integers(0, room + 1, (ranks, ranks))
             matrix[rng.random((ranks, ranks)) < rng.choice([0.0, 0.3, 1.0], p=[0.3, 0.6, 0.1])] = 0
             np.fill_diagonal(matrix, 0)
+            ends_one = rng.random() < 0.5
+            if self.members:
+                members = self.members[epoch % len(self.members)]
+                others = np.setdiff1d(np.arange(ranks), members)
+                matrix[others], matrix[:, others] = 0, 0
+                if self.transport.rank not in members:
+                    continue
+            if channel in under_way:
+                wrong += self._finish(under_way.pop(channel))
             under_way[channel] = epoch, matrix, self._start(channel, epoch, matrix)
-            if rng.random() < 0.5:
+            if ends_one:
                 wrong += self._finish(under_way.pop(next(iter(under_way))))
         for started in under_way.values():
             wrong += self._finish(started)

@@ -13,6 +13,10 @@
 // source. Flags are set, never added to, so none can be lost or counted twice; no sizes travel and
 // there is no barrier.
 //
+// Among members only an epoch counts the messages of two ranks, from 2, and empty ones are left out.
+// A destination cannot tell then by what it has released that its arena is free for a source whose
+// last message was long ago, so it sets the credit when it starts an exchange, not when it ends one.
+//
 // A fabric, by which a rank reaches the others, has `rank()`, `ranks()` and
 //   wait_for(peer, flag, value)     until a flag in this rank's memory is at least `value`; acquires
 //   put(peer, to, from, bytes)      copies into the peer's arena

@@ -31,7 +31,8 @@ class Channel {
   std::mutex mutex;
   std::condition_variable changed;
   std::vector<Message> messages;  // to each rank, in the exchange under way
-  Word asked = 0, sent = 0;       // the last epochs that were started, and sent
+  std::vector<Word> epochs;       // of each rank's message; 0: there is none
+  Word asked = 0, sent = 0;       // the last exchanges that were started, and sent
   std::thread thread;
 };
 
@@ -65,8 +66,10 @@ class Endpoint {
     mine.assign(arenas, arenas + controls_.ranks());
   }
 
-  // Lets the thread send the messages to rank 0, 1, ..., which lie concatenated in `staging`.
-  Outcome start(int number, Word epoch, const char* staging, const Word* bytes, const Word* to) {
+  // Lets the thread send the messages to rank 0, 1, ..., which lie concatenated in `staging`; an
+  // epoch of 0 stands for no message.
+  Outcome start(int number, Word exchange, const Word* epochs, const char* staging,
+                const Word* bytes, const Word* to) {
     if (failed()) return Outcome::aborted;
     Channel& channel = *channels_[number];
     std::lock_guard<std::mutex> lock(channel.mutex);
@@ -75,37 +78,39 @@ class Endpoint {
       channel.messages.push_back({staging, bytes[peer], to[peer]});
       staging += bytes[peer];
     }
-    channel.asked = epoch;
+    channel.epochs.assign(epochs, epochs + controls_.ranks());
+    channel.asked = exchange;
     channel.changed.notify_all();
     return Outcome::done;
   }
 
   // Waits until all messages of an exchange are sent and received, or until a time; if that is the
   // `last` slice, a missing message is a failure. Sending has a time limit of its own.
-  Outcome wait(int number, Word epoch, Clock::time_point until, bool last) {
+  Outcome wait(int number, Word exchange, const Word* epochs, Clock::time_point until, bool last) {
     Channel& channel = *channels_[number];
     {
       std::unique_lock<std::mutex> lock(channel.mutex);
       const bool over = channel.changed.wait_until(
-          lock, until, [&] { return channel.sent >= epoch || failed(); });
+          lock, until, [&] { return channel.sent >= exchange || failed(); });
       if (!over) return Outcome::not_yet;
     }
     if (failed()) return Outcome::aborted;
     for (int shift = 1; shift < controls_.ranks(); ++shift) {
       const int source = (controls_.rank() + shift) % controls_.ranks();
+      if (epochs[source] == 0) continue;
       channel.receiving.wait_until(until);
-      const Outcome outcome = receive(channel.receiving, channel.flags, epoch, source);
+      const Outcome outcome = receive(channel.receiving, channel.flags, epochs[source], source);
       if (outcome == Outcome::not_yet && !last) return outcome;
-      if (outcome != Outcome::done) return fail(outcome, source, false, number, epoch);
+      if (outcome != Outcome::done) return fail(outcome, source, false, number, epochs[source]);
     }
     return Outcome::done;
   }
 
-  void release_all(int number, Word epoch) {
+  void release_all(int number, const Word* epochs) {
     Channel& channel = *channels_[number];
     for (int shift = 1; shift < controls_.ranks(); ++shift) {
       const int source = (controls_.rank() + shift) % controls_.ranks();
-      release(channel.receiving, channel.flags, epoch, source);
+      if (epochs[source] != 0) release(channel.receiving, channel.flags, epochs[source], source);
     }
   }
 
@@ -120,24 +125,26 @@ class Endpoint {
     for (;;) {
       channel.changed.wait(lock, [&] { return closing_ || channel.asked > channel.sent; });
       if (closing_) return;
-      const Word epoch = channel.asked;
+      const Word exchange = channel.asked;
       lock.unlock();
-      const bool all = send(channel, epoch);
+      const bool all = send(channel);
       lock.lock();
       if (!all) {
         channel.changed.notify_all();
         return;
       }
-      channel.sent = epoch;
+      channel.sent = exchange;
       channel.changed.notify_all();
     }
   }
 
-  bool send(Channel& channel, Word epoch) {
+  bool send(Channel& channel) {
     const auto deadline = Clock::now() + timeout_;
     // Each rank begins with its successor, so that not all send to the same rank at once.
     for (int shift = 1; shift < controls_.ranks(); ++shift) {
       const int peer = (controls_.rank() + shift) % controls_.ranks();
+      const Word epoch = channel.epochs[peer];
+      if (epoch == 0) continue;
       const Message& message = channel.messages[peer];
       const int parts = 1 + int(message.bytes / kPartBytes);
       for (int part = 0; part < parts;) {
@@ -203,20 +210,23 @@ void distca_set_arenas(void* endpoint, int channel, char* const* arenas) {
   static_cast<Endpoint*>(endpoint)->set_arenas(channel, arenas);
 }
 
-int distca_start(void* endpoint, int channel, Word epoch, const char* staging, const Word* bytes,
-                 const Word* to) {
-  return int(static_cast<Endpoint*>(endpoint)->start(channel, epoch, staging, bytes, to));
+int distca_start(void* endpoint, int channel, Word exchange, const Word* epochs,
+                 const char* staging, const Word* bytes, const Word* to) {
+  auto& here = *static_cast<Endpoint*>(endpoint);
+  return int(here.start(channel, exchange, epochs, staging, bytes, to));
 }
 
-int distca_wait(void* endpoint, int channel, Word epoch, double slice_seconds, int last) {
+int distca_wait(void* endpoint, int channel, Word exchange, const Word* epochs,
+                double slice_seconds, int last) {
   using namespace distca;
   const auto slice = std::chrono::duration_cast<Clock::duration>(
       std::chrono::duration<double>(slice_seconds));
-  return int(static_cast<Endpoint*>(endpoint)->wait(channel, epoch, Clock::now() + slice, last));
+  auto& here = *static_cast<Endpoint*>(endpoint);
+  return int(here.wait(channel, exchange, epochs, Clock::now() + slice, last));
 }
 
-void distca_release(void* endpoint, int channel, Word epoch) {
-  static_cast<Endpoint*>(endpoint)->release_all(channel, epoch);
+void distca_release(void* endpoint, int channel, const Word* epochs) {
+  static_cast<Endpoint*>(endpoint)->release_all(channel, epochs);
 }
 
 void distca_failure(void* endpoint, distca::Failure* into) {
