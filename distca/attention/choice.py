@@ -36,6 +36,7 @@ class GpuKernel:
         package: package that has it; None: torch.
         least: oldest version of the package that has the functions that we call.
         install: what to do for it.
+        block: rows of which a pool's blocks must be multiples.
     """
 
     generation: int
@@ -44,6 +45,7 @@ class GpuKernel:
     package: str | None = None
     least: tuple[int, ...] = ()
     install: str = ""
+    block: int = 1
 
     @property
     def version(self) -> str | None:
@@ -99,8 +101,9 @@ GPU_KERNELS = (
         "flash-attn",
         (2, 7),
         install="pip install 'flash-attn>=2.7'",
+        block=256,
     ),
-    GpuKernel(2, flash.TorchFlashKernel, lambda major, head_dim: True),
+    GpuKernel(2, flash.TorchFlashKernel, lambda major, head_dim: True, block=256),
 )
 """Kernels of all GPUs, the fastest first."""
 
@@ -148,6 +151,27 @@ def choose(capability: Capability, head_dim: int) -> tuple[GpuKernel, GpuKernel 
     chosen = next(kernel for kernel in suitable if kernel.version is not None)
     faster = suitable[0] if suitable[0].generation > chosen.generation == 2 else None
     return chosen, faster
+
+
+def check_block_size(block_size: int, head_dim: int) -> None:
+    """Checks that the kernel of this process's GPU, if it has one, reads a pool's blocks.
+
+    Args:
+        block_size: rows of a block, `--block-size`.
+        head_dim: elements of a head.
+
+    Raises:
+        ValueError: it reads others alone, or no kernel runs there.
+    """
+    if not torch.cuda.is_available():
+        return
+    chosen, faster = choose(torch.cuda.get_device_capability(), head_dim)
+    if block_size % chosen.block:
+        other = f", or another kernel: {faster.install}" if faster else ""
+        raise ValueError(
+            f"--block-size {block_size}: {chosen} reads blocks of multiples of {chosen.block} "
+            f"tokens alone: give one{other}"
+        )
 
 
 def advice(faster: GpuKernel) -> str:

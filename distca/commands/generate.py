@@ -128,6 +128,7 @@ def main(argv: Sequence[str]) -> int:
     """
     args = build_parser().parse(argv)
     _check_flags(args)
+    from distca.attention.choice import check_block_size
     from distca.serve.chat import Conversations, Prompts, read_conversations, read_prompt_ids
     from distca.serve.check import compare
     from distca.serve.models import DTYPES, load_tokenizer, read_model
@@ -136,6 +137,7 @@ def main(argv: Sequence[str]) -> int:
     from distca.serve.sampling import Sampling
 
     model = read_model(args.model, DTYPES[args.dtype], args.tensor_parallel_size)
+    check_block_size(args.block_size, model.shape.head_dim)
     tokenizer = None if args.prompt_ids else load_tokenizer(args.model)
     most = args.max_tokens
     work: Prompts | Conversations

@@ -118,7 +118,7 @@ def build_parser() -> Parser:
         "--block-size",
         type=int,
         metavar="N",
-        help="Tokens of a block of the cache. Default: 16, or 256 on GPUs, whose kernels read "
+        help="Tokens of a block of the cache. Default: 16, or 256 on GPUs: FlashAttention 2 reads "
         "multiples of that alone.",
     )
     engine.add_argument(
@@ -182,12 +182,14 @@ def main(argv: Sequence[str]) -> int:
         from distca.serve.api.server import Address, serve
     except ImportError as error:
         raise ImportError(f"{error}: pip install 'distca[serve]'") from error
+    from distca.attention.choice import check_block_size
     from distca.schedule.serving.scheduler import Limits
     from distca.serve.engine.settings import EngineSettings
     from distca.serve.models import DTYPES, load_tokenizer, read_model
 
     listening = Address(args.host, args.port).bind()
     served = read_model(args.model, DTYPES[args.dtype], args.tensor_parallel_size)
+    check_block_size(args.block_size, served.shape.head_dim)
     tokenizer = load_tokenizer(args.model)
     if not getattr(tokenizer, "is_fast", False):
         raise ValueError(

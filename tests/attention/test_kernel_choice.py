@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from distca.attention import KernelTasks, select_kernel
-from distca.attention.choice import advice, check_head_dim, choose
+from distca.attention.choice import advice, check_block_size, check_head_dim, choose
 from distca.attention.paged import PagedKeys
 from distca.commands import doctor
 from support.attention_cases import CASES, SCALE, assert_close, make_inputs, reference
@@ -101,6 +101,34 @@ def test_heads_that_no_kernel_has_are_refused(head_dim: int) -> None:
         choose(HOPPER, head_dim)
     for possible in (8, 80, 256):
         check_head_dim(possible)
+
+
+@pytest.mark.parametrize(
+    ("capability", "installed", "why"),
+    [
+        (HOPPER, FA2, r"FlashAttention 2 \(flash-attn 2\.8\.3\) .* another kernel: pip .*-attn-3"),
+        (
+            (8, 0),
+            {},
+            r"FlashAttention 2 \(torch .*\) reads blocks of multiples of 256 tokens .*one$",
+        ),
+        (HOPPER, FA3, None),
+        (BLACKWELL, FA4, None),
+    ],
+)
+def test_blocks_that_a_kernel_does_not_read_are_refused(
+    packages, monkeypatch, capability, installed, why
+) -> None:
+    check_block_size(16, 128)  # There is no GPU.
+    packages.install(installed)
+    on_gpu(monkeypatch, capability)
+    check_block_size(512, 128)
+    if why is None:
+        check_block_size(16, 128)
+        return
+    for block_size in (16, 128, 384):
+        with pytest.raises(ValueError, match=f"--block-size {block_size}: {why}"):
+            check_block_size(block_size, 128)
 
 
 def test_gpus_without_flash_attention_are_refused() -> None:
