@@ -50,6 +50,8 @@ from distca.simulate import (
 from distca.simulate.costs import Recompute
 from distca.simulate.hybrid import HYBRID
 
+_TOLERANCES = (0.05, 0.02, 0.1)
+"""Tolerances to choose from; configurations are compared with the first."""
 _SECONDS_BETWEEN_LINES = 20.0
 """Fewest seconds between two lines about progress, where there is no terminal."""
 _DESCRIPTION = """\
@@ -165,10 +167,10 @@ def build_parser() -> Parser:
     search.add_argument(
         "--tolerance",
         type=float,
-        default=0.05,
         metavar="X",
         help="How far a server's load may be above the mean, as a fraction of it. The flags that "
-        "are printed have it as --distca-tolerance.",
+        "are printed have it as --distca-tolerance. Default: the best of "
+        f"{', '.join(map(str, _TOLERANCES))} for the best configuration.",
     )
     output = parser.add_argument_group("output")
     output.add_argument("--json", action="store_true", help="Print all figures as JSON.")
@@ -209,7 +211,7 @@ def _run(args: argparse.Namespace) -> None:
             raise ValueError(f"{flag_of(name)}: every size must be at least 1")
     if args.seed < 0:
         raise ValueError(f"--seed {args.seed} must not be negative")
-    if not 0 <= args.tolerance < 1:
+    if args.tolerance is not None and not 0 <= args.tolerance < 1:
         raise ValueError(
             f"--tolerance {args.tolerance} is out of range: give a fraction of the mean load from "
             "0 to below 1, such as 0.05"
@@ -222,7 +224,7 @@ def _run(args: argparse.Namespace) -> None:
         args.gpus,
         args.context,
         args.sequences,
-        args.tolerance,
+        _TOLERANCES[0] if args.tolerance is None else args.tolerance,
         args.recompute,
         args.expert_model_parallel_size,
     )
@@ -294,6 +296,7 @@ def _advise(
             args.pipeline_model_parallel_sizes,
             args.finalists,
             told,
+            _TOLERANCES[1:] if args.tolerance is None else (),
         )
     if not any(choice.tried for choice in choices):
         raise ValueError(

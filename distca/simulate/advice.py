@@ -86,13 +86,14 @@ def advise(
     stages: Sequence[int],
     finalists: int = 6,
     progress: Callable[[str], None] = lambda what: None,
+    tolerances: Sequence[float] = (),
 ) -> list[Choice]:
     """Finds the best configuration of each system.
 
     All configurations of a baseline run all batches, until they do not fit. With `--distca`, whose
     planning takes longer, configurations run the first batch in the order of `estimate`, until
-    enough of them fit; the best of these run all batches, and the very best with chains and head
-    groups, too.
+    enough of them fit; the best of these run all batches, and the very best with chains, head
+    groups and other tolerances, too.
 
     Args:
         workload: model, cluster and sizes.
@@ -102,13 +103,15 @@ def advise(
         stages: pipeline sizes to try.
         finalists: configurations with `--distca` that are to fit in the first batch.
         progress: function that is called with each configuration that is simulated.
+        tolerances: values of `Candidate.tolerance` to try beside the workload's.
 
     Raises:
         ValueError: there is no batch or no such system.
     """
     if not batches:
         raise ValueError("no batches to simulate: give at least 1")
-    return [_best(workload, batches, s, tensor, stages, finalists, progress) for s in systems]
+    sizes = tensor, stages, finalists
+    return [_best(workload, batches, s, *sizes, progress, tolerances) for s in systems]
 
 
 def _best(
@@ -119,6 +122,7 @@ def _best(
     stages: Sequence[int],
     finalists: int,
     progress: Callable[[str], None],
+    tolerances: Sequence[float],
 ) -> Choice:
     every = divisions(system, workload, tensor, stages)
     left = candidates(system, workload, tensor, stages)
@@ -137,6 +141,7 @@ def _best(
         left[:0] = trials.with_fewer_in_flight(fitting)
     if best is not None and system in DISTCA_SYSTEMS:
         best = trials.in_head_groups(trials.in_chains(best))
+        best = trials.with_best_tolerance(best, tolerances)
     failed = len(every) - able + trials.failed(left)
     simulated = len({sizes_of(candidate) for candidate in trials.outcomes})
     if best is None:
@@ -212,6 +217,12 @@ class _Trials:
         """The configuration with the fewest head groups that is about as fast as the fastest."""
         return self._about_fastest(best, with_head_groups(best, self.workload))
 
+    def with_best_tolerance(self, best: Candidate, tolerances: Sequence[float]) -> Candidate:
+        """The configuration with the tolerance that is fastest: it costs a user nothing."""
+        others = [replace(best, tolerance=tolerance) for tolerance in tolerances]
+        able = [best, *(c for c in others if self.fits(c, len(self.batches)))]
+        return min(able, key=lambda candidate: _seconds(self.outcomes[candidate]))
+
     def _about_fastest(self, best: Candidate, others: Sequence[Candidate]) -> Candidate:
         able = [best, *(c for c in others if self.fits(c, len(self.batches)))]
         fastest = min(_seconds(self.outcomes[c]) for c in able)
@@ -229,10 +240,15 @@ class _Trials:
 
 
 def sizes_of(candidate: Candidate) -> Candidate:
-    """The configuration that `divisions` gave, without bound, chains and head groups."""
+    """The configuration that `divisions` gave, without bound, chains, head groups and tolerance."""
     micro_batches = candidate.micro_batches // candidate.chain
     return replace(
-        candidate, micro_batches=micro_batches, chain=1, max_in_flight=None, head_groups=1
+        candidate,
+        micro_batches=micro_batches,
+        chain=1,
+        max_in_flight=None,
+        head_groups=1,
+        tolerance=None,
     )
 
 

@@ -258,6 +258,25 @@ def test_the_best_of_all_is_found() -> None:
         assert estimate(candidate, WORKLOAD, batch) <= seconds * 1.001
 
 
+def test_the_tolerance_is_the_fastest() -> None:
+    given = [sequences()], ["tiles"], [1], [1], 100
+    (fixed,) = advise(WORKLOAD, *given)
+    assert fixed.candidate is not None
+    assert fixed.candidate.tolerance is None
+    (chosen,) = advise(WORKLOAD, *given, tolerances=(0.5, 0.02))
+    assert chosen.candidate is not None
+    seconds = {
+        tolerance: simulate(
+            replace(fixed.candidate, tolerance=tolerance), WORKLOAD, sequences()
+        ).seconds
+        for tolerance in (None, 0.5, 0.02)
+    }
+    assert len(set(seconds.values())) > 1
+    assert chosen.seconds == min(seconds.values()) == seconds[chosen.candidate.tolerance]
+    # It is no other configuration.
+    assert chosen.simulated == fixed.simulated
+
+
 @pytest.fixture
 def tight(monkeypatch: pytest.MonkeyPatch) -> dict[Candidate, int]:
     """Simulations in which a configuration fits in so many batches; all take as long."""
