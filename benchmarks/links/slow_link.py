@@ -36,7 +36,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from operator import sub, truediv
 from pathlib import Path
@@ -204,12 +204,35 @@ class Namespaces:
             _ip("netns", "exec", name, "sh", "-c", choose)
         return self
 
-    def limit(self, mbit_per_s: float) -> None:
-        """Limits the speed of each link in each direction."""
+    def limit(
+        self, mbit_per_s: float, pairs: Mapping[tuple[int, int], float] | None = None
+    ) -> None:
+        """Limits the speed of each link in each direction.
+
+        Args:
+            mbit_per_s: speed of all links.
+            pairs: speed from one process to another, where it is less; one for each source.
+        """
         for number, name in enumerate(self.names):
             for where, device in ((name, "link0"), (self._hub, f"port{number}")):
                 command = f"tc qdisc replace dev {device} root tbf rate {mbit_per_s}mbit"
                 _ip("netns", "exec", where, *command.split(), "burst", "128kb", "latency", "4s")
+        for (source, destination), speed in (pairs or {}).items():
+            self._limit_pair(source, destination, speed, mbit_per_s)
+
+    def _limit_pair(self, source: int, destination: int, speed: float, others: float) -> None:
+        """Limits what a process sends to another."""
+        link, burst = "dev link0", "burst 128kb"
+        for command in (
+            f"qdisc del {link} root",
+            f"qdisc add {link} root handle 1: htb default 10",
+            f"class add {link} parent 1: classid 1:1 htb rate {others}mbit {burst}",
+            f"class add {link} parent 1:1 classid 1:10 htb rate {others}mbit {burst}",
+            f"class add {link} parent 1:1 classid 1:11 htb rate {speed}mbit {burst}",
+            f"filter add {link} parent 1: protocol ip u32 match ip dst "
+            f"10.200.0.{destination + 1}/32 flowid 1:11",
+        ):
+            _ip("netns", "exec", self.names[source], "tc", *command.split())
 
     def __exit__(self, *_: object) -> None:
         for name in (*self.names, self._hub):
