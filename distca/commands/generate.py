@@ -102,6 +102,11 @@ def build_parser() -> Parser:
         "--temperature", type=float, default=0.0, metavar="T", help="0 takes the likeliest token."
     )
     how.add_argument("--seed", type=int, default=0, metavar="N", help="Of the choice of tokens.")
+    how.add_argument(
+        "--enforce-eager",
+        action="store_true",
+        help="Decode without CUDA graphs, which GPUs have otherwise.",
+    )
     how.add_argument("--ignore-eos", action="store_true", help="Answers end at --max-tokens alone.")
     out = parser.add_argument_group("output")
     out.add_argument("--json", action="store_true", help="Print a list of answers as JSON.")
@@ -166,6 +171,7 @@ def main(argv: Sequence[str]) -> int:
         pool=pool,
         records=args.trace is not None,
         sharding=sharding,
+        enforce_eager=args.enforce_eager,
     )
     shown = _Shown(tokenizer, quiet=args.json or len(work) > 1)
     begin = time.perf_counter()

@@ -152,6 +152,11 @@ def build_parser() -> Parser:
         help="Keep blocks of ended sequences for those that begin alike. Default: on.",
     )
     engine.add_argument(
+        "--enforce-eager",
+        action="store_true",
+        help="Decode without CUDA graphs, which GPUs have otherwise.",
+    )
+    engine.add_argument(
         "--step-timeout",
         type=float,
         default=300.0,
@@ -227,6 +232,7 @@ def main(argv: Sequence[str]) -> int:
         args.gpu_memory_utilization,
         args.enable_prefix_caching,
         args.step_timeout,
+        args.enforce_eager,
     )
     given = served.generation.to_diff_dict()
     model = ApiModel(

@@ -42,6 +42,7 @@ class RankSettings:
         pool: size of each rank's pool of keys and values.
         records: whether ranks record a timeline.
         sharding: who owns the new tokens of prefills; None: all ranks evenly, in zigzag.
+        enforce_eager: whether GPUs decode without CUDA graphs.
     """
 
     model: ServedModel
@@ -53,6 +54,7 @@ class RankSettings:
     pool: PoolSize = field(default_factory=PoolSize)
     records: bool = False
     sharding: Sharding | None = None
+    enforce_eager: bool = False
 
 
 class RankError(RuntimeError):
@@ -241,6 +243,7 @@ def _start(
     from distca.attention import select_kernel
     from distca.cost.step_memory import STEP_SLOTS
     from distca.runtime import Buffers, CoreAttention, Trace
+    from distca.serve.decode_graphs import capture_for
     from distca.serve.steps import ModelRank
     from distca.serve.tensor_parallel import join_ranks
     from distca.transport import CollectiveTransport
@@ -258,7 +261,7 @@ def _start(
         timeout=_TIMEOUT,
     )
     group, tensor_ranks = join_ranks(model.tensor_parallel_size, _TIMEOUT)
-    transport = CollectiveTransport(group, device)
+    transport = CollectiveTransport(group, device, members_only=True)
     kernel = select_kernel(device.type, model.shape.head_dim)
     buffers = Buffers(device, max(STEP_SLOTS, len(model.masks)))
     trace = Trace(device)
@@ -272,7 +275,13 @@ def _start(
     generator = Generator(
         model,
         ModelRank(
-            model, core, device, settings.pool.blocks, settings.pool.block_size, tensor_ranks
+            model,
+            core,
+            device,
+            settings.pool.blocks,
+            settings.pool.block_size,
+            tensor_ranks,
+            capture_for(model, device, settings.enforce_eager),
         ),
         settings.pool.planner(model, settings.world_size, settings.stripe, settings.sharding),
         settings.strategy,

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 
 from distca.runtime import CoreAttention
+from distca.schedule.serving.decode import Decode
+from distca.serve.decode_graphs import Capture, DecodeGraphs
 from distca.serve.models import IMPLEMENTATION, ServedModel, need_transformers
 from distca.serve.rank_steps import RankSteps, StepRun
 from distca.serve.step_planner import Step
@@ -24,6 +26,7 @@ class ModelRank:
         blocks: blocks of this rank's pool of keys and values.
         block_size: rows of a block.
         tensor_ranks: ranks that share each layer with this one.
+        capture: what captures graphs of decode steps; None: they run without.
     """
 
     def __init__(
@@ -34,6 +37,7 @@ class ModelRank:
         blocks: int,
         block_size: int,
         tensor_ranks: TensorRanks = ALONE,
+        capture: Capture | None = None,
     ) -> None:
         # Without a function for masks of this name transformers makes none: the plan has it.
         need_transformers().AttentionInterface.register(IMPLEMENTATION, _attend)
@@ -42,6 +46,9 @@ class ModelRank:
         self._speaks = tensor_ranks.rank == 0
         self._steps = RankSteps(
             core, model.windows, model.shape, model.dtype, device, blocks, block_size
+        )
+        self._graphs = (
+            None if capture is None else DecodeGraphs(self._model, model.windows, device, capture)
         )
         self._scales = {
             int(module.layer_idx): float(module.scaling)
@@ -77,15 +84,20 @@ class ModelRank:
             torch.as_tensor(values, device=self._device)
             for values in (run.ids(tokens), run.positions, [*last.values()])
         )
-        out = self._model(
-            input_ids=ids[None],
-            position_ids=positions[None],
-            use_cache=False,
-            logits_to_keep=rows.long(),
-            distca_run=run,
-        )
+        logits = None
+        if self._graphs is not None and all(isinstance(part, Decode) for part in step.parts):
+            # Each row is the last of its sequence.
+            logits = self._graphs.run(ids, positions, run)
+        if logits is None:
+            logits = self._model(
+                input_ids=ids[None],
+                position_ids=positions[None],
+                use_cache=False,
+                logits_to_keep=rows.long(),
+                distca_run=run,
+            ).logits[0]
         assert run.layers_run == len(self._served.windows), "a layer did not ask for its attention"
-        return dict(zip(last, out.logits[0].float(), strict=True)) if self._speaks else {}
+        return dict(zip(last, logits.float(), strict=True)) if self._speaks else {}
 
     def _serve(self, run: StepRun, layer: int) -> None:
         """Takes part in a layer's attention as a server alone."""

@@ -9,6 +9,7 @@ import torch
 from distca.runtime import CoreAttention
 from distca.schedule.serving.accounts import block_bytes
 from distca.schedule.serving.iteration import IterationPlan
+from distca.serve.decode_graphs import Capture
 from distca.serve.models import ServedModel
 from distca.serve.step_planner import Prefill, Step
 from distca.serve.steps import ModelRank
@@ -24,6 +25,7 @@ class PoolModel:
         device: device of weights and pool.
         block_size: rows of a block.
         tensor_ranks: processes that share each layer with this one.
+        capture: what captures graphs of iterations that only decode; None: they run without.
     """
 
     def __init__(
@@ -33,10 +35,11 @@ class PoolModel:
         device: torch.device,
         block_size: int,
         tensor_ranks: TensorRanks,
+        capture: Capture | None = None,
     ) -> None:
         self._rank = core.transport.rank
         # The pool gets its size once it is known what weights leave of a device's memory.
-        self._run = ModelRank(model, core, device, 1, block_size, tensor_ranks)
+        self._run = ModelRank(model, core, device, 1, block_size, tensor_ranks, capture)
         self.block_bytes = block_bytes(model.shape, len(model.windows), block_size)
         self._new: dict[int, list[int]] = {}
 

@@ -28,6 +28,7 @@ class EngineSettings:
         gpu_utilization: part of a GPU's memory that weights, pool and buffers may fill.
         prefix_caching: whether full blocks are kept for other sequences.
         step_timeout: seconds after which an iteration has failed.
+        enforce_eager: whether GPUs decode without CUDA graphs.
     """
 
     model: str
@@ -44,6 +45,7 @@ class EngineSettings:
     gpu_utilization: float
     prefix_caching: bool
     step_timeout: float
+    enforce_eager: bool = False
 
     @property
     def processes(self) -> int:

@@ -20,6 +20,7 @@ import zmq
 from distca.lifetime import end_with_parent
 from distca.plan.span import Int64s
 from distca.schedule.serving.iteration import Part, plan_iteration
+from distca.serve.decode_graphs import capture_for
 from distca.serve.engine.messages import (
     Admit,
     Beat,
@@ -77,13 +78,12 @@ class Worker:
         timeout = timedelta(seconds=settings.step_timeout)
         group, tensor_ranks = join_ranks(size, timeout)
         self._process, self._rank = dist.get_rank(), group.rank()
-        self._transport = CollectiveTransport(group, device)
-        # Ranks that a plan does not name can only be left out where messages are between two.
-        self._members_only = group.name() == "gloo" or settings.world_size == 1
+        self._transport = CollectiveTransport(group, device, members_only=True)
         kernel = select_kernel(device.type, model.shape.head_dim)
         buffers = Buffers(device, max(STEP_SLOTS, len(model.masks)))
         core = CoreAttention(self._transport, kernel, buffers)
-        self._model = PoolModel(model, core, device, settings.block_size, tensor_ranks)
+        capture = capture_for(model, device, settings.enforce_eager)
+        self._model = PoolModel(model, core, device, settings.block_size, tensor_ranks, capture)
         self._sequences: dict[int, _Sequence] = {}
         self._next = 0
 
@@ -115,11 +115,10 @@ class Worker:
         plan = plan_iteration(
             parts, settings.masks, settings.block_size, settings.world_size, settings.strategy
         )
-        takes_part = self._rank in plan.members or not self._members_only
         planned = time.perf_counter()
         sent = sum(self._transport.bytes_sent.values())
         logits: dict[int, torch.Tensor] = {}
-        if takes_part:
+        if self._rank in plan.members:
             fed = {
                 part.sequence: self._sequences[part.sequence].tokens[
                     part.start : part.start + part.count
