@@ -75,8 +75,13 @@ class ServedModel:
 
     @property
     def positions(self) -> int:
-        """Most tokens of a sequence."""
-        return int(self.config.max_position_embeddings)
+        """Most tokens of a sequence; with LongRoPE those before its frequencies change."""
+        most = int(self.config.max_position_embeddings)
+        rotary = getattr(self.config, "rope_parameters", None) or {}
+        if rotary.get("rope_type") == "longrope":
+            # Else a key would depend on how long its sequence was when it was kept.
+            most = min(most, int(rotary["original_max_position_embeddings"]))
+        return most
 
     @property
     def vocab_size(self) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from datetime import timedelta
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,9 @@ import numpy as np
 import pytest
 import torch
 
-from distca.schedule.serving import Sharding
+from distca.plan import Placement
+from distca.plan.span import Int64s
+from distca.schedule.serving import STRATEGIES, Sharding, shard_evenly
 from distca.schedule.serving.partitions import Chain
 from distca.serve.chat import Answered
 from distca.serve.check import compare
@@ -19,6 +22,7 @@ from distca.serve.generation import Answer
 from distca.serve.models import FAMILIES as SERVED
 from distca.serve.models import ServedModel, read_model
 from distca.serve.sampling import Sampling
+from distca.serve.selection import Machine
 from support.ranks import Ranks
 from support.small_models import FAMILIES, VOCABULARY, save_small_model
 
@@ -86,7 +90,7 @@ def check(
     ranks: Ranks,
     path: str,
     world_size: int,
-    strategy: str,
+    strategy: Any,
     stripe: int,
     dtype: torch.dtype = torch.float32,
     turns: Turns = TURNS,
@@ -96,6 +100,9 @@ def check(
 ) -> list[Answered]:
     """Answers turns on ranks, and holds them against one process."""
     model = read_model(path, dtype, tensor_parallel_size)
+    if strategy == "auto":
+        machine = Machine.described(False, None, None)
+        strategy = machine.selector("simulated", model.shape, world_size)
     count = world_size * tensor_parallel_size
     results = ranks.run(
         answers_of_a_rank, model, strategy, stripe, sampling, turns, sharding, world_size=count
@@ -123,15 +130,16 @@ def test_all_families_are_tested() -> None:
 def test_every_family_has_one_processs_logits_and_tokens(
     ranks, models, full: bool, family: str
 ) -> None:
-    sampling = Sampling(max_tokens=64) if full else GREEDY
-    for tensor_parallel_size, world_size in [(2, 2), *([(1, 3), (2, 1), (4, 1)] if full else [])]:
+    cases = [(2, 2, "pass-q", 4)]
+    if full:
+        ways = product((1, 2, 3, 4), (*STRATEGIES, "auto"), (1, 16, 128))
+        cases += [(2, 1, "pass-q", 4), (4, 1, "pass-q", 4), *((1, *way) for way in ways)]
+    for tensor_parallel_size, *way in cases:
         check(
             ranks,
             models[family],
-            world_size,
-            "pass-q",
-            4,
-            sampling=sampling,
+            *way,
+            sampling=Sampling(max_tokens=64) if full else GREEDY,
             tensor_parallel_size=tensor_parallel_size,
         )
 
@@ -169,7 +177,7 @@ def weights_of_a_rank(model: ServedModel) -> int:
         (2, "pass-kv", 1),
         (3, "pass-kv", 128),
         (4, "pass-q", 16),
-        (2, "pass-q", 3),
+        (2, "auto", 3),
     ],
 )
 def test_ranks_strategies_and_stripes(
@@ -189,6 +197,26 @@ def test_chains_of_unequal_parts(
     sampling, size = Sampling(max_tokens=64) if full else GREEDY, len(shares)
     chain = Chain(size, shares)
     check(ranks, models[family], size, "pass-kv", 4, sampling=sampling, sharding=chain)
+
+
+def prompts_on_one_of_three(starts: Int64s, ends: Int64s) -> Placement:
+    """A sharding that gives all of a prompt to one rank, and later turns to all."""
+    if starts.any():
+        return shard_evenly(starts, ends, 3)
+    numbers = np.arange(len(starts))
+    return Placement(numbers, starts, ends, np.ones_like(numbers), 3)
+
+
+def test_ranks_without_keys_and_a_rank_with_all(ranks, tmp_path: Path) -> None:
+    """One head of keys; prompts and turns of one token, and keys that no decoding spreads."""
+    path = str(save_small_model("llama", tmp_path, num_key_value_heads=1))
+    short: Turns = [{0: tokens(1, 0)}, {0: tokens(1, 1)}]
+    check(ranks, path, 4, "pass-q", 16, turns=short)
+    longer: Turns = [{0: tokens(70, 2)}, {0: tokens(30, 3)}, {0: tokens(1, 4)}]
+    once, on_one = Sampling(max_tokens=1), prompts_on_one_of_three
+    for strategy in STRATEGIES:
+        check(ranks, path, 3, strategy, 1, turns=longer, sampling=once, sharding=on_one)
+    check(ranks, path, 3, "pass-q", 1, turns=longer, sharding=on_one)
 
 
 def test_bfloat16_is_no_further_from_float32_than_one_process(ranks, models, full: bool) -> None:
@@ -277,6 +305,14 @@ def test_what_is_not_served_is_refused_by_name(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     with pytest.raises(ValueError, match=r"has no config\.json"):
         read_model(str(tmp_path / "empty"), torch.float32)
+
+
+def test_positions_end_where_rotary_frequencies_change(tmp_path: Path) -> None:
+    factors = [1.0] * 8
+    rotary = {"rope_type": "longrope", "short_factor": factors, "long_factor": factors}
+    rotary |= {"original_max_position_embeddings": 1024, "rope_theta": 1e4}
+    path = save_small_model("phi3", tmp_path, rope_parameters=rotary)
+    assert read_model(str(path), torch.float32).positions == 1024
 
 
 def test_windows_do_not_count_the_query_itself(models) -> None:
