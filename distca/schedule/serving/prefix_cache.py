@@ -56,7 +56,7 @@ class PrefixCache:
 
     Args:
         pool: pool that nobody else takes blocks from.
-        enabled: whether blocks are kept; otherwise none is ever found.
+        enabled: whether blocks are kept for whoever comes; else for those alone that wait for them.
     """
 
     def __init__(self, pool: BlockPool, enabled: bool = True) -> None:
@@ -89,10 +89,15 @@ class PrefixCache:
         counts = [int(each == rank) for each in range(self.pool.world_size)]
         return Block(rank, self.pool.allocate(counts)[rank][0])
 
-    def find(self, wanted: Iterable[bytes]) -> list[Block]:
-        """Returns the blocks of the longest prefix that is kept, and makes the caller a holder."""
-        found = []
-        for digest in wanted:
+    def find(self, wanted: Iterable[bytes], waited: bool = False) -> list[Block]:
+        """Returns the blocks of the longest prefix that is kept, and makes the caller a holder.
+
+        Args:
+            wanted: digests of the prefix.
+            waited: whether blocks count that are kept for those alone that wait for them.
+        """
+        found: list[Block] = []
+        for digest in wanted if self._enabled or waited else ():
             block = self._by_digest.get(digest)
             if block is None:
                 break
@@ -101,12 +106,25 @@ class PrefixCache:
             found.append(block)
         return found
 
-    def keep(self, block: Block, digest: bytes) -> None:
-        """Keeps a full block whose keys and values are computed, unless its like is kept."""
-        if self._enabled and digest not in self._by_digest and block not in self._digests:
+    def keep(self, block: Block, digest: bytes, waited: bool = False) -> None:
+        """Keeps a full block whose keys and values are computed, unless its like is kept.
+
+        Args:
+            block: block.
+            digest: what it is found by.
+            waited: whether someone waits for it, so that it is kept in any case: see `let_go`.
+        """
+        wanted = self._enabled or waited
+        if wanted and digest not in self._by_digest and block not in self._digests:
             self._by_digest[digest] = block
             self._digests[block] = digest
             self.pool.share(block.rank, [block.number])
+
+    def let_go(self, waited: Iterable[bytes]) -> None:
+        """Forgets blocks for which nobody waits any more, unless all are kept."""
+        for digest in () if self._enabled else waited:
+            if digest in self._by_digest:
+                self._forget(self._by_digest[digest])
 
     def release(self, blocks: Sequence[Block]) -> None:
         """Ends the holding of a sequence's blocks, in its order: its last are given back first."""
@@ -114,6 +132,19 @@ class PrefixCache:
             self.pool.release(block.rank, [block.number])
             if block in self._digests and self.pool.references(*block) == 1:
                 self._idle[block.rank][block] = None
+
+    def has_one_holder(self, block: Block) -> bool:
+        """Whether one sequence alone holds a block, beside the cache."""
+        return self.pool.references(*block) == 1 + (block in self._digests)
+
+    def relocate(self, block: Block, rank: int) -> Block:
+        """Replaces a block that one sequence holds by one of another rank, found as it was."""
+        to = self.take(rank)
+        if (digest := self._digests.get(block)) is not None:
+            self._forget(block)
+            self.keep(to, digest, waited=True)
+        self.pool.release(block.rank, [block.number])
+        return to
 
     def reset(self) -> None:
         """Forgets all blocks; those of sequences stay theirs."""

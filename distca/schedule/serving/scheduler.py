@@ -13,12 +13,17 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal
 
+from distca.schedule.serving.moves import Move, Mover
 from distca.schedule.serving.prefix_cache import Block, PrefixCache, extend_digests
+from distca.schedule.serving.served_sequence import ServedSequence, SharedPrompt
 
 FinishReason = Literal["stop", "length"]
+
+MOST_SCORED = 256
+"""Tokens of prompts that are scored, of an iteration: each has logits of the whole vocabulary."""
 
 
 @dataclass(frozen=True)
@@ -31,6 +36,7 @@ class Limits:
         stripe: consecutive decoded positions of a long sequence that one rank owns; a multiple of
             the blocks' size.
         short: tokens below which a sequence is short.
+        servers: ranks, the last ones, that hold keys and values, and have no weights.
 
     Raises:
         ValueError: the limits contradict each other.
@@ -40,6 +46,7 @@ class Limits:
     tokens: int
     stripe: int
     short: int
+    servers: int = 0
 
     def __post_init__(self) -> None:
         if self.tokens < self.sequences:
@@ -47,41 +54,6 @@ class Limits:
                 f"an iteration of {self.tokens} tokens cannot feed one of each of {self.sequences} "
                 "sequences: raise --max-num-batched-tokens, or lower --max-num-seqs"
             )
-
-
-@dataclass
-class ServedSequence:
-    """A sequence from its arrival to its end.
-
-    Attributes:
-        number: number, by which the engine knows it.
-        tokens: prompt, and the answer so far.
-        prompt: tokens of the prompt.
-        most: most tokens of prompt and answer.
-        stops: tokens that end the answer.
-        fewest: fewest tokens of prompt and answer that `stops` may end.
-        computed: tokens whose keys and values its blocks hold.
-        found: tokens of these that it did not compute itself when it was admitted last.
-        blocks: its blocks, in the order of positions.
-        digests: digests of its full blocks as far as they are known.
-        home: rank of a short sequence.
-        fed: tokens that the iteration under way feeds.
-        preempted: times that it gave up its blocks.
-    """
-
-    number: int
-    tokens: list[int]
-    prompt: int
-    most: int
-    stops: frozenset[int]
-    fewest: int = 0
-    computed: int = 0
-    found: int = 0
-    blocks: list[Block] = field(default_factory=list)
-    digests: list[bytes] = field(default_factory=list)
-    home: int = 0
-    fed: int = 0
-    preempted: int = 0
 
 
 @dataclass(frozen=True)
@@ -113,10 +85,12 @@ class Batch:
     Attributes:
         feeds: what is fed, the oldest sequence first.
         preempted: sequences that gave up their blocks, and wait again.
+        moves: blocks that change their ranks before anything else.
     """
 
     feeds: tuple[Feed, ...]
     preempted: tuple[int, ...]
+    moves: tuple[Move, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -151,15 +125,20 @@ class Scheduler:
     def __init__(self, cache: PrefixCache, limits: Limits, salt: bytes = b"") -> None:
         self._cache, self._limits, self._salt = cache, limits, salt
         self._block_size, self._world_size = cache.pool.block_size, cache.pool.world_size
+        # Ranks that compute keys and values; the others hold some.
+        self._computing = range(self._world_size - limits.servers)
+        self._mover = Mover(cache, limits.servers, limits.stripe)
         self._waiting: deque[ServedSequence] = deque()
         self._running: list[ServedSequence] = []
         self._aborted: set[int] = set()
+        # Sequences that wait until another has computed the prompt that they share, by its number.
+        self._followers: dict[int, list[ServedSequence]] = {}
         self.preemptions = self.looked_up = self.found = 0
 
     @property
     def waiting(self) -> int:
         """Sequences that wait."""
-        return len(self._waiting)
+        return len(self._waiting) + sum(map(len, self._followers.values()))
 
     @property
     def running(self) -> int:
@@ -178,8 +157,12 @@ class Scheduler:
         most_new: int,
         stops: frozenset[int] = frozenset(),
         fewest_new: int = 0,
+        leader: int | None = None,
+        scored: bool = False,
     ) -> None:
         """Adds a sequence.
+
+        One prompt's answers share what is computed of it: one of them leads, and is added last.
 
         Args:
             number: a number that no other sequence has.
@@ -187,6 +170,8 @@ class Scheduler:
             most_new: most tokens of the answer, at least one.
             stops: tokens that end the answer.
             fewest_new: fewest tokens of an answer that they may end.
+            leader: sequence with the same prompt, which computes it; None: itself does.
+            scored: whether all tokens of the prompt are to be computed, since they are scored.
 
         Raises:
             ValueError: its keys and values could never be held.
@@ -203,7 +188,12 @@ class Scheduler:
             )
         prompt = list(tokens)
         fewest = len(prompt) + fewest_new
-        self._waiting.append(ServedSequence(number, prompt, len(prompt), most, stops, fewest))
+        each = ServedSequence(number, prompt, len(prompt), most, stops, fewest, scored=scored)
+        each.block_size = self._block_size
+        if leader is None:
+            self._waiting.append(each)
+        else:
+            self._followers.setdefault(leader, []).append(each)
 
     def abort(self, number: int) -> bool:
         """Ends a sequence in whatever state it is; returns whether there was one.
@@ -213,13 +203,23 @@ class Scheduler:
         for each in self._waiting:
             if each.number == number:
                 self._waiting.remove(each)
+                self._leave_prefix(each)
+                self._hand_over(each)
                 return True
+        for leader, followers in self._followers.items():
+            for each in followers:
+                if each.number == number:
+                    followers.remove(each)
+                    if not followers:
+                        self._let_go(leader)
+                    return True
         for each in self._running:
             if each.number == number and number not in self._aborted:
                 if each.fed:
                     self._aborted.add(number)
                 else:
                     self._end(each)
+                    self._hand_over(each)
                 return True
         return False
 
@@ -231,13 +231,22 @@ class Scheduler:
         assert not any(each.fed for each in self._running), "an iteration is under way"
         feeds: list[Feed] = []
         preempted: list[int] = []
-        left = self._limits.tokens
+        moves = self._mover.settle(self._long())
+        left, scored = self._limits.tokens, MOST_SCORED
         number = 0
         while number < len(self._running) and left:
             each = self._running[number]
             # Every sequence after this one gets a token at least.
             others = len(self._running) - number - 1
             count = min(len(each.tokens) - each.computed, max(left - others, 1))
+            if each.scored:
+                count = min(count, scored)
+                scored -= count
+            if not count:
+                number += 1
+                continue
+            if not preempted:
+                count = self._make_room(each, count, moves)
             while not self._has_blocks(each, count):
                 youngest = self._running[-1]
                 self._preempt(youngest)
@@ -254,17 +263,23 @@ class Scheduler:
             each = self._waiting[0]
             self._look_up(each)
             count = min(len(each.tokens) - each.computed, left)
-            if not self._has_blocks(each, count):
+            if each.scored:
+                count = min(count, scored)
+                scored -= count
+            if count:
+                count = self._make_room(each, count, moves)
+            if not count or not self._has_blocks(each, count):
                 self._give_back(each)
                 break
             self._waiting.popleft()
             self._running.append(each)
             self.looked_up += len(each.tokens)
             self.found += each.found
+            self._leave_prefix(each)
             each.home = self._choose_home(each)
             feeds.append(self._feed(each, count, admitted=True))
             left -= count
-        return Batch(tuple(feeds), tuple(preempted)) if feeds else None
+        return Batch(tuple(feeds), tuple(preempted), tuple(moves)) if feeds or moves else None
 
     def advance(self, batch: Batch, chosen: Mapping[int, int]) -> list[Advance]:
         """Takes in what an iteration computed.
@@ -284,19 +299,59 @@ class Scheduler:
             if each.number in self._aborted:
                 self._aborted.remove(each.number)
                 self._end(each)
+                self._hand_over(each)
                 continue
             before = each.computed // self._block_size
             each.computed += feed.count
             each.digests = extend_digests(each.digests, each.tokens, self._block_size, self._salt)
+            leads = each.number in self._followers
             for full in range(before, each.computed // self._block_size):
-                self._cache.keep(each.blocks[full], each.digests[full])
+                self._cache.keep(each.blocks[full], each.digests[full], waited=leads)
             if feed.samples:
+                each.scored = False
+                if leads:
+                    self._share_prompt(each)
                 advances.append(self._append(each, chosen[each.number]))
         return advances
 
     def computed(self, number: int) -> int:
         """Tokens of a running sequence whose keys and values are held."""
         return next(each.computed for each in self._running if each.number == number)
+
+    def _share_prompt(self, each: ServedSequence) -> None:
+        """Lets those go on that wait for a prompt, which is computed."""
+        followers = self._followers.pop(each.number)
+        prefix = SharedPrompt(list(each.digests), len(followers))
+        for follower in followers:
+            follower.prefix = prefix
+        self._waiting.extendleft(reversed(followers))
+
+    def _hand_over(self, each: ServedSequence) -> None:
+        """Lets another sequence compute a prompt, where the one that was to has been aborted."""
+        followers = self._followers.pop(each.number, None)
+        if followers is None:
+            return
+        first, *rest = followers
+        self._waiting.appendleft(first)
+        if rest:
+            self._followers[first.number] = rest
+        else:
+            self._cache.let_go(each.digests)
+
+    def _let_go(self, leader: int) -> None:
+        """Notes that nobody waits any more for a sequence's prompt."""
+        del self._followers[leader]
+        for each in (*self._waiting, *self._running):
+            if each.number == leader:
+                self._cache.let_go(each.digests)
+
+    def _leave_prefix(self, each: ServedSequence) -> None:
+        """Notes that a sequence waits no more for the blocks of its prompt."""
+        prefix, each.prefix = each.prefix, None
+        if prefix is not None:
+            prefix.waiting -= 1
+            if not prefix.waiting:
+                self._cache.let_go(prefix.digests)
 
     def _append(self, each: ServedSequence, token: int) -> Advance:
         """Adds a token to an answer, and ends it if it was its last."""
@@ -322,9 +377,32 @@ class Scheduler:
     def _blocks_missing(self, each: ServedSequence, count: int) -> int:
         return -(-(each.computed + count) // self._block_size) - len(each.blocks)
 
+    def _available(self) -> int:
+        """Blocks that new tokens can be given."""
+        return sum(self._cache.available(rank) for rank in self._computing)
+
     def _has_blocks(self, each: ServedSequence, count: int) -> bool:
-        there = sum(self._cache.available(rank) for rank in range(self._world_size))
-        return self._blocks_missing(each, count) <= there
+        return self._blocks_missing(each, count) <= self._available()
+
+    def _long(self) -> list[ServedSequence]:
+        """Running sequences whose blocks lie on several ranks."""
+        return [each for each in self._running if len(each.tokens) >= self._limits.short]
+
+    def _make_room(self, each: ServedSequence, count: int, moves: list[Move]) -> int:
+        """Moves blocks to ranks without weights where that lets a sequence be fed.
+
+        Returns:
+            Tokens that it can be fed, at most `count`, and at least 1, for which others may have to
+            give up their blocks.
+        """
+        missing = self._blocks_missing(each, count) - self._available()
+        if not self._limits.servers or missing <= 0:
+            return count
+        long = self._long()
+        short = [other for other in self._running if len(other.tokens) < self._limits.short]
+        moves += self._mover.make_room([*long, *short], missing)
+        fits = (len(each.blocks) + self._available()) * self._block_size - each.computed
+        return max(min(count, fits), 1)
 
     def _add_blocks(self, each: ServedSequence, count: int) -> None:
         """Adds blocks, on the ranks that should own them or, where these are full, on others."""
@@ -332,7 +410,7 @@ class Scheduler:
         for number in range(missing):
             rank = self._owner(each, first + number, number, missing)
             if not self._cache.available(rank):
-                rank = max(range(self._world_size), key=self._cache.available)
+                rank = max(self._computing, key=self._cache.available)
             each.blocks.append(self._cache.take(rank))
 
     def _owner(self, each: ServedSequence, block: int, number: int, count: int) -> int:
@@ -341,16 +419,16 @@ class Scheduler:
             return each.home
         if each.computed >= each.prompt:
             stripe = block * self._block_size // self._limits.stripe
-            return (stripe + each.number) % self._world_size
-        part = number * 2 * self._world_size // count
-        return min(part, 2 * self._world_size - 1 - part)
+            return (stripe + each.number) % len(self._computing)
+        part = number * 2 * len(self._computing) // count
+        return min(part, 2 * len(self._computing) - 1 - part)
 
     def _choose_home(self, each: ServedSequence) -> int:
         """Rank that holds most of a sequence already, else one with few others and much room."""
         held = [block.rank for block in each.blocks]
         others = [other.home for other in self._running if other is not each]
         return min(
-            range(self._world_size),
+            self._computing,
             key=lambda rank: (
                 -held.count(rank),
                 others.count(rank),
@@ -362,8 +440,9 @@ class Scheduler:
     def _look_up(self, each: ServedSequence) -> None:
         """Finds the blocks of a sequence's longest prefix; its last token is always computed."""
         each.digests = extend_digests(each.digests, each.tokens, self._block_size, self._salt)
-        full = (len(each.tokens) - 1) // self._block_size
-        each.blocks = self._cache.find(each.digests[:full])
+        full = 0 if each.scored else (len(each.tokens) - 1) // self._block_size
+        waited = each.prefix is not None or each.number in self._followers
+        each.blocks = self._cache.find(each.digests[:full], waited)
         each.found = each.computed = len(each.blocks) * self._block_size
 
     def _preempt(self, each: ServedSequence) -> None:
@@ -380,4 +459,4 @@ class Scheduler:
     def _give_back(self, each: ServedSequence) -> None:
         self._cache.release(each.blocks)
         each.blocks = []
-        each.computed = each.found = 0
+        each.computed = each.found = each.settled = 0
