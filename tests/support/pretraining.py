@@ -7,11 +7,13 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping
+import tempfile
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO
 
-ROOT = Path(__file__).parents[2]
+from support.forks import ROOT, launch
+
 LOSS = re.compile(r"iteration +(\d+)/.*? lm loss: (\S+) \|")
 FLAGS = """
     --num-layers 2 --hidden-size 64 --ffn-hidden-size 96 --num-attention-heads 4
@@ -35,13 +37,11 @@ def start(
     output: IO[str] | int = subprocess.PIPE,
     environment: Mapping[str, str] | None = None,
 ) -> subprocess.Popen[str]:
+    """Starts a run by torchrun, in processes that import everything for themselves."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command += ["--nproc-per-node", str(processes), "pretrain_gpt.py"]
-    # Megatron-LM's loop has not our tokenizer of bytes.
-    command += [*TOKENIZERS["megatron" if "megatron" in flags else "lean"], *FLAGS]
-    command += ["--data-path", corpus, *flags]
     return subprocess.Popen(
-        command,
+        [*command, *_arguments(corpus, flags)],
         cwd=ROOT,
         env=os.environ
         | {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
@@ -53,15 +53,34 @@ def start(
     )
 
 
+def _arguments(corpus: str, flags: Sequence[str]) -> list[str]:
+    # Megatron-LM's loop has not our tokenizer of bytes.
+    tokenizer = TOKENIZERS["megatron" if "megatron" in flags else "lean"]
+    return [*tokenizer, *FLAGS, "--data-path", corpus, *flags]
+
+
 def run(processes: int, corpus: str, *flags: str, status: int = 0) -> tuple[dict[int, str], str]:
     """The losses as they were printed, by iteration, and the whole output."""
-    process = start(processes, corpus, *flags)
-    try:
-        output, _ = process.communicate(timeout=300)
-    finally:
-        kill_all(process)
-    assert (process.returncode == 0) == (status == 0), output[-3000:]
+    output = run_command(processes, _arguments(corpus, flags), status)
     return {int(i): loss for i, loss in LOSS.findall(output)}, output
+
+
+def run_command(processes: int, arguments: Sequence[str], status: int = 0) -> str:
+    """Runs a command line to its end on ranks that are forks, and returns what it printed."""
+    with tempfile.TemporaryDirectory() as folder:
+        printed = Path(folder) / "printed"
+        launcher = launch(processes, arguments, printed)
+        try:
+            launcher.join(timeout=300)
+            code = launcher.exitcode
+        finally:
+            for pid in descendants(launcher.pid):
+                os.kill(pid, signal.SIGKILL)
+            launcher.kill()
+        output = printed.read_text()
+    assert code is not None, f"it did not end: {output[-3000:]}"
+    assert (code == 0) == (status == 0), output[-3000:]
+    return output
 
 
 def kill_all(process: subprocess.Popen[str]) -> None:

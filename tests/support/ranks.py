@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import importlib
-import multiprocessing
 import sys
 import tempfile
 import time
@@ -15,6 +14,8 @@ from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
+
+from support.forks import forking
 
 MAX_WORLD_SIZE = 4
 MAX_THREADS = 40
@@ -100,7 +101,7 @@ class Ranks:
         if self._processes and all(process.is_alive() for process in self._processes):
             return
         self.close()
-        context = multiprocessing.get_context("spawn")
+        context = forking()
         for _ in range(MAX_WORLD_SIZE):
             mine, its = context.Pipe()
             process = context.Process(

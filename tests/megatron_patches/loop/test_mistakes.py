@@ -17,7 +17,7 @@ from megatron_patches.loop.gpt_job import GPT_JOB
 from megatron_patches.loop.lean.training import LaunchedProcess, _arguments_or_exit
 from megatron_patches.loop.preflight import check_read, check_written, lock_save
 from support.checkpoints import write_checkpoint
-from support.pretraining import FLAGS, TOKENIZERS, run
+from support.pretraining import FLAGS, TOKENIZERS, kill_all, start
 
 MOST_LINES = 5
 # Name, flags beside good ones (of a run on two ranks, with {folder} for files made below), what
@@ -197,7 +197,12 @@ def test_good_flags_are_accepted(corpus, folder, caplog) -> None:
 def test_two_ranks_tell_it_once_above_the_launcher_s_lines(flags, message, folder, corpus) -> None:
     """In a whole run, which also tells what libraries print."""
     given = flags.format(folder=folder).split()
-    _, output = run(2, corpus, "--train-iters", "2", *given, status=2)
+    process = start(2, corpus, "--train-iters", "2", *given)
+    try:
+        output, _ = process.communicate(timeout=300)
+    finally:
+        kill_all(process)
+    assert process.returncode
     lines = output.splitlines()
     launcher = next(i for i, line in enumerate(lines) if "torch/distributed/elastic" in line)
     assert sum(message.format(folder=folder) in line for line in lines) == 1

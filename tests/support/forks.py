@@ -1,0 +1,101 @@
+"""Processes that are forked from one that has imported torch and Megatron.
+
+The imports take each process several seconds of a core, and training a small model one or two.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import runpy
+import sys
+from collections.abc import Mapping, Sequence
+from multiprocessing.connection import wait
+from multiprocessing.context import BaseContext
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+IMPORTED = (
+    "torch.distributed.checkpoint",
+    "megatron_patches.upstream",
+    "megatron_patches.loop.lean.training",
+    # Only where megatron-core has it.
+    "megatron.training.training",
+)
+
+
+def forking() -> BaseContext:
+    """Returns multiprocessing's way to start such processes.
+
+    With a GPU each process imports for itself, as CUDA does not outlive a fork.
+    """
+    import torch
+
+    if torch.cuda.is_available():
+        return multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(list(IMPORTED))
+    return context
+
+
+def launch(processes: int, arguments: Sequence[str], output: Path) -> BaseProcess:
+    """Starts `pretrain_gpt.py` on several ranks, which find what torchrun tells them.
+
+    Args:
+        processes: number of ranks.
+        arguments: of the command.
+        output: file that takes what all processes print.
+
+    Returns:
+        The launcher's process; its exit code is 0 where those of all ranks are.
+    """
+    # Daemons may have no children.
+    launcher = forking().Process(target=_launch, args=(processes, arguments, output), daemon=False)
+    launcher.start()
+    return launcher
+
+
+def _launch(processes: int, arguments: Sequence[str], output: Path) -> None:
+    from torch.distributed import TCPStore
+
+    with output.open("wb") as file:
+        for stream in (sys.stdout, sys.stderr):
+            os.dup2(file.fileno(), stream.fileno())
+    store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    told = {
+        "MASTER_ADDR": "localhost",
+        "MASTER_PORT": str(store.port),
+        "WORLD_SIZE": str(processes),
+        "TORCHELASTIC_RUN_ID": "forks",
+        "TORCHELASTIC_RESTART_COUNT": "0",
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+    }
+    running = {}
+    for rank in range(processes):
+        its = told | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+        process = multiprocessing.get_context("fork").Process(target=_train, args=(arguments, its))
+        process.start()
+        running[process.sentinel] = process
+    failed = False
+    while running:
+        for sentinel in wait(running):
+            process = running.pop(sentinel)
+            process.join()
+            if process.exitcode and not failed:
+                failed = True
+                for other in running.values():
+                    other.terminate()
+    sys.exit(failed)
+
+
+def _train(arguments: Sequence[str], told: Mapping[str, str]) -> None:
+    import torch
+
+    # As torchrun's processes do.
+    os.setsid()
+    torch.set_num_threads(1)
+    os.chdir(ROOT)
+    os.environ |= told
+    sys.argv = ["pretrain_gpt.py", *arguments]
+    runpy.run_path(sys.argv[0], run_name="__main__")
