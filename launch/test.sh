@@ -8,8 +8,8 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 . launch/common.sh
 
-# Two at a time, file by file, since files have fixtures that take long.
-pytest_flags=(-q -n 2 --dist loadfile)
+# Two at a time, file by file, since files have fixtures that take long; tests/conftest.py orders them.
+pytest_flags=(-q -n 2 --dist loadfile --no-loadscope-reorder)
 if [ "${1:-}" = --megatron ]; then
     version=${2:-}
     version_of_megatron "$version"

@@ -10,6 +10,8 @@ import pytest
 from support.pretraining import ROOT
 from support.ranks import Chosen, Ranks
 
+LONG = ("tests/training/", "tests/megatron_patches/loop/", "tests/serve/")
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
@@ -26,8 +28,23 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--full",
         action="store_true",
-        help="run storms, soaks and tables at their stated size instead of a short part of them",
+        help="run all cases of parity, and storms, soaks and tables at their stated size, instead "
+        "of a short part of them",
     )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Makes the mark known."""
+    config.addinivalue_line("markers", "full: runs with --full alone")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Skips what `--full` runs, and begins with what takes long, as xdist hands files out."""
+    if not config.getoption("--full"):
+        for item in items:
+            if item.get_closest_marker("full"):
+                item.add_marker(pytest.mark.skip(reason="runs with --full"))
+    items.sort(key=lambda item: not item.nodeid.startswith(LONG))
 
 
 @pytest.fixture(scope="session")

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 
 from support.models import StepsDone, whole_gradients
 
 WHOLE = "--no-distca-ping-pong"
-both_ways = pytest.mark.parametrize(
-    "nano_batches", [["--distca-ping-pong"], [WHOLE]], ids=["ping-pong", "whole"]
-)
+NANO_BATCHES = ("--distca-ping-pong", WHOLE)
 RECOMPUTE = (
     "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1".split()
 )

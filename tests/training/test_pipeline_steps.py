@@ -73,7 +73,7 @@ def test_an_evaluation_has_forward_ticks_only(ranks) -> None:
     for layout in ("PP2-DP2", "PP2-VPP2"):
         world_size, flags = flags_of(layout, 5)
         found = ranks.run(evaluation_loss, flags, documents(5), world_size=world_size)
-        assert found == pytest.approx([plain(ranks, 5, 2).losses[0]] * world_size, rel=1e-5)
+        assert found == pytest.approx([plain(ranks, 5).losses[0]] * world_size, rel=1e-5)
 
 
 def test_a_global_batch_can_be_run_again(ranks) -> None:
@@ -81,7 +81,7 @@ def test_a_global_batch_can_be_run_again(ranks) -> None:
     for layout in ("PP2-DP2", "PP2-VPP2"):
         world_size, flags = flags_of(layout, 3)
         found = ranks.run(losses_of_reruns, flags, documents(3), world_size=world_size)
-        assert found == [[pytest.approx(plain(ranks, 3, 2).losses[0], rel=1e-5)] * 3] * world_size
+        assert found == [[pytest.approx(plain(ranks, 3).losses[0], rel=1e-5)] * 3] * world_size
 
 
 def losses_of_reruns(flags: list[str], lengths: list[int]) -> list[float]:
