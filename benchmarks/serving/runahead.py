@@ -5,12 +5,14 @@
 The costs of Llama 7B are fitted to the paper's times on one GPU (Table 3), those of other models to
 its times with all-gathers on 4 GPUs from 4k tokens on (Tables 1 and 2), less the exchange. Chains,
 even and searched, and all-gathers are then simulated by `distca/simulate/chain.py` with the paper's
-kernels, which compute products with later keys, too. Writes `runahead.md`, and prints it.
+kernels, which compute products with later keys, too. What partitions leave for decoding is
+simulated on H100s. Writes `runahead.md`, and prints it.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -19,17 +21,36 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parents[2]))  # as benchmarks/__init__.py says
 
+from distca.cost.model_sizes import MODELS
+from distca.plan import Mask, Placement
 from distca.plan.span import Int64s
+from distca.schedule.serving import (
+    held_after,
+    nobody_holds,
+    shard_evenly,
+    shard_in_stripes,
+    step_plan,
+)
 from distca.schedule.serving.partitions import (
+    Chain,
     PartitionTable,
     cut_prompt,
     even_shares,
     search_partition,
 )
+from distca.schedule.serving.restripe import restripe
+from distca.simulate import CLUSTERS
 from distca.simulate.chain import ChainCosts, fit_alone
+from distca.simulate.serving import (
+    InferenceCosts,
+    searched_shares,
+    simulate_restripe,
+    simulate_step,
+)
 
 K = 1024
 FINEST = 64
+STRIPE = 16
 FAST, SLOW, POOR = 300.0, 10.0, 1.0
 """Gigabytes a second of the paper's three networks."""
 
@@ -200,9 +221,9 @@ def slow_text() -> list[str]:
         costs = llama(ranks, speed)
         for each, measured in times.items():
             tokens = K * each
-            best = seconds(costs, searched(costs, tokens))
-            gather, alone = costs.all_gather_seconds(tokens), costs.alone(tokens)
-            choice = "chain" if best < alone else "one GPU"
+            parts = searched(costs, tokens)
+            best, gather = seconds(costs, parts), costs.all_gather_seconds(tokens)
+            choice = "chain" if parts[1] else "one GPU"
             theirs = "chain" if measured < ALONE[each] else "one GPU"
             rows.append(
                 f"| {speed:g} GB/s | {ranks} | {each}k | {best:.2f} | {measured:.2f} "
@@ -247,23 +268,6 @@ def interpolated_text() -> list[str]:
             looked_up = seconds(costs, cut_prompt(tokens, table.at(tokens)))
             best = seconds(costs, searched(costs, tokens))
             rows.append(f"| {ranks} | {each}k | {best:.3f} | {looked_up / best - 1:+.2%} |")
-    noisy = []
-    for speed in (FAST, SLOW):
-        for ranks in (4, 8):
-            costs = llama(ranks, speed)
-            parts = searched(costs, 8 * K)
-            gather = costs.all_gather_seconds(8 * K)
-            chains, gathers = [], []
-            for slow in range(ranks - 1):
-                speeds = list(costs.gb_per_s)
-                speeds[slow] /= 2
-                hurt = replace(costs, gb_per_s=tuple(speeds))
-                chains.append(seconds(hurt, parts) / seconds(costs, parts) - 1)
-                gathers.append(hurt.all_gather_seconds(8 * K) / gather - 1)
-            noisy.append(
-                f"| {speed:g} GB/s | {ranks} | {np.mean(chains):+.1%} | {max(chains):+.1%} "
-                f"| {np.mean(gathers):+.1%} |"
-            )
     return [
         "## Interpolated partitions (Figure 10)",
         "",
@@ -273,17 +277,92 @@ def interpolated_text() -> list[str]:
         "| --- | --- | --- | --- |",
         *rows,
         "",
+    ]
+
+
+def noisy_text() -> list[str]:
+    """Single links at half speed (Figure 11)."""
+    noisy = []
+    for speed in (FAST, SLOW):
+        for ranks in (4, 8):
+            costs = llama(ranks, speed)
+            parts = searched(costs, 8 * K)
+            gather = costs.all_gather_seconds(8 * K)
+            chains, known, gathers = [], [], []
+            for slow in range(ranks - 1):
+                speeds = list(costs.gb_per_s)
+                speeds[slow] /= 2
+                hurt = replace(costs, gb_per_s=tuple(speeds))
+                chains.append(seconds(hurt, parts) / seconds(costs, parts) - 1)
+                again = seconds(hurt, searched(hurt, 8 * K))
+                known.append(again / seconds(costs, parts) - 1)
+                gathers.append(hurt.all_gather_seconds(8 * K) / gather - 1)
+            noisy.append(
+                f"| {speed:g} GB/s | {ranks} | {np.mean(chains):+.1%} | {max(chains):+.1%} "
+                f"| {np.mean(known):+.1%} | {max(known):+.1%} | {np.mean(gathers):+.1%} |"
+            )
+    return [
         "## One link at half its speed (Figure 11), 8k tokens",
         "",
-        "| network | GPUs | chain, mean over links | worst link | all-gather |",
-        "| --- | --- | --- | --- | --- |",
+        "*Known*: the partition is searched for these links.",
+        "",
+        "| network | GPUs | chain, mean over links | worst link | known, mean | worst link "
+        "| all-gather |",
+        "| --- | --- | --- | --- | --- | --- | --- |",
         *noisy,
         "",
         "A chain's last links carry the most rows. Where links have room to spare a slow one costs "
-        "nothing; where they are the limit, a slow last link costs a chain more than an "
-        "all-gather.",
+        "nothing; where they are the limit, a slow last link costs a chain that was searched "
+        "without it more than an all-gather. Searched for the links as they are, a chain loses "
+        "less on average.",
         "",
     ]
+
+
+def decode_text() -> list[str]:
+    """Rows that partitions leave with ranks, and what moving them costs and gains."""
+    costs = InferenceCosts(MODELS["llama-8b"], CLUSTERS["dgx-h100"])
+    cost_model = costs.cluster.inference_cost(costs.shape)
+    rows = []
+    for ranks, thousands, sequences in itertools.product((4, 8), (32, 128), (1, 16)):
+        ends = np.full(sequences, thousands * K)
+        shares = searched_shares(thousands * K, costs, cost_model, ranks)
+        chain = held_after(nobody_holds(ranks), Chain(ranks, shares)(0 * ends, ends))
+        even = held_after(nobody_holds(ranks), shard_evenly(0 * ends, ends, ranks))
+        move = restripe(tuple(range(sequences)), chain, chain, STRIPE)
+        assert move is not None, "a searched chain is uneven"
+        moving, nbytes = simulate_restripe(move, costs)
+        uneven, evened, ring = (
+            decode_seconds(held, ends, costs) for held in (chain, move.after, even)
+        )
+        most = chain.tokens_per_rank().max() / chain.tokens_per_rank().mean()
+        rows.append(
+            f"| {ranks} | {thousands}k | {sequences} | {most:.2f} | {1e3 * uneven:.2f} "
+            f"| {1e3 * evened:.2f} | {1e3 * ring:.2f} | {nbytes / 1e6:,.0f} | {1e3 * moving:.2f} "
+            f"| {int(np.ceil(moving / (uneven - evened)))} |"
+        )
+    return [
+        "## Decoding behind a chain, and re-striping before it (Llama 8B on H100s, one node)",
+        "",
+        "A ring's zigzag and an even partition leave equal shares of keys and values with all "
+        "ranks, a searched chain does not, and a decode step takes as long as the rank with most. "
+        "`--restripe` moves the surplus once. *Pays after*: decoded tokens whose gain is the "
+        "move's time.",
+        "",
+        "| GPUs | tokens | sequences | rows, most over mean | decode step, ms | re-striped, ms "
+        "| behind a ring, ms | moved, MB | move, ms | pays after |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |",
+        *rows,
+        "",
+    ]
+
+
+def decode_seconds(held: Placement, ends: Int64s, costs: InferenceCosts) -> float:
+    """Seconds of a step that decodes a token of each sequence."""
+    numbers = np.arange(len(ends))
+    new = shard_in_stripes(ends, ends + 1, numbers, STRIPE, held.world_size)
+    plan = step_plan(held, new, "pass-q", Mask())
+    return simulate_step([plan] * costs.model.layers, costs).seconds
 
 
 def main() -> None:
@@ -299,6 +378,8 @@ def main() -> None:
         *speed_ups_text(),
         *slow_text(),
         *interpolated_text(),
+        *noisy_text(),
+        *decode_text(),
     ]
     text = "\n".join(lines).rstrip() + "\n"
     output.mkdir(parents=True, exist_ok=True)

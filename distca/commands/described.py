@@ -93,25 +93,30 @@ def add_selection_flags(group: Group, default: str, partitions: str) -> None:
     """
     group.add_argument(
         "--prefill-strategy",
-        choices=(*STRATEGIES, "auto", RUNAHEAD),
+        choices=(*STRATEGIES, "auto", RUNAHEAD, "all-gather"),
         default=default,
         help="What travels in prefills: keys and values, or queries and their outputs; auto "
         "chooses for each prefill. With runahead keys travel down a chain of ranks, which have "
-        "contiguous parts of a prompt.",
+        "contiguous parts of a prompt; with all-gather, a baseline, all keys to all ranks.",
     )
-    group.add_argument(
-        "--partition",
-        default="even",
-        metavar="P",
-        help=f"Parts of a prompt with runahead: even, {partitions}, or each part's share, the "
-        "first first: 0.4,0.33,0.27.",
-    )
+    add_partition_flag(group, partitions)
     group.add_argument(
         "--selector",
         choices=SELECTORS,
         default="simulated",
         help="Who chooses with auto: the least predicted seconds of both plans, or the rule of the "
         "paper (Algorithm 5).",
+    )
+
+
+def add_partition_flag(group: Group, partitions: str) -> None:
+    """Adds the flag of a chain's partition, beside `partitions` that are not given as shares."""
+    group.add_argument(
+        "--partition",
+        default="even",
+        metavar="P",
+        help=f"Parts of a prompt with runahead: even, {partitions}, or each part's share, the "
+        "first first: 0.4,0.33,0.27.",
     )
 
 

@@ -11,9 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from distca.commands.command_line import Parser
-from distca.commands.described import RUNAHEAD, add_selection_flags, given_shares
-from distca.cost.profile import Profile
-from distca.schedule.serving.partitions import Chain, load_partitions
+from distca.commands.described import RUNAHEAD, add_selection_flags
+from distca.commands.served_chain import served_chain, tell_of_lengths
 from distca.timeline import write_trace
 
 _EPILOG = """
@@ -56,7 +55,7 @@ def build_parser() -> Parser:
         metavar="T",
         help="Processes that share each layer of a rank.",
     )
-    add_selection_flags(how, "auto", "a table that `distca tune partitions` wrote")
+    add_selection_flags(how, "auto", "searched, a table that `distca tune partitions` wrote")
     how.add_argument(
         "--profile",
         type=Path,
@@ -77,6 +76,12 @@ def build_parser() -> Parser:
         default=16,
         metavar="N",
         help="Consecutive decoded positions that one rank owns.",
+    )
+    how.add_argument(
+        "--restripe",
+        action="store_true",
+        help="Move keys and values after each prefill, so that all ranks hold equal shares but for "
+        "a stripe, as a chain does not leave them.",
     )
     how.add_argument(
         "--block-size",
@@ -137,7 +142,7 @@ def main(argv: Sequence[str]) -> int:
     from distca.serve.chat import Conversations, Prompts, read_conversations, read_prompt_ids
     from distca.serve.check import compare
     from distca.serve.models import DTYPES, load_tokenizer, read_model
-    from distca.serve.pool_size import PoolSize
+    from distca.serve.pool_size import PoolSize, Sharing
     from distca.serve.rank_processes import RankError, RankProcesses, RankSettings
     from distca.serve.sampling import Sampling
 
@@ -153,24 +158,28 @@ def main(argv: Sequence[str]) -> int:
     else:
         assert tokenizer is not None
         work = Prompts(model, [tokenizer.encode(text) for text in args.prompt], most)
-    sharing = args.context_parallel_size, args.cp_kv_cache_interleave_size
-    sharding = _sharding(args, model, work.lengths if isinstance(work, Prompts) else [])
+    known = work.lengths if isinstance(work, Prompts) else []
+    sharing = Sharing(
+        args.context_parallel_size,
+        args.cp_kv_cache_interleave_size,
+        served_chain(args, model, known),
+        args.restripe,
+    )
+    tell_of_lengths("generate", sharing.sharding, args.partition, known)
     if args.kv_cache_memory_bytes is None:
-        pool = work.pool_size(*sharing, args.block_size, sharding)
+        pool = work.pool_size(sharing, args.block_size)
     else:
         pool = PoolSize.of_bytes(args.kv_cache_memory_bytes, args.block_size, model)
-    work.fit(pool, *sharing, sharding)
+    work.fit(pool, sharing)
     stops = frozenset() if args.ignore_eos else model.stops
     settings = RankSettings(
         model,
-        sharing[0],
+        sharing,
         _strategy(args, model),
-        sharing[1],
         Sampling(most, args.temperature, args.seed, stops),
         keeps_logits=args.check,
         pool=pool,
         records=args.trace is not None,
-        sharding=sharding,
         enforce_eager=args.enforce_eager,
     )
     shown = _Shown(tokenizer, quiet=args.json or len(work) > 1)
@@ -186,6 +195,9 @@ def main(argv: Sequence[str]) -> int:
         return 2
     if args.trace is not None:
         write_trace(args.trace, timelines)
+    if not known:
+        prompts = [len(each.token_ids) for each in done]
+        tell_of_lengths("generate", sharing.sharding, args.partition, prompts)
     rows: list[dict[str, Any]] = [
         {
             "token_ids": each.answer.token_ids,
@@ -222,38 +234,10 @@ def _strategy(args: argparse.Namespace, model: Any) -> Any:
         return "pass-kv"
     if args.prefill_strategy != "auto":
         return args.prefill_strategy
-    import torch
+    from distca.serve.selection import machine_of
 
-    from distca.serve.selection import Machine
-
-    profile = None if args.profile is None else Profile.load(args.profile)
-    machine = Machine.described(torch.cuda.is_available(), args.node_gb_per_s, profile)
+    machine = machine_of(args.profile, args.node_gb_per_s)
     return machine.selector(args.selector, model.shape, args.context_parallel_size)
-
-
-def _sharding(args: argparse.Namespace, model: Any, lengths: Sequence[int]) -> Chain | None:
-    """The chain that owns the tokens of prefills; None: all ranks own them evenly.
-
-    Args:
-        args: flags.
-        model: model that answers.
-        lengths: tokens of the prompts, as far as they are known.
-    """
-    from distca.serve.selection import hardware
-
-    ranks = args.context_parallel_size
-    shares = given_shares(args, ranks)
-    if shares is not None or args.prefill_strategy != RUNAHEAD:
-        return None if shares is None else Chain(ranks, shares)
-    table = load_partitions(Path(args.partition))
-    table.check(model.description, hardware(), ranks)
-    if beyond := [length for length in lengths if not table.covers(length)]:
-        sys.stderr.write(
-            f"distca generate: {args.partition} has partitions of {min(table.shares):,} to "
-            f"{max(table.shares):,} tokens, and prompts of {min(beyond):,} to {max(beyond):,} "
-            "take the nearest\n"
-        )
-    return Chain(ranks, table)
 
 
 class _Shown:

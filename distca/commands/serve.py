@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from distca.commands.command_line import Parser
+from distca.commands.described import RUNAHEAD, add_partition_flag
+from distca.commands.served_chain import served_chain, tell_of_lengths
 from distca.schedule.serving import STRATEGIES
 
 _EPILOG = """
@@ -95,10 +97,12 @@ def build_parser() -> Parser:
     )
     ranks.add_argument(
         "--prefill-strategy",
-        choices=STRATEGIES,
+        choices=(*STRATEGIES, RUNAHEAD),
         default="pass-kv",
-        help="What travels in chunks of long prompts: keys and values, or queries and outputs.",
+        help="What travels in chunks of long prompts: keys and values, or queries and outputs. "
+        "With runahead keys travel down a chain of ranks, which have contiguous parts of a chunk.",
     )
+    add_partition_flag(ranks, "searched, a table that `distca tune partitions` wrote")
     ranks.add_argument(
         "--context-parallel-threshold",
         type=int,
@@ -195,6 +199,7 @@ def main(argv: Sequence[str]) -> int:
     listening = Address(args.host, args.port).bind()
     served = read_model(args.model, DTYPES[args.dtype], args.tensor_parallel_size)
     check_block_size(args.block_size, served.shape.head_dim)
+    chain = served_chain(args, served)
     tokenizer = load_tokenizer(args.model)
     if not getattr(tokenizer, "is_fast", False):
         raise ValueError(
@@ -206,6 +211,7 @@ def main(argv: Sequence[str]) -> int:
             f"--max-model-len {positions:,}: the model has {served.positions:,} positions"
         )
     salt = json.dumps([args.model, args.dtype, served.config.to_dict()], default=str)
+    tell_of_lengths("serve", chain, args.partition, [args.context_parallel_threshold, positions])
     processes = args.context_parallel_size * args.tensor_parallel_size
     if 0 < gpus < processes:
         raise ValueError(
@@ -220,12 +226,13 @@ def main(argv: Sequence[str]) -> int:
         positions,
         args.context_parallel_size,
         args.tensor_parallel_size,
-        args.prefill_strategy,
+        args.prefill_strategy if chain is None else "pass-kv",
         Limits(
             args.max_num_seqs,
             args.max_num_batched_tokens,
             args.cp_kv_cache_interleave_size or args.block_size,
             args.context_parallel_threshold,
+            chain=chain,
         ),
         args.block_size,
         args.kv_cache_memory_bytes or (None if gpus else _CPU_CACHE_BYTES),

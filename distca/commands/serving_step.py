@@ -12,8 +12,9 @@ import argparse
 import json
 import sys
 from dataclasses import asdict, dataclass
+from functools import cache, partial
 from pathlib import Path
-from typing import Literal
+from typing import Literal, get_args
 
 import numpy as np
 
@@ -28,6 +29,7 @@ from distca.commands.described import (
     given_shares,
     model_of,
 )
+from distca.commands.served_chain import SEARCHED
 from distca.commands.serving_report import as_json, format_plan, format_simulated, plot_steps
 from distca.cost.kernel_time import CostModel
 from distca.cost.profile import Profile
@@ -38,13 +40,14 @@ from distca.schedule.serving import (
     STRATEGIES,
     PaperRule,
     Selector,
+    Sharding,
     Strategy,
     nobody_holds,
     shard_evenly,
     shard_in_stripes,
     step_plan,
 )
-from distca.schedule.serving.partitions import Chain, PartitionTable
+from distca.schedule.serving.partitions import Chain, Shares, shard_in_chain
 from distca.schedule.serving.report import describe_steps
 from distca.simulate import save_trace
 from distca.simulate.serving import (
@@ -56,8 +59,6 @@ from distca.simulate.serving import (
 
 Kind = Literal["prefill", "decode"]
 KINDS: tuple[Kind, ...] = ("prefill", "decode")
-SEARCHED = "searched"
-"""Value of `--partition` by which parts are searched on the described cluster."""
 HELD = ("evenly", "stripes", "first-rank")
 
 _DESCRIPTIONS = {
@@ -207,7 +208,7 @@ class StepCase:
         if strategy == RUNAHEAD:
             return "pass-kv"
         if strategy != "auto":
-            return next(each for each in STRATEGIES if each == strategy)
+            return next(each for each in get_args(Strategy) if each == strategy)
         return self.selector(selector).choose(self.held, self.new, self.plan)
 
     def selector(self, name: str) -> Selector:
@@ -259,7 +260,7 @@ def read_case(args: argparse.Namespace, kind: Kind) -> StepCase:
     if kind == "decode":
         owners = shard_in_stripes(starts, starts + new, numbers, stripe, ranks)
     elif args.prefill_strategy == RUNAHEAD:
-        owners = _chain(args, costs, cost_model, int(starts.max()))(starts, starts + new)
+        owners = _chain(args, costs, cost_model)(starts, starts + new)
     else:
         given_shares(args, ranks)
         owners = shard_evenly(starts, starts + new, ranks)
@@ -273,9 +274,7 @@ def read_case(args: argparse.Namespace, kind: Kind) -> StepCase:
     )
 
 
-def _chain(
-    args: argparse.Namespace, costs: InferenceCosts, cost_model: CostModel, cached: int
-) -> Chain:
+def _chain(args: argparse.Namespace, costs: InferenceCosts, cost_model: CostModel) -> Sharding:
     """The chain of a prefill that `--partition` describes."""
     ranks = args.context_parallel_size
     shares = given_shares(args, ranks)
@@ -286,11 +285,12 @@ def _chain(
         )
     if shares is not None:
         return Chain(ranks, shares)
-    searched = {
-        tokens: searched_shares(tokens, costs, cost_model, ranks, cached)
-        for tokens in set(args.new_tokens)
-    }
-    return Chain(ranks, PartitionTable("", "", ranks, searched))
+
+    @cache
+    def searched(start: int, end: int) -> Shares:
+        return searched_shares(end - start, costs, cost_model, ranks, start)
+
+    return partial(shard_in_chain, ranks=ranks, shares_of=searched)
 
 
 def _held(starts: Int64s, how: str, stripe: int, ranks: int) -> Placement:
@@ -348,7 +348,7 @@ def simulate(argv: list[str]) -> int:
     case = read_case(args, kind)
     strategy = _chosen(args, case)
     tried: tuple[Strategy, ...] = (strategy,)
-    choosing = kind == "prefill" and args.prefill_strategy != RUNAHEAD
+    choosing = kind == "prefill" and args.prefill_strategy in (*STRATEGIES, "auto")
     if choosing:
         tried = STRATEGIES
     plans: dict[str, Plan] = {each: case.plan(each) for each in tried}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,17 @@ import numpy as np
 from tqdm import tqdm
 
 from distca.commands.command_line import Parser, check_output
-from distca.cost.profile import Profile
+from distca.schedule.serving.partitions import (
+    Chain,
+    PartitionTable,
+    Parts,
+    SearchedBy,
+    Shares,
+    cut_prompt,
+    even_shares,
+    load_partitions,
+    search_partition,
+)
 
 _EPILOG = """
 example:
@@ -21,10 +31,13 @@ example:
   distca generate MODEL --context-parallel-size 4 --prefill-strategy runahead \\
       --partition chain.json --prompt "The sky is"
 
-The search simulates this machine, by `--profile` where it is given. Lengths that the file has
-already are kept, so an interrupted search goes on. Prompts of other lengths take what lies between.
+The search simulates this machine, by `--profile` where it is given; with `--measure` it starts the
+ranks, and runs prefills. What the file has already is kept, so an interrupted search goes on.
+Prompts of other lengths take what lies between. Where no chain is faster, one rank has all tokens.
 """
 _WIDTH = 48
+_FINEST = 64
+"""Part of a prompt that is the last stride of a search on ranks."""
 
 
 def build_parser() -> Parser:
@@ -63,13 +76,26 @@ def build_parser() -> Parser:
         help="Speed of a rank's link to another. Default: NVLink's, or what processes reach.",
     )
     parser.add_argument(
+        "--measure",
+        choices=("cpu", "wall"),
+        help="Run prefills on the ranks of this machine, and go by the most CPU seconds of a "
+        "process, or by the seconds to the first token.",
+    )
+    parser.add_argument(
+        "--rounds",
+        type=int,
+        default=3,
+        metavar="N",
+        help="Prefills of each partition with --measure, whose median counts.",
+    )
+    parser.add_argument(
         "--output", type=Path, required=True, metavar="FILE", help="The table, as JSON."
     )
     return parser
 
 
 def main(argv: Sequence[str]) -> int:
-    """Runs the command and returns its exit status.
+    """Runs the command and returns its exit status: 2 if ranks failed.
 
     Raises:
         ValueError: the flags, the model or the file cannot be used.
@@ -77,61 +103,140 @@ def main(argv: Sequence[str]) -> int:
     """
     args = build_parser().parse(argv)
     _check_flags(args)
-    import torch
-
-    from distca.schedule.serving.partitions import PartitionTable, Shares, load_partitions
-    from distca.serve.models import DTYPES, model_size, read_model
-    from distca.serve.selection import Machine, hardware
-    from distca.simulate.serving import InferenceCosts, searched_shares
+    from distca.serve.models import DTYPES, read_model
+    from distca.serve.rank_processes import RankError
+    from distca.serve.selection import hardware
 
     model = read_model(args.model, DTYPES[args.dtype], args.tensor_parallel_size)
-    profile = None if args.profile is None else Profile.load(args.profile)
-    machine = Machine.described(torch.cuda.is_available(), args.node_gb_per_s, profile)
-    costs = InferenceCosts(
-        model_size(model),
-        machine.of_ranks(args.context_parallel_size * args.tensor_parallel_size),
-        args.tensor_parallel_size,
-        model.dtype.itemsize,
-    )
-    if profile is not None and profile.shape != costs.shape:
-        raise ValueError(
-            f"--profile {args.profile} was measured for {profile.shape}, but a rank has "
-            f"{costs.shape}: run `distca profile` with these heads"
-        )
-    cost_model = profile or costs.cluster.inference_cost(costs.shape)
-    ranks, found = args.context_parallel_size, dict[int, Shares]()
+    made_for = model.description, hardware(), args.context_parallel_size
+    by: SearchedBy = args.measure or "simulated"
+    found: dict[int, Shares] = {}
+    trials: dict[int, dict[Parts, float]] = {}
     if args.output.exists():
         table = load_partitions(args.output)
-        table.check(model.description, hardware(), ranks)
-        found = dict(table.shares)
-    missing = [length for length in sorted(set(args.lengths)) if length not in found]
-    for length in tqdm(missing, unit="length", disable=not sys.stderr.isatty()):
-        found[length] = searched_shares(length, costs, cost_model, ranks)
-        PartitionTable(model.description, hardware(), ranks, found).save(args.output)
-    lines = [_described(length, found[length], costs, cost_model) for length in sorted(found)]
+        table.check(*made_for)
+        if table.by != by:
+            raise ValueError(
+                f"--output {args.output} has partitions by {table.by} seconds, not {by}: give "
+                "another file, or the flags that made it"
+            )
+        found |= table.shares
+        trials |= {tokens: dict(tried) for tokens, tried in table.trials.items()}
+
+    def save() -> None:
+        PartitionTable(*made_for, found, by, trials).save(args.output)
+
+    missing = [length for length in sorted({*args.lengths}) if length not in found]
+    try:
+        if args.measure is None:
+            described = _search_simulated(args, model, missing, found, save)
+        else:
+            described = _search_measured(args, model, missing, found, trials, save)
+    except RankError as error:
+        sys.stderr.write(f"distca tune: {error}\n")
+        return 2
+    lines = [_described(length, found[length], *described(length)) for length in sorted(found)]
     sys.stdout.write("\n".join(lines) + f"\nwritten to {args.output}\n")
     return 0
 
 
-def _described(tokens: int, shares: tuple[float, ...], costs: Any, cost_model: Any) -> str:
-    """A partition beside the even one, as a line of figures and a bar of each."""
+Described = Callable[[int], tuple[float, float, str]]
+"""Tells seconds of a length's found partition and of the even one, and what kind they are."""
+
+
+def _search_simulated(
+    args: argparse.Namespace,
+    model: Any,
+    lengths: Sequence[int],
+    found: dict[int, Shares],
+    save: Callable[[], None],
+) -> Described:
+    """Searches lengths by simulated seconds, and saves after each."""
     from distca.plan import Mask
     from distca.schedule.serving import nobody_holds, step_plan
-    from distca.schedule.serving.partitions import Chain, even_shares
-    from distca.simulate.serving import simulate_step
+    from distca.serve.selection import machine_of
+    from distca.simulate.serving import searched_shares, simulate_step
 
-    ranks, seconds = len(shares), []
-    start, end = np.zeros(1, dtype=np.int64), np.array([tokens], dtype=np.int64)
-    for partition in (shares, even_shares(ranks)):
-        new = Chain(ranks, partition)(start, end)
+    ranks = args.context_parallel_size
+    costs, cost_model = machine_of(args.profile, args.node_gb_per_s).costs(model, ranks)
+    for length in tqdm(lengths, unit="length", disable=not sys.stderr.isatty()):
+        found[length] = searched_shares(length, costs, cost_model, ranks)
+        save()
+
+    def seconds(tokens: int, shares: Shares) -> float:
+        new = Chain(ranks, shares)(np.zeros(1, dtype=np.int64), np.array([tokens]))
         plan = step_plan(nobody_holds(ranks), new, "pass-kv", Mask(), in_steps=True)
-        step = simulate_step([plan] * costs.model.layers, costs, cost_model)
-        seconds.append(step.seconds)
+        return simulate_step([plan] * costs.model.layers, costs, cost_model).seconds
+
+    def described(tokens: int) -> tuple[float, float, str]:
+        searched, even = (seconds(tokens, each) for each in (found[tokens], even_shares(ranks)))
+        return searched, even, "to the first token, simulated"
+
+    return described
+
+
+def _search_measured(
+    args: argparse.Namespace,
+    model: Any,
+    lengths: Sequence[int],
+    found: dict[int, Shares],
+    trials: dict[int, dict[Parts, float]],
+    save: Callable[[], None],
+) -> Described:
+    """Searches lengths on ranks, and saves after each partition that they have run."""
+    from distca.serve.measured_chain import MeasuredChain
+    from distca.serve.pool_size import BLOCK_SIZE, PoolSize, Sharing
+    from distca.serve.rank_processes import RankProcesses, RankSettings
+    from distca.serve.sampling import Sampling
+
+    ranks = args.context_parallel_size
+    kind = {"cpu": "of CPU on the busiest process", "wall": "to the first token"}[args.measure]
+
+    def described(tokens: int) -> tuple[float, float, str]:
+        tried = trials[tokens]
+        even = tuple(cut_prompt(tokens, even_shares(ranks)).tolist())
+        return min(tried.values()), tried[even], f"{kind}, measured"
+
+    if not lengths:
+        return described
+    if max(lengths) > model.positions:
+        raise ValueError(
+            f"--lengths {max(lengths)}: the model has {model.positions:,} positions: give less"
+        )
+    # Any rank may have all tokens.
+    pool = PoolSize(-(-max(lengths) // BLOCK_SIZE))
+    settings = RankSettings(model, Sharing(ranks, BLOCK_SIZE), "pass-kv", Sampling(), pool=pool)
+    with RankProcesses(settings) as processes:
+        # The first one warms up.
+        processes.time_prefill(tuple(cut_prompt(min(lengths), even_shares(ranks)).tolist()))
+        for length in lengths:
+            tried = trials.setdefault(length, {})
+            with tqdm(
+                desc=f"{length:,} tokens",
+                unit="partition",
+                initial=len(tried),
+                disable=not sys.stderr.isatty(),
+            ) as bar:
+
+                def noted(bar: Any = bar) -> None:
+                    bar.update()
+                    save()
+
+                seconds = MeasuredChain(processes, args.measure, args.rounds, tried, noted)
+                finest = max(length // _FINEST, 1)
+                parts = search_partition(length, ranks, seconds, finest, few=True)
+            found[length] = tuple(float(part) / length for part in parts)
+            save()
+    return described
+
+
+def _described(tokens: int, shares: Shares, seconds: float, even: float, kind: str) -> str:
+    """A partition beside the even one, as a line of figures and a bar of each."""
     parts = " ".join(f"{share:.3f}" for share in shares)
+    alone = "; one rank is as fast as a chain" if shares[0] == 1 else ""
     return (
-        f"{tokens:,} tokens: first one after {seconds[0]:.4g} s, {seconds[1]:.4g} s with even "
-        f"parts (simulated)\n  searched {_bar(shares)} {parts}\n  even     "
-        f"{_bar(even_shares(ranks))}"
+        f"{tokens:,} tokens: {seconds:.4g} s {kind}, {even:.4g} s with even parts{alone}\n"
+        f"  searched {_bar(shares)} {parts}\n  even     {_bar(even_shares(len(shares)))}"
     )
 
 
@@ -153,4 +258,8 @@ def _check_flags(args: argparse.Namespace) -> None:
         raise ValueError(f"--lengths {min(args.lengths)}: give at least a token for each rank")
     if args.node_gb_per_s is not None and not 0 < args.node_gb_per_s < float("inf"):
         raise ValueError(f"--node-gb-per-s {args.node_gb_per_s}: give a speed above 0")
+    if args.rounds < 1:
+        raise ValueError(f"--rounds {args.rounds}: give at least 1")
+    if args.measure and (args.profile is not None or args.node_gb_per_s is not None):
+        raise ValueError("--profile and --node-gb-per-s are for simulated seconds, not --measure")
     check_output("--output", args.output)

@@ -53,6 +53,8 @@ class Plan:
         cached_prefix: tokens of each document before its first query, of which there are keys and
             values alone, int64 `[documents]`; None: no document has any. Cuts may fall on blocks
             counted from its end, too.
+        gathers: whether each rank is sent all keys and values of its documents, those that none of
+            its queries sees, too: an all-gather. Such a plan is a baseline, of one step.
     """
 
     lengths: Int64s
@@ -63,6 +65,7 @@ class Plan:
     scheduler: str = ""
     notes: tuple[str, ...] = ()
     cached_prefix: Int64s | None = None
+    gathers: bool = False
 
     @property
     def world_size(self) -> int:
@@ -101,7 +104,13 @@ class Plan:
     def kv_segments(self) -> Segments:
         """The key-value rows that each server needs for its tasks."""
         rows = self.placement.first_rows()
-        return self._needed(self.tasks.kv_start, self.tasks.kv_end, rows)
+        if not self.gathers:
+            return self._needed(self.tasks.kv_start, self.tasks.kv_end, rows)
+        document = np.tile(distinct(self.tasks.document), self.world_size)
+        server = np.repeat(np.arange(self.world_size), len(document) // self.world_size)
+        start = self.document_offsets[document]
+        ends = start + self.lengths[document]
+        return find_segments(server, start, ends, self.placement, self.document_offsets, rows)
 
     @cached_property
     def steps(self) -> int:

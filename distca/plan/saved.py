@@ -48,6 +48,8 @@ def save_plan(plan: Plan, path: Path, configuration: dict[str, Any] | None = Non
         "block": plan.block,
         "notes": list(plan.notes),
     }
+    if plan.gathers:
+        own["gathers"] = True
     saved = {
         "format": FORMAT,
         "documents": plan.lengths.tolist(),
@@ -93,6 +95,7 @@ def load_plan(path: Path) -> tuple[Plan, dict[str, Any]]:
             str(configuration.get("scheduler", "")),
             tuple(configuration.get("notes", ())),
             np.array(saved["first_query"], dtype=np.int64) if "first_query" in saved else None,
+            bool(configuration.get("gathers", False)),
         )
         plan.validate()
     # Lists in lists in lists, and numbers of many digits, are JSON, too.

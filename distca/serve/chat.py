@@ -9,10 +9,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from distca.schedule.serving import Sharding
 from distca.serve.generation import Answer
 from distca.serve.models import ServedModel
-from distca.serve.pool_size import DEFAULT_BYTES, PoolSize, batches_that_fit, size_for
+from distca.serve.pool_size import (
+    DEFAULT_BYTES,
+    PoolSize,
+    Sharing,
+    batches_that_fit,
+    size_for,
+)
 from distca.serve.rank_processes import RankProcesses
 
 logger = logging.getLogger(__name__)
@@ -64,23 +69,18 @@ class Prompts:
         """Tokens of each prompt."""
         return [len(prompt) for prompt in self._prompts]
 
-    def pool_size(
-        self, world_size: int, stripe: int, block_size: int, sharding: Sharding | None = None
-    ) -> PoolSize:
+    def pool_size(self, sharing: Sharing, block_size: int) -> PoolSize:
         """The size of ranks' pools in which all prompts and their answers have room together."""
-        sharing = world_size, stripe, block_size, sharding
-        return size_for(self._model, self.lengths, self._max_tokens, *sharing)
+        return size_for(self._model, self.lengths, self._max_tokens, sharing, block_size)
 
-    def fit(
-        self, pool: PoolSize, world_size: int, stripe: int, sharding: Sharding | None = None
-    ) -> None:
+    def fit(self, pool: PoolSize, sharing: Sharing) -> None:
         """Cuts the prompts into batches that have room in ranks' pools, one after the other.
 
         Raises:
             ValueError: a prompt has no room.
         """
-        sizes = self._model, self.lengths, self._max_tokens, world_size, stripe
-        self._batches = batches_that_fit(pool, *sizes, sharding)
+        sizes = self._model, self.lengths, self._max_tokens
+        self._batches = batches_that_fit(pool, *sizes, sharing)
 
     def run(self, ranks: RankProcesses, told: Callable[[int, int], None]) -> list[Answered]:
         """Answers all prompts; returns the answers in their order."""
@@ -132,17 +132,12 @@ class Conversations:
     def __len__(self) -> int:
         return sum(len(self._turns(each)) for each in self._conversations)
 
-    def pool_size(
-        self, world_size: int, stripe: int, block_size: int, sharding: Sharding | None = None
-    ) -> PoolSize:
+    def pool_size(self, sharing: Sharing, block_size: int) -> PoolSize:
         """The size of ranks' pools for the longest conversations, as far as memory is usual."""
         lengths = [self._model.positions] * len(self._conversations)
-        sharing = world_size, stripe, block_size, sharding
-        return size_for(self._model, lengths, 1, *sharing, at_most=DEFAULT_BYTES)
+        return size_for(self._model, lengths, 1, sharing, block_size, at_most=DEFAULT_BYTES)
 
-    def fit(
-        self, pool: PoolSize, world_size: int, stripe: int, sharding: Sharding | None = None
-    ) -> None:
+    def fit(self, pool: PoolSize, sharing: Sharing) -> None:
         """Checks what can be checked before the answers are known: first turns.
 
         Raises:
@@ -153,8 +148,7 @@ class Conversations:
             for number, each in enumerate(self._conversations)
             if self._turns(each)
         ]
-        sizes = self._model, lengths, self._max_tokens, world_size, stripe
-        batches_that_fit(pool, *sizes, sharding)
+        batches_that_fit(pool, self._model, lengths, self._max_tokens, sharing)
 
     @staticmethod
     def _turns(messages: Sequence[Message]) -> list[int]:

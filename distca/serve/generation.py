@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from distca.runtime import Trace
 from distca.schedule.serving import Selector, Strategy
+from distca.schedule.serving.partitions import Chain
 from distca.serve.models import ServedModel
 from distca.serve.pool_size import check_room
 from distca.serve.sampling import Sampling
@@ -89,7 +90,7 @@ class Generator:
         feed = {sequence: list(tokens) for sequence, tokens in new.items()}
         decodes = False
         while feed:
-            chosen = self._step(feed, decodes, answers)
+            step, chosen = self._step(feed, decodes, answers)
             feed = {}
             for sequence, token in chosen.items():
                 answer = answers[sequence]
@@ -101,17 +102,55 @@ class Generator:
                     answer.finish_reason = "stop"
                 elif len(answer.token_ids) < self._sampling.max_tokens:
                     feed[sequence] = [token]
+            if feed and not decodes:
+                self._restripe(step, answers)
             decodes = True
         return answers
+
+    def time_prefill(self, parts: Sequence[int]) -> tuple[float, float]:
+        """Feeds a prompt of any tokens in parts of a chain, and forgets it.
+
+        Args:
+            parts: tokens of each rank's part, the first of the chain first; none at its end.
+
+        Returns:
+            CPU seconds of this process, and seconds until it has ended.
+        """
+        tokens = sum(parts)
+        chain = Chain(len(parts), tuple(part / tokens for part in parts))
+        ids = [number % self._model.vocab_size for number in range(tokens)]
+        if dist.is_initialized():
+            dist.barrier()
+        cpu, wall = time.process_time(), time.perf_counter()
+        step = self._planner.plan({0: tokens}, "pass-kv", decodes=False, sharding=chain)
+        self._rank.run(step, {0: ids})
+        found = time.process_time() - cpu, time.perf_counter() - wall
+        self.drop(0)
+        return found
 
     def drop(self, sequence: int) -> None:
         """Frees the keys and values of a sequence."""
         self._planner.drop(sequence)
         self._rank.drop(sequence)
 
+    def _restripe(self, step: Step, answers: Mapping[int, Answer]) -> None:
+        """Moves what a prefill has left unevenly, if that is asked for."""
+        planned = self._planner.restripe(step)
+        if planned is None:
+            return
+        move, blocks = planned
+        model = self._model
+        copies = len(model.windows) * model.tensor_parallel_size
+        moved = (copies * move.bytes_by_sequence(model.shape)).tolist()
+        for sequence, nbytes in zip(move.sequences, moved, strict=True):
+            answers[sequence].bytes_moved += nbytes
+        self.bytes_planned += sum(moved)
+        with self._trace.span("restripe", "ticks", bytes_moved=sum(moved)):
+            self._rank.restripe(move, blocks)
+
     def _step(
         self, feed: Mapping[int, list[int]], decodes: bool, answers: Mapping[int, Answer]
-    ) -> dict[int, int]:
+    ) -> tuple[Step, dict[int, int]]:
         counts = {sequence: len(tokens) for sequence, tokens in feed.items()}
         step = self._planner.plan(counts, "pass-q" if decodes else self._strategy, decodes)
         moved = step.bytes_by_sequence(self._model)
@@ -124,7 +163,7 @@ class Generator:
         if self._keeps_logits:
             for sequence, row in self._shared(step, logits).items():
                 answers[sequence].logits.append(row)
-        return self._chosen(step, logits)
+        return step, self._chosen(step, logits)
 
     def _chosen(self, step: Step, logits: Mapping[int, torch.Tensor]) -> dict[int, int]:
         """Chooses the next token of each sequence, on the rank that has its logits."""

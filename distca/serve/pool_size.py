@@ -21,6 +21,23 @@ DEFAULT_BYTES = 4 * 1024**3
 
 
 @dataclass(frozen=True)
+class Sharing:
+    """Who holds which tokens of sequences.
+
+    Attributes:
+        world_size: ranks.
+        stripe: consecutive positions that one rank owns in decoding.
+        sharding: who owns the new tokens of prefills; None: all ranks evenly, in zigzag.
+        restripes: whether rows move after prefills, so that all ranks hold equal shares.
+    """
+
+    world_size: int
+    stripe: int
+    sharding: Sharding | None = None
+    restripes: bool = False
+
+
+@dataclass(frozen=True)
 class PoolSize:
     """Blocks of each rank's pool.
 
@@ -47,21 +64,16 @@ class PoolSize:
             )
         return PoolSize(nbytes // one, block_size)
 
-    def planner(
-        self,
-        model: ServedModel,
-        world_size: int,
-        stripe: int,
-        sharding: Sharding | None = None,
-    ) -> StepPlanner:
+    def planner(self, model: ServedModel, sharing: Sharing) -> StepPlanner:
         """Makes a planner of steps over empty pools of this size.
 
         Raises:
             ValueError: the stripe does not divide a block.
         """
-        check_stripe(stripe, self.block_size)
-        pool = BlockPool(world_size, self.blocks, self.block_size)
-        return StepPlanner(pool, model.masks, stripe, sharding)
+        check_stripe(sharing.stripe, self.block_size)
+        pool = BlockPool(sharing.world_size, self.blocks, self.block_size)
+        how = sharing.stripe, sharing.sharding, sharing.restripes
+        return StepPlanner(pool, model.masks, *how)
 
 
 class NoRoom(ValueError):
@@ -115,18 +127,16 @@ def batches_that_fit(
     model: ServedModel,
     lengths: Sequence[int],
     most_new: int,
-    world_size: int,
-    stripe: int,
-    sharding: Sharding | None = None,
+    sharing: Sharing,
 ) -> list[list[int]]:
     """Cuts prompts into batches whose keys and values have room together, in their order.
 
     Raises:
         NoRoom: a prompt alone has none; the message has the bytes.
     """
-    planner = size.planner(model, world_size, stripe, sharding)
+    planner = size.planner(model, sharing)
     batches: list[list[int]] = [[]]
-    taken = np.zeros(world_size, dtype=np.int64)
+    taken = np.zeros(sharing.world_size, dtype=np.int64)
     for number, length in enumerate(lengths):
         check_room(planner, model, {number: length}, most_new)
         needed = planner.blocks_needed({number: length}, most_new)
@@ -142,10 +152,8 @@ def size_for(
     model: ServedModel,
     lengths: Sequence[int],
     most_new: int,
-    world_size: int,
-    stripe: int,
+    sharing: Sharing,
     block_size: int,
-    sharding: Sharding | None = None,
     at_most: int | None = None,
 ) -> PoolSize:
     """The size in which all prompts have room together, or one of so many bytes.
@@ -153,7 +161,7 @@ def size_for(
     Raises:
         ValueError: the stripe does not divide a block.
     """
-    planner = PoolSize(1, block_size).planner(model, world_size, stripe, sharding)
+    planner = PoolSize(1, block_size).planner(model, sharing)
     blocks = int(planner.blocks_needed(dict(enumerate(lengths)), most_new).max())
     if at_most is not None:
         blocks = min(blocks, PoolSize.of_bytes(at_most, block_size, model).blocks)

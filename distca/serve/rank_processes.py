@@ -18,10 +18,10 @@ import torch
 import torch.distributed as dist
 
 from distca.lifetime import end_with_parent
-from distca.schedule.serving import Selector, Sharding, Strategy
+from distca.schedule.serving import Selector, Strategy
 from distca.serve.generation import Answer, Generator
 from distca.serve.models import ServedModel
-from distca.serve.pool_size import NoRoom, PoolSize
+from distca.serve.pool_size import NoRoom, PoolSize, Sharing
 from distca.serve.sampling import Sampling
 
 _TIMEOUT = timedelta(minutes=10)
@@ -34,27 +34,29 @@ class RankSettings:
 
     Attributes:
         model: model that answers.
-        world_size: ranks that share tokens; each is as many processes as share the model's layers.
+        sharing: ranks, and who holds which tokens; each rank is as many processes as share the
+            model's layers.
         strategy: what travels in prefills, or who chooses it.
-        stripe: consecutive positions that one rank owns in decoding.
         sampling: choice of tokens.
         keeps_logits: whether answers keep their logits.
         pool: size of each rank's pool of keys and values.
         records: whether ranks record a timeline.
-        sharding: who owns the new tokens of prefills; None: all ranks evenly, in zigzag.
         enforce_eager: whether GPUs decode without CUDA graphs.
     """
 
     model: ServedModel
-    world_size: int
+    sharing: Sharing
     strategy: Strategy | Selector
-    stripe: int
     sampling: Sampling
     keeps_logits: bool = False
     pool: PoolSize = field(default_factory=PoolSize)
     records: bool = False
-    sharding: Sharding | None = None
     enforce_eager: bool = False
+
+    @property
+    def processes(self) -> int:
+        """Processes of all ranks."""
+        return self.sharing.world_size * self.model.tensor_parallel_size
 
 
 class RankError(RuntimeError):
@@ -75,7 +77,7 @@ class RankProcesses:
     """
 
     def __init__(self, settings: RankSettings) -> None:
-        count = settings.world_size * settings.model.tensor_parallel_size
+        count = settings.processes
         gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
         if 0 < gpus < count:
             raise ValueError(
@@ -120,6 +122,19 @@ class RankProcesses:
         """
         self._send(("answer", {sequence: list(tokens) for sequence, tokens in new.items()}))
         return self._collect(told)[0]  # type: ignore[no-any-return]
+
+    def time_prefill(self, parts: Sequence[int]) -> tuple[float, float]:
+        """Feeds a prompt over a chain of ranks, as `Generator.time_prefill` does.
+
+        Args:
+            parts: tokens of each rank's part.
+
+        Returns:
+            Most CPU seconds of a process, and seconds until the last one has ended.
+        """
+        self._send(("time prefill", tuple(parts)))
+        found = self._collect(lambda *_: None)
+        return max(cpu for cpu, _ in found), max(seconds for _, seconds in found)
 
     def drop(self, sequence: int) -> None:
         """Frees the keys and values of a sequence."""
@@ -220,6 +235,8 @@ def _serve(settings: RankSettings, rank: int, store: str, pipe: Connection, pare
                     pipe.send(("refused", str(error)))
                     continue
                 pipe.send(("answers", answers if rank == 0 else None))
+            elif name == "time prefill":
+                pipe.send(("seconds", generator.time_prefill(value)))
             elif name == "drop":
                 generator.drop(value)
                 pipe.send(("dropped", None))
@@ -249,7 +266,7 @@ def _start(
     from distca.transport import CollectiveTransport
 
     model = settings.model
-    world_size = settings.world_size * model.tensor_parallel_size
+    world_size = settings.processes
     device = torch.device("cuda", rank) if torch.cuda.is_available() else torch.device("cpu")
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -283,7 +300,7 @@ def _start(
             tensor_ranks,
             capture_for(model, device, settings.enforce_eager),
         ),
-        settings.pool.planner(model, settings.world_size, settings.stripe, settings.sharding),
+        settings.pool.planner(model, settings.sharing),
         settings.strategy,
         settings.sampling,
         settings.keeps_logits,

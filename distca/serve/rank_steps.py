@@ -19,11 +19,13 @@ from distca.plan.span import Bools, Int64s, expand_ranges
 from distca.runtime import CoreAttention, Exchange, ProgramRun
 from distca.runtime.decode_exchange import build_decode_exchange
 from distca.runtime.kv_pool import BlockTables, KvPool
+from distca.runtime.row_moves import build_row_moves, move_rows
 from distca.runtime.step_exchange import SteppedExchange, build_stepped_exchange
 from distca.runtime.stepped_call import attend_in_steps
 from distca.schedule.program import LayerGroup, Program, tick_program
 from distca.schedule.serving.accounts import NewBlocks
 from distca.schedule.serving.decode import Decode
+from distca.schedule.serving.restripe import Restripe
 from distca.serve.step_planner import Prefill, Step
 
 # A call of core attention by itself: the model decides which layer is next.
@@ -79,9 +81,30 @@ class RankSteps:
         labels = self._core.trace.labels
         return StepRun(rows, self._windows, self._pool, slots, self._parts(step), labels)
 
+    def restripe(self, move: Restripe, blocks: NewBlocks) -> None:
+        """Moves keys and values of sequences between ranks. Collective.
+
+        Args:
+            move: who holds which rows before and after.
+            blocks: blocks that it adds.
+        """
+        rank, tables = self._core.transport.rank, self._tables
+        before, after = (move.rows(held)[:, rank] for held in (move.before, move.after))
+        held = self._slots(move.sequences, before)
+        self.add_blocks(blocks)
+        for sequence, rows in zip(move.sequences, after.tolist(), strict=True):
+            tables.truncate(sequence, -(-rows // tables.block_size))
+        moves = build_row_moves(move, rank, self._shape, held, self._slots(move.sequences, after))
+        move_rows(self._core, self._pool, moves.map_indices(lambda index: index.to(self._device)))
+
     def drop(self, sequence: int) -> None:
         """Forgets where the keys and values of a sequence are."""
         self._tables.drop(sequence)
+
+    def _slots(self, sequences: Sequence[int], counts: Int64s) -> Int64s:
+        """Slots of the first rows here of each sequence, those of one after the other."""
+        lines = np.repeat(self._tables.lines(sequences), counts)
+        return self._tables.slots(lines, expand_ranges(np.zeros_like(counts), counts))
 
     def _index(self, values: Int64s) -> torch.Tensor:
         return torch.from_numpy(values).to(self._device)
@@ -108,9 +131,7 @@ class RankSteps:
     def _prefill(self, part: Prefill) -> _PartRun:
         rank, needed = self._core.transport.rank, CoreAttentionMemory()
         # Keys and values of all the sequences' rows here, in the order of the plans.
-        counts = part.rows[:, rank]
-        lines = np.repeat(self._tables.lines(part.sequences), counts)
-        slots = self._tables.slots(lines, expand_ranges(np.zeros_like(counts), counts))
+        slots = self._slots(part.sequences, part.rows[:, rank])
         calls: dict[Mask, _Attention] = {}
         for mask, plan in part.plans.items():
             needed = needed.union(step_memory(plan, self._shape))

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import platform
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import torch
 
+from distca.cost.kernel_time import CostModel
 from distca.cost.link import Links
 from distca.cost.profile import Profile
 from distca.cost.volume import AttentionShape
 from distca.schedule.serving import PaperRule, Selector, SelectorName
+from distca.serve.models import ServedModel, model_size
 from distca.simulate import CLUSTERS, Cluster
-from distca.simulate.serving import SimulatedSelector
+from distca.simulate.serving import InferenceCosts, SimulatedSelector
 
 GPUS = CLUSTERS["dgx-h100"]
 CPUS = Cluster(
@@ -37,6 +40,16 @@ def hardware() -> str:
     if torch.cuda.is_available():
         return str(torch.cuda.get_device_name())
     return f"CPU, {platform.machine()}"
+
+
+def machine_of(profile: Path | None, gb_per_s: float | None) -> Machine:
+    """This machine, by the values of `--profile` and `--node-gb-per-s`.
+
+    Raises:
+        ValueError: the profile cannot be used.
+    """
+    measured = None if profile is None else Profile.load(profile)
+    return Machine.described(torch.cuda.is_available(), gb_per_s, measured)
 
 
 @dataclass(frozen=True)
@@ -65,6 +78,25 @@ class Machine:
             rates = replace(rates, node_gb_per_s=gb_per_s)
         return Machine(rates, profile)
 
+    def costs(self, model: ServedModel, ranks: int) -> tuple[InferenceCosts, CostModel]:
+        """Costs of a model's layers on so many ranks, and of its attention.
+
+        Raises:
+            ValueError: the profile was measured for other heads.
+        """
+        size = model.tensor_parallel_size
+        cluster = self.of_ranks(ranks * size)
+        costs = InferenceCosts(model_size(model), cluster, size, model.dtype.itemsize)
+        self._check_profile(costs.shape)
+        return costs, self.profile or cluster.inference_cost(costs.shape)
+
+    def _check_profile(self, shape: AttentionShape) -> None:
+        if self.profile is not None and self.profile.shape != shape:
+            raise ValueError(
+                f"the profile was measured for {self.profile.shape}, but a rank has {shape}: run "
+                "`distca profile` with these heads"
+            )
+
     def of_ranks(self, ranks: int) -> Cluster:
         """The rates of so many ranks' processes, all of one machine."""
         return replace(self.rates, gpus_per_node=max(ranks, self.rates.gpus_per_node))
@@ -81,11 +113,7 @@ class Machine:
             ValueError: the profile was measured for other heads.
         """
         rates, profile = self.rates, self.profile
-        if profile is not None and profile.shape != shape:
-            raise ValueError(
-                f"the profile was measured for {profile.shape}, but a rank has {shape}: run "
-                "`distca profile` with these heads"
-            )
+        self._check_profile(shape)
         if name == "paper":
             rate = rates.attention_tflops * 1e12 if profile is None else profile.flops_per_second
             return PaperRule(shape, ranks, rate, rates.node_bytes_per_second)

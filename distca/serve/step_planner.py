@@ -24,6 +24,7 @@ from distca.schedule.serving.accounts import Accounts, Growth, NewBlocks
 from distca.schedule.serving.blocks import BlockPool
 from distca.schedule.serving.decode import Decode, plan_decode
 from distca.schedule.serving.holdings import Holdings
+from distca.schedule.serving.restripe import Restripe, even_shares, restripe
 from distca.serve.models import ServedModel
 
 _FULL = Mask()
@@ -102,6 +103,7 @@ class StepPlanner:
         masks: masks of the model's layers.
         stripe: consecutive positions of a sequence that one rank owns in decoding.
         sharding: who owns the new tokens of prefills; None: all ranks evenly, in zigzag.
+        restripes: whether rows move after prefills, so that all ranks hold equal shares.
     """
 
     def __init__(
@@ -110,7 +112,9 @@ class StepPlanner:
         masks: Sequence[Mask],
         stripe: int,
         sharding: Sharding | None = None,
+        restripes: bool = False,
     ) -> None:
+        self._restripes = restripes
         self._masks, self._world_size = tuple(masks), pool.world_size
         self._shard = sharding or partial(shard_evenly, world_size=pool.world_size)
         self.holdings, self.accounts = Holdings(pool.world_size, stripe), Accounts(pool)
@@ -126,13 +130,20 @@ class StepPlanner:
         lines = self.holdings.lines([sequence])
         return [int(n) for n in self.holdings.rows(lines, self.holdings.lengths(lines))[0]]
 
-    def plan(self, counts: Mapping[int, int], strategy: Strategy | Selector, decodes: bool) -> Step:
+    def plan(
+        self,
+        counts: Mapping[int, int],
+        strategy: Strategy | Selector,
+        decodes: bool,
+        sharding: Sharding | None = None,
+    ) -> Step:
         """Plans the step that feeds so many new tokens of each sequence, and takes its blocks.
 
         Args:
             counts: new tokens by sequence, at least 1 each.
             strategy: what travels in a prefill, or who chooses it.
             decodes: whether one token of each is decoded.
+            sharding: who owns the new tokens of this prefill; None: as in all others.
 
         Raises:
             NoFreeBlocks: a rank's pool is too small; nothing has changed.
@@ -148,7 +159,7 @@ class StepPlanner:
         starts = self.holdings.lengths(lines)
         before = self.holdings.rows(lines, starts)
         ends = starts + np.fromiter(counts.values(), dtype=np.int64, count=len(counts))
-        new = self._shard(starts, ends)
+        new = (sharding or self._shard)(starts, ends)
 
         def held(mask: Mask) -> Placement:
             alike = starts if mask.window_left is None else mask.first_key(starts)
@@ -165,6 +176,27 @@ class StepPlanner:
         self.holdings.note(sequences, new)
         return Step((prefill,), blocks)
 
+    def restripe(self, step: Step) -> tuple[Restripe, NewBlocks] | None:
+        """Plans what moves after a prefill, and takes and gives back its blocks.
+
+        Returns:
+            What moves, and the blocks that it adds; None: ranks hold equal shares, or may differ.
+        """
+        prefills = [part for part in step.parts if isinstance(part, Prefill) and self._restripes]
+        if not prefills:
+            return None
+        (prefill,) = prefills
+        sequences, holdings = prefill.sequences, self.holdings
+        held = holdings.placement(sequences)
+        move = restripe(sequences, held, prefill.new, holdings.stripe)
+        if move is None:
+            return None
+        for number, sequence in enumerate(sequences):
+            holdings.forget_from(sequence, int(prefill.before[number].sum()))
+        holdings.note(sequences, move.new)
+        growth = Growth(sequences, move.rows(move.before), move.rows(move.after))
+        return move, self.accounts.resize(growth)
+
     def blocks_needed(self, counts: Mapping[int, int], most_new: int) -> Int64s:
         """Blocks that each rank needs for prompts or turns and their whole answers, `[ranks]`.
 
@@ -177,8 +209,14 @@ class StepPlanner:
         ends = starts + np.fromiter(counts.values(), dtype=np.int64, count=len(counts))
         before = np.array([self.rows_per_rank(each) for each in sequences], dtype=np.int64)
         new, numbers = self._shard(starts, ends), np.array(sequences)
-        after = before + holdings.in_stripes(numbers, ends, ends + most_new - 1)
-        np.add.at(after, (new.document, new.rank), new.end - new.start)
+        rows = np.zeros_like(before)
+        np.add.at(rows, (new.document, new.rank), new.end - new.start)
+        shares = rows
+        if self._restripes:
+            each = zip(before, rows, strict=True)
+            shares = np.stack([even_shares(*of_one, holdings.stripe) for of_one in each])
+        answers = holdings.in_stripes(numbers, ends, ends + most_new - 1)
+        after = np.maximum(before + rows, before + shares + answers)
         growth = Growth(sequences, before, after)
         blocks: Int64s = growth.blocks(self.accounts.pool.block_size).sum(axis=0)
         return blocks

@@ -8,7 +8,9 @@ from typing import Any
 import torch
 
 from distca.runtime import CoreAttention
+from distca.schedule.serving.accounts import NewBlocks
 from distca.schedule.serving.decode import Decode
+from distca.schedule.serving.restripe import Restripe
 from distca.serve.decode_graphs import Capture, DecodeGraphs
 from distca.serve.models import IMPLEMENTATION, ServedModel, need_transformers
 from distca.serve.rank_steps import RankSteps, StepRun
@@ -98,6 +100,11 @@ class ModelRank:
             ).logits[0]
         assert run.layers_run == len(self._served.windows), "a layer did not ask for its attention"
         return dict(zip(last, logits.float(), strict=True)) if self._speaks else {}
+
+    @torch.no_grad()
+    def restripe(self, move: Restripe, blocks: NewBlocks) -> None:
+        """Moves keys and values of sequences between ranks. Collective; see `RankSteps`."""
+        self._steps.restripe(move, blocks)
 
     def _serve(self, run: StepRun, layer: int) -> None:
         """Takes part in a layer's attention as a server alone."""

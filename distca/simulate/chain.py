@@ -72,10 +72,10 @@ class ChainCosts:
         """Seconds to the first token of partitions.
 
         Args:
-            parts: tokens of each rank's part, int64 `[partitions, ranks]`.
+            parts: tokens of each rank's part, int64 `[partitions, ranks]`; the last may have none.
 
         Returns:
-            When the last rank ends its last layer, float64 `[partitions]`.
+            When the last rank with tokens ends its last layer, float64 `[partitions]`.
         """
         ranks = parts.shape[1]
         assert ranks == self.ranks, "a link leads from each rank to the next"
@@ -100,7 +100,8 @@ class ChainCosts:
                     now = np.maximum(now, coming[-1]) + product * part[rank] * part[earlier]
                 ready[rank] = now + after[rank]
                 there = coming
-        last: Floats = ready[-1]
+        # Ranks without tokens at the end are waited for by nobody.
+        last: Floats = ready[np.count_nonzero(parts, axis=1) - 1, np.arange(len(parts))]
         return last
 
     def all_gather_seconds(self, tokens: int) -> float:

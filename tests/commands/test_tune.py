@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
 
+from distca.commands.generate import build_parser as generate_parser
 from distca.commands.main import main
-from distca.schedule.serving.partitions import load_partitions
+from distca.commands.served_chain import served_chain, tell_of_lengths
+from distca.schedule.serving.partitions import Chain, PartitionTable, load_partitions
+from distca.serve.models import read_model
+from distca.serve.rank_processes import RankError, RankSettings
 from support.small_models import save_small_model
 
 
@@ -34,13 +41,77 @@ def test_a_search_goes_on_where_it_ended(
     assert both.shares[512] == (0.5, 0.3, 0.2)
     assert sorted(both.shares) == [512, 2048]
     out = capsys.readouterr().out
-    assert "2,048 tokens: first one after" in out
+    assert "2,048 tokens: " in out
+    assert " s to the first token, simulated, " in out
     assert "searched |0---" in out
+
+
+class _Ranks:
+    """Stands for ranks, whose seconds are those of the part with most work."""
+
+    def __init__(self) -> None:
+        self.ran: list[tuple[int, ...]] = []
+        self.most = 1000
+
+    def __call__(self, settings: RankSettings) -> _Ranks:
+        assert settings.pool.blocks * settings.pool.block_size >= 640
+        return self
+
+    def __enter__(self) -> _Ranks:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def time_prefill(self, parts: tuple[int, ...]) -> tuple[float, float]:
+        if len(self.ran) == self.most:
+            raise RankError("rank 1 ended")
+        self.ran.append(parts)
+        ends = np.cumsum(parts)
+        return float((np.array(parts) * (ends + 100)).max()), 1.0
+
+
+def test_a_search_on_ranks_goes_on_where_it_ended(
+    model: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Each partition runs once, whenever the search is interrupted; and the even one is shown."""
+    ranks = _Ranks()
+    monkeypatch.setattr("distca.serve.rank_processes.RankProcesses", ranks)
+    file = tmp_path / "chain.json"
+    command = ["tune", "partitions", model, "--context-parallel-size", "3", "--output", str(file)]
+    command += ["--measure", "cpu", "--rounds", "2"]
+    ranks.most = 14
+    assert main([*command, "--lengths", "640"]) == 2
+    assert "rank 1 ended" in capsys.readouterr().err
+    begun = load_partitions(file)
+    assert begun.by == "cpu"
+    assert not begun.shares
+    # The first run warmed up; each partition has two.
+    assert {*begun.trials[640]} == {*ranks.ran[1:13]}
+    ranks.most = 1000
+    assert main([*command, "--lengths", "640", "64"]) == 0
+    found = load_partitions(file)
+    assert Counter(ranks.ran[1:13] + ranks.ran[15:]) == {
+        parts: 2 for tried in found.trials.values() for parts in tried
+    }
+    assert found.shares[640][0] > 0.4 > found.shares[640][2]
+    out = capsys.readouterr().out
+    assert "s of CPU on the busiest process, measured, " in out
+    assert "even     |0---" in out
+    # Simulated and measured seconds are not mixed.
+    with pytest.raises(SystemExit):
+        main([*command[:7], "--lengths", "128"])
+    assert "has partitions by cpu seconds, not simulated" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
+        (["--context-parallel-size", "2", "--rounds", "0"], "give at least 1"),
+        (["--context-parallel-size", "2", "--measure", "cpu"], "has 4,096 positions"),
         (["--context-parallel-size", "1"], "a chain has at least 2 ranks"),
         (["--context-parallel-size", "4", "--lengths", "3"], "at least a token for each rank"),
         (["--context-parallel-size", "2", "--node-gb-per-s", "0"], "a speed above 0"),
@@ -75,10 +146,40 @@ def test_partitions_that_cannot_be_used_are_refused(
     given = [flag.replace("{file}", str(file)) for flag in flags]
     ids = tmp_path / "ids.json"
     ids.write_text("[[1, 2, 3]]")
-    command = ["generate", model, "--prompt-ids", str(ids), "--context-parallel-size", "2"]
-    with pytest.raises(SystemExit):
-        main([*command, *given])
-    assert said in capsys.readouterr().err
+    for command in (["generate", model, "--prompt-ids", str(ids)], ["serve", model, "--port", "0"]):
+        with pytest.raises(SystemExit):
+            main([*command, "--context-parallel-size", "2", *given])
+        assert said in capsys.readouterr().err
+
+
+def test_lengths_outside_a_table_are_said_once(capsys: pytest.CaptureFixture[str]) -> None:
+    chain = Chain(2, PartitionTable("m", "h", 2, {100: (0.6, 0.4), 3000: (0.7, 0.3)}))
+    tell_of_lengths("generate", chain, "chain.json", [99, 100, 500, 4000, 3001])
+    said = capsys.readouterr().err
+    assert said == (
+        "distca generate: chain.json has partitions of 100 to 3,000 tokens, and prompts of 99 to "
+        "4,000 take the nearest\n"
+    )
+    for other in (None, Chain(2, (0.6, 0.4)), chain):
+        tell_of_lengths("generate", other, "chain.json", [100, 3000])
+    assert not capsys.readouterr().err
+
+
+def test_partitions_are_searched_for_the_prompts(model: str) -> None:
+    """Of their lengths, or where these are not known of doubling ones up to the model's."""
+    flags = ["--context-parallel-size", "2", "--prefill-strategy", "runahead"]
+    args = generate_parser().parse([model, *flags, "--partition", "searched"])
+    served = read_model(model, torch.float32)
+    for lengths, found in (([300, 20], [20, 300]), ([], [512, 1024, 2048, 4096])):
+        chain = served_chain(args, served, lengths)
+        assert chain is not None
+        assert isinstance(chain.partition, PartitionTable)
+        assert sorted(chain.partition.shares) == found
+    # A link on which no chain pays.
+    args.node_gb_per_s = 1e-6
+    alone = served_chain(args, served, [4096])
+    assert alone is not None
+    assert alone(np.array([0]), np.array([4096])).tokens_per_rank().tolist() == [0, 4096]
 
 
 def test_a_chains_prefill_is_planned_and_simulated(capsys: pytest.CaptureFixture[str]) -> None:

@@ -54,7 +54,7 @@ def any_holdings(data: st.DataObject, ranks: int, sequences: int) -> tuple[Place
     return held, at
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", [*STRATEGIES, "all-gather"])
 @settings(max_examples=40, deadline=None)
 @given(st.data())
 def test_any_prefill_is_dense_attention(strategy: Strategy, data: st.DataObject) -> None:

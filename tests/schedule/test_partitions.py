@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -23,7 +24,9 @@ from distca.schedule.serving.partitions import (
     load_partitions,
     search_partition,
     shard_in_chain,
+    shares_behind,
 )
+from distca.simulate.chain import ChainCosts
 
 
 @given(
@@ -103,8 +106,68 @@ def test_shares_between_two_lengths_are_interpolated() -> None:
 
 
 def test_a_saved_table_is_read_again(tmp_path: Path) -> None:
-    TABLE.save(tmp_path / "deep" / "table.json")
-    assert load_partitions(tmp_path / "deep" / "table.json") == TABLE
+    tried = {1000: {(600, 400): 0.5, (1000, 0): 2.0}}
+    for table in (TABLE, replace(TABLE, by="cpu", trials=tried)):
+        table.save(tmp_path / "deep" / "table.json")
+        assert load_partitions(tmp_path / "deep" / "table.json") == table
+
+
+def test_a_table_of_an_interrupted_search_has_no_chain_yet() -> None:
+    with pytest.raises(ValueError, match="needs those of one length"):
+        replace(TABLE, shares={})
+    begun = replace(TABLE, shares={}, trials={1000: {(600, 400): 0.5}})
+    with pytest.raises(ValueError, match="its search was interrupted"):
+        Chain(2, begun)
+
+
+def test_one_rank_is_chosen_where_a_chain_is_no_faster() -> None:
+    fast, slow = (ChainCosts(1e-5, 1e-9, 4, 4096, (speed,) * 2) for speed in (100.0, 1e-3))
+    assert (search_partition(4096, 3, fast.chain_seconds, 16) > 0).all()
+    assert search_partition(4096, 3, slow.chain_seconds, 16).tolist() == [4096, 0, 0]
+    # Shares of 0 at the end shorten a chain; elsewhere they are none.
+    assert cut_prompt(10, (0.5, 0.5, 0.0)).tolist() == [5, 5, 0]
+    assert cut_prompt(2, (1.0, 0.0, 0.0)).tolist() == [2, 0, 0]
+    table = PartitionTable("m", "h", 3, {1000: (1.0, 0.0, 0.0), 3000: (0.5, 0.3, 0.2)})
+    assert table.at(1900) == (1.0, 0.0, 0.0)
+    assert table.at(2100) == table.at(9999) == (0.5, 0.3, 0.2)
+    with pytest.raises(ValueError, match="a share above 0"):
+        PartitionTable("m", "h", 3, {1000: (0.5, 0.0, 0.5)})
+
+
+def test_few_partitions_are_nearly_as_good() -> None:
+    tried: set[tuple[int, ...]] = set()
+
+    def seconds(parts: Int64s) -> Floats:
+        tried.update(map(tuple, parts.tolist()))
+        return busiest(parts)
+
+    found = search_partition(8192, 4, seconds, 128, few=True)
+    assert busiest(found[None])[0] < 1.05 * busiest(search_partition(8192, 4, busiest)[None])[0]
+    assert len(tried) < 60
+
+
+@given(
+    weights=st.lists(st.floats(0.05, 1.0), min_size=1, max_size=5),
+    start=st.integers(0, 900),
+    new=st.integers(1, 900),
+)
+def test_what_follows_cached_tokens_is_cut_into_equal_work(
+    weights: list[float], start: int, new: int
+) -> None:
+    """By the density of work that the whole prompt's partition tells."""
+    shares, end = tuple(each / sum(weights) for each in weights), start + new
+    found = np.array(shares_behind(shares, start, end))
+    assert found.sum() == pytest.approx(1)
+    edges = start + np.cumsum([0, *found]) * new
+    work = np.interp(edges / end, np.cumsum([0, *shares]), np.arange(len(shares) + 1))
+    assert np.diff(work) == pytest.approx(np.diff(work).mean())
+    assert shares_behind((*shares, 0.0), start, end)[-1] == 0
+
+
+def test_far_behind_cached_tokens_parts_are_nearly_even() -> None:
+    assert Chain(2, TABLE).shares(90_000, 91_000) == pytest.approx((0.5, 0.5))
+    assert Chain(2, (0.7, 0.3)).shares(0, 10) == (0.7, 0.3)
+    assert Chain(2, (0.7, 0.3)).shares(7, 14)[0] > 0.5
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"format": 2}', '{"format": 1, "shares": []}'])
@@ -173,18 +236,26 @@ def test_chains_over_cached_tokens_cover_each_pair_once(
     ranks, fed = len(weights), [length for length in lengths if length]
     held = nobody_holds(ranks)
     zeros = np.zeros(len(fed), dtype=np.int64)
-    if before:
+    if before and before % 2:
         held = held_after(held, shard_evenly(zeros, zeros + before, ranks))
+    elif before:
+        # Pieces of any lengths on any ranks.
+        random = np.random.default_rng(before)
+        cuts = np.unique([0, *random.integers(0, before, 5), before])
+        document = np.repeat(np.arange(len(fed)), len(cuts) - 1)
+        start, end = (np.tile(each, len(fed)) for each in (cuts[:-1], cuts[1:]))
+        rank = random.integers(0, ranks, len(start))
+        held = held_after(held, Placement(document, start, end, rank, ranks))
     shares = [weight / sum(weights) for weight in weights]
     ends = zeros + before + np.array(fed)
-    new = shard_in_chain(zeros + before, ends, ranks, lambda _: shares, 16)
+    new = shard_in_chain(zeros + before, ends, ranks, lambda *_: shares, 16)
     plan = step_plan(held, new, "pass-kv", Mask(window), block=16, in_steps=True)
     plan.validate()
     assert plan.own_tokens_per_rank().sum() == sum(fed)
 
 
 def test_a_chain_is_among_the_ranks_that_there_are() -> None:
-    assert Chain(2, TABLE).shares(2000) == pytest.approx((0.65, 0.35))
+    assert Chain(2, TABLE).shares(0, 2000) == pytest.approx((0.65, 0.35))
     for partition in (TABLE, (0.5, 0.5)):
         with pytest.raises(ValueError, match="among 2 ranks, not 3"):
             Chain(3, partition)

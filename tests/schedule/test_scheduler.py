@@ -18,6 +18,7 @@ from hypothesis.stateful import (
 from distca.plan import Mask
 from distca.schedule.serving.blocks import BlockPool
 from distca.schedule.serving.iteration import Part, plan_iteration
+from distca.schedule.serving.partitions import Chain
 from distca.schedule.serving.prefix_cache import Block, PrefixCache, digests
 from distca.schedule.serving.scheduler import Batch, Limits, Scheduler
 
@@ -225,6 +226,17 @@ def test_short_sequences_stay_at_home_and_long_ones_are_shared_out() -> None:
             owners[feed.sequence] += [block.rank for block in feed.new_blocks]
     # Zigzag, and then stripes.
     assert owners == {0: [0, 0], 1: [1, 1], 2: [0, 0, 1, 1, 1, 1, 0, 0, 0, 1]}
+
+
+def test_chunks_of_long_sequences_are_cut_for_a_chain() -> None:
+    """Between blocks, from the last rank down, and by what is before a chunk; decoded ones not."""
+    cache = PrefixCache(BlockPool(RANKS, 40, SIZE))
+    chain = Chain(RANKS, (0.75, 0.25))
+    scheduler = Scheduler(cache, Limits(4, 32, SIZE, 9, chain=chain), b"model")
+    scheduler.add(0, [3] * 64, 9)
+    feeds = [feed for batch in run(scheduler) for feed in batch.feeds]
+    owners = [[block.rank for block in feed.new_blocks] for feed in feeds if feed.new_blocks]
+    assert owners == [[1] * 6 + [0] * 2, [1] * 5 + [0] * 3, [0], [1]]
 
 
 def test_what_could_never_be_held_is_refused() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -10,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from distca.cost.volume import AttentionShape, plan_bytes
-from distca.plan import Mask, Placement
+from distca.plan import Mask, Placement, load_plan, save_plan
 from distca.plan.span import Int64s
 from distca.schedule.serving import (
     STRATEGIES,
@@ -85,6 +86,25 @@ def test_a_fresh_prompt_goes_round_the_ring(ranks: int, strategy: Strategy) -> N
         for step in range(1, ranks)
     ]
     assert pairs == [[2 * 10 * 10] * ranks] * (ranks - 1)
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_an_all_gather_sends_all_keys_to_all_ranks(ranks: int, tmp_path: Path) -> None:
+    """At once, those of earlier turns, too; and ranks compute what they would without."""
+    start, end = np.array([90, 0]), np.array([120, 75])
+    held = Placement(*(np.array([each]) for each in (0, 0, 90, 0)), ranks)
+    new = shard_evenly(start, end, ranks)
+    plan, ring = (
+        step_plan(held, new, strategy, Mask(), 8, in_steps=True)
+        for strategy in ("all-gather", "pass-kv")
+    )
+    plan.validate()
+    assert plan.steps == 1
+    assert plan.loads().tolist() == ring.loads().tolist()
+    moved = plan_bytes(plan, SHAPE).forward()
+    assert moved.total == (ranks - 1) * (120 + 75) * SHAPE.kv_row_bytes
+    save_plan(plan, tmp_path / "plan.json")
+    assert plan_bytes(load_plan(tmp_path / "plan.json")[0], SHAPE).forward().total == moved.total
 
 
 def test_no_rank_is_a_hot_sender() -> None:

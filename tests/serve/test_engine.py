@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from distca.schedule.serving.partitions import Chain
 from distca.schedule.serving.scheduler import Limits
 from distca.serve.engine.settings import EngineSettings
 from distca.serve.models import ServedModel, read_model
@@ -18,6 +19,7 @@ from support.ranks import Ranks
 from support.small_models import VOCABULARY, save_small_model
 
 BLOCK = 4
+CHAIN = Chain(3, (0.5, 0.3, 0.2))
 Told = dict[int, list[int]]
 
 
@@ -177,6 +179,7 @@ def requests() -> list[tuple]:
         # Pools for 1.5 prompts: sequences give up their blocks.
         ("llama", 2, 16, 7, {}),
         ("llama", 3, 64, 60, {"strategy": "pass-q"}),
+        ("llama", 3, 16, 60, {"limits": Limits(8, 16, BLOCK, 12, chain=CHAIN)}),
         ("gemma3_text", 2, 512, 60, {"prefix_caching": False}),
         ("llama", 2, 64, 60, {"tensor_parallel_size": 2}),
     ],

@@ -15,7 +15,7 @@ import torch
 from distca.plan import Placement
 from distca.plan.span import Int64s
 from distca.schedule.serving import STRATEGIES, Sharding, shard_evenly
-from distca.schedule.serving.partitions import Chain
+from distca.schedule.serving.partitions import Chain, search_partition
 from distca.serve.chat import Answered
 from distca.serve.check import compare
 from distca.serve.generation import Answer
@@ -23,11 +23,16 @@ from distca.serve.models import FAMILIES as SERVED
 from distca.serve.models import ServedModel, read_model
 from distca.serve.sampling import Sampling
 from distca.serve.selection import Machine
+from distca.simulate.chain import ChainCosts
+from support.chains import AfterAnywhere
 from support.ranks import Ranks
 from support.small_models import FAMILIES, VOCABULARY, save_small_model
 
 Turns = list[dict[int, list[int]]]
 GREEDY = Sampling(max_tokens=8)
+SEARCHED = tuple(
+    search_partition(150, 3, ChainCosts(1e-6, 1e-7, 3, 256, (1.0, 1.0)).chain_seconds) / 150
+)
 
 
 @pytest.fixture(scope="session")
@@ -44,6 +49,7 @@ def answers_of_a_rank(
     sampling: Sampling,
     turns: Turns,
     sharding: Sharding | None = None,
+    restripes: bool = False,
 ) -> tuple[list[dict[int, Answer]], int, int, list[list[int]]]:
     """All turns' answers, bytes by the plans and as counted, and the rows that ranks hold."""
     import torch.distributed as dist
@@ -52,7 +58,7 @@ def answers_of_a_rank(
     from distca.cost.step_memory import STEP_SLOTS
     from distca.runtime import Buffers, CoreAttention
     from distca.serve.generation import Generator
-    from distca.serve.pool_size import PoolSize
+    from distca.serve.pool_size import PoolSize, Sharing
     from distca.serve.steps import ModelRank
     from distca.serve.tensor_parallel import join_ranks
     from distca.transport import CollectiveTransport
@@ -66,7 +72,7 @@ def answers_of_a_rank(
     size = dist.get_world_size() // model.tensor_parallel_size
     # Small blocks, so that there are many.
     pool = PoolSize(200, 128 if stripe > 8 else 2 * stripe)
-    planner = pool.planner(model, size, stripe, sharding)
+    planner = pool.planner(model, Sharing(size, stripe, sharding, restripes))
     rank = ModelRank(model, core, device, pool.blocks, pool.block_size, tensor_ranks)
     generator = Generator(model, rank, planner, strategy, sampling, keeps_logits=True)
     answers = [generator.answer(new) for new in turns]
@@ -97,6 +103,7 @@ def check(
     sampling: Sampling = GREEDY,
     tensor_parallel_size: int = 1,
     sharding: Sharding | None = None,
+    restripes: bool = False,
 ) -> list[Answered]:
     """Answers turns on ranks, and holds them against one process."""
     model = read_model(path, dtype, tensor_parallel_size)
@@ -104,9 +111,8 @@ def check(
         machine = Machine.described(False, None, None)
         strategy = machine.selector("simulated", model.shape, world_size)
     count = world_size * tensor_parallel_size
-    results = ranks.run(
-        answers_of_a_rank, model, strategy, stripe, sampling, turns, sharding, world_size=count
-    )
+    how = strategy, stripe, sampling, turns, sharding, restripes
+    results = ranks.run(answers_of_a_rank, model, *how, world_size=count)
     answers, planned, _, _ = results[0]
     assert planned == sum(counted for _, _, counted, _ in results)
     fed: dict[int, list[int]] = {sequence: [] for sequence in turns[0]}
@@ -117,6 +123,8 @@ def check(
             done.append(Answered(before, answer))
             fed[sequence] = before + answer.token_ids[:-1]
     assert [sum(rows) for rows in results[0][3]] == [len(fed[each]) for each in turns[0]]
+    if restripes:
+        assert max(np.ptp(rows) for rows in results[0][3]) <= 4 * stripe
     found = compare(model, done, sampling.temperature == 0)
     assert found.holds, found.line
     return done
@@ -178,6 +186,7 @@ def weights_of_a_rank(model: ServedModel) -> int:
         (3, "pass-kv", 128),
         (4, "pass-q", 16),
         (2, "auto", 3),
+        (3, "all-gather", 16),
     ],
 )
 def test_ranks_strategies_and_stripes(
@@ -188,15 +197,30 @@ def test_ranks_strategies_and_stripes(
 
 
 @pytest.mark.parametrize(
-    ("family", "shares"),
-    [("llama", (0.5, 0.3, 0.2)), ("gemma3_text", (0.1, 0.4, 0.15, 0.35)), ("qwen2", (0.7, 0.3))],
+    ("family", "shares", "restripes"),
+    [
+        # Searched, at random and moved, even: behind the first turn's tokens anywhere.
+        ("llama", SEARCHED, False),
+        ("gemma3_text", (0.1, 0.4, 0.15, 0.35), True),
+        ("qwen2", (0.5, 0.5), False),
+    ],
 )
-def test_chains_of_unequal_parts(
-    ranks, models, full: bool, family: str, shares: tuple[float, ...]
+def test_chains(
+    ranks, models, full: bool, family: str, shares: tuple[float, ...], restripes: bool
 ) -> None:
-    sampling, size = Sampling(max_tokens=64) if full else GREEDY, len(shares)
-    chain = Chain(size, shares)
-    check(ranks, models[family], size, "pass-kv", 4, sampling=sampling, sharding=chain)
+    chain: Sharding = Chain(len(shares), shares)
+    if not restripes:
+        chain = AfterAnywhere(Chain(len(shares), shares))
+    check(
+        ranks,
+        models[family],
+        len(shares),
+        "pass-kv",
+        4,
+        sampling=Sampling(max_tokens=64) if full else GREEDY,
+        sharding=chain,
+        restripes=restripes,
+    )
 
 
 def prompts_on_one_of_three(starts: Int64s, ends: Int64s) -> Placement:

@@ -89,6 +89,19 @@ def test_a_slow_link_hurts_a_chain_less_than_an_all_gather() -> None:
         assert 1 <= chain < 1.001 < 1.02 < gather
 
 
+def test_a_chain_searched_for_slow_links_loses_less_than_an_all_gather() -> None:
+    """Where links are the limit, and one of them has half the others' speed."""
+    even = replace(LLAMA, gb_per_s=(10.0,) * 3)
+    best = search_partition(8192, 4, even.chain_seconds, 64)[None]
+    chain, gather = [], []
+    for slow in range(3):
+        hurt = replace(even, gb_per_s=tuple(5.0 if link == slow else 10.0 for link in range(3)))
+        found = search_partition(8192, 4, hurt.chain_seconds, 64)[None]
+        chain.append(hurt.chain_seconds(found)[0] / even.chain_seconds(best)[0])
+        gather.append(hurt.all_gather_seconds(8192) / even.all_gather_seconds(8192))
+    assert 1 < np.mean(chain) < 1.3 < 1.39 < np.mean(gather)
+
+
 def test_causal_kernels_leave_out_the_later_half_of_the_squares() -> None:
     causal = replace(LLAMA, causal=True, gb_per_s=(np.inf,) * 3, token_seconds=0.0)
     whole = replace(causal, causal=False)

@@ -6,7 +6,7 @@ An engine owns it, or every rank alike; ranks are told the blocks that a step ad
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -77,6 +77,21 @@ class Accounts:
             theirs = self._blocks.setdefault(sequence, [[] for _ in range(self.pool.world_size)])
             theirs[rank] += blocks
         return found
+
+    def resize(self, growth: Growth) -> NewBlocks:
+        """Takes the blocks that sequences need, and gives those at their ends back that they don't.
+
+        Raises:
+            NoFreeBlocks: a rank has too few; nothing has changed.
+        """
+        grown = np.maximum(growth.after, growth.before)
+        added = self.take(replace(growth, after=grown))
+        surplus = replace(growth, before=grown).blocks(self.pool.block_size)
+        for number, rank in zip(*(each.tolist() for each in np.nonzero(surplus)), strict=True):
+            blocks, left = self._blocks[growth.sequences[number]][rank], int(surplus[number, rank])
+            self.pool.release(rank, blocks[left:])
+            del blocks[left:]
+        return added
 
     def drop(self, sequence: int) -> None:
         """Gives the blocks of a sequence back, if it has any."""

@@ -121,6 +121,13 @@ class Holdings:
                 self._add_run(line, rank)
             self._lengths[line] = end
 
+    def forget_from(self, sequence: int, position: int) -> None:
+        """Forgets who holds the positions of a sequence from one on."""
+        line = self._line[sequence]
+        runs = int((self._starts[line] < position).sum())
+        self._starts[line, runs:] = _NEVER
+        self._runs[line], self._lengths[line] = runs, position
+
     def placement(self, sequences: Sequence[int], alike: Int64s | None = None) -> Placement:
         """Returns who holds what of sequences, numbered in their order.
 

@@ -3,7 +3,8 @@
 In a chain each rank computes the layers of one contiguous part of the prompt, and hands the keys
 and values of its own part and of all before it to the next. Later parts see more keys, so they must
 have fewer tokens for all ranks to end together (KV-Runahead, Section 4.2). A partition is given by
-its *shares*, each rank's part of the prompt's tokens.
+its *shares*, each rank's part of the prompt's tokens. Shares of 0 at the end shorten the chain,
+to a single rank where no chain pays (Appendix B).
 
 The search takes any function that tells the seconds of partitions, whether it simulates a chain
 (`distca.simulate.chain`) or runs one. What it finds for some lengths is saved as a table; shares of
@@ -12,12 +13,14 @@ lengths between are interpolated.
 
 from __future__ import annotations
 
+import bisect
 import itertools
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 
@@ -28,27 +31,46 @@ FORMAT = 1
 _MOST_CANDIDATES = 5**5
 _WAVES = 4
 _POWERS = np.linspace(1, 0.4, 31)
+_FEW = 6
+"""Number of powers after which the next is tried, where few partitions are."""
 
 Shares = tuple[float, ...]
 """Each rank's part of a prompt's tokens; they add up to 1."""
+
+Parts = tuple[int, ...]
+"""Tokens of each rank's part of a prompt."""
+
+SearchedBy = Literal["simulated", "cpu", "wall"]
+"""What a search goes by: simulated seconds, the most CPU seconds of a rank, or seconds to the first
+token."""
 
 Seconds = Callable[[Int64s], Floats]
 """Tells the seconds to the first token of partitions, int64 `[partitions, ranks]`."""
 
 
-def check_shares(shares: Sequence[float]) -> Shares:
+def check_shares(shares: Sequence[float], shortened: bool = False) -> Shares:
     """Checks shares that somebody gave.
+
+    Args:
+        shares: each rank's part.
+        shortened: whether the last ones may be 0.
 
     Raises:
         ValueError: a share is not positive, or they don't add up to 1.
     """
-    if not shares or not all(math.isfinite(share) and share > 0 for share in shares):
+    chain = chain_length(shares) if shortened else len(shares)
+    if not chain or not all(math.isfinite(share) and share > 0 for share in shares[:chain]):
         raise ValueError(f"partition {list(shares)}: give each rank a share above 0")
     if abs(sum(shares) - 1) > 1e-3:
         raise ValueError(
             f"partition {list(shares)}: shares add up to {sum(shares):.4g}: give parts of 1"
         )
     return tuple(share / sum(shares) for share in shares)
+
+
+def chain_length(shares: Sequence[float]) -> int:
+    """Counts the ranks of a chain up to the last that has a share."""
+    return max((number for number, share in enumerate(shares, start=1) if share), default=0)
 
 
 def even_shares(ranks: int) -> Shares:
@@ -61,30 +83,51 @@ def cut_prompt(tokens: int, shares: Sequence[float], multiple: int = 1) -> Int64
 
     Args:
         tokens: tokens of the prompt.
-        shares: each rank's part.
+        shares: each rank's part; 0 at the end shortens the chain.
         multiple: tokens whose multiples the cuts fall on, where each rank then still has some.
 
     Returns:
         Tokens of each rank's part, int64 `[ranks]`. A prompt that is shorter than the chain
         shortens it: the last ranks have none.
     """
-    ranks = len(shares)
+    ranks = chain_length(shares)
     if tokens <= ranks:
-        return (np.arange(ranks) < tokens).astype(np.int64)
+        return (np.arange(len(shares)) < tokens).astype(np.int64)
     unit = multiple if tokens >= 2 * ranks * multiple else 1
-    cuts = np.round(np.cumsum(shares)[:-1] * tokens / unit).astype(np.int64) * unit
+    cuts = np.round(np.cumsum(shares)[: ranks - 1] * tokens / unit).astype(np.int64) * unit
     # Room for a token on each rank before a cut, and behind it.
     for rank in range(1, ranks):
         least = int(cuts[rank - 2]) + 1 if rank > 1 else 1
         cuts[rank - 1] = min(max(int(cuts[rank - 1]), least), tokens - (ranks - rank))
-    return np.diff(cuts, prepend=0, append=tokens)
+    parts = np.diff(cuts, prepend=0, append=tokens)
+    return np.pad(parts, (0, len(shares) - ranks))
+
+
+def shares_behind(shares: Shares, start: int, end: int) -> Shares:
+    """Returns the shares of the tokens from `start` on, those before being cached.
+
+    A partition says where a prompt's work is: each part has as much. What is behind `start` is
+    again cut into parts of equal work. Far behind, they are nearly even.
+
+    Args:
+        shares: partition of all tokens before `end`.
+        start: first new token.
+        end: end of the new tokens.
+    """
+    ranks = chain_length(shares)
+    if not start or ranks == 1:
+        return shares
+    work, at = np.arange(ranks + 1), np.cumsum([0.0, *shares[:ranks]])
+    begin = np.interp(start / end, at, work)
+    parts = np.diff(np.interp(np.linspace(begin, ranks, ranks + 1), work, at))
+    return tuple(map(float, np.pad(parts / parts.sum(), (0, len(shares) - ranks))))
 
 
 def shard_in_chain(
     starts: Int64s,
     ends: Int64s,
     ranks: int,
-    shares_of: Callable[[int], Sequence[float]],
+    shares_of: Callable[[int, int], Sequence[float]],
     multiple: int = 1,
 ) -> Placement:
     """Shards new tokens of sequences in contiguous parts over a chain of ranks.
@@ -97,13 +140,13 @@ def shard_in_chain(
         starts: first new position of each sequence, int64 `[sequences]`.
         ends: end of the new positions of each sequence, likewise; no new tokens are possible.
         ranks: ranks of the chain.
-        shares_of: tells each part of so many new tokens, the first first.
+        shares_of: tells each part of the tokens from a start to an end, the first first.
         multiple: as for `cut_prompt`.
     """
     parts = np.zeros((len(starts), ranks), dtype=np.int64)
-    for number, tokens in enumerate((ends - starts).tolist()):
-        if tokens:
-            parts[number] = cut_prompt(tokens, shares_of(tokens), multiple)
+    for number, (start, end) in enumerate(zip(starts.tolist(), ends.tolist(), strict=True)):
+        if end > start:
+            parts[number] = cut_prompt(end - start, shares_of(start, end), multiple)
     until = starts[:, None] + np.cumsum(parts, axis=1)
     document, part = np.nonzero(parts)
     return Placement(
@@ -115,7 +158,9 @@ def shard_in_chain(
     )
 
 
-def search_partition(tokens: int, ranks: int, seconds: Seconds, finest: int = 1) -> Int64s:
+def search_partition(
+    tokens: int, ranks: int, seconds: Seconds, finest: int = 1, few: bool = False
+) -> Int64s:
     """Searches the partition with the earliest first token (KVR-S).
 
     It begins with the best of cuts at powers of the ranks' numbers, equal parts among them. Around
@@ -129,9 +174,10 @@ def search_partition(tokens: int, ranks: int, seconds: Seconds, finest: int = 1)
         ranks: ranks of the chain.
         seconds: tells the seconds of partitions; the same ones for the same partition.
         finest: last stride, in tokens.
+        few: whether few partitions are tried, as where each is run: a part gives to another.
 
     Returns:
-        Tokens of each rank's part, int64 `[ranks]`.
+        Tokens of each rank's part, int64 `[ranks]`; all on the first, where no chain is faster.
 
     Raises:
         ValueError: there are fewer tokens than ranks.
@@ -141,10 +187,11 @@ def search_partition(tokens: int, ranks: int, seconds: Seconds, finest: int = 1)
     if ranks == 1:
         return np.array([tokens], dtype=np.int64)
     ends = np.linspace(0, 1, ranks + 1)
-    starts = np.stack([cut_prompt(tokens, np.diff(ends**power)) for power in _POWERS])
+    powers = _POWERS[:: _FEW if few else 1]
+    starts = np.stack([cut_prompt(tokens, np.diff(ends**power)) for power in powers])
     found = seconds(starts)
     best, reached = starts[int(found.argmin())], float(found.min())
-    moves = _moves(ranks - 1)
+    moves = _shifts(ranks - 1) if few else _moves(ranks - 1)
     stride = max(tokens // ranks // 8, finest)
     while True:
         cuts = np.cumsum(best)[:-1] + np.rint(moves * stride).astype(np.int64)
@@ -154,10 +201,11 @@ def search_partition(tokens: int, ranks: int, seconds: Seconds, finest: int = 1)
         first = int(found.argmin()) if len(found) else 0
         if len(found) and found[first] < reached:
             best, reached = candidates[first], float(found[first])
-        elif stride == finest:
-            return best
-        else:
+        elif stride > finest:
             stride = max(stride // 2, finest)
+        else:
+            alone = np.eye(ranks, dtype=np.int64)[:1] * tokens
+            return best if reached < seconds(alone)[0] else alone[0]
 
 
 def _moves(cuts: int) -> Floats:
@@ -173,6 +221,14 @@ def _moves(cuts: int) -> Floats:
     return np.concatenate([together, *alone])
 
 
+def _shifts(cuts: int) -> Floats:
+    """Moves of all cuts between two parts, by which one gives a stride to the other."""
+    cut = np.arange(cuts)
+    pairs = itertools.combinations(range(cuts + 1), 2)
+    between = np.array([(first <= cut) & (cut < second) for first, second in pairs], dtype=float)
+    return np.concatenate([-between, between])
+
+
 @dataclass(frozen=True)
 class PartitionTable:
     """Searched partitions of some lengths, from which those of others are interpolated (KVR-P).
@@ -182,6 +238,9 @@ class PartitionTable:
         hardware: hardware that they were searched for.
         ranks: ranks of the chain.
         shares: each rank's part, by tokens of the prompt.
+        by: what the search went by.
+        trials: seconds of the partitions that were run, by tokens of the prompt. With them an
+            interrupted search goes on, before it has found any shares.
 
     Raises:
         ValueError: there is no length, or the shares of one are no partition among the ranks.
@@ -191,12 +250,14 @@ class PartitionTable:
     hardware: str
     ranks: int
     shares: Mapping[int, Shares]
+    by: SearchedBy = "simulated"
+    trials: Mapping[int, Mapping[Parts, float]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        if not self.shares:
+        if not self.shares and not self.trials:
             raise ValueError("a table of partitions needs those of one length at least")
         for tokens, shares in self.shares.items():
-            check_shares(shares)
+            check_shares(shares, shortened=True)
             if len(shares) != self.ranks:
                 raise ValueError(
                     f"the partition of {tokens} tokens is among {len(shares)} ranks, the table's "
@@ -208,10 +269,15 @@ class PartitionTable:
         return min(self.shares) <= tokens <= max(self.shares)
 
     def at(self, tokens: int) -> Shares:
-        """Interpolates the shares of a length; those of the nearest one beyond the table."""
+        """Interpolates the shares of a length; those of the nearest one beyond the table, and
+        between chains of different numbers of ranks."""
         lengths = sorted(self.shares)
-        table = np.array([self.shares[each] for each in lengths])
-        return tuple(float(np.interp(tokens, lengths, column)) for column in table.T)
+        above = bisect.bisect(lengths, tokens)
+        around = lengths[max(above - 1, 0) : above + 1]
+        if len({chain_length(self.shares[each]) for each in around}) > 1:
+            return self.shares[min(around, key=lambda each: abs(each - tokens))]
+        table = np.array([self.shares[each] for each in around])
+        return tuple(float(np.interp(tokens, around, column)) for column in table.T)
 
     def check(self, model: str, hardware: str, ranks: int) -> None:
         """Checks that the table is for a model, its hardware and its ranks.
@@ -234,6 +300,10 @@ class PartitionTable:
         """Writes the table to a file, replaced if it exists."""
         columns = asdict(self) | {"format": FORMAT}
         columns["shares"] = {str(each): list(self.shares[each]) for each in sorted(self.shares)}
+        columns["trials"] = {
+            str(each): [[list(parts), seconds] for parts, seconds in tried.items()]
+            for each, tried in self.trials.items()
+        }
         path.parent.mkdir(parents=True, exist_ok=True)
         whole = path.with_name(path.name + ".part")
         whole.write_text(json.dumps(columns, indent=1) + "\n", encoding="utf-8")
@@ -251,9 +321,12 @@ def load_partitions(path: Path) -> PartitionTable:
         if saved["format"] != FORMAT:
             raise ValueError(f"format {saved['format']}, not {FORMAT}")
         shares = {int(each): tuple(map(float, found)) for each, found in saved["shares"].items()}
-        return PartitionTable(
-            str(saved["model"]), str(saved["hardware"]), int(saved["ranks"]), shares
-        )
+        trials = {
+            int(each): {tuple(map(int, parts)): float(seconds) for parts, seconds in tried}
+            for each, tried in saved.get("trials", {}).items()
+        }
+        made_for = str(saved["model"]), str(saved["hardware"]), int(saved["ranks"])
+        return PartitionTable(*made_for, shares, saved.get("by", "simulated"), trials)
     except (OSError, KeyError, TypeError, AttributeError, ValueError) as error:
         raise ValueError(
             f"{path} is no table of partitions ({type(error).__name__}: {error}): make one by "
@@ -270,7 +343,7 @@ class Chain:
         partition: shares of all prompts, or a table of those of some lengths.
 
     Raises:
-        ValueError: the partition is among another number of ranks.
+        ValueError: the partition is among another number of ranks, or the table has none yet.
     """
 
     ranks: int
@@ -278,16 +351,25 @@ class Chain:
 
     def __post_init__(self) -> None:
         given = self.partition
+        if isinstance(given, PartitionTable) and not given.shares:
+            raise ValueError(
+                "the table of partitions has none yet: its search was interrupted, so let "
+                "`distca tune partitions` go on"
+            )
         among = given.ranks if isinstance(given, PartitionTable) else len(given)
         if among != self.ranks:
             raise ValueError(
                 f"the partition is among {among} ranks, not {self.ranks}: give one share for each"
             )
 
-    def shares(self, tokens: int) -> Shares:
-        """Each rank's part of so many new tokens, the first of the chain first."""
+    def shares(self, start: int, end: int) -> Shares:
+        """Each rank's part of the new tokens from `start` to `end`, the first of the chain first.
+
+        Those of a later turn or chunk follow from the partition of all tokens before `end`.
+        """
         given = self.partition
-        return given.at(tokens) if isinstance(given, PartitionTable) else given
+        whole = given.at(end) if isinstance(given, PartitionTable) else given
+        return shares_behind(whole, start, end)
 
     def __call__(self, starts: Int64s, ends: Int64s) -> Placement:
         """Shards new tokens of sequences; see `shard_in_chain`."""

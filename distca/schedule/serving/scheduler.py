@@ -6,7 +6,8 @@ are admitted in the order of their arrival; if there are no blocks for one that 
 gives up its own and is computed again later, of which the prefix cache may still have most.
 
 Blocks of a short sequence lie on one rank, its *home*, which computes it without any exchange. Of a
-long one, each chunk's blocks are shared out in zigzag, and decoded ones in stripes.
+long one, each chunk's blocks are shared out in zigzag, and decoded ones in stripes. With a chain of
+ranks a chunk is cut between blocks: each lies on one rank, where other sequences can find it.
 """
 
 from __future__ import annotations
@@ -16,7 +17,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+import numpy as np
+
 from distca.schedule.serving.moves import Move, Mover
+from distca.schedule.serving.partitions import Chain, cut_prompt
 from distca.schedule.serving.prefix_cache import Block, PrefixCache, extend_digests
 from distca.schedule.serving.served_sequence import ServedSequence, SharedPrompt
 
@@ -37,6 +41,7 @@ class Limits:
             the blocks' size.
         short: tokens below which a sequence is short.
         servers: ranks, the last ones, that hold keys and values, and have no weights.
+        chain: chain over which chunks of long sequences are shared out; None: in zigzag.
 
     Raises:
         ValueError: the limits contradict each other.
@@ -47,6 +52,7 @@ class Limits:
     stripe: int
     short: int
     servers: int = 0
+    chain: Chain | None = None
 
     def __post_init__(self) -> None:
         if self.tokens < self.sequences:
@@ -407,8 +413,10 @@ class Scheduler:
     def _add_blocks(self, each: ServedSequence, count: int) -> None:
         """Adds blocks, on the ranks that should own them or, where these are full, on others."""
         first, missing = len(each.blocks), self._blocks_missing(each, count)
+        chained = self._in_chain(each, count, missing)
         for number in range(missing):
             rank = self._owner(each, first + number, number, missing)
+            rank = chained[number] if chained else rank
             if not self._cache.available(rank):
                 rank = max(self._computing, key=self._cache.available)
             each.blocks.append(self._cache.take(rank))
@@ -422,6 +430,14 @@ class Scheduler:
             return (stripe + each.number) % len(self._computing)
         part = number * 2 * len(self._computing) // count
         return min(part, 2 * len(self._computing) - 1 - part)
+
+    def _in_chain(self, each: ServedSequence, count: int, blocks: int) -> list[int]:
+        """Ranks of the blocks that a chunk adds, from the chain's first one down, if it has one."""
+        chain, long = self._limits.chain, len(each.tokens) >= self._limits.short
+        if chain is None or not long or each.computed >= each.prompt:
+            return []
+        parts = cut_prompt(blocks, chain.shares(each.computed, each.computed + count))
+        return [*map(int, np.repeat(np.arange(chain.ranks)[::-1], parts))]
 
     def _choose_home(self, each: ServedSequence) -> int:
         """Rank that holds most of a sequence already, else one with few others and much room."""

@@ -10,6 +10,11 @@ says who computes attention (context parallelism of Meta's, Sections 3.4 and 3.5
 * **pass-q**: queries travel to keys and values, and partial outputs come back, to merge by LSE.
   For few new tokens over a long cache, as in decoding.
 
+A baseline of the papers is beside them:
+
+* **all-gather**: every rank is sent all keys and values before it computes, those that its queries
+  don't see, too, as tensor and sequence parallelism has it (KV-Runahead, Section 2).
+
 Under a window both are pass-kv, since few keys are seen, and all are near; but where every sequence
 is fed one token, as in decoding, queries travel then, too: one row each rather than a window's.
 
@@ -22,7 +27,7 @@ however short the stripes are that decoding left.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Literal, get_args
+from typing import Literal
 
 import numpy as np
 
@@ -32,13 +37,14 @@ from distca.schedule.base import tasks_at_home
 from distca.schedule.baselines.context_parallel import shard_documents
 from distca.schedule.serving.rings import pass_keys, pass_keys_in_window, pass_queries
 
-Strategy = Literal["pass-kv", "pass-q"]
-"""What travels in a step: keys and values, or queries."""
+Strategy = Literal["pass-kv", "pass-q", "all-gather"]
+"""What travels in a step: keys and values that are seen, queries, or all keys and values."""
 
 Sharding = Callable[[Int64s, Int64s], Placement]
 """Shards new tokens of sequences, given their starts and their ends, int64 `[sequences]`."""
 
-STRATEGIES: tuple[Strategy, ...] = get_args(Strategy)
+STRATEGIES: tuple[Strategy, ...] = ("pass-kv", "pass-q")
+"""Those between which a choice is made."""
 
 
 def nobody_holds(world_size: int) -> Placement:
@@ -120,13 +126,16 @@ def step_plan(
     single = bool((lengths - prefix <= 1).all())
     if strategy == "pass-q" and (mask.window_left is None or single):
         tasks = pass_queries(placement, new, mask, in_steps)
-    elif not in_steps:
+    elif not in_steps or strategy == "all-gather":
         tasks = tasks_at_home(new, mask)
     elif mask.window_left is None:
         tasks = pass_keys(placement, new, block)
     else:
         tasks = pass_keys_in_window(placement, new, mask, block)
-    return Plan(lengths, placement, tasks, mask, block, strategy, cached_prefix=prefix)
+    gathers = strategy == "all-gather"
+    return Plan(
+        lengths, placement, tasks, mask, block, strategy, cached_prefix=prefix, gathers=gathers
+    )
 
 
 def held_after(held: Placement, new: Placement) -> Placement:

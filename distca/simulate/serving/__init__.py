@@ -5,8 +5,9 @@ costs = InferenceCosts(MODELS["llama-405b"], CLUSTERS["dgx-h100"], tensor_parall
 outcome = simulate_step([plan] * costs.model.layers, costs)
 """
 
-from distca.simulate.serving.chains import chain_costs, searched_shares
+from distca.simulate.serving.chains import chain_costs, searched_shares, searched_table
 from distca.simulate.serving.costs import InferenceCosts
+from distca.simulate.serving.restripe import simulate_restripe
 from distca.simulate.serving.selector import SimulatedSelector
 from distca.simulate.serving.steps import PlanStepCosts, SteppedCosts, attend, simulate_step
 
@@ -18,5 +19,7 @@ __all__ = [
     "attend",
     "chain_costs",
     "searched_shares",
+    "searched_table",
+    "simulate_restripe",
     "simulate_step",
 ]

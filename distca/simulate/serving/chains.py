@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import numpy as np
 
 from distca.cost.kernel_time import CostModel
 from distca.plan import BLOCK
-from distca.schedule.serving.partitions import Shares, even_shares, search_partition
+from distca.schedule.serving.partitions import (
+    PartitionTable,
+    Shares,
+    even_shares,
+    search_partition,
+)
 from distca.simulate.chain import ChainCosts
 from distca.simulate.serving.costs import InferenceCosts
 
@@ -51,6 +58,17 @@ def chain_costs(
         latency=cluster.node_latency if ranks <= together else cluster.network_latency,
         causal=True,
     )
+
+
+def searched_table(
+    lengths: Iterable[int],
+    costs: InferenceCosts,
+    cost_model: CostModel,
+    ranks: int,
+) -> PartitionTable:
+    """Searches the partitions of several lengths, of no model and no hardware in particular."""
+    found = {each: searched_shares(each, costs, cost_model, ranks) for each in {*lengths}}
+    return PartitionTable("", "", ranks, found)
 
 
 def searched_shares(
