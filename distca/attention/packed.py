@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from distca.attention.kernel import Kernel, KernelTasks
+from distca.attention.sink import sink_gradient, with_sink
 
 
 def packed_attention(
@@ -18,6 +19,7 @@ def packed_attention(
     *,
     window_left: int | None,
     softmax_scale: float,
+    sink_H: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Causal attention of every packed document over itself.
 
@@ -29,12 +31,13 @@ def packed_attention(
         kernel: the attention kernel of this device.
         window_left: earlier tokens that a query sees; None: all.
         softmax_scale: factor of the scores.
+        sink_H: one more logit of each head, which has no value, `[heads]`; None: there is none.
 
     Returns:
         The output, `[tokens, heads, head_dim]`.
     """
     return _PackedAttention.apply(  # type: ignore[no-any-return,no-untyped-call]
-        q_THD, k_THD, v_THD, cu_seqlens, kernel, window_left, softmax_scale
+        q_THD, k_THD, v_THD, sink_H, cu_seqlens, kernel, window_left, softmax_scale
     )
 
 
@@ -45,6 +48,7 @@ class _PackedAttention(torch.autograd.Function):
         q: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
+        sink: torch.Tensor | None,
         cu_seqlens: torch.Tensor,
         kernel: Kernel,
         window_left: int | None,
@@ -53,10 +57,14 @@ class _PackedAttention(torch.autograd.Function):
         tasks = KernelTasks(cu_seqlens, cu_seqlens, True, window_left, softmax_scale)
         ctx.kernel, ctx.tasks = kernel, tasks
         out, lse = kernel.forward(q, k, v, tasks)
-        ctx.save_for_backward(q, k, v, out, lse)
+        if sink is not None:
+            out, lse = with_sink(out, lse, sink)
+        ctx.save_for_backward(q, k, v, out, lse, sink)
         return out
 
     @staticmethod
     def backward(ctx: Any, dout: torch.Tensor) -> Any:  # type: ignore[override]
-        gradients = ctx.kernel.backward(dout, *ctx.saved_tensors, ctx.tasks)
-        return *gradients, None, None, None, None
+        *inputs, out, lse, sink = ctx.saved_tensors
+        gradients = ctx.kernel.backward(dout, *inputs, out, lse, ctx.tasks)
+        of_sink = None if sink is None else sink_gradient(dout, out, lse, sink)
+        return *gradients, of_sink, None, None, None, None

@@ -11,6 +11,7 @@ def attend(
     v_THD: torch.Tensor,
     visible_QK: torch.Tensor,
     softmax_scale: float,
+    sink_H: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Computes softmax(QKᵀ)V over the visible pairs; differentiable.
 
@@ -20,6 +21,7 @@ def attend(
         v_THD: like `k_THD`.
         visible_QK: whether a query sees a key, bool `[queries, keys]`.
         softmax_scale: factor of the scores.
+        sink_H: one more logit of each head, which has no value, `[heads]`; None: there is none.
 
     Returns:
         `(out, lse)`: `[queries, heads, head_dim]` and `[queries, heads]` in the inputs' dtype; 0
@@ -31,6 +33,8 @@ def attend(
     scores = torch.einsum("qhd,khd->hqk", q_THD, k) * softmax_scale
     scores = scores.masked_fill(~visible_QK, float("-inf"))
     lse_HQ = scores.logsumexp(dim=-1)
+    if sink_H is not None:
+        lse_HQ = torch.logaddexp(lse_HQ, sink_H[:, None])
     shift = lse_HQ.masked_fill(lse_HQ == float("-inf"), 0.0).unsqueeze(-1)
     weights = torch.exp(scores - shift)
     return torch.einsum("hqk,khd->qhd", weights, v), lse_HQ.transpose(0, 1)

@@ -152,6 +152,13 @@ def build_parser() -> Parser:
         metavar="TOKENS",
         help="Sliding window: a query sees so many earlier tokens. Default: all of its document.",
     )
+    model.add_argument(
+        "--window-attn-skip-freq",
+        type=int,
+        metavar="N",
+        help="Every Nth layer has no window, and its plan chooses the placement of all; shown is "
+        "the plan of layers with a window. Default: all layers have one.",
+    )
     schedule = parser.add_argument_group("schedule")
     schedule.add_argument(
         "--scheduler",
@@ -249,6 +256,10 @@ def _capacities_and_lengths(args: argparse.Namespace) -> tuple[Int64s, Int64s]:
         raise ValueError(
             f"--window-left {args.window_left} must not be negative: leave it out where a query "
             "sees all of its document"
+        )
+    if args.window_attn_skip_freq is not None and args.window_left is None:
+        raise ValueError(
+            "--window-attn-skip-freq says which layers have windows: add --window-left"
         )
     if args.seed < 0:
         raise ValueError(f"--seed {args.seed} must not be negative")
@@ -370,7 +381,10 @@ def _timed_plan(
     scheduler, mask = make_scheduler(name, config), Mask(args.window_left)
     start = time.perf_counter()
     if args.placement == "free":
-        plan = scheduler.plan(lengths, capacities, mask)
+        chooses = mask if args.window_attn_skip_freq is None else Mask()
+        plan = scheduler.plan(lengths, capacities, chooses)
+        if chooses != mask:
+            plan = scheduler.schedule(lengths, plan.placement, mask)
     else:
         plan = scheduler.schedule(lengths, place_in_turn(lengths, capacities), mask)
     planned = time.perf_counter()

@@ -1,6 +1,6 @@
 """The plan of core attention, and what it is made of: spans, placement, mask and tasks."""
 
-from distca.plan.mask import Mask
+from distca.plan.mask import LayerMasks, Mask
 from distca.plan.placement import Placement, place_in_turn, place_sequentially
 from distca.plan.plan import BLOCK, Plan
 from distca.plan.saved import load_plan, save_plan
@@ -9,6 +9,7 @@ from distca.plan.tasks import Tasks
 
 __all__ = [
     "BLOCK",
+    "LayerMasks",
     "Mask",
     "Placement",
     "Plan",

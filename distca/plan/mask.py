@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -10,6 +11,7 @@ import numpy as np
 from distca.plan.span import Bools, Int64s
 
 IntOrArray = TypeVar("IntOrArray", int, Int64s)
+Value = TypeVar("Value")
 
 
 @dataclass(frozen=True)
@@ -61,6 +63,44 @@ class Mask:
     def is_full(self, q_start: Int64s, q_end: Int64s, kv_start: Int64s, kv_end: Int64s) -> Bools:
         """Tells for each rectangle whether all of its queries see all of its keys."""
         return (kv_end - 1 <= q_start) & (kv_start >= self.first_key(q_end - 1))
+
+
+@dataclass(frozen=True)
+class LayerMasks:
+    """The masks of a model's layers, in a pattern that repeats.
+
+    Attributes:
+        masks: different masks, the one that sees most first.
+        pattern: number of the mask of each layer of the pattern.
+    """
+
+    masks: tuple[Mask, ...] = (Mask(),)
+    pattern: tuple[int, ...] = (0,)
+
+    @staticmethod
+    def of(layers: Iterable[Mask]) -> LayerMasks:
+        """Makes the masks of the layers of a pattern."""
+        of_layers = tuple(layers)
+        # What sees all comes before what sees the widest window.
+        masks = sorted(
+            dict.fromkeys(of_layers),
+            key=lambda mask: (mask.window_left is not None, -(mask.window_left or 0)),
+        )
+        return LayerMasks(tuple(masks), tuple(masks.index(mask) for mask in of_layers))
+
+    def of_layer(self, layer: int) -> Mask:
+        """Returns the mask of a layer, numbered from 0."""
+        return self.masks[self.pattern[layer % len(self.pattern)]]
+
+    def counts(self) -> tuple[int, ...]:
+        """Returns how many layers of the pattern each mask has."""
+        return tuple(self.pattern.count(number) for number in range(len(self.masks)))
+
+    def select(self, values: Sequence[Value], layer: int) -> Sequence[Value]:
+        """Returns, of values that each mask has equally many of, those of a layer's mask."""
+        each = len(values) // len(self.masks)
+        first = self.pattern[layer % len(self.pattern)] * each
+        return values[first : first + each]
 
 
 def _pairs_at_or_before(q_start: Any, q_end: Any, kv_start: Any, kv_end: Any) -> Any:

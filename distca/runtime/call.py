@@ -27,14 +27,18 @@ class Call:
         group_calls: calls of the head groups.
         run: program that is followed, with the exchanges of the pass that runs.
         nano_batch: number of the call's nano-batch.
+        layer: number of the call's layer in the model chunk.
     """
 
-    def __init__(self, group_calls: Sequence[GroupCall], run: ProgramRun, nano_batch: int) -> None:
+    def __init__(
+        self, group_calls: Sequence[GroupCall], run: ProgramRun, nano_batch: int, layer: int
+    ) -> None:
         self._group_calls, self.run, self.nano_batch = group_calls, run, nano_batch
+        self._layer = layer
 
     @property
     def _exchange(self) -> Any:
-        return self.run.exchanges[self.nano_batch]
+        return self.run.exchange(self.nano_batch, self._layer)
 
     def _of_groups(self, tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Views of each head group's part of a tensor `[rows, heads, ...]`."""
@@ -50,20 +54,35 @@ class Call:
         for group in self._group_calls:
             group.compute()
 
-    def finish(self) -> torch.Tensor:
-        """Returns the final output of the local rows, `[local rows, heads, head_dim]`."""
+    def finish(self, sink: torch.Tensor | None = None) -> torch.Tensor:
+        """Returns the final output of the local rows, `[local rows, heads, head_dim]`.
+
+        Args:
+            sink: one more logit of each head, `[heads]`; None: there is none.
+        """
         if len(self._group_calls) == 1:
-            return self._group_calls[0].finish()
-        out = torch.cat([group.finish() for group in self._group_calls], dim=1)
+            return self._group_calls[0].finish(sink)
+        count = len(self._group_calls)
+        sinks = [None] * count if sink is None else sink.chunk(count)
+        outs = [group.finish(own) for group, own in zip(self._group_calls, sinks, strict=True)]
+        out = torch.cat(outs, dim=1)
         # The model keeps `out` anyway, so the groups keep views of it and free their own outputs.
         for group, part in zip(self._group_calls, self._of_groups(out.detach()), strict=True):
             group.keep_output(part)
         return out
 
-    def start_backward(self, dout: torch.Tensor) -> None:
-        """Sends the output's gradient, and what the kernels need again, to the servers."""
-        for group, part in zip(self._group_calls, self._of_groups(dout), strict=True):
+    def start_backward(self, dout: torch.Tensor) -> torch.Tensor | None:
+        """Sends the output's gradient, and what the kernels need again, to the servers.
+
+        Returns:
+            The gradient of the sink, if there is one.
+        """
+        sinks = [
             group.start_backward(self._exchange, part)
+            for group, part in zip(self._group_calls, self._of_groups(dout), strict=True)
+        ]
+        found = [each for each in sinks if each is not None]
+        return torch.cat(found) if found else None
 
     def start_backward_without_tokens(self, q: torch.Tensor, k: torch.Tensor) -> None:
         """Does `start_backward` on a rank that only serves; `q` and `k` have no rows."""
@@ -89,7 +108,12 @@ class Call:
 
 
 def differentiable_call(
-    call: Call, q_THD: torch.Tensor, k_THD: torch.Tensor, v_THD: torch.Tensor, event: Event
+    call: Call,
+    q_THD: torch.Tensor,
+    k_THD: torch.Tensor,
+    v_THD: torch.Tensor,
+    event: Event,
+    sink_H: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Does a call's forward steps, each in its turn; autograd does the backward steps.
 
@@ -99,6 +123,7 @@ def differentiable_call(
         k_THD: local keys, `[local key rows, kv_heads, head_dim]`.
         v_THD: local values, like `k_THD`.
         event: event whose turn has come: the call's start.
+        sink_H: one more logit of each head, `[heads]`; None: there is none.
     """
     ticket = _Start.apply(  # type: ignore[no-untyped-call]
         q_THD.contiguous(), k_THD.contiguous(), v_THD.contiguous(), call
@@ -108,7 +133,7 @@ def differentiable_call(
     call.run.take_turn("forward", "compute", call.nano_batch)
     ticket = _Compute.apply(ticket, call)  # type: ignore[no-untyped-call]
     call.run.take_turn("forward", "finish", call.nano_batch)
-    return _Finish.apply(ticket, call)  # type: ignore[no-any-return,no-untyped-call]
+    return _Finish.apply(ticket, sink_H, call)  # type: ignore[no-any-return,no-untyped-call]
 
 
 class _Start(torch.autograd.Function):
@@ -151,13 +176,15 @@ class _Compute(torch.autograd.Function):
 
 class _Finish(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, ticket: torch.Tensor, call: Call) -> torch.Tensor:  # type: ignore[override]
+    def forward(  # type: ignore[override]
+        ctx: Any, ticket: torch.Tensor, sink: torch.Tensor | None, call: Call
+    ) -> torch.Tensor:
         ctx.call = call
-        return call.finish()
+        return call.finish(None if sink is None else sink.detach())
 
     @staticmethod
     def backward(ctx: Any, dout: torch.Tensor) -> Any:  # type: ignore[override]
         call: Call = ctx.call
         call.run.take_turn("backward", "start", call.nano_batch)
-        call.start_backward(dout.contiguous())
-        return dout.new_empty(0), None
+        sink = call.start_backward(dout.contiguous())
+        return dout.new_empty(0), sink, None

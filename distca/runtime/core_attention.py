@@ -71,6 +71,7 @@ class CoreAttention:
         softmax_scale: float,
         labels: Mapping[str, Any] | None = None,
         nano_batch: int = 0,
+        sink_H: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Core attention of the local rows, computed by the plan's servers. Collective.
 
@@ -84,6 +85,7 @@ class CoreAttention:
             softmax_scale: factor of the scores.
             labels: labels for the trace, such as the layer.
             nano_batch: number of the nano-batch whose rows these are.
+            sink_H: one more logit of each head, which has no value, `[heads]`; None: there is none.
 
         Returns:
             The output, `[local rows, heads, head_dim]`.
@@ -103,19 +105,29 @@ class CoreAttention:
                     f"tokens on rank {exchange.rank}"
                 )
         event = run.take_turn("forward", "start", nano_batch)
-        call = self._call(run, nano_batch, softmax_scale, labels or {})
-        return differentiable_call(call, q_THD, k_THD, v_THD, event)
+        call = self._call(run, nano_batch, softmax_scale, labels or {}, event.layer)
+        return differentiable_call(call, q_THD, k_THD, v_THD, event, sink_H)
 
     def serving_call(
-        self, run: ProgramRun, nano_batch: int, softmax_scale: float, labels: Mapping[str, Any]
+        self,
+        run: ProgramRun,
+        nano_batch: int,
+        softmax_scale: float,
+        labels: Mapping[str, Any],
+        layer: int,
     ) -> Call:
         """Makes the call of a rank without tokens, which only serves. See `Call`."""
         local = run.exchanges[nano_batch].q.local
         assert local == 0, "a rank with tokens has their queries to send"
-        return self._call(run, nano_batch, softmax_scale, labels)
+        return self._call(run, nano_batch, softmax_scale, labels, layer)
 
     def _call(
-        self, run: ProgramRun, nano_batch: int, softmax_scale: float, labels: Mapping[str, Any]
+        self,
+        run: ProgramRun,
+        nano_batch: int,
+        softmax_scale: float,
+        labels: Mapping[str, Any],
+        layer: int = 0,
     ) -> Call:
         count = self.buffers.head_groups
         group_calls = []
@@ -132,4 +144,4 @@ class CoreAttention:
             )
             of_group = {**labels, "head_group": group} if count > 1 else labels
             group_calls.append(GroupCall(resources, softmax_scale, of_group))
-        return Call(group_calls, run, nano_batch)
+        return Call(group_calls, run, nano_batch, layer)

@@ -12,6 +12,7 @@ import torch
 
 from distca.attention import Kernel
 from distca.attention.kernel import Gradients, Outputs
+from distca.attention.sink import sink_gradient, with_sink
 from distca.runtime.exchange import Exchange
 from distca.runtime.messages import ByKind, PackedRows, RowFormat, RowTypes
 from distca.runtime.moving_rows import (
@@ -87,6 +88,7 @@ class GroupCall:
         self._inputs: tuple[torch.Tensor, ...] = ()
         self._kept: tuple[ServedRows, ServedRows] | None = None
         self._outputs: tuple[torch.Tensor, ...] = ()
+        self._sink: torch.Tensor | None = None
 
     def _span(self, name: str, lane: str) -> Any:
         return self._resources.trace.span(name, lane, **self._labels)
@@ -157,8 +159,12 @@ class GroupCall:
             self._send_to_owners("return", (types, ()), (fill, _nothing), (returned, None))
         self._served = None
 
-    def finish(self) -> torch.Tensor:
-        """Returns the final output of the local rows, `[local rows, heads, head_dim]`."""
+    def finish(self, sink: torch.Tensor | None = None) -> torch.Tensor:
+        """Returns the final output of the local rows, `[local rows, heads, head_dim]`.
+
+        Args:
+            sink: one more logit of each head, `[heads]`; None: there is none.
+        """
         assert self._sent is not None
         assert self._parts is not None
         assert self._exchange is not None
@@ -168,7 +174,9 @@ class GroupCall:
             out, lse = local_outputs(self._exchange, self._parts, self._scratch)
         else:
             out, lse = self._parts
-        self._sent, self._parts = None, None
+        if sink is not None:
+            out, lse = with_sink(out, lse, sink)
+        self._sent, self._parts, self._sink = None, None, sink
         # Detached, since an output with its autograd history would keep itself alive.
         self._outputs = (out.detach(), lse)
         return out
@@ -186,8 +194,12 @@ class GroupCall:
             with self._span("dispatch backward", "exchange"):
                 self._ahead = self._send("dispatch_backward", ByKind(kv=[k, v]))
 
-    def start_backward(self, exchange: Exchange, dout: torch.Tensor) -> None:
-        """Sends the output's gradient, and what the kernels need again, to the servers."""
+    def start_backward(self, exchange: Exchange, dout: torch.Tensor) -> torch.Tensor | None:
+        """Sends the output's gradient, and what the kernels need again, to the servers.
+
+        Returns:
+            The gradient of the sink, if there is one.
+        """
         assert exchange is self._exchange or not self._resources.keeps_inputs, (
             "kept inputs are of another plan"
         )
@@ -201,9 +213,15 @@ class GroupCall:
             sent = self._send("dispatch_backward", travelling)
             self._workspace.clear()
             self._sent, self._served = sent.put_together(self._workspace)
+        # Computed while the rows are under way.
+        sink = self._sink
+        if sink is not None:
+            out, lse = self._outputs
+            sink = sink_gradient(dout, out, lse, sink)
         self._outputs = ()
         if not self._resources.keeps_inputs:
             self._inputs = ()
+        return sink
 
     def start_backward_without_tokens(
         self, exchange: Exchange, q: torch.Tensor, k: torch.Tensor

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
+from distca.plan import LayerMasks
 from distca.runtime.exchange import Exchange
 from distca.schedule.program import Event, Pass, Program, Step
 
@@ -22,17 +23,24 @@ class ProgramRun:
     tick, so each tick begins with a program and exchanges of its own.
 
     Args:
-        exchanges: this rank's part of each nano-batch's plan.
+        exchanges: this rank's part of each nano-batch's plan, with each mask in turn.
         program: events of the first pass.
+        masks: masks of the layers; None: all have one.
 
     Attributes:
-        exchanges: this rank's part of each nano-batch's plan, in the present pass.
+        exchanges: this rank's part of each plan, in the present pass.
         give_way: lets other nano-batches go on, where they run in turns; None: only one runs, or
             autograd keeps the order.
     """
 
-    def __init__(self, exchanges: Sequence[Exchange], program: Program = ()) -> None:
+    def __init__(
+        self,
+        exchanges: Sequence[Exchange],
+        program: Program = (),
+        masks: LayerMasks | None = None,
+    ) -> None:
         self.give_way: Callable[[], Any] | None = None
+        self._masks = masks or LayerMasks()
         # Calls whose backward pass is still to come.
         self._calls: dict[tuple[int, int], SendsAhead] = {}
         self.begin(exchanges, program)
@@ -41,6 +49,10 @@ class ProgramRun:
         """Begins another pass."""
         self.exchanges = tuple(exchanges)
         self._program, self._next = program, 0
+
+    def exchange(self, nano_batch: int, layer: int) -> Exchange:
+        """Returns this rank's part of the plan of a nano-batch in a layer, of the present pass."""
+        return self._masks.select(self.exchanges, layer)[nano_batch]
 
     @property
     def next_event(self) -> Event | None:

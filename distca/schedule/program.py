@@ -34,6 +34,8 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
+from distca.plan import LayerMasks
+
 Pass = Literal["forward", "backward"]
 Step = Literal["start", "compute", "finish", "send ahead"]
 
@@ -113,9 +115,13 @@ def tick_program(
     return tuple(events)
 
 
-def calls_of(program: Program) -> Counter[Pass]:
-    """Counts the calls of core attention that each nano-batch makes in a program, by pass."""
-    return Counter(e.direction for e in program if e.step == "compute" and e.nano_batch == 0)
+def calls_of(program: Program, masks: LayerMasks) -> list[Counter[Pass]]:
+    """Counts each nano-batch's calls of core attention with each mask in a program, by pass."""
+    calls = [e for e in program if e.step == "compute" and e.nano_batch == 0]
+    return [
+        Counter(e.direction for e in calls if masks.of_layer(e.layer) == mask)
+        for mask in masks.masks
+    ]
 
 
 def _forward(layers: range, nano_batches: int, at_home: bool) -> list[Event]:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from distca.plan import Mask
+from distca.plan import LayerMasks
 from distca.plan.span import Int64s
 from distca.schedule import (
     ExecutionOptions,
@@ -24,7 +24,7 @@ def plan_global_batch(
     data_parallel: int,
     config: ScheduleConfig,
     options: ExecutionOptions,
-    mask: Mask | None = None,
+    masks: LayerMasks | None = None,
     linear_work: LinearWork | None = None,
 ) -> PlannedGlobalBatch:
     """Makes all plans of a global batch.
@@ -37,7 +37,8 @@ def plan_global_batch(
         data_parallel: number of ranks in a stage.
         config: tolerance, cost model and links that the scheduler plans with.
         options: scheduler, nano-batches and pipeline schedule.
-        mask: tokens that a query sees; None: all earlier tokens of its document.
+        masks: tokens that a query sees in the layers of a model chunk; None: all earlier tokens of
+            its document.
         linear_work: linear layers of the model, as for `GlobalBatchPlanner`.
 
     Raises:
@@ -46,5 +47,7 @@ def plan_global_batch(
     # Ranks are numbered as in Megatron: those of the first stage, of the second, ...
     servers = np.arange(stages * data_parallel, dtype=np.int64).reshape(stages, data_parallel)
     # Nothing runs here: a rank without tokens, which a model cannot train on, is no error.
-    planner = GlobalBatchPlanner(servers, config, options, mask or Mask(), 0, False, linear_work)
+    planner = GlobalBatchPlanner(
+        servers, config, options, masks or LayerMasks(), 0, False, linear_work
+    )
     return planner.plan(documents_in_turn(windows, options.chain))

@@ -9,6 +9,8 @@ ranks wait for each other but the exchanges, and the reduction of gradients at t
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -108,7 +110,9 @@ class _Run:
             nano_costs = self._costs_of(plans)
             self._run_layers(tick, nano_costs, turns)
             if tick.direction == "forward" and tick.work[0] is not None and not tick.work[0].chunk:
-                tokens += sum(int(each.own_tokens[first].sum()) for each in nano_costs)
+                tokens += sum(
+                    int(each.own_tokens[first].sum()) for each in self._of_one_mask(nano_costs)
+                )
             self._record_tick(tick, start)
             if tick.direction == "backward":
                 runs = np.array([work is not None for work in tick.work])[self._stage]
@@ -146,27 +150,33 @@ class _Run:
             ]
         return self._plan_costs[id(plans)]
 
+    def _of_one_mask(self, nano_costs: list[PlanCosts]) -> Sequence[PlanCosts]:
+        """Costs of each nano-batch, which has the same tokens with all masks."""
+        return self._planned.masks.select(nano_costs, 0)
+
     def _run_layers(self, tick: Tick, nano_costs: list[PlanCosts], turns: bool) -> None:
         """Runs a tick's passes: all layers of a chunk, for all nano-batches.
 
         Args:
             tick: work of all stages.
-            nano_costs: costs of each nano-batch's plan.
+            nano_costs: costs of each nano-batch's plan, with each mask in turn.
             turns: whether the next tick takes back the same micro-batches.
         """
         resources, forward = self._resources, tick.direction == "forward"
+        count = len(self._of_one_mask(nano_costs))
         head_seconds = self._head_seconds(tick, nano_costs)
         directions: tuple[Pass, ...] = ("forward", "backward")
         linear = {each: self._linear_seconds(each, nano_costs) for each in directions}
         alone = self._costs.recompute == "full" and not forward
         first, last = (0, self._layers - 1) if forward else (self._layers - 1, 0)
-        names = NANO_BATCHES if len(nano_costs) > 1 else (None,)
-        returns: list[list[Floats]] = [[] for _ in nano_costs]
+        names = NANO_BATCHES if count > 1 else (None,)
+        returns: list[list[Floats]] = [[] for _ in range(count)]
         if not forward:
             resources.compute(head_seconds)
         for event in self._program(tick, nano_costs, turns):
             n, layer = event.nano_batch, event.layer
-            plan, labels = nano_costs[n], {"layer": layer, "nano_batch": names[n]}
+            plan = self._planned.masks.select(nano_costs, layer)[n]
+            labels = {"layer": layer, "nano_batch": names[n]}
             before, after = linear[event.direction]
             if event.step == "send ahead":
                 self._sent_ahead[n] = self._dispatch(plan, "backward", labels)
@@ -194,7 +204,7 @@ class _Run:
         """Seconds of each nano-batch's linear layers, before and after a pass of core attention."""
         number = 0 if direction == "forward" else 1
         pre, post = self._costs.pre_seconds()[number], self._costs.post_seconds()[number]
-        tokens = [each.own_tokens.astype(np.float64) for each in nano_costs]
+        tokens = [each.own_tokens.astype(np.float64) for each in self._of_one_mask(nano_costs)]
         of_pre, of_post = (
             self._costs.pre_launch_seconds()[number],
             self._costs.post_launch_seconds()[number],
@@ -210,7 +220,7 @@ class _Run:
             self._costs.head_seconds()[number],
             self._costs.head_launch_seconds()[number],
         )
-        tokens = np.sum([each.own_tokens for each in nano_costs], axis=0)
+        tokens = np.sum([each.own_tokens for each in self._of_one_mask(nano_costs)], axis=0)
         result: Floats = (tokens * seconds + launch * (tokens > 0)) * self._runs_head(tick)
         return result
 
@@ -220,7 +230,8 @@ class _Run:
         layers = [LayerGroup(range(self._layers), recomputed=False)]
         if self._costs.recompute == "full":
             layers = [LayerGroup(range(n, n + 1), recomputed=True) for n in range(self._layers)]
-        return tick_program(tick.direction, layers, len(nano_costs), at_home, turns)
+        count = len(self._of_one_mask(nano_costs))
+        return tick_program(tick.direction, layers, count, at_home, turns)
 
     def _dispatch(self, plan: PlanCosts, direction: Pass, labels: dict[str, Any]) -> list[Floats]:
         """Starts to send the kernels' inputs; returns when they arrive, for each head group."""
@@ -301,7 +312,7 @@ class _Run:
         if stages == 1:
             return
         row = self._costs.model.hidden_size * self._costs.dtype_bytes // self._costs.tensor_parallel
-        tokens = np.sum([each.own_tokens for each in nano_costs], axis=0)
+        tokens = np.sum([each.own_tokens for each in self._of_one_mask(nano_costs)], axis=0)
         source, destination = [], []
         for stage, work in enumerate(tick.work):
             if work is None:
@@ -360,9 +371,10 @@ class _Run:
         nano_batches = 1
         for tick, plans in self._planned.ticks:
             nano_costs = self._costs_of(plans)
-            nano_batches = len(nano_costs)
-            tokens = np.sum([each.own_tokens for each in nano_costs], axis=0)
-            borrowed = self._layers * np.sum([self._borrowed(each) for each in nano_costs], axis=0)
+            alike = self._of_one_mask(nano_costs)
+            nano_batches = len(alike)
+            tokens = np.sum([each.own_tokens for each in alike], axis=0)
+            borrowed = self._layers * np.sum([self._borrowed(each) for each in alike], axis=0)
             for each in nano_costs:
                 buffers = buffers.union(each.memory)
             kernels = np.zeros(resources.ranks)
@@ -391,6 +403,8 @@ class _Run:
                     now[members] -= kept.pop(key)
         replicas = self._servers.shape[1]
         state = [costs.state_bytes(s, schedule.stages, replicas) for s in range(schedule.stages)]
+        # Row indices of all masks are there at once.
+        buffers = replace(buffers, indices=len(self._planned.masks.masks) * buffers.indices)
         reserved = buffers.with_headroom(HEADROOM).total(nano_batches, self._head_groups)
         return most + np.array(state)[self._stage] + reserved
 

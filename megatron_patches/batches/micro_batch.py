@@ -76,7 +76,8 @@ class MicroBatch:
         loss_mask: float32 `[1, tokens]`, 0 where a document has no next token.
         position_ids: int64 `[1, tokens]`, positions in the document.
         packed_seq_params: description of the documents; None with a dense mask.
-        attention_mask: bool `[1, 1, tokens, tokens]`, True where a query must not look; or None.
+        attention_mask: bool `[1, masks, tokens, tokens]`, True where a query must not look; or
+            None.
         report: figures for the log line, by name.
     """
 
@@ -181,7 +182,7 @@ class PackedBatches:
     Attributes:
         stream: token stream of the split.
         layout: windows and ranks.
-        mask: mask of core attention.
+        masks: masks that layers have.
         dense: whether micro-batches have a dense attention mask rather than `packed_seq_params`.
         token_positions: whether rotary angles are looked up token by token (`model/rotary.py`);
             off where Megatron numbers the packed documents itself.
@@ -189,7 +190,7 @@ class PackedBatches:
 
     stream: TokenStream
     layout: WindowLayout
-    mask: Mask
+    masks: tuple[Mask, ...]
     dense: bool
     token_positions: bool
 
@@ -209,7 +210,9 @@ class PackedBatches:
             self.stream, expand_ranges(starts, np.full_like(starts, layout.seq_length))
         )
         if self.dense:
-            attention = {"attention_mask": dense_mask(lengths, self.mask)[None, None]}
+            attention = {
+                "attention_mask": torch.stack([dense_mask(lengths, m) for m in self.masks])[None]
+            }
         else:
             attention = {"packed_seq_params": document_params(lengths, self.token_positions)}
         return MicroBatch(

@@ -7,14 +7,14 @@ says which tokens a rank owns. A micro-batch runs as two nano-batches with a pla
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 
 from distca.cost.kernel_time import CostModel
-from distca.plan import Plan
+from distca.plan import Mask, Plan
 from distca.plan.span import Floats, Int64s, expand_ranges
 from distca.schedule import (
     Documents,
@@ -63,22 +63,31 @@ class PlannedBatches:
         return found
 
     def packed_loads(
-        self, first_sample: int, micro_batches: int, cost_model: CostModel | None = None
+        self,
+        first_sample: int,
+        micro_batches: int,
+        layers: Mapping[Mask, int] | None = None,
+        cost_model: CostModel | None = None,
     ) -> Floats:
         """Loads of the ranks under plain data parallelism, `[micro_batches, ranks]`.
 
         Args:
             first_sample: sample at which the first micro-batch starts.
             micro_batches: number of micro-batches.
+            layers: number of layers with each mask, over which loads add up; None: those of the
+                pattern.
             cost_model: cost model of the loads; None: they are counts of pairs.
         """
-        layout = self.layout
+        layout, masks = self.layout, self.planner.masks
+        if layers is None:
+            layers = dict(zip(masks.masks, masks.counts(), strict=True))
         capacities = np.full(layout.data_parallel_size, layout.seq_length, dtype=np.int64)
         loads = np.zeros((micro_batches, layout.data_parallel_size))
         for n in range(micro_batches):
             for start, stop in layout.windows(first_sample + n * layout.samples_per_micro_batch):
                 lengths = self.stream.document_lengths(start, stop)
-                loads[n] += packed_loads(lengths, capacities, self.planner.mask, cost_model)
+                for mask, count in layers.items():
+                    loads[n] += count * packed_loads(lengths, capacities, mask, cost_model)
         return loads
 
     def _read_windows(self, sample: int, chain: int) -> Documents:

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 from distca.attention import select_kernel
-from distca.plan import Mask
+from distca.plan import LayerMasks, Mask
 from distca.runtime import Buffers, CoreAttention, Trace
 from distca.schedule import (
     GlobalBatchPlanner,
@@ -32,7 +32,7 @@ from megatron_patches.batches.resuming import longest_piece
 from megatron_patches.batches.stream import TokenStream
 from megatron_patches.batches.ticks import TickBatches, TickStream
 from megatron_patches.flags.batch_sizes import micro_batches_by_sample, samples_for_evaluation
-from megatron_patches.flags.distca import mask_from_args
+from megatron_patches.flags.distca import masks_from_args, masks_of_a_chunk
 from megatron_patches.flags.planning import execution_options, linear_work, schedule_config
 from megatron_patches.loop.job import DataIterators
 from megatron_patches.model.gpt import uses_dense_mask, uses_own_attention
@@ -195,12 +195,12 @@ def batch_maker(
     processes: Processes | None = None,
 ) -> PackedMaker | PlannedMaker:
     """Chooses the maker: planned ticks with `--distca`, else packed batches. Collective."""
-    mask = mask_from_args(args)
     if args.distca:
-        return PlannedMaker(args, layout, mask, find_servers(args, device, processes), device)
+        masks = masks_of_a_chunk(args)
+        return PlannedMaker(args, layout, masks, find_servers(args, device, processes), device)
     return PackedMaker(
         layout,
-        mask,
+        masks_from_args(args).masks,
         uses_dense_mask(args),
         uses_own_attention(args),
         device,
@@ -214,7 +214,7 @@ class PackedMaker(BatchMaker):
 
     Attributes:
         layout: windows and ranks.
-        mask: mask of core attention.
+        masks: masks that layers have.
         dense: attribute of `PackedBatches`.
         token_positions: attribute of `PackedBatches`.
         device: device of the model.
@@ -222,7 +222,7 @@ class PackedMaker(BatchMaker):
     """
 
     layout: WindowLayout
-    mask: Mask
+    masks: tuple[Mask, ...]
     dense: bool
     token_positions: bool
     device: torch.device
@@ -230,7 +230,7 @@ class PackedMaker(BatchMaker):
 
     def __call__(self, stream: TokenStream) -> PackedBatches:
         """Makes the micro-batches of a split's stream."""
-        return PackedBatches(stream, self.layout, self.mask, self.dense, self.token_positions)
+        return PackedBatches(stream, self.layout, self.masks, self.dense, self.token_positions)
 
     @property
     def control(self) -> None:
@@ -254,7 +254,7 @@ class PlannedMaker(BatchMaker):
     Args:
         args: Megatron-LM's arguments.
         layout: windows and ranks.
-        mask: mask of core attention.
+        masks: masks of a model chunk's layers.
         servers: attention servers that exchange with this process.
         device: device of the model.
 
@@ -270,11 +270,11 @@ class PlannedMaker(BatchMaker):
         self,
         args: Namespace,
         layout: WindowLayout,
-        mask: Mask,
+        masks: LayerMasks,
         servers: Servers,
         device: torch.device,
     ) -> None:
-        self._args, self._layout, self._mask, self._device = args, layout, mask, device
+        self._args, self._layout, self._masks, self._device = args, layout, masks, device
         self.servers, self._pipeline = servers, servers.layout
         self.core_attention = build_core_attention(args, servers.group, device)
         self._config = schedule_config(args, self._pipeline.world_size)
@@ -293,7 +293,7 @@ class PlannedMaker(BatchMaker):
             pipeline.servers,
             self._config,
             options,
-            self._mask,
+            self._masks,
             pipeline.dedicated,
             linear_work=linear_work(args),
         )
@@ -331,7 +331,9 @@ class PlannedMaker(BatchMaker):
         # Only one tick is planned here: the first of those in which most stages work.
         tick = max(schedule.ticks, key=lambda each: sum(work is not None for work in each.work))
         (planned,) = planner.ticks(micro_batches, [tick])
-        packed = batches.packed_loads(first_sample, count, planner.config.cost_model)
+        # The first plan is that of the mask that sees most.
+        mask = planner.masks.masks[0]
+        packed = batches.packed_loads(first_sample, count, {mask: 1}, planner.config.cost_model)
         before = np.zeros(self._pipeline.world_size)
         for servers, work in zip(self._pipeline.servers, tick.work, strict=True):
             if work is not None:

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from distca.cost.memory import CoreAttentionMemory
-from distca.plan import Plan
+from distca.plan import LayerMasks, Plan
 from distca.plan.span import Floats, Int64s
 from distca.runtime import CoreAttention, Exchange, Prefetcher, ProgramRun, build_exchange
 from distca.schedule import (
@@ -78,7 +78,7 @@ class TickInput:
     Attributes:
         schedule: ticks of the whole global batch.
         tick: work of all stages in this tick.
-        plans: plan of each nano-batch, for the tokens of all stages.
+        plans: plan of each nano-batch with each mask in turn, for the tokens of all stages.
         exchanges: this rank's part of each plan, to be placed in the buffers of core attention.
         program: order of events of every rank's core attention.
         micro_batch: micro-batch that this rank runs, if the tick is a forward one in which it runs
@@ -117,12 +117,20 @@ class TickBatches:
     core_attention: CoreAttention
     announce: Callable[[], None] | None = None
 
+    @property
+    def masks(self) -> LayerMasks:
+        """Masks of a model chunk's layers."""
+        return self.planned.planner.masks
+
     def planner(self) -> CountingPlanner:
         """Makes the planner of global batches, which also counts what their plans need."""
         directions: tuple[Pass, ...] = ("forward", "backward")
         return CountingPlanner(
             self.planned.planner,
-            {each: calls_of(self.program(each, 1, at_home=False)) for each in directions},
+            {
+                each: calls_of(self.program(each, 1, at_home=False), self.masks)
+                for each in directions
+            },
             self.core_attention.backward,
             self.core_attention.buffers.head_groups,
         )
@@ -145,7 +153,7 @@ class TickBatches:
         exchanges: dict[int, tuple[Exchange, ...]] = {}
         unfinished: dict[int, MicroBatch] = {}
         keys: dict[int, ChainedKeys] = {}
-        server = self.layout.server
+        server, masks = self.layout.server, len(self.masks.masks)
         for planned, turns, of_servers in zip(
             batch.ticks, batch.schedule.turns, counted.bytes_sent, strict=True
         ):
@@ -168,7 +176,9 @@ class TickBatches:
                 planned.tick,
                 planned.plans,
                 mine,
-                self.program(planned.tick.direction, len(mine), self._at_home(mine), turns),
+                self.program(
+                    planned.tick.direction, len(mine) // masks, self._at_home(mine), turns
+                ),
                 micro_batch,
                 {phase: int(each[server]) for phase, each in of_servers.items()},
                 counted.memory,
@@ -323,7 +333,9 @@ class TickStream:
 
     def _with_run(self, params: DocumentParams, exchanges: tuple[Exchange, ...]) -> DocumentParams:
         """Returns parameters with the state of a run, which the nano-batches share."""
-        run = CoreAttentionRun(self.batches.core_attention, ProgramRun(exchanges))
+        run = CoreAttentionRun(
+            self.batches.core_attention, ProgramRun(exchanges, masks=self.batches.masks)
+        )
         if params.nano_batches is not None:
             ping, pong = (replace(each, run=run) for each in params.nano_batches)
             params = replace(params, nano_batches=(ping, pong))

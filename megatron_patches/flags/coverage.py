@@ -53,9 +53,9 @@ COVERED = {
         apply-layernorm-1p apply-residual-connection-post-layernorm qk-layernorm swiglu
         squared-relu quick-geglu openai-gelu glu-linear-offset activation-func-clamp-value
         disable-bias-linear add-qkv-bias untie-embeddings-and-output-weights window-size
-        attention-output-gate use-mup mup-width-mult mup-base-hidden-size mup-embedding-mult
-        mup-output-mult mup-base-head-dim mup-attn-scale-power fp32-residual-connection
-        hidden-dropout attention-dropout
+        window-attn-skip-freq softmax-type attention-output-gate use-mup mup-width-mult
+        mup-base-hidden-size mup-embedding-mult mup-output-mult mup-base-head-dim
+        mup-attn-scale-power fp32-residual-connection hidden-dropout attention-dropout
     """,
     "Initialization and random numbers": """
         seed data-parallel-random-init init-method-std embedding-init-method-std
@@ -316,8 +316,6 @@ REFUSED = (
 # Where core attention is ours: with --distca, and in plain runs with the local layer spec.
 RefusedByAttention = partial(Group, "refused by our attention")
 REFUSED_BY_OUR_ATTENTION = (
-    RefusedByAttention("windows on some layers only", "window-attn-skip-freq"),
-    RefusedByAttention("other softmaxes than the plain one", "softmax-type=vanilla"),
     RefusedByAttention("query-key layer scaling", "apply-query-key-layer-scaling"),
     RefusedByAttention("the largest attention logits", "qk-clip log-max-attention-logit"),
     RefusedByAttention(

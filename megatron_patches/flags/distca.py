@@ -6,7 +6,7 @@ from argparse import ArgumentParser, ArgumentTypeError, BooleanOptionalAction, N
 from pathlib import Path
 
 from distca.cost.volume import BACKWARD_INPUTS, MAX_HEAD_GROUPS, AttentionShape
-from distca.plan import Mask
+from distca.plan import LayerMasks, Mask
 from distca.schedule import SCHEDULERS
 from distca.schedule.program import ABLATIONS
 from distca.transport.collective import MAX_CTAS, MOST_CTAS
@@ -251,6 +251,51 @@ def mask_from_args(args: Namespace) -> Mask:
             "must be 0"
         )
     return Mask() if left == -1 else Mask(left)
+
+
+def masks_from_args(args: Namespace) -> LayerMasks:
+    """Returns the masks of the model's layers, as `--window-attn-skip-freq` alternates them.
+
+    Raises:
+        ValueError: a window that looks ahead, or a negative one; or no mask for each layer.
+    """
+    window, skipped = mask_from_args(args), getattr(args, "window_attn_skip_freq", None)
+    count = args.num_layers
+    if skipped is None:
+        return LayerMasks((window,))
+    if isinstance(skipped, int):
+        if skipped < 1:
+            raise ValueError(f"--window-attn-skip-freq {skipped}: give at least 1")
+        windowed = [layer % skipped != 0 for layer in range(1, count + 1)]
+    else:
+        windowed = [bool(each) for each in skipped]
+        if len(windowed) != count:
+            raise ValueError(
+                f"--window-attn-skip-freq has {len(windowed)} values, but --num-layers is {count}: "
+                "give one for each layer, 1 for those with a window, or a number"
+            )
+    return LayerMasks.of(window if each else Mask() for each in windowed)
+
+
+def masks_of_a_chunk(args: Namespace) -> LayerMasks:
+    """Returns the masks of a model chunk's layers, which those of all chunks have.
+
+    Raises:
+        ValueError: layers of the same place in two chunks have different masks.
+    """
+    masks = masks_from_args(args)
+    chunks = args.pipeline_model_parallel_size * (args.virtual_pipeline_model_parallel_size or 1)
+    layers = args.num_layers // chunks
+    pattern = [masks.of_layer(layer) for layer in range(layers)]
+    for layer in range(args.num_layers):
+        if masks.of_layer(layer) != pattern[layer % layers]:
+            raise ValueError(
+                f"--window-attn-skip-freq gives layer {layer + 1} another mask than layer "
+                f"{layer % layers + 1}, beside which it runs: stages share attention servers, and "
+                f"need the same windows in each {layers} layers; choose pipeline sizes for which "
+                "the pattern repeats"
+            )
+    return LayerMasks.of(pattern)
 
 
 def attention_shape(args: Namespace) -> AttentionShape:

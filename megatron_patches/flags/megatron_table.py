@@ -26,7 +26,7 @@ def window_size(text: str) -> tuple[int, int]:
 
 
 def layer_pattern(text: str) -> int | list[int]:
-    """Parses Megatron's `--moe-layer-freq`: a number, or a list such as `[0]*1+[1]*11`."""
+    """Parses Megatron's patterns of layers: a number, or a list such as `[0]*1+[1]*11`."""
 
     def value(node: ast.expr) -> Any:
         match node:
@@ -97,6 +97,21 @@ FLAGS: dict[str, list[tuple[str, dict[str, Any]]]] = {
         (
             "--window-size",
             {"type": window_size, "help": "Sliding window: L,0 lets a query see L earlier tokens."},
+        ),
+        (
+            "--softmax-type",
+            {
+                "choices": ["vanilla", "off-by-one", "learnable"],
+                "default": "vanilla",
+                "help": "A sink in the softmax: none, one of 0, or a learned one for each head.",
+            },
+        ),
+        (
+            "--window-attn-skip-freq",
+            {
+                "type": layer_pattern,
+                "help": "Every Nth layer has no window, or a list of those with one: '[1,1,0]*4'.",
+            },
         ),
     ],
     "mixture of experts": [

@@ -19,7 +19,7 @@ from megatron_patches.flags.coverage import (
     REFUSED_WITH_DISTCA,
     refuse,
 )
-from megatron_patches.flags.distca import attention_shape, mask_from_args
+from megatron_patches.flags.distca import attention_shape, masks_from_args, masks_of_a_chunk
 
 
 def validate_distca_arguments(args: Namespace) -> None:
@@ -40,7 +40,7 @@ def validate_distca_arguments(args: Namespace) -> None:
     if args.distca:
         refuse(REFUSED_WITH_DISTCA, args)
     check_growth(args)
-    mask_from_args(args)
+    masks_from_args(args)
     if args.seq_length % BLOCK:
         raise ValueError(
             f"--seq-length {args.seq_length} is not a multiple of the attention block of {BLOCK}: "
@@ -123,6 +123,7 @@ def _validate_pipeline(args: Namespace) -> None:
             f"included), so that they call core attention together: --num-layers is "
             f"{args.num_layers}; use a multiple of {chunks}"
         )
+    masks_of_a_chunk(args)
     if stages > 1 and args.distca_backward == "keep":
         raise ValueError(
             "--distca-backward keep needs --pipeline-model-parallel-size 1: on the way back "

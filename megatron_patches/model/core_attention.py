@@ -6,16 +6,17 @@ module at `spec.submodules.self_attention.submodules.core_attention`.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
-from megatron.core.transformer.module import MegatronModule
+from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
+from megatron.core.transformer.dot_product_attention import DotProductAttention
 
 from distca.attention import Kernel
 from distca.attention.packed import packed_attention
+from distca.plan import LayerMasks
 from distca.runtime import CoreAttention, ProgramRun
 from megatron_patches.model.chained_keys import ChainPart
 
@@ -74,8 +75,10 @@ class DocumentParams(PackedSeqParams):
     run: CoreAttentionRun | None = None
 
 
-class _CoreAttentionModule(MegatronModule):
+class _CoreAttentionModule(DotProductAttention):
     """A core-attention module as megatron-core's `SelfAttention` expects it.
+
+    Its softmax may have a sink, which is megatron-core's own parameter.
 
     Raises:
         ValueError: attention dropout or another attention type than causal self-attention.
@@ -88,10 +91,11 @@ class _CoreAttentionModule(MegatronModule):
         attn_mask_type: Any,
         attention_type: str,
         attention_dropout: float | None = None,
-        softmax_scale: float | None = None,
         **kwargs: Any,
     ) -> None:
-        super().__init__(config=config)
+        super().__init__(
+            config, layer_number, attn_mask_type, attention_type, attention_dropout, **kwargs
+        )
         dropout = config.attention_dropout if attention_dropout is None else attention_dropout
         if dropout:
             raise ValueError(
@@ -99,8 +103,9 @@ class _CoreAttentionModule(MegatronModule):
             )
         if attention_type != "self":
             raise ValueError(f"{attention_type}-attention is not supported: only self-attention")
-        self.layer_number = layer_number
-        self.softmax_scale = softmax_scale or 1.0 / math.sqrt(config.kv_channels)
+        if isinstance(self.softmax_offset, torch.nn.Parameter):
+            # Megatron's norm of gradients takes a rank's sinks for copies of the first rank's.
+            set_tensor_model_parallel_attributes(self.softmax_offset, True, 0, 1)
 
 
 class DisaggregatedCoreAttention(_CoreAttentionModule):
@@ -156,7 +161,14 @@ class DisaggregatedCoreAttention(_CoreAttentionModule):
                 run.lent_keys = own_keys
         labels = {"layer": self.layer_number, "nano_batch": name}
         out_THD = run.core_attention(
-            query, key, value, run.program, self.softmax_scale, labels, number
+            query,
+            key,
+            value,
+            run.program,
+            self.softmax_scale,
+            labels,
+            number,
+            self.softmax_offset,
         )
         return out_THD.reshape(query.shape[0], -1)
 
@@ -168,10 +180,10 @@ class PackedCoreAttention(_CoreAttentionModule):
     """
 
     def __init__(
-        self, config: Any, *args: Any, window_left: int | None, kernel: Kernel, **kwargs: Any
+        self, config: Any, *args: Any, masks: LayerMasks, kernel: Kernel, **kwargs: Any
     ) -> None:
         super().__init__(config, *args, **kwargs)
-        self.window_left = window_left
+        self.window_left = masks.of_layer(self.layer_number - 1).window_left
         self._kernel = kernel
 
     def forward(
@@ -194,5 +206,30 @@ class PackedCoreAttention(_CoreAttentionModule):
             self._kernel,
             window_left=self.window_left,
             softmax_scale=self.softmax_scale,
+            sink_H=self.softmax_offset,
         )
         return out_THD.reshape(query.shape[0], -1)
+
+
+class DenseCoreAttention(DotProductAttention):
+    """Megatron's own core attention with a dense mask, of which layers may have several."""
+
+    def __init__(
+        self, config: Any, layer_number: int, *args: Any, masks: LayerMasks, **kwargs: Any
+    ) -> None:
+        super().__init__(config, layer_number, *args, **kwargs)
+        self._masks, self._layer = masks, layer_number - 1
+
+    def forward(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: torch.Tensor,
+        *args: Any,
+        **kwargs: Any,
+    ) -> torch.Tensor:
+        """Computes core attention with the layer's one of the masks `[1, masks, ...]`."""
+        (number,) = self._masks.select(range(len(self._masks.masks)), self._layer)
+        own = attention_mask[:, number : number + 1]
+        return super().forward(query, key, value, own, *args, **kwargs)

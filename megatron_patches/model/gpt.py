@@ -20,8 +20,12 @@ from megatron.core.transformer.transformer_block import (
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from distca.attention import select_kernel
-from megatron_patches.flags.distca import mask_from_args
-from megatron_patches.model.core_attention import DisaggregatedCoreAttention, PackedCoreAttention
+from megatron_patches.flags.distca import masks_from_args
+from megatron_patches.model.core_attention import (
+    DenseCoreAttention,
+    DisaggregatedCoreAttention,
+    PackedCoreAttention,
+)
 from megatron_patches.model.cuda_graphs import CudaGraphEngine, graph_layers
 from megatron_patches.model.experts import share_auxiliary_losses
 from megatron_patches.model.norm import SequenceParallelNorm
@@ -116,9 +120,12 @@ def replace_core_attention(args: Namespace, layer_spec: ModuleSpec) -> None:
     elif uses_own_attention(args):
         # All layers share the kernel, which keeps the documents' starts on the GPU.
         kernel = select_kernel("cuda" if torch.cuda.is_available() else "cpu", args.kv_channels)
-        window_left = mask_from_args(args).window_left
         attention.core_attention = ModuleSpec(
-            PackedCoreAttention, params={"window_left": window_left, "kernel": kernel}
+            PackedCoreAttention, params={"masks": masks_from_args(args), "kernel": kernel}
+        )
+    elif uses_dense_mask(args) and len(masks_from_args(args).masks) > 1:
+        attention.core_attention = ModuleSpec(
+            DenseCoreAttention, params={"masks": masks_from_args(args)}
         )
 
 

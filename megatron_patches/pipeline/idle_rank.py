@@ -31,8 +31,9 @@ def serve_tick(
     shape = batches.planned.planner.config.shape
     q = activation.new_empty((0, shape.heads, shape.head_dim))
     k = activation.new_empty((0, shape.kv_heads, shape.head_dim))
-    names = NANO_BATCHES if len(tick_input.exchanges) > 1 else (None,)
-    run = ProgramRun(tick_input.exchanges, tick_input.program)
+    masks = batches.masks
+    names = NANO_BATCHES if len(tick_input.exchanges) > len(masks.masks) else (None,)
+    run = ProgramRun(tick_input.exchanges, tick_input.program, masks)
     calls: dict[int, Call] = {}
     while (event := run.next_event) is not None:
         direction, step, nano_batch, layer = event
@@ -40,7 +41,7 @@ def serve_tick(
         if step == "start":
             labels = {"layer": layer_numbers[layer], "nano_batch": names[nano_batch]}
             calls[nano_batch] = batches.core_attention.serving_call(
-                run, nano_batch, softmax_scale, labels
+                run, nano_batch, softmax_scale, labels, layer
             )
         call = calls[nano_batch]
         match direction, step:

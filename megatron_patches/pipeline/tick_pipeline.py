@@ -281,7 +281,9 @@ class _GlobalBatch:
         """Labels of a tick in the timeline."""
         if not self._trace.recording:
             return {}
-        work, plans, server = tick_input.tick.work, tick_input.plans, self._layout.server
+        work, server = tick_input.tick.work, self._layout.server
+        # Of the first layer.
+        plans = self._batches.masks.select(tick_input.plans, 0)
         served = [plan.tasks[plan.tasks.server == server] for plan in plans]
         return {
             "phase": tick_input.tick.direction,
@@ -417,7 +419,9 @@ class _GlobalBatch:
     def _shape_from(self, sender: int, tick_input: TickInput) -> tuple[int, int, int]:
         """Shape of what a stage sends: `[tokens, 1, hidden size]`."""
         server = self._layout.servers[sender, self._data_parallel_rank]
-        tokens = sum(int(plan.own_tokens_per_rank()[server]) for plan in tick_input.plans)
+        # With each mask the tokens are the same.
+        plans = self._batches.masks.select(tick_input.plans, 0)
+        tokens = sum(int(plan.own_tokens_per_rank()[server]) for plan in plans)
         if self._config.sequence_parallel:
             tokens //= self._process_groups.tp.size()
         return tokens, 1, self._config.hidden_size

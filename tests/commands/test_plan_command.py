@@ -22,6 +22,7 @@ from distca.cost.profile import Profile
 from distca.cost.volume import AttentionShape, Messages, PlanBytes
 from distca.plan import Mask, load_plan, save_plan
 from distca.schedule import COMPARED, ScheduleConfig, make_scheduler
+from support.batches import placement_rows
 from support.commands import Command
 from support.random_plans import random_lengths, random_plan
 
@@ -75,6 +76,20 @@ def test_all_schedulers_in_one_table(command, lengths_file: str) -> None:
     )
     assert "does not divide 4 ranks" in rows["ring-zigzag"]["error"]
     assert "bytes_total" in rows["tiles"]
+
+
+def test_layers_with_windows_have_the_placement_of_those_without(
+    command, lengths_file: str, tmp_path: Path
+) -> None:
+    made = []
+    window = ["--window-left", "100"]
+    for number, flags in enumerate(([], window, [*window, "--window-attn-skip-freq", "6"])):
+        path = tmp_path / f"{number}.json"
+        command.run("--lengths", lengths_file, *SMALL, *flags, "--save", str(path))
+        made.append(load_plan(path)[0])
+    whole, alone, beside = ((placement_rows(plan), plan.mask) for plan in made)
+    assert beside == (whole[0], Mask(100))
+    assert alone[0] != whole[0]
 
 
 def test_save_load_and_plot(command, lengths_file: str, tmp_path: Path) -> None:
@@ -236,6 +251,7 @@ def test_options_reach_the_plan(command, tmp_path: Path) -> None:
         ("--lengths none.json --model llama-8b", "does not exist"),
         ("--distribution fixed --model llama-8b --seed -1", "--seed -1 must not be negative"),
         ("--distribution fixed --model llama-8b --window-left -1", "--window-left -1 must not"),
+        ("--distribution fixed --model llama-8b --window-attn-skip-freq 6", "add --window-left"),
         ("--distribution fixed --model llama-8b --save .", "--save . is a folder"),
         ("--distribution fixed --model llama-8b --plot .", "--plot . is a folder"),
         ("--distribution fixed --model llama-8b --heads 0", "either --model or --heads"),

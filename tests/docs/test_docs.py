@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 import sys
 from functools import cache
@@ -17,6 +18,7 @@ from distca.attention import KernelTasks
 from distca.palette import spread_colours
 from distca.plan import Mask, Plan
 from distca.schedule import ScheduleConfig, describe, even_capacities, make_scheduler
+from megatron_patches.flags import coverage
 from support.attention_cases import CASES, SCALE, assert_close, make_inputs, reference
 from support.exchanges import Exchanges
 
@@ -92,6 +94,7 @@ def known_flags() -> set[str]:
     for folder in folders:
         sources += [path for kind in ("py", "sh") for path in (ROOT / folder).rglob(f"*.{kind}")]
     found = set(re.findall(r"--[a-z0-9][a-z0-9-]*", "\n".join(s.read_text() for s in sources)))
+    found |= {f"--{name}" for group in coverage.all_groups() for name, _ in group.flags()}
     return found | {flag.replace("--", "--no-", 1) for flag in found} | FOREIGN_FLAGS
 
 
@@ -133,6 +136,14 @@ def test_every_flag_of_distca_has_a_page() -> None:
     }
     assert len(flags) > 20
     assert flags <= set(re.findall(r"--distca-[\w-]+", advice))
+
+
+def test_the_page_of_refusals_has_all_refused_flags_and_no_others() -> None:
+    lines = (DOCS / "refusals.md").read_text().splitlines()
+    cells = [line.split("|")[2] for line in lines if line.startswith("|")]
+    groups = coverage.REFUSED, coverage.REFUSED_BY_OUR_ATTENTION, coverage.REFUSED_WITH_DISTCA
+    refused = {name for group in itertools.chain(*groups) for name, _ in group.flags()}
+    assert set(re.findall(r"`--([a-z0-9-]+)", "".join(cells))) == refused
 
 
 def test_the_readme_fits_a_screen() -> None:

@@ -10,7 +10,8 @@ import pytest
 
 from distca.cost.memory import plan_memory
 from distca.cost.volume import PHASES, AttentionShape, plan_bytes
-from distca.plan import Plan, place_sequentially
+from distca.plan import LayerMasks, Mask, Plan, place_sequentially
+from distca.plan.plan import max_over_mean
 from distca.schedule import (
     Documents,
     ExecutionOptions,
@@ -59,7 +60,9 @@ def planned_by_training(runs: list[list[str]], lengths: list[int]) -> list[Any]:
         ]
         config = schedule_config(args, made.layout.world_size)
         passes: tuple[Pass, ...] = ("forward", "backward")
-        calls = {each: calls_of(made.program(each, 1, at_home=False)) for each in passes}
+        calls = {
+            each: calls_of(made.program(each, 1, at_home=False), made.masks) for each in passes
+        }
         found.append((config, linear_work(args), calls, ticks))
         parallel_state.destroy_model_parallel()
         num_microbatches_calculator.unset_num_microbatches_calculator()
@@ -115,6 +118,30 @@ def mixed(stages: int, options: ExecutionOptions, ranks: int = 2) -> PlannedGlob
     return planner.plan(documents_in_turn(windows))
 
 
+@pytest.mark.parametrize("stages", [1, 2])
+def test_each_mask_has_balanced_plans_of_one_placement(stages: int) -> None:
+    masks = LayerMasks.of([Mask(300), Mask(300), Mask()])
+    windows = [long_tailed_lengths(seed, 8192, 200, 8192) for seed in range(3)]
+    options = ExecutionOptions()
+    planner = GlobalBatchPlanner(servers(stages, 2), CONFIG, options, masks)
+    batch = planner.plan(documents_in_turn(windows))
+    assert masks == LayerMasks((Mask(), Mask(300)), (1, 1, 0)) == batch.masks
+    alone = replace(planner, masks=LayerMasks((Mask(300),))).plan(documents_in_turn(windows))
+    assert len(alone.ticks[0].plans) == 2
+    for _, plans in batch.ticks:
+        for layer, mask in enumerate((Mask(300), Mask(300), Mask(), Mask(300))):
+            pair = masks.select(plans, layer)
+            assert [plan.mask for plan in pair] == [mask] * 2
+            for plan, widest in zip(pair, masks.select(plans, 2), strict=True):
+                plan.validate()
+                assert placement_rows(plan) == placement_rows(widest)
+                assert max_over_mean(plan.loads()) < 1.2
+    calls = [{"forward": 1, "backward": 0}, {"forward": 2, "backward": 0}]
+    sent = batch.ticks[0].bytes_sent(calls, SHAPE)["dispatch"]
+    each = [plan_bytes(plan, SHAPE).phases["dispatch"].sum(axis=1) for plan in batch.ticks[0].plans]
+    assert sent.tolist() == (each[0] + each[1] + 2 * (each[2] + each[3])).tolist()
+
+
 def test_ticks_that_run_the_same_share_their_plans() -> None:
     """Without a pipeline: there and back."""
     batch = mixed(1, ExecutionOptions())
@@ -131,12 +158,13 @@ def test_bytes_and_memory_are_those_of_the_plans(backward) -> None:
     tick = batch.ticks[0]
     each = [plan_bytes(plan, SHAPE, backward).phases for plan in tick.plans]
     calls: dict[Pass, int] = {"forward": 3, "backward": 2}
-    sent = tick.bytes_sent(calls, SHAPE, backward)
+    sent = tick.bytes_sent([calls], SHAPE, backward)
     assert set(sent) == set(PHASES)
     for phase, of_servers in sent.items():
         factor = 2 if phase.endswith("backward") else 3
         assert (of_servers == factor * sum(p[phase].sum(axis=1) for p in each)).all()
-    assert not any("backward" in name for name in tick.bytes_sent({**calls, "backward": 0}, SHAPE))
+    forward = tick.bytes_sent([{**calls, "backward": 0}], SHAPE)
+    assert not any("backward" in name for name in forward)
     largest = batch.largest_memory(SHAPE, backward)
     needed = [plan_memory(plan, SHAPE, backward) for _, plans in batch.ticks for plan in plans]
     assert all(one.fits(largest) for one in needed)

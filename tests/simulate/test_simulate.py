@@ -13,7 +13,7 @@ import pytest
 
 from distca.cost.model_sizes import MODELS
 from distca.cost.volume import PHASES, plan_bytes
-from distca.plan import Mask
+from distca.plan import LayerMasks, Mask
 from distca.schedule import ExecutionOptions, PlannedGlobalBatch, ScheduleConfig
 from distca.schedule.base import server_loads
 from distca.simulate import (
@@ -46,6 +46,19 @@ def test_one_rank_takes_the_sum_of_its_parts(options: ExecutionOptions) -> None:
     assert outcome.idle == pytest.approx(0, abs=1e-9)
     assert (outcome.tokens, outcome.gpus) == (4096, 1)
     assert not any(sent.any() for sent in outcome.bytes_sent.values())
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+def test_each_layer_takes_the_time_of_its_mask(stages: int) -> None:
+    costs, windows = costs_on(IDEAL), [np.array([3000, 1096])] * 3
+    seconds = []
+    for masks in ([Mask()], [Mask(100)], [Mask(100), Mask()]):
+        planned = plan_global_batch(
+            windows, stages, 1, ScheduleConfig(shape=costs.shape), PACKED, LayerMasks.of(masks)
+        )
+        seconds.append(simulate_ticks(planned, costs).seconds)
+    assert seconds[2] == pytest.approx((seconds[0] + seconds[1]) / 2)
+    assert seconds[0] > 1.01 * seconds[1]
 
 
 def test_a_straggler_is_waited_for_at_the_gradients() -> None:

@@ -305,14 +305,15 @@ def place_in_tensor(name: str, parameter: torch.nn.Parameter) -> tuple[bool, int
 def set_weights_by_name(model: Any) -> None:
     """The same weights in every layout: Megatron draws other ones on each pipeline stage."""
     for name, parameter in named_parameters(model):
-        if parameter.dim() < 2:
+        sink = name.endswith("softmax_offset")
+        if parameter.dim() < 2 and not sink:
             continue
         shape = list(parameter.shape)
         split, parts, part = place_in_tensor(name, parameter)
         if split:
             shape[parameter.partition_dim] *= parts
         generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
-        weight = 0.02 * torch.randn(shape, generator=generator)
+        weight = (1.0 if sink else 0.02) * torch.randn(shape, generator=generator)
         if split and "linear_fc1" in name:
             weight = torch.cat([half.chunk(parts)[part] for half in weight.chunk(2)])
         elif split:

@@ -6,6 +6,8 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from distca.cost.memory import CoreAttentionMemory
 from distca.cost.volume import BackwardInputs
 from distca.plan.span import Floats, Int64s
@@ -25,7 +27,8 @@ class CountedGlobalBatch:
         batch: plans of the micro-batches and ticks.
         bytes_sent: bytes that each server sends in each tick, int64 `[servers]` by phase.
         memory: memory in which each of the plans can run.
-        forward_loads: loads of the servers in each nano-batch of the forward ticks, `[servers]`.
+        forward_loads: loads of the servers in each nano-batch of the forward ticks, `[servers]`,
+            over the layers of the masks' pattern.
     """
 
     batch: PlannedGlobalBatch
@@ -40,13 +43,13 @@ class CountingPlanner:
 
     Attributes:
         planner: planner of global batches.
-        calls: calls of core attention in a tick of each direction, by pass.
+        calls: calls of core attention in a tick of each direction with each mask, by pass.
         backward: how the backward pass gets its inputs.
         head_groups: groups in which heads are exchanged, each with buffers of its own.
     """
 
     planner: GlobalBatchPlanner
-    calls: Mapping[Pass, Mapping[Pass, int]]
+    calls: Mapping[Pass, Sequence[Mapping[Pass, int]]]
     backward: BackwardInputs
     head_groups: int
 
@@ -55,10 +58,12 @@ class CountingPlanner:
         # Each head group has exchanges of its own.
         group = self.planner.config.shape.head_group(self.head_groups)
         calls = {
-            direction: Counter({name: self.head_groups * each[name] for name in each})
-            for direction, each in self.calls.items()
+            direction: [
+                Counter({name: self.head_groups * each[name] for name in each}) for each in of_masks
+            ]
+            for direction, of_masks in self.calls.items()
         }
-        batch = self.planner.plan(incoming)
+        batch, counts = self.planner.plan(incoming), self.planner.masks.counts()
         return CountedGlobalBatch(
             batch,
             tuple(
@@ -67,9 +72,11 @@ class CountingPlanner:
             ),
             batch.largest_memory(group, self.backward),
             tuple(
-                plan.loads()
+                count * plan.loads()
                 for tick, plans in batch.ticks
                 if tick.direction == "forward"
-                for plan in plans
+                for plan, count in zip(
+                    plans, np.repeat(counts, len(plans) // len(counts)), strict=True
+                )
             ),
         )

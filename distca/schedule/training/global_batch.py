@@ -6,7 +6,8 @@ are a pure function of the documents and the options, the same on every rank:
 1. documents are shared out over the micro-batches, if placement is free (`micro_batches.py`), or
    over chains of micro-batches, which are then cut (`chains.py`);
 2. each micro-batch is planned over the data-parallel ranks of a stage, as two nano-batches
-   (`nano_batches.py`) or whole;
+   (`nano_batches.py`) or whole. Other masks have plans of their own with the same placement, which
+   the mask that sees most chooses: of equally many tokens windows see nearly equally much;
 3. in each tick (`ticks.py`) the plans of all stages that work become one plan over the servers of
    all stages (`pooling.py`), in which servers with less linear work take more (`tick_speeds.py`).
 """
@@ -29,7 +30,7 @@ from distca.cost.volume import (
     BackwardInputs,
     plan_bytes,
 )
-from distca.plan import Mask, Plan, place_in_turn, place_sequentially
+from distca.plan import LayerMasks, Mask, Plan, place_in_turn, place_sequentially
 from distca.plan.span import Int64s
 from distca.schedule.base import ScheduleConfig, Scheduler, document_loads, task_loads
 from distca.schedule.program import Pass
@@ -123,13 +124,16 @@ class PlannedMicroBatch:
 
     Attributes:
         documents: documents of each nano-batch; a crossing document is there from the cut on.
-        plans: plan of each nano-batch over the data-parallel ranks of a stage.
+        plans: plan of each nano-batch over the data-parallel ranks of a stage, with the mask that
+            sees most.
         chain: numbers of the micro-batches with which it may share documents, its own among them.
+        others: plans of the nano-batches with each of the other masks.
     """
 
     documents: tuple[Documents, ...]
     plans: tuple[NanoPlan, ...]
     chain: range
+    others: tuple[tuple[NanoPlan, ...], ...] = ()
 
 
 class PlannedTick(NamedTuple):
@@ -137,8 +141,8 @@ class PlannedTick(NamedTuple):
 
     Attributes:
         tick: work of all stages.
-        plans: plan of each nano-batch over all servers. Ticks that run the same micro-batches share
-            one object.
+        plans: plan of each nano-batch over all servers, with each mask in turn. Ticks that run the
+            same micro-batches share one object.
     """
 
     tick: Tick
@@ -146,25 +150,28 @@ class PlannedTick(NamedTuple):
 
     def bytes_sent(
         self,
-        calls: Mapping[Pass, int],
+        calls: Sequence[Mapping[Pass, int]],
         shape: AttentionShape,
         backward: BackwardInputs = "resend",
     ) -> dict[str, Int64s]:
         """Counts the bytes that each server sends in the tick, `[servers]`, by phase.
 
         Args:
-            calls: calls of core attention in the tick, by pass; recomputed ones are forward.
+            calls: calls of core attention in the tick with each mask, by pass; recomputed ones are
+                forward.
             shape: attention heads of one tensor-parallel rank.
             backward: how the backward pass gets its inputs.
         """
         passes: tuple[tuple[Pass, tuple[str, ...]], ...]
         passes = (("forward", FORWARD_PHASES), ("backward", BACKWARD_PHASES))
         sent: dict[str, Int64s] = {}
-        for plan in self.plans:
+        nano_batches = len(self.plans) // len(calls)
+        for number, plan in enumerate(self.plans):
             each = plan_bytes(plan, shape, backward).messages
             for what, names in passes:
-                for name in names if calls[what] else ():
-                    sent[name] = sent.get(name, 0) + calls[what] * each[name].sent()
+                times = calls[number // nano_batches][what]
+                for name in names if times else ():
+                    sent[name] = sent.get(name, 0) + times * each[name].sent()
         return sent
 
 
@@ -178,22 +185,27 @@ class PlannedGlobalBatch:
             `[stages, data-parallel ranks]`.
         micro_batches: micro-batches, each planned on its own over the ranks of a stage.
         ticks: ticks in order, with their plans over all servers.
+        masks: masks of a model chunk's layers.
     """
 
     schedule: TickSchedule
     servers: Int64s
     micro_batches: tuple[PlannedMicroBatch, ...]
     ticks: tuple[PlannedTick, ...]
+    masks: LayerMasks = field(default_factory=LayerMasks)
 
     def largest_memory(
         self, shape: AttentionShape, backward: BackwardInputs = "resend"
     ) -> CoreAttentionMemory:
-        """Returns the memory in which each of the plans can run, as `plan_memory` counts it."""
+        """Returns the memory in which each of the plans can run, as `plan_memory` counts it.
+
+        The row indices are there for all masks at once.
+        """
         largest = CoreAttentionMemory()
         different = {id(planned.plans): planned.plans for planned in self.ticks}
         for plan in itertools.chain.from_iterable(different.values()):
             largest = largest.union(plan_memory(plan, shape, backward))
-        return largest
+        return replace(largest, indices=len(self.masks.masks) * largest.indices)
 
 
 @dataclass(frozen=True)
@@ -205,7 +217,7 @@ class GlobalBatchPlanner:
             `[stages, data-parallel ranks]`.
         config: configuration of the schedulers that plan over all servers.
         options: options of the job.
-        mask: attention mask of all documents.
+        masks: masks of a model chunk's layers.
         dedicated: number of servers that hold no model; they are numbered after all others.
         checks: whether plans are validated, and refused if a rank has no tokens; needed wherever
             plans are run.
@@ -217,7 +229,7 @@ class GlobalBatchPlanner:
     servers: Int64s
     config: ScheduleConfig
     options: ExecutionOptions
-    mask: Mask = field(default_factory=Mask)
+    masks: LayerMasks = field(default_factory=LayerMasks)
     dedicated: int = 0
     checks: bool = True
     linear_work: LinearWork | None = None
@@ -246,7 +258,7 @@ class GlobalBatchPlanner:
         schedule = self.options.tick_schedule(number, self.stages)
         micro_batches = self.micro_batches(incoming)
         ticks = self.ticks(micro_batches, schedule.ticks)
-        return PlannedGlobalBatch(schedule, self.servers, tuple(micro_batches), ticks)
+        return PlannedGlobalBatch(schedule, self.servers, tuple(micro_batches), ticks, self.masks)
 
     def share_out(self, incoming: Sequence[Documents]) -> list[Documents]:
         """Shares documents out over the micro-batches, or chains, if placement is free.
@@ -343,6 +355,10 @@ class GlobalBatchPlanner:
                 ),
                 plans,
                 members,
+                tuple(
+                    tuple(self._with_mask(nano, mask) for nano in plans)
+                    for mask in self.masks.masks[1:]
+                ),
             )
             for nano_batches, plans in micro_batches
         ]
@@ -355,16 +371,17 @@ class GlobalBatchPlanner:
 
     def _plan(self, lengths: Int64s, window_sizes: tuple[int, ...] = ()) -> Plan:
         """Plans a nano-batch, or a whole micro-batch, over the ranks of a stage."""
+        mask = self.masks.masks[0]
         tokens = int(lengths.sum()) // self.ranks
         capacities = np.full(self.ranks, tokens, dtype=np.int64)
         if self.options.free_placement:
-            plan = self._scheduler.plan(lengths, capacities, self.mask)
+            plan = self._scheduler.plan(lengths, capacities, mask)
         elif window_sizes:
             windows = np.split(lengths, np.cumsum(window_sizes)[:-1])
             placement = place_sequentially(windows, self.ranks, tokens // len(windows))
-            plan = self._scheduler.schedule(lengths, placement, self.mask)
+            plan = self._scheduler.schedule(lengths, placement, mask)
         else:
-            plan = self._scheduler.schedule(lengths, place_in_turn(lengths, capacities), self.mask)
+            plan = self._scheduler.schedule(lengths, place_in_turn(lengths, capacities), mask)
         if self.checks:
             plan.validate()
             if not plan.placement.tokens_per_rank().all():
@@ -374,13 +391,32 @@ class GlobalBatchPlanner:
                 )
         return plan
 
+    def _with_mask(self, nano: NanoPlan, mask: Mask) -> NanoPlan:
+        """Returns the plan of the same tokens on the same ranks with another mask."""
+        plan = self._scheduler.schedule(nano.plan.lengths, nano.plan.placement, mask)
+        if self.checks:
+            plan.validate()
+        return replace(nano, plan=plan)
+
     def _pooled(
         self, stages: Sequence[PlannedMicroBatch | None], runs_head: bool
     ) -> tuple[Plan, ...]:
         """Makes a tick's plans from the micro-batch of each stage, None for idle stages."""
-        nano_plans = [None if stage is None else stage.plans for stage in stages]
+        of_masks = [None if stage is None else (stage.plans, *stage.others) for stage in stages]
+        return tuple(
+            plan
+            for number, mask in enumerate(self.masks.masks)
+            for plan in self._pooled_with(
+                [None if each is None else each[number] for each in of_masks], mask, runs_head
+            )
+        )
+
+    def _pooled_with(
+        self, nano_plans: Sequence[Sequence[NanoPlan] | None], mask: Mask, runs_head: bool
+    ) -> tuple[Plan, ...]:
+        """Makes a tick's plans with one mask from the plans of each stage."""
         world_size = int(self.servers.size) + self.dedicated
-        config = self._config_of_tick(nano_plans, runs_head)
+        config = self._config_of_tick(nano_plans, mask, runs_head)
         plans = pool_nano_batches(
             nano_plans,
             self.servers,
@@ -390,12 +426,15 @@ class GlobalBatchPlanner:
         )
         for plan in plans if self.checks else ():
             # Any other plan is a micro-batch's own, which was validated.
-            if len(stages) > 1 or self._pools or plan.cached_prefix is not None:
+            if len(nano_plans) > 1 or self._pools or plan.cached_prefix is not None:
                 plan.validate()
         return plans
 
     def _loads(self, lengths: Int64s) -> np.ndarray:
-        return document_loads(lengths, self.mask, self.config.cost_model)
+        """Loads of documents, over the layers of the masks' pattern."""
+        masks, cost_model = self.masks, self.config.cost_model
+        each = [document_loads(lengths, mask, cost_model) for mask in masks.masks]
+        return np.array(masks.counts()) @ np.stack(each)
 
     @property
     def _pools(self) -> bool:
@@ -434,7 +473,7 @@ class GlobalBatchPlanner:
         return able and options.scheduler == "tiles" and self.linear_work is not None
 
     def _config_of_tick(
-        self, stages: Sequence[Sequence[NanoPlan] | None], runs_head: bool
+        self, stages: Sequence[Sequence[NanoPlan] | None], mask: Mask, runs_head: bool
     ) -> ScheduleConfig:
         """Makes the configuration of the scheduler that shares out a tick's attention."""
         config, work = self.config, self.linear_work
@@ -445,7 +484,7 @@ class GlobalBatchPlanner:
         world_size = int(self.servers.size) + self.dedicated
         at_home = pool_nano_batches(stages, self.servers, world_size=world_size)
         attention = sum(
-            float(task_loads(plan.tasks, self.mask, config.cost_model).sum()) for plan in at_home
+            float(task_loads(plan.tasks, mask, config.cost_model).sum()) for plan in at_home
         )
         tokens = np.sum([plan.own_tokens_per_rank() for plan in at_home], axis=0)
         pairs = tokens * work.layer

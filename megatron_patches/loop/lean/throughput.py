@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_patches.flags.distca import mask_from_args
+from megatron_patches.flags.distca import masks_from_args
 from megatron_patches.flags.sizes import layer_parameters
 
 
@@ -28,20 +28,21 @@ class Throughput:
         self._args = args
         self._tokens_times_parameters = 0
         self._pairs: Any = 0
-        window = mask_from_args(args).window_left
+        masks = masks_from_args(args)
 
         def count(chunk: Any, inputs: Any) -> None:
             if not chunk.training:
                 return
             positions = inputs[1]
             bare = _bare(chunk)
-            layers = len(bare.decoder.layers)
-            parameters = layers * layer_parameters(args)
+            layers = [masks.of_layer(layer.layer_number - 1) for layer in bare.decoder.layers]
+            parameters = len(layers) * layer_parameters(args)
             if bare.post_process:
                 parameters += args.hidden_size * args.padded_vocab_size
             self._tokens_times_parameters += positions.numel() * parameters
-            seen = positions if window is None else positions.clamp(max=window)
-            self._pairs = self._pairs + layers * (seen + 1).sum()
+            for mask in masks.masks:
+                seen = positions.clamp(max=mask.window_left)
+                self._pairs = self._pairs + layers.count(mask) * (seen + 1).sum()
 
         for chunk in model:
             chunk.register_forward_pre_hook(count)

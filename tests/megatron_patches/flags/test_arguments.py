@@ -7,7 +7,8 @@ import importlib.util
 import pytest
 import torch
 
-from megatron_patches.flags.distca import mask_from_args
+from distca.plan import LayerMasks, Mask
+from megatron_patches.flags.distca import mask_from_args, masks_from_args, masks_of_a_chunk
 from megatron_patches.flags.validation import validate_distca_arguments
 from support.arguments import parse
 
@@ -84,6 +85,20 @@ def test_windows(text: str) -> None:
     assert mask_from_args(parse()).window_left is None
 
 
+def test_windows_on_some_layers() -> None:
+    """Megatron counts layers from 1, of which every Nth has no window."""
+    six = ("--num-layers", "6", "--window-size", "100,0", "--window-attn-skip-freq")
+    for pattern in ("3", "[1,1,0]*2"):
+        masks = masks_from_args(parse(*six, pattern))
+        assert masks.masks == (Mask(), Mask(100))
+        lefts = [masks.of_layer(layer).window_left for layer in range(6)]
+        assert lefts == [100, 100, None] * 2
+    stages = parse(*six, "3", "--distca", "--pipeline-model-parallel-size", "2")
+    assert masks_of_a_chunk(stages).pattern == (1, 1, 0)
+    # All layers of this chunk are alike.
+    assert masks_of_a_chunk(parse(*six, "1", "--distca")) == LayerMasks.of([Mask()] * 6)
+
+
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
@@ -133,6 +148,13 @@ def test_windows(text: str) -> None:
         ("--attention-dropout 0.1", "--attention-dropout 0.1"),
         ("--seq-length 200", "not a multiple of the attention block of 128: use 128"),
         ("--window-size 100,5", "the second number must be 0"),
+        ("--window-attn-skip-freq 0", "give N for every Nth layer"),
+        ("--window-attn-skip-freq [1,0,1]", "has 3 values, but --num-layers is "),
+        (
+            "--distca --window-size 9,0 --window-attn-skip-freq 3 --num-layers 4 "
+            "--pipeline-model-parallel-size 2",
+            "layer 3 another mask than layer 1, beside which it runs",
+        ),
         ("--distca-tolerance 1.5", "--distca-tolerance 1.5 is out of range"),
         ("--distca-max-document-length 0", "must be at least 1"),
         (
@@ -204,9 +226,8 @@ def test_bad_input(flags: str, message: str) -> None:
         ("attention_dropout", 0.1, "set --attention-dropout 0"),
         ("multi_latent_attention", True, "does not cover multi-latent attention"),
         ("moe_expert_capacity_factor", 1.5, "does not cover tokens that experts drop"),
-        ("window_attn_skip_freq", 2, "windows on some layers only"),
         ("cuda_graph_impl", "local", "remove --cuda-graph-impl local"),
-        ("softmax_type", "learnable", "remove --softmax-type learnable"),
+        ("apply_query_key_layer_scaling", True, "remove --apply-query-key-layer-scaling"),
         ("decoder_first_pipeline_num_layers", 1, "remove --decoder-first-pipeline-num-layers"),
         ("num_layers", 3, "equally many layers on all 2 pipeline stages"),
         ("position_embedding_type", "learned_absolute", "needs --position-embedding-type rope"),

@@ -24,8 +24,9 @@ LEAN_HAS_NOT = "the lean loop has no "
             LEAN_HAS_NOT + "--lr-wsd-decay-iters: --training-loop megatron has it",
         ),
         (
-            "--softmax-type learnable",
-            LEAN_HAS_NOT + "--softmax-type: --training-loop megatron has it, without --distca",
+            "--apply-query-key-layer-scaling",
+            LEAN_HAS_NOT
+            + "--apply-query-key-layer-scaling: --training-loop megatron has it, without --distca",
         ),
         (
             "--mtp-num-layers 1",
