@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import hashlib
-import json
 import random
 import sys
 from collections.abc import Sequence
@@ -14,8 +12,12 @@ from typing import Any
 
 from distca.commands.command_line import Parser
 from distca.commands.described import RUNAHEAD, add_partition_flag
+from distca.commands.serve_nodes import add_node_flags, nodes_of
 from distca.commands.served_chain import served_chain, tell_of_lengths
-from distca.schedule.serving import STRATEGIES
+from distca.cost.profile import Profile
+from distca.schedule.serving import SELECTORS, STRATEGIES
+from distca.serve.engine.settings import Nodes
+from distca.serve.transports import TRANSPORTS, check_transport
 
 _EPILOG = """
 examples:
@@ -82,11 +84,23 @@ def build_parser() -> Parser:
         help="Most tokens of a sequence, its answer included. Default: the model's positions.",
     )
     model.add_argument(
+        "--trust-remote-code",
+        action="store_true",
+        help="Let code of the model's folder run. Without it none does.",
+    )
+    model.add_argument(
         "--seed", type=int, default=0, metavar="N", help="Of the seeds of requests without one."
     )
     ranks = parser.add_argument_group("ranks")
     ranks.add_argument(
         "--context-parallel-size", type=int, default=1, metavar="N", help="Ranks that answer."
+    )
+    ranks.add_argument(
+        "--attention-servers",
+        type=int,
+        default=0,
+        metavar="K",
+        help="Further ranks, which hold keys and values of long sequences and have no weights.",
     )
     ranks.add_argument(
         "--tensor-parallel-size",
@@ -96,11 +110,39 @@ def build_parser() -> Parser:
         help="Processes of each rank, which share its layers.",
     )
     ranks.add_argument(
+        "--transport",
+        choices=TRANSPORTS,
+        help="What moves rows between ranks: gloo and shm (memory that processes of one machine "
+        "share) on CPUs, nccl and nvshmem on GPUs. Default: gloo, or nccl.",
+    )
+    ranks.add_argument(
         "--prefill-strategy",
-        choices=(*STRATEGIES, RUNAHEAD),
+        choices=(*STRATEGIES, "auto", RUNAHEAD),
         default="pass-kv",
-        help="What travels in chunks of long prompts: keys and values, or queries and outputs. "
-        "With runahead keys travel down a chain of ranks, which have contiguous parts of a chunk.",
+        help="What travels in chunks of long prompts: keys and values, or queries and outputs; "
+        "auto chooses for each iteration. With runahead keys travel down a chain of ranks, which "
+        "have contiguous parts of a chunk.",
+    )
+    ranks.add_argument(
+        "--selector",
+        choices=SELECTORS,
+        default="simulated",
+        help="Who chooses with auto: the least predicted seconds of both plans, or the rule of the "
+        "paper (Algorithm 5).",
+    )
+    ranks.add_argument(
+        "--profile",
+        type=Path,
+        metavar="FILE",
+        help="Kernel times that `distca profile` measured, which auto goes by. Default: rates of "
+        "an H100, or of a core on CPUs.",
+    )
+    ranks.add_argument(
+        "--node-gb-per-s",
+        type=float,
+        metavar="X",
+        help="Speed of a rank's link to another, which auto goes by. Default: NVLink's, or what "
+        "processes reach on CPUs.",
     )
     add_partition_flag(ranks, "searched, a table that `distca tune partitions` wrote")
     ranks.add_argument(
@@ -167,6 +209,7 @@ def build_parser() -> Parser:
         metavar="SECONDS",
         help="Time after which an iteration has failed.",
     )
+    add_node_flags(parser)
     return parser
 
 
@@ -184,68 +227,42 @@ def main(argv: Sequence[str]) -> int:
     gpus = _gpus()
     args.block_size = args.block_size or (256 if gpus else 16)
     _check_flags(args)
+    check_transport(args.transport, gpus > 0, args.nnodes)
     keys = tuple(args.api_key) + _read_keys(args.api_key_file)
     try:
         from distca.serve.api.app import Bounds
         from distca.serve.api.model import ApiModel
-        from distca.serve.api.server import Address, serve
+        from distca.serve.api.server import Address, log_lines, serve
     except ImportError as error:
         raise ImportError(f"{error}: pip install 'distca[serve]'") from error
     from distca.attention.choice import check_block_size
-    from distca.schedule.serving.scheduler import Limits
-    from distca.serve.engine.settings import EngineSettings
+    from distca.serve.engine.node import Node
     from distca.serve.models import DTYPES, load_tokenizer, read_model
 
-    listening = Address(args.host, args.port).bind()
-    served = read_model(args.model, DTYPES[args.dtype], args.tensor_parallel_size)
+    ranks = args.context_parallel_size + args.attention_servers
+    nodes = nodes_of(args, ranks * args.tensor_parallel_size)
+    listening = None if args.headless else Address(args.host, args.port).bind()
+    served = read_model(
+        args.model, DTYPES[args.dtype], args.tensor_parallel_size, args.trust_remote_code
+    )
     check_block_size(args.block_size, served.shape.head_dim)
     chain = served_chain(args, served)
-    tokenizer = load_tokenizer(args.model)
+    settings = _settings(args, served, nodes, gpus, chain)
+    if listening is None:
+        log_lines()
+        return _status(Node(settings).run())
+    lengths = [args.context_parallel_threshold, settings.positions]
+    tell_of_lengths("serve", chain, args.partition, lengths)
+    tokenizer = load_tokenizer(args.model, args.trust_remote_code)
     if not getattr(tokenizer, "is_fast", False):
         raise ValueError(
             f"{args.model} has no tokenizer.json, by which answers are streamed: add it"
         )
-    positions = args.max_model_len or served.positions
-    if positions > served.positions:
-        raise ValueError(
-            f"--max-model-len {positions:,}: the model has {served.positions:,} positions"
-        )
-    salt = json.dumps([args.model, args.dtype, served.config.to_dict()], default=str)
-    tell_of_lengths("serve", chain, args.partition, [args.context_parallel_threshold, positions])
-    processes = args.context_parallel_size * args.tensor_parallel_size
-    if 0 < gpus < processes:
-        raise ValueError(
-            f"{processes} processes need a GPU each, but there are {gpus}: use fewer ranks, or "
-            "CUDA_VISIBLE_DEVICES= to run on CPUs"
-        )
-    settings = EngineSettings(
-        args.model,
-        args.dtype,
-        served.windows,
-        hashlib.sha256(salt.encode()).digest(),
-        positions,
-        args.context_parallel_size,
-        args.tensor_parallel_size,
-        args.prefill_strategy if chain is None else "pass-kv",
-        Limits(
-            args.max_num_seqs,
-            args.max_num_batched_tokens,
-            args.cp_kv_cache_interleave_size or args.block_size,
-            args.context_parallel_threshold,
-            chain=chain,
-        ),
-        args.block_size,
-        args.kv_cache_memory_bytes or (None if gpus else _CPU_CACHE_BYTES),
-        args.gpu_memory_utilization,
-        args.enable_prefix_caching,
-        args.step_timeout,
-        args.enforce_eager,
-    )
     given = served.generation.to_diff_dict()
     model = ApiModel(
         tuple(args.served_model_name or [args.model]),
         tokenizer,
-        positions,
+        settings.positions,
         served.vocab_size,
         served.stops,
         {name: given[name] for name in _DEFAULTS if given.get(name) is not None},
@@ -256,10 +273,77 @@ def main(argv: Sequence[str]) -> int:
     why = asyncio.run(
         serve(listening, model, settings, bounds, not args.disable_uvicorn_access_log)
     )
+    return _status(why)
+
+
+def _status(why: str | None) -> int:
+    """Says why the server ended, unless it was asked to, and returns the exit status."""
     if why is None:
         return 0
     sys.stderr.write(f"distca serve: {why}\n")
     return 1
+
+
+def _settings(args: argparse.Namespace, served: Any, nodes: Nodes, gpus: int, chain: Any) -> Any:
+    """The settings of the engine, alike on all machines.
+
+    Raises:
+        ValueError: the flags don't fit the model or this machine.
+    """
+    from distca.schedule.serving.scheduler import Limits
+    from distca.serve.engine.settings import EngineSettings
+    from distca.serve.models import model_digest
+
+    positions = args.max_model_len or served.positions
+    if positions > served.positions:
+        raise ValueError(
+            f"--max-model-len {positions:,}: the model has {served.positions:,} positions"
+        )
+    settings = EngineSettings(
+        args.model,
+        args.dtype,
+        served.windows,
+        model_digest(served),
+        positions,
+        args.context_parallel_size + args.attention_servers,
+        args.tensor_parallel_size,
+        _strategy(args, served) if chain is None else "pass-kv",
+        Limits(
+            args.max_num_seqs,
+            args.max_num_batched_tokens,
+            args.cp_kv_cache_interleave_size or args.block_size,
+            args.context_parallel_threshold,
+            args.attention_servers,
+            chain,
+        ),
+        args.block_size,
+        args.kv_cache_memory_bytes or (None if gpus else _CPU_CACHE_BYTES),
+        args.gpu_memory_utilization,
+        args.enable_prefix_caching,
+        args.step_timeout,
+        args.enforce_eager,
+        args.transport,
+        args.trust_remote_code,
+        nodes,
+    )
+    if 0 < gpus < len(settings.own_processes):
+        raise ValueError(
+            f"{len(settings.own_processes)} processes need a GPU each, but there are {gpus}: use "
+            "fewer ranks, or CUDA_VISIBLE_DEVICES= to run on CPUs"
+        )
+    return settings
+
+
+def _strategy(args: argparse.Namespace, served: Any) -> Any:
+    """What travels in chunks of prompts, or who chooses it."""
+    if args.prefill_strategy != "auto":
+        return args.prefill_strategy
+    from distca.serve.selection import Machine
+
+    profile = None if args.profile is None else Profile.load(args.profile)
+    machine = Machine.described(_gpus() > 0, args.node_gb_per_s, profile)
+    ranks = args.context_parallel_size + args.attention_servers
+    return machine.selector(args.selector, served.shape, ranks, args.nnodes)
 
 
 def _gpus() -> int:
@@ -311,9 +395,15 @@ def _check_flags(args: argparse.Namespace) -> None:
     for flag, value in (
         ("--context-parallel-threshold", args.context_parallel_threshold),
         ("--max-queued-requests", args.max_queued_requests),
+        ("--attention-servers", args.attention_servers),
     ):
         if value < 0:
             raise ValueError(f"{flag} {value}: give 0 or more")
+    if args.attention_servers and args.transport in ("shm", "nvshmem"):
+        raise ValueError(
+            f"--attention-servers need messages between two ranks, which --transport "
+            f"{args.transport} has not: leave one out"
+        )
     if not 0 <= args.port < 65536:
         raise ValueError(f"--port {args.port}: give 0 to 65535, 0 for any that is free")
     stripe = args.cp_kv_cache_interleave_size or args.block_size
@@ -326,5 +416,7 @@ def _check_flags(args: argparse.Namespace) -> None:
         raise ValueError(
             f"--gpu-memory-utilization {args.gpu_memory_utilization}: give more than 0, at most 1"
         )
+    if args.node_gb_per_s is not None and not 0 < args.node_gb_per_s < float("inf"):
+        raise ValueError(f"--node-gb-per-s {args.node_gb_per_s}: give a speed above 0")
     if not 0 < args.step_timeout < float("inf"):
         raise ValueError(f"--step-timeout {args.step_timeout}: give more than 0")

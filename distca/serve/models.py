@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import hashlib
+import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -52,6 +54,7 @@ class ServedModel:
         dtype: dtype of weights and rows.
         generation: generation config of transformers.
         tensor_parallel_size: ranks that share each layer.
+        trust_remote_code: whether code of the model's folder may run.
     """
 
     path: str
@@ -61,6 +64,7 @@ class ServedModel:
     dtype: torch.dtype
     generation: Any
     tensor_parallel_size: int = 1
+    trust_remote_code: bool = False
 
     @property
     def masks(self) -> tuple[Mask, ...]:
@@ -119,18 +123,35 @@ class ServedModel:
                 config=copy.deepcopy(self.config),
                 dtype=self.dtype,
                 attn_implementation=attention,
-                trust_remote_code=False,
+                trust_remote_code=self.trust_remote_code,
             )
         return model.to(device).eval()
 
+    def outline(self) -> Any:
+        """Makes the model without any weights: what its layers are, for ranks that serve them."""
+        transformers = need_transformers()
+        with torch.device("meta"):
+            return transformers.AutoModelForCausalLM.from_config(
+                copy.deepcopy(self.config),
+                dtype=self.dtype,
+                attn_implementation=IMPLEMENTATION,
+                trust_remote_code=self.trust_remote_code,
+            )
 
-def read_model(path: str, dtype: torch.dtype, tensor_parallel_size: int = 1) -> ServedModel:
+
+def read_model(
+    path: str,
+    dtype: torch.dtype,
+    tensor_parallel_size: int = 1,
+    trust_remote_code: bool = False,
+) -> ServedModel:
     """Reads a model's configuration, and refuses what cannot be served.
 
     Args:
         path: folder of the model, or its name on the Hugging Face hub.
         dtype: dtype of weights and rows.
         tensor_parallel_size: ranks that share each layer.
+        trust_remote_code: whether code of the model's folder may run.
 
     Raises:
         ValueError: there is no such model, or its attention is not covered, or the ranks cannot
@@ -141,7 +162,7 @@ def read_model(path: str, dtype: torch.dtype, tensor_parallel_size: int = 1) -> 
     if Path(path).exists() and not (Path(path) / "config.json").is_file():
         raise ValueError(f"{path} has no config.json: give the folder of a model of transformers")
     try:
-        config = transformers.AutoConfig.from_pretrained(path, trust_remote_code=False)
+        config = transformers.AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
     except (OSError, ValueError) as error:
         raise ValueError(
             f"no model can be read from {path}: {str(error).splitlines()[0]}"
@@ -165,8 +186,26 @@ def read_model(path: str, dtype: torch.dtype, tensor_parallel_size: int = 1) -> 
     except OSError:
         generation = transformers.GenerationConfig.from_model_config(config)
     return ServedModel(
-        path, config, shape, _windows(config), dtype, generation, tensor_parallel_size
+        path,
+        config,
+        shape,
+        _windows(config),
+        dtype,
+        generation,
+        tensor_parallel_size,
+        trust_remote_code,
     )
+
+
+def model_digest(model: ServedModel) -> bytes:
+    """A digest of a model by its configuration and its files' sizes, wherever its folder lies."""
+    config = {name: value for name, value in model.config.to_dict().items() if name[0] != "_"}
+    folder = Path(model.path)
+    sizes = sorted(
+        (each.name, each.stat().st_size) for end in _WEIGHTS for each in folder.glob(end)
+    )
+    told = json.dumps([str(model.dtype), config, sizes], default=str, sort_keys=True)
+    return hashlib.sha256(told.encode()).digest()
 
 
 def model_size(model: ServedModel) -> ModelSize:
@@ -187,14 +226,20 @@ def model_size(model: ServedModel) -> ModelSize:
     )
 
 
-def load_tokenizer(path: str) -> Any:
+def load_tokenizer(path: str, trust_remote_code: bool = False) -> Any:
     """Loads the tokenizer of a model.
+
+    Args:
+        path: folder of the model, or its name on the Hugging Face hub.
+        trust_remote_code: whether code of the model's folder may run.
 
     Raises:
         ValueError: there is none.
     """
     try:
-        return need_transformers().AutoTokenizer.from_pretrained(path, trust_remote_code=False)
+        return need_transformers().AutoTokenizer.from_pretrained(
+            path, trust_remote_code=trust_remote_code
+        )
     except (OSError, ValueError, KeyError) as error:
         raise ValueError(
             f"{path} has no tokenizer that can be read: add its tokenizer.json, or give token ids "

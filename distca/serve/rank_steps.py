@@ -43,6 +43,9 @@ class RankSteps:
         device: device of the rows.
         blocks: blocks of this rank's pool of keys and values.
         block_size: rows of a block.
+
+    Attributes:
+        pool: keys and values of this rank.
     """
 
     def __init__(
@@ -64,7 +67,7 @@ class RankSteps:
     def resize_pool(self, blocks: int) -> None:
         """Makes a pool of another size; whatever the old one holds is lost."""
         size = len(self._windows), blocks, self._tables.block_size
-        self._pool = KvPool(*size, self._shape, self._dtype, self._device)
+        self.pool = KvPool(*size, self._shape, self._dtype, self._device)
 
     def add_blocks(self, blocks: NewBlocks) -> None:
         """Adds this rank's blocks to sequences' tables."""
@@ -79,7 +82,7 @@ class RankSteps:
         rows = [NewRows.of(part, rank, self._tables) for part in step.parts]
         slots = self._index(np.concatenate([each.slots for each in rows]))
         labels = self._core.trace.labels
-        return StepRun(rows, self._windows, self._pool, slots, self._parts(step), labels)
+        return StepRun(rows, self._windows, self.pool, slots, self._parts(step), labels)
 
     def restripe(self, move: Restripe, blocks: NewBlocks) -> None:
         """Moves keys and values of sequences between ranks. Collective.
@@ -95,7 +98,7 @@ class RankSteps:
         for sequence, rows in zip(move.sequences, after.tolist(), strict=True):
             tables.truncate(sequence, -(-rows // tables.block_size))
         moves = build_row_moves(move, rank, self._shape, held, self._slots(move.sequences, after))
-        move_rows(self._core, self._pool, moves.map_indices(lambda index: index.to(self._device)))
+        move_rows(self._core, self.pool, moves.map_indices(lambda index: index.to(self._device)))
 
     def drop(self, sequence: int) -> None:
         """Forgets where the keys and values of a sequence are."""
@@ -145,7 +148,7 @@ class RankSteps:
         lines, calls = self._tables.lines(part.sequences), dict[Mask, _Attention]()
         for mask in part.hidden:
             exchange, keys = build_decode_exchange(
-                part, mask, transport.rank, self._tables, lines, self._pool.slots
+                part, mask, transport.rank, self._tables, lines, self.pool.slots
             )
             calls[mask] = _AtOnce(replace(self._core, kernel=OfPool(kernel, keys)), exchange)
         needed = decode_memory(len(part.sequences), transport.world_size, self._shape)
@@ -291,6 +294,16 @@ class StepRun:
                 found[each.part.sequences[number]] = begin + row
             begin += len(each.document)
         return found
+
+    def rows_of(self, sequence: int) -> Int64s:
+        """The rows of a sequence's new tokens that are of this rank."""
+        found, begin = [np.zeros(0, dtype=np.int64)], 0
+        for each in self.rows:
+            if sequence in each.part.sequences:
+                number = each.part.sequences.index(sequence)
+                found.append(begin + np.flatnonzero(each.document == number))
+            begin += len(each.document)
+        return np.concatenate(found)
 
     def attend(
         self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float

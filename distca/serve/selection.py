@@ -101,13 +101,16 @@ class Machine:
         """The rates of so many ranks' processes, all of one machine."""
         return replace(self.rates, gpus_per_node=max(ranks, self.rates.gpus_per_node))
 
-    def selector(self, name: SelectorName, shape: AttentionShape, ranks: int) -> Selector:
+    def selector(
+        self, name: SelectorName, shape: AttentionShape, ranks: int, machines: int = 1
+    ) -> Selector:
         """Makes a selector.
 
         Args:
             name: which one.
             shape: heads of a rank.
-            ranks: ranks that share tokens, all of one machine.
+            ranks: ranks that share tokens.
+            machines: machines that they are on, as many on each.
 
         Raises:
             ValueError: the profile was measured for other heads.
@@ -116,6 +119,7 @@ class Machine:
         self._check_profile(shape)
         if name == "paper":
             rate = rates.attention_tflops * 1e12 if profile is None else profile.flops_per_second
-            return PaperRule(shape, ranks, rate, rates.node_bytes_per_second)
-        links = Links(ranks, rates.node_gb_per_s, rates.network_gb_per_s)
+            speed = rates.node_gb_per_s if machines == 1 else rates.network_gb_per_s
+            return PaperRule(shape, ranks, rate, speed * 1e9)
+        links = Links(max(ranks // machines, 1), rates.node_gb_per_s, rates.network_gb_per_s)
         return SimulatedSelector(shape, rates, links, profile or rates.inference_cost(shape))

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
+import numpy as np
 import torch
 
+from distca.plan.span import Int64s
 from distca.runtime import CoreAttention
+from distca.runtime.kv_pool import KvPool
 from distca.schedule.serving.accounts import NewBlocks
 from distca.schedule.serving.decode import Decode
 from distca.schedule.serving.restripe import Restripe
@@ -16,6 +20,9 @@ from distca.serve.models import IMPLEMENTATION, ServedModel, need_transformers
 from distca.serve.rank_steps import RankSteps, StepRun
 from distca.serve.step_planner import Step
 from distca.serve.tensor_parallel import ALONE, TensorRanks
+
+OnLogits = Callable[[Int64s, torch.Tensor], None]
+"""Function of positions, int64 `[rows]`, and their logits, float32 `[rows, vocabulary]`."""
 
 
 class ModelRank:
@@ -29,6 +36,7 @@ class ModelRank:
         block_size: rows of a block.
         tensor_ranks: ranks that share each layer with this one.
         capture: what captures graphs of decode steps; None: they run without.
+        computes: whether this rank has weights; else it holds keys and values of others' tokens.
     """
 
     def __init__(
@@ -40,11 +48,12 @@ class ModelRank:
         block_size: int,
         tensor_ranks: TensorRanks = ALONE,
         capture: Capture | None = None,
+        computes: bool = True,
     ) -> None:
         # Without a function for masks of this name transformers makes none: the plan has it.
         need_transformers().AttentionInterface.register(IMPLEMENTATION, _attend)
         self._served, self._device = model, device
-        self._model = model.load(device, ranks=tensor_ranks)
+        self._model = model.load(device, ranks=tensor_ranks) if computes else model.outline()
         self._speaks = tensor_ranks.rank == 0
         self._steps = RankSteps(
             core, model.windows, model.shape, model.dtype, device, blocks, block_size
@@ -59,17 +68,35 @@ class ModelRank:
         }
         assert sorted(self._scales) == list(range(len(model.windows))), "layers of another kind"
 
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of this rank's weights."""
+        there = (each for each in self._model.parameters() if not each.is_meta)
+        return sum(each.nbytes for each in there)
+
+    @property
+    def pool(self) -> KvPool:
+        """Keys and values of this rank."""
+        return self._steps.pool
+
     def resize_pool(self, blocks: int) -> None:
         """Makes a pool of another size; whatever the old one holds is lost."""
         self._steps.resize_pool(blocks)
 
     @torch.no_grad()
-    def run(self, step: Step, tokens: Mapping[int, Sequence[int]]) -> dict[int, torch.Tensor]:
+    def run(
+        self,
+        step: Step,
+        tokens: Mapping[int, Sequence[int]],
+        scoring: Mapping[int, OnLogits] = MappingProxyType({}),
+    ) -> dict[int, torch.Tensor]:
         """Runs a step. Collective.
 
         Args:
             step: step that all ranks run.
             tokens: new tokens of each sequence.
+            scoring: functions that are given the logits of all of a sequence's new tokens that are
+                of this rank, not of the last alone.
 
         Returns:
             Logits of the token that follows each sequence whose last token is of this rank,
@@ -81,13 +108,15 @@ class ModelRank:
             for layer in range(len(self._served.windows)):
                 self._serve(run, layer)
             return {}
-        last = run.last()
+        last, scored = run.last(), {each: run.rows_of(each) for each in scoring}
+        kept = np.concatenate([np.array([*last.values()], dtype=np.int64), *scored.values()])
         ids, positions, rows = (
             torch.as_tensor(values, device=self._device)
-            for values in (run.ids(tokens), run.positions, [*last.values()])
+            for values in (run.ids(tokens), run.positions, kept)
         )
         logits = None
-        if self._graphs is not None and all(isinstance(part, Decode) for part in step.parts):
+        decodes = not scored and all(isinstance(part, Decode) for part in step.parts)
+        if self._graphs is not None and decodes:
             # Each row is the last of its sequence.
             logits = self._graphs.run(ids, positions, run)
         if logits is None:
@@ -95,11 +124,17 @@ class ModelRank:
                 input_ids=ids[None],
                 position_ids=positions[None],
                 use_cache=False,
-                logits_to_keep=rows.long(),
+                logits_to_keep=rows,
                 distca_run=run,
             ).logits[0]
         assert run.layers_run == len(self._served.windows), "a layer did not ask for its attention"
-        return dict(zip(last, logits.float(), strict=True)) if self._speaks else {}
+        if not self._speaks:
+            return {}
+        counts = [len(last), *map(len, scored.values())]
+        first, *others = torch.split(logits.float(), counts)
+        for each, found in zip(scored, others, strict=True):
+            scoring[each](run.positions[scored[each]], found)
+        return dict(zip(last, first, strict=True))
 
     @torch.no_grad()
     def restripe(self, move: Restripe, blocks: NewBlocks) -> None:

@@ -6,153 +6,24 @@ import random
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
 from distca.schedule.serving.partitions import Chain
 from distca.schedule.serving.scheduler import Limits
-from distca.serve.engine.settings import EngineSettings
-from distca.serve.models import ServedModel, read_model
+from distca.serve.models import read_model
 from distca.serve.sampling import Penalties, Sampling
+from support.engines import BLOCK, one_process, run_on_a_rank, settings_of, tokens
 from support.ranks import Ranks
-from support.small_models import VOCABULARY, save_small_model
+from support.small_models import save_small_model
 
-BLOCK = 4
 CHAIN = Chain(3, (0.5, 0.3, 0.2))
-Told = dict[int, list[int]]
-
-
-class Here:
-    """Stands for the API's socket and for all workers, of which this rank has one."""
-
-    def __init__(self, worker: Any) -> None:
-        self.worker = worker
-        self.said: list[Any] = []
-        self.done: list[Any] = []
-
-    def send(self, message: Any) -> None:
-        """What the engine says to the API process, encoded, or to the workers."""
-        from distca.serve.engine.messages import FromEngine, ToWorker, decoder, encode
-
-        if isinstance(message, bytes):
-            self.said.append(decoder(FromEngine).decode(message))
-            return
-        import torch.distributed as dist
-
-        message = decoder(ToWorker).decode(encode(message))
-        if hasattr(message, "blocks"):
-            self.worker.begin(message.blocks)
-            return
-        self.done = [None] * dist.get_world_size()
-        dist.all_gather_object(self.done, self.worker.run(message))
-
-    def begin_step(self) -> None:
-        """See `Workers`."""
-
-    def end_step(self) -> None:
-        """See `Workers`."""
-
-
-def run_on_a_rank(
-    settings: EngineSettings, blocks: int, submits: list[Any], aborts: int, seed: int
-) -> tuple[Told, Any, list[tuple[int, int, int]]]:
-    """Answers sequences, some aborted wherever they are then.
-
-    Returns:
-        Tokens by sequence; the engine's numbers at the end; each rank's blocks after a reset.
-    """
-    from distca.serve.engine.engine import Engine
-    from distca.serve.engine.messages import Abort, Outputs, ResetCache, Submit
-    from distca.serve.engine.worker import Worker
-
-    here = Here(Worker(settings, torch.device("cpu")))
-    engine = Engine(settings, here, here)  # type: ignore[arg-type]
-    engine.begin(blocks, 1)
-    chance = random.Random(seed)
-    waiting = [Submit(*each) for each in submits]
-    aborted = set(chance.sample(range(len(waiting)), aborts))
-    told: Told = {}
-
-    def heard() -> None:
-        for message in here.said:
-            if isinstance(message, Outputs):
-                for output in message.outputs:
-                    told.setdefault(output.number, []).append(output.token)
-        here.said.clear()
-
-    sent: list[int] = []
-    while True:
-        for _ in range(chance.randint(0, 3)):
-            if waiting:
-                sent.append(waiting[0].number)
-                engine.take(waiting.pop(0))
-        busy = engine.start_iteration()
-        for number in sorted(aborted & {*sent}):
-            # While an iteration is under way, and between two.
-            if chance.random() < 0.4:
-                engine.take(Abort(number))
-                aborted.discard(number)
-        if not busy and not waiting and not aborted & {*sent}:
-            break
-        done, here.done = here.done, []
-        for each in done:
-            engine.take_done(each)
-        heard()
-    engine.take(ResetCache())
-    stats = here.said[-1].stats
-    ranks = [(each.free, each.referenced, each.cached) for each in stats.ranks]
-    return told, numbers_of(stats), ranks
-
-
-def numbers_of(stats: Any) -> dict[str, Any]:
-    return {name: getattr(stats, name) for name in stats.__struct_fields__ if name != "ranks"}
-
-
-def tokens(count: int, seed: int) -> list[int]:
-    return np.random.default_rng(seed).integers(0, VOCABULARY, count).tolist()
 
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     folder = tmp_path_factory.mktemp("models")
     return {family: str(save_small_model(family, folder)) for family in ("llama", "gemma3_text")}
-
-
-def settings_of(path: str, world_size: int, chunk: int, **changes: Any) -> EngineSettings:
-    model = read_model(path, torch.float32)
-    limits = Limits(sequences=8, tokens=chunk, stripe=BLOCK, short=12)
-    settings = EngineSettings(
-        path,
-        "float32",
-        model.windows,
-        b"salt",
-        96,
-        world_size,
-        1,
-        "pass-kv",
-        limits,
-        BLOCK,
-        1 << 20,
-        0.9,
-        True,
-        60.0,
-    )
-    return replace(settings, **changes)
-
-
-def one_process(model: ServedModel, loaded: Any, submit: tuple) -> list[int]:
-    """Tokens of a sequence as transformers' own attention has them, all fed again for each."""
-    _, choice, prompt, sampling, penalties = submit
-    answer: list[int] = []
-    while len(answer) < sampling.max_tokens:
-        with torch.no_grad():
-            logits = loaded(torch.tensor([prompt + answer])).logits[0, -1]
-        changed = penalties.apply(logits, prompt, answer)
-        answer.append(sampling.choose(changed, choice, len(prompt) + len(answer)))
-        if answer[-1] in sampling.stops:
-            break
-    return answer
 
 
 def requests() -> list[tuple]:
@@ -199,7 +70,7 @@ def test_answers_are_one_processs(
     results = ranks.run(
         run_on_a_rank, settings, blocks, submits, 0, 0, world_size=settings.processes
     )
-    told, stats, after = results[0]
+    told, stats, after = results[0].tokens, results[0].numbers, results[0].ranks
     model = read_model(path, torch.float32)
     loaded = model.load(torch.device("cpu"), "eager")
     for submit in submits:
@@ -208,14 +79,15 @@ def test_answers_are_one_processs(
     assert (stats["preemptions"] > 0) == (blocks == 7)
     assert (stats["found"] > 0) == settings.prefix_caching
     assert (stats["bytes_moved"] > 0) == (world_size > 1)
+    assert stats["bytes_moved"] == results[0].planned
 
 
 def test_a_short_prompt_on_an_idle_server_moves_nothing(ranks: Ranks, models) -> None:
     settings = settings_of(models["llama"], 2, 64)
     submits = [(0, 0, tokens(6, 1), Sampling(max_tokens=4), Penalties())]
-    (told, stats, _), _ = ranks.run(run_on_a_rank, settings, 20, submits, 0, 0, world_size=2)
-    assert len(told[0]) == 4
-    assert stats["bytes_moved"] == 0
+    answered, _ = ranks.run(run_on_a_rank, settings, 20, submits, 0, 0, world_size=2)
+    assert len(answered.tokens[0]) == 4
+    assert answered.numbers["bytes_moved"] == 0
 
 
 def test_a_storm_of_aborts_leaves_no_block(ranks: Ranks, models, full: bool) -> None:
@@ -235,7 +107,8 @@ def test_a_storm_of_aborts_leaves_no_block(ranks: Ranks, models, full: bool) -> 
         ]
         settings = settings_of(models["llama"], 2, 32)
         arguments = settings, 14, submits, count // 2, seed
-        told, _, after = ranks.run(run_on_a_rank, *arguments, world_size=2, timeout=550)[0]
+        answered = ranks.run(run_on_a_rank, *arguments, world_size=2, timeout=550)[0]
+        told, after = answered.tokens, answered.ranks
         assert after == [(14, 0, 0)] * 2
         ended = [s for s in submits if len(told.get(s[0], ())) == s[3].max_tokens]
         assert count // 2 <= len(ended) < count

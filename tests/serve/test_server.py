@@ -275,7 +275,6 @@ def test_other_routes(server: Server, client: openai.OpenAI, tmp_path: Path) -> 
         ("completions", '{"prompt": "a",', 400, "the body is no JSON"),
         ("completions", {"prompt": "a" * 320}, 400, "at most 320"),
         ("completions", {"prompt": "a", "max_tokens": 320}, 400, "ask for fewer"),
-        ("completions", {"prompt": "a", "echo": True, "logprobs": 1}, 400, "logprobs with echo"),
         ("completions", {"prompt": "a", "unheard_of": 1}, 400, "unheard_of is not known"),
         ("completions", {"prompt": "a", "stop": [""]}, 400, "a stop string is empty"),
         ("completions", {"prompt": "a", "logit_bias": {"x": 1}}, 400, "there is no token 'x'"),

@@ -14,7 +14,10 @@ import numpy as np
 from distca.plan import Mask, Placement, Plan
 from distca.plan.span import Int64s
 from distca.schedule.serving.decode import Decode
+from distca.schedule.serving.selection import Selector, chosen_strategy
 from distca.schedule.serving.steps import Strategy, step_plan
+
+_FULL = Mask()
 
 
 @dataclass(frozen=True)
@@ -90,7 +93,7 @@ def plan_iteration(
     masks: Sequence[Mask],
     block_size: int,
     world_size: int,
-    strategy: Strategy,
+    strategy: Strategy | Selector,
 ) -> IterationPlan:
     """Plans an iteration.
 
@@ -99,7 +102,7 @@ def plan_iteration(
         masks: masks of the model's layers.
         block_size: positions of a block.
         world_size: ranks that there are.
-        strategy: what travels in chunks of prompts.
+        strategy: what travels in chunks of prompts, or who chooses it.
     """
     decoded = [part for part in parts if part.count == 1 and part.start]
     chunked = [part for part in parts if part.count > 1 or not part.start]
@@ -124,13 +127,22 @@ def _plan_chunks(
     masks: Sequence[Mask],
     block_size: int,
     world_size: int,
-    strategy: Strategy,
+    strategy: Strategy | Selector,
 ) -> Chunks:
     held = _owned([(part, 0, part.start) for part in parts], block_size, world_size)
     new = _owned(
         [(part, part.start, part.start + part.count) for part in parts], block_size, world_size
     )
-    plans = {mask: step_plan(held, new, strategy, mask, in_steps=True) for mask in masks}
+
+    def planned(strategy: Strategy, mask: Mask = _FULL) -> Plan:
+        return step_plan(held, new, strategy, mask, in_steps=True)
+
+    if not isinstance(strategy, str) and len({*held.rank.tolist(), *new.rank.tolist()}) == 1:
+        # Nothing travels: short requests do not wait for a choice.
+        strategy = "pass-kv"
+    # Under a window little travels, whatever the strategy: layers without one decide.
+    chosen = chosen_strategy(strategy, held, new, planned)
+    plans = {mask: planned(chosen, mask) for mask in masks}
     before = np.stack([part.rows(part.start, block_size, world_size) for part in parts])
     return Chunks(tuple(part.sequence for part in parts), plans, new, before)
 

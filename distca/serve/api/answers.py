@@ -82,6 +82,8 @@ class Job:
         self.id = f"{_NAMES[self.shape][0]}-{uuid.uuid4().hex}"
         self._created, self._begin = int(time.time()), time.monotonic()
         tokenizer = self.model.tokenizer.backend_tokenizer
+        self._scored = any(each.scored for each in self.submits)
+        self._scores: dict[int, list[TokenLogprobs]] = {}
         self._answers = [
             _Answer(AnswerText(tokenizer, self.body.stops, self.body.skip_special_tokens))
             for _ in self.submits
@@ -93,11 +95,13 @@ class Job:
         answering = self.client.answer(self.submits, self.numbers.extend)
         try:
             for index, echo in enumerate(self.echoes):
-                if echo:
+                if echo and not self._scored:
                     yield Piece(index, echo, [], None)
             async for index, output in answering:
                 if index not in left:
                     continue
+                if self._scored and not self._answers[index].count:
+                    yield self._prompt(index, output)
                 piece = self._piece(index, output)
                 if piece.finish:
                     left.discard(index)
@@ -112,6 +116,14 @@ class Job:
             for _ in left:
                 self.metrics.finished.labels("abort").inc()
             self.metrics.request.observe(time.monotonic() - self._begin)
+
+    def _prompt(self, index: int, output: Output) -> Piece:
+        """A prompt with the log-probabilities of its tokens, of which the first has none."""
+        tokens, leader = self.submits[index].tokens, index - self.submits[index].choice
+        if index == leader:
+            self._scores[index] = output.scores
+        scores = [None, *self._scores[leader]]
+        return Piece(index, self.echoes[index], list(zip(tokens, scores, strict=True)), None)
 
     def _piece(self, index: int, output: Output) -> Piece:
         """Takes a token."""
@@ -219,7 +231,7 @@ class Job:
         asked = self.submits[index].logprobs
         if asked is None or not tokens:
             return None
-        named = [(self._name(token), found) for token, found in tokens if found is not None]
+        named = [(self._name(token), found) for token, found in tokens]
         if self.shape == "chat":
             content = [
                 {
@@ -229,6 +241,7 @@ class Job:
                     ],
                 }
                 for name, found in named
+                if found is not None
             ]
             return {"content": content, "refusal": None}
         answer = self._answers[index]
@@ -238,9 +251,11 @@ class Job:
             answer.offset += len(name)
         return {
             "tokens": [name for name, _ in named],
-            "token_logprobs": [found.token for _, found in named],
+            "token_logprobs": [None if found is None else found.token for _, found in named],
             "top_logprobs": [
-                {self._name(token): value for token, value in found.top} | {name: found.token}
+                None
+                if found is None
+                else {self._name(token): value for token, value in found.top} | {name: found.token}
                 for name, found in named
             ]
             if asked

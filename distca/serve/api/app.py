@@ -123,7 +123,8 @@ class _Routes:
         most = body.max_tokens or self._model.defaults.get("max_new_tokens") or 16
         for tokens, text in prompts:
             self._model.check_tokens(tokens, "prompt")
-            each = self._model.submits(body, tokens, most, body.logprobs)
+            scored = bool(body.echo) and body.logprobs is not None
+            each = self._model.submits(body, tokens, most, body.logprobs, scored)
             submits += each
             echoes += [text if body.echo else ""] * len(each)
         return await self._answer(request, body, "completion", submits, echoes)

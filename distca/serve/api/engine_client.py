@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 import zmq
 import zmq.asyncio
 
@@ -112,7 +113,8 @@ class EngineClient:
         Sequences that have not ended when the caller leaves are aborted.
 
         Args:
-            submits: the sequences; their numbers are given here.
+            submits: the sequences, all answers to the first prompt first; their numbers are given
+                here.
             numbered: function that is told the numbers.
 
         Raises:
@@ -124,21 +126,21 @@ class EngineClient:
         queue: asyncio.Queue[tuple[int, Output | Exception]] = asyncio.Queue()
         left: set[int] = set()
         try:
-            for index, submit in enumerate(submits):
-                number = next(self._numbers)
+            numbers = [next(self._numbers) for _ in submits]
+            left.update(numbers)
+            for index, number in enumerate(numbers):
                 self._sequences[number] = _Sequence(index, queue)
-                left.add(number)
-                await self._send(
-                    Submit(
-                        number,
-                        submit.choice,
-                        submit.tokens,
-                        submit.sampling,
-                        submit.penalties,
-                        submit.logprobs,
-                    )
+            leads = [number - each.choice for number, each in zip(numbers, submits, strict=True)]
+            # The one that computes a prompt for its other answers, too, comes after them.
+            for index in sorted(
+                range(len(numbers)), key=lambda n: (leads[n], numbers[n] == leads[n])
+            ):
+                number, leader = numbers[index], leads[index]
+                each = msgspec.structs.replace(
+                    submits[index], number=number, leader=None if leader == number else leader
                 )
-            numbered(sorted(left))
+                await self._send(each)
+            numbered(numbers)
             while left:
                 index, said = await queue.get()
                 if isinstance(said, Exception):

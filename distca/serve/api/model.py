@@ -124,7 +124,12 @@ class ApiModel:
             )
 
     def submits(
-        self, body: Sampled, prompt: Sequence[int], most: int | None, logprobs: int | None
+        self,
+        body: Sampled,
+        prompt: Sequence[int],
+        most: int | None,
+        logprobs: int | None,
+        scored: bool = False,
     ) -> list[Submit]:
         """Makes the sequences of all answers to a prompt.
 
@@ -133,6 +138,7 @@ class ApiModel:
             prompt: tokens of the prompt.
             most: most tokens of an answer; None: the model's default, or as many as there can be.
             logprobs: likeliest tokens that are told with each token; None: none at all.
+            scored: whether log-probabilities of the prompt's tokens are told as well.
 
         Raises:
             ApiError: 400, the values don't go together.
@@ -179,7 +185,7 @@ class ApiModel:
         )
         tokens = list(prompt)
         return [
-            Submit(-1, choice, tokens, sampling, penalties, logprobs)
+            Submit(-1, choice, tokens, sampling, penalties, logprobs, scored=scored and not choice)
             for choice in range(body.n or 1)
         ]
 

@@ -135,12 +135,6 @@ class CompletionBody(Sampled):
     echo: bool | None = None
     logprobs: Annotated[int, Field(ge=0, le=MOST_LOGPROBS)] | None = None
 
-    @model_validator(mode="after")
-    def _no_logprobs_of_prompts(self) -> CompletionBody:
-        if self.echo and self.logprobs is not None:
-            raise ValueError("logprobs with echo: not covered by this server, leave one out")
-        return self
-
 
 class TextPart(Body):
     """A part of a message."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import logging.config
 import signal
 import socket
 import time
@@ -79,6 +80,11 @@ class _Server(uvicorn.Server):
         self.should_exit = True
 
 
+def log_lines() -> None:
+    """Logs as the API process does, where there is none."""
+    logging.config.dictConfig(uvicorn.config.LOGGING_CONFIG)
+
+
 async def serve(
     listening: socket.socket,
     model: ApiModel,
@@ -113,6 +119,9 @@ async def serve(
     try:
         with server.capture_signals():
             begin = time.monotonic()
+            if (nodes := settings.nodes).count > 1:
+                where = f"{nodes.address}:{nodes.port}"
+                logger.info("waiting for %d other nodes at %s", nodes.count - 1, where)
             starting = asyncio.create_task(client.start())
             while not starting.done() and not server.should_exit:
                 await asyncio.wait({starting}, timeout=0.1)

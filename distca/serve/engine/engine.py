@@ -32,6 +32,7 @@ from distca.serve.engine.messages import (
     FromEngine,
     Iteration,
     Loaded,
+    Moved,
     Output,
     Outputs,
     PlanIs,
@@ -47,6 +48,7 @@ from distca.serve.engine.messages import (
 )
 from distca.serve.engine.settings import EngineSettings
 from distca.serve.engine.workers import WorkerError, Workers
+from distca.serve.sampling import TokenLogprobs
 
 _PARTS_KEPT = 256
 """Sequences whose last chunk is kept, so that its plan can be shown."""
@@ -67,6 +69,7 @@ class Engine:
         self._submitted: dict[int, Submit] = {}
         self._tokens: dict[int, list[int]] = {}
         self._found: dict[int, int] = {}
+        self._scores: dict[int, dict[int, TokenLogprobs]] = {}
         self._drop: list[int] = []
         self._last: dict[int, int] = {}
         self._ranks: dict[int, list[int]] = {}
@@ -76,6 +79,7 @@ class Engine:
         self._counts = dict.fromkeys(("iterations", "computed", "bytes"), 0)
         self._seconds = dict.fromkeys(("plan", "schedule", "step"), 0.0)
         self._begin = 0.0
+        self._weights = dict.fromkeys(range(settings.processes), 0)
 
     def load(self, poller: zmq.Poller) -> None:
         """Waits for all workers, and makes the blocks of their pools.
@@ -91,6 +95,7 @@ class Engine:
             for message in self._workers.receive():
                 assert isinstance(message, Loaded)
                 loaded[message.rank] = message
+        self._weights = {rank: each.weight_bytes for rank, each in loaded.items()}
         blocks = min(each.blocks for each in loaded.values())
         block_bytes = loaded[0].block_bytes
         per_rank = -(-settings.positions // settings.block_size // settings.world_size)
@@ -140,6 +145,8 @@ class Engine:
                     sampling.max_tokens,
                     stops,
                     message.penalties.fewest,
+                    message.leader,
+                    message.scored,
                 )
             except ValueError as error:
                 self._send(Refused(message.number, str(error)))
@@ -169,11 +176,11 @@ class Engine:
         for number in batch.preempted:
             self._drop.append(number)
             del self._ranks[number]
-        admits, feeds, parts = [], [], []
+        admits, feeds = [], []
         for feed in batch.feeds:
             if feed.admitted:
                 admits.append(self._admit(feed))
-            parts.append(self._part(feed))
+            self._ranks[feed.sequence] += [block.rank for block in feed.new_blocks]
             feeds.append(
                 Fed(
                     feed.sequence,
@@ -185,14 +192,14 @@ class Engine:
                     None if feed.admitted else self._last.pop(feed.sequence, None),
                 )
             )
-        for part in parts:
-            if part.count > 1:
-                self._parts[part.sequence] = tuple(parts)
-                self._parts.move_to_end(part.sequence)
-        while len(self._parts) > _PARTS_KEPT:
-            self._parts.popitem(last=False)
+        # Sequences that gave up their blocks meanwhile have none that could move.
+        for move in batch.moves:
+            if move.sequence in self._ranks:
+                self._ranks[move.sequence][move.index] = move.to.rank
+        self._keep_parts(batch)
         drop, self._drop = self._drop, []
-        self._workers.send(Iteration(self._counts["iterations"], drop, admits, feeds))
+        moves = [Moved(each.sequence, each.index, *each.source, *each.to) for each in batch.moves]
+        self._workers.send(Iteration(self._counts["iterations"], drop, admits, feeds, moves))
         self._workers.begin_step()
         self._counts["iterations"] += 1
         self._counts["computed"] += sum(feed.count for feed in batch.feeds)
@@ -211,12 +218,22 @@ class Engine:
             submit.sampling,
             submit.penalties,
             submit.logprobs,
+            submit.scored and len(self._tokens[feed.sequence]) == len(submit.tokens),
         )
 
+    def _keep_parts(self, batch: Batch) -> None:
+        """Keeps what the plan of chunks is made of."""
+        chunked = [feed.sequence for feed in batch.feeds if feed.count > 1]
+        parts = tuple(self._part(feed) for feed in batch.feeds) if chunked else ()
+        for sequence in chunked:
+            self._parts[sequence] = parts
+            self._parts.move_to_end(sequence)
+        while len(self._parts) > _PARTS_KEPT:
+            self._parts.popitem(last=False)
+
     def _part(self, feed: Feed) -> Part:
-        ranks = self._ranks[feed.sequence]
-        ranks += [block.rank for block in feed.new_blocks]
-        return Part(feed.sequence, feed.start, feed.count, np.array(ranks, dtype=np.int64))
+        ranks = np.array(self._ranks[feed.sequence], dtype=np.int64)
+        return Part(feed.sequence, feed.start, feed.count, ranks)
 
     def take_done(self, done: Done) -> None:
         """Takes what a worker has run; the iteration ends with the last of them."""
@@ -229,6 +246,8 @@ class Engine:
         assert batch is not None, "no iteration is under way"
         chosen: dict[int, Chosen] = {each.number: each for d in done.values() for each in d.chosen}
         tokens = {number: each.token for number, each in chosen.items()}
+        for each in (scores for d in done.values() for scores in d.scores):
+            self._scores.setdefault(each.number, {}).update(each.tokens)
         outputs = []
         for advance in self._scheduler.advance(batch, tokens):
             number = advance.sequence
@@ -241,6 +260,7 @@ class Engine:
                     advance.finish,
                     self._found[number],
                     chosen[number].logprobs,
+                    [each for _, each in sorted(self._scores.pop(number, {}).items())],
                 )
             )
             if advance.finish:
@@ -255,8 +275,8 @@ class Engine:
 
     def _forget(self, number: int) -> None:
         """Forgets a sequence that has ended; workers do with the next iteration."""
-        for known in (self._submitted, self._tokens, self._found, self._last):
-            known.pop(number, None)
+        for known in (self._submitted, self._tokens, self._found, self._last, self._scores):
+            known.pop(number, None)  # type: ignore[attr-defined]
         if self._ranks.pop(number, None) is not None:
             self._drop.append(number)
 
@@ -290,6 +310,7 @@ class Engine:
                     max((each.tokens for each in last), default=0),
                     sum(each.bytes_sent for each in last),
                     max((each.seconds for each in last), default=0.0),
+                    sum(self._weights[rank * size + number] for number in range(size)),
                 )
             )
         return Stats(
@@ -322,17 +343,22 @@ def run_engine(settings: EngineSettings, folder: str, parent: int) -> None:
     api.connect(f"ipc://{folder}/engine")
     poller = zmq.Poller()
     poller.register(api, zmq.POLLIN)
-    workers = Workers(settings, Path(folder), poller)
+    workers: Workers | None = None
+    why: str | None = None
     try:
+        workers = Workers(settings, Path(folder), poller)
         engine = Engine(settings, api, workers)
         engine.load(poller)
         engine.serve(poller)
     except (WorkerError, ValueError) as error:
-        api.send(encode(Dead(str(error))))
+        why = str(error)
     except Exception as error:
         where = traceback.extract_tb(error.__traceback__)[-1]
         at = f"{Path(where.filename).name}:{where.lineno}"
-        api.send(encode(Dead(f"the engine failed: {type(error).__name__}: {error} ({at})")))
+        why = f"the engine failed: {type(error).__name__}: {error} ({at})"
     finally:
-        workers.close()
+        if why is not None:
+            api.send(encode(Dead(why)))
+        if workers is not None:
+            workers.close(why)
         zmq.Context.instance().destroy(linger=1000)

@@ -8,11 +8,11 @@ from distca.schedule.serving.scheduler import FinishReason
 from distca.serve.sampling import Penalties, Sampling, TokenLogprobs
 
 
-class _Message(msgspec.Struct, frozen=True, tag=True, array_like=True, omit_defaults=True):
+class Message(msgspec.Struct, frozen=True, tag=True, array_like=True, omit_defaults=True):
     """A message; its first entry is its kind."""
 
 
-class Submit(_Message, frozen=True):
+class Submit(Message, frozen=True):
     """A sequence to answer.
 
     Attributes:
@@ -22,6 +22,9 @@ class Submit(_Message, frozen=True):
         sampling: choice of tokens.
         penalties: changes of logits.
         logprobs: how many of the likeliest tokens are told with each token; None: none at all.
+        leader: number of the sequence that computes the prompt for this one, too, and that is told
+            of after it; None: itself does.
+        scored: whether log-probabilities of the prompt's tokens are told as well.
     """
 
     number: int
@@ -30,33 +33,35 @@ class Submit(_Message, frozen=True):
     sampling: Sampling
     penalties: Penalties = Penalties()
     logprobs: int | None = None
+    leader: int | None = None
+    scored: bool = False
 
 
-class Abort(_Message, frozen=True):
+class Abort(Message, frozen=True):
     """A sequence that nobody waits for any more."""
 
     number: int
 
 
-class ResetCache(_Message, frozen=True):
+class ResetCache(Message, frozen=True):
     """Full blocks that are to be forgotten."""
 
 
-class AskPlan(_Message, frozen=True):
+class AskPlan(Message, frozen=True):
     """A question for the plan of a sequence's last chunk."""
 
     call: int
     number: int
 
 
-class Close(_Message, frozen=True):
+class Close(Message, frozen=True):
     """The engine is to end."""
 
 
 ToEngine = Submit | Abort | ResetCache | AskPlan | Close
 
 
-class Output(_Message, frozen=True):
+class Output(Message, frozen=True):
     """A token of an answer.
 
     Attributes:
@@ -65,6 +70,7 @@ class Output(_Message, frozen=True):
         finish: why the answer has ended; None: it goes on.
         found: tokens of the prompt that the prefix cache had.
         logprobs: of this token, where they are asked for.
+        scores: of the prompt's tokens but the first, with the answer's first token.
     """
 
     number: int
@@ -72,9 +78,10 @@ class Output(_Message, frozen=True):
     finish: FinishReason | None
     found: int
     logprobs: TokenLogprobs | None = None
+    scores: list[TokenLogprobs] = []
 
 
-class RankState(_Message, frozen=True):
+class RankState(Message, frozen=True):
     """A rank: its blocks now, and its part of the last iteration.
 
     Attributes:
@@ -84,6 +91,7 @@ class RankState(_Message, frozen=True):
         tokens: tokens of the last iteration that it owned.
         bytes_sent: bytes that it sent in it.
         seconds: seconds that it took for it.
+        weight_bytes: bytes of its weights.
     """
 
     free: int
@@ -92,9 +100,10 @@ class RankState(_Message, frozen=True):
     tokens: int = 0
     bytes_sent: int = 0
     seconds: float = 0.0
+    weight_bytes: int = 0
 
 
-class Stats(_Message, frozen=True):
+class Stats(Message, frozen=True):
     """What the engine has done so far, and what it is doing.
 
     Attributes:
@@ -126,7 +135,7 @@ class Stats(_Message, frozen=True):
     ranks: list[RankState]
 
 
-class Started(_Message, frozen=True):
+class Started(Message, frozen=True):
     """The engine is ready.
 
     Attributes:
@@ -138,28 +147,28 @@ class Started(_Message, frozen=True):
     block_bytes: int
 
 
-class Outputs(_Message, frozen=True):
+class Outputs(Message, frozen=True):
     """What an iteration brought."""
 
     outputs: list[Output]
     stats: Stats
 
 
-class Refused(_Message, frozen=True):
+class Refused(Message, frozen=True):
     """A sequence that can never be answered, and why."""
 
     number: int
     message: str
 
 
-class PlanIs(_Message, frozen=True):
+class PlanIs(Message, frozen=True):
     """The plan that was asked for, as `distca.plan.saved` writes it; None: there is none."""
 
     call: int
     saved: str | None
 
 
-class Dead(_Message, frozen=True):
+class Dead(Message, frozen=True):
     """The engine ends: why."""
 
     message: str
@@ -168,7 +177,7 @@ class Dead(_Message, frozen=True):
 FromEngine = Started | Outputs | Refused | PlanIs | Dead
 
 
-class Admit(_Message, frozen=True):
+class Admit(Message, frozen=True):
     """A sequence that begins to run, or begins again.
 
     Attributes:
@@ -179,6 +188,7 @@ class Admit(_Message, frozen=True):
         sampling: choice of tokens.
         penalties: changes of logits.
         logprobs: how many of the likeliest tokens are told with each token; None: none at all.
+        scored: whether log-probabilities of the prompt's tokens are told as well.
     """
 
     number: int
@@ -188,9 +198,10 @@ class Admit(_Message, frozen=True):
     sampling: Sampling
     penalties: Penalties
     logprobs: int | None
+    scored: bool = False
 
 
-class Fed(_Message, frozen=True):
+class Fed(Message, frozen=True):
     """What an iteration feeds of a sequence.
 
     Attributes:
@@ -212,7 +223,27 @@ class Fed(_Message, frozen=True):
     token: int | None
 
 
-class Iteration(_Message, frozen=True):
+class Moved(Message, frozen=True):
+    """A block that changes its rank.
+
+    Attributes:
+        sequence: number of the sequence that has it.
+        index: number of the block among the sequence's.
+        source: rank that has it.
+        number: its number there.
+        to: rank that gets it.
+        becomes: its number there.
+    """
+
+    sequence: int
+    index: int
+    source: int
+    number: int
+    to: int
+    becomes: int
+
+
+class Iteration(Message, frozen=True):
     """A numbered iteration. Every worker runs them in the order of their numbers.
 
     Attributes:
@@ -220,15 +251,17 @@ class Iteration(_Message, frozen=True):
         drop: sequences that have ended, or gave up their blocks.
         admit: sequences that begin to run.
         feed: what is fed.
+        moves: blocks that change their ranks before anything is written.
     """
 
     number: int
     drop: list[int]
     admit: list[Admit]
     feed: list[Fed]
+    moves: list[Moved] = []
 
 
-class Begin(_Message, frozen=True):
+class Begin(Message, frozen=True):
     """The blocks of every rank's pool, once all workers have said how many they have room for."""
 
     blocks: int
@@ -237,27 +270,29 @@ class Begin(_Message, frozen=True):
 ToWorker = Begin | Iteration
 
 
-class Loaded(_Message, frozen=True):
+class Loaded(Message, frozen=True):
     """A worker has loaded the model.
 
     Attributes:
         rank: its rank.
         blocks: blocks that it has room for.
         block_bytes: bytes of a block.
+        weight_bytes: bytes of its weights.
     """
 
     rank: int
     blocks: int
     block_bytes: int
+    weight_bytes: int = 0
 
 
-class Beat(_Message, frozen=True):
+class Beat(Message, frozen=True):
     """A worker is alive."""
 
     rank: int
 
 
-class Chosen(_Message, frozen=True):
+class Chosen(Message, frozen=True):
     """A token that was chosen for a sequence."""
 
     number: int
@@ -265,7 +300,14 @@ class Chosen(_Message, frozen=True):
     logprobs: TokenLogprobs | None
 
 
-class Done(_Message, frozen=True):
+class Scores(Message, frozen=True):
+    """Log-probabilities of tokens of a prompt, by their positions."""
+
+    number: int
+    tokens: dict[int, TokenLogprobs]
+
+
+class Done(Message, frozen=True):
     """A worker has run an iteration.
 
     Attributes:
@@ -276,6 +318,7 @@ class Done(_Message, frozen=True):
         bytes_sent: bytes that it sent to other ranks.
         plan_seconds: seconds for the plan.
         seconds: seconds for everything.
+        scores: of prompts, where they are asked for.
     """
 
     rank: int
@@ -285,9 +328,10 @@ class Done(_Message, frozen=True):
     bytes_sent: int
     plan_seconds: float
     seconds: float
+    scores: list[Scores] = []
 
 
-class Failed(_Message, frozen=True):
+class Failed(Message, frozen=True):
     """A worker fails, and ends."""
 
     rank: int
@@ -299,7 +343,7 @@ FromWorker = Loaded | Beat | Done | Failed
 _ENCODER = msgspec.msgpack.Encoder()
 
 
-def encode(message: _Message) -> bytes:
+def encode(message: Message) -> bytes:
     """Returns a message as bytes."""
     return _ENCODER.encode(message)
 

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 
 import torch
 
 from distca.runtime import CoreAttention
+from distca.runtime.kv_moves import BlockMove, KvMoves
 from distca.schedule.serving.accounts import block_bytes
 from distca.schedule.serving.iteration import IterationPlan
 from distca.serve.decode_graphs import Capture
+from distca.serve.engine.messages import Moved
 from distca.serve.models import ServedModel
 from distca.serve.step_planner import Prefill, Step
-from distca.serve.steps import ModelRank
+from distca.serve.steps import ModelRank, OnLogits
 from distca.serve.tensor_parallel import TensorRanks
+from distca.transport import Transport
 
 
 class PoolModel:
@@ -26,6 +30,8 @@ class PoolModel:
         block_size: rows of a block.
         tensor_ranks: processes that share each layer with this one.
         capture: what captures graphs of iterations that only decode; None: they run without.
+        mover: transport of blocks that change their ranks; None: none does.
+        computes: whether this rank has weights.
     """
 
     def __init__(
@@ -36,12 +42,26 @@ class PoolModel:
         block_size: int,
         tensor_ranks: TensorRanks,
         capture: Capture | None = None,
+        mover: Transport | None = None,
+        computes: bool = True,
     ) -> None:
-        self._rank = core.transport.rank
+        self._rank, self._layers = core.transport.rank, range(len(model.windows))
+        self._transport, self._mover = core.transport, mover
         # The pool gets its size once it is known what weights leave of a device's memory.
-        self._run = ModelRank(model, core, device, 1, block_size, tensor_ranks, capture)
+        self._run = ModelRank(model, core, device, 1, block_size, tensor_ranks, capture, computes)
         self.block_bytes = block_bytes(model.shape, len(model.windows), block_size)
         self._new: dict[int, list[int]] = {}
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of this rank's weights."""
+        return self._run.weight_bytes
+
+    @property
+    def bytes_sent(self) -> int:
+        """Bytes that this rank has sent to others."""
+        transports = (self._transport, self._mover)
+        return sum(sum(each.bytes_sent.values()) for each in transports if each is not None)
 
     def begin(self, blocks: int) -> None:
         """Makes the pool."""
@@ -51,19 +71,38 @@ class PoolModel:
         """Adds blocks of this rank behind those that a sequence has here."""
         self._new.setdefault(sequence, []).extend(blocks)
 
+    def set_blocks(self, sequence: int, blocks: Sequence[int]) -> None:
+        """Replaces the blocks of this rank that a sequence has."""
+        self.drop(sequence)
+        self.add_blocks(sequence, blocks)
+
+    def move(self, moves: Sequence[Moved]) -> None:
+        """Moves blocks of all layers between ranks."""
+        if not moves:
+            return
+        assert self._mover is not None, "no blocks move without ranks that hold alone"
+        blocks = [BlockMove(each.source, each.number, each.to, each.becomes) for each in moves]
+        under_way = KvMoves(self._run.pool, self._mover, blocks)
+        for layer in self._layers:
+            under_way.begins(layer)
+
     def drop(self, sequence: int) -> None:
         """Forgets the blocks of a sequence."""
         self._new.pop(sequence, None)
         self._run.drop(sequence)
 
     def run(
-        self, plan: IterationPlan, tokens: Mapping[int, Sequence[int]]
+        self,
+        plan: IterationPlan,
+        tokens: Mapping[int, Sequence[int]],
+        scoring: Mapping[int, OnLogits] = MappingProxyType({}),
     ) -> dict[int, torch.Tensor]:
         """Runs an iteration; ranks that are no members may be left out.
 
         Args:
             plan: the plans.
             tokens: tokens that are fed, by sequence.
+            scoring: functions that are given all of a sequence's logits on this rank.
 
         Returns:
             Logits of the token that follows each sequence whose last token is of this rank,
@@ -76,4 +115,4 @@ class PoolModel:
         new, self._new = self._new, {}
         blocks = {(sequence, self._rank): tuple(each) for sequence, each in new.items()}
         decodes = () if plan.decode is None else (plan.decode,)
-        return self._run.run(Step((*parts, *decodes), blocks), tokens)
+        return self._run.run(Step((*parts, *decodes), blocks), tokens, scoring)

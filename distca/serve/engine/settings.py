@@ -2,11 +2,31 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from distca.plan import Mask
-from distca.schedule.serving import Strategy
+from distca.schedule.serving import Selector, Strategy
 from distca.schedule.serving.scheduler import Limits
+from distca.serve.transports import TransportName
+
+
+@dataclass(frozen=True)
+class Nodes:
+    """The machines of a server, each of which has as many processes of ranks.
+
+    Attributes:
+        count: machines.
+        rank: this one; 0 is the head, which has the engine.
+        address: address by which others reach the head, the only one that it listens on.
+        port: port of the head.
+        key: key of the job, by which machines know each other.
+    """
+
+    count: int = 1
+    rank: int = 0
+    address: str = "127.0.0.1"
+    port: int = 29501
+    key: bytes = field(default=b"", repr=False)
 
 
 @dataclass(frozen=True)
@@ -19,9 +39,10 @@ class EngineSettings:
         windows: for each layer how many earlier tokens a query sees; None: all.
         salt: what keys and values depend on beside tokens: the model.
         positions: most tokens of a sequence.
-        world_size: ranks that share a sequence's keys and values.
+        world_size: ranks that share a sequence's keys and values, of which the last may have no
+            weights: see `Limits.servers`.
         tensor_parallel_size: processes of each rank, which share its layers.
-        strategy: what travels in chunks of prompts.
+        strategy: what travels in chunks of prompts, or who chooses it.
         limits: bounds and rules of the scheduler.
         block_size: rows of a block.
         cache_bytes: bytes of a rank's pool; None: what a GPU has left.
@@ -29,6 +50,9 @@ class EngineSettings:
         prefix_caching: whether full blocks are kept for other sequences.
         step_timeout: seconds after which an iteration has failed.
         enforce_eager: whether GPUs decode without CUDA graphs.
+        transport: what moves rows; None: gloo on CPUs, NCCL on GPUs.
+        trust_remote_code: whether code of the model's folder may run.
+        nodes: machines of the server.
     """
 
     model: str
@@ -38,7 +62,7 @@ class EngineSettings:
     positions: int
     world_size: int
     tensor_parallel_size: int
-    strategy: Strategy
+    strategy: Strategy | Selector
     limits: Limits
     block_size: int
     cache_bytes: int | None
@@ -46,11 +70,20 @@ class EngineSettings:
     prefix_caching: bool
     step_timeout: float
     enforce_eager: bool = False
+    transport: TransportName | None = None
+    trust_remote_code: bool = False
+    nodes: Nodes = Nodes()
 
     @property
     def processes(self) -> int:
         """Processes of all ranks; those of a rank are neighbours."""
         return self.world_size * self.tensor_parallel_size
+
+    @property
+    def own_processes(self) -> range:
+        """Those of this machine."""
+        each = self.processes // self.nodes.count
+        return range(self.nodes.rank * each, (self.nodes.rank + 1) * each)
 
     @property
     def masks(self) -> tuple[Mask, ...]:

@@ -21,6 +21,8 @@ from distca.lifetime import end_with_parent
 from distca.plan.span import Int64s
 from distca.schedule.serving.iteration import Part, plan_iteration
 from distca.serve.decode_graphs import capture_for
+from distca.serve.engine.interface import interface_towards
+from distca.serve.engine.link import Link
 from distca.serve.engine.messages import (
     Admit,
     Beat,
@@ -30,15 +32,18 @@ from distca.serve.engine.messages import (
     Failed,
     Iteration,
     Loaded,
+    Scores,
     ToWorker,
     decoder,
     encode,
 )
 from distca.serve.engine.pool_model import PoolModel
 from distca.serve.engine.settings import EngineSettings
+from distca.serve.engine.store import EngineStore
 from distca.serve.models import DTYPES, read_model
 from distca.serve.sampling import TokenLogprobs
 from distca.serve.tensor_parallel import join_ranks
+from distca.serve.transports import make_transport
 
 BEAT_SECONDS = 1.0
 
@@ -51,11 +56,27 @@ class _Sequence:
         admitted: what it was admitted with.
         tokens: prompt, and the answer so far.
         ranks: owners of its blocks.
+        blocks: their numbers there.
     """
 
     admitted: Admit
     tokens: list[int]
     ranks: Int64s
+    blocks: Int64s
+
+
+class _Scoring:
+    """Log-probabilities of a prompt's tokens, from the logits before each."""
+
+    def __init__(self, sequence: _Sequence) -> None:
+        self._admitted, self.found = sequence.admitted, dict[int, TokenLogprobs]()
+
+    def __call__(self, positions: Int64s, logits: torch.Tensor) -> None:
+        """Takes logits `[positions, vocabulary]`."""
+        tokens, count = self._admitted.tokens, self._admitted.logprobs or 0
+        for position, row in zip(positions.tolist(), logits, strict=True):
+            if position + 1 < self._admitted.prompt:
+                self.found[position + 1] = TokenLogprobs.of(row, tokens[position + 1], count)
 
 
 class Worker:
@@ -70,20 +91,34 @@ class Worker:
         from distca.attention import select_kernel
         from distca.cost.step_memory import STEP_SLOTS
         from distca.runtime import Buffers, CoreAttention
-        from distca.transport import CollectiveTransport
 
         self._settings, self._device = settings, device
         size = settings.tensor_parallel_size
-        model = read_model(settings.model, DTYPES[settings.dtype], size)
+        model = read_model(settings.model, DTYPES[settings.dtype], size, settings.trust_remote_code)
         timeout = timedelta(seconds=settings.step_timeout)
         group, tensor_ranks = join_ranks(size, timeout)
         self._process, self._rank = dist.get_rank(), group.rank()
-        self._transport = CollectiveTransport(group, device, members_only=True)
+        self._transport = make_transport(settings.transport, group, device, timeout)
+        # Other transports' buffers grow on all ranks at once, those that a plan does not name too.
+        members = settings.transport in (None, "gloo", "nccl") or settings.world_size == 1
+        self._members_only = members
         kernel = select_kernel(device.type, model.shape.head_dim)
         buffers = Buffers(device, max(STEP_SLOTS, len(model.masks)))
         core = CoreAttention(self._transport, kernel, buffers)
-        capture = capture_for(model, device, settings.enforce_eager)
-        self._model = PoolModel(model, core, device, settings.block_size, tensor_ranks, capture)
+        servers = settings.limits.servers
+        computes = self._rank < settings.world_size - servers
+        capture = capture_for(model, device, settings.enforce_eager) if computes else None
+        # Moves of blocks have buffers of their own.
+        self._model = PoolModel(
+            model,
+            core,
+            device,
+            settings.block_size,
+            tensor_ranks,
+            capture,
+            make_transport(settings.transport, group, device, timeout) if servers else None,
+            computes,
+        )
         self._sequences: dict[int, _Sequence] = {}
         self._next = 0
 
@@ -93,7 +128,7 @@ class Worker:
         if nbytes is None:
             free, total = torch.cuda.mem_get_info(self._device)
             nbytes = max(free - int((1 - self._settings.gpu_utilization) * total), 0)
-        return Loaded(self._process, nbytes // block, block)
+        return Loaded(self._process, nbytes // block, block, self._model.weight_bytes)
 
     def begin(self, blocks: int) -> None:
         """Allocates the pool."""
@@ -104,28 +139,36 @@ class Worker:
         begin = time.perf_counter()
         assert iteration.number == self._next, "an iteration is missing"
         self._next += 1
+        sent = self._model.bytes_sent
+        self._model.move(iteration.moves)
         for number in iteration.drop:
             self._sequences.pop(number, None)
             self._model.drop(number)
         for admit in iteration.admit:
             nothing = np.zeros(0, dtype=np.int64)
-            self._sequences[admit.number] = _Sequence(admit, list(admit.tokens), nothing)
+            self._sequences[admit.number] = _Sequence(admit, list(admit.tokens), nothing, nothing)
         parts = self._parts(iteration)
         settings = self._settings
         plan = plan_iteration(
             parts, settings.masks, settings.block_size, settings.world_size, settings.strategy
         )
         planned = time.perf_counter()
-        sent = sum(self._transport.bytes_sent.values())
         logits: dict[int, torch.Tensor] = {}
-        if self._rank in plan.members:
+        scoring = {
+            part.sequence: _Scoring(sequence)
+            for part in parts
+            if (sequence := self._sequences[part.sequence]).admitted.scored
+            and part.start < sequence.admitted.prompt
+        }
+        if self._rank in plan.members or not self._members_only:
             fed = {
                 part.sequence: self._sequences[part.sequence].tokens[
                     part.start : part.start + part.count
                 ]
                 for part in parts
             }
-            logits = self._model.run(plan, fed)
+            with self._transport.checked():
+                logits = self._model.run(plan, fed, scoring)
         chosen = [
             self._choose(feed.number, logits[feed.number])
             for feed in iteration.feed
@@ -136,25 +179,36 @@ class Worker:
             iteration.number,
             chosen,
             int(plan.new_tokens[self._rank]),
-            sum(self._transport.bytes_sent.values()) - sent,
+            self._model.bytes_sent - sent,
             planned - begin,
             time.perf_counter() - begin,
+            [Scores(number, each.found) for number, each in scoring.items() if each.found],
         )
 
     def _parts(self, iteration: Iteration) -> list[Part]:
         """Takes in what is fed."""
-        parts = []
         for feed in iteration.feed:
             sequence = self._sequences[feed.number]
             if feed.token is not None:
                 sequence.tokens.append(feed.token)
             if feed.blocks:
-                sequence.ranks = np.append(sequence.ranks, np.array(feed.ranks, dtype=np.int64))
-                pairs = zip(feed.ranks, feed.blocks, strict=True)
-                mine = [block for rank, block in pairs if rank == self._rank]
-                self._model.add_blocks(feed.number, mine)
-            parts.append(Part(feed.number, feed.start, feed.count, sequence.ranks))
-        return parts
+                ranks, blocks = np.array([feed.ranks, feed.blocks], dtype=np.int64)
+                sequence.ranks = np.append(sequence.ranks, ranks)
+                sequence.blocks = np.append(sequence.blocks, blocks)
+                self._model.add_blocks(feed.number, blocks[ranks == self._rank].tolist())
+        changed = set()
+        for move in iteration.moves:
+            if (moved := self._sequences.get(move.sequence)) is not None:
+                moved.ranks[move.index], moved.blocks[move.index] = move.to, move.becomes
+                if self._rank in (move.source, move.to):
+                    changed.add(move.sequence)
+        for number in changed:
+            moved = self._sequences[number]
+            self._model.set_blocks(number, moved.blocks[moved.ranks == self._rank].tolist())
+        return [
+            Part(feed.number, feed.start, feed.count, self._sequences[feed.number].ranks)
+            for feed in iteration.feed
+        ]
 
     def _choose(self, number: int, logits: torch.Tensor) -> Chosen:
         """Chooses the token that follows a sequence."""
@@ -168,19 +222,36 @@ class Worker:
         return Chosen(number, token, TokenLogprobs.of(logits, token, admitted.logprobs))
 
 
-def run_worker(settings: EngineSettings, rank: int, store: str, address: str, parent: int) -> None:
-    """Runs a worker: the main function of its process."""
+def run_worker(
+    settings: EngineSettings, rank: int, link: Link, store: str | None, parent: int
+) -> None:
+    """Runs a worker: the main function of its process.
+
+    Args:
+        settings: settings of the engine.
+        rank: number of this process among all ranks'.
+        link: engine's link.
+        store: file by which ranks of one machine find each other; None: the engine's store.
+        parent: number of the process that started this one.
+    """
     # Signals are for the process that serves, which ends all others.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     end_with_parent()
     if os.getppid() != parent:
         return
-    context = zmq.Context()
-    socket = _connect(context, address, f"worker-{rank}")
+    context: zmq.Context = zmq.Context()
+    socket = link.connect(context, f"worker-{rank}")
+    socket.connect(link.endpoint)
     try:
-        worker = _start(settings, rank, store)
-        threading.Thread(target=_beat, args=(address, rank), daemon=True).start()
+        found: Any = (
+            EngineStore(link, f"store-{rank}", timedelta(seconds=settings.step_timeout))
+            if store is None
+            else dist.FileStore(store, settings.processes)  # type: ignore[attr-defined]
+        )
+        # torch holds its side of a store alone, so this one's lives as long as the worker.
+        worker = _start(settings, rank, found)
+        threading.Thread(target=_beat, args=(link, rank), daemon=True).start()
         socket.send(encode(worker.loaded()))
         messages = decoder(ToWorker)
         while True:
@@ -196,34 +267,34 @@ def run_worker(settings: EngineSettings, rank: int, store: str, address: str, pa
         context.destroy(linger=1000)
 
 
-def _connect(context: zmq.Context, address: str, name: str) -> Any:
-    socket = context.socket(zmq.DEALER)
-    socket.setsockopt(zmq.IDENTITY, name.encode())
-    socket.connect(address)
-    return socket
-
-
-def _beat(address: str, rank: int) -> None:
+def _beat(link: Link, rank: int) -> None:
     """Tells the engine that this process is alive, whatever its main thread does."""
-    socket = _connect(zmq.Context(), address, f"beat-{rank}")
+    socket = link.connect(zmq.Context(), f"beat-{rank}")
+    socket.connect(link.endpoint)
     while True:
         socket.send(encode(Beat(rank)))
         time.sleep(BEAT_SECONDS)
 
 
-def _start(settings: EngineSettings, rank: int, store: str) -> Worker:
-    """Joins the other ranks, and loads the model."""
-    device = torch.device("cuda", rank) if torch.cuda.is_available() else torch.device("cpu")
-    if device.type == "cuda":
+def _start(settings: EngineSettings, rank: int, store: Any) -> Worker:
+    """Joins the other ranks, which a store helps to find, and loads the model."""
+    own, timeout = settings.own_processes, timedelta(seconds=settings.step_timeout)
+    device = torch.device("cpu")
+    if torch.cuda.is_available():
+        device = torch.device("cuda", rank - own.start)
         torch.cuda.set_device(device)
     else:
-        cores = (os.cpu_count() or 1) // settings.processes
+        cores = (os.cpu_count() or 1) // len(own)
         torch.set_num_threads(max(min(torch.get_num_threads(), cores), 1))
+    if interface := interface_towards(settings.nodes.address):
+        # What gloo and NCCL listen on is told by the environment alone.
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", interface)
     dist.init_process_group(
         "nccl" if device.type == "cuda" else "gloo",
-        store=dist.FileStore(store, settings.processes),  # type: ignore[attr-defined]
+        store=store,
         rank=rank,
         world_size=settings.processes,
-        timeout=timedelta(seconds=settings.step_timeout),
+        timeout=timeout,
     )
     return Worker(settings, device)

@@ -1,32 +1,41 @@
-"""The workers of an engine: their processes, what they are told, and whether they are alive."""
+"""The workers of an engine: what they are told, what they say, and whether they are alive."""
 
 from __future__ import annotations
 
-import multiprocessing
-import os
-import signal
+import contextlib
 import time
 from pathlib import Path
-from typing import Any
 
 import zmq
 
+from distca.serve.engine.kept_keys import KeptKeys
+from distca.serve.engine.link import link_of
 from distca.serve.engine.messages import (
     Beat,
     Done,
     Failed,
-    FromWorker,
     Loaded,
+    Message,
     ToWorker,
     decoder,
     encode,
 )
+from distca.serve.engine.node_messages import (
+    Join,
+    NodeEnds,
+    StoreCall,
+    ToHead,
+)
+from distca.serve.engine.nodes import NodeError, OtherNodes, Unreachable
+from distca.serve.engine.processes import WorkerProcesses
 from distca.serve.engine.settings import EngineSettings
 
 BEAT_TIMEOUT = 30.0
 """Seconds without a beat after which a worker hangs: long, since a busy machine beats late."""
 
 _SECONDS_TO_SAY_WHY = 0.5
+_SECONDS_TO_NOTICE = 1.5
+_MILLISECONDS_TO_LEAVE = 500
 
 
 class WorkerError(RuntimeError):
@@ -34,38 +43,47 @@ class WorkerError(RuntimeError):
 
 
 class Workers:
-    """Processes of this machine, a rank each. They end with the process that made them.
+    """Workers of all ranks: processes of this machine, and others' once all machines are there.
 
     Args:
         settings: settings of the engine.
         folder: folder for sockets, which only this user may enter.
         poller: poller that is to notice what workers say, and their ends.
+
+    Raises:
+        ValueError: other machines cannot reach this one by the address that is given.
     """
 
     def __init__(self, settings: EngineSettings, folder: Path, poller: zmq.Poller) -> None:
-        self._timeout = settings.step_timeout
-        self._decoder = decoder(FromWorker)
-        self._socket: zmq.Socket = zmq.Context.instance().socket(zmq.ROUTER)
-        self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
-        address = f"ipc://{folder / 'workers'}"
-        self._socket.bind(address)
-        context = multiprocessing.get_context("spawn")
-        self._processes: list[Any] = []
-        for rank in range(settings.processes):
-            arguments = (settings, rank, str(folder / "store"), address, os.getpid())
-            process = context.Process(target=_start_worker, args=arguments, daemon=True)
-            process.start()
-            poller.register(process.sentinel, zmq.POLLIN)
-            self._processes.append(process)
+        self._settings, self._folder, self._poller = settings, folder, poller
+        self._decoder = decoder(ToHead)
+        self._link = link_of(settings.nodes, folder)
+        self._listening = self._link.bind(zmq.Context.instance())
+        self._socket: zmq.Socket = self._listening.socket
         poller.register(self._socket, zmq.POLLIN)
+        self._kept = KeptKeys()
+        self._nodes = OtherNodes(settings, self._tell)
+        self._own: WorkerProcesses | None = None
+        if not self._nodes.missing:
+            self._start()
         self._alive: dict[int, float] = {}
         self._since: float | None = None
+
+    def _start(self) -> None:
+        several = self._settings.nodes.count > 1
+        store = None if several else self._folder / "store"
+        self._own = WorkerProcesses(self._settings, self._link, store, self._poller)
 
     def send(self, message: ToWorker) -> None:
         """Sends a message to all workers."""
         encoded = encode(message)
-        for rank in range(len(self._processes)):
-            self._socket.send_multipart([f"worker-{rank}".encode(), encoded])
+        for rank in range(self._settings.processes):
+            try:
+                self._socket.send_multipart([f"worker-{rank}".encode(), encoded])
+            except zmq.ZMQError as error:
+                # It has ended: `receive` says why.
+                if error.errno != zmq.EHOSTUNREACH:
+                    raise
 
     def begin_step(self) -> None:
         """Notes that an iteration begins."""
@@ -79,44 +97,80 @@ class Workers:
         """Returns what workers said, without waiting.
 
         Raises:
-            WorkerError: one failed, ended or hangs.
+            WorkerError: one failed, ended or hangs, or a machine is lost.
         """
-        said: list[Loaded | Done] = []
-        while self._socket.poll(0):
-            _, encoded = self._socket.recv_multipart()
-            message = self._decoder.decode(encoded)
-            if isinstance(message, Failed):
-                # It may have failed since another was killed.
-                raise WorkerError(self._killed() or f"rank {message.rank}: {message.message}")
-            self._alive[message.rank] = time.monotonic()
-            if not isinstance(message, Beat):
-                said.append(message)
+        try:
+            said = self._receive()
+            self._nodes.check()
+        except NodeError as error:
+            raise WorkerError(str(error)) from None
         self._check()
         return said
 
-    def close(self) -> None:
-        """Ends all workers."""
-        for process in self._processes:
-            process.kill()
-        for process in self._processes:
-            process.join()
-        self._socket.close(linger=0)
+    def _receive(self) -> list[Loaded | Done]:
+        said: list[Loaded | Done] = []
+        while self._socket.poll(0):
+            name, encoded = self._socket.recv_multipart()
+            message = self._decoder.decode(encoded)
+            if isinstance(message, StoreCall):
+                with contextlib.suppress(Unreachable):
+                    self._tell(name, self._kept.answer(message))
+            elif isinstance(message, Join | NodeEnds):
+                if self._nodes.take(name, message):
+                    self._start()
+            elif isinstance(message, Failed):
+                raise WorkerError(self._why_failed(message))
+            else:
+                self._alive[message.rank] = time.monotonic()
+                if not isinstance(message, Beat):
+                    said.append(message)
+        return said
+
+    def close(self, why: str | None) -> None:
+        """Ends all workers, and tells other machines why."""
+        self._nodes.end(why)
+        if self._own is not None:
+            self._own.close()
+        self._listening.close(_MILLISECONDS_TO_LEAVE)
+
+    def _tell(self, name: bytes, message: Message) -> None:
+        try:
+            self._socket.send_multipart([name, encode(message)], zmq.NOBLOCK)
+        except zmq.ZMQError as error:
+            if error.errno != zmq.EHOSTUNREACH:
+                raise
+            raise Unreachable from None
 
     def _check(self) -> None:
-        for rank, process in enumerate(self._processes):
-            if not process.is_alive():
-                raise WorkerError(self._why_ended(rank))
+        if self._own is not None and (ended := self._own.ended()) is not None:
+            raise WorkerError(self._why_ended(ended))
         now = time.monotonic()
         for rank, alive in self._alive.items():
             if now - alive > BEAT_TIMEOUT:
                 raise WorkerError(
                     f"rank {rank} hangs: nothing was heard of it for {now - alive:.0f} s"
                 )
-        if self._since is not None and now - self._since > self._timeout:
+        timeout = self._settings.step_timeout
+        if self._since is not None and now - self._since > timeout:
             raise WorkerError(
-                f"an iteration took longer than {self._timeout:g} s: raise --step-timeout if it "
-                "does not hang"
+                f"an iteration took longer than {timeout:g} s: raise --step-timeout if it does "
+                "not hang"
             )
+
+    def _why_failed(self, failed: Failed) -> str:
+        """Says why a worker failed: it may be since another was killed, or a machine is lost."""
+        if killed := self._killed():
+            return killed
+        if self._settings.nodes.count > 1:
+            end = time.monotonic() + _SECONDS_TO_NOTICE
+            while time.monotonic() < end:
+                if self._socket.poll(100):
+                    name, encoded = self._socket.recv_multipart()
+                    message = self._decoder.decode(encoded)
+                    if isinstance(message, NodeEnds):
+                        self._nodes.take(name, message)
+                self._nodes.check()
+        return f"rank {failed.rank}: {failed.message}"
 
     def _why_ended(self, rank: int) -> str:
         """Says why a worker ended: by its own words, unless it was killed."""
@@ -133,18 +187,4 @@ class Workers:
         return f"rank {rank} ended without a word"
 
     def _killed(self) -> str | None:
-        """Says which worker did not end by itself, if one did not."""
-        for rank, process in enumerate(self._processes):
-            if not process.is_alive() and process.exitcode:
-                why = "killed: is there memory left?" if process.exitcode == -signal.SIGKILL else ""
-                return f"rank {rank} ended with exit code {process.exitcode}, {why}".rstrip(", ")
-        return None
-
-
-def _start_worker(
-    settings: EngineSettings, rank: int, store: str, address: str, parent: int
-) -> None:
-    """Runs a worker; torch is imported by it alone."""
-    from distca.serve.engine.worker import run_worker
-
-    run_worker(settings, rank, store, address, parent)
+        return None if self._own is None else self._own.killed()

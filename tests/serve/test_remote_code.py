@@ -1,0 +1,32 @@
+"""Code of a model's folder runs where it is allowed to, and nowhere else."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import torch
+
+from distca.serve.models import load_tokenizer, read_model
+from support.served import save_served_model
+
+
+def test_code_of_a_folder_runs_only_if_it_is_trusted(tmp_path: Path) -> None:
+    folder = save_served_model(tmp_path)
+    traces = []
+    for file, entry in (("config", "AutoConfig"), ("tokenizer_config", "AutoTokenizer")):
+        trace, path = tmp_path / file, folder / f"{file}.json"
+        base = "LlamaConfig" if file == "config" else "PreTrainedTokenizerFast"
+        (folder / f"own_{file}.py").write_text(
+            f"from pathlib import Path\nfrom transformers import {base}\n"
+            f"Path({str(trace)!r}).touch()\n\n\nclass Own({base}):\n    pass\n"
+        )
+        name = f"own_{file}.Own"
+        found = json.loads(path.read_text())
+        found["auto_map"] = {entry: name if file == "config" else [None, name]}
+        path.write_text(json.dumps(found))
+        traces.append(trace)
+    for trusted in (False, True):
+        read_model(str(folder), torch.float32, trust_remote_code=trusted)
+        load_tokenizer(str(folder), trust_remote_code=trusted)
+        assert [trace.exists() for trace in traces] == [trusted] * 2

@@ -1,0 +1,213 @@
+"""An engine and its workers in the ranks of a test, which answer sequences as they are told."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import torch
+
+from distca.schedule.serving.scheduler import Limits
+from distca.serve.engine.settings import EngineSettings
+from distca.serve.models import ServedModel, read_model
+from support.small_models import VOCABULARY
+
+BLOCK = 4
+Told = dict[int, list[int]]
+
+
+@dataclass
+class Answered:
+    """What an engine made of sequences.
+
+    Attributes:
+        tokens: tokens by sequence.
+        numbers: the engine's numbers at the end.
+        ranks: free, referenced and cached blocks of each rank, after a reset of the cache.
+        scores: log-probabilities of prompts' tokens, by sequence.
+        planned: bytes of all plans and moves, all ranks together.
+        weights: bytes of weights of each process.
+        moved: blocks that changed their rank.
+    """
+
+    tokens: Told
+    numbers: dict[str, Any]
+    ranks: list[tuple[int, int, int]]
+    scores: dict[int, list[Any]] = field(default_factory=dict)
+    planned: int = 0
+    weights: Sequence[int] = ()
+    moved: int = 0
+
+
+class Here:
+    """Stands for the API's socket and for all workers, of which this rank has one."""
+
+    def __init__(self, worker: Any) -> None:
+        self.worker = worker
+        self.said: list[Any] = []
+        self.done: list[Any] = []
+        self.moved = 0
+
+    def send(self, message: Any) -> None:
+        """What the engine says to the API process, encoded, or to the workers."""
+        from distca.serve.engine.messages import FromEngine, ToWorker, decoder, encode
+
+        if isinstance(message, bytes):
+            self.said.append(decoder(FromEngine).decode(message))
+            return
+        import torch.distributed as dist
+
+        message = decoder(ToWorker).decode(encode(message))
+        if hasattr(message, "blocks"):
+            self.worker.begin(message.blocks)
+            return
+        self.moved += len(message.moves)
+        self.done = [None] * dist.get_world_size()
+        dist.all_gather_object(self.done, self.worker.run(message))
+
+    def begin_step(self) -> None:
+        """See `Workers`."""
+
+    def end_step(self) -> None:
+        """See `Workers`."""
+
+
+def run_on_a_rank(
+    settings: EngineSettings, blocks: int, submits: list[Any], aborts: int, seed: int
+) -> Answered:
+    """Answers sequences, some aborted wherever they are then."""
+    import torch.distributed as dist
+
+    from distca.serve.engine.engine import Engine
+    from distca.serve.engine.messages import Abort, Outputs, ResetCache, Submit
+    from distca.serve.engine.worker import Worker
+
+    here = Here(Worker(settings, torch.device("cpu")))
+    engine = Engine(settings, here, here)  # type: ignore[arg-type]
+    engine.begin(blocks, 1)
+    chance = random.Random(seed)
+    waiting = [Submit(*each) for each in submits]
+    aborted = set(chance.sample(range(len(waiting)), aborts))
+    told: Told = {}
+    scores: dict[int, list[Any]] = {}
+
+    def heard() -> None:
+        for message in here.said:
+            if isinstance(message, Outputs):
+                for output in message.outputs:
+                    told.setdefault(output.number, []).append(output.token)
+                    if output.scores:
+                        scores[output.number] = output.scores
+        here.said.clear()
+
+    sent: list[int] = []
+    with _planned(settings) as planned:
+        while True:
+            for _ in range(chance.randint(0, 3)):
+                if waiting:
+                    sent.append(waiting[0].number)
+                    engine.take(waiting.pop(0))
+            busy = engine.start_iteration()
+            for number in sorted(aborted & {*sent}):
+                # While an iteration is under way, and between two.
+                if chance.random() < 0.4:
+                    engine.take(Abort(number))
+                    aborted.discard(number)
+            if not busy and not waiting and not aborted & {*sent}:
+                break
+            done, here.done = here.done, []
+            for each in done:
+                engine.take_done(each)
+            heard()
+    engine.take(ResetCache())
+    stats = here.said[-1].stats
+    ranks = [(each.free, each.referenced, each.cached) for each in stats.ranks]
+    weights = [0] * dist.get_world_size()
+    dist.all_gather_object(weights, here.worker.loaded().weight_bytes)
+    nbytes = planned[0] + here.moved * BLOCK * _moved_row_bytes(settings)
+    return Answered(told, numbers_of(stats), ranks, scores, nbytes, weights, here.moved)
+
+
+@contextmanager
+def _planned(settings: EngineSettings) -> Iterator[list[int]]:
+    """Adds up the bytes of all iterations' plans."""
+    from distca.cost.volume import plan_bytes
+    from distca.plan import Mask
+    from distca.serve.engine import worker
+
+    model, total, plan_iteration = _model_of(settings), [0], worker.plan_iteration
+    layers = Counter(Mask(window) for window in model.windows)
+
+    def recording(*arguments: Any) -> Any:
+        plan = plan_iteration(*arguments)
+        for mask, count in layers.items():
+            moved = 0
+            if plan.chunks is not None:
+                moved += plan_bytes(plan.chunks.plans[mask], model.shape).forward().total
+            if plan.decode is not None:
+                moved += int(plan.decode.bytes_by_sequence(mask, model.shape).sum())
+            total[0] += moved * count * settings.tensor_parallel_size
+        return plan
+
+    with mock.patch.object(worker, "plan_iteration", recording):
+        yield total
+
+
+def _model_of(settings: EngineSettings) -> ServedModel:
+    return read_model(settings.model, torch.float32, settings.tensor_parallel_size)
+
+
+def _moved_row_bytes(settings: EngineSettings) -> int:
+    """Bytes of a row's keys and values in all layers, on all processes of a rank."""
+    model = _model_of(settings)
+    return len(model.windows) * model.shape.kv_row_bytes * settings.tensor_parallel_size
+
+
+def numbers_of(stats: Any) -> dict[str, Any]:
+    return {name: getattr(stats, name) for name in stats.__struct_fields__ if name != "ranks"}
+
+
+def tokens(count: int, seed: int) -> list[int]:
+    return np.random.default_rng(seed).integers(0, VOCABULARY, count).tolist()
+
+
+def settings_of(path: str, world_size: int, chunk: int, **changes: Any) -> EngineSettings:
+    model = read_model(path, torch.float32)
+    limits = Limits(sequences=8, tokens=chunk, stripe=BLOCK, short=12)
+    settings = EngineSettings(
+        path,
+        "float32",
+        model.windows,
+        b"salt",
+        96,
+        world_size,
+        1,
+        "pass-kv",
+        limits,
+        BLOCK,
+        1 << 20,
+        0.9,
+        True,
+        60.0,
+    )
+    return replace(settings, **changes)
+
+
+def one_process(model: ServedModel, loaded: Any, submit: tuple) -> list[int]:
+    """Tokens of a sequence as transformers' own attention has them, all fed again for each."""
+    _, choice, prompt, sampling, penalties = submit
+    answer: list[int] = []
+    while len(answer) < sampling.max_tokens:
+        with torch.no_grad():
+            logits = loaded(torch.tensor([prompt + answer])).logits[0, -1]
+        changed = penalties.apply(logits, prompt, answer)
+        answer.append(sampling.choose(changed, choice, len(prompt) + len(answer)))
+        if answer[-1] in sampling.stops:
+            break
+    return answer
