@@ -71,7 +71,7 @@ def answers_of_a_rank(
     )
     size = dist.get_world_size() // model.tensor_parallel_size
     # Small blocks, so that there are many.
-    pool = PoolSize(200, 128 if stripe > 8 else 2 * stripe)
+    pool = PoolSize(400, 128 if stripe > 8 else 2 * stripe)
     planner = pool.planner(model, Sharing(size, stripe, sharding, restripes))
     rank = ModelRank(model, core, device, pool.blocks, pool.block_size, tensor_ranks)
     generator = Generator(model, rank, planner, strategy, sampling, keeps_logits=True)
@@ -334,8 +334,8 @@ def test_what_is_not_served_is_refused_by_name(tmp_path: Path) -> None:
 def test_positions_end_where_rotary_frequencies_change(tmp_path: Path) -> None:
     factors = [1.0] * 8
     rotary = {"rope_type": "longrope", "short_factor": factors, "long_factor": factors}
-    rotary |= {"original_max_position_embeddings": 1024, "rope_theta": 1e4}
-    path = save_small_model("phi3", tmp_path, rope_parameters=rotary)
+    changes = {"rope_parameters": rotary | {"rope_theta": 1e4}}
+    path = save_small_model("phi3", tmp_path, original_max_position_embeddings=1024, **changes)
     assert read_model(str(path), torch.float32).positions == 1024
 
 
