@@ -9,15 +9,21 @@ from typing import Any
 import pytest
 import torch
 
+from distca.cost.volume import AttentionShape
 from distca.schedule.serving.partitions import Chain
 from distca.schedule.serving.scheduler import Limits
 from distca.serve.models import read_model
 from distca.serve.sampling import Penalties, Sampling
+from distca.serve.selection import Machine
 from support.engines import BLOCK, one_process, run_on_a_rank, settings_of, tokens
 from support.ranks import Ranks
 from support.small_models import save_small_model
 
 CHAIN = Chain(3, (0.5, 0.3, 0.2))
+SLOW_LINKS = Machine.described(False, 0.001, None).selector(
+    "simulated", AttentionShape(2, 1, 16, 4), 2
+)
+"""Chooses for each iteration what travels, as if anything took long."""
 
 
 @pytest.fixture(scope="module")
@@ -51,8 +57,8 @@ def requests() -> list[tuple]:
         ("llama", 2, 16, 7, {}),
         ("llama", 3, 64, 60, {"strategy": "pass-q"}),
         ("llama", 3, 16, 60, {"limits": Limits(8, 16, BLOCK, 12, chain=CHAIN)}),
-        ("gemma3_text", 2, 512, 60, {"prefix_caching": False}),
-        ("llama", 2, 64, 60, {"tensor_parallel_size": 2}),
+        ("gemma3_text", 2, 512, 60, {"prefix_caching": False, "transport": "shm"}),
+        ("llama", 2, 64, 60, {"tensor_parallel_size": 2, "strategy": SLOW_LINKS}),
     ],
 )
 def test_answers_are_one_processs(
