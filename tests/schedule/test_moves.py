@@ -159,6 +159,21 @@ def test_one_answer_computes_the_prompt_of_all() -> None:
     assert all(cache.free(rank) == 40 for rank in range(2))
 
 
+def test_blocks_make_room_before_a_sequence_gives_up_its_own() -> None:
+    """Even those whose stripes are of the rank that computes."""
+    cache = PrefixCache(BlockPool(2, 3, SIZE))
+    scheduler = Scheduler(cache, Limits(8, 64, 16 * SIZE, 9, servers=1))
+    scheduler.add(0, [5] * 20, 5)
+    moved = []
+    for _ in range(8):
+        batch = scheduler.schedule()
+        if batch is not None:
+            moved += [move.index for move in batch.moves]
+            scheduler.advance(batch, {feed.sequence: 1 for feed in batch.feeds if feed.samples})
+    assert scheduler.running == scheduler.waiting == scheduler.preemptions == 0
+    assert moved == [0, 1, 2]
+
+
 def test_scored_prompts_are_computed_whole_and_in_small_chunks() -> None:
     cache = PrefixCache(BlockPool(1, 400, SIZE))
     scheduler = Scheduler(cache, Limits(8, 4 * MOST_SCORED, SIZE, 9))

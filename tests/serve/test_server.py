@@ -116,6 +116,26 @@ def test_completions(client: openai.OpenAI, one_process: OneProcess) -> None:
     ]
 
 
+def test_logprobs_of_a_prompt(client: openai.OpenAI) -> None:
+    """With echo they are told of all tokens but the first, for each answer, whole and streamed."""
+    options: Any = {"prompt": "Hello", "max_tokens": 2, "temperature": 0, "logprobs": 1, "n": 2}
+    whole = client.completions.create(model="small", echo=True, **options).choices
+    plain = client.completions.create(model="small", **options).choices
+    for choice, alone in zip(whole, plain, strict=True):
+        assert choice.text == "Hello" + alone.text
+        found = choice.logprobs
+        assert found.tokens == [*"Hello", *alone.logprobs.tokens]
+        assert found.token_logprobs[0] is found.top_logprobs[0] is None
+        assert all(value < 0 for value in found.token_logprobs[1:])
+        assert found.token_logprobs[5:] == pytest.approx(alone.logprobs.token_logprobs)
+        assert found.text_offset[:5] == [0, 1, 2, 3, 4]
+    parts = client.completions.create(model="small", echo=True, stream=True, **options)
+    texts = ["", ""]
+    for part in parts:
+        texts[part.choices[0].index] += part.choices[0].text
+    assert texts == [choice.text for choice in whole]
+
+
 def test_chat_streams(client: openai.OpenAI, one_process: OneProcess) -> None:
     """The same text as a whole, whichever characters tokens are halves of."""
     messages: Any = [
