@@ -229,6 +229,8 @@ def main(argv: Sequence[str]) -> int:
     _check_flags(args)
     check_transport(args.transport, gpus > 0, args.nnodes)
     keys = tuple(args.api_key) + _read_keys(args.api_key_file)
+    if not all(keys):
+        raise ValueError("--api-key is empty: give a key, or leave the flag out")
     try:
         from distca.serve.api.app import Bounds
         from distca.serve.api.model import ApiModel
@@ -290,6 +292,7 @@ def _settings(args: argparse.Namespace, served: Any, nodes: Nodes, gpus: int, ch
     Raises:
         ValueError: the flags don't fit the model or this machine.
     """
+    from distca.schedule.serving.accounts import block_bytes
     from distca.schedule.serving.scheduler import Limits
     from distca.serve.engine.settings import EngineSettings
     from distca.serve.models import model_digest
@@ -331,6 +334,9 @@ def _settings(args: argparse.Namespace, served: Any, nodes: Nodes, gpus: int, ch
             f"{len(settings.own_processes)} processes need a GPU each, but there are {gpus}: use "
             "fewer ranks, or CUDA_VISIBLE_DEVICES= to run on CPUs"
         )
+    if settings.cache_bytes is not None:
+        size = block_bytes(served.shape, len(served.windows), settings.block_size)
+        settings.check_pools(settings.cache_bytes // size, size)
     return settings
 
 

@@ -49,7 +49,13 @@ def error_body(
 ) -> dict[str, Any]:
     """Returns the body of an error."""
     kind = _TYPES.get(status, "internal_error")
-    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
+    said = {"message": message, "type": kind, "param": param, "code": code}
+    # JSON may name halves of surrogate pairs, which no answer can hold.
+    return {
+        "error": {
+            name: value and value.encode(errors="replace").decode() for name, value in said.items()
+        }
+    }
 
 
 def add_handlers(app: FastAPI) -> None:

@@ -53,7 +53,17 @@ class ApiModel:
             )
 
     async def encode(self, text: str, adds_special: bool) -> list[int]:
-        """Returns the tokens of a text, made beside the event loop."""
+        """Returns the tokens of a text, made beside the event loop.
+
+        Raises:
+            ApiError: 400, the text is none.
+        """
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise ApiError(
+                400, "the text has halves of surrogate pairs, which are no characters: remove them"
+            ) from error
         encoded = await asyncio.to_thread(
             self.tokenizer.encode, text, add_special_tokens=adds_special
         )
@@ -168,7 +178,8 @@ class ApiModel:
             temperature=float(self._value("temperature", body.temperature, 1.0)),
             seed=self.seeds.getrandbits(62) if body.seed is None else body.seed,
             stops=stops,
-            top_k=max(int(top_k), 0),
+            # A message cannot hold any number.
+            top_k=min(max(int(top_k), 0), self.vocab_size),
             top_p=float(self._value("top_p", body.top_p, 1.0)),
             min_p=float(self._value("min_p", body.min_p, 0.0)),
         )

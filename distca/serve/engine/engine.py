@@ -98,13 +98,7 @@ class Engine:
         self._weights = {rank: each.weight_bytes for rank, each in loaded.items()}
         blocks = min(each.blocks for each in loaded.values())
         block_bytes = loaded[0].block_bytes
-        per_rank = -(-settings.positions // settings.block_size // settings.world_size)
-        if blocks < per_rank:
-            raise ValueError(
-                f"a sequence of {settings.positions:,} tokens needs {per_rank * block_bytes:,} "
-                f"bytes of keys and values on each of {settings.world_size} ranks, and there are "
-                f"{blocks * block_bytes:,}: raise --kv-cache-memory-bytes, or lower --max-model-len"
-            )
+        settings.check_pools(blocks, block_bytes)
         self.begin(blocks, block_bytes)
 
     def begin(self, blocks: int, block_bytes: int) -> None:
