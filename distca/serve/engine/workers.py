@@ -159,17 +159,21 @@ class Workers:
 
     def _why_failed(self, failed: Failed) -> str:
         """Says why a worker failed: it may be since another was killed, or a machine is lost."""
-        if killed := self._killed():
-            return killed
-        if self._settings.nodes.count > 1:
-            end = time.monotonic() + _SECONDS_TO_NOTICE
-            while time.monotonic() < end:
-                if self._socket.poll(100):
-                    name, encoded = self._socket.recv_multipart()
-                    message = self._decoder.decode(encoded)
-                    if isinstance(message, NodeEnds):
-                        self._nodes.take(name, message)
-                self._nodes.check()
+        # A process that is killed closes its connections some time before it has ended.
+        several = self._settings.nodes.count > 1
+        end = time.monotonic() + (_SECONDS_TO_NOTICE if several else _SECONDS_TO_SAY_WHY)
+        while time.monotonic() < end:
+            if killed := self._killed():
+                return killed
+            if not several:
+                time.sleep(0.01)
+                continue
+            if self._socket.poll(10):
+                name, encoded = self._socket.recv_multipart()
+                message = self._decoder.decode(encoded)
+                if isinstance(message, NodeEnds):
+                    self._nodes.take(name, message)
+            self._nodes.check()
         return f"rank {failed.rank}: {failed.message}"
 
     def _why_ended(self, rank: int) -> str:
