@@ -1,7 +1,8 @@
-"""A small model with a tokenizer and a chat template, and servers that answer with it."""
+"""`distca serve` as a process of its own, and the processes that it starts."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import subprocess
@@ -11,29 +12,6 @@ from pathlib import Path
 from typing import IO
 
 from support.pretraining import ROOT
-from support.small_models import save_small_model
-
-CHAT = (
-    "{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}"
-    "{% if add_generation_prompt %}<assistant>{% endif %}"
-)
-
-
-def save_served_model(folder: Path, chat_template: str | None = CHAT) -> Path:
-    """Writes a small Llama with a tokenizer of bytes, and returns its folder."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    model = save_small_model("llama", folder, eos_token_id=259)
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    bytes_alone = Tokenizer(models.BPE({letter: n for n, letter in enumerate(alphabet)}, []))
-    bytes_alone.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    bytes_alone.decoder = decoders.ByteLevel()
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=bytes_alone)
-    if chat_template is not None:
-        tokenizer.chat_template = chat_template
-    tokenizer.save_pretrained(model)
-    return model
 
 
 class Server:
@@ -42,9 +20,10 @@ class Server:
     Args:
         model: folder of the model.
         flags: further flags.
+        waits: whether to wait until it listens.
     """
 
-    def __init__(self, model: Path, *flags: str) -> None:
+    def __init__(self, model: Path, *flags: str, waits: bool = True) -> None:
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
         self.process = subprocess.Popen(
             [sys.executable, "-m", "distca", "serve", str(model), "--port", "0", *flags],
@@ -54,7 +33,7 @@ class Server:
             text=True,
         )
         self.log = ""
-        self.url = self._wait_for(r"listening on (http://\S+)")
+        self.url = self._wait_for(r"listening on (http://\S+)") if waits else ""
 
     def _wait_for(self, pattern: str) -> str:
         """Reads the log until a line matches, and returns its group."""
@@ -67,13 +46,9 @@ class Server:
         raise AssertionError(f"the server ended:\n{self.log}")
 
     def pids(self) -> list[int]:
-        """Numbers of the engine's and the workers' processes."""
-        (engine,) = _spawned_by(self.process.pid)
-        return [engine, *_spawned_by(engine)]
-
-    def workers(self) -> list[int]:
-        """Numbers of the workers' processes."""
-        return self.pids()[1:]
+        """Numbers of the engine's and the workers' processes, as far as they have started."""
+        engines = _spawned_by(self.process.pid)
+        return engines + [pid for engine in engines for pid in _spawned_by(engine)]
 
     def end(self, signal: int | None = None, seconds: float = 30) -> int:
         """Sends a signal, waits for the end, and returns the exit status."""
@@ -88,12 +63,14 @@ class Server:
 
 
 def _spawned_by(parent: int) -> list[int]:
-    children = [
-        int(child)
-        for task in Path(f"/proc/{parent}/task").glob("*/children")
-        for child in task.read_text().split()
-    ]
-    return [pid for pid in children if b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+    found = []
+    for task in Path(f"/proc/{parent}/task").glob("*/children"):
+        for child in task.read_text().split():
+            # It may just have ended.
+            with contextlib.suppress(OSError):
+                if b"spawn_main" in Path(f"/proc/{child}/cmdline").read_bytes():
+                    found.append(int(child))
+    return found
 
 
 def are_gone(pids: list[int], seconds: float) -> bool:
