@@ -32,7 +32,7 @@ class Run:
 
     Attributes:
         told: tokens of each answer.
-        ended: sequences that have come to their end.
+        ended: sequences that have come to their end, of which nothing more may be told.
         stats: the engine's numbers.
     """
 
@@ -67,6 +67,11 @@ class Run:
         while self.engine.start_iteration():
             self.finish_iteration()
         return [self.told[submit.number] for submit in submits]
+
+    def abort(self, number: int) -> None:
+        """Aborts a sequence."""
+        self.engine.take(Abort(number))
+        self.ended.add(number)
 
     def state(self, number: int) -> str:
         """What a sequence is doing."""
@@ -135,11 +140,11 @@ def storm(seed: int, count: int) -> Counter[tuple[str, bool]]:
             state = run.state(number)
             if state in (left[number], "ended") and chance.random() < 0.3:
                 struck[state, under_way] += 1
-                run.engine.take(Abort(number))
+                run.abort(number)
                 del left[number]
 
     def outstanding() -> set[int]:
-        return {*range(arrived)} - run.ended - (aborted - left.keys())
+        return {*range(arrived)} - run.ended
 
     arrived, busy = 0, True
     while arrived < count or left or busy:
@@ -162,6 +167,7 @@ def storm(seed: int, count: int) -> Counter[tuple[str, bool]]:
     assert used == [0, 0], "blocks are used and not cached"
     after = Submit(count, 0, submits[0].tokens, Sampling(max_tokens=5))
     assert run.answer([after]) == [right_answer(after)]
+    assert {*run.workers.held} <= {count}, "workers keep what has ended"
     assert run.leaked() == 0
     assert [each.free for each in run.stats.ranks] == [blocks, blocks]
     return struck
