@@ -13,9 +13,11 @@ from typing import Any
 from distca.commands.command_line import Parser
 from distca.commands.described import RUNAHEAD, add_partition_flag
 from distca.commands.serve_nodes import add_node_flags, nodes_of
+from distca.commands.serve_roles import add_role_flags, roles_of
 from distca.commands.served_chain import served_chain, tell_of_lengths
 from distca.cost.profile import Profile
 from distca.schedule.serving import SELECTORS, STRATEGIES
+from distca.schedule.serving.cdsp import PREFILL_STRATEGIES
 from distca.serve.engine.settings import Nodes
 from distca.serve.transports import TRANSPORTS, check_transport
 
@@ -117,11 +119,12 @@ def build_parser() -> Parser:
     )
     ranks.add_argument(
         "--prefill-strategy",
-        choices=(*STRATEGIES, "auto", RUNAHEAD),
-        default="pass-kv",
-        help="What travels in chunks of long prompts: keys and values, or queries and outputs; "
-        "auto chooses for each iteration. With runahead keys travel down a chain of ranks, which "
-        "have contiguous parts of a chunk.",
+        metavar="NAME",
+        help=f"{', '.join(STRATEGIES)} or auto: what travels in chunks of long prompts, keys and "
+        "values (default) or queries and outputs; auto chooses for each iteration. With runahead "
+        "keys travel down a chain of ranks, which have contiguous parts of a chunk. With "
+        "--prefill-ranks who gets which ranks: "
+        f"{', '.join(PREFILL_STRATEGIES)} (default; fixed-N for each power of two).",
     )
     ranks.add_argument(
         "--selector",
@@ -210,6 +213,7 @@ def build_parser() -> Parser:
         help="Time after which an iteration has failed.",
     )
     add_node_flags(parser)
+    add_role_flags(parser)
     return parser
 
 
@@ -228,6 +232,15 @@ def main(argv: Sequence[str]) -> int:
     args.block_size = args.block_size or (256 if gpus else 16)
     _check_flags(args)
     check_transport(args.transport, gpus > 0, args.nnodes)
+    roles = roles_of(args)
+    if roles is None:
+        args.prefill_strategy = args.prefill_strategy or STRATEGIES[0]
+        able = (*STRATEGIES, "auto", RUNAHEAD)
+        if args.prefill_strategy not in able:
+            raise ValueError(
+                f"--prefill-strategy {args.prefill_strategy}: choose from {', '.join(able)}, or "
+                "give --prefill-ranks and --decode-ranks"
+            )
     keys = tuple(args.api_key) + _read_keys(args.api_key_file)
     if not all(keys):
         raise ValueError("--api-key is empty: give a key, or leave the flag out")
@@ -242,14 +255,15 @@ def main(argv: Sequence[str]) -> int:
     from distca.serve.models import DTYPES, load_tokenizer, read_model
 
     ranks = args.context_parallel_size + args.attention_servers
-    nodes = nodes_of(args, ranks * args.tensor_parallel_size)
+    processes = ranks * args.tensor_parallel_size if roles is None else roles.processes
+    nodes = nodes_of(args, processes)
     listening = None if args.headless else Address(args.host, args.port).bind()
     served = read_model(
         args.model, DTYPES[args.dtype], args.tensor_parallel_size, args.trust_remote_code
     )
     check_block_size(args.block_size, served.shape.head_dim)
     chain = served_chain(args, served)
-    settings = _settings(args, served, nodes, gpus, chain)
+    settings = _settings(args, served, nodes, roles, gpus, chain)
     if listening is None:
         log_lines()
         return _status(Node(settings).run())
@@ -286,7 +300,9 @@ def _status(why: str | None) -> int:
     return 1
 
 
-def _settings(args: argparse.Namespace, served: Any, nodes: Nodes, gpus: int, chain: Any) -> Any:
+def _settings(
+    args: argparse.Namespace, served: Any, nodes: Nodes, roles: Any, gpus: int, chain: Any
+) -> Any:
     """The settings of the engine, alike on all machines.
 
     Raises:
@@ -296,21 +312,26 @@ def _settings(args: argparse.Namespace, served: Any, nodes: Nodes, gpus: int, ch
     from distca.schedule.serving.scheduler import Limits
     from distca.serve.engine.settings import EngineSettings
     from distca.serve.models import model_digest
+    from distca.serve.tensor_parallel import check_divides
 
     positions = args.max_model_len or served.positions
     if positions > served.positions:
         raise ValueError(
             f"--max-model-len {positions:,}: the model has {served.positions:,} positions"
         )
+    ranks = args.context_parallel_size + args.attention_servers
+    if roles is not None:
+        check_divides(served.config, roles.decode_tensor, "--decode-tensor-parallel-size")
+        ranks = roles.prefill + roles.decode
     settings = EngineSettings(
         args.model,
         args.dtype,
         served.windows,
         model_digest(served),
         positions,
-        args.context_parallel_size + args.attention_servers,
+        ranks,
         args.tensor_parallel_size,
-        _strategy(args, served) if chain is None else "pass-kv",
+        _strategy(args, served) if roles is None and chain is None else STRATEGIES[0],
         Limits(
             args.max_num_seqs,
             args.max_num_batched_tokens,
@@ -328,6 +349,7 @@ def _settings(args: argparse.Namespace, served: Any, nodes: Nodes, gpus: int, ch
         args.transport,
         args.trust_remote_code,
         nodes,
+        roles,
     )
     if 0 < gpus < len(settings.own_processes):
         raise ValueError(

@@ -32,6 +32,18 @@ from distca.serve.step_planner import Prefill, Step
 _ONE_CALL: Program = tick_program("forward", (LayerGroup(range(1), False),), 1, False, False)
 
 
+class LayerWatch(Protocol):
+    """What is told of a step's layers as they run."""
+
+    def begins(self, layer: int) -> None:
+        """A layer's rows are about to be written: those of earlier tokens must be in the pool."""
+        ...
+
+    def written(self, layer: int) -> None:
+        """Keys and values of a layer's new tokens on this rank are in the pool."""
+        ...
+
+
 class RankSteps:
     """The steps of one rank: keys and values that it keeps, and its part of attention.
 
@@ -46,6 +58,7 @@ class RankSteps:
 
     Attributes:
         pool: keys and values of this rank.
+        watch: what is told of the layers of the steps that begin from now on.
     """
 
     def __init__(
@@ -62,6 +75,7 @@ class RankSteps:
         self._kernel = core.kernel
         self._core, self._windows, self._shape, self._device = core, windows, shape, device
         self._tables, self._dtype = BlockTables(block_size, device), dtype
+        self.watch: LayerWatch | None = None
         self.resize_pool(blocks)
 
     def resize_pool(self, blocks: int) -> None:
@@ -82,7 +96,7 @@ class RankSteps:
         rows = [NewRows.of(part, rank, self._tables) for part in step.parts]
         slots = self._index(np.concatenate([each.slots for each in rows]))
         labels = self._core.trace.labels
-        return StepRun(rows, self._windows, self.pool, slots, self._parts(step), labels)
+        return StepRun(rows, self._windows, self.pool, slots, self._parts(step), labels, self.watch)
 
     def restripe(self, move: Restripe, blocks: NewBlocks) -> None:
         """Moves keys and values of sequences between ranks. Collective.
@@ -265,6 +279,7 @@ class StepRun:
     Attributes:
         rows: this rank's new tokens of each part.
         labels: labels of the timeline's spans.
+        watch: what is told of the layers.
         layers_run: layers whose attention has run.
     """
 
@@ -274,6 +289,7 @@ class StepRun:
     slots: torch.Tensor
     parts: Sequence[_PartRun]
     labels: dict[str, Any]
+    watch: LayerWatch | None = None
     layers_run: int = 0
 
     @property
@@ -309,7 +325,11 @@ class StepRun:
         self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float
     ) -> torch.Tensor:
         """Core attention of a layer: `q` and its result are `[rows, heads, head_dim]`."""
+        if self.watch is not None:
+            self.watch.begins(layer)
         self.pool.write(layer, self.slots, k, v)
+        if self.watch is not None:
+            self.watch.written(layer)
         calls = [part.calls[Mask(self.windows[layer])] for part in self.parts]
         queries = torch.split(q, [call.queries for call in calls])
         self.labels["layer"] = layer

@@ -79,6 +79,11 @@ class ModelRank:
         """Keys and values of this rank."""
         return self._steps.pool
 
+    @property
+    def steps(self) -> RankSteps:
+        """Pool and exchanges beside the model."""
+        return self._steps
+
     def resize_pool(self, blocks: int) -> None:
         """Makes a pool of another size; whatever the old one holds is lost."""
         self._steps.resize_pool(blocks)

@@ -86,28 +86,29 @@ def join_ranks(tensor_parallel_size: int, timeout: timedelta) -> tuple[Any, Tens
     return context[rank % size], TensorRanks(rank % size, size, tensor[rank // size])
 
 
-def check_divides(config: Any, size: int) -> None:
+def check_divides(config: Any, size: int, flag: str = "--tensor-parallel-size") -> None:
     """Refuses sizes that ranks cannot share evenly.
 
     Args:
         config: configuration of transformers.
         size: ranks that share each layer.
+        flag: flag that gives it.
 
     Raises:
         ValueError: the size does not divide heads or the width of feed-forward layers.
     """
     if size < 1:
-        raise ValueError(f"--tensor-parallel-size {size}: give at least 1")
+        raise ValueError(f"{flag} {size}: give at least 1")
     kv_heads = int(config.num_key_value_heads)
     if kv_heads % size and size % kv_heads:
         raise ValueError(
-            f"--tensor-parallel-size {size} neither divides the model's {kv_heads} key-value heads "
+            f"{flag} {size} neither divides the model's {kv_heads} key-value heads "
             "nor is a multiple of them: give one that does"
         )
     for name in ("num_attention_heads", *_WIDTHS):
         if (getattr(config, name, None) or 0) % size:
             raise ValueError(
-                f"--tensor-parallel-size {size} does not divide the model's {name} "
+                f"{flag} {size} does not divide the model's {name} "
                 f"{getattr(config, name)}: give one that does"
             )
 

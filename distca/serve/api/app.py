@@ -14,6 +14,7 @@ import msgspec
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import HTMLResponse, JSONResponse, StreamingResponse
 
+from distca.schedule.serving.cdsp import ImprovementRates
 from distca.serve.api.answers import Job, Shape
 from distca.serve.api.engine_client import EngineClient, EngineError, RefusedError
 from distca.serve.api.errors import ApiError, add_handlers
@@ -70,6 +71,8 @@ def make_app(model: ApiModel, client: EngineClient, metrics: Metrics, bounds: Bo
     app.post("/tokenize")(routes.tokenize)
     app.post("/detokenize")(routes.detokenize)
     app.post("/reset_prefix_cache")(routes.reset_prefix_cache)
+    app.get("/improvement_rates")(routes.rates)
+    app.post("/improvement_rates")(routes.set_rates)
     app.get("/debug/state")(routes.state)
     app.get("/debug/plan/{request_id}")(routes.plan)
     return app
@@ -161,6 +164,31 @@ class _Routes:
         except EngineError as error:
             raise ApiError(503, str(error)) from error
         return Response()
+
+    async def rates(self) -> dict[str, Any]:
+        """The improvement rates of prefills, and the one for the load now."""
+        return await self._rates(None)
+
+    async def set_rates(self, body: dict[str, float]) -> dict[str, Any]:
+        """Sets them: an object of improvement rates by arrivals a second."""
+        try:
+            rates = ImprovementRates({float(key): value for key, value in body.items()})
+        except ValueError as error:
+            raise ApiError(400, f"{error}, as {{'0.5': 0.05, '4': 0.45}}") from error
+        return await self._rates(dict(rates.by_arrivals))
+
+    async def _rates(self, given: dict[float, float] | None) -> dict[str, Any]:
+        if self._client.settings.roles is None:
+            raise ApiError(404, "there are no prefill ranks: start the server with --prefill-ranks")
+        try:
+            found = await self._client.rates(given)
+        except EngineError as error:
+            raise ApiError(503, str(error)) from error
+        return {
+            "arrivals_per_second": found.arrivals,
+            "improvement_rate": found.rate,
+            "by_arrivals_per_second": found.by_arrivals,
+        }
 
     async def state(self) -> dict[str, Any]:
         """Numbers of the engine, and of each rank, as of the last iteration."""

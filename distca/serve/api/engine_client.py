@@ -18,12 +18,14 @@ import zmq.asyncio
 from distca.serve.engine.messages import (
     Abort,
     AskPlan,
+    AskRates,
     Close,
     Dead,
     FromEngine,
     Output,
     Outputs,
     PlanIs,
+    RatesAre,
     Refused,
     ResetCache,
     Started,
@@ -75,7 +77,7 @@ class EngineClient:
         self.on_dead, self._on_stats = on_dead, on_stats
         self._numbers = itertools.count()
         self._sequences: dict[int, _Sequence] = {}
-        self._calls: dict[int, asyncio.Future[str | None]] = {}
+        self._calls: dict[int, asyncio.Future[Any]] = {}
         self.dead: str | None = None
         self.stats: Stats | None = None
         self.block_bytes = 0
@@ -168,10 +170,20 @@ class EngineClient:
 
     async def plan_of(self, number: int) -> str | None:
         """Returns the plan of a sequence's last chunk, as it is saved; None: it is not known."""
+        call, answer = self._call()
+        await self._send(AskPlan(call, number))
+        return await answer  # type: ignore[no-any-return]
+
+    async def rates(self, by_arrivals: dict[float, float] | None) -> RatesAre:
+        """Returns the improvement rates of prefills, after others are set if some are given."""
+        call, answer = self._call()
+        await self._send(AskRates(call, by_arrivals))
+        return await answer  # type: ignore[no-any-return]
+
+    def _call(self) -> tuple[int, asyncio.Future[Any]]:
         call = next(self._numbers)
         self._calls[call] = asyncio.get_running_loop().create_future()
-        await self._send(AskPlan(call, number))
-        return await self._calls[call]
+        return call, self._calls[call]
 
     async def close(self) -> None:
         """Ends the engine and its workers."""
@@ -214,6 +226,8 @@ class EngineClient:
                 self._sequences.pop(message.number, None)
             elif isinstance(message, PlanIs):
                 self._calls.pop(message.call).set_result(message.saved)
+            elif isinstance(message, RatesAre):
+                self._calls.pop(message.call).set_result(message)
             else:
                 assert isinstance(message, Dead)
                 self._die(message.message, started)

@@ -48,6 +48,7 @@ from distca.serve.engine.messages import (
 )
 from distca.serve.engine.settings import EngineSettings
 from distca.serve.engine.workers import WorkerError, Workers
+from distca.serve.handoff.engine import RolesEngine
 from distca.serve.sampling import TokenLogprobs
 
 _PARTS_KEPT = 256
@@ -154,7 +155,7 @@ class Engine:
             self._cache.reset()
             self._send(Outputs([], self._stats()))
         else:
-            assert isinstance(message, AskPlan)
+            assert isinstance(message, AskPlan), "only engines with roles are asked for rates"
             self._send(PlanIs(message.call, self._saved_plan(message.number)))
 
     def start_iteration(self) -> bool:
@@ -341,7 +342,8 @@ def run_engine(settings: EngineSettings, folder: str, parent: int) -> None:
     why: str | None = None
     try:
         workers = Workers(settings, Path(folder), poller)
-        engine = Engine(settings, api, workers)
+        kind = Engine if settings.roles is None else RolesEngine
+        engine: Engine | RolesEngine = kind(settings, api, workers)
         engine.load(poller)
         engine.serve(poller)
     except (WorkerError, ValueError) as error:

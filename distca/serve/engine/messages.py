@@ -54,11 +54,18 @@ class AskPlan(Message, frozen=True):
     number: int
 
 
+class AskRates(Message, frozen=True):
+    """A question for the improvement rates of prefills, or others to use from now on."""
+
+    call: int
+    by_arrivals: dict[float, float] | None
+
+
 class Close(Message, frozen=True):
     """The engine is to end."""
 
 
-ToEngine = Submit | Abort | ResetCache | AskPlan | Close
+ToEngine = Submit | Abort | ResetCache | AskPlan | AskRates | Close
 
 
 class Output(Message, frozen=True):
@@ -168,13 +175,29 @@ class PlanIs(Message, frozen=True):
     saved: str | None
 
 
+class RatesAre(Message, frozen=True):
+    """The improvement rates of prefills.
+
+    Attributes:
+        call: number of the question.
+        by_arrivals: improvement rates by arrivals a second.
+        arrivals: arrivals a second of the last 30 seconds.
+        rate: improvement rate for them.
+    """
+
+    call: int
+    by_arrivals: dict[float, float]
+    arrivals: float
+    rate: float
+
+
 class Dead(Message, frozen=True):
     """The engine ends: why."""
 
     message: str
 
 
-FromEngine = Started | Outputs | Refused | PlanIs | Dead
+FromEngine = Started | Outputs | Refused | PlanIs | RatesAre | Dead
 
 
 class Admit(Message, frozen=True):

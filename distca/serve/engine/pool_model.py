@@ -12,8 +12,10 @@ from distca.runtime.kv_moves import BlockMove, KvMoves
 from distca.schedule.serving.accounts import block_bytes
 from distca.schedule.serving.iteration import IterationPlan
 from distca.serve.decode_graphs import Capture
-from distca.serve.engine.messages import Moved
+from distca.serve.engine.messages import Loaded, Moved
+from distca.serve.engine.settings import EngineSettings
 from distca.serve.models import ServedModel
+from distca.serve.rank_steps import RankSteps
 from distca.serve.step_planner import Prefill, Step
 from distca.serve.steps import ModelRank, OnLogits
 from distca.serve.tensor_parallel import TensorRanks
@@ -62,6 +64,19 @@ class PoolModel:
         """Bytes that this rank has sent to others."""
         transports = (self._transport, self._mover)
         return sum(sum(each.bytes_sent.values()) for each in transports if each is not None)
+
+    @property
+    def steps(self) -> RankSteps:
+        """Pool and exchanges beside the model."""
+        return self._run.steps
+
+    def loaded(self, process: int, settings: EngineSettings) -> Loaded:
+        """Returns the blocks that a process has room for beside the weights."""
+        nbytes = settings.cache_bytes
+        if nbytes is None:
+            free, total = torch.cuda.mem_get_info(self.steps.pool.keys.device)
+            nbytes = max(free - int((1 - settings.gpu_utilization) * total), 0)
+        return Loaded(process, nbytes // self.block_bytes, self.block_bytes, self.weight_bytes)
 
     def begin(self, blocks: int) -> None:
         """Makes the pool."""

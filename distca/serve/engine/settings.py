@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from distca.plan import Mask
 from distca.schedule.serving import Selector, Strategy
 from distca.schedule.serving.scheduler import Limits
+from distca.serve.handoff.settings import Roles
 from distca.serve.transports import TransportName
 
 
@@ -53,6 +54,7 @@ class EngineSettings:
         transport: what moves rows; None: gloo on CPUs, NCCL on GPUs.
         trust_remote_code: whether code of the model's folder may run.
         nodes: machines of the server.
+        roles: ranks that prefill and ranks that decode; None: all do both.
     """
 
     model: str
@@ -73,10 +75,13 @@ class EngineSettings:
     transport: TransportName | None = None
     trust_remote_code: bool = False
     nodes: Nodes = Nodes()
+    roles: Roles | None = None
 
     @property
     def processes(self) -> int:
         """Processes of all ranks; those of a rank are neighbours."""
+        if self.roles is not None:
+            return self.roles.processes
         return self.world_size * self.tensor_parallel_size
 
     @property

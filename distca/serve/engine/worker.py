@@ -10,7 +10,7 @@ import traceback
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
@@ -21,13 +21,13 @@ from distca.lifetime import end_with_parent
 from distca.plan.span import Int64s
 from distca.schedule.serving.iteration import Part, plan_iteration
 from distca.serve.decode_graphs import capture_for
+from distca.serve.engine.choice import choose_token
 from distca.serve.engine.interface import interface_towards
 from distca.serve.engine.link import Link
 from distca.serve.engine.messages import (
     Admit,
     Beat,
     Begin,
-    Chosen,
     Done,
     Failed,
     Iteration,
@@ -40,6 +40,9 @@ from distca.serve.engine.messages import (
 from distca.serve.engine.pool_model import PoolModel
 from distca.serve.engine.settings import EngineSettings
 from distca.serve.engine.store import EngineStore
+from distca.serve.handoff.decode_worker import DecodeWorker
+from distca.serve.handoff.prefill_worker import PrefillWorker
+from distca.serve.handoff.roles import make_worker
 from distca.serve.models import DTYPES, read_model
 from distca.serve.sampling import TokenLogprobs
 from distca.serve.tensor_parallel import join_ranks
@@ -124,15 +127,21 @@ class Worker:
 
     def loaded(self) -> Loaded:
         """Returns the blocks that there is room for."""
-        nbytes, block = self._settings.cache_bytes, self._model.block_bytes
-        if nbytes is None:
-            free, total = torch.cuda.mem_get_info(self._device)
-            nbytes = max(free - int((1 - self._settings.gpu_utilization) * total), 0)
-        return Loaded(self._process, nbytes // block, block, self._model.weight_bytes)
+        return self._model.loaded(self._process, self._settings)
 
     def begin(self, blocks: int) -> None:
         """Allocates the pool."""
         self._model.begin(blocks)
+
+    def serve(self, socket: zmq.Socket) -> NoReturn:
+        """Does what the engine says."""
+        messages = decoder(ToWorker)
+        while True:
+            message = messages.decode(socket.recv())
+            if isinstance(message, Begin):
+                self.begin(message.blocks)
+            else:
+                socket.send(encode(self.run(message)))
 
     def run(self, iteration: Iteration) -> Done:
         """Runs an iteration, which must be the next."""
@@ -170,7 +179,11 @@ class Worker:
             with self._transport.checked():
                 logits = self._model.run(plan, fed, scoring)
         chosen = [
-            self._choose(feed.number, logits[feed.number])
+            choose_token(
+                self._sequences[feed.number].admitted,
+                self._sequences[feed.number].tokens,
+                logits[feed.number],
+            )
             for feed in iteration.feed
             if feed.samples and feed.number in logits
         ]
@@ -210,17 +223,6 @@ class Worker:
             for feed in iteration.feed
         ]
 
-    def _choose(self, number: int, logits: torch.Tensor) -> Chosen:
-        """Chooses the token that follows a sequence."""
-        sequence = self._sequences[number]
-        admitted, tokens = sequence.admitted, sequence.tokens
-        prompt, answer = tokens[: admitted.prompt], tokens[admitted.prompt :]
-        changed = admitted.penalties.apply(logits, prompt, answer)
-        token = admitted.sampling.choose(changed, admitted.choice, len(tokens))
-        if admitted.logprobs is None:
-            return Chosen(number, token, None)
-        return Chosen(number, token, TokenLogprobs.of(logits, token, admitted.logprobs))
-
 
 def run_worker(
     settings: EngineSettings, rank: int, link: Link, store: str | None, parent: int
@@ -250,16 +252,10 @@ def run_worker(
             else dist.FileStore(store, settings.processes)  # type: ignore[attr-defined]
         )
         # torch holds its side of a store alone, so this one's lives as long as the worker.
-        worker = _start(settings, rank, found)
+        worker = _start(settings, rank, found, Path(store or ".").parent)
         threading.Thread(target=_beat, args=(link, rank), daemon=True).start()
         socket.send(encode(worker.loaded()))
-        messages = decoder(ToWorker)
-        while True:
-            message = messages.decode(socket.recv())
-            if isinstance(message, Begin):
-                worker.begin(message.blocks)
-            else:
-                socket.send(encode(worker.run(message)))
+        worker.serve(socket)
     except Exception as error:
         where = traceback.extract_tb(error.__traceback__)[-1]
         line = f"{type(error).__name__}: {error} ({Path(where.filename).name}:{where.lineno})"
@@ -276,7 +272,9 @@ def _beat(link: Link, rank: int) -> None:
         time.sleep(BEAT_SECONDS)
 
 
-def _start(settings: EngineSettings, rank: int, store: Any) -> Worker:
+def _start(
+    settings: EngineSettings, rank: int, store: Any, folder: Path
+) -> Worker | PrefillWorker | DecodeWorker:
     """Joins the other ranks, which a store helps to find, and loads the model."""
     own, timeout = settings.own_processes, timedelta(seconds=settings.step_timeout)
     device = torch.device("cpu")
@@ -297,4 +295,6 @@ def _start(settings: EngineSettings, rank: int, store: Any) -> Worker:
         world_size=settings.processes,
         timeout=timeout,
     )
+    if settings.roles is not None:
+        return make_worker(settings, settings.roles, device, folder)
     return Worker(settings, device)

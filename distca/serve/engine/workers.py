@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 from pathlib import Path
+from typing import Any
 
 import zmq
 
@@ -12,9 +13,7 @@ from distca.serve.engine.kept_keys import KeptKeys
 from distca.serve.engine.link import link_of
 from distca.serve.engine.messages import (
     Beat,
-    Done,
     Failed,
-    Loaded,
     Message,
     ToWorker,
     decoder,
@@ -29,6 +28,7 @@ from distca.serve.engine.node_messages import (
 from distca.serve.engine.nodes import NodeError, OtherNodes, Unreachable
 from distca.serve.engine.processes import WorkerProcesses
 from distca.serve.engine.settings import EngineSettings
+from distca.serve.handoff.messages import FromRoles
 
 BEAT_TIMEOUT = 30.0
 """Seconds without a beat after which a worker hangs: long, since a busy machine beats late."""
@@ -56,7 +56,7 @@ class Workers:
 
     def __init__(self, settings: EngineSettings, folder: Path, poller: zmq.Poller) -> None:
         self._settings, self._folder, self._poller = settings, folder, poller
-        self._decoder = decoder(ToHead)
+        self._decoder = decoder(ToHead | FromRoles)
         self._link = link_of(settings.nodes, folder)
         self._listening = self._link.bind(zmq.Context.instance())
         self._socket: zmq.Socket = self._listening.socket
@@ -78,12 +78,16 @@ class Workers:
         """Sends a message to all workers."""
         encoded = encode(message)
         for rank in range(self._settings.processes):
-            try:
-                self._socket.send_multipart([f"worker-{rank}".encode(), encoded])
-            except zmq.ZMQError as error:
-                # It has ended: `receive` says why.
-                if error.errno != zmq.EHOSTUNREACH:
-                    raise
+            self.post(rank, encoded)
+
+    def post(self, rank: int, encoded: bytes) -> None:
+        """Sends an encoded message to one worker."""
+        try:
+            self._socket.send_multipart([f"worker-{rank}".encode(), encoded])
+        except zmq.ZMQError as error:
+            # It has ended: `receive` says why.
+            if error.errno != zmq.EHOSTUNREACH:
+                raise
 
     def begin_step(self) -> None:
         """Notes that an iteration begins."""
@@ -93,7 +97,7 @@ class Workers:
         """Notes that the iteration has ended."""
         self._since = None
 
-    def receive(self) -> list[Loaded | Done]:
+    def receive(self) -> list[Any]:
         """Returns what workers said, without waiting.
 
         Raises:
@@ -107,8 +111,8 @@ class Workers:
         self._check()
         return said
 
-    def _receive(self) -> list[Loaded | Done]:
-        said: list[Loaded | Done] = []
+    def _receive(self) -> list[Any]:
+        said: list[Any] = []
         while self._socket.poll(0):
             name, encoded = self._socket.recv_multipart()
             message = self._decoder.decode(encoded)

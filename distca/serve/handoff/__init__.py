@@ -1,0 +1,1 @@
+"""A server with ranks that prefill and ranks that decode: its engine, its workers, the hand-off."""

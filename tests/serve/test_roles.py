@@ -1,0 +1,197 @@
+"""Prefill and decode apart, on live ranks: answers are one process's, whatever is handed over."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from distca.schedule.serving.cdsp import Coefficients, ImprovementRates, PrefillModel
+from distca.schedule.serving.scheduler import Limits
+from distca.serve.engine.settings import EngineSettings
+from distca.serve.handoff.engine import RolesEngine
+from distca.serve.handoff.settings import Roles
+from distca.serve.models import read_model
+from distca.serve.sampling import Penalties, Sampling
+from support.ranks import Ranks
+from support.role_workers import Played, Seen, serve_on_a_rank, tokens
+from support.small_models import VOCABULARY, save_small_model
+
+BLOCK = 4
+# Two ranks are worth it from 21 tokens on. So slow that what ranks really take changes no plan.
+TIMES = PrefillModel(
+    "here",
+    "small",
+    {1: Coefficients(0, 10.0, 0, 0), 2: Coefficients(100.0, 5.0, 0, 0)},
+)
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    folder = tmp_path_factory.mktemp("models")
+    return {family: str(save_small_model(family, folder)) for family in ("llama", "gemma3_text")}
+
+
+def settings_of(path: str, prefill: int, decode: int, tensor: int = 1, **roles: Any):
+    given = {"strategy": "cdsp", "times": TIMES, "rates": ImprovementRates({0.0: 0.0})} | roles
+    return EngineSettings(
+        path,
+        "float32",
+        read_model(path, torch.float32).windows,
+        b"salt",
+        96,
+        prefill + decode,
+        1,
+        "pass-kv",
+        Limits(sequences=16, tokens=64, stripe=BLOCK, short=12),
+        BLOCK,
+        1 << 20,
+        0.9,
+        False,
+        60.0,
+        roles=Roles(prefill, decode, tensor, smallest_chunk=BLOCK, **given),
+    )
+
+
+def one_process(loaded: Any, submit: tuple) -> list[int]:
+    """Tokens of a sequence as transformers' own attention has them, all fed again for each."""
+    _, choice, prompt, sampling, penalties = submit
+    answer: list[int] = []
+    while len(answer) < sampling.max_tokens:
+        with torch.no_grad():
+            logits = loaded(torch.tensor([prompt + answer])).logits[0, -1]
+        changed = penalties.apply(logits, prompt, answer)
+        answer.append(sampling.choose(changed, choice, len(prompt) + len(answer)))
+        if answer[-1] in sampling.stops:
+            break
+    return answer
+
+
+def prompts(*lengths: int) -> list[tuple]:
+    """Requests of such prompts, the third one drawn, the fourth one of one token."""
+    submits = []
+    for number, length in enumerate(lengths):
+        drawn = {"temperature": 0.8, "seed": number, "top_k": 20} if number == 2 else {}
+        sampling = Sampling(max_tokens=1 if number == 3 else 4 + number, **drawn)
+        penalties = Penalties(0.5, 0.5, 1.3) if number == 1 else Penalties()
+        submits.append((number, 0, tokens(length, number, VOCABULARY), sampling, penalties))
+    return submits
+
+
+def run(ranks: Ranks, folder: Path, settings: EngineSettings, played: Played, changes=None) -> Seen:
+    found = ranks.run(
+        serve_on_a_rank,
+        settings,
+        str(folder),
+        played,
+        changes,
+        world_size=settings.processes,
+        timeout=300,
+    )
+    return found[0]
+
+
+def check(path: str, played: Played, seen: Seen) -> None:
+    """Every answer is one process's, and no block is left."""
+    loaded = read_model(path, torch.float32).load(torch.device("cpu"), "eager")
+    for submit in played.submits:
+        if submit[0] not in played.aborted:
+            assert seen.told[submit[0]] == one_process(loaded, submit), submit[0]
+    assert not any(rank.referenced for rank in seen.stats.ranks)
+
+
+@pytest.mark.parametrize(
+    ("family", "prefill", "decode", "tensor"), [("llama", 3, 1, 1), ("gemma3_text", 2, 1, 2)]
+)
+def test_answers_are_one_processs(
+    ranks: Ranks, models, tmp_path: Path, family: str, prefill: int, decode: int, tensor: int
+) -> None:
+    """Chunks on one rank and then two, of overlapping groups; from TP 1 to TP 2."""
+    settings = settings_of(models[family], prefill, decode, tensor)
+    played = Played(prompts(17, 75, 50, 9, 71, 1))
+    seen = run(ranks, tmp_path, settings, played)
+    check(models[family], played, seen)
+    grown = [
+        [len(group) for _, _, group in pieces] for pieces in seen.chunks.values() if len(pieces) > 1
+    ]
+    assert grown
+    assert all(sizes == [1, 2] for sizes in grown)
+    moved = seen.moved
+    row = 2 * 3 * 2 * 16 * 4
+    rows = [pieces[0][1] for pieces in seen.chunks.values() if len(pieces) > 1]
+    assert moved == sum(each // BLOCK // 2 * BLOCK for each in rows) * row
+
+
+def drop_a_chunk() -> Callable[[], None]:
+    """Lets the rows of first chunks count, but not land."""
+    from distca.serve.handoff.landing import Landing
+
+    take = Landing.take
+
+    def broken(self: Any, rows: Any, frames: Any, pool: Any) -> Any:
+        blocks = dict(self._blocks)
+        if rows.chunk == 0:
+            self._blocks.clear()
+        found = take(self, rows, frames, pool)
+        self._blocks.update(blocks)
+        return found
+
+    Landing.take = broken  # type: ignore[method-assign]
+
+    def undo() -> None:
+        Landing.take = take  # type: ignore[method-assign]
+
+    return undo
+
+
+def test_a_dropped_chunk_is_noticed(ranks: Ranks, models, tmp_path: Path) -> None:
+    settings = settings_of(models["llama"], 2, 1)
+    played = Played(prompts(17, 75))
+    seen = run(ranks, tmp_path, settings, played, drop_a_chunk)
+    with pytest.raises(AssertionError):
+        check(models["llama"], played, seen)
+
+
+def test_with_one_backend_requests_decode_in_the_order_of_their_first_offers(
+    ranks: Ranks, models, tmp_path: Path
+) -> None:
+    settings = settings_of(models["llama"], 2, 1, backends=1)
+    played = Played(prompts(*[33] * 8))
+    seen = run(ranks, tmp_path, settings, played)
+    check(models["llama"], played, seen)
+    begun = [sequence >> 8 for sequence in seen.chunks if sequence >> 8 != 3]
+    assert [number for number in seen.decoding if number != 3] == begun
+
+
+def test_a_storm_leaves_no_block(ranks: Ranks, models, tmp_path: Path, full: bool) -> None:
+    """Half of the requests are aborted at some moment, and messages of the hand-off come late."""
+    count = 400 if full else 40
+    chance = random.Random(0)
+    submits = [
+        (
+            number,
+            0,
+            tokens(chance.randint(1, 60), number, VOCABULARY),
+            Sampling(max_tokens=chance.randint(1, 6)),
+            Penalties(),
+        )
+        for number in range(count)
+    ]
+    aborted = {number: chance.random() * 0.5 for number in chance.sample(range(count), count // 2)}
+    settings = settings_of(models["llama"], 2, 2, lease=1.0)
+    late = {"late": 0.01, "late_seconds": 2.0, "seed": 3}
+    played = Played(submits, aborted, 0.02, **late, blocks=(30, 40))
+    seen = run(ranks, tmp_path, settings, played)
+    check(models["llama"], played, seen)
+    assert not seen.refused
+
+
+def test_pools_that_hold_no_longest_prompt_are_refused(models) -> None:
+    engine = RolesEngine(settings_of(models["llama"], 2, 1), None, None)  # type: ignore[arg-type]
+    for blocks, whose in (((11, 24), "each of 2 prefill ranks"), ((12, 23), "a decode rank")):
+        with pytest.raises(ValueError, match=f"{whose}.*--kv-cache-memory-bytes"):
+            engine.begin(*blocks, 1, None)  # type: ignore[arg-type]

@@ -1,0 +1,262 @@
+"""A server with roles on live ranks: each is a worker, and the first one has the engine, too."""
+
+from __future__ import annotations
+
+import contextlib
+import heapq
+import random
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+
+END = b"end"
+LATE_KINDS = {"Event", "Expect", "First"}
+
+
+@dataclass(frozen=True)
+class Played:
+    """What happens to a server.
+
+    Attributes:
+        submits: arguments of each `Submit`.
+        aborted: seconds after its submission at which a request is aborted, by number.
+        gap: seconds between two submissions.
+        late: part of the messages of the hand-off that come late.
+        late_seconds: by how much.
+        seed: of what is late.
+        blocks: blocks of a prefill rank, and of a decode rank.
+    """
+
+    submits: Sequence[tuple]
+    aborted: dict[int, float] = field(default_factory=dict)
+    gap: float = 0.0
+    late: float = 0.0
+    late_seconds: float = 0.0
+    seed: int = 0
+    blocks: tuple[int, int] = (64, 64)
+
+
+@dataclass
+class Seen:
+    """What was seen.
+
+    Attributes:
+        told: tokens by request.
+        refused: what was said to requests that were refused.
+        stats: numbers at the end.
+        chunks: chunks by their sequence: their positions, and ranks.
+        moved: bytes of blocks that changed their rank.
+        decoding: requests in the order in which they joined batches.
+        seconds: from the first submission to when all blocks were free.
+    """
+
+    told: dict[int, list[int]] = field(default_factory=dict)
+    refused: dict[int, str] = field(default_factory=dict)
+    stats: Any = None
+    chunks: dict[int, list[tuple[int, int, tuple[int, ...]]]] = field(default_factory=dict)
+    moved: int = 0
+    decoding: list[int] = field(default_factory=list)
+    seconds: float = 0.0
+
+
+class Hub:
+    """Stands for `Workers`: what the engine says to live ranks, and they to it, some of it late."""
+
+    def __init__(self, folder: Path, played: Played, seen: Seen) -> None:
+        import zmq
+
+        from distca.serve.engine.messages import decoder
+        from distca.serve.handoff.messages import FromRoles
+
+        self.socket: Any = zmq.Context.instance().socket(zmq.ROUTER)
+        self.socket.bind(f"ipc://{folder}/workers")
+        self._decoder, self._played, self._seen = decoder(FromRoles), played, seen
+        self._chance = random.Random(played.seed)
+        self._later: list[tuple[float, int, int | None, bytes]] = []
+        self._count = 0
+
+    def _is_late(self, rank: int | None, encoded: bytes) -> bool:
+        if encoded == END or msgspec.msgpack.decode(encoded)[0] not in LATE_KINDS:
+            return False
+        if self._chance.random() >= self._played.late:
+            return False
+        self._count += 1
+        due = time.monotonic() + self._played.late_seconds * self._chance.random()
+        heapq.heappush(self._later, (due, self._count, rank, encoded))
+        return True
+
+    def post(self, rank: int, encoded: bytes) -> None:
+        self._note(rank, encoded)
+        if not self._is_late(rank, encoded):
+            self._send(rank, encoded)
+
+    def _send(self, rank: int, encoded: bytes) -> None:
+        self.socket.send_multipart([f"worker-{rank}".encode(), encoded])
+
+    def _note(self, rank: int, encoded: bytes) -> None:
+        said = [None] if encoded == END else msgspec.msgpack.decode(encoded)
+        if said[0] == "RunChunk":
+            _, _, sequence, start, tokens, *_ = said
+            pieces = self._seen.chunks.setdefault(sequence, [])
+            if pieces and pieces[-1][:2] == (start, start + len(tokens)):
+                ranks = (*pieces.pop()[2], rank)
+            else:
+                ranks = (rank,)
+            pieces.append((start, start + len(tokens), ranks))
+
+    def receive(self) -> list[Any]:
+        from distca.serve.handoff.messages import ChunkDone, Decoded
+
+        heard = []
+        while self.socket.poll(0):
+            _, encoded = self.socket.recv_multipart()
+            if not self._is_late(None, encoded):
+                heard.append(self._decoder.decode(encoded))
+        while self._later and self._later[0][0] <= time.monotonic():
+            _, _, rank, encoded = heapq.heappop(self._later)
+            if rank is None:
+                heard.append(self._decoder.decode(encoded))
+            else:
+                self._send(rank, encoded)
+        for each in heard:
+            if isinstance(each, ChunkDone):
+                self._seen.moved += each.bytes_moved
+            elif isinstance(each, Decoded):
+                self._seen.decoding += [request for request, _ in each.joined]
+        return heard
+
+
+class Api:
+    """Stands for the socket to the API process."""
+
+    def __init__(self, played: Played, seen: Seen) -> None:
+        from distca.serve.engine.messages import FromEngine, decoder
+
+        self._played, self._seen, self._decoder = played, seen, decoder(FromEngine)
+        self._script: list[tuple[float, int, Any]] = []
+        self._open = {each[0] for each in played.submits} - {*played.aborted}
+        self._idle = False
+
+    def begin(self) -> None:
+        from distca.serve.engine.messages import Abort, Submit
+
+        self.since = time.monotonic()
+        for place, each in enumerate(self._played.submits):
+            due, number = self.since + place * self._played.gap, each[0]
+            heapq.heappush(self._script, (due, len(self._script), Submit(*each)))
+            if number in self._played.aborted:
+                due += self._played.aborted[number]
+                heapq.heappush(self._script, (due, len(self._script), Abort(number)))
+
+    def poll(self, _: int) -> bool:
+        done = not self._script and not self._open and self._idle
+        return done or bool(self._script and self._script[0][0] <= time.monotonic())
+
+    def recv(self) -> bytes:
+        from distca.serve.engine.messages import Close, encode
+
+        return encode(heapq.heappop(self._script)[2] if self._script else Close())
+
+    def send(self, encoded: bytes) -> None:
+        from distca.serve.engine.messages import Outputs, Refused
+
+        message = self._decoder.decode(encoded)
+        if isinstance(message, Refused):
+            self._seen.refused[message.number] = message.message
+            self._open.discard(message.number)
+        elif isinstance(message, Outputs):
+            for output in message.outputs:
+                self._seen.told.setdefault(output.number, []).append(output.token)
+                if output.finish:
+                    self._open.discard(output.number)
+
+    def note(self, stats: Any) -> None:
+        self._seen.stats = stats
+        self._idle = not any(rank.referenced for rank in stats.ranks)
+
+
+def serve_on_a_rank(settings: Any, folder: str, played: Played, changes: Any = None) -> Seen | None:
+    """Serves on this rank; the first one's result is what was seen.
+
+    Args:
+        settings: settings of the engine, with as many processes as ranks.
+        folder: folder for sockets.
+        played: what happens.
+        changes: function that breaks something first.
+    """
+    import torch
+    import torch.distributed as dist
+    import zmq
+
+    from distca.serve.engine.messages import encode
+    from distca.serve.handoff.roles import make_worker
+
+    rank = dist.get_rank()
+    with contextlib.ExitStack() as undo:
+        if changes is not None:
+            undo.callback(changes())
+        worker = make_worker(settings, settings.roles, torch.device("cpu"), Path(folder))
+        results: list[Any] = []
+        engine = threading.Thread(target=_run_engine, args=(settings, folder, played, results))
+        if rank == 0:
+            engine.start()
+        socket = zmq.Context.instance().socket(zmq.DEALER)
+        socket.setsockopt(zmq.IDENTITY, f"worker-{rank}".encode())
+        socket.connect(f"ipc://{folder}/workers")
+        socket.send(encode(worker.loaded()))
+        with contextlib.suppress(msgspec.DecodeError):
+            worker.serve(socket)
+        if rank == 0:
+            engine.join()
+        dist.barrier()
+        zmq.Context.instance().destroy(linger=0)
+    if results and isinstance(results[0], BaseException):
+        raise results[0]
+    return results[0] if results else None
+
+
+def _run_engine(settings: Any, folder: str, played: Played, results: list[Any]) -> None:
+    import zmq
+
+    from distca.serve.handoff.engine import RolesEngine
+
+    seen = Seen()
+    hub, api = Hub(Path(folder), played, seen), Api(played, seen)
+    poller = zmq.Poller()
+    poller.register(hub.socket, zmq.POLLIN)
+    try:
+        engine = RolesEngine(settings, api, hub)  # type: ignore[arg-type]
+        loaded = 0
+        while loaded < settings.processes:
+            poller.poll(100)
+            loaded += len(hub.receive())
+        engine.begin(*played.blocks, 1, poller)
+        api.begin()
+        settle = engine._settle
+
+        def settle_and_look() -> None:
+            settle()
+            api.note(engine._stats())
+
+        engine._settle = settle_and_look  # type: ignore[method-assign]
+        engine.serve(poller)
+        seen.seconds = time.monotonic() - api.since
+        results.append(seen)
+    except BaseException as error:
+        results.append(error)
+    for rank in range(settings.processes):
+        hub.post(rank, END)
+    for rank in range(settings.roles.prefill, settings.processes):
+        inbox = zmq.Context.instance().socket(zmq.PUSH)
+        inbox.connect(f"ipc://{folder}/inbox-{rank}")
+        inbox.send(END)
+
+
+def tokens(count: int, seed: int, vocabulary: int) -> list[int]:
+    return np.random.default_rng(seed).integers(0, vocabulary, count).tolist()
