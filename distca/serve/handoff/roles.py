@@ -50,19 +50,19 @@ def make_worker(
         assert attention is not None
         assert moving is not None
         model = _model(settings, 1)
-        transport = CollectiveTransport(attention, device)
+        transport = CollectiveTransport(attention, device, members_only=True)
         return PrefillWorker(
             settings,
             roles,
             _pool_model(settings, model, transport, device, ALONE),
             transport,
-            CollectiveTransport(moving, device),
+            CollectiveTransport(moving, device, members_only=True),
             kv_heads_of(model.shape.kv_heads, roles.decode_tensor),
             inbox,
         )
     assert alone is not None
     model = _model(settings, roles.decode_tensor)
-    transport = CollectiveTransport(alone, device)
+    transport = CollectiveTransport(alone, device, members_only=True)
     first = roles.leader(roles.decode_rank(me))
     return DecodeWorker(
         settings,
