@@ -37,9 +37,10 @@ from distca.serve.engine.nodes import NodeError, OtherNodes, Unreachable, facts
 from distca.serve.engine.settings import EngineSettings, Nodes
 from distca.serve.models import load_tokenizer, read_model
 from distca.serve.sampling import Penalties, Sampling
+from support.byte_tokenizer import save_chat_model
 from support.engines import one_process, settings_of
 from support.pretraining import ROOT
-from support.served import Server, are_gone, save_served_model
+from support.served import Server, are_gone
 
 HEAD = "127.0.0.2"
 KEY = b"a key of the job that cannot be guessed"
@@ -53,7 +54,7 @@ def free_port() -> int:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_served_model(tmp_path_factory.mktemp("served"))
+    return save_chat_model(tmp_path_factory.mktemp("served"))
 
 
 @pytest.fixture

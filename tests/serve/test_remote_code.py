@@ -8,11 +8,11 @@ from pathlib import Path
 import torch
 
 from distca.serve.models import load_tokenizer, read_model
-from support.served import save_served_model
+from support.byte_tokenizer import save_chat_model
 
 
 def test_code_of_a_folder_runs_only_if_it_is_trusted(tmp_path: Path) -> None:
-    folder = save_served_model(tmp_path)
+    folder = save_chat_model(tmp_path)
     traces = []
     for file, entry in (("config", "AutoConfig"), ("tokenizer_config", "AutoTokenizer")):
         trace, path = tmp_path / file, folder / f"{file}.json"

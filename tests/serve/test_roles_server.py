@@ -14,12 +14,13 @@ import torch
 from distca.commands.serve import main
 from distca.schedule.serving.cdsp import PrefillModel
 from distca.serve.models import load_tokenizer, read_model
-from support.served import Server, are_gone, save_served_model
+from support.byte_tokenizer import save_chat_model
+from support.served import Server, are_gone
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_served_model(tmp_path_factory.mktemp("served"))
+    return save_chat_model(tmp_path_factory.mktemp("served"))
 
 
 def test_a_server_with_roles(folder: Path, tmp_path: Path) -> None:
