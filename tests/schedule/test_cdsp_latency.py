@@ -52,6 +52,10 @@ def test_coefficients_are_never_negative() -> None:
     """Times that grow less than in proportion would give d < 0, and no largest chunk."""
     measured = [Prefill(2, tokens, tokens**0.8) for tokens in (1000, 2000, 4000, 8000)]
     assert PrefillModel.fit(measured, "", "").coefficients[2].d == 0
+    # Of times that noise lets fall with the tokens the fit grows all the same.
+    measured = [Prefill(2, tokens, 1 / tokens) for tokens in (10, 20, 30)]
+    noisy = PrefillModel.fit(measured, "", "")
+    assert noisy.seconds(2, 0, 30) > noisy.seconds(2, 0, 10)
 
 
 @pytest.mark.parametrize("degree", MODEL.degrees)

@@ -15,7 +15,7 @@ from distca.cost.step_memory import STEP_SLOTS
 from distca.runtime import Buffers, CoreAttention
 from distca.serve.generation import Generator
 from distca.serve.models import load_tokenizer, read_model
-from distca.serve.pool_size import PoolSize
+from distca.serve.pool_size import PoolSize, Sharing
 from distca.serve.sampling import Sampling
 from distca.serve.steps import ModelRank
 from distca.transport import CollectiveTransport
@@ -36,7 +36,7 @@ class OneRank:
         transport = CollectiveTransport(dist.group.WORLD, device)
         core = CoreAttention(transport, select_kernel("cpu", model.shape.head_dim), buffers)
         self._rank = ModelRank(model, core, device, pool.blocks, pool.block_size)
-        self._planner = pool.planner(model, 1, pool.block_size)
+        self._planner = pool.planner(model, Sharing(1, pool.block_size))
 
     def answers(
         self, prompts: Sequence[Sequence[int]], count: int, first: int = 0, **sampling: Any

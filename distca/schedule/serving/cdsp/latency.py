@@ -203,7 +203,8 @@ class PrefillModel:
 
 
 def _fit_degree(measured: Sequence[Prefill]) -> Coefficients:
-    """Fits one degree. Among all choices of coefficients that are 0, the best has none negative."""
+    """Fits one degree. Among all choices of coefficients that are 0, the best has none negative and
+    grows with a prompt's tokens, also where short ones were measured in noise."""
     if len({(each.cached, each.tokens) for each in measured}) < 3:
         raise ValueError(f"degree {measured[0].degree}: measure prefills of at least three lengths")
     tokens = np.array([each.tokens for each in measured], dtype=np.float64)
@@ -216,14 +217,16 @@ def _fit_degree(measured: Sequence[Prefill]) -> Coefficients:
     sizes = [float(column.max()) for column in columns]
     matrix = np.stack([c / s for c, s in zip(columns, sizes, strict=True)], 1) / seconds[:, None]
     best, least = np.zeros(len(columns)), math.inf
+    growing = [1, len(columns) - 1]
     for count in range(1, len(columns) + 1):
         for chosen in itertools.combinations(range(len(columns)), count):
             found = np.linalg.lstsq(matrix[:, chosen], np.ones(len(seconds)), rcond=None)[0]
             error = float(np.sum((matrix[:, chosen] @ found - 1) ** 2))
-            if (found >= 0).all() and error < least:
-                best, least = np.zeros(len(columns)), error
-                best[list(chosen)] = found
-    values = [float(value / size) for value, size in zip(best, sizes, strict=True)]
-    if len(values) == 3:
-        values.insert(2, 2 * values[2])
-    return Coefficients(*values)
+            values = np.zeros(len(columns))
+            values[list(chosen)] = found
+            if (values >= 0).all() and values[growing].any() and error < least:
+                best, least = values, error
+    fitted = [float(value / size) for value, size in zip(best, sizes, strict=True)]
+    if len(fitted) == 3:
+        fitted.insert(2, 2 * fitted[2])
+    return Coefficients(*fitted)
