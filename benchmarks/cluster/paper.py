@@ -17,7 +17,7 @@
 * **fig11**: signal and single-stream. **fig12**: the tolerance.
 * **appendix**: the bound of Appendix A.
 * **chains**: beyond the paper: micro-batches smaller than a document (`--distca-chain`).
-* **beyond**: as table3_any, jobs that the paper has not: 1M tokens, 70B, mixtures of experts.
+* **beyond**: as table3_any, jobs that the paper has not: 1M tokens, 70B, experts, windows.
 
 Every experiment writes `NAME.csv`, `NAME.md` and (but for the last two) `NAME.png`. All iterations
 that were simulated are kept in `runs.jsonl`: an interrupted run goes on where it stopped. The model
@@ -43,9 +43,9 @@ from benchmarks.cluster.baselines import figure_3, figure_4, figure_6
 from benchmarks.cluster.chains import chains
 from benchmarks.cluster.report import Options, Report
 from benchmarks.cluster.sweep import Runner
-from benchmarks.cluster.tables import EXPERT_PARALLEL, GROUPS, end_to_end
+from benchmarks.cluster.tables import GROUPS, end_to_end
 
-MODEL_NAMES = ["llama-8b", "llama-34b", "llama-70b", *EXPERT_PARALLEL]
+MODEL_NAMES = list(dict.fromkeys(model for group in GROUPS.values() for model, _ in group.jobs))
 DOCUMENTS = ["pretrain", "prolong"]
 
 EXPERIMENTS: dict[str, Callable[[Runner, Options], Report]] = {

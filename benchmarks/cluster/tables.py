@@ -39,9 +39,11 @@ BEYOND = {
     ("qwen3-30b-a3b", 128): [(16, 64)],
     ("qwen3-30b-a3b", 512): [(8, 128)],
     ("qwen3-235b-a22b", 128): [(32, 256)],
+    ("gemma3-27b-like", 128): [(16, 128)],
+    ("gpt-oss-120b-like", 128): [(16, 128)],
 }
-"""Jobs that the paper has not: a million tokens, larger models, mixtures of experts."""
-EXPERT_PARALLEL = {"qwen3-30b-a3b": 8, "qwen3-235b-a22b": 32}
+"""Jobs that the paper has not: a million tokens, larger models, experts, windows on some layers."""
+EXPERT_PARALLEL = {"qwen3-30b-a3b": 8, "qwen3-235b-a22b": 32, "gpt-oss-120b-like": 32}
 """GPUs that share each layer's experts, by model."""
 PUBLISHED = {
     ("table3", "pretrain"): "1.07 to 1.20",
@@ -113,7 +115,7 @@ GROUPS = {
         *("table4", TABLE_4, ALL_SIZES, ALL_SIZES, WITHOUT_CHOICE, False),
     ),
     "beyond": Group(
-        "A million tokens, 70B, and experts, at any TP and PP",
+        "A million tokens, 70B, experts, and windows, at any TP and PP",
         *("", BEYOND, ALL_SIZES, ALL_SIZES, WITHOUT_CHOICE, False),
     ),
 }

@@ -31,6 +31,12 @@ _EXPERTS = {
     "moe_router_topk": "Experts that a token uses.",
     "moe_ffn_hidden_size": "Width of each expert's gated MLP.",
 }
+_WINDOWS = {
+    "window_left": "Sliding window: a query sees so many earlier tokens. Default: the preset's, or "
+    "all of its document.",
+    "window_attn_skip_freq": "Every Nth layer has no window. Default: the preset's, or all have "
+    "one.",
+}
 _OVERRIDES = {
     "gpus_per_node": "GPUs of a node.",
     "memory_gb": "Memory of a GPU, in units of 10^9 bytes.",
@@ -47,11 +53,11 @@ _CHARGES = {
 }
 
 
-def add_model_flags(parser: Parser) -> Group:
-    """Adds the flags of `model_of`; returns their group."""
+def add_model_flags(parser: Parser, windows: bool = False) -> Group:
+    """Adds the flags of `model_of`, those of windows among them or not; returns their group."""
     model = parser.add_argument_group("model (a preset, or all sizes; a size wins over the preset)")
     model.add_argument("--model", metavar="NAME", help=f"A preset: {', '.join(MODELS)}.")
-    for name, what in (_SIZES | _EXPERTS).items():
+    for name, what in (_SIZES | _EXPERTS | (_WINDOWS if windows else {})).items():
         model.add_argument(flag_of(name), type=int, metavar="N", help=what)
     return model
 
@@ -146,7 +152,11 @@ def flag_of(name: str) -> str:
 
 
 def model_of(args: argparse.Namespace) -> ModelSize:
-    """The model that the flags describe."""
+    """The model that the flags describe.
+
+    Raises:
+        ValueError: it is no model, or has windows that the command doesn't simulate.
+    """
     given: dict[str, Any] = _given(args, _SIZES)
     of_experts = _given(args, _EXPERTS)
     # With experts there need be no MLP that all tokens use.
@@ -164,7 +174,29 @@ def model_of(args: argparse.Namespace) -> ModelSize:
         model = replace(MODELS[args.model], **given)
     else:
         raise ValueError(f"no model {args.model!r}: choose from {', '.join(MODELS)}")
-    return replace(model, experts=_experts_of(of_experts, model.experts))
+    model = replace(model, experts=_experts_of(of_experts, model.experts))
+    if hasattr(args, "window_attn_skip_freq"):
+        return _with_windows(model, _given(args, _WINDOWS))
+    if model.window_left is not None:
+        raise ValueError(
+            f"{args.model} has layers with windows, of which training alone is simulated"
+        )
+    return model
+
+
+def _with_windows(model: ModelSize, given: dict[str, Any]) -> ModelSize:
+    """The model with the windows that the flags give."""
+    model = replace(model, **given)
+    if model.window_left is not None and model.window_left < 0:
+        raise ValueError(f"--window-left {model.window_left} must not be negative")
+    if (every := model.window_attn_skip_freq) is not None:
+        if every < 2:
+            raise ValueError(f"--window-attn-skip-freq {every} must be at least 2")
+        if model.window_left is None:
+            raise ValueError(
+                "--window-attn-skip-freq says which layers have windows: add --window-left"
+            )
+    return model
 
 
 def _given(args: argparse.Namespace, names: Iterable[str]) -> dict[str, int]:

@@ -12,7 +12,7 @@ import numpy as np
 
 from distca.palette import BLACK, ORANGE, SKY_BLUE
 from distca.simulate.advice import TITLES, Choice
-from distca.simulate.baselines import MEGATRON
+from distca.simulate.baselines import MEGATRON, WITHOUT_WINDOWS
 from distca.simulate.charges import Charges
 from distca.simulate.flags import training_flags
 from distca.simulate.search import DISTCA_SYSTEMS, Workload
@@ -68,6 +68,8 @@ def format_choices(choices: Sequence[Choice], workload: Workload) -> str:
             why = (
                 f"out of memory in all {choice.tried} configurations"
                 if choice.tried
+                else "has no windows"
+                if choice.system in WITHOUT_WINDOWS and workload.model.window_left is not None
                 else "no configuration divides"
             )
             lines.append(title + why)
@@ -108,6 +110,7 @@ def _speed_ups(choices: Sequence[Choice]) -> list[str]:
             if other.candidate is not None
             else f"{TITLES[other.system]} does not fit"
             for other in others
+            if other.tried
         ]
         if best is not None:
             gain = choice.tokens_per_second / best.tokens_per_second

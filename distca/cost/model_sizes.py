@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from distca.cost.kernel_time import AnalyticCost
 from distca.cost.volume import AttentionShape
+from distca.plan import LayerMasks, Mask
 
 
 @dataclass(frozen=True)
@@ -44,6 +45,8 @@ class ModelSize:
             experts together; 0: there is none beside routed experts.
         vocab_size: tokens that embedding and output layer know.
         experts: routed experts of each layer; None: the layers are dense.
+        window_left: earlier tokens that a query sees in layers with a window; None: there are none.
+        window_attn_skip_freq: every so many-th layer has no window; None: all layers have one.
     """
 
     layers: int
@@ -54,6 +57,16 @@ class ModelSize:
     ffn_hidden_size: int
     vocab_size: int = 128_256
     experts: Experts | None = None
+    window_left: int | None = None
+    window_attn_skip_freq: int | None = None
+
+    @property
+    def masks(self) -> LayerMasks:
+        """What queries see in each layer."""
+        window = Mask(self.window_left)
+        if self.window_left is None or self.window_attn_skip_freq is None:
+            return LayerMasks((window,))
+        return LayerMasks.of([window] * (self.window_attn_skip_freq - 1) + [Mask()])
 
     def attention_shape(self, tensor_parallel: int = 1, dtype_bytes: int = 2) -> AttentionShape:
         """The attention heads of one tensor-parallel rank.
@@ -148,4 +161,8 @@ MODELS = {
     "mixtral-8x7b": ModelSize(32, 4096, 32, 8, 128, 0, 32_000, Experts(8, 2, 14336)),
     "qwen3-30b-a3b": ModelSize(48, 2048, 32, 4, 128, 0, 151_936, Experts(128, 8, 768)),
     "qwen3-235b-a22b": ModelSize(94, 4096, 64, 4, 128, 0, 151_936, Experts(128, 8, 1536)),
+    # Layouts like those of Gemma 3 (its report, Section 2.1, with 60 layers instead of 62) and of
+    # GPT-OSS (its model card; attention sinks cost nothing that is counted here).
+    "gemma3-27b-like": ModelSize(60, 5376, 32, 16, 128, 21_504, 262_208, None, 1023, 6),
+    "gpt-oss-120b-like": ModelSize(36, 2880, 64, 8, 64, 0, 201_088, Experts(128, 4, 2880), 127, 2),
 }

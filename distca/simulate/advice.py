@@ -13,6 +13,7 @@ from distca.plan.span import Int64s
 from distca.schedule import document_loads
 from distca.simulate.baselines import BASELINES
 from distca.simulate.hybrid import HYBRID
+from distca.simulate.layer_mean import LayerMean
 from distca.simulate.outcome import Outcome
 from distca.simulate.search import (
     DISTCA_SYSTEMS,
@@ -266,7 +267,7 @@ def estimate(candidate: Candidate, workload: Workload, sequences: Sequence[Int64
     """
     assert candidate.system not in BASELINES, candidate.system
     costs = workload.costs(candidate.tensor)
-    kernels = costs.cluster.attention_cost(costs.shape)
+    kernels = LayerMean.of(costs.cluster.attention_cost(costs.shape), workload.model)
     attention = document_loads(np.concatenate(sequences), Mask(), kernels).sum()
     both_ways = float(costs.passes @ [1, costs.cluster.backward_over_forward])
     shared = (

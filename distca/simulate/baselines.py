@@ -35,11 +35,14 @@ from distca.simulate.bins import PACKED_BY_WORK, RINGS, BaselineLayout, Bins
 from distca.simulate.charges import exposed_reduction
 from distca.simulate.costs import ModelCosts
 from distca.simulate.hybrid import HYBRID, simulate_hybrid
+from distca.simulate.layer_mean import LayerMean
 from distca.simulate.one_f_one_b import Passes, in_best_order, one_f_one_b
 from distca.simulate.outcome import Outcome
 
 MEGATRON = ("packed", *RINGS, "per-document-cp", HYBRID)
 """Baselines that every user of Megatron has; the last one asks megatron-core's own scheduler."""
+WITHOUT_WINDOWS = (*RINGS, HYBRID)
+"""Baselines that have no sliding windows."""
 BASELINES = (*MEGATRON, "wlb-llm", "wlb-llm-paper")
 
 
@@ -61,7 +64,8 @@ def simulate_baseline(
         layout: division of the servers into stages, replicas and groups.
         costs: costs of the model on the cluster.
         cost_model: forward seconds of tasks; None: the cluster's kernel.
-        mask: tokens that a query sees; None: all earlier tokens of its document.
+        mask: tokens that a query sees, where the model's layers have no windows; None: all earlier
+            tokens of its document.
         recording: keep spans of each stage of each replica for a trace.
 
     Raises:
@@ -69,10 +73,13 @@ def simulate_baseline(
     """
     if name not in BASELINES:
         raise ValueError(f"no baseline {name!r}: choose from {', '.join(BASELINES)}")
+    if name in WITHOUT_WINDOWS and costs.model.window_left is not None:
+        raise ValueError(f"{name} has no sliding windows: use per-document-cp")
     if costs.model.layers % layout.stages:
         raise ValueError(f"{layout.stages} stages do not divide {costs.model.layers} layers")
     check_layout(name, layout, costs)
     attention = cost_model or costs.cluster.attention_cost(costs.shape)
+    attention = LayerMean.of(attention, costs.model)
     if name == HYBRID:
         if layout.stages > 1 or layout.micro_batches > 1 or mask not in (None, Mask()) or recording:
             raise ValueError(

@@ -19,7 +19,7 @@ from distca.plan import BLOCK
 from distca.plan.span import Int64s, distinct
 from distca.schedule import ExecutionOptions, LinearWork, ScheduleConfig, most_in_flight_of_1f1b
 from distca.schedule.program import Ablation
-from distca.simulate.baselines import BASELINES, simulate_baseline
+from distca.simulate.baselines import BASELINES, WITHOUT_WINDOWS, simulate_baseline
 from distca.simulate.batches import plan_global_batch
 from distca.simulate.bins import GATHERED, PACKED_BY_WORK, BaselineLayout, keeps
 from distca.simulate.cluster import Cluster
@@ -183,6 +183,11 @@ def divisions(
             if not _divides(tp, workload) or servers % pp or workload.model.layers % pp:
                 continue
             if servers // pp * tp % workload.expert_parallel:
+                continue
+            if pp > 1 and workload.model.layers // pp % len(workload.model.masks.pattern):
+                # The stages' layers would have different masks.
+                continue
+            if system in WITHOUT_WINDOWS and workload.model.window_left is not None:
                 continue
             if system == HYBRID and (pp > 1 or servers % 2):
                 continue
@@ -397,9 +402,8 @@ def simulate(
         model.layers // candidate.stages,
         model.heads * model.head_dim,
     )
-    planned = plan_global_batch(
-        windows, candidate.stages, candidate.data, config, options, linear_work=linear_work
-    )
+    sizes = candidate.stages, candidate.data
+    planned = plan_global_batch(windows, *sizes, config, options, model.masks, linear_work)
     return simulate_ticks(
         planned, costs, ablation=ablation, recording=recording, head_groups=candidate.head_groups
     )

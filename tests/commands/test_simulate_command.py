@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -104,6 +105,23 @@ def test_json_has_what_the_table_has(
     assert Outcome(0.3, 1, 1, zeros, 1.0, sums, zeros, zeros, {}).idle == 0
 
 
+def test_windows(command, lengths_file: str) -> None:
+    """Megatron's rings have none. Short windows on most layers take less time."""
+    given = ["--lengths", lengths_file, *SMALL, "--systems", "packed", "cp-p2p", "tiles"]
+    windows = ["--window-left", "255", "--window-attn-skip-freq", "2"]
+    text = command.run(*given, *windows)
+    assert re.search(r"^context parallel, ring +has no windows$", text, re.MULTILINE)
+    assert "ring does not fit" not in text
+    with_windows, without = (
+        json.loads(command.run(*given, "--json", *more)) for more in (windows, [])
+    )
+    for place in (0, 2):
+        assert with_windows[place]["seconds"] < without[place]["seconds"]
+    # Of presets, too; where inference is simulated they are refused.
+    prefill = "prefill --new-tokens 100 --context-parallel-size 2 --model gemma3-27b-like"
+    assert "gemma3-27b-like has layers with windows" in command.refused(*prefill.split())
+
+
 def test_out_of_memory_is_an_answer(command, lengths_file: str) -> None:
     text = command.run("--lengths", lengths_file, *SMALL, "--memory-gb", "4.02")
     assert text.count("out of memory in all") == 8
@@ -156,6 +174,9 @@ def test_what_is_refused(command, lengths_file: str, monkeypatch: pytest.MonkeyP
         (["--heads", "0"], "--heads 0 must be at least 1"),
         (["--num-experts", "8"], "experts need --moe-router-topk, --moe-ffn-hidden-size, too"),
         (["--expert-model-parallel-size", "2"], "2 GPUs cannot share experts: there are none"),
+        (["--window-left", "-1"], "--window-left -1 must not be negative"),
+        (["--window-attn-skip-freq", "2"], "which layers have windows: add --window-left"),
+        (["--window-left", "9", "--window-attn-skip-freq", "1"], "must be at least 2"),
         (["--tensor-model-parallel-sizes", "0"], "every size must be at least 1"),
         (["--trace", "t.json", "--systems", "packed"], "--trace is of DistCA: add one of greedy"),
         (["--plot", "x.foo"], "--plot x.foo: the suffix must be one of"),
