@@ -31,7 +31,8 @@ _TRIES = 4
 
 @dataclass(frozen=True)
 class Best:
-    """The best configuration of a system for a case; None where all that ran are out of memory.
+    """The best configuration of a system for a case; None where all that ran are out of memory, or
+    there is none.
 
     Attributes:
         candidate: best configuration.
@@ -56,6 +57,8 @@ class Best:
     def __str__(self) -> str:
         if self.candidate is not None:
             return str(self.candidate)
+        if not self.tried:
+            return "none divides, or it has no windows"
         if self.out_of_memory == self.tried:
             return "out of memory"
         return f"out of memory in the {self.simulated} simulated"
