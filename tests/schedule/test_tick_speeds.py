@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from distca.cost.model_sizes import ModelSize
-from distca.plan import Mask
+from distca.plan import LayerMasks
 from distca.schedule import (
     ExecutionOptions,
     GlobalBatchPlanner,
@@ -40,7 +40,7 @@ def planned(
         np.arange(STAGES * RANKS).reshape(STAGES, RANKS),
         config,
         options or ExecutionOptions(),
-        Mask(),
+        LayerMasks(),
         linear_work=work,
     )
     windows = [long_tailed_lengths(seed, RANKS * tokens, 400, longest) for seed in range(6)]

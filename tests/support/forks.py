@@ -9,8 +9,8 @@ import multiprocessing
 import os
 import runpy
 import sys
-from collections.abc import Mapping, Sequence
-from multiprocessing.connection import wait
+from collections.abc import Sequence
+from multiprocessing.connection import Connection, wait
 from multiprocessing.context import BaseContext
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -62,21 +62,28 @@ def _launch(processes: int, arguments: Sequence[str], output: Path) -> None:
     with output.open("wb") as file:
         for stream in (sys.stdout, sys.stderr):
             os.dup2(file.fileno(), stream.fileno())
-    store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
-    told = {
-        "MASTER_ADDR": "localhost",
-        "MASTER_PORT": str(store.port),
-        "WORLD_SIZE": str(processes),
-        "TORCHELASTIC_RUN_ID": "forks",
-        "TORCHELASTIC_RESTART_COUNT": "0",
-        "TORCHELASTIC_USE_AGENT_STORE": "True",
-    }
     running = {}
-    for rank in range(processes):
-        its = told | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-        process = multiprocessing.get_context("fork").Process(target=_train, args=(arguments, its))
+    tellers: list[Connection] = []
+    for _ in range(processes):
+        theirs, teller = multiprocessing.Pipe(duplex=False)
+        process = multiprocessing.get_context("fork").Process(
+            target=_train, args=(arguments, theirs)
+        )
         process.start()
         running[process.sentinel] = process
+        tellers.append(teller)
+    # The store has a thread of its own, whose locks a fork would copy as they are just then.
+    store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    for rank, teller in enumerate(tellers):
+        told = {
+            "MASTER_ADDR": "localhost",
+            "MASTER_PORT": str(store.port),
+            "WORLD_SIZE": str(processes),
+            "TORCHELASTIC_RUN_ID": "forks",
+            "TORCHELASTIC_RESTART_COUNT": "0",
+            "TORCHELASTIC_USE_AGENT_STORE": "True",
+        }
+        teller.send(told | {"RANK": str(rank), "LOCAL_RANK": str(rank)})
     failed = False
     while running:
         for sentinel in wait(running):
@@ -89,13 +96,13 @@ def _launch(processes: int, arguments: Sequence[str], output: Path) -> None:
     sys.exit(failed)
 
 
-def _train(arguments: Sequence[str], told: Mapping[str, str]) -> None:
+def _train(arguments: Sequence[str], launcher: Connection) -> None:
     import torch
 
     # As torchrun's processes do.
     os.setsid()
     torch.set_num_threads(1)
     os.chdir(ROOT)
-    os.environ |= told
+    os.environ |= launcher.recv()
     sys.argv = ["pretrain_gpt.py", *arguments]
     runpy.run_path(sys.argv[0], run_name="__main__")

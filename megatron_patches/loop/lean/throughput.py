@@ -41,7 +41,8 @@ class Throughput:
                 parameters += args.hidden_size * args.padded_vocab_size
             self._tokens_times_parameters += positions.numel() * parameters
             for mask in masks.masks:
-                seen = positions.clamp(max=mask.window_left)
+                left = mask.window_left
+                seen = positions if left is None else positions.clamp(max=left)
                 self._pairs = self._pairs + layers.count(mask) * (seen + 1).sum()
 
         for chunk in model:
