@@ -48,7 +48,8 @@ def test_no_request_makes_the_server_fail(url: str, full: bool) -> None:
         )
         how(given(case=cases)(ask))()
     for path in ("/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize"):
-        assert answered.get((path, 200)), answered
+        # Most of the good ones name a model that there is not.
+        assert answered.get((path, 200), 0) + answered.get((path, 404), 0), answered
         assert answered.get((path, 400)), answered
 
 
