@@ -47,7 +47,7 @@ def test_answers_are_one_processs(
     model = read_model(path, torch.float32)
     loaded = model.load(torch.device("cpu"), "eager")
     for submit in submits:
-        assert answered.tokens[submit[0]] == one_process(model, loaded, submit), submit[0]
+        assert answered.tokens[submit[0]] == one_process(loaded, submit), submit[0]
     size = settings.tensor_parallel_size
     computing = (world_size - servers) * size
     assert all(answered.weights[:computing])

@@ -80,7 +80,7 @@ def test_answers_are_one_processs(
     model = read_model(path, torch.float32)
     loaded = model.load(torch.device("cpu"), "eager")
     for submit in submits:
-        assert told[submit[0]] == one_process(model, loaded, submit), submit[0]
+        assert told[submit[0]] == one_process(loaded, submit), submit[0]
     assert after == [(blocks, 0, 0)] * world_size
     assert (stats["preemptions"] > 0) == (blocks == 7)
     assert (stats["found"] > 0) == settings.prefix_caching
@@ -121,4 +121,4 @@ def test_a_storm_of_aborts_leaves_no_block(ranks: Ranks, models, full: bool) -> 
         model = read_model(models["llama"], torch.float32)
         loaded = model.load(torch.device("cpu"), "eager")
         for submit in ended[:: len(ended) // 20]:
-            assert told[submit[0]] == one_process(model, loaded, submit)
+            assert told[submit[0]] == one_process(loaded, submit)

@@ -105,7 +105,7 @@ def test_two_machines_answer_until_one_is_lost(folder: Path, tmp_path: Path) -> 
         model, tokenizer = read_model(str(folder), torch.float32), load_tokenizer(str(folder))
         loaded = model.load(torch.device("cpu"), "eager")
         submit = (0, 0, tokenizer.encode(prompt), Sampling(6, stops=model.stops), Penalties())
-        expected = tokenizer.decode(one_process(model, loaded, submit), skip_special_tokens=True)
+        expected = tokenizer.decode(one_process(loaded, submit), skip_special_tokens=True)
         assert answer["choices"][0]["text"] == expected
         moved = httpx.get(f"{server.url}/debug/state").json()["bytes_moved"]
         assert moved > 0

@@ -11,17 +11,16 @@ import pytest
 import torch
 
 from distca.schedule.serving.cdsp import Coefficients, ImprovementRates, PrefillModel
-from distca.schedule.serving.scheduler import Limits
 from distca.serve.engine.settings import EngineSettings
 from distca.serve.handoff.engine import RolesEngine
 from distca.serve.handoff.settings import Roles
 from distca.serve.models import read_model
 from distca.serve.sampling import Penalties, Sampling
+from support.engines import BLOCK, one_process, settings_of
 from support.ranks import Ranks
 from support.role_workers import Played, Seen, serve_on_a_rank, tokens
 from support.small_models import VOCABULARY, save_small_model
 
-BLOCK = 4
 # Two ranks are worth it from 21 tokens on. So slow that what ranks really take changes no plan.
 TIMES = PrefillModel(
     "here",
@@ -36,39 +35,17 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     return {family: str(save_small_model(family, folder)) for family in ("llama", "gemma3_text")}
 
 
-def settings_of(path: str, prefill: int, decode: int, tensor: int = 1, **roles: Any):
+def settings_apart(
+    path: str, prefill: int, decode: int, tensor: int = 1, **roles: Any
+) -> EngineSettings:
     given = {"strategy": "cdsp", "times": TIMES, "rates": ImprovementRates({0.0: 0.0})} | roles
-    return EngineSettings(
+    return settings_of(
         path,
-        "float32",
-        read_model(path, torch.float32).windows,
-        b"salt",
-        96,
         prefill + decode,
-        1,
-        "pass-kv",
-        Limits(sequences=16, tokens=64, stripe=BLOCK, short=12),
-        BLOCK,
-        1 << 20,
-        0.9,
-        False,
-        60.0,
+        64,
+        prefix_caching=False,
         roles=Roles(prefill, decode, tensor, smallest_chunk=BLOCK, **given),
     )
-
-
-def one_process(loaded: Any, submit: tuple) -> list[int]:
-    """Tokens of a sequence as transformers' own attention has them, all fed again for each."""
-    _, choice, prompt, sampling, penalties = submit
-    answer: list[int] = []
-    while len(answer) < sampling.max_tokens:
-        with torch.no_grad():
-            logits = loaded(torch.tensor([prompt + answer])).logits[0, -1]
-        changed = penalties.apply(logits, prompt, answer)
-        answer.append(sampling.choose(changed, choice, len(prompt) + len(answer)))
-        if answer[-1] in sampling.stops:
-            break
-    return answer
 
 
 def prompts(*lengths: int) -> list[tuple]:
@@ -111,7 +88,7 @@ def test_answers_are_one_processs(
     ranks: Ranks, models, tmp_path: Path, family: str, prefill: int, decode: int, tensor: int
 ) -> None:
     """Chunks on one rank and then two, of overlapping groups; from TP 1 to TP 2."""
-    settings = settings_of(models[family], prefill, decode, tensor)
+    settings = settings_apart(models[family], prefill, decode, tensor)
     played = Played(prompts(17, 75, 50, 9, 71, 1))
     seen = run(ranks, tmp_path, settings, played)
     check(models[family], played, seen)
@@ -149,7 +126,7 @@ def drop_a_chunk() -> Callable[[], None]:
 
 
 def test_a_dropped_chunk_is_noticed(ranks: Ranks, models, tmp_path: Path) -> None:
-    settings = settings_of(models["llama"], 2, 1)
+    settings = settings_apart(models["llama"], 2, 1)
     played = Played(prompts(17, 75))
     seen = run(ranks, tmp_path, settings, played, drop_a_chunk)
     with pytest.raises(AssertionError):
@@ -159,7 +136,7 @@ def test_a_dropped_chunk_is_noticed(ranks: Ranks, models, tmp_path: Path) -> Non
 def test_with_one_backend_requests_decode_in_the_order_of_their_first_offers(
     ranks: Ranks, models, tmp_path: Path
 ) -> None:
-    settings = settings_of(models["llama"], 2, 1, backends=1)
+    settings = settings_apart(models["llama"], 2, 1, backends=1)
     played = Played(prompts(*[33] * 8))
     seen = run(ranks, tmp_path, settings, played)
     check(models["llama"], played, seen)
@@ -182,7 +159,7 @@ def test_a_storm_leaves_no_block(ranks: Ranks, models, tmp_path: Path, full: boo
         for number in range(count)
     ]
     aborted = {number: chance.random() * 0.5 for number in chance.sample(range(count), count // 2)}
-    settings = settings_of(models["llama"], 2, 2, lease=1.0)
+    settings = settings_apart(models["llama"], 2, 2, lease=1.0)
     late = {"late": 0.01, "late_seconds": 2.0, "seed": 3}
     played = Played(submits, aborted, 0.02, **late, blocks=(30, 40))
     seen = run(ranks, tmp_path, settings, played)
@@ -191,7 +168,7 @@ def test_a_storm_leaves_no_block(ranks: Ranks, models, tmp_path: Path, full: boo
 
 
 def test_pools_that_hold_no_longest_prompt_are_refused(models) -> None:
-    engine = RolesEngine(settings_of(models["llama"], 2, 1), None, None)  # type: ignore[arg-type]
+    engine = RolesEngine(settings_apart(models["llama"], 2, 1), None, None)  # type: ignore[arg-type]
     for blocks, whose in (((11, 24), "each of 2 prefill ranks"), ((12, 23), "a decode rank")):
         with pytest.raises(ValueError, match=f"{whose}.*--kv-cache-memory-bytes"):
             engine.begin(*blocks, 1, None)  # type: ignore[arg-type]

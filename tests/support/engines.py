@@ -199,7 +199,7 @@ def settings_of(path: str, world_size: int, chunk: int, **changes: Any) -> Engin
     return replace(settings, **changes)
 
 
-def one_process(model: ServedModel, loaded: Any, submit: tuple) -> list[int]:
+def one_process(loaded: Any, submit: tuple) -> list[int]:
     """Tokens of a sequence as transformers' own attention has them, all fed again for each."""
     _, choice, prompt, sampling, penalties = submit
     answer: list[int] = []
