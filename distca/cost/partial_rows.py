@@ -47,6 +47,8 @@ class RankRows:
         local: rows that it owns.
         sent: rows that it sends to other servers.
         received: rows that it receives.
+        destinations: servers that it sends rows to.
+        sources: owners of the rows that it receives.
         placed: whether its served rows lie in the order in which calls use them, and not its own
             first.
         in_order: whether one call has all served rows, its own first.
@@ -58,6 +60,8 @@ class RankRows:
     local: Int64s
     sent: Int64s
     received: Int64s
+    destinations: Int64s
+    sources: Int64s
     placed: Bools
     in_order: Bools
     calls: tuple[CallRows, ...]
@@ -110,10 +114,13 @@ def _rank_rows(
     calls = tuple(_call_rows(spans, place, spans.causal == shape, ranks) for shape in (False, True))
     here = spans.server == spans.owner
     away = segments.select(segments.owner != segments.server)
+    pairs = np.unique(away.owner * ranks + away.server)
     return RankRows(
         local,
         sent,
         received,
+        np.bincount(pairs // ranks, minlength=ranks),
+        np.bincount(pairs % ranks, minlength=ranks),
         placed,
         _in_order(spans, local + received),
         calls,

@@ -15,7 +15,7 @@ from typing import Literal
 import numpy as np
 
 from distca.plan import Plan, Segments
-from distca.plan.span import Int64s
+from distca.plan.span import Bools, Int64s
 
 FORWARD_PHASES = ("dispatch", "return")
 BACKWARD_PHASES = ("dispatch_backward", "return_backward")
@@ -41,6 +41,27 @@ MAX_HEAD_GROUPS = 8
 def padded(row_bytes: int) -> int:
     """Bytes of a tensor's row with the padding up to the next row."""
     return -(-row_bytes // ROW_ALIGNMENT) * ROW_ALIGNMENT
+
+
+MOST_PIECES = 16
+"""Most peers whose rows of a kind are copied peer by peer: each takes an operation of its own."""
+
+PIECE_BYTES = 2**18
+"""Bytes of a peer's rows from which an operation of their own costs less than one more copy."""
+
+
+def in_pieces(peers: Int64s, rows: Int64s, row_bytes: int) -> Bools:
+    """Whether a rank copies rows of a kind straight between messages and their places, peer by
+    peer.
+
+    Otherwise all go at once, whatever the number of peers, but by way of one more copy.
+
+    Args:
+        peers: ranks that these rows go to, or come from, `[ranks]`.
+        rows: all these rows, `[ranks]`.
+        row_bytes: bytes of a row.
+    """
+    return (peers <= MOST_PIECES) & (rows * row_bytes >= peers * PIECE_BYTES)
 
 
 @dataclass(frozen=True)

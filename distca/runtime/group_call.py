@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -150,13 +149,12 @@ class GroupCall:
             )
         self._parts = found if parts is None else parts
         with self._span("return", "exchange"):
-            fill: Fill = _nothing
-            returned = None
+            fill, returned = _NOTHING, None
             if parts is not None:
-                fill = partial(received_outputs, exchange, parts, self._scratch)
+                fill = received_outputs(exchange, parts, self._scratch)
                 sent = exchange.q.parts + exchange.q.sent
                 returned = parts.words[exchange.q.parts : sent]
-            self._send_to_owners("return", (types, ()), (fill, _nothing), (returned, None))
+            self._send_to_owners("return", (types, ()), (fill, _NOTHING), (returned, None))
         self._served = None
 
     def finish(self, sink: torch.Tensor | None = None) -> torch.Tensor:
@@ -278,8 +276,8 @@ class GroupCall:
                 "return_backward",
                 ByKind([dq], [dk, dv]).row_types,
                 (
-                    partial(received_gradients, exchange.q, [dq]),
-                    partial(received_gradients, exchange.kv, [dk, dv]),
+                    received_gradients(exchange.q, [dq]),
+                    received_gradients(exchange.kv, [dk, dv]),
                 ),
                 ([dq[exchange.q.parts :]], [each[exchange.kv.parts :] for each in (dk, dv)]),
             )
@@ -297,5 +295,5 @@ class GroupCall:
         return gradients
 
 
-def _nothing(into: PackedRows) -> None:
-    """Fills the rows of a kind that has none."""
+_NOTHING = Fill(lambda into, rows: None)
+"""Writes the rows of a kind that has none."""

@@ -4,8 +4,8 @@ Tensors are of two kinds: as many rows of each tensor of a kind travel to a rank
 its rows of queries, then its rows of keys, and a row of a kind is that row of all its tensors, side
 by side, each at a multiple of 16 bytes. So a row begins after so many rows of either kind: all rows
 of a kind are found by one strided view of the messages, and copied by one operation, however many
-ranks and tensors there are. Where a rank's messages have rows of one kind alone, they lie at equal
-distances, and rows are written there at once.
+ranks and tensors there are; but they are put together on the way. Where a rank's messages have rows
+of one kind alone, or many to each of a few peers, they are written and read where they lie.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from distca.cost.volume import padded
+from distca.cost.volume import in_pieces, padded
 from distca.plan.span import Int64s
 from distca.runtime.workspace import Workspace, contiguous_strides
 from distca.transport import MessageSizes
@@ -173,6 +173,7 @@ class KindInMessages:
         place: indices of the rows among rows of this kind and among rows of the other; None: all,
             in order, since there are none of the other.
         others: rows of the other kind.
+        pieces: rows that follow each other, and word at which they begin; none if they are many.
         format: what a row holds.
     """
 
@@ -180,14 +181,21 @@ class KindInMessages:
     strides: tuple[int, int]
     place: tuple[torch.Tensor, torch.Tensor] | None
     others: int
+    pieces: tuple[tuple[slice, int], ...]
     format: RowFormat
 
     def in_place(self, messages: torch.Tensor) -> torch.Tensor:
         """All rows, `[rows, words]`, where there are none of the other kind."""
         assert self.place is None
-        strides = max(self.strides[0], 1), 1
-        begin = messages.storage_offset()
-        return messages.as_strided((self.rows, self.format.words), strides, begin)
+        ((_, rows),) = self.views(messages)
+        return rows
+
+    def views(self, messages: torch.Tensor) -> Iterator[tuple[slice, torch.Tensor]]:
+        """Each piece's rows, and they in messages: `[rows, words]`."""
+        strides, begin = (max(self.strides[0], 1), 1), int(messages.storage_offset())
+        for rows, at in self.pieces:
+            size = rows.stop - rows.start, self.format.words
+            yield rows, messages.as_strided(size, strides, begin + at)
 
     def put(self, messages: torch.Tensor, rows: torch.Tensor) -> None:
         """Writes packed rows, where there are rows of the other kind, too."""
@@ -200,6 +208,7 @@ class KindInMessages:
         if self.place is None:
             into.copy_(self.in_place(messages))
         else:
+            # At once, without a copy on the way, however many pieces there are.
             view = self._view(messages, self.format.words)
             torch.ops.aten.index.Tensor_out(view, self.place, out=into)
 
@@ -279,4 +288,21 @@ def _find(
         others = numbers[1 - kind]
         strides = of.words, formats[1 - kind].words
         place = rows[kind].place if others else None
-        yield KindInMessages(numbers[kind], strides, place, others, of)
+        pieces = _pieces(rows, formats, kind) if others else ((slice(0, numbers[kind]), 0),)
+        yield KindInMessages(numbers[kind], strides, place, others, pieces, of)
+
+
+def _pieces(
+    rows: tuple[PeerRows, PeerRows], formats: Sequence[RowFormat], kind: int
+) -> tuple[tuple[slice, int], ...]:
+    """Rows of a kind in each rank's message, if they are copied in pieces."""
+    counts, words = rows[kind].counts, [each.words for each in formats]
+    peers = np.flatnonzero(counts)
+    if not in_pieces(np.array(len(peers)), counts.sum(), words[kind] * WORD.itemsize):
+        return ()
+    sizes = rows[0].counts * words[0] + rows[1].counts * words[1]
+    at = np.cumsum(sizes) - sizes + kind * rows[0].counts * words[0]
+    ends = np.cumsum(counts)
+    return tuple(
+        (slice(int(ends[peer] - counts[peer]), int(ends[peer])), int(at[peer])) for peer in peers
+    )

@@ -20,8 +20,18 @@ from distca.runtime.messages import (
 from distca.runtime.workspace import Workspace
 from distca.transport import Channel, Pending, Transport
 
-Fill = Callable[[PackedRows], object]
-"""Writes a kind's rows that are sent, sorted by destination."""
+
+@dataclass(frozen=True)
+class Fill:
+    """What writes a kind's rows that are sent.
+
+    Attributes:
+        write: writes some rows of all, sorted by destination: their memory, and which they are.
+        at_once: whether all must be written at once.
+    """
+
+    write: Callable[[PackedRows, slice], object]
+    at_once: bool = False
 
 
 @dataclass(frozen=True)
@@ -40,8 +50,9 @@ class Scattered:
 
     def fill(self, found: KindInMessages, messages: torch.Tensor) -> None:
         """Writes a kind's rows in messages to their places."""
-        if found.place is None:
-            self.words.index_copy_(0, self.places, found.in_place(messages))
+        for piece, words in found.views(messages):
+            self.words.index_copy_(0, self.places[piece], words)
+        if found.pieces:
             return
         with self.scratch.borrowed():
             rows = self.scratch.take((found.rows, self.words.shape[1]), WORD)
@@ -191,12 +202,13 @@ def _start_exchange(
 
 
 def _write(messages: torch.Tensor, found: KindInMessages, fill: Fill, scratch: Workspace) -> None:
-    if found.place is None:
-        fill(PackedRows.at(found.in_place(messages), found.format))
+    if len(found.pieces) == 1 or (found.pieces and not fill.at_once):
+        for piece, words in found.views(messages):
+            fill.write(PackedRows.at(words, found.format), piece)
         return
     with scratch.borrowed():
         rows = PackedRows.take(scratch, found.format, found.rows)
-        fill(rows)
+        fill.write(rows, slice(0, found.rows))
         found.put(messages, rows.words)
 
 
@@ -226,11 +238,11 @@ def send_to_servers(
     """
 
     def gathered(sources: Sequence[torch.Tensor], rows: torch.Tensor) -> Fill:
-        def fill(into: PackedRows) -> None:
+        def write(into: PackedRows, piece: slice) -> None:
             for tensor, target in zip(sources, into.tensors, strict=True):
-                torch.index_select(tensor, 0, rows, out=target)
+                torch.index_select(tensor, 0, rows[piece], out=target)
 
-        return fill
+        return Fill(write)
 
     types = tensors.row_types
     pending = layout = None

@@ -14,7 +14,7 @@ from distca.attention.kernel import Gradients, Kernel, KernelTasks, Outputs
 from distca.attention.merge import merge_shared, sum_parts
 from distca.runtime.exchange import Combination, Exchange, KernelCall, Rows
 from distca.runtime.messages import PackedRows
-from distca.runtime.moving_rows import ServedRows
+from distca.runtime.moving_rows import Fill, ServedRows
 from distca.runtime.workspace import Workspace
 
 
@@ -71,16 +71,18 @@ def merge(parts: PackedRows, combination: Combination, scratch: Workspace) -> No
         merge_shared(out, lse, combination.merges, gather, scratch.take)
 
 
-def received_outputs(
-    exchange: Exchange, parts: PackedRows, scratch: Workspace, into: PackedRows
-) -> None:
+def received_outputs(exchange: Exchange, parts: PackedRows, scratch: Workspace) -> Fill:
     """Writes the outputs and LSE of the received queries."""
     combination, q = exchange.received_outputs, exchange.q
-    if combination is None:
-        into.words.copy_(parts.words[q.local : q.served])
-        return
-    merge(parts, combination, scratch)
-    torch.index_select(parts.words, 0, combination.rows, out=into.words)
+
+    def write(into: PackedRows, _: slice) -> None:
+        if combination is None:
+            into.words.copy_(parts.words[q.local : q.served])
+            return
+        merge(parts, combination, scratch)
+        torch.index_select(parts.words, 0, combination.rows, out=into.words)
+
+    return Fill(write, at_once=True)
 
 
 def local_outputs(exchange: Exchange, parts: PackedRows, scratch: Workspace) -> Outputs:
@@ -135,13 +137,20 @@ def compute_gradients(
         queries, keys = rows.stop, kv_rows.stop
 
 
-def received_gradients(rows: Rows, parts: Sequence[torch.Tensor], into: PackedRows) -> None:
+def received_gradients(rows: Rows, parts: Sequence[torch.Tensor]) -> Fill:
     """Writes the gradients of the received rows of one kind, of which all calls gave `parts`."""
-    for gradients, target in zip(parts, into.tensors, strict=True):
-        if rows.received_sums is None:
-            target.copy_(gradients[rows.local : rows.served])
-        else:
-            sum_parts(gradients, rows.received_sums, target)
+    sums = rows.received_sums
+
+    def write(into: PackedRows, piece: slice) -> None:
+        for gradients, target in zip(parts, into.tensors, strict=True):
+            if sums is None:
+                target.copy_(gradients[rows.local : rows.served][piece])
+            elif sums.begins is None:
+                torch.index_select(gradients, 0, sums.parts[piece], out=target)
+            else:
+                sum_parts(gradients, sums, target)
+
+    return Fill(write, at_once=sums is not None and sums.begins is not None)
 
 
 def local_gradients(rows: Rows, parts: torch.Tensor) -> torch.Tensor:

@@ -1,14 +1,14 @@
 """Memory traffic of the rows that the runtime copies around the kernels.
 
-Where rows arrive, all local rows move into the workspace beside them, in the order in which kernel
-calls use rows; elsewhere they stay where they are. A call gathers its rows only if they do not
-follow each other there. Results of all
-calls lie one after the other, with those of other servers behind them; final outputs and gradients
-are made of these parts, outputs merged and gradients summed where a row has several. Where one call
-gives a rank's own rows and no others, its results are the final ones. The groups' outputs and
-gradients are put together in the end. `distca.runtime` copies in `moving_rows`, `server_kernels`
-and `group_call`; the traffic is counted here from the plan alone, as `distca.cost.memory` counts
-the buffers.
+Messages that have rows of both kinds, and not many to each of a few peers, are put together on the
+way in and out. Where rows arrive, all local rows move into the workspace beside them, in the order
+in which kernel calls use rows; elsewhere they stay where they are. A call gathers its rows only if
+they do not follow each other there. Results of all calls lie one after the other, with those of
+other servers behind them; final outputs and gradients are made of these parts, outputs merged and
+gradients summed where a row has several. Where one call gives a rank's own rows and no others, its
+results are the final ones. The groups' outputs and gradients are put together in the end.
+`distca.runtime` copies in `moving_rows`, `server_kernels` and `group_call`; the traffic is counted
+here from the plan alone, as `distca.cost.memory` counts the buffers.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ import numpy as np
 
 from distca.cost.memory import FLOAT32_BYTES
 from distca.cost.partial_rows import PartialRows, RankRows, rank_rows
-from distca.cost.volume import AttentionShape
+from distca.cost.volume import AttentionShape, in_pieces
 from distca.plan import Plan
-from distca.plan.span import Int64s
+from distca.plan.span import Bools, Int64s
 from distca.schedule.program import Pass
 
 
@@ -50,23 +50,36 @@ def _to_kernels(rows: RankRows, others: RankRows, row_bytes: int) -> Int64s:
     """Bytes of local rows that move beside those that arrive, and of those that calls gather.
 
     Rows that arrive are put together first where messages have rows of the other kind, too, unless
-    they lie in order.
+    they lie in order or are copied in pieces.
     """
     moved = np.where(rows.received > 0, rows.local, 0)
-    moved += np.where(rows.placed & (others.received > 0), rows.received, 0)
+    staged = ~in_pieces(rows.sources, rows.received, row_bytes)
+    moved += np.where(rows.placed & (others.received > 0) & staged, rows.received, 0)
     gathered = np.sum([call.rows * call.gathers for call in rows.calls], axis=0)
     return 2 * row_bytes * (moved + gathered)  # type: ignore[no-any-return]
 
 
-def _packed(q: Int64s, kv: Int64s, q_bytes: int, kv_bytes: int) -> Int64s:
+def _packed(
+    rows: Int64s, others: Int64s, peers: Int64s, row_bytes: int, at_once: Bools | bool = False
+) -> Int64s:
     """Bytes of rows that are put together before they are packed in messages: those of messages
-    with rows of both kinds."""
-    return 2 * ((q > 0) & (kv > 0)) * (q * q_bytes + kv * kv_bytes)  # type: ignore[no-any-return]
+    with rows of both kinds, unless they are written in pieces.
+
+    Args:
+        rows: rows that ranks send, `[ranks]`.
+        others: rows of the other kind, likewise.
+        peers: ranks that each sends them to.
+        row_bytes: bytes of a row.
+        at_once: whether ranks write them at once, in one piece or none.
+    """
+    pieces = in_pieces(peers, rows, row_bytes) & ~(at_once & (peers > 1))
+    return 2 * row_bytes * np.where((others > 0) & ~pieces, rows, 0)
 
 
 def _forward(q: RankRows, kv: RankRows, shape: AttentionShape, grouped: bool) -> Int64s:
     q_row, kv_row, lse = shape.q_row_bytes, shape.kv_row_bytes, shape.lse_row_bytes
-    traffic = _packed(q.sent, kv.sent, q_row, kv_row)
+    traffic = _packed(q.sent, kv.sent, q.destinations, q_row)
+    traffic += _packed(kv.sent, q.sent, kv.destinations, kv_row)
     traffic += _to_kernels(q, kv, q_row) + _to_kernels(kv, q, kv_row)
     traffic += _merge_traffic(q.of_received, shape)
     final = 2 * q.local * (q_row + lse) + _merge_traffic(q.of_local, shape)
@@ -79,13 +92,14 @@ def _backward(q: RankRows, kv: RankRows, shape: AttentionShape, grouped: bool) -
     q_row, kv_row = shape.q_row_bytes, shape.kv_row_bytes
     # The output's gradient, the output, its LSE, the query; the key and value.
     q_inputs = 3 * q_row + shape.lse_row_bytes
-    traffic = _packed(q.sent, kv.sent, q_inputs, kv_row)
-    traffic += _to_kernels(q, kv, q_inputs) + _to_kernels(kv, q, kv_row)
-    traffic += _packed(q.received, kv.received, q_row, kv_row)
-    for rows, row in ((q, q_row), (kv, kv_row)):
+    traffic = np.zeros_like(q.local)
+    for rows, others, inputs, row in ((q, kv, q_inputs, q_row), (kv, q, kv_row, kv_row)):
+        traffic += _packed(rows.sent, others.sent, rows.destinations, inputs)
+        traffic += _to_kernels(rows, others, inputs)
         # Received rows of one part each go into messages as they are.
         several = rows.of_received.shared > 0
         traffic += row * several * (rows.of_received.parts + rows.received)
+        traffic += _packed(rows.received, others.received, rows.sources, row, several)
         first = rows.in_order & (rows.sent == 0)
         summed = np.where(first, 2 * rows.local, rows.of_local.parts + rows.local)
         traffic += row * np.where(rows.computed_alone, 0, summed)

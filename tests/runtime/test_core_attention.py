@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from distca.attention import select_kernel
+from distca.cost import volume
 from distca.cost.memory import plan_memory
 from distca.cost.volume import AttentionShape, plan_bytes
 from distca.plan import Mask, Placement, Plan, Tasks, place_in_turn
@@ -63,8 +64,15 @@ def run_on_rank(
     dtype: str,
     over: str | None = None,
     head_groups: int = 1,
+    piece_bytes: int = 2**18,
 ):
     """One rank's rows of output and gradients, and the bytes that it sent."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(volume, "PIECE_BYTES", piece_bytes)
+        return _run_on_rank(plan, seed, shape, backward, dtype, over, head_groups)
+
+
+def _run_on_rank(plan, seed, shape, backward, dtype, over, head_groups):
     rank = dist.get_rank()
     attention = core_attention_for(plan, shape, backward, dtype, over, head_groups)
     mine = plan.placement.of_rank(rank)
@@ -97,6 +105,7 @@ def check(
     tolerance=2e-5,
     over=None,
     head_groups=1,
+    piece_bytes=2**18,
 ):
     plan.validate()
     world_size = plan.world_size
@@ -106,9 +115,8 @@ def check(
     out = dense_attention(q, k, v, plan.lengths, plan.mask, SCALE)
     out.backward(dout)
     expected = [out.detach(), q.grad, k.grad, v.grad]
-    results = ranks.run(
-        run_on_rank, plan, 7, shape, backward, dtype, over, head_groups, world_size=world_size
-    )
+    how = shape, backward, dtype, over, head_groups, piece_bytes
+    results = ranks.run(run_on_rank, plan, 7, *how, world_size=world_size)
     for rows, figures, _, _ in results:
         for name, mine, all_rows in zip(("out", "dq", "dk", "dv"), figures, expected, strict=True):
             difference = (mine - all_rows[rows]).abs().max() if len(rows) else 0
@@ -130,7 +138,9 @@ def test_random_plans(ranks, seed: int) -> None:
     plan = random_plan(rng, lengths, world_size, 160, mask)
     # Rows of odd sizes are padded in messages.
     shape = [(5, 5, 6), (4, 2, 16), (6, 1, 8)][seed % 3]
-    check(ranks, plan, shape, backward=("resend", "keep")[seed // 3])
+    # Rows are put together on their way into messages and out, or copied in pieces.
+    pieces = (2**18, 0)[seed // 2 % 2]
+    check(ranks, plan, shape, backward=("resend", "keep")[seed // 3], piece_bytes=pieces)
 
 
 @pytest.mark.parametrize("over", [None, "shm"])

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from distca.cost import volume
 from distca.cost.profile import Profile, _diagonal_pairs
 from distca.cost.volume import AttentionShape
 from distca.plan import Mask
@@ -66,9 +67,10 @@ def test_closing_ends_an_endless_maker() -> None:
 
 @pytest.mark.parametrize("width", [3, 6, 16])
 @pytest.mark.parametrize("keys", [False, True])
-def test_messages_survive_packing(width: int, keys: bool) -> None:
+def test_messages_survive_packing(width: int, keys: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows of several tensors and types, with empty messages. Each tensor's row begins at a
     multiple of 16 bytes, whatever its size: so does every message, and copies have whole words."""
+    monkeypatch.setattr(volume, "PIECE_BYTES", 0)
     q_counts, kv_counts = np.array([2, 0, 3]), np.array([0, 1, 1])
     rows = peer_rows(q_counts, np.array([1, 0, 4]), kv_counts, np.array([0, 2, 1]))
     tensors = ByKind(
@@ -104,6 +106,9 @@ def test_messages_survive_packing(width: int, keys: bool) -> None:
             packed = PackedRows.take(memory, found.format, found.rows)
             found.take(messages, packed.words)
             together += packed.tensors
+            assert len(found.pieces) == (2 if keys else 1)
+            for piece, words in found.views(messages):
+                assert torch.equal(words, packed.words[piece])
             apart += [torch.full_like(each, 7) for each in kind]
             found.take_apart(messages, apart[-2:])
     sent = [*tensors.q, *tensors.kv]

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from distca.cost import volume
 from distca.cost.memory import plan_memory
 from distca.cost.partial_rows import rank_rows
 from distca.cost.volume import BACKWARD_PHASES, FORWARD_PHASES, AttentionShape, plan_bytes
@@ -155,12 +156,18 @@ def measured(plan: Plan, head_groups: int) -> dict[str, list[int]]:
     return found
 
 
-@pytest.mark.parametrize("head_groups", [1, 2])
+@pytest.mark.parametrize(("head_groups", "piece_bytes"), [(1, 2**18), (1, 0), (2, 0)])
 @pytest.mark.parametrize("free_placement", [True, False])
 @pytest.mark.parametrize("scheduler", ["packed", "per-document-cp", "greedy", "tiles"])
 def test_the_simulator_counts_what_the_runtime_copies(
-    scheduler: str, free_placement: bool, head_groups: int
+    scheduler: str,
+    free_placement: bool,
+    head_groups: int,
+    piece_bytes: int,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """Rows of both kinds to some ranks are put together, or written in pieces."""
+    monkeypatch.setattr(volume, "PIECE_BYTES", piece_bytes)
     options = ExecutionOptions(scheduler, ping_pong=False, free_placement=free_placement)
     group = SHAPE.head_group(head_groups)
     lengths = long_tailed_lengths(0, 4 * 2048, 500, 8192)
