@@ -226,7 +226,7 @@ def generate(folder: str, batch: int, loads: Sequence[Sequence[Asked]], pipe: An
             )
         return [
             Answered(
-                tokenizer.decode(row[prompt : prompt + each.tokens]),
+                tokenizer.decode(row[prompt : prompt + each.tokens], skip_special_tokens=True),
                 times[0] - begin - each.arrival,
                 times[each.tokens - 1] - begin - each.arrival,
             )
