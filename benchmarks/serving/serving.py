@@ -23,7 +23,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +50,7 @@ from distca.plan import Mask
 from distca.runtime.kernel_timing import cpu_name
 from distca.schedule.serving.iteration import Part, plan_iteration
 from distca.schedule.serving.scheduler import Limits
+from distca.serve.engine.backlog import Backlog
 from distca.serve.engine.engine import Engine
 from distca.serve.engine.messages import Chosen, Done, Submit, encode
 from distca.serve.engine.settings import EngineSettings
@@ -164,13 +165,19 @@ def idle_section(folder: str, repetitions: int) -> Iterator[str]:
 class NoWorkers:
     """Stands for an engine's sockets: messages are encoded, and go nowhere."""
 
-    def __init__(self) -> None:
+    def __init__(self, processes: int) -> None:
         self.message: Any = None
+        self.parts: Collection[int] = ()
+        self._backlog = Backlog(processes)
 
     def send(self, message: Any) -> None:
         if not isinstance(message, bytes):
             encode(message)
-            self.message = message
+
+    def start(self, iteration: Any, parts: Collection[int]) -> None:
+        """See `Workers`."""
+        self.message, self.parts = iteration, parts
+        list(self._backlog.tell(iteration, parts))
 
     def begin_step(self) -> None:
         """See `Workers`."""
@@ -206,7 +213,7 @@ def host_cost(
     limits = Limits(sequences + 1, sequences + max(chunk, 1000), 16, 64)
     sizes = 4096, ranks, 1, "pass-kv", limits, 16, 1 << 30, 0.9, False, 60.0
     settings = EngineSettings("", "float32", (None,), b"", *sizes)
-    workers = NoWorkers()
+    workers = NoWorkers(ranks)
     engine = Engine(settings, workers, workers)
     engine.begin(sequences * 128, 1)
     owners: dict[int, list[int]] = {}
@@ -225,7 +232,7 @@ def host_cost(
         planned = time.thread_time() - begin
         chosen = [Chosen(fed.number, 5, None) for fed in workers.message.feed if fed.samples]
         begin = time.thread_time()
-        for rank in range(ranks):
+        for rank in workers.parts:
             engine.take_done(Done(rank, number, [] if rank else chosen, 1, 0, 0.0, 0.0))
         return 1e3 * (spent + time.thread_time() - begin), 1e3 * planned
 

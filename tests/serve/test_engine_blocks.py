@@ -10,14 +10,18 @@ from typing import Any
 
 import pytest
 
+from distca.serve.engine.backlog import MOST_MISSED, Backlog
 from distca.serve.engine.engine import Engine
 from distca.serve.engine.messages import (
     Abort,
     FromEngine,
+    Iteration,
+    Missed,
     Outputs,
     ResetCache,
     Stats,
     Submit,
+    ToWorker,
     decoder,
 )
 from distca.serve.engine.settings import EngineSettings
@@ -186,13 +190,34 @@ def test_a_storm_of_aborts_leaks_nothing(full: bool) -> None:
 def test_a_wrong_block_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """The workers' rows: a block that two sequences are given gives a wrong answer."""
     run = Run(token_settings(caching=False), 500)
-    give = run.workers.send
+    give = run.workers.start
 
-    def give_again(message: Any) -> None:
-        for feed in getattr(message, "feed", ()):
+    def give_again(iteration: Any, parts: Any) -> None:
+        for feed in iteration.feed:
             feed.blocks[:] = [0] * len(feed.blocks)
-        give(message)
+        give(iteration, parts)
 
-    monkeypatch.setattr(run.workers, "send", give_again)
+    monkeypatch.setattr(run.workers, "start", give_again)
     submits = submits_of(0, 8)
     assert run.answer(submits) != [right_answer(submit) for submit in submits]
+
+
+def test_workers_without_a_part_are_told_of_iterations_later_many_at_once() -> None:
+    """Each worker is told of all iterations in their order, before the next in which it has a
+    part, and wakes for few of the others."""
+    chance, backlog, read = random.Random(0), Backlog(3), decoder(ToWorker)
+    told: list[list[int]] = [[], [], []]
+    wakes = [0, 0, 0]
+    for number in range(500):
+        # The last has a part now and then.
+        parts = {chance.randrange(2), *([2] if number in (7, 300, 301) else [])}
+        for rank, encoded in backlog.tell(Iteration(number, [], [], []), parts):
+            message = read.decode(encoded)
+            wakes[rank] += 1
+            missed = message.iterations if isinstance(message, Missed) else [message]
+            told[rank] += [each.number for each in missed]
+        for rank in range(3):
+            assert told[rank] == list(range(len(told[rank])))
+            assert len(told[rank]) > number - MOST_MISSED
+            assert rank not in parts or told[rank][-1] == number
+    assert wakes[2] == 3 + 2 + 300 // MOST_MISSED + 198 // MOST_MISSED

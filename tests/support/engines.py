@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -49,7 +49,11 @@ class Here:
     """Stands for the API's socket and for all workers, of which this rank has one."""
 
     def __init__(self, worker: Any) -> None:
-        self.worker = worker
+        import torch.distributed as dist
+
+        from distca.serve.engine.backlog import Backlog
+
+        self.worker, self._backlog = worker, Backlog(dist.get_world_size())
         self.said: list[Any] = []
         self.done: list[Any] = []
         self.moved = 0
@@ -61,15 +65,22 @@ class Here:
         if isinstance(message, bytes):
             self.said.append(decoder(FromEngine).decode(message))
             return
+        self.worker.take(decoder(ToWorker).decode(encode(message)))
+
+    def start(self, iteration: Any, parts: Container[int]) -> None:
+        """See `Workers`."""
         import torch.distributed as dist
 
-        message = decoder(ToWorker).decode(encode(message))
-        if hasattr(message, "blocks"):
-            self.worker.begin(message.blocks)
-            return
-        self.moved += len(message.moves)
-        self.done = [None] * dist.get_world_size()
-        dist.all_gather_object(self.done, self.worker.run(message))
+        from distca.serve.engine.messages import ToWorker, decoder
+
+        self.moved += len(iteration.moves)
+        done = None
+        for rank, encoded in self._backlog.tell(iteration, parts):
+            if rank == dist.get_rank():
+                done = self.worker.take(decoder(ToWorker).decode(encoded))
+        said = [None] * dist.get_world_size()
+        dist.all_gather_object(said, done)
+        self.done = [each for each in said if each is not None]
 
     def begin_step(self) -> None:
         """See `Workers`."""

@@ -10,7 +10,7 @@ import asyncio
 import threading
 import zlib
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from random import Random
@@ -101,7 +101,7 @@ class TokenWorkers:
     """
 
     def __init__(self, settings: EngineSettings) -> None:
-        self._size, self._processes = settings.block_size, settings.processes
+        self._size = settings.block_size
         self._decoder = decoder(ToWorker)
         self._rows: dict[tuple[int, int], list[int]] = {}
         self._next = 0
@@ -111,13 +111,15 @@ class TokenWorkers:
 
     def send(self, message: ToWorker) -> None:
         """See `Workers`; the message is encoded, as on its way."""
-        message = self._decoder.decode(encode(message))
-        if isinstance(message, Iteration):
-            chosen = self._run(message)
-            self.done = [
-                Done(rank, message.number, [] if rank else chosen, 1, 0, 0.0, 0.0)
-                for rank in range(self._processes)
-            ]
+        self._decoder.decode(encode(message))
+
+    def start(self, iteration: Iteration, parts: Collection[int]) -> None:
+        """See `Workers`; those without a part are told of it at once, too."""
+        chosen = self._run(self._decoder.decode(encode(iteration)))
+        self.done = []
+        for rank in sorted(parts):
+            self.done.append(Done(rank, iteration.number, chosen, 1, 0, 0.0, 0.0))
+            chosen = []
 
     def begin_step(self) -> None:
         """See `Workers`."""

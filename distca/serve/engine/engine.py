@@ -8,6 +8,7 @@ import tempfile
 import time
 import traceback
 from collections import OrderedDict
+from collections.abc import Collection
 from pathlib import Path
 
 import numpy as np
@@ -74,6 +75,9 @@ class Engine:
         self._drop: list[int] = []
         self._last: dict[int, int] = {}
         self._ranks: dict[int, list[int]] = {}
+        # Ranks that hold blocks of each sequence; workers that have a part in the iteration.
+        self._holders: dict[int, set[int]] = {}
+        self._members: Collection[int] = ()
         self._parts: OrderedDict[int, tuple[Part, ...]] = OrderedDict()
         self._batch: Batch | None = None
         self._done: dict[int, Done] = {}
@@ -170,19 +174,21 @@ class Engine:
         self._batch, self._begin = batch, begin
         for number in batch.preempted:
             self._drop.append(number)
-            del self._ranks[number]
+            del self._ranks[number], self._holders[number]
         admits, feeds = [], []
         for feed in batch.feeds:
             if feed.admitted:
                 admits.append(self._admit(feed))
-            self._ranks[feed.sequence] += [block.rank for block in feed.new_blocks]
+            ranks = [block.rank for block in feed.new_blocks]
+            self._ranks[feed.sequence] += ranks
+            self._holders[feed.sequence].update(ranks)
             feeds.append(
                 Fed(
                     feed.sequence,
                     feed.start,
                     feed.count,
                     feed.samples,
-                    [block.rank for block in feed.new_blocks],
+                    ranks,
                     [block.number for block in feed.new_blocks],
                     None if feed.admitted else self._last.pop(feed.sequence, None),
                 )
@@ -191,24 +197,38 @@ class Engine:
         for move in batch.moves:
             if move.sequence in self._ranks:
                 self._ranks[move.sequence][move.index] = move.to.rank
+        for sequence in {move.sequence for move in batch.moves} & self._ranks.keys():
+            self._holders[sequence] = set(self._ranks[sequence])
         self._keep_parts(batch)
         drop, self._drop = self._drop, []
         moves = [Moved(each.sequence, each.index, *each.source, *each.to) for each in batch.moves]
-        self._workers.send(Iteration(self._counts["iterations"], drop, admits, feeds, moves))
+        self._members = self._with_a_part(batch)
+        iteration = Iteration(self._counts["iterations"], drop, admits, feeds, moves)
+        self._workers.start(iteration, self._members)
         self._workers.begin_step()
         self._counts["iterations"] += 1
         self._counts["computed"] += sum(feed.count for feed in batch.feeds)
         return True
 
+    def _with_a_part(self, batch: Batch) -> Collection[int]:
+        """Workers that have a part in an iteration: those that hold keys of what is fed."""
+        settings = self._settings
+        if batch.moves or not settings.members_only:
+            return range(settings.processes)
+        ranks = set[int]().union(*(self._holders[feed.sequence] for feed in batch.feeds))
+        size = settings.tensor_parallel_size
+        return {rank * size + number for rank in ranks for number in range(size)}
+
     def _admit(self, feed: Feed) -> Admit:
         submit = self._submitted[feed.sequence]
-        self._ranks[feed.sequence] = []
+        self._ranks[feed.sequence], self._holders[feed.sequence] = [], set()
         self._found.setdefault(feed.sequence, feed.start)
         self._last.pop(feed.sequence, None)
         return Admit(
             feed.sequence,
             submit.choice,
-            self._tokens[feed.sequence],
+            # A copy: workers without a part in the iteration are told of it later.
+            list(self._tokens[feed.sequence]),
             len(submit.tokens),
             submit.sampling,
             submit.penalties,
@@ -231,9 +251,9 @@ class Engine:
         return Part(feed.sequence, feed.start, feed.count, ranks)
 
     def take_done(self, done: Done) -> None:
-        """Takes what a worker has run; the iteration ends with the last of them."""
+        """Takes what a worker has run; the iteration ends with the last of those with a part."""
         self._done[done.rank] = done
-        if len(self._done) == self._settings.processes:
+        if len(self._done) == len(self._members):
             self._end_iteration()
 
     def _end_iteration(self) -> None:
@@ -272,6 +292,7 @@ class Engine:
         """Forgets a sequence that has ended; workers do with the next iteration."""
         for known in (self._submitted, self._tokens, self._found, self._last, self._scores):
             known.pop(number, None)  # type: ignore[attr-defined]
+        self._holders.pop(number, None)
         if self._ranks.pop(number, None) is not None:
             self._drop.append(number)
 

@@ -284,13 +284,19 @@ class Iteration(Message, frozen=True):
     moves: list[Moved] = []
 
 
+class Missed(Message, frozen=True):
+    """Iterations in which the worker had no part: it takes in what changed, and says nothing."""
+
+    iterations: list[Iteration]
+
+
 class Begin(Message, frozen=True):
     """The blocks of every rank's pool, once all workers have said how many they have room for."""
 
     blocks: int
 
 
-ToWorker = Begin | Iteration
+ToWorker = Begin | Iteration | Missed
 
 
 class Loaded(Message, frozen=True):

@@ -85,6 +85,12 @@ class EngineSettings:
         return self.world_size * self.tensor_parallel_size
 
     @property
+    def members_only(self) -> bool:
+        """Whether a step's members alone exchange rows: other transports' buffers grow on all ranks
+        at once, those that a plan does not name, too."""
+        return self.transport in (None, "gloo", "nccl") or self.world_size == 1
+
+    @property
     def own_processes(self) -> range:
         """Those of this machine."""
         each = self.processes // self.nodes.count

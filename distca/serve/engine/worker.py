@@ -32,6 +32,7 @@ from distca.serve.engine.messages import (
     Failed,
     Iteration,
     Loaded,
+    Missed,
     Scores,
     ToWorker,
     decoder,
@@ -102,9 +103,6 @@ class Worker:
         group, tensor_ranks = join_ranks(size, timeout)
         self._process, self._rank = dist.get_rank(), group.rank()
         self._transport = make_transport(settings.transport, group, device, timeout)
-        # Other transports' buffers grow on all ranks at once, those that a plan does not name too.
-        members = settings.transport in (None, "gloo", "nccl") or settings.world_size == 1
-        self._members_only = members
         kernel = select_kernel(device.type, model.shape.head_dim)
         buffers = Buffers(device, max(STEP_SLOTS, len(model.masks)))
         core = CoreAttention(self._transport, kernel, buffers)
@@ -137,18 +135,25 @@ class Worker:
         """Does what the engine says."""
         messages = decoder(ToWorker)
         while True:
-            message = messages.decode(socket.recv())
-            if isinstance(message, Begin):
-                self.begin(message.blocks)
-            else:
-                socket.send(encode(self.run(message)))
+            done = self.take(messages.decode(socket.recv()))
+            if done is not None:
+                socket.send(encode(done))
 
-    def run(self, iteration: Iteration) -> Done:
-        """Runs an iteration, which must be the next."""
-        begin = time.perf_counter()
+    def take(self, message: ToWorker) -> Done | None:
+        """Does what a message says; returns what is said of an iteration that was run."""
+        if isinstance(message, Begin):
+            self.begin(message.blocks)
+        elif isinstance(message, Missed):
+            for iteration in message.iterations:
+                self._take_in(iteration)
+        else:
+            return self.run(message)
+        return None
+
+    def _take_in(self, iteration: Iteration) -> list[Part]:
+        """Takes in what an iteration changes, which must be the next."""
         assert iteration.number == self._next, "an iteration is missing"
         self._next += 1
-        sent = self._model.bytes_sent
         self._model.move(iteration.moves)
         for number in iteration.drop:
             self._sequences.pop(number, None)
@@ -156,7 +161,13 @@ class Worker:
         for admit in iteration.admit:
             nothing = np.zeros(0, dtype=np.int64)
             self._sequences[admit.number] = _Sequence(admit, list(admit.tokens), nothing, nothing)
-        parts = self._parts(iteration)
+        return self._parts(iteration)
+
+    def run(self, iteration: Iteration) -> Done:
+        """Runs an iteration, which must be the next."""
+        begin = time.perf_counter()
+        sent = self._model.bytes_sent
+        parts = self._take_in(iteration)
         settings = self._settings
         plan = plan_iteration(
             parts, settings.masks, settings.block_size, settings.world_size, settings.strategy
@@ -169,7 +180,7 @@ class Worker:
             if (sequence := self._sequences[part.sequence]).admitted.scored
             and part.start < sequence.admitted.prompt
         }
-        if self._rank in plan.members or not self._members_only:
+        if self._rank in plan.members or not self._settings.members_only:
             fed = {
                 part.sequence: self._sequences[part.sequence].tokens[
                     part.start : part.start + part.count

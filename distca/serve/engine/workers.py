@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import time
+from collections.abc import Container
 from pathlib import Path
 from typing import Any
 
 import zmq
 
+from distca.serve.engine.backlog import Backlog
 from distca.serve.engine.kept_keys import KeptKeys
 from distca.serve.engine.link import link_of
 from distca.serve.engine.messages import (
     Beat,
     Failed,
+    Iteration,
     Message,
     ToWorker,
     decoder,
@@ -61,7 +64,7 @@ class Workers:
         self._listening = self._link.bind(zmq.Context.instance())
         self._socket: zmq.Socket = self._listening.socket
         poller.register(self._socket, zmq.POLLIN)
-        self._kept = KeptKeys()
+        self._kept, self._backlog = KeptKeys(), Backlog(settings.processes)
         self._nodes = OtherNodes(settings, self._tell)
         self._own: WorkerProcesses | None = None
         if not self._nodes.missing:
@@ -88,6 +91,11 @@ class Workers:
             # It has ended: `receive` says why.
             if error.errno != zmq.EHOSTUNREACH:
                 raise
+
+    def start(self, iteration: Iteration, parts: Container[int]) -> None:
+        """Tells the workers that have a part in an iteration of it, and others in time."""
+        for rank, encoded in self._backlog.tell(iteration, parts):
+            self.post(rank, encoded)
 
     def begin_step(self) -> None:
         """Notes that an iteration begins."""
