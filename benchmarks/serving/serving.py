@@ -16,6 +16,7 @@ in this process, with 32 sequences.
 from __future__ import annotations
 
 import argparse
+import itertools
 import os
 import platform
 import random
@@ -46,8 +47,10 @@ from benchmarks.serving.systems import (
     systems,
     write_model,
 )
+from distca.cost.volume import AttentionShape
 from distca.plan import Mask
 from distca.runtime.kernel_timing import cpu_name
+from distca.schedule.serving import Selector, Strategy
 from distca.schedule.serving.iteration import Part, plan_iteration
 from distca.schedule.serving.scheduler import Limits
 from distca.serve.engine.backlog import Backlog
@@ -55,6 +58,7 @@ from distca.serve.engine.engine import Engine
 from distca.serve.engine.messages import Chosen, Done, Submit, encode
 from distca.serve.engine.settings import EngineSettings
 from distca.serve.sampling import Sampling
+from distca.serve.selection import Machine
 
 SHORT_TOKENS = 32
 
@@ -189,9 +193,13 @@ class NoWorkers:
 def host_section(sequences: int, steps: int) -> Iterator[str]:
     """CPU time of an engine's iterations, and of a rank's plans."""
     rows = []
-    for ranks, chunk in ((2, 0), (2, 512), (8, 0), (8, 512)):
-        engine_ms, plan_ms = host_cost(sequences, ranks, chunk, steps)
+    for ranks, chunk, auto in itertools.product((2, 8), (0, 512), (False, True)):
+        if auto and not chunk:
+            continue
+        strategy = _chooses(ranks) if auto else "pass-kv"
+        engine_ms, plan_ms = host_cost(sequences, ranks, chunk, steps, strategy)
         what = f"{sequences} decoded" + (f", a chunk of {chunk}" if chunk else "")
+        what += ", `--prefill-strategy auto`" if auto else ""
         both = [a + b for a, b in zip(engine_ms, plan_ms, strict=True)]
         cells = (f"{np.median(x):.2f} ({max(x):.2f})" for x in (engine_ms, plan_ms, both))
         rows.append([what, str(ranks), *cells])
@@ -206,8 +214,14 @@ def host_section(sequences: int, steps: int) -> Iterator[str]:
     yield from table(["fed", "ranks", "engine", "a rank's plan", "both"], rows)
 
 
+def _chooses(ranks: int) -> Selector:
+    """What chooses the strategy of chunks in a server of a model like this page's."""
+    shape = AttentionShape(8, 4, 32, 4)
+    return Machine.described(False, None, None).selector("simulated", shape, ranks, hurried=4)
+
+
 def host_cost(
-    sequences: int, ranks: int, chunk: int, steps: int
+    sequences: int, ranks: int, chunk: int, steps: int, strategy: Strategy | Selector
 ) -> tuple[list[float], list[float]]:
     """Times iterations that decode a token of all sequences, beside a chunk of one more."""
     limits = Limits(sequences + 1, sequences + max(chunk, 1000), 16, 64)
@@ -228,7 +242,7 @@ def host_cost(
             held = np.array(owners[fed.number], dtype=np.int64)
             parts.append(Part(fed.number, fed.start, fed.count, held))
         begin = time.thread_time()
-        plan_iteration(parts, (Mask(),), 16, ranks, "pass-kv")
+        plan_iteration(parts, (Mask(),), 16, ranks, strategy)
         planned = time.thread_time() - begin
         chosen = [Chosen(fed.number, 5, None) for fed in workers.message.feed if fed.samples]
         begin = time.thread_time()

@@ -371,7 +371,8 @@ def _strategy(args: argparse.Namespace, served: Any) -> Any:
     profile = None if args.profile is None else Profile.load(args.profile)
     machine = Machine.described(_gpus() > 0, args.node_gb_per_s, profile)
     ranks = args.context_parallel_size + args.attention_servers
-    return machine.selector(args.selector, served.shape, ranks, args.nnodes)
+    layers = len(served.windows)
+    return machine.selector(args.selector, served.shape, ranks, args.nnodes, hurried=layers)
 
 
 def _gpus() -> int:

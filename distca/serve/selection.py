@@ -102,7 +102,12 @@ class Machine:
         return replace(self.rates, gpus_per_node=max(ranks, self.rates.gpus_per_node))
 
     def selector(
-        self, name: SelectorName, shape: AttentionShape, ranks: int, machines: int = 1
+        self,
+        name: SelectorName,
+        shape: AttentionShape,
+        ranks: int,
+        machines: int = 1,
+        hurried: int | None = None,
     ) -> Selector:
         """Makes a selector.
 
@@ -111,15 +116,19 @@ class Machine:
             shape: heads of a rank.
             ranks: ranks that share tokens.
             machines: machines that they are on, as many on each.
+            hurried: layers of a model whose small steps are chosen for by the paper's rule, since
+                simulating takes longer than it could gain; None: all steps are simulated.
 
         Raises:
             ValueError: the profile was measured for other heads.
         """
         rates, profile = self.rates, self.profile
         self._check_profile(shape)
+        rate = rates.attention_tflops * 1e12 if profile is None else profile.flops_per_second
+        speed = rates.node_gb_per_s if machines == 1 else rates.network_gb_per_s
+        rule = PaperRule(shape, ranks, rate, speed * 1e9)
         if name == "paper":
-            rate = rates.attention_tflops * 1e12 if profile is None else profile.flops_per_second
-            speed = rates.node_gb_per_s if machines == 1 else rates.network_gb_per_s
-            return PaperRule(shape, ranks, rate, speed * 1e9)
+            return rule
         links = Links(max(ranks // machines, 1), rates.node_gb_per_s, rates.network_gb_per_s)
-        return SimulatedSelector(shape, rates, links, profile or rates.inference_cost(shape))
+        found = SimulatedSelector(shape, rates, links, profile or rates.inference_cost(shape))
+        return found if hurried is None else replace(found, layers=hurried, quick=rule)

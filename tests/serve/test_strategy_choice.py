@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import pytest
 
 from distca.cost.profile import Profile
 from distca.cost.volume import AttentionShape
-from distca.plan import Mask
-from distca.schedule.serving import SELECTORS, PaperRule, SelectorName
+from distca.plan import Mask, Placement, Plan
+from distca.schedule.serving import (
+    SELECTORS,
+    STRATEGIES,
+    PaperRule,
+    Planned,
+    Selector,
+    SelectorName,
+    Strategy,
+)
 from distca.schedule.serving.blocks import BlockPool
 from distca.serve.selection import CPUS, Machine
 from distca.serve.step_planner import Prefill, StepPlanner
@@ -41,6 +49,35 @@ def test_turns_choose_what_travels(name: SelectorName) -> None:
         chosen.append(prefill.plans[Mask()].scheduler)
         assert {plan.scheduler for plan in prefill.plans.values()} == {chosen[-1]}
     assert chosen == ["pass-kv", "pass-q", "pass-kv"]
+
+
+def test_a_server_simulates_the_steps_that_take_long() -> None:
+    """Under a page of tokens the rule chooses, at once; both plans of a long prompt are made."""
+    machine = Machine.described(False, 0.01, profile_of(1e8))
+    selector = machine.selector("simulated", SHAPE, 2, hurried=4)
+    for cached, tokens, expected in ((200, 64, "pass-q"), (4000, 4000, "pass-kv")):
+        planner = StepPlanner(BlockPool(2, 4000, 128), [Mask()], 16)
+        planner.plan({0: cached}, "pass-kv", False)
+        made: list[str] = []
+        (part,) = planner.plan({0: tokens}, Noted(selector, made), False).parts
+        assert isinstance(part, Prefill)
+        assert part.plans[Mask()].scheduler == expected
+        assert made == ([] if tokens == 64 else list(STRATEGIES))
+
+
+@dataclass(frozen=True)
+class Noted:
+    """A selector, and the strategies whose plans it asks for."""
+
+    selector: Selector
+    made: list[str]
+
+    def choose(self, held: Placement, new: Placement, planned: Planned) -> Strategy:
+        def noted(strategy: Strategy) -> Plan:
+            self.made.append(strategy)
+            return planned(strategy)
+
+        return self.selector.choose(held, new, noted)
 
 
 def test_what_a_choice_goes_by() -> None:
