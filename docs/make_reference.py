@@ -45,7 +45,8 @@ Other pages say when to use which of DistCA's flags:
 | micro-batches smaller than a document | `--distca-chain` | [chains](chains.md) |
 | fewer launches by the CPU | `--distca-cuda-graphs` | [performance](performance.md#cuda-graphs) |
 | a timeline | `--distca-trace`, `--distca-trace-iterations` | [timeline](timeline.md) |
-| documents | `--distca-max-document-length` | [concepts](concepts.md#windows) |
+| documents | `--distca-max-document-length`, `--distca-whole-documents`, \
+`--distca-documents` | [concepts](concepts.md#windows), [fine-tuning](fine_tuning.md) |
 
 Flags of `pretrain_gpt.py`: the first group is DistCA's own. The others are Megatron-LM's names and
 meanings, as far as the loop on `megatron-core` alone has them; some defaults differ, such as rotary

@@ -23,7 +23,9 @@ from typing import Any
 import torch
 from megatron.core.enums import ModelType
 
+from distca.documents.document_list import DocumentList
 from megatron_patches import cpu
+from megatron_patches.batches.own_documents import name_of
 from megatron_patches.flags.distca import add_distca_arguments
 from megatron_patches.flags.loop import add_loop_argument
 from megatron_patches.loop.ending import ending_the_job_on_failure
@@ -88,6 +90,7 @@ def with_distca(
     job: Job = GPT_JOB,
     # Megatron-LM's script is to need no more than two lines.
     environment: Mapping[str, str] = os.environ,
+    documents: Callable[[Namespace, str], DocumentList | None] | None = None,
 ) -> Callable[..., None]:
     """Wraps Megatron-LM's `pretrain` so that `--distca` runs our data, model and forward step.
 
@@ -97,12 +100,14 @@ def with_distca(
         megatron_pretrain: Megatron-LM's function, or a wrapper of it with the same parameters.
         job: job that `--distca` runs.
         environment: environment variables of the launcher.
+        documents: function that gives the documents of a split, as `--distca-documents` names it.
 
     Returns:
         A function with the same parameters.
 
     Raises:
-        ValueError: the function lacks a parameter that we replace: this Megatron-LM is not known.
+        ValueError: the function lacks a parameter that we replace: this Megatron-LM is not known;
+            or `documents` is no function that a module defines by name.
     """
     signature = inspect.signature(megatron_pretrain)
     replaced = ("train_valid_test_dataset_provider", "model_provider", "forward_step_func")
@@ -113,7 +118,8 @@ def with_distca(
             "use core_v0.16 to core_v0.19"
         )
     adapt_megatron_lm()
-    replace_functions(job, add_arguments, always=False, told=environment)
+    add = add_arguments if documents is None else _adding(name_of(documents))
+    replace_functions(job, add, always=False, told=environment)
 
     @functools.wraps(megatron_pretrain)
     def pretrain_with_distca(*args: Any, **kwargs: Any) -> None:
@@ -173,6 +179,17 @@ def add_arguments(parser: ArgumentParser) -> ArgumentParser:
         if action.dest == "distca":
             _turn_on_with(parser, action)
     return parser
+
+
+def _adding(documents: str) -> Callable[[ArgumentParser], ArgumentParser]:
+    """Returns a function that adds the flags, with a default of `--distca-documents`."""
+
+    def add(parser: ArgumentParser) -> ArgumentParser:
+        add_arguments(parser)
+        parser.set_defaults(distca_documents=documents)
+        return parser
+
+    return add
 
 
 # Arguments of Megatron-LM's loop when the data iterators are ours.

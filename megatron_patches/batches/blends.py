@@ -8,6 +8,10 @@ or a blend for each split, whose documents are all of it:
 
     --train-data-path, --valid-data-path, --test-data-path
     --per-split-data-args-path FILE       {"train": "0.3 a 0.7 b", "valid": ["c"], "test": ["c"]}
+
+or a function that gives each split a list of documents of its own:
+
+    --distca-documents MODULE:FUNCTION
 """
 
 from __future__ import annotations
@@ -22,14 +26,17 @@ from typing import Any, Literal
 import numpy as np
 from megatron.core.datasets.utils import get_blend_from_list
 
+from megatron_patches.batches.own_documents import own_documents
+
 Split = Literal["train", "valid", "test"]
 SPLITS: tuple[Split, ...] = ("train", "valid", "test")
 
 _PER_SPLIT = "per_split_data_args_path"
-_SOURCES = ("data_path", "data_args_path", _PER_SPLIT)
+_OWN = "distca_documents"
+_SOURCES = ("data_path", "data_args_path", _PER_SPLIT, _OWN)
 _FLAGS = (
     "--data-path with --split, --data-args-path, --train-data-path with --valid-data-path and "
-    "--test-data-path, or --per-split-data-args-path"
+    "--test-data-path, --per-split-data-args-path, or --distca-documents"
 )
 
 
@@ -67,6 +74,9 @@ def find_blend(args: Namespace, which: Split) -> Blend | None:
         return _blend(words, _flag(f"{which}_data_path"), None) if words else None
     (source,) = sources
     value = getattr(args, source)
+    if source == _OWN:
+        there = own_documents(args, value, which) is not None
+        return Blend((value,), None, None) if there else None
     if source == "data_path":
         return _blend(value, _flag(source), args.split)
     file = f"{_flag(source)} {value}"

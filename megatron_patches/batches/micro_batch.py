@@ -73,7 +73,7 @@ class MicroBatch:
     Attributes:
         tokens: int64 `[1, tokens]`.
         labels: int64 `[1, tokens]`, the next token of the same document.
-        loss_mask: float32 `[1, tokens]`, 0 where a document has no next token.
+        loss_mask: float32 `[1, tokens]`, weights of labels, 0 where a document has no next token.
         position_ids: int64 `[1, tokens]`, positions in the document.
         packed_seq_params: description of the documents; None with a dense mask.
         attention_mask: bool `[1, masks, tokens, tokens]`, True where a query must not look; or

@@ -9,9 +9,12 @@ and still read every token of the stream once.
 from __future__ import annotations
 
 import logging
+import math
 from argparse import Namespace
 from collections.abc import Mapping
 from typing import Any
+
+from megatron_patches.flags.batch_sizes import samples_for_evaluation
 
 logger = logging.getLogger(__name__)
 
@@ -29,10 +32,50 @@ NOTED = (
 
 
 def longest_piece(args: Namespace) -> int:
-    """Returns the most tokens of a piece into which documents are cut."""
+    """Returns the most tokens of a piece of a document, or of a pack of whole ones."""
+    return int(args.distca_max_document_length or _attended(args))
+
+
+def keeps_whole(args: Namespace) -> bool:
+    """Whether documents stay whole."""
+    # Checkpoints of versions without them note none.
+    return bool(getattr(args, "sft", False) or getattr(args, "distca_whole_documents", False))
+
+
+def check_packs(args: Namespace, first: int) -> None:
+    """Checks that no window cuts a document that must stay whole.
+
+    Args:
+        args: Megatron-LM's arguments.
+        first: token of the stream at which the next window starts.
+
+    Raises:
+        ValueError: one would.
+    """
+    pack, attended = longest_piece(args), _attended(args)
+    if getattr(args, "distca", False):
+        # The last chain of a global batch may have fewer micro-batches.
+        samples = args.data_parallel_size * args.micro_batch_size
+        sizes = {args.global_batch_size, samples_for_evaluation(args)}
+        shortest = math.gcd(args.distca_chain, *(size // samples for size in sizes))
+        attended = attended // args.distca_chain * shortest
+    if attended % pack == 0 and first % pack == 0:
+        return
+    raise ValueError(
+        f"documents stay whole in packs of {pack} tokens, which windows of {attended} tokens"
+        + (f" from token {first} of the data on" if first else "")
+        + " would cut: give --distca-max-document-length "
+        + ("a divisor of both" if first else f"{attended}, or a divisor of it")
+    )
+
+
+def _attended(args: Namespace) -> int:
+    """Returns the most tokens that attend to each other: of a window, or of a rank's part of it."""
+    if keeps_whole(args) and not getattr(args, "distca", False):
+        return int(args.seq_length)
     # Checkpoints of versions without chains note none.
-    window = getattr(args, "distca_chain", 1) * args.data_parallel_size * args.seq_length
-    return int(args.distca_max_document_length or window)
+    chain = getattr(args, "distca_chain", 1)
+    return int(chain * args.data_parallel_size * args.seq_length)
 
 
 def go_on_from(saved: Mapping[str, Any], args: Namespace) -> None:

@@ -27,8 +27,9 @@ from distca.schedule.program import NANO_BATCHES
 from megatron_patches.batches.blends import SPLITS, Split, check_blends
 from megatron_patches.batches.groups_of_one import warning_of_groups_of_one
 from megatron_patches.batches.micro_batch import MicroBatches, PackedBatches, WindowLayout
+from megatron_patches.batches.opening import open_source
 from megatron_patches.batches.planned import PlannedBatches
-from megatron_patches.batches.resuming import longest_piece
+from megatron_patches.batches.resuming import check_packs, keeps_whole, longest_piece
 from megatron_patches.batches.stream import TokenStream
 from megatron_patches.batches.ticks import TickBatches, TickStream
 from megatron_patches.flags.batch_sizes import micro_batches_by_sample, samples_for_evaluation
@@ -121,6 +122,8 @@ def build_data(
                 f"micro-batches of {layout.samples_per_micro_batch} samples: resume with a "
                 "data-parallel size times --micro-batch-size that divides it"
             )
+        if keeps_whole(args):
+            check_packs(args, start + consumed * args.seq_length)
         stream = TokenStream.open(
             blends[which],
             which,
@@ -130,7 +133,8 @@ def build_data(
             * args.seq_length,
             start=start,
             max_document_length=longest_piece(args),
-            vocab_size=args.vocab_size,
+            whole=keeps_whole(args),
+            open_source=lambda name: open_source(args, name, which),
         )
         if which == "train":
             _warn_of_repetition(stream, layout)

@@ -5,13 +5,16 @@ document would fill many batches in a row. The order depends on the data, the bo
 the seed alone: not on the ranks that read the stream, or on how much of it they read. A token's
 label is the next token of its document wherever pieces, windows and ranks cut, and the last token
 of a document has none.
+
+Where documents must stay whole, they lie in *packs* of as many tokens as the bound, and padding
+fills the end of each: no window of some packs then cuts a document.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +25,11 @@ from megatron.core.datasets.blended_megatron_dataset_config import (
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 from megatron.core.datasets.utils import normalize
 
+from distca.documents.document_list import TokenSource
 from distca.documents.index import read_index
 from distca.plan.span import Int64s, expand_ranges
 from megatron_patches.batches.blends import SPLITS, Blend, Split
+from megatron_patches.batches.padding import Padding, fill_packs, padding_lengths
 
 _SAMPLED_DOCUMENTS = 64
 """Documents whose token ids are checked against the vocabulary when a dataset is opened."""
@@ -51,7 +56,7 @@ def split_documents(split: str, which: Split, documents: int) -> tuple[int, int]
     return round(first * documents), round(last * documents)
 
 
-class Corpus:
+class Corpus(TokenSource):
     """One indexed dataset (`.bin` and `.idx`) as documents of tokens.
 
     Args:
@@ -71,11 +76,21 @@ class Corpus:
         self._before = np.zeros(len(self._dataset.sequence_lengths) + 1, dtype=np.int64)
         np.cumsum(self._dataset.sequence_lengths, out=self._before[1:])
         self._starts = self._before[edges[:-1]]
-        self.lengths: Int64s = self._before[edges[1:]] - self._starts
+        self._lengths: Int64s = self._before[edges[1:]] - self._starts
         if vocab_size is not None:
             self._check_vocabulary(vocab_size)
 
-    def read(self, document: int, start: int, end: int) -> np.ndarray:
+    @property
+    def lengths(self) -> Int64s:
+        return self._lengths
+
+    def loss_weights(self, document: int, start: int, end: int) -> None:
+        """See `TokenSource.loss_weights`: all tokens count alike."""
+
+    def place(self, document: int) -> str:
+        return f"document {document} of {self.prefix}"
+
+    def read(self, document: int, start: int, end: int) -> Int64s:
         """Reads the tokens `[start, end)` of a document, int64 `[end - start]`."""
         origin = int(self._starts[document])
         position, until = origin + start, origin + end
@@ -112,22 +127,27 @@ class Corpus:
                     )
 
 
-def check_corpora(blends: Mapping[Split, Blend], vocab_size: int | None) -> None:
+def check_sources(
+    blends: Mapping[Split, Blend],
+    open_source: Callable[[str, Split], TokenSource],
+    pack: int | None = None,
+) -> None:
     """Tries the datasets of a run without keeping them.
 
     Args:
         blends: datasets of the splits that the run reads.
-        vocab_size: bound that token ids must be below; None: not checked.
+        open_source: function that opens a dataset of a blend for a split.
+        pack: most tokens of a document that must stay whole; None: documents may be cut.
 
     Raises:
-        ValueError: see `Corpus`; or a split has no documents.
+        ValueError: see `Corpus`; or a split has no documents, or one that is too long.
     """
-    corpora: dict[str, Corpus] = {}
     for which, blend in blends.items():
         for prefix in blend.prefixes:
-            if prefix not in corpora:
-                corpora[prefix] = Corpus(prefix, vocab_size)
-            _split_candidates(corpora[prefix], blend.split, which)
+            source = open_source(prefix, which)
+            candidates = _split_candidates(source, prefix, blend.split, which)
+            if pack is not None:
+                _check_whole(source, candidates, pack)
 
 
 def _sidecar_vocab_size(sidecar: Path) -> int | None:
@@ -169,19 +189,21 @@ class TokenStream:
     """The documents of a split, or pieces of them, in training order, one after the other.
 
     Attributes:
-        corpora: datasets of the documents.
+        corpora: sources of the documents.
         corpus: number of each piece's corpus, int64 `[pieces]`.
         document: number of each piece's document in its corpus, int64 `[pieces]`.
         first: position in its document at which each piece starts, int64 `[pieces]`.
         offsets: position in the stream at which each piece starts, int64 `[pieces + 1]`; the
             first is 0, unless positions are counted from another start.
+        passes: whether positions count on when all tokens were read, from the first one on.
     """
 
-    corpora: tuple[Corpus, ...]
+    corpora: tuple[TokenSource, ...]
     corpus: Int64s
     document: Int64s
     first: Int64s
     offsets: Int64s
+    passes: bool = False
 
     @staticmethod
     def open(
@@ -189,10 +211,11 @@ class TokenStream:
         which: Split,
         *,
         seed: int,
-        num_tokens: int,
+        num_tokens: int | None,
         start: int = 0,
         max_document_length: int | None = None,
-        vocab_size: int | None = None,
+        whole: bool = False,
+        open_source: Callable[[str], TokenSource] = Corpus,
     ) -> TokenStream:
         """Opens the datasets and orders their documents.
 
@@ -204,23 +227,34 @@ class TokenStream:
             which: split to open.
             seed: seed of the shuffling.
             num_tokens: fewest tokens of the stream from its start on. A longer one begins the same.
+                None: each document once, from the first.
             start: number of tokens of the stream before its position 0; may be negative.
             max_document_length: most tokens of a piece into which documents are cut.
-            vocab_size: bound that token ids must be below; None: not checked.
+            whole: whether documents stay whole, in packs of `max_document_length` tokens.
+            open_source: function that opens a dataset of the blend.
 
         Raises:
-            ValueError: see `Corpus`; or the split has no documents.
+            ValueError: see `Corpus`; or the split has no documents, or one that is too long.
         """
-        corpora = tuple(Corpus(prefix, vocab_size) for prefix in blend.prefixes)
-        candidates = [_split_candidates(corpus, blend.split, which) for corpus in corpora]
+        corpora = tuple(open_source(prefix) for prefix in blend.prefixes)
+        candidates = [
+            _split_candidates(corpus, prefix, blend.split, which)
+            for corpus, prefix in zip(corpora, blend.prefixes, strict=True)
+        ]
+        if whole:
+            assert max_document_length is not None
+            for corpus, documents in zip(corpora, candidates, strict=True):
+                _check_whole(corpus, documents, max_document_length)
         weights = blend.weights or [
             float(corpus.lengths[documents].sum())
             for corpus, documents in zip(corpora, candidates, strict=True)
         ]
-        stop = start + num_tokens
+        once, stop = num_tokens is None, start + (num_tokens or 0)
         tables = []
         for number, (corpus, weight) in enumerate(zip(corpora, weights, strict=True)):
             wanted = int(np.ceil(stop * weight / sum(weights))) + 1
+            if once:
+                wanted = int(corpus.lengths[candidates[number]].sum())
             document, first, lengths = _pieces(
                 candidates[number], corpus.lengths, max_document_length
             )
@@ -235,10 +269,18 @@ class TokenStream:
             order = np.lexsort((corpus_column, progress))
             corpus_column, document = corpus_column[order], document[order]
             first, lengths = first[order], lengths[order]
+        if whole:
+            assert max_document_length is not None
+            order, lengths = fill_packs(lengths, max_document_length)
+            is_padding = order < 0
+            corpus_column = np.where(is_padding, len(corpora), corpus_column[order])
+            document = np.where(is_padding, Padding.document(lengths), document[order])
+            first = np.where(is_padding, 0, first[order])
+            corpora = (*corpora, Padding())
         offsets = np.zeros(len(lengths) + 1, dtype=np.int64)
         np.cumsum(lengths, out=offsets[1:])
         # Cut off here, since further on one corpus has run out and others have not.
-        count = int(np.searchsorted(offsets, stop))
+        count = len(lengths) if once else int(np.searchsorted(offsets, stop))
         return TokenStream(
             corpora,
             corpus_column[:count],
@@ -247,11 +289,32 @@ class TokenStream:
             offsets[: count + 1] - start,
         )
 
+    def in_passes(self, multiple: int) -> TokenStream:
+        """Returns the stream, filled up to a multiple of tokens, and read again and again."""
+        missing = padding_lengths(-int(self.offsets[-1] - self.offsets[0]) % multiple)
+        padding = np.full_like(missing, len(self.corpora))
+        return replace(
+            self,
+            corpora=(*self.corpora, Padding()),
+            corpus=np.concatenate([self.corpus, padding]),
+            document=np.concatenate([self.document, Padding.document(missing)]),
+            first=np.concatenate([self.first, np.zeros_like(missing)]),
+            offsets=np.concatenate([self.offsets, self.offsets[-1] + np.cumsum(missing)]),
+            passes=True,
+        )
+
+    @property
+    def tokens(self) -> int:
+        """Number of tokens of the stream, or of a pass."""
+        return int(self.offsets[-1] - self.offsets[0])
+
     def repeats_within(self, tokens: int) -> bool:
         """Whether a document, or a piece of one, comes twice in the first tokens of the stream."""
         count = int(np.searchsorted(self.offsets[:-1], self.offsets[0] + tokens))
         pieces = np.column_stack([self.corpus, self.document, self.first])[:count]
-        return len(np.unique(pieces, axis=0)) < count
+        padding = [n for n, corpus in enumerate(self.corpora) if isinstance(corpus, Padding)]
+        pieces = pieces[~np.isin(pieces[:, 0], padding)]
+        return len(np.unique(pieces, axis=0)) < len(pieces)
 
     def document_lengths(self, start: int, stop: int) -> Int64s:
         """Returns the lengths of the pieces of documents at the stream positions `[start, stop)`.
@@ -259,7 +322,7 @@ class TokenStream:
         A piece that began before `start` begins anew there, and one that goes on after `stop` ends
         there.
         """
-        self._check_range(start, stop)
+        start, stop = self._within(start, stop)
         first = np.searchsorted(self.offsets, start, side="right")
         last = np.searchsorted(self.offsets, stop, side="left")
         edges = np.concatenate([[start], self.offsets[first:last], [stop]]).astype(np.int64)
@@ -270,9 +333,10 @@ class TokenStream:
 
         Returns:
             Tokens int64, labels int64 (the next token of the same document) and loss mask float32
-            (0 for the last token of a document, whose label is meaningless), each `[stop - start]`.
+            (the label's weight in the loss, 0 for the last token of a document, whose label is
+            meaningless), each `[stop - start]`.
         """
-        self._check_range(start, stop)
+        start, stop = self._within(start, stop)
         tokens = np.empty(stop - start, dtype=np.int64)
         labels = np.zeros(stop - start, dtype=np.int64)
         loss_mask = np.ones(stop - start, dtype=np.float32)
@@ -289,21 +353,41 @@ class TokenStream:
             row = position - start
             tokens[row : until - start] = found[: until - position]
             labels[row : row + len(found) - 1] = found[1:]
+            weights = corpus.loss_weights(
+                document, position + 1 - origin, position - origin + len(found)
+            )
+            if weights is not None:
+                loss_mask[row : row + len(weights)] = weights
             if until == document_end:
                 loss_mask[until - 1 - start] = 0.0
             position, entry = until, entry + 1
         return tokens, labels, loss_mask
 
-    def _check_range(self, start: int, stop: int) -> None:
+    def _within(self, start: int, stop: int) -> tuple[int, int]:
+        """Returns positions in the first pass, and checks that they are there."""
         first, last = int(self.offsets[0]), int(self.offsets[-1])
+        if self.passes:
+            passed = (start - first) // self.tokens * self.tokens
+            start, stop = start - passed, stop - passed
         if not first <= start < stop <= last:
             raise ValueError(
                 f"tokens [{start}, {stop}) were asked for, but the stream was opened for "
                 f"[{first}, {last})"
             )
+        return start, stop
 
 
-def _split_candidates(corpus: Corpus, split: str | None, which: Split) -> Int64s:
+def _check_whole(source: TokenSource, documents: Int64s, pack: int) -> None:
+    """Refuses documents that do not fit a pack."""
+    longest = int(documents[source.lengths[documents].argmax()])
+    if source.lengths[longest] > pack:
+        raise ValueError(
+            f"{source.place(longest)} has {source.lengths[longest]} tokens, but at most {pack} "
+            "stay whole: raise --seq-length (or --distca-max-document-length), or leave it out"
+        )
+
+
+def _split_candidates(corpus: TokenSource, prefix: str, split: str | None, which: Split) -> Int64s:
     """Returns the documents of a split that have tokens; without `--split` all of them."""
     if split is None:
         return np.flatnonzero(corpus.lengths)
@@ -311,7 +395,7 @@ def _split_candidates(corpus: Corpus, split: str | None, which: Split) -> Int64s
     candidates: Int64s = first + np.flatnonzero(corpus.lengths[first:last])
     if len(candidates) == 0:
         raise ValueError(
-            f"the {which} split of {corpus.prefix} is empty: its {len(corpus.lengths)} documents "
+            f"the {which} split of {prefix} is empty: its {len(corpus.lengths)} documents "
             f"under --split {split} leave it none; give it a larger share"
         )
     return candidates

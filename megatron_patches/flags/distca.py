@@ -220,6 +220,20 @@ def add_distca_arguments(parser: ArgumentParser) -> ArgumentParser:
         "Default: the window, data-parallel size times --seq-length (times --distca-chain); a "
         "resumed run keeps its checkpoint's. Also applies without --distca.",
     )
+    group.add_argument(
+        "--distca-whole-documents",
+        action="store_true",
+        help="Documents are not cut: they lie in packs of --distca-max-document-length tokens, of "
+        "which padding without loss fills the rest; a longer one is refused. The default pack is "
+        "the window, or --seq-length without --distca. --sft does so in any case.",
+    )
+    group.add_argument(
+        "--distca-documents",
+        default=None,
+        metavar="MODULE:FUNCTION",
+        help="A function of (args, split) that gives the documents of train, valid and test, "
+        "instead of --data-path. Also applies without --distca.",
+    )
     # Arguments without a flag, which a checkpoint notes (`batches/resuming.py`).
     parser.set_defaults(train_stream_start=0, valid_stream_start=0)
     return parser

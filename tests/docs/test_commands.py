@@ -120,6 +120,7 @@ BLOCKS = {
     "--seq-length was 1024, now 512": "test_the_message_of_another_length",
     "--": "test_flags_in_blocks",
     "from megatron_patches.upstream import": "test_upstream.py",
+    "pretrain = with_distca(pretrain, documents": "test_upstream.py",
     "tiles, DP4: events on": "test_recording.py",
     "send 0    receive 0": "test_stepped_call.py has the order of steps",
     "curl localhost:8000/v1": "test_server.py asks with OpenAI's client",
@@ -167,7 +168,7 @@ def test_flags_in_blocks() -> None:
     blocks = [block for page in PAGES for block in read_page(page).blocks]
     lines = [line.strip() for block in blocks for line in block.splitlines()]
     flags = [line.split() for line in lines if re.fullmatch(r"(--[\w-]+( [^-\s]\S*)? ?)+", line)]
-    assert len(flags) == 6
+    assert len(flags) == 7
     for line in flags:
         parse_training_flags(line)
 

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from distca.attention import KernelTasks
+from distca.documents.document_list import ListedDocuments
 from distca.palette import spread_colours
 from distca.plan import Mask, Plan
 from distca.schedule import ScheduleConfig, describe, even_capacities, make_scheduler
@@ -50,6 +51,16 @@ def test_the_reference_is_up_to_date() -> None:
     import make_reference
 
     assert make_reference.main(["--check"]) == 0, "run python docs/make_reference.py"
+
+
+def test_the_example_of_own_documents(tmp_path, monkeypatch) -> None:
+    (tmp_path / "documents" / "train").mkdir(parents=True)
+    tokens, weights = np.arange(5), np.array([0, 0, 1, 0.5, 1])
+    np.savez(tmp_path / "documents" / "train" / "first.npz", tokens=tokens, weights=weights)
+    monkeypatch.chdir(tmp_path)
+    found = ListedDocuments("it", code_of("fine_tuning.md")["documents"](None, "train"), 5)
+    assert found.read(0, 1, 4).tolist() == [1, 2, 3]
+    assert list(found.loss_weights(0, 1, 4)) == [0, 1, 0.5]
 
 
 def anchors_of(page: Path) -> set[str]:

@@ -204,6 +204,23 @@ def run(megatron: MegatronTraining, *command_line: str) -> MegatronTraining:
     return megatron
 
 
+def own_documents(args: Namespace, split: str) -> None:
+    """As a user's module defines it."""
+
+
+def test_own_documents_are_given_by_the_function_s_name(megatron) -> None:
+    from megatron_patches import upstream
+
+    upstream.with_distca(megatron.pretrain_017, documents=own_documents)
+    parser = megatron.modules[".arguments"].__dict__["add_megatron_arguments"](ArgumentParser())
+    name = f"{__name__}:own_documents"
+    assert parser.parse_args([]).distca_documents == name
+    other = ["--distca-documents", "other:function"]
+    assert parser.parse_args(other).distca_documents == "other:function"
+    with pytest.raises(ValueError, match="give a function that a module defines by name"):
+        upstream.with_distca(megatron.pretrain_017, documents=lambda args, split: None)
+
+
 def test_without_the_flag_megatron_is_untouched(megatron, gone_on_from) -> None:
     run(megatron)
     assert gone_on_from == []

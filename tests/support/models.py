@@ -32,9 +32,17 @@ HEADS, HEAD_DIM = 4, 16
 
 @dataclass(frozen=True)
 class MemoryCorpus:
-    """Documents of random tokens with a structure that a model can learn."""
+    """Documents of random tokens with a structure that a model can learn.
+
+    Attributes:
+        lengths: tokens of each document.
+        weighted: whether not all tokens count alike: of four documents in a row, in the first all
+            count, in the second the last half, in the third some by half or twice, in the last
+            none.
+    """
 
     lengths: np.ndarray
+    weighted: bool = False
 
     def read(self, document: int, start: int, end: int) -> np.ndarray:
         generator = np.random.default_rng(document)
@@ -43,14 +51,24 @@ class MemoryCorpus:
         tokens = (first + np.arange(self.lengths[document]) + noise) % 50
         return tokens[start:end].astype(np.int64)
 
+    def loss_weights(self, document: int, start: int, end: int) -> np.ndarray | None:
+        if not self.weighted or document % 4 == 0:
+            return None
+        positions = np.arange(start, end)
+        return [
+            (positions >= self.lengths[document] // 2).astype(float),
+            np.array([0.0, 0.5, 2.0])[positions % 3],
+            np.zeros(end - start),
+        ][document % 4 - 1]
 
-def memory_stream(lengths: Sequence[int]) -> Any:
-    """A token stream of documents in the given order."""
+
+def memory_stream(lengths: Sequence[int], weighted: bool = False) -> Any:
+    """A token stream of documents in the given order; `weighted` as for `MemoryCorpus`."""
     from megatron_patches.batches.stream import TokenStream
 
     column = np.asarray(lengths, dtype=np.int64)
     offsets = np.concatenate([[0], np.cumsum(column)])
-    corpus = MemoryCorpus(column)
+    corpus = MemoryCorpus(column, weighted)
     numbers, zeros = np.arange(len(column)), np.zeros_like(column)
     return TokenStream((corpus,), zeros, numbers, zeros, offsets)  # type: ignore[arg-type]
 
@@ -162,11 +180,15 @@ def make_run(args: Namespace, stream: Any, processes: Any = None) -> Any:
 
 
 def train(
-    flags: Sequence[str], lengths: Sequence[int], steps: int, tied: bool = False
+    flags: Sequence[str],
+    lengths: Sequence[int],
+    steps: int,
+    tied: bool = False,
+    weighted: bool = False,
 ) -> StepsDone:
     """Trains for some steps on this rank, or serves those that do; collective."""
     args = parse(flags, tied)
-    processes, stream = start_processes(args), memory_stream(lengths)
+    processes, stream = start_processes(args), memory_stream(lengths, weighted)
     serves_only = processes is not None and processes.serves_only
     run = serve if serves_only else partial(train_steps, steps=steps)
     done, made = run(args, stream, processes)
@@ -257,9 +279,11 @@ def starts_of_micro_batches(flags: Sequence[str], lengths: Sequence[int]) -> lis
     return found
 
 
-def train_all(runs: Sequence[Sequence[str]], lengths: Sequence[int], steps: int) -> list[StepsDone]:
+def train_all(
+    runs: Sequence[Sequence[str]], lengths: Sequence[int], steps: int, weighted: bool = False
+) -> list[StepsDone]:
     """Several runs, one after the other in the same processes."""
-    return [train(flags, lengths, steps) for flags in runs]
+    return [train(flags, lengths, steps, weighted=weighted) for flags in runs]
 
 
 def named_parameters(model: Any) -> Iterator[tuple[str, torch.nn.Parameter]]:

@@ -1,4 +1,4 @@
-"""The loss and its gradients by hand: a mean over targets, of documents each run by itself.
+"""The loss and its gradients by hand: a mean over targets that count, of documents each by itself.
 
 The reference knows nothing of our batches, steps and models: the targets are chosen here from lists
 of tokens, the model is megatron-core's own, and the cross entropy is torch's.
@@ -7,6 +7,7 @@ of tokens, the model is megatron-core's own, and the cross entropy is torch's.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -24,13 +25,19 @@ from support.models import (
 
 SEQ_LENGTH = 128
 # Two windows of two ranks. Of 128 documents of a token each, all that the first rank owns at first,
-# none has a target. The longest document is cut by ranks and by a window.
-DOCUMENTS = [*([1] * 128), 300, 1, 1, 2, 3, 40, 37]
+# none has a target. The longest document is cut by ranks and by a window, and some of its tokens
+# count, by half or twice. That of 40 tokens counts, those of 3 and 37 in their last half, that of 2
+# not at all.
+DOCUMENTS = [*([1] * 128), 40, 3, 300, 2, 1, 37, 1]
 WINDOW = 2 * SEQ_LENGTH
 # Flags of two processes, and the tokens after which documents must attend anew.
 LAYOUTS = {
     "plain DP2": (f"--seq-length {SEQ_LENGTH} --global-batch-size 4", SEQ_LENGTH),
     "DP2": (f"--seq-length {SEQ_LENGTH} --global-batch-size 4 --distca", WINDOW),
+    "DP2, whole": (
+        f"--seq-length {SEQ_LENGTH} --global-batch-size 4 --distca --no-distca-ping-pong",
+        WINDOW,
+    ),
     "PP2": (
         f"--seq-length {WINDOW} --global-batch-size 2 --distca --pipeline-model-parallel-size 2",
         WINDOW,
@@ -47,7 +54,7 @@ LAYOUTS = {
 def found(ranks) -> dict[str, list[StepsDone]]:
     """A step of two micro-batches in each layout, as each rank saw it."""
     runs = [flags.split() for flags, _ in LAYOUTS.values()]
-    results = ranks.run(train_all, runs, DOCUMENTS, 1, world_size=2)
+    results = ranks.run(train_all, runs, DOCUMENTS, 1, True, world_size=2)
     return dict(zip(LAYOUTS, zip(*results, strict=True), strict=True))
 
 
@@ -78,13 +85,19 @@ def test_gradients_are_that_mean_s(found, references, layout) -> None:
 
 def test_the_documents_have_what_can_go_wrong() -> None:
     assert sum(DOCUMENTS) == 2 * WINDOW
-    targets = [1] * sum(DOCUMENTS)
-    for end in np.cumsum(DOCUMENTS):
-        targets[end - 1] = 0
-    of_ranks = np.array(targets).reshape(2, 2, SEQ_LENGTH).sum(axis=-1)
-    assert of_ranks.tolist() == [[0, 128], [128, 121]]
+    weights = np.array(
+        [
+            weight
+            for tokens, _, of_targets in pieces(DOCUMENTS, WINDOW)
+            # The last token of a document has no target.
+            for weight in [*of_targets, 0.0][: len(tokens)]
+        ]
+    )
+    counted = (weights > 0).reshape(2, 2, SEQ_LENGTH).sum(axis=-1)
+    assert counted.tolist() == [[0, 98], [85, 77]]
+    assert set(weights) == {0.0, 0.5, 1.0, 2.0}
     # A document goes on over the end of the first window.
-    assert targets[WINDOW - 1]
+    assert np.cumsum(DOCUMENTS)[129] < WINDOW < np.cumsum(DOCUMENTS)[130]
 
 
 def by_hand(lengths: Sequence[int], cuts: Sequence[int]) -> list[tuple[float, StepsDone]]:
@@ -110,7 +123,7 @@ def by_hand(lengths: Sequence[int], cuts: Sequence[int]) -> list[tuple[float, St
     for every in cuts:
         model.zero_grad()
         total, targets = torch.zeros([], dtype=torch.float64), 0
-        for tokens, following in pieces(lengths, every):
+        for tokens, following, weights in pieces(lengths, every):
             if not following:
                 continue
             size = len(tokens)
@@ -121,10 +134,11 @@ def by_hand(lengths: Sequence[int], cuts: Sequence[int]) -> list[tuple[float, St
             )
             # Only a document's last token is followed by none.
             logits = logits[0, : len(following)].double()
-            total = total + torch.nn.functional.cross_entropy(
-                logits, torch.tensor(following), reduction="sum"
+            losses = torch.nn.functional.cross_entropy(
+                logits, torch.tensor(following), reduction="none"
             )
-            targets += len(following)
+            total = total + (losses * torch.tensor(weights)).sum()
+            targets += sum(weight > 0 for weight in weights)
         loss = total / targets
         loss.backward()
         gradients = {
@@ -134,20 +148,26 @@ def by_hand(lengths: Sequence[int], cuts: Sequence[int]) -> list[tuple[float, St
     return results
 
 
-def pieces(lengths: Sequence[int], every: int) -> Iterator[tuple[list[int], list[int]]]:
-    """Tokens that attend to each other, and what follows each of them in its document."""
-    corpus, at = MemoryCorpus(np.array(lengths)), 0
+def pieces(
+    lengths: Sequence[int], every: int
+) -> Iterator[tuple[list[int], list[int], list[float]]]:
+    """Tokens that attend to each other, what follows each in its document, and its weight."""
+    corpus, at = MemoryCorpus(np.array(lengths), weighted=True), 0
     for number, length in enumerate(lengths):
         document = corpus.read(number, 0, length).tolist()
+        found = corpus.loss_weights(number, 0, length)
+        weights = [1.0] * length if found is None else found.tolist()
         start = 0
         while start < length:
             end = min(length, start + every - at % every)
-            yield document[start:end], document[start + 1 : end + 1]
+            following = slice(start + 1, end + 1)
+            yield document[start:end], document[following], weights[following]
             at, start = at + end - start, end
 
 
 def test_a_micro_batch_s_loss_is_megatron_lm_s() -> None:
     """The rule of `loss_func` in its `pretrain_gpt.py`: a sum in float32, and a count of targets.
+    Where no target counts, a 0 is logged.
 
     What its loop then does with the pair is `average_losses` in ours.
     """
@@ -168,3 +188,14 @@ def test_a_micro_batch_s_loss_is_megatron_lm_s() -> None:
     assert report.keys() == {"lm loss", "figure"}
     assert report["lm loss"].tolist() == [float(loss), len(kept)]
     assert report["figure"].tolist() == [3.5, 1]
+    loss, targets, report = sum_loss(replace(batch, loss_mask=torch.zeros(1, 4000)), {}, losses)
+    assert (float(loss), int(targets)) == (0, 0)
+    total, count = report["lm loss"]
+    assert total / count == 0
+
+
+def test_a_global_batch_of_no_targets_has_no_gradients(ranks) -> None:
+    lengths, step = [1] * 2 * WINDOW, f"--seq-length {SEQ_LENGTH} --global-batch-size 4".split()
+    for run in ranks.run(train_all, [step, [*step, "--distca"]], lengths, 1, world_size=2)[0]:
+        assert (run.losses, run.grad_norms) == ([0.0], [0.0])
+        assert all(not gradient.any() for gradient, _ in run.gradients.values())

@@ -1,0 +1,176 @@
+"""Documents that stay whole in packs, padding, passes over a stream, and a list of one's own."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from distca.documents.document_list import ListedDocuments
+from megatron_patches.batches.blends import SPLITS, Blend, check_blends
+from megatron_patches.batches.opening import check_documents, open_source
+from megatron_patches.batches.own_documents import name_of
+from megatron_patches.batches.padding import fill_packs, padding_lengths
+from megatron_patches.batches.resuming import check_packs, longest_piece
+from megatron_patches.batches.stream import TokenStream
+
+LENGTHS = np.random.default_rng(0).integers(1, 300, 40)
+
+
+class Numbered:
+    """Documents of which no two tokens are alike; the first half of each counts for nothing."""
+
+    lengths = LENGTHS
+
+    def __len__(self) -> int:
+        return len(LENGTHS)
+
+    def tokens(self, index: int) -> np.ndarray:
+        return 1 + LENGTHS[:index].sum() + np.arange(LENGTHS[index])
+
+    def loss_weights(self, index: int) -> np.ndarray:
+        return np.arange(LENGTHS[index]) >= LENGTHS[index] // 2
+
+
+def documents(args: Namespace, split: str) -> Any:
+    """As `--distca-documents` names it; there is no test."""
+    return None if split == "test" else Numbered()
+
+
+def open_stream(num_tokens: int | None, **given: Any) -> TokenStream:
+    return TokenStream.open(
+        Blend(("mine",), None, None),
+        "train",
+        seed=3,
+        num_tokens=num_tokens,
+        open_source=lambda name: ListedDocuments(name, Numbered()),
+        **given,
+    )
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(1, 400), st.lists(st.floats(0, 1), min_size=1, max_size=30))
+def test_packs_hold_whole_documents_in_their_order(pack, shares) -> None:
+    lengths = np.array([1 + int(share * (pack - 1)) for share in shares])
+    order, filled = fill_packs(lengths, pack)
+    assert order[order >= 0].tolist() == list(range(len(lengths)))
+    assert filled[order >= 0].tolist() == lengths.tolist()
+    ends = np.cumsum(filled)
+    assert ends[-1] % pack == 0
+    assert ((ends - 1) // pack == (ends - filled) // pack).all()
+    # A document comes in the next pack only where it does not fit.
+    after = np.flatnonzero((order[1:] < 0) & (order[:-1] >= 0))
+    for each in after[after + 1 < order.argmax()]:
+        begun = int(ends[each]) % pack or pack
+        assert begun + lengths[order[each] + 1] > pack
+
+
+def test_padding_fills_any_number_of_tokens() -> None:
+    for tokens in (0, 1, 127, 128, 300):
+        assert padding_lengths(tokens).sum() == tokens
+
+
+def test_whole_documents_are_read_with_padding_that_has_no_loss() -> None:
+    stream = open_stream(20_000, max_document_length=512, whole=True)
+    seen: list[int] = []
+    for start in range(0, 20_000 - 512, 512):
+        tokens, labels, weights = stream.read(start, start + 512)
+        assert not weights[tokens == 0].any()
+        firsts = np.cumsum(stream.document_lengths(start, start + 512))
+        assert firsts[-1] == 512
+        ids = tokens[tokens > 0]
+        seen += ids.tolist()
+        assert (labels[weights > 0] == tokens[weights > 0] + 1).all()
+    # All of each document: token by token, and from its first one on.
+    ends = np.cumsum(LENGTHS)
+    at = 0
+    while at < len(seen):
+        number = int(np.searchsorted(ends, seen[at] - 1, side="right"))
+        length = int(LENGTHS[number])
+        assert seen[at : at + length] == (1 + ends[number] - length + np.arange(length)).tolist()
+        at += length
+    assert not stream.repeats_within(4000)
+
+
+def test_a_pass_has_each_document_once_and_then_padding() -> None:
+    for options in ({}, {"whole": True, "max_document_length": 300}):
+        stream = open_stream(None, **options).in_passes(1024)
+        assert stream.tokens % 1024 == 0
+        tokens, _, weights = stream.read(0, stream.tokens)
+        assert sorted(tokens[tokens > 0].tolist()) == list(range(1, 1 + LENGTHS.sum()))
+        # The first token of a document is no target, and of one of one token none is.
+        assert weights.sum() == (LENGTHS - np.maximum(LENGTHS // 2, 1)).sum()
+        again = stream.read(3 * stream.tokens + 1024, 3 * stream.tokens + 2048)
+        for once, later in zip(stream.read(1024, 2048), again, strict=True):
+            assert (once == later).all()
+        lengths = stream.document_lengths(2 * stream.tokens, 2 * stream.tokens + 1024)
+        assert lengths.tolist() == stream.document_lengths(0, 1024).tolist()
+
+
+def test_a_document_that_does_not_fit_is_named() -> None:
+    longest = int(LENGTHS.argmax())
+    with pytest.raises(ValueError, match=f"document {longest} of mine has .* at most 200 stay"):
+        open_stream(1000, max_document_length=200, whole=True)
+
+
+def arguments(**given: Any) -> Namespace:
+    common = {"seq_length": 128, "data_parallel_size": 2, "micro_batch_size": 1, "distca": True}
+    common |= {"global_batch_size": 4, "distca_chain": 1, "distca_max_document_length": None}
+    common |= {"distca_whole_documents": True, "vocab_size": 10_000, "eval_iters": 1}
+    return Namespace(**common | {"distca_documents": name_of(documents)} | given)
+
+
+def test_packs_are_what_attends_together() -> None:
+    for flags, pack in (({}, 256), ({"distca": False}, 128), ({"distca_chain": 2}, 512)):
+        assert longest_piece(arguments(**flags)) == pack
+        check_packs(arguments(**flags), 3 * pack)
+
+
+@pytest.mark.parametrize(
+    ("given", "first"),
+    [
+        ({"distca_max_document_length": 200}, 0),
+        ({"distca": False, "distca_max_document_length": 256}, 0),
+        ({}, 128),
+        # Of three micro-batches the last one has no other to share documents with.
+        ({"distca_chain": 2, "global_batch_size": 6}, 0),
+    ],
+)
+def test_windows_that_would_cut_packs_are_refused(given: dict[str, Any], first: int) -> None:
+    with pytest.raises(ValueError, match="would cut: give --distca-max-document-length"):
+        check_packs(arguments(**given), first)
+
+
+def test_one_s_own_documents_stand_for_all_splits() -> None:
+    args = arguments(distca_max_document_length=512)
+    assert check_blends(args, SPLITS).keys() == {"train", "valid"}
+    check_documents(args, SPLITS)
+    source = open_source(args, args.distca_documents, "train")
+    assert source.lengths.tolist() == LENGTHS.tolist()
+    with pytest.raises(ValueError, match=r"documents:documents has .* tokens, but at most 256"):
+        check_documents(arguments(), SPLITS)
+    with pytest.raises(ValueError, match=r"holds the token .* vocabulary has 99 tokens"):
+        check_documents(arguments(vocab_size=99), SPLITS)
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("documents", "give MODULE:FUNCTION"),
+        ("no_such_module:f", "cannot be imported .*no_such_module.*: put its folder in PYTHONPATH"),
+        (f"{__name__}:no_such", "cannot be imported"),
+        (f"{__name__}:LENGTHS", "is no function of"),
+    ],
+)
+def test_a_name_of_no_function_is_refused(name: str, said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        check_blends(arguments(distca_documents=name), ["train"])
+
+
+def test_a_function_without_a_name_is_refused() -> None:
+    with pytest.raises(ValueError, match="give a function that a module defines by name"):
+        name_of(lambda args, split: None)
