@@ -192,7 +192,7 @@ DONE = {
     "Losses are averaged over tokens": "calculate-per-token-loss",
     "Models are megatron-core's": "use-mcore-models",
     "GPUs run FlashAttention": "use-flash-attn",
-    "Softmax runs in float32": "attention-softmax-in-fp32",
+    "Scores and softmax are float32": "attention-softmax-in-fp32 apply-query-key-layer-scaling",
 }
 
 WITHOUT_EFFECT = {
@@ -316,7 +316,6 @@ REFUSED = (
 # Where core attention is ours: with --distca, and in plain runs with the local layer spec.
 RefusedByAttention = partial(Group, "refused by our attention")
 REFUSED_BY_OUR_ATTENTION = (
-    RefusedByAttention("query-key layer scaling", "apply-query-key-layer-scaling"),
     RefusedByAttention("the largest attention logits", "qk-clip log-max-attention-logit"),
     RefusedByAttention(
         "the choice of attention's kernel", "flash-attention-version batch-invariant-mode"

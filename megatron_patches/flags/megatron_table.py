@@ -479,6 +479,7 @@ FLAGS: dict[str, list[tuple[str, dict[str, Any]]]] = {
         ("--use-flash-attn", {**_SWITCH, "help": "GPUs run FlashAttention."}),
         ("--use-rotary-position-embeddings", {**_SWITCH, "help": "The default."}),
         ("--attention-softmax-in-fp32", {**_SWITCH, "help": "It always is."}),
+        ("--apply-query-key-layer-scaling", {**_SWITCH, "help": "Scores always fit: float32."}),
         ("--no-masked-softmax-fusion", {**_SWITCH, "help": "It never is fused."}),
         ("--no-bias-gelu-fusion", {**_SWITCH, "help": "They never are fused."}),
         ("--ckpt-format", {"choices": ["torch_dist"], "help": "The one format."}),

@@ -103,6 +103,10 @@ class _CoreAttentionModule(DotProductAttention):
             )
         if attention_type != "self":
             raise ValueError(f"{attention_type}-attention is not supported: only self-attention")
+        if config.apply_query_key_layer_scaling:
+            # It divides scores by the layer's number, and multiplies them by it again in float32,
+            # so that they fit fp16. Kernels' scores are float32 from the first.
+            self.softmax_scale *= self.layer_number
         if isinstance(self.softmax_offset, torch.nn.Parameter):
             # Megatron's norm of gradients takes a rank's sinks for copies of the first rank's.
             set_tensor_model_parallel_attributes(self.softmax_offset, True, 0, 1)

@@ -1,4 +1,7 @@
-"""Windows on some layers only, against plain Megatron on one process with a dense mask for each."""
+"""Windows on some layers only, against plain Megatron on one process with a dense mask for each.
+
+Megatron scales queries and keys by layer here, which changes no score: runs do with and without it.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,7 @@ from support.models import StepsDone, train
 from support.parity import RECOMPUTE, WHOLE
 from support.pipelines import SIZES, WINDOW, check, documents, flags_of
 
+SCALING = "--apply-query-key-layer-scaling"
 WINDOWS = ["--window-size", "100,0", "--window-attn-skip-freq"]
 MICRO_BATCHES = 3
 PLAIN = [*SIZES, "--seq-length", str(WINDOW), "--global-batch-size", str(MICRO_BATCHES)]
@@ -15,7 +19,7 @@ PLAIN = [*SIZES, "--seq-length", str(WINDOW), "--global-batch-size", str(MICRO_B
 
 @pytest.fixture(scope="module")
 def plain(ranks) -> StepsDone:
-    flags = [*PLAIN, *WINDOWS, "2", "--attention-backend", "local"]
+    flags = [*PLAIN, *WINDOWS, "2", SCALING, "--attention-backend", "local"]
     return ranks.run(train, flags, documents(MICRO_BATCHES), 1, world_size=1)[0]
 
 
@@ -23,7 +27,7 @@ def plain(ranks) -> StepsDone:
     ("layout", "pattern", "more"),
     [
         ("PP2", "[1,0,1,0]", [*RECOMPUTE, "--distca-head-groups", "2"]),
-        ("TP2-SP-PP2", "2", [WHOLE]),
+        ("TP2-SP-PP2", "2", [WHOLE, SCALING]),
         ("PP2 + 1", "2", ["--distca-scheduler", "greedy"]),
     ],
 )
@@ -47,7 +51,8 @@ def test_without_a_pipeline(ranks, plain: StepsDone) -> None:
         run = [*SIZES, *ranks_of, *WINDOWS, "2", "--distca", *more]
         found = ranks.run(train, run, documents(MICRO_BATCHES), 1, world_size=2)
         check(found, plain, more)
-    packed = ranks.run(train, [*PLAIN, *WINDOWS, "2"], documents(MICRO_BATCHES), 1, world_size=1)
+    flags = [*PLAIN, *WINDOWS, "2", SCALING]
+    packed = ranks.run(train, flags, documents(MICRO_BATCHES), 1, world_size=1)
     check(packed, plain, "packed")
     other = ranks.run(train, PLAIN, documents(MICRO_BATCHES), 1, world_size=1)
     assert abs(other[0].losses[0] / plain.losses[0] - 1) > 1e-5

@@ -227,7 +227,7 @@ def test_bad_input(flags: str, message: str) -> None:
         ("multi_latent_attention", True, "does not cover multi-latent attention"),
         ("moe_expert_capacity_factor", 1.5, "does not cover tokens that experts drop"),
         ("cuda_graph_impl", "local", "remove --cuda-graph-impl local"),
-        ("apply_query_key_layer_scaling", True, "remove --apply-query-key-layer-scaling"),
+        ("qk_clip", True, "remove --qk-clip"),
         ("decoder_first_pipeline_num_layers", 1, "remove --decoder-first-pipeline-num-layers"),
         ("num_layers", 3, "equally many layers on all 2 pipeline stages"),
         ("position_embedding_type", "learned_absolute", "needs --position-embedding-type rope"),

@@ -109,7 +109,7 @@ def test_refused_flags_are_refused_by_name(table: tuple[Group, ...]) -> None:
     [
         ("mtp_num_layers", True, True, True),
         ("sft", True, True, True),
-        ("apply_query_key_layer_scaling", True, True, False),
+        ("log_max_attention_logit", True, True, False),
         ("optimizer_cuda_graph", True, False, False),
         ("gtp_weight_remat_size", True, False, False),
         ("eod_mask_loss", False, False, False),

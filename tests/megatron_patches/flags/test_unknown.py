@@ -24,9 +24,9 @@ LEAN_HAS_NOT = "the lean loop has no "
             LEAN_HAS_NOT + "--lr-wsd-decay-iters: --training-loop megatron has it",
         ),
         (
-            "--apply-query-key-layer-scaling",
+            "--log-max-attention-logit",
             LEAN_HAS_NOT
-            + "--apply-query-key-layer-scaling: --training-loop megatron has it, without --distca",
+            + "--log-max-attention-logit: --training-loop megatron has it, without --distca",
         ),
         (
             "--mtp-num-layers 1",
