@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import heapq
-import random
 import threading
-import time
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,7 +14,6 @@ import msgspec
 import numpy as np
 
 END = b"end"
-LATE_KINDS = {"Event", "Expect", "First"}
 
 
 @dataclass(frozen=True)
@@ -25,20 +22,10 @@ class Played:
 
     Attributes:
         submits: arguments of each `Submit`.
-        aborted: seconds after its submission at which a request is aborted, by number.
-        gap: seconds between two submissions.
-        late: part of the messages of the hand-off that come late.
-        late_seconds: by how much.
-        seed: of what is late.
         blocks: blocks of a prefill rank, and of a decode rank.
     """
 
     submits: Sequence[tuple]
-    aborted: dict[int, float] = field(default_factory=dict)
-    gap: float = 0.0
-    late: float = 0.0
-    late_seconds: float = 0.0
-    seed: int = 0
     blocks: tuple[int, int] = (64, 64)
 
 
@@ -53,7 +40,6 @@ class Seen:
         chunks: chunks by their sequence: their positions, and ranks.
         moved: bytes of blocks that changed their rank.
         decoding: requests in the order in which they joined batches.
-        seconds: from the first submission to when all blocks were free.
     """
 
     told: dict[int, list[int]] = field(default_factory=dict)
@@ -62,13 +48,12 @@ class Seen:
     chunks: dict[int, list[tuple[int, int, tuple[int, ...]]]] = field(default_factory=dict)
     moved: int = 0
     decoding: list[int] = field(default_factory=list)
-    seconds: float = 0.0
 
 
 class Hub:
-    """Stands for `Workers`: what the engine says to live ranks, and they to it, some of it late."""
+    """Stands for `Workers`: what the engine says to live ranks, and they to it."""
 
-    def __init__(self, folder: Path, played: Played, seen: Seen) -> None:
+    def __init__(self, folder: Path, seen: Seen) -> None:
         import zmq
 
         from distca.serve.engine.messages import decoder
@@ -76,27 +61,10 @@ class Hub:
 
         self.socket: Any = zmq.Context.instance().socket(zmq.ROUTER)
         self.socket.bind(f"ipc://{folder}/workers")
-        self._decoder, self._played, self._seen = decoder(FromRoles), played, seen
-        self._chance = random.Random(played.seed)
-        self._later: list[tuple[float, int, int | None, bytes]] = []
-        self._count = 0
-
-    def _is_late(self, rank: int | None, encoded: bytes) -> bool:
-        if encoded == END or msgspec.msgpack.decode(encoded)[0] not in LATE_KINDS:
-            return False
-        if self._chance.random() >= self._played.late:
-            return False
-        self._count += 1
-        due = time.monotonic() + self._played.late_seconds * self._chance.random()
-        heapq.heappush(self._later, (due, self._count, rank, encoded))
-        return True
+        self._decoder, self._seen = decoder(FromRoles), seen
 
     def post(self, rank: int, encoded: bytes) -> None:
         self._note(rank, encoded)
-        if not self._is_late(rank, encoded):
-            self._send(rank, encoded)
-
-    def _send(self, rank: int, encoded: bytes) -> None:
         self.socket.send_multipart([f"worker-{rank}".encode(), encoded])
 
     def _note(self, rank: int, encoded: bytes) -> None:
@@ -115,15 +83,7 @@ class Hub:
 
         heard = []
         while self.socket.poll(0):
-            _, encoded = self.socket.recv_multipart()
-            if not self._is_late(None, encoded):
-                heard.append(self._decoder.decode(encoded))
-        while self._later and self._later[0][0] <= time.monotonic():
-            _, _, rank, encoded = heapq.heappop(self._later)
-            if rank is None:
-                heard.append(self._decoder.decode(encoded))
-            else:
-                self._send(rank, encoded)
+            heard.append(self._decoder.decode(self.socket.recv_multipart()[1]))
         for each in heard:
             if isinstance(each, ChunkDone):
                 self._seen.moved += each.bytes_moved
@@ -139,29 +99,22 @@ class Api:
         from distca.serve.engine.messages import FromEngine, decoder
 
         self._played, self._seen, self._decoder = played, seen, decoder(FromEngine)
-        self._script: list[tuple[float, int, Any]] = []
-        self._open = {each[0] for each in played.submits} - {*played.aborted}
+        self._script: deque[Any] = deque()
+        self._open = {each[0] for each in played.submits}
         self._idle = False
 
     def begin(self) -> None:
-        from distca.serve.engine.messages import Abort, Submit
+        from distca.serve.engine.messages import Submit
 
-        self.since = time.monotonic()
-        for place, each in enumerate(self._played.submits):
-            due, number = self.since + place * self._played.gap, each[0]
-            heapq.heappush(self._script, (due, len(self._script), Submit(*each)))
-            if number in self._played.aborted:
-                due += self._played.aborted[number]
-                heapq.heappush(self._script, (due, len(self._script), Abort(number)))
+        self._script.extend(Submit(*each) for each in self._played.submits)
 
     def poll(self, _: int) -> bool:
-        done = not self._script and not self._open and self._idle
-        return done or bool(self._script and self._script[0][0] <= time.monotonic())
+        return bool(self._script) or (not self._open and self._idle)
 
     def recv(self) -> bytes:
         from distca.serve.engine.messages import Close, encode
 
-        return encode(heapq.heappop(self._script)[2] if self._script else Close())
+        return encode(self._script.popleft() if self._script else Close())
 
     def send(self, encoded: bytes) -> None:
         from distca.serve.engine.messages import Outputs, Refused
@@ -227,7 +180,7 @@ def _run_engine(settings: Any, folder: str, played: Played, results: list[Any]) 
     from distca.serve.handoff.engine import RolesEngine
 
     seen = Seen()
-    hub, api = Hub(Path(folder), played, seen), Api(played, seen)
+    hub, api = Hub(Path(folder), seen), Api(played, seen)
     poller = zmq.Poller()
     poller.register(hub.socket, zmq.POLLIN)
     try:
@@ -246,7 +199,6 @@ def _run_engine(settings: Any, folder: str, played: Played, results: list[Any]) 
 
         engine._settle = settle_and_look  # type: ignore[method-assign]
         engine.serve(poller)
-        seen.seconds = time.monotonic() - api.since
         results.append(seen)
     except BaseException as error:
         results.append(error)
