@@ -42,7 +42,7 @@ class Answered:
     last: float = 0.0
 
 
-def write_model(folder: Path, hidden: int, layers: int) -> None:
+def write_model(folder: Path, hidden: int, layers: int, positions: int = 2048) -> None:
     """Writes a Llama of random weights, each token of which is a word, and which never stops."""
     import torch
     from tokenizers import Tokenizer, models, pre_tokenizers
@@ -57,7 +57,7 @@ def write_model(folder: Path, hidden: int, layers: int) -> None:
         num_key_value_heads=hidden // 64,
         head_dim=32,
         vocab_size=VOCABULARY,
-        max_position_embeddings=2048,
+        max_position_embeddings=positions,
         initializer_range=0.1,
         bos_token_id=None,
         eos_token_id=None,

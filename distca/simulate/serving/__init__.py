@@ -7,11 +7,13 @@ outcome = simulate_step([plan] * costs.model.layers, costs)
 
 from distca.simulate.serving.chains import chain_costs, searched_shares, searched_table
 from distca.simulate.serving.costs import InferenceCosts
+from distca.simulate.serving.growth import Growth, simulate_growth
 from distca.simulate.serving.restripe import simulate_restripe
 from distca.simulate.serving.selector import SimulatedSelector
 from distca.simulate.serving.steps import PlanStepCosts, SteppedCosts, attend, simulate_step
 
 __all__ = [
+    "Growth",
     "InferenceCosts",
     "PlanStepCosts",
     "SimulatedSelector",
@@ -20,6 +22,7 @@ __all__ = [
     "chain_costs",
     "searched_shares",
     "searched_table",
+    "simulate_growth",
     "simulate_restripe",
     "simulate_step",
 ]

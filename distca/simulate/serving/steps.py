@@ -102,8 +102,7 @@ class SteppedCosts:
         return rows * (2 * sums + shape.q_row_bytes + shape.lse_row_bytes)
 
     def _exchange(self, messages: Messages) -> ExchangeCosts:
-        transfer = Transfer.of_messages(messages, self.links)
-        return ExchangeCosts(transfer, messages.sent(), messages.received())
+        return _costs_of(messages, self.links)
 
 
 @dataclass(frozen=True)
@@ -167,6 +166,11 @@ def attend(resources: Resources, costs: SteppedCosts, layer: int = 0) -> None:
             resources.compute(resources.traffic_seconds(step.merged_returned))
 
 
+def _costs_of(messages: Messages, links: Links) -> ExchangeCosts:
+    transfer = Transfer.of_messages(messages, links)
+    return ExchangeCosts(transfer, messages.sent(), messages.received())
+
+
 def _start(
     resources: Resources, moved: ExchangeCosts, phase: str, labels: dict[str, int]
 ) -> Floats:
@@ -177,19 +181,29 @@ def _start(
     return resources.exchange(moved.transfer, phase)
 
 
+BALANCING = "cache balancing"
+"""Phase of rows that change their rank."""
+
+
 def simulate_step(
     plans: Sequence[Plan],
     costs: InferenceCosts,
     cost_model: CostModel | None = None,
     recording: bool = False,
+    moves: Messages | None = None,
 ) -> Outcome:
     """Simulates a step of the model: new tokens of some sequences through all layers.
+
+    Rows of earlier tokens may change their ranks with it. Those of a layer leave while the layer
+    before is computed, and are waited for before its own attention, as
+    `distca.runtime.kv_moves` does it.
 
     Args:
         plans: plan of each layer, over the same tokens; layers with one mask share theirs.
         costs: costs of the layers.
         cost_model: seconds of tasks with the heads of a GPU; None: the cluster's own.
         recording: keep spans for `save_trace`.
+        moves: bytes of keys and values that change their rank in each layer; None: none do.
 
     Returns:
         The step until the logits of each sequence's last token; its memory is that of weights,
@@ -202,8 +216,17 @@ def simulate_step(
     resources = Resources(ranks, cluster, np.ones(ranks), recording)
     own = first.own_tokens_per_rank()
     pre, post = costs.pre_seconds(own), costs.post_seconds(own)
+    moved = None if moves is None else _costs_of(moves, costs.links)
+    arrives = None if moved is None else _start(resources, moved, BALANCING, {"layer": 0})
     for layer, plan in enumerate(plans):
         resources.compute(pre, "before core attention", "ticks", layer=layer)
+        if moved is not None and arrives is not None:
+            following = None
+            if layer + 1 < len(plans):
+                following = _start(resources, moved, BALANCING, {"layer": layer + 1})
+            resources.wait(arrives, "wait for moved rows", layer=layer)
+            resources.compute(resources.copy_seconds(moved.unpacked))
+            arrives = following
         attend(resources, of_plan[id(plan)], layer)
         resources.compute(post, "after core attention", "ticks", layer=layer)
     last = first.placement.end == first.lengths[first.placement.document]

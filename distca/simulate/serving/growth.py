@@ -1,0 +1,93 @@
+"""A prompt whose group of ranks grows between two chunks: what moving its rows exposes.
+
+Blocks, moves and plans are those that a server makes (`prefill_blocks`, `plan_iteration`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from distca.cost.volume import Messages
+from distca.schedule.serving.blocks import BlockPool
+from distca.schedule.serving.cdsp.prefill_blocks import Piece, PieceBlocks, PrefillBlocks
+from distca.schedule.serving.iteration import Part, plan_iteration
+from distca.schedule.serving.steps import Strategy
+from distca.simulate.outcome import Outcome
+from distca.simulate.serving.costs import InferenceCosts
+from distca.simulate.serving.steps import simulate_step
+
+
+@dataclass(frozen=True)
+class Growth:
+    """A prompt in two chunks, on ranks and on more of them.
+
+    Attributes:
+        first: step of the first chunk.
+        second: step of the second one, with the rows of the first one moving.
+        free: the same, as if they had been where they belong.
+        rows: rows of each layer that move.
+    """
+
+    first: Outcome
+    second: Outcome
+    free: Outcome
+    rows: int
+
+    @property
+    def exposed(self) -> float:
+        """Part of the prompt's seconds that the moves add."""
+        added = self.second.seconds - self.free.seconds
+        return added / (self.first.seconds + self.second.seconds)
+
+
+def simulate_growth(
+    costs: InferenceCosts,
+    tokens: tuple[int, int],
+    ranks: tuple[int, int],
+    block_size: int = 128,
+    strategy: Strategy = "pass-kv",
+) -> Growth:
+    """Simulates a prompt that is alone.
+
+    Args:
+        costs: costs of the model on its cluster.
+        tokens: tokens of the first chunk and of the second one.
+        ranks: ranks of the first chunk, and of the second one, the first ones among them.
+        block_size: rows of a block.
+        strategy: what travels in a chunk.
+    """
+    everyone = max(ranks)
+    blocks = -(-sum(tokens) // block_size) + 1
+    held = PrefillBlocks(BlockPool(everyone, blocks, block_size))
+    ends = tokens[0], sum(tokens)
+    pieces = [
+        Piece(start, end, frozenset(range(count)))
+        for start, end, count in zip((0, ends[0]), ends, ranks, strict=True)
+    ]
+    assert held.reserve(0, pieces)
+    given = [held.begin(0, piece) for piece in pieces]
+
+    def step(number: int, moves: Messages | None) -> Outcome:
+        piece = pieces[number]
+        owners = np.array([block.rank for block in given[number].blocks], dtype=np.int64)
+        part = Part(0, piece.start, piece.end - piece.start, owners)
+        masks = costs.model.masks
+        plan = plan_iteration([part], masks.masks, block_size, everyone, strategy)
+        assert plan.chunks is not None
+        of_mask = plan.chunks.plans
+        layers = [of_mask[masks.of_layer(layer)] for layer in range(costs.model.layers)]
+        return simulate_step(layers, costs, moves=moves)
+
+    moves = _messages(given[1], everyone, block_size * costs.shape.kv_row_bytes)
+    rows = len(given[1].moves) * block_size
+    return Growth(step(0, None), step(1, moves), step(1, None), rows)
+
+
+def _messages(given: PieceBlocks, ranks: int, block_bytes: int) -> Messages:
+    """Bytes of a layer's moves."""
+    matrix = np.zeros((ranks, ranks), dtype=np.int64)
+    for move in given.moves:
+        matrix[move.source.rank, move.to.rank] += block_bytes
+    return Messages.of_matrix(matrix)
