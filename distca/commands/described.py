@@ -99,11 +99,12 @@ def add_selection_flags(group: Group, default: str, partitions: str) -> None:
     """
     group.add_argument(
         "--prefill-strategy",
-        choices=(*STRATEGIES, "auto", RUNAHEAD, "all-gather"),
+        choices=(*STRATEGIES, "auto", RUNAHEAD, "sp-ntp", "all-gather"),
         default=default,
         help="What travels in prefills: keys and values, or queries and their outputs; auto "
         "chooses for each prefill. With runahead keys travel down a chain of ranks, which have "
-        "contiguous parts of a prompt; with all-gather, a baseline, all keys to all ranks.",
+        "contiguous parts of a prompt; with sp-ntp heads are scattered over ranks; with "
+        "all-gather, a baseline, all keys go to all ranks.",
     )
     add_partition_flag(group, partitions)
     group.add_argument(

@@ -122,8 +122,8 @@ def build_parser() -> Parser:
         metavar="NAME",
         help=f"{', '.join(STRATEGIES)} or auto: what travels in chunks of long prompts, keys and "
         "values (default) or queries and outputs; auto chooses for each iteration. With runahead "
-        "keys travel down a chain of ranks, which have contiguous parts of a chunk. With "
-        "--prefill-ranks who gets which ranks: "
+        "keys travel down a chain of ranks, which have contiguous parts of a chunk; with sp-ntp "
+        "heads are scattered over ranks. With --prefill-ranks who gets which ranks: "
         f"{', '.join(PREFILL_STRATEGIES)} (default; fixed-N for each power of two).",
     )
     ranks.add_argument(
@@ -235,7 +235,7 @@ def main(argv: Sequence[str]) -> int:
     roles = roles_of(args)
     if roles is None:
         args.prefill_strategy = args.prefill_strategy or STRATEGIES[0]
-        able = (*STRATEGIES, "auto", RUNAHEAD)
+        able = (*STRATEGIES, "auto", RUNAHEAD, "sp-ntp")
         if args.prefill_strategy not in able:
             raise ValueError(
                 f"--prefill-strategy {args.prefill_strategy}: choose from {', '.join(able)}, or "
@@ -309,6 +309,7 @@ def _settings(
         ValueError: the flags don't fit the model or this machine.
     """
     from distca.schedule.serving.accounts import block_bytes
+    from distca.schedule.serving.csps.head_scatter import head_groups
     from distca.schedule.serving.scheduler import Limits
     from distca.serve.engine.settings import EngineSettings
     from distca.serve.models import model_digest
@@ -350,6 +351,7 @@ def _settings(
         args.trust_remote_code,
         nodes,
         roles,
+        head_groups(served.shape.heads, served.shape.kv_heads, ranks),
     )
     if 0 < gpus < len(settings.own_processes):
         raise ValueError(

@@ -27,11 +27,12 @@ _THOUSAND = 1000
 def title_of(plan: Plan) -> str:
     """A line about what is fed."""
     cached = 0 if plan.cached_prefix is None else int(plan.cached_prefix.sum())
-    new = int(plan.lengths.sum()) - cached
+    groups, new = plan.head_groups, int(plan.lengths.sum()) - cached
+    scattered = f", {groups} head groups" if groups > 1 else ""
     return (
-        f"{_number(len(plan.lengths), 'sequence')} on {_number(plan.world_size, 'rank')}: "
-        f"{_number(new, 'new token')}, "
-        f"{cached:,} cached; {plan.scheduler}"
+        f"{_number(plan.sequences, 'sequence')} on {_number(plan.world_size, 'rank')}: "
+        f"{_number(new // groups, 'new token')}, "
+        f"{cached // groups:,} cached; {plan.scheduler}{scattered}"
     )
 
 

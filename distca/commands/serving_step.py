@@ -47,6 +47,7 @@ from distca.schedule.serving import (
     shard_in_stripes,
     step_plan,
 )
+from distca.schedule.serving.csps.head_scatter import head_groups
 from distca.schedule.serving.partitions import Chain, Shares, shard_in_chain
 from distca.schedule.serving.report import describe_steps
 from distca.simulate import save_trace
@@ -199,7 +200,11 @@ class StepCase:
     def plan(self, strategy: Strategy) -> Plan:
         """The plan with a strategy, as `distca generate` makes it."""
         prefill = self.kind == "prefill"
-        return step_plan(self.held, self.new, strategy, self.mask, in_steps=prefill)
+        shape, ranks = self.costs.shape, self.new.world_size
+        groups = head_groups(shape.heads, shape.kv_heads, ranks)
+        return step_plan(
+            self.held, self.new, strategy, self.mask, in_steps=prefill, head_groups=groups
+        )
 
     def chosen(self, strategy: str, selector: str) -> Strategy:
         """The strategy that flags ask for."""

@@ -104,6 +104,11 @@ class AttentionShape:
             )
         return replace(self, heads=self.heads // groups, kv_heads=self.kv_heads // groups)
 
+    def scattered(self, groups: int) -> AttentionShape:
+        """The shape of one of so many head groups that each have a server; where they outnumber the
+        key-value heads several have the same one."""
+        return replace(self, heads=self.heads // groups, kv_heads=max(self.kv_heads // groups, 1))
+
     @property
     def q_row_bytes(self) -> int:
         """Bytes of a query row, an output row, or the gradient of either, padded."""
@@ -223,6 +228,7 @@ def plan_bytes(plan: Plan, shape: AttentionShape, backward: BackwardInputs = "re
         return PlanBytes(
             {phase: Messages.added([step[phase] for step in each]) for phase in FORWARD_PHASES}
         )
+    shape = shape.scattered(plan.head_groups)
     segments = plan.step_segments[0]
     owner, server, q, kv = _rows_by_pair(segments.q, segments.kv, plan.world_size)
 
@@ -252,7 +258,7 @@ def step_bytes(plan: Plan, shape: AttentionShape) -> tuple[PlanBytes, ...]:
         plan: a valid plan.
         shape: the heads of one tensor-parallel rank.
     """
-    found = []
+    shape, found = shape.scattered(plan.head_groups), []
     for q, kv, outputs in plan.step_segments:
         source, server, q_rows, kv_rows = _rows_by_pair(q, kv, plan.world_size)
         inputs = q_rows * shape.q_row_bytes + kv_rows * shape.kv_row_bytes

@@ -55,6 +55,9 @@ class Plan:
             counted from its end, too.
         gathers: whether each rank is sent all keys and values of its documents, those that none of
             its queries sees, too: an all-gather. Such a plan is a baseline, of one step.
+        head_groups: groups of heads, if each has documents of its own: document
+            `group * sequences + sequence` is what the group's heads see of a sequence. A token of
+            its owner has a row for each group, with the heads of that group.
     """
 
     lengths: Int64s
@@ -66,10 +69,16 @@ class Plan:
     notes: tuple[str, ...] = ()
     cached_prefix: Int64s | None = None
     gathers: bool = False
+    head_groups: int = 1
 
     @property
     def world_size(self) -> int:
         return self.placement.world_size
+
+    @property
+    def sequences(self) -> int:
+        """Documents, those of all head groups counted once."""
+        return len(self.lengths) // self.head_groups
 
     @cached_property
     def document_offsets(self) -> Int64s:
@@ -88,7 +97,8 @@ class Plan:
         return placement.start >= self.cached_prefix[placement.document]
 
     def own_tokens_per_rank(self) -> Int64s:
-        """Returns the number of each rank's tokens that have queries, `[world_size]`."""
+        """Returns the number of each rank's rows of queries, `[world_size]`: its tokens that have
+        any, for each head group."""
         return self.placement.select(self.own_pieces).tokens_per_rank()
 
     @cached_property
@@ -161,6 +171,10 @@ class Plan:
         Raises:
             ValueError: the plan is not valid; the message has the first offending row.
         """
+        if self.head_groups < 1 or len(self.lengths) % self.head_groups:
+            raise ValueError(
+                f"not a valid plan: {self.head_groups} head groups of {len(self.lengths)} documents"
+            )
         _check_placement(self)
         _check_cached_prefixes(self)
         _check_tasks(self)

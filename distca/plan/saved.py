@@ -50,6 +50,8 @@ def save_plan(plan: Plan, path: Path, configuration: dict[str, Any] | None = Non
     }
     if plan.gathers:
         own["gathers"] = True
+    if plan.head_groups > 1:
+        own["head_groups"] = plan.head_groups
     saved = {
         "format": FORMAT,
         "documents": plan.lengths.tolist(),
@@ -96,6 +98,7 @@ def load_plan(path: Path) -> tuple[Plan, dict[str, Any]]:
             tuple(configuration.get("notes", ())),
             np.array(saved["first_query"], dtype=np.int64) if "first_query" in saved else None,
             bool(configuration.get("gathers", False)),
+            int(configuration.get("head_groups", 1)),
         )
         plan.validate()
     # Lists in lists in lists, and numbers of many digits, are JSON, too.

@@ -125,6 +125,7 @@ class SteppedExchange:
         queries: query rows that it owns.
         keys: key rows that it owns.
         steps: steps of the plan, as this rank sees them.
+        head_groups: rows that each token has: see `distca.runtime.head_rows`.
     """
 
     rank: int
@@ -132,6 +133,12 @@ class SteppedExchange:
     queries: int
     keys: int
     steps: tuple[ExchangeStep, ...]
+    head_groups: int = 1
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of its queries."""
+        return self.queries // self.head_groups
 
     @property
     def served_queries(self) -> int:
@@ -170,7 +177,8 @@ def build_stepped_exchange(
         if number > 0:
             for rows in steps[number - 1].returned:
                 seen[rows] = True
-    return SteppedExchange(rank, plan.mask, local.queries, local.keys, tuple(steps))
+    whole = local.queries, local.keys, tuple(steps)
+    return SteppedExchange(rank, plan.mask, *whole, plan.head_groups)
 
 
 class _Local:

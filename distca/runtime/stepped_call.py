@@ -15,6 +15,7 @@ from distca.attention.kernel import KernelTasks
 from distca.attention.merge import merge_rows
 from distca.cost.step_memory import STEP_SLOTS
 from distca.runtime.core_attention import CoreAttention
+from distca.runtime.head_rows import key_rows, query_rows, token_rows
 from distca.runtime.messages import WORD, ByKind, KindInMessages, PackedRows, RowTypes
 from distca.runtime.step_exchange import Index, Part, StepCall, StepMessages, SteppedExchange
 from distca.schedule.serving.step_program import StepEvent, step_program
@@ -38,7 +39,8 @@ def attend_in_steps(
     Args:
         core: transport, kernel and buffers, in which `distca.cost.step_memory` is reserved.
         q_THD: local queries, `[local rows, heads, head_dim]`.
-        k_THD: keys, `[rows, kv_heads, head_dim]`: the local ones at the exchange's places.
+        k_THD: keys, `[rows, kv_heads, head_dim]`: the local ones at the exchange's places, which
+            with head groups are those of `key_places`.
         v_THD: like `k_THD`.
         exchange: this rank's part of the plan.
         softmax_scale: factor of the scores.
@@ -50,15 +52,18 @@ def attend_in_steps(
     Raises:
         ValueError: there are other queries than the plan places on this rank.
     """
-    if q_THD.shape[0] != exchange.queries:
+    if q_THD.shape[0] != exchange.tokens:
         raise ValueError(
-            f"q has {q_THD.shape[0]} rows, but the plan places {exchange.queries} queries on rank "
+            f"q has {q_THD.shape[0]} rows, but the plan places {exchange.tokens} queries on rank "
             f"{exchange.rank}"
         )
-    call = SteppedCall(core, exchange, ByKind([q_THD], [k_THD, v_THD]), softmax_scale, labels or {})
+    groups = exchange.head_groups
+    keys = [key_rows(each, groups) for each in (k_THD, v_THD)]
+    tensors = ByKind([query_rows(q_THD, groups)], keys)
+    call = SteppedCall(core, exchange, tensors, softmax_scale, labels or {})
     for event in step_program(len(exchange.steps)):
         call.do(event)
-    return call.outputs()
+    return token_rows(call.outputs(), groups)
 
 
 class SteppedCall:

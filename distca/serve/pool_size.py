@@ -10,6 +10,7 @@ import numpy as np
 from distca.schedule.serving import Sharding
 from distca.schedule.serving.accounts import block_bytes
 from distca.schedule.serving.blocks import BlockPool
+from distca.schedule.serving.csps.head_scatter import head_groups
 from distca.serve.models import ServedModel
 from distca.serve.step_planner import StepPlanner
 
@@ -73,7 +74,8 @@ class PoolSize:
         check_stripe(sharing.stripe, self.block_size)
         pool = BlockPool(sharing.world_size, self.blocks, self.block_size)
         how = sharing.stripe, sharing.sharding, sharing.restripes
-        return StepPlanner(pool, model.masks, *how)
+        groups = head_groups(model.shape.heads, model.shape.kv_heads, sharing.world_size)
+        return StepPlanner(pool, model.masks, *how, groups)
 
 
 class NoRoom(ValueError):

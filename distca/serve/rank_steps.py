@@ -18,6 +18,7 @@ from distca.plan import Mask
 from distca.plan.span import Bools, Int64s, expand_ranges
 from distca.runtime import CoreAttention, Exchange, ProgramRun
 from distca.runtime.decode_exchange import build_decode_exchange
+from distca.runtime.head_rows import key_places
 from distca.runtime.kv_pool import BlockTables, KvPool
 from distca.runtime.row_moves import build_row_moves, move_rows
 from distca.runtime.step_exchange import SteppedExchange, build_stepped_exchange
@@ -152,7 +153,8 @@ class RankSteps:
         calls: dict[Mask, _Attention] = {}
         for mask, plan in part.plans.items():
             needed = needed.union(step_memory(plan, self._shape))
-            exchange = build_stepped_exchange(plan, rank, slots)
+            places = key_places(slots, plan.head_groups, self._shape.kv_heads)
+            exchange = build_stepped_exchange(plan, rank, places)
             on_device = exchange.map_indices(lambda index: index.to(self._device))
             calls[mask] = _InSteps(self._core, on_device)
         return _PartRun(calls, needed)
@@ -251,7 +253,7 @@ class _InSteps:
 
     @property
     def queries(self) -> int:
-        return self.exchange.queries
+        return self.exchange.tokens
 
     def __call__(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float

@@ -56,7 +56,8 @@ class Prefill:
     def bytes_by_sequence(self, mask: Mask, shape: AttentionShape) -> Int64s:
         """Bytes that a layer moves for each sequence."""
         plan = self.plans[mask]
-        documents = (plan.tasks[plan.tasks.document == n] for n in range(len(self.sequences)))
+        sequence = plan.tasks.document % plan.sequences
+        documents = (plan.tasks[sequence == n] for n in range(plan.sequences))
         found = [plan_bytes(replace(plan, tasks=tasks), shape) for tasks in documents]
         return np.array([each.forward().total for each in found], dtype=np.int64)
 
@@ -104,6 +105,7 @@ class StepPlanner:
         stripe: consecutive positions of a sequence that one rank owns in decoding.
         sharding: who owns the new tokens of prefills; None: all ranks evenly, in zigzag.
         restripes: whether rows move after prefills, so that all ranks hold equal shares.
+        head_groups: groups of heads that sp-ntp scatters.
     """
 
     def __init__(
@@ -113,8 +115,9 @@ class StepPlanner:
         stripe: int,
         sharding: Sharding | None = None,
         restripes: bool = False,
+        head_groups: int = 1,
     ) -> None:
-        self._restripes = restripes
+        self._restripes, self._head_groups = restripes, head_groups
         self._masks, self._world_size = tuple(masks), pool.world_size
         self._shard = sharding or partial(shard_evenly, world_size=pool.world_size)
         self.holdings, self.accounts = Holdings(pool.world_size, stripe), Accounts(pool)
@@ -166,7 +169,9 @@ class StepPlanner:
             return self.holdings.placement(sequences, alike)
 
         def planned(strategy: Strategy, mask: Mask = _FULL) -> Plan:
-            return step_plan(held(mask), new, strategy, mask, in_steps=True)
+            return step_plan(
+                held(mask), new, strategy, mask, in_steps=True, head_groups=self._head_groups
+            )
 
         # Under a window little travels, whatever the strategy: layers without one decide.
         chosen = chosen_strategy(strategy, held(_FULL), new, planned)

@@ -25,6 +25,7 @@ from distca.schedule.serving import (
     shard_in_stripes,
     step_plan,
 )
+from distca.schedule.serving.csps.head_scatter import head_groups
 from distca.schedule.serving.step_program import step_program
 from distca.transport import CollectiveTransport
 from distca.transport.shared_memory import SharedMemoryTransport
@@ -54,7 +55,7 @@ def any_holdings(data: st.DataObject, ranks: int, sequences: int) -> tuple[Place
     return held, at
 
 
-@pytest.mark.parametrize("strategy", [*STRATEGIES, "all-gather"])
+@pytest.mark.parametrize("strategy", [*STRATEGIES, "all-gather", "sp-ntp"])
 @settings(max_examples=40, deadline=None)
 @given(st.data())
 def test_any_prefill_is_dense_attention(strategy: Strategy, data: st.DataObject) -> None:
@@ -63,6 +64,8 @@ def test_any_prefill_is_dense_attention(strategy: Strategy, data: st.DataObject)
     sequences = data.draw(st.integers(1, 3))
     held, at = any_holdings(data, ranks, sequences)
     new = np.array(data.draw(st.lists(st.integers(1, 60), min_size=3, max_size=3)))[:sequences]
+    dtype = data.draw(st.sampled_from([torch.float32, torch.bfloat16]))
+    shape = replace(data.draw(st.sampled_from(SHAPES)), dtype_bytes=dtype.itemsize)
     plan = step_plan(
         held,
         shard_evenly(at, at + new, ranks),
@@ -70,10 +73,9 @@ def test_any_prefill_is_dense_attention(strategy: Strategy, data: st.DataObject)
         Mask(data.draw(st.none() | st.integers(0, 40))),
         block=8,
         in_steps=True,
+        head_groups=head_groups(shape.heads, shape.kv_heads, ranks),
     )
     plan.validate()
-    dtype = data.draw(st.sampled_from([torch.float32, torch.bfloat16]))
-    shape = replace(data.draw(st.sampled_from(SHAPES)), dtype_bytes=dtype.itemsize)
     run_virtually(plan, shape, dtype)
 
 

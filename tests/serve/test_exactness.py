@@ -187,6 +187,7 @@ def weights_of_a_rank(model: ServedModel) -> int:
         (4, "pass-q", 16),
         (2, "auto", 3),
         (3, "all-gather", 16),
+        (3, "sp-ntp", 16),
     ],
 )
 def test_ranks_strategies_and_stripes(
@@ -221,6 +222,19 @@ def test_chains(
         sharding=chain,
         restripes=restripes,
     )
+
+
+@pytest.mark.parametrize(
+    ("family", "world_size", "kv_heads"),
+    [("llama", 4, 1), ("qwen3", 3, 2), ("qwen2", 2, 4), ("phi3", 4, 2)],
+)
+def test_heads_scattered(
+    ranks, tmp_path: Path, full: bool, family: str, world_size: int, kv_heads: int
+) -> None:
+    """One head of keys for all ranks, two for four and for three that divide no heads, and more."""
+    path = str(save_small_model(family, tmp_path, num_key_value_heads=kv_heads))
+    sampling = Sampling(max_tokens=64) if full else GREEDY
+    check(ranks, path, world_size, "sp-ntp", 4, sampling=sampling)
 
 
 def prompts_on_one_of_three(starts: Int64s, ends: Int64s) -> Placement:

@@ -23,7 +23,8 @@ SCALE, CPU = 0.3, torch.device("cpu")
 
 
 def inputs(plan: Plan, shape: AttentionShape) -> list[torch.Tensor]:
-    """Queries, keys and values of all tokens, float64."""
+    """Queries, keys and values of all rows, float64."""
+    shape = shape.scattered(plan.head_groups)
     generator = torch.Generator().manual_seed(3)
     tokens = int(plan.lengths.sum())
     return [

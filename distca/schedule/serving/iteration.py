@@ -94,6 +94,7 @@ def plan_iteration(
     block_size: int,
     world_size: int,
     strategy: Strategy | Selector,
+    head_groups: int = 1,
 ) -> IterationPlan:
     """Plans an iteration.
 
@@ -103,6 +104,7 @@ def plan_iteration(
         block_size: positions of a block.
         world_size: ranks that there are.
         strategy: what travels in chunks of prompts, or who chooses it.
+        head_groups: groups of heads that sp-ntp scatters.
     """
     decoded = [part for part in parts if part.count == 1 and part.start]
     chunked = [part for part in parts if part.count > 1 or not part.start]
@@ -110,7 +112,7 @@ def plan_iteration(
     new_tokens = np.zeros(world_size, dtype=np.int64)
     chunks = decode = None
     if chunked:
-        chunks = _plan_chunks(chunked, masks, block_size, world_size, strategy)
+        chunks = _plan_chunks(chunked, masks, block_size, world_size, strategy, head_groups)
         members |= chunks.members()
         new_tokens += chunks.new.tokens_per_rank()
     if decoded:
@@ -128,6 +130,7 @@ def _plan_chunks(
     block_size: int,
     world_size: int,
     strategy: Strategy | Selector,
+    head_groups: int,
 ) -> Chunks:
     held = _owned([(part, 0, part.start) for part in parts], block_size, world_size)
     new = _owned(
@@ -135,7 +138,7 @@ def _plan_chunks(
     )
 
     def planned(strategy: Strategy, mask: Mask = _FULL) -> Plan:
-        return step_plan(held, new, strategy, mask, in_steps=True)
+        return step_plan(held, new, strategy, mask, in_steps=True, head_groups=head_groups)
 
     if not isinstance(strategy, str) and len({*held.rank.tolist(), *new.rank.tolist()}) == 1:
         # Nothing travels: short requests do not wait for a choice.

@@ -15,7 +15,12 @@ A baseline of the papers is beside them:
 * **all-gather**: every rank is sent all keys and values before it computes, those that its queries
   don't see, too, as tensor and sequence parallelism has it (KV-Runahead, Section 2).
 
-Under a window both are pass-kv, since few keys are seen, and all are near; but where every sequence
+So is SP-NTP of CSPS (`distca.schedule.serving.csps.head_scatter`):
+
+* **sp-ntp**: queries, keys and values of a group of heads travel to the group's rank, and its
+  outputs back.
+
+Under a window all are pass-kv, since few keys are seen, and all are near; but where every sequence
 is fed one token, as in decoding, queries travel then, too: one row each rather than a window's.
 
 Of cached positions, all new queries see those that the first one sees, unless a window hides them
@@ -35,10 +40,12 @@ from distca.plan import BLOCK, Mask, Placement, Plan
 from distca.plan.span import Int64s, expand_ranges
 from distca.schedule.base import tasks_at_home
 from distca.schedule.baselines.context_parallel import shard_documents
+from distca.schedule.serving.csps.head_scatter import scatter_heads
 from distca.schedule.serving.rings import pass_keys, pass_keys_in_window, pass_queries
 
-Strategy = Literal["pass-kv", "pass-q", "all-gather"]
-"""What travels in a step: keys and values that are seen, queries, or all keys and values."""
+Strategy = Literal["pass-kv", "pass-q", "all-gather", "sp-ntp"]
+"""What travels in a step: keys and values that are seen, queries, all keys and values, or groups of
+heads."""
 
 Sharding = Callable[[Int64s, Int64s], Placement]
 """Shards new tokens of sequences, given their starts and their ends, int64 `[sequences]`."""
@@ -103,6 +110,7 @@ def step_plan(
     mask: Mask,
     block: int = BLOCK,
     in_steps: bool = False,
+    head_groups: int = 1,
 ) -> Plan:
     """Makes the plan of a step.
 
@@ -115,6 +123,7 @@ def step_plan(
         block: tokens in a kernel's block.
         in_steps: whether rows travel in steps of the plan, while those of the step before are
             computed; for prefills. Else all at once, which takes less time for few rows.
+        head_groups: groups of heads that sp-ntp scatters.
     """
     sequences = int(new.document.max(initial=-1)) + 1
     lengths, prefix = np.zeros((2, sequences), dtype=np.int64)
@@ -124,7 +133,11 @@ def step_plan(
     placement = _in_order(Placement.concatenate([_rank_by_rank(held, alike), new]))
     # Of one query all keys in a window are a full rectangle, wherever they are cut.
     single = bool((lengths - prefix <= 1).all())
-    if strategy == "pass-q" and (mask.window_left is None or single):
+    groups = head_groups if strategy == "sp-ntp" and mask.window_left is None else 1
+    if strategy == "sp-ntp" and mask.window_left is None:
+        placement, tasks = scatter_heads(placement, lengths, prefix, groups)
+        lengths, prefix = np.tile([lengths, prefix], groups)
+    elif strategy == "pass-q" and (mask.window_left is None or single):
         tasks = pass_queries(placement, new, mask, in_steps)
     elif not in_steps or strategy == "all-gather":
         tasks = tasks_at_home(new, mask)
@@ -134,7 +147,7 @@ def step_plan(
         tasks = pass_keys_in_window(placement, new, mask, block)
     gathers = strategy == "all-gather"
     return Plan(
-        lengths, placement, tasks, mask, block, strategy, cached_prefix=prefix, gathers=gathers
+        lengths, placement, tasks, mask, block, strategy, (), prefix, gathers, head_groups=groups
     )
 
 

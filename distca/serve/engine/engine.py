@@ -303,7 +303,12 @@ class Engine:
             return None
         settings = self._settings
         whole = plan_iteration(
-            parts, settings.masks, settings.block_size, settings.world_size, settings.strategy
+            parts,
+            settings.masks,
+            settings.block_size,
+            settings.world_size,
+            settings.strategy,
+            settings.head_groups,
         )
         assert whole.chunks is not None, "parts are kept of chunks alone"
         plans, sequences = whole.chunks.plans, whole.chunks.sequences

@@ -55,6 +55,7 @@ class EngineSettings:
         trust_remote_code: whether code of the model's folder may run.
         nodes: machines of the server.
         roles: ranks that prefill and ranks that decode; None: all do both.
+        head_groups: groups of heads that sp-ntp scatters.
     """
 
     model: str
@@ -76,6 +77,7 @@ class EngineSettings:
     trust_remote_code: bool = False
     nodes: Nodes = Nodes()
     roles: Roles | None = None
+    head_groups: int = 1
 
     @property
     def processes(self) -> int:

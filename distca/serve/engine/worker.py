@@ -170,7 +170,12 @@ class Worker:
         parts = self._take_in(iteration)
         settings = self._settings
         plan = plan_iteration(
-            parts, settings.masks, settings.block_size, settings.world_size, settings.strategy
+            parts,
+            settings.masks,
+            settings.block_size,
+            settings.world_size,
+            settings.strategy,
+            settings.head_groups,
         )
         planned = time.perf_counter()
         logits: dict[int, torch.Tensor] = {}

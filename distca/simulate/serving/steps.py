@@ -75,6 +75,8 @@ class SteppedCosts:
             sequences = _kernel_sequences(plan, plan.tasks[plan.tasks.step == number])
             servers = plan.world_size
             each = self.cost_model.seconds(sequences.q, sequences.kv, sequences.pairs)
+            # Each sequence is one of a head group, of which a GPU has several.
+            each = each / plan.head_groups
             seconds = np.zeros(servers)
             np.add.at(seconds, sequences.server, each)
             shapes = distinct(sequences.server * 2 + sequences.causal) // 2
@@ -88,16 +90,21 @@ class SteppedCosts:
                     np.bincount(shapes, minlength=servers),
                     self._merging(rows.astype(np.int64)),
                     self._merging(returning),
-                    arriving * self.shape.q_row_bytes,
+                    arriving * self._shape.q_row_bytes,
                     self._exchange(moved.messages["dispatch"]),
                     self._exchange(moved.messages["return"]),
                 )
             )
         return tuple(found)
 
+    @property
+    def _shape(self) -> AttentionShape:
+        """Heads of a row."""
+        return self.shape.scattered(self.plan.head_groups)
+
     def _merging(self, rows: Int64s) -> Int64s:
         """Bytes of merging so many rows into sums, which are read and written."""
-        shape = self.shape
+        shape = self._shape
         sums = shape.heads * shape.head_dim * FLOAT32_BYTES + shape.lse_row_bytes
         return rows * (2 * sums + shape.q_row_bytes + shape.lse_row_bytes)
 
@@ -214,7 +221,7 @@ def simulate_step(
     model = cost_model or cluster.inference_cost(shape)
     of_plan = {id(plan): SteppedCosts(plan, shape, model, costs.links) for plan in plans}
     resources = Resources(ranks, cluster, np.ones(ranks), recording)
-    own = first.own_tokens_per_rank()
+    own = first.own_tokens_per_rank() // first.head_groups
     pre, post = costs.pre_seconds(own), costs.post_seconds(own)
     moved = None if moves is None else _costs_of(moves, costs.links)
     arrives = None if moved is None else _start(resources, moved, BALANCING, {"layer": 0})
@@ -230,7 +237,7 @@ def simulate_step(
         attend(resources, of_plan[id(plan)], layer)
         resources.compute(post, "after core attention", "ticks", layer=layer)
     last = first.placement.end == first.lengths[first.placement.document]
-    answered = np.bincount(first.placement.rank[last], minlength=ranks)
+    answered = np.bincount(first.placement.rank[last], minlength=ranks) // first.head_groups
     resources.compute(costs.head_seconds(answered), "output layer", "ticks")
     return Outcome(
         seconds=float(resources.clock.max()),
@@ -249,7 +256,7 @@ def simulate_step(
 def _memory(plans: Sequence[Plan], costs: InferenceCosts) -> Floats:
     """Bytes of each rank's GPUs: weights, keys and values of all layers, and buffers."""
     shape, ranks = costs.shape, plans[0].world_size
-    rows = np.sum([plan.placement.tokens_per_rank() for plan in plans], axis=0)
+    rows = np.sum([plan.placement.tokens_per_rank() // plan.head_groups for plan in plans], axis=0)
     buffers = CoreAttentionMemory()
     for plan in {id(plan): plan for plan in plans}.values():
         buffers = buffers.union(step_memory(plan, shape))

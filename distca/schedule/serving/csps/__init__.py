@@ -1,0 +1,1 @@
+"""Communication-efficient sequence parallelism (CSPS). Pure functions of values."""
