@@ -107,7 +107,7 @@ def bound_gb(lengths: Int64s, capacities: Int64s, shape: AttentionShape) -> floa
     placement = place_in_turn(lengths, capacities)
     loads = PackedScheduler(config).schedule(lengths, placement, Mask()).loads()
     missing = np.maximum(loads.mean() - loads, 0)
-    w_q, w_kv = 2 * shape.q_row_bytes + shape.lse_row_bytes, shape.kv_row_bytes
+    w_q, w_kv = shape.round_trip_bytes, shape.kv_row_bytes
     return float((2 * np.sqrt(w_q * w_kv * missing)).sum()) / 1e9
 
 

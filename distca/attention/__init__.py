@@ -3,7 +3,14 @@
 from distca.attention.kernel import Gradients, Kernel, KernelTasks
 from distca.attention.paged import PagedKernel
 
-__all__ = ["Gradients", "Kernel", "KernelTasks", "PagedKernel", "select_kernel"]
+__all__ = [
+    "Gradients",
+    "Kernel",
+    "KernelTasks",
+    "PagedKernel",
+    "select_kernel",
+    "select_kernel_of_heads",
+]
 
 
 def select_kernel(device_type: str, head_dim: int = 128) -> PagedKernel:
@@ -25,3 +32,22 @@ def select_kernel(device_type: str, head_dim: int = 128) -> PagedKernel:
 
         return load_gpu_kernel(head_dim)
     raise ValueError(f"no attention kernel for device {device_type!r}: use cpu or cuda")
+
+
+def select_kernel_of_heads(device_type: str, head_dim: int, value_dim: int) -> Kernel:
+    """Makes the fastest kernel for keys and values whose heads may differ in size.
+
+    Args:
+        device_type: "cpu" or "cuda".
+        head_dim: elements of a query's and a key's head.
+        value_dim: elements of a value's head.
+
+    Raises:
+        ValueError: as `select_kernel`.
+    """
+    kernel = select_kernel(device_type, max(head_dim, value_dim))
+    if head_dim == value_dim:
+        return kernel
+    from distca.attention.filled_heads import FilledHeadsKernel
+
+    return FilledHeadsKernel(kernel)

@@ -37,10 +37,13 @@ class KernelTasks:
 class Kernel(Protocol):
     """Variable-length attention over tasks of one shape.
 
-    Shapes: `q_THD` `[queries, heads, head_dim]`; `k_THD`, `v_THD` `[keys, kv_heads, head_dim]`,
-    `heads` a multiple of `kv_heads`; `lse_TH` float32 `[queries, heads]`. A row that sees no key
-    has output 0, LSE minus infinity and no gradient. The rows of any tensor may lie apart from each
-    other in memory, at multiples of 16 bytes; a row's elements lie side by side.
+    Shapes: `q_THD` `[queries, heads, head_dim]`; `k_THD` `[keys, kv_heads, head_dim]`, `heads` a
+    multiple of `kv_heads`; `v_THD` `[keys, kv_heads, v_head_dim]`, and outputs `[queries, heads,
+    v_head_dim]`; `lse_TH` float32 `[queries, heads]`. A row that sees no key has output 0, LSE
+    minus infinity and no gradient. The rows of any tensor may lie apart from each other in memory,
+    at multiples of 16 bytes; a row's elements lie side by side.
+
+    Kernels take heads of one size for keys and values, but for `select_kernel_of_heads`'s.
     """
 
     def forward(

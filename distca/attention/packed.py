@@ -26,7 +26,7 @@ def packed_attention(
     Args:
         q_THD: `[tokens, heads, head_dim]`.
         k_THD: `[tokens, kv_heads, head_dim]`; `heads` is a multiple of `kv_heads`.
-        v_THD: like `k_THD`.
+        v_THD: `[tokens, kv_heads, v_head_dim]`.
         cu_seqlens: first row of each document, and the total: int32 `[documents + 1]` on the CPU.
         kernel: the attention kernel of this device.
         window_left: earlier tokens that a query sees; None: all.
@@ -34,7 +34,7 @@ def packed_attention(
         sink_H: one more logit of each head, which has no value, `[heads]`; None: there is none.
 
     Returns:
-        The output, `[tokens, heads, head_dim]`.
+        The output, `[tokens, heads, v_head_dim]`.
     """
     return _PackedAttention.apply(  # type: ignore[no-any-return,no-untyped-call]
         q_THD, k_THD, v_THD, sink_H, cu_seqlens, kernel, window_left, softmax_scale

@@ -18,13 +18,13 @@ def attend(
     Args:
         q_THD: `[queries, heads, head_dim]`.
         k_THD: `[keys, kv_heads, head_dim]`; `heads` is a multiple of `kv_heads`.
-        v_THD: like `k_THD`.
+        v_THD: values, `[keys, kv_heads, v_head_dim]`.
         visible_QK: whether a query sees a key, bool `[queries, keys]`.
         softmax_scale: factor of the scores.
         sink_H: one more logit of each head, which has no value, `[heads]`; None: there is none.
 
     Returns:
-        `(out, lse)`: `[queries, heads, head_dim]` and `[queries, heads]` in the inputs' dtype; 0
+        `(out, lse)`: `[queries, heads, v_head_dim]` and `[queries, heads]` in the inputs' dtype; 0
         and minus infinity for a query that sees no key.
     """
     group = q_THD.shape[1] // k_THD.shape[1]

@@ -19,7 +19,7 @@ def decode_memory(sequences: int, world_size: int, shape: AttentionShape) -> Cor
         world_size: ranks.
         shape: heads of a layer on each rank.
     """
-    q_row, result_row = shape.q_row_bytes, shape.q_row_bytes + shape.lse_row_bytes
+    q_row, result_row = shape.q_row_bytes, shape.result_row_bytes
     sent = sequences * (world_size - 1)
     # Partial outputs of the kernels, those that come back, and the merged ones.
     parts = 2 * sequences + sent

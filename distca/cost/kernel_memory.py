@@ -10,6 +10,8 @@ elements or more, and float32 sums for each key-value head: no more than version
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 
 from distca.cost.memory import FLOAT32_BYTES
@@ -21,19 +23,39 @@ _PADDING = 128
 """Rows of temporaries that each task has beyond its queries: the largest block."""
 
 
+def _as_the_kernel_has_it(shape: AttentionShape) -> AttentionShape:
+    """The shape with heads of one size, to which keys or values are filled up with zeros."""
+    return replace(shape, head_dim=max(shape.head_dim, shape.value_dim), v_head_dim=None)
+
+
+def _filled_row_bytes(shape: AttentionShape) -> tuple[int, int]:
+    """Bytes of the copies that are filled up, for a query row and for a key and value row."""
+    of_kernel = _as_the_kernel_has_it(shape)
+    of_query = of_key = 0
+    if shape.value_dim < of_kernel.head_dim:
+        # The output, its gradient; the value.
+        of_query, of_key = 2 * of_kernel.out_row_bytes, of_kernel.v_row_bytes
+    elif shape.head_dim < of_kernel.head_dim:
+        of_query, of_key = of_kernel.q_row_bytes, of_kernel.k_row_bytes
+    return of_query, of_key
+
+
 def result_row_bytes(shape: AttentionShape) -> tuple[int, int]:
     """Bytes of the gradients of a query, and of a key and value, as the kernel returns them."""
-    return shape.q_row_bytes, shape.kv_row_bytes
+    of_kernel = _as_the_kernel_has_it(shape)
+    return of_kernel.q_row_bytes, of_kernel.kv_row_bytes
 
 
 def temporary_row_bytes(shape: AttentionShape) -> tuple[int, int]:
     """Bytes of temporaries for a query row, and for a key and value row."""
+    filled_q, filled_kv = _filled_row_bytes(shape)
+    shape = _as_the_kernel_has_it(shape)
     step = 32 if shape.head_dim <= 128 else 64
     head_dim = -(-shape.head_dim // step) * step
     # Beside the sums, the LSE by heads, and of each row and head how much its own output takes up.
     of_query = shape.heads * head_dim * FLOAT32_BYTES + 2 * shape.lse_row_bytes
     grouped = shape.heads > shape.kv_heads
-    return of_query, 2 * shape.q_row_bytes if grouped else 0
+    return of_query + filled_q, filled_kv + (2 * shape.q_row_bytes if grouped else 0)
 
 
 def kernel_memory(plan: Plan, shape: AttentionShape) -> Int64s:

@@ -38,7 +38,7 @@ class AnalyticCost:
     with others.
 
     Attributes:
-        flops_per_pair: operations of a visible pair, over all heads: two products of `head_dim`.
+        flops_per_pair: operations of a visible pair, over all heads.
         flops_per_second: rate of the kernel.
     """
 
@@ -48,7 +48,7 @@ class AnalyticCost:
     @staticmethod
     def of_shape(shape: AttentionShape, flops_per_second: float = 1e12) -> AnalyticCost:
         """The model for the heads of a rank."""
-        return AnalyticCost(4.0 * shape.heads * shape.head_dim, flops_per_second)
+        return AnalyticCost(shape.flops_per_pair, flops_per_second)
 
     @property
     def description(self) -> str:

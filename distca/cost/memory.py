@@ -86,9 +86,10 @@ def merge_bytes(members: Int64s, shape: AttentionShape) -> Int64s:
 
     torch allocates the results, sums of the rows that they make, as it does those of kernels.
     """
-    weighted = shape.heads * (shape.head_dim + 1) * FLOAT32_BYTES
-    row = shape.q_row_bytes + shape.lse_row_bytes
-    return _take(members * row, members * weighted, members * shape.lse_row_bytes)
+    weighted = shape.heads * (shape.value_dim + 1) * FLOAT32_BYTES
+    return _take(
+        members * shape.result_row_bytes, members * weighted, members * shape.lse_row_bytes
+    )
 
 
 def _take(*sizes: Int64s) -> Int64s:
@@ -107,8 +108,8 @@ def plan_memory(
         backward: source of the kernels' inputs in the backward pass, as in `plan_bytes`.
     """
     q, kv = rank_rows(plan)
-    q_row, lse_row, k_row = shape.q_row_bytes, shape.lse_row_bytes, shape.kv_row_bytes // 2
-    q_inputs = 3 * q_row + lse_row
+    q_row, k_row, v_row = shape.q_row_bytes, shape.k_row_bytes, shape.v_row_bytes
+    q_inputs, kv_row = shape.q_inputs_row_bytes, shape.kv_row_bytes
 
     def served(rows: RankRows, row: int) -> Int64s:
         """Where rows arrive, they lie in memory with the local ones."""
@@ -118,24 +119,28 @@ def plan_memory(
         """Results of all calls, and those that come back."""
         return np.where(rows.computed_alone, 0, (rows.parts + rows.sent + more) * row)
 
-    of_kv = served(kv, 2 * k_row)
-    gradients = [parts(rows, 0, row) for rows, row in ((q, q_row), (kv, k_row), (kv, k_row))]
+    of_kv = served(kv, kv_row)
+    gradients = [parts(rows, 0, row) for rows, row in ((q, q_row), (kv, k_row), (kv, v_row))]
     merged = np.maximum(q.of_received.shared, q.of_local.shared)
     slot = [
-        _take(served(q, q_row), of_kv, parts(q, merged, q_row + lse_row)),
+        _take(served(q, q_row), of_kv, parts(q, merged, shape.result_row_bytes)),
         _take(served(q, q_inputs), of_kv, *gradients),
     ]
     scratch = [
         # Rows of messages, one kind after the other; outputs as they merge.
-        *(_take(rows) for rows in (q.sent * q_inputs, kv.sent * 2 * k_row)),
+        *(_take(rows) for rows in (q.sent * q_inputs, kv.sent * kv_row)),
         _take(q.received * q.placed * (kv.received > 0) * q_inputs),
-        *(_take(rows) for rows in (q.received * q_row, kv.received * 2 * k_row)),
+        *(_take(rows) for rows in (q.received * q_row, kv.received * kv_row)),
         merge_bytes(np.maximum(q.of_received.members, q.of_local.members), shape),
     ]
     for of_q, of_kv_rows in zip(q.calls, kv.calls, strict=True):
         queries, keys = (each.rows * each.gathers for each in (of_q, of_kv_rows))
-        of_queries = *[queries * q_row] * 3, queries * lse_row
-        scratch.append(_take(*of_queries, *[keys * k_row] * 2))
+        of_queries = (
+            *[queries * shape.out_row_bytes] * 2,
+            queries * q_row,
+            queries * shape.lse_row_bytes,
+        )
+        scratch.append(_take(*of_queries, keys * k_row, keys * v_row))
     return CoreAttentionMemory(
         *_channels(plan_bytes(plan, shape, backward)),
         int(np.max(slot, initial=0)),

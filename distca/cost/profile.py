@@ -63,7 +63,7 @@ class Profile:
     def flops_per_second(self) -> float:
         """Highest rate of full rectangles, in operations of all heads."""
         full, _ = self._log_rates
-        return float(np.exp(full.max())) * 4.0 * self.shape.heads * self.shape.head_dim
+        return float(np.exp(full.max())) * self.shape.flops_per_pair
 
     @cached_property
     def _log_rates(self) -> tuple[Floats, Floats]:

@@ -55,7 +55,8 @@ class RooflineCost:
         packed = np.ceil(q * together / tile) * tile / together
         tiles = self.tiles.seconds(q_len, kv_len, pairs) * np.minimum(packed / rows, 1.0)
         # Queries are read and outputs written.
-        moved = 2 * q * self.shape.q_row_bytes + np.asarray(kv_len) * self.shape.kv_row_bytes
+        moved = q * (self.shape.q_row_bytes + self.shape.out_row_bytes)
+        moved = moved + np.asarray(kv_len) * self.shape.kv_row_bytes
         seen = np.asarray(pairs) > 0
         result: Floats = np.where(seen, np.maximum(tiles, moved / self.bytes_per_second), 0.0)
         return result

@@ -21,7 +21,7 @@ class TiledCost:
     """A `CostModel` of whole tiles at a constant rate.
 
     Attributes:
-        flops_per_pair: operations of a visible pair, over all heads: two products of `head_dim`.
+        flops_per_pair: operations of a visible pair, over all heads.
         flops_per_second: rate of long tasks.
         tile: queries of a tile, and keys of a tile.
         source: origin of the rate, for reports.
@@ -37,7 +37,7 @@ class TiledCost:
         shape: AttentionShape, flops_per_second: float, source: str = "a given rate"
     ) -> TiledCost:
         """The model for the heads of a rank."""
-        return TiledCost(4.0 * shape.heads * shape.head_dim, flops_per_second, source=source)
+        return TiledCost(shape.flops_per_pair, flops_per_second, source=source)
 
     @property
     def description(self) -> str:

@@ -73,19 +73,25 @@ class AttentionShape:
         kv_heads: key-value heads; `heads` is a multiple of it.
         head_dim: elements of a head.
         dtype_bytes: bytes of an element.
+        v_head_dim: elements of a value's head, and of an output's; None: `head_dim`.
     """
 
     heads: int
     kv_heads: int
     head_dim: int
     dtype_bytes: int = 2
+    v_head_dim: int | None = None
 
     def __post_init__(self) -> None:
-        if min(self.heads, self.kv_heads, self.head_dim, self.dtype_bytes) < 1:
+        if min(self.heads, self.kv_heads, self.head_dim, self.dtype_bytes, self.value_dim) < 1:
             raise ValueError(
                 f"{self.heads} heads, {self.kv_heads} key-value heads, {self.head_dim} elements of "
-                f"a head, {self.dtype_bytes} bytes of an element: each must be at least 1"
+                f"a head, {self.value_dim} of a value's, {self.dtype_bytes} bytes of an element: "
+                "each must be at least 1"
             )
+        if self.v_head_dim == self.head_dim:
+            # One way to say it, so that equal shapes are equal.
+            object.__setattr__(self, "v_head_dim", None)
         if self.heads % self.kv_heads:
             raise ValueError(
                 f"{self.heads} query heads are no multiple of {self.kv_heads} key-value heads"
@@ -110,14 +116,56 @@ class AttentionShape:
         return replace(self, heads=self.heads // groups, kv_heads=max(self.kv_heads // groups, 1))
 
     @property
+    def value_dim(self) -> int:
+        """Elements of a value's head, and of an output's."""
+        return self.head_dim if self.v_head_dim is None else self.v_head_dim
+
+    @property
+    def flops_per_pair(self) -> float:
+        """Operations of a visible pair, over all heads: a product with a key, and one with a
+        value."""
+        return 2.0 * self.heads * (self.head_dim + self.value_dim)
+
+    @property
     def q_row_bytes(self) -> int:
-        """Bytes of a query row, an output row, or the gradient of either, padded."""
+        """Bytes of a query row or its gradient, padded."""
         return padded(self.heads * self.head_dim * self.dtype_bytes)
 
     @property
+    def out_row_bytes(self) -> int:
+        """Bytes of an output row or its gradient, padded."""
+        return padded(self.heads * self.value_dim * self.dtype_bytes)
+
+    @property
+    def result_row_bytes(self) -> int:
+        """Bytes of an output row and its LSE."""
+        return self.out_row_bytes + self.lse_row_bytes
+
+    @property
+    def round_trip_bytes(self) -> int:
+        """Bytes of a query row on its way to a server, and of its output and LSE back."""
+        return self.q_row_bytes + self.result_row_bytes
+
+    @property
+    def q_inputs_row_bytes(self) -> int:
+        """Bytes of a query's inputs of the backward kernel: the gradient of its output, the output
+        and its LSE, the query."""
+        return self.out_row_bytes + self.result_row_bytes + self.q_row_bytes
+
+    @property
+    def k_row_bytes(self) -> int:
+        """Bytes of a key row or its gradient, padded."""
+        return padded(self.kv_heads * self.head_dim * self.dtype_bytes)
+
+    @property
+    def v_row_bytes(self) -> int:
+        """Bytes of a value row or its gradient, padded."""
+        return padded(self.kv_heads * self.value_dim * self.dtype_bytes)
+
+    @property
     def kv_row_bytes(self) -> int:
-        """Bytes of a key row and a value row together, each padded."""
-        return 2 * padded(self.kv_heads * self.head_dim * self.dtype_bytes)
+        """Bytes of a key row and a value row together."""
+        return self.k_row_bytes + self.v_row_bytes
 
     @property
     def lse_row_bytes(self) -> int:
@@ -237,11 +285,11 @@ def plan_bytes(plan: Plan, shape: AttentionShape, backward: BackwardInputs = "re
 
     inputs = q * shape.q_row_bytes + kv * shape.kv_row_bytes
     # The gradient of the output, the final output and the final LSE.
-    gradient = q * (2 * shape.q_row_bytes + shape.lse_row_bytes)
+    gradient = q * (shape.out_row_bytes + shape.result_row_bytes)
     return PlanBytes(
         {
             "dispatch": to_servers(inputs),
-            "return": to_servers(q * (shape.q_row_bytes + shape.lse_row_bytes)).back,
+            "return": to_servers(q * shape.result_row_bytes).back,
             "dispatch_backward": to_servers(
                 gradient + inputs if backward == "resend" else gradient
             ),
@@ -263,7 +311,7 @@ def step_bytes(plan: Plan, shape: AttentionShape) -> tuple[PlanBytes, ...]:
         source, server, q_rows, kv_rows = _rows_by_pair(q, kv, plan.world_size)
         inputs = q_rows * shape.q_row_bytes + kv_rows * shape.kv_row_bytes
         owner, computed_by, rows = outputs.moved()
-        results = rows * (shape.q_row_bytes + shape.lse_row_bytes)
+        results = rows * shape.result_row_bytes
         found.append(
             PlanBytes(
                 {

@@ -55,7 +55,7 @@ class Call:
             group.compute()
 
     def finish(self, sink: torch.Tensor | None = None) -> torch.Tensor:
-        """Returns the final output of the local rows, `[local rows, heads, head_dim]`.
+        """Returns the final output of the local rows, `[local rows, heads, v_head_dim]`.
 
         Args:
             sink: one more logit of each head, `[heads]`; None: there is none.
@@ -84,9 +84,11 @@ class Call:
         found = [each for each in sinks if each is not None]
         return torch.cat(found) if found else None
 
-    def start_backward_without_tokens(self, q: torch.Tensor, k: torch.Tensor) -> None:
-        """Does `start_backward` on a rank that only serves; `q` and `k` have no rows."""
-        for group, *inputs in zip(self._group_calls, *map(self._of_groups, (q, k)), strict=True):
+    def start_backward_without_tokens(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+    ) -> None:
+        """Does `start_backward` on a rank that only serves; the tensors have no rows."""
+        for group, *inputs in zip(self._group_calls, *map(self._of_groups, (q, k, v)), strict=True):
             group.start_backward_without_tokens(self._exchange, *inputs)
 
     def compute_backward(self) -> None:
@@ -119,9 +121,9 @@ def differentiable_call(
 
     Args:
         call: call of the nano-batch.
-        q_THD: local queries, `[local rows, heads, head_dim]`, which is also the output's shape.
+        q_THD: local queries, `[local rows, heads, head_dim]`.
         k_THD: local keys, `[local key rows, kv_heads, head_dim]`.
-        v_THD: local values, like `k_THD`.
+        v_THD: local values, `[local key rows, kv_heads, v_head_dim]`; so wide are outputs' heads.
         event: event whose turn has come: the call's start.
         sink_H: one more logit of each head, `[heads]`; None: there is none.
     """

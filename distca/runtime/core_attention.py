@@ -78,7 +78,7 @@ class CoreAttention:
         Args:
             q_THD: `[local rows, heads, head_dim]`.
             k_THD: `[local key rows, kv_heads, head_dim]`; `heads` is a multiple of `kv_heads`.
-            v_THD: like `k_THD`.
+            v_THD: `[local key rows, kv_heads, v_head_dim]`.
             run: this rank's part of the plan and the order of events, for this pass and for the
                 backward pass. Other nano-batches go on while inputs and outputs are under way. In
                 the backward pass that needs no code: autograd reverses the order of the forward.
@@ -88,7 +88,7 @@ class CoreAttention:
             sink_H: one more logit of each head, which has no value, `[heads]`; None: there is none.
 
         Returns:
-            The output, `[local rows, heads, head_dim]`.
+            The output, `[local rows, heads, v_head_dim]`.
 
         Raises:
             ValueError: the tensors do not have the rows that the plan's placement gives this rank.

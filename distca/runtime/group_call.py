@@ -138,8 +138,9 @@ class GroupCall:
         q, kv = self._served
         if self._resources.keeps_inputs:
             self._kept = self._served
-        shape, dtype = q.tensors[0].shape[1:], q.tensors[0].dtype
-        types = (shape, dtype), (shape[:1], torch.float32)
+        query, value = q.tensors[0], kv.tensors[1]
+        heads = query.shape[1:2]
+        types = (heads + value.shape[2:], query.dtype), (heads, torch.float32)
         parts = None
         if not exchange.q.computed_alone:
             parts = PackedRows.take(self._workspace, RowFormat.of(types), exchange.output_rows)
@@ -158,7 +159,7 @@ class GroupCall:
         self._served = None
 
     def finish(self, sink: torch.Tensor | None = None) -> torch.Tensor:
-        """Returns the final output of the local rows, `[local rows, heads, head_dim]`.
+        """Returns the final output of the local rows, `[local rows, heads, v_head_dim]`.
 
         Args:
             sink: one more logit of each head, `[heads]`; None: there is none.
@@ -222,13 +223,14 @@ class GroupCall:
         return sink
 
     def start_backward_without_tokens(
-        self, exchange: Exchange, q: torch.Tensor, k: torch.Tensor
+        self, exchange: Exchange, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
     ) -> None:
-        """Does `start_backward` on a rank that only serves; `q` and `k` have no rows."""
+        """Does `start_backward` on a rank that only serves; the tensors have no rows."""
         if not self._resources.keeps_inputs:
-            self._inputs = (q, k, k)
-        self._outputs = (q, q.new_empty(q.shape[:2], dtype=torch.float32))
-        self.start_backward(exchange, q)
+            self._inputs = (q, k, v)
+        out = q.new_empty((*q.shape[:2], v.shape[2]))
+        self._outputs = (out, q.new_empty(q.shape[:2], dtype=torch.float32))
+        self.start_backward(exchange, out)
 
     def _of_backward(self) -> tuple[list[ServedRows], ServedRows]:
         """Waits for the inputs of the kernels: those with the queries' rows, then those of keys."""

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from distca.attention import Kernel, KernelTasks, select_kernel
+from distca.attention import Kernel, KernelTasks, select_kernel_of_heads
 from distca.cost.profile import Profile
 from distca.cost.volume import AttentionShape
 
@@ -35,8 +35,12 @@ class KernelTimer:
         dtype = {4: torch.float32, 2: torch.bfloat16}[shape.dtype_bytes]
         generator = torch.Generator().manual_seed(0)
         self._q, self._k, self._v = (
-            torch.randn(max_length, heads, shape.head_dim, generator=generator).to(device, dtype)
-            for heads in (shape.heads, shape.kv_heads, shape.kv_heads)
+            torch.randn(max_length, *head, generator=generator).to(device, dtype)
+            for head in (
+                (shape.heads, shape.head_dim),
+                (shape.kv_heads, shape.head_dim),
+                (shape.kv_heads, shape.value_dim),
+            )
         )
 
     def seconds(self, q_len: int, kv_len: int, causal: bool, budget: float = 0.15) -> float:
@@ -86,7 +90,7 @@ def profile_kernel(
     doublings = int(math.log2(max_length / min_length))
     few = tuple(n for n in _FEW if n < min_length)
     lengths = (*few, *(min_length * 2**n for n in range(doublings + 1)))
-    kernel = select_kernel(device, shape.head_dim)
+    kernel = select_kernel_of_heads(device, shape.head_dim, shape.value_dim)
     timer = KernelTimer(kernel, shape, lengths[-1], device)
     full = [[0.0] * len(lengths) for _ in lengths]
     diagonal = [[0.0] * len(lengths) for _ in lengths]
@@ -136,7 +140,9 @@ def held_out_errors(profile: Profile, device: str, points: int = 40, seed: int =
     """Relative errors of predictions for lengths that are not on the grid."""
     generator = np.random.default_rng(seed)
     low, high = profile.lengths[0], profile.lengths[-1]
-    timer = KernelTimer(select_kernel(device, profile.shape.head_dim), profile.shape, high, device)
+    shape = profile.shape
+    kernel = select_kernel_of_heads(device, shape.head_dim, shape.value_dim)
+    timer = KernelTimer(kernel, shape, high, device)
     errors = []
     for number in range(points):
         drawn = np.exp(generator.uniform(np.log(low), np.log(high), size=2)).astype(np.int64)

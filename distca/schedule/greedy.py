@@ -165,7 +165,7 @@ class _State:
         keys = np.where(tail_from <= parts.h1, together, separate)
         keys = np.where(parts.h1 == parts.h0, parts.t0 - tail_from, keys)
         keys = np.where(parts.t1 == parts.t0, parts.h1 - head_from, keys)
-        row = 2 * shape.q_row_bytes + shape.lse_row_bytes
+        row = shape.round_trip_bytes
         return parts.rows * float(row) + keys * float(shape.kv_row_bytes)
 
     def _inner(self, items: Int64s, share: Floats) -> _Parts:

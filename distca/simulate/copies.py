@@ -77,21 +77,20 @@ def _packed(
 
 
 def _forward(q: RankRows, kv: RankRows, shape: AttentionShape, grouped: bool) -> Int64s:
-    q_row, kv_row, lse = shape.q_row_bytes, shape.kv_row_bytes, shape.lse_row_bytes
+    q_row, kv_row = shape.q_row_bytes, shape.kv_row_bytes
     traffic = _packed(q.sent, kv.sent, q.destinations, q_row)
     traffic += _packed(kv.sent, q.sent, kv.destinations, kv_row)
     traffic += _to_kernels(q, kv, q_row) + _to_kernels(kv, q, kv_row)
     traffic += _merge_traffic(q.of_received, shape)
-    final = 2 * q.local * (q_row + lse) + _merge_traffic(q.of_local, shape)
+    final = 2 * q.local * shape.result_row_bytes + _merge_traffic(q.of_local, shape)
     traffic += np.where(q.computed_alone, 0, final)
     # The groups' outputs are put together.
-    return traffic + 2 * grouped * q.local * q_row
+    return traffic + 2 * grouped * q.local * shape.out_row_bytes
 
 
 def _backward(q: RankRows, kv: RankRows, shape: AttentionShape, grouped: bool) -> Int64s:
     q_row, kv_row = shape.q_row_bytes, shape.kv_row_bytes
-    # The output's gradient, the output, its LSE, the query; the key and value.
-    q_inputs = 3 * q_row + shape.lse_row_bytes
+    q_inputs = shape.q_inputs_row_bytes
     traffic = np.zeros_like(q.local)
     for rows, others, inputs, row in ((q, kv, q_inputs, q_row), (kv, q, kv_row, kv_row)):
         traffic += _packed(rows.sent, others.sent, rows.destinations, inputs)
@@ -109,7 +108,7 @@ def _backward(q: RankRows, kv: RankRows, shape: AttentionShape, grouped: bool) -
 
 def _merge_traffic(rows: PartialRows, shape: AttentionShape) -> Int64s:
     """Bytes that merging moves, step by step as in `distca.attention.merge`."""
-    q_row, lse = shape.q_row_bytes, shape.lse_row_bytes
-    float32 = shape.heads * shape.head_dim * FLOAT32_BYTES
-    of_members = 3 * q_row + 2 * float32 + 13 * lse
-    return rows.members * of_members + rows.shared * (q_row + 2 * float32 + 7 * lse)
+    out_row, lse = shape.out_row_bytes, shape.lse_row_bytes
+    float32 = shape.heads * shape.value_dim * FLOAT32_BYTES
+    of_members = 3 * out_row + 2 * float32 + 13 * lse
+    return rows.members * of_members + rows.shared * (out_row + 2 * float32 + 7 * lse)

@@ -122,8 +122,8 @@ def gather_copies(size: int, costs: ModelCosts, keeps: int) -> tuple[float, floa
     """
     if not costs.cluster.charges.baseline_copies:
         return 0.0, 0.0
-    q, all_kv = costs.shape.q_row_bytes, size * costs.shape.kv_row_bytes
-    reorder, put = 2.0 * all_kv, 2.0 * q
+    all_kv = size * costs.shape.kv_row_bytes
+    reorder, put = 2.0 * all_kv, 2.0 * costs.shape.out_row_bytes
     # Heads and tails see all keys and half a chunk twice; sums are written as zeros.
     added = 3.0 * all_kv * (2 * size + 1) / (2 * size)
     again = 0.0 if keeps else reorder
@@ -173,17 +173,19 @@ def all_gather(
     )
 
 
-def ring_bytes(own: Any, ring: int, all_to_all: int, q_row: int, kv_row: int) -> tuple[Any, Any]:
+def ring_bytes(
+    own: Any, ring: int, all_to_all: int, q_row: int, kv_row: int, out_row: int
+) -> tuple[Any, Any]:
     """Bytes that a rank sends in a layer, forward and backward, by rings and all-to-alls.
 
     Args:
         own: tokens of a rank.
         ring, all_to_all: sizes as in `Group`.
-        q_row, kv_row: bytes of a query row, and of a key and a value row.
+        q_row, kv_row, out_row: bytes of a query row, of a key and a value row, of an output row.
     """
     others = all_to_all - 1
     # Query, key, value and output change places; then output and its gradient, and all gradients.
-    there, back = (own * (n * q_row + kv_row) * others // all_to_all for n in (2, 3))
+    there, back = (own * (q_row + kv_row + n * out_row) * others // all_to_all for n in (1, 2))
     passed = own * kv_row * (ring - 1)
     return there + passed, back + 2 * passed
 
@@ -226,7 +228,8 @@ def ring(
     if group.all_to_all > 1:
         # Three tensors go there and one comes back; two and three in the backward pass.
         exposed += np.array([4, 5]) * launch
-    sent = ring_bytes(own, steps, group.all_to_all, shape.q_row_bytes, shape.kv_row_bytes)
+    rows = shape.q_row_bytes, shape.kv_row_bytes, shape.out_row_bytes
+    sent = ring_bytes(own, steps, group.all_to_all, *rows)
     copied, transient = _ring_copies(tokens, group, costs)
     return Shared(
         np.repeat(forward.sum(axis=2), group.all_to_all, axis=1),
@@ -321,8 +324,9 @@ def _all_to_all_seconds(group: Group, costs: ModelCosts) -> tuple[float, float]:
     of_node = cluster.servers_per_node(costs.tensor_parallel)
     inside = size if group.servers <= of_node or of_node % size == 0 else math.gcd(size, of_node)
     seconds = []
-    for tensors in (2, 3):
-        nbytes = (tensors * shape.q_row_bytes + shape.kv_row_bytes) / size
+    for outputs in (1, 2):
+        rows = shape.q_row_bytes + shape.kv_row_bytes + outputs * shape.out_row_bytes
+        nbytes = rows / size
         near, far = (inside - 1) * nbytes, (size - inside) * nbytes
         seconds.append(
             max(near / cluster.node_bytes_per_second, far / cluster.network_bytes_per_second)
@@ -333,7 +337,8 @@ def _all_to_all_seconds(group: Group, costs: ModelCosts) -> tuple[float, float]:
 def _ring_copies(tokens: Int64s, group: Group, costs: ModelCosts) -> tuple[Floats, Floats]:
     """Bytes of `copied` and `transient` of `Shared`."""
     shape, steps = costs.shape, group.ring
-    q, kv = float(shape.q_row_bytes), float(shape.kv_row_bytes)
+    q, out = float(shape.q_row_bytes), float(shape.out_row_bytes)
+    kv = float(shape.kv_row_bytes)
     own = tokens[:, :, None].astype(np.float64)
     transient = own * np.array([0.0, kernel_token_bytes(shape)])
     if not costs.cluster.charges.baseline_copies:
@@ -344,15 +349,15 @@ def _ring_copies(tokens: Int64s, group: Group, costs: ModelCosts) -> tuple[Float
     # outputs and their gradients. Each step's output is read, and added; so are all gradients.
     rows = (1 + earlier + later / 2) if steps > 1 else 0.0 * earlier
     keys = (1 + earlier / 2 + later) if steps > 1 else 0.0 * earlier
-    forward = earlier * kv + later * q + 3 * rows * q
-    backward = earlier * kv + 3 * later * q + 3 * (rows * q + keys * kv)
+    forward = earlier * kv + later * q + 3 * rows * out
+    backward = earlier * kv + later * (q + 2 * out) + 3 * (rows * q + keys * kv)
     if group.all_to_all > 1:
         # Two or three copies, before or after: of which each reads and writes.
-        forward, backward = forward + 6 * (2 * q + kv), backward + 6 * (3 * q + kv)
+        forward, backward = forward + 6 * (q + out + kv), backward + 6 * (q + 2 * out + kv)
     copied = own * np.stack([forward, backward], axis=1)
     # All steps' outputs and keys; keys and gradients that come and go.
     if steps > 1:
         transient = transient + own * np.stack(
-            [rows * q + steps * kv, np.full(group.size, 4 * kv)], axis=1
+            [rows * out + steps * kv, np.full(group.size, 4 * kv)], axis=1
         )
     return copied, transient

@@ -31,6 +31,7 @@ def serve_tick(
     shape = batches.planned.planner.config.shape
     q = activation.new_empty((0, shape.heads, shape.head_dim))
     k = activation.new_empty((0, shape.kv_heads, shape.head_dim))
+    v = activation.new_empty((0, shape.kv_heads, shape.value_dim))
     masks = batches.masks
     names = NANO_BATCHES if len(tick_input.exchanges) > len(masks.masks) else (None,)
     run = ProgramRun(tick_input.exchanges, tick_input.program, masks)
@@ -46,13 +47,13 @@ def serve_tick(
         call = calls[nano_batch]
         match direction, step:
             case "forward", "start":
-                call.start(q, k, k)
+                call.start(q, k, v)
             case "forward", "compute":
                 call.compute()
             case "forward", "finish":
                 call.finish()
             case "backward", "start":
-                call.start_backward_without_tokens(q, k)
+                call.start_backward_without_tokens(q, k, v)
             case "backward", "compute":
                 call.compute_backward()
             case "backward", "finish":

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from distca.attention import KernelTasks, select_kernel
+from distca.attention import KernelTasks, select_kernel, select_kernel_of_heads
 from distca.attention.merge import merge_partial
 from distca.attention.paged import PagedKeys
 from distca.attention.reference import document_visibility
@@ -18,14 +18,23 @@ from support.attention_cases import CASES, SCALE, assert_close, make_inputs, ref
 
 
 @pytest.mark.parametrize(("name", "case", "causal", "window"), CASES, ids=[c[0] for c in CASES])
-@pytest.mark.parametrize("heads", [(4, 4, 16), (4, 2, 24), (6, 1, 8)])
+@pytest.mark.parametrize(
+    "heads", [(4, 4, 16, 16), (4, 2, 24, 24), (6, 1, 8, 8), (2, 2, 24, 16), (2, 1, 8, 16)]
+)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_cpu_kernel(name, case, causal, window, heads, dtype) -> None:
-    tensors, edges = make_inputs(case, *heads, dtype)
+    """Also values with heads of other sizes than those of keys."""
+    *of_keys, value_dim = heads
+    tensors, edges = make_inputs(case, *of_keys, dtype, value_dim)
     q, k, v, dout = tensors
-    kernel = select_kernel("cpu")
+    kernel = select_kernel_of_heads("cpu", q.shape[2], value_dim)
     tasks = KernelTasks(*edges, causal, window, SCALE)
     out, lse = kernel.forward(q, k, v, tasks)
+    assert out.is_contiguous()
+    again = torch.full_like(out, 7), torch.full_like(lse, 7)
+    assert kernel.forward(q, k, v, tasks, again)[0] is again[0]
+    assert torch.equal(again[0], out)
+    assert torch.equal(again[1], lse)
     apart = tuple(torch.full((len(x), 2, *x.shape[1:]), 7, dtype=dtype)[:, 0] for x in (q, k, v))
     gradients = kernel.backward(dout, q, k, v, out, lse, tasks, apart)
     assert all(given is found for given, found in zip(apart, gradients, strict=True))

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from distca.attention import select_kernel
+from distca.attention import select_kernel, select_kernel_of_heads
 from distca.cost import volume
 from distca.cost.memory import plan_memory
 from distca.cost.volume import AttentionShape, plan_bytes
@@ -25,12 +25,21 @@ SCALE = 0.3
 CPU = torch.device("cpu")
 
 
-def inputs(seed: int, tokens: int, heads: int, kv_heads: int, head_dim: int) -> list[torch.Tensor]:
+Shape = tuple[int, ...]
+"""Query heads, key-value heads, elements of a head, and of a value's head where that is other."""
+
+
+def inputs(seed: int, tokens: int, shape: Shape) -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(seed)
+    heads, kv_heads, size, of_value = *shape[:3], shape[-1]
     return [
-        torch.randn(tokens, h, head_dim, generator=generator, dtype=torch.float64)
-        for h in (heads, kv_heads, kv_heads, heads)
+        torch.randn(tokens, *head, generator=generator, dtype=torch.float64)
+        for head in ((heads, size), (kv_heads, size), (kv_heads, of_value), (heads, of_value))
     ]
+
+
+def attention_shape(shape: Shape, element: int) -> AttentionShape:
+    return AttentionShape(*shape[:3], element, shape[-1])
 
 
 def transport_over(name: str | None) -> Transport:
@@ -42,7 +51,7 @@ def transport_over(name: str | None) -> Transport:
 
 def core_attention_for(
     plan: Plan,
-    shape: tuple[int, int, int],
+    shape: Shape,
     backward: str,
     dtype: str,
     over: str | None = None,
@@ -50,8 +59,9 @@ def core_attention_for(
 ) -> CoreAttention:
     """Core attention in just the memory that the plan is said to need. Collective."""
     buffers = Buffers(CPU, head_groups=head_groups, headroom=0.0)
-    attention = CoreAttention(transport_over(over), select_kernel("cpu"), buffers, backward)
-    of_group = AttentionShape(*shape, getattr(torch, dtype).itemsize).head_group(head_groups)
+    kernel = select_kernel_of_heads("cpu", shape[2], shape[-1])
+    attention = CoreAttention(transport_over(over), kernel, buffers, backward)
+    of_group = attention_shape(shape, getattr(torch, dtype).itemsize).head_group(head_groups)
     attention.reserve(plan_memory(plan, of_group, backward))
     return attention
 
@@ -59,7 +69,7 @@ def core_attention_for(
 def run_on_rank(
     plan: Plan,
     seed: int,
-    shape: tuple[int, int, int],
+    shape: Shape,
     backward: str,
     dtype: str,
     over: str | None = None,
@@ -84,7 +94,7 @@ def _run_on_rank(plan, seed, shape, backward, dtype, over, head_groups):
         ]
     )
     q, k, v, dout = (
-        x[rows].to(getattr(torch, dtype)) for x in inputs(seed, int(plan.lengths.sum()), *shape)
+        x[rows].to(getattr(torch, dtype)) for x in inputs(seed, int(plan.lengths.sum()), shape)
     )
     q, k, v = (x.requires_grad_() for x in (q, k, v))
     (exchange,) = attention.buffers.place([build_exchange(plan, rank)])
@@ -110,7 +120,7 @@ def check(
     plan.validate()
     world_size = plan.world_size
     tokens = int(plan.lengths.sum())
-    q, k, v, dout = inputs(7, tokens, *shape)
+    q, k, v, dout = inputs(7, tokens, shape)
     q, k, v = (x.requires_grad_() for x in (q, k, v))
     out = dense_attention(q, k, v, plan.lengths, plan.mask, SCALE)
     out.backward(dout)
@@ -122,7 +132,7 @@ def check(
             difference = (mine - all_rows[rows]).abs().max() if len(rows) else 0
             assert difference <= tolerance * all_rows.abs().max(), (name, difference)
     element = {"float32": 4, "bfloat16": 2}[dtype]
-    group = AttentionShape(*shape, element).head_group(head_groups)
+    group = attention_shape(shape, element).head_group(head_groups)
     for phase, matrix in plan_bytes(plan, group, backward).phases.items():
         for rank, (_, _, sent, received) in enumerate(results):
             assert sent[phase] == head_groups * matrix[rank].sum(), (phase, rank)
@@ -136,8 +146,8 @@ def test_random_plans(ranks, seed: int) -> None:
     mask = Mask() if seed % 2 else Mask(int(rng.integers(0, 100)))
     lengths = random_lengths(rng, world_size * 160)
     plan = random_plan(rng, lengths, world_size, 160, mask)
-    # Rows of odd sizes are padded in messages.
-    shape = [(5, 5, 6), (4, 2, 16), (6, 1, 8)][seed % 3]
+    # Rows of odd sizes are padded in messages; values may be of other sizes than keys.
+    shape = [(5, 5, 6, 10), (4, 2, 16), (6, 1, 8, 4)][seed % 3]
     # Rows are put together on their way into messages and out, or copied in pieces.
     pieces = (2**18, 0)[seed // 2 % 2]
     check(ranks, plan, shape, backward=("resend", "keep")[seed // 3], piece_bytes=pieces)
@@ -146,7 +156,7 @@ def test_random_plans(ranks, seed: int) -> None:
 @pytest.mark.parametrize("over", [None, "shm"])
 @pytest.mark.parametrize(
     ("shape", "head_groups", "backward"),
-    [((8, 4, 8), 2, "resend"), ((8, 4, 8), 4, "keep"), ((3, 3, 16), 3, "resend")],
+    [((8, 4, 8), 2, "resend"), ((8, 4, 8), 4, "keep"), ((3, 3, 24, 16), 3, "resend")],
 )
 def test_heads_in_groups(ranks, shape, head_groups: int, backward: str, over: str | None) -> None:
     """Groups follow each other; together they move the same bytes."""
@@ -183,7 +193,7 @@ def test_rank_without_tokens_and_rank_without_tasks(ranks, backward: str, over: 
             (2, 0, 55, 0, 55, 1),
         ]
     )
-    check(ranks, Plan(lengths, placement, tasks), (4, 2, 8), backward=backward, over=over)
+    check(ranks, Plan(lengths, placement, tasks), (4, 2, 8, 12), backward=backward, over=over)
 
 
 @pytest.mark.parametrize("server", [0, 1, 2])
@@ -302,7 +312,7 @@ def test_keys_of_a_cached_prefix(ranks, backward: str, window: int | None) -> No
     plan = Plan(lengths, placement, tasks, mask, cached_prefix=np.array([140, 0, 0]))
     plan.validate()
     tokens, shape = int(lengths.sum()), (4, 2, 8)
-    q, k, v, dout = inputs(7, tokens, *shape)
+    q, k, v, dout = inputs(7, tokens, shape)
     dout[:140] = 0
     q, k, v = (x.requires_grad_() for x in (q, k, v))
     out = dense_attention(q, k, v, lengths, mask, SCALE)
@@ -323,7 +333,7 @@ def test_keys_of_a_cached_prefix(ranks, backward: str, window: int | None) -> No
         assert (total - expected).abs().max() < 2e-5 * expected.abs().max()
 
 
-def run_later_queries(plan: Plan, shape: tuple[int, int, int], backward: str):
+def run_later_queries(plan: Plan, shape: Shape, backward: str):
     """One rank's queries and all of its keys; and whether it counted what the plan says."""
     rank = dist.get_rank()
     attention = core_attention_for(plan, shape, backward, "float32")
@@ -337,13 +347,13 @@ def run_later_queries(plan: Plan, shape: tuple[int, int, int], backward: str):
         )
         for p in (own, mine)
     )
-    q, k, v, dout = inputs(7, int(plan.lengths.sum()), *shape)
+    q, k, v, dout = inputs(7, int(plan.lengths.sum()), shape)
     q, dout = (x[q_rows].float() for x in (q, dout))
     k, v = (x[kv_rows].float() for x in (k, v))
     q, k, v = (x.requires_grad_() for x in (q, k, v))
     out = attention(q, k, v, there_and_back([build_exchange(plan, rank)]), SCALE)
     out.backward(dout)
-    planned = plan_bytes(plan, AttentionShape(*shape, 4), backward).phases
+    planned = plan_bytes(plan, attention_shape(shape, 4), backward).phases
     sent = all(
         attention.transport.bytes_sent[phase] == matrix[rank].sum()
         for phase, matrix in planned.items()
@@ -361,7 +371,7 @@ def results_of_two_calls(plan: Plan, head_groups: int) -> list[bool]:
     rows = int(plan.placement.tokens_per_rank()[dist.get_rank()])
     kept, copies = [], []
     for seed in range(2):
-        q, k, v, dout = (x[:rows].float().requires_grad_() for x in inputs(seed, rows, *shape))
+        q, k, v, dout = (x[:rows].float().requires_grad_() for x in inputs(seed, rows, shape))
         out = attention(q, k, v, there_and_back([exchange]), SCALE)
         gradients = torch.autograd.grad(out, (q, k, v), dout)
         if seed == 0:

@@ -28,7 +28,9 @@ def test_documents_run_one_after_the_other() -> None:
     assert not any(sent.any() for sent in apart.bytes_sent.values())
     # A quarter of each, with somewhat more tiles on the diagonal.
     assert shared.seconds == pytest.approx(alone, rel=0.05)
-    there, back = ring_bytes(2048, 4, 1, costs.shape.q_row_bytes, costs.shape.kv_row_bytes)
+    shape = costs.shape
+    rows = shape.q_row_bytes, shape.kv_row_bytes, shape.out_row_bytes
+    there, back = ring_bytes(2048, 4, 1, *rows)
     assert shared.bytes_sent["shared forward"].tolist() == [4 * 4 * there] * 4
     assert shared.bytes_sent["shared backward"].tolist() == [4 * 4 * back] * 4
     state = costs.state_bytes(0, 1, 4)

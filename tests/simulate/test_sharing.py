@@ -24,10 +24,11 @@ from support.simulated import IDEAL, attention_seconds, costs_on
 def test_bytes_are_those_of_all_messages(ring_size: int, apart: int) -> None:
     """Enumerates the messages of every rank: of each row and head that is not where it is needed.
 
-    A rank has 12 rows, of 8 heads whose queries are 3 bytes a head, keys and values 2.
+    A rank has 12 rows, of 8 heads whose queries are 3 bytes a head, keys and values 2,
+    outputs 4.
     """
-    own, heads, q, kv = 12, 8, 3, 2
-    there, back = ring_bytes(own, ring_size, apart, heads * q, heads * kv)
+    own, heads, q, kv, out = 12, 8, 3, 2, 4
+    there, back = ring_bytes(own, ring_size, apart, heads * q, heads * kv, heads * out)
     found = [0, 0]
     for owner in range(apart):
         for head in range(heads):
@@ -35,10 +36,10 @@ def test_bytes_are_those_of_all_messages(ring_size: int, apart: int) -> None:
             if owner == 0 != computes:
                 # Query, key and value go to who computes the head; the output and its gradient.
                 found[0] += own * (q + kv)
-                found[1] += own * 2 * q
+                found[1] += own * 2 * out
             if computes == 0 != owner:
                 # The output goes back, and gradients of query, key and value.
-                found[0] += own * q
+                found[0] += own * out
                 found[1] += own * (q + kv)
     held = {rank: rank for rank in range(ring_size)}
     heads_here = heads // apart

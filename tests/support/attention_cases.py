@@ -22,11 +22,21 @@ CASES: list[tuple[str, Case, bool, int | None]] = [
 ]
 
 
-def make_inputs(case: Case, heads: int, kv_heads: int, dim: int, dtype: torch.dtype):
+def make_inputs(
+    case: Case,
+    heads: int,
+    kv_heads: int,
+    dim: int,
+    dtype: torch.dtype,
+    value_dim: int | None = None,
+):
     generator = torch.Generator().manual_seed(len(case))
     queries, keys = sum(q for q, _ in case), sum(k for _, k in case)
     shapes = [(queries, heads), (keys, kv_heads), (keys, kv_heads), (queries, heads)]
-    tensors = [torch.randn(*s, dim, generator=generator).to(dtype) for s in shapes]
+    dims = dim, dim, value_dim or dim, value_dim or dim
+    tensors = [
+        torch.randn(*s, d, generator=generator).to(dtype) for s, d in zip(shapes, dims, strict=True)
+    ]
     edges = [
         torch.tensor(np.cumsum([0, *lengths]), dtype=torch.int32)
         for lengths in ([q for q, _ in case], [k for _, k in case])
@@ -38,7 +48,7 @@ def reference(tensors, edges, causal: bool, window: int | None):
     """Output, LSE and gradients, task by task, in float64."""
     q, k, v, dout = (x.double().detach() for x in tensors)
     q, k, v = (x.requires_grad_() for x in (q, k, v))
-    outs, lses = [q.new_zeros(0, *q.shape[1:])], [q.new_zeros(0, q.shape[1])]
+    outs, lses = [q.new_zeros(0, q.shape[1], v.shape[2])], [q.new_zeros(0, q.shape[1])]
     for i in range(len(edges[0]) - 1):
         rows = slice(int(edges[0][i]), int(edges[0][i + 1]))
         columns = slice(int(edges[1][i]), int(edges[1][i + 1]))

@@ -60,7 +60,7 @@ class Decode:
 
     def bytes_by_sequence(self, mask: Mask, shape: AttentionShape) -> Int64s:
         """Bytes that a layer moves for each sequence: queries there, outputs and LSE back."""
-        row = 2 * shape.q_row_bytes + shape.lse_row_bytes
+        row = shape.round_trip_bytes
         return self.away(mask).sum(axis=1) * row  # type: ignore[no-any-return]
 
 

@@ -116,7 +116,7 @@ class _Mover:
         self._tasks, self._placement = tasks, placement
         self._mask, self._config = mask, config
         shape = config.shape
-        self._q_bytes = 2 * shape.q_row_bytes + shape.lse_row_bytes
+        self._q_bytes = shape.round_trip_bytes
         self._kv_bytes = shape.kv_row_bytes
         self._all_loads = task_loads(tasks, mask, config.cost_model)
         servers = placement.world_size

@@ -53,7 +53,8 @@ class LinearWork:
             layer: parameters of a layer's matrices.
             head: parameters of the output layer.
             chunk_layers: layers of a model chunk.
-            q_width: elements of a query row, over all heads.
+            q_width: elements of a query row, over all heads; where those of an output row are
+                others, the mean.
         """
         # A parameter takes 2 operations for a token, a pair 4 for an element.
         return LinearWork(layer / (2 * q_width), head / (2 * q_width) / (2 * chunk_layers))

@@ -105,8 +105,8 @@ class SteppedCosts:
     def _merging(self, rows: Int64s) -> Int64s:
         """Bytes of merging so many rows into sums, which are read and written."""
         shape = self._shape
-        sums = shape.heads * shape.head_dim * FLOAT32_BYTES + shape.lse_row_bytes
-        return rows * (2 * sums + shape.q_row_bytes + shape.lse_row_bytes)
+        sums = shape.heads * shape.value_dim * FLOAT32_BYTES + shape.lse_row_bytes
+        return rows * (2 * sums + shape.result_row_bytes)
 
     def _exchange(self, messages: Messages) -> ExchangeCosts:
         return _costs_of(messages, self.links)
