@@ -20,6 +20,7 @@ def repair_megatron() -> None:
     _repair_compiling_of_helpers()
     _repair_reading_of_checkpoints()
     _repair_router()
+    _repair_latent_attention()
 
 
 def _repair_router() -> None:
@@ -28,6 +29,29 @@ def _repair_router() -> None:
 
     if not hasattr(moe_utils, "te_general_gemm"):
         moe_utils.te_general_gemm = None
+
+
+def _repair_latent_attention() -> None:
+    """Mends multi-latent attention: it takes Transformer Engine for installed where it is not, and
+    from 0.18 on fills values of packed documents up to the size of keys, whatever core attention
+    takes.
+    """
+    from megatron.core.transformer import multi_latent_attention as latent
+
+    if not isinstance(latent.TELinear, type):
+        latent.HAVE_TE = False
+    original = getattr(latent, "_prepare_mla_core_attention_value", None)
+    if original is None or hasattr(original, "__wrapped__"):
+        return
+
+    @functools.wraps(original)
+    def prepare(layer: Any, query: Any, value: Any, packed_seq_params: Any) -> Any:
+        if getattr(layer.core_attention, "takes_any_heads", False):
+            size = value.shape[-1]
+            return value, False, size, size
+        return original(layer, query, value, packed_seq_params)
+
+    latent._prepare_mla_core_attention_value = prepare
 
 
 def _repair_compiling_of_helpers() -> None:

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
-from distca.attention import select_kernel
+from distca.attention import select_kernel_of_heads
 from distca.plan import LayerMasks, Mask
 from distca.runtime import Buffers, CoreAttention, Trace
 from distca.schedule import (
@@ -34,6 +34,7 @@ from megatron_patches.batches.stream import TokenStream
 from megatron_patches.batches.ticks import TickBatches, TickStream
 from megatron_patches.flags.batch_sizes import micro_batches_by_sample, samples_for_evaluation
 from megatron_patches.flags.distca import masks_from_args, masks_of_a_chunk
+from megatron_patches.flags.latent_attention import head_sizes
 from megatron_patches.flags.planning import execution_options, linear_work, schedule_config
 from megatron_patches.loop.job import DataIterators
 from megatron_patches.model.gpt import uses_dense_mask, uses_own_attention
@@ -51,7 +52,7 @@ def build_core_attention(
     """Makes what runs the plans on the ranks of a group. Collective."""
     return CoreAttention(
         make_transport(args, group, device),
-        select_kernel(device.type, args.kv_channels),
+        select_kernel_of_heads(device.type, *head_sizes(args)),
         Buffers(device, len(NANO_BATCHES) if args.distca_ping_pong else 1, args.distca_head_groups),
         args.distca_backward,
         Trace(device),

@@ -55,7 +55,9 @@ COVERED = {
         disable-bias-linear add-qkv-bias untie-embeddings-and-output-weights window-size
         window-attn-skip-freq softmax-type attention-output-gate use-mup mup-width-mult
         mup-base-hidden-size mup-embedding-mult mup-output-mult mup-base-head-dim
-        mup-attn-scale-power fp32-residual-connection hidden-dropout attention-dropout
+        mup-attn-scale-power multi-latent-attention q-lora-rank kv-lora-rank qk-head-dim
+        qk-pos-emb-head-dim v-head-dim rotary-scaling-factor mscale mscale-all-dim
+        fp32-residual-connection hidden-dropout attention-dropout
     """,
     "Initialization and random numbers": """
         seed data-parallel-random-init init-method-std embedding-init-method-std
@@ -207,9 +209,8 @@ WITHOUT_EFFECT = {
         decoder-seq-length
     """,
     "Refines attention of other kinds, which is refused": """
-        q-lora-rank kv-lora-rank qk-head-dim qk-pos-emb-head-dim v-head-dim rotary-scaling-factor
-        mscale mscale-all-dim cache-mla-latents mla-down-proj-fusion dsa-* linear-conv-kernel-dim
-        linear-key-head-dim linear-value-head-dim linear-num-key-heads linear-num-value-heads
+        dsa-* linear-conv-kernel-dim linear-key-head-dim linear-value-head-dim
+        linear-num-key-heads linear-num-value-heads
         kitchen-attention-backend qk-clip-alpha qk-clip-threshold yarn-* mrope-section
         relative-attention-* mamba-*
     """,
@@ -280,7 +281,6 @@ REFUSED = (
     Refused("other micro-batches for evaluation", "eval-micro-batch-size=--micro-batch-size"),
     Refused("multi-token prediction", "mtp-num-layers"),
     Refused("experts made of a dense model's layers", "moe-use-upcycling"),
-    Refused("multi-latent attention", "multi-latent-attention"),
     Refused(
         "experimental attention variants",
         "experimental-attention-variant linear-attention-freq",
@@ -296,10 +296,10 @@ REFUSED = (
         "other layers than those of the two specs",
         """
             spec yaml-cfg use-legacy-models qk-l2-norm use-kitchen-attention use-te-activation-func
-            use-transformer-engine-op-fuser use-grouped-gemm-for-dense-mlp
+            use-transformer-engine-op-fuser use-grouped-gemm-for-dense-mlp mla-down-proj-fusion
         """,
     ),
-    Refused("layers for inference", "transformer-impl=local|transformer_engine"),
+    Refused("layers for inference", "transformer-impl=local|transformer_engine cache-mla-latents"),
     Refused("reinforcement learning", "perform-rl-step"),
     Refused("distillation", "logits-save-dir logits-load-dir"),
     Refused("models of Model Optimizer", "modelopt-enabled"),

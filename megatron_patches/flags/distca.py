@@ -11,6 +11,7 @@ from distca.schedule import SCHEDULERS
 from distca.schedule.program import ABLATIONS
 from distca.transport.collective import MAX_CTAS, MOST_CTAS
 from distca.transport.nvshmem import NVSHMEM_MODES
+from megatron_patches.flags.latent_attention import head_sizes
 
 PLACEMENTS = ("free", "sequential")
 TRANSPORTS = ("auto", "collective", "shm", "nvshmem")
@@ -316,9 +317,11 @@ def attention_shape(args: Namespace) -> AttentionShape:
     """Returns the attention heads of one tensor-parallel rank."""
     parallel = args.tensor_model_parallel_size
     groups = args.num_query_groups if args.group_query_attention else args.num_attention_heads
+    of_key, of_value = head_sizes(args)
     return AttentionShape(
         heads=args.num_attention_heads // parallel,
         kv_heads=groups // parallel,
-        head_dim=args.kv_channels,
+        head_dim=of_key,
         dtype_bytes=args.params_dtype.itemsize,
+        v_head_dim=of_value,
     )

@@ -7,6 +7,7 @@ import ast
 from typing import Any
 
 from distca.documents.tokenizer import TOKENIZER_TYPES
+from megatron_patches.flags.latent_attention import LATENT_FLAGS
 
 EVAL_INTERVAL = 1000
 """Iterations between evaluations, unless `--eval-interval` is given."""
@@ -114,6 +115,7 @@ FLAGS: dict[str, list[tuple[str, dict[str, Any]]]] = {
             },
         ),
     ],
+    "multi-latent attention": LATENT_FLAGS,
     "mixture of experts": [
         ("--num-experts", {"type": int, "help": "Experts of a layer. Default: there are none."}),
         (

@@ -10,6 +10,7 @@ from distca.cost.link import Links
 from distca.cost.profile import Profile
 from distca.schedule import ExecutionOptions, LinearWork, ScheduleConfig
 from megatron_patches.flags.distca import attention_shape
+from megatron_patches.flags.latent_attention import head_sizes
 from megatron_patches.flags.sizes import layer_parameters
 
 logger = logging.getLogger(__name__)
@@ -59,7 +60,7 @@ def linear_work(args: Namespace) -> LinearWork:
         layer_parameters(args),
         args.hidden_size * args.padded_vocab_size,
         args.num_layers // chunks,
-        args.num_attention_heads * args.kv_channels,
+        args.num_attention_heads * sum(head_sizes(args)) // 2,
     )
 
 

@@ -6,6 +6,8 @@ from argparse import Namespace
 
 import torch
 
+from megatron_patches.flags.latent_attention import attention_parameters
+
 
 def layer_parameters(args: Namespace, active: bool = True) -> int:
     """Counts the parameters of the mean layer's matrices.
@@ -14,8 +16,6 @@ def layer_parameters(args: Namespace, active: bool = True) -> int:
         args: Megatron-LM's arguments.
         active: count those alone that a token uses, not all experts.
     """
-    groups = args.num_query_groups if args.group_query_attention else args.num_attention_heads
-    heads = 2 * args.num_attention_heads + 2 * groups
     matrices = 3 if args.swiglu else 2
     width = float(args.ffn_hidden_size)
     if experts := getattr(args, "num_experts", None):
@@ -24,7 +24,7 @@ def layer_parameters(args: Namespace, active: bool = True) -> int:
         with_experts = used * args.moe_ffn_hidden_size + shared
         part = share_with_experts(args)
         width = part * with_experts + (1 - part) * width
-    return round(args.hidden_size * (heads * args.kv_channels + matrices * width))
+    return round(attention_parameters(args) + args.hidden_size * matrices * width)
 
 
 def share_with_experts(args: Namespace) -> float:

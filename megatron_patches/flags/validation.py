@@ -20,6 +20,11 @@ from megatron_patches.flags.coverage import (
     refuse,
 )
 from megatron_patches.flags.distca import attention_shape, masks_from_args, masks_of_a_chunk
+from megatron_patches.flags.latent_attention import (
+    check_latent_attention,
+    has_latents,
+    head_sizes,
+)
 
 
 def validate_distca_arguments(args: Namespace) -> None:
@@ -39,6 +44,10 @@ def validate_distca_arguments(args: Namespace) -> None:
         refuse(REFUSED_BY_OUR_ATTENTION, args)
     if args.distca:
         refuse(REFUSED_WITH_DISTCA, args)
+    check_latent_attention(args)
+    if has_latents(args) and (args.distca or args.transformer_impl == "local"):
+        # The fused kernel numbers tokens by itself.
+        args.apply_rope_fusion = False
     check_growth(args)
     masks_from_args(args)
     if args.seq_length % BLOCK:
@@ -79,7 +88,7 @@ def validate_distca_arguments(args: Namespace) -> None:
     if torch.cuda.is_available():
         if args.params_dtype == torch.float32:
             raise ValueError("--distca on GPUs needs --bf16: FlashAttention has no float32")
-        check_head_dim(args.kv_channels)
+        check_head_dim(max(head_sizes(args)))
     if args.distca_profile is not None and not args.distca_profile.is_file():
         raise ValueError(
             f"--distca-profile {args.distca_profile} does not exist: make one with `distca profile "
@@ -203,16 +212,16 @@ def _validate_ping_pong(args: Namespace) -> None:
                 "--no-distca-ping-pong"
             )
     recomputed = getattr(args, "recompute_modules", None) or ()
-    if (
-        args.recompute_granularity == "selective"
-        and args.transformer_impl == "local"
-        and "layernorm" in recomputed
-    ):
-        raise ValueError(
-            "--distca-ping-pong does not cover --recompute-modules layernorm with "
-            "--transformer-impl local, whose layers remember one recomputation each: leave "
-            "layernorm out, or give --no-distca-ping-pong"
-        )
+    modules = ["mla_up_proj"] if has_latents(args) else []
+    if args.transformer_impl == "local":
+        modules.append("layernorm")
+    for module in modules:
+        if args.recompute_granularity == "selective" and module in recomputed:
+            raise ValueError(
+                f"--distca-ping-pong does not cover --recompute-modules {module} with "
+                f"--transformer-impl {args.transformer_impl}, whose layers remember one "
+                f"recomputation each: leave {module} out, or give --no-distca-ping-pong"
+            )
 
 
 def _validate_cuda_graphs(args: Namespace) -> None:
@@ -238,6 +247,7 @@ def _validate_cuda_graphs(args: Namespace) -> None:
         ("use_megatron_fsdp", False, "a graph's weights stay where they are"),
         ("use_torch_fsdp2", False, "a graph's weights stay where they are"),
         ("attention_output_gate", False, "the layer has another form"),
+        ("multi_latent_attention", False, "the layer has another form"),
     ):
         found = getattr(args, flag, value)
         if found and found != value:

@@ -21,6 +21,12 @@ _SHAPE_FLAGS = (
     "qk_layernorm",
     "untie_embeddings_and_output_weights",
     "position_embedding_type",
+    "multi_latent_attention",
+    "q_lora_rank",
+    "kv_lora_rank",
+    "qk_head_dim",
+    "qk_pos_emb_head_dim",
+    "v_head_dim",
 )
 
 

@@ -19,6 +19,7 @@ from distca.attention.packed import packed_attention
 from distca.plan import LayerMasks
 from distca.runtime import CoreAttention, ProgramRun
 from megatron_patches.model.chained_keys import ChainPart
+from megatron_patches.model.latent_attention import sum_shared_gradient
 
 
 @dataclass(frozen=True)
@@ -66,6 +67,8 @@ class DocumentParams(PackedSeqParams):
         nano_batch: nano-batch that this describes; None: a whole micro-batch.
         chain_part: what it borrows and lends in a chain of micro-batches; None: nothing.
         run: state of disaggregated core attention; None: attention on the rank itself.
+        token_positions: position of each token in its document, int64 `[tokens]`, for layers that
+            rotate keys themselves; None: they don't.
     """
 
     documents_cu_seqlens: torch.Tensor | None = None
@@ -73,9 +76,37 @@ class DocumentParams(PackedSeqParams):
     nano_batch: NanoBatch | None = None
     chain_part: ChainPart | None = None
     run: CoreAttentionRun | None = None
+    token_positions: torch.Tensor | None = None
 
 
-class _CoreAttentionModule(DotProductAttention):
+class _AnyHeads(DotProductAttention):
+    """megatron-core's core attention, also for the unlike heads of multi-latent attention."""
+
+    takes_any_heads = True
+
+    def __init__(
+        self,
+        config: Any,
+        *args: Any,
+        k_channels: int | None = None,
+        v_channels: int | None = None,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(config, *args, **kwargs)
+        self._own_key_size = None
+        if v_channels is not None:
+            self.hidden_size_per_partition = self.num_attention_heads_per_partition * v_channels
+            if config.transformer_impl == "local":
+                self._own_key_size = config.qk_head_dim
+
+    def _of_all_heads(self, key: torch.Tensor) -> torch.Tensor:
+        """Returns the keys, of which ranks may share a part."""
+        if self._own_key_size is None:
+            return key
+        return sum_shared_gradient(key, self._own_key_size, self.tp_group)
+
+
+class _CoreAttentionModule(_AnyHeads):
     """A core-attention module as megatron-core's `SelfAttention` expects it.
 
     Its softmax may have a sink, which is megatron-core's own parameter.
@@ -129,13 +160,13 @@ class DisaggregatedCoreAttention(_CoreAttentionModule):
         Args:
             query: queries `[tokens, heads, head_dim]`.
             key: keys `[tokens, kv_heads, head_dim]`.
-            value: values `[tokens, kv_heads, head_dim]`.
+            value: values `[tokens, kv_heads, v_head_dim]`.
             attention_mask: ignored, since the plan has the mask.
             packed_seq_params: description of the micro-batch.
             **kwargs: ignored.
 
         Returns:
-            `[tokens, heads * head_dim]`.
+            `[tokens, heads * v_head_dim]`.
         """
         run: CoreAttentionRun | None = getattr(packed_seq_params, "run", None)
         if packed_seq_params is None or run is None:
@@ -143,7 +174,7 @@ class DisaggregatedCoreAttention(_CoreAttentionModule):
                 "disaggregated core attention was called without a plan: run the model by "
                 "megatron_patches.pipeline"
             )
-        chain_part = packed_seq_params.chain_part
+        key, chain_part = self._of_all_heads(key), packed_seq_params.chain_part
         if chain_part is not None:
             key, value = chain_part.lend(self.layer_number, key, value)
         number, name, own_keys = 0, None, (key, value)
@@ -204,7 +235,7 @@ class PackedCoreAttention(_CoreAttentionModule):
             raise ValueError("packed core attention was called without documents")
         out_THD = packed_attention(
             query,
-            key,
+            self._of_all_heads(key),
             value,
             packed_seq_params.documents_cu_seqlens,
             self._kernel,
@@ -215,7 +246,7 @@ class PackedCoreAttention(_CoreAttentionModule):
         return out_THD.reshape(query.shape[0], -1)
 
 
-class DenseCoreAttention(DotProductAttention):
+class DenseCoreAttention(_AnyHeads):
     """Megatron's own core attention with a dense mask, of which layers may have several."""
 
     def __init__(
@@ -236,4 +267,4 @@ class DenseCoreAttention(DotProductAttention):
         """Computes core attention with the layer's one of the masks `[1, masks, ...]`."""
         (number,) = self._masks.select(range(len(self._masks.masks)), self._layer)
         own = attention_mask[:, number : number + 1]
-        return super().forward(query, key, value, own, *args, **kwargs)
+        return super().forward(query, self._of_all_heads(key), value, own, *args, **kwargs)

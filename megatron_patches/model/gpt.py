@@ -19,8 +19,9 @@ from megatron.core.transformer.transformer_block import (
 )
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from distca.attention import select_kernel
+from distca.attention import select_kernel_of_heads
 from megatron_patches.flags.distca import masks_from_args
+from megatron_patches.flags.latent_attention import has_latents, head_sizes
 from megatron_patches.model.core_attention import (
     DenseCoreAttention,
     DisaggregatedCoreAttention,
@@ -28,6 +29,10 @@ from megatron_patches.model.core_attention import (
 )
 from megatron_patches.model.cuda_graphs import CudaGraphEngine, graph_layers
 from megatron_patches.model.experts import share_auxiliary_losses
+from megatron_patches.model.latent_attention import (
+    average_gradients_of_query_norms,
+    rotate_layers_by_position_ids,
+)
 from megatron_patches.model.norm import SequenceParallelNorm
 from megatron_patches.model.ping_pong import run_layers_in_turn
 from megatron_patches.model.rotary import rotate_by_position_ids
@@ -81,10 +86,12 @@ def build_model(
 
 def adapt_model(args: Namespace, model: GPTModel) -> GPTModel:
     """Makes a GPT model follow the token positions and nano-batches of our micro-batches."""
-    if args.position_embedding_type == "rope" and (
-        uses_own_attention(args) or uses_dense_mask(args)
-    ):
-        rotate_by_position_ids(model)
+    if uses_own_attention(args) or uses_dense_mask(args):
+        if has_latents(args):
+            rotate_layers_by_position_ids(model)
+            average_gradients_of_query_norms(model)
+        elif args.position_embedding_type == "rope":
+            rotate_by_position_ids(model)
     if args.distca:
         for layer in model.decoder.layers:
             # Core attention keeps no more than inputs and outputs, so recomputing gains nothing.
@@ -119,11 +126,12 @@ def replace_core_attention(args: Namespace, layer_spec: ModuleSpec) -> None:
         attention.core_attention = DisaggregatedCoreAttention
     elif uses_own_attention(args):
         # All layers share the kernel, which keeps the documents' starts on the GPU.
-        kernel = select_kernel("cuda" if torch.cuda.is_available() else "cpu", args.kv_channels)
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        kernel = select_kernel_of_heads(device, *head_sizes(args))
         attention.core_attention = ModuleSpec(
             PackedCoreAttention, params={"masks": masks_from_args(args), "kernel": kernel}
         )
-    elif uses_dense_mask(args) and len(masks_from_args(args).masks) > 1:
+    elif uses_dense_mask(args) and (has_latents(args) or len(masks_from_args(args).masks) > 1):
         attention.core_attention = ModuleSpec(
             DenseCoreAttention, params={"masks": masks_from_args(args)}
         )
@@ -143,11 +151,15 @@ def _block_spec(args: Namespace, config: TransformerConfig, vp_stage: int | None
             block.layer_norm = SequenceParallelNorm
         return block
     if uses_te:
-        spec = get_gpt_layer_with_transformer_engine_spec(qk_layernorm=args.qk_layernorm)
+        spec = get_gpt_layer_with_transformer_engine_spec(
+            qk_layernorm=args.qk_layernorm, multi_latent_attention=has_latents(args)
+        )
         _adapt_layer(args, spec)
         return spec
     spec = get_gpt_layer_local_spec(
-        qk_layernorm=args.qk_layernorm, normalization=args.normalization
+        qk_layernorm=args.qk_layernorm,
+        multi_latent_attention=has_latents(args),
+        normalization=args.normalization,
     )
     _adapt_layer(args, spec)
     layers = get_num_layers_to_build(config, vp_stage=vp_stage)
@@ -166,4 +178,6 @@ def _adapt_layer(args: Namespace, spec: ModuleSpec) -> None:
     spec.submodules.pre_mlp_layernorm = SequenceParallelNorm
     if args.qk_layernorm:
         attention = spec.submodules.self_attention.submodules
-        attention.q_layernorm = attention.k_layernorm = SequenceParallelNorm
+        attention.q_layernorm = SequenceParallelNorm
+        of_keys = "kv_layernorm" if has_latents(args) else "k_layernorm"
+        setattr(attention, of_keys, SequenceParallelNorm)

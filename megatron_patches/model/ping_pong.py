@@ -27,6 +27,7 @@ from megatron.core.utils import make_viewless_tensor
 from distca.runtime import ProgramRun
 from megatron_patches.model.core_attention import DocumentParams
 from megatron_patches.model.recompute import groups_of_layers
+from megatron_patches.model.rotary import split_rows
 from megatron_patches.model.thread_state import ThreadState
 
 
@@ -110,7 +111,7 @@ def _forward(
     parts = torch.split(hidden, [size // shards for size in sizes])
     angles: Sequence[torch.Tensor | None] = [None, None]
     if rotary_pos_emb is not None:
-        angles = _split_rows(rotary_pos_emb, sizes, shards)
+        angles = split_rows(rotary_pos_emb, sizes, shards)
 
     assert packed_seq_params.run is not None
     program = packed_seq_params.run.program
@@ -162,9 +163,3 @@ def _run_layers(
             **passed,
         )
     return hidden
-
-
-def _split_rows(rows: torch.Tensor, sizes: list[int], shards: int) -> list[torch.Tensor]:
-    """Divides rows in the order of `batches.planned.nano_order` into those of each nano-batch."""
-    pieces = torch.split(rows, [size // shards for size in sizes] * shards)
-    return [torch.cat(pieces[number :: len(sizes)]) for number in range(len(sizes))]

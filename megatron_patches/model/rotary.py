@@ -59,3 +59,9 @@ def rotate_by_position_ids(model: GPTModel) -> None:
         rotary.positions = position_ids.reshape(-1)
 
     model.register_forward_pre_hook(remember_positions, with_kwargs=True)
+
+
+def split_rows(rows: torch.Tensor, sizes: list[int], shards: int) -> list[torch.Tensor]:
+    """Divides rows in the order of `batches.planned.nano_order` into those of each nano-batch."""
+    pieces = torch.split(rows, [size // shards for size in sizes] * shards)
+    return [torch.cat(pieces[number :: len(sizes)]) for number in range(len(sizes))]

@@ -6,7 +6,6 @@ batch the first rank tells it which split the batch is of.
 
 from __future__ import annotations
 
-import math
 import signal
 from argparse import Namespace
 
@@ -16,6 +15,7 @@ from megatron_patches.batches.blends import Split
 from megatron_patches.batches.ticks import TickStream
 from megatron_patches.flags.batch_sizes import samples_of_splits
 from megatron_patches.loop.job import DataIterators, Job
+from megatron_patches.model.latent_attention import softmax_scale
 from megatron_patches.pipeline.idle_rank import serve_tick
 from megatron_patches.pipeline.processes import Processes
 
@@ -55,4 +55,4 @@ def _serve_global_batch(args: Namespace, ticks: TickStream) -> None:
             if number:
                 tick_input = next(ticks)
             placed = batches.placed(tick_input)
-            serve_tick(batches, placed, list(layers), 1 / math.sqrt(args.kv_channels), activation)
+            serve_tick(batches, placed, list(layers), softmax_scale(args), activation)

@@ -10,9 +10,10 @@ import torch
 from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
-from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
 from megatron_patches.flags.batch_sizes import samples_of_splits
+from megatron_patches.flags.latent_attention import has_latents
 
 
 def _fields_from(args: Namespace, kind: type) -> dict[str, Any]:
@@ -26,7 +27,11 @@ def _fields_from(args: Namespace, kind: type) -> dict[str, Any]:
 
 def transformer_config(args: Namespace) -> TransformerConfig:
     """Makes the model's configuration."""
-    values = _fields_from(args, TransformerConfig)
+    kind = MLATransformerConfig if has_latents(args) else TransformerConfig
+    values = _fields_from(args, kind)
+    if has_latents(args):
+        # Without a latent of queries, which is the class's default.
+        values["q_lora_rank"] = args.q_lora_rank
     # Kept out: attention backends are Transformer Engine's, and Megatron's local softmax would drop
     # the document mask if it knew of a window; ours is in the mask or the kernel.
     values.pop("attention_backend", None)
@@ -54,7 +59,7 @@ def transformer_config(args: Namespace) -> TransformerConfig:
         values["num_moe_experts"] = args.num_experts
     if args.swiglu:
         values |= {"gated_linear_unit": True, "activation_func": torch.nn.functional.silu}
-    return TransformerConfig(**values)
+    return kind(**values)
 
 
 def ddp_config(args: Namespace) -> DistributedDataParallelConfig:

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_patches.flags.distca import masks_from_args
+from megatron_patches.flags.latent_attention import head_sizes
 from megatron_patches.flags.sizes import layer_parameters
 
 
@@ -57,7 +58,7 @@ class Throughput:
         args = self._args
         # Two operations for each multiplication and addition; QK and PV; twice more backwards.
         forward = 2 * self._tokens_times_parameters
-        forward += 4 * int(self._pairs) * args.num_attention_heads * args.kv_channels
+        forward += 2 * int(self._pairs) * args.num_attention_heads * sum(head_sizes(args))
         device = "cuda" if dist.get_backend() == "nccl" else "cpu"
         total = torch.tensor(3.0 * forward, dtype=torch.float64, device=device)
         dist.all_reduce(total)

@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 
 import pytest
 import torch
 
+from distca.cost.volume import AttentionShape
 from distca.plan import LayerMasks, Mask
-from megatron_patches.flags.distca import mask_from_args, masks_from_args, masks_of_a_chunk
+from megatron_patches.flags.distca import (
+    attention_shape,
+    mask_from_args,
+    masks_from_args,
+    masks_of_a_chunk,
+)
+from megatron_patches.flags.latent_attention import attention_parameters
 from megatron_patches.flags.validation import validate_distca_arguments
 from support.arguments import parse
 
@@ -224,7 +232,7 @@ def test_bad_input(flags: str, message: str) -> None:
     [
         ("context_parallel_size", 2, "remove --context-parallel-size 2"),
         ("attention_dropout", 0.1, "set --attention-dropout 0"),
-        ("multi_latent_attention", True, "does not cover multi-latent attention"),
+        ("cache_mla_latents", True, "does not cover layers for inference"),
         ("moe_expert_capacity_factor", 1.5, "does not cover tokens that experts drop"),
         ("cuda_graph_impl", "local", "remove --cuda-graph-impl local"),
         ("qk_clip", True, "remove --qk-clip"),
@@ -241,6 +249,39 @@ def test_what_distca_does_not_cover(flag: str, value, message: str) -> None:
     setattr(args, flag, value)
     with pytest.raises(ValueError, match=message):
         validate_distca_arguments(args)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--group-query-attention", "each head: remove --group-query-attention"),
+        ("--qk-pos-emb-head-dim 7", "turns pairs, so give an even number"),
+        ("--v-head-dim 0", "--v-head-dim 0 must be at least 1"),
+        ("--tensor-model-parallel-size 2 --kv-lora-rank 33", "latent of --kv-lora-rank (97 in"),
+        ("--tensor-model-parallel-size 2 --q-lora-rank 9", "latent of --q-lora-rank (9 in"),
+        (
+            "--distca --recompute-granularity selective --recompute-modules mla_up_proj",
+            "does not cover --recompute-modules mla_up_proj",
+        ),
+    ],
+)
+def test_bad_input_for_latent_attention(flags: str, message: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)):
+        parse("--multi-latent-attention", *flags.split())
+
+
+def test_sizes_of_latent_attention() -> None:
+    sizes = "--q-lora-rank 6 --kv-lora-rank 5 --qk-head-dim 24 --qk-pos-emb-head-dim 8"
+    args = parse("--multi-latent-attention", *sizes.split(), "--v-head-dim", "16")
+    heads, hidden = args.num_attention_heads, args.hidden_size
+    assert attention_shape(args) == AttentionShape(heads, heads, 32, 4, 16)
+    assert not args.apply_rope_fusion
+    queries, keys = 6 * (hidden + heads * 32), hidden * 13 + 5 * heads * (24 + 16)
+    assert attention_parameters(args) == queries + keys + heads * 16 * hidden
+    args.q_lora_rank = None
+    assert attention_parameters(args) == hidden * heads * 32 + keys + heads * 16 * hidden
+    with pytest.raises(ValueError, match="yarn needs --multi-latent-attention"):
+        parse("--rope-type", "yarn")
 
 
 def test_chains_go_back_last_first() -> None:

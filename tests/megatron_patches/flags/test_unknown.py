@@ -38,8 +38,8 @@ LEAN_HAS_NOT = "the lean loop has no "
             " remove --mock-data, give files (`distca prepare` makes them)",
         ),
         (
-            "--q-lora-rank 2",
-            LEAN_HAS_NOT + "--q-lora-rank, and needs none: remove it. "
+            "--dsa-indexer-n-heads 2",
+            LEAN_HAS_NOT + "--dsa-indexer-n-heads, and needs none: remove it. "
             "Refines attention of other kinds, which is refused",
         ),
         (

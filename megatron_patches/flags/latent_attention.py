@@ -1,0 +1,97 @@
+"""Flags of multi-latent attention, and the sizes that follow from them."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from typing import Any
+
+LATENT_FLAGS: list[tuple[str, dict[str, Any]]] = [
+    (
+        "--multi-latent-attention",
+        {"action": "store_true", "help": "Project keys and values to a latent and up again."},
+    ),
+    ("--q-lora-rank", {"type": int, "help": "Size of the queries' latent. Default: none."}),
+    ("--kv-lora-rank", {"type": int, "default": 32, "help": "Size of the keys' and values'."}),
+    ("--qk-head-dim", {"type": int, "default": 128, "help": "Part of a key's head unrotated."}),
+    ("--qk-pos-emb-head-dim", {"type": int, "default": 64, "help": "Part that is rotated."}),
+    ("--v-head-dim", {"type": int, "default": 128, "help": "Size of a value's head."}),
+    (
+        "--rope-type",
+        {"choices": ["rope", "yarn"], "help": "Rotary angles of latent attention. Default: yarn."},
+    ),
+    (
+        "--rotary-scaling-factor",
+        {"type": float, "default": 1.0, "help": "How much longer than trained yarn's angles are."},
+    ),
+    ("--mscale", {"type": float, "default": 1.0, "help": "Yarn's factor of rotated parts."}),
+    ("--mscale-all-dim", {"type": float, "default": 0.0, "help": "Yarn's factor of scores."}),
+]
+
+_SIZES = ("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim")
+
+
+def has_latents(args: Namespace) -> bool:
+    """Whether the model's attention is multi-latent."""
+    return bool(getattr(args, "multi_latent_attention", False))
+
+
+def head_sizes(args: Namespace) -> tuple[int, int]:
+    """Returns the elements of a key's head, and of a value's."""
+    if has_latents(args):
+        return args.qk_head_dim + args.qk_pos_emb_head_dim, args.v_head_dim
+    return args.kv_channels, args.kv_channels
+
+
+def attention_parameters(args: Namespace) -> int:
+    """Counts the parameters of a layer's projections around core attention."""
+    hidden, heads = args.hidden_size, args.num_attention_heads
+    of_key, of_value = head_sizes(args)
+    if not has_latents(args):
+        groups = args.num_query_groups if args.group_query_attention else heads
+        return int(hidden * (2 * heads + 2 * groups) * of_key)
+    rank, rotated = args.kv_lora_rank, args.qk_pos_emb_head_dim
+    if args.q_lora_rank is None:
+        queries = hidden * heads * of_key
+    else:
+        queries = args.q_lora_rank * (hidden + heads * of_key)
+    keys = hidden * (rank + rotated) + rank * heads * (args.qk_head_dim + of_value)
+    return int(queries + keys + heads * of_value * hidden)
+
+
+def check_latent_attention(args: Namespace) -> None:
+    """Checks the flags of multi-latent attention against each other.
+
+    Raises:
+        ValueError: some do not go together; the message says what to do.
+    """
+    if not has_latents(args):
+        if getattr(args, "rope_type", None) == "yarn":
+            raise ValueError("--rope-type yarn needs --multi-latent-attention")
+        return
+    if args.group_query_attention:
+        raise ValueError(
+            "--multi-latent-attention has keys and values for each head: remove "
+            "--group-query-attention"
+        )
+    for name in _SIZES:
+        size = getattr(args, name)
+        if size is not None and size < 1:
+            raise ValueError(f"--{name.replace('_', '-')} {size} must be at least 1")
+    if args.qk_pos_emb_head_dim % 2:
+        raise ValueError(
+            f"--qk-pos-emb-head-dim {args.qk_pos_emb_head_dim}: rotary embedding turns pairs, so "
+            "give an even number"
+        )
+    parallel = args.tensor_model_parallel_size
+    latents = {"kv": args.kv_lora_rank + args.qk_pos_emb_head_dim, "q": args.q_lora_rank or 0}
+    for kind, size in latents.items():
+        if args.transformer_impl == "local" and size % parallel:
+            raise ValueError(
+                f"--tensor-model-parallel-size {parallel} does not divide the latent of "
+                f"--{kind}-lora-rank ({size} in all): use a size that does"
+            )
+    if args.transformer_impl != "local" and parallel > 1 and not args.sequence_parallel:
+        raise ValueError(
+            "--multi-latent-attention with --tensor-model-parallel-size needs --sequence-parallel: "
+            "otherwise Transformer Engine's layers sum no gradients of what keys of all heads share"
+        )
