@@ -72,11 +72,10 @@ class Transfer:
         there = np.flatnonzero(messages.sizes)
         source, destination = messages.source[there], messages.destination[there]
         sizes, ranks = messages.sizes[there], messages.world_size
-        kind = (source // links.ranks_per_node != destination // links.ranks_per_node).astype(int)
+        kind = (links.node(source) != links.node(destination)).astype(int)
         order = np.lexsort((source, kind, destination))
         destination, source, kind = destination[order], source[order], kind[order]
-        speed = np.array([links.node_gb_per_s, links.network_gb_per_s]) * 1e9
-        seconds = sizes[order] / speed[kind]
+        seconds = sizes[order] / (links.gb_per_s(source, destination) * 1e9)
         out_seconds, in_seconds = np.zeros((2, ranks)), np.zeros((2, ranks))
         np.add.at(out_seconds, (kind, source), seconds)
         np.add.at(in_seconds, (kind, destination), seconds)

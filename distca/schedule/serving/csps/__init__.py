@@ -1,1 +1,8 @@
-"""Communication-efficient sequence parallelism (CSPS). Pure functions of values."""
+"""Communication-efficient sequence parallelism (CSPS): heads scattered over ranks, and attention that
+keeps all near keys and some of the far ones, by levels of proximity. Pure functions of values.
+"""
+
+from distca.schedule.serving.csps.levels import LEVELS, Levels
+from distca.schedule.serving.csps.sparsity import Sparsity, kept_count
+
+__all__ = ["LEVELS", "Levels", "Sparsity", "kept_count"]
