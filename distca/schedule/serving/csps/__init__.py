@@ -1,5 +1,5 @@
-"""Communication-efficient sequence parallelism (CSPS): heads scattered over ranks, and attention that
-keeps all near keys and some of the far ones, by levels of proximity. Pure functions of values.
+"""Communication-efficient sequence parallelism (CSPS): heads scattered over ranks, and attention
+that keeps all near keys and some of the far ones, by levels of proximity. Pure functions of values.
 """
 
 from distca.schedule.serving.csps.levels import LEVELS, Levels
