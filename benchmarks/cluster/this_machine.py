@@ -25,6 +25,7 @@ from distca.lifetime import end_with_parent
 from distca.plan import BLOCK
 from distca.runtime.kernel_timing import fastest
 from distca.simulate import Cluster, ModelCosts
+from distca.simulate.charges import Charges
 from distca.transport import Channel, ChannelBytes, CollectiveTransport, MessageSizes
 
 CPU = torch.device("cpu")
@@ -89,10 +90,11 @@ def backward_over_forward(profile: Profile) -> float:
 
 
 def copy_gb_per_s() -> float:
-    """Measures the memory traffic of gathering rows, which are read and written."""
-    rows = torch.randn(8192, 256)
-    index = torch.randperm(8192)
-    seconds = fastest(lambda: rows.index_select(0, index), lambda: None, 0.5)
+    """Measures the memory traffic of gathering rows, which are read and written: more than caches
+    hold, in memory that is there."""
+    rows, index = torch.randn(65536, 256), torch.randperm(65536)
+    into = torch.zeros_like(rows)
+    seconds = fastest(lambda: torch.index_select(rows, 0, index, out=into), lambda: None, 0.5)
     return 2 * rows.nbytes / seconds / 1e9
 
 
@@ -110,26 +112,28 @@ def _exchange(rank: int, processes: int, store: str, output: str) -> None:
         put_at = tuple(nbytes * (rank - (rank > other)) for other in range(processes))
         transport.reserve({channel: ChannelBytes(sum(sizes), sum(sizes))})
         transport.staging(channel, sum(sizes)).zero_()
-        times = []
+        times, busy = [], []
         for _ in range(8):
             dist.barrier()
-            start = time.perf_counter()
+            start, cpu = time.perf_counter(), time.process_time()
             transport.start("measured", channel, MessageSizes(sizes, sizes, put_at)).wait()
             times.append(time.perf_counter() - start)
-        found[nbytes] = statistics.median(times[2:])
+            busy.append((time.process_time() - cpu) / times[-1])
+        found[nbytes] = statistics.median(times[2:]), statistics.median(busy[2:])
     if rank == 0:
         Path(output).write_text(json.dumps(list(found.items())))
     dist.destroy_process_group()
 
 
-def link_of_processes(processes: int) -> tuple[float, float]:
-    """Measures GB/s of a process, each way, and seconds of a small message."""
+def link_of_processes(processes: int) -> tuple[float, float, float]:
+    """Measures GB/s of a process, each way, seconds of a small message, and the share of a core
+    that a large one takes meanwhile."""
     with tempfile.TemporaryDirectory() as folder:
         output = str(Path(folder) / "found")
         store = str(Path(folder) / "store")
         torch.multiprocessing.spawn(_exchange, args=(processes, store, output), nprocs=processes)
-        (_, small), (nbytes, large) = json.loads(Path(output).read_text())
-    return (processes - 1) * nbytes / max(large - small, 1e-9) / 1e9, small
+        (_, (small, _)), (nbytes, (large, busy)) = json.loads(Path(output).read_text())
+    return (processes - 1) * nbytes / max(large - small, 1e-9) / 1e9, small, busy
 
 
 def describe_machine(
@@ -143,7 +147,7 @@ def describe_machine(
         profile: kernel times.
         rest_seconds: time of a step whose documents are one block long.
     """
-    speed, latency = link_of_processes(setting.processes)
+    speed, latency, busy = link_of_processes(setting.processes)
     with beside_busy_processes(setting.processes):
         copies, backward = copy_gb_per_s(), backward_over_forward(profile)
     machine = Cluster(
@@ -160,6 +164,8 @@ def describe_machine(
         node_latency=latency,
         network_latency=latency,
         launch_seconds=0.0,
+        # A process has one core, for its kernels and its exchanges.
+        charges=Charges(interference=min(busy, 0.95)),
     )
     costs = ModelCosts(model, machine, dtype_bytes=4)
     block = np.array([BLOCK])

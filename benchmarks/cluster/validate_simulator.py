@@ -12,12 +12,12 @@ machine, with a core for each process.
 The machine as the simulator knows it is measured apart from the steps that are predicted. Measured
 while the other processes' cores are as busy as in steps: kernel times (forward by the profile,
 backward over forward here), and the rate at which rows are copied. Measured alone: the speed of an
-exchange between two processes, and one number from the steps of documents of one block, without a
-pipeline: the time of everything but core attention. Planning is timed, too, and added, since
-processes that plan ahead share the ranks' cores in these runs. Predicted are then the steps of
-every mix, with every scheduler and without `--distca`: plain Megatron by `simulate_baseline`, the
-reference of published speed-ups, too. Context parallelism has groups of all ranks where this
-command runs the steps.
+exchange between two processes and the share of a core that it takes, and one number from the steps
+of documents of one block, without a pipeline: the time of everything but core attention. Planning
+is timed, too, and added, since processes that plan ahead share the ranks' cores in these runs.
+Predicted are then the steps of every mix, with every scheduler and without `--distca`: plain
+Megatron by `simulate_baseline`, the reference of published speed-ups, too. Context parallelism has
+groups of all ranks where this command runs the steps.
 
 Reported: the error of each, the median of all, and whether a mix's schedulers, and plain Megatron
 among them, rank as measured in each mode. Pairs whose measured times are closer than `TIE` are not
@@ -245,7 +245,8 @@ def report(
         "",
         f"The machine as measured: backward {machine.backward_over_forward:.2f} times forward, "
         f"rows copied at {machine.copy_gb_per_s:.1f} GB/s, exchanges at "
-        f"{machine.network_gb_per_s:.2f} GB/s after {1e3 * machine.network_latency:.2f} ms, all "
+        f"{machine.network_gb_per_s:.2f} GB/s after {1e3 * machine.network_latency:.2f} ms, with "
+        f"{machine.charges.interference:.0%} of a core, all "
         f"but core attention at {1e3 * machine.peak_tflops:.1f} GFLOP/s.",
         "",
         "| stages | mix | way | measured s | predicted s | error |",
