@@ -32,7 +32,7 @@ from megatron_patches.loop.checkpoint_folder import (
     latest_iteration,
 )
 from megatron_patches.loop.save_lock import LOCK, SaveLock
-from megatron_patches.loop.saved_arguments import check_shape, saved_arguments
+from megatron_patches.loop.saved_arguments import check_experts, check_shape, saved_arguments
 
 
 def preflight(args: Namespace, told: Mapping[str, str]) -> AbstractContextManager[object]:
@@ -108,7 +108,9 @@ def check_checkpoint(args: Namespace) -> None:
         found = flaw(path)
         if found is not None:
             raise ValueError(f"{found}{and_another(args.load, iteration)}")
-        check_shape(saved_arguments(read_common_state(path), args), args, str(path))
+        saved = saved_arguments(read_common_state(path), args)
+        check_shape(saved, args, str(path))
+        check_experts(saved, args, str(path))
 
 
 def _names_a_release(load: str) -> bool:

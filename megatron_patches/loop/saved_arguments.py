@@ -88,6 +88,30 @@ def check_shape(saved: Namespace, args: Namespace, path: str) -> None:
         )
 
 
+def check_experts(saved: Namespace, args: Namespace, path: str) -> None:
+    """Refuses an optimizer's state of experts that ranks share otherwise.
+
+    megatron-core has an optimizer of its own for experts that ranks share, and none for others.
+
+    Args:
+        saved: flags of the run that made it.
+        args: flags of this run.
+        path: folder of the checkpoint.
+
+    Raises:
+        ValueError: ranks share experts in one of the two runs alone.
+    """
+    weights_alone = getattr(args, "no_load_optim", False) or getattr(args, "finetune", False)
+    if not getattr(args, "num_experts", None) or weights_alone:
+        return
+    before, now = (getattr(each, "expert_model_parallel_size", 1) or 1 for each in (saved, args))
+    if (before == 1) != (now == 1):
+        raise ValueError(
+            f"{path} holds the optimizer's state for --expert-model-parallel-size {before}, which "
+            f"does not load with {now}: give that, or --no-load-optim"
+        )
+
+
 def _shape(args: Namespace) -> dict[str, Any]:
     shape = {name: getattr(args, name, None) for name in _SHAPE_FLAGS}
     if not getattr(args, "group_query_attention", True):

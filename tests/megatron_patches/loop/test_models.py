@@ -1,0 +1,126 @@
+"""Models with latent attention and with experts in both loops, through checkpoints.
+
+The reference is the lean loop without `--distca` in one process, with megatron-core's dense core
+attention. Every other run loads the weights that it began with, on two ranks with `--distca` and
+documents that span them: its losses and the norm of its gradients are the reference's.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from support.pretraining import LOSS, run_command
+from support.whole_runs import write_documents
+
+OWN_LOOP = importlib.util.find_spec("megatron.training") is not None
+GRADIENTS = re.compile(r"iteration +(\d+)/.*? grad norm: (\S+) \|")
+FLAGS = """
+    --num-layers 2 --hidden-size 64 --ffn-hidden-size 96 --num-attention-heads 4
+    --normalization RMSNorm --swiglu --disable-bias-linear --position-embedding-type rope
+    --untie-embeddings-and-output-weights --attention-dropout 0 --hidden-dropout 0
+    --micro-batch-size 1 --max-position-embeddings 512 --lr 3e-3 --lr-decay-style constant
+    --weight-decay 0.1 --train-iters 5 --tokenizer-type NullTokenizer --vocab-size 100
+    --make-vocab-size-divisible-by 64 --split 100,0,0 --log-interval 1 --eval-iters 0
+""".split()
+LATENTS = """
+    --multi-latent-attention --q-lora-rank 24 --kv-lora-rank 16 --qk-head-dim 16
+    --qk-pos-emb-head-dim 8 --v-head-dim 12 --qk-layernorm --rotary-scaling-factor 4
+"""
+# With the losses of balance, which are averaged over a micro-batch's tokens on all ranks.
+EXPERTS = """
+    --num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 48 --moe-layer-freq [0,1]
+    --moe-token-dispatcher-type alltoall --moe-router-load-balancing-type aux_loss
+    --moe-aux-loss-coeff 0.5 --moe-z-loss-coeff 0.1
+"""
+MODELS = {"latents": LATENTS, "latents and experts": f"{LATENTS} {EXPERTS}"}
+WINDOW, HALF = ("--seq-length 512 --global-batch-size 2", "--seq-length 256 --global-batch-size 4")
+LAYOUTS = {
+    "DP2": HALF,
+    "TP2-SP": f"{WINDOW} --tensor-model-parallel-size 2 --sequence-parallel",
+    "PP2": f"{WINDOW} --pipeline-model-parallel-size 2",
+}
+# Documents stay in their micro-batch, over which losses of balance are averaged.
+SHARED = f"""
+    {HALF} --distca-placement sequential --no-distca-ping-pong --expert-model-parallel-size 2
+"""
+# The optimizers of one process and of ranks that share experts keep different things.
+WEIGHTS = "--no-load-optim --no-load-rng"
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What a run printed, by iteration."""
+
+    losses: dict[int, float]
+    norms: dict[int, float]
+
+    def check(self, expected: Seen, begin: int) -> None:
+        """They are those of another run from an iteration on, of which there are two or more."""
+        assert min(self.losses) == begin
+        for iteration in (begin, begin + 1):
+            wanted = [expected.losses[iteration]]
+            if iteration > begin:
+                # Megatron-LM's first log line is of its first step, the second a mean of both.
+                wanted.append((expected.losses[begin] + wanted[0]) / 2)
+            found = self.losses[iteration]
+            assert min(abs(found / each - 1) for each in wanted) < 2e-6, iteration
+            assert self.norms[iteration] == pytest.approx(expected.norms[iteration], abs=0.0011)
+
+
+def train(loop: str, processes: int, model: str, *flags: str) -> Seen:
+    arguments = ["--training-loop", loop, *FLAGS, *MODELS[model].split()]
+    output = run_command(processes, [*arguments, *" ".join(flags).split()])
+    losses, norms = (
+        {int(number): float(value) for number, value in pattern.findall(output)}
+        for pattern in (LOSS, GRADIENTS)
+    )
+    return Seen(losses, norms)
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = tmp_path_factory.mktemp("data")
+    return "--data-path " + write_documents(folder / "documents", [500, 130, 256, 70] * 20)
+
+
+def saved_at(folder: Path, iteration: int) -> str:
+    (folder / "latest_checkpointed_iteration.txt").write_text(str(iteration))
+    return f"--load {folder}"
+
+
+def reference(model: str, data: str, folder: Path) -> tuple[Seen, str]:
+    """A run's third step and those after it, and the flags that load what it had before."""
+    plain = f"{data} {WINDOW} --attention-backend local"
+    train("lean", 1, model, plain, f"--train-iters 2 --save {folder} --save-interval 2")
+    load = f"{saved_at(folder, 2)} {WEIGHTS}"
+    return train("lean", 1, model, plain, load), load
+
+
+@pytest.fixture(scope="module")
+def latents(data: str, tmp_path_factory: pytest.TempPathFactory) -> tuple[Seen, str]:
+    return reference("latents", data, tmp_path_factory.mktemp("latents"))
+
+
+@pytest.mark.skipif(not OWN_LOOP, reason="megatron.training is not installed: Python 3.12 has it")
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_latent_attention_in_megatron_s_loop(layout, data, latents, full) -> None:
+    if layout != "DP2" and not full:
+        pytest.skip("tests/training holds this in the lean loop; --full runs it, too")
+    expected, load = latents
+    found = train("megatron", 2, "latents", data, LAYOUTS[layout], "--distca", load)
+    found.check(expected, 3)
+
+
+def test_experts_go_on_from_a_checkpoint_of_both_loops(data, tmp_path) -> None:
+    """What the lean loop saves of experts on two ranks, the other one goes on from."""
+    model, shared = "latents and experts", f"{data} {SHARED} --distca"
+    expected, load = reference(model, data, tmp_path / "one")
+    save = f"--save {tmp_path / 'two'} --save-interval 3"
+    train("lean", 2, model, shared, save, load).check(expected, 3)
+    loop = "megatron" if OWN_LOOP else "lean"
+    train(loop, 2, model, shared, saved_at(tmp_path / "two", 3)).check(expected, 4)
