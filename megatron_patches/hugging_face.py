@@ -45,6 +45,7 @@ _OF_A_LLAMA = {
     "multi_latent_attention": False,
     "num_experts": None,
     "window_size": None,
+    "softmax_type": "vanilla",
 }
 """Flags of a Llama; those that a run does not know are as they are here."""
 

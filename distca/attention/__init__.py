@@ -13,12 +13,13 @@ __all__ = [
 ]
 
 
-def select_kernel(device_type: str, head_dim: int = 128) -> PagedKernel:
+def select_kernel(device_type: str, head_dim: int = 128, softcaps: bool = False) -> PagedKernel:
     """Makes the fastest kernel that a device runs, of those that are installed.
 
     Args:
         device_type: "cpu" or "cuda".
         head_dim: elements of a head, by which GPUs' kernels differ.
+        softcaps: whether scores have a soft cap, which not all of them have.
 
     Raises:
         ValueError: no kernel runs there, or an installed package cannot be used.
@@ -30,7 +31,7 @@ def select_kernel(device_type: str, head_dim: int = 128) -> PagedKernel:
     if device_type == "cuda":
         from distca.attention.choice import load_gpu_kernel
 
-        return load_gpu_kernel(head_dim)
+        return load_gpu_kernel(head_dim, softcaps)
     raise ValueError(f"no attention kernel for device {device_type!r}: use cpu or cuda")
 
 

@@ -37,6 +37,7 @@ class GpuKernel:
         least: oldest version of the package that has the functions that we call.
         install: what to do for it.
         block: rows of which a pool's blocks must be multiples.
+        softcaps: whether it caps scores.
     """
 
     generation: int
@@ -46,6 +47,7 @@ class GpuKernel:
     least: tuple[int, ...] = ()
     install: str = ""
     block: int = 1
+    softcaps: bool = True
 
     @property
     def version(self) -> str | None:
@@ -103,7 +105,7 @@ GPU_KERNELS = (
         install="pip install 'flash-attn>=2.7'",
         block=256,
     ),
-    GpuKernel(2, flash.TorchFlashKernel, lambda major, head_dim: True, block=256),
+    GpuKernel(2, flash.TorchFlashKernel, lambda major, head_dim: True, block=256, softcaps=False),
 )
 """Kernels of all GPUs, the fastest first."""
 
@@ -137,18 +139,30 @@ def kernels_for(capability: Capability, head_dim: int) -> list[GpuKernel]:
     return [kernel for kernel in GPU_KERNELS if kernel.suits(capability[0], head_dim)]
 
 
-def choose(capability: Capability, head_dim: int) -> tuple[GpuKernel, GpuKernel | None]:
+def choose(
+    capability: Capability, head_dim: int, softcaps: bool = False
+) -> tuple[GpuKernel, GpuKernel | None]:
     """Chooses a GPU's kernel.
+
+    Args:
+        capability: compute capability of the GPU.
+        head_dim: elements of a head.
+        softcaps: whether it must cap scores.
 
     Returns:
         The fastest one that is installed, and one of a later generation to install; None: it is of
         the latest already.
 
     Raises:
-        ValueError: no kernel runs there.
+        ValueError: no kernel runs there, or none that caps scores is installed.
     """
-    suitable = kernels_for(capability, head_dim)
-    chosen = next(kernel for kernel in suitable if kernel.version is not None)
+    suitable = [
+        kernel for kernel in kernels_for(capability, head_dim) if kernel.softcaps or not softcaps
+    ]
+    chosen = next((kernel for kernel in suitable if kernel.version is not None), None)
+    if chosen is None:
+        cures = ", or ".join(kernel.install for kernel in suitable)
+        raise ValueError(f"torch's own FlashAttention has no soft cap of scores: {cures}")
     faster = suitable[0] if suitable[0].generation > chosen.generation == 2 else None
     return chosen, faster
 
@@ -179,14 +193,14 @@ def advice(faster: GpuKernel) -> str:
     return f"FlashAttention {faster.generation} is faster on this GPU: {faster.install}"
 
 
-def load_gpu_kernel(head_dim: int) -> PagedKernel:
-    """Makes the kernel of this process's GPU, and logs which one that is.
+def load_gpu_kernel(head_dim: int, softcaps: bool = False) -> PagedKernel:
+    """Makes the kernel of this process's GPU, and logs which one that is; see `choose`.
 
     Raises:
         ValueError: no kernel runs there, or the chosen package cannot be used.
     """
     capability = torch.cuda.get_device_capability()
-    chosen, faster = choose(capability, head_dim)
+    chosen, faster = choose(capability, head_dim, softcaps)
     kernel = chosen.load()
     logger.info("core attention's kernel: %s%s", chosen, f"; {advice(faster)}" if faster else "")
     return kernel

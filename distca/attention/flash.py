@@ -200,7 +200,7 @@ class _FlashKernel(ABC):
 
 
 class TorchFlashKernel(_FlashKernel):
-    """torch's built-in FlashAttention 2."""
+    """torch's built-in FlashAttention 2, which has no soft caps."""
 
     def _call_forward(
         self,
@@ -210,6 +210,7 @@ class TorchFlashKernel(_FlashKernel):
         into: torch.Tensor | None,
         placed: _Placed,
     ) -> Outputs:
+        assert placed.tasks.softcap is None, "another kernel was to be chosen"
         out, lse_HT, *_ = torch.ops.aten._flash_attention_forward(
             q,
             k,
@@ -285,7 +286,7 @@ class FlashAttn2Kernel(_FlashKernel):
             "dropout_p": 0.0,
             "softmax_scale": tasks.softmax_scale,
             "causal": tasks.causal,
-            "softcap": 0.0,
+            "softcap": tasks.softcap or 0.0,
             "alibi_slopes": None,
         } | placed.window(-1)
 
@@ -340,6 +341,7 @@ class FlashAttn3Kernel(_FlashKernel):
             "max_seqlen_k": placed.longest_kv,
             "softmax_scale": placed.tasks.softmax_scale,
             "is_causal": placed.tasks.causal,
+            "softcap": placed.tasks.softcap or 0.0,
         } | placed.window(-1)
 
     def _call_forward(
@@ -395,6 +397,7 @@ class FlashAttn4Kernel(_FlashKernel):
             "max_seqlen_k": placed.longest_kv,
             "softmax_scale": placed.tasks.softmax_scale,
             "causal": placed.tasks.causal,
+            "softcap": placed.tasks.softcap or 0.0,
         } | placed.window(None)
 
     def _call_forward(

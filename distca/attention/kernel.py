@@ -25,6 +25,7 @@ class KernelTasks:
         causal: whether the tasks end on the diagonal; otherwise they are full rectangles.
         window_left: earlier tokens that a query of a causal task sees; None: all.
         softmax_scale: factor of the scores.
+        softcap: bound of the scores, which `softcap * tanh(score / softcap)` replaces; None: none.
     """
 
     cu_seqlens_q: torch.Tensor
@@ -32,6 +33,7 @@ class KernelTasks:
     causal: bool
     window_left: int | None
     softmax_scale: float
+    softcap: float | None = None
 
 
 class Kernel(Protocol):

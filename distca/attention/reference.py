@@ -12,6 +12,7 @@ def attend(
     visible_QK: torch.Tensor,
     softmax_scale: float,
     sink_H: torch.Tensor | None = None,
+    softcap: float | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Computes softmax(QKᵀ)V over the visible pairs; differentiable.
 
@@ -22,6 +23,7 @@ def attend(
         visible_QK: whether a query sees a key, bool `[queries, keys]`.
         softmax_scale: factor of the scores.
         sink_H: one more logit of each head, which has no value, `[heads]`; None: there is none.
+        softcap: bound of the scores, which `softcap * tanh(score / softcap)` replaces; None: none.
 
     Returns:
         `(out, lse)`: `[queries, heads, v_head_dim]` and `[queries, heads]` in the inputs' dtype; 0
@@ -31,6 +33,8 @@ def attend(
     k = k_THD.repeat_interleave(group, dim=1)
     v = v_THD.repeat_interleave(group, dim=1)
     scores = torch.einsum("qhd,khd->hqk", q_THD, k) * softmax_scale
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
     scores = scores.masked_fill(~visible_QK, float("-inf"))
     lse_HQ = scores.logsumexp(dim=-1)
     if sink_H is not None:

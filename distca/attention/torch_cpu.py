@@ -8,7 +8,7 @@ of the same queries merge by LSE.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -16,9 +16,10 @@ import torch
 from distca.attention.kernel import Gradients, KernelTasks, Outputs
 from distca.attention.merge import merge_partial
 from distca.attention.paged import PagedKeys
+from distca.attention.softcap import CappedCpuAttention
 
-_forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+_FORWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
 _BAND = 128
 """Rows of a windowed task's band: enough for the kernel's speed, few beside a usual window."""
@@ -48,9 +49,9 @@ class TorchCpuKernel:
         if into is None:
             into = q_THD.new_empty(q_THD.shape), q_THD.new_empty(q_THD.shape[:2], dtype=torch.float)
         out, lse = into[0].zero_(), into[1].fill_(float("-inf"))
-        merged_to = 0
+        run, merged_to = _forward_of(tasks), 0
         for tile in _tiles(tasks, q_THD.dtype):
-            part_out, part_lse = _forward(
+            part_out, part_lse = run(
                 _heads_first(q_THD[tile.q]),
                 _heads_first(k_THD[tile.kv]),
                 _heads_first(v_THD[tile.kv]),
@@ -81,7 +82,7 @@ class TorchCpuKernel:
         assert not tasks.causal, "a pool's rows lie in the order of blocks"
         if into is None:
             into = q_THD.new_empty(q_THD.shape), q_THD.new_empty(q_THD.shape[:2], dtype=torch.float)
-        out, lse = into
+        (out, lse), run = into, _forward_of(tasks)
         edges = tasks.cu_seqlens_q.tolist()
         for start, stop, runs in zip(edges, edges[1:], keys.runs, strict=False):
             if start == stop:
@@ -90,7 +91,7 @@ class TorchCpuKernel:
             if not runs:
                 out[rows], lse[rows] = 0.0, float("-inf")
             for begin, end in runs:
-                part_out, part_lse = _forward(
+                part_out, part_lse = run(
                     _heads_first(q_THD[rows]),
                     _heads_first(k_SHD[begin:end]),
                     _heads_first(v_SHD[begin:end]),
@@ -117,8 +118,10 @@ class TorchCpuKernel:
         gradients = into or tuple(x.new_empty(x.shape) for x in (q_THD, k_THD, v_THD))
         for gradient in gradients:
             gradient.zero_()
+        cap = tasks.softcap
+        run = _BACKWARD if cap is None else CappedCpuAttention(cap).backward
         for tile in _tiles(tasks, q_THD.dtype):
-            parts = _backward(
+            parts = run(
                 _heads_first(dout_THD[tile.q]),
                 _heads_first(q_THD[tile.q]),
                 _heads_first(k_THD[tile.kv]),
@@ -133,6 +136,11 @@ class TorchCpuKernel:
             for total, part, rows in zip(gradients, parts, (tile.q, tile.kv, tile.kv), strict=True):
                 total[rows] += part[0].transpose(0, 1)
         return gradients  # type: ignore[return-value]
+
+
+def _forward_of(tasks: KernelTasks) -> Callable[..., Outputs]:
+    """The operator that computes a tile."""
+    return _FORWARD if tasks.softcap is None else CappedCpuAttention(tasks.softcap).forward
 
 
 def _heads_first(x_THD: torch.Tensor) -> torch.Tensor:

@@ -11,8 +11,9 @@ from typing import Any
 
 import torch
 
-from distca.attention.kernel import KernelTasks
+from distca.attention.kernel import KernelTasks, Outputs
 from distca.attention.merge import merge_rows
+from distca.attention.sink import with_sink
 from distca.cost.step_memory import STEP_SLOTS
 from distca.runtime.core_attention import CoreAttention
 from distca.runtime.head_rows import key_rows, query_rows, token_rows
@@ -33,6 +34,7 @@ def attend_in_steps(
     exchange: SteppedExchange,
     softmax_scale: float,
     labels: Mapping[str, Any] | None = None,
+    sink_H: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Core attention of the local queries, computed by the plan's servers. Collective.
 
@@ -45,6 +47,7 @@ def attend_in_steps(
         exchange: this rank's part of the plan.
         softmax_scale: factor of the scores.
         labels: labels for the trace, such as the layer.
+        sink_H: one more logit of each head, which has no value, `[heads]`; None: there is none.
 
     Returns:
         The output, `[local rows, heads, head_dim]`.
@@ -63,7 +66,11 @@ def attend_in_steps(
     call = SteppedCall(core, exchange, tensors, softmax_scale, labels or {})
     for event in step_program(len(exchange.steps)):
         call.do(event)
-    return token_rows(call.outputs(), groups)
+    out, lse = call.outputs()
+    out = token_rows(out, groups)
+    if sink_H is not None:
+        out, _ = with_sink(out, token_rows(lse.unsqueeze(-1), groups).squeeze(-1), sink_H)
+    return out.to(q_THD.dtype)
 
 
 class SteppedCall:
@@ -106,9 +113,10 @@ class SteppedCall:
         """Does an event of the program, whose turn it is."""
         getattr(self, event.action)(event.step)
 
-    def outputs(self) -> torch.Tensor:
-        """Returns the outputs of the local queries, after the last event."""
-        return self._out[: self._exchange.queries].to(self._dtype)
+    def outputs(self) -> Outputs:
+        """Returns the outputs and LSE of the local queries, after the last event, in float32."""
+        local = slice(0, self._exchange.queries)
+        return self._out[local], self._lse[local]
 
     def send(self, number: int) -> None:
         """Starts the exchange of a step's rows."""

@@ -106,6 +106,7 @@ class _Piece:
         layer: layer that calls.
         inputs: queries, keys and values, `[size, heads, head_dim]`.
         scale: factor of the scores.
+        sink: one more logit of each head, a weight of the layer; None: there is none.
         out: memory for the outputs, like the queries.
     """
 
@@ -113,6 +114,7 @@ class _Piece:
     layer: int
     inputs: Sequence[torch.Tensor]
     scale: float
+    sink: torch.Tensor | None
     out: torch.Tensor
 
 
@@ -129,12 +131,18 @@ class _Recorder:
         self._capture = capture
 
     def attend(
-        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float
+        self,
+        layer: int,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        scale: float,
+        sink: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """See `StepRun.attend`; outputs come when the graphs are replayed."""
         replay = self._capture.end()
         out = torch.zeros_like(q)
-        self.pieces.append(_Piece(replay, layer, (q, k, v), scale, out))
+        self.pieces.append(_Piece(replay, layer, (q, k, v), scale, sink, out))
         self._capture.begin()
         return out
 
@@ -185,7 +193,7 @@ class _Recording:
         for piece in self._pieces:
             piece.replay()
             q, k, v = (each[:rows] for each in piece.inputs)
-            piece.out[:rows] = run.attend(piece.layer, q, k, v, piece.scale)
+            piece.out[:rows] = run.attend(piece.layer, q, k, v, piece.scale, piece.sink)
         self._last()
         return self._logits[:rows].clone()
 

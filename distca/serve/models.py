@@ -19,7 +19,17 @@ from distca.serve.tensor_parallel import ALONE, TensorRanks, check_divides, load
 IMPLEMENTATION = "distca"
 """Name under which transformers knows our attention."""
 
-FAMILIES = ("llama", "qwen2", "qwen3", "mistral", "phi3", "gemma3_text", "qwen3_moe")
+FAMILIES = (
+    "llama",
+    "qwen2",
+    "qwen3",
+    "mistral",
+    "phi3",
+    "gemma2",
+    "gemma3_text",
+    "qwen3_moe",
+    "gpt_oss",
+)
 """Families of models, by `model_type`, whose logits were held against transformers' own."""
 
 _WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
@@ -65,6 +75,12 @@ class ServedModel:
     generation: Any
     tensor_parallel_size: int = 1
     trust_remote_code: bool = False
+
+    @property
+    def softcap(self) -> float | None:
+        """Bound of the scores of attention; None: there is none."""
+        cap = getattr(self.config, "attn_logit_softcapping", None)
+        return None if cap is None else float(cap)
 
     @property
     def masks(self) -> tuple[Mask, ...]:
@@ -213,7 +229,8 @@ def model_size(model: ServedModel) -> ModelSize:
     config, heads = model.config, model.config.num_attention_heads
     width, experts = int(config.intermediate_size), None
     if chosen := getattr(config, "num_experts_per_tok", None):
-        width, experts = 0, Experts(config.num_experts, chosen, config.moe_intermediate_size)
+        of_expert = getattr(config, "moe_intermediate_size", None) or config.intermediate_size
+        width, experts = 0, Experts(config.num_experts, chosen, of_expert)
     return ModelSize(
         layers=len(model.windows),
         hidden_size=int(config.hidden_size),
@@ -249,13 +266,10 @@ def load_tokenizer(path: str, trust_remote_code: bool = False) -> Any:
 
 def _refuse_uncovered(config: Any, path: str) -> None:
     reasons = {
-        "attn_logit_softcapping": "scores with a soft cap",
         "kv_lora_rank": "multi-latent attention",
         "quantization_config": "quantized weights",
     }
     found = [what for name, what in reasons.items() if getattr(config, name, None)]
-    if config.model_type.startswith("gpt_oss"):
-        found.append("attention sinks")
     if found:
         raise ValueError(
             f"{path} has {' and '.join(found)}, which our attention does not compute: choose "

@@ -279,7 +279,7 @@ def _start(
     )
     group, tensor_ranks = join_ranks(model.tensor_parallel_size, _TIMEOUT)
     transport = CollectiveTransport(group, device, members_only=True)
-    kernel = select_kernel(device.type, model.shape.head_dim)
+    kernel = select_kernel(device.type, model.shape.head_dim, model.softcap is not None)
     buffers = Buffers(device, max(STEP_SLOTS, len(model.masks)))
     trace = Trace(device)
     trace.recording = settings.records

@@ -221,7 +221,12 @@ class _Attention(Protocol):
         ...
 
     def __call__(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        scale: float,
+        sink: torch.Tensor | None,
     ) -> torch.Tensor:
         """Returns the outputs of this rank's queries; `k` and `v` are the pool's rows by slot."""
         ...
@@ -239,9 +244,15 @@ class _AtOnce:
         return self.exchange.q.local
 
     def __call__(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        scale: float,
+        sink: torch.Tensor | None,
     ) -> torch.Tensor:
-        return self.core(q, k, v, ProgramRun((self.exchange,), _ONE_CALL), scale)
+        run = ProgramRun((self.exchange,), _ONE_CALL)
+        return self.core(q, k, v, run, scale, sink_H=sink)
 
 
 @dataclass(frozen=True)
@@ -256,9 +267,14 @@ class _InSteps:
         return self.exchange.tokens
 
     def __call__(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        scale: float,
+        sink: torch.Tensor | None,
     ) -> torch.Tensor:
-        return attend_in_steps(self.core, q, k, v, self.exchange, scale)
+        return attend_in_steps(self.core, q, k, v, self.exchange, scale, sink_H=sink)
 
 
 @dataclass(frozen=True)
@@ -324,9 +340,18 @@ class StepRun:
         return np.concatenate(found)
 
     def attend(
-        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float
+        self,
+        layer: int,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        scale: float,
+        sink: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Core attention of a layer: `q` and its result are `[rows, heads, head_dim]`."""
+        """Core attention of a layer: `q` and its result are `[rows, heads, head_dim]`.
+
+        `sink` is one more logit of each head, which has no value, `[heads]`; None: there is none.
+        """
         if self.watch is not None:
             self.watch.begins(layer)
         self.pool.write(layer, self.slots, k, v)
@@ -336,7 +361,7 @@ class StepRun:
         queries = torch.split(q, [call.queries for call in calls])
         self.labels["layer"] = layer
         out = [
-            call(query, *self.pool.rows(layer), scale)
+            call(query, *self.pool.rows(layer), scale, sink)
             for query, call in zip(queries, calls, strict=True)
         ]
         del self.labels["layer"]

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 import torch
 
+from distca.attention import PagedKernel
+from distca.attention.softcap import SoftCapped
 from distca.plan.span import Int64s
 from distca.runtime import CoreAttention
 from distca.runtime.kv_pool import KvPool
@@ -55,6 +58,9 @@ class ModelRank:
         self._served, self._device = model, device
         self._model = model.load(device, ranks=tensor_ranks) if computes else model.outline()
         self._speaks = tensor_ranks.rank == 0
+        if model.softcap is not None:
+            assert isinstance(core.kernel, PagedKernel), "a kernel that knows no pools"
+            core = replace(core, kernel=SoftCapped(core.kernel, model.softcap))
         self._steps = RankSteps(
             core, model.windows, model.shape, model.dtype, device, blocks, block_size
         )
@@ -171,6 +177,7 @@ def _attend(
     *,
     distca_run: StepRun,
     sliding_window: int | None = None,
+    s_aux: torch.Tensor | None = None,
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
     """Attention as transformers calls it: `[1, heads, rows, dim]` -> `[1, rows, heads, dim]`."""
@@ -178,4 +185,4 @@ def _attend(
     window = distca_run.windows[layer]
     assert sliding_window is None or window == sliding_window - 1, "a layer has another window"
     q, k, v = (each[0].transpose(0, 1) for each in (query, key, value))
-    return distca_run.attend(layer, q.contiguous(), k, v, scaling)[None], None
+    return distca_run.attend(layer, q.contiguous(), k, v, scaling, s_aux)[None], None

@@ -95,10 +95,13 @@ def check_divides(config: Any, size: int, flag: str = "--tensor-parallel-size") 
         flag: flag that gives it.
 
     Raises:
-        ValueError: the size does not divide heads or the width of feed-forward layers.
+        ValueError: the size does not divide heads or the width of feed-forward layers, or the
+            family has weights of another layout.
     """
     if size < 1:
         raise ValueError(f"{flag} {size}: give at least 1")
+    if size > 1 and config.model_type in _WHOLE:
+        raise ValueError(f"{flag} {size}: a {config.model_type} is not cut into slices; give 1")
     kv_heads = int(config.num_key_value_heads)
     if kv_heads % size and size % kv_heads:
         raise ValueError(
@@ -112,6 +115,9 @@ def check_divides(config: Any, size: int, flag: str = "--tensor-parallel-size") 
                 f"{getattr(config, name)}: give one that does"
             )
 
+
+_WHOLE = ("gpt_oss",)
+"""Families of which no slices are made: experts' weights lie in another order."""
 
 _WIDTHS = ("intermediate_size", "moe_intermediate_size")
 

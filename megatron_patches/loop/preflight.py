@@ -108,9 +108,9 @@ def check_checkpoint(args: Namespace) -> None:
         found = flaw(path)
         if found is not None:
             raise ValueError(f"{found}{and_another(args.load, iteration)}")
-        saved = saved_arguments(read_common_state(path), args)
-        check_shape(saved, args, str(path))
-        check_experts(saved, args, str(path))
+        of_run = saved_arguments(read_common_state(path), args)
+        check_shape(of_run, args, str(path))
+        check_experts(of_run, args, str(path))
 
 
 def _names_a_release(load: str) -> bool:

@@ -19,16 +19,24 @@ from support.attention_cases import CASES, SCALE, assert_close, make_inputs, ref
 
 @pytest.mark.parametrize(("name", "case", "causal", "window"), CASES, ids=[c[0] for c in CASES])
 @pytest.mark.parametrize(
-    "heads", [(4, 4, 16, 16), (4, 2, 24, 24), (6, 1, 8, 8), (2, 2, 24, 16), (2, 1, 8, 16)]
+    ("heads", "softcap"),
+    [
+        ((4, 4, 16, 16), None),
+        ((4, 2, 24, 24), None),
+        ((6, 1, 8, 8), None),
+        ((2, 2, 24, 16), None),
+        ((2, 1, 8, 16), None),
+        ((4, 2, 16, 16), 2.0),
+    ],
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_cpu_kernel(name, case, causal, window, heads, dtype) -> None:
+def test_cpu_kernel(name, case, causal, window, heads, softcap, dtype) -> None:
     """Also values with heads of other sizes than those of keys."""
     *of_keys, value_dim = heads
     tensors, edges = make_inputs(case, *of_keys, dtype, value_dim)
     q, k, v, dout = tensors
     kernel = select_kernel_of_heads("cpu", q.shape[2], value_dim)
-    tasks = KernelTasks(*edges, causal, window, SCALE)
+    tasks = KernelTasks(*edges, causal, window, SCALE, softcap)
     out, lse = kernel.forward(q, k, v, tasks)
     assert out.is_contiguous()
     again = torch.full_like(out, 7), torch.full_like(lse, 7)
@@ -38,7 +46,9 @@ def test_cpu_kernel(name, case, causal, window, heads, dtype) -> None:
     apart = tuple(torch.full((len(x), 2, *x.shape[1:]), 7, dtype=dtype)[:, 0] for x in (q, k, v))
     gradients = kernel.backward(dout, q, k, v, out, lse, tasks, apart)
     assert all(given is found for given, found in zip(apart, gradients, strict=True))
-    expected_out, expected_lse, expected_gradients = reference(tensors, edges, causal, window)
+    expected_out, expected_lse, expected_gradients = reference(
+        tensors, edges, causal, window, softcap
+    )
     assert out.dtype == dtype
     assert lse.dtype == torch.float32
     tolerance = 3e-6 if dtype == torch.float32 else 3e-2
@@ -55,7 +65,8 @@ def test_partial_tasks_merge_to_the_whole(seed: int) -> None:
     n = int(rng.integers(2, 90))
     tensors, edges = make_inputs([(n, n)], 4, 2, 8, torch.float32)
     q, k, v, dout = tensors
-    expected_out, expected_lse, expected = reference(tensors, edges, True, None)
+    softcap = (None, 2.0)[seed % 2]
+    expected_out, expected_lse, expected = reference(tensors, edges, True, None, softcap)
     start = int(rng.integers(0, n))
     cuts = sorted({0, *map(int, rng.integers(0, start + 1, size=3)), start})
     kernel = select_kernel("cpu")
@@ -65,7 +76,7 @@ def test_partial_tasks_merge_to_the_whole(seed: int) -> None:
 
     def call(name, a, b, causal, *arguments):
         cu = (torch.tensor([0, x], dtype=torch.int32) for x in (n - start, b - a))
-        tasks = KernelTasks(*cu, causal, None, SCALE)
+        tasks = KernelTasks(*cu, causal, None, SCALE, softcap)
         return getattr(kernel, name)(*arguments, tasks)
 
     for a, b, causal in parts:
@@ -154,14 +165,17 @@ def test_nothing_is_launched_without_queries_or_without_keys(queries: int, keys:
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize(("name", "case", "causal", "window"), CASES, ids=[c[0] for c in CASES])
-def test_gpu_kernel(name, case, causal, window) -> None:
+@pytest.mark.parametrize("softcap", [None, 2.0])
+def test_gpu_kernel(name, case, causal, window, softcap) -> None:
     tensors, edges = make_inputs(case, 4, 2, 64, torch.bfloat16)
     q, k, v, dout = (x.cuda() for x in tensors)
-    kernel = select_kernel("cuda", 64)
-    tasks = KernelTasks(*edges, causal, window, SCALE)
+    kernel = select_kernel("cuda", 64, softcap is not None)
+    tasks = KernelTasks(*edges, causal, window, SCALE, softcap)
     out, lse = kernel.forward(q, k, v, tasks)
     gradients = kernel.backward(dout, q, k, v, out, lse, tasks)
-    expected_out, expected_lse, expected_gradients = reference(tensors, edges, causal, window)
+    expected_out, expected_lse, expected_gradients = reference(
+        tensors, edges, causal, window, softcap
+    )
     assert_close(out.cpu(), expected_out, 3e-2)
     assert_close(lse.cpu(), expected_lse, 3e-2)
     for found, expected in zip(gradients, expected_gradients, strict=True):

@@ -11,6 +11,7 @@ import torch
 from distca.attention import KernelTasks, select_kernel
 from distca.attention.choice import advice, check_block_size, check_head_dim, choose
 from distca.attention.paged import PagedKeys
+from distca.attention.softcap import SoftCapped
 from distca.commands import doctor
 from support.attention_cases import CASES, SCALE, assert_close, make_inputs, reference
 from support.fake_flash import MODULES, FakePackages
@@ -131,6 +132,14 @@ def test_blocks_that_a_kernel_does_not_read_are_refused(
             check_block_size(block_size, 128)
 
 
+def test_scores_with_a_soft_cap_need_a_package(packages, monkeypatch) -> None:
+    on_gpu(monkeypatch, (8, 0))
+    with pytest.raises(ValueError, match=r"no soft cap of scores: pip install .flash-attn>=2\.7'"):
+        select_kernel("cuda", 128, softcaps=True)
+    packages.install(FA2)
+    assert type(select_kernel("cuda", 128, softcaps=True)).__name__ == "FlashAttn2Kernel"
+
+
 def test_gpus_without_flash_attention_are_refused() -> None:
     with pytest.raises(ValueError, match=r"8\.0 or later \(Ampere\), and this one has 7\.5"):
         choose((7, 5), 128)
@@ -138,14 +147,17 @@ def test_gpus_without_flash_attention_are_refused() -> None:
 
 @pytest.mark.parametrize("package", MODULES)
 @pytest.mark.parametrize(("name", "case", "causal", "window"), CASES, ids=[c[0] for c in CASES])
-def test_calls_mean_the_tasks(packages, monkeypatch, package, name, case, causal, window) -> None:
+@pytest.mark.parametrize("softcap", [None, 2.0])
+def test_calls_mean_the_tasks(
+    packages, monkeypatch, package, name, case, causal, window, softcap
+) -> None:
     """The stand-ins take what the real functions take, and compute what it means there."""
     packages.install({package: "9.9"})
     on_gpu(monkeypatch, HOPPER)
-    kernel = select_kernel("cuda", 16)
+    kernel = select_kernel("cuda", 16, softcap is not None)
     tensors, edges = make_inputs(case, 4, 2, 16, torch.float32)
     q, k, v, dout = tensors
-    tasks = KernelTasks(*edges, causal, window, SCALE)
+    tasks = KernelTasks(*edges, causal, window, SCALE, softcap)
     out, lse = kernel.forward(q, k, v, tasks)
     gradients = kernel.backward(dout, q, k, v, out, lse, tasks)
     # Memory that is given is written, also where its rows lie apart.
@@ -155,7 +167,9 @@ def test_calls_mean_the_tasks(packages, monkeypatch, package, name, case, causal
     for given, written, found in zip(apart, into, (out, lse, *gradients), strict=True):
         assert given.data_ptr() == written.data_ptr()
         assert torch.equal(given, found)
-    expected_out, expected_lse, expected_gradients = reference(tensors, edges, causal, window)
+    expected_out, expected_lse, expected_gradients = reference(
+        tensors, edges, causal, window, softcap
+    )
     assert_close(out, expected_out, 3e-6)
     assert_close(lse, expected_lse, 3e-6)
     for found, expected in zip(gradients, expected_gradients, strict=True):
@@ -176,9 +190,9 @@ def test_calls_mean_the_pools_rows(packages, monkeypatch, package, first: int) -
     lengths = queries, keys.used - keys.first
     edges = [torch.tensor([0, *np.cumsum(each)], dtype=torch.int32) for each in lengths]
     tasks = KernelTasks(*edges, False, None, SCALE)
-    expected = select_kernel("cpu").forward_paged(q, k, v, tasks, keys)
+    expected = SoftCapped(select_kernel("cpu"), 2.0).forward_paged(q, k, v, tasks, keys)
     into = torch.full((4, 2, 4, 16), 7.0)[:, 0], torch.full((4, 4), 7.0)
-    kernel = select_kernel("cuda", 16)
+    kernel = SoftCapped(select_kernel("cuda", 16, softcaps=True), 2.0)
     for found in (kernel.forward_paged(q, k, v, tasks, keys, into), into):
         for mine, theirs in zip(found, expected, strict=True):
             assert_close(mine, theirs.double(), 3e-6)

@@ -125,7 +125,12 @@ def test_transformers_has_the_logits_of_the_trained_model(process, tmp_path, whi
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [("qk_layernorm", True), ("normalization", "LayerNorm"), ("num_experts", 8)],
+    [
+        ("qk_layernorm", True),
+        ("normalization", "LayerNorm"),
+        ("num_experts", 8),
+        ("softmax_type", "off-by-one"),
+    ],
 )
 def test_what_is_no_llama_is_refused_by_name(name: str, value: Any) -> None:
     with pytest.raises(ValueError, match=f"trained with {name} {value!r}"):

@@ -132,7 +132,7 @@ def on_rank(plan: Plan, shape: AttentionShape, dtype: torch.dtype, over: str) ->
         call = rank.call()
         for event in step_program(plan.steps):
             call.do(event)
-        check_rank(plan, transport, call.outputs(), shape)
+        check_rank(plan, transport, call.outputs()[0].to(dtype), shape)
     transport.close()
 
 

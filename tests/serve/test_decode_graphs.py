@@ -36,7 +36,7 @@ def logits_of_a_rank(
     assert group is not None
     core = CoreAttention(
         CollectiveTransport(group, on, members_only=True),
-        select_kernel(on.type, model.shape.head_dim),
+        select_kernel(on.type, model.shape.head_dim, model.softcap is not None),
         Buffers(on, max(STEP_SLOTS, len(model.masks))),
     )
     planner = StepPlanner(BlockPool(size, 40, 256), model.masks, 2)

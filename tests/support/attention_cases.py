@@ -44,7 +44,7 @@ def make_inputs(
     return tensors, edges
 
 
-def reference(tensors, edges, causal: bool, window: int | None):
+def reference(tensors, edges, causal: bool, window: int | None, softcap: float | None = None):
     """Output, LSE and gradients, task by task, in float64."""
     q, k, v, dout = (x.double().detach() for x in tensors)
     q, k, v = (x.requires_grad_() for x in (q, k, v))
@@ -55,7 +55,7 @@ def reference(tensors, edges, causal: bool, window: int | None):
         visible = task_visibility(
             rows.stop - rows.start, columns.stop - columns.start, causal=causal, window_left=window
         )
-        out, lse = attend(q[rows], k[columns], v[columns], visible, SCALE)
+        out, lse = attend(q[rows], k[columns], v[columns], visible, SCALE, softcap=softcap)
         outs.append(out)
         lses.append(lse)
     out, lse = torch.cat(outs), torch.cat(lses)

@@ -73,17 +73,21 @@ from support.fake_flash import fa4_forward as _flash_attn_fwd
 }
 
 
-def _tasks(cu_q, cu_kv, longest_q, longest_kv, causal, left, right, scale, none) -> KernelTasks:
+def _tasks(
+    cu_q, cu_kv, longest_q, longest_kv, causal, left, right, scale, none, softcap
+) -> KernelTasks:
     """The tasks that a call means; `none` is a side of the window without a bound."""
     assert cu_q.dtype == cu_kv.dtype == torch.int32
     assert (longest_q, longest_kv) == (cu_q.diff().max(), cu_kv.diff().max())
+    # 0 turns it off.
+    cap = softcap or None
     if left == none:
         assert right == none
-        return KernelTasks(cu_q, cu_kv, causal, None, scale)
+        return KernelTasks(cu_q, cu_kv, causal, None, scale, cap)
     assert left >= 0
     assert right == 0
     assert causal
-    return KernelTasks(cu_q, cu_kv, causal, left, scale)
+    return KernelTasks(cu_q, cu_kv, causal, left, scale, cap)
 
 
 def _in_order(k, v, table, used):
@@ -133,14 +137,14 @@ def fa2_forward(
     seqused_k=None,
     zero_tensors=False,
 ):
-    assert dropout_p == softcap == 0
+    assert dropout_p == 0
     if block_table is not None:
         assert k.shape[1] % 256 == 0
         assert torch.equal(cu_seqlens_k.diff(), seqused_k)
         k, v, cu_seqlens_k, max_seqlen_k = _in_order(k, v, block_table, seqused_k)
     offsets = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
     window = window_size_left, window_size_right
-    tasks = _tasks(*offsets, causal, *window, softmax_scale, -1)
+    tasks = _tasks(*offsets, causal, *window, softmax_scale, -1, softcap)
     out, lse = _forward(q, k, v, tasks, float("inf"))
     return out, lse, torch.empty(0), torch.empty(2)
 
@@ -169,10 +173,10 @@ def fa2_backward(
     deterministic,
     rng_state=None,
 ):
-    assert dropout_p == softcap == 0
+    assert dropout_p == 0
     offsets = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
     window = window_size_left, window_size_right
-    tasks = _tasks(*offsets, causal, *window, softmax_scale, -1)
+    tasks = _tasks(*offsets, causal, *window, softmax_scale, -1, softcap)
     _backward(dout, q, k, v, out, softmax_lse, (dq, dk, dv), tasks)
     return torch.empty(0)
 
@@ -197,6 +201,7 @@ def fa3_forward(
     is_causal=False,
     window_size_left=-1,
     window_size_right=-1,
+    softcap=0.0,
     num_splits=0,
 ):
     assert num_splits == 1
@@ -205,7 +210,7 @@ def fa3_forward(
         k, v, cu_seqlens_k, max_seqlen_k = _in_order(k, v, page_table, seqused_k)
     offsets = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
     window = window_size_left, window_size_right
-    tasks = _tasks(*offsets, is_causal, *window, softmax_scale, -1)
+    tasks = _tasks(*offsets, is_causal, *window, softmax_scale, -1, softcap)
     found, lse = _forward(q, k, v, tasks, float("-inf"))
     out = found if out is None else out.copy_(found)
     return out, lse, torch.empty(0), torch.empty(0)
@@ -237,7 +242,7 @@ def fa3_backward(
 ):
     offsets = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
     window = window_size_left, window_size_right
-    tasks = _tasks(*offsets, is_causal, *window, softmax_scale, -1)
+    tasks = _tasks(*offsets, is_causal, *window, softmax_scale, -1, softcap)
     _backward(dout, q, k, v, out, softmax_lse, (dq, dk, dv), tasks)
     return tuple(torch.empty(0) for _ in range(5))
 
@@ -256,6 +261,7 @@ def fa4_forward(
     page_table=None,
     softmax_scale=None,
     causal=False,
+    softcap=None,
     window_size_left=None,
     window_size_right=None,
     num_splits=1,
@@ -268,7 +274,7 @@ def fa4_forward(
         k, v, cu_seqlens_k, max_seqlen_k = _in_order(k, v, page_table, seqused_k)
     offsets = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
     window = window_size_left, window_size_right
-    tasks = _tasks(*offsets, causal, *window, softmax_scale, None)
+    tasks = _tasks(*offsets, causal, *window, softmax_scale, None, softcap)
     found, lse = _forward(q, k, v, tasks, float("-inf"))
     return found if out is None else out.copy_(found), lse, None, None, None
 
@@ -296,6 +302,6 @@ def fa4_backward(
 ):
     offsets = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
     window = window_size_left, window_size_right
-    tasks = _tasks(*offsets, causal, *window, softmax_scale, None)
+    tasks = _tasks(*offsets, causal, *window, softmax_scale, None, softcap)
     _backward(dout, q, k, v, out, lse, (dq, dk, dv), tasks)
     return dq, dk, dv

@@ -26,12 +26,31 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3": ("Qwen3Config", {}),
     "mistral": ("MistralConfig", {"sliding_window": WINDOW}),
     "phi3": ("Phi3Config", {"sliding_window": None, "pad_token_id": 0, "eos_token_id": 1}),
+    "gemma2": (
+        "Gemma2Config",
+        {
+            "sliding_window": WINDOW,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+            "query_pre_attn_scalar": 16,
+            # So small that it matters.
+            "attn_logit_softcapping": 0.5,
+        },
+    ),
     "gemma3_text": (
         "Gemma3TextConfig",
         {
             "sliding_window": WINDOW,
             "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
             "query_pre_attn_scalar": 16,
+        },
+    ),
+    "gpt_oss": (
+        "GptOssConfig",
+        {
+            "sliding_window": WINDOW,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "pad_token_id": 0,
         },
     ),
     "qwen3_moe": (
@@ -57,7 +76,7 @@ def save_small_model(family: str, folder: Path, **changes: Any) -> Path:
     model = transformers.AutoModelForCausalLM.from_config(config)
     with torch.no_grad():
         for name, weight in model.named_parameters():
-            if weight.dim() > 1 or name.endswith("bias"):
+            if weight.dim() > 1 or name.endswith(("bias", "sinks")):
                 # Large enough that tokens differ, and small enough that float32 stays exact.
                 weight.normal_(0, 0.08)
     model.save_pretrained(folder / family)

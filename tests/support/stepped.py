@@ -89,7 +89,7 @@ def run_virtually(plan: Plan, shape: AttentionShape, dtype: torch.dtype) -> None
         for call in calls:
             call.do(event)
     for rank, call in zip(ranks, calls, strict=True):
-        check_rank(plan, rank.transport, call.outputs(), shape)
+        check_rank(plan, rank.transport, call.outputs()[0].to(dtype), shape)
 
 
 def check_rank(plan: Plan, transport: Transport, out: torch.Tensor, shape: AttentionShape) -> None:

@@ -103,7 +103,7 @@ class Worker:
         group, tensor_ranks = join_ranks(size, timeout)
         self._process, self._rank = dist.get_rank(), group.rank()
         self._transport = make_transport(settings.transport, group, device, timeout)
-        kernel = select_kernel(device.type, model.shape.head_dim)
+        kernel = select_kernel(device.type, model.shape.head_dim, model.softcap is not None)
         buffers = Buffers(device, max(STEP_SLOTS, len(model.masks)))
         core = CoreAttention(self._transport, kernel, buffers)
         servers = settings.limits.servers

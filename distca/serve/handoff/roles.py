@@ -99,7 +99,7 @@ def _pool_model(
     from distca.cost.step_memory import STEP_SLOTS
     from distca.runtime import Buffers, CoreAttention
 
-    kernel = select_kernel(device.type, model.shape.head_dim)
+    kernel = select_kernel(device.type, model.shape.head_dim, model.softcap is not None)
     buffers = Buffers(device, max(STEP_SLOTS, len(model.masks)))
     core = CoreAttention(transport, kernel, buffers)
     return PoolModel(model, core, device, settings.block_size, tensor)
