@@ -20,7 +20,8 @@ def attend(
         q_THD: `[queries, heads, head_dim]`.
         k_THD: `[keys, kv_heads, head_dim]`; `heads` is a multiple of `kv_heads`.
         v_THD: values, `[keys, kv_heads, v_head_dim]`.
-        visible_QK: whether a query sees a key, bool `[queries, keys]`.
+        visible_QK: whether a query sees a key, bool `[queries, keys]`, or of each key-value head
+            `[kv_heads, queries, keys]`.
         softmax_scale: factor of the scores.
         sink_H: one more logit of each head, which has no value, `[heads]`; None: there is none.
         softcap: bound of the scores, which `softcap * tanh(score / softcap)` replaces; None: none.
@@ -35,7 +36,8 @@ def attend(
     scores = torch.einsum("qhd,khd->hqk", q_THD, k) * softmax_scale
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
-    scores = scores.masked_fill(~visible_QK, float("-inf"))
+    visible = visible_QK if visible_QK.dim() == 2 else visible_QK.repeat_interleave(group, dim=0)
+    scores = scores.masked_fill(~visible, float("-inf"))
     lse_HQ = scores.logsumexp(dim=-1)
     if sink_H is not None:
         lse_HQ = torch.logaddexp(lse_HQ, sink_H[:, None])

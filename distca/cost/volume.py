@@ -168,6 +168,11 @@ class AttentionShape:
         return self.k_row_bytes + self.v_row_bytes
 
     @property
+    def kv_head_bytes(self) -> int:
+        """Bytes of a key row and a value row of a single head, each padded."""
+        return sum(padded(each * self.dtype_bytes) for each in (self.head_dim, self.value_dim))
+
+    @property
     def lse_row_bytes(self) -> int:
         """Bytes of a row's LSE over all heads, padded."""
         return padded(self.heads * LSE_BYTES)
@@ -261,7 +266,8 @@ def plan_bytes(plan: Plan, shape: AttentionShape, backward: BackwardInputs = "re
     """Counts the bytes of one layer's core attention, forward and backward.
 
     Args:
-        plan: a valid plan. If it has several steps, these are the sums of `step_bytes`.
+        plan: a valid plan. If it has several steps, or drops rows, these are the sums of
+            `step_bytes`.
         shape: the heads of one tensor-parallel rank.
         backward: "resend": the backward dispatch carries queries, keys and values again;
             "keep": servers have kept them.
@@ -271,7 +277,7 @@ def plan_bytes(plan: Plan, shape: AttentionShape, backward: BackwardInputs = "re
     """
     if backward not in BACKWARD_INPUTS:
         raise ValueError(f'backward is "resend" or "keep", not {backward!r}')
-    if plan.steps > 1:
+    if plan.steps > 1 or plan.tasks.drops:
         each = [of_step.messages for of_step in step_bytes(plan, shape)]
         return PlanBytes(
             {phase: Messages.added([step[phase] for step in each]) for phase in FORWARD_PHASES}
@@ -300,12 +306,14 @@ def plan_bytes(plan: Plan, shape: AttentionShape, backward: BackwardInputs = "re
 
 def step_bytes(plan: Plan, shape: AttentionShape) -> tuple[PlanBytes, ...]:
     """Counts the bytes of each step of one layer's core attention, forward: there is no backward
-    pass over several steps.
+    pass over several steps. Where tasks drop rows, the rest travels as rows of single heads.
 
     Args:
         plan: a valid plan.
         shape: the heads of one tensor-parallel rank.
     """
+    if plan.tasks.drops:
+        return tuple(_kept_bytes(plan, shape, step) for step in range(plan.steps))
     shape, found = shape.scattered(plan.head_groups), []
     for q, kv, outputs in plan.step_segments:
         source, server, q_rows, kv_rows = _rows_by_pair(q, kv, plan.world_size)
@@ -321,6 +329,20 @@ def step_bytes(plan: Plan, shape: AttentionShape) -> tuple[PlanBytes, ...]:
             )
         )
     return tuple(found)
+
+
+def _kept_bytes(plan: Plan, shape: AttentionShape, step: int) -> PlanBytes:
+    kept = plan.kept_keys.of_step(step)
+    if kept.counts.shape[1] != shape.kv_heads:
+        raise ValueError(
+            f"the plan keeps rows of {kept.counts.shape[1]} key-value heads, but there are "
+            f"{shape.kv_heads}"
+        )
+    owner, server, rows = kept.moved()
+    moved = Messages(owner, server, rows * shape.kv_head_bytes, plan.world_size)
+    nothing = np.zeros(0, dtype=np.int64)
+    back = Messages(nothing, nothing, nothing, plan.world_size)
+    return PlanBytes({"dispatch": moved, "return": back})
 
 
 def _rows_by_pair(q: Segments, kv: Segments, ranks: int) -> tuple[Int64s, Int64s, Int64s, Int64s]:

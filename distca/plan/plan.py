@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from distca.plan.kept import KeptKeys, PlacedTokens, find_kept_keys, find_tokens
 from distca.plan.mask import Mask
 from distca.plan.placement import Placement
 from distca.plan.segments import Segments, find_segments, relay
@@ -58,6 +59,8 @@ class Plan:
         head_groups: groups of heads, if each has documents of its own: document
             `group * sequences + sequence` is what the group's heads see of a sequence. A token of
             its owner has a row for each group, with the heads of that group.
+        relays: whether ranks pass rows on; else all come from their owners. Where tasks drop rows
+            there are no relays.
     """
 
     lengths: Int64s
@@ -70,6 +73,7 @@ class Plan:
     cached_prefix: Int64s | None = None
     gathers: bool = False
     head_groups: int = 1
+    relays: bool = True
 
     @property
     def world_size(self) -> int:
@@ -137,10 +141,20 @@ class Plan:
         for step in range(self.steps):
             alone = replace(self, tasks=self.tasks[self.tasks.step == step])
             q, kv = alone.q_segments, alone.kv_segments
-            if found:
+            if found and self.relays:
                 q, kv = relay(q, found[-1].q, own), relay(kv, found[-1].kv, whole)
             found.append(StepSegments(q, kv, alone.q_segments))
         return tuple(found)
+
+    @cached_property
+    def kept_keys(self) -> KeptKeys:
+        """The keys that servers are sent where tasks drop rows."""
+        return find_kept_keys(self.tasks, self.placement, self.document_offsets)
+
+    def owners(self, position: Int64s) -> PlacedTokens:
+        """Where tokens are, by their global positions: rows count cached ones, too."""
+        rows = self.placement.first_rows()
+        return find_tokens(self.placement, self.document_offsets, rows, position)
 
     def _needed(self, start: Int64s, end: Int64s, first_rows: Int64s) -> Segments:
         offset, server = self.document_offsets[self.tasks.document], self.tasks.server
@@ -181,6 +195,7 @@ class Plan:
         _check_steps(self)
         _check_cuts(self)
         _check_cover(self)
+        _check_kept(self)
 
 
 def max_over_mean(loads: Int64s) -> float:
@@ -355,3 +370,34 @@ def _check_cover(plan: Plan) -> None:
         covered,
         visible,
     )
+
+
+def _check_kept(plan: Plan) -> None:
+    """Checks how many rows stay, and that those of other ranks' keys alone are dropped."""
+    t = plan.tasks
+    if t.kept_q is None or t.kept_kv is None:
+        if t.kept_q is not t.kept_kv:
+            raise ValueError("not a valid plan: it says of queries or keys alone how many stay")
+        return
+    if plan.relays and plan.steps > 1:
+        raise ValueError("not a valid plan: rows that are in part dropped are passed on")
+    offset = plan.document_offsets[t.document]
+    queries, keys = (plan.owners(offset + start) for start in (t.q_start, t.kv_start))
+    columns = (t.document, t.q_start, t.q_end, t.kv_start, t.kv_end, t.server)
+    of_one = (offset + t.q_end <= queries.until) & (offset + t.kv_end <= keys.until)
+    _refuse(~of_one, "a task that may drop rows has rows of several pieces", *columns)
+    _refuse(
+        queries.rank != t.server, "a task that may drop rows is not where its queries are", *columns
+    )
+    at_home = keys.rank == t.server
+    for kept, start, end in ((t.kept_q, t.q_start, t.q_end), (t.kept_kv, t.kv_start, t.kv_end)):
+        rows = (end - start)[:, None]
+        outside = np.any((kept < 1) | (kept > rows), axis=1)
+        _refuse(outside, "a task keeps no such rows", *columns)
+        dropped = np.any(kept < rows, axis=1)
+        _refuse(at_home & dropped, "a task drops a rank's own rows", *columns)
+    _refuse(at_home & (t.step > 0), "a rank's own rows are not in the first step", *columns)
+    _refuse(~at_home & t.ends_on_diagonal, "a task on the diagonal has keys elsewhere", *columns)
+    sent = plan.kept_keys
+    again = (np.diff(sent.server) == 0) & (sent.start[1:] < sent.end[:-1])
+    _refuse(again, "a server is sent several choices of a key", sent.server[1:], sent.start[1:])

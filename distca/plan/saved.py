@@ -5,6 +5,8 @@
      "placement": [[[document, start, end], ...], ...],      a list for each rank, in row order
      "tasks": [[document, q_start, q_end, kv_start, kv_end, server], ...],
                                                              each with its step, if not all are 0
+     "kept": [[[queries, keys] of each key-value head, ...] of each task, ...],
+                                                             only if tasks may drop rows
      "first_query": [position, ...],                         only if there are cached prefixes
      "configuration": {"scheduler": ..., "window_left": ..., "block": ..., "notes": [...], ...}}
 
@@ -14,6 +16,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +55,8 @@ def save_plan(plan: Plan, path: Path, configuration: dict[str, Any] | None = Non
         own["gathers"] = True
     if plan.head_groups > 1:
         own["head_groups"] = plan.head_groups
+    if not plan.relays:
+        own["relays"] = False
     saved = {
         "format": FORMAT,
         "documents": plan.lengths.tolist(),
@@ -61,6 +66,8 @@ def save_plan(plan: Plan, path: Path, configuration: dict[str, Any] | None = Non
     }
     if plan.cached_prefix is not None:
         saved["first_query"] = plan.cached_prefix.tolist()
+    if t.kept_q is not None and t.kept_kv is not None:
+        saved["kept"] = np.stack([t.kept_q, t.kept_kv], axis=2).tolist()
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(saved) + "\n", encoding="utf-8")
 
@@ -88,10 +95,14 @@ def load_plan(path: Path) -> tuple[Plan, dict[str, Any]]:
         ]
         table = np.array(rows, dtype=np.int64).reshape(-1, 4).T
         document, start, end, rank = (np.ascontiguousarray(column) for column in table)
+        tasks = Tasks.from_rows(tuple(map(int, row)) for row in saved["tasks"])  # type: ignore[misc]
+        if "kept" in saved:
+            kept = np.array(saved["kept"], dtype=np.int64).reshape(len(tasks), -1, 2)
+            tasks = replace(tasks, kept_q=kept[:, :, 0], kept_kv=kept[:, :, 1])
         plan = Plan(
             np.array(saved["documents"], dtype=np.int64),
             Placement(document, start, end, rank, len(saved["placement"])),
-            Tasks.from_rows(tuple(map(int, row)) for row in saved["tasks"]),  # type: ignore[misc]
+            tasks,
             Mask(configuration.get("window_left")),
             int(configuration["block"]),
             str(configuration.get("scheduler", "")),
@@ -99,6 +110,7 @@ def load_plan(path: Path) -> tuple[Plan, dict[str, Any]]:
             np.array(saved["first_query"], dtype=np.int64) if "first_query" in saved else None,
             bool(configuration.get("gathers", False)),
             int(configuration.get("head_groups", 1)),
+            bool(configuration.get("relays", True)),
         )
         plan.validate()
     # Lists in lists in lists, and numbers of many digits, are JSON, too.

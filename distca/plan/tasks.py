@@ -22,6 +22,10 @@ class Tasks:
 
     A task belongs to a `step` of its plan: rows of a step travel while servers compute the step
     before. Without the column all tasks are in step 0.
+
+    Of a task's rows some may be dropped, in each key-value head others: *which* is chosen when the
+    plan runs, *how many* stay is `kept_q` and `kept_kv`, int64 `[tasks, kv_heads]`. Without these
+    columns nothing is dropped.
     """
 
     document: Int64s
@@ -31,6 +35,8 @@ class Tasks:
     kv_end: Int64s
     server: Int64s
     step: Int64s = None  # type: ignore[assignment]
+    kept_q: Int64s | None = None
+    kept_kv: Int64s | None = None
 
     def __post_init__(self) -> None:
         if self.step is None:
@@ -49,6 +55,8 @@ class Tasks:
             self.kv_end[selection],
             self.server[selection],
             self.step[selection],
+            None if self.kept_q is None else self.kept_q[selection],
+            None if self.kept_kv is None else self.kept_kv[selection],
         )
 
     @staticmethod
@@ -61,8 +69,8 @@ class Tasks:
 
     @staticmethod
     def concatenate(tables: Sequence[Tasks]) -> Tasks:
-        """Concatenates the rows of several tables."""
-        names = [column.name for column in fields(Tasks)]
+        """Concatenates the rows of several tables, which drop nothing."""
+        names = [column.name for column in fields(Tasks) if not column.name.startswith("kept")]
         return Tasks(*(np.concatenate([getattr(t, name) for t in tables]) for name in names))
 
     @property
@@ -73,3 +81,16 @@ class Tasks:
     def pairs(self, mask: Mask) -> Int64s:
         """Returns the number of visible pairs of each task, `[tasks]`."""
         return mask.pairs(self.q_start, self.q_end, self.kv_start, self.kv_end)
+
+    @property
+    def drops(self) -> bool:
+        """Whether rows may be dropped: these tasks say how many stay."""
+        return self.kept_kv is not None
+
+    def kept_pairs(self, mask: Mask) -> Int64s:
+        """Returns the pairs of each task that are computed in each key-value head, `[tasks,
+        kv_heads]`: tasks that end on the diagonal keep all. Without drops there is one column."""
+        pairs = self.pairs(mask)[:, None]
+        if self.kept_q is None or self.kept_kv is None:
+            return pairs
+        return np.where(self.ends_on_diagonal[:, None], pairs, self.kept_q * self.kept_kv)

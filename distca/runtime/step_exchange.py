@@ -201,7 +201,7 @@ class _Local:
 
     def part(self, rows: Int64s, arrived: bool) -> Part:
         """Key rows that are all local or all arrived, by their served numbers."""
-        return Part(arrived, _index(rows - self.keys if arrived else self._places[rows]))
+        return Part(arrived, index_of(rows - self.keys if arrived else self._places[rows]))
 
     def parts(self, rows: Int64s) -> tuple[Part, ...]:
         """Key rows in their order."""
@@ -264,17 +264,17 @@ def _step(
     )
     by_server = [theirs.select(theirs.server == each) for each in distinct(theirs.server)]
     return ExchangeStep(
-        dispatch=_messages(rank, q, kv),
-        send_q=_index(_sent(segments.q, rank)),
+        dispatch=step_messages(rank, q, kv),
+        send_q=index_of(_sent(segments.q, rank)),
         send_kv=local.parts(_sent(segments.kv, rank)),
         calls=tuple(calls),
-        give_back=_messages(rank, outputs.back, replace(outputs, sizes=0 * outputs.sizes)),
-        results=_index(results),
-        returned=tuple(_index(expand_ranges(each.owner_row, each.lengths)) for each in by_server),
+        give_back=step_messages(rank, outputs.back, replace(outputs, sizes=0 * outputs.sizes)),
+        results=index_of(results),
+        returned=tuple(index_of(expand_ranges(each.owner_row, each.lengths)) for each in by_server),
     )
 
 
-def _messages(rank: int, q: Messages, kv: Messages) -> StepMessages:
+def step_messages(rank: int, q: Messages, kv: Messages) -> StepMessages:
     """Messages of rows of each kind, as one rank sees them."""
     return StepMessages(
         peer_rows(*sent_by(rank, q), *sent_by(rank, kv)),
@@ -357,7 +357,7 @@ def _call(sequences: list[_Sequence], rows: Int64s, local: _Local, first: bool) 
     np.cumsum(np.array(lengths).T, axis=1, out=edges[:, 1:])
     return StepCall(
         sequences[0].causal,
-        _index(rows),
+        index_of(rows),
         local.parts(keys[by_place]),
         order,
         torch.from_numpy(edges[0]),
@@ -366,7 +366,7 @@ def _call(sequences: list[_Sequence], rows: Int64s, local: _Local, first: bool) 
     )
 
 
-def _index(rows: Int64s) -> Index:
+def index_of(rows: Int64s) -> Index:
     """The rows as a slice, if they are consecutive."""
     if not len(rows):
         return slice(0, 0)

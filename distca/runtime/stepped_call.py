@@ -17,6 +17,7 @@ from distca.attention.sink import with_sink
 from distca.cost.step_memory import STEP_SLOTS
 from distca.runtime.core_attention import CoreAttention
 from distca.runtime.head_rows import key_rows, query_rows, token_rows
+from distca.runtime.importance import Importance
 from distca.runtime.messages import WORD, ByKind, KindInMessages, PackedRows, RowTypes
 from distca.runtime.step_exchange import Index, Part, StepCall, StepMessages, SteppedExchange
 from distca.schedule.serving.step_program import StepEvent, step_program
@@ -35,6 +36,7 @@ def attend_in_steps(
     softmax_scale: float,
     labels: Mapping[str, Any] | None = None,
     sink_H: torch.Tensor | None = None,
+    importance: Importance | None = None,
 ) -> torch.Tensor:
     """Core attention of the local queries, computed by the plan's servers. Collective.
 
@@ -48,6 +50,7 @@ def attend_in_steps(
         softmax_scale: factor of the scores.
         labels: labels for the trace, such as the layer.
         sink_H: one more logit of each head, which has no value, `[heads]`; None: there is none.
+        importance: what takes in which keys are important; None: nobody asks.
 
     Returns:
         The output, `[local rows, heads, head_dim]`.
@@ -64,9 +67,7 @@ def attend_in_steps(
     keys = [key_rows(each, groups) for each in (k_THD, v_THD)]
     tensors = ByKind([query_rows(q_THD, groups)], keys)
     call = SteppedCall(core, exchange, tensors, softmax_scale, labels or {})
-    for event in step_program(len(exchange.steps)):
-        call.do(event)
-    out, lse = call.outputs()
+    out, lse = call.run(importance)
     out = token_rows(out, groups)
     if sink_H is not None:
         out, _ = with_sink(out, token_rows(lse.unsqueeze(-1), groups).squeeze(-1), sink_H)
@@ -109,6 +110,15 @@ class SteppedCall:
         self._dispatched: dict[int, Pending] = {}
         self._returned: dict[int, Pending] = {}
 
+    def run(self, importance: Importance | None) -> Outputs:
+        """Does all events; returns what `outputs` does."""
+        for event in step_program(len(self._exchange.steps)):
+            self.do(event)
+        if importance is not None:
+            q = self._q[: self._exchange.queries]
+            importance.update(q, self._keys[0], self.outputs()[1], self._scale)
+        return self.outputs()
+
     def do(self, event: StepEvent) -> None:
         """Does an event of the program, whose turn it is."""
         getattr(self, event.action)(event.step)
@@ -123,9 +133,13 @@ class SteppedCall:
         step = self._exchange.steps[number]
         if step.dispatch.move:
             with self._span("dispatch", "exchange", number):
-                fills = self._fill_q(step.send_q), self._fill_kv(step.send_kv)
                 self._dispatched[number] = self._start(
-                    "dispatch", "to servers", number, step.dispatch, self._types, fills
+                    "dispatch",
+                    "to servers",
+                    number,
+                    step.dispatch,
+                    self._types,
+                    self._fills(number),
                 )
 
     def receive(self, number: int) -> None:
@@ -148,17 +162,20 @@ class SteppedCall:
         """Runs the kernels of a step, and starts the return of what they give for other ranks."""
         step = self._exchange.steps[number]
         with self._span("core attention", "kernels", number):
-            for call in step.calls:
-                self._run(call)
+            self._kernels(number)
         if step.give_back.move:
             with self._span("return", "exchange", number):
-                fills = self._fill_results(step.results), _nothing
+                fills = self._fill_results(step.results), nothing_to_fill
                 self._returned[number] = self._start(
                     "return", "to owners", number, step.give_back, self._result_types, fills
                 )
         # Keys were read where they arrived.
         if number in self._dispatched:
             self._dispatched.pop(number).release()
+
+    def _kernels(self, number: int) -> None:
+        for call in self._exchange.steps[number].calls:
+            self._run(call)
 
     def finish(self, number: int) -> None:
         """Waits for the outputs of a step that return, and merges them."""
@@ -207,6 +224,11 @@ class SteppedCall:
                 found.put(messages, rows.words)
         return transport.start(phase, channel, layout.sizes)
 
+    def _fills(self, number: int) -> tuple[Fill, Fill]:
+        """What writes the queries, and the keys, that this rank sends in a step."""
+        step = self._exchange.steps[number]
+        return self._fill_q(step.send_q), self._fill_kv(step.send_kv)
+
     def _fill_q(self, rows: Index) -> Fill:
         return lambda into: _copy(self._q, rows, into[0])
 
@@ -250,7 +272,7 @@ class SteppedCall:
         return rows if call.order is None else rows[call.order]
 
 
-def _nothing(_: Sequence[torch.Tensor]) -> None:
+def nothing_to_fill(_: Sequence[torch.Tensor]) -> None:
     """Fills the rows of a kind that has none."""
 
 

@@ -84,7 +84,7 @@ def test_a_row_that_a_server_is_sent_twice_is_refused() -> None:
     """Its last rank has two pieces of queries, which need the same keys in two steps."""
     plan = chain()
     t = plan.tasks
-    rows = [tuple(map(int, row)) for row in zip(*vars(t).values(), strict=True)]
+    rows = [tuple(map(int, row)) for row in zip(*list(vars(t).values())[:7], strict=True)]
     halves = [(0, 7, 8, 0, 4, 2, 2), (0, 8, 9, 0, 4, 2, 1)]
     broken = replace(plan, tasks=Tasks.from_rows([*rows[:3], *rows[4:], *halves]))
     with pytest.raises(ValueError, match="a row of kv in several steps"):

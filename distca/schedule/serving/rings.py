@@ -32,10 +32,10 @@ def pass_keys(placement: Placement, new: Placement, block: int) -> Tasks:
         block: tokens in a kernel's block.
     """
     keys, share = _in_even_shares(placement, new, block)
-    q, kv = _visible_pieces(keys, new)
+    q, kv = visible_pieces(keys, new)
     hop = _hops(kv, keys.rank[kv], new.rank[q], new.world_size)
     step = np.where(hop > 0, hop + share[kv], 0)
-    return _tasks(keys, new, q, kv, new.rank[q], step)
+    return tasks_of(keys, new, q, kv, new.rank[q], step)
 
 
 def pass_queries(placement: Placement, new: Placement, mask: Mask, in_steps: bool) -> Tasks:
@@ -47,12 +47,12 @@ def pass_queries(placement: Placement, new: Placement, mask: Mask, in_steps: boo
         mask: attention mask.
         in_steps: whether queries go round the ring; else to all servers at once.
     """
-    q, kv = _visible_pieces(placement, new)
+    q, kv = visible_pieces(placement, new)
     seen = placement.end[kv] > mask.first_key(new.start[q])
     q, kv = q[seen], kv[seen]
     server = placement.rank[kv]
     step = _hops(q, new.rank[q], server, new.world_size) * in_steps
-    tasks = _tasks(placement, new, q, kv, server, step)
+    tasks = tasks_of(placement, new, q, kv, server, step)
     return replace(tasks, kv_start=np.maximum(tasks.kv_start, mask.first_key(tasks.q_start)))
 
 
@@ -82,7 +82,7 @@ def pass_keys_in_window(placement: Placement, new: Placement, mask: Mask, block:
     return replace(tasks, step=later - later.min(initial=1))
 
 
-def _visible_pieces(keys: Placement, new: Placement) -> tuple[Int64s, Int64s]:
+def visible_pieces(keys: Placement, new: Placement) -> tuple[Int64s, Int64s]:
     """Numbers of the new pieces and of the pieces of keys that they see, for each such pair.
 
     Args:
@@ -97,7 +97,7 @@ def _visible_pieces(keys: Placement, new: Placement) -> tuple[Int64s, Int64s]:
     return np.repeat(np.arange(len(count)), count), expand_ranges(first, count)
 
 
-def _tasks(
+def tasks_of(
     keys: Placement, new: Placement, q: Int64s, kv: Int64s, server: Int64s, step: Int64s
 ) -> Tasks:
     """Makes the tasks of pairs of pieces."""

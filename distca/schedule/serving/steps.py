@@ -125,12 +125,7 @@ def step_plan(
             computed; for prefills. Else all at once, which takes less time for few rows.
         head_groups: groups of heads that sp-ntp scatters.
     """
-    sequences = int(new.document.max(initial=-1)) + 1
-    lengths, prefix = np.zeros((2, sequences), dtype=np.int64)
-    np.maximum.at(lengths, new.document, new.end)
-    np.maximum.at(prefix, held.document, held.end)
-    alike = prefix if mask.window_left is None else mask.first_key(prefix)
-    placement = _in_order(Placement.concatenate([_rank_by_rank(held, alike), new]))
+    lengths, prefix, placement = step_tokens(held, new, mask)
     # Of one query all keys in a window are a full rectangle, wherever they are cut.
     single = bool((lengths - prefix <= 1).all())
     groups = head_groups if strategy == "sp-ntp" and mask.window_left is None else 1
@@ -149,6 +144,17 @@ def step_plan(
     return Plan(
         lengths, placement, tasks, mask, block, strategy, (), prefix, gathers, head_groups=groups
     )
+
+
+def step_tokens(held: Placement, new: Placement, mask: Mask) -> tuple[Int64s, Int64s, Placement]:
+    """Returns the tokens of a step's sequences, those before the new ones, and the owners of all,
+    sorted by sequence and position; see `step_plan`."""
+    sequences = int(new.document.max(initial=-1)) + 1
+    lengths, prefix = np.zeros((2, sequences), dtype=np.int64)
+    np.maximum.at(lengths, new.document, new.end)
+    np.maximum.at(prefix, held.document, held.end)
+    alike = prefix if mask.window_left is None else mask.first_key(prefix)
+    return lengths, prefix, _in_order(Placement.concatenate([_rank_by_rank(held, alike), new]))
 
 
 def held_after(held: Placement, new: Placement) -> Placement:

@@ -29,7 +29,10 @@ import numpy as np
 from distca.plan.span import Floats, Int64s
 from distca.schedule.serving.csps.levels import LEVELS
 
-Ratios = tuple[tuple[tuple[float, ...], ...], ...]
+OfHeads = tuple[tuple[float, ...], ...]
+"""Shares of rows in a layer, by key-value head and level."""
+
+Ratios = tuple[OfHeads, ...]
 """Shares of rows, by layer, key-value head and level."""
 
 FORMAT = 1

@@ -1,0 +1,195 @@
+"""The plan of a prefill from near to far: which keys travel in which step, and how many of them.
+
+Ranks have contiguous parts of a prompt, neighbours those that are next to each other, so that near
+tokens are on near ranks. Queries stay at home. In step 0 a rank computes those that see its own
+keys; then those of its node come, of its rack, and of other racks. The keys of a level are cut into
+micro-partitions, a step each: one is on its way while the one before is computed.
+
+The paper has three phases, since its ranks exchange heads. Here outputs are at home and the third,
+their return, has no bytes; the program of a plan's steps has it all the same, for plans whose
+queries travel.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from distca.plan import BLOCK, Mask, Placement, Plan, Tasks
+from distca.plan.span import Int64s, distinct, expand_ranges
+from distca.schedule.serving.csps.levels import Levels
+from distca.schedule.serving.csps.sparsity import OfHeads, Sparsity, kept_count
+from distca.schedule.serving.rings import tasks_of, visible_pieces
+from distca.schedule.serving.steps import step_plan, step_tokens
+
+NAME = "csps"
+
+
+@dataclass(frozen=True)
+class NearToFar:
+    """A strategy of prefills: keys travel from near to far, and of far ones only some.
+
+    Attributes:
+        levels: how far ranks are from each other.
+        sparsity: shares of rows that are kept.
+        windows: for each layer how many earlier tokens a query sees; None: all. Layers with a
+            window drop nothing.
+        partitions: micro-partitions of each level from level 1 on; the last is that of all others.
+
+    Raises:
+        ValueError: there are fewer than one partition.
+    """
+
+    levels: Levels
+    sparsity: Sparsity
+    windows: tuple[int | None, ...]
+    partitions: tuple[int, ...] = (1,)
+
+    def __post_init__(self) -> None:
+        if not self.partitions or min(self.partitions) < 1:
+            raise ValueError(
+                f"{', '.join(map(str, self.partitions)) or 'no'} micro-partitions: give at least 1"
+            )
+
+    def plan(self, held: Placement, new: Placement, mask: Mask, block: int = BLOCK) -> Plan:
+        """Plans the layers of a mask that drop nothing; see `step_plan`."""
+        if mask.window_left is not None:
+            return step_plan(held, new, "pass-kv", mask, block, in_steps=True)
+        lengths, prefix, placement = step_tokens(held, new, mask)
+        tasks = pass_near_to_far(placement, new, self.levels, self.partitions, block)
+        return Plan(
+            lengths, placement, tasks, mask, block, NAME, cached_prefix=prefix, relays=False
+        )
+
+    def sparse_plans(self, dense: Plan) -> Mapping[int, Plan]:
+        """Plans of the layers that drop rows, by number; layers that drop alike share one.
+
+        Args:
+            dense: plan of the layers without a window.
+        """
+        found: dict[tuple[object, ...], Plan] = {}
+        plans = {}
+        for layer, window in enumerate(self.windows):
+            if window is None and self.sparsity.drops_in(layer):
+                ratios = self.sparsity.keys[layer], self.sparsity.queries[layer]
+                if ratios not in found:
+                    found[ratios] = thinned(dense, self.levels, *ratios)
+                plans[layer] = found[ratios]
+        return plans
+
+
+def pass_near_to_far(
+    placement: Placement, new: Placement, levels: Levels, partitions: Sequence[int], block: int
+) -> Tasks:
+    """Makes tasks at home, to which keys travel level by level, in micro-partitions.
+
+    Args:
+        placement: all pieces, sorted by sequence and position.
+        new: pieces that have queries.
+        levels: how far ranks are from each other.
+        partitions: see `NearToFar`.
+        block: tokens in a kernel's block, on whose multiples partitions are cut.
+    """
+    q, kv = visible_pieces(placement, new)
+    server = new.rank[q]
+    level = levels.of(placement.rank[kv], server)
+    tasks = tasks_of(placement, new, q, kv, server, np.zeros_like(level))
+    of_level = np.array(partitions)[
+        np.minimum(np.arange(level.max(initial=0)), len(partitions) - 1)
+    ]
+    parts = np.concatenate([np.ones(1, dtype=np.int64), of_level])
+    # Levels begin one after the other, the own rows in step 0.
+    begins = np.cumsum(parts) - parts
+    count = parts[level]
+    task = np.repeat(np.arange(len(count)), count)
+    number = expand_ranges(np.zeros_like(count), count)
+    start, rows = tasks.kv_start[task], (tasks.kv_end - tasks.kv_start)[task]
+
+    def cut(at: Int64s) -> Int64s:
+        inner = (start + rows * at // count[task] + block // 2) // block * block
+        ends = (at == 0) | (at == count[task])
+        return np.where(ends, start + rows * (at > 0), np.clip(inner, start, start + rows))
+
+    step = begins[level[task]] + number
+    tasks = replace(tasks[task], kv_start=cut(number), kv_end=cut(number + 1), step=step)
+    tasks = tasks[tasks.kv_end > tasks.kv_start]
+    return replace(tasks, step=np.searchsorted(distinct(tasks.step), tasks.step))
+
+
+def thinned(
+    plan: Plan,
+    levels: Levels,
+    keys: OfHeads,
+    queries: OfHeads,
+) -> Plan:
+    """Says how many rows each task of a plan keeps.
+
+    Args:
+        plan: plan whose queries are at home.
+        levels: how far ranks are from each other.
+        keys: share of keys that is kept, by key-value head and level.
+        queries: share of queries, likewise.
+    """
+    t = plan.tasks
+    owner = plan.owners(plan.document_offsets[t.document] + t.kv_start).rank
+    of_keys, of_queries = np.array(keys), np.array(queries)
+    level = np.minimum(levels.of(owner, t.server), of_keys.shape[1] - 1)
+    return replace(
+        plan,
+        tasks=replace(
+            t,
+            kept_q=kept_count(of_queries[:, level].T, (t.q_end - t.q_start)[:, None]),
+            kept_kv=kept_count(of_keys[:, level].T, (t.kv_end - t.kv_start)[:, None]),
+        ),
+    )
+
+
+def shard_near(starts: Int64s, ends: Int64s, ranks: int, multiple: int = 1) -> Placement:
+    """Shards new tokens in contiguous parts of equally many tokens, neighbours beside each other.
+
+    The longest sequence comes first; where its last part leaves room, the others follow, so that
+    short prefills fill the last partition of a long one.
+
+    Args:
+        starts: first new position of each sequence, int64 `[sequences]`.
+        ends: end of the new positions of each sequence, likewise; no new tokens are possible.
+        ranks: ranks that there are.
+        multiple: tokens whose multiples a rank's tokens are, but for the last rank's.
+    """
+    lengths = ends - starts
+    order = np.argsort(-lengths, kind="stable")
+    line = np.cumsum(lengths[order]) - lengths[order]
+    share = -(-int(lengths.sum()) // ranks)
+    unit = multiple if share >= multiple else 1
+    share = max(-(-share // unit) * unit, 1)
+    first, last = line // share, -(-(line + lengths[order]) // share)
+    count = np.where(lengths[order] > 0, last - first, 0)
+    piece, rank = np.repeat(np.arange(len(order)), count), expand_ranges(first, count)
+    begin = np.maximum(rank * share, line[piece]) - line[piece]
+    end = np.minimum((rank + 1) * share - line[piece], lengths[order][piece])
+    document = order[piece]
+    return Placement(document, starts[document] + begin, starts[document] + end, rank, ranks)
+
+
+def ranks_that_fit(tokens: int, tokens_per_rank: int, ranks: int) -> int:
+    """The fewest ranks whose pools have room for a prompt's keys and values.
+
+    Args:
+        tokens: tokens of the prompt.
+        tokens_per_rank: tokens whose keys and values a rank has room for.
+        ranks: ranks that there are.
+
+    Raises:
+        ValueError: not even all of them have.
+    """
+    if tokens_per_rank < 1:
+        raise ValueError(f"a rank has room for {tokens_per_rank} tokens: give at least 1")
+    needed = max(-(-tokens // tokens_per_rank), 1)
+    if needed > ranks:
+        raise ValueError(
+            f"a prompt of {tokens:,} tokens needs {needed} ranks of {tokens_per_rank:,} tokens "
+            f"each, and there are {ranks}: use more ranks, or a larger pool"
+        )
+    return needed

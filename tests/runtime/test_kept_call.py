@@ -1,0 +1,219 @@
+"""Plans that drop rows, on virtual ranks: outputs by the rows that are kept, and planned bytes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import cast
+
+import numpy as np
+import pytest
+import torch
+
+from distca.attention import select_kernel
+from distca.attention.reference import attend, document_visibility
+from distca.cost.link import Links
+from distca.cost.step_memory import STEP_SLOTS, step_memory
+from distca.cost.volume import AttentionShape, plan_bytes
+from distca.plan import Mask, Placement, Plan
+from distca.runtime import Buffers, CoreAttention
+from distca.runtime.importance import OBSERVERS, Importance
+from distca.runtime.kept_call import SparseCall
+from distca.runtime.kept_exchange import build_kept_exchange
+from distca.runtime.messages import ByKind
+from distca.schedule.serving import nobody_holds
+from distca.schedule.serving.csps import Levels, NearToFar, Sparsity, shard_near
+from distca.schedule.serving.step_program import step_program
+from distca.transport.virtual import VirtualTransport
+from support.stepped import CPU, SCALE, inputs, rows_of, run_virtually
+
+SHAPE = AttentionShape(heads=6, kv_heads=2, head_dim=8, dtype_bytes=4)
+BLOCK = 8
+
+
+def kept_plans(seed: int, ranks: int, per_node: int) -> tuple[Plan, Plan]:
+    """A dense plan of a few sequences, in contiguous parts, some behind cached tokens that lie
+    anywhere; and one that drops rows."""
+    rng = np.random.default_rng(seed)
+    starts = rng.integers(0, 60, size=3) * rng.integers(0, 2, size=3)
+    ends = starts + rng.integers(1, 90, size=3)
+    new = shard_near(starts, ends, ranks)
+    lying = rng.integers(0, ranks, size=int(starts.sum()))
+    document = np.repeat(np.arange(3), starts)
+    position = np.concatenate([np.arange(each) for each in starts])
+    held = Placement(document, position, position + 1, lying, ranks) if len(lying) else None
+    levels = Levels(Links(per_node, nodes_per_rack=None if ranks % per_node else 1), ranks)
+    kept = tuple(
+        tuple((1.0, *rng.uniform(0.05, 1, size=3)) for _ in range(SHAPE.kv_heads)) for _ in "kq"
+    )
+    all_kept = Sparsity.nothing_dropped(3, SHAPE.kv_heads)
+    sparsity = Sparsity(
+        *((of[0], each, of[2]) for each, of in zip(kept, (all_kept.keys,) * 2, strict=True))
+    )
+    strategy = NearToFar(levels, sparsity, (None,) * 3, tuple(rng.integers(1, 4, size=2)))
+    dense = strategy.plan(held or nobody_holds(ranks), new, Mask(), BLOCK)
+    (layer,) = strategy.sparse_plans(dense)
+    assert layer == 1
+    return dense, strategy.sparse_plans(dense)[1]
+
+
+class SparseRank:
+    """A rank of a plan that drops rows, its keys scattered over a larger tensor."""
+
+    def __init__(
+        self, plan: Plan, transport: VirtualTransport, tensors: list[torch.Tensor]
+    ) -> None:
+        self.plan, self.transport, rank = plan, transport, transport.rank
+        self.core = CoreAttention(transport, select_kernel("cpu"), Buffers(CPU, STEP_SLOTS))
+        self.core.reserve(step_memory(plan, SHAPE))
+        self.queries, self.keys = rows_of(plan, rank)
+        rng = np.random.default_rng(rank)
+        places = rng.permutation(len(self.keys) + 3)[: len(self.keys)]
+        q, *kv = tensors
+        rows = [each.new_full((len(self.keys) + 3, *each.shape[1:]), 9e9) for each in kv]
+        for tensor, each in zip(rows, kv, strict=True):
+            tensor[places] = each[self.keys]
+        self.tensors = ByKind([q[self.queries]], rows)
+        self.exchange = build_kept_exchange(plan, rank, places)
+        self.importance = Importance(plan, rank, places, SHAPE.kv_heads, CPU)
+
+    def call(self) -> SparseCall:
+        """A call of core attention."""
+        table = self.importance.table
+        return SparseCall(self.core, self.exchange, self.tensors, SCALE, {}, table)
+
+
+def kept_pairs(plan: Plan, importance: torch.Tensor) -> torch.Tensor:
+    """The pairs that are kept, by definition: bool `[kv_heads, tokens, tokens]`.
+
+    Args:
+        plan: plan that drops rows.
+        importance: importance of all tokens, `[tokens, kv_heads]`.
+    """
+    tokens, t = int(plan.lengths.sum()), plan.tasks
+    assert t.kept_q is not None
+    assert t.kept_kv is not None
+    seen = torch.zeros(SHAPE.kv_heads, tokens, tokens, dtype=torch.bool)
+    last = {int(end) - 1 for end in np.cumsum(plan.lengths)}
+    for task in range(len(t)):
+        offset = int(plan.document_offsets[t.document[task]])
+        q = range(offset + t.q_start[task], offset + t.q_end[task])
+        kv = range(offset + t.kv_start[task], offset + t.kv_end[task])
+        for head in range(SHAPE.kv_heads):
+            of_head = importance[:, head].tolist()
+            queries = sorted(q, key=lambda n: (n in last, of_head[n], n), reverse=True)
+            keys = sorted(kv, key=lambda n: (of_head[n], n), reverse=True)
+            for query in queries[: t.kept_q[task, head]]:
+                seen[head, query, keys[: t.kept_kv[task, head]]] = True
+    return seen & torch.ones(tokens, tokens, dtype=torch.bool).tril()
+
+
+@pytest.mark.parametrize(("ranks", "per_node"), [(2, 1), (3, 2), (4, 2), (4, 1)])
+@pytest.mark.parametrize("scale_of_logits", [1.0, 1000.0])
+def test_kept_rows_are_attended_to(ranks: int, per_node: int, scale_of_logits: float) -> None:
+    for seed in range(4):
+        _, plan = kept_plans(seed, ranks, per_node)
+        plan.validate()
+        tensors = [each.float() for each in inputs(plan, SHAPE)]
+        tensors[0] *= scale_of_logits
+        others: list[VirtualTransport] = []
+        transports = [VirtualTransport(n, others, ranks, CPU) for n in range(ranks)]
+        workers = [SparseRank(plan, each, tensors) for each in transports]
+        # Few values, so that many tokens are equally important.
+        generator = torch.Generator().manual_seed(seed)
+        importance = torch.randint(0, 6, (len(tensors[0]), 2), generator=generator).float()
+        for worker in workers:
+            worker.importance.table = importance[worker.keys]
+        calls = [worker.call() for worker in workers]
+        for event in step_program(plan.steps):
+            for call in calls:
+                call.do(event)
+        visible = kept_pairs(plan, importance)
+        expected, lse = attend(*(each.double() for each in tensors), visible, SCALE)
+        moved = plan_bytes(plan, SHAPE).forward()
+        computed = 0
+        for worker, call in zip(workers, calls, strict=True):
+            (out, found), rank = call.outputs(), worker.transport.rank
+            assert torch.isfinite(found).all()
+            tolerance = 1e-5 if scale_of_logits == 1 else 5e-3
+            assert torch.allclose(out.double(), expected[worker.queries], rtol=0, atol=tolerance)
+            assert torch.allclose(found.double(), lse[worker.queries], rtol=1e-6, atol=tolerance)
+            for phase, messages in moved.messages.items():
+                assert worker.transport.bytes_sent[phase] == messages.sent()[rank]
+                assert worker.transport.bytes_received[phase] == messages.received()[rank]
+            computed += int(visible[:, worker.queries].sum())
+        assert computed == plan.tasks.kept_pairs(plan.mask).sum()
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_nothing_dropped_is_dense(ranks: int) -> None:
+    dense, _ = kept_plans(5, ranks, 2)
+    dense.validate()
+    run_virtually(dense, SHAPE, torch.float32)
+
+
+def test_importance_is_what_the_last_queries_give() -> None:
+    dense, plan = kept_plans(2, 3, 2)
+    q, k, v = (each.float() for each in inputs(plan, SHAPE))
+    document = np.repeat(np.arange(len(plan.lengths)), plan.lengths)
+    visible = document_visibility(plan.lengths.tolist())
+    _, lse = attend(q, k, v, visible, SCALE)
+    weights = torch.einsum("qhd,khd->hqk", q, k.repeat_interleave(3, 1)) * SCALE
+    weights = torch.exp(weights - lse.T[..., None]) * visible
+    for rank in range(3):
+        queries, keys = rows_of(plan, rank)
+        places = np.arange(len(keys))
+        found = Importance(dense, rank, places, SHAPE.kv_heads, CPU)
+        found.update(q[queries], k[keys], lse[queries], SCALE)
+        expected = torch.zeros(len(keys), 6)
+        for each in np.unique(document[queries]):
+            last = queries[document[queries] == each][-OBSERVERS:]
+            expected += weights[:, last][:, :, keys].sum(1).T
+        expected = expected.unflatten(1, (2, 3)).sum(2)
+        assert torch.allclose(found.table, expected, atol=1e-5)
+
+
+def test_levels_that_overlap_are_not_exact() -> None:
+    """The paper's levels are nested: near keys count in each, even where nothing is dropped."""
+    torch.manual_seed(0)
+    tokens, ranks = 32, 4
+    q, k, v = (torch.randn(tokens, 1, 8, dtype=torch.float64) for _ in range(3))
+    causal = torch.ones(tokens, tokens, dtype=torch.bool).tril()
+    rank = torch.arange(tokens) * ranks // tokens
+    dense, _ = attend(q, k, v, causal, SCALE)
+
+    def merged(levels: list[torch.Tensor]) -> torch.Tensor:
+        parts = [attend(q, k, v, causal & level, SCALE) for level in levels]
+        weights = torch.softmax(torch.stack([lse for _, lse in parts]), dim=0)
+        return sum(w[..., None] * out for w, (out, _) in zip(weights, parts, strict=True))  # type: ignore[return-value]
+
+    same = [rank[:, None] // size == rank[None] // size for size in (1, 2, 4)]
+    disjoint = [same[0], same[1] & ~same[0], same[2] & ~same[1]]
+    assert (merged(disjoint) - dense).abs().max() < 1e-6
+    assert (merged(same) - dense).abs().max() > 0.1
+
+
+def test_other_plans_are_refused() -> None:
+    _, plan = kept_plans(1, 3, 2)
+    t = plan.tasks
+    kept_q, kept_kv = cast(np.ndarray, t.kept_q), cast(np.ndarray, t.kept_kv)
+    away = np.flatnonzero(
+        plan.owners(plan.document_offsets[t.document] + t.kv_start).rank != t.server
+    )
+    home = np.flatnonzero(t.ends_on_diagonal & (t.kv_end - t.kv_start > 1))
+
+    def changed(column: np.ndarray, row: int, value: int) -> np.ndarray:
+        column = column.copy()
+        column[row, 1] = value
+        return column
+
+    one, own = int(away[0]), int(home[0])
+    for tasks, message in (
+        (replace(t, kept_kv=None), "of queries or keys alone"),
+        (replace(t, kept_kv=changed(kept_kv, one, 0)), "keeps no such rows"),
+        (replace(t, kept_q=changed(kept_q, one, 10**6)), "keeps no such rows"),
+        (replace(t, kept_kv=changed(kept_kv, own, 1)), "drops a rank's own rows"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            replace(plan, tasks=tasks).validate()
+    with pytest.raises(ValueError, match="in part dropped are passed on"):
+        replace(plan, relays=True).validate()
