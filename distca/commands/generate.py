@@ -7,12 +7,14 @@ import json
 import sys
 import time
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from distca.commands.command_line import Parser
 from distca.commands.described import RUNAHEAD, add_selection_flags
 from distca.commands.served_chain import served_chain, tell_of_lengths
+from distca.commands.served_sparsity import CSPS, add_sparsity_flags, near_to_far, refuse_check
 from distca.timeline import write_trace
 
 _EPILOG = """
@@ -56,6 +58,7 @@ def build_parser() -> Parser:
         help="Processes that share each layer of a rank.",
     )
     add_selection_flags(how, "auto", "searched, a table that `distca tune partitions` wrote")
+    add_sparsity_flags(how)
     how.add_argument(
         "--profile",
         type=Path,
@@ -159,10 +162,12 @@ def main(argv: Sequence[str]) -> int:
         assert tokenizer is not None
         work = Prompts(model, [tokenizer.encode(text) for text in args.prompt], most)
     known = work.lengths if isinstance(work, Prompts) else []
+    strategy = _strategy(args, model)
+    refuse_check(args, strategy)
     sharing = Sharing(
         args.context_parallel_size,
         args.cp_kv_cache_interleave_size,
-        served_chain(args, model, known),
+        _sharding(args, model, known),
         args.restripe,
     )
     tell_of_lengths("generate", sharing.sharding, args.partition, known)
@@ -175,7 +180,7 @@ def main(argv: Sequence[str]) -> int:
     settings = RankSettings(
         model,
         sharing,
-        _strategy(args, model),
+        strategy,
         Sampling(most, args.temperature, args.seed, stops),
         keeps_logits=args.check,
         pool=pool,
@@ -228,8 +233,23 @@ def main(argv: Sequence[str]) -> int:
     return 0 if found.holds else 1
 
 
+def _sharding(args: argparse.Namespace, model: Any, lengths: Sequence[int]) -> Any:
+    """Who owns the new tokens of prefills; None: all ranks evenly, in zigzag."""
+    chain = served_chain(args, model, lengths)
+    if args.prefill_strategy != CSPS:
+        return chain
+    from distca.schedule.serving.csps.pipeline import shard_near
+
+    return partial(shard_near, ranks=args.context_parallel_size)
+
+
 def _strategy(args: argparse.Namespace, model: Any) -> Any:
     """What travels in prefills, or who chooses it."""
+    ranks = args.context_parallel_size
+    heads = model.shape.kv_heads, model.tensor_parallel_size
+    near = near_to_far(args, model.windows, *heads, ranks, ranks)
+    if near is not None:
+        return near
     if args.prefill_strategy == RUNAHEAD:
         return "pass-kv"
     if args.prefill_strategy != "auto":

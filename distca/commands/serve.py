@@ -15,6 +15,7 @@ from distca.commands.described import RUNAHEAD, add_partition_flag
 from distca.commands.serve_nodes import add_node_flags, nodes_of
 from distca.commands.serve_roles import add_role_flags, roles_of
 from distca.commands.served_chain import served_chain, tell_of_lengths
+from distca.commands.served_sparsity import CSPS, add_sparsity_flags, near_to_far
 from distca.cost.profile import Profile
 from distca.schedule.serving import SELECTORS, STRATEGIES
 from distca.schedule.serving.cdsp import PREFILL_STRATEGIES
@@ -122,8 +123,9 @@ def build_parser() -> Parser:
         metavar="NAME",
         help=f"{', '.join(STRATEGIES)} or auto: what travels in chunks of long prompts, keys and "
         "values (default) or queries and outputs; auto chooses for each iteration. With runahead "
-        "keys travel down a chain of ranks, which have contiguous parts of a chunk; with sp-ntp "
-        "heads are scattered over ranks. With --prefill-ranks who gets which ranks: "
+        "keys travel down a chain of ranks, which have contiguous parts of a chunk; with csps from "
+        "near ranks to far ones, and of far keys only some; with sp-ntp heads are scattered over "
+        "ranks. With --prefill-ranks who gets which ranks: "
         f"{', '.join(PREFILL_STRATEGIES)} (default; fixed-N for each power of two).",
     )
     ranks.add_argument(
@@ -148,6 +150,7 @@ def build_parser() -> Parser:
         "processes reach on CPUs.",
     )
     add_partition_flag(ranks, "searched, a table that `distca tune partitions` wrote")
+    add_sparsity_flags(ranks)
     ranks.add_argument(
         "--context-parallel-threshold",
         type=int,
@@ -235,7 +238,7 @@ def main(argv: Sequence[str]) -> int:
     roles = roles_of(args)
     if roles is None:
         args.prefill_strategy = args.prefill_strategy or STRATEGIES[0]
-        able = (*STRATEGIES, "auto", RUNAHEAD, "sp-ntp")
+        able = (*STRATEGIES, "auto", RUNAHEAD, "sp-ntp", CSPS)
         if args.prefill_strategy not in able:
             raise ValueError(
                 f"--prefill-strategy {args.prefill_strategy}: choose from {', '.join(able)}, or "
@@ -310,6 +313,7 @@ def _settings(
     """
     from distca.schedule.serving.accounts import block_bytes
     from distca.schedule.serving.csps.head_scatter import head_groups
+    from distca.schedule.serving.partitions import Chain, even_shares
     from distca.schedule.serving.scheduler import Limits
     from distca.serve.engine.settings import EngineSettings
     from distca.serve.models import model_digest
@@ -324,6 +328,7 @@ def _settings(
     if roles is not None:
         check_divides(served.config, roles.decode_tensor, "--decode-tensor-parallel-size")
         ranks = roles.prefill + roles.decode
+    near = _near_to_far(args, served, nodes, ranks)
     settings = EngineSettings(
         args.model,
         args.dtype,
@@ -332,14 +337,14 @@ def _settings(
         positions,
         ranks,
         args.tensor_parallel_size,
-        _strategy(args, served) if roles is None and chain is None else STRATEGIES[0],
+        near or (_strategy(args, served) if roles is None and chain is None else STRATEGIES[0]),
         Limits(
             args.max_num_seqs,
             args.max_num_batched_tokens,
             args.cp_kv_cache_interleave_size or args.block_size,
             args.context_parallel_threshold,
             args.attention_servers,
-            chain,
+            chain if near is None else Chain(ranks, even_shares(ranks)),
         ),
         args.block_size,
         args.kv_cache_memory_bytes or (None if gpus else _CPU_CACHE_BYTES),
@@ -362,6 +367,22 @@ def _settings(
         size = block_bytes(served.shape, len(served.windows), settings.block_size)
         settings.check_pools(settings.cache_bytes // size, size)
     return settings
+
+
+def _near_to_far(args: argparse.Namespace, served: Any, nodes: Nodes, ranks: int) -> Any:
+    """How keys travel from near to far; None: they don't.
+
+    Raises:
+        ValueError: the flags contradict each other, or don't fit the model or the ranks.
+    """
+    heads = served.shape.kv_heads, served.tensor_parallel_size
+    near = near_to_far(args, served.windows, *heads, ranks, max(ranks // nodes.count, 1))
+    if near is not None and args.attention_servers:
+        raise ValueError(
+            f"--attention-servers {args.attention_servers} hold keys of any rank, and {CSPS} goes "
+            "by where keys are: leave one out"
+        )
+    return near
 
 
 def _strategy(args: argparse.Namespace, served: Any) -> Any:

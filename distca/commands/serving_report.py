@@ -59,6 +59,14 @@ def format_plan(plan: Plan, steps: Sequence[StepSummary], kind: str) -> str:
     for number, step in enumerate(steps):
         cells = (f"{getattr(step, key) / unit:>12,.{digits}f}" for _, key, unit, digits in _COLUMNS)
         lines.append(f"{number:>6}" + "".join(cells))
+    if plan.tasks.drops:
+        whole, pairs = plan.tasks.pairs(plan.mask), plan.tasks.kept_pairs(plan.mask)
+        keys = sum(each.key_rows for each in steps)
+        all_keys = sum(each.key_rows / each.kept_keys for each in steps)
+        lines.append(
+            f"kept, of a layer that drops rows: {pairs.mean(axis=1).sum() / whole.sum():.1%} of "
+            f"the pairs, {keys / max(all_keys, 1):.1%} of the keys that travel"
+        )
     total = sum(each.bytes_to_servers + each.bytes_to_owners for each in steps)
     lines.append(
         f"{total / 1e6:,.3f} MB a layer and tensor-parallel rank (rows of a step travel during the "

@@ -30,6 +30,7 @@ from distca.commands.described import (
     model_of,
 )
 from distca.commands.served_chain import SEARCHED
+from distca.commands.served_sparsity import CSPS, add_sparsity_flags, near_to_far
 from distca.commands.serving_report import as_json, format_plan, format_simulated, plot_steps
 from distca.cost.kernel_time import CostModel
 from distca.cost.profile import Profile
@@ -48,6 +49,8 @@ from distca.schedule.serving import (
     step_plan,
 )
 from distca.schedule.serving.csps.head_scatter import head_groups
+from distca.schedule.serving.csps.pipeline import NearToFar, shard_near
+from distca.schedule.serving.layer_plans import plan_layers
 from distca.schedule.serving.partitions import Chain, Shares, shard_in_chain
 from distca.schedule.serving.report import describe_steps
 from distca.simulate import save_trace
@@ -110,6 +113,7 @@ def build_parser(command: str, kind: Kind) -> Parser:
     )
     if kind == "prefill":
         add_selection_flags(ranks, "auto", SEARCHED)
+        add_sparsity_flags(ranks)
     model = add_model_flags(parser)
     model.add_argument(
         "--dtype-bytes", type=int, default=2, metavar="N", help="Bytes of an element: 2 for bf16."
@@ -188,6 +192,7 @@ class StepCase:
         mask: mask of all layers.
         costs: costs of the model on the cluster.
         cost_model: seconds of tasks.
+        near: how keys travel from near to far; None: they don't.
     """
 
     kind: Kind
@@ -196,9 +201,21 @@ class StepCase:
     mask: Mask
     costs: InferenceCosts
     cost_model: CostModel
+    near: NearToFar | None = None
 
-    def plan(self, strategy: Strategy) -> Plan:
-        """The plan with a strategy, as `distca generate` makes it."""
+    def layers(self, strategy: Strategy | NearToFar) -> list[Plan]:
+        """The plan of each layer."""
+        layers = self.costs.model.layers
+        if isinstance(strategy, str):
+            return [self.plan(strategy)] * layers
+        plans = plan_layers(lambda _: self.held, self.new, [self.mask], strategy)
+        return [plans.of(layer, self.mask) for layer in range(layers)]
+
+    def plan(self, strategy: Strategy | NearToFar) -> Plan:
+        """The plan with a strategy, as `distca generate` makes it, of a layer that drops most."""
+        if not isinstance(strategy, str):
+            found = self.layers(strategy)
+            return min(found, key=lambda plan: int(plan.tasks.kept_pairs(plan.mask).mean(1).sum()))
         prefill = self.kind == "prefill"
         shape, ranks = self.costs.shape, self.new.world_size
         groups = head_groups(shape.heads, shape.kv_heads, ranks)
@@ -206,8 +223,10 @@ class StepCase:
             self.held, self.new, strategy, self.mask, in_steps=prefill, head_groups=groups
         )
 
-    def chosen(self, strategy: str, selector: str) -> Strategy:
+    def chosen(self, strategy: str, selector: str) -> Strategy | NearToFar:
         """The strategy that flags ask for."""
+        if self.near is not None:
+            return self.near
         if self.kind == "decode":
             return "pass-q"
         if strategy == RUNAHEAD:
@@ -266,6 +285,9 @@ def read_case(args: argparse.Namespace, kind: Kind) -> StepCase:
         owners = shard_in_stripes(starts, starts + new, numbers, stripe, ranks)
     elif args.prefill_strategy == RUNAHEAD:
         owners = _chain(args, costs, cost_model)(starts, starts + new)
+    elif args.prefill_strategy == CSPS:
+        given_shares(args, ranks)
+        owners = shard_near(starts, starts + new, ranks)
     else:
         given_shares(args, ranks)
         owners = shard_evenly(starts, starts + new, ranks)
@@ -276,7 +298,15 @@ def read_case(args: argparse.Namespace, kind: Kind) -> StepCase:
         Mask(args.window_left),
         costs,
         cost_model,
+        _near_to_far(args, costs, ranks) if kind == "prefill" else None,
     )
+
+
+def _near_to_far(args: argparse.Namespace, costs: InferenceCosts, ranks: int) -> NearToFar | None:
+    """How keys travel from near to far, as flags describe it; None: they don't."""
+    windows = [args.window_left] * costs.model.layers
+    heads = costs.shape.kv_heads, args.tensor_parallel_size
+    return near_to_far(args, windows, *heads, ranks, costs.links.ranks_per_node)
 
 
 def _chain(args: argparse.Namespace, costs: InferenceCosts, cost_model: CostModel) -> Sharding:
@@ -335,7 +365,7 @@ def plan(argv: list[str]) -> int:
     made.validate()
     steps = describe_steps(made, case.costs.shape)
     if args.json:
-        _write(json.dumps({"strategy": strategy, "steps": [asdict(each) for each in steps]}))
+        _write(json.dumps({"strategy": made.scheduler, "steps": [asdict(each) for each in steps]}))
     else:
         _write(format_plan(made, steps, kind))
     if args.save is not None:
@@ -352,20 +382,17 @@ def simulate(argv: list[str]) -> int:
     check_output("--trace", args.trace)
     case = read_case(args, kind)
     strategy = _chosen(args, case)
-    tried: tuple[Strategy, ...] = (strategy,)
+    name = strategy if isinstance(strategy, str) else CSPS
+    tried: dict[str, Strategy | NearToFar] = {name: strategy}
     choosing = kind == "prefill" and args.prefill_strategy in (*STRATEGIES, "auto")
     if choosing:
-        tried = STRATEGIES
-    plans: dict[str, Plan] = {each: case.plan(each) for each in tried}
-    layers = case.costs.model.layers
+        tried = {each: each for each in STRATEGIES}
+    plans = {each: case.plan(made) for each, made in tried.items()}
     found = {
         each: simulate_step(
-            [made] * layers,
-            case.costs,
-            case.cost_model,
-            args.trace is not None and each == strategy,
+            case.layers(made), case.costs, case.cost_model, args.trace is not None and each == name
         )
-        for each, made in plans.items()
+        for each, made in tried.items()
     }
     choices: dict[str, str] = {}
     if choosing:
@@ -373,16 +400,16 @@ def simulate(argv: list[str]) -> int:
             each: case.selector(each).choose(case.held, case.new, case.plan) for each in SELECTORS
         }
     if args.json:
-        _write(json.dumps(as_json(found, strategy, choices), indent=1))
+        _write(json.dumps(as_json(found, name, choices), indent=1))
     else:
-        _write(format_simulated(plans, found, case.costs, case.cost_model, strategy, choices))
+        _write(format_simulated(plans, found, case.costs, case.cost_model, name, choices))
     if args.trace is not None:
         args.trace.parent.mkdir(parents=True, exist_ok=True)
-        save_trace(args.trace, found[strategy])
+        save_trace(args.trace, found[name])
     return 0
 
 
-def _chosen(args: argparse.Namespace, case: StepCase) -> Strategy:
+def _chosen(args: argparse.Namespace, case: StepCase) -> Strategy | NearToFar:
     return case.chosen(getattr(args, "prefill_strategy", ""), getattr(args, "selector", ""))
 
 

@@ -8,6 +8,7 @@ there are as many bytes and pairs as planned, whatever the tokens are.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,7 +16,9 @@ import torch
 from distca.attention.importance import most_important
 from distca.attention.kernel import KernelTasks
 from distca.attention.merge import merge_rows
+from distca.attention.sink import with_sink
 from distca.runtime.core_attention import CoreAttention
+from distca.runtime.importance import Importance
 from distca.runtime.kept_exchange import KeptCall, KeptExchange, KeptSpan
 from distca.runtime.messages import ByKind
 from distca.runtime.stepped_call import Fill, SteppedCall, nothing_to_fill
@@ -96,6 +99,51 @@ class SparseCall(SteppedCall):
         tasks = KernelTasks(call.cu_seqlens_q, call.cu_seqlens_kv, False, None, self._scale)
         part = self._core.kernel.forward(q[rows], k, v, tasks)
         merge_rows(out, lse, rows, *part)
+
+
+@dataclass(frozen=True)
+class SparseAttention:
+    """Core attention of layers that drop rows, all alike.
+
+    Attributes:
+        core: transport, kernel and buffers.
+        exchange: this rank's part of the plan.
+        importance: importance of this rank's tokens, which each layer tells for the next one.
+    """
+
+    core: CoreAttention
+    exchange: KeptExchange
+    importance: Importance
+
+    @property
+    def queries(self) -> int:
+        """Query rows of this rank."""
+        return self.exchange.own.queries
+
+    def __call__(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        scale: float,
+        sink: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Returns the outputs of this rank's queries. Collective.
+
+        Args:
+            q: local queries, `[local rows, heads, head_dim]`.
+            k: keys, `[rows, kv_heads, head_dim]`: the local ones at the exchange's places.
+            v: like `k`.
+            scale: factor of the scores.
+            sink: one more logit of each head, `[heads]`; None: there is none.
+        """
+        tensors, labels = ByKind([q], [k, v]), dict[str, Any]()
+        table = self.importance.table
+        call = SparseCall(self.core, self.exchange, tensors, scale, labels, table)
+        out, lse = call.run(self.importance)
+        if sink is not None:
+            out, _ = with_sink(out, lse, sink)
+        return out.to(q.dtype)
 
 
 def _rows_and_heads(

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from distca.runtime import Trace
-from distca.schedule.serving import Selector, Strategy
+from distca.schedule.serving.layer_plans import PrefillStrategy
 from distca.schedule.serving.partitions import Chain
 from distca.serve.models import ServedModel
 from distca.serve.pool_size import check_room
@@ -60,7 +60,7 @@ class Generator:
         model: ServedModel,
         rank: ModelRank,
         planner: StepPlanner,
-        strategy: Strategy | Selector,
+        strategy: PrefillStrategy,
         sampling: Sampling,
         keeps_logits: bool = False,
         told: Callable[[int, int], None] = lambda sequence, token: None,

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from distca.lifetime import end_with_parent
-from distca.schedule.serving import Selector, Strategy
+from distca.schedule.serving.layer_plans import PrefillStrategy
 from distca.serve.generation import Answer, Generator
 from distca.serve.models import ServedModel
 from distca.serve.pool_size import NoRoom, PoolSize, Sharing
@@ -46,7 +46,7 @@ class RankSettings:
 
     model: ServedModel
     sharing: Sharing
-    strategy: Strategy | Selector
+    strategy: PrefillStrategy
     sampling: Sampling
     keeps_logits: bool = False
     pool: PoolSize = field(default_factory=PoolSize)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -18,7 +18,11 @@ from distca.plan import Mask
 from distca.plan.span import Bools, Int64s, expand_ranges
 from distca.runtime import CoreAttention, Exchange, ProgramRun
 from distca.runtime.decode_exchange import build_decode_exchange
+from distca.runtime.exchange import map_indices
 from distca.runtime.head_rows import key_places
+from distca.runtime.importance import Importance
+from distca.runtime.kept_call import SparseAttention
+from distca.runtime.kept_exchange import build_kept_exchange
 from distca.runtime.kv_pool import BlockTables, KvPool
 from distca.runtime.row_moves import build_row_moves, move_rows
 from distca.runtime.step_exchange import SteppedExchange, build_stepped_exchange
@@ -113,7 +117,7 @@ class RankSteps:
         for sequence, rows in zip(move.sequences, after.tolist(), strict=True):
             tables.truncate(sequence, -(-rows // tables.block_size))
         moves = build_row_moves(move, rank, self._shape, held, self._slots(move.sequences, after))
-        move_rows(self._core, self.pool, moves.map_indices(lambda index: index.to(self._device)))
+        move_rows(self._core, self.pool, moves.map_indices(self._on_device))
 
     def drop(self, sequence: int) -> None:
         """Forgets where the keys and values of a sequence are."""
@@ -151,13 +155,29 @@ class RankSteps:
         # Keys and values of all the sequences' rows here, in the order of the plans.
         slots = self._slots(part.sequences, part.rows[:, rank])
         calls: dict[Mask, _Attention] = {}
-        for mask, plan in part.plans.items():
+        sparse, shared = dict[int, SparseAttention](), dict[int, SparseAttention]()
+        importance = None
+        if part.plans.sparse:
+            full = part.plans.by_mask[Mask()]
+            importance = Importance(full, rank, slots, self._shape.kv_heads, self._device)
+        for mask, plan in part.plans.by_mask.items():
             needed = needed.union(step_memory(plan, self._shape))
             places = key_places(slots, plan.head_groups, self._shape.kv_heads)
             exchange = build_stepped_exchange(plan, rank, places)
-            on_device = exchange.map_indices(lambda index: index.to(self._device))
-            calls[mask] = _InSteps(self._core, on_device)
-        return _PartRun(calls, needed)
+            on_device = exchange.map_indices(self._on_device)
+            told = importance if mask.window_left is None else None
+            calls[mask] = _InSteps(self._core, on_device, told)
+        for layer, plan in part.plans.sparse.items():
+            assert importance is not None
+            if id(plan) not in shared:
+                needed = needed.union(step_memory(plan, self._shape))
+                kept = map_indices(build_kept_exchange(plan, rank, slots), self._on_device)
+                shared[id(plan)] = SparseAttention(self._core, kept, importance)
+            sparse[layer] = shared[id(plan)]
+        return _PartRun(calls, needed, sparse)
+
+    def _on_device(self, index: torch.Tensor) -> torch.Tensor:
+        return index.to(self._device)
 
     def _decode(self, part: Decode) -> _PartRun:
         transport, kernel = self._core.transport, self._kernel
@@ -261,6 +281,7 @@ class _InSteps:
 
     core: CoreAttention
     exchange: SteppedExchange
+    importance: Importance | None
 
     @property
     def queries(self) -> int:
@@ -274,7 +295,9 @@ class _InSteps:
         scale: float,
         sink: torch.Tensor | None,
     ) -> torch.Tensor:
-        return attend_in_steps(self.core, q, k, v, self.exchange, scale, sink_H=sink)
+        return attend_in_steps(
+            self.core, q, k, v, self.exchange, scale, importance=self.importance, sink_H=sink
+        )
 
 
 @dataclass(frozen=True)
@@ -284,10 +307,16 @@ class _PartRun:
     Attributes:
         calls: core attention of the layers of each mask.
         memory: buffers that the calls need.
+        sparse: core attention of each layer that drops rows.
     """
 
     calls: Mapping[Mask, _Attention]
     memory: CoreAttentionMemory
+    sparse: Mapping[int, _Attention] = field(default_factory=dict)
+
+    def call(self, layer: int, mask: Mask) -> _Attention:
+        """Core attention of a layer."""
+        return self.sparse.get(layer) or self.calls[mask]
 
 
 @dataclass
@@ -357,7 +386,7 @@ class StepRun:
         self.pool.write(layer, self.slots, k, v)
         if self.watch is not None:
             self.watch.written(layer)
-        calls = [part.calls[Mask(self.windows[layer])] for part in self.parts]
+        calls = [part.call(layer, Mask(self.windows[layer])) for part in self.parts]
         queries = torch.split(q, [call.queries for call in calls])
         self.labels["layer"] = layer
         out = [

@@ -12,22 +12,17 @@ import numpy as np
 from distca.cost.volume import AttentionShape, plan_bytes
 from distca.plan import Mask, Placement, Plan
 from distca.plan.span import Int64s
-from distca.schedule.serving import (
-    Selector,
-    Sharding,
-    Strategy,
-    chosen_strategy,
-    shard_evenly,
-    step_plan,
-)
+from distca.schedule.serving import Sharding, shard_evenly
 from distca.schedule.serving.accounts import Accounts, Growth, NewBlocks
 from distca.schedule.serving.blocks import BlockPool
 from distca.schedule.serving.decode import Decode, plan_decode
 from distca.schedule.serving.holdings import Holdings
+from distca.schedule.serving.layer_plans import LayerPlans, PrefillStrategy, plan_layers
 from distca.schedule.serving.restripe import Restripe, even_shares, restripe
 from distca.serve.models import ServedModel
 
-_FULL = Mask()
+Windows = Sequence[int | None]
+"""For each layer how many earlier tokens a query sees; None: all."""
 
 
 @dataclass(frozen=True)
@@ -36,13 +31,13 @@ class Prefill:
 
     Attributes:
         sequences: sequences that are fed, by number.
-        plans: plan of the layers of each mask, over these sequences in their order.
+        plans: plans of the layers, over these sequences in their order.
         new: owners of the new tokens.
         before: rows of each sequence on each rank before, int64 `[sequences, ranks]`.
     """
 
     sequences: tuple[int, ...]
-    plans: Mapping[Mask, Plan]
+    plans: LayerPlans
     new: Placement
     before: Int64s
 
@@ -53,9 +48,13 @@ class Prefill:
         np.add.at(after, (self.new.document, self.new.rank), self.new.end - self.new.start)
         return after
 
-    def bytes_by_sequence(self, mask: Mask, shape: AttentionShape) -> Int64s:
-        """Bytes that a layer moves for each sequence."""
-        plan = self.plans[mask]
+    def bytes_by_sequence(self, windows: Windows, shape: AttentionShape) -> Int64s:
+        """Bytes that all layers move for each sequence."""
+        layers = [self.plans.of(layer, Mask(window)) for layer, window in enumerate(windows)]
+        plans, times = {id(plan): plan for plan in layers}, Counter(map(id, layers))
+        return np.sum([n * self._bytes(plans[each], shape) for each, n in times.items()], axis=0)
+
+    def _bytes(self, plan: Plan, shape: AttentionShape) -> Int64s:
         sequence = plan.tasks.document % plan.sequences
         documents = (plan.tasks[sequence == n] for n in range(plan.sequences))
         found = [plan_bytes(replace(plan, tasks=tasks), shape) for tasks in documents]
@@ -87,12 +86,16 @@ class Step:
         """Bytes that the step moves for each sequence, in all layers, by its plans."""
         found: list[int] = []
         for part in self.parts:
-            layers = Counter(model.windows).items()
-            of_windows = [
-                count * part.bytes_by_sequence(Mask(window), model.shape)
-                for window, count in layers
-            ]
-            found += (model.tensor_parallel_size * np.sum(of_windows, axis=0)).tolist()
+            if isinstance(part, Prefill):
+                moved = part.bytes_by_sequence(model.windows, model.shape)
+            else:
+                layers = Counter(model.windows).items()
+                of_masks = [
+                    count * part.bytes_by_sequence(Mask(window), model.shape)
+                    for window, count in layers
+                ]
+                moved = np.sum(of_masks, axis=0)
+            found += (model.tensor_parallel_size * moved).tolist()
         return found
 
 
@@ -136,7 +139,7 @@ class StepPlanner:
     def plan(
         self,
         counts: Mapping[int, int],
-        strategy: Strategy | Selector,
+        strategy: PrefillStrategy,
         decodes: bool,
         sharding: Sharding | None = None,
     ) -> Step:
@@ -168,14 +171,7 @@ class StepPlanner:
             alike = starts if mask.window_left is None else mask.first_key(starts)
             return self.holdings.placement(sequences, alike)
 
-        def planned(strategy: Strategy, mask: Mask = _FULL) -> Plan:
-            return step_plan(
-                held(mask), new, strategy, mask, in_steps=True, head_groups=self._head_groups
-            )
-
-        # Under a window little travels, whatever the strategy: layers without one decide.
-        chosen = chosen_strategy(strategy, held(_FULL), new, planned)
-        plans = {mask: planned(chosen, mask) for mask in self._masks}
+        plans = plan_layers(held, new, self._masks, strategy, head_groups=self._head_groups)
         prefill = Prefill(sequences, plans, new, before)
         blocks = self._take(prefill)
         self.holdings.note(sequences, new)

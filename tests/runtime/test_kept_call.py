@@ -16,14 +16,16 @@ from distca.cost.step_memory import STEP_SLOTS, step_memory
 from distca.cost.volume import AttentionShape, plan_bytes
 from distca.plan import Mask, Placement, Plan
 from distca.runtime import Buffers, CoreAttention
-from distca.runtime.importance import OBSERVERS, Importance
+from distca.runtime.importance import Importance
 from distca.runtime.kept_call import SparseCall
 from distca.runtime.kept_exchange import build_kept_exchange
 from distca.runtime.messages import ByKind
 from distca.schedule.serving import nobody_holds
-from distca.schedule.serving.csps import Levels, NearToFar, Sparsity, shard_near
+from distca.schedule.serving.csps import Levels, Sparsity
+from distca.schedule.serving.csps.pipeline import NearToFar, shard_near
 from distca.schedule.serving.step_program import step_program
 from distca.transport.virtual import VirtualTransport
+from support.sparse_reference import importance_of, kept_pairs
 from support.stepped import CPU, SCALE, inputs, rows_of, run_virtually
 
 SHAPE = AttentionShape(heads=6, kv_heads=2, head_dim=8, dtype_bytes=4)
@@ -82,31 +84,6 @@ class SparseRank:
         return SparseCall(self.core, self.exchange, self.tensors, SCALE, {}, table)
 
 
-def kept_pairs(plan: Plan, importance: torch.Tensor) -> torch.Tensor:
-    """The pairs that are kept, by definition: bool `[kv_heads, tokens, tokens]`.
-
-    Args:
-        plan: plan that drops rows.
-        importance: importance of all tokens, `[tokens, kv_heads]`.
-    """
-    tokens, t = int(plan.lengths.sum()), plan.tasks
-    assert t.kept_q is not None
-    assert t.kept_kv is not None
-    seen = torch.zeros(SHAPE.kv_heads, tokens, tokens, dtype=torch.bool)
-    last = {int(end) - 1 for end in np.cumsum(plan.lengths)}
-    for task in range(len(t)):
-        offset = int(plan.document_offsets[t.document[task]])
-        q = range(offset + t.q_start[task], offset + t.q_end[task])
-        kv = range(offset + t.kv_start[task], offset + t.kv_end[task])
-        for head in range(SHAPE.kv_heads):
-            of_head = importance[:, head].tolist()
-            queries = sorted(q, key=lambda n: (n in last, of_head[n], n), reverse=True)
-            keys = sorted(kv, key=lambda n: (of_head[n], n), reverse=True)
-            for query in queries[: t.kept_q[task, head]]:
-                seen[head, query, keys[: t.kept_kv[task, head]]] = True
-    return seen & torch.ones(tokens, tokens, dtype=torch.bool).tril()
-
-
 @pytest.mark.parametrize(("ranks", "per_node"), [(2, 1), (3, 2), (4, 2), (4, 1)])
 @pytest.mark.parametrize("scale_of_logits", [1.0, 1000.0])
 def test_kept_rows_are_attended_to(ranks: int, per_node: int, scale_of_logits: float) -> None:
@@ -154,22 +131,13 @@ def test_nothing_dropped_is_dense(ranks: int) -> None:
 def test_importance_is_what_the_last_queries_give() -> None:
     dense, plan = kept_plans(2, 3, 2)
     q, k, v = (each.float() for each in inputs(plan, SHAPE))
-    document = np.repeat(np.arange(len(plan.lengths)), plan.lengths)
-    visible = document_visibility(plan.lengths.tolist())
-    _, lse = attend(q, k, v, visible, SCALE)
-    weights = torch.einsum("qhd,khd->hqk", q, k.repeat_interleave(3, 1)) * SCALE
-    weights = torch.exp(weights - lse.T[..., None]) * visible
+    _, lse = attend(q, k, v, document_visibility(plan.lengths.tolist()), SCALE)
+    expected = importance_of(plan, q, k, lse, SCALE, 3)
     for rank in range(3):
         queries, keys = rows_of(plan, rank)
-        places = np.arange(len(keys))
-        found = Importance(dense, rank, places, SHAPE.kv_heads, CPU)
+        found = Importance(dense, rank, np.arange(len(keys)), SHAPE.kv_heads, CPU)
         found.update(q[queries], k[keys], lse[queries], SCALE)
-        expected = torch.zeros(len(keys), 6)
-        for each in np.unique(document[queries]):
-            last = queries[document[queries] == each][-OBSERVERS:]
-            expected += weights[:, last][:, :, keys].sum(1).T
-        expected = expected.unflatten(1, (2, 3)).sum(2)
-        assert torch.allclose(found.table, expected, atol=1e-5)
+        assert torch.allclose(found.table, expected[keys], atol=1e-5)
 
 
 def test_levels_that_overlap_are_not_exact() -> None:

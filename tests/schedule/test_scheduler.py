@@ -267,7 +267,7 @@ def test_plans_of_iterations_are_valid(strategy) -> None:
     assert whole.decode.sequences == (6, 8)
     assert whole.decode.rows.sum(axis=1).tolist() == [17, 41]
     assert int(whole.new_tokens.sum()) == 44
-    for plan in whole.chunks.plans.values():
+    for plan in whole.chunks.plans.by_mask.values():
         plan.validate()
         assert plan.cached_prefix.tolist() == [0, 13, 0]
         assert int(plan.own_tokens_per_rank().sum()) == 42

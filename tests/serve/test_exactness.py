@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from datetime import timedelta
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -12,9 +13,13 @@ import numpy as np
 import pytest
 import torch
 
-from distca.plan import Placement
+from distca.cost.link import Links
+from distca.plan import Mask, Placement, Plan
 from distca.plan.span import Int64s
-from distca.schedule.serving import STRATEGIES, Sharding, shard_evenly
+from distca.schedule.serving import STRATEGIES, Sharding, nobody_holds, shard_evenly
+from distca.schedule.serving.csps import Levels, Sparsity
+from distca.schedule.serving.csps.pipeline import NearToFar, shard_near
+from distca.schedule.serving.layer_plans import LayerPlans, plan_layers
 from distca.schedule.serving.partitions import Chain, search_partition
 from distca.serve.chat import Answered
 from distca.serve.check import compare
@@ -27,6 +32,7 @@ from distca.simulate.chain import ChainCosts
 from support.chains import AfterAnywhere
 from support.ranks import Ranks
 from support.small_models import FAMILIES, VOCABULARY, save_small_model
+from support.sparse_reference import sparse_logits
 
 Turns = list[dict[int, list[int]]]
 GREEDY = Sampling(max_tokens=8)
@@ -238,6 +244,60 @@ def test_heads_scattered(
     path = str(save_small_model(family, tmp_path, num_key_value_heads=kv_heads))
     sampling = Sampling(max_tokens=64) if full else GREEDY
     check(ranks, path, world_size, "sp-ntp", 4, sampling=sampling)
+
+
+def near_to_far(model: ServedModel, ranks: int, per_node: int, drop: float) -> NearToFar:
+    """Keys from near to far, two micro-partitions of each level."""
+    levels = Levels(Links(per_node), ranks)
+    sizes = len(model.windows), model.shape.kv_heads
+    sparsity = Sparsity.of_drop_ratio(drop, *sizes, drop_of_queries=drop / 2)
+    return NearToFar(levels, sparsity, model.windows, (2,))
+
+
+@pytest.mark.parametrize(("family", "world_size"), [("llama", 4), ("gemma3_text", 3)])
+def test_near_to_far_is_exact_where_nothing_is_dropped(
+    ranks, models, family: str, world_size: int
+) -> None:
+    model = read_model(models[family], torch.float32)
+    strategy = near_to_far(model, world_size, 2, 0.0)
+    sharding = partial(shard_near, ranks=world_size)
+    check(ranks, models[family], world_size, strategy, 4, sharding=sharding)
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_sparse_answers_are_those_of_the_pairs_that_are_kept(
+    ranks, tmp_path: Path, world_size: int
+) -> None:
+    """Bytes are as planned; later turns and decoding go on, on keys that lie anywhere."""
+    model = read_model(str(save_small_model("llama", tmp_path, num_hidden_layers=4)), torch.float32)
+    strategy = near_to_far(model, world_size, 2, 0.7)
+    sharding = partial(shard_near, ranks=world_size)
+    how = strategy, 4, Sampling(max_tokens=3), TURNS, sharding
+    results = ranks.run(answers_of_a_rank, model, *how, world_size=world_size)
+    answers, planned, _, _ = results[0]
+    assert planned == sum(counted for _, _, counted, _ in results)
+    starts, ends = np.zeros(3, dtype=np.int64), np.array([150, 1, 2])
+    new, nothing = sharding(starts, ends), nobody_holds(world_size)
+    plans = plan_layers(lambda _: nothing, new, model.masks, strategy)
+    of_first = {layer: only_first(plan) for layer, plan in plans.sparse.items()}
+    assert [*of_first] == [1, 2]
+    plans = LayerPlans({Mask(): only_first(plans.by_mask[Mask()])}, of_first)
+    expected = sparse_logits(model, plans, TURNS[0][0], world_size)
+    dense = sparse_logits(model, LayerPlans(plans.by_mask), TURNS[0][0], world_size)
+    found = answers[0][0].logits[0].double()
+    assert (found - expected).abs().max() < 1e-5
+    assert (found - dense).abs().max() > 1e-3
+
+
+def only_first(plan: Plan) -> Plan:
+    """A plan of the first document alone."""
+    mine = plan.placement.document == 0
+    tasks = plan.tasks[plan.tasks.document == 0]
+    placement = plan.placement.select(mine)
+    prefix = np.zeros(1, dtype=np.int64)
+    return replace(
+        plan, lengths=plan.lengths[:1], placement=placement, tasks=tasks, cached_prefix=prefix
+    )
 
 
 def prompts_on_one_of_three(starts: Int64s, ends: Int64s) -> Placement:

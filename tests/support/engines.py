@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections import Counter
 from collections.abc import Container, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -153,17 +152,17 @@ def _planned(settings: EngineSettings) -> Iterator[list[int]]:
     from distca.serve.engine import worker
 
     model, total, plan_iteration = _model_of(settings), [0], worker.plan_iteration
-    layers = Counter(Mask(window) for window in model.windows)
 
     def recording(*arguments: Any) -> Any:
         plan = plan_iteration(*arguments)
-        for mask, count in layers.items():
-            moved = 0
+        for layer, window in enumerate(model.windows):
+            mask, moved = Mask(window), 0
             if plan.chunks is not None:
-                moved += plan_bytes(plan.chunks.plans[mask], model.shape).forward().total
+                of_layer = plan.chunks.plans.of(layer, mask)
+                moved += plan_bytes(of_layer, model.shape).forward().total
             if plan.decode is not None:
                 moved += int(plan.decode.bytes_by_sequence(mask, model.shape).sum())
-            total[0] += moved * count * settings.tensor_parallel_size
+            total[0] += moved * settings.tensor_parallel_size
         return plan
 
     with mock.patch.object(worker, "plan_iteration", recording):

@@ -6,18 +6,15 @@ sequence has on one rank alone is computed there.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from distca.plan import Mask, Placement, Plan
+from distca.plan import Mask, Placement
 from distca.plan.span import Int64s
 from distca.schedule.serving.decode import Decode
-from distca.schedule.serving.selection import Selector, chosen_strategy
-from distca.schedule.serving.steps import Strategy, step_plan
-
-_FULL = Mask()
+from distca.schedule.serving.layer_plans import LayerPlans, PrefillStrategy, plan_layers
 
 
 @dataclass(frozen=True)
@@ -29,12 +26,14 @@ class Part:
         start: position of the first token that is fed.
         count: tokens that are fed.
         ranks: owners of the sequence's blocks, those of its new tokens included, int64 `[blocks]`.
+        dense: whether nothing is dropped of its chunks, whatever the strategy.
     """
 
     sequence: int
     start: int
     count: int
     ranks: Int64s
+    dense: bool = False
 
     def rows(self, end: int, block_size: int, world_size: int) -> Int64s:
         """Rows of the positions before `end` on each rank, int64 `[ranks]`."""
@@ -51,20 +50,20 @@ class Chunks:
 
     Attributes:
         sequences: sequences that are fed, in the order of the plans' documents.
-        plans: plan of the layers of each mask.
+        plans: plans of the layers.
         new: owners of the new tokens.
         before: rows of each sequence on each rank before, int64 `[sequences, ranks]`.
     """
 
     sequences: tuple[int, ...]
-    plans: Mapping[Mask, Plan]
+    plans: LayerPlans
     new: Placement
     before: Int64s
 
     def members(self) -> set[int]:
         """Ranks that own new tokens, or compute or send something."""
         found = {*self.new.rank.tolist()}
-        for plan in self.plans.values():
+        for plan in self.plans.by_mask.values():
             found |= {*plan.tasks.server.tolist()}
             for segments in (plan.q_segments, plan.kv_segments):
                 found |= {*segments.owner.tolist()}
@@ -93,7 +92,7 @@ def plan_iteration(
     masks: Sequence[Mask],
     block_size: int,
     world_size: int,
-    strategy: Strategy | Selector,
+    strategy: PrefillStrategy,
     head_groups: int = 1,
 ) -> IterationPlan:
     """Plans an iteration.
@@ -129,7 +128,7 @@ def _plan_chunks(
     masks: Sequence[Mask],
     block_size: int,
     world_size: int,
-    strategy: Strategy | Selector,
+    strategy: PrefillStrategy,
     head_groups: int,
 ) -> Chunks:
     held = _owned([(part, 0, part.start) for part in parts], block_size, world_size)
@@ -137,15 +136,11 @@ def _plan_chunks(
         [(part, part.start, part.start + part.count) for part in parts], block_size, world_size
     )
 
-    def planned(strategy: Strategy, mask: Mask = _FULL) -> Plan:
-        return step_plan(held, new, strategy, mask, in_steps=True, head_groups=head_groups)
-
     if not isinstance(strategy, str) and len({*held.rank.tolist(), *new.rank.tolist()}) == 1:
         # Nothing travels: short requests do not wait for a choice.
         strategy = "pass-kv"
-    # Under a window little travels, whatever the strategy: layers without one decide.
-    chosen = chosen_strategy(strategy, held, new, planned)
-    plans = {mask: planned(chosen, mask) for mask in masks}
+    dense = np.array([part.dense for part in parts])
+    plans = plan_layers(lambda _: held, new, masks, strategy, dense, head_groups)
     before = np.stack([part.rows(part.start, block_size, world_size) for part in parts])
     return Chunks(tuple(part.sequence for part in parts), plans, new, before)
 

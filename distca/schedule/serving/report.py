@@ -17,10 +17,13 @@ class StepSummary:
 
     Attributes:
         tasks: tasks of the step.
-        query_rows, key_rows: rows that travel to servers before it.
+        query_rows, key_rows: rows that travel to servers before it; where some are dropped those
+            of a key-value head on average.
         bytes_to_servers, bytes_to_owners: bytes of these rows, and of the outputs that return.
         bytes_max_sent, bytes_max_received: most bytes of both that a rank sends, and receives.
         load_max_over_mean: pairs of the busiest server over the mean.
+        kept_pairs: share of the visible pairs that is computed.
+        kept_keys: share of the keys that is sent, of those that would be if none were dropped.
     """
 
     tasks: int
@@ -31,6 +34,8 @@ class StepSummary:
     bytes_max_sent: int
     bytes_max_received: int
     load_max_over_mean: float
+    kept_pairs: float = 1.0
+    kept_keys: float = 1.0
 
 
 def describe_steps(plan: Plan, shape: AttentionShape) -> tuple[StepSummary, ...]:
@@ -41,22 +46,29 @@ def describe_steps(plan: Plan, shape: AttentionShape) -> tuple[StepSummary, ...]
         shape: heads of one tensor-parallel rank.
     """
     found = []
-    pairs = plan.tasks.pairs(plan.mask)
+    tasks = plan.tasks
+    visible, kept = tasks.pairs(plan.mask), tasks.kept_pairs(plan.mask)
+    pairs, heads = kept.sum(axis=1), kept.shape[1]
     for number, moved in enumerate(step_bytes(plan, shape)):
         mine = plan.tasks.step == number
         loads = np.zeros(plan.world_size, dtype=np.int64)
         np.add.at(loads, plan.tasks.server[mine], pairs[mine])
         segments, messages = plan.step_segments[number], moved.messages
+        keys = whole = int(segments.kv.moved()[2].sum())
+        if tasks.drops:
+            keys = round(int(plan.kept_keys.of_step(number).counts.sum()) / heads)
         found.append(
             StepSummary(
                 tasks=int(mine.sum()),
                 query_rows=int(segments.q.moved()[2].sum()),
-                key_rows=int(segments.kv.moved()[2].sum()),
+                key_rows=keys,
                 bytes_to_servers=int(messages["dispatch"].sizes.sum()),
                 bytes_to_owners=int(messages["return"].sizes.sum()),
                 bytes_max_sent=int(moved.sent().max()),
                 bytes_max_received=int(moved.received().max()),
                 load_max_over_mean=max_over_mean(loads),
+                kept_pairs=float(pairs[mine].sum() / (heads * visible[mine].sum())),
+                kept_keys=keys / whole if whole else 1.0,
             )
         )
     return tuple(found)

@@ -114,6 +114,12 @@ class Advance:
     finish: FinishReason | None
 
 
+def is_long(prompt: int, limits: Limits) -> bool:
+    """Whether chunks of a prompt of so many tokens may drop rows, for all of its sequence's life:
+    a short prompt's never do, however long its answer is when it is computed again."""
+    return prompt >= limits.short
+
+
 class Scheduler:
     """Sequences that wait and run, and their blocks.
 
@@ -121,6 +127,7 @@ class Scheduler:
         cache: blocks of all ranks.
         limits: bounds and rules.
         salt: what keys and values depend on beside tokens: the model.
+        sparse_salt: that of sequences of long prompts, whose chunks may drop rows; None: alike.
 
     Attributes:
         preemptions: times that a sequence gave up its blocks.
@@ -128,8 +135,15 @@ class Scheduler:
         found: tokens of these that it had.
     """
 
-    def __init__(self, cache: PrefixCache, limits: Limits, salt: bytes = b"") -> None:
-        self._cache, self._limits, self._salt = cache, limits, salt
+    def __init__(
+        self,
+        cache: PrefixCache,
+        limits: Limits,
+        salt: bytes = b"",
+        sparse_salt: bytes | None = None,
+    ) -> None:
+        self._cache, self._limits = cache, limits
+        self._salt, self._sparse_salt = salt, salt if sparse_salt is None else sparse_salt
         self._block_size, self._world_size = cache.pool.block_size, cache.pool.world_size
         # Ranks that compute keys and values; the others hold some.
         self._computing = range(self._world_size - limits.servers)
@@ -309,7 +323,7 @@ class Scheduler:
                 continue
             before = each.computed // self._block_size
             each.computed += feed.count
-            each.digests = extend_digests(each.digests, each.tokens, self._block_size, self._salt)
+            self._extend_digests(each)
             leads = each.number in self._followers
             for full in range(before, each.computed // self._block_size):
                 self._cache.keep(each.blocks[full], each.digests[full], waited=leads)
@@ -453,9 +467,13 @@ class Scheduler:
             ),
         )
 
+    def _extend_digests(self, each: ServedSequence) -> None:
+        salt = self._sparse_salt if is_long(each.prompt, self._limits) else self._salt
+        each.digests = extend_digests(each.digests, each.tokens, self._block_size, salt)
+
     def _look_up(self, each: ServedSequence) -> None:
         """Finds the blocks of a sequence's longest prefix; its last token is always computed."""
-        each.digests = extend_digests(each.digests, each.tokens, self._block_size, self._salt)
+        self._extend_digests(each)
         full = 0 if each.scored else (len(each.tokens) - 1) // self._block_size
         waited = each.prefix is not None or each.number in self._followers
         each.blocks = self._cache.find(each.digests[:full], waited)

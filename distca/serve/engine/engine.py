@@ -19,7 +19,7 @@ from distca.plan.saved import save_plan
 from distca.schedule.serving.blocks import BlockPool
 from distca.schedule.serving.iteration import Part, plan_iteration
 from distca.schedule.serving.prefix_cache import PrefixCache
-from distca.schedule.serving.scheduler import Batch, Feed, Scheduler
+from distca.schedule.serving.scheduler import Batch, Feed, Scheduler, is_long
 from distca.serve.engine.messages import (
     Abort,
     Admit,
@@ -111,7 +111,9 @@ class Engine:
         settings = self._settings
         pool = BlockPool(settings.world_size, blocks, settings.block_size)
         self._cache = PrefixCache(pool, settings.prefix_caching)
-        self._scheduler = Scheduler(self._cache, settings.limits, settings.salt)
+        self._scheduler = Scheduler(
+            self._cache, settings.limits, settings.salt, settings.sparse_salt
+        )
         self._workers.send(Begin(blocks))
         self._send(Started(self._stats(), block_bytes))
 
@@ -248,7 +250,8 @@ class Engine:
 
     def _part(self, feed: Feed) -> Part:
         ranks = np.array(self._ranks[feed.sequence], dtype=np.int64)
-        return Part(feed.sequence, feed.start, feed.count, ranks)
+        dense = not is_long(len(self._submitted[feed.sequence].tokens), self._settings.limits)
+        return Part(feed.sequence, feed.start, feed.count, ranks, dense)
 
     def take_done(self, done: Done) -> None:
         """Takes what a worker has run; the iteration ends with the last of those with a part."""
@@ -315,7 +318,7 @@ class Engine:
         mask = max(settings.masks, key=lambda each: each.window_left or 1 << 62)
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / "plan.json"
-            save_plan(plans[mask], path, {"sequences": list(sequences)})
+            save_plan(plans.by_mask[mask], path, {"sequences": list(sequences)})
             return path.read_text(encoding="utf-8")
 
     def _stats(self) -> Stats:

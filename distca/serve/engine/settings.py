@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import dataclass, field
 
 from distca.plan import Mask
-from distca.schedule.serving import Selector, Strategy
+from distca.schedule.serving.csps.pipeline import NearToFar
+from distca.schedule.serving.layer_plans import PrefillStrategy
 from distca.schedule.serving.scheduler import Limits
 from distca.serve.handoff.settings import Roles
 from distca.serve.transports import TransportName
@@ -65,7 +67,7 @@ class EngineSettings:
     positions: int
     world_size: int
     tensor_parallel_size: int
-    strategy: Strategy | Selector
+    strategy: PrefillStrategy
     limits: Limits
     block_size: int
     cache_bytes: int | None
@@ -78,6 +80,14 @@ class EngineSettings:
     nodes: Nodes = Nodes()
     roles: Roles | None = None
     head_groups: int = 1
+
+    @property
+    def sparse_salt(self) -> bytes:
+        """What keys and values of sequences depend on whose chunks drop rows: the salt itself, and
+        how they are dropped."""
+        if not isinstance(self.strategy, NearToFar) or not self.strategy.sparsity.drops:
+            return self.salt
+        return hashlib.sha256(self.salt + repr(self.strategy).encode()).digest()
 
     @property
     def processes(self) -> int:

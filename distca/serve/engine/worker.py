@@ -20,6 +20,7 @@ import zmq
 from distca.lifetime import end_with_parent
 from distca.plan.span import Int64s
 from distca.schedule.serving.iteration import Part, plan_iteration
+from distca.schedule.serving.scheduler import is_long
 from distca.serve.decode_graphs import capture_for
 from distca.serve.engine.choice import choose_token
 from distca.serve.engine.interface import interface_towards
@@ -234,10 +235,12 @@ class Worker:
         for number in changed:
             moved = self._sequences[number]
             self._model.set_blocks(number, moved.blocks[moved.ranks == self._rank].tolist())
-        return [
-            Part(feed.number, feed.start, feed.count, self._sequences[feed.number].ranks)
-            for feed in iteration.feed
-        ]
+        parts, limits = [], self._settings.limits
+        for feed in iteration.feed:
+            sequence = self._sequences[feed.number]
+            dense = not is_long(sequence.admitted.prompt, limits)
+            parts.append(Part(feed.number, feed.start, feed.count, sequence.ranks, dense))
+        return parts
 
 
 def run_worker(

@@ -76,8 +76,8 @@ def simulate_growth(
         masks = costs.model.masks
         plan = plan_iteration([part], masks.masks, block_size, everyone, strategy)
         assert plan.chunks is not None
-        of_mask = plan.chunks.plans
-        layers = [of_mask[masks.of_layer(layer)] for layer in range(costs.model.layers)]
+        plans, every = plan.chunks.plans, range(costs.model.layers)
+        layers = [plans.of(layer, masks.of_layer(layer)) for layer in every]
         return simulate_step(layers, costs, moves=moves)
 
     moves = _messages(given[1], everyone, block_size * costs.shape.kv_row_bytes)

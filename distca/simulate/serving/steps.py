@@ -12,8 +12,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from distca.cost.kernel_time import CostModel
 from distca.cost.link import Links
@@ -76,11 +78,12 @@ class SteppedCosts:
             servers = plan.world_size
             each = self.cost_model.seconds(sequences.q, sequences.kv, sequences.pairs)
             # Each sequence is one of a head group, of which a GPU has several.
-            each = each / plan.head_groups
+            each = each * sequences.heads / plan.head_groups
             seconds = np.zeros(servers)
             np.add.at(seconds, sequences.server, each)
             shapes = distinct(sequences.server * 2 + sequences.causal) // 2
-            rows = np.bincount(sequences.server, weights=sequences.q, minlength=servers)
+            merged = sequences.q * sequences.heads
+            rows = np.bincount(sequences.server, weights=merged, minlength=servers)
             segments = plan.step_segments[number]
             returning, _ = segments.outputs.moved_per_rank(servers)
             _, arriving = segments.q.moved_per_rank(servers)
@@ -115,22 +118,49 @@ class SteppedCosts:
 @dataclass(frozen=True)
 class _KernelSequences:
     """Sequences of kernel calls: queries over all the keys that they see as full rectangles in a
-    step, and tasks that end on the diagonal. Columns `[sequences]`."""
+    step, and tasks that end on the diagonal; where rows may be dropped those of single key-value
+    heads. Columns `[sequences]`.
+
+    Attributes:
+        heads: share of the heads that a sequence is of.
+    """
 
     server: Int64s
     q: Int64s
     kv: Int64s
     pairs: Int64s
     causal: Int64s
+    heads: Floats
 
 
 def _kernel_sequences(plan: Plan, tasks: Tasks) -> _KernelSequences:
     """Joins the full rectangles of the same queries on a server: their keys are one sequence."""
+    if tasks.kept_q is None or tasks.kept_kv is None:
+        return _joined(plan, tasks, tasks.q_end - tasks.q_start, tasks.kv_end - tasks.kv_start, 1.0)
+    # A rank's own keys are computed as without drops.
+    owner = plan.owners(plan.document_offsets[tasks.document] + tasks.kv_start).rank
+    at_home, away = tasks[owner == tasks.server], tasks[owner != tasks.server]
+    assert away.kept_q is not None
+    assert away.kept_kv is not None
+    lengths = at_home.q_end - at_home.q_start, at_home.kv_end - at_home.kv_start
+    found, heads = [_joined(plan, at_home, *lengths, 1.0)], away.kept_q.shape[1]
+    for q, kv in zip(away.kept_q.T, away.kept_kv.T, strict=True):
+        found.append(_joined(plan, away, q, kv, 1 / heads))
+    return _KernelSequences(*map(np.concatenate, zip(*map(_columns, found), strict=True)))
+
+
+def _columns(of: _KernelSequences) -> tuple[NDArray[Any], ...]:
+    return of.server, of.q, of.kv, of.pairs, of.causal, of.heads
+
+
+def _joined(plan: Plan, tasks: Tasks, q: Int64s, kv: Int64s, share: float) -> _KernelSequences:
+    """Joins tasks of so many queries and keys, in a share of the heads."""
     # To a single query its own key is one of a full rectangle.
     causal = (tasks.ends_on_diagonal & (tasks.q_end - tasks.q_start > 1)).astype(np.int64)
     # A task on the diagonal stays alone, by its first key.
     columns = [tasks.server, tasks.document, tasks.q_start, tasks.q_end]
-    columns += [causal, causal * tasks.kv_start]
+    columns += [causal, causal * tasks.kv_start, q]
+    diagonal = plan.mask.pairs(tasks.q_start, tasks.q_end, tasks.kv_start, tasks.kv_end)
     order = np.lexsort(columns[::-1])
     opens = np.ones(len(order), dtype=bool)
     opens[1:] = np.any([np.diff(column[order]) != 0 for column in columns], axis=0)
@@ -144,10 +174,11 @@ def _kernel_sequences(plan: Plan, tasks: Tasks) -> _KernelSequences:
     one = order[first]
     return _KernelSequences(
         tasks.server[one],
-        (tasks.q_end - tasks.q_start)[one],
-        summed(tasks.kv_end - tasks.kv_start),
-        summed(tasks.pairs(plan.mask)),
+        q[one],
+        summed(kv),
+        summed(np.where(tasks.ends_on_diagonal, diagonal, q * kv)),
         causal[one],
+        np.full(len(one), share),
     )
 
 

@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from distca.plan import BLOCK, Mask, Placement, Plan, Tasks
-from distca.plan.span import Int64s, distinct, expand_ranges
+from distca.plan.span import Bools, Int64s, distinct, expand_ranges
 from distca.schedule.serving.csps.levels import Levels
 from distca.schedule.serving.csps.sparsity import OfHeads, Sparsity, kept_count
 from distca.schedule.serving.rings import tasks_of, visible_pieces
@@ -63,19 +63,22 @@ class NearToFar:
             lengths, placement, tasks, mask, block, NAME, cached_prefix=prefix, relays=False
         )
 
-    def sparse_plans(self, dense: Plan) -> Mapping[int, Plan]:
+    def sparse_plans(self, dense: Plan, whole: Bools | None = None) -> Mapping[int, Plan]:
         """Plans of the layers that drop rows, by number; layers that drop alike share one.
 
         Args:
             dense: plan of the layers without a window.
+            whole: sequences of which nothing is dropped, bool `[sequences]`; None: there are none.
         """
         found: dict[tuple[object, ...], Plan] = {}
-        plans = {}
+        plans: dict[int, Plan] = {}
+        if whole is not None and whole.all():
+            return plans
         for layer, window in enumerate(self.windows):
             if window is None and self.sparsity.drops_in(layer):
                 ratios = self.sparsity.keys[layer], self.sparsity.queries[layer]
                 if ratios not in found:
-                    found[ratios] = thinned(dense, self.levels, *ratios)
+                    found[ratios] = thinned(dense, self.levels, *ratios, whole)
                 plans[layer] = found[ratios]
         return plans
 
@@ -123,6 +126,7 @@ def thinned(
     levels: Levels,
     keys: OfHeads,
     queries: OfHeads,
+    whole: Bools | None = None,
 ) -> Plan:
     """Says how many rows each task of a plan keeps.
 
@@ -131,11 +135,14 @@ def thinned(
         levels: how far ranks are from each other.
         keys: share of keys that is kept, by key-value head and level.
         queries: share of queries, likewise.
+        whole: sequences of which nothing is dropped, bool `[sequences]`; None: there are none.
     """
     t = plan.tasks
     owner = plan.owners(plan.document_offsets[t.document] + t.kv_start).rank
     of_keys, of_queries = np.array(keys), np.array(queries)
     level = np.minimum(levels.of(owner, t.server), of_keys.shape[1] - 1)
+    if whole is not None:
+        level = np.where(whole[t.document], 0, level)
     return replace(
         plan,
         tasks=replace(

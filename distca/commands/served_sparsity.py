@@ -1,0 +1,128 @@
+"""Prefills from near to far, `--prefill-strategy csps`, for commands that run or plan them."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from distca.commands.described import Group
+from distca.cost.link import Links
+from distca.schedule.serving.csps import LEVELS, Levels, Sparsity
+from distca.schedule.serving.csps.pipeline import NAME, NearToFar
+
+CSPS = NAME
+"""Strategy of prefills by which keys travel from near to far, and of far ones only some."""
+
+_FLAGS = ("sparsity", "micro_partitions", "ranks_per_node", "nodes_per_rack")
+
+
+def add_sparsity_flags(group: Group) -> None:
+    """Adds the flags of `near_to_far`."""
+    group.add_argument(
+        "--sparsity",
+        metavar="FILE|P",
+        help="What csps drops: ratios that `distca tune sparsity` wrote, or P, the share of its "
+        "node's keys that a rank drops; of those farther away half as many stay for each level. 0 "
+        "(default): nothing.",
+    )
+    group.add_argument(
+        "--micro-partitions",
+        metavar="M",
+        help="Parts in which keys of a level travel with csps, each during the kernels of the one "
+        "before: a number, or one for each level: 4,2. Default: 2.",
+    )
+    group.add_argument(
+        "--ranks-per-node",
+        type=int,
+        metavar="N",
+        help="Ranks of a node, for csps. Default: those of a machine.",
+    )
+    group.add_argument(
+        "--nodes-per-rack",
+        type=int,
+        metavar="N",
+        help="Nodes of a rack, for csps. Default: one rack has all.",
+    )
+
+
+def near_to_far(
+    args: argparse.Namespace,
+    windows: Sequence[int | None],
+    kv_heads: int,
+    tensor_parallel_size: int,
+    ranks: int,
+    ranks_of_machine: int,
+) -> NearToFar | None:
+    """The strategy that the flags describe; None: it is another than csps.
+
+    Args:
+        args: flags.
+        windows: for each layer how many earlier tokens a query sees; None: all.
+        kv_heads: key-value heads of one tensor-parallel rank.
+        tensor_parallel_size: ranks that share the heads.
+        ranks: ranks that share tokens.
+        ranks_of_machine: those of one machine.
+
+    Raises:
+        ValueError: the flags contradict each other, or don't fit the model or the ranks.
+    """
+    given = [name for name in _FLAGS if getattr(args, name) is not None]
+    if args.prefill_strategy != CSPS:
+        if given:
+            flag = "--" + given[0].replace("_", "-")
+            raise ValueError(f"{flag} {getattr(args, given[0])} needs --prefill-strategy {CSPS}")
+        return None
+    per_node = ranks_of_machine if args.ranks_per_node is None else args.ranks_per_node
+    levels = Levels(Links(per_node, nodes_per_rack=args.nodes_per_rack), ranks)
+    sparsity = _sparsity(args.sparsity or "0", len(windows), kv_heads, tensor_parallel_size)
+    return NearToFar(levels, sparsity, tuple(windows), _partitions(args.micro_partitions or "2"))
+
+
+def refuse_check(args: argparse.Namespace, strategy: object) -> None:
+    """Refuses `--check` where rows are dropped.
+
+    Raises:
+        ValueError: they are.
+    """
+    if args.check and isinstance(strategy, NearToFar) and strategy.sparsity.drops:
+        raise ValueError(
+            f"--check holds answers against dense attention, but --sparsity {args.sparsity} drops "
+            "keys: leave one out, or give --sparsity 0"
+        )
+
+
+def _sparsity(given: str, layers: int, kv_heads: int, tensor_parallel_size: int) -> Sparsity:
+    try:
+        drop = float(given)
+    except ValueError:
+        sparsity = Sparsity.load(Path(given))
+        sparsity.check_fits(layers, kv_heads * tensor_parallel_size)
+        tables = [
+            tuple(of_heads[:kv_heads] for of_heads in table)
+            for table in (sparsity.keys, sparsity.queries)
+        ]
+        each = sparsity.keys + sparsity.queries
+        if tensor_parallel_size > 1 and any(len({*of_heads}) > 1 for of_heads in each):
+            raise ValueError(
+                f"--sparsity {given} has other ratios for other heads, which tensor-parallel ranks "
+                "would have to plan apart: give --tensor-parallel-size 1, or ratios of layers alone"
+            ) from None
+        return replace(sparsity, keys=tables[0], queries=tables[1])
+    try:
+        return Sparsity.of_drop_ratio(drop, layers, kv_heads, len(LEVELS))
+    except ValueError as error:
+        raise ValueError(f"--sparsity {given}: {error}") from error
+
+
+def _partitions(given: str) -> tuple[int, ...]:
+    try:
+        found = tuple(int(each) for each in given.split(","))
+    except ValueError:
+        found = ()
+    if not found or min(found) < 1:
+        raise ValueError(
+            f"--micro-partitions {given}: give a number of at least 1, or one for each level: 4,2"
+        )
+    return found

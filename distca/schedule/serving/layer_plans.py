@@ -1,0 +1,67 @@
+"""Plans of all layers of a prefill: one for each mask, and those of layers that drop rows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from distca.plan import Mask, Placement, Plan
+from distca.plan.span import Bools
+from distca.schedule.serving.csps.pipeline import NearToFar
+from distca.schedule.serving.selection import Selector, chosen_strategy
+from distca.schedule.serving.steps import Strategy, step_plan
+
+PrefillStrategy = Strategy | Selector | NearToFar
+"""What travels in prefills, or who chooses it, or how keys travel from near to far."""
+
+_FULL = Mask()
+
+
+@dataclass(frozen=True)
+class LayerPlans:
+    """Plans of a prefill's layers.
+
+    Attributes:
+        by_mask: plan of the layers of each mask that drop nothing.
+        sparse: plan of each layer that drops rows, by its number.
+    """
+
+    by_mask: Mapping[Mask, Plan]
+    sparse: Mapping[int, Plan] = field(default_factory=dict)
+
+    def of(self, layer: int, mask: Mask) -> Plan:
+        """The plan of a layer."""
+        return self.sparse.get(layer) or self.by_mask[mask]
+
+
+def plan_layers(
+    held: Callable[[Mask], Placement],
+    new: Placement,
+    masks: Sequence[Mask],
+    strategy: PrefillStrategy,
+    dense: Bools | None = None,
+    head_groups: int = 1,
+) -> LayerPlans:
+    """Plans the layers of a prefill.
+
+    Args:
+        held: tells who holds the keys and values of earlier tokens, if no query sees more of them
+            than under a mask.
+        new: owners of the new tokens.
+        masks: masks of the model's layers.
+        strategy: what travels.
+        dense: sequences of which nothing is dropped, bool `[sequences]`; None: there are none.
+        head_groups: groups that heads are scattered in, if they are.
+    """
+    if isinstance(strategy, NearToFar):
+        plans = {mask: strategy.plan(held(mask), new, mask) for mask in masks}
+        full = plans.get(_FULL)
+        sparse = {} if full is None else strategy.sparse_plans(full, dense)
+        return LayerPlans(plans, sparse)
+
+    def planned(strategy: Strategy, mask: Mask = _FULL) -> Plan:
+        return step_plan(held(mask), new, strategy, mask, in_steps=True, head_groups=head_groups)
+
+    # Under a window little travels, whatever the strategy: layers without one decide.
+    chosen = chosen_strategy(strategy, held(_FULL), new, planned)
+    return LayerPlans({mask: planned(chosen, mask) for mask in masks})
