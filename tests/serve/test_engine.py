@@ -9,7 +9,10 @@ from typing import Any
 import pytest
 import torch
 
+from distca.cost.link import Links
 from distca.cost.volume import AttentionShape
+from distca.schedule.serving.csps import Levels, Sparsity
+from distca.schedule.serving.csps.pipeline import NearToFar
 from distca.schedule.serving.partitions import Chain
 from distca.schedule.serving.scheduler import Limits
 from distca.serve.models import read_model
@@ -86,6 +89,25 @@ def test_answers_are_one_processs(
     assert (stats["found"] > 0) == settings.prefix_caching
     assert (stats["bytes_moved"] > 0) == (world_size > 1)
     assert stats["bytes_moved"] == results[0].planned
+
+
+@pytest.mark.parametrize("drop", [0.0, 0.7])
+def test_long_prompts_drop_keys_and_short_ones_none(ranks: Ranks, models, drop: float) -> None:
+    """Both decode in one batch, in which queries travel to keys; bytes are as planned."""
+    model = read_model(models["llama"], torch.float32)
+    sparsity = Sparsity.of_drop_ratio(drop, len(model.windows), model.shape.kv_heads)
+    limits = Limits(4, 8, BLOCK, 12, chain=Chain(3, (1 / 3,) * 3))
+    strategy = NearToFar(Levels(Links(2), 3), sparsity, model.windows)
+    settings = settings_of(models["llama"], 3, 8, limits=limits, strategy=strategy)
+    begin, sampling = tokens(44, 3), Sampling(max_tokens=6)
+    # Of a long prompt's chunks of 8 tokens each has blocks of two ranks.
+    prompts = [begin, begin[:11], tokens(5, 4), begin[:40], begin[:9]]
+    submits = [(n, 0, prompt, sampling, Penalties()) for n, prompt in enumerate(prompts)]
+    answered = ranks.run(run_on_a_rank, settings, 60, submits, 0, 0, world_size=3)[0]
+    assert answered.numbers["bytes_moved"] == answered.planned > 0
+    loaded = model.load(torch.device("cpu"), "eager")
+    alike = [answered.tokens[each[0]] == one_process(loaded, each) for each in submits]
+    assert alike == [not drop or len(prompt) < 12 for prompt in prompts]
 
 
 def test_a_short_prompt_on_an_idle_server_moves_nothing(ranks: Ranks, models) -> None:

@@ -1,0 +1,80 @@
+"""Long prompts whose chunks drop rows, beside short ones that don't: blocks and plans are apart."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from distca.cost.link import Links
+from distca.plan import Mask
+from distca.schedule.serving.blocks import BlockPool
+from distca.schedule.serving.csps import Levels, Sparsity
+from distca.schedule.serving.csps.pipeline import NearToFar
+from distca.schedule.serving.iteration import Part, plan_iteration
+from distca.schedule.serving.prefix_cache import PrefixCache
+from distca.schedule.serving.scheduler import Limits, Scheduler, is_long
+from support.token_engine import token_settings
+
+SIZE = 4
+LIMITS = Limits(sequences=4, tokens=16, stripe=SIZE, short=20)
+
+
+def found(lengths: list[int], sparse_salt: bytes | None, pool: int = 40) -> list[int]:
+    """Tokens that each of some prompts finds, which begin alike and are answered in turn; an
+    answer is long."""
+    cache = PrefixCache(BlockPool(2, pool, SIZE))
+    scheduler, before, each = Scheduler(cache, LIMITS, b"model", sparse_salt), 0, []
+    for number, length in enumerate(lengths):
+        scheduler.add(number, [7] * length, 12)
+        while (batch := scheduler.schedule()) is not None:
+            scheduler.advance(batch, {feed.sequence: 7 for feed in batch.feeds if feed.samples})
+        each.append(scheduler.found - before)
+        before = scheduler.found
+    return each
+
+
+def test_sparse_prompts_share_blocks_with_sparse_ones_alone() -> None:
+    # A short prompt's answer makes it long, which changes nothing.
+    lengths = [19, 30, 31, 18, 20]
+    assert found(lengths, None) == [0, 28, 28, 16, 16]
+    assert found(lengths, b"sparse") == [0, 0, 28, 16, 16]
+    assert [is_long(length, LIMITS) for length in lengths] == [False, True, True, False, True]
+    assert found([30, 19, 30], b"sparse") == [0, 0, 28]
+
+
+def test_salts_follow_what_is_dropped() -> None:
+    dense, other = (Sparsity.of_drop_ratio(drop, 3, 2) for drop in (0.0, 0.3))
+    salts = []
+    for sparsity, ranks in ((dense, 4), (other, 4), (other, 2)):
+        strategy = NearToFar(Levels(Links(2), ranks), sparsity, (None,) * 3)
+        settings = replace(token_settings(), strategy=strategy)
+        salts.append(settings.sparse_salt)
+    assert salts[0] == settings.salt == token_settings().sparse_salt
+    assert len({*salts}) == 3
+
+
+@pytest.mark.parametrize("dense", [(False, True), (True, True), (False, False)])
+def test_nothing_is_dropped_of_short_prompts(dense: tuple[bool, bool]) -> None:
+    """Wherever their blocks are; chunks come after others', and decoding beside them."""
+    sparsity = Sparsity.of_drop_ratio(0.5, 3, 2, drop_of_queries=0.2)
+    strategy = NearToFar(Levels(Links(2), 4), sparsity, (None,) * 3, (2, 1))
+    random = np.random.default_rng(0)
+    sizes = [(0, 90, dense[0]), (33, 40, dense[1]), (41, 1, False)]
+    parts = [
+        Part(number, start, count, random.integers(0, 4, -(-(start + count) // SIZE)), whole)
+        for number, (start, count, whole) in enumerate(sizes)
+    ]
+    made = plan_iteration(parts, [Mask()], SIZE, 4, strategy)
+    assert made.decode is not None
+    assert made.chunks is not None
+    assert made.chunks.members() <= made.members
+    plans = made.chunks.plans
+    plans.by_mask[Mask()].validate()
+    assert [*plans.sparse] == ([] if all(dense) else [1])
+    for plan in plans.sparse.values():
+        plan.validate()
+        tasks = plan.tasks
+        dropped = tasks.pairs(plan.mask)[:, None] - tasks.kept_pairs(plan.mask)
+        assert [bool(dropped[tasks.document == n].any()) for n in (0, 1)] == [not n for n in dense]
