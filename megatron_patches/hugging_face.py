@@ -267,6 +267,9 @@ def export(
     with explaining_loading(checkpoint, iteration):
         common = read_common_state(checkpoint_name(checkpoint, iteration))
     saved = saved_arguments(common, Namespace(seq_length=1))
+    if saved.tokenizer_type == "SFTTokenizer":
+        # It has the same files.
+        saved.tokenizer_type = "HuggingFaceTokenizer"
     where = tokenizer_model or kept_tokenizer(checkpoint) or saved.tokenizer_model
     where = None if where is None else str(where)
     flags = saved_flags(saved, where)

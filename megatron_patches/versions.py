@@ -6,6 +6,7 @@ import inspect
 from typing import Any
 
 import torch
+from megatron.core.package_info import MAJOR, MINOR
 from megatron.core.pipeline_parallel import schedules
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.utils import get_model_type
@@ -19,6 +20,10 @@ AUXILIARY_LOSS_COUNTS_ITS_GROUP = "tp_cp_group" in inspect.getsource(
 )
 """Whether a router multiplies its auxiliary loss by the ranks whose tokens it is averaged over, as
 the sum over tokens needs: from 0.19 on."""
+
+
+SFT_ENDS_CONVERSATIONS = (MAJOR, MINOR) < (0, 18)
+"""Whether Megatron-LM adds an end token to a conversation whose format leaves it out."""
 
 
 def backward_step(

@@ -1,15 +1,19 @@
-"""The documents of a run, of whatever kind the flags name: token files, or a user's own list."""
+"""The documents that the flags name: token files, conversations, or a user's own list."""
 
 from __future__ import annotations
 
 from argparse import Namespace
 from collections.abc import Sequence
+from functools import cache
 
+from distca.documents.chat import ChatTokenizer
+from distca.documents.conversations import Conversations, read_conversations
 from distca.documents.document_list import ListedDocuments, TokenSource
 from megatron_patches.batches.blends import Split, check_blends
 from megatron_patches.batches.own_documents import own_documents
 from megatron_patches.batches.resuming import keeps_whole, longest_piece
 from megatron_patches.batches.stream import Corpus, check_sources
+from megatron_patches.versions import SFT_ENDS_CONVERSATIONS
 
 
 def open_source(args: Namespace, name: str, which: Split) -> TokenSource:
@@ -26,7 +30,29 @@ def open_source(args: Namespace, name: str, which: Split) -> TokenSource:
     if getattr(args, "distca_documents", None):
         documents = own_documents(args, name, which)
         return ListedDocuments(f"--distca-documents {name}", documents, args.vocab_size)
+    if getattr(args, "sft", False):
+        return _conversations(name, args.tokenizer_model, args.sft_tokenizer_prompt_format)
     return Corpus(name, args.vocab_size)
+
+
+# All splits of a run read a file once, and so do the checks before it.
+@cache
+def _conversations(path: str, tokenizer_model: str, prompt_format: str) -> Conversations:
+    return read_conversations(path, chat_tokenizer(tokenizer_model, prompt_format))
+
+
+@cache
+def chat_tokenizer(tokenizer_model: str, prompt_format: str) -> ChatTokenizer:
+    """Loads the tokenizer of `--tokenizer-type SFTTokenizer`, once.
+
+    Args:
+        tokenizer_model: its folder.
+        prompt_format: format of Megatron-LM's that conversations have.
+
+    Raises:
+        ValueError: see `ChatTokenizer`.
+    """
+    return ChatTokenizer(tokenizer_model, prompt_format, SFT_ENDS_CONVERSATIONS)
 
 
 def check_documents(args: Namespace, splits: Sequence[Split]) -> None:

@@ -132,9 +132,9 @@ COVERED = {
         flight-recorder-dump-on-timeout flight-recorder-include-stack-trace
         flight-recorder-include-only-active flight-recorder-extra-dump-on-exec
     """,
-    "Data, one blend or one for each split": """
+    "Data, one blend or one for each split; conversations": """
         data-path split data-args-path train-data-path valid-data-path test-data-path
-        per-split-data-args-path
+        per-split-data-args-path sft sft-tokenizer-prompt-format
     """,
     "The tokenizer, of which data need the number of tokens alone": """
         tokenizer-type tokenizer-model tokenizer-metadata tokenizer-special-tokens
@@ -234,7 +234,7 @@ WITHOUT_EFFECT = {
         fine-grained-offloading-* delay-offload-until-cuda-graph
         delta-offload-bytes-across-pp-ranks activation-offload-fraction
     """,
-    "Refines data that are refused": "fim-* sft-tokenizer-prompt-format validation-set-names",
+    "Refines data that are refused": "fim-* validation-set-names",
     "Refines reinforcement learning, which is refused": """
         rl-* grpo-* langrl-env-config refit-method
     """,
@@ -275,7 +275,6 @@ REFUSED = (
         "other orders of data than one shuffled pass after the other",
         "dataloader-type=external|single",
     ),
-    Refused("fine-tuning on conversations, whose loss leaves the prompts out", "sft"),
     Refused("data that fill in the middle", "fim-data"),
     Refused("skipped iterations", "iterations-to-skip result-rejected-tracker-filename"),
     Refused("other micro-batches for evaluation", "eval-micro-batch-size=--micro-batch-size"),

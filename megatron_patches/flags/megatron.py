@@ -17,7 +17,7 @@ import torch
 from distca.documents.tokenizer import build_tokenizer
 from megatron_patches.flags.batch_sizes import check_growth, number_of_iterations
 from megatron_patches.flags.loop import add_loop_argument
-from megatron_patches.flags.megatron_table import FLAGS
+from megatron_patches.flags.megatron_table import FLAGS, SFT_TOKENIZER
 from megatron_patches.flags.unknown import message_for
 
 
@@ -136,8 +136,7 @@ def _derive(args: Namespace) -> None:
     args.bias_dropout_fusion &= cuda
     args.params_dtype = torch.bfloat16 if args.bf16 else torch.float32
     args.accumulate_allreduce_grads_in_fp32 |= args.bf16
-    tokenizer = build_tokenizer(args.tokenizer_type, args.tokenizer_model, args.vocab_size)
-    args.vocab_size = tokenizer.vocab_size
+    args.vocab_size = _vocab_size(args)
     multiple = args.make_vocab_size_divisible_by * args.tensor_model_parallel_size
     args.padded_vocab_size = math.ceil(args.vocab_size / multiple) * multiple
     args.consumed_train_samples = 0
@@ -148,6 +147,18 @@ def _derive(args: Namespace) -> None:
     args.virtual_pipeline_model_parallel_size = (
         None if per_virtual is None or per_virtual < 1 else stage_layers // per_virtual
     )
+
+
+def _vocab_size(args: Namespace) -> int:
+    """Returns the number of tokens that the tokenizer of the flags has."""
+    if args.tokenizer_type != SFT_TOKENIZER:
+        made = build_tokenizer(args.tokenizer_type, args.tokenizer_model, args.vocab_size)
+        return made.vocab_size
+    # Its library takes seconds to import.
+    from megatron_patches.batches.opening import chat_tokenizer
+
+    _refuse(args.tokenizer_model is None, f"{SFT_TOKENIZER} needs --tokenizer-model, a folder")
+    return chat_tokenizer(args.tokenizer_model, args.sft_tokenizer_prompt_format).vocab_size
 
 
 def _derive_experts(args: Namespace) -> None:

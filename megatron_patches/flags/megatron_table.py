@@ -6,8 +6,12 @@ import argparse
 import ast
 from typing import Any
 
+from distca.documents.chat import PROMPT_FORMATS
 from distca.documents.tokenizer import TOKENIZER_TYPES
 from megatron_patches.flags.latent_attention import LATENT_FLAGS
+
+SFT_TOKENIZER = "SFTTokenizer"
+"""Tokenizer type of `--sft`, in Megatron-LM, too."""
 
 EVAL_INTERVAL = 1000
 """Iterations between evaluations, unless `--eval-interval` is given."""
@@ -434,10 +438,34 @@ FLAGS: dict[str, list[tuple[str, dict[str, Any]]]] = {
         ),
         (
             "--tokenizer-type",
-            {"choices": TOKENIZER_TYPES, "required": True, "help": "Kind of tokenizer."},
+            {
+                "choices": [*TOKENIZER_TYPES, SFT_TOKENIZER],
+                "required": True,
+                "help": "Kind of tokenizer.",
+            },
         ),
-        ("--tokenizer-model", {"help": "A tokenizer.json, or its folder."}),
+        (
+            "--tokenizer-model",
+            {"help": "A tokenizer.json, or its folder; for SFTTokenizer the folder."},
+        ),
         ("--vocab-size", {"type": int, "help": "Size of the vocabulary, for NullTokenizer."}),
+        (
+            "--sft",
+            {
+                **_SWITCH,
+                "help": "Data are conversations in JSON lines, of which answers alone count in the "
+                "loss.",
+            },
+        ),
+        (
+            "--sft-tokenizer-prompt-format",
+            {
+                "choices": PROMPT_FORMATS,
+                "default": PROMPT_FORMATS[0],
+                "help": "How messages are written, for SFTTokenizer; default: by the tokenizer's "
+                "chat template.",
+            },
+        ),
     ],
     "logging": [
         ("--log-interval", {"type": int, "default": 100, "help": "Iterations between log lines."}),

@@ -25,6 +25,7 @@ from megatron_patches.flags.latent_attention import (
     has_latents,
     head_sizes,
 )
+from megatron_patches.flags.megatron_table import SFT_TOKENIZER
 
 
 def validate_distca_arguments(args: Namespace) -> None:
@@ -49,6 +50,7 @@ def validate_distca_arguments(args: Namespace) -> None:
         # The fused kernel numbers tokens by itself.
         args.apply_rope_fusion = False
     check_growth(args)
+    _validate_sft(args)
     masks_from_args(args)
     if args.seq_length % BLOCK:
         raise ValueError(
@@ -93,6 +95,21 @@ def validate_distca_arguments(args: Namespace) -> None:
         raise ValueError(
             f"--distca-profile {args.distca_profile} does not exist: make one with `distca profile "
             f"--output {args.distca_profile}`"
+        )
+
+
+def _validate_sft(args: Namespace) -> None:
+    """Checks the flags of fine-tuning on conversations."""
+    if not args.sft:
+        return
+    if args.tokenizer_type != SFT_TOKENIZER:
+        raise ValueError(
+            f"--sft needs --tokenizer-type {SFT_TOKENIZER} with --tokenizer-model FOLDER, not "
+            f"{args.tokenizer_type}"
+        )
+    if args.distca_documents is not None:
+        raise ValueError(
+            "--sft reads --data-path, but --distca-documents gives other documents: remove one"
         )
 
 

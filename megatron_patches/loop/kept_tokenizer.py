@@ -39,7 +39,7 @@ def keep_tokenizer(args: Namespace) -> None:
         args: flags of the run.
     """
     model = getattr(args, "tokenizer_model", None)
-    if args.tokenizer_type != "HuggingFaceTokenizer" or model is None:
+    if args.tokenizer_type not in ("HuggingFaceTokenizer", "SFTTokenizer") or model is None:
         return
     folder = Path(args.save) / KEPT
     for name, file in tokenizer_files(model).items():

@@ -59,6 +59,7 @@ def replace_functions(
             _replace(module, "validate_args", functools.partial(_and_check, job, always))
     _replace(training, "get_forward_backward_func", _OrOwnSchedule(job))
     _replace(training, "train_step", _and_tokens_per_second)
+    _replace(training, "evaluate", functools.partial(_mean_over_tokens, always))
     _replace(training, "setup_model_and_optimizer", _AfterPreflight(always, told))
     # Here the loop compares a checkpoint's arguments with its own.
     _replace(checkpointing, "check_checkpoint_args", functools.partial(_and_go_on, always))
@@ -193,6 +194,22 @@ def _and_go_on(
     theirs(saved, *more, **named)
     if always or get_args().distca:
         go_on_from(vars(saved), get_args())
+
+
+def _mean_over_tokens(always: bool, theirs: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Evaluates with a mean over all tokens that count, as without `--sft`.
+
+    With it Megatron-LM averages micro-batches and ranks, of which some may have no such token.
+    """
+    from megatron.training import get_args
+
+    given = get_args()
+    sft = given.sft
+    given.sft = sft and not (always or given.distca)
+    try:
+        return theirs(*args, **kwargs)
+    finally:
+        given.sft = sft
 
 
 class _OrOwnSchedule:

@@ -23,6 +23,7 @@ import pytest
 from distca.commands.main import main as distca_main
 from distca.cost.kernel_time import AnalyticCost
 from distca.cost.volume import AttentionShape
+from distca.documents.conversations import _messages
 from distca.plan import Mask
 from distca.schedule import (
     ScheduleConfig,
@@ -121,6 +122,7 @@ BLOCKS = {
     "--": "test_flags_in_blocks",
     "from megatron_patches.upstream import": "test_upstream.py",
     "pretrain = with_distca(pretrain, documents": "test_upstream.py",
+    '{"messages": [': "test_the_line_of_a_conversation",
     "tiles, DP4: events on": "test_recording.py",
     "send 0    receive 0": "test_stepped_call.py has the order of steps",
     "curl localhost:8000/v1": "test_server.py asks with OpenAI's client",
@@ -164,11 +166,17 @@ def test_flags_in_examples_are_known(command: Command) -> None:
     check_flags(command)
 
 
+def test_the_line_of_a_conversation() -> None:
+    blocks = [block for page in PAGES for block in read_page(page).blocks]
+    (line,) = [block for block in blocks if block.strip().startswith('{"messages"')]
+    assert [each["role"] for each in _messages(line.encode())] == ["user", "assistant"]
+
+
 def test_flags_in_blocks() -> None:
     blocks = [block for page in PAGES for block in read_page(page).blocks]
     lines = [line.strip() for block in blocks for line in block.splitlines()]
     flags = [line.split() for line in lines if re.fullmatch(r"(--[\w-]+( [^-\s]\S*)? ?)+", line)]
-    assert len(flags) == 7
+    assert len(flags) == 9
     for line in flags:
         parse_training_flags(line)
 

@@ -71,6 +71,7 @@ class MegatronTraining:
         for holder in ("", ".global_vars"):
             self.modules[holder].__dict__["get_tokenizer"] = lambda: Namespace(vocab_size=99)
         training["train_step"] = lambda: ({"lm loss": torch.ones(1)}, 0, None)
+        training["evaluate"] = lambda: self.args.sft
         training["save_checkpoint"] = training["load_checkpoint"] = lambda: None
         monkeypatch.setattr("megatron_patches.cpu.adapt_megatron_training", lambda: None)
 
@@ -86,6 +87,7 @@ class MegatronTraining:
         self.args = parser.parse_args(self.command_line)
         self.args.rank, self.args.seq_length, self.args.async_save = 0, 10, False
         self.args.eval_interval = None
+        self.args.sft = True
         module = self.modules[".arguments" if self.script_parses else ".initialize"]
         module.__dict__["validate_args"](self.args, {})
 
@@ -99,6 +101,7 @@ class MegatronTraining:
             step("iterator", "model"),
             self.modules[".training"].__dict__["get_forward_backward_func"](),
         ]
+        self.evaluates_as_sft = self.modules[".training"].__dict__["evaluate"]()
         self.logged = self.modules[".training"].__dict__["train_step"]()[0]
 
     def pretrain_017(
@@ -127,6 +130,7 @@ class MegatronTraining:
     command_line: list[str]
     called: list[Any]
     logged: dict[str, Any]
+    evaluates_as_sft: bool
 
 
 def theirs(name: str) -> Any:
@@ -229,6 +233,7 @@ def test_without_the_flag_megatron_is_untouched(megatron, gone_on_from) -> None:
     assert megatron.args.dataloader_type == "single"
     assert not megatron.args.calculate_per_token_loss
     assert set(megatron.logged) == {"lm loss"}
+    assert megatron.evaluates_as_sft
     assert megatron.order == ["built"]
 
 
@@ -240,6 +245,9 @@ def test_with_the_flag_ours_is_called(megatron, gone_on_from) -> None:
     assert megatron.args.their_flag == 3
     assert megatron.args.dataloader_type == "external"
     assert megatron.args.calculate_per_token_loss
+    # The mean of an evaluation is over tokens, not ranks; after it the flag is as given.
+    assert not megatron.evaluates_as_sft
+    assert megatron.args.sft
     # 4 samples of 10 tokens, in a step of less than a second.
     assert megatron.logged["tokens/s"] > 40
     # What flags name was tried first, with the vocabulary of Megatron-LM's tokenizer.

@@ -108,7 +108,7 @@ def test_refused_flags_are_refused_by_name(table: tuple[Group, ...]) -> None:
     ("attribute", "distca", "own", "plain"),
     [
         ("mtp_num_layers", True, True, True),
-        ("sft", True, True, True),
+        ("mock_data", True, True, True),
         ("log_max_attention_logit", True, True, False),
         ("optimizer_cuda_graph", True, False, False),
         ("gtp_weight_remat_size", True, False, False),
