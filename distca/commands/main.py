@@ -15,7 +15,7 @@ COMMANDS = {
     "plan": "plan the core attention of a batch of documents: its balance and its bytes",
     "generate": "answer prompts with a model, on ranks that share its attention",
     "serve": "answer requests as OpenAI's clients make them, on ranks that share attention",
-    "tune": "search how a chain of ranks shares prompts",
+    "tune": "search how a chain of ranks shares prompts, or measure what dropping keys does",
     "prepare": "turn text into the token files that training reads",
     "profile": "measure this machine's attention kernel, so that plans can go by its times",
     "build": "compile the transports' native code ahead of a run",

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
+from distca.commands import tune_sparsity
 from distca.commands.command_line import Parser, check_output
 from distca.schedule.serving.partitions import (
     Chain,
@@ -43,7 +44,9 @@ _FINEST = 64
 def build_parser() -> Parser:
     """Builds the parser of the command's flags."""
     parser = Parser("tune", __doc__.splitlines()[0], _EPILOG)
-    parser.add_argument("what", choices=("partitions",), help="What is searched.")
+    parser.add_argument(
+        "what", choices=("partitions",), help="What is searched; see also `distca tune sparsity`."
+    )
     parser.add_argument("model", metavar="MODEL", help="Folder of a model of transformers.")
     parser.add_argument(
         "--context-parallel-size", type=int, required=True, metavar="N", help="Ranks of the chain."
@@ -101,6 +104,8 @@ def main(argv: Sequence[str]) -> int:
         ValueError: the flags, the model or the file cannot be used.
         ImportError: a package is missing.
     """
+    if argv and argv[0] == "sparsity":
+        return tune_sparsity.main(argv[1:])
     args = build_parser().parse(argv)
     _check_flags(args)
     from distca.serve.models import DTYPES, read_model

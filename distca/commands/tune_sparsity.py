@@ -1,0 +1,133 @@
+"""`distca tune sparsity`: measures what dropping far keys does to a model's answers."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+from tqdm import tqdm
+
+from distca.commands.command_line import Parser, check_output
+from distca.cost.link import Links
+from distca.schedule.serving.csps import Levels
+from distca.schedule.serving.csps.calibration_file import CalibrationFile, load_calibration
+
+_EPILOG = """
+example:
+  distca tune sparsity MODEL --prompts prompts.json --context-parallel-size 4 --ranks-per-node 2 \\
+      --output calibration.json
+
+Prompts are run by one process, with their keys dropped as so many ranks would drop them. Every
+fourth one is held out: it says how far predictions are off. What the file has of these prompts
+already is kept, so an interrupted measurement goes on.
+"""
+
+
+def build_parser() -> Parser:
+    """Builds the parser of the command's flags."""
+    parser = Parser("tune sparsity", f"{__doc__.splitlines()[0]}\n", _EPILOG)
+    parser.add_argument("model", metavar="MODEL", help="Folder of a model of transformers.")
+    parser.add_argument(
+        "--prompts",
+        type=Path,
+        required=True,
+        metavar="FILE",
+        help="Prompts such as those to be served: a JSON list of texts, or of lists of token ids.",
+    )
+    parser.add_argument(
+        "--context-parallel-size", type=int, required=True, metavar="N", help="Ranks that answer."
+    )
+    parser.add_argument(
+        "--ranks-per-node", type=int, metavar="N", help="Ranks of a node. Default: all of them."
+    )
+    parser.add_argument(
+        "--nodes-per-rack", type=int, metavar="N", help="Nodes of a rack. Default: all of them."
+    )
+    parser.add_argument(
+        "--samples", type=int, default=24, metavar="N", help="Sparsities to run on each prompt."
+    )
+    parser.add_argument(
+        "--seed", type=int, default=0, metavar="N", help="Of sparsities and needles."
+    )
+    parser.add_argument(
+        "--dtype", choices=("float32", "bfloat16"), default="float32", help="Of weights and rows."
+    )
+    parser.add_argument(
+        "--output",
+        type=Path,
+        default=Path("calibration.json"),
+        metavar="FILE",
+        help="The calibration, as JSON.",
+    )
+    return parser
+
+
+def main(argv: Sequence[str]) -> int:
+    """Runs the command and returns its exit status.
+
+    Raises:
+        ValueError: the flags, the model, the prompts or the file cannot be used.
+        ImportError: a package is missing.
+    """
+    args = build_parser().parse(argv)
+    levels = _levels_of(args)
+    check_output("--output", args.output)
+    from distca.serve.models import DTYPES, read_model
+    from distca.serve.sparsity_calibration import calibrate, measured_on, read_prompts
+
+    model = read_model(args.model, DTYPES[args.dtype])
+    prompts = read_prompts(args.prompts, model)
+    on = measured_on(model, levels, prompts, args.seed)
+    file = CalibrationFile(on, [], [])
+    if args.output.exists():
+        file = load_calibration(args.output)
+        if file.measured_on != on or len(file.samples) != args.samples:
+            raise ValueError(
+                f"--output {args.output} was measured on another model, or with other prompts or "
+                "flags: give another file, or the flags that made it"
+            )
+    total = len(prompts) * (1 + args.samples)
+    with tqdm(total=total, unit="run", disable=not sys.stderr.isatty()) as bar:
+        bar.update(len(file.measured) * (1 + args.samples))
+        for found in calibrate(file, model, levels, prompts, args.samples, args.seed, bar.update):
+            file = found
+            file.save(args.output)
+    sys.stdout.write(f"{_described(file)}\nwritten to {args.output}\n")
+    return 0
+
+
+def _levels_of(args: argparse.Namespace) -> Levels:
+    """The levels that the flags describe."""
+    ranks = args.context_parallel_size
+    if ranks < 2:
+        raise ValueError(f"--context-parallel-size {ranks}: one rank has no far keys: give 2")
+    if args.samples < 1:
+        raise ValueError(f"--samples {args.samples}: give at least 1")
+    of_node = ranks if args.ranks_per_node is None else args.ranks_per_node
+    return Levels(Links(of_node, nodes_per_rack=args.nodes_per_rack), ranks)
+
+
+def _described(file: CalibrationFile) -> str:
+    """What was found, for a reader."""
+    calibration, on = file.calibration, file.measured_on
+    lengths = [each.tokens for each in calibration.measured]
+    lines = [
+        f"{on.model}: {on.prompts} prompts of {min(lengths):,} to {max(lengths):,} tokens on "
+        f"{on.ranks} ranks, of which {len(calibration.held_out)} are held out; "
+        f"{len(file.samples)} sparsities each"
+    ]
+    for measure, fit in calibration.fits.items():
+        found = [each.degraded[measure].mean() for each in calibration.held_out]
+        lines.append(
+            f"  {_NAMES[measure]}: {np.mean(found):.3g} on average over what was run; predictions "
+            f"are {fit.error:.0%} off (median), headroom {fit.headroom:.2f}"
+        )
+    recalled = calibration.recalled
+    lines.append(f"  needles that the dense model recalls: {recalled:.0%} of their tokens")
+    return "\n".join(lines)
+
+
+_NAMES = {"kl": "divergence (nats)", "recall_loss": "needles lost"}

@@ -1,0 +1,159 @@
+"""A model in one process whose attention drops far rows as ranks of given levels would."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from distca.attention.importance import most_important
+from distca.plan import Mask, Plan
+from distca.plan.span import Floats
+from distca.runtime.importance import OBSERVERS
+from distca.schedule.serving import nobody_holds
+from distca.schedule.serving.csps import Levels, NearToFar, Sparsity, kept_count, shard_near
+from distca.schedule.serving.csps.degradation import GRID
+from distca.serve.models import ServedModel, need_transformers
+
+_NAME = "distca-sparse"
+"""Name under which transformers knows this attention."""
+
+
+class SparseModel:
+    """A model whose prompts are cut into contiguous parts of virtual ranks.
+
+    Args:
+        model: model to load; all its layers see all earlier tokens.
+        levels: levels of the virtual ranks.
+        device: device of the weights.
+        partitions: micro-partitions, of each of which as large a share is kept.
+
+    Raises:
+        ValueError: layers have windows.
+    """
+
+    def __init__(
+        self, model: ServedModel, levels: Levels, device: torch.device, partitions: int = 1
+    ) -> None:
+        if any(window is not None for window in model.windows):
+            raise ValueError(
+                f"{model.path} has layers with windows, which see near keys alone: choose a model "
+                "without"
+            )
+        need_transformers().AttentionInterface.register(_NAME, _attend)
+        self._levels, self._device, self._partitions = levels, device, partitions
+        self._dense = Sparsity.nothing_dropped(len(model.windows), model.shape.kv_heads)
+        self._model = model.load(device, _NAME)
+
+    @torch.no_grad()
+    def run(
+        self, tokens: Sequence[int], sparsity: Sparsity | None, last: int
+    ) -> tuple[torch.Tensor, Floats]:
+        """Runs a prompt.
+
+        Args:
+            tokens: token ids.
+            sparsity: kept ratios; None: all is kept, and dropped masses are measured.
+            last: tokens at the end whose logits, and whose dropped masses, are asked for.
+
+        Returns:
+            Logits, float32 `[last, vocabulary]`, and dropped masses, float64 `[layers, kv_heads,
+            far levels, GRID]`, or none.
+        """
+        kept = self._dense if sparsity is None else sparsity
+        strategy = NearToFar(self._levels, kept, (None,) * kept.layers, (self._partitions,))
+        run = _Run(strategy, len(tokens), sparsity is None, last)
+        logits = self._model(
+            input_ids=torch.tensor([tokens], device=self._device),
+            use_cache=False,
+            logits_to_keep=last,
+            distca_sparse=run,
+        ).logits[0]
+        return logits.float().cpu(), np.array(run.masses)
+
+
+class _Run:
+    """A prompt on its way through the layers: each says which keys are important in the next."""
+
+    def __init__(self, strategy: NearToFar, tokens: int, measures: bool, last: int) -> None:
+        ranks = strategy.levels.ranks
+        self._pieces = shard_near(np.array([0]), np.array([tokens]), ranks)
+        dense = strategy.plan(nobody_holds(ranks), self._pieces, Mask())
+        self._sparse = strategy.sparse_plans(dense)
+        self._levels, self._measures, self._last = strategy.levels, measures, last
+        self._importance: torch.Tensor | None = None
+        self.masses: list[Floats] = []
+
+    def attend(
+        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float
+    ) -> torch.Tensor:
+        """Attention of a layer, `[heads, rows, dim]`, of `k` and `v` `[kv_heads, rows, dim]`."""
+        kv_heads, rows, _ = k.shape
+        grouped = q.reshape(kv_heads, -1, *q.shape[1:])
+        outputs, importance = torch.empty_like(grouped), torch.zeros(rows, kv_heads)
+        for start, end in zip(self._pieces.start.tolist(), self._pieces.end.tolist(), strict=True):
+            scores = (grouped[:, :, start:end] @ k[:, None, :end].transpose(-1, -2)).float()
+            hidden = torch.ones(end - start, end, dtype=torch.bool).triu(start + 1)
+            if layer in self._sparse:
+                hidden = hidden | self._dropped(self._sparse[layer], start, end)[:, None, None]
+            scores = (scores * scaling).masked_fill_(hidden.to(k.device), float("-inf"))
+            shares = scores.softmax(-1)
+            outputs[:, :, start:end] = shares.to(v.dtype) @ v[:, None, :end]
+            observed = shares[:, :, -OBSERVERS:, start:].sum((1, 2))
+            importance[start:end] = observed.T.cpu()
+        if self._measures:
+            self.masses.append(self._mass(shares[:, :, -self._last :].mean((1, 2)).cpu()))
+        self._importance = importance
+        return outputs.flatten(0, 1)
+
+    def _dropped(self, plan: Plan, start: int, end: int) -> torch.Tensor:
+        """The keys that the queries from `start` to `end` don't see, `[kv_heads, end]`."""
+        t = plan.tasks
+        assert self._importance is not None
+        assert t.kept_kv is not None
+        dropped = torch.zeros((self._importance.shape[1], end), dtype=torch.bool)
+        for task in np.flatnonzero((t.q_start == start) & ~t.ends_on_diagonal).tolist():
+            span = slice(int(t.kv_start[task]), int(t.kv_end[task]))
+            dropped[:, span] = True
+            chosen = most_important(self._importance[span], t.kept_kv[task].tolist())
+            for head, kept in enumerate(chosen):
+                dropped[head, span.start + kept] = False
+        return dropped
+
+    def _mass(self, shares: torch.Tensor) -> Floats:
+        """What ratios would drop of the last queries' shares, `[kv_heads, rows]`, by level."""
+        mass = np.zeros((len(shares), self._levels.count - 1, len(GRID)))
+        if self._importance is None:
+            return mass
+        pieces = self._pieces
+        levels = self._levels.of(pieces.rank, pieces.rank[-1:])
+        for number in np.flatnonzero(levels).tolist():
+            span = slice(int(pieces.start[number]), int(pieces.end[number]))
+            rows = span.stop - span.start
+            for ratio, kept in enumerate(kept_count(np.array(GRID), np.array(rows)).tolist()):
+                chosen = most_important(self._importance[span], [kept] * len(shares))
+                for head, best in enumerate(chosen):
+                    of_kept = shares[head, span.start + best].sum()
+                    rest = float(shares[head, span].sum() - of_kept)
+                    mass[head, levels[number] - 1, ratio] += max(rest, 0.0)
+        return mass
+
+
+def _attend(
+    module: Any,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: None,
+    scaling: float,
+    dropout: float = 0.0,
+    *,
+    distca_sparse: _Run,
+    **_: Any,
+) -> tuple[torch.Tensor, None]:
+    """Attention as transformers calls it: `[1, heads, rows, dim]` -> `[1, rows, heads, dim]`."""
+    run = distca_sparse
+    outputs = run.attend(int(module.layer_idx), query[0], key[0], value[0], scaling)
+    return outputs.transpose(0, 1)[None], None

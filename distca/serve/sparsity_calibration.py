@@ -1,0 +1,229 @@
+"""Measuring of what sparsities do to a model's answers, on the user's own prompts.
+
+In each prompt a *needle* is hidden: some tokens of the prompt in random order, somewhere in its
+first three quarters, of which its end repeats the first. The model recalls those that it then says
+are likeliest. What the prompt itself is followed by is compared where it ends, before the needle is
+asked for: by the divergence of the next tokens' distributions from the dense model's.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from distca.plan.span import Floats, Int64s
+from distca.schedule.serving.csps import Levels, Sparsity
+from distca.schedule.serving.csps.calibration_file import CalibrationFile, MeasuredOn
+from distca.schedule.serving.csps.configure import layer_options
+from distca.schedule.serving.csps.degradation import (
+    LEAST_KEPT,
+    LEAST_PROMPTS,
+    Calibration,
+    Measure,
+    Measured,
+)
+from distca.serve.chat import check_tokens
+from distca.serve.models import ServedModel, load_tokenizer, model_digest
+from distca.serve.sparse_model import SparseModel
+
+NEEDLE = 8
+"""Tokens of a needle."""
+CUE = 3
+"""Tokens of it that are repeated before the others are asked for."""
+COMPARED = 64
+"""Tokens at a prompt's end whose next tokens' distributions are compared."""
+
+
+LEAST_TOKENS = 4 * (COMPARED + 2 * NEEDLE)
+"""Tokens of a prompt, below which what is compared is most of it."""
+
+
+def read_prompts(path: Path, model: ServedModel) -> list[list[int]]:
+    """Reads prompts to calibrate with: a JSON list of texts, or of lists of token ids.
+
+    Raises:
+        ValueError: the file is something else, or has too few prompts, or one cannot be used.
+    """
+    try:
+        given = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ValueError(f"--prompts {path} is no JSON: {error}") from error
+    of_texts = isinstance(given, list) and all(isinstance(each, str) for each in given)
+    of_ids = isinstance(given, list) and all(
+        isinstance(each, list) and all(type(token) is int for token in each) for each in given
+    )
+    if not of_texts and not of_ids:
+        raise ValueError(f"--prompts {path} is no list of texts, nor of lists of token ids")
+    if len(given) < LEAST_PROMPTS:
+        raise ValueError(
+            f"--prompts {path} has {len(given)} prompts, of which some are held out: give at least "
+            f"{LEAST_PROMPTS}"
+        )
+    if of_texts:
+        tokenizer = load_tokenizer(model.path)
+        given = [tokenizer.encode(each) for each in given]
+    for number, each in enumerate(given):
+        check_tokens(model, each, 0, f"prompt {number}")
+        if len(each) < LEAST_TOKENS:
+            raise ValueError(
+                f"prompt {number} has {len(each)} tokens: give at least {LEAST_TOKENS}, and such "
+                "as are to be served"
+            )
+    return given
+
+
+def measured_on(
+    model: ServedModel, levels: Levels, prompts: Sequence[Sequence[int]], seed: int
+) -> MeasuredOn:
+    """Says what a calibration is measured on."""
+    links, told = levels.links, json.dumps([seed, *map(list, prompts)])
+    return MeasuredOn(
+        model.description,
+        model_digest(model).hex(),
+        levels.ranks,
+        min(links.ranks_per_node, levels.ranks),
+        links.nodes_per_rack,
+        len(prompts),
+        hashlib.sha256(told.encode()).hexdigest(),
+    )
+
+
+def calibrate(
+    file: CalibrationFile,
+    model: ServedModel,
+    levels: Levels,
+    prompts: Sequence[Sequence[int]],
+    samples: int,
+    seed: int,
+    told: Callable[[], object] = lambda: None,
+) -> Iterator[CalibrationFile]:
+    """Measures what a file lacks; yields it whenever something was added, and at the end.
+
+    Args:
+        file: what there is.
+        model: model to measure.
+        levels: levels of its ranks.
+        prompts: token ids of each prompt.
+        samples: sparsities to run.
+        seed: of sparsities and needles.
+        told: called after each run of the model but the first of each prompt.
+    """
+    if len(file.measured) < len(prompts):
+        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        calibrated = Calibrated(SparseModel(model, levels, device), prompts, seed)
+        numbers = range(len(prompts))
+        if not file.samples:
+            curves = [calibrated.measure(number, []) for number in numbers]
+            drawn = sampled_sparsities(Calibration([], curves), samples, seed)
+            file = replace(file, samples=drawn)
+            yield file
+        for number in numbers[len(file.measured) :]:
+            found = calibrated.measure(number, file.samples, told)
+            file = replace(file, measured=[*file.measured, found])
+            yield file
+    yield file
+
+
+def with_needle(prompt: Sequence[int], seed: int) -> list[int]:
+    """Hides a needle in a prompt, and asks for it at the end, so that its length stays."""
+    random = np.random.default_rng(seed)
+    body = np.array(prompt)[: len(prompt) - 2 * NEEDLE]
+    needle: Int64s = random.permutation(np.unique(prompt))[:NEEDLE]
+    needle = np.resize(needle, NEEDLE)
+    depth = int(random.integers(0, 3 * len(body) // 4 + 1))
+    return [*map(int, np.concatenate([body[:depth], needle, body[depth:], needle]))]
+
+
+class Calibrated:
+    """Prompts that sparsities are measured on.
+
+    Args:
+        model: model to measure.
+        prompts: token ids of each; longer than what is compared.
+        seed: of the needles.
+    """
+
+    def __init__(self, model: SparseModel, prompts: Sequence[Sequence[int]], seed: int = 0) -> None:
+        self._model = model
+        self._prompts = [with_needle(each, seed + n) for n, each in enumerate(prompts)]
+
+    def measure(
+        self,
+        number: int,
+        samples: Sequence[Sparsity],
+        told: Callable[[], object] = lambda: None,
+    ) -> Measured:
+        """Measures sparsities on a prompt.
+
+        Args:
+            number: number of the prompt.
+            samples: sparsities.
+            told: called after each run of the model.
+        """
+        tokens = self._prompts[number]
+        last = COMPARED + NEEDLE
+        logits, mass = self._model.run(tokens, None, last)
+        told()
+        dense, recalled = _compared(logits), _recalled(logits, tokens)
+        divergences, losses = [], []
+        for sample in samples:
+            logits, _ = self._model.run(tokens, sample, last)
+            told()
+            sparse = _compared(logits)
+            divergence = (dense.exp() * (dense - sparse)).sum(-1).mean()
+            divergences.append(max(float(divergence), 0.0))
+            lost = recalled & ~_recalled(logits, tokens)
+            losses.append(float(lost.float().mean()))
+        degraded: dict[Measure, Floats] = {
+            "kl": np.array(divergences),
+            "recall_loss": np.array(losses),
+        }
+        return Measured(len(tokens), mass, degraded, float(recalled.float().mean()))
+
+
+def _compared(logits: torch.Tensor) -> torch.Tensor:
+    """Logarithms of the next tokens' shares where the prompt ends, `[COMPARED, vocabulary]`."""
+    return logits[:COMPARED].double().log_softmax(-1)
+
+
+def _recalled(logits: torch.Tensor, tokens: Sequence[int]) -> torch.Tensor:
+    """Which tokens of the needle are likeliest, bool `[NEEDLE - CUE]`."""
+    found = logits[-(NEEDLE - CUE) - 1 : -1].argmax(-1)
+    return found == torch.tensor(tokens[-(NEEDLE - CUE) :])
+
+
+def sampled_sparsities(curves: Calibration, number: int, seed: int = 0) -> list[Sparsity]:
+    """Draws sparsities as a configurator may choose them, from next to nothing dropped to most.
+
+    Args:
+        curves: a calibration whose masses are known.
+        number: how many.
+        seed: of what is drawn.
+    """
+    random = np.random.default_rng(seed)
+    dense = Sparsity.nothing_dropped(curves.layers, curves.heads, curves.far_levels + 1)
+    options = [layer_options(curves, curves.mean_length, layer) for layer in range(curves.layers)]
+    # Options of a layer by what they drop; layers drop alike, but for some chance.
+    orders = [
+        np.argsort(curves.mass(curves.mean_length, layer, each).mean(axis=-1), kind="stable")
+        for layer, each in enumerate(options)
+    ]
+    found = []
+    for _ in range(number):
+        place = random.random() + 0.15 * random.standard_normal(curves.layers)
+        kept = np.array(
+            [
+                each[order[int(np.clip(at, 0, 1) * (len(each) - 1))]]
+                for each, order, at in zip(options, orders, place, strict=True)
+            ]
+        )
+        kept = np.concatenate([np.ones((*kept.shape[:2], 1)), np.maximum(kept, LEAST_KEPT)], axis=2)
+        ratios = tuple(tuple(map(tuple, heads)) for heads in kept.tolist())
+        found.append(Sparsity(ratios, dense.queries))
+    return found

@@ -1,0 +1,88 @@
+"""Seconds of a prefill that drops far keys, by the plans that its layers would run.
+
+Layers follow each other, so each is simulated alone, by its plan (the paper's F_pipe, Eq. 6). What
+is sent and computed adds up over the heads of a rank, so heads that keep different shares count as
+heads that all keep the mean.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from distca.cost.kernel_time import CostModel
+from distca.plan import Mask, Plan
+from distca.plan.span import Floats
+from distca.schedule.serving import nobody_holds
+from distca.schedule.serving.csps import Levels, NearToFar, Sparsity, shard_near, thinned
+from distca.schedule.serving.csps.configure import Partitions
+from distca.simulate.resources import Resources
+from distca.simulate.serving.costs import InferenceCosts
+from distca.simulate.serving.steps import SteppedCosts, attend
+
+_STEPS = 256
+"""Steps in which mean kept ratios are rounded up, so that few plans are simulated."""
+
+
+@dataclass(frozen=True)
+class SparseLatency:
+    """A `Latency` of prompts of a length, on a described cluster.
+
+    Attributes:
+        costs: costs of the model's layers.
+        cost_model: seconds of tasks with the heads of a rank.
+        levels: levels of the ranks.
+        tokens: length of the prompt.
+    """
+
+    costs: InferenceCosts
+    cost_model: CostModel
+    levels: Levels
+    tokens: int
+
+    @cached_property
+    def _known(self) -> dict[tuple[Partitions, tuple[int, ...]], float]:
+        return {}
+
+    def layer_seconds(self, kept: Floats, partitions: Partitions) -> Floats:
+        """See `Latency.layer_seconds`."""
+        means = np.ceil(kept.mean(axis=1) * _STEPS - 1e-6).astype(int)
+        found = np.empty(len(means))
+        for number, row in enumerate(means.tolist()):
+            key = partitions, tuple(row)
+            if key not in self._known:
+                self._known[key] = self._simulated(row, partitions)
+            found[number] = self._known[key]
+        return found
+
+    @cached_property
+    def other_seconds(self) -> float:
+        """See `Latency.other_seconds`."""
+        own = shard_near(np.array([0]), np.array([self.tokens]), self.levels.ranks)
+        tokens = own.tokens_per_rank()
+        linear = self.costs.pre_seconds(tokens) + self.costs.post_seconds(tokens)
+        last = self.costs.head_seconds(np.ones(1, dtype=np.int64))
+        return float(self.costs.model.layers * linear.max() + last[0])
+
+    def plan(self, partitions: Partitions) -> Plan:
+        """The plan of layers that drop nothing."""
+        ranks, one = self.levels.ranks, np.array([0])
+        dense = Sparsity.nothing_dropped(1, 1)
+        strategy = NearToFar(self.levels, dense, (None,), partitions)
+        new = shard_near(one, np.array([self.tokens]), ranks)
+        return strategy.plan(nobody_holds(ranks), new, Mask())
+
+    def plan_seconds(self, plan: Plan) -> float:
+        """Seconds of a layer's attention by its plan."""
+        resources = Resources(plan.world_size, self.costs.cluster, np.ones(plan.world_size))
+        attend(resources, SteppedCosts(plan, self.costs.shape, self.cost_model, self.costs.links))
+        return float(resources.clock.max())
+
+    def _simulated(self, kept: list[int], partitions: Partitions) -> float:
+        plan, heads = self.plan(partitions), self.costs.shape.kv_heads
+        ratios = (1.0, *(each / _STEPS for each in kept))
+        if min(ratios) < 1:
+            plan = thinned(plan, self.levels, (ratios,) * heads, ((1.0,) * len(ratios),) * heads)
+        return self.plan_seconds(plan)
