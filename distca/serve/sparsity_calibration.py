@@ -209,20 +209,22 @@ def sampled_sparsities(curves: Calibration, number: int, seed: int = 0) -> list[
     random = np.random.default_rng(seed)
     dense = Sparsity.nothing_dropped(curves.layers, curves.heads, curves.far_levels + 1)
     options = [layer_options(curves, curves.mean_length, layer) for layer in range(curves.layers)]
-    # Options of a layer by what they drop; layers drop alike, but for some chance.
+    # Options of a layer by what they drop.
     orders = [
         np.argsort(curves.mass(curves.mean_length, layer, each).mean(axis=-1), kind="stable")
         for layer, each in enumerate(options)
     ]
     found = []
     for _ in range(number):
-        place = random.random() + 0.15 * random.standard_normal(curves.layers)
-        kept = np.array(
-            [
-                each[order[int(np.clip(at, 0, 1) * (len(each) - 1))]]
-                for each, order, at in zip(options, orders, place, strict=True)
-            ]
-        )
+        # Groups of layers drop more and less, and some nothing, so that they can be told apart.
+        of_group = random.random(curves.groups) * random.integers(0, 2, curves.groups)
+        of_group[random.integers(curves.groups)] = random.random()
+        kept = np.ones((curves.layers, curves.heads, curves.far_levels))
+        for layer in range(1, curves.layers - 1):
+            place = of_group[curves.group(layer)]
+            if place:
+                place = np.clip(place + 0.1 * random.standard_normal(), 0, 1)
+            kept[layer] = options[layer][orders[layer][int(place * (len(options[layer]) - 1))]]
         kept = np.concatenate([np.ones((*kept.shape[:2], 1)), np.maximum(kept, LEAST_KEPT)], axis=2)
         ratios = tuple(tuple(map(tuple, heads)) for heads in kept.tolist())
         found.append(Sparsity(ratios, dense.queries))

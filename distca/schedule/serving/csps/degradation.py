@@ -5,7 +5,8 @@ measured accuracies, and says no more of it. This one is small enough to be read
 a prompt tells what attention the rows would have got that a ratio drops, by layer, head and level:
 the *dropped mass* `m`. A layer then adds `a m + b m^2` of its heads' mean to the degradation, with
 `a` and `b` of its group of layers, which least squares of relative errors choose and which are not
-below 0. So less kept is never predicted to be better, and layers add up.
+below 0, nor far from those of all layers without need. So less kept is never predicted to be
+better, and layers add up.
 
 Prompts that are held out say how far predictions are off. What is chosen goes by predictions times
 the *headroom*: how many times as much as predicted those prompts were degraded.
@@ -38,6 +39,7 @@ _HELD_OUT = 4
 """Every so-many-th prompt of a calibration is held out."""
 _GROUPS = 4
 _SWEEPS = 2000
+_DRAWN = 0.1
 
 
 @dataclass(frozen=True)
@@ -164,7 +166,7 @@ class Calibration:
                 np.mean([each.degraded[measure] for each in some], axis=0)
                 for some in (self.fitted, self.held_out)
             )
-            weights = nonnegative_least_squares(columns, fitted)
+            weights = _weights(columns, fitted)
             predicted, least = columns @ weights, _floor(fitted)
             ratios = (unseen + least) / (predicted + least)
             found[measure] = Fit(
@@ -207,7 +209,7 @@ class Calibration:
             tokens, layer, kept: as for `mass`.
         """
         fit, mass = self.fits[measure], self.mass(tokens, layer, kept).mean(axis=-1)
-        of_mass, of_square = fit.weights[self._group(layer)]
+        of_mass, of_square = fit.weights[self.group(layer)]
         result: Floats = fit.headroom * (of_mass * mass + of_square * mass**2)
         return result
 
@@ -224,19 +226,20 @@ class Calibration:
     def _features(self, tokens: int, sparsity: Sparsity) -> Floats:
         """Masses that each group of layers drops, and their squares, `[2 * groups]`."""
         kept = np.array(sparsity.keys)[:, :, 1:]
-        features = np.zeros((_groups(self.layers), 2))
+        features = np.zeros((self.groups, 2))
         for layer in range(1, self.layers - 1):
             mass = float(self.mass(tokens, layer, kept[layer]).mean())
-            features[self._group(layer)] += mass, mass**2
+            features[self.group(layer)] += mass, mass**2
         return features.ravel()
 
-    def _group(self, layer: int) -> int:
+    def group(self, layer: int) -> int:
         """Group of a layer; the first and the last layer are in none."""
-        return (layer - 1) * _groups(self.layers) // (self.layers - 2)
+        return (layer - 1) * self.groups // (self.layers - 2)
 
-
-def _groups(layers: int) -> int:
-    return max(min(layers - 2, _GROUPS), 1)
+    @property
+    def groups(self) -> int:
+        """Groups of layers that have weights of their own."""
+        return max(min(self.layers - 2, _GROUPS), 1)
 
 
 def _between(lengths: Floats, curves: Floats, tokens: int) -> Floats:
@@ -255,20 +258,38 @@ def _floor(values: Floats) -> float:
     return float(np.median(values)) * 0.1 + 1e-6
 
 
-def nonnegative_least_squares(columns: Floats, values: Floats) -> Floats:
+def _weights(columns: Floats, values: Floats) -> Floats:
+    """Weights of masses and squares in each group of layers, as far as they are told apart.
+
+    They are drawn to those of all layers alike: else a group that was measured little could have
+    weights of 0, and a configurator would drop all that it has.
+    """
+    alike = columns.reshape(len(columns), -1, 2).sum(axis=1)
+    of_all = nonnegative_least_squares(alike, values, np.zeros(2), 0.0)
+    expected = np.tile(of_all, columns.shape[1] // 2)
+    return nonnegative_least_squares(columns, values, expected, _DRAWN)
+
+
+def nonnegative_least_squares(
+    columns: Floats, values: Floats, expected: Floats, drawn: float
+) -> Floats:
     """Weights, not below 0, by which columns add up to values with the least relative errors.
 
     Args:
         columns: float64 `[values, columns]`.
         values: float64 `[values]`.
+        expected: weights that others are drawn to.
+        drawn: how much the difference from them counts, beside errors.
     """
     scale = 1 / (values + _floor(values))
-    scaled, rest = columns * scale[:, None], values * scale
-    weights = np.zeros(columns.shape[1])
+    scaled = columns * scale[:, None]
+    weights = expected.copy()
+    rest = values * scale - scaled @ weights
     squares = (scaled**2).sum(axis=0)
     for _ in range(_SWEEPS):
         for number in np.flatnonzero(squares):
-            column = scaled[:, number]
-            moved = max(weights[number] + column @ rest / squares[number], 0.0)
+            column, pull = scaled[:, number], expected[number] - weights[number]
+            step = (column @ rest / squares[number] + drawn * pull) / (1 + drawn)
+            moved = max(weights[number] + step, 0.0)
             rest, weights[number] = rest - column * (moved - weights[number]), moved
     return weights
