@@ -13,8 +13,9 @@ from distca.plan import Mask, Plan
 from distca.plan.span import Floats
 from distca.runtime.importance import OBSERVERS
 from distca.schedule.serving import nobody_holds
-from distca.schedule.serving.csps import Levels, NearToFar, Sparsity, kept_count, shard_near
+from distca.schedule.serving.csps import Levels, Sparsity, kept_count
 from distca.schedule.serving.csps.degradation import GRID
+from distca.schedule.serving.csps.pipeline import NearToFar, shard_near
 from distca.serve.models import ServedModel, need_transformers
 
 _NAME = "distca-sparse"

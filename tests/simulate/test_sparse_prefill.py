@@ -10,7 +10,8 @@ import pytest
 from distca.cost.model_sizes import MODELS
 from distca.cost.volume import step_bytes
 from distca.plan.span import Floats
-from distca.schedule.serving.csps import Levels, thinned
+from distca.schedule.serving.csps import Levels
+from distca.schedule.serving.csps.pipeline import thinned
 from distca.simulate import CLUSTERS
 from distca.simulate.serving import InferenceCosts
 from distca.simulate.serving.sparse import SparseLatency

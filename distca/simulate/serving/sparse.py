@@ -16,8 +16,9 @@ from distca.cost.kernel_time import CostModel
 from distca.plan import Mask, Plan
 from distca.plan.span import Floats
 from distca.schedule.serving import nobody_holds
-from distca.schedule.serving.csps import Levels, NearToFar, Sparsity, shard_near, thinned
+from distca.schedule.serving.csps import Levels, Sparsity
 from distca.schedule.serving.csps.configure import Partitions
+from distca.schedule.serving.csps.pipeline import NearToFar, shard_near, thinned
 from distca.simulate.resources import Resources
 from distca.simulate.serving.costs import InferenceCosts
 from distca.simulate.serving.steps import SteppedCosts, attend
