@@ -228,6 +228,28 @@ def test_short_sequences_stay_at_home_and_long_ones_are_shared_out() -> None:
     assert owners == {0: [0, 0], 1: [1, 1], 2: [0, 0, 1, 1, 1, 1, 0, 0, 0, 1]}
 
 
+@pytest.mark.parametrize("tokens", [64, 4096])
+@pytest.mark.parametrize("ranks", [2, 3, 4, 8])
+def test_a_fresh_prefill_fills_ranks_evenly(ranks: int, tokens: int) -> None:
+    """By two blocks at most, in one chunk or after several, which are shared out each for itself;
+    decoded tokens add a stripe."""
+    for length in (65, 200, 1000, 3001):
+        cache = PrefixCache(BlockPool(ranks, 1000, SIZE), True)
+        scheduler = Scheduler(cache, Limits(4, tokens, 2 * SIZE, 9), b"model")
+        scheduler.add(0, list(range(length)), 20)
+        rows = np.zeros(ranks, dtype=np.int64)
+        held = 0
+        while batch := scheduler.schedule():
+            (feed,) = batch.feeds
+            for number, block in enumerate(feed.new_blocks):
+                rows[block.rank] += min(SIZE, feed.start + feed.count - (held + number) * SIZE)
+            held += len(feed.new_blocks)
+            if feed.samples and feed.count > 1:
+                assert np.ptp(rows) <= 2 * SIZE, (length, rows)
+            scheduler.advance(batch, {0: 1} if feed.samples else {})
+        assert held * SIZE >= length + 19
+
+
 def test_chunks_of_long_sequences_are_cut_for_a_chain() -> None:
     """Between blocks, from the last rank down, and by what is before a chunk; decoded ones not."""
     cache = PrefixCache(BlockPool(RANKS, 40, SIZE))

@@ -6,8 +6,8 @@ are admitted in the order of their arrival; if there are no blocks for one that 
 gives up its own and is computed again later, of which the prefix cache may still have most.
 
 Blocks of a short sequence lie on one rank, its *home*, which computes it without any exchange. Of a
-long one, each chunk's blocks are shared out in zigzag, and decoded ones in stripes. With a chain of
-ranks a chunk is cut between blocks: each lies on one rank, where other sequences can find it.
+long one, each chunk's blocks are shared out in zigzag, and decoded ones in stripes. With a chain a
+chunk is cut between blocks: each lies on one rank, where other sequences can find it.
 """
 
 from __future__ import annotations
@@ -426,24 +426,29 @@ class Scheduler:
 
     def _add_blocks(self, each: ServedSequence, count: int) -> None:
         """Adds blocks, on the ranks that should own them or, where these are full, on others."""
-        first, missing = len(each.blocks), self._blocks_missing(each, count)
-        chained = self._in_chain(each, count, missing)
-        for number in range(missing):
-            rank = self._owner(each, first + number, number, missing)
-            rank = chained[number] if chained else rank
+        missing = self._blocks_missing(each, count)
+        for rank in self._in_chain(each, count, missing) or self._owners(each, missing):
             if not self._cache.available(rank):
                 rank = max(self._computing, key=self._cache.available)
             each.blocks.append(self._cache.take(rank))
 
-    def _owner(self, each: ServedSequence, block: int, number: int, count: int) -> int:
-        """Rank that should own a block, the `number`th of `count` that a feed adds."""
-        if len(each.tokens) < self._limits.short:
-            return each.home
+    def _owners(self, each: ServedSequence, count: int) -> list[int]:
+        """Ranks that should own so many blocks that a feed adds."""
+        ranks = len(self._computing)
+        if len(each.tokens) < self._limits.short or not count:
+            return [each.home] * count
         if each.computed >= each.prompt:
-            stripe = block * self._block_size // self._limits.stripe
-            return (stripe + each.number) % len(self._computing)
-        part = number * 2 * len(self._computing) // count
-        return min(part, 2 * len(self._computing) - 1 - part)
+            blocks = len(each.blocks) + np.arange(count)
+            stripes = blocks * self._block_size // self._limits.stripe
+            return [*map(int, (stripes + each.number) % ranks)]
+        part = np.arange(count) * 2 * ranks // count
+        owners = np.minimum(part, 2 * ranks - 1 - part)
+        if count % (2 * ranks):
+            # Some ranks get more: after each chunk those that have fewest.
+            held = np.bincount([block.rank for block in each.blocks], minlength=ranks)[:ranks]
+            more = np.bincount(owners, minlength=ranks)
+            owners += min(range(ranks), key=lambda by: int(np.ptp(held + np.roll(more, by))))
+        return [*map(int, owners % ranks)]
 
     def _in_chain(self, each: ServedSequence, count: int, blocks: int) -> list[int]:
         """Ranks of the blocks that a chunk adds, from the chain's first one down, if it has one."""
