@@ -138,15 +138,18 @@ def run_on_a_rank(
     engine.take(ResetCache())
     stats = here.said[-1].stats
     ranks = [(each.free, each.referenced, each.cached) for each in stats.ranks]
-    weights = [0] * dist.get_world_size()
+    weights, counted = ([0] * dist.get_world_size() for _ in range(2))
     dist.all_gather_object(weights, here.worker.loaded().weight_bytes)
-    nbytes = planned[0] + here.moved * BLOCK * _moved_row_bytes(settings)
+    dist.all_gather_object(counted, planned[0])
+    nbytes = sum(counted) + here.moved * BLOCK * _moved_row_bytes(settings)
     return Answered(told, numbers_of(stats), ranks, scores, nbytes, weights, here.moved)
 
 
 @contextmanager
 def _planned(settings: EngineSettings) -> Iterator[list[int]]:
-    """Adds up the bytes of all iterations' plans."""
+    """Adds up the bytes of the iterations' plans in which no rank before this one has a part."""
+    import torch.distributed as dist
+
     from distca.cost.volume import plan_bytes
     from distca.plan import Mask
     from distca.serve.engine import worker
@@ -155,6 +158,8 @@ def _planned(settings: EngineSettings) -> Iterator[list[int]]:
 
     def recording(*arguments: Any) -> Any:
         plan = plan_iteration(*arguments)
+        if dist.get_rank() != min(plan.members) * settings.tensor_parallel_size:
+            return plan
         for layer, window in enumerate(model.windows):
             mask, moved = Mask(window), 0
             if plan.chunks is not None:

@@ -433,7 +433,7 @@ class Scheduler:
             each.blocks.append(self._cache.take(rank))
 
     def _owners(self, each: ServedSequence, count: int) -> list[int]:
-        """Ranks that should own so many blocks that a feed adds."""
+        """Ranks that should own so many blocks that a feed adds, so that all have as many."""
         ranks = len(self._computing)
         if len(each.tokens) < self._limits.short or not count:
             return [each.home] * count
@@ -444,7 +444,6 @@ class Scheduler:
         part = np.arange(count) * 2 * ranks // count
         owners = np.minimum(part, 2 * ranks - 1 - part)
         if count % (2 * ranks):
-            # Some ranks get more: after each chunk those that have fewest.
             held = np.bincount([block.rank for block in each.blocks], minlength=ranks)[:ranks]
             more = np.bincount(owners, minlength=ranks)
             owners += min(range(ranks), key=lambda by: int(np.ptp(held + np.roll(more, by))))
