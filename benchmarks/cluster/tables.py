@@ -41,9 +41,16 @@ BEYOND = {
     ("qwen3-235b-a22b", 128): [(32, 256)],
     ("gemma3-27b-like", 128): [(16, 128)],
     ("gpt-oss-120b-like", 128): [(16, 128)],
+    ("deepseek-v3-like", 128): [(64, 512)],
 }
-"""Jobs that the paper has not: a million tokens, larger models, experts, windows on some layers."""
-EXPERT_PARALLEL = {"qwen3-30b-a3b": 8, "qwen3-235b-a22b": 32, "gpt-oss-120b-like": 32}
+"""Jobs that the paper has not: a million tokens, larger models, experts, windows on some layers,
+latents."""
+EXPERT_PARALLEL = {
+    "qwen3-30b-a3b": 8,
+    "qwen3-235b-a22b": 32,
+    "gpt-oss-120b-like": 32,
+    "deepseek-v3-like": 64,
+}
 """GPUs that share each layer's experts, by model."""
 PUBLISHED = {
     ("table3", "pretrain"): "1.07 to 1.20",

@@ -8,7 +8,7 @@ from dataclasses import fields, replace
 from typing import Any
 
 from distca.commands.command_line import Parser
-from distca.cost.model_sizes import MODELS, Experts, ModelSize
+from distca.cost.model_sizes import MODELS, Experts, Latents, ModelSize
 from distca.schedule.serving import SELECTORS, STRATEGIES
 from distca.schedule.serving.partitions import Shares, check_shares, even_shares
 from distca.simulate import CLUSTERS, PUBLISHED, UNCHARGED, Charges, Cluster
@@ -30,6 +30,12 @@ _EXPERTS = {
     "num_experts": "Routed experts of each layer.",
     "moe_router_topk": "Experts that a token uses.",
     "moe_ffn_hidden_size": "Width of each expert's gated MLP.",
+}
+_LATENTS = {
+    "kv_lora_rank": "Size of the keys' and values' latent, in models with latent attention.",
+    "qk_pos_emb_head_dim": "Elements of a key's head that are rotated, which heads share.",
+    "v_head_dim": "Elements of a value's head; --head-dim has a key's.",
+    "q_lora_rank": "Size of the queries' latent. Default: the preset's, or none.",
 }
 _WINDOWS = {
     "window_left": "Sliding window: a query sees so many earlier tokens. Default: the preset's, or "
@@ -53,11 +59,11 @@ _CHARGES = {
 }
 
 
-def add_model_flags(parser: Parser, windows: bool = False) -> Group:
-    """Adds the flags of `model_of`, those of windows among them or not; returns their group."""
+def add_model_flags(parser: Parser, training: bool = False) -> Group:
+    """Adds the flags of `model_of`, those of training alone or not; returns their group."""
     model = parser.add_argument_group("model (a preset, or all sizes; a size wins over the preset)")
     model.add_argument("--model", metavar="NAME", help=f"A preset: {', '.join(MODELS)}.")
-    for name, what in (_SIZES | _EXPERTS | (_WINDOWS if windows else {})).items():
+    for name, what in (_SIZES | _EXPERTS | (_LATENTS | _WINDOWS if training else {})).items():
         model.add_argument(flag_of(name), type=int, metavar="N", help=what)
     return model
 
@@ -157,7 +163,7 @@ def model_of(args: argparse.Namespace) -> ModelSize:
     """The model that the flags describe.
 
     Raises:
-        ValueError: it is no model, or has windows that the command doesn't simulate.
+        ValueError: it is no model, or has windows or latents that the command doesn't simulate.
     """
     given: dict[str, Any] = _given(args, _SIZES)
     of_experts = _given(args, _EXPERTS)
@@ -178,11 +184,13 @@ def model_of(args: argparse.Namespace) -> ModelSize:
         raise ValueError(f"no model {args.model!r}: choose from {', '.join(MODELS)}")
     model = replace(model, experts=_experts_of(of_experts, model.experts))
     if hasattr(args, "window_attn_skip_freq"):
-        return _with_windows(model, _given(args, _WINDOWS))
-    if model.window_left is not None:
-        raise ValueError(
-            f"{args.model} has layers with windows, of which training alone is simulated"
-        )
+        latents = _latents_of(_given(args, _LATENTS), model.latents)
+        return _with_windows(replace(model, latents=latents), _given(args, _WINDOWS))
+    for what, there in (("windows", model.window_left), ("latents", model.latents)):
+        if there is not None:
+            raise ValueError(
+                f"{args.model} has layers with {what}, of which training alone is simulated"
+            )
     return model
 
 
@@ -216,6 +224,21 @@ def _experts_of(given: dict[str, int], preset: Experts | None) -> Experts | None
     if missing := [flag_of(name) for name in _EXPERTS if name not in given]:
         raise ValueError(f"experts need {', '.join(missing)}, too")
     return Experts(*(given[name] for name in _EXPERTS))
+
+
+def _latents_of(given: dict[str, int], preset: Latents | None) -> Latents | None:
+    """The latents that the flags describe, over those of a preset."""
+    if not given:
+        return preset
+    for name, value in given.items():
+        if value < 1:
+            raise ValueError(f"{flag_of(name)} {value} must be at least 1")
+    if preset is not None:
+        own = preset.kv_rank, preset.rotated_dim, preset.v_head_dim, preset.q_rank
+        given = {n: v for n, v in zip(_LATENTS, own, strict=True) if v is not None} | given
+    if missing := [flag_of(name) for name in list(_LATENTS)[:3] if name not in given]:
+        raise ValueError(f"latent attention needs {', '.join(missing)}, too")
+    return Latents(*(given.get(name) for name in _LATENTS))  # type: ignore[arg-type]
 
 
 def cluster_of(args: argparse.Namespace) -> Cluster:

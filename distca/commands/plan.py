@@ -12,7 +12,7 @@ import argparse
 import json
 import sys
 import time
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -135,6 +135,9 @@ def build_parser() -> Parser:
         default=128,
         metavar="N",
         help="Elements of a head; presets bring their own.",
+    )
+    model.add_argument(
+        "--v-head-dim", type=int, metavar="N", help="Those of a value's head. Default: as many."
     )
     model.add_argument(
         "--dtype-bytes", type=int, default=2, metavar="N", help="Bytes of an element: 2 for bf16."
@@ -313,12 +316,12 @@ def _shape(args: argparse.Namespace) -> AttentionShape:
         raise ValueError("give either --model or --heads (and --kv-heads, where they are fewer)")
     if args.model is not None and args.model not in MODELS:
         raise ValueError(f"no model {args.model!r}: choose from {', '.join(MODELS)}")
-    size = (
-        MODELS[args.model]
-        if args.model is not None
-        else ModelSize(1, 0, args.heads, args.kv_heads or args.heads, args.head_dim, 0)
-    )
-    return size.attention_shape(args.tensor_model_parallel_size, args.dtype_bytes)
+    parallel, dtype_bytes = args.tensor_model_parallel_size, args.dtype_bytes
+    if args.model is not None:
+        return MODELS[args.model].attention_shape(parallel, dtype_bytes)
+    size = ModelSize(1, 0, args.heads, args.kv_heads or args.heads, args.head_dim, 0)
+    shape = size.attention_shape(parallel, dtype_bytes)
+    return replace(shape, v_head_dim=args.v_head_dim)
 
 
 def _config(args: argparse.Namespace) -> ScheduleConfig:

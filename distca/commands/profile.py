@@ -40,6 +40,9 @@ def build_parser() -> Parser:
     )
     parser.add_argument("--head-dim", type=int, default=32, metavar="N", help="Elements of a head.")
     parser.add_argument(
+        "--v-head-dim", type=int, metavar="N", help="Those of a value's head. Default: as many."
+    )
+    parser.add_argument(
         "--dtype",
         choices=["fp32", "bf16"],
         help="Kind of numbers. Default: bf16 on a GPU, fp32 on a CPU.",
@@ -68,7 +71,7 @@ def main(argv: list[str]) -> int:
     torch.set_num_threads(args.threads)
     dtype = args.dtype or ("bf16" if device == "cuda" else "fp32")
     element_bytes = {"fp32": 4, "bf16": 2}[dtype]
-    shape = AttentionShape(args.heads, args.kv_heads, args.head_dim, element_bytes)
+    shape = AttentionShape(args.heads, args.kv_heads, args.head_dim, element_bytes, args.v_head_dim)
     profile = profile_kernel(shape, args.max_length, device)
     profile.save(args.output)
     errors = held_out_errors(profile, device)

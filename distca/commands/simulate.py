@@ -112,7 +112,7 @@ def build_parser() -> Parser:
     documents.add_argument(
         "--seed", type=int, default=0, metavar="N", help="Another seed draws other documents."
     )
-    model = add_model_flags(parser, windows=True)
+    model = add_model_flags(parser, training=True)
     model.add_argument(
         "--recompute",
         nargs="?",

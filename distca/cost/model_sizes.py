@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from distca.cost.kernel_time import AnalyticCost
 from distca.cost.volume import AttentionShape
 from distca.plan import LayerMasks, Mask
 
@@ -32,8 +31,26 @@ class Experts:
 
 
 @dataclass(frozen=True)
+class Latents:
+    """Multi-latent attention: queries, keys and values are expanded from latents.
+
+    Attributes:
+        kv_rank: size of the keys' and values' latent.
+        rotated_dim: elements of a key's head that are rotated, and that all heads share.
+        v_head_dim: elements of a value's head.
+        q_rank: size of the queries' latent; None: queries have none.
+    """
+
+    kv_rank: int
+    rotated_dim: int
+    v_head_dim: int
+    q_rank: int | None = None
+
+
+@dataclass(frozen=True)
 class ModelSize:
-    """A decoder-only transformer with grouped-query attention and gated MLPs, in experts or whole.
+    """A decoder-only transformer with grouped-query or multi-latent attention and gated MLPs, in
+    experts or whole.
 
     Attributes:
         layers: transformer layers.
@@ -47,6 +64,11 @@ class ModelSize:
         experts: routed experts of each layer; None: the layers are dense.
         window_left: earlier tokens that a query sees in layers with a window; None: there are none.
         window_attn_skip_freq: every so many-th layer has no window; None: all layers have one.
+        latents: latents of attention, where `head_dim` is that of a key with what is rotated; None:
+            there are none.
+
+    Raises:
+        ValueError: with latents, keys have fewer heads than queries, or all of a key is rotated.
     """
 
     layers: int
@@ -59,6 +81,22 @@ class ModelSize:
     experts: Experts | None = None
     window_left: int | None = None
     window_attn_skip_freq: int | None = None
+    latents: Latents | None = None
+
+    def __post_init__(self) -> None:
+        if self.latents is None:
+            return
+        if self.kv_heads != self.heads or self.head_dim <= self.latents.rotated_dim:
+            raise ValueError(
+                f"attention with latents has a key for each of its {self.heads} heads, of more "
+                f"than the {self.latents.rotated_dim} elements that are rotated, not "
+                f"{self.kv_heads} of {self.head_dim}"
+            )
+
+    @property
+    def value_dim(self) -> int:
+        """Elements of a value's head, and of an output's."""
+        return self.head_dim if self.latents is None else self.latents.v_head_dim
 
     @property
     def masks(self) -> LayerMasks:
@@ -84,17 +122,36 @@ class ModelSize:
             self.kv_heads // tensor_parallel,
             self.head_dim,
             dtype_bytes,
+            self.value_dim,
         )
 
     @property
     def pre_parameters(self) -> int:
         """Parameters of a layer's projections to queries, keys and values."""
-        return self.hidden_size * (self.heads + 2 * self.kv_heads) * self.head_dim
+        return sum(inputs * outputs for inputs, outputs, _ in self.pre_products)
+
+    @property
+    def pre_products(self) -> tuple[tuple[int, int, bool], ...]:
+        """Matrices of a layer before core attention: their inputs, their outputs, and whether
+        tensor-parallel ranks share the outputs."""
+        hidden, of_queries = self.hidden_size, self.heads * self.head_dim
+        if self.latents is None:
+            of_keys = 2 * self.kv_heads * self.head_dim
+            return ((hidden, of_queries + of_keys, True),)
+        latents = self.latents
+        expanded = self.heads * (self.head_dim - latents.rotated_dim + latents.v_head_dim)
+        keys = (
+            (hidden, latents.kv_rank + latents.rotated_dim, False),
+            (latents.kv_rank, expanded, True),
+        )
+        if latents.q_rank is None:
+            return ((hidden, of_queries, True), *keys)
+        return ((hidden, latents.q_rank, False), (latents.q_rank, of_queries, True), *keys)
 
     @property
     def post_parameters(self) -> int:
         """Parameters of a layer's output projection and of the MLPs that a token uses."""
-        return self.hidden_size * self.heads * self.head_dim + self.mlp_parameters
+        return self.hidden_size * self.heads * self.value_dim + self.mlp_parameters
 
     @property
     def mlp_width(self) -> int:
@@ -146,7 +203,7 @@ class ModelSize:
             pairs: visible (query, key) pairs of its documents.
         """
         linear = 2.0 * (self.layers * self.layer_parameters + self.vocabulary_parameters)
-        per_pair = AnalyticCost.of_shape(self.attention_shape()).flops_per_pair
+        per_pair = self.attention_shape().flops_per_pair
         return 3.0 * (tokens * linear + self.layers * pairs * per_pair)
 
 
@@ -165,4 +222,11 @@ MODELS = {
     # GPT-OSS (its model card; attention sinks cost nothing that is counted here).
     "gemma3-27b-like": ModelSize(60, 5376, 32, 16, 128, 21_504, 262_208, None, 1023, 6),
     "gpt-oss-120b-like": ModelSize(36, 2880, 64, 8, 64, 0, 201_088, Experts(128, 4, 2880), 127, 2),
+    # A layout like that of DeepSeek-V3 (its report, Section 4.2), with 60 layers instead of 61, all
+    # of them with experts, of which each token uses one that all do.
+    "deepseek-v3-like": ModelSize(
+        *(60, 7168, 128, 128, 192, 2048, 129_280),
+        experts=Experts(256, 8, 2048),
+        latents=Latents(512, 64, 128, 1536),
+    ),
 }

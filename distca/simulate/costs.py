@@ -67,9 +67,8 @@ class ModelCosts:
         return self.model.attention_shape(self.tensor_parallel, self.dtype_bytes)
 
     @property
-    def _widths(self) -> tuple[int, int, int, int]:
-        m = self.model
-        return m.hidden_size, m.heads * m.head_dim, m.kv_heads * m.head_dim, m.ffn_hidden_size
+    def _out_width(self) -> int:
+        return self.model.heads * self.model.value_dim
 
     def _token_seconds(self, parameters: int, collectives: int) -> tuple[float, float]:
         """Seconds of a token's linear layers and collectives, forward and backward."""
@@ -133,18 +132,19 @@ class ModelCosts:
 
     def pre_launch_seconds(self) -> tuple[float, float]:
         """Seconds of a layer before core attention that don't grow with tokens, there and back."""
-        hidden, q, kv, _ = self._widths
-        return self._half_waves(hidden, (q + 2 * kv) / self.tensor_parallel)
+        products = self.model.pre_products
+        outputs = (n / (self.tensor_parallel if shared else 1) for _, n, shared in products)
+        return self._half_waves(sum(inputs for inputs, _, _ in products), sum(outputs))
 
     def post_launch_seconds(self) -> tuple[float, float]:
         """The same as `pre_launch_seconds` after core attention: projection and two of the MLP."""
-        hidden, q, _, ffn = self._widths
+        hidden, ffn = self.model.hidden_size, self.model.ffn_hidden_size
         tp, experts = self.tensor_parallel, self.model.experts
         # Widths of what a GPU computes of a dense MLP, and of its routed experts in one call.
         widths = [ffn / tp] * (ffn > 0) + ([float(experts.ffn_hidden_size)] if experts else [])
         mlp = sum(hidden + width for width in widths)
         of_mlp = sum(2 * width + hidden for width in widths)
-        forward, backward = self._half_waves(q / tp + mlp, hidden + of_mlp)
+        forward, backward = self._half_waves(self._out_width / tp + mlp, hidden + of_mlp)
         again, _ = self._half_waves(mlp * (self.recompute == "mlp"), 0.0)
         return forward, again + backward
 
@@ -156,11 +156,16 @@ class ModelCosts:
 
     def activation_bytes(self) -> float:
         """Bytes of a token that each GPU keeps for one layer's backward pass."""
-        hidden, q, kv, _ = self._widths
+        model = self.model
+        hidden = model.hidden_size
         if self.recompute == "full":
             return hidden * self.dtype_bytes / self.tensor_parallel
-        lse = 4 * self.model.heads
-        kept = ((4 * hidden + 2 * q + 2 * kv) * self.dtype_bytes + lse) / self.tensor_parallel
+        lse = 4 * model.heads
+        # Queries, keys and values, and outputs; latents, which are inputs, too.
+        attention = model.heads * model.head_dim + self._out_width
+        attention += model.kv_heads * (model.head_dim + model.value_dim)
+        attention += sum(outputs for _, outputs, shared in model.pre_products if not shared)
+        kept = ((4 * hidden + attention) * self.dtype_bytes + lse) / self.tensor_parallel
         return kept if self.recompute == "mlp" else kept + self._mlp_bytes
 
     def recomputed_bytes(self) -> float:

@@ -400,7 +400,7 @@ def simulate(
         model.layer_parameters,
         model.vocabulary_parameters,
         model.layers // candidate.stages,
-        model.heads * model.head_dim,
+        model.heads * (model.head_dim + model.value_dim) // 2,
     )
     sizes = candidate.stages, candidate.data
     planned = plan_global_batch(windows, *sizes, config, options, model.masks, linear_work)
