@@ -36,7 +36,8 @@ def attention_given(
     q = q_WHD.float().reshape(len(q_WHD), kv_heads, -1, q_WHD.shape[2])
     scores = torch.einsum("whgd,khd->hgwk", q, k_KHD.float()) * softmax_scale
     lse = lse_WH.float().reshape(len(lse_WH), kv_heads, -1).permute(1, 2, 0)
-    weights = torch.exp(scores - lse.unsqueeze(-1)).masked_fill_(~visible_WK, 0.0)
+    # No weight is above 1; scores that a model caps may be above its LSE.
+    weights = torch.exp((scores - lse.unsqueeze(-1)).clamp_(max=0.0)).masked_fill_(~visible_WK, 0.0)
     return weights.sum(dim=(1, 2)).T.contiguous()
 
 
