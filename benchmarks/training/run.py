@@ -86,7 +86,9 @@ class Measured:
 
     def batches(self, lengths: list[int]) -> Any:
         """Iterates over the micro-batches, or ticks, of the documents' global batches."""
-        return self._maker.iterator(stream_of(lengths), "train", 0)
+        from megatron_patches.loop.job import TRAIN
+
+        return self._maker.iterator(stream_of(lengths), TRAIN, 0)
 
     def step(self, batches: Any) -> Step:
         """Runs and times a whole training step on the next global batch."""

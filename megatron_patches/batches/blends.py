@@ -105,6 +105,11 @@ def check_blends(args: Namespace, splits: Sequence[Split]) -> dict[Split, Blend]
             f"--eval-iters {args.eval_iters} evaluates on data of its own: give "
             "--valid-data-path, or --eval-iters 0"
         )
+    if args.multiple_validation_sets and "test" in found:
+        raise ValueError(
+            "--multiple-validation-sets goes without a test, in Megatron-LM, too: leave out the "
+            "test's data"
+        )
     return found
 
 

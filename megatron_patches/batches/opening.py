@@ -13,6 +13,7 @@ from megatron_patches.batches.blends import Split, check_blends
 from megatron_patches.batches.own_documents import own_documents
 from megatron_patches.batches.resuming import keeps_whole, longest_piece
 from megatron_patches.batches.stream import Corpus, check_sources
+from megatron_patches.batches.validation_sets import sets_of
 from megatron_patches.versions import SFT_ENDS_CONVERSATIONS
 
 
@@ -65,8 +66,11 @@ def check_documents(args: Namespace, splits: Sequence[Split]) -> None:
     Raises:
         ValueError: the flags name none, or some that cannot be used.
     """
+    blends = check_blends(args, splits)
+    if "valid" in blends:
+        sets_of(args, blends["valid"])
     check_sources(
-        check_blends(args, splits),
+        blends,
         lambda name, which: open_source(args, name, which),
         longest_piece(args) if keeps_whole(args) else None,
     )

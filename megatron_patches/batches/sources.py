@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import logging
 from argparse import Namespace
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -24,7 +25,7 @@ from distca.schedule import (
     most_in_flight_of_1f1b,
 )
 from distca.schedule.program import NANO_BATCHES
-from megatron_patches.batches.blends import SPLITS, Split, check_blends
+from megatron_patches.batches.blends import SPLITS, Blend, Split, check_blends
 from megatron_patches.batches.groups_of_one import warning_of_groups_of_one
 from megatron_patches.batches.micro_batch import MicroBatches, PackedBatches, WindowLayout
 from megatron_patches.batches.opening import open_source
@@ -32,11 +33,12 @@ from megatron_patches.batches.planned import PlannedBatches
 from megatron_patches.batches.resuming import check_packs, keeps_whole, longest_piece
 from megatron_patches.batches.stream import TokenStream
 from megatron_patches.batches.ticks import TickBatches, TickStream
+from megatron_patches.batches.validation_sets import WholeSet, sets_of
 from megatron_patches.flags.batch_sizes import micro_batches_by_sample, samples_for_evaluation
 from megatron_patches.flags.distca import masks_from_args, masks_of_a_chunk
 from megatron_patches.flags.latent_attention import head_sizes
 from megatron_patches.flags.planning import execution_options, linear_work, schedule_config
-from megatron_patches.loop.job import DataIterators
+from megatron_patches.loop.job import TEST, TRAIN, VALID, DataIterators
 from megatron_patches.model.gpt import uses_dense_mask, uses_own_attention
 from megatron_patches.model.recompute import groups_of_layers
 from megatron_patches.pipeline.processes import Control, Processes
@@ -85,7 +87,7 @@ def model_device() -> torch.device:
 def build_data(
     args: Namespace,
     train_samples: int,
-    valid_samples: int,
+    valid_samples: int | None,
     test_samples: int,
     processes: Processes | None = None,
 ) -> DataIterators:
@@ -96,7 +98,8 @@ def build_data(
             of `valid` say where to resume.
         train_samples: number of training samples of the whole run, with those consumed before; 0
             for no iterator.
-        valid_samples: most samples that validation still needs; 0 for no iterator.
+        valid_samples: most samples that validation still needs; 0 for no iterator. With
+            `--full-validation` neither this nor `test_samples` matters, and it may be None.
         test_samples: number of samples of the test; 0 for no iterator.
         processes: processes of a job with dedicated servers; None: there are none.
 
@@ -104,18 +107,61 @@ def build_data(
         ValueError: the data is missing, corrupt or of another vocabulary; or the consumed samples
             are no whole number of micro-batches.
     """
-    samples_of = dict(zip(SPLITS, (train_samples, valid_samples, test_samples), strict=True))
-    blends = check_blends(args, [which for which in SPLITS if samples_of[which] > 0])
+    wanted = {"train": train_samples > 0, "valid": bool(valid_samples), "test": test_samples > 0}
+    if args.full_validation:
+        wanted |= {"valid": True, "test": True}
+    blends = check_blends(args, [which for which in SPLITS if wanted[which]])
     layout = window_layout(args, processes)
     maker = batch_maker(args, layout, model_device(), processes)
     if maker.control is not None:
         maker.control.share_place_in_data(args)
-    micro_batches = micro_batches_by_sample(args)
+    splits = _Splits(args, blends, layout, maker)
+    train = splits.part(
+        "train", train_samples, args.consumed_train_samples, args.train_stream_start
+    )
+    valid: Any
+    if args.full_validation:
+        valid, tests = splits.whole("valid", VALID), splits.whole("test", TEST)
+        valid = valid if args.multiple_validation_sets else valid[0]
+        test: Any = tests[0] if tests else None
+    else:
+        consumed = args.consumed_valid_samples
+        # Before it was resumed, the run may have evaluated more often than it would now.
+        samples = valid_samples + consumed if valid_samples else 0
+        valid = splits.part("valid", samples, consumed, args.valid_stream_start)
+        test = splits.part("test", test_samples, 0, 0)
+    return DataIterators(train, valid, test, control=maker.control, end=maker.close)
 
-    def iterator(
-        which: Split, samples: int, consumed: int, start: int
+
+@dataclass(frozen=True)
+class _Splits:
+    """Makes the iterators of splits.
+
+    Attributes:
+        args: Megatron-LM's arguments.
+        blends: datasets of the splits that are read.
+        layout: windows and ranks.
+        maker: maker of iterators.
+    """
+
+    args: Namespace
+    blends: Mapping[Split, Blend]
+    layout: WindowLayout
+    maker: BatchMaker
+
+    def part(
+        self, which: Split, samples: int, consumed: int, start: int
     ) -> MicroBatches | TickStream | None:
-        if which not in blends:
+        """Makes the iterator over a part of a split; None: the split is not read.
+
+        Args:
+            which: split.
+            samples: number of samples, with those consumed before.
+            consumed: number of samples consumed before.
+            start: token of the stream at which sample 0 is.
+        """
+        args, layout = self.args, self.layout
+        if which not in self.blends:
             return None
         if consumed % layout.samples_per_micro_batch:
             raise ValueError(
@@ -123,39 +169,46 @@ def build_data(
                 f"micro-batches of {layout.samples_per_micro_batch} samples: resume with a "
                 "data-parallel size times --micro-batch-size that divides it"
             )
+        # A global batch more, since the last one may be too long, and the iterators work ahead.
+        more = micro_batches_by_sample(args)(samples) * layout.samples_per_micro_batch
+        first = start + consumed * args.seq_length
+        tokens = (samples + more) * args.seq_length
+        stream = self._open(self.blends[which], which, tokens, start, first)
+        if which == "train":
+            _warn_of_repetition(stream, layout)
+            self.maker.log_first_plan(stream, consumed)
+        return self.maker.iterator(
+            stream, {"train": TRAIN, "valid": VALID, "test": TEST}[which], consumed
+        )
+
+    def whole(self, which: Split, number: int) -> list[WholeSet]:
+        """Makes the iterators over all of each set of a split, the first of which has a number."""
+        found: list[WholeSet] = []
+        if which not in self.blends:
+            return found
+        batch = samples_for_evaluation(self.args) * self.args.seq_length
+        for blend in sets_of(self.args, self.blends[which]):
+            stream = self._open(blend, which, None).in_passes(batch)
+            iterator = self.maker.iterator(stream, number + len(found), 0)
+            found.append(WholeSet(iterator, stream.tokens // batch))
+        return found
+
+    def _open(
+        self, blend: Blend, which: Split, tokens: int | None, start: int = 0, first: int = 0
+    ) -> TokenStream:
+        args = self.args
         if keeps_whole(args):
-            check_packs(args, start + consumed * args.seq_length)
-        stream = TokenStream.open(
-            blends[which],
+            check_packs(args, first)
+        return TokenStream.open(
+            blend,
             which,
             seed=args.seed,
-            # A global batch more, since the last one may be too long, and the iterators work ahead.
-            num_tokens=(samples + micro_batches(samples) * layout.samples_per_micro_batch)
-            * args.seq_length,
+            num_tokens=tokens,
             start=start,
             max_document_length=longest_piece(args),
             whole=keeps_whole(args),
             open_source=lambda name: open_source(args, name, which),
         )
-        if which == "train":
-            _warn_of_repetition(stream, layout)
-            maker.log_first_plan(stream, consumed)
-        return maker.iterator(stream, which, consumed)
-
-    if valid_samples > 0:
-        # Before it was resumed, the run may have evaluated more often than it would now.
-        valid_samples += args.consumed_valid_samples
-    return DataIterators(
-        train=iterator(
-            "train", train_samples, args.consumed_train_samples, args.train_stream_start
-        ),
-        valid=iterator(
-            "valid", valid_samples, args.consumed_valid_samples, args.valid_stream_start
-        ),
-        test=iterator("test", test_samples, 0, 0),
-        control=maker.control,
-        end=maker.close,
-    )
 
 
 def _warn_of_repetition(stream: TokenStream, layout: WindowLayout) -> None:
@@ -183,9 +236,15 @@ class BatchMaker(Protocol):
         ...
 
     def iterator(
-        self, stream: TokenStream, which: Split, first_sample: int
+        self, stream: TokenStream, number: int, first_sample: int
     ) -> MicroBatches | TickStream:
-        """Makes the iterator over a split's micro-batches or ticks, from a sample on."""
+        """Makes the iterator over a stream's micro-batches or ticks, from a sample on.
+
+        Args:
+            stream: token stream of a split.
+            number: number of the iterator, as for `DataIterators.numbered`.
+            first_sample: sample of the stream.
+        """
         ...
 
     def close(self) -> None:
@@ -244,7 +303,7 @@ class PackedMaker(BatchMaker):
     def log_first_plan(self, stream: TokenStream, first_sample: int) -> None:
         """Logs nothing, since there are no plans."""
 
-    def iterator(self, stream: TokenStream, which: Split, first_sample: int) -> MicroBatches:
+    def iterator(self, stream: TokenStream, number: int, first_sample: int) -> MicroBatches:
         """See `BatchMaker.iterator`."""
         samples = self.layout.samples_per_micro_batch
         return MicroBatches(self(stream), first_sample, samples, self.device, self.fused_rotary)
@@ -315,12 +374,12 @@ class PlannedMaker(BatchMaker):
         """See `BatchMaker.control`."""
         return self.servers.control
 
-    def iterator(self, stream: TokenStream, which: Split, first_sample: int) -> TickStream:
+    def iterator(self, stream: TokenStream, number: int, first_sample: int) -> TickStream:
         """See `BatchMaker.iterator`."""
-        batches = self(stream, forward_only=which != "train")
+        training, fixed = number == TRAIN, self.micro_batches_of_evaluation
+        batches = self(stream, forward_only=not training)
         if self.control is not None:
-            batches = replace(batches, announce=partial(self.control.announce, which))
-        training, fixed = which == "train", self.micro_batches_of_evaluation
+            batches = replace(batches, announce=partial(self.control.announce, number))
         count = self.micro_batches if training else lambda _: fixed
         process = PlannerProcess(batches.planner())
         fused_rotary = self._args.apply_rope_fusion

@@ -134,7 +134,8 @@ COVERED = {
     """,
     "Data, one blend or one for each split; conversations": """
         data-path split data-args-path train-data-path valid-data-path test-data-path
-        per-split-data-args-path sft sft-tokenizer-prompt-format
+        per-split-data-args-path full-validation multiple-validation-sets validation-set-names
+        sft sft-tokenizer-prompt-format
     """,
     "The tokenizer, of which data need the number of tokens alone": """
         tokenizer-type tokenizer-model tokenizer-metadata tokenizer-special-tokens
@@ -234,7 +235,7 @@ WITHOUT_EFFECT = {
         fine-grained-offloading-* delay-offload-until-cuda-graph
         delta-offload-bytes-across-pp-ranks activation-offload-fraction
     """,
-    "Refines data that are refused": "fim-* validation-set-names",
+    "Refines data that are refused": "fim-*",
     "Refines reinforcement learning, which is refused": """
         rl-* grpo-* langrl-env-config refit-method
     """,
@@ -267,8 +268,8 @@ Refused = partial(Group, "refused")
 # With --distca or without, in both loops: our data, model or loss would pass over them.
 REFUSED = (
     Refused(
-        "made-up data, whole validation sets, several of them, or phases",
-        "mock-data full-validation multiple-validation-sets phase-transition-iterations",
+        "made-up data, or phases",
+        "mock-data phase-transition-iterations",
         "give files (`distca prepare` makes them)",
     ),
     Refused(

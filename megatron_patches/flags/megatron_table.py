@@ -414,6 +414,26 @@ FLAGS: dict[str, list[tuple[str, dict[str, Any]]]] = {
             {"type": int, "default": EVAL_INTERVAL, "help": "Iterations between evaluations."},
         ),
         (
+            "--full-validation",
+            {
+                **_SWITCH,
+                "help": "An evaluation reads each document of the validation set, and the test, "
+                "once; --eval-iters is left out.",
+            },
+        ),
+        (
+            "--multiple-validation-sets",
+            {
+                **_SWITCH,
+                "help": "Each prefix of --valid-data-path is a set with a loss of its own; needs "
+                "--full-validation.",
+            },
+        ),
+        (
+            "--validation-set-names",
+            {"nargs": "+", "help": "Names of the validation sets. Default: their numbers."},
+        ),
+        (
             "--eval-global-batch-size",
             {"type": int, "help": "Samples of an evaluation's iteration. Default: as in training."},
         ),

@@ -51,6 +51,7 @@ def validate_distca_arguments(args: Namespace) -> None:
         args.apply_rope_fusion = False
     check_growth(args)
     _validate_sft(args)
+    _validate_validation_sets(args)
     masks_from_args(args)
     if args.seq_length % BLOCK:
         raise ValueError(
@@ -110,6 +111,22 @@ def _validate_sft(args: Namespace) -> None:
     if args.distca_documents is not None:
         raise ValueError(
             "--sft reads --data-path, but --distca-documents gives other documents: remove one"
+        )
+
+
+def _validate_validation_sets(args: Namespace) -> None:
+    """Checks the flags of several validation sets."""
+    several = "--multiple-validation-sets"
+    if getattr(args, "validation_set_names", None) and not args.multiple_validation_sets:
+        raise ValueError(f"--validation-set-names needs {several}")
+    if not args.multiple_validation_sets:
+        return
+    if not args.full_validation:
+        raise ValueError(f"{several} needs --full-validation, in Megatron-LM, too")
+    if not (args.valid_data_path or args.per_split_data_args_path):
+        raise ValueError(
+            f"{several} needs --valid-data-path or --per-split-data-args-path, with a prefix for "
+            "each set"
         )
 
 

@@ -9,6 +9,9 @@ from typing import Any
 
 from megatron_patches.pipeline.processes import Control
 
+TRAIN, TEST, VALID = range(3)
+"""Numbers of iterators; `VALID` is the first validation set's, after which others count on."""
+
 
 @dataclass(frozen=True)
 class DataIterators:
@@ -16,17 +19,22 @@ class DataIterators:
 
     Attributes:
         train: iterator of the training split.
-        valid: iterator of the validation split.
+        valid: iterator of the validation split; a list of those of several validation sets.
         test: iterator of the test split.
         control: control of the dedicated servers; None: there are none.
         end: function that frees what the splits share, when no micro-batch will follow.
     """
 
     train: Iterator[Any] | None
-    valid: Iterator[Any] | None
+    valid: Iterator[Any] | list[Iterator[Any]] | None
     test: Iterator[Any] | None
     control: Control | None = None
     end: Callable[[], None] | None = None
+
+    def numbered(self) -> list[Iterator[Any] | None]:
+        """Returns all iterators, each at its number (`TRAIN`, ...)."""
+        sets = self.valid if isinstance(self.valid, list) else [self.valid]
+        return [self.train, self.test, *sets]
 
     def close(self) -> None:
         """Dismisses dedicated servers, and finishes."""
@@ -36,7 +44,7 @@ class DataIterators:
 
     def finish(self) -> None:
         """Ends the iterators' threads, and frees what they share."""
-        for iterator in (self.train, self.valid, self.test):
+        for iterator in self.numbered():
             if iterator is not None:
                 iterator.close()  # type: ignore[attr-defined]
         if self.end is not None:

@@ -19,6 +19,7 @@ import torch
 
 from megatron_patches import cpu
 from megatron_patches.batches.resuming import go_on_from
+from megatron_patches.batches.validation_sets import WholeSet
 from megatron_patches.flags.megatron_table import EVAL_INTERVAL
 from megatron_patches.flags.unknown import nearest
 from megatron_patches.loop.job import Job
@@ -60,6 +61,8 @@ def replace_functions(
     _replace(training, "get_forward_backward_func", _OrOwnSchedule(job))
     _replace(training, "train_step", _and_tokens_per_second)
     _replace(training, "evaluate", functools.partial(_mean_over_tokens, always))
+    _replace(training, "evaluate_and_print_results", functools.partial(_over_whole_sets, always))
+    _replace(training, "cyclic_iter", _unless_endless)
     _replace(training, "setup_model_and_optimizer", _AfterPreflight(always, told))
     # Here the loop compares a checkpoint's arguments with its own.
     _replace(checkpointing, "check_checkpoint_args", functools.partial(_and_go_on, always))
@@ -132,6 +135,11 @@ def _and_check(
     else:
         write_checkpoints_in_this_process()
     try:
+        if args.multiple_validation_sets and args.virtual_pipeline_model_parallel_size:
+            raise ValueError(
+                "--multiple-validation-sets goes without virtual pipeline stages in Megatron-LM's "
+                "loop: remove one"
+            )
         if args.distca and args.distca_servers:
             raise ValueError(
                 "--distca-servers dedicated:N needs --training-loop lean of this repository's "
@@ -210,6 +218,31 @@ def _mean_over_tokens(always: bool, theirs: Callable[..., Any], *args: Any, **kw
         return theirs(*args, **kwargs)
     finally:
         given.sft = sft
+
+
+def _over_whole_sets(
+    always: bool,
+    theirs: Callable[..., Any],
+    prefix: str,
+    forward_step: Any,
+    iterators: Any,
+    *more: Any,
+    **named: Any,
+) -> Any:
+    """Evaluates as many global batches as a set has, which Megatron-LM notes for several alone."""
+    from megatron.training import get_args
+
+    args = get_args()
+    if (always or args.distca) and args.full_validation and not args.multiple_validation_sets:
+        first = iterators[0] if isinstance(iterators, list) else iterators
+        # Taken by its first entry, though it is a number where there is one set.
+        args.eval_iters = [len(first.iterable)]
+    return theirs(prefix, forward_step, iterators, *more, **named)
+
+
+def _unless_endless(theirs: Callable[..., Any], iterable: Any) -> Any:
+    """Returns an iterator of ours as it is, since it is endless and knows its ticks."""
+    return iterable if isinstance(iterable, WholeSet) else theirs(iterable)
 
 
 class _OrOwnSchedule:

@@ -21,6 +21,7 @@ import torch.distributed as dist
 
 from megatron_patches.batches.blends import SPLITS
 from megatron_patches.batches.opening import check_documents
+from megatron_patches.batches.validation_sets import evaluates
 from megatron_patches.common_state import read_common_state
 from megatron_patches.flags.planning import schedule_config
 from megatron_patches.flags.sizes import checkpoint_bytes
@@ -69,7 +70,7 @@ def check_read(args: Namespace) -> None:
     Raises:
         ValueError: one of them is missing, corrupt, or of another run's shape.
     """
-    check_documents(args, SPLITS if args.eval_iters else SPLITS[:1])
+    check_documents(args, SPLITS if evaluates(args) else SPLITS[:1])
     if args.distca and args.distca_profile is not None:
         servers = args.data_parallel_size * args.pipeline_model_parallel_size
         schedule_config(args, servers + args.distca_servers // args.tensor_model_parallel_size)

@@ -11,7 +11,6 @@ from argparse import Namespace
 
 import torch
 
-from megatron_patches.batches.blends import Split
 from megatron_patches.batches.ticks import TickStream
 from megatron_patches.flags.batch_sizes import samples_of_splits
 from megatron_patches.loop.job import DataIterators, Job
@@ -34,13 +33,14 @@ def serve(job: Job, args: Namespace, processes: Processes) -> None:
     data = job.build_data(args, *samples_of_splits(args), processes)
     control = data.control
     assert control is not None
-    while (split := control.next_split()) is not None:
-        _serve_global_batch(args, _ticks(data, split))
+    while (number := control.next_number()) is not None:
+        _serve_global_batch(args, _ticks(data, number))
     data.finish()
 
 
-def _ticks(data: DataIterators, split: Split) -> TickStream:
-    ticks = getattr(data, split)
+def _ticks(data: DataIterators, number: int) -> TickStream:
+    ticks = data.numbered()[number]
+    ticks = getattr(ticks, "iterable", ticks)
     assert isinstance(ticks, TickStream)
     return ticks
 

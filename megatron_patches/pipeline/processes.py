@@ -17,7 +17,6 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore
 
 from distca.transport.collective import nccl_options
-from megatron_patches.batches.blends import SPLITS, Split
 from megatron_patches.batches.resuming import NOTED, longest_piece
 
 _END = -1
@@ -138,15 +137,15 @@ class Control:
         told = self._broadcast([getattr(args, name) for name in NOTED])
         vars(args).update(zip(NOTED, told, strict=True))
 
-    def announce(self, split: Split) -> None:
-        """Tells that a global batch of a split comes next."""
-        self._broadcast([SPLITS.index(split)])
+    def announce(self, number: int) -> None:
+        """Tells of which iterator the next global batch is: see `DataIterators.numbered`."""
+        self._broadcast([number])
 
     def dismiss(self) -> None:
         """Tells that no global batch follows."""
         self._broadcast([_END])
 
-    def next_split(self) -> Split | None:
-        """Waits for the split of the next global batch; None: no global batch follows."""
+    def next_number(self) -> int | None:
+        """Waits for the iterator of the next global batch; None: no global batch follows."""
         (number,) = self._broadcast([_END])
-        return None if number == _END else SPLITS[number]
+        return None if number == _END else number

@@ -89,8 +89,10 @@ class TickPipeline:
             raise ValueError("--distca cannot adjust the shapes of messages between stages")
         chunks = model if isinstance(model, list) else [model]
         ticks = data_iterator[0] if isinstance(data_iterator, list) else data_iterator
-        # Megatron-LM wraps iterators in one that can repeat values.
-        tick_stream: Any = getattr(ticks, "iterable", ticks)
+        tick_stream: Any = ticks
+        # Megatron-LM wraps iterators in one that can repeat values, and we those of whole sets.
+        while hasattr(tick_stream, "iterable"):
+            tick_stream = tick_stream.iterable
         batches: TickBatches = tick_stream.batches
         if pg_collection is None:
             pg_collection = _process_groups()

@@ -72,6 +72,8 @@ class MegatronTraining:
             self.modules[holder].__dict__["get_tokenizer"] = lambda: Namespace(vocab_size=99)
         training["train_step"] = lambda: ({"lm loss": torch.ones(1)}, 0, None)
         training["evaluate"] = lambda: self.args.sft
+        training["evaluate_and_print_results"] = lambda *_: self.args.eval_iters
+        training["cyclic_iter"] = lambda iterable: iter([iterable])
         training["save_checkpoint"] = training["load_checkpoint"] = lambda: None
         monkeypatch.setattr("megatron_patches.cpu.adapt_megatron_training", lambda: None)
 
@@ -87,7 +89,7 @@ class MegatronTraining:
         self.args = parser.parse_args(self.command_line)
         self.args.rank, self.args.seq_length, self.args.async_save = 0, 10, False
         self.args.eval_interval = None
-        self.args.sft = True
+        self.args.sft, self.args.multiple_validation_sets = True, False
         module = self.modules[".arguments" if self.script_parses else ".initialize"]
         module.__dict__["validate_args"](self.args, {})
 
@@ -235,6 +237,21 @@ def test_without_the_flag_megatron_is_untouched(megatron, gone_on_from) -> None:
     assert set(megatron.logged) == {"lm loss"}
     assert megatron.evaluates_as_sft
     assert megatron.order == ["built"]
+
+
+def test_whole_validation_sets_are_ours_to_count_and_to_repeat(megatron) -> None:
+    from megatron_patches.batches.validation_sets import WholeSet
+
+    given = WholeSet(iter(()), 7)  # type: ignore[arg-type]
+    training = megatron.modules[".training"].__dict__
+    for flags, counted in ((["--distca"], [7]), ([], 3)):
+        run(megatron, *flags)
+        vars(megatron.args).update(full_validation=True, eval_iters=3)
+        # Megatron-LM wraps iterators, and those of whole sets first in a generator.
+        wrapped = types.SimpleNamespace(iterable=given)
+        assert training["evaluate_and_print_results"]("at", None, wrapped) == counted
+    assert training["cyclic_iter"](given) is given
+    assert next(training["cyclic_iter"]("theirs")) == "theirs"
 
 
 def test_with_the_flag_ours_is_called(megatron, gone_on_from) -> None:

@@ -23,7 +23,7 @@ MODEL = """
     --untie-embeddings-and-output-weights --attention-dropout 0 --hidden-dropout 0
     --micro-batch-size 1 --lr 1e-2 --lr-decay-style constant
     --make-vocab-size-divisible-by 64 --tokenizer-type NullTokenizer --vocab-size 250
-    --data-path unused --eval-iters 0 --weight-decay 0.1
+    --eval-iters 0 --weight-decay 0.1
 """.split()
 
 # Of that model.
@@ -107,6 +107,8 @@ def parse(flags: Sequence[str], tied: bool = False) -> Namespace:
     model = [flag for flag in MODEL if not (tied and flag == UNTIED)]
     chosen_flags = ["--distca-transport", chosen().transport]
     chosen_flags += [] if chosen().ping_pong else ["--no-distca-ping-pong"]
+    if not any(flag in flags for flag in ("--per-split-data-args-path", "--distca-documents")):
+        model += ["--data-path", "unused"]
     length = [] if "--train-samples" in flags else ["--train-iters", "100"]
     args = parse_args(
         add_distca_arguments, [*model, *length, *chosen_flags, *flags], dist.get_world_size()
@@ -159,7 +161,7 @@ def make_data(args: Namespace, stream: Any, processes: Any) -> tuple[Any, Any]:
         return DataIterators(batches, None, None), packed
     made, control = maker(stream, forward_only=False), maker.servers.control
     if control is not None:
-        made = replace(made, announce=partial(control.announce, "train"))
+        made = replace(made, announce=partial(control.announce, 0))
     ticks = TickStream(made, 0, maker.micro_batches, device)
     return DataIterators(ticks, None, None, control, maker.close), made
 

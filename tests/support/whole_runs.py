@@ -65,9 +65,9 @@ def whole_run(flags: Sequence[str]) -> RunSeen:
             more |= {"samples": samples, "learning_rate": learning_rate}
             super().iteration_done(iteration, losses, **more)
 
-        def evaluated(self, where: str, losses: Any, iteration: int) -> None:
-            seen.validation.append((where, losses["lm loss"]))
-            super().evaluated(where, losses, iteration)
+        def evaluated(self, where: str, losses: Any, iteration: int, suffix: str = "") -> None:
+            seen.validation.append((where + suffix, losses["lm loss"]))
+            super().evaluated(where, losses, iteration, suffix)
 
     run = training.build_run(GPT_JOB, args)
     step = run.optimizer.step

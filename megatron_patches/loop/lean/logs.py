@@ -153,13 +153,22 @@ class TrainingLog:
             self._boards.add(name, value, iteration)
             self._boards.add_by_samples(f"{name} vs samples", value, samples)
 
-    def evaluated(self, where: str, losses: Mapping[str, float], iteration: int) -> None:
-        """Logs an evaluation's losses, as Megatron-LM does."""
-        text = f" validation loss at {where} | "
+    def evaluated(
+        self, where: str, losses: Mapping[str, float], iteration: int, suffix: str = ""
+    ) -> None:
+        """Logs an evaluation's losses, as Megatron-LM does.
+
+        Args:
+            where: place in the run.
+            losses: mean losses by name.
+            iteration: number of the iteration.
+            suffix: what tells one of several sets from the others.
+        """
+        text = f" validation{suffix} loss at {where} | "
         for name, value in losses.items():
             perplexity = math.exp(min(20.0, value))
             text += f"{name} value: {value:.6E} | {name} PPL: {perplexity:.6E} | "
-            self._boards.add(f"{name} validation", value, iteration)
+            self._boards.add(f"{name} validation{suffix}", value, iteration)
         if self._is_writer:
             rule = "-" * (len(text) + 1)
             logger.info("%s\n%s\n%s", rule, text, rule)
@@ -198,10 +207,10 @@ def busiest_and_mean(seconds: Sequence[float]) -> tuple[float, float]:
     return busiest.mean().item(), total.item() / (len(seconds) * dist.get_world_size())
 
 
-def average_losses(
+def sum_reports(
     reports: list[dict[str, torch.Tensor]], group: dist.ProcessGroup
-) -> dict[str, torch.Tensor]:
-    """Sums `[sum, count]` pairs over micro-batches and the data-parallel group, and divides."""
+) -> dict[str, tuple[float, float]]:
+    """Sums `[sum, count]` pairs over micro-batches and the data-parallel group."""
     if not reports:
         return {}
     names = list(reports[0])
@@ -209,4 +218,4 @@ def average_losses(
         [torch.stack([report[name].double() for name in names]) for report in reports]
     ).sum(dim=0)
     dist.all_reduce(total, group=group)
-    return {name: total[i, 0] / total[i, 1] for i, name in enumerate(names)}
+    return {name: (pair[0], pair[1]) for name, pair in zip(names, total.tolist(), strict=True)}

@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_patches import cpu
+from megatron_patches.batches.validation_sets import evaluates, suffixes
 from megatron_patches.flags.batch_sizes import init_calculator, samples_of_splits
 from megatron_patches.flags.megatron import dedicated_processes, parse_args
 from megatron_patches.loop.ending import ending_the_job_on_failure
@@ -201,9 +202,15 @@ class Run:
     data: list[DataIterators]
     forward_backward_func: Callable[..., list[Any]]
 
-    def iterators(self, which: str) -> Any:
-        """Returns a split's iterators in the form that Megatron's schedules take."""
-        each = [getattr(data, which) for data in self.data]
+    def iterators(self, which: str, number: int = 0) -> Any:
+        """Returns a split's iterators in the form that Megatron's schedules take.
+
+        Args:
+            which: name of the split.
+            number: number of the set, where there are several.
+        """
+        of_chunks = [getattr(data, which) for data in self.data]
+        each = [data[number] if isinstance(data, list) else data for data in of_chunks]
         return each if len(each) > 1 else each[0]
 
 
@@ -302,10 +309,22 @@ def forward_backward(run: Run, which: str, forward_only: bool) -> dict[str, floa
 
     Every rank returns the averages, also where another pipeline stage computed the loss.
     """
+    totals = _run_global_batch(run, which, 0, forward_only)
+    return {name: total / count for name, (total, count) in totals.items()}
+
+
+def _run_global_batch(
+    run: Run, which: str, number: int, forward_only: bool
+) -> dict[str, tuple[float, float]]:
+    """Runs all micro-batches of a global batch, and sums up the loss function's reports.
+
+    Returns:
+        The sum and the count of each, on every rank.
+    """
     from megatron.core import parallel_state
     from megatron.core.num_microbatches_calculator import get_num_microbatches
 
-    from megatron_patches.loop.lean.logs import average_losses
+    from megatron_patches.loop.lean.logs import sum_reports
 
     args = run.args
     micro_batches = (
@@ -315,7 +334,7 @@ def forward_backward(run: Run, which: str, forward_only: bool) -> dict[str, floa
     )
     reports = run.forward_backward_func(
         forward_step_func=run.job.forward_step,
-        data_iterator=run.iterators(which),
+        data_iterator=run.iterators(which, number),
         model=run.model,
         num_microbatches=micro_batches,
         # A micro-batch is one packed sequence, however many windows it holds.
@@ -323,21 +342,18 @@ def forward_backward(run: Run, which: str, forward_only: bool) -> dict[str, floa
         micro_batch_size=1,
         forward_only=forward_only,
     )
-    losses = {
-        name: value.item()
-        for name, value in average_losses(
-            reports, parallel_state.get_data_parallel_group(with_context_parallel=True)
-        ).items()
-    }
+    totals = sum_reports(
+        reports, parallel_state.get_data_parallel_group(with_context_parallel=True)
+    )
     if args.pipeline_model_parallel_size > 1:
-        shared = [losses]
+        shared = [totals]
         dist.broadcast_object_list(
             shared,
             src=parallel_state.get_pipeline_model_parallel_last_rank(),
             group=parallel_state.get_pipeline_model_parallel_group(),
         )
-        losses = shared[0]
-    return losses
+        totals = shared[0]
+    return totals
 
 
 def train_step(run: Run) -> tuple[dict[str, float], bool, float | None]:
@@ -377,17 +393,27 @@ def train_step(run: Run) -> tuple[dict[str, float], bool, float | None]:
 
 
 @torch.no_grad()
-def evaluate(run: Run, which: str) -> dict[str, float]:
-    """Evaluates the mean losses of `--eval-iters` global batches of a split."""
+def evaluate(run: Run, which: str, number: int = 0) -> dict[str, float]:
+    """Evaluates the mean losses of global batches of a split: `--eval-iters` of them, or all.
+
+    Args:
+        run: run whose model is evaluated.
+        which: name of the split.
+        number: number of the set, where there are several.
+    """
+    args = run.args
     for chunk in run.model:
         chunk.eval()
-    totals: dict[str, float] = {}
-    for _ in range(run.args.eval_iters):
-        for name, value in forward_backward(run, which, forward_only=True).items():
-            totals[name] = totals.get(name, 0.0) + value / run.args.eval_iters
-        if which == "valid":
-            run.args.consumed_valid_samples += run.args.eval_global_batch_size
-    return totals
+    iterators = run.iterators(which, number)
+    one = iterators[0] if isinstance(iterators, list) else iterators
+    sums: dict[str, tuple[float, float]] = {}
+    for _ in range(len(one) if args.full_validation else args.eval_iters):
+        for name, (total, count) in _run_global_batch(run, which, number, True).items():
+            before = sums.get(name, (0.0, 0.0))
+            sums[name] = before[0] + total, before[1] + count
+        if which == "valid" and not args.full_validation:
+            args.consumed_valid_samples += args.eval_global_batch_size
+    return {name: total / count for name, (total, count) in sums.items()}
 
 
 class _TerminationSignal:
@@ -435,8 +461,8 @@ def _train(run: Run) -> None:
             cpu_seconds=cpu_seconds,
         )
         paused = time.perf_counter()
-        if args.eval_iters and args.iteration % args.eval_interval == 0:
-            log.evaluated(f"iteration {args.iteration}", evaluate(run, "valid"), args.iteration)
+        if evaluates(args) and args.iteration % args.eval_interval == 0:
+            _validate(run, log, f"iteration {args.iteration}")
         if args.save_interval and args.iteration % args.save_interval == 0:
             save()
             saved_at = args.iteration
@@ -445,9 +471,9 @@ def _train(run: Run) -> None:
             logger.info("exiting at iteration %d", args.iteration)
             break
     else:
-        if args.eval_iters:
+        if evaluates(args):
             where = f"iteration {args.iteration} on the"
-            log.evaluated(f"{where} validation set", evaluate(run, "valid"), args.iteration)
+            _validate(run, log, f"{where} validation set")
             if run.iterators("test") is not None:
                 log.evaluated(f"{where} test set", evaluate(run, "test"), args.iteration)
     if args.save and saved_at != args.iteration:
@@ -455,6 +481,14 @@ def _train(run: Run) -> None:
     log.close()
     for data in run.data:
         data.close()
+
+
+def _validate(run: Run, log: Any, where: str) -> None:
+    """Evaluates each validation set, and logs its loss."""
+    valid = run.data[0].valid
+    count = len(valid) if isinstance(valid, list) else 1
+    for number, suffix in enumerate(suffixes(run.args, count)):
+        log.evaluated(where, evaluate(run, "valid", number), run.args.iteration, suffix)
 
 
 def _must_exit(args: Namespace, terminated: _TerminationSignal | None, started: float) -> bool:

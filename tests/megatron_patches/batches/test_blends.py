@@ -10,11 +10,40 @@ import pytest
 
 from megatron_patches.batches.blends import SPLITS, Blend, check_blends, find_blend, parse_data_path
 from megatron_patches.batches.stream import TokenStream
+from megatron_patches.batches.validation_sets import sets_of, suffixes
 from support.whole_runs import write_documents
 
 
 def args(**given: object) -> Namespace:
-    return Namespace(split="90,10", eval_iters=1, **given)
+    common = {"split": "90,10", "eval_iters": 1, "multiple_validation_sets": False}
+    common |= {"full_validation": False}
+    return Namespace(**common | given)
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"valid_data_path": ["0.3", "a", "0.7", "b"]}, "give the validation sets without weights"),
+        ({"validation_set_names": ["a"]}, "has 1 names, but there are 2 validation sets"),
+        ({"test_data_path": ["c"]}, "goes without a test"),
+    ],
+)
+def test_what_goes_not_with_several_sets_is_refused(given: dict[str, object], said: str) -> None:
+    common = {"train_data_path": ["a"], "valid_data_path": ["a", "b"]}
+    several = args(full_validation=True, multiple_validation_sets=True, **common | given)
+    with pytest.raises(ValueError, match=said):
+        sets_of(several, check_blends(several, SPLITS)["valid"])
+
+
+def test_each_prefix_is_a_set_of_its_own_only_if_asked_for() -> None:
+    blend = Blend(("a", "b"), None, None)
+    assert sets_of(args(), blend) == sets_of(args(full_validation=True), blend) == [blend]
+    several = args(full_validation=True, multiple_validation_sets=True)
+    assert sets_of(several, blend) == [Blend((name,), None, None) for name in "ab"]
+    assert suffixes(several, 2) == ["-0", "-1"]
+    several.validation_set_names = ["x", "y"]
+    assert suffixes(several, 2) == ["-x", "-y"]
+    assert suffixes(args(), 1) == [""]
 
 
 def test_a_blend_has_prefixes_or_weights_too() -> None:

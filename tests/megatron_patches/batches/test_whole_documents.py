@@ -121,6 +121,7 @@ def arguments(**given: Any) -> Namespace:
     common = {"seq_length": 128, "data_parallel_size": 2, "micro_batch_size": 1, "distca": True}
     common |= {"global_batch_size": 4, "distca_chain": 1, "distca_max_document_length": None}
     common |= {"distca_whole_documents": True, "vocab_size": 10_000, "eval_iters": 1}
+    common |= {"full_validation": False, "multiple_validation_sets": False}
     return Namespace(**common | {"distca_documents": name_of(documents)} | given)
 
 

@@ -93,6 +93,17 @@ def test_windows(text: str) -> None:
     assert mask_from_args(parse()).window_left is None
 
 
+def test_several_validation_sets_are_whole_ones_with_prefixes_of_their_own() -> None:
+    flags = ["--multiple-validation-sets", "--full-validation"]
+    for given, said in (
+        (flags[:1], "needs --full-validation, in Megatron-LM, too"),
+        (flags, "needs --valid-data-path or --per-split-data-args-path"),
+        (["--validation-set-names", "a"], "needs --multiple-validation-sets"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            parse(*given)
+
+
 def test_windows_on_some_layers() -> None:
     """Megatron counts layers from 1, of which every Nth has no window."""
     six = ("--num-layers", "6", "--window-size", "100,0", "--window-attn-skip-freq")

@@ -34,7 +34,7 @@ LEAN_HAS_NOT = "the lean loop has no "
         ),
         (
             "--mock-data",
-            "DistCA does not cover made-up data, whole validation sets, several of them, or phases:"
+            "DistCA does not cover made-up data, or phases:"
             " remove --mock-data, give files (`distca prepare` makes them)",
         ),
         (

@@ -169,7 +169,7 @@ def test_a_micro_batch_s_loss_is_megatron_lm_s() -> None:
     """The rule of `loss_func` in its `pretrain_gpt.py`: a sum in float32, and a count of targets.
     Where no target counts, a 0 is logged.
 
-    What its loop then does with the pair is `average_losses` in ours.
+    What its loop then does with the pair is `sum_reports` in ours.
     """
     from megatron_patches.batches.micro_batch import MicroBatch
     from megatron_patches.loop.step import sum_loss
