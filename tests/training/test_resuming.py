@@ -92,6 +92,31 @@ def test_a_checkpoint_says_where_the_data_goes_on_at_other_sizes(ranks, folder, 
     assert found == [[0, 0, None]] * WORLD_SIZE
 
 
+def test_a_plain_run_goes_on_with_distca_and_plain_again(ranks, tmp_path) -> None:
+    """Losses, rates and evaluations as if it had been plain all the time: its windows are the same.
+
+    Dropout is off, since nano-batches draw their masks apart.
+    """
+    lengths = np.random.default_rng(2).integers(1, 300, 200)
+    flags = [flag for flag in FLAGS if flag != "--distca"] + ["--hidden-dropout", "0"]
+    flags += ["--data-path", write_documents(tmp_path / "documents", lengths.tolist())]
+    whole = ranks.run(whole_run, flags, world_size=WORLD_SIZE)
+    parts = [*flags, "--exit-interval", "2", "--save", str(tmp_path), "--load", str(tmp_path)]
+    for begun, more in ((0, []), (2, ["--distca"]), (4, [])):
+        found = ranks.run(whole_run, [*parts, *more], world_size=WORLD_SIZE)
+        for part, expected in zip(found, whole, strict=True):
+            steps = [begun + 1, begun + 2]
+            assert list(part.losses) == steps
+            assert list(part.losses.values()) == pytest.approx(
+                [expected.losses[step] for step in steps], rel=1e-5
+            )
+            assert part.rates_used == {step: expected.rates_used[step] for step in steps}
+            assert part.samples == {step: expected.samples[step] for step in steps}
+            # The evaluation at the last of these steps, of batches that come after those before.
+            where, loss = part.validation[0]
+            assert dict(expected.validation)[where] == pytest.approx(loss, rel=1e-5)
+
+
 def test_learning_rates_are_megatron_s_by_iteration(runs) -> None:
     """Counted in samples, as in Megatron-LM: warm-up, decay, and what is added after each step."""
     expected = driven_by_hand()
