@@ -16,7 +16,7 @@ from distca.cost.step_memory import STEP_SLOTS, step_memory
 from distca.cost.volume import AttentionShape, plan_bytes
 from distca.plan import Mask, Placement, Plan
 from distca.runtime import Buffers, CoreAttention
-from distca.runtime.importance import Importance
+from distca.runtime.importance import OBSERVERS, Importance
 from distca.runtime.kept_call import SparseCall
 from distca.runtime.kept_exchange import build_kept_exchange
 from distca.runtime.messages import ByKind
@@ -129,13 +129,19 @@ def test_nothing_dropped_is_dense(ranks: int) -> None:
 
 
 def test_importance_is_what_the_last_queries_give() -> None:
-    dense, plan = kept_plans(2, 3, 2)
+    """Of many queries the last ones, behind cached tokens; of few all."""
+    starts, ends = np.array([30, 0]), np.array([300, 20])
+    held = Placement(*np.array([[0, 0], [0, 10], [10, 30], [2, 0]]), 3)
+    levels, whole = Levels(Links(2), 3), Sparsity.nothing_dropped(3, SHAPE.kv_heads)
+    strategy = NearToFar(levels, whole, (None,) * 3)
+    plan = strategy.plan(held, shard_near(starts, ends, 3), Mask(), BLOCK)
+    assert plan.own_tokens_per_rank().min() > OBSERVERS
     q, k, v = (each.float() for each in inputs(plan, SHAPE))
     _, lse = attend(q, k, v, document_visibility(plan.lengths.tolist()), SCALE)
     expected = importance_of(plan, q, k, lse, SCALE, 3)
     for rank in range(3):
         queries, keys = rows_of(plan, rank)
-        found = Importance(dense, rank, np.arange(len(keys)), SHAPE.kv_heads, CPU)
+        found = Importance(plan, rank, np.arange(len(keys)), SHAPE.kv_heads, CPU)
         found.update(q[queries], k[keys], lse[queries], SCALE)
         assert torch.allclose(found.table, expected[keys], atol=1e-5)
 
