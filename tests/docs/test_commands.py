@@ -107,6 +107,7 @@ NOT_RUN = {
     r"python benchmarks/cluster/validate_simulator\.py .*": "takes minutes",
     r"python benchmarks/cluster/paper\.py (all|beyond|chains|fig12|table.*) .*": "takes hours",
     r"python benchmarks/serving/chain_prefill\.py .*": "takes minutes",
+    r"(sudo )?python benchmarks/serving/sparse_prefill\.py .*": "needs root",
     r"python benchmarks/serving/(cdsp_capacity|decode_step|ring_prefill)\.py .*": "takes minutes",
     r"python benchmarks/serving/serving\.py .*": "takes minutes",
     r"python benchmarks/links/slow_link\.py .*": "needs root, and takes minutes",
