@@ -35,10 +35,11 @@ def plain(ranks) -> StepsDone:
         (1, PLAIN),
         (2, [*HALVES, "--distca", "--distca-backward", "keep", "--distca-head-groups", "2"]),
         (2, [*HALVES, "--distca", WHOLE, *RECOMPUTE]),
+        (3, [*HALVES, "--distca", "--distca-servers", "dedicated:1"]),
         (4, [*TP2, "--sequence-parallel", "--pipeline-model-parallel-size", "2"]),
         (2, TP2),
     ],
-    ids=["packed documents", "kept inputs", "recomputed", "TP2-SP-PP2", "TP2"],
+    ids=["packed documents", "kept inputs", "recomputed", "dedicated", "TP2-SP-PP2", "TP2"],
 )
 def test_losses_gradients_and_bytes(
     ranks, plain: StepsDone, world_size: int, flags: list[str]

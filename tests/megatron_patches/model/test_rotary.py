@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from megatron_patches.model.core_attention import DocumentParams
 from support.models import HEAD_DIM, parse
 
 # Flags, and what they mean to megatron-core's class.
@@ -88,3 +89,31 @@ def interleaved_angles() -> tuple[torch.Tensor, torch.Tensor]:
     rotary = TokenRotaryEmbedding(reference)
     rotary.positions = torch.tensor(POSITIONS)
     return rotary(len(POSITIONS)), reference(max(POSITIONS) + 1)[rotary.positions]
+
+
+@pytest.mark.parametrize("kind", ["rope", "yarn"])
+def test_angles_of_latent_attention(ranks, kind: str) -> None:
+    """Of each layer's own embedding, by the positions that come with packed documents."""
+    ours, theirs, factors = ranks.run(angles_of_latents, kind, world_size=1)[0]
+    assert ours.shape == (len(POSITIONS), 1, 1, 8)
+    assert torch.equal(ours, theirs)
+    assert (factors[0] == factors[1] > 1) == (kind == "yarn")
+
+
+def angles_of_latents(kind: str) -> tuple[torch.Tensor, torch.Tensor, tuple[float, float]]:
+    """Ours, megatron-core's, and the factors of both."""
+    from megatron_patches.loop.lean import training
+    from megatron_patches.loop.lean.config import transformer_config
+    from megatron_patches.model.gpt import build_model
+
+    flags = "--seq-length 128 --num-layers 1 --distca --multi-latent-attention"
+    flags += f" --qk-pos-emb-head-dim 8 --rope-type {kind} --rotary-scaling-factor 4"
+    args = parse(flags.split())
+    training.initialize_megatron(args)
+    (layer,) = build_model(args, transformer_config(args)).decoder.layers
+    rotary, positions = layer.self_attention.rotary_pos_emb, torch.tensor(POSITIONS)
+    documents = DocumentParams(max_seqlen_q=9, max_seqlen_kv=9, token_positions=positions)
+    rotary.get_rotary_seq_len(None, None, None, layer.config, documents)
+    found = rotary(9, packed_seq=True), rotary._rotary(max(POSITIONS) + 1)
+    (ours, *factor), (theirs, *expected) = (x if isinstance(x, tuple) else (x,) for x in found)
+    return ours, theirs[positions], (*factor, *expected) or (1.0, 1.0)
