@@ -31,7 +31,7 @@ def runs(ranks, tmp_path_factory) -> dict[str, list[RunSeen]]:
     folder: Path = tmp_path_factory.mktemp("chats")
     sets = {
         name: write_lines(folder / f"{name}.jsonl", some_conversations(count, seed))
-        for name, count, seed in (("train", 30, 0), ("short", 1, 1), ("long", 9, 2))
+        for name, count, seed in (("train", 30, 0), ("short", 2, 1), ("long", 9, 2))
     }
     flags = [*FLAGS, "--tokenizer-model", save_tokenizer(folder / "tokenizer")]
     blends = {"train": sets["train"], "valid": [sets["short"], sets["long"]], "test": None}
