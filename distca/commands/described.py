@@ -105,13 +105,14 @@ def add_selection_flags(group: Group, default: str, partitions: str) -> None:
     """
     group.add_argument(
         "--prefill-strategy",
-        choices=(*STRATEGIES, "auto", RUNAHEAD, "sp-ntp", "csps", "all-gather"),
+        choices=(*STRATEGIES, "auto", RUNAHEAD, "sp-ntp", "sp-tp", "csps", "all-gather"),
         default=default,
         help="What travels in prefills: keys and values, or queries and their outputs; auto "
         "chooses for each prefill. With runahead keys travel down a chain of ranks, which have "
         "contiguous parts of a prompt; with csps from near ranks to far ones, and of far keys only "
-        "some; with sp-ntp heads are scattered over ranks; with all-gather, a baseline, all keys "
-        "go to all ranks.",
+        "some; with sp-ntp heads are scattered over ranks; with sp-tp processes that split the "
+        "weights (--tensor-parallel-size alone) share a prompt, between which two auto chooses "
+        "there, too; with all-gather, a baseline, all keys go to all ranks.",
     )
     add_partition_flag(group, partitions)
     group.add_argument(

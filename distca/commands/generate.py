@@ -14,7 +14,9 @@ from typing import Any
 from distca.commands.command_line import Parser
 from distca.commands.described import RUNAHEAD, add_selection_flags
 from distca.commands.served_chain import served_chain, tell_of_lengths
+from distca.commands.served_layouts import SP_TP, served_split
 from distca.commands.served_sparsity import CSPS, add_sparsity_flags, near_to_far, refuse_check
+from distca.schedule.serving import STRATEGIES
 from distca.timeline import write_trace
 
 _EPILOG = """
@@ -150,6 +152,7 @@ def main(argv: Sequence[str]) -> int:
     from distca.serve.sampling import Sampling
 
     model = read_model(args.model, DTYPES[args.dtype], args.tensor_parallel_size)
+    split = served_split(args, model)
     check_block_size(args.block_size, model.shape.head_dim)
     tokenizer = None if args.prompt_ids else load_tokenizer(args.model)
     most = args.max_tokens
@@ -169,6 +172,7 @@ def main(argv: Sequence[str]) -> int:
         args.cp_kv_cache_interleave_size,
         _sharding(args, model, known),
         args.restripe,
+        split,
     )
     tell_of_lengths("generate", sharing.sharding, args.partition, known)
     if args.kv_cache_memory_bytes is None:
@@ -180,7 +184,7 @@ def main(argv: Sequence[str]) -> int:
     settings = RankSettings(
         model,
         sharing,
-        strategy,
+        strategy if split is None else STRATEGIES[0],
         Sampling(most, args.temperature, args.seed, stops),
         keeps_logits=args.check,
         pool=pool,
@@ -250,7 +254,7 @@ def _strategy(args: argparse.Namespace, model: Any) -> Any:
     near = near_to_far(args, model.windows, *heads, ranks, ranks)
     if near is not None:
         return near
-    if args.prefill_strategy == RUNAHEAD:
+    if args.prefill_strategy in (RUNAHEAD, SP_TP):
         return "pass-kv"
     if args.prefill_strategy != "auto":
         return args.prefill_strategy

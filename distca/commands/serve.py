@@ -15,6 +15,7 @@ from distca.commands.described import RUNAHEAD, add_partition_flag
 from distca.commands.serve_nodes import add_node_flags, nodes_of
 from distca.commands.serve_roles import add_role_flags, roles_of
 from distca.commands.served_chain import served_chain, tell_of_lengths
+from distca.commands.served_layouts import SP_NTP, SP_TP, served_split
 from distca.commands.served_sparsity import CSPS, add_sparsity_flags, near_to_far
 from distca.cost.profile import Profile
 from distca.schedule.serving import SELECTORS, STRATEGIES
@@ -125,7 +126,9 @@ def build_parser() -> Parser:
         "values (default) or queries and outputs; auto chooses for each iteration. With runahead "
         "keys travel down a chain of ranks, which have contiguous parts of a chunk; with csps from "
         "near ranks to far ones, and of far keys only some; with sp-ntp heads are scattered over "
-        "ranks. With --prefill-ranks who gets which ranks: "
+        "ranks, and with sp-tp processes that split the weights (--tensor-parallel-size alone) "
+        "share a chunk, between which two auto chooses there, too. With --prefill-ranks who gets "
+        "which ranks: "
         f"{', '.join(PREFILL_STRATEGIES)} (default; fixed-N for each power of two).",
     )
     ranks.add_argument(
@@ -238,7 +241,7 @@ def main(argv: Sequence[str]) -> int:
     roles = roles_of(args)
     if roles is None:
         args.prefill_strategy = args.prefill_strategy or STRATEGIES[0]
-        able = (*STRATEGIES, "auto", RUNAHEAD, "sp-ntp", CSPS)
+        able = (*STRATEGIES, "auto", RUNAHEAD, SP_NTP, SP_TP, CSPS)
         if args.prefill_strategy not in able:
             raise ValueError(
                 f"--prefill-strategy {args.prefill_strategy}: choose from {', '.join(able)}, or "
@@ -325,6 +328,7 @@ def _settings(
             f"--max-model-len {positions:,}: the model has {served.positions:,} positions"
         )
     ranks = args.context_parallel_size + args.attention_servers
+    split = None if roles is not None else served_split(args, served, args.nnodes)
     if roles is not None:
         check_divides(served.config, roles.decode_tensor, "--decode-tensor-parallel-size")
         ranks = roles.prefill + roles.decode
@@ -337,7 +341,7 @@ def _settings(
         positions,
         ranks,
         args.tensor_parallel_size,
-        near or (_strategy(args, served) if roles is None and chain is None else STRATEGIES[0]),
+        near or (STRATEGIES[0] if roles or chain or split else _strategy(args, served)),
         Limits(
             args.max_num_seqs,
             args.max_num_batched_tokens,
@@ -357,6 +361,7 @@ def _settings(
         nodes,
         roles,
         head_groups(served.shape.heads, served.shape.kv_heads, ranks),
+        split,
     )
     if 0 < gpus < len(settings.own_processes):
         raise ValueError(
@@ -388,7 +393,7 @@ def _near_to_far(args: argparse.Namespace, served: Any, nodes: Nodes, ranks: int
 def _strategy(args: argparse.Namespace, served: Any) -> Any:
     """What travels in chunks of prompts, or who chooses it."""
     if args.prefill_strategy != "auto":
-        return args.prefill_strategy
+        return STRATEGIES[0] if args.prefill_strategy == SP_TP else args.prefill_strategy
     from distca.serve.selection import Machine
 
     profile = None if args.profile is None else Profile.load(args.profile)

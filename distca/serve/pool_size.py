@@ -11,6 +11,7 @@ from distca.schedule.serving import Sharding
 from distca.schedule.serving.accounts import block_bytes
 from distca.schedule.serving.blocks import BlockPool
 from distca.schedule.serving.csps.head_scatter import head_groups
+from distca.schedule.serving.csps.layouts import SplitModel
 from distca.serve.models import ServedModel
 from distca.serve.step_planner import StepPlanner
 
@@ -30,12 +31,14 @@ class Sharing:
         stripe: consecutive positions that one rank owns in decoding.
         sharding: who owns the new tokens of prefills; None: all ranks evenly, in zigzag.
         restripes: whether rows move after prefills, so that all ranks hold equal shares.
+        split: layers whose weights processes split, if they share the rows of prefills.
     """
 
     world_size: int
     stripe: int
     sharding: Sharding | None = None
     restripes: bool = False
+    split: SplitModel | None = None
 
 
 @dataclass(frozen=True)
@@ -75,7 +78,7 @@ class PoolSize:
         pool = BlockPool(sharing.world_size, self.blocks, self.block_size)
         how = sharing.stripe, sharing.sharding, sharing.restripes
         groups = head_groups(model.shape.heads, model.shape.kv_heads, sharing.world_size)
-        return StepPlanner(pool, model.masks, *how, groups)
+        return StepPlanner(pool, model.masks, *how, groups, sharing.split)
 
 
 class NoRoom(ValueError):

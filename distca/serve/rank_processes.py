@@ -223,7 +223,7 @@ def _serve(settings: RankSettings, rank: int, store: str, pipe: Connection, pare
     if os.getppid() != parent:
         return
     try:
-        generator, transport, trace = _start(settings, rank, store, pipe)
+        generator, sent, trace = _start(settings, rank, store, pipe)
         pipe.send(("started", None))
         while True:
             name, value = pipe.recv()
@@ -243,8 +243,7 @@ def _serve(settings: RankSettings, rank: int, store: str, pipe: Connection, pare
             elif name == "timeline":
                 pipe.send(("timeline", (_name(settings, rank), trace.take(rank))))
             else:
-                sent = sum(transport.bytes_sent.values())
-                pipe.send(("bytes moved", (generator.bytes_planned, sent)))
+                pipe.send(("bytes moved", (generator.bytes_planned, sent())))
     except (EOFError, BrokenPipeError):
         return
     except Exception as error:
@@ -255,12 +254,13 @@ def _serve(settings: RankSettings, rank: int, store: str, pipe: Connection, pare
 
 def _start(
     settings: RankSettings, rank: int, store: str, pipe: Connection
-) -> tuple[Generator, Any, Any]:
-    """Joins the other ranks, and loads the model."""
+) -> tuple[Generator, Callable[[], int], Any]:
+    """Joins the other ranks, and loads the model; tells bytes that the rank has sent, too."""
     from distca.attention import select_kernel
     from distca.cost.step_memory import STEP_SLOTS
     from distca.runtime import Buffers, CoreAttention, Trace
     from distca.serve.decode_graphs import capture_for
+    from distca.serve.sequence_layouts import share_rows
     from distca.serve.steps import ModelRank
     from distca.serve.tensor_parallel import join_ranks
     from distca.transport import CollectiveTransport
@@ -279,6 +279,8 @@ def _start(
     )
     group, tensor_ranks = join_ranks(model.tensor_parallel_size, _TIMEOUT)
     transport = CollectiveTransport(group, device, members_only=True)
+    if settings.sharing.split is not None:
+        tensor_ranks = share_rows(tensor_ranks, settings.sharing.split, device, _TIMEOUT)
     kernel = select_kernel(device.type, model.shape.head_dim, model.softcap is not None)
     buffers = Buffers(device, max(STEP_SLOTS, len(model.masks)))
     trace = Trace(device)
@@ -307,7 +309,11 @@ def _start(
         tell,
         trace,
     )
-    return generator, transport, trace
+
+    def sent() -> int:
+        return sum(transport.bytes_sent.values()) + tensor_ranks.bytes_sent
+
+    return generator, sent, trace
 
 
 def _name(settings: RankSettings, rank: int) -> str:

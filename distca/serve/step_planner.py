@@ -15,6 +15,7 @@ from distca.plan.span import Int64s
 from distca.schedule.serving import Sharding, shard_evenly
 from distca.schedule.serving.accounts import Accounts, Growth, NewBlocks
 from distca.schedule.serving.blocks import BlockPool
+from distca.schedule.serving.csps.layouts import SharedRows, SplitModel
 from distca.schedule.serving.decode import Decode, plan_decode
 from distca.schedule.serving.holdings import Holdings
 from distca.schedule.serving.layer_plans import LayerPlans, PrefillStrategy, plan_layers
@@ -68,10 +69,12 @@ class Step:
     Attributes:
         parts: prefills and decoded tokens; in each layer their attention runs in this order.
         blocks: blocks that it adds to sequences.
+        shared: how ranks that split weights share its rows; None: each has all.
     """
 
     parts: tuple[Prefill | Decode, ...]
     blocks: NewBlocks = field(default_factory=dict)
+    shared: SharedRows | None = None
 
     def beside(self, other: Step) -> Step:
         """Both steps as one; the other was planned after this one, and feeds other sequences."""
@@ -96,6 +99,9 @@ class Step:
                 ]
                 moved = np.sum(of_masks, axis=0)
             found += (model.tensor_parallel_size * moved).tolist()
+        if self.shared is not None:
+            tokens = [np.sum(part.rows - part.before, axis=1) for part in self.parts]
+            found = (self.shared.bytes_by_sequence(np.concatenate(tokens)) + found).tolist()
         return found
 
 
@@ -109,6 +115,7 @@ class StepPlanner:
         sharding: who owns the new tokens of prefills; None: all ranks evenly, in zigzag.
         restripes: whether rows move after prefills, so that all ranks hold equal shares.
         head_groups: groups of heads that sp-ntp scatters.
+        split: layers whose weights ranks split, if they share the rows of prefills.
     """
 
     def __init__(
@@ -119,8 +126,9 @@ class StepPlanner:
         sharding: Sharding | None = None,
         restripes: bool = False,
         head_groups: int = 1,
+        split: SplitModel | None = None,
     ) -> None:
-        self._restripes, self._head_groups = restripes, head_groups
+        self._restripes, self._head_groups, self._split = restripes, head_groups, split
         self._masks, self._world_size = tuple(masks), pool.world_size
         self._shard = sharding or partial(shard_evenly, world_size=pool.world_size)
         self.holdings, self.accounts = Holdings(pool.world_size, stripe), Accounts(pool)
@@ -175,7 +183,8 @@ class StepPlanner:
         prefill = Prefill(sequences, plans, new, before)
         blocks = self._take(prefill)
         self.holdings.note(sequences, new)
-        return Step((prefill,), blocks)
+        shared = None if self._split is None else self._split.share(sum(counts.values()))
+        return Step((prefill,), blocks, shared)
 
     def restripe(self, step: Step) -> tuple[Restripe, NewBlocks] | None:
         """Plans what moves after a prefill, and takes and gives back its blocks.

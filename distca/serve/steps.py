@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
@@ -57,7 +58,7 @@ class ModelRank:
         need_transformers().AttentionInterface.register(IMPLEMENTATION, _attend)
         self._served, self._device = model, device
         self._model = model.load(device, ranks=tensor_ranks) if computes else model.outline()
-        self._speaks = tensor_ranks.rank == 0
+        self._speaks, self._sharing = tensor_ranks.rank == 0, tensor_ranks.sharing
         if model.softcap is not None:
             assert isinstance(core.kernel, PagedKernel), "a kernel that knows no pools"
             core = replace(core, kernel=SoftCapped(core.kernel, model.softcap))
@@ -131,13 +132,7 @@ class ModelRank:
             # Each row is the last of its sequence.
             logits = self._graphs.run(ids, positions, run)
         if logits is None:
-            logits = self._model(
-                input_ids=ids[None],
-                position_ids=positions[None],
-                use_cache=False,
-                logits_to_keep=rows,
-                distca_run=run,
-            ).logits[0]
+            logits = self._logits(step, ids, positions, rows, run)
         assert run.layers_run == len(self._served.windows), "a layer did not ask for its attention"
         if not self._speaks:
             return {}
@@ -146,6 +141,33 @@ class ModelRank:
         for each, found in zip(scored, others, strict=True):
             scoring[each](run.positions[scored[each]], found)
         return dict(zip(last, first, strict=True))
+
+    def _logits(
+        self,
+        step: Step,
+        ids: torch.Tensor,
+        positions: torch.Tensor,
+        rows: torch.Tensor,
+        run: StepRun,
+    ) -> torch.Tensor:
+        """Logits of the rows that are given, `[rows, vocabulary]`."""
+        attends: Any = run
+        with contextlib.ExitStack() as stack:
+            if step.shared is not None:
+                assert self._sharing is not None, "ranks that share no rows"
+                own = stack.enter_context(self._sharing.step(step.shared, rows))
+                rows = torch.arange(own.stop - own.start, device=rows.device)
+                if step.shared.layout == "sp-ntp":
+                    attends, positions = self._sharing.scattered(run), positions[own]
+            found = self._model(
+                input_ids=ids[None],
+                position_ids=positions[None],
+                use_cache=False,
+                logits_to_keep=rows,
+                distca_run=attends,
+            )
+        logits: torch.Tensor = found.logits[0]
+        return logits
 
     @torch.no_grad()
     def restripe(self, move: Restripe, blocks: NewBlocks) -> None:

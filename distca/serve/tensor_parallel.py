@@ -12,14 +12,16 @@ import copy
 import functools
 import json
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 
+from distca.schedule.serving.csps.layouts import SharedRows
 from distca.transport import new_exchange_group
 
 SPLIT_OUTPUTS = ("q_proj", "k_proj", "v_proj", "qkv_proj", "gate_proj", "up_proj", "gate_up_proj")
@@ -31,6 +33,45 @@ SPLIT_INPUTS = ("o_proj", "down_proj")
 _VOCABULARY = ("embed_tokens", "lm_head")
 
 
+class RowSharing(Protocol):
+    """Ranks that share rows between the blocks of layers, which blocks bring together."""
+
+    @property
+    def completes(self) -> bool:
+        """Whether they do in the step that runs."""
+        ...
+
+    @property
+    def bytes_sent(self) -> int:
+        """Bytes that this rank has sent to others."""
+        ...
+
+    def complete(self, parts: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """Returns what leaves a block's last projection, which gives float32 parts."""
+        ...
+
+    def embedded(self, values: torch.Tensor) -> torch.Tensor:
+        """Adds up parts of all rows' embeddings; returns those of this rank's rows."""
+        ...
+
+    def attach(self, model: Any) -> None:
+        """Lets the blocks of a slice share rows."""
+        ...
+
+    def step(self, shared: SharedRows, kept: torch.Tensor) -> AbstractContextManager[slice]:
+        """Shares the rows of a step while it runs; gives those of this rank.
+
+        Args:
+            shared: how rows are shared.
+            kept: rows whose logits are needed, int64 `[kept]`.
+        """
+        ...
+
+    def scattered(self, run: Any) -> Any:
+        """Makes a run of a step that is given this rank's rows of all heads."""
+        ...
+
+
 @dataclass(frozen=True)
 class TensorRanks:
     """The ranks that share each layer, seen from one of them.
@@ -39,17 +80,36 @@ class TensorRanks:
         rank: this rank among them.
         size: how many there are.
         group: their process group; None where one has all.
+        sharing: sharing of rows between the blocks of layers; None: each rank has all rows.
     """
 
     rank: int = 0
     size: int = 1
     group: dist.ProcessGroup | None = None
+    sharing: RowSharing | None = None
+
+    @property
+    def bytes_sent(self) -> int:
+        """Bytes of shared rows that this rank has sent to others."""
+        return 0 if self.sharing is None else self.sharing.bytes_sent
 
     def add_up(self, values: torch.Tensor) -> torch.Tensor:
         """Returns the sum of all ranks' values."""
         values = values.contiguous()
         dist.all_reduce(values, group=self.group)
         return values
+
+    def complete(self, parts: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """Returns a block's outputs, of which each rank has a part in float32."""
+        if self.sharing is not None and self.sharing.completes:
+            return self.sharing.complete(parts, dtype)
+        return self.add_up(parts).to(dtype)
+
+    def embedded(self, values: torch.Tensor) -> torch.Tensor:
+        """Returns the embeddings of the rows that this rank has between blocks."""
+        if self.sharing is not None and self.sharing.completes:
+            return self.sharing.embedded(values)
+        return self.add_up(values)
 
     def beside(self, values: torch.Tensor) -> torch.Tensor:
         """Returns all ranks' values one after the other in the last dimension."""
@@ -278,7 +338,7 @@ def _add_hooks(model: Any, vocabulary: int, ranks: TensorRanks) -> None:
     def embed(ids: torch.Tensor) -> torch.Tensor:
         ids = ids - ranks.rank * rows
         mine = (ids >= 0) & (ids < rows)
-        return ranks.add_up(of_slice(ids * mine) * mine[..., None])
+        return ranks.embedded(of_slice(ids * mine) * mine[..., None])
 
     embedding.forward = embed
     for name, module in model.named_modules():
@@ -287,10 +347,14 @@ def _add_hooks(model: Any, vocabulary: int, ranks: TensorRanks) -> None:
             module.forward = functools.partial(_project, module, ranks)
         elif last == "experts":
             # All experts of a layer.
-            module.register_forward_hook(lambda _, given, out: ranks.add_up(out.float()).to(out))
+            module.register_forward_hook(
+                lambda _, given, out: ranks.complete(out.float(), out.dtype)
+            )
     model.get_output_embeddings().register_forward_hook(
         lambda _, given, out: ranks.beside(out)[..., :vocabulary]
     )
+    if ranks.sharing is not None:
+        ranks.sharing.attach(model)
 
 
 def _project(layer: torch.nn.Linear, ranks: TensorRanks, values: torch.Tensor) -> torch.Tensor:
@@ -307,4 +371,4 @@ def _project(layer: torch.nn.Linear, ranks: TensorRanks, values: torch.Tensor) -
         out = rows.float() @ weight.float()
     if layer.bias is not None:
         out += layer.bias
-    return ranks.add_up(out).to(values.dtype).view(*values.shape[:-1], -1)
+    return ranks.complete(out, values.dtype).view(*values.shape[:-1], -1)

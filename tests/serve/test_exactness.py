@@ -18,6 +18,7 @@ from distca.plan import Mask, Placement, Plan
 from distca.plan.span import Int64s
 from distca.schedule.serving import STRATEGIES, Sharding, nobody_holds, shard_evenly
 from distca.schedule.serving.csps import Levels, Sparsity
+from distca.schedule.serving.csps.layouts import LayoutChoice, SplitModel
 from distca.schedule.serving.csps.pipeline import NearToFar, shard_near
 from distca.schedule.serving.layer_plans import LayerPlans, plan_layers
 from distca.schedule.serving.partitions import Chain, search_partition
@@ -28,6 +29,7 @@ from distca.serve.models import FAMILIES as SERVED
 from distca.serve.models import ServedModel, read_model
 from distca.serve.sampling import Sampling
 from distca.serve.selection import Machine
+from distca.serve.sequence_layouts import split_model
 from distca.simulate.chain import ChainCosts
 from support.chains import AfterAnywhere
 from support.ranks import Ranks
@@ -56,6 +58,7 @@ def answers_of_a_rank(
     turns: Turns,
     sharding: Sharding | None = None,
     restripes: bool = False,
+    split: SplitModel | None = None,
 ) -> tuple[list[dict[int, Answer]], int, int, list[list[int]]]:
     """All turns' answers, bytes by the plans and as counted, and the rows that ranks hold."""
     import torch.distributed as dist
@@ -65,6 +68,7 @@ def answers_of_a_rank(
     from distca.runtime import Buffers, CoreAttention
     from distca.serve.generation import Generator
     from distca.serve.pool_size import PoolSize, Sharing
+    from distca.serve.sequence_layouts import share_rows
     from distca.serve.steps import ModelRank
     from distca.serve.tensor_parallel import join_ranks
     from distca.transport import CollectiveTransport
@@ -72,18 +76,21 @@ def answers_of_a_rank(
     device = torch.device("cpu")
     group, tensor_ranks = join_ranks(model.tensor_parallel_size, timedelta(minutes=2))
     transport = CollectiveTransport(group, device)
+    if split is not None:
+        tensor_ranks = share_rows(tensor_ranks, split, device, timedelta(minutes=2))
     core = CoreAttention(
         transport, select_kernel("cpu"), Buffers(device, max(STEP_SLOTS, len(model.masks)))
     )
     size = dist.get_world_size() // model.tensor_parallel_size
     # Small blocks, so that there are many.
     pool = PoolSize(400, 128 if stripe > 8 else 2 * stripe)
-    planner = pool.planner(model, Sharing(size, stripe, sharding, restripes))
+    planner = pool.planner(model, Sharing(size, stripe, sharding, restripes, split))
     rank = ModelRank(model, core, device, pool.blocks, pool.block_size, tensor_ranks)
     generator = Generator(model, rank, planner, strategy, sampling, keeps_logits=True)
     answers = [generator.answer(new) for new in turns]
     held = [planner.rows_per_rank(sequence) for sequence in turns[0]]
-    return answers, generator.bytes_planned, sum(transport.bytes_sent.values()), held
+    sent = sum(transport.bytes_sent.values()) + tensor_ranks.bytes_sent
+    return answers, generator.bytes_planned, sent, held
 
 
 def tokens(count: int, seed: int) -> list[int]:
@@ -110,14 +117,17 @@ def check(
     tensor_parallel_size: int = 1,
     sharding: Sharding | None = None,
     restripes: bool = False,
+    layout: LayoutChoice | None = None,
+    nodes: int = 1,
 ) -> list[Answered]:
     """Answers turns on ranks, and holds them against one process."""
     model = read_model(path, dtype, tensor_parallel_size)
+    split = None if layout is None else split_model(model, layout, nodes)
     if strategy == "auto":
         machine = Machine.described(False, None, None)
         strategy = machine.selector("simulated", model.shape, world_size)
     count = world_size * tensor_parallel_size
-    how = strategy, stripe, sampling, turns, sharding, restripes
+    how = strategy, stripe, sampling, turns, sharding, restripes, split
     results = ranks.run(answers_of_a_rank, model, *how, world_size=count)
     answers, planned, _, _ = results[0]
     assert planned == sum(counted for _, _, counted, _ in results)
@@ -298,6 +308,33 @@ def only_first(plan: Plan) -> Plan:
     return replace(
         plan, lengths=plan.lengths[:1], placement=placement, tasks=tasks, cached_prefix=prefix
     )
+
+
+@pytest.mark.parametrize(
+    ("family", "layout", "ranks_of", "kv_heads", "nodes"),
+    [
+        ("llama", "sp-tp", 4, 1, 2),
+        ("qwen3_moe", "sp-tp", 2, 2, 1),
+        ("qwen2", "sp-ntp", 2, 4, 1),
+        ("phi3", "sp-ntp", 4, 2, 2),
+        ("gemma3_text", "bytes", 4, 2, 1),
+    ],
+)
+def test_layouts_of_split_weights(
+    ranks,
+    tmp_path: Path,
+    full: bool,
+    family: str,
+    layout: Any,
+    ranks_of: int,
+    kv_heads: int,
+    nodes: int,
+) -> None:
+    """Rows shared by sequence, on one node and on two, where ranks split the weights."""
+    path = str(save_small_model(family, tmp_path, num_key_value_heads=kv_heads))
+    sampling = Sampling(max_tokens=64) if full else GREEDY
+    shared = {"tensor_parallel_size": ranks_of, "layout": layout, "nodes": nodes}
+    check(ranks, path, 1, "pass-kv", 4, sampling=sampling, **shared)
 
 
 def prompts_on_one_of_three(starts: Int64s, ends: Int64s) -> Placement:

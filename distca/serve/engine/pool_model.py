@@ -10,6 +10,7 @@ import torch
 from distca.runtime import CoreAttention
 from distca.runtime.kv_moves import BlockMove, KvMoves
 from distca.schedule.serving.accounts import block_bytes
+from distca.schedule.serving.csps.layouts import SplitModel
 from distca.schedule.serving.iteration import IterationPlan
 from distca.serve.decode_graphs import Capture
 from distca.serve.engine.messages import Loaded, Moved
@@ -34,6 +35,7 @@ class PoolModel:
         capture: what captures graphs of iterations that only decode; None: they run without.
         mover: transport of blocks that change their ranks; None: none does.
         computes: whether this rank has weights.
+        split: layers whose weights processes split, if they share the rows of prefills.
     """
 
     def __init__(
@@ -46,7 +48,9 @@ class PoolModel:
         capture: Capture | None = None,
         mover: Transport | None = None,
         computes: bool = True,
+        split: SplitModel | None = None,
     ) -> None:
+        self._split, self._tensor_ranks = split, tensor_ranks
         self._rank, self._layers = core.transport.rank, range(len(model.windows))
         self._transport, self._mover = core.transport, mover
         # The pool gets its size once it is known what weights leave of a device's memory.
@@ -63,7 +67,8 @@ class PoolModel:
     def bytes_sent(self) -> int:
         """Bytes that this rank has sent to others."""
         transports = (self._transport, self._mover)
-        return sum(sum(each.bytes_sent.values()) for each in transports if each is not None)
+        of_all = (sum(each.bytes_sent.values()) for each in transports if each is not None)
+        return sum(of_all) + self._tensor_ranks.bytes_sent
 
     @property
     def steps(self) -> RankSteps:
@@ -123,11 +128,13 @@ class PoolModel:
             Logits of the token that follows each sequence whose last token is of this rank,
             float32 `[vocabulary]`, by sequence.
         """
-        parts = []
+        parts, shared = [], None
         if plan.chunks is not None:
+            if self._split is not None:
+                shared = self._split.share(int(plan.new_tokens.sum()))
             chunks = plan.chunks
             parts.append(Prefill(chunks.sequences, chunks.plans, chunks.new, chunks.before))
         new, self._new = self._new, {}
         blocks = {(sequence, self._rank): tuple(each) for sequence, each in new.items()}
         decodes = () if plan.decode is None else (plan.decode,)
-        return self._run.run(Step((*parts, *decodes), blocks), tokens, scoring)
+        return self._run.run(Step((*parts, *decodes), blocks, shared), tokens, scoring)

@@ -6,6 +6,7 @@ import hashlib
 from dataclasses import dataclass, field
 
 from distca.plan import Mask
+from distca.schedule.serving.csps.layouts import SplitModel
 from distca.schedule.serving.csps.pipeline import NearToFar
 from distca.schedule.serving.layer_plans import PrefillStrategy
 from distca.schedule.serving.scheduler import Limits
@@ -58,6 +59,7 @@ class EngineSettings:
         nodes: machines of the server.
         roles: ranks that prefill and ranks that decode; None: all do both.
         head_groups: groups of heads that sp-ntp scatters.
+        split: layers whose weights processes split, if they share the rows of prefills.
     """
 
     model: str
@@ -80,6 +82,7 @@ class EngineSettings:
     nodes: Nodes = Nodes()
     roles: Roles | None = None
     head_groups: int = 1
+    split: SplitModel | None = None
 
     @property
     def sparse_salt(self) -> bytes:

@@ -47,6 +47,7 @@ from distca.serve.handoff.prefill_worker import PrefillWorker
 from distca.serve.handoff.roles import make_worker
 from distca.serve.models import DTYPES, read_model
 from distca.serve.sampling import TokenLogprobs
+from distca.serve.sequence_layouts import share_rows
 from distca.serve.tensor_parallel import join_ranks
 from distca.serve.transports import make_transport
 
@@ -102,6 +103,8 @@ class Worker:
         model = read_model(settings.model, DTYPES[settings.dtype], size, settings.trust_remote_code)
         timeout = timedelta(seconds=settings.step_timeout)
         group, tensor_ranks = join_ranks(size, timeout)
+        if settings.split is not None:
+            tensor_ranks = share_rows(tensor_ranks, settings.split, device, timeout)
         self._process, self._rank = dist.get_rank(), group.rank()
         self._transport = make_transport(settings.transport, group, device, timeout)
         kernel = select_kernel(device.type, model.shape.head_dim, model.softcap is not None)
@@ -120,6 +123,7 @@ class Worker:
             capture,
             make_transport(settings.transport, group, device, timeout) if servers else None,
             computes,
+            settings.split,
         )
         self._sequences: dict[int, _Sequence] = {}
         self._next = 0
