@@ -29,7 +29,9 @@ from distca.commands.described import (
     given_shares,
     model_of,
 )
+from distca.commands.layout_step import plan_layouts, simulate_layouts
 from distca.commands.served_chain import SEARCHED
+from distca.commands.served_layouts import SP_TP, layout_choice
 from distca.commands.served_sparsity import CSPS, add_sparsity_flags, near_to_far
 from distca.commands.serving_report import as_json, format_plan, format_simulated, plot_steps
 from distca.cost.kernel_time import CostModel
@@ -49,6 +51,7 @@ from distca.schedule.serving import (
     step_plan,
 )
 from distca.schedule.serving.csps.head_scatter import head_groups
+from distca.schedule.serving.csps.layouts import LayoutChoice
 from distca.schedule.serving.csps.pipeline import NearToFar, shard_near
 from distca.schedule.serving.layer_plans import plan_layers
 from distca.schedule.serving.partitions import Chain, Shares, shard_in_chain
@@ -229,7 +232,7 @@ class StepCase:
             return self.near
         if self.kind == "decode":
             return "pass-q"
-        if strategy == RUNAHEAD:
+        if strategy in (RUNAHEAD, SP_TP):
             return "pass-kv"
         if strategy != "auto":
             return next(each for each in get_args(Strategy) if each == strategy)
@@ -360,6 +363,8 @@ def plan(argv: list[str]) -> int:
     check_output("--plot", args.plot)
     check_output("--save", args.save)
     case = read_case(args, kind)
+    if layout := _layout(args, kind):
+        return plan_layouts(args, layout, case.plan("pass-kv"), case.costs)
     strategy = _chosen(args, case)
     made = case.plan(strategy)
     made.validate()
@@ -381,6 +386,9 @@ def simulate(argv: list[str]) -> int:
     args = build_parser("simulate", kind).parse(argv[1:])
     check_output("--trace", args.trace)
     case = read_case(args, kind)
+    if layout := _layout(args, kind):
+        whole = case.plan("pass-kv")
+        return simulate_layouts(args, layout, whole, case.costs, case.cost_model)
     strategy = _chosen(args, case)
     name = strategy if isinstance(strategy, str) else CSPS
     tried: dict[str, Strategy | NearToFar] = {name: strategy}
@@ -407,6 +415,14 @@ def simulate(argv: list[str]) -> int:
         args.trace.parent.mkdir(parents=True, exist_ok=True)
         save_trace(args.trace, found[name])
     return 0
+
+
+def _layout(args: argparse.Namespace, kind: Kind) -> LayoutChoice | None:
+    """How GPUs that split the weights share the rows of a prefill; None: they don't."""
+    if kind == "decode" or sum(args.new_tokens) < args.tensor_parallel_size:
+        return None
+    ranks, size = args.context_parallel_size, args.tensor_parallel_size
+    return layout_choice(args.prefill_strategy, args.selector, ranks, size)
 
 
 def _chosen(args: argparse.Namespace, case: StepCase) -> Strategy | NearToFar:

@@ -109,6 +109,10 @@ def test_bad_input_ends_in_a_line(command, model: str, tmp_path: Path) -> None:
         ([model, "--prompt", "a", "--trace", str(tmp_path / "no" / "t")], "a folder that there is"),
         ([str(tmp_path), "--prompt", "a"], "has no config.json"),
         ([model, "--prompt", "a", "--context-parallel-size", "0"], "give at least 1"),
+        (
+            [model, "--prompt", "a", *"--context-parallel-size 2 --prefill-strategy sp-tp".split()],
+            "give --tensor-parallel-size 2 and --context-parallel-size 1",
+        ),
         ([model, "--prompt", "a", "--node-gb-per-s", "0"], "give a speed above 0"),
         ([model, "--prompt", "a", "--temperature", "nan"], "give 0 or more"),
         ([model, "--prompt", "a", "--block-size", "0"], "--block-size 0: give at least 1"),

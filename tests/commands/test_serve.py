@@ -54,6 +54,10 @@ def test_bad_input_ends_in_a_line(capsys, model: str, tmp_path: Path) -> None:
         (["--gpu-memory-utilization", "0"], "give more than 0, at most 1"),
         (["--step-timeout", "nan"], "give more than 0"),
         (["--prefill-strategy", "none"], "none: choose from pass-kv, pass-q, auto"),
+        (
+            ["--prefill-strategy", "sp-tp", "--attention-servers", "1"],
+            "give --tensor-parallel-size 2 and --context-parallel-size 1",
+        ),
         (["--max-modellen", "9"], "is --max-model-len meant?"),
     ):
         # A flag that comes later wins.

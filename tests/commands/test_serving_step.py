@@ -99,3 +99,44 @@ def test_what_cannot_be_planned(plan: Command, simulate: Command) -> None:
     ):
         for command in (plan, simulate):
             assert why in command.refused(*flags), flags
+
+
+def test_heads_scattered_are_planned_and_simulated(plan: Command, simulate: Command) -> None:
+    """A prompt on four ranks: two all-to-alls, whose bytes the simulator charges."""
+    flags = ["prefill", "--new-tokens", "8192", *FLAGS, "--prefill-strategy", "sp-ntp"]
+    found = json.loads(plan.run(*flags, "--json"))
+    group = SHAPE.scattered(4)
+    row = 2 * group.q_row_bytes + group.kv_row_bytes + group.lse_row_bytes
+    assert total(found["steps"]) == 3 * 8192 * row
+    assert "8,192 new tokens, 0 cached; sp-ntp, 4 head groups" in plan.run(*flags)
+    ran = json.loads(simulate.run(*flags, "--json"))["simulated"]["sp-ntp"]
+    assert sum(map(sum, ran["bytes_sent"].values())) == 3 * total(found["steps"])
+
+
+def test_layouts_of_split_weights(plan: Command, simulate: Command, tmp_path: Path) -> None:
+    """Few tokens do not pay for a gather of weights, many do; fewer than GPUs are not shared."""
+    split = f"{MODEL} --context-parallel-size 1 --tensor-parallel-size 2".split()
+    chosen = {}
+    for tokens, selector in ((600, "simulated"), (6000, "simulated"), (6000, "paper")):
+        flags = ["prefill", "--new-tokens", str(tokens), *split, "--selector", selector]
+        found = json.loads(plan.run(*flags, "--json"))
+        chosen[tokens, selector] = found["strategy"]
+        assert found["bytes"]["sp-tp"] == found["bytes"]["MLP"]
+        ran = json.loads(simulate.run(*flags, "--json"))["simulated"]
+        for layout, outcome in ran.items():
+            of_layer = sum(found["bytes"][layout].values()) + sum(found["bytes"]["MLP"].values())
+            embeddings = tokens * 512 * 2
+            sent = sum(map(sum, outcome["bytes_sent"].values()))
+            assert sent == 3 * of_layer + embeddings
+    assert list(chosen.values()) == ["sp-tp", "sp-ntp", "sp-tp"]
+    picture, trace = tmp_path / "bytes.png", tmp_path / "trace.json"
+    assert "6,000 new tokens" in plan.run(*flags, "--plot", str(picture))
+    assert "simulated, not measured" in simulate.run(*flags, "--trace", str(trace))
+    assert picture.stat().st_size > 0
+    assert json.loads(trace.read_text())["traceEvents"]
+    assert "pass-kv" in plan.run("prefill", "--new-tokens", "1", *split, "--json")
+    few = ["prefill", "--new-tokens", "60", "--prefill-strategy", "sp-tp"]
+    assert "one rank of GPUs has all tokens" in plan.refused(*few, *split, "--save", "plan.json")
+    for command in (plan, simulate):
+        why = "give --tensor-parallel-size 4 and --context-parallel-size 1"
+        assert why in command.refused(*few, *FLAGS)

@@ -62,6 +62,9 @@ def requests() -> list[tuple]:
         ("llama", 3, 16, 60, {"limits": Limits(8, 16, BLOCK, 12, chain=CHAIN)}),
         ("gemma3_text", 2, 512, 60, {"prefix_caching": False, "transport": "shm"}),
         ("llama", 2, 64, 60, {"tensor_parallel_size": 2, "strategy": SLOW_LINKS}),
+        ("llama", 3, 64, 60, {"strategy": "sp-ntp", "head_groups": 4}),
+        ("llama", 1, 16, 60, {"tensor_parallel_size": 2, "layout": "sp-ntp"}),
+        ("gemma3_text", 1, 64, 60, {"tensor_parallel_size": 2, "layout": "sp-tp"}),
     ],
 )
 def test_answers_are_one_processs(
@@ -87,7 +90,7 @@ def test_answers_are_one_processs(
     assert after == [(blocks, 0, 0)] * world_size
     assert (stats["preemptions"] > 0) == (blocks == 7)
     assert (stats["found"] > 0) == settings.prefix_caching
-    assert (stats["bytes_moved"] > 0) == (world_size > 1)
+    assert (stats["bytes_moved"] > 0) == (settings.processes > 1)
     assert stats["bytes_moved"] == results[0].planned
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from distca.cost.link import Links
-from distca.cost.model_sizes import ModelSize
+from distca.cost.model_sizes import MODELS, ModelSize
 from distca.cost.tiled import TiledCost
 from distca.cost.volume import AttentionShape, plan_bytes
 from distca.plan import Mask, Placement, Plan, Tasks
@@ -20,11 +20,14 @@ from distca.schedule.serving import (
     shard_in_stripes,
     step_plan,
 )
-from distca.simulate import Charges, Outcome, save_trace
+from distca.schedule.serving.csps.layouts import LAYOUTS, Layout
+from distca.simulate import CLUSTERS, Charges, Outcome, save_trace
 from distca.simulate.serving import (
     InferenceCosts,
     SimulatedSelector,
     SteppedCosts,
+    described_split,
+    simulate_shared,
     simulate_step,
 )
 from support.simulated import IDEAL
@@ -194,3 +197,22 @@ def test_the_selector_takes_the_plan_of_fewer_seconds() -> None:
     assert chosen[0] == "pass-kv"
     assert chosen[2] == "pass-q"
     assert set(chosen) == {"pass-kv", "pass-q"}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_shared_rows_are_charged_by_their_bytes(layout: Layout) -> None:
+    """On two nodes; slower links take longer, and what is chosen by bytes sends less."""
+    model, cluster = MODELS["llama-8b"], replace(CLUSTERS["dgx-h100"], gpus_per_node=4)
+    new = shard_evenly(np.array([0]), np.array([20_001]), 1)
+    plan, found = step_plan(nobody_holds(1), new, "pass-kv", Mask(), in_steps=True), []
+    for speed in (50.0, 5.0):
+        costs = InferenceCosts(model, replace(cluster, network_gb_per_s=speed), 8)
+        split = described_split(costs, layout)
+        shared = split.share(20_001)
+        assert shared is not None
+        outcome = simulate_shared(split, shared, [plan] * model.layers, costs)
+        moved = {name: int(sent.sum()) for name, sent in outcome.bytes_sent.items()}
+        assert sum(moved.values()) == shared.bytes_moved
+        assert outcome.computed.max() + outcome.exposed.max() >= outcome.seconds
+        found.append(outcome.seconds)
+    assert found[1] > 1.5 * found[0]

@@ -12,9 +12,11 @@ from unittest import mock
 import numpy as np
 import torch
 
+from distca.schedule.serving.csps.layouts import LayoutChoice
 from distca.schedule.serving.scheduler import Limits
 from distca.serve.engine.settings import EngineSettings
 from distca.serve.models import ServedModel, read_model
+from distca.serve.sequence_layouts import split_model
 from support.small_models import VOCABULARY
 
 BLOCK = 4
@@ -168,6 +170,9 @@ def _planned(settings: EngineSettings) -> Iterator[list[int]]:
             if plan.decode is not None:
                 moved += int(plan.decode.bytes_by_sequence(mask, model.shape).sum())
             total[0] += moved * settings.tensor_parallel_size
+        if settings.split is not None and plan.chunks is not None:
+            shared = settings.split.share(int(plan.new_tokens.sum()))
+            total[0] += 0 if shared is None else shared.bytes_moved
         return plan
 
     with mock.patch.object(worker, "plan_iteration", recording):
@@ -192,8 +197,13 @@ def tokens(count: int, seed: int) -> list[int]:
     return np.random.default_rng(seed).integers(0, VOCABULARY, count).tolist()
 
 
-def settings_of(path: str, world_size: int, chunk: int, **changes: Any) -> EngineSettings:
+def settings_of(
+    path: str, world_size: int, chunk: int, layout: LayoutChoice | None = None, **changes: Any
+) -> EngineSettings:
     model = read_model(path, torch.float32)
+    if layout is not None:
+        sliced = read_model(path, torch.float32, changes["tensor_parallel_size"])
+        changes["split"] = split_model(sliced, layout)
     limits = Limits(sequences=8, tokens=chunk, stripe=BLOCK, short=12)
     settings = EngineSettings(
         path,

@@ -8,6 +8,7 @@ outcome = simulate_step([plan] * costs.model.layers, costs)
 from distca.simulate.serving.chains import chain_costs, searched_shares, searched_table
 from distca.simulate.serving.costs import InferenceCosts
 from distca.simulate.serving.growth import Growth, simulate_growth
+from distca.simulate.serving.layouts import described_split, gpu_links, simulate_shared
 from distca.simulate.serving.restripe import simulate_restripe
 from distca.simulate.serving.selector import SimulatedSelector
 from distca.simulate.serving.steps import PlanStepCosts, SteppedCosts, attend, simulate_step
@@ -20,9 +21,12 @@ __all__ = [
     "SteppedCosts",
     "attend",
     "chain_costs",
+    "described_split",
+    "gpu_links",
     "searched_shares",
     "searched_table",
     "simulate_growth",
     "simulate_restripe",
+    "simulate_shared",
     "simulate_step",
 ]

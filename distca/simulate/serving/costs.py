@@ -84,13 +84,29 @@ class InferenceCosts:
         model = self.model
         projection = model.post_parameters - model.mlp_parameters
         collectives = TENSOR_COLLECTIVES["projection"] + TENSOR_COLLECTIVES["mlp"]
-        read = model.mlp_parameters + 0.0 * tokens
+        read = self._mlp_read(tokens)
+        return self._linear(tokens, projection, model.mlp_parameters, collectives, read)
+
+    def block_seconds(self, tokens: Int64s) -> tuple[Floats, Floats, Floats]:
+        """Seconds of a layer's projections to queries, keys and values, of that of outputs, and of
+        its MLP, each without collectives, likewise."""
+        model = self.model
+        outputs = model.post_parameters - model.mlp_parameters
+        return (
+            self._linear(tokens, model.pre_parameters, 0, 0),
+            self._linear(tokens, outputs, 0, 0),
+            self._linear(tokens, 0, model.mlp_parameters, 0, self._mlp_read(tokens)),
+        )
+
+    def _mlp_read(self, tokens: Int64s) -> Any:
+        """Parameters of MLPs that all tokens of a rank together use, `[ranks]`."""
+        model, read = self.model, self.model.mlp_parameters + 0.0 * tokens
         if experts := model.experts:
             # Few tokens choose other experts each.
             used = np.minimum(tokens * experts.chosen, experts.number)
             shared = 3 * model.hidden_size * model.ffn_hidden_size
             read = shared + used / experts.number * model.expert_parameters
-        return self._linear(tokens, projection, model.mlp_parameters, collectives, read)
+        return read
 
     def head_seconds(self, tokens: Int64s) -> Floats:
         """Seconds of the output layer, for the tokens whose logits each rank needs, `[ranks]`."""

@@ -174,6 +174,14 @@ class SplitLayer:
             }
         )
 
+    def embedding_bytes(self, rows: Int64s) -> PlanBytes:
+        """Bytes of the sums of embeddings, of which each rank looks up its part of the vocabulary:
+        one at most is not zero, so they need no float32."""
+        between, within = gathered_rows(rows, self.ranks_per_node)
+        row = self.hidden_size * self.dtype_bytes
+        sizes = {"embeddings": within.T * row, "embeddings between nodes": between.T * row}
+        return _plan_bytes(sizes)
+
     def chosen(self, choice: LayoutChoice, tokens: int) -> Layout:
         """The layout of a prefill of so many tokens."""
         if choice == "sp-ntp" or choice == "sp-tp":
@@ -233,7 +241,5 @@ class SplitModel:
         layout = self.layer.chosen(self.choice, tokens)
         of_layer = self.layer.attention_bytes(layout, rows).total
         of_layer += self.layer.block_bytes(rows).total
-        # Each rank looks up the tokens of its part of the vocabulary: a reduce-scatter.
-        row = self.layer.hidden_size * self.layer.dtype_bytes
-        embedded = tokens * (self.layer.ranks - 1) * row
+        embedded = self.layer.embedding_bytes(rows).total
         return SharedRows(layout, rows, self.layers * of_layer + embedded)
