@@ -26,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))  # as benchmarks/__init__.py 
 from benchmarks.serving.recall_model import make_model, text, train
 from distca.cost.link import Links
 from distca.schedule.serving.csps import Levels, Sparsity
-from distca.schedule.serving.csps.calibration_file import CalibrationFile
+from distca.schedule.serving.csps.calibration_file import CalibrationFile, load_calibration
 from distca.schedule.serving.csps.configure import Configuration, Configurator
 from distca.serve.models import ServedModel, model_size, read_model
 from distca.serve.sparse_model import SparseModel
@@ -85,15 +85,20 @@ def prompts() -> list[list[int]]:
     return [unseen[start : start + TOKENS].tolist() for start in starts.tolist()]
 
 
-def run(model: ServedModel) -> tuple[CalibrationFile, list[Found], float, float]:
+def run(model: ServedModel, kept: Path | None) -> tuple[CalibrationFile, list[Found], float, float]:
     """Calibrates, chooses and measures; returns also what the dense model recalls of the needles of
-    prompts that were not measured before, and the seconds with nothing dropped."""
+    prompts that were not measured before, and the seconds with nothing dropped. A calibration is
+    kept in a file, if one is given."""
     levels, every = Levels(Links(PER_NODE), RANKS), prompts()
     seen, unseen = every[:CALIBRATED], every[CALIBRATED:]
     file = CalibrationFile(measured_on(model, levels, seen, 0), [], [])
+    if kept is not None and kept.exists():
+        file = load_calibration(kept)
     with tqdm(total=CALIBRATED * SAMPLES, desc="calibration") as bar:
         for each in calibrate(file, model, levels, seen, SAMPLES, 0, bar.update):
             file = each
+            if kept is not None:
+                file.save(kept)
     cluster = replace(CLUSTERS["dgx-a100"], gpus_per_node=PER_NODE, network_gb_per_s=1.0)
     costs = InferenceCosts(model_size(model), cluster, dtype_bytes=4)
     latency = SparseLatency(costs, cluster.inference_cost(costs.shape), levels, 64 * TOKENS)
@@ -136,8 +141,10 @@ def page(file: CalibrationFile, rows: Sequence[Found], recalled: float, dense: f
         f"It was calibrated on {CALIBRATED} prompts of {TOKENS:,} tokens, of which",
         f"{len(file.calibration.held_out)} were held out, for {RANKS} ranks, {PER_NODE} a node, by",
         f"{SAMPLES} sparsities. On the held-out prompts, predictions of the divergence are",
-        f"{fits['kl'].error:.0%} off (median; headroom {fits['kl'].headroom:.2f}), those of lost",
-        f"needles {fits['recall_loss'].error:.0%} ({fits['recall_loss'].headroom:.2f}).",
+        f"{fits['kl'].error:.0%} off (median; headroom {fits['kl'].headroom:.2f}, margin",
+        f"{fits['kl'].margin:.4f}), those of lost needles {fits['recall_loss'].error:.0%}",
+        f"({fits['recall_loss'].headroom:.2f}, {fits['recall_loss'].margin:.1%}). A bound below",
+        "its margin lets nothing be dropped.",
         "",
         f"*Realised* is the mean over {UNSEEN} other prompts with other needles, of whose tokens",
         f"the dense model recalls {recalled:.0%}. *Lost* are those tokens of needles that the",
@@ -165,6 +172,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
     parser.add_argument("--output", type=Path, required=True, help="folder of the page")
     parser.add_argument("--model", type=Path, help="model that was trained before, or is written")
+    parser.add_argument("--calibration", type=Path, help="its calibration, likewise")
     args = parser.parse_args()
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as scratch:
@@ -174,7 +182,7 @@ def main() -> None:
             with tqdm(total=STEPS, desc="training") as bar:
                 train(made, STEPS, lambda *_: bar.update())
             made.save_pretrained(folder)
-        results = run(read_model(str(folder), torch.float32))
+        results = run(read_model(str(folder), torch.float32), args.calibration)
     args.output.mkdir(parents=True, exist_ok=True)
     (args.output / "sparse_degradation.md").write_text(page(*results))
     saved = {"rows": [asdict(row) for row in results[1]], "recalled": results[2]}

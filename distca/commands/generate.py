@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from distca.commands.chosen_sparsity import add_calibration_flags, chosen_sparsity
 from distca.commands.command_line import Parser
 from distca.commands.described import RUNAHEAD, add_selection_flags
 from distca.commands.served_chain import served_chain, tell_of_lengths
@@ -61,6 +62,7 @@ def build_parser() -> Parser:
     )
     add_selection_flags(how, "auto", "searched, a table that `distca tune partitions` wrote")
     add_sparsity_flags(how)
+    add_calibration_flags(how)
     how.add_argument(
         "--profile",
         type=Path,
@@ -165,7 +167,7 @@ def main(argv: Sequence[str]) -> int:
         assert tokenizer is not None
         work = Prompts(model, [tokenizer.encode(text) for text in args.prompt], most)
     known = work.lengths if isinstance(work, Prompts) else []
-    strategy = _strategy(args, model)
+    strategy = _strategy(args, model, max(known, default=None))
     refuse_check(args, strategy)
     sharing = Sharing(
         args.context_parallel_size,
@@ -247,11 +249,12 @@ def _sharding(args: argparse.Namespace, model: Any, lengths: Sequence[int]) -> A
     return partial(shard_near, ranks=args.context_parallel_size)
 
 
-def _strategy(args: argparse.Namespace, model: Any) -> Any:
-    """What travels in prefills, or who chooses it."""
+def _strategy(args: argparse.Namespace, model: Any, longest: int | None) -> Any:
+    """What travels in prefills, or who chooses it; `longest` is that of the prompts, if known."""
     ranks = args.context_parallel_size
     heads = model.shape.kv_heads, model.tensor_parallel_size
-    near = near_to_far(args, model.windows, *heads, ranks, ranks)
+    chosen = partial(chosen_sparsity, args, model, longest)
+    near = near_to_far(args, model.windows, *heads, ranks, ranks, chosen)
     if near is not None:
         return near
     if args.prefill_strategy in (RUNAHEAD, SP_TP):

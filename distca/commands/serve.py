@@ -7,9 +7,11 @@ import asyncio
 import random
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from distca.commands.chosen_sparsity import add_calibration_flags, chosen_sparsity
 from distca.commands.command_line import Parser
 from distca.commands.described import RUNAHEAD, add_partition_flag
 from distca.commands.serve_nodes import add_node_flags, nodes_of
@@ -154,6 +156,7 @@ def build_parser() -> Parser:
     )
     add_partition_flag(ranks, "searched, a table that `distca tune partitions` wrote")
     add_sparsity_flags(ranks)
+    add_calibration_flags(ranks)
     ranks.add_argument(
         "--context-parallel-threshold",
         type=int,
@@ -381,7 +384,8 @@ def _near_to_far(args: argparse.Namespace, served: Any, nodes: Nodes, ranks: int
         ValueError: the flags contradict each other, or don't fit the model or the ranks.
     """
     heads = served.shape.kv_heads, served.tensor_parallel_size
-    near = near_to_far(args, served.windows, *heads, ranks, max(ranks // nodes.count, 1))
+    chosen, of_machine = partial(chosen_sparsity, args, served, None), max(ranks // nodes.count, 1)
+    near = near_to_far(args, served.windows, *heads, ranks, of_machine, chosen)
     if near is not None and args.attention_servers:
         raise ValueError(
             f"--attention-servers {args.attention_servers} hold keys of any rank, and {CSPS} goes "

@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from distca.commands.described import Group
 from distca.cost.link import Links
 from distca.schedule.serving.csps import LEVELS, Levels, Sparsity
+from distca.schedule.serving.csps.configure import Configuration, Partitions
 from distca.schedule.serving.csps.pipeline import NAME, NearToFar
 
 CSPS = NAME
 """Strategy of prefills by which keys travel from near to far, and of far ones only some."""
 
-_FLAGS = ("sparsity", "micro_partitions", "ranks_per_node", "nodes_per_rack")
+_FLAGS = ("sparsity", "calibration", "micro_partitions", "ranks_per_node", "nodes_per_rack")
+
+Chosen = Callable[[Levels, Partitions | None], Configuration | None]
+"""Chooses a sparsity for levels, and micro-partitions where none are given; None: none is."""
 
 
 def add_sparsity_flags(group: Group) -> None:
@@ -23,9 +27,8 @@ def add_sparsity_flags(group: Group) -> None:
     group.add_argument(
         "--sparsity",
         metavar="FILE|P",
-        help="What csps drops: ratios that `distca tune sparsity` wrote, or P, the share of its "
-        "node's keys that a rank drops; of those farther away half as many stay for each level. 0 "
-        "(default): nothing.",
+        help="What csps drops: a file of ratios, or P, the share of its node's keys that a rank "
+        "drops; of those farther away half as many stay for each level. 0 (default): nothing.",
     )
     group.add_argument(
         "--micro-partitions",
@@ -54,6 +57,7 @@ def near_to_far(
     tensor_parallel_size: int,
     ranks: int,
     ranks_of_machine: int,
+    chosen: Chosen = lambda *_: None,
 ) -> NearToFar | None:
     """The strategy that the flags describe; None: it is another than csps.
 
@@ -64,11 +68,12 @@ def near_to_far(
         tensor_parallel_size: ranks that share the heads.
         ranks: ranks that share tokens.
         ranks_of_machine: those of one machine.
+        chosen: what a calibration chooses.
 
     Raises:
         ValueError: the flags contradict each other, or don't fit the model or the ranks.
     """
-    given = [name for name in _FLAGS if getattr(args, name) is not None]
+    given = [name for name in _FLAGS if getattr(args, name, None) is not None]
     if args.prefill_strategy != CSPS:
         if given:
             flag = "--" + given[0].replace("_", "-")
@@ -76,8 +81,12 @@ def near_to_far(
         return None
     per_node = ranks_of_machine if args.ranks_per_node is None else args.ranks_per_node
     levels = Levels(Links(per_node, nodes_per_rack=args.nodes_per_rack), ranks)
+    partitions = None if args.micro_partitions is None else _partitions(args.micro_partitions)
+    found = chosen(levels, partitions)
+    if found is not None:
+        return NearToFar(levels, found.sparsity, tuple(windows), found.partitions)
     sparsity = _sparsity(args.sparsity or "0", len(windows), kv_heads, tensor_parallel_size)
-    return NearToFar(levels, sparsity, tuple(windows), _partitions(args.micro_partitions or "2"))
+    return NearToFar(levels, sparsity, tuple(windows), partitions or (2,))
 
 
 def refuse_check(args: argparse.Namespace, strategy: object) -> None:
@@ -88,8 +97,9 @@ def refuse_check(args: argparse.Namespace, strategy: object) -> None:
     """
     if args.check and isinstance(strategy, NearToFar) and strategy.sparsity.drops:
         raise ValueError(
-            f"--check holds answers against dense attention, but --sparsity {args.sparsity} drops "
-            "keys: leave one out, or give --sparsity 0"
+            "--check holds answers against dense attention, but "
+            f"--sparsity {args.sparsity or args.calibration} drops keys: leave one out, or give "
+            "--sparsity 0"
         )
 
 

@@ -216,14 +216,15 @@ def sampled_sparsities(curves: Calibration, number: int, seed: int = 0) -> list[
     ]
     found = []
     for _ in range(number):
-        # Groups of layers drop more and less, and some nothing, so that they can be told apart.
-        of_group = random.random(curves.groups) * random.integers(0, 2, curves.groups)
-        of_group[random.integers(curves.groups)] = random.random()
+        # Groups of layers drop more and less, and some nothing, so that they can be told apart;
+        # most of them little, as tight bounds allow.
+        of_group = random.random(curves.groups) ** 2 * random.integers(0, 2, curves.groups)
+        of_group[random.integers(curves.groups)] = random.random() ** 2
         kept = np.ones((curves.layers, curves.heads, curves.far_levels))
         for layer in range(1, curves.layers - 1):
             place = of_group[curves.group(layer)]
             if place:
-                place = np.clip(place + 0.1 * random.standard_normal(), 0, 1)
+                place = np.clip(place * random.uniform(0.7, 1.3), 0, 1)
             kept[layer] = options[layer][orders[layer][int(place * (len(options[layer]) - 1))]]
         kept = np.concatenate([np.ones((*kept.shape[:2], 1)), np.maximum(kept, LEAST_KEPT)], axis=2)
         ratios = tuple(tuple(map(tuple, heads)) for heads in kept.tolist())

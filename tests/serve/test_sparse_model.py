@@ -9,10 +9,14 @@ import pytest
 import torch
 
 from distca.cost.link import Links
+from distca.plan import Mask
 from distca.plan.span import Floats
+from distca.schedule.serving import nobody_holds
 from distca.schedule.serving.csps import Levels, Sparsity
 from distca.schedule.serving.csps.calibration_file import CalibrationFile
 from distca.schedule.serving.csps.configure import Configurator, Partitions
+from distca.schedule.serving.csps.pipeline import NearToFar, shard_near
+from distca.schedule.serving.layer_plans import LayerPlans
 from distca.serve.models import ServedModel, read_model
 from distca.serve.sparse_model import SparseModel
 from distca.serve.sparsity_calibration import (
@@ -23,6 +27,7 @@ from distca.serve.sparsity_calibration import (
     with_needle,
 )
 from support.small_models import VOCABULARY, save_small_model
+from support.sparse_reference import sparse_logits
 
 LEVELS = Levels(Links(2), 4)
 CPU = torch.device("cpu")
@@ -67,6 +72,20 @@ def test_nothing_dropped_is_transformers_own(model: ServedModel) -> None:
     assert not none.size
     dropped, _ = sparse.run(ids, Sparsity.of_drop_ratio(0.5, 4, 2), 20)
     assert (dropped - dense).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("partitions", [1, 2])
+def test_what_is_dropped_is_what_plans_drop(model: ServedModel, partitions: int) -> None:
+    """Its logits are those of the definition, which the ranks are held against, too."""
+    (ids,) = prompts(5, 1, 90)
+    sparsity = Sparsity.of_drop_ratio(0.6, 4, 2)
+    strategy = NearToFar(LEVELS, sparsity, (None,) * 4, (partitions,))
+    new = shard_near(np.array([0]), np.array([len(ids)]), LEVELS.ranks)
+    dense = strategy.plan(nobody_holds(LEVELS.ranks), new, Mask())
+    plans = LayerPlans({Mask(): dense}, strategy.sparse_plans(dense))
+    expected = sparse_logits(model, plans, ids, LEVELS.ranks)
+    found, _ = SparseModel(model, LEVELS, CPU, partitions).run(ids, sparsity, 1)
+    assert torch.allclose(found[0].double(), expected, rtol=0, atol=1e-5)
 
 
 def test_windows_are_refused(tmp_path: Path) -> None:

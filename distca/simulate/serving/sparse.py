@@ -7,12 +7,13 @@ heads that all keep the mean.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
 
 from distca.cost.kernel_time import CostModel
+from distca.cost.link import Links
 from distca.plan import Mask, Plan
 from distca.plan.span import Floats
 from distca.schedule.serving import nobody_holds
@@ -23,7 +24,7 @@ from distca.simulate.resources import Resources
 from distca.simulate.serving.costs import InferenceCosts
 from distca.simulate.serving.steps import SteppedCosts, attend
 
-_STEPS = 256
+_STEPS = 64
 """Steps in which mean kept ratios are rounded up, so that few plans are simulated."""
 
 
@@ -42,6 +43,16 @@ class SparseLatency:
     cost_model: CostModel
     levels: Levels
     tokens: int
+
+    @cached_property
+    def links(self) -> Links:
+        """Links at the cluster's speeds, in the nodes and racks of the levels."""
+        where = self.levels.links
+        return replace(
+            self.costs.links,
+            ranks_per_node=where.ranks_per_node,
+            nodes_per_rack=where.nodes_per_rack,
+        )
 
     @cached_property
     def _known(self) -> dict[tuple[Partitions, tuple[int, ...]], float]:
@@ -78,7 +89,7 @@ class SparseLatency:
     def plan_seconds(self, plan: Plan) -> float:
         """Seconds of a layer's attention by its plan."""
         resources = Resources(plan.world_size, self.costs.cluster, np.ones(plan.world_size))
-        attend(resources, SteppedCosts(plan, self.costs.shape, self.cost_model, self.costs.links))
+        attend(resources, SteppedCosts(plan, self.costs.shape, self.cost_model, self.links))
         return float(resources.clock.max())
 
     def _simulated(self, kept: list[int], partitions: Partitions) -> float:

@@ -126,6 +126,7 @@ class CalibrationFile:
                 found[measure] = {
                     "median_relative_error_on_held_out_prompts": _rounded(fit.error),
                     "headroom": _rounded(fit.headroom),
+                    "margin": _rounded(fit.margin),
                     "weights_of_mass_and_its_square_by_layers": _rounded(fit.weights),
                 }
         text = json.dumps({"format": FORMAT, "measured_on": on, "found": found}, indent=1)[:-2]

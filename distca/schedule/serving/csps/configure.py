@@ -16,7 +16,6 @@ of a level, the same in all layers.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -30,7 +29,7 @@ from distca.schedule.serving.csps.sparsity import Sparsity
 Partitions = tuple[int, ...]
 """Micro-partitions of each far level, the last one's also those of levels beyond."""
 
-_NEAR, _FAR = (1, 2, 4), (1, 2, 4, 8)
+_TRIED = ((1,), (2,), (4,))
 _DROPS = np.arange(0.0, 1.0, 0.02)
 _TOLERANCES = np.geomspace(1e-4, 0.5, 25)
 _BINS = 4000
@@ -75,10 +74,8 @@ class Configuration:
 
 
 def partitions_to_try(far_levels: int) -> Sequence[Partitions]:
-    """Micro-partitions that are tried: of level 1, whose keys come first, and of those farther."""
-    if far_levels < 2:
-        return [(each,) for each in _FAR]
-    return list(itertools.product(_NEAR, _FAR))
+    """Micro-partitions that are tried: few, since each is simulated with all options."""
+    return _TRIED if far_levels < 2 else (*_TRIED, (1, 4))
 
 
 def layer_options(calibration: Calibration, tokens: int, layer: int) -> Floats:
@@ -135,8 +132,11 @@ class Configurator:
         # A layer's part of both bounds is that of the one it uses more: neither is exceeded.
         used = [
             np.maximum(
-                _parts(self._degradation("kl", layer, each), most_kl),
-                _parts(self._degradation("recall_loss", layer, each), most_recall_loss),
+                _parts(self._degradation("kl", layer, each), self._left("kl", most_kl)),
+                _parts(
+                    self._degradation("recall_loss", layer, each),
+                    self._left("recall_loss", most_recall_loss),
+                ),
             )
             for layer, each in enumerate(options)
         ]
@@ -179,6 +179,10 @@ class Configurator:
             return self.options
         layers = range(self.calibration.layers)
         return [layer_options(self.calibration, self.tokens, layer) for layer in layers]
+
+    def _left(self, measure: Measure, bound: float) -> float:
+        """What the margin leaves of a bound."""
+        return max(bound - self.calibration.fits[measure].margin, 0.0)
 
     def _degradation(self, measure: Measure, layer: int, kept: Floats) -> Floats:
         if len(kept) == 1 and (kept == 1).all():

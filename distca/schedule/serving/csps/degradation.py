@@ -9,7 +9,8 @@ below 0, nor far from those of all layers without need. So less kept is never pr
 better, and layers add up.
 
 Prompts that are held out say how far predictions are off. What is chosen goes by predictions times
-the *headroom*: how many times as much as predicted those prompts were degraded.
+the *headroom*: how many times as much as predicted those prompts were degraded, where little counts
+for less; for that there is a *margin* on top, below which a bound lets nothing be dropped.
 """
 
 from __future__ import annotations
@@ -66,11 +67,13 @@ class Fit:
     Attributes:
         weights: weights of the masses and of their squares, float64 `[groups of layers, 2]`.
         headroom: times the prediction that held-out prompts were degraded, at least 1.
+        margin: what comes on top where anything is dropped: so little is lost in noise.
         error: median relative error of predictions on held-out prompts.
     """
 
     weights: Floats
     headroom: float
+    margin: float
     error: float
 
 
@@ -169,9 +172,11 @@ class Calibration:
             weights = _weights(columns, fitted)
             predicted, least = columns @ weights, _floor(fitted)
             ratios = (unseen + least) / (predicted + least)
+            headroom = float(ratios.max(initial=1.0))
             found[measure] = Fit(
                 weights.reshape(-1, 2),
-                float(max(1.0, ratios.max(initial=1.0))),
+                headroom,
+                (headroom - 1) * least,
                 float(np.median(np.abs(ratios - 1))),
             )
         return found
@@ -202,7 +207,8 @@ class Calibration:
         return int(self._curves.shape[3])
 
     def layer_degradation(self, measure: Measure, tokens: int, layer: int, kept: Floats) -> Floats:
-        """What a layer adds to the degradation at most, by the headroom, float64 `[...]`.
+        """What a layer adds to the degradation at most, by the headroom, float64 `[...]`, but for
+        the margin.
 
         Args:
             measure: what is degraded.
@@ -214,14 +220,13 @@ class Calibration:
         return result
 
     def degradation(self, measure: Measure, tokens: int, sparsity: Sparsity) -> float:
-        """The degradation of prompts of a length at most, by the headroom."""
+        """The degradation of prompts of a length at most, by the headroom and the margin."""
+        if not sparsity.drops:
+            return 0.0
         kept = np.array(sparsity.keys)[:, :, 1:]
-        return float(
-            sum(
-                self.layer_degradation(measure, tokens, layer, kept[layer])
-                for layer in range(1, self.layers - 1)
-            )
-        )
+        inner = range(1, self.layers - 1)
+        found = sum(self.layer_degradation(measure, tokens, each, kept[each]) for each in inner)
+        return float(found) + self.fits[measure].margin
 
     def _features(self, tokens: int, sparsity: Sparsity) -> Floats:
         """Masses that each group of layers drops, and their squares, `[2 * groups]`."""
