@@ -57,13 +57,21 @@ def task_visibility(
     return visible if window_left is None else visible & (distance <= window_left)
 
 
-def document_visibility(lengths: list[int], window_left: int | None = None) -> torch.Tensor:
-    """Whether each token of packed documents sees each other: bool `[tokens, tokens]`."""
+def document_visibility(
+    lengths: list[int], window_left: int | None = None, attention_chunk: int | None = None
+) -> torch.Tensor:
+    """Whether each token of packed documents sees each other: bool `[tokens, tokens]`.
+
+    With `attention_chunk` tokens see their own chunk of so many tokens of the document alone.
+    """
     tokens = sum(lengths)
     visible = torch.zeros(tokens, tokens, dtype=torch.bool)
     start = 0
     for length in lengths:
         own = slice(start, start + length)
         visible[own, own] = task_visibility(length, length, causal=True, window_left=window_left)
+        if attention_chunk is not None:
+            chunk = torch.arange(length) // attention_chunk
+            visible[own, own] &= chunk[:, None] == chunk[None, :]
         start += length
     return visible

@@ -9,6 +9,7 @@ from typing import Any
 
 from distca.commands.command_line import Parser
 from distca.cost.model_sizes import MODELS, Experts, Latents, ModelSize
+from distca.plan import BLOCK
 from distca.schedule.serving import SELECTORS, STRATEGIES
 from distca.schedule.serving.partitions import Shares, check_shares, even_shares
 from distca.simulate import CLUSTERS, PUBLISHED, UNCHARGED, Charges, Cluster
@@ -40,8 +41,10 @@ _LATENTS = {
 _WINDOWS = {
     "window_left": "Sliding window: a query sees so many earlier tokens. Default: the preset's, or "
     "all of its document.",
-    "window_attn_skip_freq": "Every Nth layer has no window. Default: the preset's, or all have "
-    "one.",
+    "attention_chunk_size": "Chunked local attention: a query sees the earlier tokens of its own "
+    "chunk of so many alone. Default: the preset's, or all of its document.",
+    "window_attn_skip_freq": "Every Nth layer has no window and no chunks. Default: the preset's, "
+    "or all have them.",
 }
 _OVERRIDES = {
     "gpus_per_node": "GPUs of a node.",
@@ -187,8 +190,11 @@ def model_of(args: argparse.Namespace) -> ModelSize:
     if hasattr(args, "window_attn_skip_freq"):
         latents = _latents_of(_given(args, _LATENTS), model.latents)
         return _with_windows(replace(model, latents=latents), _given(args, _WINDOWS))
-    for what, there in (("windows", model.window_left), ("latents", model.latents)):
-        if there is not None:
+    for what, there in (
+        ("windows or chunks", not model.sees_all),
+        ("latents", model.latents is not None),
+    ):
+        if there:
             raise ValueError(
                 f"{args.model} has layers with {what}, of which training alone is simulated"
             )
@@ -200,12 +206,18 @@ def _with_windows(model: ModelSize, given: dict[str, Any]) -> ModelSize:
     model = replace(model, **given)
     if model.window_left is not None and model.window_left < 0:
         raise ValueError(f"--window-left {model.window_left} must not be negative")
+    if (size := model.attention_chunk_size) is not None:
+        if size < 1 or size % BLOCK:
+            raise ValueError(f"--attention-chunk-size {size} must be a multiple of {BLOCK}")
+        if model.window_left is not None:
+            raise ValueError("give one of --window-left and --attention-chunk-size")
     if (every := model.window_attn_skip_freq) is not None:
         if every < 2:
             raise ValueError(f"--window-attn-skip-freq {every} must be at least 2")
-        if model.window_left is None:
+        if model.sees_all:
             raise ValueError(
-                "--window-attn-skip-freq says which layers have windows: add --window-left"
+                "--window-attn-skip-freq says which layers have windows or chunks: add "
+                "--window-left or --attention-chunk-size"
             )
     return model
 

@@ -26,7 +26,7 @@ from distca.cost.model_sizes import MODELS, ModelSize
 from distca.cost.profile import Profile
 from distca.cost.volume import AttentionShape
 from distca.documents.lengths import DISTRIBUTIONS, draw, read_lengths
-from distca.plan import Mask, Plan, load_plan, place_in_turn, save_plan
+from distca.plan import BLOCK, Mask, Plan, load_plan, place_in_turn, save_plan
 from distca.plan.span import Int64s
 from distca.schedule import (
     COMPARED,
@@ -156,11 +156,17 @@ def build_parser() -> Parser:
         help="Sliding window: a query sees so many earlier tokens. Default: all of its document.",
     )
     model.add_argument(
+        "--attention-chunk-size",
+        type=int,
+        metavar="TOKENS",
+        help="Chunked local attention: a query sees the earlier tokens of its own chunk alone.",
+    )
+    model.add_argument(
         "--window-attn-skip-freq",
         type=int,
         metavar="N",
-        help="Every Nth layer has no window, and its plan chooses the placement of all; shown is "
-        "the plan of layers with a window. Default: all layers have one.",
+        help="Every Nth layer has no window and no chunks, and its plan chooses the placement of "
+        "all; shown is the plan of the others. Default: all layers are alike.",
     )
     schedule = parser.add_argument_group("schedule")
     schedule.add_argument(
@@ -260,9 +266,15 @@ def _capacities_and_lengths(args: argparse.Namespace) -> tuple[Int64s, Int64s]:
             f"--window-left {args.window_left} must not be negative: leave it out where a query "
             "sees all of its document"
         )
-    if args.window_attn_skip_freq is not None and args.window_left is None:
+    if (size := args.attention_chunk_size) is not None:
+        if size < 1 or size % BLOCK:
+            raise ValueError(f"--attention-chunk-size {size} must be a multiple of {BLOCK}")
+        if args.window_left is not None:
+            raise ValueError("give one of --window-left and --attention-chunk-size")
+    if args.window_attn_skip_freq is not None and args.window_left is None and size is None:
         raise ValueError(
-            "--window-attn-skip-freq says which layers have windows: add --window-left"
+            "--window-attn-skip-freq says which layers have windows or chunks: add --window-left "
+            "or --attention-chunk-size"
         )
     if args.seed < 0:
         raise ValueError(f"--seed {args.seed} must not be negative")
@@ -381,7 +393,10 @@ def _timed_plan(
     """Makes a valid plan; returns it with the seconds of planning and of building an exchange."""
     from distca.runtime.exchange import build_exchange
 
-    scheduler, mask = make_scheduler(name, config), Mask(args.window_left)
+    scheduler, mask = (
+        make_scheduler(name, config),
+        Mask(args.window_left, args.attention_chunk_size),
+    )
     start = time.perf_counter()
     if args.placement == "free":
         chooses = mask if args.window_attn_skip_freq is None else Mask()

@@ -68,8 +68,8 @@ def format_choices(choices: Sequence[Choice], workload: Workload) -> str:
             why = (
                 f"out of memory in all {choice.tried} configurations"
                 if choice.tried
-                else "has no windows"
-                if choice.system in WITHOUT_WINDOWS and workload.model.window_left is not None
+                else "has neither windows nor chunks"
+                if choice.system in WITHOUT_WINDOWS and not workload.model.sees_all
                 else "no configuration divides"
             )
             lines.append(title + why)

@@ -63,9 +63,11 @@ class ModelSize:
         vocab_size: tokens that embedding and output layer know.
         experts: routed experts of each layer; None: the layers are dense.
         window_left: earlier tokens that a query sees in layers with a window; None: there are none.
-        window_attn_skip_freq: every so many-th layer has no window; None: all layers have one.
+        window_attn_skip_freq: every so many-th layer has no window and no chunks; None: none is so.
         latents: latents of attention, where `head_dim` is that of a key with what is rotated; None:
             there are none.
+        attention_chunk_size: tokens of a chunk in layers whose queries see their own chunk alone;
+            None: there are none.
 
     Raises:
         ValueError: with latents, keys have fewer heads than queries, or all of a key is rotated.
@@ -82,6 +84,7 @@ class ModelSize:
     window_left: int | None = None
     window_attn_skip_freq: int | None = None
     latents: Latents | None = None
+    attention_chunk_size: int | None = None
 
     def __post_init__(self) -> None:
         if self.latents is None:
@@ -101,10 +104,15 @@ class ModelSize:
     @property
     def masks(self) -> LayerMasks:
         """What queries see in each layer."""
-        window = Mask(self.window_left)
-        if self.window_left is None or self.window_attn_skip_freq is None:
-            return LayerMasks((window,))
-        return LayerMasks.of([window] * (self.window_attn_skip_freq - 1) + [Mask()])
+        local = Mask(self.window_left, self.attention_chunk_size)
+        if local == Mask() or self.window_attn_skip_freq is None:
+            return LayerMasks((local,))
+        return LayerMasks.of([local] * (self.window_attn_skip_freq - 1) + [Mask()])
+
+    @property
+    def sees_all(self) -> bool:
+        """Whether queries see all earlier tokens of their document in every layer."""
+        return self.masks == LayerMasks()
 
     def attention_shape(self, tensor_parallel: int = 1, dtype_bytes: int = 2) -> AttentionShape:
         """The attention heads of one tensor-parallel rank.
@@ -218,9 +226,17 @@ MODELS = {
     "mixtral-8x7b": ModelSize(32, 4096, 32, 8, 128, 0, 32_000, Experts(8, 2, 14336)),
     "qwen3-30b-a3b": ModelSize(48, 2048, 32, 4, 128, 0, 151_936, Experts(128, 8, 768)),
     "qwen3-235b-a22b": ModelSize(94, 4096, 64, 4, 128, 0, 151_936, Experts(128, 8, 1536)),
-    # Layouts like those of Gemma 3 (its report, Section 2.1, with 60 layers instead of 62) and of
-    # GPT-OSS (its model card; attention sinks cost nothing that is counted here).
+    # A layout like that of Gemma 3: its report, Section 2.1, with 60 layers instead of 62.
     "gemma3-27b-like": ModelSize(60, 5376, 32, 16, 128, 21_504, 262_208, None, 1023, 6),
+    # Llama 4 Scout's configuration: chunks of 8192 tokens but in every fourth layer, and a shared
+    # expert beside the routed ones.
+    "llama4-scout-like": ModelSize(
+        *(48, 5120, 40, 8, 128, 8192, 202_048),
+        experts=Experts(16, 1, 8192),
+        window_attn_skip_freq=4,
+        attention_chunk_size=8192,
+    ),
+    # Like GPT-OSS: its model card; attention sinks cost nothing that is counted here.
     "gpt-oss-120b-like": ModelSize(36, 2880, 64, 8, 64, 0, 201_088, Experts(128, 4, 2880), 127, 2),
     # A layout like that of DeepSeek-V3 (its report, Section 4.2), with 60 layers instead of 61, all
     # of them with experts, of which each token uses one that all do.

@@ -16,18 +16,28 @@ Value = TypeVar("Value")
 
 @dataclass(frozen=True)
 class Mask:
-    """Causal attention within a document, optionally with a sliding window.
+    """Causal attention within a document, optionally with a sliding window or within chunks.
 
     Query position `i` sees the key positions `[max(0, i - window_left), i]`; with `window_left`
     None it sees `[0, i]`. `window_left` is the first number of Megatron-LM's `--window-size L,0`.
+    With `attention_chunk` it sees those of `[0, i]` that lie in its own chunk of so many tokens,
+    counted from the document's start, as in Llama 4.
 
     Raises:
-        ValueError: `window_left` is negative.
+        ValueError: `window_left` is negative, `attention_chunk` is not positive, or both are given.
     """
 
     window_left: int | None = None
+    attention_chunk: int | None = None
 
     def __post_init__(self) -> None:
+        if self.attention_chunk is not None:
+            if self.attention_chunk < 1:
+                raise ValueError(
+                    f"attention_chunk is {self.attention_chunk}: give at least 1 token"
+                )
+            if self.window_left is not None:
+                raise ValueError("a mask has a window or chunks: give one of the two")
         if self.window_left is not None and self.window_left < 0:
             raise ValueError(
                 f"window_left is {self.window_left}: give the number of earlier tokens that a "
@@ -36,6 +46,8 @@ class Mask:
 
     def first_key(self, query: IntOrArray) -> IntOrArray:
         """Returns the first key position that each query position sees."""
+        if self.attention_chunk is not None:
+            return query // self.attention_chunk * self.attention_chunk
         if self.window_left is None:
             return query * 0
         return np.maximum(query - self.window_left, 0)  # type: ignore[return-value]
@@ -57,6 +69,12 @@ class Mask:
             shift = self.window_left + 1
             visible = visible - _pairs_at_or_before(
                 q_start - shift, q_end - shift, kv_start, kv_end
+            )
+        if self.attention_chunk is not None:
+            size = self.attention_chunk
+            visible = visible - (
+                _pairs_before_chunks(q_end, kv_start, kv_end, size)
+                - _pairs_before_chunks(q_start, kv_start, kv_end, size)
             )
         return visible
 
@@ -81,10 +99,14 @@ class LayerMasks:
     def of(layers: Iterable[Mask]) -> LayerMasks:
         """Makes the masks of the layers of a pattern."""
         of_layers = tuple(layers)
-        # What sees all comes before what sees the widest window.
+        # What sees all comes before what sees the widest window or the largest chunks.
         masks = sorted(
             dict.fromkeys(of_layers),
-            key=lambda mask: (mask.window_left is not None, -(mask.window_left or 0)),
+            key=lambda mask: (
+                mask != Mask(),
+                -(mask.window_left or 0),
+                -(mask.attention_chunk or 0),
+            ),
         )
         return LayerMasks(tuple(masks), tuple(masks.index(mask) for mask in of_layers))
 
@@ -115,3 +137,16 @@ def _ramp(x: Any, top: Any) -> Any:
     rising = np.minimum(np.maximum(x, 0), top)
     flat = np.maximum(x - top, 0)
     return (rising * (rising + 1) >> 1) + flat * top
+
+
+def _pairs_before_chunks(q_end: Any, kv_start: Any, kv_end: Any, size: int) -> Any:
+    """Counts pairs of the queries `[0, q_end)` whose key lies before the query's chunk."""
+    keys = np.maximum(kv_end - kv_start, 0)
+    chunks, rest = q_end // size, q_end % size
+    # Chunks that begin behind the first key, and those that begin behind the last.
+    behind_first, behind_last = kv_start // size + 1, -(-(kv_start + keys) // size)
+    rising = np.maximum(np.minimum(chunks, behind_last) - behind_first, 0)
+    some = size * (rising * (2 * behind_first + rising - 1) // 2) - rising * kv_start
+    every = np.maximum(chunks - np.maximum(behind_first, behind_last), 0) * keys
+    of_rest = np.minimum(np.maximum(chunks * size - kv_start, 0), keys)
+    return size * (some + every) + rest * of_rest

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from distca.plan.span import Bools, Int64s, distinct
+from distca.plan.span import Bools, Int64s, distinct, expand_ranges
 
 
 @dataclass(frozen=True)
@@ -64,6 +64,18 @@ class Placement:
         first = np.flatnonzero(opens)
         last = np.append(first[1:], len(rank))[: len(first)] - 1
         return Placement(document[first], start[first], end[last], rank[first], self.world_size)
+
+    def cut_every(self, tokens: int) -> Placement:
+        """Cuts pieces at each position that is a multiple of a number of tokens."""
+        first = self.start // tokens
+        counts = -(-self.end // tokens) - first
+        source = np.repeat(np.arange(len(first)), counts)
+        edge = expand_ranges(first, counts) * tokens
+        return replace(
+            self.select(source),
+            start=np.maximum(self.start[source], edge),
+            end=np.minimum(self.end[source], edge + tokens),
+        )
 
     def of_rank(self, rank: int) -> Placement:
         """Returns the pieces of one rank, in the order of its rows."""

@@ -286,6 +286,13 @@ def _check_tasks(plan: Plan) -> None:
         "a task is neither a full rectangle nor ends on the diagonal",
         *columns,
     )
+    if plan.mask.attention_chunk is not None:
+        # Kernels know nothing of chunks.
+        _refuse(
+            t.kv_start < plan.mask.first_key(t.q_end - 1),
+            "a task reaches over the edge of a chunk",
+            *columns,
+        )
 
 
 def _check_steps(plan: Plan) -> None:
@@ -328,6 +335,8 @@ def _check_cuts(plan: Plan) -> None:
         allowed = (position % plan.block == 0) | (position == plan.lengths[t.document]) | at_change
         if plan.cached_prefix is not None:
             allowed |= (position - plan.cached_prefix[t.document]) % plan.block == 0
+        if plan.mask.attention_chunk is not None:
+            allowed |= position % plan.mask.attention_chunk == 0
         if name == "kv_start":
             allowed |= position == first_key
         _refuse(

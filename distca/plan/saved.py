@@ -51,6 +51,8 @@ def save_plan(plan: Plan, path: Path, configuration: dict[str, Any] | None = Non
         "block": plan.block,
         "notes": list(plan.notes),
     }
+    if plan.mask.attention_chunk is not None:
+        own["attention_chunk"] = plan.mask.attention_chunk
     if plan.gathers:
         own["gathers"] = True
     if plan.head_groups > 1:
@@ -103,7 +105,7 @@ def load_plan(path: Path) -> tuple[Plan, dict[str, Any]]:
             np.array(saved["documents"], dtype=np.int64),
             Placement(document, start, end, rank, len(saved["placement"])),
             tasks,
-            Mask(configuration.get("window_left")),
+            Mask(configuration.get("window_left"), configuration.get("attention_chunk")),
             int(configuration["block"]),
             str(configuration.get("scheduler", "")),
             tuple(configuration.get("notes", ())),

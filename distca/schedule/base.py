@@ -204,6 +204,8 @@ def tasks_at_home(placement: Placement, mask: Mask) -> Tasks:
     that both see.
     """
     placement = placement.joined()
+    if mask.attention_chunk is not None:
+        placement = placement.cut_every(mask.attention_chunk)
     return Tasks(
         document=placement.document,
         q_start=placement.start,

@@ -9,6 +9,7 @@ from distca.schedule.baselines.context_parallel import PerDocumentContextParalle
 from distca.schedule.baselines.hybrid_cp import HybridContextParallel
 from distca.schedule.baselines.packed import PackedScheduler
 from distca.schedule.baselines.wlb_llm import WlbLlm
+from distca.schedule.chunks import OverChunks
 from distca.schedule.greedy import GreedyScheduler
 from distca.schedule.tiles.scheduler import TilesScheduler
 
@@ -39,4 +40,4 @@ def make_scheduler(name: str, config: ScheduleConfig) -> Scheduler:
     """
     if name not in COMPARED:
         raise ValueError(f"no scheduler {name!r}: choose from {', '.join(COMPARED)}")
-    return COMPARED[name](config)
+    return OverChunks(COMPARED[name](config))

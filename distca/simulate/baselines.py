@@ -73,8 +73,8 @@ def simulate_baseline(
     """
     if name not in BASELINES:
         raise ValueError(f"no baseline {name!r}: choose from {', '.join(BASELINES)}")
-    if name in WITHOUT_WINDOWS and costs.model.window_left is not None:
-        raise ValueError(f"{name} has no sliding windows: use per-document-cp")
+    if name in WITHOUT_WINDOWS and not costs.model.sees_all:
+        raise ValueError(f"{name} has no sliding windows or chunks: use per-document-cp")
     if costs.model.layers % layout.stages:
         raise ValueError(f"{layout.stages} stages do not divide {costs.model.layers} layers")
     check_layout(name, layout, costs)

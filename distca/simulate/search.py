@@ -187,7 +187,7 @@ def divisions(
             if pp > 1 and workload.model.layers // pp % len(workload.model.masks.pattern):
                 # The stages' layers would have different masks.
                 continue
-            if system in WITHOUT_WINDOWS and workload.model.window_left is not None:
+            if system in WITHOUT_WINDOWS and not workload.model.sees_all:
                 continue
             if system == HYBRID and (pp > 1 or servers % 2):
                 continue

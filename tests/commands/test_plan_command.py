@@ -78,17 +78,20 @@ def test_all_schedulers_in_one_table(command, lengths_file: str) -> None:
     assert "bytes_total" in rows["tiles"]
 
 
+@pytest.mark.parametrize(
+    ("window", "mask"),
+    [(["--window-left", "100"], Mask(100)), (["--attention-chunk-size", "256"], Mask(None, 256))],
+)
 def test_layers_with_windows_have_the_placement_of_those_without(
-    command, lengths_file: str, tmp_path: Path
+    command, lengths_file: str, tmp_path: Path, window: list[str], mask: Mask
 ) -> None:
     made = []
-    window = ["--window-left", "100"]
     for number, flags in enumerate(([], window, [*window, "--window-attn-skip-freq", "6"])):
         path = tmp_path / f"{number}.json"
         command.run("--lengths", lengths_file, *SMALL, *flags, "--save", str(path))
         made.append(load_plan(path)[0])
     whole, alone, beside = ((placement_rows(plan), plan.mask) for plan in made)
-    assert beside == (whole[0], Mask(100))
+    assert beside == (whole[0], mask)
     assert alone[0] != whole[0]
 
 
@@ -165,11 +168,11 @@ def test_milliseconds_of_planning(command, lengths_file, monkeypatch) -> None:
         assert said in command.run("--lengths", lengths_file, *SMALL, *flags)
 
 
-@pytest.mark.parametrize("window", [None, 40])
-def test_saved_plans_are_the_same_plans(tmp_path: Path, window: int | None) -> None:
+@pytest.mark.parametrize("mask", [Mask(), Mask(40), Mask(None, 64)])
+def test_saved_plans_are_the_same_plans(tmp_path: Path, mask: Mask) -> None:
     rng = np.random.default_rng(5)
     lengths = random_lengths(rng, 4 * 300)
-    plan = random_plan(rng, lengths, 4, 300, Mask(window))
+    plan = random_plan(rng, lengths, 4, 300, mask)
     save_plan(plan, tmp_path / "p.json", {"made": "for a test"})
     again, configuration = load_plan(tmp_path / "p.json")
     assert configuration["made"] == "for a test"
@@ -252,6 +255,11 @@ def test_options_reach_the_plan(command, tmp_path: Path) -> None:
         ("--distribution fixed --model llama-8b --seed -1", "--seed -1 must not be negative"),
         ("--distribution fixed --model llama-8b --window-left -1", "--window-left -1 must not"),
         ("--distribution fixed --model llama-8b --window-attn-skip-freq 6", "add --window-left"),
+        ("--distribution fixed --model llama-8b --attention-chunk-size 100", "a multiple of 128"),
+        (
+            "--distribution fixed --model llama-8b --attention-chunk-size 128 --window-left 9",
+            "give one of --window-left and --attention-chunk-size",
+        ),
         ("--distribution fixed --model llama-8b --save .", "--save . is a folder"),
         ("--distribution fixed --model llama-8b --plot .", "--plot . is a folder"),
         ("--distribution fixed --model llama-8b --heads 0", "either --model or --heads"),

@@ -110,7 +110,9 @@ def test_windows(command, lengths_file: str) -> None:
     given = ["--lengths", lengths_file, *SMALL, "--systems", "packed", "cp-p2p", "tiles"]
     windows = ["--window-left", "255", "--window-attn-skip-freq", "2"]
     text = command.run(*given, *windows)
-    assert re.search(r"^context parallel, ring +has no windows$", text, re.MULTILINE)
+    assert re.search(
+        r"^context parallel, ring +has neither windows nor chunks$", text, re.MULTILINE
+    )
     assert "ring does not fit" not in text
     with_windows, without = (
         json.loads(command.run(*given, "--json", *more)) for more in (windows, [])

@@ -14,7 +14,8 @@ from distca.plan.plan import max_over_mean
 from distca.plan.span import covered
 from support.random_plans import random_lengths, random_plan
 
-MASKS = st.sampled_from([Mask(), Mask(0), Mask(7), Mask(40), Mask(1000)])
+CHUNKS = [Mask(None, size) for size in (1, 32, 50, 1000)]
+MASKS = st.sampled_from([Mask(), Mask(0), Mask(7), Mask(40), Mask(1000), *CHUNKS])
 
 
 def visible_matrix(length: int, mask: Mask) -> np.ndarray:
@@ -23,6 +24,9 @@ def visible_matrix(length: int, mask: Mask) -> np.ndarray:
     visible = distance >= 0
     if mask.window_left is not None:
         visible &= distance <= mask.window_left
+    if mask.attention_chunk is not None:
+        chunk = np.arange(length) // mask.attention_chunk
+        visible &= chunk[:, None] == chunk[None, :]
     return visible
 
 
@@ -39,8 +43,12 @@ def is_valid_by_force(plan: Plan) -> bool:
         rectangle = np.s_[q_start:q_end, kv_start:kv_end]
         if q_end != kv_end and not visible[document][rectangle].all():
             return False
+        hidden = visible_matrix(int(length), Mask()) & ~visible[document]
+        if plan.mask.attention_chunk is not None and hidden[rectangle].any():
+            return False
         first_key = int(np.flatnonzero(visible[document][q_start])[0])
         cuts = {*range(0, length + 1, plan.block), length, *at.start[at.document == document]}
+        cuts |= {*range(0, length, plan.mask.attention_chunk or length)}
         if not ({q_start, q_end, kv_end} <= cuts and kv_start in {*cuts, first_key}):
             return False
         times[document][rectangle] += visible[document][rectangle]
@@ -68,10 +76,9 @@ def some_plan(seed: int, mask: Mask, world_size: int = 3, tokens: int = 96) -> P
 
 @given(
     st.lists(st.integers(0, 30), min_size=4, max_size=4),
-    st.sampled_from([None, 0, 1, 3, 9, 100]),
+    st.sampled_from([*map(Mask, (None, 0, 1, 3, 9, 100)), *(Mask(None, n) for n in (1, 2, 7, 40))]),
 )
-def test_the_mask_counts_pairs_as_a_matrix_does(edges: list[int], window: int | None) -> None:
-    mask = Mask(window)
+def test_the_mask_counts_pairs_as_a_matrix_does(edges: list[int], mask: Mask) -> None:
     (q_start, q_end), (kv_start, kv_end) = sorted(edges[:2]), sorted(edges[2:])
     seen = visible_matrix(31, mask)
     rectangle = seen[q_start:q_end, kv_start:kv_end]
@@ -91,6 +98,10 @@ def test_a_full_rectangle_ends_with_the_first_query(kv_end: int, full: bool) -> 
 def test_a_window_is_not_negative() -> None:
     with pytest.raises(ValueError, match="window_left is -1"):
         Mask(-1)
+    with pytest.raises(ValueError, match="attention_chunk is 0"):
+        Mask(None, 0)
+    with pytest.raises(ValueError, match="one of the two"):
+        Mask(5, 8)
 
 
 def test_documents_are_placed_one_after_the_other() -> None:

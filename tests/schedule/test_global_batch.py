@@ -118,18 +118,20 @@ def mixed(stages: int, options: ExecutionOptions, ranks: int = 2) -> PlannedGlob
     return planner.plan(documents_in_turn(windows))
 
 
-@pytest.mark.parametrize("stages", [1, 2])
-def test_each_mask_has_balanced_plans_of_one_placement(stages: int) -> None:
-    masks = LayerMasks.of([Mask(300), Mask(300), Mask()])
+@pytest.mark.parametrize(
+    ("stages", "local"), [(1, Mask(300)), (2, Mask(300)), (2, Mask(None, 1024))]
+)
+def test_each_mask_has_balanced_plans_of_one_placement(stages: int, local: Mask) -> None:
+    masks = LayerMasks.of([local, local, Mask()])
     windows = [long_tailed_lengths(seed, 8192, 200, 8192) for seed in range(3)]
     options = ExecutionOptions()
     planner = GlobalBatchPlanner(servers(stages, 2), CONFIG, options, masks)
     batch = planner.plan(documents_in_turn(windows))
-    assert masks == LayerMasks((Mask(), Mask(300)), (1, 1, 0)) == batch.masks
-    alone = replace(planner, masks=LayerMasks((Mask(300),))).plan(documents_in_turn(windows))
+    assert masks == LayerMasks((Mask(), local), (1, 1, 0)) == batch.masks
+    alone = replace(planner, masks=LayerMasks((local,))).plan(documents_in_turn(windows))
     assert len(alone.ticks[0].plans) == 2
     for _, plans in batch.ticks:
-        for layer, mask in enumerate((Mask(300), Mask(300), Mask(), Mask(300))):
+        for layer, mask in enumerate((local, local, Mask(), local)):
             pair = masks.select(plans, layer)
             assert [plan.mask for plan in pair] == [mask] * 2
             for plan, widest in zip(pair, masks.select(plans, 2), strict=True):

@@ -88,20 +88,19 @@ def planned(
 @given(
     documents(most_ranks=6),
     st.sampled_from(list(SCHEDULERS)),
-    st.sampled_from([None, 0, 60, 400]),
+    st.sampled_from([Mask(), Mask(0), Mask(60), Mask(400), Mask(None, 128), Mask(None, 384)]),
     st.integers(1, 3),
     st.booleans(),
     st.sampled_from([1, 1, 2, 3]),
     st.booleans(),
 )
 def test_plans_of_all_cover_every_pair_once(
-    drawn, name, window, stages, pooled, micro_batches, ping_pong
+    drawn, name, mask, stages, pooled, micro_batches, ping_pong
 ) -> None:
     """`validate` sees to each part by itself; together they have all pairs of all documents.
 
     The parts are ping and pong, or micro-batches of a chain, or both."""
-    lengths, mask = drawn[0], Mask(window)
-    lengths = divisible(lengths, micro_batches * (2 if ping_pong else 1))
+    lengths = divisible(drawn[0], micro_batches * (2 if ping_pong else 1))
     ranks = min(len(drawn[1]), max(1, int(lengths.sum()) // (4 * micro_batches)))
     if not len(lengths):
         return

@@ -25,7 +25,7 @@ from distca.schedule.tiles.packing import Packing, _slice_edges, _slice_tokens, 
 from support.batches import SlowStart, documents, long_tailed_lengths, placement_rows, task_rows
 
 SHAPE = AttentionShape(heads=8, kv_heads=2, head_dim=64)
-MASKS = st.sampled_from([Mask(), Mask(0), Mask(100), Mask(999)])
+MASKS = st.sampled_from([Mask(), Mask(0), Mask(100), Mask(999), Mask(None, 256)])
 
 
 def make(

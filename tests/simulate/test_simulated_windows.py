@@ -37,6 +37,10 @@ def test_presets_have_their_patterns() -> None:
     # Gemma's embedding is its output layer, too; both have norms and routers besides.
     assert (total[0] - gemma.vocabulary_parameters) / 1e9 == pytest.approx(27, rel=0.05)
     assert total[1] / 1e9 == pytest.approx(117, rel=0.02)
+    scout = MODELS["llama4-scout-like"]
+    assert scout.masks == LayerMasks((Mask(), Mask(None, 8192)), (1, 1, 1, 0))
+    parameters = scout.layers * scout.total_layer_parameters + 2 * scout.vocabulary_parameters
+    assert parameters / 1e9 == pytest.approx(109, rel=0.02)
     assert MODEL.masks == LayerMasks()
     assert replace(MODEL, window_left=5).masks == LayerMasks((Mask(5),))
 
@@ -56,14 +60,17 @@ def test_a_mean_layer_sees_what_its_layers_see() -> None:
 
 
 @pytest.mark.parametrize("system", ["packed", "tiles"])
-def test_one_rank_takes_the_sum_of_its_layers(system: str) -> None:
+@pytest.mark.parametrize("local", [{"window_left": 99}, {"attention_chunk_size": 1024}])
+def test_one_rank_takes_the_sum_of_its_layers(system: str, local: dict[str, int]) -> None:
     batch = [np.array([6000, 2192])]
+    alternating = replace(MODEL, **local, window_attn_skip_freq=2)
 
     def seconds(**changes: int | None) -> float:
-        workload = Workload(replace(ALTERNATING, **changes), IDEAL, 1, 8192, 1)
+        workload = Workload(replace(alternating, **changes), IDEAL, 1, 8192, 1)
         return simulate(Candidate(system, 1, 1, 1, 1, 1), workload, batch).seconds
 
-    full, window = seconds(window_left=None), seconds(window_attn_skip_freq=None)
+    full = seconds(**dict.fromkeys(local))
+    window = seconds(window_attn_skip_freq=None)
     assert window < full
     assert seconds() == pytest.approx((full + window) / 2)
     # Every third of four layers has none.

@@ -40,7 +40,9 @@ def random_plan(
     ):
         inside = [x for x in range(start, end) if x % block == 0 and x > start]
         cuts = sorted(rng.choice(inside, size=rng.integers(len(inside) + 1), replace=False))
-        edges = [int(start), *(int(c) for c in cuts), int(end)]
+        size = mask.attention_chunk or int(end)
+        chunks = [x for x in range(start + 1, end) if x % size == 0]
+        edges = sorted({int(start), *(int(c) for c in cuts), *chunks, int(end)})
         for q_start, q_end in itertools.pairwise(edges):
             first = int(mask.first_key(q_start))
             # A windowed task is cut in its keys only where a full rectangle would remain.
@@ -73,5 +75,5 @@ def dense_attention(
     softmax_scale: float,
 ) -> torch.Tensor:
     """Masked softmax attention over all tokens at once; differentiable, in the inputs' dtype."""
-    visible = document_visibility(lengths.tolist(), mask.window_left)
+    visible = document_visibility(lengths.tolist(), mask.window_left, mask.attention_chunk)
     return attend(q_THD, k_THD, v_THD, visible, softmax_scale)[0]

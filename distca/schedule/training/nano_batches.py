@@ -13,8 +13,9 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from distca.plan import Placement, Plan, Tasks
+from distca.plan import Mask, Placement, Plan, Tasks
 from distca.plan.span import Floats, Int64s
+from distca.schedule.base import tasks_at_home
 from distca.schedule.training.micro_batches import whole_documents
 
 
@@ -180,13 +181,14 @@ def with_cached_prefixes(plan: Plan, crossings: Sequence[Crossing]) -> Plan:
     )
     crosses = cut[placement.document] > 0
     home = placement.select(crosses)
-    if mask.window_left is None:
-        seen_first, seen_end = np.zeros_like(home.start), cut[home.document]
+    if mask == Mask():
+        first = np.zeros_like(home.start)
+        more = Tasks(home.document, home.start, home.end, first, cut[home.document], home.rank)
     else:
-        # Keys that a window sees before the cut are no rectangle: these pieces stay whole, at home.
+        # Keys that a window sees before the cut are no rectangle, and chunks do not begin at the
+        # cut: these pieces stay whole, at home.
         tasks = tasks[cut[tasks.document] == 0]
-        seen_first, seen_end = mask.first_key(home.start), home.end
-    more = Tasks(home.document, home.start, home.end, seen_first, seen_end, home.rank)
+        more = tasks_at_home(home, mask)
     earlier = [
         replace(c.earlier, document=np.full_like(c.earlier.document, c.document)) for c in crossings
     ]
