@@ -111,6 +111,7 @@ NOT_RUN = {
     r"python benchmarks/serving/(cdsp_capacity|decode_step|ring_prefill)\.py .*": "takes minutes",
     r"python benchmarks/serving/(csps_clusters|sparse_degradation)\.py .*": "takes minutes",
     r"python benchmarks/serving/serving\.py .*": "takes minutes",
+    r"python benchmarks/serving/(cache_balancing|cdsp_processes)\.py .*": "takes minutes",
     r"python benchmarks/links/slow_link\.py .*": "needs root, and takes minutes",
     r"python benchmarks/(plans|cluster)/\w+\.py --published .*": "needs published lengths",
 }
