@@ -46,6 +46,7 @@ from distca.runtime.kv_moves import BlockMove, KvMoves
 from distca.schedule.serving.blocks import BlockPool
 from distca.schedule.serving.cdsp.prefill_blocks import Piece, PrefillBlocks
 from distca.schedule.serving.iteration import Part, plan_iteration
+from distca.schedule.serving.prefix_cache import PrefixCache
 from distca.serve.engine.pool_model import PoolModel
 from distca.serve.models import read_model
 from distca.serve.tensor_parallel import ALONE
@@ -111,7 +112,7 @@ class Rank:
     def prefill(self, way: str) -> dict[str, float]:
         """Feeds both chunks; returns seconds of each, CPU seconds, and bytes that were sent."""
         job, rank = self._job, self.attention.rank
-        held = PrefillBlocks(BlockPool(job.ranks, self._blocks, BLOCK))
+        held = PrefillBlocks(PrefixCache(BlockPool(job.ranks, self._blocks, BLOCK)))
         groups = frozenset(range(job.ranks // 2)), frozenset(range(job.ranks))
         pieces = [
             Piece(n * job.tokens, (n + 1) * job.tokens, each) for n, each in enumerate(groups)

@@ -21,12 +21,13 @@ def move_on_a_rank() -> tuple[int, int, int]:
     from distca.runtime.kv_pool import KvPool
     from distca.schedule.serving.blocks import BlockPool
     from distca.schedule.serving.cdsp.prefill_blocks import Piece, PrefillBlocks
+    from distca.schedule.serving.prefix_cache import PrefixCache
     from distca.transport import CollectiveTransport
 
     rank, cpu = dist.get_rank(), torch.device("cpu")
     transport = CollectiveTransport(dist.new_group(), cpu)
     pool = KvPool(LAYERS, BLOCKS, SIZE, SHAPE, torch.float32, cpu)
-    held = PrefillBlocks(BlockPool(4, BLOCKS, SIZE))
+    held = PrefillBlocks(PrefixCache(BlockPool(4, BLOCKS, SIZE)))
     planned = rows = 0
     for sequence in range(2):
         pieces = [Piece(0, 96, frozenset({0, 3})), Piece(96, 100, frozenset(range(4)))]

@@ -17,6 +17,7 @@ from distca.schedule.serving.cdsp.prefill_blocks import (
     cut_at_blocks,
 )
 from distca.schedule.serving.cdsp.strategies import PREFILL_STRATEGIES, strategy_of
+from distca.schedule.serving.prefix_cache import Block, PrefixCache
 
 SIZE = 4
 
@@ -63,7 +64,7 @@ def test_chunks_of_any_groups_never_wait_for_each_other() -> None:
 def test_growing_moves_just_what_new_members_lack(before: int, after: int) -> None:
     """From n to 2n ranks half of the rows move, and none between old members."""
     pool = BlockPool(after, 64, SIZE)
-    blocks = PrefillBlocks(pool)
+    blocks = PrefillBlocks(PrefixCache(pool))
     many = 8 * after
     pieces = [
         Piece(0, many * SIZE, frozenset(range(before))),
@@ -91,7 +92,7 @@ def test_blocks_of_prompts_on_growing_groups() -> None:
     """No block is anyone else's, whatever the groups and lengths are, and none is left behind."""
     drawn = random.Random(1)
     pool = BlockPool(4, 40, SIZE)
-    blocks = PrefillBlocks(pool)
+    blocks = PrefillBlocks(PrefixCache(pool))
     held: dict[int, tuple[list[Piece], int]] = {}
     refused = 0
     for number in range(400):
@@ -129,6 +130,57 @@ def test_blocks_of_prompts_on_growing_groups() -> None:
     for each in held:
         blocks.release(each)
     assert not any(pool.referenced(rank) for rank in range(4))
+
+
+def test_blocks_of_prompts_with_cached_prefixes() -> None:
+    """What is reserved is enough, shared blocks are only ever read, and none is left behind."""
+    drawn = random.Random(2)
+    cache = PrefixCache(BlockPool(4, 24, SIZE))
+    blocks = PrefillBlocks(cache)
+    held: dict[int, tuple[list[Piece], int, list[bytes], set[Block]]] = {}
+    hits = moved = 0
+    for number in range(600):
+        count = drawn.randint(2, 20)
+        names = [bytes([drawn.randrange(3), place]) for place in range(count)]
+        if drawn.random() < 0.8:
+            names = [bytes([0, place]) for place in range(count)]
+        found = cache.find(names[: count - 1])
+        holders = {block.rank for block in found}
+        order = [*holders, *(rank for rank in drawn.sample(range(4), 4) if rank not in holders)]
+        edges = [len(found) * SIZE, drawn.randint(len(found) + 1, count) * SIZE, count * SIZE]
+        groups = sorted(drawn.choices(range(max(len(holders), 1), 5), k=2))
+        pieces = [
+            Piece(start, end, frozenset(order[:degree]))
+            for start, end, degree in zip(edges, edges[1:], groups, strict=False)
+            if end > start
+        ]
+        if not blocks.reserve(number, pieces, found):
+            cache.release(found)
+        else:
+            hits += bool(found)
+            held[number] = pieces, 0, names, {*found}
+        for each in drawn.sample(sorted(held), min(2, len(held))):
+            pieces, done, names, shared = held[each]
+            if done == len(pieces) or drawn.random() < 0.2:
+                computed = pieces[done - 1].end // SIZE if done else len(shared)
+                blocks.release(each, names[:computed])
+                del held[each]
+                continue
+            before = len(blocks.blocks(each))
+            given = blocks.begin(each, pieces[done])
+            written = {*given.blocks[before:], *(move.to for move in given.moves)}
+            others = {b for o in held if o != each for b in blocks.blocks(o)}
+            findable = {*cache._digests}
+            assert not written & (others | findable | shared)
+            moved += any(move.source in shared for move in given.moves)
+            held[each] = pieces, done + 1, names, shared
+    assert hits > 50
+    assert moved > 10
+    for each in held:
+        blocks.release(each)
+    assert not any(cache.referenced(rank) for rank in range(4))
+    cache.reset()
+    assert all(cache.free(rank) == 24 for rank in range(4))
 
 
 def test_chunks_end_where_blocks_do() -> None:

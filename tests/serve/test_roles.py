@@ -35,14 +35,19 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 
 def settings_apart(
-    path: str, prefill: int, decode: int, tensor: int = 1, **roles: Any
+    path: str,
+    prefill: int,
+    decode: int,
+    tensor: int = 1,
+    prefix_caching: bool = False,
+    **roles: Any,
 ) -> EngineSettings:
     given = {"strategy": "cdsp", "times": TIMES, "rates": ImprovementRates({0.0: 0.0})} | roles
     return settings_of(
         path,
         prefill + decode,
         64,
-        prefix_caching=False,
+        prefix_caching=prefix_caching,
         roles=Roles(prefill, decode, tensor, smallest_chunk=BLOCK, **given),
     )
 
@@ -140,6 +145,28 @@ def test_with_one_backend_requests_decode_in_the_order_of_their_first_offers(
     check(models["llama"], played, seen)
     begun = [sequence >> 8 for sequence in seen.chunks if sequence >> 8 != 3]
     assert [number for number in seen.decoding if number != 3] == begun
+
+
+def test_prefixes_are_found_on_prefill_ranks(ranks: Ranks, models, tmp_path: Path) -> None:
+    """A prefix that one rank holds is shared with a prompt that grows to two, half of it moves, and
+    it is handed over with the first chunk; nobody writes to what others may find."""
+    settings = settings_apart(models["llama"], 2, 1, prefix_caching=True)
+    one, other = (tokens(count, count, VOCABULARY) for count in (18, 50))
+    asked = [one, one + other, one, one + other, one + other[:30]]
+    submits = [
+        (number, 0, prompt, Sampling(max_tokens=3), Penalties())
+        for number, prompt in enumerate(asked)
+    ]
+    played = Played(submits, in_turn=True)
+    seen = run(ranks, tmp_path, settings, played)
+    check(models["llama"], played, seen)
+    pieces = {sequence >> 8: found for sequence, found in seen.chunks.items()}
+    assert [pieces[number][0][0] for number in range(5)] == [0, 16, 16, 64, 44]
+    assert [len(pieces[number][0][2]) for number in range(3)] == [1, 2, 1]
+    assert seen.moved >= 8 * 2 * 3 * 2 * 16 * 4
+    assert seen.stats.looked_up == sum(map(len, asked))
+    assert seen.stats.found == 16 + 16 + 64 + 44
+    assert sum(rank.cached for rank in seen.stats.ranks) == 17
 
 
 def test_pools_that_hold_no_longest_prompt_are_refused(models) -> None:

@@ -50,6 +50,12 @@ def test_a_server_with_roles(folder: Path, tmp_path: Path) -> None:
         answer = httpx.post(rates, json={"1": 1.5}, timeout=60)
         assert answer.status_code == 400
         assert "below 1" in answer.text
+        # The same once more: all but the last block of the prompt is found, and its plan is shown.
+        again = httpx.post(f"{server.url}/v1/completions", json=body, timeout=300).json()
+        assert again["choices"][0]["text"] == expected
+        assert again["usage"]["prompt_tokens_details"]["cached_tokens"] == len(prompt) // 16 * 16
+        plan = httpx.get(f"{server.url}/debug/plan/{again['id']}", timeout=60).json()
+        assert plan["documents"] == [len(prompt)]
         state = httpx.get(f"{server.url}/debug/state", timeout=60).json()
         assert [rank["referenced"] for rank in state["ranks"]] == [0, 0, 0]
         os.kill(pids[-1], signal.SIGKILL)

@@ -23,10 +23,12 @@ class Played:
     Attributes:
         submits: arguments of each `Submit`.
         blocks: blocks of a prefill rank, and of a decode rank.
+        in_turn: whether each request waits until the one before has ended.
     """
 
     submits: Sequence[tuple]
     blocks: tuple[int, int] = (64, 64)
+    in_turn: bool = False
 
 
 @dataclass
@@ -109,6 +111,8 @@ class Api:
         self._script.extend(Submit(*each) for each in self._played.submits)
 
     def poll(self, _: int) -> bool:
+        if self._played.in_turn and len(self._open) > len(self._script):
+            return False
         return bool(self._script) or (not self._open and self._idle)
 
     def recv(self) -> bytes:

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
-import tempfile
 import time
 import traceback
-from collections import OrderedDict
 from collections.abc import Collection
 from pathlib import Path
 
@@ -15,11 +13,11 @@ import numpy as np
 import zmq
 
 from distca.lifetime import end_with_parent
-from distca.plan.saved import save_plan
 from distca.schedule.serving.blocks import BlockPool
-from distca.schedule.serving.iteration import Part, plan_iteration
+from distca.schedule.serving.iteration import Part
 from distca.schedule.serving.prefix_cache import PrefixCache
 from distca.schedule.serving.scheduler import Batch, Feed, Scheduler, is_long
+from distca.serve.engine.kept_plans import KeptPlans
 from distca.serve.engine.messages import (
     Abort,
     Admit,
@@ -52,9 +50,6 @@ from distca.serve.engine.workers import WorkerError, Workers
 from distca.serve.handoff.engine import RolesEngine
 from distca.serve.sampling import TokenLogprobs
 
-_PARTS_KEPT = 256
-"""Sequences whose last chunk is kept, so that its plan can be shown."""
-
 
 class Engine:
     """Sequences, the scheduler, and the iteration under way.
@@ -78,7 +73,7 @@ class Engine:
         # Ranks that hold blocks of each sequence; workers that have a part in the iteration.
         self._holders: dict[int, set[int]] = {}
         self._members: Collection[int] = ()
-        self._parts: OrderedDict[int, tuple[Part, ...]] = OrderedDict()
+        self._plans = KeptPlans(settings, settings.world_size)
         self._batch: Batch | None = None
         self._done: dict[int, Done] = {}
         self._counts = dict.fromkeys(("iterations", "computed", "bytes"), 0)
@@ -162,7 +157,7 @@ class Engine:
             self._send(Outputs([], self._stats()))
         else:
             assert isinstance(message, AskPlan), "only engines with roles are asked for rates"
-            self._send(PlanIs(message.call, self._saved_plan(message.number)))
+            self._send(PlanIs(message.call, self._plans.saved(message.number)))
 
     def start_iteration(self) -> bool:
         """Begins the next iteration; returns whether there is one under way."""
@@ -242,11 +237,7 @@ class Engine:
         """Keeps what the plan of chunks is made of."""
         chunked = [feed.sequence for feed in batch.feeds if feed.count > 1]
         parts = tuple(self._part(feed) for feed in batch.feeds) if chunked else ()
-        for sequence in chunked:
-            self._parts[sequence] = parts
-            self._parts.move_to_end(sequence)
-        while len(self._parts) > _PARTS_KEPT:
-            self._parts.popitem(last=False)
+        self._plans.keep(chunked, parts)
 
     def _part(self, feed: Feed) -> Part:
         ranks = np.array(self._ranks[feed.sequence], dtype=np.int64)
@@ -298,28 +289,6 @@ class Engine:
         self._holders.pop(number, None)
         if self._ranks.pop(number, None) is not None:
             self._drop.append(number)
-
-    def _saved_plan(self, number: int) -> str | None:
-        """Returns the plan of a sequence's last chunk, of the layers with the widest mask."""
-        parts = self._parts.get(number)
-        if parts is None:
-            return None
-        settings = self._settings
-        whole = plan_iteration(
-            parts,
-            settings.masks,
-            settings.block_size,
-            settings.world_size,
-            settings.strategy,
-            settings.head_groups,
-        )
-        assert whole.chunks is not None, "parts are kept of chunks alone"
-        plans, sequences = whole.chunks.plans, whole.chunks.sequences
-        mask = max(settings.masks, key=lambda each: each.window_left or 1 << 62)
-        with tempfile.TemporaryDirectory() as folder:
-            path = Path(folder) / "plan.json"
-            save_plan(plans.by_mask[mask], path, {"sequences": list(sequences)})
-            return path.read_text(encoding="utf-8")
 
     def _stats(self) -> Stats:
         scheduler, cache = self._scheduler, self._cache

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,8 +29,10 @@ from distca.schedule.serving.cdsp import (
 from distca.schedule.serving.cdsp import handoff as hand
 from distca.schedule.serving.cdsp.handoff import Transfer
 from distca.schedule.serving.cdsp.strategies import strategy_of
+from distca.schedule.serving.prefix_cache import PrefixCache, digests
 from distca.schedule.serving.scheduler import FinishReason
 from distca.serve.engine.choice import finish_of
+from distca.serve.engine.kept_plans import KeptPlans
 from distca.serve.engine.messages import (
     Abort,
     Admit,
@@ -73,14 +76,18 @@ class _Request:
     Attributes:
         submit: the request.
         tokens: prompt, and the answer so far.
+        digests: what the full blocks of its prompt are found by.
         epoch: number of its latest try.
         decode: decode rank of that; None: it waits.
+        cached: tokens of the prompt that were cached on prefill ranks.
     """
 
     submit: Submit
     tokens: list[int]
+    digests: Sequence[bytes]
     epoch: int = -1
     decode: int | None = None
+    cached: int = 0
 
     @property
     def transfer(self) -> Transfer:
@@ -136,6 +143,7 @@ class RolesEngine:
         self._waiting: deque[int] = deque()
         self._decoding = [_Decoding() for _ in range(self._roles.decode)]
         self._retries = self._decoded = 0
+        self._plans = KeptPlans(settings, self._roles.prefill)
         self._tick_due = 0.0
 
     def load(self, poller: zmq.Poller) -> None:
@@ -178,15 +186,17 @@ class RolesEngine:
         for each in self._decoding:
             each.free = decode
         self._load = Load(roles.rates)
-        self._pool = BlockPool(roles.prefill, prefill, settings.block_size)
+        pool = BlockPool(roles.prefill, prefill, settings.block_size)
+        self._cache = PrefixCache(pool, settings.prefix_caching)
         self._queue = self._make_queue(times.only(degrees))
         self._prefill = PrefillSide(
             self._queue,
             times,
-            self._pool,
+            self._cache,
             len(settings.windows),
             roles.lease,
             self._post,
+            self._plans,
         )
         # What can never be planned is said before requests are taken.
         self._queue.plan(0.0, 1)
@@ -255,12 +265,13 @@ class RolesEngine:
             elif request is not None:
                 self._end_try(request)
         elif isinstance(message, ResetCache):
+            self._cache.reset()
             self._send(Outputs([], self._stats()))
         elif isinstance(message, AskRates):
             self._tell_rates(message)
         else:
             assert isinstance(message, AskPlan)
-            self._send(PlanIs(message.call, None))
+            self._send(PlanIs(message.call, self._plans.saved(message.number)))
         self._settle()
 
     def hear(self, message: Any) -> None:
@@ -281,7 +292,10 @@ class RolesEngine:
     # Requests.
 
     def _submit(self, submit: Submit) -> None:
-        request = _Request(submit, list(submit.tokens))
+        settings = self._settings
+        # A retry feeds tokens of the answer, too: only those of the prompt are looked for.
+        names = digests(submit.tokens, settings.block_size, settings.salt)
+        request = _Request(submit, list(submit.tokens), names)
         blocks, now = self._blocks_of(request), time.monotonic()
         try:
             choose_decode_rank([DecodeRank(self._decode_blocks)], blocks)
@@ -345,9 +359,10 @@ class RolesEngine:
             submit.penalties,
             submit.logprobs,
         )
-        begin = self._prefill.begin(transfer, admit, leader, decode, blocks)
+        begin = self._prefill.begin(transfer, admit, request.digests, leader, decode, blocks)
         if begin is None:
             return False
+        request.cached = self._prefill.cached(transfer)
         request.epoch, request.decode = transfer.epoch, decode
         self._decoding[decode].blocks[transfer] = blocks
         self._post(leader, Expect(said.tell(begin), admit, request.most, request.fewest))
@@ -369,7 +384,8 @@ class RolesEngine:
     def _output(self, request: _Request, chosen: Chosen, finish: FinishReason | None) -> Output:
         request.tokens.append(chosen.token)
         finish = finish or request.finish()
-        return Output(request.submit.number, chosen.token, finish, 0, chosen.logprobs)
+        number = request.submit.number
+        return Output(number, chosen.token, finish, request.cached, chosen.logprobs)
 
     def _take_decoded(self, message: Decoded) -> None:
         rank = self._roles.decode_rank(message.rank)
@@ -419,9 +435,9 @@ class RolesEngine:
             )
 
     def _stats(self) -> Stats:
-        counts, pool = self._prefill.counts, self._pool
+        counts, cache = self._prefill.counts, self._cache
         ranks = [
-            RankState(pool.free(rank), pool.referenced(rank), 0)
+            RankState(cache.free(rank), cache.referenced(rank), cache.cached(rank))
             for rank in range(self._roles.prefill)
         ]
         for each in self._decoding:
@@ -433,8 +449,8 @@ class RolesEngine:
             len(self._waiting),
             self._retries,
             counts.tokens + self._decoded,
-            0,
-            0,
+            counts.sought,
+            counts.found,
             counts.bytes_sent,
             counts.plan_seconds,
             0.0,

@@ -11,6 +11,7 @@ import zmq
 from distca.schedule.serving.blocks import BlockPool
 from distca.schedule.serving.cdsp import Prefill, PrefillModel
 from distca.schedule.serving.cdsp.prefill_blocks import Piece, PrefillBlocks
+from distca.schedule.serving.prefix_cache import PrefixCache
 from distca.serve.engine.messages import encode
 from distca.serve.engine.settings import EngineSettings
 from distca.serve.engine.workers import Workers
@@ -40,7 +41,7 @@ def measure_prefills(
         workers: workers, of which nothing else is asked meanwhile.
         poller: poller that notices what they say.
     """
-    held = PrefillBlocks(BlockPool(roles.prefill, blocks, settings.block_size))
+    held = PrefillBlocks(PrefixCache(BlockPool(roles.prefill, blocks, settings.block_size)))
     measured = []
     prompts = list(_prompts(settings, roles, blocks))
     for number, (degree, tokens) in enumerate(prompts):

@@ -13,13 +13,17 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from distca.schedule.serving.blocks import BlockPool
+import numpy as np
+
 from distca.schedule.serving.cdsp import PrefillQueue, PrefillTimes, Sender, send
 from distca.schedule.serving.cdsp import handoff as hand
 from distca.schedule.serving.cdsp.groups import Ranks
 from distca.schedule.serving.cdsp.handoff import Transfer
 from distca.schedule.serving.cdsp.lines import Lines
 from distca.schedule.serving.cdsp.prefill_blocks import Piece, PrefillBlocks, cut_at_blocks
+from distca.schedule.serving.iteration import Part
+from distca.schedule.serving.prefix_cache import PrefixCache
+from distca.serve.engine.kept_plans import KeptPlans
 from distca.serve.engine.messages import Admit, Chosen
 from distca.serve.handoff.messages import (
     ChunkDone,
@@ -44,9 +48,11 @@ class _Prefill:
     Attributes:
         transfer: request and epoch.
         admit: what its first token is chosen by; its tokens are fed.
-        pieces: its chunks.
+        digests: what its full blocks are found by.
+        pieces: its chunks; tokens before the first one are cached.
         leader: process that it is handed over to.
         decode: number of that decode rank.
+        computed: tokens whose keys and values prefill ranks have.
         jobs: its chunks in line.
         step: number of its latest step.
         known: ranks that were told of it.
@@ -55,9 +61,11 @@ class _Prefill:
 
     transfer: Transfer
     admit: Admit
+    digests: Sequence[bytes]
     pieces: Sequence[Piece]
     leader: int
     decode: int
+    computed: int
     jobs: list[_Job] = field(default_factory=list)
     step: int = -1
     known: set[int] = field(default_factory=set)
@@ -113,10 +121,12 @@ class Prefilled:
 
 @dataclass
 class PrefillCounts:
-    """What prefill ranks have done: steps, tokens, bytes and seconds."""
+    """What prefill ranks have done: steps, tokens, bytes and seconds; tokens found, and sought."""
 
     steps: int = 0
     tokens: int = 0
+    found: int = 0
+    sought: int = 0
     bytes_sent: int = 0
     bytes_moved: int = 0
     plan_seconds: float = 0.0
@@ -129,10 +139,11 @@ class PrefillSide:
     Args:
         queue: planner of prefills.
         times: seconds of a prefill.
-        pool: blocks of the ranks.
+        cache: blocks of the ranks, and those of prefixes that are kept.
         layers: layers of the model.
         lease: seconds without a word after which a decode rank counts as dead.
         post: function that sends a message to a process.
+        plans: plans that can be shown.
 
     Attributes:
         counts: what was done so far.
@@ -143,15 +154,16 @@ class PrefillSide:
         self,
         queue: PrefillQueue,
         times: PrefillTimes,
-        pool: BlockPool,
+        cache: PrefixCache,
         layers: int,
         lease: float,
         post: Post,
+        plans: KeptPlans,
     ) -> None:
         self._queue, self._times, self._layers, self._post = queue, times, layers, post
-        self._size, self._blocks = pool.block_size, PrefillBlocks(pool)
-        self._lines: Lines[_Job] = Lines(pool.world_size)
-        self._sender = Sender(lease)
+        self._size, self._cache, self._blocks = cache.pool.block_size, cache, PrefillBlocks(cache)
+        self._lines: Lines[_Job] = Lines(cache.pool.world_size)
+        self._sender, self._plans = Sender(lease), plans
         self._prefills: dict[Transfer, _Prefill] = {}
         self._steps: dict[int, _Job] = {}
         self._numbers = itertools.count()
@@ -164,13 +176,20 @@ class PrefillSide:
         return min((job.begun for job in self._steps.values() if job.begun), default=None)
 
     def begin(
-        self, transfer: Transfer, admit: Admit, leader: int, decode: int, blocks: int
+        self,
+        transfer: Transfer,
+        admit: Admit,
+        digests: Sequence[bytes],
+        leader: int,
+        decode: int,
+        blocks: int,
     ) -> hand.Begin | None:
         """Plans a prompt and puts its chunks in line, if there are blocks for it.
 
         Args:
             transfer: request and epoch.
             admit: what its first token is chosen by; its tokens are fed.
+            digests: what its full blocks are found by.
             leader: process that it is handed over to.
             decode: number of that decode rank.
             blocks: blocks that the decode rank needs.
@@ -183,11 +202,22 @@ class PrefillSide:
         """
         now = time.monotonic()
         self._queue.free_at = self._free_at(now)
-        plan = self._queue.plan(now, len(admit.tokens))
+        # The last token is fed in any case: the one that follows is chosen by it.
+        count = len(admit.tokens)
+        found = self._cache.find(digests[: (count - 1) // self._size])
+        cached, holders = len(found) * self._size, frozenset(block.rank for block in found)
+        plan = self._queue.plan(now, count - cached, cached, holders)
+        if not plan.chunks[0].cached:
+            self._cache.release(found)
+            found = []
         pieces = cut_at_blocks(plan.chunks, self._size)
-        if not self._blocks.reserve(sequence_of(transfer), pieces):
+        if not self._blocks.reserve(sequence_of(transfer), pieces, found):
+            self._cache.release(found)
             return None
-        prefill = _Prefill(transfer, admit, pieces, leader, decode)
+        cached = pieces[0].start
+        self.counts.found += cached
+        self.counts.sought += count
+        prefill = _Prefill(transfer, admit, digests, pieces, leader, decode, cached)
         self._prefills[transfer] = prefill
         begin = hand.Begin(transfer, len(pieces), self._layers, blocks)
         self._apply(begin)
@@ -196,6 +226,10 @@ class PrefillSide:
             prefill.jobs.append(_Job(prefill, chunk, seconds))
             self._lines.add(prefill.jobs[-1])
         return begin
+
+    def cached(self, transfer: Transfer) -> int:
+        """Tokens of a prompt that were cached."""
+        return self._prefills[transfer].pieces[0].start
 
     def dispatch(self, transfer: Transfer) -> None:
         """Begins the chunks of a prompt that need not wait."""
@@ -249,6 +283,11 @@ class PrefillSide:
         job.begun, prefill.step, self._steps[number] = time.monotonic(), number, job
         tokens = prefill.admit.tokens
         last = piece.end == len(tokens)
+        owners = [block.rank for block in given.blocks]
+        request, count = prefill.transfer.request, piece.end - piece.start
+        if count > 1 or not piece.start:
+            part = Part(request, piece.start, count, np.array(owners, dtype=np.int64))
+            self._plans.keep([request], (part,))
         for rank in piece.ranks:
             chooses = last and rank == given.blocks[-1].rank
             self._post(
@@ -258,7 +297,7 @@ class PrefillSide:
                     sequence,
                     piece.start,
                     tokens[piece.start : piece.end],
-                    [block.rank for block in given.blocks],
+                    owners,
                     [block.number for block in given.blocks],
                     [(*move.source, *move.to) for move in given.moves],
                     prefill.admit if chooses else None,
@@ -276,6 +315,7 @@ class PrefillSide:
         counts.bytes_moved += sum(each.bytes_moved for each in job.done)
         counts.plan_seconds += max(each.plan_seconds for each in job.done)
         counts.seconds += max(each.seconds for each in job.done)
+        prefill.computed = job.piece.end
         prefill.jobs.remove(job)
         following = self._lines.remove([job])
         chosen = [each.chosen for each in job.done if each.chosen is not None]
@@ -312,16 +352,16 @@ class PrefillSide:
         """Asks the ranks that hold a chunk's rows to send a layer of them."""
         prefill = self._prefills[write.transfer]
         sequence, piece = sequence_of(write.transfer), prefill.pieces[write.chunk]
-        blocks = self._blocks.blocks(sequence)[
-            piece.start // self._size : -(-piece.end // self._size)
-        ]
+        # What was cached goes with the first chunk.
+        start = piece.start if write.chunk else 0
+        blocks = self._blocks.blocks(sequence)[start // self._size : -(-piece.end // self._size)]
         ship = Ship(
             prefill.step,
             sequence,
             write.transfer,
             write.chunk,
             write.layer,
-            piece.start,
+            start,
             piece.end,
             prefill.decode,
         )
@@ -341,7 +381,7 @@ class PrefillSide:
     def _release(self, prefill: _Prefill) -> None:
         """Gives the blocks of a prompt back, once no step of it runs."""
         sequence = sequence_of(prefill.transfer)
-        self._blocks.release(sequence)
+        self._blocks.release(sequence, prefill.digests[: prefill.computed // self._size])
         for rank in prefill.known:
             self._post(rank, Forget(sequence))
         del self._prefills[prefill.transfer]

@@ -13,6 +13,7 @@ from distca.cost.volume import Messages
 from distca.schedule.serving.blocks import BlockPool
 from distca.schedule.serving.cdsp.prefill_blocks import Piece, PieceBlocks, PrefillBlocks
 from distca.schedule.serving.iteration import Part, plan_iteration
+from distca.schedule.serving.prefix_cache import PrefixCache
 from distca.schedule.serving.steps import Strategy
 from distca.simulate.outcome import Outcome
 from distca.simulate.serving.costs import InferenceCosts
@@ -60,7 +61,7 @@ def simulate_growth(
     """
     everyone = max(ranks)
     blocks = -(-sum(tokens) // block_size) + 1
-    held = PrefillBlocks(BlockPool(everyone, blocks, block_size))
+    held = PrefillBlocks(PrefixCache(BlockPool(everyone, blocks, block_size)))
     ends = tokens[0], sum(tokens)
     pieces = [
         Piece(start, end, frozenset(range(count)))

@@ -7,7 +7,8 @@ moves between old members. New blocks fill everyone's share up, in zigzag, so th
 compute equally many and equally late queries.
 
 All blocks that a prompt will need are reserved when it is planned: chunks that wait for blocks
-could wait for each other.
+could wait for each other. Blocks of a prefix that was cached are shared with others: they are never
+written to, and stay where they are if their rows are copied to another rank.
 """
 
 from __future__ import annotations
@@ -18,10 +19,9 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
 
-from distca.schedule.serving.blocks import BlockPool
 from distca.schedule.serving.cdsp.chunks import Chunk
 from distca.schedule.serving.cdsp.groups import Ranks
-from distca.schedule.serving.prefix_cache import Block
+from distca.schedule.serving.prefix_cache import Block, PrefixCache
 
 
 class Piece(NamedTuple):
@@ -53,10 +53,13 @@ class PieceBlocks:
 
 
 def cut_at_blocks(chunks: Sequence[Chunk], block_size: int) -> list[Piece]:
-    """Moves the ends of all chunks but the last one to ends of blocks; none may be left of one."""
+    """Moves the ends of all chunks but the last one to ends of blocks; none may be left of one.
+
+    What is cached before the first one are whole blocks.
+    """
     last = chunks[-1]
     ends = [(each.cached + each.tokens) // block_size * block_size for each in chunks]
-    edges = [0, *ends[:-1], last.cached + last.tokens]
+    edges = [chunks[0].cached, *ends[:-1], last.cached + last.tokens]
     pieces = zip(pairwise(edges), chunks, strict=True)
     return [Piece(*edge, chunk.ranks) for edge, chunk in pieces if edge[1] > edge[0]]
 
@@ -103,27 +106,45 @@ class PrefillBlocks:
     """The blocks of all prompts on prefill ranks.
 
     Args:
-        pool: blocks of the ranks.
+        cache: blocks of the ranks, and those of prefixes that are kept.
     """
 
-    def __init__(self, pool: BlockPool) -> None:
-        self._pool = pool
+    def __init__(self, cache: PrefixCache) -> None:
+        self._cache = cache
         self._spare: dict[int, list[list[int]]] = {}
         self._blocks: dict[int, list[Block]] = {}
+        self._found: dict[int, frozenset[Block]] = {}
 
-    def reserve(self, sequence: int, pieces: Sequence[Piece]) -> bool:
-        """Takes the blocks that a prompt's chunks need, if there are so many."""
-        needed = [0] * self._pool.world_size
-        for piece in pieces:
-            share = -(-self._count(piece.end) // len(piece.ranks))
-            for rank in piece.ranks:
-                needed[rank] = max(needed[rank], share)
-        if not self._pool.has(needed):
+    def reserve(self, sequence: int, pieces: Sequence[Piece], found: Sequence[Block] = ()) -> bool:
+        """Takes the blocks that a prompt's chunks need, if there are so many.
+
+        Args:
+            sequence: number of the prompt.
+            pieces: its chunks.
+            found: blocks of its cached prefix, of which the caller was a holder, and it is then.
+        """
+        needed = self._needed(pieces, found)
+        if any(self._cache.available(rank) < count for rank, count in enumerate(needed)):
             return False
+        taken = ([self._cache.take(rank).number for _ in range(n)] for rank, n in enumerate(needed))
         # The lowest numbers are taken from the end first.
-        self._spare[sequence] = [list(each[::-1]) for each in self._pool.allocate(needed)]
-        self._blocks[sequence] = []
+        self._spare[sequence] = [each[::-1] for each in taken]
+        self._blocks[sequence] = list(found)
+        self._found[sequence] = frozenset(found)
         return True
+
+    def _needed(self, pieces: Sequence[Piece], found: Sequence[Block]) -> list[int]:
+        """Blocks of its own that a prompt needs on each rank at once."""
+        needed = [0] * self._cache.pool.world_size
+        owners, shared = [block.rank for block in found], [True] * len(found)
+        for piece in pieces:
+            after = balance(owners, piece.ranks)
+            shared = [s and old == new for s, old, new in zip(shared, owners, after, strict=True)]
+            new = place_new(after, self._count(piece.end) - len(after), piece.ranks)
+            owners, shared = after + new, shared + [False] * len(new)
+            own = Counter(rank for rank, s in zip(owners, shared, strict=True) if not s)
+            needed = [max(count, own[rank]) for rank, count in enumerate(needed)]
+        return needed
 
     def begin(self, sequence: int, piece: Piece) -> PieceBlocks:
         """Gives a chunk its blocks, once the chunks before it are computed."""
@@ -136,7 +157,8 @@ class PrefillBlocks:
                 moves.append(Move(block, blocks[number]))
         # Their rows leave before the chunk's own are written.
         for move in moves:
-            spare[move.source.rank].append(move.source.number)
+            if move.source not in self._found[sequence]:
+                spare[move.source.rank].append(move.source.number)
         for rank in place_new(after, self._count(piece.end) - len(blocks), piece.ranks):
             blocks.append(Block(rank, spare[rank].pop()))
         return PieceBlocks(tuple(blocks), tuple(moves))
@@ -145,13 +167,20 @@ class PrefillBlocks:
         """Blocks of the chunks of a prompt that have begun, in the order of positions."""
         return self._blocks[sequence]
 
-    def release(self, sequence: int) -> None:
-        """Gives all blocks of a prompt back."""
-        held = self._spare.pop(sequence)
-        for block in self._blocks.pop(sequence):
-            held[block.rank].append(block.number)
-        for rank, numbers in enumerate(held):
-            self._pool.release(rank, numbers)
+    def release(self, sequence: int, digests: Sequence[bytes] = ()) -> None:
+        """Gives all blocks of a prompt back.
+
+        Args:
+            sequence: number of the prompt.
+            digests: what its first blocks are found by from now on: those that are computed.
+        """
+        blocks = self._blocks.pop(sequence)
+        for block, digest in zip(blocks, digests, strict=False):
+            self._cache.keep(block, digest)
+        left = self._found.pop(sequence) - {*blocks}
+        spare = self._spare.pop(sequence)
+        unused = [Block(rank, number) for rank, each in enumerate(spare) for number in each]
+        self._cache.release([*blocks, *left, *unused])
 
     def _count(self, tokens: int) -> int:
-        return -(-tokens // self._pool.block_size)
+        return -(-tokens // self._cache.pool.block_size)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from distca.schedule.serving.cdsp.chunks import PrefillPlan, Search
+from distca.schedule.serving.cdsp.chunks import NOBODY, PrefillPlan, Search
+from distca.schedule.serving.cdsp.groups import Ranks
 from distca.schedule.serving.cdsp.load import Load
 from distca.schedule.serving.cdsp.strategies import Strategy
 
@@ -42,8 +43,16 @@ class PrefillQueue:
         if self._load is not None:
             self._load.arrived(now)
 
-    def plan(self, now: float, tokens: int) -> PrefillPlan:
+    def plan(
+        self, now: float, tokens: int, cached: int = 0, holders: Ranks = NOBODY
+    ) -> PrefillPlan:
         """Plans a prompt, which takes no ranks yet; times of the plan count from now.
+
+        Args:
+            now: time.
+            tokens: its tokens that are not cached.
+            cached: tokens before them.
+            holders: ranks that hold those.
 
         Raises:
             ValueError: no group of ranks can hold it.
@@ -52,7 +61,7 @@ class PrefillQueue:
         if self._load is not None:
             search = replace(search, improvement_rate=self._load.improvement_rate(now))
         queued = [max(0.0, free - now) for free in self.free_at]
-        return self._strategy(search, queued, self._ranks_per_node, tokens)
+        return self._strategy(search, queued, self._ranks_per_node, tokens, cached, holders)
 
     def place(self, now: float, tokens: int) -> PrefillPlan:
         """Plans a prompt that arrives now, and gives it its ranks.

@@ -2,20 +2,44 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
+from typing import Protocol
 
-from distca.schedule.serving.cdsp.chunks import Chunk, PrefillPlan, Search, plan_prefill
+from distca.schedule.serving.cdsp.chunks import NOBODY, Chunk, PrefillPlan, Search, plan_prefill
+from distca.schedule.serving.cdsp.groups import Ranks
 
-Strategy = Callable[[Search, Sequence[float], int, int], PrefillPlan]
-"""Plans a prompt by a search, seconds until each rank is free, ranks of a node, and tokens."""
+
+class Strategy(Protocol):
+    """What gives a prompt its ranks."""
+
+    def __call__(
+        self,
+        search: Search,
+        queued: Sequence[float],
+        ranks_per_node: int,
+        tokens: int,
+        cached: int = 0,
+        holders: Ranks = NOBODY,
+        /,
+    ) -> PrefillPlan:
+        """Plans a prompt, as `plan_prefill`."""
+        ...
 
 
 def fixed(
-    degree: int, search: Search, queued: Sequence[float], ranks_per_node: int, tokens: int
+    degree: int,
+    search: Search,
+    queued: Sequence[float],
+    ranks_per_node: int,
+    tokens: int,
+    cached: int = 0,
+    holders: Ranks = NOBODY,
 ) -> PrefillPlan:
     """Gives the prompt to the group of `degree` consecutive ranks that is free first.
+
+    A prefix that others hold is computed again.
 
     Raises:
         ValueError: there are no such groups, or they don't hold the prompt.
@@ -24,34 +48,53 @@ def fixed(
         raise ValueError(f"{len(queued)} ranks are no groups of {degree}: give a multiple of it")
     if degree not in search.times.degrees:
         raise ValueError(f"prefills on {degree} ranks were not measured: choose another number")
-    if tokens > degree * search.tokens_per_rank:
-        raise ValueError(f"a prompt of {tokens} tokens does not fit on {degree} ranks")
+    if cached + tokens > degree * search.tokens_per_rank:
+        raise ValueError(f"a prompt of {cached + tokens} tokens does not fit on {degree} ranks")
     starts = [max(queued[first : first + degree]) for first in range(0, len(queued), degree)]
     group = min(range(len(starts)), key=starts.__getitem__)
-    seconds = search.times.seconds(degree, 0, tokens)
     ranks = frozenset(range(group * degree, (group + 1) * degree))
-    return PrefillPlan((Chunk(0, tokens, ranks, starts[group], seconds),))
+    if not holders <= ranks:
+        cached, tokens = 0, cached + tokens
+    seconds = search.times.seconds(degree, cached, tokens)
+    return PrefillPlan((Chunk(cached, tokens, ranks, starts[group], seconds),))
 
 
 def greedy(
-    search: Search, queued: Sequence[float], ranks_per_node: int, tokens: int
+    search: Search,
+    queued: Sequence[float],
+    ranks_per_node: int,
+    tokens: int,
+    cached: int = 0,
+    holders: Ranks = NOBODY,
 ) -> PrefillPlan:
     """Gives the prompt the one group of any size by which it is done first, as LoongServe does."""
-    return plan_prefill(
-        replace(search, improvement_rate=0.0, chunked=False), queued, ranks_per_node, tokens
-    )
+    search = replace(search, improvement_rate=0.0, chunked=False)
+    return plan_prefill(search, queued, ranks_per_node, tokens, cached, holders)
 
 
 def single_chunk(
-    search: Search, queued: Sequence[float], ranks_per_node: int, tokens: int
+    search: Search,
+    queued: Sequence[float],
+    ranks_per_node: int,
+    tokens: int,
+    cached: int = 0,
+    holders: Ranks = NOBODY,
 ) -> PrefillPlan:
     """Gives the prompt one group, a larger one where it improves enough: Algorithm 2."""
-    return plan_prefill(replace(search, chunked=False), queued, ranks_per_node, tokens)
+    search = replace(search, chunked=False)
+    return plan_prefill(search, queued, ranks_per_node, tokens, cached, holders)
 
 
-def cdsp(search: Search, queued: Sequence[float], ranks_per_node: int, tokens: int) -> PrefillPlan:
+def cdsp(
+    search: Search,
+    queued: Sequence[float],
+    ranks_per_node: int,
+    tokens: int,
+    cached: int = 0,
+    holders: Ranks = NOBODY,
+) -> PrefillPlan:
     """Gives the prompt chunks on growing groups: Algorithm 1."""
-    return plan_prefill(search, queued, ranks_per_node, tokens)
+    return plan_prefill(search, queued, ranks_per_node, tokens, cached, holders)
 
 
 PREFILL_STRATEGIES: dict[str, Strategy] = {
