@@ -177,7 +177,7 @@ def test_what_is_refused(command, lengths_file: str, monkeypatch: pytest.MonkeyP
         (["--num-experts", "8"], "experts need --moe-router-topk, --moe-ffn-hidden-size, too"),
         (["--expert-model-parallel-size", "2"], "2 GPUs cannot share experts: there are none"),
         (["--window-left", "-1"], "--window-left -1 must not be negative"),
-        (["--window-attn-skip-freq", "2"], "which layers have windows or chunks: add --window-left"),
+        (["--window-attn-skip-freq", "2"], "layers have windows or chunks: add --window-left"),
         (["--window-left", "9", "--window-attn-skip-freq", "1"], "must be at least 2"),
         (["--tensor-model-parallel-sizes", "0"], "every size must be at least 1"),
         (["--trace", "t.json", "--systems", "packed"], "--trace is of DistCA: add one of greedy"),

@@ -8,7 +8,6 @@ from __future__ import annotations
 import functools
 import logging
 import random
-import signal
 import time
 from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
@@ -26,6 +25,7 @@ from megatron_patches.flags.batch_sizes import init_calculator, samples_of_split
 from megatron_patches.flags.megatron import dedicated_processes, parse_args
 from megatron_patches.loop.ending import ending_the_job_on_failure
 from megatron_patches.loop.job import DataIterators, Job
+from megatron_patches.loop.lean.termination import TerminationSignal
 from megatron_patches.loop.messages import exit_with_message
 from megatron_patches.loop.near_gpu import stay_near_gpu
 from megatron_patches.pipeline.dedicated import serve
@@ -416,24 +416,6 @@ def evaluate(run: Run, which: str, number: int = 0) -> dict[str, float]:
     return {name: total / count for name, (total, count) in sums.items()}
 
 
-class _TerminationSignal:
-    """A handler of SIGTERM that lets the run end at an iteration's end."""
-
-    def __init__(self) -> None:
-        self._came = False
-        signal.signal(signal.SIGTERM, self._remember)
-
-    def _remember(self, number: int, frame: Any) -> None:
-        self._came = True
-
-    def came_on_any_rank(self) -> bool:
-        """Whether any rank got the signal. Collective."""
-        device = "cuda" if dist.get_backend() == "nccl" else "cpu"
-        came = torch.tensor([int(self._came)], device=device)
-        dist.all_reduce(came, op=dist.ReduceOp.MAX)
-        return bool(came.item())
-
-
 def _train(run: Run) -> None:
     """Trains, evaluates and saves until the last iteration, an exit interval or a signal."""
     from megatron_patches.loop.lean.logs import TrainingLog
@@ -442,7 +424,7 @@ def _train(run: Run) -> None:
     args = run.args
     throughput = Throughput(args, run.model) if args.log_throughput else None
     log = TrainingLog(args, args.iteration, throughput)
-    terminated = _TerminationSignal() if args.exit_signal_handler else None
+    terminated = TerminationSignal() if args.exit_signal_handler else None
     save = functools.partial(_save, run)
     started = time.monotonic()
     saved_at = args.iteration
@@ -491,7 +473,7 @@ def _validate(run: Run, log: Any, where: str) -> None:
         log.evaluated(where, evaluate(run, "valid", number), run.args.iteration, suffix)
 
 
-def _must_exit(args: Namespace, terminated: _TerminationSignal | None, started: float) -> bool:
+def _must_exit(args: Namespace, terminated: TerminationSignal | None, started: float) -> bool:
     """Whether the run ends before its last iteration. Collective."""
     if terminated is not None and terminated.came_on_any_rank():
         logger.info("exiting because of SIGTERM")
