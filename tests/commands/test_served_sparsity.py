@@ -57,7 +57,7 @@ def test_what_cannot_be_used_is_refused(tmp_path: Path) -> None:
         (["--sparsity", "-0.1"], 1, "--sparsity -0.1: -0.1 of the rows can't be dropped"),
         (["--sparsity", "1"], 1, "give 0 to below 1"),
         (["--sparsity", "nan"], 1, "give 0 to below 1"),
-        (["--sparsity", "none.json"], 1, "does not exist: make it with `distca tune sparsity`"),
+        (["--sparsity", "none.json"], 1, "does not exist: give a file of ratios"),
         (["--sparsity", str(small)], 1, "is of 4 layers of 4 key-value heads, but the model has 5"),
         (["--sparsity", str(heads)], 2, "other ratios for other heads"),
         (["--micro-partitions", "0"], 1, "give a number of at least 1"),

@@ -92,7 +92,7 @@ def test_files_of_another_form_are_refused(tmp_path: Path, keys: object, message
 
 def test_other_files_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "sparsity.json"
-    with pytest.raises(ValueError, match="does not exist: make it with `distca tune sparsity`"):
+    with pytest.raises(ValueError, match="does not exist: give a file of ratios"):
         Sparsity.load(path)
     for text in ("", "[]", '{"format": 2}', '{"format": 1}', "\0"):
         path.write_text(text)

@@ -37,6 +37,8 @@ Ratios = tuple[OfHeads, ...]
 
 FORMAT = 1
 
+_OR = "give a file of ratios, a share to drop, or --calibration, which `distca tune sparsity` makes"
+
 
 def kept_count(ratio: Floats, rows: Int64s) -> Int64s:
     """How many of some rows are kept: `ratio * rows` rounded up, so of some rows at least one.
@@ -161,7 +163,7 @@ class Sparsity:
         if (self.layers, self.kv_heads) != (layers, kv_heads):
             raise ValueError(
                 f"the sparsity is of {self.layers} layers of {self.kv_heads} key-value heads, but "
-                f"the model has {layers} of {kv_heads}: run `distca tune sparsity` for this model"
+                f"the model has {layers} of {kv_heads}: give ratios for this model"
             )
 
     def save(self, path: Path) -> None:
@@ -178,7 +180,7 @@ class Sparsity:
             ValueError: the file is missing, or has no ratios of this form.
         """
         if not path.is_file():
-            raise ValueError(f"{path} does not exist: make it with `distca tune sparsity`")
+            raise ValueError(f"{path} does not exist: {_OR}")
         try:
             saved = json.loads(path.read_text(encoding="utf-8"))
             if saved["format"] != FORMAT:
@@ -193,8 +195,7 @@ class Sparsity:
             *(RecursionError, OverflowError),
         ) as error:
             raise ValueError(
-                f"{path} is no usable sparsity ({error or type(error).__name__}): make one with "
-                "`distca tune sparsity`"
+                f"{path} is no usable sparsity ({error or type(error).__name__}): {_OR}"
             ) from error
 
 
