@@ -97,7 +97,7 @@ parse_launcher_options() {
 check_flags() {
     local known word name
     [ "$(value_of --training-loop lean "${flags[@]}")" != megatron ] || return 0
-    known=$(grep -oh -- '"--[a-z0-9-]*"' megatron_patches/flags/{megatron_table,distca,loop}.py "$1")
+    known=$(grep -oh -- '"--[a-z0-9-]*"' megatron_patches/flags/{megatron_table,latent_attention,distca,loop}.py "$1")
     [ ${#flags[@]} = 0 ] || [[ ${flags[0]} == --* ]] || die "${flags[0]} belongs to no flag"
     for word in "${flags[@]}"; do
         name=${word%%=*}
