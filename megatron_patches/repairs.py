@@ -205,7 +205,7 @@ def _write_files(
     """Writes a rank's files of a checkpoint, a thread for each, as megatron-core calls it.
 
     Args:
-        transforms: of the files' content.
+        transforms: transforms of the files' content.
         use_msc: whether files are those of the multi-storage client.
         rank: this rank.
         files: what megatron-core's `write_preloaded_data` writes, each.

@@ -111,7 +111,7 @@ def calibrate(
         levels: levels of its ranks.
         prompts: token ids of each prompt.
         samples: sparsities to run.
-        seed: of sparsities and needles.
+        seed: seed of sparsities and needles.
         told: called after each run of the model but the first of each prompt.
     """
     if len(file.measured) < len(prompts):
@@ -146,7 +146,7 @@ class Calibrated:
     Args:
         model: model to measure.
         prompts: token ids of each; longer than what is compared.
-        seed: of the needles.
+        seed: seed of the needles.
     """
 
     def __init__(self, model: SparseModel, prompts: Sequence[Sequence[int]], seed: int = 0) -> None:
@@ -204,7 +204,7 @@ def sampled_sparsities(curves: Calibration, number: int, seed: int = 0) -> list[
     Args:
         curves: a calibration whose masses are known.
         number: how many.
-        seed: of what is drawn.
+        seed: seed of what is drawn.
     """
     random = np.random.default_rng(seed)
     dense = Sparsity.nothing_dropped(curves.layers, curves.heads, curves.far_levels + 1)

@@ -110,7 +110,7 @@ class PlannedBatches:
         Args:
             planned: planned micro-batch.
             report: figures for the log line.
-            chain_parts: of each nano-batch, as `chain_parts` makes them.
+            chain_parts: parts of each nano-batch, as `chain_parts` makes them.
         """
         starts, positions, lengths = [], [], []
         for documents, nano in zip(planned.documents, planned.plans, strict=True):

@@ -27,7 +27,7 @@ def main(
     """Runs the command.
 
     Args:
-        arguments: of the command line.
+        arguments: arguments of the command line.
         checkout: what is mutated. Default: that of this file.
     """
     checkout = checkout or Checkout(Path(__file__).resolve().parents[2])

@@ -21,7 +21,7 @@ class Checkout:
     """A working tree and the packages in it whose code is mutated.
 
     Attributes:
-        root: of the working tree, of git.
+        root: top folder of the working tree, of git.
         packages: folders of Python files, relative to `root`.
     """
 

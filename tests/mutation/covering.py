@@ -17,7 +17,7 @@ class _Statement:
     """The innermost statement around a line, without the statements in its body.
 
     Attributes:
-        lines: of it, or of its head.
+        lines: lines of it, or of its head.
         at_import: whether it runs when its module is imported, in no test's time.
         near: lines of the file that run with it later: the body of the function that it heads.
         names: that it defines.
@@ -33,7 +33,7 @@ class Covering:
     """Finds the tests of lines.
 
     Args:
-        record: of a run without mutants.
+        record: record of a run without mutants.
         sources: the text of each file.
     """
 

@@ -19,7 +19,7 @@ class Map:
 
     Args:
         checkout: what is tested.
-        folder: of all that is kept about it.
+        folder: folder of all that is kept about it.
         commands: run the tests.
     """
 

@@ -98,7 +98,7 @@ def read(folder: Path, copy: Path) -> tuple[Record, list[str]]:
     """What a run wrote to `folder`, and the test files that it finished.
 
     Args:
-        folder: of `configure`; the plugin's log is `log.jsonl`.
+        folder: folder of `configure`; the plugin's log is `log.jsonl`.
         copy: where the sources were.
     """
     record, finished, main = Record(), [], 0

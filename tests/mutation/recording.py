@@ -33,7 +33,7 @@ class InContext:
 
     Args:
         function: what runs.
-        context: of the test.
+        context: context of the test.
     """
 
     def __init__(self, function: Callable[..., Any], context: str) -> None:

@@ -29,7 +29,7 @@ class Result:
     """What became of a mutant.
 
     Attributes:
-        name: of the mutant.
+        name: name of the mutant.
         outcome: caught, timeout (tests hang: caught, too), survived, uncovered, or unsteady: the
             test that failed then failed without the mutant, too, as on a busy machine.
         difference: the lines that the mutant changes.
@@ -55,7 +55,7 @@ class Results:
     """The results of some code, in a file that grows by a line with each.
 
     Args:
-        path: of the file.
+        path: path of the file.
     """
 
     def __init__(self, path: Path) -> None:
@@ -88,7 +88,7 @@ class Runner:
         checkout: what is mutated.
         covering: finds the tests.
         commands: run them.
-        seconds: of tests per mutant, as they were recorded.
+        seconds: seconds of tests per mutant, as they were recorded.
         jobs: how many workers.
     """
 

@@ -23,7 +23,7 @@ class Mutant:
     """One change of one operator at one place.
 
     Attributes:
-        path: of the file, relative to the checkout.
+        path: path of the file, relative to the checkout.
         line: where the change begins, from 1.
         column: in that line, from 0.
         operator: the name that cosmic-ray gives it.
@@ -56,7 +56,7 @@ class Sample:
 
     Args:
         sources: the text of each file.
-        seed: of the order.
+        seed: seed of the order.
     """
 
     def __init__(self, sources: dict[str, str], seed: int) -> None:
@@ -89,7 +89,7 @@ def sample(sources: dict[str, str], seed: int, number: int, kept: Path) -> tuple
 
     Args:
         sources: the text of each file.
-        seed: of the order.
+        seed: seed of the order.
         number: how many.
         kept: a file where they are kept: finding them takes a while.
     """

@@ -12,7 +12,7 @@ class Difference(NamedTuple):
     """A value that differs.
 
     Attributes:
-        path: of the value in a mix's recording: a rank, then names and numbers.
+        path: path of the value in a mix's recording: a rank, then names and numbers.
         was: in the first recording.
         now: in the second.
     """

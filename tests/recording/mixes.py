@@ -15,10 +15,10 @@ class Mix:
     Attributes:
         name: as it is chosen and reported.
         world_size: processes.
-        data_parallel: of those with a model.
+        data_parallel: data-parallel size of those with a model.
         flags: added to those of `models.MODEL`.
-        micro_batches: of a step.
-        tokens: of each rank in a window; plans cut at multiples of 128.
+        micro_batches: micro-batches of a step.
+        tokens: tokens of each rank in a window; plans cut at multiples of 128.
     """
 
     name: str
@@ -32,7 +32,7 @@ class Mix:
         """All of its flags.
 
         Args:
-            window_tokens: of the window that its data-parallel ranks share.
+            window_tokens: tokens of the window that its data-parallel ranks share.
         """
         return [
             *("--seq-length", str(window_tokens // self.data_parallel)),

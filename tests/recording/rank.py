@@ -30,8 +30,8 @@ def record(flags: Sequence[str], lengths: Sequence[int], steps: int) -> dict[str
     """Trains for some steps and records this rank's part; collective.
 
     Args:
-        flags: of the run.
-        lengths: of its documents.
+        flags: flags of the run.
+        lengths: lengths of its documents.
         steps: how many.
     """
     log = Log()

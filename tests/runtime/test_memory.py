@@ -110,8 +110,8 @@ def new_tensors(plans: list[tuple[Plan, ...]], head_groups: int) -> list[int]:
     """The number of new large tensors of each step.
 
     Args:
-        plans: of each step, of each nano-batch.
-        head_groups: of each nano-batch.
+        plans: plans of each step, of each nano-batch.
+        head_groups: head groups of each nano-batch.
     """
     counter = NewTensors(select_kernel("cpu"), MIB // head_groups)
     attention = make_attention(counter, CPU, plans, head_groups, 4)

@@ -349,7 +349,7 @@ class Kill:
     """A moment at which a worker is killed.
 
     Args:
-        seed: of the draw.
+        seed: seed of the draw.
 
     Attributes:
         victim: rank that is killed.

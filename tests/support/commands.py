@@ -11,7 +11,7 @@ class Command:
     """A subcommand.
 
     Args:
-        name: of the subcommand.
+        name: name of the subcommand.
         capsys: pytest's.
 
     Attributes:

@@ -43,7 +43,7 @@ class Exchanges:
 
     Attributes:
         transport: what is tested.
-        seed: of sizes and order.
+        seed: seed of sizes and order.
         largest: bytes of a message.
         read_slowly: sleeps now and then between arrival and reading.
         reserve_often: the buffers are now and then allocated anew.

@@ -39,7 +39,7 @@ class FakePackages:
         """Installs these packages and no others.
 
         Args:
-            versions: of each package.
+            versions: version of each package.
             sources: text of each package's module; by default it computes.
         """
         shutil.rmtree(self._folder)

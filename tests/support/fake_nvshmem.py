@@ -28,7 +28,7 @@ class Fake:
         calls: names, in order.
         fails: the call that raises.
         unmapped: ranks on other machines.
-        free_bytes: of the GPU.
+        free_bytes: free bytes of the GPU.
         failure: what the kernels report.
         gpu_initiated: whether its GPU starts transfers between machines, once it was asked to.
     """

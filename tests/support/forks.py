@@ -44,7 +44,7 @@ def launch(processes: int, arguments: Sequence[str], output: Path) -> BaseProces
 
     Args:
         processes: number of ranks.
-        arguments: of the command.
+        arguments: arguments of the command.
         output: file that takes what all processes print.
 
     Returns:

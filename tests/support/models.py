@@ -78,9 +78,9 @@ class StepsDone:
     """What a rank saw of some training steps.
 
     Attributes:
-        losses: of each step.
-        grad_norms: of each step.
-        gradients: of the first step, by parameter name, with the dimension that TP splits or None.
+        losses: losses of each step.
+        grad_norms: gradient norm of each step.
+        gradients: the first step's, by parameter name, with the dimension that TP splits or None.
         bytes_counted: bytes sent by phase, as the transport counted them.
         bytes_planned: the same as the plans predict them.
         place: (tensor-parallel rank, data-parallel rank).
@@ -390,7 +390,7 @@ def of_queries_keys_values(name: str, gradient: torch.Tensor) -> dict[str, torch
     """The parts of a fused weight, whose rows are a group's queries, its key, its value; and so on.
 
     Args:
-        name: of the weight.
+        name: name of the weight.
         gradient: `[(HEADS + 2 * groups) * HEAD_DIM, ...]`.
     """
     groups = (len(gradient) // HEAD_DIM - HEADS) // 2

@@ -28,7 +28,7 @@ class Chosen:
     """What functions do that do not choose themselves.
 
     Attributes:
-        transport: of `--distca-transport`.
+        transport: value of `--distca-transport`.
         ping_pong: whether `--distca-ping-pong`.
     """
 

@@ -94,7 +94,7 @@ class Storm:
 
     Args:
         settings: settings of the engine.
-        seed: of everything that is random.
+        seed: seed of everything that is random.
     """
 
     def __init__(self, settings: EngineSettings, seed: int) -> None:

@@ -69,7 +69,7 @@ class Storm:
     Attributes:
         processes: number of ranks.
         corpus: prefix of the data.
-        flags: of all runs.
+        flags: flags of all runs.
         save: folder of the checkpoints.
         printed: what each run printed.
         ends: seconds from each kill to the launcher's end.

@@ -132,7 +132,7 @@ def run(virtual: VirtualRanks, exchanges: int, sizes: Sequence[int], room: int) 
     Args:
         virtual: the ranks.
         exchanges: how many.
-        sizes: of all messages of an exchange, taken in turn; none: ragged and empty messages.
+        sizes: sizes of all messages of an exchange, taken in turn; none: ragged and empty messages.
         room: the largest message, bytes.
 
     Raises:

@@ -33,9 +33,9 @@ class RunSeen:
 
     Attributes:
         losses: as logged.
-        samples: of each iteration.
+        samples: samples of each iteration.
         rates_logged: learning rates as logged.
-        rates_used: of each group of parameters when the optimizer steps, `[(rate, decay)]`.
+        rates_used: rates of each group of parameters when the optimizer steps, `[(rate, decay)]`.
         validation: where each evaluation was, and its loss.
     """
 

@@ -57,8 +57,8 @@ def copies(
 
     Args:
         library: the model.
-        wanted: of each copy where it begins modulo 16, in source and target, and its bytes.
-        seed: of what is done early.
+        wanted: where each copy begins modulo 16, in source and target, and its bytes.
+        seed: seed of what is done early.
         eager: how likely that is.
     """
     rng = np.random.default_rng(seed)

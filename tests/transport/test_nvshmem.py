@@ -93,7 +93,7 @@ def start_and_end(fails: dict[int, str], unmapped: tuple[int, ...]) -> tuple[str
     """Starts, and closes twice.
 
     Args:
-        fails: of a rank the call that raises.
+        fails: call that raises, by rank.
         unmapped: ranks.
     """
     fake = Fake(fails=fails.get(dist.get_rank(), ""), unmapped=unmapped)

@@ -76,8 +76,8 @@ class Output(Message, frozen=True):
         token: token that was chosen.
         finish: why the answer has ended; None: it goes on.
         found: tokens of the prompt that the prefix cache had.
-        logprobs: of this token, where they are asked for.
-        scores: of the prompt's tokens but the first, with the answer's first token.
+        logprobs: log-probabilities of this token, where they are asked for.
+        scores: log-probabilities of the prompt's tokens but the first, with the answer's first.
     """
 
     number: int
@@ -347,7 +347,7 @@ class Done(Message, frozen=True):
         bytes_sent: bytes that it sent to other ranks.
         plan_seconds: seconds for the plan.
         seconds: seconds for everything.
-        scores: of prompts, where they are asked for.
+        scores: log-probabilities of prompts, where they are asked for.
     """
 
     rank: int

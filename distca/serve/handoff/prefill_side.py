@@ -331,7 +331,7 @@ class PrefillSide:
         """Applies an event to the sending side, and does what it asks for.
 
         Args:
-            event: of its own, or a message from a decode rank.
+            event: an event of its own, or a message from a decode rank.
             told_by: process that an answer goes to, where its try is over here.
         """
         self._sender, actions = send(self._sender, event, time.monotonic())

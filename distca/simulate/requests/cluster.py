@@ -37,7 +37,7 @@ class ServingCluster:
         times: seconds of a prefill.
         decode_times: seconds of a decode iteration.
         prefill_ranks: ranks that prefill.
-        ranks_per_node: of those.
+        ranks_per_node: those of a node.
         decode_ranks: ranks that decode.
         prefill_tokens: tokens whose keys and values a prefill rank holds.
         decode_tokens: tokens whose keys and values a decode rank holds.

@@ -34,8 +34,8 @@ class Seen:
     """What a rank saw of a step, by model chunk.
 
     Attributes:
-        allowed: of each backward pass, whether what it makes may be reduced.
-        started: of each start of a bucket's reduction, during which backward pass; None: in none.
+        allowed: for each backward pass whether what it makes may be reduced.
+        started: for each start of a bucket's reduction during which backward pass; None: in none.
         buckets: how many there are.
     """
 

@@ -80,7 +80,7 @@ def receive(state: Receiver, event: ReceiverEvent, now: float) -> tuple[Receiver
 
     Args:
         state: before the event.
-        event: of its own, or a message from the prefill side.
+        event: an event of its own, or a message from the prefill side.
         now: seconds on the decode rank's clock.
 
     Returns:

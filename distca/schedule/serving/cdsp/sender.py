@@ -89,7 +89,7 @@ def send(state: Sender, event: SenderEvent, now: float) -> tuple[Sender, list[Ac
 
     Args:
         state: before the event.
-        event: of its own, or a message from the decode side.
+        event: an event of its own, or a message from the decode side.
         now: seconds on the prefill side's clock.
 
     Returns:

@@ -222,7 +222,7 @@ def knapsack(values: Sequence[Floats], parts: Sequence[Int64s]) -> Int64s:
     """Chooses an option of each layer, so that values add up to the least there is.
 
     Args:
-        values: of each layer those of its options.
+        values: values of the options of each layer.
         parts: parts of the bound that they use, of which there are `_BINS`; each layer has an
             option that uses none.
 
