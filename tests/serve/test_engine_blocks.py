@@ -23,6 +23,7 @@ from distca.serve.engine.messages import (
     Submit,
     ToWorker,
     decoder,
+    encode,
 )
 from distca.serve.engine.settings import EngineSettings
 from distca.serve.sampling import Penalties, Sampling
@@ -221,3 +222,18 @@ def test_workers_without_a_part_are_told_of_iterations_later_many_at_once() -> N
             assert len(told[rank]) > number - MOST_MISSED
             assert rank not in parts or told[rank][-1] == number
     assert wakes[2] == 3 + 2 + 300 // MOST_MISSED + 198 // MOST_MISSED
+
+
+def test_iterations_that_wait_in_the_backlog_stay_as_they_were(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    run = Run(token_settings(), 500)
+    kept, start = [], run.workers.start
+
+    def keeping(iteration: Iteration, parts: Any) -> None:
+        kept.append((iteration, encode(iteration)))
+        start(iteration, parts)
+
+    monkeypatch.setattr(run.workers, "start", keeping)
+    run.answer(submits_of(0, 8))
+    assert all(encode(iteration) == begun for iteration, begun in kept)
