@@ -61,15 +61,15 @@ def test_speeds_on_the_front_page_and_in_the_index() -> None:
 def test_mixes_that_are_said_to_gain_nothing_are_those() -> None:
     """The front page says why; and what it calls equal is."""
     stored = throughput(RESULTS / "throughput.md")
-    losing = [
+    not_faster = [
         mix
         for (mix, way), row in stored.items()
-        if way == "tiles, whole" and float(row["ratio"]) < 1
+        if way == "tiles, whole" and float(row["ratio"]) < 1.02
     ]
     (said,) = re.findall(
         r"nothing where documents are equal \((\w+)\)", (ROOT / "README.md").read_text()
     )
-    assert losing == [said]
+    assert not_faster == [said]
     saved = json.loads((RESULTS / "throughput.json").read_text())["mixes"]
     assert max(saved[said]["max_over_mean_pairs"]) < 1.005
 
