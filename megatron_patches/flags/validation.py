@@ -27,6 +27,11 @@ from megatron_patches.flags.latent_attention import (
 )
 from megatron_patches.flags.megatron_table import SFT_TOKENIZER
 
+FP8_RECIPES = ("tensorwise", "blockwise", "mxfp8")
+"""Values of `--fp8-recipe` whose scales are of a tensor alone, so that nano-batches share none."""
+FP8_ROWS = 32
+"""Rows that fp8 layers take a multiple of: 16, and 32 with mxfp8."""
+
 
 def validate_distca_arguments(args: Namespace) -> None:
     """Checks the arguments before any work starts, with the same result on every rank.
@@ -74,6 +79,7 @@ def validate_distca_arguments(args: Namespace) -> None:
     _validate_pipeline(args)
     _validate_chain(args)
     _validate_ping_pong(args)
+    _validate_gradient_fusion(args)
     _validate_servers(args)
     _validate_transport(args)
     _validate_cuda_graphs(args)
@@ -239,7 +245,8 @@ def _validate_ping_pong(args: Namespace) -> None:
             f"--distca-ping-pong needs --seq-length {args.seq_length} to be a multiple of twice "
             f"--tensor-model-parallel-size {shards}"
         )
-    for flag in ("fp8", "fp4", "tp_comm_overlap"):
+    _validate_fp8(args, tokens // (2 * shards))
+    for flag in ("fp4", "tp_comm_overlap"):
         if getattr(args, flag, None):
             raise ValueError(
                 f"--distca-ping-pong does not cover --{flag.replace('_', '-')}: give "
@@ -255,6 +262,50 @@ def _validate_ping_pong(args: Namespace) -> None:
                 f"--distca-ping-pong does not cover --recompute-modules {module} with "
                 f"--transformer-impl {args.transformer_impl}, whose layers remember one "
                 f"recomputation each: leave {module} out, or give --no-distca-ping-pong"
+            )
+
+
+def _validate_fp8(args: Namespace, rows: int) -> None:
+    """Checks that two nano-batches can be in fp8 layers at once.
+
+    Args:
+        args: Megatron-LM's arguments.
+        rows: rows of a nano-batch on a rank.
+    """
+    if not getattr(args, "fp8", None):
+        return
+    if args.fp8_recipe not in FP8_RECIPES:
+        raise ValueError(
+            f"--distca-ping-pong does not cover --fp8-recipe {args.fp8_recipe}, whose scales "
+            f"follow the values of earlier passes: choose one of {', '.join(FP8_RECIPES)}, or "
+            "give --no-distca-ping-pong"
+        )
+    if rows % FP8_ROWS:
+        raise ValueError(
+            f"--distca-ping-pong with --fp8-format needs a multiple of {FP8_ROWS} rows in a rank's "
+            f"half of a micro-batch, not {rows}: raise --seq-length or --micro-batch-size"
+        )
+    if args.distca_scheduler == "wlb-llm" and args.distca_placement == "free":
+        raise ValueError(
+            "--distca-scheduler wlb-llm gives ranks different numbers of tokens, which fp8 layers "
+            "may not take: add --distca-placement sequential"
+        )
+
+
+def _validate_gradient_fusion(args: Namespace) -> None:
+    """Checks that layers with weights in fp8 add to their gradients in every pass.
+
+    Those that Megatron tells which micro-batch is the first replace gradients in its backward pass,
+    which here is not the first one.
+    """
+    if not (args.gradient_accumulation_fusion and (args.distca_ping_pong or args.distca_chain > 1)):
+        return
+    for name in ("fp8", "te_precision_config_file"):
+        if getattr(args, name, None):
+            raise ValueError(
+                f"--{name.replace('_', '-')}: with --distca-ping-pong or --distca-chain the first "
+                "forward pass is not the first to go back, so that layers would lose gradients: "
+                "add --no-gradient-accumulation-fusion"
             )
 
 

@@ -9,18 +9,23 @@ Tensor-parallel collectives are part of a piece, on a process group of their own
 the other nano-batch's exchange. Autograd goes back through all pieces in exactly the opposite
 order, since it takes the operation that was recorded last among those that are ready; both
 nano-batches are recorded by one thread.
+
+Around each layer Megatron enters Transformer Engine's recipe (fp8), in a state that a process has
+once. A nano-batch leaves it where it gives way, and enters it anew when it goes on; so contexts of
+two layers never overlap, and each calls a module once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from contextvars import copy_context
 from functools import partial
 from typing import Any
 
 import torch
 from megatron.core import tensor_parallel
+from megatron.core.fp8_utils import get_fp8_context
 from megatron.core.models.gpt import GPTModel
 from megatron.core.utils import make_viewless_tensor
 
@@ -43,20 +48,42 @@ class Turns:
         import greenlet
 
         self._greenlet, self._program = greenlet, program
+        # Of each coroutine: how its context is entered, and the context that it is in.
+        self._contexts: dict[Any, tuple[Callable[[], AbstractContextManager[Any]], ExitStack]] = {}
+
+    @contextmanager
+    def inside(self, context: Callable[[], AbstractContextManager[Any]]) -> Iterator[None]:
+        """Surrounds a part of the coroutine by a context of the process, left while others run.
+
+        Args:
+            context: maker of the context, called wherever it is entered.
+        """
+        coroutine = self._greenlet.getcurrent()
+        with ExitStack() as held:
+            held.enter_context(context())
+            self._contexts[coroutine] = context, held
+            try:
+                yield
+            finally:
+                del self._contexts[coroutine]
 
     def run(self, functions: Sequence[Callable[[], Any]]) -> list[Any]:
         """Runs the function of each nano-batch to its end, and returns what they return."""
         main, outside = self._greenlet.getcurrent(), ThreadState.present()
         results: list[Any] = [None] * len(functions)
+        nothing = nullcontext, ExitStack()
 
         def keep(number: int, function: Callable[[], Any]) -> None:
             outside.restore()
             results[number] = function()
 
         def give_way() -> None:
+            context, held = self._contexts.get(self._greenlet.getcurrent(), nothing)
+            held.close()
             of_this_one = ThreadState.present()
             main.switch()
             of_this_one.restore()
+            held.enter_context(context())
 
         coroutines = [
             self._greenlet.greenlet(partial(keep, number, function))
@@ -117,11 +144,12 @@ def _forward(
     program = packed_seq_params.run.program
 
     def run(layers: Sequence[Any], *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        turns = Turns(program)
         functions = [
-            partial(_run_layers, layers, part, nano_batch, angle, others)
+            partial(_run_layers, turns, layers, part, nano_batch, angle, others)
             for part, nano_batch, angle in zip(inputs, nano_batches, angles, strict=True)
         ]
-        result = tuple(Turns(program).run(functions))
+        result = tuple(turns.run(functions))
         program.send_ahead()
         return result
 
@@ -142,6 +170,7 @@ def _forward(
 
 
 def _run_layers(
+    turns: Turns,
     layers: Sequence[Any],
     hidden: torch.Tensor,
     params: DocumentParams,
@@ -155,11 +184,12 @@ def _run_layers(
         if name.startswith("rotary_pos") or name in ("attention_bias", "sequence_len_offset")
     }
     for layer in layers:
-        hidden, _ = layer(
-            hidden_states=hidden,
-            attention_mask=None,
-            rotary_pos_emb=angles,
-            packed_seq_params=params,
-            **passed,
-        )
+        with turns.inside(partial(get_fp8_context, layer.config, layer.layer_number - 1)):
+            hidden, _ = layer(
+                hidden_states=hidden,
+                attention_mask=None,
+                rotary_pos_emb=angles,
+                packed_seq_params=params,
+                **passed,
+            )
     return hidden

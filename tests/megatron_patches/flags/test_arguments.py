@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import re
+from typing import Any
 
 import pytest
 import torch
@@ -250,7 +251,7 @@ def test_bad_input(flags: str, message: str) -> None:
         ("decoder_first_pipeline_num_layers", 1, "remove --decoder-first-pipeline-num-layers"),
         ("num_layers", 3, "equally many layers on all 2 pipeline stages"),
         ("position_embedding_type", "learned_absolute", "needs --position-embedding-type rope"),
-        ("fp8", "e4m3", "does not cover --fp8: give --no-distca-ping-pong"),
+        ("fp4", "e2m1", "does not cover --fp4: give --no-distca-ping-pong"),
         ("tp_comm_overlap", True, "does not cover --tp-comm-overlap"),
     ],
 )
@@ -293,6 +294,40 @@ def test_sizes_of_latent_attention() -> None:
     assert attention_parameters(args) == hidden * heads * 32 + keys + heads * 16 * hidden
     with pytest.raises(ValueError, match="yarn needs --multi-latent-attention"):
         parse("--rope-type", "yarn")
+
+
+@pytest.mark.parametrize(
+    ("changes", "flags", "message"),
+    [
+        ({"fp8_recipe": "delayed"}, "", "choose one of tensorwise, blockwise, mxfp8"),
+        ({"gradient_accumulation_fusion": True}, "", "--fp8: .* add --no-gradient-accum"),
+        ({}, "", None),
+        ({}, "--tensor-model-parallel-size 4 --sequence-parallel", "multiple of 32 .* not 16"),
+        ({}, "--distca-scheduler wlb-llm", "numbers of tokens, which fp8 .* sequential"),
+        ({}, "--distca-scheduler wlb-llm --distca-placement sequential", None),
+    ],
+)
+def test_fp8_layers_with_two_nano_batches(
+    changes: dict[str, Any], flags: str, message: str | None
+) -> None:
+    args = parse("--distca", "--seq-length", "128", *flags.split(), world_size=4)
+    vars(args).update({"fp8": "e4m3", "fp8_recipe": "tensorwise"} | changes)
+    if message is None:
+        validate_distca_arguments(args)
+        return
+    with pytest.raises(ValueError, match=message):
+        validate_distca_arguments(args)
+    args.distca_ping_pong = False
+    validate_distca_arguments(args)
+
+
+def test_weights_in_lower_precision_add_to_gradients() -> None:
+    args = parse("--distca", "--no-distca-ping-pong", "--distca-chain", "2")
+    args.te_precision_config_file = "precision.yaml"
+    validate_distca_arguments(args)
+    args.gradient_accumulation_fusion = True
+    with pytest.raises(ValueError, match=r"--te-precision-config-file: .* add --no-gradient"):
+        validate_distca_arguments(args)
 
 
 def test_chains_go_back_last_first() -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from typing import Any
 
@@ -135,3 +136,52 @@ def test_what_one_half_enters_is_not_for_the_other(name: str, first: int) -> Non
         halves = [lambda: enters(first, 0), lambda: enters(other, 1)]
         Turns(program).run(halves if first == 0 else halves[::-1])
         assert state() == before
+
+
+class Recipe:
+    """A recipe as Transformer Engine's: of the process, and put back by who leaves it.
+
+    Attributes:
+        present: name of the recipe in force.
+        entered: names of recipes in the order in which they were entered.
+    """
+
+    def __init__(self) -> None:
+        self.present = "none"
+        self.entered: list[str] = []
+
+    @contextmanager
+    def context(self, name: str) -> Iterator[None]:
+        assert self.present == "none", "calls of two layers overlap"
+        before, self.present = self.present, name
+        self.entered.append(name)
+        try:
+            yield
+        finally:
+            self.present = before
+
+
+def test_a_recipe_of_the_process_is_left_while_the_other_half_runs() -> None:
+    """Layers of both halves have recipes of their own, and one has none."""
+    recipe = Recipe()
+    program = ProgramRun(
+        [], tuple(Event("forward", "start", number, 0) for number in (0, 1, 0, 1, 0, 1))
+    )
+    turns = Turns(program)
+
+    def layers(number: int) -> None:
+        for layer in range(3):
+            name = f"layer {layer}"
+            if layer == 1:
+                program.take_turn("forward", "start", number)
+                assert recipe.present == "none"
+                continue
+            with turns.inside(lambda name=name: recipe.context(name)):
+                program.take_turn("forward", "start", number)
+                assert recipe.present == name
+            assert recipe.present == "none"
+
+    turns.run([lambda: layers(0), lambda: layers(1)])
+    # Both wait in their last layer for each other, and enter anew.
+    assert recipe.entered.count("layer 0") == 2
+    assert recipe.entered.count("layer 2") == 4
