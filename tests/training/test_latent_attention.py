@@ -6,16 +6,20 @@ import pytest
 
 from support.models import StepsDone, train
 from support.parity import RECOMPUTE, WHOLE
-from support.pipelines import WINDOW, check, documents
+from support.pipelines import LAYOUTS, WINDOW, check, documents
 
-MICRO_BATCHES = 3
+MICRO_BATCHES, CHAIN = 3, 3
 LATENT = """
-    --multi-latent-attention --q-lora-rank 24 --kv-lora-rank 16 --qk-head-dim 16
+    --num-layers 4 --multi-latent-attention --q-lora-rank 24 --kv-lora-rank 16 --qk-head-dim 16
     --qk-pos-emb-head-dim 8 --v-head-dim 12 --qk-layernorm --rotary-scaling-factor 4
     --mscale-all-dim 0.7
 """.split()
 PLAIN = ["--seq-length", str(WINDOW), "--global-batch-size", str(MICRO_BATCHES)]
 HALVES = ["--seq-length", str(WINDOW // 2), "--global-batch-size", str(2 * MICRO_BATCHES)]
+# Documents are longer than a micro-batch.
+CHAINED = ["--seq-length", str(WINDOW // 2 // CHAIN), "--distca", "--distca-chain", str(CHAIN)]
+CHAINED += ["--global-batch-size", str(2 * CHAIN * MICRO_BATCHES)]
+VIRTUAL = LAYOUTS["PP2-VPP2"][1].split()
 TP2 = [*PLAIN, "--distca", "--tensor-model-parallel-size", "2"]
 
 
@@ -36,10 +40,15 @@ def plain(ranks) -> StepsDone:
         (2, [*HALVES, "--distca", "--distca-backward", "keep", "--distca-head-groups", "2"]),
         (2, [*HALVES, "--distca", WHOLE, *RECOMPUTE]),
         (3, [*HALVES, "--distca", "--distca-servers", "dedicated:1"]),
-        (4, [*TP2, "--sequence-parallel", "--pipeline-model-parallel-size", "2"]),
+        (4, [*TP2, "--sequence-parallel", *VIRTUAL]),
         (2, TP2),
+        (2, [*CHAINED, *RECOMPUTE]),
+        (4, [*CHAINED, *VIRTUAL, WHOLE]),
     ],
-    ids=["packed documents", "kept inputs", "recomputed", "dedicated", "TP2-SP-PP2", "TP2"],
+    ids=[
+        *("packed documents", "kept inputs", "recomputed", "dedicated", "TP2-SP-PP2-VPP2", "TP2"),
+        *("chain", "chain, PP2-VPP2"),
+    ],
 )
 def test_losses_gradients_and_bytes(
     ranks, plain: StepsDone, world_size: int, flags: list[str]

@@ -1,23 +1,23 @@
 """Models with latent attention and with experts in both loops, through checkpoints.
 
-The reference is the lean loop without `--distca` in one process, with megatron-core's dense core
-attention. Every other run loads the weights that it began with, on two ranks with `--distca` and
-documents that span them: its losses and the norm of its gradients are the reference's.
+Each gradient in Megatron-LM's own loop is held against that loop without `--distca`. For
+checkpoints of both loops the reference is the lean loop without it in one process, with
+megatron-core's dense core attention: other runs load the weights that it began with, on two ranks
+with `--distca` and documents that span them, and have its losses and the norm of its gradients.
 """
 
 from __future__ import annotations
 
-import importlib.util
 import re
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
+from support.own_loop import OWN_LOOP, OwnLoop, needs_own_loop, sizes
 from support.pretraining import LOSS, run_command
 from support.whole_runs import write_documents
 
-OWN_LOOP = importlib.util.find_spec("megatron.training") is not None
 GRADIENTS = re.compile(r"iteration +(\d+)/.*? grad norm: (\S+) \|")
 FLAGS = """
     --num-layers 2 --hidden-size 64 --ffn-hidden-size 96 --num-attention-heads 4
@@ -37,15 +37,21 @@ EXPERTS = """
     --moe-token-dispatcher-type alltoall --moe-router-load-balancing-type aux_loss
     --moe-aux-loss-coeff 0.5 --moe-z-loss-coeff 0.1
 """
-MODELS = {"latents": LATENTS, "latents and experts": f"{LATENTS} {EXPERTS}"}
-WINDOW, HALF = ("--seq-length 512 --global-batch-size 2", "--seq-length 256 --global-batch-size 4")
+# Without them, so that placement is free.
+UNBALANCED = f"{EXPERTS} --moe-router-load-balancing-type none".split()
+VIRTUAL = "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1".split()
+EP2 = ["--expert-model-parallel-size", "2"]
+SHARDED = (
+    "--tensor-model-parallel-size 2 --sequence-parallel --expert-tensor-parallel-size 1".split()
+)
 LAYOUTS = {
-    "DP2": HALF,
-    "TP2-SP": f"{WINDOW} --tensor-model-parallel-size 2 --sequence-parallel",
-    "PP2": f"{WINDOW} --pipeline-model-parallel-size 2",
+    "DP2-PP2-VPP2-EP2, chain": (4, [*sizes(128, 2, chain=2), *VIRTUAL, *EP2]),
+    "TP2-SP-PP2-VPP2": (4, [*sizes(512), *VIRTUAL, *SHARDED]),
+    "DP2": (2, sizes(256, 2)),
 }
+WINDOW, HALF = ("--seq-length 512 --global-batch-size 2", "--seq-length 256 --global-batch-size 4")
 # Documents stay in their micro-batch, over which losses of balance are averaged.
-SHARED = f"""
+SHARED_EXPERTS = f"""
     {HALF} --distca-placement sequential --no-distca-ping-pong --expert-model-parallel-size 2
 """
 # The optimizers of one process and of ranks that share experts keep different things.
@@ -72,8 +78,8 @@ class Seen:
             assert self.norms[iteration] == pytest.approx(expected.norms[iteration], abs=0.0011)
 
 
-def train(loop: str, processes: int, model: str, *flags: str) -> Seen:
-    arguments = ["--training-loop", loop, *FLAGS, *MODELS[model].split()]
+def train(loop: str, processes: int, *flags: str) -> Seen:
+    arguments = ["--training-loop", loop, *FLAGS, *LATENTS.split(), *EXPERTS.split()]
     output = run_command(processes, [*arguments, *" ".join(flags).split()])
     losses, norms = (
         {int(number): float(value) for number, value in pattern.findall(output)}
@@ -93,34 +99,29 @@ def saved_at(folder: Path, iteration: int) -> str:
     return f"--load {folder}"
 
 
-def reference(model: str, data: str, folder: Path) -> tuple[Seen, str]:
+def reference(data: str, folder: Path) -> tuple[Seen, str]:
     """A run's third step and those after it, and the flags that load what it had before."""
     plain = f"{data} {WINDOW} --attention-backend local"
-    train("lean", 1, model, plain, f"--train-iters 2 --save {folder} --save-interval 2")
+    train("lean", 1, plain, f"--train-iters 2 --save {folder} --save-interval 2")
     load = f"{saved_at(folder, 2)} {WEIGHTS}"
-    return train("lean", 1, model, plain, load), load
+    return train("lean", 1, plain, load), load
 
 
-@pytest.fixture(scope="module")
-def latents(data: str, tmp_path_factory: pytest.TempPathFactory) -> tuple[Seen, str]:
-    return reference("latents", data, tmp_path_factory.mktemp("latents"))
-
-
-@pytest.mark.skipif(not OWN_LOOP, reason="megatron.training is not installed: Python 3.12 has it")
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_latent_attention_in_megatron_s_loop(layout, data, latents, full) -> None:
-    if layout != "DP2" and not full:
-        pytest.skip("tests/training holds this in the lean loop; --full runs it, too")
-    expected, load = latents
-    found = train("megatron", 2, "latents", data, LAYOUTS[layout], "--distca", load)
-    found.check(expected, 3)
+@needs_own_loop
+def test_all_gradients_in_megatron_s_loop(tmp_path: Path, full: bool) -> None:
+    """Also with virtual stages, and micro-batches smaller than a document."""
+    loop = OwnLoop(tmp_path, [*LATENTS.split(), *UNBALANCED, "--moe-layer-freq", "[0,1,1,1]"])
+    for part in ("linear_kv_up_proj", "experts", "router"):
+        assert any(part in name for name in loop.expected), part
+    for processes, flags in list(LAYOUTS.values())[: None if full else 1]:
+        loop.check(processes, "--distca", *flags)
 
 
 def test_experts_go_on_from_a_checkpoint_of_both_loops(data, tmp_path) -> None:
     """What the lean loop saves of experts on two ranks, the other one goes on from."""
-    model, shared = "latents and experts", f"{data} {SHARED} --distca"
-    expected, load = reference(model, data, tmp_path / "one")
+    shared = f"{data} {SHARED_EXPERTS} --distca"
+    expected, load = reference(data, tmp_path / "one")
     save = f"--save {tmp_path / 'two'} --save-interval 3"
-    train("lean", 2, model, shared, save, load).check(expected, 3)
+    train("lean", 2, shared, save, load).check(expected, 3)
     loop = "megatron" if OWN_LOOP else "lean"
-    train(loop, 2, model, shared, saved_at(tmp_path / "two", 3)).check(expected, 4)
+    train(loop, 2, shared, saved_at(tmp_path / "two", 3)).check(expected, 4)
