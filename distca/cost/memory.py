@@ -109,7 +109,8 @@ def plan_memory(
     """
     q, kv = rank_rows(plan)
     q_row, k_row, v_row = shape.q_row_bytes, shape.k_row_bytes, shape.v_row_bytes
-    q_inputs, kv_row = shape.q_inputs_row_bytes, shape.kv_row_bytes
+    q_inputs, kv_row, moved = shape.q_inputs_row_bytes, shape.kv_row_bytes, shape.moved_kv_row_bytes
+    expands = shape.kv_rank is not None
 
     def served(rows: RankRows, row: int) -> Int64s:
         """Where rows arrive, they lie in memory with the local ones."""
@@ -119,20 +120,31 @@ def plan_memory(
         """Results of all calls, and those that come back."""
         return np.where(rows.computed_alone, 0, (rows.parts + rows.sent + more) * row)
 
-    of_kv = served(kv, kv_row)
-    gradients = [parts(rows, 0, row) for rows, row in ((q, q_row), (kv, k_row), (kv, v_row))]
+    of_kv = [served(kv, kv_row)]
+    # Gradients of latents come back instead of those of keys and values.
+    fewer = -kv.sent if expands else 0
+    gradients = [parts(q, 0, q_row), parts(kv, fewer, k_row), parts(kv, fewer, v_row)]
+    if expands:
+        of_kv.append(kv.received * moved)
+        returned = (shape.kv_rank or 0, shape.rotated_dim)
+        gradients += [kv.sent * each * shape.dtype_bytes for each in returned]
     merged = np.maximum(q.of_received.shared, q.of_local.shared)
     slot = [
-        _take(served(q, q_row), of_kv, parts(q, merged, shape.result_row_bytes)),
-        _take(served(q, q_inputs), of_kv, *gradients),
+        _take(served(q, q_row), *of_kv, parts(q, merged, shape.result_row_bytes)),
+        _take(served(q, q_inputs), *of_kv, *gradients),
     ]
     scratch = [
         # Rows of messages, one kind after the other; outputs as they merge.
-        *(_take(rows) for rows in (q.sent * q_inputs, kv.sent * kv_row)),
+        *(_take(rows) for rows in (q.sent * q_inputs, kv.sent * moved)),
         _take(q.received * q.placed * (kv.received > 0) * q_inputs),
-        *(_take(rows) for rows in (q.received * q_row, kv.received * kv_row)),
+        *(_take(rows) for rows in (q.received * q_row, kv.received * moved)),
         merge_bytes(np.maximum(q.of_received.members, q.of_local.members), shape),
     ]
+    if expands:
+        expanded = kv.received * shape.expanded_dim * shape.dtype_bytes
+        messages = np.maximum(kv.received * moved, q.received * q_row)
+        scratch.append(_take(kv.received * kv.placed * kv_row, expanded))
+        scratch.append(_take(kv.received * k_row, kv.received * v_row, expanded, messages))
     for of_q, of_kv_rows in zip(q.calls, kv.calls, strict=True):
         queries, keys = (each.rows * each.gathers for each in (of_q, of_kv_rows))
         of_queries = (
@@ -145,17 +157,17 @@ def plan_memory(
         *_channels(plan_bytes(plan, shape, backward)),
         int(np.max(slot, initial=0)),
         int(np.max(scratch, initial=0)),
-        int(_indices(q, kv).max()),
+        int(_indices(q, kv, expands).max()),
     )
 
 
-def _indices(q: RankRows, kv: RankRows) -> Int64s:
+def _indices(q: RankRows, kv: RankRows, expands: bool) -> Int64s:
     """Bytes of the row indices of each rank's part: see `distca.runtime.exchange`.
 
     A row that moves has two in messages, and on the rank that sends it one among the local rows.
     Served rows that lie in the order of their use have one, and a kernel call has one for each row
     that it gathers, and so have sums; each row that is made of parts tells which are its first, and
-    which output is its own.
+    which output is its own. Gradients of latents have sums apart from those of keys and values.
     """
     rows = np.zeros_like(q.local)
     for each in (q, kv):
@@ -166,6 +178,7 @@ def _indices(q: RankRows, kv: RankRows) -> Int64s:
         rows = rows + np.where(alone, 0, each.of_local.parts + each.local)
     rows = rows + np.where(q.in_order, 0, q.received)
     rows = rows + np.where(q.in_order & (q.sent == 0), 0, q.local)
+    rows = rows + expands * np.where(kv.sent > 0, kv.sent + kv.local, 0)
     for merged in (q.of_received, q.of_local):
         rows = rows + 3 * merged.members + merged.shared
     return aligned(rows * INDEX_BYTES)  # type: ignore[no-any-return]

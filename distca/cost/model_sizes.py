@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from distca.cost.volume import AttentionShape
 from distca.plan import LayerMasks, Mask
@@ -132,6 +132,12 @@ class ModelSize:
             dtype_bytes,
             self.value_dim,
         )
+
+    def latent_shape(self, tensor_parallel: int = 1, dtype_bytes: int = 2) -> AttentionShape:
+        """The same heads where latents travel instead of keys and values, of a model with them."""
+        shape, latents = self.attention_shape(tensor_parallel, dtype_bytes), self.latents
+        assert latents is not None
+        return replace(shape, kv_rank=latents.kv_rank, rotated_dim=latents.rotated_dim)
 
     @property
     def pre_parameters(self) -> int:

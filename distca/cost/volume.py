@@ -74,6 +74,9 @@ class AttentionShape:
         head_dim: elements of a head.
         dtype_bytes: bytes of an element.
         v_head_dim: elements of a value's head, and of an output's; None: `head_dim`.
+        kv_rank: size of the latent that travels instead of a token's keys and values, which servers
+            make of it (`latent_rows.py`); None: these travel themselves.
+        rotated_dim: elements of a key's head that all heads share, and that travel with a latent.
     """
 
     heads: int
@@ -81,6 +84,8 @@ class AttentionShape:
     head_dim: int
     dtype_bytes: int = 2
     v_head_dim: int | None = None
+    kv_rank: int | None = None
+    rotated_dim: int = 0
 
     def __post_init__(self) -> None:
         if min(self.heads, self.kv_heads, self.head_dim, self.dtype_bytes, self.value_dim) < 1:
@@ -166,6 +171,24 @@ class AttentionShape:
     def kv_row_bytes(self) -> int:
         """Bytes of a key row and a value row together."""
         return self.k_row_bytes + self.v_row_bytes
+
+    @property
+    def moved_kv_row_bytes(self) -> int:
+        """Bytes that travel for a token's keys and values: theirs, or those of its latent and of
+        the part of keys that heads share."""
+        if self.kv_rank is None:
+            return self.kv_row_bytes
+        return sum(padded(each * self.dtype_bytes) for each in (self.kv_rank, self.rotated_dim))
+
+    @property
+    def expanded_dim(self) -> int:
+        """Elements that a latent is expanded to: keys but for what heads share, and values."""
+        return self.kv_heads * (self.head_dim - self.rotated_dim + self.value_dim)
+
+    @property
+    def expansion_flops(self) -> float:
+        """Operations that expand a latent."""
+        return 2.0 * (self.kv_rank or 0) * self.expanded_dim
 
     @property
     def kv_head_bytes(self) -> int:
@@ -289,7 +312,7 @@ def plan_bytes(plan: Plan, shape: AttentionShape, backward: BackwardInputs = "re
     def to_servers(sizes: Int64s) -> Messages:
         return Messages(owner, server, sizes, plan.world_size)
 
-    inputs = q * shape.q_row_bytes + kv * shape.kv_row_bytes
+    inputs = q * shape.q_row_bytes + kv * shape.moved_kv_row_bytes
     # The gradient of the output, the final output and the final LSE.
     gradient = q * (shape.out_row_bytes + shape.result_row_bytes)
     return PlanBytes(

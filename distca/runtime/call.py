@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from distca.runtime.group_call import GroupCall
+from distca.runtime.latent_rows import Latents
 from distca.runtime.program_run import ProgramRun
 from distca.schedule.program import Event
 
@@ -44,10 +46,24 @@ class Call:
         """Views of each head group's part of a tensor `[rows, heads, ...]`."""
         return tensor.chunk(len(self._group_calls), dim=1)
 
-    def start(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
-        """Sends the local rows to their servers."""
+    def start(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        latents: Latents | None = None,
+    ) -> None:
+        """Sends the local rows to their servers.
+
+        Args:
+            q: queries, `[local rows, heads, head_dim]`.
+            k: keys, `[local key rows, kv_heads, head_dim]`.
+            v: values, `[local key rows, kv_heads, v_head_dim]`.
+            latents: latents that travel instead of keys and values, of all heads in one group;
+                None: none do.
+        """
         for group, *inputs in zip(self._group_calls, *map(self._of_groups, (q, k, v)), strict=True):
-            group.start(self._exchange, *inputs)
+            group.start(self._exchange, *inputs, latents)
 
     def compute(self) -> None:
         """Runs the kernels, and sends outputs to their owners."""
@@ -85,16 +101,24 @@ class Call:
         return torch.cat(found) if found else None
 
     def start_backward_without_tokens(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        latents: Latents | None = None,
     ) -> None:
         """Does `start_backward` on a rank that only serves; the tensors have no rows."""
         for group, *inputs in zip(self._group_calls, *map(self._of_groups, (q, k, v)), strict=True):
-            group.start_backward_without_tokens(self._exchange, *inputs)
+            group.start_backward_without_tokens(self._exchange, *inputs, latents)
 
-    def compute_backward(self) -> None:
-        """Runs the kernels, and sends gradients to their owners."""
-        for group in self._group_calls:
-            group.compute_backward()
+    def compute_backward(self) -> torch.Tensor | None:
+        """Runs the kernels, and sends gradients to their owners.
+
+        Returns:
+            The gradient of the weight that expanded latents, if any arrived.
+        """
+        found = [group.compute_backward() for group in self._group_calls]
+        return found[0]
 
     def send_ahead(self) -> None:
         """Sends the rows that the backward pass needs and that are known before its turn."""
@@ -102,7 +126,8 @@ class Call:
             group.send_ahead(self._exchange)
 
     def finish_backward(self) -> tuple[torch.Tensor, ...]:
-        """Returns the gradients of the local queries, keys and values."""
+        """Returns the gradients of the local queries, keys and values, and of latents of which any
+        were sent."""
         if len(self._group_calls) == 1:
             return self._group_calls[0].finish_backward()
         gradients = zip(*(group.finish_backward() for group in self._group_calls), strict=True)
@@ -116,6 +141,7 @@ def differentiable_call(
     v_THD: torch.Tensor,
     event: Event,
     sink_H: torch.Tensor | None = None,
+    latents: Latents | None = None,
 ) -> torch.Tensor:
     """Does a call's forward steps, each in its turn; autograd does the backward steps.
 
@@ -126,14 +152,20 @@ def differentiable_call(
         v_THD: local values, `[local key rows, kv_heads, v_head_dim]`; so wide are outputs' heads.
         event: event whose turn has come: the call's start.
         sink_H: one more logit of each head, `[heads]`; None: there is none.
+        latents: latents that travel instead of keys and values; None: none do.
     """
+    latent = weight = None
+    if latents is not None:
+        latent, weight = latents.latent.contiguous(), latents.weight
+        # Its gradient is that of `_Compute`.
+        latents = replace(latents, weight=None if weight is None else weight.detach())
     ticket = _Start.apply(  # type: ignore[no-untyped-call]
-        q_THD.contiguous(), k_THD.contiguous(), v_THD.contiguous(), call
+        q_THD.contiguous(), k_THD.contiguous(), v_THD.contiguous(), latent, latents, call
     )
     if ticket.requires_grad:
         call.run.goes_back(event, call)
     call.run.take_turn("forward", "compute", call.nano_batch)
-    ticket = _Compute.apply(ticket, call)  # type: ignore[no-untyped-call]
+    ticket = _Compute.apply(ticket, weight, call)  # type: ignore[no-untyped-call]
     call.run.take_turn("forward", "finish", call.nano_batch)
     return _Finish.apply(ticket, sink_H, call)  # type: ignore[no-any-return,no-untyped-call]
 
@@ -146,22 +178,33 @@ class _Start(torch.autograd.Function):
 
     @staticmethod
     def forward(  # type: ignore[override]
-        ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call
+        ctx: Any,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        latent: torch.Tensor | None,
+        latents: Latents | None,
+        call: Call,
     ) -> torch.Tensor:
         ctx.call = call
-        call.start(q.detach(), k.detach(), v.detach())
+        if latents is not None and latent is not None:
+            latents = replace(latents, latent=latent.detach())
+        call.start(q.detach(), k.detach(), v.detach(), latents)
         return q.new_empty(0)
 
     @staticmethod
     def backward(ctx: Any, _: torch.Tensor) -> Any:  # type: ignore[override]
         call: Call = ctx.call
         call.run.has_gone_back(call.run.take_turn("backward", "finish", call.nano_batch))
-        return *call.finish_backward(), None
+        dq, dk, dv, *of_latent = call.finish_backward()
+        return dq, dk, dv, of_latent[0] if of_latent else None, None, None
 
 
 class _Compute(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, ticket: torch.Tensor, call: Call) -> torch.Tensor:  # type: ignore[override]
+    def forward(  # type: ignore[override]
+        ctx: Any, ticket: torch.Tensor, weight: torch.Tensor | None, call: Call
+    ) -> torch.Tensor:
         ctx.call = call
         call.compute()
         return ticket.new_empty(0)
@@ -170,10 +213,10 @@ class _Compute(torch.autograd.Function):
     def backward(ctx: Any, ticket: torch.Tensor) -> Any:  # type: ignore[override]
         call: Call = ctx.call
         call.run.take_turn("backward", "compute", call.nano_batch)
-        call.compute_backward()
+        of_weight = call.compute_backward()
         # This layer's keys and values have come, which frees the channel for the layer below's.
         call.run.send_ahead()
-        return ticket, None
+        return ticket, of_weight, None
 
 
 class _Finish(torch.autograd.Function):

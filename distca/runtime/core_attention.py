@@ -22,6 +22,7 @@ from distca.cost.volume import BACKWARD_INPUTS, BackwardInputs
 from distca.runtime.buffers import Buffers
 from distca.runtime.call import Call, differentiable_call
 from distca.runtime.group_call import GroupCall, GroupResources
+from distca.runtime.latent_rows import Latents
 from distca.runtime.program_run import ProgramRun
 from distca.runtime.trace import Trace
 from distca.transport import Transport
@@ -72,6 +73,7 @@ class CoreAttention:
         labels: Mapping[str, Any] | None = None,
         nano_batch: int = 0,
         sink_H: torch.Tensor | None = None,
+        latents: Latents | None = None,
     ) -> torch.Tensor:
         """Core attention of the local rows, computed by the plan's servers. Collective.
 
@@ -86,6 +88,9 @@ class CoreAttention:
             labels: labels for the trace, such as the layer.
             nano_batch: number of the nano-batch whose rows these are.
             sink_H: one more logit of each head, which has no value, `[heads]`; None: there is none.
+            latents: latents of `k_THD` and `v_THD`, which travel in their place and give gradients
+                of their own, and of the weight; all heads are then in one group. None: keys and
+                values travel. The exchanges must be built for what travels.
 
         Returns:
             The output, `[local rows, heads, v_head_dim]`.
@@ -93,6 +98,7 @@ class CoreAttention:
         Raises:
             ValueError: the tensors do not have the rows that the plan's placement gives this rank.
         """
+        assert latents is None or self.buffers.head_groups == 1
         exchange = run.exchanges[nano_batch]
         for name, tensor, rows in (
             ("q", q_THD, exchange.q),
@@ -106,7 +112,7 @@ class CoreAttention:
                 )
         event = run.take_turn("forward", "start", nano_batch)
         call = self._call(run, nano_batch, softmax_scale, labels or {}, event.layer)
-        return differentiable_call(call, q_THD, k_THD, v_THD, event, sink_H)
+        return differentiable_call(call, q_THD, k_THD, v_THD, event, sink_H, latents)
 
     def serving_call(
         self,

@@ -49,6 +49,8 @@ class Rows:
         local_sums: gradients of the local rows, made of `parts` and then those that are returned;
             None: they are the first of `parts`.
         move: whether any rank sends any row; the same on every rank.
+        returned_sums: gradients of the local latents, made of those that are returned, which then
+            are in no other sums; None: no latents are sent.
     """
 
     local: int
@@ -60,6 +62,7 @@ class Rows:
     received_sums: Sums | None
     local_sums: Sums | None
     move: bool
+    returned_sums: Sums | None = None
 
     @property
     def sent(self) -> int:
@@ -202,12 +205,13 @@ def _field_names(kind: type) -> tuple[str, ...]:
     return tuple(each.name for each in fields(kind)) if is_dataclass(kind) else ()
 
 
-def build_exchange(plan: Plan, rank: int) -> Exchange:
+def build_exchange(plan: Plan, rank: int, latents: bool = False) -> Exchange:
     """Works out one rank's part of a plan.
 
     Args:
         plan: a valid plan.
         rank: rank of the plan's placement, which is a server, too.
+        latents: whether latents travel instead of keys and values.
     """
     world_size = plan.world_size
     q_segments = plan.q_segments
@@ -234,9 +238,11 @@ def build_exchange(plan: Plan, rank: int) -> Exchange:
         _kernel_call(tasks, causal, _at(q_places, q_rows), _at(kv_places, kv_rows))
         for (tasks, causal), q_rows, kv_rows in zip(shapes, q_computed, kv_computed, strict=True)
     ]
-    of_q, of_kv = _parts(q_served, q_computed), _parts(kv_served, kv_computed)
+    of_q, of_kv = _parts(q_served, q_computed), _parts(kv_served, kv_computed, not latents)
     q = _rows(q_served, q_places, of_q, outgoing[0], incoming[0], bool(moved_q.sizes.any()))
     kv = _rows(kv_served, kv_places, of_kv, outgoing[1], incoming[1], bool(moved_kv.sizes.any()))
+    if latents and kv.sent:
+        kv = replace(kv, returned_sums=_sums(kv_served.send, kv.local))
     return Exchange(
         rank=rank,
         world_size=world_size,
@@ -359,12 +365,19 @@ class _Parts:
     local: Int64s | None
 
 
-def _parts(served: _ServedRows, calls: list[Int64s]) -> _Parts:
-    """Parts of rows of one kind; `calls` are the served rows of each kernel call."""
+def _parts(served: _ServedRows, calls: list[Int64s], come_back: bool = True) -> _Parts:
+    """Parts of rows of one kind.
+
+    Args:
+        served: served rows of the kind.
+        calls: served rows of each kernel call.
+        come_back: whether parts of the rows that are sent come back.
+    """
     computed = np.concatenate([np.zeros(0, dtype=np.int64), *calls])
     in_order = len(calls) == 1 and served.are_all(calls[0])
-    alone = in_order and not len(served.send)
-    own = np.concatenate([np.where(computed < served.local, computed, -1), served.send])
+    returned = served.send if come_back else served.send[:0]
+    alone = in_order and not len(returned)
+    own = np.concatenate([np.where(computed < served.local, computed, -1), returned])
     return _Parts(
         len(computed), None if in_order else computed - served.local, None if alone else own
     )

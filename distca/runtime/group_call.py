@@ -11,9 +11,11 @@ import torch
 
 from distca.attention import Kernel
 from distca.attention.kernel import Gradients, Outputs
+from distca.attention.merge import sum_parts
 from distca.attention.sink import sink_gradient, with_sink
 from distca.runtime.exchange import Exchange
-from distca.runtime.messages import ByKind, PackedRows, RowFormat, RowTypes
+from distca.runtime.latent_rows import LatentGradients, Latents, expand
+from distca.runtime.messages import ByKind, PackedRows, RowFormat, RowTypes, row_types
 from distca.runtime.moving_rows import (
     Fill,
     RowsForServers,
@@ -82,9 +84,14 @@ class GroupCall:
         self._ahead: RowsForServers | None = None
         self._parts: PackedRows | Outputs | None = None
         self._gradients: Gradients | None = None
+        # Gradients of latents and shared parts of keys that come back.
+        self._returned: Sequence[torch.Tensor] = ()
         # Kept for the backward pass: queries, keys, values, of this rank or as it served them;
         # output and LSE.
         self._inputs: tuple[torch.Tensor, ...] = ()
+        # Latents and shared parts of keys, if they travel, and the weight that expands them.
+        self._travelling: tuple[torch.Tensor, ...] = ()
+        self._weight: torch.Tensor | None = None
         self._kept: tuple[ServedRows, ServedRows] | None = None
         self._outputs: tuple[torch.Tensor, ...] = ()
         self._sink: torch.Tensor | None = None
@@ -92,11 +99,19 @@ class GroupCall:
     def _span(self, name: str, lane: str) -> Any:
         return self._resources.trace.span(name, lane, **self._labels)
 
-    def start(self, exchange: Exchange, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
-        """Sends the local rows to their servers."""
+    def start(
+        self,
+        exchange: Exchange,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        latents: Latents | None = None,
+    ) -> None:
+        """Sends the local rows to their servers; latents instead of keys and values, if given."""
         self._exchange = exchange
+        self._take_latents(k, latents)
         with self._span("dispatch", "exchange"):
-            sent = self._send("dispatch", ByKind([q], [k, v]))
+            sent = self._send("dispatch", [q], [k, v])
             self._workspace.clear()
             self._sent, self._served = sent.put_together(
                 None if self._resources.keeps_inputs else self._workspace
@@ -104,11 +119,27 @@ class GroupCall:
         if not self._resources.keeps_inputs:
             self._inputs = (q, k, v)
 
-    def _send(self, phase: str, tensors: ByKind) -> RowsForServers:
+    def _take_latents(self, k: torch.Tensor, latents: Latents | None) -> None:
+        if latents is not None:
+            self._travelling, self._weight = latents.travelling(k), latents.weight
+
+    def _send(
+        self, phase: str, of_q: Sequence[torch.Tensor], of_kv: Sequence[torch.Tensor] = ()
+    ) -> RowsForServers:
+        """Starts to send rows of tensors of queries, and of keys and values, or their latents."""
         assert self._exchange is not None
         resources = self._resources
+        expanded: Sequence[torch.Tensor] = ()
+        if of_kv and self._travelling:
+            of_kv, expanded = self._travelling, of_kv
         return send_to_servers(
-            resources.transport, phase, resources.slot, self._exchange, tensors, self._scratch
+            resources.transport,
+            phase,
+            resources.slot,
+            self._exchange,
+            ByKind(of_q, of_kv),
+            self._scratch,
+            expanded,
         )
 
     def _send_to_owners(
@@ -136,6 +167,7 @@ class GroupCall:
         with self._span("wait for dispatch", "exchange"):
             self._sent.wait()
         q, kv = self._served
+        self._expand(kv)
         if self._resources.keeps_inputs:
             self._kept = self._served
         query, value = q.tensors[0], kv.tensors[1]
@@ -157,6 +189,14 @@ class GroupCall:
                 returned = parts.words[exchange.q.parts : sent]
             self._send_to_owners("return", (types, ()), (fill, _NOTHING), (returned, None))
         self._served = None
+
+    def _expand(self, kv: ServedRows) -> None:
+        """Makes the keys and values of latents that arrived."""
+        if kv.latents is not None:
+            assert self._weight is not None, "rows came to a rank without the layer"
+            assert self._exchange is not None
+            with self._span("expand latents", "kernels"):
+                expand(kv, self._exchange.kv, self._weight, self._scratch)
 
     def finish(self, sink: torch.Tensor | None = None) -> torch.Tensor:
         """Returns the final output of the local rows, `[local rows, heads, v_head_dim]`.
@@ -191,7 +231,7 @@ class GroupCall:
         if not self._resources.keeps_inputs:
             _, k, v = self._inputs
             with self._span("dispatch backward", "exchange"):
-                self._ahead = self._send("dispatch_backward", ByKind(kv=[k, v]))
+                self._ahead = self._send("dispatch_backward", [], [k, v])
 
     def start_backward(self, exchange: Exchange, dout: torch.Tensor) -> torch.Tensor | None:
         """Sends the output's gradient, and what the kernels need again, to the servers.
@@ -203,13 +243,13 @@ class GroupCall:
             "kept inputs are of another plan"
         )
         self._exchange = exchange
-        travelling = ByKind([dout, *self._outputs])
+        of_q, of_kv = [dout, *self._outputs], list[torch.Tensor]()
         if not self._resources.keeps_inputs:
-            q, k, v = self._inputs
-            keys = [k, v] if self._ahead is None else []
-            travelling = ByKind([dout, *self._outputs, q], keys)
+            q, *keys = self._inputs
+            of_q.append(q)
+            of_kv = keys if self._ahead is None else []
         with self._span("dispatch backward", "exchange") if self._ahead is None else nullcontext():
-            sent = self._send("dispatch_backward", travelling)
+            sent = self._send("dispatch_backward", of_q, of_kv)
             self._workspace.clear()
             self._sent, self._served = sent.put_together(self._workspace)
         # Computed while the rows are under way.
@@ -223,9 +263,15 @@ class GroupCall:
         return sink
 
     def start_backward_without_tokens(
-        self, exchange: Exchange, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+        self,
+        exchange: Exchange,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        latents: Latents | None = None,
     ) -> None:
         """Does `start_backward` on a rank that only serves; the tensors have no rows."""
+        self._take_latents(k, latents)
         if not self._resources.keeps_inputs:
             self._inputs = (q, k, v)
         out = q.new_empty((*q.shape[:2], v.shape[2]))
@@ -244,10 +290,15 @@ class GroupCall:
             ahead, (_, kv) = self._ahead.put_together(self._workspace)
             ahead.wait()
             self._ahead = None
+        self._expand(kv)
         return [q], kv
 
-    def compute_backward(self) -> None:
-        """Runs the kernels, and sends gradients to their owners."""
+    def compute_backward(self) -> torch.Tensor | None:
+        """Runs the kernels, and sends gradients to their owners.
+
+        Returns:
+            The gradient of the weight that expanded latents, if any arrived.
+        """
         assert self._sent is not None
         assert self._exchange is not None
         exchange = self._exchange
@@ -255,7 +306,9 @@ class GroupCall:
             q, kv = self._of_backward()
         rows, memory = (exchange.q, exchange.kv, exchange.kv), []
         for tensor, of in zip((q[-1].tensors[-1], *kv.tensors), rows, strict=True):
-            shape = (of.parts + of.sent, *tensor.shape[1:])
+            # Gradients of latents come back instead of those of keys and values.
+            back = 0 if self._travelling and of is exchange.kv else of.sent
+            shape = (of.parts + back, *tensor.shape[1:])
             # What this server computes alone is the result.
             alone = of.computed_alone
             memory.append(
@@ -273,19 +326,38 @@ class GroupCall:
                 self._scratch,
             )
         self._kept = self._served = None
-        with self._span("return backward", "exchange"):
-            self._send_to_owners(
-                "return_backward",
-                ByKind([dq], [dk, dv]).row_types,
-                (
-                    received_gradients(exchange.q, [dq]),
-                    received_gradients(exchange.kv, [dk, dv]),
-                ),
-                ([dq[exchange.q.parts :]], [each[exchange.kv.parts :] for each in (dk, dv)]),
-            )
+        with self._scratch.borrowed():
+            of_latents = self._latent_gradients(kv)
+            with self._span("return backward", "exchange"):
+                if not self._travelling:
+                    types, fill = row_types([dk, dv]), received_gradients(exchange.kv, [dk, dv])
+                    target: Target = [each[exchange.kv.parts :] for each in (dk, dv)]
+                else:
+                    types, target = row_types(self._travelling), self._returned
+                    fill = _NOTHING if of_latents is None else Fill(of_latents.write)
+                self._send_to_owners(
+                    "return_backward",
+                    (row_types([dq]), types),
+                    (received_gradients(exchange.q, [dq]), fill),
+                    ([dq[exchange.q.parts :]], target),
+                )
+            # Computed while the gradients are under way.
+            return None if of_latents is None else of_latents.of_weight()
+
+    def _latent_gradients(self, kv: ServedRows) -> LatentGradients | None:
+        """Takes memory for gradients of latents that come back, and makes those that go there."""
+        assert self._exchange is not None
+        assert self._gradients is not None
+        rows = self._exchange.kv
+        self._returned = [self._workspace.rows(each, rows.sent) for each in self._travelling]
+        if kv.latents is None:
+            return None
+        assert self._weight is not None
+        return LatentGradients(rows, self._gradients[1:], kv.latents, self._weight, self._scratch)
 
     def finish_backward(self) -> tuple[torch.Tensor, ...]:
-        """Returns the gradients of the local queries, keys and values."""
+        """Returns the gradients of the local queries, keys and values, and of latents of which any
+        were sent."""
         assert self._sent is not None
         assert self._gradients is not None
         assert self._exchange is not None
@@ -293,7 +365,12 @@ class GroupCall:
             self._sent.wait()
         rows = self._exchange.q, self._exchange.kv, self._exchange.kv
         gradients = tuple(map(local_gradients, rows, self._gradients))
-        self._sent, self._gradients = None, None
+        if (sums := self._exchange.kv.returned_sums) is not None:
+            latent, shared = (sum_parts(each, sums) for each in self._returned)
+            # Of the heads, which have one sum, it may stand with the first.
+            gradients[1][:, 0, -shared.shape[1] :] += shared
+            gradients = *gradients, latent
+        self._sent, self._gradients, self._returned = None, None, ()
         return gradients
 
 

@@ -36,8 +36,12 @@ class ByKind(NamedTuple):
     @property
     def row_types(self) -> RowTypes:
         """Shape and dtype of a row of each tensor of each kind."""
-        q, kv = (tuple((each.shape[1:], each.dtype) for each in kind) for kind in self)
-        return q, kv
+        return row_types(self.q), row_types(self.kv)
+
+
+def row_types(tensors: Sequence[torch.Tensor]) -> tuple[tuple[torch.Size, torch.dtype], ...]:
+    """Returns shape and dtype of a row of each tensor."""
+    return tuple((each.shape[1:], each.dtype) for each in tensors)
 
 
 RowTypes = tuple[tuple[tuple[torch.Size, torch.dtype], ...], ...]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -16,6 +16,7 @@ from distca.runtime.messages import (
     PackedRows,
     RowFormat,
     RowTypes,
+    row_types,
 )
 from distca.runtime.workspace import Workspace
 from distca.transport import Channel, Pending, Transport
@@ -72,10 +73,13 @@ class ServedRows:
     Attributes:
         tensors: tensors with these rows.
         packed: the same rows, side by side; None: nothing arrived, and the tensors are the owner's.
+        latents: latents that arrived, in the order of their arrival, of which the received rows are
+            to be made (`latent_rows.py`); None: rows arrive themselves, or none do.
     """
 
     tensors: Sequence[torch.Tensor]
     packed: PackedRows | None
+    latents: PackedRows | None = None
 
     def take(self, rows: torch.Tensor | slice, scratch: Workspace) -> Sequence[torch.Tensor]:
         """Copies the rows at int64 indices `[n]`; a slice of them is taken where it lies."""
@@ -122,12 +126,21 @@ class RowsForServers:
     """Rows of several tensors in an exchange to the servers, without memory for arrivals yet.
 
     Memory is taken later where rows are sent ahead, while an earlier call's rows are still needed.
+
+    Attributes:
+        pending: the exchange; None: no rank sends any row.
+        layout: layout of the messages; None, too, if no rank sends any row.
+        exchange: this rank's part of the plan.
+        tensors: local rows that travel.
+        expanded: local keys and values, where their latents travel; none: they do so themselves.
+        scratch: memory for rows out of messages that hold both kinds.
     """
 
     pending: Pending | None
     layout: MessageLayout | None
     exchange: Exchange
     tensors: ByKind
+    expanded: Sequence[torch.Tensor]
     scratch: Workspace
 
     def put_together(
@@ -138,22 +151,18 @@ class RowsForServers:
         Args:
             workspace: memory for the served rows; None: new tensors, which can be kept.
         """
-        q, kv = (
-            _served(tensors, types, rows, workspace)
-            for tensors, types, rows in zip(
-                self.tensors,
-                self.tensors.row_types,
-                (self.exchange.q, self.exchange.kv),
-                strict=True,
-            )
-        )
-        targets = [
-            self._target(served.packed, rows)
-            for served, rows in ((q, self.exchange.q), (kv, self.exchange.kv))
-        ]
+        of_q, of_kv = self.exchange.q, self.exchange.kv
+        q = _served(self.tensors.q, of_q, workspace)
+        kv = _served(self.expanded or self.tensors.kv, of_kv, workspace)
+        if self.expanded and of_kv.received:
+            kv = replace(kv, latents=_memory(self.tensors.kv, of_kv.received, workspace))
+        targets = [self._target(q, of_q), self._target(kv, of_kv)]
         return RowsUnderWay(self.pending, self.layout, targets), (q, kv)
 
-    def _target(self, packed: PackedRows | None, rows: Rows) -> Target:
+    def _target(self, served: ServedRows, rows: Rows) -> Target:
+        if served.latents is not None:
+            return served.latents.words
+        packed = served.packed
         if packed is None:
             return None
         if rows.places is None:
@@ -161,21 +170,19 @@ class RowsForServers:
         return Scattered(packed.words, rows.places[rows.local :], self.scratch)
 
 
-def _served(
-    tensors: Sequence[torch.Tensor],
-    types: tuple[tuple[torch.Size, torch.dtype], ...],
-    rows: Rows,
-    workspace: Workspace | None,
-) -> ServedRows:
+def _memory(like: Sequence[torch.Tensor], rows: int, workspace: Workspace | None) -> PackedRows:
+    """Memory for rows of such tensors, side by side: of a workspace, or new."""
+    row = RowFormat.of(row_types(like))
+    if workspace is None:
+        return PackedRows.at(like[0].new_empty((rows, row.words), dtype=WORD), row)
+    return PackedRows.take(workspace, row, rows)
+
+
+def _served(tensors: Sequence[torch.Tensor], rows: Rows, workspace: Workspace | None) -> ServedRows:
     """Memory for served rows, with the local ones in place."""
     if not tensors or not rows.received:
         return ServedRows(tensors, None)
-    row = RowFormat.of(types)
-    if workspace is None:
-        words = tensors[0].new_empty((rows.served, row.words), dtype=WORD)
-        packed = PackedRows.at(words, row)
-    else:
-        packed = PackedRows.take(workspace, row, rows.served)
+    packed = _memory(tensors, rows.served, workspace)
     if rows.local:
         for tensor, into in zip(tensors, packed.tensors, strict=True):
             if rows.places is None:
@@ -225,6 +232,7 @@ def send_to_servers(
     exchange: Exchange,
     tensors: ByKind,
     scratch: Workspace,
+    expanded: Sequence[torch.Tensor] = (),
 ) -> RowsForServers:
     """Starts to send each tensor's rows to the servers.
 
@@ -235,6 +243,7 @@ def send_to_servers(
         exchange: this rank's part of the plan.
         tensors: local rows `[local, ...]`.
         scratch: memory for rows on their way out.
+        expanded: local keys and values, where `tensors` has their latents.
     """
 
     def gathered(sources: Sequence[torch.Tensor], rows: torch.Tensor) -> Fill:
@@ -251,7 +260,7 @@ def send_to_servers(
         layout = exchange.layout(channel.direction, types)
         fills = gathered(tensors.q, exchange.q.send), gathered(tensors.kv, exchange.kv.send)
         pending = _start_exchange(transport, phase, channel, layout, fills, scratch)
-    return RowsForServers(pending, layout, exchange, tensors, scratch)
+    return RowsForServers(pending, layout, exchange, tensors, expanded, scratch)
 
 
 def send_to_owners(

@@ -166,7 +166,7 @@ class _State:
         keys = np.where(parts.h1 == parts.h0, parts.t0 - tail_from, keys)
         keys = np.where(parts.t1 == parts.t0, parts.h1 - head_from, keys)
         row = shape.round_trip_bytes
-        return parts.rows * float(row) + keys * float(shape.kv_row_bytes)
+        return parts.rows * float(row) + keys * float(shape.moved_kv_row_bytes)
 
     def _inner(self, items: Int64s, share: Floats) -> _Parts:
         """Cuts, on blocks, the inner part of each item that holds about a share of its load.

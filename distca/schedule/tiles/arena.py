@@ -3,7 +3,7 @@
 A rank that computes its own queries of a long document receives the keys of all earlier tokens. If
 its arena cannot hold these, some of them stay with their owners, and the queries go there: where an
 owner has `k` key rows that `q` query rows need, the owner receives `q * q_row_bytes` instead of the
-rank `k * kv_row_bytes`. (Context parallelism calls this pass-Q instead of pass-KV.)
+rank `k * moved_kv_row_bytes`. (Context parallelism calls this pass-Q instead of pass-KV.)
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def _one_round(plan: Plan, shape: AttentionShape, bound: int, received: np.ndarr
                 start, end = int(missing.start[segment]), int(missing.end[segment])
                 given.append((server, owner, start, end))
                 room[owner] -= q_bytes
-                room[server] += (end - start) * shape.kv_row_bytes
+                room[server] += (end - start) * shape.moved_kv_row_bytes
     return replace(plan, tasks=_with_given(plan, given)) if given else None
 
 
@@ -94,7 +94,7 @@ def _exchanges(
         first = np.maximum(offset + mine.q_start, start)[needs]
         rows = int(np.maximum((offset + mine.q_end)[needs] - first, 0).sum())
         q_bytes = rows * shape.q_row_bytes
-        found.append((q_bytes / ((end - start) * shape.kv_row_bytes), segment, q_bytes))
+        found.append((q_bytes / ((end - start) * shape.moved_kv_row_bytes), segment, q_bytes))
     return found
 
 

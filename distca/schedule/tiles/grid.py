@@ -102,7 +102,7 @@ def below_diagonal(
 
 def members_of_group(ranks: int, shape: AttentionShape) -> int:
     """Returns how many of a document's ranks should form a group that shares its queries."""
-    w_q, w_kv = shape.round_trip_bytes, shape.kv_row_bytes
+    w_q, w_kv = shape.round_trip_bytes, shape.moved_kv_row_bytes
     sizes = np.arange(1, ranks + 1)
     received = w_q * (sizes - 1) / ranks + w_kv / sizes
     at_home = w_kv * (1 - 1 / ranks)

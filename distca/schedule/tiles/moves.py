@@ -117,7 +117,7 @@ class _Mover:
         self._mask, self._config = mask, config
         shape = config.shape
         self._q_bytes = shape.round_trip_bytes
-        self._kv_bytes = shape.kv_row_bytes
+        self._kv_bytes = shape.moved_kv_row_bytes
         self._all_loads = task_loads(tasks, mask, config.cost_model)
         servers = placement.world_size
         speeds = config.speeds_of(servers)
