@@ -37,6 +37,8 @@ Other pages say when to use which of DistCA's flags:
 | what runs behind what | `--distca-ping-pong`, `--distca-head-groups`, `--distca-ablation` | \
 [overlap](overlap.md#ping-and-pong) |
 | memory | `--distca-max-buffer-bytes`, `--distca-backward` | [overlap](overlap.md#memory) |
+| what travels for latents | `--distca-latent-rows` | \
+[multi-latent attention](moving_a_job.md#multi-latent-attention) |
 | what moves rows | `--distca-transport`, `--distca-nvshmem-mode`, \
 `--distca-nccl-max-ctas` | \
 [overlap](overlap.md#transports) |

@@ -12,17 +12,16 @@ import argparse
 import json
 import sys
 import time
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from distca.commands import serving_step
+from distca.commands import planned_heads, serving_step
 from distca.commands.command_line import Parser, check_output
 from distca.cost.kernel_time import CostModel
 from distca.cost.link import Links
-from distca.cost.model_sizes import MODELS, ModelSize
 from distca.cost.profile import Profile
 from distca.cost.volume import AttentionShape
 from distca.documents.lengths import DISTRIBUTIONS, draw, read_lengths
@@ -123,51 +122,7 @@ def build_parser() -> Parser:
         metavar="GB",
         help="Speed of a server's link between nodes, GB/s in each direction.",
     )
-    model = parser.add_argument_group("model (a preset or the number of heads, unless --load)")
-    model.add_argument("--model", metavar="NAME", help=f"A preset: {', '.join(MODELS)}.")
-    model.add_argument("--heads", type=int, metavar="N", help="Query heads of the whole model.")
-    model.add_argument(
-        "--kv-heads", type=int, metavar="N", help="Key-value heads. Default: as many as --heads."
-    )
-    model.add_argument(
-        "--head-dim",
-        type=int,
-        default=128,
-        metavar="N",
-        help="Elements of a head; presets bring their own.",
-    )
-    model.add_argument(
-        "--v-head-dim", type=int, metavar="N", help="Those of a value's head. Default: as many."
-    )
-    model.add_argument(
-        "--dtype-bytes", type=int, default=2, metavar="N", help="Bytes of an element: 2 for bf16."
-    )
-    model.add_argument(
-        "--tensor-model-parallel-size",
-        type=int,
-        default=1,
-        metavar="N",
-        help="GPUs that divide the heads among them; bytes are of one of them.",
-    )
-    model.add_argument(
-        "--window-left",
-        type=int,
-        metavar="TOKENS",
-        help="Sliding window: a query sees so many earlier tokens. Default: all of its document.",
-    )
-    model.add_argument(
-        "--attention-chunk-size",
-        type=int,
-        metavar="TOKENS",
-        help="Chunked local attention: a query sees the earlier tokens of its own chunk alone.",
-    )
-    model.add_argument(
-        "--window-attn-skip-freq",
-        type=int,
-        metavar="N",
-        help="Every Nth layer has no window and no chunks, and its plan chooses the placement of "
-        "all; shown is the plan of the others. Default: all layers are alike.",
-    )
+    planned_heads.add_flags(parser)
     schedule = parser.add_argument_group("schedule")
     schedule.add_argument(
         "--scheduler",
@@ -323,21 +278,9 @@ def shuffled(lengths: Int64s, tokens: int, seed: int) -> Int64s:
     return drawn
 
 
-def _shape(args: argparse.Namespace) -> AttentionShape:
-    if (args.model is None) == (args.heads is None):
-        raise ValueError("give either --model or --heads (and --kv-heads, where they are fewer)")
-    if args.model is not None and args.model not in MODELS:
-        raise ValueError(f"no model {args.model!r}: choose from {', '.join(MODELS)}")
-    parallel, dtype_bytes = args.tensor_model_parallel_size, args.dtype_bytes
-    if args.model is not None:
-        return MODELS[args.model].attention_shape(parallel, dtype_bytes)
-    size = ModelSize(1, 0, args.heads, args.kv_heads or args.heads, args.head_dim, 0)
-    shape = size.attention_shape(parallel, dtype_bytes)
-    return replace(shape, v_head_dim=args.v_head_dim)
-
-
 def _config(args: argparse.Namespace) -> ScheduleConfig:
-    shape = _shape(args)
+    shape = planned_heads.shape_of(args)
+    links = Links(args.servers_per_node, args.node_gb_per_s, args.network_gb_per_s)
     cost_model: CostModel | None = None
     if args.profile is not None:
         cost_model = Profile.load(args.profile)
@@ -362,9 +305,9 @@ def _config(args: argparse.Namespace) -> ScheduleConfig:
         )
     return ScheduleConfig(
         tolerance=args.tolerance,
-        shape=shape,
+        shape=planned_heads.travelling_shape_of(args, links),
         cost_model=cost_model,
-        links=Links(args.servers_per_node, args.node_gb_per_s, args.network_gb_per_s),
+        links=links,
         server_speeds=speeds,
         max_buffer_bytes=args.max_buffer_bytes,
         context_parallel_size=args.context_parallel_size,

@@ -31,6 +31,7 @@ from distca.commands.described import (
 )
 from distca.commands.plan import cut_to_pieces, shuffled
 from distca.commands.simulate_report import as_json, format_choices, make_figure, plot_choices
+from distca.cost.latent_rows import LATENT_ROWS
 from distca.documents.lengths import DISTRIBUTIONS, draw, read_lengths
 from distca.plan.span import Int64s
 from distca.schedule.baselines.hybrid_cp import balanced_scheduler
@@ -122,6 +123,14 @@ def build_parser() -> Parser:
         help="Keep the input of each layer (full) or MLP alone, and run its forward pass again "
         "before its backward pass, in all systems; as --recompute-granularity full with one layer, "
         "or selective with --recompute-modules mlp.",
+    )
+    model.add_argument(
+        "--latent-rows",
+        choices=LATENT_ROWS,
+        default="auto",
+        help="What travels for keys and values of latent attention with DistCA, where there is no "
+        "pipeline: on, latents, which servers expand; off, keys and values; auto, what takes less "
+        "time.",
     )
     cluster = add_cluster_flags(parser)
     cluster.add_argument(
@@ -227,6 +236,7 @@ def _run(args: argparse.Namespace) -> None:
         _TOLERANCES[0] if args.tolerance is None else args.tolerance,
         args.recompute,
         args.expert_model_parallel_size,
+        args.latent_rows,
     )
     batches = _batches(args)
     choices = _advise(args, workload, batches)

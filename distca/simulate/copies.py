@@ -7,8 +7,9 @@ they do not follow each other there. Results of all calls lie one after the othe
 other servers behind them; final outputs and gradients are made of these parts, outputs merged and
 gradients summed where a row has several. Where one call gives a rank's own rows and no others, its
 results are the final ones. The groups' outputs and gradients are put together in the end.
-`distca.runtime` copies in `moving_rows`, `server_kernels` and `group_call`; the traffic is counted
-here from the plan alone, as `distca.cost.memory` counts the buffers.
+Latents that arrive lie in order until they are expanded. `distca.runtime` copies in `moving_rows`,
+`server_kernels`, `latent_rows` and `group_call`; the traffic is counted here from the plan alone,
+as `distca.cost.memory` counts the buffers.
 """
 
 from __future__ import annotations
@@ -46,14 +47,14 @@ def copy_traffic(
     return _backward(q, kv, shape, grouped)
 
 
-def _to_kernels(rows: RankRows, others: RankRows, row_bytes: int) -> Int64s:
+def _to_kernels(rows: RankRows, others: RankRows, row_bytes: int, expanded: bool = False) -> Int64s:
     """Bytes of local rows that move beside those that arrive, and of those that calls gather.
 
     Rows that arrive are put together first where messages have rows of the other kind, too, unless
-    they lie in order or are copied in pieces.
+    they lie in order, as those do that are to be `expanded`, or are copied in pieces.
     """
     moved = np.where(rows.received > 0, rows.local, 0)
-    staged = ~in_pieces(rows.sources, rows.received, row_bytes)
+    staged = ~in_pieces(rows.sources, rows.received, row_bytes) & (not expanded)
     moved += np.where(rows.placed & (others.received > 0) & staged, rows.received, 0)
     gathered = np.sum([call.rows * call.gathers for call in rows.calls], axis=0)
     return 2 * row_bytes * (moved + gathered)  # type: ignore[no-any-return]
@@ -76,11 +77,20 @@ def _packed(
     return 2 * row_bytes * np.where((others > 0) & ~pieces, rows, 0)
 
 
+def _expanded(kv: RankRows, shape: AttentionShape) -> Int64s:
+    """Bytes of latents' products that are read, and of keys and values that are written of them."""
+    if shape.kv_rank is None:
+        return np.zeros_like(kv.local)
+    row = shape.expanded_dim * shape.dtype_bytes + shape.kv_row_bytes
+    return kv.received * (row + 2 * kv.placed * shape.kv_row_bytes)  # type: ignore[no-any-return]
+
+
 def _forward(q: RankRows, kv: RankRows, shape: AttentionShape, grouped: bool) -> Int64s:
     q_row, kv_row = shape.q_row_bytes, shape.kv_row_bytes
     traffic = _packed(q.sent, kv.sent, q.destinations, q_row)
-    traffic += _packed(kv.sent, q.sent, kv.destinations, kv_row)
-    traffic += _to_kernels(q, kv, q_row) + _to_kernels(kv, q, kv_row)
+    traffic += _packed(kv.sent, q.sent, kv.destinations, shape.moved_kv_row_bytes)
+    traffic += _to_kernels(q, kv, q_row)
+    traffic += _to_kernels(kv, q, kv_row, shape.kv_rank is not None) + _expanded(kv, shape)
     traffic += _merge_traffic(q.of_received, shape)
     final = 2 * q.local * shape.result_row_bytes + _merge_traffic(q.of_local, shape)
     traffic += np.where(q.computed_alone, 0, final)
@@ -90,19 +100,30 @@ def _forward(q: RankRows, kv: RankRows, shape: AttentionShape, grouped: bool) ->
 
 def _backward(q: RankRows, kv: RankRows, shape: AttentionShape, grouped: bool) -> Int64s:
     q_row, kv_row = shape.q_row_bytes, shape.kv_row_bytes
-    q_inputs = shape.q_inputs_row_bytes
-    traffic = np.zeros_like(q.local)
-    for rows, others, inputs, row in ((q, kv, q_inputs, q_row), (kv, q, kv_row, kv_row)):
-        traffic += _packed(rows.sent, others.sent, rows.destinations, inputs)
-        traffic += _to_kernels(rows, others, inputs)
-        # Received rows of one part each go into messages as they are.
+    q_inputs, moved = shape.q_inputs_row_bytes, shape.moved_kv_row_bytes
+    expands = shape.kv_rank is not None
+    traffic = _expanded(kv, shape)
+    for rows, others, inputs, row, (sent, back), expanded in (
+        (q, kv, q_inputs, q_row, (q_inputs, q_row), False),
+        (kv, q, kv_row, kv_row, (moved, moved), expands),
+    ):
+        traffic += _packed(rows.sent, others.sent, rows.destinations, sent)
+        traffic += _to_kernels(rows, others, inputs, expanded)
+        # Received rows of one part each go into messages as they are, or into products.
         several = rows.of_received.shared > 0
         traffic += row * several * (rows.of_received.parts + rows.received)
-        traffic += _packed(rows.received, others.received, rows.sources, row, several)
-        first = rows.in_order & (rows.sent == 0)
-        summed = np.where(first, 2 * rows.local, rows.of_local.parts + rows.local)
-        traffic += row * np.where(rows.computed_alone, 0, summed)
+        at_once = several & (not expanded)
+        traffic += _packed(rows.received, others.received, rows.sources, back, at_once)
+        returned = rows.sent * (not expanded)
+        summed = rows.of_local.parts - rows.sent + returned + rows.local
+        summed = np.where(rows.in_order & (returned == 0), 2 * rows.local, summed)
+        alone = rows.in_order & (returned == 0) & (rows.received == 0)
+        traffic += row * np.where(alone, 0, summed)
         traffic += 2 * grouped * rows.local * row
+    if expands:
+        # Gradients are put side by side for products; those of latents are added up at owners.
+        side_by_side = kv_row + shape.expanded_dim * shape.dtype_bytes
+        traffic += kv.received * side_by_side + moved * np.where(kv.sent, kv.sent + kv.local, 0)
     return traffic
 
 

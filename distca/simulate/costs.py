@@ -52,6 +52,8 @@ class ModelCosts:
         dtype_bytes: bytes of an activation and of a weight.
         recompute: part of each layer that runs forward again.
         expert_parallel: neighbouring GPUs of a stage that share each layer's routed experts.
+        sends_latents: whether latents travel to servers instead of keys and values, with
+            `--distca`.
     """
 
     model: ModelSize
@@ -60,11 +62,27 @@ class ModelCosts:
     dtype_bytes: int = 2
     recompute: Recompute = "none"
     expert_parallel: int = 1
+    sends_latents: bool = False
 
     @property
     def shape(self) -> AttentionShape:
         """The attention heads of one GPU."""
         return self.model.attention_shape(self.tensor_parallel, self.dtype_bytes)
+
+    @property
+    def travelling_shape(self) -> AttentionShape:
+        """The same heads, with what travels to servers for their keys and values."""
+        if self.sends_latents:
+            return self.model.latent_shape(self.tensor_parallel, self.dtype_bytes)
+        return self.shape
+
+    def expansion_seconds(self) -> tuple[float, float]:
+        """Seconds in which a server expands a latent, forward; and does so again and makes the
+        gradients of the latent and of the weight, backward."""
+        cluster = self.cluster
+        rate = cluster.peak_tflops * 1e12 * cluster.linear_mfu
+        once = self.travelling_shape.expansion_flops / rate
+        return once, 3 * once
 
     @property
     def _out_width(self) -> int:

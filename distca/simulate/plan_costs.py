@@ -92,6 +92,12 @@ class PlanCosts:
         }
 
     @cached_property
+    def expanded_rows(self) -> Int64s:
+        """Latents that arrive at each server, to be expanded; none where keys and values travel."""
+        _, received = self.plan.kv_segments.moved_per_rank(self.plan.world_size)
+        return received * (self.shape.kv_rank is not None)
+
+    @cached_property
     def memory(self) -> CoreAttentionMemory:
         return plan_memory(self.plan, self.shape)
 

@@ -13,6 +13,7 @@ from functools import partial
 
 import numpy as np
 
+from distca.cost.latent_rows import LatentRows, travelling_shape
 from distca.cost.model_sizes import ModelSize
 from distca.cost.volume import MAX_HEAD_GROUPS
 from distca.plan import BLOCK
@@ -55,6 +56,7 @@ class Workload:
         tolerance: relative imbalance of servers' loads that schedulers may leave.
         recompute: value of `ModelCosts.recompute`.
         expert_parallel: GPUs of a stage that share each layer's routed experts, in all systems.
+        latent_rows: what travels to servers for keys and values of latent attention.
 
     Raises:
         ValueError: a size is below 1, or the experts don't divide.
@@ -68,6 +70,7 @@ class Workload:
     tolerance: float = 0.1
     recompute: Recompute = "none"
     expert_parallel: int = 1
+    latent_rows: LatentRows = "auto"
 
     def costs(self, tensor_parallel: int) -> ModelCosts:
         """Costs of the model on the cluster."""
@@ -78,6 +81,28 @@ class Workload:
             recompute=self.recompute,
             expert_parallel=self.expert_parallel,
         )
+
+    def costs_of(self, candidate: Candidate) -> ModelCosts:
+        """Costs of the model with what travels in a configuration with `--distca`.
+
+        Servers of other stages have not the weights to expand latents by, and head groups would
+        each have them sent again.
+
+        Raises:
+            ValueError: latents must travel, and the model has none.
+        """
+        costs = self.costs(candidate.tensor)
+        alone = candidate.stages == candidate.head_groups == 1
+        shape = travelling_shape(
+            self.model,
+            candidate.tensor,
+            costs.dtype_bytes,
+            self.cluster.links(candidate.tensor),
+            candidate.data,
+            self.latent_rows,
+            self.cluster.peak_tflops * 1e12 * self.cluster.linear_mfu,
+        )
+        return replace(costs, sends_latents=alone and shape.kv_rank is not None)
 
     def __post_init__(self) -> None:
         for name in ("gpus", "context", "sequences", "expert_parallel"):
@@ -385,9 +410,10 @@ def simulate(
         )
         lengths = np.concatenate(sequences)
         return simulate_baseline(candidate.system, lengths, layout, costs, recording=recording)
+    costs = workload.costs_of(candidate)
     config = ScheduleConfig(
         tolerance=workload.tolerance if candidate.tolerance is None else candidate.tolerance,
-        shape=costs.shape,
+        shape=costs.travelling_shape,
         cost_model=costs.cluster.attention_cost(costs.shape),
         links=costs.cluster.links(candidate.tensor),
     )

@@ -85,7 +85,7 @@ class _Run:
         self._cost_model = cost_model or costs.cluster.attention_cost(costs.shape)
         self._links = costs.cluster.links(costs.tensor_parallel)
         self._ablation, self._head_groups = ablation, head_groups
-        self._shape = costs.shape.head_group(head_groups)
+        self._shape = costs.travelling_shape.head_group(head_groups)
         self._groups = [{"head_group": n} for n in range(head_groups)] if head_groups > 1 else [{}]
         self._resources = Resources(
             ranks, costs.cluster, np.ones(ranks) if speeds is None else speeds, recording
@@ -244,7 +244,13 @@ class _Run:
         """Bytes of the keys and values that each rank borrows from earlier nano-batches, `[ranks]`:
         pong from ping, and both from earlier micro-batches of a chain."""
         rows = plan.plan.placement.tokens_per_rank() - plan.own_tokens
-        return rows * self._costs.shape.kv_row_bytes
+        return rows * self._lent_row_bytes
+
+    @property
+    def _lent_row_bytes(self) -> int:
+        """Bytes of a key and a value, with their latent where it travels."""
+        shape = self._shape
+        return self._costs.shape.kv_row_bytes + (shape.kv_rank or 0) * shape.dtype_bytes
 
     def _borrowing(self, plan: PlanCosts) -> dict[Pass, Int64s]:
         """Bytes that are read and written to borrow keys, and to add up their gradients.
@@ -254,7 +260,7 @@ class _Run:
         all rows of ping, about as many as pong's.
         """
         borrowed = self._borrowed(plan)
-        own = np.where(borrowed > 0, plan.own_tokens * self._costs.shape.kv_row_bytes, 0)
+        own = np.where(borrowed > 0, plan.own_tokens * self._lent_row_bytes, 0)
         if self._planned.schedule.chain == 1:
             return {"forward": 2 * own + 4 * borrowed, "backward": 4 * own + 3 * borrowed}
         sums = 2 * FLOAT32_BYTES // self._costs.dtype_bytes
@@ -271,6 +277,7 @@ class _Run:
         resources.compute(resources.copy_seconds(plan.exchanges[to_servers].unpacked))
         seconds = factor * plan.kernel_seconds + cluster.launch_seconds * plan.kernel_calls
         seconds = seconds + resources.traffic_seconds(plan.copied[direction])
+        seconds = seconds + plan.expanded_rows * self._costs.expansion_seconds()[not forward]
         resources.compute(seconds, f"core attention{suffix}", "kernels", **labels)
         return self._start(plan, to_owners, f"return{suffix}", labels)
 

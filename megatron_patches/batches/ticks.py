@@ -154,6 +154,7 @@ class TickBatches:
         unfinished: dict[int, MicroBatch] = {}
         keys: dict[int, ChainedKeys] = {}
         server, masks = self.layout.server, len(self.masks.masks)
+        latents = self.planned.planner.config.shape.kv_rank is not None
         for planned, turns, of_servers in zip(
             batch.ticks, batch.schedule.turns, counted.bytes_sent, strict=True
         ):
@@ -161,7 +162,7 @@ class TickBatches:
             # tick keeps belong to the exchange that its backward tick continues.
             key = id(planned.plans)
             mine = exchanges.pop(key, None) or tuple(
-                build_exchange(plan, server) for plan in planned.plans
+                build_exchange(plan, server, latents) for plan in planned.plans
             )
             uses[key] -= 1
             if uses[key]:

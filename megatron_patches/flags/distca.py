@@ -5,6 +5,7 @@ from __future__ import annotations
 from argparse import ArgumentParser, ArgumentTypeError, BooleanOptionalAction, Namespace
 from pathlib import Path
 
+from distca.cost.latent_rows import LATENT_ROWS
 from distca.cost.volume import BACKWARD_INPUTS, MAX_HEAD_GROUPS, AttentionShape
 from distca.plan import LayerMasks, Mask
 from distca.schedule import SCHEDULERS
@@ -109,6 +110,14 @@ def add_distca_arguments(parser: ArgumentParser) -> ArgumentParser:
         default="resend",
         help="resend: the backward pass sends the kernels' inputs again and servers keep nothing; "
         "keep: servers keep them, for fewer bytes and more memory.",
+    )
+    group.add_argument(
+        "--distca-latent-rows",
+        choices=LATENT_ROWS,
+        default="auto",
+        help="With --multi-latent-attention, on: latents travel, which servers expand by their own "
+        "copy of the layer's weight, so not to other pipeline stages; off: keys and values; auto: "
+        "latents where they can, and where the bytes saved take longer than expanding again.",
     )
     group.add_argument(
         "--distca-ping-pong",

@@ -6,11 +6,11 @@ import logging
 from argparse import Namespace
 
 from distca.cost.kernel_time import AnalyticCost, CostModel
-from distca.cost.link import Links
 from distca.cost.profile import Profile
 from distca.schedule import ExecutionOptions, LinearWork, ScheduleConfig
 from megatron_patches.flags.distca import attention_shape
-from megatron_patches.flags.latent_attention import head_sizes
+from megatron_patches.flags.latent_attention import has_latents, head_sizes
+from megatron_patches.flags.latent_rows import links_of, travelling_shape
 from megatron_patches.flags.sizes import layer_parameters
 
 logger = logging.getLogger(__name__)
@@ -35,16 +35,15 @@ def schedule_config(args: Namespace, servers: int) -> ScheduleConfig:
     else:
         logger.info("no --distca-profile: loads are judged by pair counts, not by measured times")
         cost_model = AnalyticCost.of_shape(shape)
+    travelling = travelling_shape(args)
+    if has_latents(args):
+        what = "keys and values" if travelling.kv_rank is None else "latents"
+        logger.info("%s travel to attention servers (--distca-latent-rows)", what)
     config = ScheduleConfig(
         tolerance=args.distca_tolerance,
-        shape=shape,
+        shape=travelling,
         cost_model=cost_model,
-        links=Links(
-            # Ranks of one tensor-parallel index are tensor-parallel size GPUs apart.
-            max(1, args.distca_gpus_per_node // args.tensor_model_parallel_size),
-            args.distca_node_gb_per_s,
-            args.distca_network_gb_per_s,
-        ),
+        links=links_of(args),
         server_speeds=args.distca_server_speeds,
         max_buffer_bytes=args.distca_max_buffer_bytes,
         context_parallel_size=args.distca_context_parallel_size,

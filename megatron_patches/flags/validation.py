@@ -25,6 +25,7 @@ from megatron_patches.flags.latent_attention import (
     has_latents,
     head_sizes,
 )
+from megatron_patches.flags.latent_rows import travelling_shape
 from megatron_patches.flags.megatron_table import SFT_TOKENIZER
 
 FP8_RECIPES = ("tensorwise", "blockwise", "mxfp8")
@@ -84,6 +85,7 @@ def validate_distca_arguments(args: Namespace) -> None:
     _validate_transport(args)
     _validate_cuda_graphs(args)
     _validate_experts(args)
+    travelling_shape(args)
     if args.attention_dropout:
         raise ValueError(
             f"--distca cannot apply attention dropout: set --attention-dropout 0 "

@@ -1,5 +1,7 @@
 """Keys and values that micro-batches of a chain lend to later ones, and their gradients.
 
+Where latents of keys and values travel, these are lent with them.
+
 A document may extend over several micro-batches, whose backward passes run in the opposite order of
 their forward passes (`distca.schedule.training.ticks`). So all gradients that later micro-batches
 have for the keys of an earlier one are there, and add up, before its own backward pass comes.
@@ -15,8 +17,8 @@ import torch
 
 Place = tuple[int, int]
 """A nano-batch in a chain: the number of its micro-batch, and its number there."""
-Pair = tuple[torch.Tensor, torch.Tensor]
-"""Keys and values, or their gradients."""
+KeyRows = tuple[torch.Tensor, ...]
+"""Keys, values and, where these travel, their latents; or the gradients of all."""
 
 
 @dataclass
@@ -29,22 +31,21 @@ class ChainedKeys:
         returned: number of nano-batches that have added theirs.
     """
 
-    lent: dict[tuple[int, Place], Pair] = field(default_factory=dict)
-    gradients: dict[tuple[int, Place], Pair] = field(default_factory=dict)
+    lent: dict[tuple[int, Place], KeyRows] = field(default_factory=dict)
+    gradients: dict[tuple[int, Place], KeyRows] = field(default_factory=dict)
     returned: dict[tuple[int, Place], int] = field(default_factory=dict)
 
-    def add(self, at: tuple[int, Place], gradients: Pair) -> None:
+    def add(self, at: tuple[int, Place], gradients: KeyRows) -> None:
         """Adds gradients of lent rows."""
         if at in self.gradients:
             for total, more in zip(self.gradients[at], gradients, strict=True):
                 total += more
         else:
             dtype = torch.promote_types(gradients[0].dtype, torch.float32)
-            dk, dv = (each.to(dtype, copy=True) for each in gradients)
-            self.gradients[at] = dk, dv
+            self.gradients[at] = tuple(each.to(dtype, copy=True) for each in gradients)
         self.returned[at] = self.returned.get(at, 0) + 1
 
-    def take(self, at: tuple[int, Place], borrowers: int) -> Pair:
+    def take(self, at: tuple[int, Place], borrowers: int) -> KeyRows:
         """Returns the whole gradients of lent rows, and forgets the rows."""
         returned = self.returned.pop(at, 0)
         assert returned == borrowers, f"keys {at} went back before {borrowers - returned} borrowers"
@@ -70,43 +71,41 @@ class ChainPart:
     borrowers: int
     lent_rows: torch.Tensor | None
 
-    def lend(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> Pair:
+    def lend(self, layer: int, rows: KeyRows) -> KeyRows:
         """Lends rows to later micro-batches.
 
         Args:
             layer: number of the layer.
-            key: own keys, `[tokens, kv_heads, head_dim]`.
-            value: own values, like `key`.
+            rows: own keys `[tokens, kv_heads, head_dim]`, values, and what else is lent.
 
         Returns:
             The same, with the gradients of those that borrow.
         """
         if self.lent_rows is None:
-            return key, value
-        return _Lend.apply(key, value, self, layer)  # type: ignore[no-any-return,no-untyped-call]
+            return rows
+        return _Lend.apply(self, layer, *rows)  # type: ignore[no-any-return,no-untyped-call]
 
-    def extend(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> Pair:
-        """Returns own keys and values followed by those that are borrowed."""
+    def extend(self, layer: int, rows: KeyRows) -> KeyRows:
+        """Returns own rows followed by those that are borrowed."""
         if not self.borrows:
-            return key, value
-        return _Extend.apply(key, value, self, layer)  # type: ignore[no-any-return,no-untyped-call]
+            return rows
+        return _Extend.apply(self, layer, *rows)  # type: ignore[no-any-return,no-untyped-call]
 
 
 class _Lend(torch.autograd.Function):
     @staticmethod
     def forward(  # type: ignore[override]
-        ctx: Any, key: torch.Tensor, value: torch.Tensor, part: ChainPart, layer: int
-    ) -> Pair:
+        ctx: Any, part: ChainPart, layer: int, *own: torch.Tensor
+    ) -> KeyRows:
         ctx.part, ctx.at = part, (layer, part.place)
         rows = part.lent_rows
         assert rows is not None
         # All rows need no copy: the layer keeps them anyway, where it is not recomputed.
-        k, v = (
+        part.keys.lent[ctx.at] = tuple(
             each.detach() if len(rows) == len(each) else each.detach().index_select(0, rows)
-            for each in (key, value)
+            for each in own
         )
-        part.keys.lent[ctx.at] = k, v
-        return key.view_as(key), value.view_as(value)
+        return tuple(each.view_as(each) for each in own)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:  # type: ignore[override]
@@ -117,29 +116,26 @@ class _Lend(torch.autograd.Function):
         for own, borrowed in zip(gradients, more, strict=True):
             total = (own.index_select(0, rows) + borrowed).to(own.dtype)
             whole.append(own.index_copy(0, rows, total))
-        return *whole, None, None
+        return None, None, *whole
 
 
 class _Extend(torch.autograd.Function):
     @staticmethod
     def forward(  # type: ignore[override]
-        ctx: Any, key: torch.Tensor, value: torch.Tensor, part: ChainPart, layer: int
-    ) -> Pair:
+        ctx: Any, part: ChainPart, layer: int, *own: torch.Tensor
+    ) -> KeyRows:
         ctx.part, ctx.layer = part, layer
         lent = [part.keys.lent[layer, place] for place in part.borrows]
-        ctx.sizes = [len(key), *(len(k) for k, _ in lent)]
-        k, v = (
-            torch.cat([own, *theirs])
-            for own, theirs in zip((key, value), zip(*lent, strict=True), strict=True)
+        ctx.sizes = [len(own[0]), *(len(theirs[0]) for theirs in lent)]
+        return tuple(
+            torch.cat([each, *theirs])
+            for each, theirs in zip(own, zip(*lent, strict=True), strict=True)
         )
-        return k, v
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:  # type: ignore[override]
         part: ChainPart = ctx.part
-        (own_dk, *lent_dk), (own_dv, *lent_dv) = (
-            torch.split(each, ctx.sizes) for each in gradients
-        )
-        for place, dk, dv in zip(part.borrows, lent_dk, lent_dv, strict=True):
-            part.keys.add((ctx.layer, place), (dk, dv))
-        return own_dk, own_dv, None, None
+        own, *lent = zip(*(torch.split(each, ctx.sizes) for each in gradients), strict=True)
+        for place, theirs in zip(part.borrows, lent, strict=True):
+            part.keys.add((ctx.layer, place), theirs)
+        return None, None, *own

@@ -17,9 +17,10 @@ from megatron.core.transformer.dot_product_attention import DotProductAttention
 from distca.attention import Kernel
 from distca.attention.packed import packed_attention
 from distca.plan import LayerMasks
-from distca.runtime import CoreAttention, ProgramRun
-from megatron_patches.model.chained_keys import ChainPart
+from distca.runtime import CoreAttention, Latents, ProgramRun
+from megatron_patches.model.chained_keys import ChainPart, KeyRows
 from megatron_patches.model.latent_attention import sum_shared_gradient
+from megatron_patches.model.sent_latents import LatentSource
 
 
 @dataclass(frozen=True)
@@ -48,12 +49,13 @@ class CoreAttentionRun:
     Attributes:
         core_attention: runtime of the plans.
         program: this rank's part of the plans, and the next event.
-        lent_keys: keys and values of ping in the current layer, for pong.
+        lent_keys: keys and values of ping in the current layer, and what travels for them, for
+            pong.
     """
 
     core_attention: CoreAttention
     program: ProgramRun
-    lent_keys: tuple[torch.Tensor, torch.Tensor] | None = None
+    lent_keys: KeyRows | None = None
 
 
 @dataclass
@@ -144,7 +146,13 @@ class _CoreAttentionModule(_AnyHeads):
 
 
 class DisaggregatedCoreAttention(_CoreAttentionModule):
-    """Core attention computed by the attention servers of the micro-batch's plan."""
+    """Core attention computed by the attention servers of the micro-batch's plan.
+
+    Attributes:
+        latent_source: latents that travel instead of keys and values; None: none do.
+    """
+
+    latent_source: LatentSource | None = None
 
     def forward(
         self,
@@ -174,27 +182,34 @@ class DisaggregatedCoreAttention(_CoreAttentionModule):
                 "disaggregated core attention was called without a plan: run the model by "
                 "megatron_patches.pipeline"
             )
-        key, chain_part = self._of_all_heads(key), packed_seq_params.chain_part
+        source, chain_part = self.latent_source, packed_seq_params.chain_part
+        rows: KeyRows = (self._of_all_heads(key), value)
+        if source is not None:
+            rows = (*rows, source.take())
         if chain_part is not None:
-            key, value = chain_part.lend(self.layer_number, key, value)
-        number, name, own_keys = 0, None, (key, value)
+            rows = chain_part.lend(self.layer_number, rows)
+        number, name, own_rows = 0, None, rows
         if chain_part is not None:
-            key, value = chain_part.extend(self.layer_number, key, value)
+            rows = chain_part.extend(self.layer_number, rows)
         if packed_seq_params.nano_batch is not None:
             nano_batch = packed_seq_params.nano_batch
             number, name = nano_batch.number, nano_batch.name
             if nano_batch.borrowed_rows is not None:
                 # Ping always runs a layer before pong.
                 assert run.lent_keys is not None
-                key, value = (
+                rows = tuple(
                     torch.cat([before, lent.index_select(0, nano_batch.borrowed_rows)])
-                    for before, lent in zip((key, value), run.lent_keys, strict=True)
+                    for before, lent in zip(rows, run.lent_keys, strict=True)
                 )
                 run.lent_keys = None
             if nano_batch.lends_keys:
                 assert run.lent_keys is None
-                run.lent_keys = own_keys
+                run.lent_keys = own_rows
         labels = {"layer": self.layer_number, "nano_batch": name}
+        key, value = rows[:2]
+        latents = None
+        if source is not None:
+            latents = Latents(rows[2], source.rotated_dim, source.weight)
         out_THD = run.core_attention(
             query,
             key,
@@ -204,6 +219,7 @@ class DisaggregatedCoreAttention(_CoreAttentionModule):
             labels,
             number,
             self.softmax_offset,
+            latents,
         )
         return out_THD.reshape(query.shape[0], -1)
 

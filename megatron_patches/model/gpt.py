@@ -22,6 +22,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from distca.attention import select_kernel_of_heads
 from megatron_patches.flags.distca import masks_from_args
 from megatron_patches.flags.latent_attention import has_latents, head_sizes
+from megatron_patches.flags.latent_rows import travelling_shape
 from megatron_patches.model.core_attention import (
     DenseCoreAttention,
     DisaggregatedCoreAttention,
@@ -36,6 +37,7 @@ from megatron_patches.model.latent_attention import (
 from megatron_patches.model.norm import SequenceParallelNorm
 from megatron_patches.model.ping_pong import run_layers_in_turn
 from megatron_patches.model.rotary import rotate_by_position_ids
+from megatron_patches.model.sent_latents import send_latents
 
 
 def uses_dense_mask(args: Namespace) -> bool:
@@ -98,6 +100,8 @@ def adapt_model(args: Namespace, model: GPTModel) -> GPTModel:
             layer.self_attention.checkpoint_core_attention = False
         if getattr(args, "num_experts", None):
             share_auxiliary_losses(args, model)
+        if travelling_shape(args).kv_rank is not None:
+            send_latents(model)
         if args.distca_cuda_graphs:
             graph_layers(model, CudaGraphEngine())
         if args.distca_ping_pong:

@@ -1,7 +1,8 @@
 """Multi-latent attention: Megatron's own, told each token's position.
 
 Megatron's layers expand the latent to keys and values of each head before core attention, which is
-ours and takes them as it does others; keys and values differ in size. Each layer has a rotary
+ours and takes them as it does others; keys and values differ in size. What travels for them may be
+latents again (`sent_latents.py`). Each layer has a rotary
 embedding of its own, which numbers the tokens of a sequence from zero.
 """
 

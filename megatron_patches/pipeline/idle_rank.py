@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from distca.runtime import Call, ProgramRun
+from distca.runtime import Call, Latents, ProgramRun
 from distca.schedule.program import NANO_BATCHES
 from megatron_patches.batches.ticks import TickBatches, TickInput
 
@@ -32,6 +32,10 @@ def serve_tick(
     q = activation.new_empty((0, shape.heads, shape.head_dim))
     k = activation.new_empty((0, shape.kv_heads, shape.head_dim))
     v = activation.new_empty((0, shape.kv_heads, shape.value_dim))
+    latents = None
+    if shape.kv_rank is not None:
+        # A stage keeps its own tasks, so nothing comes here, and nothing is expanded.
+        latents = Latents(activation.new_empty((0, shape.kv_rank)), shape.rotated_dim, None)
     masks = batches.masks
     names = NANO_BATCHES if len(tick_input.exchanges) > len(masks.masks) else (None,)
     run = ProgramRun(tick_input.exchanges, tick_input.program, masks)
@@ -47,13 +51,13 @@ def serve_tick(
         call = calls[nano_batch]
         match direction, step:
             case "forward", "start":
-                call.start(q, k, v)
+                call.start(q, k, v, latents)
             case "forward", "compute":
                 call.compute()
             case "forward", "finish":
                 call.finish()
             case "backward", "start":
-                call.start_backward_without_tokens(q, k, v)
+                call.start_backward_without_tokens(q, k, v, latents)
             case "backward", "compute":
                 call.compute_backward()
             case "backward", "finish":

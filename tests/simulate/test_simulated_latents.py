@@ -13,7 +13,7 @@ from distca.commands.described import add_model_flags, model_of
 from distca.commands.main import main
 from distca.cost.model_sizes import MODELS, Latents, ModelSize
 from distca.cost.volume import AttentionShape
-from distca.simulate import CLUSTERS, Candidate, ModelCosts, Workload, simulate
+from distca.simulate import CLUSTERS, Candidate, ModelCosts, Workload, simulate, training_flags
 from support.simulated import MODEL
 
 CLUSTER = CLUSTERS["dgx-h200"]
@@ -99,7 +99,7 @@ def test_flags() -> None:
 
 
 def test_a_plan_of_a_preset(capsys: pytest.CaptureFixture[str]) -> None:
-    flags = "--distribution pretrain --servers 4 --tokens-per-server 4096 --json"
+    flags = "--distribution pretrain --servers 4 --tokens-per-server 4096 --json --latent-rows off"
     plans = []
     for model in ("--model deepseek-v3-like", "--v-head-dim 128", ""):
         heads = [] if "--model" in model else ["--heads", "128", "--head-dim", "192"]
@@ -108,3 +108,38 @@ def test_a_plan_of_a_preset(capsys: pytest.CaptureFixture[str]) -> None:
         # But for the time that planning took.
         plans.append({name: value for name, value in found.items() if "seconds" not in name})
     assert plans[0] == plans[1] != plans[2]
+
+
+def test_a_plan_sends_latents_where_that_takes_less_time(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    flags = "--distribution pretrain --servers 4 --tokens-per-server 4096 --json"
+    flags += " --model deepseek-v3-like --tensor-model-parallel-size 8"
+    moved = []
+    for more in ("", "--latent-rows on", "--latent-rows off"):
+        assert main(["plan", *flags.split(), *more.split()]) == 0
+        moved.append(json.loads(capsys.readouterr().out)["bytes_total"])
+    # A latent is a ninth of keys and values.
+    assert moved[0] == moved[1] < moved[2] / 5
+
+
+def test_simulated_latents_are_planned_bytes_and_cost_products() -> None:
+    batch = [np.array([6000, 2192]), np.array([1024] * 8)] * 4
+    candidate = Candidate("tiles", 1, 1, 8, 1, 1)
+    sent, computed = [], []
+    for rows in ("on", "off"):
+        workload = Workload(LATENT, CLUSTER, 8, 8192, 8, 0.1, "mlp", latent_rows=rows)  # type: ignore[arg-type]
+        costs = workload.costs_of(candidate)
+        assert costs.sends_latents == (rows == "on")
+        outcome = simulate(candidate, workload, batch)
+        sent.append(sum(int(each.sum()) for each in outcome.bytes_sent.values()))
+        computed.append(float(outcome.computed.sum()))
+    # Keys of 768 and values of 512 elements, or latents of 128 and 32.
+    assert sent[0] < sent[1] / 4
+    assert computed[0] > computed[1]
+    flags = training_flags(candidate, replace(workload, latent_rows="on"))
+    assert "--distca-latent-rows on" in flags
+    assert "--distca-latent-rows off" in training_flags(candidate, workload)
+    # Other stages' servers have not the weights.
+    pooled = Candidate("tiles", 1, 2, 4, 1, 4)
+    assert not replace(workload, latent_rows="on").costs_of(pooled).sends_latents

@@ -1,10 +1,13 @@
-"""Multi-latent attention with `--distca`, against megatron-core's layers on one process."""
+"""Multi-latent attention with `--distca`, against megatron-core's layers on one process.
+
+Latents travel where all servers have the layer's weights, unless the flags say otherwise.
+"""
 
 from __future__ import annotations
 
 import pytest
 
-from support.models import StepsDone, train
+from support.models import StepsDone, train, train_all
 from support.parity import RECOMPUTE, WHOLE
 from support.pipelines import LAYOUTS, WINDOW, check, documents
 
@@ -20,7 +23,8 @@ HALVES = ["--seq-length", str(WINDOW // 2), "--global-batch-size", str(2 * MICRO
 CHAINED = ["--seq-length", str(WINDOW // 2 // CHAIN), "--distca", "--distca-chain", str(CHAIN)]
 CHAINED += ["--global-batch-size", str(2 * CHAIN * MICRO_BATCHES)]
 VIRTUAL = LAYOUTS["PP2-VPP2"][1].split()
-TP2 = [*PLAIN, "--distca", "--tensor-model-parallel-size", "2"]
+SPLIT = ["--distca", "--tensor-model-parallel-size", "2"]
+PP2 = ["--distca", "--pipeline-model-parallel-size", "2"]
 
 
 def run(ranks, flags: list[str], world_size: int) -> list[StepsDone]:
@@ -38,16 +42,18 @@ def plain(ranks) -> StepsDone:
     [
         (1, PLAIN),
         (2, [*HALVES, "--distca", "--distca-backward", "keep", "--distca-head-groups", "2"]),
-        (2, [*HALVES, "--distca", WHOLE, *RECOMPUTE]),
+        (2, [*HALVES, "--distca", WHOLE, *RECOMPUTE, "--distca-backward", "keep"]),
         (3, [*HALVES, "--distca", "--distca-servers", "dedicated:1"]),
-        (4, [*TP2, "--sequence-parallel", *VIRTUAL]),
-        (2, TP2),
+        (4, [*PLAIN, *SPLIT, "--sequence-parallel", *VIRTUAL]),
         (2, [*CHAINED, *RECOMPUTE]),
         (4, [*CHAINED, *VIRTUAL, WHOLE]),
+        (4, [*HALVES, *PP2, "--no-distca-pool-stages", "--distca-chain", "3"]),
+        (4, [*HALVES, *SPLIT, "--sequence-parallel"]),
+        (4, [*HALVES, *SPLIT, "--overlap-grad-reduce"]),
     ],
     ids=[
-        *("packed documents", "kept inputs", "recomputed", "dedicated", "TP2-SP-PP2-VPP2", "TP2"),
-        *("chain", "chain, PP2-VPP2"),
+        *("packed documents", "head groups", "recomputed", "dedicated", "TP2-SP-PP2-VPP2", "chain"),
+        *("chain, PP2-VPP2", "stages apart", "TP2-SP", "TP2"),
     ],
 )
 def test_losses_gradients_and_bytes(
@@ -55,3 +61,15 @@ def test_losses_gradients_and_bytes(
 ) -> None:
     found = run(ranks, [*flags, *LATENT], world_size)
     check(found, plain, flags)
+
+
+def test_latents_are_fewer_bytes(ranks, plain: StepsDone) -> None:
+    flags = [*HALVES, *LATENT, "--distca", *RECOMPUTE]
+    runs = [[*flags, "--distca-latent-rows", rows] for rows in ("auto", "off")]
+    by_rank = ranks.run(train_all, runs, documents(MICRO_BATCHES), 1, world_size=2)
+    sent = []
+    for case, *found in zip(runs, *by_rank, strict=True):
+        check(found, plain, case)
+        sent.append(sum(sum(rank.bytes_counted.values()) for rank in found))
+    # Sizes of a key and value and of a latent differ by six, and few queries move.
+    assert sent[0] < sent[1] / 4

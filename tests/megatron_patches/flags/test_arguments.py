@@ -18,6 +18,8 @@ from megatron_patches.flags.distca import (
     masks_of_a_chunk,
 )
 from megatron_patches.flags.latent_attention import attention_parameters
+from megatron_patches.flags.latent_rows import travelling_shape
+from megatron_patches.flags.planning import schedule_config
 from megatron_patches.flags.validation import validate_distca_arguments
 from support.arguments import parse
 
@@ -328,6 +330,38 @@ def test_weights_in_lower_precision_add_to_gradients() -> None:
     args.gradient_accumulation_fusion = True
     with pytest.raises(ValueError, match=r"--te-precision-config-file: .* add --no-gradient"):
         validate_distca_arguments(args)
+
+
+def test_latents_travel_where_servers_can_expand_them() -> None:
+    latent = "--distca --multi-latent-attention --kv-lora-rank 16 --qk-head-dim 24".split()
+    latent += "--qk-pos-emb-head-dim 8 --v-head-dim 16".split()
+    heads = parse().num_attention_heads
+    keys = AttentionShape(heads, heads, 32, 4, 16)
+    latents = AttentionShape(heads, heads, 32, 4, 16, 16, 8)
+    assert schedule_config(parse(*latent), 2).shape == latents
+    off = [*latent, "--distca-latent-rows", "off"]
+    assert schedule_config(parse(*off), 2).shape == keys
+    # Two ranks of a node whose links are faster than products.
+    near = [*latent, "--distca-gpus-per-node", "8", "--distca-node-gb-per-s", "1e9"]
+    assert schedule_config(parse(*near), 2).shape == keys
+    assert schedule_config(parse(*near, "--distca-latent-rows", "on"), 2).shape == latents
+    for flags, message in (
+        ("--pipeline-model-parallel-size 2", "add --no-distca-pool-stages"),
+        ("--distca-servers dedicated:1", "remove --distca-servers"),
+        ("--distca-head-groups 2", "remove --distca-head-groups"),
+        (
+            "--no-distca-ping-pong --recompute-granularity selective --recompute-modules "
+            "mla_up_proj",
+            "mla_up_proj in --recompute-modules",
+        ),
+    ):
+        assert travelling_shape(parse(*latent, *flags.split(), world_size=4)).kv_rank is None
+        with pytest.raises(ValueError, match=re.escape(message)):
+            parse(*latent, *flags.split(), "--distca-latent-rows", "on", world_size=4)
+    apart = "--pipeline-model-parallel-size 2 --no-distca-pool-stages".split()
+    assert travelling_shape(parse(*latent, *apart, world_size=4)).kv_rank == 16
+    with pytest.raises(ValueError, match="so add that; or give auto"):
+        parse("--distca", "--distca-latent-rows", "on")
 
 
 def test_chains_go_back_last_first() -> None:
