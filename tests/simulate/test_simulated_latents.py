@@ -12,8 +12,18 @@ from distca.commands.command_line import Parser
 from distca.commands.described import add_model_flags, model_of
 from distca.commands.main import main
 from distca.cost.model_sizes import MODELS, Latents, ModelSize
-from distca.cost.volume import AttentionShape
-from distca.simulate import CLUSTERS, Candidate, ModelCosts, Workload, simulate, training_flags
+from distca.cost.volume import PHASES, AttentionShape, plan_bytes
+from distca.schedule import ExecutionOptions, ScheduleConfig
+from distca.simulate import (
+    CLUSTERS,
+    Candidate,
+    ModelCosts,
+    Workload,
+    plan_global_batch,
+    simulate,
+    simulate_ticks,
+    training_flags,
+)
 from support.simulated import MODEL
 
 CLUSTER = CLUSTERS["dgx-h200"]
@@ -123,7 +133,21 @@ def test_a_plan_sends_latents_where_that_takes_less_time(
     assert moved[0] == moved[1] < moved[2] / 5
 
 
-def test_simulated_latents_are_planned_bytes_and_cost_products() -> None:
+def test_simulated_bytes_of_latents_are_the_plans() -> None:
+    costs = ModelCosts(LATENT, CLUSTER, sends_latents=True)
+    shape = costs.travelling_shape
+    config = ScheduleConfig(shape=shape, cost_model=CLUSTER.attention_cost(costs.shape))
+    windows = [np.array([6000, 2192, *[1024] * 8])]
+    planned = plan_global_batch(windows, 1, 8, config, ExecutionOptions("tiles"))
+    outcome = simulate_ticks(planned, costs)
+    for phases, tick in zip((PHASES[:2], PHASES[2:]), planned.ticks, strict=True):
+        for phase in phases:
+            sent = sum(plan_bytes(plan, shape).phases[phase].sum(axis=1) for plan in tick.plans)
+            assert outcome.bytes_sent[phase].tolist() == (LATENT.layers * sent).tolist()
+    assert outcome.bytes_sent["return_backward"].any()
+
+
+def test_simulated_latents_are_fewer_bytes_and_more_products() -> None:
     batch = [np.array([6000, 2192]), np.array([1024] * 8)] * 4
     candidate = Candidate("tiles", 1, 1, 8, 1, 1)
     sent, computed = [], []
