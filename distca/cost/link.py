@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from distca.cost.volume import Messages, PlanBytes
+from distca.plan.mask import IntOrArray
 from distca.plan.span import Bools, Floats, Int64s
 
 
@@ -52,11 +53,11 @@ class Links:
         if self.rack_gb_per_s is not None and not 0 < self.rack_gb_per_s < np.inf:
             raise ValueError(f"link speeds must be positive: {self.rack_gb_per_s} GB/s of racks")
 
-    def node(self, rank: Int64s) -> Int64s:
+    def node(self, rank: IntOrArray) -> IntOrArray:
         """The node that each rank is on."""
         return rank // self.ranks_per_node
 
-    def rack(self, rank: Int64s) -> Int64s:
+    def rack(self, rank: IntOrArray) -> IntOrArray:
         """The rack that each rank is in."""
         if self.nodes_per_rack is None:
             return 0 * rank
@@ -69,8 +70,15 @@ class Links:
         return np.where(self.node(source) == self.node(destination), self.node_gb_per_s, apart)
 
     def seconds_per_byte(self, source: int, destination: int) -> float:
-        """Seconds for a byte between two different ranks."""
-        return 1e-9 / float(self.gb_per_s(np.array(source), np.array(destination)))
+        """Seconds for a byte between two different ranks: `gb_per_s` of a single pair.
+
+        Planning asks very often, and NumPy is slow for single numbers.
+        """
+        if self.node(source) == self.node(destination):
+            return 1e-9 / self.node_gb_per_s
+        if self.rack_gb_per_s is None or self.rack(source) == self.rack(destination):
+            return 1e-9 / self.network_gb_per_s
+        return 1e-9 / self.rack_gb_per_s
 
     def busy_seconds(self, moved: PlanBytes) -> Floats:
         """Seconds that each rank's links are busy with a layer's bytes, float64 `[world_size]`.

@@ -107,7 +107,20 @@ def plan_memory(
         shape: the heads of one tensor-parallel rank, or of a head group of it.
         backward: source of the kernels' inputs in the backward pass, as in `plan_bytes`.
     """
-    q, kv = rank_rows(plan)
+    return memory_of_rows(rank_rows(plan), plan_bytes(plan, shape, backward), shape)
+
+
+def memory_of_rows(
+    rows_of_ranks: tuple[RankRows, RankRows], sent_bytes: PlanBytes, shape: AttentionShape
+) -> CoreAttentionMemory:
+    """Sizes of the buffers of a plan, as `plan_memory` has them, from what was counted of it.
+
+    Args:
+        rows_of_ranks: the plan's `rank_rows`.
+        sent_bytes: its bytes, of both passes.
+        shape: the heads of one tensor-parallel rank, or of a head group of it.
+    """
+    q, kv = rows_of_ranks
     q_row, k_row, v_row = shape.q_row_bytes, shape.k_row_bytes, shape.v_row_bytes
     q_inputs, kv_row, moved = shape.q_inputs_row_bytes, shape.kv_row_bytes, shape.moved_kv_row_bytes
     expands = shape.kv_rank is not None
@@ -154,7 +167,7 @@ def plan_memory(
         )
         scratch.append(_take(*of_queries, keys * k_row, keys * v_row))
     return CoreAttentionMemory(
-        *_channels(plan_bytes(plan, shape, backward)),
+        *_channels(sent_bytes),
         int(np.max(slot, initial=0)),
         int(np.max(scratch, initial=0)),
         int(_indices(q, kv, expands).max()),

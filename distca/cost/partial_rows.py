@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from distca.plan import Plan, Segments
-from distca.plan.span import Bools, Int64s, covered, cut_at
+from distca.plan.span import Bools, Int64s, covered, expand_ranges, numbered, order_by, sums
 
 
 @dataclass(frozen=True)
@@ -105,27 +105,34 @@ def _rank_rows(
     plan: Plan, segments: Segments, local: Int64s, starts: Int64s, ends: Int64s
 ) -> RankRows:
     ranks = plan.world_size
-    sent, received = segments.moved_per_rank(ranks)
+    owner, of_server, moved = segments.moved()
+    sent, received = sums(owner, moved, ranks), sums(of_server, moved, ranks)
     causal = plan.tasks.ends_on_diagonal
     spans = _served_spans(segments, local, received, plan.tasks.server, starts, ends, causal)
-    by_use = _places(spans, ranks)
+    is_first = spans.first == np.arange(len(spans.first))
+    by_use = _places(spans, is_first, ranks)
     placed = _any_of(spans.server, by_use != spans.row, ranks) & (received > 0)
     place = np.where(placed[spans.server], by_use, spans.row)
-    calls = tuple(_call_rows(spans, place, spans.causal == shape, ranks) for shape in (False, True))
+    full, causal_ones = (
+        _call_rows(spans, place, spans.causal == shape, ranks) for shape in (False, True)
+    )
+    # Where rows are placed they are not in order, or they would be where they were.
+    in_order = ~(placed | full.gathers | causal_ones.gathers)
+    in_order &= (full.rows == 0) | (causal_ones.rows == 0)
+    in_order &= full.rows + causal_ones.rows == local + received
     here = spans.server == spans.owner
     away = segments.select(segments.owner != segments.server)
-    pairs = np.unique(away.owner * ranks + away.server)
     return RankRows(
         local,
         sent,
         received,
-        np.bincount(pairs // ranks, minlength=ranks),
-        np.bincount(pairs % ranks, minlength=ranks),
+        np.bincount(owner, minlength=ranks),
+        np.bincount(of_server, minlength=ranks),
         placed,
-        _in_order(spans, local + received),
-        calls,
-        _partial_rows(spans.server[~here], spans.start[~here], spans.end[~here], ranks),
-        _partial_rows(
+        in_order,
+        (full, causal_ones),
+        _of_received(spans, is_first, here, ranks),
+        _of_local(
             np.concatenate([spans.server[here], away.owner]),
             np.concatenate([spans.start[here], away.start]),
             np.concatenate([spans.end[here], away.end]),
@@ -147,6 +154,7 @@ class _Spans:
         start: first row in global positions.
         end: end, likewise.
         row: number of the first among the server's rows: its own, then those that arrive.
+        first: number of the first span that has the same rows.
     """
 
     causal: Bools
@@ -155,6 +163,11 @@ class _Spans:
     start: Int64s
     end: Int64s
     row: Int64s
+    first: Int64s
+
+    @property
+    def lengths(self) -> Int64s:
+        return self.end - self.start
 
 
 def _served_spans(
@@ -171,46 +184,62 @@ def _served_spans(
     before = np.cumsum(received) - received
     arrival = np.cumsum(arriving) - arriving - before[segments.server]
     first_row = np.where(arriving > 0, local[segments.server] + arrival, segments.owner_row)
-    # All servers' positions on one line, so that one search serves all.
+    # All servers' positions on one line, so that one sort serves all.
     stride = int(segments.end.max(initial=0)) + 1
-    line = segments.server * stride + segments.start
-    order = np.argsort(line)
-    by_call = np.lexsort((causal, server))
-    first, last = ((server * stride + each)[by_call] for each in (starts, ends))
-    cuts = np.unique(np.concatenate([line, first, last]))
-    task, start, end = cut_at(first, last, cuts)
-    task = by_call[task]
-    segment = order[np.searchsorted(line[order], start, side="right") - 1]
-    of = server[task]
-    row = first_row[segment] + start - line[segment]
-    owner = segments.owner[segment]
-    return _Spans(causal[task], of, owner, start - of * stride, end - of * stride, row)
-
-
-def _places(spans: _Spans, ranks: int) -> Int64s:
-    """Places of the spans' first rows, where each server's rows lie by first use."""
-    stride = int(spans.end.max(initial=0)) + 1
-    _, first, which = np.unique(
-        spans.server * stride + spans.start, return_index=True, return_inverse=True
+    by_call = order_by(server, causal)
+    edges = np.concatenate(
+        [segments.server * stride + segments.start]
+        + [(server * stride + each)[by_call] for each in (starts, ends)]
     )
-    new = np.zeros(len(spans.start), dtype=np.int64)
-    new[first] = (spans.end - spans.start)[first]
-    of_servers = np.zeros(ranks, dtype=np.int64)
-    np.add.at(of_servers, spans.server, new)
-    before = np.cumsum(new) - new - (np.cumsum(of_servers) - of_servers)[spans.server]
-    return before[first][which]  # type: ignore[no-any-return]
+    opens, cut = numbered(edges)
+    cuts, segments_end = edges[opens], len(segments.start)
+    of_segment, first, last = np.split(cut, [segments_end, segments_end + len(server)])
+    # Each segment goes on from cut to cut until the next one begins.
+    begins = np.full(len(cuts), -1)
+    begins[of_segment] = np.arange(segments_end)
+    segment = begins[begins >= 0][np.cumsum(begins >= 0) - 1]
+    start = cuts - segments.server[segment] * stride
+    row = first_row[segment] + start - segments.start[segment]
+    end = start + np.diff(cuts, append=0)
+    task = np.repeat(by_call, last - first)
+    part = expand_ranges(first, last - first)
+    return _Spans(
+        causal[task],
+        server[task],
+        segments.owner[segment][part],
+        start[part],
+        end[part],
+        row[part],
+        _first_of_each(part, len(cuts)),
+    )
+
+
+def _first_of_each(part: Int64s, parts: int) -> Int64s:
+    """Number of the first span that has the same rows as each, `[spans]`."""
+    first = np.zeros(parts, dtype=np.int64)
+    # Of several the last number written is that of the first.
+    first[part[::-1]] = np.arange(len(part))[::-1]
+    return first[part]
+
+
+def _places(spans: _Spans, is_first: Bools, ranks: int) -> Int64s:
+    """Places of the spans' first rows, where each server's rows lie by first use."""
+    new = np.where(is_first, spans.lengths, 0)
+    total = sums(spans.server, new, ranks)
+    before = np.cumsum(new) - new - (np.cumsum(total) - total)[spans.server]
+    return before[spans.first]  # type: ignore[no-any-return]
 
 
 def _any_of(servers: Int64s, found: Bools, ranks: int) -> Bools:
     """Servers for which anything was found, `[servers]`."""
-    return np.bincount(servers, found, minlength=ranks) > 0  # type: ignore[no-any-return]
+    anything = np.zeros(ranks, dtype=bool)
+    anything[servers[found]] = True
+    return anything
 
 
 def _call_rows(spans: _Spans, place: Int64s, mine: Bools, ranks: int) -> CallRows:
-    server, place = spans.server[mine], place[mine]
-    lengths = (spans.end - spans.start)[mine]
-    total = np.zeros(ranks, dtype=np.int64)
-    np.add.at(total, server, lengths)
+    server, place, lengths = spans.server[mine], place[mine], spans.lengths[mine]
+    total = sums(server, lengths, ranks)
     in_turn = np.cumsum(lengths) - lengths - (np.cumsum(total) - total)[server]
     # Of a server's spans the last number written is that of the first.
     begin = np.zeros(ranks, dtype=np.int64)
@@ -218,16 +247,18 @@ def _call_rows(spans: _Spans, place: Int64s, mine: Bools, ranks: int) -> CallRow
     return CallRows(total, _any_of(server, place - in_turn != begin[server], ranks))
 
 
-def _in_order(spans: _Spans, served: Int64s) -> Bools:
-    """Whether a server's spans are all of one call, and all its served rows in order."""
-    ranks = len(served)
-    rows = _call_rows(spans, spans.row, np.ones_like(spans.causal), ranks)
-    both = _any_of(spans.server, spans.causal, ranks) & _any_of(spans.server, ~spans.causal, ranks)
-    return ~rows.gathers & (rows.rows == served) & ~both
+def _of_received(spans: _Spans, is_first: Bools, here: Bools, ranks: int) -> PartialRows:
+    """Counts results of rows that servers do not own."""
+    several = np.bincount(spans.first, minlength=len(spans.first)) > 1
+    parts, rows, shared = (
+        sums(spans.server[mine], spans.lengths[mine], ranks)
+        for mine in (~here, is_first & ~here, several & ~here)
+    )
+    return PartialRows(parts, shared, parts - (rows - shared))
 
 
-def _partial_rows(rank: Int64s, starts: Int64s, ends: Int64s, ranks: int) -> PartialRows:
-    parts = np.zeros(ranks, dtype=np.int64)
-    np.add.at(parts, rank, ends - starts)
-    rows, shared = (covered(rank, starts, ends, ranks, times) for times in (1, 2))
+def _of_local(rank: Int64s, starts: Int64s, ends: Int64s, ranks: int) -> PartialRows:
+    """Counts results of each rank's own rows, of ranges of these."""
+    parts = sums(rank, ends - starts, ranks)
+    rows, shared = covered(rank, starts, ends, ranks, times=(1, 2))
     return PartialRows(parts, shared, parts - (rows - shared))

@@ -15,7 +15,7 @@ from typing import Literal
 import numpy as np
 
 from distca.plan import Plan, Segments
-from distca.plan.span import Bools, Int64s
+from distca.plan.span import Bools, Int64s, numbered, sums
 
 FORWARD_PHASES = ("dispatch", "return")
 BACKWARD_PHASES = ("dispatch_backward", "return_backward")
@@ -220,11 +220,11 @@ class Messages:
 
     def sent(self) -> Int64s:
         """Bytes that each rank sends, int64 `[world_size]`."""
-        return _sums(self.source, self.sizes, self.world_size)
+        return sums(self.source, self.sizes, self.world_size)
 
     def received(self) -> Int64s:
         """Bytes that each rank receives, int64 `[world_size]`."""
-        return _sums(self.destination, self.sizes, self.world_size)
+        return sums(self.destination, self.sizes, self.world_size)
 
     def matrix(self) -> Int64s:
         """Bytes of each pair, int64 `[source rank, destination rank]`."""
@@ -242,13 +242,6 @@ class Messages:
         """Makes the table of bytes by source and destination, `matrix`'s inverse."""
         source, destination = np.nonzero(dense)
         return Messages(source, destination, dense[source, destination], len(dense))
-
-
-def _sums(groups: Int64s, values: Int64s, total_groups: int) -> Int64s:
-    """Sums of values by group, int64 `[total_groups]`."""
-    sums = np.zeros(total_groups, dtype=np.int64)
-    np.add.at(sums, groups, values)
-    return sums
 
 
 @dataclass(frozen=True)
@@ -372,11 +365,9 @@ def _rows_by_pair(q: Segments, kv: Segments, ranks: int) -> tuple[Int64s, Int64s
     """Rows that travel from one rank to another: source, server, queries, keys of each pair."""
     q_source, q_server, q_rows = q.moved()
     kv_source, kv_server, kv_rows = kv.moved()
-    pairs, where = np.unique(
-        np.concatenate([q_source * ranks + q_server, kv_source * ranks + kv_server]),
-        return_inverse=True,
-    )
-    source, server = np.divmod(pairs, ranks)
-    of_q, of_kv = np.zeros_like(pairs), np.zeros_like(pairs)
+    pairs = np.concatenate([q_source * ranks + q_server, kv_source * ranks + kv_server])
+    first, where = numbered(pairs)
+    source, server = np.divmod(pairs[first], ranks)
+    of_q, of_kv = np.zeros_like(source), np.zeros_like(source)
     of_q[where[: len(q_rows)]], of_kv[where[len(q_rows) :]] = q_rows, kv_rows
     return source, server, of_q, of_kv

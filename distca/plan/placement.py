@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from distca.plan.span import Bools, Int64s, distinct, expand_ranges
+from distca.plan.span import Bools, Int64s, distinct, expand_ranges, order_by
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class Placement:
 
     def joined(self) -> Placement:
         """Joins neighbouring pieces of a rank. Sorts by rank, document and position."""
-        order = np.lexsort((self.start, self.document, self.rank))
+        order = order_by(self.rank, self.document, self.start)
         document, start, end = self.document[order], self.start[order], self.end[order]
         rank = self.rank[order]
         opens = np.ones(len(rank), dtype=bool)
@@ -94,7 +94,7 @@ class Placement:
             counted: pieces whose tokens have rows, bool `[pieces]`; None: all.
         """
         lengths = (self.end - self.start) * (1 if counted is None else counted)
-        order = np.argsort(self.rank, kind="stable")
+        order = order_by(self.rank)
         before = np.cumsum(lengths[order]) - lengths[order]
         rows_per_rank = np.zeros(self.world_size, dtype=np.int64)
         np.add.at(rows_per_rank, self.rank, lengths)

@@ -12,7 +12,7 @@ from distca.plan.kept import KeptKeys, PlacedTokens, find_kept_keys, find_tokens
 from distca.plan.mask import Mask
 from distca.plan.placement import Placement
 from distca.plan.segments import Segments, find_segments, relay
-from distca.plan.span import Bools, Int64s, cut_at, distinct
+from distca.plan.span import Bools, Int64s, cut_at, distinct, order_by
 from distca.plan.tasks import Tasks
 
 BLOCK = 128
@@ -234,7 +234,7 @@ def _check_placement(plan: Plan) -> None:
         "a placed span is empty or outside its document",
         *columns,
     )
-    order = np.lexsort((placement.start, placement.document))
+    order = order_by(placement.document, placement.start)
     starts = plan.document_offsets[placement.document[order]] + placement.start[order]
     ends = plan.document_offsets[placement.document[order]] + placement.end[order]
     expected = np.concatenate([np.zeros(1, dtype=np.int64), ends[:-1]])
@@ -354,7 +354,7 @@ def _check_cover(plan: Plan) -> None:
     ends = plan.document_offsets[t.document] + t.q_end
     # Between two neighbouring query cuts a task covers either all queries or none.
     task, slab, _ = cut_at(starts, ends, distinct(np.concatenate([starts, ends])))
-    order = np.lexsort((t.kv_start[task], slab))
+    order = order_by(slab, t.kv_start[task])
     task, slab = task[order], slab[order]
     overlap = (slab[1:] == slab[:-1]) & (t.kv_end[task][:-1] > t.kv_start[task][1:])
     _refuse(

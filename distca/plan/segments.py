@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from distca.plan.placement import Placement
-from distca.plan.span import Bools, Int64s, cut_at, distinct, expand_ranges, union
+from distca.plan.span import Bools, Int64s, cut_at, distinct, expand_ranges, order_by, union
 
 
 @dataclass(frozen=True)
@@ -111,7 +111,7 @@ def find_segments(
     owner_row = first_rows[order][piece] + start - piece_start[piece]
     owner = placement.rank[order][piece]
     server = server[source]
-    by = np.lexsort((start, owner, server))
+    by = order_by(server, owner, start)
     return Segments(server[by], owner[by], start[by], end[by], owner_row[by])
 
 
@@ -146,5 +146,5 @@ def relay(needed: Segments, before: Segments, local: Int64s) -> Segments:
     owner[passed_on] = before.server[chosen]
     offset = start[passed_on] - before.start[chosen]
     row[passed_on] = before.served_rows(local)[chosen] + offset
-    by = np.lexsort((start, owner, server))
+    by = order_by(server, owner, start)
     return Segments(server[by], owner[by], start[by], end[by], row[by])

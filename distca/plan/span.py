@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 from numpy.typing import NDArray
 
 Int64s = NDArray[np.int64]
 Bools = NDArray[np.bool_]
 Floats = NDArray[np.float64]
+
+_MOST_SORTED = 1 << 62
+"""Bound on the numbers that `order_by` sorts."""
 
 
 def expand_ranges(starts: Int64s, lengths: Int64s) -> Int64s:
@@ -29,6 +34,50 @@ def distinct(values: Int64s) -> Int64s:
     first = np.ones(len(ordered), dtype=bool)
     first[1:] = ordered[1:] != ordered[:-1]
     return ordered[first]
+
+
+def order_by(*columns: Int64s | Bools) -> Int64s:
+    """Lists rows in the order of the first column, among equal ones of the second, and so on.
+
+    Rows that are equal in all columns keep their order, as in `np.lexsort`, which takes the columns
+    the other way round. If they fit in one number of 64 bits with the row's own number in its last
+    bits, sorting these numbers takes a tenth of the time.
+    """
+    rows = len(columns[0])
+    numbers = np.arange(rows)
+    if rows < 2:
+        return numbers
+    bits, size = rows.bit_length(), 1
+    key = np.zeros(1, dtype=np.int64)
+    for column in columns:
+        low = int(column.min())
+        extent = int(column.max()) - low + 1
+        size *= extent
+        if size << bits > _MOST_SORTED:
+            return np.lexsort(columns[::-1])
+        key = key * extent + (column.astype(np.int64, copy=False) - low)
+    return np.sort(key << bits | numbers) & ((1 << bits) - 1)
+
+
+def numbered(values: Int64s) -> tuple[Int64s, Int64s]:
+    """Numbers distinct values in rising order.
+
+    Returns `(first, number)`: the first row with each value, and the number of each row's value.
+    """
+    order = order_by(values)
+    ordered = values[order]
+    opens = np.ones(len(values), dtype=bool)
+    opens[1:] = ordered[1:] != ordered[:-1]
+    number = np.empty(len(values), dtype=np.int64)
+    number[order] = np.cumsum(opens) - 1
+    return order[opens], number
+
+
+def sums(groups: Int64s, values: Int64s, total_groups: int) -> Int64s:
+    """Adds up values by group, int64 `[total_groups]`."""
+    added = np.zeros(total_groups, dtype=np.int64)
+    np.add.at(added, groups, values)
+    return added
 
 
 def cut_at(starts: Int64s, ends: Int64s, cuts: Int64s) -> tuple[Int64s, Int64s, Int64s]:
@@ -59,9 +108,9 @@ def union(groups: Int64s, starts: Int64s, ends: Int64s) -> tuple[Int64s, Int64s,
         return groups, starts, ends
     # Groups are laid out on one line, with gaps between them, so that one sweep serves all.
     stride = int(ends.max()) + 2
-    order = np.lexsort((starts, groups))
-    groups = groups[order]
-    line_starts = groups * stride + starts[order]
+    line_starts = groups * stride + starts
+    order = order_by(line_starts)
+    groups, line_starts = groups[order], line_starts[order]
     reached = np.maximum.accumulate(groups * stride + ends[order])
     opens = np.ones(len(groups), dtype=bool)
     opens[1:] = line_starts[1:] > reached[:-1]
@@ -72,18 +121,23 @@ def union(groups: Int64s, starts: Int64s, ends: Int64s) -> tuple[Int64s, Int64s,
 
 
 def covered(
-    groups: Int64s, starts: Int64s, ends: Int64s, total_groups: int, times: int = 1
+    groups: Int64s, starts: Int64s, ends: Int64s, total_groups: int, times: Sequence[int]
 ) -> Int64s:
-    """Counts the positions that at least `times` ranges contain, separately for each group.
+    """Counts the positions that at least so many ranges contain, separately for each group.
 
-    Returns int64 `[total_groups]`.
+    Returns int64 `[len(times), total_groups]`.
     """
-    group, position = np.tile(groups, 2), np.concatenate([starts, ends])
-    change = np.repeat([1, -1], len(groups))
-    order = np.lexsort((position, group))
-    group, position = group[order], position[order]
+    # Groups are laid out on one line. The last bit of each edge tells whether a range begins there.
+    stride = int(ends.max(initial=0)) + 1
+    edges = 2 * (np.concatenate([starts, ends]) + stride * np.tile(groups, 2))
+    edges[: len(starts)] += 1
+    edges.sort()
+    depth = np.cumsum(2 * (edges & 1) - 1)
+    steps = np.diff(edges >> 1, append=0)
     # All ranges of a group have ended before the next group's begin.
-    depth = np.cumsum(change[order])[:-1]
-    counts = np.zeros(total_groups, dtype=np.int64)
-    np.add.at(counts, group[:-1], np.where(depth >= times, np.diff(position), 0))
-    return counts
+    first = np.searchsorted(edges, 2 * stride * np.arange(total_groups + 1))
+    found = []
+    for least in times:
+        before = np.cumsum(np.where(depth >= least, steps, 0))
+        found.append(np.diff(np.concatenate([[0], before])[first]))
+    return np.stack(found)

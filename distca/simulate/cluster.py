@@ -9,11 +9,14 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, fields
 
+import numpy as np
+
 from distca.cost.kernel_time import CostModel
 from distca.cost.link import Links
 from distca.cost.roofline import RooflineCost
 from distca.cost.tiled import TiledCost
 from distca.cost.volume import AttentionShape
+from distca.plan.span import Floats, Int64s
 from distca.simulate.charges import UNCHARGED, Charges
 
 
@@ -99,6 +102,10 @@ class Cluster:
     def copied_bytes_per_second(self) -> float:
         """Speed that copies reach, read and written bytes together."""
         return self.copy_gb_per_s * self.charges.copy_efficiency * 1e9
+
+    def traffic_seconds(self, nbytes: Int64s) -> Floats:
+        """Seconds in which a GPU copies rows, by the bytes that it reads and writes."""
+        return nbytes.astype(np.float64) / self.copied_bytes_per_second
 
     def servers_per_node(self, tensor_parallel: int) -> int:
         """Number of tensor-parallel groups in a node; each is one attention server.

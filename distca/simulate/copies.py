@@ -17,15 +17,14 @@ from __future__ import annotations
 import numpy as np
 
 from distca.cost.memory import FLOAT32_BYTES
-from distca.cost.partial_rows import PartialRows, RankRows, rank_rows
+from distca.cost.partial_rows import PartialRows, RankRows
 from distca.cost.volume import AttentionShape, in_pieces
-from distca.plan import Plan
 from distca.plan.span import Bools, Int64s
 from distca.schedule.program import Pass
 
 
 def copy_traffic(
-    plan: Plan,
+    rows: tuple[RankRows, RankRows],
     shape: AttentionShape,
     direction: Pass,
     grouped: bool = False,
@@ -36,15 +35,13 @@ def copy_traffic(
     rows that arrive. The backward pass is that of "resend".
 
     Args:
-        plan: a valid plan.
+        rows: rows of queries and keys, as `rank_rows` counts them of a valid plan.
         shape: the heads of one tensor-parallel rank, or of a head group of it.
         direction: pass whose copies are counted.
         grouped: the heads are one of several head groups.
     """
-    q, kv = rank_rows(plan)
-    if direction == "forward":
-        return _forward(q, kv, shape, grouped)
-    return _backward(q, kv, shape, grouped)
+    count = _forward if direction == "forward" else _backward
+    return count(*rows, shape, grouped)
 
 
 def _to_kernels(rows: RankRows, others: RankRows, row_bytes: int, expanded: bool = False) -> Int64s:

@@ -76,14 +76,6 @@ class ModelCosts:
             return self.model.latent_shape(self.tensor_parallel, self.dtype_bytes)
         return self.shape
 
-    def expansion_seconds(self) -> tuple[float, float]:
-        """Seconds in which a server expands a latent, forward; and does so again and makes the
-        gradients of the latent and of the weight, backward."""
-        cluster = self.cluster
-        rate = cluster.peak_tflops * 1e12 * cluster.linear_mfu
-        once = self.travelling_shape.expansion_flops / rate
-        return once, 3 * once
-
     @property
     def _out_width(self) -> int:
         return self.model.heads * self.model.value_dim

@@ -4,39 +4,66 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 
 from distca.cost.kernel_memory import kernel_memory
 from distca.cost.kernel_time import CostModel
 from distca.cost.link import Links
-from distca.cost.memory import CoreAttentionMemory, plan_memory
-from distca.cost.volume import AttentionShape, plan_bytes
+from distca.cost.memory import CoreAttentionMemory, memory_of_rows
+from distca.cost.partial_rows import RankRows, rank_rows
+from distca.cost.volume import (
+    BACKWARD_PHASES,
+    FORWARD_PHASES,
+    AttentionShape,
+    Messages,
+    PlanBytes,
+    plan_bytes,
+)
 from distca.plan import Plan
 from distca.plan.span import Floats, Int64s, distinct
 from distca.schedule.base import server_loads
+from distca.schedule.program import Pass
+from distca.simulate.cluster import Cluster
 from distca.simulate.copies import copy_traffic
 from distca.simulate.resources import Transfer
 
 
-@dataclass(frozen=True)
-class ExchangeCosts:
-    """Costs of one phase of a plan's exchange.
+class TimedExchange(NamedTuple):
+    """One phase of a plan's exchange.
 
     Attributes:
         transfer: bytes that the links carry.
-        packed: bytes of the messages that each server fills, `[servers]`.
-        unpacked: bytes that each server takes out of messages, `[servers]`.
+        pack_seconds: time in which each server fills messages and sends them off, `[servers]`.
+        unpack_seconds: time in which each server takes rows out of messages, `[servers]`.
     """
 
     transfer: Transfer
-    packed: Int64s
-    unpacked: Int64s
+    pack_seconds: Floats
+    unpack_seconds: Floats
+
+
+class PassCosts(NamedTuple):
+    """Costs of one pass of a plan.
+
+    Attributes:
+        dispatch: exchange that brings the kernels' inputs.
+        kernel_seconds: time of each server's kernels and of the copies around them, `[servers]`.
+        returned: exchange that takes outputs to their owners.
+    """
+
+    dispatch: TimedExchange
+    kernel_seconds: Floats
+    returned: TimedExchange
 
 
 @dataclass(frozen=True)
 class PlanCosts:
     """Costs of a plan in a layer, for each server and one of several head groups.
+
+    What is asked for is worked out once: every layer of a tick runs the same plan, and ticks of a
+    pipeline that do one pass need nothing of the other.
 
     Attributes:
         plan: plan of a nano-batch, or of a whole micro-batch.
@@ -44,6 +71,7 @@ class PlanCosts:
         head_groups: number of head groups, which take equally long.
         cost_model: forward seconds of tasks with the heads of all groups.
         links: links between the servers.
+        cluster: rates of the servers' GPUs.
         signal: every message is one byte.
     """
 
@@ -52,6 +80,7 @@ class PlanCosts:
     head_groups: int
     cost_model: CostModel
     links: Links
+    cluster: Cluster
     signal: bool
 
     @cached_property
@@ -59,49 +88,81 @@ class PlanCosts:
         return self.plan.own_tokens_per_rank()
 
     @cached_property
-    def kernel_seconds(self) -> Floats:
+    def moved(self) -> PlanBytes:
+        """Bytes of `plan_bytes`."""
+        return plan_bytes(self.plan, self.shape)
+
+    @cached_property
+    def rows(self) -> tuple[RankRows, RankRows]:
+        """Rows of `rank_rows`."""
+        return rank_rows(self.plan)
+
+    @property
+    def returns(self) -> bool:
+        """Whether any output of a forward pass comes back from elsewhere."""
+        return bool(self.moved.messages["return"].sizes.any())
+
+    @cached_property
+    def forward(self) -> PassCosts:
+        return self._pass("forward", FORWARD_PHASES, 1.0)
+
+    @cached_property
+    def backward(self) -> PassCosts:
+        return self._pass("backward", BACKWARD_PHASES, self.cluster.backward_over_forward)
+
+    def of(self, direction: Pass) -> PassCosts:
+        """Costs of a pass."""
+        return self.forward if direction == "forward" else self.backward
+
+    @cached_property
+    def memory(self) -> CoreAttentionMemory:
+        return memory_of_rows(self.rows, self.moved, self.shape)
+
+    @cached_property
+    def kernel_memory(self) -> Int64s:
+        """Bytes that each server's kernels allocate beside `memory`, `[servers]`."""
+        return kernel_memory(self.plan, self.shape)
+
+    @cached_property
+    def _kernel_seconds(self) -> Floats:
+        """Time of each server's forward kernels, `[servers]`."""
         plan = self.plan
         whole = server_loads(plan.tasks, plan.mask, plan.world_size, self.cost_model)
         return whole / self.head_groups
 
     @cached_property
-    def kernel_calls(self) -> Int64s:
+    def _kernel_calls(self) -> Int64s:
         """Kernel calls of each server: one for each task shape that it has."""
         tasks = self.plan.tasks
         shapes = distinct(tasks.server * 2 + tasks.ends_on_diagonal) // 2
         return np.bincount(shapes, minlength=self.plan.world_size)
 
     @cached_property
-    def exchanges(self) -> dict[str, ExchangeCosts]:
-        """Costs by phase. A signal is one byte, but its message is packed and unpacked whole."""
-        found = {}
-        for phase, messages in plan_bytes(self.plan, self.shape).messages.items():
-            signals = (messages.sizes > 0).astype(np.int64)
-            carried = replace(messages, sizes=signals) if self.signal else messages
-            transfer = Transfer.of_messages(carried, self.links)
-            found[phase] = ExchangeCosts(transfer, messages.sent(), messages.received())
-        return found
-
-    @cached_property
-    def copied(self) -> dict[str, Int64s]:
-        """Bytes of `copy_traffic` in each direction."""
-        grouped = self.head_groups > 1
-        return {
-            "forward": copy_traffic(self.plan, self.shape, "forward", grouped),
-            "backward": copy_traffic(self.plan, self.shape, "backward", grouped),
-        }
-
-    @cached_property
-    def expanded_rows(self) -> Int64s:
-        """Latents that arrive at each server, to be expanded; none where keys and values travel."""
+    def _expansion_seconds(self) -> Floats:
+        """Time in which each server expands the latents that arrive, forward, `[servers]`; backward
+        it does so again and makes the gradients of latents and weight."""
         _, received = self.plan.kv_segments.moved_per_rank(self.plan.world_size)
-        return received * (self.shape.kv_rank is not None)
+        rate = self.cluster.peak_tflops * 1e12 * self.cluster.linear_mfu
+        return received.astype(np.float64) * (self.shape.expansion_flops / rate)
 
-    @cached_property
-    def memory(self) -> CoreAttentionMemory:
-        return plan_memory(self.plan, self.shape)
+    def _pass(self, direction: Pass, phases: tuple[str, str], factor: float) -> PassCosts:
+        """Works out a pass, whose kernels take `factor` times those of the forward pass."""
+        seconds = factor * self._kernel_seconds + self.cluster.launch_seconds * self._kernel_calls
+        copied = copy_traffic(self.rows, self.shape, direction, self.head_groups > 1)
+        seconds = seconds + self.cluster.traffic_seconds(copied)
+        seconds = seconds + self._expansion_seconds * (1 if direction == "forward" else 3)
+        dispatch, returned = (self._exchange(self.moved.messages[phase]) for phase in phases)
+        return PassCosts(dispatch, seconds, returned)
 
-    @cached_property
-    def kernel_memory(self) -> Int64s:
-        """Bytes that each server's kernels allocate beside `memory`, `[servers]`."""
-        return kernel_memory(self.plan, self.shape)
+    def _exchange(self, messages: Messages) -> TimedExchange:
+        """Costs of messages. A signal is one byte, but its message is packed and unpacked whole."""
+        cluster, carried = self.cluster, messages
+        if self.signal:
+            carried = replace(messages, sizes=(messages.sizes > 0).astype(np.int64))
+        packed, unpacked = messages.sent(), messages.received()
+        launches = np.where((packed > 0) | (unpacked > 0), cluster.launch_seconds, 0.0)
+        return TimedExchange(
+            Transfer.of_messages(carried, self.links),
+            cluster.traffic_seconds(2 * packed) + launches,
+            cluster.traffic_seconds(2 * unpacked),
+        )

@@ -21,44 +21,43 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import numpy as np
 
 from distca.cost.link import Links
 from distca.cost.volume import Messages
-from distca.plan.span import Floats, Int64s
+from distca.plan.span import Bools, Floats, Int64s, order_by
 from distca.simulate.charges import end_of_compute
 from distca.simulate.cluster import Cluster
-
-NODE, NETWORK = 0, 1
 
 
 @dataclass(frozen=True)
 class Transfer:
     """The bytes of an exchange, worked out once for all its uses.
 
+    Messages are ordered by destination and kind. Ports are numbered in both directions alike: those
+    to the node by rank, then those to the network.
+
     Attributes:
         bytes_sent: bytes that each rank sends, `[ranks]`.
         bytes_received: bytes that each rank receives, `[ranks]`.
-        out_seconds: time that each port out is busy, `[2, ranks]`: node and network.
-        in_seconds: time that each port in is busy, `[2, ranks]`.
-        source: sender of each message, ordered by destination and kind, `[messages]`.
-        kind: NODE or NETWORK for each message, `[messages]`.
+        seconds_of_ports: time that each port is busy, `[4, ranks]`: out to the node and to the
+            network, in from the node and from the network.
+        out_port: number of each message's port out, `[messages]`.
         seconds: time that each message takes, `[messages]`.
         destinations: ranks that receive, rising.
         firsts: number of the first message to each destination.
         port: number of each message's port in among the used ones, `[messages]`.
-        ports: kind and rank of each used port in, `[2, ports]`.
+        ports: numbers of the used ports in, `[ports]`.
         port_firsts: number of the first message to each used port in.
     """
 
     bytes_sent: Int64s
     bytes_received: Int64s
-    out_seconds: Floats
-    in_seconds: Floats
-    source: Int64s
-    kind: Int64s
+    seconds_of_ports: Floats
+    out_port: Int64s
     seconds: Floats
     destinations: Int64s
     firsts: Int64s
@@ -72,31 +71,45 @@ class Transfer:
         there = np.flatnonzero(messages.sizes)
         source, destination = messages.source[there], messages.destination[there]
         sizes, ranks = messages.sizes[there], messages.world_size
-        kind = (links.node(source) != links.node(destination)).astype(int)
-        order = np.lexsort((source, kind, destination))
+        kind = links.node(source) != links.node(destination)
+        order = order_by(destination, kind, source)
         destination, source, kind = destination[order], source[order], kind[order]
         seconds = sizes[order] / (links.gb_per_s(source, destination) * 1e9)
-        out_seconds, in_seconds = np.zeros((2, ranks)), np.zeros((2, ranks))
-        np.add.at(out_seconds, (kind, source), seconds)
-        np.add.at(in_seconds, (kind, destination), seconds)
-        destinations, firsts = np.unique(destination, return_index=True)
-        ports, port_firsts, port = np.unique(
-            2 * destination + kind, return_index=True, return_inverse=True
+        out_port, in_port = kind * ranks + source, kind * ranks + destination
+        seconds_of_ports = np.zeros((4, ranks))
+        np.add.at(seconds_of_ports[:2].reshape(-1), out_port, seconds)
+        np.add.at(seconds_of_ports[2:].reshape(-1), in_port, seconds)
+        # Messages to a destination, and those through a port, follow each other.
+        firsts, port_firsts = (
+            np.flatnonzero(np.diff(by, prepend=-1)) for by in (destination, in_port)
         )
         return Transfer(
             messages.sent(),
             messages.received(),
-            out_seconds,
-            in_seconds,
-            source,
-            kind,
+            seconds_of_ports,
+            out_port,
             seconds,
-            destinations,
+            destination[firsts],
             firsts,
-            port,
-            np.stack([ports % 2, ports // 2]),
+            np.cumsum(np.diff(in_port, prepend=-1) != 0) - 1,
+            in_port[port_firsts],
             port_firsts,
         )
+
+    @property
+    def out_seconds(self) -> Floats:
+        """Time that each port out is busy, `[2, ranks]`: to the node and to the network."""
+        return self.seconds_of_ports[:2]
+
+    @property
+    def in_seconds(self) -> Floats:
+        """Time that each port in is busy, `[2, ranks]`."""
+        return self.seconds_of_ports[2:]
+
+    @cached_property
+    def used(self) -> Bools:
+        """Whether each port is used, `[4, ranks]`."""
+        return self.seconds_of_ports > 0
 
 
 @dataclass
@@ -149,14 +162,13 @@ class Resources:
         self._out, self._in = np.zeros((2, self.ranks)), np.zeros((2, self.ranks))
         self.held = np.zeros((4, self.ranks))
         cluster = self.cluster
-        self._latency = np.array([cluster.node_latency, cluster.network_latency])
+        self._latency = np.array([[cluster.node_latency], [cluster.network_latency]])
+        self._busy_until = np.zeros(self.ranks)
 
     def compute(self, seconds: Floats, name: str = "", lane: str = "", **labels: Any) -> None:
         """Lets each rank compute: seconds at speed 1 when no exchange interferes, `[ranks]`."""
-        start = self.clock
-        busy_until = np.maximum(self._out.max(axis=0), self._in.max(axis=0))
-        interference = self.cluster.charges.interference
-        self.clock = end_of_compute(start, seconds / self.speeds, busy_until, interference)
+        start, interference = self.clock, self.cluster.charges.interference
+        self.clock = end_of_compute(start, seconds / self.speeds, self._busy_until, interference)
         self.computed += self.clock - start
         if name:
             self._record(name, lane, start, self.clock, labels)
@@ -172,22 +184,23 @@ class Resources:
     def exchange(self, moved: Transfer, phase: str) -> Floats:
         """Starts an exchange now; returns when it is over for each rank, `[ranks]`."""
         start = self.clock
-        out = moved.out_seconds > 0
+        sends, comes = moved.used[:2], moved.used[2:]
         begins = np.maximum(self._out, start)
-        self._out = np.where(out, begins + moved.out_seconds, self._out)
-        over = np.maximum(start, np.where(out, self._out, 0.0).max(axis=0))
-        if len(moved.source):
-            comes = moved.in_seconds > 0
+        self._out = np.where(sends, begins + moved.out_seconds, self._out)
+        over = np.maximum(start, np.maximum(*np.where(sends, self._out, 0.0)))
+        if len(moved.out_port):
             self._in = self._in + moved.in_seconds
-            used = tuple(moved.ports)
-            self._in[used] = np.maximum(self._in[used], self._last_to_pass(moved, begins))
-            passed = np.where(comes, self._in + self._latency[:, None], 0.0).max(axis=0)
-            left = self._out[moved.kind, moved.source] + self._latency[moved.kind]
+            ports = self._in.reshape(-1)
+            last = self._last_to_pass(moved, begins.reshape(-1))
+            ports[moved.ports] = np.maximum(ports[moved.ports], last)
+            passed = np.maximum(*np.where(comes, self._in + self._latency, 0.0))
+            left = (self._out + self._latency).reshape(-1)[moved.out_port]
             passed[moved.destinations] = np.maximum(
                 passed[moved.destinations], np.maximum.reduceat(left, moved.firsts)
             )
             over = np.maximum(over, passed)
-        self.held += np.concatenate([moved.out_seconds, moved.in_seconds])
+            self._busy_until = np.maximum(np.maximum(*self._out), np.maximum(*self._in))
+        self.held += moved.seconds_of_ports
         self._count(moved, phase)
         return over
 
@@ -197,24 +210,27 @@ class Resources:
 
         Args:
             moved: bytes of the exchange.
-            begins: time at which each port out begins, `[2, ranks]`.
+            begins: time at which each port out begins, `[2 * ranks]`.
         """
-        last_first = np.empty(begins.size, dtype=np.int64)
-        last_first[np.argsort(-begins, axis=None)] = np.arange(begins.size)
-        sender = moved.kind * begins.shape[1] + moved.source
+        last_first = np.empty(len(begins), dtype=np.int64)
+        last_first[np.argsort(-begins)] = np.arange(len(begins))
         # Each port's messages, the last one to begin first.
-        order = np.argsort(moved.port * begins.size + last_first[sender])
+        order = np.argsort(moved.port * len(begins) + last_first[moved.out_port])
         seconds = moved.seconds[order]
         total = np.cumsum(seconds)
         before = (total - seconds)[moved.port_firsts]
-        passed = begins.ravel()[sender[order]] + total - before[moved.port]
+        passed = begins[moved.out_port[order]] + total - before[moved.port]
         last: Floats = np.maximum.reduceat(passed, moved.port_firsts)
         return last
 
     def _count(self, moved: Transfer, phase: str) -> None:
-        zeros = np.zeros(self.ranks, dtype=np.int64)
-        self.sent[phase] = self.sent.get(phase, zeros) + moved.bytes_sent
-        self.received[phase] = self.received.get(phase, zeros) + moved.bytes_received
+        for counts, nbytes in (
+            (self.sent, moved.bytes_sent),
+            (self.received, moved.bytes_received),
+        ):
+            if phase not in counts:
+                counts[phase] = np.zeros(self.ranks, dtype=np.int64)
+            counts[phase] += nbytes
 
     def barrier(self, groups: Sequence[Int64s], seconds: Sequence[float]) -> None:
         """Lets each group of ranks wait for its last member, and then for its seconds."""
@@ -229,7 +245,7 @@ class Resources:
 
     def traffic_seconds(self, nbytes: Int64s) -> Floats:
         """Seconds to read or write bytes of memory."""
-        return nbytes.astype(np.float64) / self.cluster.copied_bytes_per_second
+        return self.cluster.traffic_seconds(nbytes)
 
     def record_since(self, name: str, lane: str, start: Floats, **labels: Any) -> None:
         """Records a span of every rank from a moment until now."""

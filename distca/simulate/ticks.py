@@ -25,8 +25,11 @@ from distca.schedule.program import NANO_BATCHES, Ablation, LayerGroup, Program,
 from distca.simulate.charges import exposed_reduction
 from distca.simulate.costs import ModelCosts
 from distca.simulate.outcome import Outcome
-from distca.simulate.plan_costs import PlanCosts
+from distca.simulate.plan_costs import PlanCosts, TimedExchange
 from distca.simulate.resources import Resources, Transfer
+
+_PHASES: dict[Pass, tuple[str, str]] = {"forward": FORWARD_PHASES, "backward": BACKWARD_PHASES}
+_SUFFIX: dict[Pass, str] = {"forward": "", "backward": " backward"}
 
 
 def simulate_ticks(
@@ -91,6 +94,7 @@ class _Run:
             ranks, costs.cluster, np.ones(ranks) if speeds is None else speeds, recording
         )
         self._plan_costs: dict[int, list[PlanCosts]] = {}
+        self._borrow_seconds: dict[tuple[int, Pass], Floats] = {}
         # Arrival times of what was sent ahead for each nano-batch's backward pass, by head group.
         self._sent_ahead: dict[int, list[Floats]] = {}
         # Arrival times of the inputs of each nano-batch's kernels, by head group.
@@ -144,6 +148,7 @@ class _Run:
                     self._head_groups,
                     self._cost_model,
                     self._links,
+                    self._costs.cluster,
                     self._ablation == "signal",
                 )
                 for plan in plans
@@ -183,7 +188,7 @@ class _Run:
             elif event.step == "start":
                 begins = alone or layer == first
                 resources.compute(before[n] if begins else before[n] + after[n])
-                resources.compute(resources.traffic_seconds(self._borrowing(plan)[event.direction]))
+                resources.compute(self._borrowing(plan, event.direction))
                 arrives = self._sent_ahead.pop(n, None)
                 self._arrives[n] = arrives or self._dispatch(plan, event.direction, labels)
             elif event.step == "compute":
@@ -226,7 +231,7 @@ class _Run:
 
     def _program(self, tick: Tick, nano_costs: list[PlanCosts], turns: bool) -> Program:
         """The order of events of a tick."""
-        at_home = self._planned.schedule.stages == 1 and not _returns(nano_costs)
+        at_home = self._planned.schedule.stages == 1 and not any(p.returns for p in nano_costs)
         layers = [LayerGroup(range(self._layers), recomputed=False)]
         if self._costs.recompute == "full":
             layers = [LayerGroup(range(n, n + 1), recomputed=True) for n in range(self._layers)]
@@ -235,10 +240,12 @@ class _Run:
 
     def _dispatch(self, plan: PlanCosts, direction: Pass, labels: dict[str, Any]) -> list[Floats]:
         """Starts to send the kernels' inputs; returns when they arrive, for each head group."""
-        forward = direction == "forward"
-        to_servers = (FORWARD_PHASES if forward else BACKWARD_PHASES)[0]
-        name = "dispatch" if forward else "dispatch backward"
-        return [self._start(plan, to_servers, name, labels | group) for group in self._groups]
+        exchange, suffix = plan.of(direction).dispatch, _SUFFIX[direction]
+        phase = _PHASES[direction][0]
+        return [
+            self._start(exchange, phase, f"dispatch{suffix}", labels | group)
+            for group in self._groups
+        ]
 
     def _borrowed(self, plan: PlanCosts) -> Int64s:
         """Bytes of the keys and values that each rank borrows from earlier nano-batches, `[ranks]`:
@@ -252,42 +259,44 @@ class _Run:
         shape = self._shape
         return self._costs.shape.kv_row_bytes + (shape.kv_rank or 0) * shape.dtype_bytes
 
-    def _borrowing(self, plan: PlanCosts) -> dict[Pass, Int64s]:
-        """Bytes that are read and written to borrow keys, and to add up their gradients.
+    def _borrowing(self, plan: PlanCosts, direction: Pass) -> Floats:
+        """Seconds in which ranks borrow keys, or add up their gradients, `[ranks]`.
 
         Borrowed rows are put together with the rank's own ones. Gradients of a chain's rows are
         added up in float32; those of ping's rows, which are gathered to be lent, by autograd, over
         all rows of ping, about as many as pong's.
         """
+        key = id(plan), direction
+        if key in self._borrow_seconds:
+            return self._borrow_seconds[key]
         borrowed = self._borrowed(plan)
         own = np.where(borrowed > 0, plan.own_tokens * self._lent_row_bytes, 0)
         if self._planned.schedule.chain == 1:
-            return {"forward": 2 * own + 4 * borrowed, "backward": 4 * own + 3 * borrowed}
-        sums = 2 * FLOAT32_BYTES // self._costs.dtype_bytes
-        return {"forward": 2 * (own + borrowed), "backward": (1 + sums) * borrowed}
+            moved = {"forward": 2 * own + 4 * borrowed, "backward": 4 * own + 3 * borrowed}
+        else:
+            sums = 2 * FLOAT32_BYTES // self._costs.dtype_bytes
+            moved = {"forward": 2 * (own + borrowed), "backward": (1 + sums) * borrowed}
+        seconds = self._costs.cluster.traffic_seconds(moved[direction])
+        self._borrow_seconds[key] = seconds
+        return seconds
 
     def _compute(
         self, plan: PlanCosts, direction: Pass, over: Floats, labels: dict[str, Any]
     ) -> Floats:
         """Runs a head group's kernels once inputs are there, and starts to return their outputs."""
-        resources, forward, cluster = self._resources, direction == "forward", self._costs.cluster
-        to_servers, to_owners = FORWARD_PHASES if forward else BACKWARD_PHASES
-        factor, suffix = (1.0, "") if forward else (cluster.backward_over_forward, " backward")
+        resources, costs, suffix = self._resources, plan.of(direction), _SUFFIX[direction]
         resources.wait(over, f"wait for dispatch{suffix}", **labels)
-        resources.compute(resources.copy_seconds(plan.exchanges[to_servers].unpacked))
-        seconds = factor * plan.kernel_seconds + cluster.launch_seconds * plan.kernel_calls
-        seconds = seconds + resources.traffic_seconds(plan.copied[direction])
-        seconds = seconds + plan.expanded_rows * self._costs.expansion_seconds()[not forward]
-        resources.compute(seconds, f"core attention{suffix}", "kernels", **labels)
-        return self._start(plan, to_owners, f"return{suffix}", labels)
+        resources.compute(costs.dispatch.unpack_seconds)
+        resources.compute(costs.kernel_seconds, f"core attention{suffix}", "kernels", **labels)
+        return self._start(costs.returned, _PHASES[direction][1], f"return{suffix}", labels)
 
-    def _start(self, plan: PlanCosts, phase: str, name: str, labels: dict[str, Any]) -> Floats:
+    def _start(
+        self, exchange: TimedExchange, phase: str, name: str, labels: dict[str, Any]
+    ) -> Floats:
         """Gathers rows and starts an exchange; returns when it is over."""
-        resources, moved = self._resources, plan.exchanges[phase]
-        launch = np.where((moved.packed > 0) | (moved.unpacked > 0), 1.0, 0.0)
-        seconds = resources.copy_seconds(moved.packed) + launch * self._costs.cluster.launch_seconds
-        resources.compute(seconds, name, "exchange", **labels)
-        over = resources.exchange(moved.transfer, phase)
+        resources = self._resources
+        resources.compute(exchange.pack_seconds, name, "exchange", **labels)
+        over = resources.exchange(exchange.transfer, phase)
         if self._ablation == "single-stream":
             resources.wait(over, f"wait for {name}", **labels)
         return over
@@ -299,11 +308,10 @@ class _Run:
         returns: list[Floats],
         labels: dict[str, Any],
     ) -> None:
-        resources, forward = self._resources, direction == "forward"
-        to_owners = (FORWARD_PHASES if forward else BACKWARD_PHASES)[1]
+        resources, returned = self._resources, plan.of(direction).returned
         for over in returns:
-            resources.wait(over, f"wait for return{'' if forward else ' backward'}", **labels)
-            resources.compute(resources.copy_seconds(plan.exchanges[to_owners].unpacked))
+            resources.wait(over, f"wait for return{_SUFFIX[direction]}", **labels)
+            resources.compute(returned.unpack_seconds)
 
     def _runs_head(self, tick: Tick) -> Floats:
         """1.0 for the ranks of a last stage that runs its last chunk, `[ranks]`."""
@@ -414,8 +422,3 @@ class _Run:
         buffers = replace(buffers, indices=len(self._planned.masks.masks) * buffers.indices)
         reserved = buffers.with_headroom(HEADROOM).total(nano_batches, self._head_groups)
         return most + np.array(state)[self._stage] + reserved
-
-
-def _returns(nano_costs: list[PlanCosts]) -> bool:
-    """Whether any output of a forward pass comes back from elsewhere."""
-    return any(bool(each.exchanges["return"].packed.any()) for each in nano_costs)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from distca.plan import Mask, Placement, Plan, Tasks, place_sequentially
 from distca.plan.plan import max_over_mean
-from distca.plan.span import covered
+from distca.plan.span import covered, numbered, order_by
 from support.random_plans import random_lengths, random_plan
 
 CHUNKS = [Mask(None, size) for size in (1, 32, 50, 1000)]
@@ -353,14 +353,27 @@ def test_needed_segments_are_the_sets_of_needed_rows(seed: int, mask: Mask) -> N
         assert np.array_equal(segments.moved_rows(at.world_size), moved)
 
 
-@pytest.mark.parametrize("times", [1, 2, 3])
-def test_positions_that_several_ranges_contain(times: int) -> None:
-    rng = np.random.default_rng(times)
+@pytest.mark.parametrize("seed", range(3))
+def test_positions_that_several_ranges_contain(seed: int) -> None:
+    rng, times = np.random.default_rng(seed), (1, 2, 3)
     groups, starts = rng.integers(0, 4, 40), rng.integers(0, 60, 40)
     ends = starts + rng.integers(0, 12, 40)
     depth = np.zeros((5, 80), dtype=np.int64)
     for group, start, end in zip(groups, starts, ends, strict=True):
         depth[group, start:end] += 1
-    expected = (depth >= times).sum(axis=1).tolist()
+    expected = [(depth >= each).sum(axis=1).tolist() for each in times]
     assert covered(groups, starts, ends, 5, times).tolist() == expected
-    assert covered(groups[:0], starts[:0], ends[:0], 2, times).tolist() == [0, 0]
+    assert covered(groups[:0], starts[:0], ends[:0], 2, times).tolist() == [[0, 0]] * 3
+
+
+@pytest.mark.parametrize("most", [3, 10, 2**21, 2**40])
+def test_rows_in_the_order_of_their_columns(most: int) -> None:
+    """As NumPy sorts them, whether they fit in one number or not; equal ones keep their order."""
+    rng = np.random.default_rng(most)
+    columns = rng.integers(-most, most, (3, 200))
+    columns[:, ::2] = columns[:, 1::2]
+    for some in (columns[:1], columns, (columns[0] > 0, columns[1])):
+        assert np.array_equal(order_by(*some), np.lexsort(tuple(some)[::-1]))
+    assert order_by(columns[0][:0]).tolist() == []
+    _, *expected = np.unique(columns[0], return_index=True, return_inverse=True)
+    assert all(map(np.array_equal, numbered(columns[0]), expected))

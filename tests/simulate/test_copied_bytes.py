@@ -178,7 +178,7 @@ def test_the_simulator_counts_what_the_runtime_copies(
     for direction, names in (("forward", FORWARD_PHASES), ("backward", BACKWARD_PHASES)):
         # What is sent is packed in messages, what arrives is unpacked.
         once = np.sum([phases[p].sum(axis=0) + phases[p].sum(axis=1) for p in names], axis=0)
-        copied = copy_traffic(plan, group, direction, head_groups > 1)  # type: ignore[arg-type]
+        copied = copy_traffic(rank_rows(plan), group, direction, head_groups > 1)  # type: ignore[arg-type]
         expected[direction] = (head_groups * (2 * once + copied)).tolist()
     assert measured(plan, head_groups) == expected
     q, kv = rank_rows(plan)

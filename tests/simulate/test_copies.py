@@ -7,6 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from distca.cost.partial_rows import rank_rows
 from distca.cost.volume import PHASES, plan_bytes
 from distca.schedule import ExecutionOptions
 from distca.simulate import (
@@ -37,7 +38,9 @@ def test_copies_take_the_time_of_memory(ablation: Ablation, head_groups: int) ->
             moved = plan_bytes(each, costs.shape).phases
             once = sum(moved[p].sum(axis=0) + moved[p].sum(axis=1) for p in phases)
             # Signals are packed and unpacked as their messages are.
-            expected += 2 * once + head_groups * copy_traffic(each, group, tick.direction, grouped)
+            expected += 2 * once + head_groups * copy_traffic(
+                rank_rows(each), group, tick.direction, grouped
+            )
             own = each.own_tokens_per_rank()
             borrowed = each.placement.tokens_per_rank() - own
             crosses |= bool(borrowed.any())

@@ -26,7 +26,7 @@ import numpy as np
 
 from distca.cost.volume import AttentionShape
 from distca.plan import Mask, Placement, Tasks
-from distca.plan.span import Floats, Int64s
+from distca.plan.span import Floats, Int64s, order_by
 from distca.schedule.base import tasks_at_home
 
 _LEAST_GAIN = 0.95
@@ -50,7 +50,7 @@ def initial_tasks(
         return home
     is_wide = np.zeros(len(lengths), dtype=bool)
     blocks = []
-    order = np.argsort(placement.document, kind="stable")
+    order = order_by(placement.document)
     first = np.searchsorted(placement.document[order], wide, side="left")
     last = np.searchsorted(placement.document[order], wide, side="right")
     for document, i, j in zip(wide, first.tolist(), last.tolist(), strict=True):

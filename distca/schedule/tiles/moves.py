@@ -33,12 +33,15 @@ from __future__ import annotations
 
 import heapq
 import math
+from bisect import bisect_left, insort
+from collections.abc import Collection
+from itertools import islice
 from typing import NamedTuple
 
 import numpy as np
 
 from distca.plan import Mask, Placement, Tasks
-from distca.plan.span import Floats
+from distca.plan.span import Floats, order_by
 from distca.schedule.base import ScheduleConfig, task_loads
 
 _TASKS = 3
@@ -54,6 +57,8 @@ _MOVES_PER_SERVER = 30
 
 
 class _Task(NamedTuple):
+    """A task of a server: one of the table that there was, by its row, or a new one, with -1."""
+
     document: int
     q_start: int
     q_end: int
@@ -61,6 +66,7 @@ class _Task(NamedTuple):
     kv_end: int
     load: float
     pairs: int
+    row: int = -1
 
 
 class _Span(NamedTuple):
@@ -118,14 +124,14 @@ class _Mover:
         shape = config.shape
         self._q_bytes = shape.round_trip_bytes
         self._kv_bytes = shape.moved_kv_row_bytes
-        self._all_loads = task_loads(tasks, mask, config.cost_model)
+        self._all_pairs = tasks.pairs(mask)
+        self._all_loads = task_loads(tasks, mask, config.cost_model, self._all_pairs)
         servers = placement.world_size
         speeds = config.speeds_of(servers)
         loads = np.bincount(tasks.server, weights=self._all_loads, minlength=servers) / speeds
         self._loads: list[float] = loads.tolist()
-        # Heap of (load, server), in which entries of an earlier load are passed over.
-        self._by_load = [(load, server) for server, load in enumerate(self._loads)]
-        heapq.heapify(self._by_load)
+        # The servers, the emptiest first; of equal ones those with lower numbers.
+        self._by_load = sorted((load, server) for server, load in enumerate(self._loads))
         self._speeds: list[float] = speeds.tolist()
         self._target = float(self._all_loads.sum()) / float(speeds.sum())
         self._limit = self._target * (1 + config.tolerance)
@@ -133,7 +139,7 @@ class _Mover:
         self._traffic: list[float] = traffic.tolist()
         self._busiest = max(self._traffic)
         self._buffered: list[float] = buffered.tolist()
-        self._by_server = np.argsort(tasks.server, kind="stable")
+        self._by_server = order_by(tasks.server)
         self._server_edges = np.searchsorted(tasks.server[self._by_server], np.arange(servers + 1))
         # Tasks of the servers that were looked at, by server; those of all others are unchanged.
         self._touched: dict[int, list[_Task]] = {}
@@ -157,7 +163,7 @@ class _Mover:
         """Indexes who holds keys of a document: its owners, and the servers of its tasks."""
         placement, tasks = self._placement, self._tasks
         document = np.concatenate([placement.document, tasks.document])
-        self._holder_order = np.argsort(document, kind="stable")
+        self._holder_order = order_by(document)
         self._holder_document = document[self._holder_order]
         self._holder = np.concatenate([placement.rank, tasks.server])
         self._holds_from = np.concatenate([placement.start, tasks.kv_start])
@@ -166,18 +172,11 @@ class _Mover:
     def _tasks_of(self, server: int) -> list[_Task]:
         if server not in self._touched:
             low, high = self._server_edges[server : server + 2]
-            mine = self._by_server[low:high]
-            t = self._tasks[mine]
-            columns = (t.document, t.q_start, t.q_end, t.kv_start, t.kv_end)
-            self._touched[server] = [
-                _Task(*row)
-                for row in zip(
-                    *(column.tolist() for column in columns),
-                    self._all_loads[mine].tolist(),
-                    t.pairs(self._mask).tolist(),
-                    strict=True,
-                )
-            ]
+            mine, t = self._by_server[low:high], self._tasks
+            spans = (t.document, t.q_start, t.q_end, t.kv_start, t.kv_end)
+            columns = (column[mine] for column in (*spans, self._all_loads, self._all_pairs))
+            rows = zip(*(column.tolist() for column in columns), mine.tolist(), strict=True)
+            self._touched[server] = [_Task(*row) for row in rows]
         return self._touched[server]
 
     def _holders(self, document: int) -> dict[int, list[tuple[int, int]]]:
@@ -196,19 +195,28 @@ class _Mover:
         """Makes the best move away from a server; returns False if there is none."""
         surplus = (self._loads[server] - self._limit * (1 - _MARGIN)) * self._speeds[server]
         mine = self._tasks_of(server)
-        heaviest = heapq.nlargest(_TASKS, range(len(mine)), key=lambda i: mine[i].load)
-        emptiest = self._emptiest()
+        loads = [task.load for task in mine]
+        heaviest = sorted(range(len(mine)), key=loads.__getitem__, reverse=True)[:_TASKS]
+        emptiest = [server for _, server in self._by_load[:_RECIPIENTS]]
         best: _Tile | None = None
         for number in heaviest:
-            held = self._holders(mine[number].document)
-            near = heapq.nsmallest(_HOLDERS, held, key=lambda s: (self._loads[s], s))
-            for recipient in dict.fromkeys([*near, *emptiest]):
-                if recipient == server:
-                    continue
+            task = mine[number]
+            rows, keys = task.q_end - task.q_start, task.kv_end - task.kv_start
+            if min(rows, keys) < self._least or task.load <= 0:
+                continue
+            held = self._holders(task.document)
+            travelling: dict[float, _Span | None] = {}
+            for recipient in dict.fromkeys([*self._emptiest_of(held), *emptiest]):
                 free = (self._target - self._loads[recipient]) * self._speeds[recipient]
-                for tile in self._tiles(
-                    server, number, mine[number], recipient, surplus, free, held
-                ):
+                if recipient == server or free * task.pairs < task.load * self._least**2:
+                    continue
+                most = free * task.pairs / task.load
+                pairs = max(min(surplus * task.pairs / task.load, most), float(self._least**2))
+                spans = held.get(recipient, [])
+                for span, is_held in self._spans(task, pairs, spans, travelling):
+                    if span is None or span.pairs > most:
+                        continue
+                    tile = self._priced(server, number, task, recipient, span, is_held, pairs)
                     if best is None or tile.price < best.price:
                         best = tile
         if best is None or best.price == math.inf:
@@ -216,72 +224,56 @@ class _Mover:
         self._move(server, best)
         return True
 
-    def _emptiest(self) -> list[int]:
-        """Returns the servers with least load; of equal ones those with lower numbers."""
-        found: list[tuple[float, int]] = []
-        while self._by_load and len(found) < _RECIPIENTS:
-            load, server = entry = heapq.heappop(self._by_load)
-            if load == self._loads[server] and entry not in found:
-                found.append(entry)
-        for entry in found:
-            heapq.heappush(self._by_load, entry)
-        return [server for _, server in found]
+    def _emptiest_of(self, servers: Collection[int]) -> list[int]:
+        """Returns the servers with least load of some, in the order of all."""
+        if len(servers) ** 2 < _HOLDERS * len(self._by_load):
+            return [server for _, server in sorted((self._loads[s], s) for s in servers)[:_HOLDERS]]
+        # If they are many, the first ones come soon.
+        return list(islice((s for _, s in self._by_load if s in servers), _HOLDERS))
 
-    def _tiles(
+    def _spans(
         self,
-        server: int,
-        number: int,
         task: _Task,
-        recipient: int,
-        amount: float,
-        free: float,
-        held: dict[int, list[tuple[int, int]]],
-    ) -> list[_Tile]:
-        """Prices tiles of a task for one recipient.
+        pairs: float,
+        held: list[tuple[int, int]],
+        travelling: dict[float, _Span | None],
+    ) -> list[tuple[_Span | None, bool]]:
+        """Cuts tiles of a task for one recipient, each with whether it has their keys.
 
         Args:
-            server: giver of the tile.
-            number: number of the task among the giver's.
-            task: task to cut the tile from.
-            recipient: server that would get the tile.
-            amount: load that the giver should lose.
-            free: most load that the recipient may get.
-            held: ranges of the document's keys that servers hold.
+            task: task to cut the tiles from.
+            pairs: pairs that they should have.
+            held: ranges of the document's keys that the recipient has.
+            travelling: the task's tiles for those who have no keys, by pairs.
         """
-        least = self._least
-        rows, keys = task.q_end - task.q_start, task.kv_end - task.kv_start
-        if min(rows, keys) < least or task.load <= 0 or free * task.pairs < task.load * least**2:
-            return []
-        most = free * task.pairs / task.load
-        pairs = max(min(amount * task.pairs / task.load, most), float(least**2))
         windowed = self._mask.window_left is not None
-        has = [
-            (max(start, task.kv_start), min(end, task.kv_end))
-            for start, end in held.get(recipient, [])
-        ]
-        start, end = max(has, key=lambda span: span[1] - span[0], default=(0, 0))
+        start, end = 0, 0
+        for low, high in held:
+            low, high = max(low, task.kv_start), min(high, task.kv_end)
+            if high - low > end - start:
+                start, end = low, high
         if (start, end) == (task.kv_start, task.kv_end):
-            choices: list[tuple[_Span | None, bool]] = [(self._last_rows(task, pairs), True)]
-        else:
-            choices = []
-            if not windowed and end - start >= least:
-                choices.append((self._rectangle(task, pairs, start, end), True))
-            height = max((pairs * self._kv_bytes / self._q_bytes) ** 0.5, least)
-            span = task.q_end - task.kv_start
-            if task.q_end == task.kv_end and height + pairs / height > span:
-                # The diagonal is in the way: take the flattest tile below it, if any is large.
-                height = (span - max(span * span - 4 * pairs, 0.0) ** 0.5) / 2
-            width = round(pairs / min(height, rows))
-            if windowed or width >= keys or 4 * pairs > span * span:
-                choices.append((self._last_rows(task, pairs), False))
-            else:
-                until = task.kv_start + max(width, least)
-                choices.append((self._rectangle(task, pairs, task.kv_start, until), False))
-        return [
-            self._priced(server, number, task, recipient, tile, held_already, pairs)
-            for tile, held_already in choices
-            if tile is not None and tile.pairs <= most
-        ]
+            return [(self._last_rows(task, pairs), True)]
+        choices: list[tuple[_Span | None, bool]] = []
+        if not windowed and end - start >= self._least:
+            choices.append((self._rectangle(task, pairs, start, end), True))
+        if pairs not in travelling:
+            travelling[pairs] = self._travelling(task, pairs)
+        return [*choices, (travelling[pairs], False)]
+
+    def _travelling(self, task: _Task, pairs: float) -> _Span | None:
+        """Cuts off a tile all rows of which travel."""
+        rows, keys = task.q_end - task.q_start, task.kv_end - task.kv_start
+        height = max((pairs * self._kv_bytes / self._q_bytes) ** 0.5, self._least)
+        span = task.q_end - task.kv_start
+        if task.q_end == task.kv_end and height + pairs / height > span:
+            # The diagonal is in the way: take the flattest tile below it, if any is large.
+            height = (span - max(span * span - 4 * pairs, 0.0) ** 0.5) / 2
+        width = round(pairs / min(height, rows))
+        if self._mask.window_left is not None or width >= keys or 4 * pairs > span * span:
+            return self._last_rows(task, pairs)
+        until = task.kv_start + max(width, self._least)
+        return self._rectangle(task, pairs, task.kv_start, until)
 
     def _priced(
         self,
@@ -374,8 +366,9 @@ class _Mover:
         theirs = self._tasks_of(recipient)
         theirs.append(new[0])
         for place, tasks in ((server, mine), (recipient, theirs)):
-            self._loads[place] = sum(t.load for t in tasks) / self._speeds[place]
-            heapq.heappush(self._by_load, (self._loads[place], place))
+            self._by_load.pop(bisect_left(self._by_load, (self._loads[place], place)))
+            self._loads[place] = sum([t.load for t in tasks]) / self._speeds[place]
+            insort(self._by_load, (self._loads[place], place))
         held = self._holders(task.document)
         held[recipient] = _joined(held.get(recipient, []), span.kv_start, span.kv_end)
         rows = task.q_end - span.q_cut
@@ -399,14 +392,16 @@ class _Mover:
     def _result(self) -> Tasks:
         if not self._touched:
             return self._tasks
-        touched = np.zeros(len(self._loads), dtype=bool)
-        touched[list(self._touched)] = True
-        rest = self._tasks[~touched[self._tasks.server]]
+        turn = np.full(len(self._loads), -1)
+        turn[list(self._touched)] = np.arange(len(self._touched))
+        rest = self._tasks[turn[self._tasks.server] < 0]
+        here = [(task, server) for server, mine in self._touched.items() for task in mine]
+        old = np.array([task.row for task, _ in here if task.row >= 0], dtype=np.int64)
+        new = Tasks.from_rows((*task[:5], server) for task, server in here if task.row < 0)
+        mine = Tasks.concatenate([self._tasks[old], new])
         # In the order of documents, as their owners have the rows.
-        rows = [
-            (*task[:5], server) for server, mine in self._touched.items() for task in sorted(mine)
-        ]
-        return Tasks.concatenate([rest, Tasks.from_rows(rows)])
+        spans = (mine.document, mine.q_start, mine.q_end, mine.kv_start, mine.kv_end)
+        return Tasks.concatenate([rest, mine[order_by(turn[mine.server], *spans)]])
 
 
 def _joined(spans: list[tuple[int, int]], start: int, end: int) -> list[tuple[int, int]]:

@@ -40,7 +40,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from distca.plan import Placement
-from distca.plan.span import Floats, Int64s, distinct
+from distca.plan.span import Floats, Int64s, distinct, order_by
 
 _SHORT, _LIGHT, _NOT_LONG = 32, 8, 4
 """Divisors that define filler: documents of at most 1/32 of a rank's mean tokens, or of at most 1/8
@@ -121,7 +121,7 @@ class _Packer:
                 self._take(rank, length, wanted)
         table = np.array(self._rows, dtype=np.int64).reshape(-1, 4)
         document, start, end, rank = np.concatenate([table, self._fill()]).T
-        order = np.lexsort((start, document, rank))
+        order = order_by(rank, document, start)
         return Placement(
             document[order], start[order], end[order], rank[order], len(self._packing.capacities)
         )

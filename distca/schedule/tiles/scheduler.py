@@ -34,10 +34,11 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import numpy as np
 
-from distca.cost.volume import plan_bytes
+from distca.cost.volume import PlanBytes, plan_bytes
 from distca.plan import Mask, Placement, Plan, place_in_turn
 from distca.plan.span import Int64s
 from distca.schedule.base import ScheduleConfig, document_loads, relative_loads, server_loads
@@ -62,11 +63,28 @@ def _settings(ranks: int) -> tuple[tuple[float, float], ...]:
 
 @dataclass(frozen=True)
 class _Candidate:
+    """A plan, measured as far as it is compared."""
+
     plan: Plan
-    imbalance: float
-    busiest_seconds: float
-    total_bytes: int
-    most_received: int
+    config: ScheduleConfig
+
+    @cached_property
+    def imbalance(self) -> float:
+        return _imbalance(self.plan, self.config)
+
+    @cached_property
+    def _moved(self) -> PlanBytes:
+        return plan_bytes(self.plan, self.config.shape)
+
+    @property
+    def cost(self) -> tuple[float, int]:
+        """Seconds that the busiest link is busy in the forward pass, and bytes of all links."""
+        forward = self._moved.forward()
+        return float(self.config.links.busy_seconds(forward).max()), forward.total
+
+    @property
+    def most_received(self) -> int:
+        return int(self._moved.messages["dispatch"].received().max())
 
 
 class TilesScheduler:
@@ -123,22 +141,13 @@ class TilesScheduler:
         return self._best([self._candidate(lengths, placement, mask)])
 
     def _candidate(self, lengths: Int64s, placement: Placement, mask: Mask) -> _Candidate:
-        """Makes a plan with a placement, and measures it."""
+        """Makes a plan with a placement."""
         config = self._config
         tasks = initial_tasks(lengths, placement, mask, config.shape, config.block)
         plan = Plan(lengths, placement, tasks, mask, config.block, scheduler="tiles")
         if config.max_buffer_bytes is not None:
             plan = fit_arenas(plan, config.shape, config.max_buffer_bytes)
-        plan = move_tiles(plan, config)
-        moved = plan_bytes(plan, config.shape)
-        forward = moved.forward()
-        return _Candidate(
-            plan,
-            _imbalance(plan, config),
-            float(config.links.busy_seconds(forward).max()),
-            forward.total,
-            int(moved.messages["dispatch"].received().max()),
-        )
+        return _Candidate(move_tiles(plan, config), config)
 
     def _best(self, found: list[_Candidate]) -> Plan:
         config = self._config
@@ -152,10 +161,9 @@ class TilesScheduler:
                 "or cut documents shorter"
             )
         limit = 1 + config.tolerance + _ROUNDING
-        best = min(
-            allowed,
-            key=lambda c: (max(c.imbalance, limit), c.busiest_seconds, c.total_bytes),
-        )
+        best = allowed[0]
+        if len(allowed) > 1:
+            best = min(allowed, key=lambda c: (max(c.imbalance, limit), c.cost))
         notes = self._notes(best)
         return replace(best.plan, notes=notes) if notes else best.plan
 

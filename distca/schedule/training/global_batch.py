@@ -32,7 +32,7 @@ from distca.cost.volume import (
 )
 from distca.plan import LayerMasks, Mask, Plan, place_in_turn, place_sequentially
 from distca.plan.span import Int64s
-from distca.schedule.base import ScheduleConfig, Scheduler, document_loads, task_loads
+from distca.schedule.base import ScheduleConfig, Scheduler, document_loads
 from distca.schedule.program import Pass
 from distca.schedule.schedulers import BALANCING, make_scheduler
 from distca.schedule.tiles.scheduler import move_tiles
@@ -40,7 +40,7 @@ from distca.schedule.training.chains import cut_chain, plan_chain
 from distca.schedule.training.micro_batches import share_out
 from distca.schedule.training.nano_batches import NanoPlan
 from distca.schedule.training.pooling import pool_nano_batches
-from distca.schedule.training.tick_speeds import LinearWork, load_of_a_pair, tick_speeds
+from distca.schedule.training.tick_speeds import AtHome, LinearWork, load_of_a_pair, tick_speeds
 from distca.schedule.training.ticks import Tick, TickSchedule, chain_sizes, tick_schedule
 
 # All global batches of a job have the same ticks, and a search often tries the same schedules.
@@ -314,6 +314,7 @@ class GlobalBatchPlanner:
             ticks: some or all of its ticks.
         """
         together: dict[tuple[bool, tuple[int | None, ...]], tuple[Plan, ...]] = {}
+        at_home = AtHome(self.servers, self._world_size, self.config.cost_model)
         planned = []
         for tick in ticks:
             running = tuple(None if work is None else work.micro_batch for work in tick.work)
@@ -322,6 +323,7 @@ class GlobalBatchPlanner:
                 together[key] = self._pooled(
                     [None if number is None else micro_batches[number] for number in running],
                     self._runs_head(tick),
+                    at_home,
                 )
             planned.append(PlannedTick(tick, together[key]))
         return tuple(planned)
@@ -399,30 +401,29 @@ class GlobalBatchPlanner:
         return replace(nano, plan=plan)
 
     def _pooled(
-        self, stages: Sequence[PlannedMicroBatch | None], runs_head: bool
+        self, stages: Sequence[PlannedMicroBatch | None], runs_head: bool, at_home: AtHome
     ) -> tuple[Plan, ...]:
         """Makes a tick's plans from the micro-batch of each stage, None for idle stages."""
         of_masks = [None if stage is None else (stage.plans, *stage.others) for stage in stages]
         return tuple(
             plan
-            for number, mask in enumerate(self.masks.masks)
+            for number in range(len(self.masks.masks))
             for plan in self._pooled_with(
-                [None if each is None else each[number] for each in of_masks], mask, runs_head
+                [None if each is None else each[number] for each in of_masks], runs_head, at_home
             )
         )
 
     def _pooled_with(
-        self, nano_plans: Sequence[Sequence[NanoPlan] | None], mask: Mask, runs_head: bool
+        self, nano_plans: Sequence[Sequence[NanoPlan] | None], runs_head: bool, at_home: AtHome
     ) -> tuple[Plan, ...]:
         """Makes a tick's plans with one mask from the plans of each stage."""
-        world_size = int(self.servers.size) + self.dedicated
-        config = self._config_of_tick(nano_plans, mask, runs_head)
+        config = self._config_of_tick(nano_plans, runs_head, at_home)
         plans = pool_nano_batches(
             nano_plans,
             self.servers,
             make_scheduler(self.options.scheduler, config) if self._pools else None,
             partial(move_tiles, config=config) if self.options.scheduler in BALANCING else None,
-            world_size,
+            self._world_size,
         )
         for plan in plans if self.checks else ():
             # Any other plan is a micro-batch's own, which was validated.
@@ -435,6 +436,11 @@ class GlobalBatchPlanner:
         masks, cost_model = self.masks, self.config.cost_model
         each = [document_loads(lengths, mask, cost_model) for mask in masks.masks]
         return np.array(masks.counts()) @ np.stack(each)
+
+    @property
+    def _world_size(self) -> int:
+        """Number of all servers."""
+        return int(self.servers.size) + self.dedicated
 
     @property
     def _pools(self) -> bool:
@@ -473,7 +479,7 @@ class GlobalBatchPlanner:
         return able and options.scheduler == "tiles" and self.linear_work is not None
 
     def _config_of_tick(
-        self, stages: Sequence[Sequence[NanoPlan] | None], mask: Mask, runs_head: bool
+        self, stages: Sequence[Sequence[NanoPlan] | None], runs_head: bool, at_home: AtHome
     ) -> ScheduleConfig:
         """Makes the configuration of the scheduler that shares out a tick's attention."""
         config, work = self.config, self.linear_work
@@ -481,16 +487,11 @@ class GlobalBatchPlanner:
             return self._stage_config
         if not self._shares_by_time or work is None:
             return config
-        world_size = int(self.servers.size) + self.dedicated
-        at_home = pool_nano_batches(stages, self.servers, world_size=world_size)
-        attention = sum(
-            float(task_loads(plan.tasks, mask, config.cost_model).sum()) for plan in at_home
-        )
-        tokens = np.sum([plan.own_tokens_per_rank() for plan in at_home], axis=0)
-        pairs = tokens * work.layer
+        attention, tokens = at_home.count(stages)
+        pairs = tokens.astype(np.float64) * work.layer
         if runs_head:
             pairs[self.servers[-1]] += tokens[self.servers[-1]] * work.head
         speeds = tick_speeds(
-            attention, pairs * load_of_a_pair(config.cost_model), config.speeds_of(world_size)
+            attention, pairs * load_of_a_pair(config.cost_model), config.speeds_of(self._world_size)
         )
         return replace(config, server_speeds=tuple(speeds.tolist()))

@@ -13,12 +13,15 @@ documents of 8K to 512K tokens: of other values `_USED` from 0.2 to 0.35 gains a
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from distca.cost.kernel_time import CostModel
-from distca.plan.span import Floats
+from distca.plan.span import Floats, Int64s
+from distca.schedule.base import task_loads
+from distca.schedule.training.nano_batches import NanoPlan, with_cached_prefixes
 
 _USED = 0.25
 """Part of the linear layers' time in which servers that have less of it compute attention."""
@@ -90,3 +93,36 @@ def tick_speeds(attention: float, linear: Floats, speeds: Floats) -> Floats:
         if not (shares < keeps * (1 - 1e-9)).any():
             return shares / float(shares.mean())
         short |= shares < keeps
+
+
+class AtHome:
+    """What ranks have to compute if no task leaves its stage: each nano-batch is counted once for
+    all the ticks that run it."""
+
+    def __init__(self, servers: Int64s, world_size: int, cost_model: CostModel | None) -> None:
+        self._servers, self._world_size, self._cost_model = servers, world_size, cost_model
+        self._counted: dict[int, tuple[Floats, Int64s]] = {}
+
+    def count(self, stages: Sequence[Sequence[NanoPlan] | None]) -> tuple[float, Int64s]:
+        """Returns the load of all tasks of a tick, and the tokens of each server, `[servers]`.
+
+        Args:
+            stages: plans of each stage's nano-batches; None: the stage is idle.
+        """
+        tokens = np.zeros(self._world_size, dtype=np.int64)
+        loads: list[list[Floats]] = []
+        for stage, ranks in zip(stages, self._servers, strict=True):
+            counted = [self._of_nano_batch(nano) for nano in stage or ()]
+            loads.append([each for each, _ in counted])
+            for _, own in counted:
+                tokens[ranks] += own
+        of_nano_batches = zip(*(each for each in loads if each), strict=True)
+        return sum(float(np.concatenate(each).sum()) for each in of_nano_batches), tokens
+
+    def _of_nano_batch(self, nano: NanoPlan) -> tuple[Floats, Int64s]:
+        """Loads of a nano-batch's tasks, and tokens of the ranks of a stage."""
+        if id(nano) not in self._counted:
+            plan = with_cached_prefixes(nano.plan, nano.crossings)
+            loads = task_loads(plan.tasks, plan.mask, self._cost_model)
+            self._counted[id(nano)] = loads, plan.own_tokens_per_rank()
+        return self._counted[id(nano)]

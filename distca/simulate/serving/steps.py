@@ -26,9 +26,23 @@ from distca.plan import Plan, Tasks
 from distca.plan.span import Floats, Int64s, distinct
 from distca.schedule.serving.step_program import step_program
 from distca.simulate.outcome import Outcome
-from distca.simulate.plan_costs import ExchangeCosts
 from distca.simulate.resources import Resources, Transfer
 from distca.simulate.serving.costs import InferenceCosts
+
+
+@dataclass(frozen=True)
+class ExchangeCosts:
+    """Costs of one phase of a plan's exchange.
+
+    Attributes:
+        transfer: bytes that the links carry.
+        packed: bytes of the messages that each server fills, `[servers]`.
+        unpacked: bytes that each server takes out of messages, `[servers]`.
+    """
+
+    transfer: Transfer
+    packed: Int64s
+    unpacked: Int64s
 
 
 @dataclass(frozen=True)
