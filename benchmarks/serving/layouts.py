@@ -34,8 +34,9 @@ from distca.attention import select_kernel
 from distca.cost.step_memory import STEP_SLOTS
 from distca.runtime import Buffers, CoreAttention
 from distca.runtime.kernel_timing import cpu_name
-from distca.schedule.serving import STRATEGIES, Strategy
+from distca.schedule.serving import STRATEGIES, Sharding, Strategy
 from distca.schedule.serving.csps.layouts import Layout, SplitModel
+from distca.schedule.serving.layer_plans import PrefillStrategy
 from distca.serve.models import read_model
 from distca.serve.pool_size import PoolSize, Sharing
 from distca.serve.sequence_layouts import share_rows, split_model
@@ -103,29 +104,48 @@ class Rank:
             return None
         return SplitModel(self._layers.layer, self._layers.layers, layout)
 
-    def prefill(self, strategy: Strategy, layout: Layout | None) -> dict[str, float]:
-        """Feeds a prompt; returns CPU seconds, bytes sent, and those of all ranks by the plan."""
+    def prefill(
+        self, strategy: PrefillStrategy, layout: Layout | None, sharding: Sharding | None = None
+    ) -> dict[str, float]:
+        """Feeds a prompt.
+
+        Args:
+            strategy: what travels.
+            layout: how rows are shared by ranks that split the weights.
+            sharding: who owns the tokens; None: all evenly, in zigzag.
+
+        Returns:
+            CPU seconds, seconds to the first token, if it is chosen here, bytes sent, and those of
+            all ranks by the plan.
+        """
         tokens = np.random.default_rng(0).integers(0, 1000, self._tokens).tolist()
         sent, planner = self._sent(), self._planners[layout]
         dist.barrier()
-        cpu = time.process_time()
-        step = planner.plan({0: len(tokens)}, strategy, decodes=False)
-        self._rank.run(step, {0: tokens})
-        cpu = time.process_time() - cpu
+        cpu, wall = time.process_time(), time.perf_counter()
+        step = planner.plan({0: len(tokens)}, strategy, decodes=False, sharding=sharding)
+        chosen = self._rank.run(step, {0: tokens})
+        cpu, wall = time.process_time() - cpu, time.perf_counter() - wall
         planner.drop(0)
         self._rank.drop(0)
         planned = sum(step.bytes_by_sequence(self._model))
-        return {"cpu": cpu, "sent": self._sent() - sent, "planned": planned}
+        sent = self._sent() - sent
+        first = wall if chosen else 0.0
+        return {"cpu": cpu, "first_token": first, "sent": sent, "planned": planned}
 
     def _sent(self) -> int:
         return sum(self._transport.bytes_sent.values()) + self._ranks.bytes_sent
 
 
+def join(rank: int, job: Job) -> None:
+    """Joins the other ranks."""
+    store = dist.FileStore(f"{job.folder}/{job.ranks}", job.ranks)  # type: ignore[attr-defined]
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=job.ranks)
+
+
 def work(rank: int, job: Job, pipe: Any) -> None:
     """Runs one rank; the first tells what every way took on all ranks, round by round."""
     torch.set_num_threads(1)
-    store = dist.FileStore(f"{job.folder}/{job.ranks}", job.ranks)  # type: ignore[attr-defined]
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=job.ranks)
+    join(rank, job)
     whole, split = Rank(job, split=False), Rank(job, split=True)
     found: dict[str, list[Any]] = {way: [] for way in WAYS}
     for number in range(job.rounds + 1):

@@ -1,13 +1,14 @@
-"""Prefills from near to far over a slow link: micro-partitions and drops, beside the simulator.
+"""Prefills over a slow link: near to far with and without drops, pass-KV, SP-NTP and SP-TP.
 
     sudo python benchmarks/serving/sparse_prefill.py --mbit 40 --output benchmarks/results/serving
 
-A prompt is fed to a small random Llama on two ranks, each in a network namespace of its own, whose
-link has that speed. Keys travel as `--prefill-strategy csps` has them, in so many micro-partitions,
-and with `--sparsity` as the table says; *pass-kv* is the dense ring in zigzag. All ways take turns
-in the same processes, on free links and on slow ones. The link's seconds are the bytes of the rank
-that sends most over its speed; the simulator is told the link's speed, and one rate of compute, by
-which its dense prefill takes as long on free links as the measured one.
+A prompt is fed to a small random Llama on ranks that each are in a network namespace of their own,
+whose link has that speed. Keys travel from near to far as `--prefill-strategy csps` has them, in so
+many micro-partitions, and with `--sparsity` as the table says; *pass-kv* is the dense ring in
+zigzag, *sp-ntp* scatters heads, and *sp-tp* shares rows between blocks whose weights ranks split.
+All ways take turns in the same processes, on free links and on slow ones. The link's seconds are
+the bytes of the rank that sends most over its speed; the simulator is told the link's speed, and
+one rate of compute, by which pass-KV takes as long on free links as was measured.
 """
 
 from __future__ import annotations
@@ -19,11 +20,10 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import time
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -32,28 +32,28 @@ import torch.distributed as dist
 sys.path.insert(0, str(Path(__file__).parents[2]))  # as benchmarks/__init__.py says
 
 from benchmarks.links.slow_link import ENVIRONMENT, FAST_MBIT_PER_S, Namespaces, answer, read_answer
+from benchmarks.serving import layouts
 from benchmarks.serving.chain_prefill import page
 from benchmarks.serving.ring_prefill import save_model
-from distca.attention import select_kernel
 from distca.cost.link import Links
-from distca.cost.step_memory import STEP_SLOTS
-from distca.plan import Mask, Plan
-from distca.runtime import Buffers, CoreAttention
+from distca.plan import Mask
 from distca.runtime.kernel_timing import cpu_name
-from distca.schedule.serving import nobody_holds, shard_evenly
-from distca.schedule.serving.blocks import BlockPool
+from distca.schedule.serving import Sharding, nobody_holds, shard_evenly, step_plan
 from distca.schedule.serving.csps import Levels, Sparsity
+from distca.schedule.serving.csps.head_scatter import head_groups
 from distca.schedule.serving.csps.pipeline import NearToFar, shard_near
-from distca.schedule.serving.layer_plans import plan_layers
+from distca.schedule.serving.layer_plans import PrefillStrategy, plan_layers
 from distca.serve.models import ServedModel, model_size, read_model
 from distca.serve.selection import CPUS
-from distca.serve.step_planner import StepPlanner
-from distca.serve.steps import ModelRank
 from distca.simulate import Cluster
-from distca.simulate.serving import InferenceCosts, simulate_step
-from distca.transport import CollectiveTransport
+from distca.simulate.serving import (
+    InferenceCosts,
+    described_split,
+    simulate_shared,
+    simulate_step,
+)
 
-CPU, BLOCK, RANKS = torch.device("cpu"), 128, 2
+Name = Literal["pass-kv", "sp-ntp", "sp-tp", "csps"]
 
 
 @dataclass(frozen=True)
@@ -61,99 +61,101 @@ class Way:
     """A way to prefill.
 
     Attributes:
-        partitions: micro-partitions; 0: pass-kv.
-        drop: share of the other rank's keys that is dropped.
+        name: strategy.
+        partitions: micro-partitions with csps.
+        drop: share of the other ranks' keys that csps drops.
     """
 
-    partitions: int
+    name: Name
+    partitions: int = 1
     drop: float = 0.0
 
     @property
-    def name(self) -> str:
-        if not self.partitions:
-            return "pass-kv"
-        parts = f"{self.partitions} partition" + "s" * (self.partitions > 1)
+    def title(self) -> str:
+        if self.name != "csps":
+            return self.name
+        parts = f"csps, {self.partitions} partition" + "s" * (self.partitions > 1)
         return f"{parts}, " + (f"p = {self.drop:g}" if self.drop else "dense")
 
-    def planned(self, model: ServedModel) -> tuple[Any, Any]:
-        """What travels, and who owns new tokens."""
-        if not self.partitions:
-            return "pass-kv", partial(shard_evenly, world_size=RANKS)
-        sizes = len(model.windows), model.shape.kv_heads
-        sparsity = Sparsity.of_drop_ratio(self.drop, *sizes)
-        levels = Levels(Links(RANKS), RANKS)
-        strategy = NearToFar(levels, sparsity, model.windows, (self.partitions,))
-        return strategy, partial(shard_near, ranks=RANKS)
+    def planned(self, model: ServedModel, ranks: int) -> tuple[PrefillStrategy, Sharding]:
+        """What travels, and who owns new tokens; of sp-tp one rank has them all."""
+        if self.name == "sp-tp":
+            return "pass-kv", partial(shard_evenly, world_size=1)
+        if self.name != "csps":
+            return self.name, partial(shard_evenly, world_size=ranks)
+        sparsity = Sparsity.of_drop_ratio(self.drop, len(model.windows), model.shape.kv_heads)
+        strategy = NearToFar(
+            Levels(Links(ranks), ranks), sparsity, model.windows, (self.partitions,)
+        )
+        return strategy, partial(shard_near, ranks=ranks)
 
-    def plans(self, model: ServedModel, tokens: int) -> list[Plan]:
-        """The plan of each layer."""
-        strategy, sharding = self.planned(model)
-        new = sharding(np.zeros(1, dtype=np.int64), np.array([tokens]))
-        found = plan_layers(lambda _: nobody_holds(RANKS), new, model.masks, strategy)
-        return [found.of(layer, Mask(window)) for layer, window in enumerate(model.windows)]
+    def simulated(self, model: ServedModel, job: layouts.Job, machine: Cluster) -> float:
+        """Simulated seconds to the first token."""
+        size = job.ranks if self.name == "sp-tp" else 1
+        costs = InferenceCosts(model_size(model), machine, size, model.dtype.itemsize)
+        strategy, sharding = self.planned(model, job.ranks)
+        new = sharding(np.zeros(1, dtype=np.int64), np.array([job.tokens]))
+        held, shape = nobody_holds(new.world_size), costs.shape
+        if isinstance(strategy, NearToFar):
+            found = plan_layers(lambda _: held, new, model.masks, strategy)
+            plans = [found.of(layer, Mask(window)) for layer, window in enumerate(model.windows)]
+            return simulate_step(plans, costs).seconds
+        assert isinstance(strategy, str), "no way lets others choose"
+        groups = head_groups(shape.heads, shape.kv_heads, new.world_size)
+        plan = step_plan(held, new, strategy, Mask(), in_steps=True, head_groups=groups)
+        plans = [plan] * len(model.windows)
+        if self.name != "sp-tp":
+            return simulate_step(plans, costs).seconds
+        split = described_split(costs, "sp-tp")
+        shared = split.share(job.tokens)
+        assert shared is not None, "there are tokens for every rank"
+        return simulate_shared(split, shared, plans, costs).seconds
 
 
-WAYS = (Way(0), *(Way(n) for n in (1, 4, 32)), Way(4, 0.5), Way(4, 0.8))
-BASE = Way(1)
+BASE = Way("pass-kv")
+WAYS = (
+    BASE,
+    Way("sp-ntp"),
+    Way("sp-tp"),
+    *(Way("csps", parts) for parts in (1, 4, 32)),
+    Way("csps", 4, 0.5),
+    Way("csps", 4, 0.8),
+)
 
 
-@dataclass(frozen=True)
-class Job:
-    """What processes of ranks run: a model's folder, a file to meet by, tokens of the prompt."""
-
-    model: str
-    store: str
-    tokens: int
-
-
-def work(rank: int, job: Job) -> None:
+def work(rank: int, job: layouts.Job) -> None:
     """Runs one rank, which runs the way of each line on the standard input."""
     torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo", store=dist.FileStore(job.store, RANKS), rank=rank, world_size=RANKS
-    )
-    model = read_model(job.model, torch.float32)
-    transport = CollectiveTransport(dist.new_group(list(range(RANKS))), CPU)
-    buffers = Buffers(CPU, max(STEP_SLOTS, len(model.masks)))
-    core = CoreAttention(transport, select_kernel("cpu"), buffers)
-    blocks = -(-job.tokens // BLOCK) + 1
-    mine = ModelRank(model, core, CPU, blocks, BLOCK)
-    planner = StepPlanner(BlockPool(RANKS, blocks, BLOCK), model.masks, 16)
-    tokens = np.random.default_rng(0).integers(0, 1000, job.tokens).tolist()
+    layouts.join(rank, job)
+    whole, split = layouts.Rank(job, split=False), layouts.Rank(job, split=True)
+    model = read_model(job.folder, torch.float32)
     answer(rank, {})
     for line in sys.stdin:
-        strategy, sharding = Way(*json.loads(line)).planned(model)
-        sent = sum(transport.bytes_sent.values())
-        dist.barrier()
-        started = time.perf_counter()
-        step = planner.plan({0: len(tokens)}, strategy, decodes=False, sharding=sharding)
-        chosen = mine.run(step, {0: tokens})
-        seconds = time.perf_counter() - started
-        planner.drop(0)
-        mine.drop(0)
-        sent = sum(transport.bytes_sent.values()) - sent
-        everyones: list[Any] = [None] * RANKS
-        dist.all_gather_object(everyones, (seconds if chosen else 0.0, sent))
-        times, nbytes = zip(*everyones, strict=True)
-        answer(rank, {"seconds": max(times), "sent": max(nbytes)})
+        way = Way(*json.loads(line))
+        strategy, sharding = way.planned(model, job.ranks)
+        if way.name == "sp-tp":
+            ran = split.prefill(strategy, "sp-tp")
+        else:
+            ran = whole.prefill(strategy, None, sharding)
+        everyones: list[Any] = [None] * job.ranks
+        dist.all_gather_object(everyones, ran)
+        sent = [each["sent"] for each in everyones]
+        assert sum(sent) == ran["planned"], f"{way.title}: {sum(sent)} bytes, planned otherwise"
+        seconds = max(each["first_token"] for each in everyones)
+        answer(rank, {"seconds": seconds, "sent": max(sent)})
     dist.destroy_process_group()
 
 
 class Processes:
-    """The processes of both ranks, each in a namespace."""
+    """The processes of all ranks, each in a namespace."""
 
-    def __init__(self, job: Job, names: list[str]) -> None:
-        enter, told = ["ip", "netns", "exec"], json.dumps(asdict(job))
+    def __init__(self, job: layouts.Job, names: list[str]) -> None:
+        told = json.dumps(asdict(job))
         self._started = [
             subprocess.Popen(
                 [
-                    *enter,
-                    name,
-                    sys.executable,
-                    __file__,
-                    "--work",
-                    str(rank),
-                    told,
+                    *("ip", "netns", "exec", name),
+                    *(sys.executable, __file__, "--work", str(rank), told),
                 ],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE if rank == 0 else subprocess.DEVNULL,
@@ -167,7 +169,7 @@ class Processes:
     def run(self, way: Way) -> dict[str, float]:
         """Runs a way; returns its figures."""
         for process in self._started:
-            process.stdin.write(json.dumps([way.partitions, way.drop]) + "\n")  # type: ignore[union-attr]
+            process.stdin.write(json.dumps([way.name, way.partitions, way.drop]) + "\n")  # type: ignore[union-attr]
             process.stdin.flush()  # type: ignore[union-attr]
         return read_answer(self._started[0])
 
@@ -186,7 +188,7 @@ class Processes:
         }
 
     def close(self) -> None:
-        """Ends both."""
+        """Ends all."""
         for process in self._started:
             process.stdin.close()  # type: ignore[union-attr]
         for process in self._started:
@@ -196,39 +198,35 @@ class Processes:
                 process.kill()
 
 
-def simulated(
-    model: ServedModel, tokens: int, way: Way, gb_per_s: float, factor: float = 1.0
-) -> float:
-    """Simulated seconds of a way, with compute at so many times the usual rate."""
-    machine: Cluster = replace(
+def machine_of(ranks: int, gb_per_s: float, factor: float) -> Cluster:
+    """The ranks' machine, with links of that speed and so many times the usual rate of compute."""
+    return replace(
         CPUS,
-        gpus_per_node=RANKS,
+        gpus_per_node=ranks,
         node_gb_per_s=gb_per_s,
         peak_tflops=CPUS.peak_tflops * factor,
         attention_tflops=CPUS.attention_tflops * factor,
     )
-    costs = InferenceCosts(model_size(model), machine, 1, model.dtype.itemsize)
-    return simulate_step(way.plans(model, tokens), costs).seconds
 
 
-def rate(model: ServedModel, tokens: int, seconds: float) -> float:
-    """The rate of compute at which the simulated dense prefill takes so long on free links."""
+def rate(model: ServedModel, job: layouts.Job, seconds: float) -> float:
+    """The factor by which simulated pass-KV takes so long on free links."""
     low, high = 1e-3, 1e3
     while high > low * 1.001:
         middle = (low * high) ** 0.5
-        slower = simulated(model, tokens, BASE, 1e3, middle) > seconds
+        slower = BASE.simulated(model, job, machine_of(job.ranks, 1e3, middle)) > seconds
         low, high = (middle, high) if slower else (low, middle)
     return low
 
 
-def rows_of(processes: Processes, limit: Any, job: Job, mbit: float, rounds: int) -> list[str]:
+def rows_of(processes: Processes, limit: Any, job: layouts.Job, mbit: float) -> list[str]:
     """The rows of one speed."""
-    model = read_model(job.model, torch.float32)
+    model = read_model(job.folder, torch.float32)
     limit(FAST_MBIT_PER_S)
-    free = processes.measure(rounds)
+    free = processes.measure(job.rounds)
     limit(mbit)
-    slow = processes.measure(rounds)
-    factor, rows = rate(model, job.tokens, free[BASE][0]), []
+    slow = processes.measure(job.rounds)
+    machine, rows = machine_of(job.ranks, mbit / 8e3, rate(model, job, free[BASE][0])), []
     for way in WAYS:
         on_link = slow[way][1] * 8e-6 / mbit
         compute, seconds = free[way][0], slow[way][0]
@@ -237,18 +235,20 @@ def rows_of(processes: Processes, limit: Any, job: Job, mbit: float, rounds: int
             *(f"{each:.2f}" for each in (compute, on_link, max(compute, on_link))),
             f"{seconds:.2f}",
             f"{compute + on_link:.2f}",
-            f"{simulated(model, job.tokens, way, mbit / 8e3, factor):.2f}",
+            f"{way.simulated(model, job, machine):.2f}",
+            f"{seconds / slow[BASE][0]:.2f}",
         )
-        rows.append(f"| {mbit:g} | {way.name} | {' | '.join(cells)} |")
+        rows.append(f"| {mbit:g} | {way.title} | {' | '.join(cells)} |")
     return rows
 
 
 def main() -> None:
     if sys.argv[1:2] == ["--work"]:
-        work(int(sys.argv[2]), Job(**json.loads(sys.argv[3])))
+        work(int(sys.argv[2]), layouts.Job(**json.loads(sys.argv[3])))
         return
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
-    parser.add_argument("--tokens", type=int, default=8192)
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--tokens", type=int, default=4096)
     parser.add_argument("--layers", type=int, default=6)
     parser.add_argument("--hidden-size", type=int, default=512)
     parser.add_argument("--rounds", type=int, default=3)
@@ -257,30 +257,29 @@ def main() -> None:
     args = parser.parse_args()
     if os.geteuid() != 0 or min(args.mbit) <= 0:
         parser.error("network namespaces need root, and links speeds above 0")
-    with tempfile.TemporaryDirectory() as folder, Namespaces(RANKS) as namespaces:
+    with tempfile.TemporaryDirectory() as folder, Namespaces(args.ranks) as namespaces:
         save_model(folder, args.layers, args.hidden_size)
-        job = Job(folder, f"{folder}/store", args.tokens)
+        job = layouts.Job(folder, args.ranks, args.tokens, args.rounds)
         processes = Processes(job, namespaces.names)
         try:
             rows = [
-                row
-                for mbit in args.mbit
-                for row in rows_of(processes, namespaces.limit, job, mbit, args.rounds)
+                row for mbit in args.mbit for row in rows_of(processes, namespaces.limit, job, mbit)
             ]
         finally:
             processes.close()
     command = " ".join(["python", "benchmarks/serving/sparse_prefill.py", *sys.argv[1:]])
     setting = (
         f"{args.tokens:,} tokens, {args.layers} layers of width {args.hidden_size} (the first and "
-        f"the last drop nothing), fp32, {RANKS} ranks, a thread each on {cpu_name()}, torch "
+        f"the last drop nothing), fp32, {args.ranks} ranks, a thread each on {cpu_name()}, torch "
         f"{torch.__version__}. Medians of {args.rounds} rounds, on {os.cpu_count()} cores with a "
-        f"load of {os.getloadavg()[1]:.0f} meanwhile."
+        f"load of {os.getloadavg()[1]:.0f} meanwhile. SP-NTP and SP-TP hide nothing: to be "
+        "expected is the sum."
     )
     columns = (
         "Mbit/s | way | MB, rank that sends most | s, free links (compute) | s, link | larger "
-        "of both | s to the first token | sum of both | simulated s"
+        "of both | s to the first token | sum of both | simulated s | over pass-kv"
     )
-    title = "Prefills from near to far on a slow link"
+    title = "Prefills on a slow link"
     text = page(title, command.replace(str(args.output), "DIR"), setting, columns, rows)
     args.output.mkdir(parents=True, exist_ok=True)
     (args.output / "sparse_slow_link.md").write_text(text + "\n")
