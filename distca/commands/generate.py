@@ -14,6 +14,7 @@ from typing import Any
 from distca.commands.chosen_sparsity import add_calibration_flags, chosen_sparsity
 from distca.commands.command_line import Parser
 from distca.commands.described import RUNAHEAD, add_selection_flags
+from distca.commands.fewest_ranks import AUTO, add_ranks_flag, ranks_for_prompts
 from distca.commands.served_chain import served_chain, tell_of_lengths
 from distca.commands.served_layouts import SP_TP, served_split
 from distca.commands.served_sparsity import CSPS, add_sparsity_flags, near_to_far, refuse_check
@@ -50,9 +51,7 @@ def build_parser() -> Parser:
         "that no answer follows is answered, on the keys and values of the turns before.",
     )
     how = parser.add_argument_group("how")
-    how.add_argument(
-        "--context-parallel-size", type=int, default=1, metavar="N", help="Ranks that answer."
-    )
+    add_ranks_flag(how, "the longest prompt and its answer", default=1)
     how.add_argument(
         "--tensor-parallel-size",
         type=int,
@@ -154,7 +153,6 @@ def main(argv: Sequence[str]) -> int:
     from distca.serve.sampling import Sampling
 
     model = read_model(args.model, DTYPES[args.dtype], args.tensor_parallel_size)
-    split = served_split(args, model)
     check_block_size(args.block_size, model.shape.head_dim)
     tokenizer = None if args.prompt_ids else load_tokenizer(args.model)
     most = args.max_tokens
@@ -167,6 +165,9 @@ def main(argv: Sequence[str]) -> int:
         assert tokenizer is not None
         work = Prompts(model, [tokenizer.encode(text) for text in args.prompt], most)
     known = work.lengths if isinstance(work, Prompts) else []
+    if args.context_parallel_size == AUTO:
+        args.context_parallel_size = ranks_for_prompts(args, model, known)
+    split = served_split(args, model)
     strategy = _strategy(args, model, max(known, default=None))
     refuse_check(args, strategy)
     sharing = Sharing(
@@ -330,7 +331,7 @@ def _check_flags(args: argparse.Namespace) -> None:
         ("--block-size", args.block_size),
         ("--max-tokens", args.max_tokens),
     ):
-        if value < 1:
+        if value != AUTO and value < 1:
             raise ValueError(f"{flag} {value}: give at least 1")
     if args.node_gb_per_s is not None and not 0 < args.node_gb_per_s < float("inf"):
         raise ValueError(f"--node-gb-per-s {args.node_gb_per_s}: give a speed above 0")

@@ -14,6 +14,7 @@ from typing import Any
 from distca.commands.chosen_sparsity import add_calibration_flags, chosen_sparsity
 from distca.commands.command_line import Parser
 from distca.commands.described import RUNAHEAD, add_partition_flag
+from distca.commands.fewest_ranks import AUTO, add_ranks_flag, ranks_for_positions
 from distca.commands.serve_nodes import add_node_flags, nodes_of
 from distca.commands.serve_roles import add_role_flags, roles_of
 from distca.commands.served_chain import served_chain, tell_of_lengths
@@ -98,9 +99,7 @@ def build_parser() -> Parser:
         "--seed", type=int, default=0, metavar="N", help="Of the seeds of requests without one."
     )
     ranks = parser.add_argument_group("ranks")
-    ranks.add_argument(
-        "--context-parallel-size", type=int, default=1, metavar="N", help="Ranks that answer."
-    )
+    add_ranks_flag(ranks, "--max-model-len tokens", default=1)
     ranks.add_argument(
         "--attention-servers",
         type=int,
@@ -263,13 +262,15 @@ def main(argv: Sequence[str]) -> int:
     from distca.serve.engine.node import Node
     from distca.serve.models import DTYPES, load_tokenizer, read_model
 
+    served = read_model(
+        args.model, DTYPES[args.dtype], args.tensor_parallel_size, args.trust_remote_code
+    )
+    if args.context_parallel_size == AUTO:
+        args.context_parallel_size = ranks_for_positions(args, served, _cache_bytes(args, gpus))
     ranks = args.context_parallel_size + args.attention_servers
     processes = ranks * args.tensor_parallel_size if roles is None else roles.processes
     nodes = nodes_of(args, processes)
     listening = None if args.headless else Address(args.host, args.port).bind()
-    served = read_model(
-        args.model, DTYPES[args.dtype], args.tensor_parallel_size, args.trust_remote_code
-    )
     check_block_size(args.block_size, served.shape.head_dim)
     chain = served_chain(args, served)
     settings = _settings(args, served, nodes, roles, gpus, chain)
@@ -354,7 +355,7 @@ def _settings(
             chain if near is None else Chain(ranks, even_shares(ranks)),
         ),
         args.block_size,
-        args.kv_cache_memory_bytes or (None if gpus else _CPU_CACHE_BYTES),
+        _cache_bytes(args, gpus),
         args.gpu_memory_utilization,
         args.enable_prefix_caching,
         args.step_timeout,
@@ -375,6 +376,11 @@ def _settings(
         size = block_bytes(served.shape, len(served.windows), settings.block_size)
         settings.check_pools(settings.cache_bytes // size, size)
     return settings
+
+
+def _cache_bytes(args: argparse.Namespace, gpus: int) -> int | None:
+    """Bytes of keys and values on each rank; None: what a GPU has left."""
+    return args.kv_cache_memory_bytes or (None if gpus else _CPU_CACHE_BYTES)
 
 
 def _near_to_far(args: argparse.Namespace, served: Any, nodes: Nodes, ranks: int) -> Any:
@@ -451,7 +457,7 @@ def _check_flags(args: argparse.Namespace) -> None:
         ("--cp-kv-cache-interleave-size", args.cp_kv_cache_interleave_size),
     )
     for flag, value in checked:
-        if value is not None and value < 1:
+        if value not in (None, AUTO) and value < 1:
             raise ValueError(f"{flag} {value}: give at least 1")
     for flag, value in (
         ("--context-parallel-threshold", args.context_parallel_threshold),

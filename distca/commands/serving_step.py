@@ -29,6 +29,7 @@ from distca.commands.described import (
     given_shares,
     model_of,
 )
+from distca.commands.fewest_ranks import AUTO, add_ranks_flag
 from distca.commands.layout_step import plan_layouts, simulate_layouts
 from distca.commands.served_chain import SEARCHED
 from distca.commands.served_layouts import SP_TP, layout_choice
@@ -60,6 +61,7 @@ from distca.simulate import save_trace
 from distca.simulate.serving import (
     InferenceCosts,
     SimulatedSelector,
+    memory_bytes,
     searched_shares,
     simulate_step,
 )
@@ -94,9 +96,7 @@ def build_parser(command: str, kind: Kind) -> Parser:
     parser = Parser(f"{command} {kind}", f"{_DESCRIPTIONS[command, kind]}\n", epilog)
     _add_sequences(parser, kind)
     ranks = parser.add_argument_group("ranks")
-    ranks.add_argument(
-        "--context-parallel-size", type=int, required=True, metavar="N", help="Ranks that answer."
-    )
+    add_ranks_flag(ranks, "all sequences", required=True)
     ranks.add_argument(
         "--tensor-parallel-size", type=int, default=1, metavar="T", help="GPUs of each rank."
     )
@@ -255,7 +255,7 @@ def read_case(args: argparse.Namespace, kind: Kind) -> StepCase:
     """
     ranks = args.context_parallel_size
     for flag, value in (
-        ("--context-parallel-size", ranks),
+        ("--context-parallel-size", 1 if ranks == AUTO else ranks),
         ("--tensor-parallel-size", args.tensor_parallel_size),
         ("--cp-kv-cache-interleave-size", args.cp_kv_cache_interleave_size),
         ("--dtype-bytes", args.dtype_bytes),
@@ -282,6 +282,8 @@ def read_case(args: argparse.Namespace, kind: Kind) -> StepCase:
         args.dtype_bytes,
         args.mlp_dtype_bytes,
     )
+    if ranks == AUTO:
+        return _on_fewest_ranks(args, kind, costs, int((starts + new).sum()))
     numbers = np.arange(len(new), dtype=np.int64)
     cost_model = _cost_model(args, costs)
     if kind == "decode":
@@ -302,6 +304,39 @@ def read_case(args: argparse.Namespace, kind: Kind) -> StepCase:
         costs,
         cost_model,
         _near_to_far(args, costs, ranks) if kind == "prefill" else None,
+    )
+
+
+_MORE_RANKS = 64
+"""Numbers of ranks that are tried, beyond those that keys and values alone need."""
+
+
+def _on_fewest_ranks(
+    args: argparse.Namespace, kind: Kind, costs: InferenceCosts, tokens: int
+) -> StepCase:
+    """The case on as few ranks as have room for weights, keys, values and buffers, which the flags
+    then have.
+
+    Raises:
+        ValueError: there is none.
+    """
+    room = costs.cluster.usable_bytes - costs.state_bytes()
+    of_all = tokens * costs.model.layers * costs.shape.kv_row_bytes
+    # Whole racks, if there are any.
+    of_node = getattr(args, "ranks_per_node", None) or costs.links.ranks_per_node
+    racks = getattr(args, "nodes_per_rack", None)
+    unit = 1 if racks is None else max(of_node * racks, 1)
+    first = int(-(-of_all // room)) if room > 0 else 0
+    for number in range(_MORE_RANKS if room > 0 else 0):
+        args.context_parallel_size = (-(-first // unit) + number) * unit
+        case = read_case(args, kind)
+        plans = case.layers(_chosen(args, case))
+        if memory_bytes(plans, costs).max() <= costs.cluster.usable_bytes:
+            return case
+    raise ValueError(
+        f"--context-parallel-size {AUTO}: weights take {costs.state_bytes() / 1e9:.1f} GB of the "
+        f"{costs.cluster.usable_bytes / 1e9:.1f} of a GPU, and no number of ranks has room for the "
+        "rest: raise --tensor-parallel-size"
     )
 
 

@@ -171,3 +171,33 @@ def size_for(
     if at_most is not None:
         blocks = min(blocks, PoolSize.of_bytes(at_most, block_size, model).blocks)
     return PoolSize(blocks, block_size)
+
+
+def ranks_that_fit(
+    size: PoolSize,
+    model: ServedModel,
+    length: int,
+    most_new: int,
+    sharings: Sequence[Sharing],
+) -> int:
+    """Finds the fewest ranks whose pools have room for a prompt and its answer.
+
+    Args:
+        size: size of each rank's pool.
+        model: model that answers.
+        length: tokens of the prompt.
+        most_new: most tokens of an answer.
+        sharings: who holds which tokens, of ever more ranks.
+
+    Raises:
+        NoRoom: not even the most have; the message has the bytes.
+    """
+    for sharing in sharings:
+        try:
+            check_room(size.planner(model, sharing), model, {0: length}, most_new)
+        except NoRoom:
+            if sharing is sharings[-1]:
+                raise
+        else:
+            return sharing.world_size
+    raise AssertionError("no ranks to choose from")

@@ -14,7 +14,7 @@ from distca.cost.volume import AttentionShape, plan_bytes
 from distca.plan import Mask, Plan
 from distca.schedule.serving import nobody_holds
 from distca.schedule.serving.csps import Levels, Sparsity
-from distca.schedule.serving.csps.pipeline import NearToFar, ranks_that_fit, shard_near, thinned
+from distca.schedule.serving.csps.pipeline import NearToFar, shard_near, thinned
 from distca.simulate.serving import InferenceCosts, simulate_step
 from support.simulated import IDEAL
 
@@ -90,15 +90,6 @@ def test_short_prefills_fill_the_last_partition() -> None:
         1,
         0,
     ]
-
-
-def test_ranks_that_fit() -> None:
-    fits = [ranks_that_fit(tokens, 64, 8) for tokens in (0, 1, 64, 65, 512)]
-    assert fits == [1, 1, 1, 2, 8]
-    with pytest.raises(ValueError, match="513 tokens needs 9 ranks of 64 tokens each, and there"):
-        ranks_that_fit(513, 64, 8)
-    with pytest.raises(ValueError, match="room for 0 tokens: give at least 1"):
-        ranks_that_fit(5, 0, 8)
 
 
 def test_numbers_of_partitions_are_checked() -> None:

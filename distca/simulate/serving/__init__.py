@@ -11,7 +11,13 @@ from distca.simulate.serving.growth import Growth, simulate_growth
 from distca.simulate.serving.layouts import described_split, gpu_links, simulate_shared
 from distca.simulate.serving.restripe import simulate_restripe
 from distca.simulate.serving.selector import SimulatedSelector
-from distca.simulate.serving.steps import PlanStepCosts, SteppedCosts, attend, simulate_step
+from distca.simulate.serving.steps import (
+    PlanStepCosts,
+    SteppedCosts,
+    attend,
+    memory_bytes,
+    simulate_step,
+)
 
 __all__ = [
     "Growth",
@@ -23,6 +29,7 @@ __all__ = [
     "chain_costs",
     "described_split",
     "gpu_links",
+    "memory_bytes",
     "searched_shares",
     "searched_table",
     "simulate_growth",

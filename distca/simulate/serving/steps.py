@@ -288,7 +288,7 @@ def simulate_step(
         seconds=float(resources.clock.max()),
         tokens=int(own.sum()),
         gpus=ranks * costs.tensor_parallel,
-        memory_bytes=_memory(plans, costs),
+        memory_bytes=memory_bytes(plans, costs),
         usable_bytes=cluster.usable_bytes,
         computed=resources.computed,
         exposed=resources.exposed,
@@ -298,8 +298,13 @@ def simulate_step(
     )
 
 
-def _memory(plans: Sequence[Plan], costs: InferenceCosts) -> Floats:
-    """Bytes of each rank's GPUs: weights, keys and values of all layers, and buffers."""
+def memory_bytes(plans: Sequence[Plan], costs: InferenceCosts) -> Floats:
+    """Bytes of each rank's GPUs: weights, keys and values of all layers, and buffers.
+
+    Args:
+        plans: plan of each layer.
+        costs: costs of the layers.
+    """
     shape, ranks = costs.shape, plans[0].world_size
     rows = np.sum([plan.placement.tokens_per_rank() // plan.head_groups for plan in plans], axis=0)
     buffers = CoreAttentionMemory()

@@ -178,25 +178,3 @@ def shard_near(starts: Int64s, ends: Int64s, ranks: int, multiple: int = 1) -> P
     end = np.minimum((rank + 1) * share - line[piece], lengths[order][piece])
     document = order[piece]
     return Placement(document, starts[document] + begin, starts[document] + end, rank, ranks)
-
-
-def ranks_that_fit(tokens: int, tokens_per_rank: int, ranks: int) -> int:
-    """The fewest ranks whose pools have room for a prompt's keys and values.
-
-    Args:
-        tokens: tokens of the prompt.
-        tokens_per_rank: tokens whose keys and values a rank has room for.
-        ranks: ranks that there are.
-
-    Raises:
-        ValueError: not even all of them have.
-    """
-    if tokens_per_rank < 1:
-        raise ValueError(f"a rank has room for {tokens_per_rank} tokens: give at least 1")
-    needed = max(-(-tokens // tokens_per_rank), 1)
-    if needed > ranks:
-        raise ValueError(
-            f"a prompt of {tokens:,} tokens needs {needed} ranks of {tokens_per_rank:,} tokens "
-            f"each, and there are {ranks}: use more ranks, or a larger pool"
-        )
-    return needed

@@ -1,0 +1,104 @@
+"""`--context-parallel-size auto`: as few ranks as have room for keys and values (CSPS, Section
+3.2.2), for commands that run them."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Sequence
+from typing import Any, Literal
+
+from distca.commands.described import RUNAHEAD, Group
+
+AUTO: Literal["auto"] = "auto"
+
+Size = int | Literal["auto"]
+
+
+def add_ranks_flag(group: Group, of_what: str, **how: Any) -> None:
+    """Adds the flag.
+
+    Args:
+        group: group of the flag.
+        of_what: whose keys and values auto goes by.
+        how: its default, or that it is required.
+    """
+    group.add_argument(
+        "--context-parallel-size",
+        type=_size,
+        metavar="N",
+        help=f"Ranks that answer; auto: as few as have room for the keys and values of {of_what}.",
+        **how,
+    )
+
+
+def _size(given: str) -> Size:
+    if given == AUTO:
+        return AUTO
+    try:
+        return int(given)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{given!r}: give a number, or {AUTO}") from None
+
+
+def ranks_for_prompts(args: argparse.Namespace, model: Any, lengths: Sequence[int]) -> int:
+    """As few ranks of this machine as have room for the longest prompt and its answer.
+
+    Args:
+        args: flags.
+        model: model that answers.
+        lengths: tokens of the prompts; none: they are not known.
+
+    Raises:
+        ValueError: it is not known what there is room for, or all ranks have too little.
+    """
+    from distca.serve.pool_size import PoolSize, Sharing, ranks_that_fit
+
+    if args.kv_cache_memory_bytes is None or not lengths:
+        raise ValueError(
+            f"--context-parallel-size {AUTO} goes by the room that prompts need: give "
+            "--kv-cache-memory-bytes, and --prompt or --prompt-ids"
+        )
+    if args.prefill_strategy == RUNAHEAD:
+        raise ValueError(
+            f"--context-parallel-size {AUTO} needs even parts, which {RUNAHEAD} has not: give a "
+            "number"
+        )
+    size = PoolSize.of_bytes(args.kv_cache_memory_bytes, args.block_size, model)
+    stripe, most = args.cp_kv_cache_interleave_size, _processes() // args.tensor_parallel_size
+    sharings = [Sharing(ranks, stripe) for ranks in range(1, max(most, 1) + 1)]
+    return ranks_that_fit(size, model, max(lengths), args.max_tokens, sharings)
+
+
+def ranks_for_positions(args: argparse.Namespace, model: Any, cache_bytes: int | None) -> int:
+    """As few ranks as have room for the longest sequence that a server takes, as many on each
+    machine.
+
+    Args:
+        args: flags.
+        model: model that answers.
+        cache_bytes: bytes of keys and values on each rank; None: what a GPU has left.
+
+    Raises:
+        ValueError: it is not known what there is room for.
+    """
+    from distca.serve.pool_size import PoolSize
+
+    if cache_bytes is None:
+        raise ValueError(
+            f"--context-parallel-size {AUTO} goes by the room of a rank: give "
+            "--kv-cache-memory-bytes"
+        )
+    blocks = PoolSize.of_bytes(cache_bytes, args.block_size, model).blocks
+    positions = args.max_model_len or model.positions
+    of_machine = args.block_size * blocks * args.nnodes
+    return -(-positions // of_machine) * args.nnodes
+
+
+def _processes() -> int:
+    """Processes that this machine has GPUs for, or else cores."""
+    import torch
+
+    if torch.cuda.is_available():
+        return torch.cuda.device_count()
+    return os.cpu_count() or 1
