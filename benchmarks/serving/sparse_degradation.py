@@ -25,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))  # as benchmarks/__init__.py 
 
 from benchmarks.serving.recall_model import make_model, text, train
 from distca.cost.link import Links
-from distca.schedule.serving.csps import Levels, Sparsity
+from distca.schedule.serving.csps import LEVELS, Levels, Sparsity
 from distca.schedule.serving.csps.calibration_file import CalibrationFile, load_calibration
 from distca.schedule.serving.csps.configure import Configuration, Configurator
 from distca.serve.models import ServedModel, model_size, read_model
@@ -47,6 +47,10 @@ BOUNDS = (
     (1.0, 0.3),
 )
 """Bounds on the divergence, in nats, and on the share of needles that are lost."""
+ALONE = (0.2, 0.5)
+"""Shares of level 1 that are dropped of keys alone, and of queries alone."""
+ENDS = (TOKENS, 3 * TOKENS // 4)
+"""Lengths at which prompts end whose next token is compared then."""
 
 
 @dataclass(frozen=True)
@@ -69,6 +73,17 @@ class Found:
         slack = 1 + 1e-6
         holds = self.kl <= self.most_kl * slack
         return holds and self.recall_loss <= self.most_recall_loss * slack
+
+
+@dataclass(frozen=True)
+class Alone:
+    """What rows of one kind that are dropped do to the token that follows a prompt: its mean
+    divergence in nats, and how often another one is likeliest."""
+
+    what: str
+    share: float
+    kl: float
+    changed: float
 
 
 def kept_rows(sparsity: Sparsity, levels: Levels) -> tuple[float, float]:
@@ -129,7 +144,35 @@ def found(
     return Found(*bounds, *kept, chosen.seconds, chosen.kl, chosen.recall_loss, kl, loss)
 
 
-def page(file: CalibrationFile, rows: Sequence[Found], recalled: float, dense: float) -> str:
+def dropped_alone(model: ServedModel, levels: Levels) -> list[Alone]:
+    """Drops keys alone and queries alone, of prompts that were not measured."""
+    sparse = SparseModel(model, levels, torch.device("cpu"))
+    sizes = len(model.windows), model.shape.kv_heads, len(LEVELS)
+    ways = [(what, share) for share in ALONE for what in ("keys", "queries")]
+    samples = [
+        Sparsity.of_drop_ratio(*((share, *sizes) if what == "keys" else (0.0, *sizes, share)))
+        for what, share in ways
+    ]
+    ended = [each[:end] for each in prompts()[CALIBRATED:] for end in ENDS]
+    found = np.zeros((len(ended), len(ways), 2))
+    for number, tokens in enumerate(tqdm(ended, desc="keys or queries")):
+        dense, *others = (
+            sparse.run(tokens, each, 1)[0][0].double().log_softmax(-1) for each in (None, *samples)
+        )
+        for way, other in enumerate(others):
+            kl = float((dense.exp() * (dense - other)).sum())
+            found[number, way] = kl, float(dense.argmax() != other.argmax())
+    means = found.mean(axis=0).tolist()
+    return [Alone(*way, *each) for way, each in zip(ways, means, strict=True)]
+
+
+def page(
+    file: CalibrationFile,
+    rows: Sequence[Found],
+    recalled: float,
+    dense: float,
+    alone: Sequence[Alone],
+) -> str:
     """The results as a page."""
     fits = file.calibration.fits
     lines = [
@@ -166,6 +209,20 @@ def page(file: CalibrationFile, rows: Sequence[Found], recalled: float, dense: f
             f"{row.predicted_kl:.4f} nats, {row.predicted_loss:.1%} lost | {row.kl:.4f} nats, "
             f"{row.recall_loss:.1%} lost | {'yes' if row.holds else '**no**'} |"
         )
+    lines += [
+        "",
+        "## Keys or queries",
+        "",
+        "A dropped query is computed with none of a level's keys, and no byte less travels. Beside",
+        "as large a share of keys, which are as many pairs, for the token that follows",
+        f"{len(ENDS) * UNSEEN} prompts, the query of whose last token is always kept:",
+        "",
+        "| dropped | share of level 1 | divergence, nats | another token is likeliest |",
+        "| --- | --- | --- | --- |",
+    ]
+    lines += [
+        f"| {each.what} | {each.share:.0%} | {each.kl:.4f} | {each.changed:.0%} |" for each in alone
+    ]
     return "\n".join(lines) + "\n"
 
 
@@ -184,10 +241,16 @@ def main() -> None:
             with tqdm(total=STEPS, desc="training") as bar:
                 train(made, STEPS, lambda *_: bar.update())
             made.save_pretrained(folder)
-        results = run(read_model(str(folder), torch.float32), args.calibration)
+        model = read_model(str(folder), torch.float32)
+        results = run(model, args.calibration)
+        alone = dropped_alone(model, Levels(Links(PER_NODE), RANKS))
     args.output.mkdir(parents=True, exist_ok=True)
-    (args.output / "sparse_degradation.md").write_text(page(*results))
-    saved = {"rows": [asdict(row) for row in results[1]], "recalled": results[2]}
+    (args.output / "sparse_degradation.md").write_text(page(*results, alone))
+    saved = {
+        "rows": [asdict(row) for row in results[1]],
+        "recalled": results[2],
+        "alone": [asdict(each) for each in alone],
+    }
     (args.output / "sparse_degradation.json").write_text(json.dumps(saved, indent=1) + "\n")
 
 

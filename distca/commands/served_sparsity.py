@@ -26,9 +26,10 @@ def add_sparsity_flags(group: Group) -> None:
     """Adds the flags of `near_to_far`."""
     group.add_argument(
         "--sparsity",
-        metavar="FILE|P",
+        metavar="FILE|P|P,Q",
         help="What csps drops: a file of ratios, or P, the share of its node's keys that a rank "
-        "drops; of those farther away half as many stay for each level. 0 (default): nothing.",
+        "drops; of those farther away half as many stay for each level. Q is such a share of the "
+        "queries that see them, never of the last token's. 0 (default): nothing.",
     )
     group.add_argument(
         "--micro-partitions",
@@ -105,7 +106,7 @@ def refuse_check(args: argparse.Namespace, strategy: object) -> None:
 
 def _sparsity(given: str, layers: int, kv_heads: int, tensor_parallel_size: int) -> Sparsity:
     try:
-        drop = float(given)
+        drop, *of_queries = map(float, given.split(",", 1))
     except ValueError:
         sparsity = Sparsity.load(Path(given))
         sparsity.check_fits(layers, kv_heads * tensor_parallel_size)
@@ -121,7 +122,7 @@ def _sparsity(given: str, layers: int, kv_heads: int, tensor_parallel_size: int)
             ) from None
         return replace(sparsity, keys=tables[0], queries=tables[1])
     try:
-        return Sparsity.of_drop_ratio(drop, layers, kv_heads, len(LEVELS))
+        return Sparsity.of_drop_ratio(drop, layers, kv_heads, len(LEVELS), *of_queries)
     except ValueError as error:
         raise ValueError(f"--sparsity {given}: {error}") from error
 

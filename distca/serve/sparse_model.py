@@ -98,7 +98,7 @@ class _Run:
             scores = (grouped[:, :, start:end] @ k[:, None, :end].transpose(-1, -2)).float()
             hidden = torch.ones(end - start, end, dtype=torch.bool).triu(start + 1)
             if layer in self._sparse:
-                hidden = hidden | self._dropped(self._sparse[layer], start, end)[:, None, None]
+                hidden = hidden | self._dropped(self._sparse[layer], start, end)[:, None]
             scores = (scores * scaling).masked_fill_(hidden.to(k.device), float("-inf"))
             shares = scores.softmax(-1)
             outputs[:, :, start:end] = shares.to(v.dtype) @ v[:, None, :end]
@@ -110,17 +110,24 @@ class _Run:
         return outputs.flatten(0, 1)
 
     def _dropped(self, plan: Plan, start: int, end: int) -> torch.Tensor:
-        """The keys that the queries from `start` to `end` don't see, `[kv_heads, end]`."""
+        """The keys that the queries from `start` to `end` don't see: `[kv_heads, queries, end]`."""
         t = plan.tasks
         assert self._importance is not None
+        assert t.kept_q is not None
         assert t.kept_kv is not None
-        dropped = torch.zeros((self._importance.shape[1], end), dtype=torch.bool)
+        heads = self._importance.shape[1]
+        dropped = torch.zeros((heads, end - start, end), dtype=torch.bool)
+        of_queries = self._importance[start:end].clone()
+        if end == len(self._importance):
+            of_queries[-1] = float("inf")
         for task in np.flatnonzero((t.q_start == start) & ~t.ends_on_diagonal).tolist():
             span = slice(int(t.kv_start[task]), int(t.kv_end[task]))
-            dropped[:, span] = True
-            chosen = most_important(self._importance[span], t.kept_kv[task].tolist())
-            for head, kept in enumerate(chosen):
-                dropped[head, span.start + kept] = False
+            keys = most_important(self._importance[span], t.kept_kv[task].tolist())
+            queries = most_important(of_queries, t.kept_q[task].tolist())
+            for head in range(heads):
+                seen = torch.zeros(end - start, span.stop - span.start, dtype=torch.bool)
+                seen[queries[head][:, None], keys[head]] = True
+                dropped[head, :, span] = ~seen
         return dropped
 
     def _mass(self, shares: torch.Tensor) -> Floats:

@@ -58,7 +58,7 @@ def test_prompts_have_room(model: ServedModel, monkeypatch: pytest.MonkeyPatch) 
         return ranks_for_prompts(args, model, [3, 100, 50])
 
     assert [found(blocks) for blocks in (7, 6, 4, 3, 2)] == [1, 2, 2, 3, 4]
-    # The first 15 decoded tokens fill a block.
+    # An answer's last token is never fed: 100 and 12 fill seven blocks.
     assert found(7, "--max-tokens", "13") == 1
     assert found(7, "--max-tokens", "14") == 2
     with pytest.raises(NoRoom, match="on rank 0, where 12,288 of 12,288 are free"):

@@ -38,6 +38,9 @@ def test_flags_give_levels_ratios_and_partitions(tmp_path: Path) -> None:
     assert sparse is not None
     assert (sparse.levels.count, sparse.partitions) == (4, (4, 2))
     assert sparse.sparsity == Sparsity.of_drop_ratio(0.2, 5, 4)
+    of_both = strategy_of("--sparsity", "0.2,0.1")
+    assert of_both is not None
+    assert of_both.sparsity == Sparsity.of_drop_ratio(0.2, 5, 4, drop_of_queries=0.1)
     file = tmp_path / "sparsity.json"
     sparse.sparsity.save(file)
     halves = strategy_of("--sparsity", str(file), tensor_parallel=2)
@@ -57,6 +60,8 @@ def test_what_cannot_be_used_is_refused(tmp_path: Path) -> None:
         (["--sparsity", "-0.1"], 1, "--sparsity -0.1: -0.1 of the rows can't be dropped"),
         (["--sparsity", "1"], 1, "give 0 to below 1"),
         (["--sparsity", "nan"], 1, "give 0 to below 1"),
+        (["--sparsity", "0.2,1"], 1, "--sparsity 0.2,1: 1.0 of the rows can't be dropped"),
+        (["--sparsity", "0.2,0.1,0.1"], 1, "does not exist: give a file of ratios"),
         (["--sparsity", "none.json"], 1, "does not exist: give a file of ratios"),
         (["--sparsity", str(small)], 1, "is of 4 layers of 4 key-value heads, but the model has 5"),
         (["--sparsity", str(heads)], 2, "other ratios for other heads"),

@@ -74,11 +74,13 @@ def test_nothing_dropped_is_transformers_own(model: ServedModel) -> None:
     assert (dropped - dense).abs().max() > 1e-3
 
 
-@pytest.mark.parametrize("partitions", [1, 2])
-def test_what_is_dropped_is_what_plans_drop(model: ServedModel, partitions: int) -> None:
+@pytest.mark.parametrize(("partitions", "of_queries"), [(1, 0.0), (2, 0.4)])
+def test_what_is_dropped_is_what_plans_drop(
+    model: ServedModel, partitions: int, of_queries: float
+) -> None:
     """Its logits are those of the definition, which the ranks are held against, too."""
     (ids,) = prompts(5, 1, 90)
-    sparsity = Sparsity.of_drop_ratio(0.6, 4, 2)
+    sparsity = Sparsity.of_drop_ratio(0.6, 4, 2, drop_of_queries=of_queries)
     strategy = NearToFar(LEVELS, sparsity, (None,) * 4, (partitions,))
     new = shard_near(np.array([0]), np.array([len(ids)]), LEVELS.ranks)
     dense = strategy.plan(nobody_holds(LEVELS.ranks), new, Mask())
