@@ -21,6 +21,7 @@ from distca.schedule.serving.csps.degradation import GRID, Measured
 from distca.schedule.serving.csps.pipeline import NearToFar
 from distca.serve.models import read_model
 from distca.serve.sparsity_calibration import measured_on
+from support.commands import Command
 from support.small_models import save_small_model
 
 RANKS = ["--context-parallel-size", "4", "--ranks-per-node", "2"]
@@ -102,3 +103,40 @@ def test_what_cannot_be_chosen_is_refused(
         with pytest.raises(SystemExit):
             main([*command, *CSPS, *given])
         assert said in capsys.readouterr().err
+
+
+def test_latency_against_degradation_is_shown_before_serving(
+    calibration: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of a described model, whose sizes are those that were measured."""
+    simulate = Command("simulate", capsys)
+    sizes = "--layers 4 --hidden-size 64 --heads 4 --kv-heads 2 --head-dim 16"
+    flags = f"prefill --new-tokens 20000 --ffn-hidden-size 96 --node-gb-per-s 0.05 {sizes}".split()
+    flags += [*CSPS, "--calibration", calibration]
+    found = json.loads(simulate.run(*flags, "--json"))["choices"]
+    assert found[0]["nats"] == 0 < found[-1]["nats"]
+    assert found[0]["kept_keys"] == 1 > found[-1]["kept_keys"]
+    for column, falls in (("seconds", True), ("kept_keys", True), ("nats", False)):
+        values = [each[column] for each in found]
+        assert values == sorted(values, reverse=falls)
+    assert all(each["nats"] <= each["max_degradation"] for each in found)
+    lines = simulate.run(*flags).splitlines()
+    assert "csps, 20,000 tokens on 4 ranks of dgx-h100" in lines[0]
+    assert len(lines) == len(found) + 3
+    # What is listed within a bound is what is chosen and simulated within it.
+    bound = ["--max-degradation", str(found[-1]["max_degradation"])]
+    seconds = []
+    for given in (["--max-degradation", "0"], bound):
+        ran = json.loads(simulate.run(*flags, *given, "--json"))["simulated"]["csps"]
+        seconds.append(ran["seconds"])
+    assert seconds[1] < seconds[0]
+    best, dense = (found[number]["seconds"] for number in (-1, 0))
+    assert f"after {best:.3g} s, {dense:.3g} s with all" in simulate.errors
+    assert "of the keys that travel" in Command("plan", capsys).run(*flags, *bound)
+    for changed, why in (
+        (["--kv-heads", "4"], "of 4 layers of 2 key-value heads (llama, 4 layers of 64), but"),
+        (["--ranks-per-node", "4"], "2 a node, not 4 ranks, 4 a node"),
+        (["--prefill-strategy", "auto", "--micro-partitions", "2"], "needs --prefill-strategy csp"),
+    ):
+        assert why in simulate.refused(*flags, *changed)
+    assert "needs a bound" in Command("plan", capsys).refused(*flags)

@@ -97,6 +97,7 @@ NOT_RUN = {
     r"python -m megatron_patches\.llama .*": "needs a model; test_llama.py has some",
     r"distca generate .*": "needs a model; test_generate.py has a small one",
     r"distca tune .*": "needs a model; test_tune.py has a small one",
+    r"distca simulate prefill .* --calibration .*": "needs one; test_chosen_sparsity.py has it",
     r"distca simulate --serving .*": "takes a minute; test_serving_requests.py has a small trace",
     r"distca serve .*": "needs a model; test_server.py has a small one",
     r"python tests/recording make FILE": "takes minutes",

@@ -167,12 +167,13 @@ def test_calibrations_are_read_back(tmp_path: Path) -> None:
     same = found.degradation("kl", 600, sample)
     assert again.calibration.degradation("kl", 600, sample) == pytest.approx(same, rel=1e-3)
     assert "median_relative_error_on_held_out_prompts" in path.read_text()
-    on.check("llama", "12ab", Levels(Links(2), 4))
+    on.check_model("llama", "12ab")
+    on.check_levels(Levels(Links(2), 4))
     with pytest.raises(ValueError, match=r"of another model .* make one by `distca tune sparsity"):
-        on.check("qwen", "77", Levels(Links(2), 4))
+        on.check_model("qwen", "77")
     for levels in (Levels(Links(4), 4), Levels(Links(2), 8), Levels(Links(2, nodes_per_rack=1), 4)):
         with pytest.raises(ValueError, match="is for 4 ranks, 2 a node, not"):
-            on.check("llama", "12ab", levels)
+            on.check_levels(levels)
     CalibrationFile(on, found.samples, found.measured[:5]).save(path)
     with pytest.raises(ValueError, match="lacks 3 of its 8 prompts, since it was interrupted"):
         _ = load_calibration(path).calibration

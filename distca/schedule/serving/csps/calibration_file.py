@@ -52,16 +52,23 @@ class MeasuredOn:
     prompts: int
     prompts_digest: str
 
-    def check(self, model: str, digest: str, levels: Levels) -> None:
-        """Checks that a calibration is for a model, and for ranks with levels.
+    def check_model(self, model: str, digest: str) -> None:
+        """Checks that a calibration is for a model.
 
         Raises:
-            ValueError: it is for others.
+            ValueError: it is for another.
         """
         if self.digest != digest:
             raise ValueError(
                 f"the calibration is of another model ({self.model}) than {model}: {_MAKE}"
             )
+
+    def check_levels(self, levels: Levels) -> None:
+        """Checks that a calibration is for ranks with levels.
+
+        Raises:
+            ValueError: it is for others.
+        """
         ours, links = Levels(self.links, self.ranks), levels.links
         every = np.arange(max(self.ranks, levels.ranks))
         if ours.ranks != levels.ranks or np.any(

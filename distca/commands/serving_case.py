@@ -1,0 +1,252 @@
+"""What flags of `distca plan` and `distca simulate` describe for inference: sequences on ranks."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import dataclass
+from functools import cache, partial
+from typing import Literal, get_args
+
+import numpy as np
+
+from distca.commands.chosen_sparsity import described_sparsity
+from distca.commands.described import RUNAHEAD, cluster_of, given_shares, model_of
+from distca.commands.fewest_ranks import AUTO
+from distca.commands.served_chain import SEARCHED
+from distca.commands.served_layouts import SP_TP
+from distca.commands.served_sparsity import CSPS, near_to_far
+from distca.cost.kernel_time import CostModel
+from distca.cost.profile import Profile
+from distca.plan import Mask, Placement, Plan
+from distca.plan.span import Int64s
+from distca.schedule.serving import (
+    PaperRule,
+    Selector,
+    Sharding,
+    Strategy,
+    nobody_holds,
+    shard_evenly,
+    shard_in_stripes,
+    step_plan,
+)
+from distca.schedule.serving.csps.head_scatter import head_groups
+from distca.schedule.serving.csps.pipeline import NearToFar, shard_near
+from distca.schedule.serving.layer_plans import plan_layers
+from distca.schedule.serving.partitions import Chain, Shares, shard_in_chain
+from distca.simulate.serving import (
+    InferenceCosts,
+    SimulatedSelector,
+    memory_bytes,
+    searched_shares,
+)
+
+Kind = Literal["prefill", "decode"]
+
+_MORE_RANKS = 64
+"""Numbers of ranks that are tried, beyond those that keys and values alone need."""
+
+
+@dataclass(frozen=True)
+class StepCase:
+    """What is planned.
+
+    Attributes:
+        kind: prefill or decode.
+        held: who holds the cached tokens.
+        new: who owns the new ones.
+        mask: mask of all layers.
+        costs: costs of the model on the cluster.
+        cost_model: seconds of tasks.
+        near: how keys travel from near to far; None: they don't.
+    """
+
+    kind: Kind
+    held: Placement
+    new: Placement
+    mask: Mask
+    costs: InferenceCosts
+    cost_model: CostModel
+    near: NearToFar | None = None
+
+    def layers(self, strategy: Strategy | NearToFar) -> list[Plan]:
+        """The plan of each layer."""
+        layers = self.costs.model.layers
+        if isinstance(strategy, str):
+            return [self.plan(strategy)] * layers
+        plans = plan_layers(lambda _: self.held, self.new, [self.mask], strategy)
+        return [plans.of(layer, self.mask) for layer in range(layers)]
+
+    def plan(self, strategy: Strategy | NearToFar) -> Plan:
+        """The plan with a strategy, as `distca generate` makes it, of a layer that drops most."""
+        if not isinstance(strategy, str):
+            found = self.layers(strategy)
+            return min(found, key=lambda plan: int(plan.tasks.kept_pairs(plan.mask).mean(1).sum()))
+        prefill = self.kind == "prefill"
+        shape, ranks = self.costs.shape, self.new.world_size
+        groups = head_groups(shape.heads, shape.kv_heads, ranks)
+        return step_plan(
+            self.held, self.new, strategy, self.mask, in_steps=prefill, head_groups=groups
+        )
+
+    def chosen(self, args: argparse.Namespace) -> Strategy | NearToFar:
+        """The strategy that flags ask for."""
+        if self.near is not None:
+            return self.near
+        if self.kind == "decode":
+            return "pass-q"
+        if args.prefill_strategy in (RUNAHEAD, SP_TP):
+            return "pass-kv"
+        if args.prefill_strategy != "auto":
+            return next(each for each in get_args(Strategy) if each == args.prefill_strategy)
+        return self.selector(args.selector).choose(self.held, self.new, self.plan)
+
+    def selector(self, name: str) -> Selector:
+        """Who chooses, on the described cluster."""
+        costs, ranks = self.costs, self.new.world_size
+        if name == "paper":
+            rate = costs.cluster.attention_tflops * 1e12
+            return PaperRule(costs.shape, ranks, rate, costs.bytes_per_second(ranks))
+        return SimulatedSelector(costs.shape, costs.cluster, costs.links, self.cost_model)
+
+
+def read_case(args: argparse.Namespace, kind: Kind) -> StepCase:
+    """Reads the flags.
+
+    Raises:
+        ValueError: they cannot be used.
+    """
+    ranks = args.context_parallel_size
+    for flag, value in (
+        ("--context-parallel-size", 1 if ranks == AUTO else ranks),
+        ("--tensor-parallel-size", args.tensor_parallel_size),
+        ("--cp-kv-cache-interleave-size", args.cp_kv_cache_interleave_size),
+        ("--dtype-bytes", args.dtype_bytes),
+        ("--sequences", getattr(args, "sequences", 1)),
+        ("--new-tokens", min(getattr(args, "new_tokens", [1]))),
+    ):
+        if value < 1:
+            raise ValueError(f"{flag} {value} must be at least 1")
+    if min(args.cached_tokens) < 0 or (args.window_left or 0) < 0:
+        raise ValueError("--cached-tokens and --window-left must not be negative")
+    new = np.array(args.new_tokens if kind == "prefill" else [1] * args.sequences, dtype=np.int64)
+    cached = np.array(args.cached_tokens, dtype=np.int64)
+    if len(cached) not in (1, len(new)):
+        raise ValueError(
+            f"--cached-tokens has {len(cached)} numbers for {len(new)} sequences: give one for "
+            "all, or one for each"
+        )
+    starts = np.broadcast_to(cached, new.shape).copy()
+    stripe = args.cp_kv_cache_interleave_size
+    costs = InferenceCosts(
+        model_of(args),
+        cluster_of(args),
+        args.tensor_parallel_size,
+        args.dtype_bytes,
+        args.mlp_dtype_bytes,
+    )
+    if ranks == AUTO:
+        return _on_fewest_ranks(args, kind, costs, int((starts + new).sum()))
+    numbers = np.arange(len(new), dtype=np.int64)
+    cost_model = _cost_model(args, costs)
+    if kind == "decode":
+        owners = shard_in_stripes(starts, starts + new, numbers, stripe, ranks)
+    elif args.prefill_strategy == RUNAHEAD:
+        owners = _chain(args, costs, cost_model)(starts, starts + new)
+    elif args.prefill_strategy == CSPS:
+        given_shares(args, ranks)
+        owners = shard_near(starts, starts + new, ranks)
+    else:
+        given_shares(args, ranks)
+        owners = shard_evenly(starts, starts + new, ranks)
+    return StepCase(
+        kind,
+        _held(starts, args.held, stripe, ranks),
+        owners,
+        Mask(args.window_left),
+        costs,
+        cost_model,
+        _near_to_far(args, costs, cost_model, ranks) if kind == "prefill" else None,
+    )
+
+
+def _on_fewest_ranks(
+    args: argparse.Namespace, kind: Kind, costs: InferenceCosts, tokens: int
+) -> StepCase:
+    """The case on as few ranks as have room for weights, keys, values and buffers, which the flags
+    then have.
+
+    Raises:
+        ValueError: there is none.
+    """
+    room = costs.cluster.usable_bytes - costs.state_bytes()
+    of_all = tokens * costs.model.layers * costs.shape.kv_row_bytes
+    # Whole racks, if there are any.
+    of_node = getattr(args, "ranks_per_node", None) or costs.links.ranks_per_node
+    racks = getattr(args, "nodes_per_rack", None)
+    unit = 1 if racks is None else max(of_node * racks, 1)
+    first = int(-(-of_all // room)) if room > 0 else 0
+    for number in range(_MORE_RANKS if room > 0 else 0):
+        args.context_parallel_size = (-(-first // unit) + number) * unit
+        case = read_case(args, kind)
+        plans = case.layers(case.chosen(args))
+        if memory_bytes(plans, costs).max() <= costs.cluster.usable_bytes:
+            return case
+    raise ValueError(
+        f"--context-parallel-size {AUTO}: weights take {costs.state_bytes() / 1e9:.1f} GB of the "
+        f"{costs.cluster.usable_bytes / 1e9:.1f} of a GPU, and no number of ranks has room for the "
+        "rest: raise --tensor-parallel-size"
+    )
+
+
+def _near_to_far(
+    args: argparse.Namespace, costs: InferenceCosts, cost_model: CostModel, ranks: int
+) -> NearToFar | None:
+    """How keys travel from near to far, as flags describe it; None: they don't."""
+    windows = [args.window_left] * costs.model.layers
+    heads = costs.shape.kv_heads, args.tensor_parallel_size
+    chosen = partial(described_sparsity, args, costs, cost_model, max(args.new_tokens))
+    return near_to_far(args, windows, *heads, ranks, costs.links.ranks_per_node, chosen)
+
+
+def _chain(args: argparse.Namespace, costs: InferenceCosts, cost_model: CostModel) -> Sharding:
+    """The chain of a prefill that `--partition` describes."""
+    ranks = args.context_parallel_size
+    shares = given_shares(args, ranks)
+    if shares is None and args.partition != SEARCHED:
+        raise ValueError(
+            f"--partition {args.partition}: give even, {SEARCHED}, or a share for each rank, such "
+            "as 0.4,0.33,0.27"
+        )
+    if shares is not None:
+        return Chain(ranks, shares)
+
+    @cache
+    def searched(start: int, end: int) -> Shares:
+        return searched_shares(end - start, costs, cost_model, ranks, start)
+
+    return partial(shard_in_chain, ranks=ranks, shares_of=searched)
+
+
+def _held(starts: Int64s, how: str, stripe: int, ranks: int) -> Placement:
+    nothing, numbers = np.zeros_like(starts), np.arange(len(starts), dtype=np.int64)
+    if not starts.any():
+        return nobody_holds(ranks)
+    if how == "evenly":
+        return shard_evenly(nothing, starts, ranks)
+    if how == "stripes":
+        return shard_in_stripes(nothing, starts, numbers, stripe, ranks)
+    having = starts > 0
+    first = nothing[having]
+    return Placement(numbers[having], first, starts[having], first, ranks)
+
+
+def _cost_model(args: argparse.Namespace, costs: InferenceCosts) -> CostModel:
+    if args.profile is None:
+        return costs.cluster.inference_cost(costs.shape)
+    profile = Profile.load(args.profile)
+    if profile.shape != costs.shape:
+        raise ValueError(
+            f"--profile {args.profile} was measured for {profile.shape}, but this is "
+            f"{costs.shape}: run `distca profile` with these heads"
+        )
+    return profile
