@@ -202,11 +202,6 @@ def _is_given(args: argparse.Namespace) -> bool:
         )
     if args.sparsity is not None:
         raise ValueError(f"--sparsity {args.sparsity} and --calibration contradict: give one")
-    if args.tensor_parallel_size > 1:
-        raise ValueError(
-            "--calibration chooses other ratios for other heads, which tensor-parallel ranks would "
-            "have to plan apart: give --tensor-parallel-size 1"
-        )
     return True
 
 

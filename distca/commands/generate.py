@@ -253,7 +253,7 @@ def _sharding(args: argparse.Namespace, model: Any, lengths: Sequence[int]) -> A
 def _strategy(args: argparse.Namespace, model: Any, longest: int | None) -> Any:
     """What travels in prefills, or who chooses it; `longest` is that of the prompts, if known."""
     ranks = args.context_parallel_size
-    heads = model.shape.kv_heads, model.tensor_parallel_size
+    heads = model.kv_heads, model.tensor_parallel_size
     chosen = partial(chosen_sparsity, args, model, longest)
     near = near_to_far(args, model.windows, *heads, ranks, ranks, chosen)
     if near is not None:

@@ -389,7 +389,7 @@ def _near_to_far(args: argparse.Namespace, served: Any, nodes: Nodes, ranks: int
     Raises:
         ValueError: the flags contradict each other, or don't fit the model or the ranks.
     """
-    heads = served.shape.kv_heads, served.tensor_parallel_size
+    heads = served.kv_heads, served.tensor_parallel_size
     chosen, of_machine = partial(chosen_sparsity, args, served, None), max(ranks // nodes.count, 1)
     near = near_to_far(args, served.windows, *heads, ranks, of_machine, chosen)
     if near is not None and args.attention_servers:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from pathlib import Path
 
 from distca.commands.described import Group
@@ -65,8 +64,8 @@ def near_to_far(
     Args:
         args: flags.
         windows: for each layer how many earlier tokens a query sees; None: all.
-        kv_heads: key-value heads of one tensor-parallel rank.
-        tensor_parallel_size: ranks that share the heads.
+        kv_heads: key-value heads of a layer.
+        tensor_parallel_size: ranks that share them, of each of which the ratios have its own heads.
         ranks: ranks that share tokens.
         ranks_of_machine: those of one machine.
         chosen: what a calibration chooses.
@@ -85,9 +84,11 @@ def near_to_far(
     partitions = None if args.micro_partitions is None else _partitions(args.micro_partitions)
     found = chosen(levels, partitions)
     if found is not None:
-        return NearToFar(levels, found.sparsity, tuple(windows), found.partitions)
-    sparsity = _sparsity(args.sparsity or "0", len(windows), kv_heads, tensor_parallel_size)
-    return NearToFar(levels, sparsity, tuple(windows), partitions or (2,))
+        sparsity, partitions = found.sparsity, found.partitions
+    else:
+        sparsity = _sparsity(args.sparsity or "0", len(windows), kv_heads)
+    of_ranks = sparsity.repeated(tensor_parallel_size)
+    return NearToFar(levels, of_ranks, tuple(windows), partitions or (2,))
 
 
 def refuse_check(args: argparse.Namespace, strategy: object) -> None:
@@ -104,23 +105,13 @@ def refuse_check(args: argparse.Namespace, strategy: object) -> None:
         )
 
 
-def _sparsity(given: str, layers: int, kv_heads: int, tensor_parallel_size: int) -> Sparsity:
+def _sparsity(given: str, layers: int, kv_heads: int) -> Sparsity:
     try:
         drop, *of_queries = map(float, given.split(",", 1))
     except ValueError:
         sparsity = Sparsity.load(Path(given))
-        sparsity.check_fits(layers, kv_heads * tensor_parallel_size)
-        tables = [
-            tuple(of_heads[:kv_heads] for of_heads in table)
-            for table in (sparsity.keys, sparsity.queries)
-        ]
-        each = sparsity.keys + sparsity.queries
-        if tensor_parallel_size > 1 and any(len({*of_heads}) > 1 for of_heads in each):
-            raise ValueError(
-                f"--sparsity {given} has other ratios for other heads, which tensor-parallel ranks "
-                "would have to plan apart: give --tensor-parallel-size 1, or ratios of layers alone"
-            ) from None
-        return replace(sparsity, keys=tables[0], queries=tables[1])
+        sparsity.check_fits(layers, kv_heads)
+        return sparsity
     try:
         return Sparsity.of_drop_ratio(drop, layers, kv_heads, len(LEVELS), *of_queries)
     except ValueError as error:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import Literal, get_args
 
@@ -203,9 +203,12 @@ def _near_to_far(
 ) -> NearToFar | None:
     """How keys travel from near to far, as flags describe it; None: they don't."""
     windows = [args.window_left] * costs.model.layers
-    heads = costs.shape.kv_heads, args.tensor_parallel_size
+    size = args.tensor_parallel_size
+    heads = costs.model.kv_heads, size
     chosen = partial(described_sparsity, args, costs, cost_model, max(args.new_tokens))
-    return near_to_far(args, windows, *heads, ranks, costs.links.ranks_per_node, chosen)
+    near = near_to_far(args, windows, *heads, ranks, costs.links.ranks_per_node, chosen)
+    # Shown is the GPU of each rank for which the others wait.
+    return near and replace(near, sparsity=near.sparsity.of_busiest(size))
 
 
 def _chain(args: argparse.Namespace, costs: InferenceCosts, cost_model: CostModel) -> Sharding:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 import numpy as np
 
@@ -58,6 +58,12 @@ class Tasks:
             None if self.kept_q is None else self.kept_q[selection],
             None if self.kept_kv is None else self.kept_kv[selection],
         )
+
+    def of_kv_heads(self, heads: slice) -> Tasks:
+        """The tasks of some key-value heads alone, where rows of heads may be dropped."""
+        if self.kept_q is None or self.kept_kv is None:
+            return self
+        return replace(self, kept_q=self.kept_q[:, heads], kept_kv=self.kept_kv[:, heads])
 
     @staticmethod
     def from_rows(rows: Iterable[tuple[int, ...]]) -> Tasks:

@@ -104,6 +104,12 @@ class ServedModel:
         return most
 
     @property
+    def kv_heads(self) -> int:
+        """Key-value heads of a whole layer."""
+        config = self.config
+        return int(getattr(config, "num_key_value_heads", None) or config.num_attention_heads)
+
+    @property
     def vocab_size(self) -> int:
         return int(self.config.vocab_size)
 
@@ -235,7 +241,7 @@ def model_size(model: ServedModel) -> ModelSize:
         layers=len(model.windows),
         hidden_size=int(config.hidden_size),
         heads=int(heads),
-        kv_heads=int(getattr(config, "num_key_value_heads", None) or heads),
+        kv_heads=model.kv_heads,
         head_dim=model.shape.head_dim,
         ffn_hidden_size=width,
         vocab_size=model.vocab_size,

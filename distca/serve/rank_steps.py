@@ -60,6 +60,8 @@ class RankSteps:
         device: device of the rows.
         blocks: blocks of this rank's pool of keys and values.
         block_size: rows of a block.
+        tensor_rank: number of this rank among those that share each layer, whose heads follow each
+            other in plans that drop rows.
 
     Attributes:
         pool: keys and values of this rank.
@@ -75,9 +77,11 @@ class RankSteps:
         device: torch.device,
         blocks: int,
         block_size: int,
+        tensor_rank: int = 0,
     ) -> None:
         assert isinstance(core.kernel, PagedKernel), "a kernel that knows no pools"
         self._kernel = core.kernel
+        self._heads = slice(tensor_rank * shape.kv_heads, (tensor_rank + 1) * shape.kv_heads)
         self._core, self._windows, self._shape, self._device = core, windows, shape, device
         self._tables, self._dtype = BlockTables(block_size, device), dtype
         self.watch: LayerWatch | None = None
@@ -170,8 +174,9 @@ class RankSteps:
         for layer, plan in part.plans.sparse.items():
             assert importance is not None
             if id(plan) not in shared:
-                needed = needed.union(step_memory(plan, self._shape))
-                kept = map_indices(build_kept_exchange(plan, rank, slots), self._on_device)
+                mine = replace(plan, tasks=plan.tasks.of_kv_heads(self._heads))
+                needed = needed.union(step_memory(mine, self._shape))
+                kept = map_indices(build_kept_exchange(mine, rank, slots), self._on_device)
                 shared[id(plan)] = SparseAttention(self._core, kept, importance)
             sparse[layer] = shared[id(plan)]
         return _PartRun(calls, needed, sparse)

@@ -22,9 +22,6 @@ from distca.schedule.serving.layer_plans import LayerPlans, PrefillStrategy, pla
 from distca.schedule.serving.restripe import Restripe, even_shares, restripe
 from distca.serve.models import ServedModel
 
-Windows = Sequence[int | None]
-"""For each layer how many earlier tokens a query sees; None: all."""
-
 
 @dataclass(frozen=True)
 class Prefill:
@@ -49,11 +46,20 @@ class Prefill:
         np.add.at(after, (self.new.document, self.new.rank), self.new.end - self.new.start)
         return after
 
-    def bytes_by_sequence(self, windows: Windows, shape: AttentionShape) -> Int64s:
-        """Bytes that all layers move for each sequence."""
+    def bytes_by_sequence(self, model: ServedModel) -> Int64s:
+        """Bytes that all layers move for each sequence, on all tensor-parallel ranks."""
+        windows, shape, size = model.windows, model.shape, model.tensor_parallel_size
+        # A plan that drops rows has the heads of all.
+        whole = replace(shape, heads=size * shape.heads, kv_heads=size * shape.kv_heads)
         layers = [self.plans.of(layer, Mask(window)) for layer, window in enumerate(windows)]
         plans, times = {id(plan): plan for plan in layers}, Counter(map(id, layers))
-        return np.sum([n * self._bytes(plans[each], shape) for each, n in times.items()], axis=0)
+        found = [
+            n * self._bytes(plan, whole)
+            if plan.tasks.drops
+            else n * size * self._bytes(plan, shape)
+            for plan, n in ((plans[each], n) for each, n in times.items())
+        ]
+        return np.sum(found, axis=0)
 
     def _bytes(self, plan: Plan, shape: AttentionShape) -> Int64s:
         sequence = plan.tasks.document % plan.sequences
@@ -90,15 +96,15 @@ class Step:
         found: list[int] = []
         for part in self.parts:
             if isinstance(part, Prefill):
-                moved = part.bytes_by_sequence(model.windows, model.shape)
+                moved = part.bytes_by_sequence(model)
             else:
                 layers = Counter(model.windows).items()
                 of_masks = [
                     count * part.bytes_by_sequence(Mask(window), model.shape)
                     for window, count in layers
                 ]
-                moved = np.sum(of_masks, axis=0)
-            found += (model.tensor_parallel_size * moved).tolist()
+                moved = model.tensor_parallel_size * np.sum(of_masks, axis=0)
+            found += moved.tolist()
         if self.shared is not None:
             tokens = [np.sum(part.rows - part.before, axis=1) for part in self.parts]
             found = (self.shared.bytes_by_sequence(np.concatenate(tokens)) + found).tolist()

@@ -63,7 +63,14 @@ class ModelRank:
             assert isinstance(core.kernel, PagedKernel), "a kernel that knows no pools"
             core = replace(core, kernel=SoftCapped(core.kernel, model.softcap))
         self._steps = RankSteps(
-            core, model.windows, model.shape, model.dtype, device, blocks, block_size
+            core,
+            model.windows,
+            model.shape,
+            model.dtype,
+            device,
+            blocks,
+            block_size,
+            tensor_ranks.rank,
         )
         self._graphs = (
             None if capture is None else DecodeGraphs(self._model, model.windows, device, capture)

@@ -25,7 +25,7 @@ def strategy_of(*flags: str, tensor_parallel: int = 1, ranks: int = 8) -> NearTo
     parser.add_argument("--prefill-strategy", default="csps")
     add_sparsity_flags(parser.add_argument_group("how"))
     args = parser.parse([*flags])
-    return near_to_far(args, [None] * 5, 4 // tensor_parallel, tensor_parallel, ranks, ranks)
+    return near_to_far(args, [None] * 5, 4, tensor_parallel, ranks, ranks)
 
 
 def test_flags_give_levels_ratios_and_partitions(tmp_path: Path) -> None:
@@ -43,36 +43,33 @@ def test_flags_give_levels_ratios_and_partitions(tmp_path: Path) -> None:
     assert of_both.sparsity == Sparsity.of_drop_ratio(0.2, 5, 4, drop_of_queries=0.1)
     file = tmp_path / "sparsity.json"
     sparse.sparsity.save(file)
-    halves = strategy_of("--sparsity", str(file), tensor_parallel=2)
-    assert halves is not None
-    assert halves.sparsity == Sparsity.of_drop_ratio(0.2, 5, 2)
+    # Tensor-parallel ranks have a head of keys each, or several have one.
+    for size, heads in ((2, 4), (8, 8)):
+        shared = strategy_of("--sparsity", str(file), tensor_parallel=size)
+        assert shared is not None
+        assert shared.sparsity == Sparsity.of_drop_ratio(0.2, 5, heads)
     assert strategy_of("--prefill-strategy", "pass-kv") is None
 
 
 def test_what_cannot_be_used_is_refused(tmp_path: Path) -> None:
-    heads = tmp_path / "heads.json"
-    ratios = Sparsity.of_drop_ratio(0.2, 5, 4)
-    first = (((1.0,) * 4), *ratios.keys[1][1:])
-    Sparsity((ratios.keys[0], first, *ratios.keys[2:]), ratios.queries).save(heads)
     small = tmp_path / "small.json"
     Sparsity.of_drop_ratio(0.2, 4, 4).save(small)
-    for flags, size, message in (
-        (["--sparsity", "-0.1"], 1, "--sparsity -0.1: -0.1 of the rows can't be dropped"),
-        (["--sparsity", "1"], 1, "give 0 to below 1"),
-        (["--sparsity", "nan"], 1, "give 0 to below 1"),
-        (["--sparsity", "0.2,1"], 1, "--sparsity 0.2,1: 1.0 of the rows can't be dropped"),
-        (["--sparsity", "0.2,0.1,0.1"], 1, "does not exist: give a file of ratios"),
-        (["--sparsity", "none.json"], 1, "does not exist: give a file of ratios"),
-        (["--sparsity", str(small)], 1, "is of 4 layers of 4 key-value heads, but the model has 5"),
-        (["--sparsity", str(heads)], 2, "other ratios for other heads"),
-        (["--micro-partitions", "0"], 1, "give a number of at least 1"),
-        (["--micro-partitions", "2,x"], 1, "give a number of at least 1"),
-        (["--ranks-per-node", "0"], 1, "a node needs at least one rank"),
-        (["--ranks-per-node", "2", "--nodes-per-rack", "3"], 1, "don't cover 8 ranks"),
-        (["--prefill-strategy", "auto", "--sparsity", "0.2"], 1, "needs --prefill-strategy csps"),
+    for flags, message in (
+        (["--sparsity", "-0.1"], "--sparsity -0.1: -0.1 of the rows can't be dropped"),
+        (["--sparsity", "1"], "give 0 to below 1"),
+        (["--sparsity", "nan"], "give 0 to below 1"),
+        (["--sparsity", "0.2,1"], "--sparsity 0.2,1: 1.0 of the rows can't be dropped"),
+        (["--sparsity", "0.2,0.1,0.1"], "does not exist: give a file of ratios"),
+        (["--sparsity", "none.json"], "does not exist: give a file of ratios"),
+        (["--sparsity", str(small)], "is of 4 layers of 4 key-value heads, but the model has 5"),
+        (["--micro-partitions", "0"], "give a number of at least 1"),
+        (["--micro-partitions", "2,x"], "give a number of at least 1"),
+        (["--ranks-per-node", "0"], "a node needs at least one rank"),
+        (["--ranks-per-node", "2", "--nodes-per-rack", "3"], "don't cover 8 ranks"),
+        (["--prefill-strategy", "auto", "--sparsity", "0.2"], "needs --prefill-strategy csps"),
     ):
         with pytest.raises(ValueError, match=message):
-            strategy_of(*flags, tensor_parallel=size)
+            strategy_of(*flags)
 
 
 def test_answers_that_drop_keys_are_not_held_against_dense_ones() -> None:

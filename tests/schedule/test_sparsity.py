@@ -98,3 +98,18 @@ def test_other_files_are_refused(tmp_path: Path) -> None:
         path.write_text(text)
         with pytest.raises(ValueError, match="no usable sparsity"):
             Sparsity.load(path)
+
+
+def test_heads_are_shared_by_tensor_parallel_ranks() -> None:
+    """Each head's ratios are its own; what is simulated is the part that others wait for."""
+    heads = ((1.0, 0.5), (1.0, 0.9), (1.0, 0.7), (1.0, 0.6))
+    all_kept = ((1.0, 1.0),) * 4
+    keys = (all_kept, heads, heads[2:] + heads[:2], all_kept)
+    sparsity = Sparsity(keys, (all_kept, heads[::-1], all_kept, all_kept))
+    assert sparsity.repeated(2) == sparsity.repeated(4) == sparsity
+    assert sparsity.repeated(8).keys[1] == tuple(each for each in heads for _ in range(2))
+    busiest = sparsity.of_busiest(2)
+    assert busiest.keys[1] == busiest.keys[2] == heads[:2]
+    assert busiest.queries[1] == heads[:1:-1]
+    assert sparsity.of_busiest(4).keys[1] == (heads[1],)
+    assert sparsity.of_busiest(1) == sparsity

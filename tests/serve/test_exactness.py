@@ -257,11 +257,20 @@ def test_heads_scattered(
 
 
 def near_to_far(model: ServedModel, ranks: int, per_node: int, drop: float) -> NearToFar:
-    """Keys from near to far, two micro-partitions of each level."""
+    """Keys from near to far, two micro-partitions of each level; of every other head more stay."""
     levels = Levels(Links(per_node), ranks)
-    sizes = len(model.windows), model.shape.kv_heads
-    sparsity = Sparsity.of_drop_ratio(drop, *sizes, drop_of_queries=drop / 2)
-    return NearToFar(levels, sparsity, model.windows, (2,))
+    sizes = len(model.windows), model.kv_heads
+    less, more = (
+        Sparsity.of_drop_ratio(each, *sizes, drop_of_queries=each / 2) for each in (drop, drop / 2)
+    )
+    keys, queries = (
+        tuple(
+            tuple((one, other)[head % 2][head] for head in range(sizes[1]))
+            for one, other in zip(*tables, strict=True)
+        )
+        for tables in ((less.keys, more.keys), (less.queries, more.queries))
+    )
+    return NearToFar(levels, Sparsity(keys, queries), model.windows, (2,))
 
 
 @pytest.mark.parametrize(("family", "world_size"), [("llama", 4), ("gemma3_text", 3)])
@@ -274,16 +283,19 @@ def test_near_to_far_is_exact_where_nothing_is_dropped(
     check(ranks, models[family], world_size, strategy, 4, sharding=sharding)
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize(("world_size", "tensor_parallel_size"), [(2, 2), (4, 1)])
 def test_sparse_answers_are_those_of_the_pairs_that_are_kept(
-    ranks, tmp_path: Path, world_size: int
+    ranks, tmp_path: Path, world_size: int, tensor_parallel_size: int
 ) -> None:
-    """Bytes are as planned; later turns and decoding go on, on keys that lie anywhere."""
-    model = read_model(str(save_small_model("llama", tmp_path, num_hidden_layers=4)), torch.float32)
+    """Bytes are as planned; later turns and decoding go on, on keys that lie anywhere. Heads keep
+    different shares, whichever ranks they are on."""
+    path = str(save_small_model("llama", tmp_path, num_hidden_layers=4))
+    model = read_model(path, torch.float32, tensor_parallel_size)
     strategy = near_to_far(model, world_size, 2, 0.7)
     sharding = partial(shard_near, ranks=world_size)
     how = strategy, 4, Sampling(max_tokens=3), TURNS, sharding
-    results = ranks.run(answers_of_a_rank, model, *how, world_size=world_size)
+    count = world_size * tensor_parallel_size
+    results = ranks.run(answers_of_a_rank, model, *how, world_size=count)
     answers, planned, _, _ = results[0]
     assert planned == sum(counted for _, _, counted, _ in results)
     starts, ends = np.zeros(3, dtype=np.int64), np.array([150, 1, 2])

@@ -154,6 +154,28 @@ class Sparsity:
         both = self.keys[layer] + self.queries[layer]
         return any(ratio < 1 for levels in both for ratio in levels)
 
+    def repeated(self, heads: int) -> Sparsity:
+        """The ratios of so many heads, neighbours being copies of one, as tensor-parallel ranks
+        have them where they outnumber the heads."""
+        times = max(heads // self.kv_heads, 1)
+        tables = (
+            tuple(tuple(head for head in of_heads for _ in range(times)) for of_heads in table)
+            for table in (self.keys, self.queries)
+        )
+        return Sparsity(*tables)
+
+    def of_busiest(self, parts: int) -> Sparsity:
+        """The ratios of one of so many equal parts of the heads: in each layer of that which keeps
+        most keys, for which the others wait."""
+        size = self.kv_heads // parts
+        kept = np.array(self.keys).reshape(self.layers, parts, -1).sum(axis=2)
+        first = (kept.argmax(axis=1) * size).tolist()
+        tables = (
+            tuple(of_heads[at : at + size] for of_heads, at in zip(table, first, strict=True))
+            for table in (self.keys, self.queries)
+        )
+        return Sparsity(*tables)
+
     def check_fits(self, layers: int, kv_heads: int) -> None:
         """Checks that the ratios are of a model.
 
