@@ -25,9 +25,12 @@ sys.path.insert(0, str(Path(__file__).parents[2]))  # as benchmarks/__init__.py 
 
 from benchmarks.serving.recall_model import make_model, text, train
 from distca.cost.link import Links
+from distca.plan import Mask
+from distca.schedule.serving import nobody_holds
 from distca.schedule.serving.csps import LEVELS, Levels, Sparsity
 from distca.schedule.serving.csps.calibration_file import CalibrationFile, load_calibration
 from distca.schedule.serving.csps.configure import Configuration, Configurator
+from distca.schedule.serving.csps.pipeline import NearToFar, thinned
 from distca.serve.models import ServedModel, model_size, read_model
 from distca.serve.sparse_model import SparseModel
 from distca.serve.sparsity_calibration import Calibrated, calibrate, measured_on
@@ -88,11 +91,17 @@ class Alone:
 
 def kept_rows(sparsity: Sparsity, levels: Levels) -> tuple[float, float]:
     """Shares of the keys that are still sent: between nodes, and between ranks at all."""
-    ranks = np.arange(levels.ranks)
-    pairs = np.tril(np.ones((levels.ranks,) * 2, dtype=bool), -1)
-    level = levels.of(ranks[:, None], ranks[None])[pairs]
-    mean = np.array(sparsity.keys).mean(axis=(0, 1))[level]
-    return float(mean[level > 1].mean()), float(mean.mean())
+    strategy = NearToFar(levels, sparsity, (None,) * sparsity.layers)
+    new = strategy.shard(np.array([0]), np.array([TOKENS]))
+    dense = strategy.plan(nobody_holds(levels.ranks), new, Mask())
+    of_layers = [
+        thinned(dense, levels, *ratios).kept_keys
+        for ratios in zip(sparsity.keys, sparsity.queries, strict=True)
+    ]
+    kept = np.mean([each.counts.mean(axis=1) for each in of_layers], axis=0)
+    rows = of_layers[0].end - of_layers[0].start
+    apart = levels.of(of_layers[0].owner, of_layers[0].server) > 1
+    return float(kept[apart].sum() / rows[apart].sum()), float(kept.sum() / rows.sum())
 
 
 def prompts() -> list[list[int]]:

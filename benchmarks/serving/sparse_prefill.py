@@ -20,7 +20,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, astuple, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -39,9 +39,9 @@ from distca.cost.link import Links
 from distca.plan import Mask
 from distca.runtime.kernel_timing import cpu_name
 from distca.schedule.serving import Sharding, nobody_holds, shard_evenly, step_plan
-from distca.schedule.serving.csps import Levels, Sparsity
+from distca.schedule.serving.csps import Levels, NodeParts, Sparsity
 from distca.schedule.serving.csps.head_scatter import head_groups
-from distca.schedule.serving.csps.pipeline import NearToFar, shard_near
+from distca.schedule.serving.csps.pipeline import NearToFar
 from distca.schedule.serving.layer_plans import PrefillStrategy, plan_layers
 from distca.serve.models import ServedModel, model_size, read_model
 from distca.serve.selection import CPUS
@@ -64,18 +64,21 @@ class Way:
         name: strategy.
         partitions: micro-partitions with csps.
         drop: share of the other ranks' keys that csps drops.
+        node_parts: parts of the ranks with csps.
     """
 
     name: Name
     partitions: int = 1
     drop: float = 0.0
+    node_parts: NodeParts = "zigzag"
 
     @property
     def title(self) -> str:
         if self.name != "csps":
             return self.name
         parts = f"csps, {self.partitions} partition" + "s" * (self.partitions > 1)
-        return f"{parts}, " + (f"p = {self.drop:g}" if self.drop else "dense")
+        dropped = f"p = {self.drop:g}" if self.drop else "dense"
+        return f"{parts}, {dropped}" + ", contiguous" * (self.node_parts == "contiguous")
 
     def planned(self, model: ServedModel, ranks: int) -> tuple[PrefillStrategy, Sharding]:
         """What travels, and who owns new tokens; of sp-tp one rank has them all."""
@@ -84,10 +87,9 @@ class Way:
         if self.name != "csps":
             return self.name, partial(shard_evenly, world_size=ranks)
         sparsity = Sparsity.of_drop_ratio(self.drop, len(model.windows), model.shape.kv_heads)
-        strategy = NearToFar(
-            Levels(Links(ranks), ranks), sparsity, model.windows, (self.partitions,)
-        )
-        return strategy, partial(shard_near, ranks=ranks)
+        levels = Levels(Links(ranks), ranks, self.node_parts)
+        strategy = NearToFar(levels, sparsity, model.windows, (self.partitions,))
+        return strategy, strategy.shard
 
     def simulated(self, model: ServedModel, job: layouts.Job, machine: Cluster) -> float:
         """Simulated seconds to the first token."""
@@ -118,6 +120,7 @@ WAYS = (
     Way("sp-ntp"),
     Way("sp-tp"),
     *(Way("csps", parts) for parts in (1, 4, 32)),
+    Way("csps", 4, node_parts="contiguous"),
     Way("csps", 4, 0.5),
     Way("csps", 4, 0.8),
 )
@@ -169,7 +172,7 @@ class Processes:
     def run(self, way: Way) -> dict[str, float]:
         """Runs a way; returns its figures."""
         for process in self._started:
-            process.stdin.write(json.dumps([way.name, way.partitions, way.drop]) + "\n")  # type: ignore[union-attr]
+            process.stdin.write(json.dumps(astuple(way)) + "\n")  # type: ignore[union-attr]
             process.stdin.flush()  # type: ignore[union-attr]
         return read_answer(self._started[0])
 

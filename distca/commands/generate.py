@@ -17,8 +17,9 @@ from distca.commands.described import RUNAHEAD, add_selection_flags
 from distca.commands.fewest_ranks import AUTO, add_ranks_flag, ranks_for_prompts
 from distca.commands.served_chain import served_chain, tell_of_lengths
 from distca.commands.served_layouts import SP_TP, served_split
-from distca.commands.served_sparsity import CSPS, add_sparsity_flags, near_to_far, refuse_check
+from distca.commands.served_sparsity import add_sparsity_flags, near_to_far, refuse_check
 from distca.schedule.serving import STRATEGIES
+from distca.schedule.serving.csps.pipeline import NearToFar
 from distca.timeline import write_trace
 
 _EPILOG = """
@@ -173,7 +174,7 @@ def main(argv: Sequence[str]) -> int:
     sharing = Sharing(
         args.context_parallel_size,
         args.cp_kv_cache_interleave_size,
-        _sharding(args, model, known),
+        _sharding(args, model, known, strategy),
         args.restripe,
         split,
     )
@@ -240,14 +241,10 @@ def main(argv: Sequence[str]) -> int:
     return 0 if found.holds else 1
 
 
-def _sharding(args: argparse.Namespace, model: Any, lengths: Sequence[int]) -> Any:
+def _sharding(args: argparse.Namespace, model: Any, lengths: Sequence[int], strategy: Any) -> Any:
     """Who owns the new tokens of prefills; None: all ranks evenly, in zigzag."""
     chain = served_chain(args, model, lengths)
-    if args.prefill_strategy != CSPS:
-        return chain
-    from distca.schedule.serving.csps.pipeline import shard_near
-
-    return partial(shard_near, ranks=args.context_parallel_size)
+    return strategy.shard if isinstance(strategy, NearToFar) else chain
 
 
 def _strategy(args: argparse.Namespace, model: Any, longest: int | None) -> Any:

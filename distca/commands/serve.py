@@ -320,7 +320,6 @@ def _settings(
     """
     from distca.schedule.serving.accounts import block_bytes
     from distca.schedule.serving.csps.head_scatter import head_groups
-    from distca.schedule.serving.partitions import Chain, even_shares
     from distca.schedule.serving.scheduler import Limits
     from distca.serve.engine.settings import EngineSettings
     from distca.serve.models import model_digest
@@ -352,7 +351,7 @@ def _settings(
             args.cp_kv_cache_interleave_size or args.block_size,
             args.context_parallel_threshold,
             args.attention_servers,
-            chain if near is None else Chain(ranks, even_shares(ranks)),
+            chain if near is None else near.levels,
         ),
         args.block_size,
         _cache_bytes(args, gpus),

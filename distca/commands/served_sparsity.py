@@ -6,16 +6,20 @@ import argparse
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from distca.commands.command_line import Parser
 from distca.commands.described import Group
 from distca.cost.link import Links
-from distca.schedule.serving.csps import LEVELS, Levels, Sparsity
+from distca.schedule.serving.csps import LEVELS, NODE_PARTS, Levels, Sparsity
 from distca.schedule.serving.csps.configure import Configuration, Partitions
 from distca.schedule.serving.csps.pipeline import NAME, NearToFar
 
 CSPS = NAME
 """Strategy of prefills by which keys travel from near to far, and of far ones only some."""
 
-_FLAGS = ("sparsity", "calibration", "micro_partitions", "ranks_per_node", "nodes_per_rack")
+_FLAGS = (
+    *("sparsity", "calibration", "micro_partitions"),
+    *("ranks_per_node", "nodes_per_rack", "node_parts"),
+)
 
 Chosen = Callable[[Levels, Partitions | None], Configuration | None]
 """Chooses a sparsity for levels, and micro-partitions where none are given; None: none is."""
@@ -47,6 +51,17 @@ def add_sparsity_flags(group: Group) -> None:
         type=int,
         metavar="N",
         help="Nodes of a rack, for csps. Default: one rack has all.",
+    )
+    add_node_parts_flag(group)
+
+
+def add_node_parts_flag(group: Group | Parser) -> None:
+    """Adds the flag of a node's parts."""
+    group.add_argument(
+        "--node-parts",
+        choices=NODE_PARTS,
+        help="Parts of a prompt that ranks of a node have with csps: in zigzag all compute equally "
+        "much, of contiguous ones fewer keys travel within the node. Default: zigzag.",
     )
 
 
@@ -80,7 +95,8 @@ def near_to_far(
             raise ValueError(f"{flag} {getattr(args, given[0])} needs --prefill-strategy {CSPS}")
         return None
     per_node = ranks_of_machine if args.ranks_per_node is None else args.ranks_per_node
-    levels = Levels(Links(per_node, nodes_per_rack=args.nodes_per_rack), ranks)
+    links = Links(per_node, nodes_per_rack=args.nodes_per_rack)
+    levels = Levels(links, ranks, args.node_parts or NODE_PARTS[0])
     partitions = None if args.micro_partitions is None else _partitions(args.micro_partitions)
     found = chosen(levels, partitions)
     if found is not None:

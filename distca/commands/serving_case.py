@@ -14,7 +14,7 @@ from distca.commands.described import RUNAHEAD, cluster_of, given_shares, model_
 from distca.commands.fewest_ranks import AUTO
 from distca.commands.served_chain import SEARCHED
 from distca.commands.served_layouts import SP_TP
-from distca.commands.served_sparsity import CSPS, near_to_far
+from distca.commands.served_sparsity import near_to_far
 from distca.cost.kernel_time import CostModel
 from distca.cost.profile import Profile
 from distca.plan import Mask, Placement, Plan
@@ -30,7 +30,7 @@ from distca.schedule.serving import (
     step_plan,
 )
 from distca.schedule.serving.csps.head_scatter import head_groups
-from distca.schedule.serving.csps.pipeline import NearToFar, shard_near
+from distca.schedule.serving.csps.pipeline import NearToFar
 from distca.schedule.serving.layer_plans import plan_layers
 from distca.schedule.serving.partitions import Chain, Shares, shard_in_chain
 from distca.simulate.serving import (
@@ -148,16 +148,16 @@ def read_case(args: argparse.Namespace, kind: Kind) -> StepCase:
         return _on_fewest_ranks(args, kind, costs, int((starts + new).sum()))
     numbers = np.arange(len(new), dtype=np.int64)
     cost_model = _cost_model(args, costs)
+    near = _near_to_far(args, costs, cost_model, ranks) if kind == "prefill" else None
     if kind == "decode":
         owners = shard_in_stripes(starts, starts + new, numbers, stripe, ranks)
     elif args.prefill_strategy == RUNAHEAD:
         owners = _chain(args, costs, cost_model)(starts, starts + new)
-    elif args.prefill_strategy == CSPS:
-        given_shares(args, ranks)
-        owners = shard_near(starts, starts + new, ranks)
     else:
         given_shares(args, ranks)
-        owners = shard_evenly(starts, starts + new, ranks)
+        owners = (near.shard if near else partial(shard_evenly, world_size=ranks))(
+            starts, starts + new
+        )
     return StepCase(
         kind,
         _held(starts, args.held, stripe, ranks),
@@ -165,7 +165,7 @@ def read_case(args: argparse.Namespace, kind: Kind) -> StepCase:
         Mask(args.window_left),
         costs,
         cost_model,
-        _near_to_far(args, costs, cost_model, ranks) if kind == "prefill" else None,
+        near,
     )
 
 

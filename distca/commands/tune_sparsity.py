@@ -11,8 +11,9 @@ import numpy as np
 from tqdm import tqdm
 
 from distca.commands.command_line import Parser, check_output
+from distca.commands.served_sparsity import add_node_parts_flag
 from distca.cost.link import Links
-from distca.schedule.serving.csps import Levels
+from distca.schedule.serving.csps import NODE_PARTS, Levels
 from distca.schedule.serving.csps.calibration_file import CalibrationFile, load_calibration
 
 _EPILOG = """
@@ -46,6 +47,7 @@ def build_parser() -> Parser:
     parser.add_argument(
         "--nodes-per-rack", type=int, metavar="N", help="Nodes of a rack. Default: all of them."
     )
+    add_node_parts_flag(parser)
     parser.add_argument(
         "--samples", type=int, default=24, metavar="N", help="Sparsities to run on each prompt."
     )
@@ -107,7 +109,8 @@ def _levels_of(args: argparse.Namespace) -> Levels:
     if args.samples < 1:
         raise ValueError(f"--samples {args.samples}: give at least 1")
     of_node = ranks if args.ranks_per_node is None else args.ranks_per_node
-    return Levels(Links(of_node, nodes_per_rack=args.nodes_per_rack), ranks)
+    links = Links(of_node, nodes_per_rack=args.nodes_per_rack)
+    return Levels(links, ranks, args.node_parts or NODE_PARTS[0])
 
 
 def _described(file: CalibrationFile) -> str:

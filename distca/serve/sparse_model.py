@@ -15,7 +15,7 @@ from distca.runtime.importance import OBSERVERS
 from distca.schedule.serving import nobody_holds
 from distca.schedule.serving.csps import Levels, Sparsity, kept_count
 from distca.schedule.serving.csps.degradation import GRID
-from distca.schedule.serving.csps.pipeline import NearToFar, shard_near
+from distca.schedule.serving.csps.pipeline import NearToFar
 from distca.serve.models import ServedModel, need_transformers
 
 _NAME = "distca-sparse"
@@ -23,11 +23,11 @@ _NAME = "distca-sparse"
 
 
 class SparseModel:
-    """A model whose prompts are cut into contiguous parts of virtual ranks.
+    """A model whose prompts are shared out over virtual ranks.
 
     Args:
         model: model to load; all its layers see all earlier tokens.
-        levels: levels of the virtual ranks.
+        levels: levels of the virtual ranks, and their tokens.
         device: device of the weights.
         partitions: micro-partitions, of each of which as large a share is kept.
 
@@ -79,9 +79,9 @@ class _Run:
     """A prompt on its way through the layers: each says which keys are important in the next."""
 
     def __init__(self, strategy: NearToFar, tokens: int, measures: bool, last: int) -> None:
-        ranks = strategy.levels.ranks
-        self._pieces = shard_near(np.array([0]), np.array([tokens]), ranks)
-        dense = strategy.plan(nobody_holds(ranks), self._pieces, Mask())
+        new = strategy.shard(np.array([0]), np.array([tokens]))
+        self._pieces = new.select(np.argsort(new.start))
+        dense = strategy.plan(nobody_holds(new.world_size), self._pieces, Mask())
         self._sparse = strategy.sparse_plans(dense)
         self._levels, self._measures, self._last = strategy.levels, measures, last
         self._importance: torch.Tensor | None = None
@@ -94,7 +94,11 @@ class _Run:
         kv_heads, rows, _ = k.shape
         grouped = q.reshape(kv_heads, -1, *q.shape[1:])
         outputs, importance = torch.empty_like(grouped), torch.zeros(rows, kv_heads)
-        for start, end in zip(self._pieces.start.tolist(), self._pieces.end.tolist(), strict=True):
+        pieces, last = self._pieces, len(self._pieces.rank) - 1
+        unseen = np.full(pieces.world_size, OBSERVERS)
+        # A rank's last queries observe, so its last piece comes first.
+        for number in range(last, -1, -1):
+            start, end = int(pieces.start[number]), int(pieces.end[number])
             scores = (grouped[:, :, start:end] @ k[:, None, :end].transpose(-1, -2)).float()
             hidden = torch.ones(end - start, end, dtype=torch.bool).triu(start + 1)
             if layer in self._sparse:
@@ -102,10 +106,15 @@ class _Run:
             scores = (scores * scaling).masked_fill_(hidden.to(k.device), float("-inf"))
             shares = scores.softmax(-1)
             outputs[:, :, start:end] = shares.to(v.dtype) @ v[:, None, :end]
-            observed = shares[:, :, -OBSERVERS:, start:].sum((1, 2))
-            importance[start:end] = observed.T.cpu()
-        if self._measures:
-            self.masses.append(self._mass(shares[:, :, -self._last :].mean((1, 2)).cpu()))
+            if self._measures and number == last:
+                self.masses.append(self._mass(shares[:, :, -self._last :].mean((1, 2)).cpu()))
+            rank = pieces.rank[number]
+            observers = min(int(unseen[rank]), end - start)
+            unseen[rank] -= observers
+            observed = shares[:, :, end - start - observers :].sum((1, 2)).T.cpu()
+            for own in np.flatnonzero(pieces.rank[: number + 1] == rank).tolist():
+                span = slice(int(pieces.start[own]), int(pieces.end[own]))
+                importance[span] += observed[span]
         self._importance = importance
         return outputs.flatten(0, 1)
 

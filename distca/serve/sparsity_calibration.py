@@ -89,6 +89,7 @@ def measured_on(
         levels.ranks,
         min(links.ranks_per_node, levels.ranks),
         links.nodes_per_rack,
+        levels.node_parts,
         len(prompts),
         hashlib.sha256(told.encode()).hexdigest(),
     )

@@ -83,7 +83,10 @@ def test_the_least_latency_within_the_bound(
         (["--calibration", "FILE", "--max-ttft", "1e-9"], "the best possible is "),
         (["--calibration", "FILE", "--max-ttft", "1", "--max-recall-loss", "1"], "needs a bound"),
         (["--calibration", "FILE", "--max-ttft", "1", "--sparsity", "0.1"], "contradict: give one"),
-        (["--calibration", "FILE", "--max-ttft", "1", "--ranks-per-node", "4"], "2 a node, not 4 "),
+        (
+            ["--calibration", "FILE", "--max-ttft", "1", "--ranks-per-node", "4"],
+            "a node in zigzag parts, not 4",
+        ),
         (["--calibration", "FILE", "--max-ttft", "1", "--dtype", "bfloat16"], "of another model"),
         (["--calibration", "FILE", "--prefill-strategy", "auto"], "needs --prefill-strategy csps"),
     ],
@@ -135,7 +138,7 @@ def test_latency_against_degradation_is_shown_before_serving(
     assert "of the keys that travel" in Command("plan", capsys).run(*flags, *bound)
     for changed, why in (
         (["--kv-heads", "4"], "of 4 layers of 2 key-value heads (llama, 4 layers of 64), but"),
-        (["--ranks-per-node", "4"], "2 a node, not 4 ranks, 4 a node"),
+        (["--ranks-per-node", "4"], "2 a node in zigzag parts, not 4 ranks, 4 a node"),
         (["--prefill-strategy", "auto", "--micro-partitions", "2"], "needs --prefill-strategy csp"),
     ):
         assert why in simulate.refused(*flags, *changed)

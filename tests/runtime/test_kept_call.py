@@ -21,8 +21,8 @@ from distca.runtime.kept_call import SparseCall
 from distca.runtime.kept_exchange import build_kept_exchange
 from distca.runtime.messages import ByKind
 from distca.schedule.serving import nobody_holds
-from distca.schedule.serving.csps import Levels, Sparsity
-from distca.schedule.serving.csps.pipeline import NearToFar, shard_near
+from distca.schedule.serving.csps import NODE_PARTS, Levels, Sparsity
+from distca.schedule.serving.csps.pipeline import NearToFar
 from distca.schedule.serving.step_program import step_program
 from distca.transport.virtual import VirtualTransport
 from support.sparse_reference import importance_of, kept_pairs
@@ -38,12 +38,13 @@ def kept_plans(seed: int, ranks: int, per_node: int) -> tuple[Plan, Plan]:
     rng = np.random.default_rng(seed)
     starts = rng.integers(0, 60, size=3) * rng.integers(0, 2, size=3)
     ends = starts + rng.integers(1, 90, size=3)
-    new = shard_near(starts, ends, ranks)
     lying = rng.integers(0, ranks, size=int(starts.sum()))
     document = np.repeat(np.arange(3), starts)
     position = np.concatenate([np.arange(each) for each in starts])
     held = Placement(document, position, position + 1, lying, ranks) if len(lying) else None
-    levels = Levels(Links(per_node, nodes_per_rack=None if ranks % per_node else 1), ranks)
+    links = Links(per_node, nodes_per_rack=None if ranks % per_node else 1)
+    levels = Levels(links, ranks, NODE_PARTS[seed % 2])
+    new = levels.shard(starts, ends)
     kept = tuple(
         tuple((1.0, *rng.uniform(0.05, 1, size=3)) for _ in range(SHAPE.kv_heads)) for _ in "kq"
     )
@@ -134,7 +135,7 @@ def test_importance_is_what_the_last_queries_give() -> None:
     held = Placement(*np.array([[0, 0], [0, 10], [10, 30], [2, 0]]), 3)
     levels, whole = Levels(Links(2), 3), Sparsity.nothing_dropped(3, SHAPE.kv_heads)
     strategy = NearToFar(levels, whole, (None,) * 3)
-    plan = strategy.plan(held, shard_near(starts, ends, 3), Mask(), BLOCK)
+    plan = strategy.plan(held, strategy.shard(starts, ends), Mask(), BLOCK)
     assert plan.own_tokens_per_rank().min() > OBSERVERS
     q, k, v = (each.float() for each in inputs(plan, SHAPE))
     _, lse = attend(q, k, v, document_visibility(plan.lengths.tolist()), SCALE)

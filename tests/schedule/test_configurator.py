@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
@@ -158,7 +158,7 @@ def test_ratios_follow_the_paper_put_right() -> None:
 
 def test_calibrations_are_read_back(tmp_path: Path) -> None:
     found, path = calibration(2, 0.1), tmp_path / "calibration.json"
-    on = MeasuredOn("llama", "12ab", 4, 2, None, 8, "34cd")
+    on = MeasuredOn("llama", "12ab", 4, 2, None, "zigzag", 8, "34cd")
     file = CalibrationFile(on, found.samples, found.measured)
     file.save(path)
     again = load_calibration(path)
@@ -169,10 +169,15 @@ def test_calibrations_are_read_back(tmp_path: Path) -> None:
     assert "median_relative_error_on_held_out_prompts" in path.read_text()
     on.check_model("llama", "12ab")
     on.check_levels(Levels(Links(2), 4))
+    # Ranks without others on their node have the same tokens either way.
+    replace(on, ranks_per_node=1).check_levels(Levels(Links(1), 4, "contiguous"))
     with pytest.raises(ValueError, match=r"of another model .* make one by `distca tune sparsity"):
         on.check_model("qwen", "77")
-    for levels in (Levels(Links(4), 4), Levels(Links(2), 8), Levels(Links(2, nodes_per_rack=1), 4)):
-        with pytest.raises(ValueError, match="is for 4 ranks, 2 a node, not"):
+    for levels in (
+        *(Levels(Links(4), 4), Levels(Links(2), 8), Levels(Links(2, nodes_per_rack=1), 4)),
+        Levels(Links(2), 4, "contiguous"),
+    ):
+        with pytest.raises(ValueError, match="is for 4 ranks, 2 a node in zigzag parts, not"):
             on.check_levels(levels)
     CalibrationFile(on, found.samples, found.measured[:5]).save(path)
     with pytest.raises(ValueError, match="lacks 3 of its 8 prompts, since it was interrupted"):

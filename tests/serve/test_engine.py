@@ -98,8 +98,8 @@ def test_long_prompts_drop_keys_and_short_ones_none(ranks: Ranks, models) -> Non
     """Both decode in one batch, in which queries travel to keys; bytes are as planned."""
     model = read_model(models["llama"], torch.float32)
     loaded = model.load(torch.device("cpu"), "eager")
-    limits = Limits(4, 12, BLOCK, 12, chain=Chain(3, (1 / 3,) * 3))
-    settings = settings_of(models["llama"], 3, 12, limits=limits)
+    levels = Levels(Links(2), 3)
+    settings = settings_of(models["llama"], 3, 12, limits=Limits(4, 12, BLOCK, 12, chain=levels))
     begin, sampling = tokens(44, 3), Sampling(max_tokens=6)
     # Of a long prompt's chunks of 12 tokens each has blocks of all ranks.
     prompts = [begin, begin[:11], tokens(5, 4), begin[:40], begin[:9]]
@@ -108,7 +108,7 @@ def test_long_prompts_drop_keys_and_short_ones_none(ranks: Ranks, models) -> Non
     moved = []
     for drop in (0.0, 0.7):
         sparsity = Sparsity.of_drop_ratio(drop, len(model.windows), model.shape.kv_heads)
-        strategy = NearToFar(Levels(Links(2), 3), sparsity, model.windows)
+        strategy = NearToFar(levels, sparsity, model.windows)
         how = replace(settings, strategy=strategy)
         answered = ranks.run(run_on_a_rank, how, 60, submits, 0, 0, world_size=3)[0]
         assert answered.numbers["bytes_moved"] == answered.planned

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 from datetime import timedelta
-from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,7 @@ from distca.plan.span import Int64s
 from distca.schedule.serving import STRATEGIES, Sharding, nobody_holds, shard_evenly
 from distca.schedule.serving.csps import Levels, Sparsity
 from distca.schedule.serving.csps.layouts import LayoutChoice, SplitModel
-from distca.schedule.serving.csps.pipeline import NearToFar, shard_near
+from distca.schedule.serving.csps.pipeline import NearToFar
 from distca.schedule.serving.layer_plans import LayerPlans, plan_layers
 from distca.schedule.serving.partitions import Chain, search_partition
 from distca.serve.chat import Answered
@@ -279,7 +278,7 @@ def test_near_to_far_is_exact_where_nothing_is_dropped(
 ) -> None:
     model = read_model(models[family], torch.float32)
     strategy = near_to_far(model, world_size, 2, 0.0)
-    sharding = partial(shard_near, ranks=world_size)
+    sharding = strategy.shard
     check(ranks, models[family], world_size, strategy, 4, sharding=sharding)
 
 
@@ -292,7 +291,7 @@ def test_sparse_answers_are_those_of_the_pairs_that_are_kept(
     path = str(save_small_model("llama", tmp_path, num_hidden_layers=4))
     model = read_model(path, torch.float32, tensor_parallel_size)
     strategy = near_to_far(model, world_size, 2, 0.7)
-    sharding = partial(shard_near, ranks=world_size)
+    sharding = strategy.shard
     how = strategy, 4, Sampling(max_tokens=3), TURNS, sharding
     count = world_size * tensor_parallel_size
     results = ranks.run(answers_of_a_rank, model, *how, world_size=count)

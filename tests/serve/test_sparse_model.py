@@ -15,7 +15,7 @@ from distca.schedule.serving import nobody_holds
 from distca.schedule.serving.csps import Levels, Sparsity
 from distca.schedule.serving.csps.calibration_file import CalibrationFile
 from distca.schedule.serving.csps.configure import Configurator, Partitions
-from distca.schedule.serving.csps.pipeline import NearToFar, shard_near
+from distca.schedule.serving.csps.pipeline import NearToFar
 from distca.schedule.serving.layer_plans import LayerPlans
 from distca.serve.models import ServedModel, read_model
 from distca.serve.sparse_model import SparseModel
@@ -82,7 +82,7 @@ def test_what_is_dropped_is_what_plans_drop(
     (ids,) = prompts(5, 1, 90)
     sparsity = Sparsity.of_drop_ratio(0.6, 4, 2, drop_of_queries=of_queries)
     strategy = NearToFar(LEVELS, sparsity, (None,) * 4, (partitions,))
-    new = shard_near(np.array([0]), np.array([len(ids)]), LEVELS.ranks)
+    new = strategy.shard(np.array([0]), np.array([len(ids)]))
     dense = strategy.plan(nobody_holds(LEVELS.ranks), new, Mask())
     plans = LayerPlans({Mask(): dense}, strategy.sparse_plans(dense))
     expected = sparse_logits(model, plans, ids, LEVELS.ranks)

@@ -371,6 +371,11 @@ class Chain:
         whole = given.at(end) if isinstance(given, PartitionTable) else given
         return shares_behind(whole, start, end)
 
+    def owners(self, parts: int, start: int, end: int) -> list[int]:
+        """Ranks of equal parts of the new tokens from `start` to `end`, from the first down."""
+        counts = cut_prompt(parts, self.shares(start, end))
+        return [*map(int, np.repeat(np.arange(self.ranks)[::-1], counts))]
+
     def __call__(self, starts: Int64s, ends: Int64s) -> Placement:
         """Shards new tokens of sequences; see `shard_in_chain`."""
         return shard_in_chain(starts, ends, self.ranks, self.shares)

@@ -19,8 +19,9 @@ from typing import Literal
 
 import numpy as np
 
+from distca.schedule.serving.csps.levels import Levels
 from distca.schedule.serving.moves import Move, Mover
-from distca.schedule.serving.partitions import Chain, cut_prompt
+from distca.schedule.serving.partitions import Chain
 from distca.schedule.serving.prefix_cache import Block, PrefixCache, extend_digests
 from distca.schedule.serving.served_sequence import ServedSequence, SharedPrompt
 
@@ -41,7 +42,7 @@ class Limits:
             the blocks' size.
         short: tokens below which a sequence is short.
         servers: ranks, the last ones, that hold keys and values, and have no weights.
-        chain: chain over which chunks of long sequences are shared out; None: in zigzag.
+        chain: who shares out chunks of long sequences, a chain or levels; None: in zigzag.
 
     Raises:
         ValueError: the limits contradict each other.
@@ -52,7 +53,7 @@ class Limits:
     stripe: int
     short: int
     servers: int = 0
-    chain: Chain | None = None
+    chain: Chain | Levels | None = None
 
     def __post_init__(self) -> None:
         if self.tokens < self.sequences:
@@ -450,12 +451,11 @@ class Scheduler:
         return [*map(int, owners % ranks)]
 
     def _in_chain(self, each: ServedSequence, count: int, blocks: int) -> list[int]:
-        """Ranks of the blocks that a chunk adds, from the chain's first one down, if it has one."""
+        """Ranks of the blocks that a chunk adds, by the chain or the levels, if it has any."""
         chain, long = self._limits.chain, len(each.tokens) >= self._limits.short
         if chain is None or not long or each.computed >= each.prompt:
             return []
-        parts = cut_prompt(blocks, chain.shares(each.computed, each.computed + count))
-        return [*map(int, np.repeat(np.arange(chain.ranks)[::-1], parts))]
+        return chain.owners(blocks, each.computed, each.computed + count)
 
     def _choose_home(self, each: ServedSequence) -> int:
         """Rank that holds most of a sequence already, else one with few others and much room."""

@@ -19,7 +19,7 @@ from distca.plan.span import Floats
 from distca.schedule.serving import nobody_holds
 from distca.schedule.serving.csps import Levels, Sparsity
 from distca.schedule.serving.csps.configure import Partitions
-from distca.schedule.serving.csps.pipeline import NearToFar, shard_near, thinned
+from distca.schedule.serving.csps.pipeline import NearToFar, thinned
 from distca.simulate.resources import Resources
 from distca.simulate.serving.costs import InferenceCosts
 from distca.simulate.serving.steps import SteppedCosts, attend
@@ -72,7 +72,7 @@ class SparseLatency:
     @cached_property
     def other_seconds(self) -> float:
         """See `Latency.other_seconds`."""
-        own = shard_near(np.array([0]), np.array([self.tokens]), self.levels.ranks)
+        own = self.levels.shard(np.array([0]), np.array([self.tokens]))
         tokens = own.tokens_per_rank()
         linear = self.costs.pre_seconds(tokens) + self.costs.post_seconds(tokens)
         last = self.costs.head_seconds(np.ones(1, dtype=np.int64))
@@ -83,7 +83,7 @@ class SparseLatency:
         ranks, one = self.levels.ranks, np.array([0])
         dense = Sparsity.nothing_dropped(1, 1)
         strategy = NearToFar(self.levels, dense, (None,), partitions)
-        new = shard_near(one, np.array([self.tokens]), ranks)
+        new = strategy.shard(one, np.array([self.tokens]))
         return strategy.plan(nobody_holds(ranks), new, Mask())
 
     def plan_seconds(self, plan: Plan) -> float:

@@ -23,10 +23,10 @@ from distca.schedule.serving.csps.degradation import (
     Calibration,
     Measured,
 )
-from distca.schedule.serving.csps.levels import Levels
+from distca.schedule.serving.csps.levels import Levels, NodeParts
 from distca.schedule.serving.csps.sparsity import Sparsity
 
-FORMAT = 1
+FORMAT = 2
 _MAKE = "make one by `distca tune sparsity MODEL --prompts FILE`"
 
 
@@ -40,6 +40,7 @@ class MeasuredOn:
         ranks: ranks that share a prompt.
         ranks_per_node: ranks of a node.
         nodes_per_rack: nodes of a rack; None: one rack has all.
+        node_parts: how ranks of a node share its part of a prompt.
         prompts: prompts that there are.
         prompts_digest: tells them from others, and the seed of what is drawn from another.
     """
@@ -49,6 +50,7 @@ class MeasuredOn:
     ranks: int
     ranks_per_node: int
     nodes_per_rack: int | None
+    node_parts: NodeParts
     prompts: int
     prompts_digest: str
 
@@ -69,25 +71,22 @@ class MeasuredOn:
         Raises:
             ValueError: it is for others.
         """
-        ours, links = Levels(self.links, self.ranks), levels.links
+        links = Links(self.ranks_per_node, nodes_per_rack=self.nodes_per_rack)
+        ours = Levels(links, self.ranks, self.node_parts)
         every = np.arange(max(self.ranks, levels.ranks))
-        if ours.ranks != levels.ranks or np.any(
+        if (ours.ranks, ours.in_zigzag) != (levels.ranks, levels.in_zigzag) or np.any(
             ours.of(every[:, None], every) != levels.of(every[:, None], every)
         ):
             raise ValueError(
-                f"the calibration is for {_layout(self.ranks, self.links)}, not "
-                f"{_layout(levels.ranks, links)}: {_MAKE}"
+                f"the calibration is for {_layout(ours)}, not {_layout(levels)}: {_MAKE}"
             )
 
-    @property
-    def links(self) -> Links:
-        """Links of such nodes and racks, of no speed in particular."""
-        return Links(self.ranks_per_node, nodes_per_rack=self.nodes_per_rack)
 
-
-def _layout(ranks: int, links: Links) -> str:
+def _layout(levels: Levels) -> str:
+    ranks, links = levels.ranks, levels.links
     racks = "" if links.nodes_per_rack is None else f", {links.nodes_per_rack} nodes a rack"
-    return f"{ranks} ranks, {min(links.ranks_per_node, ranks)} a node{racks}"
+    of_node = min(links.ranks_per_node, ranks)
+    return f"{ranks} ranks, {of_node} a node in {levels.node_parts} parts{racks}"
 
 
 @dataclass(frozen=True)

@@ -1,9 +1,9 @@
 """The plan of a prefill from near to far: which keys travel in which step, and how many of them.
 
-Ranks have contiguous parts of a prompt, neighbours those that are next to each other, so that near
-tokens are on near ranks. Queries stay at home. In step 0 a rank computes those that see its own
-keys; then those of its node come, of its rack, and of other racks. The keys of a level are cut into
-micro-partitions, a step each: one is on its way while the one before is computed.
+Near tokens are on near ranks (`distca.schedule.serving.csps.levels`). Queries stay at home. In step
+0 a rank computes those that see its own keys; then those of its node come, of its rack, and of
+other racks. The keys of a level are cut into micro-partitions, a step each: one is on its way while
+the one before is computed.
 
 The paper has three phases, since its ranks exchange heads. Here outputs are at home and the third,
 their return, has no bytes; the program of a plan's steps has it all the same, for plans whose
@@ -32,7 +32,7 @@ class NearToFar:
     """A strategy of prefills: keys travel from near to far, and of far ones only some.
 
     Attributes:
-        levels: how far ranks are from each other.
+        levels: how far ranks are from each other, and who has which tokens.
         sparsity: shares of rows that are kept.
         windows: for each layer how many earlier tokens a query sees; None: all. Layers with a
             window drop nothing.
@@ -52,6 +52,10 @@ class NearToFar:
             raise ValueError(
                 f"{', '.join(map(str, self.partitions)) or 'no'} micro-partitions: give at least 1"
             )
+
+    def shard(self, starts: Int64s, ends: Int64s) -> Placement:
+        """Shards new tokens; see `Levels.shard`."""
+        return self.levels.shard(starts, ends)
 
     def plan(self, held: Placement, new: Placement, mask: Mask, block: int = BLOCK) -> Plan:
         """Plans the layers of a mask that drop nothing; see `step_plan`."""
@@ -151,30 +155,3 @@ def thinned(
             kept_kv=kept_count(of_keys[:, level].T, (t.kv_end - t.kv_start)[:, None]),
         ),
     )
-
-
-def shard_near(starts: Int64s, ends: Int64s, ranks: int, multiple: int = 1) -> Placement:
-    """Shards new tokens in contiguous parts of equally many tokens, neighbours beside each other.
-
-    The longest sequence comes first; where its last part leaves room, the others follow, so that
-    short prefills fill the last partition of a long one.
-
-    Args:
-        starts: first new position of each sequence, int64 `[sequences]`.
-        ends: end of the new positions of each sequence, likewise; no new tokens are possible.
-        ranks: ranks that there are.
-        multiple: tokens whose multiples a rank's tokens are, but for the last rank's.
-    """
-    lengths = ends - starts
-    order = np.argsort(-lengths, kind="stable")
-    line = np.cumsum(lengths[order]) - lengths[order]
-    share = -(-int(lengths.sum()) // ranks)
-    unit = multiple if share >= multiple else 1
-    share = max(-(-share // unit) * unit, 1)
-    first, last = line // share, -(-(line + lengths[order]) // share)
-    count = np.where(lengths[order] > 0, last - first, 0)
-    piece, rank = np.repeat(np.arange(len(order)), count), expand_ranges(first, count)
-    begin = np.maximum(rank * share, line[piece]) - line[piece]
-    end = np.minimum((rank + 1) * share - line[piece], lengths[order][piece])
-    document = order[piece]
-    return Placement(document, starts[document] + begin, starts[document] + end, rank, ranks)
