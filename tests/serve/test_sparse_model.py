@@ -87,7 +87,7 @@ def test_what_is_dropped_is_what_plans_drop(
     plans = LayerPlans({Mask(): dense}, strategy.sparse_plans(dense))
     expected = sparse_logits(model, plans, ids, LEVELS.ranks)
     found, _ = SparseModel(model, LEVELS, CPU, partitions).run(ids, sparsity, 1)
-    assert torch.allclose(found[0].double(), expected, rtol=0, atol=1e-5)
+    assert torch.allclose(found.double(), expected, rtol=0, atol=1e-5)
 
 
 def test_windows_are_refused(tmp_path: Path) -> None:

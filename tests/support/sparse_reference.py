@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -68,8 +69,11 @@ def importance_of(
 
 
 @torch.no_grad()
-def sparse_logits(model: Any, plans: LayerPlans, ids: list[int], ranks: int) -> torch.Tensor:
-    """Logits behind a prompt, of one process in float64 that keeps the pairs that plans keep."""
+def sparse_logits(
+    model: Any, plans: LayerPlans, ids: list[int], ranks: int, answer: Sequence[int] = ()
+) -> torch.Tensor:
+    """Logits of one process in float64 that keeps the pairs that plans keep: behind a prompt, and
+    behind each token of an answer, which sees all, `[1 + tokens, vocabulary]`."""
     from transformers import AttentionInterface
 
     importance: list[torch.Tensor] = []
@@ -81,13 +85,16 @@ def sparse_logits(model: Any, plans: LayerPlans, ids: list[int], ranks: int) -> 
         plan = plans.of(int(module.layer_idx), Mask())
         visible = document_visibility([len(q)])
         if plan.tasks.drops:
-            visible = kept_pairs(plan, importance[-1])
+            visible = visible.repeat(k.shape[1], 1, 1)
+            visible[:, : len(ids), : len(ids)] = kept_pairs(plan, importance[-1])
         out, lse = attend(q, k, v, visible, scaling)
-        importance.append(importance_of(plan, q, k, lse, scaling, ranks))
+        of_prompt = (each[: len(ids)] for each in (q, k, lse))
+        importance.append(importance_of(plan, *of_prompt, scaling, ranks))
         return out[None].to(query.dtype), None
 
     AttentionInterface.register(NAME, attend_to_kept)
     loaded = model.load(torch.device("cpu"), "eager").double()
     loaded.set_attn_implementation(NAME)
-    logits: torch.Tensor = loaded(input_ids=torch.tensor([ids]), use_cache=False).logits[0, -1]
+    fed = torch.tensor([[*ids, *answer]])
+    logits: torch.Tensor = loaded(input_ids=fed, use_cache=False).logits[0, len(ids) - 1 :]
     return logits
