@@ -148,23 +148,29 @@ def test_importance_is_what_the_last_queries_give() -> None:
 
 
 def test_levels_that_overlap_are_not_exact() -> None:
-    """The paper's levels are nested: near keys count in each, even where nothing is dropped."""
-    torch.manual_seed(0)
-    tokens, ranks = 32, 4
-    q, k, v = (torch.randn(tokens, 1, 8, dtype=torch.float64) for _ in range(3))
+    """The paper's levels are nested: near keys count in each, even where nothing is dropped. On two
+    servers of two ranks, as in its Figure 7, that is .37 off."""
+    tokens, ranks, scale = 64, 4, 8**-0.5
     causal = torch.ones(tokens, tokens, dtype=torch.bool).tril()
     rank = torch.arange(tokens) * ranks // tokens
-    dense, _ = attend(q, k, v, causal, SCALE)
-
-    def merged(levels: list[torch.Tensor]) -> torch.Tensor:
-        parts = [attend(q, k, v, causal & level, SCALE) for level in levels]
-        weights = torch.softmax(torch.stack([lse for _, lse in parts]), dim=0)
-        return sum(w[..., None] * out for w, (out, _) in zip(weights, parts, strict=True))  # type: ignore[return-value]
-
     same = [rank[:, None] // size == rank[None] // size for size in (1, 2, 4)]
     disjoint = [same[0], same[1] & ~same[0], same[2] & ~same[1]]
-    assert (merged(disjoint) - dense).abs().max() < 1e-6
-    assert (merged(same) - dense).abs().max() > 0.1
+    off = []
+    for seed in range(24):
+        torch.manual_seed(seed)
+        tensors = [torch.randn(tokens, 1, 8, dtype=torch.float64) for _ in range(3)]
+        dense, _ = attend(*tensors, causal, scale)
+        found = []
+        for levels in (disjoint, same):
+            parts = [attend(*tensors, causal & level, scale) for level in levels]
+            weights = torch.softmax(torch.stack([lse for _, lse in parts]), dim=0)
+            out = torch.stack([out for out, _ in parts])
+            merged = (weights[..., None] * out).sum(0)
+            found.append(float((merged - dense).abs().max()))
+        assert found[0] < 1e-6
+        off.append(found[1])
+    assert np.mean(off) == pytest.approx(0.37, abs=0.01)
+    assert min(off) > 0.2
 
 
 def test_other_plans_are_refused() -> None:
