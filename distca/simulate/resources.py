@@ -107,6 +107,13 @@ class Transfer:
         return self.seconds_of_ports[2:]
 
     @cached_property
+    def sorted_by_port(self) -> Int64s:
+        """Numbers by which messages lie in the order of their ports in, `[messages]`: the last bits
+        are a message's own number, and those before leave room for that of its port out."""
+        keys = self.port * self.out_seconds.size << len(self.port).bit_length()
+        return keys | np.arange(len(self.port))
+
+    @cached_property
     def used(self) -> Bools:
         """Whether each port is used, `[4, ranks]`."""
         return self.seconds_of_ports > 0
@@ -215,7 +222,10 @@ class Resources:
         last_first = np.empty(len(begins), dtype=np.int64)
         last_first[np.argsort(-begins)] = np.arange(len(begins))
         # Each port's messages, the last one to begin first.
-        order = np.argsort(moved.port * len(begins) + last_first[moved.out_port])
+        bits, keys = len(moved.port).bit_length(), moved.sorted_by_port
+        keys = keys + (last_first << bits)[moved.out_port]
+        keys.sort()
+        order = keys & ((1 << bits) - 1)
         seconds = moved.seconds[order]
         total = np.cumsum(seconds)
         before = (total - seconds)[moved.port_firsts]

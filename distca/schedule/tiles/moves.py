@@ -52,6 +52,8 @@ _HOLDERS = 3
 """Number of servers with keys of a document that are considered, the emptiest of them."""
 _MARGIN = 0.005
 """Part of the limit by which givers are brought below it, to allow for rounding to blocks."""
+_ROUNDING = 1e-9
+"""Allowance for the rounding of prices."""
 _MOVES_PER_SERVER = 30
 """Most moves for each server, in case moving does not end by itself."""
 
@@ -193,7 +195,6 @@ class _Mover:
 
     def _give(self, server: int) -> bool:
         """Makes the best move away from a server; returns False if there is none."""
-        surplus = (self._loads[server] - self._limit * (1 - _MARGIN)) * self._speeds[server]
         mine = self._tasks_of(server)
         loads = [task.load for task in mine]
         heaviest = sorted(range(len(mine)), key=loads.__getitem__, reverse=True)[:_TASKS]
@@ -205,20 +206,10 @@ class _Mover:
             if min(rows, keys) < self._least or task.load <= 0:
                 continue
             held = self._holders(task.document)
-            travelling: dict[float, _Span | None] = {}
             for recipient in dict.fromkeys([*self._emptiest_of(held), *emptiest]):
-                free = (self._target - self._loads[recipient]) * self._speeds[recipient]
-                if recipient == server or free * task.pairs < task.load * self._least**2:
-                    continue
-                most = free * task.pairs / task.load
-                pairs = max(min(surplus * task.pairs / task.load, most), float(self._least**2))
-                spans = held.get(recipient, [])
-                for span, is_held in self._spans(task, pairs, spans, travelling):
-                    if span is None or span.pairs > most:
-                        continue
-                    tile = self._priced(server, number, task, recipient, span, is_held, pairs)
-                    if best is None or tile.price < best.price:
-                        best = tile
+                if recipient != server:
+                    spans = held.get(recipient, ())
+                    best = self._best_of(best, server, number, task, recipient, spans)
         if best is None or best.price == math.inf:
             return False
         self._move(server, best)
@@ -231,35 +222,56 @@ class _Mover:
         # If they are many, the first ones come soon.
         return list(islice((s for _, s in self._by_load if s in servers), _HOLDERS))
 
-    def _spans(
+    def _best_of(
         self,
+        best: _Tile | None,
+        server: int,
+        number: int,
         task: _Task,
-        pairs: float,
-        held: list[tuple[int, int]],
-        travelling: dict[float, _Span | None],
-    ) -> list[tuple[_Span | None, bool]]:
-        """Cuts tiles of a task for one recipient, each with whether it has their keys.
+        recipient: int,
+        spans: Collection[tuple[int, int]],
+    ) -> _Tile | None:
+        """Finds the cheapest of a tile and those of a task for one recipient.
 
         Args:
+            best: cheapest tile so far, or None.
+            server: giver of the tiles.
+            number: number of the task among the giver's.
             task: task to cut the tiles from.
-            pairs: pairs that they should have.
-            held: ranges of the document's keys that the recipient has.
-            travelling: the task's tiles for those who have no keys, by pairs.
+            recipient: server that would get them.
+            spans: ranges of the document's keys that the recipient has.
         """
-        windowed = self._mask.window_left is not None
-        start, end = 0, 0
-        for low, high in held:
-            low, high = max(low, task.kv_start), min(high, task.kv_end)
-            if high - low > end - start:
-                start, end = low, high
-        if (start, end) == (task.kv_start, task.kv_end):
-            return [(self._last_rows(task, pairs), True)]
+        free = (self._target - self._loads[recipient]) * self._speeds[recipient]
+        if free * task.pairs < task.load * self._least**2:
+            return best
+        surplus = (self._loads[server] - self._limit * (1 - _MARGIN)) * self._speeds[server]
+        most = free * task.pairs / task.load
+        pairs = max(min(surplus * task.pairs / task.load, most), float(self._least**2))
+        low, high = 0, 0
+        for start, end in spans:
+            start = start if start > task.kv_start else task.kv_start
+            end = end if end < task.kv_end else task.kv_end
+            if end - start > high - low:
+                low, high = start, end
+        has_all = (low, high) == (task.kv_start, task.kv_end)
+        per_byte = self._config.links.seconds_per_byte(server, recipient)
+        # No tile has a lower price than its bytes a pair, at least: most are not worth cutting.
+        limit = math.inf if best is None else best.price * (1 + _ROUNDING)
         choices: list[tuple[_Span | None, bool]] = []
-        if not windowed and end - start >= self._least:
-            choices.append((self._rectangle(task, pairs, start, end), True))
-        if pairs not in travelling:
-            travelling[pairs] = self._travelling(task, pairs)
-        return [*choices, (travelling[pairs], False)]
+        if per_byte * self._q_bytes < limit * (high - low):
+            if has_all:
+                choices.append((self._last_rows(task, pairs), True))
+            elif self._mask.window_left is None and high - low >= self._least:
+                choices.append((self._rectangle(task, pairs, low, high), True))
+        least_bytes = 2 * (self._q_bytes * self._kv_bytes / pairs) ** 0.5
+        if not has_all and per_byte * least_bytes < limit:
+            choices.append((self._travelling(task, pairs), False))
+        for span, is_held in choices:
+            if span is not None and span.pairs <= most:
+                tile = self._priced(server, number, task, recipient, span, is_held, pairs)
+                if best is None or tile.price < best.price:
+                    best = tile
+        return best
 
     def _travelling(self, task: _Task, pairs: float) -> _Span | None:
         """Cuts off a tile all rows of which travel."""
