@@ -4,7 +4,7 @@ from distca.runtime.buffers import Buffers
 from distca.runtime.call import Call
 from distca.runtime.core_attention import CoreAttention
 from distca.runtime.exchange import Exchange, KernelCall, build_exchange
-from distca.runtime.latent_rows import Latents
+from distca.runtime.latent_rows import SentLatents
 from distca.runtime.prefetch import Prefetcher
 from distca.runtime.program_run import ProgramRun
 from distca.runtime.trace import Trace
@@ -15,9 +15,9 @@ __all__ = [
     "CoreAttention",
     "Exchange",
     "KernelCall",
-    "Latents",
     "Prefetcher",
     "ProgramRun",
+    "SentLatents",
     "Trace",
     "build_exchange",
 ]

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from distca.runtime.group_call import GroupCall
-from distca.runtime.latent_rows import Latents
+from distca.runtime.latent_rows import SentLatents
 from distca.runtime.program_run import ProgramRun
 from distca.schedule.program import Event
 
@@ -51,7 +51,7 @@ class Call:
         q: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
-        latents: Latents | None = None,
+        latents: SentLatents | None = None,
     ) -> None:
         """Sends the local rows to their servers.
 
@@ -105,7 +105,7 @@ class Call:
         q: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
-        latents: Latents | None = None,
+        latents: SentLatents | None = None,
     ) -> None:
         """Does `start_backward` on a rank that only serves; the tensors have no rows."""
         for group, *inputs in zip(self._group_calls, *map(self._of_groups, (q, k, v)), strict=True):
@@ -141,7 +141,7 @@ def differentiable_call(
     v_THD: torch.Tensor,
     event: Event,
     sink_H: torch.Tensor | None = None,
-    latents: Latents | None = None,
+    latents: SentLatents | None = None,
 ) -> torch.Tensor:
     """Does a call's forward steps, each in its turn; autograd does the backward steps.
 
@@ -183,7 +183,7 @@ class _Start(torch.autograd.Function):
         k: torch.Tensor,
         v: torch.Tensor,
         latent: torch.Tensor | None,
-        latents: Latents | None,
+        latents: SentLatents | None,
         call: Call,
     ) -> torch.Tensor:
         ctx.call = call

@@ -22,7 +22,7 @@ from distca.cost.volume import BACKWARD_INPUTS, BackwardInputs
 from distca.runtime.buffers import Buffers
 from distca.runtime.call import Call, differentiable_call
 from distca.runtime.group_call import GroupCall, GroupResources
-from distca.runtime.latent_rows import Latents
+from distca.runtime.latent_rows import SentLatents
 from distca.runtime.program_run import ProgramRun
 from distca.runtime.trace import Trace
 from distca.transport import Transport
@@ -73,7 +73,7 @@ class CoreAttention:
         labels: Mapping[str, Any] | None = None,
         nano_batch: int = 0,
         sink_H: torch.Tensor | None = None,
-        latents: Latents | None = None,
+        latents: SentLatents | None = None,
     ) -> torch.Tensor:
         """Core attention of the local rows, computed by the plan's servers. Collective.
 

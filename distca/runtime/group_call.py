@@ -14,7 +14,7 @@ from distca.attention.kernel import Gradients, Outputs
 from distca.attention.merge import sum_parts
 from distca.attention.sink import sink_gradient, with_sink
 from distca.runtime.exchange import Exchange
-from distca.runtime.latent_rows import LatentGradients, Latents, expand
+from distca.runtime.latent_rows import LatentGradients, SentLatents, expand
 from distca.runtime.messages import ByKind, PackedRows, RowFormat, RowTypes, row_types
 from distca.runtime.moving_rows import (
     Fill,
@@ -105,7 +105,7 @@ class GroupCall:
         q: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
-        latents: Latents | None = None,
+        latents: SentLatents | None = None,
     ) -> None:
         """Sends the local rows to their servers; latents instead of keys and values, if given."""
         self._exchange = exchange
@@ -119,7 +119,7 @@ class GroupCall:
         if not self._resources.keeps_inputs:
             self._inputs = (q, k, v)
 
-    def _take_latents(self, k: torch.Tensor, latents: Latents | None) -> None:
+    def _take_latents(self, k: torch.Tensor, latents: SentLatents | None) -> None:
         if latents is not None:
             self._travelling, self._weight = latents.travelling(k), latents.weight
 
@@ -268,7 +268,7 @@ class GroupCall:
         q: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
-        latents: Latents | None = None,
+        latents: SentLatents | None = None,
     ) -> None:
         """Does `start_backward` on a rank that only serves; the tensors have no rows."""
         self._take_latents(k, latents)

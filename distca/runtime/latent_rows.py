@@ -23,7 +23,7 @@ from distca.runtime.workspace import Workspace
 
 
 @dataclass(frozen=True)
-class Latents:
+class SentLatents:
     """The latents of a rank's tokens, and the weight that expands them.
 
     Attributes:

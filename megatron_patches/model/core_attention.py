@@ -17,7 +17,7 @@ from megatron.core.transformer.dot_product_attention import DotProductAttention
 from distca.attention import Kernel
 from distca.attention.packed import packed_attention
 from distca.plan import LayerMasks
-from distca.runtime import CoreAttention, Latents, ProgramRun
+from distca.runtime import CoreAttention, ProgramRun, SentLatents
 from megatron_patches.model.chained_keys import ChainPart, KeyRows
 from megatron_patches.model.latent_attention import sum_shared_gradient
 from megatron_patches.model.sent_latents import LatentSource
@@ -209,7 +209,7 @@ class DisaggregatedCoreAttention(_CoreAttentionModule):
         key, value = rows[:2]
         latents = None
         if source is not None:
-            latents = Latents(rows[2], source.rotated_dim, source.weight)
+            latents = SentLatents(rows[2], source.rotated_dim, source.weight)
         out_THD = run.core_attention(
             query,
             key,

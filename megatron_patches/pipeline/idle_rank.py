@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from distca.runtime import Call, Latents, ProgramRun
+from distca.runtime import Call, ProgramRun, SentLatents
 from distca.schedule.program import NANO_BATCHES
 from megatron_patches.batches.ticks import TickBatches, TickInput
 
@@ -35,7 +35,7 @@ def serve_tick(
     latents = None
     if shape.kv_rank is not None:
         # A stage keeps its own tasks, so nothing comes here, and nothing is expanded.
-        latents = Latents(activation.new_empty((0, shape.kv_rank)), shape.rotated_dim, None)
+        latents = SentLatents(activation.new_empty((0, shape.kv_rank)), shape.rotated_dim, None)
     masks = batches.masks
     names = NANO_BATCHES if len(tick_input.exchanges) > len(masks.masks) else (None,)
     run = ProgramRun(tick_input.exchanges, tick_input.program, masks)

@@ -13,7 +13,7 @@ from distca.attention import select_kernel_of_heads
 from distca.cost.memory import plan_memory
 from distca.cost.volume import AttentionShape, plan_bytes
 from distca.plan import Mask, Plan
-from distca.runtime import Buffers, CoreAttention, Latents, build_exchange
+from distca.runtime import Buffers, CoreAttention, SentLatents, build_exchange
 from distca.transport import CollectiveTransport
 from support.programs import there_and_back
 from support.random_plans import dense_attention, random_lengths, random_plan
@@ -62,7 +62,7 @@ def run_on_rank(plan: Plan, backward: str, at_home: bool):
     exchanges = attention.buffers.place([build_exchange(plan, rank, latents=True)])
     k, v = expanded(latent, rotated, weight)
     run = there_and_back(exchanges, at_home=at_home)
-    out = attention(q, k, v, run, SCALE, latents=Latents(latent, ROTATED, weight))
+    out = attention(q, k, v, run, SCALE, latents=SentLatents(latent, ROTATED, weight))
     out.backward(dout)
     figures = [out.detach(), *(x.grad for x in leaves)]
     transport.close()
