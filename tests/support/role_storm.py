@@ -76,7 +76,8 @@ class Weathered:
         left: referenced blocks of each rank after the storm.
         retries: hand-offs that were tried again.
         dead: what the engine said at its end, once a rank was killed.
-        seconds: from the kill to the last word to a request.
+        ended: times at which each request was asked, and had its last word.
+        seconds: longest from the kill, or from being asked after it, to the last word to a request.
         gone: whether all processes ended after that.
     """
 
@@ -85,6 +86,7 @@ class Weathered:
     left: list[int] = field(default_factory=list)
     retries: int = 0
     dead: str | None = None
+    ended: dict[int, tuple[float, float]] = field(default_factory=dict)
     seconds: float = 0.0
     gone: bool = False
 
@@ -125,7 +127,8 @@ class Storm:
             again = Weathered()
             kill = self._kill(pids[killed], after)
             since, *_ = await asyncio.gather(kill, *self._requests(submits, gap, again))
-            found.seconds, found.dead = time.monotonic() - since, self._client.dead
+            found.seconds = max(end - max(asked, since) for asked, end in again.ended.values())
+            found.dead = self._client.dead
             found.errors |= {n: each for n, each in again.errors.items() if each != found.dead}
             wanted = f"rank {killed} ended with exit code -9"
             assert found.dead is not None
@@ -163,6 +166,7 @@ class Storm:
     ) -> None:
         number, _, prompt, sampling, penalties = submit
         await asyncio.sleep(arrival)
+        asked = time.monotonic()
 
         async def answer() -> None:
             told: list[int] = []
@@ -178,6 +182,7 @@ class Storm:
 
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(answer(), aborted)
+        found.ended[number] = asked, time.monotonic()
 
     async def _stop(self, pid: int, during: float) -> None:
         """Lets a decode rank be silent for longer than a lease."""

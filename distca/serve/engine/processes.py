@@ -5,6 +5,8 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
+import time
+from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
@@ -40,13 +42,21 @@ class WorkerProcesses:
         """A worker that has ended; None: all are alive."""
         return next((rank for rank, each in self._processes.items() if not each.is_alive()), None)
 
-    def killed(self) -> str | None:
-        """Says which worker did not end by itself, if one did not."""
-        for rank, process in self._processes.items():
-            if not process.is_alive() and process.exitcode:
-                why = "killed: is there memory left?" if process.exitcode == -signal.SIGKILL else ""
-                return f"rank {rank} ended with exit code {process.exitcode}, {why}".rstrip(", ")
-        return None
+    def killed(self, seconds: float = 0.0) -> str | None:
+        """Says which worker did not end by itself, if one did not; waits so long for an end."""
+        due = time.monotonic() + seconds
+        while True:
+            alive = []
+            for rank, process in self._processes.items():
+                if process.is_alive():
+                    alive.append(process.sentinel)
+                elif process.exitcode:
+                    killed = process.exitcode == -signal.SIGKILL
+                    why = ", killed: is there memory left?" if killed else ""
+                    return f"rank {rank} ended with exit code {process.exitcode}{why}"
+            left = due - time.monotonic()
+            if left <= 0 or not wait(alive, left):
+                return None
 
     def close(self) -> None:
         """Ends all of them."""

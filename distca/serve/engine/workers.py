@@ -171,22 +171,21 @@ class Workers:
 
     def _why_failed(self, failed: Failed) -> str:
         """Says why a worker failed: it may be since another was killed, or a machine is lost."""
+        why = f"rank {failed.rank}: {failed.message}"
         # A process that is killed closes its connections some time before it has ended.
-        several = self._settings.nodes.count > 1
-        end = time.monotonic() + (_SECONDS_TO_NOTICE if several else _SECONDS_TO_SAY_WHY)
+        if self._settings.nodes.count == 1:
+            return self._killed(_SECONDS_TO_SAY_WHY) or why
+        end = time.monotonic() + _SECONDS_TO_NOTICE
         while time.monotonic() < end:
             if killed := self._killed():
                 return killed
-            if not several:
-                time.sleep(0.01)
-                continue
             if self._socket.poll(10):
                 name, encoded = self._socket.recv_multipart()
                 message = self._decoder.decode(encoded)
                 if isinstance(message, NodeEnds):
                     self._nodes.take(name, message)
             self._nodes.check()
-        return f"rank {failed.rank}: {failed.message}"
+        return why
 
     def _why_ended(self, rank: int) -> str:
         """Says why a worker ended: by its own words, unless it was killed."""
@@ -202,5 +201,5 @@ class Workers:
                 return f"rank {message.rank}: {message.message}"
         return f"rank {rank} ended without a word"
 
-    def _killed(self) -> str | None:
-        return None if self._own is None else self._own.killed()
+    def _killed(self, seconds: float = 0.0) -> str | None:
+        return None if self._own is None else self._own.killed(seconds)
