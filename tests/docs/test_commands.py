@@ -63,7 +63,7 @@ RUN = (
     r"distca (doctor|build|prepare .*)",
     r"distca plan (?!--compare|--help).*",
     rf"{SIMULATED} --plot advice\.png",
-    r"distca simulate prefill .*",
+    r"distca simulate prefill (?!.*--calibration).*",
     r"distca profile .* --heads H .*",
     r"python docs/plot_trace\.py .*",
     r"python benchmarks/training/compare_(losses|speeds)\.py .*",
