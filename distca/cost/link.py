@@ -74,7 +74,8 @@ class Links:
 
         Planning asks very often, and NumPy is slow for single numbers.
         """
-        if self.node(source) == self.node(destination):
+        of_node = self.ranks_per_node
+        if source // of_node == destination // of_node:
             return 1e-9 / self.node_gb_per_s
         if self.rack_gb_per_s is None or self.rack(source) == self.rack(destination):
             return 1e-9 / self.network_gb_per_s

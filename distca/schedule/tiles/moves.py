@@ -138,6 +138,7 @@ class _Mover:
         self._target = float(self._all_loads.sum()) / float(speeds.sum())
         self._limit = self._target * (1 + config.tolerance)
         self._least = config.least_rows()
+        self._least_pairs = float(self._least**2)
         self._traffic: list[float] = traffic.tolist()
         self._busiest = max(self._traffic)
         self._buffered: list[float] = buffered.tolist()
@@ -242,11 +243,11 @@ class _Mover:
             spans: ranges of the document's keys that the recipient has.
         """
         free = (self._target - self._loads[recipient]) * self._speeds[recipient]
-        if free * task.pairs < task.load * self._least**2:
+        if free * task.pairs < task.load * self._least_pairs:
             return best
         surplus = (self._loads[server] - self._limit * (1 - _MARGIN)) * self._speeds[server]
         most = free * task.pairs / task.load
-        pairs = max(min(surplus * task.pairs / task.load, most), float(self._least**2))
+        pairs = max(min(surplus * task.pairs / task.load, most), self._least_pairs)
         low, high = 0, 0
         for start, end in spans:
             start = start if start > task.kv_start else task.kv_start
@@ -268,7 +269,7 @@ class _Mover:
             choices.append((self._travelling(task, pairs), False))
         for span, is_held in choices:
             if span is not None and span.pairs <= most:
-                tile = self._priced(server, number, task, recipient, span, is_held, pairs)
+                tile = self._priced(server, number, task, recipient, span, is_held, pairs, per_byte)
                 if best is None or tile.price < best.price:
                     best = tile
         return best
@@ -296,23 +297,20 @@ class _Mover:
         span: _Span,
         held_already: bool,
         pairs: float,
+        per_byte: float,
     ) -> _Tile:
         """Prices a tile; the price is infinite if it does not fit the recipient's arena."""
         kv_rows = 0 if held_already else span.kv_end - span.kv_start
-        seconds = self._seconds(server, recipient, task.q_end - span.q_cut, kv_rows)
+        rows = task.q_end - span.q_cut
+        seconds = (rows * self._q_bytes + kv_rows * self._kv_bytes) * per_byte
         busy = max(self._traffic[server], self._traffic[recipient]) + seconds
         price = seconds * (1 + busy / max(busy, self._busiest)) / min(span.pairs, pairs)
         bound = self._config.max_buffer_bytes
         if bound is not None:
-            more = self._arena_bytes(task.q_end - span.q_cut, kv_rows)
+            more = self._arena_bytes(rows, kv_rows)
             if self._buffered[recipient] + more > bound:
                 price = math.inf
         return _Tile(price, number, recipient, span, kv_rows)
-
-    def _seconds(self, server: int, recipient: int, q_rows: int, kv_rows: int) -> float:
-        """Returns the seconds that the links are busy with the rows of a tile."""
-        moved = q_rows * self._q_bytes + kv_rows * self._kv_bytes
-        return moved * self._config.links.seconds_per_byte(server, recipient)
 
     def _arena_bytes(self, q_rows: int, kv_rows: int) -> int:
         """Returns the bytes that the recipient of a tile stores to compute it."""
@@ -384,7 +382,8 @@ class _Mover:
         held = self._holders(task.document)
         held[recipient] = _joined(held.get(recipient, []), span.kv_start, span.kv_end)
         rows = task.q_end - span.q_cut
-        seconds = self._seconds(server, recipient, rows, tile.kv_rows)
+        moved = rows * self._q_bytes + tile.kv_rows * self._kv_bytes
+        seconds = moved * self._config.links.seconds_per_byte(server, recipient)
         for place in (server, recipient):
             self._traffic[place] += seconds
             self._busiest = max(self._busiest, self._traffic[place])
