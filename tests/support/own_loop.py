@@ -50,7 +50,7 @@ class OwnLoop:
 
     def __init__(self, folder: Path, model: list[str]) -> None:
         self._folder, self._model = folder, model
-        self._data = write_documents(folder / "documents", [500, 130, 256, 70] * 20)
+        self._data = write_documents(folder / "documents", [500, 470, 130, 300] * 20)
         self._plain = folder / "plain"
         dense = ["--attention-backend", "unfused", "--save", str(self._plain)]
         self._losses = self._train(1, *sizes(WINDOW), *dense)
