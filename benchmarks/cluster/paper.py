@@ -18,6 +18,7 @@
 * **appendix**: the bound of Appendix A.
 * **chains**: beyond the paper: micro-batches smaller than a document (`--distca-chain`).
 * **beyond**: as table3_any, jobs that the paper has not: 1M tokens, 70B, experts, windows.
+* **today**: so a job of each kind of today's models, also with chunks and latents.
 
 Every experiment writes `NAME.csv`, `NAME.md` and (but for the last two) `NAME.png`. All iterations
 that were simulated are kept in `runs.jsonl`: an interrupted run goes on where it stopped. The model

@@ -41,11 +41,17 @@ BEYOND = {
     ("qwen3-235b-a22b", 128): [(32, 256)],
     ("gemma3-27b-like", 128): [(16, 128)],
     ("gpt-oss-120b-like", 128): [(16, 128)],
+}
+"""Jobs that the paper has not: a million tokens, larger models, experts, windows on some layers."""
+TODAY = {
+    ("qwen3-30b-a3b", 128): [(16, 64)],
+    ("qwen3-235b-a22b", 128): [(32, 256)],
+    ("gemma3-27b-like", 128): [(16, 128)],
+    ("gpt-oss-120b-like", 128): [(16, 128)],
     ("llama4-scout-like", 128): [(16, 128)],
     ("deepseek-v3-like", 128): [(64, 512)],
 }
-"""Jobs that the paper has not: a million tokens, larger models, experts, windows or chunks on some
-layers, latents."""
+"""A job of each kind of today's models: experts, windows or chunks on some layers, latents."""
 EXPERT_PARALLEL = {
     "qwen3-30b-a3b": 8,
     "qwen3-235b-a22b": 32,
@@ -124,8 +130,12 @@ GROUPS = {
         *("table4", TABLE_4, ALL_SIZES, ALL_SIZES, WITHOUT_CHOICE, False),
     ),
     "beyond": Group(
-        "A million tokens, 70B, and today's models, at any TP and PP",
+        "A million tokens, 70B, experts, and windows, at any TP and PP",
         *("", BEYOND, ALL_SIZES, ALL_SIZES, WITHOUT_CHOICE, False),
+    ),
+    "today": Group(
+        "Today's models, at any TP and PP",
+        *("", TODAY, ALL_SIZES, ALL_SIZES, WITHOUT_CHOICE, False),
     ),
 }
 """The tables at the paper's sizes and at any, and jobs beyond the paper."""
