@@ -48,7 +48,8 @@ def add_role_flags(parser: Parser) -> None:
         type=Path,
         metavar="FILE",
         help="JSON object of improvement rates by arrivals a second: the part of the time that a "
-        "larger group must save. Default: any improvement is enough.",
+        "larger group must save; [rate, ranks] bounds groups, too. Default: any improvement is "
+        "enough.",
     )
     roles.add_argument(
         "--smallest-chunk",

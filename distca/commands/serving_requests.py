@@ -36,6 +36,7 @@ from distca.schedule.serving.cdsp import (
     PrefillModel,
     published_model,
 )
+from distca.schedule.serving.cdsp.load import Growth
 from distca.simulate.requests import (
     PATIENCE,
     PRESETS,
@@ -143,7 +144,7 @@ class Row:
     per_token_p50: float | None
     per_token_p99: float | None
     chunks: float
-    improvement_rates: dict[float, float] | None
+    improvement_rates: dict[float, Growth] | None
 
 
 def main(argv: Sequence[str]) -> int:
@@ -282,17 +283,7 @@ def _rates(trace: Trace, cluster: ServingCluster, name: str, seed: int) -> Impro
             for request, other in zip(trace.requests, order, strict=True)
         )
     )
-    # Ten loads up to what all ranks could do if each prompt had one group of the best size.
-    work = np.mean(
-        [
-            min(
-                degree * cluster.times.seconds(degree, 0, request.prompt)
-                for degree in cluster.times.degrees
-            )
-            for request in trace.requests
-        ]
-    )
-    return profile_rates(shuffled, cluster, name, step=cluster.prefill_ranks / float(work) / 10)
+    return profile_rates(shuffled, cluster, name)
 
 
 def _row(
@@ -342,9 +333,16 @@ def _lines(
         )
     for row in rows:
         if row.improvement_rates is not None:
-            known = ", ".join(f"{at:.2f}: {rate}" for at, rate in row.improvement_rates.items())
+            known = ", ".join(f"{at:.2f}: {_said(g)}" for at, g in row.improvement_rates.items())
             lines.append(f"improvement rates of {row.strategy} by requests/s: {known}")
     return lines
+
+
+def _said(growth: Growth) -> str:
+    if not isinstance(growth, tuple):
+        return str(growth)
+    rate, ranks = growth
+    return f"{rate} on at most {ranks} rank{'s' * (ranks > 1)}"
 
 
 def _plot(

@@ -233,6 +233,21 @@ def test_a_cached_prefix_is_used_where_its_holders_are_free() -> None:
     assert 5 not in plan.chunks[0].ranks
 
 
+def test_groups_may_be_bounded_where_few_ranks_suffice() -> None:
+    search, queued = Search(MODEL, most_ranks=4), [0.0, 0.1, 0.2, 0.3] + [9.0] * 4
+    plan = plan_prefill(search, queued, 8, 128 << 10)
+    check(plan, queued, 128 << 10)
+    assert [len(chunk.ranks) for chunk in plan.chunks] == [1, 2, 4]
+    queued = [0.0] * 8
+    assert len(plan_prefill(search, queued, 8, 128 << 10).chunks[-1].ranks) == 4
+    small = replace(search, tokens_per_rank=20_000)
+    assert len(plan_prefill(small, queued, 8, 128 << 10).chunks[-1].ranks) == 8
+    holders = frozenset(range(5))
+    plan = plan_prefill(search, queued, 8, 4_000, 200_000, holders)
+    check(plan, queued, 4_000, 200_000)
+    assert holders < plan.chunks[0].ranks
+
+
 def test_prompts_need_ranks_that_hold_them() -> None:
     search = Search(MODEL, tokens_per_rank=50_000)
     queued = [0.0] * 4 + [9.0] * 4

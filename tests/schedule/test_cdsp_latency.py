@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from pathlib import Path
 
@@ -111,23 +112,23 @@ def test_bad_fits_are_refused() -> None:
 
 
 def test_the_improvement_rate_is_that_of_the_last_30_seconds(tmp_path: Path) -> None:
-    found = [(0.5, 0.05, 1.0), (0.5, 0.45, 1.1), (4.0, 0.05, 9.0), (4.0, 0.45, 7.0)]
+    found = [(0.5, 0.05, 1.0), (0.5, 0.45, 1.1), (4.0, 0.05, 9.0), (4.0, (0.45, 8), 7.0)]
     rates = least_by_rate(found)
-    assert rates == ImprovementRates({0.5: 0.05, 4.0: 0.45})
+    assert rates == ImprovementRates({0.5: 0.05, 4.0: (0.45, 8)})
     rates.save(tmp_path / "rates.json")
     assert ImprovementRates.load(tmp_path / "rates.json") == rates
     load = Load(rates)
     for number in range(120):
         load.arrived(number * 0.25)
     assert load.per_second(29.9) == 4
-    assert load.improvement_rate(29.9) == 0.45
+    assert load.growth(29.9) == (0.45, 8)
     assert load.per_second(44.875) == 2
-    assert load.improvement_rate(44.875) == 0.05
+    assert load.growth(44.875) == (0.05, math.inf)
     assert load.per_second(1000.0) == 0
     # The route to set them.
     load.rates = ImprovementRates({1.0: 0.6})
-    assert load.improvement_rate(1000.0) == 0.6
-    for wrong in ({}, {1.0: 1.0}, {-1.0: 0.1}):
+    assert load.growth(1000.0) == (0.6, math.inf)
+    for wrong in ({}, {1.0: 1.0}, {-1.0: 0.1}, {1.0: (0.1, 0)}):
         with pytest.raises(ValueError, match="improvement rate"):
             ImprovementRates(wrong)
 

@@ -44,8 +44,8 @@ def test_a_server_with_roles(folder: Path, tmp_path: Path) -> None:
         assert found["choices"][0]["text"] == expected
         rates = f"{server.url}/improvement_rates"
         assert httpx.get(rates, timeout=60).json()["by_arrivals_per_second"] == {"0.0": 0.0}
-        found = httpx.post(rates, json={"0.01": 0.25, "9": 0.5}, timeout=60).json()
-        assert found["improvement_rate"] == 0.25
+        found = httpx.post(rates, json={"0.01": [0.25, 1], "9": 0.5}, timeout=60).json()
+        assert (found["improvement_rate"], found["most_ranks"]) == (0.25, 1)
         assert found["arrivals_per_second"] == pytest.approx(1 / 30)
         answer = httpx.post(rates, json={"1": 1.5}, timeout=60)
         assert answer.status_code == 400

@@ -119,12 +119,23 @@ def test_capacity_is_the_highest_rate_within_the_limit() -> None:
         find_capacity(few, CLUSTER, "fixed-8")
 
 
-def test_profiled_rates_grow_with_the_load() -> None:
+def test_profiled_groups_shrink_with_the_load() -> None:
     trace = draw_trace(PRESETS["short"], 200, 3)
-    rates = profile_rates(trace, CLUSTER, "single-chunk", 2.5, improvement_rates=(0.05, 0.25, 0.55))
-    assert next(iter(rates.by_arrivals)) == 2.5
-    assert 2 <= len(rates.by_arrivals) <= 4, "a load that none sustains is left out"
-    assert rates.at(0.0) <= rates.at(99.0)
+    rates = profile_rates(trace, CLUSTER, "single-chunk", 3.0, improvement_rates=(0.05, 0.25, 0.55))
+    # At 9 none keeps within the limit; between 6 and 9 loads are closer together.
+    assert list(rates.by_arrivals) == [3.0, 6.0, 7.5]
+    assert rates.at(0.0)[1] > rates.at(99.0)[1], "smaller groups, under load"
+
+
+def test_smaller_groups_bear_more() -> None:
+    trace = draw_trace(PRESETS["long"], 1000, 10)
+    fixed = find_capacity(trace, CLUSTER, "fixed-8").per_second
+    bears = [
+        find_capacity(trace, CLUSTER, "cdsp", ImprovementRates({0.0: growth})).per_second / fixed
+        for growth in (0.25, (0.25, 4))
+    ]
+    assert 1.0 < bears[0] < 1.08
+    assert bears[1] > 1.1
 
 
 def test_clusters_that_cannot_be_are_refused() -> None:

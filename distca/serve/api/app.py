@@ -15,6 +15,7 @@ from fastapi import FastAPI, Request, Response
 from fastapi.responses import HTMLResponse, JSONResponse, StreamingResponse
 
 from distca.schedule.serving.cdsp import ImprovementRates
+from distca.schedule.serving.cdsp.load import Growth
 from distca.serve.api.answers import Job, Shape
 from distca.serve.api.engine_client import EngineClient, EngineError, RefusedError
 from distca.serve.api.errors import ApiError, add_handlers
@@ -169,15 +170,16 @@ class _Routes:
         """The improvement rates of prefills, and the one for the load now."""
         return await self._rates(None)
 
-    async def set_rates(self, body: dict[str, float]) -> dict[str, Any]:
-        """Sets them: an object of improvement rates by arrivals a second."""
+    async def set_rates(self, body: dict[str, Growth]) -> dict[str, Any]:
+        """Sets them: an object of improvement rates by arrivals a second, each alone or in a list
+        with the most ranks of a group."""
         try:
             rates = ImprovementRates({float(key): value for key, value in body.items()})
         except ValueError as error:
-            raise ApiError(400, f"{error}, as {{'0.5': 0.05, '4': 0.45}}") from error
+            raise ApiError(400, f"{error}, as {{'0.5': 0.05, '4': [0.45, 8]}}") from error
         return await self._rates(dict(rates.by_arrivals))
 
-    async def _rates(self, given: dict[float, float] | None) -> dict[str, Any]:
+    async def _rates(self, given: dict[float, Growth] | None) -> dict[str, Any]:
         if self._client.settings.roles is None:
             raise ApiError(404, "there are no prefill ranks: start the server with --prefill-ranks")
         try:
@@ -187,6 +189,7 @@ class _Routes:
         return {
             "arrivals_per_second": found.arrivals,
             "improvement_rate": found.rate,
+            "most_ranks": found.most_ranks,
             "by_arrivals_per_second": found.by_arrivals,
         }
 

@@ -15,6 +15,7 @@ import msgspec
 import zmq
 import zmq.asyncio
 
+from distca.schedule.serving.cdsp.load import Growth
 from distca.serve.engine.messages import (
     Abort,
     AskPlan,
@@ -174,7 +175,7 @@ class EngineClient:
         await self._send(AskPlan(call, number))
         return await answer  # type: ignore[no-any-return]
 
-    async def rates(self, by_arrivals: dict[float, float] | None) -> RatesAre:
+    async def rates(self, by_arrivals: dict[float, Growth] | None) -> RatesAre:
         """Returns the improvement rates of prefills, after others are set if some are given."""
         call, answer = self._call()
         await self._send(AskRates(call, by_arrivals))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
+from distca.schedule.serving.cdsp.load import Growth
 from distca.schedule.serving.scheduler import FinishReason
 from distca.serve.sampling import Penalties, Sampling, TokenLogprobs
 
@@ -58,7 +59,7 @@ class AskRates(Message, frozen=True):
     """A question for the improvement rates of prefills, or others to use from now on."""
 
     call: int
-    by_arrivals: dict[float, float] | None
+    by_arrivals: dict[float, Growth] | None
 
 
 class Close(Message, frozen=True):
@@ -183,12 +184,14 @@ class RatesAre(Message, frozen=True):
         by_arrivals: improvement rates by arrivals a second.
         arrivals: arrivals a second of the last 30 seconds.
         rate: improvement rate for them.
+        most_ranks: most ranks of a group for them; None: any.
     """
 
     call: int
-    by_arrivals: dict[float, float]
+    by_arrivals: dict[float, Growth]
     arrivals: float
     rate: float
+    most_ranks: int | None
 
 
 class Dead(Message, frozen=True):

@@ -7,6 +7,7 @@ hand-off fails, it is tried again, with another epoch.
 
 from __future__ import annotations
 
+import math
 import time
 from collections import deque
 from collections.abc import Sequence
@@ -287,7 +288,9 @@ class RolesEngine:
         if asked.by_arrivals is not None:
             load.rates = ImprovementRates(asked.by_arrivals)
         known = dict(load.rates.by_arrivals)
-        self._send(RatesAre(asked.call, known, load.per_second(now), load.improvement_rate(now)))
+        rate, most = load.growth(now)
+        ranks = int(most) if most < math.inf else None
+        self._send(RatesAre(asked.call, known, load.per_second(now), rate, ranks))
 
     # Requests.
 

@@ -6,13 +6,13 @@ requests when each is alone on the cluster, in its best group: one limit for all
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from distca.schedule.serving.cdsp import ImprovementRates, least_by_rate
-from distca.schedule.serving.cdsp.load import IMPROVEMENT_RATES
+from distca.schedule.serving.cdsp.load import IMPROVEMENT_RATES, Growth
 from distca.simulate.requests.cluster import ServingCluster
 from distca.simulate.requests.prefills import EAGER, prefill_seconds
 from distca.simulate.requests.traces import Trace
@@ -22,6 +22,9 @@ PATIENCE = 25.0
 
 LATE = 1.0
 """Percent of requests that may be late."""
+
+_HALVINGS = 2
+"""Times that the last step between two loads is halved, to come close to the highest one."""
 
 
 @dataclass(frozen=True)
@@ -51,12 +54,13 @@ def profile_rates(
     trace: Trace,
     cluster: ServingCluster,
     strategy: str,
-    step: float = 0.5,
+    step: float | None = None,
     loads: int = 20,
     improvement_rates: Sequence[float] = IMPROVEMENT_RATES,
     judge: Callable[[Sequence[float]], float] | None = None,
 ) -> ImprovementRates:
-    """Finds by simulation the improvement rate of least time to the first token for each load.
+    """Finds by simulation the improvement rate of least time to the first token for each load, and
+    how many ranks groups should have there at most.
 
     Up to the highest load at which one of them keeps within the limit. Beyond that, lines grow for
     as long as the trace does, and what is best there, one rank for each prompt, is no answer to a
@@ -66,27 +70,57 @@ def profile_rates(
         trace: requests like those that will come, not the same ones.
         cluster: where they run.
         strategy: how.
-        step: requests a second between two loads.
+        step: requests a second between two loads, less near the highest one; None: a tenth of what
+            all ranks could do if each prompt had one group of the best size.
         loads: most loads to find it for.
         improvement_rates: those to try.
         judge: makes one figure of all times; None: the percentile that capacity goes by.
     """
     judge = latest_but_few if judge is None else judge
+    step = _ideal_load(trace, cluster) / 10 if step is None else step
     limit = PATIENCE * light_load(trace, cluster)
-    found: list[tuple[float, float, float]] = []
-    for number in range(1, loads + 1):
-        load = number * step
+    found: list[tuple[float, Growth, float]] = []
+
+    def bears(load: float) -> bool:
+        """Tries all at a load, and keeps what was found if one of them keeps within the limit."""
         loaded, within = trace.at_rate(load), False
         of_load = []
-        for rate in improvement_rates:
-            seconds = prefill_seconds(loaded, cluster, strategy, ImprovementRates({0.0: rate}))
-            of_load.append((load, rate, judge(seconds)))
+        for growth in _growths(cluster, improvement_rates):
+            seconds = prefill_seconds(loaded, cluster, strategy, ImprovementRates({0.0: growth}))
+            of_load.append((load, growth, judge(seconds)))
             within |= latest_but_few(seconds) <= limit
         if within or not found:
-            found += of_load
-        if not within:
-            break
+            found.extend(of_load)
+        return within
+
+    number = next((n for n in range(1, loads + 1) if not bears(n * step)), None)
+    if number is not None:
+        # What suits the highest load decides how high it is.
+        low, high = (number - 1) * step, number * step
+        for _ in range(_HALVINGS):
+            middle = (low + high) / 2
+            low, high = (middle, high) if bears(middle) else (low, middle)
     return least_by_rate(found)
+
+
+def _ideal_load(trace: Trace, cluster: ServingCluster) -> float:
+    """Requests a second that all ranks could do if each prompt had one group of the best size."""
+    times = cluster.times
+    best = (
+        min(degree * times.seconds(degree, 0, request.prompt) for degree in times.degrees)
+        for request in trace.requests
+    )
+    return cluster.prefill_ranks * len(trace.requests) / sum(best)
+
+
+def _growths(cluster: ServingCluster, rates: Sequence[float]) -> Iterator[Growth]:
+    """Improvement rates for groups of any size, and then for smaller ones."""
+    yield from rates
+    smallest, *larger = (s for s in cluster.times.degrees if s <= cluster.prefill_ranks)
+    yield from ((rate, most) for most in larger[-2::-1] for rate in rates)
+    # Of one size there is nothing to choose.
+    if larger:
+        yield (rates[0], smallest)
 
 
 def latest_but_few(seconds: Sequence[float]) -> float:

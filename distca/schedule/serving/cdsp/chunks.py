@@ -66,6 +66,7 @@ class Search:
         times: seconds of a prefill.
         improvement_rate: part of the time to the first token that a larger group must save, from 0
             to below 1. Under load a high one leaves ranks to others.
+        most_ranks: most ranks of a group, unless a prompt or the holders of its prefix need more.
         chunked: whether prompts are cut at all; otherwise Algorithm 2 alone decides.
         smallest_chunk: fewest tokens of a chunk before the last one.
         tokens_per_rank: tokens whose keys and values, and activations, a rank can hold.
@@ -76,6 +77,7 @@ class Search:
 
     times: PrefillTimes
     improvement_rate: float = 0.0
+    most_ranks: float = float("inf")
     chunked: bool = True
     smallest_chunk: int = 128
     tokens_per_rank: float = float("inf")
@@ -133,8 +135,12 @@ def _plan(
     search: Search, groups: Groups, tokens: int, cached: int, holders: Ranks
 ) -> PrefillPlan | None:
     degrees = [s for s in search.times.degrees if s <= len(groups.everyone)]
-    found = _Planner(search, groups).plan(tokens, cached, holders, degrees, groups.everyone, 0.0)
-    return None if found is None else PrefillPlan(found)
+    planner = _Planner(search, groups)
+    for candidates in ([s for s in degrees if s <= search.most_ranks], degrees):
+        found = planner.plan(tokens, cached, holders, candidates, groups.everyone, 0.0)
+        if found is not None:
+            return PrefillPlan(found)
+    return None
 
 
 class _Planner:

@@ -1,4 +1,9 @@
-"""Load awareness of prefills: the improvement rate that suits how many requests arrive."""
+"""Load awareness of prefills: how far groups may grow, by how many requests arrive.
+
+The paper has an improvement rate by load. Here a bound on the sizes of groups, the candidates of
+its Algorithm 1, may go with it: under load a group as large as a node waits for the last of its
+ranks, and a rate that keeps long prompts from that leaves others on too few.
+"""
 
 from __future__ import annotations
 
@@ -17,36 +22,44 @@ IMPROVEMENT_RATES = (0.05, 0.15, 0.25, 0.35, 0.45, 0.55, 0.65, 0.75)
 """Rates to try in simulation, over the range that the paper tries."""
 
 
+Growth = float | tuple[float, int]
+"""An improvement rate; or one and the most ranks of a group."""
+
+
 @dataclass(frozen=True)
 class ImprovementRates:
     """The improvement rate to use by arrivals a second, as simulations found them.
 
     Attributes:
-        by_arrivals: improvement rate by arrivals a second, ascending.
+        by_arrivals: improvement rate, alone or with the most ranks of a group, by arrivals a
+            second, ascending.
 
     Raises:
         ValueError: there is none, or one is out of range.
     """
 
-    by_arrivals: Mapping[float, float]
+    by_arrivals: Mapping[float, Growth]
 
     def __post_init__(self) -> None:
         if not self.by_arrivals:
             raise ValueError("no improvement rate is given: give one for at least one arrival rate")
-        for arrivals, rate in self.by_arrivals.items():
-            if not (0 <= arrivals < math.inf and 0 <= rate < 1):
+        for arrivals, growth in self.by_arrivals.items():
+            rate, ranks = _parts(growth)
+            if not (0 <= arrivals < math.inf and 0 <= rate < 1 <= ranks):
                 raise ValueError(
-                    f"improvement rate {rate} at {arrivals} arrivals a second: rates must be from "
-                    "0 to below 1, arrivals not negative"
+                    f"improvement rate {growth} at {arrivals} arrivals a second: rates must be "
+                    "from 0 to below 1, ranks at least 1, arrivals not negative"
                 )
         object.__setattr__(self, "by_arrivals", dict(sorted(self.by_arrivals.items())))
 
-    def at(self, arrivals: float) -> float:
-        """The rate that is recorded for the nearest arrivals a second; of two the lower one's."""
-        return self.by_arrivals[min(self.by_arrivals, key=lambda known: abs(known - arrivals))]
+    def at(self, arrivals: float) -> tuple[float, float]:
+        """The rate, and the most ranks of a group, that are recorded for the nearest arrivals a
+        second; of two the lower one's."""
+        nearest = min(self.by_arrivals, key=lambda known: abs(known - arrivals))
+        return _parts(self.by_arrivals[nearest])
 
     def save(self, path: Path) -> None:
-        """Writes the rates as JSON: an object of improvement rates by arrivals a second."""
+        """Writes the rates as JSON: an object of them by arrivals a second."""
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps({str(k): v for k, v in self.by_arrivals.items()}, indent=1))
 
@@ -59,16 +72,25 @@ class ImprovementRates:
         """
         try:
             saved: Any = json.loads(path.read_text())
-            return cls({float(arrivals): float(rate) for arrivals, rate in saved.items()})
+            return cls({float(arrivals): _growth(given) for arrivals, given in saved.items()})
         except (TypeError, AttributeError, json.JSONDecodeError) as error:
             raise ValueError(
                 f"{path} holds no improvement rates: an object of rates by arrivals a second, such "
-                'as {"0.5": 0.05, "4": 0.45}'
+                'as {"0.5": 0.05, "4": 0.45}, or {"4": [0.45, 8]} for groups of at most 8 ranks'
             ) from error
 
 
+def _growth(given: Any) -> Growth:
+    return (float(given[0]), int(given[1])) if isinstance(given, list) else float(given)
+
+
+def _parts(growth: Growth) -> tuple[float, float]:
+    """The improvement rate, and the most ranks of a group."""
+    return growth if isinstance(growth, tuple) else (growth, math.inf)
+
+
 class Load:
-    """Arrivals of the last seconds, and the improvement rate for them.
+    """Arrivals of the last seconds, and how far groups may grow at such a load.
 
     Args:
         rates: improvement rates to choose from; they may be set anew at any time.
@@ -90,8 +112,8 @@ class Load:
         self._forget(now)
         return len(self._arrivals) / self._window
 
-    def improvement_rate(self, now: float) -> float:
-        """The improvement rate to plan with now."""
+    def growth(self, now: float) -> tuple[float, float]:
+        """The improvement rate and the most ranks of a group to plan with now."""
         return self.rates.at(self.per_second(now))
 
     def _forget(self, now: float) -> None:
@@ -99,14 +121,15 @@ class Load:
             self._arrivals.popleft()
 
 
-def least_by_rate(ttft: Iterable[tuple[float, float, float]]) -> ImprovementRates:
+def least_by_rate(ttft: Iterable[tuple[float, Growth, float]]) -> ImprovementRates:
     """Takes for each arrival rate the improvement rate of least time to the first token.
 
     Args:
-        ttft: arrivals a second, improvement rate, and seconds to the first token with it.
+        ttft: arrivals a second, improvement rate, alone or with the most ranks of a group, and
+            seconds to the first token with it; of equal ones the first is taken.
     """
-    best: dict[float, tuple[float, float]] = {}
-    for arrivals, rate, seconds in ttft:
+    best: dict[float, tuple[float, Growth]] = {}
+    for arrivals, growth, seconds in ttft:
         if arrivals not in best or seconds < best[arrivals][0]:
-            best[arrivals] = (seconds, rate)
-    return ImprovementRates({arrivals: rate for arrivals, (_, rate) in best.items()})
+            best[arrivals] = (seconds, growth)
+    return ImprovementRates({arrivals: growth for arrivals, (_, growth) in best.items()})

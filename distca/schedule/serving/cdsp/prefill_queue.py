@@ -20,7 +20,7 @@ class PrefillQueue:
         ranks_per_node: rank `r` is on node `r // ranks_per_node`.
         search: times and thresholds.
         strategy: what gives a prompt its ranks.
-        load: what tells the improvement rate; None: that of `search` stays.
+        load: what tells how far groups may grow; None: what `search` says stays.
 
     Attributes:
         free_at: time at which each rank has done what it was given.
@@ -59,7 +59,8 @@ class PrefillQueue:
         """
         search = self._search
         if self._load is not None:
-            search = replace(search, improvement_rate=self._load.improvement_rate(now))
+            rate, most_ranks = self._load.growth(now)
+            search = replace(search, improvement_rate=rate, most_ranks=most_ranks)
         queued = [max(0.0, free - now) for free in self.free_at]
         return self._strategy(search, queued, self._ranks_per_node, tokens, cached, holders)
 
