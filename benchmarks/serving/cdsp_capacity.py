@@ -276,10 +276,10 @@ def capacity_section(found: dict[str, Measured], seeds: int, requests: int) -> I
         cells = [f"{np.mean(each):.2f}" for each in of.capacities.values()]
         bound = f"{of.over_fixed(of.ideal):.2f}"
         rows.append(
-            [name, f"{of.limit:.1f}", *cells, f"{ratios[-1]:.3f}", f"{LEAST[name]:.2f}", bound]
+            [name, f"{of.limit:.1f}", *cells, bound, f"{ratios[-1]:.3f}", f"{LEAST[name]:.2f}"]
         )
     yield from table(
-        ["trace", "limit, s", *PREFILL_STRATEGIES, "CDSP over fixed-8", "expected", "bound"], rows
+        ["trace", "limit, s", *PREFILL_STRATEGIES, "bound", "CDSP over fixed-8", "expected"], rows
     )
     yield from (
         "",
