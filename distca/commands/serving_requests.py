@@ -283,7 +283,7 @@ def _rates(trace: Trace, cluster: ServingCluster, name: str, seed: int) -> Impro
             for request, other in zip(trace.requests, order, strict=True)
         )
     )
-    return profile_rates(shuffled, cluster, name)
+    return profile_rates([shuffled], cluster, name)
 
 
 def _row(

@@ -121,7 +121,9 @@ def test_capacity_is_the_highest_rate_within_the_limit() -> None:
 
 def test_profiled_groups_shrink_with_the_load() -> None:
     trace = draw_trace(PRESETS["short"], 200, 3)
-    rates = profile_rates(trace, CLUSTER, "single-chunk", 3.0, improvement_rates=(0.05, 0.25, 0.55))
+    rates = profile_rates(
+        [trace], CLUSTER, "single-chunk", 3.0, improvement_rates=(0.05, 0.25, 0.55)
+    )
     # At 9 none keeps within the limit; between 6 and 9 loads are closer together.
     assert list(rates.by_arrivals) == [3.0, 6.0, 7.5]
     assert rates.at(0.0)[1] > rates.at(99.0)[1], "smaller groups, under load"

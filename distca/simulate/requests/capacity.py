@@ -51,7 +51,7 @@ def light_load(trace: Trace, cluster: ServingCluster) -> float:
 
 
 def profile_rates(
-    trace: Trace,
+    traces: Sequence[Trace],
     cluster: ServingCluster,
     strategy: str,
     step: float | None = None,
@@ -67,7 +67,8 @@ def profile_rates(
     burst: the rate of the highest load stays.
 
     Args:
-        trace: requests like those that will come, not the same ones.
+        traces: requests like those that will come, not the same ones; few decide a percentile, so
+            means over several traces tell more.
         cluster: where they run.
         strategy: how.
         step: requests a second between two loads, less near the highest one; None: a tenth of what
@@ -77,18 +78,19 @@ def profile_rates(
         judge: makes one figure of all times; None: the percentile that capacity goes by.
     """
     judge = latest_but_few if judge is None else judge
-    step = _ideal_load(trace, cluster) / 10 if step is None else step
-    limit = PATIENCE * light_load(trace, cluster)
+    step = _ideal_load(traces[0], cluster) / 10 if step is None else step
+    limit = PATIENCE * np.mean([light_load(trace, cluster) for trace in traces])
     found: list[tuple[float, Growth, float]] = []
 
     def bears(load: float) -> bool:
         """Tries all at a load, and keeps what was found if one of them keeps within the limit."""
-        loaded, within = trace.at_rate(load), False
+        loaded, within = [trace.at_rate(load) for trace in traces], False
         of_load = []
         for growth in _growths(cluster, improvement_rates):
-            seconds = prefill_seconds(loaded, cluster, strategy, ImprovementRates({0.0: growth}))
-            of_load.append((load, growth, judge(seconds)))
-            within |= latest_but_few(seconds) <= limit
+            rates = ImprovementRates({0.0: growth})
+            seconds = [prefill_seconds(each, cluster, strategy, rates) for each in loaded]
+            of_load.append((load, growth, float(np.mean([judge(each) for each in seconds]))))
+            within |= bool(np.mean([latest_but_few(each) for each in seconds]) <= limit)
         if within or not found:
             found.extend(of_load)
         return within
