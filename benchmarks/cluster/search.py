@@ -11,7 +11,7 @@ import numpy as np
 from benchmarks.cluster.sweep import Case, Runner, Unit, batch
 from distca.simulate import Candidate, candidates, divisions
 from distca.simulate.advice import estimate, sizes_of
-from distca.simulate.search import with_chains, with_fewer_in_flight, with_head_groups
+from distca.simulate.search import with_chains, with_head_groups, with_less_memory
 
 _COMPARED = 3
 """Batches on which configurations are compared that were fast in the first."""
@@ -156,7 +156,7 @@ def best_with_plans(
         swept |= run_batches(runner, wanted, short, f"{system}: sweep")
         for case, mine in wanted.items():
             failed = [c for c in mine if not ranked([c], case, swept)]
-            others = [other for c in failed for other in with_fewer_in_flight(c)]
+            others = [other for c in failed for other in with_less_memory(c, case.workload)]
             left[case] = others + [c for c in left[case] if c not in mine]
             if not left[case] and not ranked(_of(case, swept), case, swept):
                 left[case] = _with_smaller_buffers(case, swept, sweep)
@@ -190,7 +190,9 @@ def best_with_plans(
             if mine and not ranked(mine, case, rows):
                 out = order[case].pop(0)
                 passed_over[case].append(out)
-                others = [c for c in with_fewer_in_flight(out) if c not in _of(case, swept)]
+                others = [
+                    c for c in with_less_memory(out, case.workload) if c not in _of(case, swept)
+                ]
                 left[case] = others + [c for c in left[case] if c not in others]
                 if out.head_groups == 1:
                     # It nearly fits: smaller buffers may be enough.

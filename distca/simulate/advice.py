@@ -24,8 +24,9 @@ from distca.simulate.search import (
     options_of,
     simulate,
     with_chains,
-    with_fewer_in_flight,
     with_head_groups,
+    with_less_memory,
+    without_latents,
 )
 
 TITLES = {
@@ -94,7 +95,7 @@ def advise(
     All configurations of a baseline run all batches, until they do not fit. With `--distca`, whose
     planning takes longer, configurations run the first batch in the order of `estimate`, until
     enough of them fit; the best of these run all batches, and the very best with chains, head
-    groups and other tolerances, too.
+    groups, keys and values instead of latents, and other tolerances, too.
 
     Args:
         workload: model, cluster and sizes.
@@ -139,9 +140,9 @@ def _best(
         whole = islice((c for c in fitting if trials.fits(c, len(batches))), compared)
         best = min(whole, key=lambda c: _seconds(trials.outcomes[c]), default=None)
         # What does not fit in a later batch may with fewer micro-batches in flight.
-        left[:0] = trials.with_fewer_in_flight(fitting)
+        left[:0] = trials.with_less_memory(fitting)
     if best is not None and system in DISTCA_SYSTEMS:
-        best = trials.in_head_groups(trials.in_chains(best))
+        best = trials.in_head_groups(trials.without_latents(trials.in_chains(best)))
         best = trials.with_best_tolerance(best, tolerances)
     failed = len(every) - able + trials.failed(left)
     simulated = len({sizes_of(candidate) for candidate in trials.outcomes})
@@ -201,18 +202,26 @@ class _Trials:
             if self.fits(candidate, 1):
                 fitting.append(candidate)
             else:
-                left[:0] = with_fewer_in_flight(candidate)
+                left[:0] = with_less_memory(candidate, self.workload)
         return fitting
 
-    def with_fewer_in_flight(self, fitting: Sequence[Candidate]) -> list[Candidate]:
+    def with_less_memory(self, fitting: Sequence[Candidate]) -> list[Candidate]:
         """Substitutes for configurations that fit in the first batch, but not in a later one."""
         failed = [c for c in fitting if not all(outcome.fits for outcome in self.outcomes[c])]
-        fewer = [other for candidate in failed for other in with_fewer_in_flight(candidate)]
-        return [candidate for candidate in fewer if candidate not in self.outcomes]
+        less = [other for each in failed for other in with_less_memory(each, self.workload)]
+        return [candidate for candidate in less if candidate not in self.outcomes]
 
     def in_chains(self, best: Candidate) -> Candidate:
         """The configuration with the shortest chains that is about as fast as the fastest."""
         return self._about_fastest(best, with_chains(best, self.workload))
+
+    def without_latents(self, best: Candidate) -> Candidate:
+        """The configuration with what travels for keys and values if that is the fastest."""
+        able = [
+            best,
+            *(c for c in without_latents(best, self.workload) if self.fits(c, len(self.batches))),
+        ]
+        return min(able, key=lambda candidate: _seconds(self.outcomes[candidate]))
 
     def in_head_groups(self, best: Candidate) -> Candidate:
         """The configuration with the fewest head groups that is about as fast as the fastest."""
@@ -241,7 +250,8 @@ class _Trials:
 
 
 def sizes_of(candidate: Candidate) -> Candidate:
-    """The configuration that `divisions` gave, without bound, chains, head groups and tolerance."""
+    """The configuration that `divisions` gave, without bound, chains, head groups, tolerance, and
+    choice of latents."""
     micro_batches = candidate.micro_batches // candidate.chain
     return replace(
         candidate,
@@ -249,6 +259,7 @@ def sizes_of(candidate: Candidate) -> Candidate:
         chain=1,
         max_in_flight=None,
         head_groups=1,
+        may_send_latents=True,
         tolerance=None,
     )
 

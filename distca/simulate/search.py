@@ -92,7 +92,7 @@ class Workload:
             ValueError: latents must travel, and the model has none.
         """
         costs = self.costs(candidate.tensor)
-        alone = candidate.stages == candidate.head_groups == 1
+        alone = candidate.stages == candidate.head_groups == 1 and candidate.may_send_latents
         shape = travelling_shape(
             self.model,
             candidate.tensor,
@@ -130,6 +130,8 @@ class Candidate:
         max_in_flight: bound on a stage's micro-batches in flight, with `--distca`; None: no bound.
         tolerance: imbalance of servers' loads, with `--distca`; None: the workload's.
         head_groups: value of `--distca-head-groups`.
+        may_send_latents: whether latents travel to servers where they can, with `--distca`, and the
+            workload lets them; else keys and values do.
         chain: micro-batches that share documents, with `--distca`.
         all_to_all: neighbouring ranks of a context-parallel group that share heads; the others form
             rings.
@@ -144,6 +146,7 @@ class Candidate:
     max_in_flight: int | None = None
     tolerance: float | None = None
     head_groups: int = 1
+    may_send_latents: bool = True
     chain: int = 1
     all_to_all: int = 1
 
@@ -154,6 +157,7 @@ class Candidate:
         bound = f", {self.max_in_flight} in flight" if self.max_in_flight is not None else ""
         bound += f", tolerance {self.tolerance}" if self.tolerance is not None else ""
         bound += f", {self.head_groups} head groups" if self.head_groups > 1 else ""
+        bound += "" if self.may_send_latents else ", no latents"
         bound += f", in chains of {self.chain}" if self.chain > 1 else ""
         return f"{sizes}, {self.micro_batches} micro-batch(es){bound}"
 
@@ -300,6 +304,24 @@ def with_fewer_in_flight(candidate: Candidate) -> list[Candidate]:
     ):
         return []
     return [replace(candidate, max_in_flight=candidate.stages)]
+
+
+def without_latents(candidate: Candidate, workload: Workload) -> list[Candidate]:
+    """The configuration with keys and values that travel, if latents do and need not.
+
+    Latents are fewer bytes, so that plans send them to more servers, which expand them: in all that
+    takes more products and memory.
+    """
+    if candidate.system not in DISTCA_SYSTEMS or workload.latent_rows != "auto":
+        return []
+    if not workload.costs_of(candidate).sends_latents:
+        return []
+    return [replace(candidate, may_send_latents=False)]
+
+
+def with_less_memory(candidate: Candidate, workload: Workload) -> list[Candidate]:
+    """Substitutes for a configuration that does not fit."""
+    return [*without_latents(candidate, workload), *with_fewer_in_flight(candidate)]
 
 
 def with_head_groups(candidate: Candidate, workload: Workload) -> list[Candidate]:

@@ -24,6 +24,8 @@ from distca.simulate import (
     simulate_ticks,
     training_flags,
 )
+from distca.simulate.advice import advise
+from distca.simulate.search import with_less_memory
 from support.simulated import MODEL
 
 CLUSTER = CLUSTERS["dgx-h200"]
@@ -167,3 +169,25 @@ def test_simulated_latents_are_fewer_bytes_and_more_products() -> None:
     # Other stages' servers have not the weights.
     pooled = Candidate("tiles", 1, 2, 4, 1, 4)
     assert not replace(workload, latent_rows="on").costs_of(pooled).sends_latents
+
+
+@pytest.mark.parametrize(("gpus_per_node", "latents_are_faster"), [(8, False), (1, True)])
+def test_advice_sends_what_is_faster(gpus_per_node: int, latents_are_faster: bool) -> None:
+    """Expanding takes time that fast links do not need for keys and values."""
+    batch = [np.array([6000, 2192]), np.array([1024] * 8)] * 4
+    cluster = replace(CLUSTER, gpus_per_node=gpus_per_node)
+    workload = Workload(LATENT, cluster, 8, 8192, 8, 0.1, "mlp")
+    best = advise(workload, [batch], ["tiles"], [1], [1], 1)[0].candidate
+    assert best is not None
+    assert workload.costs_of(best).sends_latents == latents_are_faster
+    assert best.may_send_latents == latents_are_faster
+
+
+def test_keys_and_values_travel_where_latents_do_not_fit() -> None:
+    workload = Workload(LATENT, CLUSTER, 8, 8192, 8, 0.1, "mlp")
+    latents = Candidate("tiles", 1, 1, 8, 1, 1)
+    (found,) = with_less_memory(latents, workload)
+    assert found == replace(latents, may_send_latents=False)
+    assert not workload.costs_of(found).sends_latents
+    assert not with_less_memory(found, workload)
+    assert not with_less_memory(latents, replace(workload, latent_rows="on"))
