@@ -55,7 +55,7 @@ class Seen:
 class Hub:
     """Stands for `Workers`: what the engine says to live ranks, and they to it."""
 
-    def __init__(self, folder: Path, seen: Seen) -> None:
+    def __init__(self, folder: Path) -> None:
         import zmq
 
         from distca.serve.engine.messages import decoder
@@ -63,7 +63,19 @@ class Hub:
 
         self.socket: Any = zmq.Context.instance().socket(zmq.ROUTER)
         self.socket.bind(f"ipc://{folder}/workers")
-        self._decoder, self._seen = decoder(FromRoles), seen
+        self._decoder, self.seen = decoder(FromRoles), Seen()
+        self._inboxes: list[Any] = []
+
+    def end(self, processes: int, inboxes: list[str]) -> None:
+        """Ends the workers. Sockets stay: one that is dropped lingers for a reader who is gone."""
+        import zmq
+
+        for rank in range(processes):
+            self.post(rank, END)
+        for inbox in inboxes:
+            self._inboxes.append(zmq.Context.instance().socket(zmq.PUSH))
+            self._inboxes[-1].connect(inbox)
+            self._inboxes[-1].send(END)
 
     def post(self, rank: int, encoded: bytes) -> None:
         self._note(rank, encoded)
@@ -73,7 +85,7 @@ class Hub:
         said = [None] if encoded == END else msgspec.msgpack.decode(encoded)
         if said[0] == "RunChunk":
             _, _, sequence, start, tokens, *_ = said
-            pieces = self._seen.chunks.setdefault(sequence, [])
+            pieces = self.seen.chunks.setdefault(sequence, [])
             if pieces and pieces[-1][:2] == (start, start + len(tokens)):
                 ranks = (*pieces.pop()[2], rank)
             else:
@@ -88,9 +100,9 @@ class Hub:
             heard.append(self._decoder.decode(self.socket.recv_multipart()[1]))
         for each in heard:
             if isinstance(each, ChunkDone):
-                self._seen.moved += each.bytes_moved
+                self.seen.moved += each.bytes_moved
             elif isinstance(each, Decoded):
-                self._seen.decoding += [request for request, _ in each.joined]
+                self.seen.decoding += [request for request, _ in each.joined]
         return heard
 
 
@@ -160,8 +172,10 @@ def serve_on_a_rank(settings: Any, folder: str, played: Played, changes: Any = N
             undo.callback(changes())
         worker = make_worker(settings, settings.roles, torch.device("cpu"), Path(folder))
         results: list[Any] = []
-        engine = threading.Thread(target=_run_engine, args=(settings, folder, played, results))
         if rank == 0:
+            hub = Hub(Path(folder))
+            arguments = (settings, folder, played, hub, results)
+            engine = threading.Thread(target=_run_engine, args=arguments)
             engine.start()
         socket = zmq.Context.instance().socket(zmq.DEALER)
         socket.setsockopt(zmq.IDENTITY, f"worker-{rank}".encode())
@@ -178,13 +192,13 @@ def serve_on_a_rank(settings: Any, folder: str, played: Played, changes: Any = N
     return results[0] if results else None
 
 
-def _run_engine(settings: Any, folder: str, played: Played, results: list[Any]) -> None:
+def _run_engine(settings: Any, folder: str, played: Played, hub: Hub, results: list[Any]) -> None:
     import zmq
 
     from distca.serve.handoff.engine import RolesEngine
 
-    seen = Seen()
-    hub, api = Hub(Path(folder), seen), Api(played, seen)
+    seen = hub.seen
+    api = Api(played, seen)
     poller = zmq.Poller()
     poller.register(hub.socket, zmq.POLLIN)
     try:
@@ -206,12 +220,8 @@ def _run_engine(settings: Any, folder: str, played: Played, results: list[Any]) 
         results.append(seen)
     except BaseException as error:
         results.append(error)
-    for rank in range(settings.processes):
-        hub.post(rank, END)
-    for rank in range(settings.roles.prefill, settings.processes):
-        inbox = zmq.Context.instance().socket(zmq.PUSH)
-        inbox.connect(f"ipc://{folder}/inbox-{rank}")
-        inbox.send(END)
+    decoding = range(settings.roles.prefill, settings.processes)
+    hub.end(settings.processes, [f"ipc://{folder}/inbox-{rank}" for rank in decoding])
 
 
 def tokens(count: int, seed: int, vocabulary: int) -> list[int]:
