@@ -24,13 +24,15 @@ def decode_memory(sequences: int, world_size: int, shape: AttentionShape) -> Cor
     # Partial outputs of the kernels, those that come back, and the merged ones.
     parts = 2 * sequences + sent
     members = np.array(sequences * world_size)
-    indices = 3 * sent + 2 * sequences + 2 * sequences + parts + 3 * int(members) + sequences
+    # Of the queries that a kernel takes, those that half of them overwrite are gathered apart.
+    taken = aligned(sequences * q_row) + aligned(sequences // 2 * q_row)
+    indices = 3 * sent + 2 * sequences + 3 * sequences + parts + 3 * int(members) + sequences
     return CoreAttentionMemory(
         to_servers_send=sent * q_row,
         to_servers_receive=sequences * q_row,
         to_owners_send=sequences * result_row,
         to_owners_receive=sent * result_row,
         slot=int(aligned(sequences * q_row) + aligned(parts * result_row)),
-        scratch=int(max(aligned(sequences * q_row), merge_bytes(members, shape))),
+        scratch=int(max(taken, merge_bytes(members, shape))),
         indices=int(aligned(indices * INDEX_BYTES)),
     )

@@ -125,15 +125,11 @@ def memory_of_rows(
     q_inputs, kv_row, moved = shape.q_inputs_row_bytes, shape.kv_row_bytes, shape.moved_kv_row_bytes
     expands = shape.kv_rank is not None
 
-    def served(rows: RankRows, row: int) -> Int64s:
-        """Where rows arrive, they lie in memory with the local ones."""
-        return np.where(rows.received > 0, rows.served * row, 0)
-
     def parts(rows: RankRows, more: Int64s | int, row: int) -> Int64s:
         """Results of all calls, and those that come back."""
         return np.where(rows.computed_alone, 0, (rows.parts + rows.sent + more) * row)
 
-    of_kv = [served(kv, kv_row)]
+    of_kv = [kv.received * kv_row]
     # Gradients of latents come back instead of those of keys and values.
     fewer = -kv.sent if expands else 0
     gradients = [parts(q, 0, q_row), parts(kv, fewer, k_row), parts(kv, fewer, v_row)]
@@ -143,29 +139,28 @@ def memory_of_rows(
         gradients += [kv.sent * each * shape.dtype_bytes for each in returned]
     merged = np.maximum(q.of_received.shared, q.of_local.shared)
     slot = [
-        _take(served(q, q_row), *of_kv, parts(q, merged, shape.result_row_bytes)),
-        _take(served(q, q_inputs), *of_kv, *gradients),
+        _take(q.received * q_row, *of_kv, parts(q, merged, shape.result_row_bytes)),
+        _take(q.received * q_inputs, *of_kv, *gradients),
     ]
     scratch = [
         # Rows of messages, one kind after the other; outputs as they merge.
         *(_take(rows) for rows in (q.sent * q_inputs, kv.sent * moved)),
-        _take(q.received * q.placed * (kv.received > 0) * q_inputs),
         *(_take(rows) for rows in (q.received * q_row, kv.received * moved)),
         merge_bytes(np.maximum(q.of_received.members, q.of_local.members), shape),
     ]
     if expands:
         expanded = kv.received * shape.expanded_dim * shape.dtype_bytes
         messages = np.maximum(kv.received * moved, q.received * q_row)
-        scratch.append(_take(kv.received * kv.placed * kv_row, expanded))
         scratch.append(_take(kv.received * k_row, kv.received * v_row, expanded, messages))
     for of_q, of_kv_rows in zip(q.calls, kv.calls, strict=True):
-        queries, keys = (each.rows * each.gathers for each in (of_q, of_kv_rows))
+        queries, keys = of_q.taken, of_kv_rows.taken
         of_queries = (
             *[queries * shape.out_row_bytes] * 2,
             queries * q_row,
             queries * shape.lse_row_bytes,
         )
-        scratch.append(_take(*of_queries, keys * k_row, keys * v_row))
+        first = of_q.overwritten * q_inputs, of_kv_rows.overwritten * kv_row
+        scratch.append(_take(*of_queries, keys * k_row, keys * v_row, *first))
     return CoreAttentionMemory(
         *_channels(sent_bytes),
         int(np.max(slot, initial=0)),
@@ -177,15 +172,15 @@ def memory_of_rows(
 def _indices(q: RankRows, kv: RankRows, expands: bool) -> Int64s:
     """Bytes of the row indices of each rank's part: see `distca.runtime.exchange`.
 
-    A row that moves has two in messages, and on the rank that sends it one among the local rows.
-    Served rows that lie in the order of their use have one, and a kernel call has one for each row
-    that it gathers, and so have sums; each row that is made of parts tells which are its first, and
-    which output is its own. Gradients of latents have sums apart from those of keys and values.
+    A row that moves has two in messages, and on the rank that sends it one among the local rows. A
+    kernel call has one for each row that it gathers, and so have sums; each row that is made of
+    parts tells which are its first, and which output is its own. Gradients of latents have sums
+    apart from those of keys and values.
     """
     rows = np.zeros_like(q.local)
     for each in (q, kv):
-        rows = rows + 3 * each.sent + 2 * each.received + each.placed * each.served
-        rows = rows + sum(call.rows * call.gathers for call in each.calls)
+        rows = rows + 3 * each.sent + 2 * each.received
+        rows = rows + sum(call.indices for call in each.calls)
         rows = rows + np.where(each.in_order, 0, each.of_received.parts + each.received)
         alone = each.in_order & (each.sent == 0)
         rows = rows + np.where(alone, 0, each.of_local.parts + each.local)

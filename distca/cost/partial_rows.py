@@ -26,17 +26,47 @@ class PartialRows:
     members: Int64s
 
 
+MOST_PIECES, PIECE_ROWS = 20, 512
+"""Most pieces in which a call's rows are copied, since each takes an operation of its own, and rows
+that a piece has at least on average."""
+
+
+def copied_in_pieces(pieces: Int64s, rows: Int64s) -> Bools:
+    """Whether rows of a call that lie in both memories are copied piece by piece."""
+    return (pieces <= MOST_PIECES) & (rows >= pieces * PIECE_ROWS)
+
+
 @dataclass(frozen=True)
 class CallRows:
     """Rows of each server's kernel call of one task shape, `[ranks]`.
 
     Attributes:
         rows: rows of the call's tasks.
-        gathers: whether they are gathered, since they do not follow each other in memory.
+        received: those of them that were received, and are not the server's own.
+        pieces: pieces of them that follow each other in memory.
     """
 
     rows: Int64s
-    gathers: Bools
+    received: Int64s
+    pieces: Int64s
+
+    @property
+    def taken(self) -> Int64s:
+        """Rows that are copied to lie in turn; 0: they are used where they lie."""
+        return np.where(self.pieces > 1, self.rows, 0)
+
+    @property
+    def overwritten(self) -> Int64s:
+        """Rows that are gathered on their own, and overwrite others: see `find_call_rows`."""
+        fewer = np.minimum(self.received, self.rows - self.received)
+        return np.where(copied_in_pieces(self.pieces, self.rows), 0, fewer)
+
+    @property
+    def indices(self) -> Int64s:
+        """Indices by which rows are gathered."""
+        both = (self.received > 0) & (self.received < self.rows)
+        in_pieces = both & copied_in_pieces(self.pieces, self.rows)
+        return np.where(in_pieces, 0, self.taken) + 2 * self.overwritten
 
 
 @dataclass(frozen=True)
@@ -49,8 +79,6 @@ class RankRows:
         received: rows that it receives.
         destinations: servers that it sends rows to.
         sources: owners of the rows that it receives.
-        placed: whether its served rows lie in the order in which calls use them, and not its own
-            first.
         in_order: whether one call has all served rows, its own first.
         calls: rows of its kernel calls, of either task shape.
         of_received: results of the rows that it received, of its tasks.
@@ -62,7 +90,6 @@ class RankRows:
     received: Int64s
     destinations: Int64s
     sources: Int64s
-    placed: Bools
     in_order: Bools
     calls: tuple[CallRows, ...]
     of_received: PartialRows
@@ -110,16 +137,14 @@ def _rank_rows(
     causal = plan.tasks.ends_on_diagonal
     spans = _served_spans(segments, local, received, plan.tasks.server, starts, ends, causal)
     is_first = spans.first == np.arange(len(spans.first))
-    by_use = _places(spans, is_first, ranks)
-    placed = _any_of(spans.server, by_use != spans.row, ranks) & (received > 0)
-    place = np.where(placed[spans.server], by_use, spans.row)
+    in_turn = _follow_each_other(spans)
+    own = spans.row < local[spans.server]
     full, causal_ones = (
-        _call_rows(spans, place, spans.causal == shape, ranks) for shape in (False, True)
+        _call_rows(spans, own, in_turn, spans.causal == shape, ranks) for shape in (False, True)
     )
-    # Where rows are placed they are not in order, or they would be where they were.
-    in_order = ~(placed | full.gathers | causal_ones.gathers)
-    in_order &= (full.rows == 0) | (causal_ones.rows == 0)
+    in_order = (full.rows == 0) | (causal_ones.rows == 0)
     in_order &= full.rows + causal_ones.rows == local + received
+    in_order &= np.bincount(spans.server[~in_turn], minlength=ranks) <= 1
     here = spans.server == spans.owner
     away = segments.select(segments.owner != segments.server)
     return RankRows(
@@ -128,7 +153,6 @@ def _rank_rows(
         received,
         np.bincount(owner, minlength=ranks),
         np.bincount(of_server, minlength=ranks),
-        placed,
         in_order,
         (full, causal_ones),
         _of_received(spans, is_first, here, ranks),
@@ -222,29 +246,24 @@ def _first_of_each(part: Int64s, parts: int) -> Int64s:
     return first[part]
 
 
-def _places(spans: _Spans, is_first: Bools, ranks: int) -> Int64s:
-    """Places of the spans' first rows, where each server's rows lie by first use."""
-    new = np.where(is_first, spans.lengths, 0)
-    total = sums(spans.server, new, ranks)
-    before = np.cumsum(new) - new - (np.cumsum(total) - total)[spans.server]
-    return before[spans.first]  # type: ignore[no-any-return]
+def _follow_each_other(spans: _Spans) -> Bools:
+    """Whether each span's rows are those after the ones before it in its server's call."""
+    follows = np.zeros(len(spans.row), dtype=bool)
+    ends = spans.row + spans.lengths
+    follows[1:] = (spans.server[1:] == spans.server[:-1]) & (spans.row[1:] == ends[:-1])
+    follows[1:] &= spans.causal[1:] == spans.causal[:-1]
+    return follows
 
 
-def _any_of(servers: Int64s, found: Bools, ranks: int) -> Bools:
-    """Servers for which anything was found, `[servers]`."""
-    anything = np.zeros(ranks, dtype=bool)
-    anything[servers[found]] = True
-    return anything
-
-
-def _call_rows(spans: _Spans, place: Int64s, mine: Bools, ranks: int) -> CallRows:
-    server, place, lengths = spans.server[mine], place[mine], spans.lengths[mine]
-    total = sums(server, lengths, ranks)
-    in_turn = np.cumsum(lengths) - lengths - (np.cumsum(total) - total)[server]
-    # Of a server's spans the last number written is that of the first.
-    begin = np.zeros(ranks, dtype=np.int64)
-    begin[server[::-1]] = (place - in_turn)[::-1]
-    return CallRows(total, _any_of(server, place - in_turn != begin[server], ranks))
+def _call_rows(spans: _Spans, own: Bools, follows: Bools, mine: Bools, ranks: int) -> CallRows:
+    server, lengths, own = spans.server[mine], spans.lengths[mine], own[mine]
+    begins = ~follows[mine]
+    begins[1:] |= own[1:] != own[:-1]
+    return CallRows(
+        sums(server, lengths, ranks),
+        sums(server[~own], lengths[~own], ranks),
+        np.bincount(server[begins], minlength=ranks),
+    )
 
 
 def _of_received(spans: _Spans, is_first: Bools, here: Bools, ranks: int) -> PartialRows:

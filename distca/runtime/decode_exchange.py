@@ -16,6 +16,7 @@ from distca.attention.merge import Sums
 from distca.attention.paged import PagedKeys
 from distca.plan import Mask
 from distca.plan.span import Int64s
+from distca.runtime.call_rows import Piece, find_call_rows
 from distca.runtime.exchange import Exchange, KernelCall, Rows, combination
 from distca.runtime.kv_pool import BlockTables
 from distca.runtime.messages import peer_rows
@@ -58,20 +59,19 @@ def build_decode_exchange(
     served = np.concatenate([mine, received])
     order = np.argsort(lines[served])
     in_order = bool((order[1:] > order[:-1]).all())
-    q_rows = slice(0, len(served)) if in_order else torch.from_numpy(order)
     keys, cu_seqlens = _keys(decode, mask, rank, tables, lines, served)
     call = KernelCall(
         False,
         len(served),
         int((keys.used - keys.first).sum()),
         *cu_seqlens,
-        q_rows,
-        slice(0, slots),
+        find_call_rows(order, len(mine)),
+        Piece(False, slice(0, slots)),
     )
     alone = in_order and not len(send)
     local = np.concatenate([np.where(order < len(mine), order, -1), send])
     travels = bool(moved.any())
-    kv = Rows(slots, None, _NO_ROWS, outgoing[1], incoming[1], 0, None, None, False)
+    kv = Rows(slots, _NO_ROWS, outgoing[1], incoming[1], 0, None, None, False)
     q = replace(
         kv,
         local=len(mine),

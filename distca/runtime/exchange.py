@@ -7,11 +7,8 @@ Row numbers, all on this rank:
 
 * a *local* row is a token that this rank owns, in the order of its placement (those of cached
   prefixes have keys and values alone);
-* a *served* row is a token that this rank needs as a server: its local rows first (all of them,
-  so that they need no copy where nothing arrives), then the received rows in the order
-  (owner, position);
-* where rows arrive, each served row has a *place* in memory: its own number, or one that follows
-  the order in which the kernel calls use rows, so that calls find theirs where they lie.
+* a *served* row is a token that this rank needs as a server: its local rows first, all of them,
+  then the received rows in the order (owner, position). Either kind stays in memory of its own.
 """
 
 from __future__ import annotations
@@ -28,6 +25,7 @@ from distca.attention.merge import Merges, Sums
 from distca.cost.volume import Messages
 from distca.plan import Mask, Plan, Segments, Tasks
 from distca.plan.span import Int64s, cut_at, expand_ranges
+from distca.runtime.call_rows import CallRows, find_call_rows
 from distca.runtime.messages import MessageLayout, PeerRows, RowTypes, message_layout, peer_rows
 from distca.transport import Direction
 
@@ -40,7 +38,6 @@ class Rows:
 
     Attributes:
         local: rows that this rank owns.
-        places: place of each served row in memory, int64 `[served]`; None: its own number.
         send: local rows to send, sorted by destination, int64 `[sent]`.
         outgoing: rows that this rank sends to the servers, and that they return.
         incoming: rows that this rank receives as a server, and returns.
@@ -54,7 +51,6 @@ class Rows:
     """
 
     local: int
-    places: torch.Tensor | None
     send: torch.Tensor
     outgoing: PeerRows
     incoming: PeerRows
@@ -95,9 +91,8 @@ class KernelCall:
         keys: key rows of all tasks.
         cu_seqlens_q: first query of each task, and the total: int32 `[tasks + 1]` on the CPU.
         cu_seqlens_kv: first key of each task, and the total, likewise.
-        q_rows: places of the tasks' query rows, one task after the other: int64 `[queries]`, or a
-            slice where they lie in this order.
-        kv_rows: places of their keys and values, likewise.
+        q_rows: where the tasks' query rows lie, one task after the other.
+        kv_rows: where their keys and values lie, likewise.
     """
 
     causal: bool
@@ -105,8 +100,8 @@ class KernelCall:
     keys: int
     cu_seqlens_q: torch.Tensor
     cu_seqlens_kv: torch.Tensor
-    q_rows: torch.Tensor | slice
-    kv_rows: torch.Tensor | slice
+    q_rows: CallRows
+    kv_rows: CallRows
 
 
 @dataclass(frozen=True)
@@ -233,14 +228,13 @@ def build_exchange(plan: Plan, rank: int, latents: bool = False) -> Exchange:
             q_computed.append(q_served.of(offset + tasks.q_start, offset + tasks.q_end))
             kv_computed.append(kv_served.of(offset + tasks.kv_start, offset + tasks.kv_end))
             shapes.append((tasks, causal))
-    q_places, kv_places = q_served.places(q_computed), kv_served.places(kv_computed)
     calls = [
-        _kernel_call(tasks, causal, _at(q_places, q_rows), _at(kv_places, kv_rows))
-        for (tasks, causal), q_rows, kv_rows in zip(shapes, q_computed, kv_computed, strict=True)
+        _kernel_call(*shape, find_call_rows(q, q_served.local), find_call_rows(kv, kv_served.local))
+        for shape, q, kv in zip(shapes, q_computed, kv_computed, strict=True)
     ]
     of_q, of_kv = _parts(q_served, q_computed), _parts(kv_served, kv_computed, not latents)
-    q = _rows(q_served, q_places, of_q, outgoing[0], incoming[0], bool(moved_q.sizes.any()))
-    kv = _rows(kv_served, kv_places, of_kv, outgoing[1], incoming[1], bool(moved_kv.sizes.any()))
+    q = _rows(q_served, of_q, outgoing[0], incoming[0], bool(moved_q.sizes.any()))
+    kv = _rows(kv_served, of_kv, outgoing[1], incoming[1], bool(moved_kv.sizes.any()))
     if latents and kv.sent:
         kv = replace(kv, returned_sums=_sums(kv_served.send, kv.local))
     return Exchange(
@@ -297,40 +291,8 @@ class _ServedRows:
         """Whether rows are all served rows in order."""
         return np.array_equal(rows, np.arange(self.served))
 
-    def places(self, calls: list[Int64s]) -> Int64s | None:
-        """Place of each served row by the calls' first use of it; None: its own number.
 
-        Where nothing arrives, rows stay where their owner has them.
-        """
-        if self.served == self.local:
-            return None
-        rows = np.concatenate(calls)
-        first_use = np.full(self.served, len(rows))
-        # Of a row that is used again the last number written is that of its first use.
-        first_use[rows[::-1]] = np.arange(len(rows))[::-1]
-        order = np.argsort(first_use, kind="stable")
-        if self.are_all(order):
-            return None
-        places = np.empty_like(order)
-        places[order] = np.arange(self.served)
-        return places
-
-
-def _at(places: Int64s | None, rows: Int64s) -> torch.Tensor | slice:
-    """Places of rows: a slice where these follow each other."""
-    at = rows if places is None else places[rows]
-    begin = int(at[0]) if len(at) else 0
-    if np.array_equal(at, np.arange(begin, begin + len(at))):
-        return slice(begin, begin + len(at))
-    return torch.from_numpy(at)
-
-
-def _kernel_call(
-    tasks: Tasks,
-    causal: bool,
-    q_rows: torch.Tensor | slice,
-    kv_rows: torch.Tensor | slice,
-) -> KernelCall:
+def _kernel_call(tasks: Tasks, causal: bool, q_rows: CallRows, kv_rows: CallRows) -> KernelCall:
     queries, keys = tasks.q_end - tasks.q_start, tasks.kv_end - tasks.kv_start
     return KernelCall(
         causal,
@@ -385,7 +347,6 @@ def _parts(served: _ServedRows, calls: list[Int64s], come_back: bool = True) -> 
 
 def _rows(
     served: _ServedRows,
-    places: Int64s | None,
     parts: _Parts,
     outgoing: PeerRows,
     incoming: PeerRows,
@@ -393,7 +354,6 @@ def _rows(
 ) -> Rows:
     return Rows(
         served.local,
-        None if places is None else torch.from_numpy(places),
         torch.from_numpy(served.send),
         outgoing,
         incoming,

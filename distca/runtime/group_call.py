@@ -113,7 +113,7 @@ class GroupCall:
         with self._span("dispatch", "exchange"):
             sent = self._send("dispatch", [q], [k, v])
             self._workspace.clear()
-            self._sent, self._served = sent.put_together(
+            self._sent, self._served = sent.receive(
                 None if self._resources.keeps_inputs else self._workspace
             )
         if not self._resources.keeps_inputs:
@@ -170,7 +170,7 @@ class GroupCall:
         self._expand(kv)
         if self._resources.keeps_inputs:
             self._kept = self._served
-        query, value = q.tensors[0], kv.tensors[1]
+        query, value = q.local[0], kv.local[1]
         heads = query.shape[1:2]
         types = (heads + value.shape[2:], query.dtype), (heads, torch.float32)
         parts = None
@@ -194,9 +194,8 @@ class GroupCall:
         """Makes the keys and values of latents that arrived."""
         if kv.latents is not None:
             assert self._weight is not None, "rows came to a rank without the layer"
-            assert self._exchange is not None
             with self._span("expand latents", "kernels"):
-                expand(kv, self._exchange.kv, self._weight, self._scratch)
+                expand(kv, self._weight, self._scratch)
 
     def finish(self, sink: torch.Tensor | None = None) -> torch.Tensor:
         """Returns the final output of the local rows, `[local rows, heads, v_head_dim]`.
@@ -251,7 +250,7 @@ class GroupCall:
         with self._span("dispatch backward", "exchange") if self._ahead is None else nullcontext():
             sent = self._send("dispatch_backward", of_q, of_kv)
             self._workspace.clear()
-            self._sent, self._served = sent.put_together(self._workspace)
+            self._sent, self._served = sent.receive(self._workspace)
         # Computed while the rows are under way.
         sink = self._sink
         if sink is not None:
@@ -287,7 +286,7 @@ class GroupCall:
         if self._kept is not None:
             return [q, self._kept[0]], self._kept[1]
         if self._ahead is not None:
-            ahead, (_, kv) = self._ahead.put_together(self._workspace)
+            ahead, (_, kv) = self._ahead.receive(self._workspace)
             ahead.wait()
             self._ahead = None
         self._expand(kv)
@@ -305,7 +304,7 @@ class GroupCall:
         with self._span("wait for dispatch backward", "exchange"):
             q, kv = self._of_backward()
         rows, memory = (exchange.q, exchange.kv, exchange.kv), []
-        for tensor, of in zip((q[-1].tensors[-1], *kv.tensors), rows, strict=True):
+        for tensor, of in zip((q[-1].local[-1], *kv.local), rows, strict=True):
             # Gradients of latents come back instead of those of keys and values.
             back = 0 if self._travelling and of is exchange.kv else of.sent
             shape = (of.parts + back, *tensor.shape[1:])

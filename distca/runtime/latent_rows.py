@@ -42,33 +42,26 @@ class SentLatents:
         return self.latent, k_THD[:, 0, -self.rotated_dim :].contiguous()
 
 
-def expand(kv: ServedRows, rows: Rows, weight: torch.Tensor, scratch: Workspace) -> None:
-    """Writes the keys and values of received latents to their places.
+def expand(kv: ServedRows, weight: torch.Tensor, scratch: Workspace) -> None:
+    """Writes the keys and values of received latents.
 
     Args:
-        kv: keys and values, of which the local ones are in place, and received latents.
-        rows: rows of keys and values.
+        kv: memory of the received keys and values, and latents that were received.
         weight: weight that expands them, outside of autograd's graph.
         scratch: memory for temporaries.
     """
-    assert kv.packed is not None
+    assert kv.received is not None
     assert kv.latents is not None
     latent, rotated = kv.latents.tensors
     with scratch.borrowed():
-        if rows.places is None:
-            into = PackedRows.at(kv.packed.words[rows.local :], kv.packed.format)
-        else:
-            into = PackedRows.take(scratch, kv.packed.format, rows.received)
-        k, v = into.tensors
+        k, v = kv.received.tensors
         own = k.shape[2] - rotated.shape[1]
-        both = scratch.take((rows.received, len(weight)), latent.dtype)
+        both = scratch.take((len(k), len(weight)), latent.dtype)
         torch.mm(latent, weight.t(), out=both)
-        heads = both.view(rows.received, k.shape[1], own + v.shape[2])
+        heads = both.view(len(k), k.shape[1], own + v.shape[2])
         k[..., :own] = heads[..., :own]
         k[..., own:] = rotated[:, None]
         v.copy_(heads[..., own:])
-        if rows.places is not None:
-            kv.packed.words.index_copy_(0, rows.places[rows.local :], into.words)
 
 
 class LatentGradients:

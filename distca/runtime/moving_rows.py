@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 
+from distca.runtime.call_rows import CallRows, Gather, GatherBoth, Piece, Pieces
 from distca.runtime.exchange import Exchange, Rows
 from distca.runtime.messages import (
     WORD,
@@ -35,59 +36,75 @@ class Fill:
     at_once: bool = False
 
 
-@dataclass(frozen=True)
-class Scattered:
-    """Places for packed rows that arrive.
-
-    Attributes:
-        words: memory, `[places, words]`.
-        places: place of each row, int64 `[rows]`.
-        scratch: memory for rows out of messages that hold both kinds.
-    """
-
-    words: torch.Tensor
-    places: torch.Tensor
-    scratch: Workspace
-
-    def fill(self, found: KindInMessages, messages: torch.Tensor) -> None:
-        """Writes a kind's rows in messages to their places."""
-        for piece, words in found.views(messages):
-            self.words.index_copy_(0, self.places[piece], words)
-        if found.pieces:
-            return
-        with self.scratch.borrowed():
-            rows = self.scratch.take((found.rows, self.words.shape[1]), WORD)
-            found.take(messages, rows)
-            self.words.index_copy_(0, self.places, rows)
-
-
-Target = torch.Tensor | Scattered | Sequence[torch.Tensor] | None
-"""Memory for a kind's rows that arrive: words of packed rows, in order or at places, or each
-tensor; None: none arrive."""
+Target = torch.Tensor | Sequence[torch.Tensor] | None
+"""Memory for a kind's rows that arrive: words of packed rows, or each tensor; None: none arrive."""
 
 
 @dataclass(frozen=True)
 class ServedRows:
-    """A server's rows of one kind, those that it owns and those that it received, at their places.
+    """A server's rows of one kind: those that it owns, and those received, each in their memory.
 
     Attributes:
-        tensors: tensors with these rows.
-        packed: the same rows, side by side; None: nothing arrived, and the tensors are the owner's.
-        latents: latents that arrived, in the order of their arrival, of which the received rows are
-            to be made (`latent_rows.py`); None: rows arrive themselves, or none do.
+        local: tensors of its own rows, which stay where their owner has them.
+        received: rows that it received, side by side; None: nothing arrived.
+        latents: latents that arrived, of which the received rows are to be made
+            (`latent_rows.py`); None: rows arrive themselves, or none do.
     """
 
-    tensors: Sequence[torch.Tensor]
-    packed: PackedRows | None
+    local: Sequence[torch.Tensor]
+    received: PackedRows | None
     latents: PackedRows | None = None
 
-    def take(self, rows: torch.Tensor | slice, scratch: Workspace) -> Sequence[torch.Tensor]:
-        """Copies the rows at int64 indices `[n]`; a slice of them is taken where it lies."""
-        if isinstance(rows, slice):
-            return [tensor[rows] for tensor in self.tensors]
-        if self.packed is None:
-            return [scratch.gather(tensor, rows) for tensor in self.tensors]
-        return self.packed.gather(rows, scratch).tensors
+    def take(self, rows: CallRows, scratch: Workspace) -> Sequence[torch.Tensor]:
+        """Returns rows of a call: those of one piece where they lie, others in copies."""
+        if isinstance(rows, Piece):
+            return [tensor[rows.rows] for tensor in self._memory(rows.received)]
+        if isinstance(rows, Gather):
+            if rows.received:
+                return self._received.gather(rows.rows, scratch).tensors
+            return [scratch.gather(tensor, rows.rows) for tensor in self.local]
+        total = rows.total if isinstance(rows, Pieces) else rows.most.rows.shape[0]
+        into = PackedRows.take(scratch, self._received.format, total)
+        if isinstance(rows, Pieces):
+            self._copy(rows.pieces, into)
+        else:
+            self._gather_both(rows, into, scratch)
+        return into.tensors
+
+    @property
+    def _received(self) -> PackedRows:
+        assert self.received is not None
+        return self.received
+
+    def _memory(self, received: bool) -> Sequence[torch.Tensor]:
+        return self._received.tensors if received else self.local
+
+    def _pairs(
+        self, received: bool, into: PackedRows
+    ) -> Iterable[tuple[torch.Tensor, torch.Tensor]]:
+        """Tensors of one memory and those to which its rows go: packed rows need one copy."""
+        if received:
+            return [(self._received.words, into.words)]
+        return zip(self.local, into.tensors, strict=True)
+
+    def _copy(self, pieces: Sequence[Piece], into: PackedRows) -> None:
+        begin = 0
+        for piece in pieces:
+            end = begin + piece.rows.stop - piece.rows.start
+            for tensor, target in self._pairs(piece.received, into):
+                target[begin:end] = tensor[piece.rows]
+            begin = end
+
+    def _gather_both(self, rows: GatherBoth, into: PackedRows, scratch: Workspace) -> None:
+        self._gather_into(rows.most, into)
+        with scratch.borrowed():
+            others = PackedRows.take(scratch, into.format, rows.places.shape[0])
+            self._gather_into(rows.others, others)
+            into.words.index_copy_(0, rows.places, others.words)
+
+    def _gather_into(self, rows: Gather, into: PackedRows) -> None:
+        for tensor, target in self._pairs(rows.received, into):
+            torch.index_select(tensor, 0, rows.rows, out=target)
 
 
 @dataclass(frozen=True)
@@ -114,8 +131,6 @@ class RowsUnderWay:
                 continue
             if isinstance(target, torch.Tensor):
                 found.take(messages, target)
-            elif isinstance(target, Scattered):
-                target.fill(found, messages)
             else:
                 found.take_apart(messages, target)
         self.pending.release()
@@ -133,7 +148,6 @@ class RowsForServers:
         exchange: this rank's part of the plan.
         tensors: local rows that travel.
         expanded: local keys and values, where their latents travel; none: they do so themselves.
-        scratch: memory for rows out of messages that hold both kinds.
     """
 
     pending: Pending | None
@@ -141,33 +155,27 @@ class RowsForServers:
     exchange: Exchange
     tensors: ByKind
     expanded: Sequence[torch.Tensor]
-    scratch: Workspace
 
-    def put_together(
+    def receive(
         self, workspace: Workspace | None
     ) -> tuple[RowsUnderWay, tuple[ServedRows, ServedRows]]:
-        """Takes memory for the served rows of each kind, and copies the local rows there.
+        """Takes memory for the received rows of each kind.
 
         Args:
-            workspace: memory for the served rows; None: new tensors, which can be kept.
+            workspace: memory for them; None: new tensors, which can be kept.
         """
         of_q, of_kv = self.exchange.q, self.exchange.kv
         q = _served(self.tensors.q, of_q, workspace)
         kv = _served(self.expanded or self.tensors.kv, of_kv, workspace)
         if self.expanded and of_kv.received:
             kv = replace(kv, latents=_memory(self.tensors.kv, of_kv.received, workspace))
-        targets = [self._target(q, of_q), self._target(kv, of_kv)]
-        return RowsUnderWay(self.pending, self.layout, targets), (q, kv)
+        return RowsUnderWay(self.pending, self.layout, [_target(q), _target(kv)]), (q, kv)
 
-    def _target(self, served: ServedRows, rows: Rows) -> Target:
-        if served.latents is not None:
-            return served.latents.words
-        packed = served.packed
-        if packed is None:
-            return None
-        if rows.places is None:
-            return packed.words[rows.local :]
-        return Scattered(packed.words, rows.places[rows.local :], self.scratch)
+
+def _target(served: ServedRows) -> Target:
+    """Memory for what arrives of a kind."""
+    arriving = served.latents or served.received
+    return None if arriving is None else arriving.words
 
 
 def _memory(like: Sequence[torch.Tensor], rows: int, workspace: Workspace | None) -> PackedRows:
@@ -179,17 +187,10 @@ def _memory(like: Sequence[torch.Tensor], rows: int, workspace: Workspace | None
 
 
 def _served(tensors: Sequence[torch.Tensor], rows: Rows, workspace: Workspace | None) -> ServedRows:
-    """Memory for served rows, with the local ones in place."""
+    """Local rows, with memory for those that arrive."""
     if not tensors or not rows.received:
         return ServedRows(tensors, None)
-    packed = _memory(tensors, rows.served, workspace)
-    if rows.local:
-        for tensor, into in zip(tensors, packed.tensors, strict=True):
-            if rows.places is None:
-                into[: rows.local] = tensor
-            else:
-                into.index_copy_(0, rows.places[: rows.local], tensor)
-    return ServedRows(packed.tensors, packed)
+    return ServedRows(tensors, _memory(tensors, rows.received, workspace))
 
 
 def _start_exchange(
@@ -260,7 +261,7 @@ def send_to_servers(
         layout = exchange.layout(channel.direction, types)
         fills = gathered(tensors.q, exchange.q.send), gathered(tensors.kv, exchange.kv.send)
         pending = _start_exchange(transport, phase, channel, layout, fills, scratch)
-    return RowsForServers(pending, layout, exchange, tensors, expanded, scratch)
+    return RowsForServers(pending, layout, exchange, tensors, expanded)
 
 
 def send_to_owners(

@@ -1,15 +1,14 @@
 """Memory traffic of the rows that the runtime copies around the kernels.
 
 Messages that have rows of both kinds, and not many to each of a few peers, are put together on the
-way in and out. Where rows arrive, all local rows move into the workspace beside them, in the order
-in which kernel calls use rows; elsewhere they stay where they are. A call gathers its rows only if
-they do not follow each other there. Results of all calls lie one after the other, with those of
-other servers behind them; final outputs and gradients are made of these parts, outputs merged and
-gradients summed where a row has several. Where one call gives a rank's own rows and no others, its
-results are the final ones. The groups' outputs and gradients are put together in the end.
-Latents that arrive lie in order until they are expanded. `distca.runtime` copies in `moving_rows`,
-`server_kernels`, `latent_rows` and `group_call`; the traffic is counted here from the plan alone,
-as `distca.cost.memory` counts the buffers.
+way in and out. Local rows stay where they are, and received ones where they arrive; a kernel call
+copies its rows only if they do not follow each other in one of these memories. Results of all calls
+lie one after the other, with those of other servers behind them; final outputs and gradients are
+made of these parts, outputs merged and gradients summed where a row has several. Where one call
+gives a rank's own rows and no others, its results are the final ones. The groups' outputs and
+gradients are put together in the end. `distca.runtime` copies in `moving_rows`, `server_kernels`,
+`latent_rows` and `group_call`; the traffic is counted here from the plan alone, as
+`distca.cost.memory` counts the buffers.
 """
 
 from __future__ import annotations
@@ -44,17 +43,10 @@ def copy_traffic(
     return count(*rows, shape, grouped)
 
 
-def _to_kernels(rows: RankRows, others: RankRows, row_bytes: int, expanded: bool = False) -> Int64s:
-    """Bytes of local rows that move beside those that arrive, and of those that calls gather.
-
-    Rows that arrive are put together first where messages have rows of the other kind, too, unless
-    they lie in order, as those do that are to be `expanded`, or are copied in pieces.
-    """
-    moved = np.where(rows.received > 0, rows.local, 0)
-    staged = ~in_pieces(rows.sources, rows.received, row_bytes) & (not expanded)
-    moved += np.where(rows.placed & (others.received > 0) & staged, rows.received, 0)
-    gathered = np.sum([call.rows * call.gathers for call in rows.calls], axis=0)
-    return 2 * row_bytes * (moved + gathered)  # type: ignore[no-any-return]
+def _to_kernels(rows: RankRows, row_bytes: int) -> Int64s:
+    """Bytes of rows that calls copy to have them in turn, some of them twice more."""
+    copied = np.sum([call.taken + 2 * call.overwritten for call in rows.calls], axis=0)
+    return 2 * row_bytes * copied  # type: ignore[no-any-return]
 
 
 def _packed(
@@ -79,15 +71,15 @@ def _expanded(kv: RankRows, shape: AttentionShape) -> Int64s:
     if shape.kv_rank is None:
         return np.zeros_like(kv.local)
     row = shape.expanded_dim * shape.dtype_bytes + shape.kv_row_bytes
-    return kv.received * (row + 2 * kv.placed * shape.kv_row_bytes)  # type: ignore[no-any-return]
+    return kv.received * row
 
 
 def _forward(q: RankRows, kv: RankRows, shape: AttentionShape, grouped: bool) -> Int64s:
     q_row, kv_row = shape.q_row_bytes, shape.kv_row_bytes
     traffic = _packed(q.sent, kv.sent, q.destinations, q_row)
     traffic += _packed(kv.sent, q.sent, kv.destinations, shape.moved_kv_row_bytes)
-    traffic += _to_kernels(q, kv, q_row)
-    traffic += _to_kernels(kv, q, kv_row, shape.kv_rank is not None) + _expanded(kv, shape)
+    traffic += _to_kernels(q, q_row)
+    traffic += _to_kernels(kv, kv_row) + _expanded(kv, shape)
     traffic += _merge_traffic(q.of_received, shape)
     final = 2 * q.local * shape.result_row_bytes + _merge_traffic(q.of_local, shape)
     traffic += np.where(q.computed_alone, 0, final)
@@ -105,7 +97,7 @@ def _backward(q: RankRows, kv: RankRows, shape: AttentionShape, grouped: bool) -
         (kv, q, kv_row, kv_row, (moved, moved), expands),
     ):
         traffic += _packed(rows.sent, others.sent, rows.destinations, sent)
-        traffic += _to_kernels(rows, others, inputs, expanded)
+        traffic += _to_kernels(rows, inputs)
         # Received rows of one part each go into messages as they are, or into products.
         several = rows.of_received.shared > 0
         traffic += row * several * (rows.of_received.parts + rows.received)

@@ -20,6 +20,7 @@ from distca.schedule.program import LayerGroup, tick_program
 from distca.schedule.serving import shard_evenly, step_plan
 from distca.schedule.serving.decode import Decode, plan_decode
 from distca.schedule.serving.holdings import Holdings
+from support.served_rows import taken_rows
 
 CPU, SIZE = torch.device("cpu"), 4
 SHAPE = AttentionShape(heads=4, kv_heads=2, head_dim=8, dtype_bytes=4)
@@ -70,7 +71,14 @@ def test_rows_travel_as_the_plan_says(ranks: int, mask: Mask) -> None:
             arriving = segments.select(segments.owner != rank).start
             served = np.concatenate([segments.select(segments.owner == rank).start, arriving])
             sequence = np.searchsorted(plan.document_offsets, served, side="right") - 1
-            assert (np.diff(lines[sequence][found.calls[0].q_rows]) > 0).all()
+            assert (
+                np.diff(
+                    lines[sequence][
+                        taken_rows(found.calls[0].q_rows, found.q.local, found.q.received)
+                    ]
+                )
+                > 0
+            ).all()
             # Each served query meets the rank's rows of its sequence that it sees.
             visible = (decode.rows - decode.hidden[mask])[:, rank]
             assert (keys.used - keys.first)[lines].tolist() == visible.tolist()

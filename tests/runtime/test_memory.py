@@ -251,15 +251,17 @@ def test_the_memory_of_a_plan_by_hand() -> None:
     inputs = 128 * 256 + 256 * 256
     assert memory.to_servers_send == memory.to_servers_receive == inputs + 128 * (512 + 16)
     assert memory.to_owners_send == memory.to_owners_receive == inputs
-    # Server 1 has 384 queries and 512 keys: dout, out, q, LSE, k, v. They lie as its call uses
-    # them, which has as many gradients; what arrives in one message is taken apart first. It sends
-    # nothing, so nothing comes back to it.
-    rows = 384 * (3 * 256 + 16) + 512 * 256
-    assert memory.slot == rows + 384 * 256 + 512 * 256
-    assert memory.scratch == inputs + 128 * (512 + 16) - 256 * 256
-    # It receives 128 queries and 256 keys: two indices each. Each served row has a place. Sums have
-    # each row of the call and one for each of its own; so have outputs.
-    assert memory.indices == 8 * (2 * 384 + (384 + 512) + 2 * (384 + 512) + 384)
+    # Server 1 receives dout, out, q, LSE of 128 queries, and k, v of 256 keys, and has gradients of
+    # 384 queries and 512 keys. It sends nothing, so nothing comes back to it.
+    gradients = 384 * 256 + 512 * 256
+    assert memory.slot == 128 * (3 * 256 + 16) + 256 * 256 + gradients
+    # Its call's rows lie in two pieces, too short to be copied as such: those that arrived are
+    # gathered apart, and overwrite others.
+    assert memory.scratch == (384 + 128) * (3 * 256 + 16) + (512 + 256) * 256
+    # Received rows have two indices each; taken ones have one, and two if they overwrite others.
+    # Sums have each row of the call and one for each of its own; so have outputs.
+    taken = 384 + 2 * 128 + 512 + 2 * 256
+    assert memory.indices == 8 * (2 * 384 + taken + 2 * (384 + 512) + 384)
     kept = plan_memory(plan, AttentionShape(2, 1, 64, 2), "keep")
     assert kept.to_servers_send == max(inputs, 128 * (512 + 16))
     # Kernels: gradients; a float32 sum and twice 16 bytes for each query, with 128 more for a task;

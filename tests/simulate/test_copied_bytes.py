@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from distca.cost import volume
+from distca.cost import partial_rows, volume
 from distca.cost.memory import plan_memory
 from distca.cost.partial_rows import rank_rows
 from distca.cost.volume import BACKWARD_PHASES, FORWARD_PHASES, AttentionShape, plan_bytes
@@ -156,7 +156,9 @@ def measured(plan: Plan, head_groups: int) -> dict[str, list[int]]:
     return found
 
 
-@pytest.mark.parametrize(("head_groups", "piece_bytes"), [(1, 2**18), (1, 0), (2, 0)])
+@pytest.mark.parametrize(
+    ("head_groups", "piece_bytes", "piece_rows"), [(1, 2**18, 2**20), (1, 0, 32), (2, 0, 2**20)]
+)
 @pytest.mark.parametrize("free_placement", [True, False])
 @pytest.mark.parametrize("scheduler", ["packed", "per-document-cp", "greedy", "tiles"])
 def test_the_simulator_counts_what_the_runtime_copies(
@@ -164,10 +166,13 @@ def test_the_simulator_counts_what_the_runtime_copies(
     free_placement: bool,
     head_groups: int,
     piece_bytes: int,
+    piece_rows: int,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Rows of both kinds to some ranks are put together, or written in pieces."""
+    """Rows of both kinds to some ranks are put together, or written in pieces; kernel calls gather
+    rows of both memories, or copy them in pieces."""
     monkeypatch.setattr(volume, "PIECE_BYTES", piece_bytes)
+    monkeypatch.setattr(partial_rows, "PIECE_ROWS", piece_rows)
     options = ExecutionOptions(scheduler, ping_pong=False, free_placement=free_placement)
     group = SHAPE.head_group(head_groups)
     lengths = long_tailed_lengths(0, 4 * 2048, 500, 8192)
@@ -183,9 +188,9 @@ def test_the_simulator_counts_what_the_runtime_copies(
     assert measured(plan, head_groups) == expected
     q, kv = rank_rows(plan)
     if scheduler == "tiles":
-        # Keys lie as kernel calls use them, so that some servers gather none.
-        gathered = np.any([call.gathers for call in kv.calls], axis=0)
-        assert (kv.placed & ~gathered).any()
+        calls = [call for each in (q, kv) for call in each.calls]
+        copied_at_once = np.any([call.overwritten for call in calls])
+        assert copied_at_once == (piece_rows > 32)
     if scheduler == "tiles" and not free_placement:
         # Outputs merge, and gradients are sums, on servers and at owners.
         assert q.of_local.members.any()

@@ -29,6 +29,8 @@ from distca.simulate.search import with_less_memory
 from support.simulated import MODEL
 
 CLUSTER = CLUSTERS["dgx-h200"]
+SLOW = replace(CLUSTER, linear_mfu=CLUSTER.linear_mfu / 4)
+"""Expanding latents takes longer than putting wider rows in messages and out."""
 LATENT = replace(MODEL, kv_heads=8, head_dim=96, latents=Latents(128, 32, 64, 192))
 """Of 8 heads and a width of 512."""
 
@@ -154,7 +156,7 @@ def test_simulated_latents_are_fewer_bytes_and_more_products() -> None:
     candidate = Candidate("tiles", 1, 1, 8, 1, 1)
     sent, computed = [], []
     for rows in ("on", "off"):
-        workload = Workload(LATENT, CLUSTER, 8, 8192, 8, 0.1, "mlp", latent_rows=rows)  # type: ignore[arg-type]
+        workload = Workload(LATENT, SLOW, 8, 8192, 8, 0.1, "mlp", latent_rows=rows)  # type: ignore[arg-type]
         costs = workload.costs_of(candidate)
         assert costs.sends_latents == (rows == "on")
         outcome = simulate(candidate, workload, batch)
@@ -175,7 +177,7 @@ def test_simulated_latents_are_fewer_bytes_and_more_products() -> None:
 def test_advice_sends_what_is_faster(gpus_per_node: int, latents_are_faster: bool) -> None:
     """Expanding takes time that fast links do not need for keys and values."""
     batch = [np.array([6000, 2192]), np.array([1024] * 8)] * 4
-    cluster = replace(CLUSTER, gpus_per_node=gpus_per_node)
+    cluster = replace(SLOW, gpus_per_node=gpus_per_node)
     workload = Workload(LATENT, cluster, 8, 8192, 8, 0.1, "mlp")
     best = advise(workload, [batch], ["tiles"], [1], [1], 1)[0].candidate
     assert best is not None
