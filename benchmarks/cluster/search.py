@@ -11,7 +11,12 @@ import numpy as np
 from benchmarks.cluster.sweep import Case, Runner, Unit, batch
 from distca.simulate import Candidate, candidates, divisions
 from distca.simulate.advice import estimate, sizes_of
-from distca.simulate.search import with_chains, with_head_groups, with_less_memory
+from distca.simulate.search import (
+    with_chains,
+    with_head_groups,
+    with_kept_inputs,
+    with_less_memory,
+)
 
 _COMPARED = 3
 """Batches on which configurations are compared that were fast in the first."""
@@ -23,8 +28,9 @@ _SHORTLIST = 2
 """Configurations with `--distca` that run them."""
 _NEAR = 1.15
 """Ratio of estimates up to which tensor-parallel sizes take turns in a sweep."""
-_CHAINED = ("tiles",)
-"""Systems that are tried with chains of micro-batches, which the paper has not."""
+_BEYOND_THE_PAPER = ("tiles",)
+"""Systems that are tried with chains of micro-batches and with inputs that servers keep, which the
+paper has not."""
 _TRIES = 4
 """Bound on the configurations that a sweep runs once one fits, per one that is to fit."""
 
@@ -136,9 +142,10 @@ def best_with_plans(
     """Finds the best configuration with `--distca` for each case, over all batches.
 
     Planning takes longer than a baseline. So configurations run the first batches in the order of
-    `estimate`, until enough of them fit; the fastest run them with each tolerance, and in chains;
-    the fastest of these a few batches; and the fastest of those all of them. If it is out of memory
-    in any, it runs with fewer in flight or in head groups, or the next one runs, to the last.
+    `estimate`, until enough of them fit; the fastest run them with each tolerance, in chains, and
+    with inputs kept; the fastest of these a few batches; and the fastest of those all of them. If
+    it is out of memory in any, it runs with fewer in flight or in head groups, or the next one
+    runs, to the last.
 
     Args:
         runner: runner of the simulations.
@@ -163,8 +170,10 @@ def best_with_plans(
     fitting = {case: ranked(_of(case, swept), case, swept) for case in cases}
     tuned = {}
     for case, mine in fitting.items():
-        chains = with_chains(mine[0], case.workload) if mine and system in _CHAINED else []
-        tuned[case] = chains + [
+        more: list[Candidate] = []
+        if mine and system in _BEYOND_THE_PAPER:
+            more = with_chains(mine[0], case.workload) + with_kept_inputs(mine[0], case.workload)
+        tuned[case] = more + [
             replace(c, tolerance=tolerance)
             for c in mine[: sweep.finalists]
             for tolerance in sweep.tolerances

@@ -25,6 +25,7 @@ from distca.simulate.search import (
     simulate,
     with_chains,
     with_head_groups,
+    with_kept_inputs,
     with_less_memory,
     without_latents,
 )
@@ -95,7 +96,7 @@ def advise(
     All configurations of a baseline run all batches, until they do not fit. With `--distca`, whose
     planning takes longer, configurations run the first batch in the order of `estimate`, until
     enough of them fit; the best of these run all batches, and the very best with chains, head
-    groups, keys and values instead of latents, and other tolerances, too.
+    groups, keys and values instead of latents, other tolerances, and inputs that are kept, too.
 
     Args:
         workload: model, cluster and sizes.
@@ -143,7 +144,7 @@ def _best(
         left[:0] = trials.with_less_memory(fitting)
     if best is not None and system in DISTCA_SYSTEMS:
         best = trials.in_head_groups(trials.without_latents(trials.in_chains(best)))
-        best = trials.with_best_tolerance(best, tolerances)
+        best = trials.with_kept_inputs(trials.with_best_tolerance(best, tolerances))
     failed = len(every) - able + trials.failed(left)
     simulated = len({sizes_of(candidate) for candidate in trials.outcomes})
     if best is None:
@@ -217,11 +218,11 @@ class _Trials:
 
     def without_latents(self, best: Candidate) -> Candidate:
         """The configuration with what travels for keys and values if that is the fastest."""
-        able = [
-            best,
-            *(c for c in without_latents(best, self.workload) if self.fits(c, len(self.batches))),
-        ]
-        return min(able, key=lambda candidate: _seconds(self.outcomes[candidate]))
+        return self._fastest(best, without_latents(best, self.workload))
+
+    def with_kept_inputs(self, best: Candidate) -> Candidate:
+        """The configuration that keeps inputs if it fits and is the fastest."""
+        return self._fastest(best, with_kept_inputs(best, self.workload))
 
     def in_head_groups(self, best: Candidate) -> Candidate:
         """The configuration with the fewest head groups that is about as fast as the fastest."""
@@ -229,7 +230,9 @@ class _Trials:
 
     def with_best_tolerance(self, best: Candidate, tolerances: Sequence[float]) -> Candidate:
         """The configuration with the tolerance that is fastest: it costs a user nothing."""
-        others = [replace(best, tolerance=tolerance) for tolerance in tolerances]
+        return self._fastest(best, [replace(best, tolerance=each) for each in tolerances])
+
+    def _fastest(self, best: Candidate, others: Sequence[Candidate]) -> Candidate:
         able = [best, *(c for c in others if self.fits(c, len(self.batches)))]
         return min(able, key=lambda candidate: _seconds(self.outcomes[candidate]))
 
@@ -251,7 +254,7 @@ class _Trials:
 
 def sizes_of(candidate: Candidate) -> Candidate:
     """The configuration that `divisions` gave, without bound, chains, head groups, tolerance, and
-    choice of latents."""
+    choice of latents and inputs."""
     micro_batches = candidate.micro_batches // candidate.chain
     return replace(
         candidate,
@@ -260,6 +263,7 @@ def sizes_of(candidate: Candidate) -> Candidate:
         max_in_flight=None,
         head_groups=1,
         may_send_latents=True,
+        keeps_inputs=False,
         tolerance=None,
     )
 

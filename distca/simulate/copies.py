@@ -17,7 +17,7 @@ import numpy as np
 
 from distca.cost.memory import FLOAT32_BYTES
 from distca.cost.partial_rows import PartialRows, RankRows
-from distca.cost.volume import AttentionShape, in_pieces
+from distca.cost.volume import AttentionShape, BackwardInputs, in_pieces
 from distca.plan.span import Bools, Int64s
 from distca.schedule.program import Pass
 
@@ -27,20 +27,23 @@ def copy_traffic(
     shape: AttentionShape,
     direction: Pass,
     grouped: bool = False,
+    backward_inputs: BackwardInputs = "resend",
 ) -> Int64s:
     """Bytes that each server reads and writes to copy rows, in a layer, `[servers]`.
 
     Counted on top of the kernels' own traffic, one copy of the rows that are sent, and one of the
-    rows that arrive. The backward pass is that of "resend".
+    rows that arrive.
 
     Args:
         rows: rows of queries and keys, as `rank_rows` counts them of a valid plan.
         shape: the heads of one tensor-parallel rank, or of a head group of it.
         direction: pass whose copies are counted.
         grouped: the heads are one of several head groups.
+        backward_inputs: source of the kernels' inputs in the backward pass, as in `plan_bytes`.
     """
-    count = _forward if direction == "forward" else _backward
-    return count(*rows, shape, grouped)
+    if direction == "forward":
+        return _forward(*rows, shape, grouped)
+    return _backward(*rows, shape, grouped, backward_inputs == "resend")
 
 
 def _to_kernels(rows: RankRows, row_bytes: int) -> Int64s:
@@ -87,7 +90,9 @@ def _forward(q: RankRows, kv: RankRows, shape: AttentionShape, grouped: bool) ->
     return traffic + 2 * grouped * q.local * shape.out_row_bytes
 
 
-def _backward(q: RankRows, kv: RankRows, shape: AttentionShape, grouped: bool) -> Int64s:
+def _backward(
+    q: RankRows, kv: RankRows, shape: AttentionShape, grouped: bool, resends: bool
+) -> Int64s:
     q_row, kv_row = shape.q_row_bytes, shape.kv_row_bytes
     q_inputs, moved = shape.q_inputs_row_bytes, shape.moved_kv_row_bytes
     expands = shape.kv_rank is not None
@@ -96,7 +101,9 @@ def _backward(q: RankRows, kv: RankRows, shape: AttentionShape, grouped: bool) -
         (q, kv, q_inputs, q_row, (q_inputs, q_row), False),
         (kv, q, kv_row, kv_row, (moved, moved), expands),
     ):
-        traffic += _packed(rows.sent, others.sent, rows.destinations, sent)
+        # Where inputs are kept messages have rows of queries alone.
+        both = resends * rows.sent, resends * others.sent
+        traffic += _packed(*both, rows.destinations, sent)
         traffic += _to_kernels(rows, inputs)
         # Received rows of one part each go into messages as they are, or into products.
         several = rows.of_received.shared > 0

@@ -73,6 +73,8 @@ def training_flags(candidate: Candidate, workload: Workload) -> list[str]:
         flags.append(f"--distca-max-in-flight {candidate.max_in_flight}")
     if chain > 1:
         flags.append(f"--distca-chain {chain}")
+    if candidate.keeps_inputs:
+        flags.append("--distca-backward keep")
     if workload.model.latents is not None:
         rows = "on" if workload.costs_of(candidate).sends_latents else "off"
         flags.append(f"--distca-latent-rows {rows}")

@@ -17,6 +17,7 @@ from distca.cost.volume import (
     BACKWARD_PHASES,
     FORWARD_PHASES,
     AttentionShape,
+    BackwardInputs,
     Messages,
     PlanBytes,
     plan_bytes,
@@ -73,6 +74,7 @@ class PlanCosts:
         links: links between the servers.
         cluster: rates of the servers' GPUs.
         signal: every message is one byte.
+        backward_inputs: source of the kernels' inputs in the backward pass, as in `plan_bytes`.
     """
 
     plan: Plan
@@ -82,6 +84,7 @@ class PlanCosts:
     links: Links
     cluster: Cluster
     signal: bool
+    backward_inputs: BackwardInputs
 
     @cached_property
     def own_tokens(self) -> Int64s:
@@ -90,12 +93,18 @@ class PlanCosts:
     @cached_property
     def moved(self) -> PlanBytes:
         """Bytes of `plan_bytes`."""
-        return plan_bytes(self.plan, self.shape)
+        return plan_bytes(self.plan, self.shape, self.backward_inputs)
 
     @cached_property
     def rows(self) -> tuple[RankRows, RankRows]:
         """Rows of `rank_rows`."""
         return rank_rows(self.plan)
+
+    @cached_property
+    def received_bytes(self) -> Int64s:
+        """Bytes of the queries, keys and values that each server receives, `[servers]`."""
+        q, kv = self.rows
+        return q.received * self.shape.q_row_bytes + kv.received * self.shape.kv_row_bytes
 
     @property
     def returns(self) -> bool:
@@ -148,7 +157,8 @@ class PlanCosts:
     def _pass(self, direction: Pass, phases: tuple[str, str], factor: float) -> PassCosts:
         """Works out a pass, whose kernels take `factor` times those of the forward pass."""
         seconds = factor * self._kernel_seconds + self.cluster.launch_seconds * self._kernel_calls
-        copied = copy_traffic(self.rows, self.shape, direction, self.head_groups > 1)
+        grouped = self.head_groups > 1
+        copied = copy_traffic(self.rows, self.shape, direction, grouped, self.backward_inputs)
         seconds = seconds + self.cluster.traffic_seconds(copied)
         seconds = seconds + self._expansion_seconds * (1 if direction == "forward" else 3)
         dispatch, returned = (self._exchange(self.moved.messages[phase]) for phase in phases)

@@ -133,6 +133,8 @@ class Candidate:
         may_send_latents: whether latents travel to servers where they can, with `--distca`, and the
             workload lets them; else keys and values do.
         chain: micro-batches that share documents, with `--distca`.
+        keeps_inputs: whether servers keep the kernels' inputs for the backward pass, with
+            `--distca`; else they are sent again.
         all_to_all: neighbouring ranks of a context-parallel group that share heads; the others form
             rings.
     """
@@ -148,6 +150,7 @@ class Candidate:
     head_groups: int = 1
     may_send_latents: bool = True
     chain: int = 1
+    keeps_inputs: bool = False
     all_to_all: int = 1
 
     def __str__(self) -> str:
@@ -159,6 +162,7 @@ class Candidate:
         bound += f", {self.head_groups} head groups" if self.head_groups > 1 else ""
         bound += "" if self.may_send_latents else ", no latents"
         bound += f", in chains of {self.chain}" if self.chain > 1 else ""
+        bound += ", inputs kept" if self.keeps_inputs else ""
         return f"{sizes}, {self.micro_batches} micro-batch(es){bound}"
 
 
@@ -350,6 +354,20 @@ def with_chains(candidate: Candidate, workload: Workload) -> list[Candidate]:
     ]
 
 
+def with_kept_inputs(candidate: Candidate, workload: Workload) -> list[Candidate]:
+    """The configuration with servers that keep the kernels' inputs for the backward pass.
+
+    Training can in one stage without chains. Layers that run forward again would take them twice,
+    and latents are expanded again at any rate.
+    """
+    alone = candidate.stages == candidate.chain == 1 and workload.recompute != "full"
+    if candidate.system not in DISTCA_SYSTEMS or not alone:
+        return []
+    if workload.costs_of(candidate).sends_latents:
+        return []
+    return [replace(candidate, keeps_inputs=True)]
+
+
 def options_of(candidate: Candidate) -> ExecutionOptions:
     """Returns the options of a configuration with `--distca`."""
     return DISTCA_SYSTEMS[candidate.system](
@@ -453,5 +471,10 @@ def simulate(
     sizes = candidate.stages, candidate.data
     planned = plan_global_batch(windows, *sizes, config, options, model.masks, linear_work)
     return simulate_ticks(
-        planned, costs, ablation=ablation, recording=recording, head_groups=candidate.head_groups
+        planned,
+        costs,
+        ablation=ablation,
+        recording=recording,
+        head_groups=candidate.head_groups,
+        backward="keep" if candidate.keeps_inputs else "resend",
     )

@@ -17,7 +17,7 @@ import numpy as np
 
 from distca.cost.kernel_time import CostModel
 from distca.cost.memory import FLOAT32_BYTES, HEADROOM, CoreAttentionMemory
-from distca.cost.volume import BACKWARD_PHASES, FORWARD_PHASES, Messages
+from distca.cost.volume import BACKWARD_PHASES, FORWARD_PHASES, BackwardInputs, Messages
 from distca.plan import Plan
 from distca.plan.span import Floats, Int64s
 from distca.schedule import Pass, PlannedGlobalBatch, Tick
@@ -41,6 +41,7 @@ def simulate_ticks(
     speeds: Floats | None = None,
     recording: bool = False,
     head_groups: int = 1,
+    backward: BackwardInputs = "resend",
 ) -> Outcome:
     """Simulates a global batch.
 
@@ -53,11 +54,12 @@ def simulate_ticks(
         speeds: relative speed of each server's compute, `[servers]`; None: all alike.
         recording: keep spans for a trace.
         head_groups: value of `--distca-head-groups`.
+        backward: value of `--distca-backward`.
 
     Raises:
         ValueError: model chunks do not divide the layers, or head groups the key-value heads.
     """
-    run = _Run(planned, costs, cost_model, ablation, speeds, recording, head_groups)
+    run = _Run(planned, costs, cost_model, ablation, speeds, recording, head_groups, backward)
     return run.outcome()
 
 
@@ -73,6 +75,7 @@ class _Run:
         speeds: Floats | None,
         recording: bool,
         head_groups: int,
+        backward: BackwardInputs,
     ) -> None:
         schedule = planned.schedule
         parts = schedule.stages * schedule.chunks
@@ -87,7 +90,7 @@ class _Run:
             self._stage[members] = stage
         self._cost_model = cost_model or costs.cluster.attention_cost(costs.shape)
         self._links = costs.cluster.links(costs.tensor_parallel)
-        self._ablation, self._head_groups = ablation, head_groups
+        self._ablation, self._head_groups, self._backward = ablation, head_groups, backward
         self._shape = costs.travelling_shape.head_group(head_groups)
         self._groups = [{"head_group": n} for n in range(head_groups)] if head_groups > 1 else [{}]
         self._resources = Resources(
@@ -150,6 +153,7 @@ class _Run:
                     self._links,
                     self._costs.cluster,
                     self._ablation == "signal",
+                    self._backward,
                 )
                 for plan in plans
             ]
@@ -374,6 +378,14 @@ class _Run:
             exposed.append(exposed_reduction(hidden, needed, others, costs.cluster.charges))
         resources.barrier(list(self._servers), exposed)
 
+    def _kept_inputs(self, nano_costs: list[PlanCosts]) -> Floats:
+        """Bytes of the received rows that servers keep of a tick's layers, `[ranks]`."""
+        kept = np.zeros(self._resources.ranks)
+        for layer in range(self._layers if self._backward == "keep" else 0):
+            for plan in self._planned.masks.select(nano_costs, layer):
+                kept += self._head_groups * plan.received_bytes
+        return kept
+
     def _memory(self) -> Floats:
         """Peak bytes of each rank's GPUs: `ModelCosts`, core attention's buffers and kernels."""
         costs, schedule, resources = self._costs, self._planned.schedule, self._resources
@@ -404,7 +416,7 @@ class _Run:
                 last = stage == schedule.stages - 1 and work.chunk == schedule.chunks - 1
                 if tick.direction == "forward":
                     kept[key] = (per_token + last * kept_logits) * tokens[members]
-                    kept[key] += borrowed[members]
+                    kept[key] += borrowed[members] + self._kept_inputs(nano_costs)[members]
                     now[members] += kept[key]
                 # A backward pass adds the gradients of logits, which have 16 bits, too; its kernels
                 # run when there are no logits any more.

@@ -27,7 +27,7 @@ from distca.simulate import (
     simulate,
 )
 from distca.simulate.advice import estimate
-from distca.simulate.search import with_fewer_in_flight
+from distca.simulate.search import with_fewer_in_flight, with_kept_inputs
 from support.commands import Command
 
 SMALL = """
@@ -272,9 +272,12 @@ def test_the_best_of_all_is_found() -> None:
         c: simulate(c, WORKLOAD, batch).seconds
         for c in candidates("tiles", WORKLOAD, [1, 2], [1, 2])
     }
-    assert choice.seconds == min(every.values())
+    fastest = min(every, key=lambda candidate: every[candidate])
+    kept = {c: simulate(c, WORKLOAD, batch).seconds for c in with_kept_inputs(fastest, WORKLOAD)}
+    assert len(kept) == 1
+    assert choice.seconds == min((every | kept).values())
     assert choice.candidate is not None
-    assert every[choice.candidate] == choice.seconds
+    assert (every | kept)[choice.candidate] == choice.seconds
     assert (choice.simulated, choice.out_of_memory) == (choice.tried, 0)
     # Perfect balance and free exchanges take no longer.
     for candidate, seconds in every.items():

@@ -14,7 +14,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from distca.cost import partial_rows, volume
 from distca.cost.memory import plan_memory
 from distca.cost.partial_rows import rank_rows
-from distca.cost.volume import BACKWARD_PHASES, FORWARD_PHASES, AttentionShape, plan_bytes
+from distca.cost.volume import (
+    BACKWARD_PHASES,
+    FORWARD_PHASES,
+    AttentionShape,
+    BackwardInputs,
+    plan_bytes,
+)
 from distca.plan import Plan
 from distca.runtime import Buffers, CoreAttention, ProgramRun, build_exchange
 from distca.runtime.call import Call
@@ -116,15 +122,15 @@ def rows(count: int, heads: int) -> torch.Tensor:
     return torch.zeros(count, heads, SHAPE.head_dim, dtype=torch.bfloat16)
 
 
-def measured(plan: Plan, head_groups: int) -> dict[str, list[int]]:
+def measured(plan: Plan, head_groups: int, inputs: BackwardInputs) -> dict[str, list[int]]:
     """Bytes that each rank reads and writes in a layer, by direction."""
     others: list[VirtualTransport] = []
     calls: list[Call] = []
     for rank in range(plan.world_size):
         buffers = Buffers(CPU, head_groups=head_groups, headroom=0.0)
         transport = Links(rank, others, plan.world_size, CPU)
-        attention = CoreAttention(transport, NoKernel(), buffers)  # type: ignore[arg-type]
-        attention.reserve(plan_memory(plan, SHAPE.head_group(head_groups)))
+        attention = CoreAttention(transport, NoKernel(), buffers, backward=inputs)  # type: ignore[arg-type]
+        attention.reserve(plan_memory(plan, SHAPE.head_group(head_groups), inputs))
         calls.append(attention._call(ProgramRun([build_exchange(plan, rank)]), 0, 0.3, {}))
     own, keys = plan.own_tokens_per_rank().tolist(), plan.placement.tokens_per_rank().tolist()
     heads, kv_heads = SHAPE.heads, SHAPE.kv_heads
@@ -157,7 +163,14 @@ def measured(plan: Plan, head_groups: int) -> dict[str, list[int]]:
 
 
 @pytest.mark.parametrize(
-    ("head_groups", "piece_bytes", "piece_rows"), [(1, 2**18, 2**20), (1, 0, 32), (2, 0, 2**20)]
+    ("head_groups", "piece_bytes", "piece_rows", "inputs"),
+    [
+        (1, 2**18, 2**20, "resend"),
+        (1, 2**18, 2**20, "keep"),
+        (1, 0, 32, "resend"),
+        (2, 0, 2**20, "resend"),
+        (2, 0, 32, "keep"),
+    ],
 )
 @pytest.mark.parametrize("free_placement", [True, False])
 @pytest.mark.parametrize("scheduler", ["packed", "per-document-cp", "greedy", "tiles"])
@@ -167,6 +180,7 @@ def test_the_simulator_counts_what_the_runtime_copies(
     head_groups: int,
     piece_bytes: int,
     piece_rows: int,
+    inputs: BackwardInputs,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Rows of both kinds to some ranks are put together, or written in pieces; kernel calls gather
@@ -178,14 +192,15 @@ def test_the_simulator_counts_what_the_runtime_copies(
     lengths = long_tailed_lengths(0, 4 * 2048, 500, 8192)
     planned = plan_global_batch([lengths], 1, 4, ScheduleConfig(shape=SHAPE), options)
     (plan,) = planned.ticks[0].plans
-    phases = plan_bytes(plan, group).phases
+    phases = plan_bytes(plan, group, inputs).phases
     expected = {}
     for direction, names in (("forward", FORWARD_PHASES), ("backward", BACKWARD_PHASES)):
         # What is sent is packed in messages, what arrives is unpacked.
         once = np.sum([phases[p].sum(axis=0) + phases[p].sum(axis=1) for p in names], axis=0)
-        copied = copy_traffic(rank_rows(plan), group, direction, head_groups > 1)  # type: ignore[arg-type]
+        grouped = head_groups > 1
+        copied = copy_traffic(rank_rows(plan), group, direction, grouped, inputs)  # type: ignore[arg-type]
         expected[direction] = (head_groups * (2 * once + copied)).tolist()
-    assert measured(plan, head_groups) == expected
+    assert measured(plan, head_groups, inputs) == expected
     q, kv = rank_rows(plan)
     if scheduler == "tiles":
         calls = [call for each in (q, kv) for call in each.calls]

@@ -25,7 +25,12 @@ from distca.simulate import (
 )
 from distca.simulate.costs import Recompute
 from distca.simulate.flags import format_flags
-from distca.simulate.search import options_of, with_chains, with_head_groups
+from distca.simulate.search import (
+    options_of,
+    with_chains,
+    with_head_groups,
+    with_kept_inputs,
+)
 from megatron_patches.batches.micro_batch import WindowLayout
 from megatron_patches.flags.distca import add_distca_arguments
 from megatron_patches.flags.megatron import parse_args
@@ -91,6 +96,7 @@ def check(args: Namespace, candidate: Candidate, workload: Workload) -> None:
     assert args.distca_scheduler == c.system
     assert execution_options(args) == options_of(c)
     assert args.distca_head_groups == c.head_groups
+    assert args.distca_backward == ("keep" if c.keeps_inputs else "resend")
     config = schedule_config(args, c.data * c.stages)
     assert config.tolerance == workload.tolerance
     assert config.links == workload.cluster.links(c.tensor)
@@ -124,6 +130,7 @@ def test_every_configuration_is_trained_as_it_is_simulated(system: str, workload
     found += [replace(c, max_in_flight=2) for c in found if c.stages == 2]
     found += [other for c in found for other in with_head_groups(c, workload)]
     found += [other for c in found[::3] for other in with_chains(c, workload)]
+    found += [other for c in found[::3] for other in with_kept_inputs(c, workload)]
     for candidate in found:
         try:
             flags = training_flags(candidate, workload)

@@ -7,8 +7,9 @@ import pytest
 import torch
 
 from distca.cost.kernel_memory import kernel_memory
-from distca.cost.memory import plan_memory
+from distca.cost.memory import HEADROOM, CoreAttentionMemory, plan_memory
 from distca.cost.model_sizes import MODELS
+from distca.cost.volume import BACKWARD_INPUTS, plan_bytes
 from distca.runtime.buffers import Buffers
 from distca.schedule import ExecutionOptions, ScheduleConfig
 from distca.simulate import (
@@ -79,6 +80,28 @@ def test_logits_are_kept_until_their_backward_pass() -> None:
         # A float32 number for each that waits, and 16 bits more for the one that runs.
         more = 1024 * 100_000 * (4 * in_flight + 2)
         assert found[1] - found[0] == pytest.approx([0.0] * 7 + [more])
+
+
+@pytest.mark.parametrize("head_groups", [1, 2])
+def test_servers_keep_what_they_receive(head_groups: int) -> None:
+    """Kept inputs are not sent again, and stay until the backward pass, in every layer."""
+    costs, plan = costs_on(IDEAL), planned([[16384, 8192, 8192]], 1, 2, ExecutionOptions("tiles"))
+    shape, found = costs.shape.head_group(head_groups), []
+    for inputs in BACKWARD_INPUTS:
+        outcome = simulate_ticks(plan, costs, head_groups=head_groups, backward=inputs)
+        room, sent = CoreAttentionMemory(), 0
+        for each in plan.ticks[0].plans:
+            room = room.union(plan_memory(each, shape, inputs))
+            sent = sent + plan_bytes(each, shape, inputs).phases["dispatch_backward"].sum(axis=1)
+        moved = 4 * head_groups * sent
+        assert outcome.bytes_sent["dispatch_backward"].tolist() == moved.tolist()
+        reserved = room.with_headroom(HEADROOM).total(2, head_groups)
+        found.append(outcome.memory_bytes - reserved)
+    received = sum(
+        plan_bytes(each, costs.shape).phases["dispatch"].sum(axis=0) for each in plan.ticks[0].plans
+    )
+    assert received.any()
+    assert (found[1] - found[0]).tolist() == pytest.approx((4 * received).tolist())
 
 
 def test_buffers_are_counted_as_the_runtime_reserves_them() -> None:
