@@ -164,6 +164,7 @@ def test_simulated_gains() -> None:
     pages = {
         "Table 3, TP 8, PP 1": "table3",
         "Table 3, any TP and PP": "table3_any",
+        "Table 4, TP 8, PP 2 to 8, 8B": "table4",
         "Table 4, any TP and PP": "table4_any",
     }
     found = table(INDEX, "jobs | documents")
