@@ -24,7 +24,7 @@ def decode_memory(sequences: int, world_size: int, shape: AttentionShape) -> Cor
     # Partial outputs of the kernels, those that come back, and the merged ones.
     parts = 2 * sequences + sent
     members = np.array(sequences * world_size)
-    # Of the queries that a kernel takes, those that half of them overwrite are gathered apart.
+    # Of the queries that a kernel takes, at most half are gathered apart, and overwrite others.
     taken = aligned(sequences * q_row) + aligned(sequences // 2 * q_row)
     indices = 3 * sent + 2 * sequences + 3 * sequences + parts + 3 * int(members) + sequences
     return CoreAttentionMemory(

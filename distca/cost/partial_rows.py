@@ -57,7 +57,7 @@ class CallRows:
 
     @property
     def overwritten(self) -> Int64s:
-        """Rows that are gathered on their own, and overwrite others: see `find_call_rows`."""
+        """Rows that are gathered apart, and overwrite others: `GatherBoth` of `distca.runtime`."""
         fewer = np.minimum(self.received, self.rows - self.received)
         return np.where(copied_in_pieces(self.pieces, self.rows), 0, fewer)
 
@@ -94,11 +94,6 @@ class RankRows:
     calls: tuple[CallRows, ...]
     of_received: PartialRows
     of_local: PartialRows
-
-    @property
-    def served(self) -> Int64s:
-        """Rows that a server's kernels can use."""
-        return self.local + self.received
 
     @property
     def parts(self) -> Int64s:

@@ -43,12 +43,15 @@ class Pieces:
     """Pieces of both memories, one after the other.
 
     Attributes:
-        total: number of rows.
         pieces: the pieces.
     """
 
-    total: int
     pieces: tuple[Piece, ...]
+
+    @property
+    def total(self) -> int:
+        """Number of rows."""
+        return sum(each.rows.stop - each.rows.start for each in self.pieces)
 
 
 @dataclass(frozen=True)
@@ -87,7 +90,7 @@ def find_call_rows(served: Int64s, local: int) -> CallRows:
     if received.all() or not received.any():
         return Gather(bool(received[0]), torch.from_numpy(at))
     if copied_in_pieces(np.array(len(edges) - 1), np.array(total)):
-        return Pieces(total, tuple(_piece(at, received, *span) for span in pairwise(edges)))
+        return Pieces(tuple(_piece(at, received, *span) for span in pairwise(edges)))
     mostly = bool(2 * received.sum() > total)
     others = np.flatnonzero(received != mostly)
     return GatherBoth(
