@@ -31,6 +31,7 @@ import argparse
 import hashlib
 import itertools
 import json
+import re
 import statistics
 import subprocess
 import sys
@@ -298,6 +299,18 @@ def _steps(parser: argparse.ArgumentParser, file: Path) -> dict[str, Any]:
     return saved
 
 
+def without_folders(command: str, folders: dict[Path, str]) -> str:
+    """Puts names where a command has folders of this machine, which mean nothing to a reader.
+
+    Args:
+        command: command as it was typed.
+        folders: names of the folders.
+    """
+    for folder, name in folders.items():
+        command = re.sub(rf"(?<!\S){re.escape(str(folder))}(?=/|\s|$)", name, command)
+    return command
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
     parser.add_argument("--throughput", type=Path, metavar="FILE", help="steps of throughput.py")
@@ -313,7 +326,10 @@ def main() -> None:
     parser.add_argument("--processes", type=int, default=2)
     args = parser.parse_args()
     typed = " ".join(["python benchmarks/cluster/validate_simulator.py", *sys.argv[1:]])
-    commands = [typed.replace(str(args.output), "DIR")]
+    folders = {args.output: "DIR", args.output.absolute(): "DIR"}
+    for file, name in ((args.throughput, "STEPS"), (args.pipeline, "PIPELINE")):
+        if file is not None:
+            folders.setdefault(file.parent, name)
     args.output = args.output.absolute()
     args.output.mkdir(parents=True, exist_ok=True)
     measured = []
@@ -336,7 +352,11 @@ def main() -> None:
     saved = [_steps(parser, file) for file in measured]
     settings = [Setting.of_json(each["setting"]) for each in saved]
     models = [ModelSize(**each["model"]) for each in saved]
-    commands += [each["command"] for each in saved]
+    commands = [without_folders(typed, folders)]
+    for file, each in zip(measured, saved, strict=True):
+        # It says DIR for the folder that it wrote to.
+        where = folders.get(file.parent, f"DIR/{file.parent.name}")
+        commands.append(str(each["command"]).replace("DIR", where))
     setting, model = settings[0], models[0]
     if setting.stages > 1:
         parser.error(f"{measured[0]}: measured with a pipeline: give it as --pipeline")
@@ -349,7 +369,7 @@ def main() -> None:
                 *("--heads", str(model.heads), "--kv-heads", str(model.kv_heads)),
                 *("--max-length", str(setting.seq_length), "--output", str(args.profile)),
             )
-        commands.append(profiled)
+        commands.append(without_folders(profiled, folders))
     profile = Profile.load(args.profile)
     torch.set_num_threads(1)
     seconds = [{mix: file["mixes"][mix]["seconds"] for mix in file["mixes"]} for file in saved]
@@ -360,7 +380,6 @@ def main() -> None:
         for each in zip(settings, models, seconds, strict=True)
         for prediction in predictions_of(*each, machine, profile)
     ]
-    commands = [command.replace(str(args.output), "DIR") for command in commands]
     text = report(settings, machine, profile, found, commands)
     (args.output / "simulator.md").write_text(text)
     rows = [asdict(p) | {"error": p.error} for p in found]

@@ -19,6 +19,7 @@ from benchmarks.cluster.validate_simulator import (
     pairs_apart,
     predictions_of,
     ranking,
+    without_folders,
 )
 from benchmarks.training import compare_losses
 from benchmarks.training.replay import TimedPass, fit, replay, ticks_seconds
@@ -51,6 +52,15 @@ def test_the_console_script(capsys) -> None:
     assert "no command 'nonsense'" in capsys.readouterr().err
     assert main(["--help"]) == 0
     assert "profile" in capsys.readouterr().out
+
+
+def test_folders_of_this_machine_get_names_in_commands() -> None:
+    """Of two that begin alike, too, and nowhere in the middle of a word."""
+    folders = {Path("/a/out"): "DIR", Path("steps"): "STEPS"}
+    typed = "python --throughput steps/t.json --of /a/out2/t.json --as my-steps --output /a/out"
+    assert without_folders(typed, folders) == (
+        "python --throughput STEPS/t.json --of /a/out2/t.json --as my-steps --output DIR"
+    )
 
 
 @pytest.mark.parametrize("name", COMMANDS)
