@@ -10,6 +10,7 @@ happens where CUDA is present.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import functools
 import importlib
 import os
@@ -22,6 +23,11 @@ from typing import Any
 import torch
 
 CPU = torch.device("cpu")
+
+# Parameters of glibc's `mallopt`, from its malloc.h: how much free memory at the heap's end is kept
+# (-1 is the greatest size), and how many blocks have mappings of their own, which are not kept.
+_TRIM_THRESHOLD, _MMAP_MAX = -1, -4
+_ALL = -1
 
 # Modules of megatron-core that are loaded lazily, or that nothing else imports before training.
 _MODULES = (
@@ -58,6 +64,7 @@ def adapt_megatron() -> None:
     _adapt_tensor_methods()
     _adapt_random_state()
     _adapt_sizes_of_exchanges()
+    _keep_freed_memory()
     _replace_torch_in_megatron()
 
 
@@ -292,6 +299,18 @@ def _adapt_sizes_of_exchanges() -> None:
         return original(group, tokens, *numbers, **others)
 
     token_dispatcher.all_to_all = all_to_all
+
+
+def _keep_freed_memory() -> None:
+    """Lets this process keep the memory that tensors free, as CUDA's caching allocator does.
+
+    glibc returns much of it to the system, and each step then takes it again, page by page: some
+    percent of the step, in some processes and not in others. Other C libraries stay as they are.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:
+        mallopt(_TRIM_THRESHOLD, _ALL)
+        mallopt(_MMAP_MAX, 0)
 
 
 def _adapt_random_state() -> None:
