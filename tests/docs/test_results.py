@@ -164,7 +164,7 @@ def test_simulated_gains() -> None:
     pages = {
         "Table 3, TP 8, PP 1": "table3",
         "Table 3, any TP and PP": "table3_any",
-        "Table 4, TP 8, PP 2 to 8, 8B": "table4",
+        "Table 4, TP 8, PP 2 to 8": "table4",
         "Table 4, any TP and PP": "table4_any",
     }
     found = table(INDEX, "jobs | documents")
@@ -184,25 +184,6 @@ def test_simulated_gains() -> None:
         paper = gain("greedy, MLPs again", "wlb-llm-paper, MLPs again")
         expected.append([title, documents, *(gain("tiles", other) for other in over), paper])
     compare([row[:6] for row in found], expected)
-
-
-def test_simulated_speed_ups_where_nothing_is_charged() -> None:
-    """The least and the greatest of 4D's jobs and each scheduler, in the paper's order."""
-
-    def ranges(stages: str, documents: str, models: Sequence[str]) -> list[str]:
-        with (RESULTS / "cluster" / "table4_ideal.csv").open(newline="") as file:
-            rows = [
-                row
-                for row in csv.DictReader(file)
-                if (row["PP"], row["documents"]) == (stages, documents) and row["model"] in models
-            ]
-        ups = [[float(row[f"{name} speed-up"]) for row in rows] for name in ("greedy", "tiles")]
-        return [f"{min(each):.2f} to {max(each):.2f}" for each in ups]
-
-    both, documents = ("llama-8b", "llama-34b"), ("pretrain", "prolong")
-    expected = [ranges("2, 4, 8", name, [model]) for model in both for name in documents]
-    expected += [ranges("1, 2, 4, 8", name, both) for name in documents]
-    compare([row[2:] for row in table(INDEX, "at TP 8 | paper")], expected)
 
 
 def test_figures_in_sentences() -> None:
