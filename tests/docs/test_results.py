@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
@@ -159,8 +159,23 @@ def test_plans_of_tiles_beside_what_megatron_has() -> None:
     assert f"a rank with {worst:.0f} times its tokens" in text
 
 
+def gain(one: str, other: str, rows: Sequence[Mapping[str, str]]) -> str:
+    """The least and the greatest gain of a system over another in jobs that both fit in."""
+    # One that is out of memory has no throughput, or no column.
+    both = [(r.get(f"{one} tokens/s"), r.get(f"{other} tokens/s")) for r in rows]
+    ratios = [float(a or "nan") / float(b or "nan") for a, b in both]
+    ratios = [ratio for ratio in ratios if ratio == ratio]
+    return f"{min(ratios):.2f} to {max(ratios):.2f}" if ratios else "-"
+
+
+def simulated(page: str) -> list[dict[str, str]]:
+    """Rows of a simulated table."""
+    with (RESULTS / "cluster" / f"{page}.csv").open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
 def test_simulated_gains() -> None:
-    """The least and the greatest of a table's jobs over each baseline, and in the paper's way."""
+    """Over each baseline, and in the paper's way."""
     pages = {
         "Table 3, TP 8, PP 1": "table3",
         "Table 3, any TP and PP": "table3_any",
@@ -170,20 +185,34 @@ def test_simulated_gains() -> None:
     found = table(INDEX, "jobs | documents")
     expected = []
     for title, documents, *_ in found:
-        with (RESULTS / "cluster" / f"{pages[title]}.csv").open(newline="") as file:
-            rows = [r for r in csv.DictReader(file) if r["documents"] == documents.lower()]
-
-        def gain(one: str, other: str, rows: list[dict[str, str]] = rows) -> str:
-            # One that is out of memory has no throughput.
-            both = [(r.get(f"{one} tokens/s"), r.get(f"{other} tokens/s")) for r in rows]
-            ratios = [float(a or "nan") / float(b or "nan") for a, b in both]
-            ratios = [ratio for ratio in ratios if ratio == ratio]
-            return f"{min(ratios):.2f} to {max(ratios):.2f}" if ratios else "-"
-
+        rows = [r for r in simulated(pages[title]) if r["documents"] == documents.lower()]
         over = ("per-document-cp", "hybrid-cp", "wlb-llm")
-        paper = gain("greedy, MLPs again", "wlb-llm-paper, MLPs again")
-        expected.append([title, documents, *(gain("tiles", other) for other in over), paper])
+        paper = gain("greedy, MLPs again", "wlb-llm-paper, MLPs again", rows)
+        expected.append([title, documents, *(gain("tiles", other, rows) for other in over), paper])
     compare([row[:6] for row in found], expected)
+
+
+def test_simulated_gains_beyond_the_paper() -> None:
+    models = {
+        "8B": "llama-8b",
+        "70B": "llama-70b",
+        "Qwen3 30B": "qwen3-30b-a3b",
+        "Qwen3 235B": "qwen3-235b-a22b",
+        "like Gemma": "gemma3-27b-like",
+        "like GPT-OSS": "gpt-oss-120b-like",
+    }
+    rows = simulated("beyond")
+    found = table(INDEX, "jobs | per-document CP")
+    expected = []
+    for cells, (title, model) in zip(found, models.items(), strict=True):
+        assert cells[0].startswith(title)
+        of_model = [row for row in rows if row["model"] == model]
+        over = ("per-document-cp", "cp-p2p", "hybrid-cp", "wlb-llm")
+        gains = [gain("tiles", other, of_model) for other in over]
+        expected.append([cells[0], *(each.replace("-", "no windows") for each in gains)])
+    compare(found, expected)
+    longest = [row for row in rows if row["model"] == "llama-8b"]
+    assert f"at a million tokens: {gain('tiles', 'cp-a2a+p2p', longest)} times" in INDEX.read_text()
 
 
 def test_figures_in_sentences() -> None:
