@@ -306,8 +306,10 @@ def without_folders(command: str, folders: dict[Path, str]) -> str:
         command: command as it was typed.
         folders: names of the folders.
     """
-    for folder, name in folders.items():
-        command = re.sub(rf"(?<!\S){re.escape(str(folder))}(?=/|\s|$)", name, command)
+    # A folder before the one that it lies in.
+    for folder in sorted(folders, key=lambda each: len(str(each)), reverse=True):
+        found = rf"(?<![^\s=]){re.escape(str(folder))}(?=/|\s|$)"
+        command = re.sub(found, folders[folder], command)
     return command
 
 
@@ -327,7 +329,8 @@ def main() -> None:
     args = parser.parse_args()
     typed = " ".join(["python benchmarks/cluster/validate_simulator.py", *sys.argv[1:]])
     folders = {args.output: "DIR", args.output.absolute(): "DIR"}
-    for file, name in ((args.throughput, "STEPS"), (args.pipeline, "PIPELINE")):
+    given_files = (args.throughput, "STEPS"), (args.pipeline, "PIPELINE"), (args.profile, "PROFILE")
+    for file, name in given_files:
         if file is not None:
             folders.setdefault(file.parent, name)
     args.output = args.output.absolute()

@@ -55,11 +55,11 @@ def test_the_console_script(capsys) -> None:
 
 
 def test_folders_of_this_machine_get_names_in_commands() -> None:
-    """Of two that begin alike, too, and nowhere in the middle of a word."""
-    folders = {Path("/a/out"): "DIR", Path("steps"): "STEPS"}
-    typed = "python --throughput steps/t.json --of /a/out2/t.json --as my-steps --output /a/out"
+    """Of two that begin alike, or lie in each other, too; nowhere in the middle of a word."""
+    folders = {Path("/a/out"): "DIR", Path("/a/out/of"): "STEPS", Path("in"): "PROFILE"}
+    typed = "x --throughput /a/out/of/t.json --of /a/out2 --as my-in --profile in/p --output=/a/out"
     assert without_folders(typed, folders) == (
-        "python --throughput STEPS/t.json --of /a/out2/t.json --as my-steps --output DIR"
+        "x --throughput STEPS/t.json --of /a/out2 --as my-in --profile PROFILE/p --output=DIR"
     )
 
 

@@ -11,7 +11,7 @@ pytest.importorskip("megatron.core")
 
 MEGABYTES = 64
 KEEPS = f"""
-import ctypes, resource, torch
+import resource, torch
 from megatron_patches.cpu import adapt_megatron
 
 def faults():
