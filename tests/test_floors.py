@@ -27,11 +27,17 @@ FLOORS: dict[str, set[str]] = {
     "distca.simulate": {*PURE, "distca.timeline"},
     "distca.runtime": {*PURE, "distca.attention", "distca.transport", "distca.timeline"},
 }
-FLOORS["distca.serve"] = {*FLOORS["distca.runtime"], *FLOORS["distca.simulate"]}
-FLOORS["distca.serve"] |= {"distca.runtime", "distca.simulate", "distca.lifetime"}
+FLOORS["distca.runtime.serving"] = {*FLOORS["distca.runtime"], "distca.runtime"}
+FLOORS["distca.serve"] = {*FLOORS["distca.runtime.serving"], *FLOORS["distca.simulate"]}
+FLOORS["distca.serve"] |= {"distca.runtime.serving", "distca.simulate", "distca.lifetime"}
 FLOORS["distca.commands"] = {*FLOORS}
 FLOORS["distca.__main__"] = {"distca.commands"}
-FLOORS["megatron_patches"] = {*FLOORS} - {"distca.__main__"}
+# Nor does training import what only inference runs.
+FLOORS["megatron_patches"] = {*FLOORS} - {
+    "distca.__main__",
+    "distca.serve",
+    "distca.runtime.serving",
+}
 FLOORS["data"] = {*FLOORS} - {"distca.__main__"}
 
 

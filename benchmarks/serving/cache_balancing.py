@@ -42,7 +42,7 @@ from distca.cost.model_sizes import MODELS
 from distca.cost.step_memory import STEP_SLOTS
 from distca.runtime import Buffers, CoreAttention
 from distca.runtime.kernel_timing import cpu_name
-from distca.runtime.kv_moves import BlockMove, KvMoves
+from distca.runtime.serving.kv_moves import BlockMove, KvMoves
 from distca.schedule.serving.blocks import BlockPool
 from distca.schedule.serving.cdsp.prefill_blocks import Piece, PrefillBlocks
 from distca.schedule.serving.iteration import Part, plan_iteration

@@ -17,16 +17,16 @@ from distca.cost.volume import AttentionShape
 from distca.plan import Mask
 from distca.plan.span import Bools, Int64s, expand_ranges
 from distca.runtime import CoreAttention, Exchange, ProgramRun
-from distca.runtime.decode_exchange import build_decode_exchange
 from distca.runtime.exchange import map_indices
-from distca.runtime.head_rows import key_places
-from distca.runtime.importance import Importance
-from distca.runtime.kept_call import SparseAttention
-from distca.runtime.kept_exchange import build_kept_exchange
-from distca.runtime.kv_pool import BlockTables, KvPool
-from distca.runtime.row_moves import build_row_moves, move_rows
-from distca.runtime.step_exchange import SteppedExchange, build_stepped_exchange
-from distca.runtime.stepped_call import attend_in_steps
+from distca.runtime.serving.decode_exchange import build_decode_exchange
+from distca.runtime.serving.head_rows import key_places
+from distca.runtime.serving.importance import Importance
+from distca.runtime.serving.kept_call import SparseAttention
+from distca.runtime.serving.kept_exchange import build_kept_exchange
+from distca.runtime.serving.kv_pool import BlockTables, KvPool
+from distca.runtime.serving.row_moves import build_row_moves, move_rows
+from distca.runtime.serving.step_exchange import SteppedExchange, build_stepped_exchange
+from distca.runtime.serving.stepped_call import attend_in_steps
 from distca.schedule.program import LayerGroup, Program, tick_program
 from distca.schedule.serving.accounts import NewBlocks
 from distca.schedule.serving.decode import Decode

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from distca.plan.span import Int64s
-from distca.runtime.sequence_exchange import SequenceExchange
+from distca.runtime.serving.sequence_exchange import SequenceExchange
 from distca.schedule.serving.csps.layouts import (
     LayoutChoice,
     SharedRows,

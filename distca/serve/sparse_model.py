@@ -11,7 +11,7 @@ import torch
 from distca.attention.importance import most_important
 from distca.plan import Mask, Plan
 from distca.plan.span import Floats
-from distca.runtime.importance import OBSERVERS
+from distca.runtime.serving.importance import OBSERVERS
 from distca.schedule.serving import nobody_holds
 from distca.schedule.serving.csps import Levels, Sparsity, kept_count
 from distca.schedule.serving.csps.degradation import GRID

@@ -15,7 +15,7 @@ from distca.attention import PagedKernel
 from distca.attention.softcap import SoftCapped
 from distca.plan.span import Int64s
 from distca.runtime import CoreAttention
-from distca.runtime.kv_pool import KvPool
+from distca.runtime.serving.kv_pool import KvPool
 from distca.schedule.serving.accounts import NewBlocks
 from distca.schedule.serving.decode import Decode
 from distca.schedule.serving.restripe import Restripe

@@ -10,7 +10,7 @@ import torch
 
 from distca.attention.reference import attend, document_visibility
 from distca.plan import Mask, Plan
-from distca.runtime.importance import OBSERVERS
+from distca.runtime.serving.importance import OBSERVERS
 from distca.schedule.serving.layer_plans import LayerPlans
 from support.stepped import rows_of
 

@@ -12,8 +12,8 @@ from distca.plan import Plan
 from distca.plan.span import Int64s
 from distca.runtime import Buffers, CoreAttention
 from distca.runtime.messages import ByKind
-from distca.runtime.step_exchange import SteppedExchange, build_stepped_exchange
-from distca.runtime.stepped_call import SteppedCall
+from distca.runtime.serving.step_exchange import SteppedExchange, build_stepped_exchange
+from distca.runtime.serving.stepped_call import SteppedCall
 from distca.schedule.serving.step_program import step_program
 from distca.transport import Transport
 from distca.transport.virtual import VirtualTransport

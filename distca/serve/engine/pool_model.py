@@ -8,7 +8,7 @@ from types import MappingProxyType
 import torch
 
 from distca.runtime import CoreAttention
-from distca.runtime.kv_moves import BlockMove, KvMoves
+from distca.runtime.serving.kv_moves import BlockMove, KvMoves
 from distca.schedule.serving.accounts import block_bytes
 from distca.schedule.serving.csps.layouts import SplitModel
 from distca.schedule.serving.iteration import IterationPlan

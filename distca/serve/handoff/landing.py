@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from distca.plan.span import Int64s, expand_ranges
-from distca.runtime.kv_pool import KvPool
+from distca.runtime.serving.kv_pool import KvPool
 from distca.schedule.serving.cdsp.handoff import Transfer
 from distca.serve.handoff.messages import Rows
 

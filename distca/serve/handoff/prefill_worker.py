@@ -17,7 +17,7 @@ import torch
 import zmq
 
 from distca.plan.span import Int64s, expand_ranges
-from distca.runtime.kv_moves import BlockMove, KvMoves
+from distca.runtime.serving.kv_moves import BlockMove, KvMoves
 from distca.schedule.serving.iteration import Part, plan_iteration
 from distca.serve.engine.choice import choose_token
 from distca.serve.engine.messages import Begin, Loaded, decoder, encode

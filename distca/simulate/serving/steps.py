@@ -248,7 +248,7 @@ def simulate_step(
 
     Rows of earlier tokens may change their ranks with it. Those of a layer leave while the layer
     before is computed, and are waited for before its own attention, as
-    `distca.runtime.kv_moves` does it.
+    `distca.runtime.serving.kv_moves` does it.
 
     Args:
         plans: plan of each layer, over the same tokens; layers with one mask share theirs.

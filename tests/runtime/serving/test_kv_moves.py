@@ -17,8 +17,8 @@ def move_on_a_rank() -> tuple[int, int, int]:
     """Grows a prompt from two ranks to four, twice; returns bytes planned, counted, and of rows."""
     import torch.distributed as dist
 
-    from distca.runtime.kv_moves import PHASE, BlockMove, KvMoves
-    from distca.runtime.kv_pool import KvPool
+    from distca.runtime.serving.kv_moves import PHASE, BlockMove, KvMoves
+    from distca.runtime.serving.kv_pool import KvPool
     from distca.schedule.serving.blocks import BlockPool
     from distca.schedule.serving.cdsp.prefill_blocks import Piece, PrefillBlocks
     from distca.schedule.serving.prefix_cache import PrefixCache

@@ -11,7 +11,7 @@ from distca.attention.importance import attention_given
 from distca.plan import Plan
 from distca.plan.span import Int64s, distinct, expand_ranges
 from distca.runtime.exchange import map_indices
-from distca.runtime.step_exchange import Index, index_of
+from distca.runtime.serving.step_exchange import Index, index_of
 
 OBSERVERS = 64
 """Most queries of a sequence and rank that say which of its keys are important: its last ones."""

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from distca.cost.volume import AttentionShape
 from distca.plan import Mask, Placement, Plan, Tasks
 from distca.runtime import CoreAttention
-from distca.runtime.step_exchange import build_stepped_exchange
-from distca.runtime.stepped_call import attend_in_steps
+from distca.runtime.serving.step_exchange import build_stepped_exchange
+from distca.runtime.serving.stepped_call import attend_in_steps
 from distca.schedule.serving import (
     STRATEGIES,
     Strategy,

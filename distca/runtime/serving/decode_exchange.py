@@ -18,8 +18,8 @@ from distca.plan import Mask
 from distca.plan.span import Int64s
 from distca.runtime.call_rows import Piece, find_call_rows
 from distca.runtime.exchange import Exchange, KernelCall, Rows, combination
-from distca.runtime.kv_pool import BlockTables
 from distca.runtime.messages import peer_rows
+from distca.runtime.serving.kv_pool import BlockTables
 from distca.schedule.serving.decode import Decode
 
 _NO_ROWS = torch.zeros(0, dtype=torch.int64)

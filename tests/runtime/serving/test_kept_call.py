@@ -16,10 +16,10 @@ from distca.cost.step_memory import STEP_SLOTS, step_memory
 from distca.cost.volume import AttentionShape, plan_bytes
 from distca.plan import Mask, Placement, Plan
 from distca.runtime import Buffers, CoreAttention
-from distca.runtime.importance import OBSERVERS, Importance
-from distca.runtime.kept_call import SparseCall
-from distca.runtime.kept_exchange import build_kept_exchange
 from distca.runtime.messages import ByKind
+from distca.runtime.serving.importance import OBSERVERS, Importance
+from distca.runtime.serving.kept_call import SparseCall
+from distca.runtime.serving.kept_exchange import build_kept_exchange
 from distca.schedule.serving import nobody_holds
 from distca.schedule.serving.csps import NODE_PARTS, Levels, Sparsity
 from distca.schedule.serving.csps.pipeline import NearToFar

@@ -18,7 +18,7 @@ from distca.cost.volume import AttentionShape
 from distca.plan.span import Int64s, expand_ranges
 from distca.runtime.core_attention import CoreAttention
 from distca.runtime.exchange import map_indices
-from distca.runtime.kv_pool import KvPool
+from distca.runtime.serving.kv_pool import KvPool
 from distca.schedule.serving.restripe import Restripe
 from distca.transport import Channel, MessageSizes, Pending
 

@@ -18,7 +18,7 @@ from distca.cost.volume import Messages
 from distca.plan import Plan, Tasks
 from distca.plan.kept import KeptKeys, find_tokens
 from distca.plan.span import Int64s, expand_ranges
-from distca.runtime.step_exchange import (
+from distca.runtime.serving.step_exchange import (
     ExchangeStep,
     Index,
     SteppedExchange,

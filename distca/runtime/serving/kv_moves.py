@@ -14,7 +14,7 @@ from itertools import accumulate
 
 import torch
 
-from distca.runtime.kv_pool import KvPool
+from distca.runtime.serving.kv_pool import KvPool
 from distca.transport import Channel, ChannelBytes, MessageSizes, Pending, Transport
 
 PHASE = "cache balancing"

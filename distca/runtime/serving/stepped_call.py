@@ -16,10 +16,16 @@ from distca.attention.merge import merge_rows
 from distca.attention.sink import with_sink
 from distca.cost.step_memory import STEP_SLOTS
 from distca.runtime.core_attention import CoreAttention
-from distca.runtime.head_rows import key_rows, query_rows, token_rows
-from distca.runtime.importance import Importance
 from distca.runtime.messages import WORD, ByKind, KindInMessages, PackedRows, RowTypes
-from distca.runtime.step_exchange import Index, Part, StepCall, StepMessages, SteppedExchange
+from distca.runtime.serving.head_rows import key_rows, query_rows, token_rows
+from distca.runtime.serving.importance import Importance
+from distca.runtime.serving.step_exchange import (
+    Index,
+    Part,
+    StepCall,
+    StepMessages,
+    SteppedExchange,
+)
 from distca.schedule.serving.step_program import StepEvent, step_program
 from distca.transport import Channel, Direction, Pending
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from distca.cost.volume import AttentionShape
-from distca.runtime.kv_pool import BlockTables, KvPool
+from distca.runtime.serving.kv_pool import BlockTables, KvPool
 
 CPU = torch.device("cpu")
 

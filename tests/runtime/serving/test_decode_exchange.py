@@ -14,8 +14,8 @@ from distca.cost.volume import AttentionShape
 from distca.plan import Mask, Placement
 from distca.plan.span import Int64s
 from distca.runtime import Buffers, CoreAttention, Exchange, ProgramRun, build_exchange
-from distca.runtime.decode_exchange import build_decode_exchange
-from distca.runtime.kv_pool import BlockTables, KvPool
+from distca.runtime.serving.decode_exchange import build_decode_exchange
+from distca.runtime.serving.kv_pool import BlockTables, KvPool
 from distca.schedule.program import LayerGroup, tick_program
 from distca.schedule.serving import shard_evenly, step_plan
 from distca.schedule.serving.decode import Decode, plan_decode

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from distca.runtime.sequence_exchange import SequenceExchange
+from distca.runtime.serving.sequence_exchange import SequenceExchange
 from distca.schedule.serving.csps.layouts import even_rows, gathered_rows
 from distca.transport import CollectiveTransport
 

@@ -18,10 +18,10 @@ from distca.attention.kernel import KernelTasks
 from distca.attention.merge import merge_rows
 from distca.attention.sink import with_sink
 from distca.runtime.core_attention import CoreAttention
-from distca.runtime.importance import Importance
-from distca.runtime.kept_exchange import KeptCall, KeptExchange, KeptSpan
 from distca.runtime.messages import ByKind
-from distca.runtime.stepped_call import Fill, SteppedCall, nothing_to_fill
+from distca.runtime.serving.importance import Importance
+from distca.runtime.serving.kept_exchange import KeptCall, KeptExchange, KeptSpan
+from distca.runtime.serving.stepped_call import Fill, SteppedCall, nothing_to_fill
 
 
 class SparseCall(SteppedCall):

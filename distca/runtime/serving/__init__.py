@@ -1,0 +1,1 @@
+"""Execution of inference's plans: paged keys and values, steps, dropped rows, and moves of rows."""
