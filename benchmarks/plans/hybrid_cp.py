@@ -34,7 +34,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))  # as benchmarks/__init__.py 
 from benchmarks.plans.schedulers import TOKENS_PER_SERVER, document_sets
 from distca.cost.model_sizes import MODELS
 from distca.cost.volume import plan_bytes
-from distca.plan import Mask, Plan
+from distca.plan import Mask, Plan, validate_plan
 from distca.plan.span import Floats, Int64s
 from distca.schedule import (
     HybridContextParallel,
@@ -89,7 +89,7 @@ def measure(name: str, size: int | None, lengths: Int64s, costs: ModelCosts) -> 
     work = AllWork(kernel, 1 + costs.cluster.backward_over_forward, per_token)
     config = ScheduleConfig(shape=costs.shape, cost_model=kernel, context_parallel_size=size)
     plan, round_of = plan_way(name, lengths, config, work)
-    plan.validate()
+    validate_plan(plan)
     at, tasks = plan.placement, plan.tasks
     seconds = np.zeros((int(round_of.max()) + 1, SERVERS))
     np.add.at(seconds, (round_of[at.document], at.rank), (at.end - at.start) * per_token)

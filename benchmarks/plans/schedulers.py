@@ -42,7 +42,7 @@ from distca.cost.model_sizes import MODELS
 from distca.cost.volume import AttentionShape
 from distca.documents.lengths import DISTRIBUTIONS, Capped, Uniform, draw
 from distca.palette import colour_in_turn
-from distca.plan import Mask, place_in_turn
+from distca.plan import Mask, place_in_turn, validate_plan
 from distca.plan.plan import max_over_mean
 from distca.plan.span import Int64s
 from distca.runtime import build_exchange
@@ -122,7 +122,7 @@ def measure(
     planned = time.process_time()
     build_exchange(plan, int(np.bincount(plan.tasks.server, minlength=servers).argmax()))
     exchanged = time.process_time()
-    plan.validate()
+    validate_plan(plan)
     summary = describe(plan, config)
     return Row(
         documents,
@@ -223,7 +223,7 @@ def at_scale(sets: dict[str, Callable[[int, int, int], Int64s]], servers: list[i
         start = time.process_time()
         plan = make_scheduler("tiles", config).plan(lengths, capacities, Mask())
         planned = time.process_time()
-        plan.validate()
+        validate_plan(plan)
         checked = time.process_time()
         found = describe(plan, config)
         lines.append(

@@ -25,7 +25,7 @@ from distca.cost.link import Links
 from distca.cost.profile import Profile
 from distca.cost.volume import AttentionShape
 from distca.documents.lengths import DISTRIBUTIONS, draw, read_lengths
-from distca.plan import BLOCK, Mask, Plan, load_plan, place_in_turn, save_plan
+from distca.plan import BLOCK, Mask, Plan, load_plan, place_in_turn, save_plan, validate_plan
 from distca.plan.span import Int64s
 from distca.schedule import (
     COMPARED,
@@ -355,7 +355,7 @@ def _timed_plan(
         "plan_seconds": planned - start,
         "exchange_seconds": time.perf_counter() - planned,
     }
-    plan.validate()
+    validate_plan(plan)
     return plan, seconds
 
 

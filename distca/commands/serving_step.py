@@ -36,7 +36,7 @@ from distca.commands.served_layouts import layout_choice
 from distca.commands.served_sparsity import CSPS, add_sparsity_flags
 from distca.commands.serving_case import Kind, read_case
 from distca.commands.serving_report import as_json, format_plan, format_simulated, plot_steps
-from distca.plan import save_plan
+from distca.plan import save_plan, validate_plan
 from distca.schedule.serving import SELECTORS, STRATEGIES, Strategy
 from distca.schedule.serving.csps.layouts import LayoutChoice
 from distca.schedule.serving.csps.pipeline import NearToFar
@@ -173,7 +173,7 @@ def plan(argv: list[str]) -> int:
         return plan_layouts(args, layout, case.plan("pass-kv"), case.costs)
     strategy = case.chosen(args)
     made = case.plan(strategy)
-    made.validate()
+    validate_plan(made)
     steps = describe_steps(made, case.costs.shape)
     if args.json:
         _write(json.dumps({"strategy": made.scheduler, "steps": [asdict(each) for each in steps]}))

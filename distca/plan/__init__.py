@@ -6,6 +6,7 @@ from distca.plan.plan import BLOCK, Plan
 from distca.plan.saved import load_plan, save_plan
 from distca.plan.segments import Segments
 from distca.plan.tasks import Tasks
+from distca.plan.validate import validate_plan
 
 __all__ = [
     "BLOCK",
@@ -19,4 +20,5 @@ __all__ = [
     "place_in_turn",
     "place_sequentially",
     "save_plan",
+    "validate_plan",
 ]

@@ -26,6 +26,7 @@ from distca.plan.mask import Mask
 from distca.plan.placement import Placement
 from distca.plan.plan import Plan
 from distca.plan.tasks import Tasks
+from distca.plan.validate import validate_plan
 
 FORMAT = 1
 
@@ -114,7 +115,7 @@ def load_plan(path: Path) -> tuple[Plan, dict[str, Any]]:
             int(configuration.get("head_groups", 1)),
             bool(configuration.get("relays", True)),
         )
-        plan.validate()
+        validate_plan(plan)
     # Lists in lists in lists, and numbers of many digits, are JSON, too.
     except (
         *(OSError, LookupError, TypeError, AttributeError, ValueError),

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from distca.cost.volume import PHASES, AttentionShape, plan_bytes
-from distca.plan import Mask, Plan, Tasks, place_sequentially
+from distca.plan import Mask, Plan, Tasks, place_sequentially, validate_plan
 from support.random_plans import random_lengths, random_plan
 
 # Six heads' LSE, 24 bytes, is padded to 32.
@@ -37,7 +37,7 @@ def test_a_plan_worked_out_by_hand() -> None:
         (1, 64, 156, 64, 156, 1),
     ]
     plan = Plan(lengths, place_sequentially([lengths], 2, 128), Tasks.from_rows(rows), block=32)
-    plan.validate()
+    validate_plan(plan)
     for backward, resent in (("resend", 128 * Q + 36 * KV), ("keep", 0)):
         moved = plan_bytes(plan, SHAPE, backward)  # type: ignore[arg-type]
         assert tuple(moved.phases) == PHASES

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from distca.attention import KernelTasks
 from distca.documents.document_list import ListedDocuments
 from distca.palette import spread_colours
-from distca.plan import Mask, Plan
+from distca.plan import Mask, Plan, validate_plan
 from distca.schedule import ScheduleConfig, describe, even_capacities, make_scheduler
 from megatron_patches.flags import coverage
 from support.attention_cases import CASES, SCALE, assert_close, make_inputs, reference
@@ -190,7 +190,7 @@ def test_the_scheduler_of_the_docs() -> None:
     capacities = even_capacities(int(lengths.sum()), 4)
     for mask in (Mask(), Mask(500)):
         plan: Plan = scheduler.plan(lengths, capacities, mask)
-        plan.validate()
+        validate_plan(plan)
         assert describe(plan, config).load_max_over_mean < 1.1
     packed = make_scheduler("packed", config).plan(lengths, capacities, Mask())
     assert describe(packed, config).load_max_over_mean > 1.1

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from distca.cost.volume import AttentionShape, plan_bytes, step_bytes
-from distca.plan import Placement, Plan, Tasks, load_plan, save_plan
+from distca.plan import Placement, Plan, Tasks, load_plan, save_plan, validate_plan
 
 SHAPE = AttentionShape(heads=4, kv_heads=2, head_dim=16)
 
@@ -41,7 +41,7 @@ def moved(plan: Plan) -> list[list[tuple[int, int, int]]]:
 
 def test_rows_come_from_the_rank_that_needed_them_in_the_step_before() -> None:
     plan = chain()
-    plan.validate()
+    validate_plan(plan)
     assert moved(plan) == [[], [(0, 1, 4), (1, 2, 3)], [(1, 2, 4)]]
     # Rank 1 owns 3 rows, so those that arrived are numbered from 3.
     assert plan.step_segments[2].kv.owner_row.tolist() == [3]
@@ -54,14 +54,14 @@ def test_rows_come_from_the_rank_that_needed_them_in_the_step_before() -> None:
 def test_without_a_rank_that_needed_them_rows_come_from_their_owner() -> None:
     """In steps 0 and 1 at once, rank 2's first keys would have to overtake rank 1's."""
     plan = chain(step_of_last=1)
-    plan.validate()
+    validate_plan(plan)
     assert moved(plan) == [[], [(0, 1, 4), (0, 2, 4), (1, 2, 3)]]
 
 
 def test_one_step_is_what_plans_without_steps_are() -> None:
     plan = chain()
     one = replace(plan, tasks=replace(plan.tasks, step=np.zeros(len(plan.tasks), dtype=np.int64)))
-    one.validate()
+    validate_plan(one)
     assert one.step_segments[0].kv is one.kv_segments
     assert step_bytes(one, SHAPE)[0].total == plan_bytes(one, SHAPE).forward().total
     assert moved(one) == [[(0, 1, 4), (0, 2, 4), (1, 2, 3)]]
@@ -77,7 +77,7 @@ def test_one_step_is_what_plans_without_steps_are() -> None:
 def test_steps_are_numbered_in_turn(steps: list[int], message: str) -> None:
     plan = chain()
     with pytest.raises(ValueError, match=message):
-        replace(plan, tasks=replace(plan.tasks, step=np.array(steps))).validate()
+        validate_plan(replace(plan, tasks=replace(plan.tasks, step=np.array(steps))))
 
 
 def test_a_row_that_a_server_is_sent_twice_is_refused() -> None:
@@ -88,7 +88,7 @@ def test_a_row_that_a_server_is_sent_twice_is_refused() -> None:
     halves = [(0, 7, 8, 0, 4, 2, 2), (0, 8, 9, 0, 4, 2, 1)]
     broken = replace(plan, tasks=Tasks.from_rows([*rows[:3], *rows[4:], *halves]))
     with pytest.raises(ValueError, match="a row of kv in several steps"):
-        broken.validate()
+        validate_plan(broken)
 
 
 def test_steps_are_saved(tmp_path: Path) -> None:

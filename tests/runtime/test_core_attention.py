@@ -13,7 +13,7 @@ from distca.attention import select_kernel, select_kernel_of_heads
 from distca.cost import volume
 from distca.cost.memory import plan_memory
 from distca.cost.volume import AttentionShape, plan_bytes
-from distca.plan import Mask, Placement, Plan, Tasks, place_in_turn
+from distca.plan import Mask, Placement, Plan, Tasks, place_in_turn, validate_plan
 from distca.runtime import Buffers, CoreAttention, build_exchange
 from distca.transport import CollectiveTransport, Transport
 from distca.transport.shared_memory import SharedMemoryTransport
@@ -117,7 +117,7 @@ def check(
     head_groups=1,
     piece_bytes=2**18,
 ):
-    plan.validate()
+    validate_plan(plan)
     world_size = plan.world_size
     tokens = int(plan.lengths.sum())
     q, k, v, dout = inputs(7, tokens, shape)
@@ -248,7 +248,7 @@ def test_keys_sent_ahead(ranks, head_groups: int, backward: str, over: str | Non
     zeros = np.zeros_like(at.end)
     rows = list(zip(at.document, at.start, at.end, zeros, at.end, at.rank, strict=True))
     plan = Plan(lengths, placement, Tasks.from_rows(rows))
-    plan.validate()
+    validate_plan(plan)
     for plain, ahead in ranks.run(three_layers, plan, backward, over, head_groups, world_size=3):
         assert plain[1] == ahead[1]
         for one, other in zip(plain[0], ahead[0], strict=True):
@@ -312,7 +312,7 @@ def test_keys_of_a_cached_prefix(ranks, backward: str, window: int | None) -> No
         ]
     )
     plan = Plan(lengths, placement, tasks, mask, cached_prefix=np.array([140, 0, 0]))
-    plan.validate()
+    validate_plan(plan)
     tokens, shape = int(lengths.sum()), (4, 2, 8)
     q, k, v, dout = inputs(7, tokens, shape)
     dout[:140] = 0

@@ -8,7 +8,7 @@ import torch
 
 from benchmarks.kernels.host_cost import RankAlone, launches_of, plan_for, worst_rank
 from distca.cost import partial_rows
-from distca.plan import Placement, Plan, Tasks
+from distca.plan import Placement, Plan, Tasks, validate_plan
 from distca.runtime import Exchange, exchange
 
 
@@ -36,7 +36,7 @@ def shared_by(servers: int) -> Plan:
             computed_by = int(placement.rank[before]) if owner == 0 else 0
             rows.append((0, start, start + 8, 8 * before, 8 * before + 8, computed_by))
     plan = Plan(np.array([tokens]), placement, Tasks.from_rows(rows), block=8)
-    plan.validate()
+    validate_plan(plan)
     return plan
 
 

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from distca.attention import select_kernel_of_heads
 from distca.cost.memory import plan_memory
 from distca.cost.volume import AttentionShape, plan_bytes
-from distca.plan import Mask, Plan
+from distca.plan import Mask, Plan, validate_plan
 from distca.runtime import Buffers, CoreAttention, SentLatents, build_exchange
 from distca.transport import CollectiveTransport
 from support.programs import there_and_back
@@ -75,7 +75,7 @@ def test_gradients_of_latents_and_their_weight(ranks, seed: int) -> None:
     world_size = int(rng.integers(2, 5))
     mask = Mask() if seed % 2 else Mask(int(rng.integers(0, 100)))
     plan = random_plan(rng, random_lengths(rng, world_size * 160), world_size, 160, mask)
-    plan.validate()
+    validate_plan(plan)
     backward = ("resend", "keep")[seed // 3]
     q, latent, rotated, weight, dout = inputs(int(plan.lengths.sum()))
     leaves = [x.requires_grad_() for x in (q, latent, rotated, weight)]

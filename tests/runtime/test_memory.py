@@ -21,7 +21,7 @@ from distca.cost.kernel_memory import kernel_memory
 from distca.cost.memory import CoreAttentionMemory, plan_memory
 from distca.cost.partial_rows import rank_rows
 from distca.cost.volume import AttentionShape, plan_bytes
-from distca.plan import Mask, Placement, Plan, Tasks
+from distca.plan import Mask, Placement, Plan, Tasks, validate_plan
 from distca.runtime import Buffers, CoreAttention, build_exchange
 from distca.runtime.workspace import Workspace
 from distca.transport import Channel, ChannelBytes, CollectiveTransport
@@ -245,7 +245,7 @@ def test_the_memory_of_a_plan_by_hand() -> None:
         [(0, 0, 128, 0, 128, 0), (0, 128, 256, 0, 256, 1), (1, 0, 256, 0, 256, 1)]
     )
     plan = Plan(lengths, placement, tasks)
-    plan.validate()
+    validate_plan(plan)
     # Rows: a query 2 x 64 x 2 = 256 bytes, a key 128, a value 128, an LSE 8, padded to 16.
     memory = plan_memory(plan, AttentionShape(2, 1, 64, 2))
     inputs = 128 * 256 + 256 * 256

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from distca.cost.volume import AttentionShape, plan_bytes
-from distca.plan import Mask, Placement, Plan, place_in_turn
+from distca.plan import Mask, Placement, Plan, place_in_turn, validate_plan
 from distca.plan.plan import max_over_mean
 from distca.plan.span import Int64s
 from distca.schedule import COMPARED, SCHEDULERS, ScheduleConfig, even_capacities, make_scheduler
@@ -49,7 +49,7 @@ def test_plans_of_random_batches(
                 make(name, lengths, capacities, mask, context_parallel_size=size)
         return
     plan = make(name, lengths, capacities, mask, context_parallel_size=size)
-    plan.validate()
+    validate_plan(plan)
     assert plan.scheduler == name
     if name != "wlb-llm":
         assert np.array_equal(plan.placement.tokens_per_rank(), capacities)
@@ -159,7 +159,7 @@ def test_wlb_llm_chooses_the_sharding_of_each_group() -> None:
         context_parallel_size=2,
         cost_model=OnlyLongTasks(),
     )
-    plan.validate()
+    validate_plan(plan)
     assert len(plan.tasks) < 2 * 2 * len(lengths)
 
 
@@ -177,5 +177,5 @@ def test_a_given_placement_is_kept(name: str) -> None:
     at = place_in_turn(lengths, even_capacities(4 * 4096, 4))
     scheduler = make_scheduler(name, ScheduleConfig(shape=SHAPE))
     plan = scheduler.schedule(lengths, at, Mask())
-    plan.validate()
+    validate_plan(plan)
     assert plan.placement is at

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from distca.cost.volume import AttentionShape, plan_bytes
-from distca.plan import Mask, Plan
+from distca.plan import Mask, Plan, validate_plan
 from distca.plan.span import Int64s
 from distca.schedule.serving import held_after, nobody_holds, shard_evenly, step_plan
 from distca.schedule.serving.decode import Decode, plan_decode
@@ -74,7 +74,7 @@ def check_one(decode: Decode, number: int, held: Any, sequence: int, masks: list
     )
     for mask in masks:
         plan = step_plan(before, new, "pass-q", mask, block=8)
-        plan.validate()
+        validate_plan(plan)
         visible = decode.rows - decode.hidden[mask]
         assert keys_of_servers(plan)[0].tolist() == visible[number].tolist()
         moved = plan.q_segments.moved_rows(plan.world_size).sum(axis=0)

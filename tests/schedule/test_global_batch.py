@@ -10,7 +10,7 @@ import pytest
 
 from distca.cost.memory import plan_memory
 from distca.cost.volume import PHASES, AttentionShape, plan_bytes
-from distca.plan import LayerMasks, Mask, Plan, place_sequentially
+from distca.plan import LayerMasks, Mask, Plan, place_sequentially, validate_plan
 from distca.plan.plan import max_over_mean
 from distca.schedule import (
     Documents,
@@ -135,7 +135,7 @@ def test_each_mask_has_balanced_plans_of_one_placement(stages: int, local: Mask)
             pair = masks.select(plans, layer)
             assert [plan.mask for plan in pair] == [mask] * 2
             for plan, widest in zip(pair, masks.select(plans, 2), strict=True):
-                plan.validate()
+                validate_plan(plan)
                 assert placement_rows(plan) == placement_rows(widest)
                 assert max_over_mean(plan.loads()) < 1.2
     calls = [{"forward": 1, "backward": 0}, {"forward": 2, "backward": 0}]

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from distca.cost.volume import PHASES, AttentionShape, plan_bytes
-from distca.plan import Mask, Placement, Plan
+from distca.plan import Mask, Placement, Plan, validate_plan
 from distca.schedule import ScheduleConfig, describe, even_capacities, make_scheduler
 from distca.schedule.base import plan_at_home
 from distca.schedule.tiles.grid import _fewest_ranks, initial_tasks, members_of_group
@@ -21,7 +21,7 @@ def test_a_grid_moves_fewer_bytes_than_rings_and_keeps_the_balance() -> None:
     lengths = np.array([length])
     config = ScheduleConfig(shape=SHAPE)
     plan = make_scheduler("tiles", config).plan(lengths, even_capacities(length, ranks), Mask())
-    plan.validate()
+    validate_plan(plan)
     assert describe(plan, config).load_max_over_mean <= 1.02
     assert members_of_group(ranks, SHAPE) > 1
     assert (plan.tasks.kv_start > 0).any()
@@ -54,7 +54,7 @@ def mirrored(ranks: int, inner_pieces: int = 2) -> Plan:
 def gridded(home: Plan) -> Plan:
     tasks = initial_tasks(home.lengths, home.placement, home.mask, SHAPE, home.block)
     plan = replace(home, tasks=tasks)
-    plan.validate()
+    validate_plan(plan)
     return plan
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from distca.cost.volume import AttentionShape, plan_bytes
-from distca.plan import Mask, Placement, load_plan, save_plan
+from distca.plan import Mask, Placement, load_plan, save_plan, validate_plan
 from distca.schedule.serving import nobody_holds, shard_evenly, step_plan
 from distca.schedule.serving.csps.head_scatter import head_groups
 
@@ -44,7 +44,7 @@ def test_bytes_are_those_of_two_all_to_alls(
     groups = head_groups(12, kv_heads, ranks)
     owners = shard_evenly(start, start + new, ranks)
     plan = step_plan(held, owners, "sp-ntp", Mask(), 8, in_steps=True, head_groups=groups)
-    plan.validate()
+    validate_plan(plan)
     each = shape.scattered(groups)
     travels = new * (2 * each.q_row_bytes + each.lse_row_bytes) + (new + cached) * each.kv_row_bytes
     moved = plan_bytes(plan, shape).forward()
@@ -59,7 +59,7 @@ def test_what_one_rank_has_stays_there() -> None:
     column = np.array
     new = Placement(column([0, 0, 1]), column([0, 9, 0]), column([9, 18, 5]), column([0, 1, 1]), 2)
     plan = step_plan(nobody_holds(2), new, "sp-ntp", Mask(), 8, in_steps=True, head_groups=2)
-    plan.validate()
+    validate_plan(plan)
     assert plan.tasks.server[plan.tasks.document % 2 == 1].tolist() == [1, 1]
     assert plan.tasks.server[plan.tasks.document % 2 == 0].tolist() == [0, 1]
     assert plan.q_segments.moved_rows(2).tolist() == [[0, 9], [9, 0]]

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from distca.plan import Mask, Plan, load_plan, save_plan
+from distca.plan import Mask, Plan, load_plan, save_plan, validate_plan
 from distca.schedule import (
     BALANCING,
     SCHEDULERS,
@@ -118,7 +118,7 @@ def test_plans_of_all_cover_every_pair_once(
             # The same micro-batch in the first and the last stage, and none between.
             of_stages = [nano if n in (0, stages - 1) else None for n in range(stages)]
             plan = pool(of_stages, servers, scheduler, move if name in BALANCING else None)
-            plan.validate()
+            validate_plan(plan)
             assert plan.own_tokens_per_rank().sum() == pieces.lengths.sum() * min(stages, 2)
             assert (nano.first_positions == pieces.start).all()
             pairs += int(plan.loads().sum())
@@ -137,7 +137,7 @@ def test_a_crossing_document_is_balanced() -> None:
     ((_, nano),) = planned(lengths, 4, Mask(), "tiles", config)
     servers = np.arange(4).reshape(1, 4)
     plan = pool([nano[1]], servers, None, lambda p: move_tiles(p, config))
-    plan.validate()
+    validate_plan(plan)
     assert plan.cached_prefix is not None
     assert plan.cached_prefix[0] == 8192
     loads = plan.loads()
@@ -157,4 +157,4 @@ def test_such_plans_are_saved_and_checked(tmp_path) -> None:
         (None, "not all covered"),
     ):
         with pytest.raises(ValueError, match=message):
-            Plan(plan.lengths, plan.placement, plan.tasks, cached_prefix=change).validate()
+            validate_plan(Plan(plan.lengths, plan.placement, plan.tasks, cached_prefix=change))

@@ -16,7 +16,7 @@ import numpy as np
 from distca.cost.memory import plan_memory
 from distca.cost.volume import AttentionShape, plan_bytes
 from distca.documents.lengths import DISTRIBUTIONS, Capped, draw
-from distca.plan import Mask, Plan
+from distca.plan import Mask, Plan, validate_plan
 from distca.schedule import ScheduleConfig, even_capacities, make_scheduler
 
 SHAPE = AttentionShape(32, 8, 128)
@@ -51,7 +51,7 @@ def bytes_a_server(servers: int) -> float:
     tracemalloc.start()
     try:
         plan = plan_of(servers)
-        plan.validate()
+        validate_plan(plan)
         assert plan_bytes(plan, SHAPE).total > 0
         assert np.all(plan_memory(plan, SHAPE).total(1) > 0)
         return tracemalloc.get_traced_memory()[1] / servers

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from distca.cost.volume import AttentionShape, plan_bytes
-from distca.plan import Mask, Placement, load_plan, save_plan
+from distca.plan import Mask, Placement, load_plan, save_plan, validate_plan
 from distca.plan.span import Int64s
 from distca.schedule.serving import (
     STRATEGIES,
@@ -47,7 +47,7 @@ def test_any_turns_have_valid_plans(data: st.DataObject) -> None:
             new = shard_in_stripes(at, ends, np.arange(sequences), stripe, ranks)
         for strategy in STRATEGIES:
             plan = step_plan(held, new, strategy, Mask(window), block=8)
-            plan.validate()
+            validate_plan(plan)
             assert plan.own_tokens_per_rank().tolist() == new.tokens_per_rank().tolist()
             moved = plan_bytes(plan, SHAPE).forward().phases
             if strategy == "pass-kv" or (window is not None and (ends - at).max() > 1):
@@ -57,7 +57,7 @@ def test_any_turns_have_valid_plans(data: st.DataObject) -> None:
                 assert moved["dispatch"].sum() % SHAPE.q_row_bytes == 0
                 assert not plan.kv_segments.moved_rows(ranks).any()
             stepped = step_plan(held, new, strategy, Mask(window), block=8, in_steps=True)
-            stepped.validate()
+            validate_plan(stepped)
             # A server is sent the same rows, whoever passes them on.
             by_server = plan_bytes(stepped, SHAPE).messages["dispatch"].received()
             assert by_server.tolist() == moved["dispatch"].sum(axis=0).tolist()
@@ -98,7 +98,7 @@ def test_an_all_gather_sends_all_keys_to_all_ranks(ranks: int, tmp_path: Path) -
         step_plan(held, new, strategy, Mask(), 8, in_steps=True)
         for strategy in ("all-gather", "pass-kv")
     )
-    plan.validate()
+    validate_plan(plan)
     assert plan.steps == 1
     assert plan.loads().tolist() == ring.loads().tolist()
     moved = plan_bytes(plan, SHAPE).forward()
@@ -130,7 +130,7 @@ def test_plans_are_as_small_whatever_the_stripes_of_decoding(strategy: Strategy)
     for stripe in (1, 16, 128):
         held = shard_in_stripes(zero, start, zero, stripe, ranks)
         plan = step_plan(held, new, strategy, Mask(), in_steps=True)
-        plan.validate()
+        validate_plan(plan)
         travels = plan.step_segments[1].kv if strategy == "pass-kv" else plan.step_segments[1].q
         assert ((travels.owner - travels.server) % ranks <= 1).all()
         found.append((len(plan.placement.rank), plan.tasks.server.tolist()))
@@ -144,7 +144,7 @@ def test_plans_are_as_small_whatever_the_stripes_of_decoding(strategy: Strategy)
 def test_under_a_window_keys_travel_while_those_at_home_are_seen() -> None:
     new = shard_evenly(np.array([0]), np.array([1200]), 3)
     plan = step_plan(nobody_holds(3), new, "pass-kv", Mask(40), 16, in_steps=True)
-    plan.validate()
+    validate_plan(plan)
     moved = [each.kv.moved_per_rank(3)[1].tolist() for each in plan.step_segments]
     # The last rank's two pieces are neighbours.
     assert moved == [[0, 0, 0], [40, 80, 40]]

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from distca.plan import Mask
+from distca.plan import Mask, validate_plan
 from distca.schedule import (
     SCHEDULERS,
     NanoPlan,
@@ -209,7 +209,7 @@ def test_pooled_plans_are_valid(data: st.DataObject, name: str, pooled: bool) ->
     servers = np.array(order, dtype=np.int64).reshape(stages, ranks)
     stages_plans = [None if own is None else NanoPlan(own) for own in plans]
     plan = pool(stages_plans, servers, scheduler if pooled else None)
-    plan.validate()
+    validate_plan(plan)
     assert plan.world_size == servers.size or stages == 1
     tokens = plan.placement.tokens_per_rank()
     loads = plan.loads()

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from distca.cost.kernel_time import AnalyticCost, CostModel
 from distca.cost.link import Links
 from distca.cost.volume import AttentionShape, plan_bytes
-from distca.plan import Mask, Placement, Plan, Tasks, place_in_turn
+from distca.plan import Mask, Placement, Plan, Tasks, place_in_turn, validate_plan
 from distca.plan.span import Int64s
 from distca.schedule import ScheduleConfig, describe, even_capacities, make_scheduler, move_tiles
 from distca.schedule.base import relative_loads, server_loads
@@ -70,7 +70,7 @@ def test_plans_of_random_batches(
         tolerance, SHAPE, cost_model, block, links=Links(ranks_per_node=ranks_per_node)
     )
     plan = make(lengths, capacities, config, mask, free)
-    plan.validate()
+    validate_plan(plan)
     assert np.array_equal(plan.lengths, lengths)
     assert np.array_equal(plan.placement.tokens_per_rank(), capacities)
     again = make(lengths, capacities, config, mask, free)
@@ -107,7 +107,7 @@ def test_no_server_receives_more_than_its_arena_holds(
         if f"keeps to {bound:,} buffer bytes" not in str(error) or received(unbounded) <= bound:
             raise
         return
-    plan.validate()
+    validate_plan(plan)
     assert received(plan) <= bound
     if imbalance(plan, config) > 1.1 + 1e-6:
         assert f"within {bound:,} buffer bytes" in plan.notes[0]
@@ -137,7 +137,7 @@ def test_queries_go_to_keys_where_keys_do_not_fit() -> None:
     plan = make_scheduler("packed", config).schedule(lengths, at, Mask())
     assert received_bytes(plan, SHAPE).tolist() == [0, 4096 * SHAPE.kv_row_bytes]
     fitted = fit_arenas(plan, SHAPE, 2000 * SHAPE.kv_row_bytes)
-    fitted.validate()
+    validate_plan(fitted)
     assert received_bytes(fitted, SHAPE).tolist() == [512 * SHAPE.q_row_bytes, 0]
     # A window needs few keys anyway.
     windowed = make_scheduler("packed", config).schedule(lengths, at, Mask(100))
@@ -156,7 +156,7 @@ def test_keys_are_given_over_up_to_the_end_of_a_task() -> None:
         scheduler="by hand",
     )
     plan = replace(plan, tasks=_with_given(plan, [(0, 1, 16, 32), (0, 1, 48, 64)]))
-    plan.validate()
+    validate_plan(plan)
     assert sorted(task_rows(plan)) == [
         (0, 0, 16, 0, 16, 0),
         (0, 16, 32, 16, 32, 1),
@@ -173,7 +173,7 @@ def test_documents_stay_whole_where_nothing_may_be_received() -> None:
     lengths, capacities = np.array([256, 256, 1024, 256, 256]), np.array([1024, 1024])
     config = ScheduleConfig(shape=SHAPE, max_buffer_bytes=0)
     plan = make(lengths, capacities, config, Mask(), True)
-    plan.validate()
+    validate_plan(plan)
     assert received(plan) == 0
     assert len(plan.placement.document) == 5
     assert "within 0 buffer bytes" in plan.notes[0]
@@ -215,7 +215,7 @@ def test_fewer_bytes_than_greedy_on_long_tails(seed: int, cost_model: CostModel 
     summaries = {}
     for name in ("greedy", "tiles"):
         plan = make_scheduler(name, config).plan(lengths, capacities, Mask())
-        plan.validate()
+        validate_plan(plan)
         summaries[name] = describe(plan, config)
         assert summaries[name].load_max_over_mean <= 1.1
     tiles, greedy = summaries["tiles"], summaries["greedy"]
@@ -270,9 +270,9 @@ def moved_on_two(
         block,
         scheduler="by hand",
     )
-    before.validate()
+    validate_plan(before)
     after = move_tiles(before, ScheduleConfig(shape=SHAPE, block=block, server_speeds=speeds))
-    after.validate()
+    validate_plan(after)
     return {row[1:] for row in task_rows(after)} - set(tasks)
 
 
@@ -330,7 +330,7 @@ def test_slow_servers_get_less() -> None:
     config = ScheduleConfig(shape=SHAPE, server_speeds=(1.0,) * 4 + (0.5,) * 4)
     for free in (True, False):
         plan = make(lengths, capacities, config, Mask(), free)
-        plan.validate()
+        validate_plan(plan)
         assert imbalance(plan, config) <= 1.1
         loads = plan.loads()
         assert loads[4:].sum() < 0.6 * loads[:4].sum()
@@ -377,7 +377,7 @@ def test_nothing_is_cut_smaller_than_the_kernel_runs_well() -> None:
     lengths = np.array([16384] + [512] * 32)
     at = place_in_turn(lengths, even_capacities(int(lengths.sum()), 4))
     plan = make_scheduler("tiles", config).schedule(lengths, at, Mask())
-    plan.validate()
+    validate_plan(plan)
     moved = plan.tasks[plan.tasks.document == 0]
     assert len(moved) > 2
     assert (moved.q_end - moved.q_start).min() >= 1024
@@ -388,7 +388,7 @@ def test_one_document_on_more_ranks_than_blocks() -> None:
     plan = make(
         np.array([300]), even_capacities(300, 64), ScheduleConfig(shape=SHAPE), Mask(), True
     )
-    plan.validate()
+    validate_plan(plan)
     assert plan.notes
 
 
@@ -398,7 +398,7 @@ def test_short_documents_beside_one_that_has_nearly_all_work(share: float) -> No
     longest = int(total * share)
     lengths = np.array([longest, *long_tailed_lengths(0, total - longest, 20_000, total)])
     plan = make(lengths, even_capacities(total, 16), ScheduleConfig(shape=SHAPE), Mask(), True)
-    plan.validate()
+    validate_plan(plan)
 
 
 def test_many_short_documents() -> None:
@@ -406,7 +406,7 @@ def test_many_short_documents() -> None:
     capacities = even_capacities(int(lengths.sum()), 512)
     config = ScheduleConfig(shape=SHAPE)
     plan = make(lengths, capacities, config, Mask(), True)
-    plan.validate()
+    validate_plan(plan)
     assert imbalance(plan, config) <= 1.1
     # Only documents at the edges of ranks are cut.
     assert len(plan.placement.document) <= 100_000 + 511

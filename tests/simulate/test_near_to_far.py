@@ -11,7 +11,7 @@ from distca.cost.kernel_time import AnalyticCost
 from distca.cost.link import Links
 from distca.cost.model_sizes import ModelSize
 from distca.cost.volume import AttentionShape, plan_bytes
-from distca.plan import Mask, Plan
+from distca.plan import Mask, Plan, validate_plan
 from distca.schedule.serving import nobody_holds
 from distca.schedule.serving.csps import NODE_PARTS, Levels, NodeParts, Sparsity
 from distca.schedule.serving.csps.pipeline import NearToFar, thinned
@@ -29,7 +29,7 @@ def planned(tokens: int, levels: Levels, drop: float, partitions: tuple[int, ...
     new = strategy.shard(np.array([0]), np.array([tokens]))
     dense = strategy.plan(nobody_holds(levels.ranks), new, Mask())
     found = strategy.sparse_plans(dense).get(1, dense)
-    found.validate()
+    validate_plan(found)
     return found
 
 

@@ -12,7 +12,7 @@ from distca.cost.link import Links
 from distca.cost.model_sizes import MODELS, ModelSize
 from distca.cost.tiled import TiledCost
 from distca.cost.volume import AttentionShape, plan_bytes
-from distca.plan import Mask, Placement, Plan, Tasks
+from distca.plan import Mask, Placement, Plan, Tasks, validate_plan
 from distca.schedule.serving import (
     STRATEGIES,
     nobody_holds,
@@ -62,7 +62,7 @@ def seconds_of(plan: Plan, gb_per_s: float, **changes: float) -> tuple[Outcome, 
 
 def test_a_step_s_rows_travel_behind_the_kernels_of_the_step_before() -> None:
     plan = ring_of_two()
-    plan.validate()
+    validate_plan(plan)
     cost = TiledCost.of_shape(SHAPE, 1e12)
     tile, square = np.array([128]), np.array([128 * 129 // 2, 128 * 128])
     diagonal, full = (float(cost.seconds(tile, tile, np.array([n]))[0]) for n in square)

@@ -30,7 +30,7 @@ from distca.cost.volume import (
     BackwardInputs,
     plan_bytes,
 )
-from distca.plan import LayerMasks, Mask, Plan, place_in_turn, place_sequentially
+from distca.plan import LayerMasks, Mask, Plan, place_in_turn, place_sequentially, validate_plan
 from distca.plan.span import Int64s
 from distca.schedule.base import ScheduleConfig, Scheduler, document_loads
 from distca.schedule.program import Pass
@@ -385,7 +385,7 @@ class GlobalBatchPlanner:
         else:
             plan = self._scheduler.schedule(lengths, place_in_turn(lengths, capacities), mask)
         if self.checks:
-            plan.validate()
+            validate_plan(plan)
             if not plan.placement.tokens_per_rank().all():
                 raise ValueError(
                     f"{plan.scheduler} leaves a rank without tokens, which a model cannot train "
@@ -397,7 +397,7 @@ class GlobalBatchPlanner:
         """Returns the plan of the same tokens on the same ranks with another mask."""
         plan = self._scheduler.schedule(nano.plan.lengths, nano.plan.placement, mask)
         if self.checks:
-            plan.validate()
+            validate_plan(plan)
         return replace(nano, plan=plan)
 
     def _pooled(
@@ -428,7 +428,7 @@ class GlobalBatchPlanner:
         for plan in plans if self.checks else ():
             # Any other plan is a micro-batch's own, which was validated.
             if len(nano_plans) > 1 or self._pools or plan.cached_prefix is not None:
-                plan.validate()
+                validate_plan(plan)
         return plans
 
     def _loads(self, lengths: Int64s) -> np.ndarray:

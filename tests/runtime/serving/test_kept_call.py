@@ -14,7 +14,7 @@ from distca.attention.reference import attend, document_visibility
 from distca.cost.link import Links
 from distca.cost.step_memory import STEP_SLOTS, step_memory
 from distca.cost.volume import AttentionShape, plan_bytes
-from distca.plan import Mask, Placement, Plan
+from distca.plan import Mask, Placement, Plan, validate_plan
 from distca.runtime import Buffers, CoreAttention
 from distca.runtime.messages import ByKind
 from distca.runtime.serving.importance import OBSERVERS, Importance
@@ -90,7 +90,7 @@ class SparseRank:
 def test_kept_rows_are_attended_to(ranks: int, per_node: int, scale_of_logits: float) -> None:
     for seed in range(4):
         _, plan = kept_plans(seed, ranks, per_node)
-        plan.validate()
+        validate_plan(plan)
         tensors = [each.float() for each in inputs(plan, SHAPE)]
         tensors[0] *= scale_of_logits
         others: list[VirtualTransport] = []
@@ -125,7 +125,7 @@ def test_kept_rows_are_attended_to(ranks: int, per_node: int, scale_of_logits: f
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_nothing_dropped_is_dense(ranks: int) -> None:
     dense, _ = kept_plans(5, ranks, 2)
-    dense.validate()
+    validate_plan(dense)
     run_virtually(dense, SHAPE, torch.float32)
 
 
@@ -195,6 +195,6 @@ def test_other_plans_are_refused() -> None:
         (replace(t, kept_kv=changed(kept_kv, own, 1)), "drops a rank's own rows"),
     ):
         with pytest.raises(ValueError, match=message):
-            replace(plan, tasks=tasks).validate()
+            validate_plan(replace(plan, tasks=tasks))
     with pytest.raises(ValueError, match="in part dropped are passed on"):
-        replace(plan, relays=True).validate()
+        validate_plan(replace(plan, relays=True))

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from distca.cost.volume import AttentionShape
-from distca.plan import Mask, Placement, Plan, Tasks
+from distca.plan import Mask, Placement, Plan, Tasks, validate_plan
 from distca.runtime import CoreAttention
 from distca.runtime.serving.step_exchange import build_stepped_exchange
 from distca.runtime.serving.stepped_call import attend_in_steps
@@ -75,7 +75,7 @@ def test_any_prefill_is_dense_attention(strategy: Strategy, data: st.DataObject)
         in_steps=True,
         head_groups=head_groups(shape.heads, shape.kv_heads, ranks),
     )
-    plan.validate()
+    validate_plan(plan)
     run_virtually(plan, shape, dtype)
 
 
@@ -90,7 +90,7 @@ def test_any_tasks_in_any_steps_are_dense_attention(seed: int, window: int | Non
     step_of = rng.permutation(ranks) // int(rng.integers(1, 3))
     _, step = np.unique(step_of[plan.tasks.server], return_inverse=True)
     plan = replace(plan, tasks=replace(plan.tasks, step=step))
-    plan.validate()
+    validate_plan(plan)
     run_virtually(plan, SHAPES[seed % 2], torch.float32)
 
 
@@ -99,7 +99,7 @@ def test_outputs_that_returned_before_a_rank_computes_are_kept() -> None:
     placement = Placement(*(np.array(x) for x in ([0, 0], [0, 8], [8, 16], [0, 1])), 2)
     rows = [(0, 8, 16, 0, 8, 0, 0), (0, 0, 8, 0, 8, 0, 1), (0, 8, 16, 8, 16, 1, 2)]
     plan = Plan(np.array([16]), placement, Tasks.from_rows(rows), block=8)
-    plan.validate()
+    validate_plan(plan)
     run_virtually(plan, SHAPES[0], torch.float32)
 
 
@@ -109,7 +109,7 @@ def test_a_diagonal_that_begins_after_its_first_query() -> None:
     rows = [(0, 8, 24, 0, 8, 0), (0, 8, 24, 16, 24, 0), (0, 8, 16, 8, 16, 0), (0, 16, 24, 8, 16, 0)]
     prefix = np.array([8])
     plan = Plan(np.array([24]), placement, Tasks.from_rows(rows), block=8, cached_prefix=prefix)
-    plan.validate()
+    validate_plan(plan)
     run_virtually(plan, SHAPES[0], torch.float32)
 
 

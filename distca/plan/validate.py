@@ -1,0 +1,235 @@
+"""Checks that a plan covers each visible pair exactly once, and cuts where it may."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from distca.plan.plan import Plan
+from distca.plan.span import Bools, Int64s, cut_at, distinct, order_by
+
+
+def validate_plan(plan: Plan) -> None:
+    """Checks a plan.
+
+    Raises:
+        ValueError: the plan is not valid; the message has the first offending row.
+    """
+    if plan.head_groups < 1 or len(plan.lengths) % plan.head_groups:
+        raise ValueError(
+            f"not a valid plan: {plan.head_groups} head groups of {len(plan.lengths)} documents"
+        )
+    _check_placement(plan)
+    _check_cached_prefixes(plan)
+    _check_tasks(plan)
+    _check_steps(plan)
+    _check_cuts(plan)
+    _check_cover(plan)
+    _check_kept(plan)
+
+
+def _refuse(condition: Bools, what: str, *columns: Int64s) -> None:
+    """Raises ValueError with the first row for which `condition` holds."""
+    if np.any(condition):
+        row = int(np.flatnonzero(condition)[0])
+        values = [int(column[row]) for column in columns]
+        raise ValueError(f"not a valid plan: {what} (row {row}: {values})")
+
+
+def _check_placement(plan: Plan) -> None:
+    placement = plan.placement
+    documents = len(plan.lengths)
+    _refuse(plan.lengths < 1, "a document has no tokens", plan.lengths)
+    columns = (placement.document, placement.start, placement.end, placement.rank)
+    _refuse(
+        (placement.document < 0) | (placement.document >= documents),
+        "no such document is placed",
+        *columns,
+    )
+    _refuse(
+        (placement.rank < 0) | (placement.rank >= placement.world_size),
+        "placed on no rank",
+        *columns,
+    )
+    _refuse(
+        (placement.start < 0)
+        | (placement.start >= placement.end)
+        | (placement.end > plan.lengths[placement.document]),
+        "a placed span is empty or outside its document",
+        *columns,
+    )
+    order = order_by(placement.document, placement.start)
+    starts = plan.document_offsets[placement.document[order]] + placement.start[order]
+    ends = plan.document_offsets[placement.document[order]] + placement.end[order]
+    expected = np.concatenate([np.zeros(1, dtype=np.int64), ends[:-1]])
+    _refuse(starts != expected, "the placement leaves out or repeats tokens", starts, expected)
+    if int(ends[-1] if len(ends) else 0) != int(plan.lengths.sum()):
+        raise ValueError("not a valid plan: the placement leaves out the last tokens")
+
+
+def _check_cached_prefixes(plan: Plan) -> None:
+    if plan.cached_prefix is None:
+        return
+    placement, prefix = plan.placement, plan.cached_prefix
+    _refuse(
+        (prefix < 0) | (prefix >= plan.lengths), "a document has no query", prefix, plan.lengths
+    )
+    columns = (placement.document, placement.start, placement.end, placement.rank)
+    cached = placement.start < prefix[placement.document]
+    _refuse(
+        cached & (placement.end > prefix[placement.document]),
+        "a piece is only in part cached",
+        *columns,
+    )
+    t = plan.tasks
+    _refuse(
+        t.q_start < prefix[t.document], "a task has a cached query", t.document, t.q_start, t.q_end
+    )
+
+
+def _check_tasks(plan: Plan) -> None:
+    t = plan.tasks
+    columns = (t.document, t.q_start, t.q_end, t.kv_start, t.kv_end, t.server)
+    documents, servers = len(plan.lengths), plan.world_size
+    _refuse((t.document < 0) | (t.document >= documents), "no such document has a task", *columns)
+    _refuse((t.server < 0) | (t.server >= servers), "a task has no such server", *columns)
+    length = plan.lengths[t.document]
+    _refuse(
+        (t.q_start < 0) | (t.q_start >= t.q_end) | (t.q_end > length),
+        "a task's queries are empty or outside the document",
+        *columns,
+    )
+    _refuse(
+        (t.kv_start < 0) | (t.kv_start >= t.kv_end) | (t.kv_end > length),
+        "a task's keys are empty or outside the document",
+        *columns,
+    )
+    full = plan.mask.is_full(t.q_start, t.q_end, t.kv_start, t.kv_end)
+    _refuse(
+        ~(full | t.ends_on_diagonal),
+        "a task is neither a full rectangle nor ends on the diagonal",
+        *columns,
+    )
+    if plan.mask.attention_chunk is not None:
+        # Kernels know nothing of chunks.
+        _refuse(
+            t.kv_start < plan.mask.first_key(t.q_end - 1),
+            "a task reaches over the edge of a chunk",
+            *columns,
+        )
+
+
+def _check_steps(plan: Plan) -> None:
+    """Checks that steps are numbered in turn, and that a server is sent a row in one of them."""
+    t = plan.tasks
+    _refuse(t.step < 0, "a task is in no step", t.document, t.q_start, t.q_end, t.step)
+    if plan.steps == 1:
+        return
+    tasks_of = np.bincount(t.step)
+    _refuse(tasks_of == 0, "a step has no task", np.arange(plan.steps))
+    for kind, whole in (("q", plan.q_segments), ("kv", plan.kv_segments)):
+        _, once = whole.moved_per_rank(plan.world_size)
+        each = [
+            getattr(step, kind).moved_per_rank(plan.world_size)[1] for step in plan.step_segments
+        ]
+        received = np.sum(each, axis=0)
+        _refuse(
+            received > once,
+            f"a server is sent a row of {kind} in several steps (server, received, distinct)",
+            np.arange(plan.world_size),
+            received,
+            once,
+        )
+
+
+def _check_cuts(plan: Plan) -> None:
+    t = plan.tasks
+    placement = plan.placement
+    owner_changes = np.sort(plan.document_offsets[placement.document] + placement.start)
+    first_key = plan.mask.first_key(t.q_start)
+    for name, position in (
+        ("q_start", t.q_start),
+        ("q_end", t.q_end),
+        ("kv_start", t.kv_start),
+        ("kv_end", t.kv_end),
+    ):
+        where = plan.document_offsets[t.document] + position
+        found = np.searchsorted(owner_changes, where)
+        at_change = owner_changes[np.minimum(found, len(owner_changes) - 1)] == where
+        allowed = (position % plan.block == 0) | (position == plan.lengths[t.document]) | at_change
+        if plan.cached_prefix is not None:
+            allowed |= (position - plan.cached_prefix[t.document]) % plan.block == 0
+        if plan.mask.attention_chunk is not None:
+            allowed |= position % plan.mask.attention_chunk == 0
+        if name == "kv_start":
+            allowed |= position == first_key
+        _refuse(
+            ~allowed,
+            f"{name} is neither on a block of {plan.block}, nor an end, nor a change of owner",
+            t.document,
+            position,
+        )
+
+
+def _check_cover(plan: Plan) -> None:
+    """Checks that no query sees a key twice, and that each document's visible pairs add up."""
+    t = plan.tasks
+    starts = plan.document_offsets[t.document] + t.q_start
+    ends = plan.document_offsets[t.document] + t.q_end
+    # Between two neighbouring query cuts a task covers either all queries or none.
+    task, slab, _ = cut_at(starts, ends, distinct(np.concatenate([starts, ends])))
+    order = order_by(slab, t.kv_start[task])
+    task, slab = task[order], slab[order]
+    overlap = (slab[1:] == slab[:-1]) & (t.kv_end[task][:-1] > t.kv_start[task][1:])
+    _refuse(
+        overlap,
+        "a query meets a key in two tasks",
+        t.document[task][1:],
+        t.q_start[task][1:],
+        t.q_end[task][1:],
+        t.kv_start[task][1:],
+        t.kv_end[task][1:],
+    )
+    covered = np.zeros(len(plan.lengths), dtype=np.int64)
+    np.add.at(covered, t.document, t.pairs(plan.mask))
+    zeros = np.zeros_like(plan.lengths)
+    first = zeros if plan.cached_prefix is None else plan.cached_prefix
+    visible = plan.mask.pairs(first, plan.lengths, zeros, plan.lengths)
+    numbers = np.arange(len(plan.lengths))
+    _refuse(
+        covered != visible,
+        "a document's visible pairs are not all covered (document, covered, visible)",
+        numbers,
+        covered,
+        visible,
+    )
+
+
+def _check_kept(plan: Plan) -> None:
+    """Checks how many rows stay, and that those of other ranks' keys alone are dropped."""
+    t = plan.tasks
+    if t.kept_q is None or t.kept_kv is None:
+        if t.kept_q is not t.kept_kv:
+            raise ValueError("not a valid plan: it says of queries or keys alone how many stay")
+        return
+    if plan.relays and plan.steps > 1:
+        raise ValueError("not a valid plan: rows that are in part dropped are passed on")
+    offset = plan.document_offsets[t.document]
+    queries, keys = (plan.owners(offset + start) for start in (t.q_start, t.kv_start))
+    columns = (t.document, t.q_start, t.q_end, t.kv_start, t.kv_end, t.server)
+    of_one = (offset + t.q_end <= queries.until) & (offset + t.kv_end <= keys.until)
+    _refuse(~of_one, "a task that may drop rows has rows of several pieces", *columns)
+    _refuse(
+        queries.rank != t.server, "a task that may drop rows is not where its queries are", *columns
+    )
+    at_home = keys.rank == t.server
+    for kept, start, end in ((t.kept_q, t.q_start, t.q_end), (t.kept_kv, t.kv_start, t.kv_end)):
+        rows = (end - start)[:, None]
+        outside = np.any((kept < 1) | (kept > rows), axis=1)
+        _refuse(outside, "a task keeps no such rows", *columns)
+        dropped = np.any(kept < rows, axis=1)
+        _refuse(at_home & dropped, "a task drops a rank's own rows", *columns)
+    _refuse(at_home & (t.step > 0), "a rank's own rows are not in the first step", *columns)
+    _refuse(~at_home & t.ends_on_diagonal, "a task on the diagonal has keys elsewhere", *columns)
+    sent = plan.kept_keys
+    again = (np.diff(sent.server) == 0) & (sent.start[1:] < sent.end[:-1])
+    _refuse(again, "a server is sent several choices of a key", sent.server[1:], sent.start[1:])
