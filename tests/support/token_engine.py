@@ -33,6 +33,7 @@ from distca.serve.engine.messages import (
     Done,
     FromEngine,
     Iteration,
+    Scores,
     Submit,
     ToEngine,
     ToWorker,
@@ -61,12 +62,25 @@ def token_settings(
 
 def choose(of: Submit | Admit, prompt: int, tokens: Sequence[int]) -> Chosen:
     """Chooses the token that follows `tokens`, of which the first are a prompt."""
-    seed = zlib.crc32(np.array(tokens, dtype=np.int32).tobytes())
-    logits = torch.from_numpy(np.random.default_rng(seed).standard_normal(VOCABULARY))
+    logits = _logits(tokens)
     changed = of.penalties.apply(logits, tokens[:prompt], tokens[prompt:])
     token = of.sampling.choose(changed, of.choice, len(tokens))
     told = None if of.logprobs is None else TokenLogprobs.of(logits, token, of.logprobs)
     return Chosen(of.number, token, told)
+
+
+def _logits(tokens: Sequence[int]) -> torch.Tensor:
+    seed = zlib.crc32(np.array(tokens, dtype=np.int32).tobytes())
+    return torch.from_numpy(np.random.default_rng(seed).standard_normal(VOCABULARY))
+
+
+def right_scores(submit: Submit | Admit, start: int, end: int) -> dict[int, TokenLogprobs]:
+    """Log-probabilities of a prompt's tokens from position `start + 1` to `end`, by position."""
+    tokens, count = submit.tokens, submit.logprobs or 0
+    return {
+        position: TokenLogprobs.of(_logits(tokens[:position]), tokens[position], count)
+        for position in range(start + 1, end + 1)
+    }
 
 
 def right_answer(submit: Submit) -> list[int]:
@@ -115,11 +129,11 @@ class TokenWorkers:
 
     def start(self, iteration: Iteration, parts: Collection[int]) -> None:
         """See `Workers`; those without a part are told of it at once, too."""
-        chosen = self._run(self._decoder.decode(encode(iteration)))
+        chosen, scores = self._run(self._decoder.decode(encode(iteration)))
         self.done = []
         for rank in sorted(parts):
-            self.done.append(Done(rank, iteration.number, chosen, 1, 0, 0.0, 0.0))
-            chosen = []
+            self.done.append(Done(rank, iteration.number, chosen, 1, 0, 0.0, 0.0, scores))
+            chosen, scores = [], []
 
     def begin_step(self) -> None:
         """See `Workers`."""
@@ -127,7 +141,7 @@ class TokenWorkers:
     def end_step(self) -> None:
         """See `Workers`."""
 
-    def _run(self, iteration: Iteration) -> list[Chosen]:
+    def _run(self, iteration: Iteration) -> tuple[list[Chosen], list[Scores]]:
         assert iteration.number == self._next, "an iteration is missing"
         self._next += 1
         for number in iteration.drop:
@@ -144,14 +158,18 @@ class TokenWorkers:
                 block = sequence.blocks[position // self._size]
                 rows = self._rows.setdefault(block, [-1] * self._size)
                 rows[position % self._size] = sequence.tokens[position]
-        chosen = []
+        chosen, scores = [], []
         for feed in iteration.feed:
+            sequence = self.held[feed.number]
+            if sequence.admitted.scored:
+                end = min(feed.start + feed.count, sequence.admitted.prompt - 1)
+                found = right_scores(sequence.admitted, feed.start, end)
+                scores.append(Scores(feed.number, found))
             if feed.samples:
-                sequence = self.held[feed.number]
                 rows = [row for block in sequence.blocks for row in self._rows[block]]
                 seen = rows[: feed.start + feed.count]
                 chosen.append(choose(sequence.admitted, sequence.admitted.prompt, seen))
-        return chosen
+        return chosen, [each for each in scores if each.tokens]
 
 
 class _Wire:

@@ -256,6 +256,9 @@ class Engine:
         chosen: dict[int, Chosen] = {each.number: each for d in done.values() for each in d.chosen}
         tokens = {number: each.token for number, each in chosen.items()}
         for each in (scores for d in done.values() for scores in d.scores):
+            if each.number not in self._submitted:
+                # It was aborted meanwhile, and is forgotten.
+                continue
             self._scores.setdefault(each.number, {}).update(each.tokens)
         outputs = []
         for advance in self._scheduler.advance(batch, tokens):

@@ -151,7 +151,7 @@ class DecodeWorker:
             self._apply(event_of(message))
         elif isinstance(message, Expect):
             self._expect(message)
-        elif isinstance(message, First):
+        elif isinstance(message, First) and message.transfer in self._requests:
             self._firsts[message.transfer] = message.token
             self._join(message.transfer)
 

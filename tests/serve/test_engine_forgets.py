@@ -1,0 +1,162 @@
+"""An engine forgets a sequence when it ends, whatever is under way then."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    invariant,
+    rule,
+    run_state_machine_as_test,
+)
+
+from distca.schedule.serving.cdsp import ImprovementRates
+from distca.schedule.serving.cdsp.handoff import Transfer
+from distca.serve.engine.engine import Engine
+from distca.serve.engine.messages import Abort, FromEngine, Output, Outputs, Submit, decoder
+from distca.serve.handoff.decode_worker import DecodeWorker
+from distca.serve.handoff.messages import First
+from distca.serve.handoff.settings import Roles
+from distca.serve.sampling import Sampling
+from support.token_engine import TokenWorkers, right_answer, right_scores, token_settings
+
+BLOCKS = 5
+OF_THE_ENGINE = {"_counts", "_seconds", "_weights", "_done"}
+"""Dicts that are not by sequence."""
+
+
+class Interleaving(RuleBasedStateMachine):
+    """Sequences that come, run, end and are aborted, in any order.
+
+    Some are scored, and some share a prompt. Pools are so small that sequences lose their blocks.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        sizes = token_settings(tokens=10, sequences=4)
+        self.workers, self._decoder = TokenWorkers(sizes), decoder(FromEngine)
+        self.engine = Engine(sizes, self, self.workers)  # type: ignore[arg-type]
+        self.alive: dict[int, Submit] = {}
+        self.told: dict[int, list[Output]] = {}
+        self.number = 0
+        self.engine.begin(BLOCKS, 1)
+
+    def send(self, encoded: bytes) -> None:
+        """Takes what the engine says to the API process."""
+        message: Any = self._decoder.decode(encoded)
+        if isinstance(message, Outputs):
+            for output in message.outputs:
+                self.told.setdefault(output.number, []).append(output)
+                if output.finish:
+                    self.check_answer(self.alive.pop(output.number))
+
+    def check_answer(self, submit: Submit) -> None:
+        told = self.told[submit.number]
+        assert [each.token for each in told] == right_answer(submit)
+        scores = right_scores(submit, 0, len(submit.tokens) - 1) if submit.scored else {}
+        assert told[0].scores == [scores[position] for position in sorted(scores)]
+
+    @rule(
+        length=st.integers(1, 20),
+        alike=st.booleans(),
+        answers=st.integers(1, 3),
+        new=st.integers(1, 6),
+        scored=st.booleans(),
+    )
+    def arrive(self, length: int, alike: bool, answers: int, new: int, scored: bool) -> None:
+        """A prompt with one answer or more; the one that computes the prompt comes last."""
+        first = self.number
+        tokens = [7] * length if alike else [first % 200] * length
+        for choice in (*range(1, answers), 0):
+            leader = first if choice else None
+            is_scored = scored and not choice
+            number = first + choice
+            each = Submit(
+                number, choice, tokens, Sampling(new), logprobs=1, leader=leader, scored=is_scored
+            )
+            self.alive[number] = each
+            self.engine.take(each)
+        self.number += answers
+
+    @rule(data=st.data())
+    def abort(self, data: st.DataObject) -> None:
+        if self.alive:
+            number = data.draw(st.sampled_from(sorted(self.alive)))
+            self.engine.take(Abort(number))
+            del self.alive[number]
+
+    @rule()
+    def abort_what_has_ended(self) -> None:
+        for number in {*range(self.number)} - self.alive.keys():
+            self.engine.take(Abort(number))
+
+    @rule()
+    def start(self) -> None:
+        busy = self.engine.start_iteration()
+        assert busy or not self.alive, "it hangs"
+
+    @rule()
+    def finish(self) -> None:
+        done, self.workers.done = self.workers.done, []
+        for each in done:
+            self.engine.take_done(each)
+
+    @invariant()
+    def knows_no_others(self) -> None:
+        for name, known in self.by_sequence().items():
+            assert known.keys() <= self.alive.keys(), name
+
+    def by_sequence(self) -> dict[str, dict[int, Any]]:
+        found = {name: each for name, each in vars(self.engine).items() if isinstance(each, dict)}
+        assert found.keys() >= OF_THE_ENGINE
+        return {name: each for name, each in found.items() if name not in OF_THE_ENGINE}
+
+    def teardown(self) -> None:
+        while self.engine.start_iteration():
+            self.finish()
+        assert not self.alive
+        assert not any(self.by_sequence().values())
+        # Workers hear of the ends with the next iteration.
+        last = Submit(self.number, 0, [1], Sampling(1))
+        self.alive[self.number] = last
+        self.engine.take(last)
+        assert self.engine.start_iteration()
+        self.finish()
+        assert {*self.workers.held} == {self.number}
+        scheduler: Any = self.engine._scheduler
+        assert not scheduler._aborted
+        assert not scheduler._followers
+        assert (scheduler.running, scheduler.waiting) == (0, 0)
+        cache: Any = self.engine._cache
+        assert [cache.referenced(rank) for rank in range(2)] == [0, 0]
+
+
+def test_scores_of_a_prompt_that_is_aborted_in_its_iteration_are_forgotten() -> None:
+    run = Interleaving()
+    run.arrive(length=8, alike=False, answers=1, new=2, scored=True)
+    run.start()
+    run.engine.take(Abort(0))
+    del run.alive[0]
+    run.finish()
+    run.knows_no_others()
+
+
+def test_a_first_token_of_a_request_that_was_given_up_is_forgotten() -> None:
+    """The decode rank fenced it, or had no room, before the engine knew."""
+    roles = Roles(1, 1, 1, "single", None, ImprovementRates({0.0: 0.0}))
+    model: Any = None
+    worker: Any = DecodeWorker(token_settings(), roles, 1, model, ["inproc://forgets"])
+    worker._take(First(Transfer(0, 0), 7))
+    assert not worker._firsts
+
+
+def test_nothing_is_known_of_a_sequence_that_has_ended(full: bool) -> None:
+    run_state_machine_as_test(
+        Interleaving,
+        settings=settings(
+            max_examples=2000 if full else 150, stateful_step_count=40, deadline=None
+        ),
+    )
