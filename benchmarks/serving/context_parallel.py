@@ -22,7 +22,7 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).parents[2]))  # as benchmarks/__init__.py says
 
 from distca.cost.model_sizes import MODELS
-from distca.plan import Mask, Placement, Plan
+from distca.plan import Mask, Placement, SteppedPlan
 from distca.schedule.serving import (
     STRATEGIES,
     EmpiricalRule,
@@ -97,12 +97,12 @@ def turn(new: int, cached: int, ranks: int, on_one: bool = False) -> tuple[Place
     return held, shard_evenly(start, end, ranks)
 
 
-def prefill(new: int, cached: int, ranks: int, strategy: Strategy) -> Plan:
+def prefill(new: int, cached: int, ranks: int, strategy: Strategy) -> SteppedPlan:
     """Plan of a prefill."""
     return step_plan(*turn(new, cached, ranks), strategy, Mask(), in_steps=True)
 
 
-def seconds(costs: InferenceCosts, plan: Plan) -> float:
+def seconds(costs: InferenceCosts, plan: SteppedPlan) -> float:
     """Seconds to the first token."""
     return simulate_step([plan] * LLAMA.layers, costs).seconds
 

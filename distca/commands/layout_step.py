@@ -15,7 +15,7 @@ from distca.commands.layout_report import (
 )
 from distca.commands.serving_report import as_json
 from distca.cost.kernel_time import CostModel
-from distca.plan import Plan
+from distca.plan import SteppedPlan
 from distca.schedule.serving.csps.layouts import (
     LAYOUTS,
     LayoutChoice,
@@ -32,7 +32,7 @@ from distca.simulate.serving import (
 
 
 def plan_layouts(
-    args: argparse.Namespace, choice: LayoutChoice, plan: Plan, costs: InferenceCosts
+    args: argparse.Namespace, choice: LayoutChoice, plan: SteppedPlan, costs: InferenceCosts
 ) -> int:
     """Prints what either layout sends; returns the exit status.
 
@@ -61,7 +61,7 @@ def plan_layouts(
 def simulate_layouts(
     args: argparse.Namespace,
     choice: LayoutChoice,
-    plan: Plan,
+    plan: SteppedPlan,
     costs: InferenceCosts,
     cost_model: CostModel,
 ) -> int:
@@ -91,9 +91,9 @@ def simulate_layouts(
 
 
 def _described(
-    choice: LayoutChoice, plan: Plan, costs: InferenceCosts
+    choice: LayoutChoice, plan: SteppedPlan, costs: InferenceCosts
 ) -> tuple[SplitModel, SharedRows, str]:
-    split, tokens = described_split(costs, choice), int(plan.own_tokens_per_rank().sum())
-    shared, cached = split.share(tokens), int(plan.lengths.sum()) - tokens
+    split, tokens = described_split(costs, choice), int(plan.plan.own_tokens_per_rank().sum())
+    shared, cached = split.share(tokens), int(plan.plan.lengths.sum()) - tokens
     assert shared is not None, "there are tokens for every GPU"
     return split, shared, layout_title(split, tokens, cached, shared.layout)

@@ -25,7 +25,15 @@ from distca.cost.link import Links
 from distca.cost.profile import Profile
 from distca.cost.volume import AttentionShape
 from distca.documents.lengths import DISTRIBUTIONS, draw, read_lengths
-from distca.plan import BLOCK, Mask, Plan, load_plan, place_in_turn, save_plan, validate_plan
+from distca.plan import (
+    BLOCK,
+    Mask,
+    Plan,
+    load_stepped_plan,
+    place_in_turn,
+    save_plan,
+    validate_plan,
+)
 from distca.plan.span import Int64s
 from distca.schedule import (
     COMPARED,
@@ -191,9 +199,12 @@ def _run(args: argparse.Namespace) -> None:
     check_output("--plot", args.plot)
     check_output("--save", args.save)
     if args.load is not None:
-        plan, configuration = load_plan(args.load)
+        stepped, configuration = load_stepped_plan(args.load)
         config = _saved_config(args, configuration)
-        _show(args, plan, config, describe(plan, config), {})
+        if stepped.in_steps:
+            serving_step.show_plan(args, stepped, config.shape, "prefill")
+        else:
+            _show(args, stepped.plan, config, describe(stepped.plan, config), {})
         return
     config = _config(args)
     capacities, lengths = _capacities_and_lengths(args)

@@ -17,7 +17,7 @@ from distca.commands.served_layouts import SP_TP
 from distca.commands.served_sparsity import near_to_far
 from distca.cost.kernel_time import CostModel
 from distca.cost.profile import Profile
-from distca.plan import Mask, Placement, Plan
+from distca.plan import Mask, Placement, SteppedPlan
 from distca.plan.span import Int64s
 from distca.schedule.serving import (
     PaperRule,
@@ -68,7 +68,7 @@ class StepCase:
     cost_model: CostModel
     near: NearToFar | None = None
 
-    def layers(self, strategy: Strategy | NearToFar) -> list[Plan]:
+    def layers(self, strategy: Strategy | NearToFar) -> list[SteppedPlan]:
         """The plan of each layer."""
         layers = self.costs.model.layers
         if isinstance(strategy, str):
@@ -76,11 +76,11 @@ class StepCase:
         plans = plan_layers(lambda _: self.held, self.new, [self.mask], strategy)
         return [plans.of(layer, self.mask) for layer in range(layers)]
 
-    def plan(self, strategy: Strategy | NearToFar) -> Plan:
+    def plan(self, strategy: Strategy | NearToFar) -> SteppedPlan:
         """The plan with a strategy, as `distca generate` makes it, of a layer that drops most."""
         if not isinstance(strategy, str):
             found = self.layers(strategy)
-            return min(found, key=lambda plan: int(plan.tasks.kept_pairs(plan.mask).mean(1).sum()))
+            return min(found, key=lambda plan: int(plan.kept_pairs().mean(1).sum()))
         prefill = self.kind == "prefill"
         shape, ranks = self.costs.shape, self.new.world_size
         groups = head_groups(shape.heads, shape.kv_heads, ranks)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +11,10 @@ import numpy as np
 from distca.commands.plan_plot import draw_documents
 from distca.commands.simulate_report import charged_line, make_figure
 from distca.cost.kernel_time import CostModel
-from distca.cost.volume import AttentionShape, step_bytes
+from distca.cost.step_bytes import step_bytes
+from distca.cost.volume import AttentionShape
 from distca.palette import BLUE, ORANGE
-from distca.plan import Plan
+from distca.plan import Plan, SteppedPlan
 from distca.schedule.serving.report import StepSummary
 from distca.simulate import Outcome
 from distca.simulate.serving import InferenceCosts, SteppedCosts
@@ -52,15 +52,16 @@ _COLUMNS = (
 )
 
 
-def format_plan(plan: Plan, steps: Sequence[StepSummary], kind: str) -> str:
+def format_plan(stepped: SteppedPlan, steps: Sequence[StepSummary], kind: str) -> str:
     """The table of a plan's steps."""
+    plan = stepped.plan
     lines = [f"{kind} of {title_of(plan)}"]
     lines.append(f"{'step':>6}" + "".join(f"{title:>12}" for title, *_ in _COLUMNS))
     for number, step in enumerate(steps):
         cells = (f"{getattr(step, key) / unit:>12,.{digits}f}" for _, key, unit, digits in _COLUMNS)
         lines.append(f"{number:>6}" + "".join(cells))
-    if plan.tasks.drops:
-        whole, pairs = plan.tasks.pairs(plan.mask), plan.tasks.kept_pairs(plan.mask)
+    if stepped.drops:
+        whole, pairs = plan.tasks.pairs(plan.mask), stepped.kept_pairs()
         keys = sum(each.key_rows for each in steps)
         all_keys = sum(each.key_rows / each.kept_keys for each in steps)
         lines.append(
@@ -97,7 +98,7 @@ def as_json(
 
 
 def format_simulated(
-    plans: Mapping[str, Plan],
+    plans: Mapping[str, SteppedPlan],
     found: Mapping[str, Outcome],
     costs: InferenceCosts,
     cost_model: CostModel,
@@ -107,7 +108,7 @@ def format_simulated(
     """The table of strategies, and that of the chosen one's steps."""
     chosen, cluster = plans[strategy], costs.cluster
     lines = [
-        f"{title_of(chosen)}; each rank {_number(costs.tensor_parallel, 'GPU')} of "
+        f"{title_of(chosen.plan)}; each rank {_number(costs.tensor_parallel, 'GPU')} of "
         f"{cluster.name}; "
         "simulated, not measured",
         f"{'':10}{'ms':>12}{'computes':>12}{'waits':>12}{'MB sent':>12}{'GB a GPU':>12}",
@@ -127,8 +128,8 @@ def format_simulated(
         f"{strategy}, a layer, step by step:",
         f"{'step':>6}{'kernels us':>12}{'links us':>12}{'MB there':>12}{'MB back':>12}",
     ]
-    stepped = SteppedCosts(chosen, costs.shape, cost_model, costs.links)
-    for number, step in enumerate(stepped.steps):
+    stepped_costs = SteppedCosts(chosen, costs.shape, cost_model, costs.links)
+    for number, step in enumerate(stepped_costs.steps):
         moved = [step.dispatch.transfer, step.returned.transfer]
         links = sum(max(each.out_seconds.max(), each.in_seconds.max()) for each in moved)
         there, back = (each.bytes_sent.sum() / 1e6 for each in moved)
@@ -137,20 +138,20 @@ def format_simulated(
     return "\n".join([*lines, charged_line(cluster.charges)])
 
 
-def plot_steps(plan: Plan, shape: AttentionShape, path: Path) -> None:
+def plot_steps(stepped: SteppedPlan, shape: AttentionShape, path: Path) -> None:
     """Draws each step's tasks in the colours of their servers, and each rank's bytes.
 
     Raises:
         ImportError: matplotlib is not installed.
     """
-    shown = min(plan.steps, _MOST_DRAWN)
+    plan, shown = stepped.plan, min(stepped.steps, _MOST_DRAWN)
     figure = make_figure(figsize=(4 * shown + 1, 7), layout="constrained")
     axes = figure.subplots(2, shown, squeeze=False, sharey="row", height_ratios=[3, 1])
-    ranks, moved = np.arange(plan.world_size), step_bytes(plan, shape)
+    ranks, moved = np.arange(plan.world_size), step_bytes(stepped, shape)
     queries = plan.tasks.q_start.min() / _THOUSAND, plan.tasks.q_end.max() / _THOUSAND
     for number in range(shown):
         tasks, rows = axes[0, number], axes[1, number]
-        draw_documents(tasks, replace(plan, tasks=plan.tasks[plan.tasks.step == number]))
+        draw_documents(tasks, stepped.select(stepped.step == number).plan)
         tasks.set(title=f"step {number}", ylim=queries[::-1], xlabel="keys, thousand tokens")
         rows.bar(ranks - 0.2, moved[number].sent() / 1e6, width=0.4, label="sent", color=BLUE)
         rows.bar(

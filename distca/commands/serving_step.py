@@ -36,7 +36,8 @@ from distca.commands.served_layouts import layout_choice
 from distca.commands.served_sparsity import CSPS, add_sparsity_flags
 from distca.commands.serving_case import Kind, read_case
 from distca.commands.serving_report import as_json, format_plan, format_simulated, plot_steps
-from distca.plan import save_plan, validate_plan
+from distca.cost.volume import AttentionShape
+from distca.plan import SteppedPlan, save_plan, validate_stepped_plan
 from distca.schedule.serving import SELECTORS, STRATEGIES, Strategy
 from distca.schedule.serving.csps.layouts import LayoutChoice
 from distca.schedule.serving.csps.pipeline import NearToFar
@@ -173,17 +174,25 @@ def plan(argv: list[str]) -> int:
         return plan_layouts(args, layout, case.plan("pass-kv"), case.costs)
     strategy = case.chosen(args)
     made = case.plan(strategy)
-    validate_plan(made)
-    steps = describe_steps(made, case.costs.shape)
-    if args.json:
-        _write(json.dumps({"strategy": made.scheduler, "steps": [asdict(each) for each in steps]}))
-    else:
-        _write(format_plan(made, steps, kind))
-    if args.save is not None:
-        save_plan(made, args.save, {"shape": asdict(case.costs.shape)})
-    if args.plot is not None:
-        plot_steps(made, case.costs.shape, args.plot)
+    validate_stepped_plan(made)
+    show_plan(args, made, case.costs.shape, kind)
     return 0
+
+
+def show_plan(
+    args: argparse.Namespace, stepped: SteppedPlan, shape: AttentionShape, kind: Kind
+) -> None:
+    """Prints the figures of a plan's steps, and writes its files, as flags ask for."""
+    steps = describe_steps(stepped, shape)
+    if args.json:
+        strategy = stepped.plan.scheduler
+        _write(json.dumps({"strategy": strategy, "steps": [asdict(each) for each in steps]}))
+    else:
+        _write(format_plan(stepped, steps, kind))
+    if args.save is not None:
+        save_plan(stepped, args.save, {"shape": asdict(shape)})
+    if args.plot is not None:
+        plot_steps(stepped, shape, args.plot)
 
 
 def simulate(argv: list[str]) -> int:

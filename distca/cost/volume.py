@@ -282,8 +282,7 @@ def plan_bytes(plan: Plan, shape: AttentionShape, backward: BackwardInputs = "re
     """Counts the bytes of one layer's core attention, forward and backward.
 
     Args:
-        plan: a valid plan. If it has several steps, or drops rows, these are the sums of
-            `step_bytes`.
+        plan: a valid plan.
         shape: the heads of one tensor-parallel rank.
         backward: "resend": the backward dispatch carries queries, keys and values again;
             "keep": servers have kept them.
@@ -293,14 +292,8 @@ def plan_bytes(plan: Plan, shape: AttentionShape, backward: BackwardInputs = "re
     """
     if backward not in BACKWARD_INPUTS:
         raise ValueError(f'backward is "resend" or "keep", not {backward!r}')
-    if plan.steps > 1 or plan.tasks.drops:
-        each = [of_step.messages for of_step in step_bytes(plan, shape)]
-        return PlanBytes(
-            {phase: Messages.added([step[phase] for step in each]) for phase in FORWARD_PHASES}
-        )
     shape = shape.scattered(plan.head_groups)
-    segments = plan.step_segments[0]
-    owner, server, q, kv = _rows_by_pair(segments.q, segments.kv, plan.world_size)
+    owner, server, q, kv = rows_by_pair(plan.q_segments, plan.kv_segments, plan.world_size)
 
     def to_servers(sizes: Int64s) -> Messages:
         return Messages(owner, server, sizes, plan.world_size)
@@ -320,49 +313,8 @@ def plan_bytes(plan: Plan, shape: AttentionShape, backward: BackwardInputs = "re
     )
 
 
-def step_bytes(plan: Plan, shape: AttentionShape) -> tuple[PlanBytes, ...]:
-    """Counts the bytes of each step of one layer's core attention, forward: there is no backward
-    pass over several steps. Where tasks drop rows, the rest travels as rows of single heads.
-
-    Args:
-        plan: a valid plan.
-        shape: the heads of one tensor-parallel rank.
-    """
-    if plan.tasks.drops:
-        return tuple(_kept_bytes(plan, shape, step) for step in range(plan.steps))
-    shape, found = shape.scattered(plan.head_groups), []
-    for q, kv, outputs in plan.step_segments:
-        source, server, q_rows, kv_rows = _rows_by_pair(q, kv, plan.world_size)
-        inputs = q_rows * shape.q_row_bytes + kv_rows * shape.kv_row_bytes
-        owner, computed_by, rows = outputs.moved()
-        results = rows * shape.result_row_bytes
-        found.append(
-            PlanBytes(
-                {
-                    "dispatch": Messages(source, server, inputs, plan.world_size),
-                    "return": Messages(computed_by, owner, results, plan.world_size),
-                }
-            )
-        )
-    return tuple(found)
-
-
-def _kept_bytes(plan: Plan, shape: AttentionShape, step: int) -> PlanBytes:
-    kept = plan.kept_keys.of_step(step)
-    if kept.counts.shape[1] != shape.kv_heads:
-        raise ValueError(
-            f"the plan keeps rows of {kept.counts.shape[1]} key-value heads, but there are "
-            f"{shape.kv_heads}"
-        )
-    owner, server, rows = kept.moved()
-    moved = Messages(owner, server, rows * shape.kv_head_bytes, plan.world_size)
-    nothing = np.zeros(0, dtype=np.int64)
-    back = Messages(nothing, nothing, nothing, plan.world_size)
-    return PlanBytes({"dispatch": moved, "return": back})
-
-
-def _rows_by_pair(q: Segments, kv: Segments, ranks: int) -> tuple[Int64s, Int64s, Int64s, Int64s]:
-    """Rows that travel from one rank to another: source, server, queries, keys of each pair."""
+def rows_by_pair(q: Segments, kv: Segments, ranks: int) -> tuple[Int64s, Int64s, Int64s, Int64s]:
+    """Returns the rows of each pair of ranks: source, server, queries and keys, int64 `[pairs]`."""
     q_source, q_server, q_rows = q.moved()
     kv_source, kv_server, kv_rows = kv.moved()
     pairs = np.concatenate([q_source * ranks + q_server, kv_source * ranks + kv_server])

@@ -6,9 +6,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from distca.plan.placement import Placement
+from distca.plan.plan import Plan
 from distca.plan.span import Bools, Int64s
-from distca.plan.tasks import Tasks
 
 
 @dataclass(frozen=True)
@@ -56,53 +55,19 @@ class KeptKeys:
         return pairs % ranks, pairs // ranks, rows
 
 
-@dataclass(frozen=True)
-class PlacedTokens:
-    """Where tokens are, by their global positions. All are int64.
-
-    Attributes:
-        rank: rank that owns each, `[tokens]`.
-        row: its row there, `[tokens]`.
-        until: end of the placed piece that it is in, a global position, `[tokens]`.
-    """
-
-    rank: Int64s
-    row: Int64s
-    until: Int64s
-
-
-def find_tokens(
-    placement: Placement, document_offsets: Int64s, first_rows: Int64s, position: Int64s
-) -> PlacedTokens:
-    """Finds tokens.
-
-    Args:
-        placement: ranks that own all tokens.
-        document_offsets: start of each document in global positions, int64 `[documents]`.
-        first_rows: row of each placed piece's first token on its owner, int64 `[pieces]`.
-        position: global positions, int64 `[tokens]`.
-    """
-    start = document_offsets[placement.document] + placement.start
-    order = np.argsort(start)
-    piece = order[np.searchsorted(start[order], position, side="right") - 1]
-    row = first_rows[piece] + position - start[piece]
-    end = start + placement.end - placement.start
-    return PlacedTokens(placement.rank[piece], row, end[piece])
-
-
-def find_kept_keys(tasks: Tasks, placement: Placement, document_offsets: Int64s) -> KeptKeys:
+def find_kept_keys(plan: Plan, step: Int64s, counts: Int64s) -> KeptKeys:
     """Finds the keys that servers are sent.
 
     Args:
-        tasks: tasks that say how many rows stay, over keys of one placed piece each.
-        placement: ranks that own the tokens.
-        document_offsets: start of each document in global positions, int64 `[documents]`.
+        plan: plan whose tasks are over keys of one placed piece each.
+        step: step of each task, int64 `[tasks]`.
+        counts: keys of each task that stay, int64 `[tasks, kv_heads]`.
     """
-    assert tasks.kept_kv is not None, "tasks that drop nothing"
-    start = document_offsets[tasks.document] + tasks.kv_start
-    at = find_tokens(placement, document_offsets, placement.first_rows(), start)
+    tasks = plan.tasks
+    start = plan.document_offsets[tasks.document] + tasks.kv_start
+    at = plan.owners(start)
     length = tasks.kv_end - tasks.kv_start
-    columns = [tasks.server, start, start + length, tasks.step, at.rank, at.row, tasks.kept_kv]
+    columns = [tasks.server, start, start + length, step, at.rank, at.row, counts]
     table = np.unique(np.column_stack(columns)[at.rank != tasks.server], axis=0)
     server, start, end, step, owner, row = table[:, :6].T
     return KeptKeys(step, server, owner, start, end, row, table[:, 6:])

@@ -104,6 +104,40 @@ class Placement:
         return rows
 
 
+@dataclass(frozen=True)
+class PlacedTokens:
+    """Where tokens are, by their global positions. All are int64.
+
+    Attributes:
+        rank: rank that owns each, `[tokens]`.
+        row: its row there, `[tokens]`.
+        until: end of the placed piece that it is in, a global position, `[tokens]`.
+    """
+
+    rank: Int64s
+    row: Int64s
+    until: Int64s
+
+
+def find_tokens(
+    placement: Placement, document_offsets: Int64s, first_rows: Int64s, position: Int64s
+) -> PlacedTokens:
+    """Finds tokens.
+
+    Args:
+        placement: ranks that own all tokens.
+        document_offsets: start of each document in global positions, int64 `[documents]`.
+        first_rows: row of each placed piece's first token on its owner, int64 `[pieces]`.
+        position: global positions, int64 `[tokens]`.
+    """
+    start = document_offsets[placement.document] + placement.start
+    order = np.argsort(start)
+    piece = order[np.searchsorted(start[order], position, side="right") - 1]
+    row = first_rows[piece] + position - start[piece]
+    end = start + placement.end - placement.start
+    return PlacedTokens(placement.rank[piece], row, end[piece])
+
+
 def place_in_turn(lengths: Int64s, capacities: Int64s) -> Placement:
     """Places documents as in the paper: in order, each rank filled in turn (Section 6.1).
 

@@ -16,7 +16,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,13 +24,18 @@ import numpy as np
 from distca.plan.mask import Mask
 from distca.plan.placement import Placement
 from distca.plan.plan import Plan
+from distca.plan.span import Int64s
+from distca.plan.stepped import KeptRows, SteppedPlan
 from distca.plan.tasks import Tasks
-from distca.plan.validate import validate_plan
+from distca.plan.validate import validate_stepped_plan
 
 FORMAT = 1
+_TASK_COLUMNS = 6
 
 
-def save_plan(plan: Plan, path: Path, configuration: dict[str, Any] | None = None) -> None:
+def save_plan(
+    plan: Plan | SteppedPlan, path: Path, configuration: dict[str, Any] | None = None
+) -> None:
     """Writes a plan to a file.
 
     Args:
@@ -39,13 +43,15 @@ def save_plan(plan: Plan, path: Path, configuration: dict[str, Any] | None = Non
         path: file to write, replaced if it exists.
         configuration: JSON values that say what the plan was made for; saved beside its own.
     """
+    stepped = plan if isinstance(plan, SteppedPlan) else SteppedPlan.at_once(plan)
+    plan = stepped.plan
     placement, t = plan.placement, plan.tasks
     pieces: list[list[list[int]]] = [[] for _ in range(placement.world_size)]
     columns = (placement.rank, placement.document, placement.start, placement.end)
     for rank, *piece in zip(*(column.tolist() for column in columns), strict=True):
         pieces[rank].append(piece)
     table = [t.document, t.q_start, t.q_end, t.kv_start, t.kv_end, t.server]
-    tasks = np.stack([*table, t.step] if plan.steps > 1 else table, axis=1)
+    tasks = np.stack([*table, stepped.step] if stepped.steps > 1 else table, axis=1)
     own = {
         "scheduler": plan.scheduler,
         "window_left": plan.mask.window_left,
@@ -54,11 +60,11 @@ def save_plan(plan: Plan, path: Path, configuration: dict[str, Any] | None = Non
     }
     if plan.mask.attention_chunk is not None:
         own["attention_chunk"] = plan.mask.attention_chunk
-    if plan.gathers:
+    if stepped.gathers:
         own["gathers"] = True
     if plan.head_groups > 1:
         own["head_groups"] = plan.head_groups
-    if not plan.relays:
+    if not stepped.relays:
         own["relays"] = False
     saved = {
         "format": FORMAT,
@@ -69,8 +75,8 @@ def save_plan(plan: Plan, path: Path, configuration: dict[str, Any] | None = Non
     }
     if plan.cached_prefix is not None:
         saved["first_query"] = plan.cached_prefix.tolist()
-    if t.kept_q is not None and t.kept_kv is not None:
-        saved["kept"] = np.stack([t.kept_q, t.kept_kv], axis=2).tolist()
+    if stepped.kept is not None:
+        saved["kept"] = np.stack(stepped.kept, axis=2).tolist()
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(saved) + "\n", encoding="utf-8")
 
@@ -80,6 +86,22 @@ def load_plan(path: Path) -> tuple[Plan, dict[str, Any]]:
 
     Returns:
         The plan, and its configuration.
+
+    Raises:
+        ValueError: the file is missing, is not in this format, or holds no valid plan, or one of
+            inference, in steps.
+    """
+    stepped, configuration = load_stepped_plan(path)
+    if stepped.in_steps:
+        raise ValueError(f"{path} is a plan of inference, in steps: give one of training")
+    return stepped.plan, configuration
+
+
+def load_stepped_plan(path: Path) -> tuple[SteppedPlan, dict[str, Any]]:
+    """Reads and validates any plan that `save_plan`, or another program, wrote.
+
+    Returns:
+        The plan, in one step unless the file says more, and its configuration.
 
     Raises:
         ValueError: the file is missing, is not in this format, or holds no valid plan.
@@ -98,10 +120,7 @@ def load_plan(path: Path) -> tuple[Plan, dict[str, Any]]:
         ]
         table = np.array(rows, dtype=np.int64).reshape(-1, 4).T
         document, start, end, rank = (np.ascontiguousarray(column) for column in table)
-        tasks = Tasks.from_rows(tuple(map(int, row)) for row in saved["tasks"])  # type: ignore[misc]
-        if "kept" in saved:
-            kept = np.array(saved["kept"], dtype=np.int64).reshape(len(tasks), -1, 2)
-            tasks = replace(tasks, kept_q=kept[:, :, 0], kept_kv=kept[:, :, 1])
+        tasks, step = _read_tasks([tuple(map(int, row)) for row in saved["tasks"]])
         plan = Plan(
             np.array(saved["documents"], dtype=np.int64),
             Placement(document, start, end, rank, len(saved["placement"])),
@@ -111,11 +130,20 @@ def load_plan(path: Path) -> tuple[Plan, dict[str, Any]]:
             str(configuration.get("scheduler", "")),
             tuple(configuration.get("notes", ())),
             np.array(saved["first_query"], dtype=np.int64) if "first_query" in saved else None,
-            bool(configuration.get("gathers", False)),
             int(configuration.get("head_groups", 1)),
-            bool(configuration.get("relays", True)),
         )
-        validate_plan(plan)
+        kept = None
+        if "kept" in saved:
+            counts = np.array(saved["kept"], dtype=np.int64).reshape(len(tasks), -1, 2)
+            kept = KeptRows(counts[:, :, 0], counts[:, :, 1])
+        stepped = SteppedPlan(
+            plan,
+            step,
+            bool(configuration.get("relays", True)),
+            bool(configuration.get("gathers", False)),
+            kept,
+        )
+        validate_stepped_plan(stepped)
     # Lists in lists in lists, and numbers of many digits, are JSON, too.
     except (
         *(OSError, LookupError, TypeError, AttributeError, ValueError),
@@ -125,4 +153,13 @@ def load_plan(path: Path) -> tuple[Plan, dict[str, Any]]:
             f"{path} is no usable plan ({error or type(error).__name__}): make one with `distca "
             "plan --save`"
         ) from error
-    return plan, configuration
+    return stepped, configuration
+
+
+def _read_tasks(rows: list[tuple[int, ...]]) -> tuple[Tasks, Int64s]:
+    """Reads tasks, each with its step behind or none, and returns the step of each, too."""
+    table = np.array(rows, dtype=np.int64).reshape(len(rows), -1 if rows else _TASK_COLUMNS)
+    if table.shape[1] not in (_TASK_COLUMNS, _TASK_COLUMNS + 1):
+        raise ValueError(f"its tasks have {table.shape[1]} numbers each")
+    step = table[:, _TASK_COLUMNS:].sum(axis=1)
+    return Tasks(*(np.ascontiguousarray(each) for each in table[:, :_TASK_COLUMNS].T)), step

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from distca.plan.placement import Placement
-from distca.plan.span import Bools, Int64s, cut_at, distinct, expand_ranges, order_by, union
+from distca.plan.span import Bools, Int64s, cut_at, order_by, union
 
 
 @dataclass(frozen=True)
@@ -19,8 +19,8 @@ class Segments:
     by (server, owner, start). A segment with `server == owner` costs no bytes. All columns are
     int64 `[segments]`.
 
-    In a relay `owner` is the rank that passes the tokens on, and `owner_row` counts the rows that
-    arrived there in the step before behind those that it owns.
+    In a relay (`distca.plan.stepped`) `owner` is the rank that passes the tokens on, and
+    `owner_row` counts the rows that arrived there in the step before behind those that it owns.
     """
 
     server: Int64s
@@ -113,38 +113,3 @@ def find_segments(
     server = server[source]
     by = order_by(server, owner, start)
     return Segments(server[by], owner[by], start[by], end[by], owner_row[by])
-
-
-def relay(needed: Segments, before: Segments, local: Int64s) -> Segments:
-    """Lets the rows of a step come from ranks that needed them in the step before.
-
-    A row comes from the nearest of these ranks by number, the lower one of two; where there is no
-    other, or the server owns it, from its owner.
-
-    Args:
-        needed: rows of the step, as their owners would send them.
-        before: rows of the step before, as they were sent.
-        local: rows that each rank owns, int64 `[ranks]`.
-    """
-    cuts = distinct(np.concatenate([needed.start, needed.end, before.start, before.end]))
-    need, start, end = cut_at(needed.start, needed.end, cuts)
-    held, held_start, _ = cut_at(before.start, before.end, cuts)
-    by_start = np.argsort(held_start, kind="stable")
-    held, held_start = held[by_start], held_start[by_start]
-    server, owner = needed.server[need], needed.owner[need]
-    row = needed.owner_row[need] + start - needed.start[need]
-    first = np.searchsorted(held_start, start)
-    holders = np.searchsorted(held_start, start, side="right") - first
-    part = np.repeat(np.arange(len(start)), holders)
-    holder = held[expand_ranges(first, holders)]
-    passes = (owner[part] != server[part]) & (before.server[holder] != server[part])
-    part, holder = part[passes], holder[passes]
-    rank = before.server[holder]
-    nearest = np.lexsort((rank, np.abs(rank - server[part]), part))
-    passed_on, first = np.unique(part[nearest], return_index=True)
-    chosen = holder[nearest[first]]
-    owner[passed_on] = before.server[chosen]
-    offset = start[passed_on] - before.start[chosen]
-    row[passed_on] = before.served_rows(local)[chosen] + offset
-    by = order_by(server, owner, start)
-    return Segments(server[by], owner[by], start[by], end[by], row[by])

@@ -1,4 +1,4 @@
-"""Checks that a plan covers each visible pair exactly once, and cuts where it may."""
+"""Checks that a plan covers each visible pair exactly once and cuts where it may, and its steps."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import numpy as np
 
 from distca.plan.plan import Plan
 from distca.plan.span import Bools, Int64s, cut_at, distinct, order_by
+from distca.plan.stepped import SteppedPlan
 
 
 def validate_plan(plan: Plan) -> None:
@@ -21,10 +22,19 @@ def validate_plan(plan: Plan) -> None:
     _check_placement(plan)
     _check_cached_prefixes(plan)
     _check_tasks(plan)
-    _check_steps(plan)
     _check_cuts(plan)
     _check_cover(plan)
-    _check_kept(plan)
+
+
+def validate_stepped_plan(stepped: SteppedPlan) -> None:
+    """Checks a plan, its steps, and how many rows its tasks keep.
+
+    Raises:
+        ValueError: the plan is not valid; the message has the first offending row.
+    """
+    validate_plan(stepped.plan)
+    _check_steps(stepped)
+    _check_kept(stepped)
 
 
 def _refuse(condition: Bools, what: str, *columns: Int64s) -> None:
@@ -118,29 +128,6 @@ def _check_tasks(plan: Plan) -> None:
         )
 
 
-def _check_steps(plan: Plan) -> None:
-    """Checks that steps are numbered in turn, and that a server is sent a row in one of them."""
-    t = plan.tasks
-    _refuse(t.step < 0, "a task is in no step", t.document, t.q_start, t.q_end, t.step)
-    if plan.steps == 1:
-        return
-    tasks_of = np.bincount(t.step)
-    _refuse(tasks_of == 0, "a step has no task", np.arange(plan.steps))
-    for kind, whole in (("q", plan.q_segments), ("kv", plan.kv_segments)):
-        _, once = whole.moved_per_rank(plan.world_size)
-        each = [
-            getattr(step, kind).moved_per_rank(plan.world_size)[1] for step in plan.step_segments
-        ]
-        received = np.sum(each, axis=0)
-        _refuse(
-            received > once,
-            f"a server is sent a row of {kind} in several steps (server, received, distinct)",
-            np.arange(plan.world_size),
-            received,
-            once,
-        )
-
-
 def _check_cuts(plan: Plan) -> None:
     t = plan.tasks
     placement = plan.placement
@@ -204,14 +191,40 @@ def _check_cover(plan: Plan) -> None:
     )
 
 
-def _check_kept(plan: Plan) -> None:
-    """Checks how many rows stay, and that those of other ranks' keys alone are dropped."""
-    t = plan.tasks
-    if t.kept_q is None or t.kept_kv is None:
-        if t.kept_q is not t.kept_kv:
-            raise ValueError("not a valid plan: it says of queries or keys alone how many stay")
+def _check_steps(stepped: SteppedPlan) -> None:
+    """Checks that steps are numbered in turn, and that a server is sent a row in one of them."""
+    plan, t, step = stepped.plan, stepped.plan.tasks, stepped.step
+    if len(step) != len(t):
+        raise ValueError(f"not a valid plan: {len(t)} tasks in the steps of {len(step)}")
+    _refuse(step < 0, "a task is in no step", t.document, t.q_start, t.q_end, step)
+    if stepped.steps == 1:
         return
-    if plan.relays and plan.steps > 1:
+    tasks_of = np.bincount(step)
+    _refuse(tasks_of == 0, "a step has no task", np.arange(stepped.steps))
+    for kind, whole in (("q", plan.q_segments), ("kv", plan.kv_segments)):
+        _, once = whole.moved_per_rank(plan.world_size)
+        steps = [getattr(each, kind) for each in stepped.step_segments]
+        received = np.sum([each.moved_per_rank(plan.world_size)[1] for each in steps], axis=0)
+        _refuse(
+            received > once,
+            f"a server is sent a row of {kind} in several steps (server, received, distinct)",
+            np.arange(plan.world_size),
+            received,
+            once,
+        )
+
+
+def _check_kept(stepped: SteppedPlan) -> None:
+    """Checks how many rows stay, and that those of other ranks' keys alone are dropped."""
+    plan, t, kept = stepped.plan, stepped.plan.tasks, stepped.kept
+    if kept is None:
+        return
+    if len(kept.q) != len(t) or kept.q.shape != kept.kv.shape:
+        raise ValueError(
+            f"not a valid plan: of {len(t)} tasks it says how many rows of {kept.q.shape} and "
+            f"{kept.kv.shape} tasks and heads stay"
+        )
+    if stepped.relays and stepped.steps > 1:
         raise ValueError("not a valid plan: rows that are in part dropped are passed on")
     offset = plan.document_offsets[t.document]
     queries, keys = (plan.owners(offset + start) for start in (t.q_start, t.kv_start))
@@ -222,14 +235,14 @@ def _check_kept(plan: Plan) -> None:
         queries.rank != t.server, "a task that may drop rows is not where its queries are", *columns
     )
     at_home = keys.rank == t.server
-    for kept, start, end in ((t.kept_q, t.q_start, t.q_end), (t.kept_kv, t.kv_start, t.kv_end)):
+    for stay, start, end in ((kept.q, t.q_start, t.q_end), (kept.kv, t.kv_start, t.kv_end)):
         rows = (end - start)[:, None]
-        outside = np.any((kept < 1) | (kept > rows), axis=1)
+        outside = np.any((stay < 1) | (stay > rows), axis=1)
         _refuse(outside, "a task keeps no such rows", *columns)
-        dropped = np.any(kept < rows, axis=1)
+        dropped = np.any(stay < rows, axis=1)
         _refuse(at_home & dropped, "a task drops a rank's own rows", *columns)
-    _refuse(at_home & (t.step > 0), "a rank's own rows are not in the first step", *columns)
+    _refuse(at_home & (stepped.step > 0), "a rank's own rows are not in the first step", *columns)
     _refuse(~at_home & t.ends_on_diagonal, "a task on the diagonal has keys elsewhere", *columns)
-    sent = plan.kept_keys
+    sent = stepped.kept_keys
     again = (np.diff(sent.server) == 0) & (sent.start[1:] < sent.end[:-1])
     _refuse(again, "a server is sent several choices of a key", sent.server[1:], sent.start[1:])

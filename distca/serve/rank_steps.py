@@ -163,22 +163,22 @@ class RankSteps:
         importance = None
         if part.plans.sparse:
             full = part.plans.by_mask[Mask()]
-            importance = Importance(full, rank, slots, self._shape.kv_heads, self._device)
-        for mask, plan in part.plans.by_mask.items():
-            needed = needed.union(step_memory(plan, self._shape))
-            places = key_places(slots, plan.head_groups, self._shape.kv_heads)
-            exchange = build_stepped_exchange(plan, rank, places)
+            importance = Importance(full.plan, rank, slots, self._shape.kv_heads, self._device)
+        for mask, stepped in part.plans.by_mask.items():
+            needed = needed.union(step_memory(stepped, self._shape))
+            places = key_places(slots, stepped.plan.head_groups, self._shape.kv_heads)
+            exchange = build_stepped_exchange(stepped, rank, places)
             on_device = exchange.map_indices(self._on_device)
             told = importance if mask.window_left is None else None
             calls[mask] = _InSteps(self._core, on_device, told)
-        for layer, plan in part.plans.sparse.items():
+        for layer, stepped in part.plans.sparse.items():
             assert importance is not None
-            if id(plan) not in shared:
-                mine = replace(plan, tasks=plan.tasks.of_kv_heads(self._heads))
+            if id(stepped) not in shared:
+                mine = stepped.of_kv_heads(self._heads)
                 needed = needed.union(step_memory(mine, self._shape))
                 kept = map_indices(build_kept_exchange(mine, rank, slots), self._on_device)
-                shared[id(plan)] = SparseAttention(self._core, kept, importance)
-            sparse[layer] = shared[id(plan)]
+                shared[id(stepped)] = SparseAttention(self._core, kept, importance)
+            sparse[layer] = shared[id(stepped)]
         return _PartRun(calls, needed, sparse)
 
     def _on_device(self, index: torch.Tensor) -> torch.Tensor:

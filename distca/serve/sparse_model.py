@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from distca.attention.importance import most_important
-from distca.plan import Mask, Plan
+from distca.plan import Mask, SteppedPlan
 from distca.plan.span import Floats
 from distca.runtime.serving.importance import OBSERVERS
 from distca.schedule.serving import nobody_holds
@@ -118,12 +118,11 @@ class _Run:
         self._importance = importance
         return outputs.flatten(0, 1)
 
-    def _dropped(self, plan: Plan, start: int, end: int) -> torch.Tensor:
+    def _dropped(self, stepped: SteppedPlan, start: int, end: int) -> torch.Tensor:
         """The keys that the queries from `start` to `end` don't see: `[kv_heads, queries, end]`."""
-        t = plan.tasks
+        t, kept = stepped.plan.tasks, stepped.kept
         assert self._importance is not None
-        assert t.kept_q is not None
-        assert t.kept_kv is not None
+        assert kept is not None
         heads = self._importance.shape[1]
         dropped = torch.zeros((heads, end - start, end), dtype=torch.bool)
         of_queries = self._importance[start:end].clone()
@@ -131,8 +130,8 @@ class _Run:
             of_queries[-1] = float("inf")
         for task in np.flatnonzero((t.q_start == start) & ~t.ends_on_diagonal).tolist():
             span = slice(int(t.kv_start[task]), int(t.kv_end[task]))
-            keys = most_important(self._importance[span], t.kept_kv[task].tolist())
-            queries = most_important(of_queries, t.kept_q[task].tolist())
+            keys = most_important(self._importance[span], kept.kv[task].tolist())
+            queries = most_important(of_queries, kept.q[task].tolist())
             for head in range(heads):
                 seen = torch.zeros(end - start, span.stop - span.start, dtype=torch.bool)
                 seen[queries[head][:, None], keys[head]] = True

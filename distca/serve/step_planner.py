@@ -9,8 +9,9 @@ from functools import cached_property, partial
 
 import numpy as np
 
-from distca.cost.volume import AttentionShape, plan_bytes
-from distca.plan import Mask, Placement, Plan
+from distca.cost.step_bytes import stepped_bytes
+from distca.cost.volume import AttentionShape
+from distca.plan import Mask, Placement, SteppedPlan
 from distca.plan.span import Int64s
 from distca.schedule.serving import Sharding, shard_evenly
 from distca.schedule.serving.accounts import Accounts, Growth, NewBlocks
@@ -54,18 +55,16 @@ class Prefill:
         layers = [self.plans.of(layer, Mask(window)) for layer, window in enumerate(windows)]
         plans, times = {id(plan): plan for plan in layers}, Counter(map(id, layers))
         found = [
-            n * self._bytes(plan, whole)
-            if plan.tasks.drops
-            else n * size * self._bytes(plan, shape)
+            n * self._bytes(plan, whole) if plan.drops else n * size * self._bytes(plan, shape)
             for plan, n in ((plans[each], n) for each, n in times.items())
         ]
         return np.sum(found, axis=0)
 
-    def _bytes(self, plan: Plan, shape: AttentionShape) -> Int64s:
+    def _bytes(self, stepped: SteppedPlan, shape: AttentionShape) -> Int64s:
+        plan = stepped.plan
         sequence = plan.tasks.document % plan.sequences
-        documents = (plan.tasks[sequence == n] for n in range(plan.sequences))
-        found = [plan_bytes(replace(plan, tasks=tasks), shape) for tasks in documents]
-        return np.array([each.forward().total for each in found], dtype=np.int64)
+        parts = (stepped.select(sequence == n) for n in range(plan.sequences))
+        return np.array([stepped_bytes(each, shape).total for each in parts], dtype=np.int64)
 
 
 @dataclass(frozen=True)

@@ -10,9 +10,10 @@ from pathlib import Path
 import pytest
 
 from distca.commands.command_line import Parser
+from distca.commands.plan import main as plan_or_load
 from distca.commands.served_sparsity import add_sparsity_flags, near_to_far, refuse_check
 from distca.commands.serving_step import plan, simulate
-from distca.plan import load_plan
+from distca.plan import load_stepped_plan
 from distca.schedule.serving.csps import Sparsity
 from distca.schedule.serving.csps.pipeline import NearToFar
 
@@ -93,9 +94,11 @@ def test_plans_are_shown_saved_and_simulated(
     # Of 8 + 2 * 12 * 0.5 + 2 * 16 * 0.25 half pairs of 64, and of 34 parts of keys, 9 in each node,
     # 18 * 0.5 + 16 * 0.25.
     assert re.search(r"drops rows: 4[34]\.\d% of the pairs, 38\.\d% of the keys that", shown), shown
-    read, _ = load_plan(file)
-    assert read.tasks.drops
+    read, _ = load_stepped_plan(file)
+    assert read.drops
     assert not read.relays
+    assert plan_or_load(["--load", str(file)]) == 0
+    assert capsys.readouterr().out == shown
     seconds = []
     for drop in ("0", "0.5"):
         assert simulate([*CSPS.split(), "--sparsity", drop, "--json"]) == 0

@@ -11,8 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from distca.cost.volume import AttentionShape, plan_bytes
-from distca.plan import Mask, Plan, validate_plan
+from distca.cost.step_bytes import stepped_bytes
+from distca.cost.volume import AttentionShape
+from distca.plan import Mask, Plan, validate_stepped_plan
 from distca.plan.span import Int64s
 from distca.schedule.serving import held_after, nobody_holds, shard_evenly, step_plan
 from distca.schedule.serving.decode import Decode, plan_decode
@@ -73,13 +74,14 @@ def check_one(decode: Decode, number: int, held: Any, sequence: int, masks: list
         before.world_size,
     )
     for mask in masks:
-        plan = step_plan(before, new, "pass-q", mask, block=8)
-        validate_plan(plan)
+        stepped = step_plan(before, new, "pass-q", mask, block=8)
+        validate_stepped_plan(stepped)
+        plan = stepped.plan
         visible = decode.rows - decode.hidden[mask]
         assert keys_of_servers(plan)[0].tolist() == visible[number].tolist()
         moved = plan.q_segments.moved_rows(plan.world_size).sum(axis=0)
         assert moved.tolist() == decode.away(mask)[number].astype(int).tolist()
-        expected = plan_bytes(plan, SHAPE).forward().total
+        expected = stepped_bytes(stepped, SHAPE).total
         assert decode.bytes_by_sequence(mask, SHAPE)[number] == expected
     held[sequence] = held_after(before, new)
 

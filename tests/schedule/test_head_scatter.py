@@ -7,8 +7,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from distca.cost.volume import AttentionShape, plan_bytes
-from distca.plan import Mask, Placement, load_plan, save_plan, validate_plan
+from distca.cost.step_bytes import stepped_bytes
+from distca.cost.volume import AttentionShape
+from distca.plan import Mask, Placement, load_stepped_plan, save_plan, validate_stepped_plan
 from distca.schedule.serving import nobody_holds, shard_evenly, step_plan
 from distca.schedule.serving.csps.head_scatter import head_groups
 
@@ -44,22 +45,24 @@ def test_bytes_are_those_of_two_all_to_alls(
     groups = head_groups(12, kv_heads, ranks)
     owners = shard_evenly(start, start + new, ranks)
     plan = step_plan(held, owners, "sp-ntp", Mask(), 8, in_steps=True, head_groups=groups)
-    validate_plan(plan)
+    validate_stepped_plan(plan)
     each = shape.scattered(groups)
     travels = new * (2 * each.q_row_bytes + each.lse_row_bytes) + (new + cached) * each.kv_row_bytes
-    moved = plan_bytes(plan, shape).forward()
+    moved = stepped_bytes(plan, shape)
     assert moved.total == groups * travels * (ranks - 1) // ranks
-    assert plan.loads().tolist() == [int(plan.loads().mean())] * ranks
+    loads = plan.plan.loads()
+    assert loads.tolist() == [int(loads.mean())] * ranks
     save_plan(plan, tmp_path / "plan.json")
-    assert plan_bytes(load_plan(tmp_path / "plan.json")[0], shape).forward().total == moved.total
+    assert stepped_bytes(load_stepped_plan(tmp_path / "plan.json")[0], shape).total == moved.total
 
 
 def test_what_one_rank_has_stays_there() -> None:
     """Of two sequences one is long; nothing of the other travels."""
     column = np.array
     new = Placement(column([0, 0, 1]), column([0, 9, 0]), column([9, 18, 5]), column([0, 1, 1]), 2)
-    plan = step_plan(nobody_holds(2), new, "sp-ntp", Mask(), 8, in_steps=True, head_groups=2)
-    validate_plan(plan)
+    stepped = step_plan(nobody_holds(2), new, "sp-ntp", Mask(), 8, in_steps=True, head_groups=2)
+    validate_stepped_plan(stepped)
+    plan = stepped.plan
     assert plan.tasks.server[plan.tasks.document % 2 == 1].tolist() == [1, 1]
     assert plan.tasks.server[plan.tasks.document % 2 == 0].tolist() == [0, 1]
     assert plan.q_segments.moved_rows(2).tolist() == [[0, 9], [9, 0]]

@@ -11,8 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from distca.cost.volume import AttentionShape, plan_bytes
-from distca.plan import Mask, Placement, validate_plan
+from distca.cost.step_bytes import stepped_bytes
+from distca.cost.volume import AttentionShape
+from distca.plan import Mask, Placement, validate_stepped_plan
 from distca.plan.span import Floats, Int64s
 from distca.schedule.serving import held_after, nobody_holds, shard_evenly, step_plan
 from distca.schedule.serving.partitions import (
@@ -211,13 +212,13 @@ def test_a_chains_plan_has_the_papers_counts(
     new = chain(parts)
     assert (new.end - new.start).tolist() == parts
     plan = step_plan(nobody_holds(3), new, "pass-kv", Mask(), block=1, in_steps=True)
-    validate_plan(plan)
-    tasks = plan.tasks
+    validate_stepped_plan(plan)
+    tasks = plan.plan.tasks
     of_server = np.zeros(3, dtype=np.int64)
     whole = (tasks.q_end - tasks.q_start) * (tasks.kv_end - tasks.kv_start)
     np.add.at(of_server, tasks.server, whole)
     assert of_server[::-1].tolist() == products
-    moved = plan_bytes(plan, SHAPE).messages["dispatch"]
+    moved = stepped_bytes(plan, SHAPE).messages["dispatch"]
     # The paper counts rows of keys and rows of values.
     assert 2 * moved.sizes.sum() == rows * SHAPE.kv_row_bytes
     # Each hands all that it has to the next one down.
@@ -251,8 +252,8 @@ def test_chains_over_cached_tokens_cover_each_pair_once(
     ends = zeros + before + np.array(fed)
     new = shard_in_chain(zeros + before, ends, ranks, lambda *_: shares, 16)
     plan = step_plan(held, new, "pass-kv", Mask(window), block=16, in_steps=True)
-    validate_plan(plan)
-    assert plan.own_tokens_per_rank().sum() == sum(fed)
+    validate_stepped_plan(plan)
+    assert plan.plan.own_tokens_per_rank().sum() == sum(fed)
 
 
 def test_a_chain_is_among_the_ranks_that_there_are() -> None:

@@ -15,7 +15,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from distca.plan import Mask, validate_plan
+from distca.plan import Mask, validate_stepped_plan
 from distca.schedule.serving.blocks import BlockPool
 from distca.schedule.serving.iteration import Part, plan_iteration
 from distca.schedule.serving.partitions import Chain
@@ -289,10 +289,10 @@ def test_plans_of_iterations_are_valid(strategy) -> None:
     assert whole.decode.sequences == (6, 8)
     assert whole.decode.rows.sum(axis=1).tolist() == [17, 41]
     assert int(whole.new_tokens.sum()) == 44
-    for plan in whole.chunks.plans.by_mask.values():
-        validate_plan(plan)
-        assert plan.cached_prefix.tolist() == [0, 13, 0]
-        assert int(plan.own_tokens_per_rank().sum()) == 42
+    for stepped in whole.chunks.plans.by_mask.values():
+        validate_stepped_plan(stepped)
+        assert stepped.plan.cached_prefix.tolist() == [0, 13, 0]
+        assert int(stepped.plan.own_tokens_per_rank().sum()) == 42
     alone = plan_iteration(parts[4:], masks, SIZE, 3, strategy)
     assert alone.members == {2}
     decode = plan_iteration(parts[3:4], masks[:1], SIZE, 3, strategy)

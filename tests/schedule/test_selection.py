@@ -7,7 +7,7 @@ import pytest
 
 from distca.cost.model_sizes import MODELS
 from distca.cost.volume import AttentionShape
-from distca.plan import Placement, Plan
+from distca.plan import Placement, SteppedPlan
 from distca.schedule.serving import EmpiricalRule, PaperRule, Strategy, shard_evenly
 
 LLAMA = MODELS["llama-405b"].attention_shape()
@@ -52,7 +52,7 @@ def test_a_short_prompt_passes_keys_and_a_short_turn_queries() -> None:
     assert PAPER.of_tokens(100, 10000) == "pass-q"
 
 
-def no_plan(strategy: Strategy) -> Plan:
+def no_plan(strategy: Strategy) -> SteppedPlan:
     raise AssertionError("the rule goes by numbers of tokens")
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -10,8 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from distca.cost.volume import AttentionShape, plan_bytes
-from distca.plan import Mask, Placement, load_plan, save_plan, validate_plan
+from distca.cost.step_bytes import stepped_bytes
+from distca.cost.volume import AttentionShape
+from distca.plan import Mask, Placement, load_stepped_plan, save_plan, validate_stepped_plan
 from distca.plan.span import Int64s
 from distca.schedule.serving import (
     STRATEGIES,
@@ -47,9 +47,9 @@ def test_any_turns_have_valid_plans(data: st.DataObject) -> None:
             new = shard_in_stripes(at, ends, np.arange(sequences), stripe, ranks)
         for strategy in STRATEGIES:
             plan = step_plan(held, new, strategy, Mask(window), block=8)
-            validate_plan(plan)
-            assert plan.own_tokens_per_rank().tolist() == new.tokens_per_rank().tolist()
-            moved = plan_bytes(plan, SHAPE).forward().phases
+            validate_stepped_plan(plan)
+            assert plan.plan.own_tokens_per_rank().tolist() == new.tokens_per_rank().tolist()
+            moved = stepped_bytes(plan, SHAPE).phases
             if strategy == "pass-kv" or (window is not None and (ends - at).max() > 1):
                 assert not moved["return"].any()
             else:
@@ -57,11 +57,11 @@ def test_any_turns_have_valid_plans(data: st.DataObject) -> None:
                 assert moved["dispatch"].sum() % SHAPE.q_row_bytes == 0
                 assert not plan.kv_segments.moved_rows(ranks).any()
             stepped = step_plan(held, new, strategy, Mask(window), block=8, in_steps=True)
-            validate_plan(stepped)
+            validate_stepped_plan(stepped)
             # A server is sent the same rows, whoever passes them on.
-            by_server = plan_bytes(stepped, SHAPE).messages["dispatch"].received()
+            by_server = stepped_bytes(stepped, SHAPE).messages["dispatch"].received()
             assert by_server.tolist() == moved["dispatch"].sum(axis=0).tolist()
-            assert np.array_equal(plan_bytes(stepped, SHAPE).phases["return"], moved["return"])
+            assert np.array_equal(stepped_bytes(stepped, SHAPE).phases["return"], moved["return"])
         after = held_after(held, new)
         whole = held.tokens_per_rank() + new.tokens_per_rank()
         assert after.tokens_per_rank().tolist() == whole.tolist()
@@ -81,10 +81,7 @@ def test_a_fresh_prompt_goes_round_the_ring(ranks: int, strategy: Strategy) -> N
     assert all(((source - server) % ranks == 1).all() for source, server, _ in moved)
     assert sum(int(rows.sum()) for _, _, rows in moved) == (ranks - 1) * tokens * 3 // 4
     # Every server has as much work in every step but the first, which has half its squares.
-    pairs = [
-        replace(plan, tasks=plan.tasks[plan.tasks.step == step]).loads().tolist()
-        for step in range(1, ranks)
-    ]
+    pairs = [plan.select(plan.step == step).plan.loads().tolist() for step in range(1, ranks)]
     assert pairs == [[2 * 10 * 10] * ranks] * (ranks - 1)
 
 
@@ -98,13 +95,13 @@ def test_an_all_gather_sends_all_keys_to_all_ranks(ranks: int, tmp_path: Path) -
         step_plan(held, new, strategy, Mask(), 8, in_steps=True)
         for strategy in ("all-gather", "pass-kv")
     )
-    validate_plan(plan)
+    validate_stepped_plan(plan)
     assert plan.steps == 1
-    assert plan.loads().tolist() == ring.loads().tolist()
-    moved = plan_bytes(plan, SHAPE).forward()
+    assert plan.plan.loads().tolist() == ring.plan.loads().tolist()
+    moved = stepped_bytes(plan, SHAPE)
     assert moved.total == (ranks - 1) * (120 + 75) * SHAPE.kv_row_bytes
     save_plan(plan, tmp_path / "plan.json")
-    assert plan_bytes(load_plan(tmp_path / "plan.json")[0], SHAPE).forward().total == moved.total
+    assert stepped_bytes(load_stepped_plan(tmp_path / "plan.json")[0], SHAPE).total == moved.total
 
 
 def test_no_rank_is_a_hot_sender() -> None:
@@ -115,8 +112,8 @@ def test_no_rank_is_a_hot_sender() -> None:
     direct, stepped = (
         step_plan(held, new, "pass-kv", Mask(), in_steps=each) for each in (False, True)
     )
-    assert plan_bytes(direct, SHAPE).sent().max() > 3 * earlier * SHAPE.kv_row_bytes
-    assert plan_bytes(stepped, SHAPE).sent().max() < 1.1 * earlier * SHAPE.kv_row_bytes
+    assert stepped_bytes(direct, SHAPE).sent().max() > 3 * earlier * SHAPE.kv_row_bytes
+    assert stepped_bytes(stepped, SHAPE).sent().max() < 1.1 * earlier * SHAPE.kv_row_bytes
     of_steps = [each.kv.moved_per_rank(ranks)[0].max() for each in stepped.step_segments]
     assert max(of_steps) < 1.5 * earlier / ranks
     assert len(of_steps) == 7
@@ -130,13 +127,13 @@ def test_plans_are_as_small_whatever_the_stripes_of_decoding(strategy: Strategy)
     for stripe in (1, 16, 128):
         held = shard_in_stripes(zero, start, zero, stripe, ranks)
         plan = step_plan(held, new, strategy, Mask(), in_steps=True)
-        validate_plan(plan)
+        validate_stepped_plan(plan)
         travels = plan.step_segments[1].kv if strategy == "pass-kv" else plan.step_segments[1].q
         assert ((travels.owner - travels.server) % ranks <= 1).all()
-        found.append((len(plan.placement.rank), plan.tasks.server.tolist()))
+        found.append((len(plan.plan.placement.rank), plan.plan.tasks.server.tolist()))
         # Of keys before a window, too.
-        pieces = len(step_plan(held, new, strategy, Mask(99), in_steps=True).placement.rank)
-        assert pieces <= 3 + 99 // stripe + 2 + len(new.rank)
+        windowed = step_plan(held, new, strategy, Mask(99), in_steps=True).plan
+        assert len(windowed.placement.rank) <= 3 + 99 // stripe + 2 + len(new.rank)
     assert found[0] == found[1] == found[2]
     assert len(found[0][1]) < 40
 
@@ -144,11 +141,12 @@ def test_plans_are_as_small_whatever_the_stripes_of_decoding(strategy: Strategy)
 def test_under_a_window_keys_travel_while_those_at_home_are_seen() -> None:
     new = shard_evenly(np.array([0]), np.array([1200]), 3)
     plan = step_plan(nobody_holds(3), new, "pass-kv", Mask(40), 16, in_steps=True)
-    validate_plan(plan)
+    validate_stepped_plan(plan)
     moved = [each.kv.moved_per_rank(3)[1].tolist() for each in plan.step_segments]
     # The last rank's two pieces are neighbours.
     assert moved == [[0, 0, 0], [40, 80, 40]]
-    assert (plan.tasks.pairs(plan.mask)[plan.tasks.step == 0]).sum() > 0.7 * plan.loads().sum()
+    first = plan.select(plan.step == 0).plan
+    assert first.loads().sum() > 0.7 * plan.plan.loads().sum()
 
 
 def decoded(ranks: int, stripe: int, tokens: int, sequences: int) -> list[Int64s]:
@@ -179,7 +177,7 @@ def test_a_turn_shards_its_new_tokens_alone() -> None:
     assert new.tokens_per_rank().tolist() == [20, 20, 20]
     plan = step_plan(held, new, "pass-q", Mask())
     # Two ranks send their queries to the one that holds all, and all share the new keys' work.
-    assert plan.q_segments.moved_rows(3)[[0, 1], 2].tolist() == [20, 20]
+    assert plan.plan.q_segments.moved_rows(3)[[0, 1], 2].tolist() == [20, 20]
     assert held_after(held, new).tokens_per_rank().tolist() == [20, 20, 120]
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from distca.cost.link import Links
-from distca.plan import Mask, validate_plan
+from distca.plan import Mask, validate_stepped_plan
 from distca.schedule.serving.blocks import BlockPool
 from distca.schedule.serving.csps import Levels, Sparsity
 from distca.schedule.serving.csps.pipeline import NearToFar
@@ -71,10 +71,10 @@ def test_nothing_is_dropped_of_short_prompts(dense: tuple[bool, bool]) -> None:
     assert made.chunks is not None
     assert made.chunks.members() <= made.members
     plans = made.chunks.plans
-    validate_plan(plans.by_mask[Mask()])
+    validate_stepped_plan(plans.by_mask[Mask()])
     assert [*plans.sparse] == ([] if all(dense) else [1])
     for plan in plans.sparse.values():
-        validate_plan(plan)
-        tasks = plan.tasks
-        dropped = tasks.pairs(plan.mask)[:, None] - tasks.kept_pairs(plan.mask)
+        validate_stepped_plan(plan)
+        tasks = plan.plan.tasks
+        dropped = tasks.pairs(plan.plan.mask)[:, None] - plan.kept_pairs()
         assert [bool(dropped[tasks.document == n].any()) for n in (0, 1)] == [not n for n in dense]

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from distca.cost.link import Links
-from distca.plan import Mask, Placement, Plan
+from distca.plan import Mask, Placement, SteppedPlan
 from distca.plan.span import Int64s
 from distca.schedule.serving import STRATEGIES, Sharding, nobody_holds, shard_evenly
 from distca.schedule.serving.csps import Levels, Sparsity
@@ -312,14 +312,14 @@ def test_sparse_answers_are_those_of_the_pairs_that_are_kept(
     assert ((found - dense).abs().amax(1) > 1e-3).all()
 
 
-def only_first(plan: Plan) -> Plan:
+def only_first(stepped: SteppedPlan) -> SteppedPlan:
     """A plan of the first document alone."""
-    mine = plan.placement.document == 0
-    tasks = plan.tasks[plan.tasks.document == 0]
-    placement = plan.placement.select(mine)
+    found = stepped.select(stepped.plan.tasks.document == 0)
+    placement, lengths = found.plan.placement, found.plan.lengths[:1]
+    placement = placement.select(placement.document == 0)
     prefix = np.zeros(1, dtype=np.int64)
     return replace(
-        plan, lengths=plan.lengths[:1], placement=placement, tasks=tasks, cached_prefix=prefix
+        found, plan=replace(found.plan, lengths=lengths, placement=placement, cached_prefix=prefix)
     )
 
 

@@ -18,7 +18,7 @@ import httpx
 import openai
 import pytest
 
-from distca.plan.saved import load_plan
+from distca.plan.saved import load_stepped_plan
 from support.byte_tokenizer import save_chat_model
 from support.one_rank import OneRank, one_rank
 from support.served import Server, are_gone
@@ -269,8 +269,8 @@ def test_other_routes(server: Server, client: openai.OpenAI, tmp_path: Path) -> 
     assert "<title>distca serve</title>" in httpx.get(server.url).text
     answer = client.completions.create(model="small", prompt="x" * 100, max_tokens=1)
     (tmp_path / "plan.json").write_text(http.get(f"/debug/plan/{answer.id}").text)
-    plan, _ = load_plan(tmp_path / "plan.json")
-    assert plan.world_size == 2
+    plan, _ = load_stepped_plan(tmp_path / "plan.json")
+    assert plan.plan.world_size == 2
     assert http.get("/debug/plan/cmpl-none").status_code == 404
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from distca.cost.profile import Profile
 from distca.cost.volume import AttentionShape
-from distca.plan import Mask, Placement, Plan
+from distca.plan import Mask, Placement, SteppedPlan
 from distca.schedule.serving import (
     SELECTORS,
     STRATEGIES,
@@ -46,8 +46,8 @@ def test_turns_choose_what_travels(name: SelectorName) -> None:
     for count in (4000, 40, 4000):
         (prefill,) = planner.plan({0: count}, selector, False).parts
         assert isinstance(prefill, Prefill)
-        chosen.append(prefill.plans.by_mask[Mask()].scheduler)
-        assert {plan.scheduler for plan in prefill.plans.by_mask.values()} == {chosen[-1]}
+        chosen.append(prefill.plans.by_mask[Mask()].plan.scheduler)
+        assert {plan.plan.scheduler for plan in prefill.plans.by_mask.values()} == {chosen[-1]}
     assert chosen == ["pass-kv", "pass-q", "pass-kv"]
 
 
@@ -61,7 +61,7 @@ def test_a_server_simulates_the_steps_that_take_long() -> None:
         made: list[str] = []
         (part,) = planner.plan({0: tokens}, Noted(selector, made), False).parts
         assert isinstance(part, Prefill)
-        assert part.plans.by_mask[Mask()].scheduler == expected
+        assert part.plans.by_mask[Mask()].plan.scheduler == expected
         assert made == ([] if tokens == 64 else list(STRATEGIES))
 
 
@@ -73,7 +73,7 @@ class Noted:
     made: list[str]
 
     def choose(self, held: Placement, new: Placement, planned: Planned) -> Strategy:
-        def noted(strategy: Strategy) -> Plan:
+        def noted(strategy: Strategy) -> SteppedPlan:
             self.made.append(strategy)
             return planned(strategy)
 

@@ -10,8 +10,9 @@ import pytest
 from distca.cost.kernel_time import AnalyticCost
 from distca.cost.link import Links
 from distca.cost.model_sizes import ModelSize
-from distca.cost.volume import AttentionShape, plan_bytes
-from distca.plan import Mask, Plan, validate_plan
+from distca.cost.step_bytes import stepped_bytes
+from distca.cost.volume import AttentionShape
+from distca.plan import Mask, SteppedPlan, validate_stepped_plan
 from distca.schedule.serving import nobody_holds
 from distca.schedule.serving.csps import NODE_PARTS, Levels, NodeParts, Sparsity
 from distca.schedule.serving.csps.pipeline import NearToFar, thinned
@@ -22,14 +23,16 @@ SHAPE = AttentionShape(8, 2, 64)
 MODEL = ModelSize(4, 512, 8, 2, 64, 1024, 1000)
 
 
-def planned(tokens: int, levels: Levels, drop: float, partitions: tuple[int, ...] = (2,)) -> Plan:
+def planned(
+    tokens: int, levels: Levels, drop: float, partitions: tuple[int, ...] = (2,)
+) -> SteppedPlan:
     """The plan of a prompt's second layer."""
     sparsity = Sparsity.of_drop_ratio(drop, 4, SHAPE.kv_heads)
     strategy = NearToFar(levels, sparsity, (None,) * 4, partitions)
     new = strategy.shard(np.array([0]), np.array([tokens]))
     dense = strategy.plan(nobody_holds(levels.ranks), new, Mask())
     found = strategy.sparse_plans(dense).get(1, dense)
-    validate_plan(found)
+    validate_stepped_plan(found)
     return found
 
 
@@ -43,8 +46,8 @@ def test_a_fifth_of_the_nodes_keys_is_dropped(
     """Keys alone, three levels, 16 ranks, 8 to a server. In zigzag more keys of the node travel."""
     levels = Levels(Links(8), 16, parts)
     dense, sparse = (planned(16 * 3840, levels, drop, partitions) for drop in (0.0, 0.2))
-    pairs = sparse.tasks.kept_pairs(sparse.mask).mean(axis=1).sum() / dense.loads().sum()
-    whole, kept = (plan_bytes(plan, SHAPE).forward() for plan in (dense, sparse))
+    pairs = sparse.kept_pairs().mean(axis=1).sum() / dense.plan.loads().sum()
+    whole, kept = (stepped_bytes(plan, SHAPE) for plan in (dense, sparse))
     between = [levels.links.between_nodes(each) for each in (kept, whole)]
     assert pairs == pytest.approx(0.6125, abs=2e-3)
     assert kept.total / whole.total == pytest.approx(of_keys, abs=2e-3)
@@ -52,10 +55,10 @@ def test_a_fifth_of_the_nodes_keys_is_dropped(
     # All ratios 1 is another way to write that nothing is dropped.
     all_kept = ((1.0, 1.0, 1.0),) * 2
     full = thinned(dense, levels, all_kept, all_kept)
-    assert plan_bytes(full, SHAPE).forward().total == whole.total
+    assert stepped_bytes(full, SHAPE).total == whole.total
 
 
-def seconds(plan: Plan, gb_per_s: float, flops: float, launch: float = 0.0) -> float:
+def seconds(plan: SteppedPlan, gb_per_s: float, flops: float, launch: float = 0.0) -> float:
     """Simulated seconds of a layer's attention, other layers being free."""
     machine = replace(IDEAL, network_gb_per_s=gb_per_s, gpus_per_node=1, launch_seconds=launch)
     free = replace(machine, peak_tflops=1e9)
@@ -139,7 +142,7 @@ def test_zigzag_balances_the_ranks_of_a_node(
     for each in NODE_PARTS:
         plans = [planned(ranks * 960, Levels(Links(8), ranks, each), drop) for drop in (0.0, 0.2)]
         found[each] = [pairs_of_servers(plan) for plan in plans]
-        moved = plan_bytes(plans[0], SHAPE).forward()
+        moved = stepped_bytes(plans[0], SHAPE)
         of_all = (ranks - 1) * 960 * SHAPE.kv_row_bytes
         assert moved.sent().max() == moved.received().max() == of_all
     for one, other in zip(*found.values(), strict=True):
@@ -148,9 +151,9 @@ def test_zigzag_balances_the_ranks_of_a_node(
     assert over == pytest.approx([dense, sparse], abs=0.01)
 
 
-def pairs_of_servers(plan: Plan) -> np.ndarray:
-    pairs = np.zeros(plan.world_size)
-    np.add.at(pairs, plan.tasks.server, plan.tasks.kept_pairs(plan.mask).mean(axis=1))
+def pairs_of_servers(plan: SteppedPlan) -> np.ndarray:
+    pairs = np.zeros(plan.plan.world_size)
+    np.add.at(pairs, plan.plan.tasks.server, plan.kept_pairs().mean(axis=1))
     return pairs
 
 

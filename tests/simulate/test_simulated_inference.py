@@ -10,9 +10,10 @@ import pytest
 
 from distca.cost.link import Links
 from distca.cost.model_sizes import MODELS, ModelSize
+from distca.cost.step_bytes import stepped_bytes
 from distca.cost.tiled import TiledCost
-from distca.cost.volume import AttentionShape, plan_bytes
-from distca.plan import Mask, Placement, Plan, Tasks, validate_plan
+from distca.cost.volume import AttentionShape
+from distca.plan import Mask, Placement, Plan, SteppedPlan, Tasks, validate_stepped_plan
 from distca.schedule.serving import (
     STRATEGIES,
     nobody_holds,
@@ -36,33 +37,36 @@ MODEL = ModelSize(3, 512, 8, 2, 64, 1024, 1000)
 SHAPE = AttentionShape(8, 2, 64)
 
 
-def ring_of_two(new: int = 256) -> Plan:
+def ring_of_two(new: int = 256) -> SteppedPlan:
     """Ranks 0 and 1 have a half of each of two documents; keys of the other half travel to rank 1,
     then, to rank 0."""
     half = new // 2
     zeros = np.zeros(2, dtype=np.int64)
     document, rank = np.array([0, 0, 1, 1]), np.array([0, 1, 1, 0])
     start, end = np.tile([0, half], 2), np.tile([half, new], 2)
-    local = [(d, s, e, s, e, r, 0) for d, s, e, r in zip(document, start, end, rank, strict=True)]
-    tasks = Tasks.from_rows([*local, (0, half, new, 0, half, 1, 1), (1, half, new, 0, half, 0, 1)])
-    return Plan(zeros + new, Placement(document, start, end, rank, 2), tasks)
+    local = [(d, s, e, s, e, r) for d, s, e, r in zip(document, start, end, rank, strict=True)]
+    tasks = Tasks.from_rows([*local, (0, half, new, 0, half, 1), (1, half, new, 0, half, 0)])
+    plan = Plan(zeros + new, Placement(document, start, end, rank, 2), tasks)
+    return SteppedPlan(plan, np.array([0, 0, 0, 0, 1, 1]))
 
 
-def seconds_of(plan: Plan, gb_per_s: float, **changes: float) -> tuple[Outcome, float, float]:
+def seconds_of(
+    plan: SteppedPlan, gb_per_s: float, **changes: float
+) -> tuple[Outcome, float, float]:
     """A simulated step with one layer, seconds of a step's rows on a link, and of the layers."""
     machine = replace(IDEAL, network_gb_per_s=gb_per_s, gpus_per_node=1, **changes)  # type: ignore[arg-type]
     costs = InferenceCosts(replace(MODEL, layers=1), machine)
     found = simulate_step([plan], costs, TiledCost.of_shape(SHAPE, 1e12))
-    own = plan.own_tokens_per_rank()
+    own = plan.plan.own_tokens_per_rank()
     last = np.array([1, 1])
     linear = costs.pre_seconds(own) + costs.post_seconds(own) + costs.head_seconds(last)
-    moved = plan_bytes(plan, SHAPE).forward()
+    moved = stepped_bytes(plan, SHAPE)
     return found, float(moved.sent().max()) / (gb_per_s * 1e9), float(linear.max())
 
 
 def test_a_step_s_rows_travel_behind_the_kernels_of_the_step_before() -> None:
     plan = ring_of_two()
-    validate_plan(plan)
+    validate_stepped_plan(plan)
     cost = TiledCost.of_shape(SHAPE, 1e12)
     tile, square = np.array([128]), np.array([128 * 129 // 2, 128 * 128])
     diagonal, full = (float(cost.seconds(tile, tile, np.array([n]))[0]) for n in square)
@@ -74,7 +78,7 @@ def test_a_step_s_rows_travel_behind_the_kernels_of_the_step_before() -> None:
         assert found.exposed.tolist() == pytest.approx([exposed] * 2, abs=1e-12)
     assert exposed > 10 * full
     # Rows of a single step are waited for before its kernels.
-    direct = replace(plan, tasks=replace(plan.tasks, step=np.zeros(6, dtype=np.int64)))
+    direct = SteppedPlan.at_once(plan.plan)
     found, on_link, linear = seconds_of(direct, 1e-1)
     assert found.seconds == pytest.approx(linear + 2 * diagonal + on_link + full, rel=1e-6)
     # A slower link takes as much longer.
@@ -98,14 +102,14 @@ def test_bytes_are_the_plans(strategy, in_steps: bool, tmp_path: Path) -> None:
     )
     costs = InferenceCosts(MODEL, IDEAL)
     found = simulate_step([plan, windowed, plan], costs, recording=True)
-    moved = [plan_bytes(each, SHAPE).forward() for each in (plan, plan, windowed)]
+    moved = [stepped_bytes(each, SHAPE) for each in (plan, plan, windowed)]
     for phase in ("dispatch", "return"):
         expected = np.sum([each.messages[phase].sent() for each in moved], axis=0)
         assert found.bytes_sent[phase].tolist() == expected.tolist()
     assert found.tokens == 100
     assert found.gpus == 3
     # Weights, and keys and values of all layers; buffers beside them.
-    rows = plan.placement.tokens_per_rank() * 3 * SHAPE.kv_row_bytes
+    rows = plan.plan.placement.tokens_per_rank() * 3 * SHAPE.kv_row_bytes
     assert np.all(found.memory_bytes > costs.state_bytes() + rows)
     save_trace(tmp_path / "trace.json", found)
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from distca.cost.model_sizes import MODELS
-from distca.cost.volume import step_bytes
+from distca.cost.step_bytes import step_bytes
 from distca.plan.span import Floats
 from distca.schedule.serving.csps import Levels
 from distca.schedule.serving.csps.pipeline import thinned
@@ -64,12 +64,13 @@ def test_communication_hides_behind_kernels(network_gb_per_s: float) -> None:
         assert max(computed.max(), busy.max()) < seconds[partitions]
         # Copies and merges come on top.
         assert seconds[partitions] < 1.2 * (computed.max() + busy.max()) or partitions == 64
-        away = plan.tasks[plan.owners(plan.tasks.kv_start).rank != plan.tasks.server]
-        assert away.kept_kv is not None
+        tasks = plan.plan.tasks
+        away = plan.select(plan.plan.owners(tasks.kv_start).rank != tasks.server)
+        assert away.kept is not None
         # Both pieces of a rank's queries share what it is sent.
-        pairs = np.column_stack([away.server, away.kv_start])
+        pairs = np.column_stack([away.plan.tasks.server, away.plan.tasks.kv_start])
         _, once = np.unique(pairs, axis=0, return_index=True)
-        rows = int(away.kept_kv[once].sum())
+        rows = int(away.kept.kv[once].sum())
         assert sum(each.total for each in moved) == rows * costs.shape.kv_head_bytes
     assert seconds[64] > seconds[4]
     if network_gb_per_s < 25:

@@ -152,7 +152,7 @@ def _planned(settings: EngineSettings) -> Iterator[list[int]]:
     """Adds up the bytes of the iterations' plans in which no rank before this one has a part."""
     import torch.distributed as dist
 
-    from distca.cost.volume import plan_bytes
+    from distca.cost.step_bytes import stepped_bytes
     from distca.plan import Mask
     from distca.serve.engine import worker
 
@@ -166,7 +166,7 @@ def _planned(settings: EngineSettings) -> Iterator[list[int]]:
             mask, moved = Mask(window), 0
             if plan.chunks is not None:
                 of_layer = plan.chunks.plans.of(layer, mask)
-                moved += plan_bytes(of_layer, model.shape).forward().total
+                moved += stepped_bytes(of_layer, model.shape).total
             if plan.decode is not None:
                 moved += int(plan.decode.bytes_by_sequence(mask, model.shape).sum())
             total[0] += moved * settings.tensor_parallel_size

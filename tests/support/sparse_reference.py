@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from distca.attention.reference import attend, document_visibility
-from distca.plan import Mask, Plan
+from distca.plan import Mask, Plan, SteppedPlan
 from distca.runtime.serving.importance import OBSERVERS
 from distca.schedule.serving.layer_plans import LayerPlans
 from support.stepped import rows_of
@@ -17,16 +17,16 @@ from support.stepped import rows_of
 NAME = "sparse_reference"
 
 
-def kept_pairs(plan: Plan, importance: torch.Tensor) -> torch.Tensor:
+def kept_pairs(stepped: SteppedPlan, importance: torch.Tensor) -> torch.Tensor:
     """The pairs that a plan keeps: bool `[kv_heads, tokens, tokens]`.
 
     Args:
-        plan: plan that drops rows.
+        stepped: plan that drops rows.
         importance: importance of all tokens, `[tokens, kv_heads]`.
     """
-    tokens, heads, t = int(plan.lengths.sum()), importance.shape[1], plan.tasks
-    assert t.kept_q is not None
-    assert t.kept_kv is not None
+    plan, t, kept_rows = stepped.plan, stepped.plan.tasks, stepped.kept
+    tokens, heads = int(plan.lengths.sum()), importance.shape[1]
+    assert kept_rows is not None
     seen = torch.zeros(heads, tokens, tokens, dtype=torch.bool)
     last = {int(end) - 1 for end in np.cumsum(plan.lengths)}
     for task in range(len(t)):
@@ -37,8 +37,8 @@ def kept_pairs(plan: Plan, importance: torch.Tensor) -> torch.Tensor:
             of = importance[:, head].tolist()
             queries = sorted((token in last, of[token], token) for token in q)
             keys = sorted((of[token], token) for token in kv)
-            kept = [token for _, token in keys[len(keys) - t.kept_kv[task, head] :]]
-            for _, _, query in queries[len(queries) - t.kept_q[task, head] :]:
+            kept = [token for _, token in keys[len(keys) - kept_rows.kv[task, head] :]]
+            for _, _, query in queries[len(queries) - kept_rows.q[task, head] :]:
                 seen[head, query, kept] = True
     return seen & torch.ones(tokens, tokens, dtype=torch.bool).tril()
 
@@ -84,12 +84,12 @@ def sparse_logits(
         q, k, v = (each[0].transpose(0, 1).double() for each in (query, key, value))
         plan = plans.of(int(module.layer_idx), Mask())
         visible = document_visibility([len(q)])
-        if plan.tasks.drops:
+        if plan.drops:
             visible = visible.repeat(k.shape[1], 1, 1)
             visible[:, : len(ids), : len(ids)] = kept_pairs(plan, importance[-1])
         out, lse = attend(q, k, v, visible, scaling)
         of_prompt = (each[: len(ids)] for each in (q, k, lse))
-        importance.append(importance_of(plan, *of_prompt, scaling, ranks))
+        importance.append(importance_of(plan.plan, *of_prompt, scaling, ranks))
         return out[None].to(query.dtype), None
 
     AttentionInterface.register(NAME, attend_to_kept)

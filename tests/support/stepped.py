@@ -6,9 +6,10 @@ import numpy as np
 import torch
 
 from distca.attention import select_kernel
+from distca.cost.step_bytes import stepped_bytes
 from distca.cost.step_memory import STEP_SLOTS, step_memory
-from distca.cost.volume import AttentionShape, plan_bytes
-from distca.plan import Plan
+from distca.cost.volume import AttentionShape
+from distca.plan import Plan, SteppedPlan
 from distca.plan.span import Int64s
 from distca.runtime import Buffers, CoreAttention
 from distca.runtime.messages import ByKind
@@ -56,16 +57,16 @@ class RankOfPlan:
     """
 
     def __init__(
-        self, plan: Plan, transport: Transport, shape: AttentionShape, dtype: torch.dtype
+        self, plan: SteppedPlan, transport: Transport, shape: AttentionShape, dtype: torch.dtype
     ) -> None:
         self.transport = transport
         buffers = Buffers(CPU, STEP_SLOTS, headroom=0.0)
         self.core = CoreAttention(transport, select_kernel("cpu"), buffers)
         self.core.reserve(step_memory(plan, shape))
-        queries, keys = rows_of(plan, transport.rank)
+        queries, keys = rows_of(plan.plan, transport.rank)
         rng = np.random.default_rng(transport.rank)
         places = rng.permutation(len(keys) + 3)[: len(keys)]
-        q, *kv = (each.to(dtype) for each in inputs(plan, shape))
+        q, *kv = (each.to(dtype) for each in inputs(plan.plan, shape))
         self.tensors = ByKind(
             [q[queries]],
             [each.new_full((len(keys) + 3, *each.shape[1:]), float("nan")) for each in kv],
@@ -79,28 +80,30 @@ class RankOfPlan:
         return SteppedCall(self.core, self.exchange, self.tensors, SCALE, {})
 
 
-def run_virtually(plan: Plan, shape: AttentionShape, dtype: torch.dtype) -> None:
+def run_virtually(plan: SteppedPlan, shape: AttentionShape, dtype: torch.dtype) -> None:
     """Runs a plan on ranks of this process, and checks each."""
-    others: list[VirtualTransport] = []
-    transports = [VirtualTransport(n, others, plan.world_size, CPU) for n in range(plan.world_size)]
-    ranks = [RankOfPlan(plan, each, shape, dtype) for each in transports]
-    calls = [rank.call() for rank in ranks]
+    others, ranks = list[VirtualTransport](), plan.plan.world_size
+    transports = [VirtualTransport(n, others, ranks, CPU) for n in range(ranks)]
+    workers = [RankOfPlan(plan, each, shape, dtype) for each in transports]
+    calls = [rank.call() for rank in workers]
     for event in step_program(plan.steps):
         for call in calls:
             call.do(event)
-    for rank, call in zip(ranks, calls, strict=True):
+    for rank, call in zip(workers, calls, strict=True):
         check_rank(plan, rank.transport, call.outputs()[0].to(dtype), shape)
 
 
-def check_rank(plan: Plan, transport: Transport, out: torch.Tensor, shape: AttentionShape) -> None:
+def check_rank(
+    plan: SteppedPlan, transport: Transport, out: torch.Tensor, shape: AttentionShape
+) -> None:
     """Holds a rank's outputs against dense attention, and its bytes against the plan's."""
-    rank = transport.rank
-    queries, _ = rows_of(plan, rank)
-    expected = dense_attention(*inputs(plan, shape), plan.lengths, plan.mask, SCALE)[queries]
+    rank, whole = transport.rank, plan.plan
+    queries, _ = rows_of(whole, rank)
+    expected = dense_attention(*inputs(whole, shape), whole.lengths, whole.mask, SCALE)[queries]
     assert out.shape == expected.shape
     if len(queries):
         tolerance = {torch.float32: 2e-6, torch.bfloat16: 2e-2}[out.dtype]
         assert (out.double() - expected).abs().max() <= tolerance * expected.abs().max()
-    for phase, messages in plan_bytes(plan, shape).forward().messages.items():
+    for phase, messages in stepped_bytes(plan, shape).messages.items():
         assert transport.bytes_sent[phase] == messages.sent()[rank]
         assert transport.bytes_received[phase] == messages.received()[rank]

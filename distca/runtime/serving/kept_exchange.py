@@ -15,8 +15,9 @@ import numpy as np
 import torch
 
 from distca.cost.volume import Messages
-from distca.plan import Plan, Tasks
-from distca.plan.kept import KeptKeys, find_tokens
+from distca.plan import SteppedPlan
+from distca.plan.kept import KeptKeys
+from distca.plan.placement import find_tokens
 from distca.plan.span import Int64s, expand_ranges
 from distca.runtime.serving.step_exchange import (
     ExchangeStep,
@@ -92,22 +93,22 @@ class KeptExchange:
     always: torch.Tensor
 
 
-def build_kept_exchange(plan: Plan, rank: int, key_places: Int64s) -> KeptExchange:
+def build_kept_exchange(stepped: SteppedPlan, rank: int, key_places: Int64s) -> KeptExchange:
     """Works out one rank's part of a plan that drops rows.
 
     Args:
-        plan: a valid plan.
+        stepped: a valid plan.
         rank: rank of the plan's placement.
         key_places: where each local key row lies, as for `build_stepped_exchange`.
     """
-    t = plan.tasks
+    plan, t = stepped.plan, stepped.plan.tasks
     at_home = plan.owners(plan.document_offsets[t.document] + t.kv_start).rank == t.server
-    alone = replace(t[at_home], kept_q=None, kept_kv=None)
-    own = build_stepped_exchange(replace(plan, tasks=alone), rank, key_places)
+    alone = replace(stepped.select(at_home), kept=None)
+    own = build_stepped_exchange(alone, rank, key_places)
     first = own.steps[0]
     steps, kept_steps = [], []
-    for number in range(plan.steps):
-        kept = plan.kept_keys.of_step(number)
+    for number in range(stepped.steps):
+        kept = stepped.kept_keys.of_step(number)
         rows = Messages(*kept.moved(), plan.world_size)
         nothing = replace(rows, sizes=0 * rows.sizes)
         calls = first.calls if number == 0 else ()
@@ -122,7 +123,7 @@ def build_kept_exchange(plan: Plan, rank: int, key_places: Int64s) -> KeptExchan
                 (),
             )
         )
-        tasks = t[(t.step == number) & ~at_home & (t.server == rank)]
+        theirs = stepped.select((stepped.step == number) & ~at_home & (t.server == rank))
         sent = kept.select(kept.owner == rank)
         spans = zip(
             sent.owner_row.tolist(),
@@ -130,7 +131,7 @@ def build_kept_exchange(plan: Plan, rank: int, key_places: Int64s) -> KeptExchan
             map(tuple, sent.counts.tolist()),
             strict=True,
         )
-        calls_of = _calls(plan, tasks, kept.select(kept.server == rank))
+        calls_of = _calls(theirs, kept.select(kept.server == rank))
         kept_steps.append(KeptStep(tuple(KeptSpan(*span) for span in spans), calls_of))
     mine = plan.placement.rank == rank
     pieces = np.flatnonzero(mine & plan.own_pieces)
@@ -146,10 +147,11 @@ def build_kept_exchange(plan: Plan, rank: int, key_places: Int64s) -> KeptExchan
     )
 
 
-def _calls(plan: Plan, tasks: Tasks, arriving: KeptKeys) -> tuple[KeptCall, ...]:
+def _calls(stepped: SteppedPlan, arriving: KeptKeys) -> tuple[KeptCall, ...]:
     """Kernel calls over keys that arrive: all spans of one query span that keep as many of its
     queries are sequences together; what is left of a query span is for further calls."""
-    assert tasks.kept_q is not None, "tasks that drop nothing"
+    plan, tasks, kept = stepped.plan, stepped.plan.tasks, stepped.kept
+    assert kept is not None, "tasks that drop nothing"
     offset = plan.document_offsets[tasks.document]
     rows = plan.placement.first_rows(plan.own_pieces)
     begin = find_tokens(plan.placement, plan.document_offsets, rows, offset + tasks.q_start).row
@@ -161,7 +163,7 @@ def _calls(plan: Plan, tasks: Tasks, arriving: KeptKeys) -> tuple[KeptCall, ...]
     order = np.argsort(tasks.kv_start, kind="stable")
     for task in order.tolist():
         end = int(begin[task] + tasks.q_end[task] - tasks.q_start[task])
-        span = KeptSpan(int(begin[task]), end, tuple(tasks.kept_q[task].tolist()))
+        span = KeptSpan(int(begin[task]), end, tuple(kept.q[task].tolist()))
         groups.setdefault(span, []).append(number_of[int((offset + tasks.kv_start)[task])])
     # A call has each query once.
     calls: list[dict[KeptSpan, list[int]]] = []

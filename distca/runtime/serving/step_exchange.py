@@ -21,9 +21,9 @@ import numpy as np
 import torch
 
 from distca.cost.volume import Messages
-from distca.plan import Mask, Plan, Segments, Tasks
-from distca.plan.plan import StepSegments
+from distca.plan import Mask, Plan, Segments, SteppedPlan, Tasks
 from distca.plan.span import Bools, Int64s, cut_at, distinct, expand_ranges
+from distca.plan.stepped import StepSegments
 from distca.runtime.exchange import map_indices, sent_by
 from distca.runtime.messages import MessageLayout, PeerRows, RowTypes, message_layout, peer_rows
 
@@ -151,16 +151,17 @@ class SteppedExchange:
 
 
 def build_stepped_exchange(
-    plan: Plan, rank: int, key_places: Int64s | None = None
+    stepped: SteppedPlan, rank: int, key_places: Int64s | None = None
 ) -> SteppedExchange:
     """Works out one rank's part of a plan.
 
     Args:
-        plan: a valid plan.
+        stepped: a valid plan.
         rank: rank of the plan's placement, which is a server, too.
         key_places: where each local key row lies, as a row of the tensors that layers give, int64
             `[local key rows]`; None: in order.
     """
+    plan = stepped.plan
     local = _Local(
         rank,
         plan.own_tokens_per_rank(),
@@ -170,8 +171,8 @@ def build_stepped_exchange(
     # Rows that a call or a return has given outputs to, behind the local ones those that arrive.
     seen = np.zeros(local.queries, dtype=bool)
     steps: list[ExchangeStep] = []
-    for number, segments in enumerate(plan.step_segments):
-        tasks = plan.tasks[(plan.tasks.step == number) & (plan.tasks.server == rank)]
+    for number, segments in enumerate(stepped.step_segments):
+        tasks = plan.tasks[(stepped.step == number) & (plan.tasks.server == rank)]
         steps.append(_step(plan, tasks, segments, local, seen))
         # Outputs of a step return while the next is computed: see `step_program`.
         if number > 0:

@@ -63,9 +63,9 @@ class Chunks:
     def members(self) -> set[int]:
         """Ranks that own new tokens, or compute or send something."""
         found = {*self.new.rank.tolist()}
-        for plan in self.plans.by_mask.values():
-            found |= {*plan.tasks.server.tolist()}
-            for segments in (plan.q_segments, plan.kv_segments):
+        for stepped in self.plans.by_mask.values():
+            found |= {*stepped.plan.tasks.server.tolist()}
+            for segments in (stepped.plan.q_segments, stepped.kv_segments):
                 found |= {*segments.owner.tolist()}
         return found
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from distca.plan import Mask, Placement, Plan
+from distca.plan import Mask, Placement, SteppedPlan
 from distca.plan.span import Bools
 from distca.schedule.serving.csps.pipeline import NearToFar
 from distca.schedule.serving.selection import Selector, chosen_strategy
@@ -26,10 +26,10 @@ class LayerPlans:
         sparse: plan of each layer that drops rows, by its number.
     """
 
-    by_mask: Mapping[Mask, Plan]
-    sparse: Mapping[int, Plan] = field(default_factory=dict)
+    by_mask: Mapping[Mask, SteppedPlan]
+    sparse: Mapping[int, SteppedPlan] = field(default_factory=dict)
 
-    def of(self, layer: int, mask: Mask) -> Plan:
+    def of(self, layer: int, mask: Mask) -> SteppedPlan:
         """The plan of a layer."""
         return self.sparse.get(layer) or self.by_mask[mask]
 
@@ -59,7 +59,7 @@ def plan_layers(
         sparse = {} if full is None else strategy.sparse_plans(full, dense)
         return LayerPlans(plans, sparse)
 
-    def planned(strategy: Strategy, mask: Mask = _FULL) -> Plan:
+    def planned(strategy: Strategy, mask: Mask = _FULL) -> SteppedPlan:
         return step_plan(held(mask), new, strategy, mask, in_steps=True, head_groups=head_groups)
 
     # Under a window little travels, whatever the strategy: layers without one decide.

@@ -6,8 +6,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from distca.cost.volume import AttentionShape, step_bytes
-from distca.plan import Plan
+from distca.cost.step_bytes import step_bytes
+from distca.cost.volume import AttentionShape
+from distca.plan import SteppedPlan
 from distca.plan.plan import max_over_mean
 
 
@@ -38,25 +39,24 @@ class StepSummary:
     kept_keys: float = 1.0
 
 
-def describe_steps(plan: Plan, shape: AttentionShape) -> tuple[StepSummary, ...]:
+def describe_steps(stepped: SteppedPlan, shape: AttentionShape) -> tuple[StepSummary, ...]:
     """Computes the figures of each step.
 
     Args:
-        plan: a valid plan.
+        stepped: a valid plan.
         shape: heads of one tensor-parallel rank.
     """
-    found = []
-    tasks = plan.tasks
-    visible, kept = tasks.pairs(plan.mask), tasks.kept_pairs(plan.mask)
+    found, plan, tasks = [], stepped.plan, stepped.plan.tasks
+    visible, kept = tasks.pairs(plan.mask), stepped.kept_pairs()
     pairs, heads = kept.sum(axis=1), kept.shape[1]
-    for number, moved in enumerate(step_bytes(plan, shape)):
-        mine = plan.tasks.step == number
+    for number, moved in enumerate(step_bytes(stepped, shape)):
+        mine = stepped.step == number
         loads = np.zeros(plan.world_size, dtype=np.int64)
-        np.add.at(loads, plan.tasks.server[mine], pairs[mine])
-        segments, messages = plan.step_segments[number], moved.messages
+        np.add.at(loads, tasks.server[mine], pairs[mine])
+        segments, messages = stepped.step_segments[number], moved.messages
         keys = whole = int(segments.kv.moved()[2].sum())
-        if tasks.drops:
-            keys = round(int(plan.kept_keys.of_step(number).counts.sum()) / heads)
+        if stepped.drops:
+            keys = round(int(stepped.kept_keys.of_step(number).counts.sum()) / heads)
         found.append(
             StepSummary(
                 tasks=int(mine.sum()),

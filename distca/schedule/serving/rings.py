@@ -22,9 +22,12 @@ import numpy as np
 from distca.plan import Mask, Placement, Tasks
 from distca.plan.span import Bools, Int64s, cut_at, distinct, expand_ranges
 
+Stepped = tuple[Tasks, Int64s]
+"""Tasks, and the step of each, int64 `[tasks]`."""
 
-def pass_keys(placement: Placement, new: Placement, block: int) -> Tasks:
-    """Makes tasks at home, to which keys travel.
+
+def pass_keys(placement: Placement, new: Placement, block: int) -> Stepped:
+    """Makes tasks at home, to which keys travel, and the step of each.
 
     Args:
         placement: all pieces, sorted by sequence and position.
@@ -35,11 +38,12 @@ def pass_keys(placement: Placement, new: Placement, block: int) -> Tasks:
     q, kv = visible_pieces(keys, new)
     hop = _hops(kv, keys.rank[kv], new.rank[q], new.world_size)
     step = np.where(hop > 0, hop + share[kv], 0)
-    return tasks_of(keys, new, q, kv, new.rank[q], step)
+    return tasks_of(keys, new, q, kv, new.rank[q]), step
 
 
-def pass_queries(placement: Placement, new: Placement, mask: Mask, in_steps: bool) -> Tasks:
-    """Makes tasks of each new piece's queries over each piece of keys that they see, at the keys.
+def pass_queries(placement: Placement, new: Placement, mask: Mask, in_steps: bool) -> Stepped:
+    """Makes tasks of each new piece's queries over each piece of keys that they see, at the keys,
+    and the step of each.
 
     Args:
         placement: all pieces, sorted by sequence and position.
@@ -52,12 +56,14 @@ def pass_queries(placement: Placement, new: Placement, mask: Mask, in_steps: boo
     q, kv = q[seen], kv[seen]
     server = placement.rank[kv]
     step = _hops(q, new.rank[q], server, new.world_size) * in_steps
-    tasks = tasks_of(placement, new, q, kv, server, step)
-    return replace(tasks, kv_start=np.maximum(tasks.kv_start, mask.first_key(tasks.q_start)))
+    tasks = tasks_of(placement, new, q, kv, server)
+    first_key = mask.first_key(tasks.q_start)
+    return replace(tasks, kv_start=np.maximum(tasks.kv_start, first_key)), step
 
 
-def pass_keys_in_window(placement: Placement, new: Placement, mask: Mask, block: int) -> Tasks:
-    """Makes tasks at home under a window: in step 0 the queries that see a rank's own keys alone.
+def pass_keys_in_window(placement: Placement, new: Placement, mask: Mask, block: int) -> Stepped:
+    """Makes tasks at home under a window, and the step of each: in step 0 are the queries that see
+    a rank's own keys alone.
 
     Args:
         placement: all pieces, sorted by sequence and position.
@@ -79,7 +85,7 @@ def pass_keys_in_window(placement: Placement, new: Placement, mask: Mask, block:
     later = np.repeat([0, 1], len(cut))[end > start]
     tasks = Tasks(document, start, end, mask.first_key(start), end, rank)[end > start]
     # There may be none of the first.
-    return replace(tasks, step=later - later.min(initial=1))
+    return tasks, later - later.min(initial=1)
 
 
 def visible_pieces(keys: Placement, new: Placement) -> tuple[Int64s, Int64s]:
@@ -97,12 +103,10 @@ def visible_pieces(keys: Placement, new: Placement) -> tuple[Int64s, Int64s]:
     return np.repeat(np.arange(len(count)), count), expand_ranges(first, count)
 
 
-def tasks_of(
-    keys: Placement, new: Placement, q: Int64s, kv: Int64s, server: Int64s, step: Int64s
-) -> Tasks:
+def tasks_of(keys: Placement, new: Placement, q: Int64s, kv: Int64s, server: Int64s) -> Tasks:
     """Makes the tasks of pairs of pieces."""
     queries = new.document[q], new.start[q], new.end[q]
-    return Tasks(*queries, keys.start[kv], keys.end[kv], server, step)
+    return Tasks(*queries, keys.start[kv], keys.end[kv], server)
 
 
 def _stride(pieces: Placement) -> int:

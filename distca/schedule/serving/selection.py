@@ -15,7 +15,7 @@ from typing import Literal, Protocol, get_args
 import numpy as np
 
 from distca.cost.volume import AttentionShape
-from distca.plan import Placement, Plan
+from distca.plan import Placement, SteppedPlan
 from distca.plan.span import Floats
 from distca.schedule.serving.steps import Strategy
 
@@ -25,7 +25,7 @@ SelectorName = Literal["simulated", "paper"]
 SELECTORS: tuple[SelectorName, ...] = get_args(SelectorName)
 
 
-Planned = Callable[[Strategy], Plan]
+Planned = Callable[[Strategy], SteppedPlan]
 
 
 class Selector(Protocol):

@@ -36,7 +36,7 @@ from typing import Literal
 
 import numpy as np
 
-from distca.plan import BLOCK, Mask, Placement, Plan
+from distca.plan import BLOCK, Mask, Placement, Plan, SteppedPlan
 from distca.plan.span import Int64s, expand_ranges
 from distca.schedule.base import tasks_at_home
 from distca.schedule.baselines.context_parallel import shard_documents
@@ -111,7 +111,7 @@ def step_plan(
     block: int = BLOCK,
     in_steps: bool = False,
     head_groups: int = 1,
-) -> Plan:
+) -> SteppedPlan:
     """Makes the plan of a step.
 
     Args:
@@ -129,21 +129,22 @@ def step_plan(
     # Of one query all keys in a window are a full rectangle, wherever they are cut.
     single = bool((lengths - prefix <= 1).all())
     groups = head_groups if strategy == "sp-ntp" and mask.window_left is None else 1
+    step: Int64s | None = None
     if strategy == "sp-ntp" and mask.window_left is None:
         placement, tasks = scatter_heads(placement, lengths, prefix, groups)
         lengths, prefix = np.tile([lengths, prefix], groups)
     elif strategy == "pass-q" and (mask.window_left is None or single):
-        tasks = pass_queries(placement, new, mask, in_steps)
+        tasks, step = pass_queries(placement, new, mask, in_steps)
     elif not in_steps or strategy == "all-gather":
         tasks = tasks_at_home(new, mask)
     elif mask.window_left is None:
-        tasks = pass_keys(placement, new, block)
+        tasks, step = pass_keys(placement, new, block)
     else:
-        tasks = pass_keys_in_window(placement, new, mask, block)
-    gathers = strategy == "all-gather"
-    return Plan(
-        lengths, placement, tasks, mask, block, strategy, (), prefix, gathers, head_groups=groups
-    )
+        tasks, step = pass_keys_in_window(placement, new, mask, block)
+    plan = Plan(lengths, placement, tasks, mask, block, strategy, (), prefix, groups)
+    if step is None:
+        step = np.zeros(len(tasks), dtype=np.int64)
+    return SteppedPlan(plan, step, gathers=strategy == "all-gather")
 
 
 def step_tokens(held: Placement, new: Placement, mask: Mask) -> tuple[Int64s, Int64s, Placement]:

@@ -13,7 +13,7 @@ import numpy as np
 from distca.cost.kernel_time import CostModel
 from distca.cost.link import Links
 from distca.cost.volume import PlanBytes
-from distca.plan import Plan
+from distca.plan import SteppedPlan
 from distca.plan.span import Int64s
 from distca.schedule.serving.csps.layouts import LayoutChoice, SharedRows, SplitLayer, SplitModel
 from distca.simulate.outcome import Outcome
@@ -52,7 +52,7 @@ def gpu_links(costs: InferenceCosts) -> Links:
 def simulate_shared(
     split: SplitModel,
     shared: SharedRows,
-    plans: Sequence[Plan],
+    plans: Sequence[SteppedPlan],
     costs: InferenceCosts,
     cost_model: CostModel | None = None,
     recording: bool = False,
@@ -110,9 +110,9 @@ def simulate_shared(
         move("rows", of_block, ["all-gather"])
         resources.compute(mlp, "MLP", "ticks", layer=number)
         move("sums of the MLP", of_block, ["reduce-scatter"])
-    last = np.array([plans[0].sequences])
+    last = np.array([plans[0].plan.sequences])
     resources.compute(float(costs.head_seconds(last)[0]) * every, "output layer", "ticks")
-    rows = sum(int(plan.placement.tokens_per_rank().sum()) for plan in plans)
+    rows = sum(int(each.plan.placement.tokens_per_rank().sum()) for each in plans)
     whole = gpus * layer.own_weights + min(gpus, layer.kv_heads) * layer.key_weights
     gathered = whole * layer.dtype_bytes if shared.layout == "sp-ntp" else 0
     memory = costs.state_bytes() + rows * costs.shape.kv_row_bytes + gathered

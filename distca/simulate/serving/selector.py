@@ -14,7 +14,7 @@ import numpy as np
 from distca.cost.kernel_time import CostModel
 from distca.cost.link import Links
 from distca.cost.volume import AttentionShape
-from distca.plan import Placement, Plan
+from distca.plan import Placement, SteppedPlan
 from distca.schedule.serving import STRATEGIES, Planned, Selector, Strategy
 from distca.simulate.cluster import Cluster
 from distca.simulate.resources import Resources
@@ -49,9 +49,10 @@ class SimulatedSelector:
     layers: int = 1
     quick: Selector | None = None
 
-    def seconds(self, plan: Plan) -> float:
+    def seconds(self, plan: SteppedPlan) -> float:
         """Predicts the seconds of a layer's core attention, until the last rank is done."""
-        resources = Resources(plan.world_size, self.cluster, np.ones(plan.world_size))
+        ranks = plan.plan.world_size
+        resources = Resources(ranks, self.cluster, np.ones(ranks))
         attend(resources, SteppedCosts(plan, self.shape, self.cost_model, self.links))
         return float(resources.clock.max())
 

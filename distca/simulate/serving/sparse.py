@@ -14,7 +14,7 @@ import numpy as np
 
 from distca.cost.kernel_time import CostModel
 from distca.cost.link import Links
-from distca.plan import Mask, Plan
+from distca.plan import Mask, SteppedPlan
 from distca.plan.span import Floats
 from distca.schedule.serving import nobody_holds
 from distca.schedule.serving.csps import Levels, Sparsity
@@ -78,7 +78,7 @@ class SparseLatency:
         last = self.costs.head_seconds(np.ones(1, dtype=np.int64))
         return float(self.costs.model.layers * linear.max() + last[0])
 
-    def plan(self, partitions: Partitions) -> Plan:
+    def plan(self, partitions: Partitions) -> SteppedPlan:
         """The plan of layers that drop nothing."""
         ranks, one = self.levels.ranks, np.array([0])
         dense = Sparsity.nothing_dropped(1, 1)
@@ -86,9 +86,10 @@ class SparseLatency:
         new = strategy.shard(one, np.array([self.tokens]))
         return strategy.plan(nobody_holds(ranks), new, Mask())
 
-    def plan_seconds(self, plan: Plan) -> float:
+    def plan_seconds(self, plan: SteppedPlan) -> float:
         """Seconds of a layer's attention by its plan."""
-        resources = Resources(plan.world_size, self.costs.cluster, np.ones(plan.world_size))
+        ranks = plan.plan.world_size
+        resources = Resources(ranks, self.costs.cluster, np.ones(ranks))
         attend(resources, SteppedCosts(plan, self.costs.shape, self.cost_model, self.links))
         return float(resources.clock.max())
 

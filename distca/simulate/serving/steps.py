@@ -4,7 +4,7 @@ A plan's steps run in the order of `step_program`, as in the runtime: once a ste
 those of the next leave, the kernels run, and their outputs return while the next step's kernels
 run. A layer ends when the last outputs are back and merged. Results are merged into float32 sums as
 they come, those of kernels and those that return; keys are read where they arrived. All bytes are
-`distca.cost.volume.step_bytes`.
+`distca.cost.step_bytes`.
 """
 
 from __future__ import annotations
@@ -20,9 +20,10 @@ from numpy.typing import NDArray
 from distca.cost.kernel_time import CostModel
 from distca.cost.link import Links
 from distca.cost.memory import FLOAT32_BYTES, HEADROOM, CoreAttentionMemory
+from distca.cost.step_bytes import step_bytes
 from distca.cost.step_memory import STEP_SLOTS, step_memory
-from distca.cost.volume import AttentionShape, Messages, step_bytes
-from distca.plan import Plan, Tasks
+from distca.cost.volume import AttentionShape, Messages
+from distca.plan import Plan, SteppedPlan, Tasks
 from distca.plan.span import Floats, Int64s, distinct
 from distca.schedule.serving.step_program import step_program
 from distca.simulate.outcome import Outcome
@@ -73,22 +74,22 @@ class SteppedCosts:
     """Costs of a plan's steps in a layer.
 
     Attributes:
-        plan: a valid plan.
+        stepped: a valid plan.
         shape: heads of one GPU.
         cost_model: seconds of tasks with these heads.
         links: links between the servers.
     """
 
-    plan: Plan
+    stepped: SteppedPlan
     shape: AttentionShape
     cost_model: CostModel
     links: Links
 
     @cached_property
     def steps(self) -> tuple[PlanStepCosts, ...]:
-        plan, found = self.plan, []
-        for number, moved in enumerate(step_bytes(plan, self.shape)):
-            sequences = _kernel_sequences(plan, plan.tasks[plan.tasks.step == number])
+        plan, found = self.stepped.plan, []
+        for number, moved in enumerate(step_bytes(self.stepped, self.shape)):
+            sequences = _kernel_sequences(self.stepped.select(self.stepped.step == number))
             servers = plan.world_size
             each = self.cost_model.seconds(sequences.q, sequences.kv, sequences.pairs)
             # Each sequence is one of a head group, of which a GPU has several.
@@ -98,7 +99,7 @@ class SteppedCosts:
             shapes = distinct(sequences.server * 2 + sequences.causal) // 2
             merged = sequences.q * sequences.heads
             rows = np.bincount(sequences.server, weights=merged, minlength=servers)
-            segments = plan.step_segments[number]
+            segments = self.stepped.step_segments[number]
             returning, _ = segments.outputs.moved_per_rank(servers)
             _, arriving = segments.q.moved_per_rank(servers)
             found.append(
@@ -117,7 +118,7 @@ class SteppedCosts:
     @property
     def _shape(self) -> AttentionShape:
         """Heads of a row."""
-        return self.shape.scattered(self.plan.head_groups)
+        return self.shape.scattered(self.stepped.plan.head_groups)
 
     def _merging(self, rows: Int64s) -> Int64s:
         """Bytes of merging so many rows into sums, which are read and written."""
@@ -147,18 +148,17 @@ class _KernelSequences:
     heads: Floats
 
 
-def _kernel_sequences(plan: Plan, tasks: Tasks) -> _KernelSequences:
+def _kernel_sequences(step: SteppedPlan) -> _KernelSequences:
     """Joins the full rectangles of the same queries on a server: their keys are one sequence."""
-    if tasks.kept_q is None or tasks.kept_kv is None:
+    plan, tasks, kept = step.plan, step.plan.tasks, step.kept
+    if kept is None:
         return _joined(plan, tasks, tasks.q_end - tasks.q_start, tasks.kv_end - tasks.kv_start, 1.0)
     # A rank's own keys are computed as without drops.
     owner = plan.owners(plan.document_offsets[tasks.document] + tasks.kv_start).rank
     at_home, away = tasks[owner == tasks.server], tasks[owner != tasks.server]
-    assert away.kept_q is not None
-    assert away.kept_kv is not None
     lengths = at_home.q_end - at_home.q_start, at_home.kv_end - at_home.kv_start
-    found, heads = [_joined(plan, at_home, *lengths, 1.0)], away.kept_q.shape[1]
-    for q, kv in zip(away.kept_q.T, away.kept_kv.T, strict=True):
+    found, heads = [_joined(plan, at_home, *lengths, 1.0)], kept.q.shape[1]
+    for q, kv in zip(*(each.T for each in kept.select(owner != tasks.server)), strict=True):
         found.append(_joined(plan, away, q, kv, 1 / heads))
     return _KernelSequences(*map(np.concatenate, zip(*map(_columns, found), strict=True)))
 
@@ -238,7 +238,7 @@ BALANCING = "cache balancing"
 
 
 def simulate_step(
-    plans: Sequence[Plan],
+    plans: Sequence[SteppedPlan],
     costs: InferenceCosts,
     cost_model: CostModel | None = None,
     recording: bool = False,
@@ -261,7 +261,7 @@ def simulate_step(
         The step until the logits of each sequence's last token; its memory is that of weights,
         keys, values and core attention's buffers.
     """
-    cluster, shape, first = costs.cluster, costs.shape, plans[0]
+    cluster, shape, first = costs.cluster, costs.shape, plans[0].plan
     ranks = first.world_size
     model = cost_model or cluster.inference_cost(shape)
     of_plan = {id(plan): SteppedCosts(plan, shape, model, costs.links) for plan in plans}
@@ -298,15 +298,16 @@ def simulate_step(
     )
 
 
-def memory_bytes(plans: Sequence[Plan], costs: InferenceCosts) -> Floats:
+def memory_bytes(plans: Sequence[SteppedPlan], costs: InferenceCosts) -> Floats:
     """Bytes of each rank's GPUs: weights, keys and values of all layers, and buffers.
 
     Args:
         plans: plan of each layer.
         costs: costs of the layers.
     """
-    shape, ranks = costs.shape, plans[0].world_size
-    rows = np.sum([plan.placement.tokens_per_rank() // plan.head_groups for plan in plans], axis=0)
+    shape, ranks = costs.shape, plans[0].plan.world_size
+    layers = [each.plan for each in plans]
+    rows = np.sum([plan.placement.tokens_per_rank() // plan.head_groups for plan in layers], axis=0)
     buffers = CoreAttentionMemory()
     for plan in {id(plan): plan for plan in plans}.values():
         buffers = buffers.union(step_memory(plan, shape))

@@ -61,7 +61,7 @@ def test_rows_travel_as_the_plan_says(ranks: int, mask: Mask) -> None:
     for _ in range(9):
         decode = plan_decode(holdings, sequences, [mask])
         new = Placement(np.arange(5), decode.positions, decode.positions + 1, decode.owners, ranks)
-        plan = step_plan(holdings.placement(sequences), new, "pass-q", mask, block=8)
+        plan = step_plan(holdings.placement(sequences), new, "pass-q", mask, block=8).plan
         for rank in range(ranks):
             tables, lines, blocks = tables_of(holdings, decode, rank)
             found, keys = build_decode_exchange(decode, mask, rank, tables, lines, blocks * SIZE)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import cast
 
 import numpy as np
 import pytest
@@ -12,9 +11,10 @@ import torch
 from distca.attention import select_kernel
 from distca.attention.reference import attend, document_visibility
 from distca.cost.link import Links
+from distca.cost.step_bytes import stepped_bytes
 from distca.cost.step_memory import STEP_SLOTS, step_memory
-from distca.cost.volume import AttentionShape, plan_bytes
-from distca.plan import Mask, Placement, Plan, validate_plan
+from distca.cost.volume import AttentionShape
+from distca.plan import KeptRows, Mask, Placement, SteppedPlan, validate_stepped_plan
 from distca.runtime import Buffers, CoreAttention
 from distca.runtime.messages import ByKind
 from distca.runtime.serving.importance import OBSERVERS, Importance
@@ -32,7 +32,7 @@ SHAPE = AttentionShape(heads=6, kv_heads=2, head_dim=8, dtype_bytes=4)
 BLOCK = 8
 
 
-def kept_plans(seed: int, ranks: int, per_node: int) -> tuple[Plan, Plan]:
+def kept_plans(seed: int, ranks: int, per_node: int) -> tuple[SteppedPlan, SteppedPlan]:
     """A dense plan of a few sequences, in contiguous parts, some behind cached tokens that lie
     anywhere; and one that drops rows."""
     rng = np.random.default_rng(seed)
@@ -63,12 +63,12 @@ class SparseRank:
     """A rank of a plan that drops rows, its keys scattered over a larger tensor."""
 
     def __init__(
-        self, plan: Plan, transport: VirtualTransport, tensors: list[torch.Tensor]
+        self, plan: SteppedPlan, transport: VirtualTransport, tensors: list[torch.Tensor]
     ) -> None:
         self.plan, self.transport, rank = plan, transport, transport.rank
         self.core = CoreAttention(transport, select_kernel("cpu"), Buffers(CPU, STEP_SLOTS))
         self.core.reserve(step_memory(plan, SHAPE))
-        self.queries, self.keys = rows_of(plan, rank)
+        self.queries, self.keys = rows_of(plan.plan, rank)
         rng = np.random.default_rng(rank)
         places = rng.permutation(len(self.keys) + 3)[: len(self.keys)]
         q, *kv = tensors
@@ -77,7 +77,7 @@ class SparseRank:
             tensor[places] = each[self.keys]
         self.tensors = ByKind([q[self.queries]], rows)
         self.exchange = build_kept_exchange(plan, rank, places)
-        self.importance = Importance(plan, rank, places, SHAPE.kv_heads, CPU)
+        self.importance = Importance(plan.plan, rank, places, SHAPE.kv_heads, CPU)
 
     def call(self) -> SparseCall:
         """A call of core attention."""
@@ -90,8 +90,8 @@ class SparseRank:
 def test_kept_rows_are_attended_to(ranks: int, per_node: int, scale_of_logits: float) -> None:
     for seed in range(4):
         _, plan = kept_plans(seed, ranks, per_node)
-        validate_plan(plan)
-        tensors = [each.float() for each in inputs(plan, SHAPE)]
+        validate_stepped_plan(plan)
+        tensors = [each.float() for each in inputs(plan.plan, SHAPE)]
         tensors[0] *= scale_of_logits
         others: list[VirtualTransport] = []
         transports = [VirtualTransport(n, others, ranks, CPU) for n in range(ranks)]
@@ -107,7 +107,7 @@ def test_kept_rows_are_attended_to(ranks: int, per_node: int, scale_of_logits: f
                 call.do(event)
         visible = kept_pairs(plan, importance)
         expected, lse = attend(*(each.double() for each in tensors), visible, SCALE)
-        moved = plan_bytes(plan, SHAPE).forward()
+        moved = stepped_bytes(plan, SHAPE)
         computed = 0
         for worker, call in zip(workers, calls, strict=True):
             (out, found), rank = call.outputs(), worker.transport.rank
@@ -119,13 +119,13 @@ def test_kept_rows_are_attended_to(ranks: int, per_node: int, scale_of_logits: f
                 assert worker.transport.bytes_sent[phase] == messages.sent()[rank]
                 assert worker.transport.bytes_received[phase] == messages.received()[rank]
             computed += int(visible[:, worker.queries].sum())
-        assert computed == plan.tasks.kept_pairs(plan.mask).sum()
+        assert computed == plan.kept_pairs().sum()
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_nothing_dropped_is_dense(ranks: int) -> None:
     dense, _ = kept_plans(5, ranks, 2)
-    validate_plan(dense)
+    validate_stepped_plan(dense)
     run_virtually(dense, SHAPE, torch.float32)
 
 
@@ -135,7 +135,7 @@ def test_importance_is_what_the_last_queries_give() -> None:
     held = Placement(*np.array([[0, 0], [0, 10], [10, 30], [2, 0]]), 3)
     levels, whole = Levels(Links(2), 3), Sparsity.nothing_dropped(3, SHAPE.kv_heads)
     strategy = NearToFar(levels, whole, (None,) * 3)
-    plan = strategy.plan(held, strategy.shard(starts, ends), Mask(), BLOCK)
+    plan = strategy.plan(held, strategy.shard(starts, ends), Mask(), BLOCK).plan
     assert plan.own_tokens_per_rank().min() > OBSERVERS
     q, k, v = (each.float() for each in inputs(plan, SHAPE))
     _, lse = attend(q, k, v, document_visibility(plan.lengths.tolist()), SCALE)
@@ -174,9 +174,9 @@ def test_levels_that_overlap_are_not_exact() -> None:
 
 
 def test_other_plans_are_refused() -> None:
-    _, plan = kept_plans(1, 3, 2)
-    t = plan.tasks
-    kept_q, kept_kv = cast(np.ndarray, t.kept_q), cast(np.ndarray, t.kept_kv)
+    _, stepped = kept_plans(1, 3, 2)
+    plan, t, kept = stepped.plan, stepped.plan.tasks, stepped.kept
+    assert kept is not None
     away = np.flatnonzero(
         plan.owners(plan.document_offsets[t.document] + t.kv_start).rank != t.server
     )
@@ -188,13 +188,16 @@ def test_other_plans_are_refused() -> None:
         return column
 
     one, own = int(away[0]), int(home[0])
-    for tasks, message in (
-        (replace(t, kept_kv=None), "of queries or keys alone"),
-        (replace(t, kept_kv=changed(kept_kv, one, 0)), "keeps no such rows"),
-        (replace(t, kept_q=changed(kept_q, one, 10**6)), "keeps no such rows"),
-        (replace(t, kept_kv=changed(kept_kv, own, 1)), "drops a rank's own rows"),
+    for other, message in (
+        (KeptRows(kept.q[1:], kept.kv[1:]), "tasks it says how many rows"),
+        (KeptRows(kept.q[:, 1:], kept.kv), "tasks it says how many rows"),
+        (kept._replace(kv=changed(kept.kv, one, 0)), "keeps no such rows"),
+        (kept._replace(q=changed(kept.q, one, 10**6)), "keeps no such rows"),
+        (kept._replace(kv=changed(kept.kv, own, 1)), "drops a rank's own rows"),
     ):
         with pytest.raises(ValueError, match=message):
-            validate_plan(replace(plan, tasks=tasks))
+            validate_stepped_plan(replace(stepped, kept=other))
     with pytest.raises(ValueError, match="in part dropped are passed on"):
-        validate_plan(replace(plan, relays=True))
+        validate_stepped_plan(replace(stepped, relays=True))
+    with pytest.raises(ValueError, match="tasks in the steps of"):
+        validate_stepped_plan(replace(stepped, step=stepped.step[1:]))

@@ -12,7 +12,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from distca.cost.volume import AttentionShape
-from distca.plan import Mask, Placement, Plan, Tasks, validate_plan
+from distca.plan import (
+    Mask,
+    Placement,
+    Plan,
+    SteppedPlan,
+    Tasks,
+    validate_plan,
+    validate_stepped_plan,
+)
 from distca.runtime import CoreAttention
 from distca.runtime.serving.step_exchange import build_stepped_exchange
 from distca.runtime.serving.stepped_call import attend_in_steps
@@ -75,7 +83,7 @@ def test_any_prefill_is_dense_attention(strategy: Strategy, data: st.DataObject)
         in_steps=True,
         head_groups=head_groups(shape.heads, shape.kv_heads, ranks),
     )
-    validate_plan(plan)
+    validate_stepped_plan(plan)
     run_virtually(plan, shape, dtype)
 
 
@@ -89,17 +97,18 @@ def test_any_tasks_in_any_steps_are_dense_attention(seed: int, window: int | Non
     plan = random_plan(rng, lengths, ranks, 96, Mask(window))
     step_of = rng.permutation(ranks) // int(rng.integers(1, 3))
     _, step = np.unique(step_of[plan.tasks.server], return_inverse=True)
-    plan = replace(plan, tasks=replace(plan.tasks, step=step))
-    validate_plan(plan)
-    run_virtually(plan, SHAPES[seed % 2], torch.float32)
+    stepped = SteppedPlan(plan, step)
+    validate_stepped_plan(stepped)
+    run_virtually(stepped, SHAPES[seed % 2], torch.float32)
 
 
 def test_outputs_that_returned_before_a_rank_computes_are_kept() -> None:
     """Rank 1's own keys meet its queries last."""
     placement = Placement(*(np.array(x) for x in ([0, 0], [0, 8], [8, 16], [0, 1])), 2)
-    rows = [(0, 8, 16, 0, 8, 0, 0), (0, 0, 8, 0, 8, 0, 1), (0, 8, 16, 8, 16, 1, 2)]
-    plan = Plan(np.array([16]), placement, Tasks.from_rows(rows), block=8)
-    validate_plan(plan)
+    rows = [(0, 8, 16, 0, 8, 0), (0, 0, 8, 0, 8, 0), (0, 8, 16, 8, 16, 1)]
+    whole = Plan(np.array([16]), placement, Tasks.from_rows(rows), block=8)
+    plan = SteppedPlan(whole, np.arange(3))
+    validate_stepped_plan(plan)
     run_virtually(plan, SHAPES[0], torch.float32)
 
 
@@ -110,10 +119,10 @@ def test_a_diagonal_that_begins_after_its_first_query() -> None:
     prefix = np.array([8])
     plan = Plan(np.array([24]), placement, Tasks.from_rows(rows), block=8, cached_prefix=prefix)
     validate_plan(plan)
-    run_virtually(plan, SHAPES[0], torch.float32)
+    run_virtually(SteppedPlan.at_once(plan), SHAPES[0], torch.float32)
 
 
-def turn(ranks: int, strategy: Strategy) -> Plan:
+def turn(ranks: int, strategy: Strategy) -> SteppedPlan:
     """A turn of two sequences, after one of 200 tokens on one rank and an answer in stripes."""
     held = Placement(*(np.array([each]) for each in (0, 0, 200, 1)), ranks)
     at, end = np.array([200, 0]), np.array([230, 11])
@@ -122,7 +131,7 @@ def turn(ranks: int, strategy: Strategy) -> Plan:
     return step_plan(held, new, strategy, Mask(), block=16, in_steps=True)
 
 
-def on_rank(plan: Plan, shape: AttentionShape, dtype: torch.dtype, over: str) -> None:
+def on_rank(plan: SteppedPlan, shape: AttentionShape, dtype: torch.dtype, over: str) -> None:
     group = dist.group.WORLD
     transport = SharedMemoryTransport(group) if over == "shm" else CollectiveTransport(group, CPU)
     rank = RankOfPlan(plan, transport, shape, dtype)

@@ -17,11 +17,11 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from distca.plan import BLOCK, Mask, Placement, Plan, Tasks
+from distca.plan import BLOCK, KeptRows, Mask, Placement, Plan, SteppedPlan
 from distca.plan.span import Bools, Int64s, distinct, expand_ranges
 from distca.schedule.serving.csps.levels import Levels
 from distca.schedule.serving.csps.sparsity import OfHeads, Sparsity, kept_count
-from distca.schedule.serving.rings import tasks_of, visible_pieces
+from distca.schedule.serving.rings import Stepped, tasks_of, visible_pieces
 from distca.schedule.serving.steps import step_plan, step_tokens
 
 NAME = "csps"
@@ -57,25 +57,26 @@ class NearToFar:
         """Shards new tokens; see `Levels.shard`."""
         return self.levels.shard(starts, ends)
 
-    def plan(self, held: Placement, new: Placement, mask: Mask, block: int = BLOCK) -> Plan:
+    def plan(self, held: Placement, new: Placement, mask: Mask, block: int = BLOCK) -> SteppedPlan:
         """Plans the layers of a mask that drop nothing; see `step_plan`."""
         if mask.window_left is not None:
             return step_plan(held, new, "pass-kv", mask, block, in_steps=True)
         lengths, prefix, placement = step_tokens(held, new, mask)
-        tasks = pass_near_to_far(placement, new, self.levels, self.partitions, block)
-        return Plan(
-            lengths, placement, tasks, mask, block, NAME, cached_prefix=prefix, relays=False
-        )
+        tasks, step = pass_near_to_far(placement, new, self.levels, self.partitions, block)
+        plan = Plan(lengths, placement, tasks, mask, block, NAME, cached_prefix=prefix)
+        return SteppedPlan(plan, step, relays=False)
 
-    def sparse_plans(self, dense: Plan, whole: Bools | None = None) -> Mapping[int, Plan]:
+    def sparse_plans(
+        self, dense: SteppedPlan, whole: Bools | None = None
+    ) -> Mapping[int, SteppedPlan]:
         """Plans of the layers that drop rows, by number; layers that drop alike share one.
 
         Args:
             dense: plan of the layers without a window.
             whole: sequences of which nothing is dropped, bool `[sequences]`; None: there are none.
         """
-        found: dict[tuple[object, ...], Plan] = {}
-        plans: dict[int, Plan] = {}
+        found: dict[tuple[object, ...], SteppedPlan] = {}
+        plans: dict[int, SteppedPlan] = {}
         if whole is not None and whole.all():
             return plans
         for layer, window in enumerate(self.windows):
@@ -89,8 +90,9 @@ class NearToFar:
 
 def pass_near_to_far(
     placement: Placement, new: Placement, levels: Levels, partitions: Sequence[int], block: int
-) -> Tasks:
-    """Makes tasks at home, to which keys travel level by level, in micro-partitions.
+) -> Stepped:
+    """Makes tasks at home, to which keys travel level by level, in micro-partitions, and the step
+    of each.
 
     Args:
         placement: all pieces, sorted by sequence and position.
@@ -102,7 +104,7 @@ def pass_near_to_far(
     q, kv = visible_pieces(placement, new)
     server = new.rank[q]
     level = levels.of(placement.rank[kv], server)
-    tasks = tasks_of(placement, new, q, kv, server, np.zeros_like(level))
+    tasks = tasks_of(placement, new, q, kv, server)
     of_level = np.array(partitions)[
         np.minimum(np.arange(level.max(initial=0)), len(partitions) - 1)
     ]
@@ -120,38 +122,38 @@ def pass_near_to_far(
         return np.where(ends, start + rows * (at > 0), np.clip(inner, start, start + rows))
 
     step = begins[level[task]] + number
-    tasks = replace(tasks[task], kv_start=cut(number), kv_end=cut(number + 1), step=step)
-    tasks = tasks[tasks.kv_end > tasks.kv_start]
-    return replace(tasks, step=np.searchsorted(distinct(tasks.step), tasks.step))
+    tasks = replace(tasks[task], kv_start=cut(number), kv_end=cut(number + 1))
+    some = tasks.kv_end > tasks.kv_start
+    tasks, step = tasks[some], step[some]
+    return tasks, np.searchsorted(distinct(step), step)
 
 
 def thinned(
-    plan: Plan,
+    stepped: SteppedPlan,
     levels: Levels,
     keys: OfHeads,
     queries: OfHeads,
     whole: Bools | None = None,
-) -> Plan:
+) -> SteppedPlan:
     """Says how many rows each task of a plan keeps.
 
     Args:
-        plan: plan whose queries are at home.
+        stepped: plan whose queries are at home.
         levels: how far ranks are from each other.
         keys: share of keys that is kept, by key-value head and level.
         queries: share of queries, likewise.
         whole: sequences of which nothing is dropped, bool `[sequences]`; None: there are none.
     """
-    t = plan.tasks
+    plan, t = stepped.plan, stepped.plan.tasks
     owner = plan.owners(plan.document_offsets[t.document] + t.kv_start).rank
     of_keys, of_queries = np.array(keys), np.array(queries)
     level = np.minimum(levels.of(owner, t.server), of_keys.shape[1] - 1)
     if whole is not None:
         level = np.where(whole[t.document], 0, level)
     return replace(
-        plan,
-        tasks=replace(
-            t,
-            kept_q=kept_count(of_queries[:, level].T, (t.q_end - t.q_start)[:, None]),
-            kept_kv=kept_count(of_keys[:, level].T, (t.kv_end - t.kv_start)[:, None]),
+        stepped,
+        kept=KeptRows(
+            kept_count(of_queries[:, level].T, (t.q_end - t.q_start)[:, None]),
+            kept_count(of_keys[:, level].T, (t.kv_end - t.kv_start)[:, None]),
         ),
     )
