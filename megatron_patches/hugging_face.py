@@ -1,5 +1,7 @@
 """Writes a checkpoint of the lean loop as a model for transformers; all it needs is the checkpoint.
 
+Maps weights in both directions: `llama.py` imports with the tables here.
+
 The model's sizes, `norm_epsilon`, `rotary_base`, rotary scaling and positions are among the flags
 that every checkpoint keeps. Models are exported that are Llamas by their flags; what a Llama has
 not is refused by name. The folder also gets the tokenizer that is kept beside checkpoints, a
@@ -228,6 +230,49 @@ _IN_LAYERS = {
     ".mlp.linear_fc1.layer_norm_weight": ".post_attention_layernorm.weight",
     ".mlp.linear_fc2.weight": ".mlp.down_proj.weight",
 }
+
+
+def copy_llama_weights(
+    llama: Mapping[str, torch.Tensor], model: Any, config: Mapping[str, Any]
+) -> None:
+    """Copies a Llama's weights into a Megatron model: the inverse of `llama_weights`.
+
+    Args:
+        llama: weights by transformers' names; without `lm_head.weight` embeddings are tied.
+        model: whole model, on one process. Its vocabulary may be padded: padding becomes zero.
+        config: the model's `config.json`.
+    """
+    groups, size = config["num_key_value_heads"], config["head_dim"]
+    used: set[str] = set()
+
+    def take(name: str) -> torch.Tensor:
+        used.add(name)
+        return llama[name]
+
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            prefix = name.replace("decoder.layers", "model.layers")
+            if name in _OUTSIDE_LAYERS:
+                weight = take(_OUTSIDE_LAYERS[name])
+                parameter[len(weight) :].zero_()
+                parameter[: len(weight)].copy_(weight)
+                continue
+            if name.endswith(".linear_qkv.weight"):
+                own = prefix.replace("self_attention.linear_qkv", "self_attn.{}_proj")
+                parts = [
+                    take(own.format(letter)).view(groups, -1, size, parameter.shape[1])
+                    for letter in "qkv"
+                ]
+                weight = torch.cat(parts, 1).flatten(0, 2)
+            elif name.endswith(".linear_fc1.weight"):
+                own = prefix.replace("linear_fc1", "{}_proj")
+                weight = torch.cat([take(own.format(kind)) for kind in ("gate", "up")])
+            else:
+                ours = next(each for each in _IN_LAYERS if name.endswith(each))
+                weight = take(prefix.removesuffix(ours) + _IN_LAYERS[ours])
+            assert weight.shape == parameter.shape, name
+            parameter.copy_(weight)
+    assert used == {*llama}, {*llama} - used
 
 
 def export(

@@ -3,10 +3,11 @@
     python -m megatron_patches.llama import --llama Llama-3.1-8B --checkpoint llama
     python -m megatron_patches.llama export --checkpoint run --output out
 
-To import, the library mbridge maps the weights' names and shapes. The checkpoint is the lean loop's
-(`megatron_patches/loop/lean/checkpointing.py`), of one process; it loads at all parallel sizes,
-with and without `--distca`. The command prints the flags that describe the model, for
-`pretrain_gpt.py`. To export, a checkpoint is all that is needed: see `hugging_face.py`.
+To import, transformers reads the weights, and only if they are exactly those of the model
+(`distca/serve/weights.py`); `hugging_face.py` maps their names and shapes. The checkpoint is the
+lean loop's (`megatron_patches/loop/lean/checkpointing.py`), of one process; it loads at all
+parallel sizes, with and without `--distca`. The command prints the flags that describe the model,
+for `pretrain_gpt.py`. To export, a checkpoint is all that is needed: see `hugging_face.py`.
 """
 
 from __future__ import annotations
@@ -16,21 +17,14 @@ import logging
 import shlex
 import sys
 from argparse import Namespace
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from distca.documents.tokenizer import build_tokenizer
-from megatron_patches.hugging_face import LLAMA3_ROPE, build_model, export
+from distca.serve.weights import Checkpoint
+from megatron_patches.hugging_face import LLAMA3_ROPE, build_model, copy_llama_weights, export
 
-# Names of weights where Transformer Engine is not used -> names that mbridge knows.
-_NORM_NAMES = {
-    ".input_layernorm.weight": ".self_attention.linear_qkv.layer_norm_weight",
-    ".pre_mlp_layernorm.weight": ".mlp.linear_fc1.layer_norm_weight",
-}
-_VOCABULARY = ("embedding.word_embeddings.weight", "output_layer.weight")
+logger = logging.getLogger(__name__)
 
 
 def model_flags(config: dict[str, Any]) -> list[str]:
@@ -87,45 +81,20 @@ def _rope_flags(config: dict[str, Any]) -> list[str]:
     raise ValueError(f"rotary scaling of type {kind!r} is not converted, only llama3")
 
 
-class _NamedForMbridge:
-    """A Megatron model as mbridge reads and writes one: Transformer Engine's names, no padding.
-
-    Args:
-        model: whole model, on one process.
-        vocabulary: rows of the Llama model's embedding; Megatron's is padded to more.
-    """
-
-    def __init__(self, model: Any, vocabulary: int) -> None:
-        self.decoder = model.decoder
-        self._weights: dict[str, torch.Tensor] = {}
-        for name, parameter in model.named_parameters():
-            weight = parameter.detach()
-            for ours, theirs in _NORM_NAMES.items():
-                name = name.replace(ours, theirs)
-            self._weights[name] = weight[:vocabulary] if name in _VOCABULARY else weight
-
-    def state_dict(self) -> dict[str, torch.Tensor]:
-        return self._weights
-
-    def named_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
-        yield from self._weights.items()
-
-
-def read_config(llama: Path) -> Any:
-    """Reads a checkpoint's configuration, a `transformers.LlamaConfig`.
+def read_checkpoint(llama: Path) -> Checkpoint:
+    """Reads the configuration of a checkpoint of Hugging Face, whose own code does not run.
 
     Raises:
-        ValueError: the folder is missing or has no configuration.
+        ValueError: the folder is missing, or has no configuration that can be read.
         ImportError: an extra package is missing.
     """
-    if not (llama / "config.json").is_file():
-        raise ValueError(f"--llama {llama} has no config.json: give a checkpoint's folder")
     try:
-        from transformers import AutoConfig
+        import transformers  # noqa: F401
     except ImportError as error:
         raise ImportError("converting needs `pip install 'distca[llama]'`") from error
-    # A checkpoint's own code, which its configuration may name, does not run.
-    return AutoConfig.from_pretrained(llama, trust_remote_code=False)
+    if not llama.is_dir():
+        raise ValueError(f"--llama {llama} is no folder: give a checkpoint's")
+    return Checkpoint.read(str(llama))
 
 
 def build_llama(llama: Path, config: Any, bf16: bool) -> tuple[Any, Namespace]:
@@ -148,15 +117,7 @@ def build_llama(llama: Path, config: Any, bf16: bool) -> tuple[Any, Namespace]:
     return build_model(flags, bf16)
 
 
-def _bridge(config: Any, args: Namespace) -> Any:
-    try:
-        from mbridge import AutoBridge
-    except ImportError as error:
-        raise ImportError("converting needs `pip install 'distca[llama]'`") from error
-    return AutoBridge.from_config(config, dtype=args.params_dtype)
-
-
-def import_llama(llama: Path, checkpoint: Path, bf16: bool) -> Namespace:
+def import_llama(llama: Path, checkpoint: Path, bf16: bool) -> list[str]:
     """Writes a checkpoint of iteration 0 with the weights of a Llama model.
 
     Args:
@@ -165,10 +126,11 @@ def import_llama(llama: Path, checkpoint: Path, bf16: bool) -> Namespace:
         bf16: keep weights in bfloat16, else in float32.
 
     Returns:
-        The arguments that the checkpoint was made with.
+        The flags that describe the model, for `pretrain_gpt.py`.
 
     Raises:
-        ValueError: see `build_llama`; or there is a checkpoint already.
+        ValueError: see `build_llama`; or there is a checkpoint already, or the folder does not
+            have exactly the weights of its configuration.
         ImportError: an extra package is missing.
     """
     from megatron_patches.loop.checkpoint_folder import latest_iteration
@@ -179,18 +141,30 @@ def import_llama(llama: Path, checkpoint: Path, bf16: bool) -> Namespace:
 
     if latest_iteration(checkpoint) is not None:
         raise ValueError(f"--checkpoint {checkpoint} has a checkpoint already: give another one")
-    config = read_config(llama)
-    model, args = build_llama(llama, config, bf16)
-    named = _NamedForMbridge(model, config.vocab_size)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if name in _VOCABULARY:
-                # Padding that no token id reaches.
-                parameter[config.vocab_size :].zero_()
-        _bridge(config, args).load_weights([named], str(llama), memory_efficient=True)
+    source = read_checkpoint(llama)
+    flags = model_flags(source.config.to_dict())
+    if left_out := source.check():
+        logger.warning("%s: %s left out: only text is trained on", llama, ", ".join(left_out))
+    model, args = build_llama(llama, source.config, bf16)
+    copy_llama_weights(_weights(source, args.params_dtype), model, source.config.to_dict())
     args.save = str(checkpoint)
     save_checkpoint([model], None, None, args, LoadedState(0, 0, 0))
-    return args
+    return flags
+
+
+def _weights(source: Checkpoint, dtype: Any) -> dict[str, Any]:
+    """Reads weights by transformers' names, without a head that is tied."""
+    loaded = source.load(dtype)
+    weights: dict[str, Any] = loaded.state_dict()
+    if not source.config.tie_word_embeddings:
+        return weights
+    if loaded.lm_head.weight is not loaded.model.embed_tokens.weight:
+        raise ValueError(
+            f"{source.path}: config.json ties embeddings, but lm_head.weight differs from "
+            'model.embed_tokens.weight: set "tie_word_embeddings": false'
+        )
+    del weights["lm_head.weight"]
+    return weights
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -223,8 +197,7 @@ def main(argv: list[str] | None = None) -> int:
             return 0
         if given.llama is None:
             raise ValueError("import needs --llama, the folder of a model")
-        import_llama(given.llama, given.checkpoint, not given.float32)
-        flags = model_flags(read_config(given.llama).to_dict())
+        flags = import_llama(given.llama, given.checkpoint, not given.float32)
         sys.stdout.write(f"{shlex.join(flags)}\n")
     except (ValueError, ImportError) as error:
         parser.exit(2, f"error: {error}\n")

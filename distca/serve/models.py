@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import copy
 import hashlib
 import json
+import logging
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,9 @@ from distca.cost.model_sizes import Experts, ModelSize
 from distca.cost.volume import AttentionShape
 from distca.plan import Mask
 from distca.serve.tensor_parallel import ALONE, TensorRanks, check_divides, load_slice, slice_config
+from distca.serve.weights import Checkpoint
+
+logger = logging.getLogger(__name__)
 
 IMPLEMENTATION = "distca"
 """Name under which transformers knows our attention."""
@@ -65,6 +68,8 @@ class ServedModel:
         generation: generation config of transformers.
         tensor_parallel_size: ranks that share each layer.
         trust_remote_code: whether code of the model's folder may run.
+        multimodal: configuration of the multimodal model of which this is the language part.
+            None: it is the whole model.
     """
 
     path: str
@@ -75,6 +80,12 @@ class ServedModel:
     generation: Any
     tensor_parallel_size: int = 1
     trust_remote_code: bool = False
+    multimodal: Any = None
+
+    @property
+    def checkpoint(self) -> Checkpoint:
+        """The files of the weights."""
+        return Checkpoint(self.path, self.config, self.multimodal, self.trust_remote_code)
 
     @property
     def softcap(self) -> float | None:
@@ -127,38 +138,26 @@ class ServedModel:
         attention: str = IMPLEMENTATION,
         ranks: TensorRanks = ALONE,
     ) -> Any:
-        """Reads the weights, and returns the model.
+        """Checks and reads the weights, and returns the model.
 
         Args:
             device: device of the weights.
             attention: implementation of attention; others than ours are transformers' own.
             ranks: ranks that share each layer: this one reads its slice. One alone reads all.
+
+        Raises:
+            ValueError: the checkpoint does not have exactly the weights of the model.
         """
-        transformers = need_transformers()
-        transformers.utils.logging.disable_progress_bar()
+        need_transformers().utils.logging.disable_progress_bar()
         if ranks.size > 1:
-            model = load_slice(self.path, self.config, ranks, self.dtype, attention)
+            model = load_slice(self.checkpoint, ranks, self.dtype, attention)
         else:
-            model = transformers.AutoModelForCausalLM.from_pretrained(
-                self.path,
-                # Loading writes the implementation into it.
-                config=copy.deepcopy(self.config),
-                dtype=self.dtype,
-                attn_implementation=attention,
-                trust_remote_code=self.trust_remote_code,
-            )
+            model = self.checkpoint.load(self.dtype, attention)
         return model.to(device).eval()
 
     def outline(self) -> Any:
         """Makes the model without any weights: what its layers are, for ranks that serve them."""
-        transformers = need_transformers()
-        with torch.device("meta"):
-            return transformers.AutoModelForCausalLM.from_config(
-                copy.deepcopy(self.config),
-                dtype=self.dtype,
-                attn_implementation=IMPLEMENTATION,
-                trust_remote_code=self.trust_remote_code,
-            )
+        return self.checkpoint.outline(IMPLEMENTATION, self.dtype)
 
 
 def read_model(
@@ -166,35 +165,33 @@ def read_model(
     dtype: torch.dtype,
     tensor_parallel_size: int = 1,
     trust_remote_code: bool = False,
+    checks_weights: bool = True,
 ) -> ServedModel:
     """Reads a model's configuration, and refuses what cannot be served.
+
+    Weights are not read, but their names and shapes are. Logs the parts of a multimodal model that
+    are left out.
 
     Args:
         path: folder of the model, or its name on the Hugging Face hub.
         dtype: dtype of weights and rows.
         tensor_parallel_size: ranks that share each layer.
         trust_remote_code: whether code of the model's folder may run.
+        checks_weights: False: not yet, but as they are loaded.
 
     Raises:
         ValueError: there is no such model, or its attention is not covered, or the ranks cannot
-            share its layers evenly.
+            share its layers evenly, or it does not have exactly the weights of its configuration.
         ImportError: transformers is not installed.
     """
     transformers = need_transformers()
-    if Path(path).exists() and not (Path(path) / "config.json").is_file():
-        raise ValueError(f"{path} has no config.json: give the folder of a model of transformers")
-    try:
-        config = transformers.AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
-    except (OSError, ValueError) as error:
-        raise ValueError(
-            f"no model can be read from {path}: {str(error).splitlines()[0]}"
-        ) from None
-    # Models that also see images keep their decoder's part in one of its own.
-    config = config.get_text_config(decoder=True)
+    checkpoint = Checkpoint.read(path, trust_remote_code)
+    config = checkpoint.config
+    for each in (config, checkpoint.multimodal):
+        _refuse_quantized(each, path)
     _refuse_uncovered(config, path)
-    folder = Path(path)
-    if folder.exists() and not any(each for end in _WEIGHTS for each in folder.glob(end)):
-        raise ValueError(f"{path} has no weights: add its model.safetensors")
+    if checks_weights and (left_out := checkpoint.check()):
+        logger.warning("%s: %s left out: only text is answered", path, ", ".join(left_out))
     check_divides(config, tensor_parallel_size)
     of_rank = slice_config(config, tensor_parallel_size)
     shape = AttentionShape(
@@ -216,6 +213,7 @@ def read_model(
         generation,
         tensor_parallel_size,
         trust_remote_code,
+        checkpoint.multimodal,
     )
 
 
@@ -270,15 +268,17 @@ def load_tokenizer(path: str, trust_remote_code: bool = False) -> Any:
         ) from error
 
 
-def _refuse_uncovered(config: Any, path: str) -> None:
-    reasons = {
-        "kv_lora_rank": "multi-latent attention",
-        "quantization_config": "quantized weights",
-    }
-    found = [what for name, what in reasons.items() if getattr(config, name, None)]
-    if found:
+def _refuse_quantized(config: Any, path: str) -> None:
+    if getattr(config, "quantization_config", None):
         raise ValueError(
-            f"{path} has {' and '.join(found)}, which our attention does not compute: choose "
+            f"{path} has quantized weights, which are not loaded: choose another model"
+        )
+
+
+def _refuse_uncovered(config: Any, path: str) -> None:
+    if getattr(config, "kv_lora_rank", None):
+        raise ValueError(
+            f"{path} has multi-latent attention, which our attention does not compute: choose "
             "another model"
         )
     if config.model_type not in FAMILIES:

@@ -10,18 +10,18 @@ from __future__ import annotations
 
 import copy
 import functools
-import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from datetime import timedelta
-from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 
 from distca.schedule.serving.csps.layouts import SharedRows
+from distca.serve.stored_weights import StoredTensor
+from distca.serve.weights import Checkpoint
 from distca.transport import new_exchange_group
 
 SPLIT_OUTPUTS = ("q_proj", "k_proj", "v_proj", "qkv_proj", "gate_proj", "up_proj", "gate_up_proj")
@@ -200,34 +200,22 @@ def slice_config(config: Any, size: int) -> Any:
 
 
 def load_slice(
-    path: str, config: Any, ranks: TensorRanks, dtype: torch.dtype, attention: str
+    checkpoint: Checkpoint, ranks: TensorRanks, dtype: torch.dtype, attention: str
 ) -> Any:
     """Reads a rank's slice of a model, which gives the whole model's logits. Collective.
 
     Args:
-        path: folder of the model, or its name on the Hugging Face hub.
-        config: configuration of the whole model.
+        checkpoint: the whole model.
         ranks: ranks that have slices.
         dtype: dtype of the weights.
         attention: implementation of attention.
 
     Raises:
-        ValueError: the weights are not in safetensors.
+        ValueError: the checkpoint does not have exactly the weights of the model.
     """
-    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
-
-    cut = _Cut(config, ranks)
-    weights = {}
-    for file in _weight_files(path):
-        for name, weight in _stored(file):
-            weights[name] = cut(name, weight).to(dtype)
-    model = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)].from_pretrained(
-        None,
-        config=slice_config(config, ranks.size),
-        state_dict=weights,
-        dtype=dtype,
-        attn_implementation=attention,
-    )
+    config = checkpoint.config
+    of_rank = slice_config(config, ranks.size)
+    model = checkpoint.load(dtype, attention, of_rank, _Cut(config, ranks))
     _add_hooks(model, config.vocab_size, ranks)
     return model
 
@@ -243,12 +231,12 @@ class _Cut:
     def __init__(self, config: Any, ranks: TensorRanks) -> None:
         self._config, self._ranks = config, ranks
 
-    def __call__(self, name: str, weight: Any) -> torch.Tensor:
-        """Returns the rank's part of a weight of a file, by its name there."""
+    def __call__(self, name: str, weight: StoredTensor) -> torch.Tensor:
+        """Returns the rank's part of a weight of a checkpoint, by its name."""
         words = name.split(".")
         is_bias = words[-1] == "bias"
         layer = words[-2] if words[-1] in ("weight", "bias") else words[-1]
-        shape = weight.get_shape()
+        shape = weight.shape
         outputs = max(len(shape) - 2, 0)
         rank, size = self._ranks.rank, self._ranks.size
         if layer in SPLIT_OUTPUTS:
@@ -289,39 +277,10 @@ class _Cut:
         return ranges
 
 
-def _read(weight: Any, dim: int, ranges: Sequence[tuple[int, int]]) -> torch.Tensor:
+def _read(weight: StoredTensor, dim: int, ranges: Sequence[tuple[int, int]]) -> torch.Tensor:
     """Copies ranges of a dimension of a stored weight, so that the file's pages can be freed."""
     found = [weight[(slice(None),) * dim + (slice(*each),)] for each in ranges]
     return torch.cat(found, dim) if len(found) > 1 else found[0].clone()
-
-
-def _stored(file: Path) -> Iterator[tuple[str, Any]]:
-    """Yields the weights of a file by name, of which nothing is read yet."""
-    from safetensors import safe_open
-
-    with safe_open(file, framework="pt") as opened:
-        for name in opened.keys():  # noqa: SIM118
-            yield name, opened.get_slice(name)
-
-
-def _weight_files(path: str) -> list[Path]:
-    """Returns the files of a model's weights."""
-    from transformers.utils import cached_file
-
-    def find(name: str) -> Path | None:
-        found = cached_file(path, name, _raise_exceptions_for_missing_entries=False)
-        return None if found is None else Path(found)
-
-    one, index = find("model.safetensors"), find("model.safetensors.index.json")
-    if one is not None:
-        return [one]
-    if index is None:
-        raise ValueError(
-            f"{path} has no model.safetensors, of which ranks read slices: save the model with "
-            "transformers' save_pretrained, or give --tensor-parallel-size 1"
-        )
-    names = dict.fromkeys(json.loads(index.read_text())["weight_map"].values())
-    return [file for file in map(find, names) if file is not None]
 
 
 def _add_hooks(model: Any, vocabulary: int, ranks: TensorRanks) -> None:

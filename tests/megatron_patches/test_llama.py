@@ -9,9 +9,10 @@ from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
+
+from support.imported_llama import add_tokenizer, forget_megatron, imported_logits
 
 CONFIG: dict[str, Any] = {
     "model_type": "llama",
@@ -39,7 +40,6 @@ LLAMA3 = {
 
 def make_llama(folder: Path, **changes: Any) -> Any:
     """A small Llama with random weights, saved with a tokenizer."""
-    import tokenizers
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(1)
@@ -53,10 +53,7 @@ def make_llama(folder: Path, **changes: Any) -> Any:
             scale = 0.3 if "norm" in name else 0.08
             weight.copy_(scale * torch.randn(weight.shape) + (1.0 if "norm" in name else 0.0))
     model.save_pretrained(folder)
-    words = {"</s>": 0} | {f"w{i}": i for i in range(1, CONFIG["vocab_size"])}
-    tokenizers.Tokenizer(tokenizers.models.WordLevel(words, "</s>")).save(
-        str(folder / "tokenizer.json")
-    )
+    add_tokenizer(folder, CONFIG["vocab_size"])
     return model
 
 
@@ -67,32 +64,12 @@ def there_and_back(llama: Path, work: Path, tokens: list[int]) -> torch.Tensor:
         The logits without those of padding, float32 `[tokens, vocabulary]`.
     """
     from megatron_patches import llama as converter
-    from megatron_patches.batches.micro_batch import document_params
-    from megatron_patches.loop.lean.checkpointing import load_checkpoint
 
+    found = imported_logits(llama, work, tokens)
     checkpoint = ["--checkpoint", str(work / "checkpoint")]
-    assert converter.main(["import", "--llama", str(llama), *checkpoint, "--float32"]) == 0
-    forget_megatron()
-    config = converter.read_config(llama)
-    model, args = converter.build_llama(llama, config, bf16=False)
-    args.load, args.exit_on_missing_checkpoint, args.finetune = checkpoint[1], True, True
-    load_checkpoint([model], None, None, args)
-    model.eval()
-    positions = torch.arange(len(tokens))[None]
-    params = document_params(np.array([len(tokens)]), token_positions=True)
-    with torch.no_grad():
-        out = model(torch.tensor([tokens]), positions, None, packed_seq_params=params)
-    forget_megatron()
     assert converter.main(["export", *checkpoint, "--output", str(work / "back")]) == 0
     forget_megatron()
-    return out.reshape(len(tokens), -1)[:, : config.vocab_size]
-
-
-def forget_megatron() -> None:
-    from megatron.core import num_microbatches_calculator, parallel_state
-
-    parallel_state.destroy_model_parallel()
-    num_microbatches_calculator.unset_num_microbatches_calculator()
+    return found
 
 
 @pytest.fixture(scope="module")
@@ -108,8 +85,6 @@ def process() -> Iterator[ProcessPoolExecutor]:
     ids=["llama3-rope", "tied"],
 )
 def test_the_converted_model_has_the_logits_of_transformers(process, tmp_path, changes) -> None:
-    for package in ("transformers", "mbridge"):
-        pytest.importorskip(package, reason="needs the packages of the extra `llama`")
     from transformers import LlamaForCausalLM
 
     reference = make_llama(tmp_path / "llama", **changes).eval()

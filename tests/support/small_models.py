@@ -59,6 +59,51 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }
 
+_SEES = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "image_size": 28,
+    "patch_size": 14,
+}
+MULTIMODAL: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
+    "gemma3": ("Gemma3Config", "gemma3_text", {}, {"mm_tokens_per_image": 4}),
+    "mistral3": ("Mistral3Config", "mistral", {"model_type": "pixtral"}, {"image_token_index": 2}),
+    "llava": (
+        "LlavaConfig",
+        "llama",
+        {"model_type": "clip_vision_model", "projection_dim": 32},
+        {"image_token_index": 2},
+    ),
+    "internvl": (
+        "InternVLConfig",
+        "qwen2",
+        {"image_size": [28, 28], "patch_size": [14, 14]},
+        {"image_token_id": 2},
+    ),
+}
+"""Multimodal models: configuration, family of the language part, of the vision part, others."""
+
+
+def save_multimodal_model(kind: str, folder: Path, **changes: Any) -> Path:
+    """Writes a multimodal model as transformers does, and returns its folder.
+
+    Args:
+        kind: its `model_type`.
+        folder: where its folder is made.
+        changes: other values of the language part's configuration.
+    """
+    import transformers
+
+    name, family, vision, special = MULTIMODAL[kind]
+    text_name, text = FAMILIES[family]
+    language = getattr(transformers, text_name)(**_SIZES | text | changes)
+    config = getattr(transformers, name)(
+        text_config=language.to_dict(), vision_config=_SEES | vision, **special
+    )
+    return _save(transformers.AutoModelForImageTextToText, config, folder / kind)
+
 
 def save_small_model(family: str, folder: Path, **changes: Any) -> Path:
     """Writes a model of a family, and returns its folder.
@@ -72,12 +117,16 @@ def save_small_model(family: str, folder: Path, **changes: Any) -> Path:
 
     name, special = FAMILIES[family]
     config = getattr(transformers, name)(**_SIZES | special | changes)
+    return _save(transformers.AutoModelForCausalLM, config, folder / family)
+
+
+def _save(kind: Any, config: Any, folder: Path) -> Path:
     torch.manual_seed(1)
-    model = transformers.AutoModelForCausalLM.from_config(config)
+    model = kind.from_config(config)
     with torch.no_grad():
         for name, weight in model.named_parameters():
             if weight.dim() > 1 or name.endswith(("bias", "sinks")):
                 # Large enough that tokens differ, and small enough that float32 stays exact.
                 weight.normal_(0, 0.08)
-    model.save_pretrained(folder / family)
-    return folder / family
+    model.save_pretrained(folder)
+    return folder

@@ -100,7 +100,8 @@ class Worker:
 
         self._settings, self._device = settings, device
         size = settings.tensor_parallel_size
-        model = read_model(settings.model, DTYPES[settings.dtype], size, settings.trust_remote_code)
+        dtype, trusted = DTYPES[settings.dtype], settings.trust_remote_code
+        model = read_model(settings.model, dtype, size, trusted, checks_weights=False)
         timeout = timedelta(seconds=settings.step_timeout)
         group, tensor_ranks = join_ranks(size, timeout)
         if settings.split is not None:

@@ -85,7 +85,8 @@ def kv_heads_of(kv_heads: int, size: int) -> list[tuple[int, int]]:
 
 
 def _model(settings: EngineSettings, tensor_parallel_size: int) -> ServedModel:
-    return read_model(settings.model, DTYPES[settings.dtype], tensor_parallel_size)
+    dtype = DTYPES[settings.dtype]
+    return read_model(settings.model, dtype, tensor_parallel_size, checks_weights=False)
 
 
 def _pool_model(

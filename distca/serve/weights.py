@@ -1,0 +1,365 @@
+"""Checks that a checkpoint has exactly the weights of its language model, and loads them.
+
+`distca generate`, `distca serve` and the training import (`megatron_patches/llama.py`) load through
+`Checkpoint`. Every parameter must come from the checkpoint or be tied by the configuration, and
+every tensor must be used or belong to a part that is left out, such as a vision tower. transformers
+maps the names.
+"""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from distca.serve.stored_weights import FLOATING_POINT, StoredTensor, abbreviated, open_tensors
+
+MULTIMODAL = ("gemma3", "internvl", "llava", "mistral3")
+"""Multimodal models, by `model_type`, whose language part was held against transformers' own."""
+
+
+@dataclass(frozen=True)
+class Source:
+    """A tensor of a checkpoint and the parameter that it becomes.
+
+    Attributes:
+        name: name in the checkpoint.
+        target: name of the parameter, whether or not the model has it.
+        pattern: pattern of the conversion that joins several tensors into the parameter, as those
+            of all experts; None: the tensor is the parameter.
+        shape: shape of the tensor.
+        dtype: data type, by the names of safetensors.
+    """
+
+    name: str
+    target: str
+    pattern: str | None
+    shape: tuple[int, ...]
+    dtype: str
+
+
+def find_problems(
+    expected: Mapping[str, tuple[int, ...]], sources: Sequence[Source], tied: Mapping[str, str]
+) -> list[str]:
+    """Compares a checkpoint with the parameters of its model.
+
+    Args:
+        expected: shape of each parameter and persistent buffer of the model.
+        sources: tensors of the checkpoint.
+        tied: parameters that equal another one, and that one.
+
+    Returns:
+        Descriptions of all differences; none if each parameter is given once and all tensors are
+        used.
+    """
+    by_target: dict[str, list[Source]] = defaultdict(list)
+    for source in sources:
+        by_target[source.target].append(source)
+    same = {**tied, **{one: other for other, one in tied.items()}}
+    missing = [
+        name for name in expected if name not in by_target and same.get(name) not in by_target
+    ]
+    unused = [source.name for source in sources if source.target not in expected]
+    used = [source for source in sources if source.target in expected]
+    integers = [f"{each.name} ({each.dtype})" for each in used if each.dtype not in FLOATING_POINT]
+    repeated, reshaped = [], []
+    for target, shape in expected.items():
+        found = by_target[target]
+        if len(found) > 1 and any(each.pattern is None for each in found):
+            repeated.append(" and ".join(each.name for each in found))
+        elif found and not _fits(found, shape):
+            first, last = found[0], found[-1]
+            reshaped.append(
+                f"{first.name} is {list(first.shape)}, not {list(shape)}"
+                if first.pattern is None
+                else f"{first.name} to {last.name} do not make {target} {list(shape)}"
+            )
+    kinds = {
+        "missing": missing,
+        "not part of the model": unused,
+        "of another shape": reshaped,
+        "not floating point": integers,
+        "given twice": repeated,
+    }
+    return [f"{len(found)} {kind}: {abbreviated(found)}" for kind, found in kinds.items() if found]
+
+
+def _fits(sources: Sequence[Source], shape: tuple[int, ...]) -> bool:
+    """Whether tensors have the shape of a parameter, or can be joined to it."""
+    if sources[0].pattern is None:
+        return sources[0].shape == shape
+    shapes = {(each.pattern, each.shape) for each in sources}
+    alike = len(shapes) == len({each.pattern for each in sources})
+    return alike and sum(_size(each.shape) for each in sources) == _size(shape)
+
+
+def _size(shape: tuple[int, ...]) -> int:
+    return torch.Size(shape).numel()
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A model of Hugging Face, of which the language part is loaded.
+
+    Attributes:
+        path: folder of the model, or its name on the Hugging Face hub.
+        config: configuration of the language model.
+        multimodal: configuration of the multimodal model that it is a part of; None: it is alone.
+        trust_remote_code: whether code of the model's folder may run.
+    """
+
+    path: str
+    config: Any
+    multimodal: Any = None
+    trust_remote_code: bool = False
+
+    @classmethod
+    def read(cls, path: str, trust_remote_code: bool = False) -> Checkpoint:
+        """Reads a model's configuration.
+
+        Args:
+            path: folder of the model, or its name on the Hugging Face hub.
+            trust_remote_code: whether code of the model's folder may run.
+
+        Raises:
+            ValueError: there is no configuration, or it cannot be read, or it is of a multimodal
+                model that is not covered.
+        """
+        from transformers import AutoConfig
+
+        if Path(path).exists() and not (Path(path) / "config.json").is_file():
+            raise ValueError(
+                f"{path} has no config.json: give the folder of a model of transformers"
+            )
+        try:
+            config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
+            text = config.get_text_config(decoder=True)
+        # What values of a wrong kind raise is up to each family's configuration.
+        except Exception as error:
+            raise ValueError(f"no model can be read from {path}: {_reason(error)}") from None
+        if text is config:
+            return cls(path, config, None, trust_remote_code)
+        if config.model_type not in MULTIMODAL:
+            raise ValueError(
+                f"{path} is a {config.model_type}: of multimodal models only the language parts of "
+                f"these are loaded: {', '.join(MULTIMODAL)}"
+            )
+        text = copy.deepcopy(text)
+        # The whole model's configuration says whether embeddings are tied.
+        text.tie_word_embeddings = config.tie_word_embeddings
+        return cls(path, text, config, trust_remote_code)
+
+    def outline(self, attention: str | None = None, dtype: torch.dtype = torch.float32) -> Any:
+        """Makes the language model without weights, on the meta device.
+
+        Args:
+            attention: implementation of attention; None: transformers' default.
+            dtype: data type of its parameters.
+
+        Raises:
+            ValueError: the configuration describes no model.
+        """
+        from transformers import AutoModelForCausalLM
+
+        named = {} if attention is None else {"attn_implementation": attention}
+        return self._outline(AutoModelForCausalLM, self.config, dtype=dtype, **named)
+
+    def check(self) -> tuple[str, ...]:
+        """Compares names, shapes and data types with the model, without reading weights.
+
+        Returns:
+            The parts of the checkpoint that are left out, as `model.vision_tower`.
+
+        Raises:
+            ValueError: the checkpoint does not have exactly the weights of its model.
+        """
+        with self._opened(self.outline()) as (_, left_out):
+            return left_out
+
+    def load(
+        self,
+        dtype: torch.dtype,
+        attention: str | None = None,
+        config: Any = None,
+        cut: Callable[[str, StoredTensor], torch.Tensor] | None = None,
+    ) -> Any:
+        """Checks and reads the weights; returns the language model, on the CPU.
+
+        Args:
+            dtype: data type of the weights.
+            attention: implementation of attention; None: transformers' default.
+            config: configuration of a slice of the model; None: the whole model.
+            cut: reads the part of a tensor that the slice has, by the tensor's name.
+
+        Raises:
+            ValueError: the checkpoint does not have exactly the weights of its model.
+        """
+        outline = self.outline()
+        named = {} if attention is None else {"attn_implementation": attention}
+        with self._opened(outline) as (tensors, _):
+            weights: dict[str, Any] = dict(tensors)
+            if cut is not None:
+                weights = {name: cut(name, each).to(dtype) for name, each in tensors.items()}
+            try:
+                model, report = type(outline).from_pretrained(
+                    None,
+                    # Loading writes the implementation into it.
+                    config=copy.deepcopy(self.config if config is None else config),
+                    state_dict=weights,
+                    dtype=dtype,
+                    output_loading_info=True,
+                    **named,
+                )
+            except RuntimeError as error:
+                raise ValueError(
+                    f"{self.path}: transformers cannot load it: {_reason(error)}"
+                ) from None
+        # Such as a slice that no whole shape shows to be wrong.
+        left = [name for kind in ("missing_keys", "mismatched_keys") for name in report[kind]]
+        if left:
+            names = [str(each if isinstance(each, str) else each[0]) for each in left]
+            raise self._refused([f"{len(names)} cannot be loaded: {abbreviated(sorted(names))}"])
+        return model
+
+    def _outline(self, kind: Any, config: Any, **named: Any) -> Any:
+        try:
+            with torch.device("meta"):
+                return kind.from_config(
+                    copy.deepcopy(config), trust_remote_code=self.trust_remote_code, **named
+                )
+        # Values that make no model raise whatever the layer that they reach does.
+        except Exception as error:
+            raise ValueError(
+                f"{self.path}: config.json describes no model: {_reason(error)}"
+            ) from None
+
+    def _refused(self, problems: Sequence[str]) -> ValueError:
+        return ValueError(
+            f"{self.path}: the weights are not those of the model in config.json: "
+            f"{'; '.join(problems)}: correct config.json, or save the model again with "
+            "transformers' save_pretrained"
+        )
+
+    @contextmanager
+    def _opened(self, outline: Any) -> Iterator[tuple[dict[str, StoredTensor], tuple[str, ...]]]:
+        """Opens the tensors of the language model, by names that its class reads, and checks them.
+
+        Args:
+            outline: the language model without weights.
+        """
+        with open_tensors(self.path) as stored:
+            names = {name: name for name in stored}
+            left_out: tuple[str, ...] = ()
+            if self.multimodal is not None:
+                names, left_out = self._language_names(outline, list(stored))
+            rename, computed = _renaming(outline, converts=True), _computed_buffers(outline)
+            expected = {name: tuple(each.shape) for name, each in outline.state_dict().items()}
+            sources = []
+            for name, renamed in names.items():
+                target, pattern = rename(renamed)
+                if target in expected or not computed.search(target):
+                    tensor = stored[name]
+                    sources.append(Source(name, target, pattern, tensor.shape, tensor.dtype))
+            problems = find_problems(expected, sources, outline.all_tied_weights_keys)
+            if problems:
+                raise self._refused(problems)
+            yield {names[each.name]: stored[each.name] for each in sources}, left_out
+
+    def _language_names(
+        self, outline: Any, stored: Sequence[str]
+    ) -> tuple[dict[str, str], tuple[str, ...]]:
+        """Maps names of a multimodal checkpoint to those of its language model.
+
+        Args:
+            outline: the language model without weights.
+            stored: names of the checkpoint.
+
+        Returns:
+            The new name of each tensor but those of other parts; the names of these parts.
+        """
+        from transformers import AutoModelForImageTextToText
+
+        whole = self._outline(AutoModelForImageTextToText, self.multimodal)
+        moved = {
+            _path_of(whole, whole.get_decoder()): outline.base_model_prefix,
+            _path_of(whole, whole.get_output_embeddings()): _path_of(
+                outline, outline.get_output_embeddings()
+            ),
+        }
+        parts = _parts_beside(whole, list(moved))
+        rename = _renaming(whole, converts=False)
+        names, left_out = {}, set()
+        for name in stored:
+            full, _ = rename(name)
+            part = next((each for each in parts if full.startswith(f"{each}.")), None)
+            if part is not None:
+                left_out.add(part)
+                continue
+            for old, new in moved.items():
+                if full.startswith(f"{old}."):
+                    full = new + full.removeprefix(old)
+                    break
+            names[name] = full
+        return names, tuple(sorted(left_out))
+
+
+def _renaming(model: Any, converts: bool) -> Callable[[str], tuple[str, str | None]]:
+    """Returns transformers' mapping of names of checkpoints to names of a model's parameters.
+
+    Args:
+        model: the model.
+        converts: whether tensors that are joined are given the name of what they become.
+    """
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
+
+    mapping, parameters = get_model_conversion_mapping(model), model.state_dict()
+    renamings = [each for each in mapping if isinstance(each, WeightRenaming)]
+    converters = [each for each in mapping if isinstance(each, WeightConverter)] * converts
+
+    def rename(name: str) -> tuple[str, str | None]:
+        prefix = model.base_model_prefix
+        found = rename_source_key(name, renamings, converters, prefix, parameters)
+        if found[0] not in parameters and name in parameters:
+            return name, None
+        return found[0], found[1]
+
+    return rename
+
+
+def _reason(error: Exception) -> str:
+    """Returns an error's message as one line."""
+    return " ".join(str(error).split())[:300] or type(error).__name__
+
+
+def _path_of(model: Any, module: Any) -> str:
+    return next(name for name, each in model.named_modules() if each is module)
+
+
+def _parts_beside(model: Any, paths: Sequence[str]) -> list[str]:
+    """Returns the paths of a model's modules that are neither in given ones nor around them."""
+    around = {""}
+    for path in paths:
+        words = path.split(".")
+        around |= {".".join(words[:count]) for count in range(1, len(words))}
+    children = [
+        f"{parent}.{name}".lstrip(".")
+        for parent in sorted(around)
+        for name, _ in model.get_submodule(parent).named_children()
+    ]
+    return [path for path in children if path not in around and path not in paths]
+
+
+def _computed_buffers(model: Any) -> re.Pattern[str]:
+    """Returns a pattern of buffers that models compute, and that old checkpoints have."""
+    names = {name.split(".", 1)[-1] for name, _ in model.named_buffers()}
+    # Layers had them before the model had one for all.
+    names.add("rotary_emb.inv_freq")
+    return re.compile(rf"(^|\.)({'|'.join(re.escape(name) for name in sorted(names))})$")
