@@ -148,7 +148,6 @@ class ServedModel:
         Raises:
             ValueError: the checkpoint does not have exactly the weights of the model.
         """
-        need_transformers().utils.logging.disable_progress_bar()
         if ranks.size > 1:
             model = load_slice(self.checkpoint, ranks, self.dtype, attention)
         else:

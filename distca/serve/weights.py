@@ -92,11 +92,12 @@ def find_problems(
 
 
 def _fits(sources: Sequence[Source], shape: tuple[int, ...]) -> bool:
-    """Whether tensors have the shape of a parameter, or can be joined to it."""
+    """Whether tensors have the shape of a parameter, or are its rows if they are joined."""
     if sources[0].pattern is None:
         return sources[0].shape == shape
     shapes = {(each.pattern, each.shape) for each in sources}
     alike = len(shapes) == len({each.pattern for each in sources})
+    alike &= all(each.shape[-1:] == shape[-1:] for each in sources)
     return alike and sum(_size(each.shape) for each in sources) == _size(shape)
 
 
@@ -201,6 +202,9 @@ class Checkpoint:
         Raises:
             ValueError: the checkpoint does not have exactly the weights of its model.
         """
+        from transformers.utils.logging import disable_progress_bar
+
+        disable_progress_bar()
         outline = self.outline()
         named = {} if attention is None else {"attn_implementation": attention}
         with self._opened(outline) as (tensors, _):

@@ -24,9 +24,17 @@ def test_code_of_a_folder_runs_only_if_it_is_trusted(tmp_path: Path) -> None:
         name = f"own_{file}.Own"
         found = json.loads(path.read_text())
         found["auto_map"] = {entry: name if file == "config" else [None, name]}
+        if file == "config":
+            found["auto_map"]["AutoModelForCausalLM"] = "own_model.OwnModel"
         path.write_text(json.dumps(found))
         traces.append(trace)
+    (folder / "own_model.py").write_text(
+        "from transformers import LlamaForCausalLM\n\nfrom .own_config import Own\n\n\n"
+        "class OwnModel(LlamaForCausalLM):\n    config_class = Own\n"
+    )
     for trusted in (False, True):
-        read_model(str(folder), torch.float32, trust_remote_code=trusted)
+        model = read_model(str(folder), torch.float32, trust_remote_code=trusted)
+        kind = type(model.load(torch.device("cpu"), "eager")).__name__
+        assert kind == ("OwnModel" if trusted else "LlamaForCausalLM")
         load_tokenizer(str(folder), trust_remote_code=trusted)
         assert [trace.exists() for trace in traces] == [trusted] * 2
