@@ -159,6 +159,166 @@ def test_one_answer_computes_the_prompt_of_all() -> None:
     assert all(cache.free(rank) == 40 for rank in range(2))
 
 
+Fed = list[tuple[int, int, int]]
+"""What iterations feed: sequence, first position and tokens."""
+
+
+def iterate(scheduler: Scheduler) -> Fed:
+    """Runs an iteration, if there is one."""
+    batch = scheduler.schedule()
+    if batch is None:
+        return []
+    scheduler.advance(batch, {feed.sequence: 1 for feed in batch.feeds if feed.samples})
+    return [(feed.sequence, feed.start, feed.count) for feed in batch.feeds]
+
+
+def to_the_end(scheduler: Scheduler) -> Fed:
+    """Runs iterations until there is none."""
+    fed: Fed = []
+    while more := iterate(scheduler):
+        fed += more
+    assert scheduler.running == scheduler.waiting == 0
+    return fed
+
+
+def family(
+    answers: int, sequences: int = 8, enabled: bool = False
+) -> tuple[Scheduler, PrefixCache]:
+    """Answers to a prompt, of which 0 leads, and a sequence 9 that waits behind them."""
+    cache = PrefixCache(BlockPool(1, 40, SIZE), enabled)
+    scheduler = Scheduler(cache, Limits(sequences, 8, SIZE, 9))
+    for number in (*range(1, answers), 0):
+        scheduler.add(number, [5] * 22, 3, leader=None if number == 0 else 0)
+    scheduler.add(9, [6] * 3, 1)
+    return scheduler, cache
+
+
+@pytest.mark.parametrize("answers", [2, 4])
+@pytest.mark.parametrize("when", ["it waits", "it runs", "it is fed"])
+def test_a_leader_that_is_aborted_alone_hands_over(when: str, answers: int) -> None:
+    """Its first follower goes on, before whoever else waits, with what is computed if others need
+    that, too; what nobody waits for is given back."""
+    scheduler, cache = family(answers)
+    if when != "it waits":
+        assert iterate(scheduler) == [(0, 0, 8)]
+    batch = scheduler.schedule() if when == "it is fed" else None
+    assert scheduler.abort(0)
+    assert not scheduler.abort(0)
+    if batch is not None:
+        assert cache.referenced(0)
+        assert scheduler.advance(batch, {}) == []
+    assert not cache.referenced(0)
+    assert scheduler.waiting == answers
+    begin = 8 if when != "it waits" and answers > 2 else 0
+    assert cache.cached(0) == begin // SIZE
+    fed = to_the_end(scheduler)
+    assert fed[0] == (1, begin, 8)
+    assert {each for each, _, _ in fed} == {*range(1, answers), 9}
+    for follower in range(2, answers):
+        assert next(each for each in fed if each[0] == follower)[1:] == (20, 2)
+    assert cache.free(0) == 40
+
+
+def test_followers_go_on_in_their_order_before_others() -> None:
+    scheduler, cache = family(4, sequences=2)
+    scheduler.add(8, [7] * 3, 1)
+    fed = to_the_end(scheduler)
+    assert [*dict.fromkeys(each for each, _, _ in fed)] == [0, 9, 1, 2, 3, 8]
+    assert cache.free(0) == 40
+
+
+def test_a_prompt_that_nobody_waits_for_any_more_is_not_kept() -> None:
+    """With the last follower's abort, and no sooner, be the leader running or waiting again."""
+    scheduler, cache = family(3)
+    iterate(scheduler)
+    assert scheduler.abort(1)
+    iterate(scheduler)
+    assert scheduler.waiting == 2
+    assert scheduler.abort(2)
+    assert scheduler.waiting == 1
+    # What the leader computes from now on nobody waits for.
+    assert not scheduler.abort(1)
+    assert {each for each, _, _ in to_the_end(scheduler)} == {0, 9}
+    assert cache.free(0) == 40
+    scheduler, cache = family(3)
+    iterate(scheduler)
+    assert scheduler.abort(1)
+    assert (2, 20, 2) in to_the_end(scheduler), "one waited still"
+    # An older sequence takes the leader's blocks, which the cache keeps for its follower.
+    cache = PrefixCache(BlockPool(1, 8, SIZE), enabled=False)
+    scheduler = Scheduler(cache, Limits(2, 6, SIZE, 99))
+    scheduler.add(9, [6] * 4, 20)
+    iterate(scheduler)
+    scheduler.add(1, [5] * 28, 1, leader=0)
+    scheduler.add(0, [5] * 28, 1)
+    while not scheduler.preemptions:
+        iterate(scheduler)
+    assert (scheduler.running, scheduler.waiting) == (1, 2)
+    assert cache.cached(0)
+    assert scheduler.abort(1)
+    assert not cache.cached(0)
+    to_the_end(scheduler)
+    assert cache.free(0) == 8
+
+
+def test_with_the_cache_a_prompt_stays_that_nobody_waits_for() -> None:
+    scheduler, cache = family(2, enabled=True)
+    iterate(scheduler)
+    assert scheduler.abort(1)
+    to_the_end(scheduler)
+    assert cache.cached(0) == 6
+    scheduler.add(7, [5] * 22, 1)
+    assert to_the_end(scheduler) == [(7, 20, 2)]
+
+
+def test_followers_that_are_aborted_before_they_run_need_no_blocks() -> None:
+    """Nor do those that are admitted, and then the last of them lets go of the prompt."""
+    scheduler, cache = family(3, sequences=1)
+    while scheduler.waiting < 3 or scheduler.running == 0 or scheduler.computed(0) < 22:
+        iterate(scheduler)
+    blocks = 6
+    assert scheduler.abort(0)
+    assert cache.cached(0) == blocks - 1
+    assert scheduler.abort(1)
+    assert cache.cached(0) == blocks - 1
+    assert scheduler.abort(2)
+    assert cache.free(0) == 40
+    assert to_the_end(scheduler) == [(9, 0, 3)]
+
+
+def test_blocks_of_a_shared_prompt_are_found_where_they_moved() -> None:
+    """Though the cache is off: a follower waits for them."""
+    cache = PrefixCache(BlockPool(2, 12, SIZE), enabled=False)
+    scheduler = Scheduler(cache, Limits(8, 8, SIZE, 9, servers=1))
+    scheduler.add(1, [5] * 22, 1, leader=0)
+    scheduler.add(0, [5] * 22, 1)
+    moves, first = [], {}
+    while (batch := scheduler.schedule()) is not None:
+        moves += [(move.sequence, move.index, move.to.rank) for move in batch.moves]
+        for feed in batch.feeds:
+            first.setdefault(feed.sequence, feed)
+        scheduler.advance(batch, {feed.sequence: 1 for feed in batch.feeds if feed.samples})
+    assert moves == [(0, 1, 1), (0, 3, 1)]
+    assert (first[1].start, first[1].count) == (20, 2)
+    assert [block.rank for block in first[1].new_blocks] == [0, 1, 0, 1, 0, 0]
+    assert [cache.free(rank) for rank in range(2)] == [12, 12]
+
+
+def test_blocks_that_are_computed_again_move_again() -> None:
+    """A sequence that gave up its blocks has none that are where they should be."""
+    cache = PrefixCache(BlockPool(2, 7, SIZE), enabled=False)
+    scheduler = Scheduler(cache, Limits(8, 9, SIZE, 9, servers=1))
+    scheduler.add(1, [6] * 4, 32)
+    iterate(scheduler)
+    scheduler.add(0, [5] * 40, 9)
+    moved: dict[bool, set[int]] = {False: set(), True: set()}
+    while (batch := scheduler.schedule()) is not None:
+        again = scheduler.preemptions > 0
+        moved[again] |= {move.index for move in batch.moves if move.sequence == 0}
+        scheduler.advance(batch, {feed.sequence: 1 for feed in batch.feeds if feed.samples})
+    assert moved == {False: {1, 3, 5, 7, 9}, True: {1, 3, 5, 7, 9}}
+
+
 def test_blocks_make_room_before_a_sequence_gives_up_its_own() -> None:
     """Even those whose stripes are of the rank that computes."""
     cache = PrefixCache(BlockPool(2, 3, SIZE))

@@ -80,8 +80,10 @@ class RankOfPlan:
         return SteppedCall(self.core, self.exchange, self.tensors, SCALE, {})
 
 
-def run_virtually(plan: SteppedPlan, shape: AttentionShape, dtype: torch.dtype) -> None:
-    """Runs a plan on ranks of this process, and checks each."""
+def run_virtually(
+    plan: SteppedPlan, shape: AttentionShape, dtype: torch.dtype
+) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Runs a plan on ranks of this process, checks each, and returns their outputs and LSE."""
     others, ranks = list[VirtualTransport](), plan.plan.world_size
     transports = [VirtualTransport(n, others, ranks, CPU) for n in range(ranks)]
     workers = [RankOfPlan(plan, each, shape, dtype) for each in transports]
@@ -91,6 +93,7 @@ def run_virtually(plan: SteppedPlan, shape: AttentionShape, dtype: torch.dtype) 
             call.do(event)
     for rank, call in zip(workers, calls, strict=True):
         check_rank(plan, rank.transport, call.outputs()[0].to(dtype), shape)
+    return [call.outputs() for call in calls]
 
 
 def check_rank(

@@ -112,6 +112,7 @@ class TokenWorkers:
         done: what all of them say of the last iteration.
         held: sequences that they know.
         admitted: times that each sequence began to run.
+        under_way: whether a step has begun and not ended.
     """
 
     def __init__(self, settings: EngineSettings) -> None:
@@ -122,6 +123,7 @@ class TokenWorkers:
         self.done: list[Done] = []
         self.held: dict[int, _Held] = {}
         self.admitted: Counter[int] = Counter()
+        self.under_way = False
 
     def send(self, message: ToWorker) -> None:
         """See `Workers`; the message is encoded, as on its way."""
@@ -136,10 +138,14 @@ class TokenWorkers:
             chosen, scores = [], []
 
     def begin_step(self) -> None:
-        """See `Workers`."""
+        """See `Workers`; a step that never ends would be taken to hang."""
+        assert not self.under_way, "the step before has not ended"
+        self.under_way = True
 
     def end_step(self) -> None:
         """See `Workers`."""
+        assert self.under_way, "no step has begun"
+        self.under_way = False
 
     def _run(self, iteration: Iteration) -> tuple[list[Chosen], list[Scores]]:
         assert iteration.number == self._next, "an iteration is missing"

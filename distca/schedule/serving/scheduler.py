@@ -295,7 +295,7 @@ class Scheduler:
             self._waiting.popleft()
             self._running.append(each)
             self.looked_up += len(each.tokens)
-            self.found += each.found
+            self.found += each.computed
             self._leave_prefix(each)
             each.home = self._choose_home(each)
             feeds.append(self._feed(each, count, admitted=True))
@@ -481,7 +481,7 @@ class Scheduler:
         full = 0 if each.scored else (len(each.tokens) - 1) // self._block_size
         waited = each.prefix is not None or each.number in self._followers
         each.blocks = self._cache.find(each.digests[:full], waited)
-        each.found = each.computed = len(each.blocks) * self._block_size
+        each.computed = len(each.blocks) * self._block_size
 
     def _preempt(self, each: ServedSequence) -> None:
         self._running.remove(each)
@@ -496,5 +496,4 @@ class Scheduler:
 
     def _give_back(self, each: ServedSequence) -> None:
         self._cache.release(each.blocks)
-        each.blocks = []
-        each.computed = each.found = each.settled = 0
+        each.blocks, each.settled = [], 0

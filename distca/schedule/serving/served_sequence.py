@@ -32,8 +32,7 @@ class ServedSequence:
         most: most tokens of prompt and answer.
         stops: tokens that end the answer.
         fewest: fewest tokens of prompt and answer that `stops` may end.
-        computed: tokens whose keys and values its blocks hold.
-        found: tokens of these that it did not compute itself when it was admitted last.
+        computed: tokens whose keys and values its blocks hold, while it runs.
         blocks: its blocks, in the order of positions.
         digests: digests of its full blocks as far as they are known.
         home: rank of a short sequence.
@@ -52,7 +51,6 @@ class ServedSequence:
     stops: frozenset[int]
     fewest: int = 0
     computed: int = 0
-    found: int = 0
     blocks: list[Block] = field(default_factory=list)
     digests: list[bytes] = field(default_factory=list)
     home: int = 0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Container
+from collections.abc import Callable, Container
 from pathlib import Path
 from typing import Any
 
@@ -52,13 +52,21 @@ class Workers:
         settings: settings of the engine.
         folder: folder for sockets, which only this user may enter.
         poller: poller that is to notice what workers say, and their ends.
+        clock: seconds since some moment.
 
     Raises:
         ValueError: other machines cannot reach this one by the address that is given.
     """
 
-    def __init__(self, settings: EngineSettings, folder: Path, poller: zmq.Poller) -> None:
+    def __init__(
+        self,
+        settings: EngineSettings,
+        folder: Path,
+        poller: zmq.Poller,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._settings, self._folder, self._poller = settings, folder, poller
+        self._clock = clock
         self._decoder = decoder(ToHead | FromRoles)
         self._link = link_of(settings.nodes, folder)
         self._listening = self._link.bind(zmq.Context.instance())
@@ -99,7 +107,7 @@ class Workers:
 
     def begin_step(self) -> None:
         """Notes that an iteration begins."""
-        self._since = time.monotonic()
+        self._since = self._clock()
 
     def end_step(self) -> None:
         """Notes that the iteration has ended."""
@@ -133,7 +141,7 @@ class Workers:
             elif isinstance(message, Failed):
                 raise WorkerError(self._why_failed(message))
             else:
-                self._alive[message.rank] = time.monotonic()
+                self._alive[message.rank] = self._clock()
                 if not isinstance(message, Beat):
                     said.append(message)
         return said
@@ -156,7 +164,7 @@ class Workers:
     def _check(self) -> None:
         if self._own is not None and (ended := self._own.ended()) is not None:
             raise WorkerError(self._why_ended(ended))
-        now = time.monotonic()
+        now = self._clock()
         for rank, alive in self._alive.items():
             if now - alive > BEAT_TIMEOUT:
                 raise WorkerError(

@@ -5,13 +5,14 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 
 from benchmarks.kernels.host_cost import Nowhere
 from distca.attention import select_kernel
 from distca.attention.paged import OfPool
 from distca.cost.decode_memory import decode_memory
 from distca.cost.volume import AttentionShape
-from distca.plan import Mask, Placement
+from distca.plan import Mask
 from distca.plan.span import Int64s
 from distca.runtime import Buffers, CoreAttention, Exchange, ProgramRun, build_exchange
 from distca.runtime.serving.decode_exchange import build_decode_exchange
@@ -20,6 +21,8 @@ from distca.schedule.program import LayerGroup, tick_program
 from distca.schedule.serving import shard_evenly, step_plan
 from distca.schedule.serving.decode import Decode, plan_decode
 from distca.schedule.serving.holdings import Holdings
+from distca.transport import CollectiveTransport
+from support.ranks import Ranks
 from support.served_rows import taken_rows
 
 CPU, SIZE = torch.device("cpu"), 4
@@ -30,11 +33,21 @@ def tables_of(holdings: Holdings, decode: Decode, rank: int) -> tuple[BlockTable
     """Tables with blocks for all rows of a rank, the lines of the sequences, and the blocks."""
     tables, block = BlockTables(SIZE, CPU), 0
     # Lines are not in the order of the step.
-    for number in [*range(len(decode.sequences))][::-1]:
+    numbers = np.random.default_rng(1).permutation(len(decode.sequences))
+    for number in numbers.tolist():
         count = -(-int(decode.rows[number, rank]) // SIZE)
         tables.append(decode.sequences[number], range(block, block + count))
         block += count
     return tables, tables.lines(decode.sequences), block
+
+
+def held(ranks: int, count: int) -> tuple[Holdings, list[int]]:
+    """Sequences of odd lengths, in no order, and the holders of their rows."""
+    rng = np.random.default_rng(ranks)
+    holdings, sequences = Holdings(ranks, 2), rng.permutation(count).tolist()
+    ends = rng.integers(1, 40, count)
+    holdings.note(sequences, shard_evenly(np.zeros_like(ends), ends, ranks))
+    return holdings, sequences
 
 
 def same(found: Exchange, expected: Exchange) -> None:
@@ -52,16 +65,13 @@ def same(found: Exchange, expected: Exchange) -> None:
 
 
 @pytest.mark.parametrize("mask", [Mask(), Mask(6)], ids=["full", "windowed"])
-@pytest.mark.parametrize("ranks", [1, 2, 4])
-def test_rows_travel_as_the_plan_says(ranks: int, mask: Mask) -> None:
-    rng = np.random.default_rng(ranks)
-    holdings, sequences = Holdings(ranks, 2), [4, 9, 2, 7, 5]
-    ends = rng.integers(1, 40, len(sequences))
-    holdings.note(sequences, shard_evenly(np.zeros_like(ends), ends, ranks))
+@pytest.mark.parametrize(("ranks", "count"), [(1, 5), (2, 5), (4, 5), (3, 200)])
+def test_rows_travel_as_the_plan_says(ranks: int, count: int, mask: Mask) -> None:
+    """Many sequences, too: an unstable sort by owners mixes up those of one rank."""
+    holdings, sequences = held(ranks, count)
     for _ in range(9):
         decode = plan_decode(holdings, sequences, [mask])
-        new = Placement(np.arange(5), decode.positions, decode.positions + 1, decode.owners, ranks)
-        plan = step_plan(holdings.placement(sequences), new, "pass-q", mask, block=8).plan
+        plan = step_plan(holdings.placement(sequences), decode.new, "pass-q", mask, block=8).plan
         for rank in range(ranks):
             tables, lines, blocks = tables_of(holdings, decode, rank)
             found, keys = build_decode_exchange(decode, mask, rank, tables, lines, blocks * SIZE)
@@ -82,7 +92,64 @@ def test_rows_travel_as_the_plan_says(ranks: int, mask: Mask) -> None:
             # Each served query meets the rank's rows of its sequence that it sees.
             visible = (decode.rows - decode.hidden[mask])[:, rank]
             assert (keys.used - keys.first)[lines].tolist() == visible.tolist()
+            (call,) = found.calls
+            assert call.keys == visible.sum() == call.cu_seqlens_kv[-1]
+            assert call.cu_seqlens_kv.diff()[lines].tolist() == visible.tolist()
+            assert call.cu_seqlens_q.diff()[lines].sum() == call.queries == len(served)
         holdings.note_decoded(holdings.lines(sequences))
+
+
+def rows_of(number: int, length: int) -> list[torch.Tensor]:
+    """Queries, keys and values of a sequence."""
+    generator = torch.Generator().manual_seed(number)
+    return [
+        torch.randn(length, heads, SHAPE.head_dim, generator=generator)
+        for heads in (SHAPE.heads, SHAPE.kv_heads, SHAPE.kv_heads)
+    ]
+
+
+def farthest_from_dense_attention(ranks: int, count: int, mask: Mask) -> tuple[int, float]:
+    """A step's outputs of this rank: how many, and how far they are from the whole sequences'."""
+    rank, (holdings, sequences) = dist.get_rank(), held(ranks, count)
+    decode, placed = plan_decode(holdings, sequences, [mask]), holdings.placement(sequences)
+    tables, lines, blocks = tables_of(holdings, decode, rank)
+    pool = KvPool(1, blocks, SIZE, SHAPE, torch.float32, CPU)
+    queries, expected = [], []
+    for number, last in enumerate(decode.positions.tolist()):
+        q, *kv = rows_of(number, last + 1)
+        mine = placed.select((placed.document == number) & (placed.rank == rank))
+        here = np.concatenate([np.arange(0), *map(np.arange, mine.start, mine.end)])
+        here.sort()
+        if decode.owners[number] == rank:
+            here = np.append(here, last)
+            first = 0 if mask.window_left is None else max(last - mask.window_left, 0)
+            k, v = (each[first:].repeat_interleave(2, dim=1) for each in kv)
+            weights = torch.einsum("hd,khd->hk", q[last], k).softmax(dim=1)
+            queries.append(q[last])
+            expected.append(torch.einsum("hk,khd->hd", weights, v))
+        rows = np.arange(len(here))
+        slots = tables.host[lines[number], rows // SIZE] * SIZE + rows % SIZE
+        for into, each in zip(pool.rows(0), kv, strict=True):
+            into[slots] = each[here]
+    exchange, keys = build_decode_exchange(decode, mask, rank, tables, lines, pool.slots)
+    transport = CollectiveTransport(dist.group.WORLD, CPU)
+    core = CoreAttention(transport, OfPool(select_kernel("cpu"), keys), Buffers(CPU, headroom=0.0))
+    core.reserve(decode_memory(count, ranks, SHAPE))
+    program = tick_program("forward", (LayerGroup(range(1), False),), 1, False, False)
+    run = ProgramRun(core.buffers.place([exchange]), program)
+    with torch.no_grad():
+        out = core(torch.stack(queries), *pool.rows(0), run, 1.0)
+    transport.close()
+    return len(out), float((out - torch.stack(expected)).abs().max())
+
+
+@pytest.mark.parametrize("mask", [Mask(), Mask(6)], ids=["full", "windowed"])
+@pytest.mark.parametrize(("world_size", "count"), [(3, 120), (2, 3), (1, 40)])
+def test_a_step_is_dense_attention(ranks: Ranks, world_size: int, count: int, mask: Mask) -> None:
+    """Of sequences whose lines in the tables are in no order, on ranks that own some each."""
+    found = ranks.run(farthest_from_dense_attention, world_size, count, mask, world_size=world_size)
+    assert sum(outputs for outputs, _ in found) == count
+    assert max(far for _, far in found) < 1e-5
 
 
 @pytest.mark.parametrize("rank", [0, 1, 3])

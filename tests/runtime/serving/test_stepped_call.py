@@ -37,8 +37,8 @@ from distca.schedule.serving.csps.head_scatter import head_groups
 from distca.schedule.serving.step_program import step_program
 from distca.transport import CollectiveTransport
 from distca.transport.shared_memory import SharedMemoryTransport
-from support.random_plans import random_lengths, random_plan
-from support.stepped import CPU, RankOfPlan, check_rank, run_virtually
+from support.random_plans import dense_attention, random_lengths, random_plan
+from support.stepped import CPU, SCALE, RankOfPlan, check_rank, inputs, rows_of, run_virtually
 
 SHAPES = [AttentionShape(4, 2, 8, 4), AttentionShape(3, 1, 6, 4)]
 
@@ -110,6 +110,25 @@ def test_outputs_that_returned_before_a_rank_computes_are_kept() -> None:
     plan = SteppedPlan(whole, np.arange(3))
     validate_stepped_plan(plan)
     run_virtually(plan, SHAPES[0], torch.float32)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_partial_outputs_of_half_precision_add_up_in_float32(strategy: Strategy) -> None:
+    """Their own rounding averages out over ten ranks; that of a sum at each step would not."""
+    ranks, shape = 10, replace(SHAPES[0], dtype_bytes=2)
+    zero, end = np.array([0]), np.array([ranks * 40])
+    held = held_after(nobody_holds(ranks), shard_evenly(zero, end, ranks))
+    new = shard_evenly(end, end + ranks * 20, ranks)
+    plan = step_plan(held, new, strategy, Mask(), in_steps=True)
+    whole = plan.plan
+    q, k, v = (each.bfloat16().double() for each in inputs(whole, shape))
+    exact = dense_attention(q, k, v, whole.lengths, whole.mask, SCALE)
+    far = []
+    for rank, (out, lse) in enumerate(run_virtually(plan, shape, torch.bfloat16)):
+        assert out.dtype == lse.dtype == torch.float32
+        far.append(out - exact[rows_of(whole, rank)[0]])
+    rounded_once = exact.bfloat16() - exact
+    assert torch.cat(far).square().mean() < 0.6 * rounded_once.square().mean()
 
 
 def test_a_diagonal_that_begins_after_its_first_query() -> None:
