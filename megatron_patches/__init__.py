@@ -1,8 +1,9 @@
 """DistCA on Megatron: the only package that imports it.
 
 `flags`, `batches`, `model`, `pipeline` and `loop` are the parts of a pretraining job. `upstream`
-runs it in Megatron-LM's own loop, `cpu` runs Megatron without CUDA, `versions` and `repairs` level
-what differs between versions of megatron-core and installations, and `llama` converts checkpoints.
+runs it in Megatron-LM's own loop. `hooks` is the table of all names of Megatron and torch that are
+replaced, `mcore_fixes` has mends, and `cpu` stand-ins for CUDA. `versions` levels what differs
+between versions of megatron-core, and `llama` converts checkpoints.
 """
 
 import importlib.util

@@ -1,10 +1,8 @@
-"""Megatron on CPUs and gloo: stands in for what it assumes about CUDA.
+"""Megatron on CPUs and gloo: stand-ins for what it assumes about CUDA.
 
-No other file knows that there is no GPU.
-
-Megatron's modules see a `torch` whose `cuda` is the CPU. The replacement is scoped to modules whose
-name starts with `megatron.` and to the script: for everybody else torch stays what it is. Nothing
-happens where CUDA is present.
+`hooks` puts them in place where there is no CUDA. Megatron's modules then see a `torch` whose
+`cuda` is the CPU; for everybody else torch stays what it is. Functions that take what they replace
+return the replacement.
 """
 
 from __future__ import annotations
@@ -13,11 +11,12 @@ import contextlib
 import ctypes
 import functools
 import importlib
+import logging
 import os
 import sys
 import time
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -51,45 +50,25 @@ _MODULES = (
 )
 
 
-def _import(name: str) -> Any:
-    return importlib.import_module(name)
-
-
-def adapt_megatron() -> None:
-    """Lets megatron-core run without CUDA. May be called again after more modules were loaded."""
-    if torch.cuda.is_available():
-        return
+def prepare_process() -> None:
+    """Loads the modules that `hooks` changes, and lets this process keep the memory it frees."""
     for name in _MODULES:
         importlib.import_module(name)
-    _adapt_tensor_methods()
-    _adapt_random_state()
-    _adapt_sizes_of_exchanges()
     _keep_freed_memory()
-    _replace_torch_in_megatron()
+    # Megatron warns of each change of the CPU generator, which is the one that is meant here.
+    log = logging.getLogger("megatron.core.tensor_parallel.random")
+    if not log.filters:
+        log.addFilter(lambda record: "CPU RNG state changed" not in record.getMessage())
 
 
-def adapt_megatron_training() -> None:
-    """Lets Megatron-LM's own `megatron.training` run without CUDA."""
-    if torch.cuda.is_available():
-        return
-    adapt_megatron()
-    initialize = _import("megatron.training.initialize")
-    training = _import("megatron.training.training")
-    # `initialize_megatron` insists on CUDA unless it is told otherwise.
-    training.initialize_megatron = functools.partial(
-        initialize.initialize_megatron, allow_no_cuda=True
-    )
-    # Warming up the fused kernels allocates on the GPU; there are none to warm up.
-    initialize.set_jit_fusion_options = training.set_jit_fusion_options = lambda *_, **__: None
-    # The older fused kernels are compiled for the GPU's architecture.
-    if hasattr(initialize, "fused_kernels"):
-        initialize.fused_kernels.load = _nothing
-    _replace_torch_in_megatron()
+def without_cuda() -> bool:
+    """Whether Megatron must run on CPUs."""
+    return not torch.cuda.is_available()
 
 
 def set_megatron_arguments(args: Any) -> None:
     """Sets arguments of Megatron-LM's loop for a CPU, before it checks them."""
-    if torch.cuda.is_available():
+    if not without_cuda():
         return
     args.transformer_impl = "local"
     args.distributed_backend = "gloo"
@@ -157,7 +136,7 @@ class _Event:
 _STREAM = _Stream()
 
 
-def _nothing(*_: Any, **__: Any) -> None:
+def nothing(*_: Any, **__: Any) -> None:
     """Ignores a request to the GPU, which is void on a CPU."""
 
 
@@ -166,9 +145,9 @@ _CUDA_ON_CPU: dict[str, Any] = {
     # Tensors are made on the "current device" in some forty places.
     "current_device": lambda: CPU,
     "device_count": lambda: 1,
-    "set_device": _nothing,
-    "synchronize": _nothing,
-    "empty_cache": _nothing,
+    "set_device": nothing,
+    "synchronize": nothing,
+    "empty_cache": nothing,
     # Schedules and gradient buffers order their work by streams.
     "Stream": _Stream,
     "Event": _Event,
@@ -220,23 +199,12 @@ class _Module(types.ModuleType):
         return getattr(self.__dict__["_original"], name)
 
 
-_TORCH_ON_CPU = _Module(
+TORCH_ON_CPU = _Module(
     torch,
     {name: _on_cpu(getattr(torch, name)) for name in _FACTORIES}
     | {"cuda": _Module(torch.cuda, _CUDA_ON_CPU)},
 )
-
-
-def _megatron_modules() -> Iterator[types.ModuleType]:
-    for name, module in list(sys.modules.items()):
-        if _is_megatrons(name) and module is not None:
-            yield module
-
-
-def _replace_torch_in_megatron() -> None:
-    for module in _megatron_modules():
-        if module.__dict__.get("torch") is torch:
-            module.torch = _TORCH_ON_CPU  # type: ignore[attr-defined]
+"""What Megatron's modules see as `torch`."""
 
 
 def _called_by_megatron() -> bool:
@@ -249,56 +217,55 @@ def _is_megatrons(module: str) -> bool:
     return module == "__main__" or module.startswith("megatron.")
 
 
-def _adapt_tensor_methods() -> None:
-    """Adapts methods of tensors and modules for calls by Megatron.
+def type_of_a_gpu(theirs: Callable[..., Any]) -> Callable[..., Any]:
+    """Names a tensor's type as that of a GPU's: optimizers sort parameters by such names."""
 
-    Methods cannot be replaced for some modules alone, so they look at who calls them.
-    """
-    if hasattr(torch.Tensor.type, "__wrapped__"):
-        return
-    original_type, original_cuda = torch.Tensor.type, torch.Tensor.cuda
-
-    @functools.wraps(original_type)
+    @functools.wraps(theirs)
     def tensor_type(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        # Optimizers sort parameters by type names such as "torch.cuda.FloatTensor".
-        answer = original_type(self, *args, **kwargs)
+        answer = theirs(self, *args, **kwargs)
         if isinstance(answer, str) and _called_by_megatron():
             return answer.replace("torch.", "torch.cuda.", 1)
         return answer
 
-    @functools.wraps(original_cuda)
-    def cuda(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        # Checkpoint loading moves tensors to the GPU.
-        return self if _called_by_megatron() else original_cuda(self, *args, **kwargs)
-
-    torch.Tensor.type = tensor_type  # type: ignore[method-assign,assignment]
-    torch.Tensor.cuda = cuda  # type: ignore[method-assign,assignment]
-
-    original_module_cuda = torch.nn.Module.cuda
-
-    @functools.wraps(original_module_cuda)
-    def module_cuda(self: torch.nn.Module, *args: Any, **kwargs: Any) -> torch.nn.Module:
-        # Megatron-LM's loop moves the model to the GPU.
-        return self if _called_by_megatron() else original_module_cuda(self, *args, **kwargs)
-
-    torch.nn.Module.cuda = module_cuda  # type: ignore[method-assign,assignment]
+    return tensor_type
 
 
-def _adapt_sizes_of_exchanges() -> None:
+def stay_on_cpu(theirs: Callable[..., Any]) -> Callable[..., Any]:
+    """Leaves a tensor or a module where it is when Megatron moves it to the GPU."""
+
+    @functools.wraps(theirs)
+    def cuda(self: Any, *args: Any, **kwargs: Any) -> Any:
+        # Methods cannot be replaced for some modules only, so they look at who calls them.
+        return self if _called_by_megatron() else theirs(self, *args, **kwargs)
+
+    return cuda
+
+
+def exchange_by_numbers(theirs: Callable[..., Any]) -> Callable[..., Any]:
     """Gives torch the sizes of experts' exchanges as numbers, which they become on GPUs."""
-    from megatron.core.transformer.moe import token_dispatcher
 
-    original = token_dispatcher.all_to_all
-    if hasattr(original, "__wrapped__"):
-        return
-
-    @functools.wraps(original)
+    @functools.wraps(theirs)
     def all_to_all(*inputs: Any, **others: Any) -> Any:
         group, tokens, *sizes = inputs
         numbers = [each.tolist() if isinstance(each, torch.Tensor) else each for each in sizes]
-        return original(group, tokens, *numbers, **others)
+        return theirs(group, tokens, *numbers, **others)
 
-    token_dispatcher.all_to_all = all_to_all
+    return all_to_all
+
+
+def get_random_state(theirs: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """Returns the CPU generator's state as the GPU's."""
+    return functools.wraps(theirs)(lambda *_, **__: torch.get_rng_state())
+
+
+def set_random_state(theirs: Callable[..., None]) -> Callable[..., None]:
+    """Sets the CPU generator's state as the GPU's."""
+    return functools.wraps(theirs)(lambda state, *_, **__: torch.set_rng_state(state))
+
+
+def initialize_without_cuda(theirs: Callable[..., Any]) -> Callable[..., Any]:
+    """Lets Megatron-LM start where there is no CUDA."""
+    return functools.wraps(theirs)(functools.partial(theirs, allow_no_cuda=True))
 
 
 def _keep_freed_memory() -> None:
@@ -311,14 +278,3 @@ def _keep_freed_memory() -> None:
     if mallopt is not None:
         mallopt(_TRIM_THRESHOLD, _ALL)
         mallopt(_MMAP_MAX, 0)
-
-
-def _adapt_random_state() -> None:
-    """Lets Megatron's tracker of random states keep the CPU generator's."""
-    random = _import("megatron.core.tensor_parallel.random")
-    random._get_cuda_rng_state = lambda *_, **__: torch.get_rng_state()
-    random._set_cuda_rng_state = lambda state, *_, **__: torch.set_rng_state(state)
-    # Megatron warns of each change of the CPU generator, which is the one that is meant here.
-    log = importlib.import_module("logging").getLogger(random.__name__)
-    if not log.filters:
-        log.addFilter(lambda record: "CPU RNG state changed" not in record.getMessage())

@@ -297,7 +297,7 @@ def export(
         from safetensors.torch import save_file
     except ImportError as error:
         raise ImportError("exporting needs `pip install safetensors`") from error
-    from megatron_patches.common_state import read_common_state
+    from megatron_patches.checkpoint_data import read_common_state
     from megatron_patches.loop.checkpoint_folder import (
         checkpoint_name,
         explaining_loading,

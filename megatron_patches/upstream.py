@@ -5,8 +5,9 @@ In Megatron-LM's `pretrain_gpt.py`, after its imports, add two lines:
     from megatron_patches.upstream import with_distca
     pretrain = with_distca(pretrain)
 
-With `--distca` the run then uses our documents, model and forward step; without it nothing of
-Megatron-LM changes.
+With `--distca` the run then uses our documents, model and forward step. Without it nothing of
+Megatron-LM changes: our flags are added to its parser, by one function that is replaced until the
+command line is parsed.
 """
 
 from __future__ import annotations
@@ -15,25 +16,26 @@ import functools
 import inspect
 import os
 import warnings
-from argparse import Action, ArgumentParser, Namespace
+from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
-import torch
 from megatron.core.enums import ModelType
 
 from distca.documents.document_list import DocumentList
-from megatron_patches import cpu
+from megatron_patches import cpu, hooks
 from megatron_patches.batches.own_documents import name_of
 from megatron_patches.flags.distca import add_distca_arguments
 from megatron_patches.flags.loop import add_loop_argument
 from megatron_patches.loop.ending import ending_the_job_on_failure
 from megatron_patches.loop.gpt_job import GPT_JOB
 from megatron_patches.loop.job import Job
-from megatron_patches.loop.megatron_hooks import replace_functions
+from megatron_patches.loop.megatron_hooks import Run, asks_for_distca
 from megatron_patches.model.gpt import uses_dense_mask
-from megatron_patches.repairs import repair_megatron
+
+# Arguments of Megatron-LM's loop when the data iterators are ours.
+_OUR_DATA = {"dataloader_type": "external", "calculate_per_token_loss": True}
 
 
 def pretrain(job: Job, environment: Mapping[str, str]) -> None:
@@ -43,7 +45,6 @@ def pretrain(job: Job, environment: Mapping[str, str]) -> None:
         job: job to run.
         environment: environment variables of the launcher.
     """
-    adapt_megatron_lm()
     from megatron.training import pretrain as megatron_pretrain
 
     def add_arguments(parser: ArgumentParser) -> ArgumentParser:
@@ -52,25 +53,30 @@ def pretrain(job: Job, environment: Mapping[str, str]) -> None:
         add_loop_argument(parser)
         return job.add_arguments(parser)
 
-    run = _Providers(job)
-    replace_functions(job, add_arguments, always=True, told=environment)
+    def parsed(args: Namespace) -> None:
+        hooks.adapt_megatron_loop(run, args.async_save)
+
+    run = Run(job, environment, add_arguments, parsed)
+    hooks.apply((hooks.ADD_FLAGS,), run)
     given: dict[str, Any] = {}
     with ending_the_job_on_failure(environment):
-        if "cfg_container" in inspect.signature(megatron_pretrain).parameters:
+        if _script_parses(megatron_pretrain):
             given["cfg_container"] = _parsed_configuration()
+        else:
+            hooks.apply((hooks.ALLOW_NO_CUDA,))
+        providers = _Providers(job)
         megatron_pretrain(
-            train_valid_test_dataset_provider=run.data_iterators,
-            model_provider=run.model,
+            train_valid_test_dataset_provider=providers.data_iterators,
+            model_provider=providers.model,
             model_type=ModelType.encoder_or_decoder,
             forward_step_func=job.forward_step,
             **given,
         )
 
 
-def adapt_megatron_lm() -> None:
-    """Mends Megatron-LM for this installation, and lets it run where there is no GPU."""
-    repair_megatron()
-    cpu.adapt_megatron_training()
+def _script_parses(megatron_pretrain: Callable[..., None]) -> bool:
+    """Whether the script parses the command line, as from 0.18 on, or else `pretrain` does."""
+    return "cfg_container" in inspect.signature(megatron_pretrain).parameters
 
 
 def _parsed_configuration() -> Any:
@@ -94,7 +100,9 @@ def with_distca(
 ) -> Callable[..., None]:
     """Wraps Megatron-LM's `pretrain` so that `--distca` runs our data, model and forward step.
 
-    Called before the command line is parsed, to which it adds our flags.
+    Called before the command line is parsed, to which it adds our flags. When it is parsed
+    `--distca` applies the table of `megatron_patches.hooks`; without `--distca` Megatron-LM is then
+    as it was before this call, and its `pretrain` gets what the script gives it.
 
     Args:
         megatron_pretrain: Megatron-LM's function, or a wrapper of it with the same parameters.
@@ -117,47 +125,45 @@ def with_distca(
             f"pretrain() has no parameter {', '.join(missing)}: this Megatron-LM is not supported, "
             "use core_v0.16 to core_v0.19"
         )
-    adapt_megatron_lm()
     add = add_arguments if documents is None else _adding(name_of(documents))
-    replace_functions(job, add, always=False, told=environment)
+
+    def parsed(args: Namespace) -> None:
+        hooks.ADD_FLAGS.undo()
+        if args.distca:
+            hooks.adapt_megatron_loop(run, args.async_save)
+
+    run = Run(job, environment, add, parsed)
+    hooks.apply((hooks.ADD_FLAGS,), run)
+    script_parses = _script_parses(megatron_pretrain)
 
     @functools.wraps(megatron_pretrain)
     def pretrain_with_distca(*args: Any, **kwargs: Any) -> None:
+        if not asks_for_distca():
+            megatron_pretrain(*args, **kwargs)
+            return
         call = signature.bind(*args, **kwargs)
         call.apply_defaults()
-        given = call.arguments
-        run = _Providers(job)
-        given["train_valid_test_dataset_provider"] = _if_distca(
-            run.data_iterators, given["train_valid_test_dataset_provider"]
-        )
-        # We build every rank's iterators, so that each knows its documents.
-        given["train_valid_test_dataset_provider"].is_distributed = True
-        if "cfg_container" in signature.parameters:
-            _use_provider(given, run.model)
+        given, providers = call.arguments, _Providers(job)
+        given["train_valid_test_dataset_provider"] = providers.data_iterators
+        given["model_provider"] = providers.model
+        given["forward_step_func"] = job.forward_step
+        if script_parses:
+            _check_parsed_with_our_flags()
+            # A configuration of the model would win over the provider.
+            given["cfg_container"] = replace(given["cfg_container"], model=None)
         else:
-            given["model_provider"] = _if_distca(run.model, given["model_provider"])
-        given["forward_step_func"] = _if_distca(job.forward_step, given["forward_step_func"])
-        with ending_the_job_on_failure(environment, applies=_runs_distca):
+            hooks.apply((hooks.ALLOW_NO_CUDA,))
+        with ending_the_job_on_failure(environment):
             megatron_pretrain(*call.args, **call.kwargs)
 
     return pretrain_with_distca
 
 
-def _runs_distca() -> bool:
-    """Whether the arguments have been parsed, and have `--distca`."""
-    from megatron.training.global_vars import get_args
-
-    try:
-        return bool(get_args().distca)
-    except (AssertionError, AttributeError):
-        return False
-
-
-def _use_provider(given: dict[str, Any], provider: Callable[..., Any]) -> None:
-    """Puts our model in place of that of a command line that was parsed before.
+def _check_parsed_with_our_flags() -> None:
+    """Refuses a command line that was parsed before our flags were added.
 
     Raises:
-        ValueError: the command line was parsed before our flags were added.
+        ValueError: it was.
     """
     from megatron.training import get_args
 
@@ -166,19 +172,13 @@ def _use_provider(given: dict[str, Any], provider: Callable[..., Any]) -> None:
             "the command line was parsed before `pretrain = with_distca(pretrain)`: put the two "
             "lines after the imports of the script"
         )
-    if get_args().distca:
-        # A configuration of the model would win over the provider.
-        given["cfg_container"] = replace(given["cfg_container"], model=None)
-        given["model_provider"] = provider
 
 
 def add_arguments(parser: ArgumentParser) -> ArgumentParser:
-    """Adds the `--distca` flags to Megatron-LM's parser; `--distca` also turns on what it needs."""
-    add_distca_arguments(parser)
-    for action in parser._actions:
-        if action.dest == "distca":
-            _turn_on_with(parser, action)
-    return parser
+    """Adds the `--distca` flags to Megatron-LM's parser; `--distca` also sets what it needs."""
+    if asks_for_distca():
+        parser.set_defaults(**_OUR_DATA)
+    return add_distca_arguments(parser)
 
 
 def _adding(documents: str) -> Callable[[ArgumentParser], ArgumentParser]:
@@ -190,38 +190,6 @@ def _adding(documents: str) -> Callable[[ArgumentParser], ArgumentParser]:
         return parser
 
     return add
-
-
-# Arguments of Megatron-LM's loop when the data iterators are ours.
-_OUR_DATA = {"dataloader_type": "external", "calculate_per_token_loss": True}
-
-
-def _turn_on_with(parser: ArgumentParser, distca: Action) -> None:
-    """Makes the flag `--distca` set `_OUR_DATA`, too."""
-
-    class DistcaAction(Action):
-        def __call__(
-            self, parser: ArgumentParser, namespace: Namespace, values: Any, option: Any = None
-        ) -> None:
-            namespace.distca = True
-            vars(namespace).update(_OUR_DATA)
-
-    for option in distca.option_strings:
-        parser._option_string_actions[option] = DistcaAction(
-            distca.option_strings, "distca", nargs=0, default=False, help=distca.help
-        )
-
-
-def _if_distca(ours: Callable[..., Any], theirs: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns a function that calls `ours` with `--distca`, else `theirs`."""
-
-    def call(*args: Any, **kwargs: Any) -> Any:
-        # Decided here, since arguments are parsed after the function is made.
-        from megatron.training import get_args
-
-        return (ours if get_args().distca else theirs)(*args, **kwargs)
-
-    return call
 
 
 class _Providers:
@@ -248,7 +216,7 @@ class _Providers:
         if uses_dense_mask(args):
             # Megatron's local softmax drops the document mask when it is given a window.
             config.window_size = None
-        if not torch.cuda.is_available():
+        if cpu.without_cuda():
             # An output's memory is freed once its send is issued, which gloo may read later.
             config.deallocate_pipeline_outputs = False
         return self._job.build_model(

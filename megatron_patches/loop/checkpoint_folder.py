@@ -56,6 +56,12 @@ def latest_iteration(root: str | Path) -> int | None:
     return int(text)
 
 
+def names_a_release(root: str | Path) -> bool:
+    """Whether the tracker names weights of no iteration, as converters write them."""
+    tracker = Path(root) / TRACKER
+    return tracker.is_file() and tracker.read_bytes().strip() == b"release"
+
+
 @contextlib.contextmanager
 def replaced_when_whole(path: Path) -> Iterator[IO[str]]:
     """Opens a file to write that takes the place of another when it is closed."""

@@ -22,15 +22,15 @@ import torch.distributed as dist
 from megatron_patches.batches.blends import SPLITS
 from megatron_patches.batches.opening import check_documents
 from megatron_patches.batches.validation_sets import evaluates
-from megatron_patches.common_state import read_common_state
+from megatron_patches.checkpoint_data import read_common_state
 from megatron_patches.flags.planning import schedule_config
 from megatron_patches.flags.sizes import checkpoint_bytes
 from megatron_patches.loop.checkpoint_folder import (
-    TRACKER,
     and_another,
     checkpoint_name,
     flaw,
     latest_iteration,
+    names_a_release,
 )
 from megatron_patches.loop.save_lock import LOCK, SaveLock
 from megatron_patches.loop.saved_arguments import check_experts, check_shape, saved_arguments
@@ -88,7 +88,7 @@ def check_checkpoint(args: Namespace) -> None:
     """
     iteration = args.ckpt_step
     if iteration is None:
-        if _names_a_release(args.load):
+        if names_a_release(args.load):
             return
         iteration = latest_iteration(args.load)
     elif not checkpoint_name(args.load, iteration).is_dir():
@@ -112,12 +112,6 @@ def check_checkpoint(args: Namespace) -> None:
         of_run = saved_arguments(read_common_state(path), args)
         check_shape(of_run, args, str(path))
         check_experts(of_run, args, str(path))
-
-
-def _names_a_release(load: str) -> bool:
-    """Whether Megatron-LM's tracker names a checkpoint that has no iteration."""
-    tracker = Path(load) / TRACKER
-    return tracker.is_file() and tracker.read_bytes().strip() == b"release"
 
 
 def check_written(args: Namespace) -> None:

@@ -12,7 +12,7 @@ pytest.importorskip("megatron.core")
 MEGABYTES = 64
 KEEPS = f"""
 import resource, torch
-from megatron_patches.cpu import adapt_megatron
+from megatron_patches.hooks import adapt_megatron_core
 
 def faults():
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
@@ -21,7 +21,7 @@ def faults():
 
 torch.ones(1)
 print(*(faults() for _ in range(4)))
-adapt_megatron()
+adapt_megatron_core()
 print(*(faults() for _ in range(20)))
 """
 

@@ -1,22 +1,33 @@
-"""The two lines in Megatron-LM's `pretrain_gpt.py`, without Megatron-LM.
+"""The two lines in Megatron-LM's `pretrain_gpt.py`, with the installed `megatron.training`.
 
-Its `megatron.training` is in no wheel for Python 3.11: a stand-in calls what Megatron-LM calls, in
-the form of 0.17, which parses in `pretrain`, and of 0.19, whose script parses before.
+A stand-in takes what a script gives to Megatron-LM's `pretrain`, which is not run here.
 """
 
 from __future__ import annotations
 
 import contextlib
+import inspect
 import logging
 import sys
 import types
 from argparse import ArgumentParser, Namespace
-from collections.abc import Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
+
+from support.own_loop import needs_own_loop
+
+pytestmark = needs_own_loop
+
+FLAGS = """
+    --num-layers 2 --hidden-size 32 --num-attention-heads 2 --seq-length 128 --micro-batch-size 1
+    --max-position-embeddings 128 --position-embedding-type rope --attention-dropout 0
+    --train-iters 2 --lr 1e-3 --eval-iters 0 --tokenizer-type NullTokenizer --vocab-size 100
+    --data-path corpus
+""".split()
 
 
 @dataclass(frozen=True)
@@ -26,303 +37,182 @@ class Container:
     model: str | None = "their configured model"
 
 
-def validate(args: Namespace, defaults: dict[str, Any]) -> Namespace:
-    """Checks flags by an assertion, as Megatron-LM does."""
-    if args.their_flag == 13:
-        # As an assertion has it, which pytest writes anew in tests.
-        raise AssertionError
-    return args
-
-
-class MegatronTraining:
-    """What Megatron-LM's `pretrain` does with its arguments, in short."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, script_parses: bool) -> None:
-        self.args = Namespace()
-        self.script_parses = script_parses
-        self.modules = {
-            name: types.ModuleType(f"megatron.training{name}")
-            for name in (
-                "",
-                ".arguments",
-                ".checkpointing",
-                ".global_vars",
-                ".initialize",
-                ".training",
-            )
-        }
-        for name, module in self.modules.items():
-            monkeypatch.setitem(sys.modules, f"megatron.training{name}", module)
-        for holder in ("", ".global_vars"):
-            self.modules[holder].__dict__["get_args"] = lambda: self.args
-        self.modules[".arguments"].__dict__["add_megatron_arguments"] = self.add_arguments
-        validates = ".arguments" if script_parses else ".initialize"
-        self.modules[validates].__dict__["validate_args"] = validate
-        checkpointing = self.modules[".checkpointing"].__dict__
-        checkpointing["check_checkpoint_args"] = lambda saved: None
-        if script_parses:
-            checkpointing["maybe_msc"] = types.SimpleNamespace(open=open)
-        else:
-            checkpointing["open_file"] = open
-        training = self.modules[".training"].__dict__
-        training["get_forward_backward_func"] = lambda: "Megatron's schedule"
-        training["setup_model_and_optimizer"] = lambda: self.order.append("built")
-        self.order: list[Any] = []
-        for holder in ("", ".global_vars"):
-            self.modules[holder].__dict__["get_tokenizer"] = lambda: Namespace(vocab_size=99)
-        training["train_step"] = lambda: ({"lm loss": torch.ones(1)}, 0, None)
-        training["evaluate"] = lambda: self.args.sft
-        training["evaluate_and_print_results"] = lambda *_: self.args.eval_iters
-        training["cyclic_iter"] = lambda iterable: iter([iterable])
-        training["save_checkpoint"] = training["load_checkpoint"] = lambda: None
-        monkeypatch.setattr("megatron_patches.cpu.adapt_megatron_training", lambda: None)
-
-    def add_arguments(self, parser: ArgumentParser) -> ArgumentParser:
-        parser.add_argument("--dataloader-type", default="single")
-        parser.add_argument("--calculate-per-token-loss", action="store_true")
-        parser.add_argument("--their-flag", type=int)
-        parser.add_argument("--tensorboard-dir")
-        return parser
-
-    def parse(self) -> None:
-        parser = self.modules[".arguments"].__dict__["add_megatron_arguments"](ArgumentParser())
-        self.args = parser.parse_args(self.command_line)
-        self.args.rank, self.args.seq_length, self.args.async_save = 0, 10, False
-        self.args.eval_interval = None
-        self.args.sft, self.args.multiple_validation_sets = True, False
-        module = self.modules[".arguments" if self.script_parses else ".initialize"]
-        module.__dict__["validate_args"](self.args, {})
-
-    def run(self, data: Any, model: Any, step: Any) -> None:
-        self.modules[".training"].__dict__["setup_model_and_optimizer"]()
-        saved = Namespace(consumed_train_samples=0)
-        self.modules[".checkpointing"].__dict__["check_checkpoint_args"](saved)
-        self.called = [
-            data((1, 2, 3)),
-            model(pre_process=True) if callable(model) else model,
-            step("iterator", "model"),
-            self.modules[".training"].__dict__["get_forward_backward_func"](),
-        ]
-        self.evaluates_as_sft = self.modules[".training"].__dict__["evaluate"]()
-        self.logged = self.modules[".training"].__dict__["train_step"]()[0]
-
-    def pretrain_017(
-        self,
-        train_valid_test_dataset_provider: Any,
-        model_provider: Any,
-        model_type: Any,
-        forward_step_func: Any,
-        extra_args_provider: Any = None,
-        args_defaults: Any = None,
-    ) -> None:
-        self.parse()
-        self.run(train_valid_test_dataset_provider, model_provider, forward_step_func)
-
-    def pretrain_019(
-        self,
-        cfg_container: Any,
-        train_valid_test_dataset_provider: Any,
-        model_type: Any,
-        forward_step_func: Any,
-        model_provider: Any = None,
-    ) -> None:
-        model = cfg_container.model or model_provider
-        self.run(train_valid_test_dataset_provider, model, forward_step_func)
-
-    command_line: list[str]
-    called: list[Any]
-    logged: dict[str, Any]
-    evaluates_as_sft: bool
-
-
 def theirs(name: str) -> Any:
     return lambda *args, **kwargs: f"Megatron's {name}"
 
 
-def refuse_tolerance(args: Namespace) -> None:
-    if args.distca_tolerance > 1:
-        raise ValueError("too tolerant")
+class Script:
+    """What Megatron-LM's script does with the two lines.
+
+    Attributes:
+        given: what its `pretrain` was called with; empty: not called.
+        args: arguments.
+    """
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        from megatron.training import pretrain
+
+        self.signature = inspect.signature(pretrain)
+        self.script_parses = "cfg_container" in self.signature.parameters
+        self.given: dict[str, Any] = {}
+        self.values = {
+            "train_valid_test_dataset_provider": theirs("data"),
+            "model_provider": theirs("model"),
+            "model_type": "model type",
+            "forward_step_func": theirs("step"),
+        }
+        if self.script_parses:
+            self.values["cfg_container"] = Container()
+        self._monkeypatch = monkeypatch
+
+    def run(self, *flags: str, fails: Exception | None = None) -> dict[str, Any]:
+        """Parses, and calls `pretrain`; returns what Megatron-LM's was given."""
+        from megatron_patches.upstream import with_distca
+
+        def pretrain(*args: Any, **kwargs: Any) -> None:
+            if not self.script_parses:
+                self.parse()
+            if fails is not None:
+                raise fails
+            self.given = self.signature.bind(*args, **kwargs).arguments
+
+        pretrain.__signature__ = self.signature  # type: ignore[attr-defined]
+        self._monkeypatch.setattr(sys, "argv", ["script", *FLAGS, *flags])
+        ours = with_distca(pretrain)
+        if self.script_parses:
+            self.parse()
+        ours(**self.values)
+        return self.given
+
+    def parse(self) -> None:
+        from megatron.training import arguments, initialize
+
+        self.args = arguments.parse_args()
+        validates = arguments if self.script_parses else initialize
+        if self.args.distca:
+            # Without CUDA Megatron-LM validates nothing that is plain.
+            validates.validate_args(self.args, {})
+        for module in ("megatron.training", "megatron.training.global_vars"):
+            self._monkeypatch.setattr(f"{module}.get_args", lambda: self.args)
 
 
-@pytest.fixture(params=["0.17", "0.19"])
-def megatron(monkeypatch, request):
-    from megatron_patches import upstream
+@pytest.fixture
+def script(monkeypatch) -> Iterator[Script]:
+    from megatron_patches import hooks
 
-    monkeypatch.setattr(upstream._Providers, "model", lambda self, **kwargs: "our model")
-    monkeypatch.setattr(
-        upstream._Providers, "__init__", lambda self, job: setattr(self, "data_iterators", our_data)
-    )
-    monkeypatch.setattr(
-        "megatron.core.num_microbatches_calculator.get_current_global_batch_size", lambda: 4
-    )
-
-    def preflight(args: Namespace, told: Mapping[str, str]) -> Any:
-        made.order.append(args.vocab_size)
-        return contextlib.nullcontext()
-
-    monkeypatch.setattr("megatron_patches.loop.preflight.preflight", preflight)
+    for name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
     # A rank that fails ends by it.
     monkeypatch.setattr("os._exit", sys.exit)
     # absl, where Megatron imports it, then closes the standard error that pytest put in place.
     monkeypatch.setattr("logging.shutdown", lambda: None)
-    made = MegatronTraining(monkeypatch, script_parses=request.param == "0.19")
-    yield made
+    yield Script(monkeypatch)
+    for hook in hooks.TABLE:
+        with contextlib.suppress(ImportError, AttributeError):
+            hook.undo()
     for package in ("distca", "megatron_patches"):
         logging.getLogger(package).handlers.clear()
         logging.getLogger(package).propagate = True
-
-
-@pytest.fixture
-def gone_on_from(monkeypatch) -> list[Any]:
-    """Arguments of the checkpoints from which our data goes on."""
-    from megatron_patches.loop import megatron_hooks
-
-    found: list[Any] = []
-    monkeypatch.setattr(megatron_hooks, "go_on_from", lambda saved, args: found.append(saved))
-    return found
-
-
-def our_data(samples: Any) -> str:
-    return "our data"
-
-
-def run(megatron: MegatronTraining, *command_line: str) -> MegatronTraining:
-    """Does what a script with the two lines does."""
-    from megatron_patches import upstream
-    from megatron_patches.loop.job import DataIterators, Job
-
-    job = Job(
-        add_arguments=upstream.GPT_JOB.add_arguments,
-        validate_arguments=refuse_tolerance,
-        build_model=lambda *args: "our model",
-        build_data=lambda args, *samples: DataIterators(*(f"our {n}" for n in samples)),
-        forward_step=lambda iterator, model: "our step",
-        forward_backward_func=lambda args: "our schedule" if args.distca else None,
-    )
-    megatron.command_line = list(command_line)
-    if megatron.script_parses:
-        pretrain = upstream.with_distca(megatron.pretrain_019, job)
-        megatron.parse()
-        pretrain(Container(), theirs("data"), "model type", theirs("step"))
-    else:
-        pretrain = upstream.with_distca(megatron.pretrain_017, job)
-        pretrain(theirs("data"), theirs("model"), "model type", theirs("step"))
-    return megatron
 
 
 def own_documents(args: Namespace, split: str) -> None:
     """As a user's module defines it."""
 
 
-def test_own_documents_are_given_by_the_function_s_name(megatron) -> None:
-    from megatron_patches import upstream
+def test_own_documents_are_given_by_the_function_s_name(script, monkeypatch) -> None:
+    from megatron.training import arguments, pretrain
 
-    upstream.with_distca(megatron.pretrain_017, documents=own_documents)
-    parser = megatron.modules[".arguments"].__dict__["add_megatron_arguments"](ArgumentParser())
+    from megatron_patches.upstream import with_distca
+
+    with_distca(pretrain, documents=own_documents)
     name = f"{__name__}:own_documents"
+    parser = arguments.add_megatron_arguments(ArgumentParser(allow_abbrev=False))
     assert parser.parse_args([]).distca_documents == name
+    with_distca(pretrain, documents=own_documents)
     other = ["--distca-documents", "other:function"]
+    parser = arguments.add_megatron_arguments(ArgumentParser(allow_abbrev=False))
     assert parser.parse_args(other).distca_documents == "other:function"
     with pytest.raises(ValueError, match="give a function that a module defines by name"):
-        upstream.with_distca(megatron.pretrain_017, documents=lambda args, split: None)
+        with_distca(pretrain, documents=lambda args, split: None)
 
 
-def test_without_the_flag_megatron_is_untouched(megatron, gone_on_from) -> None:
-    run(megatron)
-    assert gone_on_from == []
-    model = "their configured model" if megatron.script_parses else "Megatron's model"
-    assert megatron.called == ["Megatron's data", model, "Megatron's step", "Megatron's schedule"]
-    assert megatron.args.dataloader_type == "single"
-    assert not megatron.args.calculate_per_token_loss
-    assert set(megatron.logged) == {"lm loss"}
-    assert megatron.evaluates_as_sft
-    assert megatron.order == ["built"]
+def test_without_the_flag_pretrain_gets_what_the_script_gives(script) -> None:
+    given = script.run("--distca-tolerance", "2")
+    assert given.keys() == script.values.keys()
+    for name, value in script.values.items():
+        assert given[name] is value
+    assert not hasattr(script.values["train_valid_test_dataset_provider"], "is_distributed")
+    # Flags of ours have no effect, not even bad ones.
+    assert script.args.distca_tolerance == 2
+    assert script.args.dataloader_type is None
+    assert not script.args.calculate_per_token_loss
 
 
-def test_whole_validation_sets_are_ours_to_count_and_to_repeat(megatron) -> None:
-    from megatron_patches.batches.validation_sets import WholeSet
+def test_with_the_flag_pretrain_gets_ours(script) -> None:
+    from megatron_patches.loop.gpt_job import GPT_JOB
 
-    given = WholeSet(iter(()), 7)  # type: ignore[arg-type]
-    training = megatron.modules[".training"].__dict__
-    for flags, counted in ((["--distca"], [7]), ([], 3)):
-        run(megatron, *flags)
-        vars(megatron.args).update(full_validation=True, eval_iters=3)
-        # Megatron-LM wraps iterators, and those of whole sets first in a generator.
-        wrapped = types.SimpleNamespace(iterable=given)
-        assert training["evaluate_and_print_results"]("at", None, wrapped) == counted
-    assert training["cyclic_iter"](given) is given
-    assert next(training["cyclic_iter"]("theirs")) == "theirs"
-
-
-def test_with_the_flag_ours_is_called(megatron, gone_on_from) -> None:
-    run(megatron, "--distca", "--distca-tolerance", "0.2", "--their-flag", "3")
-    assert gone_on_from == [{"consumed_train_samples": 0}]
-    assert megatron.called == ["our data", "our model", "our step", "our schedule"]
-    assert megatron.args.distca_tolerance == 0.2
-    assert megatron.args.their_flag == 3
-    assert megatron.args.dataloader_type == "external"
-    assert megatron.args.calculate_per_token_loss
-    # The mean of an evaluation is over tokens, not ranks; after it the flag is as given.
-    assert not megatron.evaluates_as_sft
-    assert megatron.args.sft
-    # 4 samples of 10 tokens, in a step of less than a second.
-    assert megatron.logged["tokens/s"] > 40
-    # What flags name was tried first, with the vocabulary of Megatron-LM's tokenizer.
-    assert megatron.order == [99, "built"]
+    given = script.run("--distca", "--distca-tolerance", "0.2")
+    assert given["forward_step_func"] is GPT_JOB.forward_step
+    provider = given["train_valid_test_dataset_provider"]
+    assert provider.is_distributed
+    # Megatron-LM asks for it where there are virtual stages.
+    assert "vp_stage" in inspect.signature(provider).parameters
+    assert "vp_stage" in inspect.signature(given["model_provider"]).parameters
+    if script.script_parses:
+        assert given["cfg_container"] == Container(None)
+    assert script.args.distca_tolerance == 0.2
+    assert script.args.dataloader_type == "external"
+    assert script.args.calculate_per_token_loss
 
 
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--distca-tolerance", "2"], "error: too tolerant"),
+        (["--distca-tolerance", "-1"], "error: --distca-tolerance"),
         (["--distca-servers", "dedicated:2"], "needs --training-loop lean"),
         (["--tensorboard-dir", "/proc/x"], "--tensorboard-dir /proc/x cannot be written to"),
-        (["--their-flag", "13"], "error: Megatron-LM refuses the flags: raise AssertionError"),
+        (["--hidden-size", "33"], "error: Megatron-LM refuses the flags: "),
+        (["--distca-tolerence", "2"], "no --distca-tolerence: did you mean --distca-tolerance?"),
+        (["--num-layers", "many"], "argument --num-layers: invalid int value"),
     ],
 )
-def test_bad_flags_end_the_run_with_a_line(megatron, flags, message, capsys) -> None:
+def test_bad_flags_end_the_run_with_a_line(script, flags, message, capsys) -> None:
     with pytest.raises(SystemExit) as ended:
-        run(megatron, "--distca", *flags)
+        script.run("--distca", *flags)
     assert ended.value.code == 2
-    (line,) = capsys.readouterr().err.splitlines()
+    (line,) = (line for line in capsys.readouterr().err.splitlines() if "Warn" not in line)
     assert message in line
 
 
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        (["--distca-tolerence", "2"], "no --distca-tolerence: did you mean --distca-tolerance?"),
-        (["--their-flag", "many"], "argument --their-flag: invalid int value"),
-    ],
-)
-def test_a_command_line_that_cannot_be_parsed_takes_a_line(
-    megatron, flags, message, capsys, monkeypatch
-) -> None:
+def test_other_ranks_leave_it_to_the_first_to_say_so(script, capsys, monkeypatch) -> None:
     monkeypatch.setattr("time.sleep", lambda seconds: None)
-    for rank in (0, 1):
-        monkeypatch.setenv("RANK", str(rank))
-        with pytest.raises(SystemExit) as ended:
-            run(megatron, "--distca", *flags)
-        assert ended.value.code == 2
-        lines = capsys.readouterr().err.splitlines()
-        assert len(lines) == (rank == 0)
-        assert all(message in line for line in lines)
+    monkeypatch.setenv("RANK", "1")
+    with pytest.raises(SystemExit) as ended:
+        script.run("--distca", "--distca-tolerence", "2")
+    assert ended.value.code == 2
+    assert capsys.readouterr().err == ""
 
 
-def test_bad_flags_of_ours_do_not_stop_megatron_without_distca(megatron) -> None:
-    run(megatron, "--distca-tolerance", "2")
-    assert megatron.called[0] == "Megatron's data"
+def test_without_the_flag_megatron_refuses_as_ever(script, capsys) -> None:
+    with pytest.raises(SystemExit):
+        script.run("--num-layers", "many")
+    assert capsys.readouterr().err.startswith("usage: ")
 
 
-def test_lines_after_parsing_are_refused(monkeypatch) -> None:
+def test_lines_after_parsing_are_refused(script, monkeypatch) -> None:
     from megatron_patches.upstream import with_distca
 
-    megatron = MegatronTraining(monkeypatch, script_parses=True)
-    megatron.command_line = []
-    megatron.parse()
-    pretrain = with_distca(megatron.pretrain_019)
+    if not script.script_parses:
+        pytest.skip("this Megatron-LM parses the command line itself")
+    monkeypatch.setattr(sys, "argv", ["script", "--distca"])
+    monkeypatch.setattr("megatron.training.get_args", Namespace)
+
+    def pretrain(*args: Any, **kwargs: Any) -> None:
+        pytest.fail("it ran")
+
+    pretrain.__signature__ = script.signature  # type: ignore[attr-defined]
     with pytest.raises(ValueError, match="put the two lines after the imports"):
-        pretrain(Container(), theirs("data"), "model type", theirs("step"))
+        with_distca(pretrain)(**script.values)
 
 
 def test_an_unknown_pretrain_is_refused() -> None:
@@ -335,13 +225,82 @@ def test_an_unknown_pretrain_is_refused() -> None:
 @pytest.mark.parametrize(
     ("flags", "error"), [(["--distca"], SystemExit), ([], ValueError)], ids=["distca", "plain"]
 )
-def test_a_failure_ends_the_rank_with_distca_alone(
-    megatron, flags, error, monkeypatch, capsys
-) -> None:
-    def fail(*_: Any) -> None:
-        raise ValueError("no such corpus")
-
-    monkeypatch.setattr(megatron, "run", fail)
+def test_a_failure_ends_the_rank_with_distca_alone(script, flags, error, capsys) -> None:
     with pytest.raises(error):
-        run(megatron, *flags)
+        script.run(*flags, fails=ValueError("no such corpus"))
     assert ("error: no such corpus" in capsys.readouterr().err) == bool(flags)
+
+
+@pytest.fixture
+def args(monkeypatch) -> Namespace:
+    """Arguments that functions of Megatron-LM's loop find."""
+    found = Namespace(
+        sft=True, distca=True, seq_length=10, full_validation=True, multiple_validation_sets=False
+    )
+    monkeypatch.setattr("megatron.training.get_args", lambda: found)
+    return found
+
+
+def test_evaluation_averages_over_tokens_also_with_sft(args) -> None:
+    from megatron_patches.loop.megatron_hooks import mean_over_tokens
+
+    assert mean_over_tokens(lambda: args.sft, None)() is False  # type: ignore[arg-type]
+    assert args.sft
+
+
+def test_whole_validation_sets_are_ours_to_count_and_to_repeat(args) -> None:
+    from megatron_patches.batches.validation_sets import WholeSet
+    from megatron_patches.loop.megatron_hooks import over_whole_sets, unless_endless
+
+    given = WholeSet(iter(()), 7)  # type: ignore[arg-type]
+    # Megatron-LM wraps iterators.
+    wrapped = types.SimpleNamespace(iterable=given)
+    evaluate = over_whole_sets(lambda *_: args.eval_iters, None)  # type: ignore[arg-type]
+    assert evaluate("at", None, wrapped) == [7]
+    cyclic_iter = unless_endless(lambda iterable: iter([iterable]), None)  # type: ignore[arg-type]
+    assert cyclic_iter(given) is given
+    assert next(cyclic_iter("theirs")) == "theirs"
+
+
+def test_steps_log_tokens_per_second(args, monkeypatch) -> None:
+    from megatron_patches.loop.megatron_hooks import tokens_per_second
+
+    monkeypatch.setattr(
+        "megatron.core.num_microbatches_calculator.get_current_global_batch_size", lambda: 4
+    )
+    step = tokens_per_second(lambda: ({"lm loss": torch.ones(1)}, 0), None)  # type: ignore[arg-type]
+    figures, _ = step()
+    # 4 samples of 10 tokens, in a step of less than a second.
+    assert figures["tokens/s"] > 40
+    args.distca = False
+    assert set(step()[0]) == {"lm loss"}
+
+
+def test_checkpoints_arguments_are_those_our_data_goes_on_from(args, monkeypatch) -> None:
+    from megatron_patches.loop import megatron_hooks
+
+    found: list[Any] = []
+    monkeypatch.setattr(megatron_hooks, "go_on_from", lambda *given: found.append(given))
+    check = megatron_hooks.go_on_in_data(lambda saved: None, None)  # type: ignore[arg-type]
+    check(Namespace(consumed_train_samples=0))
+    assert found == [({"consumed_train_samples": 0}, args)]
+
+
+def test_the_schedule_is_made_once_and_megatrons_where_there_is_none(args) -> None:
+    from megatron_patches.loop.megatron_hooks import own_schedule
+
+    made: list[Any] = []
+
+    def job(schedule: str | None) -> Any:
+        def forward_backward_func(given: Namespace) -> str | None:
+            made.append(given)
+            return schedule
+
+        return types.SimpleNamespace(
+            job=types.SimpleNamespace(forward_backward_func=forward_backward_func)
+        )
+
+    ours = own_schedule(lambda: "theirs", job("ours"))
+    assert [ours(), ours()] == ["ours", "ours"]
+    assert made == [args]
+    assert own_schedule(lambda: "theirs", job(None))() == "theirs"

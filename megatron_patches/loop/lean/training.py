@@ -19,10 +19,10 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from megatron_patches import cpu
 from megatron_patches.batches.validation_sets import evaluates, suffixes
 from megatron_patches.flags.batch_sizes import init_calculator, samples_of_splits
 from megatron_patches.flags.megatron import dedicated_processes, parse_args
+from megatron_patches.hooks import adapt_megatron_core
 from megatron_patches.loop.ending import ending_the_job_on_failure
 from megatron_patches.loop.job import DataIterators, Job
 from megatron_patches.loop.lean.termination import TerminationSignal
@@ -30,7 +30,6 @@ from megatron_patches.loop.messages import exit_with_message
 from megatron_patches.loop.near_gpu import stay_near_gpu
 from megatron_patches.pipeline.dedicated import serve
 from megatron_patches.pipeline.processes import Processes
-from megatron_patches.repairs import repair_megatron, write_checkpoints_in_this_process
 
 logger = logging.getLogger(__name__)
 
@@ -160,9 +159,7 @@ def initialize_megatron(args: Namespace) -> None:
     """Sets megatron-core's process-wide state; `torch.distributed` must be initialised."""
     from megatron.core import parallel_state, tensor_parallel
 
-    cpu.adapt_megatron()
-    repair_megatron()
-    write_checkpoints_in_this_process()
+    adapt_megatron_core()
     parallel_state.initialize_model_parallel(
         args.tensor_model_parallel_size,
         args.pipeline_model_parallel_size,

@@ -81,10 +81,10 @@ def interleaved_angles() -> tuple[torch.Tensor, torch.Tensor]:
     """Ours and megatron-core's where a frequency turns neighbouring channels."""
     from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 
-    from megatron_patches.cpu import adapt_megatron
+    from megatron_patches.hooks import adapt_megatron_core
     from megatron_patches.model.rotary import TokenRotaryEmbedding
 
-    adapt_megatron()
+    adapt_megatron_core()
     reference = RotaryEmbedding(HEAD_DIM, 1.0, rotary_interleaved=True, use_cpu_initialization=True)
     rotary = TokenRotaryEmbedding(reference)
     rotary.positions = torch.tensor(POSITIONS)

@@ -1,0 +1,461 @@
+"""All names of Megatron and torch that DistCA replaces: one table.
+
+A row says which name, why, and for which versions of megatron-core. A mend of a defect also says
+where the defect is, and ends with the version that has it fixed. Nothing else replaces a name:
+what belongs to our own model, such as its core attention, is listed in `INSTANCES` and replaced on
+that model only.
+
+Rows are applied after the flags are parsed, and in Megatron-LM's own script only with `--distca`.
+Until then one name is replaced, that of `ADD_FLAGS`; without `--distca` it is put back.
+"""
+
+from __future__ import annotations
+
+import importlib
+import queue
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from megatron.core.package_info import MAJOR, MINOR
+
+from megatron_patches import checkpoint_data, cpu, mcore_fixes
+from megatron_patches.loop import megatron_checkpoints, megatron_hooks
+
+_ORIGINALS = "_distca_originals"
+"""Attribute of a changed module or class: its originals by name."""
+
+_ABSENT = object()
+
+
+def _always() -> bool:
+    return True
+
+
+@dataclass(frozen=True)
+class Hook:
+    """A name that is replaced.
+
+    Attributes:
+        module: module that has the name; one that ends with `.*` means all that are loaded.
+        name: name in the module, of a method with its class.
+        why: what the replacement is for.
+        make: function `(original, *given) -> replacement`; `given` is what `apply` was given.
+        since: first version of megatron-core that needs it.
+        until: first version that doesn't; None: none is known.
+        defect: for a mend, where the defect is: file and name at a tag of Megatron-LM or torch.
+        when: function that says whether this installation needs it.
+    """
+
+    module: str
+    name: str
+    why: str
+    make: Callable[..., Any]
+    since: tuple[int, int] = (0, 16)
+    until: tuple[int, int] | None = None
+    defect: str | None = None
+    when: Callable[[], bool] = _always
+
+    @property
+    def needed(self) -> bool:
+        """Whether the installed version needs it, in this installation."""
+        of_version = self.since <= (MAJOR, MINOR) and (
+            self.until is None or self.until > (MAJOR, MINOR)
+        )
+        return of_version and self.when()
+
+    def places(self) -> Iterator[tuple[Any, str]]:
+        """Yields each module or class that has the name, and the name there."""
+        if self.module.endswith(".*"):
+            prefix = self.module.removesuffix("*")
+            for name, module in list(sys.modules.items()):
+                if name.startswith(prefix) and self.name in getattr(module, "__dict__", {}):
+                    yield module, self.name
+            return
+        owner: Any = importlib.import_module(self.module)
+        *outer, leaf = self.name.split(".")
+        for each in outer:
+            owner = getattr(owner, each)
+        yield owner, leaf
+
+    def apply(self, *given: Any) -> None:
+        """Puts the replacement in place, once."""
+        for owner, leaf in self.places():
+            originals = vars(owner).get(_ORIGINALS)
+            if originals is None:
+                originals = {}
+                setattr(owner, _ORIGINALS, originals)
+            if leaf not in originals:
+                replacement = self.make(getattr(owner, leaf, None), *given)
+                originals[leaf] = vars(owner).get(leaf, _ABSENT)
+                setattr(owner, leaf, replacement)
+
+    def undo(self) -> None:
+        """Puts the original back."""
+        for owner, leaf in self.places():
+            originals = vars(owner).get(_ORIGINALS, {})
+            if leaf in originals:
+                original = originals.pop(leaf)
+                if original is _ABSENT:
+                    delattr(owner, leaf)
+                else:
+                    setattr(owner, leaf, original)
+                if not originals:
+                    delattr(owner, _ORIGINALS)
+
+
+def apply(hooks: Iterable[Hook], *given: Any) -> None:
+    """Applies the rows that this installation needs; once, though called again.
+
+    Args:
+        hooks: rows.
+        given: what their `make` takes beside the original.
+    """
+    for hook in hooks:
+        if hook.needed:
+            hook.apply(*given)
+
+
+_CORE = "https://github.com/NVIDIA/Megatron-LM/blob/core_v0.19.0/megatron/core"
+_TORCH = "https://github.com/pytorch/pytorch/blob/v2.9.0/torch/distributed/checkpoint"
+_OPTIMIZERS = (
+    ("megatron.core.optimizer.distrib_optimizer", "DistributedOptimizer"),
+    ("megatron.core.optimizer.optimizer", "Float16OptimizerWithFloat16Params"),
+    ("megatron.core.optimizer.optimizer", "FP32Optimizer"),
+)
+_ARGUMENTS, _INITIALIZE = "megatron.training.arguments", "megatron.training.initialize"
+_TRAINING, _CHECKPOINTING = "megatron.training.training", "megatron.training.checkpointing"
+_LATENT = "megatron.core.transformer.multi_latent_attention"
+_FILES = "megatron.core.dist_checkpointing.strategies.filesystem_async"
+
+ADD_FLAGS = Hook(
+    _ARGUMENTS,
+    "add_megatron_arguments",
+    "adds our flags, and calls us when the command line is parsed",
+    megatron_hooks.add_flags,
+)
+"""The row that is applied before the flags are parsed."""
+
+LOOP = (
+    Hook(
+        _ARGUMENTS,
+        "validate_args",
+        "checks our flags beside Megatron-LM's, and ends all ranks by one line",
+        megatron_hooks.check_arguments,
+        since=(0, 18),
+    ),
+    Hook(
+        _INITIALIZE,
+        "validate_args",
+        "the same: up to 0.17 the loop parses the flags",
+        megatron_hooks.check_arguments,
+        until=(0, 18),
+    ),
+    Hook(
+        _TRAINING,
+        "get_forward_backward_func",
+        "runs the micro-batches of a global batch in ticks",
+        megatron_hooks.own_schedule,
+    ),
+    Hook(_TRAINING, "train_step", "logs tokens per second", megatron_hooks.tokens_per_second),
+    Hook(
+        _TRAINING,
+        "evaluate",
+        "averages over tokens that count, also with --sft",
+        megatron_hooks.mean_over_tokens,
+    ),
+    Hook(
+        _TRAINING,
+        "evaluate_and_print_results",
+        "evaluates a whole validation set with --full-validation",
+        megatron_hooks.over_whole_sets,
+    ),
+    Hook(
+        _TRAINING,
+        "cyclic_iter",
+        "leaves our iterators as they are, which are endless and know their ticks",
+        megatron_hooks.unless_endless,
+    ),
+    Hook(
+        _TRAINING,
+        "setup_model_and_optimizer",
+        "tries all that flags name before the model is built, and locks --save",
+        megatron_hooks.after_preflight,
+    ),
+    Hook(
+        _CHECKPOINTING,
+        "check_checkpoint_args",
+        "goes on in the data where the checkpoint's run ended",
+        megatron_hooks.go_on_in_data,
+    ),
+    Hook(
+        _TRAINING,
+        "save_checkpoint",
+        "keeps the tokenizer beside checkpoints, and says why one cannot be saved",
+        megatron_checkpoints.explain_saving,
+    ),
+    Hook(
+        _TRAINING,
+        "load_checkpoint",
+        "says what is wrong with a checkpoint that cannot be loaded",
+        megatron_checkpoints.explain_loading,
+    ),
+    Hook(
+        _CHECKPOINTING,
+        "open_file",
+        "replaces the tracker file when the new one is whole",
+        megatron_checkpoints.whole_tracker,
+        until=(0, 19),
+    ),
+    Hook(
+        _CHECKPOINTING,
+        "maybe_msc",
+        "the same: from 0.19 on it opens files",
+        megatron_checkpoints.WholeTracker,
+        since=(0, 19),
+    ),
+)
+"""Megatron-LM's own loop, `megatron.training`; `make` is also given the `Run`."""
+
+MENDS = (
+    Hook(
+        "megatron.core.transformer.moe.moe_utils",
+        "te_general_gemm",
+        "routers ask for it without Transformer Engine",
+        lambda _: None,
+        until=(0, 17),
+        defect=f"{_CORE.replace('0.19.0', '0.16.1')}/transformer/moe/moe_utils.py",
+        when=lambda: not mcore_fixes.has_transformer_engine(),
+    ),
+    Hook(
+        _LATENT,
+        "HAVE_TE",
+        "it is true without Transformer Engine, whose stand-ins can be imported",
+        lambda _: False,
+        until=(0, 17),
+        defect=f"{_CORE.replace('0.19.0', '0.16.1')}/transformer/multi_latent_attention.py",
+        when=lambda: not mcore_fixes.has_transformer_engine(),
+    ),
+    Hook(
+        _LATENT,
+        "_prepare_mla_core_attention_value",
+        "fills values of packed documents up to the size of keys, whatever core attention takes",
+        mcore_fixes.values_of_any_size,
+        since=(0, 18),
+        defect=f"{_CORE}/transformer/multi_latent_attention.py",
+    ),
+    Hook(
+        "megatron.core.tensor_parallel.random",
+        "CheckpointWithoutOutput.__init__",
+        "takes fp8=False for fp8, which needs Transformer Engine",
+        mcore_fixes.recompute_without_fp8,
+        defect=f"{_CORE}/tensor_parallel/random.py (self.fp8 = fp8 is not None)",
+        when=lambda: not mcore_fixes.has_transformer_engine(),
+    ),
+    Hook(
+        "megatron.core.optimizer.distrib_optimizer",
+        "DistributedOptimizer._set_main_param_and_optimizer_states",
+        "writes into a leaf that needs gradients, and misses the `step` of torch's Adam",
+        mcore_fixes.set_states_of_torch_adam,
+        defect=f"{_CORE}/optimizer/distrib_optimizer.py",
+        when=lambda: not mcore_fixes.has_apex_or_engine(),
+    ),
+    *(
+        Hook(
+            module,
+            f"{kind}.sharded_state_dict",
+            "asserts a state that torch's Adam makes in its first step",
+            mcore_fixes.after_filling_state,
+            defect=f"{_CORE}/optimizer/optimizer.py",
+            when=lambda: not mcore_fixes.has_apex_or_engine(),
+        )
+        for module, kind in _OPTIMIZERS
+    ),
+    *(
+        Hook(
+            module,
+            f"{kind}.load_state_dict",
+            "loads one `step` tensor for all parameters of torch's Adam",
+            mcore_fixes.before_unsharing_steps,
+            defect=f"{_CORE}/optimizer/optimizer.py",
+            when=lambda: not mcore_fixes.has_apex_or_engine(),
+        )
+        for module, kind in _OPTIMIZERS
+    ),
+    Hook(
+        "megatron.core.datasets.utils",
+        "compile_helpers",
+        "calls make where the wheel has no Makefile, and ends the first rank",
+        mcore_fixes.keep_compiled_helpers,
+        defect=f"{_CORE}/datasets/utils.py",
+        when=lambda: not mcore_fixes.has_makefile_of_helpers(),
+    ),
+    Hook(
+        "torch.distributed.checkpoint.filesystem",
+        "pickle",
+        "runs code that a checkpoint's index names",
+        checkpoint_data.index_read_as_data,
+        defect=f"{_TORCH}/filesystem.py (read_metadata)",
+    ),
+    Hook(
+        "torch.distributed.checkpoint.default_planner",
+        "DefaultLoadPlanner.load_bytes",
+        "runs code that an object in a checkpoint names",
+        checkpoint_data.objects_read_as_data,
+        defect=f"{_TORCH}/default_planner.py (weights_only=False)",
+    ),
+)
+"""Mends of megatron-core and torch, also for code that runs without Megatron-LM's loop."""
+
+SAVING = (
+    Hook(
+        _FILES,
+        "_get_write_results_queue",
+        "starts a process, which takes memory and outlives a rank that is killed",
+        lambda _: queue.Queue,
+        until=(0, 17),
+    ),
+    Hook(
+        _FILES,
+        "get_write_results_queue",
+        "the same: renamed",
+        lambda _: queue.Queue,
+        since=(0, 17),
+    ),
+    Hook(
+        _FILES,
+        "FileSystemWriterAsync.write_preloaded_data_multiproc",
+        "the same, for each file",
+        mcore_fixes.write_files,
+        until=(0, 17),
+    ),
+    Hook(
+        _FILES,
+        "FileSystemWriterAsync.write_preloaded_data_multithread",
+        "only logs what fails",
+        mcore_fixes.write_files,
+        since=(0, 17),
+    ),
+)
+"""Checkpoints are written by threads of the rank, unless `--async-save` is given."""
+
+CPU = (
+    Hook(
+        "megatron.*",
+        "torch",
+        "makes tensors and streams on the GPU",
+        lambda theirs: cpu.TORCH_ON_CPU if theirs is torch else theirs,
+        when=cpu.without_cuda,
+    ),
+    Hook(
+        "torch", "Tensor.type", "names types of the GPU", cpu.type_of_a_gpu, when=cpu.without_cuda
+    ),
+    Hook("torch", "Tensor.cuda", "moves to the GPU", cpu.stay_on_cpu, when=cpu.without_cuda),
+    Hook("torch", "nn.Module.cuda", "moves to the GPU", cpu.stay_on_cpu, when=cpu.without_cuda),
+    Hook(
+        "megatron.core.transformer.moe.token_dispatcher",
+        "all_to_all",
+        "gives sizes as tensors, which are on the CPU as they are",
+        cpu.exchange_by_numbers,
+        when=cpu.without_cuda,
+    ),
+    Hook(
+        "megatron.core.tensor_parallel.random",
+        "_get_cuda_rng_state",
+        "reads the GPU's random state",
+        cpu.get_random_state,
+        when=cpu.without_cuda,
+    ),
+    Hook(
+        "megatron.core.tensor_parallel.random",
+        "_set_cuda_rng_state",
+        "sets the GPU's random state",
+        cpu.set_random_state,
+        when=cpu.without_cuda,
+    ),
+)
+"""Stand-ins for CUDA in megatron-core, where there is none."""
+
+ALLOW_NO_CUDA = Hook(
+    _TRAINING,
+    "initialize_megatron",
+    "refuses to start without CUDA",
+    cpu.initialize_without_cuda,
+    when=cpu.without_cuda,
+)
+"""The row that up to 0.17 is needed before the loop parses the flags."""
+
+CPU_LOOP = (
+    ALLOW_NO_CUDA,
+    *(
+        Hook(
+            module,
+            "set_jit_fusion_options",
+            "warms up fused kernels on the GPU",
+            lambda _: cpu.nothing,
+            when=cpu.without_cuda,
+        )
+        for module in (_INITIALIZE, _TRAINING)
+    ),
+    Hook(
+        _INITIALIZE,
+        "fused_kernels.load",
+        "compiles kernels for the GPU",
+        lambda _: cpu.nothing,
+        until=(0, 17),
+        when=cpu.without_cuda,
+    ),
+)
+"""The same in Megatron-LM's loop."""
+
+TABLE = (ADD_FLAGS, *LOOP, *MENDS, *SAVING, *CPU, *CPU_LOOP)
+"""All rows."""
+
+_GPT = "megatron.core.models.gpt:GPTModel"
+_BLOCK = "megatron.core.transformer.transformer_block:TransformerBlock"
+_LAYER = "megatron.core.transformer.transformer_layer:TransformerLayer"
+_ROUTER = "megatron.core.transformer.moe.router:TopKRouter"
+
+INSTANCES = {
+    f"{_GPT}.rotary_pos_emb": "rotates by each token's own position",
+    f"{_BLOCK}.forward": "runs two nano-batches in turn (--distca-ping-pong)",
+    f"{_LAYER}.forward": "replays CUDA graphs around core attention (--distca-cuda-graphs)",
+    "megatron.core.transformer.attention:SelfAttention.core_attention": "our core attention, "
+    "through the layer's spec",
+    f"{_LATENT}:MLASelfAttention.rotary_pos_emb": "rotates by each token's own position",
+    f"{_LATENT}:MLASelfAttention.linear_kv_up_proj": "expands latents that were sent",
+    f"{_ROUTER}.attach_and_log_load_balancing_loss": "averages over a micro-batch's tokens",
+    f"{_ROUTER}._apply_aux_loss": "the same",
+    f"{_ROUTER}._apply_seq_aux_loss": "the same",
+}
+"""What is replaced on our own model, by class and attribute (`megatron_patches.model`)."""
+
+
+def adapt_megatron_core(async_save: bool = False) -> None:
+    """Mends megatron-core, and lets it run without CUDA where there is none.
+
+    May be called again after more of Megatron's modules were loaded.
+
+    Args:
+        async_save: whether checkpoints are saved by other processes.
+    """
+    if cpu.without_cuda():
+        cpu.prepare_process()
+    apply(MENDS)
+    if not async_save:
+        apply(SAVING)
+    apply(CPU)
+
+
+def adapt_megatron_loop(run: megatron_hooks.Run, async_save: bool) -> None:
+    """Makes Megatron-LM's own loop run a job. Called when its flags are parsed.
+
+    Args:
+        run: the job and what its launcher told.
+        async_save: whether checkpoints are saved by other processes.
+    """
+    apply(LOOP, run)
+    apply(CPU_LOOP)
+    adapt_megatron_core(async_save)

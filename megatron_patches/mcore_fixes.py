@@ -1,0 +1,175 @@
+"""Mends of megatron-core and of torch's checkpoints, which `hooks` puts in place.
+
+Each function takes what it replaces and returns the replacement. `hooks` says why, for which
+versions, and where the defect is.
+"""
+
+from __future__ import annotations
+
+import functools
+import queue
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import torch
+
+
+def has_transformer_engine() -> bool:
+    """Whether megatron-core found Transformer Engine."""
+    from megatron.core.tensor_parallel import random
+
+    return bool(random.HAVE_TE)
+
+
+def has_apex_or_engine() -> bool:
+    """Whether megatron-core's optimizers are apex's or Transformer Engine's."""
+    from megatron.core.optimizer import distrib_optimizer
+
+    return bool(distrib_optimizer.HAVE_APEX_OR_TE)
+
+
+def has_makefile_of_helpers() -> bool:
+    """Whether the compiled helpers of datasets can be compiled: a wheel lacks their Makefile."""
+    from megatron.core.datasets import utils
+
+    assert utils.__file__ is not None
+    return (Path(utils.__file__).parent / "Makefile").exists()
+
+
+def values_of_any_size(theirs: Callable[..., Any]) -> Callable[..., Any]:
+    """Leaves values of packed documents at their own size where core attention takes it."""
+
+    @functools.wraps(theirs)
+    def prepare(layer: Any, query: Any, value: Any, packed_seq_params: Any) -> Any:
+        if getattr(layer.core_attention, "takes_any_heads", False):
+            size = value.shape[-1]
+            return value, False, size, size
+        return theirs(layer, query, value, packed_seq_params)
+
+    return prepare
+
+
+def keep_compiled_helpers(theirs: Callable[[], None]) -> Callable[[], None]:
+    """Leaves the compiled helpers of datasets as the wheel has them."""
+
+    @functools.wraps(theirs)
+    def compile_helpers() -> None:
+        return None
+
+    return compile_helpers
+
+
+def recompute_without_fp8(theirs: Callable[..., None]) -> Callable[..., None]:
+    """Makes `fp8=False` mean no fp8."""
+
+    @functools.wraps(theirs)
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        theirs(self, *args, **kwargs)
+        self.fp8 = False
+
+    return init
+
+
+def set_states_of_torch_adam(theirs: Callable[..., Any]) -> Callable[..., Any]:
+    """Sets the state of torch's Adam, which has a `step` for each parameter."""
+
+    @functools.wraps(theirs)
+    def set_states(self: Any, model_param: Any, tensors: dict[str, Any]) -> Any:
+        group, order = self.model_param_group_index_map[model_param]
+        main_param = self.optimizer.param_groups[group]["params"][order]
+        own = {k: v for k, v in self.optimizer.state[main_param].items() if k == "step"}
+        with torch.no_grad():
+            return theirs(self, model_param, own | tensors)
+
+    return set_states
+
+
+def after_filling_state(theirs: Callable[..., Any]) -> Callable[..., Any]:
+    """Gives torch's Adam the state of its first step, before one is loaded into it.
+
+    The distributed optimizer asserts that the state exists.
+    """
+
+    @functools.wraps(theirs)
+    def sharded_state_dict(
+        self: Any, model_state: Any, is_loading: bool = False, *more: Any, **named: Any
+    ) -> Any:
+        if is_loading:
+            for parameter, _, state in _adam_state(self.optimizer):
+                if not state:
+                    state["step"] = torch.tensor(0.0)
+                    state["exp_avg"] = torch.zeros_like(parameter.data)
+                    state["exp_avg_sq"] = torch.zeros_like(parameter.data)
+        return theirs(self, model_state, is_loading, *more, **named)
+
+    return sharded_state_dict
+
+
+def before_unsharing_steps(theirs: Callable[..., Any]) -> Callable[..., Any]:
+    """Gives every parameter a `step` tensor of its own after loading.
+
+    megatron-core loads one tensor for all of them, which torch's Adam then increments once for
+    each parameter. Some formats leave it at zero and keep the count in the parameter group.
+    """
+
+    @functools.wraps(theirs)
+    def load_state_dict(self: Any, *args: Any, **named: Any) -> Any:
+        answer = theirs(self, *args, **named)
+        for _, group, state in _adam_state(self.optimizer):
+            if "step" in state:
+                state["step"] = torch.tensor(float(group.get("step", state["step"])))
+        return answer
+
+    return load_state_dict
+
+
+def _adam_state(optimizer: Any) -> Iterator[tuple[torch.Tensor, dict[str, Any], dict[str, Any]]]:
+    """Yields each parameter of torch's Adam with its group and state; nothing of others."""
+    if isinstance(optimizer, torch.optim.Adam):
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                yield parameter, group, optimizer.state[parameter]
+
+
+def write_files(_: Callable[..., None]) -> Any:
+    """Writes a rank's files of a checkpoint by threads of this process."""
+    return staticmethod(_write_files)
+
+
+def _write_files(
+    transforms: Any, use_msc: bool, rank: int, files: Sequence[Any], results: queue.Queue[Any]
+) -> None:
+    """Writes a rank's files of a checkpoint, a thread for each, as megatron-core calls it.
+
+    Args:
+        transforms: transforms of the files' content.
+        use_msc: whether files are those of the multi-storage client.
+        rank: this rank.
+        files: what megatron-core's `write_preloaded_data` writes, each.
+        results: takes what was written by the file's number, or the error of a file.
+    """
+    from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
+
+    def write(number: int) -> Any:
+        answers: queue.Queue[Any] = queue.Queue()
+        unfinished: queue.Queue[int] = queue.Queue()
+        unfinished.put(number)
+        FileSystemWriterAsync.write_preloaded_data(
+            transforms, number, files[number], answers, unfinished, use_fsync=True, use_msc=use_msc
+        )
+        return answers.get()[1]
+
+    with ThreadPoolExecutor(len(files)) as threads:
+        written = list(threads.map(write, range(len(files))))
+    errors = [_operating_system_s(each) for each in written if isinstance(each, Exception)]
+    results.put(errors[0] if errors else dict(enumerate(written)))
+
+
+def _operating_system_s(error: BaseException) -> BaseException:
+    """Returns the operating system's error that an error came of, or the error itself."""
+    cause: BaseException | None = error
+    while cause is not None and not isinstance(cause, OSError):
+        cause = cause.__cause__ or cause.__context__
+    return error if cause is None else cause
