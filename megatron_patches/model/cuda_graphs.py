@@ -35,6 +35,7 @@ from megatron.core.models.gpt import GPTModel
 from torch.autograd.function import once_differentiable
 
 from megatron_patches.model.core_attention import DocumentParams
+from megatron_patches.model.unknown_arguments import refuse_unknown
 
 Tensors = tuple[torch.Tensor, ...]
 
@@ -327,7 +328,12 @@ def _forward(
     packed_seq_params: DocumentParams | None = None,
     **others: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Does what megatron-core's `TransformerLayer.forward` does, for layers that we train."""
+    """Does what megatron-core's `TransformerLayer.forward` does, for layers that we train.
+
+    Raises:
+        ValueError: Megatron gives the layer something that would be dropped.
+    """
+    refuse_unknown(others, "--distca-cuda-graphs", "remove that flag")
     attention = layer.self_attention
     unrotated = layer.config.no_rope_freq and layer.config.no_rope_freq[layer.layer_number - 1]
     angles = () if rotary_pos_emb is None or unrotated else (rotary_pos_emb,)

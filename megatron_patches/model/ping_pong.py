@@ -34,6 +34,16 @@ from megatron_patches.model.core_attention import DocumentParams
 from megatron_patches.model.recompute import groups_of_layers
 from megatron_patches.model.rotary import split_rows
 from megatron_patches.model.thread_state import ThreadState
+from megatron_patches.model.unknown_arguments import refuse_unknown
+
+# What Megatron's block passes on to its layers as it is.
+_PASSED_ON = (
+    "attention_bias",
+    "rotary_pos_cos",
+    "rotary_pos_sin",
+    "rotary_pos_cos_sin",
+    "sequence_len_offset",
+)
 
 
 class Turns:
@@ -120,7 +130,11 @@ def _forward(
     packed_seq_params: DocumentParams | None = None,
     **others: Any,
 ) -> torch.Tensor:
-    """Does what megatron-core's `TransformerBlock.forward` does, for two nano-batches."""
+    """Does what megatron-core's `TransformerBlock.forward` does, for two nano-batches.
+
+    Raises:
+        ValueError: Megatron gives the block something that would be dropped.
+    """
     if packed_seq_params is None or packed_seq_params.nano_batches is None:
         return plain(
             hidden_states,
@@ -129,6 +143,13 @@ def _forward(
             packed_seq_params=packed_seq_params,
             **others,
         )
+    refuse_unknown(
+        {"attention_mask": attention_mask, **others},
+        "--distca-ping-pong",
+        "give --no-distca-ping-pong",
+        _PASSED_ON,
+    )
+    passed = {name: value for name, value in others.items() if name in _PASSED_ON}
     config, nano_batches = block.config, packed_seq_params.nano_batches
     shards = config.tensor_model_parallel_size if config.sequence_parallel else 1
     hidden = hidden_states if block.pre_process else block.input_tensor
@@ -146,7 +167,7 @@ def _forward(
     def run(layers: Sequence[Any], *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
         turns = Turns(program)
         functions = [
-            partial(_run_layers, turns, layers, part, nano_batch, angle, others)
+            partial(_run_layers, turns, layers, part, nano_batch, angle, passed)
             for part, nano_batch, angle in zip(inputs, nano_batches, angles, strict=True)
         ]
         result = tuple(turns.run(functions))
@@ -175,14 +196,9 @@ def _run_layers(
     hidden: torch.Tensor,
     params: DocumentParams,
     angles: torch.Tensor | None,
-    others: dict[str, Any],
+    passed: dict[str, Any],
 ) -> torch.Tensor:
-    """Runs one nano-batch through some layers."""
-    passed = {
-        name: value
-        for name, value in others.items()
-        if name.startswith("rotary_pos") or name in ("attention_bias", "sequence_len_offset")
-    }
+    """Runs one nano-batch through some layers, each of which is given `passed`, too."""
     for layer in layers:
         with turns.inside(partial(get_fp8_context, layer.config, layer.layer_number - 1)):
             hidden, _ = layer(

@@ -67,9 +67,7 @@ def test_mixes_that_are_said_to_gain_nothing_are_those() -> None:
         for (mix, way), row in stored.items()
         if way == "tiles, whole" and float(row["ratio"]) < 1.02
     ]
-    (said,) = re.findall(
-        r"equal lengths \((\w+)\) lose about 1%", (ROOT / "README.md").read_text()
-    )
+    (said,) = re.findall(r"equal lengths \((\w+)\) lose about 1%", (ROOT / "README.md").read_text())
     assert not_faster == [said]
     saved = json.loads((RESULTS / "throughput.json").read_text())["mixes"]
     assert max(saved[said]["max_over_mean_pairs"]) < 1.005

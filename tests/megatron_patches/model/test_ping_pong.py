@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from distca.runtime import ProgramRun
 from distca.schedule.program import Event
+from megatron_patches.model import cuda_graphs, ping_pong
 from megatron_patches.model.gpt import add_to_gradients_always
 from megatron_patches.model.ping_pong import Turns
 from megatron_patches.model.thread_state import ThreadState
@@ -63,6 +65,26 @@ def test_weight_gradients_of_both_halves_are_summed() -> None:
     torch.cat([layer(ping), layer(pong)]).sum().backward()
     expected = torch.ones(8, 3).T @ torch.cat([ping, pong]).detach()
     torch.testing.assert_close(layer.main_grad, expected)
+
+
+@pytest.mark.parametrize("name", ["padding_mask", "extract_layer_indices", "attention_mask"])
+def test_what_our_copies_of_megatrons_layers_do_not_know_is_refused(name: str) -> None:
+    """None is what Megatron gives for what is not used."""
+    params: Any = SimpleNamespace(nano_batches=("ping", "pong"), run=None)
+    given = {"hidden_states": torch.ones(2), "packed_seq_params": params, name: "it"}
+    none = {"inference_context": None, "padding_mask": None, "rotary_pos_cos": "known"}
+    with pytest.raises(ValueError, match=f"{name}, which --distca-ping-pong does not know"):
+        ping_pong._forward(None, pytest.fail, **none | given)
+    if name != "attention_mask":
+        with pytest.raises(ValueError, match=f"{name}, which --distca-cuda-graphs does not know"):
+            cuda_graphs._forward(None, None, None, **given)  # type: ignore[arg-type]
+
+
+def test_without_nano_batches_the_block_is_megatrons() -> None:
+    seen: dict[str, Any] = {}
+    given = {"padding_mask": "theirs", "packed_seq_params": None, "rotary_pos_emb": None}
+    ping_pong._forward(None, lambda *_, **named: seen.update(named), torch.ones(2), **given)  # type: ignore
+    assert seen == given
 
 
 class CountsFunctions(TorchFunctionMode):
