@@ -18,27 +18,29 @@ parse_launcher_options "model python processes port" "$@"
 check_flags pretrain_gpt.py
 choose_model
 [ "$model" = llama-8b ] || die "one machine holds llama-8b: launch/slurm is for larger models"
+gpus=0
+if [ -n "${CUDA_VISIBLE_DEVICES+set}" ]; then
+    gpus=$(tr ',' '\n' <<<"$CUDA_VISIBLE_DEVICES" | grep -c '^ *[0-9GM]') || true
+elif command -v nvidia-smi >/dev/null; then
+    gpus=$(nvidia-smi --list-gpus 2>/dev/null | grep -c '^GPU') || true
+fi
 # One for each GPU that CUDA shows, or for each core.
-count_processes() {
-    local gpus=0
-    if [ -n "${CUDA_VISIBLE_DEVICES+set}" ]; then
-        gpus=$(tr ',' '\n' <<<"$CUDA_VISIBLE_DEVICES" | grep -c '^ *[0-9GM]') || true
-    elif command -v nvidia-smi >/dev/null; then
-        gpus=$(nvidia-smi --list-gpus 2>/dev/null | grep -c '^GPU') || true
-    fi
-    if [ "$gpus" -gt 0 ]; then echo "$gpus"; else getconf _NPROCESSORS_ONLN; fi
-}
-
-[ "$processes" != auto ] || processes=$(count_processes)
+if [ "$processes" = auto ]; then
+    if [ "$gpus" -gt 0 ]; then processes=$gpus; else processes=$(getconf _NPROCESSORS_ONLN); fi
+fi
 whole_number --processes "$processes"
 tensor=4
 while [ $((processes % tensor)) != 0 ]; do tensor=$((tensor / 2)); done
 meet=(--standalone)
 [ -z "$port" ] || meet=(--nnodes 1 --master-addr 127.0.0.1 --master-port "$port")
+# Each process on the CPUs of its GPU's NUMA node; torchrun needs numactl for it.
+numa=()
+if [ "$gpus" -gt 0 ] && command -v numactl >/dev/null; then numa=(--numa-binding node); fi
 command=(
     # Megatron-LM asks for it with tensor parallelism, for the order of kernels.
     env CUDA_DEVICE_MAX_CONNECTIONS=1 "$allocator"
-    "$python" -m torch.distributed.run "${meet[@]}" --nproc-per-node "$processes"
+    "$python" -m torch.distributed.run "${meet[@]}" "${numa[@]}"
+    --nproc-per-node "$processes"
     pretrain_gpt.py --distca "${model_flags[@]}" "${training_flags[@]}"
     --tensor-model-parallel-size "$tensor" --sequence-parallel
     --distca-gpus-per-node "$processes"

@@ -26,7 +26,6 @@ from megatron_patches.flags.unknown import nearest
 from megatron_patches.loop.job import Job
 from megatron_patches.loop.launcher import kill_leftovers
 from megatron_patches.loop.messages import exit_with_message, message_handlers, message_level
-from megatron_patches.loop.near_gpu import stay_near_gpu
 
 
 @dataclass(frozen=True)
@@ -154,8 +153,6 @@ def after_preflight(theirs: Callable[..., Any], run: Run) -> Callable[..., Any]:
 
         from megatron_patches.loop.preflight import preflight
 
-        if torch.cuda.is_available():
-            stay_near_gpu(torch.cuda.current_device())
         vocab_size = get_tokenizer().vocab_size
         complete = Namespace(**vars(get_args()) | {"vocab_size": vocab_size})
         held.enter_context(preflight(complete, run.told))

@@ -147,7 +147,7 @@ def test_one_machine_with_any_number_of_gpus(processes: int, tensor: int, tmp_pa
     printed = [
         launch("local.sh", *given, env=env).stdout,
         launch("local.sh", *given, env=visible).stdout,
-        launch("local.sh", *given, "--processes", str(processes)).stdout,
+        launch("local.sh", *given, "--processes", str(processes), env=env).stdout,
     ]
     assert printed[1:] == printed[:1] * 2
     assert f" --nproc-per-node {processes} " in printed[0]
@@ -159,6 +159,17 @@ def test_one_machine_with_any_number_of_gpus(processes: int, tensor: int, tmp_pa
     assert args.distca_gpus_per_node == processes
     told = [*flags, "--tensor-model-parallel-size", "1"]
     assert parse_args(add_distca_arguments, told, processes).data_parallel_size == processes
+
+
+@pytest.mark.parametrize(("gpus", "binds"), [("0,1", True), ("", False)])
+def test_processes_keep_near_their_gpus(gpus: str, binds: bool, tmp_path: Path) -> None:
+    """By torchrun, which calls numactl."""
+    numactl = tmp_path / "numactl"
+    numactl.write_text("#!/usr/bin/env bash\n")
+    numactl.chmod(0o755)
+    env = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}", "CUDA_VISIBLE_DEVICES": gpus}
+    done = launch("local.sh", "--dry-run", "--processes", "2", env=env)
+    assert (" --numa-binding node " in done.stdout) == binds
 
 
 @pytest.mark.parametrize("visible", ["", "-1", None])

@@ -27,7 +27,6 @@ from megatron_patches.loop.ending import ending_the_job_on_failure
 from megatron_patches.loop.job import DataIterators, Job
 from megatron_patches.loop.lean.termination import TerminationSignal
 from megatron_patches.loop.messages import exit_with_message
-from megatron_patches.loop.near_gpu import stay_near_gpu
 from megatron_patches.pipeline.dedicated import serve
 from megatron_patches.pipeline.processes import Processes
 
@@ -121,7 +120,6 @@ def initialize(args: Namespace, process: LaunchedProcess, store: Any = None) -> 
     """
     if torch.cuda.is_available():
         torch.cuda.set_device(process.local_rank)
-        stay_near_gpu(process.local_rank)
     timeout = timedelta(minutes=args.distributed_timeout_minutes)
     processes = None
     dedicated = dedicated_processes(args)
