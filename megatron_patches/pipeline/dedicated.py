@@ -34,7 +34,7 @@ def serve(job: Job, args: Namespace, processes: Processes) -> None:
     control = data.control
     assert control is not None
     while (number := control.next_number()) is not None:
-        _serve_global_batch(args, _ticks(data, number))
+        serve_global_batch(_ticks(data, number), args.params_dtype, softmax_scale(args))
     data.finish()
 
 
@@ -45,14 +45,21 @@ def _ticks(data: DataIterators, number: int) -> TickStream:
     return ticks
 
 
-def _serve_global_batch(args: Namespace, ticks: TickStream) -> None:
+def serve_global_batch(ticks: TickStream, dtype: torch.dtype, softmax_scale: float) -> None:
+    """Computes what the plans of the next global batch give this process. Collective.
+
+    Args:
+        ticks: ticks of the global batch's split.
+        dtype: type of the activations.
+        softmax_scale: factor of the scores.
+    """
     tick_input = next(ticks)
     batches = ticks.batches
-    activation = torch.empty(0, dtype=args.params_dtype, device=ticks.device)
+    activation = torch.empty(0, dtype=dtype, device=ticks.device)
     layers = range(1, 1 + sum(len(group.layers) for group in batches.layer_groups))
     with batches.core_attention.transport.checked():
         for number in range(len(tick_input.schedule.ticks)):
             if number:
                 tick_input = next(ticks)
             placed = batches.placed(tick_input)
-            serve_tick(batches, placed, list(layers), softmax_scale(args), activation)
+            serve_tick(batches, placed, list(layers), softmax_scale, activation)

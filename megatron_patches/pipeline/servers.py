@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any
 
 import numpy as np
 import torch
@@ -16,6 +17,7 @@ from megatron.core import parallel_state
 
 from distca.plan.span import Int64s
 from distca.transport import new_exchange_group
+from distca.transport.collective import MAX_CTAS
 from distca.transport.shared_segments import machine_id
 from megatron_patches.batches.ticks import PipelineLayout
 from megatron_patches.pipeline.processes import Control, Place, Processes
@@ -41,15 +43,44 @@ class Servers:
 def find_servers(
     args: Namespace, device: torch.device, processes: Processes | None = None
 ) -> Servers:
-    """Finds the servers that exchange with this process. Collective.
+    """Finds the servers that exchange with this process, and warns of distances. Collective.
 
     Args:
         args: Megatron-LM's arguments.
         device: device of the model.
         processes: processes of a job with dedicated servers; None: there are none.
     """
-    chunks = args.virtual_pipeline_model_parallel_size or 1
-    max_ctas = args.distca_nccl_max_ctas
+    if processes is None or not processes.serves_only:
+        machines: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(machines, machine_id())
+        if dist.get_rank() == 0:
+            warn_of_distances(args, machines)
+    return connect_servers(
+        device,
+        processes,
+        chunks=args.virtual_pipeline_model_parallel_size or 1,
+        timeout=timedelta(minutes=args.distributed_timeout_minutes),
+        max_ctas=args.distca_nccl_max_ctas,
+    )
+
+
+def connect_servers(
+    device: torch.device,
+    processes: Processes | None = None,
+    *,
+    chunks: int = 1,
+    timeout: timedelta | None = None,
+    max_ctas: int = MAX_CTAS,
+) -> Servers:
+    """Numbers the attention servers, and makes the groups in which they exchange. Collective.
+
+    Args:
+        device: device of the model.
+        processes: processes of a job with dedicated servers; None: there are none.
+        chunks: number of model chunks (virtual stages) of each pipeline stage.
+        timeout: time limit of an exchange; None: the backend's default.
+        max_ctas: as for `distca.transport.collective.nccl_options`, where the backend is NCCL.
+    """
     if processes is not None and processes.serves_only:
         places, index = processes.share_places(None), processes.tensor_parallel_rank
         group = processes.exchange_group(places, index, max_ctas)
@@ -63,16 +94,12 @@ def find_servers(
         parallel_state.get_data_parallel_rank(),
     )
     index, stage, data_parallel_rank = place
-    found: list[tuple[Place, str]] = [(place, "")] * dist.get_world_size()
-    dist.all_gather_object(found, (place, machine_id()))
-    places = [each for each, _ in found]
-    if dist.get_rank() == 0:
-        warn_of_distances(args, [machine for _, machine in found])
+    places = [place] * dist.get_world_size()
+    dist.all_gather_object(places, place)
     table = server_table(places, index)
     number = int(table[stage, data_parallel_rank])
     if processes is None:
         # Groups of their own, so that exchanges are never ordered among other collectives.
-        timeout = timedelta(minutes=args.distributed_timeout_minutes)
         groups = [
             new_exchange_group(
                 [rank for rank, other in enumerate(places) if other[0] == each], timeout, max_ctas
