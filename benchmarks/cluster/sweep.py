@@ -39,6 +39,7 @@ from distca.simulate import (
     simulate,
 )
 from distca.simulate.costs import Recompute
+from distca.simulate.search import Trial
 
 
 @dataclass(frozen=True)
@@ -70,6 +71,9 @@ class Case:
     papers_way: bool = False
     recompute: Recompute = "none"
     expert_parallel: int = 1
+
+    def __str__(self) -> str:
+        return f"{self.model}, {self.documents} to {self.context:,}, {self.gpus} GPUs"
 
     @property
     def workload(self) -> Workload:
@@ -150,13 +154,8 @@ class Unit:
         sent = np.sum(list(outcome.bytes_sent.values()), axis=0)
         return {
             "key": self.key,
-            "seconds": outcome.seconds,
-            "tokens": outcome.tokens,
-            "fits": outcome.fits,
-            "memory_gb": float(outcome.memory_bytes.max()) / 1e9,
+            **asdict(Trial.of(outcome)),
             "least_memory_gb": float(outcome.memory_bytes.min()) / 1e9,
-            "idle": outcome.idle,
-            "exposed": float(outcome.exposed.mean()) / outcome.seconds,
             "gathering": float(outcome.gathering.mean()) / outcome.seconds,
             "computed_max_over_mean": float(outcome.computed.max() / outcome.computed.mean()),
             "gb": float(sent.sum()) / 1e9,
@@ -216,7 +215,7 @@ class Runner:
         with (
             ProcessPoolExecutor(self._processes) as pool,
             self._path.open("a") as file,
-            tqdm(total=len(wanted), desc=title, unit=" runs", disable=None) as bar,
+            tqdm(total=len(wanted), desc=title, unit=" runs", disable=None, leave=False) as bar,
         ):
             for future in as_completed([pool.submit(run_unit, unit) for unit in wanted.values()]):
                 row = future.result()

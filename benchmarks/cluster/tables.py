@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 
 from benchmarks.cluster.report import K, Options, Report, table
-from benchmarks.cluster.search import Best, Sweep, best_baselines, best_with_plans
+from benchmarks.cluster.search import Sweep, best_of
 from benchmarks.cluster.sweep import Case, Runner
 from distca.palette import colour_in_turn
-from distca.simulate import BASELINES, DISTCA_SYSTEMS, MEGATRON
+from distca.simulate import BASELINES, DISTCA_SYSTEMS, MEGATRON, Choice
 
 TABLE_3 = {
     ("llama-8b", 128): [(8, 64), (16, 128), (32, 256)],
@@ -163,26 +163,23 @@ def end_to_end(name: str, runner: Runner, options: Options) -> Report:
     sweep = Sweep(
         options.sweep_batches, options.most_promising, options.finalists, TUNED_TOLERANCES
     )
-    found: dict[str, dict[Case, Best]] = {}
 
-    def best(system: str, mine: list[Case]) -> dict[Case, Best]:
-        sizes = system, group.tensor, group.stages, options.batches
-        if system in BASELINES:
-            return best_baselines(runner, mine, *sizes)
-        return best_with_plans(runner, mine, *sizes, sweep)
+    def best(system: str, case: Case) -> Choice:
+        return best_of(runner, case, system, group.tensor, group.stages, options.batches, sweep)
 
-    for system in group.systems:
-        found[system] = best(system, cases)
+    found = {system: {case: best(system, case) for case in cases} for system in group.systems}
     for system in AS_THE_PAPER if group.as_the_paper else ():
-        again = {replace(case, recompute="mlp"): case for case in cases}
-        ran = best(system, list(again))
-        found[f"{system}, MLPs again"] = {again[case]: each for case, each in ran.items()}
+        found[f"{system}, MLPs again"] = {
+            case: best(system, replace(case, recompute="mlp")) for case in cases
+        }
     rows = [_end_to_end_row(case, group, found) for case in cases]
     text = [*_against_published(group, rows), "", *table([_readable(row, group) for row in rows])]
     return Report(group.title, rows, text, partial(_draw_end_to_end, group, rows))
 
 
-def _end_to_end_row(case: Case, group: Group, found: dict[str, dict[Case, Best]]) -> dict[str, Any]:
+def _end_to_end_row(
+    case: Case, group: Group, found: dict[str, dict[Case, Choice]]
+) -> dict[str, Any]:
     row: dict[str, Any] = {
         "TP": _sizes(group.tensor),
         "PP": _sizes(group.stages),
@@ -200,11 +197,22 @@ def _end_to_end_row(case: Case, group: Group, found: dict[str, dict[Case, Best]]
         row[f"{system} GB"] = best.memory_gb
         row[f"{system} idle"] = best.idle
         row[f"{system} exposed"] = best.exposed
-        row[f"{system} configuration"] = str(best)
+        row[f"{system} configuration"] = _configuration(best)
         row[f"{system} tried"] = best.tried
         row[f"{system} simulated"] = best.simulated
         row[f"{system} out of memory"] = best.out_of_memory
     return row
+
+
+def _configuration(best: Choice) -> str:
+    """The best configuration, or why there is none."""
+    if best.candidate is not None:
+        return str(best.candidate)
+    if not best.tried:
+        return "none divides, or it has no windows"
+    if best.out_of_memory == best.tried:
+        return "out of memory"
+    return f"out of memory in the {best.simulated} simulated"
 
 
 def _sizes(sizes: Sequence[int]) -> str:
@@ -320,7 +328,7 @@ RULE = (
     "Each system has its best configuration for each job, found in rounds: configurations run the "
     "first batch, the fastest run 3, and the fastest of these all. Of baselines all that may fit "
     "run the first batch, 12 run 3 and 4 run all; of DistCA, whose plans take longer, the few that "
-    "promise most (`distca.simulate.advice.estimate`), 2 and 1. How many ran, are known to be out "
+    "promise most (`distca.simulate.space.estimate`), 2 and 1. How many ran, are known to be out "
     "of memory, and divide the job: see below."
 )
 EXPLANATION = [

@@ -30,7 +30,14 @@ from distca.commands.described import (
     model_of,
 )
 from distca.commands.plan import cut_to_pieces, shuffled
-from distca.commands.simulate_report import as_json, format_choices, make_figure, plot_choices
+from distca.commands.simulate_report import (
+    as_json,
+    best_of_distca,
+    format_choices,
+    how_to_train,
+    make_figure,
+    plot_choices,
+)
 from distca.cost.latent_rows import LATENT_ROWS
 from distca.documents.lengths import DISTRIBUTIONS, draw, read_lengths
 from distca.plan.span import Int64s
@@ -42,8 +49,6 @@ from distca.simulate import (
     Choice,
     Workload,
     advise,
-    best_of_distca,
-    how_to_train,
     pack_sequences,
     save_trace,
     simulate,

@@ -11,12 +11,24 @@ from typing import Any
 import numpy as np
 
 from distca.palette import BLACK, ORANGE, SKY_BLUE
-from distca.simulate.advice import TITLES, Choice
-from distca.simulate.baselines import MEGATRON, WITHOUT_WINDOWS
+from distca.simulate import DISTCA_SYSTEMS, MEGATRON, Candidate, Choice, Workload, training_flags
+from distca.simulate.baselines import WITHOUT_WINDOWS
 from distca.simulate.charges import Charges
-from distca.simulate.flags import training_flags
-from distca.simulate.search import DISTCA_SYSTEMS, Workload
+from distca.simulate.hybrid import HYBRID
 
+TITLES = {
+    "packed": "plain Megatron",
+    "cp-p2p": "context parallel, ring",
+    "cp-a2a": "context parallel, all-to-all",
+    "cp-a2a+p2p": "context parallel, a2a+p2p",
+    "per-document-cp": "context parallel, all-gather",
+    HYBRID: "hybrid context parallel",
+    "wlb-llm": "WLB-LLM, ideal",
+    "wlb-llm-paper": "WLB-LLM as in the paper",
+    "greedy": "DistCA, greedy",
+    "tiles": "DistCA, tiles",
+}
+"""Names of the systems for readers."""
 CHARGED = (
     "All are charged alike: links reach {links:.0%} and copies {copies:.0%} of their speed, "
     "exchanges take {interference:.0%} of\ncompute."
@@ -144,3 +156,37 @@ def plot_choices(choices: Sequence[Choice], workload: Workload, path: Path) -> N
     figure.suptitle(f"{workload.gpus} GPUs of {workload.cluster.name}: simulated")
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=110)
+
+
+def best_of_distca(choices: Sequence[Choice]) -> Candidate | None:
+    """The fastest configuration with `--distca`; None: nothing fits, or none was asked for."""
+    chosen = [c for c in choices if c.system in DISTCA_SYSTEMS and c.candidate is not None]
+    best = max(chosen, key=lambda choice: choice.tokens_per_second, default=None)
+    return None if best is None else best.candidate
+
+
+def how_to_train(choices: Sequence[Choice], workload: Workload) -> list[str]:
+    """Lines with the flags of DistCA's best configuration; none where nothing fits."""
+    best = best_of_distca(choices)
+    if best is None:
+        return []
+    what = f"{TITLES[best.system]}, on {workload.gpus} GPUs"
+    try:
+        flags = training_flags(best, workload)
+    except ValueError as error:
+        return [f"No flags of pretrain_gpt.py for {what}: {error}"]
+    return [
+        f"Flags of pretrain_gpt.py for {what}, beside those of the model, the data and the "
+        "learning rate:",
+        format_flags(flags),
+    ]
+
+
+def format_flags(flags: Sequence[str], width: int = 96) -> str:
+    """Formats flags for a shell: indented lines, joined by backslashes."""
+    lines = [""]
+    for flag in flags:
+        if lines[-1] and len(lines[-1]) + 1 + len(flag) > width:
+            lines.append("")
+        lines[-1] = f"{lines[-1]} {flag}".strip()
+    return " \\\n".join(f"    {line}" for line in lines)

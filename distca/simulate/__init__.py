@@ -11,27 +11,26 @@ processes nor devices.
 """
 
 from distca.schedule.program import Ablation
-from distca.simulate.advice import TITLES, Choice, advise
 from distca.simulate.baselines import BASELINES, MEGATRON, simulate_baseline
-from distca.simulate.batches import plan_global_batch
 from distca.simulate.bins import BaselineLayout
 from distca.simulate.charges import PUBLISHED, UNCHARGED, Charges
 from distca.simulate.cluster import CLUSTERS, Cluster
 from distca.simulate.costs import ModelCosts
-from distca.simulate.flags import best_of_distca, how_to_train, training_flags
+from distca.simulate.flags import training_flags
 from distca.simulate.outcome import Outcome, save_trace
 from distca.simulate.resources import Resources, Transfer
-from distca.simulate.search import (
+from distca.simulate.search import Choice, advise
+from distca.simulate.space import candidates, divisions
+from distca.simulate.ticks import simulate_ticks
+from distca.simulate.workload import (
     DISTCA_SYSTEMS,
     SYSTEMS,
     Candidate,
     Workload,
-    candidates,
-    divisions,
     pack_sequences,
+    plan_global_batch,
     simulate,
 )
-from distca.simulate.ticks import simulate_ticks
 
 __all__ = [
     "BASELINES",
@@ -40,7 +39,6 @@ __all__ = [
     "MEGATRON",
     "PUBLISHED",
     "SYSTEMS",
-    "TITLES",
     "UNCHARGED",
     "Ablation",
     "BaselineLayout",
@@ -54,10 +52,8 @@ __all__ = [
     "Transfer",
     "Workload",
     "advise",
-    "best_of_distca",
     "candidates",
     "divisions",
-    "how_to_train",
     "pack_sequences",
     "plan_global_batch",
     "save_trace",

@@ -10,11 +10,9 @@ others.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 
 from distca.plan import BLOCK
-from distca.simulate.advice import TITLES, Choice
-from distca.simulate.search import DISTCA_SYSTEMS, Candidate, Workload, options_of
+from distca.simulate.workload import DISTCA_SYSTEMS, Candidate, Workload, options_of
 
 
 def training_flags(candidate: Candidate, workload: Workload) -> list[str]:
@@ -109,37 +107,3 @@ def _sequences_of_a_window(candidate: Candidate, workload: Workload) -> int:
         f"of {workload.context:,} tokens on {candidate.data} data-parallel ranks are not: simulate "
         f"with --context {max(workload.context // multiple, 1) * multiple}"
     )
-
-
-def best_of_distca(choices: Sequence[Choice]) -> Candidate | None:
-    """The fastest configuration with `--distca`; None: nothing fits, or none was asked for."""
-    chosen = [c for c in choices if c.system in DISTCA_SYSTEMS and c.candidate is not None]
-    best = max(chosen, key=lambda choice: choice.tokens_per_second, default=None)
-    return None if best is None else best.candidate
-
-
-def how_to_train(choices: Sequence[Choice], workload: Workload) -> list[str]:
-    """Lines with the flags of DistCA's best configuration; none where nothing fits."""
-    best = best_of_distca(choices)
-    if best is None:
-        return []
-    what = f"{TITLES[best.system]}, on {workload.gpus} GPUs"
-    try:
-        flags = training_flags(best, workload)
-    except ValueError as error:
-        return [f"No flags of pretrain_gpt.py for {what}: {error}"]
-    return [
-        f"Flags of pretrain_gpt.py for {what}, beside those of the model, the data and the "
-        "learning rate:",
-        format_flags(flags),
-    ]
-
-
-def format_flags(flags: Sequence[str], width: int = 96) -> str:
-    """Formats flags for a shell: indented lines, joined by backslashes."""
-    lines = [""]
-    for flag in flags:
-        if lines[-1] and len(lines[-1]) + 1 + len(flag) > width:
-            lines.append("")
-        lines[-1] = f"{lines[-1]} {flag}".strip()
-    return " \\\n".join(f"    {line}" for line in lines)

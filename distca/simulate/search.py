@@ -1,480 +1,360 @@
-"""Candidates for the best parallel configuration of a workload, and the simulation of each.
+"""The best parallel configuration of each system for a workload.
 
-A workload's documents come packed in sequences of equal length, as in every pretraining job, so
-that all configurations train on the same documents: none is cut where micro-batches end.
+A search runs its configurations in rounds: all, or those that promise most, on the first batch; the
+fastest of these on more; and the fastest of those on all. `Effort` says how many, and `Evaluate`
+where they run.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from functools import partial
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from distca.cost.latent_rows import LatentRows, travelling_shape
-from distca.cost.model_sizes import ModelSize
-from distca.cost.volume import MAX_HEAD_GROUPS
-from distca.plan import BLOCK
-from distca.plan.span import Int64s, distinct
-from distca.schedule import ExecutionOptions, LinearWork, ScheduleConfig, most_in_flight_of_1f1b
-from distca.schedule.program import Ablation
-from distca.simulate.baselines import BASELINES, WITHOUT_WINDOWS, simulate_baseline
-from distca.simulate.batches import plan_global_batch
-from distca.simulate.bins import GATHERED, PACKED_BY_WORK, BaselineLayout, keeps
-from distca.simulate.cluster import Cluster
-from distca.simulate.costs import ModelCosts, Recompute
-from distca.simulate.hybrid import HYBRID
+from distca.plan.span import Int64s
 from distca.simulate.outcome import Outcome
-from distca.simulate.ticks import simulate_ticks
+from distca.simulate.space import (
+    candidates,
+    divisions,
+    estimate,
+    sizes_of,
+    with_chains,
+    with_head_groups,
+    with_kept_inputs,
+    with_less_memory,
+    without_latents,
+)
+from distca.simulate.workload import DISTCA_SYSTEMS, Candidate, Workload, simulate
 
-DISTCA_SYSTEMS = {
-    # The paper's scheduler: documents are placed one after the other (Section 6.1).
-    "greedy": partial(ExecutionOptions, "greedy", free_placement=False),
-    "tiles": partial(ExecutionOptions, "tiles"),
-}
-"""Options of the systems with `--distca`, by name."""
-SYSTEMS = (*BASELINES, *DISTCA_SYSTEMS)
-_CHAINS = (2, 4)
-"""Lengths of the chains of micro-batches that are tried."""
-_MOST_BINS = 16
-"""Bound on WLB-LLM's bins for each sequence of a global batch: the work of the longest documents is
-many times that of smaller bins."""
+_TRIES = 4
+"""Bound on the configurations that the first round runs once one fits, per one that is to fit."""
+_WORTH_IT = 1.01
+"""Ratio up to which steps count as equally long: each head group, and smaller micro-batches, cost a
+little that is not simulated, such as smaller kernels."""
 
 
 @dataclass(frozen=True)
-class Workload:
-    """What is to be simulated: a model, GPUs of a cluster and a global batch.
+class Trial:
+    """Figures of an iteration that a search compares.
 
     Attributes:
-        model: sizes of the model.
-        cluster: nodes and links.
-        gpus: number of the cluster's GPUs that train.
-        context: tokens of a sequence; no document is longer.
-        sequences: number of sequences in a global batch.
-        tolerance: relative imbalance of servers' loads that schedulers may leave.
-        recompute: value of `ModelCosts.recompute`.
-        expert_parallel: GPUs of a stage that share each layer's routed experts, in all systems.
-        latent_rows: what travels to servers for keys and values of latent attention.
-
-    Raises:
-        ValueError: a size is below 1, or the experts don't divide.
+        fits: whether no GPU runs out of memory.
+        seconds: time of the iteration.
+        tokens: number of tokens in the global batch.
+        memory_gb: memory of the GPU that needs most.
+        idle: share of the time in which compute is not busy.
+        exposed: share of the time in which compute waits for exchanges, and for others in them.
     """
 
-    model: ModelSize
-    cluster: Cluster
-    gpus: int
-    context: int
-    sequences: int
-    tolerance: float = 0.1
-    recompute: Recompute = "none"
-    expert_parallel: int = 1
-    latent_rows: LatentRows = "auto"
+    fits: bool
+    seconds: float
+    tokens: int
+    memory_gb: float
+    idle: float
+    exposed: float
 
-    def costs(self, tensor_parallel: int) -> ModelCosts:
-        """Costs of the model on the cluster."""
-        return ModelCosts(
-            self.model,
-            self.cluster,
-            tensor_parallel,
-            recompute=self.recompute,
-            expert_parallel=self.expert_parallel,
+    @staticmethod
+    def of(outcome: Outcome) -> Trial:
+        """Takes the figures of an outcome."""
+        return Trial(
+            outcome.fits,
+            outcome.seconds,
+            outcome.tokens,
+            float(outcome.memory_bytes.max()) / 1e9,
+            outcome.idle,
+            float(outcome.exposed.mean()) / outcome.seconds,
         )
-
-    def costs_of(self, candidate: Candidate) -> ModelCosts:
-        """Costs of the model with what travels in a configuration with `--distca`.
-
-        Servers of other stages have not the weights to expand latents by, and head groups would
-        each have them sent again.
-
-        Raises:
-            ValueError: latents must travel, and the model has none.
-        """
-        costs = self.costs(candidate.tensor)
-        alone = candidate.stages == candidate.head_groups == 1 and candidate.may_send_latents
-        shape = travelling_shape(
-            self.model,
-            candidate.tensor,
-            costs.dtype_bytes,
-            self.cluster.links(candidate.tensor),
-            candidate.data,
-            self.latent_rows,
-            self.cluster.peak_tflops * 1e12 * self.cluster.linear_mfu,
-        )
-        return replace(costs, sends_latents=alone and shape.kv_rank is not None)
-
-    def __post_init__(self) -> None:
-        for name in ("gpus", "context", "sequences", "expert_parallel"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{getattr(self, name)} {name}: there must be at least 1")
-        experts = self.model.experts
-        if self.expert_parallel > 1 and (experts is None or experts.number % self.expert_parallel):
-            raise ValueError(
-                f"{self.expert_parallel} GPUs cannot share "
-                + (f"{experts.number} experts evenly" if experts else "experts: there are none")
-            )
 
 
 @dataclass(frozen=True)
-class Candidate:
-    """A system and its parallel configuration; GPUs are the product of the four sizes.
+class Choice:
+    """A system in its best configuration.
 
     Attributes:
         system: one of `SYSTEMS`.
-        tensor: GPUs that share each layer.
-        stages: number of pipeline stages.
-        data: number of replicas; with `--distca`, of data-parallel ranks.
-        context: ranks of a context-parallel group; 1 with `--distca`.
-        micro_batches: number of micro-batches of each replica.
-        max_in_flight: bound on a stage's micro-batches in flight, with `--distca`; None: no bound.
-        tolerance: imbalance of servers' loads, with `--distca`; None: the workload's.
-        head_groups: value of `--distca-head-groups`.
-        may_send_latents: whether latents travel to servers where they can, with `--distca`, and the
-            workload lets them; else keys and values do.
-        chain: micro-batches that share documents, with `--distca`.
-        keeps_inputs: whether servers keep the kernels' inputs for the backward pass, with
-            `--distca`; else they are sent again.
-        all_to_all: neighbouring ranks of a context-parallel group that share heads; the others form
-            rings.
+        candidate: best configuration; None: all are out of memory, or nothing divides.
+        seconds: time of an iteration, the mean over all batches.
+        tokens_per_second: throughput of all GPUs together.
+        memory_gb: memory of the GPU that needs most, over all batches.
+        idle: share of the time in which compute is not busy.
+        exposed: share of the time in which compute waits for exchanges, and for others in them.
+        tried: number of configurations that divide the workload.
+        simulated: number of configurations that ran.
+        out_of_memory: number of configurations that are known not to fit.
     """
 
     system: str
-    tensor: int
-    stages: int
-    data: int
-    context: int
-    micro_batches: int
-    max_in_flight: int | None = None
-    tolerance: float | None = None
-    head_groups: int = 1
-    may_send_latents: bool = True
-    chain: int = 1
-    keeps_inputs: bool = False
-    all_to_all: int = 1
-
-    def __str__(self) -> str:
-        sizes = f"TP{self.tensor} PP{self.stages} DP{self.data}"
-        sizes += f" CP{self.context}" if self.context > 1 else ""
-        sizes += f" ({self.all_to_all} by a2a)" if 1 < self.all_to_all < self.context else ""
-        bound = f", {self.max_in_flight} in flight" if self.max_in_flight is not None else ""
-        bound += f", tolerance {self.tolerance}" if self.tolerance is not None else ""
-        bound += f", {self.head_groups} head groups" if self.head_groups > 1 else ""
-        bound += "" if self.may_send_latents else ", no latents"
-        bound += f", in chains of {self.chain}" if self.chain > 1 else ""
-        bound += ", inputs kept" if self.keeps_inputs else ""
-        return f"{sizes}, {self.micro_batches} micro-batch(es){bound}"
+    candidate: Candidate | None
+    seconds: float
+    tokens_per_second: float
+    memory_gb: float
+    idle: float
+    exposed: float
+    tried: int
+    simulated: int
+    out_of_memory: int
 
 
-def pack_sequences(lengths: Int64s, sequences: int, context: int) -> list[Int64s]:
-    """Packs documents one after the other in sequences, and cuts them where sequences end.
+Evaluate = Callable[[Sequence[Candidate], int], Mapping[Candidate, Sequence[Trial]]]
+"""Simulates configurations in the first batches; may stop after one in which they don't fit."""
 
-    Args:
-        lengths: tokens of each document, int64; `sequences * context` in all.
-        sequences: number of sequences.
-        context: tokens of a sequence.
 
-    Raises:
-        ValueError: the documents have another number of tokens.
+def no_variants(fitting: Sequence[Candidate]) -> list[Candidate]:
+    """Adds nothing to the configurations that fit."""
+    return []
+
+
+@dataclass(frozen=True)
+class Effort:
+    """Extent of a search for a system's best configuration.
+
+    Attributes:
+        fitting: number of configurations that are to fit in the first round; None: all that do.
+        first: number of batches of the first round; at most all.
+        near: ratio to the best estimate up to which tensor-parallel sizes take turns. An estimate
+            says least of small ones, whose exchanges are large.
+        tolerances: values of `Candidate.tolerance`: the first round has the first one, and where
+            nothing fits, the last one.
+        variants: function of the configurations that fit, the fastest first, which returns more, or
+            the same, for the first round.
+        rounds: for each further round the number of configurations, and of batches.
+        compared: number of configurations that are to fit in all batches; None: all that do.
+        sweeps: variants of the best one that run all batches, in turn: each a function of it, and
+            the ratio up to which the first of equally fast ones is taken.
     """
-    if int(lengths.sum()) != sequences * context:
-        raise ValueError(
-            f"documents of {int(lengths.sum()):,} tokens do not fill {sequences} sequences of "
-            f"{context:,}"
-        )
-    edges = distinct(np.concatenate([np.cumsum(lengths), np.arange(1, sequences + 1) * context]))
-    pieces = np.diff(edges, prepend=0)
-    number = (edges - 1) // context
-    return [pieces[number == n] for n in range(sequences)]
+
+    fitting: int | None = None
+    first: int = 1
+    near: float = 0.0
+    tolerances: Sequence[float | None] = (None,)
+    variants: Callable[[Sequence[Candidate]], list[Candidate]] = no_variants
+    rounds: Sequence[tuple[int, int]] = ()
+    compared: int | None = None
+    sweeps: Sequence[tuple[Callable[[Candidate, Workload], list[Candidate]], float]] = ()
 
 
-def divisions(
+def find_best(
     system: str,
     workload: Workload,
+    documents: Sequence[Int64s],
     tensor: Sequence[int],
     stages: Sequence[int],
-    most_micro_batches: int = 256,
-) -> list[Candidate]:
-    """Lists all configurations that divide the workload, whether they fit in memory or not.
+    batches: int,
+    evaluate: Evaluate,
+    effort: Effort,
+) -> Choice:
+    """Finds the best configuration of a system.
 
     Args:
         system: one of `SYSTEMS`.
         workload: model, cluster and sizes.
-        tensor: tensor-parallel sizes.
-        stages: pipeline sizes.
-        most_micro_batches: bound on the micro-batches of a replica.
+        documents: sequences of the first batch, by which configurations promise.
+        tensor: tensor-parallel sizes to try.
+        stages: pipeline sizes to try.
+        batches: number of all batches.
+        evaluate: simulates configurations.
+        effort: extent of the search.
 
     Raises:
         ValueError: there is no such system.
     """
-    if system not in SYSTEMS:
-        raise ValueError(f"no system {system!r}: choose from {', '.join(SYSTEMS)}")
-    found = []
-    for tp in tensor:
-        servers = workload.gpus // tp
-        for pp in stages:
-            if not _divides(tp, workload) or servers % pp or workload.model.layers % pp:
-                continue
-            if servers // pp * tp % workload.expert_parallel:
-                continue
-            if pp > 1 and workload.model.layers // pp % len(workload.model.masks.pattern):
-                # The stages' layers would have different masks.
-                continue
-            if system in WITHOUT_WINDOWS and not workload.model.sees_all:
-                continue
-            if system == HYBRID and (pp > 1 or servers % 2):
-                continue
-            groups = _divisors(servers // pp) if system in BASELINES[1:] else [1]
-            # WLB-LLM's bins hold documents of any sequence, so they may be smaller than one.
-            most = workload.sequences * (_MOST_BINS if system in PACKED_BY_WORK else 1)
-            heads = workload.model.kv_heads // tp
-            found += [
-                Candidate(system, tp, pp, servers // pp // cp, cp, number, all_to_all=apart)
-                for cp in groups
-                for apart in _all_to_alls(system, cp, heads)
-                for number in _divisors(most)
-                # Fewer micro-batches than stages leave most of a pipeline idle.
-                if number <= most_micro_batches and (pp == 1 or number >= pp)
-                if _fills(system, workload, pp, servers // pp // cp, cp, number)
-            ]
-    if system == "wlb-llm-paper" and tuple(stages) == (1,):
-        # The authors' sweeps without pipelines go down from 32 ranks, and stop after two sizes.
-        sizes = sorted({c.context for c in found if c.context <= 32})[-2:]
-        found = [c for c in found if c.context in sizes]
-    return found
+    tried = len(divisions(system, workload, tensor, stages))
+    able = candidates(system, workload, tensor, stages)
+    left = able if effort.fitting is None else by_promise(able, workload, documents, effort.near)
+    left = [replace(candidate, tolerance=effort.tolerances[0]) for candidate in left]
+    search = _Search(workload, batches, evaluate, effort, left)
+    best: Candidate | None = None
+    while search.left and best is None:
+        best = search.next_best()
+    if best is not None:
+        best = search.sweep(best)
+    simulated = len({sizes_of(candidate) for candidate in search.trials})
+    counts = tried, simulated, tried - len(able) + search.failed()
+    if best is None:
+        none = float("nan")
+        return Choice(system, None, none, none, none, none, none, *counts)
+    trials = search.trials[best]
+    seconds = sum(trial.seconds for trial in trials)
+    return Choice(
+        system,
+        best,
+        seconds / len(trials),
+        sum(trial.tokens for trial in trials) / seconds,
+        max(trial.memory_gb for trial in trials),
+        float(np.mean([trial.idle for trial in trials])),
+        float(np.mean([trial.exposed for trial in trials])),
+        *counts,
+    )
 
 
-def _all_to_alls(system: str, context: int, heads: int) -> list[int]:
-    """Sizes of all-to-alls in a group of `context` ranks; none where the system has no such group.
+def by_promise(
+    able: Sequence[Candidate], workload: Workload, documents: Sequence[Int64s], near: float
+) -> list[Candidate]:
+    """Orders configurations by `estimate`; see `Effort.near`."""
+    seconds = {candidate: estimate(candidate, workload, documents) for candidate in able}
+    order = sorted(able, key=lambda candidate: seconds[candidate])
+    close = [c for c in order if seconds[c] <= near * seconds[order[0]]]
+    turn = {c: sum(c.tensor == o.tensor for o in close[:n]) for n, c in enumerate(close)}
+    return sorted(order, key=lambda candidate: turn.get(candidate, len(order)))
 
-    Args:
-        system: one of `SYSTEMS`.
-        context: ranks of the group.
-        heads: key-value heads of a GPU, which the size must divide.
+
+@dataclass
+class _Search:
+    """A search under way.
+
+    Attributes:
+        workload: model, cluster and sizes.
+        batches: number of all batches.
+        evaluate: simulates configurations.
+        effort: extent of the search.
+        left: configurations that have not run, in the order in which they do.
+        trials: figures of configurations that ran, of the first batches.
     """
-    sizes = [n for n in _divisors(context) if heads % n == 0]
-    if system == "cp-a2a":
-        return [n for n in sizes if n == context]
-    if system == "cp-a2a+p2p":
-        return [n for n in sizes if 1 < n < context]
-    return [1]
+
+    workload: Workload
+    batches: int
+    evaluate: Evaluate
+    effort: Effort
+    left: list[Candidate]
+    trials: dict[Candidate, Sequence[Trial]] = field(default_factory=dict)
+
+    def next_best(self) -> Candidate | None:
+        """Takes configurations through all rounds; returns the fastest that fits, if any does."""
+        effort = self.effort
+        fitting = self._first_round()
+        variants = effort.variants(fitting)
+        order = self._run(variants, effort.first) + [c for c in fitting if c not in variants]
+        for number, count in effort.rounds:
+            fastest = self._run(order[:number], count)
+            order = fastest + order[number:]
+        compared = len(order) if effort.compared is None else effort.compared
+        able: list[Candidate] = []
+        at = 0
+        while at < len(order) and len(able) < compared:
+            some = order[at : at + compared - len(able)]
+            able += self._run(some, self.batches)
+            at += len(some)
+        # What does not fit in a later batch may in a configuration that takes less memory.
+        self.left[:0] = self._substitutes(order)
+        return min(able, key=self._seconds, default=None)
+
+    def _first_round(self) -> list[Candidate]:
+        """Takes configurations from `left` until enough fit; returns these, the fastest first.
+
+        Stops early once one fits and `_TRIES` times as many as wanted have run; goes on to the end
+        if none fits.
+        """
+        effort, left = self.effort, self.left
+        wanted = len(left) if effort.fitting is None else effort.fitting
+        fitting: list[Candidate] = []
+        tries = 0
+        while left and len(fitting) < wanted and (not fitting or tries < _TRIES * wanted):
+            # Of each a substitute may run, too.
+            number = min(wanted - len(fitting), max((_TRIES * wanted - tries) // 2, 1))
+            some = left[:number]
+            del left[:number]
+            tries += len(some)
+            fitting += self._run(some, effort.first)
+            left[:0] = self._substitutes(some)
+            if not left and not fitting:
+                last = (replace(c, tolerance=effort.tolerances[-1]) for c in self.trials)
+                left += [c for c in last if c not in self.trials]
+        return sorted(fitting, key=self._seconds)
+
+    def sweep(self, best: Candidate) -> Candidate:
+        """Replaces the best configuration by its best variants, in the order of the sweeps."""
+        for variants, worth_it in self.effort.sweeps:
+            able = [best, *self._run(variants(best, self.workload), self.batches, in_order=True)]
+            fastest = min(map(self._seconds, able))
+            best = next(c for c in able if self._seconds(c) <= worth_it * fastest)
+        return best
+
+    def failed(self) -> int:
+        """Counts the sizes that ran and don't fit, in any variant; unless one of them is left."""
+        able = {sizes_of(candidate) for candidate in self.trials if self._fits(candidate)}
+        unknown = {sizes_of(candidate) for candidate in self.left}
+        return len({sizes_of(candidate) for candidate in self.trials} - able - unknown)
+
+    def _run(
+        self, some: Sequence[Candidate], count: int, in_order: bool = False
+    ) -> list[Candidate]:
+        """Runs configurations in the first batches; returns those that fit, the fastest first."""
+        if some:
+            self.trials |= self.evaluate(some, min(count, self.batches))
+        able = [candidate for candidate in some if self._fits(candidate)]
+        return able if in_order else sorted(able, key=self._seconds)
+
+    def _fits(self, candidate: Candidate) -> bool:
+        return all(trial.fits for trial in self.trials[candidate])
+
+    def _seconds(self, candidate: Candidate) -> float:
+        return sum(trial.seconds for trial in self.trials[candidate])
+
+    def _substitutes(self, some: Sequence[Candidate]) -> list[Candidate]:
+        """Configurations that have not run, and take less memory than those that don't fit."""
+        failed = [candidate for candidate in some if not self._fits(candidate)]
+        less = [other for each in failed for other in with_less_memory(each, self.workload)]
+        return [candidate for candidate in less if candidate not in self.trials]
 
 
-def _fills(
-    system: str, workload: Workload, stages: int, data: int, context: int, micro_batches: int
-) -> bool:
-    """Whether the batch's sequences fill the micro-batches of all ranks evenly."""
-    if system in DISTCA_SYSTEMS:
-        return workload.sequences // micro_batches * workload.context % (2 * data) == 0
-    if workload.sequences * workload.context % (data * context * micro_batches):
-        return False
-    if system == HYBRID:
-        # `context` is how many ranks the longest document has: a power of two.
-        return micro_batches == 1 and context & (context - 1) == 0
-    if system == "wlb-llm-paper":
-        # At most one bin a sequence, and one micro-batch without a pipeline.
-        return data * micro_batches <= workload.sequences and (stages > 1 or micro_batches == 1)
-    if system in PACKED_BY_WORK:
-        return data * micro_batches <= _MOST_BINS * workload.sequences
-    return workload.sequences % (data * micro_batches) == 0
-
-
-def candidates(
-    system: str,
+def advise(
     workload: Workload,
+    batches: Sequence[Sequence[Int64s]],
+    systems: Sequence[str],
     tensor: Sequence[int],
     stages: Sequence[int],
-    most_micro_batches: int = 256,
-) -> list[Candidate]:
-    """Lists the configurations of `divisions` that may fit in memory.
+    finalists: int = 6,
+    progress: Callable[[str], None] = lambda what: None,
+    tolerances: Sequence[float] = (),
+) -> list[Choice]:
+    """Finds the best configuration of each system.
 
-    A configuration with `--distca` that does not fit is tried with 1F1B's bound of micro-batches in
-    flight.
-    """
-    found = []
-    for candidate in divisions(system, workload, tensor, stages, most_micro_batches):
-        tried = [candidate, *with_fewer_in_flight(candidate)]
-        usable = workload.cluster.usable_bytes
-        found += [each for each in tried if least_memory(each, workload) <= usable][:1]
-    return found
-
-
-def with_fewer_in_flight(candidate: Candidate) -> list[Candidate]:
-    """The configuration with 1F1B's bound of micro-batches in flight; none if that is no change."""
-    if (
-        candidate.system not in DISTCA_SYSTEMS
-        or candidate.stages == 1
-        or candidate.max_in_flight is not None
-    ):
-        return []
-    return [replace(candidate, max_in_flight=candidate.stages)]
-
-
-def without_latents(candidate: Candidate, workload: Workload) -> list[Candidate]:
-    """The configuration with keys and values that travel, if latents do and need not.
-
-    Latents are fewer bytes, so that plans send them to more servers, which expand them: in all that
-    takes more products and memory.
-    """
-    if candidate.system not in DISTCA_SYSTEMS or workload.latent_rows != "auto":
-        return []
-    if not workload.costs_of(candidate).sends_latents:
-        return []
-    return [replace(candidate, may_send_latents=False)]
-
-
-def with_less_memory(candidate: Candidate, workload: Workload) -> list[Candidate]:
-    """Substitutes for a configuration that does not fit."""
-    return [*without_latents(candidate, workload), *with_fewer_in_flight(candidate)]
-
-
-def with_head_groups(candidate: Candidate, workload: Workload) -> list[Candidate]:
-    """The configuration with each number of head groups that training allows, fewest first."""
-    heads = workload.model.kv_heads // candidate.tensor
-    return [replace(candidate, head_groups=n) for n in _divisors(heads) if 1 < n <= MAX_HEAD_GROUPS]
-
-
-def with_chains(candidate: Candidate, workload: Workload) -> list[Candidate]:
-    """The configuration with smaller micro-batches that share documents, longest chains last.
-
-    Without a pipeline they are no use, and as in training each rank has whole attention blocks.
-    """
-    tokens = workload.sequences * workload.context // candidate.micro_batches // candidate.data
-    if candidate.stages == 1:
-        return []
-    return [
-        replace(
-            candidate,
-            chain=chain,
-            micro_batches=candidate.micro_batches * chain,
-            max_in_flight=None,
-        )
-        for chain in _CHAINS
-        if tokens % (chain * math.lcm(BLOCK, 2 * candidate.tensor)) == 0
-    ]
-
-
-def with_kept_inputs(candidate: Candidate, workload: Workload) -> list[Candidate]:
-    """The configuration with servers that keep the kernels' inputs for the backward pass.
-
-    Training can in one stage without chains. Layers that run forward again would take them twice,
-    and latents are expanded again at any rate.
-    """
-    alone = candidate.stages == candidate.chain == 1 and workload.recompute != "full"
-    if candidate.system not in DISTCA_SYSTEMS or not alone:
-        return []
-    if workload.costs_of(candidate).sends_latents:
-        return []
-    return [replace(candidate, keeps_inputs=True)]
-
-
-def options_of(candidate: Candidate) -> ExecutionOptions:
-    """Returns the options of a configuration with `--distca`."""
-    return DISTCA_SYSTEMS[candidate.system](
-        max_in_flight=candidate.max_in_flight, chain=candidate.chain
-    )
-
-
-def _divides(tp: int, workload: Workload) -> bool:
-    """Whether a tensor-parallel size divides nodes, heads and GPUs."""
-    return not (
-        workload.cluster.gpus_per_node % tp
-        or workload.gpus % tp
-        or workload.model.heads % tp
-        or workload.model.kv_heads % tp
-    )
-
-
-def _divisors(number: int) -> list[int]:
-    return [n for n in range(1, number + 1) if number % n == 0]
-
-
-def least_memory(candidate: Candidate, workload: Workload) -> float:
-    """Lower bound of a first-stage GPU's memory in bytes: without buffers and imbalance."""
-    costs = workload.costs(candidate.tensor)
-    in_flight = most_in_flight_of_1f1b(candidate.micro_batches, candidate.stages)[0]
-    if candidate.system in DISTCA_SYSTEMS:
-        options = options_of(candidate)
-        in_flight = options.tick_schedule(candidate.micro_batches, candidate.stages).most_in_flight[
-            0
-        ]
-    tokens = (
-        workload.sequences
-        * workload.context
-        / (candidate.data * candidate.context * candidate.micro_batches)
-    )
-    kept = tokens * costs.activation_bytes()
-    if candidate.system in GATHERED:
-        others = max(keeps(candidate.system, costs) * candidate.context - 1, 0)
-        kept += tokens * others * costs.shape.kv_row_bytes
-    if candidate.system == HYBRID:
-        # Rounds keep one document, of which the batch may have none as long as a sequence.
-        kept = 0.0
-    layers = workload.model.layers // candidate.stages
-    return in_flight * layers * kept + costs.state_bytes(
-        0, candidate.stages, candidate.data * candidate.context
-    )
-
-
-def simulate(
-    candidate: Candidate,
-    workload: Workload,
-    sequences: Sequence[Int64s],
-    ablation: Ablation = "none",
-    recording: bool = False,
-) -> Outcome:
-    """Simulates a global batch in a configuration.
+    All configurations of a baseline run all batches, until they do not fit. With `--distca`, whose
+    planning takes longer, configurations run the first batch in the order of `estimate`, until
+    enough of them fit; the best of these run all batches, and the very best with chains, head
+    groups, keys and values instead of latents, other tolerances, and inputs that are kept, too.
 
     Args:
-        candidate: system and parallel sizes.
         workload: model, cluster and sizes.
-        sequences: lengths of the documents in each sequence, int64.
-        ablation: part of the exchanges that is left out, with `--distca`.
-        recording: keep spans for a trace.
+        batches: sequences of each global batch, as `simulate` takes them.
+        systems: names in `SYSTEMS`.
+        tensor: tensor-parallel sizes to try.
+        stages: pipeline sizes to try.
+        finalists: configurations with `--distca` that are to fit in the first batch.
+        progress: function that is called with each configuration that is simulated.
+        tolerances: values of `Candidate.tolerance` to try beside the workload's.
 
     Raises:
-        ValueError: the sequences are not the workload's, or the configuration does not divide.
+        ValueError: there is no batch or no such system.
     """
-    if len(sequences) != workload.sequences or any(
-        int(s.sum()) != workload.context for s in sequences
-    ):
-        raise ValueError(f"give {workload.sequences} sequences of {workload.context:,} tokens each")
-    costs = workload.costs(candidate.tensor)
-    if candidate.system in BASELINES:
-        layout = BaselineLayout(
-            candidate.stages,
-            candidate.data,
-            candidate.context,
-            candidate.micro_batches,
-            candidate.all_to_all,
-        )
-        lengths = np.concatenate(sequences)
-        return simulate_baseline(candidate.system, lengths, layout, costs, recording=recording)
-    costs = workload.costs_of(candidate)
-    config = ScheduleConfig(
-        tolerance=workload.tolerance if candidate.tolerance is None else candidate.tolerance,
-        shape=costs.travelling_shape,
-        cost_model=costs.cluster.attention_cost(costs.shape),
-        links=costs.cluster.links(candidate.tensor),
+    if not batches:
+        raise ValueError("no batches to simulate: give at least 1")
+    with_plans = Effort(
+        fitting=finalists,
+        compared=3,
+        sweeps=(
+            (with_chains, _WORTH_IT),
+            (without_latents, 1.0),
+            (with_head_groups, _WORTH_IT),
+            # A tolerance costs a user nothing.
+            (lambda best, _: [replace(best, tolerance=each) for each in tolerances], 1.0),
+            (with_kept_inputs, 1.0),
+        ),
     )
-    count = candidate.micro_batches // candidate.chain
-    each = workload.sequences // count
-    windows = [np.concatenate(sequences[n * each : (n + 1) * each]) for n in range(count)]
-    options = options_of(candidate)
-    model = workload.model
-    linear_work = LinearWork.of_parameters(
-        model.layer_parameters,
-        model.vocabulary_parameters,
-        model.layers // candidate.stages,
-        model.heads * (model.head_dim + model.value_dim) // 2,
-    )
-    sizes = candidate.stages, candidate.data
-    planned = plan_global_batch(windows, *sizes, config, options, model.masks, linear_work)
-    return simulate_ticks(
-        planned,
-        costs,
-        ablation=ablation,
-        recording=recording,
-        head_groups=candidate.head_groups,
-        backward="keep" if candidate.keeps_inputs else "resend",
-    )
+    trials: dict[Candidate, list[Trial]] = {}
+
+    def evaluate(some: Sequence[Candidate], count: int) -> dict[Candidate, list[Trial]]:
+        for candidate in some:
+            mine = trials.setdefault(candidate, [])
+            while len(mine) < count and all(trial.fits for trial in mine):
+                progress(f"{candidate.system}: {candidate}")
+                mine.append(Trial.of(simulate(candidate, workload, batches[len(mine)])))
+        return {candidate: trials[candidate] for candidate in some}
+
+    def choice(system: str) -> Choice:
+        effort = with_plans if system in DISTCA_SYSTEMS else Effort()
+        sizes = tensor, stages, len(batches)
+        return find_best(system, workload, batches[0], *sizes, evaluate, effort)
+
+    return [choice(system) for system in systems]

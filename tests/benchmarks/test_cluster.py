@@ -15,13 +15,13 @@ import numpy as np
 import pytest
 
 from benchmarks.cluster import paper, sweep
-from benchmarks.cluster.search import Sweep, best_baselines, best_with_plans
+from benchmarks.cluster.search import Sweep, best_of
 from benchmarks.cluster.sweep import Case, Runner, Unit, paper_distribution
 from benchmarks.cluster.tables import AS_THE_PAPER, GROUPS, Group
 from benchmarks.published_lengths import papers
 from distca.documents.lengths import draw
 from distca.simulate import CLUSTERS, Candidate, candidates
-from distca.simulate.advice import estimate
+from distca.simulate.space import estimate
 
 CASE = Case("llama-8b", "pretrain", 131_072, 8, 64)
 
@@ -104,14 +104,14 @@ def test_the_baseline_that_is_fastest_over_all_batches_is_best() -> None:
             return 9.0 if unit.candidate == later and unit.seed else 1.0
 
     told = Changing({fastest: 1.0, next_one: 2.0, later: 0.9}, {fastest: 2, next_one: 3, later: 3})
-    best = best_baselines(told, [CASE], "wlb-llm", [8], [1], 3)[CASE]  # type: ignore[arg-type]
+    best = best_of(told, CASE, "wlb-llm", [8], [1], 3, SWEEP)  # type: ignore[arg-type]
     assert best.candidate == next_one
     assert (best.tokens_per_second, best.memory_gb) == (50.0, 3.0)
     assert best.simulated == best.tried == len(able)
     # All but two are out of memory in the first batch or the third.
     assert best.out_of_memory == best.tried - 2
-    none = best_baselines(Told({}, {}), [CASE], "wlb-llm", [8], [1], 3)[CASE]  # type: ignore[arg-type]
-    assert (none.candidate, str(none)) == (None, "out of memory")
+    none = best_of(Told({}, {}), CASE, "wlb-llm", [8], [1], 3, SWEEP)  # type: ignore[arg-type]
+    assert (none.candidate, none.out_of_memory) == (None, none.tried)
 
 
 SWEEP = Sweep(batches=1, most_promising=2, finalists=1, tolerances=(0.1, 0.02))
@@ -130,31 +130,30 @@ def test_a_sweep_goes_on_until_enough_fit() -> None:
     assert len(order) > 8
     # The most promising ones are out of memory: the first of those that fit is far down.
     told = Told({}, {order[-1]: 3})
-    best = best_with_plans(told, [CASE], "tiles", [8], [1, 2, 4], 3, SWEEP)[CASE]  # type: ignore[arg-type]
+    best = best_of(told, CASE, "tiles", [8], [1, 2, 4], 3, SWEEP)  # type: ignore[arg-type]
     assert best.candidate is not None
     assert sizes(best.candidate) == order[-1]
     assert best.simulated == len(order)
     assert best.out_of_memory == best.tried - 1
     # Where nothing fits everything has run, so that it may say so.
-    none = best_with_plans(Told({}, {}), [CASE], "tiles", [8], [1, 2, 4], 3, SWEEP)[CASE]  # type: ignore[arg-type]
+    none = best_of(Told({}, {}), CASE, "tiles", [8], [1, 2, 4], 3, SWEEP)  # type: ignore[arg-type]
     assert none.out_of_memory == none.tried >= none.simulated == len(order)
-    assert str(none) == "out of memory"
     # What has not run is not said to be out of memory.
     told = Told({}, dict.fromkeys(order, 3))
-    best = best_with_plans(told, [CASE], "tiles", [8], [1, 2, 4], 3, SWEEP)[CASE]  # type: ignore[arg-type]
+    best = best_of(told, CASE, "tiles", [8], [1, 2, 4], 3, SWEEP)  # type: ignore[arg-type]
     assert [c for c in told.candidates if not c.keeps_inputs] == order[:2]
     assert best.simulated == 2
     assert best.out_of_memory == best.tried - len(order)
     # Tensor-parallel sizes take turns, while they are nearly as fast.
     told = Told({}, dict.fromkeys(candidates("tiles", CASE.workload, [2, 4], [1]), 3))
-    best_with_plans(told, [CASE], "tiles", [2, 4], [1], 3, SWEEP)  # type: ignore[arg-type]
+    best_of(told, CASE, "tiles", [2, 4], [1], 3, SWEEP)  # type: ignore[arg-type]
     assert sorted(c.tensor for c in told.candidates if not c.keeps_inputs) == [2, 4]
 
 
 def test_a_finalist_out_of_memory_makes_room_for_the_next() -> None:
     first, second = by_promise()[:2]
     told = Told({first: 1.0, second: 2.0}, {first: 2, second: 3})
-    best = best_with_plans(told, [CASE], "tiles", [8], [1, 2, 4], 3, SWEEP)[CASE]  # type: ignore[arg-type]
+    best = best_of(told, CASE, "tiles", [8], [1, 2, 4], 3, SWEEP)  # type: ignore[arg-type]
     assert best.candidate is not None
     assert sizes(best.candidate) == second
     assert best.tokens_per_second == 50.0
@@ -162,11 +161,11 @@ def test_a_finalist_out_of_memory_makes_room_for_the_next() -> None:
     # Both are out of memory in the last batch: one that has not run yet is found.
     third = by_promise()[4]
     told = Told({first: 1.0, second: 2.0}, {first: 2, second: 2, third: 3})
-    best = best_with_plans(told, [CASE], "tiles", [8], [1, 2, 4], 3, SWEEP)[CASE]  # type: ignore[arg-type]
+    best = best_of(told, CASE, "tiles", [8], [1, 2, 4], 3, SWEEP)  # type: ignore[arg-type]
     assert best.candidate is not None
     assert sizes(best.candidate) == third
     told = Told({first: 1.0, second: 2.0}, {first: 2, second: 2})
-    none = best_with_plans(told, [CASE], "tiles", [8], [1, 2, 4], 3, SWEEP)[CASE]  # type: ignore[arg-type]
+    none = best_of(told, CASE, "tiles", [8], [1, 2, 4], 3, SWEEP)  # type: ignore[arg-type]
     assert (none.candidate, none.out_of_memory) == (None, none.tried)
 
 

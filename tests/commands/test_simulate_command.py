@@ -19,15 +19,14 @@ from distca.simulate import (
     Candidate,
     Outcome,
     Workload,
-    advice,
     advise,
     candidates,
     divisions,
     pack_sequences,
+    search,
     simulate,
 )
-from distca.simulate.advice import estimate
-from distca.simulate.search import with_fewer_in_flight, with_kept_inputs
+from distca.simulate.space import estimate, with_fewer_in_flight, with_kept_inputs
 from support.commands import Command
 
 SMALL = """
@@ -315,7 +314,7 @@ def tight(monkeypatch: pytest.MonkeyPatch) -> dict[Candidate, int]:
         zeros = np.zeros(1)
         return Outcome(1.0, 1, 8, np.array([needed]), 2.0, zeros, zeros, zeros, {})
 
-    monkeypatch.setattr(advice, "simulate", told)
+    monkeypatch.setattr(search, "simulate", told)
     return fits_in
 
 

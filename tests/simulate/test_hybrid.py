@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from distca.simulate import BaselineLayout, Charges, divisions, simulate, simulate_baseline
-from distca.simulate.search import Workload
 from distca.simulate.sharing import ring_bytes
+from distca.simulate.workload import Workload
 from support.simulated import IDEAL, MODEL, costs_on, passes
 
 pytest.importorskip("megatron.core")

@@ -17,7 +17,7 @@ from distca.simulate import (
     simulate,
     simulate_ticks,
 )
-from distca.simulate.search import with_head_groups
+from distca.simulate.space import with_head_groups
 from support.simulated import IDEAL, MODEL, costs_on, planned
 
 

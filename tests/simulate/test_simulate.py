@@ -30,7 +30,7 @@ from distca.simulate import (
     simulate_baseline,
     simulate_ticks,
 )
-from distca.simulate.advice import estimate
+from distca.simulate.space import estimate
 from distca.timeline import LANES
 from support.batches import long_tailed_lengths
 from support.simulated import IDEAL, MODEL, PACKED, costs_on, mixed_batch, passes, planned

@@ -12,6 +12,7 @@ from typing import get_args
 
 import pytest
 
+from distca.commands.simulate_report import format_flags
 from distca.cost.model_sizes import MODELS, ModelSize
 from distca.simulate import (
     CLUSTERS,
@@ -24,13 +25,12 @@ from distca.simulate import (
     training_flags,
 )
 from distca.simulate.costs import Recompute
-from distca.simulate.flags import format_flags
-from distca.simulate.search import (
-    options_of,
+from distca.simulate.space import (
     with_chains,
     with_head_groups,
     with_kept_inputs,
 )
+from distca.simulate.workload import options_of
 from megatron_patches.batches.micro_batch import WindowLayout
 from megatron_patches.flags.distca import add_distca_arguments
 from megatron_patches.flags.megatron import parse_args

@@ -24,8 +24,8 @@ from distca.simulate import (
     simulate_ticks,
     training_flags,
 )
-from distca.simulate.advice import advise
-from distca.simulate.search import with_less_memory
+from distca.simulate.search import advise
+from distca.simulate.space import with_less_memory
 from support.simulated import MODEL
 
 CLUSTER = CLUSTERS["dgx-h200"]

@@ -1,0 +1,292 @@
+"""A training job to simulate: a workload, a configuration of it, and their iteration.
+
+A workload's documents come packed in sequences of equal length, as in every pretraining job, so
+that all configurations train on the same documents: none is cut where micro-batches end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+
+import numpy as np
+
+from distca.cost.latent_rows import LatentRows, travelling_shape
+from distca.cost.model_sizes import ModelSize
+from distca.plan import LayerMasks
+from distca.plan.span import Int64s, distinct
+from distca.schedule import (
+    ExecutionOptions,
+    GlobalBatchPlanner,
+    LinearWork,
+    PlannedGlobalBatch,
+    ScheduleConfig,
+    documents_in_turn,
+)
+from distca.schedule.program import Ablation
+from distca.simulate.baselines import BASELINES, simulate_baseline
+from distca.simulate.bins import BaselineLayout
+from distca.simulate.cluster import Cluster
+from distca.simulate.costs import ModelCosts, Recompute
+from distca.simulate.outcome import Outcome
+from distca.simulate.ticks import simulate_ticks
+
+DISTCA_SYSTEMS = {
+    # The paper's scheduler: documents are placed one after the other (Section 6.1).
+    "greedy": partial(ExecutionOptions, "greedy", free_placement=False),
+    "tiles": partial(ExecutionOptions, "tiles"),
+}
+"""Options of the systems with `--distca`, by name."""
+SYSTEMS = (*BASELINES, *DISTCA_SYSTEMS)
+
+
+@dataclass(frozen=True)
+class Workload:
+    """What is to be simulated: a model, GPUs of a cluster and a global batch.
+
+    Attributes:
+        model: sizes of the model.
+        cluster: nodes and links.
+        gpus: number of the cluster's GPUs that train.
+        context: tokens of a sequence; no document is longer.
+        sequences: number of sequences in a global batch.
+        tolerance: relative imbalance of servers' loads that schedulers may leave.
+        recompute: value of `ModelCosts.recompute`.
+        expert_parallel: GPUs of a stage that share each layer's routed experts, in all systems.
+        latent_rows: what travels to servers for keys and values of latent attention.
+
+    Raises:
+        ValueError: a size is below 1, or the experts don't divide.
+    """
+
+    model: ModelSize
+    cluster: Cluster
+    gpus: int
+    context: int
+    sequences: int
+    tolerance: float = 0.1
+    recompute: Recompute = "none"
+    expert_parallel: int = 1
+    latent_rows: LatentRows = "auto"
+
+    def costs(self, tensor_parallel: int) -> ModelCosts:
+        """Costs of the model on the cluster."""
+        return ModelCosts(
+            self.model,
+            self.cluster,
+            tensor_parallel,
+            recompute=self.recompute,
+            expert_parallel=self.expert_parallel,
+        )
+
+    def costs_of(self, candidate: Candidate) -> ModelCosts:
+        """Costs of the model with what travels in a configuration with `--distca`.
+
+        Servers of other stages have not the weights to expand latents by, and head groups would
+        each have them sent again.
+
+        Raises:
+            ValueError: latents must travel, and the model has none.
+        """
+        costs = self.costs(candidate.tensor)
+        alone = candidate.stages == candidate.head_groups == 1 and candidate.may_send_latents
+        shape = travelling_shape(
+            self.model,
+            candidate.tensor,
+            costs.dtype_bytes,
+            self.cluster.links(candidate.tensor),
+            candidate.data,
+            self.latent_rows,
+            self.cluster.peak_tflops * 1e12 * self.cluster.linear_mfu,
+        )
+        return replace(costs, sends_latents=alone and shape.kv_rank is not None)
+
+    def __post_init__(self) -> None:
+        for name in ("gpus", "context", "sequences", "expert_parallel"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{getattr(self, name)} {name}: there must be at least 1")
+        experts = self.model.experts
+        if self.expert_parallel > 1 and (experts is None or experts.number % self.expert_parallel):
+            raise ValueError(
+                f"{self.expert_parallel} GPUs cannot share "
+                + (f"{experts.number} experts evenly" if experts else "experts: there are none")
+            )
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A system and its parallel configuration; GPUs are the product of the four sizes.
+
+    Attributes:
+        system: one of `SYSTEMS`.
+        tensor: GPUs that share each layer.
+        stages: number of pipeline stages.
+        data: number of replicas; with `--distca`, of data-parallel ranks.
+        context: ranks of a context-parallel group; 1 with `--distca`.
+        micro_batches: number of micro-batches of each replica.
+        max_in_flight: bound on a stage's micro-batches in flight, with `--distca`; None: no bound.
+        tolerance: imbalance of servers' loads, with `--distca`; None: the workload's.
+        head_groups: value of `--distca-head-groups`.
+        may_send_latents: whether latents travel to servers where they can, with `--distca`, and the
+            workload lets them; else keys and values do.
+        chain: micro-batches that share documents, with `--distca`.
+        keeps_inputs: whether servers keep the kernels' inputs for the backward pass, with
+            `--distca`; else they are sent again.
+        all_to_all: neighbouring ranks of a context-parallel group that share heads; the others form
+            rings.
+    """
+
+    system: str
+    tensor: int
+    stages: int
+    data: int
+    context: int
+    micro_batches: int
+    max_in_flight: int | None = None
+    tolerance: float | None = None
+    head_groups: int = 1
+    may_send_latents: bool = True
+    chain: int = 1
+    keeps_inputs: bool = False
+    all_to_all: int = 1
+
+    def __str__(self) -> str:
+        sizes = f"TP{self.tensor} PP{self.stages} DP{self.data}"
+        sizes += f" CP{self.context}" if self.context > 1 else ""
+        sizes += f" ({self.all_to_all} by a2a)" if 1 < self.all_to_all < self.context else ""
+        bound = f", {self.max_in_flight} in flight" if self.max_in_flight is not None else ""
+        bound += f", tolerance {self.tolerance}" if self.tolerance is not None else ""
+        bound += f", {self.head_groups} head groups" if self.head_groups > 1 else ""
+        bound += "" if self.may_send_latents else ", no latents"
+        bound += f", in chains of {self.chain}" if self.chain > 1 else ""
+        bound += ", inputs kept" if self.keeps_inputs else ""
+        return f"{sizes}, {self.micro_batches} micro-batch(es){bound}"
+
+
+def options_of(candidate: Candidate) -> ExecutionOptions:
+    """Returns the options of a configuration with `--distca`."""
+    return DISTCA_SYSTEMS[candidate.system](
+        max_in_flight=candidate.max_in_flight, chain=candidate.chain
+    )
+
+
+def pack_sequences(lengths: Int64s, sequences: int, context: int) -> list[Int64s]:
+    """Packs documents one after the other in sequences, and cuts them where sequences end.
+
+    Args:
+        lengths: tokens of each document, int64; `sequences * context` in all.
+        sequences: number of sequences.
+        context: tokens of a sequence.
+
+    Raises:
+        ValueError: the documents have another number of tokens.
+    """
+    if int(lengths.sum()) != sequences * context:
+        raise ValueError(
+            f"documents of {int(lengths.sum()):,} tokens do not fill {sequences} sequences of "
+            f"{context:,}"
+        )
+    edges = distinct(np.concatenate([np.cumsum(lengths), np.arange(1, sequences + 1) * context]))
+    pieces = np.diff(edges, prepend=0)
+    number = (edges - 1) // context
+    return [pieces[number == n] for n in range(sequences)]
+
+
+def plan_global_batch(
+    windows: Sequence[Int64s],
+    stages: int,
+    data_parallel: int,
+    config: ScheduleConfig,
+    options: ExecutionOptions,
+    masks: LayerMasks | None = None,
+    linear_work: LinearWork | None = None,
+) -> PlannedGlobalBatch:
+    """Makes all plans of a global batch.
+
+    Args:
+        windows: lengths of the documents in each micro-batch, or in each chain of micro-batches,
+            int64; all hold the same number of tokens, which the micro-batches of a chain and the
+            data-parallel ranks (and two nano-batches) divide.
+        stages: number of pipeline stages.
+        data_parallel: number of ranks in a stage.
+        config: tolerance, cost model and links that the scheduler plans with.
+        options: scheduler, nano-batches and pipeline schedule.
+        masks: tokens that a query sees in the layers of a model chunk; None: all earlier tokens of
+            its document.
+        linear_work: linear layers of the model, as for `GlobalBatchPlanner`.
+
+    Raises:
+        ValueError: micro-batches differ in size or don't divide, or a scheduler refuses.
+    """
+    # Ranks are numbered as in Megatron: those of the first stage, of the second, ...
+    servers = np.arange(stages * data_parallel, dtype=np.int64).reshape(stages, data_parallel)
+    # Nothing runs here: a rank without tokens, which a model cannot train on, is no error.
+    planner = GlobalBatchPlanner(
+        servers, config, options, masks or LayerMasks(), 0, False, linear_work
+    )
+    return planner.plan(documents_in_turn(windows, options.chain))
+
+
+def simulate(
+    candidate: Candidate,
+    workload: Workload,
+    sequences: Sequence[Int64s],
+    ablation: Ablation = "none",
+    recording: bool = False,
+) -> Outcome:
+    """Simulates a global batch in a configuration.
+
+    Args:
+        candidate: system and parallel sizes.
+        workload: model, cluster and sizes.
+        sequences: lengths of the documents in each sequence, int64.
+        ablation: part of the exchanges that is left out, with `--distca`.
+        recording: keep spans for a trace.
+
+    Raises:
+        ValueError: the sequences are not the workload's, or the configuration does not divide.
+    """
+    if len(sequences) != workload.sequences or any(
+        int(s.sum()) != workload.context for s in sequences
+    ):
+        raise ValueError(f"give {workload.sequences} sequences of {workload.context:,} tokens each")
+    costs = workload.costs(candidate.tensor)
+    if candidate.system in BASELINES:
+        layout = BaselineLayout(
+            candidate.stages,
+            candidate.data,
+            candidate.context,
+            candidate.micro_batches,
+            candidate.all_to_all,
+        )
+        lengths = np.concatenate(sequences)
+        return simulate_baseline(candidate.system, lengths, layout, costs, recording=recording)
+    costs = workload.costs_of(candidate)
+    config = ScheduleConfig(
+        tolerance=workload.tolerance if candidate.tolerance is None else candidate.tolerance,
+        shape=costs.travelling_shape,
+        cost_model=costs.cluster.attention_cost(costs.shape),
+        links=costs.cluster.links(candidate.tensor),
+    )
+    count = candidate.micro_batches // candidate.chain
+    each = workload.sequences // count
+    windows = [np.concatenate(sequences[n * each : (n + 1) * each]) for n in range(count)]
+    options = options_of(candidate)
+    model = workload.model
+    linear_work = LinearWork.of_parameters(
+        model.layer_parameters,
+        model.vocabulary_parameters,
+        model.layers // candidate.stages,
+        model.heads * (model.head_dim + model.value_dim) // 2,
+    )
+    sizes = candidate.stages, candidate.data
+    planned = plan_global_batch(windows, *sizes, config, options, model.masks, linear_work)
+    return simulate_ticks(
+        planned,
+        costs,
+        ablation=ablation,
+        recording=recording,
+        head_groups=candidate.head_groups,
+        backward="keep" if candidate.keeps_inputs else "resend",
+    )
