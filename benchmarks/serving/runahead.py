@@ -4,9 +4,10 @@
 
 The costs of Llama 7B are fitted to the paper's times on one GPU (Table 3), those of other models to
 its times with all-gathers on 4 GPUs from 4k tokens on (Tables 1 and 2), less the exchange. Chains,
-even and searched, and all-gathers are then simulated by `distca/simulate/chain.py` with the paper's
-kernels, which compute products with later keys, too. What partitions leave for decoding is
-simulated on H100s. Writes `runahead.md`, and prints it.
+even and searched, and all-gathers are then simulated by
+`distca/simulate/serving/prefill_chain.py` with the paper's kernels, which compute products with
+later keys, too. What partitions leave for decoding is simulated on H100s. Writes `runahead.md`,
+and prints it.
 """
 
 from __future__ import annotations
@@ -40,13 +41,13 @@ from distca.schedule.serving.partitions import (
 )
 from distca.schedule.serving.restripe import restripe
 from distca.simulate import CLUSTERS
-from distca.simulate.chain import ChainCosts, fit_alone
 from distca.simulate.serving import (
     InferenceCosts,
     searched_shares,
     simulate_restripe,
     simulate_step,
 )
+from distca.simulate.serving.prefill_chain import ChainCosts, fit_alone
 
 K = 1024
 FINEST = 64

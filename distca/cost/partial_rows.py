@@ -37,7 +37,7 @@ def copied_in_pieces(pieces: Int64s, rows: Int64s) -> Bools:
 
 
 @dataclass(frozen=True)
-class CallRows:
+class CallRowCounts:
     """Rows of each server's kernel call of one task shape, `[ranks]`.
 
     Attributes:
@@ -91,7 +91,7 @@ class RankRows:
     destinations: Int64s
     sources: Int64s
     in_order: Bools
-    calls: tuple[CallRows, ...]
+    calls: tuple[CallRowCounts, ...]
     of_received: PartialRows
     of_local: PartialRows
 
@@ -250,11 +250,11 @@ def _follow_each_other(spans: _Spans) -> Bools:
     return follows
 
 
-def _call_rows(spans: _Spans, own: Bools, follows: Bools, mine: Bools, ranks: int) -> CallRows:
+def _call_rows(spans: _Spans, own: Bools, follows: Bools, mine: Bools, ranks: int) -> CallRowCounts:
     server, lengths, own = spans.server[mine], spans.lengths[mine], own[mine]
     begins = ~follows[mine]
     begins[1:] |= own[1:] != own[:-1]
-    return CallRows(
+    return CallRowCounts(
         sums(server, lengths, ranks),
         sums(server[~own], lengths[~own], ranks),
         np.bincount(server[begins], minlength=ranks),

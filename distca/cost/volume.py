@@ -43,7 +43,7 @@ def padded(row_bytes: int) -> int:
     return -(-row_bytes // ROW_ALIGNMENT) * ROW_ALIGNMENT
 
 
-MOST_PIECES = 16
+MOST_PEERS = 16
 """Most peers whose rows of a kind are copied peer by peer: each takes an operation of its own."""
 
 PIECE_BYTES = 2**18
@@ -61,7 +61,7 @@ def in_pieces(peers: Int64s, rows: Int64s, row_bytes: int) -> Bools:
         rows: all these rows, `[ranks]`.
         row_bytes: bytes of a row.
     """
-    return (peers <= MOST_PIECES) & (rows * row_bytes >= peers * PIECE_BYTES)
+    return (peers <= MOST_PEERS) & (rows * row_bytes >= peers * PIECE_BYTES)
 
 
 @dataclass(frozen=True)

@@ -16,12 +16,12 @@ from distca.simulate.bins import BaselineLayout
 from distca.simulate.charges import PUBLISHED, UNCHARGED, Charges
 from distca.simulate.cluster import CLUSTERS, Cluster
 from distca.simulate.costs import ModelCosts
+from distca.simulate.disaggregated import simulate_ticks
 from distca.simulate.flags import training_flags
 from distca.simulate.outcome import Outcome, save_trace
 from distca.simulate.resources import Resources, Transfer
 from distca.simulate.search import Choice, advise
 from distca.simulate.space import candidates, divisions
-from distca.simulate.ticks import simulate_ticks
 from distca.simulate.workload import (
     DISTCA_SYSTEMS,
     SYSTEMS,

@@ -23,7 +23,6 @@ from typing import Literal
 
 import numpy as np
 
-from distca.cost.kernel_memory import kernel_token_bytes
 from distca.cost.model_sizes import ModelSize
 from distca.cost.volume import AttentionShape
 from distca.plan.span import Floats, Int64s
@@ -194,11 +193,6 @@ class ModelCosts:
     def logit_bytes(self) -> float:
         """Bytes of a token's logits on each GPU of the last stage."""
         return self.model.vocab_size * LOGIT_BYTES / self.tensor_parallel
-
-    def backward_bytes(self, last_stage: bool, context_parallel: int) -> float:
-        """Bytes of a token that a backward pass needs for a while: its logits, or the kernels'."""
-        kernels = kernel_token_bytes(self.shape, context_parallel)
-        return max(kernels, self.logit_bytes() if last_stage else 0.0)
 
     def kept_logit_bytes(self) -> float:
         """Bytes of a token's logits that are kept until the backward pass."""

@@ -29,8 +29,8 @@ from distca.simulate.baselines import BASELINES, simulate_baseline
 from distca.simulate.bins import BaselineLayout
 from distca.simulate.cluster import Cluster
 from distca.simulate.costs import ModelCosts, Recompute
+from distca.simulate.disaggregated import simulate_ticks
 from distca.simulate.outcome import Outcome
-from distca.simulate.ticks import simulate_ticks
 
 DISTCA_SYSTEMS = {
     # The paper's scheduler: documents are placed one after the other (Section 6.1).

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from distca.cost import partial_rows
-from distca.cost.partial_rows import CallRows
+from distca.cost.partial_rows import CallRowCounts
 from distca.runtime.call_rows import Gather, GatherBoth, Piece, Pieces, find_call_rows
 from support.served_rows import taken_rows
 
@@ -40,7 +40,7 @@ def test_what_is_copied_is_counted() -> None:
         )
         received = rows >= local
         pieces = 1 + np.sum((np.diff(rows) != 1) | np.diff(received))
-        counted = CallRows(*(np.array([each]) for each in (len(rows), received.sum(), pieces)))
+        counted = CallRowCounts(*(np.array([each]) for each in (len(rows), received.sum(), pieces)))
         found, overwritten, indices = find_call_rows(rows, local), 0, 0
         if isinstance(found, GatherBoth):
             overwritten = len(found.places)

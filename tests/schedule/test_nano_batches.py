@@ -19,7 +19,7 @@ from distca.schedule import (
     split_in_two,
 )
 from distca.schedule.training.chains import cut_chain, plan_chain
-from distca.schedule.training.nano_batches import Pieces
+from distca.schedule.training.nano_batches import DocumentParts
 from support.batches import documents
 
 
@@ -69,8 +69,8 @@ def planned(
     config: ScheduleConfig,
     micro_batches: int = 1,
     ping_pong: bool = True,
-) -> list[tuple[tuple[Pieces, ...], tuple[NanoPlan, ...]]]:
-    """Pieces and plans of a chain's micro-batches on some ranks."""
+) -> list[tuple[tuple[DocumentParts, ...], tuple[NanoPlan, ...]]]:
+    """Parts and plans of a chain's micro-batches on some ranks."""
     scheduler = make_scheduler(name, config)
 
     def loads(start: np.ndarray, end: np.ndarray) -> np.ndarray:

@@ -27,7 +27,7 @@ from distca.schedule.serving.partitions import (
     shard_in_chain,
     shares_behind,
 )
-from distca.simulate.chain import ChainCosts
+from distca.simulate.serving.prefill_chain import ChainCosts
 
 
 @given(

@@ -29,7 +29,7 @@ from distca.serve.models import ServedModel, read_model
 from distca.serve.sampling import Sampling
 from distca.serve.selection import Machine
 from distca.serve.sequence_layouts import split_model
-from distca.simulate.chain import ChainCosts
+from distca.simulate.serving.prefill_chain import ChainCosts
 from support.chains import AfterAnywhere
 from support.ranks import Ranks
 from support.small_models import FAMILIES, VOCABULARY, save_small_model

@@ -8,7 +8,12 @@ import numpy as np
 import pytest
 
 from distca.schedule.serving.partitions import cut_prompt, even_shares, search_partition
-from distca.simulate.chain import ChainCosts, all_gather_counts, chain_counts, fit_alone
+from distca.simulate.serving.prefill_chain import (
+    ChainCosts,
+    all_gather_counts,
+    chain_counts,
+    fit_alone,
+)
 
 # Table 3, the column of one GPU: tokens and seconds of Llama 7B.
 ALONE = {1024: 0.10, 2048: 0.24, 4096: 0.65, 8192: 1.95, 12288: 3.95}

@@ -7,8 +7,8 @@ its *shares*, each rank's part of the prompt's tokens. Shares of 0 at the end sh
 to a single rank where no chain pays (Appendix B).
 
 The search takes any function that tells the seconds of partitions, whether it simulates a chain
-(`distca.simulate.chain`) or runs one. What it finds for some lengths is saved as a table; shares of
-lengths between are interpolated.
+(`distca.simulate.serving.prefill_chain`) or runs one. What it finds for some lengths is saved as a
+table; shares of lengths between are interpolated.
 """
 
 from __future__ import annotations

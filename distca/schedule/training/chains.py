@@ -16,13 +16,13 @@ import numpy as np
 from distca.plan import Placement, Plan
 from distca.plan.span import Floats, Int64s
 from distca.schedule.training.micro_batches import whole_documents
-from distca.schedule.training.nano_batches import Crossing, NanoPlan, Pieces, split_in_two
+from distca.schedule.training.nano_batches import Crossing, DocumentParts, NanoPlan, split_in_two
 
 Loads = Callable[[Int64s, Int64s], Floats]
 """Loads of the tokens of documents between two positions each, `[pieces]`."""
 
 
-def cut_chain(lengths: Int64s, loads: Loads, count: int, in_turn: bool) -> list[Pieces]:
+def cut_chain(lengths: Int64s, loads: Loads, count: int, in_turn: bool) -> list[DocumentParts]:
     """Cuts the documents of a chain into micro-batches of equally many tokens.
 
     Args:
@@ -37,7 +37,7 @@ def cut_chain(lengths: Int64s, loads: Loads, count: int, in_turn: bool) -> list[
         group = whole_documents(lengths, loads(zeros, lengths), count, tokens)
         if group is not None:
             members = [np.flatnonzero(group == number) for number in range(count)]
-            return [Pieces(each, zeros[each], lengths[each]) for each in members]
+            return [DocumentParts(each, zeros[each], lengths[each]) for each in members]
     numbers = np.arange(len(lengths))
     order = numbers if in_turn or count == 1 else np.lexsort((numbers, -lengths))
     begins = np.cumsum(lengths[order]) - lengths[order]
@@ -46,7 +46,7 @@ def cut_chain(lengths: Int64s, loads: Loads, count: int, in_turn: bool) -> list[
         start = np.clip(first - begins, 0, lengths[order])
         end = np.clip(first + tokens - begins, 0, lengths[order])
         there = end > start
-        found.append(Pieces(order[there], start[there], end[there]))
+        found.append(DocumentParts(order[there], start[there], end[there]))
     return found
 
 
@@ -66,12 +66,12 @@ class _Part:
 
 
 def plan_chain(
-    micro_batches: Sequence[Pieces],
+    micro_batches: Sequence[DocumentParts],
     lengths: Int64s,
     loads: Loads,
     plan: Callable[[Int64s], Plan],
     ping_pong: bool,
-) -> list[tuple[tuple[Pieces, ...], tuple[NanoPlan, ...]]]:
+) -> list[tuple[tuple[DocumentParts, ...], tuple[NanoPlan, ...]]]:
     """Plans the nano-batches of a chain's micro-batches.
 
     Args:
@@ -90,11 +90,11 @@ def plan_chain(
     found = []
     parts: dict[int, list[_Part]] = {}
     for number, pieces in enumerate(micro_batches):
-        nano_batches: tuple[Pieces, ...] = (pieces,)
+        nano_batches: tuple[DocumentParts, ...] = (pieces,)
         if ping_pong:
             halves = split_in_two(pieces.lengths, loads(pieces.start, pieces.end))
             nano_batches = tuple(
-                Pieces(
+                DocumentParts(
                     pieces.document[half.document],
                     pieces.start[half.document] + half.start,
                     pieces.start[half.document] + half.end,
@@ -111,11 +111,11 @@ def plan_chain(
 
 def _nano_plan(
     plan: Plan,
-    nano: Pieces,
+    nano: DocumentParts,
     lengths: Int64s,
     parts: dict[int, list[_Part]],
     place: tuple[int, int],
-    micro_batch: Pieces,
+    micro_batch: DocumentParts,
 ) -> NanoPlan:
     """Adds to a nano-batch's plan what it borrows and lends, and notes its parts of documents."""
     micro, number = place

@@ -20,7 +20,7 @@ from distca.schedule.training.micro_batches import whole_documents
 
 
 @dataclass(frozen=True)
-class Pieces:
+class DocumentParts:
     """Documents, or parts of them, that are in a nano-batch, or in a micro-batch of a chain.
 
     Attributes:
@@ -38,7 +38,7 @@ class Pieces:
         return self.end - self.start
 
 
-def split_in_two(lengths: Int64s, loads: Floats) -> tuple[Pieces, Pieces]:
+def split_in_two(lengths: Int64s, loads: Floats) -> tuple[DocumentParts, DocumentParts]:
     """Halves a micro-batch's documents, with equal tokens and nearly equal loads.
 
     Args:
@@ -81,8 +81,10 @@ def split_in_two(lengths: Int64s, loads: Floats) -> tuple[Pieces, Pieces]:
     document, cut = crossing
     ping, pong = halves
     return (
-        Pieces(*(np.append(a, b) for a, b in zip(_columns(ping), (document, 0, cut), strict=True))),
-        Pieces(
+        DocumentParts(
+            *(np.append(a, b) for a, b in zip(_columns(ping), (document, 0, cut), strict=True))
+        ),
+        DocumentParts(
             *(
                 np.append(b, a)
                 for a, b in zip(
@@ -93,11 +95,11 @@ def split_in_two(lengths: Int64s, loads: Floats) -> tuple[Pieces, Pieces]:
     )
 
 
-def _whole(documents: Int64s, lengths: Int64s) -> Pieces:
-    return Pieces(documents, np.zeros_like(documents), lengths[documents])
+def _whole(documents: Int64s, lengths: Int64s) -> DocumentParts:
+    return DocumentParts(documents, np.zeros_like(documents), lengths[documents])
 
 
-def _columns(half: Pieces) -> tuple[Int64s, Int64s, Int64s]:
+def _columns(half: DocumentParts) -> tuple[Int64s, Int64s, Int64s]:
     return half.document, half.start, half.end
 
 

@@ -14,8 +14,8 @@ from distca.schedule.serving.partitions import (
     even_shares,
     search_partition,
 )
-from distca.simulate.chain import ChainCosts
 from distca.simulate.serving.costs import InferenceCosts
+from distca.simulate.serving.prefill_chain import ChainCosts
 
 _MANY = 8192
 """Tokens at which rates are taken: launches and short tiles count for little."""
