@@ -236,7 +236,7 @@ def test_what_a_refusal_says(models, tmp_path: Path, tensor_parallel_size: int) 
     transposed = told({one: torch.zeros(32, 64)}, "qwen3_moe")
     assert "experts.down_proj [4, 64, 32]" in transposed
     experts = [f"model.layers.0.mlp.experts.{each}.down_proj.weight" for each in range(4)]
-    transposed = told(dict.fromkeys(experts, torch.zeros(32, 64)), "qwen3_moe")
+    transposed = told({name: torch.zeros(32, 64) for name in experts}, "qwen3_moe")
     assert "experts.down_proj [4, 64, 32]" in transposed
     deep = told({"language_model.model.norm.weight": None}, "gemma3")
     assert "1 missing: model.norm.weight:" in deep

@@ -19,7 +19,10 @@ from typing import Any
 
 import torch.distributed as dist
 from megatron.core import dist_checkpointing, parallel_state
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factories
 
+from distca.serve.stored_weights import abbreviated
 from megatron_patches.batches.resuming import go_on_from
 from megatron_patches.loop.checkpoint_folder import (
     TRACKER,
@@ -119,7 +122,7 @@ def load_checkpoint(
         Progress of the run; None where there is no checkpoint or with `finetune`.
 
     Raises:
-        ValueError: the checkpoint is of another shape, cut off, or missing with `--ckpt-step` or
+        ValueError: the checkpoint is of another model, cut off, or missing with `--ckpt-step` or
             `--exit-on-missing-checkpoint`, or its tracker is corrupt.
     """
     iteration = args.ckpt_step
@@ -161,6 +164,7 @@ def _load(
         logger.warning("the parallel sizes changed: random states are not loaded")
         with_rng = False
     metadata = dist_checkpointing.load_content_metadata(preloaded_state_dict=common) or _METADATA
+    _check_weights(model, metadata, path)
     wanted = _model_state(model, metadata)
     if with_optimizer:
         _check_resharding(metadata, saved, args, path)
@@ -184,6 +188,38 @@ def _load(
     if args.finetune:
         return None
     return LoadedState(iteration, saved.consumed_train_samples, saved.consumed_valid_samples)
+
+
+def _check_weights(model: list[Any], metadata: dict[str, Any], path: str) -> None:
+    """Refuses a checkpoint with weights that no rank's model has. Collective.
+
+    megatron-core itself refuses one that lacks weights.
+
+    Args:
+        model: model chunks of this rank.
+        metadata: how the checkpoint's tensors are laid out.
+        path: folder of the checkpoint.
+
+    Raises:
+        ValueError: weights would be dropped.
+    """
+    state = _model_state(model, metadata)
+    apply_factories(state)
+    mine = {each.key for each in nested_values(state) if isinstance(each, ShardedTensor)}
+    of_ranks: list[set[str]] = [set() for _ in range(dist.get_world_size())]
+    dist.all_gather_object(of_ranks, mine)
+    stored = {
+        key for key in dist_checkpointing.load_tensors_metadata(path) if key.startswith(_WEIGHTS)
+    }
+    if dropped := sorted(stored.difference(*of_ranks)):
+        raise ValueError(
+            f"{path} is a checkpoint of another model: it has {abbreviated(dropped)}, which this "
+            "run's model has not: give the flags that it was trained with"
+        )
+
+
+_WEIGHTS = ("embedding.", "decoder.", "output_layer.", "mtp.")
+"""How names of weights begin, as opposed to those of the optimizer's and of random states."""
 
 
 def _check_resharding(

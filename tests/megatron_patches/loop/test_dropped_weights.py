@@ -1,0 +1,62 @@
+"""A checkpoint with weights that the model lacks is refused, and so is one that lacks weights."""
+
+from __future__ import annotations
+
+import multiprocessing
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+
+import pytest
+
+MODEL = (
+    "--num-layers 2 --hidden-size 32 --ffn-hidden-size 48 --num-attention-heads 2 "
+    "--normalization RMSNorm --swiglu --disable-bias-linear --position-embedding-type rope "
+    "--max-position-embeddings 64 --tokenizer-type NullTokenizer --vocab-size 127 "
+    "--num-experts 2 --moe-router-topk 2"
+).split()
+SHARED = ["--moe-shared-expert-intermediate-size", "16"]
+
+
+def loaded(folder: Path, saved: list[str], wanted: list[str]) -> str:
+    """Saves a model and loads it as another; returns the error, empty if there is none."""
+    from megatron_patches.hugging_face import build_model
+    from megatron_patches.loop.lean.checkpointing import (
+        LoadedState,
+        load_checkpoint,
+        save_checkpoint,
+    )
+    from support.imported_llama import forget_megatron
+
+    model, args = build_model(MODEL + saved, bf16=False)
+    args.save = str(folder)
+    save_checkpoint([model], None, None, args, LoadedState(0, 0, 0))
+    forget_megatron()
+    model, args = build_model(MODEL + wanted, bf16=False)
+    args.load, args.exit_on_missing_checkpoint, args.finetune = str(folder), True, True
+    try:
+        load_checkpoint([model], None, None, args)
+    except ValueError as error:
+        return str(error)
+    finally:
+        forget_megatron()
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("saved", "wanted", "message"),
+    [
+        (SHARED, SHARED, ""),
+        (SHARED, [], "decoder.layers.mlp.shared_experts.linear_fc1.weight, "),
+        ([], SHARED, "shared_experts.linear_fc1.weight from model not in state dict"),
+    ],
+    ids=["same", "dropped", "missing"],
+)
+def test_weights_that_only_one_has(
+    tmp_path: Path, saved: list[str], wanted: list[str], message: str
+) -> None:
+    """A process of its own, since saving starts children, which `ranks` may not have."""
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+        found = pool.submit(loaded, tmp_path, saved, wanted).result(timeout=600)
+    assert message in found
+    assert bool(message) == bool(found)
+    assert len(found.splitlines()) <= 1
