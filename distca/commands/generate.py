@@ -140,7 +140,7 @@ def main(argv: Sequence[str]) -> int:
     """Runs the command and returns its exit status: 1 if `--check` finds a difference.
 
     Raises:
-        ValueError: the flags, the model or the prompts cannot be used.
+        ValueError: the flags, the model or the prompts cannot be used, or logits are not finite.
         ImportError: a package is missing.
     """
     args = build_parser().parse(argv)
@@ -206,6 +206,8 @@ def main(argv: Sequence[str]) -> int:
     except RankError as error:
         sys.stderr.write(f"distca generate: {error}\n")
         return 2
+    finally:
+        shown.end_line()
     if args.trace is not None:
         write_trace(args.trace, timelines)
     if not known:
@@ -287,11 +289,16 @@ class _Shown:
         if not text.endswith("\N{REPLACEMENT CHARACTER}"):
             self._write(text)
 
-    def answers(self, rows: Sequence[dict[str, Any]]) -> None:
-        """Ends the streamed answer, or writes all of them."""
-        if not self._quiet:
+    def end_line(self) -> None:
+        """Ends the line of a streamed answer, whole or not."""
+        if self._ids:
             self._write(self._text(self._ids))
             sys.stdout.write("\n")
+            sys.stdout.flush()
+
+    def answers(self, rows: Sequence[dict[str, Any]]) -> None:
+        """Writes the answers that were not streamed."""
+        if not self._quiet:
             return
         for number, row in enumerate(rows):
             sys.stdout.write(f"[{number}] {self._text(row['token_ids'])}\n")

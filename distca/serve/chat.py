@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from distca.serve.finite import naming
 from distca.serve.generation import Answer
 from distca.serve.models import ServedModel
 from distca.serve.pool_size import (
@@ -83,10 +84,15 @@ class Prompts:
         self._batches = batches_that_fit(pool, *sizes, sharing)
 
     def run(self, ranks: RankProcesses, told: Callable[[int, int], None]) -> list[Answered]:
-        """Answers all prompts; returns the answers in their order."""
+        """Answers all prompts; returns the answers in their order.
+
+        Raises:
+            ValueError: the model's logits are not finite.
+        """
         answers: dict[int, Answer] = {}
         for batch in self._batches:
-            answers |= ranks.answer({n: self._prompts[n] for n in batch}, told)
+            with naming("prompt"):
+                answers |= ranks.answer({n: self._prompts[n] for n in batch}, told)
             for number in batch:
                 ranks.drop(number)
         return [Answered(prompt, answers[n]) for n, prompt in enumerate(self._prompts)]
@@ -161,7 +167,11 @@ class Conversations:
         ]
 
     def run(self, ranks: RankProcesses, told: Callable[[int, int], None]) -> list[Answered]:
-        """Answers all turns: those of the first conversation come first."""
+        """Answers all turns: those of the first conversation come first.
+
+        Raises:
+            ValueError: the model's logits are not finite.
+        """
         done: list[list[Answered]] = [[] for _ in self._conversations]
         said: list[list[Message]] = [[] for _ in self._conversations]
         at = [0] * len(self._conversations)
@@ -183,7 +193,9 @@ class Conversations:
                 feed[number] = prompts[number][len(held[number]) :]
             if not feed:
                 return [answered for each in done for answered in each]
-            for number, answer in ranks.answer(feed, told).items():
+            with naming("conversation"):
+                answers = ranks.answer(feed, told)
+            for number, answer in answers.items():
                 done[number].append(Answered(prompts[number], answer))
                 # The last token was not fed to the model.
                 held[number] = prompts[number] + answer.token_ids[:-1]

@@ -62,8 +62,11 @@ def compare(model: ServedModel, done: Sequence[Answered], greedy: bool) -> Compa
             return result
 
         reference, ours = logits(exact), torch.stack(each.answer.logits)
-        scale = max(float(reference.abs().max()), 1.0)
-        worst = max(worst, float((reference - ours).abs().max()) / scale)
+        finite = reference[reference.isfinite()].abs()
+        scale = max(float(finite.max()), 1.0) if len(finite) else 1.0
+        apart = float(torch.where(reference == ours, 0.0, (reference - ours).abs()).max())
+        # Of two numbers of which one is NaN, Python's maximum is the first.
+        worst = max(worst, math.inf if math.isnan(apart) else apart / scale)
         top = reference.topk(2).values
         chosen = reference.gather(1, torch.tensor(each.answer.token_ids)[:, None])
         tokens += len(chosen)

@@ -13,9 +13,10 @@ import torch.distributed as dist
 from distca.runtime import Trace
 from distca.schedule.serving.layer_plans import PrefillStrategy
 from distca.schedule.serving.partitions import Chain
+from distca.serve.finite import NotFiniteError
 from distca.serve.models import ServedModel
 from distca.serve.pool_size import check_room
-from distca.serve.sampling import Sampling
+from distca.serve.sampling import UNUSABLE, Sampling, UnusableLogitsError
 from distca.serve.step_planner import Step, StepPlanner
 from distca.serve.steps import ModelRank
 
@@ -82,6 +83,7 @@ class Generator:
 
         Raises:
             NoRoom: a pool is too small for their keys and values; nothing has run.
+            NotFiniteError: no token can be chosen for a sequence, on any rank.
         """
         counts = {sequence: len(tokens) for sequence, tokens in new.items()}
         check_room(self._planner, self._model, counts, self._sampling.max_tokens)
@@ -163,15 +165,28 @@ class Generator:
         if self._keeps_logits:
             for sequence, row in self._shared(step, logits).items():
                 answers[sequence].logits.append(row)
-        return step, self._chosen(step, logits)
+        chosen = self._chosen(step, logits)
+        for sequence, token in chosen.items():
+            if token < 0:
+                where = self._rank.where_not_finite(step, feed)
+                why = f"no token can be chosen, since the logits are {UNUSABLE[token]}{where}"
+                raise NotFiniteError(sequence, why)
+        return step, chosen
 
     def _chosen(self, step: Step, logits: Mapping[int, torch.Tensor]) -> dict[int, int]:
-        """Chooses the next token of each sequence, on the rank that has its logits."""
+        """Chooses the next token of each sequence, on the rank that has its logits.
+
+        A negative number is an index of `UNUSABLE`, from its end: no token can be chosen.
+        """
         chosen = torch.zeros(len(step.sequences), dtype=torch.int64)
         for number, sequence in enumerate(step.sequences):
             if sequence in logits:
                 position = self._planner.length(sequence)
-                chosen[number] = self._sampling.choose(logits[sequence], sequence, position)
+                try:
+                    chosen[number] = self._sampling.choose(logits[sequence], sequence, position)
+                except UnusableLogitsError as error:
+                    # All ranks learn it with the tokens, and look for the reason together.
+                    chosen[number] = UNUSABLE.index(error.what) - len(UNUSABLE)
         return dict(zip(step.sequences, _summed(chosen).tolist(), strict=True))
 
     def _shared(self, step: Step, logits: Mapping[int, torch.Tensor]) -> dict[int, torch.Tensor]:

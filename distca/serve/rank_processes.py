@@ -19,6 +19,7 @@ import torch.distributed as dist
 
 from distca.lifetime import end_with_parent
 from distca.schedule.serving.layer_plans import PrefillStrategy
+from distca.serve.finite import NotFiniteError
 from distca.serve.generation import Answer, Generator
 from distca.serve.models import ServedModel
 from distca.serve.pool_size import NoRoom, PoolSize, Sharing
@@ -118,6 +119,7 @@ class RankProcesses:
 
         Raises:
             NoRoom: keys and values do not fit into the ranks' pools.
+            NotFiniteError: no token can be chosen for a sequence.
             RankError: a rank failed or ended; none is left.
         """
         self._send(("answer", {sequence: list(tokens) for sequence, tokens in new.items()}))
@@ -179,7 +181,7 @@ class RankProcesses:
     def _collect(self, told: Callable[[int, int], None]) -> list[Any]:
         """Waits until all ranks have returned, and hands on what they tell meanwhile."""
         results: dict[int, Any] = {}
-        refused: NoRoom | None = None
+        refused: NoRoom | NotFiniteError | None = None
         while len(results) < len(self._pipes):
             missing = [rank for rank in range(len(self._pipes)) if rank not in results]
             for ready in wait([self._pipes[rank] for rank in missing]):
@@ -195,7 +197,10 @@ class RankProcesses:
                     raise RankError(f"rank {rank}: {value}")
                 else:
                     results[rank] = value
-                    refused = refused or (NoRoom(value) if kind == "refused" else None)
+                    if kind == "refused":
+                        refused = NoRoom(value)
+                    elif kind == "not finite":
+                        refused = NotFiniteError(*value)
         if refused:
             raise refused
         return [results[rank] for rank in range(len(self._pipes))]
@@ -233,6 +238,10 @@ def _serve(settings: RankSettings, rank: int, store: str, pipe: Connection, pare
                 except NoRoom as error:
                     # All ranks find that alike, and nothing has run.
                     pipe.send(("refused", str(error)))
+                    continue
+                except NotFiniteError as error:
+                    # All ranks find that alike, too.
+                    pipe.send(("not finite", (error.sequence, error.why)))
                     continue
                 pipe.send(("answers", answers if rank == 0 else None))
             elif name == "time prefill":

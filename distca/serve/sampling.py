@@ -5,6 +5,7 @@ torch is imported where it computes: an engine passes these values on without it
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,6 +13,35 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     import torch
+
+
+UNUSABLE = ("NaN", "infinite", "all minus infinity")
+"""What logits are that no token can be chosen by."""
+
+
+class UnusableLogitsError(ValueError):
+    """Raised if no token can be chosen by logits.
+
+    Args:
+        what: what they are, of `UNUSABLE`.
+    """
+
+    def __init__(self, what: str) -> None:
+        super().__init__(f"no token can be chosen, since the logits are {what}")
+        self.what = what
+
+
+def check_highest(highest: float) -> None:
+    """Checks logits by the highest of them, which torch says is NaN if any of them is.
+
+    Single logits of minus infinity are legitimate: models and penalties mask tokens by them.
+
+    Raises:
+        UnusableLogitsError: no token can be chosen by them.
+    """
+    if not math.isfinite(highest):
+        kind = 0 if math.isnan(highest) else 1 if highest > 0 else 2
+        raise UnusableLogitsError(UNUSABLE[kind])
 
 
 @dataclass(frozen=True)
@@ -37,14 +67,25 @@ class Sampling:
     min_p: float = 0.0
 
     def choose(self, logits: torch.Tensor, sequence: int, position: int) -> int:
-        """Chooses a token by its logits `[vocabulary]`."""
-        if self.temperature == 0:
-            return int(logits.argmax())
+        """Chooses a token by its logits `[vocabulary]`.
+
+        Raises:
+            UnusableLogitsError: the logits are not finite; masked ones may be minus infinity.
+        """
         import torch
 
+        if self.temperature == 0:
+            # Both travel from a device together.
+            highest, token = torch.stack([each.double() for each in logits.max(0)]).tolist()
+            check_highest(highest)
+            return int(token)
+        logits = logits.double().cpu()
+        highest = float(logits.max())
+        check_highest(highest)
         # Of this token alone, so that neither ranks nor other sequences matter.
         generator = torch.Generator().manual_seed(hash((self.seed, sequence, position)))
-        probabilities = torch.softmax(logits.double().cpu() / self.temperature, 0)
+        # The highest is 0, so that no temperature is too low.
+        probabilities = torch.softmax((logits - highest) / self.temperature, 0)
         return int(torch.multinomial(self._kept(probabilities), 1, generator=generator))
 
     def _kept(self, probabilities: torch.Tensor) -> torch.Tensor:
@@ -132,10 +173,17 @@ class TokenLogprobs:
 
     @staticmethod
     def of(logits: torch.Tensor, token: int, count: int) -> TokenLogprobs:
-        """Takes them from the logits `[vocabulary]` of the `count` likeliest tokens."""
+        """Takes them from the logits `[vocabulary]` of the `count` likeliest tokens.
+
+        Raises:
+            UnusableLogitsError: the logits are not finite; masked ones may be minus infinity.
+        """
         import torch
 
         logprobs = torch.log_softmax(logits.double(), 0)
+        of_token = float(logprobs[token])
+        if math.isnan(of_token):
+            check_highest(float(logits.max()))
         values, tokens = logprobs.topk(min(count, len(logprobs)))
         top = tuple(zip(tokens.tolist(), values.tolist(), strict=True))
-        return TokenLogprobs(float(logprobs[token]), top)
+        return TokenLogprobs(of_token, top)

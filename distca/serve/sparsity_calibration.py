@@ -30,6 +30,7 @@ from distca.schedule.serving.csps.degradation import (
 )
 from distca.serve.chat import check_tokens
 from distca.serve.models import ServedModel, load_tokenizer, model_digest
+from distca.serve.sampling import UnusableLogitsError, check_highest
 from distca.serve.sparse_model import SparseModel
 
 NEEDLE = 8
@@ -166,18 +167,25 @@ class Calibrated:
             number: number of the prompt.
             samples: sparsities.
             told: called after each run of the model.
+
+        Raises:
+            ValueError: the model's logits are not finite.
         """
         tokens = self._prompts[number]
         last = COMPARED + NEEDLE
         logits, mass = self._model.run(tokens, None, last)
+        self._check(number, logits, "")
         told()
         dense, recalled = _compared(logits), _recalled(logits, tokens)
         divergences, losses = [], []
         for sample in samples:
             logits, _ = self._model.run(tokens, sample, last)
+            self._check(number, logits, ", with some keys dropped,")
             told()
             sparse = _compared(logits)
-            divergence = (dense.exp() * (dense - sparse)).sum(-1).mean()
+            # Tokens that the model masks add nothing.
+            each = torch.where(dense.isneginf(), 0.0, dense.exp() * (dense - sparse))
+            divergence = each.sum(-1).mean()
             divergences.append(max(float(divergence), 0.0))
             lost = recalled & ~_recalled(logits, tokens)
             losses.append(float(lost.float().mean()))
@@ -186,6 +194,18 @@ class Calibrated:
             "recall_loss": np.array(losses),
         }
         return Measured(len(tokens), mass, degraded, float(recalled.float().mean()))
+
+    def _check(self, number: int, logits: torch.Tensor, how: str) -> None:
+        try:
+            # A maximum is NaN if any logit is, as is the least of maxima if any of them is.
+            highest = logits.max(-1).values
+            check_highest(float(highest.min()))
+            check_highest(float(highest.max()))
+        except UnusableLogitsError as error:
+            where = self._model.where_not_finite()
+            raise ValueError(
+                f"prompt {number}{how} cannot be measured, since the logits are {error.what}{where}"
+            ) from None
 
 
 def _compared(logits: torch.Tensor) -> torch.Tensor:

@@ -171,7 +171,15 @@ def test_far_behind_cached_tokens_parts_are_nearly_even() -> None:
     assert Chain(2, (0.7, 0.3)).shares(7, 14)[0] > 0.5
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{}", '{"format": 2}', '{"format": 1, "shares": []}'])
+NO_SECONDS = (
+    '{"format": 1, "model": "m", "hardware": "h", "ranks": 2, "shares": {"100": [0.6, 0.4]}, '
+    '"by": "cpu", "trials": {"100": [[[60, 40], NaN]]}}'
+)
+
+
+@pytest.mark.parametrize(
+    "text", ["", "[]", "{}", '{"format": 2}', '{"format": 1, "shares": []}', NO_SECONDS]
+)
 def test_a_file_that_is_no_table_is_refused(tmp_path: Path, text: str) -> None:
     (tmp_path / "table.json").write_text(text)
     with pytest.raises(ValueError, match="distca tune partitions"):

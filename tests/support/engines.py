@@ -35,6 +35,7 @@ class Answered:
         planned: bytes of all plans and moves, all ranks together.
         weights: bytes of weights of each process.
         moved: blocks that changed their rank.
+        failed: why the model could not answer sequences, by sequence.
     """
 
     tokens: Told
@@ -44,6 +45,7 @@ class Answered:
     planned: int = 0
     weights: Sequence[int] = ()
     moved: int = 0
+    failed: dict[int, str] = field(default_factory=dict)
 
 
 class Here:
@@ -97,7 +99,7 @@ def run_on_a_rank(
     import torch.distributed as dist
 
     from distca.serve.engine.engine import Engine
-    from distca.serve.engine.messages import Abort, Outputs, ResetCache, Submit
+    from distca.serve.engine.messages import Abort, Outputs, Refused, ResetCache, Submit
     from distca.serve.engine.worker import Worker
 
     here = Here(Worker(settings, torch.device("cpu")))
@@ -108,9 +110,12 @@ def run_on_a_rank(
     aborted = set(chance.sample(range(len(waiting)), aborts))
     told: Told = {}
     scores: dict[int, list[Any]] = {}
+    failed: dict[int, str] = {}
 
     def heard() -> None:
         for message in here.said:
+            if isinstance(message, Refused) and message.fails:
+                failed[message.number] = message.message
             if isinstance(message, Outputs):
                 for output in message.outputs:
                     told.setdefault(output.number, []).append(output.token)
@@ -144,7 +149,7 @@ def run_on_a_rank(
     dist.all_gather_object(weights, here.worker.loaded().weight_bytes)
     dist.all_gather_object(counted, planned[0])
     nbytes = sum(counted) + here.moved * BLOCK * _moved_row_bytes(settings)
-    return Answered(told, numbers_of(stats), ranks, scores, nbytes, weights, here.moved)
+    return Answered(told, numbers_of(stats), ranks, scores, nbytes, weights, here.moved, failed)
 
 
 @contextmanager

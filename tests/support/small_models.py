@@ -130,3 +130,20 @@ def _save(kind: Any, config: Any, folder: Path) -> Path:
                 weight.normal_(0, 0.08)
     model.save_pretrained(folder)
     return folder
+
+
+def spoil(folder: Path, name: str, value: float, row: int | None = None) -> None:
+    """Overwrites weights of a saved model.
+
+    Args:
+        folder: folder of the model.
+        name: name of the parameter.
+        value: value of all its weights.
+        row: row that is overwritten; None: all are.
+    """
+    from safetensors.torch import load_file, save_file
+
+    path = folder / "model.safetensors"
+    weights = load_file(path)
+    weights[name][slice(None) if row is None else row] = value
+    save_file(weights, path, {"format": "pt"})

@@ -243,7 +243,8 @@ class PartitionTable:
             interrupted search goes on, before it has found any shares.
 
     Raises:
-        ValueError: there is no length, or the shares of one are no partition among the ranks.
+        ValueError: there is no length, or the shares of one are no partition among the ranks, or a
+            trial's seconds are not finite.
     """
 
     model: str
@@ -263,6 +264,9 @@ class PartitionTable:
                     f"the partition of {tokens} tokens is among {len(shares)} ranks, the table's "
                     f"are {self.ranks}"
                 )
+        for tokens, tried in self.trials.items():
+            if not all(0 <= seconds < np.inf for seconds in tried.values()):
+                raise ValueError(f"a trial of {tokens} tokens took no number of seconds")
 
     def covers(self, tokens: int) -> bool:
         """Whether a length lies between those of the table."""

@@ -17,7 +17,7 @@ from fastapi.responses import HTMLResponse, JSONResponse, StreamingResponse
 from distca.schedule.serving.cdsp import ImprovementRates
 from distca.schedule.serving.cdsp.load import Growth
 from distca.serve.api.answers import Job, Shape
-from distca.serve.api.engine_client import EngineClient, EngineError, RefusedError
+from distca.serve.api.engine_client import AnswerError, EngineClient, EngineError, RefusedError
 from distca.serve.api.errors import ApiError, add_handlers
 from distca.serve.api.guard import Guard
 from distca.serve.api.metrics import Metrics
@@ -276,6 +276,8 @@ class _Routes:
             return JSONResponse(await _unless_gone(request, job.whole()))
         except RefusedError as error:
             raise ApiError(400, str(error)) from error
+        except AnswerError as error:
+            raise ApiError(500, str(error)) from error
         except EngineError as error:
             raise ApiError(500, f"the server ends: {error}") from error
 

@@ -47,6 +47,10 @@ class EngineError(RuntimeError):
     """Raised if the engine has ended; the message says why."""
 
 
+class AnswerError(RuntimeError):
+    """Raised if the model cannot answer a sequence; the message says why."""
+
+
 class RefusedError(ValueError):
     """Raised if a sequence can never be answered; the message says why."""
 
@@ -123,6 +127,7 @@ class EngineClient:
         Raises:
             EngineError: the engine has ended.
             RefusedError: a sequence can never be answered.
+            AnswerError: the model cannot answer a sequence.
         """
         if self.dead is not None:
             raise EngineError(self.dead)
@@ -223,7 +228,8 @@ class EngineClient:
                 self._take_stats(message.stats)
                 started.set_result(None)
             elif isinstance(message, Refused):
-                self._hand_on(message.number, RefusedError(message.message))
+                kind = AnswerError if message.fails else RefusedError
+                self._hand_on(message.number, kind(message.message))
                 self._sequences.pop(message.number, None)
             elif isinstance(message, PlanIs):
                 self._calls.pop(message.call).set_result(message.saved)

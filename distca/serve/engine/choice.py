@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING
 
 from distca.schedule.serving.scheduler import FinishReason
 from distca.serve.engine.messages import Admit, Chosen
-from distca.serve.sampling import TokenLogprobs
+from distca.serve.sampling import TokenLogprobs, UnusableLogitsError
 
 if TYPE_CHECKING:
     import torch
 
 
 def choose_token(admitted: Admit, tokens: Sequence[int], logits: torch.Tensor) -> Chosen:
-    """Chooses the token that follows a sequence.
+    """Chooses the token that follows a sequence; says why none can be chosen, if so.
 
     Args:
         admitted: what the sequence was admitted with.
@@ -23,10 +23,13 @@ def choose_token(admitted: Admit, tokens: Sequence[int], logits: torch.Tensor) -
     """
     prompt, answer = tokens[: admitted.prompt], tokens[admitted.prompt :]
     changed = admitted.penalties.apply(logits, prompt, answer)
-    token = admitted.sampling.choose(changed, admitted.choice, len(tokens))
-    if admitted.logprobs is None:
-        return Chosen(admitted.number, token, None)
-    return Chosen(admitted.number, token, TokenLogprobs.of(logits, token, admitted.logprobs))
+    try:
+        token = admitted.sampling.choose(changed, admitted.choice, len(tokens))
+        if admitted.logprobs is None:
+            return Chosen(admitted.number, token, None)
+        return Chosen(admitted.number, token, TokenLogprobs.of(logits, token, admitted.logprobs))
+    except UnusableLogitsError as error:
+        return Chosen(admitted.number, -1, None, str(error))
 
 
 def finish_of(

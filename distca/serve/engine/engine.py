@@ -6,7 +6,7 @@ import os
 import signal
 import time
 import traceback
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -253,7 +253,9 @@ class Engine:
     def _end_iteration(self) -> None:
         batch, done = self._batch, self._done
         assert batch is not None, "no iteration is under way"
-        chosen: dict[int, Chosen] = {each.number: each for d in done.values() for each in d.chosen}
+        said = [each for worker in done.values() for each in worker.chosen]
+        self._refuse([each for each in said if each.failed is not None])
+        chosen: dict[int, Chosen] = {each.number: each for each in said}
         tokens = {number: each.token for number, each in chosen.items()}
         for each in (scores for d in done.values() for scores in d.scores):
             if each.number not in self._submitted:
@@ -284,6 +286,14 @@ class Engine:
         self._batch = None
         self._send(Outputs(outputs, self._stats()))
         self._done = {}
+
+    def _refuse(self, failed: Sequence[Chosen]) -> None:
+        """Ends sequences of the iteration for which no token can be chosen."""
+        for each in failed:
+            # The scheduler gives the blocks back, and keeps none of them for others.
+            if self._scheduler.abort(each.number):
+                self._forget(each.number)
+                self._send(Refused(each.number, str(each.failed), fails=True))
 
     def _forget(self, number: int) -> None:
         """Forgets a sequence that has ended; workers do with the next iteration."""

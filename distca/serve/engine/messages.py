@@ -163,10 +163,17 @@ class Outputs(Message, frozen=True):
 
 
 class Refused(Message, frozen=True):
-    """A sequence that can never be answered, and why."""
+    """A sequence that can never be answered, and why.
+
+    Attributes:
+        number: number of the sequence.
+        message: the reason.
+        fails: whether the model is the reason, rather than the request.
+    """
 
     number: int
     message: str
+    fails: bool = False
 
 
 class PlanIs(Message, frozen=True):
@@ -325,11 +332,19 @@ class Beat(Message, frozen=True):
 
 
 class Chosen(Message, frozen=True):
-    """A token that was chosen for a sequence."""
+    """A token that was chosen for a sequence.
+
+    Attributes:
+        number: number of the sequence.
+        token: the token; -1 if none can be chosen.
+        logprobs: log-probabilities, where they are asked for.
+        failed: why no token can be chosen; None: one was.
+    """
 
     number: int
     token: int
     logprobs: TokenLogprobs | None
+    failed: str | None = None
 
 
 class Scores(Message, frozen=True):

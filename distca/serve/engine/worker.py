@@ -29,6 +29,7 @@ from distca.serve.engine.messages import (
     Admit,
     Beat,
     Begin,
+    Chosen,
     Done,
     Failed,
     Iteration,
@@ -46,7 +47,7 @@ from distca.serve.handoff.decode_worker import DecodeWorker
 from distca.serve.handoff.prefill_worker import PrefillWorker
 from distca.serve.handoff.roles import make_worker
 from distca.serve.models import DTYPES, read_model
-from distca.serve.sampling import TokenLogprobs
+from distca.serve.sampling import TokenLogprobs, UnusableLogitsError
 from distca.serve.sequence_layouts import share_rows
 from distca.serve.tensor_parallel import join_ranks
 from distca.serve.transports import make_transport
@@ -72,17 +73,28 @@ class _Sequence:
 
 
 class _Scoring:
-    """Log-probabilities of a prompt's tokens, from the logits before each."""
+    """Log-probabilities of a prompt's tokens, from the logits before each.
+
+    Attributes:
+        found: log-probabilities by position.
+        failed: why some have none; None: all have.
+    """
 
     def __init__(self, sequence: _Sequence) -> None:
         self._admitted, self.found = sequence.admitted, dict[int, TokenLogprobs]()
+        self.failed: str | None = None
 
     def __call__(self, positions: Int64s, logits: torch.Tensor) -> None:
         """Takes logits `[positions, vocabulary]`."""
         tokens, count = self._admitted.tokens, self._admitted.logprobs or 0
         for position, row in zip(positions.tolist(), logits, strict=True):
             if position + 1 < self._admitted.prompt:
-                self.found[position + 1] = TokenLogprobs.of(row, tokens[position + 1], count)
+                try:
+                    found = TokenLogprobs.of(row, tokens[position + 1], count)
+                except UnusableLogitsError as error:
+                    self.failed = str(error)
+                    return
+                self.found[position + 1] = found
 
 
 class Worker:
@@ -208,6 +220,11 @@ class Worker:
             )
             for feed in iteration.feed
             if feed.samples and feed.number in logits
+        ]
+        chosen += [
+            Chosen(number, -1, None, each.failed)
+            for number, each in scoring.items()
+            if each.failed is not None
         ]
         return Done(
             self._process,

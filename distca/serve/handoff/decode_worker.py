@@ -268,6 +268,9 @@ class DecodeWorker:
             for transfer, each in batch:
                 number = each.admit.number
                 chosen.append(choose_token(each.admit, each.tokens, logits[number]))
+                if chosen[-1].failed is not None:
+                    self._apply(hand.Finish(transfer))
+                    continue
                 each.tokens.append(chosen[-1].token)
                 expected, stops = each.expected, each.admit.sampling.stops
                 finish = finish_of(each.tokens, expected.most, expected.fewest, stops)

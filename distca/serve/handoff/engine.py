@@ -322,7 +322,9 @@ class RolesEngine:
                 request = self._current(each.transfer)
                 if request is None:
                     continue
-                if isinstance(each, Prefilled):
+                if isinstance(each, Prefilled) and each.chosen.failed is not None:
+                    self._refuse(request, each.chosen)
+                elif isinstance(each, Prefilled):
                     outputs.append(self._take_first(request, each.chosen))
                 elif each.reason:
                     self._try_again(request, each)
@@ -373,6 +375,7 @@ class RolesEngine:
         return True
 
     def _take_first(self, request: _Request, chosen: Chosen) -> Output:
+        """Takes the token that a prefill gave."""
         output = self._output(request, chosen, None)
         if output.finish is None:
             assert request.decode is not None
@@ -383,6 +386,13 @@ class RolesEngine:
             del self._requests[request.submit.number]
             self._end_try(request)
         return output
+
+    def _refuse(self, request: _Request, chosen: Chosen) -> None:
+        """Ends a request for which no token can be chosen."""
+        number = request.submit.number
+        del self._requests[number]
+        self._end_try(request)
+        self._send(Refused(number, str(chosen.failed), fails=True))
 
     def _output(self, request: _Request, chosen: Chosen, finish: FinishReason | None) -> Output:
         request.tokens.append(chosen.token)
@@ -399,6 +409,9 @@ class RolesEngine:
         for chosen in message.chosen:
             request = self._current(transfer_of(chosen.number))
             if request is None:
+                continue
+            if chosen.failed is not None:
+                self._refuse(request, chosen)
                 continue
             self._decoded += 1
             finish = message.finished.get(chosen.number)
