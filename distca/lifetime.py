@@ -1,15 +1,159 @@
-"""The lifetime of a process, tied to that of the one that started it."""
+"""How processes end: by signals, and with the process that started them."""
 
 from __future__ import annotations
 
-import ctypes
+import contextlib
+import os
+import pickle
 import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from types import FrameType
+from typing import Any
 
 _PR_SET_PDEATHSIG = 1
+_SIGNALS = {signal.SIGINT: "interrupted", signal.SIGTERM: "terminated"}
+_SECONDS_TO_END = 3.0
 
 
 def end_with_parent() -> None:
     """Lets the kernel kill this process with the thread that started it, where it can (Linux)."""
+    import ctypes
+
     prctl = getattr(ctypes.CDLL(None), "prctl", None)
     if prctl is not None:
         prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+class Ended(KeyboardInterrupt):
+    """Raised in the main thread if a signal asks the process to end."""
+
+
+class EndAtSignals:
+    """Ends a command's process at SIGINT and SIGTERM.
+
+    A signal raises `Ended` in the main thread, so that files are closed and other processes ended
+    on the way out. Then the process writes one line to standard error and exits with 128 plus the
+    signal's number. It does so after three seconds in any case, since libraries may catch `Ended`.
+    It exits at once if there is a second signal, or if a module is being imported: some modules in
+    C++ abort if an exception comes then.
+
+    Args:
+        name: name of the command, with which the line begins.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._number: int | None = None
+        self._told = False
+        self._reads, self._writes = os.pipe()
+
+    @property
+    def asked(self) -> bool:
+        """Whether a signal has asked for the end: errors that follow are only its consequences."""
+        return self._number is not None
+
+    def run(self, command: Callable[[], int]) -> int:
+        """Runs a command on the main thread, and returns its exit status unless a signal comes.
+
+        Afterwards signals have their default actions: nothing is left to clean up.
+        """
+        # A signal may come at any line, also in the handlers' own.
+        try:
+            try:
+                for each in _SIGNALS:
+                    signal.signal(each, self._take)
+                threading.Thread(target=self._watch, daemon=True).start()
+                return command()
+            finally:
+                for each in _SIGNALS:
+                    signal.signal(each, signal.SIG_DFL)
+        finally:
+            if self.asked:
+                self._exit()
+
+    def _take(self, number: int, frame: FrameType | None) -> None:
+        again, self._number = self.asked, number
+        if again or _is_importing(frame):
+            self._exit()
+        # Where `Ended` cannot be passed on, as in a callback, Python would write a traceback.
+        sys.unraisablehook = lambda unraisable: None
+        os.write(self._writes, b"1")
+        raise Ended
+
+    def _watch(self) -> None:
+        """Waits for a signal, and then for the end, on a thread that is there before either."""
+        os.read(self._reads, 1)
+        time.sleep(_SECONDS_TO_END)
+        self._exit()
+
+    def _exit(self) -> None:
+        assert self._number is not None
+        if not self._told:
+            self._told = True
+            line = f"{self._name}: {_SIGNALS[signal.Signals(self._number)]}\n"
+            with contextlib.suppress(OSError):
+                os.write(2, line.encode())
+        os._exit(128 + self._number)
+
+
+def _is_importing(frame: FrameType | None) -> bool:
+    """Whether a module is being imported where a signal came."""
+    while frame is not None and not frame.f_code.co_filename.startswith("<frozen importlib."):
+        frame = frame.f_back
+    return frame is not None
+
+
+@contextlib.contextmanager
+def signals_held() -> Iterator[None]:
+    """Holds SIGINT and SIGTERM back on this thread while the context is open.
+
+    Processes that are started meanwhile never get them: Ctrl-C in a terminal goes to all processes,
+    and the one that started the others ends them.
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def start_process(
+    started: list[Any], function: Callable[..., object], *arguments: Any, pipe: Any
+) -> None:
+    """Starts a process that runs a function.
+
+    It gets no SIGINT and no SIGTERM. It ends with this process, even if that ends before the
+    function's module is imported.
+
+    Args:
+        started: list that the `multiprocessing.Process` is added to before a signal is taken.
+        function: function of a module.
+        arguments: arguments of the function.
+        pipe: its last argument: an end of a pipe, which only the process keeps.
+    """
+    import multiprocessing
+    from multiprocessing import resource_tracker
+
+    # It would let signals through again if it started with the process.
+    resource_tracker.ensure_running()
+    # Pickled here, so that the process imports nothing of it before it is tied to this one.
+    call = pickle.dumps((function, arguments))
+    process = multiprocessing.get_context("spawn").Process(
+        target=_run, args=(os.getpid(), call, pipe), daemon=True
+    )
+    with signals_held():
+        process.start()
+        started.append(process)
+    pipe.close()
+
+
+def _run(parent: int, call: bytes, pipe: Any) -> None:
+    """Runs the function of `start_process`."""
+    end_with_parent()
+    if os.getppid() != parent:
+        return
+    function, arguments = pickle.loads(call)
+    function(*arguments, pipe)

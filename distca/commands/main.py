@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-import difflib
 import importlib
 import os
 import signal
 import sys
+import threading
 from collections.abc import Sequence
+
+from distca.lifetime import EndAtSignals, Ended
 
 COMMANDS = {
     "simulate": "say what a training job would gain on a cluster, and with which flags",
@@ -36,11 +38,28 @@ examples:
 def main(argv: list[str] | None = None) -> int:
     """Runs a subcommand; returns its exit status.
 
-    What a command refuses, or cannot do, is a line on standard error.
+    What a command refuses, or cannot do, is a line on standard error. So are SIGINT and SIGTERM,
+    which end the process with status 130 and 143.
+
+    Args:
+        argv: arguments; None: those of this process, which then also ends at signals.
     """
+    if argv is not None or threading.current_thread() is not threading.main_thread():
+        return _written(sys.argv[1:] if argv is None else argv, None)
+    ending = EndAtSignals(_name(sys.argv[1:]))
+    return ending.run(lambda: _written(sys.argv[1:], ending))
+
+
+def _name(arguments: Sequence[str]) -> str:
+    """Name of the command, with which its lines on standard error begin."""
+    return f"distca {arguments[0]}" if arguments and arguments[0] in COMMANDS else "distca"
+
+
+def _written(arguments: Sequence[str], ending: EndAtSignals | None) -> int:
+    """Runs a subcommand, and writes what standard output still holds back."""
     try:
         try:
-            return _told(sys.argv[1:] if argv is None else argv)
+            return _told(arguments, ending)
         finally:
             # Here, where it can be told what fails, rather than when Python ends.
             sys.stdout.flush()
@@ -55,14 +74,16 @@ def main(argv: list[str] | None = None) -> int:
         return 2
 
 
-def _told(arguments: Sequence[str]) -> int:
+def _told(arguments: Sequence[str], ending: EndAtSignals | None) -> int:
     """Runs a subcommand, and tells its errors."""
-    name = f"distca {arguments[0]}" if arguments and arguments[0] in COMMANDS else "distca"
+    name = _name(arguments)
     try:
         return _run(arguments)
-    except BrokenPipeError:
+    except (BrokenPipeError, Ended):
         raise
     except (ValueError, ImportError, OSError, MemoryError) as error:
+        if ending is not None and ending.asked:
+            raise
         sys.stderr.write(f"{name}: {str(error) or 'not enough memory'}\n")
         sys.exit(2)
     except KeyboardInterrupt:
@@ -77,6 +98,8 @@ def _run(arguments: Sequence[str]) -> int:
         return int(command.main(arguments[1:]))
     asked = bool(arguments) and arguments[0] in ("-h", "--help")
     if arguments and not asked:
+        import difflib
+
         near = difflib.get_close_matches(arguments[0], COMMANDS, 1)
         meant = f": is {near[0]} meant?" if near else ""
         sys.stderr.write(f"distca: no command {arguments[0]!r}{meant} (see `distca --help`)\n")

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import multiprocessing
-import os
 import signal
 import tempfile
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
+from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from distca.lifetime import end_with_parent
+from distca.lifetime import start_process
 from distca.schedule.serving.layer_plans import PrefillStrategy
 from distca.serve.finite import NotFiniteError
 from distca.serve.generation import Answer, Generator
@@ -85,21 +84,19 @@ class RankProcesses:
                 f"{count} ranks need a GPU each, but there are {gpus}: use fewer ranks, or "
                 "CUDA_VISIBLE_DEVICES= to run on CPUs"
             )
-        context = multiprocessing.get_context("spawn")
         self._folder = tempfile.TemporaryDirectory(prefix="distca-ranks-")
         self._pipes: list[Connection] = []
         self._processes: list[Any] = []
         store = str(Path(self._folder.name) / "store")
-        for rank in range(count):
-            ours, theirs = context.Pipe()
-            process = context.Process(
-                target=_serve, args=(settings, rank, store, theirs, os.getpid()), daemon=True
-            )
-            process.start()
-            theirs.close()
-            self._pipes.append(ours)
-            self._processes.append(process)
-        self._collect(lambda *_: None)
+        try:
+            for rank in range(count):
+                ours, theirs = Pipe()
+                self._pipes.append(ours)
+                start_process(self._processes, _serve, settings, rank, store, pipe=theirs)
+            self._collect(lambda *_: None)
+        except BaseException:
+            self._end_now()
+            raise
 
     @property
     def pids(self) -> list[int]:
@@ -155,21 +152,30 @@ class RankProcesses:
         return self._collect(lambda *_: None)
 
     def close(self) -> None:
-        """Ends all ranks."""
-        for pipe in self._pipes:
-            pipe.close()
-        for process in self._processes:
-            process.join(_SECONDS_TO_END)
-            if process.is_alive():
-                process.kill()
-                process.join()
-        self._folder.cleanup()
+        """Ends all ranks, which have a few seconds to end by themselves."""
+        try:
+            for pipe in self._pipes:
+                pipe.close()
+            for process in self._processes:
+                process.join(_SECONDS_TO_END)
+        finally:
+            self._end_now()
 
     def __enter__(self) -> RankProcesses:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None:
+            self.close()
+        else:
+            # Ranks may be busy: nobody waits for what they do.
+            self._end_now()
+
+    def _end_now(self) -> None:
+        self._kill()
+        for pipe in self._pipes:
+            pipe.close()
+        self._folder.cleanup()
 
     def _send(self, call: tuple[str, Any]) -> None:
         for rank, pipe in enumerate(self._pipes):
@@ -220,13 +226,8 @@ class RankProcesses:
             process.join()
 
 
-def _serve(settings: RankSettings, rank: int, store: str, pipe: Connection, parent: int) -> None:
+def _serve(settings: RankSettings, rank: int, store: str, pipe: Connection) -> None:
     """Runs a rank: the main function of its process."""
-    # Ctrl-C is for the process that made this one, which ends it.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    end_with_parent()
-    if os.getppid() != parent:
-        return
     try:
         generator, sent, trace = _start(settings, rank, store, pipe)
         pipe.send(("started", None))

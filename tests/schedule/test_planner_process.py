@@ -116,8 +116,12 @@ def test_it_starts_without_torch() -> None:
 
 @pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM])
 def test_signals_are_for_the_rank(sent: signal.Signals) -> None:
-    """Both may be sent to a whole group of processes, and the rank goes on to save a checkpoint."""
+    """Both may be sent to a whole group of processes, and the rank goes on to save a checkpoint.
+
+    One comes while the process starts.
+    """
     with process(int) as there:
+        os.kill(there.pid, sent)
         assert there("1") == 1
         os.kill(there.pid, sent)
         assert there("2") == 2

@@ -17,7 +17,7 @@ import sys
 from collections.abc import Callable
 from typing import Any, BinaryIO, Generic, TypeVar
 
-from distca.lifetime import end_with_parent
+from distca.lifetime import end_with_parent, signals_held
 
 Result = TypeVar("Result")
 
@@ -40,9 +40,11 @@ class PlannerProcess(Generic[Result]):
     """
 
     def __init__(self, function: Callable[..., Result]) -> None:
-        self._process = subprocess.Popen(
-            [sys.executable, "-c", _MAIN], stdin=subprocess.PIPE, stdout=subprocess.PIPE
-        )
+        # Signals are for the rank, which may go on for a while: Ctrl-C, or notice of the end.
+        with signals_held():
+            self._process = subprocess.Popen(
+                [sys.executable, "-c", _MAIN], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+            )
         try:
             self._send(sys.path)
             self._send(os.getpid())
@@ -96,9 +98,6 @@ class PlannerProcess(Generic[Result]):
 
 def serve() -> None:
     """Answers calls until the pipe is closed. The main function of the process."""
-    # Signals are for the rank, which may go on for a while: Ctrl-C, or Slurm's notice of the end.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     requests, answers = sys.stdin.buffer, _take_over_stdout()
     parent = pickle.load(requests)
     end_with_parent()

@@ -9,12 +9,14 @@ import os
 import tempfile
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
+from multiprocessing import resource_tracker
 from typing import Any
 
 import msgspec
 import zmq
 import zmq.asyncio
 
+from distca.lifetime import signals_held
 from distca.schedule.serving.cdsp.load import Growth
 from distca.serve.engine.messages import (
     Abort,
@@ -101,7 +103,9 @@ class EngineClient:
         context = multiprocessing.get_context("spawn")
         arguments = (self.settings, self._folder.name, os.getpid())
         self._process: Any = context.Process(target=_start_engine, args=arguments)
-        self._process.start()
+        resource_tracker.ensure_running()
+        with signals_held():
+            self._process.start()
         started: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._reader = asyncio.create_task(self._read(started))
         self._watcher = asyncio.create_task(self._watch())

@@ -12,6 +12,7 @@ from typing import Any
 
 import zmq
 
+from distca.lifetime import signals_held
 from distca.serve.engine.link import Link
 from distca.serve.engine.settings import EngineSettings
 
@@ -34,7 +35,8 @@ class WorkerProcesses:
         for rank in settings.own_processes:
             arguments = settings, rank, link, None if store is None else str(store), os.getpid()
             process = context.Process(target=_start_worker, args=arguments, daemon=True)
-            process.start()
+            with signals_held():
+                process.start()
             poller.register(process.sentinel, zmq.POLLIN)
             self._processes[rank] = process
 
