@@ -60,6 +60,55 @@ def test_the_next_value_is_made_while_this_one_is_held() -> None:
     ahead.close()
 
 
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt, SystemExit])
+def test_errors_of_the_thread_are_the_consumers(error: type[BaseException]) -> None:
+    """All kinds: who waited for a value that never comes would hang."""
+
+    def values() -> Iterator[int]:
+        yield 7
+        raise error("no more")
+
+    ahead, seen, done = Prefetcher(values()), list[Any](), threading.Event()
+
+    def consume() -> None:
+        seen.append(next(ahead))
+        try:
+            next(ahead)
+        except BaseException as raised:
+            seen.append(raised)
+        # What failed is at its end.
+        seen.extend(ahead)
+        done.set()
+
+    threading.Thread(target=consume, daemon=True).start()
+    assert done.wait(PATIENCE), "the consumer waits"
+    value, raised = seen
+    assert (value, type(raised), str(raised)) == (7, error, "no more")
+    ahead.close()
+
+
+def test_the_time_that_is_waited_is_told() -> None:
+    made, go_on = Made(), threading.Event()
+
+    def values() -> Iterator[int]:
+        yield 0
+        made.note("more")
+        go_on.wait(PATIENCE)
+        yield 1
+
+    ahead = Prefetcher(values())
+    assert made.comes("more")
+    assert next(ahead) == 0
+    assert ahead.seconds_waited == 0
+    threading.Timer(0.05, go_on.set).start()
+    assert next(ahead) == 1
+    assert 0 < ahead.seconds_waited < PATIENCE
+    ahead.close()
+    assert list(ahead) == []
+    with pytest.raises(ValueError, match="depth is 0"):
+        Prefetcher(values(), 0)
+
+
 def test_one_value_waits_unless_more_are_asked_for() -> None:
     made = Made()
 

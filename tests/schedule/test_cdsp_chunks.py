@@ -139,14 +139,18 @@ def all_plans(
     degrees: Sequence[int],
     pool: Ranks,
     rate: float,
+    per_rank: float,
 ) -> Iterator[float]:
-    """Times to the first token of all that Algorithm 1 may choose, with Eq. 2 as it stands."""
+    """Times to the first token of all that Algorithm 1 may choose, with Eq. 2 as it stands, where a
+    rank holds so many tokens."""
 
     def latest(ranks: Ranks) -> float:
         return max(queued[rank] for rank in ranks)
 
     best, chosen = float("inf"), NOBODY
     for degree in degrees:
+        if cached + tokens > degree * per_rank:
+            continue
         ranks = extended(order, pool, group, degree, per_node)
         ttft = latest(ranks) + MODEL.seconds(degree, cached, tokens)
         if ttft < best * (1 - rate):
@@ -158,30 +162,46 @@ def all_plans(
             ranks = extended(order, chosen, group, now, per_node)
             budget = latest(extended(order, chosen, ranks, then, per_node)) - latest(ranks)
             length = min(tokens, MODEL.tokens_within(now, cached, budget))
-            if not 128 <= length < tokens:
+            if not 128 <= length < tokens or cached + length > now * per_rank:
                 continue
             spent = latest(ranks) + MODEL.seconds(now, cached, length)
             left = [max(0.0, each - spent) for each in queued]
             larger = [degree for degree in legal if degree >= then]
             for rest in all_plans(
-                left, order, per_node, tokens - length, cached + length, ranks, larger, chosen, rate
+                left,
+                order,
+                per_node,
+                tokens - length,
+                cached + length,
+                ranks,
+                larger,
+                chosen,
+                rate,
+                per_rank,
             ):
                 yield spent + rest
 
 
-@pytest.mark.parametrize("seed", range(6))
-def test_the_plan_is_the_best_of_the_algorithms_own_space(seed: int, full: bool) -> None:
+@pytest.mark.parametrize(
+    ("seed", "bounded"), [*((seed, False) for seed in range(6)), (6, True), (7, True)]
+)
+def test_the_plan_is_the_best_of_the_algorithms_own_space(
+    seed: int, bounded: bool, full: bool
+) -> None:
+    """On ranks that hold any number of tokens, or hardly more than the prompt needs."""
     drawn, chunks = np.random.default_rng(seed), []
     for _ in range(2000 if full else 60):
         count = int(drawn.choice([1, 2, 3, 4, 4, 4, 4]))
         queued = (drawn.uniform(0, 8, count) * (drawn.random(count) < 0.9)).tolist()
         tokens = int(drawn.integers(200, 300_000))
         rate, per_node = float(drawn.choice([0.0, 0.1, 0.4])), int(drawn.choice([1, 2, 4]))
-        plan = plan_prefill(Search(MODEL, rate), queued, per_node, tokens)
-        order = sorted(range(count), key=queued.__getitem__)
         degrees = [degree for degree in MODEL.degrees if degree <= count]
+        per_rank = tokens / degrees[-1] * drawn.uniform(1, 2) if bounded else float("inf")
+        search = Search(MODEL, rate, tokens_per_rank=per_rank)
+        plan = plan_prefill(search, queued, per_node, tokens)
+        order = sorted(range(count), key=queued.__getitem__)
         found = all_plans(
-            queued, order, per_node, tokens, 0, NOBODY, degrees, frozenset(order), rate
+            queued, order, per_node, tokens, 0, NOBODY, degrees, frozenset(order), rate, per_rank
         )
         assert plan.ttft == pytest.approx(min(found), rel=1e-9, abs=1e-9)
         chunks.append(len(plan.chunks))
@@ -246,6 +266,21 @@ def test_groups_may_be_bounded_where_few_ranks_suffice() -> None:
     plan = plan_prefill(search, queued, 8, 4_000, 200_000, holders)
     check(plan, queued, 4_000, 200_000)
     assert holders < plan.chunks[0].ranks
+
+
+def test_a_chunk_may_fill_its_ranks_and_no_more() -> None:
+    """All tokens before it count, too."""
+    queued, fitting = [0.0, 4.0, 4.0, 4.0], MODEL.tokens_within(1, 0, 4.0)
+    for per_rank, degrees in ((fitting, [1, 4]), (fitting - 1, [4])):
+        search = Search(MODEL, tokens_per_rank=per_rank)
+        chunks = plan_prefill(search, queued, 4, 3 * fitting).chunks
+        assert [len(chunk.ranks) for chunk in chunks] == degrees
+    queued, first = [0.0, 1.0, 9.0, 9.0], MODEL.tokens_within(1, 0, 1.0)
+    second = MODEL.tokens_within(2, first, 8.0)
+    for per_rank, degrees in ((-(-(first + second) // 2), [1, 2, 4]), (second // 2, [1, 4])):
+        search = Search(MODEL, tokens_per_rank=per_rank)
+        chunks = plan_prefill(search, queued, 4, 3 * per_rank).chunks
+        assert [len(chunk.ranks) for chunk in chunks] == degrees
 
 
 def test_prompts_need_ranks_that_hold_them() -> None:

@@ -8,7 +8,7 @@ from argparse import Namespace
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 import pytest
 
@@ -108,6 +108,27 @@ def check(args: Namespace, candidate: Candidate, workload: Workload) -> None:
         assert (args.recompute_granularity, args.recompute_modules) == ("selective", ["mlp"])
     else:
         assert (args.recompute_granularity, args.recompute_num_layers) == ("full", 1)
+
+
+@pytest.mark.parametrize(
+    ("candidate", "workload", "keeps"),
+    [
+        ({}, {}, True),
+        ({"system": "greedy"}, {"recompute": "mlp"}, True),
+        ({"system": "packed"}, {}, False),
+        ({"stages": 2}, {}, False),
+        ({"chain": 2}, {}, False),
+        # The same number twice, but more than one.
+        ({"stages": 2, "chain": 2}, {}, False),
+        ({}, {"recompute": "full"}, False),
+    ],
+)
+def test_servers_keep_inputs_where_training_can(
+    candidate: dict[str, Any], workload: dict[str, Any], keeps: bool
+) -> None:
+    given = replace(Candidate("tiles", 1, 1, 8, 1, 2), **candidate)
+    expected = [replace(given, keeps_inputs=True)] if keeps else []
+    assert with_kept_inputs(given, replace(WORKLOAD, **workload)) == expected
 
 
 @pytest.mark.parametrize("system", DISTCA_SYSTEMS)

@@ -25,7 +25,7 @@ from distca.simulate import (
     training_flags,
 )
 from distca.simulate.search import advise
-from distca.simulate.space import with_less_memory
+from distca.simulate.space import with_kept_inputs, with_less_memory
 from support.simulated import MODEL
 
 CLUSTER = CLUSTERS["dgx-h200"]
@@ -192,4 +192,7 @@ def test_keys_and_values_travel_where_latents_do_not_fit() -> None:
     assert found == replace(latents, may_send_latents=False)
     assert not workload.costs_of(found).sends_latents
     assert not with_less_memory(found, workload)
+    # Latents are expanded again, so that there is no use in keeping what they became.
+    kept = [bool(with_kept_inputs(each, workload)) for each in (latents, found)]
+    assert kept == [False, True]
     assert not with_less_memory(latents, replace(workload, latent_rows="on"))

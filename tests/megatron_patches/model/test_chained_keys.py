@@ -37,15 +37,16 @@ def gradients_of_own_keys(
             assert torch.equal(whole, torch.cat([mine, theirs[lent_rows]]))
         backward.append((rows, extended))
     # Backward passes come in the opposite order.
+    given_back = []
     for (rows, extended), gradient in zip(reversed(backward), reversed(of_borrowers), strict=True):
         told = [torch.full_like(each, scale * gradient) for scale, each in enumerate(extended, 1)]
-        before = [each.clone() for each in told]
+        given_back += [(each, each.clone()) for each in told]
         torch.autograd.backward(extended, told)
-        for each, same in zip(told, before, strict=True):
-            assert torch.equal(each, same), "somebody else's gradient was changed"
         for scale, each in enumerate(rows, 1):
             assert each.grad is not None
             assert (each.grad == scale * gradient).all()
+    for each, before in given_back:
+        assert torch.equal(each, before), "somebody else's gradient was changed"
     torch.autograd.backward(lent, [torch.full_like(e, n * own) for n, e in enumerate(lent, 1)])
     assert not lender.keys.lent
     assert not lender.keys.gradients
@@ -61,13 +62,12 @@ def test_small_gradients_of_many_borrowers_are_not_lost(
     """Each alone is less than half of what the sum is rounded to."""
     spacing = 256 * torch.finfo(dtype).eps if dtype != torch.float32 else 1.0
     # The last micro-batch's backward pass comes first, so that the large gradient is there.
-    small = [0.25 * spacing] * 7
-    found = gradients_of_own_keys(dtype, 0.25 * spacing, [*small, 256.0], lent_rows)
+    small, own = [0.25 * spacing] * 7, 0.6875 * spacing
+    found = gradients_of_own_keys(dtype, own, [*small, 256.0], lent_rows)
     for scale, each in enumerate(found, 1):
-        expected = torch.full((TOKENS, 2, 3), scale * 0.25 * spacing)
-        expected[lent_rows] = scale * (256.0 + 2 * spacing)
-        assert each.dtype == dtype
-        assert torch.equal(each.float(), expected)
+        expected = torch.full((TOKENS, 2, 3), scale * own)
+        expected[lent_rows] = scale * (256.0 + sum(small) + own)
+        assert torch.equal(each, expected.to(dtype))
 
 
 def test_rows_that_nobody_borrows_or_lends_stay_as_they_are() -> None:
