@@ -14,10 +14,14 @@ from tqdm import tqdm
 
 from mutation.checkout import Checkout
 from mutation.covering import covering_of
+from mutation.history import last_changes, newest_first
 from mutation.mapping import Map
 from mutation.processes import Commands
 from mutation.running import Result, Results, Runner
 from mutation.sampling import Mutant, sample
+
+GROUPS = 10
+"""Groups of files, by the age of their behaviour: the newest group is sampled first."""
 
 
 def main(
@@ -35,7 +39,13 @@ def main(
     folder = checkout.root / "build" / "mutation"
     commands = Commands()
     sampled = folder / f"{checkout.digest_of_code()}-seed{options.seed}.sample"
-    mutants, places = sample(checkout.sources, options.seed, options.mutants, sampled)
+    mutants, places = sample(
+        checkout.sources,
+        options.seed,
+        options.mutants,
+        lambda: newest_first(last_changes(checkout.root, checkout.sources), GROUPS),
+        sampled,
+    )
     # A mutant that some tests do not notice may be noticed by others.
     some = "-".join(["", *(re.sub(r"\W+", "_", name) for name in options.tests or ())])
     path = sampled.with_name(f"{sampled.stem}{some[:150]}.jsonl")

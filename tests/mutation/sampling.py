@@ -7,7 +7,7 @@ import difflib
 import itertools
 import json
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import astuple, dataclass
 from functools import cache
 from pathlib import Path
@@ -50,20 +50,25 @@ class Mutant:
 class Sample:
     """All mutants that may change behaviour, in random order.
 
-    Places come in uniformly random order, and of each a uniformly random mutant; only after every
-    place has had its turn, each gets a second one. A sum has ten mutants and a break has one, but
-    the two count alike. A longer sample begins with the shorter one.
+    Places of one group of files come after another's, and within it in uniformly random order, and
+    of each place a uniformly random mutant; only after every place has had its turn, each gets a
+    second one. A sum has ten mutants and a break has one, but the two count alike. A longer sample
+    begins with the shorter one.
 
     Args:
         sources: the text of each file.
         seed: seed of the order.
+        groups: all files, in groups.
     """
 
-    def __init__(self, sources: dict[str, str], seed: int) -> None:
+    def __init__(self, sources: dict[str, str], seed: int, groups: Sequence[Sequence[str]]) -> None:
         self._sources = sources
-        self._places = [place for path in sorted(sources) for place in _places(path, sources[path])]
+        self._places: list[list[Mutant]] = []
         chance = random.Random(seed)
-        chance.shuffle(self._places)
+        for group in groups:
+            places = [place for path in sorted(group) for place in _places(path, sources[path])]
+            chance.shuffle(places)
+            self._places += places
         for mutants in self._places:
             chance.shuffle(mutants)
 
@@ -84,20 +89,29 @@ class Sample:
             turns = left
 
 
-def sample(sources: dict[str, str], seed: int, number: int, kept: Path) -> tuple[list[Mutant], int]:
+def sample(
+    sources: dict[str, str],
+    seed: int,
+    number: int,
+    grouped: Callable[[], Sequence[Sequence[str]]],
+    kept: Path,
+) -> tuple[list[Mutant], int]:
     """The first mutants of a sample, and of how many places.
 
     Args:
         sources: the text of each file.
         seed: seed of the order.
         number: how many.
+        grouped: says the groups of files, if they are not kept.
         kept: a file where they are kept: finding them takes a while.
     """
-    known = json.loads(kept.read_text()) if kept.exists() else {"mutants": [], "places": 0}
-    if len(known["mutants"]) < number:
-        whole = Sample(sources, seed)
+    known = json.loads(kept.read_text()) if kept.exists() else {}
+    if len(known.get("mutants", ())) < number or "groups" not in known:
+        # A sample goes on as it began, though what was new is old by now.
+        groups = known["groups"] if "groups" in known else grouped()
+        whole = Sample(sources, seed, groups)
         found = [astuple(mutant) for mutant in itertools.islice(whole, number)]
-        known = {"mutants": found, "places": whole.places}
+        known = {"mutants": found, "places": whole.places, "groups": groups}
         kept.parent.mkdir(parents=True, exist_ok=True)
         kept.write_text(json.dumps(known))
     return [Mutant(*mutant) for mutant in known["mutants"][:number]], known["places"]

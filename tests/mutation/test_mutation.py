@@ -17,6 +17,7 @@ import pytest
 from mutation import __main__ as mutation
 from mutation.checkout import Checkout, Copy
 from mutation.covering import Covering, covering_of
+from mutation.history import last_changes, newest_first
 from mutation.mapping import Map
 from mutation.processes import Commands
 from mutation.recorded import Record, TestRecord
@@ -110,7 +111,12 @@ def covering(checkout) -> Covering:
 
 def sampled(checkout: Checkout, seed: int, number: int = 100) -> list[str]:
     """Names of mutants."""
-    return [m.name for m in itertools.islice(Sample(checkout.sources, seed), number)]
+    return [m.name for m in itertools.islice(everything(checkout, seed), number)]
+
+
+def everything(checkout: Checkout, seed: int = 0) -> Sample:
+    """All mutants, of files of any age."""
+    return Sample(checkout.sources, seed, [checkout.mutable])
 
 
 def test_a_longer_sample_begins_with_the_shorter_and_another_seed_gives_another(checkout):
@@ -124,6 +130,69 @@ def test_every_place_has_a_mutant_before_one_has_two(checkout):
     places = [name.split()[0] for name in sampled(checkout, 0)]
     first_again = next(n for n in range(len(places)) if places[n] in places[:n])
     assert set(places[:first_again]) == set(places)
+
+
+def test_the_newest_files_come_first(checkout):
+    sources = {f"{name}.py": f"{name} = {'1 + ' * 9}1" for name in "abcd"}
+    groups = newest_first({"a.py": 3.0, "b.py": 9.0, "c.py": float("inf"), "d.py": 3.0}, 2)
+    assert groups == [["c.py", "b.py"], ["a.py", "d.py"]]
+    assert newest_first({"a.py": 1.0, "b.py": 2.0}, 10) == [["b.py"], ["a.py"]]
+    orders = []
+    for seed in range(2):
+        paths = [mutant.path for mutant in Sample(sources, seed, groups)]
+        # Each place of a group, then each of the next; only then a second mutant of one.
+        places = 19
+        assert set(paths[: 2 * places]) == {"c.py", "b.py"}
+        assert set(paths[2 * places : 4 * places]) == {"a.py", "d.py"}
+        assert {"c.py", "b.py"} & set(paths[4 * places :])
+        orders.append(paths[: 2 * places])
+    assert orders[0] != orders[1]
+
+
+def test_a_file_is_as_new_as_its_behaviour(tmp_path):
+    """Not as its comments, messages or name, and newest where it is not committed yet."""
+
+    def git(*command: str) -> None:
+        subprocess.run(["git", *command], cwd=tmp_path, check=True, capture_output=True)
+
+    def commit(day: int, **files: str | None) -> None:
+        for name, text in files.items():
+            path = tmp_path / f"{name}.py"
+            path.unlink(missing_ok=True)
+            if text is not None:
+                path.write_text(text)
+        git("add", "--all")
+        who = ["-c", "user.name=A", "-c", "user.email=a@example.com"]
+        git(*who, "commit", "-qm", "Change", f"--date=2026-01-0{day}T00:00:00Z")
+
+    body = "def f(a):\n    return a + {}\n" + "".join(f"X{n} = {n}\n" for n in range(30))
+    git("init", "-q")
+    same = {name: body.format(1) for name in "abcde"}
+    sources = {f"{name}.py": text for name, text in same.items()}
+    (tmp_path / "a.py").write_text(same["a"])
+    assert last_changes(tmp_path, {"a.py": same["a"]}) == {"a.py": float("inf")}
+    commit(1, **same)
+    commit(2, b=body.format(2), c=body.format("1  # one"))
+    # Renamed, and changed in a word of its docstring.
+    commit(3, d=None, moved='"""Moved."""\n' + body.format(1), e=body.format(3))
+    commit(4, e=body.format("int(3)"))
+    commit(5, e='"""Text."""\n' + body.format("int(3)"))
+    names = ("a.py", "b.py", "c.py", "moved.py", "e.py")
+    sources = {name: (tmp_path / name).read_text() for name in names}
+    first = last_changes(tmp_path, sources)
+    days = {name: 1 + (seconds - first["a.py"]) / 86400 for name, seconds in first.items()}
+    assert days == {"a.py": 1, "b.py": 2, "c.py": 1, "moved.py": 1, "e.py": 4}
+    for name, text in (("a.py", body.format(9)), ("b.py", sources["b.py"] + "# End\n")):
+        (tmp_path / name).write_text(text)
+        sources[name] = text
+    (tmp_path / "new.py").write_text("")
+    (tmp_path / "added.py").write_text("")
+    git("add", "added.py")
+    now = last_changes(tmp_path, sources | {"new.py": "", "added.py": ""})
+    assert [name for name, seconds in now.items() if seconds == float("inf")] == [
+        *("a.py", "new.py", "added.py")
+    ]
+    assert {name: now[name] for name in names[1:]} == {name: first[name] for name in names[1:]}
 
 
 @pytest.mark.parametrize(
@@ -221,7 +290,7 @@ def test_a_mutant_is_caught_and_another_survives(checkout, covering, monkeypatch
     wanted = {(4, "NumberReplacer"), (10, "ReplaceAndWithOr"), (13, "NumberReplacer")}
     mutants = [
         mutant
-        for mutant in Sample(checkout.sources, 0)
+        for mutant in everything(checkout)
         if (mutant.line, mutant.operator.removeprefix("core/")) in wanted
     ]
     by_line = {mutant.line: mutant for mutant in mutants}
@@ -236,7 +305,7 @@ def test_a_mutant_is_caught_and_another_survives(checkout, covering, monkeypatch
 
 def test_a_test_that_fails_without_the_mutant_has_not_caught_it(checkout, covering, monkeypatch):
     runner = Runner(checkout, covering, Commands(), seconds=240, jobs=1)
-    (mutant,) = itertools.islice((m for m in Sample(checkout.sources, 0) if m.line == 7), 1)
+    (mutant,) = itertools.islice((m for m in everything(checkout) if m.line == 7), 1)
     failed = "FAILED tests/test_rooms.py::test_second - late"
     steady = iter([(0, ""), (1, failed), (0, ""), (0, ""), (1, failed), (1, failed)])
     monkeypatch.setattr(Runner, "_pytest", lambda *_: next(steady))

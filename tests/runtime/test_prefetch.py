@@ -95,6 +95,8 @@ def test_the_time_that_is_waited_is_told() -> None:
         made.note("more")
         go_on.wait(PATIENCE)
         yield 1
+        yield 2
+        made.note("all")
 
     ahead = Prefetcher(values())
     assert made.comes("more")
@@ -103,6 +105,9 @@ def test_the_time_that_is_waited_is_told() -> None:
     threading.Timer(0.05, go_on.set).start()
     assert next(ahead) == 1
     assert 0 < ahead.seconds_waited < PATIENCE
+    assert made.comes("all")
+    assert next(ahead) == 2
+    assert ahead.seconds_waited == 0
     ahead.close()
     assert list(ahead) == []
     with pytest.raises(ValueError, match="depth is 0"):
