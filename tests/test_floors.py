@@ -33,11 +33,7 @@ FLOORS["distca.serve"] |= {"distca.runtime.serving", "distca.simulate", "distca.
 FLOORS["distca.commands"] = {*FLOORS}
 FLOORS["distca.__main__"] = {"distca.commands"}
 # Nor does training import what only inference runs.
-FLOORS["megatron_patches"] = {*FLOORS} - {
-    "distca.__main__",
-    "distca.serve",
-    "distca.runtime.serving",
-}
+FLOORS["megatron_patches"] = {*FLOORS} - {"distca.__main__", "distca.runtime.serving"}
 FLOORS["data"] = {*FLOORS} - {"distca.__main__"}
 
 
