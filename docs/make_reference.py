@@ -34,7 +34,7 @@ Other pages say when to use which of DistCA's flags:
 `--distca-node-gb-per-s`, `--distca-network-gb-per-s`, `--distca-server-speeds` | \
 [performance](performance.md) |
 | balance against bytes | `--distca-tolerance` | [overlap](overlap.md#the-tolerance) |
-| what runs behind what | `--distca-ping-pong`, `--distca-head-groups`, `--distca-ablation` | \
+| what runs behind what | `--distca-ping-pong`, `--distca-ablation` | \
 [overlap](overlap.md#ping-and-pong) |
 | memory | `--distca-max-buffer-bytes`, `--distca-backward` | [overlap](overlap.md#memory) |
 | what travels for latents | `--distca-latent-rows` | \

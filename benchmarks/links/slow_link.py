@@ -6,11 +6,10 @@
 Needs root: each process runs in a network namespace of its own, all joined by a bridge, and each
 link lets through so many Mbit/s in each direction (token buckets): so many that it is busy for
 given shares of a step in which bytes are free, which is measured first. Every step is a real
-training step of `--distca` in five ways, in turn, in the same processes:
+training step of `--distca` in three ways, in turn, in the same processes:
 
 * single-stream: every exchange is waited for where it starts (`--distca-ablation single-stream`);
 * ping-pong: as users run it;
-* head groups: ping-pong, and the heads in two or four groups (`--distca-head-groups`);
 * signal: every message is one byte (`--distca-ablation signal`), so that only imbalance is left.
 
 A step is forward, backward and the optimizer's; the reduction of gradients, which is the same for
@@ -57,8 +56,6 @@ from distca.runtime.kernel_timing import cpu_name
 WAYS = {
     "single-stream": ["--distca-ablation", "single-stream"],
     "ping-pong": [],
-    "2 head groups": ["--distca-head-groups", "2"],
-    "4 head groups": ["--distca-head-groups", "4"],
     "signal": ["--distca-ablation", "signal"],
 }
 
@@ -426,7 +423,6 @@ def main() -> None:
         tolerances=(0.1,),
         mixes=(),
         seed=0,
-        # As many key-value heads as head groups.
         megatron_flags=("--num-query-groups", "4"),
     )
     saved = args.output / "slow_link.json"

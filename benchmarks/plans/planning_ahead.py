@@ -69,7 +69,7 @@ def planning(args: argparse.Namespace) -> tuple[CountingPlanner, list[Documents]
     lengths = DISTRIBUTIONS[args.distribution]
     windows = [draw(lengths, tokens, seed) for seed in range(args.micro_batches)]
     calls = [{"forward": 1, "backward": 1}]
-    counting = CountingPlanner(planner, {"forward": calls, "backward": calls}, "resend", 1)
+    counting = CountingPlanner(planner, {"forward": calls, "backward": calls}, "resend")
     return counting, documents_in_turn(windows)
 
 

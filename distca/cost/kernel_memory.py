@@ -65,7 +65,7 @@ def kernel_memory(plan: Plan, shape: AttentionShape) -> Int64s:
 
     Args:
         plan: a valid plan.
-        shape: the heads of one tensor-parallel rank, or of a head group of it.
+        shape: the heads of one tensor-parallel rank.
     """
     (q_result, kv_result), (q_more, kv_more) = result_row_bytes(shape), temporary_row_bytes(shape)
     results = np.zeros(plan.world_size, dtype=np.int64)

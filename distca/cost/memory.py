@@ -34,7 +34,7 @@ HEADROOM = 0.25
 class CoreAttentionMemory:
     """Bytes of a rank's buffers, the same on all ranks, so that each knows those of others.
 
-    A slot is one call under way: a head group of a nano-batch.
+    A slot is one call under way, of a nano-batch.
 
     Attributes:
         to_servers_send: staging of rows that go to their servers, for each slot.
@@ -54,10 +54,10 @@ class CoreAttentionMemory:
     scratch: int = 0
     indices: int = 0
 
-    def total(self, nano_batches: int, head_groups: int = 1) -> int:
-        """All bytes of a rank, with a slot for each head group of each nano-batch."""
+    def total(self, nano_batches: int) -> int:
+        """All bytes of a rank, with a slot for each nano-batch."""
         slots = sum(getattr(self, f.name) for f in fields(self)) - self.scratch - self.indices
-        return nano_batches * (head_groups * slots + self.indices) + self.scratch
+        return nano_batches * (slots + self.indices) + self.scratch
 
     def fits(self, room: CoreAttentionMemory) -> bool:
         """Whether buffers of the sizes `room` suffice."""
@@ -104,7 +104,7 @@ def plan_memory(
 
     Args:
         plan: a valid plan.
-        shape: the heads of one tensor-parallel rank, or of a head group of it.
+        shape: the heads of one tensor-parallel rank.
         backward: source of the kernels' inputs in the backward pass, as in `plan_bytes`.
     """
     return memory_of_rows(rank_rows(plan), plan_bytes(plan, shape, backward), shape)
@@ -118,7 +118,7 @@ def memory_of_rows(
     Args:
         rows_of_ranks: the plan's `rank_rows`.
         sent_bytes: its bytes, of both passes.
-        shape: the heads of one tensor-parallel rank, or of a head group of it.
+        shape: the heads of one tensor-parallel rank.
     """
     q, kv = rows_of_ranks
     q_row, k_row, v_row = shape.q_row_bytes, shape.k_row_bytes, shape.v_row_bytes

@@ -34,9 +34,6 @@ ROW_ALIGNMENT = 16
 """Bytes at whose multiples each tensor's row begins in a message: those that a thread of a GPU
 loads at a time. Padding is counted wherever rows are."""
 
-MAX_HEAD_GROUPS = 8
-"""Most head groups of a nano-batch: each has a transport slot of its own."""
-
 
 def padded(row_bytes: int) -> int:
     """Bytes of a tensor's row with the padding up to the next row."""
@@ -101,19 +98,6 @@ class AttentionShape:
             raise ValueError(
                 f"{self.heads} query heads are no multiple of {self.kv_heads} key-value heads"
             )
-
-    def head_group(self, groups: int) -> AttentionShape:
-        """The shape of one of so many equal head groups: key-value heads with all their queries.
-
-        Raises:
-            ValueError: `groups` does not divide the key-value heads.
-        """
-        if groups < 1 or self.kv_heads % groups:
-            raise ValueError(
-                f"{self.kv_heads} key-value heads cannot be split into {groups} head groups: "
-                "choose a number that divides them"
-            )
-        return replace(self, heads=self.heads // groups, kv_heads=self.kv_heads // groups)
 
     def scattered(self, groups: int) -> AttentionShape:
         """The shape of one of so many head groups that each have a server; where they outnumber the

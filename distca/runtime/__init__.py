@@ -1,7 +1,7 @@
 """Execution of plans, where transports and kernels meet."""
 
+from distca.runtime.attention_call import AttentionCall
 from distca.runtime.buffers import Buffers
-from distca.runtime.call import Call
 from distca.runtime.core_attention import CoreAttention
 from distca.runtime.exchange import Exchange, KernelCall, build_exchange
 from distca.runtime.latent_rows import SentLatents
@@ -10,8 +10,8 @@ from distca.runtime.program_run import ProgramRun
 from distca.runtime.trace import Trace
 
 __all__ = [
+    "AttentionCall",
     "Buffers",
-    "Call",
     "CoreAttention",
     "Exchange",
     "KernelCall",

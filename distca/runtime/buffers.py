@@ -19,17 +19,14 @@ class Buffers:
     """Workspaces of calls and of single steps, which grow together with the transport's buffers.
 
     Buffers never shrink, and have equal sizes on all ranks, since sizes are a pure function of
-    plans. Each head group of a nano-batch has a slot: group g of nano-batch n has number
-    `n * head_groups + g`.
+    plans. Each nano-batch has a slot, of its number.
 
     Args:
         device: device of the rows.
         nano_batches: nano-batches, or plans of unlike layers, that are placed together.
-        head_groups: head groups of each nano-batch.
         headroom: share by which buffers grow beyond what plans need, so that they rarely grow.
 
     Attributes:
-        head_groups: head groups of each nano-batch.
         workspaces: memory for what a call keeps between its steps, by slot.
         scratch: memory for the temporaries of one step.
         indices: memory for the row indices of the exchanges that run.
@@ -40,11 +37,9 @@ class Buffers:
         self,
         device: torch.device,
         nano_batches: int = 1,
-        head_groups: int = 1,
         headroom: float = HEADROOM,
     ) -> None:
-        self.head_groups = head_groups
-        self.workspaces = [Workspace(device) for _ in range(nano_batches * head_groups)]
+        self.workspaces = [Workspace(device) for _ in range(nano_batches)]
         self.scratch = Workspace(device)
         self.indices = Workspace(device)
         self.room = CoreAttentionMemory()
@@ -59,7 +54,7 @@ class Buffers:
         return self._total(self.room)
 
     def _total(self, room: CoreAttentionMemory) -> int:
-        return room.total(self._nano_batches, self.head_groups)
+        return room.total(self._nano_batches)
 
     def place(self, exchanges: Sequence[Exchange]) -> tuple[Exchange, ...]:
         """Copies exchanges with their row indices to the device, over those of the last call.
@@ -93,7 +88,7 @@ class Buffers:
         """Grows the buffers to what plans need. Collective; no call may be under way.
 
         Args:
-            needed: sizes for the largest plan and one head group; the same on every rank.
+            needed: sizes for the largest plan; the same on every rank.
             transport: transport whose buffers grow, too.
         """
         if needed.fits(self.room):

@@ -5,7 +5,7 @@ return outputs and LSE to the owners; merge. Backward: dispatch the output's gra
 call per task shape; return the inputs' gradients to the owners; add. A partial task's backward is
 exact because it is given the *final* output and LSE of its rows.
 
-One step starts an exchange and the next waits for it (`Call`), so that other work overlaps.
+One step starts an exchange and the next waits for it (`AttentionCall`); other work overlaps.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ import torch
 from distca.attention.kernel import Kernel
 from distca.cost.memory import CoreAttentionMemory
 from distca.cost.volume import BACKWARD_INPUTS, BackwardInputs
+from distca.runtime.attention_call import AttentionCall, CallResources
+from distca.runtime.autograd import differentiable_call
 from distca.runtime.buffers import Buffers
-from distca.runtime.call import Call, differentiable_call
-from distca.runtime.group_call import GroupCall, GroupResources
 from distca.runtime.latent_rows import SentLatents
 from distca.runtime.program_run import ProgramRun
 from distca.runtime.trace import Trace
@@ -89,8 +89,8 @@ class CoreAttention:
             nano_batch: number of the nano-batch whose rows these are.
             sink_H: one more logit of each head, which has no value, `[heads]`; None: there is none.
             latents: latents of `k_THD` and `v_THD`, which travel in their place and give gradients
-                of their own, and of the weight; all heads are then in one group. None: keys and
-                values travel. The exchanges must be built for what travels.
+                of their own, and of the weight; None: keys and values travel. The exchanges must
+                be built for what travels.
 
         Returns:
             The output, `[local rows, heads, v_head_dim]`.
@@ -98,7 +98,6 @@ class CoreAttention:
         Raises:
             ValueError: the tensors do not have the rows that the plan's placement gives this rank.
         """
-        assert latents is None or self.buffers.head_groups == 1
         exchange = run.exchanges[nano_batch]
         for name, tensor, rows in (
             ("q", q_THD, exchange.q),
@@ -121,8 +120,8 @@ class CoreAttention:
         softmax_scale: float,
         labels: Mapping[str, Any],
         layer: int,
-    ) -> Call:
-        """Makes the call of a rank without tokens, which only serves. See `Call`."""
+    ) -> AttentionCall:
+        """Makes the call of a rank without tokens, which only serves. See `AttentionCall`."""
         local = run.exchanges[nano_batch].q.local
         assert local == 0, "a rank with tokens has their queries to send"
         return self._call(run, nano_batch, softmax_scale, labels, layer)
@@ -134,20 +133,13 @@ class CoreAttention:
         softmax_scale: float,
         labels: Mapping[str, Any],
         layer: int = 0,
-    ) -> Call:
-        count = self.buffers.head_groups
-        group_calls = []
-        for group in range(count):
-            slot = nano_batch * count + group
-            resources = GroupResources(
-                self.transport,
-                self.kernel,
-                self.trace,
-                slot,
-                self.buffers.workspaces[slot],
-                self.buffers.scratch,
-                keeps_inputs=self.backward == "keep",
-            )
-            of_group = {**labels, "head_group": group} if count > 1 else labels
-            group_calls.append(GroupCall(resources, softmax_scale, of_group))
-        return Call(group_calls, run, nano_batch, layer)
+    ) -> AttentionCall:
+        resources = CallResources(
+            self.transport,
+            self.kernel,
+            self.trace,
+            self.buffers.workspaces[nano_batch],
+            self.buffers.scratch,
+            keeps_inputs=self.backward == "keep",
+        )
+        return AttentionCall(resources, run, nano_batch, layer, softmax_scale, labels)

@@ -5,10 +5,9 @@ way in and out. Local rows stay where they are, and received ones where they arr
 copies its rows only if they do not follow each other in one of these memories. Results of all calls
 lie one after the other, with those of other servers behind them; final outputs and gradients are
 made of these parts, outputs merged and gradients summed where a row has several. Where one call
-gives a rank's own rows and no others, its results are the final ones. The groups' outputs and
-gradients are put together in the end. `distca.runtime` copies in `moving_rows`, `server_kernels`,
-`latent_rows` and `group_call`; the traffic is counted here from the plan alone, as
-`distca.cost.memory` counts the buffers.
+gives a rank's own rows and no others, its results are the final ones. `distca.runtime`
+copies in `moving_rows`, `server_kernels`, `latent_rows` and `attention_call`; the traffic is
+counted here from the plan alone, as `distca.cost.memory` counts the buffers.
 """
 
 from __future__ import annotations
@@ -26,7 +25,6 @@ def copy_traffic(
     rows: tuple[RankRows, RankRows],
     shape: AttentionShape,
     direction: Pass,
-    grouped: bool = False,
     backward_inputs: BackwardInputs = "resend",
 ) -> Int64s:
     """Bytes that each server reads and writes to copy rows, in a layer, `[servers]`.
@@ -36,14 +34,13 @@ def copy_traffic(
 
     Args:
         rows: rows of queries and keys, as `rank_rows` counts them of a valid plan.
-        shape: the heads of one tensor-parallel rank, or of a head group of it.
+        shape: the heads of one tensor-parallel rank.
         direction: pass whose copies are counted.
-        grouped: the heads are one of several head groups.
         backward_inputs: source of the kernels' inputs in the backward pass, as in `plan_bytes`.
     """
     if direction == "forward":
-        return _forward(*rows, shape, grouped)
-    return _backward(*rows, shape, grouped, backward_inputs == "resend")
+        return _forward(*rows, shape)
+    return _backward(*rows, shape, backward_inputs == "resend")
 
 
 def _to_kernels(rows: RankRows, row_bytes: int) -> Int64s:
@@ -77,7 +74,7 @@ def _expanded(kv: RankRows, shape: AttentionShape) -> Int64s:
     return kv.received * row
 
 
-def _forward(q: RankRows, kv: RankRows, shape: AttentionShape, grouped: bool) -> Int64s:
+def _forward(q: RankRows, kv: RankRows, shape: AttentionShape) -> Int64s:
     q_row, kv_row = shape.q_row_bytes, shape.kv_row_bytes
     traffic = _packed(q.sent, kv.sent, q.destinations, q_row)
     traffic += _packed(kv.sent, q.sent, kv.destinations, shape.moved_kv_row_bytes)
@@ -85,14 +82,10 @@ def _forward(q: RankRows, kv: RankRows, shape: AttentionShape, grouped: bool) ->
     traffic += _to_kernels(kv, kv_row) + _expanded(kv, shape)
     traffic += _merge_traffic(q.of_received, shape)
     final = 2 * q.local * shape.result_row_bytes + _merge_traffic(q.of_local, shape)
-    traffic += np.where(q.computed_alone, 0, final)
-    # The groups' outputs are put together.
-    return traffic + 2 * grouped * q.local * shape.out_row_bytes
+    return traffic + np.where(q.computed_alone, 0, final)
 
 
-def _backward(
-    q: RankRows, kv: RankRows, shape: AttentionShape, grouped: bool, resends: bool
-) -> Int64s:
+def _backward(q: RankRows, kv: RankRows, shape: AttentionShape, resends: bool) -> Int64s:
     q_row, kv_row = shape.q_row_bytes, shape.kv_row_bytes
     q_inputs, moved = shape.q_inputs_row_bytes, shape.moved_kv_row_bytes
     expands = shape.kv_rank is not None
@@ -115,7 +108,6 @@ def _backward(
         summed = np.where(rows.in_order & (returned == 0), 2 * rows.local, summed)
         alone = rows.in_order & (returned == 0) & (rows.received == 0)
         traffic += row * np.where(alone, 0, summed)
-        traffic += 2 * grouped * rows.local * row
     if expands:
         # Gradients are put side by side for products; those of latents are added up at owners.
         side_by_side = kv_row + shape.expanded_dim * shape.dtype_bytes

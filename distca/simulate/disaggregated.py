@@ -1,7 +1,7 @@
 """An iteration with `--distca`: the runtime's ticks and plans, event by event.
 
 The order of events is the runtime's on every rank, also where a stage has nothing to run: both
-follow `distca.schedule.program`. An event covers all head groups, one after the other. The head
+follow `distca.schedule.program`. The head
 runs once for both nano-batches. Rows are copied before and after exchanges, and around kernels
 (`copies.py`), at the rate of memory. A tick ends with messages between stages; nothing else makes
 ranks wait for each other but the exchanges, and the reduction of gradients at the end.
@@ -40,7 +40,6 @@ def simulate_ticks(
     ablation: Ablation = "none",
     speeds: Floats | None = None,
     recording: bool = False,
-    head_groups: int = 1,
     backward: BackwardInputs = "resend",
 ) -> Outcome:
     """Simulates a global batch.
@@ -53,13 +52,12 @@ def simulate_ticks(
             byte a message.
         speeds: relative speed of each server's compute, `[servers]`; None: all alike.
         recording: keep spans for a trace.
-        head_groups: value of `--distca-head-groups`.
         backward: value of `--distca-backward`.
 
     Raises:
-        ValueError: model chunks do not divide the layers, or head groups the key-value heads.
+        ValueError: model chunks do not divide the layers.
     """
-    run = _Run(planned, costs, cost_model, ablation, speeds, recording, head_groups, backward)
+    run = _Run(planned, costs, cost_model, ablation, speeds, recording, backward)
     return run.outcome()
 
 
@@ -74,7 +72,6 @@ class _Run:
         ablation: Ablation,
         speeds: Floats | None,
         recording: bool,
-        head_groups: int,
         backward: BackwardInputs,
     ) -> None:
         schedule = planned.schedule
@@ -90,18 +87,17 @@ class _Run:
             self._stage[members] = stage
         self._cost_model = cost_model or costs.cluster.attention_cost(costs.shape)
         self._links = costs.cluster.links(costs.tensor_parallel)
-        self._ablation, self._head_groups, self._backward = ablation, head_groups, backward
-        self._shape = costs.travelling_shape.head_group(head_groups)
-        self._groups = [{"head_group": n} for n in range(head_groups)] if head_groups > 1 else [{}]
+        self._ablation, self._backward = ablation, backward
+        self._shape = costs.travelling_shape
         self._resources = Resources(
             ranks, costs.cluster, np.ones(ranks) if speeds is None else speeds, recording
         )
         self._plan_costs: dict[int, list[PlanCosts]] = {}
         self._borrow_seconds: dict[tuple[int, Pass], Floats] = {}
-        # Arrival times of what was sent ahead for each nano-batch's backward pass, by head group.
-        self._sent_ahead: dict[int, list[Floats]] = {}
-        # Arrival times of the inputs of each nano-batch's kernels, by head group.
-        self._arrives: dict[int, list[Floats]] = {}
+        # Arrival times of what was sent ahead for each nano-batch's backward pass.
+        self._sent_ahead: dict[int, Floats] = {}
+        # Arrival times of the inputs of each nano-batch's kernels.
+        self._arrives: dict[int, Floats] = {}
         # When each rank's last backward pass began, and how long its ports had been held by then.
         self._last_backward, self._held = np.zeros(ranks), np.zeros((4, ranks))
 
@@ -148,7 +144,6 @@ class _Run:
                 PlanCosts(
                     plan,
                     self._shape,
-                    self._head_groups,
                     self._cost_model,
                     self._links,
                     self._costs.cluster,
@@ -179,7 +174,7 @@ class _Run:
         alone = self._costs.recompute == "full" and not forward
         first, last = (0, self._layers - 1) if forward else (self._layers - 1, 0)
         names = NANO_BATCHES if count > 1 else (None,)
-        returns: list[list[Floats]] = [[] for _ in range(count)]
+        returns: dict[int, Floats] = {}
         if not forward:
             resources.compute(head_seconds)
         for event in self._program(tick, nano_costs, turns):
@@ -193,15 +188,15 @@ class _Run:
                 begins = alone or layer == first
                 resources.compute(before[n] if begins else before[n] + after[n])
                 resources.compute(self._borrowing(plan, event.direction))
-                arrives = self._sent_ahead.pop(n, None)
-                self._arrives[n] = arrives or self._dispatch(plan, event.direction, labels)
+                if n in self._sent_ahead:
+                    self._arrives[n] = self._sent_ahead.pop(n)
+                else:
+                    self._arrives[n] = self._dispatch(plan, event.direction, labels)
             elif event.step == "compute":
-                returns[n] = [
-                    self._compute(plan, event.direction, over, labels | group)
-                    for over, group in zip(self._arrives.pop(n), self._groups, strict=True)
-                ]
+                arrived = self._arrives.pop(n)
+                returns[n] = self._compute(plan, event.direction, arrived, labels)
             else:
-                self._finish(plan, event.direction, returns[n], labels)
+                self._finish(plan, event.direction, returns.pop(n), labels)
                 if alone or layer == last:
                     resources.compute(after[n])
         if forward:
@@ -242,14 +237,10 @@ class _Run:
         count = len(self._of_one_mask(nano_costs))
         return tick_program(tick.direction, layers, count, at_home, turns)
 
-    def _dispatch(self, plan: PlanCosts, direction: Pass, labels: dict[str, Any]) -> list[Floats]:
-        """Starts to send the kernels' inputs; returns when they arrive, for each head group."""
+    def _dispatch(self, plan: PlanCosts, direction: Pass, labels: dict[str, Any]) -> Floats:
+        """Starts to send the kernels' inputs; returns when they arrive."""
         exchange, suffix = plan.of(direction).dispatch, _SUFFIX[direction]
-        phase = _PHASES[direction][0]
-        return [
-            self._start(exchange, phase, f"dispatch{suffix}", labels | group)
-            for group in self._groups
-        ]
+        return self._start(exchange, _PHASES[direction][0], f"dispatch{suffix}", labels)
 
     def _borrowed(self, plan: PlanCosts) -> Int64s:
         """Bytes of the keys and values that each rank borrows from earlier nano-batches, `[ranks]`:
@@ -287,7 +278,7 @@ class _Run:
     def _compute(
         self, plan: PlanCosts, direction: Pass, over: Floats, labels: dict[str, Any]
     ) -> Floats:
-        """Runs a head group's kernels once inputs are there, and starts to return their outputs."""
+        """Runs the kernels once inputs are there, and starts to return their outputs."""
         resources, costs, suffix = self._resources, plan.of(direction), _SUFFIX[direction]
         resources.wait(over, f"wait for dispatch{suffix}", **labels)
         resources.compute(costs.dispatch.unpack_seconds)
@@ -309,13 +300,12 @@ class _Run:
         self,
         plan: PlanCosts,
         direction: Pass,
-        returns: list[Floats],
+        over: Floats,
         labels: dict[str, Any],
     ) -> None:
         resources, returned = self._resources, plan.of(direction).returned
-        for over in returns:
-            resources.wait(over, f"wait for return{_SUFFIX[direction]}", **labels)
-            resources.compute(returned.unpack_seconds)
+        resources.wait(over, f"wait for return{_SUFFIX[direction]}", **labels)
+        resources.compute(returned.unpack_seconds)
 
     def _runs_head(self, tick: Tick) -> Floats:
         """1.0 for the ranks of a last stage that runs its last chunk, `[ranks]`."""
@@ -383,7 +373,7 @@ class _Run:
         kept = np.zeros(self._resources.ranks)
         for layer in range(self._layers if self._backward == "keep" else 0):
             for plan in self._planned.masks.select(nano_costs, layer):
-                kept += self._head_groups * plan.received_bytes
+                kept += plan.received_bytes
         return kept
 
     def _memory(self) -> Floats:
@@ -432,5 +422,5 @@ class _Run:
         state = [costs.state_bytes(s, schedule.stages, replicas) for s in range(schedule.stages)]
         # Row indices of all masks are there at once.
         buffers = replace(buffers, indices=len(self._planned.masks.masks) * buffers.indices)
-        reserved = buffers.with_headroom(HEADROOM).total(nano_batches, self._head_groups)
+        reserved = buffers.with_headroom(HEADROOM).total(nano_batches)
         return most + np.array(state)[self._stage] + reserved

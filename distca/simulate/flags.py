@@ -76,8 +76,6 @@ def training_flags(candidate: Candidate, workload: Workload) -> list[str]:
     if workload.model.latents is not None:
         rows = "on" if workload.costs_of(candidate).sends_latents else "off"
         flags.append(f"--distca-latent-rows {rows}")
-    if candidate.head_groups > 1:
-        flags.append(f"--distca-head-groups {candidate.head_groups}")
     return flags
 
 

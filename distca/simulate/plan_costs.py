@@ -61,16 +61,15 @@ class PassCosts(NamedTuple):
 
 @dataclass(frozen=True)
 class PlanCosts:
-    """Costs of a plan in a layer, for each server and one of several head groups.
+    """Costs of a plan in a layer, for each server.
 
     What is asked for is worked out once: every layer of a tick runs the same plan, and ticks of a
     pipeline that do one pass need nothing of the other.
 
     Attributes:
         plan: plan of a nano-batch, or of a whole micro-batch.
-        shape: heads of one head group on one GPU.
-        head_groups: number of head groups, which take equally long.
-        cost_model: forward seconds of tasks with the heads of all groups.
+        shape: heads of one GPU.
+        cost_model: forward seconds of tasks with these heads.
         links: links between the servers.
         cluster: rates of the servers' GPUs.
         signal: every message is one byte.
@@ -79,7 +78,6 @@ class PlanCosts:
 
     plan: Plan
     shape: AttentionShape
-    head_groups: int
     cost_model: CostModel
     links: Links
     cluster: Cluster
@@ -136,8 +134,8 @@ class PlanCosts:
     def _kernel_seconds(self) -> Floats:
         """Time of each server's forward kernels, `[servers]`."""
         plan = self.plan
-        whole = server_loads(plan.tasks, plan.mask, plan.world_size, self.cost_model)
-        return whole / self.head_groups
+        loads = server_loads(plan.tasks, plan.mask, plan.world_size, self.cost_model)
+        return loads.astype(np.float64)
 
     @cached_property
     def _kernel_calls(self) -> Int64s:
@@ -157,8 +155,7 @@ class PlanCosts:
     def _pass(self, direction: Pass, phases: tuple[str, str], factor: float) -> PassCosts:
         """Works out a pass, whose kernels take `factor` times those of the forward pass."""
         seconds = factor * self._kernel_seconds + self.cluster.launch_seconds * self._kernel_calls
-        grouped = self.head_groups > 1
-        copied = copy_traffic(self.rows, self.shape, direction, grouped, self.backward_inputs)
+        copied = copy_traffic(self.rows, self.shape, direction, self.backward_inputs)
         seconds = seconds + self.cluster.traffic_seconds(copied)
         seconds = seconds + self._expansion_seconds * (1 if direction == "forward" else 3)
         dispatch, returned = (self._exchange(self.moved.messages[phase]) for phase in phases)

@@ -20,7 +20,6 @@ from distca.simulate.space import (
     estimate,
     sizes_of,
     with_chains,
-    with_head_groups,
     with_kept_inputs,
     with_less_memory,
     without_latents,
@@ -30,7 +29,7 @@ from distca.simulate.workload import DISTCA_SYSTEMS, Candidate, Workload, simula
 _TRIES = 4
 """Bound on the configurations that the first round runs once one fits, per one that is to fit."""
 _WORTH_IT = 1.01
-"""Ratio up to which steps count as equally long: each head group, and smaller micro-batches, cost a
+"""Ratio up to which steps count as equally long: smaller micro-batches cost a
 little that is not simulated, such as smaller kernels."""
 
 
@@ -336,7 +335,6 @@ def advise(
         sweeps=(
             (with_chains, _WORTH_IT),
             (without_latents, 1.0),
-            (with_head_groups, _WORTH_IT),
             # A tolerance costs a user nothing.
             (lambda best, _: [replace(best, tolerance=each) for each in tolerances], 1.0),
             (with_kept_inputs, 1.0),

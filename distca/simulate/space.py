@@ -12,7 +12,6 @@ from dataclasses import replace
 
 import numpy as np
 
-from distca.cost.volume import MAX_HEAD_GROUPS
 from distca.plan import BLOCK, Mask
 from distca.plan.span import Int64s
 from distca.schedule import document_loads, most_in_flight_of_1f1b
@@ -175,12 +174,6 @@ def with_less_memory(candidate: Candidate, workload: Workload) -> list[Candidate
     return [*without_latents(candidate, workload), *with_fewer_in_flight(candidate)]
 
 
-def with_head_groups(candidate: Candidate, workload: Workload) -> list[Candidate]:
-    """The configuration with each number of head groups that training allows, fewest first."""
-    heads = workload.model.kv_heads // candidate.tensor
-    return [replace(candidate, head_groups=n) for n in _divisors(heads) if 1 < n <= MAX_HEAD_GROUPS]
-
-
 def with_chains(candidate: Candidate, workload: Workload) -> list[Candidate]:
     """The configuration with smaller micro-batches that share documents, longest chains last.
 
@@ -216,7 +209,7 @@ def with_kept_inputs(candidate: Candidate, workload: Workload) -> list[Candidate
 
 
 def sizes_of(candidate: Candidate) -> Candidate:
-    """The configuration that `divisions` gave, without bound, chains, head groups, tolerance, and
+    """The configuration that `divisions` gave, without bound, chains, tolerance, and
     choice of latents and inputs."""
     micro_batches = candidate.micro_batches // candidate.chain
     return replace(
@@ -224,7 +217,6 @@ def sizes_of(candidate: Candidate) -> Candidate:
         micro_batches=micro_batches,
         chain=1,
         max_in_flight=None,
-        head_groups=1,
         may_send_latents=True,
         keeps_inputs=False,
         tolerance=None,

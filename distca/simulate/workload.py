@@ -83,14 +83,13 @@ class Workload:
     def costs_of(self, candidate: Candidate) -> ModelCosts:
         """Costs of the model with what travels in a configuration with `--distca`.
 
-        Servers of other stages have not the weights to expand latents by, and head groups would
-        each have them sent again.
+        Servers of other stages have not the weights to expand latents by.
 
         Raises:
             ValueError: latents must travel, and the model has none.
         """
         costs = self.costs(candidate.tensor)
-        alone = candidate.stages == candidate.head_groups == 1 and candidate.may_send_latents
+        alone = candidate.stages == 1 and candidate.may_send_latents
         shape = travelling_shape(
             self.model,
             candidate.tensor,
@@ -127,7 +126,6 @@ class Candidate:
         micro_batches: number of micro-batches of each replica.
         max_in_flight: bound on a stage's micro-batches in flight, with `--distca`; None: no bound.
         tolerance: imbalance of servers' loads, with `--distca`; None: the workload's.
-        head_groups: value of `--distca-head-groups`.
         may_send_latents: whether latents travel to servers where they can, with `--distca`, and the
             workload lets them; else keys and values do.
         chain: micro-batches that share documents, with `--distca`.
@@ -145,7 +143,6 @@ class Candidate:
     micro_batches: int
     max_in_flight: int | None = None
     tolerance: float | None = None
-    head_groups: int = 1
     may_send_latents: bool = True
     chain: int = 1
     keeps_inputs: bool = False
@@ -157,7 +154,6 @@ class Candidate:
         sizes += f" ({self.all_to_all} by a2a)" if 1 < self.all_to_all < self.context else ""
         bound = f", {self.max_in_flight} in flight" if self.max_in_flight is not None else ""
         bound += f", tolerance {self.tolerance}" if self.tolerance is not None else ""
-        bound += f", {self.head_groups} head groups" if self.head_groups > 1 else ""
         bound += "" if self.may_send_latents else ", no latents"
         bound += f", in chains of {self.chain}" if self.chain > 1 else ""
         bound += ", inputs kept" if self.keeps_inputs else ""
@@ -287,6 +283,5 @@ def simulate(
         costs,
         ablation=ablation,
         recording=recording,
-        head_groups=candidate.head_groups,
         backward="keep" if candidate.keeps_inputs else "resend",
     )

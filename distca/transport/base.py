@@ -30,7 +30,7 @@ class Channel(NamedTuple):
 
     Attributes:
         direction: way that the rows travel.
-        slot: number of the call whose rows travel: a head group of a nano-batch.
+        slot: number of the call whose rows travel, of a nano-batch.
     """
 
     direction: Direction

@@ -55,7 +55,7 @@ def build_core_attention(
     return CoreAttention(
         make_transport(args, group, device),
         select_kernel_of_heads(device.type, *head_sizes(args)),
-        Buffers(device, len(NANO_BATCHES) if args.distca_ping_pong else 1, args.distca_head_groups),
+        Buffers(device, len(NANO_BATCHES) if args.distca_ping_pong else 1),
         args.distca_backward,
         Trace(device),
     )

@@ -132,7 +132,6 @@ class TickBatches:
                 for each in directions
             },
             self.core_attention.backward,
-            self.core_attention.buffers.head_groups,
         )
 
     def global_batch(self, first_sample: int, count: int) -> Iterator[TickInput]:

@@ -6,7 +6,7 @@ from argparse import ArgumentParser, ArgumentTypeError, BooleanOptionalAction, N
 from pathlib import Path
 
 from distca.cost.latent_rows import LATENT_ROWS
-from distca.cost.volume import BACKWARD_INPUTS, MAX_HEAD_GROUPS, AttentionShape
+from distca.cost.volume import BACKWARD_INPUTS, AttentionShape
 from distca.plan import LayerMasks, Mask
 from distca.schedule import SCHEDULERS
 from distca.schedule.program import ABLATIONS
@@ -124,16 +124,6 @@ def add_distca_arguments(parser: ArgumentParser) -> ArgumentParser:
         action=BooleanOptionalAction,
         default=True,
         help="Run each micro-batch as two nano-batches: one computes while the other communicates.",
-    )
-    group.add_argument(
-        "--distca-head-groups",
-        type=int,
-        default=1,
-        metavar="N",
-        help="Exchange and compute the heads in N groups, one after the other: kernels start when "
-        "the first group is there. For links so slow that a nano-batch's exchange takes longer "
-        "than the other's linear layers. N must divide --num-query-groups / "
-        f"--tensor-model-parallel-size, and be at most {MAX_HEAD_GROUPS}.",
     )
     group.add_argument(
         "--distca-cuda-graphs",

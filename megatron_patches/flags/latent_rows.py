@@ -23,8 +23,6 @@ def why_no_latents_travel(args: Namespace) -> str | None:
             "servers of other pipeline stages have not the layer's weight to expand them by: add "
             "--no-distca-pool-stages"
         )
-    if args.distca_head_groups > 1:
-        return "each head group would send them again: remove --distca-head-groups"
     if "mla_up_proj" in (getattr(args, "recompute_modules", None) or ()):
         return "with mla_up_proj in --recompute-modules they have no gradient: remove it"
     for name in ("fp8", "fp4"):

@@ -8,7 +8,6 @@ from argparse import Namespace
 import torch
 
 from distca.attention.choice import check_head_dim
-from distca.cost.volume import MAX_HEAD_GROUPS
 from distca.plan import BLOCK
 from distca.schedule import BALANCING
 from distca.transport.collective import MOST_CTAS
@@ -19,7 +18,7 @@ from megatron_patches.flags.coverage import (
     REFUSED_WITH_DISTCA,
     refuse,
 )
-from megatron_patches.flags.distca import attention_shape, masks_from_args, masks_of_a_chunk
+from megatron_patches.flags.distca import masks_from_args, masks_of_a_chunk
 from megatron_patches.flags.latent_attention import (
     check_latent_attention,
     has_latents,
@@ -225,14 +224,7 @@ def _validate_chain(args: Namespace) -> None:
 
 
 def _validate_ping_pong(args: Namespace) -> None:
-    """Checks that micro-batches can run as two nano-batches, and heads in groups."""
-    count = args.distca_head_groups
-    kv_heads = attention_shape(args).kv_heads
-    if not 1 <= count <= MAX_HEAD_GROUPS or kv_heads % count:
-        raise ValueError(
-            f"--distca-head-groups {count} must divide the {kv_heads} key-value heads of a "
-            f"tensor-parallel rank, and be at most {MAX_HEAD_GROUPS}"
-        )
+    """Checks that micro-batches can run as two nano-batches."""
     if not args.distca_ping_pong:
         return
     if importlib.util.find_spec("greenlet") is None:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from distca.runtime import Call, ProgramRun, SentLatents
+from distca.runtime import AttentionCall, ProgramRun, SentLatents
 from distca.schedule.program import NANO_BATCHES
 from megatron_patches.batches.ticks import TickBatches, TickInput
 
@@ -39,7 +39,7 @@ def serve_tick(
     masks = batches.masks
     names = NANO_BATCHES if len(tick_input.exchanges) > len(masks.masks) else (None,)
     run = ProgramRun(tick_input.exchanges, tick_input.program, masks)
-    calls: dict[int, Call] = {}
+    calls: dict[int, AttentionCall] = {}
     while (event := run.next_event) is not None:
         direction, step, nano_batch, layer = event
         run.take_turn(direction, step, nano_batch)

@@ -81,14 +81,12 @@ MIXES: Sequence[Mix] = (
     Mix("plain, dense, PP2, bf16", 2, 1, f"{PP2} --attention-backend local --bf16", 3),
     Mix("plain, TP2-SP-DP2, overlap", 4, 2, f"{SP} {GROUPS} {OVERLAP}"),
     Mix("tiles, DP4", 4, 4, f"{PING_PONG} {TILES} {GROUPS}"),
-    Mix("greedy, DP3, bf16, shm, two head groups", 3, 3, f"{PING_PONG} {GREEDY} --bf16 "
-        "--distca-transport shm --distca-head-groups 2"),
+    Mix("greedy, DP3, bf16, shm", 3, 3, f"{PING_PONG} {GREEDY} --bf16 --distca-transport shm"),
     Mix("greedy, DP3, whole, keep, window", 3, 3, f"{WHOLE} {GREEDY} {KEEP} {GROUPS} "
         "--window-size 100,0"),
     Mix("greedy, DP2, keep", 2, 2, f"{PING_PONG} {GREEDY} {KEEP}"),
     Mix("tiles, TP2-DP2, whole, bf16", 4, 2, f"{WHOLE} {TILES} {TP} --bf16"),
-    Mix("greedy, TP2-SP-DP2, two head groups, dropout", 4, 2, f"{PING_PONG} {GREEDY} {SP} "
-        "--distca-head-groups 2 --hidden-dropout 0.1"),
+    Mix("greedy, TP2-SP-DP2, dropout", 4, 2, f"{PING_PONG} {GREEDY} {SP} --hidden-dropout 0.1"),
     Mix("tiles, PP4", 4, 1, f"{PING_PONG} {TILES} {PP4} {GROUPS}", 5),
     Mix("greedy, PP2-DP2, bf16, window", 4, 2, f"{PING_PONG} {GREEDY} {PP2} --bf16 "
         "--window-size 100,0", 3),
@@ -102,6 +100,5 @@ MIXES: Sequence[Mix] = (
     Mix("tiles, DP2, whole, two windows in a micro-batch", 2, 2, f"{WHOLE} {TILES} {GROUPS} "
         "--micro-batch-size 2 --distca-placement sequential --recompute-activations", 4),
     Mix("queries at home, DP4", 4, 4, f"{PING_PONG} {CP} 2 {GROUPS}"),
-    Mix("queries at home, DP3, two head groups, recompute", 3, 3, f"{PING_PONG} {CP} 3 "
-        f"--distca-head-groups 2 {RECOMPUTE}"),
+    Mix("queries at home, DP3, recompute", 3, 3, f"{PING_PONG} {CP} 3 {RECOMPUTE}"),
 )  # fmt: skip

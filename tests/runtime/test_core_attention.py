@@ -55,14 +55,13 @@ def core_attention_for(
     backward: str,
     dtype: str,
     over: str | None = None,
-    head_groups: int = 1,
 ) -> CoreAttention:
     """Core attention in just the memory that the plan is said to need. Collective."""
-    buffers = Buffers(CPU, head_groups=head_groups, headroom=0.0)
+    buffers = Buffers(CPU, headroom=0.0)
     kernel = select_kernel_of_heads("cpu", shape[2], shape[-1])
     attention = CoreAttention(transport_over(over), kernel, buffers, backward)
-    of_group = attention_shape(shape, getattr(torch, dtype).itemsize).head_group(head_groups)
-    attention.reserve(plan_memory(plan, of_group, backward))
+    heads = attention_shape(shape, getattr(torch, dtype).itemsize)
+    attention.reserve(plan_memory(plan, heads, backward))
     return attention
 
 
@@ -73,18 +72,17 @@ def run_on_rank(
     backward: str,
     dtype: str,
     over: str | None = None,
-    head_groups: int = 1,
     piece_bytes: int = 2**18,
 ):
     """One rank's rows of output and gradients, and the bytes that it sent."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(volume, "PIECE_BYTES", piece_bytes)
-        return _run_on_rank(plan, seed, shape, backward, dtype, over, head_groups)
+        return _run_on_rank(plan, seed, shape, backward, dtype, over)
 
 
-def _run_on_rank(plan, seed, shape, backward, dtype, over, head_groups):
+def _run_on_rank(plan, seed, shape, backward, dtype, over):
     rank = dist.get_rank()
-    attention = core_attention_for(plan, shape, backward, dtype, over, head_groups)
+    attention = core_attention_for(plan, shape, backward, dtype, over)
     mine = plan.placement.of_rank(rank)
     rows = np.concatenate(
         [np.arange(0)]
@@ -114,7 +112,6 @@ def check(
     dtype="float32",
     tolerance=2e-5,
     over=None,
-    head_groups=1,
     piece_bytes=2**18,
 ):
     validate_plan(plan)
@@ -125,18 +122,17 @@ def check(
     out = dense_attention(q, k, v, plan.lengths, plan.mask, SCALE)
     out.backward(dout)
     expected = [out.detach(), q.grad, k.grad, v.grad]
-    how = shape, backward, dtype, over, head_groups, piece_bytes
+    how = shape, backward, dtype, over, piece_bytes
     results = ranks.run(run_on_rank, plan, 7, *how, world_size=world_size)
     for rows, figures, _, _ in results:
         for name, mine, all_rows in zip(("out", "dq", "dk", "dv"), figures, expected, strict=True):
             difference = (mine - all_rows[rows]).abs().max() if len(rows) else 0
             assert difference <= tolerance * all_rows.abs().max(), (name, difference)
     element = {"float32": 4, "bfloat16": 2}[dtype]
-    group = attention_shape(shape, element).head_group(head_groups)
-    for phase, matrix in plan_bytes(plan, group, backward).phases.items():
+    for phase, matrix in plan_bytes(plan, attention_shape(shape, element), backward).phases.items():
         for rank, (_, _, sent, received) in enumerate(results):
-            assert sent[phase] == head_groups * matrix[rank].sum(), (phase, rank)
-            assert received[phase] == head_groups * matrix[:, rank].sum(), (phase, rank)
+            assert sent[phase] == matrix[rank].sum(), (phase, rank)
+            assert received[phase] == matrix[:, rank].sum(), (phase, rank)
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -153,18 +149,6 @@ def test_random_plans(ranks, seed: int) -> None:
     # Rows are put together on their way into messages and out, or copied in pieces.
     pieces = (2**18, 0)[seed // 2 % 2]
     check(ranks, plan, shape, backward=("resend", "keep")[seed // 3], piece_bytes=pieces)
-
-
-@pytest.mark.parametrize("over", [None, "shm"])
-@pytest.mark.parametrize(
-    ("shape", "head_groups", "backward"),
-    [((8, 4, 8), 2, "resend"), ((8, 4, 8), 4, "keep"), ((3, 3, 24, 16), 3, "resend")],
-)
-def test_heads_in_groups(ranks, shape, head_groups: int, backward: str, over: str | None) -> None:
-    """Groups follow each other; together they move the same bytes."""
-    rng = np.random.default_rng(head_groups)
-    plan = random_plan(rng, random_lengths(rng, 3 * 160), 3, 160, Mask())
-    check(ranks, plan, shape, backward, over=over, head_groups=head_groups)
 
 
 @pytest.mark.parametrize("over", [None, "shm"])
@@ -239,8 +223,7 @@ def exchanges_of(plan: Plan) -> list[str]:
 
 @pytest.mark.parametrize("over", [None, "shm"])
 @pytest.mark.parametrize("backward", ["resend", "keep"])
-@pytest.mark.parametrize("head_groups", [1, 2])
-def test_keys_sent_ahead(ranks, head_groups: int, backward: str, over: str | None) -> None:
+def test_keys_sent_ahead(ranks, backward: str, over: str | None) -> None:
     """Three layers' gradients are those without it, to the bit, and so are the bytes."""
     lengths = np.array([300, 1, 83])
     placement = place_in_turn(lengths, np.array([128, 128, 128]))
@@ -249,19 +232,19 @@ def test_keys_sent_ahead(ranks, head_groups: int, backward: str, over: str | Non
     rows = list(zip(at.document, at.start, at.end, zeros, at.end, at.rank, strict=True))
     plan = Plan(lengths, placement, Tasks.from_rows(rows))
     validate_plan(plan)
-    for plain, ahead in ranks.run(three_layers, plan, backward, over, head_groups, world_size=3):
+    for plain, ahead in ranks.run(three_layers, plan, backward, over, world_size=3):
         assert plain[1] == ahead[1]
         for one, other in zip(plain[0], ahead[0], strict=True):
             assert torch.equal(one, other)
         assert plain[2] != ahead[2] or backward == "keep"
 
 
-def three_layers(plan: Plan, backward: str, over: str | None, head_groups: int) -> list[Any]:
+def three_layers(plan: Plan, backward: str, over: str | None) -> list[Any]:
     """Gradients, bytes sent and events of three layers, without and with keys sent ahead."""
     rank = dist.get_rank()
     results = []
     for ahead in (False, True):
-        attention = core_attention_for(plan, (4, 2, 8), backward, "float32", over, head_groups)
+        attention = core_attention_for(plan, (4, 2, 8), backward, "float32", over)
         attention.trace.recording = True
         exchanges = attention.buffers.place([build_exchange(plan, rank)])
         run = there_and_back(exchanges, 3, at_home=ahead)
@@ -365,10 +348,10 @@ def run_later_queries(plan: Plan, shape: Shape, backward: str):
     return (q_rows, kv_rows), figures, sent
 
 
-def results_of_two_calls(plan: Plan, head_groups: int) -> list[bool]:
+def results_of_two_calls(plan: Plan) -> list[bool]:
     """Whether the first call's output and gradients are the same after a second one."""
     shape = (4, 2, 16)
-    attention = core_attention_for(plan, shape, "resend", "float32", head_groups=head_groups)
+    attention = core_attention_for(plan, shape, "resend", "float32")
     (exchange,) = attention.buffers.place([build_exchange(plan, dist.get_rank())])
     rows = int(plan.placement.tokens_per_rank()[dist.get_rank()])
     kept, copies = [], []
@@ -383,10 +366,9 @@ def results_of_two_calls(plan: Plan, head_groups: int) -> list[bool]:
     return [torch.equal(each, copy) for each, copy in zip(kept, copies, strict=True)]
 
 
-@pytest.mark.parametrize("head_groups", [1, 2])
-def test_results_are_not_overwritten_by_the_next_call(ranks, head_groups: int) -> None:
+def test_results_are_not_overwritten_by_the_next_call(ranks) -> None:
     """Buffers are used again; what the model is given is its own."""
     rng = np.random.default_rng(5)
     plan = random_plan(rng, random_lengths(rng, 2 * 160), 2, 160, Mask())
-    for same in ranks.run(results_of_two_calls, plan, head_groups, world_size=2):
+    for same in ranks.run(results_of_two_calls, plan, world_size=2):
         assert same == [True] * 4

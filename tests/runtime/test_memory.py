@@ -73,13 +73,13 @@ class NewTensors(TorchDispatchMode):
 
 
 def make_attention(
-    kernel: Any, device: torch.device, plans: list[tuple[Plan, ...]], head_groups: int, size: int
+    kernel: Any, device: torch.device, plans: list[tuple[Plan, ...]], size: int
 ) -> CoreAttention:
     """What has room for each of the plans; `size` is that of an element in bytes. Collective."""
     group = dist.group.WORLD if device == CPU else dist.new_group(backend="nccl")
-    buffers = Buffers(device, len(plans[0]), head_groups)
+    buffers = Buffers(device, len(plans[0]))
     attention = CoreAttention(CollectiveTransport(group, device), kernel, buffers)
-    shape = replace(SHAPE, dtype_bytes=size).head_group(head_groups)
+    shape = replace(SHAPE, dtype_bytes=size)
     for plan in itertools.chain.from_iterable(plans):
         attention.reserve(plan_memory(plan, shape))
     return attention
@@ -106,15 +106,14 @@ def run_step(
     torch.autograd.backward(Turns(run).run(calls), [of_nano[3] for of_nano in rows])
 
 
-def new_tensors(plans: list[tuple[Plan, ...]], head_groups: int) -> list[int]:
+def new_tensors(plans: list[tuple[Plan, ...]]) -> list[int]:
     """The number of new large tensors of each step.
 
     Args:
         plans: plans of each step, of each nano-batch.
-        head_groups: head groups of each nano-batch.
     """
-    counter = NewTensors(select_kernel("cpu"), MIB // head_groups)
-    attention = make_attention(counter, CPU, plans, head_groups, 4)
+    counter = NewTensors(select_kernel("cpu"), MIB)
+    attention = make_attention(counter, CPU, plans, 4)
     counts = []
     for nano_batches in plans:
         rows = [make_rows(torch.float32, CPU) for _ in nano_batches]
@@ -136,27 +135,18 @@ def varying_plans(count: int, nano_batches: int, world_size: int) -> list[tuple[
     return list(zip(*[iter(made)] * nano_batches, strict=True))
 
 
-@pytest.mark.parametrize(
-    ("nano_batches", "head_groups", "new"),
-    [(1, 1, 2), (2, 1, 2), (2, 2, 8)],
-    ids=["whole", "ping-pong", "ping-pong, head groups"],
-)
-def test_nothing_is_allocated_in_steady_state(
-    ranks, nano_batches: int, head_groups: int, new: int
-) -> None:
+@pytest.mark.parametrize("nano_batches", [1, 2], ids=["whole", "ping-pong"])
+def test_nothing_is_allocated_in_steady_state(ranks, nano_batches: int) -> None:
     """50 plans of varying shapes: new are the model's own output and its queries' gradients, which
     have the size of the rank's tokens, and of the exchange only the sums that torch makes of the
     other rank's gradients, where this rank computes all its queries and some in several tasks.
-
-    With two head groups half the size is large. Then there are two of each, and both again when
-    they are put together; and the gradients of keys and of values when these are.
     """
     plans = varying_plans(50 // nano_batches, nano_batches, 2)
     moved = {sum(plan_bytes(plan, SHAPE).total for plan in each) for each in plans}
     assert len(moved) > 0.8 * len(plans)
     sums = [sum(large_sums(plan) for plan in each) for each in plans]
-    for rank, counts in enumerate(ranks.run(new_tensors, plans, head_groups, world_size=2)):
-        assert counts == [new * nano_batches + head_groups * int(each[rank]) for each in sums]
+    for rank, counts in enumerate(ranks.run(new_tensors, plans, world_size=2)):
+        assert counts == [2 * nano_batches + int(each[rank]) for each in sums]
 
 
 def large_sums(plan: Plan) -> np.ndarray:
@@ -165,12 +155,12 @@ def large_sums(plan: Plan) -> np.ndarray:
     return 1 * ((q.of_received.shared > 0) & (q.received >= TOKENS))
 
 
-def allocations(plans: list[tuple[Plan, ...]], head_groups: int) -> list[tuple[int, int]]:
+def allocations(plans: list[tuple[Plan, ...]]) -> list[tuple[int, int]]:
     """After each step on a GPU, how often its allocator asked the driver for memory, and how often
     it had to ask again."""
     device = torch.device("cuda", dist.get_rank())
     torch.cuda.set_device(device)
-    attention = make_attention(select_kernel("cuda"), device, plans, head_groups, 2)
+    attention = make_attention(select_kernel("cuda"), device, plans, 2)
     rows = [make_rows(torch.bfloat16, device) for _ in plans[0]]
     seen = []
     for nano_batches in plans:
@@ -183,15 +173,14 @@ def allocations(plans: list[tuple[Plan, ...]], head_groups: int) -> list[tuple[i
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-@pytest.mark.parametrize("head_groups", [1, 2])
-def test_a_gpu_s_allocator_is_quiet_in_steady_state(ranks, head_groups: int) -> None:
+def test_a_gpu_s_allocator_is_quiet_in_steady_state(ranks) -> None:
     """Not run on any GPU yet. Exchanges need two."""
     world_size = min(2, torch.cuda.device_count())
     plans = varying_plans(50, 2, world_size)
     # What kernels allocate themselves is of the size of their tasks: the most comes first.
     most = max(plans, key=lambda each: max(plan_memory(plan, SHAPE).scratch for plan in each))
     plans.insert(0, most)
-    for seen in ranks.run(allocations, plans, head_groups, world_size=world_size):
+    for seen in ranks.run(allocations, plans, world_size=world_size):
         assert seen[5:] == [seen[5]] * 46
         assert seen[-1][1] == 0
 
@@ -207,7 +196,7 @@ def test_buffers_grow_with_headroom_and_rarely(caplog) -> None:
             self.sizes.append(dict(sizes))
 
     transport = Recorded()
-    buffers = Buffers(CPU, nano_batches=2, head_groups=3)
+    buffers = Buffers(CPU, nano_batches=2)
     small = CoreAttentionMemory(1000, 2000, 3000, 4000, 5000, 6000, 7000)
     with caplog.at_level(logging.INFO):
         buffers.reserve(small, transport)
@@ -218,9 +207,9 @@ def test_buffers_grow_with_headroom_and_rarely(caplog) -> None:
     assert caplog.messages == [
         f"core attention's buffers grow from 0.0 to {megabytes} MB on every rank"
     ]
-    assert transport.sizes[0][Channel("to owners", 5)] == ChannelBytes(3840, 5120)
+    assert transport.sizes[0][Channel("to owners", 1)] == ChannelBytes(3840, 5120)
     assert set(transport.sizes[0]) == {
-        Channel(direction, slot) for direction in ("to servers", "to owners") for slot in range(6)
+        Channel(direction, slot) for direction in ("to servers", "to owners") for slot in range(2)
     }
     for name in ("to_servers_receive", "slot", "indices"):
         more = CoreAttentionMemory(**{name: getattr(buffers.room, name) + 1})
@@ -231,8 +220,8 @@ def test_buffers_grow_with_headroom_and_rarely(caplog) -> None:
     assert len(transport.sizes) == 4
     room = buffers.room
     of_slots = sum(getattr(room, field.name) for field in fields(room)[:5])
-    assert buffers.nbytes == 6 * of_slots + room.scratch + 2 * room.indices
-    assert [workspace.nbytes for workspace in buffers.workspaces] == [room.slot] * 6
+    assert buffers.nbytes == 2 * of_slots + room.scratch + 2 * room.indices
+    assert [workspace.nbytes for workspace in buffers.workspaces] == [room.slot] * 2
 
 
 def test_the_memory_of_a_plan_by_hand() -> None:

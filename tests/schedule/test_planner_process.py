@@ -66,7 +66,7 @@ def planner(stages: int = 2, ranks: int = 2) -> CountingPlanner:
     servers = np.arange(stages * ranks, dtype=np.int64).reshape(stages, ranks)
     of_batches = GlobalBatchPlanner(servers, ScheduleConfig(shape=SHAPE), ExecutionOptions())
     calls = [{"forward": 2, "backward": 2}]
-    return CountingPlanner(of_batches, {"forward": calls, "backward": calls}, "resend", 2)
+    return CountingPlanner(of_batches, {"forward": calls, "backward": calls}, "resend")
 
 
 @pytest.mark.parametrize("stages", [1, 2])

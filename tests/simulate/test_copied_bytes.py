@@ -22,8 +22,7 @@ from distca.cost.volume import (
     plan_bytes,
 )
 from distca.plan import Plan
-from distca.runtime import Buffers, CoreAttention, ProgramRun, build_exchange
-from distca.runtime.call import Call
+from distca.runtime import AttentionCall, Buffers, CoreAttention, ProgramRun, build_exchange
 from distca.schedule import ExecutionOptions, ScheduleConfig
 from distca.simulate import plan_global_batch
 from distca.simulate.copies import copy_traffic
@@ -122,15 +121,15 @@ def rows(count: int, heads: int) -> torch.Tensor:
     return torch.zeros(count, heads, SHAPE.head_dim, dtype=torch.bfloat16)
 
 
-def measured(plan: Plan, head_groups: int, inputs: BackwardInputs) -> dict[str, list[int]]:
+def measured(plan: Plan, inputs: BackwardInputs) -> dict[str, list[int]]:
     """Bytes that each rank reads and writes in a layer, by direction."""
     others: list[VirtualTransport] = []
-    calls: list[Call] = []
+    calls: list[AttentionCall] = []
     for rank in range(plan.world_size):
-        buffers = Buffers(CPU, head_groups=head_groups, headroom=0.0)
+        buffers = Buffers(CPU, headroom=0.0)
         transport = Links(rank, others, plan.world_size, CPU)
         attention = CoreAttention(transport, NoKernel(), buffers, backward=inputs)  # type: ignore[arg-type]
-        attention.reserve(plan_memory(plan, SHAPE.head_group(head_groups), inputs))
+        attention.reserve(plan_memory(plan, SHAPE, inputs))
         calls.append(attention._call(ProgramRun([build_exchange(plan, rank)]), 0, 0.3, {}))
     own, keys = plan.own_tokens_per_rank().tolist(), plan.placement.tokens_per_rank().tolist()
     heads, kv_heads = SHAPE.heads, SHAPE.kv_heads
@@ -163,13 +162,13 @@ def measured(plan: Plan, head_groups: int, inputs: BackwardInputs) -> dict[str, 
 
 
 @pytest.mark.parametrize(
-    ("head_groups", "piece_bytes", "piece_rows", "inputs"),
+    ("piece_bytes", "piece_rows", "inputs"),
     [
-        (1, 2**18, 2**20, "resend"),
-        (1, 2**18, 2**20, "keep"),
-        (1, 0, 32, "resend"),
-        (2, 0, 2**20, "resend"),
-        (2, 0, 32, "keep"),
+        (2**18, 2**20, "resend"),
+        (2**18, 2**20, "keep"),
+        (0, 32, "resend"),
+        (0, 2**20, "resend"),
+        (0, 32, "keep"),
     ],
 )
 @pytest.mark.parametrize("free_placement", [True, False])
@@ -177,7 +176,6 @@ def measured(plan: Plan, head_groups: int, inputs: BackwardInputs) -> dict[str, 
 def test_the_simulator_counts_what_the_runtime_copies(
     scheduler: str,
     free_placement: bool,
-    head_groups: int,
     piece_bytes: int,
     piece_rows: int,
     inputs: BackwardInputs,
@@ -188,19 +186,17 @@ def test_the_simulator_counts_what_the_runtime_copies(
     monkeypatch.setattr(volume, "PIECE_BYTES", piece_bytes)
     monkeypatch.setattr(partial_rows, "PIECE_ROWS", piece_rows)
     options = ExecutionOptions(scheduler, ping_pong=False, free_placement=free_placement)
-    group = SHAPE.head_group(head_groups)
     lengths = long_tailed_lengths(0, 4 * 2048, 500, 8192)
     planned = plan_global_batch([lengths], 1, 4, ScheduleConfig(shape=SHAPE), options)
     (plan,) = planned.ticks[0].plans
-    phases = plan_bytes(plan, group, inputs).phases
+    phases = plan_bytes(plan, SHAPE, inputs).phases
     expected = {}
     for direction, names in (("forward", FORWARD_PHASES), ("backward", BACKWARD_PHASES)):
         # What is sent is packed in messages, what arrives is unpacked.
         once = np.sum([phases[p].sum(axis=0) + phases[p].sum(axis=1) for p in names], axis=0)
-        grouped = head_groups > 1
-        copied = copy_traffic(rank_rows(plan), group, direction, grouped, inputs)  # type: ignore[arg-type]
-        expected[direction] = (head_groups * (2 * once + copied)).tolist()
-    assert measured(plan, head_groups, inputs) == expected
+        copied = copy_traffic(rank_rows(plan), SHAPE, direction, inputs)  # type: ignore[arg-type]
+        expected[direction] = (2 * once + copied).tolist()
+    assert measured(plan, inputs) == expected
     q, kv = rank_rows(plan)
     if scheduler == "tiles":
         calls = [call for each in (q, kv) for call in each.calls]

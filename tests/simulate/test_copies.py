@@ -18,19 +18,13 @@ from distca.simulate.copies import copy_traffic
 from support.simulated import IDEAL, costs_on, planned
 
 
-@pytest.mark.parametrize(
-    ("ablation", "head_groups"), [("none", 1), ("none", 2), ("single-stream", 1), ("signal", 1)]
-)
-def test_copies_take_the_time_of_memory(ablation: Ablation, head_groups: int) -> None:
+@pytest.mark.parametrize("ablation", ["none", "single-stream", "signal"])
+def test_copies_take_the_time_of_memory(ablation: Ablation) -> None:
     """Those of exchanges, around kernels, and of ping's keys that pong needs."""
     plan = planned([[12288, 4096, 100, 28]], 1, 2, ExecutionOptions("tiles"))
     slow = replace(IDEAL, copy_gb_per_s=1.0)
-    took = [
-        simulate_ticks(plan, costs_on(at), ablation=ablation, head_groups=head_groups).computed
-        for at in (slow, IDEAL)
-    ]
+    took = [simulate_ticks(plan, costs_on(at), ablation=ablation).computed for at in (slow, IDEAL)]
     costs = costs_on(slow)
-    group, grouped = costs.shape.head_group(head_groups), head_groups > 1
     expected, crosses = np.zeros(2), False
     for tick, plans in plan.ticks:
         phases = PHASES[:2] if tick.direction == "forward" else PHASES[2:]
@@ -38,9 +32,7 @@ def test_copies_take_the_time_of_memory(ablation: Ablation, head_groups: int) ->
             moved = plan_bytes(each, costs.shape).phases
             once = sum(moved[p].sum(axis=0) + moved[p].sum(axis=1) for p in phases)
             # Signals are packed and unpacked as their messages are.
-            expected += 2 * once + head_groups * copy_traffic(
-                rank_rows(each), group, tick.direction, grouped
-            )
+            expected += 2 * once + copy_traffic(rank_rows(each), costs.shape, tick.direction)
             own = each.own_tokens_per_rank()
             borrowed = each.placement.tokens_per_rank() - own
             crosses |= bool(borrowed.any())

@@ -5,19 +5,14 @@ from __future__ import annotations
 import itertools
 from dataclasses import dataclass, replace
 
-import numpy as np
 import pytest
 
 from distca.cost.volume import PHASES, plan_bytes
 from distca.schedule import ExecutionOptions, PlannedGlobalBatch
 from distca.simulate import (
-    Candidate,
     ModelCosts,
-    Workload,
-    simulate,
     simulate_ticks,
 )
-from distca.simulate.space import with_head_groups
 from support.simulated import IDEAL, MODEL, costs_on, planned
 
 
@@ -29,12 +24,11 @@ class Timed:
     costs: ModelCosts
     link_seconds: float
 
-    def seconds(self, ablation: str = "none", head_groups: int = 1) -> float:
+    def seconds(self, ablation: str = "none") -> float:
         return simulate_ticks(
             self.plan,
             self.costs,
             ablation=ablation,  # type: ignore[arg-type]
-            head_groups=head_groups,
         ).seconds
 
 
@@ -65,24 +59,6 @@ def test_ping_pong_hides_an_exchange_shorter_than_the_compute_beside_it() -> Non
     # Each exchange is waited for where it starts; the first rank has time to spare.
     exposed = timed.seconds("single-stream") - free.seconds()
     assert 0.6 * timed.link_seconds < exposed <= timed.link_seconds * (1 + 1e-6)
-
-
-def test_head_groups_hide_what_a_dispatch_takes_longer_than_linear_layers() -> None:
-    free = over_a_link(1e9, ping_pong=True, kv_heads=8).seconds()
-    timed = over_a_link(45.0, ping_pong=True, kv_heads=8)
-    # Busy for less than the compute, yet exposed: kernels wait for a whole nano-batch's rows.
-    assert 0.6 * free < timed.link_seconds < 0.8 * free
-    exposed = [timed.seconds(head_groups=groups) - free for groups in (1, 2, 4)]
-    assert exposed[0] > 0.05 * free
-    assert exposed[0] > 2 * exposed[1] > 4 * exposed[2] > 0
-    # They move the same bytes, and a free link gains nothing by them.
-    whole, grouped = (
-        simulate_ticks(timed.plan, timed.costs, head_groups=groups) for groups in (1, 4)
-    )
-    assert {phase: sent.tolist() for phase, sent in whole.bytes_sent.items()} == {
-        phase: sent.tolist() for phase, sent in grouped.bytes_sent.items()
-    }
-    assert timed.seconds("signal", head_groups=4) == pytest.approx(free, rel=1e-6)
 
 
 @pytest.mark.parametrize("returns", [False, True])
@@ -131,15 +107,6 @@ def test_a_pass_begins_and_ends_with_its_own_linear_layers() -> None:
     assert min(s.start for s in kernels) == pytest.approx(there, rel=1e-6)
     last = max(s.end for s in kernels)
     assert outcome.seconds - last == pytest.approx(back, rel=1e-6)
-
-
-def test_head_groups_divide_the_key_value_heads() -> None:
-    workload = Workload(replace(MODEL, heads=24, kv_heads=24), IDEAL, 8, 8192, 8)
-    whole = Candidate("tiles", tensor=2, stages=1, data=4, context=1, micro_batches=1)
-    assert [c.head_groups for c in with_head_groups(whole, workload)] == [2, 3, 4, 6]
-    assert [c.head_groups for c in with_head_groups(replace(whole, tensor=1), workload)][-1] == 8
-    with pytest.raises(ValueError, match="12 key-value heads cannot be split into 5 head groups"):
-        simulate(replace(whole, head_groups=5), workload, [np.array([8192])] * 8)
 
 
 def test_whole_micro_batches_hide_what_is_sent_ahead_alone() -> None:

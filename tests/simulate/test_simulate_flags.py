@@ -27,7 +27,6 @@ from distca.simulate import (
 from distca.simulate.costs import Recompute
 from distca.simulate.space import (
     with_chains,
-    with_head_groups,
     with_kept_inputs,
 )
 from distca.simulate.workload import options_of
@@ -95,7 +94,6 @@ def check(args: Namespace, candidate: Candidate, workload: Workload) -> None:
     assert args.max_position_embeddings >= workload.context
     assert args.distca_scheduler == c.system
     assert execution_options(args) == options_of(c)
-    assert args.distca_head_groups == c.head_groups
     assert args.distca_backward == ("keep" if c.keeps_inputs else "resend")
     config = schedule_config(args, c.data * c.stages)
     assert config.tolerance == workload.tolerance
@@ -149,7 +147,6 @@ def test_every_configuration_is_trained_as_it_is_simulated(system: str, workload
     found = divisions(system, workload, [1, 2, 4], [1, 2, 4])
     trained = refused = 0
     found += [replace(c, max_in_flight=2) for c in found if c.stages == 2]
-    found += [other for c in found for other in with_head_groups(c, workload)]
     found += [other for c in found[::3] for other in with_chains(c, workload)]
     found += [other for c in found[::3] for other in with_kept_inputs(c, workload)]
     for candidate in found:
@@ -203,9 +200,6 @@ def test_what_is_printed(command: Command, more: list[str]) -> None:
     flags = printed_flags(text)
     assert flags == shlex.split(" ".join(row["flags"]))
     check(parsed(flags, workload), candidate, workload)
-    # Over slow links head groups gain something for long documents.
-    assert ("--distca-head-groups" in text) == (candidate.head_groups > 1) == bool(more)
-    assert (f"{candidate.head_groups} head groups" in text) == bool(more)
 
 
 def test_without_distca_there_is_nothing_to_print(command: Command) -> None:

@@ -82,20 +82,19 @@ def test_logits_are_kept_until_their_backward_pass() -> None:
         assert found[1] - found[0] == pytest.approx([0.0] * 7 + [more])
 
 
-@pytest.mark.parametrize("head_groups", [1, 2])
-def test_servers_keep_what_they_receive(head_groups: int) -> None:
+def test_servers_keep_what_they_receive() -> None:
     """Kept inputs are not sent again, and stay until the backward pass, in every layer."""
     costs, plan = costs_on(IDEAL), planned([[16384, 8192, 8192]], 1, 2, ExecutionOptions("tiles"))
-    shape, found = costs.shape.head_group(head_groups), []
+    found = []
     for inputs in BACKWARD_INPUTS:
-        outcome = simulate_ticks(plan, costs, head_groups=head_groups, backward=inputs)
+        outcome = simulate_ticks(plan, costs, backward=inputs)
         room, sent = CoreAttentionMemory(), 0
         for each in plan.ticks[0].plans:
-            room = room.union(plan_memory(each, shape, inputs))
-            sent = sent + plan_bytes(each, shape, inputs).phases["dispatch_backward"].sum(axis=1)
-        moved = 4 * head_groups * sent
+            room = room.union(plan_memory(each, costs.shape, inputs))
+            sent = sent + plan_bytes(each, costs.shape, inputs).phases["dispatch_backward"].sum(1)
+        moved = 4 * sent
         assert outcome.bytes_sent["dispatch_backward"].tolist() == moved.tolist()
-        reserved = room.with_headroom(HEADROOM).total(2, head_groups)
+        reserved = room.with_headroom(HEADROOM).total(2)
         found.append(outcome.memory_bytes - reserved)
     received = sum(
         plan_bytes(each, costs.shape).phases["dispatch"].sum(axis=0) for each in plan.ticks[0].plans

@@ -13,8 +13,8 @@ from distca.transport import Channel, MessageSizes, Pending
 from support.models import make_run, memory_stream, parse
 
 Event = tuple[Any, ...]
-"""A start or a wait of the transport with phase, nano-batch and head group; a kernel with its pass,
-nano-batch and head group; the linear layers before and after attention with layer and nano-batch,
+"""A start or a wait of the transport with phase and nano-batch; a kernel with its pass and
+nano-batch; the linear layers before and after attention with layer and nano-batch,
 those after it also when their gradient has come; or the output layer, which comes before the loss.
 Nano-batches are "ping", "pong" or None."""
 
@@ -52,7 +52,7 @@ class Recorder:
 
     def __init__(self, attention: CoreAttention, ping_pong: bool) -> None:
         self.events: list[Event] = []
-        self._groups, self._ping_pong = attention.buffers.head_groups, ping_pong
+        self._ping_pong = ping_pong
         self._labels: dict[str, Any] = {}
         self._watch_transport(attention.transport)
         self._watch_kernel(attention)
@@ -61,8 +61,7 @@ class Recorder:
         start = transport.start
 
         def started(phase: str, channel: Channel, sizes: MessageSizes) -> Pending:
-            nano_batch = ("ping", "pong")[channel.slot // self._groups] if self._ping_pong else None
-            what = phase, nano_batch, channel.slot % self._groups
+            what = phase, ("ping", "pong")[channel.slot] if self._ping_pong else None
             pending = start(phase, channel, sizes)
             self.events.append(("start", *what))
             wait = pending.wait
@@ -93,8 +92,7 @@ class Recorder:
 
     def _noting(self, name: str, compute: Any) -> Any:
         def noted(*arguments: Any, **options: Any) -> Any:
-            labels = self._labels
-            event = "kernel", name, labels["nano_batch"], labels.get("head_group", 0)
+            event = "kernel", name, self._labels["nano_batch"]
             # There is a call for each task shape.
             if self.events[-1:] != [event]:
                 self.events.append(event)

@@ -41,7 +41,7 @@ def plain(ranks) -> StepsDone:
     ("world_size", "flags"),
     [
         (1, PLAIN),
-        (2, [*HALVES, "--distca", "--distca-backward", "keep", "--distca-head-groups", "2"]),
+        (2, [*HALVES, "--distca", "--distca-backward", "keep"]),
         (2, [*HALVES, "--distca", WHOLE, *RECOMPUTE, "--distca-backward", "keep"]),
         (3, [*HALVES, "--distca", "--distca-servers", "dedicated:1"]),
         (4, [*PLAIN, *SPLIT, "--sequence-parallel", *VIRTUAL]),
@@ -52,7 +52,7 @@ def plain(ranks) -> StepsDone:
         (4, [*HALVES, *SPLIT, "--overlap-grad-reduce"]),
     ],
     ids=[
-        *("packed documents", "head groups", "recomputed", "dedicated", "TP2-SP-PP2-VPP2", "chain"),
+        *("packed documents", "kept inputs", "recomputed", "dedicated", "TP2-SP-PP2-VPP2", "chain"),
         *("chain, PP2-VPP2", "stages apart", "TP2-SP", "TP2"),
     ],
 )

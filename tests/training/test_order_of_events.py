@@ -20,71 +20,62 @@ BOTH, WHOLE = ("ping", "pong"), (None,)
 Nano = str | None
 
 
-def starts(phase: str, nano: Nano, groups: int = 1) -> list[Event]:
-    return [("start", phase, nano, group) for group in range(groups)]
+def starts(phase: str, nano: Nano) -> Event:
+    return "start", phase, nano
 
 
-def waits(phase: str, nano: Nano, groups: int = 1) -> list[Event]:
-    return [("wait", phase, nano, group) for group in range(groups)]
+def waits(phase: str, nano: Nano) -> Event:
+    return "wait", phase, nano
 
 
-def computes(nano: Nano, groups: int = 1, backward: bool = False) -> list[Event]:
-    """A nano-batch's kernels: each head group's when its inputs are there; then its outputs go."""
+def computes(nano: Nano, backward: bool = False) -> list[Event]:
+    """A nano-batch's kernels when its inputs are there; then its outputs go."""
     there, back, kernel = "dispatch", "return", "forward"
     if backward:
         there, back, kernel = "dispatch_backward", "return_backward", "backward"
-    return [
-        event
-        for group in range(groups)
-        for event in (
-            ("wait", there, nano, group),
-            ("kernel", kernel, nano, group),
-            ("start", back, nano, group),
-        )
-    ]
+    return [waits(there, nano), ("kernel", kernel, nano), starts(back, nano)]
 
 
-def layers_there(layers: Sequence[int], nanos: Sequence[Nano], groups: int = 1) -> list[Event]:
+def layers_there(layers: Sequence[int], nanos: Sequence[Nano]) -> list[Event]:
     """A forward pass where outputs return."""
     events: list[Event] = []
     for nano in nanos:
-        events += [("pre-attention", layers[0], nano), *starts("dispatch", nano, groups)]
+        events += [("pre-attention", layers[0], nano), starts("dispatch", nano)]
     for layer, following in itertools.zip_longest(layers, layers[1:]):
         for nano in nanos:
-            events += computes(nano, groups)
+            events += computes(nano)
         for nano in nanos:
-            events += [*waits("return", nano, groups), ("post-attention", layer, nano)]
+            events += [waits("return", nano), ("post-attention", layer, nano)]
             if following:
-                events += [("pre-attention", following, nano), *starts("dispatch", nano, groups)]
+                events += [("pre-attention", following, nano), starts("dispatch", nano)]
     return events
 
 
-def layers_back(layers: Sequence[int], nanos: Sequence[Nano], groups: int = 1) -> list[Event]:
+def layers_back(layers: Sequence[int], nanos: Sequence[Nano]) -> list[Event]:
     """Its backward pass: the opposite order."""
     events: list[Event] = []
 
     def gradient_comes(layer: int, nano: Nano) -> list[Event]:
         began = ("post-attention backward", layer, nano)
-        return [began, *starts("dispatch_backward", nano, groups)]
+        return [began, starts("dispatch_backward", nano)]
 
     for nano in nanos[::-1]:
         events += gradient_comes(layers[-1], nano)
     for before in [*layers[-2::-1], None]:
         for nano in nanos[::-1]:
-            events += computes(nano, groups, backward=True)
+            events += computes(nano, backward=True)
         for nano in nanos[::-1]:
-            events += waits("return_backward", nano, groups)
+            events.append(waits("return_backward", nano))
             events += gradient_comes(before, nano) if before else []
     return events
 
 
-@pytest.mark.parametrize("groups", [1, 2])
 @pytest.mark.parametrize("nanos", [BOTH, WHOLE], ids=["ping-pong", "whole"])
-def test_where_outputs_return(ranks, nanos: Sequence[Nano], groups: int) -> None:
-    """Nano-batches or whole micro-batches, all heads together or in groups."""
-    flags = [*DATA_PARALLEL, *OUTPUTS_RETURN, "--distca-head-groups", str(groups)]
+def test_where_outputs_return(ranks, nanos: Sequence[Nano]) -> None:
+    """Nano-batches or whole micro-batches."""
+    flags = [*DATA_PARALLEL, *OUTPUTS_RETURN]
     flags.append("--distca-ping-pong" if nanos == BOTH else "--no-distca-ping-pong")
-    there, back = layers_there([1, 2], nanos, groups), layers_back([1, 2], nanos, groups)
+    there, back = layers_there([1, 2], nanos), layers_back([1, 2], nanos)
     expected = [*there, ("output layer",), *back]
     assert ranks.run(events_of_step, flags, LENGTHS, world_size=2) == [expected] * 2
 
@@ -95,26 +86,26 @@ def test_where_queries_are_at_home(ranks) -> None:
     flags = [*DATA_PARALLEL, *QUERIES_AT_HOME, "--distca-ping-pong"]
     expected: list[Event] = []
     for nano in BOTH:
-        expected += [("pre-attention", 1, nano), *starts("dispatch", nano)]
+        expected += [("pre-attention", 1, nano), starts("dispatch", nano)]
     for nano in BOTH:
-        expected += [*waits("dispatch", nano), ("kernel", "forward", nano, 0)]
+        expected += [waits("dispatch", nano), ("kernel", "forward", nano)]
         expected += [("post-attention", 1, nano), ("pre-attention", 2, nano)]
-        expected += starts("dispatch", nano)
+        expected.append(starts("dispatch", nano))
     for nano in BOTH:
-        expected += [*waits("dispatch", nano), ("kernel", "forward", nano, 0)]
+        expected += [waits("dispatch", nano), ("kernel", "forward", nano)]
         expected.append(("post-attention", 2, nano))
     for nano in BOTH[::-1]:
-        expected += starts("dispatch_backward", nano)
+        expected.append(starts("dispatch_backward", nano))
     expected.append(("output layer",))
     for nano in BOTH[::-1]:
         expected.append(("post-attention backward", 2, nano))
         # The keys of the layer before are known.
-        expected += [*computes(nano, backward=True), *starts("dispatch_backward", nano)]
+        expected += [*computes(nano, backward=True), starts("dispatch_backward", nano)]
     for nano in BOTH[::-1]:
-        expected += [*waits("return_backward", nano), ("post-attention backward", 1, nano)]
+        expected += [waits("return_backward", nano), ("post-attention backward", 1, nano)]
         expected += computes(nano, backward=True)
     for nano in BOTH[::-1]:
-        expected += waits("return_backward", nano)
+        expected.append(waits("return_backward", nano))
     assert ranks.run(events_of_step, flags, LENGTHS, world_size=2) == [expected] * 2
 
 

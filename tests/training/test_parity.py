@@ -129,24 +129,6 @@ def test_dedicated_servers(ranks, layout: str, scheduler: str, nano_batches: str
     check_gradients(found, expected, layout)
 
 
-def test_heads_in_groups(ranks) -> None:
-    """With ping-pong and without, over sockets and over shared memory, and with sharded heads."""
-    for layout, flags in (
-        ("DP3", ["--distca-head-groups", "4"]),
-        ("DP3", ["--distca-head-groups", "2", "--distca-transport", "shm", WHOLE]),
-        ("TP2-SP-DP2", ["--distca-head-groups", "2", "--distca-transport", "shm"]),
-        ("DP3", ["--distca-head-groups", "2", *LATE, "3"]),
-    ):
-        world_size, window_tokens, more = LAYOUTS[layout]
-        run = [*more, *global_batch(more, world_size), *GROUPS[4], "--distca", *flags]
-        found = ranks.run(train, run, DOCUMENTS[window_tokens], 1, world_size=world_size)
-        expected = reference(ranks, window_tokens, 4, "causal")
-        for rank in found:
-            assert abs(rank.losses[0] / expected.losses[0] - 1) < 1e-5, (layout, flags)
-            assert rank.bytes_counted == rank.bytes_planned, (layout, flags)
-        check_gradients(found, expected, layout)
-
-
 def test_shared_memory(ranks) -> None:
     """The same over shared memory; `--transport shm` runs all of these tests over it."""
     for layout, groups, mode in (

@@ -201,7 +201,7 @@ def test_pipelines_go_on_from_one_process(corpus, one_process, virtual, distca, 
         (
             3,
             "--pipeline-model-parallel-size 2 --distca-servers dedicated:1 "
-            "--distca-scheduler greedy --no-distca-ping-pong --distca-head-groups 2 "
+            "--distca-scheduler greedy --no-distca-ping-pong "
             "--recompute-granularity full --recompute-method block --recompute-num-layers 1",
         ),
         (

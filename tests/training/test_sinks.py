@@ -31,7 +31,7 @@ def plain(ranks) -> dict[str, StepsDone]:
     ("kind", "world_size", "flags"),
     [
         ("learnable", 4, [*flags_of("TP2-SP-PP2", MICRO_BATCHES)[1], WHOLE]),
-        ("learnable", 2, [*HALVES, "--distca", *AT_HOME, "--distca-head-groups", "2"]),
+        ("learnable", 2, [*HALVES, "--distca", *AT_HOME]),
         ("off-by-one", 2, [*HALVES, "--distca", "--distca-backward", "keep"]),
         ("learnable", 1, PLAIN),
     ],

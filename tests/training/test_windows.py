@@ -26,7 +26,7 @@ def plain(ranks) -> StepsDone:
 @pytest.mark.parametrize(
     ("layout", "pattern", "more"),
     [
-        ("PP2", "[1,0,1,0]", [*RECOMPUTE, "--distca-head-groups", "2"]),
+        ("PP2", "[1,0,1,0]", RECOMPUTE),
         ("TP2-SP-PP2", "2", [WHOLE, SCALING]),
         ("PP2 + 1", "2", ["--distca-scheduler", "greedy"]),
     ],

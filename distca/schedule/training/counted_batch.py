@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -45,32 +44,23 @@ class CountingPlanner:
         planner: planner of global batches.
         calls: calls of core attention in a tick of each direction with each mask, by pass.
         backward: how the backward pass gets its inputs.
-        head_groups: groups in which heads are exchanged, each with buffers of its own.
     """
 
     planner: GlobalBatchPlanner
     calls: Mapping[Pass, Sequence[Mapping[Pass, int]]]
     backward: BackwardInputs
-    head_groups: int
 
     def __call__(self, incoming: Sequence[Documents]) -> CountedGlobalBatch:
         """Plans a global batch: see `GlobalBatchPlanner.plan` for arguments and errors."""
-        # Each head group has exchanges of its own.
-        group = self.planner.config.shape.head_group(self.head_groups)
-        calls = {
-            direction: [
-                Counter({name: self.head_groups * each[name] for name in each}) for each in of_masks
-            ]
-            for direction, of_masks in self.calls.items()
-        }
+        shape = self.planner.config.shape
         batch, counts = self.planner.plan(incoming), self.planner.masks.counts()
         return CountedGlobalBatch(
             batch,
             tuple(
-                each.bytes_sent(calls[each.tick.direction], group, self.backward)
+                each.bytes_sent(self.calls[each.tick.direction], shape, self.backward)
                 for each in batch.ticks
             ),
-            batch.largest_memory(group, self.backward),
+            batch.largest_memory(shape, self.backward),
             tuple(
                 count * plan.loads()
                 for tick, plans in batch.ticks

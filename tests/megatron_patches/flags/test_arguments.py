@@ -223,13 +223,10 @@ def test_windows_on_some_layers() -> None:
             "--distca --distca-servers dedicated:2 --no-distca-pool-stages",
             "remove --no-distca-pool-stages",
         ),
-        ("--distca --distca-head-groups 3", "3 must divide the 8 key-value heads"),
         (
             "--distca --recompute-granularity selective --recompute-modules mlp layernorm",
             "does not cover --recompute-modules layernorm",
         ),
-        ("--distca --distca-head-groups 0", "0 must divide the 8 key-value heads"),
-        ("--distca --num-attention-heads 16 --distca-head-groups 16", "and be at most 8"),
         ("--distca --attention-backend local", "Megatron's own attention, which it replaces"),
         ("--distca --distca-profile nowhere.json", "does not exist: make one"),
     ],
@@ -348,7 +345,6 @@ def test_latents_travel_where_servers_can_expand_them() -> None:
     for flags, message in (
         ("--pipeline-model-parallel-size 2", "add --no-distca-pool-stages"),
         ("--distca-servers dedicated:1", "remove --distca-servers"),
-        ("--distca-head-groups 2", "remove --distca-head-groups"),
         (
             "--no-distca-ping-pong --recompute-granularity selective --recompute-modules "
             "mla_up_proj",
@@ -401,10 +397,6 @@ def test_each_nano_batch_has_a_shard_for_each_tensor_parallel_rank() -> None:
         parse(*odd, "--sequence-parallel", world_size=3)
     # Several samples together may have the tokens that each alone has not.
     parse(*odd, "--sequence-parallel", "--micro-batch-size", "3", world_size=3)
-
-
-def test_as_many_head_groups_as_slots() -> None:
-    assert parse("--distca", "--distca-head-groups", "8").distca_head_groups == 8
 
 
 @pytest.mark.parametrize("value", ["dedicated", "dedicated:", "dedicated:0", "inplace:2", "two"])

@@ -1,4 +1,4 @@
-"""The part of a call of core attention that one group of heads has."""
+"""One call of core attention on one rank, step by step."""
 
 from __future__ import annotations
 
@@ -25,6 +25,7 @@ from distca.runtime.moving_rows import (
     send_to_owners,
     send_to_servers,
 )
+from distca.runtime.program_run import ProgramRun
 from distca.runtime.server_kernels import (
     compute_gradients,
     compute_outputs,
@@ -39,14 +40,13 @@ from distca.transport import Transport
 
 
 @dataclass(frozen=True)
-class GroupResources:
-    """The resources that a head group's part of a call runs on.
+class CallResources:
+    """The resources that a call of core attention runs on.
 
     Attributes:
         transport: transport between the ranks that share attention servers.
         kernel: attention kernel of this device.
         trace: timeline of what is done.
-        slot: number of the call among those under way, which selects channels and workspace.
         workspace: memory for what the call keeps between its steps.
         scratch: memory for the temporaries of one step.
         keeps_inputs: whether servers keep the kernels' inputs for the backward pass; otherwise
@@ -56,24 +56,37 @@ class GroupResources:
     transport: Transport
     kernel: Kernel
     trace: Trace
-    slot: int
     workspace: Workspace
     scratch: Workspace
     keeps_inputs: bool
 
 
-class GroupCall:
-    """The steps of `Call` for one group of heads: one starts an exchange, the next waits for it.
+class AttentionCall:
+    """One call of core attention, split into steps with room for other work between them.
+
+    Every rank does the same steps in the order of the program: `start`, `compute`, `finish`; and
+    for the gradients `start_backward`, `compute_backward`, `finish_backward`. A step starts
+    exchanges, and the next one waits for them; `compute_backward` also for those of `send_ahead`.
 
     Args:
         resources: transport, kernel and memory of the call.
+        run: program that is followed, with the exchanges of the pass that runs.
+        nano_batch: number of the call's nano-batch, which selects channels of the transport.
+        layer: number of the call's layer in the model chunk.
         softmax_scale: factor of the scores.
         labels: labels for the trace.
     """
 
     def __init__(
-        self, resources: GroupResources, softmax_scale: float, labels: Mapping[str, Any]
+        self,
+        resources: CallResources,
+        run: ProgramRun,
+        nano_batch: int,
+        layer: int,
+        softmax_scale: float,
+        labels: Mapping[str, Any],
     ) -> None:
+        self.run, self.nano_batch, self._layer = run, nano_batch, layer
         self._resources, self._scale, self._labels = resources, softmax_scale, labels
         self._workspace, self._scratch = resources.workspace, resources.scratch
         # This rank's part of the plan that the present pass has.
@@ -96,19 +109,32 @@ class GroupCall:
         self._outputs: tuple[torch.Tensor, ...] = ()
         self._sink: torch.Tensor | None = None
 
+    def _exchange_of_pass(self) -> Exchange:
+        """This rank's part of the plan in the pass that runs, which the steps to come have."""
+        exchange = self.run.exchange(self.nano_batch, self._layer)
+        assert exchange is self._exchange or self._kept is None, "kept inputs are of another plan"
+        self._exchange = exchange
+        return exchange
+
     def _span(self, name: str, lane: str) -> Any:
         return self._resources.trace.span(name, lane, **self._labels)
 
     def start(
         self,
-        exchange: Exchange,
         q: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
         latents: SentLatents | None = None,
     ) -> None:
-        """Sends the local rows to their servers; latents instead of keys and values, if given."""
-        self._exchange = exchange
+        """Sends the local rows to their servers.
+
+        Args:
+            q: queries, `[local rows, heads, head_dim]`.
+            k: keys, `[local key rows, kv_heads, head_dim]`.
+            v: values, `[local key rows, kv_heads, v_head_dim]`.
+            latents: latents that travel instead of keys and values; None: none do.
+        """
+        self._exchange_of_pass()
         self._take_latents(k, latents)
         with self._span("dispatch", "exchange"):
             sent = self._send("dispatch", [q], [k, v])
@@ -135,7 +161,7 @@ class GroupCall:
         return send_to_servers(
             resources.transport,
             phase,
-            resources.slot,
+            self.nano_batch,
             self._exchange,
             ByKind(of_q, of_kv),
             self._scratch,
@@ -150,7 +176,7 @@ class GroupCall:
         self._sent = send_to_owners(
             resources.transport,
             phase,
-            resources.slot,
+            self.nano_batch,
             self._exchange,
             types,
             fills,
@@ -219,29 +245,21 @@ class GroupCall:
         self._outputs = (out.detach(), lse)
         return out
 
-    def keep_output(self, out: torch.Tensor) -> None:
-        """Keeps another tensor with the numbers of `finish`'s output for the backward pass."""
-        self._outputs = (out, self._outputs[1])
-
-    def send_ahead(self, exchange: Exchange) -> None:
+    def send_ahead(self) -> None:
         """Sends keys and values again before the gradient is known. No query may move."""
-        self._exchange = exchange
-        assert not exchange.q.move, "only keys and values are known before"
+        assert not self._exchange_of_pass().q.move, "only keys and values are known before"
         if not self._resources.keeps_inputs:
             _, k, v = self._inputs
             with self._span("dispatch backward", "exchange"):
                 self._ahead = self._send("dispatch_backward", [], [k, v])
 
-    def start_backward(self, exchange: Exchange, dout: torch.Tensor) -> torch.Tensor | None:
+    def start_backward(self, dout: torch.Tensor) -> torch.Tensor | None:
         """Sends the output's gradient, and what the kernels need again, to the servers.
 
         Returns:
             The gradient of the sink, if there is one.
         """
-        assert exchange is self._exchange or not self._resources.keeps_inputs, (
-            "kept inputs are of another plan"
-        )
-        self._exchange = exchange
+        self._exchange_of_pass()
         of_q, of_kv = [dout, *self._outputs], list[torch.Tensor]()
         if not self._resources.keeps_inputs:
             q, *keys = self._inputs
@@ -263,7 +281,6 @@ class GroupCall:
 
     def start_backward_without_tokens(
         self,
-        exchange: Exchange,
         q: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
@@ -275,7 +292,7 @@ class GroupCall:
             self._inputs = (q, k, v)
         out = q.new_empty((*q.shape[:2], v.shape[2]))
         self._outputs = (out, q.new_empty(q.shape[:2], dtype=torch.float32))
-        self.start_backward(exchange, out)
+        self.start_backward(out)
 
     def _of_backward(self) -> tuple[list[ServedRows], ServedRows]:
         """Waits for the inputs of the kernels: those with the queries' rows, then those of keys."""
