@@ -1,0 +1,48 @@
+"""A script as Megatron-LM's `pretrain_gpt.py`, with the two lines; `--distca` calls none of its own."""
+
+import inspect
+
+from megatron.core.enums import ModelType
+from megatron.training import pretrain
+
+from megatron_patches.upstream import with_distca
+
+pretrain = with_distca(pretrain)
+
+
+def provide_data(samples, vp_stage=None):
+    raise AssertionError("the script's data are built")
+
+
+def provide_model(pre_process=True, post_process=True, vp_stage=None):
+    raise AssertionError("the script's model is built")
+
+
+def forward_step(data_iterator, model):
+    raise AssertionError("the script's forward step is called")
+
+
+if __name__ == "__main__":
+    defaults = {"tokenizer_type": "GPT2BPETokenizer"}
+    if "cfg_container" in inspect.signature(pretrain).parameters:
+        from megatron.training.argument_utils import pretrain_cfg_container_from_args
+        from megatron.training.arguments import parse_and_validate_args
+
+        container = pretrain_cfg_container_from_args(
+            parse_and_validate_args(args_defaults=defaults)
+        )
+        pretrain(
+            container,
+            provide_data,
+            ModelType.encoder_or_decoder,
+            forward_step,
+            model_provider=provide_model,
+        )
+    else:
+        pretrain(
+            provide_data,
+            provide_model,
+            ModelType.encoder_or_decoder,
+            forward_step,
+            args_defaults=defaults,
+        )
