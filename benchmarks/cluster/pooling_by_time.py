@@ -21,6 +21,7 @@ from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).parents[2]))  # as benchmarks/__init__.py says
 
+from benchmarks import pages
 from benchmarks.published_lengths import published
 from distca.cost.model_sizes import MODELS
 from distca.schedule import ExecutionOptions, LinearWork, ScheduleConfig
@@ -115,12 +116,17 @@ def main() -> None:
         sent = [sum(int(each.sum()) for each in o.bytes_sent.values()) for o in (before, both)]
         memory = [float(o.memory_bytes.max()) for o in (before, both)]
         documents = f"{case.documents}, {'upsampled' if case.upsampled else 'as is'}"
+        gains = before.seconds / idle.seconds, before.seconds / both.seconds
         lines.append(
-            f"| {case.model} | {case} | {documents} | {case.context // 1024}K | "
-            f"{before.seconds:.2f} | {before.seconds / idle.seconds:.3f} | "
-            f"{before.seconds / both.seconds:.3f} | {sent[1] / sent[0]:.2f} | "
-            f"{memory[1] / memory[0]:.3f} |"
+            [
+                *(case.model, case, documents, f"{case.context // 1024}K"),
+                f"{before.seconds:.2f}",
+                *(f"{gain:.3f}" for gain in gains),
+                *(f"{sent[1] / sent[0]:.2f}", f"{memory[1] / memory[0]:.3f}"),
+            ]
         )
+    head = ["model", "sizes", "documents", "longest", "s", "idle stages take more"]
+    head += ["and the last less", "bytes", "peak memory"]
     report = "\n".join(
         [
             "# Sharing ticks out by time",
@@ -129,16 +135,10 @@ def main() -> None:
             f"simulated steps on {CLUSTER.name}, one global batch each. Speeds, bytes "
             "and memory are ratios over sharing out attention alone.",
             "",
-            "| model | sizes | documents | longest | s | idle stages take more | and the last less "
-            "| bytes | peak memory |",
-            "| --- | --- | --- | --- | --- | --- | --- | --- | --- |",
-            *lines,
-            "",
+            pages.table(head, lines),
         ]
     )
-    args.output.mkdir(parents=True, exist_ok=True)
-    (args.output / "pooling_by_time.md").write_text(report)
-    print(report)
+    pages.save(args.output, "pooling_by_time", report)
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks import pages
 from benchmarks.cluster.sweep import Case
 from distca.simulate import PUBLISHED
 
@@ -64,9 +65,7 @@ class Options:
 def table(rows: Sequence[dict[str, Any]]) -> list[str]:
     """Formats rows as lines of a Markdown table."""
     names = list(rows[0])
-    lines = [names, ["---"] * len(names)]
-    lines += [[_cell(row[name]) for name in names] for row in rows]
-    return [f"| {' | '.join(line)} |" for line in lines]
+    return pages.table(names, [[_cell(row[name]) for name in names] for row in rows]).splitlines()
 
 
 def _cell(value: Any) -> str:

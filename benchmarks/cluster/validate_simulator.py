@@ -46,6 +46,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[2]))  # as benchmarks/__init__.py says
 
+from benchmarks import pages
 from benchmarks.cluster.this_machine import beside_busy_processes, describe_machine
 from benchmarks.training.run import parsed
 from benchmarks.training.setting import (
@@ -250,13 +251,20 @@ def report(
         f"{machine.charges.interference:.0%} of a core, all "
         f"but core attention at {1e3 * machine.peak_tflops:.1f} GFLOP/s.",
         "",
-        "| stages | mix | way | measured s | predicted s | error |",
-        "| --- | --- | --- | --- | --- | --- |",
-    ]
-    lines += [
-        f"| {p.stages} | {p.mix} | {p.way} | {p.measured:.3f} | {p.predicted:.3f} "
-        f"| {p.error:+.1%} |"
-        for p in found
+        pages.table(
+            ["stages", "mix", "way", "measured s", "predicted s", "error"],
+            [
+                [
+                    p.stages,
+                    p.mix,
+                    p.way,
+                    f"{p.measured:.3f}",
+                    f"{p.predicted:.3f}",
+                    f"{p.error:+.1%}",
+                ]
+                for p in found
+            ],
+        ),
     ]
     errors = [abs(p.error) for p in found]
     lines += ["", f"Median error {statistics.median(errors):.1%}, largest {max(errors):.1%}.", ""]
@@ -275,7 +283,7 @@ def report(
         "",
         *(f"* {name}: {ranking(mine)}" for name, mine in groups.items()),
     ]
-    return "\n".join(lines) + "\n"
+    return "\n".join(lines)
 
 
 def run(*arguments: str) -> str:
@@ -384,15 +392,13 @@ def main() -> None:
         for prediction in predictions_of(*each, machine, profile)
     ]
     text = report(settings, machine, profile, found, commands)
-    (args.output / "simulator.md").write_text(text)
     rows = [asdict(p) | {"error": p.error} for p in found]
     figures = {
         "settings": [each["setting"] for each in saved],
         "machine": asdict(machine),
         "predictions": rows,
     }
-    (args.output / "simulator.json").write_text(json.dumps(figures, indent=1) + "\n")
-    print(text)
+    pages.save(args.output, "simulator", text, figures)
 
 
 if __name__ == "__main__":

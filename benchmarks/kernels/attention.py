@@ -28,6 +28,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[2]))  # as benchmarks/__init__.py says
 
+from benchmarks import pages
 from distca.attention import Kernel, KernelTasks, select_kernel
 from distca.cost.model_sizes import MODELS
 from distca.cost.volume import AttentionShape
@@ -111,17 +112,16 @@ def measure(
 def table(rows: list[dict[str, float]]) -> str:
     """Formats the rates as a Markdown table."""
     header = ["tokens of a shard", "forward, TFLOP/s", "backward, TFLOP/s", "forward of the best"]
-    lines = [header, ["---:"] * len(header)]
-    for row in rows:
-        lines.append(
-            [
-                f"{row['shard_length']:.0f}",
-                f"{row['forward_tflops']:.4g}",
-                f"{row['backward_tflops']:.4g}",
-                f"{row['of_best']:.0%}",
-            ]
-        )
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    lines = [
+        [
+            f"{row['shard_length']:.0f}",
+            f"{row['forward_tflops']:.4g}",
+            f"{row['backward_tflops']:.4g}",
+            f"{row['of_best']:.0%}",
+        ]
+        for row in rows
+    ]
+    return pages.table(header, lines, "---:")
 
 
 def plot(rows: list[dict[str, float]], what: str, path: Path) -> None:

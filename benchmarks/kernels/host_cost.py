@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
 import platform
 import statistics
 import sys
@@ -32,6 +31,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 sys.path.insert(0, str(Path(__file__).parents[2]))  # as benchmarks/__init__.py says
 
+from benchmarks import pages
 from distca.cost.memory import plan_memory
 from distca.cost.volume import AttentionShape
 from distca.documents.lengths import DISTRIBUTIONS, Capped, draw
@@ -248,6 +248,18 @@ def worst_rank(plan: Plan) -> int:
 
 def report(found: list[HostCost], options: argparse.Namespace) -> str:
     """Formats the figures as a Markdown table."""
+    head = ["servers", "servers that return to this rank", "its peers", "forward, ms"]
+    head += ["backward, ms", "torch's operations", "launches forward", "backward"]
+    rows = [
+        [
+            *(c.servers, c.returning, c.peers),
+            f"{c.forward_ms:.2f} ({c.forward_median_ms:.2f})",
+            f"{c.backward_ms:.2f} ({c.backward_median_ms:.2f})",
+            f"{c.forward_operations}, {c.backward_operations}",
+            *(c.forward_launches, c.backward_launches),
+        ]
+        for c in found
+    ]
     lines = [
         "# Host cost of a layer",
         "",
@@ -256,18 +268,9 @@ def report(found: list[HostCost], options: argparse.Namespace) -> str:
         f"{cpu_name()}, Python {platform.python_version()}, torch {torch.__version__}; fastest "
         f"(median) of {options.repetitions} runs",
         "",
-        "| servers | servers that return to this rank | its peers | forward, ms | backward, ms | "
-        "torch's operations | launches forward | backward |",
-        "| --- | --- | --- | --- | --- | --- | --- | --- |",
+        pages.table(head, rows),
     ]
-    lines += [
-        f"| {c.servers} | {c.returning} | {c.peers} | {c.forward_ms:.2f} "
-        f"({c.forward_median_ms:.2f}) | {c.backward_ms:.2f} ({c.backward_median_ms:.2f}) | "
-        f"{c.forward_operations}, {c.backward_operations} | {c.forward_launches} | "
-        f"{c.backward_launches} |"
-        for c in found
-    ]
-    return "\n".join(lines) + "\n"
+    return "\n".join(lines)
 
 
 def main() -> int:
@@ -284,12 +287,10 @@ def main() -> int:
         plan = plan_for(servers, options.scheduler)
         found.append(measure(plan, worst_rank(plan), options.repetitions))
     text = report(found, options)
-    sys.stdout.write(text)
     if options.output is not None:
-        options.output.mkdir(parents=True, exist_ok=True)
-        (options.output / "host_cost.md").write_text(text)
-        rows = json.dumps([asdict(cost) for cost in found], indent=1)
-        (options.output / "host_cost.json").write_text(rows + "\n")
+        pages.save(options.output, "host_cost", text, [asdict(cost) for cost in found])
+    else:
+        print(text)
     return 0
 
 

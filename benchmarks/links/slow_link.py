@@ -47,6 +47,7 @@ from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).parents[2]))  # as benchmarks/__init__.py says
 
+from benchmarks import pages
 from benchmarks.training.run import Measured, start_process
 from benchmarks.training.setting import Setting
 from distca.cost.volume import PHASES
@@ -322,20 +323,20 @@ def table(rows: list[dict[str, Any]]) -> str:
         ("over signal", compared),
     ):
         columns += [f"{title}: {names[0]}", *names[1:]]
-    table = [columns, ["---"] * len(columns)]
+    cells = []
     for row in rows:
         sent = row["ways"]["ping-pong"]["bytes"] / 1e6
         seconds = [statistics.median(row["ways"][name]["seconds"]) for name in WAYS]
         exposed = [over_signal(row, name, "seconds", sub) for name in compared]
         computed = [over_signal(row, name, "cpu_seconds", sub) for name in compared]
         link = row["link_seconds"]
-        table.append(
+        cells.append(
             [f"{row[name]:g}" for name in ("width", "layers", "tokens", "documents", "mbit_per_s")]
             + [f"{sent:.1f}", f"{link:.2f}", f"{link / seconds[-1]:.0%}"]
             + [f"{figure:.2f}" for figure in (*seconds, *exposed, *computed)]
             + [f"{over_signal(row, name, 'seconds', truediv):.3f}" for name in compared]
         )
-    return "\n".join(f"| {' | '.join(row)} |" for row in table)
+    return pages.table(columns, cells)
 
 
 def over_signal(
@@ -453,20 +454,15 @@ def main() -> None:
                     "ways": measure(started, Todo(size, documents, tuple(WAYS), args.rounds)),
                 }
             )
-    command = " ".join(["python", "benchmarks/links/slow_link.py", *sys.argv[1:]])
     run = {
-        "command": command.replace(str(args.output), "DIR"),
+        "command": pages.typed("benchmarks/links/slow_link.py"),
         "setting": f"{setting.processes} processes on {cpu_name()}, torch {torch.__version__}",
         "rounds": args.rounds,
         "rows": rows,
     }
-    args.output.mkdir(parents=True, exist_ok=True)
     runs.append(run)
-    text = report(runs)
-    (args.output / "slow_link.md").write_text(text + "\n")
-    saved.write_text(json.dumps(runs, indent=1) + "\n")
+    pages.save(args.output, "slow_link", report(runs), runs)
     plot([row for run in runs for row in run["rows"]], args.output / "slow_link.png")
-    print(text)
 
 
 if __name__ == "__main__":

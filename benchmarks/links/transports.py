@@ -29,6 +29,7 @@ from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).parents[2]))  # as benchmarks/__init__.py says
 
+from benchmarks import pages
 from distca.runtime.kernel_timing import cpu_name
 from distca.transport import (
     Channel,
@@ -178,34 +179,34 @@ def main() -> int:
         return 0
     found = [line for ranks in options.processes for line in measure(ranks, options)]
     text = report(found, options)
-    sys.stdout.write(text)
     if options.output is not None:
-        options.output.mkdir(parents=True, exist_ok=True)
-        (options.output / "transports.md").write_text(text)
-        (options.output / "transports.json").write_text(json.dumps(found, indent=1) + "\n")
+        pages.save(options.output, "transports", text, found)
+    else:
+        print(text)
     return 0
 
 
 def report(found: list[dict], options: argparse.Namespace) -> str:
     """Formats the figures as a Markdown table."""
-    command = " ".join(["python", "benchmarks/links/transports.py", *sys.argv[1:]])
+    head = ["processes", "bytes of a message", "messages", "order", "gloo, ms", "shm, ms"]
+    rows = [
+        [
+            *(line["ranks"], f"{line['bytes']:,}", line["messages"], line["order"]),
+            *(f"{1e3 * line['gloo']:.3f}", f"{1e3 * line['shm']:.3f}", f"{line['ratio']:.2f}"),
+        ]
+        for line in found
+    ]
     lines = [
         "# Shared memory against gloo",
         "",
-        f"    {command.replace(str(options.output), 'DIR')}",
+        f"    {pages.typed('benchmarks/links/transports.py')}",
         "",
         f"{cpu_name()}, {os.cpu_count()} cores, Python {platform.python_version()}, torch "
         f"{torch.__version__}; medians of {options.rounds} rounds",
         "",
-        "| processes | bytes of a message | messages | order | gloo, ms | shm, ms | gloo / shm |",
-        "| --- | --- | --- | --- | --- | --- | --- |",
+        pages.table([*head, "gloo / shm"], rows),
     ]
-    lines += [
-        f"| {line['ranks']} | {line['bytes']:,} | {line['messages']} | {line['order']} | "
-        f"{1e3 * line['gloo']:.3f} | {1e3 * line['shm']:.3f} | {line['ratio']:.2f} |"
-        for line in found
-    ]
-    return "\n".join(lines) + "\n"
+    return "\n".join(lines)
 
 
 if __name__ == "__main__":

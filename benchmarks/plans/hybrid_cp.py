@@ -31,6 +31,7 @@ from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).parents[2]))  # as benchmarks/__init__.py says
 
+from benchmarks import pages
 from benchmarks.plans.schedulers import TOKENS_PER_SERVER, document_sets
 from distca.cost.model_sizes import MODELS
 from distca.cost.volume import plan_bytes
@@ -108,13 +109,10 @@ def measure(name: str, size: int | None, lengths: Int64s, costs: ModelCosts) -> 
 
 def table(
     sets: dict[str, Callable[[int, int, int], Int64s]], batches: int, costs: ModelCosts
-) -> list[str]:
+) -> str:
     """The rows of all sets of documents: means over batches, and the worst of them."""
-    lines = [
-        "| documents | scheduler | CP | layer time | worst | tokens | worst | rounds | GB | "
-        "GB busiest |",
-        "| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |",
-    ]
+    head = ["documents", "scheduler", "CP", "layer time", "worst", "tokens", "worst", "rounds"]
+    lines = []
     cases = [(title, name, size) for title in sets for name, sizes in WAYS for size in sizes]
     for title, name, size in tqdm(cases, unit=" schedulers", disable=None):
         rows = [
@@ -122,13 +120,17 @@ def table(
             for seed in range(batches)
         ]
         time, tokens = [r.layer_time for r in rows], [r.tokens for r in rows]
+        rounds = np.mean([r.rounds for r in rows])
+        total, busiest = np.mean([(r.gb_total, r.gb_busiest) for r in rows], axis=0)
+        figures = (np.mean(time), max(time), np.mean(tokens), max(tokens))
         lines.append(
-            f"| {title} | {name} | {size or ('-' if name == 'tiles' else 'default')} | "
-            f"{np.mean(time):.2f} | {max(time):.2f} | {np.mean(tokens):.2f} | {max(tokens):.2f} | "
-            f"{np.mean([r.rounds for r in rows]):.1f} | {np.mean([r.gb_total for r in rows]):.2f} "
-            f"| {np.mean([r.gb_busiest for r in rows]):.3f} |"
+            [
+                *(title, name, size or ("-" if name == "tiles" else "default")),
+                *(f"{figure:.2f}" for figure in figures),
+                *(f"{rounds:.1f}", f"{total:.2f}", f"{busiest:.3f}"),
+            ]
         )
-    return lines
+    return pages.table([*head, "GB", "GB busiest"], lines)
 
 
 def main() -> None:
@@ -155,13 +157,10 @@ def main() -> None:
             "busiest rank's without communication, over the mean of an equal share. Tokens: most "
             "of a rank over the mean. Bytes: of a layer, forward, on one GPU of a server.",
             "",
-            *rows,
-            "",
+            rows,
         ]
     )
-    args.output.mkdir(parents=True, exist_ok=True)
-    (args.output / "hybrid_cp.md").write_text(report)
-    print(report)
+    pages.save(args.output, "hybrid_cp", report)
 
 
 if __name__ == "__main__":

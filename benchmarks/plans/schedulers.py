@@ -30,13 +30,13 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).parents[2]))  # as benchmarks/__init__.py says
 
+from benchmarks import pages
 from benchmarks.published_lengths import published
 from distca.cost.model_sizes import MODELS
 from distca.cost.volume import AttentionShape
@@ -173,8 +173,9 @@ def outlier_delay(make: Callable[[int, int, int], Int64s], servers: int) -> tupl
     return found[0], found[1]
 
 
-def planning_times(sets: dict[str, Callable[[int, int, int], Int64s]]) -> list[dict[str, Any]]:
-    """The best of five plans by tiles, and of the exchange of the rank with most tasks."""
+def planning_times(sets: dict[str, Callable[[int, int, int], Int64s]]) -> list[list[str]]:
+    """The best of five plans by tiles, and of the exchange of the rank with most tasks: batch,
+    documents, tasks, milliseconds of both."""
     config = ScheduleConfig(shape=MODELS["llama-34b"].attention_shape())
     cases = [
         (f"{name}, {servers} x 64K", make(servers * TOKENS_PER_SERVER, 131_072, 0), servers)
@@ -198,25 +199,16 @@ def planning_times(sets: dict[str, Callable[[int, int, int], Int64s]]) -> list[d
             build_exchange(plan, busiest)
             best[0] = min(best[0], planned - start)
             best[1] = min(best[1], time.process_time() - planned)
-        rows.append(
-            {
-                "batch": title,
-                "documents": len(lengths),
-                "tasks": len(plan.tasks),
-                "plan_ms": 1e3 * best[0],
-                "exchange_ms": 1e3 * best[1],
-            }
-        )
+        counts = f"{len(lengths):,}", f"{len(plan.tasks):,}"
+        rows.append([title, *counts, *(f"{1e3 * seconds:.1f}" for seconds in best)])
     return rows
 
 
 def at_scale(sets: dict[str, Callable[[int, int, int], Int64s]], servers: list[int]) -> str:
     """The table of plans by tiles for many servers."""
     config = ScheduleConfig(shape=MODELS["llama-34b"].attention_shape())
-    lines = [
-        "| documents | servers | tasks | plan s | check s | max/mean | GB a server | GB busiest |",
-        "| --- | --- | --- | --- | --- | --- | --- | --- |",
-    ]
+    head = ["documents", "servers", "tasks", "plan s", "check s", "max/mean", "GB a server"]
+    rows = []
     for name, ranks in tqdm(list(itertools.product(sets, servers)), unit=" plans", disable=None):
         lengths = sets[name](ranks * TOKENS_PER_SERVER, 131_072, 0)
         capacities = even_capacities(int(lengths.sum()), ranks)
@@ -226,13 +218,16 @@ def at_scale(sets: dict[str, Callable[[int, int, int], Int64s]], servers: list[i
         validate_plan(plan)
         checked = time.process_time()
         found = describe(plan, config)
-        lines.append(
-            f"| {name} | {ranks:,} | {found.tasks:,} | {planned - start:.2f} | "
-            f"{checked - planned:.2f} | {found.load_max_over_mean:.3f} | "
-            f"{found.bytes_total / ranks / 1e9:.3f} | "
-            f"{max(found.bytes_max_sent, found.bytes_max_received) / 1e9:.3f} |"
+        busiest = max(found.bytes_max_sent, found.bytes_max_received)
+        bytes_moved = found.bytes_total / ranks / 1e9, busiest / 1e9
+        rows.append(
+            [
+                *(name, f"{ranks:,}", f"{found.tasks:,}"),
+                *(f"{seconds:.2f}" for seconds in (planned - start, checked - planned)),
+                *(f"{figure:.3f}" for figure in (found.load_max_over_mean, *bytes_moved)),
+            ]
         )
-    return "\n".join(lines)
+    return pages.table([*head, "GB busiest"], rows)
 
 
 def where_the_time_goes(lengths: Int64s, servers: int) -> str:
@@ -257,19 +252,19 @@ def where_the_time_goes(lengths: Int64s, servers: int) -> str:
 
 def markdown(rows: list[Row]) -> str:
     """The table of all schedulers."""
-    lines = [
-        "| documents | longest | servers | scheduler | max/mean | GB | GB busiest | "
-        "of greedy: GB | busiest | GB bound | plan ms |",
-        "| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |",
-    ]
-    for r in rows:
-        lines.append(
-            f"| {r.documents} | {r.longest // 1024}K | {r.servers} | {r.scheduler} | "
-            f"{r.max_over_mean:.3f} | {r.gb_total:.2f} | {r.gb_busiest:.3f} | "
-            f"{r.total_of_greedy:.3f} | {r.busiest_of_greedy:.3f} | {r.gb_bound:.2f} | "
-            f"{r.plan_ms:.1f} |"
-        )
-    return "\n".join(lines)
+    head = ["documents", "longest", "servers", "scheduler", "max/mean", "GB", "GB busiest"]
+    return pages.table(
+        [*head, "of greedy: GB", "busiest", "GB bound", "plan ms"],
+        [
+            [
+                *(r.documents, f"{r.longest // 1024}K", r.servers, r.scheduler),
+                *(f"{r.max_over_mean:.3f}", f"{r.gb_total:.2f}", f"{r.gb_busiest:.3f}"),
+                *(f"{r.total_of_greedy:.3f}", f"{r.busiest_of_greedy:.3f}"),
+                *(f"{r.gb_bound:.2f}", f"{r.plan_ms:.1f}"),
+            ]
+            for r in rows
+        ],
+    )
 
 
 def plot(rows: list[Row], path: Path) -> None:
@@ -348,9 +343,7 @@ def main() -> None:
             "`tiles`, llama-34b, bf16, tolerance 0.1, 65,536 tokens a server, documents up to "
         )
         report += "128K; bytes of one layer, forward, before tensor-parallel division.\n\n"
-        report += at_scale(sets, SCALE) + "\n"
-        (args.output / "planning_at_scale.md").write_text(report)
-        print(report)
+        pages.save(args.output, "planning_at_scale", report + at_scale(sets, SCALE))
         return
     cases = [
         (name, longest, servers)
@@ -405,24 +398,16 @@ def main() -> None:
             "",
             "## Planning time (best of five)",
             "",
-            "| batch | documents | tasks | plan ms | exchange ms |",
-            "| --- | --- | --- | --- | --- |",
-            *(
-                f"| {t['batch']} | {t['documents']:,} | {t['tasks']:,} | {t['plan_ms']:.1f} | "
-                f"{t['exchange_ms']:.1f} |"
-                for t in times
-            ),
+            pages.table(["batch", "documents", "tasks", "plan ms", "exchange ms"], times),
             "",
             f"Where it goes ({slowest}, 512 servers, under the profiler):",
             "",
             "```",
             where_the_time_goes(sets[slowest](512 * TOKENS_PER_SERVER, 131_072, 0), 512),
             "```",
-            "",
         ]
     )
-    (args.output / "plans.md").write_text(report)
-    print(report)
+    pages.save(args.output, "plans", report)
 
 
 if __name__ == "__main__":

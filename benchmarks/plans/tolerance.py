@@ -12,7 +12,6 @@ that the longer of the two counts. Kernels are taken to run at one rate, links a
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import sys
 from dataclasses import asdict, dataclass
@@ -23,6 +22,7 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parents[2]))  # as benchmarks/__init__.py says
 
+from benchmarks import pages
 from benchmarks.training.run import measured
 from benchmarks.training.setting import LONG_TAIL, Setting
 from distca.cost.kernel_time import AnalyticCost
@@ -131,7 +131,7 @@ def table(
         header += [f"{name}: steps, s", "MB"]
     for name in SCHEDULERS:
         header += [f"{name} on {servers}: compute, ms", "links, ms", "MB"]
-    rows = [header, ["---:"] * len(header)]
+    rows = []
     for number, tolerance in enumerate(tolerances):
         row = [f"{tolerance:g}"]
         for name in SCHEDULERS:
@@ -141,7 +141,7 @@ def table(
             one = model[name][number]
             row += [f"{one.compute_ms:.2f}", f"{one.link_ms:.2f}", f"{one.megabytes:.0f}"]
         rows.append(row)
-    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+    return pages.table(header, rows, "---:")
 
 
 def plot(
@@ -221,14 +221,11 @@ def main() -> None:
         args.tolerances, args.servers, args.tokens, args.batches, args.mix, 1e12 * args.tflops
     )
     processes = from_processes(setting)
-    args.output.mkdir(parents=True, exist_ok=True)
-    text = table(args.tolerances, processes, model, args.servers)
-    print(text)
-    command, links = " ".join(["python", "benchmarks/plans/tolerance.py", *sys.argv[1:]]), Links()
-    header = [
+    links = Links()
+    page = [
         "# Step time and bytes by tolerance",
         "",
-        f"    {command.replace(str(args.output), 'DIR')}",
+        f"    {pages.typed('benchmarks/plans/tolerance.py')}",
         "",
         f'Two jobs. Measured ("steps"): {setting.processes} processes on {cpu_name()}, '
         f"{setting.layers} layers of width {setting.hidden_size}, {setting.seq_length:,} tokens a "
@@ -239,15 +236,16 @@ def main() -> None:
         f"{links.node_gb_per_s:g} GB/s inside and {links.network_gb_per_s:g} outside; compute "
         "and links of the busiest server. Nothing of the second was measured.",
         "",
+        table(args.tolerances, processes, model, args.servers),
+        "",
+        "![Step time and bytes by tolerance](tolerance.png)",
     ]
-    picture = ["", "![Step time and bytes by tolerance](tolerance.png)", ""]
-    (args.output / "tolerance.md").write_text("\n".join([*header, text, *picture]))
     figures = {
         "setting": asdict(setting),
         "processes": processes,
         "model": {name: [asdict(each) for each in rows] for name, rows in model.items()},
     }
-    (args.output / "tolerance.json").write_text(json.dumps(figures, indent=1) + "\n")
+    pages.save(args.output, "tolerance", "\n".join(page), figures)
     plot(args.tolerances, processes, model, args.servers, args.output / "tolerance.png")
 
 

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import shlex
-import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
@@ -13,6 +11,7 @@ from typing import Any
 
 import torch
 
+from benchmarks import pages
 from benchmarks.training.run import model_size, parsed
 from benchmarks.training.setting import Setting
 from distca.runtime.kernel_timing import cpu_name
@@ -56,26 +55,14 @@ def table(setting: Setting, summaries: dict[str, Any]) -> str:
         for title, (key, cell) in _COLUMNS.items()
         if any(way.get(key) is not None for _, _, way in ways)
     }
-    rows = [["mix", "way", *shown], ["---"] * (2 + len(shown))]
+    rows = []
     for mix, name, way in ways:
         cells = [
             cell(way) if way.get(_COLUMNS[title][0]) is not None else "-"
             for title, cell in shown.items()
         ]
         rows.append([mix, name, *cells])
-    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
-
-
-def _command(argv: Sequence[str], launched: bool) -> str:
-    """The command as a user types it, with DIR for the folder of the report."""
-    words = list(argv)
-    for at, word in enumerate(words):
-        if word == "--output":
-            words[at + 1] = "DIR"
-        elif word.startswith("--output="):
-            words[at] = "--output=DIR"
-    launcher = "torchrun ..." if launched else "python"
-    return f"{launcher} benchmarks/training/throughput.py {shlex.join(words)}"
+    return pages.table(["mix", "way", *shown], rows)
 
 
 def write_report(folder: Path, setting: Setting, summaries: dict[str, Any], launched: bool) -> None:
@@ -88,7 +75,8 @@ def write_report(folder: Path, setting: Setting, summaries: dict[str, Any], laun
         launched: a launcher started the processes.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    command = _command(sys.argv[1:], launched)
+    launcher = "torchrun ..." if launched else "python"
+    command = pages.typed("benchmarks/training/throughput.py", launcher)
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else cpu_name()
     versions = {name: version(name) for name in ("torch", "megatron-core")}
     model = model_size(parsed(setting, []))

@@ -19,9 +19,8 @@ from torch.profiler import ProfilerActivity, profile
 from tqdm import tqdm
 
 from benchmarks.lengths_only import stream_of
-from benchmarks.training.replay import timed_passes
 from benchmarks.training.setting import PLAIN, SHORT, Setting, document_lengths
-from benchmarks.training.step import Step
+from benchmarks.training.step import Step, timed_passes
 from benchmarks.training.summary import summarize
 from distca.cost.model_sizes import ModelSize
 from distca.lifetime import end_with_parent

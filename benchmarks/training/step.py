@@ -1,11 +1,26 @@
-"""Figures of a training step that `throughput.py` keeps."""
+"""Figures of a training step that `throughput.py` keeps, and the times of a pipeline's passes."""
 
 from __future__ import annotations
 
+import contextlib
+import time
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
-from benchmarks.training.replay import TimedPass
+
+class TimedPass(NamedTuple):
+    """A forward or backward pass of a stage.
+
+    Attributes:
+        direction: "forward" or "backward".
+        micro_batch: number of the micro-batch in the global batch.
+        seconds: CPU time of the pass.
+    """
+
+    direction: str
+    micro_batch: int
+    seconds: float
 
 
 @dataclass
@@ -50,3 +65,31 @@ class Step:
 
 Ranks = list[dict[str, list[list[Step]]]]
 """Steps of each rank by way, batch and round."""
+
+
+@contextlib.contextmanager
+def timed_passes() -> Iterator[list[TimedPass]]:
+    """Collects the passes of megatron-core's own schedules while it is entered."""
+    from megatron.core.pipeline_parallel import schedules
+
+    passes: list[TimedPass] = []
+    original = {"forward": schedules.forward_step, "backward": schedules.backward_step}
+
+    def timed(direction: str) -> Any:
+        def step(*args: Any, **kwargs: Any) -> Any:
+            start = time.thread_time()
+            result = original[direction](*args, **kwargs)
+            seconds = time.thread_time() - start
+            number = sum(each.direction == direction for each in passes)
+            passes.append(TimedPass(direction, number, seconds))
+            return result
+
+        return step
+
+    schedules.forward_step = timed("forward")
+    schedules.backward_step = timed("backward")
+    try:
+        yield passes
+    finally:
+        schedules.forward_step = original["forward"]
+        schedules.backward_step = original["backward"]

@@ -1,19 +1,26 @@
-"""The figures that follow from the steps that `throughput.py` measured."""
+"""The figures that follow from the steps that `throughput.py` measured.
+
+Steps of a pipeline on CPUs are *replayed*, as if every process had a core of its own. On a machine
+with fewer cores than processes the wall clock shows the amount of work, not who waits for whom. The
+CPU time of a pass does not depend on who else runs. So passes are timed on the CPU, and the
+schedule's dependencies are replayed with these times; messages take none.
+"""
 
 from __future__ import annotations
 
 import statistics
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
-from benchmarks.training.pipelines import add_replayed
-from benchmarks.training.setting import PLAIN, SHORT, Setting, pairs_of_ranks
-from benchmarks.training.step import Ranks
+from benchmarks.training.setting import APART, PLAIN, SHORT, Setting, pairs_of_ranks
+from benchmarks.training.step import Ranks, TimedPass
 from distca.cost.model_sizes import ModelSize
 from distca.plan import BLOCK, Mask
 from distca.plan.plan import max_over_mean
-from distca.plan.span import Int64s
+from distca.plan.span import Floats, Int64s
+from distca.schedule import tick_schedule
 
 
 def summarize(
@@ -63,7 +70,7 @@ def summarize(
         for way in ways.values():
             way["ideal_ratio"] = sum(median[PLAIN]) / ideal
     elif ranks[0][PLAIN][0][0].passes:
-        add_replayed(setting, pairs, ranks[:: setting.tensor_parallel], ways)
+        _add_replayed(setting, pairs, ranks[:: setting.tensor_parallel], ways)
     return {
         "max_over_mean_pairs": [
             max_over_mean(loads) for loads in pairs.reshape(-1, pairs.shape[-1])
@@ -124,3 +131,129 @@ def _ideal_seconds(
         per_pair = max(seconds - rest, 0.0) / max(loads.max() - short_pairs, 1)
         total += seconds - per_pair * (loads.max() - loads.mean())
     return float(total)
+
+
+def _add_replayed(
+    setting: Setting, pairs: Int64s, ranks: Ranks, ways: dict[str, dict[str, Any]]
+) -> None:
+    """Adds replayed seconds, their ratio and the ideal ratio to each way.
+
+    Args:
+        setting: sizes and ways of the measurement.
+        pairs: visible pairs in the order drawn, `[batches, micro-batches, data-parallel ranks]`.
+        ranks: steps of one process of each tensor-parallel group.
+        ways: figures of each way, to which the new ones are added.
+    """
+
+    def column(data_rank: int) -> Ranks:
+        return ranks[data_rank :: setting.data_parallel_size]
+
+    def plain(batch: int, passes_of: Any) -> float:
+        return max(
+            replay([passes_of(stage, own, data, batch) for stage, own in enumerate(column(data))])
+            for data in range(setting.data_parallel_size)
+        )
+
+    def measured(stage: int, own: Any, data: int, batch: int) -> list[TimedPass]:
+        rounds = [step.passes for step in own[PLAIN][batch]]
+        return [
+            first._replace(seconds=statistics.median(each.seconds for each in (first, *others)))
+            for first, *others in zip(*rounds, strict=True)
+        ]
+
+    models = {}
+    for stage in range(setting.stages):
+        for direction in ("forward", "backward"):
+            found = [
+                (pairs[batch, each.micro_batch, data], each.seconds)
+                for data in range(setting.data_parallel_size)
+                for batch in range(setting.batches)
+                for each in measured(stage, column(data)[stage], data, batch)
+                if each.direction == direction
+            ]
+            models[stage, direction] = fit(*zip(*found, strict=True))
+
+    def modelled(stage: int, own: Any, data: int, batch: int) -> list[TimedPass]:
+        fitted = []
+        for each in measured(stage, own, data, batch):
+            rest, per_pair = models[stage, each.direction]
+            seconds = rest + per_pair * float(pairs[batch, each.micro_batch, data])
+            fitted.append(each._replace(seconds=seconds))
+        return fitted
+
+    batches = range(setting.batches)
+    plain_seconds = sum(plain(batch, measured) for batch in batches)
+    plain_modelled = sum(plain(batch, modelled) for batch in batches)
+    for name, way in ways.items():
+        if name == PLAIN:
+            seconds, ideal = plain_seconds, plain_modelled
+        else:
+            seconds = 0.0
+            for batch in batches:
+                rounds = [[step.ticks for step in own[name][batch]] for own in ranks]
+                table: Floats = np.median(np.array(rounds), axis=1)
+                seconds += ticks_seconds(list(table.T))
+            ideal = sum(
+                _ideal_ticks(setting, float(pairs[batch].sum()), models, APART not in name)
+                for batch in batches
+            )
+        way["replayed_seconds"] = seconds
+        way["replayed_ratio"] = plain_seconds / seconds
+        way["ideal_ratio"] = plain_modelled / ideal
+
+
+def _ideal_ticks(
+    setting: Setting, pairs: float, models: dict[tuple[int, str], tuple[float, float]], pooled: bool
+) -> float:
+    """Seconds of a batch's ticks if pairs were perfectly shared out, over stages or within them."""
+    each = pairs / setting.micro_batches / setting.data_parallel_size
+    total = 0.0
+    for tick in tick_schedule(setting.micro_batches, setting.stages).ticks:
+        working = [
+            models[n, tick.direction] for n, work in enumerate(tick.work) if work is not None
+        ]
+        shared = each * (len(working) / setting.stages if pooled else 1.0)
+        total += max(rest for rest, _ in working)
+        total += shared * statistics.mean(per_pair for _, per_pair in working)
+    return total
+
+
+def replay(stages: Sequence[Sequence[TimedPass]]) -> float:
+    """Seconds until every stage of a pipeline has done its passes, in their order.
+
+    A forward pass waits for the stage before, a backward pass for the one after.
+
+    Args:
+        stages: passes of each stage, in the stage's order.
+    """
+    ends: dict[tuple[int, str, int], float] = {}
+    clocks, at = [0.0] * len(stages), [0] * len(stages)
+    while any(at[stage] < len(passes) for stage, passes in enumerate(stages)):
+        advanced = False
+        for stage, passes in enumerate(stages):
+            while at[stage] < len(passes):
+                direction, number, seconds = passes[at[stage]]
+                other = stage - 1 if direction == "forward" else stage + 1
+                key = (other, direction, number)
+                if 0 <= other < len(stages) and key not in ends:
+                    break
+                start = max(clocks[stage], ends.get(key, 0.0))
+                clocks[stage] = ends[stage, direction, number] = start + seconds
+                at[stage] += 1
+                advanced = True
+        assert advanced, "passes wait for each other"
+    return max(clocks)
+
+
+def fit(pairs: Sequence[float], seconds: Sequence[float]) -> tuple[float, float]:
+    """Fits seconds of a pass without pairs, and of a pair, by least squares; none negative."""
+    x, y = np.asarray(pairs, dtype=np.float64), np.asarray(seconds, dtype=np.float64)
+    if np.ptp(x) == 0:
+        return float(y.mean()), 0.0
+    slope = max(float(np.polyfit(x, y, 1)[0]), 0.0)
+    return max(float((y - slope * x).mean()), 0.0), slope
+
+
+def ticks_seconds(ticks: Sequence[Floats]) -> float:
+    """Seconds of ticks, each `[ranks]`, in which all ranks wait for the slowest."""
+    return sum(float(np.max(seconds)) for seconds in ticks)

@@ -36,7 +36,7 @@ the command starts on CPUs are pinned to a core each.
 With stages a batch is several micro-batches, and `--distca` is measured with each stage's servers
 apart, too. On CPUs cores are usually fewer than processes then, so beside the wall clock stand the
 CPU time of the ranks and the *replayed* time: how long the step would take with a core for each
-process and with messages that take no time (`replay.py`). The ideal is that of passes that take
+process and with messages that take no time (`summary.py`). The ideal is that of passes that take
 `rest + c * pairs`, fitted to plain Megatron's, with pairs perfectly shared out.
 """
 
