@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 
 from benchmarks.cluster.report import Options, Report, table
-from benchmarks.cluster.sweep import Runner, Unit
+from benchmarks.cluster.sweep import Runner, Unit, mean
 from distca.cost.model_sizes import MODELS
 from distca.palette import colour_in_turn
-from distca.simulate import CLUSTERS, DISTCA_SYSTEMS, Candidate
+from distca.simulate import CLUSTERS, DISTCA_SYSTEMS, Ablation, Candidate
 
 ABLATED = [("llama-8b", 8, 8), ("llama-8b", 8, 16), ("llama-34b", 4, 8), ("llama-34b", 4, 16)]
 """Model, number of 128K sequences (1M or 512K tokens), nodes of Figures 11 and 12."""
@@ -19,21 +19,17 @@ ABLATED = [("llama-8b", 8, 8), ("llama-8b", 8, 16), ("llama-34b", 4, 8), ("llama
 
 def figure_11(runner: Runner, options: Options) -> Report:
     """Compares DistCA with the ablations signal and single-stream."""
-    ways = ("none", "signal", "single-stream")
+    ways: tuple[Ablation, ...] = ("none", "signal", "single-stream")
     keys = [(*setting, system) for setting in ABLATED for system in DISTCA_SYSTEMS]
-    units = []
+    units = {}
     for model, sequences, nodes, system in keys:
         case = options.case(model, "pretrain", 128, sequences, 8 * nodes)
-        for way in ways:
-            candidate = Candidate(system, 8, 1, nodes, 1, 1)
-            units += [Unit(case, candidate, seed, way) for seed in range(options.batches)]  # type: ignore[arg-type]
-    results = iter(runner.run(units, "fig11"))
+        unit = Unit(case, Candidate(system, 8, 1, nodes, 1, 1))
+        units |= {(model, nodes, system, way): replace(unit, ablation=way) for way in ways}
+    results = runner.over_batches(units, options.batches, "fig11")
     rows = []
     for model, sequences, nodes, system in keys:
-        seconds = {
-            way: float(np.mean([next(results)["seconds"] for _ in range(options.batches)]))
-            for way in ways
-        }
+        seconds = {way: mean(results[model, nodes, system, way], "seconds") for way in ways}
         rows.append(
             {
                 "model": model,
@@ -94,25 +90,24 @@ TOLERANCES = (0.0, 0.02, 0.05, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5)
 def figure_12(runner: Runner, options: Options) -> Report:
     """Sweeps the tolerance: time against bytes."""
     keys = [(*s, system, t) for s in ABLATED for system in DISTCA_SYSTEMS for t in TOLERANCES]
-    units = []
+    units = {}
     for model, sequences, nodes, system, tolerance in keys:
         case = options.case(model, "pretrain", 128, sequences, 8 * nodes)
         case = replace(case, tolerance=tolerance)
         candidate = Candidate(system, 8, 1, nodes, 1, 1)
-        units += [Unit(case, candidate, seed) for seed in range(options.batches)]
-    results = iter(runner.run(units, "fig12"))
+        units[model, nodes, system, tolerance] = Unit(case, candidate)
     rows = []
-    for model, _, nodes, system, tolerance in keys:
-        mine = [next(results) for _ in range(options.batches)]
+    results = runner.over_batches(units, options.batches, "fig12")
+    for (model, nodes, system, tolerance), mine in results.items():
         rows.append(
             {
                 "model": model,
                 "nodes": nodes,
                 "scheduler": system,
                 "tolerance": tolerance,
-                "seconds": float(np.mean([r["seconds"] for r in mine])),
-                "GB": float(np.mean([r["gb"] for r in mine])),
-                "GB, busiest": float(np.mean([r["gb_busiest"] for r in mine])),
+                "seconds": mean(mine, "seconds"),
+                "GB": mean(mine, "gb"),
+                "GB, busiest": mean(mine, "gb_busiest"),
             }
         )
 

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.cluster.report import K, Options, Report, table
-from benchmarks.cluster.sweep import Runner, Unit
+from benchmarks.cluster.sweep import Runner, Unit, mean
 from distca.cost.model_sizes import MODELS
 from distca.palette import SKY_BLUE, VERMILION, colour_in_turn
 from distca.simulate import CLUSTERS, Candidate, ModelCosts
@@ -16,26 +16,23 @@ from distca.simulate import CLUSTERS, Candidate, ModelCosts
 def figure_3(runner: Runner, options: Options) -> Report:
     """Sweeps per-document CP over all nodes: time and memory of the all-gather."""
     nodes = [2, 4, 8, 16, 32]
-    units, bases = [], []
-    for count in nodes:
-        case = options.case("llama-8b", "pretrain", 128, count, 8 * count)
-        units += [
-            Unit(case, Candidate("per-document-cp", 8, 1, 1, count, 1), seed)
-            for seed in range(options.batches)
-        ]
-        costs = ModelCosts(MODELS["llama-8b"], CLUSTERS["dgx-h200"], 8)
-        gathered = (count - 1) * 128 * K * 32 * costs.shape.kv_row_bytes
-        bases.append(gathered)
-    results = runner.run(units, "fig3")
+    units = {
+        count: Unit(
+            options.case("llama-8b", "pretrain", 128, count, 8 * count),
+            Candidate("per-document-cp", 8, 1, 1, count, 1),
+        )
+        for count in nodes
+    }
+    costs = ModelCosts(MODELS["llama-8b"], CLUSTERS["dgx-h200"], 8)
     rows = []
-    for number, count in enumerate(nodes):
-        mine = results[number * options.batches : (number + 1) * options.batches]
-        memory = float(np.mean([r["memory_gb"] for r in mine]))
+    for count, mine in runner.over_batches(units, options.batches, "fig3").items():
+        memory = mean(mine, "memory_gb")
+        gathered = (count - 1) * 128 * K * 32 * costs.shape.kv_row_bytes
         rows.append(
             {
                 "nodes": count,
-                "all-gather share": float(np.mean([r["gathering"] for r in mine])),
-                "gathered keys share of memory": bases[number] / 1e9 / memory,
+                "all-gather share": mean(mine, "gathering"),
+                "gathered keys share of memory": gathered / 1e9 / memory,
                 "GB": memory,
                 "fits": all(r["fits"] for r in mine),
             }
@@ -73,19 +70,16 @@ def figure_3(runner: Runner, options: Options) -> Report:
 
 def figure_4(runner: Runner, options: Options) -> Report:
     """Sweeps variable-length packing: imbalance of memory, and the idle time that is left."""
+    units = {
+        (context, data): Unit(
+            options.case("llama-8b", "pretrain", context, 512 * data // context, 8 * data),
+            Candidate("wlb-llm", 8, 1, data, 1, 4),
+        )
+        for context in (128, 256, 512)
+        for data in (2, 4, 8, 16)
+    }
     rows = []
-    units, keys = [], []
-    for context in (128, 256, 512):
-        for data in (2, 4, 8, 16):
-            case = options.case("llama-8b", "pretrain", context, 512 * data // context, 8 * data)
-            keys.append((context, data))
-            units += [
-                Unit(case, Candidate("wlb-llm", 8, 1, data, 1, 4), seed)
-                for seed in range(options.batches)
-            ]
-    results = runner.run(units, "fig4")
-    for number, (context, data) in enumerate(keys):
-        mine = results[number * options.batches : (number + 1) * options.batches]
+    for (context, data), mine in runner.over_batches(units, options.batches, "fig4").items():
         rows.append(
             {
                 "longest": f"{context}K",
@@ -93,7 +87,7 @@ def figure_4(runner: Runner, options: Options) -> Report:
                 "memory, busiest over least": float(
                     np.mean([r["memory_gb"] / r["least_memory_gb"] for r in mine])
                 ),
-                "idle": float(np.mean([r["idle"] for r in mine])),
+                "idle": mean(mine, "idle"),
             }
         )
 
@@ -128,17 +122,15 @@ def figure_4(runner: Runner, options: Options) -> Report:
 
 def figure_6(runner: Runner, options: Options) -> Report:
     """Compares DP and CP of WLB-LLM on 64 GPUs and 512K."""
-    rows = []
     case = options.case("llama-8b", "pretrain", 512, 2, 64)
-    layouts = [(data, 8 // data, number) for data in (1, 2, 4, 8) for number in (1, 2, 4)]
-    units = [
-        Unit(case, Candidate("wlb-llm", 8, 1, data, context, number), seed)
-        for data, context, number in layouts
-        for seed in range(options.batches)
-    ]
-    results = runner.run(units, "fig6")
-    for number, (data, context, micro_batches) in enumerate(layouts):
-        mine = results[number * options.batches : (number + 1) * options.batches]
+    units = {
+        (data, 8 // data, number): Unit(case, Candidate("wlb-llm", 8, 1, data, 8 // data, number))
+        for data in (1, 2, 4, 8)
+        for number in (1, 2, 4)
+    }
+    rows = []
+    results = runner.over_batches(units, options.batches, "fig6")
+    for (data, context, micro_batches), mine in results.items():
         fits = all(r["fits"] for r in mine)
         rows.append(
             {
@@ -146,7 +138,7 @@ def figure_6(runner: Runner, options: Options) -> Report:
                 "CP": context,
                 "micro-batches": micro_batches,
                 "tokens/s": sum(r["tokens"] for r in mine) / sum(r["seconds"] for r in mine),
-                "idle": float(np.mean([r["idle"] for r in mine])),
+                "idle": mean(mine, "idle"),
                 "GB": max(r["memory_gb"] for r in mine),
                 "memory": "fits" if fits else "OOM",
             }

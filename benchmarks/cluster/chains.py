@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
-
 from benchmarks.cluster.report import Options, Report, table
-from benchmarks.cluster.sweep import Runner, Unit
+from benchmarks.cluster.sweep import Runner, Unit, mean
 from distca.simulate import Candidate
 
 MICRO_BATCHES, CHAINS = 16, (1, 2, 4)
@@ -17,17 +15,18 @@ STAGES = (1, 2, 4, 8)
 def chains(runner: Runner, options: Options) -> Report:
     """Divides the 16 micro-batches of a pipeline into more, which share documents."""
     keys = [(name, pp, chain) for name in options.documents for pp in STAGES for chain in CHAINS]
-    units = []
-    for documents, pp, chain in keys:
-        case = options.case("llama-8b", documents, 128, MICRO_BATCHES, 64)
-        candidate = Candidate("tiles", 8, pp, 8 // pp, 1, MICRO_BATCHES * chain, chain=chain)
-        units += [Unit(case, candidate, seed) for seed in range(options.batches)]
-    results = iter(runner.run(units, "chains"))
+    units = {
+        (documents, pp, chain): Unit(
+            options.case("llama-8b", documents, 128, MICRO_BATCHES, 64),
+            Candidate("tiles", 8, pp, 8 // pp, 1, MICRO_BATCHES * chain, chain=chain),
+        )
+        for documents, pp, chain in keys
+    }
+    results = runner.over_batches(units, options.batches, "chains")
     rows: list[dict[str, Any]] = []
     whole = 0.0
-    for documents, pp, chain in keys:
-        mine = [next(results) for _ in range(options.batches)]
-        seconds = float(np.mean([each["seconds"] for each in mine]))
+    for (documents, pp, chain), mine in results.items():
+        seconds = mean(mine, "seconds")
         whole = seconds if chain == 1 else whole
         rows.append(
             {
@@ -38,7 +37,7 @@ def chains(runner: Runner, options: Options) -> Report:
                 "seconds": seconds,
                 "times as fast": whole / seconds,
                 "memory, GB": max(each["memory_gb"] for each in mine),
-                "exposed": float(np.mean([each["exposed"] for each in mine])),
+                "exposed": mean(mine, "exposed"),
             }
         )
     text = [

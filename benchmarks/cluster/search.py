@@ -81,10 +81,13 @@ def best_of(
     """
 
     def evaluate(some: Sequence[Candidate], count: int) -> dict[Candidate, list[Trial]]:
-        units = [Unit(case, candidate, seed) for candidate in some for seed in range(count)]
-        rows = runner.run(units, f"{case}: {system}")
-        trials = [Trial(**{field.name: row[field.name] for field in fields(Trial)}) for row in rows]
-        return {c: trials[n * count : (n + 1) * count] for n, c in enumerate(some)}
+        units = {candidate: Unit(case, candidate) for candidate in some}
+        found = runner.over_batches(units, count, f"{case}: {system}")
+        names = [field.name for field in fields(Trial)]
+        return {
+            candidate: [Trial(**{name: row[name] for name in names}) for row in rows]
+            for candidate, rows in found.items()
+        }
 
     effort = BASELINE if system in BASELINES else sweep.effort(case, system)
     sizes = tensor, stages, batches

@@ -5,12 +5,12 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from tqdm import tqdm
@@ -40,6 +40,8 @@ from distca.simulate import (
 )
 from distca.simulate.costs import Recompute
 from distca.simulate.search import Trial
+
+Key = TypeVar("Key")
 
 
 @dataclass(frozen=True)
@@ -136,7 +138,7 @@ class Unit:
 
     case: Case
     candidate: Candidate
-    seed: int
+    seed: int = 0
     ablation: Ablation = "none"
 
     @property
@@ -224,3 +226,16 @@ class Runner:
                 file.flush()
                 bar.update()
         return [self._done[unit.key] for unit in units]
+
+    def over_batches(
+        self, units: Mapping[Key, Unit], batches: int, title: str
+    ) -> dict[Key, list[dict[str, Any]]]:
+        """The results of each unit's configuration in the first batches, by the unit's key."""
+        every = [replace(unit, seed=seed) for unit in units.values() for seed in range(batches)]
+        rows = self.run(every, title)
+        return {key: rows[n * batches : (n + 1) * batches] for n, key in enumerate(units)}
+
+
+def mean(rows: Sequence[dict[str, Any]], name: str) -> float:
+    """The mean of a figure over batches."""
+    return float(np.mean([row[name] for row in rows]))

@@ -6,6 +6,7 @@ import csv
 import json
 import sys
 from collections import Counter
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -61,14 +62,14 @@ def test_what_was_run_is_not_run_again(tmp_path: Path, monkeypatch: pytest.Monke
     assert len([json.loads(line) for line in path.open()]) == 3
 
 
-class Told:
+class Told(Runner):
     """Runs that take what is said; in how many batches a configuration fits is said, too."""
 
     def __init__(self, seconds: dict[Candidate, float], fits_in: dict[Candidate, int]) -> None:
         self.seconds, self.fits_in = seconds, fits_in
         self.ran: list[Unit] = []
 
-    def run(self, units: list[Unit], title: str) -> list[dict[str, Any]]:
+    def run(self, units: Sequence[Unit], title: str) -> list[dict[str, Any]]:
         self.ran += units
         return [
             {
@@ -104,13 +105,13 @@ def test_the_baseline_that_is_fastest_over_all_batches_is_best() -> None:
             return 9.0 if unit.candidate == later and unit.seed else 1.0
 
     told = Changing({fastest: 1.0, next_one: 2.0, later: 0.9}, {fastest: 2, next_one: 3, later: 3})
-    best = best_of(told, CASE, "wlb-llm", [8], [1], 3, SWEEP)  # type: ignore[arg-type]
+    best = best_of(told, CASE, "wlb-llm", [8], [1], 3, SWEEP)
     assert best.candidate == next_one
     assert (best.tokens_per_second, best.memory_gb) == (50.0, 3.0)
     assert best.simulated == best.tried == len(able)
     # All but two are out of memory in the first batch or the third.
     assert best.out_of_memory == best.tried - 2
-    none = best_of(Told({}, {}), CASE, "wlb-llm", [8], [1], 3, SWEEP)  # type: ignore[arg-type]
+    none = best_of(Told({}, {}), CASE, "wlb-llm", [8], [1], 3, SWEEP)
     assert (none.candidate, none.out_of_memory) == (None, none.tried)
 
 
@@ -130,30 +131,30 @@ def test_a_sweep_goes_on_until_enough_fit() -> None:
     assert len(order) > 8
     # The most promising ones are out of memory: the first of those that fit is far down.
     told = Told({}, {order[-1]: 3})
-    best = best_of(told, CASE, "tiles", [8], [1, 2, 4], 3, SWEEP)  # type: ignore[arg-type]
+    best = best_of(told, CASE, "tiles", [8], [1, 2, 4], 3, SWEEP)
     assert best.candidate is not None
     assert sizes(best.candidate) == order[-1]
     assert best.simulated == len(order)
     assert best.out_of_memory == best.tried - 1
     # Where nothing fits everything has run, so that it may say so.
-    none = best_of(Told({}, {}), CASE, "tiles", [8], [1, 2, 4], 3, SWEEP)  # type: ignore[arg-type]
+    none = best_of(Told({}, {}), CASE, "tiles", [8], [1, 2, 4], 3, SWEEP)
     assert none.out_of_memory == none.tried >= none.simulated == len(order)
     # What has not run is not said to be out of memory.
     told = Told({}, dict.fromkeys(order, 3))
-    best = best_of(told, CASE, "tiles", [8], [1, 2, 4], 3, SWEEP)  # type: ignore[arg-type]
+    best = best_of(told, CASE, "tiles", [8], [1, 2, 4], 3, SWEEP)
     assert [c for c in told.candidates if not c.keeps_inputs] == order[:2]
     assert best.simulated == 2
     assert best.out_of_memory == best.tried - len(order)
     # Tensor-parallel sizes take turns, while they are nearly as fast.
     told = Told({}, dict.fromkeys(candidates("tiles", CASE.workload, [2, 4], [1]), 3))
-    best_of(told, CASE, "tiles", [2, 4], [1], 3, SWEEP)  # type: ignore[arg-type]
+    best_of(told, CASE, "tiles", [2, 4], [1], 3, SWEEP)
     assert sorted(c.tensor for c in told.candidates if not c.keeps_inputs) == [2, 4]
 
 
 def test_a_finalist_out_of_memory_makes_room_for_the_next() -> None:
     first, second = by_promise()[:2]
     told = Told({first: 1.0, second: 2.0}, {first: 2, second: 3})
-    best = best_of(told, CASE, "tiles", [8], [1, 2, 4], 3, SWEEP)  # type: ignore[arg-type]
+    best = best_of(told, CASE, "tiles", [8], [1, 2, 4], 3, SWEEP)
     assert best.candidate is not None
     assert sizes(best.candidate) == second
     assert best.tokens_per_second == 50.0
@@ -161,11 +162,11 @@ def test_a_finalist_out_of_memory_makes_room_for_the_next() -> None:
     # Both are out of memory in the last batch: one that has not run yet is found.
     third = by_promise()[4]
     told = Told({first: 1.0, second: 2.0}, {first: 2, second: 2, third: 3})
-    best = best_of(told, CASE, "tiles", [8], [1, 2, 4], 3, SWEEP)  # type: ignore[arg-type]
+    best = best_of(told, CASE, "tiles", [8], [1, 2, 4], 3, SWEEP)
     assert best.candidate is not None
     assert sizes(best.candidate) == third
     told = Told({first: 1.0, second: 2.0}, {first: 2, second: 2})
-    none = best_of(told, CASE, "tiles", [8], [1, 2, 4], 3, SWEEP)  # type: ignore[arg-type]
+    none = best_of(told, CASE, "tiles", [8], [1, 2, 4], 3, SWEEP)
     assert (none.candidate, none.out_of_memory) == (None, none.tried)
 
 
