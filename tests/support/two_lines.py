@@ -1,4 +1,4 @@
-"""A script as Megatron-LM's `pretrain_gpt.py`, with the two lines; `--distca` calls none of its own."""
+"""A script like Megatron-LM's `pretrain_gpt.py`, with the two lines; its own functions do nothing."""
 
 import inspect
 
