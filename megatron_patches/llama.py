@@ -4,8 +4,8 @@
     python -m megatron_patches.llama export --checkpoint run --output out
 
 To import, transformers reads the weights, and only if they are exactly those of the model
-(`distca/serve/weights.py`); `hugging_face.py` maps their names and shapes. The checkpoint is the
-lean loop's (`megatron_patches/loop/lean/checkpointing.py`), of one process; it loads at all
+(`distca/checkpoints/weights.py`); `hugging_face.py` maps their names and shapes. The checkpoint is
+the lean loop's (`megatron_patches/loop/lean/checkpointing.py`), of one process; it loads at all
 parallel sizes, with and without `--distca`. The command prints the flags that describe the model,
 for `pretrain_gpt.py`. To export, a checkpoint is all that is needed: see `hugging_face.py`.
 """
@@ -20,8 +20,8 @@ from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
+from distca.checkpoints.weights import Checkpoint
 from distca.documents.tokenizer import build_tokenizer
-from distca.serve.weights import Checkpoint
 from megatron_patches.hugging_face import LLAMA3_ROPE, build_model, copy_llama_weights, export
 
 logger = logging.getLogger(__name__)

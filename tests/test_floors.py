@@ -15,6 +15,7 @@ ROOT = Path(__file__).parents[1]
 # Every folder or module may import itself and those named beside it.
 PURE = {"distca.plan", "distca.documents", "distca.cost", "distca.schedule"}
 FLOORS: dict[str, set[str]] = {
+    "distca.checkpoints": set(),
     "distca.lifetime": set(),
     "distca.palette": set(),
     "distca.timeline": set(),
@@ -30,6 +31,7 @@ FLOORS: dict[str, set[str]] = {
 FLOORS["distca.runtime.serving"] = {*FLOORS["distca.runtime"], "distca.runtime"}
 FLOORS["distca.serve"] = {*FLOORS["distca.runtime.serving"], *FLOORS["distca.simulate"]}
 FLOORS["distca.serve"] |= {"distca.runtime.serving", "distca.simulate", "distca.lifetime"}
+FLOORS["distca.serve"] |= {"distca.checkpoints"}
 FLOORS["distca.commands"] = {*FLOORS}
 FLOORS["distca.__main__"] = {"distca.commands"}
 # Nor does training import what only inference runs.

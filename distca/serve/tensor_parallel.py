@@ -19,9 +19,9 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
+from distca.checkpoints.stored_weights import StoredTensor
+from distca.checkpoints.weights import Checkpoint
 from distca.schedule.serving.csps.layouts import SharedRows
-from distca.serve.stored_weights import StoredTensor
-from distca.serve.weights import Checkpoint
 from distca.transport import new_exchange_group
 
 SPLIT_OUTPUTS = ("q_proj", "k_proj", "v_proj", "qkv_proj", "gate_proj", "up_proj", "gate_up_proj")

@@ -22,7 +22,7 @@ from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factories
 
-from distca.serve.stored_weights import abbreviated
+from distca.checkpoints.stored_weights import abbreviated
 from megatron_patches.batches.resuming import go_on_from
 from megatron_patches.loop.checkpoint_folder import (
     TRACKER,

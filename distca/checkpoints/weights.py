@@ -19,7 +19,12 @@ from typing import Any
 
 import torch
 
-from distca.serve.stored_weights import FLOATING_POINT, StoredTensor, abbreviated, open_tensors
+from distca.checkpoints.stored_weights import (
+    FLOATING_POINT,
+    StoredTensor,
+    abbreviated,
+    open_tensors,
+)
 
 MULTIMODAL = ("gemma3", "internvl", "llava", "mistral3")
 """Multimodal models, by `model_type`, whose language part was held against transformers' own."""
