@@ -1,4 +1,4 @@
-"""A script like Megatron-LM's `pretrain_gpt.py`, with the two lines; its own functions do nothing."""
+"""A script like Megatron-LM's `pretrain_gpt.py` with the two lines; its own parts do nothing."""
 
 import inspect
 
