@@ -15,7 +15,7 @@ from typing import Any
 
 _PR_SET_PDEATHSIG = 1
 _SIGNALS = {signal.SIGINT: "interrupted", signal.SIGTERM: "terminated"}
-_SECONDS_TO_END = 3.0
+_SECONDS_TO_END = 2.0
 
 
 def end_with_parent() -> None:
@@ -36,7 +36,7 @@ class EndAtSignals:
 
     A signal raises `Ended` in the main thread, so that files are closed and other processes ended
     on the way out. Then the process writes one line to standard error and exits with 128 plus the
-    signal's number. It does so after three seconds in any case, since libraries may catch `Ended`.
+    signal's number. It does so after two seconds in any case, since libraries may catch `Ended`.
     It exits at once if there is a second signal, or if a module is being imported: some modules in
     C++ abort if an exception comes then.
 
