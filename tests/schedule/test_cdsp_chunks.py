@@ -268,9 +268,13 @@ def test_groups_may_be_bounded_where_few_ranks_suffice() -> None:
     assert holders < plan.chunks[0].ranks
 
 
-def test_a_chunk_may_fill_its_ranks_and_no_more() -> None:
-    """All tokens before it count, too."""
+def test_bounds_on_chunks_are_exact() -> None:
+    """The least that a chunk has, and the most that its ranks hold, with all tokens before it."""
     queued, fitting = [0.0, 4.0, 4.0, 4.0], MODEL.tokens_within(1, 0, 4.0)
+    for smallest, degrees in ((fitting, [1, 4]), (fitting + 1, [4])):
+        search = Search(MODEL, smallest_chunk=smallest)
+        chunks = plan_prefill(search, queued, 4, 3 * fitting).chunks
+        assert [len(chunk.ranks) for chunk in chunks] == degrees
     for per_rank, degrees in ((fitting, [1, 4]), (fitting - 1, [4])):
         search = Search(MODEL, tokens_per_rank=per_rank)
         chunks = plan_prefill(search, queued, 4, 3 * fitting).chunks

@@ -344,3 +344,17 @@ def test_scored_prompts_are_computed_whole_and_in_small_chunks() -> None:
             counts += [(feed.start, feed.count) for feed in batch.feeds]
             scheduler.advance(batch, {feed.sequence: 1 for feed in batch.feeds if feed.samples})
     assert counts == [(0, MOST_SCORED + 9), (0, MOST_SCORED), (MOST_SCORED, 9)]
+
+
+def test_scored_prompts_share_the_logits_of_an_iteration() -> None:
+    """Whether they are admitted or run already."""
+    cache = PrefixCache(BlockPool(1, 400, SIZE))
+    scheduler = Scheduler(cache, Limits(8, 4 * MOST_SCORED, SIZE, 9))
+    for number in range(3):
+        scheduler.add(number, [number] * (MOST_SCORED - 50), 1, scored=number < 2)
+    fed = []
+    while (batch := scheduler.schedule()) is not None:
+        fed.append([(feed.sequence, feed.start, feed.count) for feed in batch.feeds])
+        scheduler.advance(batch, {feed.sequence: 1 for feed in batch.feeds if feed.samples})
+    first, rest = MOST_SCORED - 50, MOST_SCORED - 100
+    assert fed == [[(0, 0, first), (1, 0, 50), (2, 0, first)], [(1, 50, rest)]]

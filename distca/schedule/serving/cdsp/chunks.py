@@ -231,8 +231,6 @@ class _Planner:
         later = self._groups.extend(pool, ranks, next_degree)
         start = max(self._groups.latest(ranks), elapsed)
         budget = self._groups.latest(later) - start
-        if budget <= 0:
-            return None
         fitting = self._search.times.tokens_within(degree, cached, budget)
         if not self._search.smallest_chunk <= fitting < tokens:
             return None
