@@ -283,7 +283,7 @@ def test_bounds_on_chunks_are_exact() -> None:
     second = MODEL.tokens_within(2, first, 8.0)
     for per_rank, degrees in ((-(-(first + second) // 2), [1, 2, 4]), (second // 2, [1, 4])):
         search = Search(MODEL, tokens_per_rank=per_rank)
-        chunks = plan_prefill(search, queued, 4, 3 * per_rank).chunks
+        chunks = plan_prefill(search, queued, 4, 4 * per_rank).chunks
         assert [len(chunk.ranks) for chunk in chunks] == degrees
 
 

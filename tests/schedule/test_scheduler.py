@@ -239,13 +239,13 @@ def test_a_stop_ends_an_answer_that_has_its_fewest_tokens() -> None:
 
 def test_a_short_sequence_is_at_home_where_few_others_are() -> None:
     """Then where there is room, but where its blocks are before all."""
-    scheduler, _ = scheduler_of(blocks=20, tokens=64)
-    for number, length in enumerate((3, 8, 3, 3)):
-        scheduler.add(number, [number] * length, 1)
-    (batch,) = run(scheduler)
-    homes = [feed.new_blocks[-1].rank for feed in batch.feeds]
-    # The third finds one sequence on each rank, and the fourth as much room.
-    assert homes == [0, 1, 0, 1]
+    # The last finds one sequence on each rank and more room, or fewer and as much room.
+    for lengths, homes in (((8, 3, 3), [0, 1, 1]), ((3, 8, 3, 3), [0, 1, 0, 1])):
+        scheduler, _ = scheduler_of(blocks=20, tokens=64)
+        for number, length in enumerate(lengths):
+            scheduler.add(number, [number] * length, 1)
+        (batch,) = run(scheduler)
+        assert [feed.new_blocks[-1].rank for feed in batch.feeds] == homes
     scheduler.add(4, [9], 1)
     scheduler.add(5, [8], 1)
     scheduler.add(6, [1] * 8, 1)
@@ -256,22 +256,22 @@ def test_a_short_sequence_is_at_home_where_few_others_are() -> None:
 def test_stripes_of_sequences_begin_on_different_ranks() -> None:
     """And a sequence is long with as many tokens as the limit says, and short with one less."""
     scheduler, _ = scheduler_of(blocks=20, tokens=64)
-    for number in range(3):
+    for number in (1, 2, 3):
         scheduler.add(number, [number] * 8, 9)
-    owners: dict[int, list[int]] = {0: [], 1: [], 2: []}
+    owners: dict[int, list[int]] = {1: [], 2: [], 3: []}
     for batch in run(scheduler):
         for feed in batch.feeds:
             owners[feed.sequence] += [block.rank for block in feed.new_blocks]
     # Eight tokens are short: at home. The ninth is in a stripe, of which each has a block.
     assert {number: ranks[:2] for number, ranks in owners.items()} == {
-        0: [0, 0],
-        1: [1, 1],
-        2: [0, 0],
+        1: [0, 0],
+        2: [1, 1],
+        3: [0, 0],
     }
     assert {number: ranks[2:] for number, ranks in owners.items()} == {
-        0: [0, 1],
         1: [1, 0],
         2: [0, 1],
+        3: [1, 0],
     }
 
 
