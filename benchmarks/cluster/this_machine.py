@@ -105,7 +105,7 @@ def _exchange(rank: int, processes: int, store: str, output: str) -> None:
     dist.init_process_group(
         "gloo", store=dist.FileStore(store, processes), rank=rank, world_size=processes
     )
-    transport, channel = CollectiveTransport(dist.group.WORLD, CPU), Channel("to servers", 0)
+    transport, channel = CollectiveTransport(dist.group.WORLD, CPU), Channel("dispatch", 0)
     found = {}
     for nbytes in (4096, 16 * 2**20):
         sizes = tuple(nbytes * (other != rank) for other in range(processes))

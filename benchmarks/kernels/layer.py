@@ -98,7 +98,7 @@ class ServerInLockstep(ProgramRun):
 
     def take_turn(self, direction: Pass, step: Step, nano_batch: int) -> Event:
         """See `ProgramRun`."""
-        if self.give_way is not None and step != "start":
+        if self.give_way is not None and step != "dispatch":
             self.give_way()
         return super().take_turn(direction, step, nano_batch)
 

@@ -40,7 +40,7 @@ from distca.transport import (
 )
 from distca.transport.shared_memory import SharedMemoryTransport
 
-CHANNELS = [Channel("to servers", slot) for slot in (0, 1)]
+CHANNELS = [Channel("dispatch", slot) for slot in (0, 1)]
 WAYS_TO_RUN = ("one after the other", "ping-pong")
 
 

@@ -44,8 +44,8 @@ _COLUMNS = (
     ("tasks", "tasks", 1, 0),
     ("query rows", "query_rows", 1, 0),
     ("key rows", "key_rows", 1, 0),
-    ("MB there", "bytes_to_servers", 1e6, 3),
-    ("MB back", "bytes_to_owners", 1e6, 3),
+    ("MB there", "bytes_dispatched", 1e6, 3),
+    ("MB back", "bytes_combined", 1e6, 3),
     ("MB sent", "bytes_max_sent", 1e6, 3),
     ("MB recv", "bytes_max_received", 1e6, 3),
     ("max/mean", "load_max_over_mean", 1, 3),
@@ -68,7 +68,7 @@ def format_plan(stepped: SteppedPlan, steps: Sequence[StepSummary], kind: str) -
             f"kept, of a layer that drops rows: {pairs.mean(axis=1).sum() / whole.sum():.1%} of "
             f"the pairs, {keys / max(all_keys, 1):.1%} of the keys that travel"
         )
-    total = sum(each.bytes_to_servers + each.bytes_to_owners for each in steps)
+    total = sum(each.bytes_dispatched + each.bytes_combined for each in steps)
     lines.append(
         f"{total / 1e6:,.3f} MB a layer and tensor-parallel rank (rows of a step travel during the "
         "step before; sent, recv: most of a rank)"
@@ -130,7 +130,7 @@ def format_simulated(
     ]
     stepped_costs = SteppedCosts(chosen, costs.shape, cost_model, costs.links)
     for number, step in enumerate(stepped_costs.steps):
-        moved = [step.dispatch.transfer, step.returned.transfer]
+        moved = [step.dispatch.transfer, step.combine.transfer]
         links = sum(max(each.out_seconds.max(), each.in_seconds.max()) for each in moved)
         there, back = (each.bytes_sent.sum() / 1e6 for each in moved)
         cells = 1e6 * float(step.kernel_seconds.max()), 1e6 * links

@@ -28,10 +28,10 @@ def decode_memory(sequences: int, world_size: int, shape: AttentionShape) -> Cor
     taken = aligned(sequences * q_row) + aligned(sequences // 2 * q_row)
     indices = 3 * sent + 2 * sequences + 3 * sequences + parts + 3 * int(members) + sequences
     return CoreAttentionMemory(
-        to_servers_send=sent * q_row,
-        to_servers_receive=sequences * q_row,
-        to_owners_send=sequences * result_row,
-        to_owners_receive=sent * result_row,
+        dispatch_send=sent * q_row,
+        dispatch_receive=sequences * q_row,
+        combine_send=sequences * result_row,
+        combine_receive=sent * result_row,
         slot=int(aligned(sequences * q_row) + aligned(parts * result_row)),
         scratch=int(max(taken, merge_bytes(members, shape))),
         indices=int(aligned(indices * INDEX_BYTES)),

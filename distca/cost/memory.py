@@ -37,19 +37,19 @@ class CoreAttentionMemory:
     A slot is one call under way, of a nano-batch.
 
     Attributes:
-        to_servers_send: staging of rows that go to their servers, for each slot.
-        to_servers_receive: rows that a server receives, for each slot.
-        to_owners_send: staging of results that go back to the rows' owners, for each slot.
-        to_owners_receive: results that an owner receives, for each slot.
+        dispatch_send: staging of rows that go to their servers, for each slot.
+        dispatch_receive: rows that a server receives, for each slot.
+        combine_send: staging of results that go back to the rows' owners, for each slot.
+        combine_receive: results that an owner receives, for each slot.
         slot: workspace of a slot, for what its call keeps between steps.
         scratch: workspace for the temporaries of one step.
         indices: row indices, for each nano-batch.
     """
 
-    to_servers_send: int = 0
-    to_servers_receive: int = 0
-    to_owners_send: int = 0
-    to_owners_receive: int = 0
+    dispatch_send: int = 0
+    dispatch_receive: int = 0
+    combine_send: int = 0
+    combine_receive: int = 0
     slot: int = 0
     scratch: int = 0
     indices: int = 0
@@ -195,7 +195,7 @@ def _indices(q: RankRows, kv: RankRows, expands: bool) -> Int64s:
 def _channels(planned: PlanBytes) -> tuple[int, int, int, int]:
     """Largest bytes that a server sends and receives: to the servers, then to the owners."""
     largest = []
-    for phases in (("dispatch", "dispatch_backward"), ("return", "return_backward")):
+    for phases in (("dispatch", "dispatch_backward"), ("combine", "combine_backward")):
         messages = [planned.messages[phase] for phase in phases]
         largest.append(max(int(each.sent().max()) for each in messages))
         largest.append(max(int(each.received().max()) for each in messages))

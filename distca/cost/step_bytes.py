@@ -33,7 +33,7 @@ def step_bytes(stepped: SteppedPlan, shape: AttentionShape) -> tuple[PlanBytes, 
             PlanBytes(
                 {
                     "dispatch": Messages(source, server, inputs, ranks),
-                    "return": Messages(computed_by, owner, results, ranks),
+                    "combine": Messages(computed_by, owner, results, ranks),
                 }
             )
         )
@@ -59,4 +59,4 @@ def _kept_bytes(stepped: SteppedPlan, shape: AttentionShape, step: int) -> PlanB
     moved = Messages(owner, server, rows * shape.kv_head_bytes, ranks)
     nothing = np.zeros(0, dtype=np.int64)
     back = Messages(nothing, nothing, nothing, ranks)
-    return PlanBytes({"dispatch": moved, "return": back})
+    return PlanBytes({"dispatch": moved, "combine": back})

@@ -17,8 +17,8 @@ import numpy as np
 from distca.plan import Plan, Segments
 from distca.plan.span import Bools, Int64s, numbered, sums
 
-FORWARD_PHASES = ("dispatch", "return")
-BACKWARD_PHASES = ("dispatch_backward", "return_backward")
+FORWARD_PHASES = ("dispatch", "combine")
+BACKWARD_PHASES = ("dispatch_backward", "combine_backward")
 PHASES = FORWARD_PHASES + BACKWARD_PHASES
 
 BackwardInputs = Literal["resend", "keep"]
@@ -279,7 +279,7 @@ def plan_bytes(plan: Plan, shape: AttentionShape, backward: BackwardInputs = "re
     shape = shape.scattered(plan.head_groups)
     owner, server, q, kv = rows_by_pair(plan.q_segments, plan.kv_segments, plan.world_size)
 
-    def to_servers(sizes: Int64s) -> Messages:
+    def dispatched(sizes: Int64s) -> Messages:
         return Messages(owner, server, sizes, plan.world_size)
 
     inputs = q * shape.q_row_bytes + kv * shape.moved_kv_row_bytes
@@ -287,12 +287,12 @@ def plan_bytes(plan: Plan, shape: AttentionShape, backward: BackwardInputs = "re
     gradient = q * (shape.out_row_bytes + shape.result_row_bytes)
     return PlanBytes(
         {
-            "dispatch": to_servers(inputs),
-            "return": to_servers(q * shape.result_row_bytes).back,
-            "dispatch_backward": to_servers(
+            "dispatch": dispatched(inputs),
+            "combine": dispatched(q * shape.result_row_bytes).back,
+            "dispatch_backward": dispatched(
                 gradient + inputs if backward == "resend" else gradient
             ),
-            "return_backward": to_servers(inputs).back,
+            "combine_backward": dispatched(inputs).back,
         }
     )
 

@@ -22,8 +22,8 @@ from distca.runtime.moving_rows import (
     RowsUnderWay,
     ServedRows,
     Target,
-    send_to_owners,
-    send_to_servers,
+    start_combine,
+    start_dispatch,
 )
 from distca.runtime.program_run import ProgramRun
 from distca.runtime.server_kernels import (
@@ -64,9 +64,9 @@ class CallResources:
 class AttentionCall:
     """One call of core attention, split into steps with room for other work between them.
 
-    Every rank does the same steps in the order of the program: `start`, `compute`, `finish`; and
-    for the gradients `start_backward`, `compute_backward`, `finish_backward`. A step starts
-    exchanges, and the next one waits for them; `compute_backward` also for those of `send_ahead`.
+    Every rank does the same steps in the order of the program: `dispatch`, `compute`, `combine`;
+    and for the gradients `dispatch_backward`, `compute_backward`, `combine_backward`. A step starts
+    exchanges, and the next one waits for them; `compute_backward` also for those of `prefetch`.
 
     Args:
         resources: transport, kernel and memory of the call.
@@ -119,7 +119,7 @@ class AttentionCall:
     def _span(self, name: str, lane: str) -> Any:
         return self._resources.trace.span(name, lane, **self._labels)
 
-    def start(
+    def dispatch(
         self,
         q: torch.Tensor,
         k: torch.Tensor,
@@ -137,7 +137,7 @@ class AttentionCall:
         self._exchange_of_pass()
         self._take_latents(k, latents)
         with self._span("dispatch", "exchange"):
-            sent = self._send("dispatch", [q], [k, v])
+            sent = self._start_dispatch("dispatch", [q], [k, v])
             self._workspace.clear()
             self._sent, self._served = sent.receive(
                 None if self._resources.keeps_inputs else self._workspace
@@ -149,7 +149,7 @@ class AttentionCall:
         if latents is not None:
             self._travelling, self._weight = latents.travelling(k), latents.weight
 
-    def _send(
+    def _start_dispatch(
         self, phase: str, of_q: Sequence[torch.Tensor], of_kv: Sequence[torch.Tensor] = ()
     ) -> RowsForServers:
         """Starts to send rows of tensors of queries, and of keys and values, or their latents."""
@@ -158,7 +158,7 @@ class AttentionCall:
         expanded: Sequence[torch.Tensor] = ()
         if of_kv and self._travelling:
             of_kv, expanded = self._travelling, of_kv
-        return send_to_servers(
+        return start_dispatch(
             resources.transport,
             phase,
             self.nano_batch,
@@ -168,12 +168,12 @@ class AttentionCall:
             expanded,
         )
 
-    def _send_to_owners(
+    def _start_combine(
         self, phase: str, types: RowTypes, fills: Sequence[Fill], targets: Sequence[Target]
     ) -> None:
         assert self._exchange is not None
         resources = self._resources
-        self._sent = send_to_owners(
+        self._sent = start_combine(
             resources.transport,
             phase,
             self.nano_batch,
@@ -207,13 +207,13 @@ class AttentionCall:
                 self._resources.kernel, exchange, q, kv, self._scale, parts, self._scratch
             )
         self._parts = found if parts is None else parts
-        with self._span("return", "exchange"):
+        with self._span("combine", "exchange"):
             fill, returned = _NOTHING, None
             if parts is not None:
                 fill = received_outputs(exchange, parts, self._scratch)
                 sent = exchange.q.parts + exchange.q.sent
                 returned = parts.words[exchange.q.parts : sent]
-            self._send_to_owners("return", (types, ()), (fill, _NOTHING), (returned, None))
+            self._start_combine("combine", (types, ()), (fill, _NOTHING), (returned, None))
         self._served = None
 
     def _expand(self, kv: ServedRows) -> None:
@@ -223,7 +223,7 @@ class AttentionCall:
             with self._span("expand latents", "kernels"):
                 expand(kv, self._weight, self._scratch)
 
-    def finish(self, sink: torch.Tensor | None = None) -> torch.Tensor:
+    def combine(self, sink: torch.Tensor | None = None) -> torch.Tensor:
         """Returns the final output of the local rows, `[local rows, heads, v_head_dim]`.
 
         Args:
@@ -232,7 +232,7 @@ class AttentionCall:
         assert self._sent is not None
         assert self._parts is not None
         assert self._exchange is not None
-        with self._span("wait for return", "exchange"):
+        with self._span("wait for combine", "exchange"):
             self._sent.wait()
         if isinstance(self._parts, PackedRows):
             out, lse = local_outputs(self._exchange, self._parts, self._scratch)
@@ -245,15 +245,15 @@ class AttentionCall:
         self._outputs = (out.detach(), lse)
         return out
 
-    def send_ahead(self) -> None:
+    def prefetch(self) -> None:
         """Sends keys and values again before the gradient is known. No query may move."""
         assert not self._exchange_of_pass().q.move, "only keys and values are known before"
         if not self._resources.keeps_inputs:
             _, k, v = self._inputs
             with self._span("dispatch backward", "exchange"):
-                self._ahead = self._send("dispatch_backward", [], [k, v])
+                self._ahead = self._start_dispatch("dispatch_backward", [], [k, v])
 
-    def start_backward(self, dout: torch.Tensor) -> torch.Tensor | None:
+    def dispatch_backward(self, dout: torch.Tensor) -> torch.Tensor | None:
         """Sends the output's gradient, and what the kernels need again, to the servers.
 
         Returns:
@@ -266,7 +266,7 @@ class AttentionCall:
             of_q.append(q)
             of_kv = keys if self._ahead is None else []
         with self._span("dispatch backward", "exchange") if self._ahead is None else nullcontext():
-            sent = self._send("dispatch_backward", of_q, of_kv)
+            sent = self._start_dispatch("dispatch_backward", of_q, of_kv)
             self._workspace.clear()
             self._sent, self._served = sent.receive(self._workspace)
         # Computed while the rows are under way.
@@ -279,20 +279,20 @@ class AttentionCall:
             self._inputs = ()
         return sink
 
-    def start_backward_without_tokens(
+    def dispatch_backward_without_tokens(
         self,
         q: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
         latents: SentLatents | None = None,
     ) -> None:
-        """Does `start_backward` on a rank that only serves; the tensors have no rows."""
+        """Does `dispatch_backward` on a rank that only serves; the tensors have no rows."""
         self._take_latents(k, latents)
         if not self._resources.keeps_inputs:
             self._inputs = (q, k, v)
         out = q.new_empty((*q.shape[:2], v.shape[2]))
         self._outputs = (out, q.new_empty(q.shape[:2], dtype=torch.float32))
-        self.start_backward(out)
+        self.dispatch_backward(out)
 
     def _of_backward(self) -> tuple[list[ServedRows], ServedRows]:
         """Waits for the inputs of the kernels: those with the queries' rows, then those of keys."""
@@ -344,15 +344,15 @@ class AttentionCall:
         self._kept = self._served = None
         with self._scratch.borrowed():
             of_latents = self._latent_gradients(kv)
-            with self._span("return backward", "exchange"):
+            with self._span("combine backward", "exchange"):
                 if not self._travelling:
                     types, fill = row_types([dk, dv]), received_gradients(exchange.kv, [dk, dv])
                     target: Target = [each[exchange.kv.parts :] for each in (dk, dv)]
                 else:
                     types, target = row_types(self._travelling), self._returned
                     fill = _NOTHING if of_latents is None else Fill(of_latents.write)
-                self._send_to_owners(
-                    "return_backward",
+                self._start_combine(
+                    "combine_backward",
                     (row_types([dq]), types),
                     (received_gradients(exchange.q, [dq]), fill),
                     ([dq[exchange.q.parts :]], target),
@@ -371,13 +371,13 @@ class AttentionCall:
         assert self._weight is not None
         return LatentGradients(rows, self._gradients[1:], kv.latents, self._weight, self._scratch)
 
-    def finish_backward(self) -> tuple[torch.Tensor, ...]:
+    def combine_backward(self) -> tuple[torch.Tensor, ...]:
         """Returns the gradients of the local queries, keys and values, and of latents of which any
         were sent."""
         assert self._sent is not None
         assert self._gradients is not None
         assert self._exchange is not None
-        with self._span("wait for return backward", "exchange"):
+        with self._span("wait for combine backward", "exchange"):
             self._sent.wait()
         rows = self._exchange.q, self._exchange.kv, self._exchange.kv
         gradients = tuple(map(local_gradients, rows, self._gradients))

@@ -28,7 +28,7 @@ def differentiable_call(
         q_THD: local queries, `[local rows, heads, head_dim]`.
         k_THD: local keys, `[local key rows, kv_heads, head_dim]`.
         v_THD: local values, `[local key rows, kv_heads, v_head_dim]`; so wide are outputs' heads.
-        event: event whose turn has come: the call's start.
+        event: event whose turn has come: the call's dispatch.
         sink_H: one more logit of each head, `[heads]`; None: there is none.
         latents: latents that travel instead of keys and values; None: none do.
     """
@@ -37,18 +37,18 @@ def differentiable_call(
         latent, weight = latents.latent.contiguous(), latents.weight
         # Its gradient is that of `_Compute`.
         latents = replace(latents, weight=None if weight is None else weight.detach())
-    ticket = _Start.apply(  # type: ignore[no-untyped-call]
+    ticket = _Dispatch.apply(  # type: ignore[no-untyped-call]
         q_THD.contiguous(), k_THD.contiguous(), v_THD.contiguous(), latent, latents, call
     )
     if ticket.requires_grad:
-        call.run.goes_back(event, call)
+        call.run.register_backward(event, call)
     call.run.take_turn("forward", "compute", call.nano_batch)
     ticket = _Compute.apply(ticket, weight, call)  # type: ignore[no-untyped-call]
-    call.run.take_turn("forward", "finish", call.nano_batch)
-    return _Finish.apply(ticket, sink_H, call)  # type: ignore[no-any-return,no-untyped-call]
+    call.run.take_turn("forward", "combine", call.nano_batch)
+    return _Combine.apply(ticket, sink_H, call)  # type: ignore[no-any-return,no-untyped-call]
 
 
-class _Start(torch.autograd.Function):
+class _Dispatch(torch.autograd.Function):
     """The first of three autograd functions, which share their state in the `AttentionCall`.
 
     Empty tensors, the tickets, lead from one to the next and so tell autograd the order.
@@ -67,14 +67,14 @@ class _Start(torch.autograd.Function):
         ctx.call = call
         if latents is not None and latent is not None:
             latents = replace(latents, latent=latent.detach())
-        call.start(q.detach(), k.detach(), v.detach(), latents)
+        call.dispatch(q.detach(), k.detach(), v.detach(), latents)
         return q.new_empty(0)
 
     @staticmethod
     def backward(ctx: Any, _: torch.Tensor) -> Any:  # type: ignore[override]
         call: AttentionCall = ctx.call
-        call.run.has_gone_back(call.run.take_turn("backward", "finish", call.nano_batch))
-        dq, dk, dv, *of_latent = call.finish_backward()
+        call.run.unregister_backward(call.run.take_turn("backward", "combine", call.nano_batch))
+        dq, dk, dv, *of_latent = call.combine_backward()
         return dq, dk, dv, of_latent[0] if of_latent else None, None, None
 
 
@@ -93,21 +93,21 @@ class _Compute(torch.autograd.Function):
         call.run.take_turn("backward", "compute", call.nano_batch)
         of_weight = call.compute_backward()
         # This layer's keys and values have come, which frees the channel for the layer below's.
-        call.run.send_ahead()
+        call.run.prefetch()
         return ticket, of_weight, None
 
 
-class _Finish(torch.autograd.Function):
+class _Combine(torch.autograd.Function):
     @staticmethod
     def forward(  # type: ignore[override]
         ctx: Any, ticket: torch.Tensor, sink: torch.Tensor | None, call: AttentionCall
     ) -> torch.Tensor:
         ctx.call = call
-        return call.finish(None if sink is None else sink.detach())
+        return call.combine(None if sink is None else sink.detach())
 
     @staticmethod
     def backward(ctx: Any, dout: torch.Tensor) -> Any:  # type: ignore[override]
         call: AttentionCall = ctx.call
-        call.run.take_turn("backward", "start", call.nano_batch)
-        sink = call.start_backward(dout.contiguous())
+        call.run.take_turn("backward", "dispatch", call.nano_batch)
+        sink = call.dispatch_backward(dout.contiguous())
         return dout.new_empty(0), sink, None

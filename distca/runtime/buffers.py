@@ -103,8 +103,8 @@ class Buffers:
                 for direction, sizes in zip(
                     DIRECTIONS,
                     (
-                        (room.to_servers_send, room.to_servers_receive),
-                        (room.to_owners_send, room.to_owners_receive),
+                        (room.dispatch_send, room.dispatch_receive),
+                        (room.combine_send, room.combine_receive),
                     ),
                     strict=True,
                 )

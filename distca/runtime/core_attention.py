@@ -109,7 +109,7 @@ class CoreAttention:
                     f"{name} has {tensor.shape[0]} rows, but the plan places {rows.local} "
                     f"tokens on rank {exchange.rank}"
                 )
-        event = run.take_turn("forward", "start", nano_batch)
+        event = run.take_turn("forward", "dispatch", nano_batch)
         call = self._call(run, nano_batch, softmax_scale, labels or {}, event.layer)
         return differentiable_call(call, q_THD, k_THD, v_THD, event, sink_H, latents)
 

@@ -165,7 +165,7 @@ class Exchange:
         if key not in self._layouts:
             outgoing = self.q.outgoing, self.kv.outgoing
             incoming = self.q.incoming, self.kv.incoming
-            sides = (outgoing, incoming) if direction == "to servers" else (incoming, outgoing)
+            sides = (outgoing, incoming) if direction == "dispatch" else (incoming, outgoing)
             self._layouts[key] = message_layout(*sides, types)
         return self._layouts[key]
 

@@ -140,7 +140,7 @@ class RowsUnderWay:
 class RowsForServers:
     """Rows of several tensors in an exchange to the servers, without memory for arrivals yet.
 
-    Memory is taken later where rows are sent ahead, while an earlier call's rows are still needed.
+    Memory is taken later where rows are prefetched, while an earlier call's rows are still needed.
 
     Attributes:
         pending: the exchange; None: no rank sends any row.
@@ -226,7 +226,7 @@ def _any_moves(exchange: Exchange, types: RowTypes) -> bool:
     return bool((types[0] and exchange.q.move) or (types[1] and exchange.kv.move))
 
 
-def send_to_servers(
+def start_dispatch(
     transport: Transport,
     phase: str,
     slot: int,
@@ -257,14 +257,14 @@ def send_to_servers(
     types = tensors.row_types
     pending = layout = None
     if _any_moves(exchange, types):
-        channel = Channel("to servers", slot)
+        channel = Channel("dispatch", slot)
         layout = exchange.layout(channel.direction, types)
         fills = gathered(tensors.q, exchange.q.send), gathered(tensors.kv, exchange.kv.send)
         pending = _start_exchange(transport, phase, channel, layout, fills, scratch)
     return RowsForServers(pending, layout, exchange, tensors, expanded)
 
 
-def send_to_owners(
+def start_combine(
     transport: Transport,
     phase: str,
     slot: int,
@@ -288,7 +288,7 @@ def send_to_owners(
     """
     pending = layout = None
     if _any_moves(exchange, types):
-        channel = Channel("to owners", slot)
+        channel = Channel("combine", slot)
         layout = exchange.layout(channel.direction, types)
         pending = _start_exchange(transport, phase, channel, layout, fills, scratch)
     return RowsUnderWay(pending, layout, targets)

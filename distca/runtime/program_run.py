@@ -10,10 +10,10 @@ from distca.runtime.exchange import Exchange
 from distca.schedule.program import Event, Pass, Program, Step
 
 
-class SendsAhead(Protocol):
+class Prefetches(Protocol):
     """A call of core attention that can send keys and values before its backward pass's turn."""
 
-    def send_ahead(self) -> None: ...
+    def prefetch(self) -> None: ...
 
 
 class ProgramRun:
@@ -42,7 +42,7 @@ class ProgramRun:
         self.give_way: Callable[[], Any] | None = None
         self._masks = masks or LayerMasks()
         # Calls whose backward pass is still to come.
-        self._calls: dict[tuple[int, int], SendsAhead] = {}
+        self._calls: dict[tuple[int, int], Prefetches] = {}
         self.begin(exchanges, program)
 
     def begin(self, exchanges: Sequence[Exchange], program: Program) -> None:
@@ -73,16 +73,16 @@ class ProgramRun:
         self._next += 1
         return event
 
-    def goes_back(self, event: Event, call: SendsAhead) -> None:
+    def register_backward(self, event: Event, call: Prefetches) -> None:
         """Notes a call whose backward pass will follow."""
         self._calls[event.nano_batch, event.layer] = call
 
-    def has_gone_back(self, event: Event) -> None:
+    def unregister_backward(self, event: Event) -> None:
         """Forgets a call whose backward pass has run."""
         self._calls.pop((event.nano_batch, event.layer), None)
 
-    def send_ahead(self) -> None:
-        """Does the "send ahead" events that come next, if any."""
-        while (event := self.next_event) is not None and event.step == "send ahead":
+    def prefetch(self) -> None:
+        """Does the "prefetch" events that come next, if any."""
+        while (event := self.next_event) is not None and event.step == "prefetch":
             self._next += 1
-            self._calls[event.nano_batch, event.layer].send_ahead()
+            self._calls[event.nano_batch, event.layer].prefetch()

@@ -2,29 +2,29 @@
 
 The runtime, ranks that only serve and the simulator all follow it, so none has an order of its own
 (paper, Section 4.1 and Figure 7). A call of core attention has three events for a nano-batch and a
-layer: *start* sends the rows that kernels need, *compute* waits for those that arrive, runs the
-kernels and sends outputs to their owners, *finish* waits for outputs that come back and merges
-them. A rank's linear layers run between *finish* of a layer and *start* of the next.
+layer: *dispatch* sends the rows that kernels need, *compute* waits for those that arrive, runs the
+kernels and sends outputs to their owners, *combine* waits for outputs that come back and merges
+them. A rank's linear layers run between *combine* of a layer and *dispatch* of the next.
 
 Two nano-batches, ping and pong, take turns. If outputs come back, the kernels of both run before
 either goes on:
 
-    ping: start                                                  linear layers before it
-    pong: start                                                  ping's inputs are under way
+    ping: dispatch                                               linear layers before it
+    pong: dispatch                                               ping's inputs are under way
     ping: compute                                                pong's inputs are under way
     pong: compute                                                ping's outputs are under way
-    ping: finish, linear layers, start of the next layer         pong's outputs are under way
+    ping: combine, linear layers, dispatch of the next layer     pong's outputs are under way
 
 If all queries are computed at home, keys and values travel and nothing comes back: the owners have
 the outputs when the kernels end. Then a nano-batch goes on at once, and its keys travel while the
 other's kernels *and* linear layers run:
 
-    ping: compute, finish, linear layers, start of the next      pong's keys are under way
+    ping: compute, combine, linear layers, dispatch of the next  pong's keys are under way
     pong: the same                                               ping's keys are under way
 
 The backward pass mirrors the forward pass exactly, as autograd runs in the opposite order. The keys
 and values of a layer are known before its turn, so with queries at home they are sent as soon as
-the kernels of the layer above have run (*send ahead*), those of the last layer while the loss is
+the kernels of the layer above have run (*prefetch*), those of the last layer while the loss is
 computed.
 """
 
@@ -37,12 +37,12 @@ from typing import Literal, NamedTuple
 from distca.plan import LayerMasks
 
 Pass = Literal["forward", "backward"]
-Step = Literal["start", "compute", "finish", "send ahead"]
+Step = Literal["dispatch", "compute", "combine", "prefetch"]
 
 NANO_BATCHES = ("ping", "pong")
 """Names of a micro-batch's two nano-batches, by number."""
 
-_MIRRORED: dict[Step, Step] = {"start": "finish", "compute": "compute", "finish": "start"}
+_MIRRORED: dict[Step, Step] = {"dispatch": "combine", "compute": "compute", "combine": "dispatch"}
 
 Ablation = Literal["none", "single-stream", "signal"]
 """Part of the exchanges that is left out, to measure its cost (paper, Section 6.3): none; the
@@ -56,7 +56,7 @@ class Event(NamedTuple):
 
     Attributes:
         direction: pass of the event; a forward pass that is recomputed is "forward", too.
-        step: event of a call of core attention, or a send ahead of it.
+        step: event of a call of core attention, or a prefetch for it.
         nano_batch: number of the nano-batch, 0 or 1.
         layer: number of the layer in the model chunk, from 0.
     """
@@ -104,13 +104,13 @@ def tick_program(
         for group in groups:
             events += _forward(group.layers, nano_batches, at_home)
         if goes_back and at_home and not groups[-1].recomputed:
-            events += _first_sent_ahead(groups[-1].layers, nano_batches)
+            events += _first_prefetched(groups[-1].layers, nano_batches)
         return tuple(events)
     for group in reversed(groups):
         if group.recomputed:
             events += _forward(group.layers, nano_batches, at_home)
             if at_home:
-                events += _first_sent_ahead(group.layers, nano_batches)
+                events += _first_prefetched(group.layers, nano_batches)
         events += _backward(group.layers, nano_batches, at_home)
     return tuple(events)
 
@@ -126,12 +126,12 @@ def calls_of(program: Program, masks: LayerMasks) -> list[Counter[Pass]]:
 
 def _forward(layers: range, nano_batches: int, at_home: bool) -> list[Event]:
     both = range(nano_batches)
-    events = [Event("forward", "start", n, layers[0]) for n in both]
+    events = [Event("forward", "dispatch", n, layers[0]) for n in both]
     for layer in layers:
         # Events of a nano-batch after its kernels: after those of both nano-batches, or at once.
         after = [
-            [Event("forward", "finish", n, layer)]
-            + ([Event("forward", "start", n, layer + 1)] if layer + 1 in layers else [])
+            [Event("forward", "combine", n, layer)]
+            + ([Event("forward", "dispatch", n, layer + 1)] if layer + 1 in layers else [])
             for n in both
         ]
         kernels = [Event("forward", "compute", n, layer) for n in both]
@@ -148,11 +148,11 @@ def _backward(layers: range, nano_batches: int, at_home: bool) -> list[Event]:
     for _, step, nano_batch, layer in reversed(_forward(layers, nano_batches, at_home)):
         events.append(Event("backward", _MIRRORED[step], nano_batch, layer))
         if at_home and step == "compute" and layer > layers[0]:
-            events.append(Event("backward", "send ahead", nano_batch, layer - 1))
+            events.append(Event("backward", "prefetch", nano_batch, layer - 1))
     return events
 
 
-def _first_sent_ahead(layers: range, nano_batches: int) -> list[Event]:
+def _first_prefetched(layers: range, nano_batches: int) -> list[Event]:
     """Makes the events that send the last layer's keys between forward and backward pass.
 
     A single nano-batch has none: its kernels wait for the loss, the only work that would hide them.
@@ -160,7 +160,7 @@ def _first_sent_ahead(layers: range, nano_batches: int) -> list[Event]:
     if nano_batches == 1:
         return []
     last = layers[-1]
-    return [Event("backward", "send ahead", n, last) for n in reversed(range(nano_batches))]
+    return [Event("backward", "prefetch", n, last) for n in reversed(range(nano_batches))]
 
 
 def layer_groups(

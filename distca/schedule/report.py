@@ -106,7 +106,7 @@ def describe(
         documents_split=_in_several(tasks.document, tasks.server, servers),
         tasks=len(tasks),
         kernel_calls=len(distinct(tasks.server * 2 + tasks.ends_on_diagonal)),
-        query_rows_moved=int(moved.messages["return"].sizes.sum()) // shape.result_row_bytes,
+        query_rows_moved=int(moved.messages["combine"].sizes.sum()) // shape.result_row_bytes,
         load_unit="pairs" if cost_model is None else "seconds (predicted)",
         load_mean=float(loads.mean()),
         load_max_over_mean_before=float(relative_loads(before, speeds).max()),

@@ -94,8 +94,8 @@ class _Run:
         )
         self._plan_costs: dict[int, list[PlanCosts]] = {}
         self._borrow_seconds: dict[tuple[int, Pass], Floats] = {}
-        # Arrival times of what was sent ahead for each nano-batch's backward pass.
-        self._sent_ahead: dict[int, Floats] = {}
+        # Arrival times of what was prefetched for each nano-batch's backward pass.
+        self._prefetched: dict[int, Floats] = {}
         # Arrival times of the inputs of each nano-batch's kernels.
         self._arrives: dict[int, Floats] = {}
         # When each rank's last backward pass began, and how long its ports had been held by then.
@@ -182,21 +182,21 @@ class _Run:
             plan = self._planned.masks.select(nano_costs, layer)[n]
             labels = {"layer": layer, "nano_batch": names[n]}
             before, after = linear[event.direction]
-            if event.step == "send ahead":
-                self._sent_ahead[n] = self._dispatch(plan, "backward", labels)
-            elif event.step == "start":
+            if event.step == "prefetch":
+                self._prefetched[n] = self._dispatch(plan, "backward", labels)
+            elif event.step == "dispatch":
                 begins = alone or layer == first
                 resources.compute(before[n] if begins else before[n] + after[n])
                 resources.compute(self._borrowing(plan, event.direction))
-                if n in self._sent_ahead:
-                    self._arrives[n] = self._sent_ahead.pop(n)
+                if n in self._prefetched:
+                    self._arrives[n] = self._prefetched.pop(n)
                 else:
                     self._arrives[n] = self._dispatch(plan, event.direction, labels)
             elif event.step == "compute":
                 arrived = self._arrives.pop(n)
                 returns[n] = self._compute(plan, event.direction, arrived, labels)
             else:
-                self._finish(plan, event.direction, returns.pop(n), labels)
+                self._combine(plan, event.direction, returns.pop(n), labels)
                 if alone or layer == last:
                     resources.compute(after[n])
         if forward:
@@ -283,7 +283,7 @@ class _Run:
         resources.wait(over, f"wait for dispatch{suffix}", **labels)
         resources.compute(costs.dispatch.unpack_seconds)
         resources.compute(costs.kernel_seconds, f"core attention{suffix}", "kernels", **labels)
-        return self._start(costs.returned, _PHASES[direction][1], f"return{suffix}", labels)
+        return self._start(costs.combine, _PHASES[direction][1], f"combine{suffix}", labels)
 
     def _start(
         self, exchange: TimedExchange, phase: str, name: str, labels: dict[str, Any]
@@ -296,16 +296,16 @@ class _Run:
             resources.wait(over, f"wait for {name}", **labels)
         return over
 
-    def _finish(
+    def _combine(
         self,
         plan: PlanCosts,
         direction: Pass,
         over: Floats,
         labels: dict[str, Any],
     ) -> None:
-        resources, returned = self._resources, plan.of(direction).returned
-        resources.wait(over, f"wait for return{_SUFFIX[direction]}", **labels)
-        resources.compute(returned.unpack_seconds)
+        resources, combine = self._resources, plan.of(direction).combine
+        resources.wait(over, f"wait for combine{_SUFFIX[direction]}", **labels)
+        resources.compute(combine.unpack_seconds)
 
     def _runs_head(self, tick: Tick) -> Floats:
         """1.0 for the ranks of a last stage that runs its last chunk, `[ranks]`."""

@@ -51,12 +51,12 @@ class PassCosts(NamedTuple):
     Attributes:
         dispatch: exchange that brings the kernels' inputs.
         kernel_seconds: time of each server's kernels and of the copies around them, `[servers]`.
-        returned: exchange that takes outputs to their owners.
+        combine: exchange that takes outputs to their owners.
     """
 
     dispatch: TimedExchange
     kernel_seconds: Floats
-    returned: TimedExchange
+    combine: TimedExchange
 
 
 @dataclass(frozen=True)
@@ -107,7 +107,7 @@ class PlanCosts:
     @property
     def returns(self) -> bool:
         """Whether any output of a forward pass comes back from elsewhere."""
-        return bool(self.moved.messages["return"].sizes.any())
+        return bool(self.moved.messages["combine"].sizes.any())
 
     @cached_property
     def forward(self) -> PassCosts:
@@ -158,8 +158,8 @@ class PlanCosts:
         copied = copy_traffic(self.rows, self.shape, direction, self.backward_inputs)
         seconds = seconds + self.cluster.traffic_seconds(copied)
         seconds = seconds + self._expansion_seconds * (1 if direction == "forward" else 3)
-        dispatch, returned = (self._exchange(self.moved.messages[phase]) for phase in phases)
-        return PassCosts(dispatch, seconds, returned)
+        dispatch, combine = (self._exchange(self.moved.messages[phase]) for phase in phases)
+        return PassCosts(dispatch, seconds, combine)
 
     def _exchange(self, messages: Messages) -> TimedExchange:
         """Costs of messages. A signal is one byte, but its message is packed and unpacked whole."""

@@ -13,10 +13,10 @@ from typing import Literal, NamedTuple
 
 import torch
 
-Direction = Literal["to servers", "to owners"]
+Direction = Literal["dispatch", "combine"]
 """The way that rows travel: inputs to their servers, results back to the rows' owners."""
 
-DIRECTIONS: tuple[Direction, ...] = ("to servers", "to owners")
+DIRECTIONS: tuple[Direction, ...] = ("dispatch", "combine")
 
 
 class TransportError(RuntimeError):

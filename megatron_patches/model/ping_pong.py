@@ -171,7 +171,7 @@ def _forward(
             for part, nano_batch, angle in zip(inputs, nano_batches, angles, strict=True)
         ]
         result = tuple(turns.run(functions))
-        program.send_ahead()
+        program.prefetch()
         return result
 
     random = tensor_parallel.get_cuda_rng_tracker().fork() if shards > 1 else nullcontext()

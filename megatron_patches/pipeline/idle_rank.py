@@ -43,24 +43,24 @@ def serve_tick(
     while (event := run.next_event) is not None:
         direction, step, nano_batch, layer = event
         run.take_turn(direction, step, nano_batch)
-        if step == "start":
+        if step == "dispatch":
             labels = {"layer": layer_numbers[layer], "nano_batch": names[nano_batch]}
             calls[nano_batch] = batches.core_attention.serving_call(
                 run, nano_batch, softmax_scale, labels, layer
             )
         call = calls[nano_batch]
         match direction, step:
-            case "forward", "start":
-                call.start(q, k, v, latents)
+            case "forward", "dispatch":
+                call.dispatch(q, k, v, latents)
             case "forward", "compute":
                 call.compute()
-            case "forward", "finish":
-                call.finish()
-            case "backward", "start":
-                call.start_backward_without_tokens(q, k, v, latents)
+            case "forward", "combine":
+                call.combine()
+            case "backward", "dispatch":
+                call.dispatch_backward_without_tokens(q, k, v, latents)
             case "backward", "compute":
                 call.compute_backward()
-            case "backward", "finish":
-                call.finish_backward()
+            case "backward", "combine":
+                call.combine_backward()
             case _:
                 raise AssertionError(f"{event}: all ranks have tokens where keys are sent ahead")

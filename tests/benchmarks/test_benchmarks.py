@@ -228,8 +228,8 @@ def timeline(waits: Sequence[int], kernels: Sequence[int], pairs: int) -> list[d
         for name, lane, seconds in (
             (f"{phase}: micro-batch 0", "ticks", 10),
             ("wait for dispatch", "exchange", waits[tick]),
-            ("wait for return", "exchange", waits[tick]),
-            ("return", "exchange", 3),
+            ("wait for combine", "exchange", waits[tick]),
+            ("combine", "exchange", 3),
             ("core attention", "kernels", kernels[tick]),
             ("pass on", "pipeline", 1),
         ):

@@ -313,7 +313,7 @@ def test_links() -> None:
     matrix = np.zeros((4, 4), dtype=np.int64)
     matrix[0, 1], matrix[0, 2], matrix[3, 2] = 1000, 500, 300
     messages = Messages.of_matrix(matrix)
-    moved = PlanBytes({"dispatch": messages, "return": messages.back})
+    moved = PlanBytes({"dispatch": messages, "combine": messages.back})
     assert links.between_nodes(moved) == 1000
     # Rank 0 sends 500 bytes to the network, then receives as many; rank 3 sends inside its node.
     assert links.busy_seconds(moved) == pytest.approx([1e-7, 2e-8, 1e-7, 6e-9])

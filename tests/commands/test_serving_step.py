@@ -28,7 +28,7 @@ def simulate(capsys) -> Command:
 
 
 def total(steps: list[dict[str, Any]]) -> int:
-    return sum(step["bytes_to_servers"] + step["bytes_to_owners"] for step in steps)
+    return sum(step["bytes_dispatched"] + step["bytes_combined"] for step in steps)
 
 
 def test_a_prompt_s_plan_step_by_step(plan: Command, tmp_path: Path) -> None:
@@ -76,7 +76,7 @@ def test_a_decode_step(plan: Command, simulate: Command, held: str) -> None:
     # Owners of the new tokens are all ranks in turn.
     assert step["query_rows"] == (6 if held == "first-rank" else 8 * 3)
     row = 2 * SHAPE.q_row_bytes + SHAPE.lse_row_bytes
-    assert step["bytes_to_servers"] + step["bytes_to_owners"] == step["query_rows"] * row
+    assert step["bytes_dispatched"] + step["bytes_combined"] == step["query_rows"] * row
     found = json.loads(simulate.run(*flags, "--json"))
     assert [*found["simulated"]] == ["pass-q"]
     sent = found["simulated"]["pass-q"]["bytes_sent"]

@@ -43,15 +43,15 @@ def test_a_plan_worked_out_by_hand() -> None:
         assert tuple(moved.phases) == PHASES
         from_1_to_0 = {
             "dispatch": 128 * Q + 36 * KV,
-            "return": 0,
+            "combine": 0,
             "dispatch_backward": 128 * (2 * Q + LSE) + resent,
-            "return_backward": 0,
+            "combine_backward": 0,
         }
         from_0_to_1 = {
             "dispatch": 0,
-            "return": 128 * (Q + LSE),
+            "combine": 128 * (Q + LSE),
             "dispatch_backward": 0,
-            "return_backward": 128 * Q + 36 * KV,
+            "combine_backward": 128 * Q + 36 * KV,
         }
         for phase in PHASES:
             assert moved.phases[phase].tolist() == [
@@ -61,7 +61,7 @@ def test_a_plan_worked_out_by_hand() -> None:
         assert moved.total == sum(from_1_to_0.values()) + sum(from_0_to_1.values())
         assert moved.sent().tolist() == [sum(from_0_to_1.values()), sum(from_1_to_0.values())]
         assert moved.received().tolist() == moved.sent().tolist()[::-1]
-        assert moved.forward().total == from_1_to_0["dispatch"] + from_0_to_1["return"]
+        assert moved.forward().total == from_1_to_0["dispatch"] + from_0_to_1["combine"]
 
 
 @settings(max_examples=60, deadline=None)
@@ -94,10 +94,10 @@ def test_bytes_are_those_of_the_sets_of_rows(
             q = sum(owner[row] == rank for row in q_rows[server])
             kv = sum(owner[row] == rank for row in kv_rows[server])
             expected["dispatch"][rank, server] = q * Q + kv * KV
-            expected["return"][server, rank] = q * (Q + LSE)
+            expected["combine"][server, rank] = q * (Q + LSE)
             again = q * Q + kv * KV if backward == "resend" else 0
             expected["dispatch_backward"][rank, server] = q * (2 * Q + LSE) + again
-            expected["return_backward"][server, rank] = q * Q + kv * KV
+            expected["combine_backward"][server, rank] = q * Q + kv * KV
     moved = plan_bytes(plan, SHAPE, backward)
     for phase in PHASES:
         assert np.array_equal(moved.phases[phase], expected[phase])

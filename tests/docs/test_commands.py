@@ -129,7 +129,7 @@ BLOCKS = {
     "pretrain = with_distca(pretrain, documents": "test_upstream.py",
     '{"messages": [': "test_the_line_of_a_conversation",
     "tiles, DP4: events on": "test_recording.py",
-    "send 0    receive 0": "test_stepped_call.py has the order of steps",
+    "dispatch 0  receive 0": "test_stepped_call.py has the order of steps",
     "curl localhost:8000/v1": "test_server.py asks with OpenAI's client",
     "@article{": "no program prints it",
     "benchmarks/          data/": "no program prints it",
@@ -202,7 +202,7 @@ class Typed:
         (folder / "lengths.json").write_text(json.dumps([300_000, *[20_000] * 100]))
         self._write_logs()
         event = {"ph": "X", "ts": 0.0, "dur": 9.0, "pid": 0, "tid": 0}
-        spans = [("forward: micro-batch 0", "ticks"), ("wait for return", "exchange")]
+        spans = [("forward: micro-batch 0", "ticks"), ("wait for combine", "exchange")]
         events = [event | {"name": name, "cat": lane} for name, lane in spans]
         write_trace(folder / "trace.json", [("rank 0", events)])
 

@@ -21,6 +21,10 @@ import torch
 
 from recording.log import Log, bits, digest
 
+WORDS = {"combine": "return", "combine_backward": "return_backward"}
+"""What recordings call phases."""
+DIRECTIONS = {"dispatch": "to servers", "combine": "to owners"}
+"""What they call the ways that rows travel."""
 PATIENCE_SECONDS = 20.0
 """How long a value may take that is made ahead: none takes a second."""
 
@@ -68,7 +72,8 @@ def watching(log: Log) -> Iterator[None]:
 
 
 def _start(log: Log, original: Any, transport: Any, phase: str, channel: Any, sizes: Any) -> Any:
-    what = f"{phase} {channel.direction}, slot {channel.slot}"
+    phase_name = WORDS.get(phase, phase)
+    what = f"{phase_name} {DIRECTIONS[channel.direction]}, slot {channel.slot}"
     log.event(f"start {what}: sends {list(sizes.send)}, receives {list(sizes.receive)} bytes")
     pending = original(transport, phase, channel, sizes)
     for name in ("wait", "release"):
@@ -85,7 +90,8 @@ def _wait(log: Log, original: Any, line: str, *args: Any, **options: Any) -> Any
 
 @contextlib.contextmanager
 def _span(log: Log, original: Any, trace: Any, name: str, lane: str, **labels: Any) -> Any:
-    log.event(", ".join([name, *(f"{key} {value}" for key, value in labels.items() if value)]))
+    words = name.replace("combine", "return")
+    log.event(", ".join([words, *(f"{key} {value}" for key, value in labels.items() if value)]))
     within = lane in ("exchange", "kernels")
     with log.inside("exchange") if within else contextlib.nullcontext():
         yield
@@ -112,7 +118,11 @@ def _reserve(log: Log, original: Any, buffers: Any, *args: Any, **options: Any) 
 
 def buffers_of(buffers: Any) -> dict[str, int]:
     """What core attention's buffers hold."""
-    return {"total": buffers.nbytes, **asdict(buffers.room)}
+    room = asdict(buffers.room)
+    for direction, words in DIRECTIONS.items():
+        for end in ("send", "receive"):
+            room[f"{words.replace(' ', '_')}_{end}"] = room.pop(f"{direction}_{end}")
+    return {"total": buffers.nbytes, **room}
 
 
 class _Made:

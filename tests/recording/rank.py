@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from recording.hooks import buffers_of, watch_loss, watch_modules, watching
+from recording.hooks import WORDS, buffers_of, watch_loss, watch_modules, watching
 from recording.log import Log, NewStorages, bits
 from support.models import (
     bytes_planned,
@@ -47,7 +47,7 @@ def record(flags: Sequence[str], lengths: Sequence[int], steps: int) -> dict[str
     if args.distca:
         transport = made.core_attention.transport
         recorded["bytes"] = {
-            name: {phase: n for phase, n in sorted(counted.items()) if n}
+            name: {WORDS.get(phase, phase): n for phase, n in sorted(counted.items()) if n}
             for name, counted in (
                 ("sent", transport.bytes_sent),
                 ("received", transport.bytes_received),

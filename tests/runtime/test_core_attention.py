@@ -201,9 +201,9 @@ def test_exchanges_in_which_nothing_moves_are_left_out(ranks, server: int) -> No
     assert found == 3 * [
         [
             # Queries, keys and values travel; keys and values alone; nothing.
-            ["dispatch", "return", "dispatch_backward", "return_backward"],
+            ["dispatch", "combine", "dispatch_backward", "combine_backward"],
             [],
-            ["dispatch", "dispatch_backward", "return_backward"],
+            ["dispatch", "dispatch_backward", "combine_backward"],
         ][server]
     ]
 

@@ -207,11 +207,11 @@ def test_buffers_grow_with_headroom_and_rarely(caplog) -> None:
     assert caplog.messages == [
         f"core attention's buffers grow from 0.0 to {megabytes} MB on every rank"
     ]
-    assert transport.sizes[0][Channel("to owners", 1)] == ChannelBytes(3840, 5120)
+    assert transport.sizes[0][Channel("combine", 1)] == ChannelBytes(3840, 5120)
     assert set(transport.sizes[0]) == {
-        Channel(direction, slot) for direction in ("to servers", "to owners") for slot in range(2)
+        Channel(direction, slot) for direction in ("dispatch", "combine") for slot in range(2)
     }
-    for name in ("to_servers_receive", "slot", "indices"):
+    for name in ("dispatch_receive", "slot", "indices"):
         more = CoreAttentionMemory(**{name: getattr(buffers.room, name) + 1})
         before = buffers.room
         buffers.reserve(more, transport)
@@ -238,8 +238,8 @@ def test_the_memory_of_a_plan_by_hand() -> None:
     # Rows: a query 2 x 64 x 2 = 256 bytes, a key 128, a value 128, an LSE 8, padded to 16.
     memory = plan_memory(plan, AttentionShape(2, 1, 64, 2))
     inputs = 128 * 256 + 256 * 256
-    assert memory.to_servers_send == memory.to_servers_receive == inputs + 128 * (512 + 16)
-    assert memory.to_owners_send == memory.to_owners_receive == inputs
+    assert memory.dispatch_send == memory.dispatch_receive == inputs + 128 * (512 + 16)
+    assert memory.combine_send == memory.combine_receive == inputs
     # Server 1 receives dout, out, q, LSE of 128 queries, and k, v of 256 keys, and has gradients of
     # 384 queries and 512 keys. It sends nothing, so nothing comes back to it.
     gradients = 384 * 256 + 512 * 256
@@ -252,7 +252,7 @@ def test_the_memory_of_a_plan_by_hand() -> None:
     taken = 384 + 2 * 128 + 512 + 2 * 256
     assert memory.indices == 8 * (2 * 384 + taken + 2 * (384 + 512) + 384)
     kept = plan_memory(plan, AttentionShape(2, 1, 64, 2), "keep")
-    assert kept.to_servers_send == max(inputs, 128 * (512 + 16))
+    assert kept.dispatch_send == max(inputs, 128 * (512 + 16))
     # Kernels: gradients; a float32 sum and twice 16 bytes for each query, with 128 more for a task;
     # those of keys and values for two heads instead of one.
     assert kernel_memory(plan, AttentionShape(2, 1, 64, 2)).tolist() == [

@@ -54,7 +54,7 @@ def test_plans_of_random_batches(
     if name != "wlb-llm":
         assert np.array_equal(plan.placement.tokens_per_rank(), capacities)
     # No query moves.
-    assert plan_bytes(plan, SHAPE).phases["return"].sum() == 0
+    assert plan_bytes(plan, SHAPE).phases["combine"].sum() == 0
     assert np.array_equal(plan.loads(), plan.loads_at_home())
     again = make(name, lengths, capacities, mask, context_parallel_size=size)
     assert (task_rows(again), placement_rows(again)) == (task_rows(plan), placement_rows(plan))

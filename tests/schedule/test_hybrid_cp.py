@@ -74,7 +74,7 @@ def test_plans_are_megatrons_own(batch: tuple[Int64s, Int64s], size: int | None)
         assert owned.max() == -(-int(lengths[document]) // len(members)) <= most
         assert found.round_of_document[document] == number
     # No query moves.
-    assert plan_bytes(plan, SHAPE).phases["return"].sum() == 0
+    assert plan_bytes(plan, SHAPE).phases["combine"].sum() == 0
     assert np.array_equal(found.by_round(plan.tasks.pairs(Mask())).sum(axis=0), plan.loads())
     again = hybrid(size).plan(lengths, capacities, Mask())
     assert (task_rows(again), placement_rows(again)) == (task_rows(plan), placement_rows(plan))

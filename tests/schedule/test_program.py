@@ -9,7 +9,7 @@ import pytest
 from distca.runtime import ProgramRun
 from distca.schedule.program import Event, LayerGroup, Program, layer_groups, tick_program
 
-SHORT = {"start": "s", "compute": "c", "finish": "f", "send ahead": "a"}
+SHORT = {"dispatch": "d", "compute": "c", "combine": "m", "prefetch": "a"}
 
 
 def shown(program: Program) -> str:
@@ -28,13 +28,13 @@ def whole(layers: int) -> list[LayerGroup]:
     [
         (
             False,
-            "sp0 sq0 cp0 cq0 fp0 sp1 fq0 sq1 cp1 cq1 fp1 fq1",
-            "SQ1 SP1 CQ1 CP1 FQ1 SQ0 FP1 SP0 CQ0 CP0 FQ0 FP0",
+            "dp0 dq0 cp0 cq0 mp0 dp1 mq0 dq1 cp1 cq1 mp1 mq1",
+            "DQ1 DP1 CQ1 CP1 MQ1 DQ0 MP1 DP0 CQ0 CP0 MQ0 MP0",
         ),
         (
             True,
-            "sp0 sq0 cp0 fp0 sp1 cq0 fq0 sq1 cp1 fp1 cq1 fq1 AQ1 AP1",
-            "SQ1 CQ1 AQ0 SP1 CP1 AP0 FQ1 SQ0 CQ0 FP1 SP0 CP0 FQ0 FP0",
+            "dp0 dq0 cp0 mp0 dp1 cq0 mq0 dq1 cp1 mp1 cq1 mq1 AQ1 AP1",
+            "DQ1 CQ1 AQ0 DP1 CP1 AP0 MQ1 DQ0 CQ0 MP1 DP0 CP0 MQ0 MP0",
         ),
     ],
     ids=["outputs return", "queries at home"],
@@ -46,10 +46,10 @@ def test_two_nano_batches_through_two_layers(at_home: bool, there: str, back: st
 
 def test_a_whole_micro_batch() -> None:
     for at_home in (False, True):
-        assert shown(tick_program("forward", whole(2), 1, at_home)) == "sp0 cp0 fp0 sp1 cp1 fp1"
-    assert shown(tick_program("backward", whole(2), 1, False)) == "SP1 CP1 FP1 SP0 CP0 FP0"
+        assert shown(tick_program("forward", whole(2), 1, at_home)) == "dp0 cp0 mp0 dp1 cp1 mp1"
+    assert shown(tick_program("backward", whole(2), 1, False)) == "DP1 CP1 MP1 DP0 CP0 MP0"
     # Nothing hides what the last layer would send ahead; its kernels hide that of the next.
-    assert shown(tick_program("backward", whole(2), 1, True)) == "SP1 CP1 AP0 FP1 SP0 CP0 FP0"
+    assert shown(tick_program("backward", whole(2), 1, True)) == "DP1 CP1 AP0 MP1 DP0 CP0 MP0"
 
 
 def test_nothing_is_sent_ahead_for_a_pass_that_does_not_come() -> None:
@@ -100,20 +100,20 @@ def test_every_program_can_be_run(
     program = there + tick_program("backward", groups, nano_batches, at_home)
     for nano in range(nano_batches):
         mine = [event for event in program if event.nano_batch == nano]
-        steps = [event for event in mine if event.step != "send ahead"]
+        steps = [event for event in mine if event.step != "prefetch"]
         for start, compute, finish in zip(*[iter(steps)] * 3, strict=True):
-            assert [e.step for e in (start, compute, finish)] == ["start", "compute", "finish"]
+            assert [e.step for e in (start, compute, finish)] == ["dispatch", "compute", "combine"]
             assert len({(e.direction, e.layer) for e in (start, compute, finish)}) == 1
-        backward = [e.layer for e in steps if e[:2] == ("backward", "start")]
+        backward = [e.layer for e in steps if e[:2] == ("backward", "dispatch")]
         assert backward == list(reversed(range(layers)))
         for number, event in enumerate(mine):
-            if event.step == "send ahead":
+            if event.step == "prefetch":
                 # The rows of the dispatch before have been read, and the next one is its own.
-                before = [e for e in mine[:number] if e.step in ("start", "compute")]
+                before = [e for e in mine[:number] if e.step in ("dispatch", "compute")]
                 assert before[-1].step == "compute"
-                after = next(e for e in mine[number + 1 :] if e.step in ("start", "send ahead"))
-                assert after[1:] == ("start", nano, event.layer)
-    ahead = [event[2:] for event in program if event.step == "send ahead"]
+                after = next(e for e in mine[number + 1 :] if e.step in ("dispatch", "prefetch"))
+                assert after[1:] == ("dispatch", nano, event.layer)
+    ahead = [event[2:] for event in program if event.step == "prefetch"]
     assert len(set(ahead)) == len(ahead)
     assert bool(ahead) <= at_home
 
@@ -124,16 +124,16 @@ class Recorded:
     def __init__(self) -> None:
         self.sent = 0
 
-    def send_ahead(self) -> None:
+    def prefetch(self) -> None:
         self.sent += 1
 
 
 def test_a_run_holds_everybody_to_their_turn() -> None:
     run = ProgramRun([], tick_program("forward", whole(1), 2, at_home=True))
     with pytest.raises(AssertionError, match="before the turn of"):
-        run.take_turn("forward", "start", 1)
-    start = run.take_turn("forward", "start", 0)
-    assert start == Event("forward", "start", 0, 0)
+        run.take_turn("forward", "dispatch", 1)
+    start = run.take_turn("forward", "dispatch", 0)
+    assert start == Event("forward", "dispatch", 0, 0)
     with pytest.raises(AssertionError, match="forward compute in the turn"):
         run.take_turn("forward", "compute", 1)
 
@@ -141,17 +141,17 @@ def test_a_run_holds_everybody_to_their_turn() -> None:
 def test_calls_are_sent_ahead_by_those_that_wait_for_their_way_back() -> None:
     run = ProgramRun([], tick_program("forward", whole(1), 2, at_home=True))
     calls = [Recorded(), Recorded()]
-    run.send_ahead()
-    while (event := run.next_event) is not None and event.step != "send ahead":
+    run.prefetch()
+    while (event := run.next_event) is not None and event.step != "prefetch":
         run.take_turn(*event[:3])
-        run.goes_back(event, calls[event.nano_batch])
+        run.register_backward(event, calls[event.nano_batch])
     assert [call.sent for call in calls] == [0, 0]
-    run.send_ahead()
+    run.prefetch()
     assert [call.sent for call in calls] == [1, 1]
     with pytest.raises(AssertionError, match="after the program's end"):
-        run.take_turn("backward", "start", 0)
+        run.take_turn("backward", "dispatch", 0)
     run.begin([], tick_program("backward", whole(1), 2, at_home=True))
-    assert run.next_event == Event("backward", "start", 1, 0)
+    assert run.next_event == Event("backward", "dispatch", 1, 0)
 
 
 def test_give_way_lets_the_other_go_on() -> None:
@@ -163,7 +163,7 @@ def test_give_way_lets_the_other_go_on() -> None:
         run.take_turn(*run.next_event[:3])  # type: ignore[index]
 
     run.give_way = other
-    run.take_turn("forward", "start", 0)
+    run.take_turn("forward", "dispatch", 0)
     # Pong starts meanwhile.
     run.take_turn("forward", "compute", 0)
     assert next(turns) == 1

@@ -99,7 +99,7 @@ def test_packed_moves_no_query(batch: Batch, mask: Mask) -> None:
         for d, start, end, rank in zip(at.document, at.start, at.end, at.rank, strict=True)
     ]
     assert np.array_equal(plan.loads(), plan.loads_at_home())
-    assert plan_bytes(plan, SHAPE).phases["return"].sum() == 0
+    assert plan_bytes(plan, SHAPE).phases["combine"].sum() == 0
 
 
 @pytest.mark.parametrize("seed", range(5))

@@ -51,7 +51,7 @@ def test_any_turns_have_valid_plans(data: st.DataObject) -> None:
             assert plan.plan.own_tokens_per_rank().tolist() == new.tokens_per_rank().tolist()
             moved = stepped_bytes(plan, SHAPE).phases
             if strategy == "pass-kv" or (window is not None and (ends - at).max() > 1):
-                assert not moved["return"].any()
+                assert not moved["combine"].any()
             else:
                 # Keys stay: what travels to servers are queries alone.
                 assert moved["dispatch"].sum() % SHAPE.q_row_bytes == 0
@@ -61,7 +61,7 @@ def test_any_turns_have_valid_plans(data: st.DataObject) -> None:
             # A server is sent the same rows, whoever passes them on.
             by_server = stepped_bytes(stepped, SHAPE).messages["dispatch"].received()
             assert by_server.tolist() == moved["dispatch"].sum(axis=0).tolist()
-            assert np.array_equal(stepped_bytes(stepped, SHAPE).phases["return"], moved["return"])
+            assert np.array_equal(stepped_bytes(stepped, SHAPE).phases["combine"], moved["combine"])
         after = held_after(held, new)
         whole = held.tokens_per_rank() + new.tokens_per_rank()
         assert after.tokens_per_rank().tolist() == whole.tolist()

@@ -89,7 +89,7 @@ def test_plans_of_random_batches(
             cost_model,
         )
         if relative_loads(home, np.ones(len(capacities))).max() <= 1 + tolerance:
-            assert plan_bytes(plan, SHAPE).phases["return"].sum() == 0
+            assert plan_bytes(plan, SHAPE).phases["combine"].sum() == 0
 
 
 @settings(max_examples=100, deadline=None)
@@ -362,7 +362,7 @@ def test_givers_stop_at_the_tolerance(slow: tuple[float, ...]) -> None:
             assert (after[givers] > 0.98 * (1 + tolerance)).all(), (seed, after)
             assert (after < 1.01 * (1 + tolerance)).all(), (seed, after)
             added = (plan_bytes(p, SHAPE).phases for p in (plan, home))
-            there, here = (phases["dispatch"] + phases["return"] for phases in added)
+            there, here = (phases["dispatch"] + phases["combine"] for phases in added)
             moved[tolerance] += int(there.sum() - here.sum())
     # Seen: 0.83 and 0.60; 0.84 and 0.62 with slow servers. To the mean: 0.94 and 0.79.
     assert moved[0.1] < 0.88 * moved[0.0]

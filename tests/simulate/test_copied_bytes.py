@@ -140,14 +140,14 @@ def measured(plan: Plan, inputs: BackwardInputs) -> dict[str, list[int]]:
     gradients = [rows(q, heads) for q in own]
     steps: dict[str, list[Callable[[int], Any]]] = {
         "forward": [
-            lambda rank: calls[rank].start(*inputs[rank]),
+            lambda rank: calls[rank].dispatch(*inputs[rank]),
             lambda rank: calls[rank].compute(),
-            lambda rank: calls[rank].finish(),
+            lambda rank: calls[rank].combine(),
         ],
         "backward": [
-            lambda rank: calls[rank].start_backward(gradients[rank]),
+            lambda rank: calls[rank].dispatch_backward(gradients[rank]),
             lambda rank: calls[rank].compute_backward(),
-            lambda rank: calls[rank].finish_backward(),
+            lambda rank: calls[rank].combine_backward(),
         ],
     }
     found = {}

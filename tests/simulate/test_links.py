@@ -46,7 +46,7 @@ def test_a_slow_link_carries_messages_one_after_the_other() -> None:
     # What comes from all shares the port in.
     at = Resources(4, cluster, np.ones(4))
     at.compute(np.array([0.0, 1.0, 0.0, 0.0]))
-    arrived = at.exchange(transfer_of(matrix.T.copy(), links), "return")
+    arrived = at.exchange(transfer_of(matrix.T.copy(), links), "combine")
     assert arrived.tolist() == [3.25, 2.0, 1.0, 1.0]
 
 

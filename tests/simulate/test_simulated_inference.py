@@ -103,7 +103,7 @@ def test_bytes_are_the_plans(strategy, in_steps: bool, tmp_path: Path) -> None:
     costs = InferenceCosts(MODEL, IDEAL)
     found = simulate_step([plan, windowed, plan], costs, recording=True)
     moved = [stepped_bytes(each, SHAPE) for each in (plan, plan, windowed)]
-    for phase in ("dispatch", "return"):
+    for phase in ("dispatch", "combine"):
         expected = np.sum([each.messages[phase].sent() for each in moved], axis=0)
         assert found.bytes_sent[phase].tolist() == expected.tolist()
     assert found.tokens == 100

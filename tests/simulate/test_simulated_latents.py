@@ -148,7 +148,7 @@ def test_simulated_bytes_of_latents_are_the_plans() -> None:
         for phase in phases:
             sent = sum(plan_bytes(plan, shape).phases[phase].sum(axis=1) for plan in tick.plans)
             assert outcome.bytes_sent[phase].tolist() == (LATENT.layers * sent).tolist()
-    assert outcome.bytes_sent["return_backward"].any()
+    assert outcome.bytes_sent["combine_backward"].any()
 
 
 def test_simulated_latents_are_fewer_bytes_and_more_products() -> None:

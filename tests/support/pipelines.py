@@ -75,7 +75,7 @@ def check(found: list[StepsDone], expected: StepsDone, case: object) -> None:
     for rank in found:
         assert rank.bytes_counted == rank.bytes_planned, case
         if rank.serves_only:
-            assert rank.bytes_counted.keys() == {"return", "return_backward"}, case
+            assert rank.bytes_counted.keys() == {"combine", "combine_backward"}, case
             continue
         steps = len(rank.losses)
         assert rank.losses == pytest.approx(expected.losses[:steps], rel=1e-5), case

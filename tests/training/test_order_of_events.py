@@ -30,9 +30,9 @@ def waits(phase: str, nano: Nano) -> Event:
 
 def computes(nano: Nano, backward: bool = False) -> list[Event]:
     """A nano-batch's kernels when its inputs are there; then its outputs go."""
-    there, back, kernel = "dispatch", "return", "forward"
+    there, back, kernel = "dispatch", "combine", "forward"
     if backward:
-        there, back, kernel = "dispatch_backward", "return_backward", "backward"
+        there, back, kernel = "dispatch_backward", "combine_backward", "backward"
     return [waits(there, nano), ("kernel", kernel, nano), starts(back, nano)]
 
 
@@ -45,7 +45,7 @@ def layers_there(layers: Sequence[int], nanos: Sequence[Nano]) -> list[Event]:
         for nano in nanos:
             events += computes(nano)
         for nano in nanos:
-            events += [waits("return", nano), ("post-attention", layer, nano)]
+            events += [waits("combine", nano), ("post-attention", layer, nano)]
             if following:
                 events += [("pre-attention", following, nano), starts("dispatch", nano)]
     return events
@@ -65,7 +65,7 @@ def layers_back(layers: Sequence[int], nanos: Sequence[Nano]) -> list[Event]:
         for nano in nanos[::-1]:
             events += computes(nano, backward=True)
         for nano in nanos[::-1]:
-            events.append(waits("return_backward", nano))
+            events.append(waits("combine_backward", nano))
             events += gradient_comes(before, nano) if before else []
     return events
 
@@ -102,10 +102,10 @@ def test_where_queries_are_at_home(ranks) -> None:
         # The keys of the layer before are known.
         expected += [*computes(nano, backward=True), starts("dispatch_backward", nano)]
     for nano in BOTH[::-1]:
-        expected += [waits("return_backward", nano), ("post-attention backward", 1, nano)]
+        expected += [waits("combine_backward", nano), ("post-attention backward", 1, nano)]
         expected += computes(nano, backward=True)
     for nano in BOTH[::-1]:
-        expected.append(waits("return_backward", nano))
+        expected.append(waits("combine_backward", nano))
     assert ranks.run(events_of_step, flags, LENGTHS, world_size=2) == [expected] * 2
 
 

@@ -123,7 +123,7 @@ def test_dedicated_servers(ranks, layout: str, scheduler: str, nano_batches: str
         assert rank.bytes_counted == rank.bytes_planned
         if rank.serves_only:
             # It has no rows of its own to send, but other ranks' outputs and their gradients.
-            assert rank.bytes_counted.keys() == {"return", "return_backward"}
+            assert rank.bytes_counted.keys() == {"combine", "combine_backward"}
         else:
             assert abs(rank.losses[0] / expected.losses[0] - 1) < 1e-5
     check_gradients(found, expected, layout)

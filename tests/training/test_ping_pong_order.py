@@ -36,7 +36,7 @@ def test_the_order_of_ping_and_pong(ranks, tmp_path: Path) -> None:
     """Each communicates while the other computes; backward is the exact mirror."""
     flags = ["--num-layers", "2", "--distca", "--seq-length", str(WINDOW // 2)]
     flags += ["--distca-scheduler", "greedy"]
-    forward = ["dispatch", "wait for dispatch", "core attention", "return", "wait for return"]
+    forward = ["dispatch", "wait for dispatch", "core attention", "combine", "wait for combine"]
     found = order_of_events(tmp_path, ranks, flags)
     assert found[0] == found[1]
     there = [event for event in found[0] if "backward" not in event[0]]
@@ -46,19 +46,19 @@ def test_the_order_of_ping_and_pong(ranks, tmp_path: Path) -> None:
         ("dispatch", "1", "ping"),
         ("dispatch", "1", "pong"),
         *((name, "1", nano) for nano in ("ping", "pong") for name in compute),
-        *(("wait for return", "1", "ping"), ("dispatch", "2", "ping")),
-        *(("wait for return", "1", "pong"), ("dispatch", "2", "pong")),
+        *(("wait for combine", "1", "ping"), ("dispatch", "2", "ping")),
+        *(("wait for combine", "1", "pong"), ("dispatch", "2", "pong")),
         *((name, "2", nano) for nano in ("ping", "pong") for name in compute),
-        *(("wait for return", "2", nano) for nano in ("ping", "pong")),
+        *(("wait for combine", "2", nano) for nano in ("ping", "pong")),
     ]
-    compute = [f"{name} backward" for name in ("wait for dispatch", "core attention", "return")]
+    compute = [f"{name} backward" for name in ("wait for dispatch", "core attention", "combine")]
     assert back == [
         *(("dispatch backward", "2", nano) for nano in ("pong", "ping")),
         *((name, "2", nano) for nano in ("pong", "ping") for name in compute),
-        *(("wait for return backward", "2", "pong"), ("dispatch backward", "1", "pong")),
-        *(("wait for return backward", "2", "ping"), ("dispatch backward", "1", "ping")),
+        *(("wait for combine backward", "2", "pong"), ("dispatch backward", "1", "pong")),
+        *(("wait for combine backward", "2", "ping"), ("dispatch backward", "1", "ping")),
         *((name, "1", nano) for nano in ("pong", "ping") for name in compute),
-        *(("wait for return backward", "1", nano) for nano in ("pong", "ping")),
+        *(("wait for combine backward", "1", nano) for nano in ("pong", "ping")),
     ]
 
 
@@ -78,7 +78,7 @@ def test_one_nano_batch_goes_through_a_layer_after_the_other_where_nothing_retur
         events = [("dispatch", layers[0], nano) for nano in both]
         for layer, after in itertools.zip_longest(layers, layers[1:]):
             for nano in both:
-                names = ["wait for dispatch", "core attention", "return", "wait for return"]
+                names = ["wait for dispatch", "core attention", "combine", "wait for combine"]
                 events += [(name, layer, nano) for name in names]
                 events += [("dispatch", after, nano)] if after else []
         # Known before the loss is.
@@ -88,8 +88,8 @@ def test_one_nano_batch_goes_through_a_layer_after_the_other_where_nothing_retur
         events = []
         for before, layer, after in itertools.zip_longest(["", *layers], layers, layers[1:]):
             for nano in both[::-1]:
-                events += [("wait for return backward", before, nano)] if before else []
-                names = ["wait for dispatch", "core attention", "return"]
+                events += [("wait for combine backward", before, nano)] if before else []
+                names = ["wait for dispatch", "core attention", "combine"]
                 events += [(f"{name} backward", layer, nano) for name in names if layer]
                 # Known before its gradient is.
                 events += [("dispatch backward", after, nano)] if after else []
@@ -111,16 +111,16 @@ def test_linear_layers_run_while_the_other_nano_batch_s_rows_are_under_way(ranks
     expected = [
         # Pre-attention of ping, then of pong.
         *(set(), {("dispatch", "1", "ping")}),
-        *({("return", "1", "pong")}, {("dispatch", "2", "ping")}),
+        *({("combine", "1", "pong")}, {("dispatch", "2", "ping")}),
         # Post-attention of the last layer of ping, then of pong; then what follows the layers, and
         # all of it backwards.
-        *({("return", "2", "pong")}, set(), {("dispatch backward", "2", "pong")}),
-        *({("return backward", "2", "ping")}, {("dispatch backward", "1", "pong")}),
-        *({("return backward", "1", "ping")}, set()),
+        *({("combine", "2", "pong")}, set(), {("dispatch backward", "2", "pong")}),
+        *({("combine backward", "2", "ping")}, {("dispatch backward", "1", "pong")}),
+        *({("combine backward", "1", "ping")}, set()),
     ]
     for seen, _ in found:
         assert seen == expected
-    for phase in ("dispatch", "return", "dispatch_backward", "return_backward"):
+    for phase in ("dispatch", "combine", "dispatch_backward", "combine_backward"):
         assert sum(sent.get(phase, 0) for _, sent in found) > 0
 
 

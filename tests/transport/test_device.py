@@ -82,6 +82,6 @@ def test_a_rank_that_sends_nothing_is_named() -> None:
     virtual.endpoints[0].wait(0, 1, received, virtual.streams[0][CHANNELS[0]])
     failure = virtual.failures()[0]
     assert failure is not None
-    assert "waited for the message of rank 1 in exchange 1 of channel 'to servers' 0" in failure
+    assert "waited for the message of rank 1 in exchange 1 of channel 'dispatch' 0" in failure
     assert "rank 1 did nothing for 1 s" in failure
     assert bool(received.view(torch.float32).isnan().all())

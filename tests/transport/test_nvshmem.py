@@ -15,7 +15,7 @@ import torch.distributed as dist
 from distca.transport import Channel, ChannelBytes, MessageSizes, TransportError, channels, nvshmem
 from support.fake_nvshmem import Fake
 
-CHANNEL = Channel("to servers", 0)
+CHANNEL = Channel("dispatch", 0)
 SIZES = {CHANNEL: ChannelBytes(send=1000, receive=5000)}
 
 
@@ -210,7 +210,7 @@ def test_a_failure_is_found_when_a_step_ends(ranks) -> None:
 
 def rooms_of_two_channels() -> list[tuple[int, int]]:
     """Begin and end, in the memory of this rank, of what each channel receives and stages."""
-    other = Channel("to servers", 1)
+    other = Channel("dispatch", 1)
     fake, rooms = Fake(), []
     with fake.in_place():
         transport = fake.transport()

@@ -101,7 +101,7 @@ class KvMoves:
 
 
 def _channel(slot: int) -> Channel:
-    return Channel("to servers", slot)
+    return Channel("dispatch", slot)
 
 
 def _put_at(moves: Sequence[BlockMove], rank: int, world_size: int, block: int) -> tuple[int, ...]:

@@ -110,7 +110,7 @@ def move_rows(core: CoreAttention, pool: KvPool, moves: RowMoves) -> None:
 
 def _send(core: CoreAttention, pool: KvPool, moves: RowMoves, layer: int) -> Pending:
     """Starts a layer's exchange, and moves what stays on this rank."""
-    channel = Channel("to servers", layer % STEP_SLOTS)
+    channel = Channel("dispatch", layer % STEP_SLOTS)
     rows = _rows(core.transport.staging(channel, moves.sizes.sent), pool, moves)
     for number, memory in enumerate(pool.rows(layer)):
         rows[:, number] = memory[moves.sent]

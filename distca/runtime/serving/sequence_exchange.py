@@ -14,7 +14,7 @@ from distca.plan.span import Int64s
 from distca.schedule.serving.csps.layouts import gathered_rows
 from distca.transport import Channel, ChannelBytes, MessageSizes, Transport
 
-_CHANNEL = Channel("to servers", 0)
+_CHANNEL = Channel("dispatch", 0)
 
 
 class SequenceExchange:

@@ -96,7 +96,7 @@ class ExchangeStep:
         send_q: query rows to send, of the step before if they arrived, sorted by destination.
         send_kv: key rows to send, likewise, from one place after the other.
         calls: kernel calls.
-        give_back: outputs on their way to the queries' owners.
+        combine: outputs on their way to the queries' owners.
         results: arrived queries whose outputs are sent back, sorted by owner, then position.
         returned: local queries whose outputs come back, from one server after the other.
     """
@@ -105,7 +105,7 @@ class ExchangeStep:
     send_q: Index
     send_kv: tuple[Part, ...]
     calls: tuple[StepCall, ...]
-    give_back: StepMessages
+    combine: StepMessages
     results: Index
     returned: tuple[Index, ...]
 
@@ -269,7 +269,7 @@ def _step(
         send_q=index_of(_sent(segments.q, rank)),
         send_kv=local.parts(_sent(segments.kv, rank)),
         calls=tuple(calls),
-        give_back=step_messages(rank, outputs.back, replace(outputs, sizes=0 * outputs.sizes)),
+        combine=step_messages(rank, outputs.back, replace(outputs, sizes=0 * outputs.sizes)),
         results=index_of(results),
         returned=tuple(index_of(expand_ranges(each.owner_row, each.lengths)) for each in by_server),
     )

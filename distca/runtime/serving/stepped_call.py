@@ -134,14 +134,14 @@ class SteppedCall:
         local = slice(0, self._exchange.queries)
         return self._out[local], self._lse[local]
 
-    def send(self, number: int) -> None:
+    def dispatch(self, number: int) -> None:
         """Starts the exchange of a step's rows."""
         step = self._exchange.steps[number]
         if step.dispatch.move:
             with self._span("dispatch", "exchange", number):
                 self._dispatched[number] = self._start(
                     "dispatch",
-                    "to servers",
+                    "dispatch",
                     number,
                     step.dispatch,
                     self._types,
@@ -169,11 +169,11 @@ class SteppedCall:
         step = self._exchange.steps[number]
         with self._span("core attention", "kernels", number):
             self._kernels(number)
-        if step.give_back.move:
-            with self._span("return", "exchange", number):
+        if step.combine.move:
+            with self._span("combine", "exchange", number):
                 fills = self._fill_results(step.results), nothing_to_fill
                 self._returned[number] = self._start(
-                    "return", "to owners", number, step.give_back, self._result_types, fills
+                    "combine", "combine", number, step.combine, self._result_types, fills
                 )
         # Keys were read where they arrived.
         if number in self._dispatched:
@@ -183,15 +183,15 @@ class SteppedCall:
         for call in self._exchange.steps[number].calls:
             self._run(call)
 
-    def finish(self, number: int) -> None:
+    def combine(self, number: int) -> None:
         """Waits for the outputs of a step that return, and merges them."""
         pending = self._returned.pop(number, None)
         if pending is None:
             return
         step = self._exchange.steps[number]
-        with self._span("wait for return", "exchange", number):
+        with self._span("wait for combine", "exchange", number):
             messages = pending.wait().view(WORD)
-        found, _ = step.give_back.layout(self._result_types).receive
+        found, _ = step.combine.layout(self._result_types).receive
         begin, results = 0, _received(found, messages)
         for rows in step.returned:
             end = begin + _length(rows)

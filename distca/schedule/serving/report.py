@@ -20,7 +20,7 @@ class StepSummary:
         tasks: tasks of the step.
         query_rows, key_rows: rows that travel to servers before it; where some are dropped those
             of a key-value head on average.
-        bytes_to_servers, bytes_to_owners: bytes of these rows, and of the outputs that return.
+        bytes_dispatched, bytes_combined: bytes of these rows, and of the outputs that return.
         bytes_max_sent, bytes_max_received: most bytes of both that a rank sends, and receives.
         load_max_over_mean: pairs of the busiest server over the mean.
         kept_pairs: share of the visible pairs that is computed.
@@ -30,8 +30,8 @@ class StepSummary:
     tasks: int
     query_rows: int
     key_rows: int
-    bytes_to_servers: int
-    bytes_to_owners: int
+    bytes_dispatched: int
+    bytes_combined: int
     bytes_max_sent: int
     bytes_max_received: int
     load_max_over_mean: float
@@ -62,8 +62,8 @@ def describe_steps(stepped: SteppedPlan, shape: AttentionShape) -> tuple[StepSum
                 tasks=int(mine.sum()),
                 query_rows=int(segments.q.moved()[2].sum()),
                 key_rows=keys,
-                bytes_to_servers=int(messages["dispatch"].sizes.sum()),
-                bytes_to_owners=int(messages["return"].sizes.sum()),
+                bytes_dispatched=int(messages["dispatch"].sizes.sum()),
+                bytes_combined=int(messages["combine"].sizes.sum()),
                 bytes_max_sent=int(moved.sent().max()),
                 bytes_max_received=int(moved.received().max()),
                 load_max_over_mean=max_over_mean(loads),

@@ -57,7 +57,7 @@ class PlanStepCosts:
         merged_returned: bytes likewise for outputs that return to each rank, `[servers]`.
         queries: bytes of the queries that arrive, which are taken out of messages, `[servers]`.
         dispatch: rows that travel to the servers.
-        returned: outputs that return.
+        combine: outputs that return.
     """
 
     kernel_seconds: Floats
@@ -66,7 +66,7 @@ class PlanStepCosts:
     merged_returned: Int64s
     queries: Int64s
     dispatch: ExchangeCosts
-    returned: ExchangeCosts
+    combine: ExchangeCosts
 
 
 @dataclass(frozen=True)
@@ -110,7 +110,7 @@ class SteppedCosts:
                     self._merging(returning),
                     arriving * self._shape.q_row_bytes,
                     self._exchange(moved.messages["dispatch"]),
-                    self._exchange(moved.messages["return"]),
+                    self._exchange(moved.messages["combine"]),
                 )
             )
         return tuple(found)
@@ -203,7 +203,7 @@ def attend(resources: Resources, costs: SteppedCosts, layer: int = 0) -> None:
     returns: dict[int, Floats] = {}
     for action, number in step_program(len(steps)):
         step, labels = steps[number], {"layer": layer, "step": number}
-        if action == "send":
+        if action == "dispatch":
             arrives[number] = _start(resources, step.dispatch, "dispatch", labels)
         elif action == "receive":
             resources.wait(arrives.pop(number), "wait for dispatch", **labels)
@@ -212,9 +212,9 @@ def attend(resources: Resources, costs: SteppedCosts, layer: int = 0) -> None:
             seconds = step.kernel_seconds + launch * step.kernel_calls
             seconds = seconds + resources.traffic_seconds(step.merged)
             resources.compute(seconds, "core attention", "kernels", **labels)
-            returns[number] = _start(resources, step.returned, "return", labels)
+            returns[number] = _start(resources, step.combine, "combine", labels)
         else:
-            resources.wait(returns.pop(number), "wait for return", **labels)
+            resources.wait(returns.pop(number), "wait for combine", **labels)
             resources.compute(resources.traffic_seconds(step.merged_returned))
 
 

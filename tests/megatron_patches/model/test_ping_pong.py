@@ -134,7 +134,7 @@ def test_what_one_half_enters_is_not_for_the_other(name: str, first: int) -> Non
         return ThreadState.present(), NUMBER.get()
 
     def wait(number: int) -> None:
-        program.take_turn("forward", "start", number)
+        program.take_turn("forward", "dispatch", number)
 
     def enters(number: int, waits_before: int) -> None:
         for _ in range(waits_before):
@@ -150,7 +150,7 @@ def test_what_one_half_enters_is_not_for_the_other(name: str, first: int) -> Non
 
     other = 1 - first
     order = [first, other, first, other, other]
-    program = ProgramRun([], tuple(Event("forward", "start", number, 0) for number in order))
+    program = ProgramRun([], tuple(Event("forward", "dispatch", number, 0) for number in order))
     before = state()
     with saved_tensors_hooks(lambda x: x, lambda x: x):
         # What surrounds both is in force in both.
@@ -187,7 +187,7 @@ def test_a_recipe_of_the_process_is_left_while_the_other_half_runs() -> None:
     """Layers of both halves have recipes of their own, and one has none."""
     recipe = Recipe()
     program = ProgramRun(
-        [], tuple(Event("forward", "start", number, 0) for number in (0, 1, 0, 1, 0, 1))
+        [], tuple(Event("forward", "dispatch", number, 0) for number in (0, 1, 0, 1, 0, 1))
     )
     turns = Turns(program)
 
@@ -195,11 +195,11 @@ def test_a_recipe_of_the_process_is_left_while_the_other_half_runs() -> None:
         for layer in range(3):
             name = f"layer {layer}"
             if layer == 1:
-                program.take_turn("forward", "start", number)
+                program.take_turn("forward", "dispatch", number)
                 assert recipe.present == "none"
                 continue
             with turns.inside(lambda name=name: recipe.context(name)):
-                program.take_turn("forward", "start", number)
+                program.take_turn("forward", "dispatch", number)
                 assert recipe.present == name
             assert recipe.present == "none"
 

@@ -194,11 +194,11 @@ def test_rows_of_a_step_travel_while_the_one_before_is_computed() -> None:
         ("compute", 2),
     ]
     for step in (1, 2):
-        assert events.index(("send", step)) < events.index(("compute", step - 1))
+        assert events.index(("dispatch", step)) < events.index(("compute", step - 1))
         # What was received is passed on.
-        assert events.index(("receive", step - 1)) < events.index(("send", step))
-        assert events.index(("compute", step)) < events.index(("finish", step - 1))
-    assert step_program(1) == (("send", 0), ("receive", 0), ("compute", 0), ("finish", 0))
+        assert events.index(("receive", step - 1)) < events.index(("dispatch", step))
+        assert events.index(("compute", step)) < events.index(("combine", step - 1))
+    assert step_program(1) == (("dispatch", 0), ("receive", 0), ("compute", 0), ("combine", 0))
 
 
 def test_other_queries_than_the_plans_are_refused() -> None:
