@@ -28,7 +28,6 @@ from typing import Any
 import numpy as np
 
 from distca.cost.kernel_time import CostModel
-from distca.plan import Mask
 from distca.plan.span import Floats, Int64s
 from distca.schedule import most_in_flight_of_1f1b
 from distca.simulate.bins import PACKED_BY_WORK, RINGS, BaselineLayout, Bins
@@ -53,8 +52,6 @@ def simulate_baseline(
     costs: ModelCosts,
     *,
     cost_model: CostModel | None = None,
-    mask: Mask | None = None,
-    recording: bool = False,
 ) -> Outcome:
     """Simulates a global batch.
 
@@ -64,9 +61,6 @@ def simulate_baseline(
         layout: division of the servers into stages, replicas and groups.
         costs: costs of the model on the cluster.
         cost_model: forward seconds of tasks; None: the cluster's kernel.
-        mask: tokens that a query sees, where the model's layers have no windows; None: all earlier
-            tokens of its document.
-        recording: keep spans of each stage of each replica for a trace.
 
     Raises:
         ValueError: there is no such baseline, or sizes don't divide.
@@ -81,17 +75,15 @@ def simulate_baseline(
     attention = cost_model or costs.cluster.attention_cost(costs.shape)
     attention = LayerMean.of(attention, costs.model)
     if name == HYBRID:
-        if layout.stages > 1 or layout.micro_batches > 1 or mask not in (None, Mask()) or recording:
-            raise ValueError(
-                f"{HYBRID} has no pipeline, no micro-batches, no window and no timeline here"
-            )
+        if layout.stages > 1 or layout.micro_batches > 1:
+            raise ValueError(f"{HYBRID} has no pipeline and no micro-batches here")
         ranks = layout.data_parallel * layout.context_parallel
         return simulate_hybrid(lengths, ranks, layout.context_parallel, costs, attention)
-    bins = Bins.of(name, lengths, layout, costs, attention, mask or Mask())
+    bins = Bins.of(name, lengths, layout, costs, attention)
     if name in PACKED_BY_WORK:
         bins = in_best_order(bins, layout, costs)
     stages = [Passes.of(bins, layout, costs, stage) for stage in range(layout.stages)]
-    ends, spans = one_f_one_b(stages, bins, layout, costs, recording)
+    ends = one_f_one_b(stages, bins, layout, costs)
     replicas = layout.data_parallel * layout.context_parallel
     seconds = 0.0
     layers, shared = costs.model.layers // layout.stages, bins.shared
@@ -120,7 +112,6 @@ def simulate_baseline(
         gathering + np.concatenate([stage.waited for stage in stages]),
         gathering,
         {"shared forward": of_ranks(sent[:, 0]), "shared backward": of_ranks(sent[:, 1])},
-        tuple(spans),
     )
 
 

@@ -135,18 +135,15 @@ class Bins:
         layout: BaselineLayout,
         costs: ModelCosts,
         attention: CostModel,
-        mask: Mask,
     ) -> Bins:
         size, bins, group = layout.context_parallel, layout.bins, layout.group
         if name in RINGS:
-            if mask.window_left is not None:
-                raise ValueError(f"{name} has no sliding windows: use per-document-cp")
             tokens, documents = _in_turn(lengths, layout)
             shared = ring(documents, tokens, attention, group, costs)
         else:
-            plan = _pack(name, lengths, layout, costs, attention, mask)
+            plan = _pack(name, lengths, layout, costs, attention)
             tokens = plan.placement.tokens_per_rank().reshape(bins, size)
-            loads = server_loads(plan.tasks, mask, plan.world_size, attention)
+            loads = server_loads(plan.tasks, plan.mask, plan.world_size, attention)
             seconds = loads.reshape(bins, size)
             shared = all_gather(tokens, seconds, group, costs, keeps(name, costs))
         if name in PACKED_BY_WORK:
@@ -199,7 +196,6 @@ def _pack(
     layout: BaselineLayout,
     costs: ModelCosts,
     attention: CostModel,
-    mask: Mask,
 ) -> Plan:
     """The plan of all bins side by side: rank `i` of bin `b` is rank `b * size + i`."""
     bins, size = layout.bins, layout.context_parallel
@@ -214,7 +210,7 @@ def _pack(
         scheduler = WlbLlm(replace(config, cost_model=PaperWork()), tokens)
     else:
         scheduler = make_scheduler(name, config)
-    plan = scheduler.plan(lengths, np.full(ranks, tokens // ranks, dtype=np.int64), mask)
+    plan = scheduler.plan(lengths, np.full(ranks, tokens // ranks, dtype=np.int64), Mask())
     crossing = distinct(plan.placement.document * bins + plan.placement.rank // size) // bins
     if (np.unique(crossing, return_counts=True)[1] > 1).any():
         raise _crossing(tokens // bins)

@@ -11,7 +11,6 @@ import numpy as np
 from distca.plan.span import Floats
 from distca.simulate.bins import BaselineLayout, Bins
 from distca.simulate.costs import ModelCosts
-from distca.simulate.resources import Span
 
 
 @dataclass(frozen=True)
@@ -77,9 +76,8 @@ def one_f_one_b(
     bins: Bins,
     layout: BaselineLayout,
     costs: ModelCosts,
-    recording: bool,
-) -> tuple[list[Floats], list[Span]]:
-    """Runs the pipelines; returns when each replica's stages end, `[replicas]` each, and spans."""
+) -> list[Floats]:
+    """Runs the pipelines; returns when each replica's stages end, `[replicas]` each."""
     stages, micro_batches = layout.stages, layout.micro_batches
     ranks = layout.data_parallel * layout.context_parallel
     crosses = ranks >= costs.cluster.links(costs.tensor_parallel).ranks_per_node
@@ -87,7 +85,6 @@ def one_f_one_b(
     left = [order_of_1f1b(stage, stages, micro_batches) for stage in range(stages)]
     clocks = [np.zeros(layout.data_parallel) for _ in range(stages)]
     done: dict[tuple[int, bool, int], Floats] = {}
-    spans: list[Span] = []
     while any(left):
         for stage in range(stages):
             while left[stage]:
@@ -102,20 +99,7 @@ def one_f_one_b(
                 end = start + (mine.forward if forward else mine.backward)[:, number]
                 clocks[stage] = done[stage, forward, number] = end
                 left[stage].pop(0)
-                if recording:
-                    name = f"{'forward' if forward else 'backward'}: micro-batch {number}"
-                    spans += [
-                        Span(
-                            (stage * layout.data_parallel + replica) * layout.context_parallel,
-                            "ticks",
-                            name,
-                            float(start[replica]),
-                            float(end[replica]),
-                            {},
-                        )
-                        for replica in range(layout.data_parallel)
-                    ]
-    return clocks, spans
+    return clocks
 
 
 def in_best_order(bins: Bins, layout: BaselineLayout, costs: ModelCosts) -> Bins:
@@ -139,6 +123,6 @@ def in_best_order(bins: Bins, layout: BaselineLayout, costs: ModelCosts) -> Bins
     for order in orders:
         tried = bins.select((slice(None), order))
         stages = [Passes.of(tried, layout, costs, stage) for stage in range(layout.stages)]
-        ends.append(np.max(one_f_one_b(stages, tried, layout, costs, False)[0], axis=0))
+        ends.append(np.max(one_f_one_b(stages, tried, layout, costs), axis=0))
     best = np.array(orders)[np.argmin(ends, axis=0)]
     return bins.select((np.arange(layout.data_parallel)[:, None], best))

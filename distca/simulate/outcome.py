@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -57,13 +56,12 @@ class Outcome:
         return max(1.0 - float(self.computed.mean()) / self.seconds, 0.0)
 
 
-def save_trace(path: Path, outcome: Outcome, names: Sequence[str] | None = None) -> None:
+def save_trace(path: Path, outcome: Outcome) -> None:
     """Writes the recorded timeline of an iteration in the format of `--distca-trace`.
 
     Args:
         path: a JSON file, to be opened at ui.perfetto.dev.
         outcome: result of a simulation that recorded.
-        names: titles of the ranks; default: their numbers.
 
     Raises:
         ValueError: nothing was recorded.
@@ -86,5 +84,5 @@ def save_trace(path: Path, outcome: Outcome, names: Sequence[str] | None = None)
                 "args": span.args,
             }
         )
-    titles = names or [f"server {rank}" for rank in range(ranks)]
+    titles = [f"server {rank}" for rank in range(ranks)]
     write_trace(path, list(zip(titles, of_rank, strict=True)))

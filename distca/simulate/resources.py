@@ -42,7 +42,6 @@ class Transfer:
 
     Attributes:
         bytes_sent: bytes that each rank sends, `[ranks]`.
-        bytes_received: bytes that each rank receives, `[ranks]`.
         seconds_of_ports: time that each port is busy, `[4, ranks]`: out to the node and to the
             network, in from the node and from the network.
         out_port: number of each message's port out, `[messages]`.
@@ -55,7 +54,6 @@ class Transfer:
     """
 
     bytes_sent: Int64s
-    bytes_received: Int64s
     seconds_of_ports: Floats
     out_port: Int64s
     seconds: Floats
@@ -85,7 +83,6 @@ class Transfer:
         )
         return Transfer(
             messages.sent(),
-            messages.received(),
             seconds_of_ports,
             out_port,
             seconds,
@@ -144,7 +141,6 @@ class Resources:
         computed: seconds that each rank's compute was busy so far, `[ranks]`.
         exposed: seconds that each rank's compute waited for exchanges so far, `[ranks]`.
         sent: bytes that each rank has sent, `[ranks]`, by phase of the exchange.
-        received: bytes that each rank has received, `[ranks]`, by phase of the exchange.
         held: seconds that messages have taken of each rank's ports out and in, to its node and to
             the network, `[4, ranks]`.
         spans: recorded spans of all ranks.
@@ -160,7 +156,6 @@ class Resources:
     exposed: Floats = field(init=False)
     held: Floats = field(init=False)
     sent: dict[str, Int64s] = field(default_factory=dict)
-    received: dict[str, Int64s] = field(default_factory=dict)
     spans: list[Span] = field(default_factory=list)
     labels: dict[str, Any] = field(default_factory=dict)
 
@@ -208,7 +203,8 @@ class Resources:
             over = np.maximum(over, passed)
             self._busy_until = np.maximum(np.maximum(*self._out), np.maximum(*self._in))
         self.held += moved.seconds_of_ports
-        self._count(moved, phase)
+        self.sent.setdefault(phase, np.zeros(self.ranks, dtype=np.int64))
+        self.sent[phase] += moved.bytes_sent
         return over
 
     @staticmethod
@@ -232,15 +228,6 @@ class Resources:
         passed = begins[moved.out_port[order]] + total - before[moved.port]
         last: Floats = np.maximum.reduceat(passed, moved.port_firsts)
         return last
-
-    def _count(self, moved: Transfer, phase: str) -> None:
-        for counts, nbytes in (
-            (self.sent, moved.bytes_sent),
-            (self.received, moved.bytes_received),
-        ):
-            if phase not in counts:
-                counts[phase] = np.zeros(self.ranks, dtype=np.int64)
-            counts[phase] += nbytes
 
     def barrier(self, groups: Sequence[Int64s], seconds: Sequence[float]) -> None:
         """Lets each group of ranks wait for its last member, and then for its seconds."""

@@ -238,7 +238,7 @@ def simulate(
         workload: model, cluster and sizes.
         sequences: lengths of the documents in each sequence, int64.
         ablation: part of the exchanges that is left out, with `--distca`.
-        recording: keep spans for a trace.
+        recording: keep spans for a trace, with `--distca`.
 
     Raises:
         ValueError: the sequences are not the workload's, or the configuration does not divide.
@@ -257,7 +257,7 @@ def simulate(
             candidate.all_to_all,
         )
         lengths = np.concatenate(sequences)
-        return simulate_baseline(candidate.system, lengths, layout, costs, recording=recording)
+        return simulate_baseline(candidate.system, lengths, layout, costs)
     costs = workload.costs_of(candidate)
     config = ScheduleConfig(
         tolerance=workload.tolerance if candidate.tolerance is None else candidate.tolerance,

@@ -67,7 +67,7 @@ def test_ranks_wait_for_a_long_document_and_all_charges_count() -> None:
     none = simulate_baseline("hybrid-cp", lengths, BaselineLayout(1, 3, 1, 1), costs)
     assert not none.fits
     for wrong in (BaselineLayout(2, 2, 1, 2), BaselineLayout(1, 2, 1, 2)):
-        with pytest.raises(ValueError, match="hybrid-cp has no pipeline, no micro-batches"):
+        with pytest.raises(ValueError, match="hybrid-cp has no pipeline and no micro-batches"):
             simulate_baseline("hybrid-cp", lengths, wrong, costs)
 
 

@@ -7,7 +7,6 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from distca.plan import Mask
 from distca.simulate import PUBLISHED, BaselineLayout, Charges, ModelCosts, simulate_baseline
 from distca.simulate.sharing import (
     Group,
@@ -138,8 +137,6 @@ def test_an_all_to_all_needs_heads_and_no_memory() -> None:
             simulate_baseline(name, lengths, wrong, costs)
     with pytest.raises(ValueError, match="cannot share 2 key-value heads"):
         simulate_baseline("cp-a2a", lengths, layout, costs_on(IDEAL))
-    with pytest.raises(ValueError, match="cp-p2p has no sliding windows"):
-        simulate_baseline("cp-p2p", lengths, BaselineLayout(1, 1, 8, 1), costs, mask=Mask(1024))
     with pytest.raises(ValueError, match="crosses the end of its 16,384 tokens"):
         simulate_baseline("cp-p2p", lengths, BaselineLayout(1, 4, 1, 1), costs)
 

@@ -7,7 +7,6 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from distca.plan import Mask
 from distca.schedule import ExecutionOptions
 from distca.simulate import (
     BaselineLayout,
@@ -115,7 +114,7 @@ def test_only_wlb_llm_runs_its_heaviest_bins_first(name: str, in_order: bool) ->
     costs = costs_on(IDEAL)
     attention = costs.cluster.attention_cost(costs.shape)
     lengths = np.array([128] * 64 + [8192])
-    bins = Bins.of(name, lengths, BaselineLayout(1, 1, 1, 2), costs, attention, Mask())
+    bins = Bins.of(name, lengths, BaselineLayout(1, 1, 1, 2), costs, attention)
     light, heavy = sorted(bins.shared.attention.ravel().tolist())
     assert heavy > 10 * light
     assert (bins.shared.attention.ravel().tolist() == [light, heavy]) is in_order
