@@ -29,8 +29,8 @@ from distca.simulate.workload import DISTCA_SYSTEMS, Candidate, Workload, simula
 _TRIES = 4
 """Bound on the configurations that the first round runs once one fits, per one that is to fit."""
 _WORTH_IT = 1.01
-"""Ratio up to which steps count as equally long: smaller micro-batches cost a
-little that is not simulated, such as smaller kernels."""
+"""Ratio up to which steps count as equally long: smaller micro-batches cost a little that is not
+simulated, such as smaller kernels."""
 
 
 @dataclass(frozen=True)
@@ -99,11 +99,6 @@ Evaluate = Callable[[Sequence[Candidate], int], Mapping[Candidate, Sequence[Tria
 """Simulates configurations in the first batches; may stop after one in which they don't fit."""
 
 
-def no_variants(fitting: Sequence[Candidate]) -> list[Candidate]:
-    """Adds nothing to the configurations that fit."""
-    return []
-
-
 @dataclass(frozen=True)
 class Effort:
     """Extent of a search for a system's best configuration.
@@ -127,7 +122,7 @@ class Effort:
     first: int = 1
     near: float = 0.0
     tolerances: Sequence[float | None] = (None,)
-    variants: Callable[[Sequence[Candidate]], list[Candidate]] = no_variants
+    variants: Callable[[Sequence[Candidate]], list[Candidate]] = lambda fitting: []
     rounds: Sequence[tuple[int, int]] = ()
     compared: int | None = None
     sweeps: Sequence[tuple[Callable[[Candidate, Workload], list[Candidate]], float]] = ()
@@ -311,8 +306,8 @@ def advise(
 
     All configurations of a baseline run all batches, until they do not fit. With `--distca`, whose
     planning takes longer, configurations run the first batch in the order of `estimate`, until
-    enough of them fit; the best of these run all batches, and the very best with chains, head
-    groups, keys and values instead of latents, other tolerances, and inputs that are kept, too.
+    enough of them fit; the best of these run all batches, and the very best with chains, keys and
+    values instead of latents, other tolerances, and inputs that are kept, too.
 
     Args:
         workload: model, cluster and sizes.

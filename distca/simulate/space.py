@@ -19,13 +19,7 @@ from distca.simulate.baselines import BASELINES, WITHOUT_WINDOWS
 from distca.simulate.bins import GATHERED, PACKED_BY_WORK, keeps
 from distca.simulate.hybrid import HYBRID
 from distca.simulate.layer_mean import LayerMean
-from distca.simulate.workload import (
-    DISTCA_SYSTEMS,
-    SYSTEMS,
-    Candidate,
-    Workload,
-    options_of,
-)
+from distca.simulate.workload import DISTCA_SYSTEMS, SYSTEMS, Candidate, Workload, options_of
 
 _CHAINS = (2, 4)
 """Lengths of the chains of micro-batches that are tried."""
@@ -209,8 +203,8 @@ def with_kept_inputs(candidate: Candidate, workload: Workload) -> list[Candidate
 
 
 def sizes_of(candidate: Candidate) -> Candidate:
-    """The configuration that `divisions` gave, without bound, chains, tolerance, and
-    choice of latents and inputs."""
+    """The configuration that `divisions` gave, without bound, chains, tolerance, and choices of
+    latents and inputs."""
     micro_batches = candidate.micro_batches // candidate.chain
     return replace(
         candidate,
