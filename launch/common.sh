@@ -2,8 +2,9 @@
 # shellcheck disable=SC2034 # its variables are used by the scripts that source it
 # What launch/local.sh and launch/slurm/*.sh share; they source it from the repository's root.
 
-# The newest megatron-core that the checks were run with.
+# The newest megatron-core that the checks were run with, and the versions of Python that train with it.
 newest_megatron=0.19.2
+training_pythons='3.13 3.12'
 
 die() {
     echo "error: $*" >&2
@@ -21,30 +22,40 @@ version_of_megatron() {
         die "'$1' is no version of megatron-core: give one such as $newest_megatron"
 }
 
-# find_python [MEGATRON_CORE]: PYTHON, or else the newest interpreter on PATH that suits. For a given
-# version of megatron-core those of version managers, too: its environment is not the default one.
+# version_of_python TEXT: ends the script unless it is one that the project runs with.
+version_of_python() {
+    [[ " $training_pythons 3.11 " == *" $1 "* ]] ||
+        die "'$1' is no version of Python that DistCA is tested with: give 3.11, 3.12 or 3.13"
+}
+
+# find_python VERSIONS...: PYTHON, or else an interpreter of the first of these versions that is on PATH
+# or in the folder of a version manager.
 find_python() {
-    local versions=(3.13 3.12 3.11) candidates=() version name python
-    case ${1:-} in
-        '') ;;
-        0.16.*) ;;
-        *) versions=(3.13 3.12) ;;
-    esac
+    local versions=("$@") candidates=() version name python
     for version in "${versions[@]}"; do
-        candidates+=("python$version")
-        [ -z "${1:-}" ] || candidates+=("$HOME/.pyenv/versions/$version"*/bin/python
-            "$HOME/.local/share/uv/python/cpython-$version"*/bin/python
-            "$HOME/"{miniconda3,miniforge3,anaconda3}/envs/*/bin/"python$version"
+        candidates+=("python$version"
+            "${PYENV_ROOT:-$HOME/.pyenv}/versions/$version"*/bin/python
+            "${UV_PYTHON_INSTALL_DIR:-$HOME/.local/share/uv/python}/cpython-$version"*/bin/python
+            "${CONDA_PREFIX:-$HOME/miniconda3}/bin/python$version"
+            "$HOME/"{miniconda3,miniforge3,anaconda3}/{,envs/*/}"bin/python$version"
+            "$HOME/.asdf/installs/python/$version"*/bin/python
+            "$HOME/.local/share/mise/installs/python/$version"*/bin/python
             "/opt/python/$version"*/bin/python)
     done
+    candidates+=(python3)
     [ -z "${PYTHON:-}" ] || candidates=("$PYTHON")
-    for python in "${candidates[@]}" ${PYTHON:-python3}; do
+    for python in "${candidates[@]}"; do
         # A version manager's stand-in may be there for a version that is not.
         name=$(python_version "$python") || continue
         case " ${versions[*]} " in *" $name "*) command -v "$python" && return ;; esac
     done
-    echo "error: no Python of ${versions[*]} with venv and pip runs here${PYTHON:+ as $PYTHON}:" \
-        "install one, or give PYTHON=FILE" >&2
+    if [ -n "${PYTHON:-}" ]; then
+        echo "error: $PYTHON is no Python of ${versions[*]} that runs, with venv and pip" >&2
+    else
+        echo "error: no Python of ${versions[*]} with venv and pip is on PATH or in a version manager:" \
+            "install one (uv python install $1, pyenv install $1, conda create -n python$1" \
+            "python=$1), or give PYTHON=FILE" >&2
+    fi
     return 1
 }
 

@@ -1,8 +1,9 @@
 #!/usr/bin/env bash
-# Sets everything up and runs all checks. Arguments are passed to pytest: launch/test.sh -k plan
+# Sets everything up and runs all checks. With arguments pytest alone runs: launch/test.sh -k plan
 # launch/test.sh --recording [COMMIT] tells whether this checkout computes what that commit did.
-# launch/test.sh --megatron 0.19.2 runs parity, resuming, pipelines and flags in both training loops
-# with that megatron-core, in an environment of its own.
+# launch/test.sh --megatron 0.18.2 runs the tests of training with that megatron-core, in an
+# environment of its own.
+# launch/test.sh --python 3.11 runs the tests of all that needs no Megatron with that Python.
 # launch/test.sh --mutants 50 tests the tests instead. CONTRIBUTING.md says more of all.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -10,21 +11,35 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 # Two at a time, file by file, since files have fixtures that take long; tests/conftest.py orders them.
 pytest_flags=(-q -n 2 --dist loadfile --no-loadscope-reorder)
-if [ "${1:-}" = --megatron ]; then
-    version=${2:-}
-    version_of_megatron "$version"
-    launch/setup.sh megatron "$version"
-    export PATH="$PWD/.venv-megatron-$version/bin:$PATH" OMP_NUM_THREADS=1 PYTHONPATH=$PWD
-    exec python -m pytest "${pytest_flags[@]}" tests/training tests/megatron_patches "${@:3}"
-fi
+# test_in ENVIRONMENT ARGUMENTS...: pytest in an environment without the project itself.
+test_in() {
+    export PATH="$PWD/$1/bin:$PATH" OMP_NUM_THREADS=1 PYTHONPATH=$PWD
+    shift
+    exec python -m pytest "${pytest_flags[@]}" "$@"
+}
+case ${1:-} in
+    --megatron)
+        version_of_megatron "${2:-}"
+        launch/setup.sh megatron "$2"
+        test_in ".venv-megatron-$2" tests/training tests/megatron_patches "${@:3}"
+        ;;
+    --python)
+        version_of_python "${2:-}"
+        launch/setup.sh python "$2"
+        test_in ".venv-python-$2" tests/{plan,cost,documents,schedule,simulate,attention,runtime} \
+            tests/serve/test_{exactness,server,decode_steps}.py "${@:3}"
+        ;;
+esac
 launch/setup.sh checks
 export PATH="$PWD/.venv/bin:$PATH" OMP_NUM_THREADS=1
 case ${1:-} in
     --recording) exec python tests/recording since "${@:2}" ;;
     --mutants) PYTHONPATH=tests exec python -m mutation "$@" ;;
 esac
-ruff check .
-ruff format --check .
-mypy
-shellcheck -x launch/*.sh launch/slurm/*.sh .ci/run
+if [ $# = 0 ]; then
+    ruff check .
+    ruff format --check .
+    mypy
+    shellcheck -x launch/*.sh launch/slurm/*.sh .ci/run
+fi
 exec python -m pytest "${pytest_flags[@]}" "$@"

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.util
 import shutil
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 
 import pytest
 
@@ -45,6 +46,32 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             if item.get_closest_marker("full"):
                 item.add_marker(pytest.mark.skip(reason="runs with --full"))
     items.sort(key=lambda item: not item.nodeid.startswith(LONG))
+
+
+HAS_MEGATRON = importlib.util.find_spec("megatron") is not None
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report(
+    collector: pytest.Collector,
+) -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
+    """Skips files that import Megatron, where it is not installed."""
+    report = yield
+    if report.failed and not HAS_MEGATRON and "No module named 'megatron" in report.longreprtext:
+        report.outcome = "skipped"
+        report.longrepr = (str(collector.path), 0, "Skipped: needs megatron-core")
+    return report
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Generator[None]:
+    """Skips tests that turn out to need Megatron, on whatever rank, where it is not installed."""
+    try:
+        yield
+    except Exception as error:
+        if HAS_MEGATRON or "No module named 'megatron" not in str(error):
+            raise
+        pytest.skip("needs megatron-core")
 
 
 @pytest.fixture(scope="session")

@@ -34,7 +34,17 @@ from support.launches import ROOT, launch, pretrain_flags
         ("demo.sh", ["--dryrun"], "there is no --dryrun: --help lists"),
         ("setup.sh", ["--help-me"], "takes no --help-me: give nothing, checks"),
         ("setup.sh", ["megatron"], "'' is no version of megatron-core: give one such as 0."),
+        (
+            "setup.sh",
+            ["python"],
+            "'' is no version of Python that DistCA is tested with: give 3.11",
+        ),
         ("test.sh", ["--megatron", "new"], "'new' is no version of megatron-core"),
+        (
+            "test.sh",
+            ["--python", "2.7"],
+            "'2.7' is no version of Python that DistCA is tested with",
+        ),
         (
             "slurm/throughput.sh",
             ["--dry-run", "--pipeline-model-parallel-size", "two"],

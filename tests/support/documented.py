@@ -313,7 +313,7 @@ def _check_test_script(words: list[str]) -> None:
     elif "--mutants" in words:
         run = importlib.import_module("mutation.__main__").main
         parse_alone(lambda: run(words))
-    elif words[:1] == ["--megatron"]:
+    elif words[:1] in (["--megatron"], ["--python"]):
         check_pytest(words[2:])
     else:
         check_pytest(words)

@@ -1,0 +1,144 @@
+# shellcheck shell=bash
+# How launch/setup.sh makes an environment of Python; it sources this from the repository's root.
+# An environment is a folder whose name ends in a checksum of what it was made for, and a link to it:
+# a new one is made beside the old one, and then the link is changed.
+
+torch_version=2.13.0
+
+# What an environment of this checkout depends on, beside its Python.
+stamp_of_checkout() {
+    echo "torch $torch_version, dependencies $(sed '/^\[tool/,$d' pyproject.toml | cksum | cut -d ' ' -f 1)"
+}
+
+# seconds_as_text SECONDS: such as 1:05.
+seconds_as_text() {
+    printf '%d:%02d' $(($1 / 60)) $(($1 % 60))
+}
+
+# install FOLDER WHAT ARGUMENTS...: pip, with its own bars on a terminal, else a line every ten seconds.
+install() {
+    local folder=$1 what=$2 begun=$SECONDS log=$1/pip.log process doing size
+    shift 2
+    local pip=("$folder/bin/python" -m pip --disable-pip-version-check install
+        --constraint "$folder/constraints.txt")
+    echo "installing $what" >&2
+    if [ -t 2 ]; then
+        "${pip[@]}" "$@" >&2 || die "pip could not install $what: what it says is above"
+        return
+    fi
+    "${pip[@]}" --progress-bar off "$@" >"$log" 2>&1 &
+    process=$!
+    # shellcheck disable=SC2064 # this process, not a later one
+    trap "kill $process 2>/dev/null || true" EXIT
+    while ! timeout 9 tail -s 0.1 --pid="$process" -f /dev/null; do
+        doing=$(sed -n 's/Installing collected packages.*/unpacking/p; s/^ *\(\(Collecting\|Downloading\|Using cached\) .*\)/\1/p' "$log" | tail -n 1)
+        size=$(du -sm "$folder/lib" | cut -f 1)
+        echo "  $(seconds_as_text $((SECONDS - begun))), $size MB are there: ${doing:0:70}" >&2
+    done
+    trap - EXIT
+    wait "$process" || {
+        tail -n 20 "$log" >&2
+        die "pip could not install $what: its output is in $log"
+    }
+}
+
+# users_of FOLDER: the processes that run from this environment, one a line.
+users_of() {
+    local folder process program
+    folder=$(readlink -e "$1") || return 0
+    {
+        # The interpreter is a link to another folder: the libraries that a process has loaded tell, or
+        # the name that it was started by.
+        grep -lsF " $folder/" /proc/[0-9]*/maps | cut -d / -f 3
+        for process in /proc/[0-9]*; do
+            IFS= read -r -d '' program <"$process/cmdline" || continue
+            case $program in
+                *.venv*/bin/* | */distca/*/bin/* | "$folder"/*) ;;
+                *) continue ;;
+            esac
+            program=$(cd "$process/cwd" && readlink -e "${program%/*}") || continue
+            [ "$program" != "$folder/bin" ] || echo "${process#/proc/}"
+        done
+    } 2>/dev/null | sort -un | while read -r process; do
+        echo "process $process, $(tr '\0' ' ' <"/proc/$process/cmdline" 2>/dev/null | cut -c 1-70)"
+    done
+}
+
+# refuse_if_used LINK: ends the script where an environment to be replaced is in use.
+refuse_if_used() {
+    local users
+    users=$(users_of "$1" | head -n 1)
+    [ -z "$users" ] || die "$1 has to be made anew, and is in use ($users): end that first"
+}
+
+# suits LINK STAMP: whether the environment was made for the same, and by the PYTHON that is asked for.
+suits() {
+    [ "$(sed -n 1p "$1/set-up-for" 2>/dev/null)" = "$2" ] && [ -n "$(python_version "$1/bin/python")" ] &&
+        { [ -z "${PYTHON:-}" ] || [ "$(sed -n 2p "$1/set-up-for")" = "$(command -v "$PYTHON")" ]; }
+}
+
+# has LINK STAMP EXTRAS: whether nothing is to be done.
+has() {
+    local extra
+    suits "$1" "$2" || return 1
+    for extra in ${3//,/ }; do
+        grep -qx "with $extra" "$1/set-up-for" || return 1
+    done
+}
+
+# provide LINK STAMP VERSIONS EXTRAS ARGUMENTS...: makes sure that the link leads to an environment of
+# one of these versions of Python with these extras of the project, and whatever else pip is to install.
+provide() {
+    local link=$1 stamp=$2 versions=$3 extras=$4 python folder lock begun=$SECONDS
+    shift 4
+    ! has "$link" "$stamp" "$extras" || return 0
+    mkdir -p "$(dirname "$link")"
+    exec {lock}>"$link.lock"
+    flock --nonblock "$lock" || {
+        echo "waiting for another set-up of $link" >&2
+        flock "$lock"
+    }
+    if ! has "$link" "$stamp" "$extras"; then
+        if suits "$link" "$stamp"; then
+            folder=$link
+            echo "adding what is missing to $link" >&2
+        else
+            refuse_if_used "$link"
+            # shellcheck disable=SC2086 # several versions
+            python=$(find_python $versions) || exit 2
+            folder=$link-$(cksum <<<"$stamp $python" | cut -d ' ' -f 1)
+            suits "$folder" "$stamp" || begin_environment "$folder" "$stamp" "$python"
+        fi
+        install "$folder" "distca[$extras] and what it needs" "$@" ".[$extras]"
+        # shellcheck disable=SC2086 # several extras
+        printf 'with %s\n' ${extras//,/ } >>"$folder/set-up-for"
+        [ "$folder" = "$link" ] || swap_in "$folder" "$link"
+        echo "$link is ready, after $(seconds_as_text $((SECONDS - begun)))" >&2
+    fi
+    exec {lock}>&-
+}
+
+# begin_environment FOLDER STAMP PYTHON: with torch, which no later step may replace by another build.
+begin_environment() {
+    echo "setting up $1 with $("$3" --version), $3 (once; some minutes)" >&2
+    "$3" -m venv --clear "$1"
+    echo "torch==$torch_version" >"$1/constraints.txt"
+    # From 25.1 on pip has a bar for the unpacking, too.
+    install "$1" pip "pip>=25.1"
+    install "$1" "torch $torch_version and the libraries that it needs" "torch==$torch_version" numpy
+    printf '%s\n' "$2" "$3" >"$1/set-up-for"
+}
+
+# swap_in FOLDER LINK: from one moment to the next; the environments that were there before go.
+swap_in() {
+    local old
+    refuse_if_used "$2"
+    # It was a folder once.
+    [ -L "$2" ] || [ ! -e "$2" ] || mv "$2" "$2-old"
+    ln -sfn "$(basename "$1")" "$2.new"
+    mv -T "$2.new" "$2"
+    for old in "$2"-*; do
+        [[ $old =~ -([0-9]+|old)$ ]] && [ "$old" != "$1" ] && [ -z "$(users_of "$old")" ] || continue
+        rm -rf "$old"
+    done
+}

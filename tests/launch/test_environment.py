@@ -1,0 +1,248 @@
+"""How launch/setup.sh makes, adds to, keeps and replaces environments; what launch/test.sh runs.
+
+A stand-in for Python notes what it is called with: nothing is downloaded.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+
+from support.launches import ROOT
+
+# `python -m venv FOLDER` copies this script; `-c` prints a version; pip notes its arguments.
+PYTHON = """#!/usr/bin/env bash
+case "$*" in
+    -c*) echo 3.13 ;;
+    --version) echo Python 3.13.0 ;;
+    *"venv --clear"*)
+        rm -rf "${!#}"
+        mkdir -p "${!#}/bin" "${!#}/lib"
+        cp "$0" "${!#}/bin/python"
+        ;;
+    *pip*install*)
+        [ ! -e slow ] || sleep "$(cat slow)"
+        echo "Collecting packages"
+        [ ! -e broken ] || { echo "no such package"; exit 1; }
+        echo "$*" >>"$(dirname "$0")/../installed"
+        ;;
+esac
+"""
+
+
+class Checkout:
+    """A checkout with the launch scripts alone, and a Python that pretends.
+
+    Attributes:
+        folder: its root.
+        env: the environment variables of its scripts.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        shutil.copytree(ROOT / "launch", folder / "launch")
+        shutil.copy(ROOT / "pyproject.toml", folder)
+        (folder / "tools").mkdir()
+        self.python = folder / "tools" / "python3.13"
+        self.python.write_text(PYTHON)
+        self.python.chmod(0o755)
+        path = f"{self.python.parent}:{os.environ['PATH']}"
+        self.env = os.environ | {"PATH": path, "XDG_CACHE_HOME": str(folder / "cache")}
+        self.env.pop("PYTHON", None)
+
+    def start(self, *arguments: str) -> subprocess.Popen[str]:
+        return subprocess.Popen(
+            ["bash", "launch/setup.sh", *arguments],
+            cwd=self.folder,
+            env=self.env,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+
+    def set_up(self, *arguments: str) -> str:
+        """Runs the script to its good end, and returns what it printed."""
+        process = self.start(*arguments)
+        output, _ = process.communicate(timeout=60)
+        assert process.returncode == 0, output
+        return output
+
+    def installed(self) -> list[str]:
+        """What pip was called with in the environment, without what comes first."""
+        lines = (self.folder / ".venv" / "installed").read_text().splitlines()
+        return [line.rpartition("--progress-bar off ")[2] for line in lines]
+
+    def change_dependencies(self) -> None:
+        path = self.folder / "pyproject.toml"
+        path.write_text(path.read_text().replace('"tqdm"', '"tqdm>=4"'))
+
+
+@pytest.fixture
+def checkout(tmp_path: Path) -> Checkout:
+    return Checkout(tmp_path)
+
+
+def test_one_environment_for_all_and_extras_on_top(checkout: Checkout) -> None:
+    output = checkout.set_up()
+    assert "setting up .venv-" in output
+    assert ".venv is ready" in output
+    first = checkout.installed()
+    assert first[1].startswith("torch==")
+    assert first[2:] == ["--editable .[megatron,plot,serve]"]
+    assert checkout.set_up() == ""
+    folder = (checkout.folder / ".venv").resolve()
+    assert "adding what is missing" in checkout.set_up("checks")
+    assert checkout.installed() == [*first, "--editable .[megatron,plot,serve,dev,cuda-compile]"]
+    assert checkout.set_up("checks") == ""
+    assert checkout.set_up() == ""
+    assert (checkout.folder / ".venv").resolve() == folder
+
+
+def test_other_dependencies_make_it_anew_beside_the_old_one(checkout: Checkout) -> None:
+    checkout.set_up()
+    old = (checkout.folder / ".venv").resolve()
+    # Options of tools are no dependencies.
+    with (checkout.folder / "pyproject.toml").open("a") as file:
+        file.write("\n# more\n")
+    assert checkout.set_up() == ""
+    checkout.change_dependencies()
+    (checkout.folder / "broken").touch()
+    failed = checkout.start()
+    output, _ = failed.communicate(timeout=60)
+    assert failed.returncode == 2
+    assert "no such package" in output
+    assert (checkout.folder / ".venv").resolve() == old
+    (checkout.folder / "broken").unlink()
+    checkout.set_up()
+    assert (checkout.folder / ".venv").resolve() != old
+    assert not old.exists()
+
+
+def test_a_folder_of_before_gives_way(checkout: Checkout) -> None:
+    (checkout.folder / ".venv" / "bin").mkdir(parents=True)
+    checkout.set_up()
+    assert (checkout.folder / ".venv").is_symlink()
+    assert not (checkout.folder / ".venv-old").exists()
+
+
+def test_an_environment_in_use_is_kept(checkout: Checkout) -> None:
+    checkout.set_up()
+    old = (checkout.folder / ".venv").resolve()
+    checkout.change_dependencies()
+    shutil.copy("/bin/sleep", checkout.folder / ".venv" / "bin" / "sleep")
+    user = subprocess.Popen([".venv/bin/sleep", "60"], cwd=checkout.folder)
+    try:
+        refused = checkout.start()
+        output, _ = refused.communicate(timeout=60)
+        assert refused.returncode == 2
+        assert output == (
+            "error: .venv has to be made anew, and is in use "
+            f"(process {user.pid}, .venv/bin/sleep 60 ): end that first\n"
+        )
+        assert (checkout.folder / ".venv").resolve() == old
+    finally:
+        user.kill()
+        user.wait()
+    checkout.set_up()
+    assert (checkout.folder / ".venv").resolve() != old
+
+
+def test_two_at_a_time_make_one(checkout: Checkout) -> None:
+    (checkout.folder / "slow").write_text("1")
+    first = checkout.start()
+    while not (checkout.folder / ".venv.lock").exists():
+        time.sleep(0.02)
+    time.sleep(0.2)
+    second = checkout.start()
+    outputs = [process.communicate(timeout=60)[0] for process in (first, second)]
+    assert (first.returncode, second.returncode) == (0, 0)
+    assert ".venv is ready" in outputs[0]
+    assert outputs[1] == "waiting for another set-up of .venv\n"
+    assert len(checkout.installed()) == 3
+
+
+def test_long_steps_say_what_they_do(checkout: Checkout) -> None:
+    (checkout.folder / "slow").write_text("10.5")
+    process = checkout.start()
+    try:
+        assert process.stdout is not None
+        lines = [process.stdout.readline() for _ in range(3)]
+        assert lines[1:] == ["installing pip\n", lines[2]]
+        assert lines[2].startswith("  0:")
+        assert " MB are there" in lines[2]
+    finally:
+        process.send_signal(signal.SIGTERM)
+        process.communicate(timeout=60)
+    assert not (checkout.folder / ".venv").exists()
+
+
+def test_another_python_makes_it_anew_and_none_keeps_it(checkout: Checkout) -> None:
+    checkout.set_up()
+    old = (checkout.folder / ".venv").resolve()
+    other = shutil.copy(checkout.python, checkout.folder / "other-python")
+    checkout.env["PYTHON"] = str(other)
+    checkout.set_up()
+    new = (checkout.folder / ".venv").resolve()
+    assert new != old
+    del checkout.env["PYTHON"]
+    assert checkout.set_up() == ""
+    assert (checkout.folder / ".venv").resolve() == new
+
+
+def test_pythons_of_version_managers_are_found(checkout: Checkout) -> None:
+    folder = checkout.folder / "home" / ".local" / "share" / "uv" / "python"
+    managed = folder / "cpython-3.13.7-linux-x86_64-gnu" / "bin" / "python"
+    managed.parent.mkdir(parents=True)
+    managed.write_text(PYTHON)
+    managed.chmod(0o755)
+    checkout.env |= {"HOME": str(checkout.folder / "home"), "PATH": "/usr/bin:/bin"}
+    for name in ("PYENV_ROOT", "UV_PYTHON_INSTALL_DIR", "CONDA_PREFIX"):
+        checkout.env.pop(name, None)
+    assert f"with Python 3.13.0, {managed} " in checkout.set_up()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "programs"),
+    [
+        ([], ["ruff", "ruff", "mypy", "shellcheck", "python"]),
+        (["-k", "plan"], ["python"]),
+        (["--python", "3.11"], ["python"]),
+        (["--megatron", "0.18.2", "-n", "0"], ["python"]),
+    ],
+)
+def test_with_arguments_pytest_alone_runs(
+    checkout: Checkout, arguments: list[str], programs: list[str]
+) -> None:
+    (checkout.folder / "launch" / "setup.sh").write_text("")
+    for name in (".venv", ".venv-python-3.11", ".venv-megatron-0.18.2"):
+        for program in ("ruff", "mypy", "shellcheck", "python"):
+            path = checkout.folder / name / "bin" / program
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text('#!/usr/bin/env bash\necho "$(basename "$0") $*"\n')
+            path.chmod(0o755)
+    command = ["bash", "launch/test.sh", *arguments]
+    done = subprocess.run(
+        command, cwd=checkout.folder, capture_output=True, text=True, timeout=60, check=True
+    )
+    lines = done.stdout.splitlines()
+    assert [line.split()[0] for line in lines] == programs
+    given = " ".join(arg for arg in arguments if arg not in ("--python", "--megatron"))
+    assert lines[-1].endswith(given.removeprefix("3.11").removeprefix("0.18.2 "))
+
+
+def test_environments_of_versions_are_kept_for_all_checkouts(checkout: Checkout) -> None:
+    checkout.set_up("megatron", "0.18.2")
+    link = checkout.folder / ".venv-megatron-0.18.2"
+    assert link.resolve().parent == checkout.folder / "cache" / "distca"
+    assert "megatron-core==0.18.2 .[megatron,dev]" in (link / "installed").read_text()
+    checkout.env["PYTHON"] = str(checkout.python)
+    refused = checkout.start("python", "3.11")
+    output, _ = refused.communicate(timeout=60)
+    assert refused.returncode == 2
+    assert output == f"error: {checkout.python} is no Python of 3.11 that runs, with venv and pip\n"
