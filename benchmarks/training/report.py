@@ -27,6 +27,10 @@ _COLUMNS: dict[str, tuple[str, Callable[[_Way], str]]] = {
         lambda way: f"{way['kernels_max_over_mean']:.2f}",
     ),
     "exposed": ("exposed_share", lambda way: f"{way['exposed_share']:.1%}"),
+    "MB sent": (
+        "bytes_sent_of_ranks",
+        lambda way: f"{sum(way['bytes_sent_of_ranks']) / 1e6:.1f}",
+    ),
     "peak MB": ("peak_bytes", lambda way: f"{way['peak_bytes'] / 1e6:.1f}"),
     "CPU s of ranks": (
         "replayed_seconds",

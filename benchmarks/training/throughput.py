@@ -23,6 +23,7 @@ Reported for each way are medians over the rounds, summed over the batches:
   kernels' measured seconds;
 * exposed: for which part of a step a rank waits for exchanges, on average; that is also where it
   waits for ranks that are late;
+* MB sent: what all ranks send in core attention's exchanges, in all batches;
 * peak MB: tensors of a step and the buffers of core attention, on the rank that has most, beside
   parameters, gradients and the optimizer's state;
 * ideal: the ratio that perfect balance of the visible pairs would give if moving bytes and planning
