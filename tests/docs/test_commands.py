@@ -85,7 +85,7 @@ NOT_RUN = {
     SIMULATED: "run with --plot, as docs/when_it_helps.md has it",
     r"python docs/(make_reference|plot_packed_beside_tiles)\.py.*": "run by test_docs.py",
     r"(source|export) .*": "sets up a shell",
-    r"pip install .*|launch/setup\.sh": "downloads packages",
+    r"pip install .*|(PYTHON=FILE )?launch/setup\.sh": "downloads packages",
     r"launch/demo\.sh.*": "downloads packages, and trains for minutes",
     r"launch/test\.sh.*": "runs these tests",
     r"sbatch .*": "needs Slurm",
@@ -129,9 +129,10 @@ BLOCKS = {
     '{"messages": [': "test_the_line_of_a_conversation",
     "tiles, DP4: events on": "test_recording.py",
     "dispatch 0  receive 0": "test_stepped_call.py has the order of steps",
+    "models/llama: the weights are not": "test_weights.py",
     "curl localhost:8000/v1": "test_server.py asks with OpenAI's client",
     "@article{": "no program prints it",
-    "benchmarks/          data/": "no program prints it",
+    "benchmarks/  data/": "no program prints it",
 }
 
 
