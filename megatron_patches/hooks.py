@@ -6,7 +6,7 @@ what belongs to our own model, such as its core attention, is listed in `INSTANC
 that model only.
 
 Rows are applied after the flags are parsed, and in Megatron-LM's own script only with `--distca`.
-Until then one name is replaced, that of `ADD_FLAGS`; without `--distca` it is put back.
+Until then one name is replaced, that of `ADD_FLAGS`; without `--distca` it is then put back.
 """
 
 from __future__ import annotations

@@ -53,7 +53,7 @@ def pretrain(job: Job, environment: Mapping[str, str]) -> None:
         add_loop_argument(parser)
         return job.add_arguments(parser)
 
-    def parsed(args: Namespace) -> None:
+    def parsed(args: Namespace, whole: bool) -> None:
         hooks.adapt_megatron_loop(run, args.async_save)
 
     run = Run(job, environment, add_arguments, parsed)
@@ -127,10 +127,11 @@ def with_distca(
         )
     add = add_arguments if documents is None else _adding(name_of(documents))
 
-    def parsed(args: Namespace) -> None:
-        hooks.ADD_FLAGS.undo()
+    def parsed(args: Namespace, whole: bool) -> None:
         if args.distca:
             hooks.adapt_megatron_loop(run, args.async_save)
+        elif whole:
+            hooks.ADD_FLAGS.undo()
 
     run = Run(job, environment, add, parsed)
     hooks.apply((hooks.ADD_FLAGS,), run)
@@ -139,6 +140,8 @@ def with_distca(
     @functools.wraps(megatron_pretrain)
     def pretrain_with_distca(*args: Any, **kwargs: Any) -> None:
         if not asks_for_distca():
+            if script_parses:
+                hooks.ADD_FLAGS.undo()
             megatron_pretrain(*args, **kwargs)
             return
         call = signature.bind(*args, **kwargs)

@@ -36,13 +36,14 @@ class Run:
         job: job to run.
         told: environment variables of this process, which are the launcher's interface.
         add_arguments: function that adds flags to Megatron-LM's parser.
-        parsed: function that is called with the arguments when the command line is parsed.
+        parsed: function `(args, whole)` that is called when the command line is parsed; `whole` is
+            False where flags that are not known were left out, as fault tolerance does before.
     """
 
     job: Job
     told: Mapping[str, str]
     add_arguments: Callable[[ArgumentParser], ArgumentParser]
-    parsed: Callable[[Namespace], None]
+    parsed: Callable[[Namespace, bool], None]
 
 
 def asks_for_distca(argv: Sequence[str] | None = None) -> bool:
@@ -62,12 +63,17 @@ def add_flags(theirs: Callable[..., ArgumentParser], run: Run) -> Callable[..., 
     @functools.wraps(theirs)
     def add_megatron_arguments(parser: ArgumentParser) -> ArgumentParser:
         parser = run.add_arguments(theirs(parser))
-        parse, refuse = parser.parse_known_args, parser.error
+        parse, parse_known, refuse = parser.parse_args, parser.parse_known_args, parser.error
 
         def parse_known_args(*given: Any, **named: Any) -> Any:
-            arguments, others = parse(*given, **named)
-            run.parsed(arguments)
+            arguments, others = parse_known(*given, **named)
+            run.parsed(arguments, False)
             return arguments, others
+
+        def parse_args(*given: Any, **named: Any) -> Any:
+            arguments = parse(*given, **named)
+            run.parsed(arguments, True)
+            return arguments
 
         def error(message: str) -> NoReturn:
             if asks_for_distca():
@@ -76,6 +82,7 @@ def add_flags(theirs: Callable[..., ArgumentParser], run: Run) -> Callable[..., 
             refuse(message)
 
         parser.parse_known_args = parse_known_args  # type: ignore[method-assign,assignment]
+        parser.parse_args = parse_args  # type: ignore[method-assign,assignment]
         parser.error = error  # type: ignore[method-assign]
         return parser
 

@@ -1,9 +1,9 @@
-"""A script like Megatron-LM's `pretrain_gpt.py` with the two lines; its own parts do nothing."""
+"""Megatron-LM's `pretrain_gpt.py` in short with the two lines: `--distca` calls none of its own."""
 
 import inspect
 
 from megatron.core.enums import ModelType
-from megatron.training import pretrain
+from megatron.training import arguments, pretrain
 
 from megatron_patches.upstream import with_distca
 
@@ -24,6 +24,8 @@ def forward_step(data_iterator, model):
 
 if __name__ == "__main__":
     defaults = {"tokenizer_type": "GPT2BPETokenizer"}
+    # As in-process restart does before all else.
+    arguments.parse_args(ignore_unknown_args=True)
     if "cfg_container" in inspect.signature(pretrain).parameters:
         from megatron.training.argument_utils import pretrain_cfg_container_from_args
         from megatron.training.arguments import parse_and_validate_args
