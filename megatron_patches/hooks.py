@@ -413,24 +413,28 @@ CPU_LOOP = (
 TABLE = (ADD_FLAGS, *LOOP, *MENDS, *SAVING, *CPU, *CPU_LOOP)
 """All rows."""
 
-_GPT = "megatron.core.models.gpt:GPTModel"
+_GPT = "megatron.core.models.gpt.gpt_model:GPTModel"
 _BLOCK = "megatron.core.transformer.transformer_block:TransformerBlock"
 _LAYER = "megatron.core.transformer.transformer_layer:TransformerLayer"
 _ROUTER = "megatron.core.transformer.moe.router:TopKRouter"
 
 INSTANCES = {
+    "megatron.core.transformer.attention:SelfAttention.core_attention": "is ours, by the spec",
+    f"{_LATENT}:MLASelfAttention.core_attention": "the same",
     f"{_GPT}.rotary_pos_emb": "rotates by each token's own position",
+    f"{_LATENT}:MLASelfAttention.rotary_pos_emb": "the same",
     f"{_BLOCK}.forward": "runs two nano-batches in turn (--distca-ping-pong)",
     f"{_LAYER}.forward": "replays CUDA graphs around core attention (--distca-cuda-graphs)",
-    "megatron.core.transformer.attention:SelfAttention.core_attention": "our core attention, "
-    "through the layer's spec",
-    f"{_LATENT}:MLASelfAttention.rotary_pos_emb": "rotates by each token's own position",
-    f"{_LATENT}:MLASelfAttention.linear_kv_up_proj": "expands latents that were sent",
+    "megatron.core.tensor_parallel.layers:ColumnParallelLinear.forward": "of keys and values: "
+    "expands the latents that were sent (--distca-latent-rows)",
     f"{_ROUTER}.attach_and_log_load_balancing_loss": "averages over a micro-batch's tokens",
     f"{_ROUTER}._apply_aux_loss": "the same",
     f"{_ROUTER}._apply_seq_aux_loss": "the same",
 }
-"""What is replaced on our own model, by class and attribute (`megatron_patches.model`)."""
+"""What is replaced on our own model, by class and attribute (`megatron_patches.model.gpt`).
+
+Besides, norms of local layers are ours, by the spec: theirs refuse sequence parallelism.
+"""
 
 
 def adapt_megatron_core(async_save: bool = False) -> None:
