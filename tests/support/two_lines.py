@@ -28,23 +28,15 @@ if __name__ == "__main__":
     arguments.parse_args(ignore_unknown_args=True)
     if "cfg_container" in inspect.signature(pretrain).parameters:
         from megatron.training.argument_utils import pretrain_cfg_container_from_args
-        from megatron.training.arguments import parse_and_validate_args
 
-        container = pretrain_cfg_container_from_args(
-            parse_and_validate_args(args_defaults=defaults)
-        )
-        pretrain(
-            container,
-            provide_data,
-            ModelType.encoder_or_decoder,
-            forward_step,
-            model_provider=provide_model,
-        )
+        args = arguments.parse_and_validate_args(args_defaults=defaults)
+        of_version = {"cfg_container": pretrain_cfg_container_from_args(args)}
     else:
-        pretrain(
-            provide_data,
-            provide_model,
-            ModelType.encoder_or_decoder,
-            forward_step,
-            args_defaults=defaults,
-        )
+        of_version = {"args_defaults": defaults}
+    pretrain(
+        train_valid_test_dataset_provider=provide_data,
+        model_provider=provide_model,
+        model_type=ModelType.encoder_or_decoder,
+        forward_step_func=forward_step,
+        **of_version,
+    )
