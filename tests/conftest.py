@@ -51,13 +51,19 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 HAS_MEGATRON = importlib.util.find_spec("megatron") is not None
 
 
+def _misses_megatron(error: str) -> bool:
+    """Whether an error comes of Megatron's not being installed."""
+    told = "No module named 'megatron", "needs megatron-core: `pip install"
+    return not HAS_MEGATRON and any(each in error for each in told)
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_make_collect_report(
     collector: pytest.Collector,
 ) -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
     """Skips files that import Megatron, where it is not installed."""
     report = yield
-    if report.failed and not HAS_MEGATRON and "No module named 'megatron" in report.longreprtext:
+    if report.failed and _misses_megatron(report.longreprtext):
         report.outcome = "skipped"
         report.longrepr = (str(collector.path), 0, "Skipped: needs megatron-core")
     return report
@@ -69,7 +75,7 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None]:
     try:
         yield
     except Exception as error:
-        if HAS_MEGATRON or "No module named 'megatron" not in str(error):
+        if not _misses_megatron(str(error)):
             raise
         pytest.skip("needs megatron-core")
 
