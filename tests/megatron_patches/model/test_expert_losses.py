@@ -37,13 +37,11 @@ def losses_and_gradients(
     from megatron.core.process_groups_config import ProcessGroupCollection
     from megatron.core.transformer import TransformerConfig
     from megatron.core.transformer.moe.router import TopKRouter
-    from megatron_patches.repairs import repair_megatron
 
-    from megatron_patches.cpu import adapt_megatron
+    from megatron_patches.hooks import adapt_megatron_core
     from megatron_patches.model.experts import NAMES, auxiliary_losses, share_auxiliary_losses
 
-    adapt_megatron()
-    repair_megatron()
+    adapt_megatron_core()
     parallel_state.initialize_model_parallel()
     config = TransformerConfig(
         num_layers=1,
