@@ -41,11 +41,11 @@ from distca.plan import LayerMasks, Mask
 from distca.runtime import Buffers, CoreAttention
 from distca.schedule import SCHEDULERS, ExecutionOptions, GlobalBatchPlanner, ScheduleConfig
 from distca.transport import CollectiveTransport
-from megatron_patches import cpu
 from megatron_patches.batches.micro_batch import MicroBatches, PackedBatches, WindowLayout
 from megatron_patches.batches.planned import PlannedBatches
 from megatron_patches.batches.stream import TokenStream
 from megatron_patches.batches.ticks import TickBatches, TickStream
+from megatron_patches.hooks import adapt_megatron_core
 from megatron_patches.loop.step import forward_step
 from megatron_patches.model.core_attention import DisaggregatedCoreAttention
 from megatron_patches.model.ping_pong import run_layers_in_turn
@@ -124,7 +124,7 @@ def plan_ahead(
 
 def start_megatron(seed: int = 1234, **sizes: Any) -> None:
     """Sets megatron-core's process groups, of `sizes` as it names them, and the seed."""
-    cpu.adapt_megatron()  # where there are no GPUs
+    adapt_megatron_core()  # also where there are no GPUs
     parallel_state.initialize_model_parallel(**sizes)
     # Stages draw weights of their own, data-parallel ranks the same ones.
     seed += 100 * parallel_state.get_pipeline_model_parallel_rank()
