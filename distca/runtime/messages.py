@@ -302,7 +302,7 @@ def _pieces(
     """Rows of a kind in each rank's message, if they are copied in pieces."""
     counts, words = rows[kind].counts, [each.words for each in formats]
     peers = np.flatnonzero(counts)
-    if not in_pieces(np.array(len(peers)), counts.sum(), words[kind] * WORD.itemsize):
+    if not in_pieces(np.array(len(peers)), np.array(counts.sum()), words[kind] * WORD.itemsize):
         return ()
     sizes = rows[0].counts * words[0] + rows[1].counts * words[1]
     at = np.cumsum(sizes) - sizes + kind * rows[0].counts * words[0]

@@ -394,9 +394,9 @@ class _Run:
             borrowed = self._layers * np.sum([self._borrowed(each) for each in alike], axis=0)
             for each in nano_costs:
                 buffers = buffers.union(each.memory)
-            kernels = np.zeros(resources.ranks)
+            kernels = np.zeros(resources.ranks, dtype=np.int64)
             if tick.direction == "backward":
-                kernels = np.max([each.kernel_memory for each in nano_costs], axis=0)
+                kernels = np.stack([each.kernel_memory for each in nano_costs]).max(axis=0)
             for stage, work in enumerate(tick.work):
                 members = self._servers[stage]
                 if work is None:
