@@ -21,24 +21,33 @@ the order in which a batch meets the files (`megatron_patches/loop/gpt_job.py` p
   `megatron_patches/model/cuda_graphs.py`;
 * core attention as a layer calls it: `megatron_patches/model/core_attention.py`, which hands it to
   `distca/runtime/core_attention.py`;
-* the loop around all of it: a lean one on megatron-core alone
-  (`megatron_patches/loop/lean/training.py`) or, with `--training-loop megatron`, Megatron-LM's own
-  (`megatron_patches/upstream.py`).
+* the loop around all of it, Megatron-LM's own: `megatron_patches/upstream.py` runs it, and
+  `megatron_patches/hooks.py` says what is replaced in it.
 
 What a plan is: `distca/plan`; who makes it: `distca/schedule`; how it is executed:
 `distca/runtime`.
 """
 
+import importlib.util
 import os
+import sys
 
 from megatron_patches.loop.launcher import end_with_launcher
 
+_MISSING = (
+    "error: Megatron-LM's loop is not installed: pip install 'megatron-core>=0.17,<0.20' "
+    "(Python 3.12 or later), or put a checkout of Megatron-LM on PYTHONPATH"
+)
+
 if __name__ == "__main__":
     end_with_launcher(os.environ)
+    if importlib.util.find_spec("megatron") is None or (
+        importlib.util.find_spec("megatron.training") is None
+    ):
+        sys.exit(_MISSING)
 
     # These imports take seconds.
-    from megatron_patches.loop.choice import choose_loop
     from megatron_patches.loop.gpt_job import GPT_JOB
+    from megatron_patches.upstream import pretrain
 
-    pretrain = choose_loop(os.environ)
-    pretrain(GPT_JOB)
+    pretrain(GPT_JOB, os.environ)

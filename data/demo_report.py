@@ -26,8 +26,10 @@ from distca.plan.span import Floats
 from distca.schedule import ScheduleConfig, make_scheduler, packed_loads
 from megatron_patches.batches.blends import check_blends
 from megatron_patches.batches.stream import TokenStream
-from megatron_patches.flags.distca import add_distca_arguments, mask_from_args
-from megatron_patches.flags.megatron import parse_args
+from megatron_patches.flags.distca import mask_from_args
+from megatron_patches.loop.gpt_job import GPT_JOB
+from megatron_patches.loop.megatron_hooks import BUSIEST, MEAN
+from megatron_patches.loop.parts import parse_args
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -35,7 +37,6 @@ if TYPE_CHECKING:
 Scalars = Mapping[str, Mapping[int, float]]
 """Figures of a run, by name and iteration."""
 
-BUSIEST, MEAN = "CPU seconds of the busiest rank", "CPU seconds of the mean rank"
 LOSS, BEFORE, AFTER = "lm loss", "load max/mean before", "load max/mean"
 
 
@@ -111,7 +112,7 @@ def read_scalars(folder: Path) -> Scalars:
 
 
 def compare(distca: Scalars, plain: Scalars) -> Comparison | None:
-    """Compares the steps that both runs logged, without the first interval, in which they warm up.
+    """Compares the steps that both runs logged, without the first one, in which they warm up.
 
     Returns:
         The comparison; None: the runs are too short.
@@ -136,7 +137,7 @@ def compare(distca: Scalars, plain: Scalars) -> Comparison | None:
 
 def first_window(flags: Sequence[str], processes: int) -> tuple[Plan, Floats]:
     """Plans a run's first window, and counts each rank's pairs in plain data parallelism."""
-    args = parse_args(add_distca_arguments, flags, processes)
+    args = parse_args(GPT_JOB, flags, world_size=processes)
     lengths = _first_lengths(args)
     capacities = np.full(args.data_parallel_size, args.seq_length, dtype=np.int64)
     mask = mask_from_args(args)

@@ -16,7 +16,6 @@ from pathlib import Path
 from distca.commands import serving_requests, serving_step, tune_sparsity
 from distca.commands.main import COMMANDS
 from megatron_patches.flags.distca import add_distca_arguments
-from megatron_patches.flags.megatron import build_parser
 
 PAGE = Path(__file__).parent / "reference.md"
 _HEADER = """# Flags
@@ -50,9 +49,8 @@ Other pages say when to use which of DistCA's flags:
 | documents | `--distca-max-document-length`, `--distca-whole-documents`, \
 `--distca-documents` | [concepts](concepts.md#windows), [fine-tuning](fine_tuning.md) |
 
-Flags of `pretrain_gpt.py`: the first group is DistCA's own. The others are Megatron-LM's names and
-meanings, as far as the loop on `megatron-core` alone has them; some defaults differ, such as rotary
-positions. With Megatron-LM's own loop all of its flags are there.
+Flags of `pretrain_gpt.py`: those here are DistCA's own. All others are Megatron-LM's, which its
+`--help` lists; [refusals](refusals.md) says which of them are refused.
 """
 
 
@@ -115,7 +113,7 @@ def _tables(parser: ArgumentParser, first: str | None = None) -> list[str]:
 def page() -> str:
     """The whole page."""
     lines = [_HEADER, "## pretrain_gpt.py"]
-    lines += _tables(build_parser(add_distca_arguments), first="distca")
+    lines += _tables(add_distca_arguments(ArgumentParser(allow_abbrev=False)), first="distca")
     for name in COMMANDS:
         command = importlib.import_module(f"distca.commands.{name}")
         lines += ["", f"## distca {name}"]

@@ -104,16 +104,22 @@ parse_launcher_options() {
 }
 
 # check_flags SCRIPT: ends the launcher at a flag that neither pretraining nor this Python script has.
-# Megatron-LM's own loop has many more, and tells itself.
+# `flags/coverage.py` names all of Megatron-LM's, some by a pattern such as moe-*.
 check_flags() {
-    local known word name
-    [ "$(value_of --training-loop lean "${flags[@]}")" != megatron ] || return 0
-    known=$(grep -oh -- '"--[a-z0-9-]*"' megatron_patches/flags/{megatron_table,latent_attention,distca,loop}.py "$1")
+    local known patterns pattern word name
+    known=" $(grep -oh -- '[a-z0-9][a-z0-9_-]*' megatron_patches/flags/{coverage,distca}.py "$1" | tr '\n' ' ')"
+    mapfile -t patterns < <(grep -oh -- '[a-z0-9][a-z0-9-]*-\*' megatron_patches/flags/coverage.py)
     [ ${#flags[@]} = 0 ] || [[ ${flags[0]} == --* ]] || die "${flags[0]} belongs to no flag"
     for word in "${flags[@]}"; do
         name=${word%%=*}
-        [[ $name != --* || $known == *"\"$name\""* || $known == *"\"--${name#--no-}\""* ]] ||
-            die "there is no $name: --help lists the launcher's flags, docs/reference.md all others"
+        [[ $name == --* && $known != *" ${name#--} "* && $known != *" ${name#--no-} "* &&
+            $known != *" ${name#--disable-} "* ]] || continue
+        for pattern in "${patterns[@]}"; do
+            # shellcheck disable=SC2053 # a pattern
+            [[ ${name#--} != $pattern && ${name#--no-} != $pattern ]] || continue 2
+            [[ ${name#--disable-} != $pattern ]] || continue 2
+        done
+        die "there is no $name: --help lists the launcher's flags, docs/reference.md DistCA's"
     done
 }
 

@@ -154,12 +154,18 @@ LOOP = (
         until=(0, 18),
     ),
     Hook(
+        _INITIALIZE,
+        "_initialize_distributed",
+        "gives Megatron-LM the processes with a model, beside which others only serve",
+        megatron_hooks.beside_servers,
+    ),
+    Hook(
         _TRAINING,
         "get_forward_backward_func",
         "runs the micro-batches of a global batch in ticks",
         megatron_hooks.own_schedule,
     ),
-    Hook(_TRAINING, "train_step", "logs tokens per second", megatron_hooks.tokens_per_second),
+    Hook(_TRAINING, "train_step", "logs the speed of steps", megatron_hooks.with_speed),
     Hook(
         _TRAINING,
         "evaluate",

@@ -1,4 +1,4 @@
-"""Writes a checkpoint of the lean loop as a model for transformers; all it needs is the checkpoint.
+"""Writes a checkpoint as a model for transformers; all it needs is the checkpoint.
 
 Maps weights in both directions: `llama.py` imports with the tables here.
 
@@ -67,18 +67,15 @@ def build_model(flags: list[str], bf16: bool) -> tuple[Any, Namespace]:
         flags: flags of `pretrain_gpt.py` for the model and its tokenizer.
         bf16: make weights in bfloat16, else in float32.
     """
-    from megatron_patches.flags.distca import add_distca_arguments
-    from megatron_patches.flags.megatron import parse_args
+    from megatron_patches.loop import parts
     from megatron_patches.loop.gpt_job import GPT_JOB
-    from megatron_patches.loop.lean.config import transformer_config
-    from megatron_patches.loop.lean.training import initialize_megatron
 
     flags = flags + ["--bf16"] * bf16
     # Flags that a run requires, and that the weights don't depend on.
-    flags += "--seq-length 1 --micro-batch-size 1 --train-iters 1 --lr 1 --data-path -".split()
+    flags += "--seq-length 128 --micro-batch-size 1 --train-iters 1 --lr 1 --data-path -".split()
     flags += ["--no-save-optim", "--no-save-rng", "--no-load-optim", "--no-load-rng"]
-    flags += ["--attention-dropout", "0", "--hidden-dropout", "0"]
-    args = parse_args(add_distca_arguments, flags, world_size=1)
+    flags += ["--attention-dropout", "0", "--hidden-dropout", "0", "--split", "100,0,0"]
+    args = parts.parse_args(GPT_JOB, flags)
     if not dist.is_initialized():
         dist.init_process_group(
             args.distributed_backend,
@@ -86,9 +83,8 @@ def build_model(flags: list[str], bf16: bool) -> tuple[Any, Namespace]:
             world_size=1,
             store=dist.HashStore(),  # type: ignore[attr-defined]
         )
-    args.rank = 0
-    initialize_megatron(args)
-    return GPT_JOB.build_model(args, transformer_config(args), True, True), args
+    parts.initialize(args)
+    return parts.build_model(GPT_JOB, args), args
 
 
 def saved_flags(saved: Namespace, tokenizer_model: str | None) -> list[str]:
@@ -114,6 +110,7 @@ def saved_flags(saved: Namespace, tokenizer_model: str | None) -> list[str]:
     words += (
         "--group-query-attention --normalization RMSNorm --swiglu --disable-bias-linear".split()
     )
+    words += ["--position-embedding-type", "rope"]
     if saved.untie_embeddings_and_output_weights:
         words.append("--untie-embeddings-and-output-weights")
     if saved.use_rope_scaling:
@@ -121,8 +118,7 @@ def saved_flags(saved: Namespace, tokenizer_model: str | None) -> list[str]:
     if tokenizer_model is not None:
         words += ["--tokenizer-model", tokenizer_model]
     if saved.tokenizer_type == "NullTokenizer":
-        # The flag does not count the token that ends a document.
-        words += ["--vocab-size", str(saved.vocab_size - 1)]
+        words += ["--vocab-size", str(saved.vocab_size)]
     return words
 
 
@@ -303,7 +299,7 @@ def export(
         explaining_loading,
         latest_iteration,
     )
-    from megatron_patches.loop.lean.checkpointing import load_checkpoint
+    from megatron_patches.loop.parts import load_weights
     from megatron_patches.loop.saved_arguments import saved_arguments
 
     iteration = latest_iteration(checkpoint)
@@ -311,7 +307,7 @@ def export(
         raise ValueError(f"{checkpoint} has no checkpoint: give the folder of a run's --save")
     with explaining_loading(checkpoint, iteration):
         common = read_common_state(checkpoint_name(checkpoint, iteration))
-    saved = saved_arguments(common, Namespace(seq_length=1))
+    saved = saved_arguments(common)
     if saved.tokenizer_type == "SFTTokenizer":
         # It has the same files.
         saved.tokenizer_type = "HuggingFaceTokenizer"
@@ -320,11 +316,11 @@ def export(
     flags = saved_flags(saved, where)
     size = saved.vocab_size - 1 if saved.tokenizer_type == "NullTokenizer" else None
     tokenizer = build_tokenizer(saved.tokenizer_type, where, size)
+    saved.vocab_size = tokenizer.vocab_size
     config = llama_config(saved, tokenizer.eod)
     bf16 = bool(saved.bf16) and not float32
     model, args = build_model(flags, bf16)
-    args.load, args.exit_on_missing_checkpoint, args.finetune = str(checkpoint), True, True
-    load_checkpoint([model], None, None, args)
+    load_weights(model, args, checkpoint)
     config["dtype"] = config["torch_dtype"] = "bfloat16" if bf16 else "float32"
     weights = llama_weights(dict(model.named_parameters()), config)
     output.mkdir(parents=True, exist_ok=True)

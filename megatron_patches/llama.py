@@ -5,9 +5,9 @@
 
 To import, transformers reads the weights, and only if they are exactly those of the model
 (`distca/checkpoints/weights.py`); `hugging_face.py` maps their names and shapes. The checkpoint is
-the lean loop's (`megatron_patches/loop/lean/checkpointing.py`), of one process; it loads at all
-parallel sizes, with and without `--distca`. The command prints the flags that describe the model,
-for `pretrain_gpt.py`. To export, a checkpoint is all that is needed: see `hugging_face.py`.
+Megatron-LM's, of one process; it loads at all parallel sizes, with and without `--distca`. The
+command prints the flags that describe the model, for `pretrain_gpt.py`. To export, a checkpoint is
+all that is needed: see `hugging_face.py`.
 """
 
 from __future__ import annotations
@@ -134,10 +134,7 @@ def import_llama(llama: Path, checkpoint: Path, bf16: bool) -> list[str]:
         ImportError: an extra package is missing.
     """
     from megatron_patches.loop.checkpoint_folder import latest_iteration
-    from megatron_patches.loop.lean.checkpointing import (
-        LoadedState,
-        save_checkpoint,
-    )
+    from megatron_patches.loop.parts import save_weights
 
     if latest_iteration(checkpoint) is not None:
         raise ValueError(f"--checkpoint {checkpoint} has a checkpoint already: give another one")
@@ -147,8 +144,7 @@ def import_llama(llama: Path, checkpoint: Path, bf16: bool) -> list[str]:
         logger.warning("%s: %s left out: only text is trained on", llama, ", ".join(left_out))
     model, args = build_llama(llama, source.config, bf16)
     copy_llama_weights(_weights(source, args.params_dtype), model, source.config.to_dict())
-    args.save = str(checkpoint)
-    save_checkpoint([model], None, None, args, LoadedState(0, 0, 0))
+    save_weights(model, args, checkpoint)
     return flags
 
 

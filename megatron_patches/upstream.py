@@ -12,12 +12,13 @@ command line is parsed.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import os
 import warnings
 from argparse import ArgumentParser, Namespace
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -27,15 +28,15 @@ from distca.documents.document_list import DocumentList
 from megatron_patches import cpu, hooks
 from megatron_patches.batches.own_documents import name_of
 from megatron_patches.flags.distca import add_distca_arguments
-from megatron_patches.flags.loop import add_loop_argument
 from megatron_patches.loop.ending import ending_the_job_on_failure
 from megatron_patches.loop.gpt_job import GPT_JOB
-from megatron_patches.loop.job import Job
-from megatron_patches.loop.megatron_hooks import Run, asks_for_distca
+from megatron_patches.loop.job import DataIterators, Job
+from megatron_patches.loop.megatron_hooks import Run, asks_for_distca, refuse_in_a_line
 from megatron_patches.model.gpt import uses_dense_mask
+from megatron_patches.pipeline.processes import Processes
 
 # Arguments of Megatron-LM's loop when the data iterators are ours.
-_OUR_DATA = {"dataloader_type": "external", "calculate_per_token_loss": True}
+OUR_DATA = {"dataloader_type": "external", "calculate_per_token_loss": True}
 
 
 def pretrain(job: Job, environment: Mapping[str, str]) -> None:
@@ -48,9 +49,12 @@ def pretrain(job: Job, environment: Mapping[str, str]) -> None:
     from megatron.training import pretrain as megatron_pretrain
 
     def add_arguments(parser: ArgumentParser) -> ArgumentParser:
-        # Checkpoints load at other parallel sizes, as the lean loop's do.
-        parser.set_defaults(**_OUR_DATA, dist_ckpt_optim_fully_reshardable=True)
-        add_loop_argument(parser)
+        # Checkpoints load at other parallel sizes.
+        parser.set_defaults(**OUR_DATA, dist_ckpt_optim_fully_reshardable=True)
+        # Megatron-LM's message follows the usage, hundreds of lines, on every rank.
+        parser.error = functools.partial(  # type: ignore[method-assign]
+            refuse_in_a_line, parser, environment
+        )
         return job.add_arguments(parser)
 
     def parsed(args: Namespace, whole: bool) -> None:
@@ -64,14 +68,15 @@ def pretrain(job: Job, environment: Mapping[str, str]) -> None:
             given["cfg_container"] = _parsed_configuration()
         else:
             hooks.apply((hooks.ALLOW_NO_CUDA,))
-        providers = _Providers(job)
-        megatron_pretrain(
-            train_valid_test_dataset_provider=providers.data_iterators,
-            model_provider=providers.model,
-            model_type=ModelType.encoder_or_decoder,
-            forward_step_func=job.forward_step,
-            **given,
-        )
+        providers = Providers(job, run.processes)
+        with providers.dismissing_servers():
+            megatron_pretrain(
+                train_valid_test_dataset_provider=providers.data_iterators,
+                model_provider=providers.model,
+                model_type=ModelType.encoder_or_decoder,
+                forward_step_func=job.forward_step,
+                **given,
+            )
 
 
 def _script_parses(megatron_pretrain: Callable[..., None]) -> bool:
@@ -146,7 +151,7 @@ def with_distca(
             return
         call = signature.bind(*args, **kwargs)
         call.apply_defaults()
-        given, providers = call.arguments, _Providers(job)
+        given, providers = call.arguments, Providers(job, run.processes)
         given["train_valid_test_dataset_provider"] = providers.data_iterators
         given["model_provider"] = providers.model
         given["forward_step_func"] = job.forward_step
@@ -156,7 +161,7 @@ def with_distca(
             given["cfg_container"] = replace(given["cfg_container"], model=None)
         else:
             hooks.apply((hooks.ALLOW_NO_CUDA,))
-        with ending_the_job_on_failure(environment):
+        with ending_the_job_on_failure(environment), providers.dismissing_servers():
             megatron_pretrain(*call.args, **call.kwargs)
 
     return pretrain_with_distca
@@ -180,7 +185,7 @@ def _check_parsed_with_our_flags() -> None:
 def add_arguments(parser: ArgumentParser) -> ArgumentParser:
     """Adds the `--distca` flags to Megatron-LM's parser; `--distca` also sets what it needs."""
     if asks_for_distca():
-        parser.set_defaults(**_OUR_DATA)
+        parser.set_defaults(**OUR_DATA)
     return add_distca_arguments(parser)
 
 
@@ -195,12 +200,35 @@ def _adding(documents: str) -> Callable[[ArgumentParser], ArgumentParser]:
     return add
 
 
-class _Providers:
-    """A job's functions with the signatures that Megatron-LM's `pretrain` calls."""
+class Providers:
+    """A job's functions with the signatures that Megatron-LM's `pretrain` calls.
 
-    def __init__(self, job: Job) -> None:
-        self._job = job
+    Args:
+        job: job to run.
+        processes: processes of a job with dedicated servers, when the model is built; else none.
+    """
+
+    def __init__(self, job: Job, processes: Sequence[Processes] = ()) -> None:
+        self._job, self._processes = job, processes
+        self._built: list[DataIterators] = []
         self.data_iterators = self._data_iterators_provider()
+
+    @contextlib.contextmanager
+    def dismissing_servers(self) -> Iterator[None]:
+        """Tells dedicated servers when the loop has ended, also by `sys.exit`, and not failed."""
+        try:
+            yield
+        except SystemExit as end:
+            if end.code:
+                raise
+            self._dismiss()
+            raise
+        self._dismiss()
+
+    def _dismiss(self) -> None:
+        for iterators in self._built:
+            if iterators.control is not None:
+                iterators.control.dismiss()
 
     def model(
         self,
@@ -230,10 +258,15 @@ class _Providers:
         def provide(num_samples: tuple[int, int, int], vp_stage: int | None = None) -> Any:
             from megatron.training import get_args, get_tokenizer
 
-            # In Megatron-LM `vocab_size` is a flag, which may be missing or lack the end token.
-            vocab_size = get_tokenizer().vocab_size
-            args = Namespace(**vars(get_args()) | {"vocab_size": vocab_size})
-            iterators = self._job.build_data(args, *num_samples)
+            args = get_args()
+            # Ticks hold the micro-batches of all model chunks.
+            if not (args.distca and self._built):
+                # In Megatron-LM `vocab_size` is a flag, which may be missing or lack the end token.
+                complete = vars(args) | {"vocab_size": get_tokenizer().vocab_size}
+                self._built.append(
+                    self._job.build_data(Namespace(**complete), *num_samples, *self._processes)
+                )
+            iterators = self._built[-1]
             return iterators.train, iterators.valid, iterators.test
 
         provide.is_distributed = True  # type: ignore[attr-defined]

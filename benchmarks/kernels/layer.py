@@ -45,12 +45,9 @@ from distca.schedule.program import Event, LayerGroup, Pass, Step, tick_program
 from distca.transport.virtual import VirtualTransport
 from megatron_patches.batches.micro_batch import MicroBatch, WindowLayout
 from megatron_patches.batches.planned import PlannedBatches
-from megatron_patches.flags.distca import add_distca_arguments
-from megatron_patches.flags.megatron import parse_args
 from megatron_patches.flags.planning import schedule_config
 from megatron_patches.loop.gpt_job import GPT_JOB
-from megatron_patches.loop.lean.config import transformer_config
-from megatron_patches.loop.lean.training import initialize_megatron
+from megatron_patches.loop.parts import build_model, initialize, parse_args
 from megatron_patches.model.core_attention import CoreAttentionRun
 
 WAYS: dict[str, tuple[str | None, int, bool]] = {
@@ -70,12 +67,13 @@ def parse(args: Namespace, nano_batches: int) -> Namespace:
         --normalization RMSNorm --swiglu --disable-bias-linear --position-embedding-type rope
         --untie-embeddings-and-output-weights --attention-dropout 0 --hidden-dropout 0
         --seq-length {args.seq_length} --micro-batch-size 1 --train-iters 1 --lr 1e-4
+        --max-position-embeddings {args.seq_length} --split 100,0,0
         --tokenizer-type NullTokenizer --vocab-size {VOCABULARY} --data-path none --eval-iters 0
         --distca-scheduler {args.scheduler}
     """.split()
     flags += ["--bf16"] if torch.cuda.is_available() else []
     flags += [] if nano_batches == 2 else ["--no-distca-ping-pong"]
-    return parse_args(add_distca_arguments, flags, 1)
+    return parse_args(GPT_JOB, flags)
 
 
 class ServerInLockstep(ProgramRun):
@@ -152,7 +150,7 @@ class Layer:
     def __init__(self, args: Namespace, lengths: Int64s, device: torch.device) -> None:
         self._args, self._lengths, self._device = args, lengths, device
         parsed = parse(args, 2)
-        self._model = GPT_JOB.build_model(parsed, transformer_config(parsed), True, True, None)
+        self._model = build_model(GPT_JOB, initialize(parsed))
         if device.type == "cuda":
             self._model.cuda()
         if parsed.bf16:
@@ -324,7 +322,6 @@ def main(argv: list[str] | None = None) -> None:
         rank=0,
         world_size=1,
     )
-    initialize_megatron(parse(args, 2))
     # The mixes are of 65,536 tokens a rank.
     total = args.servers * args.seq_length
     drawn = draw(DISTRIBUTIONS[args.mix], args.servers * 65_536, seed=0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import tempfile
 import time
@@ -18,7 +19,7 @@ import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile
 from tqdm import tqdm
 
-from benchmarks.lengths_only import stream_of
+from benchmarks.lengths_only import VOCABULARY, stream_of
 from benchmarks.training.setting import PLAIN, SHORT, Setting, document_lengths
 from benchmarks.training.step import Step, timed_passes
 from benchmarks.training.summary import summarize
@@ -33,18 +34,16 @@ def parsed(setting: Setting, more_flags: list[str]) -> Namespace:
     Raises:
         ValueError: the flags don't go together.
     """
-    from megatron_patches.flags.distca import add_distca_arguments
-    from megatron_patches.flags.megatron import parse_args
-    from megatron_patches.flags.validation import validate_distca_arguments
+    from megatron_patches.loop.gpt_job import GPT_JOB
+    from megatron_patches.loop.parts import parse_args
 
-    given = [*setting.flags(), *more_flags]
-    args = parse_args(add_distca_arguments, given, setting.processes)
-    validate_distca_arguments(args)
-    return args
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    return parse_args(GPT_JOB, [*setting.flags(), *more_flags], rank, setting.processes)
 
 
 def model_size(args: Namespace) -> ModelSize:
     """Sizes of the trained model, with its padded vocabulary."""
+    multiple = args.make_vocab_size_divisible_by * args.tensor_model_parallel_size
     return ModelSize(
         args.num_layers,
         args.hidden_size,
@@ -52,7 +51,7 @@ def model_size(args: Namespace) -> ModelSize:
         args.num_query_groups,
         args.kv_channels,
         args.ffn_hidden_size,
-        args.padded_vocab_size,
+        math.ceil(VOCABULARY / multiple) * multiple,
     )
 
 
@@ -66,22 +65,16 @@ class Measured:
     def __init__(self, setting: Setting, more_flags: list[str]) -> None:
         from megatron_patches.batches.sources import batch_maker, model_device, window_layout
         from megatron_patches.loop.gpt_job import GPT_JOB
-        from megatron_patches.loop.lean.training import (
-            build_model_and_optimizer,
-            choose_forward_backward_func,
-        )
+        from megatron_patches.loop.parts import build_run
 
         self.args = parsed(setting, more_flags)
-        self._job, self._setting, self._device = GPT_JOB, setting, model_device()
+        self._setting, self._device = setting, model_device()
         self._maker = batch_maker(self.args, window_layout(self.args), self._device)
-        self._model, self._optimizer = build_model_and_optimizer(GPT_JOB, self.args)
-        self._forward_backward = choose_forward_backward_func(GPT_JOB, self.args)
+        self._run = build_run(GPT_JOB, self.args)
 
     def leave_out_reduction(self) -> None:
         """Turns off the reduction of gradients in all later steps."""
-        from megatron.core.utils import get_model_config
-
-        get_model_config(self._model[0]).finalize_model_grads_func = None
+        self._run.config.finalize_model_grads_func = None
 
     def batches(self, lengths: list[int]) -> Any:
         """Iterates over the micro-batches, or ticks, of the documents' global batches."""
@@ -91,22 +84,13 @@ class Measured:
 
     def step(self, batches: Any) -> Step:
         """Runs and times a whole training step on the next global batch."""
-        from megatron_patches.loop.job import DataIterators
-        from megatron_patches.loop.lean.training import Run, forward_backward
-
-        data = DataIterators(batches, None, None)
-        run = Run(
-            self._job, self.args, self._model, self._optimizer, None, [data], self._forward_backward
-        )
-        for chunk in self._model:
-            chunk.train()
-            chunk.zero_grad_buffer()
+        self._run.begin_step()
         done = Step()
         with self._watched(batches, done):
             self._barrier()
             start, cpu = time.perf_counter(), time.process_time()
-            forward_backward(run, "train", forward_only=False)
-            self._optimizer.step()
+            self._run.forward_backward(batches)
+            self._run.optimizer.step()
             done.cpu_seconds = time.process_time() - cpu
             self._barrier()
             done.seconds = time.perf_counter() - start
@@ -175,17 +159,33 @@ def start_process(rank: int, setting: Setting, store: str) -> None:
     Without a GPU the process gets a core of its own. It ends with the process that started it.
     """
     end_with_parent()
-    from megatron_patches.loop.lean.training import LaunchedProcess, initialize
-
     if not torch.cuda.is_available():
         cores = sorted(os.sched_getaffinity(0))
         os.sched_setaffinity(0, {cores[rank % len(cores)]})
         torch.set_num_threads(1)
-    initialize(
-        parsed(setting, []),
-        LaunchedProcess(rank, setting.processes, rank, alone=False),
-        dist.FileStore(store, setting.processes),
+    begin(setting, rank, rank, dist.FileStore(store, setting.processes))
+
+
+def begin(setting: Setting, rank: int, local_rank: int, store: Any = None) -> None:
+    """Initializes process groups and Megatron, on a GPU of its own where there are any.
+
+    Args:
+        setting: setting of the measurement.
+        rank: rank of this process.
+        local_rank: number of this process on its machine.
+        store: `torch.distributed.Store` in which processes without a launcher meet.
+    """
+    from megatron_patches.loop.parts import initialize
+
+    if torch.cuda.is_available():
+        torch.cuda.set_device(local_rank)
+    dist.init_process_group(
+        "nccl" if torch.cuda.is_available() else "gloo",
+        rank=rank,
+        world_size=setting.processes,
+        store=store,
     )
+    initialize(parsed(setting, []))
 
 
 def steps_lengths(setting: Setting, mix: str) -> list[int]:

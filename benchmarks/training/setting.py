@@ -108,7 +108,8 @@ class Setting:
             --global-batch-size {self.data_parallel_size * self.micro_batches}
             --tensor-model-parallel-size {self.tensor_parallel}
             --pipeline-model-parallel-size {self.stages}
-            --train-iters 1000 --lr 1e-4 --eval-iters 0
+            --train-iters 1000 --lr 1e-4 --eval-iters 0 --split 100,0,0
+            --max-position-embeddings {self.seq_length}
             --tokenizer-type NullTokenizer --vocab-size {VOCABULARY} --data-path none
         """
         return [*flags.split(), *self.megatron_flags]

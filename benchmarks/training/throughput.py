@@ -46,7 +46,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -55,7 +55,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[2]))  # as benchmarks/__init__.py says
 
 from benchmarks.training.report import table, write_report
-from benchmarks.training.run import measure, measured, parsed
+from benchmarks.training.run import begin, measure, measured, parsed
 from benchmarks.training.setting import MIXES, MODES, Setting
 from distca.schedule import SCHEDULERS
 from distca.simulate import CLUSTERS
@@ -200,31 +200,29 @@ def peak_of_gpu(name: str) -> float | None:
     return CLUSTERS[GPUS[name]].peak_tflops if name in GPUS else None
 
 
-def run_launched(setting: Setting, process: Any) -> dict[str, Any] | None:
+def run_launched(setting: Setting, told: Mapping[str, str]) -> dict[str, Any] | None:
     """Measures in a process that a launcher started; returns the summaries on rank 0."""
     from megatron_patches.loop.ending import ending_the_job_on_failure
-    from megatron_patches.loop.lean.training import initialize
 
-    with ending_the_job_on_failure(process.told):
-        initialize(parsed(setting, []), process)
+    with ending_the_job_on_failure(told):
+        begin(setting, int(told["RANK"]), int(told["LOCAL_RANK"]))
         return measure(setting)
 
 
 def main() -> None:
-    from megatron_patches.loop.lean.training import LaunchedProcess
-
     parser = build_parser()
     args, megatron_flags = parser.parse_known_args()
-    process = LaunchedProcess.by_torchrun(os.environ)
+    told = os.environ
+    launched = "RANK" in told
     try:
-        setting = setting_of(args, megatron_flags, 0 if process.alone else process.world_size)
+        setting = setting_of(args, megatron_flags, int(told["WORLD_SIZE"]) if launched else 0)
     except ValueError as error:
         parser.error(str(error))
-    summaries = measured(setting) if process.alone else run_launched(setting, process)
+    summaries = run_launched(setting, told) if launched else measured(setting)
     if summaries is None:
         return
     if args.output is not None:
-        write_report(args.output, setting, summaries, launched=not process.alone)
+        write_report(args.output, setting, summaries, launched=launched)
     print(table(setting, summaries))
 
 

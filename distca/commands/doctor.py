@@ -31,7 +31,7 @@ State = Literal["ok", "missing", "problem"]
 # The versions that the checks of this repository were run with: docs/loops.md has the table.
 PYTHONS = ((3, 11), (3, 13))
 TORCHES = ((2, 13), (2, 15))
-MEGATRONS = ((0, 16, 1), (0, 19, 2))
+MEGATRONS = ((0, 17, 1), (0, 19, 2))
 
 
 # NVSHMEM from this version on needs neither the driver's setting nor GDRCopy for its IBGDA.
@@ -143,12 +143,12 @@ def _megatron() -> Iterator[Finding]:
     else:
         yield Finding("megatron-core", "ok", version, _untried(version, MEGATRONS))
     if importlib.util.find_spec("megatron.training") is not None:
-        yield Finding("Megatron-LM's loop", "ok", "there, for --training-loop megatron")
+        yield Finding("Megatron-LM's loop", "ok", "there")
     else:
         yield Finding(
             "Megatron-LM's loop",
             "missing",
-            "not installed: --training-loop lean is the only one",
+            "not installed: training needs it",
             "megatron-core has it from 0.17 on, which needs Python 3.12 or later",
         )
 

@@ -13,6 +13,9 @@ from typing import Any
 
 from megatron.core import num_microbatches_calculator as calculators
 
+EVAL_INTERVAL = 1000
+"""Iterations between evaluations, unless `--eval-interval` is given."""
+
 
 def micro_batches_by_sample(args: Namespace) -> Callable[[int], int]:
     """Returns a function from a sample to the number of micro-batches of the global batch there.
@@ -55,27 +58,10 @@ def samples_for_evaluation(args: Namespace) -> int:
 def samples_of_splits(args: Namespace) -> tuple[int, int, int]:
     """Returns the samples of the whole run for training, validation and test, as Megatron-LM."""
     evaluation = args.eval_iters * samples_for_evaluation(args)
-    evaluations = args.train_iters // args.eval_interval + 1
+    iterations = args.train_iters or number_of_iterations(args)
+    evaluations = iterations // args.eval_interval + 1
     training = args.train_samples or args.train_iters * args.global_batch_size
     return training, evaluations * evaluation, evaluation
-
-
-def init_calculator(args: Namespace, rank: int) -> None:
-    """Starts megatron-core's process-wide calculator."""
-    growth = {
-        name: getattr(args, name)
-        for name in ("rampup_batch_size", "step_batch_size_schedule")
-        if getattr(args, name, None) is not None
-    }
-    if "step_batch_size_schedule" in growth:
-        growth["seq_length"] = args.seq_length
-    calculators.init_num_microbatches_calculator(
-        rank=rank,
-        global_batch_size=args.global_batch_size,
-        micro_batch_size=args.micro_batch_size,
-        data_parallel_size=args.data_parallel_size,
-        **{"rampup_batch_size": None} | growth,
-    )
 
 
 def check_growth(args: Namespace) -> None:

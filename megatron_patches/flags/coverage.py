@@ -265,7 +265,7 @@ WITHOUT_EFFECT = {
 
 Refused = partial(Group, "refused")
 
-# With --distca or without, in both loops: our data, model or loss would pass over them.
+# With --distca or without: our data, model or loss would pass over them.
 REFUSED = (
     Refused(
         "made-up data, or phases",

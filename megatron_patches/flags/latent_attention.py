@@ -3,29 +3,6 @@
 from __future__ import annotations
 
 from argparse import Namespace
-from typing import Any
-
-LATENT_FLAGS: list[tuple[str, dict[str, Any]]] = [
-    (
-        "--multi-latent-attention",
-        {"action": "store_true", "help": "Project keys and values to a latent and up again."},
-    ),
-    ("--q-lora-rank", {"type": int, "help": "Size of the queries' latent. Default: none."}),
-    ("--kv-lora-rank", {"type": int, "default": 32, "help": "Size of the keys' and values'."}),
-    ("--qk-head-dim", {"type": int, "default": 128, "help": "Part of a key's head unrotated."}),
-    ("--qk-pos-emb-head-dim", {"type": int, "default": 64, "help": "Part that is rotated."}),
-    ("--v-head-dim", {"type": int, "default": 128, "help": "Size of a value's head."}),
-    (
-        "--rope-type",
-        {"choices": ["rope", "yarn"], "help": "Rotary angles of latent attention. Default: yarn."},
-    ),
-    (
-        "--rotary-scaling-factor",
-        {"type": float, "default": 1.0, "help": "How much longer than trained yarn's angles are."},
-    ),
-    ("--mscale", {"type": float, "default": 1.0, "help": "Yarn's factor of rotated parts."}),
-    ("--mscale-all-dim", {"type": float, "default": 0.0, "help": "Yarn's factor of scores."}),
-]
 
 _SIZES = ("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim")
 

@@ -25,7 +25,9 @@ from megatron_patches.flags.latent_attention import (
     head_sizes,
 )
 from megatron_patches.flags.latent_rows import travelling_shape
-from megatron_patches.flags.megatron_table import SFT_TOKENIZER
+
+SFT_TOKENIZER = "SFTTokenizer"
+"""Tokenizer type of `--sft`, in Megatron-LM, too."""
 
 FP8_RECIPES = ("tensorwise", "blockwise", "mxfp8")
 """Values of `--fp8-recipe` whose scales are of a tensor alone, so that nano-batches share none."""

@@ -7,7 +7,6 @@ A folder `SAVE` holds a folder `iter_0000010` for each checkpoint, and the file
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import json
 import os
 import shutil
@@ -25,7 +24,6 @@ from megatron_patches.loop.ending import KnownElsewhere
 TRACKER = "latest_checkpointed_iteration.txt"
 # Parts of messages of torch that a file could not be written, which is not OSError.
 _OF_TORCH_S_FILES = ("inline_container", "iostream", "PytorchStreamWriter")
-_AT_FDCWD, _RENAME_EXCHANGE = -100, 2
 
 
 def checkpoint_name(root: str | Path, iteration: int) -> Path:
@@ -71,20 +69,6 @@ def replaced_when_whole(path: Path) -> Iterator[IO[str]]:
         file.flush()
         os.fsync(file.fileno())
     os.replace(written, path)
-
-
-def exchange(one: Path, other: Path) -> None:
-    """Exchanges the names of two folders at once, where the system can."""
-    renameat2 = getattr(ctypes.CDLL(None), "renameat2", None)
-    names = (os.fsencode(one), os.fsencode(other))
-    if (
-        renameat2 is None
-        or renameat2(_AT_FDCWD, names[0], _AT_FDCWD, names[1], _RENAME_EXCHANGE) != 0
-    ):
-        aside = one.with_name(f"{one.name}_aside")
-        os.replace(one, aside)
-        os.replace(other, one)
-        os.replace(aside, other)
 
 
 def flaw(checkpoint: Path) -> str | None:

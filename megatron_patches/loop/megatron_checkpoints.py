@@ -14,11 +14,14 @@ import torch.distributed as dist
 
 from megatron_patches.loop.checkpoint_folder import (
     TRACKER,
+    checkpoint_name,
     explaining_loading,
     explaining_saving,
+    latest_iteration,
     names_a_release,
     replaced_when_whole,
 )
+from megatron_patches.loop.dropped_weights import refuse_dropped_weights
 from megatron_patches.loop.kept_tokenizer import keep_tokenizer
 
 
@@ -41,14 +44,17 @@ def explain_loading(theirs: Callable[..., Any], _: object) -> Callable[..., Any]
     """Loads as Megatron-LM does, and says what is wrong with a checkpoint that cannot be loaded."""
 
     @functools.wraps(theirs)
-    def load_checkpoint(*args: Any, **named: Any) -> Any:
+    def load_checkpoint(model: Any, *args: Any, **named: Any) -> Any:
         from megatron.training import get_args
 
         root, iteration = get_args().load, get_args().ckpt_step
         if root is None or (iteration is None and names_a_release(root)):
-            return theirs(*args, **named)
+            return theirs(model, *args, **named)
         with explaining_loading(root, iteration):
-            return theirs(*args, **named)
+            found = latest_iteration(root) if iteration is None else iteration
+            if found is not None:
+                refuse_dropped_weights(model, checkpoint_name(root, found))
+            return theirs(model, *args, **named)
 
     return load_checkpoint
 

@@ -9,23 +9,29 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
+import sys
 import time
 import traceback
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 import torch
+import torch.distributed as dist
 
 from megatron_patches import cpu
 from megatron_patches.batches.resuming import go_on_from
 from megatron_patches.batches.validation_sets import WholeSet
-from megatron_patches.flags.megatron_table import EVAL_INTERVAL
-from megatron_patches.flags.unknown import nearest
+from megatron_patches.flags.batch_sizes import EVAL_INTERVAL
+from megatron_patches.flags.unknown import explained
 from megatron_patches.loop.job import Job
 from megatron_patches.loop.launcher import kill_leftovers
 from megatron_patches.loop.messages import exit_with_message, message_handlers, message_level
+from megatron_patches.pipeline.processes import Processes, join
+
+BUSIEST, MEAN = "CPU seconds of the busiest rank", "CPU seconds of the mean rank"
+"""Names in logs of what a step takes of CPUs that stand in for GPUs."""
 
 
 @dataclass(frozen=True)
@@ -38,12 +44,14 @@ class Run:
         add_arguments: function that adds flags to Megatron-LM's parser.
         parsed: function `(args, whole)` that is called when the command line is parsed; `whole` is
             False where flags that are not known were left out, as fault tolerance does before.
+        processes: processes of a job with dedicated servers, once they have met; else none.
     """
 
     job: Job
     told: Mapping[str, str]
     add_arguments: Callable[[ArgumentParser], ArgumentParser]
     parsed: Callable[[Namespace, bool], None]
+    processes: list[Processes] = field(default_factory=list)
 
 
 def asks_for_distca(argv: Sequence[str] | None = None) -> bool:
@@ -78,7 +86,7 @@ def add_flags(theirs: Callable[..., ArgumentParser], run: Run) -> Callable[..., 
         def error(message: str) -> NoReturn:
             if asks_for_distca():
                 # Megatron-LM's follows the usage, hundreds of lines, on every rank.
-                _refuse_in_a_line(parser, run.told, message)
+                refuse_in_a_line(parser, run.told, message)
             refuse(message)
 
         parser.parse_known_args = parse_known_args  # type: ignore[method-assign,assignment]
@@ -89,16 +97,11 @@ def add_flags(theirs: Callable[..., ArgumentParser], run: Run) -> Callable[..., 
     return add_megatron_arguments
 
 
-def _refuse_in_a_line(parser: ArgumentParser, told: Mapping[str, str], message: str) -> NoReturn:
+def refuse_in_a_line(parser: ArgumentParser, told: Mapping[str, str], message: str) -> NoReturn:
     """Ends the process for a command line that cannot be parsed; the first rank says why."""
-    _, is_unknown, words = message.partition("unrecognized arguments: ")
-    options = [word.partition("=")[0] for word in words.split() if word.startswith("--")]
-    if is_unknown and options:
-        known = list(parser._option_string_actions)
-        message = "; ".join(nearest(option, known) for option in options)
     rank = int(told.get("RANK", 0))
     _show_our_messages(rank)
-    exit_with_message(message, rank)
+    exit_with_message(explained(message, list(parser._option_string_actions)), rank)
 
 
 def check_arguments(theirs: Callable[..., Any], run: Run) -> Callable[..., Any]:
@@ -106,45 +109,109 @@ def check_arguments(theirs: Callable[..., Any], run: Run) -> Callable[..., Any]:
 
     @functools.wraps(theirs)
     def validate_args(args: Namespace, *more: Any, **named: Any) -> Any:
-        cpu.set_megatron_arguments(args)
         _show_our_messages(args.rank)
         try:
-            answer = theirs(args, *more, **named)
-        except AssertionError as error:
-            # Its checks are assertions, many of which say no more than their condition.
-            place = traceback.extract_tb(error.__traceback__)[-1]
-            said = " ".join(str(error).split()) or place.line
-            exit_with_message(f"Megatron-LM refuses the flags: {said}", args.rank)
-        # From 0.17 on Megatron-LM divides by this without a default.
-        if args.eval_interval is None:
-            args.eval_interval = EVAL_INTERVAL
-        if args.async_save:
-            kill_leftovers()
-        try:
-            _refuse_what_this_loop_lacks(args)
-            run.job.validate_arguments(args)
+            answer = checked(theirs, run.job, args, *more, **named)
             from megatron_patches.loop.preflight import check_boards
 
             # Megatron-LM opens them before the process group exists.
             check_boards(args)
         except ValueError as error:
             exit_with_message(str(error), args.rank)
+        if args.async_save:
+            kill_leftovers()
         return answer
 
     return validate_args
 
 
-def _refuse_what_this_loop_lacks(args: Namespace) -> None:
+def checked(
+    validate: Callable[..., Any], job: Job, args: Namespace, *more: Any, **named: Any
+) -> Any:
+    """Checks parsed arguments, and derives what follows from them.
+
+    Args:
+        validate: Megatron-LM's `validate_args`.
+        job: job to run.
+        args: arguments, with the rank and the number of all processes.
+        more, named: further arguments of `validate`.
+
+    Returns:
+        What `validate` returned.
+
+    Raises:
+        ValueError: some flags do not go together; the message says what to do.
+    """
+    cpu.set_megatron_arguments(args)
+    _leave_out_servers(args)
+    if args.save and args.save_interval is None:
+        # Megatron-LM asks for it; a run then saves at its end alone.
+        args.save_interval = args.train_iters or args.train_samples
+    try:
+        answer = validate(args, *more, **named)
+    except AssertionError as error:
+        # Its checks are assertions, many of which say no more than their condition.
+        place = traceback.extract_tb(error.__traceback__)[-1]
+        said = " ".join(str(error).split()) or place.line
+        raise ValueError(f"Megatron-LM refuses the flags: {said}") from error
+    # From 0.17 on Megatron-LM divides by this without a default.
+    if args.eval_interval is None:
+        args.eval_interval = EVAL_INTERVAL
     if args.multiple_validation_sets and args.virtual_pipeline_model_parallel_size:
         raise ValueError(
             "--multiple-validation-sets goes without virtual pipeline stages in Megatron-LM's "
             "loop: remove one"
         )
-    if args.distca and args.distca_servers:
+    job.validate_arguments(args)
+    return answer
+
+
+def _leave_out_servers(args: Namespace) -> None:
+    """Takes dedicated servers out of the world size: Megatron-LM knows processes with a model."""
+    if not (args.distca and args.distca_servers):
+        return
+    if args.world_size <= args.distca_servers:
         raise ValueError(
-            "--distca-servers dedicated:N needs --training-loop lean of this repository's "
-            "pretrain_gpt.py: Megatron-LM's loop gives every process a model"
+            f"--distca-servers dedicated:{args.distca_servers} leaves none of {args.world_size} "
+            "processes for the model: start more"
         )
+    args.world_size -= args.distca_servers
+
+
+def beside_servers(theirs: Callable[..., Any], run: Run) -> Callable[..., Any]:
+    """Makes the default group of the processes with a model, where others only serve.
+
+    Those serve here until the job ends, and leave without a model.
+    """
+
+    @functools.wraps(theirs)
+    def initialize_distributed(*given: Any, **named: Any) -> Any:
+        from megatron.training import get_args
+
+        args = get_args()
+        if args.distca and args.distca_servers:
+            processes = join(args, run.told)
+            if processes.serves_only:
+                _serve(run.job, args, processes)
+            run.processes.append(processes)
+        return theirs(*given, **named)
+
+    return initialize_distributed
+
+
+def _serve(job: Job, args: Namespace, processes: Processes) -> NoReturn:
+    """Serves until the job ends, and ends this process."""
+    from megatron.training import get_tokenizer, training
+
+    from megatron_patches.pipeline.dedicated import serve
+
+    training.update_train_iters(args)
+    complete = Namespace(**vars(args) | {"vocab_size": get_tokenizer().vocab_size})
+    samples = training.get_train_valid_test_num_samples()
+    serve(lambda: job.build_data(complete, *samples, processes), complete)
+    dist.barrier()
+    dist.destroy_process_group()
+    sys.exit(0)
 
 
 def after_preflight(theirs: Callable[..., Any], run: Run) -> Callable[..., Any]:
@@ -259,21 +326,31 @@ def own_schedule(theirs: Callable[..., Any], run: Run) -> Callable[..., Any]:
     return get_forward_backward_func
 
 
-def tokens_per_second(theirs: Callable[..., Any], run: Run) -> Callable[..., Any]:
-    """Adds the speed of a step to the figures that the loop logs."""
+def with_speed(theirs: Callable[..., Any], run: Run) -> Callable[..., Any]:
+    """Adds the speed of a step to the figures that the loop logs, and on CPUs their seconds.
+
+    All ranks wait for the busiest one in each step, which may be another one each time.
+    """
 
     @functools.wraps(theirs)
     def train_step(*args: Any, **kwargs: Any) -> Any:
         from megatron.core.num_microbatches_calculator import get_current_global_batch_size
         from megatron.training import get_args
 
-        begin = time.perf_counter()
+        begin, cpu_begin = time.perf_counter(), time.process_time()
         figures, *others = theirs(*args, **kwargs)
-        if figures and get_args().distca:
+        seconds = time.perf_counter() - begin
+        more: dict[str, torch.Tensor] = {}
+        if cpu.without_cuda():
+            busiest = torch.tensor([time.process_time() - cpu_begin])
+            mean = busiest / dist.get_world_size()
+            dist.all_reduce(busiest, op=dist.ReduceOp.MAX)
+            dist.all_reduce(mean)
+            more |= {BUSIEST: busiest, MEAN: mean}
+        if figures:
             tokens = get_current_global_batch_size() * get_args().seq_length
             device = next(iter(figures.values())).device
-            seconds = time.perf_counter() - begin
-            figures["tokens/s"] = torch.tensor([tokens / seconds], device=device)
+            figures |= {"tokens/s": torch.tensor([tokens / seconds], device=device), **more}
         return figures, *others
 
     return train_step

@@ -109,7 +109,7 @@ def check_checkpoint(args: Namespace) -> None:
         found = flaw(path)
         if found is not None:
             raise ValueError(f"{found}{and_another(args.load, iteration)}")
-        of_run = saved_arguments(read_common_state(path), args)
+        of_run = saved_arguments(read_common_state(path))
         check_shape(of_run, args, str(path))
         check_experts(of_run, args, str(path))
 

@@ -30,35 +30,22 @@ _SHAPE_FLAGS = (
 )
 
 
-def saved_arguments(common: dict[str, Any], args: Namespace) -> Namespace:
+def saved_arguments(common: dict[str, Any]) -> Namespace:
     """Returns the flags of the run that made a checkpoint.
 
     Args:
         common: what the checkpoint keeps beside tensors.
-        args: flags of this run.
 
     Raises:
         ValueError: there are none.
     """
     saved = common.get("args")
-    if isinstance(saved, Namespace):
-        return saved
-    if not isinstance(saved, dict):
+    if not isinstance(saved, Namespace):
         raise ValueError("the checkpoint of --load has no flags of the run that made it")
-    # Up to version 0.1 the lean loop kept these few.
-    pipeline, tensor, data = common["layout"]
-    return Namespace(
-        **saved,
-        tensor_model_parallel_size=tensor,
-        pipeline_model_parallel_size=pipeline,
-        data_parallel_size=data,
-        seq_length=args.seq_length,
-        train_stream_start=0,
-        valid_stream_start=0,
-        distca_max_document_length=common["longest_piece"],
-        consumed_train_samples=common["consumed_train_samples"],
-        consumed_valid_samples=common["consumed_valid_samples"],
-    )
+    if not hasattr(saved, "norm_epsilon") and hasattr(saved, "layernorm_epsilon"):
+        # What 0.18 and later make of the flag.
+        saved.norm_epsilon = saved.layernorm_epsilon
+    return saved
 
 
 def check_shape(saved: Namespace, args: Namespace, path: str) -> None:

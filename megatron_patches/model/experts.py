@@ -10,7 +10,6 @@ of the global batch (`global_aux_loss`) are Megatron's as they are.
 
 from __future__ import annotations
 
-import warnings
 from argparse import Namespace
 from collections.abc import Callable
 from functools import partial
@@ -19,17 +18,9 @@ from typing import Any
 import torch
 from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
-from megatron.core.transformer.moe.moe_utils import track_moe_metrics
 from megatron.core.transformer.moe.router import TopKRouter
 
 from megatron_patches.versions import AUXILIARY_LOSS_COUNTS_ITS_GROUP
-
-NAMES = {
-    "aux_loss": "load_balancing_loss",
-    "seq_aux_loss": "seq_load_balancing_loss",
-    "global_aux_loss": "global_load_balancing_loss",
-}
-"""Megatron's names of the losses of `--moe-router-load-balancing-type` in logs."""
 
 OVER_A_MICRO_BATCH = ("_apply_aux_loss", "_apply_seq_aux_loss")
 """Methods of a router that add a loss averaged over a micro-batch."""
@@ -43,37 +34,6 @@ def share_auxiliary_losses(args: Namespace, model: GPTModel) -> None:
     for module in model.modules():
         if isinstance(module, TopKRouter):
             _share(module, group, rows, args.data_parallel_size)
-
-
-def auxiliary_losses(args: Namespace, micro_batches: int) -> dict[str, float]:
-    """Returns the auxiliary losses of an iteration, averaged over layers, and forgets them.
-    Collective.
-
-    Args:
-        args: Megatron-LM's arguments.
-        micro_batches: micro-batches of the iteration.
-    """
-    kinds, factors = args.moe_router_load_balancing_type, args.moe_aux_loss_coeff
-    if isinstance(kinds, str):
-        kinds, factors = [kinds], [factors]
-    names = [NAMES[kind] for kind, factor in zip(kinds, factors, strict=True) if factor]
-    if args.moe_z_loss_coeff is not None:
-        names.append("z_loss")
-    found: dict[str, torch.Tensor] = {}
-    with warnings.catch_warnings():
-        # Later versions have another name for it, and this one as well.
-        warnings.simplefilter("ignore", DeprecationWarning)
-        # A stage without experts has seen none of them, and must take part.
-        track_moe_metrics(
-            1 / micro_batches,
-            0,
-            total_loss_dict=found,
-            force_initialize=True,
-            track_names=names,
-            num_layers=args.num_layers,
-            moe_layer_freq=args.moe_layer_freq,
-        )
-    return {name: float(loss) for name, loss in found.items()}
 
 
 def _share(router: Any, group: torch.distributed.ProcessGroup, rows: int, replicas: int) -> None:

@@ -8,29 +8,27 @@ from __future__ import annotations
 
 import signal
 from argparse import Namespace
+from collections.abc import Callable
 
 import torch
 
 from megatron_patches.batches.ticks import TickStream
-from megatron_patches.flags.batch_sizes import samples_of_splits
-from megatron_patches.loop.job import DataIterators, Job
+from megatron_patches.loop.job import DataIterators
 from megatron_patches.model.latent_attention import softmax_scale
 from megatron_patches.pipeline.idle_rank import serve_tick
-from megatron_patches.pipeline.processes import Processes
 
 
-def serve(job: Job, args: Namespace, processes: Processes) -> None:
+def serve(build_data: Callable[[], DataIterators], args: Namespace) -> None:
     """Runs a dedicated process, which serves instead of training. Collective with the whole job.
 
     Args:
-        job: job that the other processes run.
+        build_data: function that builds the iterators, as the processes with a model do.
         args: arguments of the job, the same in all processes.
-        processes: processes of the job.
     """
     if args.exit_signal_handler:
         # Ranks with a model end at the end of an iteration, and dismiss this process.
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    data = job.build_data(args, *samples_of_splits(args), processes)
+    data = build_data()
     control = data.control
     assert control is not None
     while (number := control.next_number()) is not None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from argparse import Namespace
+from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -111,6 +112,31 @@ class Processes:
             options = nccl_options(max_ctas, self.timeout)
             return dist.ProcessGroupNCCL(store, rank, size, options)
         return dist.ProcessGroupGloo(store, rank, size, self.timeout)
+
+
+def join(args: Namespace, told: Mapping[str, str]) -> Processes:
+    """Meets the other processes of a job with dedicated servers, and makes the default group.
+
+    Collective. Where there are GPUs, this process gets its own.
+
+    Args:
+        args: Megatron-LM's arguments, whose world size counts processes with a model alone.
+        told: environment variables of this process, which are torchrun's interface.
+    """
+    rank, size = args.rank, args.world_size + args.distca_servers
+    if torch.cuda.is_available():
+        torch.cuda.set_device(int(told["LOCAL_RANK"]))
+    store, _, _ = next(dist.rendezvous("env://", rank, size))  # type: ignore[attr-defined]
+    processes = Processes(
+        store,
+        rank,
+        args.world_size,
+        args.distca_servers,
+        args.tensor_model_parallel_size,
+        timedelta(minutes=args.distributed_timeout_minutes),
+    )
+    processes.init_default_group(args.distributed_backend)
+    return processes
 
 
 class Control:

@@ -18,9 +18,9 @@ def finding(name: str) -> doctor.Finding:
 @pytest.mark.parametrize(
     ("version", "state", "says"),
     [
-        ("0.16.1", "ok", ""),
+        ("0.17.1", "ok", ""),
         ("0.19.2", "ok", ""),
-        ("0.20.0", "ok", "tried so far: 0.16.1 to 0.19.2"),
+        ("0.20.0", "ok", "tried so far: 0.17.1 to 0.19.2"),
         ("0.16.0", "problem", "pip install"),
         (None, "missing", "pip install"),
     ],

@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 
-from support.own_loop import needs_own_loop
 from support.pretraining import ROOT
 
 pytest.importorskip("megatron.core")
@@ -68,7 +67,6 @@ def scan(*flags: str) -> dict[str, Any]:
     return found
 
 
-@needs_own_loop
 def test_without_distca_nothing_of_megatron_and_torch_is_another_object() -> None:
     found = scan()
     assert found["objects"] > 10_000
@@ -77,7 +75,6 @@ def test_without_distca_nothing_of_megatron_and_torch_is_another_object() -> Non
     assert not found["distca"]
 
 
-@needs_own_loop
 def test_with_distca_exactly_the_names_of_the_table_are() -> None:
     from megatron_patches import hooks
 
@@ -97,7 +94,6 @@ def test_with_distca_exactly_the_names_of_the_table_are() -> None:
     assert {name.split(":")[1] for name in set(found["changed"]) - changed} <= everywhere
 
 
-@needs_own_loop
 def test_each_row_of_the_table_is_there_in_the_installed_version() -> None:
     from megatron_patches import hooks
 
@@ -186,7 +182,6 @@ pretrain({given})
 """
 
 
-@needs_own_loop
 def test_a_plain_rank_that_waits_for_others_ends_by_sigterm() -> None:
     """As one without the two lines does: no handler of ours waits for the interpreter."""
     names = ["train_valid_test_dataset_provider", "model_provider", "forward_step_func"]

@@ -16,11 +16,13 @@ import torch
 
 from megatron_patches import hugging_face, llama
 from megatron_patches.loop.kept_tokenizer import keep_tokenizer, kept_tokenizer
+from support.ranks import forget_megatron
 
 SIZES = """
     --num-layers 2 --hidden-size 32 --ffn-hidden-size 48 --num-attention-heads 4 --kv-channels 16
     --group-query-attention --num-query-groups 2 --normalization RMSNorm --swiglu
-    --disable-bias-linear --max-position-embeddings 16384 --tokenizer-type HuggingFaceTokenizer
+    --disable-bias-linear --position-embedding-type rope --max-position-embeddings 16384
+    --tokenizer-type HuggingFaceTokenizer
 """.split()
 """A model as the demo's, whose heads are wider than its hidden size."""
 MODELS = {
@@ -56,10 +58,8 @@ def save_and_export(folder: Path, flags: list[str], tokens: list[int]) -> torch.
     Returns:
         The logits without those of padding, float32 `[tokens, vocabulary]`.
     """
-    from megatron.core import num_microbatches_calculator, parallel_state
-
     from megatron_patches.batches.micro_batch import document_params
-    from megatron_patches.loop.lean.checkpointing import LoadedState, save_checkpoint
+    from megatron_patches.loop.parts import save_weights
 
     torch.manual_seed(1)
     flags = [*SIZES, *flags, "--tokenizer-model", str(folder / "tokenizer")]
@@ -68,20 +68,17 @@ def save_and_export(folder: Path, flags: list[str], tokens: list[int]) -> torch.
         for name, weight in model.named_parameters():
             # Norms of all ones would hide one that is mistaken for another.
             weight.copy_(0.3 * torch.randn(weight.shape) + (1.0 if "norm" in name else 0.0))
-    args.save = str(folder / "checkpoints")
-    save_checkpoint([model], None, None, args, LoadedState(4, 0, 0))
+    save_weights(model, args, folder / "checkpoints", iteration=4)
     model.eval()
     positions = torch.arange(len(tokens))[None]
     params = document_params(np.array([len(tokens)]), token_positions=True)
     with torch.no_grad():
         out = model(torch.tensor([tokens]), positions, None, packed_seq_params=params)
-    parallel_state.destroy_model_parallel()
-    num_microbatches_calculator.unset_num_microbatches_calculator()
+    forget_megatron()
     (folder / "tokenizer").rename(folder / "gone")
     command = ["export", "--checkpoint", args.save, "--output", str(folder / "model")]
     assert llama.main(command) == 0
-    parallel_state.destroy_model_parallel()
-    num_microbatches_calculator.unset_num_microbatches_calculator()
+    forget_megatron()
     return out.reshape(len(tokens), -1)[:, : len(WORDS)]
 
 

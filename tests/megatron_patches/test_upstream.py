@@ -18,10 +18,6 @@ from typing import Any
 import pytest
 import torch
 
-from support.own_loop import needs_own_loop
-
-pytestmark = needs_own_loop
-
 FLAGS = """
     --num-layers 2 --hidden-size 32 --num-attention-heads 2 --seq-length 128 --micro-batch-size 1
     --max-position-embeddings 128 --position-embedding-type rope --attention-dropout 0
@@ -169,7 +165,6 @@ def test_with_the_flag_pretrain_gets_ours(script) -> None:
     ("flags", "message"),
     [
         (["--distca-tolerance", "-1"], "error: --distca-tolerance"),
-        (["--distca-servers", "dedicated:2"], "needs --training-loop lean"),
         (["--tensorboard-dir", "/proc/x"], "--tensorboard-dir /proc/x cannot be written to"),
         (["--hidden-size", "33"], "error: Megatron-LM refuses the flags: "),
         (["--distca-tolerence", "2"], "no --distca-tolerence: did you mean --distca-tolerance?"),
@@ -262,18 +257,20 @@ def test_whole_validation_sets_are_ours_to_count_and_to_repeat(args) -> None:
     assert next(cyclic_iter("theirs")) == "theirs"
 
 
-def test_steps_log_tokens_per_second(args, monkeypatch) -> None:
-    from megatron_patches.loop.megatron_hooks import tokens_per_second
+def test_steps_log_their_speed(args, monkeypatch) -> None:
+    from megatron_patches.loop import megatron_hooks
 
     monkeypatch.setattr(
         "megatron.core.num_microbatches_calculator.get_current_global_batch_size", lambda: 4
     )
-    step = tokens_per_second(lambda: ({"lm loss": torch.ones(1)}, 0), None)  # type: ignore[arg-type]
+    monkeypatch.setattr(megatron_hooks.cpu, "without_cuda", lambda: False)
+    step = megatron_hooks.with_speed(lambda: ({"lm loss": torch.ones(1)}, 0), None)  # type: ignore[arg-type]
     figures, _ = step()
     # 4 samples of 10 tokens, in a step of less than a second.
     assert figures["tokens/s"] > 40
-    args.distca = False
-    assert set(step()[0]) == {"lm loss"}
+    # Of a stage that has no loss.
+    step = megatron_hooks.with_speed(lambda: ({}, 0), None)  # type: ignore[arg-type]
+    assert step() == ({}, 0)
 
 
 def test_checkpoints_arguments_are_those_our_data_goes_on_from(args, monkeypatch) -> None:

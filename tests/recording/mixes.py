@@ -78,7 +78,7 @@ RECOMPUTE = "--recompute-granularity full --recompute-method uniform --recompute
 
 MIXES: Sequence[Mix] = (
     Mix("plain, packed, DP2", 2, 2, GROUPS),
-    Mix("plain, dense, PP2, bf16", 2, 1, f"{PP2} --attention-backend local --bf16", 3),
+    Mix("plain, dense, PP2, bf16", 2, 1, f"{PP2} --attention-backend unfused --bf16", 3),
     Mix("plain, TP2-SP-DP2, overlap", 4, 2, f"{SP} {GROUPS} {OVERLAP}"),
     Mix("tiles, DP4", 4, 4, f"{PING_PONG} {TILES} {GROUPS}"),
     Mix("greedy, DP3, bf16, shm", 3, 3, f"{PING_PONG} {GREEDY} --bf16 --distca-transport shm"),

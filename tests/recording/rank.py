@@ -62,7 +62,7 @@ def record(flags: Sequence[str], lengths: Sequence[int], steps: int) -> dict[str
 def _train(
     args: Namespace, stream: Any, processes: Any, steps: int, log: Log
 ) -> tuple[dict[str, Any], Any]:
-    from megatron_patches.loop.lean import training
+    from support import training
 
     run, made = make_run(args, stream, processes)
     run.job = replace(run.job, forward_step=watch_loss(log, run.job.forward_step))
@@ -97,6 +97,6 @@ def _train(
                 **log.take(),
             }
         )
-    run.data[0].close()
+    run.data.close()
     weights = {name: bits(p) for chunk in run.model for name, p in named_parameters(chunk)}
     return {"before": before, "steps": recorded, "weights": dict(sorted(weights.items()))}, made

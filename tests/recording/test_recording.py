@@ -14,6 +14,7 @@ import pytest
 from recording import commands, rank
 from recording.compare import compare
 from recording.mixes import MIXES
+from support.ranks import forget_megatron
 
 STEP = {
     "gradient norm": "0x1.0p+0",
@@ -172,14 +173,12 @@ DEFECTS: dict[str, tuple[Callable[[], Iterator[None]], set[str]]] = {
 
 def record_with(defects: list[str], job: tuple[list[str], list[int]], steps: int) -> list[Any]:
     """The recordings of this rank with each of some `DEFECTS`; collective."""
-    from megatron.core import num_microbatches_calculator, parallel_state
 
     recorded = []
     for defect in defects:
         with contextlib.contextmanager(DEFECTS[defect][0])():
             recorded.append(rank.record(*job, steps))
-        parallel_state.destroy_model_parallel()
-        num_microbatches_calculator.unset_num_microbatches_calculator()
+        forget_megatron()
     return recorded
 
 

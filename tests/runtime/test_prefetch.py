@@ -15,6 +15,7 @@ import pytest
 from distca.runtime import Prefetcher
 from support.models import make_run, memory_stream, parse
 from support.pretraining import ROOT
+from support.ranks import forget_megatron
 
 PATIENCE = 20
 """Seconds until what was not made is said not to come."""
@@ -158,13 +159,12 @@ def ticks_held_until_the_next_is_made(
     flags: Sequence[str], lengths: Sequence[int], steps: int
 ) -> list[tuple[int, int]]:
     """The ticks, by step and number, whose kernels saw the next tick come. Collective."""
-    from megatron.core import num_microbatches_calculator, parallel_state
 
     from megatron_patches.batches.ticks import TickBatches, TickInput, TickStream
-    from megatron_patches.loop.lean import training
+    from support import training
 
     args = parse(flags)
-    training.initialize_megatron(args)
+    training.initialize(args)
     made = Made()
     seen: list[tuple[int, int]] = []
     held: list[tuple[int, int]] = []
@@ -205,7 +205,6 @@ def ticks_held_until_the_next_is_made(
         kernel.forward, kernel.backward = computing(kernel.forward), computing(kernel.backward)
         for _ in range(steps):
             training.train_step(run)
-        run.data[0].close()
-    parallel_state.destroy_model_parallel()
-    num_microbatches_calculator.unset_num_microbatches_calculator()
+        run.data.close()
+    forget_megatron()
     return seen

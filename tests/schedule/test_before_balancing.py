@@ -28,6 +28,7 @@ from megatron_patches.batches.micro_batch import WindowLayout
 from megatron_patches.batches.planned import PlannedBatches
 from megatron_patches.batches.ticks import _report
 from support.models import memory_stream, parse
+from support.ranks import forget_megatron
 
 CONFIG = ScheduleConfig()
 LENGTHS = np.array([3, 5, 4, 4, 4, 2, 2])
@@ -77,16 +78,15 @@ def test_the_log_adds_up_what_a_rank_computes_of_all_micro_batches() -> None:
 
 def first_plan_of(flags: Sequence[str], lengths: Sequence[int]) -> list[str]:
     """What is logged of a run's first plan on this rank; collective."""
-    from megatron.core import num_microbatches_calculator, parallel_state
 
     from megatron_patches.batches import sources
-    from megatron_patches.loop.lean import training
+    from support import training
 
     said: list[str] = []
     handler = logging.Handler(logging.INFO)
     handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
     args = parse(flags)
-    training.initialize_megatron(args)
+    training.initialize(args)
     maker = sources.batch_maker(args, sources.window_layout(args), torch.device("cpu"))
     sources.logger.addHandler(handler)
     sources.logger.setLevel(logging.INFO)
@@ -95,8 +95,7 @@ def first_plan_of(flags: Sequence[str], lengths: Sequence[int]) -> list[str]:
     finally:
         sources.logger.removeHandler(handler)
     maker.close()
-    parallel_state.destroy_model_parallel()
-    num_microbatches_calculator.unset_num_microbatches_calculator()
+    forget_megatron()
     return said
 
 

@@ -23,6 +23,7 @@ from distca.schedule import (
 from distca.schedule.program import Pass, calls_of
 from distca.simulate import pack_sequences, plan_global_batch
 from support.batches import long_tailed_lengths, placement_rows, task_rows
+from support.ranks import forget_megatron
 
 SHAPE = AttentionShape(8, 2, 64)
 CONFIG = ScheduleConfig(shape=SHAPE)
@@ -39,17 +40,16 @@ def rows(plans: tuple[Plan, ...]) -> list[Any]:
 def planned_by_training(runs: list[list[str]], lengths: list[int]) -> list[Any]:
     """Of each run what plans are judged by, the calls of a tick, and the first batch's ticks."""
     import torch
-    from megatron.core import num_microbatches_calculator, parallel_state
 
     from megatron_patches.batches import sources
     from megatron_patches.flags.planning import linear_work, schedule_config
-    from megatron_patches.loop.lean import training
+    from support import training
     from support.models import memory_stream, parse
 
     found = []
     for flags in runs:
         args = parse(flags)
-        training.initialize_megatron(args)
+        training.initialize(args)
         maker = sources.batch_maker(args, sources.window_layout(args), torch.device("cpu"))
         assert isinstance(maker, sources.PlannedMaker)
         maker.log_first_plan(memory_stream(lengths), 0)
@@ -64,8 +64,7 @@ def planned_by_training(runs: list[list[str]], lengths: list[int]) -> list[Any]:
             each: calls_of(made.program(each, 1, at_home=False), made.masks) for each in passes
         }
         found.append((config, linear_work(args), calls, ticks))
-        parallel_state.destroy_model_parallel()
-        num_microbatches_calculator.unset_num_microbatches_calculator()
+        forget_megatron()
     return found
 
 

@@ -28,6 +28,7 @@ from distca.schedule import (
 from support.batches import long_tailed_lengths, placement_rows, task_rows
 from support.models import make_run, memory_stream, parse
 from support.pretraining import ROOT
+from support.ranks import forget_megatron
 
 SHAPE = AttentionShape(8, 2, 64)
 PATIENCE = 10
@@ -178,23 +179,22 @@ def test_a_rank_learns_of_its_planner_s_death(ranks) -> None:
 def ticks_until_the_planner_dies() -> str:
     """The end of the error that a rank's iterator raises when the planner is killed."""
     import torch
-    from megatron.core import num_microbatches_calculator, parallel_state
 
     from megatron_patches.batches.ticks import TickStream
-    from megatron_patches.loop.lean import training
+    from support import training
 
     flags = ["--distca", "--seq-length", "256", "--global-batch-size", "3"]
     args = parse(flags)
-    training.initialize_megatron(args)
+    training.initialize(args)
     run, batches = make_run(args, memory_stream([200, 56, 300, 212] * 20))
     planned = PlannerProcess(batches.planner())
     count, device = (lambda _: 3), torch.device("cpu")
     ticks = TickStream(replace(batches), 0, count, device, planned)
     try:
         same: Sequence[int] = range(2 * len(next(ticks).schedule.ticks) - 1)
-        next(run.data[0].train)
+        next(run.data.train)
         for _ in same:
-            mine, theirs = next(ticks), next(run.data[0].train)
+            mine, theirs = next(ticks), next(run.data.train)
             assert mine.bytes_sent == theirs.bytes_sent
             assert (mine.micro_batch is None) == (theirs.micro_batch is None)
             if mine.micro_batch is not None:
@@ -204,7 +204,6 @@ def ticks_until_the_planner_dies() -> str:
             list(ticks)
     finally:
         ticks.close()
-        run.data[0].close()
-        parallel_state.destroy_model_parallel()
-        num_microbatches_calculator.unset_num_microbatches_calculator()
+        run.data.close()
+        forget_megatron()
     return str(raised.value).split(str(planned.pid) + " ")[1].split(",")[0]

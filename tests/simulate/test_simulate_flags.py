@@ -31,10 +31,9 @@ from distca.simulate.space import (
 )
 from distca.simulate.workload import options_of
 from megatron_patches.batches.micro_batch import WindowLayout
-from megatron_patches.flags.distca import add_distca_arguments
-from megatron_patches.flags.megatron import parse_args
 from megatron_patches.flags.planning import execution_options, schedule_config
-from megatron_patches.flags.validation import validate_distca_arguments
+from megatron_patches.loop.gpt_job import GPT_JOB
+from megatron_patches.loop.parts import parse_args
 from support.commands import Command
 
 MODEL = ModelSize(4, 512, 8, 4, 64, 1024, 1000)
@@ -59,11 +58,11 @@ def parsed(flags: Sequence[str], workload: Workload) -> Namespace:
         --num-layers {m.layers} --hidden-size {m.hidden_size} --kv-channels {m.head_dim}
         --ffn-hidden-size {m.ffn_hidden_size} --num-attention-heads {m.heads}
         --group-query-attention --num-query-groups {m.kv_heads} --attention-dropout 0
-        --train-iters 1 --lr 1 --data-path none --tokenizer-type NullTokenizer --vocab-size 999
+        --train-iters 1 --lr 1 --data-path none --split 100,0,0
+        --position-embedding-type rope --max-position-embeddings 1048576
+        --tokenizer-type NullTokenizer --vocab-size 999
     """
-    args = parse_args(add_distca_arguments, [*given.split(), *flags], workload.gpus)
-    validate_distca_arguments(args)
-    return args
+    return parse_args(GPT_JOB, [*given.split(), *flags], world_size=workload.gpus)
 
 
 def check(args: Namespace, candidate: Candidate, workload: Workload) -> None:

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 from argparse import Namespace
 
-from megatron_patches.flags.distca import add_distca_arguments
-from megatron_patches.flags.megatron import parse_args
-from megatron_patches.flags.validation import validate_distca_arguments
+from megatron_patches.loop.gpt_job import GPT_JOB
+from megatron_patches.loop.parts import parse_args
+from support.models import pad_vocabulary
 
 GOOD = """
     --num-layers 4 --hidden-size 64 --num-attention-heads 8 --seq-length 256
-    --micro-batch-size 1 --lr 1e-3 --data-path somewhere --attention-dropout 0
-    --tokenizer-type NullTokenizer --vocab-size 999
+    --micro-batch-size 1 --lr 1e-3 --data-path somewhere --attention-dropout 0 --split 90,5,5
+    --tokenizer-type NullTokenizer --vocab-size 999 --max-position-embeddings 4096
+    --position-embedding-type rope
 """.split()
 
 
 def parse(*flags: str, world_size: int = 4, length: str = "--train-iters 10") -> Namespace:
-    args = parse_args(add_distca_arguments, [*GOOD, *length.split(), *flags], world_size)
-    validate_distca_arguments(args)
+    """Parses flags beside good ones, and sets the vocabulary as a run's tokenizer does."""
+    args = parse_args(GPT_JOB, [*GOOD, *length.split(), *flags], world_size=world_size)
+    pad_vocabulary(args)
     return args

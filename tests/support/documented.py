@@ -256,10 +256,10 @@ def dry_run(script: str, flags: Sequence[str]) -> str:
 
 def parse_training_flags(flags: Sequence[str]) -> None:
     """Holds flags against pretrain_gpt.py's parser; others that it needs may be missing."""
-    from megatron_patches.flags.distca import add_distca_arguments
-    from megatron_patches.flags.megatron import build_parser
+    from megatron_patches.loop.gpt_job import GPT_JOB
+    from megatron_patches.loop.parts import build_parser
 
-    parser = build_parser(add_distca_arguments)
+    parser = build_parser(GPT_JOB)
     _need_nothing(parser)
     parser.parse_args(flags)
 

@@ -11,6 +11,7 @@ import torch
 from distca.runtime import CoreAttention
 from distca.transport import Channel, MessageSizes, Pending
 from support.models import make_run, memory_stream, parse
+from support.ranks import forget_megatron
 
 Event = tuple[Any, ...]
 """A start or a wait of the transport with phase and nano-batch; a kernel with its pass and
@@ -22,20 +23,18 @@ Nano-batches are "ping", "pong" or None."""
 def events_of_step(flags: Sequence[str], lengths: Sequence[int]) -> list[Event]:
     """What this rank does in a first training step, as the transport, the kernel and the model are
     called: not as the runtime's own trace says. Collective."""
-    from megatron.core import num_microbatches_calculator, parallel_state
 
-    from megatron_patches.loop.lean import training
+    from support import training
 
     args = parse(flags)
-    training.initialize_megatron(args)
+    training.initialize(args)
     run, made = make_run(args, memory_stream(lengths))
     recorder = Recorder(made.core_attention, args.distca_ping_pong)
     for chunk in run.model:
         recorder.watch(chunk)
-    training.forward_backward(run, "train", forward_only=False)
-    run.data[0].close()
-    parallel_state.destroy_model_parallel()
-    num_microbatches_calculator.unset_num_microbatches_calculator()
+    training.forward_backward(run)
+    run.data.close()
+    forget_megatron()
     return recorder.events
 
 

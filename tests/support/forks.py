@@ -19,8 +19,7 @@ ROOT = Path(__file__).parents[2]
 IMPORTED = (
     "torch.distributed.checkpoint",
     "megatron_patches.upstream",
-    "megatron_patches.loop.lean.training",
-    # Only where megatron-core has it.
+    "megatron_patches.loop.parts",
     "megatron.training.training",
 )
 

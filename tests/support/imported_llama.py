@@ -7,6 +7,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from support.ranks import forget_megatron
+
 
 def add_tokenizer(folder: Path, vocabulary: int) -> None:
     """Writes a tokenizer of so many words."""
@@ -26,15 +28,14 @@ def imported_logits(llama: Path, work: Path, tokens: list[int]) -> torch.Tensor:
     """
     from megatron_patches import llama as converter
     from megatron_patches.batches.micro_batch import document_params
-    from megatron_patches.loop.lean.checkpointing import load_checkpoint
+    from megatron_patches.loop.parts import load_weights
 
     checkpoint = ["--checkpoint", str(work / "checkpoint")]
     assert converter.main(["import", "--llama", str(llama), *checkpoint, "--float32"]) == 0
     forget_megatron()
     config = converter.read_checkpoint(llama).config
     model, args = converter.build_llama(llama, config, bf16=False)
-    args.load, args.exit_on_missing_checkpoint, args.finetune = checkpoint[1], True, True
-    load_checkpoint([model], None, None, args)
+    load_weights(model, args, work / "checkpoint")
     model.eval()
     positions = torch.arange(len(tokens))[None]
     params = document_params(np.array([len(tokens)]), token_positions=True)
@@ -42,10 +43,3 @@ def imported_logits(llama: Path, work: Path, tokens: list[int]) -> torch.Tensor:
         out = model(torch.tensor([tokens]), positions, None, packed_seq_params=params)
     forget_megatron()
     return out.reshape(len(tokens), -1)[:, : config.vocab_size]
-
-
-def forget_megatron() -> None:
-    from megatron.core import num_microbatches_calculator, parallel_state
-
-    parallel_state.destroy_model_parallel()
-    num_microbatches_calculator.unset_num_microbatches_calculator()

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from support.ranks import chosen
+from support.ranks import chosen, forget_megatron
 
 MODEL = """
     --num-layers 2 --hidden-size 64 --ffn-hidden-size 96 --num-attention-heads 4
@@ -23,7 +23,7 @@ MODEL = """
     --untie-embeddings-and-output-weights --attention-dropout 0 --hidden-dropout 0
     --micro-batch-size 1 --lr 1e-2 --lr-decay-style constant
     --make-vocab-size-divisible-by 64 --tokenizer-type NullTokenizer --vocab-size 250
-    --eval-iters 0 --weight-decay 0.1
+    --eval-iters 0 --weight-decay 0.1 --max-position-embeddings 65536
 """.split()
 
 # Of that model.
@@ -100,29 +100,35 @@ UNTIED = "--untie-embeddings-and-output-weights"
 
 
 def parse(flags: Sequence[str], tied: bool = False) -> Namespace:
-    from megatron_patches.flags.distca import add_distca_arguments
-    from megatron_patches.flags.megatron import parse_args
-    from megatron_patches.flags.validation import validate_distca_arguments
+    """Parses the flags of a small model, and others that win over those."""
+    from megatron_patches.loop.gpt_job import GPT_JOB
+    from megatron_patches.loop.parts import parse_args
 
+    return parse_args(GPT_JOB, command_line(flags, tied), dist.get_rank(), dist.get_world_size())
+
+
+def command_line(flags: Sequence[str], tied: bool = False) -> list[str]:
+    """The flags of a small model, with others."""
     model = [flag for flag in MODEL if not (tied and flag == UNTIED)]
     chosen_flags = ["--distca-transport", chosen().transport]
     chosen_flags += [] if chosen().ping_pong else ["--no-distca-ping-pong"]
     if not any(flag in flags for flag in ("--per-split-data-args-path", "--distca-documents")):
         model += ["--data-path", "unused"]
     length = [] if "--train-samples" in flags else ["--train-iters", "100"]
-    args = parse_args(
-        add_distca_arguments, [*model, *length, *chosen_flags, *flags], dist.get_world_size()
-    )
-    args.rank = dist.get_rank()
-    validate_distca_arguments(args)
-    return args
+    return [*model, *length, *chosen_flags, *flags]
+
+
+def pad_vocabulary(args: Namespace) -> None:
+    """Sets what a run's tokenizer sets."""
+    multiple = args.make_vocab_size_divisible_by * args.tensor_model_parallel_size
+    args.padded_vocab_size = -(-args.vocab_size // multiple) * multiple
 
 
 def start_processes(args: Namespace) -> Any:
     """Starts Megatron's state; with dedicated servers first the two kinds of processes, which it
     returns. Collective."""
-    from megatron_patches.loop.lean import training
     from megatron_patches.pipeline.processes import Processes
+    from support import training
 
     dedicated, rank = args.distca_servers, dist.get_rank()
     processes = None
@@ -141,8 +147,9 @@ def start_processes(args: Namespace) -> Any:
         )
         processes.init_default_group("gloo")
         if processes.serves_only:
+            pad_vocabulary(args)
             return processes
-    training.initialize_megatron(args)
+    training.initialize(args)
     return processes
 
 
@@ -167,18 +174,15 @@ def make_data(args: Namespace, stream: Any, processes: Any) -> tuple[Any, Any]:
 
 
 def make_run(args: Namespace, stream: Any, processes: Any = None) -> Any:
-    """A lean run of the real job, over a stream of our own."""
-    from megatron_patches.loop.gpt_job import GPT_JOB
-    from megatron_patches.loop.lean import config, training
+    """A run of the real job, over a stream of our own."""
+    from support import training
 
-    model, optimizer = training.build_model_and_optimizer(GPT_JOB, args)
-    for chunk in model:
-        set_weights_by_name(chunk)
-    optimizer.reload_model_params()
-    scheduler = config.parameter_scheduler(args, optimizer)
     iterators, made = make_data(args, stream, processes)
-    function = training.choose_forward_backward_func(GPT_JOB, args)
-    return training.Run(GPT_JOB, args, model, optimizer, scheduler, [iterators], function), made
+    run = training.build_run(args, iterators)
+    for chunk in run.model:
+        set_weights_by_name(chunk)
+    run.optimizer.reload_model_params()
+    return run, made
 
 
 def train(
@@ -199,10 +203,8 @@ def train(
         done.bytes_counted = {phase: n for phase, n in transport.bytes_sent.items() if n}
         done.bytes_planned = bytes_planned(args, made, steps)
     dist.barrier()
-    from megatron.core import num_microbatches_calculator, parallel_state
 
-    parallel_state.destroy_model_parallel()
-    num_microbatches_calculator.unset_num_microbatches_calculator()
+    forget_megatron()
     return done
 
 
@@ -224,7 +226,7 @@ def train_steps(args: Namespace, stream: Any, processes: Any, steps: int) -> tup
     """Trains; what was seen, and what made the batches."""
     from megatron.core import parallel_state
 
-    from megatron_patches.loop.lean import training
+    from support import training
 
     run, made = make_run(args, stream, processes)
     done = StepsDone(
@@ -233,51 +235,47 @@ def train_steps(args: Namespace, stream: Any, processes: Any, steps: int) -> tup
             parallel_state.get_data_parallel_rank(),
         )
     )
-    for chunk in run.model:
-        chunk.train()
-        chunk.zero_grad_buffer()
-    for step in range(steps):
-        if step == 0 and not args.use_distributed_optimizer:
-            losses = training.forward_backward(run, "train", forward_only=False)
+    optimizer_step = run.optimizer.step
+
+    def noted_step() -> Any:
+        if not (done.gradients or args.use_distributed_optimizer):
             for chunk in run.model:
                 done.gradients |= collect_gradients(chunk)
-            _, grad_norm, _ = run.optimizer.step()
-            run.scheduler.step(increment=args.global_batch_size)
-        else:
-            losses, _, grad_norm = training.train_step(run)
+        return optimizer_step()
+
+    run.optimizer.step = noted_step
+    for _ in range(steps):
+        losses, _, grad_norm = training.train_step(run)
         done.losses.append(losses["lm loss"])
         done.grad_norms.append(float(grad_norm))
-    run.data[0].close()
+    run.data.close()
     return done, made
 
 
 def serve(args: Namespace, stream: Any, processes: Any) -> tuple[StepsDone, Any]:
     """What a dedicated server does while the others train; and what made its plans."""
-    from megatron_patches.loop.gpt_job import GPT_JOB
     from megatron_patches.pipeline import dedicated
 
     iterators, made = make_data(args, stream, processes)
-    dedicated.serve(replace(GPT_JOB, build_data=lambda *_: iterators), args, processes)
+    dedicated.serve(lambda: iterators, args)
     return StepsDone(serves_only=True), made
 
 
 def starts_of_micro_batches(flags: Sequence[str], lengths: Sequence[int]) -> list[list[int]]:
     """Where the documents of each micro-batch of the first step start in the stream; collective."""
-    from megatron.core import num_microbatches_calculator, parallel_state
 
     from megatron_patches.batches import sources
-    from megatron_patches.loop.lean import training
+    from support import training
 
     args = parse(flags)
-    training.initialize_megatron(args)
+    training.initialize(args)
     layout = sources.window_layout(args)
     maker = sources.batch_maker(args, layout, torch.device("cpu"))
     made = maker(memory_stream(lengths), forward_only=False)
     incoming = made.planned.documents(0, maker.micro_batches(0))
     micro_batches = made.planned.planner.share_out(incoming)
     found = [documents.starts.tolist() for documents in micro_batches]
-    parallel_state.destroy_model_parallel()
-    num_microbatches_calculator.unset_num_microbatches_calculator()
+    forget_megatron()
     return found
 
 

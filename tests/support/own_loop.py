@@ -6,7 +6,6 @@ after two steps tell the gradients of the second one.
 
 from __future__ import annotations
 
-import importlib.util
 import shutil
 from pathlib import Path
 from typing import Any
@@ -15,13 +14,13 @@ import pytest
 import torch
 
 from support.parity import relative
-from support.pretraining import LOSS, run_command
+from support.pretraining import LOSS, run_command, separate
 from support.whole_runs import write_documents
 
 WINDOW, MICRO_BATCHES = 512, 2
 BETA, MOMENT = 0.9, "optimizer.state.exp_avg."
 FLAGS = f"""
-    --training-loop megatron --tokenizer-type NullTokenizer --vocab-size 100
+    --tokenizer-type NullTokenizer --vocab-size 100
     --make-vocab-size-divisible-by 64 --num-layers 4 --hidden-size 64 --ffn-hidden-size 96
     --num-attention-heads 4 --normalization RMSNorm --swiglu --disable-bias-linear
     --position-embedding-type rope --untie-embeddings-and-output-weights --attention-dropout 0
@@ -29,12 +28,6 @@ FLAGS = f"""
     --train-iters 2 --save-interval 1 --split 100,0,0 --log-interval 1 --eval-iters 0
     --max-position-embeddings {WINDOW} --distca-max-document-length {WINDOW}
 """.split()
-
-OWN_LOOP = importlib.util.find_spec("megatron.training") is not None
-needs_own_loop = pytest.mark.skipif(
-    not OWN_LOOP,
-    reason="megatron.training is not installed: Python 3.12 has it",
-)
 
 
 class OwnLoop:
@@ -83,8 +76,7 @@ class OwnLoop:
         given = [*FLAGS, "--data-path", self._data, *self._model, *flags]
         found = LOSS.findall(run_command(processes, given))
         losses = {int(iteration): float(loss) for iteration, loss in found}
-        # Megatron-LM's second line is a mean of the first two.
-        return losses | ({2: 2 * losses[2] - losses[1]} if 1 in losses else {})
+        return separate(losses) if len(losses) > 1 else losses
 
 
 def sizes(seq_length: int, data_parallel: int = 1, chain: int = 1) -> list[str]:

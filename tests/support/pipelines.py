@@ -50,7 +50,7 @@ def plain(ranks, micro_batches: int, tied: bool = False) -> StepsDone:
     key = (micro_batches, tied)
     if key not in _PLAIN:
         flags = [*SIZES, "--seq-length", str(WINDOW), "--global-batch-size", str(micro_batches)]
-        flags += ["--attention-backend", "local"]
+        flags += ["--attention-backend", "unfused"]
         lengths = documents(micro_batches, 2)
         _PLAIN[key] = ranks.run(train, flags, lengths, 2, tied, world_size=1)[0]
     return _PLAIN[key]

@@ -23,11 +23,10 @@ FLAGS = """
     --lr 3e-3 --lr-decay-style cosine --lr-warmup-iters 1 --weight-decay 0.1
     --split 80,10,10 --log-interval 1
     --eval-interval 1000 --eval-iters 0 --seq-length 256 --make-vocab-size-divisible-by 129
+    --max-position-embeddings 4096
 """.split()
-TOKENIZERS = {
-    "lean": ["--tokenizer-type", "ByteLevelTokenizer"],
-    "megatron": ["--tokenizer-type", "NullTokenizer", "--vocab-size", "100"],
-}
+# As many tokens as the tokenizer of bytes has, which the corpus was written with.
+TOKENIZER = ["--tokenizer-type", "NullTokenizer", "--vocab-size", "257"]
 
 
 def start(
@@ -54,15 +53,23 @@ def start(
 
 
 def _arguments(corpus: str, flags: Sequence[str]) -> list[str]:
-    # Megatron-LM's loop has not our tokenizer of bytes.
-    tokenizer = TOKENIZERS["megatron" if "megatron" in flags else "lean"]
-    return [*tokenizer, *FLAGS, "--data-path", corpus, *flags]
+    return [*TOKENIZER, *FLAGS, "--data-path", corpus, *flags]
 
 
 def run(processes: int, corpus: str, *flags: str, status: int = 0) -> tuple[dict[int, str], str]:
-    """The losses as they were printed, by iteration, and the whole output."""
+    """The losses as they were printed, by iteration, and the whole output.
+
+    Without the second one, which is a mean: Megatron-LM adds the first iteration to it.
+    """
     output = run_command(processes, _arguments(corpus, flags), status)
-    return {int(i): loss for i, loss in LOSS.findall(output)}, output
+    lines = LOSS.findall(output)
+    return {int(i): loss for i, loss in lines[:1] + lines[2:]}, output
+
+
+def separate(losses: Mapping[int, float]) -> dict[int, float]:
+    """The losses of iterations, of which Megatron-LM prints the first two's mean second."""
+    first, second, *_ = sorted(losses)
+    return {**losses, second: 2 * losses[second] - losses[first]}
 
 
 def run_command(processes: int, arguments: Sequence[str], status: int = 0) -> str:

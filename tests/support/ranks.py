@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import importlib
+import os
 import sys
 import tempfile
 import time
@@ -154,7 +155,7 @@ def _serve(pipe: Connection, path: list[str], chosen: Chosen) -> None:
             )
             result = function(*args)
             dist.barrier()
-            _forget_megatron()
+            forget_megatron()
             dist.destroy_process_group()
             # Groups that cycles keep alive keep threads, which poll.
             gc.collect()
@@ -163,7 +164,7 @@ def _serve(pipe: Connection, path: list[str], chosen: Chosen) -> None:
             pipe.send((False, traceback.format_exc()))
 
 
-def _forget_megatron() -> None:
+def forget_megatron() -> None:
     """Undoes Megatron's process-wide state, so that the next function may initialise it anew."""
     if "megatron.core.parallel_state" not in sys.modules:
         return
@@ -172,3 +173,8 @@ def _forget_megatron() -> None:
     parallel_state.destroy_model_parallel()
     num_microbatches_calculator.unset_num_microbatches_calculator()
     rerun_state_machine.destroy_rerun_state_machine()
+    if (global_vars := sys.modules.get("megatron.training.global_vars")) is not None:
+        global_vars.destroy_global_vars()
+    # Megatron's models set these, and refuse others.
+    for kind in ("FLASH", "FUSED", "UNFUSED"):
+        os.environ.pop(f"NVTE_{kind}_ATTN", None)

@@ -1,9 +1,15 @@
-"""Whole runs of the lean loop on live ranks, from data on disk: what the loop logs, and sets."""
+"""Whole runs of Megatron-LM's loop on live ranks, from data on disk: what it logs, and sets."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+import contextlib
+import functools
+import gc
+import inspect
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -11,7 +17,8 @@ from unittest import mock
 import numpy as np
 import torch.distributed as dist
 
-from support.models import parse, start_processes
+from support.models import command_line
+from support.ranks import forget_megatron
 
 
 def write_documents(prefix: Path, lengths: Sequence[int]) -> str:
@@ -37,6 +44,7 @@ class RunSeen:
         rates_logged: learning rates as logged.
         rates_used: rates of each group of parameters when the optimizer steps, `[(rate, decay)]`.
         validation: where each evaluation was, and its loss.
+        place: tokens of training and of validation before the first step, and `longest_piece`.
     """
 
     losses: dict[int, float] = field(default_factory=dict)
@@ -44,41 +52,112 @@ class RunSeen:
     rates_logged: dict[int, float] = field(default_factory=dict)
     rates_used: dict[int, list[tuple[float, float]]] = field(default_factory=dict)
     validation: list[tuple[str, float]] = field(default_factory=list)
+    place: tuple[int, int, int | None] = (0, 0, None)
 
 
 def whole_run(flags: Sequence[str]) -> RunSeen:
     """Trains from the flags' first or loaded iteration to their last; collective."""
+    from megatron_patches import hooks, upstream
     from megatron_patches.loop.gpt_job import GPT_JOB
-    from megatron_patches.loop.lean import logs, training
 
-    args = parse(flags)
-    start_processes(args)
-    seen = RunSeen()
+    rank, size = str(dist.get_rank()), str(dist.get_world_size())
+    launcher = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size}
+    seen, data = RunSeen(), []
 
-    class Log(logs.TrainingLog):
-        def iteration_done(
-            self, iteration: int, losses: Any, *, samples: int, learning_rate: float, **more: Any
-        ) -> None:
-            seen.losses[iteration] = losses["lm loss"]
-            seen.samples[iteration] = samples
-            seen.rates_logged[iteration] = learning_rate
-            more |= {"samples": samples, "learning_rate": learning_rate}
-            super().iteration_done(iteration, losses, **more)
+    def build_data(*given: Any) -> Any:
+        data.append(GPT_JOB.build_data(*given))
+        args = given[0]
+        seen.place = (
+            args.train_stream_start + args.consumed_train_samples * args.seq_length,
+            args.valid_stream_start + args.consumed_valid_samples * args.seq_length,
+            args.distca_max_document_length,
+        )
+        return data[-1]
 
-        def evaluated(self, where: str, losses: Any, iteration: int, suffix: str = "") -> None:
-            seen.validation.append((where + suffix, losses["lm loss"]))
-            super().evaluated(where, losses, iteration, suffix)
+    with (
+        mock.patch.object(sys, "argv", ["pretrain_gpt.py", *command_line(flags)]),
+        mock.patch.dict(os.environ, launcher),
+        # Failures are for the test.
+        mock.patch.object(upstream, "ending_the_job_on_failure", contextlib.nullcontext),
+        _noting(seen),
+    ):
+        try:
+            upstream.pretrain(replace(GPT_JOB, build_data=build_data), launcher)
+        except SystemExit as end:
+            # An exit interval ends with 0.
+            if end.code:
+                raise
+        finally:
+            for iterators in data:
+                iterators.finish()
+            for hook in (hooks.ADD_FLAGS, *hooks.LOOP):
+                if hook.needed:
+                    hook.undo()
+            forget_megatron()
+            # The lock of `--save` ends with the run.
+            gc.collect()
+    of_ranks: list[RunSeen] = [RunSeen()] * dist.get_world_size()
+    dist.all_gather_object(of_ranks, seen)
+    # The last stage alone has losses.
+    last = next(each for each in of_ranks if each.losses)
+    return replace(seen, losses=last.losses, validation=last.validation)
 
-    run = training.build_run(GPT_JOB, args)
-    step = run.optimizer.step
 
-    def noted_step() -> Any:
-        groups = run.optimizer.param_groups
-        seen.rates_used[args.iteration + 1] = [(g["lr"], g["weight_decay"]) for g in groups]
-        return step()
+@contextlib.contextmanager
+def _noting(seen: RunSeen) -> Iterator[None]:
+    """Notes what Megatron-LM's loop does."""
+    from megatron.core.num_microbatches_calculator import get_current_global_batch_size
+    from megatron.training import get_args, training
 
-    run.optimizer.step = noted_step
-    with mock.patch.object(logs, "TrainingLog", Log):
-        training._train(run)
-    dist.barrier()
-    return seen
+    from megatron_patches.batches.validation_sets import suffixes
+
+    step, log = training.train_step, training.training_log
+    evaluate, evaluate_all = training.evaluate, training.evaluate_and_print_results
+    evaluated: list[str] = []
+
+    @functools.wraps(step)
+    def train_step(*args: Any, **named: Any) -> Any:
+        groups = args[3].param_groups
+        rates = [(group["lr"], group["weight_decay"]) for group in groups]
+        done = step(*args, **named)
+        seen.rates_used[get_args().curr_iteration + 1] = rates
+        seen.samples[get_args().curr_iteration + 1] = get_current_global_batch_size()
+        return done
+
+    @functools.wraps(log)
+    def training_log(*args: Any, **named: Any) -> Any:
+        given = inspect.signature(log).bind(*args, **named).arguments
+        if given["loss_dict"]:
+            seen.losses[given["iteration"]] = float(given["loss_dict"]["lm loss"])
+        seen.rates_logged[given["iteration"]] = given["learning_rate"]
+        return log(*args, **named)
+
+    @functools.wraps(evaluate_all)
+    def evaluate_and_print_results(prefix: str, *args: Any, **named: Any) -> Any:
+        iterators = args[1]
+        several = get_args().multiple_validation_sets and isinstance(iterators, list)
+        evaluated[:] = [
+            prefix + suffix for suffix in suffixes(get_args(), len(iterators) if several else 1)
+        ]
+        return evaluate_all(prefix, *args, **named)
+
+    @functools.wraps(evaluate)
+    def noted_evaluate(*args: Any, **named: Any) -> Any:
+        losses, *others = evaluate(*args, **named)
+        if losses:
+            seen.validation.append((evaluated[0], float(losses["lm loss"])))
+        del evaluated[0]
+        return losses, *others
+
+    with (
+        mock.patch.multiple(
+            training,
+            train_step=train_step,
+            training_log=training_log,
+            evaluate=noted_evaluate,
+            evaluate_and_print_results=evaluate_and_print_results,
+        ),
+        # Kept from a first run, they would be reduced by some ranks alone.
+        mock.patch.dict(getattr(training, "_STARTUP_TIMESTAMPS", {})),
+    ):
+        yield

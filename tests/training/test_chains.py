@@ -30,7 +30,7 @@ LAYOUTS = {
 @pytest.fixture(scope="module")
 def plain(ranks) -> StepsDone:
     flags = [*SIZES, "--seq-length", str(CHAIN * WINDOW), "--global-batch-size", "2"]
-    flags += ["--attention-backend", "local"]
+    flags += ["--attention-backend", "unfused"]
     return ranks.run(train, flags, DOCUMENTS, 1, world_size=1)[0]
 
 

@@ -31,7 +31,7 @@ _REFERENCES: dict[str, StepsDone] = {}
 def reference(ranks, losses: str) -> StepsDone:
     if losses not in _REFERENCES:
         flags = ["--seq-length", "1024", "--global-batch-size", "4", *EXPERTS, *LOSSES[losses]]
-        flags += ["--attention-backend", "local"]
+        flags += ["--attention-backend", "unfused"]
         _REFERENCES[losses] = ranks.run(train, flags, LENGTHS, 1, world_size=1)[0]
     return _REFERENCES[losses]
 

@@ -34,7 +34,7 @@ def run(ranks, flags: list[str], world_size: int) -> list[StepsDone]:
 @pytest.fixture(scope="module")
 def plain(ranks) -> StepsDone:
     """megatron-core's dense attention."""
-    return run(ranks, [*PLAIN, *LATENT, "--attention-backend", "local"], 1)[0]
+    return run(ranks, [*PLAIN, *LATENT, "--attention-backend", "unfused"], 1)[0]
 
 
 @pytest.mark.parametrize(

@@ -87,7 +87,7 @@ def reference(ranks, window_tokens: int, groups: int, window: str, steps: int = 
     key = (window_tokens, groups, window, steps)
     if key not in _REFERENCES:
         flags = ["--seq-length", str(window_tokens), "--global-batch-size", "4"]
-        flags += ["--attention-backend", "local", *GROUPS[groups], *WINDOWS[window]]
+        flags += ["--attention-backend", "unfused", *GROUPS[groups], *WINDOWS[window]]
         lengths = DOCUMENTS[window_tokens] * steps
         _REFERENCES[key] = ranks.run(train, flags, lengths, steps, world_size=1)[0]
     return _REFERENCES[key]
@@ -180,7 +180,7 @@ def test_every_scheduler_on_many_documents(ranks, scheduler: str, nano_batches: 
     flags += [*chosen, nano_batches]
     found = ranks.run(train, flags, lengths, steps, world_size=world_size)
     plain = ["--seq-length", "1024", "--global-batch-size", "4", *GROUPS[2]]
-    plain += ["--attention-backend", "local"]
+    plain += ["--attention-backend", "unfused"]
     key = "many documents"
     if key not in _MORE_REFERENCES:
         _MORE_REFERENCES[key] = ranks.run(train, plain, lengths, steps, world_size=1)[0]
@@ -232,7 +232,7 @@ def test_documents_that_fit_equal_plain_megatron_on_as_many_ranks(ranks) -> None
     runs = [
         [*common, "--distca"],
         common,
-        [*common, "--attention-backend", "local"],
+        [*common, "--attention-backend", "unfused"],
     ]
     with_distca, packed, dense = ranks.run(train_all, runs, lengths, 2, world_size=4)[0]
     assert with_distca.losses == pytest.approx(dense.losses, rel=1e-6)
@@ -247,12 +247,12 @@ def test_many_steps(ranks, full: bool) -> None:
     spread = ["--seq-length", "256", "--global-batch-size", "3", *GROUPS[2], "--distca"]
     spread += ["--lr", "3e-3"]
     references = [
-        [*plain, "--attention-backend", "local"],
-        [*plain, "--attention-backend", "local", "--bf16"],
+        [*plain, "--attention-backend", "unfused"],
+        [*plain, "--attention-backend", "unfused", "--bf16"],
     ]
     exact, bf16 = ranks.run(train_all, references, lengths, steps, world_size=1)[0]
     # Tensor parallelism sums the same products in another order.
-    halves = [*plain, "--attention-backend", "local", "--bf16"]
+    halves = [*plain, "--attention-backend", "unfused", "--bf16"]
     halves += ["--tensor-model-parallel-size", "2"]
     bf16_again = ranks.run(train, halves, lengths, steps, world_size=2)[0]
     fp32, found_bf16 = ranks.run(

@@ -133,10 +133,10 @@ def under_way_at_linear_layers(
 
     from megatron.core.tensor_parallel import layers, mappings
 
-    from megatron_patches.loop.lean import training
+    from support import training
 
     args = parse(flags)
-    training.initialize_megatron(args)
+    training.initialize(args)
     run, made = make_run(args, memory_stream(lengths))
     trace = made.core_attention.trace
     with contextlib.ExitStack() as patched:
@@ -146,7 +146,7 @@ def under_way_at_linear_layers(
                 wrapped = trace.span("linear layer", "pipeline")(getattr(module, name))
                 patched.enter_context(mock.patch.object(module, name, wrapped))
         trace.recording = True
-        training.forward_backward(run, "train", forward_only=False)
+        training.forward_backward(run)
     under_way: set[tuple[str, str, str]] = set()
     seen: list[set[tuple[str, str, str]]] = []
     for event in sorted(trace.take(0), key=lambda each: each["ts"]):
@@ -159,7 +159,7 @@ def under_way_at_linear_layers(
                 under_way.remove((name.removeprefix("wait for "), *labels))
             else:
                 under_way.add((name, *labels))
-    run.data[0].close()
+    run.data.close()
     return seen, dict(made.core_attention.transport.bytes_sent)
 
 

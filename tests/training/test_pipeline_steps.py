@@ -11,6 +11,7 @@ import pytest
 from megatron_patches.loop.job import DataIterators
 from support.models import make_run, memory_stream, parse
 from support.pipelines import VARIANTS, documents, flags_of, plain
+from support.ranks import forget_megatron
 
 
 def test_bytes_of_every_tick(ranks) -> None:
@@ -29,14 +30,13 @@ def test_bytes_of_every_tick(ranks) -> None:
 def bytes_of_ticks(flags: list[str], lengths: list[int]) -> tuple[list, list]:
     """Bytes sent by this rank in each tick by phase, as planned and as counted; collective."""
     import torch.distributed as dist
-    from megatron.core import num_microbatches_calculator, parallel_state
 
     from megatron_patches.batches.ticks import TickInput, TickStream
-    from megatron_patches.loop.lean import training
     from megatron_patches.pipeline.tick_pipeline import TickPipeline
+    from support import training
 
     args = parse(flags)
-    training.initialize_megatron(args)
+    training.initialize(args)
     run, made = make_run(args, memory_stream(lengths))
     transport = made.core_attention.transport
     planned, counted = [], []
@@ -54,14 +54,13 @@ def bytes_of_ticks(flags: list[str], lengths: list[int]) -> tuple[list, list]:
             return following
 
     assert isinstance(run.forward_backward_func, TickPipeline)
-    run.data[0] = DataIterators(Watched(run.data[0].train), None, None)
+    run.data = DataIterators(Watched(run.data.train), None, None)
     for chunk in run.model:
         chunk.zero_grad_buffer()
-    training.forward_backward(run, "train", forward_only=False)
+    training.forward_backward(run)
     counted.append(dict(transport.bytes_sent))
     dist.barrier()
-    parallel_state.destroy_model_parallel()
-    num_microbatches_calculator.unset_num_microbatches_calculator()
+    forget_megatron()
     each = [
         {k: after[k] - before.get(k, 0) for k in after if after[k] > before.get(k, 0)}
         for before, after in itertools.pairwise(counted)
@@ -87,14 +86,13 @@ def test_a_global_batch_can_be_run_again(ranks) -> None:
 def losses_of_reruns(flags: list[str], lengths: list[int]) -> list[float]:
     """Of the same global batch, run again and again; collective."""
     import torch.distributed as dist
-    from megatron.core import num_microbatches_calculator, parallel_state
 
-    from megatron_patches.loop.lean import training
+    from support import training
 
     args = parse(flags)
-    training.initialize_megatron(args)
+    training.initialize(args)
     run, _ = make_run(args, memory_stream(lengths))
-    stream = run.data[0].train
+    stream = run.data.train
     first = next(stream)
     kept = [first, *(next(stream) for _ in first.schedule.ticks[1:])]
 
@@ -107,16 +105,15 @@ def losses_of_reruns(flags: list[str], lengths: list[int]) -> list[float]:
         def __next__(self) -> Any:
             return next(self.ticks)
 
-    run.data[0] = DataIterators(Again(), None, None, end=run.data[0].end)
+    run.data = DataIterators(Again(), None, None, end=run.data.end)
     losses = []
     for _ in range(3):
         for chunk in run.model:
             chunk.zero_grad_buffer()
-        losses.append(training.forward_backward(run, "train", forward_only=False)["lm loss"])
+        losses.append(training.forward_backward(run)["lm loss"])
     stream.close()
     dist.barrier()
-    parallel_state.destroy_model_parallel()
-    num_microbatches_calculator.unset_num_microbatches_calculator()
+    forget_megatron()
     return losses
 
 
@@ -131,13 +128,12 @@ def step_with_failed_exchange(flags: list[str], lengths: list[int]) -> tuple[str
     """The error, the iteration, and whether the weights are as before; collective."""
     import torch
     import torch.distributed as dist
-    from megatron.core import num_microbatches_calculator, parallel_state
 
     from distca.transport import TransportError
-    from megatron_patches.loop.lean import training
+    from support import training
 
     args = parse(flags)
-    training.initialize_megatron(args)
+    training.initialize(args)
     run, made = make_run(args, memory_stream(lengths))
 
     def check(finished: bool) -> None:
@@ -156,10 +152,9 @@ def step_with_failed_exchange(flags: list[str], lengths: list[int]) -> tuple[str
     same = all(
         torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in zip(before, after, strict=True)
     )
-    run.data[0].close()
+    run.data.close()
     dist.barrier()
-    parallel_state.destroy_model_parallel()
-    num_microbatches_calculator.unset_num_microbatches_calculator()
+    forget_megatron()
     return said, args.iteration, same
 
 
@@ -176,12 +171,12 @@ def calls_between_stages(flags: list[str], lengths: list[int]) -> list[str]:
     from unittest import mock
 
     import torch.distributed as dist
-    from megatron.core import num_microbatches_calculator, parallel_state
+    from megatron.core import parallel_state
 
-    from megatron_patches.loop.lean import training
+    from support import training
 
     args = parse(flags)
-    training.initialize_megatron(args)
+    training.initialize(args)
     run, _ = make_run(args, memory_stream(lengths))
     stages = parallel_state.get_pipeline_model_parallel_group()
     called = []
@@ -200,10 +195,9 @@ def calls_between_stages(flags: list[str], lengths: list[int]) -> list[str]:
         for name in ("all_reduce", "P2POp"):
             patched.enter_context(noting(name))
         training.train_step(run)
-    run.data[0].close()
+    run.data.close()
     dist.barrier()
-    parallel_state.destroy_model_parallel()
-    num_microbatches_calculator.unset_num_microbatches_calculator()
+    forget_megatron()
     return called
 
 
@@ -211,23 +205,21 @@ def evaluation_loss(flags: list[str], lengths: list[int]) -> float:
     """The loss of one global batch, without its gradients; collective."""
     import torch
     import torch.distributed as dist
-    from megatron.core import num_microbatches_calculator, parallel_state
 
     from megatron_patches.batches.sources import batch_maker, window_layout
     from megatron_patches.batches.ticks import TickStream
-    from megatron_patches.loop.lean import training
+    from support import training
 
     args = parse(flags)
-    training.initialize_megatron(args)
+    training.initialize(args)
     stream, device = memory_stream(lengths), torch.device("cpu")
     run, _ = make_run(args, stream)
     maker = batch_maker(args, window_layout(args), device)
     ticks = TickStream(maker(stream, forward_only=True), 0, maker.micro_batches, device)
-    run.data[0] = DataIterators(None, ticks, None)
+    run.data = DataIterators(None, ticks, None)
     args.eval_iters = 1
     losses = training.evaluate(run, "valid")
     ticks.close()
     dist.barrier()
-    parallel_state.destroy_model_parallel()
-    num_microbatches_calculator.unset_num_microbatches_calculator()
+    forget_megatron()
     return losses["lm loss"]

@@ -8,15 +8,11 @@ from __future__ import annotations
 
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
-from megatron_patches.loop.gpt_job import GPT_JOB
-from megatron_patches.loop.lean import training
-from support.models import parse, start_processes
 from support.whole_runs import RunSeen, whole_run, write_documents
 
 LAST, SAVED, WORLD_SIZE = 6, 3, 2
@@ -57,7 +53,7 @@ def test_losses_equal_the_uninterrupted_run_s_to_the_bit(runs) -> None:
 
 def test_validation_losses_equal_the_uninterrupted_run_s_to_the_bit(runs) -> None:
     """Each evaluation has batches of its own, also the first one after resuming."""
-    at_end = [f"iteration {LAST} on the {split} set" for split in ("validation", "test")]
+    at_end = [f"iteration {LAST} on {split} set" for split in ("validation", "test")]
     for whole, resumed in zip(*runs, strict=True):
         places = [f"iteration {i}" for i in (2, 4, 6)] + at_end
         assert [where for where, _ in whole.validation] == places
@@ -66,30 +62,16 @@ def test_validation_losses_equal_the_uninterrupted_run_s_to_the_bit(runs) -> Non
         assert len(set(losses)) == len(losses)
 
 
-def place_after_loading(flags: list[str]) -> list[Any]:
-    """Where in the data a run goes on, and how long its pieces are. Collective."""
-    args = parse(flags)
-    start_processes(args)
-    run = training.build_run(GPT_JOB, args)
-    for data in run.data:
-        data.close()
-    return [
-        args.train_stream_start + args.consumed_train_samples * args.seq_length,
-        args.valid_stream_start + args.consumed_valid_samples * args.seq_length,
-        args.distca_max_document_length,
-    ]
-
-
 def test_a_checkpoint_says_where_the_data_goes_on_at_other_sizes(ranks, folder, runs) -> None:
     data = ["--data-path", str(folder / "documents"), "--load", str(folder)]
-    other = ["--tensor-model-parallel-size", "1", "--seq-length", "384"]
+    other = "--tensor-model-parallel-size 1 --seq-length 384 --exit-interval 1".split()
     flags = [*FLAGS, *data, *other]
     samples = MICRO_BATCHES * MICRO_BATCH
-    expected = [SAVED * samples * 128, SAVED // 2 * samples * 128, 128]
-    assert ranks.run(place_after_loading, flags, world_size=WORLD_SIZE) == [expected] * WORLD_SIZE
+    expected = SAVED * samples * 128, SAVED // 2 * samples * 128, 128
     # Weights alone do not go on anywhere.
-    found = ranks.run(place_after_loading, [*flags, "--finetune"], world_size=WORLD_SIZE)
-    assert found == [[0, 0, None]] * WORLD_SIZE
+    for more, place in (["--no-load-optim"], expected), (["--finetune"], (0, 0, None)):
+        found = ranks.run(whole_run, [*flags, *more], world_size=WORLD_SIZE)
+        assert [rank.place for rank in found] == [place] * WORLD_SIZE
 
 
 def test_a_plain_run_goes_on_with_distca_and_plain_again(ranks, tmp_path) -> None:
@@ -101,7 +83,9 @@ def test_a_plain_run_goes_on_with_distca_and_plain_again(ranks, tmp_path) -> Non
     flags = [flag for flag in FLAGS if flag != "--distca"] + ["--hidden-dropout", "0"]
     flags += ["--data-path", write_documents(tmp_path / "documents", lengths.tolist())]
     whole = ranks.run(whole_run, flags, world_size=WORLD_SIZE)
-    parts = [*flags, "--exit-interval", "2", "--save", str(tmp_path), "--load", str(tmp_path)]
+    folder = str(tmp_path)
+    parts = [*flags, "--exit-interval", "2", "--save", folder, "--load", folder]
+    parts += ["--save-interval", "2"]
     for begun, more in ((0, []), (2, ["--distca"]), (4, [])):
         found = ranks.run(whole_run, [*parts, *more], world_size=WORLD_SIZE)
         for part, expected in zip(found, whole, strict=True):

@@ -18,7 +18,7 @@ FLAGS = """
 """.split()
 # As many tokens in a window, and in a global batch.
 LAYOUTS = {
-    "dense": (1, "--seq-length 768 --global-batch-size 2 --attention-backend local"),
+    "dense": (1, "--seq-length 768 --global-batch-size 2 --attention-backend unfused"),
     "DP2": (2, "--seq-length 384 --global-batch-size 4 --distca"),
     "DP2, whole": (2, "--seq-length 384 --global-batch-size 4 --distca --no-distca-ping-pong"),
     "DP3": (3, "--seq-length 256 --global-batch-size 6 --distca --eval-global-batch-size 3"),
@@ -54,7 +54,7 @@ def test_losses_of_answers_equal_plain_megatron_s(runs, layout: str) -> None:
 def test_each_set_has_one_loss_whatever_the_ranks(runs, layout: str) -> None:
     """Also where the evaluation's batches are of other sizes, and most of them is padding."""
     (expected,) = runs["dense"]
-    at = ("iteration 2", "iteration 2 on the validation set")
+    at = ("iteration 2", "iteration 2 on validation set")
     names = [f"{where}-{name}" for where in at for name in ("short", "long")]
     assert [where for where, _ in expected.validation] == names
     losses = dict(expected.validation)

@@ -15,6 +15,7 @@ from megatron_patches.loop import step
 from megatron_patches.loop.job import DataIterators
 from support.models import make_run, memory_stream, parse
 from support.pipelines import documents, flags_of
+from support.ranks import forget_megatron
 
 READS = {
     torch.Tensor.item,
@@ -71,19 +72,18 @@ def test_no_step_reads_what_is_on_the_gpu(ranks, layout: str) -> None:
 def reads_of_a_step(flags: list[str], lengths: list[int]) -> tuple[list[str], int, int]:
     """Reads in a step's ticks, waits for the device, and number of tensors placed; collective."""
     import torch.distributed as dist
-    from megatron.core import num_microbatches_calculator, parallel_state
     from megatron.core.pipeline_parallel import p2p_communication
 
-    from megatron_patches.loop.lean import training
+    from support import training
 
     args = parse(flags)
-    training.initialize_megatron(args)
+    training.initialize(args)
     run, _ = make_run(args, memory_stream(lengths))
     for chunk in run.model:
         chunk.zero_grad_buffer()
         # As Megatron-LM's own loop has it.
         chunk.config.batch_p2p_sync = True
-    ticks = run.data[0].train
+    ticks = run.data.train
     ticks.device = SimpleNamespace(type="stands for a GPU")
     read.clear()
     with (
@@ -92,10 +92,9 @@ def reads_of_a_step(flags: list[str], lengths: list[int]) -> tuple[list[str], in
         # On CPUs Megatron's modules have a torch.cuda of their own.
         mock.patch.object(p2p_communication.torch.cuda, "synchronize") as synchronize,
     ):
-        run.data[0] = DataIterators(ticks, None, None)
-        training.forward_backward(run, "train", forward_only=False)
+        run.data = DataIterators(ticks, None, None)
+        training.forward_backward(run)
     ticks.close()
     dist.barrier()
-    parallel_state.destroy_model_parallel()
-    num_microbatches_calculator.unset_num_microbatches_calculator()
+    forget_megatron()
     return read, synchronize.call_count, placed.call_count

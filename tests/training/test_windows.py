@@ -19,7 +19,7 @@ PLAIN = [*SIZES, "--seq-length", str(WINDOW), "--global-batch-size", str(MICRO_B
 
 @pytest.fixture(scope="module")
 def plain(ranks) -> StepsDone:
-    flags = [*PLAIN, *WINDOWS, "2", SCALING, "--attention-backend", "local"]
+    flags = [*PLAIN, *WINDOWS, "2", SCALING, "--attention-backend", "unfused"]
     return ranks.run(train, flags, documents(MICRO_BATCHES), 1, world_size=1)[0]
 
 

@@ -12,16 +12,16 @@ import torch
 from distca.plan import Mask, Placement, Tasks
 from distca.schedule import ScheduleConfig, even_capacities, make_scheduler
 from support.models import memory_stream, parse
+from support.ranks import forget_megatron
 
 SHORT, LONG = [100, 28] * 40, [500, *[12, 100, 28] * 40]
 
 
 def warnings_of(runs: Sequence[str], lengths: Sequence[int]) -> list[list[str]]:
     """What each run's first plan is warned of on this rank; collective."""
-    from megatron.core import num_microbatches_calculator, parallel_state
 
     from megatron_patches.batches import sources
-    from megatron_patches.loop.lean import training
+    from support import training
 
     said: list[str] = []
     handler = logging.Handler(logging.WARNING)
@@ -29,7 +29,7 @@ def warnings_of(runs: Sequence[str], lengths: Sequence[int]) -> list[list[str]]:
     found = []
     for run in runs:
         args = parse(f"--seq-length 256 --global-batch-size 8 --distca {run}".split())
-        training.initialize_megatron(args)
+        training.initialize(args)
         maker = sources.batch_maker(args, sources.window_layout(args), torch.device("cpu"))
         sources.logger.addHandler(handler)
         try:
@@ -39,8 +39,7 @@ def warnings_of(runs: Sequence[str], lengths: Sequence[int]) -> list[list[str]]:
         maker.close()
         found.append(list(said))
         said.clear()
-        parallel_state.destroy_model_parallel()
-        num_microbatches_calculator.unset_num_microbatches_calculator()
+        forget_megatron()
     return found
 
 

@@ -119,13 +119,12 @@ SAVED = {
 
 
 def resumed(saved: dict[str, Any], *flags: str) -> list[Any]:
-    from megatron_patches.flags.distca import add_distca_arguments
-    from megatron_patches.flags.megatron import parse_args
+    from megatron_patches.loop.gpt_job import GPT_JOB
+    from megatron_patches.loop.parts import parse_args
     from support.models import MODEL
 
-    flags = (*MODEL, "--train-iters", "10", *flags)
-    args = parse_args(add_distca_arguments, flags, 2)
-    args.rank = 0
+    flags = (*MODEL, "--train-iters", "10", "--data-path", "unused", *flags)
+    args = parse_args(GPT_JOB, flags, world_size=2)
     go_on_from(saved, args)
     return [getattr(args, name) for name in NOTED[2:5]]
 

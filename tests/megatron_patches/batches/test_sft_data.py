@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from distca.documents.chat import PROMPT_FORMATS
-from megatron_patches.batches.opening import chat_tokenizer, open_source
+from megatron_patches.batches.opening import open_source
 from support.arguments import parse
 from support.chats import save_tokenizer, some_conversations, write_lines
 
@@ -76,15 +76,10 @@ def test_tokens_and_masks_are_megatron_lm_s(folder, tmp_path, prompt_format: str
     assert document == len(source.lengths)
 
 
-def test_the_lean_loop_has_megatron_lm_s_flags(folder) -> None:
-    flags = ["--tokenizer-type", "SFTTokenizer", "--tokenizer-model", folder]
-    args = parse("--sft", *flags)
-    assert args.sft_tokenizer_prompt_format == "nemotron-h-aligned"
-    # 256 bytes and six special tokens.
-    assert args.vocab_size == chat_tokenizer(folder, "nemotron-h-aligned").vocab_size == 262
+def test_flags_of_fine_tuning(folder) -> None:
     with pytest.raises(ValueError, match="--sft needs --tokenizer-type SFTTokenizer"):
         parse("--sft")
-    with pytest.raises(ValueError, match="SFTTokenizer needs --tokenizer-model, a folder"):
-        parse("--sft", *flags[:2])
+    flags = ["--sft", "--tokenizer-type", "SFTTokenizer", "--tokenizer-model", folder]
+    assert parse(*flags).sft_tokenizer_prompt_format == "nemotron-h-aligned"
     with pytest.raises(ValueError, match="remove one"):
-        parse("--sft", *flags, "--distca-documents", "a:b")
+        parse(*flags, "--distca-documents", "a:b")

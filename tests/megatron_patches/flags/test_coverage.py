@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from argparse import Action, ArgumentParser, Namespace
 from collections import Counter
 
@@ -10,8 +9,6 @@ import pytest
 
 from megatron_patches.flags import coverage
 from megatron_patches.flags.coverage import Group
-from megatron_patches.flags.distca import add_distca_arguments
-from megatron_patches.flags.megatron import build_parser
 from megatron_patches.flags.validation import validate_distca_arguments
 from support.arguments import parse
 
@@ -25,8 +22,6 @@ def options_of(parser: ArgumentParser) -> list[Action]:
 @pytest.fixture(scope="module")
 def megatrons() -> ArgumentParser:
     """The parser of Megatron-LM's own loop."""
-    if importlib.util.find_spec("megatron.training") is None:
-        pytest.skip("this megatron-core's wheel has no megatron.training: 0.17 is the first one")
     from megatron.training.arguments import add_megatron_arguments
 
     return add_megatron_arguments(ArgumentParser(allow_abbrev=False))
@@ -67,25 +62,6 @@ def test_refused_flags_are_attributes_of_megatron_s_arguments(megatrons: Argumen
         for name in (name for group in table for name, _ in group.flags()):
             if f"--{name}" in by_option and name not in coverage._ATTRIBUTES:
                 assert by_option[f"--{name}"] == name.replace("-", "_")
-
-
-def test_every_flag_of_the_lean_loop_stands_in_a_group() -> None:
-    ours = {action.dest for action in options_of(add_distca_arguments(ArgumentParser()))}
-    kinds: dict[str, str] = {}
-    for action in options_of(build_parser(add_distca_arguments)):
-        if action.dest not in {*ours, "training_loop"}:
-            group = coverage.group_of(action.option_strings[0])
-            kinds[action.option_strings[0]] = "none" if group is None else group.kind
-    assert len(kinds) > 100
-    # Those that it refuses have values which it doesn't.
-    some = {flag for flag, kind in kinds.items() if kind.startswith("refused")}
-    assert some == {
-        "--attention-backend",
-        "--context-parallel-size",
-        "--dataloader-type",
-        "--transformer-impl",
-    }
-    assert "none" not in kinds.values()
 
 
 @pytest.mark.parametrize("table", TABLES, ids=["always", "by our attention", "with --distca"])

@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import functools
 import json
-import os
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -19,7 +18,6 @@ from torch.distributed.checkpoint.api import CheckpointException
 from megatron_patches.loop.checkpoint_folder import (
     TRACKER,
     checkpoint_name,
-    exchange,
     explaining_loading,
     explaining_saving,
     flaw,
@@ -110,16 +108,6 @@ def test_a_file_is_replaced_when_the_new_one_is_whole(folder) -> None:
     assert tracker.read_text() == "9"
 
 
-@pytest.mark.parametrize("at_once", [True, False])
-def test_folders_exchange_their_names(folder, at_once, monkeypatch) -> None:
-    if not at_once:
-        monkeypatch.setattr("ctypes.CDLL", lambda _: object())
-    exchange(checkpoint_name(folder, 3), checkpoint_name(folder, 6))
-    kept = [torch.load(checkpoint_name(folder, n) / "common.pt")["iteration"] for n in (3, 6)]
-    assert kept == [6, 3]
-    assert len(os.listdir(folder)) == 3
-
-
 @pytest.mark.parametrize(
     ("error", "message"),
     [
@@ -156,15 +144,15 @@ FLAGS = """
 def failing_save(flags: list[str], save: str) -> str:
     """Trains where rank 1 has no room for the second checkpoint."""
     from megatron.core.dist_checkpointing.strategies import filesystem_async
-
-    from megatron_patches.loop.lean import checkpointing
+    from megatron.training import training
 
     saves: list[int] = []
-    write, save_one = filesystem_async._write_item, checkpointing._save
+    write, save_one = filesystem_async._write_item, training.save_checkpoint
 
-    def counted(root: Path, iteration: int, state: Any) -> None:
+    @functools.wraps(save_one)
+    def counted(iteration: int, *args: Any, **named: Any) -> Any:
         saves.append(iteration)
-        save_one(root, iteration, state)
+        return save_one(iteration, *args, **named)
 
     @functools.wraps(write)
     def limited(*args: Any, **named: Any) -> Any:
@@ -178,7 +166,7 @@ def failing_save(flags: list[str], save: str) -> str:
 
     with (
         mock.patch.object(filesystem_async, "_write_item", limited),
-        mock.patch.object(checkpointing, "_save", counted),
+        mock.patch.object(training, "save_checkpoint", counted),
     ):
         try:
             whole_run([*flags, "--save", save])

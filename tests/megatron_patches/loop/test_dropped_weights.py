@@ -11,7 +11,7 @@ import pytest
 MODEL = (
     "--num-layers 2 --hidden-size 32 --ffn-hidden-size 48 --num-attention-heads 2 "
     "--normalization RMSNorm --swiglu --disable-bias-linear --position-embedding-type rope "
-    "--max-position-embeddings 64 --tokenizer-type NullTokenizer --vocab-size 127 "
+    "--max-position-embeddings 128 --tokenizer-type NullTokenizer --vocab-size 127 "
     "--num-experts 2 --moe-router-topk 2"
 ).split()
 SHARED = ["--moe-shared-expert-intermediate-size", "16"]
@@ -20,21 +20,15 @@ SHARED = ["--moe-shared-expert-intermediate-size", "16"]
 def loaded(folder: Path, saved: list[str], wanted: list[str]) -> str:
     """Saves a model and loads it as another; returns the error, empty if there is none."""
     from megatron_patches.hugging_face import build_model
-    from megatron_patches.loop.lean.checkpointing import (
-        LoadedState,
-        load_checkpoint,
-        save_checkpoint,
-    )
-    from support.imported_llama import forget_megatron
+    from megatron_patches.loop.parts import load_weights, save_weights
+    from support.ranks import forget_megatron
 
     model, args = build_model(MODEL + saved, bf16=False)
-    args.save = str(folder)
-    save_checkpoint([model], None, None, args, LoadedState(0, 0, 0))
+    save_weights(model, args, folder)
     forget_megatron()
     model, args = build_model(MODEL + wanted, bf16=False)
-    args.load, args.exit_on_missing_checkpoint, args.finetune = str(folder), True, True
     try:
-        load_checkpoint([model], None, None, args)
+        load_weights(model, args, folder)
     except ValueError as error:
         return str(error)
     finally:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from support.models import parse
+from support.ranks import forget_megatron
 from support.whole_runs import write_documents
 
 FLAGS = """
@@ -40,23 +41,19 @@ def test_evaluating_changes_nothing_of_the_training(losses) -> None:
 
 def evaluations_and_steps(runs: list[tuple[list[str], bool]]) -> list[list[tuple[str, float]]]:
     """Losses of two steps of each run, and of an evaluation before each where it is asked for."""
-    from megatron.core import num_microbatches_calculator, parallel_state
-
-    from megatron_patches.loop.gpt_job import GPT_JOB
-    from megatron_patches.loop.lean import training
+    from support import training
 
     results = []
     for flags, evaluates in runs:
         args = parse(flags)
-        training.initialize_megatron(args)
-        run = training.build_run(GPT_JOB, args)
+        training.initialize(args)
+        run = training.build_whole_run(args)
         seen = []
         for _ in range(2):
             if evaluates:
                 seen.append(("valid", training.evaluate(run, "valid")["lm loss"]))
             seen.append(("train", training.train_step(run)[0]["lm loss"]))
-        run.data[0].close()
+        run.data.close()
         results.append(seen)
-        parallel_state.destroy_model_parallel()
-        num_microbatches_calculator.unset_num_microbatches_calculator()
+        forget_megatron()
     return results

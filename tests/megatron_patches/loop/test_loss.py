@@ -104,14 +104,14 @@ def by_hand(lengths: Sequence[int], cuts: Sequence[int]) -> list[tuple[float, St
     """The mean loss of a fresh model and its gradients, for each distance of cuts."""
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.training.arguments import core_transformer_config_from_args
 
-    from megatron_patches.loop.lean import training
-    from megatron_patches.loop.lean.config import transformer_config
+    from support import training
 
     args = parse(["--seq-length", str(SEQ_LENGTH)])
-    training.initialize_megatron(args)
+    training.initialize(args)
     model = GPTModel(
-        config=transformer_config(args),
+        config=core_transformer_config_from_args(args),
         transformer_layer_spec=get_gpt_layer_local_spec(normalization="RMSNorm"),
         vocab_size=args.padded_vocab_size,
         max_sequence_length=max(lengths),

@@ -1,6 +1,4 @@
-"""Windows on some layers, sinks and query-key layer scaling in Megatron-LM's own loop, against it
-without `--distca`.
-"""
+"""Windows on some layers, sinks and query-key layer scaling, against runs without `--distca`."""
 
 from __future__ import annotations
 
@@ -8,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from support.own_loop import OwnLoop, needs_own_loop, sizes
+from support.own_loop import OwnLoop, sizes
 
 MASKS = "--window-size 100,0 --window-attn-skip-freq 2".split()
 SINKS = ["--softmax-type", "learnable"]
@@ -20,7 +18,6 @@ PIPELINE = """
 """.split()
 
 
-@needs_own_loop
 @pytest.mark.parametrize("kinds", [ALL, MASKS, SINKS], ids=["together", "windows", "sinks"])
 def test_losses_and_all_gradients(kinds: list[str], tmp_path: Path, full: bool) -> None:
     if kinds != ALL and not full:

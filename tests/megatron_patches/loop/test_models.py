@@ -1,9 +1,9 @@
-"""Models with latent attention and with experts in both loops, through checkpoints.
+"""Models with latent attention and with experts in whole runs, through checkpoints.
 
-Each gradient in Megatron-LM's own loop is held against that loop without `--distca`. For
-checkpoints of both loops the reference is the lean loop without it in one process, with
-megatron-core's dense core attention: other runs load the weights that it began with, on two ranks
-with `--distca` and documents that span them, and have its losses and the norm of its gradients.
+Each gradient is held against a run without `--distca`. For checkpoints the reference is a run
+without it in one process, with megatron-core's dense core attention: other runs load the weights
+that it began with, on two ranks with `--distca` and documents that span them, and have its losses
+and the norm of its gradients.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from support.own_loop import OWN_LOOP, OwnLoop, needs_own_loop, sizes
-from support.pretraining import LOSS, run_command
+from support.own_loop import OwnLoop, sizes
+from support.pretraining import LOSS, run_command, separate
 from support.whole_runs import write_documents
 
 GRADIENTS = re.compile(r"iteration +(\d+)/.*? grad norm: (\S+) \|")
@@ -74,23 +74,19 @@ class Seen:
         """They are those of another run from an iteration on, of which there are two or more."""
         assert min(self.losses) == begin
         for iteration in (begin, begin + 1):
-            wanted = [expected.losses[iteration]]
-            if iteration > begin:
-                # Megatron-LM's first log line is of its first step, the second a mean of both.
-                wanted.append((expected.losses[begin] + wanted[0]) / 2)
-            found = self.losses[iteration]
-            assert min(abs(found / each - 1) for each in wanted) < 2e-6, iteration
+            wanted = expected.losses[iteration]
+            assert abs(self.losses[iteration] / wanted - 1) < 2e-6, iteration
             assert self.norms[iteration] == pytest.approx(expected.norms[iteration], abs=0.0011)
 
 
-def train(loop: str, processes: int, *flags: str) -> Seen:
-    arguments = ["--training-loop", loop, *FLAGS, *f"{LATENTS} {EXPERTS} {BALANCED}".split()]
+def train(processes: int, *flags: str) -> Seen:
+    arguments = [*FLAGS, *f"{LATENTS} {EXPERTS} {BALANCED}".split()]
     output = run_command(processes, [*arguments, *" ".join(flags).split()])
     losses, norms = (
         {int(number): float(value) for number, value in pattern.findall(output)}
         for pattern in (LOSS, GRADIENTS)
     )
-    return Seen(losses, norms)
+    return Seen(separate(losses), norms)
 
 
 @pytest.fixture(scope="module")
@@ -106,14 +102,13 @@ def saved_at(folder: Path, iteration: int) -> str:
 
 def reference(data: str, folder: Path) -> tuple[Seen, str]:
     """A run's third step and those after it, and the flags that load what it had before."""
-    plain = f"{data} {WINDOW} --attention-backend local"
-    train("lean", 1, plain, f"--train-iters 2 --save {folder} --save-interval 2")
+    plain = f"{data} {WINDOW} --attention-backend unfused"
+    train(1, plain, f"--train-iters 2 --save {folder} --save-interval 2")
     load = f"{saved_at(folder, 2)} {WEIGHTS}"
-    return train("lean", 1, plain, load), load
+    return train(1, plain, load), load
 
 
-@needs_own_loop
-def test_all_gradients_in_megatron_s_loop(tmp_path: Path, full: bool) -> None:
+def test_all_gradients(tmp_path: Path, full: bool) -> None:
     """Also with virtual stages, and micro-batches smaller than a document."""
     loop = OwnLoop(tmp_path, f"{LATENTS} {EXPERTS} {UNBALANCED}".split())
     for part in ("linear_kv_up_proj", "experts", "router"):
@@ -122,11 +117,9 @@ def test_all_gradients_in_megatron_s_loop(tmp_path: Path, full: bool) -> None:
         loop.check(processes, "--distca", *flags)
 
 
-def test_experts_go_on_from_a_checkpoint_of_both_loops(data, tmp_path) -> None:
-    """What the lean loop saves of experts on two ranks, the other one goes on from."""
+def test_experts_go_on_from_a_checkpoint(data, tmp_path) -> None:
     shared = f"{data} {SHARED_EXPERTS} --distca"
     expected, load = reference(data, tmp_path / "one")
     save = f"--save {tmp_path / 'two'} --save-interval 3"
-    train("lean", 2, shared, save, load).check(expected, 3)
-    loop = "megatron" if OWN_LOOP else "lean"
-    train(loop, 2, shared, saved_at(tmp_path / "two", 3)).check(expected, 4)
+    train(2, shared, save, load).check(expected, 3)
+    train(2, shared, saved_at(tmp_path / "two", 3)).check(expected, 4)

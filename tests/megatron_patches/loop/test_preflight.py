@@ -31,7 +31,7 @@ from support.checkpoints import write_checkpoint
 
 def bytes_tokens(corpus: str, *flags: str) -> Namespace:
     """Flags of a run on a corpus of bytes."""
-    given = ["--tokenizer-type", "ByteLevelTokenizer", "--data-path", corpus, "--eval-iters", "0"]
+    given = ["--vocab-size", "257", "--data-path", corpus, "--eval-iters", "0"]
     args = parse(*given, *flags)
     args.rank = 0
     return args

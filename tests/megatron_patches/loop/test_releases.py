@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from megatron_patches.loop.checkpoint_folder import TRACKER
-from support.own_loop import FLAGS, needs_own_loop, sizes
+from support.own_loop import FLAGS, sizes
 from support.pretraining import LOSS, run_command
 from support.whole_runs import write_documents
 
@@ -15,7 +15,6 @@ from support.whole_runs import write_documents
 WEIGHTS_ALONE = ["--finetune", "--no-load-optim", "--no-load-rng"]
 
 
-@needs_own_loop
 def test_a_release_loads_with_and_without_distca(tmp_path: Path) -> None:
     data = write_documents(tmp_path / "documents", [512] * 40)
 

@@ -24,6 +24,7 @@ from support.arguments import parse as arguments_of
 from support.models import make_run, memory_stream, named_parameters, parse
 from support.pipelines import documents, flags_of
 from support.pretraining import run
+from support.ranks import forget_megatron
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 SIZE = 16
@@ -227,13 +228,12 @@ def test_an_output_is_no_view() -> None:
 def train_and_evaluate(flags: list[str], lengths: list[int], graphs: bool) -> tuple[Any, Any]:
     """Two steps with an evaluation after each: what was seen, and what the engines did."""
     import torch.distributed as dist
-    from megatron.core import num_microbatches_calculator, parallel_state
 
     from megatron_patches.batches import sources
     from megatron_patches.batches.ticks import TickStream
     from megatron_patches.flags import validation
-    from megatron_patches.loop.lean import training
     from megatron_patches.model import gpt
+    from support import training
 
     engines: list[RepeatingEngine] = []
 
@@ -247,13 +247,13 @@ def train_and_evaluate(flags: list[str], lengths: list[int], graphs: bool) -> tu
     ):
         args = parse([*flags, *(["--distca-cuda-graphs"] if graphs else [])])
         args.eval_iters = 1
-        training.initialize_megatron(args)
+        training.initialize(args)
         stream, device = memory_stream(lengths), torch.device("cpu")
         job, _ = make_run(args, stream)
     maker = sources.batch_maker(args, sources.window_layout(args), device)
     valid = TickStream(maker(stream, forward_only=True), 0, maker.micro_batches, device)
-    given = job.data[0]
-    job.data[0] = DataIterators(given.train, valid, None, end=given.end)
+    given = job.data
+    job.data = DataIterators(given.train, valid, None, end=given.end)
     seen, captured = [], []
     for _ in range(2):
         losses, _, grad_norm = training.train_step(job)
@@ -264,11 +264,10 @@ def train_and_evaluate(flags: list[str], lengths: list[int], graphs: bool) -> tu
         for chunk in job.model
         for name, parameter in named_parameters(chunk)
     }
-    job.data[0].close()
+    job.data.close()
     maker.close()
     dist.barrier()
-    parallel_state.destroy_model_parallel()
-    num_microbatches_calculator.unset_num_microbatches_calculator()
+    forget_megatron()
     return (seen, weights), (captured, sum(engine.replayed for engine in engines))
 
 

@@ -53,18 +53,19 @@ def test_angles_are_megatron_s_at_each_token_s_position(angles, flags: str) -> N
 def both_angles(cases: list[tuple[str, dict[str, Any]]]) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """Angles of the model that the flags give, and of a `RotaryEmbedding` made by hand."""
     from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
+    from megatron.training.arguments import core_transformer_config_from_args
 
-    from megatron_patches.loop.lean import training
-    from megatron_patches.loop.lean.config import transformer_config
     from megatron_patches.model.gpt import build_model
+    from support import training
 
     common = ["--seq-length", "128", "--num-layers", "1", "--distca"]
-    training.initialize_megatron(parse(common))
+    started = training.initialize(parse(common))
     positions = torch.tensor(POSITIONS)
     results = []
     for flags, meaning in cases:
         args = parse([*common, *flags.split()])
-        rotary = build_model(args, transformer_config(args)).rotary_pos_emb
+        args.padded_vocab_size = started.padded_vocab_size
+        rotary = build_model(args, core_transformer_config_from_args(args)).rotary_pos_emb
         rotary.positions = positions
         keywords = {"kv_channels": HEAD_DIM, "rotary_percent": 1.0, "use_cpu_initialization": True}
         reference = RotaryEmbedding(**keywords | meaning)
@@ -102,15 +103,16 @@ def test_angles_of_latent_attention(ranks, kind: str) -> None:
 
 def angles_of_latents(kind: str) -> tuple[torch.Tensor, torch.Tensor, tuple[float, float]]:
     """Ours, megatron-core's, and the factors of both."""
-    from megatron_patches.loop.lean import training
-    from megatron_patches.loop.lean.config import transformer_config
+    from megatron.training.arguments import core_transformer_config_from_args
+
     from megatron_patches.model.gpt import build_model
+    from support import training
 
     flags = "--seq-length 128 --num-layers 1 --distca --multi-latent-attention"
     flags += f" --qk-pos-emb-head-dim 8 --rope-type {kind} --rotary-scaling-factor 4"
     args = parse(flags.split())
-    training.initialize_megatron(args)
-    (layer,) = build_model(args, transformer_config(args)).decoder.layers
+    training.initialize(args)
+    (layer,) = build_model(args, core_transformer_config_from_args(args)).decoder.layers
     rotary, positions = layer.self_attention.rotary_pos_emb, torch.tensor(POSITIONS)
     documents = DocumentParams(max_seqlen_q=9, max_seqlen_kv=9, token_positions=positions)
     rotary.get_rotary_seq_len(None, None, None, layer.config, documents)

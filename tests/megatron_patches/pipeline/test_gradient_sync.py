@@ -65,11 +65,11 @@ def reductions(flags: list[str], lengths: list[int]) -> list[Seen]:
     from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucketGroup as Buckets
     from megatron.core.pipeline_parallel import schedules
 
-    from megatron_patches.loop.lean import training
     from megatron_patches.pipeline.tick_pipeline import _GlobalBatch
+    from support import training
 
     args = parse(flags)
-    training.initialize_megatron(args)
+    training.initialize(args)
     run, _ = make_run(args, memory_stream(lengths))
     chunk_of = {id(b): n for n, chunk in enumerate(run.model) for b in chunk.bucket_groups}
     steps: list[Seen] = []
@@ -106,7 +106,7 @@ def reductions(flags: list[str], lengths: list[int]) -> list[Seen]:
             buckets = {n: len(chunk.bucket_groups) for n, chunk in enumerate(run.model)}
             steps.append(Seen(buckets=buckets))
             training.train_step(run)
-    run.data[0].close()
+    run.data.close()
     return steps
 
 
