@@ -171,15 +171,15 @@ class RankAlone:
 
     def forward(self) -> None:
         """Does the forward steps."""
-        self._call.start(*self._inputs)
+        self._call.dispatch(*self._inputs)
         self._call.compute()
-        self._call.finish()
+        self._call.combine()
 
     def backward(self) -> None:
         """Does the backward steps, after the forward ones."""
-        self._call.start_backward(self._inputs[0])
+        self._call.dispatch_backward(self._inputs[0])
         self._call.compute_backward()
-        self._call.finish_backward()
+        self._call.combine_backward()
 
 
 @dataclass(frozen=True)

@@ -47,6 +47,9 @@ def find_nvshmem() -> Path | None:
 
 def nvrtc_version() -> str | None:
     """The version of the NVRTC that cuda-core can call; None: not installed."""
+    # torch's CUDA builds bring cuda-bindings alone.
+    if importlib.util.find_spec("cuda") is None or importlib.util.find_spec("cuda.core") is None:
+        return None
     try:
         from cuda.bindings import nvrtc
 

@@ -124,10 +124,10 @@ def outputs_of(plan: Plan, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) ->
         inputs.append([x[row:end] for x in (q, k, v)])
         row = end
     for call, mine in zip(calls, inputs, strict=True):
-        call.start(*mine)
+        call.dispatch(*mine)
     for call in calls:
         call.compute()
-    return torch.cat([call.finish() for call in calls])
+    return torch.cat([call.combine() for call in calls])
 
 
 def test_parts_of_several_servers_and_tasks() -> None:

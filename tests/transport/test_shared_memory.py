@@ -300,7 +300,7 @@ def test_who_stops_ends_the_others(run: Run, what: str) -> None:
     assert time.monotonic() - killed < 15
     waited = (
         r"rank \d waited for (room at|the message of) rank (\d) in exchange \d+ of "
-        r"channel 'to \w+' [01], but "
+        r"channel '(?:dispatch|combine)' [01], but "
     )
     for rank in (0, 2, 3):
         found = re.match(waited + r"(rank \d ended the exchange: )?(.*)", messages[rank])
