@@ -156,7 +156,7 @@ def setting_from(*flags: str, started: int = 2) -> Setting:
         (["--tensor-model-parallel-size", "4"], "2 processes are no multiple of tensor x pipeline"),
         (["--distca-scheduler=tiles"], "--distca-scheduler is not for this benchmark: give --sch"),
         (["--save", "x"], "--save does nothing here"),
-        (["--num-query-groups", "3"], "--num-query-groups 3 does not divide"),
+        (["--num-query-groups", "3"], "8 query heads are no multiple of 3 key-value heads"),
         (["--schedulers", "tiles", "--distca-backward", "keep", "--rounds", "0"], "--rounds 0"),
     ],
 )
