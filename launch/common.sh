@@ -116,8 +116,8 @@ check_flags() {
             $known != *" ${name#--disable-} "* ]] || continue
         for pattern in "${patterns[@]}"; do
             # shellcheck disable=SC2053 # a pattern
-            [[ ${name#--} != $pattern && ${name#--no-} != $pattern ]] || continue 2
-            [[ ${name#--disable-} != $pattern ]] || continue 2
+            [[ ${name#--} != $pattern && ${name#--no-} != $pattern &&
+                ${name#--disable-} != $pattern ]] || continue 2
         done
         die "there is no $name: --help lists the launcher's flags, docs/reference.md DistCA's"
     done
