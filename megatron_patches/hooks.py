@@ -41,7 +41,7 @@ class Hook:
     Attributes:
         module: module that has the name; one that ends with `.*` means all that are loaded.
         name: name in the module, of a method with its class.
-        why: what the replacement is for.
+        why: what the replacement is for; of a mend, what is wrong with the original.
         make: function `(original, *given) -> replacement`; `given` is what `apply` was given.
         since: first version of megatron-core that needs it.
         until: first version that doesn't; None: none is known.
@@ -53,7 +53,7 @@ class Hook:
     name: str
     why: str
     make: Callable[..., Any]
-    since: tuple[int, int] = (0, 16)
+    since: tuple[int, int] = (0, 17)
     until: tuple[int, int] | None = None
     defect: str | None = None
     when: Callable[[], bool] = _always
@@ -81,14 +81,23 @@ class Hook:
         yield owner, leaf
 
     def apply(self, *given: Any) -> None:
-        """Puts the replacement in place, once."""
+        """Puts the replacement in place. Calling it again changes nothing more.
+
+        Raises:
+            RuntimeError: the installed Megatron does not have the name.
+        """
         for owner, leaf in self.places():
+            if not hasattr(owner, leaf):
+                raise RuntimeError(
+                    f"megatron-core {MAJOR}.{MINOR} has no {self.module}.{self.name}, which "
+                    "--distca replaces: use 0.17 to 0.19"
+                )
             originals = vars(owner).get(_ORIGINALS)
             if originals is None:
                 originals = {}
                 setattr(owner, _ORIGINALS, originals)
             if leaf not in originals:
-                replacement = self.make(getattr(owner, leaf, None), *given)
+                replacement = self.make(getattr(owner, leaf), *given)
                 originals[leaf] = vars(owner).get(leaf, _ABSENT)
                 setattr(owner, leaf, replacement)
 
@@ -227,24 +236,6 @@ LOOP = (
 
 MENDS = (
     Hook(
-        "megatron.core.transformer.moe.moe_utils",
-        "te_general_gemm",
-        "routers ask for it without Transformer Engine",
-        lambda _: None,
-        until=(0, 17),
-        defect=f"{_CORE.replace('0.19.0', '0.16.1')}/transformer/moe/moe_utils.py",
-        when=lambda: not mcore_fixes.has_transformer_engine(),
-    ),
-    Hook(
-        _LATENT,
-        "HAVE_TE",
-        "it is true without Transformer Engine, whose stand-ins can be imported",
-        lambda _: False,
-        until=(0, 17),
-        defect=f"{_CORE.replace('0.19.0', '0.16.1')}/transformer/multi_latent_attention.py",
-        when=lambda: not mcore_fixes.has_transformer_engine(),
-    ),
-    Hook(
         _LATENT,
         "_prepare_mla_core_attention_value",
         "fills values of packed documents up to the size of keys, whatever core attention takes",
@@ -318,31 +309,15 @@ MENDS = (
 SAVING = (
     Hook(
         _FILES,
-        "_get_write_results_queue",
+        "get_write_results_queue",
         "starts a process, which takes memory and outlives a rank that is killed",
         lambda _: queue.Queue,
-        until=(0, 17),
-    ),
-    Hook(
-        _FILES,
-        "get_write_results_queue",
-        "the same: renamed",
-        lambda _: queue.Queue,
-        since=(0, 17),
-    ),
-    Hook(
-        _FILES,
-        "FileSystemWriterAsync.write_preloaded_data_multiproc",
-        "the same, for each file",
-        mcore_fixes.write_files,
-        until=(0, 17),
     ),
     Hook(
         _FILES,
         "FileSystemWriterAsync.write_preloaded_data_multithread",
         "only logs what fails",
         mcore_fixes.write_files,
-        since=(0, 17),
     ),
 )
 """Checkpoints are written by threads of the rank, unless `--async-save` is given."""
@@ -404,14 +379,6 @@ CPU_LOOP = (
             when=cpu.without_cuda,
         )
         for module in (_INITIALIZE, _TRAINING)
-    ),
-    Hook(
-        _INITIALIZE,
-        "fused_kernels.load",
-        "compiles kernels for the GPU",
-        lambda _: cpu.nothing,
-        until=(0, 17),
-        when=cpu.without_cuda,
     ),
 )
 """The same in Megatron-LM's loop."""

@@ -128,7 +128,7 @@ def with_distca(
     if missing:
         raise ValueError(
             f"pretrain() has no parameter {', '.join(missing)}: this Megatron-LM is not supported, "
-            "use core_v0.16 to core_v0.19"
+            "use core_v0.17 to core_v0.19"
         )
     add = add_arguments if documents is None else _adding(name_of(documents))
 

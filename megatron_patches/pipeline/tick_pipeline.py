@@ -28,7 +28,6 @@ from megatron_patches.batches.ticks import TickBatches, TickInput
 from megatron_patches.model.core_attention import DisaggregatedCoreAttention
 from megatron_patches.pipeline.idle_rank import serve_tick
 from megatron_patches.pipeline.tracing import Tracing
-from megatron_patches.versions import backward_step
 
 
 def forward_backward_func(args: Namespace) -> TickPipeline | None:
@@ -365,13 +364,10 @@ class _GlobalBatch:
         self._backward_passes_left[work.chunk] -= 1
         assert self._sync is not None
         with self._sync.backward(last_of_chunk=self._backward_passes_left[work.chunk] == 0):
-            return backward_step(
-                self._chunks[work.chunk],
-                input_tensor,
-                output,
-                self._gradients.pop(work, None),
-                self._config,
+            gradient: torch.Tensor | None = schedules.backward_step(
+                input_tensor, output, self._gradients.pop(work, None), self._config
             )
+            return gradient
 
     def _is_first(self, work: Work, stage: int) -> bool:
         return stage == 0 and work.chunk == 0

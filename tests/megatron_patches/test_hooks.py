@@ -123,7 +123,7 @@ def test_rows_are_applied_once_and_undone(monkeypatch) -> None:
     module = type(sys)("megatron.of_a_test")
     module.Owner, module.function = Owner, lambda: "theirs"  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, module.__name__, module)
-    names = ("function", "Owner.of_class", "Owner.inherited", "new")
+    names = ("function", "Owner.of_class", "Owner.inherited")
     rows = [
         Hook(module.__name__, name, "a test", lambda theirs, given: (theirs, given))
         for name in names
@@ -135,10 +135,11 @@ def test_rows_are_applied_once_and_undone(monkeypatch) -> None:
     assert module.function == (before[0]["function"], "first")
     assert Owner.of_class == (before[1]["of_class"].__func__, "first")
     assert Owner.inherited == (Base.inherited, "first")
-    assert module.new == (None, "first")
     for row in rows:
         row.undo()
     assert (dict(vars(module)), dict(vars(Owner))) == before
+    with pytest.raises(RuntimeError, match=r"has no megatron\.of_a_test\.gone, which --distca"):
+        Hook(module.__name__, "gone", "a test", lambda theirs: theirs).apply()
 
 
 @pytest.mark.parametrize(
