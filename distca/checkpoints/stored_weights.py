@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import zipfile
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -17,16 +16,24 @@ _SAFETENSORS, _PICKLED = "model.safetensors", "pytorch_model.bin"
 _ADAPTER = "adapter_config.json"
 FLOATING_POINT = ("F64", "F32", "F16", "BF16")
 """Data types that weights may have, by the names of safetensors."""
+_DTYPES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+}
 
 
 @dataclass(frozen=True)
 class StoredTensor:
     """One tensor of a checkpoint. Indexing reads the part that is asked for.
 
+    transformers takes it as a value of a `state_dict`: of such a value it only asks for `[...]`.
+
     Attributes:
         shape: its shape.
         dtype: its data type, by the names of safetensors.
-        content: a slice of safetensors or a tensor, either of which a file backs.
+        content: a slice of safetensors or a tensor; both are read from the file on demand.
     """
 
     shape: tuple[int, ...]
@@ -36,11 +43,6 @@ class StoredTensor:
     def __getitem__(self, where: Any) -> torch.Tensor:
         found: torch.Tensor = self.content[where]
         return found
-
-    @property
-    def size(self) -> int:
-        """Number of its elements."""
-        return math.prod(self.shape)
 
 
 @contextmanager
@@ -166,11 +168,3 @@ def _open_pickled(file: Path) -> dict[str, StoredTensor]:
         name: StoredTensor(tuple(each.shape), _DTYPES.get(each.dtype, str(each.dtype)), each)
         for name, each in found.items()
     }
-
-
-_DTYPES = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-}

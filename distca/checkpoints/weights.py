@@ -37,8 +37,8 @@ class Source:
     Attributes:
         name: name in the checkpoint.
         target: name of the parameter, whether or not the model has it.
-        pattern: pattern of the conversion that joins several tensors into the parameter, as those
-            of all experts; None: the tensor is the parameter.
+        pattern: conversion pattern if several tensors (e.g. all experts) form the parameter; None
+            if this tensor alone is it.
         shape: shape of the tensor.
         dtype: data type, by the names of safetensors.
     """
@@ -49,6 +49,11 @@ class Source:
     shape: tuple[int, ...]
     dtype: str
 
+    @property
+    def expert(self) -> int:
+        """Number of its expert, the last number in its name; -1: there is none."""
+        return int(next((each for each in self.name.split(".")[::-1] if each.isdecimal()), -1))
+
 
 def find_problems(
     expected: Mapping[str, tuple[int, ...]], sources: Sequence[Source], tied: Mapping[str, str]
@@ -58,7 +63,8 @@ def find_problems(
     Args:
         expected: shape of each parameter and persistent buffer of the model.
         sources: tensors of the checkpoint.
-        tied: parameters that equal another one, and that one.
+        tied: parameters that equal another one, and that one. Of those that are equal, one must be
+            given.
 
     Returns:
         Descriptions of all differences; none if each parameter is given once and all tensors are
@@ -67,10 +73,8 @@ def find_problems(
     by_target: dict[str, list[Source]] = defaultdict(list)
     for source in sources:
         by_target[source.target].append(source)
-    same = {**tied, **{one: other for other, one in tied.items()}}
-    missing = [
-        name for name in expected if name not in by_target and same.get(name) not in by_target
-    ]
+    given = {tied.get(name, name) for name in by_target}
+    missing = [name for name in expected if tied.get(name, name) not in given]
     unused = [source.name for source in sources if source.target not in expected]
     used = [source for source in sources if source.target in expected]
     integers = [f"{each.name} ({each.dtype})" for each in used if each.dtype not in FLOATING_POINT]
@@ -97,17 +101,22 @@ def find_problems(
 
 
 def _fits(sources: Sequence[Source], shape: tuple[int, ...]) -> bool:
-    """Whether tensors have the shape of a parameter, or are its rows if they are joined."""
+    """Whether tensors have the shape of a parameter, or give it if they are joined.
+
+    transformers joins those of all experts: it stacks the ones of each pattern by their experts'
+    numbers, and concatenates the stacks, such as `gate_proj` and `up_proj`, by rows.
+    """
     if sources[0].pattern is None:
         return sources[0].shape == shape
-    shapes = {(each.pattern, each.shape) for each in sources}
-    alike = len(shapes) == len({each.pattern for each in sources})
-    alike &= all(each.shape[-1:] == shape[-1:] for each in sources)
-    return alike and sum(_size(each.shape) for each in sources) == _size(shape)
-
-
-def _size(shape: tuple[int, ...]) -> int:
-    return torch.Size(shape).numel()
+    experts: dict[str | None, list[int]] = defaultdict(list)
+    for each in sources:
+        experts[each.pattern].append(each.expert)
+    rows, *others = sources[0].shape or (0,)
+    return (
+        all(each.shape == sources[0].shape for each in sources)
+        and all(sorted(each) == list(range(*shape[:1])) for each in experts.values())
+        and (rows * len(experts), *others) == shape[1:]
+    )
 
 
 @dataclass(frozen=True)
@@ -353,7 +362,7 @@ def _path_of(model: Any, module: Any) -> str:
 
 
 def _parts_beside(model: Any, paths: Sequence[str]) -> list[str]:
-    """Returns the paths of a model's modules that are neither in given ones nor around them."""
+    """Returns the paths of a model's modules that are neither inside nor ancestors of `paths`."""
     around = {""}
     for path in paths:
         words = path.split(".")

@@ -314,11 +314,52 @@ def test_problems_are_those_of_names_shapes_and_types() -> None:
     assert find_problems(expected, good[1:2], {"c": "a"}) == ["2 missing: a, c"]
     twice = [*good, source("x.b", (3,), "b")]
     assert find_problems(expected, twice, {}) == ["1 given twice: b and x.b"]
-    joined = [source(f"c{row}", (1, 3), "c", "c*") for row in range(4)]
-    assert find_problems(expected, [*good[:2], *joined], {}) == []
-    assert find_problems(expected, [*good[:2], *joined[1:]], {}) == [
-        "1 of another shape: c1 to c3 do not make c [4, 3]"
+    # Of three names for one parameter any is enough.
+    alike = {"c": "a", "d": "a"}
+    same = {"a": (2, 3), "c": (2, 3), "d": (2, 3)}
+    for name in same:
+        assert find_problems(same, [source(name, (2, 3))], alike) == []
+    assert find_problems(same, [], alike) == ["3 missing: a, c, d"]
+
+
+def test_tensors_of_experts_are_joined_as_transformers_does() -> None:
+    expected = {"m.down": (3, 8, 4), "m.gate_up": (3, 12, 8)}
+
+    def problems(
+        experts: tuple[int, ...] = (0, 1, 2),
+        down: tuple[int, ...] = (8, 4),
+        gate: tuple[int, ...] = (6, 8),
+        up: tuple[int, ...] = (6, 8),
+    ) -> list[str]:
+        parts = {"down": ("m.down", down), "gate": ("m.gate_up", gate), "up": ("m.gate_up", up)}
+        return find_problems(
+            expected,
+            [
+                Source(f"m.{expert}.{part}", target, f"*.{part}", shape, "F32")
+                for part, (target, shape) in parts.items()
+                for expert in experts
+            ],
+            {},
+        )
+
+    assert problems() == []
+    assert problems((2, 0, 1)) == []
+    both = [
+        "2 of another shape: m.0.down to m.7.down do not make m.down [3, 8, 4], "
+        "m.0.gate to m.7.up do not make m.gate_up [3, 12, 8]"
     ]
+    assert problems((0, 1, 7)) == both
+    assert len(problems((0, 1))) == len(problems((0, 1, 2, 3))) == len(problems((0, 1, 1))) == 1
+    for wrong in (
+        {"gate": (4, 8), "up": (8, 8)},
+        {"gate": (6, 8), "up": (8, 6)},
+        {"gate": (12, 4), "up": (12, 4)},
+        {"gate": (), "up": ()},
+        {"down": (4, 8)},
+        {"down": (32,)},
+        {"down": (1, 8, 4)},
+    ):
+        assert problems(**wrong), wrong
 
 
 def test_commands_answer_as_transformers_or_say_what_is_missing(
