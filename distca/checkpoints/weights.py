@@ -13,12 +13,13 @@ import re
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from distca.checkpoints.config_values import check_values
 from distca.checkpoints.stored_weights import (
     FLOATING_POINT,
     StoredTensor,
@@ -120,6 +121,32 @@ def _fits(sources: Sequence[Source], shape: tuple[int, ...]) -> bool:
 
 
 @dataclass(frozen=True)
+class _FiniteContent:
+    """Content of a stored tensor of which each part that is read is checked for NaN and infinity.
+
+    Kernels of attention may take a NaN score for a masked one, so NaN in weights of queries and
+    keys does not always reach the logits.
+
+    Attributes:
+        name: name of the tensor.
+        content: its content.
+        dtype: data type of the model, in which it must be finite, too.
+        not_finite: names of those that are not; is appended to.
+    """
+
+    name: str
+    content: Any
+    dtype: torch.dtype
+    not_finite: list[str]
+
+    def __getitem__(self, where: Any) -> torch.Tensor:
+        part: torch.Tensor = self.content[where]
+        if not part.to(self.dtype).isfinite().all():
+            self.not_finite.append(self.name)
+        return part
+
+
+@dataclass(frozen=True)
 class Checkpoint:
     """A model of Hugging Face, of which the language part is loaded.
 
@@ -144,11 +171,15 @@ class Checkpoint:
             trust_remote_code: whether code of the model's folder may run.
 
         Raises:
-            ValueError: there is no configuration, or it cannot be read, or it is of a multimodal
-                model that is not covered.
+            ValueError: there is no configuration, or it cannot be read, or has values that make no
+                model, or it is of a multimodal model that is not covered.
         """
         from transformers import AutoConfig
 
+        if path.startswith(("/", "./", "../")) and not Path(path).exists():
+            raise ValueError(f"{path}: no such folder")
+        if Path(path).is_file():
+            raise ValueError(f"{path} is a file, not a folder: give the folder of a model")
         if Path(path).exists() and not (Path(path) / "config.json").is_file():
             raise ValueError(
                 f"{path} has no config.json: give the folder of a model of transformers"
@@ -159,6 +190,7 @@ class Checkpoint:
         # What values of a wrong kind raise is up to each family's configuration.
         except Exception as error:
             raise ValueError(f"no model can be read from {path}: {_reason(error)}") from None
+        check_values(text, path)
         if text is config:
             return cls(path, config, None, trust_remote_code)
         if config.model_type not in MULTIMODAL:
@@ -214,7 +246,8 @@ class Checkpoint:
             cut: reads the part of a tensor that the slice has, by the tensor's name.
 
         Raises:
-            ValueError: the checkpoint does not have exactly the weights of its model.
+            ValueError: the checkpoint does not have exactly the weights of its model, or what is
+                read is not finite in `dtype`.
         """
         from transformers.utils.logging import disable_progress_bar
 
@@ -222,9 +255,14 @@ class Checkpoint:
         outline = self.outline()
         named = {} if attention is None else {"attn_implementation": attention}
         with self._opened(outline) as (tensors, _):
-            weights: dict[str, Any] = dict(tensors)
+            not_finite: list[str] = []
+            checked = {
+                name: replace(each, content=_FiniteContent(name, each.content, dtype, not_finite))
+                for name, each in tensors.items()
+            }
+            weights: dict[str, Any] = dict(checked)
             if cut is not None:
-                weights = {name: cut(name, each).to(dtype) for name, each in tensors.items()}
+                weights = {name: cut(name, each).to(dtype) for name, each in checked.items()}
             try:
                 model, report = type(outline).from_pretrained(
                     None,
@@ -239,6 +277,12 @@ class Checkpoint:
                 raise ValueError(
                     f"{self.path}: transformers cannot load it: {_reason(error)}"
                 ) from None
+        if not_finite:
+            names = sorted(set(not_finite))
+            raise ValueError(
+                f"{self.path} has weights that are not finite in {str(dtype).split('.')[-1]}, "
+                f"{len(names)} tensors: {abbreviated(names)}: download or convert the model again"
+            )
         # Such as a slice that no whole shape shows to be wrong.
         left = [name for kind in ("missing_keys", "mismatched_keys") for name in report[kind]]
         if left:

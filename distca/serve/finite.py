@@ -42,14 +42,6 @@ def naming(what: str) -> Iterator[None]:
         raise ValueError(f"{what} {error.sequence}: {error.why}") from None
 
 
-def weights_not_finite(model: torch.nn.Module) -> Place | None:
-    """Finds the first parameter with a value that is not finite."""
-    for number, (name, weights) in enumerate(model.named_parameters()):
-        if not weights.is_meta and not weights.isfinite().all():
-            return number, name
-    return None
-
-
 class Outputs:
     """Watches the outputs of a model's innermost modules.
 

@@ -35,6 +35,15 @@ FAMILIES = (
 )
 """Families of models, by `model_type`, whose logits were held against transformers' own."""
 
+_SOFTCAPPED = ("gemma2",)
+"""Families whose attention bounds its scores."""
+
+_WINDOW_OF_ALL = ("mistral", "phi3", "qwen3_moe")
+"""Families whose layers all have the same window."""
+
+_WINDOW_BY_LAYER = ("qwen2", "qwen3", "gemma2", "gemma3_text", "gpt_oss")
+"""Families whose `layer_types` say which layers have a window."""
+
 _WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -89,7 +98,9 @@ class ServedModel:
 
     @property
     def softcap(self) -> float | None:
-        """Bound of the scores of attention; None: there is none."""
+        """Bound of the scores of attention; None: there is none, or the family does not use it."""
+        if self.config.model_type not in _SOFTCAPPED:
+            return None
         cap = getattr(self.config, "attn_logit_softcapping", None)
         return None if cap is None else float(cap)
 
@@ -189,6 +200,7 @@ def read_model(
     for each in (config, checkpoint.multimodal):
         _refuse_quantized(each, path)
     _refuse_uncovered(config, path)
+    windows = _windows(config, path)
     if checks_weights and (left_out := checkpoint.check()):
         logger.warning("%s: %s left out: only text is answered", path, ", ".join(left_out))
     check_divides(config, tensor_parallel_size)
@@ -207,7 +219,7 @@ def read_model(
         path,
         config,
         shape,
-        _windows(config),
+        windows,
         dtype,
         generation,
         tensor_parallel_size,
@@ -287,14 +299,35 @@ def _refuse_uncovered(config: Any, path: str) -> None:
         )
 
 
-def _windows(config: Any) -> tuple[int | None, ...]:
-    """Earlier tokens that each layer's queries see; transformers counts the query's own, too."""
+def _windows(config: Any, path: str) -> tuple[int | None, ...]:
+    """Earlier tokens that each layer's queries see; transformers counts the query's own, too.
+
+    Raises:
+        ValueError: the family's layers do not use the window or the kinds that are given, or lack a
+            window.
+    """
+    family, layers = config.model_type, int(config.num_hidden_layers)
     window: int | None = getattr(config, "sliding_window", None)
-    kinds = getattr(config, "layer_types", None)
-    if kinds is None:
-        kinds = ["sliding_attention" if window else "full_attention"] * config.num_hidden_layers
-    unknown = {*kinds} - {"sliding_attention", "full_attention"}
+    kinds: list[str] = getattr(config, "layer_types", None) or []
+    used = ["full_attention" if window is None else "sliding_attention"] * layers
+    if family in _WINDOW_BY_LAYER:
+        used = kinds or used
+    elif window is not None and family not in _WINDOW_OF_ALL:
+        raise ValueError(
+            f"{path}: config.json of a {family} has sliding_window, which its layers do not use: "
+            "remove it"
+        )
+    elif kinds and kinds != used:
+        raise ValueError(
+            f"{path}: config.json of a {family} has layer_types, which its layers do not use: "
+            "remove them"
+        )
+    unknown = {*used} - {"sliding_attention", "full_attention"}
     if unknown:
-        raise ValueError(f"layers with {', '.join(sorted(unknown))} are not served")
+        raise ValueError(f"{path}: layers with {', '.join(sorted(unknown))} are not served")
+    if window is None and "sliding_attention" in used:
+        raise ValueError(
+            f"{path}: config.json has layers of sliding_attention, but no sliding_window: add it"
+        )
     near = None if window is None else window - 1
-    return tuple(near if kind == "sliding_attention" else None for kind in kinds)
+    return tuple(near if kind == "sliding_attention" else None for kind in used)

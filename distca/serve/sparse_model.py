@@ -16,7 +16,6 @@ from distca.schedule.serving import nobody_holds
 from distca.schedule.serving.csps import Levels, Sparsity, kept_count
 from distca.schedule.serving.csps.degradation import GRID
 from distca.schedule.serving.csps.pipeline import NearToFar
-from distca.serve.finite import weights_not_finite
 from distca.serve.models import ServedModel, need_transformers
 
 _NAME = "distca-sparse"
@@ -74,11 +73,6 @@ class SparseModel:
             distca_sparse=run,
         ).logits[0]
         return logits.float().cpu(), np.array(run.masses)
-
-    def where_not_finite(self) -> str:
-        """Names the first weights that are not finite; empty if all are."""
-        found = weights_not_finite(self._model)
-        return "" if found is None else f": the weights {found[1]} are not finite"
 
 
 class _Run:

@@ -202,9 +202,8 @@ class Calibrated:
             check_highest(float(highest.min()))
             check_highest(float(highest.max()))
         except UnusableLogitsError as error:
-            where = self._model.where_not_finite()
             raise ValueError(
-                f"prompt {number}{how} cannot be measured, since the logits are {error.what}{where}"
+                f"prompt {number}{how} cannot be measured, since the logits are {error.what}"
             ) from None
 
 

@@ -20,7 +20,7 @@ from distca.schedule.serving.accounts import NewBlocks
 from distca.schedule.serving.decode import Decode
 from distca.schedule.serving.restripe import Restripe
 from distca.serve.decode_graphs import Capture, DecodeGraphs
-from distca.serve.finite import Outputs, first_of_all_ranks, weights_not_finite
+from distca.serve.finite import Outputs, first_of_all_ranks
 from distca.serve.models import IMPLEMENTATION, ServedModel, need_transformers
 from distca.serve.rank_steps import RankSteps, StepRun
 from distca.serve.step_planner import Step
@@ -180,8 +180,8 @@ class ModelRank:
     def where_not_finite(self, step: Step, tokens: Mapping[int, Sequence[int]]) -> str:
         """Says where the model stops being finite in a step that has run. Collective.
 
-        The weights are checked. If all are finite, the step runs again, without graphs, and the
-        outputs of the modules are checked.
+        The step runs again, without graphs, and the outputs of the modules are checked. All weights
+        are finite: loading refuses others.
 
         Args:
             step: step that has run last.
@@ -191,9 +191,6 @@ class ModelRank:
             End of a sentence; empty if nothing is found.
         """
         dtype = str(self._served.dtype).removeprefix("torch.")
-        weights = first_of_all_ranks(weights_not_finite(self._model))
-        if weights is not None:
-            return f": the weights {weights[1]} are not finite in {dtype}"
         outputs, graphs, self._graphs = Outputs(), self._graphs, None
         with outputs.watched(self._model):
             self.run(replace(step, blocks={}), tokens)

@@ -362,6 +362,43 @@ def test_tensors_of_experts_are_joined_as_transformers_does() -> None:
         assert problems(**wrong), wrong
 
 
+@pytest.mark.parametrize("tensor_parallel_size", [1, 2])
+def test_weights_that_are_not_finite(models, tmp_path: Path, tensor_parallel_size: int) -> None:
+    """NaN in weights of keys and queries does not always reach the logits."""
+    number = iter(range(100))
+
+    def told(name: str, value: float, row: int = -1, dtype: Any = None, of: str = "llama") -> str:
+        folder = tmp_path / str(next(number))
+        folder.mkdir()
+        weights = load_file(models[of] / WEIGHTS)[name].to(dtype)
+        weights[row] = value
+        return refusal(change(models[of], folder, {name: weights}), tensor_parallel_size)
+
+    keys = "model.layers.1.self_attn.k_proj.weight"
+    nan, infinite = float("nan"), float("inf")
+    for value in (nan, infinite, -infinite):
+        for row in (0, -1):
+            line = told(keys, value, row)
+            assert f"has weights that are not finite in float32, 1 tensors: {keys}: " in line
+    assert "not finite in float32, 1 tensors: lm_head.weight" in told("lm_head.weight", nan, 5)
+    assert keys in told(keys, 1e300, 0, torch.float64)
+    expert = "model.layers.0.mlp.experts.3.up_proj.weight"
+    assert f"1 tensors: {expert}" in told(expert, nan, 0, of="qwen3_moe")
+    norm = "model.layers.2.self_attn.q_norm.weight"
+    assert f"1 tensors: {norm}" in told(norm, nan, 0, of="qwen3_moe")
+    head = "language_model.model.layers.0.self_attn.q_proj.weight"
+    assert "1 tensors: model.layers.0.self_attn.q_proj.weight" in told(head, nan, 0, of="mistral3")
+
+
+def test_weights_must_be_finite_in_the_type_that_is_asked_for(models, tmp_path: Path) -> None:
+    name = "model.norm.weight"
+    largest = torch.full((64,), torch.finfo(torch.float32).max)
+    folder = str(change(models["llama"], tmp_path, {name: largest}))
+    read_model(folder, torch.float32).load(CPU, "eager")
+    with pytest.raises(ValueError, match=f"not finite in bfloat16, 1 tensors: {name}"):
+        read_model(folder, torch.bfloat16).load(CPU, "eager")
+
+
 def test_commands_answer_as_transformers_or_say_what_is_missing(
     models, tmp_path: Path, capsys, caplog, full: bool
 ) -> None:
@@ -388,3 +425,49 @@ def test_commands_answer_as_transformers_or_say_what_is_missing(
         message = generate.refused(str(broken), *flags)
         assert len(message.splitlines()) <= 10
         assert "1 missing: lm_head.weight" in message
+    rows = torch.zeros(32, 64)
+    rows[-1] = float("nan")
+    nan = change(models["llama"], tmp_path, {"model.layers.0.self_attn.k_proj.weight": rows})
+    for flag in ("--context-parallel-size", "--tensor-parallel-size"):
+        message = generate.refused(str(nan), "--prompt-ids", str(ids), flag, "2")
+        assert len(message.splitlines()) == 1
+        assert "not finite in float32, 1 tensors: model.layers.0.self_attn.k_proj" in message
+
+
+def test_values_that_make_no_model(models, tmp_path: Path) -> None:
+    number = iter(range(100))
+
+    def told(of: str = "llama", **config: Any) -> str:
+        folder = tmp_path / str(next(number))
+        folder.mkdir()
+        values = json.loads((models[of] / "config.json").read_text()) | config
+        (folder / "config.json").write_text(json.dumps(values))
+        with pytest.raises(ValueError, match=r"\S") as error:
+            read_model(str(folder), torch.float32, checks_weights=False)
+        line = str(error.value)
+        assert len(line.splitlines()) == 1
+        return line
+
+    nan, infinite = float("nan"), float("inf")
+    for theta in (0.0, -5.0, nan, infinite):
+        rotary = {"rope_type": "default", "rope_theta": theta}
+        assert "rope_theta in config.json is" in told(rope_parameters=rotary)
+    for epsilon in (nan, -1e-6, infinite):
+        assert "rms_norm_eps in config.json is" in told(rms_norm_eps=epsilon)
+    assert "num_experts_per_tok in config.json is 5, but there are 4" in told(
+        "qwen3_moe", num_experts_per_tok=5
+    )
+    unused = "config.json of a llama has sliding_window, which its layers do not use"
+    assert unused in told(sliding_window=4)
+    # Values that are harmless are taken.
+    folder = change(models["llama"], tmp_path, {}, attn_logit_softcapping=0.1)
+    assert read_model(str(folder), torch.float32).softcap is None
+    assert_near(logits_of(folder), reference(folder))
+
+
+def test_paths_that_are_no_folders(models, tmp_path: Path) -> None:
+    for path in (f"{tmp_path}/nosuch", "./nosuch", "../nosuch"):
+        with pytest.raises(ValueError, match=f"{path}: no such folder"):
+            read_model(path, torch.float32)
+    with pytest.raises(ValueError, match="is a file, not a folder"):
+        read_model(str(models["llama"] / WEIGHTS), torch.float32)

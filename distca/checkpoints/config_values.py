@@ -1,0 +1,63 @@
+"""Refuses values of a model's configuration that make its logits NaN or meaningless."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+_ABOVE_ZERO = (
+    "rope_theta",
+    "rope_local_base_freq",
+    "factor",
+    "low_freq_factor",
+    "high_freq_factor",
+    "original_max_position_embeddings",
+    "partial_rotary_factor",
+    "query_pre_attn_scalar",
+    "attn_logit_softcapping",
+    "final_logit_softcapping",
+    "sliding_window",
+    "max_position_embeddings",
+    "num_experts_per_tok",
+)
+_NOT_BELOW_ZERO = ("rms_norm_eps",)
+
+
+def check_values(config: Any, path: str) -> None:
+    """Refuses numbers that make no model: NaN, infinity, and those outside their ranges.
+
+    Args:
+        config: configuration of the language model.
+        path: its folder, for the message.
+
+    Raises:
+        ValueError: there is such a number; the message names it.
+    """
+    values = config.to_dict()
+    for name, value in _numbers(values):
+        wanted = None
+        if name in _ABOVE_ZERO and not value > 0:
+            wanted = "above 0"
+        elif name in _NOT_BELOW_ZERO and not value >= 0:
+            wanted = "0 or more"
+        elif not math.isfinite(value):
+            wanted = "finite"
+        if wanted is not None:
+            raise ValueError(f"{path}: {name} in config.json is {value}: it must be {wanted}")
+    experts = values.get("num_local_experts") or values.get("num_experts")
+    if experts and (values.get("num_experts_per_tok") or 0) > experts:
+        raise ValueError(
+            f"{path}: num_experts_per_tok in config.json is {values['num_experts_per_tok']}, but "
+            f"there are {experts} experts"
+        )
+
+
+def _numbers(values: dict[str, Any]) -> Iterator[tuple[str, float]]:
+    """Gives all numbers with their names, also those of rotary embeddings, which may be nested."""
+    for name, value in values.items():
+        if isinstance(value, dict) and (name.startswith("rope_") or "attention" in name):
+            yield from _numbers(value)
+        for each in value if isinstance(value, list) else [value]:
+            if isinstance(each, int | float) and not isinstance(each, bool):
+                yield name, each
