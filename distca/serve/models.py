@@ -44,6 +44,29 @@ _WINDOW_OF_ALL = ("mistral", "phi3", "qwen3_moe")
 _WINDOW_BY_LAYER = ("qwen2", "qwen3", "gemma2", "gemma3_text", "gpt_oss")
 """Families whose `layer_types` say which layers have a window."""
 
+_NOT_APPLIED: dict[str, Any] = {
+    "repetition_penalty": 1,
+    "encoder_repetition_penalty": 1,
+    "no_repeat_ngram_size": 0,
+    "encoder_no_repeat_ngram_size": 0,
+    "min_length": 0,
+    "min_new_tokens": 0,
+    "suppress_tokens": [],
+    "begin_suppress_tokens": [],
+    "bad_words_ids": [],
+    "sequence_bias": [],
+    "forced_bos_token_id": None,
+    "forced_eos_token_id": None,
+    "exponential_decay_length_penalty": None,
+    "num_beams": 1,
+    "guidance_scale": 1,
+    "penalty_alpha": 0,
+    "stop_strings": [],
+    "watermarking_config": None,
+}
+"""Fields of a generation config that change the likeliest answer and are not applied, with the
+values that change nothing; None changes nothing in any."""
+
 _WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -211,10 +234,14 @@ def read_model(
         of_rank.head_dim,
         dtype_bytes=dtype.itemsize,
     )
-    try:
-        generation = transformers.GenerationConfig.from_pretrained(path)
-    except OSError:
-        generation = transformers.GenerationConfig.from_model_config(config)
+    generation = _read_generation(transformers, path, config)
+    ignored = [
+        name
+        for name, harmless in _NOT_APPLIED.items()
+        if getattr(generation, name, None) not in (None, harmless)
+    ]
+    if checks_weights and ignored:
+        logger.warning("%s: generation_config.json: not applied: %s", path, ", ".join(ignored))
     return ServedModel(
         path,
         config,
@@ -226,6 +253,31 @@ def read_model(
         trust_remote_code,
         checkpoint.multimodal,
     )
+
+
+def _read_generation(transformers: Any, path: str, config: Any) -> Any:
+    """Reads the generation config, or makes one of the model's if there is none.
+
+    Raises:
+        ValueError: it cannot be read, or ends answers by what is no token.
+    """
+    try:
+        found = transformers.GenerationConfig.from_pretrained(path)
+    except Exception as error:
+        # A missing file raises the same error as a damaged one.
+        if isinstance(error, OSError) and not (Path(path) / "generation_config.json").exists():
+            return transformers.GenerationConfig.from_model_config(config)
+        raise ValueError(
+            f"{path}: generation_config.json cannot be read: correct or remove it"
+        ) from None
+    ends = found.eos_token_id
+    for each in ends if isinstance(ends, list) else [ends]:
+        if each is not None and not isinstance(each, int):
+            raise ValueError(
+                f"{path}: eos_token_id in generation_config.json is {ends!r}: it must be a token "
+                "id or a list of them"
+            )
+    return found
 
 
 def model_digest(model: ServedModel) -> bytes:

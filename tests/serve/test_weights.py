@@ -471,3 +471,19 @@ def test_paths_that_are_no_folders(models, tmp_path: Path) -> None:
             read_model(path, torch.float32)
     with pytest.raises(ValueError, match="is a file, not a folder"):
         read_model(str(models["llama"] / WEIGHTS), torch.float32)
+
+
+def test_the_generation_config(models, tmp_path: Path, caplog) -> None:
+    """What is not applied is named; what cannot be read is refused."""
+    folder, file = change(models["llama"], tmp_path, {}), tmp_path / "generation_config.json"
+    file.write_text(json.dumps({"eos_token_id": [2, 3], "repetition_penalty": 1.0}))
+    assert read_model(str(folder), torch.float32).stops == {2, 3}
+    assert caplog.text == ""
+    file.write_text(json.dumps({"repetition_penalty": 1.3, "suppress_tokens": [4]}))
+    read_model(str(folder), torch.float32)
+    assert "not applied: repetition_penalty, suppress_tokens\n" in caplog.text
+    for text in ("[1]", "{", '{"eos_token_id": "2"}', '{"eos_token_id": [2, "3"]}'):
+        file.write_text(text)
+        with pytest.raises(ValueError, match=r"generation_config\.json") as error:
+            read_model(str(folder), torch.float32)
+        assert len(str(error.value).splitlines()) == 1
