@@ -429,7 +429,7 @@ def test_commands_answer_as_transformers_or_say_what_is_missing(
     rows[-1] = float("nan")
     nan = change(models["llama"], tmp_path, {"model.layers.0.self_attn.k_proj.weight": rows})
     for flag in ("--context-parallel-size", "--tensor-parallel-size"):
-        message = generate.refused(str(nan), "--prompt-ids", str(ids), flag, "2")
+        message = generate.failed(str(nan), "--prompt-ids", str(ids), flag, "2")
         assert len(message.splitlines()) == 1
         assert "not finite in float32, 1 tensors: model.layers.0.self_attn.k_proj" in message
 

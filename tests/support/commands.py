@@ -37,3 +37,10 @@ class Command:
         captured = self._capsys.readouterr()
         assert captured.out == ""
         return captured.err
+
+    def failed(self, *arguments: str) -> str:
+        """The error that it prints after its work has begun, and nothing else."""
+        assert main([self._name, *arguments]) == 2
+        captured = self._capsys.readouterr()
+        assert captured.out == ""
+        return captured.err
