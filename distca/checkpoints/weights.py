@@ -122,7 +122,7 @@ def _fits(sources: Sequence[Source], shape: tuple[int, ...]) -> bool:
 
 @dataclass(frozen=True)
 class _FiniteContent:
-    """Content of a stored tensor of which each part that is read is checked for NaN and infinity.
+    """Content of a stored tensor; each part is checked for NaN and infinity as it is read.
 
     Kernels of attention may take a NaN score for a masked one, so NaN in weights of queries and
     keys does not always reach the logits.
@@ -148,7 +148,7 @@ class _FiniteContent:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A model of Hugging Face, of which the language part is loaded.
+    """A Hugging Face model whose language part is loaded.
 
     Attributes:
         path: folder of the model, or its name on the Hugging Face hub.
