@@ -1,5 +1,6 @@
-"""The job, and the training loops that can run it.
+"""Everything around the layers: the job, Megatron-LM's loop that runs it, and its checkpoints.
 
-`job` describes what a loop calls, `gpt_job` puts this repository's job together, `step` is its
-forward step and loss. `choice` takes Megatron-LM's own loop where it is installed, else `lean`.
+`gpt_job` names the parts of a job, and `step` is its forward step and loss. `megatron_hooks` and
+`megatron_checkpoints` replace functions of Megatron-LM's loop (`megatron_patches/hooks.py` is their
+table); `parts` uses that loop's parts alone.
 """
