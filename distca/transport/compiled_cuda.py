@@ -12,6 +12,8 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
+import torch
+
 from distca.transport.compiled import PROTOCOL, kept, run
 
 ARCHITECTURES = (80, 90, 100)
@@ -26,6 +28,10 @@ def nvidia_packages() -> Iterator[Path]:
     spec = importlib.util.find_spec("nvidia")
     for folder in (spec.submodule_search_locations or ()) if spec is not None else ():
         yield Path(folder)
+
+
+_OTHER_HEADERS = "CUDA compiler and CUDA toolkit headers are incompatible"
+"""What CUDA's headers say to a compiler of another version."""
 
 
 def find_nvcc() -> Path | None:
@@ -126,7 +132,18 @@ def by_nvcc(architecture: int, nvshmem: bool, cache: Path | None = None) -> Path
         key += [*command, nvshmem_version() or "of unknown version"]
 
     def build(into: Path) -> None:
-        messages = run([*command, str(SOURCE), "-o", str(into)])
+        try:
+            messages = run([*command, str(SOURCE), "-o", str(into)])
+        except RuntimeError as error:
+            if _OTHER_HEADERS not in str(error):
+                raise
+            cuda = torch.version.cuda or "13.0"
+            packages = ("cuda-nvcc", "cuda-crt", "cuda-cccl", "nvvm")
+            wanted = " ".join(f"'nvidia-{package}=={cuda}.*'" for package in packages)
+            raise RuntimeError(
+                f"{nvcc} is of another version than the CUDA headers that torch installed: "
+                f"pip install {wanted}"
+            ) from error
         into.with_suffix(".log").write_text(messages)
         into.with_suffix(".log").replace(into.parent / f"{name}.log")
 

@@ -115,6 +115,19 @@ def test_a_cuda_warning_is_an_error(tmp_path: Path, monkeypatch) -> None:
         compiled_cuda.by_nvcc(90, nvshmem=False, cache=tmp_path / "cache")
 
 
+def test_a_compiler_of_another_version_than_torchs_headers_is_named(monkeypatch, tmp_path) -> None:
+    def run(command: list[str]) -> str:
+        if "--version" in command:
+            return "13.5"
+        raise RuntimeError(f"nvcc failed:\n#error {compiled_cuda._OTHER_HEADERS}, please check")
+
+    monkeypatch.setattr(compiled_cuda, "find_nvcc", lambda: Path("/somewhere/nvcc"))
+    monkeypatch.setattr(compiled_cuda, "run", run)
+    monkeypatch.setattr(compiled_cuda.torch.version, "cuda", "13.0")
+    with pytest.raises(RuntimeError, match=r"pip install 'nvidia-cuda-nvcc==13\.0\.\*' "):
+        compiled_cuda.by_nvcc(90, nvshmem=False, cache=tmp_path / "cache")
+
+
 def test_nvrtc_compiles_the_same_source(tmp_path: Path) -> None:
     if compiled_cuda.nvrtc_version() is None:
         pytest.skip("needs NVRTC and cuda-core, which come with 'distca[nvshmem-cu13]'")
