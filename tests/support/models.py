@@ -149,6 +149,10 @@ def start_processes(args: Namespace) -> Any:
         if processes.serves_only:
             pad_vocabulary(args)
             return processes
+    from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
+
+    # Live ranks start several models, and an earlier one's scale has another shape.
+    MoEAuxLossAutoScaler.main_loss_backward_scale = None
     training.initialize(args)
     return processes
 
