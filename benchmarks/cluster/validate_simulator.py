@@ -217,6 +217,8 @@ def predictions_of(
                 predicted, plans = predict_plain(setting, model, mix, machine, profile), PLAIN
             else:
                 args = parsed(setting, flags)
+                # Megatron-LM pads it when it builds the tokenizer.
+                args.padded_vocab_size = model.vocab_size
                 mode = MODES[0] if args.distca_ping_pong else MODES[1]
                 predicted, plans = predict(setting, model, mix, args, machine, profile)
             found.append(Prediction(setting.stages, mix, name, mode, measured, predicted, plans))
