@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import queue
 import threading
 import time
@@ -9,6 +10,9 @@ from collections.abc import Callable, Iterator
 from typing import Any, Generic, TypeVar
 
 Value = TypeVar("Value")
+
+# Seconds for which a process that ends waits for the value that a thread is making.
+PATIENCE_AT_EXIT_S = 10.0
 
 
 class Prefetcher(Generic[Value]):
@@ -34,6 +38,8 @@ class Prefetcher(Generic[Value]):
             target=self._make, args=(values,), name="distca-prefetch", daemon=True
         )
         self._thread.start()
+        # The interpreter ends its daemon threads, which aborts the process where one is in C++.
+        atexit.register(self._end)
 
     def _make(self, values: Iterator[Value]) -> None:
         while not self._stop.is_set():
@@ -70,12 +76,18 @@ class Prefetcher(Generic[Value]):
             return result()
         except BaseException:
             self._stop.set()
+            atexit.unregister(self._end)
             raise
+
+    def _end(self) -> None:
+        self._stop.set()
+        self._thread.join(PATIENCE_AT_EXIT_S)
 
     def close(self) -> None:
         """Ends the thread, and drops the values that it made."""
         self._stop.set()
         self._thread.join()
+        atexit.unregister(self._end)
 
 
 def _raiser(error: BaseException) -> Callable[[], Any]:

@@ -130,14 +130,37 @@ def test_one_value_waits_unless_more_are_asked_for() -> None:
     ahead.close()
 
 
+def run_python(code: str) -> subprocess.CompletedProcess[bytes]:
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=60, cwd=ROOT)
+
+
 def test_a_process_ends_without_its_prefetchers() -> None:
     """A rank that fails does not wait for values that nobody will take."""
-    code = (
+    done = run_python(
         "import itertools; from distca.runtime import Prefetcher; "
         "print(next(Prefetcher(itertools.count())))"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=60, cwd=ROOT)
     assert done.stdout == b"0\n"
+
+
+def test_a_process_that_ends_while_a_thread_computes_is_not_aborted() -> None:
+    """Python ends daemon threads by an unwinding that torch's C++ answers with `abort`."""
+    done = run_python(
+        "import itertools, torch; from distca.runtime import Prefetcher\n"
+        "a = torch.randn(600, 600)\n"
+        "ahead = Prefetcher(((a @ a).sum() for _ in itertools.count()), 10_000)\n"
+        "for _ in range(5): next(ahead)"
+    )
+    assert (done.returncode, done.stderr) == (0, b"")
+
+
+def test_a_process_ends_although_a_value_never_comes() -> None:
+    done = run_python(
+        "import threading; from distca.runtime import prefetch\n"
+        "prefetch.PATIENCE_AT_EXIT_S = 0.1\n"
+        "prefetch.Prefetcher(iter(threading.Event().wait, None))"
+    )
+    assert done.returncode == 0
 
 
 @pytest.mark.parametrize("micro_batches", [1, 3])
