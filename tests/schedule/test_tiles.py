@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from distca.cost.kernel_time import AnalyticCost, CostModel
@@ -94,6 +94,8 @@ def test_plans_of_random_batches(
 
 @settings(max_examples=100, deadline=None)
 @given(documents(most_ranks=32), MASKS, st.integers(0, 400), st.booleans())
+# Two pieces of the first document touch on a rank.
+@example((np.array([128, *[1] * 8, 40]), np.full(22, 8)), Mask(None, 256), 119, True)
 def test_no_server_receives_more_than_its_arena_holds(
     batch: tuple[Int64s, Int64s], mask: Mask, rows: int, free: bool
 ) -> None:

@@ -40,7 +40,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from distca.plan import Placement
-from distca.plan.span import Floats, Int64s, distinct, order_by
+from distca.plan.span import Floats, Int64s, distinct
 
 _SHORT, _LIGHT, _NOT_LONG = 32, 8, 4
 """Divisors that define filler: documents of at most 1/32 of a rank's mean tokens, or of at most 1/8
@@ -121,10 +121,9 @@ class _Packer:
                 self._take(rank, length, wanted)
         table = np.array(self._rows, dtype=np.int64).reshape(-1, 4)
         document, start, end, rank = np.concatenate([table, self._fill()]).T
-        order = order_by(rank, document, start)
-        return Placement(
-            document[order], start[order], end[order], rank[order], len(self._packing.capacities)
-        )
+        placed = Placement(document, start, end, rank, len(self._packing.capacities))
+        # Two pieces of a document may touch on a rank, which is no place to cut its tasks.
+        return placed.joined()
 
     def _emptiest(self, length: int, wanted: float) -> int | None:
         """Finds the rank with most spare of those with room; None if its load got too high."""
