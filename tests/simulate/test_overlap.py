@@ -63,7 +63,7 @@ def test_ping_pong_hides_an_exchange_shorter_than_the_compute_beside_it() -> Non
 
 @pytest.mark.parametrize("returns", [False, True])
 def test_the_order_of_events(returns: bool) -> None:
-    """As in the runtime, whose trace `tests/training/test_ping_pong_order.py` tests."""
+    """As in the runtime, whose trace `tests/training/test_order_of_events.py` tests."""
     costs = costs_on(replace(IDEAL, copy_gb_per_s=1000.0), layers=2)
     # The second document's queries help the first one's rank, or each rank has a half of one.
     lengths = [12288, 4096] * 2 if returns else [16384] * 2

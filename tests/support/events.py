@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from distca.runtime import CoreAttention
+from distca.runtime import CoreAttention, Trace
 from distca.transport import Channel, MessageSizes, Pending
 from support.models import make_run, memory_stream, parse
 from support.ranks import forget_megatron
@@ -22,8 +22,14 @@ Nano-batches are "ping", "pong" or None."""
 
 def events_of_step(flags: Sequence[str], lengths: Sequence[int]) -> list[Event]:
     """What this rank does in a first training step, as the transport, the kernel and the model are
-    called: not as the runtime's own trace says. Collective."""
+    called. Collective."""
+    return events_and_trace(flags, lengths)[0]
 
+
+def events_and_trace(
+    flags: Sequence[str], lengths: Sequence[int]
+) -> tuple[list[Event], list[Event]]:
+    """Those events, and those of transport and kernel as the runtime's own trace has them."""
     from support import training
 
     args = parse(flags)
@@ -32,10 +38,27 @@ def events_of_step(flags: Sequence[str], lengths: Sequence[int]) -> list[Event]:
     recorder = Recorder(made.core_attention, args.distca_ping_pong)
     for chunk in run.model:
         recorder.watch(chunk)
+    made.core_attention.trace.recording = True
     training.forward_backward(run)
     run.data.close()
     forget_megatron()
-    return recorder.events
+    return recorder.events, list(_traced(made.core_attention.trace))
+
+
+def _traced(trace: Trace) -> Iterator[Event]:
+    for span in sorted(trace.take(0), key=lambda each: each["ts"]):
+        if span["cat"] not in ("exchange", "kernels"):
+            continue
+        name, nano = span["name"], span["args"]["nano_batch"]
+        direction = "backward" if name.endswith(" backward") else "forward"
+        name = name.removesuffix(" backward")
+        phase = name.removeprefix("wait for ")
+        if direction == "backward":
+            phase += "_backward"
+        if span["cat"] == "kernels":
+            yield "kernel", direction, nano
+        else:
+            yield "wait" if name.startswith("wait for ") else "start", phase, nano
 
 
 class Recorder:

@@ -10,7 +10,8 @@ from collections.abc import Sequence
 
 import pytest
 
-from support.events import Event, events_of_step
+from support.events import Event, events_and_trace, events_of_step
+from support.parity import RECOMPUTE
 
 LENGTHS = [768]
 DATA_PARALLEL = ["--num-layers", "2", "--distca", "--seq-length", "384"]
@@ -80,33 +81,57 @@ def test_where_outputs_return(ranks, nanos: Sequence[Nano]) -> None:
     assert ranks.run(events_of_step, flags, LENGTHS, world_size=2) == [expected] * 2
 
 
+def layers_there_at_home(layers: Sequence[int], ahead: bool = True) -> list[Event]:
+    """A forward pass of ping and pong where queries are at home, so that nothing returns."""
+    events: list[Event] = []
+    for nano in BOTH:
+        events += [("pre-attention", layers[0], nano), starts("dispatch", nano)]
+    for layer, following in itertools.zip_longest(layers, layers[1:]):
+        for nano in BOTH:
+            events += [waits("dispatch", nano), ("kernel", "forward", nano)]
+            events.append(("post-attention", layer, nano))
+            if following:
+                events += [("pre-attention", following, nano), starts("dispatch", nano)]
+    # The keys that the backward pass needs first are known before the loss is.
+    return [*events, *(starts("dispatch_backward", nano) for nano in BOTH[::-1] if ahead)]
+
+
+def layers_back_at_home(layers: Sequence[int]) -> list[Event]:
+    """Its backward pass through some layers, the last of which comes first."""
+    events: list[Event] = []
+    for before, layer, after in itertools.zip_longest([None, *layers], layers, layers[1:]):
+        for nano in BOTH[::-1]:
+            events += [waits("combine_backward", nano)] if before else []
+            if layer:
+                events.append(("post-attention backward", layer, nano))
+                events += computes(nano, backward=True)
+            # The keys of the layer before are known before its gradient is.
+            events += [starts("dispatch_backward", nano)] if after else []
+    return events
+
+
 def test_where_queries_are_at_home(ranks) -> None:
     """A nano-batch's keys are under way while the other's kernels and linear layers run, there and
     back; the last layer's leave before the output layer, and so before the loss."""
     flags = [*DATA_PARALLEL, *QUERIES_AT_HOME, "--distca-ping-pong"]
-    expected: list[Event] = []
-    for nano in BOTH:
-        expected += [("pre-attention", 1, nano), starts("dispatch", nano)]
-    for nano in BOTH:
-        expected += [waits("dispatch", nano), ("kernel", "forward", nano)]
-        expected += [("post-attention", 1, nano), ("pre-attention", 2, nano)]
-        expected.append(starts("dispatch", nano))
-    for nano in BOTH:
-        expected += [waits("dispatch", nano), ("kernel", "forward", nano)]
-        expected.append(("post-attention", 2, nano))
-    for nano in BOTH[::-1]:
-        expected.append(starts("dispatch_backward", nano))
-    expected.append(("output layer",))
-    for nano in BOTH[::-1]:
-        expected.append(("post-attention backward", 2, nano))
-        # The keys of the layer before are known.
-        expected += [*computes(nano, backward=True), starts("dispatch_backward", nano)]
-    for nano in BOTH[::-1]:
-        expected += [waits("combine_backward", nano), ("post-attention backward", 1, nano)]
-        expected += computes(nano, backward=True)
-    for nano in BOTH[::-1]:
-        expected.append(waits("combine_backward", nano))
+    expected = [*layers_there_at_home([1, 2]), ("output layer",), *layers_back_at_home([2, 1])]
     assert ranks.run(events_of_step, flags, LENGTHS, world_size=2) == [expected] * 2
+
+
+def test_recomputed_layers_communicate_again(ranks) -> None:
+    flags = [*DATA_PARALLEL, *QUERIES_AT_HOME, "--distca-ping-pong", *RECOMPUTE]
+    expected = layers_there_at_home([1], ahead=False) + layers_there_at_home([2], ahead=False)
+    expected.append(("output layer",))
+    for layer in (2, 1):
+        expected += layers_there_at_home([layer]) + layers_back_at_home([layer])
+    assert ranks.run(events_of_step, flags, LENGTHS, world_size=2) == [expected] * 2
+
+
+def test_the_trace_says_what_the_transport_and_the_kernels_did(ranks) -> None:
+    flags = [*DATA_PARALLEL, *OUTPUTS_RETURN, "--distca-ping-pong"]
+    for happened, traced in ranks.run(events_and_trace, flags, LENGTHS, world_size=2):
+        assert traced == [event for event in happened if event[0] in ("start", "wait", "kernel")]
+        assert len(traced) == 2 * 2 * 2 * 5
 
 
 def serves(events: Sequence[Event]) -> list[Event]:
