@@ -21,7 +21,8 @@ from distca.runtime.kernel_timing import held_out_errors, profile_kernel
 _DESCRIPTION = """\
 Measures how long this machine's attention kernel takes for tasks of many lengths. Training
 (--distca-profile) and `distca plan --profile` then judge loads by these times, where otherwise they
-count pairs of query and key. Give the heads of one tensor-parallel rank of your model.
+count pairs of query and key. Equal tasks share a call, as they do on an attention server. Give the
+heads of one tensor-parallel rank of your model.
 """
 _EXAMPLES = """\
 example:

@@ -1,4 +1,4 @@
-"""Measurement of this machine's attention kernel, one task at a time (paper, Section 4.2)."""
+"""Measurement of this machine's attention kernel, many tasks in a call (paper, Section 4.2)."""
 
 from __future__ import annotations
 
@@ -18,24 +18,41 @@ from distca.cost.volume import AttentionShape
 
 _FEW = (1, 8)
 """Lengths that are measured below the powers of two."""
+_SATURATED = 1.5
+"""A call with twice the tasks takes so much longer where half of them keep the device busy, and
+their work at least as long as the launch."""
 
 
 class KernelTimer:
-    """A stopwatch for single forward tasks of a kernel.
+    """A stopwatch for the forward tasks of a kernel, as attention servers run them.
+
+    A server computes many tasks in one call. A short task that is alone in a call takes a launch
+    and leaves most of a GPU empty, which it does not in company. So equal tasks share a call, in
+    growing number, until twice the tasks take much longer: then the seconds that a further task
+    adds are what a task costs.
 
     Args:
         kernel: attention kernel.
         shape: heads; `dtype_bytes` 4 is float32, 2 bfloat16.
-        max_length: tokens of the longest task.
+        max_length: tokens of the longest task; calls have up to twice as many rows.
         device: "cpu" or "cuda".
+        clock: function that returns the seconds now.
     """
 
-    def __init__(self, kernel: Kernel, shape: AttentionShape, max_length: int, device: str) -> None:
-        self._kernel, self._device = kernel, device
+    def __init__(
+        self,
+        kernel: Kernel,
+        shape: AttentionShape,
+        max_length: int,
+        device: str,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self._kernel, self._device, self._clock = kernel, device, clock
+        self._rows = 2 * max_length
         dtype = {4: torch.float32, 2: torch.bfloat16}[shape.dtype_bytes]
         generator = torch.Generator().manual_seed(0)
         self._q, self._k, self._v = (
-            torch.randn(max_length, *head, generator=generator).to(device, dtype)
+            torch.randn(self._rows, *head, generator=generator).to(device, dtype)
             for head in (
                 (shape.heads, shape.head_dim),
                 (shape.kv_heads, shape.head_dim),
@@ -43,32 +60,56 @@ class KernelTimer:
             )
         )
 
-    def seconds(self, q_len: int, kv_len: int, causal: bool, budget: float = 0.15) -> float:
-        """Seconds of the fastest run of a task, of three or more within a budget in seconds."""
-        q, k, v = self._q[:q_len], self._k[:kv_len], self._v[:kv_len]
-        edges = [torch.tensor([0, n], dtype=torch.int32) for n in (q_len, kv_len)]
-        tasks = KernelTasks(edges[0], edges[1], causal, window_left=None, softmax_scale=0.1)
+    def seconds(self, q_len: int, kv_len: int, causal: bool, budget: float = 0.1) -> float:
+        """Measures the seconds that one more task adds to a call which keeps the device busy.
+
+        Where so many tasks have more rows than a call, it is a task's part of the largest call.
+
+        Args:
+            q_len: query rows of the task.
+            kv_len: key rows of the task.
+            causal: whether the task ends on the diagonal; otherwise it is a full rectangle.
+            budget: seconds that may be spent on each number of tasks.
+        """
+        tasks, took = 1, self._call(1, q_len, kv_len, causal, budget)
+        while 2 * tasks * max(q_len, kv_len) <= self._rows:
+            twice = self._call(2 * tasks, q_len, kv_len, causal, budget)
+            if twice >= _SATURATED * took:
+                return (twice - took) / tasks
+            tasks, took = 2 * tasks, twice
+        return took / tasks
+
+    def _call(self, tasks: int, q_len: int, kv_len: int, causal: bool, budget: float) -> float:
+        """Seconds of the fastest run of a call with a number of equal tasks."""
+        q, k, v = self._q[: tasks * q_len], self._k[: tasks * kv_len], self._v[: tasks * kv_len]
+        edges = [torch.arange(tasks + 1, dtype=torch.int32) * n for n in (q_len, kv_len)]
+        equal = KernelTasks(edges[0], edges[1], causal, window_left=None, softmax_scale=0.1)
 
         def run() -> None:
-            self._kernel.forward(q, k, v, tasks)
+            self._kernel.forward(q, k, v, equal)
 
-        return fastest(run, self._synchronize, budget)
+        return fastest(run, self._synchronize, budget, self._clock)
 
     def _synchronize(self) -> None:
         if self._device == "cuda":
             torch.cuda.synchronize()
 
 
-def fastest(run: Callable[[], None], synchronize: Callable[[], None], budget: float) -> float:
+def fastest(
+    run: Callable[[], None],
+    synchronize: Callable[[], None],
+    budget: float,
+    clock: Callable[[], float] = time.perf_counter,
+) -> float:
     """Seconds of the fastest run, after a warm-up; three runs or more, within a budget."""
     run()
     synchronize()
     best, spent, times = math.inf, 0.0, 0
     while times < 3 or (spent < budget and times < 50):
-        start = time.perf_counter()
+        start = clock()
         run()
         synchronize()
-        took = time.perf_counter() - start
+        took = clock() - start
         best, spent, times = min(best, took), spent + took, times + 1
     return best
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from distca.attention import KernelTasks
 from distca.cost import volume
 from distca.cost.profile import Profile, _diagonal_pairs
 from distca.cost.volume import AttentionShape
@@ -167,6 +168,55 @@ def test_held_out_tasks_are_full_and_on_the_diagonal_in_turn(
     assert [causal for _, _, causal in timed] == [False, True] * 4
     assert all(q_len <= kv_len for q_len, kv_len, causal in timed if causal)
     assert max(errors) < 0.01
+
+
+class BusyMachine:
+    """A kernel on a machine with a launch cost, whose processors take a block of rows each.
+
+    Attributes:
+        now: seconds so far.
+    """
+
+    LAUNCH, PROCESSORS, BLOCK, SECONDS_A_KEY = 1e-6, 16, 128, 1e-9
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def forward(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tasks: KernelTasks
+    ) -> None:
+        rows, keys = np.diff(tasks.cu_seqlens_q.numpy()), np.diff(tasks.cu_seqlens_kv.numpy())
+        waves = -(-int((-(-rows // self.BLOCK)).sum()) // self.PROCESSORS)
+        self.now += self.LAUNCH + waves * int(keys.max()) * self.SECONDS_A_KEY
+
+
+@pytest.mark.parametrize(("q_len", "kv_len"), [(1, 32), (128, 128), (128, 2048), (2048, 2048)])
+def test_a_task_is_timed_in_a_call_that_keeps_the_device_busy(q_len: int, kv_len: int) -> None:
+    """Alone a short task would seem up to a hundred times as dear."""
+    machine = BusyMachine()
+    timer = KernelTimer(
+        machine,  # type: ignore[arg-type]
+        AttentionShape(4, 2, 16, 4),
+        16 * 2048,
+        "cpu",
+        clock=lambda: machine.now,
+    )
+    blocks = -(-q_len // machine.BLOCK)
+    expected = blocks * kv_len * machine.SECONDS_A_KEY / machine.PROCESSORS
+    assert timer.seconds(q_len, kv_len, causal=False) == pytest.approx(expected, rel=0.01)
+
+
+def test_a_task_that_fills_the_call_is_timed_alone() -> None:
+    machine = BusyMachine()
+    timer = KernelTimer(
+        machine,  # type: ignore[arg-type]
+        AttentionShape(4, 2, 16, 4),
+        256,
+        "cpu",
+        clock=lambda: machine.now,
+    )
+    alone = machine.LAUNCH + 512 * machine.SECONDS_A_KEY
+    assert timer.seconds(512, 512, causal=False) == pytest.approx(alone)
 
 
 def rank_and_size() -> tuple[int, int]:
