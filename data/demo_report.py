@@ -26,6 +26,7 @@ from distca.plan.span import Floats
 from distca.schedule import ScheduleConfig, make_scheduler, packed_loads
 from megatron_patches.batches.blends import check_blends
 from megatron_patches.batches.stream import TokenStream
+from megatron_patches.flags.config import DistcaConfig
 from megatron_patches.flags.distca import mask_from_args
 from megatron_patches.loop.gpt_job import GPT_JOB
 from megatron_patches.loop.megatron_hooks import BUSIEST, MEAN
@@ -149,7 +150,7 @@ def first_window(flags: Sequence[str], processes: int) -> tuple[Plan, Floats]:
 def _first_lengths(args: Namespace) -> np.ndarray:
     tokens = args.data_parallel_size * args.seq_length
     stream = TokenStream.open(
-        check_blends(args, ["train"])["train"],
+        check_blends(DistcaConfig.from_args(args).documents, args, ["train"])["train"],
         "train",
         seed=args.seed,
         num_tokens=tokens,

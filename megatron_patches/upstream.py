@@ -18,7 +18,7 @@ import inspect
 import os
 import warnings
 from argparse import ArgumentParser, Namespace
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -27,13 +27,13 @@ from megatron.core.enums import ModelType
 from distca.documents.document_list import DocumentList
 from megatron_patches import cpu, hooks
 from megatron_patches.batches.own_documents import name_of
+from megatron_patches.flags.config import DistcaConfig
 from megatron_patches.flags.distca import add_distca_arguments
 from megatron_patches.loop.ending import ending_the_job_on_failure
 from megatron_patches.loop.gpt_job import GPT_JOB
 from megatron_patches.loop.job import DataIterators, Job
 from megatron_patches.loop.megatron_hooks import Run, asks_for_distca, refuse_in_a_line
 from megatron_patches.model.gpt import uses_dense_mask
-from megatron_patches.pipeline.processes import Processes
 
 # Arguments of Megatron-LM's loop when the data iterators are ours.
 OUR_DATA = {"dataloader_type": "external", "calculate_per_token_loss": True}
@@ -68,7 +68,7 @@ def pretrain(job: Job, environment: Mapping[str, str]) -> None:
             given["cfg_container"] = _parsed_configuration()
         else:
             hooks.apply((hooks.ALLOW_NO_CUDA,))
-        providers = Providers(job, run.processes)
+        providers = Providers(run)
         with providers.dismissing_servers():
             megatron_pretrain(
                 train_valid_test_dataset_provider=providers.data_iterators,
@@ -151,7 +151,7 @@ def with_distca(
             return
         call = signature.bind(*args, **kwargs)
         call.apply_defaults()
-        given, providers = call.arguments, Providers(job, run.processes)
+        given, providers = call.arguments, Providers(run)
         given["train_valid_test_dataset_provider"] = providers.data_iterators
         given["model_provider"] = providers.model
         given["forward_step_func"] = job.forward_step
@@ -200,16 +200,51 @@ def _adding(documents: str) -> Callable[[ArgumentParser], ArgumentParser]:
     return add
 
 
+def build_stage(
+    job: Job,
+    distca: DistcaConfig,
+    /,
+    pre_process: bool = True,
+    post_process: bool = True,
+    vp_stage: int | None = None,
+    config: Any = None,
+    pg_collection: Any = None,
+) -> Any:
+    """Builds a stage of the model that Megatron-LM's arguments describe.
+
+    Args:
+        job: job whose model it is.
+        distca: our flags.
+        pre_process: whether the stage has the embedding.
+        post_process: whether the stage has the output layer.
+        vp_stage: number of the model chunk; None: a stage is one.
+        config: Megatron's configuration of the model; None: that of the arguments.
+        pg_collection: Megatron's process groups; None: its default.
+    """
+    from megatron.training import get_args
+    from megatron.training.arguments import core_transformer_config_from_args
+
+    args = get_args()
+    if config is None:
+        config = core_transformer_config_from_args(args)
+    if uses_dense_mask(distca, args):
+        # Megatron's local softmax drops the document mask when it is given a window.
+        config.window_size = None
+    if cpu.without_cuda():
+        # An output's memory is freed once its send is issued, which gloo may read later.
+        config.deallocate_pipeline_outputs = False
+    return job.build_model(distca, args, config, pre_process, post_process, vp_stage, pg_collection)
+
+
 class Providers:
     """A job's functions with the signatures that Megatron-LM's `pretrain` calls.
 
     Args:
-        job: job to run.
-        processes: processes of a job with dedicated servers, when the model is built; else none.
+        run: run of the job.
     """
 
-    def __init__(self, job: Job, processes: Sequence[Processes] = ()) -> None:
-        self._job, self._processes = job, processes
+    def __init__(self, run: Run) -> None:
+        self._run = run
         self._built: list[DataIterators] = []
         self.data_iterators = self._data_iterators_provider()
 
@@ -238,20 +273,14 @@ class Providers:
         config: Any = None,
         pg_collection: Any = None,
     ) -> Any:
-        from megatron.training import get_args
-        from megatron.training.arguments import core_transformer_config_from_args
-
-        args = get_args()
-        if config is None:
-            config = core_transformer_config_from_args(args)
-        if uses_dense_mask(args):
-            # Megatron's local softmax drops the document mask when it is given a window.
-            config.window_size = None
-        if cpu.without_cuda():
-            # An output's memory is freed once its send is issued, which gloo may read later.
-            config.deallocate_pipeline_outputs = False
-        return self._job.build_model(
-            args, config, pre_process, post_process, vp_stage, pg_collection
+        return build_stage(
+            self._run.job,
+            self._run.config,
+            pre_process,
+            post_process,
+            vp_stage,
+            config,
+            pg_collection,
         )
 
     def _data_iterators_provider(self) -> Callable[..., Any]:
@@ -260,11 +289,13 @@ class Providers:
 
             args = get_args()
             # Ticks hold the micro-batches of all model chunks.
-            if not (args.distca and self._built):
+            if not (self._run.config.enabled and self._built):
                 # In Megatron-LM `vocab_size` is a flag, which may be missing or lack the end token.
                 complete = vars(args) | {"vocab_size": get_tokenizer().vocab_size}
                 self._built.append(
-                    self._job.build_data(Namespace(**complete), *num_samples, *self._processes)
+                    self._run.job.build_data(
+                        self._run.config, Namespace(**complete), *num_samples, self._run.processes
+                    )
                 )
             iterators = self._built[-1]
             return iterators.train, iterators.valid, iterators.test

@@ -69,7 +69,8 @@ from distca.simulate import (
     simulate_baseline,
     simulate_ticks,
 )
-from megatron_patches.flags.planning import execution_options, linear_work, schedule_config
+from megatron_patches.flags.config import DistcaConfig
+from megatron_patches.flags.planning import chunks_of_a_stage, linear_work, schedule_config
 
 SCHEDULERS = ("packed", "per-document-cp", "greedy", "tiles")
 MIXES = (LONG_TAIL, "pretrain", "lognormal", "fixed")
@@ -144,7 +145,9 @@ def predict(
         profile: kernel times.
     """
     costs = ModelCosts(model, machine, dtype_bytes=4)
-    config, options = schedule_config(args, setting.processes), execution_options(args)
+    flags = DistcaConfig.from_args(args)
+    config = schedule_config(flags, args, setting.processes)
+    options = flags.execution_options(chunks_of_a_stage(args))
     seconds, digest = 0.0, hashlib.sha1()
     for mine in batches_of(setting, mix):
         make_plans = partial(

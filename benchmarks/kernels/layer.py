@@ -45,6 +45,7 @@ from distca.schedule.program import Event, LayerGroup, Pass, Step, tick_program
 from distca.transport.virtual import VirtualTransport
 from megatron_patches.batches.micro_batch import MicroBatch, WindowLayout
 from megatron_patches.batches.planned import PlannedBatches
+from megatron_patches.flags.config import DistcaConfig
 from megatron_patches.flags.planning import schedule_config
 from megatron_patches.loop.gpt_job import GPT_JOB
 from megatron_patches.loop.parts import build_model, initialize, parse_args
@@ -202,7 +203,7 @@ class Layer:
         scheduler, nano_batches, overlaps = WAYS[name]
         servers, seq_length = self._args.servers, self._args.seq_length
         parsed = parse(self._args, nano_batches)
-        config = schedule_config(parsed, servers)
+        config = schedule_config(DistcaConfig.from_args(parsed), parsed, servers)
         planner = GlobalBatchPlanner(
             np.arange(servers).reshape(1, servers),
             config,

@@ -64,12 +64,14 @@ class Measured:
 
     def __init__(self, setting: Setting, more_flags: list[str]) -> None:
         from megatron_patches.batches.sources import batch_maker, model_device, window_layout
+        from megatron_patches.flags.config import DistcaConfig
         from megatron_patches.loop.gpt_job import GPT_JOB
         from megatron_patches.loop.parts import build_run
 
         self.args = parsed(setting, more_flags)
         self._setting, self._device = setting, model_device()
-        self._maker = batch_maker(self.args, window_layout(self.args), self._device)
+        config = DistcaConfig.from_args(self.args)
+        self._maker = batch_maker(config, self.args, window_layout(self.args), self._device)
         self._run = build_run(GPT_JOB, self.args)
 
     def leave_out_reduction(self) -> None:

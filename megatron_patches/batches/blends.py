@@ -27,13 +27,13 @@ import numpy as np
 from megatron.core.datasets.utils import get_blend_from_list
 
 from megatron_patches.batches.own_documents import own_documents
+from megatron_patches.flags.config import DocumentsConfig
 
 Split = Literal["train", "valid", "test"]
 SPLITS: tuple[Split, ...] = ("train", "valid", "test")
 
 _PER_SPLIT = "per_split_data_args_path"
-_OWN = "distca_documents"
-_SOURCES = ("data_path", "data_args_path", _PER_SPLIT, _OWN)
+_SOURCES = ("data_path", "data_args_path", _PER_SPLIT)
 _FLAGS = (
     "--data-path with --split, --data-args-path, --train-data-path with --valid-data-path and "
     "--test-data-path, --per-split-data-args-path, or --distca-documents"
@@ -56,27 +56,28 @@ class Blend:
     split: str | None
 
 
-def find_blend(args: Namespace, which: Split) -> Blend | None:
+def find_blend(documents: DocumentsConfig, args: Namespace, which: Split) -> Blend | None:
     """Finds the datasets of a split; None: flags give the other splits theirs, and this one none.
 
     Raises:
         ValueError: the flags name no data, or several sources of it, or cannot be read.
     """
     of_splits = [name for name in _names_of_splits() if getattr(args, name, None)]
-    sources = [name for name in _SOURCES if getattr(args, name, None)]
-    if len(sources) + bool(of_splits) != 1:
-        given = " and ".join(_flag(name) for name in [*sources, *of_splits])
+    sources = [name for name in _SOURCES if getattr(args, name)]
+    own = [] if documents.function is None else ["distca_documents"]
+    if len(sources) + len(own) + bool(of_splits) != 1:
+        given = " and ".join(_flag(name) for name in [*sources, *own, *of_splits])
         raise ValueError(
             f"give {_FLAGS}" if not given else f"{given} name data twice: give one of {_FLAGS}"
         )
     if of_splits:
         words = getattr(args, f"{which}_data_path", None)
         return _blend(words, _flag(f"{which}_data_path"), None) if words else None
+    if documents.function is not None:
+        there = own_documents(args, documents.function, which) is not None
+        return Blend((documents.function,), None, None) if there else None
     (source,) = sources
     value = getattr(args, source)
-    if source == _OWN:
-        there = own_documents(args, value, which) is not None
-        return Blend((value,), None, None) if there else None
     if source == "data_path":
         return _blend(value, _flag(source), args.split)
     file = f"{_flag(source)} {value}"
@@ -87,17 +88,21 @@ def find_blend(args: Namespace, which: Split) -> Blend | None:
     return _blend(words, f"{file}, {which}", None) if words else None
 
 
-def check_blends(args: Namespace, splits: Sequence[Split]) -> dict[Split, Blend]:
+def check_blends(
+    documents: DocumentsConfig, args: Namespace, splits: Sequence[Split]
+) -> dict[Split, Blend]:
     """Finds the datasets of the splits that a run reads.
 
     Args:
+        documents: our flags of documents.
         args: Megatron-LM's arguments.
         splits: splits that the run would read. Without data of its own the test is left out.
 
     Raises:
         ValueError: see `find_blend`; or there are none to train on, or none to evaluate on.
     """
-    found = {which: blend for which in splits if (blend := find_blend(args, which)) is not None}
+    blends = ((which, find_blend(documents, args, which)) for which in splits)
+    found = {which: blend for which, blend in blends if blend is not None}
     if "train" in splits and "train" not in found:
         raise ValueError("there are no data to train on: give --train-data-path")
     if "valid" in splits and "valid" not in found:

@@ -11,16 +11,20 @@ from distca.documents.conversations import Conversations, read_conversations
 from distca.documents.document_list import ListedDocuments, TokenSource
 from megatron_patches.batches.blends import Split, check_blends
 from megatron_patches.batches.own_documents import own_documents
-from megatron_patches.batches.resuming import keeps_whole, longest_piece
+from megatron_patches.batches.resuming import longest_piece
 from megatron_patches.batches.stream import Corpus, check_sources
 from megatron_patches.batches.validation_sets import sets_of
+from megatron_patches.flags.config import DistcaConfig, DocumentsConfig
 from megatron_patches.versions import SFT_ENDS_CONVERSATIONS
 
 
-def open_source(args: Namespace, name: str, which: Split) -> TokenSource:
+def open_source(
+    documents: DocumentsConfig, args: Namespace, name: str, which: Split
+) -> TokenSource:
     """Opens a dataset that the flags name.
 
     Args:
+        documents: our flags of documents.
         args: Megatron-LM's arguments.
         name: one of a blend's `prefixes`.
         which: split that is to be read.
@@ -28,10 +32,10 @@ def open_source(args: Namespace, name: str, which: Split) -> TokenSource:
     Raises:
         ValueError: it is not there, not as it must be, or of another vocabulary.
     """
-    if getattr(args, "distca_documents", None):
-        documents = own_documents(args, name, which)
-        return ListedDocuments(f"--distca-documents {name}", documents, args.vocab_size)
-    if getattr(args, "sft", False):
+    if documents.function is not None:
+        own = own_documents(args, name, which)
+        return ListedDocuments(f"--distca-documents {name}", own, args.vocab_size)
+    if documents.conversations:
         return _conversations(name, args.tokenizer_model, args.sft_tokenizer_prompt_format)
     return Corpus(name, args.vocab_size)
 
@@ -56,21 +60,22 @@ def chat_tokenizer(tokenizer_model: str, prompt_format: str) -> ChatTokenizer:
     return ChatTokenizer(tokenizer_model, prompt_format, SFT_ENDS_CONVERSATIONS)
 
 
-def check_documents(args: Namespace, splits: Sequence[Split]) -> None:
+def check_documents(config: DistcaConfig, args: Namespace, splits: Sequence[Split]) -> None:
     """Tries the documents of a run without keeping them.
 
     Args:
+        config: our flags.
         args: Megatron-LM's arguments, and the tokenizer's `vocab_size`.
         splits: splits that the run would read.
 
     Raises:
         ValueError: the flags name none, or some that cannot be used.
     """
-    blends = check_blends(args, splits)
+    blends = check_blends(config.documents, args, splits)
     if "valid" in blends:
         sets_of(args, blends["valid"])
     check_sources(
         blends,
-        lambda name, which: open_source(args, name, which),
-        longest_piece(args) if keeps_whole(args) else None,
+        lambda name, which: open_source(config.documents, args, name, which),
+        longest_piece(config, args) if config.documents.whole else None,
     )

@@ -12,53 +12,47 @@ import logging
 import math
 from argparse import Namespace
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from megatron_patches.flags.batch_sizes import samples_for_evaluation
+from megatron_patches.flags.config import DistcaConfig
+from megatron_patches.pipeline.processes import Control
 
 logger = logging.getLogger(__name__)
 
-NOTED = (
-    "seq_length",
-    "data_parallel_size",
-    "distca_max_document_length",
+_PLACE = (
     "train_stream_start",
     "valid_stream_start",
     "consumed_train_samples",
     "consumed_valid_samples",
-    "distca_chain",
 )
-"""Arguments in a checkpoint that `go_on_from` reads."""
+"""Arguments that say where a resumed run goes on."""
 
 
-def longest_piece(args: Namespace) -> int:
+def longest_piece(config: DistcaConfig, args: Namespace) -> int:
     """Returns the most tokens of a piece of a document, or of a pack of whole ones."""
-    return int(args.distca_max_document_length or _attended(args))
+    return config.documents.max_length or _attended(config, args)
 
 
-def keeps_whole(args: Namespace) -> bool:
-    """Whether documents stay whole."""
-    # Checkpoints of versions without them note none.
-    return bool(getattr(args, "sft", False) or getattr(args, "distca_whole_documents", False))
-
-
-def check_packs(args: Namespace, first: int) -> None:
+def check_packs(config: DistcaConfig, args: Namespace, first: int) -> None:
     """Checks that no window cuts a document that must stay whole.
 
     Args:
+        config: our flags.
         args: Megatron-LM's arguments.
         first: token of the stream at which the next window starts.
 
     Raises:
         ValueError: one would.
     """
-    pack, attended = longest_piece(args), _attended(args)
-    if getattr(args, "distca", False):
+    pack, attended = longest_piece(config, args), _attended(config, args)
+    if config.enabled:
         # The last chain of a global batch may have fewer micro-batches.
         samples = args.data_parallel_size * args.micro_batch_size
         sizes = {args.global_batch_size, samples_for_evaluation(args)}
-        shortest = math.gcd(args.distca_chain, *(size // samples for size in sizes))
-        attended = attended // args.distca_chain * shortest
+        shortest = math.gcd(config.chain, *(size // samples for size in sizes))
+        attended = attended // config.chain * shortest
     if attended % pack == 0 and first % pack == 0:
         return
     raise ValueError(
@@ -69,28 +63,68 @@ def check_packs(args: Namespace, first: int) -> None:
     )
 
 
-def _attended(args: Namespace) -> int:
+def _attended(config: DistcaConfig, args: Namespace) -> int:
     """Returns the most tokens that attend to each other: of a window, or of a rank's part of it."""
-    if keeps_whole(args) and not getattr(args, "distca", False):
+    if config.documents.whole and not config.enabled:
         return int(args.seq_length)
-    # Checkpoints of versions without chains note none.
-    chain = getattr(args, "distca_chain", 1)
-    return int(chain * args.data_parallel_size * args.seq_length)
+    return int(config.chain * args.data_parallel_size * args.seq_length)
 
 
-def go_on_from(saved: Mapping[str, Any], args: Namespace) -> None:
+def _longest_piece_of(saved: Mapping[str, Any]) -> int:
+    """Returns `longest_piece` of a checkpoint's run; older versions note fewer flags."""
+    if saved["distca_max_document_length"]:
+        return int(saved["distca_max_document_length"])
+    whole = saved.get("sft") or saved.get("distca_whole_documents")
+    if whole and not saved.get("distca"):
+        return int(saved["seq_length"])
+    return int(saved.get("distca_chain", 1) * saved["data_parallel_size"] * saved["seq_length"])
+
+
+def with_longest_piece(config: DistcaConfig, args: Namespace, pieces: int) -> DistcaConfig:
+    """Returns the configuration with another bound of documents, which checkpoints will note.
+
+    Args:
+        config: our flags.
+        args: Megatron-LM's arguments, which a checkpoint holds.
+        pieces: most tokens of a piece of a document, or of a pack of whole ones.
+    """
+    args.distca_max_document_length = pieces
+    return replace(config, documents=replace(config.documents, max_length=pieces))
+
+
+def share_place_in_data(control: Control, config: DistcaConfig, args: Namespace) -> DistcaConfig:
+    """Tells dedicated servers where in the data a checkpoint left off. Collective.
+
+    Args:
+        control: control of the servers.
+        config: our flags.
+        args: Megatron-LM's arguments, which are set to the first rank's.
+
+    Returns:
+        The configuration of a run that goes on there.
+    """
+    mine = [vars(args)[name] for name in _PLACE]
+    pieces, *place = control.broadcast([longest_piece(config, args), *mine])
+    vars(args).update(zip(_PLACE, place, strict=True))
+    return with_longest_piece(config, args, pieces)
+
+
+def go_on_from(saved: Mapping[str, Any], config: DistcaConfig, args: Namespace) -> DistcaConfig:
     """Makes the data go on where a checkpoint's ended.
 
-    Sets `train_stream_start` and `valid_stream_start`, the positions of sample 0 in the streams,
-    and `distca_max_document_length` where it is not given.
+    Sets `train_stream_start` and `valid_stream_start`, the positions of sample 0 in the streams.
 
     Args:
         saved: arguments of the checkpoint.
+        config: our flags.
         args: arguments of the run.
+
+    Returns:
+        The configuration, with the checkpoint's bound of documents where none is given.
     """
     if not saved.get("consumed_train_samples"):
         # Weights alone, as of a conversion.
-        return
+        return config
     # Of all ranks, the first one tells.
     tell = logger.log if args.rank == 0 else lambda *_: None
     if not _is_of_our_data(saved):
@@ -99,7 +133,7 @@ def go_on_from(saved: Mapping[str, Any], args: Namespace) -> None:
             "the checkpoint notes no place in our order of the data, since plain Megatron-LM has "
             "another: some documents may come again, and others be left out",
         )
-        return
+        return config
     was, now = saved["seq_length"], args.seq_length
     for split in ("train", "valid"):
         start, consumed = saved[f"{split}_stream_start"], saved[f"consumed_{split}_samples"]
@@ -111,16 +145,17 @@ def go_on_from(saved: Mapping[str, Any], args: Namespace) -> None:
             "checkpoint's ended",
             *(was, now, args.train_stream_start + saved["consumed_train_samples"] * now),
         )
-    pieces = longest_piece(Namespace(**saved))
-    if args.distca_max_document_length is None:
-        args.distca_max_document_length = pieces
-    elif args.distca_max_document_length != pieces:
+    pieces, given = _longest_piece_of(saved), config.documents.max_length
+    if given is None:
+        return with_longest_piece(config, args, pieces)
+    if given != pieces:
         tell(
             logging.WARNING,
             "documents were cut into pieces of at most %d tokens, now %d, so the rest of the data "
             "comes in another order: --distca-max-document-length %d, or none, keeps it",
-            *(pieces, args.distca_max_document_length, pieces),
+            *(pieces, given, pieces),
         )
+    return config
 
 
 def _is_of_our_data(saved: Mapping[str, Any]) -> bool:

@@ -6,6 +6,7 @@ import logging
 from argparse import Namespace
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from datetime import timedelta
 from functools import partial
 from typing import Any, Protocol
 
@@ -30,14 +31,15 @@ from megatron_patches.batches.groups_of_one import warning_of_groups_of_one
 from megatron_patches.batches.micro_batch import MicroBatches, PackedBatches, WindowLayout
 from megatron_patches.batches.opening import open_source
 from megatron_patches.batches.planned import PlannedBatches
-from megatron_patches.batches.resuming import check_packs, keeps_whole, longest_piece
+from megatron_patches.batches.resuming import check_packs, longest_piece, share_place_in_data
 from megatron_patches.batches.stream import TokenStream
 from megatron_patches.batches.ticks import TickBatches, TickStream
 from megatron_patches.batches.validation_sets import WholeSet, sets_of
 from megatron_patches.flags.batch_sizes import micro_batches_by_sample, samples_for_evaluation
+from megatron_patches.flags.config import DistcaConfig
 from megatron_patches.flags.distca import masks_from_args, masks_of_a_chunk
 from megatron_patches.flags.latent_attention import head_sizes
-from megatron_patches.flags.planning import execution_options, linear_work, schedule_config
+from megatron_patches.flags.planning import linear_work, schedule_config
 from megatron_patches.loop.job import TEST, TRAIN, VALID, DataIterators
 from megatron_patches.model.gpt import uses_dense_mask, uses_own_attention
 from megatron_patches.model.recompute import groups_of_layers
@@ -49,14 +51,15 @@ logger = logging.getLogger(__name__)
 
 
 def build_core_attention(
-    args: Namespace, group: dist.ProcessGroup, device: torch.device
+    config: DistcaConfig, args: Namespace, group: dist.ProcessGroup, device: torch.device
 ) -> CoreAttention:
     """Makes what runs the plans on the ranks of a group. Collective."""
+    timeout = timedelta(minutes=args.distributed_timeout_minutes)
     return CoreAttention(
-        make_transport(args, group, device),
+        make_transport(config.transport, group, device, timeout),
         select_kernel_of_heads(device.type, *head_sizes(args)),
-        Buffers(device, len(NANO_BATCHES) if args.distca_ping_pong else 1),
-        args.distca_backward,
+        Buffers(device, len(NANO_BATCHES) if config.ping_pong else 1),
+        config.backward,
         Trace(device),
     )
 
@@ -85,6 +88,7 @@ def model_device() -> torch.device:
 
 
 def build_data(
+    config: DistcaConfig,
     args: Namespace,
     train_samples: int,
     valid_samples: int | None,
@@ -94,6 +98,7 @@ def build_data(
     """Builds the splits' iterators, resumed where the run stands. Collective with `--distca`.
 
     Args:
+        config: our flags.
         args: Megatron-LM's arguments; `consumed_train_samples`, `train_stream_start` and those
             of `valid` say where to resume.
         train_samples: number of training samples of the whole run, with those consumed before; 0
@@ -110,12 +115,12 @@ def build_data(
     wanted = {"train": train_samples > 0, "valid": bool(valid_samples), "test": test_samples > 0}
     if args.full_validation:
         wanted |= {"valid": True, "test": True}
-    blends = check_blends(args, [which for which in SPLITS if wanted[which]])
+    blends = check_blends(config.documents, args, [which for which in SPLITS if wanted[which]])
     layout = window_layout(args, processes)
-    maker = batch_maker(args, layout, model_device(), processes)
+    maker = batch_maker(config, args, layout, model_device(), processes)
     if maker.control is not None:
-        maker.control.share_place_in_data(args)
-    splits = _Splits(args, blends, layout, maker)
+        config = share_place_in_data(maker.control, config, args)
+    splits = _Splits(config, args, blends, layout, maker)
     train = splits.part(
         "train", train_samples, args.consumed_train_samples, args.train_stream_start
     )
@@ -138,12 +143,14 @@ class _Splits:
     """Makes the iterators of splits.
 
     Attributes:
+        config: our flags.
         args: Megatron-LM's arguments.
         blends: datasets of the splits that are read.
         layout: windows and ranks.
         maker: maker of iterators.
     """
 
+    config: DistcaConfig
     args: Namespace
     blends: Mapping[Split, Blend]
     layout: WindowLayout
@@ -196,18 +203,18 @@ class _Splits:
     def _open(
         self, blend: Blend, which: Split, tokens: int | None, start: int = 0, first: int = 0
     ) -> TokenStream:
-        args = self.args
-        if keeps_whole(args):
-            check_packs(args, first)
+        config, args = self.config, self.args
+        if config.documents.whole:
+            check_packs(config, args, first)
         return TokenStream.open(
             blend,
             which,
             seed=args.seed,
             num_tokens=tokens,
             start=start,
-            max_document_length=longest_piece(args),
-            whole=keeps_whole(args),
-            open_source=lambda name: open_source(args, name, which),
+            max_document_length=longest_piece(config, args),
+            whole=config.documents.whole,
+            open_source=lambda name: open_source(config.documents, args, name, which),
         )
 
 
@@ -253,20 +260,21 @@ class BatchMaker(Protocol):
 
 
 def batch_maker(
+    config: DistcaConfig,
     args: Namespace,
     layout: WindowLayout,
     device: torch.device,
     processes: Processes | None = None,
 ) -> PackedMaker | PlannedMaker:
     """Chooses the maker: planned ticks with `--distca`, else packed batches. Collective."""
-    if args.distca:
-        masks = masks_of_a_chunk(args)
-        return PlannedMaker(args, layout, masks, find_servers(args, device, processes), device)
+    if config.enabled:
+        masks, servers = masks_of_a_chunk(args), find_servers(config, args, device, processes)
+        return PlannedMaker(config, args, layout, masks, servers, device)
     return PackedMaker(
         layout,
         masks_from_args(args).masks,
-        uses_dense_mask(args),
-        uses_own_attention(args),
+        uses_dense_mask(config, args),
+        uses_own_attention(config, args),
         device,
         args.apply_rope_fusion,
     )
@@ -316,6 +324,7 @@ class PlannedMaker(BatchMaker):
     """A maker of ticks of planned micro-batches. Collective.
 
     Args:
+        config: our flags.
         args: Megatron-LM's arguments.
         layout: windows and ranks.
         masks: masks of a model chunk's layers.
@@ -332,16 +341,18 @@ class PlannedMaker(BatchMaker):
 
     def __init__(
         self,
+        config: DistcaConfig,
         args: Namespace,
         layout: WindowLayout,
         masks: LayerMasks,
         servers: Servers,
         device: torch.device,
     ) -> None:
-        self._args, self._layout, self._masks, self._device = args, layout, masks, device
+        self._config, self._args = config, args
+        self._layout, self._masks, self._device = layout, masks, device
         self.servers, self._pipeline = servers, servers.layout
-        self.core_attention = build_core_attention(args, servers.group, device)
-        self._config = schedule_config(args, self._pipeline.world_size)
+        self.core_attention = build_core_attention(config, args, servers.group, device)
+        self._scheduling = schedule_config(config, args, self._pipeline.world_size)
         layers = args.num_layers // (self._pipeline.stages * self._pipeline.chunks)
         self._layer_groups = groups_of_layers(layers, args)
         self.micro_batches_of_evaluation = (
@@ -352,10 +363,10 @@ class PlannedMaker(BatchMaker):
     def __call__(self, stream: TokenStream, forward_only: bool) -> TickBatches:
         """Makes the ticks of a split's stream."""
         args, pipeline = self._args, self._pipeline
-        options = execution_options(args, forward_only)
+        options = self._config.execution_options(pipeline.chunks, forward_only)
         planner = GlobalBatchPlanner(
             pipeline.servers,
-            self._config,
+            self._scheduling,
             options,
             self._masks,
             pipeline.dedicated,
@@ -387,7 +398,7 @@ class PlannedMaker(BatchMaker):
 
     def log_first_plan(self, stream: TokenStream, first_sample: int) -> None:
         """Logs what the scheduler did, and the number of ticks and micro-batches in flight."""
-        args, batches = self._args, self(stream, forward_only=False).planned
+        batches = self(stream, forward_only=False).planned
         planner = batches.planner
         count = self.micro_batches(first_sample)
         schedule = planner.options.tick_schedule(count, planner.stages)
@@ -402,7 +413,7 @@ class PlannedMaker(BatchMaker):
         for servers, work in zip(self._pipeline.servers, tick.work, strict=True):
             if work is not None:
                 before[servers] = packed[work.micro_batch]
-        summary = describe(planned.plans[0], planner.config, args.distca_backward, before)
+        summary = describe(planned.plans[0], planner.config, self._config.backward, before)
         logger.info("the first plan of the run:\n%s", format_summary(summary))
         warning = warning_of_groups_of_one(planner, micro_batches)
         # Logged once, since warnings of all ranks are shown.

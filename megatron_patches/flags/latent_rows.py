@@ -6,19 +6,19 @@ from argparse import Namespace
 from dataclasses import replace
 
 from distca.cost.latent_rows import latents_pay
-from distca.cost.link import Links
 from distca.cost.volume import AttentionShape
+from megatron_patches.flags.config import DistcaConfig
 from megatron_patches.flags.distca import attention_shape
 from megatron_patches.flags.latent_attention import has_latents
 
 
-def why_no_latents_travel(args: Namespace) -> str | None:
+def why_no_latents_travel(config: DistcaConfig, args: Namespace) -> str | None:
     """Returns why keys and values must travel themselves, and what to do; None: they need not."""
     if not has_latents(args):
         return "there are latents with --multi-latent-attention alone, so add that"
-    if args.distca_servers:
+    if config.dedicated:
         return "dedicated servers have no weights to expand them by: remove --distca-servers"
-    if args.pipeline_model_parallel_size > 1 and args.distca_pool_stages:
+    if args.pipeline_model_parallel_size > 1 and config.scheduling.pool_stages:
         return (
             "servers of other pipeline stages have not the layer's weight to expand them by: add "
             "--no-distca-pool-stages"
@@ -31,17 +31,7 @@ def why_no_latents_travel(args: Namespace) -> str | None:
     return None
 
 
-def links_of(args: Namespace) -> Links:
-    """Returns the links between the ranks of one tensor-parallel index."""
-    return Links(
-        # They are tensor-parallel size GPUs apart.
-        max(1, args.distca_gpus_per_node // args.tensor_model_parallel_size),
-        args.distca_node_gb_per_s,
-        args.distca_network_gb_per_s,
-    )
-
-
-def travelling_shape(args: Namespace) -> AttentionShape:
+def travelling_shape(config: DistcaConfig, args: Namespace) -> AttentionShape:
     """Returns the attention heads of one tensor-parallel rank, with what travels for their keys and
     values.
 
@@ -49,11 +39,12 @@ def travelling_shape(args: Namespace) -> AttentionShape:
         ValueError: latents are asked for, and cannot travel.
     """
     shape = attention_shape(args)
-    reason = why_no_latents_travel(args)
-    if args.distca_latent_rows == "on" and reason is not None:
+    reason = why_no_latents_travel(config, args)
+    if config.latent_rows == "on" and reason is not None:
         raise ValueError(f"--distca-latent-rows on: {reason}; or give auto")
-    if args.distca_latent_rows == "off" or reason is not None:
+    if config.latent_rows == "off" or reason is not None:
         return shape
     latents = replace(shape, kv_rank=args.kv_lora_rank, rotated_dim=args.qk_pos_emb_head_dim)
-    pay = latents_pay(latents, links_of(args), args.data_parallel_size, args.distca_backward)
-    return latents if args.distca_latent_rows == "on" or pay else shape
+    links = config.scheduling.links(args.tensor_model_parallel_size)
+    pay = latents_pay(latents, links, args.data_parallel_size, config.backward)
+    return latents if config.latent_rows == "on" or pay else shape

@@ -10,8 +10,8 @@ import torch
 from distca.attention.choice import check_head_dim
 from distca.plan import BLOCK
 from distca.schedule import BALANCING
-from distca.transport.collective import MOST_CTAS
 from megatron_patches.flags.batch_sizes import check_growth, number_of_iterations
+from megatron_patches.flags.config import DistcaConfig
 from megatron_patches.flags.coverage import (
     REFUSED,
     REFUSED_BY_OUR_ATTENTION,
@@ -25,6 +25,7 @@ from megatron_patches.flags.latent_attention import (
     head_sizes,
 )
 from megatron_patches.flags.latent_rows import travelling_shape
+from megatron_patches.flags.planning import number_of_servers
 
 SFT_TOKENIZER = "SFTTokenizer"
 """Tokenizer type of `--sft`, in Megatron-LM, too."""
@@ -35,10 +36,11 @@ FP8_ROWS = 32
 """Rows that fp8 layers take a multiple of: 16, and 32 with mxfp8."""
 
 
-def validate_distca_arguments(args: Namespace) -> None:
+def validate(config: DistcaConfig, args: Namespace) -> None:
     """Checks the arguments before any work starts, with the same result on every rank.
 
     Args:
+        config: our flags.
         args: Megatron-LM's arguments with its derived values (`data_parallel_size`, ...).
 
     Raises:
@@ -48,12 +50,12 @@ def validate_distca_arguments(args: Namespace) -> None:
         # It asks for what our iterators do, which Megatron-LM's loop calls external.
         args.dataloader_type = "external"
     refuse(REFUSED, args)
-    if args.distca or args.transformer_impl == "local":
+    if config.enabled or args.transformer_impl == "local":
         refuse(REFUSED_BY_OUR_ATTENTION, args)
-    if args.distca:
+    if config.enabled:
         refuse(REFUSED_WITH_DISTCA, args)
     check_latent_attention(args)
-    if has_latents(args) and (args.distca or args.transformer_impl == "local"):
+    if has_latents(args) and (config.enabled or args.transformer_impl == "local"):
         # The fused kernel numbers tokens by itself.
         args.apply_rope_fusion = False
     check_growth(args)
@@ -65,28 +67,18 @@ def validate_distca_arguments(args: Namespace) -> None:
             f"--seq-length {args.seq_length} is not a multiple of the attention block of {BLOCK}: "
             f"use {max(args.seq_length // BLOCK, 1) * BLOCK}"
         )
-    longest = args.distca_max_document_length
-    if longest is not None and longest < 1:
-        raise ValueError(f"--distca-max-document-length {longest} must be at least 1")
-    if args.distca_chain < 1:
-        raise ValueError(f"--distca-chain {args.distca_chain} must be at least 1")
-    if not 0 <= args.distca_tolerance < 1:
-        raise ValueError(
-            f"--distca-tolerance {args.distca_tolerance} is out of range: give a fraction of the "
-            "mean load from 0 to below 1, such as 0.1"
-        )
-    if not args.distca:
+    if not config.enabled:
         return
-    _validate_scheduling(args)
-    _validate_pipeline(args)
-    _validate_chain(args)
-    _validate_ping_pong(args)
-    _validate_gradient_fusion(args)
-    _validate_servers(args)
-    _validate_transport(args)
-    _validate_cuda_graphs(args)
-    _validate_experts(args)
-    travelling_shape(args)
+    _validate_scheduling(config, args)
+    _validate_pipeline(config, args)
+    _validate_chain(config, args)
+    _validate_ping_pong(config, args)
+    _validate_gradient_fusion(config, args)
+    _validate_servers(config, args)
+    _validate_transport(config)
+    _validate_cuda_graphs(config, args)
+    _validate_experts(config, args)
+    travelling_shape(config, args)
     if args.attention_dropout:
         raise ValueError(
             f"--distca cannot apply attention dropout: set --attention-dropout 0 "
@@ -101,11 +93,6 @@ def validate_distca_arguments(args: Namespace) -> None:
         if args.params_dtype == torch.float32:
             raise ValueError("--distca on GPUs needs --bf16: FlashAttention has no float32")
         check_head_dim(max(head_sizes(args)))
-    if args.distca_profile is not None and not args.distca_profile.is_file():
-        raise ValueError(
-            f"--distca-profile {args.distca_profile} does not exist: make one with `distca profile "
-            f"--output {args.distca_profile}`"
-        )
 
 
 def _validate_sft(args: Namespace) -> None:
@@ -116,10 +103,6 @@ def _validate_sft(args: Namespace) -> None:
         raise ValueError(
             f"--sft needs --tokenizer-type {SFT_TOKENIZER} with --tokenizer-model FOLDER, not "
             f"{args.tokenizer_type}"
-        )
-    if args.distca_documents is not None:
-        raise ValueError(
-            "--sft reads --data-path, but --distca-documents gives other documents: remove one"
         )
 
 
@@ -139,9 +122,9 @@ def _validate_validation_sets(args: Namespace) -> None:
         )
 
 
-def _validate_transport(args: Namespace) -> None:
+def _validate_transport(config: DistcaConfig) -> None:
     """Checks the transport against the devices; missing packages show when it is made."""
-    transport, on_gpus = args.distca_transport, torch.cuda.is_available()
+    transport, on_gpus = config.transport.kind, torch.cuda.is_available()
     if transport == "shm" and on_gpus:
         raise ValueError(
             "--distca-transport shm moves rows between CPUs, but this run is on GPUs: give auto, "
@@ -152,20 +135,9 @@ def _validate_transport(args: Namespace) -> None:
             "--distca-transport nvshmem needs GPUs, but torch sees none: give auto, shm or "
             "collective"
         )
-    if args.distca_nvshmem_mode != "kernel" and transport in ("collective", "shm"):
-        raise ValueError(
-            f"--distca-nvshmem-mode {args.distca_nvshmem_mode} says how nvshmem copies, but "
-            f"--distca-transport is {transport}: remove one of the two"
-        )
-    blocks = args.distca_nccl_max_ctas
-    if not 1 <= blocks <= MOST_CTAS or blocks & (blocks - 1):
-        raise ValueError(
-            f"--distca-nccl-max-ctas {blocks} is no power of two from 1 to {MOST_CTAS}, to which "
-            "NCCL rounds it up: use 8, or 16 where the GPUs of one machine exchange most"
-        )
 
 
-def _validate_pipeline(args: Namespace) -> None:
+def _validate_pipeline(config: DistcaConfig, args: Namespace) -> None:
     """Checks that the pipeline can run in ticks."""
     stages = args.pipeline_model_parallel_size
     chunks = stages * (args.virtual_pipeline_model_parallel_size or 1)
@@ -176,46 +148,47 @@ def _validate_pipeline(args: Namespace) -> None:
             f"{args.num_layers}; use a multiple of {chunks}"
         )
     masks_of_a_chunk(args)
-    if stages > 1 and args.distca_backward == "keep":
+    if stages > 1 and config.backward == "keep":
         raise ValueError(
             "--distca-backward keep needs --pipeline-model-parallel-size 1: on the way back "
             "micro-batches meet others than on the way out, so their inputs are sent again"
         )
-    if stages == 1 and args.distca_max_in_flight is not None:
+    in_flight = config.scheduling.max_in_flight
+    if stages == 1 and in_flight is not None:
         raise ValueError("--distca-max-in-flight bounds a pipeline's stages, but there is only one")
-    if args.distca_max_in_flight is not None and args.distca_max_in_flight < 1:
-        raise ValueError(f"--distca-max-in-flight {args.distca_max_in_flight} must be at least 1")
+    if in_flight is not None and in_flight < 1:
+        raise ValueError(f"--distca-max-in-flight {in_flight} must be at least 1")
     if getattr(args, "num_microbatches_with_partial_activation_checkpoints", None) is not None:
         raise ValueError(
             "--distca recomputes alike for all micro-batches: remove "
             "--num-microbatches-with-partial-activation-checkpoints"
         )
-    first, last = args.distca_trace_iterations
     iterations = args.train_iters or number_of_iterations(args)
-    if args.distca_trace is not None and not 1 <= first <= last <= iterations:
+    trace = config.trace
+    if trace is not None and not 1 <= trace.first <= trace.last <= iterations:
         raise ValueError(
-            f"--distca-trace-iterations {first} {last} must lie in 1 .. {iterations}, the "
-            "iterations of the run"
+            f"--distca-trace-iterations {trace.first} {trace.last} must lie in 1 .. {iterations}, "
+            "the iterations of the run"
         )
 
 
-def _validate_chain(args: Namespace) -> None:
+def _validate_chain(config: DistcaConfig, args: Namespace) -> None:
     """Checks that micro-batches can share documents, and go back in the opposite order."""
-    chain = args.distca_chain
+    chain = config.chain
     if chain == 1:
         return
-    flag, bound = f"--distca-chain {chain}", args.distca_max_in_flight
+    flag, bound = f"--distca-chain {chain}", config.scheduling.max_in_flight
     if bound is not None and bound < chain:
         raise ValueError(
             f"{flag} keeps the activations of {chain} micro-batches: raise --distca-max-in-flight "
             f"{bound} to at least that"
         )
-    if args.distca_backward == "keep":
+    if config.backward == "keep":
         raise ValueError(
             f"{flag} needs --distca-backward resend: servers' memory has room for the inputs of "
             "one micro-batch"
         )
-    if args.distca_cuda_graphs:
+    if config.cuda_graphs:
         raise ValueError(f"{flag} is not covered by --distca-cuda-graphs: remove one of the two")
     for name in ("fp8", "fp4"):
         if getattr(args, name, None):
@@ -225,9 +198,9 @@ def _validate_chain(args: Namespace) -> None:
             )
 
 
-def _validate_ping_pong(args: Namespace) -> None:
+def _validate_ping_pong(config: DistcaConfig, args: Namespace) -> None:
     """Checks that micro-batches can run as two nano-batches."""
-    if not args.distca_ping_pong:
+    if not config.ping_pong:
         return
     if importlib.util.find_spec("greenlet") is None:
         raise ValueError(
@@ -241,7 +214,7 @@ def _validate_ping_pong(args: Namespace) -> None:
             f"--distca-ping-pong needs --seq-length {args.seq_length} to be a multiple of twice "
             f"--tensor-model-parallel-size {shards}"
         )
-    _validate_fp8(args, tokens // (2 * shards))
+    _validate_fp8(config, args, tokens // (2 * shards))
     for flag in ("fp4", "tp_comm_overlap"):
         if getattr(args, flag, None):
             raise ValueError(
@@ -261,10 +234,11 @@ def _validate_ping_pong(args: Namespace) -> None:
             )
 
 
-def _validate_fp8(args: Namespace, rows: int) -> None:
+def _validate_fp8(config: DistcaConfig, args: Namespace, rows: int) -> None:
     """Checks that two nano-batches can be in fp8 layers at once.
 
     Args:
+        config: our flags.
         args: Megatron-LM's arguments.
         rows: rows of a nano-batch on a rank.
     """
@@ -281,20 +255,20 @@ def _validate_fp8(args: Namespace, rows: int) -> None:
             f"--distca-ping-pong with --fp8-format needs a multiple of {FP8_ROWS} rows in a rank's "
             f"half of a micro-batch, not {rows}: raise --seq-length or --micro-batch-size"
         )
-    if args.distca_scheduler == "wlb-llm" and args.distca_placement == "free":
+    if config.scheduling.shares_tokens_unevenly:
         raise ValueError(
             "--distca-scheduler wlb-llm gives ranks different numbers of tokens, which fp8 layers "
             "may not take: add --distca-placement sequential"
         )
 
 
-def _validate_gradient_fusion(args: Namespace) -> None:
+def _validate_gradient_fusion(config: DistcaConfig, args: Namespace) -> None:
     """Checks that layers with weights in fp8 add to their gradients in every pass.
 
     Those that Megatron tells which micro-batch is the first replace gradients in its backward pass,
     which here is not the first one.
     """
-    if not (args.gradient_accumulation_fusion and (args.distca_ping_pong or args.distca_chain > 1)):
+    if not (args.gradient_accumulation_fusion and (config.ping_pong or config.chain > 1)):
         return
     for name in ("fp8", "te_precision_config_file"):
         if getattr(args, name, None):
@@ -305,13 +279,13 @@ def _validate_gradient_fusion(args: Namespace) -> None:
             )
 
 
-def _validate_cuda_graphs(args: Namespace) -> None:
+def _validate_cuda_graphs(config: DistcaConfig, args: Namespace) -> None:
     """Checks that what surrounds core attention can be captured: see `model/cuda_graphs.py`."""
-    if not args.distca_cuda_graphs:
+    if not config.cuda_graphs:
         return
     if not torch.cuda.is_available():
         raise ValueError("--distca-cuda-graphs needs GPUs, but torch sees none: remove it")
-    if args.distca_scheduler == "wlb-llm" and args.distca_placement == "free":
+    if config.scheduling.shares_tokens_unevenly:
         raise ValueError(
             "--distca-cuda-graphs needs equally many tokens in all micro-batches, which "
             "--distca-scheduler wlb-llm does not give: add --distca-placement sequential"
@@ -340,7 +314,7 @@ def _validate_cuda_graphs(args: Namespace) -> None:
             raise ValueError(f"--distca-cuda-graphs: {why}, so {remedy}")
 
 
-def _validate_experts(args: Namespace) -> None:
+def _validate_experts(config: DistcaConfig, args: Namespace) -> None:
     """Checks that the auxiliary losses of experts can be averaged over all ranks."""
     if not getattr(args, "num_experts", None):
         return
@@ -350,20 +324,20 @@ def _validate_experts(args: Namespace) -> None:
             "--distca does not cover --moe-router-load-balancing-type sinkhorn, which balances the "
             "tokens that happen to be on a rank: choose aux_loss"
         )
-    if args.distca_scheduler == "wlb-llm" and args.distca_placement == "free":
+    if config.scheduling.shares_tokens_unevenly:
         raise ValueError(
             "--distca-scheduler wlb-llm gives ranks different numbers of tokens, which experts "
             "don't take: add --distca-placement sequential"
         )
-    if args.distca_cuda_graphs:
+    if config.cuda_graphs:
         raise ValueError(
             "--distca-cuda-graphs captures dense layers alone: remove it, or --num-experts"
         )
 
 
-def _validate_servers(args: Namespace) -> None:
+def _validate_servers(config: DistcaConfig, args: Namespace) -> None:
     """Checks the flags that dedicated servers depend on."""
-    number = args.distca_servers
+    number = config.dedicated
     if not number:
         return
     flag = f"--distca-servers dedicated:{number}"
@@ -372,54 +346,35 @@ def _validate_servers(args: Namespace) -> None:
             f"{flag}: a server is a process for each of the {args.tensor_model_parallel_size} "
             "tensor-parallel parts of the heads: use a multiple of that"
         )
-    if args.distca_scheduler not in BALANCING:
+    if config.scheduling.scheduler not in BALANCING:
         raise ValueError(
             f"{flag} needs a --distca-scheduler that shares tasks out over all servers "
-            f"({', '.join(BALANCING)}), not {args.distca_scheduler}"
+            f"({', '.join(BALANCING)}), not {config.scheduling.scheduler}"
         )
-    if args.distca_backward != "resend":
+    if config.backward != "resend":
         raise ValueError(f"{flag} needs --distca-backward resend: those servers keep nothing")
-    if not args.distca_pool_stages:
+    if not config.scheduling.pool_stages:
         raise ValueError(f"{flag} shares the tasks of all stages: remove --no-distca-pool-stages")
 
 
-def _validate_scheduling(args: Namespace) -> None:
+def _validate_scheduling(config: DistcaConfig, args: Namespace) -> None:
     """Checks the flags of the schedulers against each other."""
-    scheduler = args.distca_scheduler
-    if args.distca_gpus_per_node < 1:
-        raise ValueError(f"--distca-gpus-per-node {args.distca_gpus_per_node} must be at least 1")
-    for flag, value in (
-        ("node", args.distca_node_gb_per_s),
-        ("network", args.distca_network_gb_per_s),
-    ):
-        if not 0 < value < float("inf"):
-            raise ValueError(f"--distca-{flag}-gb-per-s {value} must be positive")
-    for name in ("max_buffer_bytes", "server_speeds"):
-        if getattr(args, f"distca_{name}") is not None and scheduler != "tiles":
-            raise ValueError(
-                f"--distca-{name.replace('_', '-')} binds the scheduler tiles alone, not "
-                f"{scheduler}: remove one of the two"
-            )
-    speeds = args.distca_server_speeds
+    scheduling = config.scheduling
+    speeds = scheduling.server_speeds
     if speeds is not None:
-        servers = args.data_parallel_size * args.pipeline_model_parallel_size
-        servers += args.distca_servers // args.tensor_model_parallel_size
+        servers = number_of_servers(config, args)
         if len(speeds) != servers or not all(0 < s < float("inf") for s in speeds):
             raise ValueError(
                 f"--distca-server-speeds needs one positive speed for each of the {servers} "
-                f"data-parallel ranks of all stages and dedicated servers, not {speeds}"
+                f"data-parallel ranks of all stages and dedicated servers, not {list(speeds)}"
             )
-        args.distca_server_speeds = tuple(speeds)
-    bound = args.distca_max_buffer_bytes
-    if bound is not None and bound < 0:
-        raise ValueError(f"--distca-max-buffer-bytes {bound} must not be negative")
-    size = args.distca_context_parallel_size
+    size = scheduling.context_parallel_size
     if size is not None and (size < 1 or args.data_parallel_size % size):
         raise ValueError(
             f"--distca-context-parallel-size {size} must divide the {args.data_parallel_size} "
             "data-parallel ranks"
         )
-    if scheduler == "wlb-llm" and args.distca_placement == "free" and args.sequence_parallel:
+    if scheduling.shares_tokens_unevenly and args.sequence_parallel:
         raise ValueError(
             "--distca-scheduler wlb-llm gives ranks different numbers of tokens, which "
             "--sequence-parallel cannot divide: remove one of the two"

@@ -14,7 +14,7 @@ import time
 import traceback
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import torch
@@ -24,6 +24,7 @@ from megatron_patches import cpu
 from megatron_patches.batches.resuming import go_on_from
 from megatron_patches.batches.validation_sets import WholeSet
 from megatron_patches.flags.batch_sizes import EVAL_INTERVAL
+from megatron_patches.flags.config import DistcaConfig
 from megatron_patches.flags.unknown import explained
 from megatron_patches.loop.job import Job
 from megatron_patches.loop.launcher import kill_leftovers
@@ -34,7 +35,7 @@ BUSIEST, MEAN = "CPU seconds of the busiest rank", "CPU seconds of the mean rank
 """Names in logs of what a step takes of CPUs that stand in for GPUs."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class Run:
     """What Megatron-LM's loop runs.
 
@@ -44,14 +45,25 @@ class Run:
         add_arguments: function that adds flags to Megatron-LM's parser.
         parsed: function `(args, whole)` that is called when the command line is parsed; `whole` is
             False where flags that are not known were left out, as fault tolerance does before.
-        processes: processes of a job with dedicated servers, once they have met; else none.
+        processes: processes of a job with dedicated servers, once they have met; else None.
     """
 
     job: Job
     told: Mapping[str, str]
     add_arguments: Callable[[ArgumentParser], ArgumentParser]
     parsed: Callable[[Namespace, bool], None]
-    processes: list[Processes] = field(default_factory=list)
+    processes: Processes | None = None
+    _config: DistcaConfig | None = None
+
+    @property
+    def config(self) -> DistcaConfig:
+        """What our flags say, from the check of the command line on."""
+        assert self._config is not None, "the command line is not checked yet"
+        return self._config
+
+    @config.setter
+    def config(self, config: DistcaConfig) -> None:
+        self._config = config
 
 
 def asks_for_distca(argv: Sequence[str] | None = None) -> bool:
@@ -111,7 +123,8 @@ def check_arguments(theirs: Callable[..., Any], run: Run) -> Callable[..., Any]:
     def validate_args(args: Namespace, *more: Any, **named: Any) -> Any:
         _show_our_messages(args.rank)
         try:
-            answer = checked(theirs, run.job, args, *more, **named)
+            run.config = DistcaConfig.from_args(args)
+            answer = checked(theirs, run.job, run.config, args, *more, **named)
             from megatron_patches.loop.preflight import check_boards
 
             # Megatron-LM opens them before the process group exists.
@@ -126,13 +139,19 @@ def check_arguments(theirs: Callable[..., Any], run: Run) -> Callable[..., Any]:
 
 
 def checked(
-    validate: Callable[..., Any], job: Job, args: Namespace, *more: Any, **named: Any
+    validate: Callable[..., Any],
+    job: Job,
+    config: DistcaConfig,
+    args: Namespace,
+    *more: Any,
+    **named: Any,
 ) -> Any:
     """Checks parsed arguments, and derives what follows from them.
 
     Args:
         validate: Megatron-LM's `validate_args`.
         job: job to run.
+        config: our flags.
         args: arguments, with the rank and the number of all processes.
         more, named: further arguments of `validate`.
 
@@ -143,7 +162,7 @@ def checked(
         ValueError: some flags do not go together; the message says what to do.
     """
     cpu.set_megatron_arguments(args)
-    _leave_out_servers(args)
+    _leave_out_servers(config.dedicated, args)
     if args.save and args.save_interval is None:
         # Megatron-LM asks for it; a run then saves at its end alone.
         args.save_interval = args.train_iters or args.train_samples
@@ -162,20 +181,18 @@ def checked(
             "--multiple-validation-sets goes without virtual pipeline stages in Megatron-LM's "
             "loop: remove one"
         )
-    job.validate_arguments(args)
+    job.validate_arguments(config, args)
     return answer
 
 
-def _leave_out_servers(args: Namespace) -> None:
+def _leave_out_servers(dedicated: int, args: Namespace) -> None:
     """Takes dedicated servers out of the world size: Megatron-LM knows processes with a model."""
-    if not (args.distca and args.distca_servers):
-        return
-    if args.world_size <= args.distca_servers:
+    if args.world_size <= dedicated:
         raise ValueError(
-            f"--distca-servers dedicated:{args.distca_servers} leaves none of {args.world_size} "
+            f"--distca-servers dedicated:{dedicated} leaves none of {args.world_size} "
             "processes for the model: start more"
         )
-    args.world_size -= args.distca_servers
+    args.world_size -= dedicated
 
 
 def beside_servers(theirs: Callable[..., Any], run: Run) -> Callable[..., Any]:
@@ -189,17 +206,16 @@ def beside_servers(theirs: Callable[..., Any], run: Run) -> Callable[..., Any]:
         from megatron.training import get_args
 
         args = get_args()
-        if args.distca and args.distca_servers:
-            processes = join(args, run.told)
-            if processes.serves_only:
-                _serve(run.job, args, processes)
-            run.processes.append(processes)
+        if run.config.dedicated:
+            run.processes = join(run.config.dedicated, args, run.told)
+            if run.processes.serves_only:
+                _serve(run, args, run.processes)
         return theirs(*given, **named)
 
     return initialize_distributed
 
 
-def _serve(job: Job, args: Namespace, processes: Processes) -> NoReturn:
+def _serve(run: Run, args: Namespace, processes: Processes) -> NoReturn:
     """Serves until the job ends, and ends this process."""
     from megatron.training import get_tokenizer, training
 
@@ -208,7 +224,7 @@ def _serve(job: Job, args: Namespace, processes: Processes) -> NoReturn:
     training.update_train_iters(args)
     complete = Namespace(**vars(args) | {"vocab_size": get_tokenizer().vocab_size})
     samples = training.get_train_valid_test_num_samples()
-    serve(lambda: job.build_data(complete, *samples, processes), complete)
+    serve(lambda: run.job.build_data(run.config, complete, *samples, processes), complete)
     dist.barrier()
     dist.destroy_process_group()
     sys.exit(0)
@@ -229,7 +245,7 @@ def after_preflight(theirs: Callable[..., Any], run: Run) -> Callable[..., Any]:
 
         vocab_size = get_tokenizer().vocab_size
         complete = Namespace(**vars(get_args()) | {"vocab_size": vocab_size})
-        held.enter_context(preflight(complete, run.told))
+        held.enter_context(preflight(run.config, complete, run.told))
         return theirs(*args, **kwargs)
 
     return setup_model_and_optimizer
@@ -253,7 +269,7 @@ def go_on_in_data(theirs: Callable[..., None], run: Run) -> Callable[..., None]:
         from megatron.training import get_args
 
         theirs(saved, *more, **named)
-        go_on_from(vars(saved), get_args())
+        run.config = go_on_from(vars(saved), run.config, get_args())
 
     return check_checkpoint_args
 
@@ -315,9 +331,7 @@ def own_schedule(theirs: Callable[..., Any], run: Run) -> Callable[..., Any]:
 
     @functools.cache
     def own() -> Callable[..., Any] | None:
-        from megatron.training import get_args
-
-        return run.job.forward_backward_func(get_args())
+        return run.job.forward_backward_func(run.config)
 
     @functools.wraps(theirs)
     def get_forward_backward_func(*args: Any, **kwargs: Any) -> Any:

@@ -15,6 +15,7 @@ from typing import Any, NoReturn
 from megatron.core.enums import ModelType
 
 from megatron_patches import hooks
+from megatron_patches.flags.config import DistcaConfig
 from megatron_patches.flags.unknown import explained
 from megatron_patches.loop.checkpoint_folder import (
     checkpoint_name,
@@ -26,7 +27,7 @@ from megatron_patches.loop.dropped_weights import refuse_dropped_weights
 from megatron_patches.loop.job import Job
 from megatron_patches.loop.kept_tokenizer import keep_tokenizer
 from megatron_patches.loop.megatron_hooks import checked
-from megatron_patches.upstream import OUR_DATA, Providers
+from megatron_patches.upstream import OUR_DATA, build_stage
 
 
 def _adapted(module: str) -> Any:
@@ -76,7 +77,7 @@ def parse_args(job: Job, argv: Sequence[str], rank: int = 0, world_size: int = 1
     args.rank, args.world_size = rank, world_size
     # It prints all arguments.
     with contextlib.redirect_stdout(io.StringIO()):
-        checked(arguments.validate_args, job, args)
+        checked(arguments.validate_args, job, DistcaConfig.from_args(args), args)
     return args
 
 
@@ -168,7 +169,7 @@ class Run:
         """Function that runs the micro-batches of a global batch."""
         from megatron.core.pipeline_parallel import get_forward_backward_func
 
-        own = self.job.forward_backward_func(self.args)
+        own = self.job.forward_backward_func(DistcaConfig.from_args(self.args))
         return get_forward_backward_func() if own is None else own
 
     def begin_step(self) -> None:
@@ -211,7 +212,7 @@ def build_model(job: Job, args: Namespace) -> Any:
         job: job whose model it is.
         args: arguments that `initialize` was given.
     """
-    return Providers(job).model()
+    return build_stage(job, DistcaConfig.from_args(args))
 
 
 def build_run(job: Job, args: Namespace) -> Run:
@@ -228,7 +229,9 @@ def build_run(job: Job, args: Namespace) -> Run:
     global_vars.set_args(args)
     with contextlib.redirect_stdout(io.StringIO()):
         made = training.setup_model_and_optimizer(
-            ModelType.encoder_or_decoder, Providers(job).model, checkpointing_context={}
+            ModelType.encoder_or_decoder,
+            functools.partial(build_stage, job, DistcaConfig.from_args(args)),
+            checkpointing_context={},
         )
     run = Run(job, args, *made)
     # As `train()` sets them.

@@ -23,7 +23,8 @@ from megatron_patches.batches.blends import SPLITS
 from megatron_patches.batches.opening import check_documents
 from megatron_patches.batches.validation_sets import evaluates
 from megatron_patches.checkpoint_data import read_common_state
-from megatron_patches.flags.planning import schedule_config
+from megatron_patches.flags.config import DistcaConfig
+from megatron_patches.flags.planning import number_of_servers, schedule_config
 from megatron_patches.flags.sizes import checkpoint_bytes
 from megatron_patches.loop.checkpoint_folder import (
     and_another,
@@ -36,10 +37,13 @@ from megatron_patches.loop.save_lock import LOCK, SaveLock
 from megatron_patches.loop.saved_arguments import check_experts, check_shape, saved_arguments
 
 
-def preflight(args: Namespace, told: Mapping[str, str]) -> AbstractContextManager[object]:
+def preflight(
+    config: DistcaConfig, args: Namespace, told: Mapping[str, str]
+) -> AbstractContextManager[object]:
     """Tries what the flags name, on all ranks, and locks `--save`. Collective.
 
     Args:
+        config: our flags.
         args: Megatron-LM's arguments with its derived values, and the tokenizer's `vocab_size`.
         told: environment variables, in which a launcher names the job.
 
@@ -54,26 +58,25 @@ def preflight(args: Namespace, told: Mapping[str, str]) -> AbstractContextManage
     def take() -> None:
         nonlocal held
         if args.rank == 0:
-            check_written(args)
+            check_written(config, args)
             if args.save is not None:
                 held = lock_save(args, told)
 
-    _together(lambda: check_read(args))
+    _together(lambda: check_read(config, args))
     _together(take)
     _together(lambda: check_save_is_shared(args))
     return held
 
 
-def check_read(args: Namespace) -> None:
+def check_read(config: DistcaConfig, args: Namespace) -> None:
     """Tries what is read: the data, the checkpoint and the profile.
 
     Raises:
         ValueError: one of them is missing, corrupt, or of another run's shape.
     """
-    check_documents(args, SPLITS if evaluates(args) else SPLITS[:1])
-    if args.distca and args.distca_profile is not None:
-        servers = args.data_parallel_size * args.pipeline_model_parallel_size
-        schedule_config(args, servers + args.distca_servers // args.tensor_model_parallel_size)
+    check_documents(config, args, SPLITS if evaluates(args) else SPLITS[:1])
+    if config.enabled and config.scheduling.profile is not None:
+        schedule_config(config, args, number_of_servers(config, args))
     if args.load is not None:
         check_checkpoint(args)
 
@@ -114,16 +117,16 @@ def check_checkpoint(args: Namespace) -> None:
         check_experts(of_run, args, str(path))
 
 
-def check_written(args: Namespace) -> None:
+def check_written(config: DistcaConfig, args: Namespace) -> None:
     """Tries the files and folders that are written, but `--save`.
 
     Raises:
         ValueError: one of them cannot be.
     """
     check_boards(args)
-    trace = args.distca_trace if args.distca else None
-    if trace is None:
+    if not config.enabled or config.trace is None:
         return
+    trace = config.trace.path
     if trace.is_dir():
         raise ValueError(f"--distca-trace {trace} is a folder: give the name of a file")
     try:

@@ -20,6 +20,7 @@ from megatron.core.transformer.transformer_block import (
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from distca.attention import select_kernel_of_heads
+from megatron_patches.flags.config import DistcaConfig
 from megatron_patches.flags.distca import masks_from_args
 from megatron_patches.flags.latent_attention import has_latents, head_sizes
 from megatron_patches.flags.latent_rows import travelling_shape
@@ -40,24 +41,29 @@ from megatron_patches.model.rotary import rotate_by_position_ids
 from megatron_patches.model.sent_latents import send_latents
 
 
-def uses_dense_mask(args: Namespace) -> bool:
+def uses_dense_mask(config: DistcaConfig, args: Namespace) -> bool:
     """Whether a dense mask keeps documents apart in Megatron's own `DotProductAttention`.
 
     Plain Megatron's local attention (`--attention-backend local` or `unfused`) needs one. Its
     memory grows with the square of the tokens: the reference, for small runs.
     """
     backend = getattr(args.attention_backend, "name", args.attention_backend)
-    return not args.distca and args.transformer_impl == "local" and backend in ("local", "unfused")
+    return (
+        not config.enabled and args.transformer_impl == "local" and backend in ("local", "unfused")
+    )
 
 
-def uses_own_attention(args: Namespace) -> bool:
+def uses_own_attention(config: DistcaConfig, args: Namespace) -> bool:
     """Whether core attention is ours: with `--distca`, or packed on the local layer spec."""
-    return args.distca or (args.transformer_impl == "local" and not uses_dense_mask(args))
+    return config.enabled or (
+        args.transformer_impl == "local" and not uses_dense_mask(config, args)
+    )
 
 
 def build_model(
+    config: DistcaConfig,
     args: Namespace,
-    config: TransformerConfig,
+    transformer: TransformerConfig,
     pre_process: bool = True,
     post_process: bool = True,
     vp_stage: int | None = None,
@@ -65,8 +71,8 @@ def build_model(
 ) -> GPTModel:
     """Builds one pipeline stage (or virtual stage) of the GPT model that the arguments describe."""
     model = GPTModel(
-        config=config,
-        transformer_layer_spec=_block_spec(args, config, vp_stage),
+        config=transformer,
+        transformer_layer_spec=_block_spec(config, args, transformer, vp_stage),
         vocab_size=args.padded_vocab_size,
         max_sequence_length=args.max_position_embeddings,
         pre_process=pre_process,
@@ -83,30 +89,30 @@ def build_model(
         vp_stage=vp_stage,
         pg_collection=pg_collection,
     )
-    return adapt_model(args, model)
+    return adapt_model(config, args, model)
 
 
-def adapt_model(args: Namespace, model: GPTModel) -> GPTModel:
+def adapt_model(config: DistcaConfig, args: Namespace, model: GPTModel) -> GPTModel:
     """Makes a GPT model follow the token positions and nano-batches of our micro-batches."""
-    if uses_own_attention(args) or uses_dense_mask(args):
+    if uses_own_attention(config, args) or uses_dense_mask(config, args):
         if has_latents(args):
             rotate_layers_by_position_ids(model)
             average_gradients_of_query_norms(model)
         elif args.position_embedding_type == "rope":
             rotate_by_position_ids(model)
-    if args.distca:
+    if config.enabled:
         for layer in model.decoder.layers:
             # Core attention keeps no more than inputs and outputs, so recomputing gains nothing.
             layer.self_attention.checkpoint_core_attention = False
         if getattr(args, "num_experts", None):
             share_auxiliary_losses(args, model)
-        if travelling_shape(args).kv_rank is not None:
+        if travelling_shape(config, args).kv_rank is not None:
             send_latents(model)
-        if args.distca_cuda_graphs:
+        if config.cuda_graphs:
             graph_layers(model, CudaGraphEngine())
-        if args.distca_ping_pong:
+        if config.ping_pong:
             run_layers_in_turn(model)
-        if args.distca_ping_pong or args.distca_chain > 1:
+        if config.ping_pong or config.chain > 1:
             add_to_gradients_always(model)
     return model
 
@@ -123,34 +129,38 @@ def add_to_gradients_always(model: GPTModel) -> None:
             module.is_first_microbatch = False
 
 
-def replace_core_attention(args: Namespace, layer_spec: ModuleSpec) -> None:
+def replace_core_attention(config: DistcaConfig, args: Namespace, layer_spec: ModuleSpec) -> None:
     """Puts the core attention that the arguments describe into a layer spec, and nothing else."""
     attention = layer_spec.submodules.self_attention.submodules
-    if args.distca:
+    if config.enabled:
         attention.core_attention = DisaggregatedCoreAttention
-    elif uses_own_attention(args):
+    elif uses_own_attention(config, args):
         # All layers share the kernel, which keeps the documents' starts on the GPU.
         device = "cuda" if torch.cuda.is_available() else "cpu"
         kernel = select_kernel_of_heads(device, *head_sizes(args))
         attention.core_attention = ModuleSpec(
             PackedCoreAttention, params={"masks": masks_from_args(args), "kernel": kernel}
         )
-    elif uses_dense_mask(args) and (has_latents(args) or len(masks_from_args(args).masks) > 1):
+    elif uses_dense_mask(config, args) and (
+        has_latents(args) or len(masks_from_args(args).masks) > 1
+    ):
         attention.core_attention = ModuleSpec(
             DenseCoreAttention, params={"masks": masks_from_args(args)}
         )
 
 
-def _block_spec(args: Namespace, config: TransformerConfig, vp_stage: int | None) -> Any:
+def _block_spec(
+    config: DistcaConfig, args: Namespace, transformer: TransformerConfig, vp_stage: int | None
+) -> Any:
     uses_te = args.transformer_impl == "transformer_engine"
     if getattr(args, "num_experts", None):
         # Some layers may have experts, and others none.
         block = get_gpt_decoder_block_spec(
-            config, uses_te, normalization=args.normalization, vp_stage=vp_stage
+            transformer, uses_te, normalization=args.normalization, vp_stage=vp_stage
         )
         # Layers of a kind share their spec.
         for spec in {id(each): each for each in block.layer_specs}.values():
-            _adapt_layer(args, spec)
+            _adapt_layer(config, args, spec)
         if not uses_te:
             block.layer_norm = SequenceParallelNorm
         return block
@@ -158,24 +168,24 @@ def _block_spec(args: Namespace, config: TransformerConfig, vp_stage: int | None
         spec = get_gpt_layer_with_transformer_engine_spec(
             qk_layernorm=args.qk_layernorm, multi_latent_attention=has_latents(args)
         )
-        _adapt_layer(args, spec)
+        _adapt_layer(config, args, spec)
         return spec
     spec = get_gpt_layer_local_spec(
         qk_layernorm=args.qk_layernorm,
         multi_latent_attention=has_latents(args),
         normalization=args.normalization,
     )
-    _adapt_layer(args, spec)
-    layers = get_num_layers_to_build(config, vp_stage=vp_stage)
+    _adapt_layer(config, args, spec)
+    layers = get_num_layers_to_build(transformer, vp_stage=vp_stage)
     return TransformerBlockSubmodules(layer_specs=[spec] * layers, layer_norm=SequenceParallelNorm)
 
 
-def _adapt_layer(args: Namespace, spec: ModuleSpec) -> None:
+def _adapt_layer(config: DistcaConfig, args: Namespace, spec: ModuleSpec) -> None:
     """Replaces core attention, and the local spec's norms.
 
     Those refuse sequence parallelism without apex.
     """
-    replace_core_attention(args, spec)
+    replace_core_attention(config, args, spec)
     if args.transformer_impl == "transformer_engine":
         return
     spec.submodules.input_layernorm = SequenceParallelNorm

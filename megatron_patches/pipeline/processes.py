@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from argparse import Namespace
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -18,7 +18,6 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore
 
 from distca.transport.collective import nccl_options
-from megatron_patches.batches.resuming import NOTED, longest_piece
 
 _END = -1
 
@@ -114,16 +113,17 @@ class Processes:
         return dist.ProcessGroupGloo(store, rank, size, self.timeout)
 
 
-def join(args: Namespace, told: Mapping[str, str]) -> Processes:
+def join(dedicated: int, args: Namespace, told: Mapping[str, str]) -> Processes:
     """Meets the other processes of a job with dedicated servers, and makes the default group.
 
     Collective. Where there are GPUs, this process gets its own.
 
     Args:
+        dedicated: number of processes that only serve.
         args: Megatron-LM's arguments, whose world size counts processes with a model alone.
         told: environment variables of this process, which are torchrun's interface.
     """
-    rank, size = args.rank, args.world_size + args.distca_servers
+    rank, size = args.rank, args.world_size + dedicated
     if torch.cuda.is_available():
         torch.cuda.set_device(int(told["LOCAL_RANK"]))
     store, _, _ = next(dist.rendezvous("env://", rank, size))  # type: ignore[attr-defined]
@@ -131,7 +131,7 @@ def join(args: Namespace, told: Mapping[str, str]) -> Processes:
         store,
         rank,
         args.world_size,
-        args.distca_servers,
+        dedicated,
         args.tensor_model_parallel_size,
         timedelta(minutes=args.distributed_timeout_minutes),
     )
@@ -150,28 +150,23 @@ class Control:
     def __init__(self, group: Any, device: torch.device) -> None:
         self._group, self._device = group, device
 
-    def _broadcast(self, numbers: list[int]) -> list[int]:
-        told = torch.tensor(numbers, dtype=torch.int64, device=self._device)
+    def broadcast(self, numbers: Sequence[int]) -> list[int]:
+        """Returns the first rank's numbers, of which the others' are as many."""
+        told = torch.tensor(list(numbers), dtype=torch.int64, device=self._device)
         options = dist.BroadcastOptions()
         options.rootRank, options.rootTensor = 0, 0
         self._group.broadcast([told], options).wait()
         return told.tolist()
 
-    def share_place_in_data(self, args: Namespace) -> None:
-        """Tells dedicated servers where in the data a checkpoint left off."""
-        args.distca_max_document_length = longest_piece(args)
-        told = self._broadcast([getattr(args, name) for name in NOTED])
-        vars(args).update(zip(NOTED, told, strict=True))
-
     def announce(self, number: int) -> None:
         """Tells of which iterator the next global batch is: see `DataIterators.numbered`."""
-        self._broadcast([number])
+        self.broadcast([number])
 
     def dismiss(self) -> None:
         """Tells that no global batch follows."""
-        self._broadcast([_END])
+        self.broadcast([_END])
 
     def next_number(self) -> int | None:
         """Waits for the iterator of the next global batch; None: no global batch follows."""
-        (number,) = self._broadcast([_END])
+        (number,) = self.broadcast([_END])
         return None if number == _END else number

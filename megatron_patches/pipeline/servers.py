@@ -20,6 +20,8 @@ from distca.transport import new_exchange_group
 from distca.transport.collective import MAX_CTAS
 from distca.transport.shared_segments import machine_id
 from megatron_patches.batches.ticks import PipelineLayout
+from megatron_patches.flags.config import DistcaConfig, SchedulingConfig
+from megatron_patches.flags.planning import chunks_of_a_stage
 from megatron_patches.pipeline.processes import Control, Place, Processes
 
 logger = logging.getLogger(__name__)
@@ -41,11 +43,15 @@ class Servers:
 
 
 def find_servers(
-    args: Namespace, device: torch.device, processes: Processes | None = None
+    config: DistcaConfig,
+    args: Namespace,
+    device: torch.device,
+    processes: Processes | None = None,
 ) -> Servers:
     """Finds the servers that exchange with this process, and warns of distances. Collective.
 
     Args:
+        config: our flags.
         args: Megatron-LM's arguments.
         device: device of the model.
         processes: processes of a job with dedicated servers; None: there are none.
@@ -54,13 +60,13 @@ def find_servers(
         machines: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(machines, machine_id())
         if dist.get_rank() == 0:
-            warn_of_distances(args, machines)
+            warn_of_distances(config.scheduling, args.tensor_model_parallel_size, machines)
     return connect_servers(
         device,
         processes,
-        chunks=args.virtual_pipeline_model_parallel_size or 1,
+        chunks=chunks_of_a_stage(args),
         timeout=timedelta(minutes=args.distributed_timeout_minutes),
-        max_ctas=args.distca_nccl_max_ctas,
+        max_ctas=config.transport.nccl_max_ctas,
     )
 
 
@@ -112,16 +118,19 @@ def connect_servers(
     return Servers(group, layout, Control(group, device))
 
 
-def warn_of_distances(args: Namespace, machines: Sequence[str]) -> None:
+def warn_of_distances(
+    scheduling: SchedulingConfig, tensor_parallel_size: int, machines: Sequence[str]
+) -> None:
     """Warns where the flags let the scheduler take all ranks for equally far, and they are not.
 
     Args:
-        args: Megatron-LM's arguments.
+        scheduling: scheduler and links.
+        tensor_parallel_size: number of tensor-parallel ranks.
         machines: machine of each process.
     """
     shared = max(Counter(machines).values())
-    several = len(set(machines)) > 1 and shared > args.tensor_model_parallel_size
-    if several and args.distca_scheduler == "tiles" and args.distca_gpus_per_node == 1:
+    several = len(set(machines)) > 1 and shared > tensor_parallel_size
+    if several and scheduling.scheduler == "tiles" and scheduling.gpus_per_node == 1:
         logger.warning(
             "bytes inside a machine are taken to be as dear as those between machines: give "
             "--distca-gpus-per-node %d",

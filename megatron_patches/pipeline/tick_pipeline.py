@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from argparse import Namespace
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -25,18 +24,17 @@ from megatron.core.utils import get_model_config
 from distca.schedule import Pass, Work
 from megatron_patches.batches.micro_batch import MicroBatch
 from megatron_patches.batches.ticks import TickBatches, TickInput
+from megatron_patches.flags.config import DistcaConfig
 from megatron_patches.model.core_attention import DisaggregatedCoreAttention
 from megatron_patches.pipeline.idle_rank import serve_tick
 from megatron_patches.pipeline.tracing import Tracing
 
 
-def forward_backward_func(args: Namespace) -> TickPipeline | None:
+def forward_backward_func(config: DistcaConfig) -> TickPipeline | None:
     """Makes what runs global batches with `--distca`; None: megatron-core's own schedules do."""
-    if not args.distca:
+    if not config.enabled:
         return None
-    if args.distca_trace is None:
-        return TickPipeline()
-    return TickPipeline(Tracing(args.distca_trace, *args.distca_trace_iterations))
+    return TickPipeline(None if config.trace is None else Tracing(config.trace))
 
 
 class TickPipeline:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from pathlib import Path
 
 import torch.distributed as dist
 from megatron.core import parallel_state
@@ -11,6 +10,7 @@ from megatron.core import parallel_state
 from distca.runtime import Trace
 from distca.timeline import write_trace
 from megatron_patches.batches.ticks import PipelineLayout
+from megatron_patches.flags.config import TraceConfig
 
 logger = logging.getLogger(__name__)
 
@@ -19,13 +19,11 @@ class Tracing:
     """A recorder of training iterations, which writes the file after the last of them.
 
     Args:
-        path: path of the file.
-        first: first iteration to record, counted from 1 in this process.
-        last: last iteration to record.
+        config: file and iterations.
     """
 
-    def __init__(self, path: Path, first: int, last: int) -> None:
-        self._path, self._first, self._last = path, first, last
+    def __init__(self, config: TraceConfig) -> None:
+        self._config = config
         self._iteration = 0
 
     def starts(self, trace: Trace, forward_only: bool) -> bool:
@@ -33,13 +31,13 @@ class Tracing:
         if forward_only:
             return False
         self._iteration += 1
-        trace.recording = self._first <= self._iteration <= self._last
+        trace.recording = self._config.first <= self._iteration <= self._config.last
         return trace.recording
 
     def ends(self, trace: Trace, layout: PipelineLayout) -> None:
         """Ends a recorded iteration; after the last one rank 0 writes the file. Collective."""
         trace.recording = False
-        if self._iteration < self._last:
+        if self._iteration < self._config.last:
             return
         rank = dist.get_rank()
         data, tensor = (
@@ -54,5 +52,5 @@ class Tracing:
         everyones: list[tuple[str, list[dict[str, object]]]] = [mine] * dist.get_world_size()
         dist.gather_object(mine, everyones if rank == 0 else None)
         if rank == 0:
-            write_trace(self._path, everyones)
-            logger.info("wrote the timeline %s: open it at ui.perfetto.dev", self._path)
+            write_trace(self._config.path, everyones)
+            logger.info("wrote the timeline %s: open it at ui.perfetto.dev", self._config.path)

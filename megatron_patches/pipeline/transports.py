@@ -3,41 +3,45 @@
 from __future__ import annotations
 
 import logging
-from argparse import Namespace
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 
 from distca.transport import CollectiveTransport, Signal, SingleStream, Transport, TransportError
+from megatron_patches.flags.config import TransportConfig
 
 logger = logging.getLogger(__name__)
 
 
-def make_transport(args: Namespace, group: dist.ProcessGroup, device: torch.device) -> Transport:
+def make_transport(
+    config: TransportConfig, group: dist.ProcessGroup, device: torch.device, timeout: timedelta
+) -> Transport:
     """Makes the transport between the ranks of a group. Collective.
 
     Args:
-        args: Megatron-LM's arguments.
+        config: kind of transport.
         group: process group of the ranks, which nothing else uses.
         device: device of the rows.
+        timeout: time limit of an exchange.
 
     Raises:
         ValueError: the transport cannot connect these ranks.
         TransportError: the transport cannot be started, and `--distca-transport` is not auto.
     """
-    transport = _make(args, group, device)
-    if args.distca_ablation == "single-stream":
+    transport = _make(config, group, device, timeout)
+    if config.ablation == "single-stream":
         return SingleStream(transport)
-    if args.distca_ablation == "signal":
+    if config.ablation == "signal":
         logger.warning("--distca-ablation signal moves no data: LOSSES ARE NOT MEANINGFUL")
         return Signal(transport)
     return transport
 
 
-def _make(args: Namespace, group: dist.ProcessGroup, device: torch.device) -> Transport:
-    wanted = args.distca_transport
-    timeout = timedelta(minutes=args.distributed_timeout_minutes)
+def _make(
+    config: TransportConfig, group: dist.ProcessGroup, device: torch.device, timeout: timedelta
+) -> Transport:
+    wanted = config.kind
     if wanted == "shm":
         from distca.transport.shared_memory import SharedMemoryTransport
 
@@ -50,7 +54,7 @@ def _make(args: Namespace, group: dist.ProcessGroup, device: torch.device) -> Tr
     from distca.transport.nvshmem import NvshmemTransport
 
     try:
-        transport = NvshmemTransport(group, device, timeout, args.distca_nvshmem_mode)
+        transport = NvshmemTransport(group, device, timeout, config.nvshmem_mode)
     except TransportError as error:
         if wanted == "nvshmem":
             raise
@@ -59,7 +63,7 @@ def _make(args: Namespace, group: dist.ProcessGroup, device: torch.device) -> Tr
         return CollectiveTransport(group, device)
     logger.info(
         "transport: nvshmem, which starts here; it copies by %s; %s",
-        args.distca_nvshmem_mode,
+        config.nvshmem_mode,
         transport.network,
     )
     return transport

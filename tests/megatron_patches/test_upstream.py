@@ -277,10 +277,14 @@ def test_checkpoints_arguments_are_those_our_data_goes_on_from(args, monkeypatch
     from megatron_patches.loop import megatron_hooks
 
     found: list[Any] = []
-    monkeypatch.setattr(megatron_hooks, "go_on_from", lambda *given: found.append(given))
-    check = megatron_hooks.go_on_in_data(lambda saved: None, None)  # type: ignore[arg-type]
+    monkeypatch.setattr(
+        megatron_hooks, "go_on_from", lambda *given: found.append(given) or "resumed"
+    )
+    run = types.SimpleNamespace(config="config")
+    check = megatron_hooks.go_on_in_data(lambda saved: None, run)  # type: ignore[arg-type]
     check(Namespace(consumed_train_samples=0))
-    assert found == [({"consumed_train_samples": 0}, args)]
+    assert found == [({"consumed_train_samples": 0}, "config", args)]
+    assert run.config == "resumed"
 
 
 def test_the_schedule_is_made_once_and_megatrons_where_there_is_none(args) -> None:
@@ -289,15 +293,15 @@ def test_the_schedule_is_made_once_and_megatrons_where_there_is_none(args) -> No
     made: list[Any] = []
 
     def job(schedule: str | None) -> Any:
-        def forward_backward_func(given: Namespace) -> str | None:
+        def forward_backward_func(given: Any) -> str | None:
             made.append(given)
             return schedule
 
         return types.SimpleNamespace(
-            job=types.SimpleNamespace(forward_backward_func=forward_backward_func)
+            config="config", job=types.SimpleNamespace(forward_backward_func=forward_backward_func)
         )
 
     ours = own_schedule(lambda: "theirs", job("ours"))
     assert [ours(), ours()] == ["ours", "ours"]
-    assert made == [args]
+    assert made == ["config"]
     assert own_schedule(lambda: "theirs", job(None))() == "theirs"

@@ -27,6 +27,7 @@ from distca.schedule import (
 from megatron_patches.batches.micro_batch import WindowLayout
 from megatron_patches.batches.planned import PlannedBatches
 from megatron_patches.batches.ticks import _report
+from megatron_patches.flags.config import DistcaConfig
 from support.models import memory_stream, parse
 from support.ranks import forget_megatron
 
@@ -87,7 +88,9 @@ def first_plan_of(flags: Sequence[str], lengths: Sequence[int]) -> list[str]:
     handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
     args = parse(flags)
     training.initialize(args)
-    maker = sources.batch_maker(args, sources.window_layout(args), torch.device("cpu"))
+    maker = sources.batch_maker(
+        DistcaConfig.from_args(args), args, sources.window_layout(args), torch.device("cpu")
+    )
     sources.logger.addHandler(handler)
     sources.logger.setLevel(logging.INFO)
     try:

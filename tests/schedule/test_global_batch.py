@@ -42,6 +42,7 @@ def planned_by_training(runs: list[list[str]], lengths: list[int]) -> list[Any]:
     import torch
 
     from megatron_patches.batches import sources
+    from megatron_patches.flags.config import DistcaConfig
     from megatron_patches.flags.planning import linear_work, schedule_config
     from support import training
     from support.models import memory_stream, parse
@@ -50,7 +51,9 @@ def planned_by_training(runs: list[list[str]], lengths: list[int]) -> list[Any]:
     for flags in runs:
         args = parse(flags)
         training.initialize(args)
-        maker = sources.batch_maker(args, sources.window_layout(args), torch.device("cpu"))
+        maker = sources.batch_maker(
+            DistcaConfig.from_args(args), args, sources.window_layout(args), torch.device("cpu")
+        )
         assert isinstance(maker, sources.PlannedMaker)
         maker.log_first_plan(memory_stream(lengths), 0)
         made = maker(memory_stream(lengths), forward_only=False)
@@ -58,7 +61,7 @@ def planned_by_training(runs: list[list[str]], lengths: list[int]) -> list[Any]:
             (each.tick, rows(each.plans), each.bytes_sent, each.memory)
             for each in made.global_batch(0, maker.micro_batches(0))
         ]
-        config = schedule_config(args, made.layout.world_size)
+        config = schedule_config(DistcaConfig.from_args(args), args, made.layout.world_size)
         passes: tuple[Pass, ...] = ("forward", "backward")
         calls = {
             each: calls_of(made.program(each, 1, at_home=False), made.masks) for each in passes

@@ -31,7 +31,8 @@ from distca.simulate.space import (
 )
 from distca.simulate.workload import options_of
 from megatron_patches.batches.micro_batch import WindowLayout
-from megatron_patches.flags.planning import execution_options, schedule_config
+from megatron_patches.flags.config import DistcaConfig
+from megatron_patches.flags.planning import chunks_of_a_stage, schedule_config
 from megatron_patches.loop.gpt_job import GPT_JOB
 from megatron_patches.loop.parts import parse_args
 from support.commands import Command
@@ -92,9 +93,10 @@ def check(args: Namespace, candidate: Candidate, workload: Workload) -> None:
     assert args.distca_max_document_length == workload.context
     assert args.max_position_embeddings >= workload.context
     assert args.distca_scheduler == c.system
-    assert execution_options(args) == options_of(c)
+    flags = DistcaConfig.from_args(args)
+    assert flags.execution_options(chunks_of_a_stage(args)) == options_of(c)
     assert args.distca_backward == ("keep" if c.keeps_inputs else "resend")
-    config = schedule_config(args, c.data * c.stages)
+    config = schedule_config(flags, args, c.data * c.stages)
     assert config.tolerance == workload.tolerance
     assert config.links == workload.cluster.links(c.tensor)
     assert config.shape == costs.shape

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from argparse import Namespace
 
+from megatron_patches.flags.config import DistcaConfig
+from megatron_patches.flags.validation import validate
 from megatron_patches.loop.gpt_job import GPT_JOB
 from megatron_patches.loop.parts import parse_args
 from support.models import pad_vocabulary
@@ -14,6 +16,11 @@ GOOD = """
     --tokenizer-type NullTokenizer --vocab-size 999 --max-position-embeddings 4096
     --position-embedding-type rope
 """.split()
+
+
+def check(args: Namespace) -> None:
+    """Checks arguments that a test has changed."""
+    validate(DistcaConfig.from_args(args), args)
 
 
 def parse(*flags: str, world_size: int = 4, length: str = "--train-iters 10") -> Namespace:

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from megatron_patches.flags.config import DistcaConfig
 from support.ranks import chosen, forget_megatron
 
 MODEL = """
@@ -165,7 +166,7 @@ def make_data(args: Namespace, stream: Any, processes: Any) -> tuple[Any, Any]:
     from megatron_patches.loop.job import DataIterators
 
     layout, device = sources.window_layout(args, processes), torch.device("cpu")
-    maker = sources.batch_maker(args, layout, device, processes)
+    maker = sources.batch_maker(DistcaConfig.from_args(args), args, layout, device, processes)
     if not isinstance(maker, sources.PlannedMaker):
         packed = maker(stream)
         batches = MicroBatches(packed, 0, layout.samples_per_micro_batch, device)
@@ -274,7 +275,7 @@ def starts_of_micro_batches(flags: Sequence[str], lengths: Sequence[int]) -> lis
     args = parse(flags)
     training.initialize(args)
     layout = sources.window_layout(args)
-    maker = sources.batch_maker(args, layout, torch.device("cpu"))
+    maker = sources.batch_maker(DistcaConfig.from_args(args), args, layout, torch.device("cpu"))
     made = maker(memory_stream(lengths), forward_only=False)
     incoming = made.planned.documents(0, maker.micro_batches(0))
     micro_batches = made.planned.planner.share_out(incoming)

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from megatron_patches.flags.config import DistcaConfig
 from megatron_patches.loop import parts
 from megatron_patches.loop.gpt_job import GPT_JOB
 from megatron_patches.loop.job import DataIterators
@@ -54,7 +55,8 @@ def build_whole_run(args: Namespace) -> Run:
     from megatron_patches.flags.batch_sizes import samples_of_splits
 
     complete = Namespace(**vars(args) | {"vocab_size": get_tokenizer().vocab_size})
-    return build_run(args, GPT_JOB.build_data(complete, *samples_of_splits(args)))
+    config = DistcaConfig.from_args(args)
+    return build_run(args, GPT_JOB.build_data(config, complete, *samples_of_splits(args)))
 
 
 def train_step(run: Run) -> tuple[dict[str, float], bool, float]:

@@ -66,11 +66,11 @@ def whole_run(flags: Sequence[str]) -> RunSeen:
 
     def build_data(*given: Any) -> Any:
         data.append(GPT_JOB.build_data(*given))
-        args = given[0]
+        config, args = given[:2]
         seen.place = (
             args.train_stream_start + args.consumed_train_samples * args.seq_length,
             args.valid_stream_start + args.consumed_valid_samples * args.seq_length,
-            args.distca_max_document_length,
+            config.documents.max_length,
         )
         return data[-1]
 

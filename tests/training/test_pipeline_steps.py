@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from megatron_patches.flags.config import DistcaConfig
 from megatron_patches.loop.job import DataIterators
 from support.models import make_run, memory_stream, parse
 from support.pipelines import VARIANTS, documents, flags_of, plain
@@ -214,7 +215,7 @@ def evaluation_loss(flags: list[str], lengths: list[int]) -> float:
     training.initialize(args)
     stream, device = memory_stream(lengths), torch.device("cpu")
     run, _ = make_run(args, stream)
-    maker = batch_maker(args, window_layout(args), device)
+    maker = batch_maker(DistcaConfig.from_args(args), args, window_layout(args), device)
     ticks = TickStream(maker(stream, forward_only=True), 0, maker.micro_batches, device)
     run.data = DataIterators(None, ticks, None)
     args.eval_iters = 1

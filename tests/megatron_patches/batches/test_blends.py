@@ -11,12 +11,16 @@ import pytest
 from megatron_patches.batches.blends import SPLITS, Blend, check_blends, find_blend, parse_data_path
 from megatron_patches.batches.stream import TokenStream
 from megatron_patches.batches.validation_sets import sets_of, suffixes
+from megatron_patches.flags.config import DocumentsConfig
 from support.whole_runs import write_documents
+
+FILES = DocumentsConfig()
 
 
 def args(**given: object) -> Namespace:
     common = {"split": "90,10", "eval_iters": 1, "multiple_validation_sets": False}
-    common |= {"full_validation": False}
+    common |= {"full_validation": False, "data_path": None, "data_args_path": None}
+    common |= {"per_split_data_args_path": None}
     return Namespace(**common | given)
 
 
@@ -32,7 +36,7 @@ def test_what_goes_not_with_several_sets_is_refused(given: dict[str, object], sa
     common = {"train_data_path": ["a"], "valid_data_path": ["a", "b"]}
     several = args(full_validation=True, multiple_validation_sets=True, **common | given)
     with pytest.raises(ValueError, match=said):
-        sets_of(several, check_blends(several, SPLITS)["valid"])
+        sets_of(several, check_blends(FILES, several, SPLITS)["valid"])
 
 
 def test_each_prefix_is_a_set_of_its_own_only_if_asked_for() -> None:
@@ -64,7 +68,7 @@ def test_one_blend_gives_each_split_a_part(tmp_path: Path) -> None:
     file.write_text("0.3 a\n0.7 b\n")
     for given in ({"data_path": ["0.3", "a", "0.7", "b"]}, {"data_args_path": str(file)}):
         for which in SPLITS:
-            assert find_blend(args(**given), which) == Blend(("a", "b"), (0.3, 0.7), "90,10")
+            assert find_blend(FILES, args(**given), which) == Blend(("a", "b"), (0.3, 0.7), "90,10")
 
 
 def test_blends_of_splits_are_whole(tmp_path: Path) -> None:
@@ -72,7 +76,7 @@ def test_blends_of_splits_are_whole(tmp_path: Path) -> None:
     file.write_text(json.dumps({"train": "0.3 a 0.7 b", "valid": ["c"], "test": None}))
     words = {"train_data_path": ["0.3", "a", "0.7", "b"], "valid_data_path": ["c"]}
     for given in (words, {"per_split_data_args_path": str(file)}):
-        found = check_blends(args(**given), SPLITS)
+        found = check_blends(FILES, args(**given), SPLITS)
         assert found == {
             "train": Blend(("a", "b"), (0.3, 0.7), None),
             "valid": Blend(("c",), None, None),
@@ -94,7 +98,7 @@ def test_blends_of_splits_are_whole(tmp_path: Path) -> None:
 )
 def test_what_names_no_data_or_too_many_is_refused(given: dict[str, object], said: str) -> None:
     with pytest.raises(ValueError, match=said):
-        check_blends(args(**given), SPLITS)
+        check_blends(FILES, args(**given), SPLITS)
 
 
 def test_a_split_of_its_own_reads_all_documents(tmp_path: Path) -> None:

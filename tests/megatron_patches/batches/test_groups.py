@@ -11,6 +11,7 @@ import torch
 
 from distca.plan import Mask, Placement, Tasks
 from distca.schedule import ScheduleConfig, even_capacities, make_scheduler
+from megatron_patches.flags.config import DistcaConfig
 from support.models import memory_stream, parse
 from support.ranks import forget_megatron
 
@@ -30,7 +31,9 @@ def warnings_of(runs: Sequence[str], lengths: Sequence[int]) -> list[list[str]]:
     for run in runs:
         args = parse(f"--seq-length 256 --global-batch-size 8 --distca {run}".split())
         training.initialize(args)
-        maker = sources.batch_maker(args, sources.window_layout(args), torch.device("cpu"))
+        maker = sources.batch_maker(
+            DistcaConfig.from_args(args), args, sources.window_layout(args), torch.device("cpu")
+        )
         sources.logger.addHandler(handler)
         try:
             maker.log_first_plan(memory_stream(lengths), 0)

@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
-from megatron_patches.batches.resuming import NOTED, go_on_from
+from megatron_patches.batches.resuming import go_on_from
+from megatron_patches.flags.config import DistcaConfig
 from support.models import parse, start_processes
 
 DOCUMENTS = np.random.default_rng(0).integers(1, 2000, 40)
@@ -37,13 +38,14 @@ def read_samples(
 
     args = parse([*flags, "--vocab-size", str(DOCUMENTS.sum())])
     start_processes(args)
+    config = DistcaConfig.from_args(args)
     if saved is not None:
-        go_on_from(saved, args)
+        config = go_on_from(saved, config, args)
         args.consumed_train_samples = saved["consumed_train_samples"]
         args.consumed_valid_samples = saved["consumed_valid_samples"]
     ends = args.consumed_train_samples + SAMPLES, args.consumed_valid_samples + SAMPLES
     # As many evaluations as in the whole run: it may have had more before.
-    data = build_data(args, ends[0], SAMPLES, 0)
+    data = build_data(config, args, ends[0], SAMPLES, 0)
     read: dict[str, list[int]] = {}
     for split in ("train", "valid"):
         iterator = getattr(data, split)
@@ -52,7 +54,7 @@ def read_samples(
             read[split] += next(iterator).tokens[0].tolist()
     data.close()
     args.consumed_train_samples, args.consumed_valid_samples = ends
-    return read, {name: getattr(args, name) for name in NOTED}
+    return read, {name: getattr(args, name) for name in SAVED}
 
 
 def warnings_of(flags: Sequence[str]) -> list[str]:
@@ -65,7 +67,7 @@ def warnings_of(flags: Sequence[str]) -> list[str]:
     args = parse([*flags, "--vocab-size", str(DOCUMENTS.sum())])
     start_processes(args)
     sources.logger.addHandler(handler)
-    sources.build_data(args, 4, 0, 0).close()
+    sources.build_data(DistcaConfig.from_args(args), args, 4, 0, 0).close()
     sources.logger.removeHandler(handler)
     return said
 
@@ -125,8 +127,8 @@ def resumed(saved: dict[str, Any], *flags: str) -> list[Any]:
 
     flags = (*MODEL, "--train-iters", "10", "--data-path", "unused", *flags)
     args = parse_args(GPT_JOB, flags, world_size=2)
-    go_on_from(saved, args)
-    return [getattr(args, name) for name in NOTED[2:5]]
+    config = go_on_from(saved, DistcaConfig.from_args(args), args)
+    return [config.documents.max_length, args.train_stream_start, args.valid_stream_start]
 
 
 def test_the_place_is_kept_in_tokens(caplog) -> None:

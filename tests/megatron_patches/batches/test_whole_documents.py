@@ -17,6 +17,7 @@ from megatron_patches.batches.own_documents import name_of
 from megatron_patches.batches.padding import fill_packs, padding_lengths
 from megatron_patches.batches.resuming import check_packs, longest_piece
 from megatron_patches.batches.stream import TokenStream
+from megatron_patches.flags.config import DistcaConfig, DocumentsConfig
 
 LENGTHS = np.random.default_rng(0).integers(1, 300, 40)
 
@@ -118,44 +119,53 @@ def test_a_document_that_does_not_fit_is_named() -> None:
 
 
 def arguments(**given: Any) -> Namespace:
-    common = {"seq_length": 128, "data_parallel_size": 2, "micro_batch_size": 1, "distca": True}
-    common |= {"global_batch_size": 4, "distca_chain": 1, "distca_max_document_length": None}
-    common |= {"distca_whole_documents": True, "vocab_size": 10_000, "eval_iters": 1}
-    common |= {"full_validation": False, "multiple_validation_sets": False}
-    return Namespace(**common | {"distca_documents": name_of(documents)} | given)
+    common = {"seq_length": 128, "data_parallel_size": 2, "micro_batch_size": 1}
+    common |= {"global_batch_size": 4, "vocab_size": 10_000, "eval_iters": 1}
+    common |= {"full_validation": False, "multiple_validation_sets": False, "data_path": None}
+    common |= {"data_args_path": None, "per_split_data_args_path": None}
+    return Namespace(**common | given)
+
+
+def whole(
+    enabled: bool = True, chain: int = 1, max_length: int | None = None, function: Any = None
+) -> DistcaConfig:
+    own = DocumentsConfig(max_length, whole=True, function=function or name_of(documents))
+    return DistcaConfig(enabled, own, chain=chain)
 
 
 def test_packs_are_what_attends_together() -> None:
-    for flags, pack in (({}, 256), ({"distca": False}, 128), ({"distca_chain": 2}, 512)):
-        assert longest_piece(arguments(**flags)) == pack
-        check_packs(arguments(**flags), 3 * pack)
+    for config, pack in ((whole(), 256), (whole(enabled=False), 128), (whole(chain=2), 512)):
+        assert longest_piece(config, arguments()) == pack
+        check_packs(config, arguments(), 3 * pack)
 
 
 @pytest.mark.parametrize(
-    ("given", "first"),
+    ("config", "global_batch", "first"),
     [
-        ({"distca_max_document_length": 200}, 0),
-        ({"distca": False, "distca_max_document_length": 256}, 0),
-        ({}, 128),
+        (whole(max_length=200), 4, 0),
+        (whole(enabled=False, max_length=256), 4, 0),
+        (whole(), 4, 128),
         # Of three micro-batches the last one has no other to share documents with.
-        ({"distca_chain": 2, "global_batch_size": 6}, 0),
+        (whole(chain=2), 6, 0),
     ],
 )
-def test_windows_that_would_cut_packs_are_refused(given: dict[str, Any], first: int) -> None:
+def test_windows_that_would_cut_packs_are_refused(
+    config: DistcaConfig, global_batch: int, first: int
+) -> None:
     with pytest.raises(ValueError, match="would cut: give --distca-max-document-length"):
-        check_packs(arguments(**given), first)
+        check_packs(config, arguments(global_batch_size=global_batch), first)
 
 
 def test_one_s_own_documents_stand_for_all_splits() -> None:
-    args = arguments(distca_max_document_length=512)
-    assert check_blends(args, SPLITS).keys() == {"train", "valid"}
-    check_documents(args, SPLITS)
-    source = open_source(args, args.distca_documents, "train")
+    args, config = arguments(), whole(max_length=512)
+    assert check_blends(config.documents, args, SPLITS).keys() == {"train", "valid"}
+    check_documents(config, args, SPLITS)
+    source = open_source(config.documents, args, name_of(documents), "train")
     assert source.lengths.tolist() == LENGTHS.tolist()
     with pytest.raises(ValueError, match=r"documents:documents has .* tokens, but at most 256"):
-        check_documents(arguments(), SPLITS)
+        check_documents(whole(), arguments(), SPLITS)
     with pytest.raises(ValueError, match=r"holds the token .* vocabulary has 99 tokens"):
-        check_documents(arguments(vocab_size=99), SPLITS)
+        check_documents(config, arguments(vocab_size=99), SPLITS)
 
 
 @pytest.mark.parametrize(
@@ -169,7 +179,7 @@ def test_one_s_own_documents_stand_for_all_splits() -> None:
 )
 def test_a_name_of_no_function_is_refused(name: str, said: str) -> None:
     with pytest.raises(ValueError, match=said):
-        check_blends(arguments(distca_documents=name), ["train"])
+        check_blends(DocumentsConfig(function=name), arguments(), ["train"])
 
 
 def test_a_function_without_a_name_is_refused() -> None:

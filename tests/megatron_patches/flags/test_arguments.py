@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from argparse import Namespace
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 
 from distca.cost.volume import AttentionShape
 from distca.plan import LayerMasks, Mask
+from megatron_patches.flags.config import DistcaConfig
 from megatron_patches.flags.distca import (
     attention_shape,
     mask_from_args,
@@ -17,17 +19,15 @@ from megatron_patches.flags.distca import (
     masks_of_a_chunk,
 )
 from megatron_patches.flags.latent_attention import attention_parameters
-from megatron_patches.flags.latent_rows import travelling_shape
 from megatron_patches.flags.planning import schedule_config
-from megatron_patches.flags.validation import validate_distca_arguments
-from support.arguments import parse
+from support.arguments import check, parse
 
 
 def test_heads_that_no_gpu_kernel_has_are_refused(monkeypatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    validate_distca_arguments(parse("--distca", "--bf16", "--kv-channels", "96"))
+    check(parse("--distca", "--bf16", "--kv-channels", "96"))
     with pytest.raises(ValueError, match="heads of 100 elements: choose --kv-channels"):
-        validate_distca_arguments(parse("--distca", "--bf16", "--kv-channels", "100"))
+        check(parse("--distca", "--bf16", "--kv-channels", "100"))
 
 
 @pytest.mark.parametrize("text", ["100,0", "(100,0)", "(100, 0)"])
@@ -152,7 +152,7 @@ def test_what_distca_does_not_cover(flag: str, value, message: str) -> None:
     args = parse("--distca", "--pipeline-model-parallel-size", "2")
     setattr(args, flag, value)
     with pytest.raises(ValueError, match=message):
-        validate_distca_arguments(args)
+        check(args)
 
 
 @pytest.mark.parametrize(
@@ -205,21 +205,25 @@ def test_fp8_layers_with_two_nano_batches(
     args = parse("--distca", "--seq-length", "128", *flags.split(), world_size=4)
     vars(args).update({"fp8": "e4m3", "fp8_recipe": "tensorwise"} | changes)
     if message is None:
-        validate_distca_arguments(args)
+        check(args)
         return
     with pytest.raises(ValueError, match=message):
-        validate_distca_arguments(args)
+        check(args)
     args.distca_ping_pong = False
-    validate_distca_arguments(args)
+    check(args)
 
 
 def test_weights_in_lower_precision_add_to_gradients() -> None:
     args = parse("--distca", "--no-distca-ping-pong", "--distca-chain", "2")
     args.te_precision_config_file = "precision.yaml"
-    validate_distca_arguments(args)
+    check(args)
     args.gradient_accumulation_fusion = True
     with pytest.raises(ValueError, match=r"--te-precision-config-file: .* add --no-gradient"):
-        validate_distca_arguments(args)
+        check(args)
+
+
+def shape_of(args: Namespace) -> AttentionShape:
+    return schedule_config(DistcaConfig.from_args(args), args, 2).shape
 
 
 def test_latents_travel_where_servers_can_expand_them() -> None:
@@ -228,13 +232,13 @@ def test_latents_travel_where_servers_can_expand_them() -> None:
     heads = parse().num_attention_heads
     keys = AttentionShape(heads, heads, 32, 4, 16)
     latents = AttentionShape(heads, heads, 32, 4, 16, 16, 8)
-    assert schedule_config(parse(*latent), 2).shape == latents
+    assert shape_of(parse(*latent)) == latents
     off = [*latent, "--distca-latent-rows", "off"]
-    assert schedule_config(parse(*off), 2).shape == keys
+    assert shape_of(parse(*off)) == keys
     # Two ranks of a node whose links are faster than products.
     near = [*latent, "--distca-gpus-per-node", "8", "--distca-node-gb-per-s", "1e9"]
-    assert schedule_config(parse(*near), 2).shape == keys
-    assert schedule_config(parse(*near, "--distca-latent-rows", "on"), 2).shape == latents
+    assert shape_of(parse(*near)) == keys
+    assert shape_of(parse(*near, "--distca-latent-rows", "on")) == latents
     for flags, message in (
         ("--pipeline-model-parallel-size 2", "add --no-distca-pool-stages"),
         ("--distca-servers dedicated:1", "remove --distca-servers"),
@@ -244,11 +248,11 @@ def test_latents_travel_where_servers_can_expand_them() -> None:
             "mla_up_proj in --recompute-modules",
         ),
     ):
-        assert travelling_shape(parse(*latent, *flags.split(), world_size=4)).kv_rank is None
+        assert shape_of(parse(*latent, *flags.split(), world_size=4)).kv_rank is None
         with pytest.raises(ValueError, match=re.escape(message)):
             parse(*latent, *flags.split(), "--distca-latent-rows", "on", world_size=4)
     apart = "--pipeline-model-parallel-size 2 --no-distca-pool-stages".split()
-    assert travelling_shape(parse(*latent, *apart, world_size=4)).kv_rank == 16
+    assert shape_of(parse(*latent, *apart, world_size=4)).kv_rank == 16
     with pytest.raises(ValueError, match="so add that; or give auto"):
         parse("--distca", "--distca-latent-rows", "on")
 
@@ -257,7 +261,7 @@ def test_chains_go_back_last_first() -> None:
     args = parse("--distca", "--no-distca-ping-pong", "--distca-chain", "2")
     args.fp8 = "e4m3"
     with pytest.raises(ValueError, match="--distca-chain 2 is not covered by --fp8"):
-        validate_distca_arguments(args)
+        check(args)
 
 
 def test_dedicated_servers_are_no_part_of_the_model() -> None:

@@ -9,8 +9,7 @@ import pytest
 
 from megatron_patches.flags import coverage
 from megatron_patches.flags.coverage import Group
-from megatron_patches.flags.validation import validate_distca_arguments
-from support.arguments import parse
+from support.arguments import check, parse
 
 TABLES = (coverage.REFUSED, coverage.REFUSED_BY_OUR_ATTENTION, coverage.REFUSED_WITH_DISTCA)
 
@@ -103,9 +102,9 @@ def test_where_flags_are_refused(attribute: str, distca: bool, own: bool, plain:
         setattr(args, attribute, 2)
         if expected:
             with pytest.raises(ValueError, match="DistCA does not cover"):
-                validate_distca_arguments(args)
+                check(args)
         else:
-            validate_distca_arguments(args)
+            check(args)
 
 
 def test_a_single_pass_over_the_data_is_what_our_iterators_do() -> None:
@@ -114,4 +113,4 @@ def test_a_single_pass_over_the_data_is_what_our_iterators_do() -> None:
     assert args.dataloader_type == "external"
     args.dataloader_type = "cyclic"
     with pytest.raises(ValueError, match="remove --dataloader-type cyclic"):
-        validate_distca_arguments(args)
+        check(args)

@@ -11,6 +11,7 @@ import pytest
 
 from distca.cost.profile import Profile
 from distca.cost.volume import AttentionShape
+from megatron_patches.flags.config import DistcaConfig
 from megatron_patches.loop.gpt_job import GPT_JOB
 from megatron_patches.loop.parts import parse_args
 from megatron_patches.loop.preflight import check_read, check_written, lock_save
@@ -125,8 +126,9 @@ def line_of(flags: list[str], corpus: str) -> str:
     """What a run with these flags says as it ends."""
     try:
         args = accepted(flags, corpus)
-        check_read(args)
-        check_written(args)
+        config = DistcaConfig.from_args(args)
+        check_read(config, args)
+        check_written(config, args)
         lock_save(args, {})
     except ValueError as error:
         return str(error)

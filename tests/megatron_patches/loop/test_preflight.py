@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from megatron_patches.flags.config import DistcaConfig
 from megatron_patches.flags.sizes import checkpoint_bytes
 from megatron_patches.loop import preflight as module
 from megatron_patches.loop.preflight import (
@@ -75,18 +76,22 @@ def test_a_profile_of_another_shape_is_found(corpus, tmp_path) -> None:
     file = tmp_path / "profile.json"
     args = bytes_tokens(corpus, "--distca", "--distca-profile", str(Path(__file__)))
     with pytest.raises(ValueError, match="no usable profile"):
-        check_read(args)
+        check_read(DistcaConfig.from_args(args), args)
     shape, ones = AttentionShape(8, 4, 64, 2), ((1.0, 1.0), (1.0, 1.0))
     Profile((128, 256), ones, ones, shape, {}).save(file)
     args.distca_profile = file
     with pytest.raises(ValueError, match=r"was measured for .* profile that"):
-        check_read(args)
+        check_read(DistcaConfig.from_args(args), args)
+
+
+def read(args: Namespace) -> None:
+    check_read(DistcaConfig.from_args(args), args)
 
 
 def test_splits_that_are_not_read_may_be_empty(corpus) -> None:
-    check_read(bytes_tokens(corpus, "--split", "1,0,0"))
+    read(bytes_tokens(corpus, "--split", "1,0,0"))
     with pytest.raises(ValueError, match=r"the valid split of .* is empty"):
-        check_read(bytes_tokens(corpus, "--split", "1,0,0", "--eval-iters", "1"))
+        read(bytes_tokens(corpus, "--split", "1,0,0", "--eval-iters", "1"))
 
 
 def test_a_checkpoint_s_model_is_compared_before_it_is_built(tmp_path) -> None:
@@ -139,7 +144,9 @@ def test_places_that_cannot_be_written_to_are_named(flag, place, tmp_path, monke
     args = parse("--distca", "--wandb-project", "w", flag, str(path))
     args.rank = 0
     with pytest.raises(ValueError, match=f"{flag} {path} ") as refused:
-        lock_save(args, {}) if flag == "--save" else check_written(args)
+        lock_save(args, {}) if flag == "--save" else check_written(
+            DistcaConfig.from_args(args), args
+        )
     assert ": give " in str(refused.value)
     assert len(str(refused.value).splitlines()) == 1
 
@@ -147,7 +154,7 @@ def test_places_that_cannot_be_written_to_are_named(flag, place, tmp_path, monke
 def test_trying_leaves_nothing_behind(tmp_path) -> None:
     trace = tmp_path / "traces" / "trace.json"
     args = parse("--distca", "--distca-trace", str(trace), "--tensorboard-dir", str(tmp_path))
-    check_written(args)
+    check_written(DistcaConfig.from_args(args), args)
     assert list(tmp_path.rglob("*")) == [trace.parent]
 
 
@@ -161,12 +168,12 @@ def ends_of(problems: dict[int, str], save: Path | None) -> tuple[Any, list[str]
     args = parse()
     args.rank, args.save = rank, save
 
-    def check(_: Namespace) -> None:
+    def check(*_: Any) -> None:
         if rank in problems:
             raise ValueError(problems[rank])
 
     try:
-        with mock.patch.object(module, "check_read", check), preflight(args, {}):
+        with mock.patch.object(module, "check_read", check), preflight(DistcaConfig(), args, {}):
             return None, logged
     except SystemExit as end:
         return end.code, logged

@@ -17,9 +17,10 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from megatron_patches.flags.validation import validate_distca_arguments
+from megatron_patches.flags.config import DistcaConfig
 from megatron_patches.loop.job import DataIterators
 from megatron_patches.model.cuda_graphs import CudaGraphEngine, GraphedPiece, SharedTensors
+from support.arguments import check
 from support.arguments import parse as arguments_of
 from support.models import make_run, memory_stream, named_parameters, parse
 from support.pipelines import documents, flags_of
@@ -250,7 +251,9 @@ def train_and_evaluate(flags: list[str], lengths: list[int], graphs: bool) -> tu
         training.initialize(args)
         stream, device = memory_stream(lengths), torch.device("cpu")
         job, _ = make_run(args, stream)
-    maker = sources.batch_maker(args, sources.window_layout(args), device)
+    maker = sources.batch_maker(
+        DistcaConfig.from_args(args), args, sources.window_layout(args), device
+    )
     valid = TickStream(maker(stream, forward_only=True), 0, maker.micro_batches, device)
     given = job.data
     job.data = DataIterators(given.train, valid, None, end=given.end)
@@ -313,13 +316,13 @@ def test_what_is_refused(monkeypatch, flag: str, value: Any, message: str) -> No
     args.distca_cuda_graphs = True
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(ValueError, match="needs GPUs"):
-        validate_distca_arguments(args)
+        check(args)
     args.params_dtype = torch.bfloat16
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    validate_distca_arguments(args)
+    check(args)
     setattr(args, flag, value)
     with pytest.raises(ValueError, match=message):
-        validate_distca_arguments(args)
+        check(args)
 
 
 @pytest.mark.gpu

@@ -8,7 +8,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_patches.batches.resuming import NOTED
+from megatron_patches.batches.resuming import share_place_in_data
+from megatron_patches.flags.config import DistcaConfig
 from megatron_patches.pipeline.processes import Control
 from support.models import parse
 
@@ -18,8 +19,11 @@ def told(resumed: dict[str, Any]) -> dict[str, Any]:
     args = parse(["--seq-length", "128"])
     if dist.get_rank() == 0:
         vars(args).update(resumed)
-    Control(dist.group.WORLD, torch.device("cpu")).share_place_in_data(args)
-    return {name: getattr(args, name) for name in NOTED}
+    config = DistcaConfig.from_args(args)
+    control = Control(dist.group.WORLD, torch.device("cpu"))
+    config = share_place_in_data(control, config, args)
+    assert config.documents.max_length == args.distca_max_document_length
+    return {name: getattr(args, name) for name in resumed}
 
 
 @pytest.mark.parametrize("longest", [None, 1024])
@@ -31,7 +35,6 @@ def test_dedicated_servers_go_on_in_the_data_as_all_ranks_do(ranks, longest: int
         "valid_stream_start": 384,
         "distca_max_document_length": longest,
     }
-    expected = resumed | {"seq_length": 128, "data_parallel_size": 2, "distca_chain": 1}
     # The default is a window.
-    expected["distca_max_document_length"] = longest or 256
+    expected = resumed | {"distca_max_document_length": longest or 256}
     assert ranks.run(told, resumed, world_size=2) == [expected] * 2

@@ -13,18 +13,14 @@ import torch
 import torch.distributed as dist
 
 from distca.transport import TransportError
+from megatron_patches.flags.config import DistcaConfig, TransportConfig
 
 
 def choose(transport: str, device: str, ablation: str = "none") -> tuple[str, str, list[str]]:
     """The class of the transport (and of what it wraps) or the error, and what was logged."""
     from megatron_patches.pipeline import transports
 
-    args = Namespace(
-        distca_transport=transport,
-        distca_nvshmem_mode="kernel",
-        distca_ablation=ablation,
-        distributed_timeout_minutes=1,
-    )
+    config = TransportConfig(kind=transport, ablation=ablation)  # type: ignore[arg-type]
     said: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
@@ -33,7 +29,9 @@ def choose(transport: str, device: str, ablation: str = "none") -> tuple[str, st
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)
     try:
-        made = transports.make_transport(args, dist.group.WORLD, torch.device(device))
+        made = transports.make_transport(
+            config, dist.group.WORLD, torch.device(device), timedelta(minutes=1)
+        )
         names = type(made).__name__, type(getattr(made, "_inner", None)).__name__
         made.close()
     except TransportError as error:
@@ -109,7 +107,7 @@ def test_an_exchange_takes_as_many_of_a_gpus_blocks_as_the_flag_says(
     )
     for flags, blocks in (((), 8), (("--distca-nccl-max-ctas", "16"), 16)):
         args = parse("--distca", *flags, world_size=1)
-        servers.find_servers(args, torch.device("cpu"), processes)
+        servers.find_servers(DistcaConfig.from_args(args), args, torch.device("cpu"), processes)
         assert made[-1].config.max_ctas == blocks
         assert made[-1].is_high_priority_stream
         assert made[-1]._timeout == timedelta(minutes=args.distributed_timeout_minutes)
@@ -130,5 +128,7 @@ def test_a_scheduler_that_knows_no_machines_is_warned_of(caplog, flags, machines
     from megatron_patches.pipeline.servers import warn_of_distances
     from support.arguments import parse
 
-    warn_of_distances(parse("--distca", *flags.split(), world_size=len(machines)), machines)
+    args = parse("--distca", *flags.split(), world_size=len(machines))
+    scheduling = DistcaConfig.from_args(args).scheduling
+    warn_of_distances(scheduling, args.tensor_model_parallel_size, machines)
     assert ("give --distca-gpus-per-node 4" in caplog.text) == warns

@@ -1,0 +1,280 @@
+"""What the `--distca` flags say, as one value that is made of Megatron-LM's parsed arguments.
+
+Nothing else reads these flags: functions take a `DistcaConfig`, or the part of it that they need.
+"""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from dataclasses import dataclass
+from pathlib import Path
+
+from distca.cost.latent_rows import LatentRows
+from distca.cost.link import Links
+from distca.cost.volume import BackwardInputs
+from distca.schedule import ExecutionOptions
+from distca.schedule.program import Ablation
+from distca.transport.collective import MAX_CTAS, MOST_CTAS
+from distca.transport.nvshmem import Mode
+
+
+@dataclass(frozen=True)
+class TransportConfig:
+    """Choice of what moves rows.
+
+    Attributes:
+        kind: auto, collective, shm or nvshmem.
+        nvshmem_mode: what nvshmem copies by.
+        nccl_max_ctas: most thread blocks of an exchange over NCCL.
+        ablation: what measurements leave out; none: nothing.
+    """
+
+    kind: str = "collective"
+    nvshmem_mode: Mode = "kernel"
+    nccl_max_ctas: int = MAX_CTAS
+    ablation: Ablation = "none"
+
+    def check(self) -> None:
+        """Checks the values against each other.
+
+        Raises:
+            ValueError: the message says what to do.
+        """
+        if self.nvshmem_mode != "kernel" and self.kind in ("collective", "shm"):
+            raise ValueError(
+                f"--distca-nvshmem-mode {self.nvshmem_mode} says how nvshmem copies, but "
+                f"--distca-transport is {self.kind}: remove one of the two"
+            )
+        blocks = self.nccl_max_ctas
+        if not 1 <= blocks <= MOST_CTAS or blocks & (blocks - 1):
+            raise ValueError(
+                f"--distca-nccl-max-ctas {blocks} is no power of two from 1 to {MOST_CTAS}, to "
+                "which NCCL rounds it up: use 8, or 16 where the GPUs of one machine exchange most"
+            )
+
+
+@dataclass(frozen=True)
+class DocumentsConfig:
+    """Choice of the documents, and how they are cut; applies without `--distca`, too.
+
+    Attributes:
+        max_length: most tokens of a piece of a document, or of a pack of whole ones; None: those
+            of a window.
+        whole: whether documents stay whole, in packs.
+        function: `MODULE:FUNCTION` that gives the documents; None: Megatron-LM's flags name files.
+        conversations: whether files hold conversations (`--sft`).
+    """
+
+    max_length: int | None = None
+    whole: bool = False
+    function: str | None = None
+    conversations: bool = False
+
+    def __post_init__(self) -> None:
+        if self.max_length is not None and self.max_length < 1:
+            raise ValueError(f"--distca-max-document-length {self.max_length} must be at least 1")
+        if self.conversations and self.function is not None:
+            raise ValueError(
+                "--sft reads --data-path, but --distca-documents gives other documents: remove one"
+            )
+
+
+@dataclass(frozen=True)
+class SchedulingConfig:
+    """Choice of the scheduler, and what binds it.
+
+    Attributes:
+        scheduler: name of the scheduler.
+        free_placement: whether the scheduler chooses where documents lie.
+        tolerance: fraction by which a server's load may exceed the mean.
+        max_buffer_bytes: most bytes that a server receives for a layer; None: no bound.
+        server_speeds: relative speed of each server; None: all are alike.
+        context_parallel_size: ranks that share documents in the baselines; None: as few as needed.
+        pool_stages: whether the servers of all pipeline stages share tasks.
+        max_in_flight: most micro-batches whose activations a stage keeps; None: no bound.
+        profile: file of measured kernel times; None: loads are pair counts.
+        gpus_per_node: GPUs that share a node.
+        node_gb_per_s: speed of links inside a node, GB/s of a GPU and direction.
+        network_gb_per_s: speed of links between nodes, GB/s of a GPU and direction.
+    """
+
+    scheduler: str = "tiles"
+    free_placement: bool = True
+    tolerance: float = 0.1
+    max_buffer_bytes: int | None = None
+    server_speeds: tuple[float, ...] | None = None
+    context_parallel_size: int | None = None
+    pool_stages: bool = True
+    max_in_flight: int | None = None
+    profile: Path | None = None
+    gpus_per_node: int = 1
+    node_gb_per_s: float = 450.0
+    network_gb_per_s: float = 50.0
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.tolerance < 1:
+            raise ValueError(
+                f"--distca-tolerance {self.tolerance} is out of range: give a fraction of the "
+                "mean load from 0 to below 1, such as 0.1"
+            )
+
+    @property
+    def shares_tokens_unevenly(self) -> bool:
+        """Whether ranks may own different numbers of tokens."""
+        return self.scheduler == "wlb-llm" and self.free_placement
+
+    def links(self, tensor_parallel_size: int) -> Links:
+        """Returns the links between the servers of one tensor-parallel index."""
+        return Links(
+            max(1, self.gpus_per_node // tensor_parallel_size),
+            self.node_gb_per_s,
+            self.network_gb_per_s,
+        )
+
+    def check(self) -> None:
+        """Checks the values against each other.
+
+        Raises:
+            ValueError: the message says what to do.
+        """
+        if self.gpus_per_node < 1:
+            raise ValueError(f"--distca-gpus-per-node {self.gpus_per_node} must be at least 1")
+        for kind, speed in (("node", self.node_gb_per_s), ("network", self.network_gb_per_s)):
+            if not 0 < speed < float("inf"):
+                raise ValueError(f"--distca-{kind}-gb-per-s {speed} must be positive")
+        for flag, value in (
+            ("max-buffer-bytes", self.max_buffer_bytes),
+            ("server-speeds", self.server_speeds),
+        ):
+            if value is not None and self.scheduler != "tiles":
+                raise ValueError(
+                    f"--distca-{flag} binds the scheduler tiles alone, not {self.scheduler}: "
+                    "remove one of the two"
+                )
+        if self.max_buffer_bytes is not None and self.max_buffer_bytes < 0:
+            raise ValueError(
+                f"--distca-max-buffer-bytes {self.max_buffer_bytes} must not be negative"
+            )
+        if self.profile is not None and not self.profile.is_file():
+            raise ValueError(
+                f"--distca-profile {self.profile} does not exist: make one with `distca profile "
+                f"--output {self.profile}`"
+            )
+
+
+@dataclass(frozen=True)
+class TraceConfig:
+    """Choice of the iterations on a timeline.
+
+    Attributes:
+        path: file of the timeline.
+        first: first iteration, counted from 1 in a process.
+        last: last iteration.
+    """
+
+    path: Path
+    first: int = 2
+    last: int = 3
+
+
+@dataclass(frozen=True)
+class DistcaConfig:
+    """What the `--distca` flags say.
+
+    Attributes:
+        enabled: whether core attention is disaggregated (`--distca`); else only `documents` and
+            `chain` apply.
+        documents: documents of the run.
+        scheduling: scheduler.
+        transport: what moves rows.
+        trace: timeline; None: none is written.
+        dedicated: processes at the end of the job that only serve.
+        backward: whether the backward pass sends the kernels' inputs again (`resend`), or servers
+            keep them (`keep`).
+        latent_rows: whether latents travel for keys and values: `auto`, `on` or `off`.
+        ping_pong: whether a micro-batch runs as two nano-batches.
+        cuda_graphs: whether layers are replayed as CUDA graphs.
+        chain: number of micro-batches in turn that share documents.
+    """
+
+    enabled: bool = False
+    documents: DocumentsConfig = DocumentsConfig()
+    scheduling: SchedulingConfig = SchedulingConfig()
+    transport: TransportConfig = TransportConfig()
+    trace: TraceConfig | None = None
+    dedicated: int = 0
+    backward: BackwardInputs = "resend"
+    latent_rows: LatentRows = "auto"
+    ping_pong: bool = True
+    cuda_graphs: bool = False
+    chain: int = 1
+
+    def __post_init__(self) -> None:
+        if self.chain < 1:
+            raise ValueError(f"--distca-chain {self.chain} must be at least 1")
+        if self.enabled:
+            self.scheduling.check()
+            self.transport.check()
+
+    @classmethod
+    def from_args(cls, args: Namespace) -> DistcaConfig:
+        """Makes the value of Megatron-LM's parsed arguments.
+
+        Raises:
+            ValueError: a value is out of range, or two do not go together.
+        """
+        speeds, trace = args.distca_server_speeds, args.distca_trace
+        return cls(
+            enabled=args.distca,
+            documents=DocumentsConfig(
+                max_length=args.distca_max_document_length,
+                whole=args.distca_whole_documents or args.sft,
+                function=args.distca_documents,
+                conversations=args.sft,
+            ),
+            scheduling=SchedulingConfig(
+                scheduler=args.distca_scheduler,
+                free_placement=args.distca_placement == "free",
+                tolerance=args.distca_tolerance,
+                max_buffer_bytes=args.distca_max_buffer_bytes,
+                server_speeds=None if speeds is None else tuple(speeds),
+                context_parallel_size=args.distca_context_parallel_size,
+                pool_stages=args.distca_pool_stages,
+                max_in_flight=args.distca_max_in_flight,
+                profile=args.distca_profile,
+                gpus_per_node=args.distca_gpus_per_node,
+                node_gb_per_s=args.distca_node_gb_per_s,
+                network_gb_per_s=args.distca_network_gb_per_s,
+            ),
+            transport=TransportConfig(
+                kind=args.distca_transport,
+                nvshmem_mode=args.distca_nvshmem_mode,
+                nccl_max_ctas=args.distca_nccl_max_ctas,
+                ablation=args.distca_ablation,
+            ),
+            trace=None if trace is None else TraceConfig(trace, *args.distca_trace_iterations),
+            dedicated=args.distca_servers if args.distca else 0,
+            backward=args.distca_backward,
+            latent_rows=args.distca_latent_rows,
+            ping_pong=args.distca_ping_pong,
+            cuda_graphs=args.distca_cuda_graphs,
+            chain=args.distca_chain,
+        )
+
+    def execution_options(self, chunks: int, forward_only: bool = False) -> ExecutionOptions:
+        """Returns how global batches run.
+
+        Args:
+            chunks: number of model chunks of each pipeline stage.
+            forward_only: whether they are evaluations.
+        """
+        return ExecutionOptions(
+            scheduler=self.scheduling.scheduler,
+            free_placement=self.scheduling.free_placement,
+            ping_pong=self.ping_pong,
+            pool_stages=self.scheduling.pool_stages,
+            chunks=chunks,
+            max_in_flight=self.scheduling.max_in_flight,
+            forward_only=forward_only,
+            chain=self.chain,
+        )
