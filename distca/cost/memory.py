@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from distca.cost.partial_rows import RankRows, rank_rows
+from distca.cost.rows import RankRows, rank_rows
 from distca.cost.volume import (
     AttentionShape,
     BackwardInputs,

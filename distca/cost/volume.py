@@ -187,7 +187,7 @@ class AttentionShape:
 
 @dataclass(frozen=True)
 class Messages:
-    """A table: `source[i]` sends `sizes[i]` bytes to another rank, `destination[i]`.
+    """A table: `source[i]` sends `sizes[i]` bytes, or rows, to another rank, `destination[i]`.
 
     Each pair of ranks is in it once at most. All columns are int64 `[pairs]`.
     """

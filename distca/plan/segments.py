@@ -52,8 +52,10 @@ class Segments:
         """
         arriving = np.where(self.owner == self.server, 0, self.lengths)
         before = np.cumsum(arriving) - arriving
-        first = np.searchsorted(self.server, self.server)
-        arrival = before - before[first]
+        opens = np.zeros(len(before), dtype=bool)
+        opens[1:] = self.server[1:] != self.server[:-1]
+        # What arrives in all only grows, so the last server's first row is the most of them.
+        arrival = before - np.maximum.accumulate(np.where(opens, before, 0))
         return np.where(arriving > 0, local[self.server] + arrival, self.owner_row)
 
     def moved(self) -> tuple[Int64s, Int64s, Int64s]:

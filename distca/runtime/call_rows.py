@@ -8,7 +8,7 @@ from itertools import pairwise
 import numpy as np
 import torch
 
-from distca.cost.partial_rows import copied_in_pieces
+from distca.cost.rows import copied_in_pieces
 from distca.plan.span import Bools, Int64s
 
 
@@ -74,7 +74,7 @@ CallRows = Piece | Gather | Pieces | GatherBoth
 
 
 def find_call_rows(served: Int64s, local: int) -> CallRows:
-    """Finds rows of a call in memory, as `distca.cost.partial_rows.CallRowCounts` counts them.
+    """Finds rows of a call in memory, as `distca.cost.rows.CallRowCounts` counts them.
 
     Args:
         served: served rows of the call's tasks, one task after the other: local rows have their own

@@ -22,9 +22,10 @@ import numpy as np
 import torch
 
 from distca.attention.merge import Merges, Sums
+from distca.cost.rows import KindRows, rows_of_kinds, sent_rows
 from distca.cost.volume import Messages
-from distca.plan import Mask, Plan, Segments, Tasks
-from distca.plan.span import Int64s, cut_at, expand_ranges
+from distca.plan import Mask, Plan, Tasks
+from distca.plan.span import Int64s
 from distca.runtime.call_rows import CallRows, find_call_rows
 from distca.runtime.messages import MessageLayout, PeerRows, RowTypes, message_layout, peer_rows
 from distca.transport import Direction
@@ -209,30 +210,27 @@ def build_exchange(plan: Plan, rank: int, latents: bool = False) -> Exchange:
         latents: whether latents travel instead of keys and values.
     """
     world_size = plan.world_size
-    q_segments = plan.q_segments
-    kv_segments = plan.kv_segments
-    # Cached prefixes have no queries here.
-    own, with_prefixes = plan.own_tokens_per_rank(), plan.placement.tokens_per_rank()
+    kinds = rows_of_kinds(plan, rank)
     # Sizes of these messages are rows.
-    moved_q, moved_kv = (Messages(*each.moved(), world_size) for each in (q_segments, kv_segments))
+    moved_q, moved_kv = (Messages(*each.segments.moved(), world_size) for each in kinds)
     outgoing = peer_rows(*sent_by(rank, moved_q), *sent_by(rank, moved_kv))
     incoming = peer_rows(*sent_by(rank, moved_q.back), *sent_by(rank, moved_kv.back))
-    q_served = _ServedRows(q_segments, rank, int(own[rank]))
-    kv_served = _ServedRows(kv_segments, rank, int(with_prefixes[rank]))
     mine = plan.tasks[plan.tasks.server == rank]
-    shapes, q_computed, kv_computed = [], [], []
-    for causal in (False, True):
-        tasks = mine[mine.ends_on_diagonal == causal]
-        if len(tasks):
-            offset = plan.document_offsets[tasks.document]
-            q_computed.append(q_served.of(offset + tasks.q_start, offset + tasks.q_end))
-            kv_computed.append(kv_served.of(offset + tasks.kv_start, offset + tasks.kv_end))
-            shapes.append((tasks, causal))
+    shapes = [shape for shape in (False, True) if (mine.ends_on_diagonal == shape).any()]
+    q_served, kv_served = (
+        _served_rows(kind, rank, moved.received(), shapes)
+        for kind, moved in zip(kinds, (moved_q, moved_kv), strict=True)
+    )
     calls = [
-        _kernel_call(*shape, find_call_rows(q, q_served.local), find_call_rows(kv, kv_served.local))
-        for shape, q, kv in zip(shapes, q_computed, kv_computed, strict=True)
+        _kernel_call(
+            mine[mine.ends_on_diagonal == causal],
+            causal,
+            find_call_rows(q, q_served.local),
+            find_call_rows(kv, kv_served.local),
+        )
+        for causal, q, kv in zip(shapes, q_served.calls, kv_served.calls, strict=True)
     ]
-    of_q, of_kv = _parts(q_served, q_computed), _parts(kv_served, kv_computed, not latents)
+    of_q, of_kv = _parts(q_served), _parts(kv_served, not latents)
     q = _rows(q_served, of_q, outgoing[0], incoming[0], bool(moved_q.sizes.any()))
     kv = _rows(kv_served, of_kv, outgoing[1], incoming[1], bool(moved_kv.sizes.any()))
     if latents and kv.sent:
@@ -258,38 +256,34 @@ def sent_by(rank: int, moved: Messages) -> tuple[Int64s, Int64s]:
     return mine.received(), lower.received()
 
 
+@dataclass(frozen=True)
 class _ServedRows:
-    """Finds the served rows of spans of global positions on one server.
+    """Row numbers of one kind on this rank.
 
     Attributes:
-        local: rows that the rank owns.
-        served: rows that its kernels can use.
-        send: local rows to send, sorted by destination.
+        local: number of rows that it owns.
+        received: number of rows that arrive.
+        send: local rows to send, sorted by destination, int64.
+        calls: served rows that each kernel call takes, int64.
+        in_order: whether one call takes all served rows in their order.
     """
 
-    def __init__(self, segments: Segments, rank: int, local: int) -> None:
-        away = segments.select((segments.owner == rank) & (segments.server != rank))
-        # Segments are sorted by server, then owner and position, so one owner's are by server.
-        self.send = expand_ranges(away.owner_row, away.lengths)
-        needed = segments.select(segments.server == rank)
-        is_local = needed.owner == rank
-        received_lengths = np.where(is_local, 0, needed.lengths)
-        arrival = np.cumsum(received_lengths) - received_lengths
-        row = np.where(is_local, needed.owner_row, local + arrival)
-        order = np.argsort(needed.start)
-        self._start = needed.start[order]
-        self._row = row[order]
-        self.local, self.served = local, local + int(received_lengths.sum())
+    local: int
+    received: int
+    send: Int64s
+    calls: tuple[Int64s, ...]
+    in_order: bool
 
-    def of(self, starts: Int64s, ends: Int64s) -> Int64s:
-        """Served rows of the spans, one span after the other, int64."""
-        _, starts, ends = cut_at(starts, ends, self._start)
-        segment = np.searchsorted(self._start, starts, side="right") - 1
-        return expand_ranges(self._row[segment] + starts - self._start[segment], ends - starts)
 
-    def are_all(self, rows: Int64s) -> bool:
-        """Whether rows are all served rows in order."""
-        return np.array_equal(rows, np.arange(self.served))
+def _served_rows(kind: KindRows, rank: int, received: Int64s, shapes: list[bool]) -> _ServedRows:
+    spans = kind.call_spans()
+    return _ServedRows(
+        int(kind.local[rank]),
+        int(received[rank]),
+        sent_rows(kind.segments, rank),
+        tuple(spans.rows(causal) for causal in shapes),
+        bool(spans.in_order(kind.local + received)[rank]),
+    )
 
 
 def _kernel_call(tasks: Tasks, causal: bool, q_rows: CallRows, kv_rows: CallRows) -> KernelCall:
@@ -327,22 +321,19 @@ class _Parts:
     local: Int64s | None
 
 
-def _parts(served: _ServedRows, calls: list[Int64s], come_back: bool = True) -> _Parts:
+def _parts(served: _ServedRows, come_back: bool = True) -> _Parts:
     """Parts of rows of one kind.
 
     Args:
-        served: served rows of the kind.
-        calls: served rows of each kernel call.
+        served: rows of the kind.
         come_back: whether parts of the rows that are sent come back.
     """
-    computed = np.concatenate([np.zeros(0, dtype=np.int64), *calls])
-    in_order = len(calls) == 1 and served.are_all(calls[0])
+    computed = np.concatenate([np.zeros(0, dtype=np.int64), *served.calls])
     returned = served.send if come_back else served.send[:0]
-    alone = in_order and not len(returned)
+    alone = served.in_order and not len(returned)
     own = np.concatenate([np.where(computed < served.local, computed, -1), returned])
-    return _Parts(
-        len(computed), None if in_order else computed - served.local, None if alone else own
-    )
+    received = None if served.in_order else computed - served.local
+    return _Parts(len(computed), received, None if alone else own)
 
 
 def _rows(
@@ -358,7 +349,7 @@ def _rows(
         outgoing,
         incoming,
         parts.number,
-        None if parts.received is None else _sums(parts.received, served.served - served.local),
+        None if parts.received is None else _sums(parts.received, served.received),
         None if parts.local is None else _sums(parts.local, served.local),
         move,
     )

@@ -15,7 +15,7 @@ from __future__ import annotations
 import numpy as np
 
 from distca.cost.memory import FLOAT32_BYTES
-from distca.cost.partial_rows import PartialRows, RankRows
+from distca.cost.rows import PartialRows, RankRows
 from distca.cost.volume import AttentionShape, BackwardInputs, in_pieces
 from distca.plan.span import Bools, Int64s
 from distca.schedule.program import Pass

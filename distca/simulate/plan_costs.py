@@ -12,7 +12,7 @@ from distca.cost.kernel_memory import kernel_memory
 from distca.cost.kernel_time import CostModel
 from distca.cost.link import Links
 from distca.cost.memory import CoreAttentionMemory, memory_of_rows
-from distca.cost.partial_rows import RankRows, rank_rows
+from distca.cost.rows import RankRows, rank_rows
 from distca.cost.volume import (
     BACKWARD_PHASES,
     FORWARD_PHASES,
@@ -23,7 +23,7 @@ from distca.cost.volume import (
     plan_bytes,
 )
 from distca.plan import Plan
-from distca.plan.span import Floats, Int64s, distinct
+from distca.plan.span import Floats, Int64s
 from distca.schedule.base import server_loads
 from distca.schedule.program import Pass
 from distca.simulate.cluster import Cluster
@@ -140,17 +140,16 @@ class PlanCosts:
     @cached_property
     def _kernel_calls(self) -> Int64s:
         """Kernel calls of each server: one for each task shape that it has."""
-        tasks = self.plan.tasks
-        shapes = distinct(tasks.server * 2 + tasks.ends_on_diagonal) // 2
-        return np.bincount(shapes, minlength=self.plan.world_size)
+        q, _ = self.rows
+        return np.sum([call.rows > 0 for call in q.calls], axis=0)  # type: ignore[no-any-return]
 
     @cached_property
     def _expansion_seconds(self) -> Floats:
         """Time in which each server expands the latents that arrive, forward, `[servers]`; backward
         it does so again and makes the gradients of latents and weight."""
-        _, received = self.plan.kv_segments.moved_per_rank(self.plan.world_size)
+        _, kv = self.rows
         rate = self.cluster.peak_tflops * 1e12 * self.cluster.linear_mfu
-        return received.astype(np.float64) * (self.shape.expansion_flops / rate)
+        return kv.received.astype(np.float64) * (self.shape.expansion_flops / rate)
 
     def _pass(self, direction: Pass, phases: tuple[str, str], factor: float) -> PassCosts:
         """Works out a pass, whose kernels take `factor` times those of the forward pass."""

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from distca.cost import partial_rows
-from distca.cost.partial_rows import CallRowCounts
+from distca.cost import rows as cost_rows
+from distca.cost.rows import CallRowCounts
 from distca.runtime.call_rows import Gather, GatherBoth, Piece, Pieces, find_call_rows
 from support.served_rows import taken_rows
 
@@ -14,7 +14,7 @@ from support.served_rows import taken_rows
 @pytest.mark.parametrize("piece_rows", [1, 4, 512])
 def test_rows_are_those_of_the_tasks(piece_rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of random spans of local and received rows, also of none, also repeated."""
-    monkeypatch.setattr(partial_rows, "PIECE_ROWS", piece_rows)
+    monkeypatch.setattr(cost_rows, "PIECE_ROWS", piece_rows)
     rng, kinds = np.random.default_rng(piece_rows), set()
     for _ in range(400):
         local, received = (int(rng.integers(0, 40)) for _ in range(2))
@@ -30,7 +30,7 @@ def test_rows_are_those_of_the_tasks(piece_rows: int, monkeypatch: pytest.Monkey
 
 
 def test_what_is_copied_is_counted() -> None:
-    """Indices and rows by `distca.cost.partial_rows` are those of the runtime."""
+    """Indices and rows by `distca.cost.rows` are those of the runtime."""
     rng = np.random.default_rng(3)
     for _ in range(200):
         local, longest = 3000, int(rng.choice([30, 2000]))
@@ -48,7 +48,7 @@ def test_what_is_copied_is_counted() -> None:
         elif isinstance(found, Gather):
             indices = len(found.rows)
         elif isinstance(found, Pieces):
-            assert len(found.pieces) == pieces <= partial_rows.MOST_PIECES
+            assert len(found.pieces) == pieces <= cost_rows.MOST_PIECES
         assert counted.overwritten.tolist() == [overwritten]
         assert counted.indices.tolist() == [indices]
         assert counted.taken.tolist() == [0 if isinstance(found, Piece) else len(rows)]

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from benchmarks.kernels.host_cost import RankAlone, launches_of, plan_for, worst_rank
-from distca.cost import partial_rows
+from distca.cost import rows as cost_rows
 from distca.plan import Placement, Plan, Tasks, validate_plan
 from distca.runtime import Exchange, exchange
 
@@ -55,7 +55,7 @@ def test_launches_do_not_grow_with_servers(
     """Neither those of the busiest rank of a plan that a scheduler makes, nor those of a rank that
     shares its queries with all others, and theirs with them; also where a kernel call's rows are
     copied in pieces, be they as short as here."""
-    monkeypatch.setattr(partial_rows, "PIECE_ROWS", piece_rows)
+    monkeypatch.setattr(cost_rows, "PIECE_ROWS", piece_rows)
     found = []
     for number in servers:
         plan = make(number)

@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 from distca.attention import select_kernel
 from distca.cost.kernel_memory import kernel_memory
 from distca.cost.memory import CoreAttentionMemory, plan_memory
-from distca.cost.partial_rows import rank_rows
+from distca.cost.rows import rank_rows
 from distca.cost.volume import AttentionShape, plan_bytes
 from distca.plan import Mask, Placement, Plan, Tasks, validate_plan
 from distca.runtime import Buffers, CoreAttention, build_exchange

@@ -11,9 +11,10 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from distca.cost import partial_rows, volume
+from distca.cost import rows as cost_rows
+from distca.cost import volume
 from distca.cost.memory import plan_memory
-from distca.cost.partial_rows import rank_rows
+from distca.cost.rows import rank_rows
 from distca.cost.volume import (
     BACKWARD_PHASES,
     FORWARD_PHASES,
@@ -184,7 +185,7 @@ def test_the_simulator_counts_what_the_runtime_copies(
     """Rows of both kinds to some ranks are put together, or written in pieces; kernel calls gather
     rows of both memories, or copy them in pieces."""
     monkeypatch.setattr(volume, "PIECE_BYTES", piece_bytes)
-    monkeypatch.setattr(partial_rows, "PIECE_ROWS", piece_rows)
+    monkeypatch.setattr(cost_rows, "PIECE_ROWS", piece_rows)
     options = ExecutionOptions(scheduler, ping_pong=False, free_placement=free_placement)
     lengths = long_tailed_lengths(0, 4 * 2048, 500, 8192)
     planned = plan_global_batch([lengths], 1, 4, ScheduleConfig(shape=SHAPE), options)

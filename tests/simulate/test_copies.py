@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from distca.cost.partial_rows import rank_rows
+from distca.cost.rows import rank_rows
 from distca.cost.volume import PHASES, plan_bytes
 from distca.schedule import ExecutionOptions
 from distca.simulate import (

@@ -20,6 +20,7 @@ from functools import cached_property
 import numpy as np
 import torch
 
+from distca.cost.rows import sent_rows
 from distca.cost.volume import Messages
 from distca.plan import Mask, Plan, Segments, SteppedPlan, Tasks
 from distca.plan.span import Bools, Int64s, cut_at, distinct, expand_ranges
@@ -266,8 +267,8 @@ def _step(
     by_server = [theirs.select(theirs.server == each) for each in distinct(theirs.server)]
     return ExchangeStep(
         dispatch=step_messages(rank, q, kv),
-        send_q=index_of(_sent(segments.q, rank)),
-        send_kv=local.parts(_sent(segments.kv, rank)),
+        send_q=index_of(sent_rows(segments.q, rank)),
+        send_kv=local.parts(sent_rows(segments.kv, rank)),
         calls=tuple(calls),
         combine=step_messages(rank, outputs.back, replace(outputs, sizes=0 * outputs.sizes)),
         results=index_of(results),
@@ -282,12 +283,6 @@ def step_messages(rank: int, q: Messages, kv: Messages) -> StepMessages:
         peer_rows(*sent_by(rank, q.back), *sent_by(rank, kv.back)),
         bool(q.sizes.any() or kv.sizes.any()),
     )
-
-
-def _sent(segments: Segments, rank: int) -> Int64s:
-    """Rows that this rank sends, sorted by destination."""
-    away = segments.select((segments.owner == rank) & (segments.server != rank))
-    return expand_ranges(away.owner_row, away.lengths)
 
 
 def _sequences(
