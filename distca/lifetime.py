@@ -100,7 +100,7 @@ class EndAtSignals:
 
 
 def _is_importing(frame: FrameType | None) -> bool:
-    """Whether a module is being imported where a signal came."""
+    """Returns whether a module is being imported where a signal came."""
     while frame is not None and not frame.f_code.co_filename.startswith("<frozen importlib."):
         frame = frame.f_back
     return frame is not None

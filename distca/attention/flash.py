@@ -47,7 +47,8 @@ class _Placed:
         return {table: self.keys.table, "seqused_k": self.keys.tensors[1]}
 
     def window(self, unbounded: int | None) -> dict[str, int | None]:
-        """The window's arguments; `unbounded` is what the package writes for a side without one."""
+        """Returns the window's arguments; `unbounded` is what the package writes for a side without
+        one."""
         left = self.tasks.window_left
         bounds = (unbounded, unbounded) if left is None else (left, 0)
         return dict(zip(("window_size_left", "window_size_right"), bounds, strict=True))

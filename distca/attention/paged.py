@@ -64,7 +64,7 @@ class PagedKeys:
             yield slot, slot + end - begin
 
     def slots(self, device: torch.device) -> torch.Tensor:
-        """The slots of all tasks' keys, one task after the other, int64."""
+        """Returns the slots of all tasks' keys, one task after the other, int64."""
         begins, ends = np.array([run for runs in self.runs for run in runs]).reshape(-1, 2).T
         return torch.from_numpy(expand_ranges(begins, ends - begins)).to(device)
 

@@ -49,7 +49,8 @@ def attend(
 def task_visibility(
     queries: int, keys: int, *, causal: bool, window_left: int | None = None
 ) -> torch.Tensor:
-    """Whether each query of a task sees each key (`KernelTasks`): bool `[queries, keys]`."""
+    """Returns whether each query of a task sees each key (`KernelTasks`): bool
+    `[queries, keys]`."""
     if not causal:
         return torch.ones(queries, keys, dtype=torch.bool)
     distance = torch.arange(queries)[:, None] + (keys - queries) - torch.arange(keys)[None, :]
@@ -60,7 +61,7 @@ def task_visibility(
 def document_visibility(
     lengths: list[int], window_left: int | None = None, attention_chunk: int | None = None
 ) -> torch.Tensor:
-    """Whether each token of packed documents sees each other: bool `[tokens, tokens]`.
+    """Returns whether each token of packed documents sees each other: bool `[tokens, tokens]`.
 
     With `attention_chunk` tokens see their own chunk of so many tokens of the document alone.
     """

@@ -143,7 +143,8 @@ class CappedCpuAttention:
         attn_mask: torch.Tensor | None,
         scale: float,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Masked scores of some rows, `[kv_heads, group, rows, keys]`, and the cap's derivative."""
+        """Returns the masked scores of some rows, `[kv_heads, group, rows, keys]`, and the cap's
+        derivative."""
         key = k[0, :, None, keys].float().transpose(-1, -2)
         bounded = torch.tanh(_by_group(q[0, :, rows].float(), k) @ key * (scale / self.softcap))
         scores = bounded * self.softcap

@@ -139,7 +139,7 @@ class TorchCpuKernel:
 
 
 def _forward_of(tasks: KernelTasks) -> Callable[..., Outputs]:
-    """The operator that computes a tile."""
+    """Returns the operator that computes a tile."""
     return _FORWARD if tasks.softcap is None else CappedCpuAttention(tasks.softcap).forward
 
 

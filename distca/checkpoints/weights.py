@@ -102,7 +102,7 @@ def find_problems(
 
 
 def _fits(sources: Sequence[Source], shape: tuple[int, ...]) -> bool:
-    """Whether tensors have the shape of a parameter, or give it if they are joined.
+    """Returns whether tensors have the shape of a parameter, or give it if they are joined.
 
     transformers joins those of all experts: it stacks the ones of each pattern by their experts'
     numbers, and concatenates the stacks, such as `gate_proj` and `up_proj`, by rows.

@@ -1,10 +1,11 @@
 """Measured kernel times over a grid of lengths, and predictions from them (paper, Section 4.2).
 
 `distca profile` (`distca.runtime.kernel_timing`) measures both task shapes: full rectangles, and
-tasks that end on the diagonal, many of each in a call. A prediction interpolates the rate, in pairs a second, bilinearly
-between the four nearest grid points, in the logarithms of lengths and rates. Beyond the grid, where
-the kernel is saturated, the rate is that of the grid's edge. So a short query is as slow with more
-keys than the grid has as with the most it has: measure up to the lengths that matter.
+tasks that end on the diagonal, many of each in a call. A prediction interpolates the rate, in pairs
+a second, bilinearly between the four nearest grid points, in the logarithms of lengths and rates.
+Beyond the grid, where the kernel is saturated, the rate is that of the grid's edge. So a short
+query is as slow with more keys than the grid has as with the most it has: measure up to the lengths
+that matter.
 """
 
 from __future__ import annotations

@@ -41,13 +41,14 @@ class KeptKeys:
         )
 
     def of_step(self, step: int) -> KeptKeys:
-        """The rows of one step, sorted by (server, owner, start)."""
+        """Returns the rows of one step, sorted by (server, owner, start)."""
         mine = np.flatnonzero(self.step == step)
         by = np.lexsort((self.start[mine], self.owner[mine], self.server[mine]))
         return self.select(mine[by])
 
     def moved(self) -> tuple[Int64s, Int64s, Int64s]:
-        """Rows of single heads that travel: `(owner, server, rows)` of each pair of ranks."""
+        """Returns the rows of single heads that travel: `(owner, server, rows)` of each pair of
+        ranks."""
         ranks = int(max(self.owner.max(initial=0), self.server.max(initial=0))) + 1
         pairs, where = np.unique(self.server * ranks + self.owner, return_inverse=True)
         rows = np.zeros(len(pairs), dtype=np.int64)

@@ -132,7 +132,7 @@ def _pairs_at_or_before(q_start: Any, q_end: Any, kv_start: Any, kv_end: Any) ->
 
 
 def _ramp(x: Any, top: Any) -> Any:
-    """The sum over `i < x` (from minus infinity) of `clip(i + 1, 0, top)`."""
+    """Returns the sum over `i < x` (from minus infinity) of `clip(i + 1, 0, top)`."""
     # Planning calls this very often with few rectangles, for which `np.clip` and `//` are slower.
     rising = np.minimum(np.maximum(x, 0), top)
     flat = np.maximum(x - top, 0)

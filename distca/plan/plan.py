@@ -94,7 +94,7 @@ class Plan:
         return self._needed(self.tasks.kv_start, self.tasks.kv_end, rows)
 
     def owners(self, position: Int64s) -> PlacedTokens:
-        """Where tokens are, by their global positions: rows count cached ones, too."""
+        """Returns where tokens are, by their global positions: rows count cached ones, too."""
         rows = self.placement.first_rows()
         return find_tokens(self.placement, self.document_offsets, rows, position)
 

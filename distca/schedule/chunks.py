@@ -77,7 +77,7 @@ class _Chunks:
         return _Chunks(size, document, start, own, np.cumsum(counts) - counts)
 
     def cut(self, placement: Placement) -> Placement:
-        """A placement of the documents as one of the chunks."""
+        """Returns a placement of the documents as one of the chunks."""
         cut = placement.cut_every(self.size)
         chunk = cut.start // self.size
         moved = chunk * self.size
@@ -89,7 +89,7 @@ class _Chunks:
         )
 
     def placed(self, placement: Placement) -> Placement:
-        """A placement of the chunks as one of the documents."""
+        """Returns a placement of the chunks as one of the documents."""
         moved = self.start[placement.document]
         whole = replace(
             placement,
@@ -100,7 +100,7 @@ class _Chunks:
         return whole.joined()
 
     def whole(self, plan: Plan, lengths: Int64s, placement: Placement, mask: Mask) -> Plan:
-        """A plan of the chunks as one of the documents, with a placement of these."""
+        """Returns a plan of the chunks as one of the documents, with a placement of these."""
         if self.size % plan.block:
             raise ValueError(
                 f"chunks of {self.size} tokens end within a block of {plan.block}: give a multiple"

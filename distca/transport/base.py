@@ -45,7 +45,7 @@ class ChannelBytes:
     receive: int = 0
 
     def fits(self, room: ChannelBytes) -> bool:
-        """Whether buffers of the capacity `room` suffice."""
+        """Returns whether buffers of the capacity `room` suffice."""
         return self.send <= room.send and self.receive <= room.receive
 
 
@@ -157,7 +157,8 @@ class Transport(ABC):
 
     @abstractmethod
     def staging(self, channel: Channel, nbytes: int) -> torch.Tensor:
-        """The send buffer for the messages of the channel's next exchange: uint8 `[nbytes]`.
+        """Returns the send buffer for the messages of the channel's next exchange: uint8
+        `[nbytes]`.
 
         The exchange before must have been waited for.
         """
@@ -221,6 +222,7 @@ class Transport(ABC):
 
 
 def first_bytes(buffer: torch.Tensor, nbytes: int) -> torch.Tensor:
-    """The part of a channel's buffer that an exchange uses; `reserve` made it large enough."""
+    """Returns the part of a channel's buffer that an exchange uses; `reserve` made it large
+    enough."""
     assert nbytes <= buffer.numel(), "no room was reserved for this plan"
     return buffer[:nbytes]

@@ -20,18 +20,19 @@ DONE, NOT_YET, TIMED_OUT, DIED, LEFT, ABORTED = range(6)
 
 
 def channel_number(channel: Channel) -> int:
-    """Number of a channel, which selects its flags in the control memory."""
+    """Returns the number of a channel, which selects its flags in the control memory."""
     assert 0 <= channel.slot < SLOTS
     return channel.slot * len(DIRECTIONS) + DIRECTIONS.index(channel.direction)
 
 
 def _channel_of(number: int) -> Channel:
-    """The inverse of `channel_number`."""
+    """Returns the inverse of `channel_number`."""
     return Channel(DIRECTIONS[number % len(DIRECTIONS)], number // len(DIRECTIONS))
 
 
 def arena_offsets(sizes: Mapping[Channel, ChannelBytes]) -> tuple[dict[Channel, int], int]:
-    """Offset of each channel's arena, the same in every rank's memory, and their total bytes."""
+    """Returns the offset of each channel's arena, the same in every rank's memory, and their total
+    bytes."""
     begins, end = {}, 0
     for channel, room in sizes.items():
         begins[channel] = end

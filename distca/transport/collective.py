@@ -31,7 +31,8 @@ MOST_CTAS = 64
 
 
 def nccl_options(max_ctas: int, timeout: timedelta | None = None) -> Any:
-    """The options of an NCCL group for exchanges (`torch.distributed.ProcessGroupNCCL.Options`).
+    """Returns the options of an NCCL group for exchanges
+    (`torch.distributed.ProcessGroupNCCL.Options`).
 
     Its stream has a high priority: while an exchange waits for SMs, servers wait for it.
 
@@ -51,7 +52,7 @@ def nccl_options(max_ctas: int, timeout: timedelta | None = None) -> Any:
 def new_exchange_group(
     ranks: list[int], timeout: timedelta | None = None, max_ctas: int = MAX_CTAS
 ) -> dist.ProcessGroup | None:
-    """A process group for exchanges alone; None on ranks outside it. Collective.
+    """Returns a process group for exchanges alone; None on ranks outside it. Collective.
 
     Args:
         ranks: ranks of the group.

@@ -25,7 +25,7 @@ def default_cache() -> Path:
 
 
 def host_compiler() -> str:
-    """The path of this machine's C++ compiler.
+    """Returns the path of this machine's C++ compiler.
 
     Raises:
         RuntimeError: no compiler is installed.
@@ -42,7 +42,7 @@ def host_compiler() -> str:
 
 
 def host_library(sources: Path = PROTOCOL, cache: Path | None = None) -> Path:
-    """The path of the shared-memory transport's library, compiled if it is not cached.
+    """Returns the path of the shared-memory transport's library, compiled if it is not cached.
 
     Args:
         sources: folder of the sources.
@@ -68,7 +68,7 @@ def kept(
     build: Callable[[Path], None],
     cache: Path | None = None,
 ) -> Path:
-    """The path of a built file, from the cache or built now.
+    """Returns the path of a built file, from the cache or built now.
 
     Args:
         name: name of the file.

@@ -35,7 +35,8 @@ _OTHER_HEADERS = "CUDA compiler and CUDA toolkit headers are incompatible"
 
 
 def find_nvcc() -> Path | None:
-    """The path of nvcc, from NVIDIA's wheels, else from the CUDA toolkit; None: not installed."""
+    """Returns the path of nvcc, from NVIDIA's wheels, else from the CUDA toolkit; None: not
+    installed."""
     for folder in nvidia_packages():
         for found in sorted(folder.glob("*/bin/nvcc"), reverse=True):
             return found
@@ -44,7 +45,7 @@ def find_nvcc() -> Path | None:
 
 
 def find_nvshmem() -> Path | None:
-    """The folder with NVSHMEM's `include` and `lib`; None: not installed."""
+    """Returns the folder with NVSHMEM's `include` and `lib`; None: not installed."""
     for folder in nvidia_packages():
         if (folder / "nvshmem" / "lib" / "libnvshmem_device.a").exists():
             return folder / "nvshmem"
@@ -52,7 +53,7 @@ def find_nvshmem() -> Path | None:
 
 
 def nvrtc_version() -> str | None:
-    """The version of the NVRTC that cuda-core can call; None: not installed."""
+    """Returns the version of the NVRTC that cuda-core can call; None: not installed."""
     # torch's CUDA builds bring cuda-bindings alone.
     if importlib.util.find_spec("cuda") is None or importlib.util.find_spec("cuda.core") is None:
         return None
@@ -66,7 +67,7 @@ def nvrtc_version() -> str | None:
 
 
 def kernels_of_mapped_peers(architecture: int, cache: Path | None = None) -> Path:
-    """The cubin for ranks whose peers' memory is all mapped.
+    """Returns the cubin for ranks whose peers' memory is all mapped.
 
     Args:
         architecture: compute capability, such as 90.
@@ -93,7 +94,7 @@ def kernels_of_mapped_peers(architecture: int, cache: Path | None = None) -> Pat
 
 
 def kernels_with_nvshmem(architecture: int, cache: Path | None = None) -> Path:
-    """The cubin for ranks some of whose peers are reached over a network.
+    """Returns the cubin for ranks some of whose peers are reached over a network.
 
     Raises:
         RuntimeError: nvcc or NVSHMEM is not installed, or nvcc fails.
@@ -102,7 +103,7 @@ def kernels_with_nvshmem(architecture: int, cache: Path | None = None) -> Path:
 
 
 def by_nvcc(architecture: int, nvshmem: bool, cache: Path | None = None) -> Path:
-    """The path of a cubin; nvcc's report on each kernel lies beside it, as `.log`.
+    """Returns the path of a cubin; nvcc's report on each kernel lies beside it, as `.log`.
 
     Args:
         architecture: compute capability, such as 90.
@@ -152,7 +153,7 @@ def by_nvcc(architecture: int, nvshmem: bool, cache: Path | None = None) -> Path
 
 
 def nvshmem_version() -> str | None:
-    """The version of the NVSHMEM wheel; None: not installed."""
+    """Returns the version of the NVSHMEM wheel; None: not installed."""
     for major in (13, 12):
         try:
             return importlib.metadata.version(f"nvidia-nvshmem-cu{major}")

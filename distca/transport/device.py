@@ -38,7 +38,7 @@ class _Rank(NamedTuple):
 
 
 def control_bytes(ranks: int) -> int:
-    """Bytes of a rank's control memory: `Flags` in words.h."""
+    """Returns the bytes of a rank's control memory: `Flags` in words.h."""
     line, head_lines = 64, 4
     return line * (head_lines + 2 * ranks * CHANNELS)
 
@@ -218,7 +218,8 @@ class DeviceRank:
         self._launch("set_ready", 1, stream, number, epoch)
 
     def gpu_initiated(self) -> bool:
-        """Whether GPUs start transfers between machines themselves, without a thread of the host.
+        """Returns whether GPUs start transfers between machines themselves, without a thread of the
+        host.
 
         Waits for the GPU. Only with kernels that NVSHMEM was linked to, and has initialised.
         """
@@ -228,7 +229,7 @@ class DeviceRank:
         return bool(answer.item())
 
     def failure(self) -> str | None:
-        """The failure that a kernel has reported, in words; None: no failure."""
+        """Returns the failure that a kernel has reported, in words; None: no failure."""
         words = [word % 2**64 for word in self._failure.tolist()]
         found = Failure(*words)
         if found.outcome == 0:

@@ -147,7 +147,7 @@ class NvshmemTransport(Transport):
         self._core, self._bindings = _nvshmem()
 
     def _unique_id(self) -> bytes | None:
-        """The token by which ranks find each other: made by rank 0, None elsewhere."""
+        """Returns the token by which ranks find each other: made by rank 0, None elsewhere."""
         return bytes(self._core.get_unique_id()._data.tobytes()) if self.rank == 0 else None
 
     def _initialise(self, unique_id: bytes | None) -> None:
@@ -229,7 +229,7 @@ class NvshmemTransport(Transport):
             self._memory = None
 
     def _growth(self, nbytes: int) -> int:
-        """Bytes that NVSHMEM's heap takes from the GPU to allocate `nbytes`.
+        """Returns the bytes that NVSHMEM's heap takes from the GPU to allocate `nbytes`.
 
         The heap keeps freed memory, and grows in granules by an allocation that does not fit there.
 
@@ -370,7 +370,7 @@ class NvshmemTransport(Transport):
 
 
 def _stream(device: torch.device) -> torch.cuda.Stream:
-    """A high-priority stream: its few kernels go before those that compute."""
+    """Returns a high-priority stream: its few kernels go before those that compute."""
     return torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
 
 

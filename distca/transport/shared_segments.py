@@ -17,7 +17,7 @@ _FILE_OF_PROCESS = "/proc/{process}/fd/{file}"
 
 
 def machine_id() -> str:
-    """An identifier that all processes under one running kernel share."""
+    """Returns an identifier that all processes under one running kernel share."""
     return Path("/proc/sys/kernel/random/boot_id").read_text()
 
 

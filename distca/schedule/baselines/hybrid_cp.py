@@ -185,7 +185,8 @@ def _schedule_rounds(
 
 
 def _subgroups(each: Round) -> list[tuple[list[int], Int64s]]:
-    """The ranks and documents of each subgroup: ranks of one subgroup have the same documents."""
+    """Returns the ranks and documents of each subgroup: ranks of one subgroup have the same
+    documents."""
     members: dict[tuple[int, ...], list[int]] = {}
     for rank, documents in enumerate(each):
         members.setdefault(tuple(documents), []).append(rank)

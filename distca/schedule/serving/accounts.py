@@ -19,7 +19,7 @@ NewBlocks = Mapping[tuple[int, int], Sequence[int]]
 
 
 def block_bytes(shape: AttentionShape, layers: int, block_size: int) -> int:
-    """Bytes of a block: keys and values of so many rows in all layers."""
+    """Returns the bytes of a block: keys and values of so many rows in all layers."""
     elements = 2 * layers * block_size * shape.kv_heads * shape.head_dim
     return elements * shape.dtype_bytes
 
@@ -59,7 +59,7 @@ class Accounts:
         return self._blocks.get(sequence, [[] for _ in range(self.pool.world_size)])
 
     def fits(self, growth: Growth) -> bool:
-        """Whether there are blocks for a step."""
+        """Returns whether there are blocks for a step."""
         return self.pool.has(growth.blocks(self.pool.block_size).sum(axis=0).tolist())
 
     def take(self, growth: Growth) -> NewBlocks:

@@ -52,11 +52,11 @@ class BlockPool:
         return len(self._references[rank])
 
     def references(self, rank: int, block: int) -> int:
-        """Number of references to a block."""
+        """Returns the number of references to a block."""
         return self._references[rank].get(block, 0)
 
     def has(self, counts: Sequence[int]) -> bool:
-        """Whether every rank has as many free blocks as `counts` says for it."""
+        """Returns whether every rank has as many free blocks as `counts` says for it."""
         return all(count <= self.free(rank) for rank, count in enumerate(counts))
 
     def allocate(self, counts: Sequence[int]) -> Blocks:

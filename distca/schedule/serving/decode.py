@@ -53,13 +53,14 @@ class Decode:
         )
 
     def away(self, mask: Mask) -> Bools:
-        """Whether each sequence's query travels to each rank, bool `[sequences, ranks]`."""
+        """Returns whether each sequence's query travels to each rank, bool `[sequences, ranks]`."""
         travels = self.rows > self.hidden[mask]
         travels[np.arange(len(self.owners)), self.owners] = False
         return travels
 
     def bytes_by_sequence(self, mask: Mask, shape: AttentionShape) -> Int64s:
-        """Bytes that a layer moves for each sequence: queries there, outputs and LSE back."""
+        """Returns the bytes that a layer moves for each sequence: queries there, outputs and LSE
+        back."""
         row = shape.round_trip_bytes
         return self.away(mask).sum(axis=1) * row  # type: ignore[no-any-return]
 

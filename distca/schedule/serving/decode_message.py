@@ -47,7 +47,7 @@ class DecodeMessage:
         return DecodeMessage(sequences, *np.array([tokens, added], dtype=np.int32))
 
     def encode(self) -> bytes:
-        """The message as bytes."""
+        """Returns the message as bytes."""
         return b"".join(each.tobytes() for each in (self.sequences, self.tokens, self.blocks))
 
     @staticmethod

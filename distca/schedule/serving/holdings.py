@@ -50,12 +50,12 @@ class Holdings:
         return sequence in self._line
 
     def length(self, sequence: int) -> int:
-        """Tokens of a sequence whose keys and values are held."""
+        """Returns the tokens of a sequence whose keys and values are held."""
         line = self._line.get(sequence)
         return 0 if line is None else int(self._lengths[line])
 
     def lines(self, sequences: Sequence[int]) -> Int64s:
-        """The line of each sequence, int64 `[sequences]`; a new sequence is given one."""
+        """Returns the line of each sequence, int64 `[sequences]`; a new sequence is given one."""
         for sequence in sequences:
             if sequence not in self._line:
                 if not self._free_lines:
@@ -67,16 +67,17 @@ class Holdings:
         return np.fromiter(found, dtype=np.int64, count=len(sequences))
 
     def lengths(self, lines: Int64s) -> Int64s:
-        """Tokens of the sequence of each line, `[lines]`."""
+        """Returns the tokens of the sequence of each line, `[lines]`."""
         return self._lengths[lines]
 
     def owners(self, lines: Int64s) -> Int64s:
-        """The rank that owns the next decoded token of each line's sequence, `[lines]`."""
+        """Returns the rank that owns the next decoded token of each line's sequence, `[lines]`."""
         stripe = self._lengths[lines] // self.stripe
         return (stripe + self._numbers[lines]) % self.world_size  # type: ignore[no-any-return]
 
     def rows(self, lines: Int64s, ends: Int64s) -> Int64s:
-        """Rows of each line's positions before its end on each rank, int64 `[lines, ranks]`."""
+        """Returns the rows of each line's positions before its end on each rank, int64
+        `[lines, ranks]`."""
         run = np.maximum((self._starts[lines] < ends[:, None]).sum(axis=1) - 1, 0)
         start, rank = self._starts[lines, run], self._ranks[lines, run]
         numbers, start = self._numbers[lines], np.minimum(start, ends)
@@ -87,7 +88,8 @@ class Holdings:
         return self._before[lines, run] + of_run  # type: ignore[no-any-return]
 
     def in_stripes(self, numbers: Int64s, starts: Int64s, ends: Int64s) -> Int64s:
-        """Rows of each rank in spans of sequences, if all were in stripes: `[spans, ranks]`."""
+        """Returns the rows of each rank in spans of sequences, if all were in stripes:
+        `[spans, ranks]`."""
         last = self._striped_before(numbers, ends)
         return last - self._striped_before(numbers, starts)
 

@@ -36,7 +36,7 @@ class Part:
     dense: bool = False
 
     def rows(self, end: int, block_size: int, world_size: int) -> Int64s:
-        """Rows of the positions before `end` on each rank, int64 `[ranks]`."""
+        """Returns the rows of the positions before `end` on each rank, int64 `[ranks]`."""
         full, rest = divmod(end, block_size)
         rows = np.bincount(self.ranks[:full], minlength=world_size) * block_size
         if rest:

@@ -30,7 +30,7 @@ class LayerPlans:
     sparse: Mapping[int, SteppedPlan] = field(default_factory=dict)
 
     def of(self, layer: int, mask: Mask) -> SteppedPlan:
-        """The plan of a layer."""
+        """Returns the plan of a layer."""
         return self.sparse.get(layer) or self.by_mask[mask]
 
 

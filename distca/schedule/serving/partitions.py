@@ -269,7 +269,7 @@ class PartitionTable:
                 raise ValueError(f"a trial of {tokens} tokens took no number of seconds")
 
     def covers(self, tokens: int) -> bool:
-        """Whether a length lies between those of the table."""
+        """Returns whether a length lies between those of the table."""
         return min(self.shares) <= tokens <= max(self.shares)
 
     def at(self, tokens: int) -> Shares:
@@ -367,7 +367,8 @@ class Chain:
             )
 
     def shares(self, start: int, end: int) -> Shares:
-        """Each rank's part of the new tokens from `start` to `end`, the first of the chain first.
+        """Returns each rank's part of the new tokens from `start` to `end`, the first of the chain
+        first.
 
         Those of a later turn or chunk follow from the partition of all tokens before `end`.
         """

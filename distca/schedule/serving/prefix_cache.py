@@ -134,7 +134,7 @@ class PrefixCache:
                 self._idle[block.rank][block] = None
 
     def has_one_holder(self, block: Block) -> bool:
-        """Whether one sequence alone holds a block, beside the cache."""
+        """Returns whether one sequence alone holds a block, beside the cache."""
         return self.pool.references(*block) == 1 + (block in self._digests)
 
     def relocate(self, block: Block, rank: int) -> Block:

@@ -52,18 +52,18 @@ class Restripe:
         return find_segments(after.rank, start, end, self.before, self.offsets, first_rows)
 
     def rows(self, held: Placement) -> Int64s:
-        """Rows of each sequence on each rank, int64 `[sequences, ranks]`."""
+        """Returns the rows of each sequence on each rank, int64 `[sequences, ranks]`."""
         rows = np.zeros((len(self.sequences), held.world_size), dtype=np.int64)
         np.add.at(rows, (held.document, held.rank), held.end - held.start)
         return rows
 
     def messages(self, shape: AttentionShape) -> Messages:
-        """Bytes of a layer's rows, from one rank to another."""
+        """Returns the bytes of a layer's rows, from one rank to another."""
         owner, server, rows = self.segments.moved()
         return Messages(owner, server, rows * shape.kv_row_bytes, self.before.world_size)
 
     def bytes_by_sequence(self, shape: AttentionShape) -> Int64s:
-        """Bytes that a layer's rows take on their way, int64 `[sequences]`."""
+        """Returns the bytes that a layer's rows take on their way, int64 `[sequences]`."""
         moved = self.segments.select(self.segments.owner != self.segments.server)
         found = np.zeros(len(self.sequences), dtype=np.int64)
         of_sequence = np.searchsorted(self.offsets, moved.start, side="right") - 1
@@ -101,7 +101,7 @@ def restripe(
 
 
 def even_shares(fixed: Int64s, rows: Int64s, stripe: int) -> Int64s:
-    """Rows that each rank should have beside those that are fixed, int64 `[ranks]`.
+    """Returns the rows that each rank should have beside those that are fixed, int64 `[ranks]`.
 
     Stripes are given to whoever has fewest, and of those to whoever had most.
     """
@@ -138,7 +138,7 @@ def _moved(new: Placement, surplus: Int64s) -> Iterator[tuple[int, int, int]]:
 def _replaced(
     new: Placement, pieces: list[tuple[int, int, int, int]]
 ) -> list[tuple[int, int, int, int]]:
-    """The pieces of `new` without those that move, and these."""
+    """Returns the pieces of `new` without those that move, and these."""
     found = list(pieces)
     columns = new.document, new.start, new.end, new.rank
     for document, start, end, rank in zip(*(each.tolist() for each in columns), strict=True):
@@ -150,7 +150,7 @@ def _replaced(
 
 
 def _before(held: Placement, new: Placement) -> Placement:
-    """The pieces of all documents as far as they lie before the first new position."""
+    """Returns the pieces of all documents as far as they lie before the first new position."""
     first = np.full(int(held.document.max(initial=-1)) + 1, np.iinfo(np.int64).max)
     np.minimum.at(first, new.document, new.start)
     cut = replace(held, end=np.minimum(held.end, first[held.document]))

@@ -115,7 +115,7 @@ def _stride(pieces: Placement) -> int:
 
 
 def _hops(traveller: Int64s, home: Int64s, server: Int64s, ranks: int) -> Int64s:
-    """The step in which each server has each traveller, 0 at its home.
+    """Returns the step in which each server has each traveller, 0 at its home.
 
     Args:
         traveller: number of what travels, for each task.
@@ -129,7 +129,7 @@ def _hops(traveller: Int64s, home: Int64s, server: Int64s, ranks: int) -> Int64s
 
 
 def _is_cached(pieces: Placement, new: Placement) -> Bools:
-    """Whether pieces have keys and values alone."""
+    """Returns whether pieces have keys and values alone."""
     prefix = np.full(int(pieces.document.max(initial=-1)) + 1, _stride(pieces))
     np.minimum.at(prefix, new.document, new.start)
     return pieces.start < prefix[pieces.document]

@@ -116,8 +116,8 @@ class Advance:
 
 
 def is_long(prompt: int, limits: Limits) -> bool:
-    """Whether chunks of a prompt of so many tokens may drop rows, for all of its sequence's life:
-    a short prompt's never do, however long its answer is when it is computed again."""
+    """Returns whether chunks of a prompt of so many tokens may drop rows, for all of its sequence's
+    life: a short prompt's never do, however long its answer is when it is computed again."""
     return prompt >= limits.short
 
 
@@ -336,7 +336,7 @@ class Scheduler:
         return advances
 
     def computed(self, number: int) -> int:
-        """Tokens of a running sequence whose keys and values are held."""
+        """Returns the tokens of a running sequence whose keys and values are held."""
         return next(each.computed for each in self._running if each.number == number)
 
     def _share_prompt(self, each: ServedSequence) -> None:

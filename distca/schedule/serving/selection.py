@@ -146,7 +146,7 @@ class EmpiricalRule:
         return EmpiricalRule(*map(float, found))
 
     def of_tokens(self, new: int, cached: int) -> Strategy:
-        """The choice for one sequence."""
+        """Returns the choice for one sequence."""
         of_new, of_share = _features(np.array(float(new)), np.array(float(cached)))
         value = self.of_new * of_new + self.of_share * of_share + self.constant
         return "pass-kv" if value > 0 else "pass-q"

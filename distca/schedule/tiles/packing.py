@@ -255,7 +255,8 @@ def _within_capacities(until: Int64s, room: Int64s) -> Int64s:
 
 
 def _deal(documents: Int64s, edges: Int64s, until: Int64s, ranks: Int64s) -> Int64s:
-    """Placed pieces `(document, start, end, rank)`: `ranks[i]` takes tokens to `until[i]`.
+    """Returns the placed pieces `(document, start, end, rank)`: `ranks[i]` takes tokens to
+    `until[i]`.
 
     Args:
         documents: numbers of the documents to deal in turn, `[documents]`.

@@ -366,7 +366,7 @@ class GlobalBatchPlanner:
         ]
 
     def _part_loads(self, start: Int64s, end: Int64s) -> np.ndarray:
-        """Loads of parts of documents, whose queries see all tokens before them."""
+        """Returns the loads of parts of documents, whose queries see all tokens before them."""
         loads, later = self._loads(end), start > 0
         loads[later] -= self._loads(start[later])
         return loads
@@ -432,7 +432,7 @@ class GlobalBatchPlanner:
         return plans
 
     def _loads(self, lengths: Int64s) -> np.ndarray:
-        """Loads of documents, over the layers of the masks' pattern."""
+        """Returns the loads of documents, over the layers of the masks' pattern."""
         masks, cost_model = self.masks, self.config.cost_model
         each = [document_loads(lengths, mask, cost_model) for mask in masks.masks]
         return np.array(masks.counts()) @ np.stack(each)
@@ -463,7 +463,8 @@ class GlobalBatchPlanner:
         return make_scheduler(self.options.scheduler, self._stage_config)
 
     def _runs_head(self, tick: Tick) -> bool:
-        """Whether the last stage's output layer counts when servers share a tick's attention."""
+        """Returns whether the last stage's output layer counts when servers share a tick's
+        attention."""
         last = tick.work[-1]
         return self._shares_by_time and last is not None and last.chunk == self.options.chunks - 1
 

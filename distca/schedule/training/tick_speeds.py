@@ -120,7 +120,7 @@ class AtHome:
         return sum(float(np.concatenate(each).sum()) for each in of_nano_batches), tokens
 
     def _of_nano_batch(self, nano: NanoPlan) -> tuple[Floats, Int64s]:
-        """Loads of a nano-batch's tasks, and tokens of the ranks of a stage."""
+        """Returns the loads of a nano-batch's tasks, and tokens of the ranks of a stage."""
         if id(nano) not in self._counted:
             plan = with_cached_prefixes(nano.plan, nano.crossings)
             loads = task_loads(plan.tasks, plan.mask, self._cost_model)

@@ -32,7 +32,7 @@ class Groups:
         self.everyone: Ranks = frozenset(order)
 
     def latest(self, group: Ranks) -> float:
-        """Seconds until all ranks of a group are free."""
+        """Returns the seconds until all ranks of a group are free."""
         found = self._latest.get(group)
         if found is None:
             found = self._latest[group] = max(map(self._queued.__getitem__, group))

@@ -35,11 +35,11 @@ class PrefillTimes(Protocol):
         ...
 
     def seconds(self, degree: int, cached: int, tokens: int) -> float:
-        """Seconds of so many new tokens after so many cached ones."""
+        """Returns the seconds of so many new tokens after so many cached ones."""
         ...
 
     def tokens_within(self, degree: int, cached: int, seconds: float) -> int:
-        """Most new tokens that take at most so long; 0 if none do."""
+        """Returns the most new tokens that take at most so long; 0 if none do."""
         ...
 
 
@@ -109,12 +109,13 @@ class PrefillModel:
         return tuple(self.coefficients)
 
     def seconds(self, degree: int, cached: int, tokens: int) -> float:
-        """Seconds as `PrefillTimes.seconds` says."""
+        """Returns the seconds as `PrefillTimes.seconds` says."""
         of = self.coefficients[degree]
         return of.a + tokens * (of.b + of.c * cached + of.d * tokens)
 
     def tokens_within(self, degree: int, cached: int, seconds: float) -> int:
-        """Tokens as `PrefillTimes.tokens_within` says: the root of Eq. 1, rounded down."""
+        """Returns the tokens as `PrefillTimes.tokens_within` says: the root of Eq. 1, rounded
+        down."""
         of = self.coefficients[degree]
         left = seconds - of.a
         if left <= 0:
@@ -150,7 +151,7 @@ class PrefillModel:
             )
 
     def errors(self, measured: Iterable[Prefill]) -> list[float]:
-        """Relative error of each measured prefill's time; 0.05 is 5% too long."""
+        """Returns the relative error of each measured prefill's time; 0.05 is 5% too long."""
         return [
             self.seconds(each.degree, each.cached, each.tokens) / each.seconds - 1
             for each in measured

@@ -38,7 +38,7 @@ class Lines(Generic[J]):
         self._jobs: dict[J, None] = {}
 
     def __iter__(self) -> Iterator[J]:
-        """The chunks in line, in the order in which they joined."""
+        """Returns the chunks in line, in the order in which they joined."""
         return iter(self._jobs)
 
     def add(self, job: J) -> None:
@@ -48,7 +48,7 @@ class Lines(Generic[J]):
             self._lines[rank].append(job)
 
     def is_next(self, job: J) -> bool:
-        """Whether all of a chunk's ranks have come to it."""
+        """Returns whether all of a chunk's ranks have come to it."""
         return all(self._lines[rank][0] is job for rank in job.ranks)
 
     def remove(self, jobs: Iterable[J]) -> list[J]:

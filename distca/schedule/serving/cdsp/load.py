@@ -53,8 +53,8 @@ class ImprovementRates:
         object.__setattr__(self, "by_arrivals", dict(sorted(self.by_arrivals.items())))
 
     def at(self, arrivals: float) -> tuple[float, float]:
-        """The rate, and the most ranks of a group, that are recorded for the nearest arrivals a
-        second; of two the lower one's."""
+        """Returns the rate, and the most ranks of a group, that are recorded for the nearest
+        arrivals a second; of two the lower one's."""
         nearest = min(self.by_arrivals, key=lambda known: abs(known - arrivals))
         return _parts(self.by_arrivals[nearest])
 
@@ -85,7 +85,7 @@ def _growth(given: Any) -> Growth:
 
 
 def _parts(growth: Growth) -> tuple[float, float]:
-    """The improvement rate, and the most ranks of a group."""
+    """Returns the improvement rate, and the most ranks of a group."""
     return growth if isinstance(growth, tuple) else (growth, math.inf)
 
 
@@ -113,7 +113,7 @@ class Load:
         return len(self._arrivals) / self._window
 
     def growth(self, now: float) -> tuple[float, float]:
-        """The improvement rate and the most ranks of a group to plan with now."""
+        """Returns the improvement rate and the most ranks of a group to plan with now."""
         return self.rates.at(self.per_second(now))
 
     def _forget(self, now: float) -> None:

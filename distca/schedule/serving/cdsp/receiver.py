@@ -155,12 +155,12 @@ def _all_layers(incoming: Incoming) -> int:
 
 
 def is_full(incoming: Incoming) -> bool:
-    """Whether every layer of every chunk landed."""
+    """Returns whether every layer of every chunk landed."""
     return all(layers == _all_layers(incoming) for layers in incoming.landed)
 
 
 def has_backend(state: Receiver) -> tuple[Transfer, ...]:
-    """The requests that have a backend."""
+    """Returns the requests that have a backend."""
     return state.line[: state.backends]
 
 

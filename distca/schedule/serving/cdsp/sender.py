@@ -61,7 +61,7 @@ class Outgoing:
     fencing: bool = False
 
     def state_of(self, chunk: int) -> Literal["planned", "offered", "granted", "sent", "acked"]:
-        """Where a chunk is."""
+        """Returns where a chunk is."""
         if self.received >> chunk & 1:
             return "acked"
         if self.issued[chunk] == (1 << self.begun.layers) - 1:
@@ -144,7 +144,7 @@ def send(state: Sender, event: SenderEvent, now: float) -> tuple[Sender, list[Ac
 
 
 def is_drained(outgoing: Outgoing) -> bool:
-    """Whether no write is under way."""
+    """Returns whether no write is under way."""
     return outgoing.written == outgoing.issued
 
 

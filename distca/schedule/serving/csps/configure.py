@@ -40,7 +40,7 @@ class Latency(Protocol):
     """Seconds of a prefill by its layers."""
 
     def layer_seconds(self, kept: Floats, partitions: Partitions) -> Floats:
-        """Seconds of a layer's attention, float64 `[options]`.
+        """Returns the seconds of a layer's attention, float64 `[options]`.
 
         Args:
             kept: kept ratios of far levels, float64 `[options, kv_heads, far levels]`.
@@ -79,7 +79,7 @@ def partitions_to_try(far_levels: int) -> Sequence[Partitions]:
 
 
 def layer_options(calibration: Calibration, tokens: int, layer: int) -> Floats:
-    """The kept ratios that are tried in a layer, float64 `[options, kv_heads, far levels]`.
+    """Returns the kept ratios that are tried in a layer, float64 `[options, kv_heads, far levels]`.
 
     The first keeps all. The first and the last layer have no other.
     """
@@ -116,7 +116,7 @@ class Configurator:
     options: Sequence[Floats] | None = None
 
     def fastest(self, most_kl: float, most_recall_loss: float = 1.0) -> Configuration:
-        """The configuration of least latency within bounds on degradation.
+        """Returns the configuration of least latency within bounds on degradation.
 
         Args:
             most_kl: bound on the mean divergence, in nats; 0: nothing is dropped.
@@ -147,7 +147,8 @@ class Configurator:
         return min(found, key=lambda each: each.seconds)
 
     def least_degraded(self, most_seconds: float) -> Configuration:
-        """The configuration of least divergence within a bound on the seconds to the first token.
+        """Returns the configuration of least divergence within a bound on the seconds to the first
+        token.
 
         Raises:
             ValueError: nothing is as fast; says what the best is.
@@ -190,7 +191,7 @@ class Configurator:
         return self.calibration.layer_degradation(measure, self.tokens, layer, kept)
 
     def _seconds(self, options: Sequence[Floats], partitions: Partitions) -> Sequence[Floats]:
-        """Seconds of each layer's options; of those of all layers at once."""
+        """Returns the seconds of each layer's options; of those of all layers at once."""
         counts = np.cumsum([len(each) for each in options])[:-1]
         every = self.latency.layer_seconds(np.concatenate(options), partitions)
         return np.split(every, counts)
@@ -211,7 +212,8 @@ class Configurator:
 
 
 def _parts(values: Floats, bound: float) -> Int64s:
-    """Parts of a bound that values use, rounded up; what is above it uses more than all."""
+    """Returns the parts of a bound that values use, rounded up; what is above it uses more than
+    all."""
     if bound == 0:
         return np.where(values > 0, _BINS + 1, 0).astype(np.int64)
     parts = np.ceil(np.minimum(values / bound, 2.0) * _BINS - 1e-9)

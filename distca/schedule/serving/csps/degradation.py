@@ -130,7 +130,7 @@ class Calibration:
         return [groups[power] for power in sorted(groups)]
 
     def mass(self, tokens: int, layer: int, kept: Floats) -> Floats:
-        """The attention that a layer drops, of a query's 1, float64 `[..., kv_heads]`.
+        """Returns the attention that a layer drops, of a query's 1, float64 `[..., kv_heads]`.
 
         Args:
             tokens: length of a prompt; beyond those that were measured, the nearest one counts.
@@ -147,7 +147,8 @@ class Calibration:
         return result
 
     def kept_at(self, tokens: int, layer: int, most: float) -> Floats:
-        """The least ratios at which no level of a head drops more, `[kv_heads, far levels]`.
+        """Returns the least ratios at which no level of a head drops more,
+        `[kv_heads, far levels]`.
 
         Args:
             tokens, layer: as for `mass`.
@@ -220,7 +221,8 @@ class Calibration:
         return result
 
     def degradation(self, measure: Measure, tokens: int, sparsity: Sparsity) -> float:
-        """The degradation of prompts of a length at most, by the headroom and the margin."""
+        """Returns the degradation of prompts of a length at most, by the headroom and the
+        margin."""
         if not sparsity.drops:
             return 0.0
         kept = np.array(sparsity.keys)[:, :, 1:]

@@ -62,7 +62,7 @@ def even_rows(tokens: int, ranks: int) -> Int64s:
 
 
 def gathered_rows(rows: Int64s, ranks_per_node: int) -> tuple[Int64s, Int64s]:
-    """Rows that travel in an all-gather: first between nodes, then within them.
+    """Returns the rows that travel in an all-gather: first between nodes, then within them.
 
     A reduce-scatter is the same backwards: first within nodes, then between them.
 
@@ -141,11 +141,12 @@ class SplitLayer:
         return (alike & ~np.eye(self.ranks, dtype=bool)).astype(np.int64)
 
     def scattered_rows(self, rows: Int64s) -> Int64s:
-        """Rows that travel from each rank to each other one's heads, `[source, destination]`."""
+        """Returns the rows that travel from each rank to each other one's heads,
+        `[source, destination]`."""
         return np.where(np.eye(self.ranks, dtype=bool), 0, rows[:, None])
 
     def attention_bytes(self, layout: Layout, rows: Int64s) -> PlanBytes:
-        """Bytes of a layer's attention for rows of each rank, int64 `[ranks]`."""
+        """Returns the bytes of a layer's attention for rows of each rank, int64 `[ranks]`."""
         if layout == "sp-tp":
             return self.block_bytes(rows)
         ones, size = np.ones(self.ranks, dtype=np.int64), self.dtype_bytes
@@ -162,7 +163,8 @@ class SplitLayer:
         )
 
     def block_bytes(self, rows: Int64s) -> PlanBytes:
-        """Bytes of an all-gather of rows and a reduce-scatter of their sums, likewise."""
+        """Returns the bytes of an all-gather of rows and a reduce-scatter of their sums,
+        likewise."""
         between, within = gathered_rows(rows, self.ranks_per_node)
         row, sums = (self.hidden_size * size for size in (self.dtype_bytes, SUM_BYTES))
         return _plan_bytes(
@@ -175,15 +177,15 @@ class SplitLayer:
         )
 
     def embedding_bytes(self, rows: Int64s) -> PlanBytes:
-        """Bytes of the sums of embeddings, of which each rank looks up its part of the vocabulary:
-        one at most is not zero, so they need no float32."""
+        """Returns the bytes of the sums of embeddings, of which each rank looks up its part of the
+        vocabulary: one at most is not zero, so they need no float32."""
         between, within = gathered_rows(rows, self.ranks_per_node)
         row = self.hidden_size * self.dtype_bytes
         sizes = {"embeddings": within.T * row, "embeddings between nodes": between.T * row}
         return _plan_bytes(sizes)
 
     def chosen(self, choice: LayoutChoice, tokens: int) -> Layout:
-        """The layout of a prefill of so many tokens."""
+        """Returns the layout of a prefill of so many tokens."""
         if choice == "sp-ntp" or choice == "sp-tp":
             return choice
         if choice == "paper":

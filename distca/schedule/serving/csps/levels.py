@@ -59,7 +59,7 @@ class Levels:
             )
 
     def of(self, one: Int64s, other: Int64s) -> Int64s:
-        """The level of each pair of ranks, by the number of its name in `LEVELS`."""
+        """Returns the level of each pair of ranks, by the number of its name in `LEVELS`."""
         apart = [one != other]
         apart += [place(one) != place(other) for place in (self.links.node, self.links.rack)]
         level: Int64s = np.sum(apart, axis=0, dtype=np.int64)

@@ -150,13 +150,13 @@ class Sparsity:
         return any(map(self.drops_in, range(self.layers)))
 
     def drops_in(self, layer: int) -> bool:
-        """Whether a layer drops anything."""
+        """Returns whether a layer drops anything."""
         both = self.keys[layer] + self.queries[layer]
         return any(ratio < 1 for levels in both for ratio in levels)
 
     def repeated(self, heads: int) -> Sparsity:
-        """The ratios of so many heads, neighbours being copies of one, as tensor-parallel ranks
-        have them where they outnumber the heads."""
+        """Returns the ratios of so many heads, neighbours being copies of one, as tensor-parallel
+        ranks have them where they outnumber the heads."""
         times = max(heads // self.kv_heads, 1)
         tables = (
             tuple(tuple(head for head in of_heads for _ in range(times)) for of_heads in table)
@@ -165,8 +165,8 @@ class Sparsity:
         return Sparsity(*tables)
 
     def of_busiest(self, parts: int) -> Sparsity:
-        """The ratios of one of so many equal parts of the heads: in each layer of that which keeps
-        most keys, for which the others wait."""
+        """Returns the ratios of one of so many equal parts of the heads: in each layer of that
+        which keeps most keys, for which the others wait."""
         size = self.kv_heads // parts
         kept = np.array(self.keys).reshape(self.layers, parts, -1).sum(axis=2)
         first = (kept.argmax(axis=1) * size).tolist()
