@@ -6,6 +6,7 @@ import importlib.util
 import shutil
 from collections.abc import Generator, Iterator
 
+import hypothesis
 import pytest
 
 from support.pretraining import ROOT
@@ -35,8 +36,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Makes the mark known."""
+    """Makes the mark known, and lets random examples take their time on a busy machine."""
     config.addinivalue_line("markers", "full: runs with --full alone")
+    hypothesis.settings.register_profile("patient", deadline=None)
+    hypothesis.settings.load_profile("patient")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -148,7 +148,7 @@ def check_exchange(exchanged: Rows, rows: Listed, ranks: int) -> None:
     assert exchanged.incoming.counts.tolist() == [source[rank] for rank in range(ranks)]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.integers(0, 10**6), st.sampled_from([Mask(), Mask(0), Mask(50)]), st.booleans())
 def test_rows_are_those_listed_one_by_one(seed: int, mask: Mask, with_prefix: bool) -> None:
     """Counts of all ranks, the exchange of each, and the bytes of each pair agree with the list."""

@@ -64,7 +64,7 @@ def test_a_plan_worked_out_by_hand() -> None:
         assert moved.forward().total == from_1_to_0["dispatch"] + from_0_to_1["combine"]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     st.integers(0, 10**6),
     st.sampled_from([Mask(), Mask(0), Mask(50)]),

@@ -233,7 +233,7 @@ def test_a_document_without_tokens_is_refused() -> None:
         validate_plan(replace(good_plan(), lengths=np.array([100, 300, 112, 0])))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.integers(0, 10**6), MASKS)
 def test_random_plans_cover_every_pair_once(seed: int, mask: Mask) -> None:
     plan = some_plan(seed, mask)
@@ -241,7 +241,7 @@ def test_random_plans_cover_every_pair_once(seed: int, mask: Mask) -> None:
     assert is_valid_by_force(plan)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.integers(0, 10**6), MASKS, st.data())
 def test_validate_finds_what_a_matrix_finds(seed: int, mask: Mask, data: st.DataObject) -> None:
     plan = some_plan(seed, mask)
@@ -267,7 +267,7 @@ def test_validate_finds_what_a_matrix_finds(seed: int, mask: Mask, data: st.Data
         assert not accepted or is_valid_by_force(changed)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.integers(0, 10**6), MASKS, st.data())
 def test_a_key_met_twice_does_not_make_up_for_one_that_is_missed(
     seed: int, mask: Mask, data: st.DataObject
@@ -307,7 +307,7 @@ def test_a_key_met_twice_does_not_make_up_for_one_that_is_missed(
         validate_plan(broken)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.integers(0, 10**6), MASKS)
 def test_needed_segments_are_the_sets_of_needed_rows(seed: int, mask: Mask) -> None:
     plan = some_plan(seed, mask)

@@ -32,7 +32,7 @@ def test_all_baselines_are_schedulers() -> None:
     assert {*COMPARED} - {*SCHEDULERS} == {"hybrid-cp"}
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=120)
 @given(
     documents(most_ranks=24),
     st.sampled_from(BASELINES),

@@ -62,7 +62,7 @@ class Pools(RuleBasedStateMachine):
             assert all(self.pool.references(rank, b) == counts[b] for b in range(TOTAL))
 
 
-Pools.TestCase.settings = settings(max_examples=30, stateful_step_count=30, deadline=None)
+Pools.TestCase.settings = settings(max_examples=30, stateful_step_count=30)
 TestPools = Pools.TestCase
 
 

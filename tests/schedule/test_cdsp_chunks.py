@@ -89,7 +89,7 @@ def check(plan: PrefillPlan, queued: Sequence[float], tokens: int, cached: int =
 QUEUES = st.lists(st.floats(0, 20) | st.just(0.0), min_size=1, max_size=16)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(
     queued=QUEUES,
     tokens=st.integers(1, 400_000),

@@ -30,7 +30,7 @@ def keys_of_servers(plan: Plan) -> Int64s:
     return keys
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(st.data())
 def test_decode_steps_are_the_plans_of_all_pieces(data: st.DataObject) -> None:
     """Prompts, turns and decoded tokens in any order; sequences come and go."""

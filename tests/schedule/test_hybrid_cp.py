@@ -45,7 +45,7 @@ def megatrons(lengths: Int64s, ranks: int, most: int) -> dict[int, tuple[int, li
     }
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(documents(most_ranks=24), st.sampled_from([None, 1, 3, 8]))
 def test_plans_are_megatrons_own(batch: tuple[Int64s, Int64s], size: int | None) -> None:
     lengths, capacities = batch

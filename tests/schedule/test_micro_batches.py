@@ -20,7 +20,7 @@ def windows_of(lengths: Int64s, count: int, tokens: int) -> tuple[Int64s, Int64s
     return at.end - at.start, at.rank
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(st.integers(0, 10**6), st.integers(1, 6), st.integers(50, 5000), st.integers(1, 400))
 def test_every_micro_batch_keeps_its_tokens(
     seed: int, count: int, tokens: int, median: int

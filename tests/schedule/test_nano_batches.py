@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from distca.plan import Mask, Plan, load_plan, save_plan, validate_plan
@@ -84,7 +84,6 @@ def planned(
     return plan_chain(cut, lengths, loads, plan, ping_pong)
 
 
-@settings(deadline=None)
 @given(
     documents(most_ranks=6),
     st.sampled_from(list(SCHEDULERS)),

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from distca.cost.step_bytes import stepped_bytes
@@ -233,7 +233,6 @@ def test_a_chains_plan_has_the_papers_counts(
     assert (moved.source - moved.destination == 1).all()
 
 
-@settings(deadline=None)
 @given(
     lengths=st.lists(st.integers(0, 300), min_size=1, max_size=3).filter(any),
     before=st.integers(0, 200),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from distca.cost.model_sizes import MODELS
@@ -23,7 +23,6 @@ def rows_of(held: Placement, sequences: int) -> Int64s:
     return np.stack([held.select(held.document == n).tokens_per_rank() for n in range(sequences)])
 
 
-@settings(deadline=None)
 @given(
     lengths=st.lists(st.integers(1, 300), min_size=1, max_size=3),
     before=st.integers(0, 90),

@@ -55,7 +55,7 @@ def make(name: str, batch: Batch, mask: Mask | None = None, **config: object) ->
     return make_scheduler(name, made).schedule(batch.lengths, batch.placement, mask or Mask())
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(
     batches,
     st.sampled_from([Mask(), Mask(0), Mask(100), Mask(999)]),
@@ -89,7 +89,7 @@ def test_greedy_plans_of_random_batches(
         assert loads.max() <= limit + 1e-6 * loads.mean()
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(batches, st.sampled_from([Mask(), Mask(100)]))
 def test_packed_moves_no_query(batch: Batch, mask: Mask) -> None:
     plan = make("packed", batch, mask)

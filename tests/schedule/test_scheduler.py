@@ -163,7 +163,7 @@ def test_no_block_is_lost_or_mixed_up(full: bool) -> None:
             nonlocal transitions
             transitions += 1
 
-    steps = settings(max_examples=250 if full else 25, stateful_step_count=50, deadline=None)
+    steps = settings(max_examples=250 if full else 25, stateful_step_count=50)
     run_state_machine_as_test(Counted, settings=steps)
     assert transitions >= (10_000 if full else 1_000)
 

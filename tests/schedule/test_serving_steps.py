@@ -26,7 +26,7 @@ from distca.schedule.serving import (
 SHAPE = AttentionShape(heads=4, kv_heads=2, head_dim=16)
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(st.data())
 def test_any_turns_have_valid_plans(data: st.DataObject) -> None:
     """Prompts and decoded tokens of several sequences in any order, on any ranks."""

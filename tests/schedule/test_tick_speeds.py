@@ -54,7 +54,7 @@ def tick_loads(batch: PlannedGlobalBatch, number: int) -> np.ndarray:
     return result
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(
     st.just(0.0) | st.floats(1e-6, 100),
     st.lists(st.tuples(st.floats(0, 10), st.floats(0.5, 2)), min_size=2, max_size=8),

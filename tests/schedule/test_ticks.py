@@ -7,7 +7,7 @@ from collections import Counter
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from distca.plan import Mask, validate_plan
@@ -86,7 +86,6 @@ def test_fewest_ticks(sizes: tuple[int, int, int]) -> None:
         assert max(schedule.most_in_flight) <= max(max(usual), chunks)
 
 
-@settings(deadline=None)
 @given(SIZES, st.integers(2, 5), st.sampled_from([None, 0, 3]))
 def test_chains(sizes: tuple[int, int, int], chain: int, more: int | None) -> None:
     micro_batches, stages, chunks = sizes
@@ -112,7 +111,6 @@ def test_evaluations(sizes: tuple[int, int, int]) -> None:
     assert len(schedule.ticks) == len(tick_schedule(*sizes).ticks) // 2
 
 
-@settings(deadline=None)
 @given(SIZES, st.integers(1, 12))
 def test_a_bound_on_what_is_in_flight(sizes: tuple[int, int, int], bound: int) -> None:
     schedule, free = tick_schedule(*sizes, max_in_flight=bound), tick_schedule(*sizes)
@@ -189,7 +187,6 @@ def test_sizes_must_be_positive(sizes: tuple[int, ...], message: str) -> None:
         tick_schedule(*sizes)
 
 
-@settings(deadline=None)
 @given(st.data(), st.sampled_from(list(SCHEDULERS)), st.booleans())
 def test_pooled_plans_are_valid(data: st.DataObject, name: str, pooled: bool) -> None:
     """Of stages with micro-batches of their own, or none; servers in any order."""

@@ -46,7 +46,7 @@ def received(plan: Plan, shape: AttentionShape = SHAPE) -> int:
     return int(plan_bytes(plan, shape).phases["dispatch"].sum(axis=0).max())
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(
     documents(most_ranks=64),
     MASKS,
@@ -92,7 +92,7 @@ def test_plans_of_random_batches(
             assert plan_bytes(plan, SHAPE).phases["combine"].sum() == 0
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(documents(most_ranks=32), MASKS, st.integers(0, 400), st.booleans())
 # Two pieces of the first document touch on a rank.
 @example((np.array([128, *[1] * 8, 40]), np.full(22, 8)), Mask(None, 256), 119, True)

@@ -43,7 +43,6 @@ def test_no_request_makes_the_server_fail(url: str, full: bool) -> None:
         how = settings(
             max_examples=500 if full else 25 * len(modes) - 20,
             derandomize=not full,
-            deadline=None,
             suppress_health_check=list(HealthCheck),
         )
         how(given(case=cases)(ask))()

@@ -156,7 +156,5 @@ def test_a_first_token_of_a_request_that_was_given_up_is_forgotten() -> None:
 def test_nothing_is_known_of_a_sequence_that_has_ended(full: bool) -> None:
     run_state_machine_as_test(
         Interleaving,
-        settings=settings(
-            max_examples=2000 if full else 150, stateful_step_count=40, deadline=None
-        ),
+        settings=settings(max_examples=2000 if full else 150, stateful_step_count=40),
     )

@@ -88,7 +88,7 @@ def test_links_inside_a_node_and_outside_work_at_the_same_time() -> None:
     assert Resources(4, cluster, np.ones(4)).exchange(moved, "dispatch").tolist() == [2, 0.5, 2, 0]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.integers(2, 6), st.integers(1, 3), st.integers(0, 10**6))
 def test_no_port_is_used_twice_at_a_time(ranks: int, per_node: int, seed: int) -> None:
     generator = np.random.default_rng(seed)
@@ -143,7 +143,7 @@ class Ports:
         return over
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.integers(2, 6), st.integers(1, 3), st.integers(0, 10**6))
 def test_exchanges_are_those_of_messages_in_turn(ranks: int, per_node: int, seed: int) -> None:
     generator = np.random.default_rng(seed)

@@ -99,7 +99,7 @@ near = st.builds(
 lengths = st.one_of(near, st.integers(0, 4 * RING))
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(
     wanted=st.lists(st.tuples(st.integers(0, 15), st.integers(0, 15), lengths), max_size=6),
     alike=st.booleans(),

@@ -78,7 +78,7 @@ some_documents = st.lists(sequences, min_size=1, max_size=6).filter(
 )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     st.lists(some_documents, min_size=1, max_size=3),
     st.integers(1, 80),
@@ -107,7 +107,7 @@ def test_reads_do_not_depend_on_where_windows_cut(corpora, num_tokens, cuts, dty
             ] == expected
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     st.lists(st.integers(0, 9), min_size=1, max_size=8).filter(any),
     st.integers(0, 40),
@@ -148,7 +148,7 @@ def test_positions_may_count_from_another_start(tmp_path, start):
             stream.read(*outside)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.lists(st.integers(1, 30), min_size=1, max_size=6), st.integers(1, 12))
 def test_long_documents_are_cut_into_pieces_that_are_shuffled(lengths, longest):
     """An epoch holds every token once, and no target is lost where a document is cut."""
@@ -168,7 +168,7 @@ def test_long_documents_are_cut_into_pieces_that_are_shuffled(lengths, longest):
             assert label == token + 1
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     st.lists(st.lists(st.integers(1, 9), min_size=1, max_size=5), min_size=1, max_size=3),
     st.lists(st.floats(0.05, 20), min_size=3, max_size=3),
@@ -228,7 +228,7 @@ def test_splits_share_no_document(tmp_path):
     assert parts[1] == set(range(90, 98))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.lists(st.integers(0, 1000), min_size=1, max_size=3).filter(any), st.integers(0, 5000))
 def test_splits_divide_all_documents_in_order(shares, documents):
     split = ",".join(map(str, shares))

@@ -53,7 +53,7 @@ def open_stream(num_tokens: int | None, **given: Any) -> TokenStream:
     )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.integers(1, 400), st.lists(st.floats(0, 1), min_size=1, max_size=30))
 def test_packs_hold_whole_documents_in_their_order(pack, shares) -> None:
     lengths = np.array([1 + int(share * (pack - 1)) for share in shares])

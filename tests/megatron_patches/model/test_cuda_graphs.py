@@ -169,7 +169,7 @@ def go_through(layers: Layers, steps: list[int], device: str = "cpu") -> list[to
     ]
 
 
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(st.lists(st.sampled_from([BEGIN, BEGIN, EVALUATE, END_TWO, UPDATE, 4, 5]), max_size=25))
 @example([BEGIN, BEGIN, BEGIN, EVALUATE, END_TWO, BEGIN, 4, UPDATE, UPDATE, BEGIN, BEGIN, END_TWO])
 def test_micro_batches_in_any_order(steps: list[int]) -> None:

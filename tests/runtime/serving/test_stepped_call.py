@@ -64,7 +64,7 @@ def any_holdings(data: st.DataObject, ranks: int, sequences: int) -> tuple[Place
 
 
 @pytest.mark.parametrize("strategy", [*STRATEGIES, "all-gather", "sp-ntp"])
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.data())
 def test_any_prefill_is_dense_attention(strategy: Strategy, data: st.DataObject) -> None:
     """Sequences of odd lengths, cached anywhere or not, under windows, on up to five ranks."""
@@ -87,7 +87,7 @@ def test_any_prefill_is_dense_attention(strategy: Strategy, data: st.DataObject)
     run_virtually(plan, shape, dtype)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.integers(0, 10**6), st.sampled_from([None, 0, 25]))
 def test_any_tasks_in_any_steps_are_dense_attention(seed: int, window: int | None) -> None:
     """Queries and keys travel together, to servers that each compute in a step of their own."""
