@@ -129,7 +129,7 @@ def _groups(saved: Namespace) -> int:
 
 def longest_positions(saved: Namespace) -> int:
     """Returns the longest positions that a model was trained on: documents may span windows."""
-    longest = getattr(saved, "distca_max_document_length", None) or 0
+    longest = vars(saved).get("distca_max_document_length") or 0
     return max(int(saved.max_position_embeddings), int(longest))
 
 

@@ -13,6 +13,8 @@ from typing import Any
 
 from megatron.core import num_microbatches_calculator as calculators
 
+from megatron_patches.flags.newer import newer_flag
+
 EVAL_INTERVAL = 1000
 """Iterations between evaluations, unless `--eval-interval` is given."""
 
@@ -37,9 +39,9 @@ def number_of_iterations(args: Namespace) -> int:
     The last batch may exceed the samples while batches grow, and is left out when they don't.
     """
     last_growing = -1
-    if rampup := getattr(args, "rampup_batch_size", None):
+    if rampup := args.rampup_batch_size:
         last_growing = min(int(rampup[2]), args.train_samples)
-    elif getattr(args, "step_batch_size_schedule", None) is not None:
+    elif newer_flag(args, "step_batch_size_schedule") is not None:
         last_growing = args.train_samples - 1
     calculator = _calculator(args)
     iterations = consumed = 0
@@ -52,7 +54,7 @@ def number_of_iterations(args: Namespace) -> int:
 
 def samples_for_evaluation(args: Namespace) -> int:
     """Returns the samples of a global batch of an evaluation, which never grows."""
-    return int(getattr(args, "eval_global_batch_size", None) or args.global_batch_size)
+    return int(newer_flag(args, "eval_global_batch_size") or args.global_batch_size)
 
 
 def samples_of_splits(args: Namespace) -> tuple[int, int, int]:
@@ -70,8 +72,8 @@ def check_growth(args: Namespace) -> None:
     Raises:
         ValueError: megatron-core's version has the other flag, or its values do not go together.
     """
-    rampup = getattr(args, "rampup_batch_size", None)
-    steps = getattr(args, "step_batch_size_schedule", None)
+    rampup = args.rampup_batch_size
+    steps = newer_flag(args, "step_batch_size_schedule")
     if rampup is None and steps is None:
         return
     flag = "--rampup-batch-size" if steps is None else "--step-batch-size-schedule"
@@ -95,7 +97,7 @@ def check_growth(args: Namespace) -> None:
         raise ValueError(f"{flag} counts in samples: give --train-samples, not --train-iters")
     unit = args.micro_batch_size * args.data_parallel_size
     for _, size in sizes:
-        if size % unit and not getattr(args, "decrease_batch_size_if_needed", False):
+        if size % unit and not args.decrease_batch_size_if_needed:
             raise ValueError(
                 f"{flag}: the global batch size {size} is no multiple of --micro-batch-size "
                 f"{args.micro_batch_size} times the data-parallel size {args.data_parallel_size}"
@@ -107,14 +109,14 @@ def _calculator(args: Namespace) -> Any:
     of_all = {
         "micro_batch_size": args.micro_batch_size,
         "data_parallel_size": args.data_parallel_size,
-        "decrease_batch_size_if_needed": getattr(args, "decrease_batch_size_if_needed", False),
+        "decrease_batch_size_if_needed": args.decrease_batch_size_if_needed,
         "rank": -1,
     }
-    if (steps := getattr(args, "step_batch_size_schedule", None)) is not None:
+    if (steps := newer_flag(args, "step_batch_size_schedule")) is not None:
         return calculators.StepBatchsizeNumMicroBatchesCalculator(
             schedule=steps, seq_length=args.seq_length, **of_all
         )
-    if rampup := getattr(args, "rampup_batch_size", None):
+    if rampup := args.rampup_batch_size:
         start, increment, samples = map(int, rampup)
         return calculators.RampupBatchsizeNumMicroBatchesCalculator(
             global_batch_size=args.global_batch_size,

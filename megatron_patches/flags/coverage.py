@@ -434,7 +434,7 @@ def all_groups() -> list[Group]:
 
 def _value(args: Namespace, name: str) -> str:
     """Returns the value of a flag as given; empty where it is off."""
-    value = getattr(args, _ATTRIBUTES.get(name, name.replace("-", "_")), None)
+    value = vars(args).get(_ATTRIBUTES.get(name, name.replace("-", "_")))
     if isinstance(value, list | tuple):
         return " ".join(map(str, value))
     return str(getattr(value, "name", value)) if value else ""

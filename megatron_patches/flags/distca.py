@@ -255,7 +255,7 @@ def mask_from_args(args: Namespace) -> Mask:
     Raises:
         ValueError: a window that looks ahead, or a negative one.
     """
-    window = getattr(args, "window_size", None)
+    window = args.window_size
     if window is None:
         return Mask()
     left, right = window
@@ -273,7 +273,7 @@ def masks_from_args(args: Namespace) -> LayerMasks:
     Raises:
         ValueError: a window that looks ahead, or a negative one; or no mask for each layer.
     """
-    window, skipped = mask_from_args(args), getattr(args, "window_attn_skip_freq", None)
+    window, skipped = mask_from_args(args), args.window_attn_skip_freq
     count = args.num_layers
     if skipped is None:
         return LayerMasks((window,))

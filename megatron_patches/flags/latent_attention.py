@@ -9,7 +9,7 @@ _SIZES = ("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "
 
 def has_latents(args: Namespace) -> bool:
     """Whether the model's attention is multi-latent."""
-    return bool(getattr(args, "multi_latent_attention", False))
+    return bool(args.multi_latent_attention)
 
 
 def head_sizes(args: Namespace) -> tuple[int, int]:
@@ -42,7 +42,7 @@ def check_latent_attention(args: Namespace) -> None:
         ValueError: some do not go together; the message says what to do.
     """
     if not has_latents(args):
-        if getattr(args, "rope_type", None) == "yarn":
+        if args.rope_type == "yarn":
             raise ValueError("--rope-type yarn needs --multi-latent-attention")
         return
     if args.group_query_attention:
@@ -51,7 +51,7 @@ def check_latent_attention(args: Namespace) -> None:
             "--group-query-attention"
         )
     for name in _SIZES:
-        size = getattr(args, name)
+        size = vars(args)[name]
         if size is not None and size < 1:
             raise ValueError(f"--{name.replace('_', '-')} {size} must be at least 1")
     if args.qk_pos_emb_head_dim % 2:

@@ -23,10 +23,10 @@ def why_no_latents_travel(config: DistcaConfig, args: Namespace) -> str | None:
             "servers of other pipeline stages have not the layer's weight to expand them by: add "
             "--no-distca-pool-stages"
         )
-    if "mla_up_proj" in (getattr(args, "recompute_modules", None) or ()):
+    if "mla_up_proj" in (args.recompute_modules or ()):
         return "with mla_up_proj in --recompute-modules they have no gradient: remove it"
     for name in ("fp8", "fp4"):
-        if getattr(args, name, None):
+        if vars(args)[name]:
             return f"they are expanded in the precision of weights: remove --{name}-format"
     return None
 

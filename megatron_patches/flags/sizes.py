@@ -18,7 +18,7 @@ def layer_parameters(args: Namespace, active: bool = True) -> int:
     """
     matrices = 3 if args.swiglu else 2
     width = float(args.ffn_hidden_size)
-    if experts := getattr(args, "num_experts", None):
+    if experts := args.num_experts:
         used = args.moe_router_topk if active else experts
         shared = args.moe_shared_expert_intermediate_size or 0
         with_experts = used * args.moe_ffn_hidden_size + shared
@@ -51,7 +51,7 @@ def checkpoint_bytes(args: Namespace) -> int:
     weight = args.params_dtype.itemsize
     state = 0
     if not args.no_save_optim:
-        if getattr(args, "optimizer", "adam") == "adam":
+        if args.optimizer == "adam":
             state = _itemsize(args, "exp_avg") + _itemsize(args, "exp_avg_sq")
         if weight < 4 or args.use_distributed_optimizer:
             state += _itemsize(args, "main_params")
@@ -60,5 +60,5 @@ def checkpoint_bytes(args: Namespace) -> int:
 
 def _itemsize(args: Namespace, name: str) -> int:
     """Returns the bytes of a value of the optimizer's state, which flags of Megatron-LM may set."""
-    dtype = getattr(args, f"{name}_dtype", torch.float32)
+    dtype = vars(args)[f"{name}_dtype"]
     return dtype.itemsize if isinstance(dtype, torch.dtype) else 1

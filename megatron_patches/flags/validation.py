@@ -25,6 +25,7 @@ from megatron_patches.flags.latent_attention import (
     head_sizes,
 )
 from megatron_patches.flags.latent_rows import travelling_shape
+from megatron_patches.flags.newer import newer_flag
 from megatron_patches.flags.planning import number_of_servers
 
 SFT_TOKENIZER = "SFTTokenizer"
@@ -46,7 +47,7 @@ def validate(config: DistcaConfig, args: Namespace) -> None:
     Raises:
         ValueError: some flags do not go together; the message says what to do.
     """
-    if getattr(args, "dataloader_type", None) == "single":
+    if args.dataloader_type == "single":
         # It asks for what our iterators do, which Megatron-LM's loop calls external.
         args.dataloader_type = "external"
     refuse(REFUSED, args)
@@ -109,7 +110,7 @@ def _validate_sft(args: Namespace) -> None:
 def _validate_validation_sets(args: Namespace) -> None:
     """Checks the flags of several validation sets."""
     several = "--multiple-validation-sets"
-    if getattr(args, "validation_set_names", None) and not args.multiple_validation_sets:
+    if newer_flag(args, "validation_set_names") and not args.multiple_validation_sets:
         raise ValueError(f"--validation-set-names needs {several}")
     if not args.multiple_validation_sets:
         return
@@ -158,11 +159,6 @@ def _validate_pipeline(config: DistcaConfig, args: Namespace) -> None:
         raise ValueError("--distca-max-in-flight bounds a pipeline's stages, but there is only one")
     if in_flight is not None and in_flight < 1:
         raise ValueError(f"--distca-max-in-flight {in_flight} must be at least 1")
-    if getattr(args, "num_microbatches_with_partial_activation_checkpoints", None) is not None:
-        raise ValueError(
-            "--distca recomputes alike for all micro-batches: remove "
-            "--num-microbatches-with-partial-activation-checkpoints"
-        )
     iterations = args.train_iters or number_of_iterations(args)
     trace = config.trace
     if trace is not None and not 1 <= trace.first <= trace.last <= iterations:
@@ -191,7 +187,7 @@ def _validate_chain(config: DistcaConfig, args: Namespace) -> None:
     if config.cuda_graphs:
         raise ValueError(f"{flag} is not covered by --distca-cuda-graphs: remove one of the two")
     for name in ("fp8", "fp4"):
-        if getattr(args, name, None):
+        if vars(args)[name]:
             raise ValueError(
                 f"{flag} is not covered by --{name}, whose first micro-batch must go back first: "
                 "remove one of the two"
@@ -216,12 +212,12 @@ def _validate_ping_pong(config: DistcaConfig, args: Namespace) -> None:
         )
     _validate_fp8(config, args, tokens // (2 * shards))
     for flag in ("fp4", "tp_comm_overlap"):
-        if getattr(args, flag, None):
+        if vars(args)[flag]:
             raise ValueError(
                 f"--distca-ping-pong does not cover --{flag.replace('_', '-')}: give "
                 "--no-distca-ping-pong"
             )
-    recomputed = getattr(args, "recompute_modules", None) or ()
+    recomputed = args.recompute_modules or ()
     modules = ["mla_up_proj"] if has_latents(args) else []
     if args.transformer_impl == "local":
         modules.append("layernorm")
@@ -242,7 +238,7 @@ def _validate_fp8(config: DistcaConfig, args: Namespace, rows: int) -> None:
         args: Megatron-LM's arguments.
         rows: rows of a nano-batch on a rank.
     """
-    if not getattr(args, "fp8", None):
+    if not args.fp8:
         return
     if args.fp8_recipe not in FP8_RECIPES:
         raise ValueError(
@@ -271,7 +267,7 @@ def _validate_gradient_fusion(config: DistcaConfig, args: Namespace) -> None:
     if not (args.gradient_accumulation_fusion and (config.ping_pong or config.chain > 1)):
         return
     for name in ("fp8", "te_precision_config_file"):
-        if getattr(args, name, None):
+        if vars(args)[name]:
             raise ValueError(
                 f"--{name.replace('_', '-')}: with --distca-ping-pong or --distca-chain the first "
                 "forward pass is not the first to go back, so that layers would lose gradients: "
@@ -298,13 +294,12 @@ def _validate_cuda_graphs(config: DistcaConfig, args: Namespace) -> None:
         ("delay_wgrad_compute", False, "a piece's gradients come together"),
         ("fp8", None, "scales change from step to step"),
         ("fp4", None, "scales change from step to step"),
-        ("cpu_offloading", False, "a graph's memory stays where it is"),
         ("use_megatron_fsdp", False, "a graph's weights stay where they are"),
         ("use_torch_fsdp2", False, "a graph's weights stay where they are"),
         ("attention_output_gate", False, "the layer has another form"),
         ("multi_latent_attention", False, "the layer has another form"),
     ):
-        found = getattr(args, flag, value)
+        found = vars(args)[flag]
         if found and found != value:
             name = flag.replace("_", "-")
             remedy = {
@@ -316,7 +311,7 @@ def _validate_cuda_graphs(config: DistcaConfig, args: Namespace) -> None:
 
 def _validate_experts(config: DistcaConfig, args: Namespace) -> None:
     """Checks that the auxiliary losses of experts can be averaged over all ranks."""
-    if not getattr(args, "num_experts", None):
+    if not args.num_experts:
         return
     kinds = args.moe_router_load_balancing_type
     if "sinkhorn" in (kinds if isinstance(kinds, list) else [kinds]):

@@ -38,7 +38,7 @@ def keep_tokenizer(args: Namespace) -> None:
     Args:
         args: flags of the run.
     """
-    model = getattr(args, "tokenizer_model", None)
+    model = args.tokenizer_model
     if args.tokenizer_type not in ("HuggingFaceTokenizer", "SFTTokenizer") or model is None:
         return
     folder = Path(args.save) / KEPT

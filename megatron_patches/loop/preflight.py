@@ -101,7 +101,7 @@ def check_checkpoint(args: Namespace) -> None:
             f"--load has {', '.join(saved[-5:]) or 'no checkpoint'}"
         )
     if iteration is None:
-        if args.exit_on_missing_checkpoint and not getattr(args, "pretrained_checkpoint", None):
+        if args.exit_on_missing_checkpoint and not args.pretrained_checkpoint:
             raise ValueError(
                 f"--load {args.load} has no checkpoint: give another folder, or leave out "
                 "--exit-on-missing-checkpoint"
@@ -145,9 +145,9 @@ def check_boards(args: Namespace) -> None:
     """
     for flag, applies in (
         ("tensorboard_dir", True),
-        ("wandb_save_dir", getattr(args, "wandb_project", None)),
+        ("wandb_save_dir", args.wandb_project),
     ):
-        folder = getattr(args, flag, None)
+        folder = vars(args)[flag]
         if folder and applies:
             _try_folder(f"--{flag.replace('_', '-')} {folder}", Path(folder))
 

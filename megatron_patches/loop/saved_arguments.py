@@ -88,8 +88,8 @@ def check_experts(saved: Namespace, args: Namespace, path: str) -> None:
     Raises:
         ValueError: ranks share experts in one of the two runs alone.
     """
-    weights_alone = getattr(args, "no_load_optim", False) or getattr(args, "finetune", False)
-    if not getattr(args, "num_experts", None) or weights_alone:
+    weights_alone = args.no_load_optim or args.finetune
+    if not args.num_experts or weights_alone:
         return
     before, now = (getattr(each, "expert_model_parallel_size", 1) or 1 for each in (saved, args))
     if (before == 1) != (now == 1):
@@ -99,8 +99,8 @@ def check_experts(saved: Namespace, args: Namespace, path: str) -> None:
         )
 
 
-def _shape(args: Namespace) -> dict[str, Any]:
-    shape = {name: getattr(args, name, None) for name in _SHAPE_FLAGS}
-    if not getattr(args, "group_query_attention", True):
-        shape["num_query_groups"] = args.num_attention_heads
+def _shape(flags: Namespace) -> dict[str, Any]:
+    shape = {name: vars(flags).get(name) for name in _SHAPE_FLAGS}
+    if not vars(flags).get("group_query_attention", True):
+        shape["num_query_groups"] = flags.num_attention_heads
     return shape

@@ -47,7 +47,7 @@ def uses_dense_mask(config: DistcaConfig, args: Namespace) -> bool:
     Plain Megatron's local attention (`--attention-backend local` or `unfused`) needs one. Its
     memory grows with the square of the tokens: the reference, for small runs.
     """
-    backend = getattr(args.attention_backend, "name", args.attention_backend)
+    backend = args.attention_backend.name
     return (
         not config.enabled and args.transformer_impl == "local" and backend in ("local", "unfused")
     )
@@ -77,15 +77,15 @@ def build_model(
         max_sequence_length=args.max_position_embeddings,
         pre_process=pre_process,
         post_process=post_process,
-        fp16_lm_cross_entropy=getattr(args, "fp16_lm_cross_entropy", False),
+        fp16_lm_cross_entropy=args.fp16_lm_cross_entropy,
         parallel_output=True,
         share_embeddings_and_output_weights=not args.untie_embeddings_and_output_weights,
         position_embedding_type=args.position_embedding_type,
         rotary_percent=args.rotary_percent,
         rotary_base=args.rotary_base,
-        rope_scaling=getattr(args, "use_rope_scaling", False),
-        rope_scaling_factor=getattr(args, "rope_scaling_factor", 8.0),
-        seq_len_interpolation_factor=getattr(args, "rotary_seq_len_interpolation_factor", None),
+        rope_scaling=args.use_rope_scaling,
+        rope_scaling_factor=args.rope_scaling_factor,
+        seq_len_interpolation_factor=args.rotary_seq_len_interpolation_factor,
         vp_stage=vp_stage,
         pg_collection=pg_collection,
     )
@@ -104,7 +104,7 @@ def adapt_model(config: DistcaConfig, args: Namespace, model: GPTModel) -> GPTMo
         for layer in model.decoder.layers:
             # Core attention keeps no more than inputs and outputs, so recomputing gains nothing.
             layer.self_attention.checkpoint_core_attention = False
-        if getattr(args, "num_experts", None):
+        if args.num_experts:
             share_auxiliary_losses(args, model)
         if travelling_shape(config, args).kv_rank is not None:
             send_latents(model)
@@ -153,7 +153,7 @@ def _block_spec(
     config: DistcaConfig, args: Namespace, transformer: TransformerConfig, vp_stage: int | None
 ) -> Any:
     uses_te = args.transformer_impl == "transformer_engine"
-    if getattr(args, "num_experts", None):
+    if args.num_experts:
         # Some layers may have experts, and others none.
         block = get_gpt_decoder_block_spec(
             transformer, uses_te, normalization=args.normalization, vp_stage=vp_stage

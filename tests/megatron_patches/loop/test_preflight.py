@@ -207,13 +207,15 @@ def test_a_folder_that_only_the_first_rank_sees_is_found(tmp_path) -> None:
 
 
 def test_the_optimizer_of_experts_is_of_the_same_sharing() -> None:
-    alone, shared = (Namespace(num_experts=4, expert_model_parallel_size=n) for n in (1, 2))
-    more = Namespace(num_experts=4, expert_model_parallel_size=4)
+    whole = {"no_load_optim": False, "finetune": False}
+    alone, shared, more = (
+        Namespace(num_experts=4, expert_model_parallel_size=n, **whole) for n in (1, 2, 4)
+    )
     check_experts(alone, alone, "folder")
     check_experts(shared, more, "folder")
-    check_experts(alone, Namespace(**vars(shared), no_load_optim=True), "folder")
-    check_experts(alone, Namespace(**vars(shared), finetune=True), "folder")
-    check_experts(Namespace(), Namespace(num_experts=None), "folder")
+    check_experts(alone, Namespace(**vars(shared) | {"no_load_optim": True}), "folder")
+    check_experts(alone, Namespace(**vars(shared) | {"finetune": True}), "folder")
+    check_experts(Namespace(), Namespace(num_experts=None, **whole), "folder")
     for before, now in ((alone, shared), (shared, alone)):
         with pytest.raises(ValueError, match="give that, or --no-load-optim"):
             check_experts(before, now, "folder")
