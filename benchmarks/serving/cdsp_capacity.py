@@ -41,8 +41,8 @@ from distca.schedule.serving.cdsp.load import Growth
 from distca.simulate import CLUSTERS
 from distca.simulate.requests import (
     PRESETS,
+    RequestTrace,
     ServingCluster,
-    Trace,
     describe_cluster,
     draw_trace,
     find_capacity,
@@ -156,12 +156,12 @@ def measure(name: str, cluster: ServingCluster, requests: int, seeds: Sequence[i
 
 
 def capacities(
-    traces: Sequence[Trace], cluster: ServingCluster, strategy: str, rates: ImprovementRates
+    traces: Sequence[RequestTrace], cluster: ServingCluster, strategy: str, rates: ImprovementRates
 ) -> list[float]:
     return [find_capacity(trace, cluster, strategy, rates).per_second for trace in traces]
 
 
-def ideal_capacity(trace: Trace, cluster: ServingCluster) -> float:
+def ideal_capacity(trace: RequestTrace, cluster: ServingCluster) -> float:
     """Capacity of ranks that are never idle while prompts wait, work on them in turn, each at its
     least rank-seconds, and are done as soon as with its best group: an upper bound."""
     times, limit = cluster.times, 25 * light_load(trace, cluster)

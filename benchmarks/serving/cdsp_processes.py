@@ -40,7 +40,13 @@ from distca.runtime.kernel_timing import cpu_name
 from distca.schedule.serving.cdsp import ImprovementRates, Prefill, PrefillModel
 from distca.schedule.serving.cdsp.load import IMPROVEMENT_RATES
 from distca.serve.handoff.measure import hardware
-from distca.simulate.requests import DecodeTimes, Request, ServingCluster, Trace, prefill_seconds
+from distca.simulate.requests import (
+    DecodeTimes,
+    Request,
+    RequestTrace,
+    ServingCluster,
+    prefill_seconds,
+)
 from distca.simulate.requests.prefills import make_queue
 
 ANSWER = 2
@@ -121,7 +127,7 @@ def time_prefills(args: argparse.Namespace, folder: Path, degrees: Sequence[int]
     return PrefillModel.fit(taken, hardware(), str(folder))
 
 
-def draw(args: argparse.Namespace, times: PrefillModel, count: int, seed: int) -> Trace:
+def draw(args: argparse.Namespace, times: PrefillModel, count: int, seed: int) -> RequestTrace:
     """Poisson arrivals of prompts; one of four is long, others are a 16th to an 8th of that."""
     drawn = np.random.default_rng(seed)
     short = drawn.integers(args.long // 16, args.long // 8, count)
@@ -129,7 +135,7 @@ def draw(args: argparse.Namespace, times: PrefillModel, count: int, seed: int) -
     work = np.mean([times.seconds(1, 0, prompt) for prompt in prompts]) / args.prefill_ranks
     arrivals = np.cumsum(drawn.exponential(work / args.load, count))
     pairs = zip(arrivals, prompts, strict=True)
-    return Trace(tuple(Request(float(arrival), prompt, ANSWER) for arrival, prompt in pairs))
+    return RequestTrace(tuple(Request(float(arrival), prompt, ANSWER) for arrival, prompt in pairs))
 
 
 def cluster_of(args: argparse.Namespace, times: PrefillModel) -> ServingCluster:
@@ -150,7 +156,7 @@ def measure(
     folder: Path,
     times: PrefillModel,
     rates: ImprovementRates,
-    trace: Trace,
+    trace: RequestTrace,
     degrees: Sequence[int],
 ) -> dict[str, Measured]:
     """Sends all requests to each server in turn."""
@@ -190,7 +196,7 @@ def prefill_pids(server: Server, ranks: int) -> list[int]:
 
 
 def simulate(
-    trace: Trace, cluster: ServingCluster, strategy: str, rates: ImprovementRates
+    trace: RequestTrace, cluster: ServingCluster, strategy: str, rates: ImprovementRates
 ) -> Measured:
     """What the simulator says."""
     queue = make_queue(cluster, strategy, rates)
@@ -203,7 +209,7 @@ def lines(
     args: argparse.Namespace,
     times: PrefillModel,
     rates: ImprovementRates,
-    trace: Trace,
+    trace: RequestTrace,
     found: dict[str, Measured],
 ) -> Iterator[str]:
     """The page."""

@@ -40,8 +40,8 @@ from distca.schedule.serving.cdsp.load import Growth
 from distca.simulate.requests import (
     PATIENCE,
     PRESETS,
+    RequestTrace,
     ServingCluster,
-    Trace,
     describe_cluster,
     draw_trace,
     find_capacity,
@@ -239,7 +239,7 @@ def _times(args: argparse.Namespace) -> PrefillModel:
     return times
 
 
-def _trace(args: argparse.Namespace, cluster: ServingCluster) -> Trace:
+def _trace(args: argparse.Namespace, cluster: ServingCluster) -> RequestTrace:
     if args.trace in PRESETS:
         trace = draw_trace(PRESETS[args.trace], args.requests, args.seed)
     elif Path(args.trace).is_file():
@@ -272,12 +272,12 @@ def _divides(degree: int, cluster: ServingCluster) -> bool:
     return cluster.prefill_ranks % degree == 0 and degree in cluster.times.degrees
 
 
-def _rates(trace: Trace, cluster: ServingCluster, name: str, seed: int) -> ImprovementRates:
+def _rates(trace: RequestTrace, cluster: ServingCluster, name: str, seed: int) -> ImprovementRates:
     """Profiles improvement rates on the trace's lengths in another order."""
     if name not in LOAD_AWARE:
         return ImprovementRates({0.0: 0.0})
     order = np.random.default_rng(seed + 1).permutation(len(trace.requests))
-    shuffled = Trace(
+    shuffled = RequestTrace(
         tuple(
             replace(trace.requests[other], arrival=request.arrival)
             for request, other in zip(trace.requests, order, strict=True)
@@ -287,7 +287,7 @@ def _rates(trace: Trace, cluster: ServingCluster, name: str, seed: int) -> Impro
 
 
 def _row(
-    trace: Trace,
+    trace: RequestTrace,
     cluster: ServingCluster,
     name: str,
     rates: ImprovementRates,
@@ -307,7 +307,7 @@ def _row(
 def _lines(
     args: argparse.Namespace,
     cluster: ServingCluster,
-    trace: Trace,
+    trace: RequestTrace,
     rows: Sequence[Row],
     limit: float,
     load: float,
@@ -347,7 +347,7 @@ def _said(growth: Growth) -> str:
 
 def _plot(
     path: Path,
-    trace: Trace,
+    trace: RequestTrace,
     cluster: ServingCluster,
     rates: dict[str, ImprovementRates],
     limit: float,

@@ -24,8 +24,7 @@ from distca.schedule.training.micro_batches import share_out
 from distca.schedule.training.nano_batches import Crossing, NanoPlan, split_in_two
 from distca.schedule.training.planner_process import PlannerProcess
 from distca.schedule.training.pooling import pool, pool_nano_batches
-from distca.schedule.training.tick_speeds import LinearWork
-from distca.schedule.training.ticks import (
+from distca.schedule.training.tick_schedule import (
     Tick,
     TickSchedule,
     Work,
@@ -33,6 +32,7 @@ from distca.schedule.training.ticks import (
     most_in_flight_of_1f1b,
     tick_schedule,
 )
+from distca.schedule.training.tick_speeds import LinearWork
 
 __all__ = [
     "BALANCING",

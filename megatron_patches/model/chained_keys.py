@@ -3,8 +3,9 @@
 Where latents of keys and values travel, these are lent with them.
 
 A document may extend over several micro-batches, whose backward passes run in the opposite order of
-their forward passes (`distca.schedule.training.ticks`). So all gradients that later micro-batches
-have for the keys of an earlier one are there, and add up, before its own backward pass comes.
+their forward passes (`distca.schedule.training.tick_schedule`). So all gradients that later
+micro-batches have for the keys of an earlier one are there, and add up, before its own backward
+pass comes.
 Autograd cannot add them, since each micro-batch has a graph of its own.
 """
 

@@ -201,7 +201,7 @@ def test_results_are_of_one_list_of_published_lengths(
     program: list[Path] = []
     monkeypatch.setattr(sweep, "digest_of", lambda *paths: str(program.extend(paths)))
     sweep.sources.__wrapped__()
-    assert {"published_lengths.py", "lengths.py", "index.py", "ticks.py"} <= {
+    assert {"published_lengths.py", "lengths.py", "index.py", "tick_schedule.py"} <= {
         path.name for path in program
     }
 

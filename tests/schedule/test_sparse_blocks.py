@@ -14,7 +14,7 @@ from distca.schedule.serving.csps import Levels, Sparsity
 from distca.schedule.serving.csps.pipeline import NearToFar
 from distca.schedule.serving.iteration import Part, plan_iteration
 from distca.schedule.serving.prefix_cache import PrefixCache
-from distca.schedule.serving.scheduler import Limits, Scheduler, is_long
+from distca.schedule.serving.scheduler import Limits, RequestScheduler, is_long
 from support.token_engine import token_settings
 
 SIZE = 4
@@ -25,7 +25,7 @@ def found(lengths: list[int], sparse_salt: bytes | None, pool: int = 40) -> list
     """Tokens that each of some prompts finds, which begin alike and are answered in turn; an
     answer is long."""
     cache = PrefixCache(BlockPool(2, pool, SIZE))
-    scheduler, before, each = Scheduler(cache, LIMITS, b"model", sparse_salt), 0, []
+    scheduler, before, each = RequestScheduler(cache, LIMITS, b"model", sparse_salt), 0, []
     for number, length in enumerate(lengths):
         scheduler.add(number, [7] * length, 12)
         while (batch := scheduler.schedule()) is not None:

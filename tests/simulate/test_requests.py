@@ -15,7 +15,7 @@ from distca.simulate import CLUSTERS
 from distca.simulate.requests import (
     PRESETS,
     Request,
-    Trace,
+    RequestTrace,
     describe_cluster,
     draw_trace,
     find_capacity,
@@ -48,7 +48,7 @@ def test_a_trace_is_read(tmp_path: Path) -> None:
     path = tmp_path / "trace.json"
     rows = [{"arrival": 2.0, "prompt": 9, "answer": 1}, {"arrival": 0, "prompt": 5, "answer": 2}]
     path.write_text(json.dumps(rows))
-    assert read_trace(path) == Trace((Request(0.0, 5, 2), Request(2.0, 9, 1)))
+    assert read_trace(path) == RequestTrace((Request(0.0, 5, 2), Request(2.0, 9, 1)))
     for wrong in ("[3]", "{}", "nothing", '[{"arrival": -1, "prompt": 5, "answer": 2}]', "[]"):
         path.write_text(wrong)
         with pytest.raises(ValueError, match="give a JSON list such as"):
@@ -67,7 +67,7 @@ def test_what_was_planned_comes_true(strategy: str) -> None:
 
 
 def test_a_request_alone_takes_its_prefill_its_hand_off_and_its_iterations() -> None:
-    trace = Trace((Request(3.0, 65_536, 11),))
+    trace = RequestTrace((Request(3.0, 65_536, 11),))
     served = serve(trace, CLUSTER, "greedy")
     prefill = CLUSTER.times.seconds(16, 0, 65_536)
     assert served.ttft == pytest.approx([prefill])
@@ -80,7 +80,7 @@ def test_a_request_alone_takes_its_prefill_its_hand_off_and_its_iterations() -> 
 
 def test_what_is_granted_late_is_sent_late() -> None:
     """With one backend, the second of two requests is sent after the first is all there."""
-    trace = Trace((Request(0.0, 32_768, 2), Request(0.0, 32_768, 2)))
+    trace = RequestTrace((Request(0.0, 32_768, 2), Request(0.0, 32_768, 2)))
     slow = replace(CLUSTER, sent_per_second=100.0, backends=1, decode_ranks=1)
     first, second = sorted(serve(trace, slow, "fixed-8").per_token)
     whole = slow.send_seconds(32_768, 8)
@@ -114,7 +114,7 @@ def test_capacity_is_the_highest_rate_within_the_limit() -> None:
         seconds = prefill_seconds(trace.at_rate(found.per_second * factor), CLUSTER, "fixed-8")
         assert (np.percentile(seconds, 99) <= found.limit) == within
     assert find_capacity(trace, CLUSTER, "fixed-8", limit=0.01).per_second < 1
-    few = Trace(trace.requests[:9])
+    few = RequestTrace(trace.requests[:9])
     with pytest.raises(ValueError, match="9 requests are too few to tell a capacity"):
         find_capacity(few, CLUSTER, "fixed-8")
 
@@ -149,4 +149,4 @@ def test_clusters_that_cannot_be_are_refused() -> None:
     with pytest.raises(ValueError, match="prefill_ranks is 0"):
         replace(CLUSTER, prefill_ranks=0)
     with pytest.raises(ValueError, match="no strategy 'best': choose from fixed-N"):
-        prefill_seconds(Trace((Request(0.0, 5, 1),)), CLUSTER, "best")
+        prefill_seconds(RequestTrace((Request(0.0, 5, 1),)), CLUSTER, "best")

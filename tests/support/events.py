@@ -13,14 +13,14 @@ from distca.transport import Channel, MessageSizes, Pending
 from support.models import make_run, memory_stream, parse
 from support.ranks import forget_megatron
 
-Event = tuple[Any, ...]
+SeenEvent = tuple[Any, ...]
 """A start or a wait of the transport with phase and nano-batch; a kernel with its pass and
 nano-batch; the linear layers before and after attention with layer and nano-batch,
 those after it also when their gradient has come; or the output layer, which comes before the loss.
 Nano-batches are "ping", "pong" or None."""
 
 
-def events_of_step(flags: Sequence[str], lengths: Sequence[int]) -> list[Event]:
+def events_of_step(flags: Sequence[str], lengths: Sequence[int]) -> list[SeenEvent]:
     """What this rank does in a first training step, as the transport, the kernel and the model are
     called. Collective."""
     return events_and_trace(flags, lengths)[0]
@@ -28,7 +28,7 @@ def events_of_step(flags: Sequence[str], lengths: Sequence[int]) -> list[Event]:
 
 def events_and_trace(
     flags: Sequence[str], lengths: Sequence[int]
-) -> tuple[list[Event], list[Event]]:
+) -> tuple[list[SeenEvent], list[SeenEvent]]:
     """Those events, and those of transport and kernel as the runtime's own trace has them."""
     from support import training
 
@@ -45,7 +45,7 @@ def events_and_trace(
     return recorder.events, list(_traced(made.core_attention.trace))
 
 
-def _traced(trace: Trace) -> Iterator[Event]:
+def _traced(trace: Trace) -> Iterator[SeenEvent]:
     for span in sorted(trace.take(0), key=lambda each: each["ts"]):
         if span["cat"] not in ("exchange", "kernels"):
             continue
@@ -73,7 +73,7 @@ class Recorder:
     """
 
     def __init__(self, attention: CoreAttention, ping_pong: bool) -> None:
-        self.events: list[Event] = []
+        self.events: list[SeenEvent] = []
         self._ping_pong = ping_pong
         self._labels: dict[str, Any] = {}
         self._watch_transport(attention.transport)

@@ -22,7 +22,7 @@ from distca.serve.engine.messages import Submit
 from distca.serve.engine.settings import EngineSettings
 from support.served import are_gone
 
-LATE_KINDS = {"Event", "Expect", "First"}
+LATE_KINDS = {"HandoffEvent", "Expect", "First"}
 LATE, LATE_SECONDS = 0.01, 3.0
 """Part of the messages of the hand-off that come late, and by how much at most."""
 

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from support.events import Event, events_and_trace, events_of_step
+from support.events import SeenEvent, events_and_trace, events_of_step
 from support.parity import RECOMPUTE
 
 LENGTHS = [768]
@@ -21,15 +21,15 @@ BOTH, WHOLE = ("ping", "pong"), (None,)
 Nano = str | None
 
 
-def starts(phase: str, nano: Nano) -> Event:
+def starts(phase: str, nano: Nano) -> SeenEvent:
     return "start", phase, nano
 
 
-def waits(phase: str, nano: Nano) -> Event:
+def waits(phase: str, nano: Nano) -> SeenEvent:
     return "wait", phase, nano
 
 
-def computes(nano: Nano, backward: bool = False) -> list[Event]:
+def computes(nano: Nano, backward: bool = False) -> list[SeenEvent]:
     """A nano-batch's kernels when its inputs are there; then its outputs go."""
     there, back, kernel = "dispatch", "combine", "forward"
     if backward:
@@ -37,9 +37,9 @@ def computes(nano: Nano, backward: bool = False) -> list[Event]:
     return [waits(there, nano), ("kernel", kernel, nano), starts(back, nano)]
 
 
-def layers_there(layers: Sequence[int], nanos: Sequence[Nano]) -> list[Event]:
+def layers_there(layers: Sequence[int], nanos: Sequence[Nano]) -> list[SeenEvent]:
     """A forward pass where outputs return."""
-    events: list[Event] = []
+    events: list[SeenEvent] = []
     for nano in nanos:
         events += [("pre-attention", layers[0], nano), starts("dispatch", nano)]
     for layer, following in itertools.zip_longest(layers, layers[1:]):
@@ -52,11 +52,11 @@ def layers_there(layers: Sequence[int], nanos: Sequence[Nano]) -> list[Event]:
     return events
 
 
-def layers_back(layers: Sequence[int], nanos: Sequence[Nano]) -> list[Event]:
+def layers_back(layers: Sequence[int], nanos: Sequence[Nano]) -> list[SeenEvent]:
     """Its backward pass: the opposite order."""
-    events: list[Event] = []
+    events: list[SeenEvent] = []
 
-    def gradient_comes(layer: int, nano: Nano) -> list[Event]:
+    def gradient_comes(layer: int, nano: Nano) -> list[SeenEvent]:
         began = ("post-attention backward", layer, nano)
         return [began, starts("dispatch_backward", nano)]
 
@@ -81,9 +81,9 @@ def test_where_outputs_return(ranks, nanos: Sequence[Nano]) -> None:
     assert ranks.run(events_of_step, flags, LENGTHS, world_size=2) == [expected] * 2
 
 
-def layers_there_at_home(layers: Sequence[int], ahead: bool = True) -> list[Event]:
+def layers_there_at_home(layers: Sequence[int], ahead: bool = True) -> list[SeenEvent]:
     """A forward pass of ping and pong where queries are at home, so that nothing returns."""
-    events: list[Event] = []
+    events: list[SeenEvent] = []
     for nano in BOTH:
         events += [("pre-attention", layers[0], nano), starts("dispatch", nano)]
     for layer, following in itertools.zip_longest(layers, layers[1:]):
@@ -96,9 +96,9 @@ def layers_there_at_home(layers: Sequence[int], ahead: bool = True) -> list[Even
     return [*events, *(starts("dispatch_backward", nano) for nano in BOTH[::-1] if ahead)]
 
 
-def layers_back_at_home(layers: Sequence[int]) -> list[Event]:
+def layers_back_at_home(layers: Sequence[int]) -> list[SeenEvent]:
     """Its backward pass through some layers, the last of which comes first."""
-    events: list[Event] = []
+    events: list[SeenEvent] = []
     for before, layer, after in itertools.zip_longest([None, *layers], layers, layers[1:]):
         for nano in BOTH[::-1]:
             events += [waits("combine_backward", nano)] if before else []
@@ -134,7 +134,7 @@ def test_the_trace_says_what_the_transport_and_the_kernels_did(ranks) -> None:
         assert len(traced) == 2 * 2 * 2 * 5
 
 
-def serves(events: Sequence[Event]) -> list[Event]:
+def serves(events: Sequence[SeenEvent]) -> list[SeenEvent]:
     """A rank without tokens: what one with tokens does, but for the linear layers."""
     return [event for event in events if "attention" not in event[0]]
 

@@ -121,7 +121,7 @@ def is_long(prompt: int, limits: Limits) -> bool:
     return prompt >= limits.short
 
 
-class Scheduler:
+class RequestScheduler:
     """Sequences that wait and run, and their blocks.
 
     Args:

@@ -8,8 +8,9 @@ are a pure function of the documents and the options, the same on every rank:
 2. each micro-batch is planned over the data-parallel ranks of a stage, as two nano-batches
    (`nano_batches.py`) or whole. Other masks have plans of their own with the same placement, which
    the mask that sees most chooses: of equally many tokens windows see nearly equally much;
-3. in each tick (`ticks.py`) the plans of all stages that work become one plan over the servers of
-   all stages (`pooling.py`), in which servers with less linear work take more (`tick_speeds.py`).
+3. in each tick (`tick_schedule.py`) the plans of all stages that work become one plan over the
+   servers of all stages (`pooling.py`), in which servers with less linear work take more
+   (`tick_speeds.py`).
 """
 
 from __future__ import annotations
@@ -40,8 +41,8 @@ from distca.schedule.training.chains import cut_chain, plan_chain
 from distca.schedule.training.micro_batches import share_out
 from distca.schedule.training.nano_batches import NanoPlan
 from distca.schedule.training.pooling import pool_nano_batches
+from distca.schedule.training.tick_schedule import Tick, TickSchedule, chain_sizes, tick_schedule
 from distca.schedule.training.tick_speeds import AtHome, LinearWork, load_of_a_pair, tick_speeds
-from distca.schedule.training.ticks import Tick, TickSchedule, chain_sizes, tick_schedule
 
 # All global batches of a job have the same ticks, and a search often tries the same schedules.
 _tick_schedule = lru_cache(maxsize=256)(tick_schedule)

@@ -16,7 +16,7 @@ from distca.lifetime import end_with_parent
 from distca.schedule.serving.blocks import BlockPool
 from distca.schedule.serving.iteration import Part
 from distca.schedule.serving.prefix_cache import PrefixCache
-from distca.schedule.serving.scheduler import Batch, Feed, Scheduler, is_long
+from distca.schedule.serving.scheduler import Batch, Feed, RequestScheduler, is_long
 from distca.serve.engine.kept_plans import KeptPlans
 from distca.serve.engine.messages import (
     Abort,
@@ -106,7 +106,7 @@ class Engine:
         settings = self._settings
         pool = BlockPool(settings.world_size, blocks, settings.block_size)
         self._cache = PrefixCache(pool, settings.prefix_caching)
-        self._scheduler = Scheduler(
+        self._scheduler = RequestScheduler(
             self._cache, settings.limits, settings.salt, settings.sparse_salt
         )
         self._workers.send(Begin(blocks))

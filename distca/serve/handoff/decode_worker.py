@@ -31,9 +31,9 @@ from distca.serve.handoff.messages import (
     Close,
     Decode,
     Decoded,
-    Event,
     Expect,
     First,
+    HandoffEvent,
     Landed,
     Reserve,
     Rows,
@@ -147,7 +147,7 @@ class DecodeWorker:
 
     def _take(self, message: Any) -> None:
         """Takes a message of the engine."""
-        if isinstance(message, Event):
+        if isinstance(message, HandoffEvent):
             self._apply(event_of(message))
         elif isinstance(message, Expect):
             self._expect(message)

@@ -19,7 +19,7 @@ from distca.schedule.serving.scheduler import FinishReason
 from distca.serve.engine.messages import Admit, Beat, Begin, Chosen, Failed, Loaded, Message
 
 
-class Event(Message, frozen=True):
+class HandoffEvent(Message, frozen=True):
     """An event of the hand-off, for the side that is told so.
 
     Attributes:
@@ -44,13 +44,13 @@ _KINDS: dict[str, Callable[..., Any]] = {
 }
 
 
-def tell(event: Any, rank: int = 0) -> Event:
+def tell(event: Any, rank: int = 0) -> HandoffEvent:
     """Returns an event as a message."""
     _, *others = (getattr(event, field.name) for field in fields(event))
-    return Event(type(event).__name__, event.transfer, others, rank)
+    return HandoffEvent(type(event).__name__, event.transfer, others, rank)
 
 
-def event_of(message: Event) -> Any:
+def event_of(message: HandoffEvent) -> Any:
     """Returns the event that a message tells."""
     return _KINDS[message.kind](message.transfer, *message.values)
 
@@ -163,7 +163,7 @@ class Expect(Message, frozen=True):
         fewest: fewest tokens of prompt and answer that stops may end.
     """
 
-    begin: Event
+    begin: HandoffEvent
     admit: Admit
     most: int
     fewest: int
@@ -176,7 +176,7 @@ class First(Message, frozen=True):
     token: int
 
 
-ToDecode = Begin | Expect | First | Event
+ToDecode = Begin | Expect | First | HandoffEvent
 
 
 # From the first process of a decode rank to the engine.
@@ -204,7 +204,7 @@ class Decoded(Message, frozen=True):
     seconds: float = 0.0
 
 
-FromRoles = Loaded | Beat | Failed | LayerDone | ChunkDone | Decoded | Event
+FromRoles = Loaded | Beat | Failed | LayerDone | ChunkDone | Decoded | HandoffEvent
 
 
 # To the inbox of a decode process.

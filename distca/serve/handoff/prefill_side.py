@@ -27,8 +27,8 @@ from distca.serve.engine.kept_plans import KeptPlans
 from distca.serve.engine.messages import Admit, Chosen
 from distca.serve.handoff.messages import (
     ChunkDone,
-    Event,
     Forget,
+    HandoffEvent,
     LayerDone,
     RunChunk,
     Ship,
@@ -245,7 +245,7 @@ class PrefillSide:
 
     def hear(self, message: Any) -> None:
         """Takes a message of a prefill rank, or an event of a decode rank."""
-        if isinstance(message, Event):
+        if isinstance(message, HandoffEvent):
             self._apply(event_of(message), message.rank)
             return
         job = self._steps[message.number]

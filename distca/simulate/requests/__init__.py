@@ -18,7 +18,7 @@ from distca.simulate.requests.capacity import (
 from distca.simulate.requests.cluster import DecodeTimes, ServingCluster, describe_cluster
 from distca.simulate.requests.prefills import prefill_seconds
 from distca.simulate.requests.serving import Served, serve
-from distca.simulate.requests.traces import PRESETS, Request, Trace, draw_trace, read_trace
+from distca.simulate.requests.traces import PRESETS, Request, RequestTrace, draw_trace, read_trace
 
 __all__ = [
     "PATIENCE",
@@ -26,9 +26,9 @@ __all__ = [
     "Capacity",
     "DecodeTimes",
     "Request",
+    "RequestTrace",
     "Served",
     "ServingCluster",
-    "Trace",
     "describe_cluster",
     "draw_trace",
     "find_capacity",

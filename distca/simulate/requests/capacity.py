@@ -15,7 +15,7 @@ from distca.schedule.serving.cdsp import ImprovementRates, least_by_rate
 from distca.schedule.serving.cdsp.load import IMPROVEMENT_RATES, Growth
 from distca.simulate.requests.cluster import ServingCluster
 from distca.simulate.requests.prefills import EAGER, prefill_seconds
-from distca.simulate.requests.traces import Trace
+from distca.simulate.requests.traces import RequestTrace
 
 PATIENCE = 25.0
 """Times of the light load's mean that a first token may take, as the paper normalizes to."""
@@ -40,7 +40,7 @@ class Capacity:
     limit: float
 
 
-def light_load(trace: Trace, cluster: ServingCluster) -> float:
+def light_load(trace: RequestTrace, cluster: ServingCluster) -> float:
     """Mean of seconds to the first token of requests that are alone, each in its best group."""
     degrees = [s for s in cluster.times.degrees if s <= cluster.prefill_ranks]
     alone = [
@@ -51,7 +51,7 @@ def light_load(trace: Trace, cluster: ServingCluster) -> float:
 
 
 def profile_rates(
-    traces: Sequence[Trace],
+    traces: Sequence[RequestTrace],
     cluster: ServingCluster,
     strategy: str,
     step: float | None = None,
@@ -105,7 +105,7 @@ def profile_rates(
     return least_by_rate(found)
 
 
-def _ideal_load(trace: Trace, cluster: ServingCluster) -> float:
+def _ideal_load(trace: RequestTrace, cluster: ServingCluster) -> float:
     """Requests a second that all ranks could do if each prompt had one group of the best size."""
     times = cluster.times
     best = (
@@ -131,7 +131,7 @@ def latest_but_few(seconds: Sequence[float]) -> float:
 
 
 def find_capacity(
-    trace: Trace,
+    trace: RequestTrace,
     cluster: ServingCluster,
     strategy: str,
     rates: ImprovementRates = EAGER,

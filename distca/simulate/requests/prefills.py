@@ -10,7 +10,7 @@ from distca.schedule.serving.cdsp import (
 )
 from distca.schedule.serving.cdsp.strategies import strategy_of
 from distca.simulate.requests.cluster import ServingCluster
-from distca.simulate.requests.traces import Trace
+from distca.simulate.requests.traces import RequestTrace
 
 EAGER = ImprovementRates({0.0: 0.0})
 """Any improvement is enough, at every load."""
@@ -35,7 +35,7 @@ def make_queue(
 
 
 def prefill_seconds(
-    trace: Trace, cluster: ServingCluster, strategy: str, rates: ImprovementRates = EAGER
+    trace: RequestTrace, cluster: ServingCluster, strategy: str, rates: ImprovementRates = EAGER
 ) -> list[float]:
     """Seconds to the first token of each request, where memory and decode ranks never bind.
 

@@ -48,7 +48,7 @@ from distca.schedule.serving.cdsp.handoff import (
 from distca.schedule.serving.cdsp.lines import Lines
 from distca.simulate.requests.cluster import ServingCluster
 from distca.simulate.requests.prefills import EAGER, make_queue
-from distca.simulate.requests.traces import Trace
+from distca.simulate.requests.traces import RequestTrace
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ class Served:
 
 
 def serve(
-    trace: Trace, cluster: ServingCluster, strategy: str, rates: ImprovementRates = EAGER
+    trace: RequestTrace, cluster: ServingCluster, strategy: str, rates: ImprovementRates = EAGER
 ) -> Served:
     """Simulates a trace.
 
@@ -111,7 +111,7 @@ class _Decoding:
 
 class _Simulation:
     def __init__(
-        self, trace: Trace, cluster: ServingCluster, strategy: str, rates: ImprovementRates
+        self, trace: RequestTrace, cluster: ServingCluster, strategy: str, rates: ImprovementRates
     ) -> None:
         self._cluster, self._requests = cluster, trace.requests
         self._queue = make_queue(cluster, strategy, rates)

@@ -24,7 +24,7 @@ class Request:
 
 
 @dataclass(frozen=True)
-class Trace:
+class RequestTrace:
     """Requests in the order in which they arrive."""
 
     requests: tuple[Request, ...]
@@ -35,10 +35,12 @@ class Trace:
         last = self.requests[-1].arrival
         return len(self.requests) / last if last > 0 else math.inf
 
-    def at_rate(self, per_second: float) -> Trace:
+    def at_rate(self, per_second: float) -> RequestTrace:
         """Returns the trace with arrival times stretched to so many requests a second."""
         factor = self.per_second / per_second
-        return Trace(tuple(Request(r.arrival * factor, r.prompt, r.answer) for r in self.requests))
+        return RequestTrace(
+            tuple(Request(r.arrival * factor, r.prompt, r.answer) for r in self.requests)
+        )
 
 
 @dataclass(frozen=True)
@@ -89,7 +91,7 @@ PRESETS = {
 """The paper's three traces, Section 7.1."""
 
 
-def draw_trace(preset: Preset, count: int, seed: int) -> Trace:
+def draw_trace(preset: Preset, count: int, seed: int) -> RequestTrace:
     """Draws requests that arrive as a Poisson process, one a second on average."""
     drawn = np.random.default_rng(seed)
     location, prompts = preset.location(), np.zeros(0)
@@ -98,7 +100,7 @@ def draw_trace(preset: Preset, count: int, seed: int) -> Trace:
         kept = (more >= preset.shortest) & (more <= preset.longest)
         prompts = np.concatenate([prompts, more[kept]])[:count]
     arrivals = np.cumsum(drawn.exponential(1.0, count))
-    return Trace(
+    return RequestTrace(
         tuple(
             Request(float(arrival), int(prompt), preset.answer)
             for arrival, prompt in zip(arrivals, prompts, strict=True)
@@ -106,7 +108,7 @@ def draw_trace(preset: Preset, count: int, seed: int) -> Trace:
     )
 
 
-def read_trace(path: Path) -> Trace:
+def read_trace(path: Path) -> RequestTrace:
     """Reads requests: a JSON list of objects with `arrival`, `prompt` and `answer`.
 
     Raises:
@@ -123,4 +125,4 @@ def read_trace(path: Path) -> Trace:
             raise ValueError(f"{path}, request {number}: {request} is out of range: give {form}")
     if not requests:
         raise ValueError(f"{path} has no requests: give {form}")
-    return Trace(tuple(sorted(requests, key=lambda request: request.arrival)))
+    return RequestTrace(tuple(sorted(requests, key=lambda request: request.arrival)))

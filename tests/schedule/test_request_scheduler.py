@@ -20,7 +20,7 @@ from distca.schedule.serving.blocks import BlockPool
 from distca.schedule.serving.iteration import Part, plan_iteration
 from distca.schedule.serving.partitions import Chain
 from distca.schedule.serving.prefix_cache import Block, PrefixCache, digests
-from distca.schedule.serving.scheduler import Batch, Limits, Scheduler
+from distca.schedule.serving.scheduler import Batch, Limits, RequestScheduler
 
 RANKS, BLOCKS, SIZE = 2, 6, 4
 
@@ -31,9 +31,9 @@ def scheduler_of(
     sequences: int = 4,
     short: int = 9,
     enabled: bool = True,
-) -> tuple[Scheduler, PrefixCache]:
+) -> tuple[RequestScheduler, PrefixCache]:
     cache = PrefixCache(BlockPool(RANKS, blocks, SIZE), enabled)
-    return Scheduler(cache, Limits(sequences, tokens, SIZE, short), b"model"), cache
+    return RequestScheduler(cache, Limits(sequences, tokens, SIZE, short), b"model"), cache
 
 
 class Engine(RuleBasedStateMachine):
@@ -168,7 +168,7 @@ def test_no_block_is_lost_or_mixed_up(full: bool) -> None:
     assert transitions >= (10_000 if full else 1_000)
 
 
-def run(scheduler: Scheduler, *, token: int = 1) -> list[Batch]:
+def run(scheduler: RequestScheduler, *, token: int = 1) -> list[Batch]:
     """All iterations until nothing is left."""
     batches = []
     while (batch := scheduler.schedule()) is not None:
@@ -282,7 +282,7 @@ def test_a_fresh_prefill_fills_ranks_evenly(ranks: int, tokens: int) -> None:
     decoded tokens add a stripe."""
     for length in (65, 200, 1000, 3001):
         cache = PrefixCache(BlockPool(ranks, 1000, SIZE), True)
-        scheduler = Scheduler(cache, Limits(4, tokens, 2 * SIZE, 9), b"model")
+        scheduler = RequestScheduler(cache, Limits(4, tokens, 2 * SIZE, 9), b"model")
         scheduler.add(0, list(range(length)), 20)
         rows = np.zeros(ranks, dtype=np.int64)
         held = 0
@@ -301,7 +301,7 @@ def test_chunks_of_long_sequences_are_cut_for_a_chain() -> None:
     """Between blocks, from the last rank down, and by what is before a chunk; decoded ones not."""
     cache = PrefixCache(BlockPool(RANKS, 40, SIZE))
     chain = Chain(RANKS, (0.75, 0.25))
-    scheduler = Scheduler(cache, Limits(4, 32, SIZE, 9, chain=chain), b"model")
+    scheduler = RequestScheduler(cache, Limits(4, 32, SIZE, 9, chain=chain), b"model")
     scheduler.add(0, [3] * 64, 9)
     feeds = [feed for batch in run(scheduler) for feed in batch.feeds]
     owners = [[block.rank for block in feed.new_blocks] for feed in feeds if feed.new_blocks]
