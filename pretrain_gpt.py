@@ -7,8 +7,9 @@ the order in which a batch meets the files (`megatron_patches/loop/gpt_job.py` p
 
 * the flags: `megatron_patches/flags/distca.py`, beside Megatron's own; checks of them:
   `megatron_patches/flags/validation.py`;
-* the iterators of a run: `megatron_patches/batches/sources.py`, over the token stream of
-  `megatron_patches/batches/stream.py`;
+* the iterators of a run: `megatron_patches/loop/data.py`, over the token stream of
+  `megatron_patches/batches/stream.py`; with `--distca` they are made by
+  `megatron_patches/pipeline/planned_data.py`;
 * the documents of a global batch, and a rank's tokens: `megatron_patches/batches/planned.py`; their
   plans, which the simulator makes alike: `distca/schedule/training/global_batch.py`;
 * a rank's input of each tick: `megatron_patches/batches/ticks.py`;

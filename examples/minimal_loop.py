@@ -41,10 +41,12 @@ from distca.plan import LayerMasks, Mask
 from distca.runtime import Buffers, CoreAttention
 from distca.schedule import SCHEDULERS, ExecutionOptions, GlobalBatchPlanner, ScheduleConfig
 from distca.transport import CollectiveTransport
-from megatron_patches.batches.micro_batch import MicroBatches, PackedBatches, WindowLayout
-from megatron_patches.batches.planned import PlannedBatches
+from megatron_patches.batches.layouts import WindowLayout
+from megatron_patches.batches.packed import PackedIterator, PackedReader
+from megatron_patches.batches.planned import PlannedReader
+from megatron_patches.batches.planned_iterator import PlannedIterator
 from megatron_patches.batches.stream import TokenStream
-from megatron_patches.batches.ticks import TickBatches, TickStream
+from megatron_patches.batches.ticks import TickMaker
 from megatron_patches.hooks import adapt_megatron_core
 from megatron_patches.loop.step import forward_step
 from megatron_patches.model.core_attention import DisaggregatedCoreAttention
@@ -91,7 +93,7 @@ def plan_ahead(
     servers: Servers,
     options: ExecutionOptions,
     micro_batches: int,
-) -> TickStream:
+) -> PlannedIterator:
     """Plans the global batches of a stream, one ahead, and gives this rank its part. Collective.
 
     All ranks make the same plans of the documents' lengths. A plan says which rank owns which
@@ -108,8 +110,8 @@ def plan_ahead(
         LayerMasks((Mask(),)),
         table.dedicated,
     )
-    batches = TickBatches(
-        PlannedBatches(stream, layout, planner, sequence_shards=1),
+    maker = TickMaker(
+        PlannedReader(stream, layout, planner, sequence_shards=1),
         table,
         groups_of_layers(config.num_layers // table.stages, config),
         CoreAttention(
@@ -117,9 +119,9 @@ def plan_ahead(
             select_kernel(DEVICE.type, config.kv_channels),
             Buffers(DEVICE, 2 if options.ping_pong else 1),
         ),
-        announce=None if servers.control is None else partial(servers.control.announce, 0),
     )
-    return TickStream(batches, 0, lambda sample: micro_batches, DEVICE)
+    announce = None if servers.control is None else partial(servers.control.announce, 0)
+    return PlannedIterator(maker, 0, lambda sample: micro_batches, DEVICE, announce=announce)
 
 
 def start_megatron(seed: int = 1234, **sizes: Any) -> None:
@@ -313,11 +315,11 @@ def build_run(
     ranks = dist.get_world_size() if processes is None else processes.with_model
     rank = 0 if only_serves else parallel_state.get_data_parallel_rank()
     layout = WindowLayout(rank, ranks // (parts * stages), args.seq_length, micro_batch_size=1)
-    servers, data = None, None
+    servers, data, chunks, optimizer = None, None, [], None
     if args.plain:
         # A mask of all tokens keeps documents apart in Megatron's own core attention.
-        packed = PackedBatches(stream, layout, (Mask(),), dense=True, token_positions=True)
-        data = MicroBatches(packed, 0, layout.samples_per_micro_batch, DEVICE)
+        reader = PackedReader(stream, layout, (Mask(),), dense=True, token_positions=True)
+        data = PackedIterator(reader, 0, DEVICE)
         schedule = get_forward_backward_func()
     else:
         servers = connect_servers(DEVICE, processes)
@@ -325,13 +327,11 @@ def build_run(
         data = plan_ahead(stream, layout, config, servers, options, args.micro_batches)
         # Stages work in step, in ticks in which each also computes core attention for the others.
         schedule = TickPipeline()
-    chunks, optimizer = [], None
     if not only_serves:
-        how = {"plain": args.plain, "ping_pong": args.distca_ping_pong}
         dtypes = {"bf16": config.bf16, "params_dtype": config.params_dtype}
         chunks, optimizer = make_trainable(
             config,
-            partial(build_stage, config, **how),
+            partial(build_stage, config, plain=args.plain, ping_pong=args.distca_ping_pong),
             DistributedDataParallelConfig(grad_reduce_in_fp32=True),
             OptimizerConfig(optimizer="adam", lr=args.lr, clip_grad=1.0, **dtypes),
         )
@@ -389,7 +389,7 @@ def main() -> None:
         if control is not None:
             control.dismiss()
     if run.servers is not None:
-        sent = run.data.batches.core_attention.transport.bytes_sent
+        sent = run.data.maker.core_attention.transport.bytes_sent
         print(f"server {run.servers.layout.server} sent {sum(sent.values()):,} bytes", flush=True)
     run.data.close()
     dist.barrier()

@@ -26,14 +26,15 @@ from megatron.core.enums import ModelType
 
 from distca.documents.document_list import DocumentList
 from megatron_patches import cpu, hooks
-from megatron_patches.batches.own_documents import name_of
+from megatron_patches.batches.custom_dataset import name_of
 from megatron_patches.flags.config import DistcaConfig
 from megatron_patches.flags.distca import add_distca_arguments
 from megatron_patches.loop.ending import ending_the_job_on_failure
 from megatron_patches.loop.gpt_job import GPT_JOB
-from megatron_patches.loop.job import DataIterators, Job
+from megatron_patches.loop.job import Job
 from megatron_patches.loop.megatron_hooks import Run, asks_for_distca, refuse_in_a_line
 from megatron_patches.model.gpt import uses_dense_mask
+from megatron_patches.pipeline.data_iterators import DataIterators
 
 # Arguments of Megatron-LM's loop when the data iterators are ours.
 OUR_DATA = {"dataloader_type": "external", "calculate_per_token_loss": True}
@@ -69,7 +70,7 @@ def pretrain(job: Job, environment: Mapping[str, str]) -> None:
         else:
             hooks.apply((hooks.ALLOW_NO_CUDA,))
         providers = Providers(run)
-        with providers.dismissing_servers():
+        with providers.closing_data():
             megatron_pretrain(
                 train_valid_test_dataset_provider=providers.data_iterators,
                 model_provider=providers.model,
@@ -161,7 +162,7 @@ def with_distca(
             given["cfg_container"] = replace(given["cfg_container"], model=None)
         else:
             hooks.apply((hooks.ALLOW_NO_CUDA,))
-        with ending_the_job_on_failure(environment), providers.dismissing_servers():
+        with ending_the_job_on_failure(environment), providers.closing_data():
             megatron_pretrain(*call.args, **call.kwargs)
 
     return pretrain_with_distca
@@ -249,21 +250,20 @@ class Providers:
         self.data_iterators = self._data_iterators_provider()
 
     @contextlib.contextmanager
-    def dismissing_servers(self) -> Iterator[None]:
-        """Tells dedicated servers when the loop has ended, also by `sys.exit`, and not failed."""
+    def closing_data(self) -> Iterator[None]:
+        """Closes the iterators when the loop has ended, also by `sys.exit`, and not failed."""
         try:
             yield
         except SystemExit as end:
             if end.code:
                 raise
-            self._dismiss()
+            self._close_data()
             raise
-        self._dismiss()
+        self._close_data()
 
-    def _dismiss(self) -> None:
+    def _close_data(self) -> None:
         for iterators in self._built:
-            if iterators.control is not None:
-                iterators.control.dismiss()
+            iterators.close()
 
     def model(
         self,

@@ -43,8 +43,9 @@ from distca.runtime import Buffers, CoreAttention, Exchange, ProgramRun, build_e
 from distca.schedule import ExecutionOptions, GlobalBatchPlanner, documents_in_turn
 from distca.schedule.program import Event, LayerGroup, Pass, Step, tick_program
 from distca.transport.virtual import VirtualTransport
-from megatron_patches.batches.micro_batch import MicroBatch, WindowLayout
-from megatron_patches.batches.planned import PlannedBatches
+from megatron_patches.batches.layouts import WindowLayout
+from megatron_patches.batches.micro_batch import MicroBatch
+from megatron_patches.batches.planned import PlannedReader
 from megatron_patches.flags.config import DistcaConfig
 from megatron_patches.flags.planning import schedule_config
 from megatron_patches.loop.gpt_job import GPT_JOB
@@ -211,7 +212,7 @@ class Layer:
         )
         stream = stream_of(self._lengths.tolist())
         batches = [
-            PlannedBatches(stream, WindowLayout(rank, servers, seq_length, 1), planner, 1)
+            PlannedReader(stream, WindowLayout(rank, servers, seq_length, 1), planner, 1)
             for rank in range(servers)
         ]
         planned = planner.plan(documents_in_turn([self._lengths]))

@@ -32,11 +32,11 @@ from distca.cost.model_sizes import MODELS
 from distca.documents.lengths import DISTRIBUTIONS, draw
 from distca.runtime.kernel_timing import cpu_name
 from distca.schedule import (
-    CountingPlanner,
     Documents,
     ExecutionOptions,
     GlobalBatchPlanner,
     PlannerProcess,
+    PlannerWithStats,
     ScheduleConfig,
     documents_in_turn,
 )
@@ -59,7 +59,7 @@ def parse_args() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def planning(args: argparse.Namespace) -> tuple[CountingPlanner, list[Documents]]:
+def planning(args: argparse.Namespace) -> tuple[PlannerWithStats, list[Documents]]:
     """Makes the planner of a job, and the documents of one of its global batches."""
     shape = MODELS[args.model].attention_shape()
     config = ScheduleConfig(shape=shape, cost_model=AnalyticCost.of_shape(shape))
@@ -69,7 +69,7 @@ def planning(args: argparse.Namespace) -> tuple[CountingPlanner, list[Documents]
     lengths = DISTRIBUTIONS[args.distribution]
     windows = [draw(lengths, tokens, seed) for seed in range(args.micro_batches)]
     calls = [{"forward": 1, "backward": 1}]
-    counting = CountingPlanner(planner, {"forward": calls, "backward": calls}, "resend")
+    counting = PlannerWithStats(planner, {"forward": calls, "backward": calls}, "resend")
     return counting, documents_in_turn(windows)
 
 

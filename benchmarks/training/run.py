@@ -63,15 +63,18 @@ class Measured:
     """
 
     def __init__(self, setting: Setting, more_flags: list[str]) -> None:
-        from megatron_patches.batches.sources import batch_maker, model_device, window_layout
         from megatron_patches.flags.config import DistcaConfig
+        from megatron_patches.loop.data import model_device, window_layout
         from megatron_patches.loop.gpt_job import GPT_JOB
         from megatron_patches.loop.parts import build_run
+        from megatron_patches.pipeline.planned_data import PlannedData
 
         self.args = parsed(setting, more_flags)
         self._setting, self._device = setting, model_device()
-        config = DistcaConfig.from_args(self.args)
-        self._maker = batch_maker(config, self.args, window_layout(self.args), self._device)
+        self._config, self._layout = DistcaConfig.from_args(self.args), window_layout(self.args)
+        self._planned: PlannedData | None = None
+        if self._config.enabled:
+            self._planned = PlannedData.start(self._config, self.args, self._layout, self._device)
         self._run = build_run(GPT_JOB, self.args)
 
     def leave_out_reduction(self) -> None:
@@ -80,9 +83,13 @@ class Measured:
 
     def batches(self, lengths: list[int]) -> Any:
         """Iterates over the micro-batches, or ticks, of the documents' global batches."""
-        from megatron_patches.loop.job import TRAIN
+        from megatron_patches.loop.data import packed_iterator
+        from megatron_patches.pipeline.data_iterators import TRAIN
 
-        return self._maker.iterator(stream_of(lengths), TRAIN, 0)
+        stream = stream_of(lengths)
+        if self._planned is None:
+            return packed_iterator(self._config, self.args, self._layout, stream, 0)
+        return self._planned.iterator(stream, TRAIN, 0)
 
     def step(self, batches: Any) -> Step:
         """Runs and times a whole training step on the next global batch."""
@@ -116,8 +123,8 @@ class Measured:
             peak = torch.cuda.max_memory_allocated() - before
         else:
             peak = self._peak_on_cpu(batches)
-        if self.args.distca:
-            peak += self._maker.core_attention.buffers.nbytes
+        if self._planned is not None:
+            peak += self._planned.core_attention.buffers.nbytes
         return peak
 
     def _peak_on_cpu(self, batches: Any) -> int:
@@ -133,13 +140,14 @@ class Measured:
 
     def close(self) -> None:
         """Closes the transport."""
-        self._maker.close()
+        if self._planned is not None:
+            self._planned.close()
 
     @contextmanager
     def _watched(self, batches: Any, done: Step) -> Iterator[None]:
         """Notes times of ticks and their exchanges, or the CPU time of a pipeline's passes."""
-        if self.args.distca:
-            core_attention = batches.batches.core_attention
+        if self._planned is not None:
+            core_attention = self._planned.core_attention
             trace, transport = core_attention.trace, core_attention.transport
             before = transport.bytes_sent.copy()
             trace.recording = True

@@ -10,7 +10,7 @@ from distca.schedule.program import Pass
 from distca.schedule.report import PlanSummary, describe, format_summary
 from distca.schedule.schedulers import BALANCING, COMPARED, SCHEDULERS, make_scheduler
 from distca.schedule.tiles.scheduler import TilesScheduler, move_tiles
-from distca.schedule.training.counted_batch import CountedGlobalBatch, CountingPlanner
+from distca.schedule.training.counted_batch import CountedGlobalBatch, PlannerWithStats
 from distca.schedule.training.global_batch import (
     Documents,
     ExecutionOptions,
@@ -39,7 +39,6 @@ __all__ = [
     "COMPARED",
     "SCHEDULERS",
     "CountedGlobalBatch",
-    "CountingPlanner",
     "Crossing",
     "Documents",
     "ExecutionOptions",
@@ -56,6 +55,7 @@ __all__ = [
     "PlannedMicroBatch",
     "PlannedTick",
     "PlannerProcess",
+    "PlannerWithStats",
     "RingZigzag",
     "ScheduleConfig",
     "Scheduler",

@@ -26,7 +26,7 @@ from typing import Any, Literal
 import numpy as np
 from megatron.core.datasets.utils import get_blend_from_list
 
-from megatron_patches.batches.own_documents import own_documents
+from megatron_patches.batches.custom_dataset import custom_dataset
 from megatron_patches.flags.config import DocumentsConfig
 
 Split = Literal["train", "valid", "test"]
@@ -74,7 +74,7 @@ def find_blend(documents: DocumentsConfig, args: Namespace, which: Split) -> Ble
         words = getattr(args, f"{which}_data_path", None)
         return _blend(words, _flag(f"{which}_data_path"), None) if words else None
     if documents.function is not None:
-        there = own_documents(args, documents.function, which) is not None
+        there = custom_dataset(args, documents.function, which) is not None
         return Blend((documents.function,), None, None) if there else None
     (source,) = sources
     value = getattr(args, source)
@@ -116,6 +116,30 @@ def check_blends(
             "test's data"
         )
     return found
+
+
+def sets_of(args: Namespace, blend: Blend) -> list[Blend]:
+    """Returns the validation sets of a blend, each with a loss of its own.
+
+    Raises:
+        ValueError: the blend has weights, which whole sets cannot follow; or names of another
+            number.
+    """
+    if not args.full_validation:
+        return [blend]
+    if blend.weights is not None:
+        raise ValueError(
+            "--full-validation reads each document once: give the validation sets without weights"
+        )
+    if not args.multiple_validation_sets:
+        return [blend]
+    names = getattr(args, "validation_set_names", None)
+    if names and len(names) != len(blend.prefixes):
+        raise ValueError(
+            f"--validation-set-names has {len(names)} names, but there are {len(blend.prefixes)} "
+            "validation sets: give one for each"
+        )
+    return [Blend((prefix,), None, blend.split) for prefix in blend.prefixes]
 
 
 def parse_data_path(data_path: Sequence[str], flag: str = "--data-path") -> Blend:

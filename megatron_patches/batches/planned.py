@@ -24,20 +24,16 @@ from distca.schedule import (
     packed_loads,
 )
 from distca.schedule.program import NANO_BATCHES
-from megatron_patches.batches.micro_batch import (
-    MicroBatch,
-    WindowLayout,
-    document_params,
-    read_positions,
-)
+from megatron_patches.batches.layouts import WindowLayout
+from megatron_patches.batches.micro_batch import MicroBatch, document_params, read_positions
 from megatron_patches.batches.stream import TokenStream
 from megatron_patches.model.chained_keys import ChainedKeys, ChainPart
 from megatron_patches.model.core_attention import DocumentParams, NanoBatch
 
 
 @dataclass(frozen=True)
-class PlannedBatches:
-    """Micro-batches with `--distca`: documents span ranks, and a plan says who computes what.
+class PlannedReader:
+    """Reads global batches for the planner, and this rank's tokens of planned micro-batches.
 
     Attributes:
         stream: token stream of the split.

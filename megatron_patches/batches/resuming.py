@@ -17,11 +17,10 @@ from typing import Any
 
 from megatron_patches.flags.batch_sizes import samples_for_evaluation
 from megatron_patches.flags.config import DistcaConfig
-from megatron_patches.pipeline.processes import Control
 
 logger = logging.getLogger(__name__)
 
-_PLACE = (
+PLACE = (
     "train_stream_start",
     "valid_stream_start",
     "consumed_train_samples",
@@ -30,7 +29,7 @@ _PLACE = (
 """Arguments that say where a resumed run goes on."""
 
 
-def longest_piece(config: DistcaConfig, args: Namespace) -> int:
+def max_document_tokens(config: DistcaConfig, args: Namespace) -> int:
     """Returns the most tokens of a piece of a document, or of a pack of whole ones."""
     return config.documents.max_length or _attended(config, args)
 
@@ -46,7 +45,7 @@ def check_packs(config: DistcaConfig, args: Namespace, first: int) -> None:
     Raises:
         ValueError: one would.
     """
-    pack, attended = longest_piece(config, args), _attended(config, args)
+    pack, attended = max_document_tokens(config, args), _attended(config, args)
     if config.enabled:
         # The last chain of a global batch may have fewer micro-batches.
         samples = args.data_parallel_size * args.micro_batch_size
@@ -70,8 +69,8 @@ def _attended(config: DistcaConfig, args: Namespace) -> int:
     return int(config.chain * args.data_parallel_size * args.seq_length)
 
 
-def _longest_piece_of(saved: Mapping[str, Any]) -> int:
-    """Returns `longest_piece` of a checkpoint's run; older versions note fewer flags."""
+def _max_document_tokens_of(saved: Mapping[str, Any]) -> int:
+    """Returns `max_document_tokens` of a checkpoint's run; older versions note fewer flags."""
     if saved["distca_max_document_length"]:
         return int(saved["distca_max_document_length"])
     whole = saved.get("sft") or saved.get("distca_whole_documents")
@@ -80,7 +79,7 @@ def _longest_piece_of(saved: Mapping[str, Any]) -> int:
     return int(saved.get("distca_chain", 1) * saved["data_parallel_size"] * saved["seq_length"])
 
 
-def with_longest_piece(config: DistcaConfig, args: Namespace, pieces: int) -> DistcaConfig:
+def with_max_document_tokens(config: DistcaConfig, args: Namespace, pieces: int) -> DistcaConfig:
     """Returns the configuration with another bound of documents, which checkpoints will note.
 
     Args:
@@ -90,23 +89,6 @@ def with_longest_piece(config: DistcaConfig, args: Namespace, pieces: int) -> Di
     """
     args.distca_max_document_length = pieces
     return replace(config, documents=replace(config.documents, max_length=pieces))
-
-
-def share_place_in_data(control: Control, config: DistcaConfig, args: Namespace) -> DistcaConfig:
-    """Tells dedicated servers where in the data a checkpoint left off. Collective.
-
-    Args:
-        control: control of the servers.
-        config: our flags.
-        args: Megatron-LM's arguments, which are set to the first rank's.
-
-    Returns:
-        The configuration of a run that goes on there.
-    """
-    mine = [vars(args)[name] for name in _PLACE]
-    pieces, *place = control.broadcast([longest_piece(config, args), *mine])
-    vars(args).update(zip(_PLACE, place, strict=True))
-    return with_longest_piece(config, args, pieces)
 
 
 def go_on_from(saved: Mapping[str, Any], config: DistcaConfig, args: Namespace) -> DistcaConfig:
@@ -145,9 +127,9 @@ def go_on_from(saved: Mapping[str, Any], config: DistcaConfig, args: Namespace) 
             "checkpoint's ended",
             *(was, now, args.train_stream_start + saved["consumed_train_samples"] * now),
         )
-    pieces, given = _longest_piece_of(saved), config.documents.max_length
+    pieces, given = _max_document_tokens_of(saved), config.documents.max_length
     if given is None:
-        return with_longest_piece(config, args, pieces)
+        return with_max_document_tokens(config, args, pieces)
     if given != pieces:
         tell(
             logging.WARNING,

@@ -1,8 +1,8 @@
 """The job of this repository, pretraining a GPT on documents: each part has a file of its own."""
 
-from megatron_patches.batches.sources import build_data
 from megatron_patches.flags.distca import add_distca_arguments
 from megatron_patches.flags.validation import validate
+from megatron_patches.loop.data import build_data
 from megatron_patches.loop.job import Job
 from megatron_patches.loop.step import forward_step
 from megatron_patches.model.gpt import build_model

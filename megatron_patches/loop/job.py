@@ -3,53 +3,12 @@
 from __future__ import annotations
 
 from argparse import ArgumentParser, Namespace
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from megatron_patches.flags.config import DistcaConfig
-from megatron_patches.pipeline.processes import Control
-
-TRAIN, TEST, VALID = range(3)
-"""Numbers of iterators; `VALID` is the first validation set's, after which others count on."""
-
-
-@dataclass(frozen=True)
-class DataIterators:
-    """The micro-batches of each split, or None for a split that is not needed.
-
-    Attributes:
-        train: iterator of the training split.
-        valid: iterator of the validation split; a list of those of several validation sets.
-        test: iterator of the test split.
-        control: control of the dedicated servers; None: there are none.
-        end: function that frees what the splits share, when no micro-batch will follow.
-    """
-
-    train: Iterator[Any] | None
-    valid: Iterator[Any] | list[Iterator[Any]] | None
-    test: Iterator[Any] | None
-    control: Control | None = None
-    end: Callable[[], None] | None = None
-
-    def numbered(self) -> list[Iterator[Any] | None]:
-        """Returns all iterators, each at its number (`TRAIN`, ...)."""
-        sets = self.valid if isinstance(self.valid, list) else [self.valid]
-        return [self.train, self.test, *sets]
-
-    def close(self) -> None:
-        """Dismisses dedicated servers, and finishes."""
-        if self.control is not None:
-            self.control.dismiss()
-        self.finish()
-
-    def finish(self) -> None:
-        """Ends the iterators' threads, and frees what they share."""
-        for iterator in self.numbered():
-            if iterator is not None:
-                iterator.close()  # type: ignore[attr-defined]
-        if self.end is not None:
-            self.end()
+from megatron_patches.pipeline.data_iterators import DataIterators
 
 
 @dataclass(frozen=True)

@@ -22,13 +22,13 @@ import torch.distributed as dist
 
 from megatron_patches import cpu
 from megatron_patches.batches.resuming import go_on_from
-from megatron_patches.batches.validation_sets import WholeSet
 from megatron_patches.flags.batch_sizes import EVAL_INTERVAL
 from megatron_patches.flags.config import DistcaConfig
 from megatron_patches.flags.unknown import explained
 from megatron_patches.loop.job import Job
 from megatron_patches.loop.launcher import kill_leftovers
 from megatron_patches.loop.messages import exit_with_message, message_handlers, message_level
+from megatron_patches.pipeline.data_iterators import FullValidationIterator
 from megatron_patches.pipeline.processes import Processes, join
 
 BUSIEST, MEAN = "CPU seconds of the busiest rank", "CPU seconds of the mean rank"
@@ -318,7 +318,7 @@ def unless_endless(theirs: Callable[..., Any], run: Run) -> Callable[..., Any]:
 
     @functools.wraps(theirs)
     def cyclic_iter(iterable: Any) -> Any:
-        return iterable if isinstance(iterable, WholeSet) else theirs(iterable)
+        return iterable if isinstance(iterable, FullValidationIterator) else theirs(iterable)
 
     return cyclic_iter
 

@@ -20,8 +20,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from megatron_patches.batches.blends import SPLITS
-from megatron_patches.batches.opening import check_documents
-from megatron_patches.batches.validation_sets import evaluates
+from megatron_patches.batches.dataset_factory import check_documents
 from megatron_patches.checkpoint_data import read_common_state
 from megatron_patches.flags.config import DistcaConfig
 from megatron_patches.flags.planning import number_of_servers, schedule_config
@@ -74,7 +73,8 @@ def check_read(config: DistcaConfig, args: Namespace) -> None:
     Raises:
         ValueError: one of them is missing, corrupt, or of another run's shape.
     """
-    check_documents(config, args, SPLITS if evaluates(args) else SPLITS[:1])
+    evaluates = bool(args.eval_iters or args.full_validation)
+    check_documents(config, args, SPLITS if evaluates else SPLITS[:1])
     if config.enabled and config.scheduling.profile is not None:
         schedule_config(config, args, number_of_servers(config, args))
     if args.load is not None:

@@ -9,12 +9,13 @@ from __future__ import annotations
 import signal
 from argparse import Namespace
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
-from megatron_patches.batches.ticks import TickStream
-from megatron_patches.loop.job import DataIterators
+from megatron_patches.batches.planned_iterator import PlannedIterator
 from megatron_patches.model.latent_attention import softmax_scale
+from megatron_patches.pipeline.data_iterators import DataIterators
 from megatron_patches.pipeline.idle_rank import serve_tick
 
 
@@ -36,14 +37,14 @@ def serve(build_data: Callable[[], DataIterators], args: Namespace) -> None:
     data.finish()
 
 
-def _ticks(data: DataIterators, number: int) -> TickStream:
-    ticks = data.numbered()[number]
+def _ticks(data: DataIterators, number: int) -> PlannedIterator:
+    ticks: Any = data.numbered()[number]
     ticks = getattr(ticks, "iterable", ticks)
-    assert isinstance(ticks, TickStream)
+    assert isinstance(ticks, PlannedIterator)
     return ticks
 
 
-def serve_global_batch(ticks: TickStream, dtype: torch.dtype, softmax_scale: float) -> None:
+def serve_global_batch(ticks: PlannedIterator, dtype: torch.dtype, softmax_scale: float) -> None:
     """Computes what the plans of the next global batch give this process. Collective.
 
     Args:
@@ -52,12 +53,12 @@ def serve_global_batch(ticks: TickStream, dtype: torch.dtype, softmax_scale: flo
         softmax_scale: factor of the scores.
     """
     tick_input = next(ticks)
-    batches = ticks.batches
+    maker = ticks.maker
     activation = torch.empty(0, dtype=dtype, device=ticks.device)
-    layers = range(1, 1 + sum(len(group.layers) for group in batches.layer_groups))
-    with batches.core_attention.transport.checked():
+    layers = range(1, 1 + sum(len(group.layers) for group in maker.layer_groups))
+    with maker.core_attention.transport.checked():
         for number in range(len(tick_input.schedule.ticks)):
             if number:
                 tick_input = next(ticks)
-            placed = batches.placed(tick_input)
-            serve_tick(batches, placed, list(layers), softmax_scale, activation)
+            placed = maker.placed(tick_input)
+            serve_tick(maker, placed, list(layers), softmax_scale, activation)

@@ -8,12 +8,12 @@ import torch
 
 from distca.runtime import AttentionCall, ProgramRun, SentLatents
 from distca.schedule.program import NANO_BATCHES
-from megatron_patches.batches.ticks import TickBatches, TickInput
+from megatron_patches.batches.ticks import TickInput, TickMaker
 
 
 @torch.no_grad()
 def serve_tick(
-    batches: TickBatches,
+    maker: TickMaker,
     tick_input: TickInput,
     layer_numbers: Sequence[int],
     softmax_scale: float,
@@ -22,13 +22,13 @@ def serve_tick(
     """Follows the tick's program without tokens of its own.
 
     Args:
-        batches: maker of the tick.
+        maker: maker of the tick.
         tick_input: input of the tick.
         layer_numbers: numbers of a chunk's layers, for the timeline.
         softmax_scale: factor of the scores.
         activation: tensor of the activations' type on their device.
     """
-    shape = batches.planned.planner.config.shape
+    shape = maker.reader.planner.config.shape
     q = activation.new_empty((0, shape.heads, shape.head_dim))
     k = activation.new_empty((0, shape.kv_heads, shape.head_dim))
     v = activation.new_empty((0, shape.kv_heads, shape.value_dim))
@@ -36,7 +36,7 @@ def serve_tick(
     if shape.kv_rank is not None:
         # A stage keeps its own tasks, so nothing comes here, and nothing is expanded.
         latents = SentLatents(activation.new_empty((0, shape.kv_rank)), shape.rotated_dim, None)
-    masks = batches.masks
+    masks = maker.masks
     names = NANO_BATCHES if len(tick_input.exchanges) > len(masks.masks) else (None,)
     run = ProgramRun(tick_input.exchanges, tick_input.program, masks)
     calls: dict[int, AttentionCall] = {}
@@ -45,7 +45,7 @@ def serve_tick(
         run.take_turn(direction, step, nano_batch)
         if step == "dispatch":
             labels = {"layer": layer_numbers[layer], "nano_batch": names[nano_batch]}
-            calls[nano_batch] = batches.core_attention.serving_call(
+            calls[nano_batch] = maker.core_attention.serving_call(
                 run, nano_batch, softmax_scale, labels, layer
             )
         call = calls[nano_batch]

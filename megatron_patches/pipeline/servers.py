@@ -19,7 +19,7 @@ from distca.plan.span import Int64s
 from distca.transport import new_exchange_group
 from distca.transport.collective import MAX_CTAS
 from distca.transport.shared_segments import machine_id
-from megatron_patches.batches.ticks import PipelineLayout
+from megatron_patches.batches.layouts import PipelineLayout
 from megatron_patches.flags.config import DistcaConfig, SchedulingConfig
 from megatron_patches.flags.planning import chunks_of_a_stage
 from megatron_patches.pipeline.processes import Control, Place, Processes

@@ -23,7 +23,8 @@ from megatron.core.utils import get_model_config
 
 from distca.schedule import Pass, Work
 from megatron_patches.batches.micro_batch import MicroBatch
-from megatron_patches.batches.ticks import TickBatches, TickInput
+from megatron_patches.batches.planned_iterator import PlannedIterator
+from megatron_patches.batches.ticks import TickInput, TickMaker
 from megatron_patches.flags.config import DistcaConfig
 from megatron_patches.model.core_attention import DisaggregatedCoreAttention
 from megatron_patches.pipeline.idle_rank import serve_tick
@@ -72,8 +73,8 @@ class TickPipeline:
         `decoder_seq_length`.
 
         Args:
-            data_iterator: `TickStream` of the split; in a list for several model chunks the first
-                one, which has the ticks of all.
+            data_iterator: `PlannedIterator` of the split; in a list for several model chunks the
+                first one, which has the ticks of all.
 
         Returns:
             Reports of the loss function, one for each micro-batch, on the last stage.
@@ -86,11 +87,8 @@ class TickPipeline:
             raise ValueError("--distca cannot adjust the shapes of messages between stages")
         chunks = model if isinstance(model, list) else [model]
         ticks = data_iterator[0] if isinstance(data_iterator, list) else data_iterator
-        tick_stream: Any = ticks
-        # Megatron-LM wraps iterators in one that can repeat values, and we those of whole sets.
-        while hasattr(tick_stream, "iterable"):
-            tick_stream = tick_stream.iterable
-        batches: TickBatches = tick_stream.batches
+        planned = _unwrapped(ticks)
+        maker = planned.maker
         if pg_collection is None:
             pg_collection = _process_groups()
         config = get_model_config(chunks[0])
@@ -100,7 +98,7 @@ class TickPipeline:
             chunks,
             config,
             ticks,
-            batches,
+            maker,
             num_microbatches,
             p2p,
             pg_collection,
@@ -119,16 +117,16 @@ class TickPipeline:
             forward_only,
             first_val_step,
         )
-        trace = batches.core_attention.trace
+        trace = maker.core_attention.trace
         recorded = self._tracing is not None and self._tracing.starts(trace, forward_only)
-        if batches.announce is not None:
-            batches.announce()
+        if planned.announce is not None:
+            planned.announce()
         if config.timers is not None:
             config.timers("forward-backward", log_level=1).start(
                 barrier=config.barrier_with_L1_time
             )
         # Checked before the optimizer steps: a failed exchange leaves wrong gradients, or NaN.
-        with batches.core_attention.transport.checked():
+        with maker.core_attention.transport.checked():
             batch.run()
             if not forward_only:
                 batch.finalize(force_all_reduce)
@@ -136,7 +134,7 @@ class TickPipeline:
             config.timers("forward-backward").stop()
         if recorded:
             assert self._tracing is not None
-            self._tracing.ends(trace, batches.layout)
+            self._tracing.ends(trace, maker.layout)
         return batch.reports
 
     def _connect(self, stages: torch.distributed.ProcessGroup, chunk: Any) -> None:
@@ -149,6 +147,13 @@ class TickPipeline:
             device = next(chunk.parameters()).device
             torch.distributed.all_reduce(torch.zeros(1, device=device), group=stages)
         self._connected = True
+
+
+def _unwrapped(iterator: Any) -> PlannedIterator:
+    """Returns our iterator: Megatron-LM wraps it to repeat values, and we those of whole sets."""
+    while hasattr(iterator, "iterable"):
+        iterator = iterator.iterable
+    return iterator  # type: ignore[no-any-return]
 
 
 def _process_groups() -> Any:
@@ -224,7 +229,7 @@ class _GlobalBatch:
         chunks: list[Any],
         config: Any,
         ticks: Iterator[TickInput],
-        batches: TickBatches,
+        maker: TickMaker,
         micro_batches: int,
         p2p: P2PCommunicator,
         groups: Any,
@@ -238,12 +243,12 @@ class _GlobalBatch:
         self._p2p, self._process_groups = p2p, groups
         self._forward_step = forward_step
         self._forward_only, self._first_val_step = forward_only, first_val_step
-        self._batches, self._layout = batches, batches.layout
-        assert batches.layout.stage is not None, "dedicated servers hold no model"
-        self._stage = batches.layout.stage
-        own_stage = batches.layout.servers[self._stage].tolist()
-        self._data_parallel_rank = own_stage.index(batches.layout.server)
-        self._trace = batches.core_attention.trace
+        self._maker, self._layout = maker, maker.layout
+        assert maker.layout.stage is not None, "dedicated servers hold no model"
+        self._stage = maker.layout.stage
+        own_stage = maker.layout.servers[self._stage].tolist()
+        self._data_parallel_rank = own_stage.index(maker.layout.server)
+        self._trace = maker.core_attention.trace
         # Inputs that have arrived, forward passes without their backward, gradients that arrived.
         self._inputs: dict[Work, torch.Tensor | None] = {}
         self._awaiting_backward: dict[Work, tuple[Any, torch.Tensor, MicroBatch]] = {}
@@ -268,7 +273,7 @@ class _GlobalBatch:
                 f"the loop asks for {self._micro_batches}"
             )
         for number in range(len(schedule.ticks)):
-            tick_input = self._batches.placed(next(self._ticks) if number else first)
+            tick_input = self._maker.placed(next(self._ticks) if number else first)
             self._trace.labels = {"tick": number} | self._label(tick_input)
             with self._trace.span(self._title(tick_input), "ticks"):
                 output = self._compute(tick_input)
@@ -282,7 +287,7 @@ class _GlobalBatch:
             return {}
         work, server = tick_input.tick.work, self._layout.server
         # Of the first layer.
-        plans = self._batches.masks.select(tick_input.plans, 0)
+        plans = self._maker.masks.select(tick_input.plans, 0)
         served = [plan.tasks[plan.tasks.server == server] for plan in plans]
         return {
             "phase": tick_input.tick.direction,
@@ -326,7 +331,7 @@ class _GlobalBatch:
         """Takes part in every call of core attention that the working stages make."""
         modules = core_attention_modules(self._chunks[0])
         serve_tick(
-            self._batches,
+            self._maker,
             tick_input,
             [module.layer_number for module in modules],
             modules[0].softmax_scale,
@@ -416,7 +421,7 @@ class _GlobalBatch:
         """Shape of what a stage sends: `[tokens, 1, hidden size]`."""
         server = self._layout.servers[sender, self._data_parallel_rank]
         # With each mask the tokens are the same.
-        plans = self._batches.masks.select(tick_input.plans, 0)
+        plans = self._maker.masks.select(tick_input.plans, 0)
         tokens = sum(int(plan.own_tokens_per_rank()[server]) for plan in plans)
         if self._config.sequence_parallel:
             tokens //= self._process_groups.tp.size()

@@ -9,7 +9,7 @@ from megatron.core import parallel_state
 
 from distca.runtime import Trace
 from distca.timeline import write_trace
-from megatron_patches.batches.ticks import PipelineLayout
+from megatron_patches.batches.layouts import PipelineLayout
 from megatron_patches.flags.config import TraceConfig
 
 logger = logging.getLogger(__name__)

@@ -1,17 +1,36 @@
-"""The choice of a transport by a run's flags."""
+"""The runtime of core attention and its transport, by a run's flags."""
 
 from __future__ import annotations
 
 import logging
+from argparse import Namespace
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 
+from distca.attention import select_kernel_of_heads
+from distca.runtime import Buffers, CoreAttention, Trace
+from distca.schedule.program import NANO_BATCHES
 from distca.transport import CollectiveTransport, Signal, SingleStream, Transport, TransportError
-from megatron_patches.flags.config import TransportConfig
+from megatron_patches.flags.config import DistcaConfig, TransportConfig
+from megatron_patches.flags.latent_attention import head_sizes
 
 logger = logging.getLogger(__name__)
+
+
+def build_core_attention(
+    config: DistcaConfig, args: Namespace, group: dist.ProcessGroup, device: torch.device
+) -> CoreAttention:
+    """Makes what runs the plans on the ranks of a group. Collective."""
+    timeout = timedelta(minutes=args.distributed_timeout_minutes)
+    return CoreAttention(
+        make_transport(config.transport, group, device, timeout),
+        select_kernel_of_heads(device.type, *head_sizes(args)),
+        Buffers(device, len(NANO_BATCHES) if config.ping_pong else 1),
+        config.backward,
+        Trace(device),
+    )
 
 
 def make_transport(

@@ -244,10 +244,10 @@ def test_evaluation_averages_over_tokens_also_with_sft(args) -> None:
 
 
 def test_whole_validation_sets_are_ours_to_count_and_to_repeat(args) -> None:
-    from megatron_patches.batches.validation_sets import WholeSet
     from megatron_patches.loop.megatron_hooks import over_whole_sets, unless_endless
+    from megatron_patches.pipeline.data_iterators import FullValidationIterator
 
-    given = WholeSet(iter(()), 7)  # type: ignore[arg-type]
+    given = FullValidationIterator(iter(()), 7)  # type: ignore[arg-type]
     # Megatron-LM wraps iterators.
     wrapped = types.SimpleNamespace(iterable=given)
     evaluate = over_whole_sets(lambda *_: args.eval_iters, None)  # type: ignore[arg-type]

@@ -183,7 +183,8 @@ def ticks_held_until_the_next_is_made(
 ) -> list[tuple[int, int]]:
     """The ticks, by step and number, whose kernels saw the next tick come. Collective."""
 
-    from megatron_patches.batches.ticks import TickBatches, TickInput, TickStream
+    from megatron_patches.batches.planned_iterator import PlannedIterator
+    from megatron_patches.batches.ticks import TickInput, TickMaker
     from support import training
 
     args = parse(flags)
@@ -191,16 +192,16 @@ def ticks_held_until_the_next_is_made(
     made = Made()
     seen: list[tuple[int, int]] = []
     held: list[tuple[int, int]] = []
-    make_ticks, give = TickBatches.ticks, TickStream.__next__
+    make_ticks, give = TickMaker.ticks, PlannedIterator.__next__
     steps_planned = itertools.count()
 
-    def noted(self: TickBatches, *planned: Any) -> Iterator[TickInput]:
+    def noted(self: TickMaker, *planned: Any) -> Iterator[TickInput]:
         step = next(steps_planned)
         for number, tick in enumerate(make_ticks(self, *planned)):
             made.note((step, number))
             yield tick
 
-    def given(self: TickStream) -> TickInput:
+    def given(self: PlannedIterator) -> TickInput:
         tick = give(self)
         step, number = held[-1] if held else (0, -1)
         last = number + 1 == len(tick.schedule.ticks)
@@ -220,11 +221,11 @@ def ticks_held_until_the_next_is_made(
         return computed
 
     with (
-        mock.patch.object(TickBatches, "ticks", noted),
-        mock.patch.object(TickStream, "__next__", given),
+        mock.patch.object(TickMaker, "ticks", noted),
+        mock.patch.object(PlannedIterator, "__next__", given),
     ):
-        run, batches = make_run(args, memory_stream(lengths))
-        kernel = batches.core_attention.kernel
+        run, maker = make_run(args, memory_stream(lengths))
+        kernel = maker.core_attention.kernel
         kernel.forward, kernel.backward = computing(kernel.forward), computing(kernel.backward)
         for _ in range(steps):
             training.train_step(run)

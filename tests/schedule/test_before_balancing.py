@@ -24,9 +24,9 @@ from distca.schedule import (
     packed_loads,
     tick_schedule,
 )
-from megatron_patches.batches.micro_batch import WindowLayout
-from megatron_patches.batches.planned import PlannedBatches
-from megatron_patches.batches.ticks import _report
+from megatron_patches.batches.layouts import WindowLayout
+from megatron_patches.batches.plan_log import balance_figures
+from megatron_patches.batches.planned import PlannedReader
 from megatron_patches.flags.config import DistcaConfig
 from support.models import memory_stream, parse
 from support.ranks import forget_megatron
@@ -66,21 +66,23 @@ def test_the_log_adds_up_what_a_rank_computes_of_all_micro_batches() -> None:
     layout = WindowLayout(0, 2, 4, 1)
     planner = GlobalBatchPlanner(np.array([[0, 1]]), CONFIG, ExecutionOptions())
     stream = memory_stream([8, *LENGTHS.tolist()])
-    batches = PlannedBatches(stream, layout, planner, 1)
+    batches = PlannedReader(stream, layout, planner, 1)
     # The first window is of another global batch; then 3 + 1 | 4, 4 | 4 and 4 | 2 + 2.
     packed = batches.packed_loads(2, 3)
     assert packed.tolist() == [[6 + 1, 10], [10, 10], [10, 3 + 3]]
     nothing = PlannedGlobalBatch(tick_schedule(3, 1), planner.servers, (), ())
     counted = CountedGlobalBatch(nothing, (), CoreAttentionMemory(), ())
-    assert _report(counted, packed)["load max/mean before"] == 27 / 26.5
-    two_windows = PlannedBatches(stream, WindowLayout(0, 2, 4, 2), planner, 1)
+    assert balance_figures(counted, packed)["load max/mean before"] == 27 / 26.5
+    two_windows = PlannedReader(stream, WindowLayout(0, 2, 4, 2), planner, 1)
     assert two_windows.packed_loads(2, 1).tolist() == [[17, 20]]
 
 
 def first_plan_of(flags: Sequence[str], lengths: Sequence[int]) -> list[str]:
     """What is logged of a run's first plan on this rank; collective."""
 
-    from megatron_patches.batches import sources
+    from megatron_patches.batches import plan_log
+    from megatron_patches.loop.data import window_layout
+    from megatron_patches.pipeline.planned_data import PlannedData
     from support import training
 
     said: list[str] = []
@@ -88,16 +90,17 @@ def first_plan_of(flags: Sequence[str], lengths: Sequence[int]) -> list[str]:
     handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
     args = parse(flags)
     training.initialize(args)
-    maker = sources.batch_maker(
-        DistcaConfig.from_args(args), args, sources.window_layout(args), torch.device("cpu")
+    planned = PlannedData.start(
+        DistcaConfig.from_args(args), args, window_layout(args), torch.device("cpu")
     )
-    sources.logger.addHandler(handler)
-    sources.logger.setLevel(logging.INFO)
+    maker, first = planned.maker(memory_stream(lengths), False), args.global_batch_size
+    plan_log.logger.addHandler(handler)
+    plan_log.logger.setLevel(logging.INFO)
     try:
-        maker.log_first_plan(memory_stream(lengths), args.global_batch_size)
+        plan_log.log_first_plan(maker, first, planned.micro_batches(first))
     finally:
-        sources.logger.removeHandler(handler)
-    maker.close()
+        plan_log.logger.removeHandler(handler)
+    planned.close()
     forget_megatron()
     return said
 

@@ -41,25 +41,26 @@ def planned_by_training(runs: list[list[str]], lengths: list[int]) -> list[Any]:
     """Of each run what plans are judged by, the calls of a tick, and the first batch's ticks."""
     import torch
 
-    from megatron_patches.batches import sources
+    from megatron_patches.batches.plan_log import log_first_plan
     from megatron_patches.flags.config import DistcaConfig
     from megatron_patches.flags.planning import linear_work, schedule_config
+    from megatron_patches.loop.data import window_layout
+    from megatron_patches.pipeline.planned_data import PlannedData
     from support import training
-    from support.models import memory_stream, parse
+    from support.models import global_batch, memory_stream, parse
 
     found = []
     for flags in runs:
         args = parse(flags)
         training.initialize(args)
-        maker = sources.batch_maker(
-            DistcaConfig.from_args(args), args, sources.window_layout(args), torch.device("cpu")
+        planned = PlannedData.start(
+            DistcaConfig.from_args(args), args, window_layout(args), torch.device("cpu")
         )
-        assert isinstance(maker, sources.PlannedMaker)
-        maker.log_first_plan(memory_stream(lengths), 0)
-        made = maker(memory_stream(lengths), forward_only=False)
+        made = planned.maker(memory_stream(lengths), forward_only=False)
+        log_first_plan(made, 0, planned.micro_batches(0))
         ticks = [
             (each.tick, rows(each.plans), each.bytes_sent, each.memory)
-            for each in made.global_batch(0, maker.micro_batches(0))
+            for each in global_batch(made, 0, planned.micro_batches(0))
         ]
         config = schedule_config(DistcaConfig.from_args(args), args, made.layout.world_size)
         passes: tuple[Pass, ...] = ("forward", "backward")

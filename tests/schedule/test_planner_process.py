@@ -9,7 +9,6 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -18,10 +17,10 @@ import pytest
 from distca.cost.volume import AttentionShape
 from distca.schedule import (
     CountedGlobalBatch,
-    CountingPlanner,
     ExecutionOptions,
     GlobalBatchPlanner,
     PlannerProcess,
+    PlannerWithStats,
     ScheduleConfig,
     documents_in_turn,
 )
@@ -62,12 +61,12 @@ def ends(pid: int) -> bool:
     return not lives(pid)
 
 
-def planner(stages: int = 2, ranks: int = 2) -> CountingPlanner:
+def planner(stages: int = 2, ranks: int = 2) -> PlannerWithStats:
     """A planner of pipelines."""
     servers = np.arange(stages * ranks, dtype=np.int64).reshape(stages, ranks)
     of_batches = GlobalBatchPlanner(servers, ScheduleConfig(shape=SHAPE), ExecutionOptions())
     calls = [{"forward": 2, "backward": 2}]
-    return CountingPlanner(of_batches, {"forward": calls, "backward": calls}, "resend")
+    return PlannerWithStats(of_batches, {"forward": calls, "backward": calls}, "resend")
 
 
 @pytest.mark.parametrize("stages", [1, 2])
@@ -180,16 +179,16 @@ def ticks_until_the_planner_dies() -> str:
     """The end of the error that a rank's iterator raises when the planner is killed."""
     import torch
 
-    from megatron_patches.batches.ticks import TickStream
+    from megatron_patches.batches.planned_iterator import PlannedIterator
     from support import training
 
     flags = ["--distca", "--seq-length", "256", "--global-batch-size", "3"]
     args = parse(flags)
     training.initialize(args)
-    run, batches = make_run(args, memory_stream([200, 56, 300, 212] * 20))
-    planned = PlannerProcess(batches.planner())
+    run, maker = make_run(args, memory_stream([200, 56, 300, 212] * 20))
+    planned = PlannerProcess(maker.planner())
     count, device = (lambda _: 3), torch.device("cpu")
-    ticks = TickStream(replace(batches), 0, count, device, planned)
+    ticks = PlannedIterator(maker, 0, count, device, planned)
     try:
         same: Sequence[int] = range(2 * len(next(ticks).schedule.ticks) - 1)
         next(run.data.train)

@@ -30,7 +30,7 @@ from distca.simulate.space import (
     with_kept_inputs,
 )
 from distca.simulate.workload import options_of
-from megatron_patches.batches.micro_batch import WindowLayout
+from megatron_patches.batches.layouts import WindowLayout
 from megatron_patches.flags.config import DistcaConfig
 from megatron_patches.flags.planning import chunks_of_a_stage, schedule_config
 from megatron_patches.loop.gpt_job import GPT_JOB

@@ -6,7 +6,7 @@ import re
 import zlib
 from argparse import Namespace
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -159,23 +159,28 @@ def start_processes(args: Namespace) -> Any:
 
 
 def make_data(args: Namespace, stream: Any, processes: Any) -> tuple[Any, Any]:
-    """The iterators over a stream of our own, and what makes their batches."""
-    from megatron_patches.batches import sources
-    from megatron_patches.batches.micro_batch import MicroBatches
-    from megatron_patches.batches.ticks import TickStream
-    from megatron_patches.loop.job import DataIterators
+    """The iterators over a stream of our own, and with `--distca` what makes their ticks."""
+    from megatron_patches.batches.planned_iterator import PlannedIterator
+    from megatron_patches.loop import data
+    from megatron_patches.pipeline.data_iterators import TRAIN, DataIterators
+    from megatron_patches.pipeline.planned_data import PlannedData
 
-    layout, device = sources.window_layout(args, processes), torch.device("cpu")
-    maker = sources.batch_maker(DistcaConfig.from_args(args), args, layout, device, processes)
-    if not isinstance(maker, sources.PlannedMaker):
-        packed = maker(stream)
-        batches = MicroBatches(packed, 0, layout.samples_per_micro_batch, device)
-        return DataIterators(batches, None, None), packed
-    made, control = maker(stream, forward_only=False), maker.servers.control
-    if control is not None:
-        made = replace(made, announce=partial(control.announce, 0))
-    ticks = TickStream(made, 0, maker.micro_batches, device)
-    return DataIterators(ticks, None, None, control, maker.close), made
+    config, layout = DistcaConfig.from_args(args), data.window_layout(args, processes)
+    if not config.enabled:
+        return DataIterators(
+            data.packed_iterator(config, args, layout, stream, 0), None, None
+        ), None
+    device = torch.device("cpu")
+    planned = PlannedData.start(config, args, layout, device, processes)
+    maker, control = planned.maker(stream, forward_only=False), planned.servers.control
+    announce = None if control is None else partial(control.announce, TRAIN)
+    ticks = PlannedIterator(maker, 0, planned.micro_batches, device, announce=announce)
+    return DataIterators(ticks, None, None, control, planned.close), maker
+
+
+def global_batch(maker: Any, first_sample: int, micro_batches: int) -> Iterator[Any]:
+    """This rank's inputs of the ticks of the global batch that starts at a sample."""
+    return maker.ticks(maker.planner()(maker.reader.documents(first_sample, micro_batches)), {})
 
 
 def make_run(args: Namespace, stream: Any, processes: Any = None) -> Any:
@@ -216,11 +221,9 @@ def train(
 def bytes_planned(args: Namespace, made: Any, steps: int) -> dict[str, int]:
     """The bytes that the plans of some steps say this rank sends, by phase."""
     planned: dict[str, int] = {}
-    micro_batches = args.global_batch_size // made.planned.layout.samples_per_micro_batch
-    # Plans are made anew, but the dedicated servers are gone by now.
-    made = replace(made, announce=None)
+    micro_batches = args.global_batch_size // made.reader.layout.samples_per_micro_batch
     for first_sample in range(0, steps * args.global_batch_size, args.global_batch_size):
-        for tick in made.global_batch(first_sample, micro_batches):
+        for tick in global_batch(made, first_sample, micro_batches):
             for phase, sent in tick.bytes_sent.items():
                 if sent:
                     planned[phase] = planned.get(phase, 0) + sent
@@ -269,16 +272,17 @@ def serve(args: Namespace, stream: Any, processes: Any) -> tuple[StepsDone, Any]
 def starts_of_micro_batches(flags: Sequence[str], lengths: Sequence[int]) -> list[list[int]]:
     """Where the documents of each micro-batch of the first step start in the stream; collective."""
 
-    from megatron_patches.batches import sources
+    from megatron_patches.loop.data import window_layout
+    from megatron_patches.pipeline.planned_data import PlannedData
     from support import training
 
     args = parse(flags)
     training.initialize(args)
-    layout = sources.window_layout(args)
-    maker = sources.batch_maker(DistcaConfig.from_args(args), args, layout, torch.device("cpu"))
-    made = maker(memory_stream(lengths), forward_only=False)
-    incoming = made.planned.documents(0, maker.micro_batches(0))
-    micro_batches = made.planned.planner.share_out(incoming)
+    config, device = DistcaConfig.from_args(args), torch.device("cpu")
+    planned = PlannedData.start(config, args, window_layout(args), device)
+    reader = planned.maker(memory_stream(lengths), forward_only=False).reader
+    incoming = reader.documents(0, planned.micro_batches(0))
+    micro_batches = reader.planner.share_out(incoming)
     found = [documents.starts.tolist() for documents in micro_batches]
     forget_megatron()
     return found

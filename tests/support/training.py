@@ -13,7 +13,7 @@ import torch.distributed as dist
 from megatron_patches.flags.config import DistcaConfig
 from megatron_patches.loop import parts
 from megatron_patches.loop.gpt_job import GPT_JOB
-from megatron_patches.loop.job import DataIterators
+from megatron_patches.pipeline.data_iterators import DataIterators
 
 initialize = parts.initialize
 

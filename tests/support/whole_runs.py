@@ -44,7 +44,8 @@ class RunSeen:
         rates_logged: learning rates as logged.
         rates_used: rates of each group of parameters when the optimizer steps, `[(rate, decay)]`.
         validation: where each evaluation was, and its loss.
-        place: tokens of training and of validation before the first step, and `longest_piece`.
+        place: tokens of training and of validation before the first step, and the most
+            tokens of a document, if given.
     """
 
     losses: dict[int, float] = field(default_factory=dict)
@@ -109,8 +110,6 @@ def _noting(seen: RunSeen) -> Iterator[None]:
     from megatron.core.num_microbatches_calculator import get_current_global_batch_size
     from megatron.training import get_args, training
 
-    from megatron_patches.batches.validation_sets import suffixes
-
     step, log = training.train_step, training.training_log
     evaluate, evaluate_all = training.evaluate, training.evaluate_and_print_results
     evaluated: list[str] = []
@@ -136,9 +135,9 @@ def _noting(seen: RunSeen) -> Iterator[None]:
     def evaluate_and_print_results(prefix: str, *args: Any, **named: Any) -> Any:
         iterators = args[1]
         several = get_args().multiple_validation_sets and isinstance(iterators, list)
-        evaluated[:] = [
-            prefix + suffix for suffix in suffixes(get_args(), len(iterators) if several else 1)
-        ]
+        sets = get_args().validation_set_names or range(len(iterators)) if several else ()
+        # As Megatron-LM names the losses of several sets.
+        evaluated[:] = [f"{prefix}-{name}" for name in sets] or [prefix]
         return evaluate_all(prefix, *args, **named)
 
     @functools.wraps(evaluate)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from megatron_patches.flags.config import DistcaConfig
-from megatron_patches.loop.job import DataIterators
+from megatron_patches.pipeline.data_iterators import DataIterators
 from support.models import make_run, memory_stream, parse
 from support.pipelines import VARIANTS, documents, flags_of, plain
 from support.ranks import forget_megatron
@@ -32,7 +32,8 @@ def bytes_of_ticks(flags: list[str], lengths: list[int]) -> tuple[list, list]:
     """Bytes sent by this rank in each tick by phase, as planned and as counted; collective."""
     import torch.distributed as dist
 
-    from megatron_patches.batches.ticks import TickInput, TickStream
+    from megatron_patches.batches.planned_iterator import PlannedIterator
+    from megatron_patches.batches.ticks import TickInput
     from megatron_patches.pipeline.tick_pipeline import TickPipeline
     from support import training
 
@@ -42,11 +43,11 @@ def bytes_of_ticks(flags: list[str], lengths: list[int]) -> tuple[list, list]:
     transport = made.core_attention.transport
     planned, counted = [], []
 
-    class Watched(TickStream):
+    class Watched(PlannedIterator):
         """Notes the counts when a tick ends, which is when the next one is asked for."""
 
-        def __init__(self, ticks: TickStream) -> None:
-            self.batches, self._inner = ticks.batches, ticks
+        def __init__(self, ticks: PlannedIterator) -> None:
+            self.maker, self.announce, self._inner = ticks.maker, None, ticks
 
         def __next__(self) -> TickInput:
             counted.append(dict(transport.bytes_sent))
@@ -207,16 +208,18 @@ def evaluation_loss(flags: list[str], lengths: list[int]) -> float:
     import torch
     import torch.distributed as dist
 
-    from megatron_patches.batches.sources import batch_maker, window_layout
-    from megatron_patches.batches.ticks import TickStream
+    from megatron_patches.batches.planned_iterator import PlannedIterator
+    from megatron_patches.loop.data import window_layout
+    from megatron_patches.pipeline.planned_data import PlannedData
     from support import training
 
     args = parse(flags)
     training.initialize(args)
     stream, device = memory_stream(lengths), torch.device("cpu")
     run, _ = make_run(args, stream)
-    maker = batch_maker(DistcaConfig.from_args(args), args, window_layout(args), device)
-    ticks = TickStream(maker(stream, forward_only=True), 0, maker.micro_batches, device)
+    planned = PlannedData.start(DistcaConfig.from_args(args), args, window_layout(args), device)
+    maker = planned.maker(stream, forward_only=True)
+    ticks = PlannedIterator(maker, 0, planned.micro_batches, device)
     run.data = DataIterators(None, ticks, None)
     args.eval_iters = 1
     losses = training.evaluate(run, "valid")

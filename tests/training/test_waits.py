@@ -12,7 +12,7 @@ import torch
 
 from megatron_patches.batches import micro_batch as micro_batches
 from megatron_patches.loop import step
-from megatron_patches.loop.job import DataIterators
+from megatron_patches.pipeline.data_iterators import DataIterators
 from support.models import make_run, memory_stream, parse
 from support.pipelines import documents, flags_of
 from support.ranks import forget_megatron

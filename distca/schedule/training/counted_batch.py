@@ -37,7 +37,7 @@ class CountedGlobalBatch:
 
 
 @dataclass(frozen=True)
-class CountingPlanner:
+class PlannerWithStats:
     """A function from the documents of a global batch to its plans and their figures.
 
     Attributes:

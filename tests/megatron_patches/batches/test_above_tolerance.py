@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import logging
 from dataclasses import replace
-from itertools import islice
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 import torch.distributed as dist
 
 from distca.plan import Mask, place_in_turn
-from distca.schedule import ScheduleConfig, make_scheduler
-from megatron_patches.batches import ticks
-from megatron_patches.batches.above_tolerance import why_above_tolerance
+from distca.schedule import PlannedGlobalBatch, ScheduleConfig, make_scheduler, tick_schedule
+from megatron_patches.batches.plan_log import ToleranceWarning, why_above_tolerance
 
-CONFIG = ScheduleConfig(tolerance=0.05)
+CONFIG, NOTHING = ScheduleConfig(tolerance=0.05), tick_schedule(1, 1)
 
 
 def plan_of(*lengths: int):
@@ -41,20 +40,11 @@ def test_the_log_tells_the_first_of_them(
 ) -> None:
     monkeypatch.setattr(dist, "get_rank", lambda: rank)
     above, within = plan_of(128, 64, 64), plan_of(128, 128)
-    plans = {0: within, 6: above, 12: above}
-    planned = SimpleNamespace(
-        planner=SimpleNamespace(config=CONFIG),
-        layout=SimpleNamespace(samples_per_micro_batch=2),
-        documents=lambda sample, count: sample,
-        packed_loads=lambda sample, count: None,
-    )
-
-    def plan(sample: int) -> SimpleNamespace:
-        of_ticks = (SimpleNamespace(plans=(within, plans[sample])),)
-        return SimpleNamespace(batch=SimpleNamespace(ticks=of_ticks))
-
+    warning = ToleranceWarning(CONFIG)
     with caplog.at_level(logging.WARNING):
-        assert len(list(islice(ticks._all_plans(planned, plan, 0, lambda sample: 3), 3))) == 3
-    told = [record.getMessage() for record in caplog.records]
-    assert len(told) == (rank == 0)
-    assert all(f"from sample 6 on, {above.notes[0]}" in message for message in told)
+        for sample, plan in {0: within, 6: above, 12: above}.items():
+            of_ticks: Any = (SimpleNamespace(plans=(within, plan)),)
+            warning.check(PlannedGlobalBatch(NOTHING, np.array([[0, 1]]), (), of_ticks), sample)
+    logged = [record.getMessage() for record in caplog.records]
+    assert len(logged) == (rank == 0)
+    assert all(f"from sample 6 on, {above.notes[0]}" in message for message in logged)

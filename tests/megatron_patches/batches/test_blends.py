@@ -8,9 +8,15 @@ from pathlib import Path
 
 import pytest
 
-from megatron_patches.batches.blends import SPLITS, Blend, check_blends, find_blend, parse_data_path
+from megatron_patches.batches.blends import (
+    SPLITS,
+    Blend,
+    check_blends,
+    find_blend,
+    parse_data_path,
+    sets_of,
+)
 from megatron_patches.batches.stream import TokenStream
-from megatron_patches.batches.validation_sets import sets_of, suffixes
 from megatron_patches.flags.config import DocumentsConfig
 from support.whole_runs import write_documents
 
@@ -44,10 +50,6 @@ def test_each_prefix_is_a_set_of_its_own_only_if_asked_for() -> None:
     assert sets_of(args(), blend) == sets_of(args(full_validation=True), blend) == [blend]
     several = args(full_validation=True, multiple_validation_sets=True)
     assert sets_of(several, blend) == [Blend((name,), None, None) for name in "ab"]
-    assert suffixes(several, 2) == ["-0", "-1"]
-    several.validation_set_names = ["x", "y"]
-    assert suffixes(several, 2) == ["-x", "-y"]
-    assert suffixes(args(), 1) == [""]
 
 
 def test_a_blend_has_prefixes_or_weights_too() -> None:

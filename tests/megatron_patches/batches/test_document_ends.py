@@ -15,7 +15,8 @@ from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
 from distca.plan import Mask
 from megatron_patches.batches.blends import Blend
-from megatron_patches.batches.micro_batch import PackedBatches, WindowLayout
+from megatron_patches.batches.layouts import WindowLayout
+from megatron_patches.batches.packed import PackedReader
 from megatron_patches.batches.stream import TokenStream
 
 END, SAMPLE = 0, 64
@@ -28,12 +29,12 @@ def test_masks_and_positions_are_megatron_s(tmp_path: Path) -> None:
         builder.add_document(np.array([*range(1, length), END]), [length])
     builder.finalize(f"{prefix}.idx")
     stream = TokenStream.open(Blend((prefix,), None, None), "train", seed=1, num_tokens=600)
-    batches = PackedBatches(
+    reader = PackedReader(
         stream, WindowLayout(0, 1, SAMPLE, 1), (Mask(),), dense=True, token_positions=True
     )
     ends = 0
     for sample in range(8):
-        batch = batches(sample)
+        batch = reader.micro_batch(sample)
         visible, loss_mask, positions = _get_ltor_masks_and_position_ids(
             batch.tokens[0],
             END,

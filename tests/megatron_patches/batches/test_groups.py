@@ -21,7 +21,9 @@ SHORT, LONG = [100, 28] * 40, [500, *[12, 100, 28] * 40]
 def warnings_of(runs: Sequence[str], lengths: Sequence[int]) -> list[list[str]]:
     """What each run's first plan is warned of on this rank; collective."""
 
-    from megatron_patches.batches import sources
+    from megatron_patches.batches import plan_log
+    from megatron_patches.loop.data import window_layout
+    from megatron_patches.pipeline.planned_data import PlannedData
     from support import training
 
     said: list[str] = []
@@ -31,15 +33,16 @@ def warnings_of(runs: Sequence[str], lengths: Sequence[int]) -> list[list[str]]:
     for run in runs:
         args = parse(f"--seq-length 256 --global-batch-size 8 --distca {run}".split())
         training.initialize(args)
-        maker = sources.batch_maker(
-            DistcaConfig.from_args(args), args, sources.window_layout(args), torch.device("cpu")
+        planned = PlannedData.start(
+            DistcaConfig.from_args(args), args, window_layout(args), torch.device("cpu")
         )
-        sources.logger.addHandler(handler)
+        maker = planned.maker(memory_stream(lengths), forward_only=False)
+        plan_log.logger.addHandler(handler)
         try:
-            maker.log_first_plan(memory_stream(lengths), 0)
+            plan_log.log_first_plan(maker, 0, planned.micro_batches(0))
         finally:
-            sources.logger.removeHandler(handler)
-        maker.close()
+            plan_log.logger.removeHandler(handler)
+        planned.close()
         found.append(list(said))
         said.clear()
         forget_megatron()

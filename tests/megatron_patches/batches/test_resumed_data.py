@@ -34,7 +34,7 @@ def read_samples(
     flags: Sequence[str], saved: dict[str, Any] | None
 ) -> tuple[dict[str, list[int]], dict[str, Any]]:
     """This rank's tokens of the next samples, and what a checkpoint then notes. Collective."""
-    from megatron_patches.batches.sources import build_data
+    from megatron_patches.loop.data import build_data
 
     args = parse([*flags, "--vocab-size", str(DOCUMENTS.sum())])
     start_processes(args)
@@ -59,16 +59,16 @@ def read_samples(
 
 def warnings_of(flags: Sequence[str]) -> list[str]:
     """What a run is warned of when its data is opened. Collective."""
-    from megatron_patches.batches import sources
+    from megatron_patches.loop import data
 
     said: list[str] = []
     handler = logging.Handler(logging.WARNING)
     handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
     args = parse([*flags, "--vocab-size", str(DOCUMENTS.sum())])
     start_processes(args)
-    sources.logger.addHandler(handler)
-    sources.build_data(DistcaConfig.from_args(args), args, 4, 0, 0).close()
-    sources.logger.removeHandler(handler)
+    data.logger.addHandler(handler)
+    data.build_data(DistcaConfig.from_args(args), args, 4, 0, 0).close()
+    data.logger.removeHandler(handler)
     return said
 
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from distca.documents.chat import PROMPT_FORMATS
-from megatron_patches.batches.opening import open_source
+from megatron_patches.batches.dataset_factory import open_source
 from megatron_patches.flags.config import DocumentsConfig
 from support.arguments import parse
 from support.chats import save_tokenizer, some_conversations, write_lines

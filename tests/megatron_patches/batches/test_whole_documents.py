@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 
 from distca.documents.document_list import ListedDocuments
 from megatron_patches.batches.blends import SPLITS, Blend, check_blends
-from megatron_patches.batches.opening import check_documents, open_source
-from megatron_patches.batches.own_documents import name_of
+from megatron_patches.batches.custom_dataset import name_of
+from megatron_patches.batches.dataset_factory import check_documents, open_source
 from megatron_patches.batches.padding import fill_packs, padding_lengths
-from megatron_patches.batches.resuming import check_packs, longest_piece
+from megatron_patches.batches.resuming import check_packs, max_document_tokens
 from megatron_patches.batches.stream import TokenStream
 from megatron_patches.flags.config import DistcaConfig, DocumentsConfig
 
@@ -135,7 +135,7 @@ def whole(
 
 def test_packs_are_what_attends_together() -> None:
     for config, pack in ((whole(), 256), (whole(enabled=False), 128), (whole(chain=2), 512)):
-        assert longest_piece(config, arguments()) == pack
+        assert max_document_tokens(config, arguments()) == pack
         check_packs(config, arguments(), 3 * pack)
 
 

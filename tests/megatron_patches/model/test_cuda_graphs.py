@@ -18,8 +18,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from megatron_patches.flags.config import DistcaConfig
-from megatron_patches.loop.job import DataIterators
 from megatron_patches.model.cuda_graphs import CudaGraphEngine, GraphedPiece, SharedTensors
+from megatron_patches.pipeline.data_iterators import DataIterators
 from support.arguments import check
 from support.arguments import parse as arguments_of
 from support.models import make_run, memory_stream, named_parameters, parse
@@ -230,10 +230,11 @@ def train_and_evaluate(flags: list[str], lengths: list[int], graphs: bool) -> tu
     """Two steps with an evaluation after each: what was seen, and what the engines did."""
     import torch.distributed as dist
 
-    from megatron_patches.batches import sources
-    from megatron_patches.batches.ticks import TickStream
+    from megatron_patches.batches.planned_iterator import PlannedIterator
     from megatron_patches.flags import validation
+    from megatron_patches.loop.data import window_layout
     from megatron_patches.model import gpt
+    from megatron_patches.pipeline.planned_data import PlannedData
     from support import training
 
     engines: list[RepeatingEngine] = []
@@ -251,10 +252,9 @@ def train_and_evaluate(flags: list[str], lengths: list[int], graphs: bool) -> tu
         training.initialize(args)
         stream, device = memory_stream(lengths), torch.device("cpu")
         job, _ = make_run(args, stream)
-    maker = sources.batch_maker(
-        DistcaConfig.from_args(args), args, sources.window_layout(args), device
-    )
-    valid = TickStream(maker(stream, forward_only=True), 0, maker.micro_batches, device)
+    planned = PlannedData.start(DistcaConfig.from_args(args), args, window_layout(args), device)
+    maker = planned.maker(stream, forward_only=True)
+    valid = PlannedIterator(maker, 0, planned.micro_batches, device)
     given = job.data
     job.data = DataIterators(given.train, valid, None, end=given.end)
     seen, captured = [], []
@@ -268,7 +268,7 @@ def train_and_evaluate(flags: list[str], lengths: list[int], graphs: bool) -> tu
         for name, parameter in named_parameters(chunk)
     }
     job.data.close()
-    maker.close()
+    planned.close()
     dist.barrier()
     forget_megatron()
     return (seen, weights), (captured, sum(engine.replayed for engine in engines))

@@ -8,8 +8,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_patches.batches.resuming import share_place_in_data
 from megatron_patches.flags.config import DistcaConfig
+from megatron_patches.loop.data import share_place_in_data
 from megatron_patches.pipeline.processes import Control
 from support.models import parse
 

@@ -7,7 +7,7 @@ from argparse import Namespace
 from typing import Any
 
 
-def own_documents(args: Namespace, name: str, split: str) -> Any:
+def custom_dataset(args: Namespace, name: str, split: str) -> Any:
     """Asks a user's function for the documents of a split.
 
     Args:
@@ -48,7 +48,7 @@ def _imported(name: str) -> Any:
 
 
 def name_of(function: Any) -> str:
-    """Returns the name by which `own_documents` finds a function again.
+    """Returns the name by which `custom_dataset` finds a function again.
 
     Raises:
         ValueError: it has none, as a lambda or a function within another.

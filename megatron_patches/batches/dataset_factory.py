@@ -9,11 +9,10 @@ from functools import cache
 from distca.documents.chat import ChatTokenizer
 from distca.documents.conversations import Conversations, read_conversations
 from distca.documents.document_list import ListedDocuments, TokenSource
-from megatron_patches.batches.blends import Split, check_blends
-from megatron_patches.batches.own_documents import own_documents
-from megatron_patches.batches.resuming import longest_piece
-from megatron_patches.batches.stream import Corpus, check_sources
-from megatron_patches.batches.validation_sets import sets_of
+from megatron_patches.batches.blends import Blend, Split, check_blends, sets_of
+from megatron_patches.batches.custom_dataset import custom_dataset
+from megatron_patches.batches.resuming import check_packs, max_document_tokens
+from megatron_patches.batches.stream import Corpus, TokenStream, check_sources
 from megatron_patches.flags.config import DistcaConfig, DocumentsConfig
 from megatron_patches.versions import SFT_ENDS_CONVERSATIONS
 
@@ -33,11 +32,47 @@ def open_source(
         ValueError: it is not there, not as it must be, or of another vocabulary.
     """
     if documents.function is not None:
-        own = own_documents(args, name, which)
+        own = custom_dataset(args, name, which)
         return ListedDocuments(f"--distca-documents {name}", own, args.vocab_size)
     if documents.conversations:
         return _conversations(name, args.tokenizer_model, args.sft_tokenizer_prompt_format)
     return Corpus(name, args.vocab_size)
+
+
+def open_stream(
+    config: DistcaConfig,
+    args: Namespace,
+    blend: Blend,
+    which: Split,
+    num_tokens: int | None,
+    start: int = 0,
+    first: int = 0,
+) -> TokenStream:
+    """Opens the token stream of a split.
+
+    Args:
+        config: our flags.
+        args: Megatron-LM's arguments.
+        blend: datasets of the split.
+        which: split to open.
+        num_tokens, start: as for `TokenStream.open`.
+        first: token of the stream that is read first.
+
+    Raises:
+        ValueError: see `TokenStream.open`; or windows would cut documents that must stay whole.
+    """
+    if config.documents.whole:
+        check_packs(config, args, first)
+    return TokenStream.open(
+        blend,
+        which,
+        seed=args.seed,
+        num_tokens=num_tokens,
+        start=start,
+        max_document_length=max_document_tokens(config, args),
+        whole=config.documents.whole,
+        open_source=lambda name: open_source(config.documents, args, name, which),
+    )
 
 
 # All splits of a run read a file once, and so do the checks before it.
@@ -77,5 +112,5 @@ def check_documents(config: DistcaConfig, args: Namespace, splits: Sequence[Spli
     check_sources(
         blends,
         lambda name, which: open_source(config.documents, args, name, which),
-        longest_piece(config, args) if config.documents.whole else None,
+        max_document_tokens(config, args) if config.documents.whole else None,
     )

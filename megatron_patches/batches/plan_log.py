@@ -1,0 +1,177 @@
+"""What a run logs of its plans: the first one, balance figures, and warnings."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+import torch.distributed as dist
+
+from distca.plan import Plan
+from distca.plan.span import Floats, Int64s
+from distca.schedule import (
+    CountedGlobalBatch,
+    GlobalBatchPlanner,
+    PlannedGlobalBatch,
+    PlannedMicroBatch,
+    ScheduleConfig,
+    TickSchedule,
+    describe,
+    format_summary,
+    most_in_flight_of_1f1b,
+)
+from distca.schedule.base import relative_loads, server_loads
+from distca.schedule.baselines.context_parallel import group_size
+from megatron_patches.batches.ticks import TickMaker
+
+logger = logging.getLogger(__name__)
+
+_WITHOUT_GROUPS = {
+    "per-document-cp": "is the same as packed",
+    "ring-zigzag": "has the placement of packed",
+    "wlb-llm": "packs whole documents, and shards none, which is packed with another packing",
+}
+"""How baselines with context-parallel groups behave where groups have one rank, by name."""
+
+
+def log_first_plan(maker: TickMaker, first_sample: int, micro_batches: int) -> None:
+    """Plans one tick of the first global batch, and logs its summary and schedule.
+
+    Args:
+        maker: maker of the training split's ticks.
+        first_sample: sample at which the global batch starts.
+        micro_batches: number of its micro-batches.
+    """
+    reader, planner = maker.reader, maker.reader.planner
+    schedule = planner.options.tick_schedule(micro_batches, planner.stages)
+    shared_out = planner.micro_batches(reader.documents(first_sample, micro_batches))
+    # The first tick of those in which most stages work.
+    tick = max(schedule.ticks, key=lambda each: sum(work is not None for work in each.work))
+    (planned,) = planner.ticks(shared_out, [tick])
+    # The first plan is that of the mask that sees most.
+    mask = planner.masks.masks[0]
+    packed = reader.packed_loads(first_sample, micro_batches, {mask: 1}, planner.config.cost_model)
+    before = np.zeros(maker.layout.world_size)
+    for servers, work in zip(maker.layout.servers, tick.work, strict=True):
+        if work is not None:
+            before[servers] = packed[work.micro_batch]
+    backward = maker.core_attention.backward
+    summary = describe(planned.plans[0], planner.config, backward, before)
+    logger.info("the first plan of the run:\n%s", format_summary(summary))
+    warning = warning_of_groups_of_one(planner, shared_out)
+    # Logged once, since warnings of all ranks are shown.
+    if warning is not None and dist.get_rank() == 0:
+        logger.warning("%s", warning)
+    if schedule.stages > 1:
+        _log_schedule(schedule)
+
+
+def _log_schedule(schedule: TickSchedule) -> None:
+    """Logs the number of ticks and of micro-batches in flight, beside those of 1F1B."""
+    usual = most_in_flight_of_1f1b(schedule.micro_batches, schedule.stages, schedule.chunks)
+    logger.info(
+        "%d ticks (1F1B: %d), in flight on each stage at most %s (1F1B: %s)%s",
+        len(schedule.ticks),
+        2 * (schedule.micro_batches * schedule.chunks + schedule.stages - 1),
+        ", ".join(map(str, schedule.most_in_flight)),
+        ", ".join(map(str, usual)),
+        f" chunks, of which a stage has {schedule.chunks}" if schedule.chunks > 1 else "",
+    )
+
+
+def warning_of_groups_of_one(
+    planner: GlobalBatchPlanner, micro_batches: Sequence[PlannedMicroBatch]
+) -> str | None:
+    """Returns a warning for a baseline whose context-parallel groups have one rank; None: no such.
+
+    Args:
+        planner: planner that made the plans.
+        micro_batches: planned micro-batches of the run's first global batch.
+    """
+    name, ranks = planner.options.scheduler, planner.ranks
+    if name not in _WITHOUT_GROUPS or ranks == 1:
+        return None
+    if not planner.options.free_placement:
+        return (
+            f"--distca-scheduler {name} shards no document over a group with --distca-placement "
+            "sequential, which cuts documents at the ends of ranks only: remove one of the two"
+        )
+    for micro_batch in micro_batches:
+        for documents in micro_batch.documents:
+            capacities = np.full(ranks, documents.lengths.sum() // ranks, dtype=np.int64)
+            if group_size(planner.config, documents.lengths, capacities) > 1:
+                return None
+    return (
+        f"--distca-scheduler {name} {_WITHOUT_GROUPS[name]}: its context-parallel groups have one "
+        f"rank in the first global batch. To share documents among the {ranks} data-parallel ranks "
+        "set --distca-context-parallel-size"
+    )
+
+
+def balance_figures(counted: CountedGlobalBatch, packed: Floats) -> dict[str, float]:
+    """Returns figures for the log line, the same for all micro-batches of a global batch.
+
+    All servers wait for the busiest in each nano-batch of a tick: the loads of the busiest add up
+    over the forward ticks, and so do the means. In plain data parallelism ranks wait for each other
+    once, when all micro-batches are done.
+
+    Args:
+        counted: planned global batch.
+        packed: loads of plain data parallelism, `[micro_batches, ranks]`.
+    """
+
+    def busiest_over_mean(loads: Sequence[Int64s | Floats]) -> float:
+        means = sum(float(each.mean()) for each in loads)
+        return sum(float(each.max()) for each in loads) / means if means else 1.0
+
+    moved = sum(int(each.sum()) for of_tick in counted.bytes_sent for each in of_tick.values())
+    return {
+        "load max/mean before": busiest_over_mean([packed.sum(axis=0)]),
+        "load max/mean": busiest_over_mean(counted.forward_loads),
+        "MB moved": moved / counted.batch.schedule.micro_batches / 1e6,
+    }
+
+
+class ToleranceWarning:
+    """Warns of the first plan above the tolerance, on the first rank alone: all plan alike.
+
+    Args:
+        config: tolerance, cost model and speeds that the plans were made with.
+    """
+
+    def __init__(self, config: ScheduleConfig) -> None:
+        self._config, self._silent = config, dist.get_rank() != 0
+
+    def check(self, batch: PlannedGlobalBatch, first_sample: int) -> None:
+        """Checks a global batch, which starts at a sample; costs nothing after a warning."""
+        for tick in () if self._silent else batch.ticks:
+            why = why_above_tolerance(tick.plans, self._config)
+            if why is not None:
+                logger.warning(
+                    "in the global batch from sample %d on, %s. Later ones are not told: "
+                    '"load max/mean" is of every iteration',
+                    *(first_sample, why),
+                )
+                self._silent = True
+                return
+
+
+def why_above_tolerance(plans: Iterable[Plan], config: ScheduleConfig) -> str | None:
+    """Returns the note of the first plan that is above the tolerance; None: there is none.
+
+    Baselines balance nothing, and note nothing. A tick's plan may have notes of its stages' plans
+    although it is balanced itself, over the servers of all stages.
+
+    Args:
+        plans: final plans, over all servers.
+        config: tolerance, cost model and speeds that the plans were made with.
+    """
+    for plan in plans:
+        if plan.notes:
+            servers = plan.world_size
+            loads = server_loads(plan.tasks, plan.mask, servers, config.cost_model)
+            busiest = float(relative_loads(loads, config.speeds_of(servers)).max())
+            if busiest > 1 + config.tolerance:
+                return plan.notes[0]
+    return None
