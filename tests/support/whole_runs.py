@@ -8,6 +8,7 @@ import gc
 import inspect
 import os
 import sys
+import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -46,6 +47,7 @@ class RunSeen:
         validation: where each evaluation was, and its loss.
         place: tokens of training and of validation before the first step, and the most
             tokens of a document, if given.
+        threads_left: our threads that are there when the loop has ended.
     """
 
     losses: dict[int, float] = field(default_factory=dict)
@@ -54,6 +56,7 @@ class RunSeen:
     rates_used: dict[int, list[tuple[float, float]]] = field(default_factory=dict)
     validation: list[tuple[str, float]] = field(default_factory=list)
     place: tuple[int, int, int | None] = (0, 0, None)
+    threads_left: list[str] = field(default_factory=list)
 
 
 def whole_run(flags: Sequence[str]) -> RunSeen:
@@ -83,14 +86,20 @@ def whole_run(flags: Sequence[str]) -> RunSeen:
         _noting(seen),
     ):
         try:
-            upstream.pretrain(replace(GPT_JOB, build_data=build_data), launcher)
-        except SystemExit as end:
-            # An exit interval ends with 0.
-            if end.code:
-                raise
-        finally:
+            try:
+                upstream.pretrain(replace(GPT_JOB, build_data=build_data), launcher)
+            except SystemExit as end:
+                # An exit interval ends with 0.
+                if end.code:
+                    raise
+            seen.threads_left = [
+                each.name for each in threading.enumerate() if each.name.startswith("distca")
+            ]
+        except BaseException:
             for iterators in data:
                 iterators.finish()
+            raise
+        finally:
             for hook in (hooks.ADD_FLAGS, *hooks.LOOP):
                 if hook.needed:
                     hook.undo()

@@ -50,6 +50,10 @@ def test_losses_of_answers_equal_plain_megatron_s(runs, layout: str) -> None:
         assert rank.losses == pytest.approx(expected.losses, rel=1e-5)
 
 
+def test_no_thread_outlives_the_loop(runs) -> None:
+    assert all(rank.threads_left == [] for of_ranks in runs.values() for rank in of_ranks)
+
+
 @pytest.mark.parametrize("layout", [name for name in LAYOUTS if name != "dense"])
 def test_each_set_has_one_loss_whatever_the_ranks(runs, layout: str) -> None:
     """Also where the evaluation's batches are of other sizes, and most of them is padding."""
