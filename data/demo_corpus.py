@@ -26,7 +26,7 @@ from pathlib import Path
 import numpy as np
 from tqdm import tqdm
 
-from distca.documents.dataset import train_tokenizer, write_dataset
+from distca.documents.dataset import sole_writer, train_tokenizer, write_dataset
 from distca.documents.tokenizer import build_tokenizer
 from distca.plan.span import Int64s
 from megatron_patches.batches.stream import Corpus
@@ -123,7 +123,8 @@ def build_demo_corpus(
         The prefixes for `--data-path`; the folder `output_dir/tokenizer` is the tokenizer.
 
     Raises:
-        ValueError: the vocabulary is too small, or `max_megabytes` leaves no text.
+        ValueError: the vocabulary is too small, `max_megabytes` leaves no text, or another process
+            writes the datasets.
     """
     if not max_megabytes * 1e6 >= _LONGEST_SHARE:
         raise ValueError(f"--max-megabytes {max_megabytes} leaves no text")
@@ -133,22 +134,24 @@ def build_demo_corpus(
         logger.info("%s is there already", output_dir)
         return prefixes
     documents = [of_dataset(int(max_megabytes * 1e6)) for of_dataset in DATASETS.values()]
-    for prefix in prefixes:
-        Path(f"{prefix}.idx").unlink(missing_ok=True)
     everything = [text for of_dataset in documents for text in of_dataset]
     # The sample has every n-th document, so that it is of all kinds.
     stride = max(1, sum(map(len, everything)) // _TOKENIZER_SAMPLE)
-    train_tokenizer(everything[::stride], vocab_size, model)
-    tokenizer = build_tokenizer("HuggingFaceTokenizer", str(model))
-    for prefix, of_dataset in zip(prefixes, documents, strict=True):
-        write_dataset(
-            tqdm(of_dataset, desc=f"tokenize {prefix.name}", unit=" documents", disable=None),
-            tokenizer,
-            "HuggingFaceTokenizer",
-            prefix,
-            workers=os.cpu_count() or 1,
-            source=source,
-        )
+    with sole_writer(model) as unfinished:
+        for prefix in prefixes:
+            Path(f"{prefix}.idx").unlink(missing_ok=True)
+        train_tokenizer(everything[::stride], vocab_size, model)
+        tokenizer = build_tokenizer("HuggingFaceTokenizer", str(model))
+        for prefix, of_dataset in zip(prefixes, documents, strict=True):
+            write_dataset(
+                tqdm(of_dataset, desc=f"tokenize {prefix.name}", unit=" documents", disable=None),
+                tokenizer,
+                "HuggingFaceTokenizer",
+                prefix,
+                unfinished,
+                workers=os.cpu_count() or 1,
+                source=source,
+            )
     return prefixes
 
 

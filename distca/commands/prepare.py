@@ -6,7 +6,6 @@ distca prepare --input notes/ more.jsonl --output-prefix corpus --train-tokenize
 from __future__ import annotations
 
 import os
-import shutil
 import sys
 from argparse import Namespace
 from collections.abc import Iterator, Sequence
@@ -18,9 +17,11 @@ from distca.commands.command_line import Parser, check_output
 from distca.documents.dataset import (
     SUFFIXES,
     TOKENIZER_FILES,
+    sole_writer,
     train_tokenizer,
     write_dataset,
 )
+from distca.documents.index import LARGEST_TOKEN
 from distca.documents.texts import find_files, read_documents
 from distca.documents.tokenizer import TOKENIZER_TYPES, build_tokenizer
 
@@ -48,28 +49,23 @@ def prepare(args: Namespace) -> str:
     check_output("--output-prefix", left_out)
     reader = _Reader(files, args.json_key, args.bad_text == "refuse")
 
-    def write(model: str | None) -> tuple[int, int]:
-        kind = args.tokenizer_type
-        tokenizer = build_tokenizer(kind, model, args.vocab_size)
+    with sole_writer(prefix) as unfinished:
+        model, trained = args.tokenizer_model, unfinished / "tokenizer"
+        if args.train_tokenizer is not None:
+            train_tokenizer(reader.documents("train tokenizer"), args.train_tokenizer, trained)
+            model = str(trained)
+        tokenizer = build_tokenizer(args.tokenizer_type, model, args.vocab_size)
         texts = reader.documents("tokenize")
         try:
-            return write_dataset(texts, tokenizer, kind, prefix, workers=args.workers)
+            count, tokens = write_dataset(
+                texts, tokenizer, args.tokenizer_type, prefix, unfinished, workers=args.workers
+            )
         finally:
             reader.tell(left_out)
-
-    if args.train_tokenizer is None:
-        count, tokens = write(args.tokenizer_model)
-    else:
-        unfinished = prefix.with_name(f".{prefix.name}.unfinished_tokenizer")
-        try:
-            texts = reader.documents("train tokenizer")
-            train_tokenizer(texts, args.train_tokenizer, unfinished)
-            count, tokens = write(str(unfinished))
+        if args.train_tokenizer is not None:
             folder.mkdir(exist_ok=True)
             for name in TOKENIZER_FILES:
-                os.replace(unfinished / name, folder / name)
-        finally:
-            shutil.rmtree(unfinished, ignore_errors=True)
+                os.replace(trained / name, folder / name)
     rest = f"; left out: {len(reader.faults)}" if reader.faults else ""
     return f"{prefix}: {count} documents, {tokens} tokens{rest}"
 
@@ -90,6 +86,17 @@ def _check_flags(args: Namespace) -> None:
         )
     if args.vocab_size is not None and args.tokenizer_type != "NullTokenizer":
         raise ValueError(f"--vocab-size is for NullTokenizer, not for {args.tokenizer_type}")
+    if args.vocab_size is not None and args.vocab_size > LARGEST_TOKEN:
+        raise ValueError(
+            f"--vocab-size {args.vocab_size}: a token file has 32 bits for an id, so give at most "
+            f"{LARGEST_TOKEN}"
+        )
+    if args.tokenizer_model is not None and args.tokenizer_type != "HuggingFaceTokenizer":
+        raise ValueError(
+            f"--tokenizer-model is for HuggingFaceTokenizer, not for {args.tokenizer_type}"
+        )
+    if not args.output_prefix.name:
+        raise ValueError(f"--output-prefix {args.output_prefix} is a folder: add a name of files")
 
 
 class _Reader:

@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
+import glob
 import itertools
 import json
+import logging
 import os
+import shutil
 import sys
+import tempfile
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import IO
 
 from distca.documents.index import IndexedWriter
 from distca.documents.tokenizer import Tokenizer
+
+logger = logging.getLogger(__name__)
 
 _DOCUMENTS_PER_WORKER = 64
 """Documents that a worker is given at a time; memory holds as many texts for each worker."""
@@ -31,7 +40,10 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int, folder: Path) -> None
     """
     if vocab_size < 257:
         raise ValueError(f"a byte-level vocabulary needs at least 257 tokens, not {vocab_size}")
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    try:
+        from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    except ImportError as error:
+        raise ImportError("--train-tokenizer needs `pip install tokenizers`") from error
 
     end = "<|endoftext|>"
     tokenizer = Tokenizer(models.BPE())
@@ -51,11 +63,68 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int, folder: Path) -> None
     config.write_text(json.dumps(described, indent=2) + "\n")
 
 
+@contextlib.contextmanager
+def sole_writer(prefix: Path) -> Iterator[Path]:
+    """Keeps other processes from writing files of a name, and yields a folder for unfinished ones.
+
+    The folder is new, and lies beside the files, so that they can be renamed. It is removed at the
+    end, as is the file that is locked. The kernel releases the lock of a process that is killed,
+    and the next writer removes its folder.
+
+    Args:
+        prefix: path of the files, without suffix.
+
+    Raises:
+        ValueError: another process writes files of that name.
+    """
+    prefix.parent.mkdir(parents=True, exist_ok=True)
+    path = prefix.with_name(f".{prefix.name}.lock")
+    start = f".{prefix.name}.unfinished-"
+    file, locked = _lock(path)
+    try:
+        if locked:
+            for left in prefix.parent.glob(f"{glob.escape(start)}*"):
+                shutil.rmtree(left, ignore_errors=True)
+        with tempfile.TemporaryDirectory(prefix=start, dir=prefix.parent) as folder:
+            yield Path(folder)
+    finally:
+        # While it is locked: a process that opened it before then sees that it is gone.
+        path.unlink(missing_ok=True)
+        file.close()
+
+
+def _lock(path: Path) -> tuple[IO[str], bool]:
+    """Opens and locks a file; returns it, and whether its file system has locks."""
+    while True:
+        file = path.open("w")
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            file.close()
+            raise ValueError(
+                f"another process writes {path.parent / path.name[1:].removesuffix('.lock')}: "
+                "wait until it ends, or choose another name"
+            ) from error
+        except OSError as error:
+            logger.warning(
+                "%s: the file system has no locks (%s): let no other process write there",
+                path.parent,
+                error.strerror,
+            )
+            return file, False
+        with contextlib.suppress(FileNotFoundError):
+            if os.path.samestat(os.fstat(file.fileno()), path.stat()):
+                return file, True
+        # The process that had the lock removed this file: others lock a new one.
+        file.close()
+
+
 def write_dataset(
     documents: Iterable[str],
     tokenizer: Tokenizer,
     tokenizer_type: str,
     prefix: Path,
+    unfinished: Path,
     *,
     workers: int = 1,
     source: str = "",
@@ -67,6 +136,7 @@ def write_dataset(
         tokenizer: tokenizer whose `eod` token ends each document.
         tokenizer_type: type of the tokenizer, noted in the `.json`.
         prefix: path of the files, without suffix.
+        unfinished: folder for unfinished files, which `sole_writer` yields for the prefix.
         workers: threads that tokenize.
         source: description of the texts, noted in the `.json`.
 
@@ -76,32 +146,27 @@ def write_dataset(
     Raises:
         ValueError: no document has any text.
     """
-    prefix.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = prefix.with_name(f".{prefix.name}.unfinished")
-    try:
-        with IndexedWriter(Path(f"{unfinished}.bin"), tokenizer.vocab_size) as writer:
-            for ids in _tokenize(documents, tokenizer, workers):
-                writer.add_document([*ids, tokenizer.eod])
-        if not writer.lengths:
-            raise ValueError("the input holds no text")
-        writer.write_index(Path(f"{unfinished}.idx"))
-        count, tokens = len(writer.lengths), sum(writer.lengths)
-        description = {
-            "tokenizer_type": tokenizer_type,
-            "vocab_size": tokenizer.vocab_size,
-            "eod": tokenizer.eod,
-            "documents": count,
-            "tokens": tokens,
-            "source": source,
-        }
-        Path(f"{unfinished}.json").write_text(json.dumps(description, indent=2) + "\n")
-        # An older dataset loses its index first, so that no index ever lies beside other tokens.
-        Path(f"{prefix}.idx").unlink(missing_ok=True)
-        for suffix in SUFFIXES:
-            os.replace(f"{unfinished}{suffix}", f"{prefix}{suffix}")
-    finally:
-        for suffix in SUFFIXES:
-            Path(f"{unfinished}{suffix}").unlink(missing_ok=True)
+    new = unfinished / prefix.name
+    with IndexedWriter(Path(f"{new}.bin"), tokenizer.vocab_size) as writer:
+        for ids in _tokenize(documents, tokenizer, workers):
+            writer.add_document([*ids, tokenizer.eod])
+    if not writer.lengths:
+        raise ValueError("the input holds no text")
+    writer.write_index(Path(f"{new}.idx"))
+    count, tokens = len(writer.lengths), sum(writer.lengths)
+    description = {
+        "tokenizer_type": tokenizer_type,
+        "vocab_size": tokenizer.vocab_size,
+        "eod": tokenizer.eod,
+        "documents": count,
+        "tokens": tokens,
+        "source": source,
+    }
+    Path(f"{new}.json").write_text(json.dumps(description, indent=2) + "\n")
+    # An older dataset loses its index first, so that no index ever lies beside other tokens.
+    Path(f"{prefix}.idx").unlink(missing_ok=True)
+    for suffix in SUFFIXES:
+        os.replace(f"{new}{suffix}", f"{prefix}{suffix}")
     return count, tokens
 
 

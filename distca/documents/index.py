@@ -19,6 +19,9 @@ TOKEN_BYTES = {1: 1, 2: 1, 3: 2, 4: 4, 5: 8, 6: 8, 7: 4, 8: 2}
 """Bytes of a token by Megatron's code of its dtype: uint8, int8, int16, int32, int64, float64,
 float32, uint16."""
 
+LARGEST_TOKEN = 2**31 - 1
+"""Largest token id that `IndexedWriter` writes: an int32."""
+
 
 @dataclass(frozen=True)
 class Index:

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import json
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -12,9 +17,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from data import demo_corpus
+from distca.commands import prepare
 from distca.commands.main import main
 from distca.documents import dataset
-from distca.documents.tokenizer import HuggingFaceTokenizer, build_tokenizer
+from distca.documents.tokenizer import ByteLevelTokenizer, HuggingFaceTokenizer, build_tokenizer
 from megatron_patches.batches.stream import Corpus
 
 TEXTS = ["def f(x):\n    return x\n", "naïve café, 日本\n", "x", "a b a b a b\n" * 50]
@@ -163,6 +169,14 @@ def test_the_number_of_workers_changes_nothing(tmp_path):
             "token ids separated by blanks",
         ),
         (
+            ["--input", "ids.txt", "--tokenizer-type=NullTokenizer", "--vocab-size", "2147483648"],
+            "--vocab-size 2147483648: .* at most 2147483647",
+        ),
+        (
+            ["--input=ids.txt", "--tokenizer-type=ByteLevelTokenizer", "--tokenizer-model=ids.txt"],
+            "--tokenizer-model is for HuggingFaceTokenizer, not for ByteLevelTokenizer",
+        ),
+        (
             ["--input", "old.json", "--tokenizer-type", "ByteLevelTokenizer"],
             "would be overwritten",
         ),
@@ -178,9 +192,8 @@ def test_bad_input_is_told_and_leaves_the_older_dataset(
     Path("empty").mkdir()
     Path("bad.jsonl").write_text('{"text": "good"}\nno json\n')
     Path("number.jsonl").write_text('{"text": 3}\n')
-    dataset.write_dataset(
-        ["older"], build_tokenizer("ByteLevelTokenizer"), "ByteLevelTokenizer", Path("old")
-    )
+    Path("older.txt").write_text("older")
+    command("--input=older.txt", "--output-prefix=old", "--tokenizer-type=ByteLevelTokenizer")
     before = {path.name: path.read_bytes() for path in tmp_path.glob("old*")}
     with pytest.raises(SystemExit) as exit_status:
         command(*arguments, "--output-prefix", "old")
@@ -188,6 +201,59 @@ def test_bad_input_is_told_and_leaves_the_older_dataset(
     assert re.search(message, capsys.readouterr().err)
     assert {path.name: path.read_bytes() for path in tmp_path.glob("old*")} == before
     assert not list(tmp_path.glob(".old*"))
+
+
+def test_a_name_that_another_process_writes_is_refused(tmp_path, monkeypatch, capsys):
+    """Whoever comes second is refused before it reads anything; the first one's files are whole."""
+    monkeypatch.chdir(tmp_path)
+    Path("first.txt").write_text("first" * 1000)
+    Path("second.txt").write_text("second")
+    flags = ["--output-prefix=s", "--tokenizer-type=ByteLevelTokenizer"]
+    second = [sys.executable, "-m", "distca", "prepare", "--input=second.txt", *flags]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    refused = []
+
+    class Meanwhile(ByteLevelTokenizer):
+        def tokenize(self, text: str) -> list[int]:
+            run = subprocess.run(second, capture_output=True, text=True, env=environment)
+            refused.append((run.returncode, run.stdout, run.stderr))
+            return super().tokenize(text)
+
+    monkeypatch.setattr(prepare, "build_tokenizer", lambda *_: Meanwhile())
+    assert command("--input=first.txt", *flags) == 0
+    said = "another process writes s: wait until it ends, or choose another name"
+    assert refused == [(2, "", f"distca prepare: {said}\n")]
+    assert documents_of(Path("s")) == [[*b"first" * 1000, 256]]
+    assert sorted(path.name for path in tmp_path.glob("*s.*")) == ["s.bin", "s.idx", "s.json"]
+    # The lock went with its holder.
+    monkeypatch.undo()
+    monkeypatch.chdir(tmp_path)
+    assert command("--input=second.txt", *flags) == 0
+    assert documents_of(Path("s")) == [[*b"second", 256]]
+
+
+def test_what_a_killed_writer_left_is_removed_by_the_next(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in (".s.unfinished-x", ".s.unfinished-[y]", ".other.unfinished-x"):
+        Path(name).mkdir()
+        Path(name, "s.bin").write_text("cut off")
+    Path(".s.lock").write_text("")
+    Path("a.txt").write_text("a")
+    command("--input=a.txt", "--output-prefix=s", "--tokenizer-type=ByteLevelTokenizer")
+    names = {path.name for path in tmp_path.iterdir()}
+    assert names == {"a.txt", "s.bin", "s.idx", "s.json", ".other.unfinished-x"}
+
+
+def test_without_locks_writers_are_warned_and_have_their_own_files(tmp_path, monkeypatch, caplog):
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    with dataset.sole_writer(tmp_path / "s") as first, dataset.sole_writer(tmp_path / "s") as other:
+        assert first != other
+        assert first.is_dir()
+    assert "no locks (No locks available): let no other process write there" in caplog.text
+    assert not list(tmp_path.iterdir())
 
 
 def test_what_is_no_utf_8_text_is_named_and_left_out_or_refused(tmp_path, monkeypatch, capsys):
