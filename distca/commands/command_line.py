@@ -5,9 +5,9 @@ from __future__ import annotations
 import argparse
 import difflib
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 
 class HelpFormatter(argparse.RawDescriptionHelpFormatter):
@@ -53,9 +53,29 @@ class Parser(argparse.ArgumentParser):
                 self.error(f"no flag {flag}" + (f": is {near[0]} meant?" if near else ""))
         return self.parse_args(argv)
 
+    def given(self, argv: Sequence[str]) -> dict[str, str]:
+        """Returns the flags that the arguments have, by the names of their values."""
+        known = self._option_string_actions
+        flags = (word.split("=")[0] for word in argv)
+        return {known[flag].dest: flag for flag in flags if flag in known}
+
     def error(self, message: str) -> NoReturn:
         """Ends the command with a line on standard error."""
         self.exit(2, f"{self.prog}: {message} (see `{self.prog} --help`)\n")
+
+
+def unknown(kind: str, name: str, known: Iterable[str]) -> str:
+    """Says that there is nothing of a name, which name is nearest, and all names.
+
+    Args:
+        kind: kind of what is named, such as "model".
+        name: name that is not known.
+        known: all names.
+    """
+    names = list(known)
+    near = difflib.get_close_matches(name.lower().rpartition("/")[2], names, 1)
+    meant = f" (is {near[0]} meant?)" if near else ""
+    return f"no {kind} {name!r}{meant}: choose from {', '.join(names)}"
 
 
 def check_output(flag: str, path: Path | None) -> None:
@@ -79,3 +99,38 @@ def check_output(flag: str, path: Path | None) -> None:
         raise ValueError(f"{flag} {path}: {folder} cannot be written to")
     if path.exists() and not os.access(path, os.W_OK):
         raise ValueError(f"{flag} {path} is there, and cannot be written to")
+
+
+def check_picture(flag: str, path: Path | None) -> None:
+    """Refuses a picture that could not be drawn or written, before any work is done for it.
+
+    Args:
+        flag: flag that names the file.
+        path: file to write, whose suffix says how; None: the flag is not given.
+
+    Raises:
+        ValueError: the file cannot be written, or the suffix is no format of matplotlib.
+        ImportError: matplotlib is not installed.
+    """
+    check_output(flag, path)
+    if path is None:
+        return
+    written = make_figure().canvas.get_supported_filetypes()
+    if path.suffix[1:] not in written:
+        raise ValueError(f"{flag} {path}: the suffix must be one of {', '.join(written)}")
+
+
+def make_figure(**how: Any) -> Any:
+    """Makes a figure of matplotlib.
+
+    Args:
+        how: arguments of the figure.
+
+    Raises:
+        ImportError: matplotlib is not installed.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ImportError("plots need matplotlib: pip install 'distca[plot]'") from error
+    return Figure(**how)

@@ -5,9 +5,11 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterable
 from dataclasses import fields, replace
+from pathlib import Path
 from typing import Any
 
-from distca.commands.command_line import Parser
+from distca.commands.command_line import Parser, unknown
+from distca.cost.model_config import CONFIG, read_model_size
 from distca.cost.model_sizes import MODELS, Experts, Latents, ModelSize
 from distca.plan import BLOCK
 from distca.schedule.serving import SELECTORS, STRATEGIES
@@ -32,13 +34,13 @@ _EXPERTS = {
     "moe_router_topk": "Experts that a token uses.",
     "moe_ffn_hidden_size": "Width of each expert's gated MLP.",
 }
-_LATENTS = {
+LATENTS = {
     "kv_lora_rank": "Size of the keys' and values' latent, in models with latent attention.",
     "qk_pos_emb_head_dim": "Elements of a key's head that are rotated, which heads share.",
     "v_head_dim": "Elements of a value's head; --head-dim has a key's.",
     "q_lora_rank": "Size of the queries' latent. Default: the preset's, or none.",
 }
-_WINDOWS = {
+WINDOWS = {
     "window_left": "Sliding window: a query sees so many earlier tokens. Default: the preset's, or "
     "all of its document.",
     "attention_chunk_size": "Chunked local attention: a query sees the earlier tokens of its own "
@@ -64,11 +66,21 @@ _CHARGES = {
 
 def add_model_flags(parser: Parser, training: bool = False) -> Group:
     """Adds the flags of `model_of`, those of training alone or not; returns their group."""
-    model = parser.add_argument_group("model (a preset, or all sizes; a size wins over the preset)")
-    model.add_argument("--model", metavar="NAME", help=f"A preset: {', '.join(MODELS)}.")
-    for name, what in (_SIZES | _EXPERTS | (_LATENTS | _WINDOWS if training else {})).items():
+    model = parser.add_argument_group("model (--model, or all sizes; a size wins over the model's)")
+    add_model_flag(model)
+    for name, what in (_SIZES | _EXPERTS | (LATENTS | WINDOWS if training else {})).items():
         model.add_argument(flag_of(name), type=int, metavar="N", help=what)
     return model
+
+
+def add_model_flag(group: Group) -> None:
+    """Adds the flag of `named_model`."""
+    group.add_argument(
+        "--model",
+        metavar="NAME|FOLDER",
+        help="A folder with the config.json of a Hugging Face checkpoint, or a preset: "
+        f"{', '.join(MODELS)}.",
+    )
 
 
 def add_cluster_flags(parser: Parser) -> Group:
@@ -169,8 +181,8 @@ def model_of(args: argparse.Namespace) -> ModelSize:
     Raises:
         ValueError: it is no model, or has windows or latents that the command doesn't simulate.
     """
-    given: dict[str, Any] = _given(args, _SIZES)
-    of_experts = _given(args, _EXPERTS)
+    given = given_values(args, _SIZES)
+    of_experts = given_values(args, _EXPERTS)
     # With experts there need be no MLP that all tokens use.
     may_be_zero = {"ffn_hidden_size"} if of_experts else set()
     for name, value in (given | of_experts).items():
@@ -180,16 +192,14 @@ def model_of(args: argparse.Namespace) -> ModelSize:
         defaults = {field.name for field in fields(ModelSize) if field.name == "vocab_size"}
         missing = [flag_of(name) for name in _SIZES if name not in {*given, *defaults}]
         if missing:
-            raise ValueError(f"give --model NAME, or all sizes: {', '.join(missing)} missing")
+            raise ValueError(f"give --model, or all sizes: {', '.join(missing)} missing")
         model = ModelSize(**given)
-    elif args.model in MODELS:
-        model = replace(MODELS[args.model], **given)
     else:
-        raise ValueError(f"no model {args.model!r}: choose from {', '.join(MODELS)}")
+        model = named_model(args.model, given)
     model = replace(model, experts=_experts_of(of_experts, model.experts))
     if hasattr(args, "window_attn_skip_freq"):
-        latents = _latents_of(_given(args, _LATENTS), model.latents)
-        return _with_windows(replace(model, latents=latents), _given(args, _WINDOWS))
+        latents = latents_of(given_values(args, LATENTS), model.latents)
+        return with_windows(replace(model, latents=latents), given_values(args, WINDOWS))
     for what, there in (
         ("windows or chunks", not model.sees_all),
         ("latents", model.latents is not None),
@@ -201,7 +211,27 @@ def model_of(args: argparse.Namespace) -> ModelSize:
     return model
 
 
-def _with_windows(model: ModelSize, given: dict[str, Any]) -> ModelSize:
+def named_model(name: str, given: dict[str, Any]) -> ModelSize:
+    """The model of a preset's name or of a folder with a `config.json`.
+
+    Args:
+        name: value of `--model`.
+        given: fields of `ModelSize` that flags give; they win over the model's.
+
+    Raises:
+        ValueError: there is no such model, or its configuration cannot be used.
+    """
+    if name in MODELS:
+        return replace(MODELS[name], **given)
+    path = Path(name)
+    if path.is_file() or (path / CONFIG).is_file():
+        return read_model_size(path, given)
+    if path.is_dir():
+        raise ValueError(f"--model {name} has no {CONFIG}: give the folder of a checkpoint")
+    raise ValueError(f"{unknown('model', name, MODELS)}, or give a folder with a {CONFIG}")
+
+
+def with_windows(model: ModelSize, given: dict[str, Any]) -> ModelSize:
     """The model with the windows that the flags give."""
     model = replace(model, **given)
     if model.window_left is not None and model.window_left < 0:
@@ -222,8 +252,9 @@ def _with_windows(model: ModelSize, given: dict[str, Any]) -> ModelSize:
     return model
 
 
-def _given(args: argparse.Namespace, names: Iterable[str]) -> dict[str, int]:
-    values = {name: getattr(args, name) for name in names}
+def given_values(args: argparse.Namespace, names: Iterable[str]) -> dict[str, Any]:
+    """The values of those flags that the command has and that are given, by their names."""
+    values = {name: getattr(args, name, None) for name in names}
     return {name: value for name, value in values.items() if value is not None}
 
 
@@ -239,7 +270,7 @@ def _experts_of(given: dict[str, int], preset: Experts | None) -> Experts | None
     return Experts(*(given[name] for name in _EXPERTS))
 
 
-def _latents_of(given: dict[str, int], preset: Latents | None) -> Latents | None:
+def latents_of(given: dict[str, int], preset: Latents | None) -> Latents | None:
     """The latents that the flags describe, over those of a preset."""
     if not given:
         return preset
@@ -248,23 +279,29 @@ def _latents_of(given: dict[str, int], preset: Latents | None) -> Latents | None
             raise ValueError(f"{flag_of(name)} {value} must be at least 1")
     if preset is not None:
         own = preset.kv_rank, preset.rotated_dim, preset.v_head_dim, preset.q_rank
-        given = {n: v for n, v in zip(_LATENTS, own, strict=True) if v is not None} | given
-    if missing := [flag_of(name) for name in list(_LATENTS)[:3] if name not in given]:
+        given = {n: v for n, v in zip(LATENTS, own, strict=True) if v is not None} | given
+    if missing := [flag_of(name) for name in list(LATENTS)[:3] if name not in given]:
         raise ValueError(f"latent attention needs {', '.join(missing)}, too")
-    return Latents(*(given.get(name) for name in _LATENTS))  # type: ignore[arg-type]
+    return Latents(*(given.get(name) for name in LATENTS))  # type: ignore[arg-type]
 
 
 def cluster_of(args: argparse.Namespace) -> Cluster:
     """The cluster that the flags describe, with its charges."""
     if args.cluster not in CLUSTERS:
-        raise ValueError(f"no cluster {args.cluster!r}: choose from {', '.join(CLUSTERS)}")
+        raise ValueError(unknown("cluster", args.cluster, CLUSTERS))
     given = {name: getattr(args, name) for name in _OVERRIDES if getattr(args, name) is not None}
     for name, value in given.items():
         if not 0 < value < float("inf"):
             raise ValueError(f"{flag_of(name)} {value} must be positive")
     if given.get("linear_mfu", 0) > 1:
         raise ValueError(f"--linear-mfu {args.linear_mfu} is a part of the peak: give at most 1")
-    return replace(CLUSTERS[args.cluster], **given, charges=_charges(args))
+    cluster = replace(CLUSTERS[args.cluster], **given, charges=_charges(args))
+    if cluster.attention_tflops > cluster.peak_tflops:
+        raise ValueError(
+            f"attention cannot reach {cluster.attention_tflops:g} TFLOP/s of a GPU with a peak of "
+            f"{cluster.peak_tflops:g}: give another --attention-tflops or --peak-tflops"
+        )
+    return cluster
 
 
 def _charges(args: argparse.Namespace) -> Charges:

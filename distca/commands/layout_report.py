@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from distca.commands.simulate_report import charged_line, make_figure
+from distca.commands.command_line import make_figure
+from distca.commands.simulate_report import charged_line
 from distca.cost.link import Links
 from distca.cost.volume import PlanBytes
 from distca.palette import colour_in_turn

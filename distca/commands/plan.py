@@ -12,6 +12,7 @@ import argparse
 import json
 import sys
 import time
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -19,14 +20,17 @@ from typing import Any
 import numpy as np
 
 from distca.commands import planned_heads, serving_step
-from distca.commands.command_line import Parser, check_output
-from distca.cost.kernel_time import CostModel
-from distca.cost.link import Links
-from distca.cost.profile import Profile
-from distca.cost.volume import AttentionShape
+from distca.commands.command_line import Parser, check_output, check_picture, unknown
+from distca.commands.plan_config import (
+    JUDGING,
+    USED_WITH_LOAD,
+    config_of,
+    saved_config,
+    to_json,
+)
+from distca.cost.model_sizes import ModelSize
 from distca.documents.lengths import DISTRIBUTIONS, draw, read_lengths
 from distca.plan import (
-    BLOCK,
     Mask,
     Plan,
     load_stepped_plan,
@@ -36,6 +40,7 @@ from distca.plan import (
 )
 from distca.plan.span import Int64s
 from distca.schedule import (
+    BALANCING,
     COMPARED,
     PlanSummary,
     ScheduleConfig,
@@ -45,6 +50,12 @@ from distca.schedule import (
     make_scheduler,
 )
 
+_FLAGS_OF_SCHEDULERS = {
+    "tolerance": BALANCING,
+    "max_buffer_bytes": ("tiles",),
+    "context_parallel_size": ("per-document-cp", "ring-zigzag", "hybrid-cp", "wlb-llm"),
+}
+"""Flags that some schedulers alone use."""
 _DESCRIPTION = """\
 Plans the core attention of one batch of documents, and prints how balanced it is and how many
 bytes it moves. Nothing is trained, and no GPU is needed: the figures are what a run would have.
@@ -83,7 +94,11 @@ def build_parser() -> Parser:
         help=f"Draw lengths from a named distribution: {', '.join(DISTRIBUTIONS)}.",
     )
     documents.add_argument(
-        "--load", type=Path, metavar="FILE", help="Show a plan that --save wrote; nothing is drawn."
+        "--load",
+        type=Path,
+        metavar="FILE",
+        help="Show a plan that --save wrote. Flags of links, --server-speeds, --profile and those "
+        "of a model win over what was saved with it; flags that make a plan are refused.",
     )
     parser.add_argument(
         "--seed", type=int, default=0, metavar="N", help="Another seed draws other documents."
@@ -191,22 +206,41 @@ def main(argv: list[str]) -> int:
     """Runs the command; returns its exit status."""
     if argv and argv[0] in serving_step.KINDS:
         return serving_step.plan(argv)
-    _run(build_parser().parse(argv))
+    parser = build_parser()
+    args, given = parser.parse(argv), parser.given(argv)
+    check_picture("--plot", args.plot)
+    check_output("--save", args.save)
+    if args.load is not None:
+        _show_saved(args, given)
+    else:
+        _make(args, given)
     return 0
 
 
-def _run(args: argparse.Namespace) -> None:
-    check_output("--plot", args.plot)
-    check_output("--save", args.save)
-    if args.load is not None:
-        stepped, configuration = load_stepped_plan(args.load)
-        config = _saved_config(args, configuration)
-        if stepped.in_steps:
-            serving_step.show_plan(args, stepped, config.shape, "prefill")
-        else:
-            _show(args, stepped.plan, config, describe(stepped.plan, config), {})
-        return
-    config = _config(args)
+def _show_saved(args: argparse.Namespace, given: Mapping[str, str]) -> None:
+    """Shows a saved plan, judged by what was saved with it and by the flags that are given."""
+    for name, flag in given.items():
+        if name not in USED_WITH_LOAD:
+            raise ValueError(
+                f"{flag} is for making a plan, which --load {args.load} has already: remove one of "
+                "the two"
+            )
+    stepped, saved = load_stepped_plan(args.load)
+    if stepped.in_steps and (judging := {*given} & JUDGING):
+        flags = ", ".join(given[name] for name in sorted(judging))
+        raise ValueError(f"--load {args.load} is a prefill in steps, not judged by {flags}")
+    config = saved_config(args, given, saved)
+    if stepped.in_steps:
+        serving_step.show_plan(args, stepped, config.shape, "prefill")
+    else:
+        made_for = {**saved, **to_json(config)}
+        _show(args, stepped.plan, config, describe(stepped.plan, config), {}, made_for)
+
+
+def _make(args: argparse.Namespace, given: Mapping[str, str]) -> None:
+    _check_flags(args, given)
+    model = planned_heads.planned_model(args)
+    config = config_of(args, model)
     capacities, lengths = _capacities_and_lengths(args)
     if args.compare:
         if args.save or args.plot:
@@ -214,10 +248,28 @@ def _run(args: argparse.Namespace) -> None:
                 "--compare makes several plans, but --save and --plot are for one: leave --compare "
                 "out, and choose a --scheduler"
             )
-        _compare(args, config, lengths, capacities)
+        _compare(args, model, config, lengths, capacities)
         return
-    plan, seconds = _timed_plan(args, args.scheduler, config, lengths, capacities)
-    _show(args, plan, config, describe(plan, config), seconds)
+    plan, seconds = _timed_plan(args, args.scheduler, model, config, lengths, capacities)
+    sizes = {"servers": args.servers, "tokens_per_server": args.tokens_per_server}
+    made_for = {**sizes, **to_json(config)}
+    _show(args, plan, config, describe(plan, config), seconds, made_for, model)
+
+
+def _check_flags(args: argparse.Namespace, given: Mapping[str, str]) -> None:
+    """Refuses flags that would change nothing."""
+    if args.compare and "scheduler" in given:
+        raise ValueError("--compare plans with every scheduler: leave --scheduler out")
+    if "seed" in given and args.lengths is not None and args.lengths.suffix != ".idx":
+        raise ValueError("--seed draws documents, but the list of --lengths is taken as it is")
+    if args.compare:
+        return
+    for name, schedulers in _FLAGS_OF_SCHEDULERS.items():
+        if name in given and args.scheduler in COMPARED and args.scheduler not in schedulers:
+            raise ValueError(
+                f"{given[name]} is for {', '.join(schedulers)}, not for the scheduler "
+                f"{args.scheduler}: remove one of the two"
+            )
 
 
 def _capacities_and_lengths(args: argparse.Namespace) -> tuple[Int64s, Int64s]:
@@ -227,21 +279,6 @@ def _capacities_and_lengths(args: argparse.Namespace) -> tuple[Int64s, Int64s]:
     ):
         if value is None or value < 1:
             raise ValueError(f"give {flag}, {what}, at least 1")
-    if args.window_left is not None and args.window_left < 0:
-        raise ValueError(
-            f"--window-left {args.window_left} must not be negative: leave it out where a query "
-            "sees all of its document"
-        )
-    if (size := args.attention_chunk_size) is not None:
-        if size < 1 or size % BLOCK:
-            raise ValueError(f"--attention-chunk-size {size} must be a multiple of {BLOCK}")
-        if args.window_left is not None:
-            raise ValueError("give one of --window-left and --attention-chunk-size")
-    if args.window_attn_skip_freq is not None and args.window_left is None and size is None:
-        raise ValueError(
-            "--window-attn-skip-freq says which layers have windows or chunks: add --window-left "
-            "or --attention-chunk-size"
-        )
     if args.seed < 0:
         raise ValueError(f"--seed {args.seed} must not be negative")
     total = args.servers * args.tokens_per_server
@@ -250,9 +287,7 @@ def _capacities_and_lengths(args: argparse.Namespace) -> tuple[Int64s, Int64s]:
     elif args.distribution in DISTRIBUTIONS:
         lengths = draw(DISTRIBUTIONS[args.distribution], total, args.seed)
     else:
-        raise ValueError(
-            f"no distribution {args.distribution!r}: choose from {', '.join(DISTRIBUTIONS)}"
-        )
+        raise ValueError(unknown("distribution", args.distribution, DISTRIBUTIONS))
     longest = args.max_document_length
     if longest is not None:
         if longest < 1:
@@ -289,71 +324,22 @@ def shuffled(lengths: Int64s, tokens: int, seed: int) -> Int64s:
     return drawn
 
 
-def _config(args: argparse.Namespace) -> ScheduleConfig:
-    shape = planned_heads.shape_of(args)
-    links = Links(args.servers_per_node, args.node_gb_per_s, args.network_gb_per_s)
-    cost_model: CostModel | None = None
-    if args.profile is not None:
-        cost_model = Profile.load(args.profile)
-        if cost_model.shape != shape:
-            raise ValueError(
-                f"--profile {args.profile} was measured for {cost_model.shape}, but this is "
-                f"{shape}: run `distca profile` with these heads"
-            )
-    speeds = None
-    if args.server_speeds is not None:
-        try:
-            speeds = tuple(float(part) for part in args.server_speeds.split(","))
-        except ValueError as error:
-            raise ValueError(
-                f"--server-speeds {args.server_speeds}: give numbers with commas between them, "
-                "such as 1,1,0.5"
-            ) from error
-    if args.max_buffer_bytes is not None and args.scheduler != "tiles" and not args.compare:
-        raise ValueError(
-            f"--max-buffer-bytes binds the scheduler tiles alone, not {args.scheduler}: remove one "
-            "of the two"
-        )
-    return ScheduleConfig(
-        tolerance=args.tolerance,
-        shape=planned_heads.travelling_shape_of(args, links),
-        cost_model=cost_model,
-        links=links,
-        server_speeds=speeds,
-        max_buffer_bytes=args.max_buffer_bytes,
-        context_parallel_size=args.context_parallel_size,
-    )
-
-
-def _saved_config(args: argparse.Namespace, configuration: dict[str, Any]) -> ScheduleConfig:
-    """Restores a saved plan's configuration, without measured times, which are not saved."""
-    if args.model is not None or args.heads is not None or "shape" not in configuration:
-        return _config(args)
-    try:
-        speeds = configuration.get("server_speeds")
-        return ScheduleConfig(
-            tolerance=float(configuration.get("tolerance", args.tolerance)),
-            shape=AttentionShape(**configuration["shape"]),
-            links=Links(**configuration.get("links", {})),
-            server_speeds=None if speeds is None else tuple(speeds),
-        )
-    except TypeError as error:
-        raise ValueError(f"{args.load}: its configuration cannot be read ({error})") from error
-
-
 def _timed_plan(
-    args: argparse.Namespace, name: str, config: ScheduleConfig, lengths: Int64s, capacities: Int64s
+    args: argparse.Namespace,
+    name: str,
+    model: ModelSize,
+    config: ScheduleConfig,
+    lengths: Int64s,
+    capacities: Int64s,
 ) -> tuple[Plan, dict[str, float]]:
     """Makes a valid plan; returns it with the seconds of planning and of building an exchange."""
     from distca.runtime.exchange import build_exchange
 
-    scheduler, mask = (
-        make_scheduler(name, config),
-        Mask(args.window_left, args.attention_chunk_size),
-    )
+    scheduler = make_scheduler(name, config)
+    mask = Mask(model.window_left, model.attention_chunk_size)
     start = time.perf_counter()
     if args.placement == "free":
-        chooses = mask if args.window_attn_skip_freq is None else Mask()
+        chooses = model.masks.masks[0]
         plan = scheduler.plan(lengths, capacities, chooses)
         if chooses != mask:
             plan = scheduler.schedule(lengths, plan.placement, mask)
@@ -376,36 +362,47 @@ def _show(
     config: ScheduleConfig,
     summary: PlanSummary,
     seconds: dict[str, float],
+    made_for: dict[str, Any],
+    model: ModelSize | None = None,
 ) -> None:
-    """Prints the figures of one plan, and writes its files."""
-    if args.save is not None:
-        save_plan(plan, args.save, _configuration(args, config))
-    if args.plot is not None:
-        from distca.commands.plan_plot import plot_plan
+    """Prints the figures of one plan, and writes its files.
 
-        plot_plan(plan, config, args.plot)
+    Args:
+        args: flags, which name the files.
+        plan: plan to show.
+        config: configuration by which it is judged.
+        summary: its figures.
+        seconds: seconds of planning; empty for a plan that was loaded.
+        made_for: JSON values that are saved with the plan.
+        model: model that it was made for, if that is known.
+    """
     if args.json:
         _write(json.dumps({**asdict(summary), **seconds}, indent=1))
-        return
-    _write(format_summary(summary))
-    if seconds:
+    else:
+        _write(format_summary(summary))
+    if not args.json and model is not None and len(model.masks.masks) > 1:
+        _write(
+            f"  layers          of {_described(plan.mask)}; every {model.window_attn_skip_freq}th "
+            "layer sees all, and its plan chose the placement"
+        )
+    if seconds and not args.json:
         _write(
             f"  planned in      {1e3 * seconds['plan_seconds']:.1f} ms, one rank's exchange in "
             f"{1e3 * seconds['exchange_seconds']:.1f} ms"
         )
+    # After the figures, so that they are not lost where a file cannot be written.
+    if args.save is not None:
+        save_plan(plan, args.save, made_for)
+    if args.plot is not None:
+        from distca.commands.plan_plot import plot_plan
+
+        plot_plan(plan, config, args.plot)
 
 
-def _configuration(args: argparse.Namespace, config: ScheduleConfig) -> dict[str, Any]:
-    return {
-        "servers": args.servers,
-        "tokens_per_server": args.tokens_per_server,
-        "tolerance": config.tolerance,
-        "shape": asdict(config.shape),
-        "links": asdict(config.links),
-        "server_speeds": config.server_speeds,
-        "max_buffer_bytes": config.max_buffer_bytes,
-        "cost_model": None if config.cost_model is None else config.cost_model.description,
-    }
+def _described(mask: Mask) -> str:
+    if mask.attention_chunk is not None:
+        return f"a chunk of {mask.attention_chunk:,} tokens"
+    return f"a window of {mask.window_left:,} earlier tokens"
 
 
 _COLUMNS = (
@@ -422,13 +419,17 @@ _COLUMNS = (
 
 
 def _compare(
-    args: argparse.Namespace, config: ScheduleConfig, lengths: Int64s, capacities: Int64s
+    args: argparse.Namespace,
+    model: ModelSize,
+    config: ScheduleConfig,
+    lengths: Int64s,
+    capacities: Int64s,
 ) -> None:
     """Prints a row for each scheduler, with the reason where it makes no plan."""
     rows: dict[str, dict[str, Any]] = {}
     for name in COMPARED:
         try:
-            plan, seconds = _timed_plan(args, name, config, lengths, capacities)
+            plan, seconds = _timed_plan(args, name, model, config, lengths, capacities)
             rows[name] = {**asdict(describe(plan, config)), **seconds}
         except (ValueError, ImportError) as error:
             rows[name] = {"error": str(error)}

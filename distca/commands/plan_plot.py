@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from distca.commands.command_line import make_figure
 from distca.cost.volume import plan_bytes
 from distca.palette import BLUE, ORANGE, spread_colours
 from distca.plan import Plan
@@ -39,11 +40,7 @@ def plot_plan(plan: Plan, config: ScheduleConfig, path: Path) -> None:
         ImportError: matplotlib is not installed.
         ValueError: the suffix is no format that matplotlib can write.
     """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ImportError("plots need matplotlib: pip install 'distca[plot]'") from error
-    figure = Figure(figsize=(12, 9), layout="constrained")
+    figure = make_figure(figsize=(12, 9), layout="constrained")
     grid = figure.add_gridspec(3, 1, height_ratios=[3, 1, 1])
     draw_documents(figure.add_subplot(grid[0]), plan)
     servers = np.arange(plan.world_size)

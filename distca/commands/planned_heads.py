@@ -1,4 +1,4 @@
-"""Flags of `distca plan` that describe a model's attention heads, and their shape."""
+"""Flags that describe a model's attention, for `distca plan` and `distca profile`."""
 
 from __future__ import annotations
 
@@ -6,30 +6,44 @@ import argparse
 from dataclasses import replace
 
 from distca.commands.command_line import Parser
+from distca.commands.described import (
+    LATENTS,
+    WINDOWS,
+    Group,
+    add_model_flag,
+    flag_of,
+    given_values,
+    latents_of,
+    named_model,
+    with_windows,
+)
 from distca.cost.latent_rows import LATENT_ROWS, travelling_shape
 from distca.cost.link import Links
-from distca.cost.model_sizes import MODELS, ModelSize
+from distca.cost.model_sizes import ModelSize
 from distca.cost.volume import AttentionShape
+
+_HEADS = {
+    "heads": "Query heads of the whole model.",
+    "kv_heads": "Key-value heads. Default: as many as --heads.",
+    "head_dim": "Elements of a head. Default: 128.",
+}
+# The queries' latent never travels.
+_OF_KEYS = ("kv_lora_rank", "qk_pos_emb_head_dim", "v_head_dim")
+_LATENT_KEYS = {name: LATENTS[name] for name in _OF_KEYS}
 
 
 def add_flags(parser: Parser) -> None:
-    """Adds the flags of `shape_of` and the mask."""
-    model = parser.add_argument_group("model (a preset or the number of heads, unless --load)")
-    model.add_argument("--model", metavar="NAME", help=f"A preset: {', '.join(MODELS)}.")
-    model.add_argument("--heads", type=int, metavar="N", help="Query heads of the whole model.")
-    model.add_argument(
-        "--kv-heads", type=int, metavar="N", help="Key-value heads. Default: as many as --heads."
+    """Adds the flags of `planned_model`, `shape_of` and `travelling_shape_of`."""
+    model = parser.add_argument_group(
+        "model (--model, or the number of heads, unless --load; a flag wins over the model's value)"
     )
+    add_shape_flags(model)
     model.add_argument(
-        "--head-dim",
-        type=int,
-        default=128,
-        metavar="N",
-        help="Elements of a head; presets bring their own.",
+        "--dtype-bytes", type=int, default=2, metavar="N", help="Bytes of an element: 2 for bf16."
     )
-    model.add_argument(
-        "--v-head-dim", type=int, metavar="N", help="Those of a value's head. Default: as many."
-    )
+    for name, what in (_LATENT_KEYS | WINDOWS).items():
+        if name != "v_head_dim":
+            model.add_argument(flag_of(name), type=int, metavar="N", help=what)
     model.add_argument(
         "--latent-rows",
         choices=LATENT_ROWS,
@@ -38,67 +52,81 @@ def add_flags(parser: Parser) -> None:
         "training: on, latents, which servers expand; off, keys and values; auto, what takes less "
         "time.",
     )
-    model.add_argument(
-        "--dtype-bytes", type=int, default=2, metavar="N", help="Bytes of an element: 2 for bf16."
+
+
+def add_shape_flags(group: Group, default: ModelSize | None = None) -> None:
+    """Adds the flags of the heads alone.
+
+    Args:
+        group: group of the flags.
+        default: model without `--model`, whose heads are the defaults.
+    """
+    add_model_flag(group)
+    for name, what in _HEADS.items():
+        if default is not None:
+            what = f"{what.split(' Default')[0]} Default: the model's, or {getattr(default, name)}."
+        group.add_argument(flag_of(name), type=int, metavar="N", help=what)
+    group.add_argument(
+        "--v-head-dim", type=int, metavar="N", help="Those of a value's head. Default: as many."
     )
-    model.add_argument(
+    group.add_argument(
         "--tensor-model-parallel-size",
         type=int,
         default=1,
         metavar="N",
-        help="GPUs that divide the heads among them; bytes are of one of them.",
-    )
-    model.add_argument(
-        "--window-left",
-        type=int,
-        metavar="TOKENS",
-        help="Sliding window: a query sees so many earlier tokens. Default: all of its document.",
-    )
-    model.add_argument(
-        "--attention-chunk-size",
-        type=int,
-        metavar="TOKENS",
-        help="Chunked local attention: a query sees the earlier tokens of its own chunk alone.",
-    )
-    model.add_argument(
-        "--window-attn-skip-freq",
-        type=int,
-        metavar="N",
-        help="Every Nth layer has no window and no chunks, and its plan chooses the placement of "
-        "all; shown is the plan of the others. Default: all layers are alike.",
+        help="GPUs that divide the heads among them; figures are of one of them.",
     )
 
 
-def shape_of(args: argparse.Namespace) -> AttentionShape:
-    """Returns the attention heads of one tensor-parallel rank.
+def planned_model(args: argparse.Namespace, default: ModelSize | None = None) -> ModelSize:
+    """The attention of the model that the flags describe; its other sizes mean nothing.
+
+    Args:
+        args: values of the flags.
+        default: model without `--model`; None: the heads must be given then.
 
     Raises:
         ValueError: the flags describe none.
     """
-    if (args.model is None) == (args.heads is None):
-        raise ValueError("give either --model or --heads (and --kv-heads, where they are fewer)")
-    if args.model is not None and args.model not in MODELS:
-        raise ValueError(f"no model {args.model!r}: choose from {', '.join(MODELS)}")
-    parallel, dtype_bytes = args.tensor_model_parallel_size, args.dtype_bytes
+    given = given_values(args, _HEADS)
+    for name, value in (given | given_values(args, ("v_head_dim", "dtype_bytes"))).items():
+        if value < 1:
+            raise ValueError(f"{flag_of(name)} {value} must be at least 1")
     if args.model is not None:
-        return MODELS[args.model].attention_shape(parallel, dtype_bytes)
-    size = ModelSize(1, 0, args.heads, args.kv_heads or args.heads, args.head_dim, 0)
-    shape = size.attention_shape(parallel, dtype_bytes)
-    return replace(shape, v_head_dim=args.v_head_dim)
+        model = named_model(args.model, given)
+    elif default is not None:
+        model = replace(default, **given)
+    elif "heads" in given:
+        sizes = {"kv_heads": given["heads"], "head_dim": 128} | given
+        model = ModelSize(layers=1, hidden_size=0, ffn_hidden_size=0, **sizes)
+    else:
+        raise ValueError("give --model or --heads (and --kv-heads, where they are fewer)")
+    of_keys = given_values(args, _LATENT_KEYS)
+    if model.latents is not None or {*of_keys} - {"v_head_dim"}:
+        model = replace(model, latents=latents_of(of_keys, model.latents))
+    return with_windows(model, given_values(args, WINDOWS))
 
 
-def travelling_shape_of(args: argparse.Namespace, links: Links) -> AttentionShape:
+def shape_of(model: ModelSize, args: argparse.Namespace, dtype_bytes: int) -> AttentionShape:
+    """Returns the attention heads of one tensor-parallel rank.
+
+    Raises:
+        ValueError: the ranks do not divide them.
+    """
+    return _with_values(model.attention_shape(args.tensor_model_parallel_size, dtype_bytes), args)
+
+
+def travelling_shape_of(model: ModelSize, args: argparse.Namespace, links: Links) -> AttentionShape:
     """Returns the same heads with what travels for their keys and values.
 
     Raises:
         ValueError: latents are asked for, and the model has none.
     """
-    if args.model is None:
-        if args.latent_rows == "on":
-            raise ValueError("--latent-rows on needs a --model with latents")
-        return shape_of(args)
-    parallel, dtype_bytes = args.tensor_model_parallel_size, args.dtype_bytes
     # Those of a plan that is loaded are taken to be on several nodes.
     servers = args.servers or links.ranks_per_node + 1
-    model = MODELS[args.model]
-    return travelling_shape(model, parallel, dtype_bytes, links, servers, args.latent_rows)
+    sizes = args.tensor_model_parallel_size, args.dtype_bytes
+    return _with_values(travelling_shape(model, *sizes, links, servers, args.latent_rows), args)
+
+
+def _with_values(shape: AttentionShape, args: argparse.Namespace) -> AttentionShape:
+    return shape if args.v_head_dim is None else replace(shape, v_head_dim=args.v_head_dim)

@@ -15,17 +15,22 @@ from pathlib import Path
 import torch
 
 from distca.commands.command_line import Parser, check_output
-from distca.cost.volume import AttentionShape
+from distca.commands.planned_heads import add_shape_flags, planned_model, shape_of
+from distca.cost.model_sizes import ModelSize
 from distca.runtime.kernel_timing import held_out_errors, profile_kernel
 
+SMALL = ModelSize(1, 0, 8, 2, 32, 0)
+"""Heads that are measured without --model; there are no other sizes."""
 _DESCRIPTION = """\
 Measures how long this machine's attention kernel takes for tasks of many lengths. Training
 (--distca-profile) and `distca plan --profile` then judge loads by these times, where otherwise they
-count pairs of query and key. Equal tasks share a call, as they do on an attention server. Give the
-heads of one tensor-parallel rank of your model.
+count pairs of query and key. Equal tasks share a call, as they do on an attention server. Give your
+model, and how many GPUs divide its heads.
 """
 _EXAMPLES = """\
-example:
+examples:
+  distca profile --model llama-8b --tensor-model-parallel-size 4 --max-length 131072 \\
+      --output profile.json
   distca profile --heads 8 --kv-heads 2 --head-dim 128 --max-length 131072 --output profile.json
 """
 
@@ -33,16 +38,8 @@ example:
 def build_parser() -> Parser:
     """Makes the parser of the command's flags."""
     parser = Parser("profile", _DESCRIPTION, _EXAMPLES)
-    parser.add_argument(
-        "--heads", type=int, default=8, metavar="N", help="Query heads of a tensor-parallel rank."
-    )
-    parser.add_argument(
-        "--kv-heads", type=int, default=2, metavar="N", help="Key-value heads of such a rank."
-    )
-    parser.add_argument("--head-dim", type=int, default=32, metavar="N", help="Elements of a head.")
-    parser.add_argument(
-        "--v-head-dim", type=int, metavar="N", help="Those of a value's head. Default: as many."
-    )
+    model = parser.add_argument_group("model (a flag wins over the value of --model)")
+    add_shape_flags(model, default=SMALL)
     parser.add_argument(
         "--dtype",
         choices=["fp32", "bf16"],
@@ -72,7 +69,7 @@ def main(argv: list[str]) -> int:
     torch.set_num_threads(args.threads)
     dtype = args.dtype or ("bf16" if device == "cuda" else "fp32")
     element_bytes = {"fp32": 4, "bf16": 2}[dtype]
-    shape = AttentionShape(args.heads, args.kv_heads, args.head_dim, element_bytes, args.v_head_dim)
+    shape = shape_of(planned_model(args, default=SMALL), args, element_bytes)
     profile = profile_kernel(shape, args.max_length, device)
     profile.save(args.output)
     errors = held_out_errors(profile, device)

@@ -8,8 +8,9 @@ from typing import Any
 
 import numpy as np
 
+from distca.commands.command_line import make_figure
 from distca.commands.plan_plot import draw_documents
-from distca.commands.simulate_report import charged_line, make_figure
+from distca.commands.simulate_report import charged_line
 from distca.cost.kernel_time import CostModel
 from distca.cost.step_bytes import step_bytes
 from distca.cost.volume import AttentionShape

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from distca.commands.command_line import Parser, check_output
+from distca.commands.command_line import Parser, check_picture, make_figure
 from distca.commands.described import (
     add_charge_flags,
     add_cluster_flags,
@@ -25,7 +25,6 @@ from distca.commands.described import (
     flag_of,
     model_of,
 )
-from distca.commands.simulate_report import make_figure
 from distca.palette import BLACK, colour_in_turn
 from distca.schedule.serving.cdsp import (
     LOAD_AWARE,
@@ -150,7 +149,7 @@ class Row:
 def main(argv: Sequence[str]) -> int:
     """Runs the command; returns its exit status."""
     args = build_parser().parse(argv)
-    check_output("--plot", args.plot)
+    check_picture("--plot", args.plot)
     if args.requests < 1 or args.seed < 0:
         raise ValueError("--requests must be at least 1, and --seed not negative")
     if args.arrivals_per_second is not None and not 0 < args.arrivals_per_second < float("inf"):

@@ -22,7 +22,7 @@ from distca.commands.chosen_sparsity import (
     format_choices,
     lists_choices,
 )
-from distca.commands.command_line import Parser, check_output
+from distca.commands.command_line import Parser, check_output, check_picture
 from distca.commands.described import (
     add_charge_flags,
     add_cluster_flags,
@@ -167,7 +167,7 @@ def plan(argv: list[str]) -> int:
     """Runs `distca plan prefill` or `distca plan decode`; returns its exit status."""
     kind: Kind = "prefill" if argv[0] == "prefill" else "decode"
     args = build_parser("plan", kind).parse(argv[1:])
-    check_output("--plot", args.plot)
+    check_picture("--plot", args.plot)
     check_output("--save", args.save)
     case = read_case(args, kind)
     if layout := _layout(args, kind):

@@ -15,12 +15,12 @@ import contextlib
 import json
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import get_args
 
 from distca.commands import serving_requests, serving_step
-from distca.commands.command_line import Parser, check_output
+from distca.commands.command_line import Parser, check_output, check_picture, unknown
 from distca.commands.described import (
     add_charge_flags,
     add_cluster_flags,
@@ -35,7 +35,6 @@ from distca.commands.simulate_report import (
     best_of_distca,
     format_choices,
     how_to_train,
-    make_figure,
     plot_choices,
 )
 from distca.cost.latent_rows import LATENT_ROWS
@@ -209,11 +208,12 @@ def main(argv: list[str]) -> int:
         return serving_step.simulate(argv)
     if "--serving" in argv:
         return serving_requests.main(argv)
-    _run(build_parser().parse(argv))
+    parser = build_parser()
+    _run(parser.parse(argv), parser.given(argv))
     return 0
 
 
-def _run(args: argparse.Namespace) -> None:
+def _run(args: argparse.Namespace, given: Mapping[str, str]) -> None:
     for name in (
         *("batches", "finalists", "sequences", "context", "gpus"),
         "expert_model_parallel_size",
@@ -232,6 +232,11 @@ def _run(args: argparse.Namespace) -> None:
         )
     args.systems = args.systems or _systems()
     _check_outputs(args)
+    of_distca = [given[name] for name in ("tolerance", "finalists", "latent_rows") if name in given]
+    if of_distca and not set(DISTCA_SYSTEMS) & set(args.systems):
+        raise ValueError(
+            f"{of_distca[0]} is for DistCA: add one of {', '.join(DISTCA_SYSTEMS)} to --systems"
+        )
     workload = Workload(
         model_of(args),
         cluster_of(args),
@@ -268,16 +273,12 @@ def _systems() -> list[str]:
 
 def _check_outputs(args: argparse.Namespace) -> None:
     """Refuses files that cannot be written, before any work is done for them."""
-    check_output("--plot", args.plot)
+    check_picture("--plot", args.plot)
     check_output("--trace", args.trace)
     if args.trace is not None and not set(DISTCA_SYSTEMS) & set(args.systems):
         raise ValueError(
             f"--trace is of DistCA: add one of {', '.join(DISTCA_SYSTEMS)} to --systems"
         )
-    if args.plot is not None:
-        written = make_figure().canvas.get_supported_filetypes()
-        if args.plot.suffix[1:] not in written:
-            raise ValueError(f"--plot {args.plot}: the suffix must be one of {', '.join(written)}")
 
 
 def _batches(args: argparse.Namespace) -> list[list[Int64s]]:
@@ -285,9 +286,7 @@ def _batches(args: argparse.Namespace) -> list[list[Int64s]]:
     tokens = args.sequences * args.context
     if args.distribution is not None:
         if args.distribution not in DISTRIBUTIONS:
-            raise ValueError(
-                f"no distribution {args.distribution!r}: choose from {', '.join(DISTRIBUTIONS)}"
-            )
+            raise ValueError(unknown("distribution", args.distribution, DISTRIBUTIONS))
         lengths = draw(DISTRIBUTIONS[args.distribution], args.batches * tokens, args.seed)
     else:
         lengths = shuffled(read_lengths(args.lengths), args.batches * tokens, args.seed)

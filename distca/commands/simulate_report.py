@@ -6,10 +6,10 @@ import contextlib
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
+from distca.commands.command_line import make_figure
 from distca.palette import BLACK, ORANGE, SKY_BLUE
 from distca.simulate import DISTCA_SYSTEMS, MEGATRON, Candidate, Choice, Workload, training_flags
 from distca.simulate.baselines import WITHOUT_WINDOWS
@@ -37,22 +37,6 @@ RING = " The ring is --cp-comm-type p2p, Megatron's default."
 UNCHARGED = (
     "Nothing is charged (--baseline-ideal): all links and memories reach their data sheets' speeds."
 )
-
-
-def make_figure(**how: Any) -> Any:
-    """Makes a figure of matplotlib.
-
-    Args:
-        how: arguments of the figure.
-
-    Raises:
-        ImportError: matplotlib is not installed.
-    """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ImportError("plots need matplotlib: pip install 'distca[plot]'") from error
-    return Figure(**how)
 
 
 def as_json(choice: Choice, workload: Workload) -> dict[str, object]:

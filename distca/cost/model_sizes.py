@@ -221,13 +221,26 @@ class ModelSize:
         return 3.0 * (tokens * linear + self.layers * pairs * per_pair)
 
 
+# The Llama 3 report's Table 3.
+_LLAMA_3 = {
+    "8b": ModelSize(32, 4096, 32, 8, 128, 14336),
+    "70b": ModelSize(80, 8192, 64, 8, 128, 28672),
+    "405b": ModelSize(126, 16384, 128, 8, 128, 53248),
+}
 MODELS = {
     # DistCA's Table 2; the 34B model's vocabulary is not published there, and taken from Llama 2.
-    "llama-8b": ModelSize(32, 4096, 32, 8, 128, 14336),
+    "llama-8b": _LLAMA_3["8b"],
     "llama-34b": ModelSize(48, 8192, 64, 16, 128, 22016, 32_000),
-    # The Llama 3 report's Table 3.
-    "llama-70b": ModelSize(80, 8192, 64, 8, 128, 28672),
-    "llama-405b": ModelSize(126, 16384, 128, 8, 128, 53248),
+    "llama-70b": _LLAMA_3["70b"],
+    "llama-405b": _LLAMA_3["405b"],
+    # Llama 3.1 has the sizes of Llama 3. Llama 3.2: the models' configurations; their output layer
+    # shares the embedding's weights, which are counted twice here.
+    **{f"llama-3.1-{name}": size for name, size in _LLAMA_3.items()},
+    "llama-3.2-1b": ModelSize(16, 2048, 32, 8, 64, 8192),
+    "llama-3.2-3b": ModelSize(28, 3072, 24, 8, 128, 8192),
+    # The Qwen3 report, Table 1, and the models' configurations.
+    "qwen3-8b": ModelSize(36, 4096, 32, 8, 128, 12_288, 151_936),
+    "qwen3-32b": ModelSize(64, 5120, 64, 8, 128, 25_600, 151_936),
     # The models' configurations: Mixtral's report, Table 1, and the Qwen3 report, Table 2.
     "mixtral-8x7b": ModelSize(32, 4096, 32, 8, 128, 0, 32_000, Experts(8, 2, 14336)),
     "qwen3-30b-a3b": ModelSize(48, 2048, 32, 4, 128, 0, 151_936, Experts(128, 8, 768)),

@@ -168,6 +168,13 @@ class Cluster:
 # A100's peak forward and 63% backward, with 2.5 times the operations (Dao, 2023); on H100 it
 # reaches 35% of the peak (Shah et al., 2024), which agrees with published times of 32K and 64K
 # tokens (339 and 341 TFLOP/s). FlashAttention-3's rates are up to twice as high.
+# Blackwell: NVIDIA's data sheets of DGX B200 (1,440 GB, 64 TB/s and 14.4 TB/s of NVLink for 8 GPUs)
+# and GB200 NVL72 (13.4 TB, 576 TB/s, 130 TB/s for 72, which are one NVLink domain and so a node
+# here), peaks halved where they are with sparsity. Attention: FlashAttention-4 reaches 1,613
+# TFLOP/s on B200, 1.3 times cuDNN 9.13 (its abstract); taken is cuDNN's, for both. H20: NVIDIA's
+# figures as its vendors print them (148 TFLOP/s, 96 GB, 4 TB/s, NVLink 900 GB/s, 78
+# multiprocessors); no rate of attention is published, so FlashAttention-2's share of an A100's peak
+# is taken, and the network of DGX H100. Their memories are those of the data sheets.
 _BACKWARD = 2.5 * 0.73 / 0.63
 CLUSTERS = {
     "dgx-h100": Cluster(
@@ -206,5 +213,44 @@ CLUSTERS = {
         multiprocessors=108,
         backward_over_forward=_BACKWARD,
         source="NVIDIA DGX A100 data sheet; FlashAttention-2, Section 4",
+    ),
+    "dgx-b200": Cluster(
+        "dgx-b200",
+        gpus_per_node=8,
+        memory_gb=180.0,
+        peak_tflops=2250.0,
+        attention_tflops=1240.0,
+        node_gb_per_s=900.0,
+        network_gb_per_s=50.0,
+        copy_gb_per_s=8000.0,
+        multiprocessors=148,
+        backward_over_forward=_BACKWARD,
+        source="NVIDIA DGX B200 data sheet; FlashAttention-4, abstract",
+    ),
+    "gb200-nvl72": Cluster(
+        "gb200-nvl72",
+        gpus_per_node=72,
+        memory_gb=186.0,
+        peak_tflops=2500.0,
+        attention_tflops=1240.0,
+        node_gb_per_s=900.0,
+        network_gb_per_s=50.0,
+        copy_gb_per_s=8000.0,
+        multiprocessors=148,
+        backward_over_forward=_BACKWARD,
+        source="NVIDIA GB200 NVL72 data sheet; FlashAttention-4, abstract",
+    ),
+    "hgx-h20": Cluster(
+        "hgx-h20",
+        gpus_per_node=8,
+        memory_gb=96.0,
+        peak_tflops=148.0,
+        attention_tflops=108.0,
+        node_gb_per_s=450.0,
+        network_gb_per_s=50.0,
+        copy_gb_per_s=4000.0,
+        multiprocessors=78,
+        backward_over_forward=_BACKWARD,
+        source="NVIDIA HGX H20 specifications; FlashAttention-2, Section 4, by its share of A100",
     ),
 }

@@ -233,8 +233,8 @@ def test_options_reach_the_plan(command, tmp_path: Path) -> None:
         ("--distribution webtext --model llama-8b", "no distribution 'webtext'"),
         ("--distribution fixed --model llama-9b", "no model 'llama-9b'"),
         ("--distribution fixed --model llama-8b --scheduler best", "no scheduler 'best'"),
-        ("--distribution fixed", "either --model or --heads"),
-        ("--distribution fixed --model llama-8b --heads 3", "either --model or --heads"),
+        ("--distribution fixed", "give --model or --heads"),
+        ("--distribution fixed --model llama-8b --heads 3", "no multiple of 8 key-value"),
         ("--distribution fixed --heads 3 --kv-heads 2", "no multiple"),
         ("--distribution fixed --model llama-8b --tolerance 1.5", "tolerance 1.5"),
         ("--distribution fixed --model llama-8b --servers 0", "give --servers"),
@@ -248,7 +248,7 @@ def test_options_reach_the_plan(command, tmp_path: Path) -> None:
         ("--distribution fixed --model llama-8b --compare --save x", "--compare"),
         (
             "--distribution fixed --model llama-8b --max-buffer-bytes 1 --scheduler greedy",
-            "binds the scheduler tiles alone, not greedy",
+            "--max-buffer-bytes is for tiles, not for the scheduler greedy",
         ),
         ("--distribution fixed --model llama-8b --tensor-model-parallel-size 3", "divide"),
         ("--lengths none.json --model llama-8b", "does not exist"),
@@ -262,13 +262,138 @@ def test_options_reach_the_plan(command, tmp_path: Path) -> None:
         ),
         ("--distribution fixed --model llama-8b --save .", "--save . is a folder"),
         ("--distribution fixed --model llama-8b --plot .", "--plot . is a folder"),
-        ("--distribution fixed --model llama-8b --heads 0", "either --model or --heads"),
-        ("--distribution fixed --heads 4 --kv-heads -1", "each must be at least 1"),
+        ("--distribution fixed --model llama-8b --heads 0", "--heads 0 must be at least 1"),
+        ("--distribution fixed --heads 4 --kv-heads -1", "--kv-heads -1 must be at least 1"),
+        ("--distribution fixed --heads 8 --kv-heads 0", "--kv-heads 0 must be at least 1"),
+        ("--distribution fixed --model llama-8b --head-dim 0", "--head-dim 0 must be at least 1"),
+        ("--distribution fixed --model llama-8b --v-head-dim -1", "--v-head-dim -1 must be"),
+        ("--distribution fixed --model llama-8b --dtype-bytes 0", "--dtype-bytes 0 must be"),
+        ("--distribution fixed --model Qwen/Qwen3-8B", "(is qwen3-8b meant?): choose from"),
+        ("--distribution fixed --model tests", "--model tests has no config.json"),
+        ("--distribution pretran --model llama-8b", "(is pretrain meant?)"),
+        ("--distribution fixed --model llama-8b --plot x.json", "--plot x.json: the suffix must"),
+        ("--distribution fixed --model llama-8b --plot /dev/null", "the suffix must be one of"),
+        (
+            "--distribution fixed --model llama-8b --context-parallel-size 2",
+            "--context-parallel-size is for per-document-cp, ring-zigzag, hybrid-cp, wlb-llm, not",
+        ),
+        (
+            "--distribution fixed --model llama-8b --scheduler packed --tolerance 0.2",
+            "--tolerance is for greedy, tiles, not for the scheduler packed",
+        ),
+        (
+            "--distribution fixed --model llama-8b --compare --scheduler tiles",
+            "leave --scheduler out",
+        ),
     ],
 )
 def test_bad_input_is_refused(command, arguments: str, message: str) -> None:
     defaults = "--servers 4 --tokens-per-server 4096"
     assert message in command.refused(*defaults.split(), *arguments.split())
+
+
+def test_a_seed_beside_a_list_of_lengths_is_refused(command, lengths_file: str) -> None:
+    refused = command.refused("--lengths", lengths_file, *SMALL, "--seed", "1")
+    assert "the list of --lengths is taken as it is" in refused
+
+
+MAKING = {
+    "--seed": "3",
+    "--max-document-length": "1000",
+    "--servers": "8",
+    "--tokens-per-server": "4096",
+    "--scheduler": "nonsense",
+    "--tolerance": "nan",
+    "--placement": "sequential",
+    "--max-buffer-bytes": "-1",
+    "--context-parallel-size": "2",
+    "--window-left": "-5",
+    "--attention-chunk-size": "100",
+    "--window-attn-skip-freq": "2",
+    "--compare": None,
+}
+"""Flags that make a plan, and values that were ignored with --load."""
+
+
+def test_with_load_each_flag_is_used_or_refused(command, lengths_file: str, tmp_path: Path) -> None:
+    path, again, profile = (str(tmp_path / name) for name in ("p.json", "2.json", "t.json"))
+    command.run("--lengths", lengths_file, *SMALL, "--save", path)
+    shown = json.loads(command.run("--load", path, "--json"))
+    for flag, value in MAKING.items():
+        given = [flag] if value is None else [flag, value]
+        assert f"{flag} is for making a plan" in command.refused("--load", path, *given)
+
+    seconds = ((1e-6, 2e-6), (3e-6, 9e-5))
+    Profile((128, 4096), seconds, seconds, AttentionShape(32, 8, 128), {}).save(Path(profile))
+    for given, key in (
+        (["--network-gb-per-s", "1"], "link_seconds_max"),
+        (["--servers-per-node", "4"], "bytes_between_nodes"),
+        (["--server-speeds", "1,1,1,0.25"], "load_max_over_mean"),
+        (["--profile", profile], "load_unit"),
+        (["--heads", "8"], "bytes_total"),
+        (["--model", "llama-8b", "--kv-heads", "4"], "bytes_total"),
+        (["--model", "llama-8b", "--dtype-bytes", "4"], "bytes_total"),
+        (["--model", "llama-8b", "--tensor-model-parallel-size", "2"], "bytes_total"),
+    ):
+        found = json.loads(command.run("--load", path, "--json", *given, "--save", again))
+        assert found[key] != shown[key], given
+        if "--profile" not in given:
+            assert json.loads(command.run("--load", again, "--json")) == found
+    kept = [json.loads(Path(each).read_text())["configuration"] for each in (path, again)]
+    assert kept[0]["servers"] == kept[1]["servers"] == 4
+    for given, message in (
+        (["--network-gb-per-s", "-1"], "must be positive"),
+        (["--node-gb-per-s", "0"], "must be positive"),
+        (["--server-speeds", "x"], "--server-speeds x"),
+        (["--profile", "none.json"], "none.json does not exist"),
+        (["--dtype-bytes", "4"], "--dtype-bytes with --load: add --model or --heads"),
+        (
+            ["--model", "llama-8b", "--profile", profile, "--dtype-bytes", "4"],
+            "--dtype-bytes 2, not",
+        ),
+    ):
+        assert message in command.refused("--load", path, *given)
+
+
+def test_a_prefill_in_steps_is_not_judged_by_links(command, tmp_path: Path) -> None:
+    path = str(tmp_path / "p.json")
+    sizes = "--new-tokens 500 --context-parallel-size 2 --model llama-8b".split()
+    command.run("prefill", *sizes, "--save", path)
+    command.run("--load", path)
+    refused = command.refused("--load", path, "--network-gb-per-s", "1")
+    assert "not judged by --network-gb-per-s" in refused
+
+
+def test_flags_win_over_a_model_and_its_windows_are_planned(command) -> None:
+    given = ["--distribution", "pretrain", *SMALL[:4], "--json"]
+    whole = json.loads(command.run(*given, "--model", "llama-8b"))
+    few = json.loads(command.run(*given, "--model", "llama-8b", "--kv-heads", "2"))
+    assert few["bytes_total"] < whole["bytes_total"]
+    gemma = json.loads(command.run(*given, "--model", "gemma3-27b-like"))
+    same = "--heads 32 --kv-heads 16 --window-left 1023 --window-attn-skip-freq 6".split()
+    described = json.loads(command.run(*given, *same))
+    assert (gemma["load_mean"], gemma["bytes_total"]) == (
+        described["load_mean"],
+        described["bytes_total"],
+    )
+    assert gemma["load_mean"] < json.loads(command.run(*given, *same[:4]))["load_mean"]
+    text = command.run(*given[:-1], "--model", "gemma3-27b-like")
+    assert "of a window of 1,023 earlier tokens; every 6th layer sees all" in text
+    scout = command.run(*given[:-1], "--model", "llama4-scout-like")
+    assert "of a chunk of 8,192 tokens; every 4th layer sees all" in scout
+    assert "  layers  " not in command.run(*given[:-1], "--model", "llama-8b")
+
+
+def test_latents_are_described_by_flags_as_by_a_preset(command) -> None:
+    given = ["--distribution", "pretrain", *SMALL[:4], "--json", "--latent-rows", "on"]
+    preset = json.loads(command.run(*given, "--model", "deepseek-v3-like"))
+    flags = (
+        "--heads 128 --head-dim 192 --kv-lora-rank 512 --qk-pos-emb-head-dim 64 --v-head-dim 128"
+    )
+    assert json.loads(command.run(*given, *flags.split()))["bytes_total"] == preset["bytes_total"]
+    assert "needs a model with latents" in command.refused(*given, "--heads", "128")
+    few = flags.replace("--qk-pos-emb-head-dim 64 ", "").split()
+    assert "latent attention needs --qk-pos-emb-head-dim" in command.refused(*given, *few)
 
 
 def test_too_many_tokens_are_refused(command, lengths_file: str) -> None:

@@ -158,7 +158,7 @@ def test_what_is_refused(command, lengths_file: str, monkeypatch: pytest.MonkeyP
     _advise = simulate_command._advise
     mine = ["--lengths", lengths_file, *SMALL]
     for more, message in (
-        (["--cluster", "dgx-1"], "no cluster 'dgx-1': choose from dgx-h100"),
+        (["--cluster", "dgx-1"], "no cluster 'dgx-1'"),
         (["--model", "gpt-2"], "no model 'gpt-2'"),
         (["--gpus", "7"], "no configuration divides 7 GPUs"),
         (["--batches", "0"], "--batches 0 must be at least 1"),
@@ -179,6 +179,7 @@ def test_what_is_refused(command, lengths_file: str, monkeypatch: pytest.MonkeyP
         (["--window-attn-skip-freq", "2"], "layers have windows or chunks: add --window-left"),
         (["--window-left", "9", "--window-attn-skip-freq", "1"], "must be at least 2"),
         (["--tensor-model-parallel-sizes", "0"], "every size must be at least 1"),
+        (["--systems", "packed"], "--finalists is for DistCA: add one of greedy, tiles"),
         (["--trace", "t.json", "--systems", "packed"], "--trace is of DistCA: add one of greedy"),
         (["--plot", "x.foo"], "--plot x.foo: the suffix must be one of"),
         (["--plot", "plot"], "--plot plot: the suffix must be one of"),

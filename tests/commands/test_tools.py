@@ -194,6 +194,13 @@ def test_profiling_this_machine(tmp_path, capsys) -> None:
     assert "held-out points: median error" in capsys.readouterr().out
 
 
+def test_a_model_is_profiled_with_the_heads_of_a_rank(tmp_path, capsys) -> None:
+    path = tmp_path / "profile.json"
+    given = "--model llama-3.2-1b --tensor-model-parallel-size 4 --max-length 64".split()
+    assert profiling.main([*given, "--output", str(path)]) == 0
+    assert Profile.load(path).shape == AttentionShape(8, 2, 64, 4)
+
+
 def write_log(path: Path, losses: dict[int, float]) -> Path:
     path.write_text("noise\n" + "\n".join(LINE.format(i, loss) for i, loss in losses.items()))
     return path
