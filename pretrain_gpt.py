@@ -3,7 +3,7 @@
     torchrun --nproc-per-node 4 pretrain_gpt.py --distca --num-layers 4 --hidden-size 128 ...
 
 Without `--distca` the same command is plain Megatron on the same data. The table of contents, in
-the order in which a batch meets the files (`megatron_patches/loop/gpt_job.py` puts them together):
+the order in which a batch meets the files:
 
 * the flags: `megatron_patches/flags/distca.py`, beside Megatron's own; checks of them:
   `megatron_patches/flags/validation.py`;
@@ -48,7 +48,6 @@ if __name__ == "__main__":
         sys.exit(_MISSING)
 
     # These imports take seconds.
-    from megatron_patches.loop.gpt_job import GPT_JOB
     from megatron_patches.upstream import pretrain
 
-    pretrain(GPT_JOB, os.environ)
+    pretrain(os.environ)

@@ -28,9 +28,8 @@ from megatron_patches.batches.blends import check_blends
 from megatron_patches.batches.stream import TokenStream
 from megatron_patches.flags.config import DistcaConfig
 from megatron_patches.flags.distca import mask_from_args
-from megatron_patches.loop.gpt_job import GPT_JOB
 from megatron_patches.loop.megatron_hooks import BUSIEST, MEAN
-from megatron_patches.loop.parts import parse_args
+from megatron_patches.parts import parse_args
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -138,7 +137,7 @@ def compare(distca: Scalars, plain: Scalars) -> Comparison | None:
 
 def first_window(flags: Sequence[str], processes: int) -> tuple[Plan, Floats]:
     """Plans a run's first window, and counts each rank's pairs in plain data parallelism."""
-    args = parse_args(GPT_JOB, flags, world_size=processes)
+    args = parse_args(flags, world_size=processes)
     lengths = _first_lengths(args)
     capacities = np.full(args.data_parallel_size, args.seq_length, dtype=np.int64)
     mask = mask_from_args(args)

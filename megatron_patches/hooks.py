@@ -427,10 +427,10 @@ def adapt_megatron_core(async_save: bool = False) -> None:
 
 
 def adapt_megatron_loop(run: megatron_hooks.Run, async_save: bool) -> None:
-    """Makes Megatron-LM's own loop run a job. Called when its flags are parsed.
+    """Makes Megatron-LM's own loop run ours. Called when its flags are parsed.
 
     Args:
-        run: the job and what its launcher told.
+        run: the run of the loop.
         async_save: whether checkpoints are saved by other processes.
     """
     apply(LOOP, run)

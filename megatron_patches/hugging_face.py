@@ -67,15 +67,14 @@ def build_model(flags: list[str], bf16: bool) -> tuple[Any, Namespace]:
         flags: flags of `pretrain_gpt.py` for the model and its tokenizer.
         bf16: make weights in bfloat16, else in float32.
     """
-    from megatron_patches.loop import parts
-    from megatron_patches.loop.gpt_job import GPT_JOB
+    from megatron_patches import parts
 
     flags = flags + ["--bf16"] * bf16
     # Flags that a run requires, and that the weights don't depend on.
     flags += "--seq-length 128 --micro-batch-size 1 --train-iters 1 --lr 1 --data-path -".split()
     flags += ["--no-save-optim", "--no-save-rng", "--no-load-optim", "--no-load-rng"]
     flags += ["--attention-dropout", "0", "--hidden-dropout", "0", "--split", "100,0,0"]
-    args = parts.parse_args(GPT_JOB, flags)
+    args = parts.parse_args(flags)
     if not dist.is_initialized():
         dist.init_process_group(
             args.distributed_backend,
@@ -84,7 +83,7 @@ def build_model(flags: list[str], bf16: bool) -> tuple[Any, Namespace]:
             store=dist.HashStore(),  # type: ignore[attr-defined]
         )
     parts.initialize(args)
-    return parts.build_model(GPT_JOB, args), args
+    return parts.build_model(args), args
 
 
 def saved_flags(saved: Namespace, tokenizer_model: str | None) -> list[str]:
@@ -299,8 +298,8 @@ def export(
         explaining_loading,
         latest_iteration,
     )
-    from megatron_patches.loop.parts import load_weights
     from megatron_patches.loop.saved_arguments import saved_arguments
+    from megatron_patches.parts import load_weights
 
     iteration = latest_iteration(checkpoint)
     if iteration is None:

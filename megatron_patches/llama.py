@@ -134,7 +134,7 @@ def import_llama(llama: Path, checkpoint: Path, bf16: bool) -> list[str]:
         ImportError: an extra package is missing.
     """
     from megatron_patches.loop.checkpoint_folder import latest_iteration
-    from megatron_patches.loop.parts import save_weights
+    from megatron_patches.parts import save_weights
 
     if latest_iteration(checkpoint) is not None:
         raise ValueError(f"--checkpoint {checkpoint} has a checkpoint already: give another one")

@@ -29,22 +29,21 @@ from megatron_patches import cpu, hooks
 from megatron_patches.batches.custom_dataset import name_of
 from megatron_patches.flags.config import DistcaConfig
 from megatron_patches.flags.distca import add_distca_arguments
+from megatron_patches.loop.data import build_data
 from megatron_patches.loop.ending import ending_the_job_on_failure
-from megatron_patches.loop.gpt_job import GPT_JOB
-from megatron_patches.loop.job import Job
 from megatron_patches.loop.megatron_hooks import Run, asks_for_distca, refuse_in_a_line
-from megatron_patches.model.gpt import uses_dense_mask
+from megatron_patches.loop.step import forward_step
+from megatron_patches.model.gpt import build_model, uses_dense_mask
 from megatron_patches.pipeline.data_iterators import DataIterators
 
 # Arguments of Megatron-LM's loop when the data iterators are ours.
 OUR_DATA = {"dataloader_type": "external", "calculate_per_token_loss": True}
 
 
-def pretrain(job: Job, environment: Mapping[str, str]) -> None:
-    """Runs a job, with or without `--distca`, in Megatron-LM's own loop.
+def pretrain(environment: Mapping[str, str]) -> None:
+    """Pretrains, with or without `--distca`, in Megatron-LM's own loop.
 
     Args:
-        job: job to run.
         environment: environment variables of the launcher.
     """
     from megatron.training import pretrain as megatron_pretrain
@@ -56,12 +55,12 @@ def pretrain(job: Job, environment: Mapping[str, str]) -> None:
         parser.error = functools.partial(  # type: ignore[method-assign]
             refuse_in_a_line, parser, environment
         )
-        return job.add_arguments(parser)
+        return add_distca_arguments(parser)
 
     def parsed(args: Namespace, whole: bool) -> None:
         hooks.adapt_megatron_loop(run, args.async_save)
 
-    run = Run(job, environment, add_arguments, parsed)
+    run = Run(environment, add_arguments, parsed)
     hooks.apply((hooks.ADD_FLAGS,), run)
     given: dict[str, Any] = {}
     with ending_the_job_on_failure(environment):
@@ -75,7 +74,7 @@ def pretrain(job: Job, environment: Mapping[str, str]) -> None:
                 train_valid_test_dataset_provider=providers.data_iterators,
                 model_provider=providers.model,
                 model_type=ModelType.encoder_or_decoder,
-                forward_step_func=job.forward_step,
+                forward_step_func=forward_step,
                 **given,
             )
 
@@ -99,7 +98,6 @@ def _parsed_configuration() -> Any:
 
 def with_distca(
     megatron_pretrain: Callable[..., None],
-    job: Job = GPT_JOB,
     # Megatron-LM's script is to need no more than two lines.
     environment: Mapping[str, str] = os.environ,
     documents: Callable[[Namespace, str], DocumentList | None] | None = None,
@@ -112,7 +110,6 @@ def with_distca(
 
     Args:
         megatron_pretrain: Megatron-LM's function, or a wrapper of it with the same parameters.
-        job: job that `--distca` runs.
         environment: environment variables of the launcher.
         documents: function that gives the documents of a split, as `--distca-documents` names it.
 
@@ -139,7 +136,7 @@ def with_distca(
         elif whole:
             hooks.ADD_FLAGS.undo()
 
-    run = Run(job, environment, add, parsed)
+    run = Run(environment, add, parsed)
     hooks.apply((hooks.ADD_FLAGS,), run)
     script_parses = _script_parses(megatron_pretrain)
 
@@ -155,7 +152,7 @@ def with_distca(
         given, providers = call.arguments, Providers(run)
         given["train_valid_test_dataset_provider"] = providers.data_iterators
         given["model_provider"] = providers.model
-        given["forward_step_func"] = job.forward_step
+        given["forward_step_func"] = forward_step
         if script_parses:
             _check_parsed_with_our_flags()
             # A configuration of the model would win over the provider.
@@ -202,7 +199,6 @@ def _adding(documents: str) -> Callable[[ArgumentParser], ArgumentParser]:
 
 
 def build_stage(
-    job: Job,
     distca: DistcaConfig,
     /,
     pre_process: bool = True,
@@ -214,7 +210,6 @@ def build_stage(
     """Builds a stage of the model that Megatron-LM's arguments describe.
 
     Args:
-        job: job whose model it is.
         distca: our flags.
         pre_process: whether the stage has the embedding.
         post_process: whether the stage has the output layer.
@@ -234,14 +229,14 @@ def build_stage(
     if cpu.without_cuda():
         # An output's memory is freed once its send is issued, which gloo may read later.
         config.deallocate_pipeline_outputs = False
-    return job.build_model(distca, args, config, pre_process, post_process, vp_stage, pg_collection)
+    return build_model(distca, args, config, pre_process, post_process, vp_stage, pg_collection)
 
 
 class Providers:
-    """A job's functions with the signatures that Megatron-LM's `pretrain` calls.
+    """Our functions with the signatures that Megatron-LM's `pretrain` calls.
 
     Args:
-        run: run of the job.
+        run: run of the loop.
     """
 
     def __init__(self, run: Run) -> None:
@@ -274,7 +269,6 @@ class Providers:
         pg_collection: Any = None,
     ) -> Any:
         return build_stage(
-            self._run.job,
             self._run.config,
             pre_process,
             post_process,
@@ -293,7 +287,7 @@ class Providers:
                 # In Megatron-LM `vocab_size` is a flag, which may be missing or lack the end token.
                 complete = vars(args) | {"vocab_size": get_tokenizer().vocab_size}
                 self._built.append(
-                    self._run.job.build_data(
+                    build_data(
                         self._run.config, Namespace(**complete), *num_samples, self._run.processes
                     )
                 )

@@ -48,9 +48,8 @@ from megatron_patches.batches.micro_batch import MicroBatch
 from megatron_patches.batches.planned import PlannedReader
 from megatron_patches.flags.config import DistcaConfig
 from megatron_patches.flags.planning import schedule_config
-from megatron_patches.loop.gpt_job import GPT_JOB
-from megatron_patches.loop.parts import build_model, initialize, parse_args
 from megatron_patches.model.core_attention import CoreAttentionRun
+from megatron_patches.parts import build_model, initialize, parse_args
 
 WAYS: dict[str, tuple[str | None, int, bool]] = {
     "packed": ("packed", 1, False),
@@ -75,7 +74,7 @@ def parse(args: Namespace, nano_batches: int) -> Namespace:
     """.split()
     flags += ["--bf16"] if torch.cuda.is_available() else []
     flags += [] if nano_batches == 2 else ["--no-distca-ping-pong"]
-    return parse_args(GPT_JOB, flags)
+    return parse_args(flags)
 
 
 class ServerInLockstep(ProgramRun):
@@ -152,7 +151,7 @@ class Layer:
     def __init__(self, args: Namespace, lengths: Int64s, device: torch.device) -> None:
         self._args, self._lengths, self._device = args, lengths, device
         parsed = parse(args, 2)
-        self._model = build_model(GPT_JOB, initialize(parsed))
+        self._model = build_model(initialize(parsed))
         if device.type == "cuda":
             self._model.cuda()
         if parsed.bf16:

@@ -34,11 +34,10 @@ def parsed(setting: Setting, more_flags: list[str]) -> Namespace:
     Raises:
         ValueError: the flags don't go together.
     """
-    from megatron_patches.loop.gpt_job import GPT_JOB
-    from megatron_patches.loop.parts import parse_args
+    from megatron_patches.parts import parse_args
 
     rank = dist.get_rank() if dist.is_initialized() else 0
-    return parse_args(GPT_JOB, [*setting.flags(), *more_flags], rank, setting.processes)
+    return parse_args([*setting.flags(), *more_flags], rank, setting.processes)
 
 
 def model_size(args: Namespace) -> ModelSize:
@@ -65,8 +64,7 @@ class Measured:
     def __init__(self, setting: Setting, more_flags: list[str]) -> None:
         from megatron_patches.flags.config import DistcaConfig
         from megatron_patches.loop.data import model_device, window_layout
-        from megatron_patches.loop.gpt_job import GPT_JOB
-        from megatron_patches.loop.parts import build_run
+        from megatron_patches.parts import build_run
         from megatron_patches.pipeline.planned_data import PlannedData
 
         self.args = parsed(setting, more_flags)
@@ -75,7 +73,7 @@ class Measured:
         self._planned: PlannedData | None = None
         if self._config.enabled:
             self._planned = PlannedData.start(self._config, self.args, self._layout, self._device)
-        self._run = build_run(GPT_JOB, self.args)
+        self._run = build_run(self.args)
 
     def leave_out_reduction(self) -> None:
         """Turns off the reduction of gradients in all later steps."""
@@ -185,7 +183,7 @@ def begin(setting: Setting, rank: int, local_rank: int, store: Any = None) -> No
         local_rank: number of this process on its machine.
         store: `torch.distributed.Store` in which processes without a launcher meet.
     """
-    from megatron_patches.loop.parts import initialize
+    from megatron_patches.parts import initialize
 
     if torch.cuda.is_available():
         torch.cuda.set_device(local_rank)

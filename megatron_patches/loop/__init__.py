@@ -1,6 +1,5 @@
-"""Everything around the layers: the job, Megatron-LM's loop that runs it, and its checkpoints.
+"""What Megatron-LM's loop calls in place of its own: data, the forward step, checks, checkpoints.
 
-`gpt_job` names the parts of a job, and `step` is its forward step and loss. `megatron_hooks` and
-`megatron_checkpoints` replace functions of Megatron-LM's loop (`megatron_patches/hooks.py` is their
-table); `parts` uses that loop's parts alone.
+`megatron_hooks` and `megatron_checkpoints` replace functions of the loop; the table of them is
+`megatron_patches/hooks.py`.
 """

@@ -25,11 +25,13 @@ from megatron_patches.batches.resuming import go_on_from
 from megatron_patches.flags.batch_sizes import EVAL_INTERVAL
 from megatron_patches.flags.config import DistcaConfig
 from megatron_patches.flags.unknown import explained
-from megatron_patches.loop.job import Job
+from megatron_patches.flags.validation import validate
+from megatron_patches.loop.data import build_data
 from megatron_patches.loop.launcher import kill_leftovers
 from megatron_patches.loop.messages import exit_with_message, message_handlers, message_level
 from megatron_patches.pipeline.data_iterators import FullValidationIterator
 from megatron_patches.pipeline.processes import Processes, join
+from megatron_patches.pipeline.tick_pipeline import forward_backward_func
 
 BUSIEST, MEAN = "CPU seconds of the busiest rank", "CPU seconds of the mean rank"
 """Names in logs of what a step takes of CPUs that stand in for GPUs."""
@@ -37,10 +39,9 @@ BUSIEST, MEAN = "CPU seconds of the busiest rank", "CPU seconds of the mean rank
 
 @dataclass
 class Run:
-    """What Megatron-LM's loop runs.
+    """A run of Megatron-LM's loop.
 
     Attributes:
-        job: job to run.
         told: environment variables of this process, which are the launcher's interface.
         add_arguments: function that adds flags to Megatron-LM's parser.
         parsed: function `(args, whole)` that is called when the command line is parsed; `whole` is
@@ -48,7 +49,6 @@ class Run:
         processes: processes of a job with dedicated servers, once they have met; else None.
     """
 
-    job: Job
     told: Mapping[str, str]
     add_arguments: Callable[[ArgumentParser], ArgumentParser]
     parsed: Callable[[Namespace, bool], None]
@@ -124,7 +124,7 @@ def check_arguments(theirs: Callable[..., Any], run: Run) -> Callable[..., Any]:
         _show_our_messages(args.rank)
         try:
             run.config = DistcaConfig.from_args(args)
-            answer = checked(theirs, run.job, run.config, args, *more, **named)
+            answer = checked(theirs, run.config, args, *more, **named)
             from megatron_patches.loop.preflight import check_boards
 
             # Megatron-LM opens them before the process group exists.
@@ -139,8 +139,7 @@ def check_arguments(theirs: Callable[..., Any], run: Run) -> Callable[..., Any]:
 
 
 def checked(
-    validate: Callable[..., Any],
-    job: Job,
+    theirs: Callable[..., Any],
     config: DistcaConfig,
     args: Namespace,
     *more: Any,
@@ -149,14 +148,13 @@ def checked(
     """Checks parsed arguments, and derives what follows from them.
 
     Args:
-        validate: Megatron-LM's `validate_args`.
-        job: job to run.
+        theirs: Megatron-LM's `validate_args`.
         config: our flags.
         args: arguments, with the rank and the number of all processes.
-        more, named: further arguments of `validate`.
+        more, named: further arguments of it.
 
     Returns:
-        What `validate` returned.
+        What it returned.
 
     Raises:
         ValueError: some flags do not go together; the message says what to do.
@@ -167,7 +165,7 @@ def checked(
         # Megatron-LM asks for it; a run then saves at its end alone.
         args.save_interval = args.train_iters or args.train_samples
     try:
-        answer = validate(args, *more, **named)
+        answer = theirs(args, *more, **named)
     except AssertionError as error:
         # Its checks are assertions, many of which say no more than their condition.
         place = traceback.extract_tb(error.__traceback__)[-1]
@@ -181,7 +179,7 @@ def checked(
             "--multiple-validation-sets goes without virtual pipeline stages in Megatron-LM's "
             "loop: remove one"
         )
-    job.validate_arguments(config, args)
+    validate(config, args)
     return answer
 
 
@@ -223,8 +221,8 @@ def _serve(run: Run, args: Namespace, processes: Processes) -> NoReturn:
 
     training.update_train_iters(args)
     complete = Namespace(**vars(args) | {"vocab_size": get_tokenizer().vocab_size})
-    samples = training.get_train_valid_test_num_samples()
-    serve(lambda: run.job.build_data(run.config, complete, *samples, processes), complete)
+    train, valid, test = training.get_train_valid_test_num_samples()
+    serve(lambda: build_data(run.config, complete, train, valid, test, processes), complete)
     dist.barrier()
     dist.destroy_process_group()
     sys.exit(0)
@@ -324,14 +322,14 @@ def unless_endless(theirs: Callable[..., Any], run: Run) -> Callable[..., Any]:
 
 
 def own_schedule(theirs: Callable[..., Any], run: Run) -> Callable[..., Any]:
-    """Returns the job's schedule where it has one for the arguments, else Megatron's.
+    """Returns our schedule with `--distca`, else Megatron's.
 
     Made once, since the loop asks in every iteration, and a timeline records several.
     """
 
     @functools.cache
     def own() -> Callable[..., Any] | None:
-        return run.job.forward_backward_func(run.config)
+        return forward_backward_func(run.config)
 
     @functools.wraps(theirs)
     def get_forward_backward_func(*args: Any, **kwargs: Any) -> Any:

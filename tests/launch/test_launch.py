@@ -90,8 +90,7 @@ def free_port() -> str:
 def test_the_printed_flags_are_accepted(script, model) -> None:
     """Every model in every script: sizes that divide, flags that go together, and 80 GB GPUs that
     hold them."""
-    from megatron_patches.loop.gpt_job import GPT_JOB
-    from megatron_patches.loop.parts import parse_args
+    from megatron_patches.parts import parse_args
 
     here = ["--processes", "8"] if script == "local.sh" else []
     done = launch(script, "--dry-run", *here, "--model", model, "--data-path", "a b", "--save", "s")
@@ -102,7 +101,7 @@ def test_the_printed_flags_are_accepted(script, model) -> None:
     size = MODELS[model]
     for line in lines:
         flags = [*pretrain_flags(line), "--tokenizer-type", "NullTokenizer", "--vocab-size", "9"]
-        args = parse_args(GPT_JOB, flags, world_size=ranks)
+        args = parse_args(flags, world_size=ranks)
         assert args.data_path == ["a b"]
         assert (args.num_layers, args.hidden_size) == (size.layers, size.hidden_size)
         assert (args.num_attention_heads, args.num_query_groups) == (size.heads, size.kv_heads)
@@ -131,8 +130,7 @@ def test_torch_s_allocator_joins_pieces_unless_told_otherwise(script: str) -> No
 )
 def test_one_machine_with_any_number_of_gpus(processes: int, tensor: int, tmp_path: Path) -> None:
     """As many as CUDA shows, and tensor parallelism that divides them, if nothing is told."""
-    from megatron_patches.loop.gpt_job import GPT_JOB
-    from megatron_patches.loop.parts import parse_args
+    from megatron_patches.parts import parse_args
 
     smi = tmp_path / "nvidia-smi"
     listed = "".join(f"echo 'GPU {n}: A GPU'\necho '  MIG 1g'\n" for n in range(processes))
@@ -150,12 +148,12 @@ def test_one_machine_with_any_number_of_gpus(processes: int, tensor: int, tmp_pa
     assert printed[1:] == printed[:1] * 2
     assert f" --nproc-per-node {processes} " in printed[0]
     flags = [*pretrain_flags(printed[0]), "--tokenizer-type", "NullTokenizer", "--vocab-size", "9"]
-    args = parse_args(GPT_JOB, flags, world_size=processes)
+    args = parse_args(flags, world_size=processes)
     assert args.tensor_model_parallel_size == tensor
     assert args.data_parallel_size == processes // tensor
     assert args.distca_gpus_per_node == processes
     told = [*flags, "--tensor-model-parallel-size", "1"]
-    assert parse_args(GPT_JOB, told, world_size=processes).data_parallel_size == processes
+    assert parse_args(told, world_size=processes).data_parallel_size == processes
 
 
 @pytest.mark.parametrize(("gpus", "binds"), [("0,1", True), ("", False)])
@@ -187,8 +185,7 @@ def test_the_demo_sees_no_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
     The run as plain Megatron is of the same model and windows.
     """
-    from megatron_patches.loop.gpt_job import GPT_JOB
-    from megatron_patches.loop.parts import parse_args
+    from megatron_patches.parts import parse_args
 
     seen = '#!/usr/bin/env bash\necho "${CUDA_VISIBLE_DEVICES-unset}"\nprintf "%q " "$@"\n'
     stand_ins = {"launch/setup.sh": "#!/usr/bin/env bash\n", ".venv/bin/torchrun": seen}
@@ -220,7 +217,7 @@ def test_the_demo_sees_no_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     for output in (done.stdout, plain):
         devices, command = output.splitlines()
         assert devices == ""
-        args = parse_args(GPT_JOB, pretrain_flags(command), world_size=4)
+        args = parse_args(pretrain_flags(command), world_size=4)
         assert args.data_parallel_size == 4
         runs.append(vars(args))
     distca, plain_megatron = runs

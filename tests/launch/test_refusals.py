@@ -82,10 +82,9 @@ def test_variables_of_slurm_are_numbers(name: str) -> None:
 
 def test_the_launchers_know_the_flags_of_training() -> None:
     """All of them, whatever comes after."""
-    from megatron_patches.loop.gpt_job import GPT_JOB
-    from megatron_patches.loop.parts import build_parser
+    from megatron_patches.parts import build_parser
 
-    flags = [*build_parser(GPT_JOB)._option_string_actions, "--lr=1"]
+    flags = [*build_parser()._option_string_actions, "--lr=1"]
     flags = [flag for flag in flags if flag not in ("-h", "--help")]
     done = launch("local.sh", "--dry-run", *flags)
     assert done.returncode == 0, done.stderr

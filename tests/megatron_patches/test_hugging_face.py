@@ -59,7 +59,7 @@ def save_and_export(folder: Path, flags: list[str], tokens: list[int]) -> torch.
         The logits without those of padding, float32 `[tokens, vocabulary]`.
     """
     from megatron_patches.batches.micro_batch import document_params
-    from megatron_patches.loop.parts import save_weights
+    from megatron_patches.parts import save_weights
 
     torch.manual_seed(1)
     flags = [*SIZES, *flags, "--tokenizer-model", str(folder / "tokenizer")]

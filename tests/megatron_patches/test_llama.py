@@ -106,14 +106,13 @@ def test_the_converted_model_has_the_logits_of_transformers(process, tmp_path, c
 def flags_as_arguments(config: dict[str, Any]) -> dict[str, Any]:
     """What pretrain_gpt.py takes from the flags of a model."""
     from megatron_patches.llama import model_flags
-    from megatron_patches.loop.gpt_job import GPT_JOB
-    from megatron_patches.loop.parts import parse_args
+    from megatron_patches.parts import parse_args
 
     flags = model_flags(config)
     flags += "--seq-length 128 --micro-batch-size 1 --train-iters 1 --lr 1 --data-path -".split()
     flags += "--tokenizer-type NullTokenizer --vocab-size 999".split()
     flags += ["--max-position-embeddings", "128"]
-    return vars(parse_args(GPT_JOB, flags))
+    return vars(parse_args(flags))
 
 
 @pytest.mark.parametrize("scaling", ["rope_scaling", "rope_parameters"])

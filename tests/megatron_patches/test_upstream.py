@@ -145,10 +145,10 @@ def test_without_the_flag_pretrain_gets_what_the_script_gives(script) -> None:
 
 
 def test_with_the_flag_pretrain_gets_ours(script) -> None:
-    from megatron_patches.loop.gpt_job import GPT_JOB
+    from megatron_patches.loop.step import forward_step
 
     given = script.run("--distca", "--distca-tolerance", "0.2")
-    assert given["forward_step_func"] is GPT_JOB.forward_step
+    assert given["forward_step_func"] is forward_step
     provider = given["train_valid_test_dataset_provider"]
     assert provider.is_distributed
     # Megatron-LM asks for it where there are virtual stages.
@@ -287,21 +287,16 @@ def test_checkpoints_arguments_are_those_our_data_goes_on_from(args, monkeypatch
     assert run.config == "resumed"
 
 
-def test_the_schedule_is_made_once_and_megatrons_where_there_is_none(args) -> None:
+def test_the_schedule_is_made_once_and_megatrons_without_the_flag() -> None:
+    from megatron_patches.flags.config import DistcaConfig
     from megatron_patches.loop.megatron_hooks import own_schedule
+    from megatron_patches.pipeline.tick_pipeline import TickPipeline
 
-    made: list[Any] = []
+    def schedule(enabled: bool) -> Any:
+        run: Any = types.SimpleNamespace(config=DistcaConfig(enabled))
+        return own_schedule(lambda: "theirs", run)
 
-    def job(schedule: str | None) -> Any:
-        def forward_backward_func(given: Any) -> str | None:
-            made.append(given)
-            return schedule
-
-        return types.SimpleNamespace(
-            config="config", job=types.SimpleNamespace(forward_backward_func=forward_backward_func)
-        )
-
-    ours = own_schedule(lambda: "theirs", job("ours"))
-    assert [ours(), ours()] == ["ours", "ours"]
-    assert made == ["config"]
-    assert own_schedule(lambda: "theirs", job(None))() == "theirs"
+    ours = schedule(enabled=True)
+    assert isinstance(ours(), TickPipeline)
+    assert ours() is ours()
+    assert schedule(enabled=False)() == "theirs"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 from argparse import Namespace
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -65,7 +64,7 @@ def _train(
     from support import training
 
     run, made = make_run(args, stream, processes)
-    run.job = replace(run.job, forward_step=watch_loss(log, run.job.forward_step))
+    run.forward_step = watch_loss(log, run.forward_step)
     watch_modules(log, run.model)
     optimizer_step = run.optimizer.step
     gradients: dict[str, str] = {}

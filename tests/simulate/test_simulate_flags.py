@@ -33,8 +33,7 @@ from distca.simulate.workload import options_of
 from megatron_patches.batches.layouts import WindowLayout
 from megatron_patches.flags.config import DistcaConfig
 from megatron_patches.flags.planning import chunks_of_a_stage, schedule_config
-from megatron_patches.loop.gpt_job import GPT_JOB
-from megatron_patches.loop.parts import parse_args
+from megatron_patches.parts import parse_args
 from support.commands import Command
 
 MODEL = ModelSize(4, 512, 8, 4, 64, 1024, 1000)
@@ -63,7 +62,7 @@ def parsed(flags: Sequence[str], workload: Workload) -> Namespace:
         --position-embedding-type rope --max-position-embeddings 1048576
         --tokenizer-type NullTokenizer --vocab-size 999
     """
-    return parse_args(GPT_JOB, [*given.split(), *flags], world_size=workload.gpus)
+    return parse_args([*given.split(), *flags], world_size=workload.gpus)
 
 
 def check(args: Namespace, candidate: Candidate, workload: Workload) -> None:

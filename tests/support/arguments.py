@@ -6,8 +6,7 @@ from argparse import Namespace
 
 from megatron_patches.flags.config import DistcaConfig
 from megatron_patches.flags.validation import validate
-from megatron_patches.loop.gpt_job import GPT_JOB
-from megatron_patches.loop.parts import parse_args
+from megatron_patches.parts import parse_args
 from support.models import pad_vocabulary
 
 GOOD = """
@@ -25,6 +24,6 @@ def check(args: Namespace) -> None:
 
 def parse(*flags: str, world_size: int = 4, length: str = "--train-iters 10") -> Namespace:
     """Parses flags beside good ones, and sets the vocabulary as a run's tokenizer does."""
-    args = parse_args(GPT_JOB, [*GOOD, *length.split(), *flags], world_size=world_size)
+    args = parse_args([*GOOD, *length.split(), *flags], world_size=world_size)
     pad_vocabulary(args)
     return args

@@ -256,10 +256,9 @@ def dry_run(script: str, flags: Sequence[str]) -> str:
 
 def parse_training_flags(flags: Sequence[str]) -> None:
     """Holds flags against pretrain_gpt.py's parser; others that it needs may be missing."""
-    from megatron_patches.loop.gpt_job import GPT_JOB
-    from megatron_patches.loop.parts import build_parser
+    from megatron_patches.parts import build_parser
 
-    parser = build_parser(GPT_JOB)
+    parser = build_parser()
     _need_nothing(parser)
     parser.parse_args(flags)
 

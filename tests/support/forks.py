@@ -19,7 +19,7 @@ ROOT = Path(__file__).parents[2]
 IMPORTED = (
     "torch.distributed.checkpoint",
     "megatron_patches.upstream",
-    "megatron_patches.loop.parts",
+    "megatron_patches.parts",
     "megatron.training.training",
 )
 

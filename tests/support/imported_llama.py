@@ -28,7 +28,7 @@ def imported_logits(llama: Path, work: Path, tokens: list[int]) -> torch.Tensor:
     """
     from megatron_patches import llama as converter
     from megatron_patches.batches.micro_batch import document_params
-    from megatron_patches.loop.parts import load_weights
+    from megatron_patches.parts import load_weights
 
     checkpoint = ["--checkpoint", str(work / "checkpoint")]
     assert converter.main(["import", "--llama", str(llama), *checkpoint, "--float32"]) == 0

@@ -102,10 +102,9 @@ UNTIED = "--untie-embeddings-and-output-weights"
 
 def parse(flags: Sequence[str], tied: bool = False) -> Namespace:
     """Parses the flags of a small model, and others that win over those."""
-    from megatron_patches.loop.gpt_job import GPT_JOB
-    from megatron_patches.loop.parts import parse_args
+    from megatron_patches.parts import parse_args
 
-    return parse_args(GPT_JOB, command_line(flags, tied), dist.get_rank(), dist.get_world_size())
+    return parse_args(command_line(flags, tied), dist.get_rank(), dist.get_world_size())
 
 
 def command_line(flags: Sequence[str], tied: bool = False) -> list[str]:

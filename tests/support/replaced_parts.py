@@ -20,13 +20,12 @@ def replaced_parts(flags: Sequence[str], graphs: bool) -> set[str]:
     Returns:
         `module:Class.attribute`, by the class of Megatron's that has it.
     """
-    from megatron_patches.loop.gpt_job import GPT_JOB
-    from megatron_patches.loop.parts import build_model
     from megatron_patches.model.cuda_graphs import graph_layers
+    from megatron_patches.parts import build_model
 
     args = parse(flags)
     start_processes(args)
-    model = build_model(GPT_JOB, args)
+    model = build_model(args)
     if graphs:
         graph_layers(model, None)  # type: ignore[arg-type]
     found = set()

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from megatron_patches import parts
 from megatron_patches.flags.config import DistcaConfig
-from megatron_patches.loop import parts
-from megatron_patches.loop.gpt_job import GPT_JOB
+from megatron_patches.loop.data import build_data
 from megatron_patches.pipeline.data_iterators import DataIterators
 
 initialize = parts.initialize
@@ -45,7 +45,7 @@ def build_run(args: Namespace, data: DataIterators) -> Run:
         args: of `initialize`.
         data: iterators of micro-batches.
     """
-    return Run(**vars(parts.build_run(GPT_JOB, args)), data=data)
+    return Run(**vars(parts.build_run(args)), data=data)
 
 
 def build_whole_run(args: Namespace) -> Run:
@@ -56,7 +56,7 @@ def build_whole_run(args: Namespace) -> Run:
 
     complete = Namespace(**vars(args) | {"vocab_size": get_tokenizer().vocab_size})
     config = DistcaConfig.from_args(args)
-    return build_run(args, GPT_JOB.build_data(config, complete, *samples_of_splits(args)))
+    return build_run(args, build_data(config, complete, *samples_of_splits(args)))
 
 
 def train_step(run: Run) -> tuple[dict[str, float], bool, float]:
@@ -74,7 +74,7 @@ def train_step(run: Run) -> tuple[dict[str, float], bool, float]:
     for chunk in run.model:
         chunk.train()
     figures, skipped, *_, norm, _, _ = step(
-        run.job.forward_step,
+        run.forward_step,
         run.iterators("train"),
         run.model,
         run.optimizer,
@@ -111,7 +111,7 @@ def evaluate(run: Run, which: str) -> dict[str, float]:
     training.get_forward_backward_func = lambda *_, **__: run.forward_backward_func
     try:
         figures, *_ = evaluate_by_megatron(
-            run.job.forward_step, run.iterators(which), run.model, None, run.config
+            run.forward_step, run.iterators(which), run.model, None, run.config
         )
     finally:
         training.get_forward_backward_func = given

@@ -62,14 +62,15 @@ class RunSeen:
 def whole_run(flags: Sequence[str]) -> RunSeen:
     """Trains from the flags' first or loaded iteration to their last; collective."""
     from megatron_patches import hooks, upstream
-    from megatron_patches.loop.gpt_job import GPT_JOB
 
     rank, size = str(dist.get_rank()), str(dist.get_world_size())
     launcher = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size}
     seen, data = RunSeen(), []
 
+    theirs = upstream.build_data
+
     def build_data(*given: Any) -> Any:
-        data.append(GPT_JOB.build_data(*given))
+        data.append(theirs(*given))
         config, args = given[:2]
         seen.place = (
             args.train_stream_start + args.consumed_train_samples * args.seq_length,
@@ -83,11 +84,12 @@ def whole_run(flags: Sequence[str]) -> RunSeen:
         mock.patch.dict(os.environ, launcher),
         # Failures are for the test.
         mock.patch.object(upstream, "ending_the_job_on_failure", contextlib.nullcontext),
+        mock.patch.object(upstream, "build_data", build_data),
         _noting(seen),
     ):
         try:
             try:
-                upstream.pretrain(replace(GPT_JOB, build_data=build_data), launcher)
+                upstream.pretrain(launcher)
             except SystemExit as end:
                 # An exit interval ends with 0.
                 if end.code:

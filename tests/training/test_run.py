@@ -18,8 +18,7 @@ import torch.distributed.checkpoint as dcp
 
 from distca.plan.span import Int64s
 from megatron_patches.flags.sizes import checkpoint_bytes
-from megatron_patches.loop.gpt_job import GPT_JOB
-from megatron_patches.loop.parts import parse_args
+from megatron_patches.parts import parse_args
 from support.pretraining import FLAGS, TOKENIZER, descendants, kill_all, run, start
 
 
@@ -59,7 +58,7 @@ def six_iterations(corpus: str, save: Path, *more: str) -> tuple[dict[int, str],
 
 def check_size(checkpoint: Path, corpus: str, flags: list[str]) -> None:
     """What a run makes room for before its first step is what its checkpoints then take."""
-    args = parse_args(GPT_JOB, [*TOKENIZER, *FLAGS, "--data-path", corpus, *flags], world_size=2)
+    args = parse_args([*TOKENIZER, *FLAGS, "--data-path", corpus, *flags], world_size=2)
     args.padded_vocab_size = 258
     expected = checkpoint_bytes(args)
     found = sum(file.stat().st_size for file in checkpoint.iterdir())

@@ -121,12 +121,11 @@ SAVED = {
 
 
 def resumed(saved: dict[str, Any], *flags: str) -> list[Any]:
-    from megatron_patches.loop.gpt_job import GPT_JOB
-    from megatron_patches.loop.parts import parse_args
+    from megatron_patches.parts import parse_args
     from support.models import MODEL
 
     flags = (*MODEL, "--train-iters", "10", "--data-path", "unused", *flags)
-    args = parse_args(GPT_JOB, flags, world_size=2)
+    args = parse_args(flags, world_size=2)
     config = go_on_from(saved, DistcaConfig.from_args(args), args)
     return [config.documents.max_length, args.train_stream_start, args.valid_stream_start]
 

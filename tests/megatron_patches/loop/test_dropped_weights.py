@@ -20,7 +20,7 @@ SHARED = ["--moe-shared-expert-intermediate-size", "16"]
 def loaded(folder: Path, saved: list[str], wanted: list[str]) -> str:
     """Saves a model and loads it as another; returns the error, empty if there is none."""
     from megatron_patches.hugging_face import build_model
-    from megatron_patches.loop.parts import load_weights, save_weights
+    from megatron_patches.parts import load_weights, save_weights
     from support.ranks import forget_megatron
 
     model, args = build_model(MODEL + saved, bf16=False)

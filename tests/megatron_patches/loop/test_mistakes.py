@@ -12,9 +12,8 @@ import pytest
 from distca.cost.profile import Profile
 from distca.cost.volume import AttentionShape
 from megatron_patches.flags.config import DistcaConfig
-from megatron_patches.loop.gpt_job import GPT_JOB
-from megatron_patches.loop.parts import parse_args
 from megatron_patches.loop.preflight import check_read, check_written, lock_save
+from megatron_patches.parts import parse_args
 from support.checkpoints import write_checkpoint
 from support.pretraining import FLAGS, TOKENIZER, kill_all, start
 
@@ -116,7 +115,7 @@ def plain(args: Namespace) -> dict[str, object]:
 def accepted(flags: list[str], corpus: str) -> Namespace:
     """Flags as the loop accepts them on the first of two ranks."""
     argv = [*TOKENIZER, *FLAGS, "--train-iters", "2", "--data-path", corpus, *flags]
-    args = parse_args(GPT_JOB, argv, world_size=2)
+    args = parse_args(argv, world_size=2)
     # Of the tokenizer, which only a run makes.
     args.padded_vocab_size = 258
     return args

@@ -8,7 +8,7 @@ import importlib
 import io
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -16,6 +16,7 @@ from megatron.core.enums import ModelType
 
 from megatron_patches import hooks
 from megatron_patches.flags.config import DistcaConfig
+from megatron_patches.flags.distca import add_distca_arguments
 from megatron_patches.flags.unknown import explained
 from megatron_patches.loop.checkpoint_folder import (
     checkpoint_name,
@@ -24,9 +25,10 @@ from megatron_patches.loop.checkpoint_folder import (
     latest_iteration,
 )
 from megatron_patches.loop.dropped_weights import refuse_dropped_weights
-from megatron_patches.loop.job import Job
 from megatron_patches.loop.kept_tokenizer import keep_tokenizer
 from megatron_patches.loop.megatron_hooks import checked
+from megatron_patches.loop.step import forward_step
+from megatron_patches.pipeline.tick_pipeline import forward_backward_func
 from megatron_patches.upstream import OUR_DATA, build_stage
 
 
@@ -38,23 +40,22 @@ def _adapted(module: str) -> Any:
     return importlib.import_module(f"megatron.training.{module}")
 
 
-def build_parser(job: Job) -> ArgumentParser:
+def build_parser() -> ArgumentParser:
     """Makes a parser of Megatron-LM's flags and ours."""
     arguments = _adapted("arguments")
     parser = ArgumentParser(allow_abbrev=False)
-    return _with_ours(job, arguments.add_megatron_arguments(parser))
+    return _with_ours(arguments.add_megatron_arguments(parser))
 
 
-def _with_ours(job: Job, parser: ArgumentParser) -> ArgumentParser:
+def _with_ours(parser: ArgumentParser) -> ArgumentParser:
     parser.set_defaults(**OUR_DATA, dist_ckpt_optim_fully_reshardable=True)
-    return job.add_arguments(parser)
+    return add_distca_arguments(parser)
 
 
-def parse_args(job: Job, argv: Sequence[str], rank: int = 0, world_size: int = 1) -> Namespace:
+def parse_args(argv: Sequence[str], rank: int = 0, world_size: int = 1) -> Namespace:
     """Parses and checks a command line as the loop does.
 
     Args:
-        job: job whose flags are added.
         argv: command line.
         rank: rank of this process.
         world_size: number of processes, dedicated attention servers among them.
@@ -65,7 +66,7 @@ def parse_args(job: Job, argv: Sequence[str], rank: int = 0, world_size: int = 1
     arguments = _adapted("arguments")
 
     def add(parser: ArgumentParser) -> ArgumentParser:
-        parser = _with_ours(job, parser)
+        parser = _with_ours(parser)
         parser.error = functools.partial(_raise, parser)  # type: ignore[method-assign]
         # It is called without a command line, and would take that of the process.
         parser.parse_args = functools.partial(  # type: ignore[method-assign,assignment]
@@ -77,7 +78,7 @@ def parse_args(job: Job, argv: Sequence[str], rank: int = 0, world_size: int = 1
     args.rank, args.world_size = rank, world_size
     # It prints all arguments.
     with contextlib.redirect_stdout(io.StringIO()):
-        checked(arguments.validate_args, job, DistcaConfig.from_args(args), args)
+        checked(arguments.validate_args, DistcaConfig.from_args(args), args)
     return args
 
 
@@ -144,18 +145,18 @@ class Run:
     """A run whose model is built.
 
     Attributes:
-        job: job that runs.
         args: Megatron-LM's arguments.
         model: model chunks of this rank, wrapped for data parallelism.
         optimizer: Megatron's optimizer.
         scheduler: schedule of learning rate and weight decay.
+        forward_step: Megatron's `forward_step_func`.
     """
 
-    job: Job
     args: Namespace
     model: list[Any]
     optimizer: Any
     scheduler: Any
+    forward_step: Callable[..., tuple[Any, Any]] = field(default=forward_step, kw_only=True)
 
     @property
     def config(self) -> Any:
@@ -169,7 +170,7 @@ class Run:
         """Function that runs the micro-batches of a global batch."""
         from megatron.core.pipeline_parallel import get_forward_backward_func
 
-        own = self.job.forward_backward_func(DistcaConfig.from_args(self.args))
+        own = forward_backward_func(DistcaConfig.from_args(self.args))
         return get_forward_backward_func() if own is None else own
 
     def begin_step(self) -> None:
@@ -194,7 +195,7 @@ class Run:
         reruns = get_rerun_state_machine()
         while reruns.should_run_forward_backward(None):
             reports = self.forward_backward_func(
-                forward_step_func=self.job.forward_step,
+                forward_step_func=self.forward_step,
                 data_iterator=iterators,
                 model=self.model,
                 num_microbatches=get_num_microbatches(),
@@ -205,21 +206,19 @@ class Run:
         return reports
 
 
-def build_model(job: Job, args: Namespace) -> Any:
+def build_model(args: Namespace) -> Any:
     """Builds the model of one process, which is not wrapped for data parallelism.
 
     Args:
-        job: job whose model it is.
         args: arguments that `initialize` was given.
     """
-    return build_stage(job, DistcaConfig.from_args(args))
+    return build_stage(DistcaConfig.from_args(args))
 
 
-def build_run(job: Job, args: Namespace) -> Run:
+def build_run(args: Namespace) -> Run:
     """Builds this rank's model and optimizer, and loads `--load`. Collective.
 
     Args:
-        job: job to run.
         args: arguments that `initialize` was given, or others for the same processes.
     """
     from megatron.core.distributed import finalize_model_grads
@@ -230,10 +229,10 @@ def build_run(job: Job, args: Namespace) -> Run:
     with contextlib.redirect_stdout(io.StringIO()):
         made = training.setup_model_and_optimizer(
             ModelType.encoder_or_decoder,
-            functools.partial(build_stage, job, DistcaConfig.from_args(args)),
+            functools.partial(build_stage, DistcaConfig.from_args(args)),
             checkpointing_context={},
         )
-    run = Run(job, args, *made)
+    run = Run(args, *made)
     # As `train()` sets them.
     config, model = run.config, run.model
     config.grad_scale_func = run.optimizer.scale_loss
