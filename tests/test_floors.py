@@ -36,6 +36,14 @@ FLOORS["distca.commands"] = {*FLOORS}
 FLOORS["distca.__main__"] = {"distca.commands"}
 # Nor does training import what only inference runs.
 FLOORS["megatron_patches"] = {*FLOORS} - {"distca.__main__", "distca.runtime.serving"}
+# From below: each floor of training may import those before it.
+TRAINING = """
+    versions checkpoint_data cpu mcore_fixes flags model batches pipeline loop hooks upstream parts
+    hugging_face llama
+""".split()
+for floor in TRAINING:
+    below = {f"megatron_patches.{each}" for each in TRAINING[: TRAINING.index(floor)]}
+    FLOORS[f"megatron_patches.{floor}"] = FLOORS["megatron_patches"] | below
 FLOORS["data"] = {*FLOORS} - {"distca.__main__"}
 
 
