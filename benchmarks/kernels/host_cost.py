@@ -36,7 +36,7 @@ from distca.cost.memory import plan_memory
 from distca.cost.volume import AttentionShape
 from distca.documents.lengths import DISTRIBUTIONS, Capped, draw
 from distca.plan import Mask, Plan
-from distca.runtime import Buffers, CoreAttention, ProgramRun, build_exchange
+from distca.runtime import Buffers, CoreAttention, EventCursor, build_exchange
 from distca.runtime.kernel_timing import cpu_name
 from distca.schedule import ScheduleConfig, even_capacities, make_scheduler
 from distca.transport import Channel, ChannelBytes, MessageSizes, Pending, Transport
@@ -161,7 +161,7 @@ class RankAlone:
         )
         attention.reserve(plan_memory(plan, SHAPE))
         (self.exchange,) = attention.buffers.place([build_exchange(plan, rank)])
-        self._call = attention._call(ProgramRun([self.exchange]), 0, 0.3, {"layer": 0})
+        self._call = attention._call(EventCursor([self.exchange]), 0, 0.3, {"layer": 0})
         rows = self.exchange.q.local, self.exchange.kv.local, self.exchange.kv.local
         heads = SHAPE.heads, SHAPE.kv_heads, SHAPE.kv_heads
         self._inputs = [

@@ -39,7 +39,7 @@ from distca.cost.volume import plan_bytes
 from distca.documents.lengths import DISTRIBUTIONS, draw
 from distca.plan.plan import max_over_mean
 from distca.plan.span import Int64s
-from distca.runtime import Buffers, CoreAttention, Exchange, ProgramRun, build_exchange
+from distca.runtime import Buffers, CoreAttention, EventCursor, Exchange, build_exchange
 from distca.schedule import ExecutionOptions, GlobalBatchPlanner, documents_in_turn
 from distca.schedule.program import Event, LayerGroup, Pass, Step, tick_program
 from distca.transport.virtual import VirtualTransport
@@ -77,7 +77,7 @@ def parse(args: Namespace, nano_batches: int) -> Namespace:
     return parse_args(flags)
 
 
-class ServerInLockstep(ProgramRun):
+class ServerInLockstep(EventCursor):
     """Program of one of several servers in a thread, which gives way after each event.
 
     Args:
@@ -96,7 +96,7 @@ class ServerInLockstep(ProgramRun):
         self.begin(self.exchanges, self._there_and_back)
 
     def take_turn(self, direction: Pass, step: Step, nano_batch: int) -> Event:
-        """See `ProgramRun`."""
+        """See `EventCursor`."""
         if self.give_way is not None and step != "dispatch":
             self.give_way()
         return super().take_turn(direction, step, nano_batch)

@@ -17,7 +17,7 @@ from distca.commands.described import (
     named_model,
     with_windows,
 )
-from distca.cost.latent_rows import LATENT_ROWS, travelling_shape
+from distca.cost.latent_rows import LATENT_ROWS, comm_shape
 from distca.cost.link import Links
 from distca.cost.model_sizes import ModelSize
 from distca.cost.volume import AttentionShape
@@ -125,7 +125,7 @@ def travelling_shape_of(model: ModelSize, args: argparse.Namespace, links: Links
     # Those of a plan that is loaded are taken to be on several nodes.
     servers = args.servers or links.ranks_per_node + 1
     sizes = args.tensor_model_parallel_size, args.dtype_bytes
-    return _with_values(travelling_shape(model, *sizes, links, servers, args.latent_rows), args)
+    return _with_values(comm_shape(model, *sizes, links, servers, args.latent_rows), args)
 
 
 def _with_values(shape: AttentionShape, args: argparse.Namespace) -> AttentionShape:

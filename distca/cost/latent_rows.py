@@ -45,7 +45,7 @@ def latents_pay(
     return saved / speed > (sent + 2) * shape.expansion_flops / flops_per_second
 
 
-def travelling_shape(
+def comm_shape(
     model: ModelSize,
     tensor_parallel: int,
     dtype_bytes: int,

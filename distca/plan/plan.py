@@ -74,8 +74,8 @@ class Plan:
         return placement.start >= self.cached_prefix[placement.document]
 
     def own_tokens_per_rank(self) -> Int64s:
-        """Returns the number of each rank's rows of queries, `[world_size]`: its tokens that have
-        any, for each head group."""
+        """Returns each rank's query rows, int64 `[world_size]`: cached prefixes have none, and a
+        token has one for each head group."""
         return self.placement.select(self.own_pieces).tokens_per_rank()
 
     @cached_property

@@ -3,20 +3,20 @@
 from distca.runtime.attention_call import AttentionCall
 from distca.runtime.buffers import Buffers
 from distca.runtime.core_attention import CoreAttention
+from distca.runtime.event_cursor import EventCursor
 from distca.runtime.exchange import Exchange, KernelCall, build_exchange
 from distca.runtime.latent_rows import SentLatents
 from distca.runtime.prefetch import Prefetcher
-from distca.runtime.program_run import ProgramRun
 from distca.runtime.trace import Trace
 
 __all__ = [
     "AttentionCall",
     "Buffers",
     "CoreAttention",
+    "EventCursor",
     "Exchange",
     "KernelCall",
     "Prefetcher",
-    "ProgramRun",
     "SentLatents",
     "Trace",
     "build_exchange",

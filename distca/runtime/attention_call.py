@@ -13,19 +13,19 @@ from distca.attention import Kernel
 from distca.attention.kernel import Gradients, Outputs
 from distca.attention.merge import sum_parts
 from distca.attention.sink import sink_gradient, with_sink
+from distca.runtime.event_cursor import EventCursor
 from distca.runtime.exchange import Exchange
 from distca.runtime.latent_rows import LatentGradients, SentLatents, expand
-from distca.runtime.messages import ByKind, PackedRows, RowFormat, RowTypes, row_types
-from distca.runtime.moving_rows import (
-    Fill,
-    RowsForServers,
-    RowsUnderWay,
+from distca.runtime.messages import PackedRows, QAndKV, RowFormat, RowTypes, row_types
+from distca.runtime.row_comm import (
+    DispatchedRows,
+    PendingRows,
+    RecvRows,
+    RowWriter,
     ServedRows,
-    Target,
     start_combine,
     start_dispatch,
 )
-from distca.runtime.program_run import ProgramRun
 from distca.runtime.server_kernels import (
     compute_gradients,
     compute_outputs,
@@ -80,7 +80,7 @@ class AttentionCall:
     def __init__(
         self,
         resources: CallResources,
-        run: ProgramRun,
+        run: EventCursor,
         nano_batch: int,
         layer: int,
         softmax_scale: float,
@@ -92,9 +92,9 @@ class AttentionCall:
         # This rank's part of the plan that the present pass has.
         self._exchange: Exchange | None = None
         # Handed from one step to the next.
-        self._sent: RowsUnderWay | None = None
+        self._sent: PendingRows | None = None
         self._served: tuple[ServedRows, ServedRows] | None = None
-        self._ahead: RowsForServers | None = None
+        self._ahead: DispatchedRows | None = None
         self._parts: PackedRows | Outputs | None = None
         self._gradients: Gradients | None = None
         # Gradients of latents and shared parts of keys that come back.
@@ -151,7 +151,7 @@ class AttentionCall:
 
     def _start_dispatch(
         self, phase: str, of_q: Sequence[torch.Tensor], of_kv: Sequence[torch.Tensor] = ()
-    ) -> RowsForServers:
+    ) -> DispatchedRows:
         """Starts to send rows of tensors of queries, and of keys and values, or their latents."""
         assert self._exchange is not None
         resources = self._resources
@@ -163,13 +163,13 @@ class AttentionCall:
             phase,
             self.nano_batch,
             self._exchange,
-            ByKind(of_q, of_kv),
+            QAndKV(of_q, of_kv),
             self._scratch,
             expanded,
         )
 
     def _start_combine(
-        self, phase: str, types: RowTypes, fills: Sequence[Fill], targets: Sequence[Target]
+        self, phase: str, types: RowTypes, writers: Sequence[RowWriter], targets: Sequence[RecvRows]
     ) -> None:
         assert self._exchange is not None
         resources = self._resources
@@ -179,7 +179,7 @@ class AttentionCall:
             self.nano_batch,
             self._exchange,
             types,
-            fills,
+            writers,
             targets,
             self._scratch,
         )
@@ -208,12 +208,12 @@ class AttentionCall:
             )
         self._parts = found if parts is None else parts
         with self._span("combine", "exchange"):
-            fill, returned = _NOTHING, None
+            writer, returned = _NOTHING, None
             if parts is not None:
-                fill = received_outputs(exchange, parts, self._scratch)
+                writer = received_outputs(exchange, parts, self._scratch)
                 sent = exchange.q.parts + exchange.q.sent
                 returned = parts.words[exchange.q.parts : sent]
-            self._start_combine("combine", (types, ()), (fill, _NOTHING), (returned, None))
+            self._start_combine("combine", (types, ()), (writer, _NOTHING), (returned, None))
         self._served = None
 
     def _expand(self, kv: ServedRows) -> None:
@@ -346,15 +346,15 @@ class AttentionCall:
             of_latents = self._latent_gradients(kv)
             with self._span("combine backward", "exchange"):
                 if not self._travelling:
-                    types, fill = row_types([dk, dv]), received_gradients(exchange.kv, [dk, dv])
-                    target: Target = [each[exchange.kv.parts :] for each in (dk, dv)]
+                    types, writer = row_types([dk, dv]), received_gradients(exchange.kv, [dk, dv])
+                    target: RecvRows = [each[exchange.kv.parts :] for each in (dk, dv)]
                 else:
                     types, target = row_types(self._travelling), self._returned
-                    fill = _NOTHING if of_latents is None else Fill(of_latents.write)
+                    writer = _NOTHING if of_latents is None else RowWriter(of_latents.write)
                 self._start_combine(
                     "combine_backward",
                     (row_types([dq]), types),
-                    (received_gradients(exchange.q, [dq]), fill),
+                    (received_gradients(exchange.q, [dq]), writer),
                     ([dq[exchange.q.parts :]], target),
                 )
             # Computed while the gradients are under way.
@@ -390,5 +390,5 @@ class AttentionCall:
         return gradients
 
 
-_NOTHING = Fill(lambda into, rows: None)
+_NOTHING = RowWriter(lambda into, rows: None)
 """Writes the rows of a kind that has none."""

@@ -22,8 +22,8 @@ from distca.cost.volume import BACKWARD_INPUTS, BackwardInputs
 from distca.runtime.attention_call import AttentionCall, CallResources
 from distca.runtime.autograd import differentiable_call
 from distca.runtime.buffers import Buffers
+from distca.runtime.event_cursor import EventCursor
 from distca.runtime.latent_rows import SentLatents
-from distca.runtime.program_run import ProgramRun
 from distca.runtime.trace import Trace
 from distca.transport import Transport
 
@@ -68,7 +68,7 @@ class CoreAttention:
         q_THD: torch.Tensor,
         k_THD: torch.Tensor,
         v_THD: torch.Tensor,
-        run: ProgramRun,
+        run: EventCursor,
         softmax_scale: float,
         labels: Mapping[str, Any] | None = None,
         nano_batch: int = 0,
@@ -115,7 +115,7 @@ class CoreAttention:
 
     def serving_call(
         self,
-        run: ProgramRun,
+        run: EventCursor,
         nano_batch: int,
         softmax_scale: float,
         labels: Mapping[str, Any],
@@ -128,7 +128,7 @@ class CoreAttention:
 
     def _call(
         self,
-        run: ProgramRun,
+        run: EventCursor,
         nano_batch: int,
         softmax_scale: float,
         labels: Mapping[str, Any],

@@ -42,13 +42,14 @@ class Rows:
         send: local rows to send, sorted by destination, int64 `[sent]`.
         outgoing: rows that this rank sends to the servers, and that they return.
         incoming: rows that this rank receives as a server, and returns.
-        parts: gradients that this rank's kernel calls compute, of one row after the other.
-        received_sums: gradients of the received rows, made of `parts`; None: they are the last.
-        local_sums: gradients of the local rows, made of `parts` and then those that are returned;
-            None: they are the first of `parts`.
+        parts: number of row gradients that this rank's kernel calls compute.
+        received_sums: sums `parts` to the gradients of the received rows; None: the last of `parts`
+            are these gradients.
+        local_sums: sums `parts`, followed by the returned gradients, to the gradients of the local
+            rows; None: the first of `parts` are these gradients.
         move: whether any rank sends any row; the same on every rank.
-        returned_sums: gradients of the local latents, made of those that are returned, which then
-            are in no other sums; None: no latents are sent.
+        returned_sums: sums the returned gradients to those of the local latents; `local_sums`
+            then leaves them out. None: no latents are sent.
     """
 
     local: int
@@ -106,13 +107,14 @@ class KernelCall:
 
 
 @dataclass(frozen=True)
-class Combination:
-    """Rows that are made of partial ones: of one, or of several that merge by LSE.
+class LseMerge:
+    """Merges partial outputs to output rows by their LSE.
 
     Attributes:
         parts: number of partial rows.
-        merges: partial rows that merge, into rows that follow the partial ones; None: none do.
-        rows: the partial or merged row that is each row, int64 `[rows]`.
+        merges: partial rows that merge, and where to: merged rows follow the partial ones; None:
+            each row has one part.
+        rows: number of each output row among the partial and merged rows, int64 `[rows]`.
     """
 
     parts: int
@@ -136,10 +138,10 @@ class Exchange:
         q: query rows that travel.
         kv: key and value rows that travel.
         calls: kernel calls of this server, one for each task shape that it has.
-        received_outputs: outputs of the received queries, made of those of all calls, one after the
-            other; None: they are the last of the only call's.
-        local_outputs: outputs of the local queries, made of those of all calls and then those that
-            are returned; None: they are the first of the only call's.
+        received_outputs: merges the outputs of all calls to those of the received queries; None:
+            the last outputs of the only call are these.
+        local_outputs: merges the outputs of all calls, followed by the returned ones, to those of
+            the local queries; None: the first outputs of the only call are these.
     """
 
     rank: int
@@ -148,8 +150,8 @@ class Exchange:
     q: Rows
     kv: Rows
     calls: tuple[KernelCall, ...]
-    received_outputs: Combination | None
-    local_outputs: Combination | None
+    received_outputs: LseMerge | None
+    local_outputs: LseMerge | None
 
     @property
     def output_rows(self) -> int:
@@ -242,8 +244,8 @@ def build_exchange(plan: Plan, rank: int, latents: bool = False) -> Exchange:
         q=q,
         kv=kv,
         calls=tuple(calls),
-        received_outputs=None if of_q.received is None else combination(of_q.received, q.received),
-        local_outputs=None if of_q.local is None else combination(of_q.local, q.local),
+        received_outputs=None if of_q.received is None else lse_merge(of_q.received, q.received),
+        local_outputs=None if of_q.local is None else lse_merge(of_q.local, q.local),
     )
 
 
@@ -370,7 +372,7 @@ def _by_row(rows: Int64s, total: int) -> tuple[Int64s, Int64s]:
     return order, np.bincount(rows[order], minlength=total)
 
 
-def combination(rows: Int64s, total: int) -> Combination:
+def lse_merge(rows: Int64s, total: int) -> LseMerge:
     """Merges parts as `_sums` adds them; rows of no part are any."""
     order, counts = _by_row(rows, total)
     begins = np.cumsum(counts) - counts
@@ -384,4 +386,4 @@ def combination(rows: Int64s, total: int) -> Combination:
         numbers, row_of = np.arange(len(members)), np.repeat(np.arange(len(shared)), of_shared)
         columns = members, numbers, np.cumsum(of_shared) - of_shared, row_of
         merges = Merges(*(torch.from_numpy(column) for column in columns))
-    return Combination(len(rows), merges, torch.from_numpy(found))
+    return LseMerge(len(rows), merges, torch.from_numpy(found))

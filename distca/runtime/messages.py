@@ -27,8 +27,8 @@ WORD = torch.complex128
 """Type by which rows are copied, the widest: a thread of a GPU copies one word."""
 
 
-class ByKind(NamedTuple):
-    """Tensors whose rows travel as those of queries do, and those whose rows travel as keys do."""
+class QAndKV(NamedTuple):
+    """Tensors with a row for each query, and tensors with a row for each key."""
 
     q: Sequence[torch.Tensor] = ()
     kv: Sequence[torch.Tensor] = ()
@@ -55,8 +55,8 @@ class PeerRows:
     Attributes:
         counts: rows of each other rank, int64 `[ranks]`.
         before: rows that lower ranks than this one have with each rank, int64 `[ranks]`.
-        place: for each row, the number of rows of its kind before it in all messages, and of the
-            other kind: two int64 `[rows]`.
+        place: for each row, how many rows of its own kind and of the other kind lie before it in
+            the messages: two int64 `[rows]`.
     """
 
     counts: Int64s
@@ -168,7 +168,7 @@ class PackedRows:
 
 
 @dataclass(frozen=True)
-class KindInMessages:
+class KindLayout:
     """The rows of a kind in the messages that a rank sends or receives.
 
     Attributes:
@@ -253,8 +253,8 @@ class MessageLayout:
     """
 
     sizes: MessageSizes
-    send: tuple[KindInMessages, ...]
-    receive: tuple[KindInMessages, ...]
+    send: tuple[KindLayout, ...]
+    receive: tuple[KindLayout, ...]
 
 
 def message_layout(
@@ -281,9 +281,7 @@ def message_layout(
     return MessageLayout(sizes, tuple(_find(send, formats)), tuple(_find(receive, formats)))
 
 
-def _find(
-    rows: tuple[PeerRows, PeerRows], formats: Sequence[RowFormat]
-) -> Iterator[KindInMessages]:
+def _find(rows: tuple[PeerRows, PeerRows], formats: Sequence[RowFormat]) -> Iterator[KindLayout]:
     # Rows of a kind without tensors take up nothing.
     numbers = [
         each.place[0].shape[0] if of.words else 0 for each, of in zip(rows, formats, strict=True)
@@ -293,7 +291,7 @@ def _find(
         strides = of.words, formats[1 - kind].words
         place = rows[kind].place if others else None
         pieces = _pieces(rows, formats, kind) if others else ((slice(0, numbers[kind]), 0),)
-        yield KindInMessages(numbers[kind], strides, place, others, pieces, of)
+        yield KindLayout(numbers[kind], strides, place, others, pieces, of)
 
 
 def _pieces(

@@ -12,9 +12,9 @@ import torch
 
 from distca.attention.kernel import Gradients, Kernel, KernelTasks, Outputs
 from distca.attention.merge import merge_shared, sum_parts
-from distca.runtime.exchange import Combination, Exchange, KernelCall, Rows
+from distca.runtime.exchange import Exchange, KernelCall, LseMerge, Rows
 from distca.runtime.messages import PackedRows
-from distca.runtime.moving_rows import Fill, ServedRows
+from distca.runtime.row_comm import RowWriter, ServedRows
 from distca.runtime.workspace import Workspace
 
 
@@ -57,32 +57,32 @@ def compute_outputs(
     return found
 
 
-def merge(parts: PackedRows, combination: Combination, scratch: Workspace) -> None:
+def merge(parts: PackedRows, lse_merge: LseMerge, scratch: Workspace) -> None:
     """Merges partial outputs by LSE, into the rows that follow them."""
-    if combination.merges is None:
+    if lse_merge.merges is None:
         return
-    out, lse = (each[: combination.with_merged] for each in parts.tensors)
+    out, lse = (each[: lse_merge.with_merged] for each in parts.tensors)
 
     def gather(rows: torch.Tensor) -> Outputs:
         out, lse = parts.gather(rows, scratch).tensors
         return out, lse
 
     with scratch.borrowed():
-        merge_shared(out, lse, combination.merges, gather, scratch.take)
+        merge_shared(out, lse, lse_merge.merges, gather, scratch.take)
 
 
-def received_outputs(exchange: Exchange, parts: PackedRows, scratch: Workspace) -> Fill:
+def received_outputs(exchange: Exchange, parts: PackedRows, scratch: Workspace) -> RowWriter:
     """Writes the outputs and LSE of the received queries."""
-    combination, q = exchange.received_outputs, exchange.q
+    lse_merge, q = exchange.received_outputs, exchange.q
 
     def write(into: PackedRows, _: slice) -> None:
-        if combination is None:
+        if lse_merge is None:
             into.words.copy_(parts.words[q.local : q.served])
             return
-        merge(parts, combination, scratch)
-        torch.index_select(parts.words, 0, combination.rows, out=into.words)
+        merge(parts, lse_merge, scratch)
+        torch.index_select(parts.words, 0, lse_merge.rows, out=into.words)
 
-    return Fill(write, at_once=True)
+    return RowWriter(write, at_once=True)
 
 
 def local_outputs(exchange: Exchange, parts: PackedRows, scratch: Workspace) -> Outputs:
@@ -93,14 +93,14 @@ def local_outputs(exchange: Exchange, parts: PackedRows, scratch: Workspace) -> 
         parts: outputs and LSE of all calls, then those that came back, then room for merged ones.
         scratch: memory for temporaries.
     """
-    combination = exchange.local_outputs
+    lse_merge = exchange.local_outputs
     out, lse = parts.tensors
-    if combination is None:
+    if lse_merge is None:
         local = slice(0, exchange.q.local)
         out, lse = (each[local].clone(memory_format=torch.contiguous_format) for each in (out, lse))
         return out, lse
-    merge(parts, combination, scratch)
-    rows = combination.rows
+    merge(parts, lse_merge, scratch)
+    rows = lse_merge.rows
     return torch.index_select(out, 0, rows), torch.index_select(lse, 0, rows)
 
 
@@ -137,7 +137,7 @@ def compute_gradients(
         queries, keys = rows.stop, kv_rows.stop
 
 
-def received_gradients(rows: Rows, parts: Sequence[torch.Tensor]) -> Fill:
+def received_gradients(rows: Rows, parts: Sequence[torch.Tensor]) -> RowWriter:
     """Writes the gradients of the received rows of one kind, of which all calls gave `parts`."""
     sums = rows.received_sums
 
@@ -150,7 +150,7 @@ def received_gradients(rows: Rows, parts: Sequence[torch.Tensor]) -> Fill:
             else:
                 sum_parts(gradients, sums, target)
 
-    return Fill(write, at_once=sums is not None and sums.begins is not None)
+    return RowWriter(write, at_once=sums is not None and sums.begins is not None)
 
 
 def local_gradients(rows: Rows, parts: torch.Tensor) -> torch.Tensor:

@@ -21,7 +21,7 @@ from distca.schedule.training.global_batch import (
     documents_in_turn,
 )
 from distca.schedule.training.micro_batches import share_out
-from distca.schedule.training.nano_batches import Crossing, NanoPlan, split_in_two
+from distca.schedule.training.nano_batches import NanoPlan, SplitDocument, split_in_two
 from distca.schedule.training.planner_process import PlannerProcess
 from distca.schedule.training.pooling import pool, pool_nano_batches
 from distca.schedule.training.tick_schedule import (
@@ -39,7 +39,6 @@ __all__ = [
     "COMPARED",
     "SCHEDULERS",
     "CountedGlobalBatch",
-    "Crossing",
     "Documents",
     "ExecutionOptions",
     "GlobalBatchPlanner",
@@ -59,6 +58,7 @@ __all__ = [
     "RingZigzag",
     "ScheduleConfig",
     "Scheduler",
+    "SplitDocument",
     "Tick",
     "TickSchedule",
     "TilesScheduler",

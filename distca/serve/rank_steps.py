@@ -16,7 +16,7 @@ from distca.cost.step_memory import step_memory
 from distca.cost.volume import AttentionShape
 from distca.plan import Mask
 from distca.plan.span import Bools, Int64s, expand_ranges
-from distca.runtime import CoreAttention, Exchange, ProgramRun
+from distca.runtime import CoreAttention, EventCursor, Exchange
 from distca.runtime.exchange import map_indices
 from distca.runtime.serving.decode_exchange import build_decode_exchange
 from distca.runtime.serving.head_rows import key_places
@@ -276,7 +276,7 @@ class _AtOnce:
         scale: float,
         sink: torch.Tensor | None,
     ) -> torch.Tensor:
-        run = ProgramRun((self.exchange,), _ONE_CALL)
+        run = EventCursor((self.exchange,), _ONE_CALL)
         return self.core(q, k, v, run, scale, sink_H=sink)
 
 

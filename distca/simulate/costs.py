@@ -69,7 +69,7 @@ class ModelCosts:
         return self.model.attention_shape(self.tensor_parallel, self.dtype_bytes)
 
     @property
-    def travelling_shape(self) -> AttentionShape:
+    def comm_shape(self) -> AttentionShape:
         """The same heads, with what travels to servers for their keys and values."""
         if self.sends_latents:
             return self.model.latent_shape(self.tensor_parallel, self.dtype_bytes)

@@ -88,7 +88,7 @@ class _Run:
         self._cost_model = cost_model or costs.cluster.attention_cost(costs.shape)
         self._links = costs.cluster.links(costs.tensor_parallel)
         self._ablation, self._backward = ablation, backward
-        self._shape = costs.travelling_shape
+        self._shape = costs.comm_shape
         self._resources = Resources(
             ranks, costs.cluster, np.ones(ranks) if speeds is None else speeds, recording
         )

@@ -12,7 +12,7 @@ from functools import partial
 
 import numpy as np
 
-from distca.cost.latent_rows import LatentRows, travelling_shape
+from distca.cost.latent_rows import LatentRows, comm_shape
 from distca.cost.model_sizes import ModelSize
 from distca.plan import LayerMasks
 from distca.plan.span import Int64s, distinct
@@ -90,7 +90,7 @@ class Workload:
         """
         costs = self.costs(candidate.tensor)
         alone = candidate.stages == 1 and candidate.may_send_latents
-        shape = travelling_shape(
+        shape = comm_shape(
             self.model,
             candidate.tensor,
             costs.dtype_bytes,
@@ -261,7 +261,7 @@ def simulate(
     costs = workload.costs_of(candidate)
     config = ScheduleConfig(
         tolerance=workload.tolerance if candidate.tolerance is None else candidate.tolerance,
-        shape=costs.travelling_shape,
+        shape=costs.comm_shape,
         cost_model=costs.cluster.attention_cost(costs.shape),
         links=costs.cluster.links(candidate.tensor),
     )

@@ -11,7 +11,7 @@ from dataclasses import replace
 
 import torch
 
-from distca.runtime import Exchange, Prefetcher, ProgramRun
+from distca.runtime import EventCursor, Exchange, Prefetcher
 from distca.schedule import CountedGlobalBatch, PlannerProcess
 from megatron_patches.batches.plan_log import ToleranceWarning, balance_figures
 from megatron_patches.batches.ticks import TickInput, TickMaker
@@ -112,7 +112,7 @@ class PlannedIterator(Iterator[TickInput]):
     def _with_run(self, params: DocumentParams, exchanges: tuple[Exchange, ...]) -> DocumentParams:
         """Returns parameters with the state of a run, which the nano-batches share."""
         run = CoreAttentionRun(
-            self.maker.core_attention, ProgramRun(exchanges, masks=self.maker.masks)
+            self.maker.core_attention, EventCursor(exchanges, masks=self.maker.masks)
         )
         if params.nano_batches is not None:
             ping, pong = (replace(each, run=run) for each in params.nano_batches)

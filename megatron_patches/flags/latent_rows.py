@@ -31,7 +31,7 @@ def why_no_latents_travel(config: DistcaConfig, args: Namespace) -> str | None:
     return None
 
 
-def travelling_shape(config: DistcaConfig, args: Namespace) -> AttentionShape:
+def comm_shape(config: DistcaConfig, args: Namespace) -> AttentionShape:
     """Returns the attention heads of one tensor-parallel rank, with what travels for their keys and
     values.
 

@@ -11,7 +11,7 @@ from distca.schedule import LinearWork, ScheduleConfig
 from megatron_patches.flags.config import DistcaConfig
 from megatron_patches.flags.distca import attention_shape
 from megatron_patches.flags.latent_attention import has_latents, head_sizes
-from megatron_patches.flags.latent_rows import travelling_shape
+from megatron_patches.flags.latent_rows import comm_shape
 from megatron_patches.flags.sizes import layer_parameters
 
 logger = logging.getLogger(__name__)
@@ -41,7 +41,7 @@ def schedule_config(config: DistcaConfig, args: Namespace, servers: int) -> Sche
     else:
         logger.info("no --distca-profile: loads are judged by pair counts, not by measured times")
         cost_model = AnalyticCost.of_shape(shape)
-    travelling = travelling_shape(config, args)
+    travelling = comm_shape(config, args)
     if has_latents(args):
         what = "keys and values" if travelling.kv_rank is None else "latents"
         logger.info("%s travel to attention servers (--distca-latent-rows)", what)

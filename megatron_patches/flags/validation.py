@@ -24,7 +24,7 @@ from megatron_patches.flags.latent_attention import (
     has_latents,
     head_sizes,
 )
-from megatron_patches.flags.latent_rows import travelling_shape
+from megatron_patches.flags.latent_rows import comm_shape
 from megatron_patches.flags.newer import newer_flag
 from megatron_patches.flags.planning import number_of_servers
 
@@ -79,7 +79,7 @@ def validate(config: DistcaConfig, args: Namespace) -> None:
     _validate_transport(config)
     _validate_cuda_graphs(config, args)
     _validate_experts(config, args)
-    travelling_shape(config, args)
+    comm_shape(config, args)
     if args.attention_dropout:
         raise ValueError(
             f"--distca cannot apply attention dropout: set --attention-dropout 0 "

@@ -17,7 +17,7 @@ from megatron.core.transformer.dot_product_attention import DotProductAttention
 from distca.attention import Kernel
 from distca.attention.packed import packed_attention
 from distca.plan import LayerMasks
-from distca.runtime import CoreAttention, ProgramRun, SentLatents
+from distca.runtime import CoreAttention, EventCursor, SentLatents
 from megatron_patches.model.chained_keys import ChainPart, KeyRows
 from megatron_patches.model.latent_attention import sum_shared_gradient
 from megatron_patches.model.sent_latents import LatentSource
@@ -54,7 +54,7 @@ class CoreAttentionRun:
     """
 
     core_attention: CoreAttention
-    program: ProgramRun
+    program: EventCursor
     lent_keys: KeyRows | None = None
 
 

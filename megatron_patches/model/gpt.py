@@ -23,7 +23,7 @@ from distca.attention import select_kernel_of_heads
 from megatron_patches.flags.config import DistcaConfig
 from megatron_patches.flags.distca import masks_from_args
 from megatron_patches.flags.latent_attention import has_latents, head_sizes
-from megatron_patches.flags.latent_rows import travelling_shape
+from megatron_patches.flags.latent_rows import comm_shape
 from megatron_patches.model.core_attention import (
     DenseCoreAttention,
     DisaggregatedCoreAttention,
@@ -106,7 +106,7 @@ def adapt_model(config: DistcaConfig, args: Namespace, model: GPTModel) -> GPTMo
             layer.self_attention.checkpoint_core_attention = False
         if args.num_experts:
             share_auxiliary_losses(args, model)
-        if travelling_shape(config, args).kv_rank is not None:
+        if comm_shape(config, args).kv_rank is not None:
             send_latents(model)
         if config.cuda_graphs:
             graph_layers(model, CudaGraphEngine())

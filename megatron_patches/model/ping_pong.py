@@ -29,7 +29,7 @@ from megatron.core.fp8_utils import get_fp8_context
 from megatron.core.models.gpt import GPTModel
 from megatron.core.utils import make_viewless_tensor
 
-from distca.runtime import ProgramRun
+from distca.runtime import EventCursor
 from megatron_patches.model.core_attention import DocumentParams
 from megatron_patches.model.recompute import groups_of_layers
 from megatron_patches.model.rotary import split_rows
@@ -53,7 +53,7 @@ class Turns:
         program: order of events, which says whose turn it is.
     """
 
-    def __init__(self, program: ProgramRun) -> None:
+    def __init__(self, program: EventCursor) -> None:
         # Imported here: only runs with --distca-ping-pong need it.
         import greenlet
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from distca.runtime import AttentionCall, ProgramRun, SentLatents
+from distca.runtime import AttentionCall, EventCursor, SentLatents
 from distca.schedule.program import NANO_BATCHES
 from megatron_patches.batches.ticks import TickInput, TickMaker
 
@@ -38,7 +38,7 @@ def serve_tick(
         latents = SentLatents(activation.new_empty((0, shape.kv_rank)), shape.rotated_dim, None)
     masks = maker.masks
     names = NANO_BATCHES if len(tick_input.exchanges) > len(masks.masks) else (None,)
-    run = ProgramRun(tick_input.exchanges, tick_input.program, masks)
+    run = EventCursor(tick_input.exchanges, tick_input.program, masks)
     calls: dict[int, AttentionCall] = {}
     while (event := run.next_event) is not None:
         direction, step, nano_batch, layer = event

@@ -11,7 +11,7 @@ from distca.attention.merge import Merges, Sums, merge_partial, merge_shared, su
 from distca.cost.memory import plan_memory
 from distca.cost.volume import AttentionShape
 from distca.plan import Mask, Plan
-from distca.runtime import Buffers, CoreAttention, ProgramRun, build_exchange
+from distca.runtime import Buffers, CoreAttention, EventCursor, build_exchange
 from distca.transport.virtual import VirtualTransport
 from support.random_plans import random_lengths, random_plan
 
@@ -119,7 +119,7 @@ def outputs_of(plan: Plan, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) ->
         transport = VirtualTransport(rank, others, plan.world_size, CPU)
         attention = CoreAttention(transport, select_kernel("cpu"), Buffers(CPU, headroom=0.0))
         attention.reserve(plan_memory(plan, SHAPE))
-        calls.append(attention._call(ProgramRun([build_exchange(plan, rank)]), 0, SCALE, {}))
+        calls.append(attention._call(EventCursor([build_exchange(plan, rank)]), 0, SCALE, {}))
         end = row + int(plan.placement.tokens_per_rank()[rank])
         inputs.append([x[row:end] for x in (q, k, v)])
         row = end

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from distca.cost.latent_rows import latents_pay, travelling_shape
+from distca.cost.latent_rows import comm_shape, latents_pay
 from distca.cost.link import Links
 from distca.cost.model_sizes import MODELS
 from distca.cost.volume import AttentionShape
@@ -41,11 +41,11 @@ def test_latents_pay_where_links_take_longer(backward: str, sent: int) -> None:
 def test_what_travels() -> None:
     fast, slow = Links(node_gb_per_s=1e6, network_gb_per_s=1e6), Links()
     keys = DEEPSEEK.attention_shape(8)
-    assert travelling_shape(DEEPSEEK, 8, 2, slow, 16) == OF_A_RANK
-    assert travelling_shape(DEEPSEEK, 8, 2, fast, 16) == keys
-    assert travelling_shape(DEEPSEEK, 8, 2, fast, 16, "on") == OF_A_RANK
-    assert travelling_shape(DEEPSEEK, 8, 2, slow, 16, "off") == keys
+    assert comm_shape(DEEPSEEK, 8, 2, slow, 16) == OF_A_RANK
+    assert comm_shape(DEEPSEEK, 8, 2, fast, 16) == keys
+    assert comm_shape(DEEPSEEK, 8, 2, fast, 16, "on") == OF_A_RANK
+    assert comm_shape(DEEPSEEK, 8, 2, slow, 16, "off") == keys
     llama = MODELS["llama-8b"]
-    assert travelling_shape(llama, 8, 2, slow, 16) == llama.attention_shape(8)
+    assert comm_shape(llama, 8, 2, slow, 16) == llama.attention_shape(8)
     with pytest.raises(ValueError, match="--latent-rows on needs a model with latents"):
-        travelling_shape(llama, 8, 2, slow, 16, "on")
+        comm_shape(llama, 8, 2, slow, 16, "on")

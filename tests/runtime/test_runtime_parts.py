@@ -16,7 +16,7 @@ from distca.cost.volume import AttentionShape
 from distca.plan import Mask
 from distca.runtime import Prefetcher
 from distca.runtime.kernel_timing import KernelTimer, held_out_errors
-from distca.runtime.messages import WORD, ByKind, PackedRows, message_layout, peer_rows
+from distca.runtime.messages import WORD, PackedRows, QAndKV, message_layout, peer_rows
 from distca.runtime.trace import Trace
 from distca.runtime.workspace import Workspace
 from distca.timeline import LANES
@@ -74,7 +74,7 @@ def test_messages_survive_packing(width: int, keys: bool, monkeypatch: pytest.Mo
     monkeypatch.setattr(volume, "PIECE_BYTES", 0)
     q_counts, kv_counts = np.array([2, 0, 3]), np.array([0, 1, 1])
     rows = peer_rows(q_counts, np.array([1, 0, 4]), kv_counts, np.array([0, 2, 1]))
-    tensors = ByKind(
+    tensors = QAndKV(
         [torch.randn(5, width).bfloat16(), torch.randn(5, 5)],
         [torch.randn(2, 2, width), torch.randn(2, 4)] if keys else [],
     )

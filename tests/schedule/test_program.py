@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from distca.runtime import ProgramRun
+from distca.runtime import EventCursor
 from distca.schedule.program import Event, LayerGroup, Program, layer_groups, tick_program
 
 SHORT = {"dispatch": "d", "compute": "c", "combine": "m", "prefetch": "a"}
@@ -129,7 +129,7 @@ class Recorded:
 
 
 def test_a_run_holds_everybody_to_their_turn() -> None:
-    run = ProgramRun([], tick_program("forward", whole(1), 2, at_home=True))
+    run = EventCursor([], tick_program("forward", whole(1), 2, at_home=True))
     with pytest.raises(AssertionError, match="before the turn of"):
         run.take_turn("forward", "dispatch", 1)
     start = run.take_turn("forward", "dispatch", 0)
@@ -139,7 +139,7 @@ def test_a_run_holds_everybody_to_their_turn() -> None:
 
 
 def test_calls_are_sent_ahead_by_those_that_wait_for_their_way_back() -> None:
-    run = ProgramRun([], tick_program("forward", whole(1), 2, at_home=True))
+    run = EventCursor([], tick_program("forward", whole(1), 2, at_home=True))
     calls = [Recorded(), Recorded()]
     run.prefetch()
     while (event := run.next_event) is not None and event.step != "prefetch":
@@ -155,7 +155,7 @@ def test_calls_are_sent_ahead_by_those_that_wait_for_their_way_back() -> None:
 
 
 def test_give_way_lets_the_other_go_on() -> None:
-    run = ProgramRun([], tick_program("forward", whole(1), 2, at_home=False))
+    run = EventCursor([], tick_program("forward", whole(1), 2, at_home=False))
     turns = itertools.count()
 
     def other() -> None:

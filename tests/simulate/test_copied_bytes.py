@@ -23,7 +23,7 @@ from distca.cost.volume import (
     plan_bytes,
 )
 from distca.plan import Plan
-from distca.runtime import AttentionCall, Buffers, CoreAttention, ProgramRun, build_exchange
+from distca.runtime import AttentionCall, Buffers, CoreAttention, EventCursor, build_exchange
 from distca.schedule import ExecutionOptions, ScheduleConfig
 from distca.simulate import plan_global_batch
 from distca.simulate.copies import copy_traffic
@@ -131,7 +131,7 @@ def measured(plan: Plan, inputs: BackwardInputs) -> dict[str, list[int]]:
         transport = Links(rank, others, plan.world_size, CPU)
         attention = CoreAttention(transport, NoKernel(), buffers, backward=inputs)  # type: ignore[arg-type]
         attention.reserve(plan_memory(plan, SHAPE, inputs))
-        calls.append(attention._call(ProgramRun([build_exchange(plan, rank)]), 0, 0.3, {}))
+        calls.append(attention._call(EventCursor([build_exchange(plan, rank)]), 0, 0.3, {}))
     own, keys = plan.own_tokens_per_rank().tolist(), plan.placement.tokens_per_rank().tolist()
     heads, kv_heads = SHAPE.heads, SHAPE.kv_heads
     inputs = [

@@ -139,7 +139,7 @@ def test_a_plan_sends_latents_where_that_takes_less_time(
 
 def test_simulated_bytes_of_latents_are_the_plans() -> None:
     costs = ModelCosts(LATENT, CLUSTER, sends_latents=True)
-    shape = costs.travelling_shape
+    shape = costs.comm_shape
     config = ScheduleConfig(shape=shape, cost_model=CLUSTER.attention_cost(costs.shape))
     windows = [np.array([6000, 2192, *[1024] * 8])]
     planned = plan_global_batch(windows, 1, 8, config, ExecutionOptions("tiles"))

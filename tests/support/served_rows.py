@@ -7,7 +7,7 @@ import torch
 
 from distca.runtime.call_rows import CallRows
 from distca.runtime.messages import WORD, PackedRows, RowFormat, row_types
-from distca.runtime.moving_rows import ServedRows
+from distca.runtime.row_comm import ServedRows
 from distca.runtime.workspace import Workspace
 
 

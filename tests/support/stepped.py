@@ -12,7 +12,7 @@ from distca.cost.volume import AttentionShape
 from distca.plan import Plan, SteppedPlan
 from distca.plan.span import Int64s
 from distca.runtime import Buffers, CoreAttention
-from distca.runtime.messages import ByKind
+from distca.runtime.messages import QAndKV
 from distca.runtime.serving.step_exchange import SteppedExchange, build_stepped_exchange
 from distca.runtime.serving.stepped_call import SteppedCall
 from distca.schedule.serving.step_program import step_program
@@ -67,7 +67,7 @@ class RankOfPlan:
         rng = np.random.default_rng(transport.rank)
         places = rng.permutation(len(keys) + 3)[: len(keys)]
         q, *kv = (each.to(dtype) for each in inputs(plan.plan, shape))
-        self.tensors = ByKind(
+        self.tensors = QAndKV(
             [q[queries]],
             [each.new_full((len(keys) + 3, *each.shape[1:]), float("nan")) for each in kv],
         )

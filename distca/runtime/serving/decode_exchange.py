@@ -17,7 +17,7 @@ from distca.attention.paged import PagedKeys
 from distca.plan import Mask
 from distca.plan.span import Int64s
 from distca.runtime.call_rows import Piece, find_call_rows
-from distca.runtime.exchange import Exchange, KernelCall, Rows, combination
+from distca.runtime.exchange import Exchange, KernelCall, Rows, lse_merge
 from distca.runtime.messages import peer_rows
 from distca.runtime.serving.kv_pool import BlockTables
 from distca.schedule.serving.decode import Decode
@@ -89,8 +89,8 @@ def build_decode_exchange(
         q,
         kv,
         (call,),
-        None if in_order else combination(order - len(mine), len(received)),
-        None if alone else combination(local, len(mine)),
+        None if in_order else lse_merge(order - len(mine), len(received)),
+        None if alone else lse_merge(local, len(mine)),
     )
     return exchange, keys
 

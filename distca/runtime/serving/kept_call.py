@@ -18,7 +18,7 @@ from distca.attention.kernel import KernelTasks
 from distca.attention.merge import merge_rows
 from distca.attention.sink import with_sink
 from distca.runtime.core_attention import CoreAttention
-from distca.runtime.messages import ByKind
+from distca.runtime.messages import QAndKV
 from distca.runtime.serving.importance import Importance
 from distca.runtime.serving.kept_exchange import KeptCall, KeptExchange, KeptSpan
 from distca.runtime.serving.stepped_call import Fill, SteppedCall, nothing_to_fill
@@ -40,7 +40,7 @@ class SparseCall(SteppedCall):
         self,
         core: CoreAttention,
         exchange: KeptExchange,
-        tensors: ByKind,
+        tensors: QAndKV,
         softmax_scale: float,
         labels: Mapping[str, Any],
         importance: torch.Tensor,
@@ -137,7 +137,7 @@ class SparseAttention:
             scale: factor of the scores.
             sink: one more logit of each head, `[heads]`; None: there is none.
         """
-        tensors, labels = ByKind([q], [k, v]), dict[str, Any]()
+        tensors, labels = QAndKV([q], [k, v]), dict[str, Any]()
         table = self.importance.table
         call = SparseCall(self.core, self.exchange, tensors, scale, labels, table)
         out, lse = call.run(self.importance)

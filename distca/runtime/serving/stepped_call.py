@@ -16,7 +16,7 @@ from distca.attention.merge import merge_rows
 from distca.attention.sink import with_sink
 from distca.cost.step_memory import STEP_SLOTS
 from distca.runtime.core_attention import CoreAttention
-from distca.runtime.messages import WORD, ByKind, KindInMessages, PackedRows, RowTypes
+from distca.runtime.messages import WORD, KindLayout, PackedRows, QAndKV, RowTypes
 from distca.runtime.serving.head_rows import key_rows, query_rows, token_rows
 from distca.runtime.serving.importance import Importance
 from distca.runtime.serving.step_exchange import (
@@ -71,7 +71,7 @@ def attend_in_steps(
         )
     groups = exchange.head_groups
     keys = [key_rows(each, groups) for each in (k_THD, v_THD)]
-    tensors = ByKind([query_rows(q_THD, groups)], keys)
+    tensors = QAndKV([query_rows(q_THD, groups)], keys)
     call = SteppedCall(core, exchange, tensors, softmax_scale, labels or {})
     out, lse = call.run(importance)
     out = token_rows(out, groups)
@@ -95,7 +95,7 @@ class SteppedCall:
         self,
         core: CoreAttention,
         exchange: SteppedExchange,
-        tensors: ByKind,
+        tensors: QAndKV,
         softmax_scale: float,
         labels: Mapping[str, Any],
     ) -> None:
@@ -282,11 +282,11 @@ def nothing_to_fill(_: Sequence[torch.Tensor]) -> None:
     """Fills the rows of a kind that has none."""
 
 
-def _words(found: KindInMessages, messages: torch.Tensor) -> torch.Tensor:
+def _words(found: KindLayout, messages: torch.Tensor) -> torch.Tensor:
     return messages.new_empty((found.rows, found.format.words))
 
 
-def _received(found: KindInMessages, messages: torch.Tensor) -> Sequence[torch.Tensor]:
+def _received(found: KindLayout, messages: torch.Tensor) -> Sequence[torch.Tensor]:
     """The rows of each tensor of a kind, where they arrived if there are none of another kind."""
     if found.place is None:
         return found.format.tensors(found.in_place(messages))

@@ -16,7 +16,12 @@ import numpy as np
 from distca.plan import Placement, Plan
 from distca.plan.span import Floats, Int64s
 from distca.schedule.training.micro_batches import whole_documents
-from distca.schedule.training.nano_batches import Crossing, DocumentParts, NanoPlan, split_in_two
+from distca.schedule.training.nano_batches import (
+    DocumentParts,
+    NanoPlan,
+    SplitDocument,
+    split_in_two,
+)
 
 Loads = Callable[[Int64s, Int64s], Floats]
 """Loads of the tokens of documents between two positions each, `[pieces]`."""
@@ -119,15 +124,15 @@ def _nano_plan(
 ) -> NanoPlan:
     """Adds to a nano-batch's plan what it borrows and lends, and notes its parts of documents."""
     micro, number = place
-    crossings: list[Crossing] = []
+    split_documents: list[SplitDocument] = []
     borrows: tuple[tuple[int, int], ...] = ()
     borrows_from_ping = False
     # Those of earlier micro-batches first.
     crossing = np.flatnonzero(nano.start > 0).tolist()
     for piece in sorted(crossing, key=lambda n: parts[int(nano.document[n])][0].micro_batch):
         before = parts[int(nano.document[piece])]
-        crossings.append(
-            Crossing(piece, Placement.concatenate([part.placement for part in before]))
+        split_documents.append(
+            SplitDocument(piece, Placement.concatenate([part.placement for part in before]))
         )
         borrows += tuple((p.micro_batch, p.nano_batch) for p in before if p.micro_batch < micro)
         borrows_from_ping |= before[-1].micro_batch == micro
@@ -146,4 +151,4 @@ def _nano_plan(
                 own.document, own.start + start, own.end + start, own.rank, own.world_size
             )
             parts.setdefault(document, []).append(_Part(micro, number, shifted))
-    return NanoPlan(plan, tuple(crossings), borrows, borrows_from_ping, lent)
+    return NanoPlan(plan, tuple(split_documents), borrows, borrows_from_ping, lent)

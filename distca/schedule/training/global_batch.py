@@ -124,7 +124,7 @@ class PlannedMicroBatch:
     """Documents and plans of a micro-batch's nano-batches: of one, or of ping and pong.
 
     Attributes:
-        documents: documents of each nano-batch; a crossing document is there from the cut on.
+        documents: documents of each nano-batch; a split document is there from the cut on.
         plans: plan of each nano-batch over the data-parallel ranks of a stage, with the mask that
             sees most.
         chain: numbers of the micro-batches with which it may share documents, its own among them.

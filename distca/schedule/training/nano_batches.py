@@ -104,7 +104,7 @@ def _columns(half: DocumentParts) -> tuple[Int64s, Int64s, Int64s]:
 
 
 @dataclass(frozen=True)
-class Crossing:
+class SplitDocument:
     """A document of a plan whose first tokens are in earlier nano-batches.
 
     Attributes:
@@ -126,18 +126,19 @@ class NanoPlan:
     """A nano-batch's plan on the ranks of its stage.
 
     Attributes:
-        plan: plan in which crossing documents begin at the cut.
-        crossings: documents whose first tokens are in earlier nano-batches: first the one that
-            began in an earlier micro-batch, then the one that begins in ping, if there are any.
+        plan: plan in which split documents begin at the cut.
+        split_documents: documents whose first tokens are in earlier nano-batches: first the one
+            that began in an earlier micro-batch, then the one that begins in ping, if there are
+            any.
         borrows: nano-batches of earlier micro-batches that have tokens of the first of these
             documents: their micro-batches in the chain and their numbers, in the order in which
-            `Crossing.earlier` has their tokens. Ping's follow.
-        borrows_from_ping: whether the last of these documents is the last one of ping, too.
+            `SplitDocument.earlier` has their tokens. Ping's follow.
+        borrows_from_ping: whether pong continues ping's last document.
         lends: number of the document with which a later micro-batch goes on; None: there is none.
     """
 
     plan: Plan
-    crossings: tuple[Crossing, ...] = ()
+    split_documents: tuple[SplitDocument, ...] = ()
     borrows: tuple[tuple[int, int], ...] = ()
     borrows_from_ping: bool = False
     lends: int | None = None
@@ -146,26 +147,26 @@ class NanoPlan:
     def first_positions(self) -> Int64s:
         """Position of each document's first token here in the whole document, `[documents]`."""
         positions = np.zeros_like(self.plan.lengths)
-        for crossing in self.crossings:
-            positions[crossing.document] = crossing.cut
+        for split in self.split_documents:
+            positions[split.document] = split.cut
         return positions
 
 
-def with_cached_prefixes(plan: Plan, crossings: Sequence[Crossing]) -> Plan:
-    """Adds the keys that crossing documents have in earlier nano-batches, as cached prefixes.
+def with_cached_prefixes(plan: Plan, split_documents: Sequence[SplitDocument]) -> Plan:
+    """Adds the keys that split documents have in earlier nano-batches, as cached prefixes.
 
     Owners compute their queries over these keys; a scheduler that balances moves some tasks to
     other servers. On every rank they follow the plan's own keys, which is the order in the layers.
 
     Args:
-        plan: plan of a nano-batch's documents, in which crossing ones begin at the cut.
-        crossings: documents that cross.
+        plan: plan of a nano-batch's documents, in which split ones begin at the cut.
+        split_documents: documents whose first tokens are in earlier nano-batches.
     """
-    if not crossings:
+    if not split_documents:
         return plan
     cut = np.zeros_like(plan.lengths)
-    for crossing in crossings:
-        cut[crossing.document] = crossing.cut
+    for split in split_documents:
+        cut[split.document] = split.cut
     placement, tasks, mask = plan.placement, plan.tasks, plan.mask
     placement = replace(
         placement,
@@ -192,7 +193,8 @@ def with_cached_prefixes(plan: Plan, crossings: Sequence[Crossing]) -> Plan:
         tasks = tasks[cut[tasks.document] == 0]
         more = tasks_at_home(home, mask)
     earlier = [
-        replace(c.earlier, document=np.full_like(c.earlier.document, c.document)) for c in crossings
+        replace(c.earlier, document=np.full_like(c.earlier.document, c.document))
+        for c in split_documents
     ]
     return replace(
         plan,

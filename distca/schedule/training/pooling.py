@@ -10,7 +10,7 @@ import numpy as np
 from distca.plan import Placement, Plan, Tasks
 from distca.plan.span import Int64s
 from distca.schedule.base import Scheduler
-from distca.schedule.training.nano_batches import Crossing, NanoPlan, with_cached_prefixes
+from distca.schedule.training.nano_batches import NanoPlan, SplitDocument, with_cached_prefixes
 
 
 def pool(
@@ -39,30 +39,30 @@ def pool(
         A plan over all servers. Its documents are those of stage 0, then of stage 1, and so on.
     """
 
-    def with_earlier(plan: Plan, crossings: Sequence[Crossing]) -> Plan:
-        extended = with_cached_prefixes(plan, crossings)
-        return extended if move is None or not crossings else move(extended)
+    def with_earlier(plan: Plan, split_documents: Sequence[SplitDocument]) -> Plan:
+        extended = with_cached_prefixes(plan, split_documents)
+        return extended if move is None or not split_documents else move(extended)
 
     if world_size is None:
         world_size = int(servers.size)
     if len(stages) == 1 and stages[0] is not None and world_size == servers.size:
         only = stages[0]
-        return with_earlier(only.plan, only.crossings)
+        return with_earlier(only.plan, only.split_documents)
     if scheduler is None:
-        own = [None if s is None else with_earlier(s.plan, s.crossings) for s in stages]
+        own = [None if s is None else with_earlier(s.plan, s.split_documents) for s in stages]
         return _side_by_side(own, servers, world_size)
     together = _side_by_side([None if s is None else s.plan for s in stages], servers, world_size)
     plan = scheduler.schedule(together.lengths, together.placement, together.mask)
-    crossings, first_document = [], 0
+    split_documents, first_document = [], 0
     for stage, ranks in zip(stages, servers, strict=True):
         if stage is None:
             continue
-        for crossing in stage.crossings:
-            earlier = crossing.earlier
+        for split in stage.split_documents:
+            earlier = split.earlier
             earlier = replace(earlier, rank=ranks[earlier.rank], world_size=world_size)
-            crossings.append(Crossing(first_document + crossing.document, earlier))
+            split_documents.append(SplitDocument(first_document + split.document, earlier))
         first_document += len(stage.plan.lengths)
-    return with_earlier(plan, crossings)
+    return with_earlier(plan, split_documents)
 
 
 def pool_nano_batches(

@@ -1,4 +1,4 @@
-"""Speeds of the servers in a tick, so that those with less linear work take more attention.
+"""Speeds of the servers in a tick: ranks in the bubble take more attention.
 
 While the pipeline fills and drains, some stages are idle and only serve. With two nano-batches
 their kernels can run while other ranks compute linear layers, so with equal shares of attention
@@ -122,7 +122,7 @@ class AtHome:
     def _of_nano_batch(self, nano: NanoPlan) -> tuple[Floats, Int64s]:
         """Returns the loads of a nano-batch's tasks, and tokens of the ranks of a stage."""
         if id(nano) not in self._counted:
-            plan = with_cached_prefixes(nano.plan, nano.crossings)
+            plan = with_cached_prefixes(nano.plan, nano.split_documents)
             loads = task_loads(plan.tasks, plan.mask, self._cost_model)
             self._counted[id(nano)] = loads, plan.own_tokens_per_rank()
         return self._counted[id(nano)]

@@ -14,7 +14,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from distca.runtime import ProgramRun
+from distca.runtime import EventCursor
 from distca.schedule.program import Event
 from megatron_patches.model import cuda_graphs, ping_pong
 from megatron_patches.model.gpt import add_to_gradients_always
@@ -150,7 +150,7 @@ def test_what_one_half_enters_is_not_for_the_other(name: str, first: int) -> Non
 
     other = 1 - first
     order = [first, other, first, other, other]
-    program = ProgramRun([], tuple(Event("forward", "dispatch", number, 0) for number in order))
+    program = EventCursor([], tuple(Event("forward", "dispatch", number, 0) for number in order))
     before = state()
     with saved_tensors_hooks(lambda x: x, lambda x: x):
         # What surrounds both is in force in both.
@@ -186,7 +186,7 @@ class Recipe:
 def test_a_recipe_of_the_process_is_left_while_the_other_half_runs() -> None:
     """Layers of both halves have recipes of their own, and one has none."""
     recipe = Recipe()
-    program = ProgramRun(
+    program = EventCursor(
         [], tuple(Event("forward", "dispatch", number, 0) for number in (0, 1, 0, 1, 0, 1))
     )
     turns = Turns(program)

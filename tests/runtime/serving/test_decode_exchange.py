@@ -14,7 +14,7 @@ from distca.cost.decode_memory import decode_memory
 from distca.cost.volume import AttentionShape
 from distca.plan import Mask
 from distca.plan.span import Int64s
-from distca.runtime import Buffers, CoreAttention, Exchange, ProgramRun, build_exchange
+from distca.runtime import Buffers, CoreAttention, EventCursor, Exchange, build_exchange
 from distca.runtime.serving.decode_exchange import build_decode_exchange
 from distca.runtime.serving.kv_pool import BlockTables, KvPool
 from distca.schedule.program import LayerGroup, tick_program
@@ -136,7 +136,7 @@ def farthest_from_dense_attention(ranks: int, count: int, mask: Mask) -> tuple[i
     core = CoreAttention(transport, OfPool(select_kernel("cpu"), keys), Buffers(CPU, headroom=0.0))
     core.reserve(decode_memory(count, ranks, SHAPE))
     program = tick_program("forward", (LayerGroup(range(1), False),), 1, False, False)
-    run = ProgramRun(core.buffers.place([exchange]), program)
+    run = EventCursor(core.buffers.place([exchange]), program)
     with torch.no_grad():
         out = core(torch.stack(queries), *pool.rows(0), run, 1.0)
     transport.close()
@@ -170,5 +170,5 @@ def test_the_memory_suffices_where_one_rank_has_all(rank: int) -> None:
     program = tick_program("forward", (LayerGroup(range(1), False),), 1, False, False)
     q = torch.randn(exchange.q.local, SHAPE.heads, SHAPE.head_dim)
     with torch.no_grad():
-        out = core(q, *pool.rows(0), ProgramRun(placed, program), 1.0)
+        out = core(q, *pool.rows(0), EventCursor(placed, program), 1.0)
     assert out.shape == q.shape

@@ -16,7 +16,7 @@ from distca.cost.step_memory import STEP_SLOTS, step_memory
 from distca.cost.volume import AttentionShape
 from distca.plan import KeptRows, Mask, Placement, SteppedPlan, validate_stepped_plan
 from distca.runtime import Buffers, CoreAttention
-from distca.runtime.messages import ByKind
+from distca.runtime.messages import QAndKV
 from distca.runtime.serving.importance import OBSERVERS, Importance
 from distca.runtime.serving.kept_call import SparseCall
 from distca.runtime.serving.kept_exchange import build_kept_exchange
@@ -75,7 +75,7 @@ class SparseRank:
         rows = [each.new_full((len(self.keys) + 3, *each.shape[1:]), 9e9) for each in kv]
         for tensor, each in zip(rows, kv, strict=True):
             tensor[places] = each[self.keys]
-        self.tensors = ByKind([q[self.queries]], rows)
+        self.tensors = QAndKV([q[self.queries]], rows)
         self.exchange = build_kept_exchange(plan, rank, places)
         self.importance = Importance(plan.plan, rank, places, SHAPE.kv_heads, CPU)
 

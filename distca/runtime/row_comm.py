@@ -11,10 +11,10 @@ from distca.runtime.call_rows import CallRows, Gather, GatherBoth, Piece, Pieces
 from distca.runtime.exchange import Exchange, Rows
 from distca.runtime.messages import (
     WORD,
-    ByKind,
-    KindInMessages,
+    KindLayout,
     MessageLayout,
     PackedRows,
+    QAndKV,
     RowFormat,
     RowTypes,
     row_types,
@@ -24,19 +24,19 @@ from distca.transport import Channel, Pending, Transport
 
 
 @dataclass(frozen=True)
-class Fill:
-    """What writes a kind's rows that are sent.
+class RowWriter:
+    """Writes the rows of a kind that are sent into messages.
 
     Attributes:
-        write: writes some rows of all, sorted by destination: their memory, and which they are.
-        at_once: whether all must be written at once.
+        write: function of memory and a slice: writes these of all rows, sorted by destination.
+        at_once: whether `write` reduces across rows, so that one call must write all of them.
     """
 
     write: Callable[[PackedRows, slice], object]
     at_once: bool = False
 
 
-Target = torch.Tensor | Sequence[torch.Tensor] | None
+RecvRows = torch.Tensor | Sequence[torch.Tensor] | None
 """Memory for a kind's rows that arrive: words of packed rows, or each tensor; None: none arrive."""
 
 
@@ -108,7 +108,7 @@ class ServedRows:
 
 
 @dataclass(frozen=True)
-class RowsUnderWay:
+class PendingRows:
     """Rows in an exchange, with memory for those that arrive.
 
     Attributes:
@@ -119,7 +119,7 @@ class RowsUnderWay:
 
     pending: Pending | None
     layout: MessageLayout | None
-    targets: Sequence[Target]
+    targets: Sequence[RecvRows]
 
     def wait(self) -> None:
         """Waits for the exchange, and completes the targets."""
@@ -137,7 +137,7 @@ class RowsUnderWay:
 
 
 @dataclass(frozen=True)
-class RowsForServers:
+class DispatchedRows:
     """Rows of several tensors in an exchange to the servers, without memory for arrivals yet.
 
     Memory is taken later where rows are prefetched, while an earlier call's rows are still needed.
@@ -153,12 +153,12 @@ class RowsForServers:
     pending: Pending | None
     layout: MessageLayout | None
     exchange: Exchange
-    tensors: ByKind
+    tensors: QAndKV
     expanded: Sequence[torch.Tensor]
 
     def receive(
         self, workspace: Workspace | None
-    ) -> tuple[RowsUnderWay, tuple[ServedRows, ServedRows]]:
+    ) -> tuple[PendingRows, tuple[ServedRows, ServedRows]]:
         """Takes memory for the received rows of each kind.
 
         Args:
@@ -169,10 +169,10 @@ class RowsForServers:
         kv = _served(self.expanded or self.tensors.kv, of_kv, workspace)
         if self.expanded and of_kv.received:
             kv = replace(kv, latents=_memory(self.tensors.kv, of_kv.received, workspace))
-        return RowsUnderWay(self.pending, self.layout, [_target(q), _target(kv)]), (q, kv)
+        return PendingRows(self.pending, self.layout, [_target(q), _target(kv)]), (q, kv)
 
 
-def _target(served: ServedRows) -> Target:
+def _target(served: ServedRows) -> RecvRows:
     """Memory for what arrives of a kind."""
     arriving = served.latents or served.received
     return None if arriving is None else arriving.words
@@ -198,25 +198,27 @@ def _start_exchange(
     phase: str,
     channel: Channel,
     layout: MessageLayout,
-    fills: Sequence[Fill],
+    writers: Sequence[RowWriter],
     scratch: Workspace,
 ) -> Pending:
     """Starts to send rows, sorted by destination."""
     messages = transport.staging(channel, layout.sizes.sent).view(WORD)
-    for found, fill in zip(layout.send, fills, strict=True):
+    for found, writer in zip(layout.send, writers, strict=True):
         if found.rows:
-            _write(messages, found, fill, scratch)
+            _write(messages, found, writer, scratch)
     return transport.start(phase, channel, layout.sizes)
 
 
-def _write(messages: torch.Tensor, found: KindInMessages, fill: Fill, scratch: Workspace) -> None:
-    if len(found.pieces) == 1 or (found.pieces and not fill.at_once):
+def _write(
+    messages: torch.Tensor, found: KindLayout, writer: RowWriter, scratch: Workspace
+) -> None:
+    if len(found.pieces) == 1 or (found.pieces and not writer.at_once):
         for piece, words in found.views(messages):
-            fill.write(PackedRows.at(words, found.format), piece)
+            writer.write(PackedRows.at(words, found.format), piece)
         return
     with scratch.borrowed():
         rows = PackedRows.take(scratch, found.format, found.rows)
-        fill.write(rows, slice(0, found.rows))
+        writer.write(rows, slice(0, found.rows))
         found.put(messages, rows.words)
 
 
@@ -231,10 +233,10 @@ def start_dispatch(
     phase: str,
     slot: int,
     exchange: Exchange,
-    tensors: ByKind,
+    tensors: QAndKV,
     scratch: Workspace,
     expanded: Sequence[torch.Tensor] = (),
-) -> RowsForServers:
+) -> DispatchedRows:
     """Starts to send each tensor's rows to the servers.
 
     Args:
@@ -247,21 +249,21 @@ def start_dispatch(
         expanded: local keys and values, where `tensors` has their latents.
     """
 
-    def gathered(sources: Sequence[torch.Tensor], rows: torch.Tensor) -> Fill:
+    def gathered(sources: Sequence[torch.Tensor], rows: torch.Tensor) -> RowWriter:
         def write(into: PackedRows, piece: slice) -> None:
             for tensor, target in zip(sources, into.tensors, strict=True):
                 torch.index_select(tensor, 0, rows[piece], out=target)
 
-        return Fill(write)
+        return RowWriter(write)
 
     types = tensors.row_types
     pending = layout = None
     if _any_moves(exchange, types):
         channel = Channel("dispatch", slot)
         layout = exchange.layout(channel.direction, types)
-        fills = gathered(tensors.q, exchange.q.send), gathered(tensors.kv, exchange.kv.send)
-        pending = _start_exchange(transport, phase, channel, layout, fills, scratch)
-    return RowsForServers(pending, layout, exchange, tensors, expanded)
+        writers = gathered(tensors.q, exchange.q.send), gathered(tensors.kv, exchange.kv.send)
+        pending = _start_exchange(transport, phase, channel, layout, writers, scratch)
+    return DispatchedRows(pending, layout, exchange, tensors, expanded)
 
 
 def start_combine(
@@ -270,10 +272,10 @@ def start_combine(
     slot: int,
     exchange: Exchange,
     types: RowTypes,
-    fills: Sequence[Fill],
-    targets: Sequence[Target],
+    writers: Sequence[RowWriter],
+    targets: Sequence[RecvRows],
     scratch: Workspace,
-) -> RowsUnderWay:
+) -> PendingRows:
     """Starts to send the results of received rows back to the rows' owners.
 
     Args:
@@ -282,7 +284,7 @@ def start_combine(
         slot: slot of the channel.
         exchange: this rank's part of the plan.
         types: rows of the results.
-        fills: what writes the results of received queries, and those of keys.
+        writers: write the results of received queries, and those of keys.
         targets: memory for what comes back, `[sent, ...]`.
         scratch: memory for rows on their way out.
     """
@@ -290,5 +292,5 @@ def start_combine(
     if _any_moves(exchange, types):
         channel = Channel("combine", slot)
         layout = exchange.layout(channel.direction, types)
-        pending = _start_exchange(transport, phase, channel, layout, fills, scratch)
-    return RowsUnderWay(pending, layout, targets)
+        pending = _start_exchange(transport, phase, channel, layout, writers, scratch)
+    return PendingRows(pending, layout, targets)

@@ -16,7 +16,7 @@ class Prefetches(Protocol):
     def prefetch(self) -> None: ...
 
 
-class ProgramRun:
+class EventCursor:
     """The events of a micro-batch's pass, in turn.
 
     In a pipeline a micro-batch shares its backward tick with other micro-batches than its forward
