@@ -1,6 +1,7 @@
 """From token files to a rank's input of each tick: its tokens, and its part of the plans.
 
-`sources` builds the iterators of a run; `stream` orders the documents; `micro_batch` packs them as
-plain Megatron does; `planned` has them planned for `--distca`; `ticks` makes the input of each
-tick; `groups_of_one` warns of baselines that cannot shard documents.
+`blends` and `dataset_factory` find the documents that the flags name, `stream` orders them, and
+`resuming` says where a run goes on. A reader makes micro-batches of the stream, and an iterator has
+them made ahead: `packed` without `--distca`; with it `planned` reads what the planner asks for,
+`ticks` makes a rank's input of each tick, and `planned_iterator` has global batches planned ahead.
 """

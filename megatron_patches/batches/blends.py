@@ -142,19 +142,6 @@ def sets_of(args: Namespace, blend: Blend) -> list[Blend]:
     return [Blend((prefix,), None, blend.split) for prefix in blend.prefixes]
 
 
-def parse_data_path(data_path: Sequence[str], flag: str = "--data-path") -> Blend:
-    """Parses a blend as Megatron spells it: `a`, `a b` or `0.3 a 0.7 b`.
-
-    Args:
-        data_path: words of the blend.
-        flag: where they come from, for messages.
-
-    Raises:
-        ValueError: the path is empty, only some prefixes have weights, or a weight is not positive.
-    """
-    return _blend(data_path, flag, None)
-
-
 def _blend(words: Sequence[str], flag: str, split: str | None) -> Blend:
     if not words:
         raise ValueError(f"{flag} is empty: give the prefix of an indexed dataset")

@@ -149,7 +149,7 @@ class ToleranceWarning:
             why = why_above_tolerance(tick.plans, self._config)
             if why is not None:
                 logger.warning(
-                    "in the global batch from sample %d on, %s. Later ones are not told: "
+                    "in the global batch from sample %d on, %s. Later ones are not logged: "
                     '"load max/mean" is of every iteration',
                     *(first_sample, why),
                 )

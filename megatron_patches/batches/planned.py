@@ -65,7 +65,7 @@ class PlannedReader:
         layers: Mapping[Mask, int] | None = None,
         cost_model: CostModel | None = None,
     ) -> Floats:
-        """Loads of the ranks under plain data parallelism, `[micro_batches, ranks]`.
+        """Returns the loads of plain data-parallel ranks, `[micro_batches, ranks]`.
 
         Args:
             first_sample: sample at which the first micro-batch starts.
@@ -161,7 +161,7 @@ class PlannedReader:
         return parts
 
     def _rows_of(self, plan: Plan, document: int) -> torch.Tensor:
-        """This rank's rows of a document of a plan, int64."""
+        """Returns this rank's rows of a document of a plan, int64."""
         spans = plan.placement
         mine = (spans.document == document) & (spans.rank == self.layout.data_parallel_rank)
         return torch.from_numpy(

@@ -107,10 +107,10 @@ def go_on_from(saved: Mapping[str, Any], config: DistcaConfig, args: Namespace) 
     if not saved.get("consumed_train_samples"):
         # Weights alone, as of a conversion.
         return config
-    # Of all ranks, the first one tells.
-    tell = logger.log if args.rank == 0 else lambda *_: None
+    # The first rank logs for all.
+    log = logger.log if args.rank == 0 else lambda *_: None
     if not _is_of_our_data(saved):
-        tell(
+        log(
             logging.WARNING,
             "the checkpoint notes no place in our order of the data, since plain Megatron-LM has "
             "another: some documents may come again, and others be left out",
@@ -121,7 +121,7 @@ def go_on_from(saved: Mapping[str, Any], config: DistcaConfig, args: Namespace) 
         start, consumed = saved[f"{split}_stream_start"], saved[f"consumed_{split}_samples"]
         setattr(args, f"{split}_stream_start", start + consumed * (was - now))
     if was != now:
-        tell(
+        log(
             logging.INFO,
             "--seq-length was %d, now %d: training goes on at token %d of the stream, where the "
             "checkpoint's ended",
@@ -131,7 +131,7 @@ def go_on_from(saved: Mapping[str, Any], config: DistcaConfig, args: Namespace) 
     if given is None:
         return with_max_document_tokens(config, args, pieces)
     if given != pieces:
-        tell(
+        log(
             logging.WARNING,
             "documents were cut into pieces of at most %d tokens, now %d, so the rest of the data "
             "comes in another order: --distca-max-document-length %d, or none, keeps it",

@@ -309,7 +309,7 @@ class TokenStream:
         return int(self.offsets[-1] - self.offsets[0])
 
     def repeats_within(self, tokens: int) -> bool:
-        """Whether a document, or a piece of one, comes twice in the first tokens of the stream."""
+        """Returns whether a piece of a document comes twice in the first tokens of the stream."""
         count = int(np.searchsorted(self.offsets[:-1], self.offsets[0] + tokens))
         pieces = np.column_stack([self.corpus, self.document, self.first])[:count]
         padding = [n for n, corpus in enumerate(self.corpora) if isinstance(corpus, Padding)]

@@ -139,7 +139,7 @@ class TickMaker:
         return _tick_program(direction, self.layer_groups, nano_batches, at_home, goes_back)
 
     def _at_home(self, exchanges: tuple[Exchange, ...]) -> bool:
-        """Whether all queries stay at home, so that keys may be sent ahead (see `tick_program`)."""
+        """Returns whether all queries stay at home: then keys may be sent ahead."""
         # Ranks that only serve, and backward ticks with plans of their own, send nothing ahead.
         same_ticks = self.layout.stages == 1 and not self.layout.dedicated
         return same_ticks and not any(exchange.q.move for exchange in exchanges)

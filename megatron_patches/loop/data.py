@@ -186,7 +186,7 @@ class _Splits:
         )
 
     def whole(self, which: Split, number: int) -> list[FullValidationIterator]:
-        """Makes the iterators over all of each set of a split, the first of which has a number."""
+        """Makes the iterators over whole sets of a split, numbered from `number` on."""
         found: list[FullValidationIterator] = []
         if which not in self.blends:
             return found

@@ -32,7 +32,7 @@ class FullValidationIterator(Iterator[Any]):
     """
 
     def __init__(self, iterable: ClosableIterator, iterations: int) -> None:
-        # Named as in Megatron-LM's own wrapper, behind which ticks are looked for.
+        # Named as in Megatron-LM's own wrapper: see `unwrap`.
         self.iterable, self._iterations = iterable, iterations
 
     def __next__(self) -> Any:
@@ -46,9 +46,16 @@ class FullValidationIterator(Iterator[Any]):
         self.iterable.close()
 
 
+def unwrap(iterator: Any) -> Any:
+    """Returns the iterator inside `FullValidationIterator` and Megatron-LM's wrappers."""
+    while hasattr(iterator, "iterable"):
+        iterator = iterator.iterable
+    return iterator
+
+
 @dataclass(frozen=True)
 class DataIterators:
-    """The micro-batches of each split, or None for a split that is not needed.
+    """Iterators of the splits; None for a split that is not read.
 
     Attributes:
         train: iterator of the training split.

@@ -9,13 +9,12 @@ from __future__ import annotations
 import signal
 from argparse import Namespace
 from collections.abc import Callable
-from typing import Any
 
 import torch
 
 from megatron_patches.batches.planned_iterator import PlannedIterator
 from megatron_patches.model.latent_attention import softmax_scale
-from megatron_patches.pipeline.data_iterators import DataIterators
+from megatron_patches.pipeline.data_iterators import DataIterators, unwrap
 from megatron_patches.pipeline.idle_rank import serve_tick
 
 
@@ -33,15 +32,9 @@ def serve(build_data: Callable[[], DataIterators], args: Namespace) -> None:
     control = data.control
     assert control is not None
     while (number := control.next_number()) is not None:
-        serve_global_batch(_ticks(data, number), args.params_dtype, softmax_scale(args))
+        ticks = unwrap(data.numbered()[number])
+        serve_global_batch(ticks, args.params_dtype, softmax_scale(args))
     data.finish()
-
-
-def _ticks(data: DataIterators, number: int) -> PlannedIterator:
-    ticks: Any = data.numbered()[number]
-    ticks = getattr(ticks, "iterable", ticks)
-    assert isinstance(ticks, PlannedIterator)
-    return ticks
 
 
 def serve_global_batch(ticks: PlannedIterator, dtype: torch.dtype, softmax_scale: float) -> None:

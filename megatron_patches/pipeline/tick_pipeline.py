@@ -27,6 +27,7 @@ from megatron_patches.batches.planned_iterator import PlannedIterator
 from megatron_patches.batches.ticks import TickInput, TickMaker
 from megatron_patches.flags.config import DistcaConfig
 from megatron_patches.model.core_attention import DisaggregatedCoreAttention
+from megatron_patches.pipeline.data_iterators import unwrap
 from megatron_patches.pipeline.idle_rank import serve_tick
 from megatron_patches.pipeline.tracing import Tracing
 
@@ -87,7 +88,8 @@ class TickPipeline:
             raise ValueError("--distca cannot adjust the shapes of messages between stages")
         chunks = model if isinstance(model, list) else [model]
         ticks = data_iterator[0] if isinstance(data_iterator, list) else data_iterator
-        planned = _unwrapped(ticks)
+        # The loop may wrap it to repeat values.
+        planned: PlannedIterator = unwrap(ticks)
         maker = planned.maker
         if pg_collection is None:
             pg_collection = _process_groups()
@@ -147,13 +149,6 @@ class TickPipeline:
             device = next(chunk.parameters()).device
             torch.distributed.all_reduce(torch.zeros(1, device=device), group=stages)
         self._connected = True
-
-
-def _unwrapped(iterator: Any) -> PlannedIterator:
-    """Returns our iterator: Megatron-LM wraps it to repeat values, and we those of whole sets."""
-    while hasattr(iterator, "iterable"):
-        iterator = iterator.iterable
-    return iterator  # type: ignore[no-any-return]
 
 
 def _process_groups() -> Any:

@@ -13,7 +13,6 @@ from megatron_patches.batches.blends import (
     Blend,
     check_blends,
     find_blend,
-    parse_data_path,
     sets_of,
 )
 from megatron_patches.batches.stream import TokenStream
@@ -53,16 +52,25 @@ def test_each_prefix_is_a_set_of_its_own_only_if_asked_for() -> None:
 
 
 def test_a_blend_has_prefixes_or_weights_too() -> None:
-    assert parse_data_path(["a"]) == Blend(("a",), None, None)
-    assert parse_data_path(["0.3", "a", "0.7", "b"]) == Blend(("a", "b"), (0.3, 0.7), None)
+    alone, weighted = ["a"], ["0.3", "a", "0.7", "b"]
+    assert find_blend(FILES, args(train_data_path=alone), "train") == Blend(("a",), None, None)
+    assert find_blend(FILES, args(train_data_path=weighted), "train") == Blend(
+        ("a", "b"), (0.3, 0.7), None
+    )
 
 
 @pytest.mark.parametrize(
-    "path", [[], ["0", "a", "1", "b"], ["-1", "a"], ["nan", "a"], ["x", "a", "0.5", "b"]]
+    "path", [["0", "a", "1", "b"], ["-1", "a"], ["nan", "a"], ["x", "a", "0.5", "b"]]
 )
 def test_unusable_blends_are_refused(path: list[str]) -> None:
     with pytest.raises(ValueError, match="--data-path"):
-        parse_data_path(path)
+        find_blend(FILES, args(data_path=path), "train")
+
+
+def test_an_empty_file_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "data.txt").write_text("\n")
+    with pytest.raises(ValueError, match=r"data\.txt is empty: give the prefix"):
+        find_blend(FILES, args(data_args_path=str(tmp_path / "data.txt")), "train")
 
 
 def test_one_blend_gives_each_split_a_part(tmp_path: Path) -> None:
@@ -104,7 +112,7 @@ def test_what_names_no_data_or_too_many_is_refused(given: dict[str, object], sai
 
 
 def test_a_split_of_its_own_reads_all_documents(tmp_path: Path) -> None:
-    blend = parse_data_path([write_documents(tmp_path / "c", [3] * 20)])
+    blend = Blend((write_documents(tmp_path / "c", [3] * 20),), None, None)
     streams = [TokenStream.open(blend, which, seed=1, num_tokens=60) for which in SPLITS]
     for stream in streams:
         assert sorted(stream.document.tolist()) == list(range(20))
