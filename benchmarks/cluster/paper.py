@@ -39,9 +39,15 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2]))  # as benchmarks/__init__.py says
 
-from benchmarks.cluster.ablations import appendix, figure_11, figure_12
-from benchmarks.cluster.baselines import figure_3, figure_4, figure_6
-from benchmarks.cluster.chains import chains
+from benchmarks.cluster.figures import (
+    appendix,
+    chains,
+    figure_3,
+    figure_4,
+    figure_6,
+    figure_11,
+    figure_12,
+)
 from benchmarks.cluster.report import Options, Report
 from benchmarks.cluster.sweep import Runner
 from benchmarks.cluster.tables import GROUPS, end_to_end

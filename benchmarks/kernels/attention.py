@@ -10,7 +10,6 @@ same visible pairs; short shards leave the kernel's blocks half empty.
 from __future__ import annotations
 
 import argparse
-import json
 import platform
 import statistics
 import sys
@@ -170,11 +169,8 @@ def main(argv: list[str] | None = None) -> None:
         "model": args.model,
         "keys": args.keys,
     }
-    print(table(rows))
-    args.output.mkdir(parents=True, exist_ok=True)
-    file = args.output / f"kernels_{device.type}"
-    file.with_suffix(".json").write_text(json.dumps(what | {"rows": rows}, indent=1) + "\n")
-    plot(rows, f"{args.keys} keys on {name}", file.with_suffix(".png"))
+    pages.save(args.output, f"kernels_{device.type}", table(rows), what | {"rows": rows})
+    plot(rows, f"{args.keys} keys on {name}", args.output / f"kernels_{device.type}.png")
 
 
 if __name__ == "__main__":

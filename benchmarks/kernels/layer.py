@@ -15,7 +15,6 @@ A timeline of each way is written, too (`layer_packed.trace.json` and so on, for
 from __future__ import annotations
 
 import argparse
-import json
 import platform
 import sys
 from argparse import Namespace
@@ -32,6 +31,7 @@ import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).parents[2]))  # as benchmarks/__init__.py says
 
+from benchmarks import pages
 from benchmarks.kernels.attention import seconds_of
 from benchmarks.lengths_only import VOCABULARY, stream_of
 from distca.attention import select_kernel
@@ -288,19 +288,18 @@ def idle_share(busy: list[tuple[float, float]]) -> float:
 def table(rows: list[dict[str, Any]]) -> str:
     """Formats the figures as Markdown."""
     header = ["way", "loads max/mean", "MB moved", "ms", "of packed", "GPU idle"]
-    lines = [header, ["---"] + ["---:"] * (len(header) - 1)]
-    for row in rows:
-        lines.append(
-            [
-                row["way"],
-                f"{row['max_over_mean']:.3f}",
-                f"{row['bytes'] / 1e6:.2f}",
-                f"{1e3 * row['seconds']:.2f}",
-                f"{row['of_packed']:.3f}",
-                "" if row["idle"] is None else f"{row['idle']:.1%}",
-            ]
-        )
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    cells = [
+        [
+            row["way"],
+            f"{row['max_over_mean']:.3f}",
+            f"{row['bytes'] / 1e6:.2f}",
+            f"{1e3 * row['seconds']:.2f}",
+            f"{row['of_packed']:.3f}",
+            "" if row["idle"] is None else f"{row['idle']:.1%}",
+        ]
+        for row in rows
+    ]
+    return pages.table(header, cells, "---:")
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -352,7 +351,6 @@ def main(argv: list[str] | None = None) -> None:
         )
     rows = [row | {"of_packed": row["seconds"] / rows[0]["seconds"]} for row in rows]
     dist.destroy_process_group()
-    print(table(rows))
     gpu = device.type == "cuda"
     what = {
         "device": torch.cuda.get_device_name() if gpu else platform.processor() or "a CPU",
@@ -360,8 +358,7 @@ def main(argv: list[str] | None = None) -> None:
         "flags": {name: str(value) for name, value in vars(args).items() if name != "output"},
         "rows": rows,
     }
-    file = args.output / f"layer_{device.type}.json"
-    file.write_text(json.dumps(what, indent=1) + "\n")
+    pages.save(args.output, f"layer_{device.type}", table(rows), what)
 
 
 if __name__ == "__main__":

@@ -21,8 +21,7 @@ from tqdm import tqdm
 
 from benchmarks.lengths_only import VOCABULARY, stream_of
 from benchmarks.training.setting import PLAIN, SHORT, Setting, document_lengths
-from benchmarks.training.step import Step, timed_passes
-from benchmarks.training.summary import summarize
+from benchmarks.training.summary import Step, summarize, timed_passes
 from distca.cost.model_sizes import ModelSize
 from distca.lifetime import end_with_parent
 from distca.plan import BLOCK

@@ -19,7 +19,6 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks.kernels.layer import idle_share
-from benchmarks.training.report import table
 from benchmarks.training.run import steps_lengths
 from benchmarks.training.setting import (
     LONG_TAIL,
@@ -29,9 +28,8 @@ from benchmarks.training.setting import (
     document_lengths,
     pairs_of_ranks,
 )
-from benchmarks.training.step import Step
-from benchmarks.training.summary import summarize
-from benchmarks.training.throughput import build_parser, peak_of_gpu, setting_of
+from benchmarks.training.summary import Step, summarize
+from benchmarks.training.throughput import build_parser, peak_of_gpu, setting_of, table
 from distca.attention.reference import document_visibility
 from distca.cost.model_sizes import ModelSize
 from distca.plan import Mask

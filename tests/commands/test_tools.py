@@ -23,8 +23,7 @@ from benchmarks.cluster.validate_simulator import (
 )
 from benchmarks.training import compare_losses
 from benchmarks.training.setting import LONG_TAIL, Setting
-from benchmarks.training.step import TimedPass
-from benchmarks.training.summary import fit, replay, ticks_seconds
+from benchmarks.training.summary import TimedPass, fit, replay, ticks_seconds
 from distca.commands import profile as profiling
 from distca.commands.main import COMMANDS, main
 from distca.cost.model_sizes import ModelSize
