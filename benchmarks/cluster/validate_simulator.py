@@ -70,7 +70,8 @@ from distca.simulate import (
     simulate_ticks,
 )
 from megatron_patches.flags.config import DistcaConfig
-from megatron_patches.flags.planning import chunks_of_a_stage, linear_work, schedule_config
+from megatron_patches.flags.parallel import ParallelSizes
+from megatron_patches.flags.planning import linear_work, schedule_config
 
 SCHEDULERS = ("packed", "per-document-cp", "greedy", "tiles")
 MIXES = (LONG_TAIL, "pretrain", "lognormal", "fixed")
@@ -147,7 +148,7 @@ def predict(
     costs = ModelCosts(model, machine, dtype_bytes=4)
     flags = DistcaConfig.from_args(args)
     config = schedule_config(flags, args, setting.processes)
-    options = flags.execution_options(chunks_of_a_stage(args))
+    options = flags.execution_options(ParallelSizes.from_args(args).chunks)
     seconds, digest = 0.0, hashlib.sha1()
     for mine in batches_of(setting, mix):
         make_plans = partial(

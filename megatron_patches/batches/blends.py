@@ -28,6 +28,7 @@ from megatron.core.datasets.utils import get_blend_from_list
 
 from megatron_patches.batches.custom_dataset import custom_dataset
 from megatron_patches.flags.config import DocumentsConfig
+from megatron_patches.flags.newer import newer_flag
 
 Split = Literal["train", "valid", "test"]
 SPLITS: tuple[Split, ...] = ("train", "valid", "test")
@@ -62,8 +63,8 @@ def find_blend(documents: DocumentsConfig, args: Namespace, which: Split) -> Ble
     Raises:
         ValueError: the flags name no data, or several sources of it, or cannot be read.
     """
-    of_splits = [name for name in _names_of_splits() if getattr(args, name, None)]
-    sources = [name for name in _SOURCES if getattr(args, name)]
+    of_splits = [name for name in _names_of_splits() if vars(args)[name]]
+    sources = [name for name in _SOURCES if vars(args)[name]]
     own = [] if documents.function is None else ["distca_documents"]
     if len(sources) + len(own) + bool(of_splits) != 1:
         given = " and ".join(_flag(name) for name in [*sources, *own, *of_splits])
@@ -71,13 +72,13 @@ def find_blend(documents: DocumentsConfig, args: Namespace, which: Split) -> Ble
             f"give {_FLAGS}" if not given else f"{given} name data twice: give one of {_FLAGS}"
         )
     if of_splits:
-        words = getattr(args, f"{which}_data_path", None)
+        words = vars(args)[f"{which}_data_path"]
         return _blend(words, _flag(f"{which}_data_path"), None) if words else None
     if documents.function is not None:
         there = custom_dataset(args, documents.function, which) is not None
         return Blend((documents.function,), None, None) if there else None
     (source,) = sources
-    value = getattr(args, source)
+    value = vars(args)[source]
     if source == "data_path":
         return _blend(value, _flag(source), args.split)
     file = f"{_flag(source)} {value}"
@@ -133,7 +134,7 @@ def sets_of(args: Namespace, blend: Blend) -> list[Blend]:
         )
     if not args.multiple_validation_sets:
         return [blend]
-    names = getattr(args, "validation_set_names", None)
+    names = newer_flag(args, "validation_set_names")
     if names and len(names) != len(blend.prefixes):
         raise ValueError(
             f"--validation-set-names has {len(names)} names, but there are {len(blend.prefixes)} "

@@ -261,12 +261,11 @@ class DistcaConfig:
             chain=args.distca_chain,
         )
 
-    def execution_options(self, chunks: int, forward_only: bool = False) -> ExecutionOptions:
-        """Returns how global batches run.
+    def execution_options(self, chunks: int) -> ExecutionOptions:
+        """Returns how global batches of training run.
 
         Args:
             chunks: number of model chunks of each pipeline stage.
-            forward_only: whether they are evaluations.
         """
         return ExecutionOptions(
             scheduler=self.scheduling.scheduler,
@@ -275,6 +274,5 @@ class DistcaConfig:
             pool_stages=self.scheduling.pool_stages,
             chunks=chunks,
             max_in_flight=self.scheduling.max_in_flight,
-            forward_only=forward_only,
             chain=self.chain,
         )

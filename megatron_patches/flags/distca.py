@@ -13,6 +13,7 @@ from distca.schedule.program import ABLATIONS
 from distca.transport.collective import MAX_CTAS, MOST_CTAS
 from distca.transport.nvshmem import NVSHMEM_MODES
 from megatron_patches.flags.latent_attention import head_sizes
+from megatron_patches.flags.parallel import ParallelSizes
 
 PLACEMENTS = ("free", "sequential")
 TRANSPORTS = ("auto", "collective", "shm", "nvshmem")
@@ -298,8 +299,8 @@ def masks_of_a_chunk(args: Namespace) -> LayerMasks:
         ValueError: layers of the same place in two chunks have different masks.
     """
     masks = masks_from_args(args)
-    chunks = args.pipeline_model_parallel_size * (args.virtual_pipeline_model_parallel_size or 1)
-    layers = args.num_layers // chunks
+    sizes = ParallelSizes.from_args(args)
+    layers = args.num_layers // (sizes.stages * sizes.chunks)
     pattern = [masks.of_layer(layer) for layer in range(layers)]
     for layer in range(args.num_layers):
         if masks.of_layer(layer) != pattern[layer % layers]:

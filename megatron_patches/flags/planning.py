@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import logging
 from argparse import Namespace
+from dataclasses import dataclass, replace
 
 from distca.cost.kernel_time import AnalyticCost, CostModel
 from distca.cost.profile import Profile
-from distca.schedule import LinearWork, ScheduleConfig
+from distca.plan import LayerMasks
+from distca.schedule import ExecutionOptions, LinearWork, ScheduleConfig
+from distca.schedule.program import LayerGroup, layer_groups
 from megatron_patches.flags.config import DistcaConfig
-from megatron_patches.flags.distca import attention_shape
+from megatron_patches.flags.distca import attention_shape, masks_of_a_chunk
 from megatron_patches.flags.latent_attention import has_latents, head_sizes
 from megatron_patches.flags.latent_rows import comm_shape
+from megatron_patches.flags.parallel import ParallelSizes
 from megatron_patches.flags.sizes import layer_parameters
 
 logger = logging.getLogger(__name__)
@@ -60,21 +64,62 @@ def schedule_config(config: DistcaConfig, args: Namespace, servers: int) -> Sche
 
 def linear_work(args: Namespace) -> LinearWork:
     """Counts the linear layers of the model, beside which attention is shared out in a pipeline."""
-    chunks = args.pipeline_model_parallel_size * chunks_of_a_stage(args)
+    sizes = ParallelSizes.from_args(args)
     return LinearWork.of_parameters(
         layer_parameters(args),
         args.hidden_size * args.padded_vocab_size,
-        args.num_layers // chunks,
+        args.num_layers // (sizes.stages * sizes.chunks),
         args.num_attention_heads * sum(head_sizes(args)) // 2,
     )
 
 
-def chunks_of_a_stage(args: Namespace) -> int:
-    """Returns the number of model chunks (virtual stages) of each pipeline stage."""
-    return args.virtual_pipeline_model_parallel_size or 1
+@dataclass(frozen=True)
+class PlannerConfig:
+    """What global batches are planned by, beside their documents.
 
+    Attributes:
+        scheduling: costs and links.
+        training: how global batches of training run.
+        masks: masks of a model chunk's layers.
+        linear_work: linear layers, beside which attention is shared out.
+        layer_groups: groups of a model chunk's layers whose backward passes run together.
+        sequence_shards: as for `ParallelSizes`.
+    """
 
-def number_of_servers(config: DistcaConfig, args: Namespace) -> int:
-    """Returns the number of attention servers of each tensor-parallel index."""
-    in_place = args.data_parallel_size * args.pipeline_model_parallel_size
-    return int(in_place + config.dedicated // args.tensor_model_parallel_size)
+    scheduling: ScheduleConfig
+    training: ExecutionOptions
+    masks: LayerMasks
+    linear_work: LinearWork
+    layer_groups: tuple[LayerGroup, ...]
+    sequence_shards: int
+
+    @classmethod
+    def from_args(cls, config: DistcaConfig, args: Namespace, servers: int) -> PlannerConfig:
+        """Makes the value of all flags.
+
+        Args:
+            config: our flags.
+            args: Megatron-LM's arguments.
+            servers: number of attention servers.
+
+        Raises:
+            ValueError: see `schedule_config`.
+        """
+        sizes = ParallelSizes.from_args(args)
+        return cls(
+            scheduling=schedule_config(config, args, servers),
+            training=config.execution_options(sizes.chunks),
+            masks=masks_of_a_chunk(args),
+            linear_work=linear_work(args),
+            layer_groups=layer_groups(
+                args.num_layers // (sizes.stages * sizes.chunks),
+                args.recompute_granularity,
+                args.recompute_method,
+                args.recompute_num_layers,
+            ),
+            sequence_shards=sizes.sequence_shards,
+        )
+
+    def options(self, forward_only: bool) -> ExecutionOptions:
+        """Returns how global batches run; those of evaluations, if `forward_only`."""
+        return replace(self.training, forward_only=forward_only)

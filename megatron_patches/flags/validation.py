@@ -26,7 +26,7 @@ from megatron_patches.flags.latent_attention import (
 )
 from megatron_patches.flags.latent_rows import comm_shape
 from megatron_patches.flags.newer import newer_flag
-from megatron_patches.flags.planning import number_of_servers
+from megatron_patches.flags.parallel import ParallelSizes
 
 SFT_TOKENIZER = "SFTTokenizer"
 """Tokenizer type of `--sft`, in Megatron-LM, too."""
@@ -357,7 +357,7 @@ def _validate_scheduling(config: DistcaConfig, args: Namespace) -> None:
     scheduling = config.scheduling
     speeds = scheduling.server_speeds
     if speeds is not None:
-        servers = number_of_servers(config, args)
+        servers = ParallelSizes.from_args(args).servers(config.dedicated)
         if len(speeds) != servers or not all(0 < s < float("inf") for s in speeds):
             raise ValueError(
                 f"--distca-server-speeds needs one positive speed for each of the {servers} "

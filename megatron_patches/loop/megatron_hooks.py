@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
+import signal
 import sys
 import time
 import traceback
@@ -29,6 +30,7 @@ from megatron_patches.flags.validation import validate
 from megatron_patches.loop.data import build_data
 from megatron_patches.loop.launcher import kill_leftovers
 from megatron_patches.loop.messages import exit_with_message, message_handlers, message_level
+from megatron_patches.model.latent_attention import softmax_scale
 from megatron_patches.pipeline.data_iterators import FullValidationIterator
 from megatron_patches.pipeline.processes import Processes, join
 from megatron_patches.pipeline.tick_pipeline import forward_backward_func
@@ -222,7 +224,14 @@ def _serve(run: Run, args: Namespace, processes: Processes) -> NoReturn:
     training.update_train_iters(args)
     complete = Namespace(**vars(args) | {"vocab_size": get_tokenizer().vocab_size})
     train, valid, test = training.get_train_valid_test_num_samples()
-    serve(lambda: build_data(run.config, complete, train, valid, test, processes), complete)
+    if args.exit_signal_handler:
+        # Ranks with a model end at the end of an iteration, and dismiss this process.
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    serve(
+        lambda: build_data(run.config, complete, train, valid, test, processes),
+        args.params_dtype,
+        softmax_scale(args),
+    )
     dist.barrier()
     dist.destroy_process_group()
     sys.exit(0)

@@ -23,7 +23,8 @@ from megatron_patches.batches.blends import SPLITS
 from megatron_patches.batches.dataset_factory import check_documents
 from megatron_patches.checkpoint_data import read_common_state
 from megatron_patches.flags.config import DistcaConfig
-from megatron_patches.flags.planning import number_of_servers, schedule_config
+from megatron_patches.flags.parallel import ParallelSizes
+from megatron_patches.flags.planning import schedule_config
 from megatron_patches.flags.sizes import checkpoint_bytes
 from megatron_patches.loop.checkpoint_folder import (
     and_another,
@@ -76,7 +77,8 @@ def check_read(config: DistcaConfig, args: Namespace) -> None:
     evaluates = bool(args.eval_iters or args.full_validation)
     check_documents(config, args, SPLITS if evaluates else SPLITS[:1])
     if config.enabled and config.scheduling.profile is not None:
-        schedule_config(config, args, number_of_servers(config, args))
+        sizes = ParallelSizes.from_args(args)
+        schedule_config(config, args, sizes.servers(config.dedicated))
     if args.load is not None:
         check_checkpoint(args)
 

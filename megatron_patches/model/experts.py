@@ -10,7 +10,6 @@ of the global batch (`global_aux_loss`) are Megatron's as they are.
 
 from __future__ import annotations
 
-from argparse import Namespace
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -26,14 +25,18 @@ OVER_A_MICRO_BATCH = ("_apply_aux_loss", "_apply_seq_aux_loss")
 """Methods of a router that add a loss averaged over a micro-batch."""
 
 
-def share_auxiliary_losses(args: Namespace, model: GPTModel) -> None:
-    """Makes the routers of a model average their auxiliary losses over all data-parallel ranks."""
+def share_auxiliary_losses(model: GPTModel, rows: int, replicas: int) -> None:
+    """Makes the routers of a model average their auxiliary losses over all data-parallel ranks.
+
+    Args:
+        model: model of this rank.
+        rows: rows of a whole micro-batch on a rank.
+        replicas: data-parallel ranks.
+    """
     group = parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True)
-    shards = args.tensor_model_parallel_size if args.sequence_parallel else 1
-    rows = args.seq_length * args.micro_batch_size // shards
     for module in model.modules():
         if isinstance(module, TopKRouter):
-            _share(module, group, rows, args.data_parallel_size)
+            _share(module, group, rows, replicas)
 
 
 def _share(router: Any, group: torch.distributed.ProcessGroup, rows: int, replicas: int) -> None:

@@ -24,6 +24,7 @@ from megatron_patches.flags.config import DistcaConfig
 from megatron_patches.flags.distca import masks_from_args
 from megatron_patches.flags.latent_attention import has_latents, head_sizes
 from megatron_patches.flags.latent_rows import comm_shape
+from megatron_patches.flags.parallel import ParallelSizes
 from megatron_patches.model.core_attention import (
     DenseCoreAttention,
     DisaggregatedCoreAttention,
@@ -105,7 +106,9 @@ def adapt_model(config: DistcaConfig, args: Namespace, model: GPTModel) -> GPTMo
             # Core attention keeps no more than inputs and outputs, so recomputing gains nothing.
             layer.self_attention.checkpoint_core_attention = False
         if args.num_experts:
-            share_auxiliary_losses(args, model)
+            sizes = ParallelSizes.from_args(args)
+            rows = args.seq_length * args.micro_batch_size // sizes.sequence_shards
+            share_auxiliary_losses(model, rows, sizes.data)
         if comm_shape(config, args).kv_rank is not None:
             send_latents(model)
         if config.cuda_graphs:

@@ -30,8 +30,8 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.utils import make_viewless_tensor
 
 from distca.runtime import EventCursor
+from distca.schedule.program import layer_groups
 from megatron_patches.model.core_attention import DocumentParams
-from megatron_patches.model.recompute import groups_of_layers
 from megatron_patches.model.rotary import split_rows
 from megatron_patches.model.thread_state import ThreadState
 from megatron_patches.model.unknown_arguments import refuse_unknown
@@ -176,7 +176,12 @@ def _forward(
 
     random = tensor_parallel.get_cuda_rng_tracker().fork() if shards > 1 else nullcontext()
     with random:
-        for group in groups_of_layers(len(block.layers), config):
+        for group in layer_groups(
+            len(block.layers),
+            config.recompute_granularity,
+            config.recompute_method,
+            config.recompute_num_layers,
+        ):
             run_group = partial(run, [block.layers[number] for number in group.layers])
             if group.recomputed and block.training:
                 parts = tensor_parallel.checkpoint(

@@ -6,34 +6,31 @@ batch the first rank tells it which split the batch is of.
 
 from __future__ import annotations
 
-import signal
-from argparse import Namespace
 from collections.abc import Callable
 
 import torch
 
 from megatron_patches.batches.planned_iterator import PlannedIterator
-from megatron_patches.model.latent_attention import softmax_scale
 from megatron_patches.pipeline.data_iterators import DataIterators, unwrap
 from megatron_patches.pipeline.idle_rank import serve_tick
 
 
-def serve(build_data: Callable[[], DataIterators], args: Namespace) -> None:
+def serve(
+    build_data: Callable[[], DataIterators], dtype: torch.dtype, softmax_scale: float
+) -> None:
     """Runs a dedicated process, which serves instead of training. Collective with the whole job.
 
     Args:
         build_data: function that builds the iterators, as the processes with a model do.
-        args: arguments of the job, the same in all processes.
+        dtype: type of the activations.
+        softmax_scale: factor of the scores.
     """
-    if args.exit_signal_handler:
-        # Ranks with a model end at the end of an iteration, and dismiss this process.
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
     data = build_data()
     control = data.control
     assert control is not None
     while (number := control.next_number()) is not None:
         ticks = unwrap(data.numbered()[number])
-        serve_global_batch(ticks, args.params_dtype, softmax_scale(args))
+        serve_global_batch(ticks, dtype, softmax_scale)
     data.finish()
 
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 from argparse import Namespace
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import partial
 
 import torch
 
 from distca.runtime import CoreAttention
-from distca.schedule import GlobalBatchPlanner, PlannerProcess, ScheduleConfig
+from distca.schedule import GlobalBatchPlanner, PlannerProcess
 from megatron_patches.batches.layouts import WindowLayout
 from megatron_patches.batches.planned import PlannedReader
 from megatron_patches.batches.planned_iterator import PlannedIterator
@@ -18,9 +18,9 @@ from megatron_patches.batches.stream import TokenStream
 from megatron_patches.batches.ticks import TickMaker
 from megatron_patches.flags.batch_sizes import micro_batches_by_sample, samples_for_evaluation
 from megatron_patches.flags.config import DistcaConfig
-from megatron_patches.flags.distca import masks_of_a_chunk
-from megatron_patches.flags.planning import linear_work, schedule_config
-from megatron_patches.model.recompute import groups_of_layers
+from megatron_patches.flags.latent_attention import head_sizes
+from megatron_patches.flags.parallel import ParallelSizes
+from megatron_patches.flags.planning import PlannerConfig
 from megatron_patches.pipeline.data_iterators import TRAIN
 from megatron_patches.pipeline.processes import Processes
 from megatron_patches.pipeline.servers import Servers, find_servers
@@ -32,22 +32,25 @@ class PlannedData:
     """What the splits of a run with `--distca` share.
 
     Attributes:
-        config: our flags.
-        args: Megatron-LM's arguments.
+        planning: what plans are made by.
         windows: windows and ranks.
         device: device of the model.
         servers: attention servers that exchange with this process.
         core_attention: runtime of the plans.
-        scheduling: costs and links by which plans are made.
+        micro_batches: function from a sample of the training split to the number of micro-batches
+            of the global batch that starts there.
+        evaluated: number of micro-batches of a global batch of an evaluation.
+        fused_rotary: as for `MicroBatch.to`.
     """
 
-    config: DistcaConfig
-    args: Namespace
+    planning: PlannerConfig
     windows: WindowLayout
     device: torch.device
     servers: Servers
     core_attention: CoreAttention
-    scheduling: ScheduleConfig
+    micro_batches: Callable[[int], int]
+    evaluated: int
+    fused_rotary: bool
 
     @staticmethod
     def start(
@@ -66,40 +69,36 @@ class PlannedData:
             device: device of the model.
             processes: processes of a job with dedicated servers; None: there are none.
         """
-        servers = find_servers(config, args, device, processes)
+        sizes = ParallelSizes.from_args(args)
+        servers = find_servers(config, sizes, device, processes)
         return PlannedData(
-            config,
-            args,
-            windows,
-            device,
-            servers,
-            build_core_attention(config, args, servers.group, device),
-            schedule_config(config, args, servers.layout.world_size),
+            planning=PlannerConfig.from_args(config, args, servers.layout.world_size),
+            windows=windows,
+            device=device,
+            servers=servers,
+            core_attention=build_core_attention(
+                config, head_sizes(args), servers.group, device, sizes.timeout
+            ),
+            micro_batches=micro_batches_by_sample(args),
+            evaluated=samples_for_evaluation(args) // windows.samples_per_micro_batch,
+            fused_rotary=args.apply_rope_fusion,
         )
-
-    @cached_property
-    def micro_batches(self) -> Callable[[int], int]:
-        """Function from a sample of the training split to the micro-batches of the global batch
-        that starts there."""
-        return micro_batches_by_sample(self.args)
 
     def maker(self, stream: TokenStream, forward_only: bool) -> TickMaker:
         """Makes the maker of a split's ticks."""
-        args, pipeline = self.args, self.servers.layout
+        planning, pipeline = self.planning, self.servers.layout
         planner = GlobalBatchPlanner(
             pipeline.servers,
-            self.scheduling,
-            self.config.execution_options(pipeline.chunks, forward_only),
-            masks_of_a_chunk(args),
+            planning.scheduling,
+            planning.options(forward_only),
+            planning.masks,
             pipeline.dedicated,
-            linear_work=linear_work(args),
+            linear_work=planning.linear_work,
         )
-        shards = args.tensor_model_parallel_size if args.sequence_parallel else 1
-        layers = args.num_layers // (pipeline.stages * pipeline.chunks)
         return TickMaker(
-            PlannedReader(stream, self.windows, planner, shards),
+            PlannedReader(stream, self.windows, planner, planning.sequence_shards),
             pipeline,
-            groups_of_layers(layers, args),
+            planning.layer_groups,
             self.core_attention,
         )
 
@@ -113,15 +112,14 @@ class PlannedData:
         """
         training, control = number == TRAIN, self.servers.control
         maker = self.maker(stream, forward_only=not training)
-        evaluated = samples_for_evaluation(self.args) // self.windows.samples_per_micro_batch
         return PlannedIterator(
             maker,
             first_sample,
-            self.micro_batches if training else lambda _: evaluated,
+            self.micro_batches if training else lambda _: self.evaluated,
             self.device,
             PlannerProcess(maker.planner()),
             None if control is None else partial(control.announce, number),
-            self.args.apply_rope_fusion,
+            self.fused_rotary,
         )
 
     def close(self) -> None:

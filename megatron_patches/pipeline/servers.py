@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from argparse import Namespace
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -21,7 +20,7 @@ from distca.transport.collective import MAX_CTAS
 from distca.transport.shared_segments import machine_id
 from megatron_patches.batches.layouts import PipelineLayout
 from megatron_patches.flags.config import DistcaConfig, SchedulingConfig
-from megatron_patches.flags.planning import chunks_of_a_stage
+from megatron_patches.flags.parallel import ParallelSizes
 from megatron_patches.pipeline.processes import Control, Place, Processes
 
 logger = logging.getLogger(__name__)
@@ -44,7 +43,7 @@ class Servers:
 
 def find_servers(
     config: DistcaConfig,
-    args: Namespace,
+    sizes: ParallelSizes,
     device: torch.device,
     processes: Processes | None = None,
 ) -> Servers:
@@ -52,7 +51,7 @@ def find_servers(
 
     Args:
         config: our flags.
-        args: Megatron-LM's arguments.
+        sizes: numbers of ranks.
         device: device of the model.
         processes: processes of a job with dedicated servers; None: there are none.
     """
@@ -60,12 +59,12 @@ def find_servers(
         machines: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(machines, machine_id())
         if dist.get_rank() == 0:
-            warn_of_distances(config.scheduling, args.tensor_model_parallel_size, machines)
+            warn_of_distances(config.scheduling, sizes.tensor, machines)
     return connect_servers(
         device,
         processes,
-        chunks=chunks_of_a_stage(args),
-        timeout=timedelta(minutes=args.distributed_timeout_minutes),
+        chunks=sizes.chunks,
+        timeout=sizes.timeout,
         max_ctas=config.transport.nccl_max_ctas,
     )
 

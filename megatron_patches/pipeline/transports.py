@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from argparse import Namespace
 from datetime import timedelta
 
 import torch
@@ -14,19 +13,33 @@ from distca.runtime import Buffers, CoreAttention, Trace
 from distca.schedule.program import NANO_BATCHES
 from distca.transport import CollectiveTransport, Signal, SingleStream, Transport, TransportError
 from megatron_patches.flags.config import DistcaConfig, TransportConfig
-from megatron_patches.flags.latent_attention import head_sizes
 
 logger = logging.getLogger(__name__)
 
 
 def build_core_attention(
-    config: DistcaConfig, args: Namespace, group: dist.ProcessGroup, device: torch.device
+    config: DistcaConfig,
+    heads: tuple[int, int],
+    group: dist.ProcessGroup,
+    device: torch.device,
+    timeout: timedelta,
 ) -> CoreAttention:
-    """Makes what runs the plans on the ranks of a group. Collective."""
-    timeout = timedelta(minutes=args.distributed_timeout_minutes)
+    """Makes what runs the plans on the ranks of a group. Collective.
+
+    Args:
+        config: our flags.
+        heads: elements of a key's head, and of a value's.
+        group: process group of the ranks, which nothing else uses.
+        device: device of the rows.
+        timeout: time limit of an exchange.
+
+    Raises:
+        ValueError: see `make_transport`.
+        TransportError: see `make_transport`.
+    """
     return CoreAttention(
         make_transport(config.transport, group, device, timeout),
-        select_kernel_of_heads(device.type, *head_sizes(args)),
+        select_kernel_of_heads(device.type, *heads),
         Buffers(device, len(NANO_BATCHES) if config.ping_pong else 1),
         config.backward,
         Trace(device),

@@ -32,7 +32,8 @@ from distca.simulate.space import (
 from distca.simulate.workload import options_of
 from megatron_patches.batches.layouts import WindowLayout
 from megatron_patches.flags.config import DistcaConfig
-from megatron_patches.flags.planning import chunks_of_a_stage, schedule_config
+from megatron_patches.flags.parallel import ParallelSizes
+from megatron_patches.flags.planning import schedule_config
 from megatron_patches.parts import parse_args
 from support.commands import Command
 
@@ -93,7 +94,7 @@ def check(args: Namespace, candidate: Candidate, workload: Workload) -> None:
     assert args.max_position_embeddings >= workload.context
     assert args.distca_scheduler == c.system
     flags = DistcaConfig.from_args(args)
-    assert flags.execution_options(chunks_of_a_stage(args)) == options_of(c)
+    assert flags.execution_options(ParallelSizes.from_args(args).chunks) == options_of(c)
     assert args.distca_backward == ("keep" if c.keeps_inputs else "resend")
     config = schedule_config(flags, args, c.data * c.stages)
     assert config.tolerance == workload.tolerance

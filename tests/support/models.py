@@ -261,10 +261,11 @@ def train_steps(args: Namespace, stream: Any, processes: Any, steps: int) -> tup
 
 def serve(args: Namespace, stream: Any, processes: Any) -> tuple[StepsDone, Any]:
     """What a dedicated server does while the others train; and what made its plans."""
+    from megatron_patches.model.latent_attention import softmax_scale
     from megatron_patches.pipeline import dedicated
 
     iterators, made = make_data(args, stream, processes)
-    dedicated.serve(lambda: iterators, args)
+    dedicated.serve(lambda: iterators, args.params_dtype, softmax_scale(args))
     return StepsDone(serves_only=True), made
 
 

@@ -26,6 +26,7 @@ def args(**given: object) -> Namespace:
     common = {"split": "90,10", "eval_iters": 1, "multiple_validation_sets": False}
     common |= {"full_validation": False, "data_path": None, "data_args_path": None}
     common |= {"per_split_data_args_path": None}
+    common |= dict.fromkeys(f"{split}_data_path" for split in SPLITS)
     return Namespace(**common | given)
 
 

@@ -123,6 +123,7 @@ def arguments(**given: Any) -> Namespace:
     common |= {"global_batch_size": 4, "vocab_size": 10_000, "eval_iters": 1}
     common |= {"full_validation": False, "multiple_validation_sets": False, "data_path": None}
     common |= {"data_args_path": None, "per_split_data_args_path": None}
+    common |= dict.fromkeys(f"{split}_data_path" for split in SPLITS)
     return Namespace(**common | given)
 
 

@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from distca.transport import TransportError
 from megatron_patches.flags.config import DistcaConfig, TransportConfig
+from megatron_patches.flags.parallel import ParallelSizes
 
 
 def choose(transport: str, device: str, ablation: str = "none") -> tuple[str, str, list[str]]:
@@ -107,7 +108,8 @@ def test_an_exchange_takes_as_many_of_a_gpus_blocks_as_the_flag_says(
     )
     for flags, blocks in (((), 8), (("--distca-nccl-max-ctas", "16"), 16)):
         args = parse("--distca", *flags, world_size=1)
-        servers.find_servers(DistcaConfig.from_args(args), args, torch.device("cpu"), processes)
+        config, sizes = DistcaConfig.from_args(args), ParallelSizes.from_args(args)
+        servers.find_servers(config, sizes, torch.device("cpu"), processes)
         assert made[-1].config.max_ctas == blocks
         assert made[-1].is_high_priority_stream
         assert made[-1]._timeout == timedelta(minutes=args.distributed_timeout_minutes)

@@ -1,0 +1,49 @@
+"""The numbers of ranks that share a run's work."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from dataclasses import dataclass
+from datetime import timedelta
+
+
+@dataclass(frozen=True)
+class ParallelSizes:
+    """Numbers of ranks that share a run's work.
+
+    Attributes:
+        data: data-parallel ranks.
+        tensor: tensor-parallel ranks.
+        stages: pipeline stages.
+        chunks: model chunks (virtual stages) of each pipeline stage.
+        sequence_shards: ranks that divide a micro-batch's tokens; 1 without sequence parallelism.
+        timeout: time limit of a collective.
+    """
+
+    data: int
+    tensor: int
+    stages: int
+    chunks: int
+    sequence_shards: int
+    timeout: timedelta
+
+    @classmethod
+    def from_args(cls, args: Namespace) -> ParallelSizes:
+        """Makes the value of Megatron-LM's checked arguments."""
+        tensor = args.tensor_model_parallel_size
+        return cls(
+            data=args.data_parallel_size,
+            tensor=tensor,
+            stages=args.pipeline_model_parallel_size,
+            chunks=args.virtual_pipeline_model_parallel_size or 1,
+            sequence_shards=tensor if args.sequence_parallel else 1,
+            timeout=timedelta(minutes=args.distributed_timeout_minutes),
+        )
+
+    def servers(self, dedicated: int) -> int:
+        """Returns the number of attention servers of each tensor-parallel index.
+
+        Args:
+            dedicated: processes that only serve.
+        """
+        return self.data * self.stages + dedicated // self.tensor
