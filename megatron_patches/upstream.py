@@ -229,7 +229,15 @@ def build_stage(
     if cpu.without_cuda():
         # An output's memory is freed once its send is issued, which gloo may read later.
         config.deallocate_pipeline_outputs = False
-    return build_model(distca, args, config, pre_process, post_process, vp_stage, pg_collection)
+    return build_model(
+        distca,
+        args,
+        config,
+        vp_stage,
+        pre_process=pre_process,
+        post_process=post_process,
+        pg_collection=pg_collection,
+    )
 
 
 class Providers:

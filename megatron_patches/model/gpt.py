@@ -65,19 +65,23 @@ def build_model(
     config: DistcaConfig,
     args: Namespace,
     transformer: TransformerConfig,
-    pre_process: bool = True,
-    post_process: bool = True,
     vp_stage: int | None = None,
-    pg_collection: Any = None,
+    **stage: Any,
 ) -> GPTModel:
-    """Builds one pipeline stage (or virtual stage) of the GPT model that the arguments describe."""
+    """Builds one pipeline stage (or virtual stage) of the GPT model that the arguments describe.
+
+    Args:
+        config: our flags.
+        args: Megatron-LM's arguments.
+        transformer: Megatron's configuration of the model.
+        vp_stage: number of the virtual stage; None: there are none.
+        stage: what `GPTModel` is told of the stage besides.
+    """
     model = GPTModel(
         config=transformer,
         transformer_layer_spec=_block_spec(config, args, transformer, vp_stage),
         vocab_size=args.padded_vocab_size,
         max_sequence_length=args.max_position_embeddings,
-        pre_process=pre_process,
-        post_process=post_process,
         fp16_lm_cross_entropy=args.fp16_lm_cross_entropy,
         parallel_output=True,
         share_embeddings_and_output_weights=not args.untie_embeddings_and_output_weights,
@@ -88,7 +92,7 @@ def build_model(
         rope_scaling_factor=args.rope_scaling_factor,
         seq_len_interpolation_factor=args.rotary_seq_len_interpolation_factor,
         vp_stage=vp_stage,
-        pg_collection=pg_collection,
+        **stage,
     )
     return adapt_model(config, args, model)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from argparse import Namespace
 from collections.abc import Sequence
 
 import pytest
@@ -82,14 +81,7 @@ def losses_and_gradients(
     router = TopKRouter(config, ProcessGroupCollection.use_mpu_process_groups())
     router.set_layer_number(1)
     ranks, rows = dist.get_world_size(), sum(parts)
-    args = Namespace(
-        tensor_model_parallel_size=1,
-        sequence_parallel=False,
-        seq_length=rows,
-        micro_batch_size=1,
-        data_parallel_size=ranks,
-    )
-    share_auxiliary_losses(args, router)
+    share_auxiliary_losses(router, rows, ranks)
     pieces = [torch.split(rows_of(rank, rows), list(parts)) for rank in range(ranks)]
     expected, weight = torch.zeros(()), router.weight.detach().clone().requires_grad_()
     for _ in range(micro_batches):

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from megatron_patches.flags.config import DistcaConfig
 from megatron_patches.model.core_attention import DocumentParams
 from support.models import HEAD_DIM, parse
 
@@ -65,7 +66,8 @@ def both_angles(cases: list[tuple[str, dict[str, Any]]]) -> list[tuple[torch.Ten
     for flags, meaning in cases:
         args = parse([*common, *flags.split()])
         args.padded_vocab_size = started.padded_vocab_size
-        rotary = build_model(args, core_transformer_config_from_args(args)).rotary_pos_emb
+        transformer = core_transformer_config_from_args(args)
+        rotary = build_model(DistcaConfig.from_args(args), args, transformer).rotary_pos_emb
         rotary.positions = positions
         keywords = {"kv_channels": HEAD_DIM, "rotary_percent": 1.0, "use_cpu_initialization": True}
         reference = RotaryEmbedding(**keywords | meaning)
@@ -112,7 +114,8 @@ def angles_of_latents(kind: str) -> tuple[torch.Tensor, torch.Tensor, tuple[floa
     flags += f" --qk-pos-emb-head-dim 8 --rope-type {kind} --rotary-scaling-factor 4"
     args = parse(flags.split())
     training.initialize(args)
-    (layer,) = build_model(args, core_transformer_config_from_args(args)).decoder.layers
+    transformer = core_transformer_config_from_args(args)
+    (layer,) = build_model(DistcaConfig.from_args(args), args, transformer).decoder.layers
     rotary, positions = layer.self_attention.rotary_pos_emb, torch.tensor(POSITIONS)
     documents = DocumentParams(max_seqlen_q=9, max_seqlen_kv=9, token_positions=positions)
     rotary.get_rotary_seq_len(None, None, None, layer.config, documents)
