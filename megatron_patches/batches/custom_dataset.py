@@ -1,4 +1,4 @@
-"""A function of a user's that gives the documents of each split: `--distca-documents`."""
+"""Documents from a user's function: `--distca-documents MODULE:FUNCTION`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 
 def custom_dataset(args: Namespace, name: str, split: str) -> Any:
-    """Asks a user's function for the documents of a split.
+    """Calls a user's function for the documents of a split.
 
     Args:
         args: Megatron-LM's arguments.
@@ -16,7 +16,7 @@ def custom_dataset(args: Namespace, name: str, split: str) -> Any:
         split: train, valid or test.
 
     Returns:
-        Its list, a `DocumentList` if it is as it must be; None: the split has no documents.
+        Its list, which should be a `DocumentList`; None if the split has no documents.
 
     Raises:
         ValueError: there is no such function.

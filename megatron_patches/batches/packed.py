@@ -1,10 +1,10 @@
 """Plain micro-batches of packed documents: data without `--distca`.
 
-The token stream of a split (see `stream.py`) is cut into *windows* of data-parallel size times
-`--seq-length` tokens; a micro-batch is `--micro-batch-size` windows, of each of which every
-data-parallel rank owns `--seq-length` tokens. Sample `i` of Megatron's counting is the tokens
-`[i * seq_length, (i + 1) * seq_length)` of the stream, so that consumed samples say where a run
-resumes, whatever its number of ranks.
+The token stream of a split (`stream.py`) is cut into *windows* of data-parallel size times
+`--seq-length` tokens. A micro-batch is `--micro-batch-size` windows. Every data-parallel rank owns
+`--seq-length` tokens of each window. Sample `i` of Megatron's counting is the tokens
+`[i * seq_length, (i + 1) * seq_length)` of the stream, so consumed samples say where a run resumes,
+on any number of ranks.
 
 Here a rank's documents end where its tokens end. With `--distca` (`planned.py`) the documents of a
 window span its ranks, and the planner chooses which tokens of a global batch each rank owns. The

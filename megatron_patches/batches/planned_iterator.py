@@ -21,8 +21,8 @@ from megatron_patches.model.core_attention import CoreAttentionRun, DocumentPara
 class PlannedIterator(Iterator[TickInput]):
     """Yields this rank's input of each tick of a split's global batches. Endless.
 
-    One thread has global batches planned: while one runs, the next is there or being planned, and
-    so is then the one after it. The other makes the next tick of the present one.
+    One thread has global batches planned: while one runs, the next is planned, then the one after
+    it. Another thread makes the next ticks of the present one.
 
     Args:
         maker: maker of the ticks.
@@ -30,10 +30,10 @@ class PlannedIterator(Iterator[TickInput]):
         micro_batches: function from a sample to the number of micro-batches of the global batch
             that starts there.
         device: device of the model.
-        process: process that plans, which ends with this iterator; None: the thread plans itself,
-            and slows down the launches of kernels.
-        announce: function that tells dedicated servers that a global batch of this split comes
-            next; None: there are no such servers.
+        process: process that plans, and ends with this iterator; None: the thread plans, and slows
+            down kernel launches.
+        announce: function that announces the next global batch of this split to dedicated servers;
+            None: there are none.
         fused_rotary: as for `MicroBatch.to`.
 
     Attributes:

@@ -1,9 +1,8 @@
-"""The place in the data at which a resumed run goes on, in tokens and in the checkpoint's order.
+"""The place in the data at which a resumed run goes on, to the token.
 
-Megatron counts samples, of as many tokens as `--seq-length` says; and documents are cut into
-pieces, by default of a window. A checkpoint's arguments note where in the stream its sample 0 was
-and how long its pieces are, so that the run may go on at another sequence length or number of ranks
-and still read every token of the stream once.
+Megatron counts samples of `--seq-length` tokens. Documents are cut into pieces, by default of a
+window. A checkpoint's arguments note the position of sample 0 in the stream and the length of
+pieces. So a run goes on at another sequence length or number of ranks, and reads every token once.
 """
 
 from __future__ import annotations

@@ -36,12 +36,11 @@ class TickInput:
         schedule: ticks of the whole global batch.
         tick: work of all stages in this tick.
         plans: plan of each nano-batch with each mask in turn, for the tokens of all stages.
-        exchanges: this rank's part of each plan, to be placed in the buffers of core attention.
+        exchanges: this rank's part of each plan, not yet placed in core attention's buffers.
         program: order of events of every rank's core attention.
-        micro_batch: micro-batch that this rank runs, if the tick is a forward one in which it runs
-            any.
-        bytes_sent: bytes that this rank sends for the tick by the plans, by phase; keys that are
-            sent ahead leave before the tick begins.
+        micro_batch: micro-batch that this rank runs forward in the tick; None: it runs none.
+        bytes_sent: bytes that this rank sends for the tick, by phase; keys that are sent ahead
+            leave before the tick begins.
         memory: memory that the largest plan of the global batch needs.
     """
 
