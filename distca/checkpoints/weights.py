@@ -176,7 +176,7 @@ class Checkpoint:
         """
         from transformers import AutoConfig
 
-        if path.startswith(("/", "./", "../")) and not Path(path).exists():
+        if not Path(path).exists() and not _may_be_on_hub(path):
             raise ValueError(f"{path}: no such folder")
         if Path(path).is_file():
             raise ValueError(f"{path} is a file, not a folder: give the folder of a model")
@@ -394,6 +394,15 @@ def _renaming(model: Any, converts: bool) -> Callable[[str], tuple[str, str | No
         return found[0], found[1]
 
     return rename
+
+
+def _may_be_on_hub(path: str) -> bool:
+    """Whether a path that does not exist can be a name on the Hugging Face hub: OWNER/NAME.
+
+    Where there is a folder called as the owner, a folder in it is meant.
+    """
+    is_name = re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", path) is not None
+    return is_name and not Path(path).parent.exists()
 
 
 def _reason(error: Exception) -> str:

@@ -29,9 +29,11 @@ class Parser(argparse.ArgumentParser):
         name: name of the command.
         description: purpose of the command.
         epilog: examples.
+        forms: words after the command's name that would have been other parsers'.
     """
 
-    def __init__(self, name: str, description: str, epilog: str) -> None:
+    def __init__(self, name: str, description: str, epilog: str, forms: Sequence[str] = ()) -> None:
+        self._forms = forms
         super().__init__(
             prog=f"distca {name}",
             description=description,
@@ -46,6 +48,8 @@ class Parser(argparse.ArgumentParser):
         Before anything else is refused: a mistyped flag would be missed under its own name.
         """
         known = self._option_string_actions
+        if self._forms and argv and not argv[0].startswith("-"):
+            self.error(unknown("form", argv[0], self._forms))
         for word in argv:
             flag = word.split("=")[0]
             if flag.startswith("--") and flag not in known:

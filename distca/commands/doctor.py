@@ -10,13 +10,14 @@ import re
 import resource
 import socket
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 import torch
 
+from distca import __version__
 from distca.commands.command_line import Parser
 from distca.transport.compiled import default_cache, host_compiler, run
 from distca.transport.compiled_cuda import (
@@ -25,6 +26,9 @@ from distca.transport.compiled_cuda import (
     nvrtc_version,
     nvshmem_version,
 )
+
+_SERVING = ("transformers", "tokenizers", "safetensors", "msgspec", "pyzmq", "fastapi", "uvicorn")
+"""Packages without which `distca generate` or `distca serve` cannot start."""
 
 State = Literal["ok", "missing", "problem"]
 
@@ -96,6 +100,7 @@ def examine(profile: Path | None = None) -> Iterator[Finding]:
     Args:
         profile: file of kernel times to check, too.
     """
+    yield Finding("distca", "ok", __version__)
     python = f"{platform.python_version()} on {platform.machine()}"
     yield Finding("Python", "ok", python, _untried(platform.python_version(), PYTHONS))
     built_for = f"CUDA {torch.version.cuda}" if torch.version.cuda else "CPUs"
@@ -109,6 +114,9 @@ def examine(profile: Path | None = None) -> Iterator[Finding]:
         yield _package("transformer-engine", "pip install 'transformer-engine[pytorch]'")
     else:
         yield Finding("attention kernel, transformer-engine", "ok", "not needed without a GPU")
+    yield _group("to generate and serve", _SERVING, "pip install 'distca[serve]'")
+    yield _package("tokenizers", "pip install tokenizers, for `distca prepare`")
+    yield _package("matplotlib", "pip install 'distca[plot]', for --plot")
     yield _compiler()
     yield _cache()
     yield _shared_memory()
@@ -129,6 +137,14 @@ def _package(name: str, cure: str) -> Finding:
     if version is None:
         return Finding(name, "missing", "not installed", cure)
     return Finding(name, "ok", version)
+
+
+def _group(name: str, packages: Sequence[str], cure: str) -> Finding:
+    """Looks for packages that are needed together."""
+    missing = [package for package in packages if _version(package) is None]
+    if missing:
+        return Finding(name, "missing", f"not installed: {', '.join(missing)}", cure)
+    return Finding(name, "ok", ", ".join(packages))
 
 
 def _megatron() -> Iterator[Finding]:

@@ -10,6 +10,7 @@ import sys
 import threading
 from collections.abc import Sequence
 
+from distca import __version__
 from distca.lifetime import EndAtSignals, Ended
 
 COMMANDS = {
@@ -30,8 +31,8 @@ examples:
   distca simulate --distribution pretrain --context 131072 --sequences 32 \\
       --model llama-8b --cluster dgx-h200 --gpus 64
 
-`distca COMMAND --help` explains a command's flags. None of these commands trains: that is
-`pretrain_gpt.py --distca`, and launch/demo.sh shows it.
+`distca COMMAND --help` explains a command's flags, `distca --version` says which version this is.
+None of these commands trains: that is `torchrun -m megatron_patches.pretrain --distca`.
 """
 
 
@@ -57,6 +58,11 @@ def _name(arguments: Sequence[str]) -> str:
 
 def _written(arguments: Sequence[str], ending: EndAtSignals | None) -> int:
     """Runs a subcommand, and writes what standard output still holds back."""
+    if sys.stdout is None:
+        # Python has none where the file is closed. Standard error may be closed, too.
+        if sys.stderr is not None:
+            sys.stderr.write(f"{_name(arguments)}: standard output is closed\n")
+        return 2
     try:
         try:
             return _told(arguments, ending)
@@ -86,9 +92,19 @@ def _told(arguments: Sequence[str], ending: EndAtSignals | None) -> int:
             raise
         sys.stderr.write(f"{name}: {str(error) or 'not enough memory'}\n")
         sys.exit(2)
+    except RuntimeError as error:
+        if not _is_out_of_memory(error):
+            raise
+        sys.stderr.write(f"{name}: not enough memory: {str(error).splitlines()[0]}\n")
+        sys.exit(2)
     except KeyboardInterrupt:
         sys.stderr.write(f"{name}: interrupted\n")
         return 128 + signal.SIGINT
+
+
+def _is_out_of_memory(error: RuntimeError) -> bool:
+    """Whether torch, which this module does not import, found no memory on a GPU or a CPU."""
+    return type(error).__name__ == "OutOfMemoryError" or "DefaultCPUAllocator" in str(error)
 
 
 def _run(arguments: Sequence[str]) -> int:
@@ -96,7 +112,12 @@ def _run(arguments: Sequence[str]) -> int:
         # Only this command's module is imported: some need torch, others start without it.
         command = importlib.import_module(f"distca.commands.{arguments[0]}")
         return int(command.main(arguments[1:]))
-    asked = bool(arguments) and arguments[0] in ("-h", "--help")
+    if arguments and arguments[0] == "--version":
+        sys.stdout.write(f"distca {__version__}\n")
+        return 0
+    if len(arguments) > 1 and arguments[0] == "help":
+        return _run([*arguments[1:], "--help"])
+    asked = bool(arguments) and arguments[0] in ("-h", "--help", "help")
     if arguments and not asked:
         import difflib
 

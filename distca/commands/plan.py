@@ -29,7 +29,7 @@ from distca.commands.plan_config import (
     to_json,
 )
 from distca.cost.model_sizes import ModelSize
-from distca.documents.lengths import DISTRIBUTIONS, draw, read_lengths
+from distca.documents.lengths import DISTRIBUTIONS, check_tokens, draw, read_lengths
 from distca.plan import (
     Mask,
     Plan,
@@ -50,6 +50,7 @@ from distca.schedule import (
     make_scheduler,
 )
 
+_MOST_SERVERS = 1 << 16
 _FLAGS_OF_SCHEDULERS = {
     "tolerance": BALANCING,
     "max_buffer_bytes": ("tiles",),
@@ -77,7 +78,7 @@ the mean core attention, and 1.099 times in this plan.
 
 def build_parser() -> Parser:
     """Makes the parser of the command's flags."""
-    parser = Parser("plan", _DESCRIPTION, _EXAMPLES)
+    parser = Parser("plan", _DESCRIPTION, _EXAMPLES, serving_step.KINDS)
     documents = parser.add_argument_group("documents (one of)").add_mutually_exclusive_group(
         required=True
     )
@@ -281,7 +282,10 @@ def _capacities_and_lengths(args: argparse.Namespace) -> tuple[Int64s, Int64s]:
             raise ValueError(f"give {flag}, {what}, at least 1")
     if args.seed < 0:
         raise ValueError(f"--seed {args.seed} must not be negative")
+    if args.servers > _MOST_SERVERS:
+        raise ValueError(f"--servers {args.servers} is more than {_MOST_SERVERS:,}")
     total = args.servers * args.tokens_per_server
+    check_tokens(total)
     if args.lengths is not None:
         lengths = read_lengths(args.lengths)
     elif args.distribution in DISTRIBUTIONS:

@@ -8,6 +8,7 @@ Full rectangles and tasks that end on the diagonal are both measured; `--distca-
 
 from __future__ import annotations
 
+import os
 import statistics
 import sys
 from pathlib import Path
@@ -17,6 +18,7 @@ import torch
 from distca.commands.command_line import Parser, check_output
 from distca.commands.planned_heads import add_shape_flags, planned_model, shape_of
 from distca.cost.model_sizes import ModelSize
+from distca.cost.volume import AttentionShape
 from distca.runtime.kernel_timing import held_out_errors, profile_kernel
 
 SMALL = ModelSize(1, 0, 8, 2, 32, 0)
@@ -70,6 +72,7 @@ def main(argv: list[str]) -> int:
     dtype = args.dtype or ("bf16" if device == "cuda" else "fp32")
     element_bytes = {"fp32": 4, "bf16": 2}[dtype]
     shape = shape_of(planned_model(args, default=SMALL), args, element_bytes)
+    _check_memory(shape, args.max_length, device)
     profile = profile_kernel(shape, args.max_length, device)
     profile.save(args.output)
     errors = held_out_errors(profile, device)
@@ -79,3 +82,22 @@ def main(argv: list[str]) -> int:
         f"largest {max(errors):.1%} of {len(errors)}\n"
     )
     return 0
+
+
+def _check_memory(shape: AttentionShape, max_length: int, device: str) -> None:
+    """Refuses tasks that the device's memory cannot hold.
+
+    Raises:
+        ValueError: queries, keys and values of the longest task alone are too large.
+    """
+    rows = shape.q_row_bytes + shape.kv_row_bytes
+    if device == "cuda":
+        memory = torch.cuda.get_device_properties(0).total_memory
+    else:
+        memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if (needed := 2 * max_length * rows) > memory:
+        raise ValueError(
+            f"--max-length {max_length} needs {needed / 1e9:,.1f} GB for queries, keys and values "
+            f"of these heads, and this {'GPU' if device == 'cuda' else 'machine'} has "
+            f"{memory / 1e9:,.1f} GB: give less, longer tasks are judged by its rate"
+        )

@@ -38,7 +38,7 @@ from distca.commands.simulate_report import (
     plot_choices,
 )
 from distca.cost.latent_rows import LATENT_ROWS
-from distca.documents.lengths import DISTRIBUTIONS, draw, read_lengths
+from distca.documents.lengths import DISTRIBUTIONS, check_tokens, draw, read_lengths
 from distca.plan.span import Int64s
 from distca.schedule.baselines.hybrid_cp import balanced_scheduler
 from distca.simulate import (
@@ -82,7 +82,7 @@ alike. Below the table are the flags of pretrain_gpt.py that train in DistCA's b
 
 def build_parser() -> Parser:
     """Makes the parser of the command's flags."""
-    parser = Parser("simulate", _DESCRIPTION, _EXAMPLES)
+    parser = Parser("simulate", _DESCRIPTION, _EXAMPLES, serving_step.KINDS)
     documents = parser.add_argument_group("documents")
     source = documents.add_mutually_exclusive_group(required=True)
     source.add_argument(
@@ -284,6 +284,7 @@ def _check_outputs(args: argparse.Namespace) -> None:
 def _batches(args: argparse.Namespace) -> list[list[Int64s]]:
     """Draws the documents, and packs them into the sequences of each global batch."""
     tokens = args.sequences * args.context
+    check_tokens(args.batches * tokens)
     if args.distribution is not None:
         if args.distribution not in DISTRIBUTIONS:
             raise ValueError(unknown("distribution", args.distribution, DISTRIBUTIONS))

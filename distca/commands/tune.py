@@ -13,7 +13,7 @@ import numpy as np
 from tqdm import tqdm
 
 from distca.commands import tune_sparsity
-from distca.commands.command_line import Parser, check_output
+from distca.commands.command_line import Parser, check_output, unknown
 from distca.schedule.serving.partitions import (
     Chain,
     PartitionTable,
@@ -106,7 +106,10 @@ def main(argv: Sequence[str]) -> int:
     """
     if argv and argv[0] == "sparsity":
         return tune_sparsity.main(argv[1:])
-    args = build_parser().parse(argv)
+    parser = build_parser()
+    if argv and argv[0] != "partitions" and not argv[0].startswith("-"):
+        parser.error(unknown("form", argv[0], ("partitions", "sparsity")))
+    args = parser.parse(argv)
     _check_flags(args)
     from distca.serve.models import DTYPES, read_model
     from distca.serve.rank_processes import RankError

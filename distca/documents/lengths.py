@@ -36,6 +36,9 @@ import numpy as np
 from distca.documents.index import read_index
 from distca.plan.span import Int64s
 
+MOST_TOKENS = 2**32
+"""Most tokens of the documents that are drawn: 32,768 sequences of 128K."""
+
 _CHUNK = 4096
 """Number of lengths drawn at a time, a constant so that a longer draw begins alike."""
 
@@ -173,10 +176,9 @@ def draw(distribution: LengthDistribution, total_tokens: int, seed: int) -> Int6
     """Draws lengths with the sum `total_tokens`, int64; the last document is cut off there.
 
     Raises:
-        ValueError: `total_tokens` is not positive.
+        ValueError: `total_tokens` is not positive, or more than can be planned.
     """
-    if total_tokens < 1:
-        raise ValueError(f"cannot draw documents of {total_tokens} tokens: give at least 1")
+    check_tokens(total_tokens)
     generator = np.random.default_rng(seed)
     chunks, tokens = [], 0
     while tokens < total_tokens:
@@ -191,13 +193,27 @@ def draw(distribution: LengthDistribution, total_tokens: int, seed: int) -> Int6
     return lengths
 
 
+def check_tokens(total: int) -> None:
+    """Refuses numbers of tokens of which no documents can be drawn.
+
+    Raises:
+        ValueError: it is not positive, or more than can be planned.
+    """
+    if not 1 <= total <= MOST_TOKENS:
+        raise ValueError(
+            f"cannot draw documents of {total:,} tokens: give at least 1 and at most "
+            f"{MOST_TOKENS:,} in all"
+        )
+
+
 def read_lengths(path: Path) -> Int64s:
     """Reads document lengths from a JSON list of integers or a Megatron index (`.idx`), int64.
 
     Raises:
         ValueError: the file is missing or is neither, or a length is not positive.
     """
-    if not path.is_file():
+    # A pipe is no regular file, and serves.
+    if path.is_dir() or not path.exists():
         what = "is a folder" if path.is_dir() else "does not exist"
         raise ValueError(
             f"{path} {what}: give a file with a JSON list of lengths, or the .idx of a Megatron "
@@ -232,7 +248,9 @@ def checked_lengths(found: object, source: str) -> Int64s:
             raise ValueError(
                 f"{source}: document {number} has {length} tokens: every length must be at least 1"
             )
-    try:
-        return np.array(found, dtype=np.int64)
-    except OverflowError as error:
-        raise ValueError(f"{source} has lengths of more than 63 bits") from error
+    if sum(length * (length + 1) // 2 for length in found) >= 2**63:
+        raise ValueError(
+            f"{source} has {sum(found):,} tokens, with more than 2^63 pairs of query and key: give "
+            "shorter documents"
+        )
+    return np.array(found, dtype=np.int64)

@@ -29,7 +29,10 @@ def find_files(inputs: Iterable[str]) -> list[Path]:
     """
     files = []
     for given in inputs:
-        if Path(given).exists():
+        path = Path(given)
+        if path.exists() and not (path.is_file() or path.is_dir()):
+            raise ValueError(f"--input {given} is no file that can be read twice, such as a pipe")
+        if path.exists():
             paths = [Path(given)]
         else:
             paths = sorted(Path(found) for found in glob.glob(given, recursive=True))

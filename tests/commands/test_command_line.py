@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import os
+import shlex
 import subprocess
 import sys
+from unittest.mock import Mock
 
 import pytest
 
+from distca import __version__
 from distca.commands import main as console
 from distca.commands.main import COMMANDS, main
 
@@ -54,6 +57,10 @@ def test_a_reader_that_goes_early_ends_a_command_quietly(arguments: list[str]) -
         (["plan", "--distribtion=fixed"], "no flag --distribtion: is --distribution meant?"),
         (["plan", *PLAN, "--qwertyuiop"], "distca plan: no flag --qwertyuiop (see"),
         (["plan", *PLAN, "more"], "distca plan: unrecognized arguments: more"),
+        # A word that is no flag, and not what is missing because of it.
+        (["plan", "decod"], "distca plan: no form 'decod' (is decode meant?): choose from prefill"),
+        (["simulate", "prefil"], "distca simulate: no form 'prefil' (is prefill meant?)"),
+        (["tune", "partition", "m"], "distca tune: no form 'partition' (is partitions meant?)"),
         (["plan"], "--lengths --distribution --load is required"),
         *(([name, "--hlep"], f"distca {name}: no flag --hlep: is --help ") for name in COMMANDS),
     ],
@@ -76,3 +83,72 @@ def test_what_ends_a_command_is_told(error, status, told, monkeypatch, capsys) -
     monkeypatch.setattr(console.importlib, "import_module", fail)
     assert status_of(["plan"]) == status
     assert capsys.readouterr().err == f"distca plan: {told}\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["plan", *PLAN, "--servers=99999999999"], "--servers 99999999999 is more than 65,536"),
+        (["plan", *PLAN, "--tokens-per-server=100000000000"], "200,000,000,000 tokens: give at"),
+        (
+            "simulate --distribution fixed --sequences 100000000 --context 65536 --gpus 8 --model "
+            "llama-8b".split(),
+            "cannot draw documents of 13,107,200,000,000 tokens: give at least 1 and at most",
+        ),
+        (
+            "profile --heads 100000000000 --kv-heads 1 --output p.json".split(),
+            "--max-length 4096 needs 104,857,600.0 GB",
+        ),
+        ("profile --max-length 100000000000 --output p.json".split(), "give less, longer tasks"),
+        (
+            "tune partitions missing --context-parallel-size 2 --output t".split(),
+            "missing: no such",
+        ),
+        ("generate missing --prompt x".split(), "missing: no such folder"),
+        ("serve missing --context-parallel-size 2".split(), "missing: no such folder"),
+    ],
+)
+def test_values_of_which_nothing_can_be_made_are_told(
+    arguments: list[str], message: str, capsys
+) -> None:
+    assert status_of(arguments) == 2
+    # Before it the simulator may say that it leaves a system out.
+    assert message in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_the_version(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == f"distca {__version__}\n"
+
+
+def test_help_of_a_command_by_its_name(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["help"]) == 0
+    assert "commands:" in capsys.readouterr().out
+    assert status_of(["help", "plan"]) == 0
+    assert "usage: distca plan" in capsys.readouterr().out
+
+
+def test_a_closed_standard_output_is_told_before_the_work() -> None:
+    command = f"exec {shlex.quote(sys.executable)} -m distca plan {' '.join(PLAN)}"
+    done = subprocess.run(["sh", "-c", f"{command} >&-"], stderr=subprocess.PIPE, check=False)
+    assert (done.returncode, done.stderr) == (2, b"distca plan: standard output is closed\n")
+    quiet = subprocess.run(["sh", "-c", f"{command} >&- 2>&-"], check=False)
+    assert quiet.returncode == 2
+
+
+def test_memory_that_torch_does_not_find_is_a_line(monkeypatch, capsys) -> None:
+    class OutOfMemoryError(RuntimeError):
+        """As torch names that of a GPU."""
+
+    for error in (
+        OutOfMemoryError("CUDA out of memory.\nMore"),
+        RuntimeError("[enforce fail at x] . DefaultCPUAllocator: can't allocate memory"),
+    ):
+        with monkeypatch.context() as patch:
+            patch.setattr(console, "_run", Mock(side_effect=error))
+            assert status_of(["plan"]) == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        assert line.startswith("distca plan: not enough memory: ")
+    monkeypatch.setattr(console, "_run", Mock(side_effect=RuntimeError("a defect of ours")))
+    with pytest.raises(RuntimeError, match="a defect of ours"):
+        main(["plan"])

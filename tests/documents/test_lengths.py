@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +13,7 @@ import pytest
 from distca.documents.index import read_index
 from distca.documents.lengths import (
     DISTRIBUTIONS,
+    MOST_TOKENS,
     Capped,
     Collection,
     Fixed,
@@ -118,3 +121,32 @@ def test_published_lists_can_be_drawn_from(tmp_path: Path) -> None:
     path.write_text(json.dumps([10, 20, 30]))
     lengths = draw(Collection(tuple(read_lengths(path).tolist())), 1000, seed=0)
     assert set(lengths[:-1].tolist()) == {10, 20, 30}
+
+
+def test_lengths_whose_pairs_are_no_int64_are_refused(tmp_path) -> None:
+    path = tmp_path / "lengths.json"
+    path.write_text(json.dumps([4611686018427387904] * 3))
+    with pytest.raises(ValueError, match=r"has 13,835,058,055,282,163,712 tokens, with more than"):
+        read_lengths(path)
+    # The longest document, alone; and one token more.
+    longest = 4_294_967_295
+    path.write_text(json.dumps([longest]))
+    assert read_lengths(path).tolist() == [longest]
+    path.write_text(json.dumps([longest + 1]))
+    with pytest.raises(ValueError, match="give shorter documents"):
+        read_lengths(path)
+
+
+def test_lengths_come_through_a_pipe(tmp_path) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    writer = threading.Thread(target=pipe.write_text, args=("[5, 6]",))
+    writer.start()
+    assert read_lengths(pipe).tolist() == [5, 6]
+    writer.join()
+
+
+def test_more_tokens_than_can_be_planned_are_not_drawn() -> None:
+    for total in (0, MOST_TOKENS + 1):
+        with pytest.raises(ValueError, match="cannot draw documents"):
+            draw(DISTRIBUTIONS["fixed"], total, 0)

@@ -466,7 +466,8 @@ def test_values_that_make_no_model(models, tmp_path: Path) -> None:
 
 
 def test_paths_that_are_no_folders(models, tmp_path: Path) -> None:
-    for path in (f"{tmp_path}/nosuch", "./nosuch", "../nosuch"):
+    # A word alone is no name of the hub, and a folder that is there no owner.
+    for path in (f"{tmp_path}/nosuch", "./nosuch", "../nosuch", "nosuch", "tests/nosuch", "a/b/c"):
         with pytest.raises(ValueError, match=f"{path}: no such folder"):
             read_model(path, torch.float32)
     with pytest.raises(ValueError, match="is a file, not a folder"):
