@@ -2,7 +2,8 @@
 
     torchrun --nproc-per-node 4 pretrain_gpt.py --distca --num-layers 4 --hidden-size 128 ...
 
-Without `--distca` the same command is plain Megatron on the same data. The table of contents, in
+Where the package is installed and there is no checkout, `torchrun -m megatron_patches.pretrain` is
+the same. Without `--distca` either is plain Megatron on the same data. The table of contents, in
 the order in which a batch meets the files:
 
 * the flags: `megatron_patches/flags/distca.py`, beside Megatron's own; checks of them:
@@ -29,25 +30,7 @@ What a plan is: `distca/plan`; who makes it: `distca/schedule`; how it is execut
 `distca/runtime`.
 """
 
-import importlib.util
-import os
-import sys
-
-from megatron_patches.loop.launcher import end_with_launcher
-
-_MISSING = (
-    "error: Megatron-LM's loop is not installed: pip install 'megatron-core>=0.17,<0.20' "
-    "(Python 3.12 or later), or put a checkout of Megatron-LM on PYTHONPATH"
-)
+from megatron_patches.pretrain import main
 
 if __name__ == "__main__":
-    end_with_launcher(os.environ)
-    if importlib.util.find_spec("megatron") is None or (
-        importlib.util.find_spec("megatron.training") is None
-    ):
-        sys.exit(_MISSING)
-
-    # These imports take seconds.
-    from megatron_patches.upstream import pretrain
-
-    pretrain(os.environ)
+    main()

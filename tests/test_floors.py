@@ -15,6 +15,7 @@ ROOT = Path(__file__).parents[1]
 # Every folder or module may import itself and those named beside it.
 PURE = {"distca.plan", "distca.documents", "distca.cost", "distca.schedule"}
 FLOORS: dict[str, set[str]] = {
+    "distca.__version__": set(),
     "distca.checkpoints": set(),
     "distca.lifetime": set(),
     "distca.palette": set(),
@@ -39,7 +40,7 @@ FLOORS["megatron_patches"] = {*FLOORS} - {"distca.__main__", "distca.runtime.ser
 # From below: each floor of training may import those before it.
 TRAINING = """
     versions checkpoint_data cpu mcore_fixes flags model batches pipeline loop hooks upstream parts
-    hugging_face llama
+    pretrain hugging_face llama
 """.split()
 for floor in TRAINING:
     below = {f"megatron_patches.{each}" for each in TRAINING[: TRAINING.index(floor)]}
