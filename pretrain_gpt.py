@@ -6,8 +6,8 @@ Where the package is installed and there is no checkout, `torchrun -m megatron_p
 the same. Without `--distca` either is plain Megatron on the same data. The table of contents, in
 the order in which a batch meets the files:
 
-* the flags: `megatron_patches/flags/distca.py`, beside Megatron's own; checks of them:
-  `megatron_patches/flags/validation.py`;
+* the flags: `megatron_patches/flags/distca.py`, beside Megatron's own; the value that is made of
+  them: `megatron_patches/flags/config.py`; checks: `megatron_patches/flags/validation.py`;
 * the iterators of a run: `megatron_patches/loop/data.py`, over the token stream of
   `megatron_patches/batches/stream.py`; with `--distca` they are made by
   `megatron_patches/pipeline/planned_data.py`;
