@@ -172,7 +172,7 @@ def describe_machine(
     short = float(profile.seconds(block, block, block * (block + 1) // 2)[0])
     blocks = setting.seq_length // BLOCK
     kernels = setting.layers * blocks * short * (1 + machine.backward_over_forward)
-    linear = setting.layers * (sum(costs.pre_seconds()) + sum(costs.post_seconds()))
+    linear = setting.layers * sum(costs.layer_seconds())
     linear = setting.seq_length * (linear + sum(costs.head_seconds()))
     # `linear` is at 1 TFLOP/s; the rate found counts in everything else that a step does.
     return replace(machine, peak_tflops=linear / max(rest_seconds - kernels, 1e-9))

@@ -86,7 +86,7 @@ def plan_way(
 def measure(name: str, size: int | None, lengths: Int64s, costs: ModelCosts) -> Row:
     """Makes a plan, and counts its work and bytes."""
     kernel = costs.cluster.attention_cost(costs.shape)
-    per_token = sum(costs.pre_seconds()) + sum(costs.post_seconds())
+    per_token = sum(costs.layer_seconds())
     work = AllWork(kernel, 1 + costs.cluster.backward_over_forward, per_token)
     config = ScheduleConfig(shape=costs.shape, cost_model=kernel, context_parallel_size=size)
     plan, round_of = plan_way(name, lengths, config, work)

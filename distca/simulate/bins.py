@@ -79,7 +79,7 @@ class AllWork:
     def of_last_stage(attention: CostModel, layout: BaselineLayout, costs: ModelCosts) -> AllWork:
         """Work in one layer of the last stage, whose layers share the output layer equally."""
         times = costs.passes
-        per_token = float(times @ np.add(costs.pre_seconds(), costs.post_seconds()))
+        per_token = float(times @ costs.layer_seconds())
         per_token += sum(costs.head_seconds()) * layout.stages / costs.model.layers
         # Collectives and copies count as work that the ranks of a group share.
         size = layout.context_parallel

@@ -104,6 +104,11 @@ class ModelCosts:
         again = mlp + routed if self.recompute == "mlp" else 0.0
         return projected[0] + mlp + routed, again + projected[1] + mlp_backward + routed
 
+    def layer_seconds(self) -> tuple[float, float]:
+        """Seconds of a token in a layer but for core attention, forward and backward."""
+        pre, post = self.pre_seconds(), self.post_seconds()
+        return pre[0] + post[0], pre[1] + post[1]
+
     def _routing_seconds(self) -> float:
         """Seconds of a token of the all-to-alls that bring its rows to experts and back."""
         experts, size, cluster = self.model.experts, self.expert_parallel, self.cluster

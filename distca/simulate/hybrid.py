@@ -114,7 +114,7 @@ def _documents(
         shared = _share(lengths[mine], tokens, size, ranks, costs, attention)
         both = np.zeros((len(mine), 2))
         for direction, factor in ((0, 1.0), (1, cluster.backward_over_forward)):
-            linear = costs.pre_seconds()[direction] + costs.post_seconds()[direction]
+            linear = costs.layer_seconds()[direction]
             each = factor * shared.attention + shared.copied[:, :, direction] / (
                 cluster.copied_bytes_per_second
             )

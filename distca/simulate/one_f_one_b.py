@@ -36,7 +36,7 @@ class Passes:
         passes, computed, waited = [], 0.0, 0.0
         again: Any = 0.0
         for direction, factor in ((0, 1.0), (1, cluster.backward_over_forward)):
-            linear = costs.pre_seconds()[direction] + costs.post_seconds()[direction]
+            linear = costs.layer_seconds()[direction]
             launch = cluster.launch_seconds * shared.calls[:, :, None]
             launch = launch + costs.pre_launch_seconds()[direction]
             launch = launch + costs.post_launch_seconds()[direction]

@@ -275,7 +275,7 @@ def estimate(candidate: Candidate, workload: Workload, sequences: Sequence[Int64
         workload.model.layers * both_ways * float(attention) / (candidate.stages * candidate.data)
     )
     tokens = workload.sequences * workload.context / (candidate.data * candidate.micro_batches)
-    linear = float(costs.passes @ np.add(costs.pre_seconds(), costs.post_seconds()))
+    linear = float(costs.passes @ costs.layer_seconds())
     layers = workload.model.layers // candidate.stages
     tick = tokens * (layers * linear + sum(costs.head_seconds()))
     # Layers run once for each nano-batch, the output layer once for both.
