@@ -19,12 +19,9 @@ placement can be below it.
 from __future__ import annotations
 
 import argparse
-import cProfile
 import csv
-import io
 import itertools
 import platform
-import pstats
 import sys
 import time
 from collections.abc import Callable
@@ -230,26 +227,6 @@ def at_scale(sets: dict[str, Callable[[int, int, int], Int64s]], servers: list[i
     return pages.table([*head, "GB busiest"], rows)
 
 
-def where_the_time_goes(lengths: Int64s, servers: int) -> str:
-    """The functions that planning spends most time in."""
-    config = ScheduleConfig(shape=MODELS["llama-34b"].attention_shape())
-    scheduler, capacities = (
-        make_scheduler("tiles", config),
-        even_capacities(int(lengths.sum()), servers),
-    )
-    profile = cProfile.Profile()
-    profile.enable()
-    plan = scheduler.plan(lengths, capacities, Mask())
-    build_exchange(plan, 0)
-    profile.disable()
-    text = io.StringIO()
-    pstats.Stats(profile, stream=text).strip_dirs().sort_stats("cumulative").print_stats(
-        r"tiles|packing|moves|grid|volume|segments|exchange", 22
-    )
-    table = text.getvalue()
-    return table[table.index("ncalls") - 3 :].rstrip()
-
-
 def markdown(rows: list[Row]) -> str:
     """The table of all schedulers."""
     head = ["documents", "longest", "servers", "scheduler", "max/mean", "GB", "GB busiest"]
@@ -371,7 +348,6 @@ def main() -> None:
     plot(first, args.output / "plans.png")
     delays = {name: outlier_delay(make, 64) for name, make in sets.items()}
     times = planning_times(sets)
-    slowest = max(sets, key=lambda name: len(sets[name](512 * TOKENS_PER_SERVER, 131_072, 0)))
     report = "\n".join(
         [
             "# Plans of all schedulers",
@@ -399,12 +375,6 @@ def main() -> None:
             "## Planning time (best of five)",
             "",
             pages.table(["batch", "documents", "tasks", "plan ms", "exchange ms"], times),
-            "",
-            f"Where it goes ({slowest}, 512 servers, under the profiler):",
-            "",
-            "```",
-            where_the_time_goes(sets[slowest](512 * TOKENS_PER_SERVER, 131_072, 0), 512),
-            "```",
         ]
     )
     pages.save(args.output, "plans", report)
