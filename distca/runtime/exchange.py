@@ -24,7 +24,7 @@ import torch
 from distca.attention.merge import Merges, Sums
 from distca.cost.rows import KindRows, rows_of_kinds, sent_rows
 from distca.cost.volume import Messages
-from distca.plan import Mask, Plan, Tasks
+from distca.plan import Mask, Plan
 from distca.plan.span import Int64s
 from distca.runtime.call_rows import CallRows, find_call_rows
 from distca.runtime.messages import MessageLayout, PeerRows, RowTypes, message_layout, peer_rows
@@ -217,15 +217,14 @@ def build_exchange(plan: Plan, rank: int, latents: bool = False) -> Exchange:
     moved_q, moved_kv = (Messages(*each.segments.moved(), world_size) for each in kinds)
     outgoing = peer_rows(*sent_by(rank, moved_q), *sent_by(rank, moved_kv))
     incoming = peer_rows(*sent_by(rank, moved_q.back), *sent_by(rank, moved_kv.back))
-    mine = plan.tasks[plan.tasks.server == rank]
-    shapes = [shape for shape in (False, True) if (mine.ends_on_diagonal == shape).any()]
+    shapes = [shape for shape in (False, True) if (kinds[0].causal == shape).any()]
     q_served, kv_served = (
         _served_rows(kind, rank, moved.received(), shapes)
         for kind, moved in zip(kinds, (moved_q, moved_kv), strict=True)
     )
     calls = [
         _kernel_call(
-            mine[mine.ends_on_diagonal == causal],
+            kinds,
             causal,
             find_call_rows(q, q_served.local),
             find_call_rows(kv, kv_served.local),
@@ -288,8 +287,10 @@ def _served_rows(kind: KindRows, rank: int, received: Int64s, shapes: list[bool]
     )
 
 
-def _kernel_call(tasks: Tasks, causal: bool, q_rows: CallRows, kv_rows: CallRows) -> KernelCall:
-    queries, keys = tasks.q_end - tasks.q_start, tasks.kv_end - tasks.kv_start
+def _kernel_call(
+    kinds: tuple[KindRows, KindRows], causal: bool, q_rows: CallRows, kv_rows: CallRows
+) -> KernelCall:
+    queries, keys = ((each.end - each.start)[each.causal == causal] for each in kinds)
     return KernelCall(
         causal,
         int(queries.sum()),
