@@ -271,7 +271,11 @@ def copy_llama_weights(
 
 
 def export(
-    checkpoint: Path, output: Path, tokenizer_model: str | None = None, float32: bool = False
+    checkpoint: Path,
+    output: Path,
+    tokenizer_model: str | None = None,
+    float32: bool = False,
+    force: bool = False,
 ) -> None:
     """Writes the latest checkpoint of a folder as a model for transformers.
 
@@ -283,9 +287,11 @@ def export(
         tokenizer_model: a tokenizer.json or its folder; None: the one beside the checkpoints, or
             else where the run had it.
         float32: write float32, else what the run had.
+        force: replace files of the same names in a folder that has files already.
 
     Raises:
-        ValueError: the checkpoint is missing or not of a Llama, or the tokenizer is missing.
+        ValueError: the checkpoint is missing or not of a Llama, the tokenizer is missing, or the
+            output has files already.
         ImportError: safetensors is not installed.
     """
     try:
@@ -301,6 +307,12 @@ def export(
     from megatron_patches.loop.saved_arguments import saved_arguments
     from megatron_patches.parts import load_weights
 
+    if output.exists() and not output.is_dir():
+        raise ValueError(f"--output {output} is a file: give a folder")
+    if not force and output.is_dir() and any(output.iterdir()):
+        raise ValueError(
+            f"--output {output} has files already: give another folder, or --force to replace them"
+        )
     iteration = latest_iteration(checkpoint)
     if iteration is None:
         raise ValueError(f"{checkpoint} has no checkpoint: give the folder of a run's --save")
@@ -323,8 +335,10 @@ def export(
     config["dtype"] = config["torch_dtype"] = "bfloat16" if bf16 else "float32"
     weights = llama_weights(dict(model.named_parameters()), config)
     output.mkdir(parents=True, exist_ok=True)
-    save_file(weights, output / "model.safetensors", metadata={"format": "pt"})
     _write(output / "config.json", config)
+    save_file(weights, output / "model.safetensors", metadata={"format": "pt"})
+    # safetensors makes its file readable for the owner only, whatever the umask is.
+    shutil.copymode(output / "config.json", output / "model.safetensors")
     _write(output / "generation_config.json", {"eos_token_id": tokenizer.eod, "do_sample": False})
     _write_tokenizer(saved.tokenizer_type, where, tokenizer, config, output)
     logger.info("exported iteration %d of %s to %s", iteration, checkpoint, output)

@@ -175,6 +175,9 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument("--output", type=Path, help="folder of the exported model")
     parser.add_argument(
+        "--force", action="store_true", help="export into a folder that has files already"
+    )
+    parser.add_argument(
         "--tokenizer-model",
         help="tokenizer.json to export, or its folder. Default: the one beside the checkpoints",
     )
@@ -189,7 +192,13 @@ def main(argv: list[str] | None = None) -> int:
         if given.direction == "export":
             if given.output is None:
                 raise ValueError("export needs --output, the folder to write")
-            export(given.checkpoint, given.output, given.tokenizer_model, given.float32)
+            export(
+                given.checkpoint,
+                given.output,
+                given.tokenizer_model,
+                given.float32,
+                given.force,
+            )
             return 0
         if given.llama is None:
             raise ValueError("import needs --llama, the folder of a model")

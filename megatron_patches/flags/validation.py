@@ -36,6 +36,9 @@ FP8_RECIPES = ("tensorwise", "blockwise", "mxfp8")
 FP8_ROWS = 32
 """Rows that fp8 layers take a multiple of: 16, and 32 with mxfp8."""
 
+BALANCED_BY_PASS = ("global_aux_loss", "quantile_balancing")
+"""Values of `--moe-router-load-balancing-type` by which a router adds up over its passes."""
+
 
 def validate(config: DistcaConfig, args: Namespace) -> None:
     """Checks the arguments before any work starts, with the same result on every rank.
@@ -210,6 +213,13 @@ def _validate_ping_pong(config: DistcaConfig, args: Namespace) -> None:
             f"--distca-ping-pong needs --seq-length {args.seq_length} to be a multiple of twice "
             f"--tensor-model-parallel-size {shards}"
         )
+    for kind in _balanced_by(args):
+        if kind in BALANCED_BY_PASS:
+            raise ValueError(
+                f"--distca-ping-pong does not cover --moe-router-load-balancing-type {kind}, which "
+                "counts the passes of a router, of which nano-batches make two of one: give "
+                "--no-distca-ping-pong"
+            )
     _validate_fp8(config, args, tokens // (2 * shards))
     for flag in ("fp4", "tp_comm_overlap"):
         if vars(args)[flag]:
@@ -309,12 +319,19 @@ def _validate_cuda_graphs(config: DistcaConfig, args: Namespace) -> None:
             raise ValueError(f"--distca-cuda-graphs: {why}, so {remedy}")
 
 
+def _balanced_by(args: Namespace) -> list[str]:
+    """Returns the ways in which experts are balanced; none without experts."""
+    if not getattr(args, "num_experts", None):
+        return []
+    kinds = args.moe_router_load_balancing_type
+    return list(kinds) if isinstance(kinds, list) else [kinds]
+
+
 def _validate_experts(config: DistcaConfig, args: Namespace) -> None:
     """Checks that the auxiliary losses of experts can be averaged over all ranks."""
     if not args.num_experts:
         return
-    kinds = args.moe_router_load_balancing_type
-    if "sinkhorn" in (kinds if isinstance(kinds, list) else [kinds]):
+    if "sinkhorn" in _balanced_by(args):
         raise ValueError(
             "--distca does not cover --moe-router-load-balancing-type sinkhorn, which balances the "
             "tokens that happen to be on a rank: choose aux_loss"

@@ -5,7 +5,7 @@ parallelism over those of its ranks). Here long documents span the data-parallel
 scheduler says which rank has which tokens; so the loss is averaged over the micro-batch's tokens on
 all of them, as one plain process with the whole window does. With ping-pong and in chains it is
 that of each part of the micro-batch, weighed by its tokens. Losses of single tokens (`z-loss`) and
-of the global batch (`global_aux_loss`) are Megatron's as they are.
+of the global batch (`global_aux_loss`, without ping-pong) are Megatron's as they are.
 """
 
 from __future__ import annotations

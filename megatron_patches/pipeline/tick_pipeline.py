@@ -161,6 +161,8 @@ def _process_groups() -> Any:
     groups.dp_cp = parallel_state.get_data_parallel_group(
         with_context_parallel=True, partial_data_parallel=False
     )
+    # Over these ranks --moe-router-enable-expert-bias counts the tokens of each expert.
+    groups.tp_dp_cp = parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True)
     return groups
 
 

@@ -118,6 +118,19 @@ def test_transformers_has_the_logits_of_the_trained_model(process, tmp_path, whi
     said = [{"role": "user", "content": "w7"}]
     prompt = tokenizer.apply_chat_template(said, tokenize=False, add_generation_prompt=True)
     assert prompt == "user: w7\nassistant: "
+    modes = {path.name: path.stat().st_mode for path in (tmp_path / "model").iterdir()}
+    assert len(set(modes.values())) == 1, modes
+
+
+@pytest.mark.parametrize("force", [False, True])
+def test_a_folder_with_files_is_not_overwritten_unless_asked(tmp_path: Path, force) -> None:
+    pytest.importorskip("safetensors")
+    (tmp_path / "notes").write_text("mine")
+    message = "has no checkpoint" if force else "has files already: .* --force"
+    with pytest.raises(ValueError, match=message):
+        hugging_face.export(tmp_path / "nothing", tmp_path, force=force)
+    with pytest.raises(ValueError, match="notes is a file"):
+        hugging_face.export(tmp_path / "nothing", tmp_path / "notes")
 
 
 @pytest.mark.parametrize(

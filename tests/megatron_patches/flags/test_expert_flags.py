@@ -15,6 +15,16 @@ def test_experts_take_equally_many_tokens() -> None:
         parse(*EXPERTS.split(), "--distca", "--distca-scheduler", "wlb-llm")
 
 
+@pytest.mark.parametrize("kind", ["global_aux_loss", "quantile_balancing"])
+def test_what_counts_a_router_s_passes_needs_whole_micro_batches(kind: str) -> None:
+    """A nano-batch would be balanced by itself, and the loss would change without a word."""
+    flags = [*EXPERTS.split(), "--moe-router-load-balancing-type", kind, "--distca"]
+    with pytest.raises(ValueError, match=f"{kind}, which .* give --no-distca-ping-pong"):
+        parse(*flags)
+    parse(*flags, "--no-distca-ping-pong")
+    parse(*flags[:-1])
+
+
 def test_a_token_uses_some_experts_and_a_checkpoint_has_all() -> None:
     dense = parse("--swiglu", "--ffn-hidden-size", "128")
     args = parse(*EXPERTS.split(), "--swiglu", "--ffn-hidden-size", "128", "--moe-layer-freq", "2")
