@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
+from megatron.core.rerun_state_machine import EXIT_CODE_FAILED_ON_RESULT_VALIDATION
 
 from megatron_patches.loop.checkpoint_folder import (
     TRACKER,
@@ -22,6 +23,7 @@ from megatron_patches.loop.checkpoint_folder import (
     replaced_when_whole,
 )
 from megatron_patches.loop.dropped_weights import refuse_dropped_weights
+from megatron_patches.loop.finite import check_weights
 from megatron_patches.loop.kept_tokenizer import keep_tokenizer
 
 
@@ -29,13 +31,19 @@ def explain_saving(theirs: Callable[..., Any], _: object) -> Callable[..., Any]:
     """Saves as Megatron-LM does, with the tokenizer, and says why where that fails."""
 
     @functools.wraps(theirs)
-    def save_checkpoint(*args: Any, **named: Any) -> Any:
+    def save_checkpoint(iteration: int, model: Any, *args: Any, **named: Any) -> Any:
         from megatron.training import get_args
 
+        check_weights(
+            model,
+            f"after iteration {iteration}",
+            "nothing was saved since the last checkpoint",
+            EXIT_CODE_FAILED_ON_RESULT_VALIDATION,
+        )
         with explaining_saving(get_args().save):
             if dist.get_rank() == 0:
                 keep_tokenizer(get_args())
-            return theirs(*args, **named)
+            return theirs(iteration, model, *args, **named)
 
     return save_checkpoint
 

@@ -28,6 +28,7 @@ from megatron_patches.flags.config import DistcaConfig
 from megatron_patches.flags.unknown import explained
 from megatron_patches.flags.validation import validate
 from megatron_patches.loop.data import build_data
+from megatron_patches.loop.finite import check_weights, ending_unless_finite
 from megatron_patches.loop.launcher import kill_leftovers
 from megatron_patches.loop.messages import exit_with_message, message_handlers, message_level
 from megatron_patches.model.latent_attention import softmax_scale
@@ -253,7 +254,9 @@ def after_preflight(theirs: Callable[..., Any], run: Run) -> Callable[..., Any]:
         vocab_size = get_tokenizer().vocab_size
         complete = Namespace(**vars(get_args()) | {"vocab_size": vocab_size})
         held.enter_context(preflight(run.config, complete, run.told))
-        return theirs(*args, **kwargs)
+        model, *others = theirs(*args, **kwargs)
+        check_weights(model, "before the first step", "load another checkpoint", code=2)
+        return model, *others
 
     return setup_model_and_optimizer
 
@@ -353,13 +356,15 @@ def with_speed(theirs: Callable[..., Any], run: Run) -> Callable[..., Any]:
     All ranks wait for the busiest one in each step, which may be another one each time.
     """
 
+    checked_step = ending_unless_finite(theirs)
+
     @functools.wraps(theirs)
     def train_step(*args: Any, **kwargs: Any) -> Any:
         from megatron.core.num_microbatches_calculator import get_current_global_batch_size
         from megatron.training import get_args
 
         begin, cpu_begin = time.perf_counter(), time.process_time()
-        figures, *others = theirs(*args, **kwargs)
+        figures, *others = checked_step(*args, **kwargs)
         seconds = time.perf_counter() - begin
         more: dict[str, torch.Tensor] = {}
         if cpu.without_cuda():

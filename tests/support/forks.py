@@ -38,24 +38,29 @@ def forking() -> BaseContext:
     return context
 
 
-def launch(processes: int, arguments: Sequence[str], output: Path) -> BaseProcess:
-    """Starts `pretrain_gpt.py` on several ranks, which find what torchrun tells them.
+def launch(
+    processes: int, arguments: Sequence[str], output: Path, script: str = "pretrain_gpt.py"
+) -> BaseProcess:
+    """Starts a script on several ranks, which find what torchrun tells them.
 
     Args:
         processes: number of ranks.
         arguments: arguments of the command.
         output: file that takes what all processes print.
+        script: path of the script from the root.
 
     Returns:
-        The launcher's process; its exit code is 0 where those of all ranks are.
+        The launcher's process; its exit code is that of the first rank that failed, or 0.
     """
     # Daemons may have no children.
-    launcher = forking().Process(target=_launch, args=(processes, arguments, output), daemon=False)
+    launcher = forking().Process(
+        target=_launch, args=(processes, [script, *arguments], output), daemon=False
+    )
     launcher.start()
     return launcher
 
 
-def _launch(processes: int, arguments: Sequence[str], output: Path) -> None:
+def _launch(processes: int, command: Sequence[str], output: Path) -> None:
     from torch.distributed import TCPStore
 
     with output.open("wb") as file:
@@ -65,9 +70,7 @@ def _launch(processes: int, arguments: Sequence[str], output: Path) -> None:
     tellers: list[Connection] = []
     for _ in range(processes):
         theirs, teller = multiprocessing.Pipe(duplex=False)
-        process = multiprocessing.get_context("fork").Process(
-            target=_train, args=(arguments, theirs)
-        )
+        process = multiprocessing.get_context("fork").Process(target=_train, args=(command, theirs))
         process.start()
         running[process.sentinel] = process
         tellers.append(teller)
@@ -83,19 +86,19 @@ def _launch(processes: int, arguments: Sequence[str], output: Path) -> None:
             "TORCHELASTIC_USE_AGENT_STORE": "True",
         }
         teller.send(told | {"RANK": str(rank), "LOCAL_RANK": str(rank)})
-    failed = False
+    code = 0
     while running:
         for sentinel in wait(running):
             process = running.pop(sentinel)
             process.join()
-            if process.exitcode and not failed:
-                failed = True
+            if process.exitcode and not code:
+                code = process.exitcode
                 for other in running.values():
                     other.terminate()
-    sys.exit(failed)
+    sys.exit(code)
 
 
-def _train(arguments: Sequence[str], launcher: Connection) -> None:
+def _train(command: Sequence[str], launcher: Connection) -> None:
     import torch
 
     # As torchrun's processes do.
@@ -103,5 +106,5 @@ def _train(arguments: Sequence[str], launcher: Connection) -> None:
     torch.set_num_threads(1)
     os.chdir(ROOT)
     os.environ |= launcher.recv()
-    sys.argv = ["pretrain_gpt.py", *arguments]
+    sys.argv = [*command]
     runpy.run_path(sys.argv[0], run_name="__main__")

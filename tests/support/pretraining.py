@@ -74,9 +74,25 @@ def separate(losses: Mapping[int, float]) -> dict[int, float]:
 
 def run_command(processes: int, arguments: Sequence[str], status: int = 0) -> str:
     """Runs a command line to its end on ranks that are forks, and returns what it printed."""
+    code, output = run_script("pretrain_gpt.py", processes, arguments)
+    assert (code == 0) == (status == 0), output[-3000:]
+    return output
+
+
+def run_script(script: str, processes: int, arguments: Sequence[str]) -> tuple[int, str]:
+    """Runs a script to its end on ranks that are forks.
+
+    Args:
+        script: path of the script from the root.
+        processes: number of ranks.
+        arguments: arguments of the script.
+
+    Returns:
+        The exit code of the first rank that failed, or 0, and what all ranks printed.
+    """
     with tempfile.TemporaryDirectory() as folder:
         printed = Path(folder) / "printed"
-        launcher = launch(processes, arguments, printed)
+        launcher = launch(processes, arguments, printed, script)
         try:
             launcher.join(timeout=300)
             code = launcher.exitcode
@@ -86,8 +102,7 @@ def run_command(processes: int, arguments: Sequence[str], status: int = 0) -> st
             launcher.kill()
         output = printed.read_text()
     assert code is not None, f"it did not end: {output[-3000:]}"
-    assert (code == 0) == (status == 0), output[-3000:]
-    return output
+    return code, output
 
 
 def kill_all(process: subprocess.Popen[str]) -> None:

@@ -1,0 +1,81 @@
+"""Trains as `pretrain_gpt.py` does, but one value is NaN: `poisoned.py WHAT@STEP@RANK ...`.
+
+WHAT is `gradient` of a weight, `weight` before the forward pass, `row` of the embedding that no
+token uses, after its last use in a step, `loss`, a weight at the `start`, or `nothing`.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megatron_patches.loop.gpt_job import GPT_JOB
+from megatron_patches.upstream import pretrain
+
+NAN, UNUSED = float("nan"), 250
+
+
+class Poison:
+    """A forward step that makes a value NaN.
+
+    Args:
+        what: what becomes NaN.
+        step: iteration from which on it does.
+        rank: rank on which it does.
+    """
+
+    def __init__(self, what: str, step: int, rank: int) -> None:
+        self._what, self._step, self._rank = what, step, rank
+        self._hooked = False
+
+    def __call__(self, data_iterator: Iterator[Any], model: Any) -> tuple[Any, Any]:
+        weights = {
+            "gradient": ("mlp.linear_fc2.weight", self._spoil_gradient),
+            "row": ("word_embeddings.weight", self._spoil_row),
+            "weight": ("mlp.linear_fc1.weight", None),
+        }
+        if self._what in weights:
+            ending, hook = weights[self._what]
+            weight = next(each for name, each in model.named_parameters() if name.endswith(ending))
+            if hook is None and self._now():
+                weight.data[0, 0] = NAN
+            if hook is not None and not self._hooked:
+                weight.register_hook(lambda gradient: hook(weight, gradient))
+                self._hooked = True
+        output, loss = GPT_JOB.forward_step(data_iterator, model)
+        return output * NAN if self._what == "loss" and self._now() else output, loss
+
+    def _now(self) -> bool:
+        from megatron.training import get_args
+
+        return get_args().curr_iteration + 1 >= self._step and dist.get_rank() == self._rank
+
+    def _spoil_gradient(self, weight: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient * NAN if self._now() else gradient
+
+    def _spoil_row(self, weight: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
+        if self._now():
+            weight.data[UNUSED] = NAN
+        return gradient
+
+
+def build_spoilt_model(*args: Any) -> Any:
+    """Builds a model with NaN in a weight of the second rank."""
+    model = GPT_JOB.build_model(*args)
+    if dist.get_rank() == 1:
+        model.output_layer.weight.data[0, 0] = NAN
+    return model
+
+
+if __name__ == "__main__":
+    what, step, rank = sys.argv.pop(1).split("@")
+    job = replace(GPT_JOB, forward_step=Poison(what, int(step), int(rank)))
+    if what == "start":
+        job = replace(job, build_model=build_spoilt_model)
+    pretrain(job, os.environ)
