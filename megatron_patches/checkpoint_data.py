@@ -140,9 +140,13 @@ def objects_read_as_data(theirs: Callable[..., None]) -> Callable[..., None]:
     def load_bytes(self: Any, read_item: Any, value: io.BytesIO) -> None:
         # Importing it tells torch which classes are data.
         importlib.import_module("megatron.core")
+        from megatron.core.rerun_state_machine import Call, Caller
+
         name = read_item.dest_index.fqn
         try:
-            found = torch.load(value, map_location="cpu", weights_only=True)
+            # In the state of a step that is to run again, and missing in megatron-core's list.
+            with torch.serialization.safe_globals([Call, Caller]):
+                found = torch.load(value, map_location="cpu", weights_only=True)
         except pickle.UnpicklingError as error:
             value.seek(0)
             unsafe = torch.serialization.get_unsafe_globals_in_checkpoint(value)  # type: ignore[arg-type]

@@ -22,7 +22,7 @@ import torch
 from megatron.core.package_info import MAJOR, MINOR
 
 from megatron_patches import checkpoint_data, cpu, mcore_fixes
-from megatron_patches.loop import finite, megatron_checkpoints, megatron_hooks
+from megatron_patches.loop import megatron_checkpoints, megatron_hooks
 
 _ORIGINALS = "_distca_originals"
 """Attribute of a changed module or class: its originals by name."""
@@ -179,12 +179,6 @@ LOOP = (
         "train_step",
         "logs the speed of steps, and says what is not finite",
         megatron_hooks.with_speed,
-    ),
-    Hook(
-        "megatron.core.rerun_state_machine",
-        "RerunDataIterator.state_dict",
-        "saves no micro-batches of a failed step, which our iterators make again",
-        finite.without_micro_batches,
     ),
     Hook(
         _TRAINING,

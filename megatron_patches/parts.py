@@ -17,6 +17,7 @@ from megatron.core.enums import ModelType
 from megatron_patches import hooks
 from megatron_patches.flags.config import DistcaConfig
 from megatron_patches.flags.distca import add_distca_arguments
+from megatron_patches.flags.numbers import refuse_what_cannot_be_read
 from megatron_patches.flags.unknown import explained
 from megatron_patches.loop.checkpoint_folder import (
     checkpoint_name,
@@ -49,6 +50,7 @@ def build_parser() -> ArgumentParser:
 
 def _with_ours(parser: ArgumentParser) -> ArgumentParser:
     parser.set_defaults(**OUR_DATA, dist_ckpt_optim_fully_reshardable=True)
+    refuse_what_cannot_be_read(parser)
     return add_distca_arguments(parser)
 
 

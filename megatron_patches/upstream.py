@@ -29,6 +29,7 @@ from megatron_patches import cpu, hooks
 from megatron_patches.batches.custom_dataset import name_of
 from megatron_patches.flags.config import DistcaConfig
 from megatron_patches.flags.distca import add_distca_arguments
+from megatron_patches.flags.numbers import refuse_what_cannot_be_read
 from megatron_patches.loop.data import build_data
 from megatron_patches.loop.ending import ending_the_job_on_failure
 from megatron_patches.loop.megatron_hooks import Run, asks_for_distca, refuse_in_a_line
@@ -51,6 +52,7 @@ def pretrain(environment: Mapping[str, str]) -> None:
     def add_arguments(parser: ArgumentParser) -> ArgumentParser:
         # Checkpoints load at other parallel sizes.
         parser.set_defaults(**OUR_DATA, dist_ckpt_optim_fully_reshardable=True)
+        refuse_what_cannot_be_read(parser)
         # Megatron-LM's message follows the usage, hundreds of lines, on every rank.
         parser.error = functools.partial(  # type: ignore[method-assign]
             refuse_in_a_line, parser, environment
@@ -184,6 +186,7 @@ def add_arguments(parser: ArgumentParser) -> ArgumentParser:
     """Adds the `--distca` flags to Megatron-LM's parser; `--distca` also sets what it needs."""
     if asks_for_distca():
         parser.set_defaults(**OUR_DATA)
+        refuse_what_cannot_be_read(parser)
     return add_distca_arguments(parser)
 
 

@@ -14,8 +14,9 @@ from distca.cost.link import Links
 from distca.cost.volume import BackwardInputs
 from distca.schedule import ExecutionOptions
 from distca.schedule.program import Ablation
-from distca.transport.collective import MAX_CTAS, MOST_CTAS
+from distca.transport.collective import MAX_CTAS
 from distca.transport.nvshmem import Mode
+from megatron_patches.flags.numbers import check_numbers
 
 
 @dataclass(frozen=True)
@@ -46,10 +47,10 @@ class TransportConfig:
                 f"--distca-transport is {self.kind}: remove one of the two"
             )
         blocks = self.nccl_max_ctas
-        if not 1 <= blocks <= MOST_CTAS or blocks & (blocks - 1):
+        if blocks & (blocks - 1):
             raise ValueError(
-                f"--distca-nccl-max-ctas {blocks} is no power of two from 1 to {MOST_CTAS}, to "
-                "which NCCL rounds it up: use 8, or 16 where the GPUs of one machine exchange most"
+                f"--distca-nccl-max-ctas {blocks} is no power of two, to which NCCL rounds it up: "
+                "use 8, or 16 where the GPUs of one machine exchange most"
             )
 
 
@@ -71,8 +72,6 @@ class DocumentsConfig:
     conversations: bool = False
 
     def __post_init__(self) -> None:
-        if self.max_length is not None and self.max_length < 1:
-            raise ValueError(f"--distca-max-document-length {self.max_length} must be at least 1")
         if self.conversations and self.function is not None:
             raise ValueError(
                 "--sft reads --data-path, but --distca-documents gives other documents: remove one"
@@ -111,13 +110,6 @@ class SchedulingConfig:
     node_gb_per_s: float = 450.0
     network_gb_per_s: float = 50.0
 
-    def __post_init__(self) -> None:
-        if not 0 <= self.tolerance < 1:
-            raise ValueError(
-                f"--distca-tolerance {self.tolerance} is out of range: give a fraction of the "
-                "mean load from 0 to below 1, such as 0.1"
-            )
-
     @property
     def shares_tokens_unevenly(self) -> bool:
         """Whether ranks may own different numbers of tokens."""
@@ -137,11 +129,6 @@ class SchedulingConfig:
         Raises:
             ValueError: the message says what to do.
         """
-        if self.gpus_per_node < 1:
-            raise ValueError(f"--distca-gpus-per-node {self.gpus_per_node} must be at least 1")
-        for kind, speed in (("node", self.node_gb_per_s), ("network", self.network_gb_per_s)):
-            if not 0 < speed < float("inf"):
-                raise ValueError(f"--distca-{kind}-gb-per-s {speed} must be positive")
         for flag, value in (
             ("max-buffer-bytes", self.max_buffer_bytes),
             ("server-speeds", self.server_speeds),
@@ -151,10 +138,6 @@ class SchedulingConfig:
                     f"--distca-{flag} binds the scheduler tiles alone, not {self.scheduler}: "
                     "remove one of the two"
                 )
-        if self.max_buffer_bytes is not None and self.max_buffer_bytes < 0:
-            raise ValueError(
-                f"--distca-max-buffer-bytes {self.max_buffer_bytes} must not be negative"
-            )
         if self.profile is not None and not self.profile.is_file():
             raise ValueError(
                 f"--distca-profile {self.profile} does not exist: make one with `distca profile "
@@ -210,19 +193,19 @@ class DistcaConfig:
     chain: int = 1
 
     def __post_init__(self) -> None:
-        if self.chain < 1:
-            raise ValueError(f"--distca-chain {self.chain} must be at least 1")
         if self.enabled:
             self.scheduling.check()
             self.transport.check()
 
     @classmethod
     def from_args(cls, args: Namespace) -> DistcaConfig:
-        """Makes the value of Megatron-LM's parsed arguments.
+        """Makes the value of Megatron-LM's parsed arguments, once all numbers are in range.
 
         Raises:
-            ValueError: a value is out of range, or two do not go together.
+            ValueError: a number of theirs or ours is out of range, or two values do not go
+                together.
         """
+        check_numbers(args)
         speeds, trace = args.distca_server_speeds, args.distca_trace
         return cls(
             enabled=args.distca,

@@ -279,8 +279,6 @@ def masks_from_args(args: Namespace) -> LayerMasks:
     if skipped is None:
         return LayerMasks((window,))
     if isinstance(skipped, int):
-        if skipped < 1:
-            raise ValueError(f"--window-attn-skip-freq {skipped}: give at least 1")
         windowed = [layer % skipped != 0 for layer in range(1, count + 1)]
     else:
         windowed = [bool(each) for each in skipped]

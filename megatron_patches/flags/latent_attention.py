@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from argparse import Namespace
 
-_SIZES = ("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim")
-
 
 def has_latents(args: Namespace) -> bool:
     """Whether the model's attention is multi-latent."""
@@ -50,10 +48,6 @@ def check_latent_attention(args: Namespace) -> None:
             "--multi-latent-attention has keys and values for each head: remove "
             "--group-query-attention"
         )
-    for name in _SIZES:
-        size = vars(args)[name]
-        if size is not None and size < 1:
-            raise ValueError(f"--{name.replace('_', '-')} {size} must be at least 1")
     if args.qk_pos_emb_head_dim % 2:
         raise ValueError(
             f"--qk-pos-emb-head-dim {args.qk_pos_emb_head_dim}: rotary embedding turns pairs, so "

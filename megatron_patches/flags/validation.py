@@ -62,6 +62,7 @@ def validate(config: DistcaConfig, args: Namespace) -> None:
     if has_latents(args) and (config.enabled or args.transformer_impl == "local"):
         # The fused kernel numbers tokens by itself.
         args.apply_rope_fusion = False
+    _validate_rotation(args)
     check_growth(args)
     _validate_sft(args)
     _validate_validation_sets(args)
@@ -97,6 +98,18 @@ def validate(config: DistcaConfig, args: Namespace) -> None:
         if args.params_dtype == torch.float32:
             raise ValueError("--distca on GPUs needs --bf16: FlashAttention has no float32")
         check_head_dim(max(head_sizes(args)))
+
+
+def _validate_rotation(args: Namespace) -> None:
+    """Checks that a rotary embedding has whole pairs of elements to turn."""
+    if args.position_embedding_type != "rope" or has_latents(args):
+        return
+    turned = int(args.kv_channels * args.rotary_percent)
+    if turned % 2 or not turned:
+        raise ValueError(
+            f"--kv-channels {args.kv_channels} with --rotary-percent {args.rotary_percent} turns "
+            f"{turned} elements of a head by their position, in pairs: give an even number above 0"
+        )
 
 
 def _validate_sft(args: Namespace) -> None:
@@ -160,8 +173,6 @@ def _validate_pipeline(config: DistcaConfig, args: Namespace) -> None:
     in_flight = config.scheduling.max_in_flight
     if stages == 1 and in_flight is not None:
         raise ValueError("--distca-max-in-flight bounds a pipeline's stages, but there is only one")
-    if in_flight is not None and in_flight < 1:
-        raise ValueError(f"--distca-max-in-flight {in_flight} must be at least 1")
     iterations = args.train_iters or number_of_iterations(args)
     trace = config.trace
     if trace is not None and not 1 <= trace.first <= trace.last <= iterations:

@@ -106,19 +106,6 @@ def ending_unless_finite(train_step: Callable[..., Any]) -> Callable[..., Any]:
     return checked_step
 
 
-def without_micro_batches(theirs: Callable[..., Any], _: object) -> Callable[..., Any]:
-    """Keeps the micro-batches of a failed step out of checkpoints.
-
-    They hold process groups, and our iterators make them again from the number of samples.
-    """
-
-    @functools.wraps(theirs)
-    def state_dict(self: Any) -> dict[str, Any]:
-        return {"saved_microbatches": [], "replaying": False, "replay_pos": 0}
-
-    return state_dict
-
-
 def _any_rank(value: bool) -> bool:
     """Returns whether a value is true on any rank. Collective."""
     device = "cuda" if torch.cuda.is_available() else "cpu"

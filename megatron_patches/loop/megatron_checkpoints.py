@@ -43,7 +43,8 @@ def explain_saving(theirs: Callable[..., Any], _: object) -> Callable[..., Any]:
         with explaining_saving(get_args().save):
             if dist.get_rank() == 0:
                 keep_tokenizer(get_args())
-            return theirs(iteration, model, *args, **named)
+            # The micro-batches of a step that is to run again are read anew, not kept.
+            return theirs(iteration, model, *args, **named | {"train_data_iterator": None})
 
     return save_checkpoint
 

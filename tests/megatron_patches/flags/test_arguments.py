@@ -71,7 +71,7 @@ def test_windows_on_some_layers() -> None:
         ("--num-layers two", "argument --num-layers: invalid int value: 'two'"),
         ("--seq-length 200", "not a multiple of the attention block of 128: use 128"),
         ("--window-size 100,5", "the second number must be 0"),
-        ("--window-attn-skip-freq 0", "give at least 1"),
+        ("--window-attn-skip-freq 0", "out of range: give a whole number from 1"),
         ("--window-attn-skip-freq [1,0,1]", "has 3 values, but --num-layers is "),
         (
             "--distca --window-size 9,0 --window-attn-skip-freq 3 --num-layers 4 "
@@ -79,7 +79,7 @@ def test_windows_on_some_layers() -> None:
             "layer 3 another mask than layer 1, beside which it runs",
         ),
         ("--distca-tolerance 1.5", "--distca-tolerance 1.5 is out of range"),
-        ("--distca-max-document-length 0", "must be at least 1"),
+        ("--distca-max-document-length 0", "out of range"),
         (
             "--distca --pipeline-model-parallel-size 2 --distca-backward keep",
             "keep needs --pipeline-model-parallel-size 1",
@@ -89,14 +89,14 @@ def test_windows_on_some_layers() -> None:
             "--distca --distca-transport shm --distca-nvshmem-mode copy-engine",
             "copy-engine says how nvshmem copies",
         ),
-        ("--distca --distca-nccl-max-ctas 0", "no power of two from 1 to 64"),
-        ("--distca --distca-nccl-max-ctas 12", "no power of two from 1 to 64"),
+        ("--distca --distca-nccl-max-ctas 0", "give a whole number from 1 to 64"),
+        ("--distca --distca-nccl-max-ctas 12", "no power of two"),
         ("--distca --distca-max-in-flight 2", "bounds a pipeline's stages"),
         (
             "--distca --pipeline-model-parallel-size 2 --distca-max-in-flight 0",
-            "in-flight 0 must be at least 1",
+            "--distca-max-in-flight 0 is out of range",
         ),
-        ("--distca-chain 0", "--distca-chain 0 must be at least 1"),
+        ("--distca-chain 0", "--distca-chain 0 is out of range"),
         (
             "--distca --pipeline-model-parallel-size 2 --distca-chain 3 --distca-max-in-flight 2",
             "keeps the activations of 3 micro-batches",
@@ -160,7 +160,7 @@ def test_what_distca_does_not_cover(flag: str, value, message: str) -> None:
     [
         ("--group-query-attention", "mutually exclusive with multi latent attention"),
         ("--qk-pos-emb-head-dim 7", "turns pairs, so give an even number"),
-        ("--v-head-dim 0", "--v-head-dim 0 must be at least 1"),
+        ("--v-head-dim 0", "--v-head-dim 0 is out of range"),
         ("--tensor-model-parallel-size 2 --kv-lora-rank 33", "latent of --kv-lora-rank (97 in"),
         ("--tensor-model-parallel-size 2 --q-lora-rank 9", "latent of --q-lora-rank (9 in"),
         (

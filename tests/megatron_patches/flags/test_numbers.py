@@ -1,0 +1,145 @@
+"""Numbers of all flags: any value is accepted, or refused in one line."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import io
+import math
+import random
+import warnings
+from argparse import Action, ArgumentParser, Namespace
+from collections.abc import Iterator
+from functools import cache
+
+import pytest
+
+from megatron_patches.flags import coverage
+from megatron_patches.flags.config import DistcaConfig
+from megatron_patches.flags.numbers import RANGES, Range, check_numbers, ranges
+from megatron_patches.loop.gpt_job import GPT_JOB
+from megatron_patches.loop.megatron_hooks import checked
+from megatron_patches.loop.parts import build_parser
+from support.arguments import GOOD
+
+VALUES = """
+    0 -1 1 2 3 5 7 64 1000 0.5 -0.5 1.5 1e-30 1e30 1e308 1e309 -1e308 nan inf -inf 2147483647
+    2147483648 4294967296 9223372036854775807 9223372036854775808 99999999999999999999
+    -99999999999999999999 1e5 0x10 1_0 true [1] [0]*4 [1]*4 [1]*[2] () - 1,0
+""".split()
+_KINDS = ("int", "float", "moe_freq_type", "no_rope_freq_type", "tuple_type")
+
+
+@cache
+def parser() -> ArgumentParser:
+    def refuse(message: str) -> None:
+        raise ValueError(message)
+
+    made = build_parser(GPT_JOB)
+    made.error = refuse  # type: ignore[method-assign,assignment]
+    return made
+
+
+@cache
+def numeric() -> dict[str, Action]:
+    """Flags with numbers, by name."""
+    return {
+        action.option_strings[0].removeprefix("--"): action
+        for action in parser()._actions
+        if getattr(action.type, "__name__", None) in _KINDS and action.option_strings
+    }
+
+
+def kind_of(name: str) -> str:
+    group = coverage.group_of(f"--{name}")
+    return "ours" if group is None else group.kind
+
+
+def accept(*flags: str) -> Namespace:
+    """Reads and checks a command line as a run does, on the first of two ranks.
+
+    Raises:
+        ValueError: it is refused.
+    """
+    arguments = importlib.import_module("megatron.training.arguments")
+    length = [] if "--train-samples" in flags else ["--train-iters", "10"]
+    args = parser().parse_args([*GOOD, *length, *flags])
+    args.rank, args.world_size = 0, 2
+    with contextlib.redirect_stdout(io.StringIO()), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        config = DistcaConfig.from_args(args)
+        checked(arguments.validate_args, GPT_JOB, config, args)
+    return args
+
+
+def tried(full: bool) -> Iterator[tuple[str, str]]:
+    """Flags with values: all of them, or some of each flag, always the same ones."""
+    chosen = random.Random(0)
+    for name in sorted(numeric()):
+        for value in VALUES if full else chosen.sample(VALUES, 4):
+            yield name, value
+
+
+@pytest.mark.parametrize("distca", [[], ["--distca"]], ids=["plain", "distca"])
+def test_any_value_of_any_flag_is_accepted_or_refused_in_one_line(distca, full: bool) -> None:
+    lines = []
+    for name, value in tried(full):
+        several = {2: 2, 3: 3}.get(numeric()[name].nargs, 1)  # type: ignore[call-overload]
+        try:
+            # A value may begin with a dash.
+            given = [f"--{name}={value}"] if several == 1 else [f"--{name}", *[value] * several]
+            accept(*distca, *given)
+        except ValueError as error:
+            lines.append(str(error))
+    assert len(lines) > 300
+    for line in lines:
+        assert "\n" not in line
+        assert len(line) < 600
+
+
+def test_every_number_has_a_range() -> None:
+    """Of flags that Megatron-LM or we follow; others change nothing, or are refused."""
+    followed = [n for n in numeric() if kind_of(n) in ("covered", "done", "ours")]
+    assert len(followed) > 150
+    names = ranges()
+    aliases = {name: numeric()[name].option_strings for name in followed}
+    missing = [name for name in followed if not {f"--{n}" for n in names} & {*aliases[name]}]
+    # A window is checked with its mask, and servers are read by a function of ours.
+    assert missing == ["window-size"]
+    listed = [name for names in RANGES.values() for name in names.split()]
+    assert len(listed) == len({*listed})
+
+
+def test_defaults_are_in_range() -> None:
+    check_numbers(parser().parse_args([]))
+
+
+@pytest.mark.parametrize(
+    "flags",
+    """
+    --train-iters 0|--make-vocab-size-divisible-by 0|--rope-scaling-factor 0|--kv-channels 7
+    |--init-method-std nan|--distributed-timeout-minutes 0|--seed 12345678901234567890
+    |--distca-gpus-per-node 99999999999|--eval-iters -1|--clip-grad nan|--clip-grad -1|--lr inf
+    |--norm-epsilon -1|--rotary-percent 2|--ffn-hidden-size 0|--exit-duration-in-mins -1|--lr 1e39
+    |--moe-layer-freq [2]*4|--distca-server-speeds 1 nan|--rotary-seq-len-interpolation-factor 0
+    """.replace("\n", "").split("|"),
+)
+def test_what_was_a_traceback_or_taken_in_silence_is_a_line(flags: str) -> None:
+    name, *values = flags.split()
+    with pytest.raises(ValueError, match=f"{name} .*(is out of range: give|give an even)"):
+        accept("--distca", name, *values)
+
+
+@pytest.mark.parametrize(
+    ("allowed", "inside", "outside", "text"),
+    [
+        (Range(1, 5, whole=True), [1, 5], [0, 6, 2.0, math.nan], "a whole number from 1 to 5"),
+        (Range(0, 1), [0, 1.0, 0.5], [-1e-9, 1.1, math.nan, math.inf], "a number from 0 to 1"),
+        (Range(0, 1, above=True), [1e-9, 1], [0, 0.0], "a number above 0 and at most 1"),
+        (Range(0, 1, below=True), [0], [1, 1.0], "a number from 0 and below 1"),
+    ],
+)
+def test_ranges(allowed: Range, inside, outside, text: str) -> None:
+    assert all(value in allowed for value in inside)
+    assert not any(value in allowed for value in outside)
+    assert str(allowed) == text
