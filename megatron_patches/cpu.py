@@ -7,6 +7,7 @@ return the replacement.
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import ctypes
 import functools
@@ -20,6 +21,8 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+
+logger = logging.getLogger(__name__)
 
 CPU = torch.device("cpu")
 
@@ -70,6 +73,10 @@ def set_megatron_arguments(args: Any) -> None:
     """Sets arguments of Megatron-LM's loop for a CPU, before it checks them."""
     if not without_cuda():
         return
+    logger.info(
+        "there is no GPU: the layers are Megatron's local ones (--transformer-impl local), without "
+        "fused kernels, and gloo connects the ranks"
+    )
     args.transformer_impl = "local"
     args.distributed_backend = "gloo"
     args.use_cpu_initialization = True
@@ -164,7 +171,7 @@ _CUDA_ON_CPU: dict[str, Any] = {
     "memory_reserved": lambda *_: 0,
     "max_memory_reserved": lambda *_: 0,
     "device_memory_used": lambda *_: 0,
-    "memory_stats": lambda *_: {},
+    "memory_stats": lambda *_: collections.Counter(),
     # Kernels and defaults are chosen by the compute capability of the device.
     "get_device_capability": lambda *_: (9, 0),
     "get_device_properties": lambda *_: types.SimpleNamespace(

@@ -32,7 +32,12 @@ from megatron_patches.flags.distca import add_distca_arguments
 from megatron_patches.flags.numbers import refuse_what_cannot_be_read
 from megatron_patches.loop.data import build_data
 from megatron_patches.loop.ending import ending_the_job_on_failure
-from megatron_patches.loop.megatron_hooks import Run, asks_for_distca, refuse_in_a_line
+from megatron_patches.loop.megatron_hooks import (
+    Run,
+    asks_for_distca,
+    refuse_a_file_of_flags,
+    refuse_in_a_line,
+)
 from megatron_patches.loop.step import forward_step
 from megatron_patches.model.gpt import build_model, uses_dense_mask
 from megatron_patches.pipeline.data_iterators import DataIterators
@@ -60,6 +65,7 @@ def pretrain(environment: Mapping[str, str]) -> None:
         return add_distca_arguments(parser)
 
     def parsed(args: Namespace, whole: bool) -> None:
+        refuse_a_file_of_flags(args, environment)
         hooks.adapt_megatron_loop(run, args.async_save)
 
     run = Run(environment, add_arguments, parsed)
@@ -134,6 +140,7 @@ def with_distca(
 
     def parsed(args: Namespace, whole: bool) -> None:
         if args.distca:
+            refuse_a_file_of_flags(args, environment)
             hooks.adapt_megatron_loop(run, args.async_save)
         elif whole:
             hooks.ADD_FLAGS.undo()

@@ -155,8 +155,10 @@ def _blend(words: Sequence[str], flag: str, split: str | None) -> Blend:
         _is_number(prefix) and not Path(f"{prefix}.idx").exists() for prefix in prefixes
     ):
         raise ValueError(mixed)
-    if weights is not None and not all(0 < weight < np.inf for weight in weights):
-        raise ValueError(f"{flag} weights {weights}: every weight must be positive")
+    if weights is not None and not (min(weights) > 0 and sum(weights) < np.inf):
+        raise ValueError(
+            f"{flag} weights {weights}: every weight must be positive, and so must be their sum"
+        )
     return Blend(tuple(prefixes), None if weights is None else tuple(weights), split)
 
 

@@ -32,9 +32,11 @@ from megatron_patches.batches.blends import SPLITS, Blend, Split
 from megatron_patches.batches.padding import Padding, fill_packs, padding_lengths
 
 _SAMPLED_DOCUMENTS = 64
-"""Documents whose token ids are checked against the vocabulary when a dataset is opened."""
+"""Documents that are read when a dataset is opened, so that another vocabulary is found early."""
 _SAMPLED_TOKENS = 1 << 16
-"""Tokens of a sampled document that are checked: its last ones, with its end token."""
+"""Tokens of such a document that are read: its last ones, with its end token."""
+_MOST_PIECES = 1 << 30
+"""Pieces of documents that a run can read: a table in memory has a few numbers for each."""
 _SIDECAR_BYTES = 1 << 16
 """Longest `PREFIX.json` of ours; longer ones may be JSON lines that the dataset was made from."""
 
@@ -77,6 +79,7 @@ class Corpus(TokenSource):
         np.cumsum(self._dataset.sequence_lengths, out=self._before[1:])
         self._starts = self._before[edges[:-1]]
         self._lengths: Int64s = self._before[edges[1:]] - self._starts
+        self._vocab_size = vocab_size
         if vocab_size is not None:
             self._check_vocabulary(vocab_size)
 
@@ -91,7 +94,11 @@ class Corpus(TokenSource):
         return f"document {document} of {self.prefix}"
 
     def read(self, document: int, start: int, end: int) -> Int64s:
-        """Reads the tokens `[start, end)` of a document, int64 `[end - start]`."""
+        """Reads the tokens `[start, end)` of a document, int64 `[end - start]`.
+
+        Raises:
+            ValueError: one of them is not in the vocabulary.
+        """
         origin = int(self._starts[document])
         position, until = origin + start, origin + end
         tokens = np.empty(end - start, dtype=np.int64)
@@ -104,6 +111,15 @@ class Corpus(TokenSource):
                 found = self._dataset.get(sequence, position - begins, count)
                 tokens[filled : filled + count] = found
             position, filled, sequence = position + count, filled + count, sequence + 1
+        if self._vocab_size is not None and len(tokens):
+            # Megatron-LM's embedding takes any token with tensor parallelism, as zeros.
+            for token in (int(tokens.min()), int(tokens.max())):
+                if not 0 <= token < self._vocab_size:
+                    raise ValueError(
+                        f"{self.prefix} holds the token {token} (document {document}), but the "
+                        f"run's vocabulary has {self._vocab_size} tokens: give the tokenizer that "
+                        "it was made with"
+                    )
         return tokens
 
     def _check_vocabulary(self, vocab_size: int) -> None:
@@ -117,14 +133,7 @@ class Corpus(TokenSource):
         sample = filled[np.linspace(0, len(filled) - 1, _SAMPLED_DOCUMENTS).astype(np.int64)]
         for document in np.unique(sample).tolist():
             length = int(self.lengths[document])
-            tokens = self.read(document, max(0, length - _SAMPLED_TOKENS), length)
-            for token in (int(tokens.min()), int(tokens.max())):
-                if not 0 <= token < vocab_size:
-                    raise ValueError(
-                        f"{self.prefix} holds the token {token} (document {document}), but the "
-                        f"run's vocabulary has {vocab_size} tokens: give the tokenizer that it was "
-                        "made with"
-                    )
+            self.read(document, max(0, length - _SAMPLED_TOKENS), length)
 
 
 def check_sources(
@@ -148,6 +157,7 @@ def check_sources(
             candidates = _split_candidates(source, prefix, blend.split, which)
             if pack is not None:
                 _check_whole(source, candidates, pack)
+            _check_loss(source, candidates, f"the {which} split of {prefix}")
 
 
 def _sidecar_vocab_size(sidecar: Path) -> int | None:
@@ -181,6 +191,13 @@ def _check_files(prefix: str) -> None:
             f"{prefix}.bin has {have} bytes, but its index points at "
             f"{int(index.pointers[last]) + int(nbytes[last])}: it is cut off or of another "
             "dataset; make both again"
+        )
+    # Each is within the file now, so none overflows.
+    indexed = int((index.pointers + nbytes).max())
+    if indexed < have:
+        raise ValueError(
+            f"{prefix}.bin has {have} bytes, but its index ends at {indexed}: they are of two "
+            "datasets, or one was still being written; make both again"
         )
 
 
@@ -387,6 +404,22 @@ def _check_whole(source: TokenSource, documents: Int64s, pack: int) -> None:
         )
 
 
+def _check_loss(source: TokenSource, documents: Int64s, where: str) -> None:
+    """Refuses documents of which no token counts in the loss, which would stay 0."""
+    for document in documents.tolist():
+        length = int(source.lengths[document])
+        if length < 2:
+            # Its only token is predicted by none.
+            continue
+        weights = source.loss_weights(document, 1, length)
+        if weights is None or np.any(weights):
+            return
+    raise ValueError(
+        f"{where} has no token that counts in the loss: give it answers, or documents of more "
+        "than one token"
+    )
+
+
 def _split_candidates(corpus: TokenSource, prefix: str, split: str | None, which: Split) -> Int64s:
     """Returns the documents of a split that have tokens; without `--split` all of them."""
     if split is None:
@@ -419,6 +452,12 @@ def _pieces(
 def _shuffled_epochs(lengths: Int64s, wanted: int, seed: tuple[int, int]) -> Int64s:
     """Orders pieces for training, epoch after epoch, until they hold the wanted tokens."""
     per_epoch = int(lengths.sum())
+    passes = wanted / per_epoch
+    if passes * len(lengths) > _MOST_PIECES:
+        raise ValueError(
+            f"the run reads {wanted:.3g} tokens, each document {passes:.3g} times: lower "
+            "--train-iters (or --train-samples, --eval-iters), or give more text"
+        )
     epochs: list[Any] = []
     while len(epochs) * per_epoch < wanted:
         generator = np.random.default_rng((*seed, len(epochs)))

@@ -91,6 +91,8 @@ RANGES = {
         flight-recorder-trace-buffer-size
         distca-chain distca-context-parallel-size distca-max-in-flight distca-trace-iterations
         window-attn-skip-freq moe-layer-freq no-rope-freq
+        context-parallel-size tensor-parallel-num-weight-shards
+        expert-tensor-parallel-num-weight-shards
     """,
     Range(0, _INT32, whole=True): """
         eval-iters start-eval-at-iter exit-interval exit-duration-in-mins train-sync-interval
@@ -170,10 +172,10 @@ def check_numbers(args: Namespace) -> None:
     for name, allowed in ranges().items():
         attribute = name.replace("-", "_")
         given = getattr(args, _RENAMED.get(attribute, attribute), getattr(args, attribute, None))
-        several = isinstance(given, list | tuple)
-        if several and name in _MAY_LIST:
+        values = given if isinstance(given, list | tuple) else [given]
+        if values is given and name in _MAY_LIST:
             allowed = _OF_LAYERS
-        for value in given if several else [given]:
+        for value in values:
             if isinstance(value, int | float) and value not in allowed:
                 raise ValueError(f"--{name} {value} is out of range: give {allowed}")
 

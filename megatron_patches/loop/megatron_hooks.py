@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib
 import logging
 import signal
 import sys
 import time
 import traceback
 from argparse import ArgumentParser, Namespace
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -117,6 +118,17 @@ def refuse_in_a_line(parser: ArgumentParser, told: Mapping[str, str], message: s
     rank = int(told.get("RANK", 0))
     _show_our_messages(rank)
     exit_with_message(explained(message, list(parser._option_string_actions)), rank)
+
+
+def refuse_a_file_of_flags(args: Namespace, told: Mapping[str, str]) -> None:
+    """Ends the process where `--yaml-cfg` gives the flags, which Megatron-LM would read next."""
+    if args.yaml_cfg is not None:
+        rank = int(told.get("RANK", 0))
+        _show_our_messages(rank)
+        exit_with_message(
+            f"DistCA does not cover --yaml-cfg {args.yaml_cfg}: give its flags on the command line",
+            rank,
+        )
 
 
 def check_arguments(theirs: Callable[..., Any], run: Run) -> Callable[..., Any]:
@@ -318,9 +330,53 @@ def over_whole_sets(theirs: Callable[..., Any], run: Run) -> Callable[..., Any]:
             first = iterators[0] if isinstance(iterators, list) else iterators
             # Taken by its first entry, though it is a number where there is one set.
             args.eval_iters = [len(first.iterable)]
-        return theirs(prefix, forward_step, iterators, *more, **named)
+        if "test set" not in prefix:
+            return theirs(prefix, forward_step, iterators, *more, **named)
+        # Megatron-LM gives both losses one name on boards, where the test's would end the curve.
+        training = importlib.import_module("megatron.training.training")
+        with _renaming_on_boards(training, ("get_tensorboard_writer", "get_wandb_writer")):
+            return theirs(prefix, forward_step, iterators, *more, **named)
 
     return evaluate_and_print_results
+
+
+@contextlib.contextmanager
+def _renaming_on_boards(training: Any, names: Sequence[str]) -> Iterator[None]:
+    """Lets a module's functions return writers that log a test where it logs a validation."""
+    theirs = {name: getattr(training, name) for name in names}
+    for name, get in theirs.items():
+        setattr(training, name, functools.partial(_TestWriter.of, get))
+    try:
+        yield
+    finally:
+        for name, get in theirs.items():
+            setattr(training, name, get)
+
+
+class _TestWriter:
+    """A writer of figures for a board, whose names say test instead of validation.
+
+    Args:
+        writer: writer to pass them to.
+    """
+
+    def __init__(self, writer: Any) -> None:
+        self._writer = writer
+
+    @classmethod
+    def of(cls, get: Callable[[], Any]) -> _TestWriter | None:
+        """Wraps the writer that a function returns, if any."""
+        writer = get()
+        return None if writer is None else cls(writer)
+
+    def add_scalar(self, name: str, *values: Any, **named: Any) -> None:
+        """Adds a figure to TensorBoard."""
+        self._writer.add_scalar(name.replace("validation", "test"), *values, **named)
+
+    def log(self, figures: Mapping[str, Any], *more: Any, **named: Any) -> None:
+        """Adds figures to Weights & Biases."""
+        renamed = {name.replace("validation", "test"): each for name, each in figures.items()}
+        self._writer.log(renamed, *more, **named)
 
 
 def unless_endless(theirs: Callable[..., Any], run: Run) -> Callable[..., Any]:

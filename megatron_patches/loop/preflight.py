@@ -35,6 +35,7 @@ from megatron_patches.loop.checkpoint_folder import (
 )
 from megatron_patches.loop.save_lock import LOCK, SaveLock
 from megatron_patches.loop.saved_arguments import check_experts, check_shape, saved_arguments
+from megatron_patches.loop.saved_vocabulary import check_vocabulary
 
 
 def preflight(
@@ -117,6 +118,7 @@ def check_checkpoint(args: Namespace) -> None:
         of_run = saved_arguments(read_common_state(path))
         check_shape(of_run, args, str(path))
         check_experts(of_run, args, str(path))
+        check_vocabulary(of_run, args, str(path))
 
 
 def check_written(config: DistcaConfig, args: Namespace) -> None:

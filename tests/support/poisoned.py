@@ -9,14 +9,15 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 
-from megatron_patches.loop.gpt_job import GPT_JOB
-from megatron_patches.upstream import pretrain
+from megatron_patches import upstream
+from megatron_patches.loop.step import forward_step
+from megatron_patches.model.gpt import build_model
 
 NAN, UNUSED = float("nan"), 250
 
@@ -48,7 +49,7 @@ class Poison:
             if hook is not None and not self._hooked:
                 weight.register_hook(lambda gradient: hook(weight, gradient))
                 self._hooked = True
-        output, loss = GPT_JOB.forward_step(data_iterator, model)
+        output, loss = forward_step(data_iterator, model)
         return output * NAN if self._what == "loss" and self._now() else output, loss
 
     def _now(self) -> bool:
@@ -67,7 +68,7 @@ class Poison:
 
 def build_spoilt_model(*args: Any) -> Any:
     """Builds a model with NaN in a weight of the second rank."""
-    model = GPT_JOB.build_model(*args)
+    model = build_model(*args)
     if dist.get_rank() == 1:
         model.output_layer.weight.data[0, 0] = NAN
     return model
@@ -75,7 +76,8 @@ def build_spoilt_model(*args: Any) -> Any:
 
 if __name__ == "__main__":
     what, step, rank = sys.argv.pop(1).split("@")
-    job = replace(GPT_JOB, forward_step=Poison(what, int(step), int(rank)))
+    spoilt: dict[str, Any] = {"forward_step": Poison(what, int(step), int(rank))}
     if what == "start":
-        job = replace(job, build_model=build_spoilt_model)
-    pretrain(job, os.environ)
+        spoilt["build_model"] = build_spoilt_model
+    with mock.patch.multiple(upstream, **spoilt):
+        upstream.pretrain(os.environ)

@@ -21,6 +21,7 @@ from megatron_patches.batches.stream import (
     _SAMPLED_TOKENS,
     Corpus,
     TokenStream,
+    check_sources,
     split_documents,
 )
 
@@ -340,6 +341,54 @@ def test_no_more_of_a_long_document_is_looked_at_than_its_last_tokens(tmp_path, 
     prefix = write_corpus(str(tmp_path / "first"), [[tokens.tolist()]])
     with pytest.raises(ValueError, match="holds the token 9"):
         Corpus(prefix, vocab_size=9)
+
+
+def test_every_read_is_checked(tmp_path) -> None:
+    """Not only the documents that are tried when a dataset is opened."""
+    # The token that is wrong is in no document that is tried, and far from its document's end.
+    documents = [[[-1 if document == 501 else 7] * 30] for document in range(1000)]
+    prefix = write_corpus(str(tmp_path / "many"), documents, np.int32)
+    corpus = Corpus(prefix, vocab_size=9)
+    assert corpus.read(500, 0, 30).tolist() == [7] * 30
+    with pytest.raises(ValueError, match=r"many holds the token -1 \(document 501\).* 9 tokens"):
+        corpus.read(501, 3, 9)
+    assert Corpus(prefix).read(501, 3, 4).tolist() == [-1]
+
+
+def test_tokens_behind_the_index_are_refused(prefix) -> None:
+    with Path(prefix + ".bin").open("ab") as file:
+        file.write(b"more")
+    with pytest.raises(ValueError, match=r"has 30 bytes, but its index ends at 26: they are of"):
+        Corpus(prefix)
+
+
+class Silent(Corpus):
+    """Documents of which no token counts in the loss, or one does."""
+
+    counts = 0.0
+
+    def loss_weights(self, document: int, start: int, end: int) -> Any:
+        weights = np.zeros(end - start)
+        if document == 2:
+            weights[-1] = self.counts
+        return weights
+
+
+class Heard(Silent):
+    counts = 0.5
+
+
+def test_documents_without_a_token_that_counts_are_refused(prefix) -> None:
+    blends: dict[Split, Blend] = {"train": Blend((prefix,), None, "100,0,0")}
+    check_sources(blends, lambda name, which: Heard(name))
+    with pytest.raises(ValueError, match=r"train split of .* has no token that counts in the loss"):
+        check_sources(blends, lambda name, which: Silent(name))
+
+
+def test_a_run_that_reads_its_text_too_often_is_refused(prefix) -> None:
+    blend = Blend((prefix,), None, None)
+    with pytest.raises(ValueError, match=r"reads 9e\+15 tokens, each document .* lower --train-it"):
+        TokenStream.open(blend, "train", seed=0, num_tokens=9 * 10**15)
 
 
 def test_the_vocabulary_that_prepare_noted_is_held_to(prefix):

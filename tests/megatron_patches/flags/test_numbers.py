@@ -17,9 +17,8 @@ import pytest
 from megatron_patches.flags import coverage
 from megatron_patches.flags.config import DistcaConfig
 from megatron_patches.flags.numbers import RANGES, Range, check_numbers, ranges
-from megatron_patches.loop.gpt_job import GPT_JOB
 from megatron_patches.loop.megatron_hooks import checked
-from megatron_patches.loop.parts import build_parser
+from megatron_patches.parts import build_parser
 from support.arguments import GOOD
 
 VALUES = """
@@ -35,7 +34,7 @@ def parser() -> ArgumentParser:
     def refuse(message: str) -> None:
         raise ValueError(message)
 
-    made = build_parser(GPT_JOB)
+    made = build_parser()
     made.error = refuse  # type: ignore[method-assign,assignment]
     return made
 
@@ -68,7 +67,7 @@ def accept(*flags: str) -> Namespace:
     with contextlib.redirect_stdout(io.StringIO()), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         config = DistcaConfig.from_args(args)
-        checked(arguments.validate_args, GPT_JOB, config, args)
+        checked(arguments.validate_args, config, args)
     return args
 
 

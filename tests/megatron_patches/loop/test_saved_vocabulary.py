@@ -1,0 +1,58 @@
+"""A checkpoint's embedding has as many rows as the run's, whatever parallel size pads it."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+
+import pytest
+
+from megatron_patches.loop.saved_vocabulary import check_vocabulary
+from support.pretraining import run
+from support.whole_runs import write_documents
+
+
+def flags(kind: str, vocab_size: int | None, padded: int | None, parallel: int = 1) -> Namespace:
+    return Namespace(
+        tokenizer_type=kind,
+        vocab_size=vocab_size,
+        padded_vocab_size=padded,
+        tensor_model_parallel_size=parallel,
+    )
+
+
+@pytest.mark.parametrize(
+    ("saved", "now", "remedy"),
+    [
+        (flags("A", 250, 256), flags("A", 250, 512, 2), "--make-vocab-size-divisible-by 128"),
+        (flags("A", 250, 252), flags("A", 250, 384, 3), "--make-vocab-size-divisible-by 84"),
+        (flags("A", 250, 256), flags("A", 250, 384, 3), "-parallel-size that divides 256"),
+        (
+            flags("NullTokenizer", 100, 128),
+            flags("NullTokenizer", 110, 128),
+            "give the --vocab-size",
+        ),
+    ],
+)
+def test_another_vocabulary_is_refused(saved, now, remedy: str) -> None:
+    with pytest.raises(ValueError, match=remedy):
+        check_vocabulary(saved, now, "saved")
+
+
+def test_the_same_vocabulary_is_taken() -> None:
+    null = flags("NullTokenizer", 100, 128)
+    check_vocabulary(null, flags("NullTokenizer", 101, 128, 2), "saved")
+    check_vocabulary(null, flags("A", 90, 128), "saved")
+    check_vocabulary(Namespace(), flags("A", 90, 128), "saved")
+
+
+def test_the_remedy_loads(tmp_path) -> None:
+    data = write_documents(tmp_path / "documents", [500, 470, 130] * 20)
+    padding = ["--make-vocab-size-divisible-by", "100"]
+    run(1, data, *padding, "--train-iters", "2", "--save", str(tmp_path / "saved"))
+    load = ["--load", str(tmp_path / "saved"), "--train-iters", "3", "--distca"]
+    load += ["--tensor-model-parallel-size", "2", "--override-opt_param-scheduler"]
+    _, output = run(2, data, *padding, *load, status=2)
+    assert "padded to 300 rows, but this run pads it to 400" in output
+    assert "give --make-vocab-size-divisible-by 150" in output
+    losses, _ = run(2, data, "--make-vocab-size-divisible-by", "150", *load)
+    assert [*losses] == [3]
