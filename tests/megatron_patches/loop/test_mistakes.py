@@ -15,7 +15,7 @@ from megatron_patches.flags.config import DistcaConfig
 from megatron_patches.loop.preflight import check_read, check_written, lock_save
 from megatron_patches.parts import parse_args
 from support.checkpoints import write_checkpoint
-from support.pretraining import FLAGS, TOKENIZER, kill_all, start
+from support.pretraining import FLAGS, TOKENIZER, kill_all, run, start
 
 # Name, flags beside good ones (of a run on two ranks, with {folder} for files made below), what
 # the line says was wrong, and what it says to do.
@@ -179,3 +179,11 @@ def test_two_ranks_tell_it_once_above_the_launcher_s_lines(
     assert sum(message.format(folder=folder) in line for line in lines) == 1
     assert message.format(folder=folder) in "\n".join(lines[:launcher])
     assert launcher <= most, output
+
+
+@pytest.mark.parametrize("distca", [[], ["--distca"]], ids=["plain", "distca"])
+def test_a_file_of_flags_is_refused_before_it_is_read(distca, corpus, tmp_path) -> None:
+    _, output = run(2, corpus, *distca, "--yaml-cfg", str(tmp_path / "flags.yaml"), status=2)
+    errors = [line for line in output.splitlines() if "error" in line.lower()]
+    assert len(errors) == 1, output
+    assert "DistCA does not cover --yaml-cfg" in errors[0]
