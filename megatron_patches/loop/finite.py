@@ -30,6 +30,7 @@ _REJECTED = "Unexpected result"
 """Start of Megatron-LM's message where `--rerun-mode disabled` makes it raise an error."""
 _WEIGHT, _LOSS, _GRADIENT = range(3)
 """What was not finite, the likeliest cause first."""
+_NORM = (_GRADIENT, "the norm of the gradients is not finite")
 
 
 def names_of_not_finite(tensors: Iterable[tuple[str, torch.Tensor]]) -> list[str]:
@@ -84,10 +85,11 @@ def ending_unless_finite(train_step: Callable[..., Any]) -> Callable[..., Any]:
         except RuntimeError as error:
             if _REJECTED not in str(error):
                 raise
-            raise ValueError(f"{when}: {_finding(model, reports)[1]} ({error})") from error
+            _, said = _finding(model, reports) or _NORM
+            raise ValueError(f"{when}: {said} ({error})") from error
         if ends:
             cannot = first or given.save is None or bool(names_of_not_finite(_weights(model)))
-            saves = saves and not _any_rank(cannot)
+            wanted, saves = saves, saves and not _any_rank(cannot)
             failed = machine.failed_validation_call is not None
             _report(
                 when,
@@ -97,9 +99,11 @@ def ending_unless_finite(train_step: Callable[..., Any]) -> Callable[..., Any]:
                 if saves
                 else "the step was not made, and nothing was saved",
             )
-            code = code if saves else EXIT_CODE_FAILED_ON_RESULT_VALIDATION
+            if wanted and not saves:
+                code = EXIT_CODE_FAILED_ON_RESULT_VALIDATION
         elif given.check_for_nan_in_loss_and_grad and not skipped and not _is_finite(norm):
-            _report(when, _finding(model, reports), "nothing was saved since the last checkpoint")
+            found = _finding(model, reports) or _NORM
+            _report(when, found, "nothing was saved since the last checkpoint")
             sys.exit(EXIT_CODE_FAILED_ON_RESULT_VALIDATION)
         return figures, skipped, saves, ends, code, norm, *others
 
@@ -134,8 +138,8 @@ def _report(when: str, found: tuple[int, str] | None, remedy: str) -> bool:
     return True
 
 
-def _finding(model: Sequence[torch.nn.Module], reports: Sequence[Any]) -> tuple[int, str]:
-    """Returns what is not finite on this rank."""
+def _finding(model: Sequence[torch.nn.Module], reports: Sequence[Any]) -> tuple[int, str] | None:
+    """Returns what is not finite on this rank; None: nothing is."""
     if names := names_of_not_finite(_weights(model)):
         return _WEIGHT, _described("weight", names)
     losses = [(name, pair[0]) for each in reports for name, pair in each.items() if "loss" in name]
@@ -143,7 +147,7 @@ def _finding(model: Sequence[torch.nn.Module], reports: Sequence[Any]) -> tuple[
         return _LOSS, "the loss is not finite"
     if names := names_of_not_finite(_gradients(model)):
         return _GRADIENT, _described("gradient", names)
-    return _GRADIENT, "the norm of the gradients is not finite"
+    return None
 
 
 def _described(what: str, names: Sequence[str]) -> str:

@@ -66,9 +66,9 @@ class Poison:
         return gradient
 
 
-def build_spoilt_model(*args: Any) -> Any:
+def build_spoilt_model(*args: Any, **named: Any) -> Any:
     """Builds a model with NaN in a weight of the second rank."""
-    model = build_model(*args)
+    model = build_model(*args, **named)
     if dist.get_rank() == 1:
         model.output_layer.weight.data[0, 0] = NAN
     return model

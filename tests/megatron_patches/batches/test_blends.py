@@ -48,7 +48,7 @@ def test_what_goes_not_with_several_sets_is_refused(given: dict[str, object], sa
 @pytest.mark.parametrize("weight", ["1e308", "nan", "inf", "0", "-1"])
 def test_weights_that_are_no_shares_are_refused(weight: str) -> None:
     with pytest.raises(ValueError, match="every weight must be positive"):
-        parse_data_path([weight, "a", "1e308", "b"])
+        find_blend(FILES, args(data_path=[weight, "a", "1e308", "b"]), "train")
 
 
 def test_each_prefix_is_a_set_of_its_own_only_if_asked_for() -> None:
