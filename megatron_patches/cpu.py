@@ -69,14 +69,19 @@ def without_cuda() -> bool:
     return not torch.cuda.is_available()
 
 
+def log_what_replaces_gpus() -> None:
+    """Logs what `set_megatron_arguments` sets, whatever the command line says."""
+    if without_cuda():
+        logger.info(
+            "there is no GPU: the layers are Megatron's local ones (--transformer-impl local), "
+            "without fused kernels, and gloo connects the ranks"
+        )
+
+
 def set_megatron_arguments(args: Any) -> None:
     """Sets arguments of Megatron-LM's loop for a CPU, before it checks them."""
     if not without_cuda():
         return
-    logger.info(
-        "there is no GPU: the layers are Megatron's local ones (--transformer-impl local), without "
-        "fused kernels, and gloo connects the ranks"
-    )
     args.transformer_impl = "local"
     args.distributed_backend = "gloo"
     args.use_cpu_initialization = True

@@ -137,6 +137,7 @@ def check_arguments(theirs: Callable[..., Any], run: Run) -> Callable[..., Any]:
     @functools.wraps(theirs)
     def validate_args(args: Namespace, *more: Any, **named: Any) -> Any:
         _show_our_messages(args.rank)
+        cpu.log_what_replaces_gpus()
         try:
             run.config = DistcaConfig.from_args(args)
             answer = checked(theirs, run.config, args, *more, **named)
