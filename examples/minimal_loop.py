@@ -40,6 +40,7 @@ from distca.documents.lengths import Fixed, Mixture, Uniform, draw
 from distca.plan import LayerMasks, Mask
 from distca.runtime import Buffers, CoreAttention
 from distca.schedule import SCHEDULERS, ExecutionOptions, GlobalBatchPlanner, ScheduleConfig
+from distca.schedule.program import LayerGroup
 from distca.transport import CollectiveTransport
 from megatron_patches.batches.layouts import WindowLayout
 from megatron_patches.batches.packed import PackedIterator, PackedReader
@@ -51,7 +52,6 @@ from megatron_patches.hooks import adapt_megatron_core
 from megatron_patches.loop.step import forward_step
 from megatron_patches.model.core_attention import DisaggregatedCoreAttention
 from megatron_patches.model.ping_pong import run_layers_in_turn
-from megatron_patches.model.recompute import groups_of_layers
 from megatron_patches.model.rotary import rotate_by_position_ids
 from megatron_patches.pipeline.dedicated import serve_global_batch
 from megatron_patches.pipeline.processes import Processes
@@ -113,7 +113,7 @@ def plan_ahead(
     maker = TickMaker(
         PlannedReader(stream, layout, planner, sequence_shards=1),
         table,
-        groups_of_layers(config.num_layers // table.stages, config),
+        (LayerGroup(range(config.num_layers // table.stages), recomputed=False),),
         CoreAttention(
             CollectiveTransport(servers.group, DEVICE),
             select_kernel(DEVICE.type, config.kv_channels),
