@@ -6,7 +6,7 @@ import math
 import platform
 import time
 from collections.abc import Callable
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from pathlib import Path
 
 import numpy as np
@@ -163,7 +163,7 @@ def _provenance(device: str, kernel: Kernel) -> dict[str, str]:
         "kernel": type(kernel).__name__,
         "torch": torch.__version__,
         "python": platform.python_version(),
-        "date": datetime.now(timezone.utc).strftime("%Y-%m-%d"),
+        "date": datetime.now(UTC).strftime("%Y-%m-%d"),
     }
 
 

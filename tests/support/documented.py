@@ -8,13 +8,12 @@ import re
 import shlex
 import subprocess
 import sys
+import tomllib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from unittest.mock import patch
-
-import tomllib
 
 ROOT = Path(__file__).parents[2]
 PAGES = [
