@@ -40,14 +40,15 @@ UNCHARGED = (
 
 
 def as_json(choice: Choice, workload: Workload) -> dict[str, object]:
-    """A row: all figures, and the flags to train so, null where training cannot."""
+    """A row: all figures, and the arguments to train so, null where training cannot."""
     row = asdict(choice)
     # JSON has no NaN.
     row = {name: None if value != value else value for name, value in row.items()}
     row["flags"] = None
     if choice.system in DISTCA_SYSTEMS and choice.candidate is not None:
         with contextlib.suppress(ValueError):
-            row["flags"] = training_flags(choice.candidate, workload)
+            flags = training_flags(choice.candidate, workload)
+            row["flags"] = [word for flag in flags for word in flag.split()]
     return row
 
 

@@ -53,6 +53,8 @@ def training_flags(candidate: Candidate, workload: Workload) -> list[str]:
         *("--bf16", "--use-distributed-optimizer"),
         *("--overlap-grad-reduce", "--overlap-param-gather"),
         "--distca",
+        # Megatron's default is more, which core attention cannot apply.
+        "--attention-dropout 0",
         f"--distca-scheduler {candidate.system}",
         *([] if options.free_placement else ["--distca-placement sequential"]),
         f"--distca-tolerance {tolerance}",
