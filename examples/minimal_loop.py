@@ -31,7 +31,6 @@ from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron_patches.model.recompute import groups_of_layers
 
 from distca.attention import select_kernel
 from distca.cost.kernel_time import AnalyticCost
