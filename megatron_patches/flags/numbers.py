@@ -1,4 +1,4 @@
-"""Table of the numbers that flags take: those of Megatron-LM that are covered, and ours.
+"""Table of the numbers that flags take: those of Megatron-LM's that are followed, and ours.
 
 `check_numbers` refuses a value out of its flag's range before anything else looks at it. Names are
 as in `coverage`. What depends on several flags is checked in `validation`.
