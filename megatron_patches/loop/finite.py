@@ -151,7 +151,7 @@ def _finding(model: Sequence[torch.nn.Module], reports: Sequence[Any]) -> tuple[
 
 
 def _described(what: str, names: Sequence[str]) -> str:
-    more = f", as {len(names) - 1} more are" if len(names) > 1 else ""
+    more = f" (nor are {len(names) - 1} others)" if len(names) > 1 else ""
     return f"the {what} of {names[0]} is not finite{more}"
 
 

@@ -20,6 +20,8 @@ from megatron_patches.flags.numbers import RANGES, Range, check_numbers, ranges
 from megatron_patches.loop.megatron_hooks import checked
 from megatron_patches.parts import build_parser
 from support.arguments import GOOD
+from support.pretraining import run
+from support.whole_runs import write_documents
 
 VALUES = """
     0 -1 1 2 3 5 7 64 1000 0.5 -0.5 1.5 1e-30 1e30 1e308 1e309 -1e308 nan inf -inf 2147483647
@@ -127,6 +129,31 @@ def test_what_was_a_traceback_or_taken_in_silence_is_a_line(flags: str) -> None:
     name, *values = flags.split()
     with pytest.raises(ValueError, match=f"{name} .*(is out of range: give|give an even)"):
         accept("--distca", name, *values)
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (
+            "--seed 1073741824 --clip-grad 0 --distributed-timeout-minutes 1000000 "
+            "--norm-epsilon 1 --adam-beta1 0 --weight-decay 0 --distca-tolerance 0 "
+            "--distca-gpus-per-node 4096 --distca-max-buffer-bytes 4611686018427387904 "
+            "--init-method-std 0",
+            None,
+        ),
+        # Adam divides 0 by 0.
+        ("--init-method-std 0 --adam-eps 0", "weight of embedding.word_embeddings.weight is not"),
+        ("--train-iters 2147483647", "lower --train-iters"),
+        ("--lr nan", "--lr nan is out of range: give a number from 0 to"),
+    ],
+)
+def test_whole_runs_end_well_or_with_one_line(flags: str, said: str | None, tmp_path) -> None:
+    data = write_documents(tmp_path / "documents", [500, 470, 130, 300] * 20)
+    given = ["--train-iters", "3", "--distca", *flags.split()]
+    _, output = run(2, data, *given, status=0 if said is None else 2)
+    errors = [line for line in output.splitlines() if "] error: " in line]
+    assert len(errors) == (said is not None), output[-3000:]
+    assert all(said in line for line in errors)
 
 
 @pytest.mark.parametrize(
