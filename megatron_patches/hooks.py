@@ -6,7 +6,8 @@ what belongs to our own model, such as its core attention, is listed in `INSTANC
 that model only.
 
 Rows are applied after the flags are parsed, and in Megatron-LM's own script only with `--distca`.
-Until then one name is replaced, that of `ADD_FLAGS`; without `--distca` it is then put back.
+Until then one name is replaced, that of `ADD_FLAGS`; without `--distca` it is then put back. Where
+megatron-core 0.17 parses and there is no GPU, `ALLOW_NO_CUDA` is applied before parsing, too.
 """
 
 from __future__ import annotations

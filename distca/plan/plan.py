@@ -33,9 +33,9 @@ class Plan:
         cached_prefix: tokens of each document before its first query, of which there are keys and
             values alone, int64 `[documents]`; None: no document has any. Cuts may fall on blocks
             counted from its end, too.
-        head_groups: groups of heads, if each has documents of its own: document
-            `group * sequences + sequence` is what the group's heads see of a sequence. A token of
-            its owner has a row for each group, with the heads of that group.
+        head_groups: groups of heads, above 1 in inference alone. Each has documents of its own:
+            document `group * sequences + sequence` is what the group's heads see of a sequence. A
+            token of its owner has a row for each group, with the heads of that group.
     """
 
     lengths: Int64s

@@ -110,7 +110,7 @@ class AttentionCall:
         self._sink: torch.Tensor | None = None
 
     def _exchange_of_pass(self) -> Exchange:
-        """This rank's part of the plan in the pass that runs, which the steps to come have."""
+        """Returns this rank's part of the plan in the current pass, which later steps use."""
         exchange = self.run.exchange(self.nano_batch, self._layer)
         assert exchange is self._exchange or self._kept is None, "kept inputs are of another plan"
         self._exchange = exchange
@@ -383,7 +383,7 @@ class AttentionCall:
         gradients = tuple(map(local_gradients, rows, self._gradients))
         if (sums := self._exchange.kv.returned_sums) is not None:
             latent, shared = (sum_parts(each, sums) for each in self._returned)
-            # Of the heads, which have one sum, it may stand with the first.
+            # The gradients of all heads are summed later, so the first head may carry it.
             gradients[1][:, 0, -shared.shape[1] :] += shared
             gradients = *gradients, latent
         self._sent, self._gradients, self._returned = None, None, ()

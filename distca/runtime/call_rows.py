@@ -59,7 +59,7 @@ class GatherBoth:
     """Rows of both memories, of which many pieces would be copied.
 
     Attributes:
-        most: rows of the memory that has most of them; for each of the others any row.
+        most: rows of the memory that holds most of them; any row stands in for each other one.
         others: rows of the other memory, which take the places of those.
         places: numbers of the others among all rows, int64.
     """

@@ -249,7 +249,7 @@ def build_exchange(plan: Plan, rank: int, latents: bool = False) -> Exchange:
 
 
 def sent_by(rank: int, moved: Messages) -> tuple[Int64s, Int64s]:
-    """Rows that a rank sends to each, and those that lower ranks do."""
+    """Returns, for each destination, the rows that a rank sends and those that lower ranks send."""
     mine, lower = (
         replace(moved, sizes=moved.sizes * which)
         for which in (moved.source == rank, moved.source < rank)
@@ -359,7 +359,7 @@ def _rows(
 
 
 def _sums(rows: Int64s, total: int) -> Sums:
-    """Adds parts up: `rows[i]`, of `total`, is the row that part `i` belongs to; below 0: none."""
+    """Adds parts up: part `i` belongs to row `rows[i]` of `total`; below 0 it belongs to none."""
     order, counts = _by_row(rows, total)
     if (counts == 1).all():
         return Sums(torch.from_numpy(order), None)
@@ -374,7 +374,7 @@ def _by_row(rows: Int64s, total: int) -> tuple[Int64s, Int64s]:
 
 
 def lse_merge(rows: Int64s, total: int) -> LseMerge:
-    """Merges parts as `_sums` adds them; rows of no part are any."""
+    """Merges parts as `_sums` adds them; a row without parts gets an arbitrary value."""
     order, counts = _by_row(rows, total)
     begins = np.cumsum(counts) - counts
     found = order[np.minimum(begins, len(order) - 1)] if len(order) else np.zeros_like(begins)

@@ -1,11 +1,12 @@
 """Messages: rows of several tensors, packed into one message for each rank, and unpacked.
 
-Tensors are of two kinds: as many rows of each tensor of a kind travel to a rank. A message holds
-its rows of queries, then its rows of keys, and a row of a kind is that row of all its tensors, side
-by side, each at a multiple of 16 bytes. So a row begins after so many rows of either kind: all rows
-of a kind are found by one strided view of the messages, and copied by one operation, however many
-ranks and tensors there are; but they are put together on the way. Where a rank's messages have rows
-of one kind alone, or many to each of a few peers, they are written and read where they lie.
+Tensors are of two kinds, those with a row for each query and those with a row for each key. A rank
+gets equally many rows of all tensors of a kind. A message holds the rows of queries, and then those
+of keys. A packed row of a kind is that row of all its tensors, side by side, each at a multiple of
+16 bytes. One strided view of the messages therefore finds all rows of a kind, and one operation
+copies them, however many ranks and tensors there are. That operation needs the rows in one piece of
+memory. Where a rank's messages have rows of one kind alone, or many rows for each of a few peers,
+they are written and read in the messages themselves.
 """
 
 from __future__ import annotations

@@ -28,7 +28,8 @@ class RowWriter:
     """Writes the rows of a kind that are sent into messages.
 
     Attributes:
-        write: function of memory and a slice: writes these of all rows, sorted by destination.
+        write: function `write(into, rows)` that copies a slice of the rows to send into memory;
+            they are sorted by destination.
         at_once: whether `write` reduces across rows, so that one call must write all of them.
     """
 

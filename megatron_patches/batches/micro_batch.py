@@ -15,7 +15,9 @@ from megatron_patches.model.core_attention import DocumentParams
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """This rank's tokens of one micro-batch; `tokens = micro_batch_size * seq_length`.
+    """This rank's tokens of one micro-batch.
+
+    `tokens` is `micro_batch_size * seq_length`, but where a scheduler gives ranks unequal numbers.
 
     Attributes:
         tokens: int64 `[1, tokens]`.

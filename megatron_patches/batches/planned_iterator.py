@@ -104,7 +104,7 @@ class PlannedIterator(Iterator[TickInput]):
         work = tick.tick.work[layout.stage]
         assert work is not None
         waited = 1e3 * self._seconds_waited * tick.schedule.micro_batches
-        # What chunks before the last report is not logged.
+        # The log drops the reports of all chunks but the last.
         if work.chunk == layout.chunks - 1:
             self._seconds_waited = 0.0
         return waited

@@ -104,8 +104,8 @@ class TickMaker:
         for planned, turns, of_servers in zip(
             batch.ticks, batch.schedule.turns, counted.bytes_sent, strict=True
         ):
-            # Exchanges of plans that two ticks share are built once: the inputs that a forward
-            # tick keeps belong to the exchange that its backward tick continues.
+            # Two ticks may share plans. Their exchanges are built once: with `keep` the backward
+            # tick finds there the inputs that the forward tick kept.
             key = id(planned.plans)
             mine = exchanges.pop(key, None) or tuple(
                 build_exchange(plan, server, latents) for plan in planned.plans

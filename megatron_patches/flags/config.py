@@ -1,6 +1,7 @@
 """What the `--distca` flags say, as one value that is made of Megatron-LM's parsed arguments.
 
-Nothing else reads these flags: functions take a `DistcaConfig`, or the part of it that they need.
+After parsing nothing else reads these flags: functions take a `DistcaConfig`, or the part of it
+that they need.
 """
 
 from __future__ import annotations

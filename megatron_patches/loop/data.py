@@ -110,7 +110,7 @@ def build_data(
         test: Any = tests[0] if tests else None
     else:
         consumed = args.consumed_valid_samples
-        # Before it was resumed, the run may have evaluated more often than it would now.
+        # The earlier run may have evaluated more often than these flags say.
         samples = valid_samples + consumed if valid_samples else 0
         valid = splits.part("valid", samples, consumed, args.valid_stream_start)
         test = splits.part("test", test_samples, 0, 0)

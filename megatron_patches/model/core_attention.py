@@ -1,7 +1,8 @@
 """Core-attention modules for Megatron's layer specs.
 
-Both read the documents from `PackedSeqParams`: megatron-core hands that object unchanged to the
-module at `spec.submodules.self_attention.submodules.core_attention`.
+megatron-core hands `PackedSeqParams` unchanged to the module at
+`spec.submodules.self_attention.submodules.core_attention`. All but `DenseCoreAttention` read the
+documents from that object.
 """
 
 from __future__ import annotations

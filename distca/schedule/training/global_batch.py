@@ -6,8 +6,8 @@ are a pure function of the documents and the options, the same on every rank:
 1. documents are shared out over the micro-batches, if placement is free (`micro_batches.py`), or
    over chains of micro-batches, which are then cut (`chains.py`);
 2. each micro-batch is planned over the data-parallel ranks of a stage, as two nano-batches
-   (`nano_batches.py`) or whole. Other masks have plans of their own with the same placement, which
-   the mask that sees most chooses: of equally many tokens windows see nearly equally much;
+   (`nano_batches.py`) or whole. The widest mask chooses the placement. The other masks have plans
+   of their own with that placement: under a window equally many tokens see about as much;
 3. in each tick (`tick_schedule.py`) the plans of all stages that work become one plan over the
    servers of all stages (`pooling.py`), in which servers with less linear work take more
    (`tick_speeds.py`).

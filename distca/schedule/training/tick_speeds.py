@@ -8,7 +8,7 @@ linear layers is shared out, not that of attention alone.
 Not all of that time can be used: rows have to come first, and outputs have to be back in time. And
 where there is little attention beside the linear layers, moving its rows costs more than is gained.
 How much is given away was chosen by simulating models of 8B and 34B on 2 to 8 stages, with longest
-documents of 8K to 512K tokens: of other values `_USED` from 0.2 to 0.35 gains as much.
+documents of 8K to 512K tokens. Any `_USED` from 0.2 to 0.35 gains as much.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _USED = 0.25
 _LEAST = 0.5
 """Least part of an even share of attention that a server keeps."""
 _GIVEN = 3.0
-"""Most part of an even share that it gives away, over attention's time beside linear layers'."""
+"""`_GIVEN * attention / linear` is the largest part of its even share that a server gives away."""
 _LONG = 16_384
 """Queries and keys of a task at which kernels reach their full rate."""
 
