@@ -35,6 +35,7 @@ sys.path.insert(0, str(DOCS))
 # Of commands that are not this repository's.
 FOREIGN_FLAGS = {
     *("--nodes", "--partition", "--account", "--rdzv-backend", "--rdzv-endpoint"),
+    "--max-restarts",
     "--no-build-isolation",
 }
 
