@@ -164,7 +164,7 @@ choose_model() {
 # How a run trains, whatever its sizes. The user's own flags come after these and win.
 training_flags=(
     --bf16 --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather
-    --micro-batch-size 1 --train-iters 10000
+    --micro-batch-size 1 --train-iters 10000 --save-interval 500 --eval-interval 500 --eval-iters 10
     --lr 3e-4 --min-lr 3e-5 --lr-decay-style cosine --lr-warmup-iters 200 --weight-decay 0.1
     --tokenizer-type HuggingFaceTokenizer --log-interval 10
 )

@@ -23,7 +23,7 @@ import torch
 from megatron.core.package_info import MAJOR, MINOR
 
 from megatron_patches import checkpoint_data, cpu, mcore_fixes
-from megatron_patches.loop import megatron_checkpoints, megatron_hooks
+from megatron_patches.loop import evaluation, megatron_checkpoints, megatron_hooks
 
 _ORIGINALS = "_distca_originals"
 """Attribute of a changed module or class: its originals by name."""
@@ -185,13 +185,26 @@ LOOP = (
         _TRAINING,
         "evaluate",
         "averages over tokens that count, also with --sft",
-        megatron_hooks.mean_over_tokens,
+        evaluation.mean_over_tokens,
     ),
     Hook(
         _TRAINING,
         "evaluate_and_print_results",
-        "evaluates a whole validation set with --full-validation",
-        megatron_hooks.over_whole_sets,
+        "saves first, and evaluates a whole validation set with --full-validation",
+        evaluation.save_then_evaluate,
+    ),
+    Hook(_TRAINING, "train", "notes what saving first needs", evaluation.during_training),
+    Hook(
+        _TRAINING,
+        "save_checkpoint_and_time",
+        "saves no iteration again that was saved before its evaluation",
+        evaluation.save_once,
+    ),
+    Hook(
+        "megatron.training.ft_integration",
+        "on_eval_step_end",
+        "tells the progress of an evaluation, and ends it at a signal",
+        evaluation.between_batches,
     ),
     Hook(
         _TRAINING,

@@ -8,15 +8,14 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import importlib
 import logging
 import signal
 import sys
 import time
 import traceback
 from argparse import ArgumentParser, Namespace
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 import torch
@@ -29,6 +28,7 @@ from megatron_patches.flags.config import DistcaConfig
 from megatron_patches.flags.unknown import explained
 from megatron_patches.flags.validation import validate
 from megatron_patches.loop.data import build_data
+from megatron_patches.loop.evaluation import Evaluation
 from megatron_patches.loop.finite import check_weights, ending_unless_finite
 from megatron_patches.loop.launcher import kill_leftovers
 from megatron_patches.loop.messages import exit_with_message, message_handlers, message_level
@@ -51,12 +51,14 @@ class Run:
         parsed: function `(args, whole)` that is called when the command line is parsed; `whole` is
             False where flags that are not known were left out, as fault tolerance does before.
         processes: processes of a job with dedicated servers, once they have met; else None.
+        evaluation: progress of evaluations.
     """
 
     told: Mapping[str, str]
     add_arguments: Callable[[ArgumentParser], ArgumentParser]
     parsed: Callable[[Namespace, bool], None]
     processes: Processes | None = None
+    evaluation: Evaluation = field(default_factory=Evaluation)
     _config: DistcaConfig | None = None
 
     @property
@@ -295,89 +297,6 @@ def go_on_in_data(theirs: Callable[..., None], run: Run) -> Callable[..., None]:
         run.config = go_on_from(vars(saved), run.config, get_args())
 
     return check_checkpoint_args
-
-
-def mean_over_tokens(theirs: Callable[..., Any], run: Run) -> Callable[..., Any]:
-    """Evaluates with a mean over all tokens that count, as without `--sft`.
-
-    With it Megatron-LM averages micro-batches and ranks, of which some may have no such token.
-    """
-
-    @functools.wraps(theirs)
-    def evaluate(*args: Any, **kwargs: Any) -> Any:
-        from megatron.training import get_args
-
-        given = get_args()
-        sft, given.sft = given.sft, False
-        try:
-            return theirs(*args, **kwargs)
-        finally:
-            given.sft = sft
-
-    return evaluate
-
-
-def over_whole_sets(theirs: Callable[..., Any], run: Run) -> Callable[..., Any]:
-    """Evaluates as many global batches as a set has; Megatron-LM counts them for several sets."""
-
-    @functools.wraps(theirs)
-    def evaluate_and_print_results(
-        prefix: str, forward_step: Any, iterators: Any, *more: Any, **named: Any
-    ) -> Any:
-        from megatron.training import get_args
-
-        args = get_args()
-        if args.full_validation and not args.multiple_validation_sets:
-            first = iterators[0] if isinstance(iterators, list) else iterators
-            # Taken by its first entry, though it is a number where there is one set.
-            args.eval_iters = [len(first.iterable)]
-        if "test set" not in prefix:
-            return theirs(prefix, forward_step, iterators, *more, **named)
-        # Megatron-LM gives both losses one name on boards, where the test's would end the curve.
-        training = importlib.import_module("megatron.training.training")
-        with _renaming_on_boards(training, ("get_tensorboard_writer", "get_wandb_writer")):
-            return theirs(prefix, forward_step, iterators, *more, **named)
-
-    return evaluate_and_print_results
-
-
-@contextlib.contextmanager
-def _renaming_on_boards(training: Any, names: Sequence[str]) -> Iterator[None]:
-    """Lets a module's functions return writers that log a test where it logs a validation."""
-    theirs = {name: getattr(training, name) for name in names}
-    for name, get in theirs.items():
-        setattr(training, name, functools.partial(_TestWriter.of, get))
-    try:
-        yield
-    finally:
-        for name, get in theirs.items():
-            setattr(training, name, get)
-
-
-class _TestWriter:
-    """A writer of figures for a board, whose names say test instead of validation.
-
-    Args:
-        writer: writer to pass them to.
-    """
-
-    def __init__(self, writer: Any) -> None:
-        self._writer = writer
-
-    @classmethod
-    def of(cls, get: Callable[[], Any]) -> _TestWriter | None:
-        """Wraps the writer that a function returns, if any."""
-        writer = get()
-        return None if writer is None else cls(writer)
-
-    def add_scalar(self, name: str, *values: Any, **named: Any) -> None:
-        """Adds a figure to TensorBoard."""
-        self._writer.add_scalar(name.replace("validation", "test"), *values, **named)
-
-    def log(self, figures: Mapping[str, Any], *more: Any, **named: Any) -> None:
-        """Adds figures to Weights & Biases."""
-        renamed = {name.replace("validation", "test"): each for name, each in figures.items()}
-        self._writer.log(renamed, *more, **named)
 
 
 def unless_endless(theirs: Callable[..., Any], run: Run) -> Callable[..., Any]:

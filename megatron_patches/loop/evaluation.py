@@ -1,0 +1,256 @@
+"""Evaluation in Megatron-LM's own loop: it saves first, tells its progress, and obeys signals."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+import inspect
+import logging
+import time
+from argparse import Namespace
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from megatron_patches.flags.batch_sizes import samples_for_evaluation
+
+logger = logging.getLogger(__name__)
+
+_SILENCE = 5.0
+"""Seconds after which the next batch of an evaluation is told."""
+_AT_ONCE = 1e-9
+"""Minutes after which Megatron-LM ends an evaluation between two batches."""
+
+
+@dataclass
+class Evaluation:
+    """Progress of evaluations, and what saving before one needs.
+
+    Attributes:
+        training: arguments of Megatron-LM's `train` by name, while it trains; else None.
+        consumed: training samples consumed before it trained.
+        saved: iteration that was saved before its evaluation; None: none was.
+        batches: batches of the evaluation that runs.
+        done: batches of it that are done.
+        told: time at which the progress was told.
+    """
+
+    training: Mapping[str, Any] | None = None
+    consumed: int = 0
+    saved: int | None = None
+    batches: int = 0
+    done: int = 0
+    told: float = 0.0
+
+    def begin(self, batches: int) -> None:
+        """Begins an evaluation of a number of batches."""
+        self.batches, self.done, self.told = batches, 0, time.monotonic()
+
+    def batch_done(self) -> None:
+        """Counts a batch, and tells the progress where nothing was told for a while."""
+        self.done += 1
+        if time.monotonic() - self.told > _SILENCE:
+            self.told = time.monotonic()
+            logger.info("evaluated %d of %d batches", self.done, self.batches)
+
+
+class Evaluating(Protocol):
+    """A run that evaluates."""
+
+    evaluation: Evaluation
+
+
+def during_training(theirs: Callable[..., Any], run: Evaluating) -> Callable[..., Any]:
+    """Trains as Megatron-LM does, and notes what saving before an evaluation needs."""
+
+    @functools.wraps(theirs)
+    def train(*given: Any, **named: Any) -> Any:
+        from megatron.training import get_args
+
+        state = run.evaluation
+        state.training = inspect.signature(theirs).bind(*given, **named).arguments
+        state.consumed = get_args().consumed_train_samples
+        try:
+            return theirs(*given, **named)
+        finally:
+            state.training = None
+
+    return train
+
+
+def save_once(theirs: Callable[..., None], run: Evaluating) -> Callable[..., None]:
+    """Saves unless the iteration was saved before its evaluation."""
+
+    @functools.wraps(theirs)
+    def save_checkpoint_and_time(
+        iteration: int, *given: Any, non_persistent_ckpt: bool = False, **named: Any
+    ) -> None:
+        if non_persistent_ckpt or iteration != run.evaluation.saved:
+            theirs(iteration, *given, non_persistent_ckpt=non_persistent_ckpt, **named)
+
+    return save_checkpoint_and_time
+
+
+def save_then_evaluate(theirs: Callable[..., Any], run: Evaluating) -> Callable[..., Any]:
+    """Saves what Megatron-LM would save after an evaluation, and evaluates unless a signal came.
+
+    Of a whole set as many global batches are evaluated as it has; Megatron-LM counts them for
+    several sets.
+    """
+
+    @functools.wraps(theirs)
+    def evaluate_and_print_results(
+        prefix: str,
+        forward_step: Any,
+        iterators: Any,
+        model: Any,
+        iteration: int,
+        *more: Any,
+        **named: Any,
+    ) -> Any:
+        from megatron.training import get_args
+
+        args = get_args()
+        if args.full_validation and not args.multiple_validation_sets:
+            first = iterators[0] if isinstance(iterators, list) else iterators
+            # Taken by its first entry, though it is a number where there is one set.
+            args.eval_iters = [len(first.iterable)]
+        before = args.consumed_valid_samples
+        after = before
+        if not args.full_validation:
+            after += args.eval_iters * samples_for_evaluation(args)
+        if run.evaluation.training is not None and _saves_at(args, iteration):
+            # A run that goes on from there reads what comes after this evaluation's batches.
+            args.consumed_valid_samples = after
+            _save(run.evaluation, args, iteration)
+            args.consumed_valid_samples = before
+        if not _has_signal(args):
+            with _renaming_on_boards() if "test set" in prefix else contextlib.nullcontext():
+                theirs(prefix, forward_step, iterators, model, iteration, *more, **named)
+        args.consumed_valid_samples = after
+
+    return evaluate_and_print_results
+
+
+@contextlib.contextmanager
+def _renaming_on_boards() -> Iterator[None]:
+    """Lets writers for boards log a test where Megatron-LM logs a validation.
+
+    It gives both losses one name, where the test's would end the curve.
+    """
+    training = importlib.import_module("megatron.training.training")
+    names = ("get_tensorboard_writer", "get_wandb_writer")
+    theirs = {name: getattr(training, name) for name in names}
+    for name, get in theirs.items():
+        setattr(training, name, functools.partial(_TestWriter.of, get))
+    try:
+        yield
+    finally:
+        for name, get in theirs.items():
+            setattr(training, name, get)
+
+
+class _TestWriter:
+    """A writer of figures for a board, whose names say test instead of validation.
+
+    Args:
+        writer: writer to pass them to.
+    """
+
+    def __init__(self, writer: Any) -> None:
+        self._writer = writer
+
+    @classmethod
+    def of(cls, get: Callable[[], Any]) -> _TestWriter | None:
+        """Wraps the writer that a function returns, if any."""
+        writer = get()
+        return None if writer is None else cls(writer)
+
+    def add_scalar(self, name: str, *values: Any, **named: Any) -> None:
+        """Adds a figure to TensorBoard."""
+        self._writer.add_scalar(name.replace("validation", "test"), *values, **named)
+
+    def log(self, figures: Mapping[str, Any], *more: Any, **named: Any) -> None:
+        """Adds figures to Weights & Biases."""
+        renamed = {name.replace("validation", "test"): each for name, each in figures.items()}
+        self._writer.log(renamed, *more, **named)
+
+
+def mean_over_tokens(theirs: Callable[..., Any], run: Evaluating) -> Callable[..., Any]:
+    """Evaluates with a mean over all tokens that count, as without `--sft`.
+
+    With it Megatron-LM averages micro-batches and ranks, of which some may have no such token.
+    """
+
+    @functools.wraps(theirs)
+    def evaluate(*given: Any, **named: Any) -> Any:
+        from megatron.training import get_args
+
+        args = get_args()
+        run.evaluation.begin(named.get("eval_iters") or args.eval_iters)
+        sft, args.sft = args.sft, False
+        try:
+            return theirs(*given, **named)
+        finally:
+            args.sft = sft
+
+    return evaluate
+
+
+def between_batches(theirs: Callable[[], None], run: Evaluating) -> Callable[[], None]:
+    """Tells the progress of an evaluation, and ends it where a signal asks the run to end."""
+
+    @functools.wraps(theirs)
+    def on_eval_step_end() -> None:
+        from megatron.training import get_args
+
+        theirs()
+        run.evaluation.batch_done()
+        if _has_signal(get_args()):
+            # The loop then saves and exits, as after a step.
+            get_args().exit_duration_in_mins = _AT_ONCE
+
+    return on_eval_step_end
+
+
+def _saves_at(args: Namespace, iteration: int) -> bool:
+    """Whether Megatron-LM saves at the end of an iteration, after its evaluation."""
+    if not args.save:
+        return False
+    intervals = (args.save_interval, args.exit_interval)
+    return iteration == args.train_iters or any(
+        interval and iteration % interval == 0 for interval in intervals
+    )
+
+
+def _save(state: Evaluation, args: Namespace, iteration: int) -> None:
+    from megatron.training import get_timers, training
+
+    given = state.training
+    assert given is not None
+    consumed = args.consumed_train_samples - state.consumed
+    operations = args.num_floating_point_operations_so_far
+    operations += training.num_floating_point_operations(args, consumed)
+    # It is stopped before an evaluation, and saving stops it, too.
+    get_timers()("interval-time", log_level=0).start()
+    training.save_checkpoint_and_time(
+        iteration,
+        given["model"],
+        given["optimizer"],
+        given["opt_param_scheduler"],
+        operations,
+        given["checkpointing_context"],
+        train_data_iterator=given["train_data_iterator"],
+    )
+    get_timers()("interval-time").stop()
+    state.saved = iteration
+
+
+def _has_signal(args: Namespace) -> bool:
+    """Whether a rank got the signal that asks the run to end; collective where it is handled."""
+    if not args.exit_signal_handler:
+        return False
+    from megatron.training.global_vars import get_signal_handler
+
+    return any(get_signal_handler().signals_received())
