@@ -301,6 +301,13 @@ MENDS = (
         for module, kind in _OPTIMIZERS
     ),
     Hook(
+        "megatron.core.optimizer.optimizer",
+        "MegatronOptimizer.__init__",
+        "has no function that fills the state of SGD, and calls it when one is loaded",
+        mcore_fixes.with_state_of_sgd,
+        defect=f"{_CORE}/optimizer/__init__.py (init_state_fn = None)",
+    ),
+    Hook(
         "megatron.core.datasets.utils",
         "compile_helpers",
         "calls make where the wheel has no Makefile, and ends the first rank",

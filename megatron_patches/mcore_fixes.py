@@ -107,6 +107,24 @@ def after_filling_state(theirs: Callable[..., Any]) -> Callable[..., Any]:
     return sharded_state_dict
 
 
+def with_state_of_sgd(theirs: Callable[..., None]) -> Callable[..., None]:
+    """Gives SGD the function that fills its state before one is loaded into it, as Adam has one."""
+
+    @functools.wraps(theirs)
+    def init(self: Any, optimizer: Any, config: Any, init_state_fn: Any = None) -> None:
+        theirs(self, optimizer, config, init_state_fn or _fill_momentum)
+
+    return init
+
+
+def _fill_momentum(optimizer: Any, config: Any = None) -> None:
+    """Sets each momentum to zero, from which the first step makes its gradient."""
+    for group in optimizer.param_groups:
+        for parameter in group["params"] if group["momentum"] else ():
+            if not optimizer.state[parameter]:
+                optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter.data)
+
+
 def before_unsharing_steps(theirs: Callable[..., Any]) -> Callable[..., Any]:
     """Gives every parameter a `step` tensor of its own after loading.
 

@@ -24,6 +24,7 @@ PLACE = (
     "valid_stream_start",
     "consumed_train_samples",
     "consumed_valid_samples",
+    "iteration",
 )
 """Arguments that say where a resumed run goes on."""
 

@@ -33,10 +33,14 @@ def micro_batches_by_sample(args: Namespace) -> Callable[[int], int]:
     return count
 
 
-def number_of_iterations(args: Namespace) -> int:
+def number_of_iterations(args: Namespace, consumed: int = 0) -> int:
     """Returns the iterations that `--train-samples` makes, by Megatron-LM's rules.
 
     The last batch may exceed the samples while batches grow, and is left out when they don't.
+
+    Args:
+        args: Megatron-LM's arguments.
+        consumed: number of samples consumed before these iterations.
     """
     last_growing = -1
     if rampup := args.rampup_batch_size:
@@ -44,7 +48,7 @@ def number_of_iterations(args: Namespace) -> int:
     elif newer_flag(args, "step_batch_size_schedule") is not None:
         last_growing = args.train_samples - 1
     calculator = _calculator(args)
-    iterations = consumed = 0
+    iterations = 0
     while consumed <= last_growing:
         calculator.update(consumed, consistency_check=False)
         consumed += calculator.get_current_global_batch_size()
@@ -57,13 +61,24 @@ def samples_for_evaluation(args: Namespace) -> int:
     return int(newer_flag(args, "eval_global_batch_size") or args.global_batch_size)
 
 
+def samples_of_training(args: Namespace) -> int:
+    """Returns the training samples of the whole run, of which some were in batches of other sizes.
+
+    Args:
+        args: Megatron-LM's arguments, with the progress of the checkpoint that was loaded.
+    """
+    if args.train_samples:
+        return int(args.train_samples)
+    left = args.train_iters - args.iteration
+    return int(args.consumed_train_samples + left * args.global_batch_size)
+
+
 def samples_of_splits(args: Namespace) -> tuple[int, int, int]:
-    """Returns the samples of the whole run for training, validation and test, as Megatron-LM."""
+    """Returns the samples of the whole run for training, validation and test."""
     evaluation = args.eval_iters * samples_for_evaluation(args)
     iterations = args.train_iters or number_of_iterations(args)
     evaluations = iterations // args.eval_interval + 1
-    training = args.train_samples or args.train_iters * args.global_batch_size
-    return training, evaluations * evaluation, evaluation
+    return samples_of_training(args), evaluations * evaluation, evaluation
 
 
 def check_growth(args: Namespace) -> None:

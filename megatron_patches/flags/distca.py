@@ -236,7 +236,7 @@ def add_distca_arguments(parser: ArgumentParser) -> ArgumentParser:
         "instead of --data-path. Also applies without --distca.",
     )
     # Arguments without a flag, which a checkpoint notes (`batches/resuming.py`).
-    parser.set_defaults(train_stream_start=0, valid_stream_start=0)
+    parser.set_defaults(train_stream_start=0, valid_stream_start=0, iteration=0)
     return parser
 
 

@@ -64,6 +64,7 @@ def validate(config: DistcaConfig, args: Namespace) -> None:
         args.apply_rope_fusion = False
     _validate_rotation(args)
     check_growth(args)
+    _validate_optimizer(args)
     _validate_sft(args)
     _validate_validation_sets(args)
     masks_from_args(args)
@@ -109,6 +110,16 @@ def _validate_rotation(args: Namespace) -> None:
         raise ValueError(
             f"--kv-channels {args.kv_channels} with --rotary-percent {args.rotary_percent} turns "
             f"{turned} elements of a head by their position, in pairs: give an even number above 0"
+        )
+
+
+def _validate_optimizer(args: Namespace) -> None:
+    """Checks that Megatron's distributed optimizer knows the optimizer's state."""
+    sharded = args.use_distributed_optimizer and not args.optimizer_cpu_offload
+    if args.optimizer == "sgd" and sharded:
+        raise ValueError(
+            "--optimizer sgd has a state that Megatron-LM's distributed optimizer does not know: "
+            "remove --use-distributed-optimizer"
         )
 
 

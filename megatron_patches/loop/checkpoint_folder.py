@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO
 
+from megatron.core.dist_checkpointing.core import CheckpointingException
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata
 
@@ -52,6 +53,20 @@ def latest_iteration(root: str | Path) -> int | None:
             f"{and_another(root)}"
         )
     return int(text)
+
+
+def refuse_lost_tracker(root: str | Path) -> None:
+    """Refuses a folder of checkpoints without its tracker, where a run would begin anew.
+
+    Raises:
+        ValueError: it has a whole checkpoint.
+    """
+    whole = latest_whole_iteration(root)
+    if whole is not None:
+        raise ValueError(
+            f"{Path(root) / TRACKER} is missing beside whole checkpoints, of which the latest is "
+            f"of iteration {whole}: write {whole} into that file, or give another --load"
+        )
 
 
 def names_a_release(root: str | Path) -> bool:
@@ -150,9 +165,12 @@ def explaining_loading(root: str | Path, iteration: int | None) -> Iterator[None
         found = flaw(checkpoint) if ours else None
         if found is not None:
             raise ValueError(f"{found}{and_another(root, iteration)}") from error
+        what, instead = f"{checkpoint} cannot be loaded", and_another(root, iteration)
         if isinstance(error, CheckpointException):
-            what, instead = f"{checkpoint} cannot be loaded", and_another(root, iteration)
             raise _of_ranks(error, what, instead) from error
+        if isinstance(error, CheckpointingException):
+            said = " ".join(str(error).split())
+            raise ValueError(f"{what}: {said[:300]}{instead}") from error
         raise
 
 

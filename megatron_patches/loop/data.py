@@ -23,7 +23,11 @@ from megatron_patches.batches.resuming import (
     with_max_document_tokens,
 )
 from megatron_patches.batches.stream import TokenStream
-from megatron_patches.flags.batch_sizes import micro_batches_by_sample, samples_for_evaluation
+from megatron_patches.flags.batch_sizes import (
+    micro_batches_by_sample,
+    samples_for_evaluation,
+    samples_of_training,
+)
 from megatron_patches.flags.config import DistcaConfig
 from megatron_patches.flags.distca import masks_from_args
 from megatron_patches.model.gpt import uses_dense_mask, uses_own_attention
@@ -78,8 +82,8 @@ def build_data(
         config: our flags.
         args: Megatron-LM's arguments; `consumed_train_samples`, `train_stream_start` and those
             of `valid` say where to resume.
-        train_samples: number of training samples of the whole run, with those consumed before; 0
-            for no iterator.
+        train_samples: 0 for no iterator of training; how many samples the run has, with those
+            consumed before, follows from `args`.
         valid_samples: most samples that validation still needs; 0 for no iterator. With
             `--full-validation` neither this nor `test_samples` matters, and it may be None.
         test_samples: number of samples of the test; 0 for no iterator.
@@ -101,7 +105,7 @@ def build_data(
         config = share_place_in_data(control, config, args)
     splits = _Splits(config, args, blends, layout, planned)
     train = splits.part(
-        "train", train_samples, args.consumed_train_samples, args.train_stream_start
+        "train", samples_of_training(args), args.consumed_train_samples, args.train_stream_start
     )
     valid: Any
     if args.full_validation:

@@ -5,14 +5,18 @@ Its folder of an iteration gets its files one by one, and the tracker names it w
 
 from __future__ import annotations
 
+import contextlib
 import functools
+from argparse import Namespace
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 from megatron.core.rerun_state_machine import EXIT_CODE_FAILED_ON_RESULT_VALIDATION
 
+from megatron_patches.checkpoint_data import read_common_state
 from megatron_patches.loop.checkpoint_folder import (
     TRACKER,
     checkpoint_name,
@@ -25,6 +29,8 @@ from megatron_patches.loop.checkpoint_folder import (
 from megatron_patches.loop.dropped_weights import refuse_dropped_weights
 from megatron_patches.loop.finite import check_weights
 from megatron_patches.loop.kept_tokenizer import keep_tokenizer
+from megatron_patches.loop.saved_arguments import loads_optimizer
+from megatron_patches.loop.saved_schedule import check_schedule, loading_other_rates
 
 
 def explain_saving(theirs: Callable[..., Any], _: object) -> Callable[..., Any]:
@@ -53,19 +59,40 @@ def explain_loading(theirs: Callable[..., Any], _: object) -> Callable[..., Any]
     """Loads as Megatron-LM does, and says what is wrong with a checkpoint that cannot be loaded."""
 
     @functools.wraps(theirs)
-    def load_checkpoint(model: Any, *args: Any, **named: Any) -> Any:
+    def load_checkpoint(
+        ddp_model: Any, optimizer: Any, opt_param_scheduler: Any, *more: Any, **named: Any
+    ) -> Any:
         from megatron.training import get_args
 
-        root, iteration = get_args().load, get_args().ckpt_step
+        args = get_args()
+        root, iteration = args.load, args.ckpt_step
+        given = ddp_model, optimizer, opt_param_scheduler, *more
         if root is None or (iteration is None and names_a_release(root)):
-            return theirs(model, *args, **named)
-        with explaining_loading(root, iteration):
+            return theirs(*given, **named)
+        with explaining_loading(root, iteration), contextlib.ExitStack() as loading:
             found = latest_iteration(root) if iteration is None else iteration
             if found is not None:
-                refuse_dropped_weights(model, checkpoint_name(root, found))
-            return theirs(model, *args, **named)
+                checkpoint = checkpoint_name(root, found)
+                refuse_dropped_weights(ddp_model, checkpoint)
+                if opt_param_scheduler is not None and loads_optimizer(args):
+                    loading.enter_context(
+                        _loading_schedule(checkpoint, args, optimizer, opt_param_scheduler)
+                    )
+            return theirs(*given, **named)
 
     return load_checkpoint
+
+
+def _loading_schedule(
+    checkpoint: Path, args: Namespace, optimizer: Any, scheduler: Any
+) -> AbstractContextManager[None]:
+    """Checks the schedule of a checkpoint, whose rates may be others."""
+    if not (checkpoint / ".metadata").exists():
+        # Another format is left to the loop.
+        return contextlib.nullcontext()
+    common = read_common_state(checkpoint)
+    check_schedule(common["opt_param_scheduler"], scheduler, str(checkpoint))
+    return loading_other_rates(common, args, optimizer, scheduler)
 
 
 def whole_tracker(theirs: Callable[..., Any], _: object) -> Callable[..., Any]:

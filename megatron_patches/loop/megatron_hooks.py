@@ -23,7 +23,7 @@ import torch.distributed as dist
 
 from megatron_patches import cpu
 from megatron_patches.batches.resuming import go_on_from
-from megatron_patches.flags.batch_sizes import EVAL_INTERVAL
+from megatron_patches.flags.batch_sizes import EVAL_INTERVAL, number_of_iterations
 from megatron_patches.flags.config import DistcaConfig
 from megatron_patches.flags.unknown import explained
 from megatron_patches.flags.validation import validate
@@ -271,9 +271,20 @@ def after_preflight(theirs: Callable[..., Any], run: Run) -> Callable[..., Any]:
         held.enter_context(preflight(run.config, complete, run.told))
         model, *others = theirs(*args, **kwargs)
         check_weights(model, "before the first step", "load another checkpoint", code=2)
+        _end_after_the_samples(get_args())
         return model, *others
 
     return setup_model_and_optimizer
+
+
+def _end_after_the_samples(args: Namespace) -> None:
+    """Lets a run of `--train-samples` end when these are consumed, whatever batches were before.
+
+    Megatron-LM counts iterations as if all had the batch size of this run.
+    """
+    if args.train_samples and args.iteration:
+        left = number_of_iterations(args, args.consumed_train_samples)
+        args.train_iters = args.iteration + left
 
 
 def _show_our_messages(rank: int) -> None:
@@ -321,9 +332,23 @@ def own_schedule(theirs: Callable[..., Any], run: Run) -> Callable[..., Any]:
 
     @functools.wraps(theirs)
     def get_forward_backward_func(*args: Any, **kwargs: Any) -> Any:
-        return own() or theirs(*args, **kwargs)
+        return own() or of_packed_samples(theirs(*args, **kwargs))
 
     return get_forward_backward_func
+
+
+def of_packed_samples(forward_backward: Callable[..., Any]) -> Callable[..., Any]:
+    """Tells Megatron's schedule that a micro-batch's samples lie one after the other.
+
+    Pipeline stages send each other tensors of the shape that it is told.
+    """
+
+    @functools.wraps(forward_backward)
+    def of_packed(*, seq_length: int, micro_batch_size: int, **named: Any) -> Any:
+        tokens = seq_length * micro_batch_size
+        return forward_backward(seq_length=tokens, micro_batch_size=1, **named)
+
+    return of_packed
 
 
 def with_speed(theirs: Callable[..., Any], run: Run) -> Callable[..., Any]:

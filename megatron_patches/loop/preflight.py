@@ -22,6 +22,7 @@ import torch.distributed as dist
 from megatron_patches.batches.blends import SPLITS
 from megatron_patches.batches.dataset_factory import check_documents
 from megatron_patches.checkpoint_data import read_common_state
+from megatron_patches.flags.batch_sizes import number_of_iterations
 from megatron_patches.flags.config import DistcaConfig
 from megatron_patches.flags.parallel import ParallelSizes
 from megatron_patches.flags.planning import schedule_config
@@ -32,10 +33,16 @@ from megatron_patches.loop.checkpoint_folder import (
     flaw,
     latest_iteration,
     names_a_release,
+    refuse_lost_tracker,
 )
 from megatron_patches.loop.save_lock import LOCK, SaveLock
-from megatron_patches.loop.saved_arguments import check_experts, check_shape, saved_arguments
+from megatron_patches.loop.saved_arguments import check_model, saved_arguments
 from megatron_patches.loop.saved_vocabulary import check_vocabulary
+
+logger = logging.getLogger(__name__)
+
+INTEGRITY = "integrity.json"
+"""File of a checkpoint with the checksums of its files, which `--verify-integrity` writes."""
 
 
 def preflight(
@@ -104,6 +111,7 @@ def check_checkpoint(args: Namespace) -> None:
             f"--load has {', '.join(saved[-5:]) or 'no checkpoint'}"
         )
     if iteration is None:
+        refuse_lost_tracker(args.load)
         if args.exit_on_missing_checkpoint and not args.pretrained_checkpoint:
             raise ValueError(
                 f"--load {args.load} has no checkpoint: give another folder, or leave out "
@@ -115,10 +123,54 @@ def check_checkpoint(args: Namespace) -> None:
         found = flaw(path)
         if found is not None:
             raise ValueError(f"{found}{and_another(args.load, iteration)}")
-        of_run = saved_arguments(read_common_state(path))
-        check_shape(of_run, args, str(path))
-        check_experts(of_run, args, str(path))
+        common = read_common_state(path)
+        of_run = saved_arguments(common)
+        check_model(of_run, args, str(path))
         check_vocabulary(of_run, args, str(path))
+        check_integrity_is_kept(args, path)
+        check_progress(common["iteration"], of_run.consumed_train_samples, args, str(path))
+
+
+def check_integrity_is_kept(args: Namespace, checkpoint: Path) -> None:
+    """Checks that a checkpoint has the checksums that `--verify-integrity` compares.
+
+    Raises:
+        ValueError: it was saved without.
+    """
+    if getattr(args, "verify_integrity", False) and not (checkpoint / INTEGRITY).exists():
+        raise ValueError(
+            f"{checkpoint} was saved without --verify-integrity and has no checksums: leave the "
+            "flag out to load it"
+        )
+
+
+def check_progress(iteration: int, consumed: int, args: Namespace, path: str) -> None:
+    """Checks that a checkpoint is not beyond the end of the run, and warns where it is the end.
+
+    Args:
+        iteration: iteration of the checkpoint.
+        consumed: number of training samples consumed before it.
+        args: flags of this run.
+        path: folder of the checkpoint.
+
+    Raises:
+        ValueError: it is beyond.
+    """
+    if args.finetune or args.skip_train:
+        return
+    if args.train_samples is None:
+        flag, end = f"--train-iters {args.train_iters}", args.train_iters
+        done, left = iteration, args.train_iters - iteration
+    else:
+        flag, end = f"--train-samples {args.train_samples}", args.train_samples
+        done, left = consumed, number_of_iterations(args, consumed)
+    if done > end:
+        raise ValueError(
+            f"{path} has done {done:,}, more than {flag}: raise it to train on, or give "
+            "--skip-train to evaluate"
+        )
+    if left == 0 and args.rank == 0:
+        logger.warning("%s has done %s: nothing is left to train", path, flag)
 
 
 def check_written(config: DistcaConfig, args: Namespace) -> None:
@@ -227,7 +279,7 @@ def _together(check: Callable[[], None]) -> None:
     rank, host, text = problems[0]
     if dist.get_rank() == 0:
         alone = "" if rank == 0 else f"rank {rank} on {host}: "
-        logging.getLogger(__name__).critical("error: %s%s", alone, text)
+        logger.critical("error: %s%s", alone, text)
     # No rank leaves while another may still be reading what it sent.
     with contextlib.suppress(RuntimeError):
         dist.barrier()

@@ -1,12 +1,16 @@
-"""The flags of the run that made a checkpoint, and whether its model is this run's."""
+"""The flags of the run that made a checkpoint, held against those of this run."""
 
 from __future__ import annotations
 
+import logging
 from argparse import Namespace
+from collections.abc import Iterable
 from typing import Any
 
-# Flags that give a checkpoint's tensors their shapes.
-_SHAPE_FLAGS = (
+logger = logging.getLogger(__name__)
+
+# Flags that give a checkpoint's tensors their names and shapes.
+_MODEL: tuple[str, ...] = (
     "num_layers",
     "hidden_size",
     "ffn_hidden_size",
@@ -19,6 +23,7 @@ _SHAPE_FLAGS = (
     "add_bias_linear",
     "add_qkv_bias",
     "qk_layernorm",
+    "attention_output_gate",
     "untie_embeddings_and_output_weights",
     "position_embedding_type",
     "multi_latent_attention",
@@ -27,7 +32,55 @@ _SHAPE_FLAGS = (
     "qk_head_dim",
     "qk_pos_emb_head_dim",
     "v_head_dim",
+    "num_experts",
+    "moe_layer_freq",
+    "moe_ffn_hidden_size",
+    "moe_shared_expert_intermediate_size",
+    "mtp_num_layers",
 )
+# Flags that give the optimizer's state its names and shapes.
+_OPTIMIZER: tuple[str, ...] = (
+    "optimizer",
+    "bf16",
+    "fp16",
+    "use_distributed_optimizer",
+    "decoupled_lr",
+)
+# Flags that change what the same weights compute.
+_FUNCTION: tuple[str, ...] = (
+    "rotary_base",
+    "rotary_percent",
+    "rotary_interleaved",
+    "rotary_seq_len_interpolation_factor",
+    "use_rope_scaling",
+    "rope_scaling_factor",
+    "no_rope_freq",
+    "rope_type",
+    "rotary_scaling_factor",
+    "original_max_position_embeddings",
+    "mscale",
+    "mscale_all_dim",
+    "window_size",
+    "window_attn_skip_freq",
+    "chunk_attention_size",
+    "softmax_type",
+    "layernorm_epsilon",
+    "apply_layernorm_1p",
+    "squared_relu",
+    "quick_geglu",
+    "moe_router_topk",
+    "moe_router_score_function",
+    "moe_router_pre_softmax",
+    "moe_router_topk_scaling_factor",
+    "moe_router_num_groups",
+    "moe_router_group_topk",
+)
+_DATA: tuple[str, ...] = ("seed", "split")
+# Values of the optimizer that are loaded with its state, whatever the flags say.
+_LOADED: tuple[str, ...] = ("adam_beta1", "adam_beta2", "adam_eps", "sgd_momentum")
+# Flags that turn off what their names in Megatron-LM's arguments turn on.
+_INVERSE = {"add_bias_linear": "disable_bias_linear"}
+_OTHER_NAMES = {"layernorm_epsilon": "norm_epsilon"}
 
 
 def saved_arguments(common: dict[str, Any]) -> Namespace:
@@ -48,8 +101,8 @@ def saved_arguments(common: dict[str, Any]) -> Namespace:
     return saved
 
 
-def check_shape(saved: Namespace, args: Namespace, path: str) -> None:
-    """Refuses a checkpoint of another model.
+def check_model(saved: Namespace, args: Namespace, path: str) -> None:
+    """Refuses a checkpoint of another model or optimizer; warns where the model's function differs.
 
     Args:
         saved: flags of the run that made it.
@@ -57,50 +110,87 @@ def check_shape(saved: Namespace, args: Namespace, path: str) -> None:
         path: folder of the checkpoint.
 
     Raises:
-        ValueError: some flag that gives tensors their shapes was another.
+        ValueError: a flag that gives tensors their names and shapes differs.
     """
-    before, now = _shape(saved), _shape(args)
-    if getattr(saved, "tokenizer_type", None) == "NullTokenizer":
-        # Versions of Megatron-LM differ in whether its --vocab-size counts the end token.
-        before["vocab_size"] = None
-    different = [
-        f"--{name.replace('_', '-')} {value} (now {now[name]})"
-        for name, value in before.items()
-        if value is not None and value != now[name]
-    ]
+    names = _MODEL
+    if "learnable" in {getattr(each, "softmax_type", None) for each in (saved, args)}:
+        # Learnable sinks are weights.
+        names = (*names, "softmax_type")
+    if different := _differences(names, saved, args):
+        raise ValueError(
+            f"{path} is a checkpoint of another model, trained with {different}: give those flags, "
+            "or another --load"
+        )
+    if loads_optimizer(args):
+        _check_optimizer(saved, args, path)
+    if args.rank:
+        return
+    names = _FUNCTION if args.finetune else (*_FUNCTION, *_DATA)
+    if different := _differences(names, saved, args):
+        logger.warning(
+            "%s was trained with %s: this run goes on with its own flags", path, different
+        )
+    if loads_optimizer(args) and (different := _differences(_LOADED, saved, args)):
+        logger.warning(
+            "%s was trained with %s: the optimizer goes on with the checkpoint's values",
+            path,
+            different,
+        )
+
+
+def loads_optimizer(args: Namespace) -> bool:
+    """Whether a checkpoint's optimizer and schedule are loaded, and not the weights alone."""
+    return not (args.no_load_optim or args.finetune)
+
+
+def _check_optimizer(saved: Namespace, args: Namespace, path: str) -> None:
+    if getattr(saved, "no_save_optim", False):
+        raise ValueError(f"{path} has no optimizer's state (--no-save-optim): add --no-load-optim")
+    different = _differences(_OPTIMIZER, saved, args)
+    if args.num_experts:
+        # megatron-core has an optimizer of its own for experts that ranks share.
+        name = "expert_model_parallel_size"
+        before, now = (getattr(each, name, 1) or 1 for each in (saved, args))
+        if (before == 1) != (now == 1):
+            different = ", ".join(filter(None, (different, _differences((name,), saved, args))))
     if different:
         raise ValueError(
-            f"{path} is a checkpoint of another model, trained with {', '.join(different)}: give "
-            "those flags, or another --load"
+            f"{path} holds the optimizer's state of a run with {different}: give those flags, or "
+            "--no-load-optim"
         )
 
 
-def check_experts(saved: Namespace, args: Namespace, path: str) -> None:
-    """Refuses an optimizer's state of experts that ranks share otherwise.
-
-    megatron-core has an optimizer of its own for experts that ranks share, and none for others.
-
-    Args:
-        saved: flags of the run that made it.
-        args: flags of this run.
-        path: folder of the checkpoint.
-
-    Raises:
-        ValueError: ranks share experts in one of the two runs alone.
-    """
-    weights_alone = args.no_load_optim or args.finetune
-    if not args.num_experts or weights_alone:
-        return
-    before, now = (getattr(each, "expert_model_parallel_size", 1) or 1 for each in (saved, args))
-    if (before == 1) != (now == 1):
-        raise ValueError(
-            f"{path} holds the optimizer's state for --expert-model-parallel-size {before}, which "
-            f"does not load with {now}: give that, or --no-load-optim"
-        )
+def _differences(names: Iterable[str], saved: Namespace, args: Namespace) -> str:
+    """Returns the flags that differ, each with both values; one that either run lacks does not."""
+    before, now = vars(saved), vars(args)
+    found = []
+    for name in names:
+        if name not in before or name not in now:
+            continue
+        was, is_now = (_comparable(name, each) for each in (before, now))
+        if was != is_now and not (name == "vocab_size" and _counts_otherwise(saved)):
+            found.append(_difference(name, was, is_now))
+    return ", ".join(found)
 
 
-def _shape(flags: Namespace) -> dict[str, Any]:
-    shape = {name: vars(flags).get(name) for name in _SHAPE_FLAGS}
-    if not vars(flags).get("group_query_attention", True):
-        shape["num_query_groups"] = flags.num_attention_heads
-    return shape
+def _comparable(name: str, flags: dict[str, Any]) -> Any:
+    value = flags[name]
+    if name == "num_query_groups" and not flags.get("group_query_attention", True):
+        # Without groups Megatron-LM has 1 there, which nobody reads.
+        return flags["num_attention_heads"]
+    if name == "decoupled_lr":
+        # A group of parameters more, whatever the rate.
+        return value is not None
+    return tuple(value) if isinstance(value, list) else value
+
+
+def _counts_otherwise(saved: Namespace) -> bool:
+    """Whether versions of Megatron-LM differ in what a checkpoint's `vocab_size` counts."""
+    return saved.vocab_size is None or getattr(saved, "tokenizer_type", None) == "NullTokenizer"
+
+
+def _difference(name: str, was: Any, now: Any) -> str:
+    if isinstance(was, bool) and isinstance(now, bool):
+        flag = f"--{_INVERSE.get(name, name).replace('_', '-')}"
+        return f"no {flag}" if was == (name in _INVERSE) else flag
+    return f"--{_OTHER_NAMES.get(name, name).replace('_', '-')} {was} (now {now})"

@@ -8,7 +8,11 @@ import pytest
 from megatron.core import num_microbatches_calculator as calculators
 
 from megatron_patches.flags import batch_sizes
-from megatron_patches.flags.batch_sizes import micro_batches_by_sample, number_of_iterations
+from megatron_patches.flags.batch_sizes import (
+    micro_batches_by_sample,
+    number_of_iterations,
+    samples_of_training,
+)
 from support.arguments import parse
 
 HAS_RAMPUP = hasattr(calculators, "RampupBatchsizeNumMicroBatchesCalculator")
@@ -121,3 +125,13 @@ def test_growing_batches_are_counted_in_samples() -> None:
     )
     with pytest.raises(ValueError, match="counts in samples: give --train-samples"):
         parse(*growth.split())
+
+
+def test_samples_of_a_run_count_batches_of_other_sizes_before() -> None:
+    args = parse("--global-batch-size", "4", length="--train-iters 10")
+    assert samples_of_training(args) == 40
+    args.iteration, args.consumed_train_samples = 3, 24
+    assert samples_of_training(args) == 24 + 7 * 4
+    of_samples = parse("--global-batch-size", "4", length="--train-samples 30")
+    assert samples_of_training(of_samples) == 30
+    assert [number_of_iterations(of_samples, consumed) for consumed in (0, 12, 27)] == [7, 4, 0]

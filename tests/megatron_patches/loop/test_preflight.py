@@ -17,6 +17,7 @@ import torch.distributed as dist
 from megatron_patches.flags.config import DistcaConfig
 from megatron_patches.flags.sizes import checkpoint_bytes
 from megatron_patches.loop import preflight as module
+from megatron_patches.loop.checkpoint_folder import TRACKER
 from megatron_patches.loop.preflight import (
     check_checkpoint,
     check_read,
@@ -25,7 +26,6 @@ from megatron_patches.loop.preflight import (
     lock_save,
     preflight,
 )
-from megatron_patches.loop.saved_arguments import check_experts
 from support.arguments import parse
 from support.checkpoints import write_checkpoint
 
@@ -206,16 +206,51 @@ def test_a_folder_that_only_the_first_rank_sees_is_found(tmp_path) -> None:
     check_save_is_shared(args)
 
 
-def test_the_optimizer_of_experts_is_of_the_same_sharing() -> None:
-    whole = {"no_load_optim": False, "finetune": False}
-    alone, shared, more = (
-        Namespace(num_experts=4, expert_model_parallel_size=n, **whole) for n in (1, 2, 4)
-    )
-    check_experts(alone, alone, "folder")
-    check_experts(shared, more, "folder")
-    check_experts(alone, Namespace(**vars(shared) | {"no_load_optim": True}), "folder")
-    check_experts(alone, Namespace(**vars(shared) | {"finetune": True}), "folder")
-    check_experts(Namespace(), Namespace(num_experts=None, **whole), "folder")
-    for before, now in ((alone, shared), (shared, alone)):
-        with pytest.raises(ValueError, match="give that, or --no-load-optim"):
-            check_experts(before, now, "folder")
+def test_a_lost_tracker_is_named_with_what_it_should_hold(tmp_path) -> None:
+    write_checkpoint(tmp_path, parse())
+    (tmp_path / TRACKER).unlink()
+    with pytest.raises(ValueError, match=r"is missing beside whole .* write 7 into that file"):
+        check_checkpoint(parse("--load", str(tmp_path)))
+    # One that is asked for needs no tracker.
+    check_checkpoint(parse("--load", str(tmp_path), "--ckpt-step", "7"))
+    # What an interrupted first save leaves is no checkpoint.
+    (tmp_path / "iter_0000007" / "metadata.json").unlink()
+    check_checkpoint(parse("--load", str(tmp_path)))
+
+
+@pytest.mark.parametrize(
+    ("length", "refused"),
+    [
+        ("--train-iters 6", True),
+        ("--train-iters 7", False),
+        ("--train-samples 19", True),
+        ("--train-samples 20", False),
+    ],
+)
+def test_a_checkpoint_beyond_the_end_of_the_run_is_refused(
+    tmp_path, caplog, length, refused
+) -> None:
+    """At the end, of which Megatron-LM says nothing, a warning says that nothing is left."""
+    saved = parse()
+    saved.consumed_train_samples = 20
+    write_checkpoint(tmp_path, saved)
+    args = parse("--load", str(tmp_path), length=length)
+    args.rank = 0
+    if not refused:
+        check_checkpoint(args)
+        assert f"has done {length}: nothing is left to train" in caplog.text
+        return
+    with pytest.raises(ValueError, match=f"has done .*, more than {length}: raise it"):
+        check_checkpoint(args)
+    for more in ("--finetune", "--skip-train"):
+        check_checkpoint(parse("--load", str(tmp_path), more, length=length))
+
+
+def test_checksums_that_a_checkpoint_lacks_are_not_asked_for(tmp_path) -> None:
+    folder = write_checkpoint(tmp_path, parse())
+    args = parse("--load", str(tmp_path))
+    args.verify_integrity = True
+    with pytest.raises(ValueError, match="was saved without --verify-integrity"):
+        check_checkpoint(args)
+    (folder / "integrity.json").touch()
+    check_checkpoint(args)

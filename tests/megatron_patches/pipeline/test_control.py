@@ -34,6 +34,7 @@ def test_dedicated_servers_go_on_in_the_data_as_all_ranks_do(ranks, longest: int
         "train_stream_start": -512,
         "valid_stream_start": 384,
         "distca_max_document_length": longest,
+        "iteration": 3,
     }
     # The default is a window.
     expected = resumed | {"distca_max_document_length": longest or 256}
