@@ -270,6 +270,11 @@ def _need_nothing(parser: argparse.ArgumentParser) -> None:
 def _check_torchrun(words: list[str], whole: bool) -> None:
     from torch.distributed.run import get_args_parser
 
+    if len(words) == 1 and words[0].startswith("--"):
+        assert words[0] in get_args_parser()._option_string_actions, words[0]
+        return
+    if words[:2] == ["-m", "megatron_patches.pretrain"]:
+        words = ["pretrain_gpt.py", *words[2:]]
     # Of torchrun's options all take a value here. Dots may stand in the place of the script.
     place = next((n for n in range(0, len(words), 2) if words[n].endswith(".py")), 2)
     given = words[place].endswith(".py")
