@@ -105,13 +105,13 @@ class _Run:
         """Runs all ticks and the reduction of gradients."""
         resources, planned, tokens = self._resources, self._planned, 0
         first = planned.servers[0]
-        for number, ((tick, plans), turns) in enumerate(
-            zip(planned.ticks, planned.schedule.turns, strict=True)
+        for number, ((tick, plans), goes_back) in enumerate(
+            zip(planned.ticks, planned.schedule.goes_back, strict=True)
         ):
             resources.labels = {"tick": number, "phase": tick.direction}
             start, held = resources.clock.copy(), resources.held.copy()
             nano_costs = self._costs_of(plans)
-            self._run_layers(tick, nano_costs, turns)
+            self._run_layers(tick, nano_costs, goes_back)
             if tick.direction == "forward" and tick.work[0] is not None and not tick.work[0].chunk:
                 tokens += sum(
                     int(each.own_tokens[first].sum()) for each in self._of_one_mask(nano_costs)
@@ -158,13 +158,13 @@ class _Run:
         """Costs of each nano-batch, which has the same tokens with all masks."""
         return self._planned.masks.select(nano_costs, 0)
 
-    def _run_layers(self, tick: Tick, nano_costs: list[PlanCosts], turns: bool) -> None:
+    def _run_layers(self, tick: Tick, nano_costs: list[PlanCosts], goes_back: bool) -> None:
         """Runs a tick's passes: all layers of a chunk, for all nano-batches.
 
         Args:
             tick: work of all stages.
             nano_costs: costs of each nano-batch's plan, with each mask in turn.
-            turns: whether the next tick takes back the same micro-batches.
+            goes_back: whether the next tick takes back the same micro-batches.
         """
         resources, forward = self._resources, tick.direction == "forward"
         count = len(self._of_one_mask(nano_costs))
@@ -177,7 +177,7 @@ class _Run:
         returns: dict[int, Floats] = {}
         if not forward:
             resources.compute(head_seconds)
-        for event in self._program(tick, nano_costs, turns):
+        for event in self._program(tick, nano_costs, goes_back):
             n, layer = event.nano_batch, event.layer
             plan = self._planned.masks.select(nano_costs, layer)[n]
             labels = {"layer": layer, "nano_batch": names[n]}
@@ -228,14 +228,14 @@ class _Run:
         result: Floats = (tokens * seconds + launch * (tokens > 0)) * self._runs_head(tick)
         return result
 
-    def _program(self, tick: Tick, nano_costs: list[PlanCosts], turns: bool) -> Program:
+    def _program(self, tick: Tick, nano_costs: list[PlanCosts], goes_back: bool) -> Program:
         """The order of events of a tick."""
         at_home = self._planned.schedule.stages == 1 and not any(p.returns for p in nano_costs)
         layers = [LayerGroup(range(self._layers), recomputed=False)]
         if self._costs.recompute == "full":
             layers = [LayerGroup(range(n, n + 1), recomputed=True) for n in range(self._layers)]
         count = len(self._of_one_mask(nano_costs))
-        return tick_program(tick.direction, layers, count, at_home, turns)
+        return tick_program(tick.direction, layers, count, at_home, goes_back)
 
     def _dispatch(self, plan: PlanCosts, direction: Pass, labels: dict[str, Any]) -> Floats:
         """Starts to send the kernels' inputs; returns when they arrive."""

@@ -101,8 +101,8 @@ class TickMaker:
         keys: dict[int, ChainedKeys] = {}
         server, masks = self.layout.server, len(self.masks.masks)
         latents = self.reader.planner.config.shape.kv_rank is not None
-        for planned, turns, of_servers in zip(
-            batch.ticks, batch.schedule.turns, counted.bytes_sent, strict=True
+        for planned, goes_back, of_servers in zip(
+            batch.ticks, batch.schedule.goes_back, counted.bytes_sent, strict=True
         ):
             # Two ticks may share plans. Their exchanges are built once: with `keep` the backward
             # tick finds there the inputs that the forward tick kept.
@@ -124,7 +124,7 @@ class TickMaker:
                 planned.plans,
                 mine,
                 self.program(
-                    planned.tick.direction, len(mine) // masks, self._at_home(mine), turns
+                    planned.tick.direction, len(mine) // masks, self._at_home(mine), goes_back
                 ),
                 micro_batch,
                 {phase: int(each[server]) for phase, each in of_servers.items()},

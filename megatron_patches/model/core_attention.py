@@ -49,13 +49,13 @@ class CoreAttentionRun:
 
     Attributes:
         core_attention: runtime of the plans.
-        program: this rank's part of the plans, and the next event.
+        cursor: this rank's part of the plans, and the next event.
         lent_keys: keys and values of ping in the current layer, and what travels for them, for
             pong.
     """
 
     core_attention: CoreAttention
-    program: EventCursor
+    cursor: EventCursor
     lent_keys: KeyRows | None = None
 
 
@@ -215,7 +215,7 @@ class DisaggregatedCoreAttention(_CoreAttentionModule):
             query,
             key,
             value,
-            run.program,
+            run.cursor,
             self.softmax_scale,
             labels,
             number,

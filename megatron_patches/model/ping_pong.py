@@ -46,18 +46,18 @@ _PASSED_ON = (
 )
 
 
-class Turns:
+class NanoBatchCoroutines:
     """Coroutines of nano-batches, each of which runs until the next event is the other's.
 
     Args:
-        program: order of events, which says whose turn it is.
+        cursor: order of events, whose next event says which nano-batch goes on.
     """
 
-    def __init__(self, program: EventCursor) -> None:
+    def __init__(self, cursor: EventCursor) -> None:
         # Imported here: only runs with --distca-ping-pong need it.
         import greenlet
 
-        self._greenlet, self._program = greenlet, program
+        self._greenlet, self._cursor = greenlet, cursor
         # Of each coroutine: how its context is entered, and the context that it is in.
         self._contexts: dict[Any, tuple[Callable[[], AbstractContextManager[Any]], ExitStack]] = {}
 
@@ -102,14 +102,14 @@ class Turns:
         for each in coroutines:
             # Else it would begin without any: torch's settings for a while are context variables.
             each.gr_context = copy_context()
-        self._program.give_way = give_way
+        self._cursor.give_way = give_way
         try:
             while not all(each.dead for each in coroutines):
-                event = self._program.next_event
+                event = self._cursor.next_event
                 assert event is not None, "layers go on after the program's end"
                 coroutines[event.nano_batch].switch()
         finally:
-            self._program.give_way = None
+            self._cursor.give_way = None
             outside.restore()
         return results
 
@@ -162,16 +162,16 @@ def _forward(
         angles = split_rows(rotary_pos_emb, sizes, shards)
 
     assert packed_seq_params.run is not None
-    program = packed_seq_params.run.program
+    cursor = packed_seq_params.run.cursor
 
     def run(layers: Sequence[Any], *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        turns = Turns(program)
+        coroutines = NanoBatchCoroutines(cursor)
         functions = [
-            partial(_run_layers, turns, layers, part, nano_batch, angle, passed)
+            partial(_run_layers, coroutines, layers, part, nano_batch, angle, passed)
             for part, nano_batch, angle in zip(inputs, nano_batches, angles, strict=True)
         ]
-        result = tuple(turns.run(functions))
-        program.prefetch()
+        result = tuple(coroutines.run(functions))
+        cursor.prefetch()
         return result
 
     random = tensor_parallel.get_cuda_rng_tracker().fork() if shards > 1 else nullcontext()
@@ -196,7 +196,7 @@ def _forward(
 
 
 def _run_layers(
-    turns: Turns,
+    coroutines: NanoBatchCoroutines,
     layers: Sequence[Any],
     hidden: torch.Tensor,
     params: DocumentParams,
@@ -205,7 +205,7 @@ def _run_layers(
 ) -> torch.Tensor:
     """Runs one nano-batch through some layers, each of which is given `passed`, too."""
     for layer in layers:
-        with turns.inside(partial(get_fp8_context, layer.config, layer.layer_number - 1)):
+        with coroutines.inside(partial(get_fp8_context, layer.config, layer.layer_number - 1)):
             hidden, _ = layer(
                 hidden_states=hidden,
                 attention_mask=None,

@@ -4,7 +4,8 @@ A context that a layer enters (`torch.autocast`, `torch.no_grad`, `saved_tensors
 default device) would otherwise hold for the coroutine that goes on while this one waits inside it,
 and the one that leaves its context first would end the other's. Not kept, since no layer waits
 inside of them: CUDA's current stream, inference mode, and random states (Megatron forks them around
-both nano-batches). Transformer Engine's recipe is of the process (`ping_pong.Turns.inside`).
+both nano-batches). Transformer Engine's recipe belongs to the process: see
+`ping_pong.NanoBatchCoroutines.inside`.
 """
 
 from __future__ import annotations

@@ -460,7 +460,7 @@ def begin_pass(micro_batch: MicroBatch, tick_input: TickInput) -> None:
     params = micro_batch.packed_seq_params
     assert params is not None
     assert params.run is not None
-    params.run.program.begin(tick_input.exchanges, tick_input.program)
+    params.run.cursor.begin(tick_input.exchanges, tick_input.program)
 
 
 def core_attention_modules(chunk: torch.nn.Module) -> list[DisaggregatedCoreAttention]:

@@ -25,7 +25,7 @@ from distca.plan import Mask, Placement, Plan, Tasks, validate_plan
 from distca.runtime import Buffers, CoreAttention, build_exchange
 from distca.runtime.workspace import Workspace
 from distca.transport import Channel, ChannelBytes, CollectiveTransport
-from megatron_patches.model.ping_pong import Turns
+from megatron_patches.model.ping_pong import NanoBatchCoroutines
 from support.programs import there_and_back
 from support.random_plans import random_lengths, random_plan
 
@@ -103,7 +103,7 @@ def run_step(
         partial(attention, *of_nano[:3], run, 0.1, nano_batch=number)
         for number, of_nano in enumerate(rows)
     ]
-    torch.autograd.backward(Turns(run).run(calls), [of_nano[3] for of_nano in rows])
+    torch.autograd.backward(NanoBatchCoroutines(run).run(calls), [of_nano[3] for of_nano in rows])
 
 
 def new_tensors(plans: list[tuple[Plan, ...]]) -> list[int]:

@@ -84,7 +84,7 @@ class TickSchedule:
     chain: int = 1
 
     @property
-    def turns(self) -> tuple[bool, ...]:
+    def goes_back(self) -> tuple[bool, ...]:
         """Whether the next tick takes back the micro-batches of each forward tick, `[ticks]`."""
         following = [tick.work if tick.direction == "backward" else None for tick in self.ticks[1:]]
         return tuple(

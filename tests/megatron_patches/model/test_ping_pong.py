@@ -18,7 +18,7 @@ from distca.runtime import EventCursor
 from distca.schedule.program import Event
 from megatron_patches.model import cuda_graphs, ping_pong
 from megatron_patches.model.gpt import add_to_gradients_always
-from megatron_patches.model.ping_pong import Turns
+from megatron_patches.model.ping_pong import NanoBatchCoroutines
 from megatron_patches.model.thread_state import ThreadState
 
 
@@ -156,7 +156,7 @@ def test_what_one_half_enters_is_not_for_the_other(name: str, first: int) -> Non
         # What surrounds both is in force in both.
         before = state()
         halves = [lambda: enters(first, 0), lambda: enters(other, 1)]
-        Turns(program).run(halves if first == 0 else halves[::-1])
+        NanoBatchCoroutines(program).run(halves if first == 0 else halves[::-1])
         assert state() == before
 
 
@@ -189,7 +189,7 @@ def test_a_recipe_of_the_process_is_left_while_the_other_half_runs() -> None:
     program = EventCursor(
         [], tuple(Event("forward", "dispatch", number, 0) for number in (0, 1, 0, 1, 0, 1))
     )
-    turns = Turns(program)
+    coroutines = NanoBatchCoroutines(program)
 
     def layers(number: int) -> None:
         for layer in range(3):
@@ -198,12 +198,12 @@ def test_a_recipe_of_the_process_is_left_while_the_other_half_runs() -> None:
                 program.take_turn("forward", "dispatch", number)
                 assert recipe.present == "none"
                 continue
-            with turns.inside(lambda name=name: recipe.context(name)):
+            with coroutines.inside(lambda name=name: recipe.context(name)):
                 program.take_turn("forward", "dispatch", number)
                 assert recipe.present == name
             assert recipe.present == "none"
 
-    turns.run([lambda: layers(0), lambda: layers(1)])
+    coroutines.run([lambda: layers(0), lambda: layers(1)])
     # Both wait in their last layer for each other, and enter anew.
     assert recipe.entered.count("layer 0") == 2
     assert recipe.entered.count("layer 2") == 4
