@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import queue
+from argparse import ArgumentParser
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -191,3 +192,13 @@ def _operating_system_s(error: BaseException) -> BaseException:
     while cause is not None and not isinstance(cause, OSError):
         cause = cause.__cause__ or cause.__context__
     return error if cause is None else cause
+
+
+def escape_percent_signs(parser: ArgumentParser) -> None:
+    """Lets `--help` print: a help text of megatron-core 0.19 has a bare percent sign."""
+    for action in parser._actions:
+        try:
+            parser._get_formatter()._expand_help(action)
+        except (ValueError, TypeError, KeyError):
+            assert action.help is not None
+            action.help = action.help.replace("%", "%%")

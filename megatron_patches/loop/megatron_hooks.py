@@ -32,6 +32,7 @@ from megatron_patches.loop.evaluation import Evaluation
 from megatron_patches.loop.finite import check_weights, ending_unless_finite
 from megatron_patches.loop.launcher import kill_leftovers
 from megatron_patches.loop.messages import exit_with_message, message_handlers, message_level
+from megatron_patches.mcore_fixes import escape_percent_signs
 from megatron_patches.model.latent_attention import softmax_scale
 from megatron_patches.pipeline.data_iterators import FullValidationIterator
 from megatron_patches.pipeline.processes import Processes, join
@@ -89,6 +90,7 @@ def add_flags(theirs: Callable[..., ArgumentParser], run: Run) -> Callable[..., 
     @functools.wraps(theirs)
     def add_megatron_arguments(parser: ArgumentParser) -> ArgumentParser:
         parser = run.add_arguments(theirs(parser))
+        escape_percent_signs(parser)
         parse, parse_known, refuse = parser.parse_args, parser.parse_known_args, parser.error
 
         def parse_known_args(*given: Any, **named: Any) -> Any:

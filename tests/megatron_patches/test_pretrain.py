@@ -1,4 +1,4 @@
-"""Training without a checkout: the module that an installed wheel has."""
+"""Training without a checkout: the module that an installed wheel has, and its help."""
 
 from __future__ import annotations
 
@@ -8,6 +8,20 @@ import sys
 from pathlib import Path
 
 from support.pretraining import FLAGS, LOSS, ROOT, TOKENIZER, run
+
+
+def test_help_lists_our_flags_among_megatrons(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "megatron_patches.pretrain", "--help"],
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "--num-layers" in done.stdout
+    assert "--distca-tolerance" in done.stdout
 
 
 def test_the_module_trains_as_the_script_does(corpus: str, tmp_path: Path) -> None:
