@@ -65,7 +65,7 @@ def prepare_process() -> None:
 
 
 def without_cuda() -> bool:
-    """Whether Megatron must run on CPUs."""
+    """Returns whether Megatron must run on CPUs."""
     return not torch.cuda.is_available()
 
 
@@ -220,12 +220,13 @@ TORCH_ON_CPU = _Module(
 
 
 def _called_by_megatron() -> bool:
-    """Whether the method that calls this function was called by Megatron (two frames up)."""
+    """Returns whether the method that calls this function was called by Megatron (two frames
+    up)."""
     return _is_megatrons(sys._getframe(2).f_globals.get("__name__", ""))
 
 
 def _is_megatrons(module: str) -> bool:
-    """Whether a module is Megatron's; so is the script, which may be Megatron-LM's own."""
+    """Returns whether a module is Megatron's; so is the script, which may be Megatron-LM's own."""
     return module == "__main__" or module.startswith("megatron.")
 
 

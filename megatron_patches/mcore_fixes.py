@@ -18,21 +18,22 @@ import torch
 
 
 def has_transformer_engine() -> bool:
-    """Whether megatron-core found Transformer Engine."""
+    """Returns whether megatron-core found Transformer Engine."""
     from megatron.core.tensor_parallel import random
 
     return bool(random.HAVE_TE)
 
 
 def has_apex_or_engine() -> bool:
-    """Whether megatron-core's optimizers are apex's or Transformer Engine's."""
+    """Returns whether megatron-core's optimizers are apex's or Transformer Engine's."""
     from megatron.core.optimizer import distrib_optimizer
 
     return bool(distrib_optimizer.HAVE_APEX_OR_TE)
 
 
 def has_makefile_of_helpers() -> bool:
-    """Whether the compiled helpers of datasets can be compiled: a wheel lacks their Makefile."""
+    """Returns whether the compiled helpers of datasets can be compiled: a wheel lacks their
+    Makefile."""
     from megatron.core.datasets import utils
 
     assert utils.__file__ is not None

@@ -88,7 +88,8 @@ def pretrain(environment: Mapping[str, str]) -> None:
 
 
 def _script_parses(megatron_pretrain: Callable[..., None]) -> bool:
-    """Whether the script parses the command line, as from 0.18 on, or else `pretrain` does."""
+    """Returns whether the script parses the command line, as from 0.18 on, or else `pretrain`
+    does."""
     return "cfg_container" in inspect.signature(megatron_pretrain).parameters
 
 

@@ -131,7 +131,8 @@ def described_choices(
 
 
 def lists_choices(args: argparse.Namespace) -> bool:
-    """Whether flags give a calibration without a bound: what is chosen within some is listed."""
+    """Returns whether flags give a calibration without a bound: what is chosen within some is
+    listed."""
     given = any(getattr(args, name) is not None for name in _BOUNDS)
     return args.calibration is not None and not given and args.sparsity is None
 
@@ -147,7 +148,7 @@ def choices_within(configurator: Configurator) -> list[tuple[float, Configuratio
 
 
 def format_choices(found: Sequence[tuple[float, Configuration]], title: str) -> str:
-    """The table of choices: latency against degradation."""
+    """Returns the table of choices: latency against degradation."""
     lines = [title, f"{'nats at most':>14}" + "".join(f"{each:>14}" for each in _COLUMNS)]
     dense = found[0][1].seconds
     for bound, choice in found:
@@ -167,7 +168,7 @@ _COLUMNS = ("keys kept", "nats", "needles lost", "ms", "over dense", "partitions
 
 
 def choices_as_json(found: Sequence[tuple[float, Configuration]]) -> list[dict[str, Any]]:
-    """The figures of choices."""
+    """Returns the figures of choices."""
     return [
         {
             "max_degradation": bound,
@@ -182,7 +183,7 @@ def choices_as_json(found: Sequence[tuple[float, Configuration]]) -> list[dict[s
 
 
 def _is_given(args: argparse.Namespace) -> bool:
-    """Whether a calibration is given, with a bound.
+    """Returns whether a calibration is given, with a bound.
 
     Raises:
         ValueError: the flags contradict each other.
@@ -220,7 +221,7 @@ def _configurator(
 
 
 def _chosen(args: argparse.Namespace, configurator: Configurator) -> Configuration:
-    """The choice within the flags' bound, which is told."""
+    """Returns the choice within the flags' bound, which is told."""
     if args.max_ttft is not None:
         found = configurator.least_degraded(args.max_ttft)
     else:

@@ -151,7 +151,7 @@ def add_partition_flag(group: Group, partitions: str) -> None:
 
 
 def given_shares(args: argparse.Namespace, ranks: int) -> Shares | None:
-    """The shares that `--partition` gives or names; None: it is something else.
+    """Returns the shares that `--partition` gives or names; None: it is something else.
 
     Raises:
         ValueError: they are no partition, or there is no chain.
@@ -171,12 +171,12 @@ def given_shares(args: argparse.Namespace, ranks: int) -> Shares | None:
 
 
 def flag_of(name: str) -> str:
-    """The flag of a field."""
+    """Returns the flag of a field."""
     return "--" + name.replace("_", "-")
 
 
 def model_of(args: argparse.Namespace) -> ModelSize:
-    """The model that the flags describe.
+    """Returns the model that the flags describe.
 
     Raises:
         ValueError: it is no model, or has windows or latents that the command doesn't simulate.
@@ -212,7 +212,7 @@ def model_of(args: argparse.Namespace) -> ModelSize:
 
 
 def named_model(name: str, given: dict[str, Any]) -> ModelSize:
-    """The model of a preset's name or of a folder with a `config.json`.
+    """Returns the model of a preset's name or of a folder with a `config.json`.
 
     Args:
         name: value of `--model`.
@@ -232,7 +232,7 @@ def named_model(name: str, given: dict[str, Any]) -> ModelSize:
 
 
 def with_windows(model: ModelSize, given: dict[str, Any]) -> ModelSize:
-    """The model with the windows that the flags give."""
+    """Returns the model with the windows that the flags give."""
     model = replace(model, **given)
     if model.window_left is not None and model.window_left < 0:
         raise ValueError(f"--window-left {model.window_left} must not be negative")
@@ -253,13 +253,13 @@ def with_windows(model: ModelSize, given: dict[str, Any]) -> ModelSize:
 
 
 def given_values(args: argparse.Namespace, names: Iterable[str]) -> dict[str, Any]:
-    """The values of those flags that the command has and that are given, by their names."""
+    """Returns the values of those flags that the command has and that are given, by their names."""
     values = {name: getattr(args, name, None) for name in names}
     return {name: value for name, value in values.items() if value is not None}
 
 
 def _experts_of(given: dict[str, int], preset: Experts | None) -> Experts | None:
-    """The experts that the flags describe, over those of a preset."""
+    """Returns the experts that the flags describe, over those of a preset."""
     if not given:
         return preset
     if preset is not None:
@@ -271,7 +271,7 @@ def _experts_of(given: dict[str, int], preset: Experts | None) -> Experts | None
 
 
 def latents_of(given: dict[str, int], preset: Latents | None) -> Latents | None:
-    """The latents that the flags describe, over those of a preset."""
+    """Returns the latents that the flags describe, over those of a preset."""
     if not given:
         return preset
     for name, value in given.items():
@@ -286,7 +286,7 @@ def latents_of(given: dict[str, int], preset: Latents | None) -> Latents | None:
 
 
 def cluster_of(args: argparse.Namespace) -> Cluster:
-    """The cluster that the flags describe, with its charges."""
+    """Returns the cluster that the flags describe, with its charges."""
     if args.cluster not in CLUSTERS:
         raise ValueError(unknown("cluster", args.cluster, CLUSTERS))
     given = {name: getattr(args, name) for name in _OVERRIDES if getattr(args, name) is not None}

@@ -18,7 +18,7 @@ from distca.simulate.serving import InferenceCosts
 
 
 def layout_title(split: SplitModel, tokens: int, cached: int, layout: Layout) -> str:
-    """A line about what is fed."""
+    """Returns a line about what is fed."""
     return (
         f"prefill on {split.layer.ranks} GPUs that split the weights: {tokens:,} new tokens, "
         f"{cached:,} cached; {layout}"
@@ -26,7 +26,7 @@ def layout_title(split: SplitModel, tokens: int, cached: int, layout: Layout) ->
 
 
 def layer_bytes(split: SplitModel, tokens: int) -> dict[str, dict[str, PlanBytes]]:
-    """Bytes of a layer's attention with each layout, and of its MLP."""
+    """Returns the bytes of a layer's attention with each layout, and of its MLP."""
     layer, rows = split.layer, even_rows(tokens, split.layer.ranks)
     found: dict[str, PlanBytes] = {each: layer.attention_bytes(each, rows) for each in LAYOUTS}
     found["MLP"] = layer.block_bytes(rows)
@@ -37,7 +37,7 @@ def layer_bytes(split: SplitModel, tokens: int) -> dict[str, dict[str, PlanBytes
 
 
 def format_layouts(split: SplitModel, tokens: int, title: str, links: Links) -> str:
-    """The table of a layer's bytes."""
+    """Returns the table of a layer's bytes."""
     lines = [title, f"{'':32}{'MB':>16}{'MB sent':>16}{'between nodes':>16}"]
     for name, phases in layer_bytes(split, tokens).items():
         whole = PlanBytes({phase: each.messages[phase] for phase, each in phases.items()})
@@ -53,7 +53,7 @@ def format_layouts(split: SplitModel, tokens: int, title: str, links: Links) -> 
 
 
 def layouts_as_json(split: SplitModel, tokens: int, layout: Layout) -> dict[str, Any]:
-    """The bytes of a layer by phase."""
+    """Returns the bytes of a layer by phase."""
     return {
         "strategy": layout,
         "bytes": {
@@ -66,7 +66,7 @@ def layouts_as_json(split: SplitModel, tokens: int, layout: Layout) -> dict[str,
 def format_simulated_layouts(
     title: str, found: Mapping[str, Outcome], costs: InferenceCosts
 ) -> str:
-    """The table of simulated layouts."""
+    """Returns the table of simulated layouts."""
     lines = [
         f"{title}; {costs.cluster.name}; simulated, not measured",
         f"{'':10}{'ms':>12}{'computes':>12}{'waits':>12}{'MB sent':>12}{'GB a GPU':>12}",

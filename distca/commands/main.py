@@ -52,7 +52,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _name(arguments: Sequence[str]) -> str:
-    """Name of the command, with which its lines on standard error begin."""
+    """Returns the name of the command, with which its lines on standard error begin."""
     return f"distca {arguments[0]}" if arguments and arguments[0] in COMMANDS else "distca"
 
 
@@ -103,7 +103,8 @@ def _told(arguments: Sequence[str], ending: EndAtSignals | None) -> int:
 
 
 def _is_out_of_memory(error: RuntimeError) -> bool:
-    """Whether torch, which this module does not import, found no memory on a GPU or a CPU."""
+    """Returns whether torch, which this module does not import, found no memory on a GPU or a
+    CPU."""
     return type(error).__name__ == "OutOfMemoryError" or "DefaultCPUAllocator" in str(error)
 
 

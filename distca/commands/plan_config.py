@@ -31,7 +31,7 @@ USED_WITH_LOAD = _OF_MODELS | JUDGING | {"load", "plot", "save", "json"}
 
 
 def config_of(args: argparse.Namespace, model: ModelSize) -> ScheduleConfig:
-    """The configuration that the flags describe, to plan a model's attention.
+    """Returns the configuration that the flags describe, to plan a model's attention.
 
     Raises:
         ValueError: a value is out of range, or was measured for other heads.
@@ -50,7 +50,7 @@ def config_of(args: argparse.Namespace, model: ModelSize) -> ScheduleConfig:
 
 
 def _cost_model(args: argparse.Namespace, shape: AttentionShape) -> CostModel | None:
-    """The measured times of `--profile`, which must be of these heads."""
+    """Returns the measured times of `--profile`, which must be of these heads."""
     if args.profile is None:
         return None
     measured = Profile.load(args.profile)
@@ -88,7 +88,7 @@ def _server_speeds(args: argparse.Namespace) -> tuple[float, ...] | None:
 def saved_config(
     args: argparse.Namespace, given: Mapping[str, str], saved: dict[str, Any]
 ) -> ScheduleConfig:
-    """The configuration that was saved with a plan, where flags win.
+    """Returns the configuration that was saved with a plan, where flags win.
 
     Measured times are not saved.
 

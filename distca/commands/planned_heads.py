@@ -79,7 +79,7 @@ def add_shape_flags(group: Group, default: ModelSize | None = None) -> None:
 
 
 def planned_model(args: argparse.Namespace, default: ModelSize | None = None) -> ModelSize:
-    """The attention of the model that the flags describe; its other sizes mean nothing.
+    """Returns the attention of the model that the flags describe; its other sizes mean nothing.
 
     Args:
         args: values of the flags.

@@ -313,7 +313,7 @@ def _status(why: str | None) -> int:
 def _settings(
     args: argparse.Namespace, served: Any, nodes: Nodes, roles: Any, gpus: int, chain: Any
 ) -> Any:
-    """The settings of the engine, alike on all machines.
+    """Returns the settings of the engine, alike on all machines.
 
     Raises:
         ValueError: the flags don't fit the model or this machine.
@@ -378,7 +378,7 @@ def _settings(
 
 
 def _cache_bytes(args: argparse.Namespace, gpus: int) -> int | None:
-    """Bytes of keys and values on each rank; None: what a GPU has left."""
+    """Returns the bytes of keys and values on each rank; None: what a GPU has left."""
     return args.kv_cache_memory_bytes or (None if gpus else _CPU_CACHE_BYTES)
 
 

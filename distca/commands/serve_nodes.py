@@ -43,7 +43,7 @@ def add_node_flags(parser: Parser) -> None:
 
 
 def nodes_of(args: argparse.Namespace, processes: int) -> Nodes:
-    """The machines that the flags describe.
+    """Returns the machines that the flags describe.
 
     Args:
         args: flags.

@@ -19,7 +19,7 @@ _LEAST = 512
 
 
 def served_chain(args: argparse.Namespace, model: Any, lengths: Sequence[int] = ()) -> Chain | None:
-    """The chain that owns the tokens of prefills; None: there is none.
+    """Returns the chain that owns the tokens of prefills; None: there is none.
 
     Args:
         args: flags.
@@ -43,7 +43,8 @@ def served_chain(args: argparse.Namespace, model: Any, lengths: Sequence[int] = 
 
 
 def _searched(args: argparse.Namespace, model: Any, lengths: Sequence[int]) -> PartitionTable:
-    """A table of the prompts' lengths, or of doubling ones, by this machine's simulated seconds."""
+    """Returns a table of the prompts' lengths, or of doubling ones, by this machine's simulated
+    seconds."""
     from distca.serve.selection import machine_of
     from distca.simulate.serving import searched_table
 

@@ -42,7 +42,7 @@ def layout_choice(
 
 
 def served_split(args: argparse.Namespace, model: Any, nodes: int = 1) -> SplitModel | None:
-    """The layers whose rows are shared as the flags say; None: none are.
+    """Returns the layers whose rows are shared as the flags say; None: none are.
 
     Raises:
         ValueError: the flags ask for what there is not.

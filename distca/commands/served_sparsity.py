@@ -74,7 +74,7 @@ def near_to_far(
     ranks_of_machine: int,
     chosen: Chosen = lambda *_: None,
 ) -> NearToFar | None:
-    """The strategy that the flags describe; None: it is another than csps.
+    """Returns the strategy that the flags describe; None: it is another than csps.
 
     Args:
         args: flags.

@@ -69,7 +69,7 @@ class StepCase:
     near: NearToFar | None = None
 
     def layers(self, strategy: Strategy | NearToFar) -> list[SteppedPlan]:
-        """The plan of each layer."""
+        """Returns the plan of each layer."""
         layers = self.costs.model.layers
         if isinstance(strategy, str):
             return [self.plan(strategy)] * layers
@@ -77,7 +77,8 @@ class StepCase:
         return [plans.of(layer, self.mask) for layer in range(layers)]
 
     def plan(self, strategy: Strategy | NearToFar) -> SteppedPlan:
-        """The plan with a strategy, as `distca generate` makes it, of a layer that drops most."""
+        """Returns the plan with a strategy, as `distca generate` makes it, of a layer that drops
+        most."""
         if not isinstance(strategy, str):
             found = self.layers(strategy)
             return min(found, key=lambda plan: int(plan.kept_pairs().mean(1).sum()))
@@ -89,7 +90,7 @@ class StepCase:
         )
 
     def chosen(self, args: argparse.Namespace) -> Strategy | NearToFar:
-        """The strategy that flags ask for."""
+        """Returns the strategy that flags ask for."""
         if self.near is not None:
             return self.near
         if self.kind == "decode":
@@ -172,8 +173,8 @@ def read_case(args: argparse.Namespace, kind: Kind) -> StepCase:
 def _on_fewest_ranks(
     args: argparse.Namespace, kind: Kind, costs: InferenceCosts, tokens: int
 ) -> StepCase:
-    """The case on as few ranks as have room for weights, keys, values and buffers, which the flags
-    then have.
+    """Returns the case on as few ranks as have room for weights, keys, values and buffers, which
+    the flags then have.
 
     Raises:
         ValueError: there is none.
@@ -212,7 +213,7 @@ def _near_to_far(
 
 
 def _chain(args: argparse.Namespace, costs: InferenceCosts, cost_model: CostModel) -> Sharding:
-    """The chain of a prefill that `--partition` describes."""
+    """Returns the chain of a prefill that `--partition` describes."""
     ranks = args.context_parallel_size
     shares = given_shares(args, ranks)
     if shares is None and args.partition != SEARCHED:

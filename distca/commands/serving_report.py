@@ -26,7 +26,7 @@ _THOUSAND = 1000
 
 
 def title_of(plan: Plan) -> str:
-    """A line about what is fed."""
+    """Returns a line about what is fed."""
     cached = 0 if plan.cached_prefix is None else int(plan.cached_prefix.sum())
     groups, new = plan.head_groups, int(plan.lengths.sum()) - cached
     scattered = f", {groups} head groups" if groups > 1 else ""
@@ -54,7 +54,7 @@ _COLUMNS = (
 
 
 def format_plan(stepped: SteppedPlan, steps: Sequence[StepSummary], kind: str) -> str:
-    """The table of a plan's steps."""
+    """Returns the table of a plan's steps."""
     plan = stepped.plan
     lines = [f"{kind} of {title_of(plan)}"]
     lines.append(f"{'step':>6}" + "".join(f"{title:>12}" for title, *_ in _COLUMNS))
@@ -80,7 +80,7 @@ def format_plan(stepped: SteppedPlan, steps: Sequence[StepSummary], kind: str) -
 def as_json(
     found: Mapping[str, Outcome], strategy: str, choices: Mapping[str, str]
 ) -> dict[str, Any]:
-    """All figures of simulated strategies."""
+    """Returns all figures of simulated strategies."""
     return {
         "strategy": strategy,
         "choices": dict(choices),
@@ -106,7 +106,7 @@ def format_simulated(
     strategy: str,
     choices: Mapping[str, str],
 ) -> str:
-    """The table of strategies, and that of the chosen one's steps."""
+    """Returns the table of strategies, and that of the chosen one's steps."""
     chosen, cluster = plans[strategy], costs.cluster
     lines = [
         f"{title_of(chosen.plan)}; each rank {_number(costs.tensor_parallel, 'GPU')} of "

@@ -259,7 +259,7 @@ def _trace(args: argparse.Namespace, cluster: ServingCluster) -> RequestTrace:
 
 
 def _possible(cluster: ServingCluster) -> list[str]:
-    """The strategies that the ranks and the measured degrees allow."""
+    """Returns the strategies that the ranks and the measured degrees allow."""
     return [
         name
         for name in PREFILL_STRATEGIES

@@ -40,7 +40,7 @@ UNCHARGED = (
 
 
 def as_json(choice: Choice, workload: Workload) -> dict[str, object]:
-    """A row: all figures, and the arguments to train so, null where training cannot."""
+    """Returns a row: all figures, and the arguments to train so, null where training cannot."""
     row = asdict(choice)
     # JSON has no NaN.
     row = {name: None if value != value else value for name, value in row.items()}
@@ -53,7 +53,7 @@ def as_json(choice: Choice, workload: Workload) -> dict[str, object]:
 
 
 def format_choices(choices: Sequence[Choice], workload: Workload) -> str:
-    """The table, and what to expect of DistCA, without a newline at the end."""
+    """Returns the table, and what to expect of DistCA, without a newline at the end."""
     lines = [
         f"{workload.gpus} GPUs of {workload.cluster.name}, {workload.sequences} sequences of "
         f"{workload.context:,} tokens; simulated, not measured",
@@ -144,7 +144,8 @@ def plot_choices(choices: Sequence[Choice], workload: Workload, path: Path) -> N
 
 
 def best_of_distca(choices: Sequence[Choice]) -> Candidate | None:
-    """The fastest configuration with `--distca`; None: nothing fits, or none was asked for."""
+    """Returns the fastest configuration with `--distca`; None: nothing fits, or none was asked
+    for."""
     chosen = [c for c in choices if c.system in DISTCA_SYSTEMS and c.candidate is not None]
     best = max(chosen, key=lambda choice: choice.tokens_per_second, default=None)
     return None if best is None else best.candidate

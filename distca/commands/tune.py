@@ -239,7 +239,7 @@ def _search_measured(
 
 
 def _described(tokens: int, shares: Shares, seconds: float, even: float, kind: str) -> str:
-    """A partition beside the even one, as a line of figures and a bar of each."""
+    """Returns a partition beside the even one, as a line of figures and a bar of each."""
     parts = " ".join(f"{share:.3f}" for share in shares)
     alone = "; one rank is as fast as a chain" if shares[0] == 1 else ""
     return (
@@ -249,7 +249,7 @@ def _described(tokens: int, shares: Shares, seconds: float, even: float, kind: s
 
 
 def _bar(shares: Sequence[float]) -> str:
-    """A bar of the parts, each with its rank's number in the chain."""
+    """Returns a bar of the parts, each with its rank's number in the chain."""
     cuts = np.round(np.cumsum([0.0, *shares]) * _WIDTH).astype(int)
     parts = [
         str(number).ljust(end - begin, "-")[: end - begin]

@@ -102,7 +102,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _levels_of(args: argparse.Namespace) -> Levels:
-    """The levels that the flags describe."""
+    """Returns the levels that the flags describe."""
     ranks = args.context_parallel_size
     if ranks < 2:
         raise ValueError(f"--context-parallel-size {ranks}: one rank has no far keys: give 2")

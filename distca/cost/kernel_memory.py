@@ -24,12 +24,14 @@ _PADDING = 128
 
 
 def _as_the_kernel_has_it(shape: AttentionShape) -> AttentionShape:
-    """The shape with heads of one size, to which keys or values are filled up with zeros."""
+    """Returns the shape with heads of one size, to which keys or values are filled up with
+    zeros."""
     return replace(shape, head_dim=max(shape.head_dim, shape.value_dim), v_head_dim=None)
 
 
 def _filled_row_bytes(shape: AttentionShape) -> tuple[int, int]:
-    """Bytes of the copies that are filled up, for a query row and for a key and value row."""
+    """Returns the bytes of the copies that are filled up, for a query row and for a key and value
+    row."""
     of_kernel = _as_the_kernel_has_it(shape)
     of_query = of_key = 0
     if shape.value_dim < of_kernel.head_dim:
@@ -41,13 +43,14 @@ def _filled_row_bytes(shape: AttentionShape) -> tuple[int, int]:
 
 
 def result_row_bytes(shape: AttentionShape) -> tuple[int, int]:
-    """Bytes of the gradients of a query, and of a key and value, as the kernel returns them."""
+    """Returns the bytes of the gradients of a query, and of a key and value, as the kernel returns
+    them."""
     of_kernel = _as_the_kernel_has_it(shape)
     return of_kernel.q_row_bytes, of_kernel.kv_row_bytes
 
 
 def temporary_row_bytes(shape: AttentionShape) -> tuple[int, int]:
-    """Bytes of temporaries for a query row, and for a key and value row."""
+    """Returns the bytes of temporaries for a query row, and for a key and value row."""
     filled_q, filled_kv = _filled_row_bytes(shape)
     shape = _as_the_kernel_has_it(shape)
     step = 32 if shape.head_dim <= 128 else 64
@@ -59,7 +62,8 @@ def temporary_row_bytes(shape: AttentionShape) -> tuple[int, int]:
 
 
 def kernel_memory(plan: Plan, shape: AttentionShape) -> Int64s:
-    """Most bytes that each server's kernels allocate in the backward pass of a layer, `[servers]`.
+    """Returns the most bytes that each server's kernels allocate in the backward pass of a layer,
+    `[servers]`.
 
     The results of a call stay until the next one has its own; temporaries end with their call.
 
@@ -82,7 +86,8 @@ def kernel_memory(plan: Plan, shape: AttentionShape) -> Int64s:
 
 
 def kernel_token_bytes(shape: AttentionShape, context_parallel: int = 1) -> int:
-    """Bytes of `kernel_memory` for each token of one call, without the padding of its documents.
+    """Returns the bytes of `kernel_memory` for each token of one call, without the padding of its
+    documents.
 
     Args:
         shape: the heads of one tensor-parallel rank.

@@ -47,7 +47,7 @@ class AnalyticCost:
 
     @staticmethod
     def of_shape(shape: AttentionShape, flops_per_second: float = 1e12) -> AnalyticCost:
-        """The model for the heads of a rank."""
+        """Returns the model for the heads of a rank."""
         return AnalyticCost(shape.flops_per_pair, flops_per_second)
 
     @property

@@ -26,7 +26,8 @@ def latents_pay(
     backward: BackwardInputs = "resend",
     flops_per_second: float = PRODUCTS_PER_SECOND,
 ) -> bool:
-    """Whether links need longer for the bytes that latents save than servers to expand them.
+    """Returns whether links need longer for the bytes that latents save than servers to expand
+    them.
 
     A row is sent to its server (twice with "resend") and its gradient back. A server expands it as
     often as it is sent, and makes the gradients of the latent and of the weight.

@@ -54,11 +54,11 @@ class Links:
             raise ValueError(f"link speeds must be positive: {self.rack_gb_per_s} GB/s of racks")
 
     def node(self, rank: IntOrArray) -> IntOrArray:
-        """The node that each rank is on."""
+        """Returns the node that each rank is on."""
         return rank // self.ranks_per_node
 
     def rack(self, rank: IntOrArray) -> IntOrArray:
-        """The rack that each rank is in."""
+        """Returns the rack that each rank is in."""
         if self.nodes_per_rack is None:
             return 0 * rank
         return rank // (self.ranks_per_node * self.nodes_per_rack)
@@ -70,7 +70,7 @@ class Links:
         return np.where(self.node(source) == self.node(destination), self.node_gb_per_s, apart)
 
     def seconds_per_byte(self, source: int, destination: int) -> float:
-        """Seconds for a byte between two different ranks: `gb_per_s` of a single pair.
+        """Returns the seconds for a byte between two different ranks: `gb_per_s` of a single pair.
 
         Planning asks very often, and NumPy is slow for single numbers.
         """
@@ -82,7 +82,8 @@ class Links:
         return 1e-9 / self.rack_gb_per_s
 
     def busy_seconds(self, moved: PlanBytes) -> Floats:
-        """Seconds that each rank's links are busy with a layer's bytes, float64 `[world_size]`.
+        """Returns the seconds that each rank's links are busy with a layer's bytes, float64
+        `[world_size]`.
 
         Sending and receiving overlap, and so do the two kinds of links, so the slowest of these
         four counts. Phases follow each other, so their seconds add up.
@@ -98,7 +99,7 @@ class Links:
         return busy
 
     def between_nodes(self, moved: PlanBytes) -> int:
-        """Bytes that leave a node."""
+        """Returns the bytes that leave a node."""
         return sum(int(m.sizes[self._apart(m)].sum()) for m in moved.messages.values())
 
     def _apart(self, messages: Messages) -> Bools:

@@ -55,12 +55,12 @@ class CoreAttentionMemory:
     indices: int = 0
 
     def total(self, nano_batches: int) -> int:
-        """All bytes of a rank, with a slot for each nano-batch."""
+        """Returns all bytes of a rank, with a slot for each nano-batch."""
         slots = sum(getattr(self, f.name) for f in fields(self)) - self.scratch - self.indices
         return nano_batches * (slots + self.indices) + self.scratch
 
     def fits(self, room: CoreAttentionMemory) -> bool:
-        """Whether buffers of the sizes `room` suffice."""
+        """Returns whether buffers of the sizes `room` suffice."""
         return all(getattr(self, f.name) <= getattr(room, f.name) for f in fields(self))
 
     def union(self, other: CoreAttentionMemory) -> CoreAttentionMemory:
@@ -70,19 +70,20 @@ class CoreAttentionMemory:
         )
 
     def with_headroom(self, share: float) -> CoreAttentionMemory:
-        """All sizes enlarged by a share, so that somewhat larger plans fit, too."""
+        """Returns all sizes enlarged by a share, so that somewhat larger plans fit, too."""
         return CoreAttentionMemory(
             *(int(aligned(int(getattr(self, f.name) * (1 + share)))) for f in fields(self))
         )
 
 
 def aligned(nbytes: Any) -> Any:
-    """Bytes that a tensor of `nbytes` (int or int64 array) takes up in a workspace."""
+    """Returns the bytes that a tensor of `nbytes` (int or int64 array) takes up in a workspace."""
     return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
 
 def merge_bytes(members: Int64s, shape: AttentionShape) -> Int64s:
-    """Bytes of temporaries for merging so many partial rows: see `distca.attention.merge`.
+    """Returns the bytes of temporaries for merging so many partial rows: see
+    `distca.attention.merge`.
 
     torch allocates the results, sums of the rows that they make, as it does those of kernels.
     """
@@ -93,7 +94,7 @@ def merge_bytes(members: Int64s, shape: AttentionShape) -> Int64s:
 
 
 def _take(*sizes: Int64s) -> Int64s:
-    """Bytes that tensors of these sizes take together."""
+    """Returns the bytes that tensors of these sizes take together."""
     return np.sum([aligned(size) for size in sizes], axis=0)
 
 
@@ -170,7 +171,7 @@ def memory_of_rows(
 
 
 def _indices(q: RankRows, kv: RankRows, expands: bool) -> Int64s:
-    """Bytes of the row indices of each rank's part: see `distca.runtime.exchange`.
+    """Returns the bytes of the row indices of each rank's part: see `distca.runtime.exchange`.
 
     A row that moves has two in messages, and on the rank that sends it one among the local rows. A
     kernel call has one for each row that it gathers, and so have sums; each row that is made of
@@ -193,7 +194,8 @@ def _indices(q: RankRows, kv: RankRows, expands: bool) -> Int64s:
 
 
 def _channels(planned: PlanBytes) -> tuple[int, int, int, int]:
-    """Largest bytes that a server sends and receives: to the servers, then to the owners."""
+    """Returns the largest bytes that a server sends and receives: to the servers, then to the
+    owners."""
     largest = []
     for phases in (("dispatch", "dispatch_backward"), ("combine", "combine_backward")):
         messages = [planned.messages[phase] for phase in phases]

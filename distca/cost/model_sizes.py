@@ -115,7 +115,7 @@ class ModelSize:
         return self.masks == LayerMasks()
 
     def attention_shape(self, tensor_parallel: int = 1, dtype_bytes: int = 2) -> AttentionShape:
-        """The attention heads of one tensor-parallel rank.
+        """Returns the attention heads of one tensor-parallel rank.
 
         Raises:
             ValueError: `tensor_parallel` does not divide the heads.
@@ -134,7 +134,8 @@ class ModelSize:
         )
 
     def latent_shape(self, tensor_parallel: int = 1, dtype_bytes: int = 2) -> AttentionShape:
-        """The same heads where latents travel instead of keys and values, of a model with them."""
+        """Returns the same heads where latents travel instead of keys and values, of a model with
+        them."""
         shape, latents = self.attention_shape(tensor_parallel, dtype_bytes), self.latents
         assert latents is not None
         return replace(shape, kv_rank=latents.kv_rank, rotated_dim=latents.rotated_dim)
@@ -207,7 +208,7 @@ class ModelSize:
         return self.vocab_size * self.hidden_size
 
     def training_flops(self, tokens: int, pairs: int) -> float:
-        """Model operations of a training step: forward, and twice as many backward.
+        """Returns the model operations of a training step: forward, and twice as many backward.
 
         Linear layers, the output layer among them, and the visible pairs of core attention count;
         other operations of a run, such as recomputing activations, do not.

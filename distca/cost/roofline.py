@@ -38,7 +38,7 @@ class RooflineCost:
         bytes_per_second: float,
         source: str = "a given rate",
     ) -> RooflineCost:
-        """The model for the heads of a rank."""
+        """Returns the model for the heads of a rank."""
         return RooflineCost(
             TiledCost.of_shape(shape, flops_per_second, source), shape, bytes_per_second
         )

@@ -38,7 +38,7 @@ that a piece has at least on average."""
 
 
 def copied_in_pieces(pieces: Int64s, rows: Int64s) -> Bools:
-    """Whether rows of a call that lie in both memories are copied piece by piece."""
+    """Returns whether rows of a call that lie in both memories are copied piece by piece."""
     return (pieces <= MOST_PIECES) & (rows >= pieces * PIECE_ROWS)
 
 
@@ -151,7 +151,7 @@ class CallSpans:
         return follows
 
     def in_order(self, served: Int64s) -> Bools:
-        """Whether one call of each server takes all its rows in their order, `[ranks]`.
+        """Returns whether one call of each server takes all its rows in their order, `[ranks]`.
 
         Args:
             served: rows of each server, its own and those that arrive, `[ranks]`.
@@ -249,7 +249,8 @@ class KindRows:
 
 
 def sent_rows(segments: Segments, rank: int) -> Int64s:
-    """Local rows that a rank sends, sorted by destination, then position, int64 `[rows]`."""
+    """Returns the local rows that a rank sends, sorted by destination, then position, int64
+    `[rows]`."""
     # Segments are sorted by server, then owner and position, so one owner's are by server.
     away = segments.select((segments.owner == rank) & (segments.server != rank))
     return expand_ranges(away.owner_row, away.lengths)

@@ -36,7 +36,7 @@ class TiledCost:
     def of_shape(
         shape: AttentionShape, flops_per_second: float, source: str = "a given rate"
     ) -> TiledCost:
-        """The model for the heads of a rank."""
+        """Returns the model for the heads of a rank."""
         return TiledCost(shape.flops_per_pair, flops_per_second, source=source)
 
     @property

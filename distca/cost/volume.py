@@ -36,7 +36,7 @@ loads at a time. Padding is counted wherever rows are."""
 
 
 def padded(row_bytes: int) -> int:
-    """Bytes of a tensor's row with the padding up to the next row."""
+    """Returns the bytes of a tensor's row with the padding up to the next row."""
     return -(-row_bytes // ROW_ALIGNMENT) * ROW_ALIGNMENT
 
 
@@ -48,8 +48,8 @@ PIECE_BYTES = 2**18
 
 
 def in_pieces(peers: Int64s, rows: Int64s, row_bytes: int) -> Bools:
-    """Whether a rank copies rows of a kind straight between messages and their places, peer by
-    peer.
+    """Returns whether a rank copies rows of a kind straight between messages and their places, peer
+    by peer.
 
     Otherwise all go at once, whatever the number of peers, but by way of one more copy.
 
@@ -100,8 +100,8 @@ class AttentionShape:
             )
 
     def scattered(self, groups: int) -> AttentionShape:
-        """The shape of one of so many head groups that each have a server; where they outnumber the
-        key-value heads several have the same one."""
+        """Returns the shape of one of so many head groups that each have a server; where they
+        outnumber the key-value heads several have the same one."""
         return replace(self, heads=self.heads // groups, kv_heads=max(self.kv_heads // groups, 1))
 
     @property
@@ -203,15 +203,15 @@ class Messages:
         return replace(self, source=self.destination, destination=self.source)
 
     def sent(self) -> Int64s:
-        """Bytes that each rank sends, int64 `[world_size]`."""
+        """Returns the bytes that each rank sends, int64 `[world_size]`."""
         return sums(self.source, self.sizes, self.world_size)
 
     def received(self) -> Int64s:
-        """Bytes that each rank receives, int64 `[world_size]`."""
+        """Returns the bytes that each rank receives, int64 `[world_size]`."""
         return sums(self.destination, self.sizes, self.world_size)
 
     def matrix(self) -> Int64s:
-        """Bytes of each pair, int64 `[source rank, destination rank]`."""
+        """Returns the bytes of each pair, int64 `[source rank, destination rank]`."""
         dense = np.zeros((self.world_size, self.world_size), dtype=np.int64)
         dense[self.source, self.destination] = self.sizes
         return dense
@@ -250,15 +250,15 @@ class PlanBytes:
         return sum(int(each.sizes.sum()) for each in self.messages.values())
 
     def sent(self) -> Int64s:
-        """Bytes that each rank sends, int64 `[world_size]`."""
+        """Returns the bytes that each rank sends, int64 `[world_size]`."""
         return np.sum([each.sent() for each in self.messages.values()], axis=0)
 
     def received(self) -> Int64s:
-        """Bytes that each rank receives, int64 `[world_size]`."""
+        """Returns the bytes that each rank receives, int64 `[world_size]`."""
         return np.sum([each.received() for each in self.messages.values()], axis=0)
 
     def forward(self) -> PlanBytes:
-        """The phases of the forward pass alone."""
+        """Returns the phases of the forward pass alone."""
         return PlanBytes({name: self.messages[name] for name in FORWARD_PHASES})
 
 

@@ -160,7 +160,7 @@ class Exchange:
         return max((each.with_merged for each in both), default=self.q.parts)
 
     def layout(self, direction: Direction, types: RowTypes) -> MessageLayout:
-        """The messages in a direction that hold rows of such tensors.
+        """Returns the messages in a direction that hold rows of such tensors.
 
         They are laid out once: all layers have the same.
         """
@@ -325,7 +325,7 @@ class _Parts:
 
 
 def _parts(served: _ServedRows, come_back: bool = True) -> _Parts:
-    """Parts of rows of one kind.
+    """Returns the parts of rows of one kind.
 
     Args:
         served: rows of the kind.

@@ -80,7 +80,7 @@ class KernelTimer:
         return took / tasks
 
     def _call(self, tasks: int, q_len: int, kv_len: int, causal: bool, budget: float) -> float:
-        """Seconds of the fastest run of a call with a number of equal tasks."""
+        """Returns the seconds of the fastest run of a call with a number of equal tasks."""
         q, k, v = self._q[: tasks * q_len], self._k[: tasks * kv_len], self._v[: tasks * kv_len]
         edges = [torch.arange(tasks + 1, dtype=torch.int32) * n for n in (q_len, kv_len)]
         equal = KernelTasks(edges[0], edges[1], causal, window_left=None, softmax_scale=0.1)
@@ -101,7 +101,8 @@ def fastest(
     budget: float,
     clock: Callable[[], float] = time.perf_counter,
 ) -> float:
-    """Seconds of the fastest run, after a warm-up; three runs or more, within a budget."""
+    """Returns the seconds of the fastest run, after a warm-up; three runs or more, within a
+    budget."""
     run()
     synchronize()
     best, spent, times = math.inf, 0.0, 0
@@ -168,7 +169,7 @@ def _provenance(device: str, kernel: Kernel) -> dict[str, str]:
 
 
 def cpu_name() -> str:
-    """Name of this machine's processor."""
+    """Returns the name of this machine's processor."""
     info = Path("/proc/cpuinfo")
     if info.is_file():
         for line in info.read_text().splitlines():
@@ -178,7 +179,7 @@ def cpu_name() -> str:
 
 
 def held_out_errors(profile: Profile, device: str, points: int = 40, seed: int = 0) -> list[float]:
-    """Relative errors of predictions for lengths that are not on the grid."""
+    """Returns the relative errors of predictions for lengths that are not on the grid."""
     generator = np.random.default_rng(seed)
     low, high = profile.lengths[0], profile.lengths[-1]
     shape = profile.shape

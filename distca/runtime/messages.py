@@ -116,7 +116,7 @@ class RowFormat:
     def tensors(
         self, words: torch.Tensor, memory: Callable[[torch.dtype], torch.Tensor] | None = None
     ) -> list[torch.Tensor]:
-        """The tensors in packed rows `[rows, words]`, which may lie apart: views.
+        """Returns the tensors in packed rows `[rows, words]`, which may lie apart: views.
 
         `memory` gives the memory in which the words lie as elements of a dtype, if that is known.
         """
@@ -152,7 +152,7 @@ class PackedRows:
 
     @staticmethod
     def at(words: torch.Tensor, of: RowFormat) -> PackedRows:
-        """Rows in memory that is there."""
+        """Returns the rows in memory that is there."""
         return PackedRows(words, of, of.tensors(words))
 
     @staticmethod
@@ -190,7 +190,7 @@ class KindLayout:
     format: RowFormat
 
     def in_place(self, messages: torch.Tensor) -> torch.Tensor:
-        """All rows, `[rows, words]`, where there are none of the other kind."""
+        """Returns all rows, `[rows, words]`, where there are none of the other kind."""
         assert self.place is None
         ((_, rows),) = self.views(messages)
         return rows
@@ -298,7 +298,7 @@ def _find(rows: tuple[PeerRows, PeerRows], formats: Sequence[RowFormat]) -> Iter
 def _pieces(
     rows: tuple[PeerRows, PeerRows], formats: Sequence[RowFormat], kind: int
 ) -> tuple[tuple[slice, int], ...]:
-    """Rows of a kind in each rank's message, if they are copied in pieces."""
+    """Returns the rows of a kind in each rank's message, if they are copied in pieces."""
     counts, words = rows[kind].counts, [each.words for each in formats]
     peers = np.flatnonzero(counts)
     if not in_pieces(np.array(len(peers)), np.array(counts.sum()), words[kind] * WORD.itemsize):

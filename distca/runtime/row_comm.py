@@ -174,13 +174,13 @@ class DispatchedRows:
 
 
 def _target(served: ServedRows) -> RecvRows:
-    """Memory for what arrives of a kind."""
+    """Returns the memory for what arrives of a kind."""
     arriving = served.latents or served.received
     return None if arriving is None else arriving.words
 
 
 def _memory(like: Sequence[torch.Tensor], rows: int, workspace: Workspace | None) -> PackedRows:
-    """Memory for rows of such tensors, side by side: of a workspace, or new."""
+    """Returns the memory for rows of such tensors, side by side: of a workspace, or new."""
     row = RowFormat.of(row_types(like))
     if workspace is None:
         return PackedRows.at(like[0].new_empty((rows, row.words), dtype=WORD), row)
@@ -188,7 +188,7 @@ def _memory(like: Sequence[torch.Tensor], rows: int, workspace: Workspace | None
 
 
 def _served(tensors: Sequence[torch.Tensor], rows: Rows, workspace: Workspace | None) -> ServedRows:
-    """Local rows, with memory for those that arrive."""
+    """Returns the local rows, with memory for those that arrive."""
     if not tensors or not rows.received:
         return ServedRows(tensors, None)
     return ServedRows(tensors, _memory(tensors, rows.received, workspace))
@@ -224,8 +224,8 @@ def _write(
 
 
 def _any_moves(exchange: Exchange, types: RowTypes) -> bool:
-    """Whether any rank sends any row. On a GPU's stream even an empty exchange would wait for
-    those before it."""
+    """Returns whether any rank sends any row. On a GPU's stream even an empty exchange would wait
+    for those before it."""
     return bool((types[0] and exchange.q.move) or (types[1] and exchange.kv.move))
 
 

@@ -66,7 +66,7 @@ class Workspace:
         return self.elements(dtype).as_strided(shape, contiguous_strides(shape), begin)
 
     def elements(self, dtype: torch.dtype) -> torch.Tensor:
-        """The whole memory as elements of a dtype."""
+        """Returns the whole memory as elements of a dtype."""
         if dtype not in self._as:
             self._as[dtype] = self._memory.view(dtype)
         return self._as[dtype]
@@ -85,5 +85,5 @@ class Workspace:
         return self.rows(tensor, tensor.shape[0], dtype).copy_(tensor)
 
     def owns(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor lies in this workspace's memory."""
+        """Returns whether a tensor lies in this workspace's memory."""
         return tensor.untyped_storage().data_ptr() == self._memory.untyped_storage().data_ptr()

@@ -155,7 +155,7 @@ class Bins:
         return Bins(tokens, shared).select(order)
 
     def select(self, index: Any) -> Bins:
-        """The bins that a numpy index selects."""
+        """Returns the bins that a numpy index selects."""
         return Bins(self.tokens[index], self.shared.select(index))
 
 
@@ -165,7 +165,8 @@ def keeps(name: str, costs: ModelCosts) -> int:
 
 
 def _in_turn(lengths: Int64s, layout: BaselineLayout) -> tuple[Int64s, list[Int64s]]:
-    """Tokens of each rank, `[bins, ranks]`, and the documents of each bin, one after the other."""
+    """Returns the tokens of each rank, `[bins, ranks]`, and the documents of each bin, one after
+    the other."""
     size, tokens = layout.context_parallel, int(lengths.sum())
     _check(tokens, layout)
     each = tokens // layout.bins
@@ -197,7 +198,7 @@ def _pack(
     costs: ModelCosts,
     attention: CostModel,
 ) -> Plan:
-    """The plan of all bins side by side: rank `i` of bin `b` is rank `b * size + i`."""
+    """Returns the plan of all bins side by side: rank `i` of bin `b` is rank `b * size + i`."""
     bins, size = layout.bins, layout.context_parallel
     ranks, tokens = bins * size, int(lengths.sum())
     _check(tokens, layout)
@@ -218,7 +219,8 @@ def _pack(
 
 
 def _tokens_that_fit(layout: BaselineLayout, costs: ModelCosts) -> int:
-    """The most tokens of a bin that fit in the memory of every stage, if all bins had as many."""
+    """Returns the most tokens of a bin that fit in the memory of every stage, if all bins had as
+    many."""
     size, layers = layout.context_parallel, costs.model.layers // layout.stages
     # A rank keeps its own part of the bin, and keys and values of the other parts.
     kept = keeps("wlb-llm", costs)

@@ -91,7 +91,7 @@ def end_of_compute(start: Any, seconds: Any, busy_until: Any, interference: floa
 
 
 def exposed_reduction(hidden: float, needed: float, other: float, charges: Charges) -> float:
-    """Seconds by which the reduction of gradients delays the end of an iteration.
+    """Returns the seconds by which the reduction of gradients delays the end of an iteration.
 
     Args:
         hidden: seconds of the backward pass behind which gradients are reduced; what other
@@ -106,7 +106,8 @@ def exposed_reduction(hidden: float, needed: float, other: float, charges: Charg
 
 
 def half_wave_seconds(inner: float, multiprocessors: int, flops_per_second: float) -> float:
-    """Seconds of half a wave of tiles, which a matrix product's last wave wastes on average.
+    """Returns the seconds of half a wave of tiles, which a matrix product's last wave wastes on
+    average.
 
     Args:
         inner: length of the products' sums; that of several matrix products together.

@@ -104,11 +104,11 @@ class Cluster:
         return self.copy_gb_per_s * self.charges.copy_efficiency * 1e9
 
     def traffic_seconds(self, nbytes: Int64s) -> Floats:
-        """Seconds in which a GPU copies rows, by the bytes that it reads and writes."""
+        """Returns the seconds in which a GPU copies rows, by the bytes that it reads and writes."""
         return nbytes.astype(np.float64) / self.copied_bytes_per_second
 
     def servers_per_node(self, tensor_parallel: int) -> int:
-        """Number of tensor-parallel groups in a node; each is one attention server.
+        """Returns the number of tensor-parallel groups in a node; each is one attention server.
 
         Raises:
             ValueError: the groups don't divide a node.
@@ -156,7 +156,7 @@ class Cluster:
         return TiledCost.of_shape(shape, self.attention_tflops * 1e12, self.name)
 
     def inference_cost(self, shape: AttentionShape) -> CostModel:
-        """Seconds of core-attention tasks on one GPU where some have few queries."""
+        """Returns the seconds of core-attention tasks on one GPU where some have few queries."""
         flops, memory = self.attention_tflops * 1e12, self.copied_bytes_per_second
         return RooflineCost.of_shape(shape, flops, memory, self.name)
 

@@ -27,7 +27,7 @@ def copy_traffic(
     direction: Pass,
     backward_inputs: BackwardInputs = "resend",
 ) -> Int64s:
-    """Bytes that each server reads and writes to copy rows, in a layer, `[servers]`.
+    """Returns the bytes that each server reads and writes to copy rows, in a layer, `[servers]`.
 
     Counted on top of the kernels' own traffic, one copy of the rows that are sent, and one of the
     rows that arrive.
@@ -44,7 +44,7 @@ def copy_traffic(
 
 
 def _to_kernels(rows: RankRows, row_bytes: int) -> Int64s:
-    """Bytes of rows that calls copy to have them in turn, some of them twice more."""
+    """Returns the bytes of rows that calls copy to have them in turn, some of them twice more."""
     copied = np.sum([call.taken + 2 * call.overwritten for call in rows.calls], axis=0)
     return 2 * row_bytes * copied  # type: ignore[no-any-return]
 
@@ -52,8 +52,8 @@ def _to_kernels(rows: RankRows, row_bytes: int) -> Int64s:
 def _packed(
     rows: Int64s, others: Int64s, peers: Int64s, row_bytes: int, at_once: Bools | bool = False
 ) -> Int64s:
-    """Bytes of rows that are put together before they are packed in messages: those of messages
-    with rows of both kinds, unless they are written in pieces.
+    """Returns the bytes of rows that are put together before they are packed in messages: those of
+    messages with rows of both kinds, unless they are written in pieces.
 
     Args:
         rows: rows that ranks send, `[ranks]`.
@@ -67,7 +67,8 @@ def _packed(
 
 
 def _expanded(kv: RankRows, shape: AttentionShape) -> Int64s:
-    """Bytes of latents' products that are read, and of keys and values that are written of them."""
+    """Returns the bytes of latents' products that are read, and of keys and values that are written
+    of them."""
     if shape.kv_rank is None:
         return np.zeros_like(kv.local)
     row = shape.expanded_dim * shape.dtype_bytes + shape.kv_row_bytes
@@ -116,7 +117,7 @@ def _backward(q: RankRows, kv: RankRows, shape: AttentionShape, resends: bool) -
 
 
 def _merge_traffic(rows: PartialRows, shape: AttentionShape) -> Int64s:
-    """Bytes that merging moves, step by step as in `distca.attention.merge`."""
+    """Returns the bytes that merging moves, step by step as in `distca.attention.merge`."""
     out_row, lse = shape.out_row_bytes, shape.lse_row_bytes
     float32 = shape.heads * shape.value_dim * FLOAT32_BYTES
     of_members = 3 * out_row + 2 * float32 + 13 * lse

@@ -80,7 +80,7 @@ class ModelCosts:
         return self.model.heads * self.model.value_dim
 
     def _token_seconds(self, parameters: int, collectives: int) -> tuple[float, float]:
-        """Seconds of a token's linear layers and collectives, forward and backward."""
+        """Returns the seconds of a token's linear layers and collectives, forward and backward."""
         cluster = self.cluster
         rate = cluster.peak_tflops * 1e12 * cluster.linear_mfu * self.tensor_parallel
         linear = 2.0 * parameters / rate
@@ -90,11 +90,11 @@ class ModelCosts:
         return linear + moved, 2 * linear + moved
 
     def pre_seconds(self) -> tuple[float, float]:
-        """Seconds of a token in a layer before core attention, forward and backward."""
+        """Returns the seconds of a token in a layer before core attention, forward and backward."""
         return self._token_seconds(self.model.pre_parameters, TENSOR_COLLECTIVES["pre"])
 
     def post_seconds(self) -> tuple[float, float]:
-        """Seconds of a token in a layer after core attention, forward and backward."""
+        """Returns the seconds of a token in a layer after core attention, forward and backward."""
         model = self.model
         projection = model.post_parameters - model.mlp_parameters
         projected = self._token_seconds(projection, TENSOR_COLLECTIVES["projection"])
@@ -105,12 +105,14 @@ class ModelCosts:
         return projected[0] + mlp + routed, again + projected[1] + mlp_backward + routed
 
     def layer_seconds(self) -> tuple[float, float]:
-        """Seconds of a token in a layer but for core attention, forward and backward."""
+        """Returns the seconds of a token in a layer but for core attention, forward and
+        backward."""
         pre, post = self.pre_seconds(), self.post_seconds()
         return pre[0] + post[0], pre[1] + post[1]
 
     def _routing_seconds(self) -> float:
-        """Seconds of a token of the all-to-alls that bring its rows to experts and back."""
+        """Returns the seconds of a token of the all-to-alls that bring its rows to experts and
+        back."""
         experts, size, cluster = self.model.experts, self.expert_parallel, self.cluster
         if experts is None:
             return 0.0
@@ -128,11 +130,13 @@ class ModelCosts:
         return np.array([2 if self.recompute == "full" else 1, 1])
 
     def head_seconds(self) -> tuple[float, float]:
-        """Seconds of a token in the output layer, on the last stage, forward and backward."""
+        """Returns the seconds of a token in the output layer, on the last stage, forward and
+        backward."""
         return self._token_seconds(self.model.vocabulary_parameters, 1)
 
     def _half_waves(self, forward: float, backward: float) -> tuple[float, float]:
-        """Seconds of half a wave of matrix products, forward and to the inputs' gradients.
+        """Returns the seconds of half a wave of matrix products, forward and to the inputs'
+        gradients.
 
         The gradients of weights sum over tokens, which libraries split into as many parts as fill
         the GPU.
@@ -145,13 +149,15 @@ class ModelCosts:
         return half_wave_seconds(forward, many, rate), half_wave_seconds(backward, many, rate)
 
     def pre_launch_seconds(self) -> tuple[float, float]:
-        """Seconds of a layer before core attention that don't grow with tokens, there and back."""
+        """Returns the seconds of a layer before core attention that don't grow with tokens, there
+        and back."""
         products = self.model.pre_products
         outputs = (n / (self.tensor_parallel if shared else 1) for _, n, shared in products)
         return self._half_waves(sum(inputs for inputs, _, _ in products), sum(outputs))
 
     def post_launch_seconds(self) -> tuple[float, float]:
-        """The same as `pre_launch_seconds` after core attention: projection and two of the MLP."""
+        """Returns the same as `pre_launch_seconds` after core attention: projection and two of the
+        MLP."""
         hidden, ffn = self.model.hidden_size, self.model.ffn_hidden_size
         tp, experts = self.tensor_parallel, self.model.experts
         # Widths of what a GPU computes of a dense MLP, and of its routed experts in one call.
@@ -163,13 +169,13 @@ class ModelCosts:
         return forward, again + backward
 
     def head_launch_seconds(self) -> tuple[float, float]:
-        """The same as `pre_launch_seconds` of the output layer."""
+        """Returns the same as `pre_launch_seconds` of the output layer."""
         return self._half_waves(
             self.model.hidden_size, self.model.vocab_size / self.tensor_parallel
         )
 
     def activation_bytes(self) -> float:
-        """Bytes of a token that each GPU keeps for one layer's backward pass."""
+        """Returns the bytes of a token that each GPU keeps for one layer's backward pass."""
         model = self.model
         hidden = model.hidden_size
         if self.recompute == "full":
@@ -183,7 +189,8 @@ class ModelCosts:
         return kept if self.recompute == "mlp" else kept + self._mlp_bytes
 
     def recomputed_bytes(self) -> float:
-        """Bytes of a token of what has run forward again in one layer; without that none."""
+        """Returns the bytes of a token of what has run forward again in one layer; without that
+        none."""
         if self.recompute == "full":
             return replace(self, recompute="none").activation_bytes()
         return self._mlp_bytes if self.recompute == "mlp" else 0.0
@@ -196,15 +203,15 @@ class ModelCosts:
         return (3 * model.mlp_width + rows) * self.dtype_bytes / self.tensor_parallel
 
     def logit_bytes(self) -> float:
-        """Bytes of a token's logits on each GPU of the last stage."""
+        """Returns the bytes of a token's logits on each GPU of the last stage."""
         return self.model.vocab_size * LOGIT_BYTES / self.tensor_parallel
 
     def kept_logit_bytes(self) -> float:
-        """Bytes of a token's logits that are kept until the backward pass."""
+        """Returns the bytes of a token's logits that are kept until the backward pass."""
         return self.model.vocab_size * KEPT_LOGIT_BYTES / self.tensor_parallel
 
     def state_bytes(self, stage: int, stages: int, replicas: int) -> float:
-        """Bytes of a GPU's weights, gradients and part of the optimizer's state.
+        """Returns the bytes of a GPU's weights, gradients and part of the optimizer's state.
 
         Args:
             stage: number of the GPU's pipeline stage.
@@ -244,7 +251,8 @@ class ModelCosts:
         return min(inside * cluster.network_bytes_per_second, cluster.node_bytes_per_second)
 
     def gradient_seconds(self, stage: int, stages: int, replicas: int) -> float:
-        """Seconds of the rings that reduce-scatter a stage's gradients and all-gather its weights.
+        """Returns the seconds of the rings that reduce-scatter a stage's gradients and all-gather
+        its weights.
 
         Args:
             stage, stages, replicas: the same as in `state_bytes`.
@@ -258,7 +266,7 @@ class ModelCosts:
         return seconds + of_experts * each * (copies - 1) / copies / rate
 
     def message_seconds(self, tokens: Floats, crosses: bool) -> Floats:
-        """Seconds until the activations of tokens have come to the next stage."""
+        """Returns the seconds until the activations of tokens have come to the next stage."""
         cluster = self.cluster
         nbytes = tokens * self.model.hidden_size * self.dtype_bytes / self.tensor_parallel
         speed = cluster.network_bytes_per_second if crosses else cluster.node_bytes_per_second

@@ -205,7 +205,8 @@ class _Run:
     def _linear_seconds(
         self, direction: Pass, nano_costs: list[PlanCosts]
     ) -> tuple[list[Floats], list[Floats]]:
-        """Seconds of each nano-batch's linear layers, before and after a pass of core attention."""
+        """Returns the seconds of each nano-batch's linear layers, before and after a pass of core
+        attention."""
         number = 0 if direction == "forward" else 1
         pre, post = self._costs.pre_seconds()[number], self._costs.post_seconds()[number]
         tokens = [each.own_tokens.astype(np.float64) for each in self._of_one_mask(nano_costs)]
@@ -218,7 +219,7 @@ class _Run:
         return (pre_seconds, post_seconds) if number == 0 else (post_seconds, pre_seconds)
 
     def _head_seconds(self, tick: Tick, nano_costs: list[PlanCosts]) -> Floats:
-        """Seconds of the output layer for all nano-batches of a tick, `[ranks]`."""
+        """Returns the seconds of the output layer for all nano-batches of a tick, `[ranks]`."""
         number = 0 if tick.direction == "forward" else 1
         seconds, launch = (
             self._costs.head_seconds()[number],
@@ -229,7 +230,7 @@ class _Run:
         return result
 
     def _program(self, tick: Tick, nano_costs: list[PlanCosts], goes_back: bool) -> Program:
-        """The order of events of a tick."""
+        """Returns the order of events of a tick."""
         at_home = self._planned.schedule.stages == 1 and not any(p.returns for p in nano_costs)
         layers = [LayerGroup(range(self._layers), recomputed=False)]
         if self._costs.recompute == "full":
@@ -243,8 +244,8 @@ class _Run:
         return self._start(exchange, _PHASES[direction][0], f"dispatch{suffix}", labels)
 
     def _borrowed(self, plan: PlanCosts) -> Int64s:
-        """Bytes of the keys and values that each rank borrows from earlier nano-batches, `[ranks]`:
-        pong from ping, and both from earlier micro-batches of a chain."""
+        """Returns the bytes of the keys and values that each rank borrows from earlier
+        nano-batches, `[ranks]`: pong from ping, and both from earlier micro-batches of a chain."""
         rows = plan.plan.placement.tokens_per_rank() - plan.own_tokens
         return rows * self._lent_row_bytes
 
@@ -255,7 +256,7 @@ class _Run:
         return self._costs.shape.kv_row_bytes + (shape.kv_rank or 0) * shape.dtype_bytes
 
     def _borrowing(self, plan: PlanCosts, direction: Pass) -> Floats:
-        """Seconds in which ranks borrow keys, or add up their gradients, `[ranks]`.
+        """Returns the seconds in which ranks borrow keys, or add up their gradients, `[ranks]`.
 
         Borrowed rows are put together with the rank's own ones. Gradients of a chain's rows are
         added up in float32; those of ping's rows, which are gathered to be lent, by autograd, over
@@ -369,7 +370,8 @@ class _Run:
         resources.barrier(list(self._servers), exposed)
 
     def _kept_inputs(self, nano_costs: list[PlanCosts]) -> Floats:
-        """Bytes of the received rows that servers keep of a tick's layers, `[ranks]`."""
+        """Returns the bytes of the received rows that servers keep of a tick's layers,
+        `[ranks]`."""
         kept = np.zeros(self._resources.ranks)
         for layer in range(self._layers if self._backward == "keep" else 0):
             for plan in self._planned.masks.select(nano_costs, layer):

@@ -92,7 +92,7 @@ def _expert_flags(workload: Workload) -> list[str]:
 
 
 def _sequences_of_a_window(candidate: Candidate, workload: Workload) -> int:
-    """The smallest number of sequences that gives each rank whole blocks."""
+    """Returns the smallest number of sequences that gives each rank whole blocks."""
     chain = candidate.chain
     each = workload.sequences * chain // candidate.micro_batches
     # Two nano-batches, each divided by sequence parallelism.

@@ -102,8 +102,8 @@ def _backward_share(costs: ModelCosts) -> float:
 def _documents(
     lengths: Int64s, sizes: Int64s, ranks: int, costs: ModelCosts, attention: CostModel
 ) -> tuple[Floats, Floats, Floats, Floats, Floats]:
-    """Seconds that each document's ranks compute, and wait; seconds that it holds links in the
-    backward pass; bytes of memory; and bytes sent, `[documents, both]`."""
+    """Returns the seconds that each document's ranks compute, and wait; seconds that it holds links
+    in the backward pass; bytes of memory; and bytes sent, `[documents, both]`."""
     layers, cluster = costs.model.layers, costs.cluster
     busy, exposed, held, most = (np.zeros(len(lengths)) for _ in range(4))
     sent = np.zeros((len(lengths), 2))

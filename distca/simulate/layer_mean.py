@@ -30,7 +30,7 @@ class LayerMean:
 
     @staticmethod
     def of(attention: CostModel, model: ModelSize) -> CostModel:
-        """The cost of a mean layer of a model; where all layers see all, that of any."""
+        """Returns the cost of a mean layer of a model; where all layers see all, that of any."""
         masks = model.masks
         layers = [masks.of_layer(number) for number in range(model.layers)]
         if set(layers) == {Mask()}:

@@ -237,11 +237,11 @@ class Resources:
         self._record("gradients", "pipeline", start, self.clock, {})
 
     def copy_seconds(self, nbytes: Int64s) -> Floats:
-        """Seconds to gather or scatter bytes, each of which is read and written."""
+        """Returns the seconds to gather or scatter bytes, each of which is read and written."""
         return self.traffic_seconds(2 * nbytes)
 
     def traffic_seconds(self, nbytes: Int64s) -> Floats:
-        """Seconds to read or write bytes of memory."""
+        """Returns the seconds to read or write bytes of memory."""
         return self.cluster.traffic_seconds(nbytes)
 
     def record_since(self, name: str, lane: str, start: Floats, **labels: Any) -> None:

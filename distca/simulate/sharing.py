@@ -85,7 +85,7 @@ class Shared:
     calls: Int64s
 
     def select(self, index: Any) -> Shared:
-        """The bins that a numpy index selects."""
+        """Returns the bins that a numpy index selects."""
         return Shared(*(getattr(self, field.name)[index] for field in fields(self)))
 
 
@@ -113,7 +113,8 @@ def alone(tokens: Int64s, attention: Floats, costs: ModelCosts) -> Shared:
 
 
 def gather_copies(size: int, costs: ModelCosts, keeps: int) -> tuple[float, float]:
-    """Bytes of memory traffic for each of a rank's tokens around an all-gather, there and back.
+    """Returns the bytes of memory traffic for each of a rank's tokens around an all-gather, there
+    and back.
 
     Args:
         size: ranks of a group, equal in tokens.
@@ -176,7 +177,8 @@ def all_gather(
 def ring_bytes(
     own: Any, ring: int, all_to_all: int, q_row: int, kv_row: int, out_row: int
 ) -> tuple[Any, Any]:
-    """Bytes that a rank sends in a layer, forward and backward, by rings and all-to-alls.
+    """Returns the bytes that a rank sends in a layer, forward and backward, by rings and
+    all-to-alls.
 
     Args:
         own: tokens of a rank.
@@ -262,13 +264,14 @@ def _step_seconds(lengths: list[Int64s], attention: CostModel, group: Group) -> 
 
 
 def _of_rank(kernels: Floats, steps: int) -> Floats:
-    """Seconds of each rank's steps in the forward pass, `[bins, ranks, steps]`."""
+    """Returns the seconds of each rank's steps in the forward pass, `[bins, ranks, steps]`."""
     rank, step = np.arange(steps)[:, None], np.arange(steps)
     return kernels[:, np.where(step == 0, 0, np.where(step <= rank, 1, 2))]
 
 
 def ring_forward(kernels: Floats, hop: Floats, interference: float) -> Floats:
-    """Seconds of rings that all ranks enter at once, until the last one has ended, `[bins]`.
+    """Returns the seconds of rings that all ranks enter at once, until the last one has ended,
+    `[bins]`.
 
     Args:
         kernels: seconds of each rank's steps, `[bins, ranks, steps]`.
@@ -291,7 +294,7 @@ def ring_forward(kernels: Floats, hop: Floats, interference: float) -> Floats:
 
 
 def ring_backward(kernels: Floats, hop: Floats, interference: float) -> Floats:
-    """The same as `ring_forward` of a backward pass, whose gradients follow the keys.
+    """Returns the same as `ring_forward` of a backward pass, whose gradients follow the keys.
 
     The first message has keys and values, the last one their gradients, all others both.
     """
@@ -307,7 +310,8 @@ def ring_backward(kernels: Floats, hop: Floats, interference: float) -> Floats:
 
 
 def _hop(group: Group, costs: ModelCosts) -> tuple[float, float]:
-    """Bytes a second and latency of a ring's slowest message: that between nodes, if there is one.
+    """Returns the bytes a second and latency of a ring's slowest message: that between nodes, if
+    there is one.
 
     Rings of several all-to-all groups pass on side by side, each rank over a link of its own.
     """
@@ -319,7 +323,7 @@ def _hop(group: Group, costs: ModelCosts) -> tuple[float, float]:
 
 
 def _all_to_all_seconds(group: Group, costs: ModelCosts) -> tuple[float, float]:
-    """Seconds of all-to-alls for each of a rank's tokens, forward and backward."""
+    """Returns the seconds of all-to-alls for each of a rank's tokens, forward and backward."""
     cluster, shape, size = costs.cluster, costs.shape, group.all_to_all
     of_node = cluster.servers_per_node(costs.tensor_parallel)
     inside = size if group.servers <= of_node or of_node % size == 0 else math.gcd(size, of_node)
@@ -335,7 +339,7 @@ def _all_to_all_seconds(group: Group, costs: ModelCosts) -> tuple[float, float]:
 
 
 def _ring_copies(tokens: Int64s, group: Group, costs: ModelCosts) -> tuple[Floats, Floats]:
-    """Bytes of `copied` and `transient` of `Shared`."""
+    """Returns the bytes of `copied` and `transient` of `Shared`."""
     shape, steps = costs.shape, group.ring
     q, out = float(shape.q_row_bytes), float(shape.out_row_bytes)
     kv = float(shape.kv_row_bytes)

@@ -103,7 +103,7 @@ def _all_to_alls(system: str, context: int, heads: int) -> list[int]:
 def _fills(
     system: str, workload: Workload, stages: int, data: int, context: int, micro_batches: int
 ) -> bool:
-    """Whether the batch's sequences fill the micro-batches of all ranks evenly."""
+    """Returns whether the batch's sequences fill the micro-batches of all ranks evenly."""
     if system in DISTCA_SYSTEMS:
         return workload.sequences // micro_batches * workload.context % (2 * data) == 0
     if workload.sequences * workload.context % (data * context * micro_batches):
@@ -140,7 +140,8 @@ def candidates(
 
 
 def with_fewer_in_flight(candidate: Candidate) -> list[Candidate]:
-    """The configuration with 1F1B's bound of micro-batches in flight; none if that is no change."""
+    """Returns the configuration with 1F1B's bound of micro-batches in flight; none if that is no
+    change."""
     if (
         candidate.system not in DISTCA_SYSTEMS
         or candidate.stages == 1
@@ -151,7 +152,7 @@ def with_fewer_in_flight(candidate: Candidate) -> list[Candidate]:
 
 
 def without_latents(candidate: Candidate, workload: Workload) -> list[Candidate]:
-    """The configuration with keys and values that travel, if latents do and need not.
+    """Returns the configuration with keys and values that travel, if latents do and need not.
 
     Latents are fewer bytes, so that plans send them to more servers, which expand them: in all that
     takes more products and memory.
@@ -169,7 +170,8 @@ def with_less_memory(candidate: Candidate, workload: Workload) -> list[Candidate
 
 
 def with_chains(candidate: Candidate, workload: Workload) -> list[Candidate]:
-    """The configuration with smaller micro-batches that share documents, longest chains last.
+    """Returns the configuration with smaller micro-batches that share documents, longest chains
+    last.
 
     Without a pipeline they are no use, and as in training each rank has whole attention blocks.
     """
@@ -189,7 +191,7 @@ def with_chains(candidate: Candidate, workload: Workload) -> list[Candidate]:
 
 
 def with_kept_inputs(candidate: Candidate, workload: Workload) -> list[Candidate]:
-    """The configuration with servers that keep the kernels' inputs for the backward pass.
+    """Returns the configuration with servers that keep the kernels' inputs for the backward pass.
 
     Training can in one stage without chains. Layers that run forward again would take them twice,
     and latents are expanded again at any rate.
@@ -203,8 +205,8 @@ def with_kept_inputs(candidate: Candidate, workload: Workload) -> list[Candidate
 
 
 def sizes_of(candidate: Candidate) -> Candidate:
-    """The configuration that `divisions` gave, without bound, chains, tolerance, and choices of
-    latents and inputs."""
+    """Returns the configuration that `divisions` gave, without bound, chains, tolerance, and
+    choices of latents and inputs."""
     micro_batches = candidate.micro_batches // candidate.chain
     return replace(
         candidate,
@@ -218,7 +220,7 @@ def sizes_of(candidate: Candidate) -> Candidate:
 
 
 def _divides(tp: int, workload: Workload) -> bool:
-    """Whether a tensor-parallel size divides nodes, heads and GPUs."""
+    """Returns whether a tensor-parallel size divides nodes, heads and GPUs."""
     return not (
         workload.cluster.gpus_per_node % tp
         or workload.gpus % tp
@@ -259,7 +261,8 @@ def least_memory(candidate: Candidate, workload: Workload) -> float:
 
 
 def estimate(candidate: Candidate, workload: Workload, sequences: Sequence[Int64s]) -> float:
-    """Seconds of an iteration if core attention were perfectly shared out and exchanges free.
+    """Returns the seconds of an iteration if core attention were perfectly shared out and exchanges
+    free.
 
     Args:
         candidate: a configuration with `--distca`.

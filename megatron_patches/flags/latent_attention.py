@@ -6,7 +6,7 @@ from argparse import Namespace
 
 
 def has_latents(args: Namespace) -> bool:
-    """Whether the model's attention is multi-latent."""
+    """Returns whether the model's attention is multi-latent."""
     return bool(args.multi_latent_attention)
 
 

@@ -70,7 +70,7 @@ def refuse_lost_tracker(root: str | Path) -> None:
 
 
 def names_a_release(root: str | Path) -> bool:
-    """Whether the tracker names weights of no iteration, as converters write them."""
+    """Returns whether the tracker names weights of no iteration, as converters write them."""
     tracker = Path(root) / TRACKER
     return tracker.is_file() and tracker.read_bytes().strip() == b"release"
 

@@ -81,7 +81,7 @@ def _patience(error: BaseException, environment: Mapping[str, str]) -> float:
 
 
 def _is_another_s(error: BaseException) -> bool:
-    """Whether an error looks like one that came of another rank's."""
+    """Returns whether an error looks like one that came of another rank's."""
     lost_connection = isinstance(error, RuntimeError) and "onnection" in str(error)
     return lost_connection or isinstance(error, KnownElsewhere | dist.DistError)
 

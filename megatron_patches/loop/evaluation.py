@@ -215,7 +215,7 @@ def between_batches(theirs: Callable[[], None], run: Evaluating) -> Callable[[],
 
 
 def _saves_at(args: Namespace, iteration: int) -> bool:
-    """Whether Megatron-LM saves at the end of an iteration, after its evaluation."""
+    """Returns whether Megatron-LM saves at the end of an iteration, after its evaluation."""
     if not args.save:
         return False
     intervals = (args.save_interval, args.exit_interval)
@@ -248,7 +248,8 @@ def _save(state: Evaluation, args: Namespace, iteration: int) -> None:
 
 
 def _has_signal(args: Namespace) -> bool:
-    """Whether a rank got the signal that asks the run to end; collective where it is handled."""
+    """Returns whether a rank got the signal that asks the run to end; collective where it is
+    handled."""
     if not args.exit_signal_handler:
         return False
     from megatron.training.global_vars import get_signal_handler

@@ -74,7 +74,8 @@ class Run:
 
 
 def asks_for_distca(argv: Sequence[str] | None = None) -> bool:
-    """Whether a command line has `--distca`. Megatron-LM's parser takes no abbreviations, either.
+    """Returns whether a command line has `--distca`. Megatron-LM's parser takes no abbreviations,
+    either.
 
     Args:
         argv: command line; None: this process's.

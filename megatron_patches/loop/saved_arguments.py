@@ -139,7 +139,8 @@ def check_model(saved: Namespace, args: Namespace, path: str) -> None:
 
 
 def loads_optimizer(args: Namespace) -> bool:
-    """Whether a checkpoint's optimizer and schedule are loaded, and not the weights alone."""
+    """Returns whether a checkpoint's optimizer and schedule are loaded, and not the weights
+    alone."""
     return not (args.no_load_optim or args.finetune)
 
 
@@ -185,7 +186,7 @@ def _comparable(name: str, flags: dict[str, Any]) -> Any:
 
 
 def _counts_otherwise(saved: Namespace) -> bool:
-    """Whether versions of Megatron-LM differ in what a checkpoint's `vocab_size` counts."""
+    """Returns whether versions of Megatron-LM differ in what a checkpoint's `vocab_size` counts."""
     return saved.vocab_size is None or getattr(saved, "tokenizer_type", None) == "NullTokenizer"
 
 

@@ -43,7 +43,7 @@ from megatron_patches.model.sent_latents import send_latents
 
 
 def uses_dense_mask(config: DistcaConfig, args: Namespace) -> bool:
-    """Whether a dense mask keeps documents apart in Megatron's own `DotProductAttention`.
+    """Returns whether a dense mask keeps documents apart in Megatron's own `DotProductAttention`.
 
     Plain Megatron's local attention (`--attention-backend local` or `unfused`) needs one. Its
     memory grows with the square of the tokens: the reference, for small runs.
@@ -55,7 +55,8 @@ def uses_dense_mask(config: DistcaConfig, args: Namespace) -> bool:
 
 
 def uses_own_attention(config: DistcaConfig, args: Namespace) -> bool:
-    """Whether core attention is ours: with `--distca`, or packed on the local layer spec."""
+    """Returns whether core attention is ours: with `--distca`, or packed on the local layer
+    spec."""
     return config.enabled or (
         args.transformer_impl == "local" and not uses_dense_mask(config, args)
     )

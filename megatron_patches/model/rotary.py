@@ -29,7 +29,7 @@ class TokenRotaryEmbedding(torch.nn.Module):
         return int(self._rotary.get_rotary_seq_len(*args, **kwargs))
 
     def forward(self, max_seq_len: int, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """The angles of each token, float32 `[tokens, 1, 1, rotary_dim]`."""
+        """Returns the angles of each token, float32 `[tokens, 1, 1, rotary_dim]`."""
         if self.positions is None:
             raise RuntimeError("the model was called without position_ids")
         inv_freq = self._rotary.inv_freq.to(self.positions.device)

@@ -415,7 +415,7 @@ class _GlobalBatch:
             self._gradients[Work(work.micro_batch, work.chunk - chunk_before)] = tensor
 
     def _shape_from(self, sender: int, tick_input: TickInput) -> tuple[int, int, int]:
-        """Shape of what a stage sends: `[tokens, 1, hidden size]`."""
+        """Returns the shape of what a stage sends: `[tokens, 1, hidden size]`."""
         server = self._layout.servers[sender, self._data_parallel_rank]
         # With each mask the tokens are the same.
         plans = self._maker.masks.select(tick_input.plans, 0)

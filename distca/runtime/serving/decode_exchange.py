@@ -98,7 +98,8 @@ def build_decode_exchange(
 def _keys(
     decode: Decode, mask: Mask, rank: int, tables: BlockTables, lines: Int64s, served: Int64s
 ) -> tuple[PagedKeys, tuple[torch.Tensor, torch.Tensor]]:
-    """Where the keys of all lines' queries are, and the offsets of queries and keys of lines."""
+    """Returns where the keys of all lines' queries are, and the offsets of queries and keys of
+    lines."""
     queries, first, used = np.zeros((3, len(tables.host)), dtype=np.int64)
     at = lines[served]
     queries[at] = 1

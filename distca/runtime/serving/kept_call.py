@@ -55,11 +55,11 @@ class SparseCall(SteppedCall):
         self._chosen: dict[tuple[bool, KeptSpan], tuple[torch.Tensor, ...]] = {}
 
     def chosen_keys(self, span: KeptSpan) -> tuple[torch.Tensor, ...]:
-        """Local key rows that stay of a span, those of each head."""
+        """Returns the local key rows that stay of a span, those of each head."""
         return self._choose(span, True)
 
     def chosen_queries(self, span: KeptSpan) -> tuple[torch.Tensor, ...]:
-        """Local queries that stay of a span, those of each head."""
+        """Returns the local queries that stay of a span, those of each head."""
         return self._choose(span, False)
 
     def _choose(self, span: KeptSpan, keys: bool) -> tuple[torch.Tensor, ...]:
@@ -149,6 +149,6 @@ class SparseAttention:
 def _rows_and_heads(
     chosen: Sequence[tuple[torch.Tensor, ...]],
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rows of single heads, span by span and head by head: number and head of each."""
+    """Returns the rows of single heads, span by span and head by head: number and head of each."""
     heads = [torch.full_like(rows, head) for span in chosen for head, rows in enumerate(span)]
     return torch.cat([rows for span in chosen for rows in span]), torch.cat(heads)

@@ -105,7 +105,7 @@ def _channel(slot: int) -> Channel:
 
 
 def _put_at(moves: Sequence[BlockMove], rank: int, world_size: int, block: int) -> tuple[int, ...]:
-    """Where this rank's message begins in each rank's receive buffer."""
+    """Returns where this rank's message begins in each rank's receive buffer."""
     sent = Counter((move.to, move.source) for move in moves)
     before = ([0, *accumulate(sent[to, r] for r in range(rank))] for to in range(world_size))
     return tuple(each[rank] * block for each in before)

@@ -62,7 +62,7 @@ class KvPool:
         return self.keys.shape[1] * self.keys.shape[2]
 
     def rows(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """A layer's keys and values by slot, `[slots, kv_heads, head_dim]`: views."""
+        """Returns a layer's keys and values by slot, `[slots, kv_heads, head_dim]`: views."""
         return self._rows[layer]
 
     def write(self, layer: int, slots: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
@@ -113,7 +113,7 @@ class BlockTables:
         return int(self._used.sum())
 
     def lines(self, sequences: Sequence[int]) -> Int64s:
-        """The line of each sequence, `[sequences]`; one without a line is given one."""
+        """Returns the line of each sequence, `[sequences]`; one without a line is given one."""
         for sequence in sequences:
             if sequence not in self._line:
                 if not self._free_lines:
@@ -147,7 +147,7 @@ class BlockTables:
             self._free_lines.append(line)
 
     def slots(self, lines: Int64s, rows: Int64s) -> Int64s:
-        """The slot of row `rows[i]` of line `lines[i]`, int64 `[n]`."""
+        """Returns the slot of row `rows[i]` of line `lines[i]`, int64 `[n]`."""
         column, offset = np.divmod(rows, self.block_size)
         assert (column < self._used[lines]).all(), "a row has no block"
         return self._host[lines, column].astype(np.int64) * self.block_size + offset

@@ -129,7 +129,8 @@ def _receive(pool: KvPool, moves: RowMoves, layer: int, pending: Pending) -> Non
 
 
 def _rows(messages: torch.Tensor, pool: KvPool, moves: RowMoves) -> torch.Tensor:
-    """The rows of messages, `[rows, 2, kv_heads, head_dim]`: keys and values, without padding."""
+    """Returns the rows of messages, `[rows, 2, kv_heads, head_dim]`: keys and values, without
+    padding."""
     keys = pool.keys
     width = moves.row_bytes // 2 // keys.element_size()
     rows = messages.view(keys.dtype).view(-1, 2, width)

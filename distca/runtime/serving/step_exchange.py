@@ -78,7 +78,7 @@ class StepMessages:
     move: bool
 
     def layout(self, types: RowTypes) -> MessageLayout:
-        """The messages that hold rows of such tensors, the same for all layers."""
+        """Returns the messages that hold rows of such tensors, the same for all layers."""
         if types not in self._layouts:
             self._layouts[types] = message_layout(self.outgoing, self.incoming, types)
         return self._layouts[types]
@@ -222,7 +222,7 @@ class _Served:
         self._start, self._row = start[order], row[order]
 
     def of(self, starts: Int64s, ends: Int64s) -> Int64s:
-        """Rows of the spans, one span after the other, int64."""
+        """Returns the rows of the spans, one span after the other, int64."""
         _, starts, ends = cut_at(starts, ends, self._start)
         segment = np.searchsorted(self._start, starts, side="right") - 1
         return expand_ranges(self._row[segment] + starts - self._start[segment], ends - starts)
@@ -363,7 +363,7 @@ def _call(sequences: list[_Sequence], rows: Int64s, local: _Local, first: bool) 
 
 
 def index_of(rows: Int64s) -> Index:
-    """The rows as a slice, if they are consecutive."""
+    """Returns the rows as a slice, if they are consecutive."""
     if not len(rows):
         return slice(0, 0)
     if (np.diff(rows) == 1).all():

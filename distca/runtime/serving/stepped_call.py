@@ -287,7 +287,8 @@ def _words(found: KindLayout, messages: torch.Tensor) -> torch.Tensor:
 
 
 def _received(found: KindLayout, messages: torch.Tensor) -> Sequence[torch.Tensor]:
-    """The rows of each tensor of a kind, where they arrived if there are none of another kind."""
+    """Returns the rows of each tensor of a kind, where they arrived if there are none of another
+    kind."""
     if found.place is None:
         return found.format.tensors(found.in_place(messages))
     words = _words(found, messages)

@@ -126,7 +126,7 @@ def _growths(cluster: ServingCluster, rates: Sequence[float]) -> Iterator[Growth
 
 
 def latest_but_few(seconds: Sequence[float]) -> float:
-    """Seconds within which all but the late ones are."""
+    """Returns the seconds within which all but the late ones are."""
     return float(np.percentile(seconds, 100 - LATE))
 
 

@@ -25,7 +25,8 @@ class DecodeTimes:
     row: float
 
     def seconds(self, rows: int) -> float:
-        """Seconds of an iteration over so many cached tokens, of all sequences together."""
+        """Returns the seconds of an iteration over so many cached tokens, of all sequences
+        together."""
         return self.step + rows * self.row
 
 
@@ -75,7 +76,7 @@ class ServingCluster:
         return Search(self.times, tokens_per_rank=self.prefill_tokens)
 
     def send_seconds(self, tokens: int, ranks: int) -> float:
-        """Seconds that a chunk's keys and values are under way from so many ranks."""
+        """Returns the seconds that a chunk's keys and values are under way from so many ranks."""
         return tokens / (self.sent_per_second * min(ranks, self.links_of_decode_rank))
 
 

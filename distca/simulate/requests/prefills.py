@@ -37,7 +37,8 @@ def make_queue(
 def prefill_seconds(
     trace: RequestTrace, cluster: ServingCluster, strategy: str, rates: ImprovementRates = EAGER
 ) -> list[float]:
-    """Seconds to the first token of each request, where memory and decode ranks never bind.
+    """Returns the seconds to the first token of each request, where memory and decode ranks never
+    bind.
 
     Raises:
         ValueError: a prompt is too long for the prefill ranks.

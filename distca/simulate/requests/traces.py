@@ -62,7 +62,8 @@ class Preset:
     answer: int = 256
 
     def location(self) -> float:
-        """The logarithm's mean before the cut that gives the mean after it; found by bisection."""
+        """Returns the logarithm's mean before the cut that gives the mean after it; found by
+        bisection."""
         low, high = math.log(self.shortest) - 9, math.log(self.longest) + 9
         while high - low > 1e-9:
             middle = (low + high) / 2

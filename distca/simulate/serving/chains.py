@@ -24,7 +24,7 @@ _MANY = 8192
 def chain_costs(
     costs: InferenceCosts, cost_model: CostModel, ranks: int, cached: int = 0
 ) -> ChainCosts:
-    """The costs of a chain of a model's ranks, by rates that hold for many tokens.
+    """Returns the costs of a chain of a model's ranks, by rates that hold for many tokens.
 
     Args:
         costs: costs of the model's layers.

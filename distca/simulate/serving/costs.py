@@ -76,11 +76,12 @@ class InferenceCosts:
         return (self.links.node_gb_per_s if inside else self.links.network_gb_per_s) * 1e9
 
     def pre_seconds(self, tokens: Int64s) -> Floats:
-        """Seconds of a layer before core attention, for the tokens of each rank, `[ranks]`."""
+        """Returns the seconds of a layer before core attention, for the tokens of each rank,
+        `[ranks]`."""
         return self._linear(tokens, self.model.pre_parameters, 0, TENSOR_COLLECTIVES["pre"])
 
     def post_seconds(self, tokens: Int64s) -> Floats:
-        """Seconds of a layer after core attention, likewise."""
+        """Returns the seconds of a layer after core attention, likewise."""
         model = self.model
         projection = model.post_parameters - model.mlp_parameters
         collectives = TENSOR_COLLECTIVES["projection"] + TENSOR_COLLECTIVES["mlp"]
@@ -88,8 +89,8 @@ class InferenceCosts:
         return self._linear(tokens, projection, model.mlp_parameters, collectives, read)
 
     def block_seconds(self, tokens: Int64s) -> tuple[Floats, Floats, Floats]:
-        """Seconds of a layer's projections to queries, keys and values, of that of outputs, and of
-        its MLP, each without collectives, likewise."""
+        """Returns the seconds of a layer's projections to queries, keys and values, of that of
+        outputs, and of its MLP, each without collectives, likewise."""
         model = self.model
         outputs = model.post_parameters - model.mlp_parameters
         return (
@@ -109,7 +110,8 @@ class InferenceCosts:
         return read
 
     def head_seconds(self, tokens: Int64s) -> Floats:
-        """Seconds of the output layer, for the tokens whose logits each rank needs, `[ranks]`."""
+        """Returns the seconds of the output layer, for the tokens whose logits each rank needs,
+        `[ranks]`."""
         return self._linear(tokens, self.model.vocabulary_parameters, 0, 1)
 
     def _linear(
@@ -120,7 +122,7 @@ class InferenceCosts:
         collectives: int,
         of_mlp_read: Any = 0.0,
     ) -> Floats:
-        """Seconds of linear layers for the tokens of each rank, `[ranks]`.
+        """Returns the seconds of linear layers for the tokens of each rank, `[ranks]`.
 
         Args:
             tokens: tokens of each rank, `[ranks]`.
@@ -138,7 +140,7 @@ class InferenceCosts:
         return np.where(tokens > 0, seconds, 0.0)
 
     def _collective(self, tokens: Int64s) -> Floats:
-        """Seconds of an all-gather or a reduce-scatter of activations, `[ranks]`."""
+        """Returns the seconds of an all-gather or a reduce-scatter of activations, `[ranks]`."""
         size = self.tensor_parallel
         if size == 1:
             return np.zeros(len(tokens))
@@ -147,12 +149,12 @@ class InferenceCosts:
         return tokens.astype(np.float64) * (row / (speed * 1e9)) + latency
 
     def _weight_bytes(self, parameters: int, of_mlp: Any) -> Any:
-        """Bytes of weights on each GPU."""
+        """Returns the bytes of weights on each GPU."""
         nbytes = parameters * self.dtype_bytes + of_mlp * self.mlp_dtype_bytes
         return nbytes / self.tensor_parallel
 
     def state_bytes(self) -> float:
-        """Bytes of all weights on each GPU."""
+        """Returns the bytes of all weights on each GPU."""
         model = self.model
         beside = model.layer_parameters - model.mlp_parameters
         of_mlp = model.dense_layer_parameters - beside + model.expert_parameters

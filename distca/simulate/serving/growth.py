@@ -87,7 +87,7 @@ def simulate_growth(
 
 
 def _messages(given: PieceBlocks, ranks: int, block_bytes: int) -> Messages:
-    """Bytes of a layer's moves."""
+    """Returns the bytes of a layer's moves."""
     matrix = np.zeros((ranks, ranks), dtype=np.int64)
     for move in given.moves:
         matrix[move.source.rank, move.to.rank] += block_bytes

@@ -23,7 +23,7 @@ from distca.simulate.serving.steps import SteppedCosts
 
 
 def described_split(costs: InferenceCosts, choice: LayoutChoice) -> SplitModel:
-    """The layers of a described model that its tensor-parallel GPUs split.
+    """Returns the layers of a described model that its tensor-parallel GPUs split.
 
     Args:
         costs: costs of the model on its cluster.

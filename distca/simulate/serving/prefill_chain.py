@@ -64,12 +64,12 @@ class ChainCosts:
         return len(self.gb_per_s) + 1
 
     def alone(self, tokens: int) -> float:
-        """Seconds of a whole prompt on one rank."""
+        """Returns the seconds of a whole prompt on one rank."""
         products = _own_products(np.array(float(tokens)), self.causal)
         return float(self.token_seconds * tokens + self.product_seconds * products)
 
     def chain_seconds(self, parts: Int64s) -> Floats:
-        """Seconds to the first token of partitions.
+        """Returns the seconds to the first token of partitions.
 
         Args:
             parts: tokens of each rank's part, int64 `[partitions, ranks]`; the last may have none.
@@ -105,7 +105,7 @@ class ChainCosts:
         return last
 
     def all_gather_seconds(self, tokens: int) -> float:
-        """Seconds to the first token with equal parts and an all-gather in each layer.
+        """Returns the seconds to the first token with equal parts and an all-gather in each layer.
 
         With `causal`, each rank has an early and a late part, so that all have equally many
         products (zigzag).
@@ -117,7 +117,7 @@ class ChainCosts:
         return self.alone(tokens) / ranks + self.layers * gather
 
     def lower_bound(self, tokens: int) -> float:
-        """Seconds that no chain falls below: free links, and equal times (Eqs. 1 to 3).
+        """Returns the seconds that no chain falls below: free links, and equal times (Eqs. 1 to 3).
 
         The paper's bound is of products alone; this one has the linear layers, too.
         """

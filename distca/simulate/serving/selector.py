@@ -65,7 +65,7 @@ class SimulatedSelector:
         return min(STRATEGIES, key=lambda strategy: self.seconds(planned(strategy)))
 
     def _kernels(self, held: Placement, new: Placement) -> float:
-        """Seconds of a layer's kernels, if all ranks had as much of each sequence."""
+        """Returns the seconds of a layer's kernels, if all ranks had as much of each sequence."""
         sizes = int(new.document.max()) + 1, int(held.document.max(initial=0)) + 1
         q, kv = np.zeros((2, max(sizes)), dtype=np.int64)
         for tokens, of in ((q, new), (kv, held)):

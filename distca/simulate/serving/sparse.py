@@ -79,7 +79,7 @@ class SparseLatency:
         return float(self.costs.model.layers * linear.max() + last[0])
 
     def plan(self, partitions: Partitions) -> SteppedPlan:
-        """The plan of layers that drop nothing."""
+        """Returns the plan of layers that drop nothing."""
         ranks, one = self.levels.ranks, np.array([0])
         dense = Sparsity.nothing_dropped(1, 1)
         strategy = NearToFar(self.levels, dense, (None,), partitions)
@@ -87,7 +87,7 @@ class SparseLatency:
         return strategy.plan(nobody_holds(ranks), new, Mask())
 
     def plan_seconds(self, plan: SteppedPlan) -> float:
-        """Seconds of a layer's attention by its plan."""
+        """Returns the seconds of a layer's attention by its plan."""
         ranks = plan.plan.world_size
         resources = Resources(ranks, self.costs.cluster, np.ones(ranks))
         attend(resources, SteppedCosts(plan, self.costs.shape, self.cost_model, self.links))

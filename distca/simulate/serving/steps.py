@@ -121,7 +121,7 @@ class SteppedCosts:
         return self.shape.scattered(self.stepped.plan.head_groups)
 
     def _merging(self, rows: Int64s) -> Int64s:
-        """Bytes of merging so many rows into sums, which are read and written."""
+        """Returns the bytes of merging so many rows into sums, which are read and written."""
         shape = self._shape
         sums = shape.heads * shape.value_dim * FLOAT32_BYTES + shape.lse_row_bytes
         return rows * (2 * sums + shape.result_row_bytes)
@@ -299,7 +299,7 @@ def simulate_step(
 
 
 def memory_bytes(plans: Sequence[SteppedPlan], costs: InferenceCosts) -> Floats:
-    """Bytes of each rank's GPUs: weights, keys and values of all layers, and buffers.
+    """Returns the bytes of each rank's GPUs: weights, keys and values of all layers, and buffers.
 
     Args:
         plans: plan of each layer.
