@@ -57,11 +57,11 @@ def ending_the_job_on_failure(environment: Mapping[str, str]) -> Iterator[None]:
 
 def _report(error: BaseException, environment: Mapping[str, str]) -> None:
     """Says why this rank ends, unless torchrun ends it before."""
-    told = isinstance(error, ValueError | KnownElsewhere)
-    if not told and not _is_another_s(error):
+    explained = isinstance(error, ValueError | KnownElsewhere)
+    if not explained and not _is_another_s(error):
         get_error_handler().record_exception(error)
     time.sleep(_patience(error, environment))
-    if told:
+    if explained:
         logger.critical("error: %s", error)
     elif _ERROR_FILE in environment:
         logger.critical("error: %s", "".join(traceback.format_exception_only(error)).rstrip())

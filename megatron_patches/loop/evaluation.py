@@ -18,7 +18,7 @@ from megatron_patches.flags.batch_sizes import samples_for_evaluation
 logger = logging.getLogger(__name__)
 
 _SILENCE = 5.0
-"""Seconds after which the next batch of an evaluation is told."""
+"""Seconds after which the next batch of an evaluation logs the progress."""
 _AT_ONCE = 1e-9
 """Minutes after which Megatron-LM ends an evaluation between two batches."""
 
@@ -33,7 +33,7 @@ class Evaluation:
         saved: iteration that was saved before its evaluation; None: none was.
         batches: batches of the evaluation that runs.
         done: batches of it that are done.
-        told: time at which the progress was told.
+        logged: time at which the progress was logged.
     """
 
     training: Mapping[str, Any] | None = None
@@ -41,17 +41,17 @@ class Evaluation:
     saved: int | None = None
     batches: int = 0
     done: int = 0
-    told: float = 0.0
+    logged: float = 0.0
 
     def begin(self, batches: int) -> None:
         """Begins an evaluation of a number of batches."""
-        self.batches, self.done, self.told = batches, 0, time.monotonic()
+        self.batches, self.done, self.logged = batches, 0, time.monotonic()
 
     def batch_done(self) -> None:
-        """Counts a batch, and tells the progress where nothing was told for a while."""
+        """Counts a batch, and logs the progress where nothing was logged for a while."""
         self.done += 1
-        if time.monotonic() - self.told > _SILENCE:
-            self.told = time.monotonic()
+        if time.monotonic() - self.logged > _SILENCE:
+            self.logged = time.monotonic()
             logger.info("evaluated %d of %d batches", self.done, self.batches)
 
 

@@ -47,7 +47,7 @@ class Run:
     """A run of Megatron-LM's loop.
 
     Attributes:
-        told: environment variables of this process, which are the launcher's interface.
+        environment: variables of this process, which are the launcher's interface.
         add_arguments: function that adds flags to Megatron-LM's parser.
         parsed: function `(args, whole)` that is called when the command line is parsed; `whole` is
             False where flags that are not known were left out, as fault tolerance does before.
@@ -55,7 +55,7 @@ class Run:
         evaluation: progress of evaluations.
     """
 
-    told: Mapping[str, str]
+    environment: Mapping[str, str]
     add_arguments: Callable[[ArgumentParser], ArgumentParser]
     parsed: Callable[[Namespace, bool], None]
     processes: Processes | None = None
@@ -107,7 +107,7 @@ def add_flags(theirs: Callable[..., ArgumentParser], run: Run) -> Callable[..., 
         def error(message: str) -> NoReturn:
             if asks_for_distca():
                 # Megatron-LM's follows the usage, hundreds of lines, on every rank.
-                refuse_in_a_line(parser, run.told, message)
+                refuse_in_a_line(parser, run.environment, message)
             refuse(message)
 
         parser.parse_known_args = parse_known_args  # type: ignore[method-assign,assignment]
@@ -118,17 +118,19 @@ def add_flags(theirs: Callable[..., ArgumentParser], run: Run) -> Callable[..., 
     return add_megatron_arguments
 
 
-def refuse_in_a_line(parser: ArgumentParser, told: Mapping[str, str], message: str) -> NoReturn:
+def refuse_in_a_line(
+    parser: ArgumentParser, environment: Mapping[str, str], message: str
+) -> NoReturn:
     """Ends the process for a command line that cannot be parsed; the first rank says why."""
-    rank = int(told.get("RANK", 0))
+    rank = int(environment.get("RANK", 0))
     _show_our_messages(rank)
     exit_with_message(explained(message, list(parser._option_string_actions)), rank)
 
 
-def refuse_a_file_of_flags(args: Namespace, told: Mapping[str, str]) -> None:
+def refuse_a_file_of_flags(args: Namespace, environment: Mapping[str, str]) -> None:
     """Ends the process where `--yaml-cfg` gives the flags, which Megatron-LM would read next."""
     if args.yaml_cfg is not None:
-        rank = int(told.get("RANK", 0))
+        rank = int(environment.get("RANK", 0))
         _show_our_messages(rank)
         exit_with_message(
             f"DistCA does not cover --yaml-cfg {args.yaml_cfg}: give its flags on the command line",
@@ -226,7 +228,7 @@ def beside_servers(theirs: Callable[..., Any], run: Run) -> Callable[..., Any]:
 
         args = get_args()
         if run.config.dedicated:
-            run.processes = join(run.config.dedicated, args, run.told)
+            run.processes = join(run.config.dedicated, args, run.environment)
             if run.processes.serves_only:
                 _serve(run, args, run.processes)
         return theirs(*given, **named)
@@ -271,7 +273,7 @@ def after_preflight(theirs: Callable[..., Any], run: Run) -> Callable[..., Any]:
 
         vocab_size = get_tokenizer().vocab_size
         complete = Namespace(**vars(get_args()) | {"vocab_size": vocab_size})
-        held.enter_context(preflight(run.config, complete, run.told))
+        held.enter_context(preflight(run.config, complete, run.environment))
         model, *others = theirs(*args, **kwargs)
         check_weights(model, "before the first step", "load another checkpoint", code=2)
         _end_after_the_samples(get_args())

@@ -46,14 +46,14 @@ INTEGRITY = "integrity.json"
 
 
 def preflight(
-    config: DistcaConfig, args: Namespace, told: Mapping[str, str]
+    config: DistcaConfig, args: Namespace, environment: Mapping[str, str]
 ) -> AbstractContextManager[object]:
     """Tries what the flags name, on all ranks, and locks `--save`. Collective.
 
     Args:
         config: our flags.
         args: Megatron-LM's arguments with its derived values, and the tokenizer's `vocab_size`.
-        told: environment variables, in which a launcher names the job.
+        environment: variables, in which a launcher names the job.
 
     Returns:
         The lock of `--save` on the first rank, to be held until the run ends.
@@ -68,7 +68,7 @@ def preflight(
         if args.rank == 0:
             check_written(config, args)
             if args.save is not None:
-                held = lock_save(args, told)
+                held = lock_save(args, environment)
 
     _together(lambda: check_read(config, args))
     _together(take)
@@ -223,19 +223,19 @@ def _unusable(flag: str, error: OSError) -> ValueError:
     )
 
 
-def lock_save(args: Namespace, told: Mapping[str, str]) -> SaveLock:
+def lock_save(args: Namespace, environment: Mapping[str, str]) -> SaveLock:
     """Makes the folder of `--save`, and locks it, if there is room for a checkpoint.
 
     Args:
         args: Megatron-LM's arguments with its derived values.
-        told: environment variables, in which a launcher names the job.
+        environment: variables, in which a launcher names the job.
 
     Raises:
         ValueError: it cannot be written to, another job does, or there is no room.
     """
     folder = Path(args.save)
     try:
-        lock = SaveLock.take(folder, told)
+        lock = SaveLock.take(folder, environment)
         free = shutil.disk_usage(folder).free
     except OSError as error:
         raise _unusable(f"--save {folder}", error) from error

@@ -31,12 +31,12 @@ class SaveLock:
         self._file = file
 
     @staticmethod
-    def take(folder: Path, told: Mapping[str, str]) -> SaveLock:
+    def take(folder: Path, environment: Mapping[str, str]) -> SaveLock:
         """Makes the folder, if there is none, and locks it.
 
         Args:
             folder: folder of `--save`.
-            told: environment variables, in which a launcher names the job.
+            environment: variables, in which a launcher names the job.
 
         Raises:
             ValueError: another process holds the lock.
@@ -61,7 +61,7 @@ class SaveLock:
                 error.strerror,
             )
         file.truncate(0)
-        file.write(f"{_this_process(told)}\n")
+        file.write(f"{_this_process(environment)}\n")
         file.flush()
         return SaveLock(file)
 
@@ -73,11 +73,11 @@ class SaveLock:
         self._file.close()
 
 
-def _this_process(told: Mapping[str, str]) -> str:
+def _this_process(environment: Mapping[str, str]) -> str:
     job = ""
-    if "SLURM_JOB_ID" in told:
-        job = f" of Slurm's job {told['SLURM_JOB_ID']}"
-    elif told.get("TORCHELASTIC_RUN_ID", "none") != "none":
-        job = f" of torchrun's job {told['TORCHELASTIC_RUN_ID']}"
+    if "SLURM_JOB_ID" in environment:
+        job = f" of Slurm's job {environment['SLURM_JOB_ID']}"
+    elif environment.get("TORCHELASTIC_RUN_ID", "none") != "none":
+        job = f" of torchrun's job {environment['TORCHELASTIC_RUN_ID']}"
     since = datetime.now().strftime("%Y-%m-%d %H:%M:%S")
     return f"process {os.getpid()} on {socket.gethostname()}{job} since {since}"

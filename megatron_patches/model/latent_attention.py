@@ -1,4 +1,4 @@
-"""Multi-latent attention: Megatron's own, told each token's position.
+"""Multi-latent attention: Megatron's own, given each token's position.
 
 Megatron's layers expand the latent to keys and values of each head before core attention, which is
 ours and takes them as it does others; keys and values differ in size. What travels for them may be
@@ -48,8 +48,8 @@ class LayerRotaryEmbedding(torch.nn.Module):
         self, context: Any, transformer: Any, hidden: Any, config: Any, packed_seq_params: Any
     ) -> int:
         """Returns the length for `forward`, which the layer calls next, with the same documents."""
-        told = getattr(packed_seq_params, "token_positions", None)
-        self._of_call = self.positions if told is None else told
+        given = getattr(packed_seq_params, "token_positions", None)
+        self._of_call = self.positions if given is None else given
         return int(
             self._rotary.get_rotary_seq_len(context, transformer, hidden, config, packed_seq_params)
         )

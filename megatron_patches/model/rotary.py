@@ -1,7 +1,7 @@
 """Rotary embedding by each token's own position.
 
 Megatron numbers the tokens of a sequence (or of each packed document) from zero. A document that
-continues from another rank starts elsewhere, so the model is told every token's position.
+continues from another rank starts elsewhere, so the model gets every token's position.
 """
 
 from __future__ import annotations

@@ -113,7 +113,7 @@ class Processes:
         return dist.ProcessGroupGloo(store, rank, size, self.timeout)
 
 
-def join(dedicated: int, args: Namespace, told: Mapping[str, str]) -> Processes:
+def join(dedicated: int, args: Namespace, environment: Mapping[str, str]) -> Processes:
     """Meets the other processes of a job with dedicated servers, and makes the default group.
 
     Collective. Where there are GPUs, this process gets its own.
@@ -121,11 +121,11 @@ def join(dedicated: int, args: Namespace, told: Mapping[str, str]) -> Processes:
     Args:
         dedicated: number of processes that only serve.
         args: Megatron-LM's arguments, whose world size counts processes with a model alone.
-        told: environment variables of this process, which are torchrun's interface.
+        environment: variables of this process, which are torchrun's interface.
     """
     rank, size = args.rank, args.world_size + dedicated
     if torch.cuda.is_available():
-        torch.cuda.set_device(int(told["LOCAL_RANK"]))
+        torch.cuda.set_device(int(environment["LOCAL_RANK"]))
     store, _, _ = next(dist.rendezvous("env://", rank, size))  # type: ignore[attr-defined]
     processes = Processes(
         store,
@@ -152,11 +152,11 @@ class Control:
 
     def broadcast(self, numbers: Sequence[int]) -> list[int]:
         """Returns the first rank's numbers, of which the others' are as many."""
-        told = torch.tensor(list(numbers), dtype=torch.int64, device=self._device)
+        sent = torch.tensor(list(numbers), dtype=torch.int64, device=self._device)
         options = dist.BroadcastOptions()
         options.rootRank, options.rootTensor = 0, 0
-        self._group.broadcast([told], options).wait()
-        return told.tolist()
+        self._group.broadcast([sent], options).wait()
+        return sent.tolist()
 
     def announce(self, number: int) -> None:
         """Tells of which iterator the next global batch is: see `DataIterators.numbered`."""
