@@ -25,6 +25,7 @@ from megatron_patches import cpu
 from megatron_patches.batches.resuming import go_on_from
 from megatron_patches.flags.batch_sizes import EVAL_INTERVAL, number_of_iterations
 from megatron_patches.flags.config import DistcaConfig
+from megatron_patches.flags.required import check_required
 from megatron_patches.flags.unknown import explained
 from megatron_patches.flags.validation import validate
 from megatron_patches.loop.data import build_data
@@ -183,6 +184,7 @@ def checked(
         ValueError: some flags do not go together; the message says what to do.
     """
     cpu.set_megatron_arguments(args)
+    check_required(args)
     _leave_out_servers(config.dedicated, args)
     if args.save and args.save_interval is None:
         # Megatron-LM asks for it; a run then saves at its end alone.

@@ -13,8 +13,8 @@ logger = logging.getLogger(__name__)
 _SET_BY = {
     "max_lr": "--lr",
     "min_lr": "--min-lr",
-    "lr_warmup_steps": "samples of --lr-warmup-*",
-    "lr_decay_steps": "samples of --lr-decay-*, or of the run",
+    "lr_warmup_steps": "samples of the warm-up",
+    "lr_decay_steps": "samples of the decay",
     "lr_decay_style": "--lr-decay-style",
     "start_wd": "--weight-decay or --start-weight-decay",
     "end_wd": "--weight-decay or --end-weight-decay",
