@@ -330,7 +330,9 @@ def _profile(path: Path | None) -> Finding:
         profile = Profile.load(path)
     except (OSError, ValueError) as error:
         return Finding("profile", "problem", str(error), f"distca profile --output {path}")
-    return Finding("profile", "ok", f"{path}: {profile.shape}")
+    shape = profile.shape
+    heads = f"{shape.heads} query heads, {shape.kv_heads} key-value heads of {shape.head_dim}"
+    return Finding("profile", "ok", f"{path}: {heads}, {8 * shape.dtype_bytes} bits a number")
 
 
 def _network() -> Finding:

@@ -45,7 +45,10 @@ def build_parser() -> Parser:
     """Builds the parser of the command's flags."""
     parser = Parser("tune", __doc__.splitlines()[0], _EPILOG)
     parser.add_argument(
-        "what", choices=("partitions",), help="What is searched; see also `distca tune sparsity`."
+        "what",
+        choices=("partitions",),
+        metavar="partitions",
+        help="What is searched; see also `distca tune sparsity`.",
     )
     parser.add_argument("model", metavar="MODEL", help="Folder of a model of transformers.")
     parser.add_argument(
