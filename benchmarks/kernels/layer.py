@@ -180,10 +180,10 @@ class Layer:
 
     def _run(self, halves: list[Half]) -> torch.Tensor:
         for half in halves:
-            half.params.run.program.begin_again()
+            half.params.run.cursor.begin_again()
         outputs = in_lockstep(
             [partial(self._through, half) for half in halves],
-            [half.params.run.program for half in halves],
+            [half.params.run.cursor for half in halves],
         )
         total = torch.stack([output.float().sum() for output in outputs]).sum()
         total.backward()

@@ -69,10 +69,11 @@ class Measured:
         self.args = parsed(setting, more_flags)
         self._setting, self._device = setting, model_device()
         self._config, self._layout = DistcaConfig.from_args(self.args), window_layout(self.args)
+        # Sets the padded size of the vocabulary, by which ticks are planned.
+        self._run = build_run(self.args)
         self._planned: PlannedData | None = None
         if self._config.enabled:
             self._planned = PlannedData.start(self._config, self.args, self._layout, self._device)
-        self._run = build_run(self.args)
 
     def leave_out_reduction(self) -> None:
         """Turns off the reduction of gradients in all later steps."""

@@ -230,28 +230,39 @@ def test_a_failure_ends_the_rank_with_distca_alone(script, flags, error, capsys)
 def args(monkeypatch) -> Namespace:
     """Arguments that functions of Megatron-LM's loop find."""
     found = Namespace(
-        sft=True, distca=True, seq_length=10, full_validation=True, multiple_validation_sets=False
+        sft=True,
+        distca=True,
+        seq_length=10,
+        full_validation=True,
+        multiple_validation_sets=False,
+        consumed_valid_samples=0,
+        eval_iters=1,
+        exit_signal_handler=False,
     )
     monkeypatch.setattr("megatron.training.get_args", lambda: found)
     return found
 
 
 def test_evaluation_averages_over_tokens_also_with_sft(args) -> None:
-    from megatron_patches.loop.megatron_hooks import mean_over_tokens
+    from megatron_patches.loop.evaluation import Evaluation, mean_over_tokens
 
-    assert mean_over_tokens(lambda: args.sft, None)() is False  # type: ignore[arg-type]
+    run: Any = types.SimpleNamespace(evaluation=Evaluation())
+    assert mean_over_tokens(lambda: args.sft, run)() is False
     assert args.sft
 
 
 def test_whole_validation_sets_are_ours_to_count_and_to_repeat(args) -> None:
-    from megatron_patches.loop.megatron_hooks import over_whole_sets, unless_endless
+    from megatron_patches.loop.evaluation import Evaluation, save_then_evaluate
+    from megatron_patches.loop.megatron_hooks import unless_endless
     from megatron_patches.pipeline.data_iterators import FullValidationIterator
 
     given = FullValidationIterator(iter(()), 7)  # type: ignore[arg-type]
     # Megatron-LM wraps iterators.
     wrapped = types.SimpleNamespace(iterable=given)
-    evaluate = over_whole_sets(lambda *_: args.eval_iters, None)  # type: ignore[arg-type]
-    assert evaluate("at", None, wrapped) == [7]
+    run: Any = types.SimpleNamespace(evaluation=Evaluation())
+    counted: list[Any] = []
+    save_then_evaluate(lambda *_: counted.append(args.eval_iters), run)("at", None, wrapped, [], 3)
+    assert counted == [[7]]
     cyclic_iter = unless_endless(lambda iterable: iter([iterable]), None)  # type: ignore[arg-type]
     assert cyclic_iter(given) is given
     assert next(cyclic_iter("theirs")) == "theirs"
@@ -264,6 +275,7 @@ def test_steps_log_their_speed(args, monkeypatch) -> None:
         "megatron.core.num_microbatches_calculator.get_current_global_batch_size", lambda: 4
     )
     monkeypatch.setattr(megatron_hooks.cpu, "without_cuda", lambda: False)
+    monkeypatch.setattr(megatron_hooks, "ending_unless_finite", lambda step: step)
     step = megatron_hooks.with_speed(lambda: ({"lm loss": torch.ones(1)}, 0), None)  # type: ignore[arg-type]
     figures, _ = step()
     # 4 samples of 10 tokens, in a step of less than a second.
@@ -294,9 +306,11 @@ def test_the_schedule_is_made_once_and_megatrons_without_the_flag() -> None:
 
     def schedule(enabled: bool) -> Any:
         run: Any = types.SimpleNamespace(config=DistcaConfig(enabled))
-        return own_schedule(lambda: "theirs", run)
+        return own_schedule(lambda: lambda **named: named, run)
 
     ours = schedule(enabled=True)
     assert isinstance(ours(), TickPipeline)
     assert ours() is ours()
-    assert schedule(enabled=False)() == "theirs"
+    # Its samples lie one after the other.
+    theirs = schedule(enabled=False)()
+    assert theirs(seq_length=8, micro_batch_size=2) == {"seq_length": 16, "micro_batch_size": 1}

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
+import pytest
+
 from megatron_patches import cpu
-from megatron_patches.loop.megatron_hooks import _renaming_on_boards
+from megatron_patches.loop.evaluation import _renaming_on_boards
 
 
 class Board:
@@ -22,14 +23,17 @@ class Board:
         self.noted.append((figures, step))
 
 
-def test_a_test_has_names_of_its_own() -> None:
+def test_a_test_has_names_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    from megatron.training import training
+
     board = Board()
-    training = SimpleNamespace(get_board=lambda: board, get_none=lambda: None)
-    with _renaming_on_boards(training, ("get_board", "get_none")):
-        training.get_board().add_scalar("lm loss validation ppl vs samples", 1.5, 3)
-        training.get_board().log({"lm loss validation": 1.0}, 7)
-        assert training.get_none() is None
-    training.get_board().add_scalar("lm loss validation", 2.5, 3)
+    monkeypatch.setattr(training, "get_tensorboard_writer", lambda: board)
+    monkeypatch.setattr(training, "get_wandb_writer", lambda: None)
+    with _renaming_on_boards():
+        training.get_tensorboard_writer().add_scalar("lm loss validation ppl vs samples", 1.5, 3)
+        training.get_tensorboard_writer().log({"lm loss validation": 1.0}, 7)
+        assert training.get_wandb_writer() is None
+    training.get_tensorboard_writer().add_scalar("lm loss validation", 2.5, 3)
     assert board.noted == [
         ("lm loss test ppl vs samples", 1.5, 3),
         ({"lm loss test": 1.0}, 7),
