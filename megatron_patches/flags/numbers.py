@@ -122,10 +122,9 @@ RANGES = {
     Range(0, _LARGEST): """
         lr min-lr decoupled-lr decoupled-min-lr lr-warmup-init weight-decay start-weight-decay
         end-weight-decay clip-grad init-method-std embedding-init-method-std norm-epsilon
-        adam-eps moe-aux-loss-coeff moe-z-loss-coeff moe-router-bias-update-rate
-        moe-paged-stash-buffer-size-factor-cpu moe-paged-stash-buffer-size-factor-cuda mscale
-        mscale-all-dim fault-injector-fault-delay fault-injector-offset-seconds
-        fault-injector-fault-probabilities
+        adam-eps moe-aux-loss-coeff moe-z-loss-coeff moe-paged-stash-buffer-size-factor-cpu
+        moe-paged-stash-buffer-size-factor-cuda mscale mscale-all-dim fault-injector-fault-delay
+        fault-injector-offset-seconds fault-injector-fault-probabilities
     """,
     Range(0, _LARGEST, above=True): """
         loss-scale initial-loss-scale min-loss-scale rope-scaling-factor rotary-scaling-factor
@@ -138,7 +137,7 @@ RANGES = {
     Range(1, float(_INT32)): "loss-scale-window",
     Range(0, 1): """
         attention-dropout hidden-dropout lr-warmup-fraction optimizer-offload-fraction
-        moe-router-quantile-balancing-ema
+        moe-router-quantile-balancing-ema moe-router-bias-update-rate
     """,
     Range(0, 1, above=True): "rotary-percent moe-input-jitter-eps",
     Range(0, 1, below=True): """

@@ -13,7 +13,11 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import torch
+from megatron.core.rerun_state_machine import EXIT_CODE_FAILED_ON_RESULT_VALIDATION
+
 from megatron_patches.flags.batch_sizes import samples_for_evaluation
+from megatron_patches.loop.finite import check_evaluation, check_weights
 
 logger = logging.getLogger(__name__)
 
@@ -31,6 +35,8 @@ class Evaluation:
         training: arguments of Megatron-LM's `train` by name, while it trains; else None.
         consumed: training samples consumed before it trained.
         saved: iteration that was saved before its evaluation; None: none was.
+        latest: iteration that was saved last; None: this run saved none.
+        place: iteration and data of the evaluation that runs, as Megatron-LM names them.
         batches: batches of the evaluation that runs.
         done: batches of it that are done.
         logged: time at which the progress was logged.
@@ -39,6 +45,8 @@ class Evaluation:
     training: Mapping[str, Any] | None = None
     consumed: int = 0
     saved: int | None = None
+    latest: int | None = None
+    place: str = ""
     batches: int = 0
     done: int = 0
     logged: float = 0.0
@@ -62,7 +70,10 @@ class Evaluating(Protocol):
 
 
 def during_training(theirs: Callable[..., Any], run: Evaluating) -> Callable[..., Any]:
-    """Trains as Megatron-LM does, and notes what saving before an evaluation needs."""
+    """Trains as Megatron-LM does, and notes what saving before an evaluation needs.
+
+    The weights that the last step leaves are checked, since nothing may save or use them.
+    """
 
     @functools.wraps(theirs)
     def train(*given: Any, **named: Any) -> Any:
@@ -71,12 +82,29 @@ def during_training(theirs: Callable[..., Any], run: Evaluating) -> Callable[...
         state = run.evaluation
         state.training = inspect.signature(theirs).bind(*given, **named).arguments
         state.consumed = get_args().consumed_train_samples
+        model = state.training["model"]
         try:
-            return theirs(*given, **named)
+            answer = theirs(*given, **named)
+        except SystemExit as end:
+            # The loop ends so at an interval, after a duration or at a signal.
+            if not end.code:
+                _check_last_weights(model)
+            raise
         finally:
             state.training = None
+        _check_last_weights(model)
+        return answer
 
     return train
+
+
+def _check_last_weights(model: Any) -> None:
+    check_weights(
+        model,
+        "after the last iteration",
+        "nothing was saved since the last checkpoint",
+        EXIT_CODE_FAILED_ON_RESULT_VALIDATION,
+    )
 
 
 def save_once(theirs: Callable[..., None], run: Evaluating) -> Callable[..., None]:
@@ -88,6 +116,7 @@ def save_once(theirs: Callable[..., None], run: Evaluating) -> Callable[..., Non
     ) -> None:
         if non_persistent_ckpt or iteration != run.evaluation.saved:
             theirs(iteration, *given, non_persistent_ckpt=non_persistent_ckpt, **named)
+            run.evaluation.latest = iteration
 
     return save_checkpoint_and_time
 
@@ -125,6 +154,7 @@ def save_then_evaluate(theirs: Callable[..., Any], run: Evaluating) -> Callable[
             args.consumed_valid_samples = after
             _save(run.evaluation, args, iteration)
             args.consumed_valid_samples = before
+        run.evaluation.place = prefix
         if not _has_signal(args):
             with _renaming_on_boards() if "test set" in prefix else contextlib.nullcontext():
                 theirs(prefix, forward_step, iterators, model, iteration, *more, **named)
@@ -181,7 +211,9 @@ def mean_over_tokens(theirs: Callable[..., Any], run: Evaluating) -> Callable[..
     """Evaluates with a mean over all tokens that count, as without `--sft`.
 
     With it Megatron-LM averages micro-batches and ranks, of which some may have no such token.
+    A loss that is not finite ends the run: Megatron-LM would log a perplexity of exp(20).
     """
+    signature = inspect.signature(theirs)
 
     @functools.wraps(theirs)
     def evaluate(*given: Any, **named: Any) -> Any:
@@ -191,11 +223,29 @@ def mean_over_tokens(theirs: Callable[..., Any], run: Evaluating) -> Callable[..
         run.evaluation.begin(named.get("eval_iters") or args.eval_iters)
         sft, args.sft = args.sft, False
         try:
-            return theirs(*given, **named)
+            losses, *others = theirs(*given, **named)
         finally:
             args.sft = sft
+        # There are none where a signal ended it.
+        if losses is not None and args.check_for_nan_in_loss_and_grad:
+            model = signature.bind(*given, **named).arguments["model"]
+            _check_losses(losses, model, run.evaluation)
+        return losses, *others
 
     return evaluate
+
+
+def _check_losses(losses: Mapping[str, torch.Tensor], model: Any, state: Evaluation) -> None:
+    from megatron.training.async_utils import maybe_finalize_async_save
+
+    latest = "nothing" if state.latest is None else f"iteration {state.latest} last"
+    check_evaluation(
+        losses,
+        model,
+        f"evaluation at {state.place}",
+        f"the run ends here, and has saved {latest}",
+        functools.partial(maybe_finalize_async_save, blocking=True, terminate=True),
+    )
 
 
 def between_batches(theirs: Callable[[], None], run: Evaluating) -> Callable[[], None]:

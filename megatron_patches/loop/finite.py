@@ -4,7 +4,8 @@ Megatron-LM checks the gradients of each rank before it reduces them
 (`megatron.core.rerun_state_machine`). It runs a step that fails again on the same data. If that
 fails the same way, it saves the state before the step and ends with exit code 16; if not, it ends
 with 17. Ours are the line that says what was not finite on which rank, the check of the first step,
-and the checks of weights: those that a run starts with, and those that it saves.
+the checks of weights (those that a run starts with, saves and ends with), of buffers that a step
+updates, and of the loss of an evaluation.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import inspect
 import logging
 import math
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -31,6 +32,7 @@ _REJECTED = "Unexpected result"
 _WEIGHT, _LOSS, _GRADIENT = range(3)
 """What was not finite, the likeliest cause first."""
 _NORM = (_GRADIENT, "the norm of the gradients is not finite")
+_NOT_FINITE_LOSS = (_LOSS, "the loss is not finite")
 
 
 def names_of_not_finite(tensors: Iterable[tuple[str, torch.Tensor]]) -> list[str]:
@@ -46,7 +48,7 @@ def names_of_not_finite(tensors: Iterable[tuple[str, torch.Tensor]]) -> list[str
 
 
 def check_weights(model: Sequence[torch.nn.Module], when: str, remedy: str, code: int) -> None:
-    """Ends all ranks where one has a weight that is not finite. Collective.
+    """Ends all ranks where one has a weight or persistent buffer that is not finite. Collective.
 
     Args:
         model: model chunks of this rank.
@@ -57,9 +59,36 @@ def check_weights(model: Sequence[torch.nn.Module], when: str, remedy: str, code
     Raises:
         SystemExit: a weight is not finite. The first rank has logged which.
     """
-    names = names_of_not_finite(_weights(model))
-    if _report(when, (_WEIGHT, _described("weight", names)) if names else None, remedy):
+    if _report(when, _bad_weight(_weights(model)), remedy):
         sys.exit(code)
+
+
+def check_evaluation(
+    losses: Mapping[str, torch.Tensor],
+    model: Sequence[torch.nn.Module],
+    when: str,
+    remedy: str,
+    before_ending: Callable[[], None],
+) -> None:
+    """Ends all ranks where one has a loss of an evaluation that is not finite. Collective.
+
+    Args:
+        losses: means by name, scalars; empty on ranks that have no loss.
+        model: model chunks of this rank.
+        when: start of the line.
+        remedy: end of the line.
+        before_ending: function that all ranks call before the line is logged.
+
+    Raises:
+        SystemExit: a loss is not finite. The first rank has logged which weight is not, or else
+            that the loss is not.
+    """
+    is_bad = bool(names_of_not_finite(losses.items()))
+    if not _any_rank(is_bad):
+        return
+    before_ending()
+    _report(when, _bad_weight(_weights(model)) or (_NOT_FINITE_LOSS if is_bad else None), remedy)
+    sys.exit(EXIT_CODE_FAILED_ON_RESULT_VALIDATION)
 
 
 def ending_unless_finite(train_step: Callable[..., Any]) -> Callable[..., Any]:
@@ -101,10 +130,17 @@ def ending_unless_finite(train_step: Callable[..., Any]) -> Callable[..., Any]:
             )
             if wanted and not saves:
                 code = EXIT_CODE_FAILED_ON_RESULT_VALIDATION
-        elif given.check_for_nan_in_loss_and_grad and not skipped and not _is_finite(norm):
-            found = _finding(model, reports) or _NORM
-            _report(when, found, "nothing was saved since the last checkpoint")
-            sys.exit(EXIT_CODE_FAILED_ON_RESULT_VALIDATION)
+        elif given.check_for_nan_in_loss_and_grad and not skipped:
+            found, norm_is_bad = None, not _is_finite(norm)
+            if norm_is_bad:
+                found = _finding(model, reports) or _NORM
+            elif given.num_experts:
+                # The biases of experts reach neither the loss nor the gradients.
+                found = _bad_weight(_buffers(model))
+            if (norm_is_bad or given.num_experts) and _report(
+                when, found, "nothing was saved since the last checkpoint"
+            ):
+                sys.exit(EXIT_CODE_FAILED_ON_RESULT_VALIDATION)
         return figures, skipped, saves, ends, code, norm, *others
 
     return checked_step
@@ -140,14 +176,19 @@ def _report(when: str, found: tuple[int, str] | None, remedy: str) -> bool:
 
 def _finding(model: Sequence[torch.nn.Module], reports: Sequence[Any]) -> tuple[int, str] | None:
     """Returns what is not finite on this rank; None: nothing is."""
-    if names := names_of_not_finite(_weights(model)):
-        return _WEIGHT, _described("weight", names)
+    if weight := _bad_weight(_weights(model)):
+        return weight
     losses = [(name, pair[0]) for each in reports for name, pair in each.items() if "loss" in name]
     if names_of_not_finite(losses):
-        return _LOSS, "the loss is not finite"
+        return _NOT_FINITE_LOSS
     if names := names_of_not_finite(_gradients(model)):
         return _GRADIENT, _described("gradient", names)
     return None
+
+
+def _bad_weight(weights: Iterable[tuple[str, torch.Tensor]]) -> tuple[int, str] | None:
+    names = names_of_not_finite(weights)
+    return (_WEIGHT, _described("weight", names)) if names else None
 
 
 def _described(what: str, names: Sequence[str]) -> str:
@@ -156,11 +197,27 @@ def _described(what: str, names: Sequence[str]) -> str:
 
 
 def _weights(model: Sequence[torch.nn.Module]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yields what checkpoints have of a model, by name: parameters and persistent buffers."""
     for chunk in model:
         for name, parameter in chunk.named_parameters():
             # Types of 8 bits have no infinity, or are scaled by what is checked as a gradient.
             if parameter.dtype.itemsize > 1:
-                yield name.removeprefix("module.").removeprefix("module."), parameter
+                yield _unwrapped(name), parameter
+    yield from _buffers(model)
+
+
+def _buffers(model: Sequence[torch.nn.Module]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yields persistent buffers by name, as the biases of experts."""
+    for chunk in model:
+        for prefix, module in chunk.named_modules():
+            for name, buffer in module.named_buffers(recurse=False):
+                is_kept = name not in module._non_persistent_buffers_set
+                if is_kept and buffer.dtype.itemsize > 1:
+                    yield _unwrapped(f"{prefix}.{name}"), buffer
+
+
+def _unwrapped(name: str) -> str:
+    return name.removeprefix("module.").removeprefix("module.")
 
 
 def _gradients(model: Sequence[torch.nn.Module]) -> Iterator[tuple[str, torch.Tensor]]:

@@ -246,8 +246,12 @@ def args(monkeypatch) -> Namespace:
 def test_evaluation_averages_over_tokens_also_with_sft(args) -> None:
     from megatron_patches.loop.evaluation import Evaluation, mean_over_tokens
 
+    def ended_by_a_signal(eval_iters: int) -> tuple[None, None, bool]:
+        assert not args.sft
+        return None, None, True
+
     run: Any = types.SimpleNamespace(evaluation=Evaluation())
-    assert mean_over_tokens(lambda: args.sft, run)() is False
+    assert mean_over_tokens(ended_by_a_signal, run)(eval_iters=2) == (None, None, True)
     assert args.sft
 
 

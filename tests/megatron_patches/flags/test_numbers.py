@@ -123,6 +123,7 @@ def test_defaults_are_in_range() -> None:
     |--distca-gpus-per-node 99999999999|--eval-iters -1|--clip-grad nan|--clip-grad -1|--lr inf
     |--norm-epsilon -1|--rotary-percent 2|--ffn-hidden-size 0|--exit-duration-in-mins -1|--lr 1e39
     |--moe-layer-freq [2]*4|--distca-server-speeds 1 nan|--rotary-seq-len-interpolation-factor 0
+    |--moe-router-bias-update-rate 3e38
     """.replace("\n", "").split("|"),
 )
 def test_what_was_a_traceback_or_taken_in_silence_is_a_line(flags: str) -> None:

@@ -1,4 +1,4 @@
-"""Losses, gradients and weights that are not finite: one line, and the last checkpoint is good."""
+"""What is not finite of a run: one line says it, and the last checkpoint is good."""
 
 from __future__ import annotations
 
@@ -16,6 +16,14 @@ from support.whole_runs import write_documents
 SCRIPT = "tests/support/poisoned.py"
 RERUN, REJECTED = 16, 17
 """Exit codes of Megatron-LM."""
+
+
+EXPERTS = """
+    --distca --num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 48
+    --moe-token-dispatcher-type alltoall --moe-router-load-balancing-type none
+    --moe-router-score-function sigmoid --moe-router-enable-expert-bias
+"""
+BIAS = "the weight of decoder.layers.0.mlp.router.expert_bias is not finite on rank 1"
 
 
 @dataclass(frozen=True)
@@ -76,6 +84,32 @@ CASES = (
         2,
         "--distca --lr 1e30",
     ),
+    Case("bias@3@1", REJECTED, f"iteration 3: {BIAS}: nothing was saved since", 2, EXPERTS),
+    Case("start_bias@0@1", 2, f"before the first step: {BIAS}: load another", None, EXPERTS),
+    Case(
+        "evaluation@2@1",
+        REJECTED,
+        "evaluation at iteration 2: the loss is not finite on rank 1: the run ends here, and has "
+        "saved iteration 2 last",
+        2,
+        "--distca --pipeline-model-parallel-size 2 --eval-iters 1 --eval-interval 2",
+    ),
+    Case(
+        "evaluation@0@0",
+        REJECTED,
+        "evaluation at iteration 0 on validation set: the loss is not finite on rank 0 (and on 1 "
+        "more): the run ends here, and has saved nothing",
+        None,
+        "--distca --skip-train --eval-iters 1",
+    ),
+    Case(
+        "nothing@0@0",
+        REJECTED,
+        "evaluation at iteration 1: the loss is not finite on rank 0 (and on 1 more): the run ends "
+        "here, and has saved iteration 1 last",
+        1,
+        "--distca --lr 1e12 --lr-warmup-iters 0 --train-iters 1 --eval-iters 1 --eval-interval 1",
+    ),
 )
 
 
@@ -84,9 +118,9 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> str:
     return write_documents(tmp_path_factory.mktemp("data") / "documents", [500, 470, 130] * 20)
 
 
-def train(data: str, folder: Path, poison: str, *flags: str) -> tuple[int, str]:
+def train(data: str, folder: Path | None, poison: str, *flags: str) -> tuple[int, str]:
     given = [*TOKENIZER, *FLAGS, "--train-iters", "4", "--data-path", data]
-    save = ["--save", str(folder), "--save-interval", "2"]
+    save = ["--save", str(folder), "--save-interval", "2"] if folder else []
     return run_script(SCRIPT, 2, [poison, *given, *save, *flags])
 
 
@@ -100,8 +134,18 @@ def test_one_line_says_what_is_not_finite_and_where(case: Case, data: str, tmp_p
     assert "Traceback" not in output
     tracker = tmp_path / "latest_checkpointed_iteration.txt"
     assert (int(tracker.read_text()) if tracker.exists() else None) == case.saved
-    folders = {f"iter_{each:07d}" for each in {2, case.saved} if each and case.saved}
+    folders = {f"iter_{each:07d}" for each in {2, case.saved} if case.saved and each <= case.saved}
     assert {path.name for path in tmp_path.glob("iter_*")} == folders
+
+
+@pytest.mark.parametrize("flags", ["", "--exit-interval 4 --train-iters 6"])
+def test_weights_are_checked_after_the_last_step_that_nothing_saves(flags: str, data: str) -> None:
+    code, output = train(data, None, "moment@4@1", "--distca", *flags.split())
+    errors = re.findall(r"^\[rank \d\] error: (.*)", output, re.MULTILINE)
+    assert len(errors) == 1, output[-3000:]
+    assert errors[0].startswith("after the last iteration: the weight of ")
+    assert "Traceback" not in output
+    assert code == REJECTED
 
 
 @pytest.mark.parametrize("flags", ["", "--distca"])
