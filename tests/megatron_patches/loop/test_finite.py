@@ -85,6 +85,13 @@ CASES = (
         "--distca --lr 1e30",
     ),
     Case("bias@3@1", REJECTED, f"iteration 3: {BIAS}: nothing was saved since", 2, EXPERTS),
+    Case(
+        "bias@2@1",
+        REJECTED,
+        f"after iteration 2: {BIAS}: nothing was saved since",
+        None,
+        f"{EXPERTS} --no-check-for-nan-in-loss-and-grad",
+    ),
     Case("start_bias@0@1", 2, f"before the first step: {BIAS}: load another", None, EXPERTS),
     Case(
         "evaluation@2@1",
