@@ -45,12 +45,12 @@ def latest_iteration(root: str | Path) -> int | None:
     if not text.isdigit():
         raise ValueError(
             f"{tracker} holds {text[:40]!r}, which is no iteration: write one of {root} into it"
-            f"{and_another(root)}"
+            f"{suggest_checkpoint(root)}"
         )
     if not checkpoint_name(root, int(text)).is_dir():
         raise ValueError(
             f"{tracker} names {checkpoint_name(root, int(text))}, which is not there"
-            f"{and_another(root)}"
+            f"{suggest_checkpoint(root)}"
         )
     return int(text)
 
@@ -86,7 +86,7 @@ def replaced_when_whole(path: Path) -> Iterator[IO[str]]:
     os.replace(written, path)
 
 
-def flaw(checkpoint: Path) -> str | None:
+def find_corruption(checkpoint: Path) -> str | None:
     """Names a file of a checkpoint that is missing or cut off; None: none is."""
     try:
         index = _read_index(checkpoint)
@@ -123,12 +123,12 @@ def latest_whole_iteration(root: str | Path, but: int | None = None) -> int | No
     """Returns the latest iteration, but for one, whose checkpoint is whole."""
     names = (path.name.removeprefix("iter_") for path in Path(root).glob("iter_*"))
     for iteration in sorted((int(name) for name in names if name.isdigit()), reverse=True):
-        if iteration != but and flaw(checkpoint_name(root, iteration)) is None:
+        if iteration != but and find_corruption(checkpoint_name(root, iteration)) is None:
             return iteration
     return None
 
 
-def and_another(root: str | Path, but: int | None = None) -> str:
+def suggest_checkpoint(root: str | Path, but: int | None = None) -> str:
     """Returns the end of a message, on which checkpoint to load instead of one."""
     whole = latest_whole_iteration(root, but)
     if whole is None:
@@ -162,10 +162,10 @@ def explaining_loading(root: str | Path, iteration: int | None) -> Iterator[None
         yield
     # Not all that torch and Megatron-LM raise here are Exceptions.
     except BaseException as error:
-        found = flaw(checkpoint) if ours else None
+        found = find_corruption(checkpoint) if ours else None
         if found is not None:
-            raise ValueError(f"{found}{and_another(root, iteration)}") from error
-        what, instead = f"{checkpoint} cannot be loaded", and_another(root, iteration)
+            raise ValueError(f"{found}{suggest_checkpoint(root, iteration)}") from error
+        what, instead = f"{checkpoint} cannot be loaded", suggest_checkpoint(root, iteration)
         if isinstance(error, CheckpointException):
             raise _of_ranks(error, what, instead) from error
         if isinstance(error, CheckpointingException):

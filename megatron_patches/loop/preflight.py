@@ -28,12 +28,12 @@ from megatron_patches.flags.parallel import ParallelSizes
 from megatron_patches.flags.planning import schedule_config
 from megatron_patches.flags.sizes import checkpoint_bytes
 from megatron_patches.loop.checkpoint_folder import (
-    and_another,
     checkpoint_name,
-    flaw,
+    find_corruption,
     latest_iteration,
     names_a_release,
     refuse_lost_tracker,
+    suggest_checkpoint,
 )
 from megatron_patches.loop.save_lock import LOCK, SaveLock
 from megatron_patches.loop.saved_arguments import check_model, saved_arguments
@@ -120,9 +120,9 @@ def check_checkpoint(args: Namespace) -> None:
         return
     path = checkpoint_name(args.load, iteration)
     if (path / ".metadata").exists():
-        found = flaw(path)
+        found = find_corruption(path)
         if found is not None:
-            raise ValueError(f"{found}{and_another(args.load, iteration)}")
+            raise ValueError(f"{found}{suggest_checkpoint(args.load, iteration)}")
         common = read_common_state(path)
         of_run = saved_arguments(common)
         check_model(of_run, args, str(path))
@@ -241,9 +241,14 @@ def lock_save(args: Namespace, environment: Mapping[str, str]) -> SaveLock:
         raise _unusable(f"--save {folder}", error) from error
     needed = checkpoint_bytes(args)
     if free < needed:
+        left = [path for path in sorted(folder.glob("iter_*")) if find_corruption(path)]
+        room = "make room, or give another folder"
+        if left:
+            names = ", ".join(path.name for path in left)
+            room = f"remove what saves that failed have left ({names}), or give another folder"
         raise ValueError(
             f"--save {folder} has {free / 1e9:.2f} GB free, but a checkpoint of this model takes "
-            f"at least {needed / 1e9:.2f} GB: make room, or give another folder"
+            f"at least {needed / 1e9:.2f} GB: {room}"
         )
     return lock
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from megatron_patches.loop.checkpoint_folder import (
     TRACKER,
     checkpoint_name,
-    flaw,
+    find_corruption,
     latest_iteration,
 )
 from support.pretraining import LOSS, descendants, start
@@ -122,7 +122,7 @@ class Storm:
         assert kill is not None or process.returncode == 0, self.printed[-1][-3000:]
         latest = latest_iteration(self.save)
         if latest is not None:
-            assert flaw(checkpoint_name(self.save, latest)) is None
+            assert find_corruption(checkpoint_name(self.save, latest)) is None
 
     def go_back_to(self, iteration: int) -> None:
         """Lets the job go on from an older checkpoint; newer ones are in its way."""

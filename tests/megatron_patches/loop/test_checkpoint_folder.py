@@ -20,7 +20,7 @@ from megatron_patches.loop.checkpoint_folder import (
     checkpoint_name,
     explaining_loading,
     explaining_saving,
-    flaw,
+    find_corruption,
     latest_iteration,
     latest_whole_iteration,
     replaced_when_whole,
@@ -49,11 +49,11 @@ def cut(file: Path) -> None:
 @pytest.mark.parametrize("harm", [cut, Path.unlink], ids=["cut off", "missing"])
 @pytest.mark.parametrize("name", ["__0_0.distcp", "common.pt", ".metadata", "metadata.json"])
 def test_a_file_that_is_not_whole_is_named_with_the_checkpoint_to_load(folder, name, harm) -> None:
-    assert flaw(checkpoint_name(folder, 6)) is None
+    assert find_corruption(checkpoint_name(folder, 6)) is None
     assert latest_whole_iteration(folder) == 6
     file = checkpoint_name(folder, 6) / name
     harm(file)
-    found = flaw(checkpoint_name(folder, 6))
+    found = find_corruption(checkpoint_name(folder, 6))
     assert found is not None
     assert (name if harm is Path.unlink else str(file.parent)) in found
     assert ("missing" in found) == (harm is Path.unlink)
@@ -185,7 +185,7 @@ def test_a_disk_that_is_full_on_one_rank_is_named(ranks, tmp_path) -> None:
     # Where only the first rank knows, the other leaves it to that one.
     assert "cannot be saved" in found[1]
     assert latest_iteration(save) == 2
-    assert flaw(checkpoint_name(save, 2)) is None
+    assert find_corruption(checkpoint_name(save, 2)) is None
     # Megatron-LM leaves what was written, which nothing takes for a checkpoint.
-    assert flaw(checkpoint_name(save, 4)) is not None
+    assert find_corruption(checkpoint_name(save, 4)) is not None
     assert latest_whole_iteration(save) == 2

@@ -50,6 +50,16 @@ def test_a_checkpoint_needs_its_room_from_the_start(tmp_path, monkeypatch) -> No
         lock_save(args, {})
 
 
+def test_what_a_failed_save_has_left_is_named_where_room_is_missing(tmp_path, monkeypatch) -> None:
+    args = parse("--save", str(tmp_path))
+    write_checkpoint(tmp_path, args, 2)
+    (tmp_path / "iter_0000004").mkdir()
+    (tmp_path / "iter_0000004" / "__0_0.distcp").write_bytes(bytes(1000))
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=1))
+    with pytest.raises(ValueError, match=r"saves that failed have left \(iter_0000004\), or give"):
+        lock_save(args, {})
+
+
 @pytest.mark.parametrize(
     ("flags", "each"),
     [
