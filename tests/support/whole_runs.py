@@ -87,6 +87,8 @@ def whole_run(flags: Sequence[str]) -> RunSeen:
         mock.patch.object(upstream, "build_data", build_data),
         _noting(seen),
     ):
+        # A rank that stays alive may have threads of a failed run before.
+        before = set(threading.enumerate())
         try:
             try:
                 upstream.pretrain(launcher)
@@ -95,7 +97,9 @@ def whole_run(flags: Sequence[str]) -> RunSeen:
                 if end.code:
                     raise
             seen.threads_left = [
-                each.name for each in threading.enumerate() if each.name.startswith("distca")
+                each.name
+                for each in set(threading.enumerate()) - before
+                if each.name.startswith("distca")
             ]
         except BaseException:
             for iterators in data:
