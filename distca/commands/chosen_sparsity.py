@@ -221,7 +221,7 @@ def _configurator(
 
 
 def _chosen(args: argparse.Namespace, configurator: Configurator) -> Configuration:
-    """Returns the choice within the flags' bound, which is told."""
+    """Returns the choice within the flags' bound, and logs it."""
     if args.max_ttft is not None:
         found = configurator.least_degraded(args.max_ttft)
     else:

@@ -313,7 +313,7 @@ def _status(why: str | None) -> int:
 def _settings(
     args: argparse.Namespace, served: Any, nodes: Nodes, roles: Any, gpus: int, chain: Any
 ) -> Any:
-    """Returns the settings of the engine, alike on all machines.
+    """Returns the settings of the engine, which are the same on all machines.
 
     Raises:
         ValueError: the flags don't fit the model or this machine.

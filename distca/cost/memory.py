@@ -82,8 +82,7 @@ def aligned(nbytes: Any) -> Any:
 
 
 def merge_bytes(members: Int64s, shape: AttentionShape) -> Int64s:
-    """Returns the bytes of temporaries for merging so many partial rows: see
-    `distca.attention.merge`.
+    """Returns the bytes of temporaries for merging partial rows: see `distca.attention.merge`.
 
     torch allocates the results, sums of the rows that they make, as it does those of kernels.
     """

@@ -3,7 +3,7 @@ call takes, and of how many parts its results are made.
 
 The runtime makes its row indices of it (`distca.runtime.exchange`); buffers (`distca.cost.memory`)
 and copies (`distca.simulate.copies`) count its rows. Who sends how many to whom is
-`Segments.moved`, of which `distca.cost.volume` makes bytes and the runtime its messages.
+`Segments.moved`. `distca.cost.volume` counts its bytes, and the runtime makes messages from it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class PartialRows:
 
     Attributes:
         parts: partial rows.
-        shared: rows of which there are several parts, which merge.
+        shared: rows that have several parts. Merging adds these up.
         members: parts of the shared rows.
     """
 

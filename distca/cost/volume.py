@@ -100,8 +100,10 @@ class AttentionShape:
             )
 
     def scattered(self, groups: int) -> AttentionShape:
-        """Returns the shape of one of so many head groups that each have a server; where they
-        outnumber the key-value heads several have the same one."""
+        """Returns the shape of one head group, where each group has a server of its own.
+
+        If groups outnumber the key-value heads, several groups share a head.
+        """
         return replace(self, heads=self.heads // groups, kv_heads=max(self.kv_heads // groups, 1))
 
     @property

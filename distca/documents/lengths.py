@@ -194,7 +194,7 @@ def draw(distribution: LengthDistribution, total_tokens: int, seed: int) -> Int6
 
 
 def check_tokens(total: int) -> None:
-    """Refuses numbers of tokens of which no documents can be drawn.
+    """Refuses a number of tokens that cannot be drawn as documents.
 
     Raises:
         ValueError: it is not positive, or more than can be planned.

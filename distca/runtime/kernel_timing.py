@@ -63,7 +63,7 @@ class KernelTimer:
     def seconds(self, q_len: int, kv_len: int, causal: bool, budget: float = 0.1) -> float:
         """Measures the seconds that one more task adds to a call which keeps the device busy.
 
-        Where so many tasks have more rows than a call, it is a task's part of the largest call.
+        If a call has too few rows to keep the device busy, it is a task's part of the largest call.
 
         Args:
             q_len: query rows of the task.

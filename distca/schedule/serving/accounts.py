@@ -19,7 +19,7 @@ NewBlocks = Mapping[tuple[int, int], Sequence[int]]
 
 
 def block_bytes(shape: AttentionShape, layers: int, block_size: int) -> int:
-    """Returns the bytes of a block: keys and values of so many rows in all layers."""
+    """Returns the bytes of a block: keys and values of `block_size` rows in all layers."""
     elements = 2 * layers * block_size * shape.kv_heads * shape.head_dim
     return elements * shape.dtype_bytes
 

@@ -35,7 +35,7 @@ class PrefillTimes(Protocol):
         ...
 
     def seconds(self, degree: int, cached: int, tokens: int) -> float:
-        """Returns the seconds of so many new tokens after so many cached ones."""
+        """Returns the seconds to prefill new tokens after cached ones."""
         ...
 
     def tokens_within(self, degree: int, cached: int, seconds: float) -> int:

@@ -177,15 +177,17 @@ class SplitLayer:
         )
 
     def embedding_bytes(self, rows: Int64s) -> PlanBytes:
-        """Returns the bytes of the sums of embeddings, of which each rank looks up its part of the
-        vocabulary: one at most is not zero, so they need no float32."""
+        """Returns the bytes of reducing embeddings; each rank looks up its part of the vocabulary.
+
+        At most one rank's value is not zero, so the sums need no float32.
+        """
         between, within = gathered_rows(rows, self.ranks_per_node)
         row = self.hidden_size * self.dtype_bytes
         sizes = {"embeddings": within.T * row, "embeddings between nodes": between.T * row}
         return _plan_bytes(sizes)
 
     def chosen(self, choice: LayoutChoice, tokens: int) -> Layout:
-        """Returns the layout of a prefill of so many tokens."""
+        """Returns the layout of a prefill by its number of tokens."""
         if choice == "sp-ntp" or choice == "sp-tp":
             return choice
         if choice == "paper":
