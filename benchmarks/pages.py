@@ -1,13 +1,23 @@
-"""Pages of Markdown on which benchmarks report."""
+"""Pages of Markdown on which benchmarks report.
+
+python benchmarks/pages.py --check    # pages whose code has changed since they were made
+"""
 
 from __future__ import annotations
 
+import argparse
 import json
 import shlex
 import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1]))  # as benchmarks/__init__.py says
+
+from benchmarks import sources
+
+RESULTS = Path(__file__).parent / "results"
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[object]], rule: str = "---") -> str:
@@ -38,17 +48,46 @@ def typed(script: str, launcher: str = "python") -> str:
     return " ".join([launcher, script, shlex.join(words)]).rstrip()
 
 
-def save(folder: Path, name: str, page: str, figures: Any = None) -> None:
+def write(path: Path, page: str, script: str) -> None:
+    """Writes a page, which ends with a mark of the code that made it.
+
+    Args:
+        path: file of the page.
+        page: Markdown.
+        script: `__file__` of the script that makes it.
+    """
+    path.write_text(f"{page.rstrip()}\n\n{sources.mark(Path(script))}\n", encoding="utf-8")
+
+
+def save(folder: Path, name: str, page: str, script: str, figures: Any = None) -> None:
     """Writes `NAME.md`, and `NAME.json` where there are figures, and prints the page.
 
     Args:
         folder: folder of the files; made if need be.
         name: name of the files.
         page: Markdown, without a newline at the end.
+        script: `__file__` of the script that makes it.
         figures: what JSON can hold.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / f"{name}.md").write_text(page + "\n")
+    write(folder / f"{name}.md", page, script)
     if figures is not None:
         (folder / f"{name}.json").write_text(json.dumps(figures, indent=1) + "\n")
     print(page)
+
+
+def main() -> None:
+    """Lists the stored pages that may be stale; that is a note, so the exit status is 0."""
+    parser = argparse.ArgumentParser(description=main.__doc__, allow_abbrev=False)
+    parser.add_argument("--check", action="store_true", required=True)
+    parser.parse_args()
+    changed, unmarked = sources.stale_pages(RESULTS)
+    for name in changed:
+        print(f"{name}: code that it depends on has changed since it was made")
+    for name in unmarked:
+        print(f"{name}: made before pages had digests")
+    print(f"{len(changed)} pages may be stale, {len(unmarked)} have no digest")
+
+
+if __name__ == "__main__":
+    main()

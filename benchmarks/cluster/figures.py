@@ -11,49 +11,53 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.cluster.report import K, Options, Report, table
-from benchmarks.cluster.sweep import Runner, Unit, mean
+from benchmarks.cluster.report import K, Options, Report, share_that_fits, table
+from benchmarks.cluster.sweep import Case, Runner, Unit, batch, mean
 from distca.cost.model_sizes import MODELS
 from distca.palette import SKY_BLUE, VERMILION, colour_in_turn
+from distca.plan.plan import max_over_mean
+from distca.plan.span import Int64s
 from distca.simulate import CLUSTERS, DISTCA_SYSTEMS, Ablation, Candidate, ModelCosts
+from distca.simulate.bins import BaselineLayout, Bins
+
+PER_DOCUMENT = {"wlb-llm": "kept", "per-document-cp": "gathered anew"}
+"""Systems of Figure 3, by what becomes of gathered keys until the backward pass. All ranks are one
+group, in which WLB-LLM packs nothing: it is per-document CP that keeps the keys."""
 
 
 def figure_3(runner: Runner, options: Options) -> Report:
     """Sweeps per-document CP over all nodes: time and memory of the all-gather."""
     nodes = [2, 4, 8, 16, 32]
     units = {
-        count: Unit(
+        (count, system): Unit(
             options.case("llama-8b", "pretrain", 128, count, 8 * count),
-            Candidate("per-document-cp", 8, 1, 1, count, 1),
+            Candidate(system, 8, 1, 1, count, 1),
         )
         for count in nodes
+        for system in PER_DOCUMENT
     }
     costs = ModelCosts(MODELS["llama-8b"], CLUSTERS["dgx-h200"], 8)
-    rows = []
-    for count, mine in runner.over_batches(units, options.batches, "fig3").items():
-        memory = mean(mine, "memory_gb")
+    results = runner.over_batches(units, options.batches, "fig3")
+    rows: list[dict[str, Any]] = []
+    for count in nodes:
+        row: dict[str, Any] = {"nodes": count}
+        of_both = {title: results[count, system] for system, title in PER_DOCUMENT.items()}
+        for title, mine in of_both.items():
+            row[f"all-gather share, {title}"] = mean(mine, "gathering")
         gathered = (count - 1) * 128 * K * 32 * costs.shape.kv_row_bytes
-        rows.append(
-            {
-                "nodes": count,
-                "all-gather share": mean(mine, "gathering"),
-                "gathered keys share of memory": gathered / 1e9 / memory,
-                "GB": memory,
-                "fits": all(r["fits"] for r in mine),
-            }
-        )
+        row["gathered keys share of memory"] = gathered / 1e9 / mean(of_both["kept"], "memory_gb")
+        for title, mine in of_both.items():
+            row[f"GB, {title}"] = mean(mine, "memory_gb")
+            row[f"fits, {title}"] = share_that_fits(mine)
+        rows.append(row)
 
     def draw(figure: Any) -> None:
         figure.set_size_inches(7, 4)
         axes = figure.subplots()
         colour_in_turn(axes)
-        axes.plot(nodes, [r["all-gather share"] for r in rows], "o-", label="all-gather, of time")
-        axes.plot(
-            nodes,
-            [r["gathered keys share of memory"] for r in rows],
-            "s-",
-            label="gathered keys, of memory",
-        )
+        lines = [f"all-gather share, {title}" for title in PER_DOCUMENT.values()]
+        for name, marker in zip((*lines, "gathered keys share of memory"), "ods", strict=True):
+            axes.plot(nodes, [r[name] for r in rows], f"{marker}-", label=name)
         axes.plot([2, 32], [0.03, 0.40], "x", label="paper: all-gather")
         axes.plot([2, 16], [0.03, 0.30], "+", label="paper: gathered keys")
         axes.set(xlabel="nodes (CP)", ylabel="share", xscale="log", ylim=(0, None))
@@ -61,46 +65,61 @@ def figure_3(runner: Runner, options: Options) -> Report:
         axes.legend()
 
     text = [
-        "Llama-8B, TP 8, 128K tokens a node, CP over all nodes, Pretrain. Paper: the all-gather's "
-        "share rises from 3% on 2 nodes to nearly 40% on 32; the keys' share of memory from 3% on "
-        "2 to almost 30% on 16.",
+        f"Llama-8B, TP 8, 128K tokens a node, CP over all nodes, Pretrain, {options.counted}. "
+        "Paper: the all-gather's share rises from 3% on 2 nodes to nearly 40% on 32; the keys' "
+        "share of memory from 3% on 2 to almost 30% on 16.",
         "",
         *table(rows),
         "",
-        "The gathered keys and values of all layers are kept for the backward pass, as the paper's "
-        "share of memory implies.",
+        "*Kept*: the gathered keys and values of all layers stay until the backward pass, as the "
+        "paper's share of memory implies. *Gathered anew*: Transformer Engine keeps its own part "
+        "alone and gathers the others a second time, which doubles the all-gathers of the "
+        "backward pass.",
     ]
     return Report("Per-document context parallelism (Figure 3)", rows, text, draw)
+
+
+PACKED_MICRO_BATCHES = 4
+"""Micro-batches of each replica in Figure 4."""
 
 
 def figure_4(runner: Runner, options: Options) -> Report:
     """Sweeps variable-length packing: imbalance of memory, and the idle time that is left."""
     units = {
         (context, data): Unit(
-            options.case("llama-8b", "pretrain", context, 512 * data // context, 8 * data),
-            Candidate("wlb-llm", 8, 1, data, 1, 4),
+            replace(
+                options.case("llama-8b", "pretrain", context, 512 * data // context, 8 * data),
+                recompute="mlp",
+            ),
+            Candidate("wlb-llm", 8, 1, data, 1, PACKED_MICRO_BATCHES),
         )
         for context in (128, 256, 512)
         for data in (2, 4, 8, 16)
     }
     rows = []
     for (context, data), mine in runner.over_batches(units, options.batches, "fig4").items():
+        case = units[context, data].case
+        tokens = [packed_tokens(case, data, seed) for seed in range(options.batches)]
         rows.append(
             {
                 "longest": f"{context}K",
                 "DP": data,
-                "memory, busiest over least": float(
-                    np.mean([r["memory_gb"] / r["least_memory_gb"] for r in mine])
+                "a replica's tokens, max/mean": float(
+                    np.mean([max_over_mean(each.sum(axis=1)) for each in tokens])
+                ),
+                "a micro-batch's tokens, max/mean": float(
+                    np.mean([max_over_mean(each) for each in tokens])
                 ),
                 "idle": mean(mine, "idle"),
+                "GB": max(r["memory_gb"] for r in mine),
+                "fits": share_that_fits(mine),
             }
         )
+    names = ("a replica's tokens, max/mean", "idle")
 
     def draw(figure: Any) -> None:
         figure.set_size_inches(10, 4)
-        for axes, name in zip(
-            figure.subplots(1, 2), ("memory, busiest over least", "idle"), strict=True
-        ):
+        for axes, name in zip(figure.subplots(1, 2), names, strict=True):
             colour_in_turn(axes)
             for context in ("128K", "256K", "512K"):
                 of_one = [r for r in rows if r["longest"] == context]
@@ -108,70 +127,128 @@ def figure_4(runner: Runner, options: Options) -> Report:
             axes.set(xlabel="DP", ylabel=name)
             axes.legend()
 
+    longest = [r for r in rows if r["longest"] == "512K"]
+    most = ", ".join(f"{r[names[0]]:.2f}" for r in longest)
     text = [
-        "Llama-8B, TP 8, no context parallelism; 512K tokens a node in 4 micro-batches of 128K, "
-        "the batch grows with DP. Paper: at 512K balance needs 1.08 to 1.17 times the memory on "
-        "some ranks; idle time at 512K is 19% at DP 4 and 55% at DP 8. (It does not say how large "
-        "the batch is. With less, such as 128K tokens a node, a document of 512K is a good part "
-        "of it or all, and nothing can balance that; with much more there is little to balance.)",
+        "Llama-8B, TP 8, no context parallelism, MLPs recomputed as in the paper's public "
+        f"experiments; 512K tokens a node in {PACKED_MICRO_BATCHES} micro-batches of 128K on "
+        f"average, the batch grows with DP; {options.counted}. Paper: at 512K balance needs 1.08 "
+        "to 1.17 times the activation memory on some ranks; idle time at 512K is 19% at DP 4 and "
+        "55% at DP 8. (It does not say how large the batch is. With less, such as 128K tokens a "
+        "node, a document of 512K is a good part of it or all, and nothing can balance that; with "
+        "much more there is little to balance.)",
         "",
         *table(rows),
         "",
-        "Memory is the largest of a GPU over the smallest, weights and optimizer included. Bins "
-        "may be as large as memory allows here, where that balances the work, and a long document "
-        "lies on one rank in any case: so it differs by more than in the paper, whose packing "
-        "keeps to a cap.",
+        f"Activations grow with tokens alone, so the tokens of the replica that has most, over "
+        f"the mean, are the paper's divergence of memory: {most} at 512K. A replica runs its "
+        "micro-batches one after the other, so that the largest of them sets its peak, which "
+        "differs by more: a long document lies in one micro-batch in any case. *GB* is the "
+        "largest peak of a GPU in any batch, weights and optimizer included; *fits* says in how "
+        "many batches no GPU runs out of memory. Where few or none fit, ratio and idle time are "
+        "of a job that these GPUs cannot run.",
     ]
     return Report("Variable-length packing (Figure 4)", rows, text, draw)
 
 
+def packed_tokens(case: Case, data_parallel: int, seed: int) -> Int64s:
+    """Returns the tokens of each micro-batch that WLB-LLM packs, int64 `[replicas, micro-batches]`.
+
+    Args:
+        case: workload and its documents.
+        data_parallel: number of replicas, each a tensor-parallel group of 8.
+        seed: number of the batch.
+    """
+    costs = case.workload.costs(8)
+    lengths = np.concatenate(batch(case, seed))
+    layout = BaselineLayout(1, data_parallel, 1, PACKED_MICRO_BATCHES)
+    attention = costs.cluster.attention_cost(costs.shape)
+    return Bins.of("wlb-llm", lengths, layout, costs, attention).tokens[:, :, 0]
+
+
 def figure_6(runner: Runner, options: Options) -> Report:
-    """Compares DP and CP of WLB-LLM on 64 GPUs and 512K."""
-    case = options.case("llama-8b", "pretrain", 512, 2, 64)
+    """Compares DP and CP of WLB-LLM on 64 GPUs, with 1M tokens of documents up to three lengths."""
     units = {
-        (data, 8 // data, number): Unit(case, Candidate("wlb-llm", 8, 1, data, 8 // data, number))
+        (context, data, number): Unit(
+            options.case("llama-8b", "pretrain", context, 1024 // context, 64),
+            Candidate("wlb-llm", 8, 1, data, 8 // data, number),
+        )
+        for context in (128, 256, 512)
         for data in (1, 2, 4, 8)
         for number in (1, 2, 4)
     }
-    rows = []
+    rows: list[dict[str, Any]] = []
     results = runner.over_batches(units, options.batches, "fig6")
-    for (data, context, micro_batches), mine in results.items():
-        fits = all(r["fits"] for r in mine)
+    for (context, data, micro_batches), mine in results.items():
         rows.append(
             {
+                "longest": f"{context}K",
                 "DP": data,
-                "CP": context,
+                "CP": 8 // data,
                 "micro-batches": micro_batches,
                 "tokens/s": sum(r["tokens"] for r in mine) / sum(r["seconds"] for r in mine),
                 "idle": mean(mine, "idle"),
                 "GB": max(r["memory_gb"] for r in mine),
-                "memory": "fits" if fits else "OOM",
+                "fits": share_that_fits(mine),
             }
         )
+    best = [_best_number(rows, key) for key in dict.fromkeys((r["longest"], r["DP"]) for r in rows)]
 
     def draw(figure: Any) -> None:
-        figure.set_size_inches(8, 4)
-        axes = figure.subplots()
-        colours = [SKY_BLUE if r["memory"] == "fits" else VERMILION for r in rows]
-        axes.bar(range(len(rows)), [r["tokens/s"] for r in rows], color=colours)
-        names = [f"DP{r['DP']}\nCP{r['CP']}\nM{r['micro-batches']}" for r in rows]
-        axes.set_xticks(range(len(rows)), names, fontsize=8)
-        axes.set(ylabel="tokens/s", title="red: out of memory")
+        figure.set_size_inches(10, 4)
+        for axes, longest in zip(figure.subplots(1, 3), ("128K", "256K", "512K"), strict=True):
+            mine = [r for r in best if r["longest"] == longest]
+            colours = [SKY_BLUE if fits_always(r) else VERMILION for r in mine]
+            axes.bar(range(len(mine)), [r["tokens/s"] for r in mine], color=colours)
+            axes.set_xticks(range(len(mine)), [f"DP{r['DP']}\nCP{r['CP']}" for r in mine])
+            axes.set(title=f"{longest}; red: out of memory", ylabel="tokens/s")
 
     text = [
-        "Llama-8B, 2 sequences of 512K, Pretrain. Paper: more CP reduces imbalance, costs "
-        "throughput and risks running out of memory; more DP brings severe imbalance.",
+        f"Llama-8B, 64 GPUs, TP 8, Pretrain, a million tokens in each batch, {options.counted}. "
+        "Paper (512K): more CP reduces imbalance, costs throughput and risks running out of "
+        "memory; more DP brings severe imbalance.",
+        "",
+        *(_optimum(best, longest) for longest in ("128K", "256K", "512K")),
         "",
         *table(rows),
         "",
-        "The imbalance that more DP brings is here, too, but the most CP is the fastest: in two "
-        "sequences of 512K a few documents have most of the work, so that ranks of small groups "
-        "are idle while they wait for those; and a long document's activations lie on one rank "
-        "then, which has no room for them. What CP costs is as in Figure 3 on 8 nodes, with an "
-        "all-gather at the links' full speed. The paper's collectives are measured, and it does "
-        "not say how much of their time was lost to launches and to ranks that came late.",
+        "A row fits if all its batches do. With documents of up to 512K two of them have most of "
+        "a batch's work, so ranks of small groups are idle while they wait for these, and a long "
+        "document's activations lie on one rank, which has no room for them: the most CP is best. "
+        "The paper's collectives are measured, and it does not say how much of their time was lost "
+        "to launches and to ranks that came late.",
     ]
     return Report("WLB-LLM: DP against CP on 64 GPUs (Figure 6)", rows, text, draw)
+
+
+def fits_always(row: dict[str, Any]) -> bool:
+    """Returns whether all batches of a row fit in memory."""
+    fitting, of = row["fits"].split(" of ")
+    return bool(fitting == of)
+
+
+def _best_number(rows: list[dict[str, Any]], key: tuple[str, int]) -> dict[str, Any]:
+    """The row with the fastest number of micro-batches for a length and DP; one that fits, if any
+    does."""
+    mine = [r for r in rows if (r["longest"], r["DP"]) == key]
+    return max(mine, key=lambda r: (fits_always(r), r["tokens/s"]))
+
+
+def _optimum(best: list[dict[str, Any]], longest: str) -> str:
+    """Says which DP and CP are fastest for a length, and whether that is the paper's shape."""
+    mine = [r for r in best if r["longest"] == longest]
+    able = [r for r in mine if fits_always(r)]
+    fastest = max(able, key=lambda r: r["tokens/s"])
+    inside = fastest["DP"] not in (mine[0]["DP"], mine[-1]["DP"])
+    speeds = ", ".join(
+        f"DP {r['DP']} CP {r['CP']} {r['tokens/s'] / 1e3:.1f}k"
+        + ("" if fits_always(r) else " (out of memory)")
+        for r in mine
+    )
+    shape = (
+        "an optimum between the extremes, as in the paper" if inside else "no optimum between them"
+    )
+    return f"* Up to {longest}: {speeds} tokens/s; DP {fastest['DP']} is fastest: {shape}."
 
 
 ABLATED = [("llama-8b", 8, 8), ("llama-8b", 8, 16), ("llama-34b", 4, 8), ("llama-34b", 4, 16)]
@@ -219,8 +296,8 @@ def figure_11(runner: Runner, options: Options) -> Report:
         axes.legend()
 
     text = [
-        "Pretrain up to 128K. Paper: DistCA takes nearly as long as signal, but for 8B on 8 nodes; "
-        "single-stream takes 10 to 17% longer.",
+        f"Pretrain up to 128K, {options.counted}. Paper: DistCA takes nearly as long as signal, "
+        "but for 8B on 8 nodes; single-stream takes 10 to 17% longer.",
         "",
         *table(rows),
         "",
@@ -240,8 +317,8 @@ def _against_exception(rows: list[dict[str, Any]]) -> list[str]:
         f"The paper's exception does not appear here: 8B on 8 nodes is at most {max(theirs):.1%} "
         f"above signal, the others up to {max(others):.1%}. The paper says that there is too "
         "little compute to hide behind; but with the same tokens in all, a GPU of 8 nodes has "
-        "twice the compute of one of 16. Links have their full speed here, whatever the sizes of "
-        "messages."
+        "twice the compute of one of 16. Links have the same share of their speed here, whatever "
+        "the sizes of messages."
     ]
 
 
@@ -293,8 +370,9 @@ def figure_12(runner: Runner, options: Options) -> Report:
         axes[0][0].legend()
 
     text = [
-        "Pretrain up to 128K. Paper: 8B stays flat from 0 to 0.20; 34B is slower below 0.10; from "
-        "0 to 0.15 the communication falls by 20 to 25%; beyond, the time rises.",
+        f"Pretrain up to 128K, {options.counted}. Paper: 8B stays flat from 0 to 0.20; 34B is "
+        "slower below 0.10; from 0 to 0.15 the communication falls by 20 to 25%; beyond, the time "
+        "rises.",
         "",
         *table(rows),
         "",

@@ -8,23 +8,24 @@
   distributions: WLB-LLM in its ideal form, swept over DP, CP, micro-batches (and PP in 4D), against
   the paper's greedy scheduler and against tiles, swept over the same without CP. Plain Megatron,
   its kinds of context parallelism, and WLB-LLM as the paper's authors ran it (`wlb-llm-paper`)
-  stand beside them. All are charged alike, as `distca.simulate.charges` says; `--baseline-ideal`
-  charges nothing, as all figures do.
+  stand beside them.
 * **table3_any**, **table4_any**: the same jobs with any TP and PP of up to 8.
 * **fig3**: per-document CP: share of the all-gather, and of gathered keys in memory.
-* **fig4**: variable-length packing: memory it needs, and idle time that is left.
-* **fig6**: DP against CP for WLB-LLM, 64 GPUs, 512K.
+* **fig4**: variable-length packing: activation memory it needs, and idle time that is left.
+* **fig6**: DP against CP for WLB-LLM, 64 GPUs, 128K to 512K.
 * **fig11**: signal and single-stream. **fig12**: the tolerance.
 * **appendix**: the bound of Appendix A.
 * **chains**: beyond the paper: micro-batches smaller than a document (`--distca-chain`).
 * **beyond**: as table3_any, jobs that the paper has not: 1M tokens, 70B, experts, windows.
 * **today**: so a job of each kind of today's models, also with chunks and latents.
 
-Every experiment writes `NAME.csv`, `NAME.md` and (but for the last two) `NAME.png`. All iterations
-that were simulated are kept in `runs.jsonl`: an interrupted run goes on where it stopped. The model
-(see `distca/simulate`) and the documents (see `sweep.py`) differ from the paper's. With
-`--published DIR` the lengths are published ones (see `../plans/schedulers.py`), the attention
-kernel's rate is that of `DIR/attention_forward_h100.csv`, and the files are `NAME_published.*`.
+In all of them all systems are charged alike, as `distca.simulate.charges` says; with
+`--baseline-ideal` nothing is charged, and the files are `NAME_ideal.*`. Every experiment writes
+`NAME.csv`, `NAME.md` and, but for appendix and chains, `NAME.png`. All iterations that were
+simulated are kept in `runs.jsonl`: an interrupted run goes on where it stopped. The model (see
+`distca/simulate`) and the documents (see `sweep.py`) differ from the paper's. With `--published
+DIR` the lengths are published ones (see `../plans/schedulers.py`), the attention kernel's rate is
+that of `DIR/attention_forward_h100.csv`, and the files are `NAME_published.*`.
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2]))  # as benchmarks/__init__.py says
 
+from benchmarks import pages
 from benchmarks.cluster.figures import (
     appendix,
     chains,
@@ -93,7 +95,7 @@ def write(name: str, report: Report, folder: Path, command: str, documents: str)
         report.draw(figure)
         figure.savefig(folder / f"{name}.png", dpi=80)
         lines += ["", f"![{report.title}]({name}.png)"]
-    (folder / f"{name}.md").write_text("\n".join(lines) + "\n")
+    pages.write(folder / f"{name}.md", "\n".join(lines), __file__)
     print("\n".join(lines))
 
 
@@ -116,9 +118,7 @@ def main() -> None:
     )
     parser.add_argument("--documents", nargs="+", default=DOCUMENTS, choices=DOCUMENTS)
     parser.add_argument("--published", type=Path, metavar="DIR")
-    parser.add_argument(
-        "--baseline-ideal", action="store_true", help="charge nothing in table3 and table4"
-    )
+    parser.add_argument("--baseline-ideal", action="store_true", help="charge nothing")
     parser.add_argument(
         "--papers-documents",
         action="store_true",

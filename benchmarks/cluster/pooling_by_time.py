@@ -138,7 +138,7 @@ def main() -> None:
             pages.table(head, lines),
         ]
     )
-    pages.save(args.output, "pooling_by_time", report)
+    pages.save(args.output, "pooling_by_time", report, __file__)
 
 
 if __name__ == "__main__":

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from benchmarks import pages
 from benchmarks.cluster.sweep import Case
-from distca.simulate import PUBLISHED
+from distca.simulate import PUBLISHED, UNCHARGED
 
 K = 1024
 
@@ -47,19 +47,23 @@ class Options:
     papers_documents: bool = False
 
     def case(self, model: str, documents: str, context: int, sequences: int, gpus: int) -> Case:
-        """A case in which nothing is charged."""
+        """A case with the published charges, but for `--baseline-ideal`."""
         return Case(
             *(model, documents, context * K, sequences, gpus),
             published=self.published,
+            charges=UNCHARGED if self.baseline_ideal else PUBLISHED,
             papers_way=self.papers_documents,
         )
 
-    def charged_case(
-        self, model: str, documents: str, context: int, sequences: int, gpus: int
-    ) -> Case:
-        """A case with the published charges, but for `--baseline-ideal`."""
-        case = self.case(model, documents, context, sequences, gpus)
-        return case if self.baseline_ideal else replace(case, charges=PUBLISHED)
+    @property
+    def counted(self) -> str:
+        """The number of batches, in words."""
+        return f"means of {self.batches} batches" if self.batches > 1 else "one batch"
+
+
+def share_that_fits(rows: Sequence[dict[str, Any]]) -> str:
+    """Says in how many batches no GPU runs out of memory."""
+    return f"{sum(row['fits'] for row in rows)} of {len(rows)}"
 
 
 def table(rows: Sequence[dict[str, Any]]) -> list[str]:

@@ -16,6 +16,7 @@ import numpy as np
 from tqdm import tqdm
 
 from benchmarks.published_lengths import papers, published
+from benchmarks.sources import digest_of_script
 from distca.cost.model_sizes import MODELS
 from distca.documents.lengths import (
     Capped,
@@ -42,6 +43,8 @@ from distca.simulate.costs import Recompute
 from distca.simulate.search import Trial
 
 Key = TypeVar("Key")
+PROGRAM = "benchmarks/cluster/sweep.py"
+"""What makes batches and plans and simulates them, with all that it imports."""
 
 
 @dataclass(frozen=True)
@@ -146,7 +149,7 @@ class Unit:
         """Digest of all that the result depends on, with the program and published lengths."""
         case = self.case
         lengths = digest_of(case.published_lengths) if case.published else ""
-        what = [asdict(self), asdict(case.workload), sources(), lengths]
+        what = [asdict(self), asdict(case.workload), digest_of_script(PROGRAM), lengths]
         return hashlib.sha1(json.dumps(what, sort_keys=True).encode()).hexdigest()
 
     def run(self) -> dict[str, Any]:
@@ -157,7 +160,6 @@ class Unit:
         return {
             "key": self.key,
             **asdict(Trial.of(outcome)),
-            "least_memory_gb": float(outcome.memory_bytes.min()) / 1e9,
             "gathering": float(outcome.gathering.mean()) / outcome.seconds,
             "computed_max_over_mean": float(outcome.computed.max() / outcome.computed.mean()),
             "gb": float(sent.sum()) / 1e9,
@@ -171,23 +173,10 @@ def batch(case: Case, seed: int) -> list[Int64s]:
     return case.batch(seed)
 
 
-@lru_cache(maxsize=1)
-def sources() -> str:
-    """Digest of the program that makes batches and plans, and simulates them."""
-    root = Path(__file__).parents[2]
-    floors = ("plan", "documents", "cost", "schedule", "simulate")
-    folders = [root / "distca" / name for name in floors]
-    files = [path for folder in folders for path in sorted(folder.rglob("*.py"))]
-    return digest_of(*files, root / "benchmarks" / "published_lengths.py", Path(__file__))
-
-
 @lru_cache(maxsize=16)
-def digest_of(*paths: Path) -> str:
-    """Digest of the contents of files."""
-    digest = hashlib.sha1()
-    for path in paths:
-        digest.update(path.read_bytes())
-    return digest.hexdigest()
+def digest_of(path: Path) -> str:
+    """Digest of a file's contents."""
+    return hashlib.sha1(path.read_bytes()).hexdigest()
 
 
 def run_unit(unit: Unit) -> dict[str, Any]:

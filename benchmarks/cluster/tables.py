@@ -152,7 +152,7 @@ def end_to_end(name: str, runner: Runner, options: Options) -> Report:
     group = GROUPS[name]
     cases = [
         replace(
-            options.charged_case(model, documents, context, sequences, gpus),
+            options.case(model, documents, context, sequences, gpus),
             expert_parallel=EXPERT_PARALLEL.get(model, 1),
         )
         for documents in options.documents

@@ -404,7 +404,7 @@ def main() -> None:
         "machine": asdict(machine),
         "predictions": rows,
     }
-    pages.save(args.output, "simulator", text, figures)
+    pages.save(args.output, "simulator", text, __file__, figures)
 
 
 if __name__ == "__main__":

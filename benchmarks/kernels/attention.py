@@ -169,7 +169,7 @@ def main(argv: list[str] | None = None) -> None:
         "model": args.model,
         "keys": args.keys,
     }
-    pages.save(args.output, f"kernels_{device.type}", table(rows), what | {"rows": rows})
+    pages.save(args.output, f"kernels_{device.type}", table(rows), __file__, what | {"rows": rows})
     plot(rows, f"{args.keys} keys on {name}", args.output / f"kernels_{device.type}.png")
 
 

@@ -288,7 +288,7 @@ def main() -> int:
         found.append(measure(plan, worst_rank(plan), options.repetitions))
     text = report(found, options)
     if options.output is not None:
-        pages.save(options.output, "host_cost", text, [asdict(cost) for cost in found])
+        pages.save(options.output, "host_cost", text, __file__, [asdict(cost) for cost in found])
     else:
         print(text)
     return 0

@@ -358,7 +358,7 @@ def main(argv: list[str] | None = None) -> None:
         "flags": {name: str(value) for name, value in vars(args).items() if name != "output"},
         "rows": rows,
     }
-    pages.save(args.output, f"layer_{device.type}", table(rows), what)
+    pages.save(args.output, f"layer_{device.type}", table(rows), __file__, what)
 
 
 if __name__ == "__main__":

@@ -461,7 +461,7 @@ def main() -> None:
         "rows": rows,
     }
     runs.append(run)
-    pages.save(args.output, "slow_link", report(runs), runs)
+    pages.save(args.output, "slow_link", report(runs), __file__, runs)
     plot([row for run in runs for row in run["rows"]], args.output / "slow_link.png")
 
 

@@ -180,7 +180,7 @@ def main() -> int:
     found = [line for ranks in options.processes for line in measure(ranks, options)]
     text = report(found, options)
     if options.output is not None:
-        pages.save(options.output, "transports", text, found)
+        pages.save(options.output, "transports", text, __file__, found)
     else:
         print(text)
     return 0

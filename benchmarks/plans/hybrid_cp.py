@@ -160,7 +160,7 @@ def main() -> None:
             rows,
         ]
     )
-    pages.save(args.output, "hybrid_cp", report)
+    pages.save(args.output, "hybrid_cp", report, __file__)
 
 
 if __name__ == "__main__":

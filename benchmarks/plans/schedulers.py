@@ -320,7 +320,7 @@ def main() -> None:
             "`tiles`, llama-34b, bf16, tolerance 0.1, 65,536 tokens a server, documents up to "
         )
         report += "128K; bytes of one layer, forward, before tensor-parallel division.\n\n"
-        pages.save(args.output, "planning_at_scale", report + at_scale(sets, SCALE))
+        pages.save(args.output, "planning_at_scale", report + at_scale(sets, SCALE), __file__)
         return
     cases = [
         (name, longest, servers)
@@ -377,7 +377,7 @@ def main() -> None:
             pages.table(["batch", "documents", "tasks", "plan ms", "exchange ms"], times),
         ]
     )
-    pages.save(args.output, "plans", report)
+    pages.save(args.output, "plans", report, __file__)
 
 
 if __name__ == "__main__":

@@ -35,6 +35,7 @@ import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).parents[2]))  # as benchmarks/__init__.py says
 
+from benchmarks import pages
 from benchmarks.links.slow_link import ENVIRONMENT, FAST_MBIT_PER_S, Namespaces, answer, read_answer
 from benchmarks.serving.ring_prefill import save_model
 from distca.attention import select_kernel
@@ -303,7 +304,7 @@ def main() -> None:
     ]
     args.output.mkdir(parents=True, exist_ok=True)
     text = "\n".join(page).rstrip() + "\n"
-    (args.output / "cache_balancing.md").write_text(text)
+    pages.write(args.output / "cache_balancing.md", text, __file__)
     sys.stdout.write(text)
 
 

@@ -23,6 +23,7 @@ from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).parents[2]))  # as benchmarks/__init__.py says
 
+from benchmarks import pages
 from distca.cost.model_sizes import MODELS
 from distca.palette import BLACK, colour_in_turn
 from distca.schedule.serving.cdsp import (
@@ -81,7 +82,7 @@ def main() -> None:
         *load_section(found),
     ]
     args.output.mkdir(parents=True, exist_ok=True)
-    (args.output / "cdsp_capacity.md").write_text("\n".join(page) + "\n")
+    pages.write(args.output / "cdsp_capacity.md", "\n".join(page), __file__)
     plot(found, args.output / "cdsp_capacity.png")
     print("\n".join(page))
 

@@ -27,6 +27,7 @@ from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).parents[2]))  # as benchmarks/__init__.py says
 
+from benchmarks import pages
 from benchmarks.serving.systems import (
     VOCABULARY,
     Asked,
@@ -94,7 +95,7 @@ def main() -> None:
         found = measure(args, folder, times, rates, trace, degrees)
     page = "\n".join(lines(args, times, rates, trace, found)) + "\n"
     args.output.mkdir(parents=True, exist_ok=True)
-    (args.output / "cdsp_processes.md").write_text(page)
+    pages.write(args.output / "cdsp_processes.md", page, __file__)
     sys.stdout.write(page)
 
 

@@ -21,6 +21,7 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parents[2]))  # as benchmarks/__init__.py says
 
+from benchmarks import pages
 from distca.cost.model_sizes import MODELS
 from distca.plan import Mask, Placement, SteppedPlan
 from distca.schedule.serving import (
@@ -406,7 +407,7 @@ def main() -> None:
     ]
     text = "\n".join(lines).rstrip() + "\n"
     output.mkdir(parents=True, exist_ok=True)
-    (output / "context_parallel.md").write_text(text, encoding="utf-8")
+    pages.write(output / "context_parallel.md", text, __file__)
     sys.stdout.write(text)
 
 

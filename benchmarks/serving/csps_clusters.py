@@ -21,6 +21,7 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parents[2]))  # as benchmarks/__init__.py says
 
+from benchmarks import pages
 from distca.cost.model_sizes import ModelSize
 from distca.plan import Mask
 from distca.schedule.serving import nobody_holds, shard_evenly, step_plan
@@ -205,7 +206,7 @@ def main() -> None:
         for ranks in (8, 16)
     ]
     args.output.mkdir(parents=True, exist_ok=True)
-    (args.output / "csps_clusters.md").write_text(page(rows))
+    pages.write(args.output / "csps_clusters.md", page(rows), __file__)
     saved = json.dumps([asdict(row) for row in rows], indent=1)
     (args.output / "csps_clusters.json").write_text(saved + "\n")
 

@@ -28,6 +28,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[2]))  # as benchmarks/__init__.py says
 
+from benchmarks import pages
 from benchmarks.kernels.host_cost import NoKernel, Nowhere, operations
 from distca.cost.volume import AttentionShape
 from distca.plan import Mask
@@ -224,7 +225,7 @@ def main() -> int:
     sys.stdout.write(text)
     if options.output is not None:
         options.output.mkdir(parents=True, exist_ok=True)
-        (options.output / "decode_step.md").write_text(text)
+        pages.write(options.output / "decode_step.md", text, __file__)
     return 0
 
 

@@ -28,6 +28,7 @@ import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).parents[2]))  # as benchmarks/__init__.py says
 
+from benchmarks import pages
 from benchmarks.serving.chain_prefill import page
 from benchmarks.serving.ring_prefill import save_model
 from distca.attention import select_kernel
@@ -233,7 +234,7 @@ def main() -> None:
         rows,
     )
     args.output.mkdir(parents=True, exist_ok=True)
-    (args.output / "layouts.md").write_text(text + "\n")
+    pages.write(args.output / "layouts.md", text, __file__)
     sys.stdout.write(text + "\n")
 
 

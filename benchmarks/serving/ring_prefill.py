@@ -36,6 +36,7 @@ import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).parents[2]))  # as benchmarks/__init__.py says
 
+from benchmarks import pages
 from benchmarks.links.slow_link import ENVIRONMENT, FAST_MBIT_PER_S, Namespaces, answer, read_answer
 from distca.attention import select_kernel
 from distca.cost.step_memory import STEP_SLOTS
@@ -280,9 +281,8 @@ def main() -> None:
         ]
     )
     args.output.mkdir(parents=True, exist_ok=True)
-    (args.output / ("ring_slow_link.md" if args.busy else "ring_prefill.md")).write_text(
-        text + "\n"
-    )
+    name = "ring_slow_link.md" if args.busy else "ring_prefill.md"
+    pages.write(args.output / name, text, __file__)
     print(text)
 
 

@@ -22,6 +22,7 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parents[2]))  # as benchmarks/__init__.py says
 
+from benchmarks import pages
 from distca.cost.model_sizes import MODELS
 from distca.plan import Mask, Placement
 from distca.plan.span import Int64s
@@ -384,7 +385,7 @@ def main() -> None:
     ]
     text = "\n".join(lines).rstrip() + "\n"
     output.mkdir(parents=True, exist_ok=True)
-    (output / "runahead.md").write_text(text, encoding="utf-8")
+    pages.write(output / "runahead.md", text, __file__)
     sys.stdout.write(text)
 
 

@@ -34,6 +34,7 @@ import httpx
 import numpy as np
 from tqdm import tqdm
 
+from benchmarks import pages
 from benchmarks.serving.systems import (
     SHORT,
     VOCABULARY,
@@ -307,7 +308,7 @@ def main() -> int:
         ]
     text = "\n".join(page) + "\n"
     args.output.mkdir(parents=True, exist_ok=True)
-    (args.output / "serving.md").write_text(text)
+    pages.write(args.output / "serving.md", text, __file__)
     sys.stdout.write(text)
     return 0
 

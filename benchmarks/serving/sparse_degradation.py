@@ -23,6 +23,7 @@ from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).parents[2]))  # as benchmarks/__init__.py says
 
+from benchmarks import pages
 from benchmarks.serving.recall_model import make_model, text, train
 from distca.cost.link import Links
 from distca.plan import Mask
@@ -254,7 +255,7 @@ def main() -> None:
         results = run(model, args.calibration)
         alone = dropped_alone(model, Levels(Links(PER_NODE), RANKS))
     args.output.mkdir(parents=True, exist_ok=True)
-    (args.output / "sparse_degradation.md").write_text(page(*results, alone))
+    pages.write(args.output / "sparse_degradation.md", page(*results, alone), __file__)
     saved = {
         "rows": [asdict(row) for row in results[1]],
         "recalled": results[2],

@@ -31,6 +31,7 @@ import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).parents[2]))  # as benchmarks/__init__.py says
 
+from benchmarks import pages
 from benchmarks.links.slow_link import ENVIRONMENT, FAST_MBIT_PER_S, Namespaces, answer, read_answer
 from benchmarks.serving import layouts
 from benchmarks.serving.chain_prefill import page
@@ -285,7 +286,7 @@ def main() -> None:
     title = "Prefills on a slow link"
     text = page(title, command.replace(str(args.output), "DIR"), setting, columns, rows)
     args.output.mkdir(parents=True, exist_ok=True)
-    (args.output / "sparse_slow_link.md").write_text(text + "\n")
+    pages.write(args.output / "sparse_slow_link.md", text, __file__)
     sys.stdout.write(text + "\n")
 
 

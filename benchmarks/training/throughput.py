@@ -306,7 +306,7 @@ def save(folder: Path, setting: Setting, summaries: dict[str, Any], launched: bo
         "model": asdict(model_size(parsed(setting, []))),
         "mixes": summaries,
     }
-    pages.save(folder, "throughput", page(setting, figures), figures)
+    pages.save(folder, "throughput", page(setting, figures), __file__, figures)
 
 
 def main() -> None:

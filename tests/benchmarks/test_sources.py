@@ -1,0 +1,79 @@
+"""Digests that tell when a page may be stale."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from benchmarks import pages, sources
+
+
+@pytest.fixture
+def repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A script that takes one of the two names that a package passes on."""
+    files = {
+        "benchmarks/script.py": "from distca import used\n\nprint(used(2))\n",
+        "distca/__init__.py": "from distca.one import used\nfrom distca.two import other\n",
+        "distca/one.py": 'def used(n):\n    """Adds."""\n    return n + 1\n',
+        "distca/two.py": "def other(n):\n    return n\n",
+    }
+    for name, text in files.items():
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    monkeypatch.setattr(sources, "ROOT", tmp_path)
+    forget()
+    yield tmp_path
+    forget()
+
+
+def forget() -> None:
+    """Forgets the code that was read."""
+    for function in (sources.digest_of_script, sources._imports, sources._code):
+        function.cache_clear()
+
+
+def stale(repository: Path) -> tuple[list[str], list[str]]:
+    forget()
+    return sources.stale_pages(repository / "results")
+
+
+def test_a_page_is_stale_when_code_changes_that_its_script_uses(repository: Path) -> None:
+    results = repository / "results"
+    results.mkdir()
+    pages.write(results / "page.md", "# Page\n", str(repository / "benchmarks" / "script.py"))
+    (results / "older.md").write_text("# Older\n")
+    assert stale(repository) == ([], ["older.md"])
+    one = repository / "distca" / "one.py"
+    # Neither texts and annotations, nor what a package has beside it, are any of its code.
+    one.write_text('def used(n: int) -> int:\n    """Adds one."""\n    return n + 1  # More\n')
+    (repository / "distca" / "two.py").write_text("def other(n):\n    return 7\n")
+    assert stale(repository) == ([], ["older.md"])
+    one.write_text("def used(n):\n    return n + 2\n")
+    assert stale(repository) == (["page.md"], ["older.md"])
+    (repository / "benchmarks" / "script.py").unlink()
+    assert stale(repository) == (["page.md"], ["older.md"])
+
+
+def test_messages_of_errors_are_no_code_but_conditions_are(repository: Path) -> None:
+    one, script = repository / "distca" / "one.py", "benchmarks/script.py"
+    digests = []
+    for limit, message in ((1, "too small"), (1, "give more"), (2, "give more")):
+        check = f"    if n < {limit}:\n        raise ValueError('{message}')\n"
+        one.write_text(f"def used(n):\n{check}    return n\n")
+        forget()
+        digests.append(sources.digest_of_script(script))
+    assert digests[0] == digests[1] != digests[2]
+
+
+def test_the_check_is_a_note(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    """Stored pages may be stale: the command says so, and ends well."""
+    monkeypatch.setattr(sys, "argv", ["pages.py", "--check"])
+    pages.main()
+    *_, last = capsys.readouterr().out.splitlines()
+    assert last.endswith("have no digest")
