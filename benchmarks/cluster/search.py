@@ -15,6 +15,8 @@ _FIRST_BATCHES = 3
 _BEYOND_THE_PAPER = ("tiles",)
 """Systems that are tried with chains of micro-batches and with inputs that servers keep, which the
 paper has not."""
+_LAST_TOLERANCE = 0.2
+"""Tolerance that is tried where nothing fits with the others."""
 BASELINE = Effort(rounds=((12, _FIRST_BATCHES),), compared=4)
 
 
@@ -52,7 +54,7 @@ class Sweep:
             fitting=self.most_promising,
             first=self.batches,
             near=1.15,
-            tolerances=self.tolerances,
+            tolerances=(*self.tolerances, _LAST_TOLERANCE),
             variants=variants,
             rounds=((2, _FIRST_BATCHES),),
             compared=1,

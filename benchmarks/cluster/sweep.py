@@ -29,6 +29,7 @@ from distca.documents.lengths import (
     draw,
 )
 from distca.plan.span import Int64s
+from distca.schedule import BufferBoundError
 from distca.simulate import (
     CLUSTERS,
     UNCHARGED,
@@ -153,9 +154,12 @@ class Unit:
         return hashlib.sha1(json.dumps(what, sort_keys=True).encode()).hexdigest()
 
     def run(self) -> dict[str, Any]:
-        outcome = simulate(
-            self.candidate, self.case.workload, batch(self.case, self.seed), self.ablation
-        )
+        workload = self.case.workload
+        documents = batch(self.case, self.seed)
+        try:
+            outcome = simulate(self.candidate, workload, documents, self.ablation)
+        except BufferBoundError:
+            return {"key": self.key, **asdict(Trial.impossible(workload))}
         sent = np.sum(list(outcome.bytes_sent.values()), axis=0)
         return {
             "key": self.key,

@@ -346,8 +346,8 @@ EXPLANATION = [
     "out of memory in every configuration.",
     "",
     "A system is out of memory where one batch of all does not fit. DistCA's buffers are as large "
-    "as the busiest server of any plan needs; `--distca-max-buffer-bytes` would bound them, and "
-    "here nothing does.",
+    "as the busiest server of any plan needs. Where no configuration fits so, a tolerance of 0.2 "
+    "and bounds of buffers are tried (`--distca-max-buffer-bytes`).",
 ]
 PAPERS_WAY = [
     "",

@@ -1,6 +1,12 @@
 """Schedulers, which decide who owns which tokens and who computes which task, and programs."""
 
-from distca.schedule.base import ScheduleConfig, Scheduler, document_loads, even_capacities
+from distca.schedule.base import (
+    BufferBoundError,
+    ScheduleConfig,
+    Scheduler,
+    document_loads,
+    even_capacities,
+)
 from distca.schedule.baselines.context_parallel import PerDocumentContextParallel, RingZigzag
 from distca.schedule.baselines.hybrid_cp import HybridContextParallel
 from distca.schedule.baselines.packed import PackedScheduler, packed_loads
@@ -38,6 +44,7 @@ __all__ = [
     "BALANCING",
     "COMPARED",
     "SCHEDULERS",
+    "BufferBoundError",
     "CountedGlobalBatch",
     "Documents",
     "ExecutionOptions",

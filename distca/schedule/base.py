@@ -18,6 +18,10 @@ _RUNS_WELL = 0.5
 """Part of the highest rate that square tasks must reach at lengths which tasks may be cut to."""
 
 
+class BufferBoundError(ValueError):
+    """No plan for some documents keeps to `ScheduleConfig.max_buffer_bytes`."""
+
+
 @dataclass(frozen=True)
 class ScheduleConfig:
     """The configuration of a scheduler.

@@ -73,6 +73,8 @@ def training_flags(candidate: Candidate, workload: Workload) -> list[str]:
         flags.append(f"--distca-max-in-flight {candidate.max_in_flight}")
     if chain > 1:
         flags.append(f"--distca-chain {chain}")
+    if candidate.max_buffer_bytes is not None:
+        flags.append(f"--distca-max-buffer-bytes {candidate.max_buffer_bytes}")
     if candidate.keeps_inputs:
         flags.append("--distca-backward keep")
     if workload.model.latents is not None:

@@ -7,12 +7,14 @@ where they run.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
 
 from distca.plan.span import Int64s
+from distca.schedule import BufferBoundError
 from distca.simulate.outcome import Outcome
 from distca.simulate.space import (
     candidates,
@@ -22,12 +24,15 @@ from distca.simulate.space import (
     with_chains,
     with_kept_inputs,
     with_less_memory,
+    with_smaller_buffers,
     without_latents,
 )
 from distca.simulate.workload import DISTCA_SYSTEMS, Candidate, Workload, simulate
 
 _TRIES = 4
 """Bound on the configurations that the first round runs once one fits, per one that is to fit."""
+_LAST_RESORTS = 4
+"""Configurations, those that need least memory, that are tried with less where none fits."""
 _WORTH_IT = 1.01
 """Ratio up to which steps count as equally long: smaller micro-batches cost a little that is not
 simulated, such as smaller kernels."""
@@ -64,6 +69,21 @@ class Trial:
             outcome.idle,
             float(outcome.exposed.mean()) / outcome.seconds,
         )
+
+    @staticmethod
+    def run(candidate: Candidate, workload: Workload, sequences: Sequence[Int64s]) -> Trial:
+        """Simulates an iteration; one that no plan can have does not fit."""
+        try:
+            return Trial.of(simulate(candidate, workload, sequences))
+        except BufferBoundError:
+            return Trial.impossible(workload)
+
+    @staticmethod
+    def impossible(workload: Workload) -> Trial:
+        """Figures of an iteration for which there is no plan."""
+        none = float("nan")
+        tokens = workload.sequences * workload.context
+        return Trial(False, math.inf, tokens, math.inf, none, none)
 
 
 @dataclass(frozen=True)
@@ -109,7 +129,7 @@ class Effort:
         near: ratio to the best estimate up to which tensor-parallel sizes take turns. An estimate
             says least of small ones, whose exchanges are large.
         tolerances: values of `Candidate.tolerance`: the first round has the first one, and where
-            nothing fits, the last one.
+            nothing fits, the last one is tried, too.
         variants: function of the configurations that fit, the fastest first, which returns more, or
             the same, for the first round.
         rounds: for each further round the number of configurations, and of batches.
@@ -161,6 +181,8 @@ def find_best(
     best: Candidate | None = None
     while search.left and best is None:
         best = search.next_best()
+        if best is None and not search.left:
+            search.left = search.last_resorts()
     if best is not None:
         best = search.sweep(best)
     simulated = len({sizes_of(candidate) for candidate in search.trials})
@@ -251,10 +273,18 @@ class _Search:
             tries += len(some)
             fitting += self._run(some, effort.first)
             left[:0] = self._substitutes(some)
-            if not left and not fitting:
-                last = (replace(c, tolerance=effort.tolerances[-1]) for c in self.trials)
-                left += [c for c in last if c not in self.trials]
         return sorted(fitting, key=self._seconds)
+
+    def last_resorts(self) -> list[Candidate]:
+        """Configurations that have not run, for a workload in which none fits: with the last
+        tolerance, and with smaller buffers, which cost time."""
+        failed = sorted(self.trials, key=lambda c: max(t.memory_gb for t in self.trials[c]))
+        sizes = list(dict.fromkeys(map(sizes_of, failed)))[:_LAST_RESORTS]
+        least = [next(c for c in failed if sizes_of(c) == each) for each in sizes]
+        tolerances = (self.effort.tolerances[0], self.effort.tolerances[-1])
+        tolerant = [replace(c, tolerance=t) for c in least for t in dict.fromkeys(tolerances)]
+        bounded = [o for each in tolerant for o in with_smaller_buffers(each, self.workload)]
+        return [c for c in tolerant + bounded if c not in self.trials]
 
     def sweep(self, best: Candidate) -> Candidate:
         """Replaces the best configuration by its best variants, in the order of the sweeps."""
@@ -342,7 +372,7 @@ def advise(
             mine = trials.setdefault(candidate, [])
             while len(mine) < count and all(trial.fits for trial in mine):
                 progress(f"{candidate.system}: {candidate}")
-                mine.append(Trial.of(simulate(candidate, workload, batches[len(mine)])))
+                mine.append(Trial.run(candidate, workload, batches[len(mine)]))
         return {candidate: trials[candidate] for candidate in some}
 
     def choice(system: str) -> Choice:

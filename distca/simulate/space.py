@@ -23,6 +23,8 @@ from distca.simulate.workload import DISTCA_SYSTEMS, SYSTEMS, Candidate, Workloa
 
 _CHAINS = (2, 4)
 """Lengths of the chains of micro-batches that are tried."""
+_BUFFERS = (4.0, 3.0, 2.5, 2.0)
+"""Bounds of what a server receives that are tried: times the bytes of the rows that it owns."""
 _MOST_BINS = 16
 """Bound on WLB-LLM's bins for each sequence of a global batch: the work of the longest documents is
 many times that of smaller bins."""
@@ -169,6 +171,20 @@ def with_less_memory(candidate: Candidate, workload: Workload) -> list[Candidate
     return [*without_latents(candidate, workload), *with_fewer_in_flight(candidate)]
 
 
+def with_smaller_buffers(candidate: Candidate, workload: Workload) -> list[Candidate]:
+    """Returns the configuration with bounds of what a server receives, the largest first.
+
+    Only `tiles` keeps to a bound. It costs time, since fewer tasks can move.
+    """
+    if candidate.system != "tiles" or candidate.max_buffer_bytes is not None:
+        return []
+    shape = workload.costs_of(candidate).comm_shape
+    tokens = workload.sequences * workload.context // candidate.micro_batches // candidate.data
+    # A nano-batch has half of a micro-batch's rows.
+    own = tokens // 2 * (shape.q_row_bytes + shape.moved_kv_row_bytes)
+    return [replace(candidate, max_buffer_bytes=int(times * own)) for times in _BUFFERS]
+
+
 def with_chains(candidate: Candidate, workload: Workload) -> list[Candidate]:
     """Returns the configuration with smaller micro-batches that share documents, longest chains
     last.
@@ -205,7 +221,7 @@ def with_kept_inputs(candidate: Candidate, workload: Workload) -> list[Candidate
 
 
 def sizes_of(candidate: Candidate) -> Candidate:
-    """Returns the configuration that `divisions` gave, without bound, chains, tolerance, and
+    """Returns the configuration that `divisions` gave, without bounds, chains, tolerance, and
     choices of latents and inputs."""
     micro_batches = candidate.micro_batches // candidate.chain
     return replace(
@@ -216,6 +232,7 @@ def sizes_of(candidate: Candidate) -> Candidate:
         may_send_latents=True,
         keeps_inputs=False,
         tolerance=None,
+        max_buffer_bytes=None,
     )
 
 

@@ -133,6 +133,8 @@ class Candidate:
             `--distca`; else they are sent again.
         all_to_all: neighbouring ranks of a context-parallel group that share heads; the others form
             rings.
+        max_buffer_bytes: most bytes that a server receives for a layer, with scheduler tiles; None:
+            no bound.
     """
 
     system: str
@@ -147,6 +149,7 @@ class Candidate:
     chain: int = 1
     keeps_inputs: bool = False
     all_to_all: int = 1
+    max_buffer_bytes: int | None = None
 
     def __str__(self) -> str:
         sizes = f"TP{self.tensor} PP{self.stages} DP{self.data}"
@@ -157,6 +160,8 @@ class Candidate:
         bound += "" if self.may_send_latents else ", no latents"
         bound += f", in chains of {self.chain}" if self.chain > 1 else ""
         bound += ", inputs kept" if self.keeps_inputs else ""
+        if self.max_buffer_bytes is not None:
+            bound += f", buffers of {self.max_buffer_bytes / 1e6:.0f} MB"
         return f"{sizes}, {self.micro_batches} micro-batch(es){bound}"
 
 
@@ -242,6 +247,7 @@ def simulate(
 
     Raises:
         ValueError: the sequences are not the workload's, or the configuration does not divide.
+        BufferBoundError: no plan keeps to the configuration's bound of buffers.
     """
     if len(sequences) != workload.sequences or any(
         int(s.sum()) != workload.context for s in sequences
@@ -264,6 +270,7 @@ def simulate(
         shape=costs.comm_shape,
         cost_model=costs.cluster.attention_cost(costs.shape),
         links=costs.cluster.links(candidate.tensor),
+        max_buffer_bytes=candidate.max_buffer_bytes,
     )
     count = candidate.micro_batches // candidate.chain
     each = workload.sequences // count

@@ -22,7 +22,7 @@ from benchmarks.cluster.tables import AS_THE_PAPER, GROUPS, Group
 from benchmarks.published_lengths import papers
 from benchmarks.sources import imported_files
 from distca.documents.lengths import draw
-from distca.simulate import CLUSTERS, Candidate, candidates
+from distca.simulate import CLUSTERS, PUBLISHED, Candidate, candidates, training_flags
 from distca.simulate.space import estimate
 
 CASE = Case("llama-8b", "pretrain", 131_072, 8, 64)
@@ -169,6 +169,30 @@ def test_a_finalist_out_of_memory_makes_room_for_the_next() -> None:
     told = Told({first: 1.0, second: 2.0}, {first: 2, second: 2})
     none = best_of(told, CASE, "tiles", [8], [1, 2, 4], 3, SWEEP)
     assert (none.candidate, none.out_of_memory) == (None, none.tried)
+
+
+def test_where_nothing_fits_buffers_become_smaller() -> None:
+    """A job of Table 3, which fits in the first batch as it is, and in others not."""
+    case = Case("llama-34b", "pretrain", 524_288, 2, 64, charges=PUBLISHED)
+
+    class OfLargeBatches(Runner):
+        """The 15th and the 28th batch, in which servers would receive most, after the first."""
+
+        def run(self, units: Sequence[Unit], title: str) -> list[dict[str, Any]]:
+            return [replace(unit, seed=(0, 14, 27)[unit.seed]).run() for unit in units]
+
+    best = best_of(OfLargeBatches(Path(), 1), case, "tiles", [8], [1], 3, SWEEP)
+    assert best.candidate is not None
+    assert (best.tried, best.out_of_memory) == (2, 1)
+    bound = best.candidate.max_buffer_bytes
+    assert bound is not None
+    assert best.memory_gb <= 145.0
+    assert f"--distca-max-buffer-bytes {bound}" in training_flags(best.candidate, case.workload)
+    unbounded = Unit(case, replace(best.candidate, max_buffer_bytes=None), 14).run()
+    assert not unbounded["fits"]
+    # A bound that no plan keeps to is none that fits.
+    none = Unit(case, replace(best.candidate, max_buffer_bytes=1), 27).run()
+    assert not none["fits"]
 
 
 def test_results_are_of_one_program_and_one_machine(monkeypatch: pytest.MonkeyPatch) -> None:

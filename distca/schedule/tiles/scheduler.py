@@ -41,7 +41,13 @@ import numpy as np
 from distca.cost.volume import PlanBytes, plan_bytes
 from distca.plan import Mask, Placement, Plan, place_in_turn
 from distca.plan.span import Int64s
-from distca.schedule.base import ScheduleConfig, document_loads, relative_loads, server_loads
+from distca.schedule.base import (
+    BufferBoundError,
+    ScheduleConfig,
+    document_loads,
+    relative_loads,
+    server_loads,
+)
 from distca.schedule.tiles.arena import fit_arenas
 from distca.schedule.tiles.grid import initial_tasks
 from distca.schedule.tiles.moves import balance
@@ -97,7 +103,7 @@ class TilesScheduler:
         """Makes a plan as `Scheduler.plan` says.
 
         Raises:
-            ValueError: no plan keeps to `max_buffer_bytes`.
+            BufferBoundError: no plan keeps to `max_buffer_bytes`.
         """
         lengths = np.asarray(lengths, dtype=np.int64)
         config = self._config
@@ -135,7 +141,7 @@ class TilesScheduler:
         """Makes a plan as `Scheduler.schedule` says.
 
         Raises:
-            ValueError: no plan with this placement keeps to `max_buffer_bytes`.
+            BufferBoundError: no plan with this placement keeps to `max_buffer_bytes`.
         """
         lengths = np.asarray(lengths, dtype=np.int64)
         return self._best([self._candidate(lengths, placement, mask)])
@@ -155,7 +161,7 @@ class TilesScheduler:
         allowed = [c for c in found if bound is None or c.most_received <= bound]
         if not allowed:
             least = min(candidate.most_received for candidate in found)
-            raise ValueError(
+            raise BufferBoundError(
                 f"no plan for these documents keeps to {bound:,} buffer bytes: a server receives "
                 f"up to {least:,} even where only documents that span ranks move. Allow that many, "
                 "or cut documents shorter"
