@@ -40,7 +40,10 @@ ties are broken (here: the item that comes first in the placement) and what happ
 no deficit has relieved (here: the second pass). Loads are predicted seconds where the configuration
 has a cost model; without one they are visible pairs, which the paper's FLOPs are proportional to.
 `V` assumes, as the paper does, that all of a part's rows move; `distca.cost.volume` counts those
-that do. Neighbouring parts of a document on one server become one task.
+that do. Neighbouring parts of a document on one server become one task. Where a document spans
+ranks, the paper's item is a range of tokens and its mirror image in the *document*. Here a rank's
+piece is contiguous, and its head and tail are mirrored within the piece.
+`benchmarks/plans/mirrored_placement.py` compares both.
 
 Where blocks are too coarse for the tolerance, the plan's notes say so. Without a cost model all
 loads are integers, so that every machine makes the very same plan.
@@ -67,7 +70,7 @@ _ROUNDINGS = 4
 
 
 @dataclass(frozen=True)
-class _Parts:
+class Parts:
     """A table of parts: heads `[h0, h1)` and tails `[t1, t0)` of documents, all int64 `[parts]`."""
 
     h0: Int64s
@@ -79,14 +82,12 @@ class _Parts:
     def rows(self) -> Int64s:
         return (self.h1 - self.h0) + (self.t0 - self.t1)
 
-    def select(self, selection: Int64s) -> _Parts:
-        return _Parts(
-            self.h0[selection], self.h1[selection], self.t1[selection], self.t0[selection]
-        )
+    def select(self, selection: Int64s) -> Parts:
+        return Parts(self.h0[selection], self.h1[selection], self.t1[selection], self.t0[selection])
 
-    def and_then(self, other: _Parts) -> _Parts:
+    def and_then(self, other: Parts) -> Parts:
         columns = ("h0", "h1", "t1", "t0")
-        return _Parts(*(np.concatenate([getattr(p, c) for p in (self, other)]) for c in columns))
+        return Parts(*(np.concatenate([getattr(p, c) for p in (self, other)]) for c in columns))
 
 
 class GreedyScheduler:
@@ -101,14 +102,35 @@ class GreedyScheduler:
 
     def schedule(self, lengths: Int64s, placement: Placement, mask: Mask) -> Plan:
         """Makes a plan as `Scheduler.schedule` says."""
-        lengths = np.asarray(lengths, dtype=np.int64)
-        state = _State(self._config, placement, mask)
+        parts = whole_pieces(placement, self._config.block)
+        return self.move_parts(lengths, placement, parts, placement.document, placement.rank, mask)
+
+    def move_parts(
+        self,
+        lengths: Int64s,
+        placement: Placement,
+        parts: Parts,
+        document: Int64s,
+        owner: Int64s,
+        mask: Mask,
+    ) -> Plan:
+        """Makes a plan from items.
+
+        Args:
+            lengths: tokens of each document, int64.
+            placement: owners of all tokens.
+            parts: heads and tails of the items, which cover each query once.
+            document: document of each item, int64 `[items]`.
+            owner: rank that owns each item's tokens, int64 `[items]`.
+            mask: tokens that a query sees.
+        """
+        state = _State(self._config, parts, document, owner, placement.world_size, mask)
         state.fill_deficits()
         state.relieve_donors()
         state.fill_deficits()
         tasks = state.tasks()
         return Plan(
-            lengths,
+            np.asarray(lengths, dtype=np.int64),
             placement,
             tasks,
             mask,
@@ -118,30 +140,42 @@ class GreedyScheduler:
         )
 
 
+def whole_pieces(placement: Placement, block: int) -> Parts:
+    """Returns a placement's pieces as items: head and tail meet in the middle of a piece.
+
+    They meet on a block, so that either may be cut off whole; or at the end.
+    """
+    middle = (placement.start + placement.end) // (2 * block) * block
+    middle = np.where(middle <= placement.start, placement.end, middle)
+    return Parts(placement.start.copy(), middle.copy(), middle.copy(), placement.end.copy())
+
+
 class _State:
     """State of the scheduler: items on their owners, query ranges that moved, and loads."""
 
-    def __init__(self, config: ScheduleConfig, placement: Placement, mask: Mask) -> None:
+    def __init__(
+        self,
+        config: ScheduleConfig,
+        parts: Parts,
+        document: Int64s,
+        owner: Int64s,
+        servers: int,
+        mask: Mask,
+    ) -> None:
         self._config, self._mask = config, mask
-        self._document, self._owner = placement.document, placement.rank
-        # Head and tail meet on a block, so that either may be cut off whole; or at the end.
-        middle = (placement.start + placement.end) // (2 * config.block) * config.block
-        middle = np.where(middle <= placement.start, placement.end, middle)
-        self._h0, self._h1 = placement.start.copy(), middle.copy()
-        self._t1, self._t0 = middle.copy(), placement.end.copy()
+        self._document, self._owner = document, owner
+        self._h0, self._h1, self._t1, self._t0 = parts.h0, parts.h1, parts.t1, parts.t0
         self._load = self._loads(self._items())
-        self._server_load = np.bincount(
-            self._owner, weights=self._load, minlength=placement.world_size
-        )
+        self._server_load = np.bincount(self._owner, weights=self._load, minlength=servers)
         # Rounded only once, so that a machine's order of summation does not matter.
-        self._mean = math.fsum(self._server_load) / placement.world_size
+        self._mean = math.fsum(self._server_load) / servers
         # Query ranges that moved: (document, start, end, server).
         self._moved: list[tuple[int, int, int, int]] = []
 
-    def _items(self) -> _Parts:
-        return _Parts(self._h0, self._h1, self._t1, self._t0)
+    def _items(self) -> Parts:
+        return Parts(self._h0, self._h1, self._t1, self._t0)
 
-    def _loads(self, parts: _Parts) -> Floats:
+    def _loads(self, parts: Parts) -> Floats:
         """Returns the load of each part, whose head and tail are a task each."""
         start = np.concatenate([parts.h0, parts.t1])
         end = np.concatenate([parts.h1, parts.t0])
@@ -156,7 +190,7 @@ class _State:
         total: Floats = heads + tails
         return total
 
-    def _bytes(self, parts: _Parts) -> Floats:
+    def _bytes(self, parts: Parts) -> Floats:
         """Returns the bytes `V` of Appendix B: those of moving each part with all keys it sees."""
         shape = self._config.shape
         head_from, tail_from = self._mask.first_key(parts.h0), self._mask.first_key(parts.t1)
@@ -168,7 +202,7 @@ class _State:
         row = shape.round_trip_bytes
         return parts.rows * float(row) + keys * float(shape.moved_kv_row_bytes)
 
-    def _inner(self, items: Int64s, share: Floats) -> _Parts:
+    def _inner(self, items: Int64s, share: Floats) -> Parts:
         """Cuts, on blocks, the inner part of each item that holds about a share of its load.
 
         Returns `_ROUNDINGS` parts of all items, rounding by rounding: both sides to fewer rows,
@@ -183,7 +217,7 @@ class _State:
         # A cut at or past an end is none: the part then takes the whole side.
         heads = [np.clip(to(head / block).astype(np.int64) * block, h0, h1) for to in _FEWER_MORE]
         tails = [np.clip(-to(-tail / block).astype(np.int64) * block, t1, t0) for to in _FEWER_MORE]
-        return _Parts(
+        return Parts(
             np.concatenate([heads[0], heads[0], heads[1], heads[1]]),
             np.tile(h1, _ROUNDINGS),
             np.tile(t1, _ROUNDINGS),
@@ -239,7 +273,7 @@ class _State:
         self._move(int(items[best]), parts.select(np.array([best])), server)
         return True
 
-    def _move(self, item: int, part: _Parts, server: int) -> None:
+    def _move(self, item: int, part: Parts, server: int) -> None:
         """Moves an inner part of an item to a server."""
         head, tail = int(part.h0[0]), int(part.t0[0])
         document = int(self._document[item])

@@ -128,6 +128,17 @@ def test_plans_of_tiles_beside_the_papers_scheduler() -> None:
     compare(found, expected)
 
 
+def test_mirrored_pieces_beside_contiguous_ones() -> None:
+    page = (RESULTS / "mirrored_placement.md").read_text()
+    (found,) = re.findall(r"move (.*) times the bytes .* and (.*) times as many", page)
+    text = " ".join((ROOT / "docs" / "planning.md").read_text().split())
+    for each, what in zip(found, ("the bytes of contiguous ones", "as many on the"), strict=True):
+        mean, _, span = each.partition(" (")
+        assert f"{mean} times {what}" in text
+        assert f"({span}" in text
+    assert "over all 24 batches" in page
+
+
 def test_plans_of_tiles_beside_what_megatron_has() -> None:
     """Layer times and bytes, and their ranges in the index."""
     stored = {tuple(row[:3]): row for row in table(RESULTS / "hybrid_cp.md", "documents | sch")}
