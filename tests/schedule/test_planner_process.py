@@ -170,6 +170,29 @@ def test_it_ends_with_its_parent(how: str) -> None:
         os.kill(heir, signal.SIGKILL)
 
 
+@pytest.mark.parametrize("written", [0, 20, 40])
+def test_it_says_nothing_of_a_parent_that_is_killed_while_it_starts(written: int) -> None:
+    """Killed before it sends the function, or in the midst of it."""
+    code = (
+        "import os, pickle, time\n"
+        "from distca.schedule import PlannerProcess\n"
+        "def killed(self, value):\n"
+        "    print(self.pid, flush=True)\n"
+        f"    self._process.stdin.write(pickle.dumps(value)[:{written}])\n"
+        "    self._process.stdin.flush()\n"
+        "    os.kill(os.getpid(), 9)\n"
+        "PlannerProcess._send = killed\n"
+        "PlannerProcess(time.sleep)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == -signal.SIGKILL
+    # Read to its end, so nobody holds it any more.
+    assert done.stderr == ""
+    assert ends(int(done.stdout))
+
+
 def test_a_rank_learns_of_its_planner_s_death(ranks) -> None:
     """After the global batches that were planned already; and its ticks are those of a thread."""
     assert ranks.run(ticks_until_the_planner_dies, world_size=1) == ["ended with exit code -9"]

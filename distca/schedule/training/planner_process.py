@@ -4,7 +4,7 @@ A thread that plans holds the interpreter's lock, for which the thread that laun
 waits. The process imports no torch: it starts in a fraction of a second, and takes little memory.
 
 It reads pickled arguments from a pipe, and writes what a function makes of them to another. It ends
-when its parent does, however that ends.
+when its parent does, however and whenever that ends, and writes nothing about it.
 """
 
 from __future__ import annotations
@@ -21,11 +21,12 @@ from distca.lifetime import end_with_parent, signals_held
 
 Result = TypeVar("Result")
 
+# Its arguments are there whatever becomes of the parent.
 _MAIN = """
-import pickle, sys
-sys.path[:] = pickle.load(sys.stdin.buffer)
+import sys
+parent, *sys.path[:] = sys.argv[1:]
 from distca.schedule.training.planner_process import serve
-serve()
+serve(int(parent))
 """
 _SECONDS_TO_END = 5
 
@@ -43,11 +44,11 @@ class PlannerProcess(Generic[Result]):
         # Signals are for the rank, which may go on for a while: Ctrl-C, or notice of the end.
         with signals_held():
             self._process = subprocess.Popen(
-                [sys.executable, "-c", _MAIN], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+                [sys.executable, "-c", _MAIN, str(os.getpid()), *sys.path],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
             )
         try:
-            self._send(sys.path)
-            self._send(os.getpid())
             self._send(function)
         except BrokenPipeError:
             raise self._death() from None
@@ -96,17 +97,20 @@ class PlannerProcess(Generic[Result]):
         )
 
 
-def serve() -> None:
-    """Answers calls until the pipe is closed. The main function of the process."""
+def serve(parent: int) -> None:
+    """Answers calls until the pipe is closed. The main function of the process.
+
+    Args:
+        parent: number of the process that started this one.
+    """
     requests, answers = sys.stdin.buffer, _take_over_stdout()
-    parent = pickle.load(requests)
     end_with_parent()
     if os.getppid() != parent:
         return
     try:
-        function = pickle.load(requests)
+        function = _receive(requests)
         while True:
-            arguments = pickle.load(requests)
+            arguments = _receive(requests)
             try:
                 answer = True, function(*arguments)
             except Exception as error:
@@ -115,6 +119,19 @@ def serve() -> None:
             answers.flush()
     except (EOFError, BrokenPipeError):
         return
+
+
+def _receive(pipe: BinaryIO) -> Any:
+    """Reads a value from a pipe.
+
+    Raises:
+        EOFError: the pipe was closed, perhaps in the midst of the value.
+    """
+    try:
+        return pickle.load(pipe)
+    except pickle.UnpicklingError as error:
+        # The other process was killed while it wrote.
+        raise EOFError from error
 
 
 def _take_over_stdout() -> BinaryIO:
