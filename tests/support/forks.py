@@ -21,6 +21,12 @@ IMPORTED = (
     "megatron_patches.upstream",
     "megatron_patches.parts",
     "megatron.training.training",
+    # With transformers, which takes as long again.
+    "megatron.core.tokenizers.text",
+    # What most functions of tests import.
+    "pytest",
+    "support.training",
+    "support.whole_runs",
 )
 
 

@@ -140,6 +140,9 @@ def _serve(pipe: Connection, path: list[str], chosen: Chosen) -> None:
     import torch.distributed as dist
 
     torch.set_num_threads(1)
+    # A collection, of which a run has several, takes a second where it looks at all that was
+    # imported, in pages that are copied for it.
+    gc.freeze()
     while True:
         try:
             function, args, rank, world_size, store = pipe.recv()

@@ -24,6 +24,8 @@ from support.ranks import Ranks
 from support.whole_runs import whole_run, write_documents
 
 DOCUMENT, BEGUN, RATE = 128, 2, 3e-3
+FEW, ALL = 5, 100
+"""Sequences of runs for each kind of optimizer, without and with `--full`."""
 BASE = f"""
     --split 100,0,0 --eval-iters 0 --eval-interval 1000 --distca-max-document-length {DOCUMENT}
     --max-position-embeddings 512 --save-interval 1000
@@ -130,6 +132,10 @@ class Segment:
         return [*BASE, *valued, *(name for name, on in switches.items() if on)]
 
 
+NOTHING = Progress(0, 0, 0, RATE)
+FIRST = Segment(1, 1, 1, False, 1, 8, DOCUMENT, RATE, BEGUN, 4, "")
+
+
 def random_segment(rng: random.Random, begun: Progress) -> Segment:
     """Draws a run that mostly goes on, and sometimes has flags that do not fit."""
     stages, shards = rng.choice([(1, 1), (1, 1), (2, 1), (1, 2), (2, 2)])
@@ -214,49 +220,64 @@ def begun(
 ) -> tuple[bool, Path, Progress]:
     """The first steps, of a single process, with and without the distributed optimizer."""
     folder, sharded = tmp_path_factory.mktemp("begun"), request.param
-    first = Segment(1, 1, 1, False, 1, 8, DOCUMENT, RATE, BEGUN, 4, "")
-    nothing = Progress(0, 0, 0, RATE)
-    flags = [*first.flags(nothing, sharded), *data, "--save", str(folder)]
+    flags = [*FIRST.flags(NOTHING, sharded), *data, "--save", str(folder)]
     ranks.run(whole_run, flags, world_size=1)
-    return sharded, folder, first.after(nothing)
+    return sharded, folder, FIRST.after(NOTHING)
 
 
+def random_segments(seed: int, begun: Progress) -> list[tuple[Progress, Segment]]:
+    """Draws four runs, each with what the checkpoint holds when it begins."""
+    rng, progress, drawn = random.Random(seed), begun, []
+    for _ in range(4):
+        segment = random_segment(rng, progress)
+        drawn.append((progress, segment))
+        if segment.refusal(progress) is None:
+            progress = segment.after(progress)
+    return drawn
+
+
+@pytest.mark.parametrize(
+    "seed", [pytest.param(n, marks=[pytest.mark.full] * (n >= FEW)) for n in range(ALL)]
+)
 def test_losses_are_those_of_a_run_that_never_stopped(
-    ranks: Ranks, data: list[str], begun: Any, full: bool, tmp_path: Path
+    ranks: Ranks, data: list[str], begun: Any, seed: int, tmp_path: Path
 ) -> None:
     sharded, folder, first = begun
-    gone_on = refused = 0
-    for seed in range(100 if full else 5):
-        rng = random.Random(2 * seed + sharded)
-        save = tmp_path / "checkpoints"
-        shutil.rmtree(save, ignore_errors=True)
-        shutil.copytree(folder, save)
-        progress, losses, steps, told = first, [], [], []
-        for _ in range(4):
-            segment = random_segment(rng, progress)
-            told.append(segment)
-            flags = [*segment.flags(progress, sharded), *data]
-            flags += ["--load", str(save), "--save", str(save)]
-            found = ranks.run(outcome, flags, world_size=segment.world_size)
-            if (refusal := segment.refusal(progress)) is not None:
-                refused += 1
-                # Ranks other than the first leave it to that one.
-                assert re.search(refusal, str(found[0])), (seed, told, found)
-                assert "\n" not in found[0]
-                continue
-            gone_on += 1
-            assert not isinstance(found[0], str), (seed, told, found)
-            losses += [found[0][i] for i in sorted(found[0])]
-            assert len(found[0]) == segment.iterations, (seed, told)
-            before, progress = progress, segment.after(progress)
-            rate = progress.rate
-            samples = segment.global_batch * segment.seq_length // DOCUMENT
-            steps += [(samples, rate)] * (progress.iteration - before.iteration)
-        plain = Segment(
-            1, 1, 1, False, 1, 50, DOCUMENT, RATE, 1, 50, "--override-opt_param-scheduler"
-        )
-        flags = [*plain.flags(first, sharded), *data, "--load", str(folder)]
-        (expected,) = ranks.run(by_hand, flags, first.consumed, steps, world_size=1)
-        assert losses == pytest.approx(expected, rel=1e-4), (seed, told)
-    assert gone_on
-    assert refused
+    shutil.copytree(folder, save := tmp_path / "checkpoints")
+    losses, steps = [], []
+    segments = random_segments(2 * seed + sharded, first)
+    for progress, segment in segments:
+        flags = [*segment.flags(progress, sharded), *data]
+        flags += ["--load", str(save), "--save", str(save)]
+        found = ranks.run(outcome, flags, world_size=segment.world_size)
+        if (refusal := segment.refusal(progress)) is not None:
+            # Ranks other than the first leave it to that one.
+            assert re.search(refusal, str(found[0])), (segments, found)
+            assert "\n" not in found[0]
+            continue
+        assert not isinstance(found[0], str), (segments, found)
+        losses += [found[0][i] for i in sorted(found[0])]
+        assert len(found[0]) == segment.iterations, segments
+        samples = segment.global_batch * segment.seq_length // DOCUMENT
+        steps += [(samples, segment.after(progress).rate)] * segment.iterations
+    plain = Segment(1, 1, 1, False, 1, 50, DOCUMENT, RATE, 1, 50, "--override-opt_param-scheduler")
+    flags = [*plain.flags(first, sharded), *data, "--load", str(folder)]
+    (expected,) = ranks.run(by_hand, flags, first.consumed, steps, world_size=1)
+    assert losses == pytest.approx(expected, rel=1e-4), segments
+
+
+@pytest.mark.parametrize("seeds", [2 * FEW, 2 * ALL])
+def test_what_is_drawn(seeds: int) -> None:
+    """Each run may change each of these, and most runs go on."""
+    begun = FIRST.after(NOTHING)
+    drawn = [each for seed in range(seeds) for each in random_segments(seed, begun)]
+    gone_on = [(before, run) for before, run in drawn if run.refusal(before) is None]
+    assert len(drawn) / 3 < len(gone_on) < len(drawn) * 0.9
+    runs = [run for _, run in gone_on]
+    for name in ("stages", "shards", "replicas", "distca", "micro_batch", "seq_length"):
+        assert len({getattr(run, name) for run in runs}) > 1, name
+    assert len({run.global_batch for run in runs}) > 3
+    assert len({run.rate / before.rate for before, run in gone_on}) == 3
+    assert {run.steps(before) > before.steps for before, run in gone_on} == {True, False}
+    assert {run.schedule for run in runs} > {"--override-opt_param-scheduler"}
+    assert len({(run.refusal(before) or "")[:8] for before, run in drawn}) > 2
