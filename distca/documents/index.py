@@ -50,7 +50,7 @@ def read_index(path: Path) -> Index:
     """Reads an index and checks its consistency.
 
     Raises:
-        ValueError: the file is no index, is cut off, or has impossible tables.
+        ValueError: the file is no index, is cut off or too long, or has impossible tables.
     """
     with path.open("rb") as file:
         header = file.read(_HEADER_BYTES)
@@ -66,6 +66,12 @@ def read_index(path: Path) -> Index:
             raise ValueError(
                 f"{path} is corrupt or cut off ({size} bytes, version {version}; {sequences} "
                 f"sequences need {expected} bytes): make it again"
+            )
+        # Multimodal datasets have a byte more for each sequence.
+        if size not in (expected, expected + sequences):
+            raise ValueError(
+                f"{path} has {size} bytes, but its {sequences} sequences take {expected}: it is "
+                "corrupt, or two processes wrote it; make it again"
             )
         lengths = np.fromfile(file, dtype="<i4", count=sequences).astype(np.int64)
         pointers = np.fromfile(file, dtype="<i8", count=sequences).astype(np.int64)

@@ -114,6 +114,13 @@ def test_an_index_that_megatron_wrote(tmp_path: Path) -> None:
         Path(prefix + ".idx").write_bytes(wrong)
         with pytest.raises(ValueError, match=r"cut off|no index"):
             read_lengths(Path(prefix + ".idx"))
+    # A multimodal dataset has the mode of each sequence behind its tables.
+    Path(prefix + ".idx").write_bytes(whole + bytes(4))
+    assert read_lengths(Path(prefix + ".idx")).tolist() == [5, 9, 3]
+    for longer in (whole + bytes(3), whole + bytes(8), whole + whole):
+        Path(prefix + ".idx").write_bytes(longer)
+        with pytest.raises(ValueError, match=rf"has {len(longer)} bytes, but .* take {len(whole)}"):
+            read_lengths(Path(prefix + ".idx"))
 
 
 def test_published_lists_can_be_drawn_from(tmp_path: Path) -> None:
