@@ -1,7 +1,8 @@
 """A folder of checkpoints in Megatron-LM's layout: which are whole, and what is wrong with others.
 
 A folder `SAVE` holds a folder `iter_0000010` for each checkpoint, and the file
-`latest_checkpointed_iteration.txt`, the tracker.
+`latest_checkpointed_iteration.txt`, the tracker. Converters write weights of no iteration: the
+folder is then `release`, and so the tracker says.
 """
 
 from __future__ import annotations
@@ -11,9 +12,9 @@ import json
 import os
 import shutil
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 from megatron.core.dist_checkpointing.core import CheckpointingException
 from torch.distributed.checkpoint.api import CheckpointException
@@ -23,6 +24,9 @@ from megatron_patches.checkpoint_data import read_index
 from megatron_patches.loop.ending import KnownElsewhere
 
 TRACKER = "latest_checkpointed_iteration.txt"
+RELEASE = "release"
+# torch writes each tensor, or object, as a zip archive.
+_ITEM_BEGINS, _ITEM_ENDS, _END_BYTES = b"PK\x03\x04", b"PK\x05\x06", 22
 # Parts of messages of torch that a file could not be written, which is not OSError.
 _OF_TORCH_S_FILES = ("inline_container", "iostream", "PytorchStreamWriter")
 
@@ -72,7 +76,45 @@ def refuse_lost_tracker(root: str | Path) -> None:
 def names_a_release(root: str | Path) -> bool:
     """Returns whether the tracker names weights of no iteration, as converters write them."""
     tracker = Path(root) / TRACKER
-    return tracker.is_file() and tracker.read_bytes().strip() == b"release"
+    return tracker.is_file() and tracker.read_bytes().strip() == RELEASE.encode()
+
+
+def loaded_checkpoint(root: str | Path, step: int | None) -> Path | None:
+    """Returns the folder of the checkpoint that a run loads; None: there is none.
+
+    Args:
+        root: value of `--load`.
+        step: value of `--ckpt-step`; None: the tracker says which.
+
+    Raises:
+        ValueError: the checkpoint is not there, or the tracker is unreadable.
+    """
+    if names_a_release(root):
+        folder = Path(root) / RELEASE
+        if step is not None:
+            # Megatron-LM would pass the step over.
+            raise ValueError(
+                f"--ckpt-step {step}: {Path(root) / TRACKER} names the weights in {folder}, which "
+                f"Megatron-LM loads whatever the step is: write {step} into that file, or leave "
+                "the flag out"
+            )
+        if not folder.is_dir():
+            raise ValueError(
+                f"{Path(root) / TRACKER} names {folder}, which is not there"
+                f"{suggest_checkpoint(root, folder)}"
+            )
+        return folder
+    if step is None:
+        iteration = latest_iteration(root)
+        return None if iteration is None else checkpoint_name(root, iteration)
+    folder = checkpoint_name(root, step)
+    if not folder.is_dir():
+        saved = sorted(path.name for path in Path(root).glob("iter_*"))
+        raise ValueError(
+            f"--ckpt-step {step}: {folder} is not there; --load has "
+            f"{', '.join(saved[-5:]) or 'no checkpoint'}"
+        )
+    return folder
 
 
 @contextlib.contextmanager
@@ -87,7 +129,11 @@ def replaced_when_whole(path: Path) -> Iterator[IO[str]]:
 
 
 def find_corruption(checkpoint: Path) -> str | None:
-    """Names a file of a checkpoint that is missing or cut off; None: none is."""
+    """Names a file of a checkpoint that is missing, cut off or overwritten; None: none is.
+
+    Of a file of tensors the size is compared, and the bytes that begin the first tensor and end the
+    last one: where a machine lost its power, files may be full of zeros.
+    """
     try:
         index = _read_index(checkpoint)
     except FileNotFoundError as error:
@@ -99,17 +145,28 @@ def find_corruption(checkpoint: Path) -> str | None:
         return f"{common} is missing"
     if common.exists() and not zipfile.is_zipfile(common):
         return f"{common} is cut off or corrupt"
-    ends: dict[str, int] = {}
+    places: dict[str, list[Any]] = {}
     for place in (index.storage_data or {}).values():
-        end = place.offset + place.length
-        ends[place.relative_path] = max(end, ends.get(place.relative_path, 0))
-    for name, end in sorted(ends.items()):
-        file = checkpoint / name
+        places.setdefault(place.relative_path, []).append(place)
+    for name, of_file in sorted(places.items()):
+        file, end = checkpoint / name, max(place.offset + place.length for place in of_file)
         if not file.exists():
             return f"{file} is missing"
         if file.stat().st_size < end:
             return f"{file} is cut off: it has {file.stat().st_size:,} bytes of {end:,}"
+        transformed = any(getattr(place, "transform_descriptors", None) for place in of_file)
+        if file.suffix == ".distcp" and not transformed and not _begins_and_ends(file, of_file):
+            return f"{file} is corrupt: no tensors lie where the index says"
     return None
+
+
+def _begins_and_ends(file: Path, places: Sequence[Any]) -> bool:
+    """Returns whether the first archive of a file begins as one does, and its last one ends so."""
+    with file.open("rb") as opened:
+        opened.seek(min(place.offset for place in places))
+        begins = opened.read(len(_ITEM_BEGINS)) == _ITEM_BEGINS
+        opened.seek(max(place.offset + place.length for place in places) - _END_BYTES)
+        return begins and opened.read(len(_ITEM_ENDS)) == _ITEM_ENDS
 
 
 def _read_index(checkpoint: Path) -> Metadata:
@@ -119,21 +176,25 @@ def _read_index(checkpoint: Path) -> Metadata:
     return read_index(checkpoint)
 
 
-def latest_whole_iteration(root: str | Path, but: int | None = None) -> int | None:
-    """Returns the latest iteration, but for one, whose checkpoint is whole."""
+def latest_whole_iteration(root: str | Path, but: Path | None = None) -> int | None:
+    """Returns the latest iteration whose checkpoint is whole, but for that of a folder."""
     names = (path.name.removeprefix("iter_") for path in Path(root).glob("iter_*"))
     for iteration in sorted((int(name) for name in names if name.isdigit()), reverse=True):
-        if iteration != but and find_corruption(checkpoint_name(root, iteration)) is None:
+        folder = checkpoint_name(root, iteration)
+        if folder != but and find_corruption(folder) is None:
             return iteration
     return None
 
 
-def suggest_checkpoint(root: str | Path, but: int | None = None) -> str:
-    """Returns the end of a message, on which checkpoint to load instead of one."""
+def suggest_checkpoint(root: str | Path, but: Path | None = None) -> str:
+    """Returns the end of a message, on which checkpoint to load instead of that of a folder."""
     whole = latest_whole_iteration(root, but)
     if whole is None:
         return ". No other checkpoint there is whole"
-    return f". The latest other that is whole is of iteration {whole}: --ckpt-step {whole}"
+    how = f"--ckpt-step {whole}"
+    if but is not None and but.name == RELEASE:
+        how = f"write {whole} into {Path(root) / TRACKER}"
+    return f". The latest other that is whole is of iteration {whole}: {how}"
 
 
 @contextlib.contextmanager
@@ -142,17 +203,15 @@ def explaining_loading(root: str | Path, iteration: int | None) -> Iterator[None
 
     Args:
         root: folder of the checkpoints.
-        iteration: iteration of the checkpoint; None: the tracker's.
+        iteration: iteration of the checkpoint; None: the tracker says which.
 
     Raises:
         ValueError: what is wrong, and which checkpoint can be loaded instead.
     """
-    if iteration is None:
-        iteration = latest_iteration(root)
-    if iteration is None:
+    checkpoint = loaded_checkpoint(root, iteration)
+    if checkpoint is None:
         yield
         return
-    checkpoint = checkpoint_name(root, iteration)
     # Without any of these files it is of another format.
     ours = (checkpoint / ".metadata").exists() or any(checkpoint.glob("*.distcp"))
     try:
@@ -164,8 +223,8 @@ def explaining_loading(root: str | Path, iteration: int | None) -> Iterator[None
     except BaseException as error:
         found = find_corruption(checkpoint) if ours else None
         if found is not None:
-            raise ValueError(f"{found}{suggest_checkpoint(root, iteration)}") from error
-        what, instead = f"{checkpoint} cannot be loaded", suggest_checkpoint(root, iteration)
+            raise ValueError(f"{found}{suggest_checkpoint(root, checkpoint)}") from error
+        what, instead = f"{checkpoint} cannot be loaded", suggest_checkpoint(root, checkpoint)
         if isinstance(error, CheckpointException):
             raise _of_ranks(error, what, instead) from error
         if isinstance(error, CheckpointingException):

@@ -18,12 +18,11 @@ from megatron.core.rerun_state_machine import EXIT_CODE_FAILED_ON_RESULT_VALIDAT
 
 from megatron_patches.checkpoint_data import read_common_state
 from megatron_patches.loop.checkpoint_folder import (
+    RELEASE,
     TRACKER,
-    checkpoint_name,
     explaining_loading,
     explaining_saving,
-    latest_iteration,
-    names_a_release,
+    loaded_checkpoint,
     replaced_when_whole,
 )
 from megatron_patches.loop.dropped_weights import refuse_dropped_weights
@@ -67,14 +66,14 @@ def explain_loading(theirs: Callable[..., Any], _: object) -> Callable[..., Any]
         args = get_args()
         root, iteration = args.load, args.ckpt_step
         given = ddp_model, optimizer, opt_param_scheduler, *more
-        if root is None or (iteration is None and names_a_release(root)):
+        if root is None:
             return theirs(*given, **named)
         with explaining_loading(root, iteration), contextlib.ExitStack() as loading:
-            found = latest_iteration(root) if iteration is None else iteration
-            if found is not None:
-                checkpoint = checkpoint_name(root, found)
+            checkpoint = loaded_checkpoint(root, iteration)
+            if checkpoint is not None:
                 refuse_dropped_weights(ddp_model, checkpoint)
-                if opt_param_scheduler is not None and loads_optimizer(args):
+                with_schedule = opt_param_scheduler is not None and loads_optimizer(args)
+                if with_schedule and checkpoint.name != RELEASE:
                     loading.enter_context(
                         _loading_schedule(checkpoint, args, optimizer, opt_param_scheduler)
                     )

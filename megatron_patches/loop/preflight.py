@@ -28,10 +28,9 @@ from megatron_patches.flags.parallel import ParallelSizes
 from megatron_patches.flags.planning import schedule_config
 from megatron_patches.flags.sizes import checkpoint_bytes
 from megatron_patches.loop.checkpoint_folder import (
-    checkpoint_name,
+    RELEASE,
     find_corruption,
-    latest_iteration,
-    names_a_release,
+    loaded_checkpoint,
     refuse_lost_tracker,
     suggest_checkpoint,
 )
@@ -99,18 +98,8 @@ def check_checkpoint(args: Namespace) -> None:
     Raises:
         ValueError: it isn't, or holds what only running code could make.
     """
-    iteration = args.ckpt_step
-    if iteration is None:
-        if names_a_release(args.load):
-            return
-        iteration = latest_iteration(args.load)
-    elif not checkpoint_name(args.load, iteration).is_dir():
-        saved = sorted(path.name for path in Path(args.load).glob("iter_*"))
-        raise ValueError(
-            f"--ckpt-step {iteration}: {checkpoint_name(args.load, iteration)} is not there; "
-            f"--load has {', '.join(saved[-5:]) or 'no checkpoint'}"
-        )
-    if iteration is None:
+    path = loaded_checkpoint(args.load, args.ckpt_step)
+    if path is None:
         refuse_lost_tracker(args.load)
         if args.exit_on_missing_checkpoint and not args.pretrained_checkpoint:
             raise ValueError(
@@ -118,16 +107,26 @@ def check_checkpoint(args: Namespace) -> None:
                 "--exit-on-missing-checkpoint"
             )
         return
-    path = checkpoint_name(args.load, iteration)
-    if (path / ".metadata").exists():
-        found = find_corruption(path)
-        if found is not None:
-            raise ValueError(f"{found}{suggest_checkpoint(args.load, iteration)}")
+    if not (path / ".metadata").exists():
+        return
+    found = find_corruption(path)
+    if found is not None:
+        raise ValueError(f"{found}{suggest_checkpoint(args.load, path)}")
+    if path.name == RELEASE:
+        # Megatron-LM loads the weights alone.
+        args = Namespace(**vars(args) | {"finetune": True})
+    try:
         common = read_common_state(path)
-        of_run = saved_arguments(common)
-        check_model(of_run, args, str(path))
-        check_vocabulary(of_run, args, str(path))
-        check_integrity_is_kept(args, path)
+    except ValueError as error:
+        raise ValueError(f"{error}{suggest_checkpoint(args.load, path)}") from error
+    check_integrity_is_kept(args, path)
+    if path.name == RELEASE and "args" not in common:
+        check_vocabulary(Namespace(), args, path)
+        return
+    of_run = saved_arguments(common)
+    check_model(of_run, args, str(path))
+    check_vocabulary(of_run, args, path)
+    if path.name != RELEASE:
         check_progress(common["iteration"], of_run.consumed_train_samples, args, str(path))
 
 

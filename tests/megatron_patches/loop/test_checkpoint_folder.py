@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import functools
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -16,6 +17,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_patches.loop.checkpoint_folder import (
+    RELEASE,
     TRACKER,
     checkpoint_name,
     explaining_loading,
@@ -23,7 +25,9 @@ from megatron_patches.loop.checkpoint_folder import (
     find_corruption,
     latest_iteration,
     latest_whole_iteration,
+    loaded_checkpoint,
     replaced_when_whole,
+    suggest_checkpoint,
 )
 from megatron_patches.loop.ending import KnownElsewhere
 from support.whole_runs import whole_run, write_documents
@@ -64,6 +68,35 @@ def test_a_file_that_is_not_whole_is_named_with_the_checkpoint_to_load(folder, n
             explaining_loading(folder, iteration),
         ):
             raise RuntimeError("PytorchStreamReader failed")
+
+
+@pytest.mark.parametrize("part", ["all", "begin", "end"])
+def test_a_file_of_zeros_is_named_with_the_checkpoint_to_load(folder, part: str) -> None:
+    file = checkpoint_name(folder, 6) / "__0_0.distcp"
+    held = bytearray(file.read_bytes())
+    half = len(held) // 2
+    zeroed = {"all": slice(None), "begin": slice(half), "end": slice(half, None)}[part]
+    held[zeroed] = bytes(len(held[zeroed]))
+    file.write_bytes(held)
+    found = find_corruption(checkpoint_name(folder, 6))
+    assert found == f"{file} is corrupt: no tensors lie where the index says"
+    assert latest_whole_iteration(folder) == 3
+    assert suggest_checkpoint(folder, checkpoint_name(folder, 6)).endswith("--ckpt-step 3")
+
+
+def test_a_release_that_is_not_whole_is_named(folder) -> None:
+    release = checkpoint_name(folder, 6).rename(folder / RELEASE)
+    (folder / TRACKER).write_text("release\n")
+    assert loaded_checkpoint(folder, None) == release
+    with pytest.raises(ValueError, match=r"--ckpt-step 3: .* write 3 into that file"):
+        loaded_checkpoint(folder, 3)
+    cut(release / "__0_0.distcp")
+    end = f"is of iteration 3: write 3 into {folder / TRACKER}$"
+    with pytest.raises(ValueError, match=f"cut off.*{end}"), explaining_loading(folder, None):
+        raise RuntimeError("PytorchStreamReader failed")
+    shutil.rmtree(release)
+    with pytest.raises(ValueError, match=f"release, which is not there.*{end}"):
+        loaded_checkpoint(folder, None)
 
 
 def test_other_errors_of_loading_are_left_as_they_are(folder) -> None:

@@ -119,13 +119,37 @@ def test_a_checkpoint_s_model_is_compared_before_it_is_built(tmp_path) -> None:
     check_checkpoint(args)
 
 
-def test_a_tracker_of_a_release_or_another_format_is_left_to_the_loop(tmp_path) -> None:
+def test_a_checkpoint_of_another_format_is_left_to_the_loop(tmp_path) -> None:
     folder = write_checkpoint(tmp_path, parse("--num-layers", "8"))
     args = parse("--load", str(tmp_path))
     (folder / ".metadata").unlink()
     check_checkpoint(args)
-    (tmp_path / "latest_checkpointed_iteration.txt").write_text("release\n")
+    folder.rename(tmp_path / "release")
+    (tmp_path / TRACKER).write_text("release\n")
     check_checkpoint(args)
+
+
+def test_a_release_is_compared_but_for_its_progress_and_optimizer(tmp_path) -> None:
+    saved = parse("--num-layers", "8", "--optimizer", "sgd")
+    write_checkpoint(tmp_path, saved, 700).rename(tmp_path / "release")
+    (tmp_path / TRACKER).write_text("release\n")
+    load = ["--load", str(tmp_path)]
+    check_checkpoint(parse(*load, "--num-layers", "8"))
+    with pytest.raises(ValueError, match=r"release is .* with --num-layers 8 \(now 4\)"):
+        check_checkpoint(parse(*load))
+    parallel = ["--tensor-model-parallel-size", "4", "--make-vocab-size-divisible-by", "512"]
+    with pytest.raises(ValueError, match=r"release .* to 1024 rows, but this run pads it to 2048"):
+        check_checkpoint(parse(*load, "--num-layers", "8", *parallel))
+    # A converter may write no flags.
+    torch.save({}, tmp_path / "release" / "common.pt")
+    check_checkpoint(parse(*load))
+
+
+def test_flags_that_cannot_be_read_are_named_with_the_checkpoint_to_load(tmp_path) -> None:
+    write_checkpoint(tmp_path, parse(), 5)
+    torch.save(Namespace(run=Path), write_checkpoint(tmp_path, parse()) / "common.pt")
+    with pytest.raises(ValueError, match=r"iter_0000007: its flags cannot .* --ckpt-step 5$"):
+        check_checkpoint(parse("--load", str(tmp_path)))
 
 
 def test_a_missing_checkpoint_names_those_that_are_there(tmp_path) -> None:

@@ -37,3 +37,12 @@ def test_a_release_loads_with_and_without_distca(tmp_path: Path) -> None:
     given = [*FLAGS, "--data-path", data, *one]
     plain = {int(n): float(loss) for n, loss in LOSS.findall(run_command(1, given))}
     assert plain == pytest.approx(with_distca, rel=2e-6)
+    # Other ranks pad the vocabulary alike, or are refused.
+    shards = ["--tensor-model-parallel-size", "2", "--sequence-parallel"]
+    given = [*FLAGS, "--data-path", data, *sizes(512), "--distca", *load, *shards]
+    sharded = {int(n): float(loss) for n, loss in LOSS.findall(run_command(2, given))}
+    assert sharded == pytest.approx(with_distca, rel=2e-6)
+    output = run_command(2, [*given, "--make-vocab-size-divisible-by", "128"], status=2)
+    lines = [line for line in output.splitlines() if "] error: " in line]
+    assert len(lines) == 1, output[-3000:]
+    assert "release was trained with a vocabulary padded to 128 rows, but this run" in lines[0]

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from argparse import Namespace
+from pathlib import Path
 
 import pytest
+import torch
+import torch.distributed.checkpoint as dcp
 
 from megatron_patches.loop.saved_vocabulary import check_vocabulary
 from support.pretraining import run
@@ -35,14 +38,23 @@ def flags(kind: str, vocab_size: int | None, padded: int | None, parallel: int =
 )
 def test_another_vocabulary_is_refused(saved, now, remedy: str) -> None:
     with pytest.raises(ValueError, match=remedy):
-        check_vocabulary(saved, now, "saved")
+        check_vocabulary(saved, now, Path("saved"))
 
 
 def test_the_same_vocabulary_is_taken() -> None:
-    null = flags("NullTokenizer", 100, 128)
-    check_vocabulary(null, flags("NullTokenizer", 101, 128, 2), "saved")
-    check_vocabulary(null, flags("A", 90, 128), "saved")
-    check_vocabulary(Namespace(), flags("A", 90, 128), "saved")
+    null, path = flags("NullTokenizer", 100, 128), Path("saved")
+    check_vocabulary(null, flags("NullTokenizer", 101, 128, 2), path)
+    check_vocabulary(null, flags("A", 90, 128), path)
+
+
+def test_rows_are_read_where_a_converter_left_no_flags(tmp_path) -> None:
+    weights = {"embedding.word_embeddings.weight": torch.ones(128, 4)}
+    dcp.save(weights, checkpoint_id=tmp_path / "weights", no_dist=True)
+    check_vocabulary(Namespace(), flags("A", 90, 128), tmp_path / "weights")
+    with pytest.raises(ValueError, match=r"to 128 rows, .* --make-vocab-size-divisible-by 64"):
+        check_vocabulary(Namespace(), flags("A", 90, 256, 2), tmp_path / "weights")
+    dcp.save({"head": torch.ones(1)}, checkpoint_id=tmp_path / "head", no_dist=True)
+    check_vocabulary(Namespace(), flags("A", 90, 256, 2), tmp_path / "head")
 
 
 def test_the_remedy_loads(tmp_path) -> None:
