@@ -45,15 +45,14 @@ from distca.transport import CollectiveTransport
 from megatron_patches.batches.layouts import WindowLayout
 from megatron_patches.batches.packed import PackedIterator, PackedReader
 from megatron_patches.batches.planned import PlannedReader
-from megatron_patches.batches.planned_iterator import PlannedIterator
 from megatron_patches.batches.stream import TokenStream
-from megatron_patches.batches.ticks import TickMaker
+from megatron_patches.batches.ticks import PlannedIterator, RankRuntime, TickMaker
 from megatron_patches.hooks import adapt_megatron_core
 from megatron_patches.loop.step import forward_step
 from megatron_patches.model.core_attention import DisaggregatedCoreAttention
 from megatron_patches.model.ping_pong import run_layers_in_turn
 from megatron_patches.model.rotary import rotate_by_position_ids
-from megatron_patches.pipeline.dedicated import serve_global_batch
+from megatron_patches.pipeline.idle_ranks import serve_global_batch
 from megatron_patches.pipeline.processes import Processes
 from megatron_patches.pipeline.servers import Servers, connect_servers
 from megatron_patches.pipeline.tick_pipeline import TickPipeline
@@ -110,16 +109,18 @@ def plan_ahead(
         LayerMasks((Mask(),)),
         table.dedicated,
     )
-    maker = TickMaker(
-        PlannedReader(stream, layout, planner, sequence_shards=1),
+    runtime = RankRuntime(
         table,
-        (LayerGroup(range(config.num_layers // table.stages), recomputed=False),),
         CoreAttention(
             CollectiveTransport(servers.group, DEVICE),
             select_kernel(DEVICE.type, config.kv_channels),
             Buffers(DEVICE, 2 if options.ping_pong else 1),
         ),
+        shape,
+        planner.masks,
+        (LayerGroup(range(config.num_layers // table.stages), recomputed=False),),
     )
+    maker = TickMaker(PlannedReader(stream, layout, planner, sequence_shards=1), runtime)
     announce = None if servers.control is None else partial(servers.control.announce, 0)
     return PlannedIterator(maker, 0, lambda sample: micro_batches, DEVICE, announce=announce)
 
@@ -389,7 +390,7 @@ def main() -> None:
         if control is not None:
             control.dismiss()
     if run.servers is not None:
-        sent = run.data.maker.core_attention.transport.bytes_sent
+        sent = run.data.runtime.core_attention.transport.bytes_sent
         print(f"server {run.servers.layout.server} sent {sum(sent.values()):,} bytes", flush=True)
     run.data.close()
     dist.barrier()

@@ -34,6 +34,7 @@ from megatron_patches.loop.data import build_data
 from megatron_patches.loop.ending import ending_the_job_on_failure
 from megatron_patches.loop.megatron_hooks import (
     Run,
+    arguments_with_vocabulary,
     asks_for_distca,
     refuse_a_file_of_flags,
     refuse_in_a_line,
@@ -298,17 +299,11 @@ class Providers:
 
     def _data_iterators_provider(self) -> Callable[..., Any]:
         def provide(num_samples: tuple[int, int, int], vp_stage: int | None = None) -> Any:
-            from megatron.training import get_args, get_tokenizer
-
-            args = get_args()
             # Ticks hold the micro-batches of all model chunks.
             if not (self._run.config.enabled and self._built):
-                # In Megatron-LM `vocab_size` is a flag, which may be missing or lack the end token.
-                complete = vars(args) | {"vocab_size": get_tokenizer().vocab_size}
+                complete = arguments_with_vocabulary()
                 self._built.append(
-                    build_data(
-                        self._run.config, Namespace(**complete), *num_samples, self._run.processes
-                    )
+                    build_data(self._run.config, complete, *num_samples, self._run.processes)
                 )
             iterators = self._built[-1]
             return iterators.train, iterators.valid, iterators.test

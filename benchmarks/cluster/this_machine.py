@@ -19,11 +19,11 @@ import torch.distributed as dist
 
 from benchmarks.training.setting import Setting
 from distca.attention import KernelTasks, select_kernel
+from distca.attention.kernel_timing import fastest
 from distca.cost.model_sizes import ModelSize
 from distca.cost.profile import Profile
 from distca.lifetime import end_with_parent
 from distca.plan import BLOCK
-from distca.runtime.kernel_timing import fastest
 from distca.simulate import Cluster, ModelCosts
 from distca.simulate.charges import Charges
 from distca.transport import Channel, ChannelBytes, CollectiveTransport, MessageSizes

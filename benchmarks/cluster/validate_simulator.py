@@ -57,10 +57,10 @@ from benchmarks.training.setting import (
     Setting,
     document_lengths,
 )
+from distca.attention.kernel_timing import cpu_name, fastest
 from distca.cost.model_sizes import ModelSize
 from distca.cost.profile import Profile
 from distca.plan.span import Int64s
-from distca.runtime.kernel_timing import cpu_name, fastest
 from distca.simulate import (
     BaselineLayout,
     Cluster,
@@ -159,7 +159,7 @@ def predict(
         seconds += fastest(make_plans, lambda: None, 0.1)
         planned = make_plans()
         seconds += simulate_ticks(planned, costs, cost_model=profile).seconds
-        for plan in (plan for _, plans in planned.ticks for plan in plans):
+        for plan in (plan for tick in planned.ticks for plan in tick.plans):
             for part in (plan.placement, plan.tasks):
                 for column in fields(part):
                     digest.update(np.ascontiguousarray(getattr(part, column.name)).tobytes())

@@ -32,12 +32,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 sys.path.insert(0, str(Path(__file__).parents[2]))  # as benchmarks/__init__.py says
 
 from benchmarks import pages
+from distca.attention.kernel_timing import cpu_name
 from distca.cost.memory import plan_memory
 from distca.cost.volume import AttentionShape
 from distca.documents.lengths import DISTRIBUTIONS, Capped, draw
 from distca.plan import Mask, Plan
 from distca.runtime import Buffers, CoreAttention, EventCursor, build_exchange
-from distca.runtime.kernel_timing import cpu_name
 from distca.schedule import ScheduleConfig, even_capacities, make_scheduler
 from distca.transport import Channel, ChannelBytes, MessageSizes, Pending, Transport
 

@@ -50,9 +50,9 @@ sys.path.insert(0, str(Path(__file__).parents[2]))  # as benchmarks/__init__.py 
 from benchmarks import pages
 from benchmarks.training.run import Measured, start_process
 from benchmarks.training.setting import Setting
+from distca.attention.kernel_timing import cpu_name
 from distca.cost.volume import PHASES
 from distca.palette import colour_in_turn
-from distca.runtime.kernel_timing import cpu_name
 
 WAYS = {
     "single-stream": ["--distca-ablation", "single-stream"],

@@ -30,7 +30,7 @@ from tqdm import tqdm
 sys.path.insert(0, str(Path(__file__).parents[2]))  # as benchmarks/__init__.py says
 
 from benchmarks import pages
-from distca.runtime.kernel_timing import cpu_name
+from distca.attention.kernel_timing import cpu_name
 from distca.transport import (
     Channel,
     ChannelBytes,

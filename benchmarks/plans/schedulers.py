@@ -35,6 +35,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))  # as benchmarks/__init__.py 
 
 from benchmarks import pages
 from benchmarks.published_lengths import published
+from distca.attention.kernel_timing import cpu_name
 from distca.cost.model_sizes import MODELS
 from distca.cost.volume import AttentionShape
 from distca.documents.lengths import DISTRIBUTIONS, Capped, Uniform, draw
@@ -43,7 +44,6 @@ from distca.plan import Mask, place_in_turn, validate_plan
 from distca.plan.plan import max_over_mean
 from distca.plan.span import Int64s
 from distca.runtime import build_exchange
-from distca.runtime.kernel_timing import cpu_name
 from distca.schedule import (
     SCHEDULERS,
     ScheduleConfig,

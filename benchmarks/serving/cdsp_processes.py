@@ -37,7 +37,7 @@ from benchmarks.serving.systems import (
     serving,
     write_model,
 )
-from distca.runtime.kernel_timing import cpu_name
+from distca.attention.kernel_timing import cpu_name
 from distca.schedule.serving.cdsp import ImprovementRates, Prefill, PrefillModel
 from distca.schedule.serving.cdsp.load import IMPROVEMENT_RATES
 from distca.serve.handoff.measure import hardware

@@ -40,11 +40,11 @@ from benchmarks.links.slow_link import ENVIRONMENT, FAST_MBIT_PER_S, Namespaces,
 from benchmarks.serving.ring_prefill import save_model
 from distca.attention import select_kernel
 from distca.attention.kernel import KernelTasks, Outputs
+from distca.attention.kernel_timing import cpu_name
 from distca.attention.torch_cpu import TorchCpuKernel
 from distca.cost.step_memory import STEP_SLOTS
 from distca.plan.span import Floats, Int64s
 from distca.runtime import Buffers, CoreAttention
-from distca.runtime.kernel_timing import cpu_name
 from distca.schedule.serving.blocks import BlockPool
 from distca.schedule.serving.partitions import Chain, cut_prompt, even_shares, search_partition
 from distca.serve.models import ServedModel, read_model

@@ -30,10 +30,10 @@ sys.path.insert(0, str(Path(__file__).parents[2]))  # as benchmarks/__init__.py 
 
 from benchmarks import pages
 from benchmarks.kernels.host_cost import NoKernel, Nowhere, operations
+from distca.attention.kernel_timing import cpu_name
 from distca.cost.volume import AttentionShape
 from distca.plan import Mask
 from distca.runtime import Buffers, CoreAttention
-from distca.runtime.kernel_timing import cpu_name
 from distca.schedule.serving import shard_evenly
 from distca.schedule.serving.accounts import Growth
 from distca.schedule.serving.blocks import BlockPool

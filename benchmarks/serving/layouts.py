@@ -32,9 +32,9 @@ from benchmarks import pages
 from benchmarks.serving.chain_prefill import page
 from benchmarks.serving.ring_prefill import save_model
 from distca.attention import select_kernel
+from distca.attention.kernel_timing import cpu_name
 from distca.cost.step_memory import STEP_SLOTS
 from distca.runtime import Buffers, CoreAttention
-from distca.runtime.kernel_timing import cpu_name
 from distca.schedule.serving import STRATEGIES, Sharding, Strategy
 from distca.schedule.serving.csps.layouts import Layout, SplitModel
 from distca.schedule.serving.layer_plans import PrefillStrategy

@@ -39,9 +39,9 @@ sys.path.insert(0, str(Path(__file__).parents[2]))  # as benchmarks/__init__.py 
 from benchmarks import pages
 from benchmarks.links.slow_link import ENVIRONMENT, FAST_MBIT_PER_S, Namespaces, answer, read_answer
 from distca.attention import select_kernel
+from distca.attention.kernel_timing import cpu_name
 from distca.cost.step_memory import STEP_SLOTS
 from distca.runtime import Buffers, CoreAttention
-from distca.runtime.kernel_timing import cpu_name
 from distca.schedule.serving import STRATEGIES
 from distca.schedule.serving.blocks import BlockPool
 from distca.serve.models import ServedModel, read_model

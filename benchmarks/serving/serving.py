@@ -48,9 +48,9 @@ from benchmarks.serving.systems import (
     systems,
     write_model,
 )
+from distca.attention.kernel_timing import cpu_name
 from distca.cost.volume import AttentionShape
 from distca.plan import Mask
-from distca.runtime.kernel_timing import cpu_name
 from distca.schedule.serving import Selector, Strategy
 from distca.schedule.serving.iteration import Part, plan_iteration
 from distca.schedule.serving.scheduler import Limits

@@ -36,9 +36,9 @@ from benchmarks.links.slow_link import ENVIRONMENT, FAST_MBIT_PER_S, Namespaces,
 from benchmarks.serving import layouts
 from benchmarks.serving.chain_prefill import page
 from benchmarks.serving.ring_prefill import save_model
+from distca.attention.kernel_timing import cpu_name
 from distca.cost.link import Links
 from distca.plan import Mask
-from distca.runtime.kernel_timing import cpu_name
 from distca.schedule.serving import Sharding, nobody_holds, shard_evenly, step_plan
 from distca.schedule.serving.csps import Levels, NodeParts, Sparsity
 from distca.schedule.serving.csps.head_scatter import head_groups

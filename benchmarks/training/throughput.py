@@ -59,7 +59,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))  # as benchmarks/__init__.py 
 from benchmarks import pages
 from benchmarks.training.run import begin, measure, measured, model_size, parsed
 from benchmarks.training.setting import MIXES, MODES, Setting
-from distca.runtime.kernel_timing import cpu_name
+from distca.attention.kernel_timing import cpu_name
 from distca.schedule import SCHEDULERS
 from distca.simulate import CLUSTERS
 

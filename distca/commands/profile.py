@@ -15,11 +15,11 @@ from pathlib import Path
 
 import torch
 
+from distca.attention.kernel_timing import held_out_errors, profile_kernel
 from distca.commands.command_line import Parser, check_output
 from distca.commands.planned_heads import add_shape_flags, planned_model, shape_of
 from distca.cost.model_sizes import ModelSize
 from distca.cost.volume import AttentionShape
-from distca.runtime.kernel_timing import held_out_errors, profile_kernel
 
 SMALL = ModelSize(1, 0, 8, 2, 32, 0)
 """Heads that are measured without --model; there are no other sizes."""

@@ -1,6 +1,6 @@
 """Measured kernel times over a grid of lengths, and predictions from them (paper, Section 4.2).
 
-`distca profile` (`distca.runtime.kernel_timing`) measures both task shapes: full rectangles, and
+`distca profile` (`distca.attention.kernel_timing`) measures both task shapes: full rectangles, and
 tasks that end on the diagonal, many of each in a call. A prediction interpolates the rate, in pairs
 a second, bilinearly between the four nearest grid points, in the logarithms of lengths and rates.
 Beyond the grid, where the kernel is saturated, the rate is that of the grid's edge. So a short

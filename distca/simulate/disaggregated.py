@@ -18,9 +18,8 @@ import numpy as np
 from distca.cost.kernel_time import CostModel
 from distca.cost.memory import FLOAT32_BYTES, HEADROOM, CoreAttentionMemory
 from distca.cost.volume import BACKWARD_PHASES, FORWARD_PHASES, BackwardInputs, Messages
-from distca.plan import Plan
 from distca.plan.span import Floats, Int64s
-from distca.schedule import Pass, PlannedGlobalBatch, Tick
+from distca.schedule import Pass, PlannedGlobalBatch, PlannedTick, Tick
 from distca.schedule.program import NANO_BATCHES, Ablation, LayerGroup, Program, tick_program
 from distca.simulate.charges import exposed_reduction
 from distca.simulate.costs import ModelCosts
@@ -105,12 +104,13 @@ class _Run:
         """Runs all ticks and the reduction of gradients."""
         resources, planned, tokens = self._resources, self._planned, 0
         first = planned.servers[0]
-        for number, ((tick, plans), goes_back) in enumerate(
+        for number, (planned_tick, goes_back) in enumerate(
             zip(planned.ticks, planned.schedule.goes_back, strict=True)
         ):
+            tick = planned_tick.tick
             resources.labels = {"tick": number, "phase": tick.direction}
             start, held = resources.clock.copy(), resources.held.copy()
-            nano_costs = self._costs_of(plans)
+            nano_costs = self._costs_of(planned_tick)
             self._run_layers(tick, nano_costs, goes_back)
             if tick.direction == "forward" and tick.work[0] is not None and not tick.work[0].chunk:
                 tokens += sum(
@@ -138,9 +138,9 @@ class _Run:
             tuple(resources.spans),
         )
 
-    def _costs_of(self, plans: tuple[Plan, ...]) -> list[PlanCosts]:
-        if id(plans) not in self._plan_costs:
-            self._plan_costs[id(plans)] = [
+    def _costs_of(self, tick: PlannedTick) -> list[PlanCosts]:
+        if tick.number not in self._plan_costs:
+            self._plan_costs[tick.number] = [
                 PlanCosts(
                     plan,
                     self._shape,
@@ -150,9 +150,9 @@ class _Run:
                     self._ablation == "signal",
                     self._backward,
                 )
-                for plan in plans
+                for plan in tick.plans
             ]
-        return self._plan_costs[id(plans)]
+        return self._plan_costs[tick.number]
 
     def _of_one_mask(self, nano_costs: list[PlanCosts]) -> Sequence[PlanCosts]:
         """Costs of each nano-batch, which has the same tokens with all masks."""
@@ -388,8 +388,8 @@ class _Run:
         now, most = np.zeros(resources.ranks), np.zeros(resources.ranks)
         buffers = CoreAttentionMemory()
         nano_batches = 1
-        for tick, plans in self._planned.ticks:
-            nano_costs = self._costs_of(plans)
+        for planned_tick in self._planned.ticks:
+            tick, nano_costs = planned_tick.tick, self._costs_of(planned_tick)
             alike = self._of_one_mask(nano_costs)
             nano_batches = len(alike)
             tokens = np.sum([each.own_tokens for each in alike], axis=0)

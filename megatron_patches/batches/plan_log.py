@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 import torch.distributed as dist
 
+from distca.cost.volume import BackwardInputs
 from distca.plan import Plan
 from distca.plan.span import Floats, Int64s
 from distca.schedule import (
@@ -23,7 +24,7 @@ from distca.schedule import (
 )
 from distca.schedule.base import relative_loads, server_loads
 from distca.schedule.baselines.context_parallel import group_size
-from megatron_patches.batches.ticks import TickMaker
+from megatron_patches.batches.planned import PlannedReader
 
 logger = logging.getLogger(__name__)
 
@@ -35,15 +36,18 @@ _WITHOUT_GROUPS = {
 """How baselines with context-parallel groups behave where groups have one rank, by name."""
 
 
-def log_first_plan(maker: TickMaker, first_sample: int, micro_batches: int) -> None:
+def log_first_plan(
+    reader: PlannedReader, backward: BackwardInputs, first_sample: int, micro_batches: int
+) -> None:
     """Plans one tick of the first global batch, and logs its summary and schedule.
 
     Args:
-        maker: maker of the training split's ticks.
+        reader: reader of the training split's micro-batches.
+        backward: how the backward pass gets its inputs.
         first_sample: sample at which the global batch starts.
         micro_batches: number of its micro-batches.
     """
-    reader, planner = maker.reader, maker.reader.planner
+    planner = reader.planner
     schedule = planner.options.tick_schedule(micro_batches, planner.stages)
     shared_out = planner.micro_batches(reader.documents(first_sample, micro_batches))
     # The first tick of those in which most stages work.
@@ -52,11 +56,10 @@ def log_first_plan(maker: TickMaker, first_sample: int, micro_batches: int) -> N
     # The first plan is that of the mask that sees most.
     mask = planner.masks.masks[0]
     packed = reader.packed_loads(first_sample, micro_batches, {mask: 1}, planner.config.cost_model)
-    before = np.zeros(maker.layout.world_size)
-    for servers, work in zip(maker.layout.servers, tick.work, strict=True):
+    before = np.zeros(planner.world_size)
+    for servers, work in zip(planner.servers, tick.work, strict=True):
         if work is not None:
             before[servers] = packed[work.micro_batch]
-    backward = maker.core_attention.backward
     summary = describe(planned.plans[0], planner.config, backward, before)
     logger.info("the first plan of the run:\n%s", format_summary(summary))
     warning = warning_of_groups_of_one(planner, shared_out)

@@ -1,19 +1,27 @@
-"""A rank's input of each tick of a global batch: its micro-batch, and its part of the plans."""
+"""The ticks of a split with `--distca`: this rank's input of each, planned and made ahead.
+
+All ranks plan the same global batches, each in a process of its own that is at least one global
+batch ahead of the model. A thread makes a rank's part of the plans, a few ticks ahead.
+"""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
+import torch
+
 from distca.cost.memory import CoreAttentionMemory
+from distca.cost.volume import AttentionShape
 from distca.plan import LayerMasks, Plan
-from distca.runtime import CoreAttention, Exchange, build_exchange
+from distca.runtime import CoreAttention, EventCursor, Exchange, Prefetcher, build_exchange
 from distca.schedule import (
     CountedGlobalBatch,
     Pass,
     PlannedGlobalBatch,
+    PlannerProcess,
     PlannerWithStats,
     Tick,
     TickSchedule,
@@ -22,8 +30,10 @@ from distca.schedule import (
 from distca.schedule.program import LayerGroup, Program, calls_of, tick_program
 from megatron_patches.batches.layouts import PipelineLayout
 from megatron_patches.batches.micro_batch import MicroBatch
+from megatron_patches.batches.plan_log import ToleranceWarning, balance_figures
 from megatron_patches.batches.planned import PlannedReader
 from megatron_patches.model.chained_keys import ChainedKeys
+from megatron_patches.model.core_attention import CoreAttentionRun
 
 _tick_program = lru_cache(maxsize=64)(tick_program)
 
@@ -55,36 +65,69 @@ class TickInput:
 
 
 @dataclass(frozen=True)
+class RankRuntime:
+    """What one rank runs the ticks of all splits with.
+
+    Attributes:
+        layout: stages and servers.
+        core_attention: runtime of the plans.
+        shape: attention heads of a tensor-parallel rank, and what travels for keys and values.
+        masks: masks of a model chunk's layers.
+        layer_groups: groups of a model chunk's layers whose backward passes run together.
+    """
+
+    layout: PipelineLayout
+    core_attention: CoreAttention
+    shape: AttentionShape
+    masks: LayerMasks
+    layer_groups: tuple[LayerGroup, ...]
+
+    def program(
+        self, direction: Pass, nano_batches: int, at_home: bool, goes_back: bool = True
+    ) -> Program:
+        """Returns the order of events of a tick: see `tick_program`."""
+        return _tick_program(direction, self.layer_groups, nano_batches, at_home, goes_back)
+
+    def global_batch(self, ticks: Iterator[TickInput]) -> Iterator[TickInput]:
+        """Yields the ticks of a global batch, each of which may run until the next is taken.
+
+        Grows core attention's buffers before the first tick (collective), to what all need. Places
+        the exchanges of each in them, over those of the last: a loop may ask for a tick of `ticks`
+        earlier, or run it again.
+
+        Args:
+            ticks: iterator whose next tick is the first one of a global batch.
+        """
+        first = next(ticks)
+        self.core_attention.reserve(first.memory)
+        for number in range(len(first.schedule.ticks)):
+            tick = next(ticks) if number else first
+            yield replace(tick, exchanges=self.core_attention.buffers.place(tick.exchanges))
+
+
+@dataclass(frozen=True)
 class TickMaker:
     """Makes the inputs of a split's ticks for one rank.
 
     Attributes:
         reader: reader of the split's micro-batches, with their planner.
-        layout: stages and servers.
-        layer_groups: groups of a model chunk's layers whose backward passes run together.
-        core_attention: runtime of the plans.
+        runtime: what the ticks run with.
     """
 
     reader: PlannedReader
-    layout: PipelineLayout
-    layer_groups: tuple[LayerGroup, ...]
-    core_attention: CoreAttention
-
-    @property
-    def masks(self) -> LayerMasks:
-        """Masks of a model chunk's layers."""
-        return self.reader.planner.masks
+    runtime: RankRuntime
 
     def planner(self) -> PlannerWithStats:
         """Makes the planner of global batches, which also counts what their plans need."""
+        runtime = self.runtime
         directions: tuple[Pass, ...] = ("forward", "backward")
         return PlannerWithStats(
             self.reader.planner,
             {
-                each: calls_of(self.program(each, 1, at_home=False), self.masks)
+                each: calls_of(runtime.program(each, 1, at_home=False), runtime.masks)
                 for each in directions
             },
-            self.core_attention.backward,
+            runtime.core_attention.backward,
         )
 
     def ticks(self, counted: CountedGlobalBatch, report: dict[str, float]) -> Iterator[TickInput]:
@@ -94,85 +137,181 @@ class TickMaker:
             counted: planned global batch.
             report: figures for the log line.
         """
-        batch = counted.batch
-        uses = Counter(id(planned.plans) for planned in batch.ticks)
+        batch, runtime, layout = counted.batch, self.runtime, self.runtime.layout
+        micro_batches = _MicroBatches(self.reader, batch, report, layout.chunks)
+        latents = runtime.shape.kv_rank is not None
+        # Ticks may share plans. Their exchanges are built once: with `keep` the backward tick finds
+        # there the inputs that the forward tick kept.
+        uses = Counter(planned.number for planned in batch.ticks)
         exchanges: dict[int, tuple[Exchange, ...]] = {}
-        unfinished: dict[int, MicroBatch] = {}
-        keys: dict[int, ChainedKeys] = {}
-        server, masks = self.layout.server, len(self.masks.masks)
-        latents = self.reader.planner.config.shape.kv_rank is not None
         for planned, goes_back, of_servers in zip(
             batch.ticks, batch.schedule.goes_back, counted.bytes_sent, strict=True
         ):
-            # Two ticks may share plans. Their exchanges are built once: with `keep` the backward
-            # tick finds there the inputs that the forward tick kept.
-            key = id(planned.plans)
-            mine = exchanges.pop(key, None) or tuple(
-                build_exchange(plan, server, latents) for plan in planned.plans
+            mine = exchanges.pop(planned.number, None) or tuple(
+                build_exchange(plan, layout.server, latents) for plan in planned.plans
             )
-            uses[key] -= 1
-            if uses[key]:
-                exchanges[key] = mine
-            stage = self.layout.stage
-            work = None if stage is None else planned.tick.work[stage]
+            uses[planned.number] -= 1
+            if uses[planned.number]:
+                exchanges[planned.number] = mine
+            work = None if layout.stage is None else planned.tick.work[layout.stage]
             micro_batch = None
             if work is not None and planned.tick.direction == "forward":
-                micro_batch = self._micro_batch(work, batch, report, unfinished, keys)
+                micro_batch = self._with_run(micro_batches.read(work), mine)
             yield TickInput(
                 batch.schedule,
                 planned.tick,
                 planned.plans,
                 mine,
-                self.program(
-                    planned.tick.direction, len(mine) // masks, self._at_home(mine), goes_back
+                runtime.program(
+                    planned.tick.direction,
+                    len(mine) // len(runtime.masks.masks),
+                    self._at_home(mine),
+                    goes_back,
                 ),
                 micro_batch,
-                {phase: int(each[server]) for phase, each in of_servers.items()},
+                {phase: int(each[layout.server]) for phase, each in of_servers.items()},
                 counted.memory,
             )
-
-    def program(
-        self, direction: Pass, nano_batches: int, at_home: bool, goes_back: bool = True
-    ) -> Program:
-        """Returns the order of events of a tick: see `tick_program`."""
-        return _tick_program(direction, self.layer_groups, nano_batches, at_home, goes_back)
 
     def _at_home(self, exchanges: tuple[Exchange, ...]) -> bool:
         """Returns whether all queries stay at home: then keys may be sent ahead."""
         # Ranks that only serve, and backward ticks with plans of their own, send nothing ahead.
-        same_ticks = self.layout.stages == 1 and not self.layout.dedicated
+        same_ticks = self.runtime.layout.stages == 1 and not self.runtime.layout.dedicated
         return same_ticks and not any(exchange.q.move for exchange in exchanges)
 
-    def placed(self, tick: TickInput) -> TickInput:
-        """Places a tick's exchanges in the buffers, over those of the last tick.
+    def _with_run(self, micro_batch: MicroBatch, exchanges: tuple[Exchange, ...]) -> MicroBatch:
+        """Returns a micro-batch with the state of a run, which its nano-batches share."""
+        params, runtime = micro_batch.packed_seq_params, self.runtime
+        assert params is not None
+        run = CoreAttentionRun(runtime.core_attention, EventCursor(exchanges, masks=runtime.masks))
+        if params.nano_batches is not None:
+            ping, pong = (replace(each, run=run) for each in params.nano_batches)
+            params = replace(params, nano_batches=(ping, pong))
+        return replace(micro_batch, packed_seq_params=replace(params, run=run))
 
-        To be called when the tick runs: a loop may ask for a tick earlier, or run it again.
-        """
-        return replace(tick, exchanges=self.core_attention.buffers.place(tick.exchanges))
 
-    def _micro_batch(
+class _MicroBatches:
+    """This rank's micro-batches of a global batch: each is read once for all model chunks.
+
+    Args:
+        reader: reader of planned micro-batches.
+        batch: planned global batch.
+        report: figures for the log line.
+        chunks: number of model chunks.
+    """
+
+    def __init__(
         self,
-        work: Work,
+        reader: PlannedReader,
         batch: PlannedGlobalBatch,
         report: dict[str, float],
-        unfinished: dict[int, MicroBatch],
-        keys: dict[int, ChainedKeys],
-    ) -> MicroBatch:
-        """Reads a micro-batch for its first chunk, and keeps it for those that follow.
+        chunks: int,
+    ) -> None:
+        self._reader, self._batch, self._report, self._chunks = reader, batch, report, chunks
+        # Micro-batches of which chunks follow, and keys of the chains of which micro-batches
+        # follow, by the first micro-batch.
+        self._unfinished: dict[int, MicroBatch] = {}
+        self._keys: dict[int, ChainedKeys] = {}
 
-        Args:
-            work: micro-batch and chunk.
-            batch: planned global batch.
-            report: figures for the log line.
-            unfinished: micro-batches of which chunks follow.
-            keys: keys of the chains of which micro-batches follow, by their first micro-batch.
-        """
-        number, chunk = work
+    def read(self, work: Work) -> MicroBatch:
+        """Returns the micro-batch of a chunk's forward pass."""
+        number, unfinished = work.micro_batch, self._unfinished
         if number not in unfinished:
-            chain = batch.micro_batches[number].chain
-            of_chain = keys.setdefault(chain[0], ChainedKeys())
+            planned = self._batch.micro_batches
+            chain = planned[number].chain
+            of_chain = self._keys.setdefault(chain[0], ChainedKeys())
             if number == chain[-1]:
-                del keys[chain[0]]
-            parts = self.reader.chain_parts(number, batch.micro_batches, of_chain)
-            unfinished[number] = self.reader.micro_batch(batch.micro_batches[number], report, parts)
-        return unfinished.pop(number) if chunk == self.layout.chunks - 1 else unfinished[number]
+                del self._keys[chain[0]]
+            parts = self._reader.chain_parts(number, planned, of_chain)
+            unfinished[number] = self._reader.micro_batch(planned[number], self._report, parts)
+        return unfinished.pop(number) if work.chunk == self._chunks - 1 else unfinished[number]
+
+
+class PlannedIterator(Iterator[TickInput]):
+    """Yields this rank's input of each tick of a split's global batches. Endless.
+
+    One thread has global batches planned: while one runs, the next is planned, then the one after
+    it. Another thread makes the next ticks of the present one.
+
+    Args:
+        maker: maker of the ticks.
+        first_sample: number of samples consumed so far.
+        micro_batches: function from a sample to the number of micro-batches of the global batch
+            that starts there.
+        device: device of the model.
+        process: process that plans, and ends with this iterator; None: the thread plans, and slows
+            down kernel launches.
+        announce: function that announces the next global batch of this split to dedicated servers;
+            None: there are none.
+        fused_rotary: as for `MicroBatch.to`.
+
+    Attributes:
+        runtime: what the ticks run with.
+        device: device of the model.
+        announce: as above.
+    """
+
+    def __init__(
+        self,
+        maker: TickMaker,
+        first_sample: int,
+        micro_batches: Callable[[int], int],
+        device: torch.device,
+        process: PlannerProcess[CountedGlobalBatch] | None = None,
+        announce: Callable[[], None] | None = None,
+        fused_rotary: bool = False,
+    ) -> None:
+        self.runtime, self.device, self.announce = maker.runtime, device, announce
+        self._maker, self._process, self._fused_rotary = maker, process, fused_rotary
+        self._seconds_waited = 0.0
+        self._plans = Prefetcher(self._plan_all(first_sample, micro_batches))
+        # Ticks in which a stage fills or drains pass faster than one is made.
+        self._ticks = Prefetcher(self._make_all(), depth=self.runtime.layout.stages)
+
+    def _plan_all(
+        self, sample: int, micro_batches: Callable[[int], int]
+    ) -> Iterator[tuple[CountedGlobalBatch, dict[str, float]]]:
+        """Yields the plans of all global batches from a sample on, and figures for the log."""
+        reader, plan = self._maker.reader, self._process or self._maker.planner()
+        warning = ToleranceWarning(reader.planner.config)
+        while True:
+            number = micro_batches(sample)
+            counted = plan(reader.documents(sample, number))
+            warning.check(counted.batch, sample)
+            yield counted, balance_figures(counted, reader.packed_loads(sample, number))
+            sample += number * reader.layout.samples_per_micro_batch
+
+    def _make_all(self) -> Iterator[TickInput]:
+        for counted, figures in self._plans:
+            yield from self._maker.ticks(counted, figures)
+
+    def __next__(self) -> TickInput:
+        tick = next(self._ticks)
+        self._seconds_waited += self._ticks.seconds_waited
+        if tick.micro_batch is None:
+            return tick
+        micro_batch = tick.micro_batch.to(self.device, self._fused_rotary)
+        figures = {"plan wait ms": self._milliseconds_waited(tick)}
+        return replace(tick, micro_batch=replace(micro_batch, report=micro_batch.report | figures))
+
+    def _milliseconds_waited(self, tick: TickInput) -> float:
+        """Returns the milliseconds waited since the last report, times the micro-batches.
+
+        The log takes the mean over micro-batches, and so shows a step's sum.
+        """
+        layout = self.runtime.layout
+        assert layout.stage is not None
+        work = tick.tick.work[layout.stage]
+        assert work is not None
+        waited = 1e3 * self._seconds_waited * tick.schedule.micro_batches
+        # The log drops the reports of all chunks but the last.
+        if work.chunk == layout.chunks - 1:
+            self._seconds_waited = 0.0
+        return waited
+
+    def close(self) -> None:
+        """Ends the threads and the process."""
+        if self._process is not None:
+            self._process.close()
+        self._ticks.close()
+        self._plans.close()

@@ -183,8 +183,12 @@ class _Splits:
         if which == "train":
             _warn_of_repetition(stream, layout)
             if self.planned is not None:
-                maker = self.planned.maker(stream, forward_only=False)
-                log_first_plan(maker, consumed, self.planned.micro_batches(consumed))
+                log_first_plan(
+                    self.planned.reader(stream, forward_only=False),
+                    self.config.backward,
+                    consumed,
+                    self.planned.micro_batches(consumed),
+                )
         return self._iterator(
             stream, {"train": TRAIN, "valid": VALID, "test": TEST}[which], consumed
         )

@@ -238,14 +238,24 @@ def beside_servers(theirs: Callable[..., Any], run: Run) -> Callable[..., Any]:
     return initialize_distributed
 
 
+def arguments_with_vocabulary() -> Namespace:
+    """Returns Megatron-LM's arguments with the tokenizer's `vocab_size`.
+
+    In the loop that is a flag, which may be missing or lack the end token.
+    """
+    from megatron.training import get_args, get_tokenizer
+
+    return Namespace(**vars(get_args()) | {"vocab_size": get_tokenizer().vocab_size})
+
+
 def _serve(run: Run, args: Namespace, processes: Processes) -> NoReturn:
     """Serves until the job ends, and ends this process."""
-    from megatron.training import get_tokenizer, training
+    from megatron.training import training
 
-    from megatron_patches.pipeline.dedicated import serve
+    from megatron_patches.pipeline.idle_ranks import serve
 
     training.update_train_iters(args)
-    complete = Namespace(**vars(args) | {"vocab_size": get_tokenizer().vocab_size})
+    complete = arguments_with_vocabulary()
     train, valid, test = training.get_train_valid_test_num_samples()
     if args.exit_signal_handler:
         # Ranks with a model end at the end of an iteration, and dismiss this process.
@@ -269,13 +279,11 @@ def after_preflight(theirs: Callable[..., Any], run: Run) -> Callable[..., Any]:
 
     @functools.wraps(theirs)
     def setup_model_and_optimizer(*args: Any, **kwargs: Any) -> Any:
-        from megatron.training import get_args, get_tokenizer
+        from megatron.training import get_args
 
         from megatron_patches.loop.preflight import preflight
 
-        vocab_size = get_tokenizer().vocab_size
-        complete = Namespace(**vars(get_args()) | {"vocab_size": vocab_size})
-        held.enter_context(preflight(run.config, complete, run.environment))
+        held.enter_context(preflight(run.config, arguments_with_vocabulary(), run.environment))
         model, *others = theirs(*args, **kwargs)
         check_weights(model, "before the first step", "load another checkpoint", code=2)
         _end_after_the_samples(get_args())

@@ -30,7 +30,7 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.utils import make_viewless_tensor
 
 from distca.runtime import EventCursor
-from distca.schedule.program import layer_groups
+from distca.schedule.program import LayerGroup, layer_groups
 from megatron_patches.model.core_attention import DocumentParams
 from megatron_patches.model.rotary import split_rows
 from megatron_patches.model.thread_state import ThreadState
@@ -116,12 +116,19 @@ class NanoBatchCoroutines:
 
 def run_layers_in_turn(model: GPTModel) -> None:
     """Makes a GPT model's layers run a micro-batch's nano-batches in turn, where it has two."""
-    block = model.decoder
-    block.forward = partial(_forward, block, block.forward)
+    block, config = model.decoder, model.config
+    groups = layer_groups(
+        len(block.layers),
+        config.recompute_granularity,
+        config.recompute_method,
+        config.recompute_num_layers,
+    )
+    block.forward = partial(_forward, block, groups, block.forward)
 
 
 def _forward(
     block: Any,
+    groups: Sequence[LayerGroup],
     plain: Callable[..., torch.Tensor],
     hidden_states: torch.Tensor | None,
     attention_mask: torch.Tensor | None = None,
@@ -176,12 +183,7 @@ def _forward(
 
     random = tensor_parallel.get_cuda_rng_tracker().fork() if shards > 1 else nullcontext()
     with random:
-        for group in layer_groups(
-            len(block.layers),
-            config.recompute_granularity,
-            config.recompute_method,
-            config.recompute_num_layers,
-        ):
+        for group in groups:
             run_group = partial(run, [block.layers[number] for number in group.layers])
             if group.recomputed and block.training:
                 parts = tensor_parallel.checkpoint(

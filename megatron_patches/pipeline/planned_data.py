@@ -9,13 +9,11 @@ from functools import partial
 
 import torch
 
-from distca.runtime import CoreAttention
 from distca.schedule import GlobalBatchPlanner, PlannerProcess
 from megatron_patches.batches.layouts import WindowLayout
 from megatron_patches.batches.planned import PlannedReader
-from megatron_patches.batches.planned_iterator import PlannedIterator
 from megatron_patches.batches.stream import TokenStream
-from megatron_patches.batches.ticks import TickMaker
+from megatron_patches.batches.ticks import PlannedIterator, RankRuntime, TickMaker
 from megatron_patches.flags.batch_sizes import micro_batches_by_sample, samples_for_evaluation
 from megatron_patches.flags.config import DistcaConfig
 from megatron_patches.flags.latent_attention import head_sizes
@@ -36,7 +34,7 @@ class PlannedData:
         windows: windows and ranks.
         device: device of the model.
         servers: attention servers that exchange with this process.
-        core_attention: runtime of the plans.
+        runtime: what this rank runs ticks with.
         micro_batches: function from a sample of the training split to the number of micro-batches
             of the global batch that starts there.
         evaluated: number of micro-batches of a global batch of an evaluation.
@@ -47,7 +45,7 @@ class PlannedData:
     windows: WindowLayout
     device: torch.device
     servers: Servers
-    core_attention: CoreAttention
+    runtime: RankRuntime
     micro_batches: Callable[[int], int]
     evaluated: int
     fused_rotary: bool
@@ -71,21 +69,28 @@ class PlannedData:
         """
         sizes = ParallelSizes.from_args(args)
         servers = find_servers(config, sizes, device, processes)
+        planning = PlannerConfig.from_args(config, args, servers.layout.world_size)
         return PlannedData(
-            planning=PlannerConfig.from_args(config, args, servers.layout.world_size),
+            planning=planning,
             windows=windows,
             device=device,
             servers=servers,
-            core_attention=build_core_attention(
-                config, head_sizes(args), servers.group, device, sizes.timeout
+            runtime=RankRuntime(
+                servers.layout,
+                build_core_attention(
+                    config, head_sizes(args), servers.group, device, sizes.timeout
+                ),
+                planning.scheduling.shape,
+                planning.masks,
+                planning.layer_groups,
             ),
             micro_batches=micro_batches_by_sample(args),
             evaluated=samples_for_evaluation(args) // windows.samples_per_micro_batch,
             fused_rotary=args.apply_rope_fusion,
         )
 
-    def maker(self, stream: TokenStream, forward_only: bool) -> TickMaker:
-        """Makes the maker of a split's ticks."""
+    def reader(self, stream: TokenStream, forward_only: bool) -> PlannedReader:
+        """Makes the reader of a split's micro-batches, with their planner."""
         planning, pipeline = self.planning, self.servers.layout
         planner = GlobalBatchPlanner(
             pipeline.servers,
@@ -95,12 +100,11 @@ class PlannedData:
             pipeline.dedicated,
             linear_work=planning.linear_work,
         )
-        return TickMaker(
-            PlannedReader(stream, self.windows, planner, planning.sequence_shards),
-            pipeline,
-            planning.layer_groups,
-            self.core_attention,
-        )
+        return PlannedReader(stream, self.windows, planner, planning.sequence_shards)
+
+    def maker(self, stream: TokenStream, forward_only: bool) -> TickMaker:
+        """Makes the maker of a split's ticks."""
+        return TickMaker(self.reader(stream, forward_only), self.runtime)
 
     def iterator(self, stream: TokenStream, number: int, first_sample: int) -> PlannedIterator:
         """Makes the iterator over a split's ticks, planned by a process of its own.
@@ -124,4 +128,4 @@ class PlannedData:
 
     def close(self) -> None:
         """Frees what the transport holds; no tick may follow."""
-        self.core_attention.transport.close()
+        self.runtime.core_attention.transport.close()

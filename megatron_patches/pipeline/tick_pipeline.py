@@ -23,12 +23,11 @@ from megatron.core.utils import get_model_config
 
 from distca.schedule import Pass, Work
 from megatron_patches.batches.micro_batch import MicroBatch
-from megatron_patches.batches.planned_iterator import PlannedIterator
-from megatron_patches.batches.ticks import TickInput, TickMaker
+from megatron_patches.batches.ticks import PlannedIterator, RankRuntime, TickInput
 from megatron_patches.flags.config import DistcaConfig
 from megatron_patches.model.core_attention import DisaggregatedCoreAttention
 from megatron_patches.pipeline.data_iterators import unwrap
-from megatron_patches.pipeline.idle_rank import serve_tick
+from megatron_patches.pipeline.idle_ranks import serve_tick
 from megatron_patches.pipeline.tracing import Tracing
 
 
@@ -90,7 +89,7 @@ class TickPipeline:
         ticks = data_iterator[0] if isinstance(data_iterator, list) else data_iterator
         # The loop may wrap it to repeat values.
         planned: PlannedIterator = unwrap(ticks)
-        maker = planned.maker
+        runtime = planned.runtime
         if pg_collection is None:
             pg_collection = _process_groups()
         config = get_model_config(chunks[0])
@@ -100,7 +99,7 @@ class TickPipeline:
             chunks,
             config,
             ticks,
-            maker,
+            runtime,
             num_microbatches,
             p2p,
             pg_collection,
@@ -119,7 +118,7 @@ class TickPipeline:
             forward_only,
             first_val_step,
         )
-        trace = maker.core_attention.trace
+        trace = runtime.core_attention.trace
         recorded = self._tracing is not None and self._tracing.starts(trace, forward_only)
         if planned.announce is not None:
             planned.announce()
@@ -128,7 +127,7 @@ class TickPipeline:
                 barrier=config.barrier_with_L1_time
             )
         # Checked before the optimizer steps: a failed exchange leaves wrong gradients, or NaN.
-        with maker.core_attention.transport.checked():
+        with runtime.core_attention.transport.checked():
             batch.run()
             if not forward_only:
                 batch.finalize(force_all_reduce)
@@ -136,7 +135,7 @@ class TickPipeline:
             config.timers("forward-backward").stop()
         if recorded:
             assert self._tracing is not None
-            self._tracing.ends(trace, maker.layout)
+            self._tracing.ends(trace, runtime.layout)
         return batch.reports
 
     def _connect(self, stages: torch.distributed.ProcessGroup, chunk: Any) -> None:
@@ -226,7 +225,7 @@ class _GlobalBatch:
         chunks: list[Any],
         config: Any,
         ticks: Iterator[TickInput],
-        maker: TickMaker,
+        runtime: RankRuntime,
         micro_batches: int,
         p2p: P2PCommunicator,
         groups: Any,
@@ -240,12 +239,12 @@ class _GlobalBatch:
         self._p2p, self._process_groups = p2p, groups
         self._forward_step = forward_step
         self._forward_only, self._first_val_step = forward_only, first_val_step
-        self._maker, self._layout = maker, maker.layout
-        assert maker.layout.stage is not None, "dedicated servers hold no model"
-        self._stage = maker.layout.stage
-        own_stage = maker.layout.servers[self._stage].tolist()
-        self._data_parallel_rank = own_stage.index(maker.layout.server)
-        self._trace = maker.core_attention.trace
+        self._runtime, self._layout = runtime, runtime.layout
+        assert runtime.layout.stage is not None, "dedicated servers hold no model"
+        self._stage = runtime.layout.stage
+        own_stage = runtime.layout.servers[self._stage].tolist()
+        self._data_parallel_rank = own_stage.index(runtime.layout.server)
+        self._trace = runtime.core_attention.trace
         # Inputs that have arrived, forward passes without their backward, gradients that arrived.
         self._inputs: dict[Work, torch.Tensor | None] = {}
         self._awaiting_backward: dict[Work, tuple[Any, torch.Tensor, MicroBatch]] = {}
@@ -262,15 +261,13 @@ class _GlobalBatch:
         """Runs all ticks."""
         if not self._forward_only:
             self._start_training()
-        first = next(self._ticks)
-        schedule = first.schedule
-        if schedule.micro_batches != self._micro_batches:
-            raise ValueError(
-                f"the data come in global batches of {schedule.micro_batches} micro-batches, but "
-                f"the loop asks for {self._micro_batches}"
-            )
-        for number in range(len(schedule.ticks)):
-            tick_input = self._maker.placed(next(self._ticks) if number else first)
+        for number, tick_input in enumerate(self._runtime.global_batch(self._ticks)):
+            found = tick_input.schedule.micro_batches
+            if found != self._micro_batches:
+                raise ValueError(
+                    f"the data come in global batches of {found} micro-batches, but the loop asks "
+                    f"for {self._micro_batches}"
+                )
             self._trace.labels = {"tick": number} | self._label(tick_input)
             with self._trace.span(self._title(tick_input), "ticks"):
                 output = self._compute(tick_input)
@@ -284,7 +281,7 @@ class _GlobalBatch:
             return {}
         work, server = tick_input.tick.work, self._layout.server
         # Of the first layer.
-        plans = self._maker.masks.select(tick_input.plans, 0)
+        plans = self._runtime.masks.select(tick_input.plans, 0)
         served = [plan.tasks[plan.tasks.server == server] for plan in plans]
         return {
             "phase": tick_input.tick.direction,
@@ -328,7 +325,7 @@ class _GlobalBatch:
         """Takes part in every call of core attention that the working stages make."""
         modules = core_attention_modules(self._chunks[0])
         serve_tick(
-            self._maker,
+            self._runtime,
             tick_input,
             [module.layer_number for module in modules],
             modules[0].softmax_scale,
@@ -418,7 +415,7 @@ class _GlobalBatch:
         """Returns the shape of what a stage sends: `[tokens, 1, hidden size]`."""
         server = self._layout.servers[sender, self._data_parallel_rank]
         # With each mask the tokens are the same.
-        plans = self._maker.masks.select(tick_input.plans, 0)
+        plans = self._runtime.masks.select(tick_input.plans, 0)
         tokens = sum(int(plan.own_tokens_per_rank()[server]) for plan in plans)
         if self._config.sequence_parallel:
             tokens //= self._process_groups.tp.size()

@@ -44,7 +44,7 @@ def record(flags: Sequence[str], lengths: Sequence[int], steps: int) -> dict[str
         else:
             recorded, made = _train(args, stream, processes, steps, log)
     if args.distca:
-        transport = made.core_attention.transport
+        transport = made.runtime.core_attention.transport
         recorded["bytes"] = {
             name: {WORDS.get(phase, phase): n for phase, n in sorted(counted.items()) if n}
             for name, counted in (
@@ -53,7 +53,7 @@ def record(flags: Sequence[str], lengths: Sequence[int], steps: int) -> dict[str
                 ("planned", bytes_planned(args, made, steps)),
             )
         }
-        recorded["buffers"] = buffers_of(made.core_attention.buffers)
+        recorded["buffers"] = buffers_of(made.runtime.core_attention.buffers)
     torch.distributed.barrier()
     return recorded
 

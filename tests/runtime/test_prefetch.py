@@ -183,8 +183,7 @@ def ticks_held_until_the_next_is_made(
 ) -> list[tuple[int, int]]:
     """The ticks, by step and number, whose kernels saw the next tick come. Collective."""
 
-    from megatron_patches.batches.planned_iterator import PlannedIterator
-    from megatron_patches.batches.ticks import TickInput, TickMaker
+    from megatron_patches.batches.ticks import PlannedIterator, TickInput, TickMaker
     from support import training
 
     args = parse(flags)
@@ -225,7 +224,7 @@ def ticks_held_until_the_next_is_made(
         mock.patch.object(PlannedIterator, "__next__", given),
     ):
         run, maker = make_run(args, memory_stream(lengths))
-        kernel = maker.core_attention.kernel
+        kernel = maker.runtime.core_attention.kernel
         kernel.forward, kernel.backward = computing(kernel.forward), computing(kernel.backward)
         for _ in range(steps):
             training.train_step(run)

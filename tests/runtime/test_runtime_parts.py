@@ -10,12 +10,12 @@ import torch
 import torch.distributed as dist
 
 from distca.attention import KernelTasks
+from distca.attention.kernel_timing import KernelTimer, held_out_errors
 from distca.cost import volume
 from distca.cost.profile import Profile, _diagonal_pairs
 from distca.cost.volume import AttentionShape
 from distca.plan import Mask
 from distca.runtime import Prefetcher
-from distca.runtime.kernel_timing import KernelTimer, held_out_errors
 from distca.runtime.messages import WORD, PackedRows, QAndKV, message_layout, peer_rows
 from distca.runtime.trace import Trace
 from distca.runtime.workspace import Workspace

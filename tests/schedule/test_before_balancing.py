@@ -93,11 +93,11 @@ def first_plan_of(flags: Sequence[str], lengths: Sequence[int]) -> list[str]:
     planned = PlannedData.start(
         DistcaConfig.from_args(args), args, window_layout(args), torch.device("cpu")
     )
-    maker, first = planned.maker(memory_stream(lengths), False), args.global_batch_size
+    reader, first = planned.reader(memory_stream(lengths), False), args.global_batch_size
     plan_log.logger.addHandler(handler)
     plan_log.logger.setLevel(logging.INFO)
     try:
-        plan_log.log_first_plan(maker, first, planned.micro_batches(first))
+        plan_log.log_first_plan(reader, "resend", first, planned.micro_batches(first))
     finally:
         plan_log.logger.removeHandler(handler)
     planned.close()

@@ -57,15 +57,16 @@ def planned_by_training(runs: list[list[str]], lengths: list[int]) -> list[Any]:
             DistcaConfig.from_args(args), args, window_layout(args), torch.device("cpu")
         )
         made = planned.maker(memory_stream(lengths), forward_only=False)
-        log_first_plan(made, 0, planned.micro_batches(0))
+        log_first_plan(made.reader, "resend", 0, planned.micro_batches(0))
         ticks = [
             (each.tick, rows(each.plans), each.bytes_sent, each.memory)
             for each in global_batch(made, 0, planned.micro_batches(0))
         ]
-        config = schedule_config(DistcaConfig.from_args(args), args, made.layout.world_size)
+        config = schedule_config(DistcaConfig.from_args(args), args, made.runtime.layout.world_size)
         passes: tuple[Pass, ...] = ("forward", "backward")
         calls = {
-            each: calls_of(made.program(each, 1, at_home=False), made.masks) for each in passes
+            each: calls_of(made.runtime.program(each, 1, at_home=False), made.runtime.masks)
+            for each in passes
         }
         found.append((config, linear_work(args), calls, ticks))
         forget_megatron()
@@ -95,7 +96,7 @@ def test_training_and_simulator_have_the_same_plans(ranks) -> None:
         config, work, calls, _ = by_rank[0][number]
         batch = plan_global_batch(sequences, stages, 2, config, options, linear_work=work)
         crossing += any(
-            plan.cached_prefix is not None for _, plans in batch.ticks for plan in plans
+            plan.cached_prefix is not None for tick in batch.ticks for plan in tick.plans
         )
         memory = batch.largest_memory(config.shape)
         for rank, runs_of_rank in enumerate(by_rank):
@@ -133,7 +134,7 @@ def test_each_mask_has_balanced_plans_of_one_placement(stages: int, local: Mask)
     assert masks == LayerMasks((Mask(), local), (1, 1, 0)) == batch.masks
     alone = replace(planner, masks=LayerMasks((local,))).plan(documents_in_turn(windows))
     assert len(alone.ticks[0].plans) == 2
-    for _, plans in batch.ticks:
+    for _, plans, _ in batch.ticks:
         for layer, mask in enumerate((local, local, Mask(), local)):
             pair = masks.select(plans, layer)
             assert [plan.mask for plan in pair] == [mask] * 2
@@ -151,7 +152,7 @@ def test_ticks_that_run_the_same_share_their_plans() -> None:
     """Without a pipeline: there and back."""
     batch = mixed(1, ExecutionOptions())
     shared: dict[Any, set[int]] = {}
-    for tick, plans in batch.ticks:
+    for tick, plans, _ in batch.ticks:
         shared.setdefault(tick.work, set()).add(id(plans))
     assert len(batch.ticks) == 2 * len(shared) == 8
     assert [len(found) for found in shared.values()] == [1, 1, 1, 1]
@@ -171,7 +172,7 @@ def test_bytes_and_memory_are_those_of_the_plans(backward) -> None:
     forward = tick.bytes_sent([{**calls, "backward": 0}], SHAPE)
     assert not any("backward" in name for name in forward)
     largest = batch.largest_memory(SHAPE, backward)
-    needed = [plan_memory(plan, SHAPE, backward) for _, plans in batch.ticks for plan in plans]
+    needed = [plan_memory(plan, SHAPE, backward) for tick in batch.ticks for plan in tick.plans]
     assert all(one.fits(largest) for one in needed)
     assert largest.slot == max(one.slot for one in needed)
 

@@ -18,8 +18,8 @@ from distca.schedule import (
     pool,
     split_in_two,
 )
-from distca.schedule.training.chains import cut_chain, plan_chain
-from distca.schedule.training.nano_batches import DocumentParts
+from distca.schedule.training.micro_batches import DocumentParts, cut_chain
+from distca.schedule.training.nano_batches import plan_chain
 from support.batches import documents
 
 

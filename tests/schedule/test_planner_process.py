@@ -202,7 +202,7 @@ def ticks_until_the_planner_dies() -> str:
     """The end of the error that a rank's iterator raises when the planner is killed."""
     import torch
 
-    from megatron_patches.batches.planned_iterator import PlannedIterator
+    from megatron_patches.batches.ticks import PlannedIterator
     from support import training
 
     flags = ["--distca", "--seq-length", "256", "--global-batch-size", "3"]

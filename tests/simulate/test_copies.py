@@ -26,7 +26,7 @@ def test_copies_take_the_time_of_memory(ablation: Ablation) -> None:
     took = [simulate_ticks(plan, costs_on(at), ablation=ablation).computed for at in (slow, IDEAL)]
     costs = costs_on(slow)
     expected, crosses = np.zeros(2), False
-    for tick, plans in plan.ticks:
+    for tick, plans, _ in plan.ticks:
         phases = PHASES[:2] if tick.direction == "forward" else PHASES[2:]
         for each in plans:
             moved = plan_bytes(each, costs.shape).phases

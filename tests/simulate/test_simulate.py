@@ -117,7 +117,7 @@ def test_bytes_and_work_are_the_plans(stages: int, scheduler: str, ping_pong: bo
     pairs = 0
     kernels = np.zeros(4 * stages)
     cost_model = costs.cluster.attention_cost(costs.shape)
-    for tick, plans in plan.ticks:
+    for tick, plans, _ in plan.ticks:
         mine = PHASES[:2] if tick.direction == "forward" else PHASES[2:]
         factor = 1.0 if tick.direction == "forward" else costs.cluster.backward_over_forward
         for each in plans:
@@ -271,7 +271,7 @@ def test_smaller_micro_batches_leave_less_idle_and_keep_less(
     monkeypatch.setattr("distca.simulate.disaggregated._Run._borrowed", lambda *_: nothing)
     free = [simulate_ticks(parts, costs) for costs in each]
     rows = {"forward": 0, "backward": 0}
-    for tick, plans in parts.ticks:
+    for tick, plans, _ in parts.ticks:
         for plan in plans:
             own, kept = plan.own_tokens_per_rank(), plan.placement.tokens_per_rank()
             # Own keys are copied beside them; gradients are added up in 32 bits.

@@ -35,14 +35,14 @@ def events_and_trace(
     args = parse(flags)
     training.initialize(args)
     run, made = make_run(args, memory_stream(lengths))
-    recorder = Recorder(made.core_attention, args.distca_ping_pong)
+    recorder = Recorder(made.runtime.core_attention, args.distca_ping_pong)
     for chunk in run.model:
         recorder.watch(chunk)
-    made.core_attention.trace.recording = True
+    made.runtime.core_attention.trace.recording = True
     training.forward_backward(run)
     run.data.close()
     forget_megatron()
-    return recorder.events, list(_traced(made.core_attention.trace))
+    return recorder.events, list(_traced(made.runtime.core_attention.trace))
 
 
 def _traced(trace: Trace) -> Iterator[SeenEvent]:

@@ -159,7 +159,7 @@ def start_processes(args: Namespace) -> Any:
 
 def make_data(args: Namespace, stream: Any, processes: Any) -> tuple[Any, Any]:
     """The iterators over a stream of our own, and with `--distca` what makes their ticks."""
-    from megatron_patches.batches.planned_iterator import PlannedIterator
+    from megatron_patches.batches.ticks import PlannedIterator
     from megatron_patches.loop import data
     from megatron_patches.pipeline.data_iterators import TRAIN, DataIterators
     from megatron_patches.pipeline.planned_data import PlannedData
@@ -208,7 +208,7 @@ def train(
     run = serve if serves_only else partial(train_steps, steps=steps)
     done, made = run(args, stream, processes)
     if args.distca:
-        transport = made.core_attention.transport
+        transport = made.runtime.core_attention.transport
         done.bytes_counted = {phase: n for phase, n in transport.bytes_sent.items() if n}
         done.bytes_planned = bytes_planned(args, made, steps)
     dist.barrier()
@@ -262,10 +262,10 @@ def train_steps(args: Namespace, stream: Any, processes: Any, steps: int) -> tup
 def serve(args: Namespace, stream: Any, processes: Any) -> tuple[StepsDone, Any]:
     """What a dedicated server does while the others train; and what made its plans."""
     from megatron_patches.model.latent_attention import softmax_scale
-    from megatron_patches.pipeline import dedicated
+    from megatron_patches.pipeline import idle_ranks
 
     iterators, made = make_data(args, stream, processes)
-    dedicated.serve(lambda: iterators, args.params_dtype, softmax_scale(args))
+    idle_ranks.serve(lambda: iterators, args.params_dtype, softmax_scale(args))
     return StepsDone(serves_only=True), made
 
 
@@ -280,7 +280,7 @@ def starts_of_micro_batches(flags: Sequence[str], lengths: Sequence[int]) -> lis
     training.initialize(args)
     config, device = DistcaConfig.from_args(args), torch.device("cpu")
     planned = PlannedData.start(config, args, window_layout(args), device)
-    reader = planned.maker(memory_stream(lengths), forward_only=False).reader
+    reader = planned.reader(memory_stream(lengths), forward_only=False)
     incoming = reader.documents(0, planned.micro_batches(0))
     micro_batches = reader.planner.share_out(incoming)
     found = [documents.starts.tolist() for documents in micro_batches]

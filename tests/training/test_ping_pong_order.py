@@ -44,7 +44,7 @@ def under_way_at_linear_layers(
     args = parse(flags)
     training.initialize(args)
     run, made = make_run(args, memory_stream(lengths))
-    trace = made.core_attention.trace
+    trace = made.runtime.core_attention.trace
     with contextlib.ExitStack() as patched:
         for module in (layers, mappings):
             for name in ("dist_all_gather_func", "dist_reduce_scatter_func"):
@@ -66,7 +66,7 @@ def under_way_at_linear_layers(
             else:
                 under_way.add((name, *labels))
     run.data.close()
-    return seen, dict(made.core_attention.transport.bytes_sent)
+    return seen, dict(made.runtime.core_attention.transport.bytes_sent)
 
 
 def test_the_ablation_by_signals_moves_a_byte_a_message(ranks) -> None:

@@ -32,22 +32,21 @@ def bytes_of_ticks(flags: list[str], lengths: list[int]) -> tuple[list, list]:
     """Bytes sent by this rank in each tick by phase, as planned and as counted; collective."""
     import torch.distributed as dist
 
-    from megatron_patches.batches.planned_iterator import PlannedIterator
-    from megatron_patches.batches.ticks import TickInput
+    from megatron_patches.batches.ticks import PlannedIterator, TickInput
     from megatron_patches.pipeline.tick_pipeline import TickPipeline
     from support import training
 
     args = parse(flags)
     training.initialize(args)
     run, made = make_run(args, memory_stream(lengths))
-    transport = made.core_attention.transport
+    transport = made.runtime.core_attention.transport
     planned, counted = [], []
 
     class Watched(PlannedIterator):
         """Notes the counts when a tick ends, which is when the next one is asked for."""
 
         def __init__(self, ticks: PlannedIterator) -> None:
-            self.maker, self.announce, self._inner = ticks.maker, None, ticks
+            self.runtime, self.announce, self._inner = ticks.runtime, None, ticks
 
         def __next__(self) -> TickInput:
             counted.append(dict(transport.bytes_sent))
@@ -141,7 +140,7 @@ def step_with_failed_exchange(flags: list[str], lengths: list[int]) -> tuple[str
     def check(finished: bool) -> None:
         raise TransportError("rank 1 did nothing")
 
-    made.core_attention.transport.check = check
+    made.runtime.core_attention.transport.check = check
     for parameter in run.model[0].parameters():
         parameter.data[(0,) * parameter.dim()] = torch.nan
     before = [parameter.detach().clone() for parameter in run.model[0].parameters()]
@@ -208,7 +207,7 @@ def evaluation_loss(flags: list[str], lengths: list[int]) -> float:
     import torch
     import torch.distributed as dist
 
-    from megatron_patches.batches.planned_iterator import PlannedIterator
+    from megatron_patches.batches.ticks import PlannedIterator
     from megatron_patches.loop.data import window_layout
     from megatron_patches.pipeline.planned_data import PlannedData
     from support import training

@@ -63,7 +63,7 @@ class PlannerWithStats:
             batch.largest_memory(shape, self.backward),
             tuple(
                 count * plan.loads()
-                for tick, plans in batch.ticks
+                for tick, plans, _ in batch.ticks
                 if tick.direction == "forward"
                 for plan, count in zip(
                     plans, np.repeat(counts, len(plans) // len(counts)), strict=True

@@ -3,8 +3,8 @@
 Training and simulator share this code, so that the simulated plans are those that run. The plans
 are a pure function of the documents and the options, the same on every rank:
 
-1. documents are shared out over the micro-batches, if placement is free (`micro_batches.py`), or
-   over chains of micro-batches, which are then cut (`chains.py`);
+1. documents are shared out over the micro-batches, if placement is free, or over chains of
+   micro-batches, which are then cut (`micro_batches.py`);
 2. each micro-batch is planned over the data-parallel ranks of a stage, as two nano-batches
    (`nano_batches.py`) or whole. The widest mask chooses the placement. The other masks have plans
    of their own with that placement: under a window equally many tokens see about as much;
@@ -37,9 +37,8 @@ from distca.schedule.base import ScheduleConfig, Scheduler, document_loads
 from distca.schedule.program import Pass
 from distca.schedule.schedulers import BALANCING, make_scheduler
 from distca.schedule.tiles.scheduler import move_tiles
-from distca.schedule.training.chains import cut_chain, plan_chain
-from distca.schedule.training.micro_batches import share_out
-from distca.schedule.training.nano_batches import NanoPlan
+from distca.schedule.training.micro_batches import cut_chain, share_out
+from distca.schedule.training.nano_batches import NanoPlan, plan_chain
 from distca.schedule.training.pooling import pool_nano_batches
 from distca.schedule.training.tick_schedule import Tick, TickSchedule, chain_sizes, tick_schedule
 from distca.schedule.training.tick_speeds import AtHome, LinearWork, load_of_a_pair, tick_speeds
@@ -142,12 +141,14 @@ class PlannedTick(NamedTuple):
 
     Attributes:
         tick: work of all stages.
-        plans: plan of each nano-batch over all servers, with each mask in turn. Ticks that run the
-            same micro-batches share one object.
+        plans: plan of each nano-batch over all servers, with each mask in turn.
+        number: number of these plans among the different ones of the global batch: ticks that run
+            the same micro-batches share theirs.
     """
 
     tick: Tick
     plans: tuple[Plan, ...]
+    number: int
 
     def bytes_sent(
         self,
@@ -203,7 +204,7 @@ class PlannedGlobalBatch:
         The row indices are there for all masks at once.
         """
         largest = CoreAttentionMemory()
-        different = {id(planned.plans): planned.plans for planned in self.ticks}
+        different = {planned.number: planned.plans for planned in self.ticks}
         for plan in itertools.chain.from_iterable(different.values()):
             largest = largest.union(plan_memory(plan, shape, backward))
         return replace(largest, indices=len(self.masks.masks) * largest.indices)
@@ -243,6 +244,11 @@ class GlobalBatchPlanner:
     def ranks(self) -> int:
         """Number of data-parallel ranks of a stage."""
         return int(self.servers.shape[1])
+
+    @property
+    def world_size(self) -> int:
+        """Number of all servers."""
+        return int(self.servers.size) + self.dedicated
 
     def plan(self, incoming: Sequence[Documents]) -> PlannedGlobalBatch:
         """Plans a global batch.
@@ -314,19 +320,20 @@ class GlobalBatchPlanner:
             micro_batches: all micro-batches of the global batch.
             ticks: some or all of its ticks.
         """
-        together: dict[tuple[bool, tuple[int | None, ...]], tuple[Plan, ...]] = {}
-        at_home = AtHome(self.servers, self._world_size, self.config.cost_model)
+        together: dict[tuple[bool, tuple[int | None, ...]], tuple[tuple[Plan, ...], int]] = {}
+        at_home = AtHome(self.servers, self.world_size, self.config.cost_model)
         planned = []
         for tick in ticks:
             running = tuple(None if work is None else work.micro_batch for work in tick.work)
             key = self._runs_head(tick), running
             if key not in together:
-                together[key] = self._pooled(
+                plans = self._pooled(
                     [None if number is None else micro_batches[number] for number in running],
                     self._runs_head(tick),
                     at_home,
                 )
-            planned.append(PlannedTick(tick, together[key]))
+                together[key] = plans, len(together)
+            planned.append(PlannedTick(tick, *together[key]))
         return tuple(planned)
 
     def _chain(self, documents: Documents, first: int) -> list[PlannedMicroBatch]:
@@ -424,7 +431,7 @@ class GlobalBatchPlanner:
             self.servers,
             make_scheduler(self.options.scheduler, config) if self._pools else None,
             partial(move_tiles, config=config) if self.options.scheduler in BALANCING else None,
-            self._world_size,
+            self.world_size,
         )
         for plan in plans if self.checks else ():
             # Any other plan is a micro-batch's own, which was validated.
@@ -437,11 +444,6 @@ class GlobalBatchPlanner:
         masks, cost_model = self.masks, self.config.cost_model
         each = [document_loads(lengths, mask, cost_model) for mask in masks.masks]
         return np.array(masks.counts()) @ np.stack(each)
-
-    @property
-    def _world_size(self) -> int:
-        """Number of all servers."""
-        return int(self.servers.size) + self.dedicated
 
     @property
     def _pools(self) -> bool:
@@ -494,6 +496,6 @@ class GlobalBatchPlanner:
         if runs_head:
             pairs[self.servers[-1]] += tokens[self.servers[-1]] * work.head
         speeds = tick_speeds(
-            attention, pairs * load_of_a_pair(config.cost_model), config.speeds_of(self._world_size)
+            attention, pairs * load_of_a_pair(config.cost_model), config.speeds_of(self.world_size)
         )
         return replace(config, server_speeds=tuple(speeds.tolist()))

@@ -14,11 +14,15 @@ solutions are found because short documents are many.
    long integers as bit sets). The last micro-batch gets the rest, which fits by itself.
 
 If no exact fit is found, or it gains too little, documents stay in the windows of the stream.
+
+Micro-batches in turn may share documents as a *chain*: these may be longer than a micro-batch.
 """
 
 from __future__ import annotations
 
 import heapq
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -32,6 +36,29 @@ _EXACT = 96
 """Documents among which the subset that fits exactly is searched for."""
 _LEAST_GAIN = 0.01
 """Least gain of the heaviest micro-batch, as a part of the mean load."""
+
+
+@dataclass(frozen=True)
+class DocumentParts:
+    """Documents, or parts of them, that are in a nano-batch, or in a micro-batch of a chain.
+
+    Attributes:
+        document: numbers of the documents in the micro-batch, or in the chain, int64 `[pieces]`.
+        start: first token of each document that is there, int64 `[pieces]`.
+        end: end of these tokens, int64 `[pieces]`.
+    """
+
+    document: Int64s
+    start: Int64s
+    end: Int64s
+
+    @property
+    def lengths(self) -> Int64s:
+        return self.end - self.start
+
+
+Loads = Callable[[Int64s, Int64s], Floats]
+"""Loads of the tokens of documents between two positions each, `[pieces]`."""
 
 
 def share_out(lengths: Int64s, loads: Floats, windows: Int64s) -> Int64s:
@@ -70,6 +97,39 @@ def whole_documents(lengths: Int64s, loads: Floats, count: int, room: int) -> In
     """
     found = (_balanced(lengths, loads, count, room, few) for few in _FEW)
     return next((by for by in found if by is not None), None)
+
+
+def cut_chain(lengths: Int64s, loads: Loads, count: int, in_turn: bool) -> list[DocumentParts]:
+    """Cuts the documents of a chain into micro-batches of equally many tokens.
+
+    Where all documents fit they stay whole. Otherwise they lie one after the other, the longest
+    first, and every micro-batch has the next tokens: at most one document crosses either bound of a
+    micro-batch. Its queries see its keys in the micro-batches before as a cached prefix, as pong's
+    see those in ping.
+
+    Args:
+        lengths: tokens of each document, int64 `[documents]`; `count` divides their sum.
+        loads: loads of parts of documents.
+        count: number of micro-batches.
+        in_turn: whether documents stay in their order.
+    """
+    tokens = int(lengths.sum()) // count
+    zeros = np.zeros_like(lengths)
+    if count > 1 and not in_turn:
+        group = whole_documents(lengths, loads(zeros, lengths), count, tokens)
+        if group is not None:
+            members = [np.flatnonzero(group == number) for number in range(count)]
+            return [DocumentParts(each, zeros[each], lengths[each]) for each in members]
+    numbers = np.arange(len(lengths))
+    order = numbers if in_turn or count == 1 else np.lexsort((numbers, -lengths))
+    begins = np.cumsum(lengths[order]) - lengths[order]
+    found = []
+    for first in range(0, count * tokens, tokens):
+        start = np.clip(first - begins, 0, lengths[order])
+        end = np.clip(first + tokens - begins, 0, lengths[order])
+        there = end > start
+        found.append(DocumentParts(order[there], start[there], end[there]))
+    return found
 
 
 def _balanced(lengths: Int64s, loads: Floats, count: int, room: int, few: int) -> Int64s | None:

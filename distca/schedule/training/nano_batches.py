@@ -3,12 +3,12 @@
 Both have the same number of tokens (paper, Section 4.1). Documents stay whole in one of them if
 possible; at most one is cut in two, and its queries in pong see its keys in ping. Pong's plan then
 has the whole document, with its tokens in ping as the cached prefix (`Plan.cached_prefix`). So has
-the plan of a later micro-batch that goes on with a document (`chains.py`).
+the plan of a later micro-batch of a chain that goes on with a document.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -16,26 +16,7 @@ import numpy as np
 from distca.plan import Mask, Placement, Plan, Tasks
 from distca.plan.span import Floats, Int64s
 from distca.schedule.base import tasks_at_home
-from distca.schedule.training.micro_batches import whole_documents
-
-
-@dataclass(frozen=True)
-class DocumentParts:
-    """Documents, or parts of them, that are in a nano-batch, or in a micro-batch of a chain.
-
-    Attributes:
-        document: numbers of the documents in the micro-batch, or in the chain, int64 `[pieces]`.
-        start: first token of each document that is there, int64 `[pieces]`.
-        end: end of these tokens, int64 `[pieces]`.
-    """
-
-    document: Int64s
-    start: Int64s
-    end: Int64s
-
-    @property
-    def lengths(self) -> Int64s:
-        return self.end - self.start
+from distca.schedule.training.micro_batches import DocumentParts, Loads, whole_documents
 
 
 def split_in_two(lengths: Int64s, loads: Floats) -> tuple[DocumentParts, DocumentParts]:
@@ -203,3 +184,102 @@ def with_cached_prefixes(plan: Plan, split_documents: Sequence[SplitDocument]) -
         tasks=Tasks.concatenate([tasks, more]),
         cached_prefix=cut,
     )
+
+
+@dataclass(frozen=True)
+class _Part:
+    """Tokens of one document in a nano-batch: where they lie, and in which nano-batch.
+
+    Attributes:
+        micro_batch: number of the micro-batch in the chain.
+        nano_batch: number of the nano-batch in the micro-batch.
+        placement: placement of the tokens, by their position in the document.
+    """
+
+    micro_batch: int
+    nano_batch: int
+    placement: Placement
+
+
+def plan_chain(
+    micro_batches: Sequence[DocumentParts],
+    lengths: Int64s,
+    loads: Loads,
+    plan: Callable[[Int64s], Plan],
+    ping_pong: bool,
+) -> list[tuple[tuple[DocumentParts, ...], tuple[NanoPlan, ...]]]:
+    """Plans the nano-batches of a chain's micro-batches.
+
+    Args:
+        micro_batches: documents of each micro-batch; several are in the order of `cut_chain`.
+        lengths: tokens of each document of the chain, int64 `[documents]`.
+        loads: loads of parts of documents.
+        plan: function that makes a plan for documents of given lengths.
+        ping_pong: whether micro-batches are halved.
+
+    Returns:
+        Of each micro-batch its nano-batches' pieces of the chain's documents, and their plans.
+
+    Raises:
+        ValueError: a micro-batch that is to be halved has an odd number of tokens.
+    """
+    found = []
+    parts: dict[int, list[_Part]] = {}
+    for number, pieces in enumerate(micro_batches):
+        nano_batches: tuple[DocumentParts, ...] = (pieces,)
+        if ping_pong:
+            halves = split_in_two(pieces.lengths, loads(pieces.start, pieces.end))
+            nano_batches = tuple(
+                DocumentParts(
+                    pieces.document[half.document],
+                    pieces.start[half.document] + half.start,
+                    pieces.start[half.document] + half.end,
+                )
+                for half in halves
+            )
+        plans = []
+        for nano_number, nano in enumerate(nano_batches):
+            own = plan(nano.lengths)
+            plans.append(_nano_plan(own, nano, lengths, parts, (number, nano_number), pieces))
+        found.append((nano_batches, tuple(plans)))
+    return found
+
+
+def _nano_plan(
+    plan: Plan,
+    nano: DocumentParts,
+    lengths: Int64s,
+    parts: dict[int, list[_Part]],
+    place: tuple[int, int],
+    micro_batch: DocumentParts,
+) -> NanoPlan:
+    """Adds to a nano-batch's plan what it borrows and lends, and notes its parts of documents."""
+    micro, number = place
+    split_documents: list[SplitDocument] = []
+    borrows: tuple[tuple[int, int], ...] = ()
+    borrows_from_ping = False
+    # Those of earlier micro-batches first.
+    crossing = np.flatnonzero(nano.start > 0).tolist()
+    for piece in sorted(crossing, key=lambda n: parts[int(nano.document[n])][0].micro_batch):
+        before = parts[int(nano.document[piece])]
+        split_documents.append(
+            SplitDocument(piece, Placement.concatenate([part.placement for part in before]))
+        )
+        borrows += tuple((p.micro_batch, p.nano_batch) for p in before if p.micro_batch < micro)
+        borrows_from_ping |= before[-1].micro_batch == micro
+    # The last tokens of the document in this micro-batch are not its last ones.
+    last = dict(zip(micro_batch.document.tolist(), micro_batch.end.tolist(), strict=True))
+    lent = None
+    for piece, document in enumerate(nano.document.tolist()):
+        goes_on = last[document] < lengths[document]
+        if goes_on:
+            assert lent is None, "two documents cross the end of a micro-batch"
+            lent = piece
+        if goes_on or nano.end[piece] < last[document]:
+            own = plan.placement.select(plan.placement.document == piece)
+            start = int(nano.start[piece])
+            shifted = Placement(
+                own.document, own.start + start, own.end + start, own.rank, own.world_size
+            )
+            parts.setdefault(document, []).append(_Part(micro, number, shifted))
+    return NanoPlan(plan, tuple(split_documents), borrows, borrows_from_ping, lent)

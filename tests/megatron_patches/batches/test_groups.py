@@ -36,10 +36,10 @@ def warnings_of(runs: Sequence[str], lengths: Sequence[int]) -> list[list[str]]:
         planned = PlannedData.start(
             DistcaConfig.from_args(args), args, window_layout(args), torch.device("cpu")
         )
-        maker = planned.maker(memory_stream(lengths), forward_only=False)
+        reader = planned.reader(memory_stream(lengths), forward_only=False)
         plan_log.logger.addHandler(handler)
         try:
-            plan_log.log_first_plan(maker, 0, planned.micro_batches(0))
+            plan_log.log_first_plan(reader, "resend", 0, planned.micro_batches(0))
         finally:
             plan_log.logger.removeHandler(handler)
         planned.close()

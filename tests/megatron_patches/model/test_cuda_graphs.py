@@ -230,7 +230,7 @@ def train_and_evaluate(flags: list[str], lengths: list[int], graphs: bool) -> tu
     """Two steps with an evaluation after each: what was seen, and what the engines did."""
     import torch.distributed as dist
 
-    from megatron_patches.batches.planned_iterator import PlannedIterator
+    from megatron_patches.batches.ticks import PlannedIterator
     from megatron_patches.flags import validation
     from megatron_patches.loop.data import window_layout
     from megatron_patches.model import gpt

@@ -74,7 +74,7 @@ def test_what_our_copies_of_megatrons_layers_do_not_know_is_refused(name: str) -
     given = {"hidden_states": torch.ones(2), "packed_seq_params": params, name: "it"}
     none = {"inference_context": None, "padding_mask": None, "rotary_pos_cos": "known"}
     with pytest.raises(ValueError, match=f"{name}, which --distca-ping-pong does not know"):
-        ping_pong._forward(None, pytest.fail, **none | given)
+        ping_pong._forward(None, (), pytest.fail, **none | given)
     if name != "attention_mask":
         with pytest.raises(ValueError, match=f"{name}, which --distca-cuda-graphs does not know"):
             cuda_graphs._forward(None, None, None, **given)  # type: ignore[arg-type]
@@ -83,7 +83,7 @@ def test_what_our_copies_of_megatrons_layers_do_not_know_is_refused(name: str) -
 def test_without_nano_batches_the_block_is_megatrons() -> None:
     seen: dict[str, Any] = {}
     given = {"padding_mask": "theirs", "packed_seq_params": None, "rotary_pos_emb": None}
-    ping_pong._forward(None, lambda *_, **named: seen.update(named), torch.ones(2), **given)  # type: ignore
+    ping_pong._forward(None, (), lambda *_, **named: seen.update(named), torch.ones(2), **given)  # type: ignore
     assert seen == given
 
 
