@@ -198,16 +198,23 @@ def _start_exchange(
     transport: Transport,
     phase: str,
     channel: Channel,
-    layout: MessageLayout,
+    exchange: Exchange,
+    types: RowTypes,
     writers: Sequence[RowWriter],
     scratch: Workspace,
-) -> Pending:
-    """Starts to send rows, sorted by destination."""
+) -> tuple[Pending, MessageLayout] | tuple[None, None]:
+    """Starts to send rows, sorted by destination, unless no rank sends any row.
+
+    On a GPU's stream even an empty exchange would wait for those before it.
+    """
+    if not ((types[0] and exchange.q.move) or (types[1] and exchange.kv.move)):
+        return None, None
+    layout = exchange.layout(channel.direction, types)
     messages = transport.staging(channel, layout.sizes.sent).view(WORD)
     for found, writer in zip(layout.send, writers, strict=True):
         if found.rows:
             _write(messages, found, writer, scratch)
-    return transport.start(phase, channel, layout.sizes)
+    return transport.start(phase, channel, layout.sizes), layout
 
 
 def _write(
@@ -221,12 +228,6 @@ def _write(
         rows = PackedRows.take(scratch, found.format, found.rows)
         writer.write(rows, slice(0, found.rows))
         found.put(messages, rows.words)
-
-
-def _any_moves(exchange: Exchange, types: RowTypes) -> bool:
-    """Returns whether any rank sends any row. On a GPU's stream even an empty exchange would wait
-    for those before it."""
-    return bool((types[0] and exchange.q.move) or (types[1] and exchange.kv.move))
 
 
 def start_dispatch(
@@ -257,13 +258,10 @@ def start_dispatch(
 
         return RowWriter(write)
 
-    types = tensors.row_types
-    pending = layout = None
-    if _any_moves(exchange, types):
-        channel = Channel("dispatch", slot)
-        layout = exchange.layout(channel.direction, types)
-        writers = gathered(tensors.q, exchange.q.send), gathered(tensors.kv, exchange.kv.send)
-        pending = _start_exchange(transport, phase, channel, layout, writers, scratch)
+    writers = gathered(tensors.q, exchange.q.send), gathered(tensors.kv, exchange.kv.send)
+    pending, layout = _start_exchange(
+        transport, phase, Channel("dispatch", slot), exchange, tensors.row_types, writers, scratch
+    )
     return DispatchedRows(pending, layout, exchange, tensors, expanded)
 
 
@@ -289,9 +287,7 @@ def start_combine(
         targets: memory for what comes back, `[sent, ...]`.
         scratch: memory for rows on their way out.
     """
-    pending = layout = None
-    if _any_moves(exchange, types):
-        channel = Channel("combine", slot)
-        layout = exchange.layout(channel.direction, types)
-        pending = _start_exchange(transport, phase, channel, layout, writers, scratch)
+    pending, layout = _start_exchange(
+        transport, phase, Channel("combine", slot), exchange, types, writers, scratch
+    )
     return PendingRows(pending, layout, targets)

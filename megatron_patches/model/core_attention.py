@@ -183,29 +183,12 @@ class DisaggregatedCoreAttention(_CoreAttentionModule):
                 "disaggregated core attention was called without a plan: run the model by "
                 "megatron_patches.pipeline"
             )
-        source, chain_part = self.latent_source, packed_seq_params.chain_part
+        source, nano_batch = self.latent_source, packed_seq_params.nano_batch
         rows: KeyRows = (self._of_all_heads(key), value)
         if source is not None:
             rows = (*rows, source.take())
-        if chain_part is not None:
-            rows = chain_part.lend(self.layer_number, rows)
-        number, name, own_rows = 0, None, rows
-        if chain_part is not None:
-            rows = chain_part.extend(self.layer_number, rows)
-        if packed_seq_params.nano_batch is not None:
-            nano_batch = packed_seq_params.nano_batch
-            number, name = nano_batch.number, nano_batch.name
-            if nano_batch.borrowed_rows is not None:
-                # Ping always runs a layer before pong.
-                assert run.lent_keys is not None
-                rows = tuple(
-                    torch.cat([before, lent.index_select(0, nano_batch.borrowed_rows)])
-                    for before, lent in zip(rows, run.lent_keys, strict=True)
-                )
-                run.lent_keys = None
-            if nano_batch.lends_keys:
-                assert run.lent_keys is None
-                run.lent_keys = own_rows
+        rows = _lend_and_borrow(rows, packed_seq_params, run, self.layer_number)
+        number, name = (0, None) if nano_batch is None else (nano_batch.number, nano_batch.name)
         labels = {"layer": self.layer_number, "nano_batch": name}
         key, value = rows[:2]
         latents = None
@@ -223,6 +206,38 @@ class DisaggregatedCoreAttention(_CoreAttentionModule):
             latents,
         )
         return out_THD.reshape(query.shape[0], -1)
+
+
+def _lend_and_borrow(
+    rows: KeyRows, params: DocumentParams, run: CoreAttentionRun, layer: int
+) -> KeyRows:
+    """Lends a nano-batch's keys where later ones need them, and returns them with borrowed ones.
+
+    Pong borrows ping's within autograd's graph. Micro-batches of a chain have a graph each, so
+    `ChainPart` hands gradients over.
+
+    Args:
+        rows: own keys, values and, where these travel, their latents.
+        params: description of the nano-batch, or of a whole micro-batch.
+        run: state of the micro-batch.
+        layer: number of the layer.
+    """
+    chain_part, nano_batch, own = params.chain_part, params.nano_batch, rows
+    if chain_part is not None:
+        own = chain_part.lend(layer, rows)
+        rows = chain_part.extend(layer, own)
+    if nano_batch is not None and nano_batch.borrowed_rows is not None:
+        # Ping always runs a layer before pong.
+        assert run.lent_keys is not None
+        rows = tuple(
+            torch.cat([before, lent.index_select(0, nano_batch.borrowed_rows)])
+            for before, lent in zip(rows, run.lent_keys, strict=True)
+        )
+        run.lent_keys = None
+    if nano_batch is not None and nano_batch.lends_keys:
+        assert run.lent_keys is None
+        run.lent_keys = own
+    return rows
 
 
 class PackedCoreAttention(_CoreAttentionModule):

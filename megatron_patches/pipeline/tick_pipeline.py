@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -90,34 +91,18 @@ class TickPipeline:
         # The loop may wrap it to repeat values.
         planned: PlannedIterator = unwrap(ticks)
         runtime = planned.runtime
-        if pg_collection is None:
-            pg_collection = _process_groups()
+        groups = pg_collection or _process_groups()
         config = get_model_config(chunks[0])
-        self._connect(pg_collection.pp, chunks[0])
-        p2p = p2p_communicator or P2PCommunicator(pg_collection.pp, _without_waits(config))
-        batch = _GlobalBatch(
-            chunks,
-            config,
-            ticks,
-            runtime,
+        self._connect(groups.pp, chunks[0])
+        p2p = p2p_communicator or P2PCommunicator(groups.pp, _without_waits(config))
+        asked = _Passes(
+            forward_step_func,
             num_microbatches,
-            p2p,
-            pg_collection,
-            lambda data, chunk, input_tensor, stored, **how: schedules.forward_step(
-                forward_step_func,
-                data,
-                chunks[chunk],
-                num_microbatches,
-                input_tensor,
-                stored,
-                config,
-                cp_group_size=pg_collection.cp.size(),
-                collect_non_loss_data=collect_non_loss_data,
-                **how,
-            ),
             forward_only,
             first_val_step,
+            collect_non_loss_data,
         )
+        batch = _GlobalBatch(asked, chunks, config, groups, p2p, runtime)
         trace = runtime.core_attention.trace
         recorded = self._tracing is not None and self._tracing.starts(trace, forward_only)
         if planned.announce is not None:
@@ -128,7 +113,7 @@ class TickPipeline:
             )
         # Checked before the optimizer steps: a failed exchange leaves wrong gradients, or NaN.
         with runtime.core_attention.transport.checked():
-            batch.run()
+            batch.run(ticks)
             if not forward_only:
                 batch.finalize(force_all_reduce)
         if config.timers is not None:
@@ -213,8 +198,35 @@ class _GradientSync:
             launch(chunk.parameters())
 
 
+@dataclass(frozen=True)
+class _Passes:
+    """The passes that the loop asks for: see megatron-core's `get_forward_backward_func`.
+
+    Attributes:
+        forward_step: the loop's function for the forward pass of a micro-batch.
+        micro_batches: number of micro-batches.
+        forward_only: whether there are no backward passes.
+        first_val_step: whether this is the first batch of an evaluation; None: no evaluation.
+        collect_non_loss_data: whether reports are the loss function's results as they are.
+    """
+
+    forward_step: Callable[..., Any]
+    micro_batches: int
+    forward_only: bool
+    first_val_step: bool | None
+    collect_non_loss_data: bool
+
+
 class _GlobalBatch:
     """The ticks of one global batch on one rank.
+
+    Args:
+        asked: passes that the loop asks for.
+        chunks: model chunks of this rank.
+        config: Megatron's configuration of the model.
+        groups: Megatron's process groups.
+        p2p: messages between stages.
+        runtime: what this rank runs ticks with.
 
     Attributes:
         reports: reports of the loss function, one for each micro-batch.
@@ -222,23 +234,16 @@ class _GlobalBatch:
 
     def __init__(
         self,
+        asked: _Passes,
         chunks: list[Any],
         config: Any,
-        ticks: Iterator[TickInput],
-        runtime: RankRuntime,
-        micro_batches: int,
-        p2p: P2PCommunicator,
         groups: Any,
-        forward_step: Callable[..., Any],
-        forward_only: bool,
-        first_val_step: bool | None,
+        p2p: P2PCommunicator,
+        runtime: RankRuntime,
     ) -> None:
         self.reports: list[Any] = []
-        self._chunks, self._config, self._ticks = chunks, config, ticks
-        self._micro_batches = micro_batches
-        self._p2p, self._process_groups = p2p, groups
-        self._forward_step = forward_step
-        self._forward_only, self._first_val_step = forward_only, first_val_step
+        self._asked, self._chunks, self._config = asked, chunks, config
+        self._process_groups, self._p2p = groups, p2p
         self._runtime, self._layout = runtime, runtime.layout
         assert runtime.layout.stage is not None, "dedicated servers hold no model"
         self._stage = runtime.layout.stage
@@ -250,23 +255,23 @@ class _GlobalBatch:
         self._awaiting_backward: dict[Work, tuple[Any, torch.Tensor, MicroBatch]] = {}
         self._gradients: dict[Work, torch.Tensor | None] = {}
         # Backward passes of each chunk that are still to come.
-        self._backward_passes_left = [micro_batches] * len(chunks)
+        self._backward_passes_left = [asked.micro_batches] * len(chunks)
         parameter = next(chunks[0].parameters())
         self._tokens = torch.zeros([], dtype=torch.int, device=parameter.device)
         self._activation = torch.empty(0, dtype=config.params_dtype, device=parameter.device)
         self._embedding = None
         self._sync: _GradientSync | None = None
 
-    def run(self) -> None:
-        """Runs all ticks."""
-        if not self._forward_only:
+    def run(self, ticks: Iterator[TickInput]) -> None:
+        """Runs the ticks that come next."""
+        if not self._asked.forward_only:
             self._start_training()
-        for number, tick_input in enumerate(self._runtime.global_batch(self._ticks)):
+        for number, tick_input in enumerate(self._runtime.global_batch(ticks)):
             found = tick_input.schedule.micro_batches
-            if found != self._micro_batches:
+            if found != self._asked.micro_batches:
                 raise ValueError(
                     f"the data come in global batches of {found} micro-batches, but the loop asks "
-                    f"for {self._micro_batches}"
+                    f"for {self._asked.micro_batches}"
                 )
             self._trace.labels = {"tick": number} | self._label(tick_input)
             with self._trace.span(self._title(tick_input), "ticks"):
@@ -335,23 +340,27 @@ class _GlobalBatch:
     def _forward(self, work: Work, tick_input: TickInput) -> torch.Tensor:
         assert tick_input.micro_batch is not None
         begin_pass(tick_input.micro_batch, tick_input)
-        first_work = work.micro_batch == 0
-        virtual = len(self._chunks) > 1
+        asked = self._asked
         input_tensor = self._inputs.pop(work, None)
-        output, tokens = self._forward_step(
+        output, tokens = schedules.forward_step(
+            asked.forward_step,
             iter([tick_input.micro_batch]),
-            work.chunk,
+            self._chunks[work.chunk],
+            asked.micro_batches,
             input_tensor,
             self.reports,
+            self._config,
+            cp_group_size=self._process_groups.cp.size(),
+            collect_non_loss_data=asked.collect_non_loss_data,
             is_first_microbatch=schedules.check_first_val_step(
-                self._first_val_step, self._forward_only, first_work
+                asked.first_val_step, asked.forward_only, work.micro_batch == 0
             ),
             current_microbatch=work.micro_batch,
-            vp_stage=work.chunk if virtual else None,
+            vp_stage=work.chunk if len(self._chunks) > 1 else None,
             is_last_stage=self._is_last(work, self._stage),
         )
         self._tokens += tokens
-        if not self._forward_only:
+        if not asked.forward_only:
             self._awaiting_backward[work] = (input_tensor, output, tick_input.micro_batch)
         return output  # type: ignore[no-any-return]
 
@@ -397,7 +406,7 @@ class _GlobalBatch:
         if expects_input:
             assert others is not None
             self._arrived(direction, others, sender, received)
-        if forward and outgoing is not None and not self._forward_only:
+        if forward and outgoing is not None and not self._asked.forward_only:
             schedules.deallocate_output_tensor(output, self._config.deallocate_pipeline_outputs)
 
     def _arrived(
