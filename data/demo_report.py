@@ -27,7 +27,7 @@ from distca.schedule import ScheduleConfig, make_scheduler, packed_loads
 from megatron_patches.batches.blends import check_blends
 from megatron_patches.batches.stream import TokenStream
 from megatron_patches.flags.config import DistcaConfig
-from megatron_patches.flags.distca import mask_from_args
+from megatron_patches.flags.distca import mask_of_window
 from megatron_patches.loop.megatron_hooks import BUSIEST, MEAN
 from megatron_patches.parts import parse_args
 
@@ -140,7 +140,7 @@ def first_window(flags: Sequence[str], processes: int) -> tuple[Plan, Floats]:
     args = parse_args(flags, world_size=processes)
     lengths = _first_lengths(args)
     capacities = np.full(args.data_parallel_size, args.seq_length, dtype=np.int64)
-    mask = mask_from_args(args)
+    mask = mask_of_window(args.window_size)
     config = ScheduleConfig(tolerance=args.distca_tolerance)
     plan = make_scheduler(args.distca_scheduler, config).plan(lengths, capacities, mask)
     return plan, packed_loads(lengths, capacities, mask)

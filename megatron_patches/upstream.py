@@ -40,7 +40,7 @@ from megatron_patches.loop.megatron_hooks import (
     refuse_in_a_line,
 )
 from megatron_patches.loop.step import forward_step
-from megatron_patches.model.gpt import build_model, uses_dense_mask
+from megatron_patches.model.gpt import build_model, core_attention_kind
 from megatron_patches.pipeline.data_iterators import DataIterators
 
 # Arguments of Megatron-LM's loop when the data iterators are ours.
@@ -235,7 +235,7 @@ def build_stage(
     args = get_args()
     if config is None:
         config = core_transformer_config_from_args(args)
-    if uses_dense_mask(distca, args):
+    if core_attention_kind(distca, args) == "dense mask":
         # Megatron's local softmax drops the document mask when it is given a window.
         config.window_size = None
     if cpu.without_cuda():

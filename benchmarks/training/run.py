@@ -211,7 +211,7 @@ def measure(setting: Setting) -> dict[str, Any] | None:
     Returns:
         The summaries of all mixes on rank 0, None on the others.
     """
-    from megatron_patches.flags.distca import mask_from_args
+    from megatron_patches.flags.distca import mask_of_window
 
     # The profiler's own switch: else it writes a line for every start and stop.
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
@@ -252,7 +252,7 @@ def measure(setting: Setting) -> dict[str, Any] | None:
     summaries = None
     if rank == 0:
         args = ways[PLAIN].args
-        model, mask = model_size(args), mask_from_args(args)
+        model, mask = model_size(args), mask_of_window(args.window_size)
         summaries = {
             mix: summarize(setting, mix, [own[mix] for own in everyones], model, mask)
             for mix in steps

@@ -250,13 +250,12 @@ def _dedicated_processes(value: str) -> int:
     raise ArgumentTypeError(f"{value!r} is neither inplace nor dedicated:N with N at least 1")
 
 
-def mask_from_args(args: Namespace) -> Mask:
+def mask_of_window(window: tuple[int, int] | None) -> Mask:
     """Returns the mask that `--window-size` describes.
 
     Raises:
         ValueError: a window that looks ahead, or a negative one.
     """
-    window = args.window_size
     if window is None:
         return Mask()
     left, right = window
@@ -274,7 +273,7 @@ def masks_from_args(args: Namespace) -> LayerMasks:
     Raises:
         ValueError: a window that looks ahead, or a negative one; or no mask for each layer.
     """
-    window, skipped = mask_from_args(args), args.window_attn_skip_freq
+    window, skipped = mask_of_window(args.window_size), args.window_attn_skip_freq
     count = args.num_layers
     if skipped is None:
         return LayerMasks((window,))

@@ -5,14 +5,9 @@ from __future__ import annotations
 from argparse import Namespace
 
 
-def has_latents(args: Namespace) -> bool:
-    """Returns whether the model's attention is multi-latent."""
-    return bool(args.multi_latent_attention)
-
-
 def head_sizes(args: Namespace) -> tuple[int, int]:
     """Returns the elements of a key's head, and of a value's."""
-    if has_latents(args):
+    if args.multi_latent_attention:
         return args.qk_head_dim + args.qk_pos_emb_head_dim, args.v_head_dim
     return args.kv_channels, args.kv_channels
 
@@ -21,7 +16,7 @@ def attention_parameters(args: Namespace) -> int:
     """Counts the parameters of a layer's projections around core attention."""
     hidden, heads = args.hidden_size, args.num_attention_heads
     of_key, of_value = head_sizes(args)
-    if not has_latents(args):
+    if not args.multi_latent_attention:
         groups = args.num_query_groups if args.group_query_attention else heads
         return int(hidden * (2 * heads + 2 * groups) * of_key)
     rank, rotated = args.kv_lora_rank, args.qk_pos_emb_head_dim
@@ -39,7 +34,7 @@ def check_latent_attention(args: Namespace) -> None:
     Raises:
         ValueError: some do not go together; the message says what to do.
     """
-    if not has_latents(args):
+    if not args.multi_latent_attention:
         if args.rope_type == "yarn":
             raise ValueError("--rope-type yarn needs --multi-latent-attention")
         return

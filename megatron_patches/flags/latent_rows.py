@@ -9,12 +9,11 @@ from distca.cost.latent_rows import latents_pay
 from distca.cost.volume import AttentionShape
 from megatron_patches.flags.config import DistcaConfig
 from megatron_patches.flags.distca import attention_shape
-from megatron_patches.flags.latent_attention import has_latents
 
 
 def why_no_latents_travel(config: DistcaConfig, args: Namespace) -> str | None:
     """Returns why keys and values must travel themselves, and what to do; None: they need not."""
-    if not has_latents(args):
+    if not args.multi_latent_attention:
         return "there are latents with --multi-latent-attention alone, so add that"
     if config.dedicated:
         return "dedicated servers have no weights to expand them by: remove --distca-servers"

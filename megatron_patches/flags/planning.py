@@ -13,7 +13,7 @@ from distca.schedule import ExecutionOptions, LinearWork, ScheduleConfig
 from distca.schedule.program import LayerGroup, layer_groups
 from megatron_patches.flags.config import DistcaConfig
 from megatron_patches.flags.distca import attention_shape, masks_of_a_chunk
-from megatron_patches.flags.latent_attention import has_latents, head_sizes
+from megatron_patches.flags.latent_attention import head_sizes
 from megatron_patches.flags.latent_rows import comm_shape
 from megatron_patches.flags.parallel import ParallelSizes
 from megatron_patches.flags.sizes import layer_parameters
@@ -46,7 +46,7 @@ def schedule_config(config: DistcaConfig, args: Namespace, servers: int) -> Sche
         logger.info("no --distca-profile: loads are judged by pair counts, not by measured times")
         cost_model = AnalyticCost.of_shape(shape)
     travelling = comm_shape(config, args)
-    if has_latents(args):
+    if args.multi_latent_attention:
         what = "keys and values" if travelling.kv_rank is None else "latents"
         logger.info("%s travel to attention servers (--distca-latent-rows)", what)
     made = ScheduleConfig(

@@ -22,16 +22,20 @@ def layer_parameters(args: Namespace, active: bool = True) -> int:
         used = args.moe_router_topk if active else experts
         shared = args.moe_shared_expert_intermediate_size or 0
         with_experts = used * args.moe_ffn_hidden_size + shared
-        part = share_with_experts(args)
+        part = share_with_experts(args.moe_layer_freq, args.num_layers)
         width = part * with_experts + (1 - part) * width
     return round(attention_parameters(args) + args.hidden_size * matrices * width)
 
 
-def share_with_experts(args: Namespace) -> float:
-    """Returns the part of the layers that have experts."""
-    pattern = args.moe_layer_freq
+def share_with_experts(pattern: int | list[int], layers: int) -> float:
+    """Returns the part of the layers that have experts.
+
+    Args:
+        pattern: `--moe-layer-freq`: every so many-th layer has experts, or 1 for each that has.
+        layers: number of layers.
+    """
     if isinstance(pattern, int):
-        return len(range(0, args.num_layers, pattern)) / args.num_layers
+        return len(range(0, layers, pattern)) / layers
     return sum(pattern) / len(pattern)
 
 
@@ -52,13 +56,12 @@ def checkpoint_bytes(args: Namespace) -> int:
     state = 0
     if not args.no_save_optim:
         if args.optimizer == "adam":
-            state = _itemsize(args, "exp_avg") + _itemsize(args, "exp_avg_sq")
+            state = _itemsize(args.exp_avg_dtype) + _itemsize(args.exp_avg_sq_dtype)
         if weight < 4 or args.use_distributed_optimizer:
-            state += _itemsize(args, "main_params")
+            state += _itemsize(args.main_params_dtype)
     return matrix_parameters(args) * (weight + state)
 
 
-def _itemsize(args: Namespace, name: str) -> int:
-    """Returns the bytes of a value of the optimizer's state, which flags of Megatron-LM may set."""
-    dtype = vars(args)[f"{name}_dtype"]
+def _itemsize(dtype: torch.dtype | str) -> int:
+    """Returns the bytes of a value of the optimizer's state; types of other names are of fp8."""
     return dtype.itemsize if isinstance(dtype, torch.dtype) else 1

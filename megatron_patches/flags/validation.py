@@ -21,7 +21,6 @@ from megatron_patches.flags.coverage import (
 from megatron_patches.flags.distca import masks_from_args, masks_of_a_chunk
 from megatron_patches.flags.latent_attention import (
     check_latent_attention,
-    has_latents,
     head_sizes,
 )
 from megatron_patches.flags.latent_rows import comm_shape
@@ -59,7 +58,7 @@ def validate(config: DistcaConfig, args: Namespace) -> None:
     if config.enabled:
         refuse(REFUSED_WITH_DISTCA, args)
     check_latent_attention(args)
-    if has_latents(args) and (config.enabled or args.transformer_impl == "local"):
+    if args.multi_latent_attention and (config.enabled or args.transformer_impl == "local"):
         # The fused kernel numbers tokens by itself.
         args.apply_rope_fusion = False
     _validate_rotation(args)
@@ -103,7 +102,7 @@ def validate(config: DistcaConfig, args: Namespace) -> None:
 
 def _validate_rotation(args: Namespace) -> None:
     """Checks that a rotary embedding has whole pairs of elements to turn."""
-    if args.position_embedding_type != "rope" or has_latents(args):
+    if args.position_embedding_type != "rope" or args.multi_latent_attention:
         return
     turned = int(args.kv_channels * args.rotary_percent)
     if turned % 2 or not turned:
@@ -250,7 +249,7 @@ def _validate_ping_pong(config: DistcaConfig, args: Namespace) -> None:
                 "--no-distca-ping-pong"
             )
     recomputed = args.recompute_modules or ()
-    modules = ["mla_up_proj"] if has_latents(args) else []
+    modules = ["mla_up_proj"] if args.multi_latent_attention else []
     if args.transformer_impl == "local":
         modules.append("layernorm")
     for module in modules:

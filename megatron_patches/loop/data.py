@@ -30,7 +30,7 @@ from megatron_patches.flags.batch_sizes import (
 )
 from megatron_patches.flags.config import DistcaConfig
 from megatron_patches.flags.distca import masks_from_args
-from megatron_patches.model.gpt import uses_dense_mask, uses_own_attention
+from megatron_patches.model.gpt import core_attention_kind
 from megatron_patches.pipeline.data_iterators import (
     TEST,
     TRAIN,
@@ -219,12 +219,13 @@ def packed_iterator(
     first_sample: int,
 ) -> PackedIterator:
     """Makes the iterator over a split's plain micro-batches, from a sample on."""
+    kind = core_attention_kind(config, args)
     reader = PackedReader(
         stream,
         layout,
         masks_from_args(args).masks,
-        uses_dense_mask(config, args),
-        uses_own_attention(config, args),
+        dense=kind == "dense mask",
+        token_positions=kind == "packed",
     )
     return PackedIterator(reader, first_sample, model_device(), args.apply_rope_fusion)
 

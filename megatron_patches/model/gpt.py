@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from argparse import Namespace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from megatron.core.models.gpt import GPTModel
@@ -20,9 +20,10 @@ from megatron.core.transformer.transformer_block import (
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from distca.attention import select_kernel_of_heads
+from distca.plan import LayerMasks
 from megatron_patches.flags.config import DistcaConfig
 from megatron_patches.flags.distca import masks_from_args
-from megatron_patches.flags.latent_attention import has_latents, head_sizes
+from megatron_patches.flags.latent_attention import head_sizes
 from megatron_patches.flags.latent_rows import comm_shape
 from megatron_patches.flags.parallel import ParallelSizes
 from megatron_patches.model.core_attention import (
@@ -41,25 +42,24 @@ from megatron_patches.model.ping_pong import run_layers_in_turn
 from megatron_patches.model.rotary import rotate_by_position_ids
 from megatron_patches.model.sent_latents import send_latents
 
+CoreAttentionKind = Literal["disaggregated", "packed", "dense mask", "megatron"]
 
-def uses_dense_mask(config: DistcaConfig, args: Namespace) -> bool:
-    """Returns whether a dense mask keeps documents apart in Megatron's own `DotProductAttention`.
 
-    Plain Megatron's local attention (`--attention-backend local` or `unfused`) needs one. Its
-    memory grows with the square of the tokens: the reference, for small runs.
+def core_attention_kind(config: DistcaConfig, args: Namespace) -> CoreAttentionKind:
+    """Returns which core attention the layers have.
+
+    Returns:
+        disaggregated: ours, on attention servers (`--distca`); packed: ours, on the rank itself,
+        for the local layer spec; dense mask: Megatron's own `DotProductAttention`, in which a dense
+        mask keeps documents apart (`--attention-backend local` or `unfused` on that spec), whose
+        memory grows with the square of the tokens: the reference, for small runs; megatron: that of
+        Transformer Engine's layers.
     """
-    backend = args.attention_backend.name
-    return (
-        not config.enabled and args.transformer_impl == "local" and backend in ("local", "unfused")
-    )
-
-
-def uses_own_attention(config: DistcaConfig, args: Namespace) -> bool:
-    """Returns whether core attention is ours: with `--distca`, or packed on the local layer
-    spec."""
-    return config.enabled or (
-        args.transformer_impl == "local" and not uses_dense_mask(config, args)
-    )
+    if config.enabled:
+        return "disaggregated"
+    if args.transformer_impl != "local":
+        return "megatron"
+    return "dense mask" if args.attention_backend.name in ("local", "unfused") else "packed"
 
 
 def build_model(
@@ -80,7 +80,17 @@ def build_model(
     """
     model = GPTModel(
         config=transformer,
-        transformer_layer_spec=_block_spec(config, args, transformer, vp_stage),
+        transformer_layer_spec=_block_spec(
+            transformer,
+            args.transformer_impl,
+            vp_stage,
+            _core_attention(
+                core_attention_kind(config, args),
+                masks_from_args(args),
+                head_sizes(args),
+                transformer.multi_latent_attention,
+            ),
+        ),
         vocab_size=args.padded_vocab_size,
         max_sequence_length=args.max_position_embeddings,
         fp16_lm_cross_entropy=args.fp16_lm_cross_entropy,
@@ -100,8 +110,8 @@ def build_model(
 
 def adapt_model(config: DistcaConfig, args: Namespace, model: GPTModel) -> GPTModel:
     """Makes a GPT model follow the token positions and nano-batches of our micro-batches."""
-    if uses_own_attention(config, args) or uses_dense_mask(config, args):
-        if has_latents(args):
+    if core_attention_kind(config, args) != "megatron":
+        if model.config.multi_latent_attention:
             rotate_layers_by_position_ids(model)
             average_gradients_of_query_norms(model)
         elif args.position_embedding_type == "rope":
@@ -137,69 +147,83 @@ def add_to_gradients_always(model: GPTModel) -> None:
             module.is_first_microbatch = False
 
 
-def replace_core_attention(config: DistcaConfig, args: Namespace, layer_spec: ModuleSpec) -> None:
-    """Puts the core attention that the arguments describe into a layer spec, and nothing else."""
-    attention = layer_spec.submodules.self_attention.submodules
-    if config.enabled:
-        attention.core_attention = DisaggregatedCoreAttention
-    elif uses_own_attention(config, args):
+def _core_attention(
+    kind: CoreAttentionKind, masks: LayerMasks, heads: tuple[int, int], latents: bool
+) -> Any | None:
+    """Returns the core attention that replaces a layer spec's own; None: that stays.
+
+    Args:
+        kind: core attention of the layers.
+        masks: masks of the layers.
+        heads: elements of a key's head, and of a value's.
+        latents: whether attention is multi-latent.
+    """
+    if kind == "disaggregated":
+        return DisaggregatedCoreAttention
+    if kind == "packed":
         # All layers share the kernel, which keeps the documents' starts on the GPU.
         device = "cuda" if torch.cuda.is_available() else "cpu"
-        kernel = select_kernel_of_heads(device, *head_sizes(args))
-        attention.core_attention = ModuleSpec(
-            PackedCoreAttention, params={"masks": masks_from_args(args), "kernel": kernel}
-        )
-    elif uses_dense_mask(config, args) and (
-        has_latents(args) or len(masks_from_args(args).masks) > 1
-    ):
-        attention.core_attention = ModuleSpec(
-            DenseCoreAttention, params={"masks": masks_from_args(args)}
-        )
+        kernel = select_kernel_of_heads(device, *heads)
+        return ModuleSpec(PackedCoreAttention, params={"masks": masks, "kernel": kernel})
+    if kind == "dense mask" and (latents or len(masks.masks) > 1):
+        return ModuleSpec(DenseCoreAttention, params={"masks": masks})
+    return None
 
 
 def _block_spec(
-    config: DistcaConfig, args: Namespace, transformer: TransformerConfig, vp_stage: int | None
+    transformer: TransformerConfig, layers: str, vp_stage: int | None, core_attention: Any | None
 ) -> Any:
-    uses_te = args.transformer_impl == "transformer_engine"
-    if args.num_experts:
+    """Returns the spec of a stage's layers.
+
+    Args:
+        transformer: Megatron's configuration of the model.
+        layers: local or transformer_engine.
+        vp_stage: number of the virtual stage; None: there are none.
+        core_attention: core attention of the layers; None: the spec's own.
+    """
+    uses_te, latents = layers == "transformer_engine", transformer.multi_latent_attention
+    if transformer.num_moe_experts:
         # Some layers may have experts, and others none.
         block = get_gpt_decoder_block_spec(
-            transformer, uses_te, normalization=args.normalization, vp_stage=vp_stage
+            transformer, uses_te, normalization=transformer.normalization, vp_stage=vp_stage
         )
         # Layers of a kind share their spec.
         for spec in {id(each): each for each in block.layer_specs}.values():
-            _adapt_layer(config, args, spec)
+            _adapt_layer(spec, transformer, uses_te, core_attention)
         if not uses_te:
             block.layer_norm = SequenceParallelNorm
         return block
     if uses_te:
         spec = get_gpt_layer_with_transformer_engine_spec(
-            qk_layernorm=args.qk_layernorm, multi_latent_attention=has_latents(args)
+            qk_layernorm=transformer.qk_layernorm, multi_latent_attention=latents
         )
-        _adapt_layer(config, args, spec)
+        _adapt_layer(spec, transformer, uses_te, core_attention)
         return spec
     spec = get_gpt_layer_local_spec(
-        qk_layernorm=args.qk_layernorm,
-        multi_latent_attention=has_latents(args),
-        normalization=args.normalization,
+        qk_layernorm=transformer.qk_layernorm,
+        multi_latent_attention=latents,
+        normalization=transformer.normalization,
     )
-    _adapt_layer(config, args, spec)
-    layers = get_num_layers_to_build(transformer, vp_stage=vp_stage)
-    return TransformerBlockSubmodules(layer_specs=[spec] * layers, layer_norm=SequenceParallelNorm)
+    _adapt_layer(spec, transformer, uses_te, core_attention)
+    number = get_num_layers_to_build(transformer, vp_stage=vp_stage)
+    return TransformerBlockSubmodules(layer_specs=[spec] * number, layer_norm=SequenceParallelNorm)
 
 
-def _adapt_layer(config: DistcaConfig, args: Namespace, spec: ModuleSpec) -> None:
+def _adapt_layer(
+    spec: ModuleSpec, transformer: TransformerConfig, uses_te: bool, core_attention: Any | None
+) -> None:
     """Replaces core attention, and the local spec's norms.
 
     Those refuse sequence parallelism without apex.
     """
-    replace_core_attention(config, args, spec)
-    if args.transformer_impl == "transformer_engine":
+    attention = spec.submodules.self_attention.submodules
+    if core_attention is not None:
+        attention.core_attention = core_attention
+    if uses_te:
         return
     spec.submodules.input_layernorm = SequenceParallelNorm
     spec.submodules.pre_mlp_layernorm = SequenceParallelNorm
-    if args.qk_layernorm:
-        attention = spec.submodules.self_attention.submodules
+    if transformer.qk_layernorm:
         attention.q_layernorm = SequenceParallelNorm
-        of_keys = "kv_layernorm" if has_latents(args) else "k_layernorm"
+        of_keys = "kv_layernorm" if transformer.multi_latent_attention else "k_layernorm"
         setattr(attention, of_keys, SequenceParallelNorm)

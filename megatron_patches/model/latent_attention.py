@@ -15,14 +15,14 @@ import torch
 import torch.distributed as dist
 from megatron.core.models.gpt import GPTModel
 
-from megatron_patches.flags.latent_attention import has_latents, head_sizes
+from megatron_patches.flags.latent_attention import head_sizes
 from megatron_patches.model.rotary import split_rows
 
 
 def softmax_scale(args: Namespace) -> float:
     """Returns the factor of core attention's scores, as Megatron's layers have it."""
     scale = head_sizes(args)[0] ** -0.5
-    if not has_latents(args):
+    if not args.multi_latent_attention:
         return scale
     from megatron.core.models.common.embeddings import _yarn_get_mscale
 

@@ -14,7 +14,7 @@ from distca.plan import LayerMasks, Mask
 from megatron_patches.flags.config import DistcaConfig
 from megatron_patches.flags.distca import (
     attention_shape,
-    mask_from_args,
+    mask_of_window,
     masks_from_args,
     masks_of_a_chunk,
 )
@@ -32,9 +32,9 @@ def test_heads_that_no_gpu_kernel_has_are_refused(monkeypatch) -> None:
 
 @pytest.mark.parametrize("text", ["100,0", "(100,0)", "(100, 0)"])
 def test_windows(text: str) -> None:
-    assert mask_from_args(parse("--window-size", text)).window_left == 100
-    assert mask_from_args(parse("--window-size", "(-1,0)")).window_left is None
-    assert mask_from_args(parse()).window_left is None
+    assert mask_of_window(parse("--window-size", text).window_size).window_left == 100
+    assert mask_of_window(parse("--window-size", "(-1,0)").window_size).window_left is None
+    assert mask_of_window(parse().window_size).window_left is None
 
 
 def test_several_validation_sets_are_whole_ones_with_prefixes_of_their_own() -> None:
