@@ -9,7 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import numpy as np
 import torch
+
+from distca.plan.span import Int64s
 
 Take = Callable[[tuple[int, ...], torch.dtype], torch.Tensor]
 """Gives a temporary tensor of a shape and dtype."""
@@ -49,6 +52,59 @@ class Sums:
 
     parts: torch.Tensor
     begins: torch.Tensor | None
+
+
+@dataclass(frozen=True)
+class LseMerge:
+    """Merges partial outputs to output rows by their LSE.
+
+    Attributes:
+        parts: number of partial rows.
+        merges: partial rows that merge, and where to: merged rows follow the partial ones; None:
+            each row has one part.
+        rows: number of each output row among the partial and merged rows, int64 `[rows]`.
+    """
+
+    parts: int
+    merges: Merges | None
+    rows: torch.Tensor
+
+    @property
+    def with_merged(self) -> int:
+        """Number of partial and merged rows."""
+        return self.parts + (0 if self.merges is None else self.merges.begins.shape[0])
+
+
+def sums_by_row(rows: Int64s, total: int) -> Sums:
+    """Adds parts up: part `i` belongs to row `rows[i]` of `total`; below 0 it belongs to none."""
+    order, counts = _by_row(rows, total)
+    if (counts == 1).all():
+        return Sums(torch.from_numpy(order), None)
+    return Sums(torch.from_numpy(order), torch.from_numpy(np.cumsum(counts) - counts))
+
+
+def _by_row(rows: Int64s, total: int) -> tuple[Int64s, Int64s]:
+    """Numbers of the parts that belong to rows, row by row, and how many each row has."""
+    order = np.argsort(rows, kind="stable")
+    order = order[rows[order] >= 0]
+    return order, np.bincount(rows[order], minlength=total)
+
+
+def lse_merge(rows: Int64s, total: int) -> LseMerge:
+    """Merges parts as `sums_by_row` adds them; a row without parts gets an arbitrary value."""
+    order, counts = _by_row(rows, total)
+    begins = np.cumsum(counts) - counts
+    found = order[np.minimum(begins, len(order) - 1)] if len(order) else np.zeros_like(begins)
+    shared = np.flatnonzero(counts > 1)
+    found[shared] = len(rows) + np.arange(len(shared))
+    merges = None
+    if len(shared):
+        members = order[np.repeat(counts > 1, counts)]
+        of_shared = counts[shared]
+        numbers, row_of = np.arange(len(members)), np.repeat(np.arange(len(shared)), of_shared)
+        columns = members, numbers, np.cumsum(of_shared) - of_shared, row_of
+        merges = Merges(*(torch.from_numpy(column) for column in columns))
+    return LseMerge(len(rows), merges, torch.from_numpy(found))
 
 
 def merge_shared(

@@ -16,21 +16,82 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import cache, cached_property
+from itertools import pairwise
 from typing import TypeVar, cast
 
 import numpy as np
 import torch
 
-from distca.attention.merge import Merges, Sums
-from distca.cost.rows import KindRows, rows_of_kinds, sent_rows
+from distca.attention.merge import LseMerge, Sums, lse_merge, sums_by_row
+from distca.cost.rows import KindRows, copied_in_pieces, rows_of_kinds, sent_rows
 from distca.cost.volume import Messages
 from distca.plan import Mask, Plan
-from distca.plan.span import Int64s
-from distca.runtime.call_rows import CallRows, find_call_rows
+from distca.plan.span import Bools, Int64s
 from distca.runtime.messages import MessageLayout, PeerRows, RowTypes, message_layout, peer_rows
 from distca.transport import Direction
 
 Value = TypeVar("Value")
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Rows that follow each other in one memory.
+
+    Attributes:
+        received: whether they are among the received rows, and not among the local ones.
+        rows: their numbers there.
+    """
+
+    received: bool
+    rows: slice
+
+
+@dataclass(frozen=True)
+class Gather:
+    """Rows of one memory.
+
+    Attributes:
+        received: whether they are among the received rows, and not among the local ones.
+        rows: their numbers there, int64 `[n]`.
+    """
+
+    received: bool
+    rows: torch.Tensor
+
+
+@dataclass(frozen=True)
+class Pieces:
+    """Pieces of both memories, one after the other.
+
+    Attributes:
+        pieces: the pieces.
+    """
+
+    pieces: tuple[Piece, ...]
+
+    @property
+    def total(self) -> int:
+        """Number of rows."""
+        return sum(each.rows.stop - each.rows.start for each in self.pieces)
+
+
+@dataclass(frozen=True)
+class GatherBoth:
+    """Rows of both memories, of which many pieces would be copied.
+
+    Attributes:
+        most: rows of the memory that holds most of them; any row stands in for each other one.
+        others: rows of the other memory, which take the places of those.
+        places: numbers of the others among all rows, int64.
+    """
+
+    most: Gather
+    others: Gather
+    places: torch.Tensor
+
+
+CallRows = Piece | Gather | Pieces | GatherBoth
+"""Rows of a call, one task after the other. Those of one piece are used where they lie."""
 
 
 @dataclass(frozen=True)
@@ -104,27 +165,6 @@ class KernelCall:
     cu_seqlens_kv: torch.Tensor
     q_rows: CallRows
     kv_rows: CallRows
-
-
-@dataclass(frozen=True)
-class LseMerge:
-    """Merges partial outputs to output rows by their LSE.
-
-    Attributes:
-        parts: number of partial rows.
-        merges: partial rows that merge, and where to: merged rows follow the partial ones; None:
-            each row has one part.
-        rows: number of each output row among the partial and merged rows, int64 `[rows]`.
-    """
-
-    parts: int
-    merges: Merges | None
-    rows: torch.Tensor
-
-    @property
-    def with_merged(self) -> int:
-        """Number of partial and merged rows."""
-        return self.parts + (0 if self.merges is None else self.merges.begins.shape[0])
 
 
 @dataclass(frozen=True)
@@ -235,7 +275,7 @@ def build_exchange(plan: Plan, rank: int, latents: bool = False) -> Exchange:
     q = _rows(q_served, of_q, outgoing[0], incoming[0], bool(moved_q.sizes.any()))
     kv = _rows(kv_served, of_kv, outgoing[1], incoming[1], bool(moved_kv.sizes.any()))
     if latents and kv.sent:
-        kv = replace(kv, returned_sums=_sums(kv_served.send, kv.local))
+        kv = replace(kv, returned_sums=sums_by_row(kv_served.send, kv.local))
     return Exchange(
         rank=rank,
         world_size=world_size,
@@ -352,39 +392,39 @@ def _rows(
         outgoing,
         incoming,
         parts.number,
-        None if parts.received is None else _sums(parts.received, served.received),
-        None if parts.local is None else _sums(parts.local, served.local),
+        None if parts.received is None else sums_by_row(parts.received, served.received),
+        None if parts.local is None else sums_by_row(parts.local, served.local),
         move,
     )
 
 
-def _sums(rows: Int64s, total: int) -> Sums:
-    """Adds parts up: part `i` belongs to row `rows[i]` of `total`; below 0 it belongs to none."""
-    order, counts = _by_row(rows, total)
-    if (counts == 1).all():
-        return Sums(torch.from_numpy(order), None)
-    return Sums(torch.from_numpy(order), torch.from_numpy(np.cumsum(counts) - counts))
+def find_call_rows(served: Int64s, local: int) -> CallRows:
+    """Finds rows of a call in memory, as `distca.cost.rows.CallRowCounts` counts them.
+
+    Args:
+        served: served rows of the call's tasks, one task after the other: local rows have their own
+            numbers, received ones begin at `local`.
+        local: number of local rows.
+    """
+    total, received = len(served), served >= local
+    at = served - local * received
+    ends = np.flatnonzero((np.diff(served) != 1) | np.diff(received)) + 1
+    edges = [0, *ends.tolist(), total]
+    if len(edges) == 2:
+        return _piece(at, received, 0, total)
+    if received.all() or not received.any():
+        return Gather(bool(received[0]), torch.from_numpy(at))
+    if copied_in_pieces(np.array(len(edges) - 1), np.array(total)):
+        return Pieces(tuple(_piece(at, received, *span) for span in pairwise(edges)))
+    mostly = bool(2 * received.sum() > total)
+    others = np.flatnonzero(received != mostly)
+    return GatherBoth(
+        Gather(mostly, torch.from_numpy(np.where(received == mostly, at, 0))),
+        Gather(not mostly, torch.from_numpy(at[others])),
+        torch.from_numpy(others),
+    )
 
 
-def _by_row(rows: Int64s, total: int) -> tuple[Int64s, Int64s]:
-    """Numbers of the parts that belong to rows, row by row, and how many each row has."""
-    order = np.argsort(rows, kind="stable")
-    order = order[rows[order] >= 0]
-    return order, np.bincount(rows[order], minlength=total)
-
-
-def lse_merge(rows: Int64s, total: int) -> LseMerge:
-    """Merges parts as `_sums` adds them; a row without parts gets an arbitrary value."""
-    order, counts = _by_row(rows, total)
-    begins = np.cumsum(counts) - counts
-    found = order[np.minimum(begins, len(order) - 1)] if len(order) else np.zeros_like(begins)
-    shared = np.flatnonzero(counts > 1)
-    found[shared] = len(rows) + np.arange(len(shared))
-    merges = None
-    if len(shared):
-        members = order[np.repeat(counts > 1, counts)]
-        of_shared = counts[shared]
-        numbers, row_of = np.arange(len(members)), np.repeat(np.arange(len(shared)), of_shared)
-        columns = members, numbers, np.cumsum(of_shared) - of_shared, row_of
-        merges = Merges(*(torch.from_numpy(column) for column in columns))
-    return LseMerge(len(rows), merges, torch.from_numpy(found))
+def _piece(at: Int64s, received: Bools, begin: int, end: int) -> Piece:
+    first, is_received = (int(at[begin]), bool(received[begin])) if begin < end else (0, False)
+    return Piece(is_received, slice(first, first + end - begin))

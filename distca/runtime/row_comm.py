@@ -7,8 +7,15 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from distca.runtime.call_rows import CallRows, Gather, GatherBoth, Piece, Pieces
-from distca.runtime.exchange import Exchange, Rows
+from distca.runtime.exchange import (
+    CallRows,
+    Exchange,
+    Gather,
+    GatherBoth,
+    Piece,
+    Pieces,
+    Rows,
+)
 from distca.runtime.messages import (
     WORD,
     KindLayout,

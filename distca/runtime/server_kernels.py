@@ -11,8 +11,8 @@ from collections.abc import Sequence
 import torch
 
 from distca.attention.kernel import Gradients, Kernel, KernelTasks, Outputs
-from distca.attention.merge import merge_shared, sum_parts
-from distca.runtime.exchange import Exchange, KernelCall, LseMerge, Rows
+from distca.attention.merge import LseMerge, merge_shared, sum_parts
+from distca.runtime.exchange import Exchange, KernelCall, Rows
 from distca.runtime.messages import PackedRows
 from distca.runtime.row_comm import RowWriter, ServedRows
 from distca.runtime.workspace import Workspace

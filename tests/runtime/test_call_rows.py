@@ -7,7 +7,7 @@ import pytest
 
 from distca.cost import rows as cost_rows
 from distca.cost.rows import CallRowCounts
-from distca.runtime.call_rows import Gather, GatherBoth, Piece, Pieces, find_call_rows
+from distca.runtime.exchange import Gather, GatherBoth, Piece, Pieces, find_call_rows
 from support.served_rows import taken_rows
 
 

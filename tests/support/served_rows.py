@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from distca.runtime.call_rows import CallRows
+from distca.runtime.exchange import CallRows
 from distca.runtime.messages import WORD, PackedRows, RowFormat, row_types
 from distca.runtime.row_comm import ServedRows
 from distca.runtime.workspace import Workspace

@@ -12,12 +12,11 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from distca.attention.merge import Sums
+from distca.attention.merge import Sums, lse_merge
 from distca.attention.paged import PagedKeys
 from distca.plan import Mask
 from distca.plan.span import Int64s
-from distca.runtime.call_rows import Piece, find_call_rows
-from distca.runtime.exchange import Exchange, KernelCall, Rows, lse_merge
+from distca.runtime.exchange import Exchange, KernelCall, Piece, Rows, find_call_rows
 from distca.runtime.messages import peer_rows
 from distca.runtime.serving.kv_pool import BlockTables
 from distca.schedule.serving.decode import Decode
