@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import inspect
+from argparse import Namespace
+from typing import Any
 
 from megatron.core.package_info import MAJOR, MINOR
 from megatron.core.transformer.moe.router import TopKRouter
@@ -16,3 +18,8 @@ the sum over tokens needs: from 0.19 on."""
 
 SFT_ENDS_CONVERSATIONS = (MAJOR, MINOR) < (0, 18)
 """Whether Megatron-LM adds an end token to a conversation whose format leaves it out."""
+
+
+def newer_flag(args: Namespace, name: str) -> Any:
+    """Returns the value of a flag that Megatron-LM has from 0.18 on; None before."""
+    return getattr(args, name, None)

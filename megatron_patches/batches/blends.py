@@ -28,7 +28,7 @@ from megatron.core.datasets.utils import get_blend_from_list
 
 from megatron_patches.batches.custom_dataset import custom_dataset
 from megatron_patches.flags.config import DocumentsConfig
-from megatron_patches.flags.newer import newer_flag
+from megatron_patches.versions import newer_flag
 
 Split = Literal["train", "valid", "test"]
 SPLITS: tuple[Split, ...] = ("train", "valid", "test")

@@ -13,7 +13,7 @@ from typing import Any
 
 from megatron.core import num_microbatches_calculator as calculators
 
-from megatron_patches.flags.newer import newer_flag
+from megatron_patches.versions import newer_flag
 
 EVAL_INTERVAL = 1000
 """Iterations between evaluations, unless `--eval-interval` is given."""

@@ -24,8 +24,8 @@ from megatron_patches.flags.latent_attention import (
     head_sizes,
 )
 from megatron_patches.flags.latent_rows import comm_shape
-from megatron_patches.flags.newer import newer_flag
 from megatron_patches.flags.parallel import ParallelSizes
+from megatron_patches.versions import newer_flag
 
 SFT_TOKENIZER = "SFTTokenizer"
 """Tokenizer type of `--sft`, in Megatron-LM, too."""

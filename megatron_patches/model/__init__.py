@@ -2,5 +2,5 @@
 
 `gpt` builds the model; `core_attention` and `rotary` replace its core attention and rotary
 embedding; `ping_pong` runs two nano-batches through the layers; `cuda_graphs` replays what
-surrounds core attention; `norm` stands in where apex and Transformer Engine are not installed.
+surrounds core attention.
 """
