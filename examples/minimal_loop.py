@@ -116,13 +116,12 @@ def plan_ahead(
             select_kernel(DEVICE.type, config.kv_channels),
             Buffers(DEVICE, 2 if options.ping_pong else 1),
         ),
-        shape,
-        planner.masks,
+        *(shape, planner.masks),
         (LayerGroup(range(config.num_layers // table.stages), recomputed=False),),
     )
-    maker = TickMaker(PlannedReader(stream, layout, planner, sequence_shards=1), runtime)
+    ticks = TickMaker(PlannedReader(stream, layout, planner, sequence_shards=1), runtime)
     announce = None if servers.control is None else partial(servers.control.announce, 0)
-    return PlannedIterator(maker, 0, lambda sample: micro_batches, DEVICE, announce=announce)
+    return PlannedIterator(ticks, 0, lambda sample: micro_batches, DEVICE, announce=announce)
 
 
 def start_megatron(seed: int = 1234, **sizes: Any) -> None:

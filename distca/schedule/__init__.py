@@ -16,18 +16,21 @@ from distca.schedule.program import Pass
 from distca.schedule.report import PlanSummary, describe, format_summary
 from distca.schedule.schedulers import BALANCING, COMPARED, SCHEDULERS, make_scheduler
 from distca.schedule.tiles.scheduler import TilesScheduler, move_tiles
-from distca.schedule.training.counted_batch import CountedGlobalBatch, PlannerWithStats
 from distca.schedule.training.global_batch import (
-    Documents,
     ExecutionOptions,
     GlobalBatchPlanner,
+    PlannerWithStats,
+)
+from distca.schedule.training.micro_batches import share_out
+from distca.schedule.training.nano_batches import NanoPlan, SplitDocument, split_in_two
+from distca.schedule.training.planned_batch import (
+    CountedGlobalBatch,
+    Documents,
     PlannedGlobalBatch,
     PlannedMicroBatch,
     PlannedTick,
     documents_in_turn,
 )
-from distca.schedule.training.micro_batches import share_out
-from distca.schedule.training.nano_batches import NanoPlan, SplitDocument, split_in_two
 from distca.schedule.training.planner_process import PlannerProcess
 from distca.schedule.training.pooling import pool, pool_nano_batches
 from distca.schedule.training.tick_schedule import (

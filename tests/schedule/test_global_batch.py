@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from dataclasses import replace
 from typing import Any
 
@@ -120,6 +121,17 @@ def mixed(stages: int, options: ExecutionOptions, ranks: int = 2) -> PlannedGlob
     windows = [long_tailed_lengths(seed, 4096, 200, 4096) for seed in range(4)]
     planner = GlobalBatchPlanner(servers(stages, ranks), CONFIG, options)
     return planner.plan(documents_in_turn(windows))
+
+
+def test_ticks_that_run_the_same_micro_batches_share_their_plans() -> None:
+    """By number, which still tells them apart when a process has sent them."""
+    windows = [long_tailed_lengths(seed, 2048, 200, 2048) for seed in range(3)]
+    planner = GlobalBatchPlanner(servers(1, 2), CONFIG, ExecutionOptions())
+    ticks = pickle.loads(pickle.dumps(planner.plan(documents_in_turn(windows)))).ticks
+    numbers = {tick.tick.work[0].micro_batch: tick.number for tick in ticks}
+    assert sorted(numbers.values()) == [0, 1, 2]
+    assert [tick.number for tick in ticks] == [numbers[t.tick.work[0].micro_batch] for t in ticks]
+    assert len({id(tick.plans) for tick in ticks}) == 3
 
 
 @pytest.mark.parametrize(

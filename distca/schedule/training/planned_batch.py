@@ -1,0 +1,167 @@
+"""A planned global batch: documents, plans of its micro-batches and ticks, and their figures."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
+
+import numpy as np
+
+from distca.cost.memory import CoreAttentionMemory, plan_memory
+from distca.cost.volume import (
+    BACKWARD_PHASES,
+    FORWARD_PHASES,
+    AttentionShape,
+    BackwardInputs,
+    plan_bytes,
+)
+from distca.plan import LayerMasks, Plan
+from distca.plan.span import Floats, Int64s
+from distca.schedule.program import Pass
+from distca.schedule.training.nano_batches import NanoPlan
+from distca.schedule.training.tick_schedule import Tick, TickSchedule
+
+
+@dataclass(frozen=True)
+class Documents:
+    """The documents of a micro-batch, in the order in which its plan numbers them.
+
+    Also those of a nano-batch, or of a chain of micro-batches.
+
+    Attributes:
+        lengths: tokens of each document, int64 `[documents]`.
+        starts: first token of each document in the stream of tokens, int64 `[documents]`.
+        window_sizes: number of documents of each window, if they are in the order of the stream.
+        micro_batches: number of micro-batches that share the documents.
+    """
+
+    lengths: Int64s
+    starts: Int64s
+    window_sizes: tuple[int, ...] = ()
+    micro_batches: int = 1
+
+
+def documents_in_turn(windows: Sequence[Int64s], chain: int = 1) -> list[Documents]:
+    """Makes micro-batches of one window each, whose documents follow each other in a stream.
+
+    Args:
+        windows: document lengths of each micro-batch, or of each chain of them, int64.
+        chain: micro-batches that each window makes.
+    """
+    firsts = itertools.accumulate((int(lengths.sum()) for lengths in windows), initial=0)
+    return [
+        Documents(lengths, first + np.cumsum(lengths) - lengths, (len(lengths),), chain)
+        for lengths, first in zip(windows, firsts, strict=False)
+    ]
+
+
+@dataclass(frozen=True)
+class PlannedMicroBatch:
+    """Documents and plans of a micro-batch's nano-batches: of one, or of ping and pong.
+
+    Attributes:
+        documents: documents of each nano-batch; a split document is there from the cut on.
+        plans: plan of each nano-batch over the data-parallel ranks of a stage, with the mask that
+            sees most.
+        chain: numbers of the micro-batches with which it may share documents, its own among them.
+        others: plans of the nano-batches with each of the other masks.
+    """
+
+    documents: tuple[Documents, ...]
+    plans: tuple[NanoPlan, ...]
+    chain: range
+    others: tuple[tuple[NanoPlan, ...], ...] = ()
+
+
+class PlannedTick(NamedTuple):
+    """A tick and its plans.
+
+    Attributes:
+        tick: work of all stages.
+        plans: plan of each nano-batch over all servers, with each mask in turn.
+        number: number of these plans among the different ones of the global batch: ticks that run
+            the same micro-batches share theirs.
+    """
+
+    tick: Tick
+    plans: tuple[Plan, ...]
+    number: int
+
+    def bytes_sent(
+        self,
+        calls: Sequence[Mapping[Pass, int]],
+        shape: AttentionShape,
+        backward: BackwardInputs = "resend",
+    ) -> dict[str, Int64s]:
+        """Counts the bytes that each server sends in the tick, `[servers]`, by phase.
+
+        Args:
+            calls: calls of core attention in the tick with each mask, by pass; recomputed ones are
+                forward.
+            shape: attention heads of one tensor-parallel rank.
+            backward: how the backward pass gets its inputs.
+        """
+        passes: tuple[tuple[Pass, tuple[str, ...]], ...]
+        passes = (("forward", FORWARD_PHASES), ("backward", BACKWARD_PHASES))
+        sent: dict[str, Int64s] = {}
+        nano_batches = len(self.plans) // len(calls)
+        for number, plan in enumerate(self.plans):
+            each = plan_bytes(plan, shape, backward).messages
+            for what, names in passes:
+                times = calls[number // nano_batches][what]
+                for name in names if times else ():
+                    sent[name] = sent.get(name, 0) + times * each[name].sent()
+        return sent
+
+
+@dataclass(frozen=True)
+class PlannedGlobalBatch:
+    """Micro-batches and ticks of a global batch, with the plans of both.
+
+    Attributes:
+        schedule: tick schedule, which says when a stage works on which micro-batch.
+        servers: number of each data-parallel rank of each stage among the servers, int64
+            `[stages, data-parallel ranks]`.
+        micro_batches: micro-batches, each planned on its own over the ranks of a stage.
+        ticks: ticks in order, with their plans over all servers.
+        masks: masks of a model chunk's layers.
+    """
+
+    schedule: TickSchedule
+    servers: Int64s
+    micro_batches: tuple[PlannedMicroBatch, ...]
+    ticks: tuple[PlannedTick, ...]
+    masks: LayerMasks = field(default_factory=LayerMasks)
+
+    def largest_memory(
+        self, shape: AttentionShape, backward: BackwardInputs = "resend"
+    ) -> CoreAttentionMemory:
+        """Returns the memory in which each of the plans can run, as `plan_memory` counts it.
+
+        The row indices are there for all masks at once.
+        """
+        largest = CoreAttentionMemory()
+        different = {planned.number: planned.plans for planned in self.ticks}
+        for plan in itertools.chain.from_iterable(different.values()):
+            largest = largest.union(plan_memory(plan, shape, backward))
+        return replace(largest, indices=len(self.masks.masks) * largest.indices)
+
+
+@dataclass(frozen=True)
+class CountedGlobalBatch:
+    """A planned global batch, with figures of its plans that are the same on every rank.
+
+    Attributes:
+        batch: plans of the micro-batches and ticks.
+        bytes_sent: bytes that each server sends in each tick, int64 `[servers]` by phase.
+        memory: memory in which each of the plans can run.
+        forward_loads: loads of the servers in each nano-batch of the forward ticks, `[servers]`,
+            over the layers of the masks' pattern.
+    """
+
+    batch: PlannedGlobalBatch
+    bytes_sent: tuple[dict[str, Int64s], ...]
+    memory: CoreAttentionMemory
+    forward_loads: tuple[Int64s | Floats, ...]
