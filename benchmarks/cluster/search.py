@@ -7,8 +7,9 @@ from dataclasses import dataclass, fields, replace
 
 from benchmarks.cluster.sweep import Case, Runner, Unit, batch
 from distca.simulate import BASELINES, Candidate, Choice
-from distca.simulate.search import Effort, Trial, find_best
+from distca.simulate.search import Effort, find_best
 from distca.simulate.space import with_chains, with_kept_inputs
+from distca.simulate.trials import Trial
 
 _FIRST_BATCHES = 3
 """Batches of the second round."""
@@ -17,7 +18,7 @@ _BEYOND_THE_PAPER = ("tiles",)
 paper has not."""
 _LAST_TOLERANCE = 0.2
 """Tolerance that is tried where nothing fits with the others."""
-BASELINE = Effort(rounds=((12, _FIRST_BATCHES),), compared=4)
+BASELINE = Effort(keep=12, rounds=((12, _FIRST_BATCHES),), compared=4)
 
 
 @dataclass(frozen=True)

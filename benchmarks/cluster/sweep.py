@@ -41,7 +41,7 @@ from distca.simulate import (
     simulate,
 )
 from distca.simulate.costs import Recompute
-from distca.simulate.search import Trial
+from distca.simulate.trials import Trial
 
 Key = TypeVar("Key")
 PROGRAM = "benchmarks/cluster/sweep.py"

@@ -13,9 +13,10 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import get_args
 
@@ -45,6 +46,7 @@ from distca.simulate import (
     DISTCA_SYSTEMS,
     MEGATRON,
     SYSTEMS,
+    Candidate,
     Choice,
     Workload,
     advise,
@@ -54,6 +56,7 @@ from distca.simulate import (
 )
 from distca.simulate.costs import Recompute
 from distca.simulate.hybrid import HYBRID
+from distca.simulate.trials import Told, Trials
 
 _TOLERANCES = (0.05, 0.02, 0.1)
 """Tolerances to choose from; configurations are compared with the first."""
@@ -173,7 +176,7 @@ def build_parser() -> Parser:
     search.add_argument(
         "--finalists",
         type=int,
-        default=6,
+        default=4,
         metavar="N",
         help="Configurations with DistCA that are simulated in full, after a quick look at all.",
     )
@@ -302,7 +305,8 @@ def _batches(args: argparse.Namespace) -> list[list[Int64s]]:
 def _advise(
     args: argparse.Namespace, workload: Workload, batches: list[list[Int64s]]
 ) -> list[Choice]:
-    with _progress() as told:
+    processes = len(os.sched_getaffinity(0))
+    with _progress() as told, Trials(workload, batches, processes, told) as trials:
         choices = advise(
             workload,
             batches,
@@ -310,8 +314,8 @@ def _advise(
             args.tensor_model_parallel_sizes,
             args.pipeline_model_parallel_sizes,
             args.finalists,
-            told,
             _TOLERANCES[1:] if args.tolerance is None else (),
+            trials,
         )
     if not any(choice.tried for choice in choices):
         raise ValueError(
@@ -323,15 +327,16 @@ def _advise(
 
 
 @contextlib.contextmanager
-def _progress() -> Iterator[Callable[[str], None]]:
+def _progress() -> Iterator[Told]:
     """Yields what shows each iteration: by a bar on a terminal, else by a line now and then."""
     from tqdm import tqdm
 
     count, shown = 0, time.monotonic()
     with tqdm(unit=" iterations", disable=None) as bar:
 
-        def told(what: str) -> None:
+        def told(candidate: Candidate, left: int) -> None:
             nonlocal count, shown
+            what = f"{candidate.system}: {candidate}"
             bar.set_description(what)
             bar.update()
             if bar.disable and time.monotonic() - shown >= _SECONDS_BETWEEN_LINES:

@@ -27,6 +27,8 @@ GATHERED = ("per-document-cp", "wlb-llm", "wlb-llm-paper")
 """Baselines whose groups gather all keys."""
 PACKED_BY_WORK = ("wlb-llm",)
 """Baselines that pack bins of equal work, and choose where each runs."""
+VARIABLE = ("wlb-llm", "wlb-llm-paper")
+"""Baselines whose bins have different numbers of tokens."""
 KEEPS = {"wlb-llm": 1, "wlb-llm-paper": 2}
 """How often a baseline keeps gathered keys for the backward pass; else it gathers them anew."""
 

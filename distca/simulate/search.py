@@ -2,20 +2,19 @@
 
 A search runs its configurations in rounds: all, or those that promise most, on the first batch; the
 fastest of these on more; and the fastest of those on all. `Effort` says how many, and `Evaluate`
-where they run.
+where they run. Configurations whose lower bound of time (`distca.simulate.bounds`) is above the
+time of others need not run.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
 
 from distca.plan.span import Int64s
-from distca.schedule import BufferBoundError
-from distca.simulate.outcome import Outcome
+from distca.simulate.bounds import Bounds
 from distca.simulate.space import (
     candidates,
     divisions,
@@ -27,63 +26,20 @@ from distca.simulate.space import (
     with_smaller_buffers,
     without_latents,
 )
-from distca.simulate.workload import DISTCA_SYSTEMS, Candidate, Workload, simulate
+from distca.simulate.trials import Trial, Trials
+from distca.simulate.workload import DISTCA_SYSTEMS, Candidate, Workload
 
 _TRIES = 4
 """Bound on the configurations that the first round runs once one fits, per one that is to fit."""
 _LAST_RESORTS = 4
 """Configurations, those that need least memory, that are tried with less where none fits."""
+_WAVE = 8
+"""Most configurations that run before others are held against them."""
+_COMPARED = 3
+"""Batches by which `advise` chooses among the fastest configurations, and their variants."""
 _WORTH_IT = 1.01
 """Ratio up to which steps count as equally long: smaller micro-batches cost a little that is not
 simulated, such as smaller kernels."""
-
-
-@dataclass(frozen=True)
-class Trial:
-    """Figures of an iteration that a search compares.
-
-    Attributes:
-        fits: whether no GPU runs out of memory.
-        seconds: time of the iteration.
-        tokens: number of tokens in the global batch.
-        memory_gb: memory of the GPU that needs most.
-        idle: share of the time in which compute is not busy.
-        exposed: share of the time in which compute waits for exchanges, and for others in them.
-    """
-
-    fits: bool
-    seconds: float
-    tokens: int
-    memory_gb: float
-    idle: float
-    exposed: float
-
-    @staticmethod
-    def of(outcome: Outcome) -> Trial:
-        """Takes the figures of an outcome."""
-        return Trial(
-            outcome.fits,
-            outcome.seconds,
-            outcome.tokens,
-            float(outcome.memory_bytes.max()) / 1e9,
-            outcome.idle,
-            float(outcome.exposed.mean()) / outcome.seconds,
-        )
-
-    @staticmethod
-    def run(candidate: Candidate, workload: Workload, sequences: Sequence[Int64s]) -> Trial:
-        """Simulates an iteration; one that no plan can have does not fit."""
-        try:
-            return Trial.of(simulate(candidate, workload, sequences))
-        except BufferBoundError:
-            return Trial.impossible(workload)
-
-    @staticmethod
-    def impossible(workload: Workload) -> Trial:
-        """Figures of an iteration for which there is no plan."""
-        none = float("nan")
-        tokens = workload.sequences * workload.context
-        return Trial(False, math.inf, tokens, math.inf, none, none)
 
 
 @dataclass(frozen=True)
@@ -101,6 +57,7 @@ class Choice:
         tried: number of configurations that divide the workload.
         simulated: number of configurations that ran.
         out_of_memory: number of configurations that are known not to fit.
+        seconds_of_batches: time of the iteration of each batch.
     """
 
     system: str
@@ -113,6 +70,7 @@ class Choice:
     tried: int
     simulated: int
     out_of_memory: int
+    seconds_of_batches: tuple[float, ...] = ()
 
 
 Evaluate = Callable[[Sequence[Candidate], int], Mapping[Candidate, Sequence[Trial]]]
@@ -126,6 +84,10 @@ class Effort:
     Attributes:
         fitting: number of configurations that are to fit in the first round; None: all that do.
         first: number of batches of the first round; at most all.
+        keep: number of configurations, fastest in the first batch, that are found for sure. The
+            first round leaves out configurations whose bounds are above these, and with `--distca`
+            those that only divide a batch further than others that fit: without a pipeline this
+            costs launches and exchanges and gains memory alone. None: none is left out.
         near: ratio to the best estimate up to which tensor-parallel sizes take turns. An estimate
             says least of small ones, whose exchanges are large.
         tolerances: values of `Candidate.tolerance`: the first round has the first one, and where
@@ -133,18 +95,22 @@ class Effort:
         variants: function of the configurations that fit, the fastest first, which returns more, or
             the same, for the first round.
         rounds: for each further round the number of configurations, and of batches.
-        compared: number of configurations that are to fit in all batches; None: all that do.
-        sweeps: variants of the best one that run all batches, in turn: each a function of it, and
-            the ratio up to which the first of equally fast ones is taken.
+        compared: number of configurations that are to fit in the batches by which the best one is
+            chosen; None: all that do.
+        batches: number of these batches; None: all. The best one runs all in any case.
+        sweeps: variants of the best one that run the same batches, in turn: each a function of it,
+            and the ratio up to which the first of equally fast ones is taken.
     """
 
     fitting: int | None = None
     first: int = 1
+    keep: int | None = None
     near: float = 0.0
     tolerances: Sequence[float | None] = (None,)
     variants: Callable[[Sequence[Candidate]], list[Candidate]] = lambda fitting: []
     rounds: Sequence[tuple[int, int]] = ()
     compared: int | None = None
+    batches: int | None = None
     sweeps: Sequence[tuple[Callable[[Candidate, Workload], list[Candidate]], float]] = ()
 
 
@@ -175,16 +141,21 @@ def find_best(
     """
     tried = len(divisions(system, workload, tensor, stages))
     able = candidates(system, workload, tensor, stages)
-    left = able if effort.fitting is None else by_promise(able, workload, documents, effort.near)
+    bounds = Bounds(workload, documents)
+    left = able
+    if effort.fitting is not None:
+        left = by_promise(able, workload, documents, effort.near)
+    elif effort.keep is not None:
+        left = sorted(able, key=bounds.seconds)
     left = [replace(candidate, tolerance=effort.tolerances[0]) for candidate in left]
-    search = _Search(workload, batches, evaluate, effort, left)
+    search = _Search(workload, batches, evaluate, effort, left, bounds)
     best: Candidate | None = None
     while search.left and best is None:
         best = search.next_best()
+        if best is not None:
+            best = search.in_all_batches(search.sweep(best))
         if best is None and not search.left:
             search.left = search.last_resorts()
-    if best is not None:
-        best = search.sweep(best)
     simulated = len({sizes_of(candidate) for candidate in search.trials})
     counts = tried, simulated, tried - len(able) + search.failed()
     if best is None:
@@ -201,6 +172,7 @@ def find_best(
         float(np.mean([trial.idle for trial in trials])),
         float(np.mean([trial.exposed for trial in trials])),
         *counts,
+        tuple(trial.seconds for trial in trials),
     )
 
 
@@ -225,6 +197,7 @@ class _Search:
         evaluate: simulates configurations.
         effort: extent of the search.
         left: configurations that have not run, in the order in which they do.
+        bounds: lower bounds of their time in the first batch.
         trials: figures of configurations that ran, of the first batches.
     """
 
@@ -233,11 +206,12 @@ class _Search:
     evaluate: Evaluate
     effort: Effort
     left: list[Candidate]
+    bounds: Bounds
     trials: dict[Candidate, Sequence[Trial]] = field(default_factory=dict)
 
     def next_best(self) -> Candidate | None:
         """Takes configurations through all rounds; returns the fastest that fits, if any does."""
-        effort = self.effort
+        effort, last = self.effort, self._compared_batches
         fitting = self._first_round()
         variants = effort.variants(fitting)
         order = self._run(variants, effort.first) + [c for c in fitting if c not in variants]
@@ -249,11 +223,15 @@ class _Search:
         at = 0
         while at < len(order) and len(able) < compared:
             some = order[at : at + compared - len(able)]
-            able += self._run(some, self.batches)
+            able += self._run(some, last)
             at += len(some)
         # What does not fit in a later batch may in a configuration that takes less memory.
         self.left[:0] = self._substitutes(order)
-        return min(able, key=self._seconds, default=None)
+        return min(able, key=lambda candidate: self._seconds(candidate, last), default=None)
+
+    @property
+    def _compared_batches(self) -> int:
+        return min(self.effort.batches or self.batches, self.batches)
 
     def _first_round(self) -> list[Candidate]:
         """Takes configurations from `left` until enough fit; returns these, the fastest first.
@@ -268,12 +246,49 @@ class _Search:
         while left and len(fitting) < wanted and (not fitting or tries < _TRIES * wanted):
             # Of each a substitute may run, too.
             number = min(wanted - len(fitting), max((_TRIES * wanted - tries) // 2, 1))
-            some = left[:number]
-            del left[:number]
+            some = self._take(number, fitting)
+            if not some:
+                break
             tries += len(some)
             fitting += self._run(some, effort.first)
             left[:0] = self._substitutes(some)
-        return sorted(fitting, key=self._seconds)
+        return sorted(fitting, key=lambda candidate: self._seconds(candidate, effort.first))
+
+    def _take(self, number: int, fitting: Sequence[Candidate]) -> list[Candidate]:
+        """Takes the next configurations from `left`, but for those that `Effort.keep` leaves out.
+
+        Args:
+            number: most configurations to take.
+            fitting: configurations that have run in this round, and fit.
+        """
+        keep, left = self.effort.keep, self.left
+        if keep is None:
+            some = left[:number]
+            del left[:number]
+            return some
+        first = sorted(self.trials[candidate][0].seconds for candidate in fitting)
+        slowest = first[keep - 1] if len(first) >= keep else np.inf
+        some = []
+        for candidate in left:
+            if len(some) == min(number, _WAVE):
+                break
+            before = (*fitting, *some)
+            divided = any(_only_divides_further(candidate, other) for other in before)
+            if not divided and self.bounds.seconds(candidate) <= slowest:
+                some.append(candidate)
+        left[:] = [candidate for candidate in left if candidate not in some]
+        return some
+
+    def in_all_batches(self, best: Candidate) -> Candidate | None:
+        """Returns the best configuration if it fits in all batches, else the fastest one that does
+        and has run as many as it; None: none does."""
+        count = self._compared_batches
+        able = [c for c, run in self.trials.items() if len(run) >= count and self._fits(c)]
+        able.sort(key=lambda candidate: self._seconds(candidate, count))
+        for candidate in (best, *able):
+            if self._run([candidate], self.batches):
+                return candidate
+        return None
 
     def last_resorts(self) -> list[Candidate]:
         """Configurations that have not run, for a workload in which none fits: with the last
@@ -288,10 +303,11 @@ class _Search:
 
     def sweep(self, best: Candidate) -> Candidate:
         """Replaces the best configuration by its best variants, in the order of the sweeps."""
+        count = self._compared_batches
         for variants, worth_it in self.effort.sweeps:
-            able = [best, *self._run(variants(best, self.workload), self.batches, in_order=True)]
-            fastest = min(map(self._seconds, able))
-            best = next(c for c in able if self._seconds(c) <= worth_it * fastest)
+            able = [best, *self._run(variants(best, self.workload), count, in_order=True)]
+            fastest = min(self._seconds(candidate, count) for candidate in able)
+            best = next(c for c in able if self._seconds(c, count) <= worth_it * fastest)
         return best
 
     def failed(self) -> int:
@@ -304,16 +320,18 @@ class _Search:
         self, some: Sequence[Candidate], count: int, in_order: bool = False
     ) -> list[Candidate]:
         """Runs configurations in the first batches; returns those that fit, the fastest first."""
+        count = min(count, self.batches)
         if some:
-            self.trials |= self.evaluate(some, min(count, self.batches))
+            self.trials |= self.evaluate(some, count)
         able = [candidate for candidate in some if self._fits(candidate)]
-        return able if in_order else sorted(able, key=self._seconds)
+        return able if in_order else sorted(able, key=lambda each: self._seconds(each, count))
 
     def _fits(self, candidate: Candidate) -> bool:
         return all(trial.fits for trial in self.trials[candidate])
 
-    def _seconds(self, candidate: Candidate) -> float:
-        return sum(trial.seconds for trial in self.trials[candidate])
+    def _seconds(self, candidate: Candidate, count: int) -> float:
+        """Returns the seconds of the first batches."""
+        return sum(trial.seconds for trial in self.trials[candidate][:count])
 
     def _substitutes(self, some: Sequence[Candidate]) -> list[Candidate]:
         """Configurations that have not run, and take less memory than those that don't fit."""
@@ -322,22 +340,32 @@ class _Search:
         return [candidate for candidate in less if candidate not in self.trials]
 
 
+def _only_divides_further(candidate: Candidate, other: Candidate) -> bool:
+    """Returns whether a configuration with `--distca` is another but for more micro-batches, and
+    has no pipeline that these would fill."""
+    if candidate.system not in DISTCA_SYSTEMS or candidate.stages > 1:
+        return False
+    more = candidate.micro_batches > other.micro_batches
+    return more and replace(candidate, micro_batches=other.micro_batches) == other
+
+
 def advise(
     workload: Workload,
     batches: Sequence[Sequence[Int64s]],
     systems: Sequence[str],
     tensor: Sequence[int],
     stages: Sequence[int],
-    finalists: int = 6,
-    progress: Callable[[str], None] = lambda what: None,
+    finalists: int = 4,
     tolerances: Sequence[float] = (),
+    trials: Trials | None = None,
 ) -> list[Choice]:
     """Finds the best configuration of each system.
 
-    All configurations of a baseline run all batches, until they do not fit. With `--distca`, whose
-    planning takes longer, configurations run the first batch in the order of `estimate`, until
-    enough of them fit; the best of these run all batches, and the very best with chains, keys and
-    values instead of latents, other tolerances, and inputs that are kept, too.
+    Configurations run the first batch: those of a baseline in the order of their lower bounds, and
+    as long as these are below the time of the few fastest; those with `--distca`, whose planning
+    takes longer, in the order of `estimate`, until enough of them fit. The fastest of these run
+    three batches, by which the best one is chosen; and that with chains, keys and values instead of
+    latents, other tolerances, and inputs that are kept, too. The best one runs all batches.
 
     Args:
         workload: model, cluster and sizes.
@@ -346,17 +374,21 @@ def advise(
         tensor: tensor-parallel sizes to try.
         stages: pipeline sizes to try.
         finalists: configurations with `--distca` that are to fit in the first batch.
-        progress: function that is called with each configuration that is simulated.
         tolerances: values of `Candidate.tolerance` to try beside the workload's.
+        trials: what simulates the same workload and batches; None: this process.
 
     Raises:
         ValueError: there is no batch or no such system.
     """
     if not batches:
         raise ValueError("no batches to simulate: give at least 1")
+    without_plans = Effort(keep=6, rounds=((6, _COMPARED),), compared=1, batches=_COMPARED)
     with_plans = Effort(
         fitting=finalists,
-        compared=3,
+        keep=3,
+        rounds=((3, _COMPARED),),
+        compared=1,
+        batches=_COMPARED,
         sweeps=(
             (with_chains, _WORTH_IT),
             (without_latents, 1.0),
@@ -365,18 +397,10 @@ def advise(
             (with_kept_inputs, 1.0),
         ),
     )
-    trials: dict[Candidate, list[Trial]] = {}
-
-    def evaluate(some: Sequence[Candidate], count: int) -> dict[Candidate, list[Trial]]:
-        for candidate in some:
-            mine = trials.setdefault(candidate, [])
-            while len(mine) < count and all(trial.fits for trial in mine):
-                progress(f"{candidate.system}: {candidate}")
-                mine.append(Trial.run(candidate, workload, batches[len(mine)]))
-        return {candidate: trials[candidate] for candidate in some}
+    evaluate = (trials or Trials(workload, batches)).first
 
     def choice(system: str) -> Choice:
-        effort = with_plans if system in DISTCA_SYSTEMS else Effort()
+        effort = with_plans if system in DISTCA_SYSTEMS else without_plans
         sizes = tensor, stages, len(batches)
         return find_best(system, workload, batches[0], *sizes, evaluate, effort)
 

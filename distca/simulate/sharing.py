@@ -143,14 +143,10 @@ def all_gather(
     """
     if group.size == 1:
         return alone(tokens, attention, costs)
-    cluster, shape, size = costs.cluster, costs.shape, group.size
-    charged = cluster.charges.baseline_copies
-    speed, latency = cluster.ring(size, group.servers, costs.tensor_parallel)
+    shape, size = costs.shape, group.size
+    charged = costs.cluster.charges.baseline_copies
     whole = tokens.sum(axis=1)
     nbytes = whole * shape.kv_row_bytes * (size - 1) // size
-    collectives = 2 if charged else 1
-    seconds = nbytes / (speed * 1e9)
-    seconds += collectives * (latency * (size - 1) + cluster.launch_seconds)
     back = 1 if keeps else 2
     all_kv = whole[:, None] * float(shape.kv_row_bytes)
     own_kv = tokens * float(shape.kv_row_bytes)
@@ -161,7 +157,7 @@ def all_gather(
         # Gathered and reordered keys; sums of their gradients.
         transient[:, :, 0] += (1 if keeps else 2) * all_kv
         transient[:, :, 1] += (1 if keeps else 2) * all_kv
-    both = np.stack([seconds, back * seconds], axis=1)
+    both = gather_seconds(whole, group, costs, keeps)
     return Shared(
         attention,
         both,
@@ -170,8 +166,29 @@ def all_gather(
         copied,
         np.maximum(keeps * all_kv - own_kv, 0.0),
         transient,
-        np.full(len(tokens), 2 if charged else 1),
+        np.full(len(tokens), gather_calls(costs)),
     )
+
+
+def gather_calls(costs: ModelCosts) -> int:
+    """Returns the kernel calls of a rank that has gathered keys, and the collectives of that."""
+    return 2 if costs.cluster.charges.baseline_copies else 1
+
+
+def gather_seconds(whole: Any, group: Group, costs: ModelCosts, keeps: int) -> Floats:
+    """Returns the seconds in which groups gather keys, and reduce their gradients, `[bins, both]`.
+
+    Args:
+        whole: tokens of each group, `[bins]`.
+        group: sizes of the groups.
+        costs: costs of the model on the cluster.
+        keeps: how often gathered keys are kept; 0: they are gathered anew.
+    """
+    cluster, size = costs.cluster, group.size
+    speed, latency = cluster.ring(size, group.servers, costs.tensor_parallel)
+    seconds = whole * costs.shape.kv_row_bytes * ((size - 1) / size) / (speed * 1e9)
+    seconds = seconds + gather_calls(costs) * (latency * (size - 1) + cluster.launch_seconds)
+    return np.stack([seconds, (1 if keeps else 2) * seconds], axis=1)
 
 
 def ring_bytes(
@@ -212,9 +229,10 @@ def ring(
     steps = group.ring
     kernels = _step_seconds(lengths, attention, group)
     own = tokens.max(axis=1)
-    speed, latency = _hop(group, costs)
-    hop = own * shape.kv_row_bytes / speed + latency + cluster.launch_seconds
-    forward = _of_rank(kernels, steps)
+    hop = hop_seconds(own, group, costs)
+    # Where a step over heads takes as long as one of tails, all ranks are alike.
+    alike = bool((kernels[:, 1] == kernels[:, 2]).all())
+    forward = _of_rank(kernels, 1 if alike else steps, steps)
     # A backward pass takes the steps in the opposite order.
     backward = cluster.backward_over_forward * forward[:, :, ::-1]
     launch, interference = cluster.launch_seconds, cluster.charges.interference
@@ -225,16 +243,14 @@ def ring(
         ],
         axis=1,
     )
-    apart = own[:, None] * np.array(_all_to_all_seconds(group, costs))
-    exposed += apart
-    if group.all_to_all > 1:
-        # Three tensors go there and one comes back; two and three in the backward pass.
-        exposed += np.array([4, 5]) * launch
+    apart = own[:, None] * np.array(all_to_all_seconds(group, costs))
+    exposed += apart + all_to_all_launches(group) * launch
     rows = shape.q_row_bytes, shape.kv_row_bytes, shape.out_row_bytes
     sent = ring_bytes(own, steps, group.all_to_all, *rows)
-    copied, transient = _ring_copies(tokens, group, costs)
+    copied, transient = ring_copies(tokens, group, costs)
+    attention_seconds = np.broadcast_to(forward.sum(axis=2), (len(own), steps))
     return Shared(
-        np.repeat(forward.sum(axis=2), group.all_to_all, axis=1),
+        np.repeat(attention_seconds, group.all_to_all, axis=1),
         exposed,
         apart + hop[:, None] * (steps - 1) * np.array([1, 2]),
         np.stack(sent, axis=1),
@@ -263,9 +279,9 @@ def _step_seconds(lengths: list[Int64s], attention: CostModel, group: Group) -> 
     return np.stack(found, axis=1) / group.all_to_all
 
 
-def _of_rank(kernels: Floats, steps: int) -> Floats:
-    """Returns the seconds of each rank's steps in the forward pass, `[bins, ranks, steps]`."""
-    rank, step = np.arange(steps)[:, None], np.arange(steps)
+def _of_rank(kernels: Floats, ranks: int, steps: int) -> Floats:
+    """Returns the seconds of the first ranks' steps in the forward pass, `[bins, ranks, steps]`."""
+    rank, step = np.arange(ranks)[:, None], np.arange(steps)
     return kernels[:, np.where(step == 0, 0, np.where(step <= rank, 1, 2))]
 
 
@@ -309,20 +325,31 @@ def ring_backward(kernels: Floats, hop: Floats, interference: float) -> Floats:
     return np.asarray(np.maximum(end, arrives).max(axis=1))
 
 
-def _hop(group: Group, costs: ModelCosts) -> tuple[float, float]:
-    """Returns the bytes a second and latency of a ring's slowest message: that between nodes, if
-    there is one.
+def hop_seconds(own: Any, group: Group, costs: ModelCosts) -> Any:
+    """Returns the seconds of a ring's slowest message: that between nodes, if there is one.
 
     Rings of several all-to-all groups pass on side by side, each rank over a link of its own.
+
+    Args:
+        own: tokens of a rank.
+        group: sizes of the groups.
+        costs: costs of the model on the cluster.
     """
     cluster = costs.cluster
     of_node = cluster.servers_per_node(costs.tensor_parallel)
+    speed, latency = cluster.network_bytes_per_second, cluster.network_latency
     if group.servers <= of_node or of_node % group.size == 0:
-        return cluster.node_bytes_per_second, cluster.node_latency
-    return cluster.network_bytes_per_second, cluster.network_latency
+        speed, latency = cluster.node_bytes_per_second, cluster.node_latency
+    return own * costs.shape.kv_row_bytes / speed + latency + cluster.launch_seconds
 
 
-def _all_to_all_seconds(group: Group, costs: ModelCosts) -> tuple[float, float]:
+def all_to_all_launches(group: Group) -> Int64s:
+    """Returns the collectives of a layer's all-to-alls, `[both]`: three tensors go there and one
+    comes back; two and three in the backward pass."""
+    return np.array([4, 5]) * (group.all_to_all > 1)
+
+
+def all_to_all_seconds(group: Group, costs: ModelCosts) -> tuple[float, float]:
     """Returns the seconds of all-to-alls for each of a rank's tokens, forward and backward."""
     cluster, shape, size = costs.cluster, costs.shape, group.all_to_all
     of_node = cluster.servers_per_node(costs.tensor_parallel)
@@ -338,7 +365,7 @@ def _all_to_all_seconds(group: Group, costs: ModelCosts) -> tuple[float, float]:
     return seconds[0], seconds[1]
 
 
-def _ring_copies(tokens: Int64s, group: Group, costs: ModelCosts) -> tuple[Floats, Floats]:
+def ring_copies(tokens: Int64s, group: Group, costs: ModelCosts) -> tuple[Floats, Floats]:
     """Returns the bytes of `copied` and `transient` of `Shared`."""
     shape, steps = costs.shape, group.ring
     q, out = float(shape.q_row_bytes), float(shape.out_row_bytes)

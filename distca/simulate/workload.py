@@ -172,6 +172,17 @@ def options_of(candidate: Candidate) -> ExecutionOptions:
     )
 
 
+def layout_of(candidate: Candidate) -> BaselineLayout:
+    """Returns the layout of a baseline's configuration."""
+    return BaselineLayout(
+        candidate.stages,
+        candidate.data,
+        candidate.context,
+        candidate.micro_batches,
+        candidate.all_to_all,
+    )
+
+
 def pack_sequences(lengths: Int64s, sequences: int, context: int) -> list[Int64s]:
     """Packs documents one after the other in sequences, and cuts them where sequences end.
 
@@ -255,15 +266,8 @@ def simulate(
         raise ValueError(f"give {workload.sequences} sequences of {workload.context:,} tokens each")
     costs = workload.costs(candidate.tensor)
     if candidate.system in BASELINES:
-        layout = BaselineLayout(
-            candidate.stages,
-            candidate.data,
-            candidate.context,
-            candidate.micro_batches,
-            candidate.all_to_all,
-        )
         lengths = np.concatenate(sequences)
-        return simulate_baseline(candidate.system, lengths, layout, costs)
+        return simulate_baseline(candidate.system, lengths, layout_of(candidate), costs)
     costs = workload.costs_of(candidate)
     config = ScheduleConfig(
         tolerance=workload.tolerance if candidate.tolerance is None else candidate.tolerance,

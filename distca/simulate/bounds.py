@@ -1,0 +1,195 @@
+"""Lower bounds of an iteration's seconds, by which a search leaves out hopeless configurations.
+
+A bound is the iteration that no configuration can beat, in a fraction of the simulation's time. The
+ranks of a group share core attention perfectly, in pairs instead of whole tiles. Exchanges that
+kernels can hide end with the kernels, or with the links where these take longer. Gradients are
+reduced for nothing. What depends on tokens alone (linear layers, launches, copies, gathers, the
+filling of pipelines) is the simulation's own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from distca.plan import Mask
+from distca.plan.span import Floats, Int64s
+from distca.simulate.baselines import BASELINES
+from distca.simulate.bins import GATHERED, VARIABLE, BaselineLayout, Bins, keeps
+from distca.simulate.costs import ModelCosts
+from distca.simulate.hybrid import HYBRID
+from distca.simulate.one_f_one_b import Passes
+from distca.simulate.sharing import (
+    Group,
+    Shared,
+    all_to_all_launches,
+    all_to_all_seconds,
+    gather_calls,
+    gather_copies,
+    gather_seconds,
+    hop_seconds,
+    ring_copies,
+)
+from distca.simulate.workload import Candidate, Workload, layout_of, options_of
+
+_ROUNDING = 1 - 1e-6
+"""Share of a bound that rounding in the simulation (of bytes to whole ones) cannot undercut."""
+
+
+class Bounds:
+    """Lower bounds of a workload's configurations for one global batch.
+
+    Args:
+        workload: model, cluster and sizes.
+        sequences: lengths of the documents in each sequence, int64.
+    """
+
+    def __init__(self, workload: Workload, sequences: Sequence[Int64s]) -> None:
+        self._workload = workload
+        self._lengths = np.concatenate(sequences)
+        self._tokens = int(self._lengths.sum())
+        self._pairs = _pairs(workload, self._lengths)
+        number = np.repeat(np.arange(len(sequences)), [len(each) for each in sequences])
+        self._of_sequence = np.bincount(number, self._pairs, minlength=len(sequences))
+        self._found: dict[Candidate, float] = {}
+
+    def seconds(self, candidate: Candidate) -> float:
+        """Returns seconds that an iteration of the batch takes at least."""
+        if candidate not in self._found:
+            self._found[candidate] = _ROUNDING * self._seconds(candidate)
+        return self._found[candidate]
+
+    def _seconds(self, candidate: Candidate) -> float:
+        costs = self._workload.costs(candidate.tensor)
+        if candidate.system not in BASELINES:
+            return self._with_plans(candidate, costs)
+        layout = layout_of(candidate)
+        if candidate.system == HYBRID:
+            return self._hybrid(layout, costs)
+        if candidate.system in VARIABLE:
+            return self._variable(candidate.system, layout, costs)
+        return self._in_turn(candidate.system, layout, costs)
+
+    def _pair_seconds(self, costs: ModelCosts) -> float:
+        """Forward seconds of a pair on one GPU with its heads."""
+        return costs.shape.flops_per_pair / (costs.cluster.attention_tflops * 1e12)
+
+    def _in_turn(self, system: str, layout: BaselineLayout, costs: ModelCosts) -> float:
+        """Bound where each bin has equally many whole sequences, one after the other."""
+        bins, size = layout.bins, layout.context_parallel
+        attention = self._of_sequence.reshape(bins, -1).sum(axis=1) * self._pair_seconds(costs)
+        tokens = np.full(bins, self._tokens / (bins * size))
+        order = np.arange(bins).reshape(layout.micro_batches, layout.data_parallel).T
+        evenly = _evenly(system, tokens, attention / size, layout.group, costs).select(order)
+        first, last = (Passes.of(evenly, layout, costs, n) for n in (0, layout.stages - 1))
+        # The first micro-batch comes to the last stage through all others, and the last one back.
+        ways = first.forward[:, 0] + first.backward[:, -1]
+        all_passes = (last.forward + last.backward).sum(axis=1)
+        return float((all_passes + (layout.stages - 1) * ways).max())
+
+    def _variable(self, system: str, layout: BaselineLayout, costs: ModelCosts) -> float:
+        """Bound where bins hold any number of tokens, with which all that is counted grows
+        linearly: all bins are alike, or one has the longest document, and the others nothing."""
+        size, others = layout.context_parallel, layout.micro_batches - 1
+        pair = self._pair_seconds(costs) / size
+        longest = int(np.argmax(self._pairs))
+        tokens = np.array([self._tokens / layout.bins, self._lengths[longest], 0.0]) / size
+        pairs = np.array([self._pairs.sum() / layout.bins, self._pairs[longest], 0.0])
+        evenly = _evenly(system, tokens, pairs * pair, layout.group, costs)
+        bins = evenly.select(np.arange(3)[:, None])
+        first, last = (Passes.of(bins, layout, costs, n) for n in (0, layout.stages - 1))
+        of_first, of_last = ((p.forward + p.backward)[:, 0] for p in (first, last))
+        fill = (layout.stages - 1) * of_first
+        alike = (others + 1) * of_last[0] + fill[2]
+        # In a pipeline other micro-batches may run while the longest document is elsewhere.
+        alone = of_last[1] + fill[1] + others * of_last[2] * (layout.stages == 1)
+        return float(max(alike, alone))
+
+    def _hybrid(self, layout: BaselineLayout, costs: ModelCosts) -> float:
+        """Bound of rounds that leave no rank idle, each document on the best number of ranks."""
+        ranks = layout.data_parallel * layout.context_parallel
+        most = -(-int(self._lengths.max()) // layout.context_parallel)
+        needed = 2.0 ** np.ceil(np.log2(np.maximum(self._lengths / most, 1)))
+        attention = self._pairs * self._pair_seconds(costs)
+        least = np.full(len(self._lengths), np.inf)
+        for size in (2**n for n in range(ranks.bit_length())):
+            alone, group = BaselineLayout(1, 1, size, 1), Group(size, 1, ranks)
+            bins = _evenly(HYBRID, self._lengths / size, attention / size, group, costs)
+            passes = Passes.of(bins.select(np.arange(len(least))[:, None]), alone, costs, 0)
+            seconds = size * (passes.forward + passes.backward)[:, 0]
+            least = np.where(needed <= size, np.minimum(least, seconds), least)
+        return float(least.sum() / ranks)
+
+    def _with_plans(self, candidate: Candidate, costs: ModelCosts) -> float:
+        """Bound of DistCA: all ranks share all work, and linear layers run tick after tick."""
+        cluster = costs.cluster
+        stages, many = candidate.stages, candidate.micro_batches
+        both_ways = float(costs.passes @ [1, cluster.backward_over_forward])
+        attention = both_ways * float(self._pairs.sum()) * self._pair_seconds(costs)
+        shared = self._workload.model.layers * attention / (stages * candidate.data)
+        tokens = self._tokens / (candidate.data * many)
+        layers = self._workload.model.layers // stages
+        # Layers run once for each nano-batch, the output layer once for both.
+        launches = np.add(costs.pre_launch_seconds(), costs.post_launch_seconds())
+        tick = layers * float(costs.passes @ (tokens * np.array(costs.layer_seconds())))
+        tick += 2 * layers * float(costs.passes @ launches)
+        head = tokens * sum(costs.head_seconds()) + sum(costs.head_launch_seconds())
+        ticks = len(options_of(candidate).tick_schedule(many, stages).ticks) / 2
+        return max(shared + many * (tick + head / stages), ticks * tick + many * head)
+
+
+def _pairs(workload: Workload, lengths: Int64s) -> Floats:
+    """Visible pairs of each document in a mean layer, `[documents]`."""
+    model, zeros = workload.model, np.zeros_like(lengths)
+    masks: list[Mask] = [model.masks.of_layer(number) for number in range(model.layers)]
+    return np.sum(
+        [
+            masks.count(mask) / len(masks) * mask.pairs(zeros, lengths, zeros, lengths)
+            for mask in dict.fromkeys(masks)
+        ],
+        axis=0,
+    )
+
+
+def _evenly(
+    system: str, tokens: Floats, attention: Floats, group: Group, costs: ModelCosts
+) -> Bins:
+    """Returns bins with one rank each, which stands for all of a group that share all alike.
+
+    Args:
+        system: a baseline.
+        tokens: tokens of a rank, `[bins]`.
+        attention: forward seconds of a rank's kernels, `[bins]`.
+        group: sizes of the groups.
+        costs: costs of the model on the cluster.
+    """
+    cluster, size, many = costs.cluster, group.size, len(tokens)
+    launch = cluster.launch_seconds
+    exposed, per_token, calls = np.zeros((many, 2)), np.zeros(2), 1
+    if size > 1 and system in GATHERED:
+        kept = keeps(system, costs)
+        exposed, calls = gather_seconds(size * tokens, group, costs, kept), gather_calls(costs)
+        per_token = np.array(gather_copies(size, costs, kept))
+    elif size > 1:
+        calls = group.ring
+        hops = (calls - 1) * hop_seconds(tokens, group, costs)[:, None] * np.array([1, 2])
+        kernels = attention[:, None] * np.array([1, cluster.backward_over_forward])
+        exposed = np.maximum(hops - (kernels + calls * launch), 0.0)
+        exposed += tokens[:, None] * np.array(all_to_all_seconds(group, costs))
+        exposed += all_to_all_launches(group) * launch
+        per_token = ring_copies(np.ones((1, size), dtype=np.int64), group, costs)[0].mean(
+            axis=(0, 1)
+        )
+    none = np.zeros((many, 2))
+    shared = Shared(
+        attention[:, None],
+        exposed,
+        none,
+        none.astype(np.int64),
+        (tokens[:, None] * per_token)[:, None],
+        np.zeros((many, 1)),
+        none[:, None],
+        np.full(many, calls),
+    )
+    return Bins(tokens[:, None], shared)
