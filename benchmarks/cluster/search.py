@@ -18,7 +18,7 @@ _BEYOND_THE_PAPER = ("tiles",)
 paper has not."""
 _LAST_TOLERANCE = 0.2
 """Tolerance that is tried where nothing fits with the others."""
-BASELINE = Effort(keep=12, rounds=((12, _FIRST_BATCHES),), compared=4)
+BASELINE = Effort(rounds=((12, _FIRST_BATCHES),), compared=4)
 
 
 @dataclass(frozen=True)

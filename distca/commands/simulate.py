@@ -11,12 +11,10 @@ WLB-LLM and DistCA, each in its best configuration among those that fit in memor
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import os
 import sys
-import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import get_args
 
@@ -31,6 +29,7 @@ from distca.commands.described import (
     model_of,
 )
 from distca.commands.plan import cut_to_pieces, shuffled
+from distca.commands.simulate_progress import progress
 from distca.commands.simulate_report import (
     as_json,
     best_of_distca,
@@ -46,7 +45,6 @@ from distca.simulate import (
     DISTCA_SYSTEMS,
     MEGATRON,
     SYSTEMS,
-    Candidate,
     Choice,
     Workload,
     advise,
@@ -56,12 +54,11 @@ from distca.simulate import (
 )
 from distca.simulate.costs import Recompute
 from distca.simulate.hybrid import HYBRID
-from distca.simulate.trials import Told, Trials
+from distca.simulate.search import expected_iterations
+from distca.simulate.trials import Trials
 
 _TOLERANCES = (0.05, 0.02, 0.1)
 """Tolerances to choose from; configurations are compared with the first."""
-_SECONDS_BETWEEN_LINES = 20.0
-"""Fewest seconds between two lines about progress, where there is no terminal."""
 _DESCRIPTION = """\
 Says how fast a training job would be on a cluster with plain Megatron, its context parallelism,
 WLB-LLM and DistCA, each in the parallel configuration that is best for it among those that fit in
@@ -306,7 +303,9 @@ def _advise(
     args: argparse.Namespace, workload: Workload, batches: list[list[Int64s]]
 ) -> list[Choice]:
     processes = len(os.sched_getaffinity(0))
-    with _progress() as told, Trials(workload, batches, processes, told) as trials:
+    tolerances = _TOLERANCES[1:] if args.tolerance is None else ()
+    expected = expected_iterations(args.systems, len(batches), args.finalists, len(tolerances))
+    with progress(expected) as told, Trials(workload, batches, processes, told) as trials:
         choices = advise(
             workload,
             batches,
@@ -314,7 +313,7 @@ def _advise(
             args.tensor_model_parallel_sizes,
             args.pipeline_model_parallel_sizes,
             args.finalists,
-            _TOLERANCES[1:] if args.tolerance is None else (),
+            tolerances,
             trials,
         )
     if not any(choice.tried for choice in choices):
@@ -324,27 +323,6 @@ def _advise(
             "give other sizes of tensor or pipeline parallelism, or another batch"
         )
     return choices
-
-
-@contextlib.contextmanager
-def _progress() -> Iterator[Told]:
-    """Yields what shows each iteration: by a bar on a terminal, else by a line now and then."""
-    from tqdm import tqdm
-
-    count, shown = 0, time.monotonic()
-    with tqdm(unit=" iterations", disable=None) as bar:
-
-        def told(candidate: Candidate, left: int) -> None:
-            nonlocal count, shown
-            what = f"{candidate.system}: {candidate}"
-            bar.set_description(what)
-            bar.update()
-            if bar.disable and time.monotonic() - shown >= _SECONDS_BETWEEN_LINES:
-                sys.stderr.write(f"distca simulate: {count} iterations done, now {what}\n")
-                shown = time.monotonic()
-            count += 1
-
-        yield told
 
 
 def _trace(path: Path, workload: Workload, batch: list[Int64s], choices: Sequence[Choice]) -> None:

@@ -37,6 +37,8 @@ _WAVE = 8
 """Most configurations that run before others are held against them."""
 _COMPARED = 3
 """Batches by which `advise` chooses among the fastest configurations, and their variants."""
+_KEPT, _KEPT_WITH_PLANS = 6, 3
+"""Configurations of a baseline, and with `--distca`, that `advise` compares by these batches."""
 _WORTH_IT = 1.01
 """Ratio up to which steps count as equally long: smaller micro-batches cost a little that is not
 simulated, such as smaller kernels."""
@@ -215,6 +217,7 @@ class _Search:
         fitting = self._first_round()
         variants = effort.variants(fitting)
         order = self._run(variants, effort.first) + [c for c in fitting if c not in variants]
+        begun = list(order)
         for number, count in effort.rounds:
             fastest = self._run(order[:number], count)
             order = fastest + order[number:]
@@ -226,7 +229,7 @@ class _Search:
             able += self._run(some, last)
             at += len(some)
         # What does not fit in a later batch may in a configuration that takes less memory.
-        self.left[:0] = self._substitutes(order)
+        self.left[:0] = self._substitutes(begun)
         return min(able, key=lambda candidate: self._seconds(candidate, last), default=None)
 
     @property
@@ -382,11 +385,11 @@ def advise(
     """
     if not batches:
         raise ValueError("no batches to simulate: give at least 1")
-    without_plans = Effort(keep=6, rounds=((6, _COMPARED),), compared=1, batches=_COMPARED)
+    without_plans = Effort(keep=_KEPT, rounds=((_KEPT, _COMPARED),), compared=1, batches=_COMPARED)
     with_plans = Effort(
         fitting=finalists,
-        keep=3,
-        rounds=((3, _COMPARED),),
+        keep=_KEPT_WITH_PLANS,
+        rounds=((_KEPT_WITH_PLANS, _COMPARED),),
         compared=1,
         batches=_COMPARED,
         sweeps=(
@@ -404,4 +407,30 @@ def advise(
         sizes = tensor, stages, len(batches)
         return find_best(system, workload, batches[0], *sizes, evaluate, effort)
 
-    return [choice(system) for system in systems]
+    # First those that take longest, whose pace says most about the rest.
+    found = {system: choice(system) for system in sorted(systems, key=_is_baseline)}
+    return [found[system] for system in systems]
+
+
+def expected_iterations(
+    systems: Sequence[str], batches: int, finalists: int, tolerances: int
+) -> dict[str, int]:
+    """Returns about how many iterations `advise` simulates of each system, in its order.
+
+    Args:
+        systems: names in `SYSTEMS`.
+        batches: number of batches.
+        finalists, tolerances: numbers of what `advise` is given.
+    """
+    compared = min(_COMPARED, batches)
+    last = batches - compared
+    with_plans = finalists + (compared - 1) * _KEPT_WITH_PLANS + compared * (tolerances + 1)
+    without = 2 * _WAVE + (compared - 1) * _KEPT
+    return {
+        system: (without if _is_baseline(system) else with_plans) + last
+        for system in sorted(systems, key=_is_baseline)
+    }
+
+
+def _is_baseline(system: str) -> bool:
+    return system not in DISTCA_SYSTEMS

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from distca.commands import simulate as simulate_command
+from distca.commands import simulate_progress
 from distca.commands.main import main
 from distca.cost.model_sizes import MODELS, ModelSize
 from distca.simulate import (
@@ -90,11 +91,13 @@ def test_json_has_what_the_table_has(
         sizes = candidate.tensor * candidate.stages * candidate.data * candidate.context
         assert sizes == 8
     # The same again is the same. Without a terminal a line tells now and then how far it is.
-    monkeypatch.setattr(simulate_command, "_SECONDS_BETWEEN_LINES", 0)
+    monkeypatch.setattr(simulate_progress, "_SECONDS_BETWEEN_LINES", 0)
     assert rows == json.loads(command.run(*given))
     lines = command.errors.splitlines()
-    assert lines[0].startswith("distca simulate: 0 iterations done, now packed: TP")
-    assert lines[-1].startswith(f"distca simulate: {len(lines) - 1} iterations done, now tiles: TP")
+    for number, line in enumerate(lines):
+        told = rf"distca simulate: {number + 1} iterations done, about \d+ s left, at (\S+): TP.*"
+        assert re.fullmatch(told, line)
+    assert " at tiles: " in lines[0]
     # Without charges all are faster.
     ideal = json.loads(command.run(*given, "--baseline-ideal"))
     assert all(one["seconds"] < row["seconds"] for one, row in zip(ideal, rows, strict=True))
@@ -301,6 +304,18 @@ def test_the_tolerance_is_the_fastest() -> None:
     assert chosen.seconds == min(seconds.values()) == seconds[chosen.candidate.tolerance]
     # It is no other configuration.
     assert chosen.simulated == fixed.simulated
+
+
+def test_the_rest_is_estimated_at_the_pace_of_each_system() -> None:
+    clock = iter([0.0, 10.0, 20.0, 20.5, 21.5])
+    rest = simulate_progress.Rest({"tiles": 3, "packed": 4, "wlb-llm": 2}, clock.__next__)
+    # A baseline's iterations take a tenth, until there is one.
+    assert rest.count("tiles", 0) == pytest.approx(2 * 10 + 6 * 1)
+    # More than expected are sure to follow.
+    assert rest.count("tiles", 5) == pytest.approx(5 * 10 + 6 * 1)
+    # What has ended early counts no more, and what has not begun goes at the pace of its like.
+    assert rest.count("packed", 0) == pytest.approx(3 * 0.5 + 2 * 0.5)
+    assert rest.count("wlb-llm", 0) == pytest.approx(1.0)
 
 
 @pytest.fixture

@@ -1,0 +1,97 @@
+"""Progress of `distca simulate`: iterations done, and about how long the rest takes."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+
+from distca.simulate import DISTCA_SYSTEMS, Candidate
+from distca.simulate.trials import Told
+
+_SECONDS_BETWEEN_LINES = 20.0
+"""Fewest seconds between two lines about progress, where there is no terminal."""
+_OTHERS = 0.1
+"""Time of a baseline's iteration over that of one with `--distca`, until it is known: about."""
+
+
+@dataclass
+class Rest:
+    """Estimate of the time that a search still takes.
+
+    Attributes:
+        expected: iterations that each system is expected to take, by system.
+        now: clock, in seconds.
+        done: iterations that each system has taken.
+        seconds: time that they took.
+    """
+
+    expected: Mapping[str, int]
+    now: Callable[[], float] = time.monotonic
+    done: dict[str, int] = field(default_factory=dict)
+    seconds: dict[str, float] = field(default_factory=dict)
+    last: float = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.last = self.now()
+
+    def count(self, system: str, left: int) -> float:
+        """Counts an iteration; returns the seconds that the rest takes at the pace so far.
+
+        Args:
+            system: system whose iteration has ended.
+            left: iterations of the system that are sure to follow.
+        """
+        now = self.now()
+        self.done[system] = self.done.get(system, 0) + 1
+        self.seconds[system] = self.seconds.get(system, 0.0) + now - self.last
+        self.last = now
+        # Systems come one after the other: those before this one have ended.
+        rest = max(self.expected[system] - self.done[system], left) * self._each(system)
+        return rest + sum(
+            number * self._each(other)
+            for other, number in self.expected.items()
+            if other not in self.done
+        )
+
+    def _each(self, system: str) -> float:
+        """Seconds of an iteration of a system; until it has one, about, from those of others."""
+        known = {name: self.seconds[name] / number for name, number in self.done.items()}
+        if system in known:
+            return known[system]
+        alike = [s for name, s in known.items() if _plans(name) == _plans(system)]
+        if alike:
+            return sum(alike) / len(alike)
+        return max(known.values()) * (1 / _OTHERS if _plans(system) else _OTHERS)
+
+
+def _plans(system: str) -> bool:
+    return system in DISTCA_SYSTEMS
+
+
+@contextlib.contextmanager
+def progress(expected: Mapping[str, int]) -> Iterator[Told]:
+    """Yields what shows each iteration: by a bar on a terminal, else by a line now and then.
+
+    Args:
+        expected: iterations that each system is expected to take.
+    """
+    from tqdm import tqdm
+
+    rest, count, shown = Rest(expected), 0, time.monotonic()
+    with tqdm(unit=" iterations", disable=None) as bar:
+
+        def told(candidate: Candidate, left: int) -> None:
+            nonlocal count, shown
+            seconds = rest.count(candidate.system, left)
+            what = f"about {seconds:.0f} s left, at {candidate.system}: {candidate}"
+            bar.set_description(what)
+            bar.update()
+            count += 1
+            if bar.disable and time.monotonic() - shown >= _SECONDS_BETWEEN_LINES:
+                sys.stderr.write(f"distca simulate: {count} iterations done, {what}\n")
+                shown = time.monotonic()
+
+        yield told
