@@ -59,6 +59,8 @@ from distca.simulate.trials import Trials
 
 _TOLERANCES = (0.05, 0.02, 0.1)
 """Tolerances to choose from; configurations are compared with the first."""
+_MOST_PROCESSES = 8
+"""Bound on the processes that simulate: as many iterations run at a time."""
 _DESCRIPTION = """\
 Says how fast a training job would be on a cluster with plain Megatron, its context parallelism,
 WLB-LLM and DistCA, each in the parallel configuration that is best for it among those that fit in
@@ -302,7 +304,7 @@ def _batches(args: argparse.Namespace) -> list[list[Int64s]]:
 def _advise(
     args: argparse.Namespace, workload: Workload, batches: list[list[Int64s]]
 ) -> list[Choice]:
-    processes = len(os.sched_getaffinity(0))
+    processes = min(len(os.sched_getaffinity(0)), _MOST_PROCESSES)
     tolerances = _TOLERANCES[1:] if args.tolerance is None else ()
     expected = expected_iterations(args.systems, len(batches), args.finalists, len(tolerances))
     with progress(expected) as told, Trials(workload, batches, processes, told) as trials:
