@@ -143,13 +143,11 @@ def _pairs(workload: Workload, lengths: Int64s) -> Floats:
     """Visible pairs of each document in a mean layer, `[documents]`."""
     model, zeros = workload.model, np.zeros_like(lengths)
     masks: list[Mask] = [model.masks.of_layer(number) for number in range(model.layers)]
-    return np.sum(
-        [
-            masks.count(mask) / len(masks) * mask.pairs(zeros, lengths, zeros, lengths)
-            for mask in dict.fromkeys(masks)
-        ],
-        axis=0,
-    )
+    pairs: Floats = np.zeros(len(lengths))
+    for mask in dict.fromkeys(masks):
+        share = masks.count(mask) / len(masks)
+        pairs = pairs + share * mask.pairs(zeros, lengths, zeros, lengths)
+    return pairs
 
 
 def _evenly(
