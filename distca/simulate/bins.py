@@ -123,11 +123,12 @@ class Bins:
     """Work of bins, by replica and micro-batch.
 
     Attributes:
-        tokens: tokens of each rank, `[replicas, micro-batches, ranks of a group]`.
+        tokens: tokens of each rank, `[replicas, micro-batches, ranks of a group]`; of mean ranks no
+            whole numbers.
         shared: core attention in a layer, with these first two axes for its bins.
     """
 
-    tokens: Int64s
+    tokens: Int64s | Floats
     shared: Shared
 
     @staticmethod
