@@ -1,217 +1,186 @@
-"""Which tests run a line of the code, and which of them a mutant of that line is held against."""
+"""Which tests run a line: recorded once for each test file, and kept while its code is the same."""
 
 from __future__ import annotations
 
-import ast
+import functools
+import hashlib
+import json
 import re
-from collections import defaultdict
-from collections.abc import Iterable
-from dataclasses import dataclass
+import subprocess
+import sys
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from xml.etree import ElementTree
 
-from mutation.recorded import Record, TestRecord
+import coverage
+from tqdm import tqdm
+
+from mutation.copies import Copy, copied, files_of
+
+_CONFIGURATION = """\
+[run]
+core = ctrace
+parallel = True
+context = {test_file}
+dynamic_context = test_function
+concurrency = thread,greenlet
+patch = _exit,fork
+sigterm = True
+data_file = {data}
+include = {copy}/*
+omit = {copy}/tests/*
+disable_warnings = no-data-collected,module-not-imported,module-not-measured,couldnt-parse
+[paths]
+all =
+    {root}
+    {copy}
+"""
 
 
 @dataclass(frozen=True)
-class _Statement:
-    """The innermost statement around a line, without the statements in its body.
+class Asked:
+    """Tests of one file, to be asked about a mutant.
 
     Attributes:
-        lines: lines of it, or of its head.
-        at_import: whether it runs when its module is imported, in no test's time.
-        near: lines of the file that run with it later: the body of the function that it heads.
-        names: that it defines.
+        names: as pytest takes them: the file, or functions in it.
+        failing: names of tests that fail without a mutant.
+        seconds: that they take, without starting Python.
     """
 
-    lines: range
-    at_import: bool
-    near: range
-    names: frozenset[str]
+    names: tuple[str, ...]
+    failing: tuple[str, ...]
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """What a test file did without mutants.
+
+    Attributes:
+        seconds: of each function that passed, with its fixtures.
+        failing: names of tests that failed.
+        digests: of the test file and the files whose lines it ran, relative to the top folder.
+    """
+
+    seconds: dict[str, float]
+    failing: list[str]
+    digests: dict[str, str]
 
 
 class Covering:
     """Finds the tests of lines.
 
+    Processes that tests start are recorded as well, unless they are killed. Lines that no test
+    function runs itself (other processes, fixtures, imports) belong to all tests of their file.
+
     Args:
-        record: record of a run without mutants.
-        sources: the text of each file.
+        root: top folder of the working tree.
+        folder: folder in which records are kept.
+        test_files: files of tests, relative to `root`.
+        jobs: number of test files that run at a time.
     """
 
-    def __init__(self, record: Record, sources: dict[str, str]) -> None:
-        self._record, self._sources = record, sources
-        self._modules = {path: ast.parse(source) for path, source in sources.items()}
-        # Which test of a process imports a module is chance.
-        at_import = {
-            path: {
-                number
-                for number in range(1, len(source.splitlines()) + 1)
-                if _statement(self._modules[path], number).at_import
-            }
-            for path, source in sources.items()
+    def __init__(self, root: Path, folder: Path, test_files: Sequence[str], jobs: int) -> None:
+        self._root, self._folder = root, folder
+        folder.mkdir(parents=True, exist_ok=True)
+        missing = [name for name in test_files if not self._is_current(name)]
+        if missing:
+            with copied(root, files_of(root)) as copy, ThreadPoolExecutor(jobs) as pool:
+                done = pool.map(lambda name: self._record(name, copy), missing)
+                try:
+                    list(tqdm(done, "lines of tests", len(missing), unit="file", file=sys.stderr))
+                finally:
+                    pool.shutdown(wait=False, cancel_futures=True)
+                    copy.end_processes()
+        self._recorded = {name: _read(self._path(name, "json")) for name in test_files}
+
+    def tests(self, path: str, line: int) -> list[Asked]:
+        """Returns the tests that run a line, the nearest first: of the same folder, and quick."""
+        found = []
+        for name, recorded in self._recorded.items():
+            contexts = self._lines(name, path).get(line, [])
+            functions = {context.rpartition(".")[2] for context in contexts if "|" in context}
+            if len(functions) < len(contexts) or not functions <= recorded.seconds.keys():
+                names, functions = [name], {*recorded.seconds}
+            else:
+                names = [f"{name}::{function}" for function in sorted(functions)]
+            if contexts and recorded.seconds:
+                seconds = sum(recorded.seconds[function] for function in functions)
+                found.append(Asked(tuple(names), tuple(recorded.failing), seconds))
+        return sorted(found, key=lambda asked: (-_nearness(asked.names[0], path), asked.seconds))
+
+    @functools.cache  # noqa: B019
+    def _lines(self, test_file: str, path: str) -> dict[int, list[str]]:
+        data = coverage.CoverageData(str(self._path(test_file, "coverage")))
+        data.read()
+        contexts: dict[int, list[str]] = data.contexts_by_lineno(str(self._root / path))
+        data.close()
+        return contexts
+
+    def _path(self, test_file: str, kind: str) -> Path:
+        return self._folder / f"{re.sub(r'[^a-zA-Z0-9_]+', '-', test_file)}.{kind}"
+
+    def _is_current(self, test_file: str) -> bool:
+        path = self._path(test_file, "json")
+        return path.exists() and (digests := _read(path).digests) == self._digests(digests)
+
+    def _digests(self, paths: Iterable[str]) -> dict[str, str]:
+        return {
+            path: hashlib.sha256((self._root / path).read_bytes()).hexdigest()
+            for path in paths
+            if (self._root / path).exists()
         }
-        self._tests: dict[tuple[str, int], set[str]] = defaultdict(set)
-        for name, test in record.tests.items():
-            shared = [record.fixtures[f] for f in test.fixtures if f in record.fixtures]
-            for lines in (test.lines, *(fixture.lines for fixture in shared)):
-                for path, numbers in lines.items() if test.passed else ():
-                    for number in set(numbers) - at_import.get(path, set()):
-                        self._tests[path, number].add(name)
 
-    def groups(self, path: str, line: int) -> list[list[str]]:
-        """The tests of a line, the likeliest to notice a change first.
-
-        A line that runs in a test has that test. What runs at import only has the tests that run a
-        line where a name that it defines is mentioned, then all of its file, or else of the files
-        that import it.
-        """
-        statement = _statement(self._modules[path], line)
-        if not statement.at_import:
-            found = self._of(path, [line]) or self._of(path, statement.lines)
-            return [sorted(found)] if found else []
-        near = self._of(path, statement.near) | self._mentioning(path, statement)
-        whole = self._of(path, range(1, len(self._sources[path].splitlines()) + 1))
-        if not near and not whole:
-            whole = set().union(*map(self._of_file, self._importers(path)))
-        return [sorted(group) for group in (near, whole - near) if group]
-
-    def _of(self, path: str, lines: Iterable[int]) -> set[str]:
-        return set().union(*(self._tests.get((path, line), set()) for line in lines))
-
-    def _of_file(self, path: str) -> set[str]:
-        return self._of(path, range(1, len(self._sources[path].splitlines()) + 1))
-
-    def _mentioning(self, path: str, statement: _Statement) -> set[str]:
-        if not statement.names:
-            return set()
-        names = re.compile(rf"\b({'|'.join(map(re.escape, statement.names))})\b")
-        found: set[str] = set()
-        for other, source in self._sources.items():
-            for number, text in enumerate(source.splitlines(), 1):
-                if names.search(text) and not (other == path and number in statement.lines):
-                    found |= self._of(other, [number])
-        return found
-
-    def _importers(self, path: str) -> list[str]:
-        module = path.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
-        package, _, name = module.rpartition(".")
-        importing = re.compile(
-            rf"(from|import) {re.escape(module)}\b|from {re.escape(package)} import .*\b{name}\b"
-        )
-        return [other for other, source in self._sources.items() if importing.search(source)]
-
-    def choose(self, groups: list[list[str]], seconds: float) -> list[str]:
-        """Tests that fit in so many seconds, from as many test files as possible.
-
-        They come in the order in which to run them: those of this process before those that start
-        others, a file's tests together, quick files first. At least one is chosen, if there is one.
-        """
-        tests = self._record.tests
-        chosen: list[str] = []
-        fixtures: set[str] = set()
-        spent = 0.0
-        for group in groups:
-            for name in _round_robin(group, tests):
-                more = [f for f in tests[name].fixtures if f not in fixtures]
-                cost = tests[name].seconds + sum(
-                    self._record.fixtures[f].seconds for f in more if f in self._record.fixtures
-                )
-                if not chosen or spent + cost <= seconds:
-                    chosen.append(name)
-                    fixtures.update(more)
-                    spent += cost
-        return [
-            name
-            for processes in (False, True)
-            for name in self._ordered([n for n in chosen if self.starts_processes(n) is processes])
-        ]
-
-    def seconds(self, names: Iterable[str]) -> float:
-        """How long tests took together, with their fixtures."""
-        names = list(names)
-        fixtures = {f for name in names for f in self._record.tests[name].fixtures}
-        return sum(self._record.tests[name].seconds for name in names) + sum(
-            self._record.fixtures[f].seconds for f in fixtures if f in self._record.fixtures
-        )
-
-    def starts_processes(self, name: str) -> bool:
-        """Whether a test, or a fixture of it, runs code in other processes."""
-        test = self._record.tests[name]
-        shared = [self._record.fixtures[f] for f in test.fixtures if f in self._record.fixtures]
-        return test.processes or any(fixture.processes for fixture in shared)
-
-    def _ordered(self, names: list[str]) -> list[str]:
-        files: dict[str, list[str]] = defaultdict(list)
-        for name in names:
-            files[_file(name)].append(name)
-        ordered = sorted(files, key=lambda file: (self.seconds(files[file]), file))
-        cost = lambda name: (self._record.tests[name].seconds, name)  # noqa: E731
-        return [name for file in ordered for name in sorted(files[file], key=cost)]
+    def _record(self, test_file: str, copy: Copy) -> None:
+        settings, data, report = (self._path(test_file, k) for k in ("ini", "coverage", "xml"))
+        values = {"test_file": test_file, "data": data, "copy": copy.root, "root": self._root}
+        settings.write_text(_CONFIGURATION.format(**values))
+        running = ["-m", "pytest", "-q", "-p", "no:cacheprovider", f"--junitxml={report}"]
+        combining = ["-m", "coverage", "combine", "-q", f"--rcfile={settings}"]
+        for command in (
+            copy.command(*running, test_file, COVERAGE_PROCESS_START=str(settings)),
+            # Of a process that was killed as it wrote there is half a file, which is left out.
+            copy.command(*combining, str(data.parent)),
+        ):
+            nowhere = subprocess.DEVNULL
+            subprocess.run(command, stdout=nowhere, stderr=nowhere, check=False)
+        seconds, failing = _outcomes(test_file, report)
+        measured = coverage.CoverageData(str(data))
+        measured.read()
+        paths = [Path(path).relative_to(self._root) for path in measured.measured_files()]
+        measured.close()
+        digests = self._digests([test_file, *map(str, paths)])
+        record = Recorded(seconds, failing, digests)
+        self._path(test_file, "json").write_text(json.dumps(asdict(record)))
+        for path in (settings, report):
+            path.unlink(missing_ok=True)
 
 
-def _round_robin(names: list[str], tests: dict[str, TestRecord]) -> list[str]:
-    """One test of each file, then another one of each, the cheapest first."""
-    by_cost = sorted(names, key=lambda name: (tests[name].seconds, name))
-    turns: dict[str, int] = defaultdict(int)
-    numbered = []
-    for name in by_cost:
-        numbered.append((turns[_file(name)], len(numbered), name))
-        turns[_file(name)] += 1
-    return [name for _, _, name in sorted(numbered)]
+def _read(path: Path) -> Recorded:
+    return Recorded(**json.loads(path.read_text()))
 
 
-def _file(name: str) -> str:
-    return name.partition("::")[0]
+def _outcomes(test_file: str, report: Path) -> tuple[dict[str, float], list[str]]:
+    """Returns the seconds of functions that passed, and names of tests that failed."""
+    seconds: dict[str, float] = {}
+    failing = []
+    for case in ElementTree.parse(report).iter("testcase") if report.exists() else ():
+        outcomes = {child.tag for child in case}
+        function = case.attrib["name"].partition("[")[0]
+        if outcomes & {"failure", "error"}:
+            failing.append(f"{test_file}::{case.attrib['name']}")
+        elif "skipped" not in outcomes:
+            seconds[function] = seconds.get(function, 0.0) + float(case.attrib["time"])
+    return seconds, failing
 
 
-def _statement(module: ast.Module, line: int) -> _Statement:
-    """The innermost statement at a line."""
-    body: list[ast.stmt] = module.body
-    at_import, found = True, range(line, line + 1)
-    near, names = range(0), frozenset[str]()
-    while True:
-        here = [s for s in body if _first(s) <= line <= (s.end_lineno or s.lineno)]
-        if not here:
-            return _Statement(found, at_import, near, names)
-        (statement, *_) = here
-        inside = list(_inside(statement))
-        head_end = min((_first(s) for s in inside), default=(statement.end_lineno or 0) + 1)
-        found = range(_first(statement), max(head_end, _first(statement) + 1))
-        defines = isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)
-        if defines and line in found:
-            near = range(head_end, (statement.end_lineno or head_end) + 1)
-            return _Statement(found, at_import, near, frozenset({statement.name}))
-        names = frozenset(_names(statement))
-        at_import &= not isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef)
-        body = inside
-
-
-def _first(statement: ast.stmt) -> int:
-    decorators = getattr(statement, "decorator_list", [])
-    return min([statement.lineno, *(d.lineno for d in decorators)])
-
-
-def _inside(statement: ast.stmt) -> Iterable[ast.stmt]:
-    for child in ast.iter_child_nodes(statement):
-        if isinstance(child, ast.stmt):
-            yield child
-        elif isinstance(child, ast.ExceptHandler | ast.match_case):
-            yield from child.body
-
-
-def _names(statement: ast.stmt) -> Iterable[str]:
-    targets: list[ast.expr] = []
-    if isinstance(statement, ast.Assign):
-        targets = statement.targets
-    elif isinstance(statement, ast.AnnAssign | ast.AugAssign):
-        targets = [statement.target]
-    for target in targets:
-        for node in ast.walk(target):
-            if isinstance(node, ast.Name):
-                yield node.id
-            elif isinstance(node, ast.Attribute):
-                yield node.attr
-
-
-def covering_of(record: Record, root: Path, paths: Iterable[str]) -> Covering:
-    """The tests of some files of a checkout."""
-    return Covering(record, {path: (root / path).read_text(encoding="utf-8") for path in paths})
+def _nearness(test: str, path: str) -> int:
+    """Returns how many folders a test file and a file share: `tests/plan` and `distca/plan`."""
+    near = Path(test.partition("::")[0]).parts[1:-1]
+    for folders in (Path(path).parts[:-1], Path(path).parts[1:-1]):
+        shared = [mine == its for mine, its in zip(near, folders, strict=False)]
+        if shared and shared[0]:
+            return shared.index(False) if False in shared else len(shared)
+    return 0

@@ -1,184 +1,135 @@
-"""Runs mutants against the tests that cover them, and keeps what became of each."""
+"""Runs mutants against the nearest tests of their lines."""
 
 from __future__ import annotations
 
-import json
 import queue
 import re
-import sys
-from collections.abc import Iterator
+import shlex
+import subprocess
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from dataclasses import asdict, dataclass, field
+from contextlib import ExitStack
 from pathlib import Path
 
-from mutation.checkout import Checkout, Copy
-from mutation.covering import Covering
-from mutation.processes import Commands
-from mutation.sampling import Mutant, difference
+import attrs
+from cosmic_ray.mutating import mutate_and_test
+from cosmic_ray.work_item import TestOutcome, WorkerOutcome, WorkItem, WorkResult
 
-SETTLING_SECONDS = 60.0
+from mutation.copies import Copy, copied, files_of
+from mutation.covering import Asked
+
+_SETTLING_SECONDS = 60.0
 """What starting pytest may take on a busy machine."""
-SLOWER = 4.0
+_SLOWER = 4.0
 """How many times as long as without a mutant tests may take before they count as hanging."""
-_FAILED = re.compile(r"^(?:FAILED|ERROR) .*$", re.MULTILINE)
-_ALL_PASSED, _FAILURE, _NOT_COLLECTED, _WRONG_NAMES = 0, 1, 2, 4
+_FAILED = re.compile(r"^(?:FAILED|ERROR) (.+?)(?: - .*)?$", re.MULTILINE)
 
 
-@dataclass(frozen=True)
-class Result:
-    """What became of a mutant.
-
-    Attributes:
-        name: name of the mutant.
-        outcome: caught, timeout (tests hang: caught, too), survived, uncovered, or unsteady: the
-            test that failed then failed without the mutant, too, as on a busy machine.
-        difference: the lines that the mutant changes.
-        covering: how many tests cover its line.
-        tests: how many of them were chosen.
-        by: the test that failed, and how.
-    """
-
-    name: str
-    outcome: str
-    difference: list[str] = field(default_factory=list)
-    covering: int = 0
-    tests: int = 0
-    by: str = ""
-
-    @property
-    def caught(self) -> bool:
-        """Whether a test noticed."""
-        return self.outcome in ("caught", "timeout")
-
-
-class Results:
-    """The results of some code, in a file that grows by a line with each.
+def run(
+    items: Sequence[WorkItem],
+    root: Path,
+    tests: Callable[[str, int], list[Asked]],
+    seconds: float,
+    jobs: int,
+) -> Iterator[tuple[WorkItem, WorkResult]]:
+    """Runs mutants, several at a time, each in a scratch copy of the working tree.
 
     Args:
-        path: path of the file.
+        items: one mutant each.
+        root: top folder of the working tree.
+        tests: returns the tests of a line of a file, the nearest first.
+        seconds: of tests per mutant, as they were recorded.
+        jobs: number of copies.
+
+    Yields:
+        Each mutant with its result, as it comes.
     """
+    free: queue.SimpleQueue[Copy] = queue.SimpleQueue()
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._results: dict[str, Result] = {}
-        for line in path.read_text().splitlines() if path.exists() else []:
-            # The last line of a tool that was killed may be half of one.
-            if line.endswith("}"):
-                self._keep(Result(**json.loads(line)))
-
-    def get(self, mutant: Mutant) -> Result | None:
-        """What became of a mutant, if it was run."""
-        return self._results.get(mutant.name)
-
-    def add(self, result: Result) -> None:
-        """Keeps a result; a later one of the same mutant replaces it."""
-        self._keep(result)
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        with self._path.open("a") as file:
-            file.write(json.dumps(asdict(result)) + "\n")
-
-    def _keep(self, result: Result) -> None:
-        self._results[result.name] = result
-
-
-class Runner:
-    """Runs mutants, several at a time, each worker in a copy of its own.
-
-    Args:
-        checkout: what is mutated.
-        covering: finds the tests.
-        commands: run them.
-        seconds: seconds of tests per mutant, as they were recorded.
-        jobs: how many workers.
-    """
-
-    def __init__(
-        self,
-        checkout: Checkout,
-        covering: Covering,
-        commands: Commands,
-        seconds: float,
-        jobs: int,
-    ) -> None:
-        self._checkout, self._covering, self._commands = checkout, covering, commands
-        self._seconds, self._jobs = seconds, jobs
-
-    def run(self, mutants: list[Mutant]) -> Iterator[Result]:
-        """The result of each, as it comes."""
-        copies: queue.SimpleQueue[Copy] = queue.SimpleQueue()
-        made = [Copy(self._checkout) for _ in range(min(self._jobs, len(mutants)))]
-        for copy in made:
-            copies.put(copy)
-
-        def work(mutant: Mutant) -> Result:
-            copy = copies.get()
-            try:
-                return self._result(mutant, copy)
-            finally:
-                copies.put(copy)
-
-        pool = ThreadPoolExecutor(max(1, len(made)))
+    def work(item: WorkItem) -> WorkResult:
+        (mutation,) = item.mutations
+        copy = free.get()
         try:
-            for future in as_completed([pool.submit(work, mutant) for mutant in mutants]):
-                yield future.result()
+            found = tests(str(mutation.module_path), mutation.start_pos[0])
+            return _run(item, found, seconds, copy)
+        finally:
+            copy.end_processes()
+            free.put(copy)
+
+    with ExitStack() as stack:
+        files = files_of(root)
+        copies = [stack.enter_context(copied(root, files)) for _ in items[:jobs]]
+        for copy in copies:
+            free.put(copy)
+        pool = stack.enter_context(ThreadPoolExecutor(max(1, len(copies))))
+        running = {pool.submit(work, item): item for item in items}
+        try:
+            for future in as_completed(running):
+                yield running[future], future.result()
         finally:
             pool.shutdown(wait=False, cancel_futures=True)
-            self._commands.kill()
-            pool.shutdown()
-            for copy in made:
-                copy.close()
+            for copy in copies:
+                copy.end_processes()
 
-    def _result(self, mutant: Mutant, copy: Copy) -> Result:
-        source = self._checkout.sources[mutant.path]
-        mutated = mutant.apply(source)
-        assert mutated is not None
-        groups = self._covering.groups(mutant.path, mutant.line)
-        chosen = self._covering.choose(groups, self._seconds)
-        outcome, by = ("survived" if chosen else "uncovered"), ""
-        copy.write(mutant.path, mutated)
-        try:
-            for processes in (False, True):
-                part = [n for n in chosen if self._covering.starts_processes(n) is processes]
-                if part and outcome == "survived":
-                    outcome, by = self._run(part, copy)
-        finally:
-            copy.restore(mutant.path)
-        if outcome == "caught":
-            outcome = self._confirmed(by, chosen, copy)
-        count = sum(map(len, groups))
-        changed = difference(source, mutated)
-        return Result(mutant.name, outcome, changed, count, len(chosen), by[:300])
 
-    def _run(self, tests: list[str], copy: Copy) -> tuple[str, str]:
-        seconds = SETTLING_SECONDS + SLOWER * self._covering.seconds(tests)
-        status, printed = self._pytest(tests, copy, seconds)
-        if status == _WRONG_NAMES:
-            # The mutant changes the parameters of tests, or a test file cannot be imported.
-            files = list(dict.fromkeys(name.partition("::")[0] for name in tests))
-            status, printed = self._pytest(files, copy, seconds)
-        if status is None:
-            return "timeout", ""
-        if status == _ALL_PASSED:
-            return "survived", ""
-        failures = _FAILED.findall(printed) or printed.strip().splitlines()[-1:]
-        # Python itself ends with 1 where pytest cannot start; a signal has a negative status.
-        if status in (_FAILURE, _NOT_COLLECTED, _WRONG_NAMES) or status < 0:
-            return "caught", "".join(failures[:1])
-        raise RuntimeError(f"pytest ended with status {status}:\n{printed[-3000:]}")
+def choose(found: Sequence[Asked], seconds: float) -> list[Asked]:
+    """Returns tests that take at most so many seconds, the nearest first, and at least one."""
+    chosen: list[Asked] = []
+    for asked in found:
+        if not chosen or sum(each.seconds for each in chosen) + asked.seconds <= seconds:
+            chosen.append(asked)
+    return chosen
 
-    def _confirmed(self, by: str, chosen: list[str], copy: Copy) -> str:
-        """Runs the test that failed without the mutant, if it starts processes: it may be late."""
-        name = max((n for n in chosen if by.partition(" ")[2].startswith(n)), key=len, default=None)
-        if name is None or not self._covering.starts_processes(name):
-            return "caught"
-        seconds = SETTLING_SECONDS + SLOWER * self._covering.seconds([name])
-        status, _ = self._pytest([name], copy, seconds)
-        return "caught" if status == _ALL_PASSED else "unsteady"
 
-    def _pytest(self, tests: list[str], copy: Copy, seconds: float) -> tuple[int | None, str]:
-        names = copy.root.parent / "tests.txt"
-        names.write_text("\n".join(tests))
-        command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider"]
-        command += ["--tb=line", "-rfE", f"@{names}"]
-        environment = copy.environment(OMP_NUM_THREADS="1", COLUMNS="400")
-        return self._commands.run(command, copy.root, environment, seconds)
+def _run(item: WorkItem, found: list[Asked], seconds: float, copy: Copy) -> WorkResult:
+    (mutation,) = item.mutations
+    chosen = choose(found, seconds)
+    there = attrs.evolve(mutation, module_path=copy.root / mutation.module_path)
+    command = pytest_command(chosen, copy) if chosen else ["true"]
+    limit = _SETTLING_SECONDS + _SLOWER * sum(asked.seconds for asked in chosen)
+    result = mutate_and_test([there], shlex.join(_apart(command, copy)), limit)
+    if result.worker_outcome != WorkerOutcome.NORMAL:
+        raise RuntimeError(f"{item.job_id}: {result.output}")
+    diff = str(result.diff).replace(f"{copy.root}/", "")
+    if not chosen:
+        why = "no test runs this line"
+    elif result.test_outcome == TestOutcome.SURVIVED:
+        why = f"tests of {len(chosen)} of {len(found)} files that run this line passed:\n"
+        why += "\n".join(name for asked in chosen for name in asked.names)
+    elif result.output and (late := _fails_without(result.output, copy, limit)):
+        return WorkResult(
+            WorkerOutcome.NORMAL,
+            f"only {late} failed, and it fails without the mutant as well",
+            TestOutcome.SURVIVED,
+            diff,
+        )
+    else:
+        why = result.output
+    return attrs.evolve(result, output=why, diff=diff)
+
+
+def pytest_command(chosen: Sequence[Asked], copy: Copy) -> list[str]:
+    """Returns the command that runs tests until one fails."""
+    failing = [f"--deselect={name}" for asked in chosen for name in asked.failing]
+    names = [name for asked in chosen for name in asked.names]
+    options = ["-x", "-q", "-p", "no:cacheprovider", "--tb=line", "-rfE"]
+    return copy.command("-m", "pytest", *options, *failing, *names)
+
+
+def _apart(command: list[str], copy: Copy) -> list[str]:
+    """Keeps cosmic-ray's pipe, which it reads to the end, from processes that outlive pytest."""
+    script = f'{shlex.join(command)} >"$0" 2>&1; status=$?; cat "$0"; exit $status'
+    return ["bash", "-c", script, str(copy.root.parent / "printed")]
+
+
+def _fails_without(printed: str, copy: Copy, limit: float) -> str | None:
+    """Runs the test that failed without the mutant: on a busy machine it may have been late."""
+    failed = _FAILED.search(printed)
+    if failed is None:
+        return None
+    again = pytest_command([Asked((failed[1],), (), 0.0)], copy)
+    try:
+        done = subprocess.run(again, stdout=subprocess.DEVNULL, timeout=limit, check=False)
+    except subprocess.TimeoutExpired:
+        return failed[1]
+    return failed[1] if done.returncode else None

@@ -1,246 +1,133 @@
-"""Random mutants: which, in which order, and what each changes."""
+"""Draws mutants, those of the newest files first."""
 
 from __future__ import annotations
 
 import ast
-import difflib
-import itertools
-import json
 import random
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import astuple, dataclass
-from functools import cache
+import re
+import subprocess
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-import cosmic_ray.plugins
-from cosmic_ray.ast import ast_nodes, get_ast
+import attrs
+from cosmic_ray.commands import init
 from cosmic_ray.mutating import mutate_code
-from cosmic_ray.operators.operator import Operator
+from cosmic_ray.plugins import get_operator
+from cosmic_ray.work_item import MutationSpec, WorkItem
+
+Position = tuple[int, int]
+"""Line, from 1, and column, from 0."""
+_GROUPS = 10
+_WRITTEN = re.compile(r"^author-time (\d+)$", re.MULTILINE)
 
 
-@dataclass(frozen=True, order=True)
-class Mutant:
-    """One change of one operator at one place.
+def sample(root: Path, paths: Sequence[str], seed: int) -> Iterator[WorkItem]:
+    """Draws one mutant of each place, those of the newest tenth of the files first.
 
-    Attributes:
-        path: path of the file, relative to the checkout.
-        line: where the change begins, from 1.
-        column: in that line, from 0.
-        operator: the name that cosmic-ray gives it.
-        occurrence: which of the operator's changes to the file it is, from 0.
-    """
-
-    path: str
-    line: int
-    column: int
-    operator: str
-    occurrence: int
-
-    @property
-    def name(self) -> str:
-        """Tells it from all others of the same code."""
-        return f"{self.path}:{self.line}:{self.column} {self.operator} {self.occurrence}"
-
-    def apply(self, source: str) -> str | None:
-        """The file's text with the change; None if there is none."""
-        mutated: str | None = mutate_code(source, _operators()[self.operator], self.occurrence)
-        return mutated
-
-
-class Sample:
-    """All mutants that may change behaviour, in random order.
-
-    Places of one group of files come after another's, and within it in uniformly random order, and
-    of each place a uniformly random mutant; only after every place has had its turn, each gets a
-    second one. A sum has ten mutants and a break has one, but the two count alike. A longer sample
-    begins with the shorter one.
+    A place is a piece of code that operators change. A sum has ten mutants and a `break` has one;
+    the two count alike. Within a tenth of the files the order of places is random.
 
     Args:
-        sources: the text of each file.
-        seed: seed of the order.
-        groups: all files, in groups.
+        root: top folder of the working tree.
+        paths: files to mutate, relative to `root`.
+        seed: seed of the draw.
+
+    Yields:
+        Mutants in an order that depends on nothing but the code and the seed; their names begin
+        with their number.
     """
-
-    def __init__(self, sources: dict[str, str], seed: int, groups: Sequence[Sequence[str]]) -> None:
-        self._sources = sources
-        self._places: list[list[Mutant]] = []
-        chance = random.Random(seed)
-        for group in groups:
-            places = [place for path in sorted(group) for place in _places(path, sources[path])]
-            chance.shuffle(places)
-            self._places += places
-        for mutants in self._places:
-            chance.shuffle(mutants)
-
-    @property
-    def places(self) -> int:
-        """How many places have mutants, those that cannot change behaviour among them."""
-        return len(self._places)
-
-    def __iter__(self) -> Iterator[Mutant]:
-        turns = [_behaving(mutants, self._sources) for mutants in self._places]
-        while turns:
-            left = []
-            for turn in turns:
-                mutant = next(turn, None)
-                if mutant is not None:
-                    yield mutant
-                    left.append(turn)
-            turns = left
+    newest = sorted(paths, key=lambda path: (-last_written(root, path), path))
+    chance = random.Random(seed)
+    number = 0
+    for begin in range(_GROUPS):
+        group = newest[begin * len(newest) // _GROUPS : (begin + 1) * len(newest) // _GROUPS]
+        sources = {path: (root / path).read_text(encoding="utf-8") for path in sorted(group)}
+        places = _places(root, sources)
+        for place in chance.sample(sorted(places), len(places)):
+            path, (line, _), _ = place
+            for mutation in chance.sample(places[place], len(places[place])):
+                if _is_program(sources[path], mutation):
+                    yield WorkItem.single(f"{number:05} {path}:{line}", mutation)
+                    number += 1
+                    break
 
 
-def sample(
-    sources: dict[str, str],
-    seed: int,
-    number: int,
-    grouped: Callable[[], Sequence[Sequence[str]]],
-    kept: Path,
-) -> tuple[list[Mutant], int]:
-    """The first mutants of a sample, and of how many places.
+def last_written(root: Path, path: str) -> float:
+    """Returns when the newest tenth of a file's lines was written, in seconds since 1970.
 
-    Args:
-        sources: the text of each file.
-        seed: seed of the order.
-        number: how many.
-        grouped: says the groups of files, if they are not kept.
-        kept: a file where they are kept: finding them takes a while.
+    A new name of the file, or a word in a comment, does not make it new. Lines that are not
+    committed yet are of now; a file that is not is of the infinite future.
     """
-    known = json.loads(kept.read_text()) if kept.exists() else {}
-    if len(known.get("mutants", ())) < number or "groups" not in known:
-        # A sample goes on as it began, though what was new is old by now.
-        groups = known["groups"] if "groups" in known else grouped()
-        whole = Sample(sources, seed, groups)
-        found = [astuple(mutant) for mutant in itertools.islice(whole, number)]
-        known = {"mutants": found, "places": whole.places, "groups": groups}
-        kept.parent.mkdir(parents=True, exist_ok=True)
-        kept.write_text(json.dumps(known))
-    return [Mutant(*mutant) for mutant in known["mutants"][:number]], known["places"]
+    command = ["git", "blame", "-w", "-M", "--line-porcelain", "--", path]
+    done = subprocess.run(command, cwd=root, capture_output=True, text=True, check=False)
+    times = sorted(map(float, _WRITTEN.findall(done.stdout)))
+    return times[len(times) * 9 // 10] if times else float("inf")
 
 
-def difference(before: str, after: str) -> list[str]:
-    """The lines that differ, with - and + in front."""
-    lines = difflib.unified_diff(before.splitlines(), after.splitlines(), lineterm="", n=0)
-    return [line for line in list(lines)[2:] if not line.startswith("@@")]
+class _Found(list[WorkItem]):
+    """Takes what `cosmic-ray init` finds; a database takes longer to be read back."""
+
+    def add_work_items(self, items: Iterator[WorkItem]) -> None:
+        self.extend(items)
 
 
-def may_change_behaviour(before: str, after: str) -> bool:
-    """Whether two programs differ in more than annotations, docstrings and messages."""
+def _places(
+    root: Path, sources: dict[str, str]
+) -> dict[tuple[str, Position, Position], list[MutationSpec]]:
+    found = _Found()
+    init([root / path for path in sources], found, {})
+    idle = {path: list(without_effect(source)) for path, source in sources.items()}
+    places = defaultdict(list)
+    for item in found:
+        (mutation,) = item.mutations
+        path = str(mutation.module_path.relative_to(root))
+        if not any(begin <= mutation.start_pos < end for begin, end in idle[path]):
+            place = (path, mutation.start_pos, mutation.end_pos)
+            places[place].append(attrs.evolve(mutation, module_path=path))
+    return places
+
+
+def _is_program(source: str, mutation: MutationSpec) -> bool:
+    mutated = mutate_code(source, get_operator(mutation.operator_name)(), mutation.occurrence)
     try:
-        return _behaviour(before) != _behaviour(after)
+        return mutated is not None and ast.dump(ast.parse(mutated)) != ast.dump(ast.parse(source))
     except SyntaxError:
         return False
 
 
-@cache
-def _operators() -> dict[str, Operator]:
-    """Cosmic-ray's operators, but for those that need arguments."""
-    classes = {
-        name: cosmic_ray.plugins.get_operator(name)
-        for name in sorted(cosmic_ray.plugins.operator_names())
-    }
-    return {
-        name: operator()
-        for name, operator in classes.items()
-        if name.startswith("core/") and not operator.arguments()
-    }
+def without_effect(source: str) -> Iterator[tuple[Position, Position]]:
+    """Yields where code begins and ends that says nothing about what a program computes.
+
+    These are annotations, type aliases, code for type checkers, and messages of errors.
+    """
+    for node in ast.walk(ast.parse(source)):
+        for idle in _idle_parts(node):
+            end = idle.end_lineno or idle.lineno, idle.end_col_offset or 0
+            yield (idle.lineno, idle.col_offset), end
 
 
-def _places(path: str, source: str) -> list[list[Mutant]]:
-    """The mutants of each place of a file."""
-    places: dict[tuple[tuple[int, int], tuple[int, int]], list[Mutant]] = {}
-    # The order of nodes is that in which `mutate_code` counts occurrences.
-    nodes = list(ast_nodes(get_ast(source)))
-    for name, operator in _operators().items():
-        occurrence = 0
-        for node in nodes:
-            for start, end in operator.mutation_positions(node):
-                mutant = Mutant(path, *start, name, occurrence)
-                places.setdefault((start, end), []).append(mutant)
-                occurrence += 1
-    return [places[place] for place in sorted(places)]
-
-
-def _behaving(mutants: list[Mutant], sources: dict[str, str]) -> Iterator[Mutant]:
-    for mutant in mutants:
-        source = sources[mutant.path]
-        mutated = mutant.apply(source)
-        if mutated is not None and may_change_behaviour(source, mutated):
-            yield mutant
-
-
-@cache
-def _behaviour(source: str) -> str:
-    return ast.dump(_Behaviour().visit(ast.parse(source)))
-
-
-class _Behaviour(ast.NodeTransformer):
-    """Drops what cannot change what a program does."""
-
-    def visit_AnnAssign(self, node: ast.AnnAssign) -> ast.AST | None:
-        if isinstance(node.annotation, ast.Name) and node.annotation.id == "TypeAlias":
-            return None
-        node.annotation = ast.Constant(None)
-        return self.generic_visit(node)
-
-    def visit_arg(self, node: ast.arg) -> ast.AST:
-        node.annotation = None
-        return node
-
-    def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.AST:
-        node.returns = None
-        return self._without_docstring(node)
-
-    def visit_AsyncFunctionDef(self, node: ast.AsyncFunctionDef) -> ast.AST:
-        node.returns = None
-        return self._without_docstring(node)
-
-    def visit_ClassDef(self, node: ast.ClassDef) -> ast.AST:
-        return self._without_docstring(node)
-
-    def visit_Module(self, node: ast.Module) -> ast.AST:
-        node.body = [statement for statement in node.body if not _is_alias(statement)]
-        return self._without_docstring(node)
-
-    def visit_If(self, node: ast.If) -> ast.AST | None:
-        if ast.unparse(node.test).removeprefix("not ").endswith("TYPE_CHECKING"):
-            return None
-        return self.generic_visit(node)
-
-    def visit_Assign(self, node: ast.Assign) -> ast.AST | None:
-        return None if ast.unparse(node.targets[0]) == "__all__" else self.generic_visit(node)
-
-    def visit_Call(self, node: ast.Call) -> ast.AST:
-        if ast.unparse(node.func).removeprefix("typing.") == "cast":
-            node.args[:1] = [ast.Constant(None)]
-        return self.generic_visit(node)
-
-    def visit_Raise(self, node: ast.Raise) -> ast.AST:
-        if isinstance(node.exc, ast.Call):
-            node.exc.args = [
-                ast.Constant("") if isinstance(argument, ast.JoinedStr) else argument
-                for argument in node.exc.args
-            ]
-        return self.generic_visit(node)
-
-    def visit_Assert(self, node: ast.Assert) -> ast.AST:
-        node.msg = None
-        return self.generic_visit(node)
-
-    def _without_docstring(self, node: ast.AST) -> ast.AST:
-        self.generic_visit(node)
-        node.body = [  # type: ignore[attr-defined]
-            statement
-            for statement in node.body  # type: ignore[attr-defined]
-            if not (isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant))
-        ]
-        return node
-
-
-def _is_alias(statement: ast.stmt) -> bool:
-    """Whether it names a type: a union of types, or a type with arguments in brackets."""
-    if not isinstance(statement, ast.Assign):
-        return False
-    (target, *_), value = statement.targets, statement.value
-    named_as_type = isinstance(target, ast.Name) and target.id.lstrip("_")[:1].isupper()
-    shouted = isinstance(target, ast.Name) and target.id.isupper()
-    return named_as_type and not shouted and isinstance(value, (ast.BinOp, ast.Subscript))
+def _idle_parts(node: ast.AST) -> Iterator[ast.expr | ast.stmt]:
+    match node:
+        case ast.AnnAssign(annotation=ast.Name("TypeAlias")):
+            yield node
+        case ast.arg(annotation=ast.expr() as idle) | ast.AnnAssign(annotation=idle):
+            yield idle
+        case ast.FunctionDef(returns=ast.expr() as idle):
+            yield idle
+        case ast.AsyncFunctionDef(returns=ast.expr() as idle):
+            yield idle
+        case ast.Assert(msg=ast.expr() as idle):
+            yield idle
+        case ast.Raise(exc=ast.Call(args=arguments)):
+            yield from (each for each in arguments if isinstance(each, ast.JoinedStr))
+        case ast.Call(func=ast.Name("cast"), args=[idle, _]):
+            yield idle
+        case ast.If(test=test) if ast.unparse(test).endswith("TYPE_CHECKING"):
+            yield node
+        case ast.Assign(targets=[ast.Name("__all__")]):
+            yield node
+        case ast.Assign(targets=[ast.Name(name)], value=ast.BinOp() | ast.Subscript()):
+            # Names of types are in CamelCase, those of constants in capitals.
+            if name.lstrip("_")[:1].isupper() and not name.isupper():
+                yield node

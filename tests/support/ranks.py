@@ -113,8 +113,12 @@ class Ranks:
             self._pipes.append(mine)
 
     def close(self) -> None:
-        """Kills the ranks; the next `run` starts new ones."""
+        """Ends the ranks; the next `run` starts new ones."""
         for process in self._processes:
+            # Coverage saves what it has on this signal, unless the rank hangs.
+            process.terminate()
+        for process in self._processes:
+            process.join(5)
             process.kill()
             process.join()
         self._processes, self._pipes = [], []
