@@ -69,6 +69,7 @@ whole_number() {
 # pretrain_gpt.py's.
 dry_run=false model=llama-8b python=.venv/bin/python processes=auto
 from='' container='' mounts='' interface='' port='' output=sweep
+prolog='' logs=logs retries=3
 parse_launcher_options() {
     local option value taken=" $1 " script=$0
     shift

@@ -38,7 +38,7 @@ numa=()
 if [ "$gpus" -gt 0 ] && command -v numactl >/dev/null; then numa=(--numa-binding node); fi
 command=(
     # Megatron-LM asks for it with tensor parallelism, for the order of kernels.
-    env CUDA_DEVICE_MAX_CONNECTIONS=1 "$allocator"
+    env CUDA_DEVICE_MAX_CONNECTIONS="${CUDA_DEVICE_MAX_CONNECTIONS:-1}" "$allocator"
     "$python" -m torch.distributed.run "${meet[@]}" "${numa[@]}"
     --nproc-per-node "$processes"
     pretrain_gpt.py --distca "${model_flags[@]}" "${training_flags[@]}"

@@ -8,6 +8,19 @@ sbatch_option() {
     sed -n "s/^#SBATCH --$1=//p" "$0"
 }
 
+# Runs the user's --prolog in this shell: srun hands its modules and variables on to the ranks.
+run_prolog() {
+    [ -n "$prolog" ] || return 0
+    [ -r "$prolog" ] || die "--prolog $prolog: there is no such file"
+    prolog=$(realpath "$prolog")
+    ! $dry_run || print_command source "$prolog"
+    # Scripts of modules read variables that are not set.
+    set +u
+    # shellcheck disable=SC1090 # the user's
+    source "$prolog" || die "--prolog $prolog ended with status $?"
+    set -u
+}
+
 # Sets how many `ranks` there are, where they meet, in `environment`, and how srun starts them, in
 # `start`. Without Slurm (a dry run) the script's own #SBATCH options tell.
 describe_job() {
@@ -15,9 +28,14 @@ describe_job() {
     if ! $dry_run && [ -z "${SLURM_JOB_ID-}" ]; then
         die "start it with sbatch, or look at it with --dry-run"
     fi
+    [[ $retries =~ ^(0|[1-9][0-9]*)$ ]] || die "--retries $retries: give a number of at least 0"
+    run_prolog
     ranks_per_node=${SLURM_NTASKS_PER_NODE:-$(sbatch_option ntasks-per-node)}
     whole_number SLURM_NTASKS_PER_NODE "$ranks_per_node"
-    ranks=${SLURM_NTASKS:-$((ranks_per_node * $(sbatch_option nodes)))}
+    nodes=${SLURM_JOB_NUM_NODES:-$(sbatch_option nodes)}
+    whole_number SLURM_JOB_NUM_NODES "$nodes"
+    # Slurm sets SLURM_NTASKS only where --ntasks was given.
+    ranks=${SLURM_NTASKS:-$((ranks_per_node * nodes))}
     whole_number SLURM_NTASKS "$ranks"
     [ -z "${SLURM_JOB_ID-}" ] || whole_number SLURM_JOB_ID "$SLURM_JOB_ID"
     if [ -n "${SLURM_JOB_NODELIST-}" ]; then
@@ -29,8 +47,11 @@ describe_job() {
         MASTER_PORT="${port:-$((20000 + ${SLURM_JOB_ID:-0} % 20000))}"
         # As torchrun does: ranks that share a node must not each use all of its cores.
         OMP_NUM_THREADS=1
-        # Megatron-LM asks for it with tensor parallelism, for the order of kernels.
-        CUDA_DEVICE_MAX_CONNECTIONS=1
+        # Megatron-LM refuses tensor parallelism without it before Blackwell. Overlap loses nothing:
+        # docs/launching.md says why, tests/schedule/test_one_queue.py shows it.
+        CUDA_DEVICE_MAX_CONNECTIONS="${CUDA_DEVICE_MAX_CONNECTIONS:-1}"
+        # A failed exchange says its cause. Without it NCCL is silent.
+        NCCL_DEBUG="${NCCL_DEBUG:-WARN}"
         "$allocator"
     )
     if [ -n "$interface" ]; then
@@ -39,7 +60,7 @@ describe_job() {
     fi
     # One task is one rank. Ranks of a node follow each other, as tensor parallelism needs, and
     # none is bound to a single core: each plans on a thread beside its training step.
-    start=(srun --kill-on-bad-exit=1 --distribution=block --cpu-bind=none)
+    start=(srun "--ntasks=$ranks" --kill-on-bad-exit=1 --distribution=block --cpu-bind=none)
     inside=()
     case $container in
         '') [ -z "$mounts" ] || die "--mounts needs --container" ;;
@@ -51,7 +72,25 @@ describe_job() {
             start+=(--container-mounts="$PWD:$PWD${mounts:+,$mounts}")
             ;;
     esac
-    start+=(launch/slurm/rank.sh "${inside[@]}" "$python" -u)
+    logs=$logs/${SLURM_JOB_ID:-dry-run}
+    start+=(launch/slurm/rank.sh "$logs" "${inside[@]}" "$python" -u)
+    make_data_absolute
+}
+
+# Makes data sets that are there absolute in `flags`: logs then name them whole, and they are looked
+# for in a container only where --mounts has them.
+make_data_absolute() {
+    local place in_data=false
+    for place in "${!flags[@]}"; do
+        case ${flags[place]} in
+            --data-path | --*-data-path) in_data=true ;;
+            --*) in_data=false ;;
+            *)
+                ! $in_data || [ ! -f "${flags[place]}.idx" ] ||
+                    flags[place]=$(realpath -s "${flags[place]}")
+                ;;
+        esac
+    done
 }
 
 # Sets `group`, the ranks of a context-parallel group for the baselines that have such: two, or the
@@ -110,10 +149,28 @@ pretraining() {
     on_all_ranks pretrain_gpt.py "${training[@]}"
 }
 
+# Ends a job that was started again more than --retries times in turn without a new checkpoint.
+# count_starts ITERATION
+count_starts() {
+    local file=$logs/starts before=none count=0
+    [ ! -f "$file" ] || read -r before count <"$file"
+    [ "$before" = "$1" ] && count=$((count + 1)) || count=0
+    [ "$count" -le "$retries" ] ||
+        die "$count starts in turn added no checkpoint to iteration $1: not started again (--retries)"
+    mkdir -p "$logs"
+    echo "$1 $count" >"$file"
+}
+
+# The job's nodes that Slurm has found dead, or that drain.
+bad_nodes() {
+    sinfo --noheader --Node --nodes "$SLURM_JOB_NODELIST" --format %N \
+        --states down,drained,draining,fail,failing,no_respond 2>/dev/null | sort -u | paste -sd , || true
+}
+
 # The same, with checkpoints. Slurm sends SIGTERM before the time limit, and before it takes nodes
-# away: the ranks then save and exit, and the job is queued again to go on.
+# away: the ranks then save and exit, and the job is queued again to go on. So it is where a node failed.
 pretraining_that_goes_on() {
-    local save before after iterations load
+    local save before after iterations load bad status=0
     save=$(value_of --save '' "${flags[@]}")
     [ -n "$save" ] || die "give --save DIRECTORY: the job goes on from there after a time limit"
     whole_number --train-iters "$(value_of --train-iters 1 "${flags[@]}")"
@@ -122,8 +179,16 @@ pretraining_that_goes_on() {
     if [ -n "$from" ] && [ "$before" = 0 ]; then
         load=(--load "$from" --finetune --exit-on-missing-checkpoint)
     fi
-    pretraining "${load[@]}" --save-interval 500 --exit-signal-handler "$@"
-    ! $dry_run || return 0
+    $dry_run || count_starts "$before"
+    pretraining "${load[@]}" --save-interval 500 --exit-signal-handler "$@" || status=$?
+    ! $dry_run || return "$status"
+    if [ "$status" != 0 ]; then
+        bad=$(bad_nodes)
+        [ -n "$bad" ] || return "$status"
+        echo "nodes $bad failed: queued again"
+        scontrol requeue "$SLURM_JOB_ID"
+        return 0
+    fi
     after=$(latest_checkpoint "$save")
     iterations=$(value_of --train-iters '' "${training[@]}")
     if [ "$after" -lt "$iterations" ] && [ "$after" -gt "$before" ]; then

@@ -11,6 +11,9 @@
 # --interface NAME     the network interface that ranks meet on, such as ib0
 # --port PORT          where they meet; default: from the job's number
 # --python FILE        the interpreter; default: .venv/bin/python
+# --prolog FILE        shell file that loads modules and sets variables, before ranks start
+# --logs DIRECTORY     where each rank's output goes, in JOBID/rank-N.log; default: logs
+# --retries N          starts in turn that may add no checkpoint, after node failures; default: 3
 # --dry-run            print the commands, run nothing (needs no Slurm)
 #
 # All other flags are pretrain_gpt.py's, and win over those set here.
@@ -28,7 +31,7 @@ cd "${SLURM_SUBMIT_DIR:-.}"
 [ -f launch/slurm/common.sh ] || { echo "error: submit from the repository's root" >&2; exit 2; }
 source launch/slurm/common.sh
 
-parse_launcher_options "model python port interface container mounts from" "$@"
+parse_launcher_options "model python port interface container mounts prolog logs retries from" "$@"
 check_flags pretrain_gpt.py
 describe_job
 pretraining_that_goes_on --distca \

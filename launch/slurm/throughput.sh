@@ -13,6 +13,8 @@
 # --port PORT          where they meet; default: from the job's number
 # --python FILE        the interpreter; default: .venv/bin/python
 # --output DIRECTORY   where throughput.json and throughput.md go; default: sweep
+# --prolog FILE        shell file that loads modules and sets variables, before ranks start
+# --logs DIRECTORY     where each rank's output goes, in JOBID/rank-N.log; default: logs
 # --dry-run            print the commands, run nothing (needs no Slurm)
 #
 # All other flags are benchmarks/training/throughput.py's, and win over those set here. All ways to
@@ -28,7 +30,7 @@ cd "${SLURM_SUBMIT_DIR:-.}"
 [ -f launch/slurm/common.sh ] || { echo "error: submit from the repository's root" >&2; exit 2; }
 source launch/slurm/common.sh
 
-parse_launcher_options "model python port interface container mounts output" "$@"
+parse_launcher_options "model python port interface container mounts prolog logs output" "$@"
 check_flags benchmarks/training/throughput.py
 describe_job
 choose_model

@@ -22,23 +22,8 @@ from benchmarks.training import compare_speeds
 from distca.cost.model_sizes import MODELS
 from distca.simulate import CLUSTERS
 from distca.simulate.costs import ModelCosts
-from support.launches import ROOT, launch, pretrain_flags
+from support.launches import ROOT, launch, pretrain_flags, slurm_environment
 
-# Starts as many processes as Slurm would, on this machine.
-SRUN = """#!/usr/bin/env bash
-while [[ $1 == --* ]]; do shift; done
-processes=()
-for ((rank = 0; rank < SLURM_NTASKS; rank++)); do
-    SLURM_PROCID=$rank SLURM_LOCALID=$rank "$@" &
-    processes+=($!)
-done
-status=0
-for process in "${processes[@]}"; do wait "$process" || status=$?; done
-exit "$status"
-"""
-SCONTROL = """#!/usr/bin/env bash
-if [ "$1" = show ]; then echo localhost; else echo "scontrol $*"; fi
-"""
 LLAMAS = ("llama-8b", "llama-34b", "llama-70b")
 SCRIPTS = ("pretrain_3d", "pretrain_4d", "benchmark")
 TINY = """
@@ -54,20 +39,7 @@ TINY = """
 @pytest.fixture
 def slurm(tmp_path) -> dict[str, str]:
     """The environment of a job of two tasks on one node."""
-    folder = tmp_path / "bin"
-    folder.mkdir()
-    for name, text in (("srun", SRUN), ("scontrol", SCONTROL)):
-        (folder / name).write_text(text)
-        (folder / name).chmod(0o755)
-    return os.environ | {
-        "PATH": f"{folder}:{os.environ['PATH']}",
-        "SLURM_JOB_ID": "17",
-        "SLURM_JOB_NODELIST": "localhost",
-        "SLURM_NTASKS": "2",
-        "SLURM_NTASKS_PER_NODE": "2",
-        "SLURM_SUBMIT_DIR": str(ROOT),
-        "PYTHONWARNINGS": "ignore",
-    }
+    return slurm_environment(tmp_path / "bin")
 
 
 def free_port() -> str:
@@ -351,6 +323,7 @@ def test_the_printed_command_trains(slurm, tmp_path) -> None:
     assert main([*given, "--output-prefix", str(prefix)]) == 0
     save = tmp_path / "checkpoints"
     options = ["--dry-run", "--python", sys.executable, "--port", free_port(), "--interface", "lo"]
+    options += ["--logs", str(tmp_path / "logs")]
     flags = [*TINY, "--data-path", str(prefix), "--save", str(save), "--train-iters", "2"]
     printed = launch("slurm/pretrain_4d.sh", *options, *flags, env=slurm)
     assert printed.returncode == 0, printed.stderr
@@ -373,6 +346,8 @@ def test_the_printed_command_trains(slurm, tmp_path) -> None:
     assert re.findall(r"iteration +(\d+)/ +2 ", output) == ["1", "2"]
     assert "global batch size:     2" in output
     assert (save / "latest_checkpointed_iteration.txt").read_text() == "2"
+    logs = [(tmp_path / "logs" / "17" / f"rank-{rank}.log").read_text() for rank in range(2)]
+    assert [bool(re.search(r"iteration +2/ +2 ", log)) for log in logs] == [False, True]
 
 
 def test_a_job_goes_on_while_checkpoints_are_added(slurm, tmp_path) -> None:
@@ -388,6 +363,7 @@ def test_a_job_goes_on_while_checkpoints_are_added(slurm, tmp_path) -> None:
 
     def job(reaches: str, status: str = "0") -> subprocess.CompletedProcess[str]:
         flags = ["--python", str(training), "--save", str(save), "--train-iters=9", *TINY]
+        flags += ["--logs", str(tmp_path / "logs")]
         env = slurm | {"REACHES": reaches, "STATUS": status}
         return launch("slurm/pretrain_3d.sh", "--from", "llama", *flags, env=env)
 

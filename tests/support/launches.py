@@ -2,11 +2,27 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 import subprocess
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
+# Starts as many processes as Slurm would, on this machine.
+SRUN = """#!/usr/bin/env bash
+while [[ $1 == --* ]]; do shift; done
+processes=()
+for ((rank = 0; rank < SLURM_NTASKS; rank++)); do
+    SLURM_PROCID=$rank SLURM_LOCALID=$rank "$@" &
+    processes+=($!)
+done
+status=0
+for process in "${processes[@]}"; do wait "$process" || status=$?; done
+exit "$status"
+"""
+SCONTROL = """#!/usr/bin/env bash
+if [ "$1" = show ]; then echo localhost; else echo "scontrol $*"; fi
+"""
 
 
 def launch(
@@ -22,3 +38,20 @@ def launch(
 def pretrain_flags(line: str) -> list[str]:
     words = shlex.split(line)
     return words[words.index("pretrain_gpt.py") + 1 :]
+
+
+def slurm_environment(folder: Path) -> dict[str, str]:
+    """The environment of a job of two tasks on one node; stand-ins for Slurm lie in the folder."""
+    folder.mkdir()
+    for name, text in (("srun", SRUN), ("scontrol", SCONTROL)):
+        (folder / name).write_text(text)
+        (folder / name).chmod(0o755)
+    return os.environ | {
+        "PATH": f"{folder}:{os.environ['PATH']}",
+        "SLURM_JOB_ID": "17",
+        "SLURM_JOB_NODELIST": "localhost",
+        "SLURM_NTASKS": "2",
+        "SLURM_NTASKS_PER_NODE": "2",
+        "SLURM_SUBMIT_DIR": str(ROOT),
+        "PYTHONWARNINGS": "ignore",
+    }
