@@ -7,6 +7,7 @@ from argparse import Namespace
 import torch
 
 from megatron_patches.flags.latent_attention import attention_parameters
+from megatron_patches.versions import newer_flag
 
 
 def layer_parameters(args: Namespace, active: bool = True) -> int:
@@ -16,15 +17,32 @@ def layer_parameters(args: Namespace, active: bool = True) -> int:
         args: Megatron-LM's arguments.
         active: count those alone that a token uses, not all experts.
     """
-    matrices = 3 if args.swiglu else 2
-    width = float(args.ffn_hidden_size)
-    if experts := args.num_experts:
-        used = args.moe_router_topk if active else experts
-        shared = args.moe_shared_expert_intermediate_size or 0
-        with_experts = used * args.moe_ffn_hidden_size + shared
+    dense = args.hidden_size * _matrices(args) * args.ffn_hidden_size
+    if args.num_experts:
         part = share_with_experts(args.moe_layer_freq, args.num_layers)
-        width = part * with_experts + (1 - part) * width
-    return round(attention_parameters(args) + args.hidden_size * matrices * width)
+        dense = part * _expert_layer(args, active) + (1 - part) * dense
+    return round(attention_parameters(args) + dense)
+
+
+def expert_parameters(args: Namespace) -> int:
+    """Counts the parameters of a layer's experts, but for the shared one."""
+    width = newer_flag(args, "moe_latent_size") or args.hidden_size
+    return int(args.num_experts * width * _matrices(args) * args.moe_ffn_hidden_size)
+
+
+def _expert_layer(args: Namespace, active: bool) -> int:
+    """Counts the parameters of a layer's experts, the shared one and what leads to them."""
+    routed = expert_parameters(args)
+    if active:
+        routed = routed // args.num_experts * args.moe_router_topk
+    shared = _matrices(args) * (args.moe_shared_expert_intermediate_size or 0)
+    latent = newer_flag(args, "moe_latent_size") or 0
+    return int(routed + args.hidden_size * (shared + 2 * latent))
+
+
+def _matrices(args: Namespace) -> int:
+    """Returns the number of matrices of an MLP."""
+    return 3 if args.swiglu else 2
 
 
 def share_with_experts(pattern: int | list[int], layers: int) -> float:
@@ -49,17 +67,24 @@ def matrix_parameters(args: Namespace) -> int:
 def checkpoint_bytes(args: Namespace) -> int:
     """Counts the bytes that a checkpoint of the run needs at least.
 
-    Those of the weights and, unless `--no-save-optim`, of what the optimizer keeps for each: Adam's
-    two moments, and the weight itself where it has 16 bits or the optimizer is distributed.
+    Those of the weights and, unless `--no-save-optim`, of what the optimizer keeps for each.
     """
-    weight = args.params_dtype.itemsize
+    state = 0 if args.no_save_optim else optimizer_bytes(args)
+    return matrix_parameters(args) * (args.params_dtype.itemsize + state)
+
+
+def optimizer_bytes(args: Namespace) -> int:
+    """Returns the least bytes that the optimizer keeps for each parameter.
+
+    Those of Adam's two moments, and of the weight itself where it has 16 bits or the optimizer is
+    distributed.
+    """
     state = 0
-    if not args.no_save_optim:
-        if args.optimizer == "adam":
-            state = _itemsize(args.exp_avg_dtype) + _itemsize(args.exp_avg_sq_dtype)
-        if weight < 4 or args.use_distributed_optimizer:
-            state += _itemsize(args.main_params_dtype)
-    return matrix_parameters(args) * (weight + state)
+    if args.optimizer == "adam":
+        state = _itemsize(args.exp_avg_dtype) + _itemsize(args.exp_avg_sq_dtype)
+    if args.params_dtype.itemsize < 4 or args.use_distributed_optimizer:
+        state += _itemsize(args.main_params_dtype)
+    return state
 
 
 def _itemsize(dtype: torch.dtype | str) -> int:

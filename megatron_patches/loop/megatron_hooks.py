@@ -25,6 +25,7 @@ from megatron_patches import cpu
 from megatron_patches.batches.resuming import go_on_from
 from megatron_patches.flags.batch_sizes import EVAL_INTERVAL, number_of_iterations
 from megatron_patches.flags.config import DistcaConfig
+from megatron_patches.flags.memory import check_memory, machine_memory
 from megatron_patches.flags.required import check_required
 from megatron_patches.flags.unknown import explained
 from megatron_patches.flags.validation import validate
@@ -148,7 +149,8 @@ def check_arguments(theirs: Callable[..., Any], run: Run) -> Callable[..., Any]:
         cpu.log_what_replaces_gpus()
         try:
             run.config = DistcaConfig.from_args(args)
-            answer = checked(theirs, run.config, args, *more, **named)
+            memory = machine_memory(run.environment, run.config.dedicated)
+            answer = checked(theirs, run.config, args, *more, memory=memory, **named)
             from megatron_patches.loop.preflight import check_boards
 
             # Megatron-LM opens them before the process group exists.
@@ -167,6 +169,7 @@ def checked(
     config: DistcaConfig,
     args: Namespace,
     *more: Any,
+    memory: int | None = None,
     **named: Any,
 ) -> Any:
     """Checks parsed arguments, and derives what follows from them.
@@ -175,7 +178,8 @@ def checked(
         theirs: Megatron-LM's `validate_args`.
         config: our flags.
         args: arguments, with the rank and the number of all processes.
-        more, named: further arguments of it.
+        memory: bytes that a rank has; None: the run would be on another machine.
+        more, named: further arguments of Megatron-LM's function.
 
     Returns:
         What it returned.
@@ -196,6 +200,11 @@ def checked(
         place = traceback.extract_tb(error.__traceback__)[-1]
         said = " ".join(str(error).split()) or place.line
         raise ValueError(f"Megatron-LM refuses the flags: {said}") from error
+    except (ArithmeticError, LookupError) as error:
+        place = traceback.extract_tb(error.__traceback__)[-1]
+        raise ValueError(
+            f"Megatron-LM cannot check the flags: {error!r} in `{place.line}`"
+        ) from error
     # From 0.17 on Megatron-LM divides by this without a default.
     if args.eval_interval is None:
         args.eval_interval = EVAL_INTERVAL
@@ -204,6 +213,9 @@ def checked(
             "--multiple-validation-sets goes without virtual pipeline stages in Megatron-LM's "
             "loop: remove one"
         )
+    if memory is not None:
+        # Checks make lists of all layers.
+        check_memory(args, memory)
     validate(config, args)
     return answer
 

@@ -28,6 +28,8 @@ VALUES = """
     2147483648 4294967296 9223372036854775807 9223372036854775808 99999999999999999999
     -99999999999999999999 1e5 0x10 1_0 true [1] [0]*4 [1]*4 [1]*[2] () - 1,0
 """.split()
+MEMORY = 64 << 30
+"""Bytes that a rank has."""
 _KINDS = ("int", "float", "moe_freq_type", "no_rope_freq_type", "tuple_type")
 
 
@@ -69,7 +71,7 @@ def accept(*flags: str) -> Namespace:
     with contextlib.redirect_stdout(io.StringIO()), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         config = DistcaConfig.from_args(args)
-        checked(arguments.validate_args, config, args)
+        checked(arguments.validate_args, config, args, memory=MEMORY)
     return args
 
 
@@ -123,13 +125,45 @@ def test_defaults_are_in_range() -> None:
     |--distca-gpus-per-node 99999999999|--eval-iters -1|--clip-grad nan|--clip-grad -1|--lr inf
     |--norm-epsilon -1|--rotary-percent 2|--ffn-hidden-size 0|--exit-duration-in-mins -1|--lr 1e39
     |--moe-layer-freq [2]*4|--distca-server-speeds 1 nan|--rotary-seq-len-interpolation-factor 0
-    |--moe-router-bias-update-rate 3e38
+    |--moe-router-bias-update-rate 3e38|--eval-micro-batch-size 0
     """.replace("\n", "").split("|"),
 )
 def test_what_was_a_traceback_or_taken_in_silence_is_a_line(flags: str) -> None:
     name, *values = flags.split()
     with pytest.raises(ValueError, match=f"{name} .*(is out of range: give|give an even)"):
         accept("--distca", name, *values)
+
+
+def test_a_value_that_megatron_itself_fails_on_is_told_in_a_line() -> None:
+    args = parser().parse_args([*GOOD, "--train-iters", "1", "--eval-iters", "0"])
+    args.rank, args.world_size = 0, 2
+
+    def validate_args(args: Namespace) -> None:
+        assert 8 % args.eval_iters == 0
+
+    refused = r"cannot check the flags: ZeroDivisionError.* in `assert 8 % args.eval_iters == 0`"
+    with pytest.raises(ValueError, match=refused):
+        checked(validate_args, DistcaConfig.from_args(parser().parse_args(GOOD)), args)
+
+
+@pytest.mark.parametrize("distca", [[], ["--distca"]], ids=["plain", "distca"])
+@pytest.mark.parametrize(
+    "flags",
+    """
+    --num-layers 1000000000|--hidden-size 1073741824|--ffn-hidden-size 2147483647
+    |--kv-channels 1073741824|--vocab-size 2147483647
+    |--seq-length 2147483520 --max-position-embeddings 2147483647
+    |--make-vocab-size-divisible-by 2147483647|--micro-batch-size 1073741824
+    |--num-layers 100000 --hidden-size 8192
+    |--seq-length 67108864 --max-position-embeddings 67108864 --hidden-size 4096
+    |--num-experts 2147483646 --moe-router-topk 1 --moe-ffn-hidden-size 64
+    |--position-embedding-type learned_absolute --max-position-embeddings 2147483647
+    """.replace("\n", "").split("|"),
+)
+def test_what_no_memory_holds_is_refused_before_any_work(distca, flags: str) -> None:
+    with pytest.raises(ValueError, match=r"^a rank needs at least [0-9,.]+ GB of") as refused:
+        accept(*distca, *flags.split())
+    assert str(refused.value).count("but has 68.7 GB: make the model, --seq-length or") == 1
 
 
 @pytest.mark.parametrize(
@@ -146,6 +180,7 @@ def test_what_was_a_traceback_or_taken_in_silence_is_a_line(flags: str) -> None:
         ("--init-method-std 0 --adam-eps 0", "weight of embedding.word_embeddings.weight is not"),
         ("--train-iters 2147483647", "lower --train-iters"),
         ("--lr nan", "--lr nan is out of range: give a number from 0 to"),
+        ("--num-layers 1000000000", "GB of memory (GB of weights "),
     ],
 )
 def test_whole_runs_end_well_or_with_one_line(flags: str, said: str | None, tmp_path) -> None:
