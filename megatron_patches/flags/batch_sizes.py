@@ -73,14 +73,6 @@ def samples_of_training(args: Namespace) -> int:
     return int(args.consumed_train_samples + left * args.global_batch_size)
 
 
-def samples_of_splits(args: Namespace) -> tuple[int, int, int]:
-    """Returns the samples of the whole run for training, validation and test."""
-    evaluation = args.eval_iters * samples_for_evaluation(args)
-    iterations = args.train_iters or number_of_iterations(args)
-    evaluations = iterations // args.eval_interval + 1
-    return samples_of_training(args), evaluations * evaluation, evaluation
-
-
 def check_growth(args: Namespace) -> None:
     """Checks the flags by which global batches grow.
 

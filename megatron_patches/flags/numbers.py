@@ -169,9 +169,10 @@ def check_numbers(args: Namespace) -> None:
     Raises:
         ValueError: one is out of range; the message names its flag and the range.
     """
+    flags = vars(args)
     for name, allowed in ranges().items():
         attribute = name.replace("-", "_")
-        given = getattr(args, _RENAMED.get(attribute, attribute), getattr(args, attribute, None))
+        given = flags.get(_RENAMED.get(attribute, attribute), flags.get(attribute))
         values = given if isinstance(given, list | tuple) else [given]
         if values is given and name in _MAY_LIST:
             allowed = _OF_LAYERS

@@ -342,7 +342,7 @@ def _validate_cuda_graphs(config: DistcaConfig, args: Namespace) -> None:
 
 def _balanced_by(args: Namespace) -> list[str]:
     """Returns the ways in which experts are balanced; none without experts."""
-    if not getattr(args, "num_experts", None):
+    if not args.num_experts:
         return []
     kinds = args.moe_router_load_balancing_type
     return list(kinds) if isinstance(kinds, list) else [kinds]

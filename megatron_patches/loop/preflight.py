@@ -37,6 +37,7 @@ from megatron_patches.loop.checkpoint_folder import (
 from megatron_patches.loop.save_lock import LOCK, SaveLock
 from megatron_patches.loop.saved_arguments import check_model, saved_arguments
 from megatron_patches.loop.saved_vocabulary import check_vocabulary
+from megatron_patches.versions import newer_flag
 
 logger = logging.getLogger(__name__)
 
@@ -136,7 +137,7 @@ def check_integrity_is_kept(args: Namespace, checkpoint: Path) -> None:
     Raises:
         ValueError: it was saved without.
     """
-    if getattr(args, "verify_integrity", False) and not (checkpoint / INTEGRITY).exists():
+    if newer_flag(args, "verify_integrity") and not (checkpoint / INTEGRITY).exists():
         raise ValueError(
             f"{checkpoint} was saved without --verify-integrity and has no checksums: leave the "
             "flag out to load it"

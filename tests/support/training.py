@@ -11,6 +11,11 @@ import torch
 import torch.distributed as dist
 
 from megatron_patches import parts
+from megatron_patches.flags.batch_sizes import (
+    number_of_iterations,
+    samples_for_evaluation,
+    samples_of_training,
+)
 from megatron_patches.flags.config import DistcaConfig
 from megatron_patches.loop.data import build_data
 from megatron_patches.pipeline.data_iterators import DataIterators
@@ -48,11 +53,17 @@ def build_run(args: Namespace, data: DataIterators) -> Run:
     return Run(**vars(parts.build_run(args)), data=data)
 
 
+def samples_of_splits(args: Namespace) -> tuple[int, int, int]:
+    """Returns the samples of the whole run for training, validation and test."""
+    evaluation = args.eval_iters * samples_for_evaluation(args)
+    iterations = args.train_iters or number_of_iterations(args)
+    evaluations = iterations // args.eval_interval + 1
+    return samples_of_training(args), evaluations * evaluation, evaluation
+
+
 def build_whole_run(args: Namespace) -> Run:
     """Builds a run over the data that its flags name; collective."""
     from megatron.training import get_tokenizer
-
-    from megatron_patches.flags.batch_sizes import samples_of_splits
 
     complete = Namespace(**vars(args) | {"vocab_size": get_tokenizer().vocab_size})
     config = DistcaConfig.from_args(args)

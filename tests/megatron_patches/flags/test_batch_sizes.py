@@ -31,7 +31,7 @@ def test_batches_that_do_not_grow() -> None:
     assert sizes(args, 3) == [8, 8, 8]
     # The last six samples make no batch.
     assert number_of_iterations(args) == 3
-    assert batch_sizes.samples_of_splits(args) == (30, 800, 800)
+    assert (samples_of_training(args), batch_sizes.samples_for_evaluation(args)) == (30, 8)
 
 
 @rampup_only
