@@ -10,6 +10,7 @@
   its kinds of context parallelism, and WLB-LLM as the paper's authors ran it (`wlb-llm-paper`)
   stand beside them.
 * **table3_any**, **table4_any**: the same jobs with any TP and PP of up to 8.
+* **table3_batches**, **table4_batches**: the configurations of the stored tables in other batches.
 * **fig3**: per-document CP: share of the all-gather, and of gathered keys in memory.
 * **fig4**: variable-length packing: activation memory it needs, and idle time that is left.
 * **fig6**: DP against CP for WLB-LLM, 64 GPUs, 128K to 512K.
@@ -21,11 +22,11 @@
 
 In all of them all systems are charged alike, as `distca.simulate.charges` says; with
 `--baseline-ideal` nothing is charged, and the files are `NAME_ideal.*`. Every experiment writes
-`NAME.csv`, `NAME.md` and, but for appendix and chains, `NAME.png`. All iterations that were
-simulated are kept in `runs.jsonl`: an interrupted run goes on where it stopped. The model (see
-`distca/simulate`) and the documents (see `sweep.py`) differ from the paper's. With `--published
-DIR` the lengths are published ones (see `../plans/schedulers.py`), the attention kernel's rate is
-that of `DIR/attention_forward_h100.csv`, and the files are `NAME_published.*`.
+`NAME.csv`, `NAME.md` and most `NAME.png`. All iterations that were simulated are kept in
+`runs.jsonl`: an interrupted run goes on where it stopped. The model (see `distca/simulate`) and the
+documents (see `sweep.py`) differ from the paper's. With `--published DIR` the lengths are published
+ones (see `../plans/schedulers.py`), the attention kernel's rate is that of
+`DIR/attention_forward_h100.csv`, and the files are `NAME_published.*`.
 """
 
 from __future__ import annotations
@@ -51,6 +52,7 @@ from benchmarks.cluster.figures import (
     figure_12,
 )
 from benchmarks.cluster.report import Options, Report
+from benchmarks.cluster.spread import over_batches
 from benchmarks.cluster.sweep import Runner
 from benchmarks.cluster.tables import GROUPS, end_to_end
 
@@ -64,6 +66,8 @@ EXPERIMENTS: dict[str, Callable[[Runner, Options], Report]] = {
     "fig11": figure_11,
     "fig12": figure_12,
     **{name: partial(end_to_end, name) for name in GROUPS},
+    "table3_batches": partial(over_batches, "table3"),
+    "table4_batches": partial(over_batches, "table4"),
     "appendix": appendix,
     "chains": chains,
 }

@@ -223,8 +223,12 @@ class Runner:
     def over_batches(
         self, units: Mapping[Key, Unit], batches: int, title: str
     ) -> dict[Key, list[dict[str, Any]]]:
-        """The results of each unit's configuration in the first batches, by the unit's key."""
-        every = [replace(unit, seed=seed) for unit in units.values() for seed in range(batches)]
+        """The results of each unit's configuration in its batch and the next, by the unit's key."""
+        every = [
+            replace(unit, seed=unit.seed + more)
+            for unit in units.values()
+            for more in range(batches)
+        ]
         rows = self.run(every, title)
         return {key: rows[n * batches : (n + 1) * batches] for n, key in enumerate(units)}
 

@@ -1,0 +1,155 @@
+"""A table's jobs in several batches, each system in the configuration that the table found.
+
+    python benchmarks/cluster/paper.py table4_batches --batches 3 --output results/cluster
+    python benchmarks/cluster/paper.py table3_batches --published DIR --papers-documents ...
+
+The search takes most of a table's time, so that Table 4 has one batch. Here no configuration is
+searched: those of the stored `table3.csv` or `table4.csv` run in other batches, in which others may
+be faster. Of Table 4 the stored batch is the first one. With published lengths these are the
+paper's jobs on its authors' own documents, and all batches are others.
+"""
+
+from __future__ import annotations
+
+import csv
+import re
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks.cluster.report import Options, Report, table
+from benchmarks.cluster.sweep import Case, Runner, Unit
+from benchmarks.cluster.tables import AS_THE_PAPER, PUBLISHED
+from distca.simulate import Candidate
+
+STORED = Path(__file__).parents[1] / "results" / "cluster"
+AGAIN = ", MLPs again"
+PAIRS = {
+    "tiles over WLB-LLM": ("tiles", "wlb-llm"),
+    "greedy over WLB-LLM, as the paper ran both": tuple(
+        f"{system}{AGAIN}" for system in reversed(AS_THE_PAPER)
+    ),
+}
+"""Systems that are compared, with the names of their columns in the table."""
+_SIZES = re.compile(
+    r"TP(\d+) PP(\d+) DP(\d+)(?: CP(\d+))?, (\d+) micro-batch\(es\)"
+    r"(?:, (\d+) in flight)?(?:, tolerance ([\d.]+))?(?:, in chains of (\d+))?(, inputs kept)?"
+)
+
+
+def parse(system: str, text: str) -> Candidate | None:
+    """Reads a configuration as `str` writes it; None if the system has none.
+
+    Args:
+        system: one of `distca.simulate.SYSTEMS`.
+        text: cell of a stored table.
+    """
+    found = _SIZES.fullmatch(text)
+    if found is None:
+        return None
+    tensor, stages, data, context, number, in_flight, tolerance, chain, kept = found.groups()
+    return Candidate(
+        *(system, int(tensor), int(stages), int(data), int(context or 1), int(number)),
+        max_in_flight=int(in_flight) if in_flight else None,
+        tolerance=float(tolerance) if tolerance else None,
+        chain=int(chain or 1),
+        keeps_inputs=kept is not None,
+    )
+
+
+def units_of(row: dict[str, str], options: Options, first: int) -> Iterator[tuple[str, Unit]]:
+    """What runs of a job from a batch on: the systems of `PAIRS` in their stored configurations."""
+    sizes = row["longest"].removesuffix("K"), row["batch"], row["GPUs"]
+    case: Case = options.case(row["model"], row["documents"], *map(int, sizes))
+    for name in dict.fromkeys(name for pair in PAIRS.values() for name in pair):
+        candidate = parse(name.removesuffix(AGAIN), row[f"{name} configuration"])
+        again = name.endswith(AGAIN)
+        if candidate is not None:
+            case = replace(case, recompute="mlp" if again else "none")
+            yield name, Unit(case, candidate, seed=first)
+
+
+def over_batches(name: str, runner: Runner, options: Options) -> Report:
+    """Runs the stored configurations of a table in several batches.
+
+    Args:
+        name: table3 or table4.
+        runner: runner of the simulations.
+        options: flags of the command.
+    """
+    with (STORED / f"{name}.csv").open(newline="") as file:
+        stored = [
+            row
+            for row in csv.DictReader(file)
+            if row["model"] in options.models and row["documents"] in options.documents
+        ]
+    first = 1 if name == "table4" and not options.published else 0
+    if options.batches <= first:
+        raise ValueError(f"--batches {options.batches}: {name} has one batch, so give at least 2")
+    units = {
+        (number, name): unit
+        for number, row in enumerate(stored)
+        for name, unit in units_of(row, options, first)
+    }
+    results = runner.over_batches(units, options.batches - first, f"{name}_batches")
+    rows: list[dict[str, Any]] = []
+    for number, job in enumerate(stored):
+        row: dict[str, Any] = {
+            name: job[name] for name in ("model", "documents", "longest", "batch", "GPUs")
+        }
+        for title, (ours, theirs) in PAIRS.items():
+            both = [results.get((number, name)) for name in (ours, theirs)]
+            gains = _gains(*both) if all(both) else []
+            if gains and first:
+                gains.insert(0, float(job[f"{ours} tokens/s"]) / float(job[f"{theirs} tokens/s"]))
+            row[title] = float(np.mean(gains)) if gains else float("nan")
+            row[f"{title}: least"] = min(gains, default=float("nan"))
+            row[f"{title}: most"] = max(gains, default=float("nan"))
+            row[f"{title}: batches"] = len(gains)
+        rows.append(row)
+    text = [
+        f"{len(rows)} jobs, {options.counted}: means and ranges of the ratio of tokens a second. "
+        f"Configurations are those of [{name}]({name}.md), not searched anew: in these batches a "
+        "system may have a faster one, above all WLB-LLM, whose bins follow the documents. A batch "
+        "in which one of both is out of memory does not count, nor a job whose stored "
+        "configuration is out of memory or is no longer there."
+        + (f" The first batch is that of {name}." if first else ""),
+        "",
+        *table(_summary(name, rows)),
+        "",
+        *table(rows),
+    ]
+    title = f"Table {name.removeprefix('table')} in several batches"
+    return Report(title, rows, text, None)
+
+
+def _gains(ours: list[dict[str, Any]], theirs: list[dict[str, Any]]) -> list[float]:
+    """Ratios of speed in the batches in which both fit."""
+    return [
+        their["seconds"] / our["seconds"]
+        for our, their in zip(ours, theirs, strict=True)
+        if our["fits"] and their["fits"]
+    ]
+
+
+def _summary(name: str, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Ranges of the jobs' means, how far batches are apart, and the paper's ranges."""
+    lines = []
+    for model, documents in dict.fromkeys((row["model"], row["documents"]) for row in rows):
+        mine = [row for row in rows if (row["model"], row["documents"]) == (model, documents)]
+        line: dict[str, Any] = {"model": model, "documents": documents}
+        for title in PAIRS:
+            known = [row for row in mine if row[f"{title}: batches"]]
+            means = [row[title] for row in known]
+            spread = [row[f"{title}: most"] - row[f"{title}: least"] for row in known]
+            line[title] = f"{min(means):.2f} to {max(means):.2f}" if means else "-"
+            line[f"{title}: batches apart, mean and most"] = (
+                f"{np.mean(spread):.3f}, {max(spread):.3f}" if means else "-"
+            )
+        published = PUBLISHED.get((name, documents))
+        line["paper"] = published or PUBLISHED[name, model, documents]  # type: ignore[index]
+        lines.append(line)
+    return lines

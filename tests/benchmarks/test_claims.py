@@ -1,0 +1,51 @@
+"""The page of the paper's claims."""
+
+from __future__ import annotations
+
+import pytest
+
+from benchmarks.cluster import claims, spread
+from benchmarks.cluster.report import Options
+from benchmarks.pages import RESULTS
+from distca.simulate import Candidate
+
+
+def test_stored_pages_are_what_the_stored_results_say() -> None:
+    for name, page in (
+        ("claims", claims.claims_page()),
+        ("weak_scaling", claims.weak_scaling_page(claims.read("table3"))),
+    ):
+        assert (RESULTS / "cluster" / f"{name}.md").read_text().startswith(page + "\n")
+
+
+def test_every_figure_and_table_has_a_row_and_no_row_is_empty() -> None:
+    lines = [line for line in claims.claims_page().splitlines() if line.startswith("| ")][1:]
+    cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines]
+    assert all(len(row) == 5 and all(row) for row in cells)
+    # What has no figure of one kind on both sides has no ratio; all else is there.
+    assert all("-" not in (row[1], row[2], row[4]) and "nan" not in row[2] for row in cells)
+    text = "\n".join(row[0] for row in cells)
+    for number in range(1, 13):
+        assert f"Figure {number}" in text
+    for number in range(1, 6):
+        assert f"Table {number}" in text
+
+
+@pytest.mark.parametrize(
+    "candidate",
+    [
+        Candidate("tiles", 8, 2, 4, 1, 8, tolerance=0.02, keeps_inputs=True),
+        Candidate("greedy", 8, 4, 2, 1, 64, max_in_flight=4, tolerance=0.1, chain=2),
+        Candidate("wlb-llm", 8, 2, 1, 4, 16),
+    ],
+)
+def test_stored_configurations_are_read(candidate: Candidate) -> None:
+    assert spread.parse(candidate.system, str(candidate)) == candidate
+
+
+def test_what_is_no_configuration_runs_not() -> None:
+    for text in ("out of memory", "TP8 PP1 DP8, 1 micro-batch(es), 2 head groups"):
+        assert spread.parse("tiles", text) is None
+    options = Options(1, 1, 1, 1, "", ("llama-8b",), ("pretrain",))
+    with pytest.raises(ValueError, match="give at least 2"):
+        spread.over_batches("table4", None, options)  # type: ignore[arg-type]
