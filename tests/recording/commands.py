@@ -18,12 +18,14 @@ from typing import Any
 from tqdm import tqdm
 
 from recording.compare import compare
-from recording.mixes import MIXES, STEPS
+from recording.inference_mixes import INFERENCE_MIXES
+from recording.mixes import TRAINING_MIXES
 
 ROOT = Path(__file__).resolve().parents[2]
 KEPT = ROOT / "build" / "recording"
 """Recordings of commits; git ignores the folder."""
 
+MIXES = (*TRAINING_MIXES, *INFERENCE_MIXES)
 SECONDS_OF_A_MIX = 300
 DIFFERENT, IDENTICAL = 1, 0
 
@@ -36,8 +38,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     parser = argparse.ArgumentParser(
         prog="python tests/recording",
-        description="Records what training runs do: bits of losses and gradients, plans, bytes, "
-        "buffers, new tensors and the order of events.",
+        description="Records what runs do: of training bits of losses and gradients, of inference "
+        "tokens and bits of logits, of both plans, bytes, buffers and the order of events.",
     )
     commands = parser.add_subparsers(required=True)
 
@@ -89,7 +91,6 @@ def make(chosen: Sequence[str] | None = None) -> dict[str, Any]:
 
     if not Path(distca.__file__).is_relative_to(ROOT):
         raise SystemExit(f"distca is imported from {distca.__file__}, not from {ROOT}")
-    from recording.rank import record
     from support.ranks import Ranks
 
     # Of the processes that are started: sums of several threads have no order, and Megatron warns
@@ -100,9 +101,10 @@ def make(chosen: Sequence[str] | None = None) -> dict[str, Any]:
     try:
         for mix in (bar := tqdm(wanted, unit="mix", file=sys.stderr)):
             bar.set_description(mix.name)
-            mixes[mix.name] = ranks.run(
-                record, *mix.job(STEPS), STEPS, world_size=mix.world_size, timeout=SECONDS_OF_A_MIX
-            )
+            with tempfile.TemporaryDirectory() as folder:
+                call = mix.call(Path(folder))
+                size = mix.world_size
+                mixes[mix.name] = ranks.run(*call, world_size=size, timeout=SECONDS_OF_A_MIX)
     finally:
         ranks.close()
     return {"versions": versions(), "mixes": mixes}
@@ -153,7 +155,7 @@ def _report(was: dict[str, Any], now: dict[str, Any]) -> int:
         print("\n".join(lines))
         return DIFFERENT
     ranks = sum(len(mix) for mix in now["mixes"].values())
-    print(f"identical: {len(now['mixes'])} mixes, {ranks} ranks, {STEPS} steps")
+    print(f"identical: {len(now['mixes'])} mixes, {ranks} ranks")
     return IDENTICAL
 
 

@@ -29,15 +29,17 @@ PATIENCE_SECONDS = 20.0
 """How long a value may take that is made ahead: none takes a second."""
 
 
+Wrap = Callable[..., None]
+"""Function of an owner, the name of a method, what is called around it, and its first arguments."""
+
+
 @contextlib.contextmanager
-def watching(log: Log) -> Iterator[None]:
-    """Notes what this process's runtime does inside."""
-    from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucketGroup
-    from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
+def watch_exchanges(log: Log) -> Iterator[Wrap]:
+    """Notes exchanges, kernels and buffers inside, and yields what wraps further methods."""
     from torch.distributed import Work
 
     from distca.attention import select_kernel
-    from distca.runtime import Buffers, Prefetcher, Trace
+    from distca.runtime import Buffers, Trace
     from distca.transport import Transport
     from distca.transport.shared_memory import SharedMemoryTransport
 
@@ -55,9 +57,25 @@ def watching(log: Log) -> Iterator[None]:
         wrap(SharedMemoryTransport, "wait_for", _wait, "wait in shared memory")
         wrap(Work, "wait", _wait, "wait for a collective or a message")
         wrap(Trace, "span", _span)
-        for name in ("forward", "backward"):
-            wrap(kernel, name, _kernel, name)
+        for name, words in (
+            ("forward", "forward"),
+            ("forward_paged", "forward of a pool"),
+            ("backward", "backward"),
+        ):
+            wrap(kernel, name, _kernel, words)
         wrap(Buffers, "reserve", _reserve)
+        yield wrap
+
+
+@contextlib.contextmanager
+def watching(log: Log) -> Iterator[None]:
+    """Notes what this process's runtime does in training inside."""
+    from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucketGroup
+    from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
+
+    from distca.runtime import Prefetcher
+
+    with watch_exchanges(log) as wrap:
         wrap(Prefetcher, "__init__", _prefetch)
         wrap(Prefetcher, "__next__", _next)
         wrap(P2PCommunicator, "_communicate", _pass_on)
@@ -177,7 +195,7 @@ def _next(log: Log, original: Any, prefetcher: Any) -> Any:
         return value
     log.event(f"next value: made {when} on {prefetcher.recorded.by()}")
     if hasattr(value, "plans"):
-        log.note("plans", [_saved(plan) for plan in value.plans])
+        log.note("plans", [saved_plan(plan) for plan in value.plans])
     batch = getattr(value, "micro_batch", value)
     if batch is not None:
         names = ("tokens", "labels", "loss_mask", "position_ids")
@@ -185,7 +203,7 @@ def _next(log: Log, original: Any, prefetcher: Any) -> Any:
     return value
 
 
-def _saved(plan: Any) -> str:
+def saved_plan(plan: Any) -> str:
     """A hash of the file that a plan is saved as."""
     from distca.plan.saved import save_plan
 

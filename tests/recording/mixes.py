@@ -1,9 +1,11 @@
-"""The runs that are recorded: small ones, which together use every feature in a mix of others."""
+"""The training runs that are recorded: small ones, each with a mix of features of its own."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 STEPS = 10
 
@@ -61,6 +63,12 @@ class Mix:
         windows = self.windows(steps)
         return self.all_flags(sum(windows[0])), [n for window in windows for n in window]
 
+    def call(self, folder: Path) -> tuple[Any, ...]:
+        """A function that each rank calls, and its arguments; it needs no folder."""
+        from recording.rank import record
+
+        return record, *self.job(STEPS), STEPS
+
 
 GROUPS = "--group-query-attention --num-query-groups 2"
 TP = "--tensor-model-parallel-size 2"
@@ -76,7 +84,7 @@ KEEP = "--distca-backward keep"
 OVERLAP = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"
 RECOMPUTE = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
 
-MIXES: Sequence[Mix] = (
+TRAINING_MIXES: Sequence[Mix] = (
     Mix("plain, packed, DP2", 2, 2, GROUPS),
     Mix("plain, dense, PP2, bf16", 2, 1, f"{PP2} --attention-backend unfused --bf16", 3),
     Mix("plain, TP2-SP-DP2, overlap", 4, 2, f"{SP} {GROUPS} {OVERLAP}"),

@@ -13,7 +13,8 @@ import pytest
 
 from recording import commands, rank
 from recording.compare import compare
-from recording.mixes import MIXES
+from recording.inference_mixes import INFERENCE_MIXES
+from recording.mixes import TRAINING_MIXES
 from support.ranks import forget_megatron
 
 STEP = {
@@ -84,7 +85,7 @@ def test_identical_recordings_are_identical(tmp_path, capsys) -> None:
         commands.save(copy.deepcopy(RECORDING), tmp_path / name)
     files = [str(tmp_path / name) for name in ("was", "now")]
     assert commands.main(["compare", *files]) == 0
-    assert capsys.readouterr() == ("identical: 2 mixes, 3 ranks, 10 steps\n", "")
+    assert capsys.readouterr() == ("identical: 2 mixes, 3 ranks\n", "")
     assert (tmp_path / "was").read_bytes() == (tmp_path / "now").read_bytes()
 
 
@@ -184,7 +185,7 @@ def record_with(defects: list[str], job: tuple[list[str], list[int]], steps: int
 
 def test_defects_are_seen_that_losses_do_not_show(ranks) -> None:
     """Recordings of the same are identical, and those of a defect are not."""
-    (mix,) = (mix for mix in MIXES if mix.name == "greedy, DP2, keep")
+    (mix,) = (mix for mix in TRAINING_MIXES if mix.name == "greedy, DP2, keep")
     steps, defects = 2, ["none", *DEFECTS]
     found = ranks.run(record_with, defects, mix.job(steps), steps, world_size=mix.world_size)
     first, *others = ({"versions": {}, "mixes": {"mix": each}} for each in zip(*found, strict=True))
@@ -213,3 +214,64 @@ def test_defects_are_seen_that_losses_do_not_show(ranks) -> None:
         "optimizer step",
     ):
         assert event in events, event
+
+
+def _other_stripes() -> Iterator[None]:
+    """Ranks own other tokens in decoding: answers are the same but for rounding."""
+    from distca.schedule.serving.holdings import Holdings
+
+    begin = Holdings.__init__
+
+    def wider(self: Any, ranks: int, stripe: int) -> None:
+        begin(self, ranks, 2 * stripe)
+
+    with mock.patch.object(Holdings, "__init__", wider):
+        yield
+
+
+def _scales_scores() -> Iterator[None]:
+    """Scores are too large by less than a greedy token shows."""
+    from distca.serve.rank_steps import StepRun
+
+    attend = StepRun.attend
+
+    def scaled(self: Any, layer: int, q: Any, *args: Any) -> Any:
+        return attend(self, layer, q * (1 + 1e-6), *args)
+
+    with mock.patch.object(StepRun, "attend", scaled):
+        yield
+
+
+INFERENCE_DEFECTS: dict[str, tuple[Callable[[], Iterator[None]], set[str]]] = {
+    "none": (_unchanged, set()),
+    "waits at once": (_waits_at_once, {"events"}),
+    "other stripes": (_other_stripes, {"plans", "events", "bytes", "rows at the end"}),
+    "scales scores": (_scales_scores, {"logits", "keys and values"}),
+}
+
+
+def record_inference_with(defects: list[str], call: tuple[Any, ...]) -> list[Any]:
+    """The recordings of this rank with each of some `INFERENCE_DEFECTS`; collective."""
+    recorded = []
+    for defect in defects:
+        with contextlib.contextmanager(INFERENCE_DEFECTS[defect][0])():
+            recorded.append(call[0](*call[1:]))
+    return recorded
+
+
+def test_defects_of_inference_are_seen_that_tokens_do_not_show(ranks, tmp_path) -> None:
+    (mix,) = (mix for mix in INFERENCE_MIXES if mix.name == "turns, CP2, experts, all-gather")
+    defects, call = ["none", *INFERENCE_DEFECTS], mix.call(tmp_path)
+    found = ranks.run(record_inference_with, defects, call, world_size=mix.world_size)
+    first, *others = (
+        json.loads(json.dumps({"versions": {}, "mixes": {"mix": each}}))
+        for each in zip(*found, strict=True)
+    )
+    for defect, other in zip(INFERENCE_DEFECTS, others, strict=True):
+        _, lines = compare(first, other)
+        kinds = {line.removeprefix("mix: ").partition(" on 2 of 2 ranks: ")[0] for line in lines}
+        assert "tokens" not in kinds, (defect, lines)
+        assert kinds >= INFERENCE_DEFECTS[defect][1], (defect, lines)
+        assert bool(kinds) == (defect != "none"), (defect, lines)
+    last = first["mixes"]["mix"][0]["steps"][-2]
+    assert set(last["fed"]) == {"1", "2"}

@@ -17,7 +17,7 @@ from distca.plan import Mask, Placement, SteppedPlan
 from distca.plan.span import Int64s
 from distca.schedule.serving import STRATEGIES, Sharding, nobody_holds, shard_evenly
 from distca.schedule.serving.csps import Levels, Sparsity
-from distca.schedule.serving.csps.layouts import LayoutChoice, SplitModel
+from distca.schedule.serving.csps.layouts import LayoutChoice
 from distca.schedule.serving.csps.pipeline import NearToFar
 from distca.schedule.serving.layer_plans import LayerPlans, plan_layers
 from distca.schedule.serving.partitions import Chain, search_partition
@@ -31,11 +31,11 @@ from distca.serve.selection import Machine
 from distca.serve.sequence_layouts import split_model
 from distca.simulate.serving.prefill_chain import ChainCosts
 from support.chains import AfterAnywhere
+from support.generated import Turns, answers_of_a_rank
 from support.ranks import Ranks
 from support.small_models import FAMILIES, VOCABULARY, save_small_model
 from support.sparse_reference import sparse_logits
 
-Turns = list[dict[int, list[int]]]
 GREEDY = Sampling(max_tokens=8)
 SEARCHED = tuple(
     search_partition(150, 3, ChainCosts(1e-6, 1e-7, 3, 256, (1.0, 1.0)).chain_seconds) / 150
@@ -47,49 +47,6 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """Folders of small models by family."""
     folder = tmp_path_factory.mktemp("models")
     return {family: str(save_small_model(family, folder)) for family in FAMILIES}
-
-
-def answers_of_a_rank(
-    model: ServedModel,
-    strategy: Any,
-    stripe: int,
-    sampling: Sampling,
-    turns: Turns,
-    sharding: Sharding | None = None,
-    restripes: bool = False,
-    split: SplitModel | None = None,
-) -> tuple[list[dict[int, Answer]], int, int, list[list[int]]]:
-    """All turns' answers, bytes by the plans and as counted, and the rows that ranks hold."""
-    import torch.distributed as dist
-
-    from distca.attention import select_kernel
-    from distca.cost.step_memory import STEP_SLOTS
-    from distca.runtime import Buffers, CoreAttention
-    from distca.serve.generation import Generator
-    from distca.serve.pool_size import PoolSize, Sharing
-    from distca.serve.sequence_layouts import share_rows
-    from distca.serve.steps import ModelRank
-    from distca.serve.tensor_parallel import join_ranks
-    from distca.transport import CollectiveTransport
-
-    device = torch.device("cpu")
-    group, tensor_ranks = join_ranks(model.tensor_parallel_size, timedelta(minutes=2))
-    transport = CollectiveTransport(group, device)
-    if split is not None:
-        tensor_ranks = share_rows(tensor_ranks, split, device, timedelta(minutes=2))
-    core = CoreAttention(
-        transport, select_kernel("cpu"), Buffers(device, max(STEP_SLOTS, len(model.masks)))
-    )
-    size = dist.get_world_size() // model.tensor_parallel_size
-    # Small blocks, so that there are many.
-    pool = PoolSize(400, 128 if stripe > 8 else 2 * stripe)
-    planner = pool.planner(model, Sharing(size, stripe, sharding, restripes, split))
-    rank = ModelRank(model, core, device, pool.blocks, pool.block_size, tensor_ranks)
-    generator = Generator(model, rank, planner, strategy, sampling, keeps_logits=True)
-    answers = [generator.answer(new) for new in turns]
-    held = [planner.rows_per_rank(sequence) for sequence in turns[0]]
-    sent = sum(transport.bytes_sent.values()) + tensor_ranks.bytes_sent
-    return answers, generator.bytes_planned, sent, held
 
 
 def tokens(count: int, seed: int) -> list[int]:

@@ -1,0 +1,119 @@
+"""What one rank records of inference: each step's plans, logits, bytes and order of events."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from recording.hooks import saved_plan, watch_exchanges
+from recording.log import Log, bits, digest
+
+
+@contextlib.contextmanager
+def watching_steps(log: Log, steps: list[dict[str, Any]], between: bool = True) -> Iterator[None]:
+    """Notes what this process does inside, step by step.
+
+    Args:
+        log: takes the events.
+        steps: is given each step when it ends.
+        between: whether what happens between steps is noted, too.
+    """
+    from distca.runtime.serving.kv_pool import KvPool
+    from distca.serve.steps import ModelRank
+
+    def run(_: Log, original: Any, rank: Any, step: Any, tokens: Any, *args: Any) -> Any:
+        before = log.take()
+        logits = original(rank, step, tokens, *args)
+        steps.append(
+            {
+                "before": before if between else {},
+                "fed": {str(number): list(ids) for number, ids in sorted(tokens.items())},
+                "plans": [_of_part(part) for part in step.parts],
+                "new blocks": sorted([*key, *added] for key, added in step.blocks.items()),
+                "logits": {str(number): bits(row) for number, row in sorted(logits.items())},
+                **log.take(),
+            }
+        )
+        return logits
+
+    def write(_: Log, original: Any, pool: Any, layer: int, slots: Any, k: Any, v: Any) -> Any:
+        log.event(f"layer {layer}: {len(slots)} rows are written")
+        log.note("keys and values", f"{bits(k)} {bits(v)}")
+        return original(pool, layer, slots, k, v)
+
+    with watch_exchanges(log) as wrap:
+        wrap(ModelRank, "run", run)
+        wrap(KvPool, "write", write)
+        yield
+    if between:
+        steps.append(log.take())
+
+
+def _of_part(part: Any) -> dict[str, Any]:
+    """A part of a step: who is fed, and hashes of what is planned."""
+    found: dict[str, Any] = {"sequences": list(part.sequences), "before": part.before.tolist()}
+    plans = getattr(part, "plans", None)
+    if plans is None:
+        hidden = {str(mask.window_left): rows.tolist() for mask, rows in part.hidden.items()}
+        return found | {"positions": part.positions.tolist(), "owners": part.owners.tolist(),
+                        "hidden": hidden}  # fmt: skip
+    by_mask = {str(mask.window_left): _hash(plan) for mask, plan in plans.by_mask.items()}
+    sparse = {str(layer): _hash(plan) for layer, plan in plans.sparse.items()}
+    return found | {"by window": by_mask, "by layer": sparse}
+
+
+def _hash(stepped: Any) -> str:
+    """A hash of a plan in steps."""
+    kept = () if stepped.kept is None else (stepped.kept.q, stepped.kept.kv)
+    arrays = b"".join(np.ascontiguousarray(each).tobytes() for each in (stepped.step, *kept))
+    rest = f"{saved_plan(stepped.plan)} {stepped.relays} {stepped.gathers}".encode()
+    return digest(arrays + rest)
+
+
+def record_engine(settings: Any, blocks: int, submits: list[Any], aborts: int) -> dict[str, Any]:
+    """Answers sequences by the engine and records this rank's part; collective."""
+    from msgspec import to_builtins
+
+    from support.engines import run_on_a_rank
+
+    log, steps = Log(), list[dict[str, Any]]()
+    with watching_steps(log, steps):
+        answered = run_on_a_rank(settings, blocks, submits, aborts, seed=3)
+    return {
+        "steps": steps,
+        "tokens": {str(number): ids for number, ids in sorted(answered.tokens.items())},
+        "scores": to_builtins(answered.scores, str_keys=True),
+        "bytes": answered.planned,
+        "blocks moved": answered.moved,
+        "blocks at the end": answered.ranks,
+    }
+
+
+def record_generator(how: tuple[Any, ...]) -> dict[str, Any]:
+    """Answers turns of conversations by `Generator` and records this rank's part; collective."""
+    from support.generated import answers_of_a_rank
+
+    log, steps = Log(), list[dict[str, Any]]()
+    with watching_steps(log, steps):
+        answers, planned, sent, held = answers_of_a_rank(*how)
+    told = [{str(n): each.token_ids for n, each in sorted(turn.items())} for turn in answers]
+    return {"steps": steps, "tokens": told, "bytes": {"planned": planned, "sent": sent},
+            "rows at the end": held}  # fmt: skip
+
+
+def record_roles(settings: Any, folder: str, played: Any) -> dict[str, Any]:
+    """Prefills on some ranks and decodes on others, and records this rank's part; collective."""
+    from support.role_workers import serve_on_a_rank
+
+    # Blocks arrive whenever they do.
+    log, steps = Log(), list[dict[str, Any]]()
+    with watching_steps(log, steps, between=False):
+        seen = serve_on_a_rank(settings, folder, played)
+    if seen is None:
+        return {"steps": steps}
+    told = {str(number): ids for number, ids in sorted(seen.told.items())}
+    chunks = {str(number): found for number, found in sorted(seen.chunks.items())}
+    return {"steps": steps, "tokens": told, "chunks": chunks, "bytes moved": seen.moved}
