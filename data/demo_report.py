@@ -28,7 +28,7 @@ from megatron_patches.batches.blends import check_blends
 from megatron_patches.batches.stream import TokenStream
 from megatron_patches.flags.config import DistcaConfig
 from megatron_patches.flags.distca import mask_of_window
-from megatron_patches.loop.megatron_hooks import BUSIEST, MEAN
+from megatron_patches.loop.step_log import BUSIEST, MEAN
 from megatron_patches.parts import parse_args
 
 if TYPE_CHECKING:

@@ -7,6 +7,7 @@ between versions of megatron-core, and `llama` converts checkpoints.
 """
 
 import importlib.util
+import logging
 import warnings
 
 if importlib.util.find_spec("megatron") is None:
@@ -21,3 +22,10 @@ stand_in_for_triton()
 
 # megatron-core names them at every import on every rank; `distca doctor` names them, too.
 warnings.filterwarnings("ignore", r".*(Apex|Transformer Engine).* not installed", UserWarning)
+# Of parts of it that we do not use.
+warnings.filterwarnings("ignore", r"Only transformer-engine.* supports MoE experts", UserWarning)
+warnings.filterwarnings("ignore", r".* is experimental and still under active dev", UserWarning)
+# torch looks for a compiler of CUDA, which megatron-core asks for, too, where there is no GPU.
+logging.getLogger("torch.utils.cpp_extension").addFilter(
+    lambda record: "No CUDA runtime is found" not in record.getMessage()
+)

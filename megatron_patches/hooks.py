@@ -23,7 +23,7 @@ import torch
 from megatron.core.package_info import MAJOR, MINOR
 
 from megatron_patches import checkpoint_data, cpu, mcore_fixes
-from megatron_patches.loop import evaluation, megatron_checkpoints, megatron_hooks
+from megatron_patches.loop import evaluation, megatron_checkpoints, megatron_hooks, step_log
 
 _ORIGINALS = "_distca_originals"
 """Attribute of a changed module or class: its originals by name."""
@@ -178,8 +178,20 @@ LOOP = (
     Hook(
         _TRAINING,
         "train_step",
-        "logs the speed of steps, and says what is not finite",
-        megatron_hooks.with_speed,
+        "measures steps, and says what is not finite",
+        step_log.measured_step,
+    ),
+    Hook(
+        _TRAINING,
+        "training_log",
+        "logs what steps were measured by: attention of the busiest rank, waits, MFU, memory",
+        step_log.measured_log,
+    ),
+    Hook(
+        _TRAINING,
+        "print_rank_last",
+        "prints a log line that fits a terminal",
+        step_log.short_lines,
     ),
     Hook(
         _TRAINING,
@@ -444,6 +456,7 @@ def adapt_megatron_core(async_save: bool = False) -> None:
     Args:
         async_save: whether checkpoints are saved by other processes.
     """
+    mcore_fixes.leave_out_warnings_of_torch()
     if cpu.without_cuda():
         cpu.prepare_process()
     apply(MENDS)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import queue
+import warnings
 from argparse import ArgumentParser
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -203,3 +204,15 @@ def escape_percent_signs(parser: ArgumentParser) -> None:
         except (ValueError, TypeError, KeyError):
             assert action.help is not None
             action.help = action.help.replace("%", "%%")
+
+
+def leave_out_warnings_of_torch() -> None:
+    """Leaves out what torch tells Megatron-LM of its calls, on every rank: users can't mend it."""
+    # Functions that torch will rename, or replace.
+    warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed\.")
+    for message in (
+        # A rank reads what a checkpoint has beside tensors.
+        r"torch\.distributed is disabled, unavailable or uninitialized",
+        r"The argument order of load has been changed",
+    ):
+        warnings.filterwarnings("ignore", message, UserWarning)

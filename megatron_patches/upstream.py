@@ -72,7 +72,7 @@ def pretrain(environment: Mapping[str, str]) -> None:
     run = Run(environment, add_arguments, parsed)
     hooks.apply((hooks.ADD_FLAGS,), run)
     given: dict[str, Any] = {}
-    with ending_the_job_on_failure(environment):
+    with ending_the_job_on_failure(environment, run.end_if_late):
         if _script_parses(megatron_pretrain):
             given["cfg_container"] = _parsed_configuration()
         else:
@@ -170,7 +170,8 @@ def with_distca(
             given["cfg_container"] = replace(given["cfg_container"], model=None)
         else:
             hooks.apply((hooks.ALLOW_NO_CUDA,))
-        with ending_the_job_on_failure(environment), providers.closing_data():
+        ending = ending_the_job_on_failure(environment, run.end_if_late)
+        with ending, providers.closing_data():
             megatron_pretrain(*call.args, **call.kwargs)
 
     return pretrain_with_distca
@@ -277,6 +278,7 @@ class Providers:
         self._close_data()
 
     def _close_data(self) -> None:
+        self._run.stop_watch()
         for iterators in self._built:
             iterators.close()
 

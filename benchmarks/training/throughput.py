@@ -61,14 +61,7 @@ from benchmarks.training.run import begin, measure, measured, model_size, parsed
 from benchmarks.training.setting import MIXES, MODES, Setting
 from distca.attention.kernel_timing import cpu_name
 from distca.schedule import SCHEDULERS
-from distca.simulate import CLUSTERS
-
-GPUS = {
-    "NVIDIA A100-SXM4-80GB": "dgx-a100",
-    "NVIDIA H100 80GB HBM3": "dgx-h100",
-    "NVIDIA H200": "dgx-h200",
-}
-"""Cluster with a known peak, by CUDA's name of its GPUs."""
+from distca.simulate import peak_tflops
 
 SET_HERE = {
     "--distca": "one way is without it",
@@ -165,7 +158,7 @@ def setting_of(args: argparse.Namespace, megatron_flags: Sequence[str], started:
             raise ValueError(f"--{name.replace('_', '-')} {value}: give a positive number")
     peak = args.peak_tflops
     if peak is None and gpus and "--bf16" in megatron_flags:
-        peak = peak_of_gpu(torch.cuda.get_device_name())
+        peak = peak_tflops(torch.cuda.get_device_name())
     setting = Setting(
         processes=processes,
         stages=stages,
@@ -196,11 +189,6 @@ def _refuse_flags(megatron_flags: Sequence[str]) -> None:
             raise ValueError(f"{name} is not for this benchmark: {SET_HERE[name]}")
         if name.startswith(NOT_HERE):
             raise ValueError(f"{name} does nothing here: leave it out")
-
-
-def peak_of_gpu(name: str) -> float | None:
-    """Dense 16-bit operations of a GPU, 10^12 a second; None where they are not known."""
-    return CLUSTERS[GPUS[name]].peak_tflops if name in GPUS else None
 
 
 def run_launched(setting: Setting, told: Mapping[str, str]) -> dict[str, Any] | None:

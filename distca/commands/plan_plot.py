@@ -13,6 +13,7 @@ from distca.palette import BLUE, ORANGE, spread_colours
 from distca.plan import Plan
 from distca.plan.span import Floats
 from distca.schedule.base import ScheduleConfig, relative_loads, server_loads
+from distca.wording import counted
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -51,9 +52,14 @@ def plot_plan(plan: Plan, config: ScheduleConfig, path: Path) -> None:
     axes.bar(servers + 0.2, moved.received() / 1e6, width=0.4, label="received", color=ORANGE)
     axes.set(xlabel="server", ylabel="MB a layer, forward", xlim=(-0.5, plan.world_size - 0.5))
     axes.legend()
+    sizes = [
+        counted(len(plan.lengths), "document"),
+        counted(len(plan.tasks), "task"),
+        counted(plan.world_size, "server"),
+    ]
     figure.suptitle(
-        f"{plan.scheduler}: {len(plan.lengths):,} documents, {len(plan.tasks):,} tasks, "
-        f"{plan.world_size} servers; max/mean {relative.max():.3f}, {moved.total / 1e9:.3f} GB"
+        f"{plan.scheduler}: {', '.join(sizes)}; max/mean {relative.max():.3f}, "
+        f"{moved.total / 1e9:.3f} GB"
     )
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=120)

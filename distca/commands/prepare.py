@@ -24,6 +24,7 @@ from distca.documents.dataset import (
 from distca.documents.index import LARGEST_TOKEN
 from distca.documents.texts import find_files, read_documents
 from distca.documents.tokenizer import TOKENIZER_TYPES, build_tokenizer
+from distca.wording import counted
 
 _SHOWN = 2
 """Faults that are shown; all are written to a file."""
@@ -67,7 +68,7 @@ def prepare(args: Namespace) -> str:
             for name in TOKENIZER_FILES:
                 os.replace(trained / name, folder / name)
     rest = f"; left out: {len(reader.faults)}" if reader.faults else ""
-    return f"{prefix}: {count} documents, {tokens} tokens{rest}"
+    return f"{prefix}: {counted(count, 'document')}, {counted(tokens, 'token')}{rest}"
 
 
 def _check_flags(args: Namespace) -> None:

@@ -1,6 +1,7 @@
 """Execution of plans, where transports and kernels meet."""
 
 from distca.runtime.attention_call import AttentionCall
+from distca.runtime.attention_times import AttentionTimes, TimedKernel
 from distca.runtime.buffers import Buffers
 from distca.runtime.core_attention import CoreAttention
 from distca.runtime.event_cursor import EventCursor
@@ -11,6 +12,7 @@ from distca.runtime.trace import Trace
 
 __all__ = [
     "AttentionCall",
+    "AttentionTimes",
     "Buffers",
     "CoreAttention",
     "EventCursor",
@@ -18,6 +20,7 @@ __all__ = [
     "KernelCall",
     "Prefetcher",
     "SentLatents",
+    "TimedKernel",
     "Trace",
     "build_exchange",
 ]

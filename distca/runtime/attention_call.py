@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +13,7 @@ from distca.attention import Kernel
 from distca.attention.kernel import Gradients, Outputs
 from distca.attention.merge import sum_parts
 from distca.attention.sink import sink_gradient, with_sink
+from distca.runtime.attention_times import AttentionTimes
 from distca.runtime.event_cursor import EventCursor
 from distca.runtime.exchange import Exchange
 from distca.runtime.latent_rows import LatentGradients, SentLatents, expand
@@ -47,6 +48,7 @@ class CallResources:
         transport: transport between the ranks that share attention servers.
         kernel: attention kernel of this device.
         trace: timeline of what is done.
+        times: times of kernels and waits.
         workspace: memory for what the call keeps between its steps.
         scratch: memory for the temporaries of one step.
         keeps_inputs: whether servers keep the kernels' inputs for the backward pass; otherwise
@@ -56,6 +58,7 @@ class CallResources:
     transport: Transport
     kernel: Kernel
     trace: Trace
+    times: AttentionTimes
     workspace: Workspace
     scratch: Workspace
     keeps_inputs: bool
@@ -118,6 +121,11 @@ class AttentionCall:
 
     def _span(self, name: str, lane: str) -> Any:
         return self._resources.trace.span(name, lane, **self._labels)
+
+    @contextmanager
+    def _wait_span(self, name: str) -> Iterator[None]:
+        with self._span(name, "exchange"), self._resources.times.span("waits"):
+            yield
 
     def dispatch(
         self,
@@ -190,7 +198,7 @@ class AttentionCall:
         assert self._served is not None
         assert self._exchange is not None
         exchange = self._exchange
-        with self._span("wait for dispatch", "exchange"):
+        with self._wait_span("wait for dispatch"):
             self._sent.wait()
         q, kv = self._served
         self._expand(kv)
@@ -232,7 +240,7 @@ class AttentionCall:
         assert self._sent is not None
         assert self._parts is not None
         assert self._exchange is not None
-        with self._span("wait for combine", "exchange"):
+        with self._wait_span("wait for combine"):
             self._sent.wait()
         if isinstance(self._parts, PackedRows):
             out, lse = local_outputs(self._exchange, self._parts, self._scratch)
@@ -318,7 +326,7 @@ class AttentionCall:
         assert self._sent is not None
         assert self._exchange is not None
         exchange = self._exchange
-        with self._span("wait for dispatch backward", "exchange"):
+        with self._wait_span("wait for dispatch backward"):
             q, kv = self._of_backward()
         rows, memory = (exchange.q, exchange.kv, exchange.kv), []
         for tensor, of in zip((q[-1].local[-1], *kv.local), rows, strict=True):
@@ -377,7 +385,7 @@ class AttentionCall:
         assert self._sent is not None
         assert self._gradients is not None
         assert self._exchange is not None
-        with self._span("wait for combine backward", "exchange"):
+        with self._wait_span("wait for combine backward"):
             self._sent.wait()
         rows = self._exchange.q, self._exchange.kv, self._exchange.kv
         gradients = tuple(map(local_gradients, rows, self._gradients))

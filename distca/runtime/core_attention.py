@@ -21,6 +21,7 @@ from distca.attention.kernel import Kernel
 from distca.cost.memory import CoreAttentionMemory
 from distca.cost.volume import BACKWARD_INPUTS, BackwardInputs
 from distca.runtime.attention_call import AttentionCall, CallResources
+from distca.runtime.attention_times import AttentionTimes
 from distca.runtime.buffers import Buffers
 from distca.runtime.event_cursor import EventCursor
 from distca.runtime.latent_rows import SentLatents
@@ -41,6 +42,7 @@ class CoreAttention:
             nothing in between; "keep": servers keep what they received, for more memory and fewer
             bytes. "keep" needs the same plan in a micro-batch's forward and backward pass.
         trace: timeline of what is done.
+        times: times of waits, and of kernels if these are a `TimedKernel`'s.
 
     Raises:
         ValueError: `backward` is neither "resend" nor "keep".
@@ -51,6 +53,7 @@ class CoreAttention:
     buffers: Buffers
     backward: BackwardInputs = "resend"
     trace: Trace = field(default_factory=lambda: Trace(torch.device("cpu")))
+    times: AttentionTimes = field(default_factory=lambda: AttentionTimes(torch.device("cpu")))
 
     def __post_init__(self) -> None:
         if self.backward not in BACKWARD_INPUTS:
@@ -139,6 +142,7 @@ class CoreAttention:
             self.transport,
             self.kernel,
             self.trace,
+            self.times,
             self.buffers.workspaces[nano_batch],
             self.buffers.scratch,
             keeps_inputs=self.backward == "keep",

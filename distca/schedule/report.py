@@ -11,6 +11,7 @@ from distca.plan import Plan
 from distca.plan.span import Floats, Int64s, distinct
 from distca.schedule.base import ScheduleConfig, even_capacities, relative_loads, server_loads
 from distca.schedule.baselines.packed import packed_loads
+from distca.wording import counted
 
 
 @dataclass(frozen=True)
@@ -34,6 +35,7 @@ class PlanSummary:
         load_max_over_mean, load_min_over_mean: loads of the busiest and the idlest server over the
             mean; with unequal speeds, their times over the time if all were busy equally long.
         bytes_total: all bytes of the forward pass.
+        servers_per_node: number of servers that share a node.
         bytes_between_nodes: bytes of the forward pass that leave a node.
         bytes_max_sent, bytes_max_received: most bytes that a rank sends or receives, forward.
         bytes_max_buffered: most bytes of queries, keys and values that a server receives.
@@ -58,6 +60,7 @@ class PlanSummary:
     load_max_over_mean: float
     load_min_over_mean: float
     bytes_total: int
+    servers_per_node: int
     bytes_between_nodes: int
     bytes_max_sent: int
     bytes_max_received: int
@@ -113,6 +116,7 @@ def describe(
         load_max_over_mean=float(relative.max()),
         load_min_over_mean=float(relative.min()),
         bytes_total=forward.total,
+        servers_per_node=config.links.ranks_per_node,
         bytes_between_nodes=config.links.between_nodes(forward),
         bytes_max_sent=int(forward.sent().max()),
         bytes_max_received=int(forward.received().max()),
@@ -135,14 +139,17 @@ def format_summary(summary: PlanSummary) -> str:
     rows = [
         (
             "documents",
-            f"{s.documents:,} of {s.tokens:,} tokens, {s.documents_spanning:,} on >1 rank",
+            f"{s.documents:,} of {counted(s.tokens, 'token')}, {s.documents_spanning:,} on >1 rank",
         ),
         (
             "tasks",
-            f"{s.tasks:,} in {s.kernel_calls:,} kernel calls; {s.documents_split:,} documents on "
-            ">1 server",
+            f"{s.tasks:,} in {counted(s.kernel_calls, 'kernel call')}; "
+            f"{counted(s.documents_split, 'document')} on >1 server",
         ),
-        ("queries moved", f"{s.query_rows_moved:,} rows, {_percent(s.query_rows_moved, s.tokens)}"),
+        (
+            "queries moved",
+            f"{counted(s.query_rows_moved, 'row')}, {_percent(s.query_rows_moved, s.tokens)}",
+        ),
         (
             "load max/mean",
             f"{s.load_max_over_mean_before:.3f} -> {s.load_max_over_mean:.3f} "
@@ -155,15 +162,21 @@ def format_summary(summary: PlanSummary) -> str:
         ),
         (
             "links",
-            f"busy for at most {1e3 * s.link_seconds_max:.3f} ms forward; "
-            f"{s.bytes_between_nodes / 1e6:,.2f} MB between nodes",
+            f"busy for at most {1e3 * s.link_seconds_max:.3f} ms forward{_between_nodes(s)}",
         ),
         *(("note", note) for note in s.notes),
     ]
     if s.tokens_max_over_mean > 1.001:
         rows.insert(1, ("tokens max/mean", f"{s.tokens_max_over_mean:.3f}"))
-    title = f"plan by {s.scheduler or 'an unnamed scheduler'} for {s.servers} servers"
+    title = f"plan by {s.scheduler or 'an unnamed scheduler'} for {counted(s.servers, 'server')}"
     return "\n".join([title, *(f"  {name:15} {value}" for name, value in rows)])
+
+
+def _between_nodes(summary: PlanSummary) -> str:
+    """Returns the bytes that leave a node; nothing where a node is a server, or has them all."""
+    if not 1 < summary.servers_per_node < summary.servers:
+        return ""
+    return f"; {summary.bytes_between_nodes / 1e6:,.2f} MB between nodes"
 
 
 def _percent(part: int, whole: int) -> str:

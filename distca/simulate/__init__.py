@@ -14,7 +14,7 @@ from distca.schedule.program import Ablation
 from distca.simulate.baselines import BASELINES, MEGATRON, simulate_baseline
 from distca.simulate.bins import BaselineLayout
 from distca.simulate.charges import PUBLISHED, UNCHARGED, Charges
-from distca.simulate.cluster import CLUSTERS, Cluster
+from distca.simulate.cluster import CLUSTERS, Cluster, peak_tflops
 from distca.simulate.costs import ModelCosts
 from distca.simulate.disaggregated import simulate_ticks
 from distca.simulate.flags import training_flags
@@ -55,6 +55,7 @@ __all__ = [
     "candidates",
     "divisions",
     "pack_sequences",
+    "peak_tflops",
     "plan_global_batch",
     "save_trace",
     "simulate",

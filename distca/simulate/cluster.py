@@ -254,3 +254,20 @@ CLUSTERS = {
         source="NVIDIA HGX H20 specifications; FlashAttention-2, Section 4, by its share of A100",
     ),
 }
+
+_CLUSTERS_OF_GPUS = {
+    "NVIDIA A100-SXM4-80GB": "dgx-a100",
+    "NVIDIA H100 80GB HBM3": "dgx-h100",
+    "NVIDIA H200": "dgx-h200",
+}
+"""Cluster with the GPUs that CUDA calls so."""
+
+
+def peak_tflops(gpu: str) -> float | None:
+    """Returns the dense 16-bit operations of a GPU, 10^12 a second; None where they are not known.
+
+    Args:
+        gpu: CUDA's name of it.
+    """
+    name = _CLUSTERS_OF_GPUS.get(gpu)
+    return None if name is None else CLUSTERS[name].peak_tflops

@@ -140,6 +140,7 @@ class Transport(ABC):
         world_size: ranks in the group.
         bytes_sent: bytes that this rank sent to others, by phase.
         bytes_received: bytes that this rank received from others, by phase.
+        exchanges_started: number of exchanges started so far.
     """
 
     def __init__(self, rank: int, world_size: int) -> None:
@@ -147,6 +148,7 @@ class Transport(ABC):
         self.world_size = world_size
         self.bytes_sent: Counter[str] = Counter()
         self.bytes_received: Counter[str] = Counter()
+        self.exchanges_started = 0
 
     @abstractmethod
     def reserve(self, sizes: Mapping[Channel, ChannelBytes]) -> None:
@@ -182,6 +184,7 @@ class Transport(ABC):
         assert sizes.receive[self.rank] == 0
         self.bytes_sent[phase] += sizes.sent
         self.bytes_received[phase] += sizes.received
+        self.exchanges_started += 1
         return self._start(channel, sizes)
 
     @abstractmethod

@@ -8,9 +8,27 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 import torch
 
+from distca.plan import LayerMasks
 from distca.plan.span import Int64s
+from distca.schedule import packed_loads
 from megatron_patches.batches.stream import TokenStream
 from megatron_patches.model.core_attention import DocumentParams
+
+PAIRS = "million pairs of a micro-batch"
+"""Name in logs of the visible pairs of a layer, in the mean micro-batch of a rank."""
+
+
+def million_pairs(lengths: Int64s, masks: LayerMasks) -> float:
+    """Returns the visible pairs of documents in the mean layer, in millions.
+
+    Args:
+        lengths: tokens of each document.
+        masks: masks of the layers.
+    """
+    counts = dict(zip(masks.masks, masks.counts(), strict=True))
+    everything = lengths.sum(keepdims=True)
+    pairs = sum(n * float(packed_loads(lengths, everything, m)[0]) for m, n in counts.items())
+    return pairs / sum(counts.values()) / 1e6
 
 
 @dataclass(frozen=True)

@@ -21,11 +21,17 @@ import numpy as np
 import torch
 
 from distca.attention.reference import document_visibility
-from distca.plan import Mask
+from distca.plan import LayerMasks, Mask
 from distca.plan.span import Int64s, expand_ranges
 from distca.runtime import Prefetcher
 from megatron_patches.batches.layouts import WindowLayout
-from megatron_patches.batches.micro_batch import MicroBatch, document_params, read_positions
+from megatron_patches.batches.micro_batch import (
+    PAIRS,
+    MicroBatch,
+    document_params,
+    million_pairs,
+    read_positions,
+)
 from megatron_patches.batches.stream import TokenStream
 
 
@@ -36,7 +42,7 @@ class PackedReader:
     Attributes:
         stream: token stream of the split.
         layout: windows and ranks.
-        masks: masks that layers have.
+        masks: masks of the layers.
         dense: whether micro-batches have a dense attention mask rather than `packed_seq_params`.
         token_positions: whether rotary angles are looked up token by token (`model/rotary.py`);
             off where Megatron numbers the packed documents itself.
@@ -44,7 +50,7 @@ class PackedReader:
 
     stream: TokenStream
     layout: WindowLayout
-    masks: tuple[Mask, ...]
+    masks: LayerMasks
     dense: bool
     token_positions: bool
 
@@ -64,9 +70,8 @@ class PackedReader:
             self.stream, expand_ranges(starts, np.full_like(starts, layout.seq_length))
         )
         if self.dense:
-            attention = {
-                "attention_mask": torch.stack([_dense_mask(lengths, m) for m in self.masks])[None]
-            }
+            dense = [_dense_mask(lengths, mask) for mask in self.masks.masks]
+            attention = {"attention_mask": torch.stack(dense)[None]}
         else:
             attention = {"packed_seq_params": document_params(lengths, self.token_positions)}
         return MicroBatch(
@@ -74,6 +79,7 @@ class PackedReader:
             labels,
             loss_mask,
             torch.from_numpy(positions)[None],
+            report={PAIRS: million_pairs(lengths, self.masks)},
             **attention,  # type: ignore[arg-type]
         )
 

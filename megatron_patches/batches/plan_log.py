@@ -141,10 +141,12 @@ class ToleranceWarning:
 
     Args:
         config: tolerance, cost model and speeds that the plans were made with.
+        serves_only: whether this process is a dedicated server, which warns of nothing.
     """
 
-    def __init__(self, config: ScheduleConfig) -> None:
-        self._config, self._silent = config, dist.get_rank() != 0
+    def __init__(self, config: ScheduleConfig, serves_only: bool = False) -> None:
+        # The first dedicated server is the first rank of a process group, too.
+        self._config, self._silent = config, serves_only or dist.get_rank() != 0
 
     def check(self, batch: PlannedGlobalBatch, first_sample: int) -> None:
         """Checks a global batch, which starts at a sample; costs nothing after a warning."""

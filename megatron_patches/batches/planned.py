@@ -25,7 +25,12 @@ from distca.schedule import (
 )
 from distca.schedule.program import NANO_BATCHES
 from megatron_patches.batches.layouts import WindowLayout
-from megatron_patches.batches.micro_batch import MicroBatch, document_params, read_positions
+from megatron_patches.batches.micro_batch import (
+    MicroBatch,
+    document_params,
+    million_pairs,
+    read_positions,
+)
 from megatron_patches.batches.stream import TokenStream
 from megatron_patches.model.chained_keys import ChainedKeys, ChainPart
 from megatron_patches.model.core_attention import DocumentParams, NanoBatch
@@ -57,6 +62,11 @@ class PlannedReader:
             found.append(self._read_windows(first_sample, count))
             first_sample += count * samples
         return found
+
+    def million_pairs(self, documents: Sequence[Documents], micro_batches: int) -> float:
+        """Returns the visible pairs of a layer, in the mean micro-batch of a rank, in millions."""
+        pairs = sum(million_pairs(each.lengths, self.planner.masks) for each in documents)
+        return pairs / (micro_batches * self.layout.data_parallel_size)
 
     def packed_loads(
         self,

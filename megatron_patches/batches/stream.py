@@ -28,6 +28,7 @@ from megatron.core.datasets.utils import normalize
 from distca.documents.document_list import TokenSource
 from distca.documents.index import read_index
 from distca.plan.span import Int64s, expand_ranges
+from distca.wording import counted
 from megatron_patches.batches.blends import SPLITS, Blend, Split
 from megatron_patches.batches.padding import Padding, fill_packs, padding_lengths
 
@@ -428,8 +429,8 @@ def _split_candidates(corpus: TokenSource, prefix: str, split: str | None, which
     candidates: Int64s = first + np.flatnonzero(corpus.lengths[first:last])
     if len(candidates) == 0:
         raise ValueError(
-            f"the {which} split of {prefix} is empty: its {len(corpus.lengths)} documents "
-            f"under --split {split} leave it none; give it a larger share"
+            f"the {which} split of {prefix} is empty: --split {split} leaves it none of "
+            f"{counted(len(corpus.lengths), 'document')}; give it a larger share"
         )
     return candidates
 

@@ -29,7 +29,7 @@ from distca.schedule import (
 )
 from distca.schedule.program import LayerGroup, Program, calls_of, tick_program
 from megatron_patches.batches.layouts import PipelineLayout
-from megatron_patches.batches.micro_batch import MicroBatch
+from megatron_patches.batches.micro_batch import PAIRS, MicroBatch
 from megatron_patches.batches.plan_log import ToleranceWarning, balance_figures
 from megatron_patches.batches.planned import PlannedReader
 from megatron_patches.model.chained_keys import ChainedKeys
@@ -273,12 +273,14 @@ class PlannedIterator(Iterator[TickInput]):
     ) -> Iterator[tuple[CountedGlobalBatch, dict[str, float]]]:
         """Yields the plans of all global batches from a sample on, and figures for the log."""
         reader, plan = self._maker.reader, self._process or self._maker.planner()
-        warning = ToleranceWarning(reader.planner.config)
+        warning = ToleranceWarning(reader.planner.config, self.runtime.layout.stage is None)
         while True:
             number = micro_batches(sample)
-            counted = plan(reader.documents(sample, number))
+            documents = reader.documents(sample, number)
+            counted = plan(documents)
             warning.check(counted.batch, sample)
-            yield counted, balance_figures(counted, reader.packed_loads(sample, number))
+            figures = balance_figures(counted, reader.packed_loads(sample, number))
+            yield counted, figures | {PAIRS: reader.million_pairs(documents, number)}
             sample += number * reader.layout.samples_per_micro_batch
 
     def _make_all(self) -> Iterator[TickInput]:

@@ -199,8 +199,12 @@ class DistcaConfig:
             self.transport.check()
 
     @classmethod
-    def from_args(cls, args: Namespace) -> DistcaConfig:
+    def from_args(cls, args: Namespace, processes_per_node: int = 1) -> DistcaConfig:
         """Makes the value of Megatron-LM's parsed arguments, once all numbers are in range.
+
+        Args:
+            args: the arguments.
+            processes_per_node: GPUs of a node where no flag says how many.
 
         Raises:
             ValueError: a number of theirs or ours is out of range, or two values do not go
@@ -226,7 +230,7 @@ class DistcaConfig:
                 pool_stages=args.distca_pool_stages,
                 max_in_flight=args.distca_max_in_flight,
                 profile=args.distca_profile,
-                gpus_per_node=args.distca_gpus_per_node,
+                gpus_per_node=args.distca_gpus_per_node or processes_per_node,
                 node_gb_per_s=args.distca_node_gb_per_s,
                 network_gb_per_s=args.distca_network_gb_per_s,
             ),

@@ -61,10 +61,10 @@ def add_distca_arguments(parser: ArgumentParser) -> ArgumentParser:
     group.add_argument(
         "--distca-gpus-per-node",
         type=int,
-        default=1,
+        default=None,
         metavar="N",
-        help="GPUs that share a node: bytes between them are cheaper (tiles only). Default: all "
-        "ranks are equally far apart.",
+        help="GPUs that share a node: bytes between them are cheaper (tiles only). Default: as "
+        "many as torchrun starts processes on a node; without it, all are equally far apart.",
     )
     group.add_argument(
         "--distca-node-gb-per-s",

@@ -223,7 +223,7 @@ def packed_iterator(
     reader = PackedReader(
         stream,
         layout,
-        masks_from_args(args).masks,
+        masks_from_args(args),
         dense=kind == "dense mask",
         token_positions=kind == "packed",
     )

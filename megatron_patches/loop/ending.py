@@ -12,10 +12,12 @@ import logging
 import os
 import time
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+
+from distca.transport import TransportError
 
 logger = logging.getLogger(__name__)
 
@@ -30,7 +32,9 @@ class KnownElsewhere(Exception):
 
 
 @contextlib.contextmanager
-def ending_the_job_on_failure(environment: Mapping[str, str]) -> Iterator[None]:
+def ending_the_job_on_failure(
+    environment: Mapping[str, str], end_if_late: Callable[[], None] = lambda: None
+) -> Iterator[None]:
     """Ends a rank that fails inside at once, with a status other than 0 and one message.
 
     Ranks wait a little before they say what another one may say first: the first rank doesn't, the
@@ -38,6 +42,7 @@ def ending_the_job_on_failure(environment: Mapping[str, str]) -> Iterator[None]:
 
     Args:
         environment: environment variables of this process, which are torchrun's interface.
+        end_if_late: ends the process by a line if other ranks are late or gone, else returns.
     """
     try:
         yield
@@ -48,6 +53,8 @@ def ending_the_job_on_failure(environment: Mapping[str, str]) -> Iterator[None]:
         code = error.code if isinstance(error, SystemExit) else 1
         try:
             if not isinstance(error, SystemExit):
+                if _may_be_another_s(error):
+                    end_if_late()
                 _report(error, environment)
         finally:
             logging.shutdown()
@@ -78,6 +85,14 @@ def _patience(error: BaseException, environment: Mapping[str, str]) -> float:
     if int(environment.get("RANK", 0)) == 0:
         return 0.0
     return _PATIENCE if int(environment.get("LOCAL_RANK", 0)) == 0 else 2 * _PATIENCE
+
+
+def _may_be_another_s(error: BaseException) -> bool:
+    """Returns whether an error may come of waiting for another rank for too long."""
+    waited = isinstance(error, TransportError) or (
+        isinstance(error, RuntimeError) and "imed out" in str(error)
+    )
+    return waited or (_is_another_s(error) and not isinstance(error, KnownElsewhere))
 
 
 def _is_another_s(error: BaseException) -> bool:

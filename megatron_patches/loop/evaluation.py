@@ -18,6 +18,7 @@ from megatron.core.rerun_state_machine import EXIT_CODE_FAILED_ON_RESULT_VALIDAT
 
 from megatron_patches.flags.batch_sizes import samples_for_evaluation
 from megatron_patches.loop.finite import check_evaluation, check_weights
+from megatron_patches.pipeline.progress import Progress
 
 logger = logging.getLogger(__name__)
 
@@ -67,6 +68,7 @@ class Evaluating(Protocol):
     """A run that evaluates."""
 
     evaluation: Evaluation
+    progress: Progress
 
 
 def during_training(theirs: Callable[..., Any], run: Evaluating) -> Callable[..., Any]:
@@ -221,6 +223,7 @@ def mean_over_tokens(theirs: Callable[..., Any], run: Evaluating) -> Callable[..
 
         args = get_args()
         run.evaluation.begin(named.get("eval_iters") or args.eval_iters)
+        run.progress.enter("evaluation")
         sft, args.sft = args.sft, False
         try:
             losses, *others = theirs(*given, **named)
@@ -257,6 +260,7 @@ def between_batches(theirs: Callable[[], None], run: Evaluating) -> Callable[[],
 
         theirs()
         run.evaluation.batch_done()
+        run.progress.enter(f"evaluation after {run.evaluation.done} batches")
         if _has_signal(get_args()):
             # The loop then saves and exits, as after a step.
             get_args().exit_duration_in_mins = _AT_ONCE

@@ -11,7 +11,7 @@ from argparse import Namespace
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch.distributed as dist
 from megatron.core.rerun_state_machine import EXIT_CODE_FAILED_ON_RESULT_VALIDATION
@@ -30,15 +30,23 @@ from megatron_patches.loop.finite import check_weights
 from megatron_patches.loop.kept_tokenizer import keep_tokenizer
 from megatron_patches.loop.saved_arguments import loads_optimizer
 from megatron_patches.loop.saved_schedule import check_schedule, loading_other_rates
+from megatron_patches.pipeline.progress import Progress
 
 
-def explain_saving(theirs: Callable[..., Any], _: object) -> Callable[..., Any]:
+class Running(Protocol):
+    """A run that notes how far this rank is."""
+
+    progress: Progress
+
+
+def explain_saving(theirs: Callable[..., Any], run: Running) -> Callable[..., Any]:
     """Saves as Megatron-LM does, with the tokenizer, and says why where that fails."""
 
     @functools.wraps(theirs)
     def save_checkpoint(iteration: int, model: Any, *args: Any, **named: Any) -> Any:
         from megatron.training import get_args
 
+        run.progress.enter("the saving of a checkpoint")
         check_weights(
             model,
             f"after iteration {iteration}",
@@ -54,7 +62,7 @@ def explain_saving(theirs: Callable[..., Any], _: object) -> Callable[..., Any]:
     return save_checkpoint
 
 
-def explain_loading(theirs: Callable[..., Any], _: object) -> Callable[..., Any]:
+def explain_loading(theirs: Callable[..., Any], run: Running) -> Callable[..., Any]:
     """Loads as Megatron-LM does, and says what is wrong with a checkpoint that cannot be loaded."""
 
     @functools.wraps(theirs)
@@ -64,6 +72,7 @@ def explain_loading(theirs: Callable[..., Any], _: object) -> Callable[..., Any]
         from megatron.training import get_args
 
         args = get_args()
+        run.progress.enter("the loading of a checkpoint")
         root, iteration = args.load, args.ckpt_step
         given = ddp_model, optimizer, opt_param_scheduler, *more
         if root is None:

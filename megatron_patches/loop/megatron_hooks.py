@@ -11,14 +11,12 @@ import functools
 import logging
 import signal
 import sys
-import time
 import traceback
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
-import torch
 import torch.distributed as dist
 
 from megatron_patches import cpu
@@ -31,17 +29,17 @@ from megatron_patches.flags.unknown import explained
 from megatron_patches.flags.validation import validate
 from megatron_patches.loop.data import build_data
 from megatron_patches.loop.evaluation import Evaluation
-from megatron_patches.loop.finite import check_weights, ending_unless_finite
+from megatron_patches.loop.finite import check_weights
+from megatron_patches.loop.late_ranks import RankWatch, watch_ranks
 from megatron_patches.loop.launcher import kill_leftovers
 from megatron_patches.loop.messages import exit_with_message, message_handlers, message_level
+from megatron_patches.loop.step_log import StepLog
 from megatron_patches.mcore_fixes import escape_percent_signs
 from megatron_patches.model.latent_attention import softmax_scale
-from megatron_patches.pipeline.data_iterators import FullValidationIterator
+from megatron_patches.pipeline.data_iterators import DataIterators, FullValidationIterator
 from megatron_patches.pipeline.processes import Processes, join
+from megatron_patches.pipeline.progress import Progress
 from megatron_patches.pipeline.tick_pipeline import forward_backward_func
-
-BUSIEST, MEAN = "CPU seconds of the busiest rank", "CPU seconds of the mean rank"
-"""Names in logs of what a step takes of CPUs that stand in for GPUs."""
 
 
 @dataclass
@@ -55,6 +53,9 @@ class Run:
             False where flags that are not known were left out, as fault tolerance does before.
         processes: processes of a job with dedicated servers, once they have met; else None.
         evaluation: progress of evaluations.
+        progress: how far this rank is.
+        log: figures of the steps since the last log line.
+        watch: watch over all ranks, once they have met; None: there is none.
     """
 
     environment: Mapping[str, str]
@@ -62,6 +63,9 @@ class Run:
     parsed: Callable[[Namespace, bool], None]
     processes: Processes | None = None
     evaluation: Evaluation = field(default_factory=Evaluation)
+    progress: Progress = field(default_factory=Progress)
+    log: StepLog = field(default_factory=StepLog)
+    watch: RankWatch | None = None
     _config: DistcaConfig | None = None
 
     @property
@@ -73,6 +77,21 @@ class Run:
     @config.setter
     def config(self, config: DistcaConfig) -> None:
         self._config = config
+
+    def start_watch(self, args: Namespace) -> None:
+        """Watches how far all ranks are, which have met."""
+        dedicated = self.config.dedicated
+        self.watch = watch_ranks(args, dedicated, self.progress, self.environment)
+
+    def end_if_late(self) -> None:
+        """Ends this process by a line if other ranks are late or gone."""
+        if self.watch is not None:
+            self.watch.end_if_late()
+
+    def stop_watch(self) -> None:
+        """Ends the watch over ranks, of which some may leave before others."""
+        if self.watch is not None:
+            self.watch.close()
 
 
 def asks_for_distca(argv: Sequence[str] | None = None) -> bool:
@@ -147,8 +166,10 @@ def check_arguments(theirs: Callable[..., Any], run: Run) -> Callable[..., Any]:
     def validate_args(args: Namespace, *more: Any, **named: Any) -> Any:
         _show_our_messages(args.rank)
         cpu.log_what_replaces_gpus()
+        # torchrun tells it, and starts a process for each GPU.
+        per_node = int(run.environment.get("LOCAL_WORLD_SIZE", 1))
         try:
-            run.config = DistcaConfig.from_args(args)
+            run.config = DistcaConfig.from_args(args, per_node)
             memory = machine_memory(run.environment, run.config.dedicated)
             answer = checked(theirs, run.config, args, *more, memory=memory, **named)
             from megatron_patches.loop.preflight import check_boards
@@ -244,8 +265,11 @@ def beside_servers(theirs: Callable[..., Any], run: Run) -> Callable[..., Any]:
         if run.config.dedicated:
             run.processes = join(run.config.dedicated, args, run.environment)
             if run.processes.serves_only:
+                run.start_watch(args)
                 _serve(run, args, run.processes)
-        return theirs(*given, **named)
+        answer = theirs(*given, **named)
+        run.start_watch(args)
+        return answer
 
     return initialize_distributed
 
@@ -272,11 +296,14 @@ def _serve(run: Run, args: Namespace, processes: Processes) -> NoReturn:
     if args.exit_signal_handler:
         # Ranks with a model end at the end of an iteration, and dismiss this process.
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    serve(
-        lambda: build_data(run.config, complete, train, valid, test, processes),
-        args.params_dtype,
-        softmax_scale(args),
-    )
+
+    def build() -> DataIterators:
+        data = build_data(run.config, complete, train, valid, test, processes)
+        # Where a checkpoint goes on, which the first rank has told.
+        run.progress.iteration = complete.iteration
+        return data
+
+    serve(build, args.params_dtype, softmax_scale(args), run.progress)
     dist.barrier()
     dist.destroy_process_group()
     sys.exit(0)
@@ -295,8 +322,11 @@ def after_preflight(theirs: Callable[..., Any], run: Run) -> Callable[..., Any]:
 
         from megatron_patches.loop.preflight import preflight
 
+        run.progress.enter("the checks of files and flags")
         held.enter_context(preflight(run.config, arguments_with_vocabulary(), run.environment))
+        run.progress.enter("the building of the model")
         model, *others = theirs(*args, **kwargs)
+        run.progress.enter("the opening of the data")
         check_weights(model, "before the first step", "load another checkpoint", code=2)
         _end_after_the_samples(get_args())
         return model, *others
@@ -355,7 +385,7 @@ def own_schedule(theirs: Callable[..., Any], run: Run) -> Callable[..., Any]:
 
     @functools.cache
     def own() -> Callable[..., Any] | None:
-        return forward_backward_func(run.config)
+        return forward_backward_func(run.config, run.progress)
 
     @functools.wraps(theirs)
     def get_forward_backward_func(*args: Any, **kwargs: Any) -> Any:
@@ -376,35 +406,3 @@ def of_packed_samples(forward_backward: Callable[..., Any]) -> Callable[..., Any
         return forward_backward(seq_length=tokens, micro_batch_size=1, **named)
 
     return of_packed
-
-
-def with_speed(theirs: Callable[..., Any], run: Run) -> Callable[..., Any]:
-    """Adds the speed of a step to the figures that the loop logs, and on CPUs their seconds.
-
-    All ranks wait for the busiest one in each step, which may be another one each time.
-    """
-
-    checked_step = ending_unless_finite(theirs)
-
-    @functools.wraps(theirs)
-    def train_step(*args: Any, **kwargs: Any) -> Any:
-        from megatron.core.num_microbatches_calculator import get_current_global_batch_size
-        from megatron.training import get_args
-
-        begin, cpu_begin = time.perf_counter(), time.process_time()
-        figures, *others = checked_step(*args, **kwargs)
-        seconds = time.perf_counter() - begin
-        more: dict[str, torch.Tensor] = {}
-        if cpu.without_cuda():
-            busiest = torch.tensor([time.process_time() - cpu_begin])
-            mean = busiest / dist.get_world_size()
-            dist.all_reduce(busiest, op=dist.ReduceOp.MAX)
-            dist.all_reduce(mean)
-            more |= {BUSIEST: busiest, MEAN: mean}
-        if figures:
-            tokens = get_current_global_batch_size() * get_args().seq_length
-            device = next(iter(figures.values())).device
-            figures |= {"tokens/s": torch.tensor([tokens / seconds], device=device), **more}
-        return figures, *others
-
-    return train_step

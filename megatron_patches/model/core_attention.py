@@ -15,10 +15,9 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 
-from distca.attention import Kernel
 from distca.attention.packed import packed_attention
 from distca.plan import LayerMasks
-from distca.runtime import CoreAttention, EventCursor, SentLatents
+from distca.runtime import CoreAttention, EventCursor, SentLatents, TimedKernel
 from megatron_patches.model.chained_keys import ChainPart, KeyRows
 from megatron_patches.model.latent_attention import sum_shared_gradient
 from megatron_patches.model.sent_latents import LatentSource
@@ -244,14 +243,17 @@ class PackedCoreAttention(_CoreAttentionModule):
     """Plain core attention over packed documents, for Megatron's local layer spec.
 
     Does what Transformer Engine does with `PackedSeqParams`, on any device that has a kernel.
+
+    Attributes:
+        times: times of its kernel.
     """
 
     def __init__(
-        self, config: Any, *args: Any, masks: LayerMasks, kernel: Kernel, **kwargs: Any
+        self, config: Any, *args: Any, masks: LayerMasks, kernel: TimedKernel, **kwargs: Any
     ) -> None:
         super().__init__(config, *args, **kwargs)
         self.window_left = masks.of_layer(self.layer_number - 1).window_left
-        self._kernel = kernel
+        self._kernel, self.times = kernel, kernel.times
 
     def forward(
         self,

@@ -21,6 +21,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from distca.attention import select_kernel_of_heads
 from distca.plan import LayerMasks
+from distca.runtime import AttentionTimes, TimedKernel
 from megatron_patches.flags.config import DistcaConfig
 from megatron_patches.flags.distca import masks_from_args
 from megatron_patches.flags.latent_attention import head_sizes
@@ -162,7 +163,8 @@ def _core_attention(
     if kind == "packed":
         # All layers share the kernel, which keeps the documents' starts on the GPU.
         device = "cuda" if torch.cuda.is_available() else "cpu"
-        kernel = select_kernel_of_heads(device, *heads)
+        times = AttentionTimes(torch.device(device))
+        kernel = TimedKernel(select_kernel_of_heads(device, *heads), times)
         return ModuleSpec(PackedCoreAttention, params={"masks": masks, "kernel": kernel})
     if kind == "dense mask" and (latents or len(masks.masks) > 1):
         return ModuleSpec(DenseCoreAttention, params={"masks": masks})

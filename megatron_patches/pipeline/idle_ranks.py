@@ -14,11 +14,15 @@ import torch
 from distca.runtime import AttentionCall, EventCursor, SentLatents
 from distca.schedule.program import NANO_BATCHES
 from megatron_patches.batches.ticks import PlannedIterator, RankRuntime, TickInput
-from megatron_patches.pipeline.data_iterators import DataIterators, unwrap
+from megatron_patches.pipeline.data_iterators import TRAIN, DataIterators, unwrap
+from megatron_patches.pipeline.progress import Progress
 
 
 def serve(
-    build_data: Callable[[], DataIterators], dtype: torch.dtype, softmax_scale: float
+    build_data: Callable[[], DataIterators],
+    dtype: torch.dtype,
+    softmax_scale: float,
+    progress: Progress,
 ) -> None:
     """Runs a dedicated process, which serves instead of training. Collective with the whole job.
 
@@ -26,28 +30,45 @@ def serve(
         build_data: function that builds the iterators, as the processes with a model do.
         dtype: type of the activations.
         softmax_scale: factor of the scores.
+        progress: notes how far this process is; its iteration is the last one before this run's.
     """
     data = build_data()
     control = data.control
     assert control is not None
-    while (number := control.next_number()) is not None:
-        serve_global_batch(unwrap(data.numbered()[number]), dtype, softmax_scale)
+    while True:
+        progress.enter("the wait for the next global batch", is_idle=True)
+        number = control.next_number()
+        if number is None:
+            break
+        if number == TRAIN:
+            progress.begin(progress.iteration + 1)
+        else:
+            progress.enter("evaluation")
+        serve_global_batch(unwrap(data.numbered()[number]), dtype, softmax_scale, progress)
     data.finish()
 
 
-def serve_global_batch(ticks: PlannedIterator, dtype: torch.dtype, softmax_scale: float) -> None:
+def serve_global_batch(
+    ticks: PlannedIterator,
+    dtype: torch.dtype,
+    softmax_scale: float,
+    progress: Progress | None = None,
+) -> None:
     """Computes what the plans of the next global batch give this process. Collective.
 
     Args:
         ticks: ticks of the global batch's split.
         dtype: type of the activations.
         softmax_scale: factor of the scores.
+        progress: notes how far this process is; None: nobody reads it.
     """
-    runtime = ticks.runtime
+    runtime, progress = ticks.runtime, progress or Progress()
+    progress.transport = runtime.core_attention.transport
     activation = torch.empty(0, dtype=dtype, device=ticks.device)
     layers = range(1, 1 + sum(len(group.layers) for group in runtime.layer_groups))
     with runtime.core_attention.transport.checked():
-        for tick in runtime.global_batch(ticks):
+        for number, tick in enumerate(runtime.global_batch(ticks)):
+            progress.enter(f"{tick.tick.direction} pass of tick {number}")
             serve_tick(runtime, tick, layers, softmax_scale, activation)
 
 

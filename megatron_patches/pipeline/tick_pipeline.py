@@ -29,14 +29,22 @@ from megatron_patches.flags.config import DistcaConfig
 from megatron_patches.model.core_attention import DisaggregatedCoreAttention
 from megatron_patches.pipeline.data_iterators import unwrap
 from megatron_patches.pipeline.idle_ranks import serve_tick
+from megatron_patches.pipeline.progress import Progress
 from megatron_patches.pipeline.tracing import Tracing
 
 
-def forward_backward_func(config: DistcaConfig) -> TickPipeline | None:
-    """Makes what runs global batches with `--distca`; None: megatron-core's own schedules do."""
+def forward_backward_func(
+    config: DistcaConfig, progress: Progress | None = None
+) -> TickPipeline | None:
+    """Makes what runs global batches with `--distca`; None: megatron-core's own schedules do.
+
+    Args:
+        config: our flags.
+        progress: notes how far this rank is; None: nobody reads it.
+    """
     if not config.enabled:
         return None
-    return TickPipeline(None if config.trace is None else Tracing(config.trace))
+    return TickPipeline(None if config.trace is None else Tracing(config.trace), progress)
 
 
 class TickPipeline:
@@ -44,10 +52,12 @@ class TickPipeline:
 
     Args:
         tracing: recorder of a timeline; None: nothing is recorded.
+        progress: notes how far this rank is; None: nobody reads it.
     """
 
-    def __init__(self, tracing: Tracing | None = None) -> None:
+    def __init__(self, tracing: Tracing | None = None, progress: Progress | None = None) -> None:
         self._tracing = tracing
+        self._progress = progress or Progress()
         self._connected = False
 
     def __call__(
@@ -102,7 +112,7 @@ class TickPipeline:
             first_val_step,
             collect_non_loss_data,
         )
-        batch = _GlobalBatch(asked, chunks, config, groups, p2p, runtime)
+        batch = _GlobalBatch(asked, chunks, config, groups, p2p, runtime, self._progress)
         trace = runtime.core_attention.trace
         recorded = self._tracing is not None and self._tracing.starts(trace, forward_only)
         if planned.announce is not None:
@@ -115,6 +125,7 @@ class TickPipeline:
         with runtime.core_attention.transport.checked():
             batch.run(ticks)
             if not forward_only:
+                self._progress.enter("gradient reduction")
                 batch.finalize(force_all_reduce)
         if config.timers is not None:
             config.timers("forward-backward").stop()
@@ -240,7 +251,9 @@ class _GlobalBatch:
         groups: Any,
         p2p: P2PCommunicator,
         runtime: RankRuntime,
+        progress: Progress,
     ) -> None:
+        self._progress = progress
         self.reports: list[Any] = []
         self._asked, self._chunks, self._config = asked, chunks, config
         self._process_groups, self._p2p = groups, p2p
@@ -266,6 +279,8 @@ class _GlobalBatch:
         """Runs the ticks that come next."""
         if not self._asked.forward_only:
             self._start_training()
+        self._progress.transport = self._runtime.core_attention.transport
+        self._progress.enter("the wait for its plan")
         for number, tick_input in enumerate(self._runtime.global_batch(ticks)):
             found = tick_input.schedule.micro_batches
             if found != self._asked.micro_batches:
@@ -273,6 +288,8 @@ class _GlobalBatch:
                     f"the data come in global batches of {found} micro-batches, but the loop asks "
                     f"for {self._asked.micro_batches}"
                 )
+            evaluates = "evaluation, " if self._asked.forward_only else ""
+            self._progress.enter(f"{evaluates}{tick_input.tick.direction} pass of tick {number}")
             self._trace.labels = {"tick": number} | self._label(tick_input)
             with self._trace.span(self._title(tick_input), "ticks"):
                 output = self._compute(tick_input)

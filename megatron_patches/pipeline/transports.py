@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from distca.attention import select_kernel_of_heads
-from distca.runtime import Buffers, CoreAttention, Trace
+from distca.runtime import AttentionTimes, Buffers, CoreAttention, TimedKernel, Trace
 from distca.schedule.program import NANO_BATCHES
 from distca.transport import CollectiveTransport, Signal, SingleStream, Transport, TransportError
 from megatron_patches.flags.config import DistcaConfig, TransportConfig
@@ -37,12 +37,14 @@ def build_core_attention(
         ValueError: see `make_transport`.
         TransportError: see `make_transport`.
     """
+    times = AttentionTimes(device)
     return CoreAttention(
         make_transport(config.transport, group, device, timeout),
-        select_kernel_of_heads(device.type, *heads),
+        TimedKernel(select_kernel_of_heads(device.type, *heads), times),
         Buffers(device, len(NANO_BATCHES) if config.ping_pong else 1),
         config.backward,
         Trace(device),
+        times,
     )
 
 

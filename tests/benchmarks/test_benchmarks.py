@@ -29,10 +29,11 @@ from benchmarks.training.setting import (
     pairs_of_ranks,
 )
 from benchmarks.training.summary import Step, summarize
-from benchmarks.training.throughput import build_parser, peak_of_gpu, setting_of, table
+from benchmarks.training.throughput import build_parser, setting_of, table
 from distca.attention.reference import document_visibility
 from distca.cost.model_sizes import ModelSize
 from distca.plan import Mask
+from distca.simulate import peak_tflops
 
 ROOT = Path(__file__).parents[2]
 MODULES = sorted((ROOT / "benchmarks").rglob("*.py"))
@@ -173,8 +174,8 @@ def test_steps_of_a_mix_follow_each_other() -> None:
 
 
 def test_the_peak_is_known_of_some_gpus() -> None:
-    assert peak_of_gpu("NVIDIA H100 80GB HBM3") == 990
-    assert peak_of_gpu("NVIDIA H100 PCIe") is None
+    assert peak_tflops("NVIDIA H100 80GB HBM3") == 990
+    assert peak_tflops("NVIDIA H100 PCIe") is None
 
 
 @pytest.mark.parametrize("window", [None, 9])

@@ -31,7 +31,7 @@ from distca.cost.profile import Profile
 from distca.cost.volume import AttentionShape
 from distca.simulate import CLUSTERS
 
-LINE = " [now] iteration {:8d}/      10 | elapsed time per iteration (ms): 1.0 | lm loss: {:.6E} |"
+LINE = "iteration {:d}/10 | lm loss: {:.6f} | grad norm: 1.0 | s: 0.1 | tokens/s: 9 |"
 
 
 def test_importing_distca_needs_nothing_else() -> None:

@@ -209,8 +209,8 @@ class Typed:
 
     def _write_logs(self) -> None:
         golden = json.loads((ROOT / "tests" / "golden" / "demo_losses.json").read_text())
-        line = " iteration {:8}/      80 | tokens/s: {:.1f} | lm loss: {:.6E} |\n"
-        log = "".join(line.format(int(n), 9, loss) for n, loss in golden["lm loss"].items())
+        line = "iteration {}/80 | lm loss: {:.6f} | grad norm: 1.0 | s: 0.1 | tokens/s: 9 |\n"
+        log = "".join(line.format(n, loss) for n, loss in golden["lm loss"].items())
         (self.folder / "sweep").mkdir()
         for name in ("demo.log", "run.log", "sweep/plain-1.log", "sweep/tiles-1.log"):
             (self.folder / name).write_text(log)

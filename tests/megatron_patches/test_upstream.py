@@ -16,7 +16,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
-import torch
+
+from megatron_patches.pipeline.progress import Progress
 
 FLAGS = """
     --num-layers 2 --hidden-size 32 --num-attention-heads 2 --seq-length 128 --micro-batch-size 1
@@ -238,6 +239,7 @@ def args(monkeypatch) -> Namespace:
         consumed_valid_samples=0,
         eval_iters=1,
         exit_signal_handler=False,
+        curr_iteration=3,
     )
     monkeypatch.setattr("megatron.training.get_args", lambda: found)
     return found
@@ -250,7 +252,7 @@ def test_evaluation_averages_over_tokens_also_with_sft(args) -> None:
         assert not args.sft
         return None, None, True
 
-    run: Any = types.SimpleNamespace(evaluation=Evaluation())
+    run: Any = types.SimpleNamespace(evaluation=Evaluation(), progress=Progress())
     assert mean_over_tokens(ended_by_a_signal, run)(eval_iters=2) == (None, None, True)
     assert args.sft
 
@@ -263,30 +265,13 @@ def test_whole_validation_sets_are_ours_to_count_and_to_repeat(args) -> None:
     given = FullValidationIterator(iter(()), 7)  # type: ignore[arg-type]
     # Megatron-LM wraps iterators.
     wrapped = types.SimpleNamespace(iterable=given)
-    run: Any = types.SimpleNamespace(evaluation=Evaluation())
+    run: Any = types.SimpleNamespace(evaluation=Evaluation(), progress=Progress())
     counted: list[Any] = []
     save_then_evaluate(lambda *_: counted.append(args.eval_iters), run)("at", None, wrapped, [], 3)
     assert counted == [[7]]
     cyclic_iter = unless_endless(lambda iterable: iter([iterable]), None)  # type: ignore[arg-type]
     assert cyclic_iter(given) is given
     assert next(cyclic_iter("theirs")) == "theirs"
-
-
-def test_steps_log_their_speed(args, monkeypatch) -> None:
-    from megatron_patches.loop import megatron_hooks
-
-    monkeypatch.setattr(
-        "megatron.core.num_microbatches_calculator.get_current_global_batch_size", lambda: 4
-    )
-    monkeypatch.setattr(megatron_hooks.cpu, "without_cuda", lambda: False)
-    monkeypatch.setattr(megatron_hooks, "ending_unless_finite", lambda step: step)
-    step = megatron_hooks.with_speed(lambda: ({"lm loss": torch.ones(1)}, 0), None)  # type: ignore[arg-type]
-    figures, _ = step()
-    # 4 samples of 10 tokens, in a step of less than a second.
-    assert figures["tokens/s"] > 40
-    # Of a stage that has no loss.
-    step = megatron_hooks.with_speed(lambda: ({}, 0), None)  # type: ignore[arg-type]
-    assert step() == ({}, 0)
 
 
 def test_checkpoints_arguments_are_those_our_data_goes_on_from(args, monkeypatch) -> None:
@@ -309,7 +294,7 @@ def test_the_schedule_is_made_once_and_megatrons_without_the_flag() -> None:
     from megatron_patches.pipeline.tick_pipeline import TickPipeline
 
     def schedule(enabled: bool) -> Any:
-        run: Any = types.SimpleNamespace(config=DistcaConfig(enabled))
+        run: Any = types.SimpleNamespace(config=DistcaConfig(enabled), progress=Progress())
         return own_schedule(lambda: lambda **named: named, run)
 
     ours = schedule(enabled=True)

@@ -34,17 +34,17 @@ def test_only_plans_that_are_above_it_have_a_reason() -> None:
     assert why_above_tolerance([replace(within, notes=above.notes)], CONFIG) is None
 
 
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize(("rank", "serves_only"), [(0, False), (1, False), (0, True)])
 def test_the_log_tells_the_first_of_them(
-    rank: int, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    rank: int, serves_only: bool, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(dist, "get_rank", lambda: rank)
     above, within = plan_of(128, 64, 64), plan_of(128, 128)
-    warning = ToleranceWarning(CONFIG)
+    warning = ToleranceWarning(CONFIG, serves_only)
     with caplog.at_level(logging.WARNING):
         for sample, plan in {0: within, 6: above, 12: above}.items():
             of_ticks: Any = (SimpleNamespace(plans=(within, plan)),)
             warning.check(PlannedGlobalBatch(NOTHING, np.array([[0, 1]]), (), of_ticks), sample)
     logged = [record.getMessage() for record in caplog.records]
-    assert len(logged) == (rank == 0)
+    assert len(logged) == (rank == 0 and not serves_only)
     assert all(f"from sample 6 on, {above.notes[0]}" in message for message in logged)

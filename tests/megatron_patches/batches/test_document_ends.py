@@ -13,7 +13,7 @@ import torch
 from megatron.core.datasets.gpt_dataset import _get_ltor_masks_and_position_ids
 from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
-from distca.plan import Mask
+from distca.plan import LayerMasks
 from megatron_patches.batches.blends import Blend
 from megatron_patches.batches.layouts import WindowLayout
 from megatron_patches.batches.packed import PackedReader
@@ -30,7 +30,7 @@ def test_masks_and_positions_are_megatron_s(tmp_path: Path) -> None:
     builder.finalize(f"{prefix}.idx")
     stream = TokenStream.open(Blend((prefix,), None, None), "train", seed=1, num_tokens=600)
     reader = PackedReader(
-        stream, WindowLayout(0, 1, SAMPLE, 1), (Mask(),), dense=True, token_positions=True
+        stream, WindowLayout(0, 1, SAMPLE, 1), LayerMasks(), dense=True, token_positions=True
     )
     ends = 0
     for sample in range(8):

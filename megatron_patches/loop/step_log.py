@@ -1,0 +1,349 @@
+"""What a run measures of its steps, and the line of each log interval.
+
+Each rank keeps its own figures of each step. Only when Megatron-LM logs, the ranks share them, so a
+step waits for nothing more. Boards get all figures, and the line those that fit a terminal.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import logging
+import re
+import resource
+import time
+from argparse import Namespace
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+
+from distca.runtime import AttentionTimes
+from distca.simulate import peak_tflops
+from megatron_patches import cpu
+from megatron_patches.batches.micro_batch import PAIRS
+from megatron_patches.flags.config import DistcaConfig
+from megatron_patches.loop.finite import ending_unless_finite
+from megatron_patches.model.core_attention import PackedCoreAttention
+from megatron_patches.pipeline.data_iterators import unwrap
+from megatron_patches.pipeline.progress import Progress
+
+logger = logging.getLogger(__name__)
+
+BUSIEST, MEAN = "CPU seconds of the busiest rank", "CPU seconds of the mean rank"
+"""Names on boards of what a step takes of CPUs that stand in for GPUs."""
+
+ATTENTION_BUSIEST, ATTENTION_MEAN = "attention s, busiest rank", "attention s, mean rank"
+WAIT, SPEED, MFU, TFLOPS = "exposed wait, share of a step", "tokens/s", "MFU", "TFLOP/s of a device"
+ALLOCATED, RESERVED, RESIDENT = "peak allocated GB", "peak reserved GB", "peak RSS GB"
+
+_LEGEND = (
+    "log lines: s is the time of a step; attention s, the time of attention kernels in a step on "
+    "the busiest rank and on the mean rank; wait, the part of a step for which the mean rank waits "
+    "for exchanges; GB, the peak %s. All other figures are for boards (--tensorboard-dir)"
+)
+
+# Fields of Megatron-LM's line, and figures of ours among them, that are left to boards.
+_ON_BOARDS = {
+    "consumed samples",
+    "elapsed time per iteration (ms)",
+    "learning rate",
+    "global batch size",
+    "load max/mean before",
+    "load max/mean",
+    "MB moved",
+    "plan wait ms",
+    PAIRS,
+}
+# The same, while they say nothing: name and most that is nothing.
+_UNLESS_ABOVE = {
+    "number of skipped iterations": 0.0,
+    "number of nan iterations": 0.0,
+    "loss scale": 1.0,
+}
+_FIRST = ("lm loss", "grad norm")
+_ITERATION = re.compile(r"^ \[[^]]*\] iteration +(\d+)/ *(\d+) ")
+
+
+@dataclass
+class StepFigures:
+    """Figures of one step on this rank.
+
+    Attributes:
+        seconds: wall time.
+        cpu_seconds: CPU time of the process.
+        tokens: tokens of the global batch.
+        samples: samples of the global batch.
+        pairs: visible pairs of a layer and of the mean micro-batch of a rank, in millions, float32
+            `[1]`; None: this rank is not told.
+    """
+
+    seconds: float
+    cpu_seconds: float
+    tokens: int
+    samples: int
+    pairs: torch.Tensor | None
+
+
+@dataclass
+class StepLog:
+    """Figures of the steps since the last line.
+
+    Attributes:
+        steps: steps since the last line, of this rank.
+        times: times of core attention on this rank; None: it is not ours, or nothing ran yet.
+        shared: figures of the line that is printed next, by name.
+        lines: number of lines so far.
+    """
+
+    steps: list[StepFigures] = field(default_factory=list)
+    times: AttentionTimes | None = None
+    shared: dict[str, float] = field(default_factory=dict)
+    lines: int = 0
+
+    def share(self, args: Namespace, dedicated: int) -> None:
+        """Makes the figures of an interval, the same on all ranks with a model. Collective.
+
+        Args:
+            args: Megatron-LM's arguments.
+            dedicated: number of dedicated servers, which are devices of the job as well.
+        """
+        steps, self.steps = self.steps, []
+        attention = [] if self.times is None else self.times.take()
+        device = torch.device("cpu" if cpu.without_cuda() else "cuda")
+        # Ranks wait for the busiest one in each step, which may be another one each time.
+        own = torch.tensor(
+            [
+                *(each.cpu_seconds for each in steps),
+                *(each.kernels for each in attention),
+                *(each.waits for each in attention),
+                *_peak_gigabytes(),
+            ],
+            dtype=torch.float64,
+            device=device,
+        )
+        most, total = own.clone(), own
+        dist.all_reduce(most, op=dist.ReduceOp.MAX)
+        dist.all_reduce(total)
+        first, second = len(steps), len(steps) + len(attention)
+        third = second + len(attention)
+        mean = total / dist.get_world_size()
+        kernels, waits, peaks = mean[first:second], mean[second:third], most[third:]
+        seconds = sum(each.seconds for each in steps)
+        self.shared = {SPEED: sum(each.tokens for each in steps) / seconds}
+        self.shared |= _utilization(steps, seconds, args, dedicated)
+        if attention and float(kernels.sum()) > 0:
+            self.shared |= {
+                ATTENTION_BUSIEST: float(most[first:second].mean()),
+                ATTENTION_MEAN: float(kernels.mean()),
+            }
+            if float(waits.sum()) > 0:
+                self.shared[WAIT] = float(waits.mean()) * len(steps) / seconds
+        if cpu.without_cuda():
+            seconds_of_cpu = most[:first].mean(), mean[:first].mean()
+            self.shared |= zip((BUSIEST, MEAN), map(float, seconds_of_cpu), strict=True)
+            self.shared[RESIDENT] = float(peaks[0])
+        else:
+            self.shared |= {ALLOCATED: float(peaks[0]), RESERVED: float(peaks[1])}
+        self.shared["s"] = seconds / len(steps)
+
+    def write(self, iteration: int) -> None:
+        """Writes the figures to Megatron-LM's boards, which one rank has."""
+        from megatron.training.global_vars import get_tensorboard_writer, get_wandb_writer
+
+        figures = {name: value for name, value in self.shared.items() if name != "s"}
+        if ATTENTION_MEAN in figures:
+            balance = figures[ATTENTION_BUSIEST] / figures[ATTENTION_MEAN]
+            figures["attention, busiest rank over mean"] = balance
+        if (board := get_tensorboard_writer()) is not None:
+            for name, value in figures.items():
+                board.add_scalar(name, value, iteration)
+        if (wandb := get_wandb_writer()) is not None:
+            wandb.log(figures, iteration)
+
+
+def _peak_gigabytes() -> tuple[float, ...]:
+    """Returns this rank's peak memory: allocated and reserved on a GPU, resident on a CPU."""
+    if cpu.without_cuda():
+        return (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9,)
+    return torch.cuda.max_memory_allocated() / 1e9, torch.cuda.max_memory_reserved() / 1e9
+
+
+def _utilization(
+    steps: Iterable[StepFigures], seconds: float, args: Namespace, dedicated: int
+) -> dict[str, float]:
+    """Returns the MFU, or where the device's peak is not known its rate; nothing without pairs.
+
+    Operations are Megatron-LM's count of the model, with the pairs that documents really have.
+    """
+    from megatron.training.training import num_floating_point_operations as operations
+
+    # Up to 0.18 it takes a batch for one document a sample.
+    if "seqlen_squared_sum_in_batch" not in inspect.signature(operations).parameters:
+        return {}
+    total = 0.0
+    for step in steps:
+        if step.pairs is None:
+            return {}
+        ranks = step.samples / args.micro_batch_size
+        # It counts half of a square, for causal masks.
+        squares = 2e6 * float(step.pairs) * ranks
+        total += operations(args, step.samples, seqlen_squared_sum_in_batch=squares)
+    rate = total / seconds / (args.world_size + dedicated) / 1e12
+    peak = None
+    if (args.bf16 or args.fp16) and not cpu.without_cuda():
+        peak = peak_tflops(torch.cuda.get_device_name())
+    return {TFLOPS: rate} if peak is None else {MFU: rate / peak}
+
+
+class Logging(Protocol):
+    """A run that measures its steps."""
+
+    log: StepLog
+    progress: Progress
+
+    @property
+    def config(self) -> DistcaConfig: ...
+
+
+def measured_step(theirs: Callable[..., Any], run: Logging) -> Callable[..., Any]:
+    """Measures a step, and ends the run by a line where something is not finite."""
+    checked_step = ending_unless_finite(theirs)
+    signature = inspect.signature(theirs)
+
+    @functools.wraps(theirs)
+    def train_step(*given: Any, **named: Any) -> Any:
+        from megatron.core.num_microbatches_calculator import get_current_global_batch_size
+        from megatron.training import get_args
+
+        args, log = get_args(), run.log
+        if log.times is None:
+            arguments = signature.bind(*given, **named).arguments
+            log.times = _times_of(arguments["model"], arguments["data_iterator"])
+        if log.times is not None:
+            log.times.begin_step()
+        run.progress.begin(args.curr_iteration + 1)
+        begin, cpu_begin = time.perf_counter(), time.process_time()
+        figures, *others = checked_step(*given, **named)
+        samples = get_current_global_batch_size()
+        log.steps.append(
+            StepFigures(
+                time.perf_counter() - begin,
+                time.process_time() - cpu_begin,
+                samples * args.seq_length,
+                samples,
+                figures.get(PAIRS),
+            )
+        )
+        if log.times is not None:
+            log.times.end_step()
+        run.progress.enter("the end of the iteration")
+        return figures, *others
+
+    return train_step
+
+
+def _times_of(model: Iterable[torch.nn.Module], iterator: Any) -> AttentionTimes | None:
+    """Returns what measures a rank's core attention; None: it is not ours."""
+    first = iterator[0] if isinstance(iterator, list) else iterator
+    if (runtime := getattr(unwrap(first), "runtime", None)) is not None:
+        times: AttentionTimes = runtime.core_attention.times
+        return times
+    for chunk in model:
+        for module in chunk.modules():
+            if isinstance(module, PackedCoreAttention):
+                return module.times
+    return None
+
+
+def measured_log(theirs: Callable[..., Any], run: Logging) -> Callable[..., Any]:
+    """Logs as Megatron-LM does, and the figures that steps were measured by."""
+    signature = inspect.signature(theirs)
+
+    @functools.wraps(theirs)
+    def training_log(*given: Any, **named: Any) -> Any:
+        from megatron.training import get_args
+
+        args, log = get_args(), run.log
+        arguments = signature.bind(*given, **named).arguments
+        iteration = arguments["iteration"]
+        is_logged = iteration % args.log_interval == 0 or arguments.get("is_first_iteration", False)
+        if is_logged and log.steps:
+            log.share(args, run.config.dedicated)
+            log.write(iteration)
+            if not log.lines:
+                memory = "of resident memory" if cpu.without_cuda() else "allocated and reserved"
+                logger.info(_LEGEND, memory)
+            log.lines += 1
+        return theirs(*given, **named)
+
+    return training_log
+
+
+def short_lines(theirs: Callable[[str], None], run: Logging) -> Callable[[str], None]:
+    """Prints the line of an interval in a form that fits a terminal, and others as they are."""
+
+    @functools.wraps(theirs)
+    def print_rank_last(message: str) -> None:
+        theirs(short_line(message, run.log.shared))
+
+    return print_rank_last
+
+
+def short_line(line: str, figures: Mapping[str, float]) -> str:
+    """Returns a line of Megatron-LM with few of its fields and those of a run's figures.
+
+    Fields that a flag of Megatron-LM adds, and losses, are kept. Names are Megatron-LM's.
+
+    Args:
+        line: its line; another message is returned as it is.
+        figures: measured figures of the interval, by name.
+    """
+    begin = _ITERATION.match(line)
+    if begin is None:
+        return line
+    theirs: dict[str, str] = {}
+    for part in line.split("|")[1:]:
+        name, colon, value = part.strip().rpartition(":")
+        if colon and name not in _ON_BOARDS and not _says_nothing(name, value):
+            theirs[name] = _short(name, value.strip())
+    first = {name: theirs.pop(name) for name in _FIRST if name in theirs}
+    fields = first | _measured(figures) | theirs
+    shown = " | ".join(f"{name}: {value}" for name, value in fields.items())
+    return f"iteration {begin[1]}/{begin[2]} | {shown} |"
+
+
+def _measured(figures: Mapping[str, float]) -> dict[str, str]:
+    """Returns the fields of measured figures."""
+    found = {}
+    if "s" in figures:
+        found["s"] = f"{figures['s']:.3g}"
+    if SPEED in figures:
+        found[SPEED] = f"{figures[SPEED]:.0f}"
+    if MFU in figures:
+        found[MFU] = f"{figures[MFU]:.0%}"
+    if ATTENTION_BUSIEST in figures:
+        busiest, mean = figures[ATTENTION_BUSIEST], figures[ATTENTION_MEAN]
+        found["attention s"] = f"{busiest:.3g}/{mean:.3g}"
+    if WAIT in figures:
+        found["wait"] = f"{figures[WAIT]:.0%}"
+    peaks = [figures[name] for name in (ALLOCATED, RESERVED, RESIDENT) if name in figures]
+    if peaks:
+        found["GB"] = "/".join(f"{peak:.1f}" for peak in peaks)
+    return found
+
+
+def _says_nothing(name: str, value: str) -> bool:
+    return name in _UNLESS_ABOVE and float(value) <= _UNLESS_ABOVE[name]
+
+
+def _short(name: str, value: str) -> str:
+    """Returns a value without an exponent where it needs none; losses keep seven digits."""
+    if "E" not in value:
+        return value
+    number = float(value)
+    if "loss" not in name:
+        return f"{number:.4g}"
+    return f"{number:.6f}" if 0.01 <= abs(number) < 1000 else f"{number:.7g}"
