@@ -59,6 +59,25 @@ find_python() {
     return 1
 }
 
+# seconds_as_text SECONDS: such as 1:05.
+seconds_as_text() {
+    printf '%d:%02d' $(($1 / 60)) $(($1 % 60))
+}
+
+# telling PROCESS COMMAND...: waits for a child, which ends with the script, and says every ten seconds
+# what COMMAND prints. Its status is the child's.
+telling() {
+    local process=$1 begun=$SECONDS
+    shift
+    # shellcheck disable=SC2064 # this process, not a later one
+    trap "kill $process 2>/dev/null || true" EXIT
+    while ! timeout 9 tail -s 0.1 --pid="$process" -f /dev/null; do
+        echo "  $(seconds_as_text $((SECONDS - begun))), $("$@")" >&2
+    done
+    trap - EXIT
+    wait "$process"
+}
+
 # whole_number NAME VALUE: ends the script unless the value is a whole number of at least 1.
 whole_number() {
     [[ $2 =~ ^[1-9][0-9]*$ ]] || die "$1 $2: give a number of at least 1"

@@ -41,12 +41,13 @@ flags=(
     --log-interval 5 --eval-interval 1000
 )
 
-"${start[@]}" .venv/bin/torchrun --nproc-per-node 4 pretrain_gpt.py --distca "${flags[@]}" \
+launcher=(.venv/bin/python -m megatron_patches.launch --nproc-per-node 4)
+"${start[@]}" "${launcher[@]}" pretrain_gpt.py --distca "${flags[@]}" \
     --eval-iters 2 --save demo/checkpoints --tensorboard-dir demo/tensorboard/distca "${more[@]}"
 
 # Without --distca the same command is plain Megatron. These flags win over those passed on.
 plain=(
-    .venv/bin/torchrun --nproc-per-node 4 pretrain_gpt.py "${flags[@]}" "${more[@]}"
+    "${launcher[@]}" pretrain_gpt.py "${flags[@]}" "${more[@]}"
     --exit-interval 15 --eval-iters 0 --save demo/plain_checkpoints
     --tensorboard-dir demo/tensorboard/plain
 )
@@ -56,7 +57,15 @@ if $dry_run; then
 fi
 echo "running the first 15 steps as plain Megatron, too; its log is demo/plain.log" >&2
 mkdir -p demo
-"${plain[@]}" >demo/plain.log 2>&1 || { tail -n 20 demo/plain.log >&2 && exit 1; }
+
+# The last iteration that plain Megatron's log has.
+plain_iteration() {
+    local doing
+    doing=$(sed -n 's|.* iteration  *\([0-9]*\)/.*|\1 of at most 15 iterations are done|p' demo/plain.log | tail -n 1)
+    echo "plain Megatron: ${doing:-starting}"
+}
+"${plain[@]}" >demo/plain.log 2>&1 &
+telling $! plain_iteration || { tail -n 20 demo/plain.log >&2 && exit 1; }
 .venv/bin/python -m data.demo_report --distca demo/tensorboard/distca \
     --plain demo/tensorboard/plain --output demo/report.png -- "${flags[@]}" "${more[@]}"
 

@@ -10,14 +10,9 @@ stamp_of_checkout() {
     echo "torch $torch_version, dependencies $(sed '/^\[tool/,$d' pyproject.toml | cksum | cut -d ' ' -f 1)"
 }
 
-# seconds_as_text SECONDS: such as 1:05.
-seconds_as_text() {
-    printf '%d:%02d' $(($1 / 60)) $(($1 % 60))
-}
-
 # install FOLDER WHAT ARGUMENTS...: pip, with its own bars on a terminal, else a line every ten seconds.
 install() {
-    local folder=$1 what=$2 begun=$SECONDS log=$1/pip.log process doing size
+    local folder=$1 what=$2 log=$1/pip.log
     shift 2
     local pip=("$folder/bin/python" -m pip --disable-pip-version-check install
         --constraint "$folder/constraints.txt")
@@ -27,19 +22,18 @@ install() {
         return
     fi
     "${pip[@]}" --progress-bar off "$@" >"$log" 2>&1 &
-    process=$!
-    # shellcheck disable=SC2064 # this process, not a later one
-    trap "kill $process 2>/dev/null || true" EXIT
-    while ! timeout 9 tail -s 0.1 --pid="$process" -f /dev/null; do
-        doing=$(sed -n 's/Installing collected packages.*/unpacking/p; s/^ *\(\(Collecting\|Downloading\|Using cached\) .*\)/\1/p' "$log" | tail -n 1)
-        size=$(du -sm "$folder/lib" | cut -f 1)
-        echo "  $(seconds_as_text $((SECONDS - begun))), $size MB are there: ${doing:0:70}" >&2
-    done
-    trap - EXIT
-    wait "$process" || {
+    telling $! doing_of_pip "$folder" || {
         tail -n 20 "$log" >&2
         die "pip could not install $what: its output is in $log"
     }
+}
+
+# doing_of_pip FOLDER: how much is there, and what pip's log says last.
+doing_of_pip() {
+    local doing size
+    doing=$(sed -n 's/Installing collected packages.*/unpacking/p; s/^ *\(\(Collecting\|Downloading\|Using cached\) .*\)/\1/p' "$1/pip.log" | tail -n 1)
+    size=$(du -sm "$1/lib" | cut -f 1)
+    echo "$size MB are there: ${doing:0:70}"
 }
 
 # users_of FOLDER: the processes that run from this environment, one a line.

@@ -39,7 +39,7 @@ if [ "$gpus" -gt 0 ] && command -v numactl >/dev/null; then numa=(--numa-binding
 command=(
     # Megatron-LM asks for it with tensor parallelism, for the order of kernels.
     env CUDA_DEVICE_MAX_CONNECTIONS="${CUDA_DEVICE_MAX_CONNECTIONS:-1}" "$allocator"
-    "$python" -m torch.distributed.run "${meet[@]}" "${numa[@]}"
+    "$python" -m megatron_patches.launch "${meet[@]}" "${numa[@]}"
     --nproc-per-node "$processes"
     pretrain_gpt.py --distca "${model_flags[@]}" "${training_flags[@]}"
     --tensor-model-parallel-size "$tensor" --sequence-parallel

@@ -32,7 +32,8 @@ examples:
       --model llama-8b --cluster dgx-h200 --gpus 64
 
 `distca COMMAND --help` explains a command's flags, `distca --version` says which version this is.
-None of these commands trains: that is `torchrun -m megatron_patches.pretrain --distca`.
+None of these commands trains: that is
+`python -m megatron_patches.launch --nproc-per-node N -m megatron_patches.pretrain --distca`.
 """
 
 

@@ -73,6 +73,35 @@ def samples_of_training(args: Namespace) -> int:
     return int(args.consumed_train_samples + left * args.global_batch_size)
 
 
+def check_batch(args: Namespace) -> None:
+    """Checks that ranks can share a global batch, of which Megatron-LM names flags of evaluations.
+
+    Args:
+        args: arguments before Megatron-LM checks them, with the number of ranks with a model.
+
+    Raises:
+        ValueError: they cannot.
+    """
+    of_model = (
+        args.tensor_model_parallel_size
+        * args.pipeline_model_parallel_size
+        * args.context_parallel_size
+    )
+    grows = args.rampup_batch_size or newer_flag(args, "step_batch_size_schedule") is not None
+    if args.global_batch_size is None or grows or args.world_size % of_model:
+        return
+    ranks = args.world_size // of_model
+    unit = args.micro_batch_size * ranks
+    left = args.global_batch_size % unit
+    if left and not args.decrease_batch_size_if_needed:
+        above = args.global_batch_size - left + unit
+        below = f"{above - unit} or " if above > unit else ""
+        raise ValueError(
+            f"--global-batch-size {args.global_batch_size} is no multiple of --micro-batch-size "
+            f"{args.micro_batch_size} times the data-parallel size {ranks}: give {below}{above}"
+        )
+
+
 def check_growth(args: Namespace) -> None:
     """Checks the flags by which global batches grow.
 

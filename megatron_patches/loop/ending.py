@@ -18,11 +18,11 @@ import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
 from distca.transport import TransportError
+from megatron_patches.loop.messages import ERROR_FILE
 
 logger = logging.getLogger(__name__)
 
 _FRAMES = 6
-_ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 _PATIENCE = 2.0
 """Seconds in which torchrun ends the other ranks of a machine after one of them."""
 
@@ -68,12 +68,15 @@ def _report(error: BaseException, environment: Mapping[str, str]) -> None:
     if not explained and not _is_another_s(error):
         get_error_handler().record_exception(error)
     time.sleep(_patience(error, environment))
+    # What is critical is the cause, which `CauseHandler` leaves to torchrun.
+    level = logging.ERROR if _is_another_s(error) else logging.CRITICAL
     if explained:
-        logger.critical("error: %s", error)
-    elif _ERROR_FILE in environment:
-        logger.critical("error: %s", "".join(traceback.format_exception_only(error)).rstrip())
+        logger.log(level, "error: %s", error)
+    elif ERROR_FILE in environment:
+        only = "".join(traceback.format_exception_only(error)).rstrip()
+        logger.log(level, "error: %s", only)
     else:
-        logger.critical("%s", shortened_traceback(error))
+        logger.log(level, "%s", shortened_traceback(error))
 
 
 def _patience(error: BaseException, environment: Mapping[str, str]) -> float:

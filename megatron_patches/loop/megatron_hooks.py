@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from megatron_patches import cpu
 from megatron_patches.batches.resuming import go_on_from
-from megatron_patches.flags.batch_sizes import EVAL_INTERVAL, number_of_iterations
+from megatron_patches.flags.batch_sizes import EVAL_INTERVAL, check_batch, number_of_iterations
 from megatron_patches.flags.config import DistcaConfig
 from megatron_patches.flags.memory import check_memory, machine_memory
 from megatron_patches.flags.required import check_required
@@ -144,7 +144,7 @@ def refuse_in_a_line(
 ) -> NoReturn:
     """Ends the process for a command line that cannot be parsed; the first rank says why."""
     rank = int(environment.get("RANK", 0))
-    _show_our_messages(rank)
+    _show_our_messages(rank, environment)
     exit_with_message(explained(message, list(parser._option_string_actions)), rank)
 
 
@@ -152,7 +152,7 @@ def refuse_a_file_of_flags(args: Namespace, environment: Mapping[str, str]) -> N
     """Ends the process where `--yaml-cfg` gives the flags, which Megatron-LM would read next."""
     if args.yaml_cfg is not None:
         rank = int(environment.get("RANK", 0))
-        _show_our_messages(rank)
+        _show_our_messages(rank, environment)
         exit_with_message(
             f"DistCA does not cover --yaml-cfg {args.yaml_cfg}: give its flags on the command line",
             rank,
@@ -164,7 +164,7 @@ def check_arguments(theirs: Callable[..., Any], run: Run) -> Callable[..., Any]:
 
     @functools.wraps(theirs)
     def validate_args(args: Namespace, *more: Any, **named: Any) -> Any:
-        _show_our_messages(args.rank)
+        _show_our_messages(args.rank, run.environment)
         cpu.log_what_replaces_gpus()
         # torchrun tells it, and starts a process for each GPU.
         per_node = int(run.environment.get("LOCAL_WORLD_SIZE", 1))
@@ -211,6 +211,7 @@ def checked(
     cpu.set_megatron_arguments(args)
     check_required(args)
     _leave_out_servers(config.dedicated, args)
+    check_batch(args)
     if args.save and args.save_interval is None:
         # Megatron-LM asks for it; a run then saves at its end alone.
         args.save_interval = args.train_iters or args.train_samples
@@ -344,12 +345,12 @@ def _end_after_the_samples(args: Namespace) -> None:
         args.train_iters = args.iteration + left
 
 
-def _show_our_messages(rank: int) -> None:
+def _show_our_messages(rank: int, environment: Mapping[str, str]) -> None:
     """Shows what DistCA logs, and leaves Megatron-LM's logging as it is."""
     for package in ("distca", "megatron_patches"):
         ours = logging.getLogger(package)
         if not ours.handlers:
-            ours.handlers = message_handlers(rank)
+            ours.handlers = message_handlers(rank, environment)
             ours.setLevel(message_level(rank))
             ours.propagate = False
 

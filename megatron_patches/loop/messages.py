@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import sys
 import time
+from collections.abc import Mapping
+from pathlib import Path
 from typing import NoReturn
 
 logger = logging.getLogger(__name__)
@@ -13,8 +16,43 @@ _UNTIL_THE_FIRST_HAS_TOLD = 20.0
 """Seconds within which ranks that were started together are equally far."""
 
 
-def message_handlers(rank: int) -> list[logging.Handler]:
-    """Makes handlers that send messages to standard output and errors to the other."""
+ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
+"""Variable that names torchrun's file for the error of a rank."""
+
+
+class CauseHandler(logging.Handler):
+    """Leaves why a rank ends, its first critical message, to torchrun, which shows it at its end.
+
+    Args:
+        path: torchrun's file for the error of this rank.
+    """
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(logging.CRITICAL)
+        self._path = path
+
+    def emit(self, record: logging.LogRecord) -> None:
+        text = record.getMessage()
+        # As torch's error handler writes it, which shows a traceback.
+        extra = {"py_callstack": text, "timestamp": str(int(record.created))}
+        try:
+            with self._path.open("x") as file:
+                json.dump({"message": {"message": text, "extraInfo": extra}}, file)
+        except OSError:
+            # It has the traceback, or torchrun has gone.
+            return
+
+
+def message_handlers(rank: int, environment: Mapping[str, str]) -> list[logging.Handler]:
+    """Makes handlers that send messages to standard output and errors to the other.
+
+    Args:
+        rank: number of this rank.
+        environment: environment variables of this process, which are torchrun's interface.
+    """
+    causes: list[logging.Handler] = []
+    if ERROR_FILE in environment:
+        causes.append(CauseHandler(Path(environment[ERROR_FILE])))
     messages, errors = logging.StreamHandler(sys.stdout), logging.StreamHandler(sys.stderr)
     messages.addFilter(lambda record: record.levelno < logging.ERROR)
     messages.setFormatter(
@@ -22,7 +60,7 @@ def message_handlers(rank: int) -> list[logging.Handler]:
     )
     errors.setLevel(logging.ERROR)
     errors.setFormatter(logging.Formatter(f"[rank {rank}] %(message)s"))
-    return [messages, errors]
+    return [messages, errors, *causes]
 
 
 def message_level(rank: int) -> int:

@@ -76,6 +76,23 @@ def preflight(
     return held
 
 
+def check_alone(config: DistcaConfig, args: Namespace) -> None:
+    """Tries what the flags name from one process, before any rank starts.
+
+    Args:
+        config: our flags.
+        args: Megatron-LM's arguments with its derived values, and the tokenizer's `vocab_size`.
+
+    Raises:
+        ValueError: something cannot be used, at least on this machine.
+    """
+    check_read(config, args)
+    check_written(config, args)
+    if args.save is not None:
+        _try_folder(f"--save {args.save}", Path(args.save))
+        check_room(args)
+
+
 def check_read(config: DistcaConfig, args: Namespace) -> None:
     """Tries what is read: the data, the checkpoint and the profile.
 
@@ -236,9 +253,20 @@ def lock_save(args: Namespace, environment: Mapping[str, str]) -> SaveLock:
     folder = Path(args.save)
     try:
         lock = SaveLock.take(folder, environment)
-        free = shutil.disk_usage(folder).free
     except OSError as error:
         raise _unusable(f"--save {folder}", error) from error
+    check_room(args)
+    return lock
+
+
+def check_room(args: Namespace) -> None:
+    """Checks that `--save`, which is there, has room for a checkpoint.
+
+    Raises:
+        ValueError: it has not.
+    """
+    folder = Path(args.save)
+    free = shutil.disk_usage(folder).free
     needed = checkpoint_bytes(args)
     if free < needed:
         left = [path for path in sorted(folder.glob("iter_*")) if find_corruption(path)]
@@ -250,7 +278,6 @@ def lock_save(args: Namespace, environment: Mapping[str, str]) -> SaveLock:
             f"--save {folder} has {free / 1e9:.2f} GB free, but a checkpoint of this model takes "
             f"at least {needed / 1e9:.2f} GB: {room}"
         )
-    return lock
 
 
 def check_save_is_shared(args: Namespace) -> None:

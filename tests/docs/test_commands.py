@@ -90,6 +90,8 @@ NOT_RUN = {
     r"launch/test\.sh.*": "runs these tests",
     r"sbatch .*": "needs Slurm",
     r"torchrun .*": "needs eight GPUs or several nodes",
+    r"python -m megatron_patches\.launch .*": "needs several nodes; test_launcher.py has ranks",
+    r"python -m megatron_patches\.check_run .*": "run by test_launcher.py",
     r"launch/local\.sh (?!--dry-run).*": "needs GPUs that hold a model of 8B",
     r"pytest tests/.*|compute-sanitizer .*": "needs a GPU",
     r"(CUDA_MODULE_LOADING=EAGER )?python benchmarks/kernels/device_copy\.py": "needs a GPU",

@@ -159,9 +159,18 @@ def test_the_demo_sees_no_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     """
     from megatron_patches.parts import parse_args
 
-    seen = '#!/usr/bin/env bash\necho "${CUDA_VISIBLE_DEVICES-unset}"\nprintf "%q " "$@"\n'
-    stand_ins = {"launch/setup.sh": "#!/usr/bin/env bash\n", ".venv/bin/torchrun": seen}
-    for name, text in (stand_ins | {".venv/bin/python": stand_ins["launch/setup.sh"]}).items():
+    seen = """#!/usr/bin/env bash
+[[ "$*" == *megatron_patches.launch* ]] || exit 0
+echo "${CUDA_VISIBLE_DEVICES-unset}"
+printf "%q " "$@"
+echo
+if [[ "$*" == *--exit-interval* ]]; then
+    echo " [2026] iteration        5/      80 | lm loss: 1.0 |"
+    sleep 10
+fi
+"""
+    stand_ins = {"launch/setup.sh": "#!/usr/bin/env bash\n", ".venv/bin/python": seen}
+    for name, text in stand_ins.items():
         path = tmp_path / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
@@ -186,8 +195,10 @@ def test_the_demo_sees_no_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     # As it is where none are visible.
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     runs = []
+    # The run that writes to a file is not silent.
+    assert "  0:09, plain Megatron: 5 of at most 15 iterations are done\n" in done.stderr
     for output in (done.stdout, plain):
-        devices, command = output.splitlines()
+        devices, command, *_ = output.splitlines()
         assert devices == ""
         args = parse_args(pretrain_flags(command), world_size=4)
         assert args.data_parallel_size == 4

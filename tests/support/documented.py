@@ -29,7 +29,9 @@ _PROGRAMS = (
 )
 _COMMAND = re.compile(rf"(?:[A-Z_]+=\S+ )*{_PROGRAMS}(?= |$)")
 # Only a name in a sentence: nothing follows the program.
-_NAME = re.compile(r"(?:distca \w+|launch/[\w./]+|python|torchrun|pip|sbatch|pytest)")
+_NAME = re.compile(
+    r"(?:distca \w+|launch/[\w./]+|python(?: -m [\w.]+)?|torchrun|pip|sbatch|pytest)"
+)
 _PLACEHOLDER = re.compile(r"\[?\b[A-Z]+\b\]?")
 
 
@@ -181,6 +183,8 @@ def check_flags(command: Command) -> None:
     elif program == "distca":
         run = importlib.import_module("distca.commands.main").main
         parse_alone(lambda: run(flags), whole=command.whole)
+    elif program == "python" and flags[:2] == ["-m", "megatron_patches.launch"]:
+        _check_torchrun(flags[2:], command.whole)
     elif program == "python":
         check_python(flags, command.whole)
     else:
@@ -273,8 +277,9 @@ def _check_torchrun(words: list[str], whole: bool) -> None:
     if len(words) == 1 and words[0].startswith("--"):
         assert words[0] in get_args_parser()._option_string_actions, words[0]
         return
-    if words[:2] == ["-m", "megatron_patches.pretrain"]:
-        words = ["pretrain_gpt.py", *words[2:]]
+    if "megatron_patches.pretrain" in words:
+        module = words.index("megatron_patches.pretrain")
+        words = [*words[: module - 1], "pretrain_gpt.py", *words[module + 1 :]]
     # Of torchrun's options all take a value here. Dots may stand in the place of the script.
     place = next((n for n in range(0, len(words), 2) if words[n].endswith(".py")), 2)
     given = words[place].endswith(".py")

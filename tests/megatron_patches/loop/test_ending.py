@@ -104,7 +104,7 @@ from megatron_patches.loop.ending import ending_the_job_on_failure
 from megatron_patches.loop.messages import message_handlers
 
 rank, how = int(os.environ["RANK"]), sys.argv[1]
-logging.basicConfig(handlers=message_handlers(rank))
+logging.basicConfig(handlers=message_handlers(rank, os.environ))
 
 with ending_the_job_on_failure(os.environ):
     dist.init_process_group("gloo", timeout=timedelta(seconds=300))
@@ -129,8 +129,8 @@ with ending_the_job_on_failure(os.environ):
     [
         ("every rank fails", "[rank 0] error: KeyError: 'weights'", "KeyError: 'weights'"),
         ("one rank fails", "[rank 1] error: KeyError: 'weights'", "KeyError: 'weights'"),
-        ("wrong input", "[rank 0] error: no such corpus", "exitcode  : 1"),
-        ("wrong input of one rank", "[rank 1] error: no such corpus", "exitcode  : 1"),
+        ("wrong input", "[rank 0] error: no such corpus", "error: no such corpus"),
+        ("wrong input of one rank", "[rank 1] error: no such corpus", "error: no such corpus"),
         ("one rank is killed", None, "Signal 9 (SIGKILL) received"),
         ("one rank is killed, the other is deaf", None, "Signal 9 (SIGKILL) received"),
     ],
@@ -156,6 +156,37 @@ def test_a_job_says_once_why_it_ends(how, line, reported, tmp_path) -> None:
     assert reported in report
     if "one rank" in how:
         assert "rank      : 1" in report
+
+
+@pytest.mark.parametrize(
+    ("how", "status", "line"),
+    [
+        ("one rank fails", 1, "error: rank 1 of {} ended with exit code 1: KeyError: 'weights'"),
+        ("wrong input", 1, "error: rank 0 of {} ended with exit code 1: no such corpus"),
+        (
+            "one rank is killed",
+            137,
+            "error: rank 1 of {} was killed by SIGKILL: the machine may have run out of memory",
+        ),
+    ],
+)
+def test_our_launcher_ends_with_the_cause(how, status, line, tmp_path) -> None:
+    script = tmp_path / "ranks.py"
+    script.write_text(RANKS)
+    done = subprocess.run(
+        [sys.executable, "-m", "megatron_patches.launch", "--nproc-per-node", "2", script, how],
+        env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == status, done.stdout
+    *others, last = done.stdout.splitlines()
+    assert last == line.format(script)
+    assert "ChildFailedError" not in done.stdout
+    # The traceback of a Python error is the rank's.
+    assert ("Traceback (most recent call last):" in others) == (how == "one rank fails")
 
 
 def lines_before_the_launcher_s(output: str) -> list[str]:

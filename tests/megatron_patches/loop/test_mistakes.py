@@ -27,6 +27,18 @@ MISTAKES = [
     ("another choice", "--normalization Norm", "invalid choice: 'Norm'", "choose from"),
     ("heads", "--num-attention-heads 6", "Megatron-LM refuses the flags", "hidden_size % args.num"),
     ("world size", "--tensor-model-parallel-size 4", "Megatron-LM refuses", "not divisible by"),
+    (
+        "a batch that ranks cannot share",
+        "--global-batch-size 3",
+        "--global-batch-size 3 is no multiple of --micro-batch-size 1 times the data-parallel",
+        "size 2: give 2 or 4",
+    ),
+    (
+        "a small batch",
+        "--global-batch-size 1",
+        "--global-batch-size 1 is no multiple",
+        "size 2: give 2",
+    ),
     ("window", "--seq-length 200", "--seq-length 200", "use 128"),
     (
         "positions",
@@ -178,8 +190,12 @@ def test_two_ranks_tell_it_once_above_the_launcher_s_lines(
     assert process.returncode
     lines = output.splitlines()
     launcher = next(i for i, line in enumerate(lines) if "torch/distributed/elastic" in line)
-    assert sum(message.format(folder=folder) in line for line in lines) == 1
-    assert message.format(folder=folder) in "\n".join(lines[:launcher])
+    told = [i for i, line in enumerate(lines) if message.format(folder=folder) in line]
+    assert len(told) == 2
+    assert told[0] < launcher
+    # The last line but torchrun's border.
+    assert told[1] == len(lines) - 2
+    assert "traceback : error: " in lines[told[1]]
     assert launcher <= most, output
 
 

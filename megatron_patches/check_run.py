@@ -1,0 +1,60 @@
+"""Checks the flags of a run, and the files that they name, without starting any rank.
+
+    python -m megatron_patches.check_run --ranks 8 -- --distca --num-layers 4 ...
+
+It ends with 0, or with 2 and one line that says what is wrong. `megatron_patches.launch` runs it
+before it starts ranks.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import signal
+import sys
+from argparse import Namespace
+from collections.abc import Sequence
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command and returns its exit status."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
+    parser.add_argument("--ranks", type=int, required=True, help="how many would be started")
+    parser.add_argument("flags", nargs="*", metavar="FLAGS", help="after --: flags of the run")
+    args = parser.parse_args(argv)
+    try:
+        check(args.flags, args.ranks)
+    except (ValueError, OSError) as error:
+        sys.stderr.write(f"error: {error}\n")
+        return 2
+    return 0
+
+
+def check(flags: Sequence[str], ranks: int) -> None:
+    """Checks what needs no other process.
+
+    Args:
+        flags: command line of `pretrain_gpt.py`.
+        ranks: number of processes of the run.
+
+    Raises:
+        ValueError: some flag is wrong, or something that it names cannot be used.
+        OSError: a file of the tokenizer cannot be read.
+    """
+    # These imports take seconds.
+    from megatron_patches.flags.config import DistcaConfig
+    from megatron_patches.loop.preflight import check_alone
+    from megatron_patches.parts import parse_args
+
+    args = parse_args(flags, world_size=ranks)
+    from megatron.training.global_vars import rebuild_tokenizer
+
+    vocab_size = rebuild_tokenizer(args).vocab_size
+    check_alone(DistcaConfig.from_args(args), Namespace(**vars(args) | {"vocab_size": vocab_size}))
+
+
+if __name__ == "__main__":
+    # Ctrl-C ends it without a word, and the run itself says what it warns of.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    logging.disable(logging.WARNING)
+    sys.exit(main())

@@ -1,0 +1,124 @@
+"""Starts the ranks of a run, as torchrun does, after its flags are checked; the cause comes last.
+
+    python -m megatron_patches.launch --nproc-per-node 4 pretrain_gpt.py --distca --num-layers 4 ...
+
+Options before the script are torchrun's. The flags of `pretrain_gpt.py`, and the files that they
+name, are checked in one process before any rank starts. When a rank has failed, the last line says
+why, and the exit status is that rank's, where torchrun's own command ends in its traceback and 1.
+"""
+
+from __future__ import annotations
+
+import logging
+import signal
+import subprocess
+import sys
+from argparse import Namespace
+from collections.abc import Sequence
+from pathlib import Path
+
+from torch.distributed import DistError
+from torch.distributed.elastic.multiprocessing.api import SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+from torch.distributed.elastic.rendezvous import RendezvousError
+from torch.distributed.run import (
+    determine_local_world_size,
+    get_args_parser,
+    parse_min_max_nnodes,
+    run,
+)
+
+_SCRIPT = Path(__file__).parents[1] / "pretrain_gpt.py"
+_MODULE = "megatron_patches.pretrain"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Starts the ranks, and returns the exit status when they have ended.
+
+    Args:
+        argv: torchrun's options, the script and its flags; None: those of this process.
+    """
+    args = get_args_parser().parse_args(argv)
+    # What it says of ranks that fail is said below.
+    logging.getLogger("torch.distributed.elastic.multiprocessing.api").setLevel(logging.CRITICAL)
+    try:
+        refused = _check(args)
+        if refused:
+            sys.stderr.write(refused)
+            return 2
+        run(args)
+    except ChildFailedError as error:
+        rank, failure = min(error.failures.items(), key=_order)
+        sys.stderr.write(_report(args.training_script, rank, failure))
+        return failure.exitcode if failure.exitcode > 0 else 128 - failure.exitcode
+    except (SignalException, KeyboardInterrupt) as error:
+        number = error.sigval if isinstance(error, SignalException) else signal.SIGINT
+        name = signal.Signals(number).name
+        sys.stderr.write(f"error: {args.training_script} was ended by {name}\n")
+        return 128 + number
+    except (DistError, RendezvousError, ValueError) as error:
+        sys.stderr.write(f"error: the ranks cannot be started: {error}\n")
+        return 2
+    return 0
+
+
+def _check(args: Namespace) -> str:
+    """Checks the flags of pretraining in a process of its own; returns what is wrong, or ""."""
+    if args.no_python or args.run_path:
+        return ""
+    script = args.training_script
+    if script != _MODULE if args.module else Path(script).resolve() != _SCRIPT:
+        return ""
+    least, most = parse_min_max_nnodes(args.nnodes)
+    if least != most:
+        return ""
+    ranks = most * determine_local_world_size(args.nproc_per_node)
+    sys.stderr.write("checking flags and files\n")
+    command = [sys.executable, "-m", "megatron_patches.check_run", "--ranks", str(ranks), "--"]
+    done = subprocess.run(
+        [*command, *args.training_script_args],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        check=False,
+    )
+    # What a check cannot tell, the ranks do.
+    _, found, message = f"\n{done.stderr}".rpartition("\nerror: ")
+    return f"error: {message}" if found and done.returncode == 2 else ""
+
+
+def _order(ended: tuple[int, ProcessFailure]) -> tuple[bool, bool, bool, int]:
+    """Orders ranks and their failures by how likely each failed first.
+
+    The launcher ends ranks by SIGTERM, and ranks that lost one end without an error file.
+    """
+    _, failure = ended
+    unexplained = not _message(failure)
+    terminated = failure.exitcode == -signal.SIGTERM
+    return unexplained, terminated, failure.exitcode > 0, failure.timestamp
+
+
+def _message(failure: ProcessFailure) -> str:
+    """Returns what a rank left in its error file, or ""."""
+    return str(failure.message["message"]) if isinstance(failure.message, dict) else ""
+
+
+def _report(script: str, rank: int, failure: ProcessFailure) -> str:
+    """Says in one line why a rank ended, below the traceback of a Python error."""
+    cause, trace = _message(failure).removeprefix("error: "), ""
+    if isinstance(failure.message, dict):
+        trace = str(failure.message.get("extraInfo", {}).get("py_callstack", ""))
+    if failure.exitcode < 0:
+        how = f"was killed by {failure.signal_name()}"
+        if failure.exitcode == -signal.SIGKILL:
+            cause = cause or "the machine may have run out of memory"
+    else:
+        how = f"ended with exit code {failure.exitcode}"
+        cause = cause or "its messages are above"
+    shown = f"{trace.rstrip()}\n" if trace.startswith("Traceback") else ""
+    why = f": {cause}" if cause else ""
+    return f"{shown}error: rank {rank} of {script} {how}{why}\n"
+
+
+if __name__ == "__main__":
+    sys.exit(main())
