@@ -46,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if refused:
             sys.stderr.write(refused)
             return 2
-        run(args)
+        run(args)  # type: ignore[no-untyped-call]
     except ChildFailedError as error:
         rank, failure = min(error.failures.items(), key=_order)
         sys.stderr.write(_report(args.training_script, rank, failure))
