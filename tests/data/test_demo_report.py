@@ -36,6 +36,22 @@ def test_steps_of_both_runs_are_compared_after_they_warmed_up() -> None:
     assert lines[1:5] == [["3.00", "1.50"], ["1.00", "1.00"], ["3.00", "1.50"], ["2.10", "1.25"]]
 
 
+@pytest.mark.parametrize(
+    ("mean", "said"),
+    [
+        (1.2, "computes 1.20 times as much with DistCA: documents stay whole"),
+        (1.02, "computes about as much with DistCA as in plain Megatron."),
+        (0.8, "computes 0.80 times as much with DistCA."),
+    ],
+)
+def test_sentences_follow_the_figures(mean: float, said: str) -> None:
+    found = demo_report.Comparison(6, 15, (2.0, 1.0), (2.5, mean), 2.0, 1.1)
+    table = found.table()
+    assert said in table
+    assert ("rows travel" in table) == (mean == 1.2)
+    assert "busiest rank, for which all others wait, 0.80 times as long" in table
+
+
 @pytest.mark.parametrize("plain", [{}, {name: {5: 1.0} for name in PLAIN}])
 def test_runs_may_be_too_short_to_compare(plain: dict[str, dict[int, float]]) -> None:
     assert demo_report.compare(DISTCA, plain) is None

@@ -125,6 +125,7 @@ BLOCKS = {
     "plan by tiles for 4 servers": "test_the_quick_starts_plan",
     "steps 6 to 15, per step": "test_the_quick_starts_comparison",
     "load max/mean   2.622": "test_the_figures_of_one_plan",
+    "queries moved   1,014,811": "test_docs.py",
     "--seq-length was 1024, now 512": "test_the_message_of_another_length",
     "--": "test_flags_in_blocks",
     "from megatron_patches.upstream import": "test_upstream.py",

@@ -197,6 +197,22 @@ def test_the_scheduler_of_the_docs() -> None:
     assert describe(packed, config).load_max_over_mean > 1.1
 
 
+def test_the_scheduler_of_the_docs_is_registered_as_the_page_says(monkeypatch, capsys) -> None:
+    from distca.commands import plan
+    from distca.schedule import schedulers
+
+    page = (DOCS / "add_a_scheduler.md").read_text()
+    (registry,) = set(re.findall(r"add an entry to `(\w+)`", page))
+    made = code_of("add_a_scheduler.md")["LargestFirst"]
+    monkeypatch.setitem(getattr(schedulers, registry), "largest-first", made)
+    (command,) = re.findall(r"For the batch of `distca plan\s+(.*?)`", page, re.DOTALL)
+    assert plan.main([*command.split(), "--scheduler", "largest-first"]) == 0
+    lines = [line.strip() for line in capsys.readouterr().out.splitlines()]
+    shown = [line.strip() for line in page.splitlines() if re.match(r" {4}(queries|load) ", line)]
+    assert len(shown) == 2
+    assert {*shown} <= {*lines}
+
+
 @pytest.mark.parametrize(("name", "case", "causal", "window"), CASES, ids=[c[0] for c in CASES])
 def test_the_kernel_of_the_docs(name, case, causal, window) -> None:
     kernel = code_of("add_a_kernel.md")["PlainKernel"]()
