@@ -94,22 +94,39 @@ provide() {
     }
     if ! has "$link" "$stamp" "$extras"; then
         if suits "$link" "$stamp"; then
-            folder=$link
-            echo "adding what is missing to $link" >&2
+            add_extras "$link" "$extras"
         else
             refuse_if_used "$link"
             # shellcheck disable=SC2086 # several versions
             python=$(find_python $versions) || exit 2
             folder=$link-$(cksum <<<"$stamp $python" | cut -d ' ' -f 1)
             suits "$folder" "$stamp" || begin_environment "$folder" "$stamp" "$python"
+            install "$folder" "distca[$extras] and what it needs" "$@" ".[$extras]"
+            note_extras "$folder" "$extras"
+            swap_in "$folder" "$link"
         fi
-        install "$folder" "distca[$extras] and what it needs" "$@" ".[$extras]"
-        # shellcheck disable=SC2086 # several extras
-        printf 'with %s\n' ${extras//,/ } >>"$folder/set-up-for"
-        [ "$folder" = "$link" ] || swap_in "$folder" "$link"
         echo "$link is ready, after $(seconds_as_text $((SECONDS - begun)))" >&2
     fi
     exec {lock}>&-
+}
+
+# note_extras FOLDER EXTRAS: that these are there.
+note_extras() {
+    # shellcheck disable=SC2086 # several extras
+    printf 'with %s\n' ${2//,/ } >>"$1/set-up-for"
+}
+
+# add_extras FOLDER EXTRAS: adds packages to an environment that processes may run from. What is there
+# stays as it is, the project's own entry included.
+add_extras() {
+    local missing
+    echo "adding what is missing to $1; what is there stays as it is" >&2
+    "$1/bin/python" -m pip --disable-pip-version-check freeze --exclude-editable |
+        grep -v '^distca ' | cat "$1/constraints.txt" - >"$1/constraints-of-added.txt"
+    mapfile -t missing < <("$1/bin/python" launch/requirements.py "$2")
+    [ ${#missing[@]} -gt 0 ] || die "pyproject.toml has nothing for $2"
+    install "$1" "what $2 needs" --constraint "$1/constraints-of-added.txt" "${missing[@]}"
+    note_extras "$1" "$2"
 }
 
 # begin_environment FOLDER STAMP PYTHON: with torch, which no later step may replace by another build.

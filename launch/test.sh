@@ -18,6 +18,10 @@ test_in() {
     exec python -m pytest "${pytest_flags[@]}" "$@"
 }
 case ${1:-} in
+    --help | -h)
+        sed -n '2,/^[^#]/s/^# \{0,1\}//p' launch/test.sh
+        exit
+        ;;
     --megatron)
         version_of_megatron "${2:-}"
         launch/setup.sh megatron "$2"

@@ -20,6 +20,8 @@ from support.launches import ROOT
 PYTHON = """#!/usr/bin/env bash
 case "$*" in
     -c*) echo 3.13 ;;
+    launch/*.py*) exec python3 "$@" ;;
+    *freeze*) printf '%s\\n' torch==2.13.0 numpy==2.3.4 'distca @ file:///here' ;;
     --version) echo Python 3.13.0 ;;
     *"venv --clear"*)
         rm -rf "${!#}"
@@ -98,7 +100,15 @@ def test_one_environment_for_all_and_extras_on_top(checkout: Checkout) -> None:
     assert checkout.set_up() == ""
     folder = (checkout.folder / ".venv").resolve()
     assert "adding what is missing" in checkout.set_up("checks")
-    assert checkout.installed() == [*first, "--editable .[megatron,plot,serve,dev,cuda-compile]"]
+    *before, added = checkout.installed()
+    assert before == first
+    # Nothing that is there may change under a process that runs from it.
+    constraints, *packages = added.removeprefix("--constraint ").split()
+    constrained = (checkout.folder / constraints).read_text().splitlines()
+    assert "numpy==2.3.4" in constrained
+    assert not [line for line in constrained if "distca" in line]
+    assert {"pytest", "uvicorn", "matplotlib", "einops"} < {*packages}
+    assert not [each for each in packages if each.startswith((".", "distca", "--editable"))]
     assert checkout.set_up("checks") == ""
     assert checkout.set_up() == ""
     assert (checkout.folder / ".venv").resolve() == folder
@@ -134,10 +144,13 @@ def test_a_folder_of_before_gives_way(checkout: Checkout) -> None:
 def test_an_environment_in_use_is_kept(checkout: Checkout) -> None:
     checkout.set_up()
     old = (checkout.folder / ".venv").resolve()
-    checkout.change_dependencies()
     shutil.copy("/bin/sleep", checkout.folder / ".venv" / "bin" / "sleep")
     user = subprocess.Popen([".venv/bin/sleep", "60"], cwd=checkout.folder)
     try:
+        # More beside what is there disturbs nobody.
+        assert "what is there stays as it is" in checkout.set_up("checks")
+        assert (checkout.folder / ".venv").resolve() == old
+        checkout.change_dependencies()
         refused = checkout.start()
         output, _ = refused.communicate(timeout=60)
         assert refused.returncode == 2

@@ -101,6 +101,13 @@ def test_a_launcher_explains_itself_from_any_folder() -> None:
         assert "set -euo" not in done.stdout
 
 
+def test_help_of_the_checks_sets_nothing_up() -> None:
+    done = launch("test.sh", "--help", env=os.environ | {"PYTHON": "no-python"})
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "With arguments pytest alone runs" in done.stdout
+    assert "set -euo" not in done.stdout
+
+
 def test_the_demo_prints_its_commands() -> None:
     done = launch("demo.sh", "--dry-run", "--train-iters", "20")
     assert done.returncode == 0, done.stderr
