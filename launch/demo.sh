@@ -72,5 +72,7 @@ telling $! plain_iteration || { tail -n 20 demo/plain.log >&2 && exit 1; }
 # With flags of one's own it may be no Llama any more, which the command says.
 if .venv/bin/python -m megatron_patches.llama export --output demo/model \
     --checkpoint "$(value_of --save demo/checkpoints "${more[@]}")"; then
-    echo "the model answers: .venv/bin/distca generate demo/model --prompt 'def main('" >&2
+    # What is likeliest is then an underscore, over and over: samples show more.
+    echo "the model answers: .venv/bin/distca generate demo/model --prompt 'def main(' --temperature 0.8" >&2
+    echo "(it has seen few tokens: expect words of Python in no order, not code that runs)" >&2
 fi
