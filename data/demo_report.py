@@ -19,11 +19,11 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from distca.commands.plan_plot import draw_documents
+from distca.commands.plan_plot import busiest_servers, draw_documents
 from distca.palette import BLACK, BLUE, ORANGE
 from distca.plan import Plan
 from distca.plan.span import Floats
-from distca.schedule import ScheduleConfig, make_scheduler, packed_loads
+from distca.schedule import ScheduleConfig, make_scheduler, plain_loads
 from megatron_patches.batches.blends import check_blends
 from megatron_patches.batches.stream import TokenStream
 from megatron_patches.flags.config import DistcaConfig
@@ -157,7 +157,7 @@ def first_window(flags: Sequence[str], processes: int) -> tuple[Plan, Floats]:
     mask = mask_of_window(args.window_size)
     config = ScheduleConfig(tolerance=args.distca_tolerance)
     plan = make_scheduler(args.distca_scheduler, config).plan(lengths, capacities, mask)
-    return plan, packed_loads(lengths, capacities, mask)
+    return plan, plain_loads(lengths, capacities, mask)
 
 
 def _first_lengths(args: Namespace) -> np.ndarray:
@@ -194,8 +194,8 @@ def draw(
         ylim=(0, None),
     )
     balance.legend()
-    draw_documents(documents, plan)
-    documents.set(title="The first window's documents, coloured by rank")
+    draw_documents(documents, plan, busiest_servers(plan))
+    documents.set(title="The first window's documents; numbers: the rank that computes a task")
     _draw_bars(ranks, before, plan.loads().astype(np.float64))
     figure.suptitle(
         f"CPU seconds of the busiest rank in a step: plain Megatron {found.plain[0]:.2f}, DistCA "

@@ -6,6 +6,7 @@ differ in lightness, so that they are distinct in black and white.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,8 @@ GREY = "#CCCCCC"
 BLACK = "#000000"
 IN_TURN = (BLUE, ORANGE, GREEN, VERMILION, SKY_BLUE, BLACK)
 """Colours of lines and bars that are told apart by them alone."""
+HIGHLIGHTS = (BLUE, ORANGE, VERMILION, SKY_BLUE, GREEN)
+"""Colours of servers that are highlighted among grey ones."""
 
 
 def colour_in_turn(*axes: Any) -> None:
@@ -27,9 +30,20 @@ def colour_in_turn(*axes: Any) -> None:
         each.set_prop_cycle(color=IN_TURN)
 
 
-def spread_colours(count: int) -> Any:
-    """Returns colours whose neighbours differ much, RGBA in float64 `[count, 4]`."""
-    import matplotlib
+def server_colours(count: int, highlighted: Sequence[int]) -> Any:
+    """Returns the colours of servers, RGBA in float64 `[count, 4]`.
 
-    order = np.arange(count) * 0.618034 % 1.0
-    return matplotlib.colormaps["viridis"](order)
+    Nobody tells sixteen colours apart. So a few servers have colours of their own, and all others
+    are grey.
+
+    Args:
+        count: number of servers.
+        highlighted: servers with a colour of their own; those beyond the number of colours have
+            none.
+    """
+    from matplotlib.colors import to_rgba
+
+    colours = np.tile(to_rgba(GREY), (count, 1))
+    for server, colour in zip(highlighted, HIGHLIGHTS, strict=False):
+        colours[server] = to_rgba(colour)
+    return colours

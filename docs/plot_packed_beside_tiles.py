@@ -14,7 +14,7 @@ from pathlib import Path
 
 from matplotlib.figure import Figure
 
-from distca.commands.plan_plot import draw_documents, draw_loads
+from distca.commands.plan_plot import busiest_servers, draw_documents, draw_loads
 from distca.cost.model_sizes import MODELS
 from distca.documents.lengths import DISTRIBUTIONS, draw
 from distca.plan import Mask, Plan
@@ -42,15 +42,19 @@ def draw_beside(config: ScheduleConfig, path: Path) -> None:
         path: the picture; its suffix says in which format.
     """
     figure = Figure(figsize=(10, 5.8), layout="constrained")
+    made = plans(config)
+    # The same servers in both columns, so that one sees where their work goes.
+    highlighted = busiest_servers(made[0])
     documents, loads = figure.subplots(2, 2, sharey="row", height_ratios=[1.3, 1])
-    for above, below, plan in zip(documents, loads, plans(config), strict=True):
-        draw_documents(above, plan)
-        relative = draw_loads(below, plan, config)
+    for above, below, plan in zip(documents, loads, made, strict=True):
+        draw_documents(above, plan, highlighted)
+        relative = draw_loads(below, plan, config, highlighted)
         above.set_title(_TITLES[plan.scheduler], fontsize=12, fontweight="bold")
         above.set(xlabel="documents, the longest first (keys, thousand tokens)")
-        below.set_title(f"the busiest server computes {relative.max():.2f} times the mean")
-        below.set(xlabel="attention servers (dashed: the tolerance)")
-        below.set_xticks(range(plan.world_size))
+        below.set_title(
+            f"servers compute {relative.min():.2f} to {relative.max():.2f} times the mean"
+        )
+        below.set(xlabel="attention servers")
         for axes in (above, below):
             axes.spines[["top", "right"]].set_visible(False)
             axes.xaxis.label.set_size(11)

@@ -57,6 +57,8 @@ _FLAGS_OF_SCHEDULERS = {
     "context_parallel_size": ("per-document-cp", "ring-zigzag", "hybrid-cp", "wlb-llm"),
 }
 """Flags that some schedulers alone use."""
+PLAIN = "plain"
+"""Row of plain data parallelism in the comparison."""
 _DESCRIPTION = """\
 Plans the core attention of one batch of documents, and prints how balanced it is and how many
 bytes it moves. Nothing is trained, and no GPU is needed: the figures are what a run would have.
@@ -191,7 +193,9 @@ def build_parser() -> Parser:
     )
     output = parser.add_argument_group("output")
     output.add_argument(
-        "--compare", action="store_true", help="Plan with every scheduler, and print one table."
+        "--compare",
+        action="store_true",
+        help="Plan with every scheduler, and print one table, with plain data parallelism.",
     )
     output.add_argument("--json", action="store_true", help="Print all figures as JSON.")
     output.add_argument(
@@ -429,11 +433,17 @@ def _compare(
     lengths: Int64s,
     capacities: Int64s,
 ) -> None:
-    """Prints a row for each scheduler, with the reason where it makes no plan."""
+    """Prints a row for plain data parallelism and for each scheduler, with the reason where it
+    makes no plan."""
     rows: dict[str, dict[str, Any]] = {}
-    for name in COMPARED:
+    placed = place_in_turn(lengths, capacities)
+    # Plain data parallelism cuts documents where a rank's tokens end.
+    documents = {PLAIN: placed.end - placed.start}
+    for name in (PLAIN, *COMPARED):
         try:
-            plan, seconds = _timed_plan(args, name, model, config, lengths, capacities)
+            scheduler = "packed" if name == PLAIN else name
+            planned = documents.get(name, lengths)
+            plan, seconds = _timed_plan(args, scheduler, model, config, planned, capacities)
             rows[name] = {**asdict(describe(plan, config)), **seconds}
         except (ValueError, ImportError) as error:
             rows[name] = {"error": str(error)}
@@ -447,7 +457,8 @@ def _compare(
             continue
         cells = (f"{row[key] / unit:>10,.{digits}f}" for _, key, unit, digits in _COLUMNS)
         _write(f"{name:16}" + "".join(cells))
-    _write("(sent, recv: of the busiest rank; one layer, forward; tokens: most of a rank / mean)")
+    _write("(sent, recv: of the busiest rank; one layer, forward; tokens: most of a rank / mean;")
+    _write(f"{PLAIN}: plain data parallelism, which cuts documents where a rank's tokens end)")
 
 
 def _write(text: str) -> None:

@@ -9,7 +9,12 @@ from typing import Any
 import numpy as np
 
 from distca.commands.command_line import make_figure
-from distca.commands.plan_plot import draw_documents
+from distca.commands.plan_plot import (
+    busiest_servers,
+    draw_documents,
+    legend_of,
+    number_servers,
+)
 from distca.commands.simulate_report import charged_line
 from distca.cost.kernel_time import CostModel
 from distca.cost.step_bytes import step_bytes
@@ -140,7 +145,7 @@ def format_simulated(
 
 
 def plot_steps(stepped: SteppedPlan, shape: AttentionShape, path: Path) -> None:
-    """Draws each step's tasks in the colours of their servers, and each rank's bytes.
+    """Draws each step's tasks by server, and each rank's bytes.
 
     Raises:
         ImportError: matplotlib is not installed.
@@ -149,22 +154,23 @@ def plot_steps(stepped: SteppedPlan, shape: AttentionShape, path: Path) -> None:
     figure = make_figure(figsize=(4 * shown + 1, 7), layout="constrained")
     axes = figure.subplots(2, shown, squeeze=False, sharey="row", height_ratios=[3, 1])
     ranks, moved = np.arange(plan.world_size), step_bytes(stepped, shape)
+    highlighted = busiest_servers(plan)
     queries = plan.tasks.q_start.min() / _THOUSAND, plan.tasks.q_end.max() / _THOUSAND
     for number in range(shown):
         tasks, rows = axes[0, number], axes[1, number]
-        draw_documents(tasks, stepped.select(stepped.step == number).plan)
+        draw_documents(tasks, stepped.select(stepped.step == number).plan, highlighted)
         tasks.set(title=f"step {number}", ylim=queries[::-1], xlabel="keys, thousand tokens")
         rows.bar(ranks - 0.2, moved[number].sent() / 1e6, width=0.4, label="sent", color=BLUE)
         rows.bar(
             ranks + 0.2, moved[number].received() / 1e6, width=0.4, label="received", color=ORANGE
         )
-        rows.set(xlabel="rank", xlim=(-0.5, plan.world_size - 0.5))
-        rows.xaxis.get_major_locator().set_params(integer=True)
+        rows.set(xlabel="rank")
+        number_servers(rows, plan.world_size)
         if number:
             tasks.set_ylabel("")
     axes[0, 0].set_ylabel("queries, thousand tokens")
     axes[1, 0].set_ylabel("MB a layer")
     axes[1, 0].legend()
-    figure.suptitle(title_of(plan))
+    figure.suptitle(f"{title_of(plan)}\n{legend_of(plan, highlighted)}")
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=110)

@@ -9,7 +9,7 @@ from distca.schedule.base import (
 )
 from distca.schedule.baselines.context_parallel import PerDocumentContextParallel, RingZigzag
 from distca.schedule.baselines.hybrid_cp import HybridContextParallel
-from distca.schedule.baselines.packed import PackedScheduler, packed_loads
+from distca.schedule.baselines.packed import PackedScheduler, plain_loads
 from distca.schedule.baselines.wlb_llm import WlbLlm
 from distca.schedule.greedy import GreedyScheduler
 from distca.schedule.program import Pass
@@ -83,7 +83,7 @@ __all__ = [
     "make_scheduler",
     "most_in_flight_of_1f1b",
     "move_tiles",
-    "packed_loads",
+    "plain_loads",
     "pool",
     "pool_nano_batches",
     "share_out",

@@ -10,7 +10,7 @@ from distca.cost.volume import BackwardInputs, plan_bytes
 from distca.plan import Plan
 from distca.plan.span import Floats, Int64s, distinct
 from distca.schedule.base import ScheduleConfig, even_capacities, relative_loads, server_loads
-from distca.schedule.baselines.packed import packed_loads
+from distca.schedule.baselines.packed import plain_loads
 from distca.wording import counted
 
 
@@ -31,7 +31,7 @@ class PlanSummary:
         load_unit: "seconds (predicted)" or "pairs".
         load_mean: mean load of a server, in that unit.
         load_max_over_mean_before: load of the busiest rank over the mean in plain data parallelism
-            (`packed_loads`).
+            (`plain_loads`).
         load_max_over_mean, load_min_over_mean: loads of the busiest and the idlest server over the
             mean; with unequal speeds, their times over the time if all were busy equally long.
         bytes_total: all bytes of the forward pass.
@@ -98,7 +98,7 @@ def describe(
         capacities, owners = np.zeros_like(tokens), np.flatnonzero(tokens)
         if len(owners):
             capacities[owners] = even_capacities(int(tokens.sum()), len(owners))
-        before = packed_loads(plan.lengths, capacities, plan.mask, cost_model)
+        before = plain_loads(plan.lengths, capacities, plan.mask, cost_model)
     return PlanSummary(
         scheduler=plan.scheduler,
         servers=servers,

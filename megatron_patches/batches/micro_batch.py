@@ -10,7 +10,7 @@ import torch
 
 from distca.plan import LayerMasks
 from distca.plan.span import Int64s
-from distca.schedule import packed_loads
+from distca.schedule import plain_loads
 from megatron_patches.batches.stream import TokenStream
 from megatron_patches.model.core_attention import DocumentParams
 
@@ -27,7 +27,7 @@ def million_pairs(lengths: Int64s, masks: LayerMasks) -> float:
     """
     counts = dict(zip(masks.masks, masks.counts(), strict=True))
     everything = lengths.sum(keepdims=True)
-    pairs = sum(n * float(packed_loads(lengths, everything, m)[0]) for m, n in counts.items())
+    pairs = sum(n * float(plain_loads(lengths, everything, m)[0]) for m, n in counts.items())
     return pairs / sum(counts.values()) / 1e6
 
 

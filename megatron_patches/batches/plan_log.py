@@ -55,11 +55,11 @@ def log_first_plan(
     (planned,) = planner.ticks(shared_out, [tick])
     # The first plan is that of the mask that sees most.
     mask = planner.masks.masks[0]
-    packed = reader.packed_loads(first_sample, micro_batches, {mask: 1}, planner.config.cost_model)
+    plain = reader.plain_loads(first_sample, micro_batches, {mask: 1}, planner.config.cost_model)
     before = np.zeros(planner.world_size)
     for servers, work in zip(planner.servers, tick.work, strict=True):
         if work is not None:
-            before[servers] = packed[work.micro_batch]
+            before[servers] = plain[work.micro_batch]
     summary = describe(planned.plans[0], planner.config, backward, before)
     logger.info("the first plan of the run:\n%s", format_summary(summary))
     warning = warning_of_groups_of_one(planner, shared_out)

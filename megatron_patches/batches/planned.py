@@ -21,7 +21,7 @@ from distca.schedule import (
     GlobalBatchPlanner,
     PlannedMicroBatch,
     chain_sizes,
-    packed_loads,
+    plain_loads,
 )
 from distca.schedule.program import NANO_BATCHES
 from megatron_patches.batches.layouts import WindowLayout
@@ -68,7 +68,7 @@ class PlannedReader:
         pairs = sum(million_pairs(each.lengths, self.planner.masks) for each in documents)
         return pairs / (micro_batches * self.layout.data_parallel_size)
 
-    def packed_loads(
+    def plain_loads(
         self,
         first_sample: int,
         micro_batches: int,
@@ -93,7 +93,7 @@ class PlannedReader:
             for start, stop in layout.windows(first_sample + n * layout.samples_per_micro_batch):
                 lengths = self.stream.document_lengths(start, stop)
                 for mask, count in layers.items():
-                    loads[n] += count * packed_loads(lengths, capacities, mask, cost_model)
+                    loads[n] += count * plain_loads(lengths, capacities, mask, cost_model)
         return loads
 
     def _read_windows(self, sample: int, chain: int) -> Documents:

@@ -279,7 +279,7 @@ class PlannedIterator(Iterator[TickInput]):
             documents = reader.documents(sample, number)
             counted = plan(documents)
             warning.check(counted.batch, sample)
-            figures = balance_figures(counted, reader.packed_loads(sample, number))
+            figures = balance_figures(counted, reader.plain_loads(sample, number))
             yield counted, figures | {PAIRS: reader.million_pairs(documents, number)}
             sample += number * reader.layout.samples_per_micro_batch
 

@@ -15,7 +15,7 @@ import torch
 
 from distca.commands import plan as plan_command
 from distca.commands.plan import cut_to_pieces, shuffled
-from distca.commands.plan_plot import draw_loads
+from distca.commands.plan_plot import busiest_servers, draw_documents, draw_loads
 from distca.cost.link import Links
 from distca.cost.model_sizes import MODELS
 from distca.cost.profile import Profile
@@ -63,9 +63,14 @@ def test_a_readable_table(command, lengths_file: str) -> None:
 
 def test_all_schedulers_in_one_table(command, lengths_file: str) -> None:
     text = command.run("--lengths", lengths_file, *SMALL, "--compare")
-    assert [line.split()[0] for line in text.splitlines()[1:-1]] == list(COMPARED)
+    assert [line.split()[0] for line in text.splitlines()[1:-2]] == ["plain", *COMPARED]
     rows = json.loads(command.run("--lengths", lengths_file, *SMALL, "--compare", "--json"))
-    assert list(rows) == list(COMPARED)
+    assert list(rows) == ["plain", *COMPARED]
+    # What the report of a plan has before the arrow, and not the plan of whole documents.
+    plain, packed = rows["plain"], rows["packed"]
+    before = rows["tiles"]["load_max_over_mean_before"]
+    assert plain["load_max_over_mean"] == before != packed["load_max_over_mean"]
+    assert plain["bytes_total"] == 0 < packed["bytes_total"]
     assert all("bytes_total" in row for row in rows.values())
     # One that cannot be made says why, and the others are still there.
     rows = json.loads(
@@ -132,9 +137,31 @@ def test_the_plot_marks_the_load_that_the_tolerance_allows() -> None:
     axes = figure.add_subplot()
     config = ScheduleConfig(shape=MODELS["llama-8b"].attention_shape(), tolerance=0.25)
     plan = make_scheduler("tiles", config).plan(np.array([700, 324]), np.array([512, 512]), Mask())
-    relative = draw_loads(axes, plan, config)
+    relative = draw_loads(axes, plan, config, [])
     assert axes.lines[0].get_ydata() == [1.25, 1.25]
     assert [bar.get_height() for bar in axes.patches] == relative.tolist()
+    assert axes.get_xticks().tolist() == [0, 1]
+    assert axes.texts[0].get_text() == "mean + 25% (tolerance)"
+
+
+def test_the_plot_highlights_the_busiest_and_labels_large_tasks() -> None:
+    axes = pytest.importorskip("matplotlib.figure").Figure().add_subplot()
+    config = ScheduleConfig(shape=MODELS["llama-8b"].attention_shape())
+    lengths = np.array([100] * 5 + [60, 40] + [30, 30, 40] + [20] * 5)
+    plan = make_scheduler("packed", config).plan(lengths, np.full(8, 100), Mask())
+    highlighted = busiest_servers(plan)
+    assert highlighted == [0, 1, 2, 3]
+    draw_documents(axes, plan, highlighted)
+    labels = {text.get_text(): text.get_color() for text in axes.texts}
+    # Short documents have no room for a number.
+    assert set(labels) == {"0", "1", "2", "3", "4", "5", "6"}
+    (colours,) = (each.get_facecolor() for each in axes.collections)
+    grey = plan.tasks.server > 3
+    assert len(np.unique(colours[grey], axis=0)) == 1
+    assert len(np.unique(colours[~grey], axis=0)) == 4
+    # All have colours where there are enough.
+    few = make_scheduler("packed", config).plan(np.array([200, 100]), np.full(3, 100), Mask())
+    assert busiest_servers(few) == [0, 1, 2]
 
 
 def test_a_row_of_the_comparison_has_the_figures_of_the_json(command, lengths_file) -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from data import demo_corpus, demo_report
 from distca.plan import Mask
-from distca.schedule import packed_loads
+from distca.schedule import plain_loads
 
 DISTCA = {
     "lm loss": {step: 5.0 - step / 10 for step in range(1, 21)},
@@ -98,4 +98,4 @@ def test_the_report_is_of_what_the_runs_wrote(tmp_path: Path, capsys) -> None:
     plan, before = demo_report.first_window(flags, 4)
     assert plan.placement.tokens_per_rank().tolist() == [512] * 4
     assert plan.lengths.max() == 512
-    assert before.tolist() == packed_loads(plan.lengths, np.full(4, 512), Mask()).tolist()
+    assert before.tolist() == plain_loads(plan.lengths, np.full(4, 512), Mask()).tolist()

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from distca.attention import KernelTasks
 from distca.documents.document_list import ListedDocuments
-from distca.palette import spread_colours
+from distca.palette import GREY, HIGHLIGHTS, server_colours
 from distca.plan import Mask, Plan, validate_plan
 from distca.schedule import ScheduleConfig, describe, even_capacities, make_scheduler
 from megatron_patches.flags import coverage
@@ -169,18 +169,23 @@ def test_the_picture_of_the_readme_shows_what_it_says(tmp_path: Path) -> None:
     assert picture.main([str(tmp_path / "picture.svg")]) == 0
     drawn = (tmp_path / "picture.svg").read_text()
     readme = (ROOT / "README.md").read_text()
-    found = re.search(r"has (\d\.\d+) times .*?, (\d\.\d+) with", readme)
+    found = re.search(r"(\d\.\d+ to \d\.\d+) times the mean .*?, (\d\.\d+ to \d\.\d+) with", readme)
     assert found is not None
     for balance in found.groups():
-        assert f"computes {balance} times the mean" in drawn
+        assert f"servers compute {balance} times the mean" in drawn
 
 
-@pytest.mark.parametrize("count", [2, 16, 64])
-def test_colours_of_neighbours_differ_in_black_and_white(count: int) -> None:
+def test_highlighted_servers_have_colours_that_differ_in_black_and_white() -> None:
+    """Neighbours in the list differ most, and all others are of one grey."""
     pytest.importorskip("matplotlib")
-    colours = spread_colours(count)
-    assert len(np.unique(colours, axis=0)) == count
-    grey = colours[:, :3] @ [0.2126, 0.7152, 0.0722]
+    from matplotlib.colors import to_rgba
+
+    highlighted = [12, 7, 11, 3, 0]
+    colours = server_colours(16, highlighted)
+    assert [tuple(colours[server]) for server in highlighted] == [to_rgba(c) for c in HIGHLIGHTS]
+    others = [server for server in range(16) if server not in highlighted]
+    assert {tuple(colours[server]) for server in others} == {to_rgba(GREY)}
+    grey = colours[highlighted][:, :3] @ [0.2126, 0.7152, 0.0722]
     assert np.abs(np.diff(grey)).min() > 0.15
 
 

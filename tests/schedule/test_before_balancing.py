@@ -21,7 +21,7 @@ from distca.schedule import (
     ScheduleConfig,
     describe,
     make_scheduler,
-    packed_loads,
+    plain_loads,
     tick_schedule,
 )
 from megatron_patches.batches.layouts import WindowLayout
@@ -38,10 +38,10 @@ LENGTHS = np.array([3, 5, 4, 4, 4, 2, 2])
 def test_documents_lie_one_after_the_other_and_are_cut_where_a_rank_ends() -> None:
     capacities = np.array([4, 4, 0, 4])
     # 3 + 1 of 5, the other 4, nothing, 4.
-    assert packed_loads(LENGTHS[:3], capacities, Mask()).tolist() == [6 + 1, 10, 0, 10]
-    assert packed_loads(LENGTHS[:3], capacities, Mask(1)).tolist() == [5 + 1, 7, 0, 7]
+    assert plain_loads(LENGTHS[:3], capacities, Mask()).tolist() == [6 + 1, 10, 0, 10]
+    assert plain_loads(LENGTHS[:3], capacities, Mask(1)).tolist() == [5 + 1, 7, 0, 7]
     model = AnalyticCost(flops_per_pair=1.0, flops_per_second=2.0)
-    assert packed_loads(LENGTHS[:3], capacities, Mask(), model).tolist() == [3.5, 5, 0, 5]
+    assert plain_loads(LENGTHS[:3], capacities, Mask(), model).tolist() == [3.5, 5, 0, 5]
 
 
 @pytest.mark.parametrize("scheduler", ["tiles", "greedy", "wlb-llm", "ring-zigzag"])
@@ -68,13 +68,13 @@ def test_the_log_adds_up_what_a_rank_computes_of_all_micro_batches() -> None:
     stream = memory_stream([8, *LENGTHS.tolist()])
     batches = PlannedReader(stream, layout, planner, 1)
     # The first window is of another global batch; then 3 + 1 | 4, 4 | 4 and 4 | 2 + 2.
-    packed = batches.packed_loads(2, 3)
-    assert packed.tolist() == [[6 + 1, 10], [10, 10], [10, 3 + 3]]
+    plain = batches.plain_loads(2, 3)
+    assert plain.tolist() == [[6 + 1, 10], [10, 10], [10, 3 + 3]]
     nothing = PlannedGlobalBatch(tick_schedule(3, 1), planner.servers, (), ())
     counted = CountedGlobalBatch(nothing, (), CoreAttentionMemory(), ())
-    assert balance_figures(counted, packed)["load max/mean before"] == 27 / 26.5
+    assert balance_figures(counted, plain)["load max/mean before"] == 27 / 26.5
     two_windows = PlannedReader(stream, WindowLayout(0, 2, 4, 2), planner, 1)
-    assert two_windows.packed_loads(2, 1).tolist() == [[17, 20]]
+    assert two_windows.plain_loads(2, 1).tolist() == [[17, 20]]
 
 
 def first_plan_of(flags: Sequence[str], lengths: Sequence[int]) -> list[str]:

@@ -20,7 +20,7 @@ from distca.schedule import (
     describe,
     format_summary,
     make_scheduler,
-    packed_loads,
+    plain_loads,
 )
 from distca.schedule.base import server_loads, tasks_at_home
 from support.batches import SlowStart, documents, long_tailed_lengths, task_rows
@@ -242,7 +242,7 @@ def test_the_summary_of_a_plan() -> None:
     plan = make("greedy", batch)
     moved = plan_bytes(plan, SHAPE, "keep")
     summary = describe(plan, ScheduleConfig(shape=SHAPE, links=Links(4)), "keep")
-    plain = packed_loads(batch.lengths, np.full(8, 4096), Mask())
+    plain = plain_loads(batch.lengths, np.full(8, 4096), Mask())
     assert summary.load_max_over_mean_before == plain.max() / plain.mean()
     assert summary.load_max_over_mean == max_over_mean(plan.loads())
     assert summary.load_min_over_mean == plan.loads().min() / plan.loads().mean()

@@ -1,4 +1,9 @@
-"""Packed documents: data parallelism without disaggregation."""
+"""Documents in turn on the ranks: whole ("packed"), or cut where a rank's tokens end ("plain").
+
+*Plain* data parallelism is what Megatron does without context parallelism: the parts of a cut
+document do not see each other. The scheduler *packed* keeps documents whole, so that its plans
+cover the same pairs as those of the other schedulers.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +15,7 @@ from distca.plan.span import Floats, Int64s
 from distca.schedule.base import ScheduleConfig, document_loads, plan_at_home
 
 
-def packed_loads(
+def plain_loads(
     lengths: Int64s, capacities: Int64s, mask: Mask, cost_model: CostModel | None = None
 ) -> Floats:
     """Returns the load of each rank in plain data parallelism, `[ranks]`: the loads to balance.
