@@ -34,15 +34,15 @@ sys.path.insert(0, str(Path(__file__).parents[2]))  # as benchmarks/__init__.py 
 from benchmarks import pages
 from benchmarks.kernels.attention import seconds_of
 from benchmarks.lengths_only import VOCABULARY, stream_of
-from distca.attention import select_kernel
+from benchmarks.virtual_ranks import core_attention_of_ranks
 from distca.cost.volume import plan_bytes
 from distca.documents.lengths import DISTRIBUTIONS, draw
 from distca.plan.plan import max_over_mean
 from distca.plan.span import Int64s
-from distca.runtime import Buffers, CoreAttention, EventCursor, Exchange, build_exchange
+from distca.runtime import CoreAttention, EventCursor, Exchange, build_exchange
 from distca.schedule import ExecutionOptions, GlobalBatchPlanner, documents_in_turn
 from distca.schedule.program import Event, LayerGroup, Pass, Step, tick_program
-from distca.transport.virtual import VirtualTransport
+from distca.transport import Transport
 from megatron_patches.batches.layouts import WindowLayout
 from megatron_patches.batches.micro_batch import MicroBatch
 from megatron_patches.batches.planned import PlannedReader
@@ -163,7 +163,7 @@ class Layer:
         )
         self.bytes_planned: dict[str, int] = {}
         self.balance: dict[str, float] = {}
-        self.transports: dict[str, list[VirtualTransport]] = {}
+        self.transports: dict[str, list[Transport]] = {}
 
     def way(self, name: str) -> Callable[[], torch.Tensor]:
         """Makes a function that runs the layer forward and backward, and returns the outputs' sum.
@@ -220,28 +220,19 @@ class Layer:
         loads = np.sum([plan.loads() for plan in plans], axis=0)
         self.balance[name] = max_over_mean(loads)
         needed = planned.largest_memory(config.shape)
-        halves, ranks = [], self._transports(overlaps)
-        for rank, (transport, batch) in enumerate(zip(ranks, batches, strict=True)):
-            attention = CoreAttention(
-                transport, select_kernel(self._device.type), Buffers(self._device, len(plans))
-            )
-            attention.reserve(needed)
+        stream = None
+        if self._device.type == "cuda" and overlaps:
+            stream = torch.cuda.Stream(priority=-1)
+        ranks = core_attention_of_ranks(servers, len(plans), needed, self._device, stream)
+        halves = []
+        for rank, (attention, batch) in enumerate(zip(ranks, batches, strict=True)):
             exchanges = attention.buffers.place([build_exchange(plan, rank) for plan in plans])
             only = planned.micro_batches[0]
             made = batch.micro_batch(only, {}, [None] * len(only.plans))
             micro_batch = made.to(self._device)
             halves.append(self._of_server(attention, exchanges, micro_batch))
-        self.transports[name] = ranks
+        self.transports[name] = [attention.transport for attention in ranks]
         return halves
-
-    def _transports(self, overlaps: bool) -> list[VirtualTransport]:
-        stream = None
-        if self._device.type == "cuda" and overlaps:
-            stream = torch.cuda.Stream(priority=-1)
-        ranks: list[VirtualTransport] = []
-        for rank in range(self._args.servers):
-            VirtualTransport(rank, ranks, self._args.servers, self._device, stream)
-        return ranks
 
     def _of_server(
         self, attention: CoreAttention, exchanges: tuple[Exchange, ...], batch: MicroBatch

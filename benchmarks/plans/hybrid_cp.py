@@ -33,6 +33,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))  # as benchmarks/__init__.py 
 
 from benchmarks import pages
 from benchmarks.plans.schedulers import TOKENS_PER_SERVER, document_sets
+from distca.cost.kernel_time import CostModel
 from distca.cost.model_sizes import MODELS
 from distca.cost.volume import plan_bytes
 from distca.plan import Mask, Plan, validate_plan
@@ -70,10 +71,18 @@ class Row:
 
 
 def plan_way(
-    name: str, lengths: Int64s, config: ScheduleConfig, work: AllWork
+    name: str, lengths: Int64s, servers: int, config: ScheduleConfig, work: CostModel
 ) -> tuple[Plan, Int64s]:
-    """Makes a plan; returns it with the round of each document."""
-    capacities = even_capacities(int(lengths.sum()), SERVERS)
+    """Makes a plan; returns it with the round of each document.
+
+    Args:
+        name: name of the scheduler.
+        lengths: tokens of each document, int64 `[documents]`.
+        servers: number of servers, which own equally many tokens where the scheduler lets them.
+        config: configuration of the scheduler.
+        work: cost of all work, by which WLB-LLM packs.
+    """
+    capacities = even_capacities(int(lengths.sum()), servers)
     if name == "hybrid-cp":
         found = HybridContextParallel(config).plan_rounds(lengths, capacities, Mask())
         return found.plan, found.round_of_document
@@ -89,7 +98,7 @@ def measure(name: str, size: int | None, lengths: Int64s, costs: ModelCosts) -> 
     per_token = sum(costs.layer_seconds())
     work = AllWork(kernel, 1 + costs.cluster.backward_over_forward, per_token)
     config = ScheduleConfig(shape=costs.shape, cost_model=kernel, context_parallel_size=size)
-    plan, round_of = plan_way(name, lengths, config, work)
+    plan, round_of = plan_way(name, lengths, SERVERS, config, work)
     validate_plan(plan)
     at, tasks = plan.placement, plan.tasks
     seconds = np.zeros((int(round_of.max()) + 1, SERVERS))

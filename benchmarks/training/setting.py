@@ -134,11 +134,17 @@ class Setting:
         return ways
 
 
-def document_lengths(setting: Setting, mix: str) -> list[int]:
-    """Lengths of documents that fill all batches, cut where a rank's tokens end.
+def document_lengths(setting: Setting, mix: str, ranks_of_longest: int = 1) -> list[int]:
+    """Draws lengths of documents that fill all batches.
 
     The mixes are the distributions of `distca/documents/lengths.py`, scaled so that 65,536 of their
     tokens are a rank's, and "long-tail": lognormal around a 16th of a rank's tokens with sigma 2.
+
+    Args:
+        setting: sizes, and the seed.
+        mix: name of the mix.
+        ranks_of_longest: number of ranks after whose tokens a document is cut; it divides the
+            number of all ranks.
     """
     ranks = setting.batches * setting.micro_batches * setting.data_parallel_size
     if mix == LONG_TAIL:
@@ -150,8 +156,8 @@ def document_lengths(setting: Setting, mix: str) -> list[int]:
         drawn = draw(DISTRIBUTIONS[mix], total, setting.seed) * setting.seq_length / _SCALE
     drawn_lengths = iter(np.maximum(drawn, 1).astype(np.int64).tolist())
     lengths = []
-    for _ in range(ranks):
-        left = setting.seq_length
+    for _ in range(ranks // ranks_of_longest):
+        left = setting.seq_length * ranks_of_longest
         while left:
             lengths.append(min(next(drawn_lengths, left), left))
             left -= lengths[-1]

@@ -187,8 +187,10 @@ def draw_documents(axes: Axes, plan: Plan, highlighted: Sequence[int]) -> None:
     digits = 1 + np.floor(np.log10(np.maximum(tasks.server, 1)))
     shown = (heights > _TALL * height) & (mean_widths > _WIDE * digits * width)
     for number in np.flatnonzero(shown).tolist():
+        x, y = middles[number].tolist()
         axes.text(
-            *middles[number],
+            x,
+            y,
             str(tasks.server[number]),
             color=BLACK if colours[number, :3] @ _LUMINANCE > 0.4 else "white",
             ha="center",

@@ -104,6 +104,29 @@ def test_one_layer_on_virtual_servers(tmp_path) -> None:
     assert any("flash_attention" in event.get("name", "") for event in timeline["traceEvents"])
 
 
+def test_more_ranks(tmp_path) -> None:
+    """The command, in a small form; what it computes is in test_more_ranks.py."""
+    sizes = ["--ranks", "4", "--ranks-of-longest", "1", "2", "--seq-length", "512", "--seeds", "2"]
+    printed = run("training/more_ranks", tmp_path, *sizes, "--runs", "1", "--mixes", "fixed")
+    found = json.loads((tmp_path / "more_ranks.json").read_text())
+    assert found["rates"]["token"] > 0
+    assert found["rates"]["pair"] > 0
+    ways = {case["way"] for case in found["cases"]}
+    assert {"plain Megatron", "hybrid CP of 2", "DistCA, ping-pong, tolerance 0.02"} <= ways
+    assert {(case["longest"], case["seed"]) for case in found["cases"]} == {
+        *((1, 0), (1, 1), (2, 0), (2, 1))
+    }
+    for case in found["cases"]:
+        # Two layers, and all other work.
+        assert case["step"] > 2 * case["attention"] > 0
+        assert case["over_mean"] >= 1
+    page = (tmp_path / "more_ranks.md").read_text()
+    assert "| fixed | plain Megatron |" in page
+    assert "## 4 ranks, documents of at most 2 ranks' tokens" in page
+    # It ends with a mark of its sources.
+    assert page.startswith(printed[printed.index("# More ranks") :].strip())
+
+
 def test_a_gpu_idles_where_nothing_runs() -> None:
     """Kernels of two streams overlap, one lies within another, and they are told in any order."""
     assert idle_share([(60, 100), (10, 40), (20, 30), (35, 50)]) == pytest.approx(10 / 90)
