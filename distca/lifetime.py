@@ -16,6 +16,7 @@ from typing import Any
 _PR_SET_PDEATHSIG = 1
 _SIGNALS = {signal.SIGINT: "interrupted", signal.SIGTERM: "terminated"}
 _SECONDS_TO_END = 2.0
+_SECONDS_HELD_BACK = 0.02
 
 
 def end_with_parent() -> None:
@@ -36,9 +37,9 @@ class EndAtSignals:
 
     A signal raises `Ended` in the main thread, so that files are closed and other processes ended
     on the way out. Then the process writes one line to standard error and exits with 128 plus the
-    signal's number. It does so after two seconds in any case, since libraries may catch `Ended`.
-    It exits at once if there is a second signal, or if a module is being imported: some modules in
-    C++ abort if an exception comes then.
+    signal's number. It does so after two seconds in any case, since libraries may catch `Ended`,
+    and at once if there is a second signal. While a module is being imported `Ended` is held back:
+    some modules in C++ abort if an exception comes then.
 
     Args:
         name: name of the command, with which the line begins.
@@ -48,6 +49,7 @@ class EndAtSignals:
         self._name = name
         self._number: int | None = None
         self._told = False
+        self._held_back = self._sent_again = False
         self._reads, self._writes = os.pipe()
 
     @property
@@ -68,6 +70,7 @@ class EndAtSignals:
                 threading.Thread(target=self._watch, daemon=True).start()
                 return command()
             finally:
+                self._held_back = False
                 for each in _SIGNALS:
                     signal.signal(each, signal.SIG_DFL)
         finally:
@@ -75,18 +78,33 @@ class EndAtSignals:
                 self._exit()
 
     def _take(self, number: int, frame: FrameType | None) -> None:
-        again, self._number = self.asked, number
-        if again or _is_importing(frame):
+        again, self._sent_again = self._sent_again, False
+        if self.asked and not self._held_back:
+            if again:
+                # `Ended` was raised just before.
+                return
             self._exit()
+        first, self._number = not self.asked, number
+        self._held_back = _is_importing(frame)
+        if first:
+            os.write(self._writes, b"1")
+        if self._held_back:
+            return
         # Where `Ended` cannot be passed on, as in a callback, Python would write a traceback.
         sys.unraisablehook = lambda unraisable: None
-        os.write(self._writes, b"1")
         raise Ended
 
     def _watch(self) -> None:
         """Waits for a signal, and then for the end, on a thread that is there before either."""
         os.read(self._reads, 1)
-        time.sleep(_SECONDS_TO_END)
+        main = threading.main_thread().ident
+        end = time.monotonic() + _SECONDS_TO_END
+        while time.monotonic() < end:
+            time.sleep(_SECONDS_HELD_BACK)
+            if self._held_back and main is not None and self._number is not None:
+                # The import may have ended.
+                self._sent_again = True
+                signal.pthread_kill(main, self._number)
         self._exit()
 
     def _exit(self) -> None:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -10,6 +13,7 @@ import numpy as np
 import pytest
 
 from support.byte_tokenizer import save_chat_model
+from support.pretraining import ROOT
 from support.signalled import (
     CTRL_C,
     KILL,
@@ -123,3 +127,36 @@ def test_every_command_ends(model: str, tmp_path: Path, full: bool, name: str) -
     for number, after in enumerate(times):
         sent = (CTRL_C, TERMINATE)[number % 2]
         check(first, sent, signalled(command, sent, after, tmp_path))
+
+
+@pytest.mark.parametrize("sent", [CTRL_C, TERMINATE])
+def test_a_signal_during_an_import_is_taken_after_it(tmp_path: Path, sent: Sent) -> None:
+    """What was made before the import is removed."""
+    (tmp_path / "slow.py").write_text(
+        "import os, time\n"
+        f"os.kill(os.getpid(), {int(sent.number)})\n"
+        "time.sleep(0.3)\n"
+        "print('imported', flush=True)\n"
+    )
+    (tmp_path / "command.py").write_text(
+        "import tempfile, time\n"
+        "from distca.lifetime import EndAtSignals\n"
+        "def command():\n"
+        "    with tempfile.TemporaryDirectory(prefix='distca-'):\n"
+        "        import slow\n"
+        "        time.sleep(10)\n"
+        "EndAtSignals('command').run(command)\n"
+    )
+    environment = {**os.environ, "TMPDIR": str(tmp_path), "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [sys.executable, "command.py"],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    word = {CTRL_C: "interrupted", TERMINATE: "terminated"}[sent]
+    assert done.returncode == 128 + sent.number, done
+    assert (done.stdout, done.stderr) == ("imported\n", f"command: {word}\n")
+    assert not [*tmp_path.glob("distca-*")]
