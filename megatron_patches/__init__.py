@@ -7,7 +7,6 @@ between versions of megatron-core, and `llama` converts checkpoints.
 """
 
 import importlib.util
-import logging
 import warnings
 
 if importlib.util.find_spec("megatron") is None:
@@ -16,6 +15,7 @@ if importlib.util.find_spec("megatron") is None:
         "installed before it"
     )
 
+from distca.quiet import ignore_missing_cuda
 from megatron_patches.without_triton import stand_in_for_triton
 
 stand_in_for_triton()
@@ -25,7 +25,4 @@ warnings.filterwarnings("ignore", r".*(Apex|Transformer Engine).* not installed"
 # Of parts of it that we do not use.
 warnings.filterwarnings("ignore", r"Only transformer-engine.* supports MoE experts", UserWarning)
 warnings.filterwarnings("ignore", r".* is experimental and still under active dev", UserWarning)
-# torch looks for a compiler of CUDA, which megatron-core asks for, too, where there is no GPU.
-logging.getLogger("torch.utils.cpp_extension").addFilter(
-    lambda record: "No CUDA runtime is found" not in record.getMessage()
-)
+ignore_missing_cuda()

@@ -5,7 +5,7 @@ here documents, one after the other: each on the smallest power of two of ranks 
 more than N of its tokens. All data- and context-parallel ranks are one pool; there is no pipeline.
 
 Who trains on what is decided by megatron-core's own `BalancedCPScheduler`, which this module calls
-(it is the same in 0.16.1 to 0.19.2). It fills *rounds*: in a round the ranks are divided into
+(it is the same in 0.17.1 to 0.19.2). It fills *rounds*: in a round the ranks are divided into
 subgroups, each with samples of its own, and all ranks wait for each other at its end. Without
 enough samples for all ranks, subgroups are made larger.
 
@@ -25,6 +25,7 @@ import numpy as np
 
 from distca.plan import Mask, Placement, Plan
 from distca.plan.span import Floats, Int64s
+from distca.quiet import ignore_missing_cuda
 from distca.schedule.base import ScheduleConfig, plan_at_home, task_loads
 from distca.schedule.baselines.context_parallel import shard_documents
 
@@ -130,11 +131,12 @@ def balanced_scheduler() -> Any:
         with warnings.catch_warnings():
             # It warns of every GPU package that is not there.
             warnings.simplefilter("ignore")
+            ignore_missing_cuda()
             from megatron.core.pipeline_parallel.hybrid_cp_schedule import BalancedCPScheduler
     except ImportError as error:
         raise ImportError(
             "hybrid-cp asks megatron-core's own scheduler: pip install 'distca[megatron]' "
-            f"(0.16.1 to 0.19 have it; {error})"
+            f"(0.17.1 to 0.19.2 have it; {error})"
         ) from error
     return BalancedCPScheduler
 
