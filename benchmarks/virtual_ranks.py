@@ -20,7 +20,6 @@ from distca.runtime import (
     Buffers,
     CoreAttention,
     EventCursor,
-    Trace,
     build_exchange,
 )
 from distca.runtime.attention_call import CallResources
@@ -155,7 +154,8 @@ def _run(part: Part, attention: Sequence[CoreAttention], rows: Rows) -> tuple[Fl
         resources = CallResources(
             own.transport,
             own.kernel,
-            Trace(CPU),
+            own.trace,
+            own.times,
             buffers.workspaces[0],
             buffers.scratch,
             keeps_inputs=False,
