@@ -61,7 +61,7 @@ mkdir -p demo
 # The last iteration that plain Megatron's log has.
 plain_iteration() {
     local doing
-    doing=$(sed -n 's|.* iteration  *\([0-9]*\)/.*|\1 of at most 15 iterations are done|p' demo/plain.log | tail -n 1)
+    doing=$(sed -n 's|.*iteration  *\([0-9]*\)/.*|\1 of at most 15 iterations are done|p' demo/plain.log | tail -n 1)
     echo "plain Megatron: ${doing:-starting}"
 }
 "${plain[@]}" >demo/plain.log 2>&1 &

@@ -165,7 +165,7 @@ echo "${CUDA_VISIBLE_DEVICES-unset}"
 printf "%q " "$@"
 echo
 if [[ "$*" == *--exit-interval* ]]; then
-    echo " [2026] iteration        5/      80 | lm loss: 1.0 |"
+    echo "iteration 5/80 | lm loss: 1.0 |"
     sleep 10
 fi
 """

@@ -94,7 +94,7 @@ from megatron_patches.loop.messages import message_handlers
 from megatron_patches.pipeline.progress import Progress
 
 rank, late, how = int(os.environ["RANK"]), int(sys.argv[1]), sys.argv[2]
-logging.basicConfig(handlers=message_handlers(rank))
+logging.basicConfig(handlers=message_handlers(rank, os.environ))
 progress, seconds = Progress(), float(sys.argv[3])
 dist.init_process_group("gloo", timeout=timedelta(seconds=seconds))
 args = Namespace(
