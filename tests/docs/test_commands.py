@@ -123,6 +123,7 @@ NOT_RUN = {
 # Indented blocks without a command, by how they begin.
 BLOCKS = {
     "plan by tiles for 4 servers": "test_the_quick_starts_plan",
+    "iteration 2/2 | lm loss": "test_step_log.py has the line",
     "steps 6 to 15, per step": "test_the_quick_starts_comparison",
     "load max/mean   2.622": "test_the_figures_of_one_plan",
     "queries moved   1,014,811": "test_docs.py",
