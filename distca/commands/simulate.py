@@ -30,13 +30,8 @@ from distca.commands.described import (
 )
 from distca.commands.plan import cut_to_pieces, shuffled
 from distca.commands.simulate_progress import progress
-from distca.commands.simulate_report import (
-    as_json,
-    best_of_distca,
-    format_choices,
-    how_to_train,
-    plot_choices,
-)
+from distca.commands.simulate_report import as_json, format_choices, plot_choices
+from distca.commands.verdict import Verdict
 from distca.cost.latent_rows import LATENT_ROWS
 from distca.documents.lengths import DISTRIBUTIONS, check_tokens, draw, read_lengths
 from distca.plan.span import Int64s
@@ -55,6 +50,7 @@ from distca.simulate import (
 from distca.simulate.costs import Recompute
 from distca.simulate.hybrid import HYBRID
 from distca.simulate.search import expected_iterations
+from distca.simulate.speed_up import enough_batches
 from distca.simulate.trials import Trials
 
 _TOLERANCES = (0.05, 0.02, 0.1)
@@ -114,7 +110,11 @@ def build_parser() -> Parser:
         help="Sequences of a global batch, that is of an iteration.",
     )
     documents.add_argument(
-        "--batches", type=int, default=2, metavar="N", help="Global batches to simulate."
+        "--batches",
+        type=int,
+        metavar="N",
+        help="Global batches to simulate. Default: as many as tell ratios to about 0.01, which "
+        f"are {enough_batches(32)} of 32 sequences, and {enough_batches(512)} of many.",
     )
     documents.add_argument(
         "--seed", type=int, default=0, metavar="N", help="Another seed draws other documents."
@@ -216,6 +216,8 @@ def main(argv: list[str]) -> int:
 
 
 def _run(args: argparse.Namespace, given: Mapping[str, str]) -> None:
+    if args.batches is None:
+        args.batches = enough_batches(max(args.sequences, 1))
     for name in (
         *("batches", "finalists", "sequences", "context", "gpus"),
         "expert_model_parallel_size",
@@ -254,9 +256,11 @@ def _run(args: argparse.Namespace, given: Mapping[str, str]) -> None:
     choices = _advise(args, workload, batches)
     # Before the files, so that it is not lost where one of these cannot be written.
     if args.json:
-        _write(json.dumps([as_json(choice, workload) for choice in choices], indent=1))
+        best = Verdict.of(choices).distca
+        _write(json.dumps([as_json(choice, workload, best) for choice in choices], indent=1))
     else:
-        _write("\n".join([format_choices(choices, workload), *how_to_train(choices, workload)]))
+        table = format_choices(choices, workload, len(batches))
+        _write("\n".join([table, *Verdict.of(choices).how_to_train(workload)]))
     if args.plot is not None:
         plot_choices(choices, workload, args.plot)
     if args.trace is not None:
@@ -328,11 +332,11 @@ def _advise(
 
 
 def _trace(path: Path, workload: Workload, batch: list[Int64s], choices: Sequence[Choice]) -> None:
-    best = best_of_distca(choices)
-    if best is None:
+    best = Verdict.of(choices).distca
+    if best is None or best.candidate is None:
         raise ValueError("--trace: nothing of DistCA fits, so there is no timeline")
     path.parent.mkdir(parents=True, exist_ok=True)
-    save_trace(path, simulate(best, workload, batch, recording=True))
+    save_trace(path, simulate(best.candidate, workload, batch, recording=True))
 
 
 def _write(text: str) -> None:

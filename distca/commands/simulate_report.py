@@ -10,28 +10,20 @@ from pathlib import Path
 import numpy as np
 
 from distca.commands.command_line import make_figure
+from distca.commands.verdict import TITLES, Verdict, is_plain, speed_up
 from distca.palette import BLACK, ORANGE, SKY_BLUE
-from distca.simulate import DISTCA_SYSTEMS, MEGATRON, Candidate, Choice, Workload, training_flags
+from distca.simulate import DISTCA_SYSTEMS, Choice, Workload, training_flags
 from distca.simulate.baselines import WITHOUT_WINDOWS
 from distca.simulate.charges import Charges
-from distca.simulate.hybrid import HYBRID
+from distca.simulate.flags import megatron_flags
 
-TITLES = {
-    "packed": "plain Megatron",
-    "cp-p2p": "context parallel, ring",
-    "cp-a2a": "context parallel, all-to-all",
-    "cp-a2a+p2p": "context parallel, a2a+p2p",
-    "per-document-cp": "context parallel, all-gather",
-    HYBRID: "hybrid context parallel",
-    "wlb-llm": "WLB-LLM, ideal",
-    "wlb-llm-paper": "WLB-LLM as in the paper",
-    "greedy": "DistCA, greedy",
-    "tiles": "DistCA, tiles",
-}
-"""Names of the systems for readers."""
 CHARGED = (
     "All are charged alike: links reach {links:.0%} and copies {copies:.0%} of their speed, "
     "exchanges take {interference:.0%} of\ncompute."
+)
+RANGES = (
+    "DistCA over it: the speed over these batches, and the range in which that over many batches "
+    "lies\n(95%). A range across 1 tells no difference."
 )
 RING = " The ring is --cp-comm-type p2p, Megatron's default."
 UNCHARGED = (
@@ -39,46 +31,79 @@ UNCHARGED = (
 )
 
 
-def as_json(choice: Choice, workload: Workload) -> dict[str, object]:
-    """Returns a row: all figures, and the arguments to train so, null where training cannot."""
+def as_json(choice: Choice, workload: Workload, best: Choice | None) -> dict[str, object]:
+    """Returns a row: all figures, and the arguments to train so, null where training cannot.
+
+    Args:
+        choice: system in its best configuration.
+        workload: model, cluster and sizes.
+        best: the fastest of DistCA's, which rows are held against; None: there is none.
+    """
     row = asdict(choice)
     # JSON has no NaN.
     row = {name: None if value != value else value for name, value in row.items()}
-    row["flags"] = None
-    if choice.system in DISTCA_SYSTEMS and choice.candidate is not None:
-        with contextlib.suppress(ValueError):
-            flags = training_flags(choice.candidate, workload)
-            row["flags"] = [word for flag in flags for word in flag.split()]
+    row["flags"] = row["distca_over_it"] = None
+    if choice.candidate is None:
+        return row
+    if best is not None:
+        over = asdict(speed_up(best, choice))
+        row["distca_over_it"] = {n: None if value != value else value for n, value in over.items()}
+    with contextlib.suppress(ValueError):
+        make = training_flags if choice.system in DISTCA_SYSTEMS else megatron_flags
+        flags = make(choice.candidate, workload)
+        row["flags"] = [word for flag in flags for word in flag.split()]
     return row
 
 
-def format_choices(choices: Sequence[Choice], workload: Workload) -> str:
-    """Returns the table, and what to expect of DistCA, without a newline at the end."""
+def format_choices(choices: Sequence[Choice], workload: Workload, batches: int) -> str:
+    """Returns the verdict, and the table that it is of, without a newline at the end.
+
+    Args:
+        choices: systems, each in its best configuration.
+        workload: model, cluster and sizes.
+        batches: number of batches that were simulated.
+    """
+    cluster = workload.cluster
+    verdict = Verdict.of(choices)
     lines = [
-        f"{workload.gpus} GPUs of {workload.cluster.name}, {workload.sequences} sequences of "
-        f"{workload.context:,} tokens; simulated, not measured",
-        f"{'':32}{'tokens/s':>11}{'s':>9}{'GB a GPU':>10}{'idle':>7}{'waits':>7}  configuration",
+        str(verdict),
+        f"{workload.gpus} GPUs of {cluster.name}, {workload.sequences} sequences of "
+        f"{workload.context:,} tokens, {batches} batch(es); simulated, not measured",
+        f"{'':30}{'tokens/s':>11}{'s':>9}{'GB a GPU':>10}{'idle':>7}{'waits':>7}"
+        f"  {'DistCA over it':24}configuration",
     ]
     for choice in choices:
-        title = f"{TITLES[choice.system]:32}"
+        title = f"{TITLES[choice.system]:30}"
         if choice.candidate is None:
-            why = (
-                f"out of memory in all {choice.tried} configurations"
-                if choice.tried
-                else "has neither windows nor chunks"
-                if choice.system in WITHOUT_WINDOWS and not workload.model.sees_all
-                else "no configuration divides"
-            )
-            lines.append(title + why)
+            lines.append(title + _why_not(choice, workload))
             continue
+        over = "" if verdict.distca is None else str(speed_up(verdict.distca, choice))
+        over = "" if choice is verdict.distca else over
+        plain = ": no groups, so plain Megatron" if is_plain(choice) else ""
         lines.append(
             f"{title}{choice.tokens_per_second:>11,.0f}{choice.seconds:>9.3f}"
             f"{choice.memory_gb:>10.1f}{choice.idle:>7.1%}{choice.exposed:>7.1%}  "
-            f"{choice.candidate}"
+            f"{over:24}{choice.candidate}{plain}"
         )
-    charges = workload.cluster.charges
-    lines.append(charged_line(charges) + RING * charges.baseline_copies)
-    return "\n".join([*lines, *_speed_ups(choices)])
+    charges = cluster.charges
+    return "\n".join(
+        [
+            *lines,
+            *([RANGES] if batches > 1 and verdict.distca is not None else []),
+            f"A GPU has {cluster.memory_gb:g} GB ({cluster.memory_gb * 1e9 / 2**30:.0f} GiB), of "
+            f"which training may fill {cluster.usable_bytes / 1e9:g} GB.",
+            charged_line(charges) + RING * charges.baseline_copies,
+        ]
+    )
+
+
+def _why_not(choice: Choice, workload: Workload) -> str:
+    """Why a system has no configuration."""
+    if choice.tried:
+        return f"out of memory in all {choice.tried} configurations"
+    if choice.system in WITHOUT_WINDOWS and not workload.model.sees_all:
+        return "has neither windows nor chunks"
+    return "no configuration divides"
 
 
 def charged_line(charges: Charges) -> str:
@@ -90,31 +115,6 @@ def charged_line(charges: Charges) -> str:
         copies=charges.copy_efficiency,
         interference=charges.interference,
     )
-
-
-def _speed_ups(choices: Sequence[Choice]) -> list[str]:
-    """Lists a line for each system of DistCA: its speed-up over the best of what every user of
-    Megatron has, and then over each other system."""
-    lines = []
-    others = [c for c in choices if c.system not in DISTCA_SYSTEMS]
-    had = [c for c in others if c.system in MEGATRON and c.candidate is not None]
-    best = max(had, key=lambda choice: choice.tokens_per_second, default=None)
-    for choice in choices:
-        if choice in others or choice.candidate is None:
-            continue
-        parts = [
-            f"{choice.tokens_per_second / other.tokens_per_second:.2f} times {TITLES[other.system]}"
-            if other.candidate is not None
-            else f"{TITLES[other.system]} does not fit"
-            for other in others
-            if other.tried
-        ]
-        if best is not None:
-            gain = choice.tokens_per_second / best.tokens_per_second
-            parts.insert(0, f"{gain:.2f} times Megatron's best ({TITLES[best.system]})")
-        if parts:
-            lines.append(f"{TITLES[choice.system]}: {'; '.join(parts)}")
-    return lines
 
 
 def plot_choices(choices: Sequence[Choice], workload: Workload, path: Path) -> None:
@@ -141,38 +141,3 @@ def plot_choices(choices: Sequence[Choice], workload: Workload, path: Path) -> N
     figure.suptitle(f"{workload.gpus} GPUs of {workload.cluster.name}: simulated")
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=110)
-
-
-def best_of_distca(choices: Sequence[Choice]) -> Candidate | None:
-    """Returns the fastest configuration with `--distca`; None: nothing fits, or none was asked
-    for."""
-    chosen = [c for c in choices if c.system in DISTCA_SYSTEMS and c.candidate is not None]
-    best = max(chosen, key=lambda choice: choice.tokens_per_second, default=None)
-    return None if best is None else best.candidate
-
-
-def how_to_train(choices: Sequence[Choice], workload: Workload) -> list[str]:
-    """Lines with the flags of DistCA's best configuration; none where nothing fits."""
-    best = best_of_distca(choices)
-    if best is None:
-        return []
-    what = f"{TITLES[best.system]}, on {workload.gpus} GPUs"
-    try:
-        flags = training_flags(best, workload)
-    except ValueError as error:
-        return [f"No flags of pretrain_gpt.py for {what}: {error}"]
-    return [
-        f"Flags of pretrain_gpt.py for {what}, beside those of the model, the data and the "
-        "learning rate:",
-        format_flags(flags),
-    ]
-
-
-def format_flags(flags: Sequence[str], width: int = 96) -> str:
-    """Formats flags for a shell: indented lines, joined by backslashes."""
-    lines = [""]
-    for flag in flags:
-        if lines[-1] and len(lines[-1]) + 1 + len(flag) > width:
-            lines.append("")
-        lines[-1] = f"{lines[-1]} {flag}".strip()
-    return " \\\n".join(f"    {line}" for line in lines)

@@ -1,10 +1,10 @@
-"""Flags of `pretrain_gpt.py` for a simulated configuration.
+"""Flags of `pretrain_gpt.py`, and of Megatron-LM, for a simulated configuration.
 
-A sample of Megatron is `--seq-length` tokens of a rank, and `--micro-batch-size` of them are a
+With `--distca` a sample is `--seq-length` tokens of a rank, and `--micro-batch-size` of them are a
 rank's part of a micro-batch. A window is a sample of each data-parallel rank; documents are cut
 where the window ends. So a window with one simulated sequence cuts documents where the simulation
-did. A sequence that does not give each rank whole attention blocks shares a window with
-others.
+did. A sequence that does not give each rank whole attention blocks shares a window with others.
+Without `--distca` a sample is a simulated sequence.
 """
 
 from __future__ import annotations
@@ -12,7 +12,15 @@ from __future__ import annotations
 import math
 
 from distca.plan import BLOCK
+from distca.simulate.baselines import MEGATRON
+from distca.simulate.hybrid import HYBRID
 from distca.simulate.workload import DISTCA_SYSTEMS, Candidate, Workload, options_of
+
+_COUNTED = (
+    *("--bf16", "--use-distributed-optimizer"),
+    *("--overlap-grad-reduce", "--overlap-param-gather"),
+)
+"""Flags with which `ModelCosts` counts memory and the reduction of gradients."""
 
 
 def training_flags(candidate: Candidate, workload: Workload) -> list[str]:
@@ -49,9 +57,7 @@ def training_flags(candidate: Candidate, workload: Workload) -> list[str]:
         f"--micro-batch-size {samples}",
         f"--global-batch-size {samples * candidate.data * candidate.micro_batches}",
         f"--max-position-embeddings {max(workload.context, seq_length)}",
-        # `ModelCosts` counts memory and the reduction of gradients with these.
-        *("--bf16", "--use-distributed-optimizer"),
-        *("--overlap-grad-reduce", "--overlap-param-gather"),
+        *_COUNTED,
         "--distca",
         # Megatron's default is more, which core attention cannot apply.
         "--attention-dropout 0",
@@ -63,12 +69,7 @@ def training_flags(candidate: Candidate, workload: Workload) -> list[str]:
         f"--distca-node-gb-per-s {links.node_gb_per_s}",
         f"--distca-network-gb-per-s {links.network_gb_per_s}",
     ]
-    if workload.recompute == "mlp":
-        module = "moe" if workload.model.experts else "mlp"
-        flags.append(f"--recompute-granularity selective --recompute-modules {module}")
-    if workload.recompute == "full":
-        flags.append("--recompute-granularity full --recompute-method uniform")
-        flags.append("--recompute-num-layers 1")
+    flags += _recompute_flags(workload)
     if candidate.max_in_flight is not None:
         flags.append(f"--distca-max-in-flight {candidate.max_in_flight}")
     if chain > 1:
@@ -81,6 +82,88 @@ def training_flags(candidate: Candidate, workload: Workload) -> list[str]:
         rows = "on" if workload.costs_of(candidate).sends_latents else "off"
         flags.append(f"--distca-latent-rows {rows}")
     return flags
+
+
+def megatron_flags(candidate: Candidate, workload: Workload) -> list[str]:
+    """Makes the flags of Megatron-LM beside those of model, data and learning rate.
+
+    Args:
+        candidate: a configuration of one of `MEGATRON`.
+        workload: model, cluster and sizes that were simulated.
+
+    Returns:
+        Flags, each with its value.
+
+    Raises:
+        ValueError: Megatron-LM has no such system, or refuses this configuration of it.
+    """
+    if candidate.system not in MEGATRON:
+        raise ValueError(f"{candidate.system} is not Megatron's: give one of {', '.join(MEGATRON)}")
+    if candidate.system == HYBRID:
+        _check_hybrid(candidate, workload)
+    samples = workload.sequences // candidate.data // candidate.micro_batches
+    flags = [
+        f"--tensor-model-parallel-size {candidate.tensor}",
+        *(["--sequence-parallel"] if candidate.tensor > 1 else []),
+        f"--pipeline-model-parallel-size {candidate.stages}",
+        *_expert_flags(workload),
+        *_context_parallel_flags(candidate, workload),
+        f"--seq-length {workload.context}",
+        f"--micro-batch-size {1 if candidate.system == HYBRID else samples}",
+        f"--global-batch-size {workload.sequences}",
+        f"--max-position-embeddings {workload.context}",
+        *_COUNTED,
+        *_recompute_flags(workload),
+    ]
+    return flags
+
+
+def _check_hybrid(candidate: Candidate, workload: Workload) -> None:
+    """Refuses what Megatron-LM refuses with `--hybrid-context-parallel`."""
+    if workload.model.latents is not None:
+        raise ValueError("Megatron-LM has no --hybrid-context-parallel with latents (MLA)")
+    # To its loader all ranks are data-parallel ones, with at least a sequence each.
+    ranks = candidate.data * candidate.context
+    if workload.sequences % ranks:
+        raise ValueError(
+            f"Megatron-LM gives each of {ranks} ranks as many sequences as the others, which "
+            f"{workload.sequences} do not allow: simulate with "
+            f"--sequences {-(-workload.sequences // ranks) * ranks}, or with other --systems"
+        )
+
+
+def _context_parallel_flags(candidate: Candidate, workload: Workload) -> list[str]:
+    """Flags of the context-parallel groups of a baseline."""
+    size, apart = candidate.context, candidate.all_to_all
+    if candidate.system == HYBRID:
+        return [
+            # Megatron-LM's default, but not that of this repository's pretrain_gpt.py.
+            "--hybrid-context-parallel --calculate-per-token-loss --dataloader-type single",
+            f"--max-seqlen-per-dp-cp-rank {-(-workload.context // size)}",
+        ]
+    if size == 1:
+        return []
+    ways = {"cp-p2p": "p2p", "cp-a2a": "a2a", "cp-a2a+p2p": "a2a+p2p"}
+    flags = [
+        f"--context-parallel-size {size}",
+        f"--cp-comm-type {ways.get(candidate.system, 'all_gather')}",
+    ]
+    if candidate.system == "cp-a2a+p2p":
+        flags.append(f"--hierarchical-context-parallel-sizes {apart} {size // apart}")
+    return flags
+
+
+def _recompute_flags(workload: Workload) -> list[str]:
+    """Flags of what runs forward again."""
+    if workload.recompute == "mlp":
+        module = "moe" if workload.model.experts else "mlp"
+        return [f"--recompute-granularity selective --recompute-modules {module}"]
+    if workload.recompute == "full":
+        return [
+            "--recompute-granularity full --recompute-method uniform",
+            "--recompute-num-layers 1",
+        ]
+    return []
 
 
 def _expert_flags(workload: Workload) -> list[str]:

@@ -57,20 +57,22 @@ def test_a_table_and_its_files(command, lengths_file: str, tmp_path: Path) -> No
         "--lengths", lengths_file, *SMALL, "--plot", str(plot), "--trace", str(trace)
     )
     lines = text.splitlines()
-    assert lines[0].startswith("8 GPUs of dgx-a100, 4 sequences of 8,192 tokens")
+    assert lines[1].startswith("8 GPUs of dgx-a100, 4 sequences of 8,192 tokens, 2 batch(es)")
     shared = [f"context parallel, {way}" for way in ("ring", "all-to-all", "a2a+p2p", "all-gather")]
     titles = ["plain Megatron", *shared, "hybrid context parallel", "WLB-LLM", "DistCA"]
     speeds = []
-    for line, title in zip(lines[2:], titles, strict=False):
+    for line, title in zip(lines[3:], titles, strict=False):
         assert line.startswith(title)
         assert "TP" in line
-        speeds.append(float(line[32:].split()[0].replace(",", "")))
+        speeds.append(float(line[30:].split()[0].replace(",", "")))
     assert "links reach 86% and copies 90%" in text
-    # First what every user of Megatron has.
+    # The first line is the answer, over the best that every user of Megatron has.
     best = max(range(6), key=speeds.__getitem__)
-    gain = f"{speeds[-1] / speeds[best]:.2f} times Megatron's best ({titles[best]}); "
-    assert any(f"DistCA, tiles: {gain}" in line for line in lines)
-    assert any("times plain Megatron; " in line for line in lines)
+    gain = f"{speeds[-1] / speeds[best]:.3f} ("
+    assert f"  {gain}" in lines[3 + best]
+    assert titles[best] in lines[0]
+    assert lines[0].startswith(("Use DistCA: ", "No difference told: ", "Don't use DistCA: "))
+    assert lines[0].startswith("Don't") or gain in lines[0]
     assert plot.stat().st_size > 5000
     events = json.loads(trace.read_text())["traceEvents"]
     assert any(event["name"] == "core attention" for event in events)
@@ -116,7 +118,6 @@ def test_windows(command, lengths_file: str) -> None:
     assert re.search(
         r"^context parallel, ring +has neither windows nor chunks$", text, re.MULTILINE
     )
-    assert "ring does not fit" not in text
     with_windows, without = (
         json.loads(command.run(*given, "--json", *more)) for more in (windows, [])
     )
@@ -154,7 +155,7 @@ def test_the_table_is_not_lost_where_a_file_cannot_be_written(
     with pytest.raises(SystemExit):
         main([*mine, "--plot", str(plot)])
     captured = capsys.readouterr()
-    assert "DistCA, tiles: " in captured.out
+    assert "DistCA, tiles " in captured.out
     assert "No such file" in captured.err
 
 

@@ -12,7 +12,7 @@ from typing import Any, get_args
 
 import pytest
 
-from distca.commands.simulate_report import format_flags
+from distca.commands.verdict import format_flags
 from distca.cost.model_sizes import MODELS, ModelSize
 from distca.simulate import (
     CLUSTERS,
@@ -24,7 +24,10 @@ from distca.simulate import (
     divisions,
     training_flags,
 )
+from distca.simulate.baselines import MEGATRON
 from distca.simulate.costs import Recompute
+from distca.simulate.flags import megatron_flags
+from distca.simulate.hybrid import HYBRID
 from distca.simulate.space import (
     with_chains,
     with_kept_inputs,
@@ -176,6 +179,51 @@ def test_a_sequence_is_a_window_on_a_real_job(recompute: Recompute) -> None:
     assert (args.seq_length, args.micro_batch_size, args.global_batch_size) == (4096, 8, 1024)
 
 
+@pytest.mark.parametrize("system", MEGATRON)
+def test_megatrons_parser_takes_its_flags(system: str) -> None:
+    """As printed; `hybrid-cp` divides each document as the simulation does."""
+    found = divisions(system, WORKLOAD, [1, 2], [1, 2])
+    for candidate in found[:: max(len(found) // 4, 1)]:
+        try:
+            flags = megatron_flags(candidate, WORKLOAD)
+        except ValueError:
+            # Of four ranks each has one of the four sequences, of eight not.
+            assert (system, candidate.tensor) == (HYBRID, 1)
+            continue
+        assert (system, candidate.tensor) != (HYBRID, 1)
+        args = parsed(shlex.split(" ".join(flags)), WORKLOAD)
+        c = candidate
+        assert (args.tensor_model_parallel_size, args.pipeline_model_parallel_size) == (
+            c.tensor,
+            c.stages,
+        )
+        assert args.global_batch_size * args.seq_length == WORKLOAD.sequences * WORKLOAD.context
+        if system == HYBRID:
+            assert args.hybrid_context_parallel
+            assert args.max_seqlen_per_dp_cp_rank * c.context >= WORKLOAD.context
+            continue
+        assert (args.context_parallel_size, args.data_parallel_size) == (c.context, c.data)
+        assert args.micro_batch_size * c.data * c.micro_batches == WORKLOAD.sequences
+        if c.context > 1:
+            way = {"per-document-cp": "all_gather"}.get(system, system.removeprefix("cp-"))
+            assert args.cp_comm_type == [way]
+    with pytest.raises(ValueError, match="wlb-llm is not Megatron's"):
+        megatron_flags(replace(found[0], system="wlb-llm"), WORKLOAD)
+
+
+def test_megatron_refuses_some_of_hybrid_context_parallelism() -> None:
+    candidate = Candidate(HYBRID, tensor=1, stages=1, data=2, context=4, micro_batches=1)
+    with pytest.raises(ValueError, match=r"each of 8 ranks .* which 4 do not .* --sequences 8, or"):
+        megatron_flags(candidate, WORKLOAD)
+    # What it says to give instead is taken.
+    more = replace(WORKLOAD, sequences=8)
+    args = parsed(shlex.split(" ".join(megatron_flags(candidate, more))), more)
+    assert (args.global_batch_size, args.data_parallel_size) == (8, 8)
+    latents = replace(more, model=MODELS["deepseek-v3-like"])
+    with pytest.raises(ValueError, match=r"with latents \(MLA\)"):
+        megatron_flags(candidate, latents)
+
+
 def printed_flags(text: str) -> list[str]:
     """What a shell makes of the lines below the table."""
     title = next(line for line in text.splitlines() if line.startswith("Flags of pretrain_gpt.py"))
@@ -195,7 +243,8 @@ def test_what_is_printed(command: Command, more: list[str]) -> None:
     long = replace(WORKLOAD, context=65536, sequences=1, tolerance=0.1, cluster=cluster)
     workload = long if more else WORKLOAD
     workload = replace(workload, cluster=replace(workload.cluster, charges=PUBLISHED))
-    (row,) = [r for r in json.loads(command.run(*COMMAND, *more, "--json")) if r["flags"]]
+    rows = json.loads(command.run(*COMMAND, *more, "--json"))
+    (row,) = [r for r in rows if r["system"] == "tiles"]
     candidate = Candidate(**row["candidate"])
     assert str(candidate) in text
     flags = printed_flags(text)
@@ -205,7 +254,7 @@ def test_what_is_printed(command: Command, more: list[str]) -> None:
 
 def test_without_distca_there_is_nothing_to_print(command: Command) -> None:
     given = COMMAND[: COMMAND.index("--finalists")]
-    assert "pretrain_gpt.py" not in command.run(*given, "--systems", "packed")
+    assert "--distca" not in command.run(*given, "--systems", "packed")
 
 
 def test_what_training_cannot_cut(command: Command, tmp_path: Path) -> None:
@@ -216,7 +265,8 @@ def test_what_training_cannot_cut(command: Command, tmp_path: Path) -> None:
     text = command.run(*given)
     assert "No flags of pretrain_gpt.py for DistCA, tiles, on 8 GPUs: " in text
     rows = json.loads(command.run(*given, "--json"))
-    assert [row["flags"] for row in rows] == [None, None]
+    assert rows[0]["flags"] is not None
+    assert rows[1]["flags"] is None
 
 
 def test_flags_stand_in_full_lines_of_at_most_a_width() -> None:

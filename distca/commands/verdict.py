@@ -1,0 +1,144 @@
+"""The verdict of `distca simulate`: DistCA or what of Megatron, and the flags to train so."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+
+from distca.simulate import DISTCA_SYSTEMS, MEGATRON, Candidate, Choice, Workload
+from distca.simulate.flags import megatron_flags, training_flags
+from distca.simulate.hybrid import HYBRID
+from distca.simulate.speed_up import SpeedUp
+
+TITLES = {
+    "packed": "plain Megatron",
+    "cp-p2p": "context parallel, ring",
+    "cp-a2a": "context parallel, all-to-all",
+    "cp-a2a+p2p": "context parallel, a2a+p2p",
+    "per-document-cp": "context parallel, all-gather",
+    HYBRID: "hybrid context parallel",
+    "wlb-llm": "WLB-LLM, ideal",
+    "wlb-llm-paper": "WLB-LLM as in the paper",
+    "greedy": "DistCA, greedy",
+    "tiles": "DistCA, tiles",
+}
+"""Names of the systems for readers."""
+_BESIDE = "beside those of the model, the data and the learning rate:"
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What to train with.
+
+    Attributes:
+        distca: fastest of DistCA's schedulers; None: nothing of it fits, or none was asked for.
+        megatron: fastest of what every user of Megatron has; None likewise.
+        gain: how much faster DistCA is; None without one of both.
+        asked, compared: whether DistCA was asked for, and what every user of Megatron has.
+    """
+
+    distca: Choice | None
+    megatron: Choice | None
+    gain: SpeedUp | None
+    asked: bool
+    compared: bool
+
+    @staticmethod
+    def of(choices: Sequence[Choice]) -> Verdict:
+        """Holds DistCA against the fastest of Megatron's ways."""
+        ours, had = (fastest(choices, systems) for systems in (DISTCA_SYSTEMS, MEGATRON))
+        gain = None if ours is None or had is None else speed_up(ours, had)
+        asked, compared = (
+            any(choice.system in systems for choice in choices)
+            for systems in (DISTCA_SYSTEMS, MEGATRON)
+        )
+        return Verdict(ours, had, gain, asked, compared)
+
+    def __str__(self) -> str:
+        """The answer in one line."""
+        had = "" if self.megatron is None else title_of(self.megatron)
+        if not self.asked:
+            return f"Fastest of Megatron's: {had}." if had else "Nothing of Megatron's fits."
+        if self.distca is None:
+            return f"Don't use DistCA: it does not fit in memory. Use {had or 'more GPUs'}."
+        if not self.compared:
+            return "No verdict: --systems has nothing that every user of Megatron has."
+        if self.gain is None:
+            return "Use DistCA: nothing of Megatron's that was simulated fits in memory."
+        if self.gain.faster:
+            return f"Use DistCA: {self.gain} times as fast as Megatron's best, {had}."
+        if self.gain.faster is None:
+            return (
+                f"No difference told: DistCA is {self.gain} times as fast as Megatron's best, {had}"
+                + (": one batch has no range." if math.isnan(self.gain.low) else ".")
+            )
+        return f"Don't use DistCA: {had} is {self.gain.inverse()} times as fast."
+
+    def how_to_train(self, workload: Workload) -> list[str]:
+        """Lines with the flags of what is recommended; of both where no difference is told."""
+        faster = None if self.gain is None else self.gain.faster
+        lines: list[str] = []
+        if self.megatron is not None and not faster:
+            lines += _flags_of_megatron(self.megatron, workload)
+        if self.distca is not None and faster is not False:
+            lines += _flags_of_distca(self.distca, workload)
+        return lines
+
+
+def fastest(choices: Sequence[Choice], systems: Collection[str]) -> Choice | None:
+    """Returns the fastest choice among some systems; None: none fits."""
+    some = [c for c in choices if c.system in systems and c.candidate is not None]
+    return min(some, key=lambda choice: choice.seconds, default=None)
+
+
+def speed_up(ours: Choice, other: Choice) -> SpeedUp:
+    """Returns how much faster a choice is than another."""
+    return SpeedUp.of(ours.seconds_of_batches, other.seconds_of_batches)
+
+
+def is_plain(choice: Choice) -> bool:
+    """Whether a kind of Megatron's context parallelism has groups of one rank, which is none."""
+    candidate = choice.candidate
+    grouped = choice.system in MEGATRON and choice.system not in ("packed", HYBRID)
+    return grouped and candidate is not None and candidate.context == 1
+
+
+def title_of(choice: Choice) -> str:
+    """Returns a system's name; groups of one rank are plain Megatron."""
+    return TITLES["packed" if is_plain(choice) else choice.system]
+
+
+def _flags_of_megatron(choice: Choice, workload: Workload) -> list[str]:
+    return _flags_of(choice, workload, "Megatron-LM", title_of(choice), megatron_flags)
+
+
+def _flags_of_distca(choice: Choice, workload: Workload) -> list[str]:
+    what = f"{TITLES[choice.system]}, on {workload.gpus} GPUs"
+    return _flags_of(choice, workload, "pretrain_gpt.py", what, training_flags)
+
+
+def _flags_of(
+    choice: Choice,
+    workload: Workload,
+    script: str,
+    what: str,
+    make: Callable[[Candidate, Workload], list[str]],
+) -> list[str]:
+    """Lines with flags, or one that says why there are none."""
+    assert choice.candidate is not None
+    try:
+        flags = make(choice.candidate, workload)
+    except ValueError as error:
+        return [f"No flags of {script} for {what}: {error}"]
+    return [f"Flags of {script} for {what}, {_BESIDE}", format_flags(flags)]
+
+
+def format_flags(flags: Sequence[str], width: int = 96) -> str:
+    """Formats flags for a shell: indented lines, joined by backslashes."""
+    lines = [""]
+    for flag in flags:
+        if lines[-1] and len(lines[-1]) + 1 + len(flag) > width:
+            lines.append("")
+        lines[-1] = f"{lines[-1]} {flag}".strip()
+    return " \\\n".join(f"    {line}" for line in lines)

@@ -1,0 +1,116 @@
+"""The first line of `distca simulate`, and the flags that it prints."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+
+from distca.commands.simulate_report import format_choices
+from distca.commands.verdict import Verdict
+from distca.cost.model_sizes import ModelSize
+from distca.simulate import CLUSTERS, PUBLISHED, Candidate, Choice, Workload
+
+CLUSTER = replace(CLUSTERS["dgx-h100"], charges=PUBLISHED)
+JOB = Workload(ModelSize(4, 512, 8, 4, 64, 1024, 1000), CLUSTER, 8, 8192, 4)
+CANDIDATES = {
+    "packed": Candidate("packed", 2, 1, 4, 1, 1),
+    "cp-a2a": Candidate("cp-a2a", 2, 1, 2, 2, 2, all_to_all=2),
+    "wlb-llm": Candidate("wlb-llm", 2, 1, 4, 1, 2),
+    "tiles": Candidate("tiles", 2, 1, 4, 1, 1),
+}
+
+
+def choice(system: str, seconds: Sequence[float], candidate: Candidate | None = None) -> Choice:
+    mean = sum(seconds) / len(seconds)
+    candidate = candidate or CANDIDATES[system]
+    figures = 4 * 8192 / mean, 80.3, 0.0, 0.0, 9, 9, 0
+    return Choice(system, candidate, mean, *figures, tuple(seconds))
+
+
+def nothing(system: str) -> Choice:
+    none = float("nan")
+    return Choice(system, None, none, none, none, none, none, 9, 9, 9)
+
+
+FLAT = choice("tiles", [1.0, 1.0, 1.0])
+
+
+@pytest.mark.parametrize(
+    ("choices", "line", "flags"),
+    [
+        (
+            [choice("packed", [1.5, 1.5, 1.5]), choice("cp-a2a", [1.11, 1.1, 1.09]), FLAT],
+            "Use DistCA: 1.100 (1.075 to 1.125) times as fast as Megatron's best, context "
+            "parallel, all-to-all.",
+            ["pretrain_gpt.py"],
+        ),
+        (
+            [choice("packed", [0.9, 0.9, 0.9]), FLAT],
+            "Don't use DistCA: plain Megatron is 1.111 (1.111 to 1.111) times as fast.",
+            ["Megatron-LM"],
+        ),
+        (
+            [choice("packed", [0.9, 1.2, 1.0]), FLAT],
+            "No difference told: DistCA is 1.033 (0.654 to 1.413) times as fast as Megatron's "
+            "best, plain Megatron.",
+            ["Megatron-LM", "pretrain_gpt.py"],
+        ),
+        (
+            [choice("packed", [1.5]), choice("tiles", [1.0])],
+            "No difference told: DistCA is 1.500 times as fast as Megatron's best, plain "
+            "Megatron: one batch has no range.",
+            ["Megatron-LM", "pretrain_gpt.py"],
+        ),
+        # What is not Megatron's is not what one has.
+        (
+            [choice("wlb-llm", [0.5, 0.5]), FLAT],
+            "No verdict: --systems has nothing that every user of Megatron has.",
+            ["pretrain_gpt.py"],
+        ),
+        (
+            [nothing("packed"), choice("wlb-llm", [0.5, 0.5]), FLAT],
+            "Use DistCA: nothing of Megatron's that was simulated fits in memory.",
+            ["pretrain_gpt.py"],
+        ),
+        (
+            [choice("packed", [0.5, 0.5]), nothing("tiles")],
+            "Don't use DistCA: it does not fit in memory. Use plain Megatron.",
+            ["Megatron-LM"],
+        ),
+        (
+            [nothing("packed"), nothing("tiles")],
+            "Don't use DistCA: it does not fit in memory. Use more GPUs.",
+            [],
+        ),
+        ([choice("packed", [0.5, 0.5])], "Fastest of Megatron's: plain Megatron.", ["Megatron-LM"]),
+    ],
+)
+def test_the_answer(choices: list[Choice], line: str, flags: list[str]) -> None:
+    verdict = Verdict.of(choices)
+    assert str(verdict) == line
+    titles = [each for each in verdict.how_to_train(JOB) if not each.startswith("    ")]
+    assert [title.split(" for ")[0] for title in titles] == [f"Flags of {each}" for each in flags]
+
+
+def test_what_megatron_refuses_has_no_flags_but_a_line() -> None:
+    hybrid = choice("hybrid-cp", [0.9, 0.9], Candidate("hybrid-cp", 1, 1, 2, 4, 1))
+    verdict = Verdict.of([hybrid, choice("tiles", [1.0, 1.0])])
+    assert str(verdict).startswith("Don't use DistCA: hybrid context parallel is")
+    (line,) = verdict.how_to_train(JOB)
+    assert line.startswith("No flags of Megatron-LM for hybrid context parallel: Megatron-LM gives")
+
+
+def test_the_table_explains_itself() -> None:
+    alone = Candidate("cp-a2a", 8, 1, 1, 1, 4)
+    choices = [choice("cp-a2a", [1.1, 1.1], alone), choice("tiles", [1.0, 1.0])]
+    verdict, *lines = format_choices(choices, JOB, 2).splitlines()
+    # An all-to-all that cannot be had, and "80.3 GB" of an H100.
+    assert verdict.endswith("times as fast as Megatron's best, plain Megatron.")
+    assert lines[2].endswith("TP8 PP1 DP1, 4 micro-batch(es): no groups, so plain Megatron")
+    assert " 80.3 " in lines[2]
+    assert "1.100 (1.100 to 1.100)" in lines[2]
+    assert "1.0" not in lines[3].split("0.0%")[-1]
+    assert "A GPU has 85 GB (79 GiB), of which training may fill 81 GB." in lines
+    assert "2 batch(es); simulated" in lines[0]
