@@ -180,7 +180,7 @@ pretraining_that_goes_on() {
         load=(--load "$from" --finetune --exit-on-missing-checkpoint)
     fi
     $dry_run || count_starts "$before"
-    pretraining "${load[@]}" --save-interval 500 --exit-signal-handler "$@" || status=$?
+    pretraining "${load[@]}" --exit-signal-handler "$@" || status=$?
     ! $dry_run || return "$status"
     if [ "$status" != 0 ]; then
         bad=$(bad_nodes)
