@@ -122,7 +122,7 @@ class Measured:
         else:
             peak = self._peak_on_cpu(batches)
         if self._planned is not None:
-            peak += self._planned.core_attention.buffers.nbytes
+            peak += self._planned.runtime.core_attention.buffers.nbytes
         return peak
 
     def _peak_on_cpu(self, batches: Any) -> int:
@@ -145,7 +145,7 @@ class Measured:
     def _watched(self, batches: Any, done: Step) -> Iterator[None]:
         """Notes times of ticks and their exchanges, or the CPU time of a pipeline's passes."""
         if self._planned is not None:
-            core_attention = self._planned.core_attention
+            core_attention = self._planned.runtime.core_attention
             trace, transport = core_attention.trace, core_attention.transport
             before = transport.bytes_sent.copy()
             trace.recording = True

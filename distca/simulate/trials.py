@@ -16,7 +16,7 @@ from typing import Protocol
 
 from distca.plan.span import Int64s
 from distca.schedule import BufferBoundError
-from distca.schedule.training.planner_process import PlannerProcess
+from distca.schedule.training.planner_process import PlannerProcess, ProcessEndedError
 from distca.simulate.hybrid import HYBRID
 from distca.simulate.outcome import Outcome
 from distca.simulate.workload import Candidate, Workload, simulate
@@ -101,7 +101,7 @@ class Trials:
         if processes > 1:
             self._threads = self._stack.enter_context(ThreadPoolExecutor(processes))
             for _ in range(processes):
-                process = PlannerProcess(Trial.run)
+                process = PlannerProcess(Trial.run, "the simulating process")
                 # Before the threads end: a call that one waits for ends, too.
                 self._stack.callback(process.close)
                 self._free.put(process)
@@ -150,5 +150,7 @@ class Trials:
         process = self._free.get()
         try:
             return process(candidate, self._workload, self._batches[number])
+        except ProcessEndedError as error:
+            raise ChildProcessError(str(error)) from None
         finally:
             self._free.put(process)

@@ -224,7 +224,7 @@ def ticks_held_until_the_next_is_made(
         mock.patch.object(PlannedIterator, "__next__", given),
     ):
         run, maker = make_run(args, memory_stream(lengths))
-        kernel = maker.runtime.core_attention.kernel
+        kernel = maker.runtime.core_attention.kernel.kernel
         kernel.forward, kernel.backward = computing(kernel.forward), computing(kernel.backward)
         for _ in range(steps):
             training.train_step(run)

@@ -89,7 +89,7 @@ def test_idle_stages_and_those_without_output_layer_take_more() -> None:
     batch = planned(WORK, 8192, 12_000)
     first = tick_loads(batch, 0)
     assert first[0] < 0.8 < 1.05 < first[1:].min()
-    full = next(n for n, (tick, _) in enumerate(batch.ticks) if None not in tick.work)
+    full = next(n for n, each in enumerate(batch.ticks) if None not in each.tick.work)
     with_head, without = tick_loads(batch, full), tick_loads(planned(None, 8192, 12_000), full)
     assert with_head[-1] < with_head[:-1].min() - 0.05
     assert abs(without - 1).max() < 0.1

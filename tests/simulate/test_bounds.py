@@ -30,6 +30,7 @@ from distca.simulate.bounds import Bounds
 from distca.simulate.hybrid import HYBRID
 from distca.simulate.sharing import Group, ring
 from distca.simulate.trials import Trials
+from distca.simulate.workload import DISTCA_SYSTEMS
 from support.simulated import costs_on
 
 CONTEXT = 16_384
@@ -85,8 +86,9 @@ def test_no_iteration_is_faster_than_its_bound(job: str, system: str) -> None:
         some = found[seed :: max(len(found) // 4, 1)]
         ratios = [bounds.seconds(c) / simulate(c, workload, documents).seconds for c in some]
         assert all(0 < ratio <= 1 for ratio in ratios)
-        # It is no bound that leaves nothing out.
-        assert not ratios or max(ratios) > (0.5 if job == "slow links" else 0.8)
+        # It is no bound that leaves nothing out. DistCA's knows neither cuts nor copies.
+        least = 0.65 if system in DISTCA_SYSTEMS else 0.8
+        assert not ratios or max(ratios) > (0.5 if job == "slow links" else least)
     assert found or "window" in job
 
 

@@ -98,7 +98,7 @@ class Recorder:
         transport.start = started
 
     def _watch_kernel(self, attention: CoreAttention) -> None:
-        kernel: Any = attention.kernel
+        kernel: Any = attention.kernel.kernel
         span: Any = attention.trace.span
 
         @contextlib.contextmanager

@@ -83,7 +83,9 @@ def whole_run(flags: Sequence[str]) -> RunSeen:
         mock.patch.object(sys, "argv", ["pretrain_gpt.py", *command_line(flags)]),
         mock.patch.dict(os.environ, launcher),
         # Failures are for the test.
-        mock.patch.object(upstream, "ending_the_job_on_failure", contextlib.nullcontext),
+        mock.patch.object(
+            upstream, "ending_the_job_on_failure", return_value=contextlib.nullcontext()
+        ),
         mock.patch.object(upstream, "build_data", build_data),
         _noting(seen),
     ):

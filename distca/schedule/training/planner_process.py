@@ -9,6 +9,7 @@ when its parent does, however and whenever that ends, and writes nothing about i
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pickle
 import signal
@@ -31,6 +32,10 @@ serve(int(parent))
 _SECONDS_TO_END = 5
 
 
+class ProcessEndedError(RuntimeError):
+    """Raised if a process has ended that a call was sent to."""
+
+
 class PlannerProcess(Generic[Result]):
     """A function that runs in a process of its own, one call at a time.
 
@@ -38,9 +43,13 @@ class PlannerProcess(Generic[Result]):
 
     Args:
         function: function of this package; it, its arguments and its results can be pickled.
+        name: what errors call the process.
     """
 
-    def __init__(self, function: Callable[..., Result]) -> None:
+    def __init__(
+        self, function: Callable[..., Result], name: str = "the planner's process"
+    ) -> None:
+        self._name = name
         # Signals are for the rank, which may go on for a while: Ctrl-C, or notice of the end.
         with signals_held():
             self._process = subprocess.Popen(
@@ -62,7 +71,7 @@ class PlannerProcess(Generic[Result]):
         """Calls the function, and waits for its result without holding the interpreter's lock.
 
         Raises:
-            RuntimeError: the process has ended.
+            ProcessEndedError: the process has ended.
             Exception: what the function raised.
         """
         assert self._process.stdout is not None
@@ -76,23 +85,27 @@ class PlannerProcess(Generic[Result]):
         return value
 
     def close(self) -> None:
-        """Ends the process. A call that another thread waits for raises a RuntimeError."""
+        """Ends the process. A call that another thread waits for raises a ProcessEndedError."""
         self._process.kill()
         self._process.wait()
+        assert self._process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):
+            # What was not read is lost.
+            self._process.stdin.close()
 
     def _send(self, value: Any) -> None:
         assert self._process.stdin is not None
         pickle.dump(value, self._process.stdin, pickle.HIGHEST_PROTOCOL)
         self._process.stdin.flush()
 
-    def _death(self) -> RuntimeError:
+    def _death(self) -> ProcessEndedError:
         try:
             code = self._process.wait(_SECONDS_TO_END)
         except subprocess.TimeoutExpired:
             self._process.kill()
             code = self._process.wait()
-        return RuntimeError(
-            f"the planner's process {self.pid} ended with exit code {code}"
+        return ProcessEndedError(
+            f"{self._name} {self.pid} ended with exit code {code}"
             + (", killed: is there memory left?" if code == -signal.SIGKILL else "")
         )
 
