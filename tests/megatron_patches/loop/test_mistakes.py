@@ -193,7 +193,7 @@ def test_two_ranks_tell_it_once_above_the_launcher_s_lines(
     told = [i for i, line in enumerate(lines) if message.format(folder=folder) in line]
     assert len(told) == 2
     assert told[0] < launcher
-    # The last line of torchrun's report but its border. A rank whose store has gone may warn after it.
+    # The last line of the report but its border; a rank whose store has gone may warn after it.
     assert set(lines[told[1] + 1].strip()) == {"="}
     assert "traceback : error: " in lines[told[1]]
     assert launcher <= most, output
