@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import re
 from dataclasses import replace
@@ -29,6 +30,9 @@ from distca.simulate import (
 )
 from distca.simulate.space import estimate, with_fewer_in_flight, with_kept_inputs
 from support.commands import Command
+
+MEGATRON = importlib.util.find_spec("megatron") is not None
+"""Hybrid context parallelism is compared where Megatron's scheduler is."""
 
 SMALL = """
     --context 8192 --sequences 4 --layers 4 --hidden-size 512 --heads 8 --kv-heads 4 --head-dim 64
@@ -59,7 +63,8 @@ def test_a_table_and_its_files(command, lengths_file: str, tmp_path: Path) -> No
     lines = text.splitlines()
     assert lines[1].startswith("8 GPUs of dgx-a100, 4 sequences of 8,192 tokens, 2 batch(es)")
     shared = [f"context parallel, {way}" for way in ("ring", "all-to-all", "a2a+p2p", "all-gather")]
-    titles = ["plain Megatron", *shared, "hybrid context parallel", "WLB-LLM", "DistCA"]
+    hybrid = ["hybrid context parallel"] if MEGATRON else []
+    titles = ["plain Megatron", *shared, *hybrid, "WLB-LLM", "DistCA"]
     speeds = []
     for line, title in zip(lines[3:], titles, strict=False):
         assert line.startswith(title)
@@ -67,7 +72,7 @@ def test_a_table_and_its_files(command, lengths_file: str, tmp_path: Path) -> No
         speeds.append(float(line[30:].split()[0].replace(",", "")))
     assert "links reach 86% and copies 90%" in text
     # The first line is the answer, over the best that every user of Megatron has.
-    best = max(range(6), key=speeds.__getitem__)
+    best = max(range(len(titles) - 2), key=speeds.__getitem__)
     gain = f"{speeds[-1] / speeds[best]:.3f} ("
     assert f"  {gain}" in lines[3 + best]
     assert titles[best] in lines[0]
@@ -130,7 +135,7 @@ def test_windows(command, lengths_file: str) -> None:
 
 def test_out_of_memory_is_an_answer(command, lengths_file: str) -> None:
     text = command.run("--lengths", lengths_file, *SMALL, "--memory-gb", "4.02")
-    assert text.count("out of memory in all") == 8
+    assert text.count("out of memory in all") == (8 if MEGATRON else 7)
     rows = json.loads(
         command.run("--lengths", lengths_file, *SMALL, "--memory-gb", "4.02", "--json")
     )
