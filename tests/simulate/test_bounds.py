@@ -86,7 +86,7 @@ def test_no_iteration_is_faster_than_its_bound(job: str, system: str) -> None:
         some = found[seed :: max(len(found) // 4, 1)]
         ratios = [bounds.seconds(c) / simulate(c, workload, documents).seconds for c in some]
         assert all(0 < ratio <= 1 for ratio in ratios)
-        # It is no bound that leaves nothing out. DistCA's knows neither cuts nor copies.
+        # It is no bound that leaves nothing out. DistCA's reach .70 to .80 of the time here.
         least = 0.65 if system in DISTCA_SYSTEMS else 0.8
         assert not ratios or max(ratios) > (0.5 if job == "slow links" else least)
     assert found or "window" in job
