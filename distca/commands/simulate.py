@@ -290,6 +290,8 @@ def _check_outputs(args: argparse.Namespace) -> None:
 def _batches(args: argparse.Namespace) -> list[list[Int64s]]:
     """Draws the documents, and packs them into the sequences of each global batch."""
     tokens = args.sequences * args.context
+    # First of one batch, whose size the user gave; how many batches there are may be chosen here.
+    check_tokens(tokens)
     check_tokens(args.batches * tokens)
     if args.distribution is not None:
         if args.distribution not in DISTRIBUTIONS:

@@ -93,7 +93,7 @@ def test_what_ends_a_command_is_told(error, status, told, monkeypatch, capsys) -
         (
             "simulate --distribution fixed --sequences 100000000 --context 65536 --gpus 8 --model "
             "llama-8b".split(),
-            "cannot draw documents of 13,107,200,000,000 tokens: give at least 1 and at most",
+            "cannot draw documents of 6,553,600,000,000 tokens: give at least 1 and at most",
         ),
         (
             "profile --heads 100000000000 --kv-heads 1 --output p.json".split(),

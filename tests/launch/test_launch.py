@@ -382,7 +382,7 @@ def test_a_job_goes_on_while_checkpoints_are_added(slurm, tmp_path) -> None:
     crashed = job("", status="3")
     assert crashed.returncode == 3
     assert requeue not in crashed.stdout
-    assert "--load llama --finetune --exit-on-missing-checkpoint --save-interval" in crashed.stdout
+    assert "--load llama --finetune --exit-on-missing-checkpoint --exit-signal-handler" in crashed.stdout
     # Weights alone, as a conversion leaves them, are no iteration.
     tracker.write_text("release")
     nothing_done = job("")
@@ -392,7 +392,7 @@ def test_a_job_goes_on_while_checkpoints_are_added(slurm, tmp_path) -> None:
     assert first.returncode == 0
     assert requeue in first.stdout
     second = job("9")
-    assert f"--load {save} --save-interval" in second.stdout
+    assert f"--load {save} --exit-signal-handler" in second.stdout
     assert "--finetune" not in second.stdout
     assert requeue not in second.stdout
 
