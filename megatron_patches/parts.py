@@ -230,8 +230,8 @@ def build_run(args: Namespace) -> Run:
     global_vars.set_args(args)
     with contextlib.redirect_stdout(io.StringIO()):
         made = training.setup_model_and_optimizer(
-            ModelType.encoder_or_decoder,
-            functools.partial(build_stage, DistcaConfig.from_args(args)),
+            model_type=ModelType.encoder_or_decoder,
+            model_provider_func=functools.partial(build_stage, DistcaConfig.from_args(args)),
             checkpointing_context={},
         )
     run = Run(args, *made)

@@ -1,7 +1,7 @@
 """Table of the numbers that flags take: those of Megatron-LM's that are followed, and ours.
 
 `check_numbers` refuses a value out of its flag's range before anything else looks at it. Names are
-as in `coverage`. What depends on several flags is checked in `validation`.
+as in `refused`. What depends on several flags is checked in `validation`.
 `tests/megatron_patches/flags/test_numbers.py` finds flags that stand in no group, and tries values.
 """
 

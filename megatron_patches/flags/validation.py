@@ -12,12 +12,6 @@ from distca.plan import BLOCK
 from distca.schedule import BALANCING
 from megatron_patches.flags.batch_sizes import check_growth, number_of_iterations
 from megatron_patches.flags.config import DistcaConfig
-from megatron_patches.flags.coverage import (
-    REFUSED,
-    REFUSED_BY_OUR_ATTENTION,
-    REFUSED_WITH_DISTCA,
-    refuse,
-)
 from megatron_patches.flags.distca import masks_from_args, masks_of_a_chunk
 from megatron_patches.flags.latent_attention import (
     check_latent_attention,
@@ -25,6 +19,12 @@ from megatron_patches.flags.latent_attention import (
 )
 from megatron_patches.flags.latent_rows import comm_shape
 from megatron_patches.flags.parallel import ParallelSizes
+from megatron_patches.flags.refused import (
+    REFUSED,
+    REFUSED_BY_OUR_ATTENTION,
+    REFUSED_WITH_DISTCA,
+    refuse,
+)
 from megatron_patches.versions import newer_flag
 
 SFT_TOKENIZER = "SFTTokenizer"

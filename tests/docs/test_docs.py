@@ -19,9 +19,10 @@ from distca.documents.document_list import ListedDocuments
 from distca.palette import GREY, HIGHLIGHTS, server_colours
 from distca.plan import Mask, Plan, validate_plan
 from distca.schedule import ScheduleConfig, describe, even_capacities, make_scheduler
-from megatron_patches.flags import coverage
+from megatron_patches.flags import refused
 from support.attention_cases import CASES, SCALE, assert_close, make_inputs, reference
 from support.exchanges import Exchanges
+from support.followed_flags import all_names
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
@@ -106,7 +107,7 @@ def known_flags() -> set[str]:
     for folder in folders:
         sources += [path for kind in ("py", "sh") for path in (ROOT / folder).rglob(f"*.{kind}")]
     found = set(re.findall(r"--[a-z0-9][a-z0-9-]*", "\n".join(s.read_text() for s in sources)))
-    found |= {f"--{name}" for group in coverage.all_groups() for name, _ in group.flags()}
+    found |= {f"--{name}" for name in all_names()}
     return found | {flag.replace("--", "--no-", 1) for flag in found} | FOREIGN_FLAGS
 
 
@@ -153,9 +154,9 @@ def test_every_flag_of_distca_has_a_page() -> None:
 def test_the_page_of_refusals_has_all_refused_flags_and_no_others() -> None:
     lines = (DOCS / "refusals.md").read_text().splitlines()
     cells = [line.split("|")[2] for line in lines if line.startswith("|")]
-    groups = coverage.REFUSED, coverage.REFUSED_BY_OUR_ATTENTION, coverage.REFUSED_WITH_DISTCA
-    refused = {name for group in itertools.chain(*groups) for name, _ in group.flags()}
-    assert set(re.findall(r"`--([a-z0-9-]+)", "".join(cells))) == refused
+    groups = refused.REFUSED, refused.REFUSED_BY_OUR_ATTENTION, refused.REFUSED_WITH_DISTCA
+    names = {name for group in itertools.chain(*groups) for name, _ in group.flags()}
+    assert set(re.findall(r"`--([a-z0-9-]+)", "".join(cells))) == names
 
 
 def test_the_readme_fits_a_screen() -> None:

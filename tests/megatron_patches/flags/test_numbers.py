@@ -14,12 +14,12 @@ from functools import cache
 
 import pytest
 
-from megatron_patches.flags import coverage
 from megatron_patches.flags.config import DistcaConfig
 from megatron_patches.flags.numbers import RANGES, Range, check_numbers, ranges
 from megatron_patches.loop.megatron_hooks import checked
 from megatron_patches.parts import build_parser
 from support.arguments import GOOD
+from support.followed_flags import what_becomes_of
 from support.pretraining import run
 from support.whole_runs import write_documents
 
@@ -54,8 +54,8 @@ def numeric() -> dict[str, Action]:
 
 
 def kind_of(name: str) -> str:
-    group = coverage.group_of(f"--{name}")
-    return "ours" if group is None else group.kind
+    what = what_becomes_of(f"--{name}")
+    return "ours" if what is None else what[0]
 
 
 def accept(*flags: str) -> Namespace:

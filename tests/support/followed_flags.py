@@ -1,48 +1,21 @@
-"""Table of Megatron-LM's flags, in all supported versions: what becomes of each here.
+"""Table of Megatron-LM's flags that are not refused, in all supported versions.
 
 * `PASSED_ON`: Megatron-LM's own code, which runs as it is, follows it. So it should do what it does
   there. That is no promise: tests run about a quarter of these flags.
 * `DONE`: we do what it asks for in any case.
 * `WITHOUT_EFFECT`: with `--distca` there is nothing that it could change, for the reason given.
-* `REFUSED`, `REFUSED_BY_OUR_ATTENTION`, `REFUSED_WITH_DISTCA`: an error by name (`refuse`).
 
 Names are as on the command line, without the leading dashes and the `no-` or `disable-` that turns
-a flag off. `*` stands for any ending. `tests/megatron_patches/flags/test_coverage.py` finds
-flags of a new version that stand in no group.
+a flag off. `*` stands for any ending. `tests/megatron_patches/flags/test_refused.py` finds flags of
+a new version that stand neither here nor in `megatron_patches/flags/refused.py`.
 """
 
 from __future__ import annotations
 
-from argparse import Namespace
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from functools import partial
+from functools import cache
 
-
-@dataclass(frozen=True)
-class Group:
-    """Flags that are treated alike.
-
-    Attributes:
-        kind: what becomes of them: the name of the group's table, in small letters.
-        why: why, or for refused flags what they ask for that is not covered.
-        names: their names; after a refused one values that are no reason to refuse, if there are
-            any. `--another-flag` stands for the value of another flag.
-        instead: what to do beside removing them.
-    """
-
-    kind: str
-    why: str
-    names: str
-    instead: str = ""
-
-    def flags(self) -> Iterator[tuple[str, list[str]]]:
-        """Iterates over the names and their harmless values."""
-        for each in self.names.split():
-            name, _, values = each.partition("=")
-            yield name, values.split("|")
-
+from megatron_patches.flags.refused import REFUSED, REFUSED_BY_OUR_ATTENTION, REFUSED_WITH_DISTCA
 
 PASSED_ON = {
     "Sizes and kind of the model, which stays Megatron's own but for core attention": """
@@ -264,178 +237,29 @@ WITHOUT_EFFECT = {
 }
 
 
-Refused = partial(Group, "refused")
-
-# With --distca or without: our data, model or loss would pass over them.
-REFUSED = (
-    Refused(
-        "made-up data, or phases",
-        "mock-data phase-transition-iterations",
-        "give files (`distca prepare` makes them)",
-    ),
-    Refused(
-        "other orders of data than one shuffled pass after the other",
-        "dataloader-type=external|single",
-    ),
-    Refused("data that fill in the middle", "fim-data"),
-    Refused("skipped iterations", "iterations-to-skip result-rejected-tracker-filename"),
-    Refused("other micro-batches for evaluation", "eval-micro-batch-size=--micro-batch-size"),
-    Refused("multi-token prediction", "mtp-num-layers"),
-    Refused("experts made of a dense model's layers", "moe-use-upcycling"),
-    Refused(
-        "experimental attention variants",
-        "experimental-attention-variant linear-attention-freq",
-    ),
-    Refused(
-        "layers of several kinds",
-        """
-            hybrid-layer-pattern hybrid-override-pattern heterogeneous-layers-config-path
-            heterogeneous-layers-config-encoded-json
-        """,
-    ),
-    Refused(
-        "other layers than those of the two specs",
-        """
-            spec yaml-cfg use-legacy-models qk-l2-norm use-kitchen-attention use-te-activation-func
-            use-transformer-engine-op-fuser use-grouped-gemm-for-dense-mlp mla-down-proj-fusion
-        """,
-    ),
-    Refused("layers for inference", "transformer-impl=local|transformer_engine cache-mla-latents"),
-    Refused("reinforcement learning", "perform-rl-step"),
-    Refused("distillation", "logits-save-dir logits-load-dir"),
-    Refused("models of Model Optimizer", "modelopt-enabled"),
-    Refused("frozen layers", "freeze-all-layers"),
-    Refused(
-        "checks that Megatron-LM's own forward step and loss make",
-        """
-            check-for-spiky-loss log-straggler rerun-mode=validate_results|disabled
-            error-injection-rate
-        """,
-    ),
-)
-
-# Where core attention is ours: with --distca, and in plain runs with the local layer spec.
-RefusedByAttention = partial(Group, "refused by our attention")
-REFUSED_BY_OUR_ATTENTION = (
-    RefusedByAttention("the largest attention logits", "qk-clip log-max-attention-logit"),
-    RefusedByAttention(
-        "the choice of attention's kernel", "flash-attention-version batch-invariant-mode"
-    ),
-    RefusedByAttention("determinism of attention's backward kernel", "deterministic-mode"),
-)
-
-RefusedWithDistca = partial(Group, "refused with --distca")
-REFUSED_WITH_DISTCA = (
-    RefusedWithDistca(
-        "context parallelism, which it replaces",
-        "context-parallel-size=1 hybrid-context-parallel",
-        "since long documents span the data-parallel ranks",
-    ),
-    RefusedWithDistca(
-        "CUDA graphs of core attention",
-        "enable-cuda-graph external-cuda-graph cuda-graph-impl=none",
-        "--distca-cuda-graphs is for what surrounds it",
-    ),
-    RefusedWithDistca("CUDA graphs of the optimizer", "optimizer-cuda-graph"),
-    RefusedWithDistca(
-        "Megatron's own attention, which it replaces", "attention-backend=auto|flash"
-    ),
-    RefusedWithDistca(
-        "pipeline stages of different numbers of layers, which must call core attention together",
-        """
-            pipeline-model-parallel-layout decoder-first-pipeline-num-layers
-            decoder-last-pipeline-num-layers account-for-embedding-in-pipeline-split
-            account-for-loss-in-pipeline-split
-        """,
-    ),
-    RefusedWithDistca(
-        "weights that are gathered for each layer",
-        """
-            tensor-parallel-num-weight-shards=1 expert-tensor-parallel-num-weight-shards=1
-            use-megatron-fsdp use-torch-fsdp2
-        """,
-        "use --use-distributed-optimizer",
-    ),
-    RefusedWithDistca(
-        "offloading of activations",
-        "cpu-offloading-num-layers fine-grained-activation-offloading",
-        "use --recompute-granularity",
-    ),
-    RefusedWithDistca(
-        "tokens that experts drop, which depend on the rank that has them",
-        "moe-expert-capacity-factor",
-    ),
-    RefusedWithDistca(
-        "Megatron's overlap of experts' exchanges, which orders layers by itself",
-        """
-            overlap-moe-expert-parallel-comm overlap-dispatch-backward-with-experts-wgrad
-            ep-overlap-early-attn-memory-release
-        """,
-    ),
-    RefusedWithDistca(
-        "weight gradients apart from the backward pass",
-        "delay-wgrad-compute",
-    ),
-    RefusedWithDistca(
-        "recordings of layers, which run twice in a micro-batch",
-        "save-dgrads-interval save-activations-interval",
-    ),
-    RefusedWithDistca("restarts within processes", "inprocess-restart"),
-    RefusedWithDistca("processes that exchange nothing", "fake-process-group lazy-mpu-init"),
-)
-
-# Attributes that Megatron-LM makes of a flag, where they are named otherwise.
-_ATTRIBUTES = {
-    "tensor-parallel-num-weight-shards": "gtp_weight_remat_size",
-    "expert-tensor-parallel-num-weight-shards": "expert_gtp_weight_remat_size",
-}
+@cache
+def all_names() -> dict[str, list[tuple[str, str]]]:
+    """Returns what becomes of each name, and why, as often as it stands in a table."""
+    found: dict[str, list[tuple[str, str]]] = {}
+    tables = {"passed on": PASSED_ON, "done": DONE, "without effect": WITHOUT_EFFECT}
+    for kind, table in tables.items():
+        for why, names in table.items():
+            for name in names.split():
+                found.setdefault(name, []).append((kind, why))
+    for refused in (*REFUSED, *REFUSED_BY_OUR_ATTENTION, *REFUSED_WITH_DISTCA):
+        for name, _ in refused.flags():
+            found.setdefault(name, []).append(("refused", refused.what))
+    return found
 
 
-def refuse(groups: Sequence[Group], args: Namespace) -> None:
-    """Refuses the flags of some groups that were given.
-
-    Raises:
-        ValueError: one was given; the message says what to do.
-    """
-    for group in groups:
-        for name, harmless in group.flags():
-            value = _value(args, name)
-            if not value or value in [
-                _value(args, each[2:]) if each.startswith("--") else each for each in harmless
-            ]:
-                continue
-            raise ValueError(refusal(group, f"--{name}" + ("" if value == "True" else f" {value}")))
-
-
-def refusal(group: Group, given: str) -> str:
-    """Returns the message that refuses a flag of a group, as given."""
-    instead = group.instead and f", {group.instead}"
-    return f"DistCA does not cover {group.why}: remove {given}{instead}"
-
-
-def group_of(option: str) -> Group | None:
-    """Returns the group of an option of Megatron-LM, with its dashes; None: it is in none."""
+def what_becomes_of(option: str) -> tuple[str, str] | None:
+    """Returns what becomes of an option of Megatron-LM, and why; None: it is in no table."""
     name = option.removeprefix("--")
     candidates = [name, name.removeprefix("no-"), name.removeprefix("disable-")]
-    # A name with `*` takes what no other group names.
+    # A name with `*` takes what no other names.
     for matches in (str.__eq__, fnmatchcase):
         for candidate in candidates:
-            for group in all_groups():
-                if any(matches(candidate, each) for each, _ in group.flags()):
-                    return group
+            for each, (what, *_) in all_names().items():
+                if matches(candidate, each):
+                    return what
     return None
-
-
-def all_groups() -> list[Group]:
-    """Returns the groups of all tables."""
-    tables = {"passed on": PASSED_ON, "done": DONE, "without effect": WITHOUT_EFFECT}
-    groups = [Group(kind, *each) for kind, table in tables.items() for each in table.items()]
-    return [*groups, *REFUSED, *REFUSED_BY_OUR_ATTENTION, *REFUSED_WITH_DISTCA]
-
-
-def _value(args: Namespace, name: str) -> str:
-    """Returns the value of a flag as given; empty where it is off."""
-    value = vars(args).get(_ATTRIBUTES.get(name, name.replace("-", "_")))
-    if isinstance(value, list | tuple):
-        return " ".join(map(str, value))
-    return str(getattr(value, "name", value)) if value else ""

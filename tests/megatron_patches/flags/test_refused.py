@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from argparse import Action, ArgumentParser, Namespace
-from collections import Counter
 
 import pytest
 
-from megatron_patches.flags import coverage
-from megatron_patches.flags.coverage import Group
+from megatron_patches.flags import refused
+from megatron_patches.flags.refused import Refused
 from support.arguments import check, parse
+from support.followed_flags import all_names, what_becomes_of
 
-TABLES = (coverage.REFUSED, coverage.REFUSED_BY_OUR_ATTENTION, coverage.REFUSED_WITH_DISTCA)
+TABLES = (refused.REFUSED, refused.REFUSED_BY_OUR_ATTENTION, refused.REFUSED_WITH_DISTCA)
 
 
 def options_of(parser: ArgumentParser) -> list[Action]:
@@ -26,22 +26,21 @@ def megatrons() -> ArgumentParser:
     return add_megatron_arguments(ArgumentParser(allow_abbrev=False))
 
 
-def test_a_flag_stands_in_one_group() -> None:
-    names = Counter(name for group in coverage.all_groups() for name, _ in group.flags())
-    assert [name for name, times in names.items() if times > 1] == []
+def test_a_flag_stands_in_one_table() -> None:
+    assert [name for name, found in all_names().items() if len(found) > 1] == []
 
 
-def test_every_flag_of_megatron_stands_in_a_group(megatrons: ArgumentParser) -> None:
-    """A new one must be read about, and be put where it belongs in `flags/coverage.py`."""
-    groups = {
-        option: coverage.group_of(option)
+def test_every_flag_of_megatron_stands_in_a_table(megatrons: ArgumentParser) -> None:
+    """A new one is read about, and put where it belongs: see `support/followed_flags.py`."""
+    found = {
+        option: what_becomes_of(option)
         for action in options_of(megatrons)
         for option in action.option_strings
     }
-    assert len(groups) > 700
-    assert [option for option, group in groups.items() if group is None] == []
+    assert len(found) > 700
+    assert [option for option, group in found.items() if group is None] == []
     for action in options_of(megatrons):
-        assert len({groups[option] for option in action.option_strings}) == 1, action
+        assert len({found[option] for option in action.option_strings}) == 1, action
 
 
 def test_megatron_s_defaults_are_not_refused(megatrons: ArgumentParser) -> None:
@@ -49,7 +48,7 @@ def test_megatron_s_defaults_are_not_refused(megatrons: ArgumentParser) -> None:
     # What Megatron-LM makes of `--eval-micro-batch-size`, where it has that.
     defaults.micro_batch_size = defaults.eval_micro_batch_size = 1
     for table in TABLES:
-        coverage.refuse(table, defaults)
+        refused.refuse(table, defaults)
 
 
 def test_refused_flags_are_attributes_of_megatron_s_arguments(megatrons: ArgumentParser) -> None:
@@ -59,24 +58,24 @@ def test_refused_flags_are_attributes_of_megatron_s_arguments(megatrons: Argumen
     }
     for table in TABLES:
         for name in (name for group in table for name, _ in group.flags()):
-            if f"--{name}" in by_option and name not in coverage._ATTRIBUTES:
+            if f"--{name}" in by_option and name not in refused._ATTRIBUTES:
                 assert by_option[f"--{name}"] == name.replace("-", "_")
 
 
 @pytest.mark.parametrize("table", TABLES, ids=["always", "by our attention", "with --distca"])
-def test_refused_flags_are_refused_by_name(table: tuple[Group, ...]) -> None:
+def test_refused_flags_are_refused_by_name(table: tuple[Refused, ...]) -> None:
     for group in table:
-        for name, harmless in group.flags():
-            attribute = coverage._ATTRIBUTES.get(name, name.replace("-", "_"))
+        for name, accepted in group.flags():
+            attribute = refused._ATTRIBUTES.get(name, name.replace("-", "_"))
             with pytest.raises(ValueError, match=f"DistCA does not cover .*: remove --{name} 7"):
-                coverage.refuse(table, Namespace(**{attribute: 7}))
+                refused.refuse(table, Namespace(**{attribute: 7}))
             with pytest.raises(ValueError, match=f": remove --{name} 1 2"):
-                coverage.refuse(table, Namespace(**{attribute: [1, 2]}))
-            values = [value for value in harmless if not value.startswith("--")]
+                refused.refuse(table, Namespace(**{attribute: [1, 2]}))
+            values = [value for value in accepted if not value.startswith("--")]
             for value in [None, False, 0, [], *values]:
-                coverage.refuse(table, Namespace(**{attribute: value}))
+                refused.refuse(table, Namespace(**{attribute: value}))
     with pytest.raises(ValueError, match="--eval-micro-batch-size 2"):
-        coverage.refuse(coverage.REFUSED, Namespace(micro_batch_size=1, eval_micro_batch_size=2))
+        refused.refuse(refused.REFUSED, Namespace(micro_batch_size=1, eval_micro_batch_size=2))
 
 
 @pytest.mark.parametrize(
