@@ -382,7 +382,8 @@ def test_a_job_goes_on_while_checkpoints_are_added(slurm, tmp_path) -> None:
     crashed = job("", status="3")
     assert crashed.returncode == 3
     assert requeue not in crashed.stdout
-    assert "--load llama --finetune --exit-on-missing-checkpoint --exit-signal-handler" in crashed.stdout
+    loads = "--load llama --finetune --exit-on-missing-checkpoint --exit-signal-handler"
+    assert loads in crashed.stdout
     # Weights alone, as a conversion leaves them, are no iteration.
     tracker.write_text("release")
     nothing_done = job("")
