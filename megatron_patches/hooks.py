@@ -456,7 +456,7 @@ def adapt_megatron_core(async_save: bool = False) -> None:
     Args:
         async_save: whether checkpoints are saved by other processes.
     """
-    mcore_fixes.leave_out_warnings_of_torch()
+    mcore_fixes.leave_out_warnings_of_calls()
     if cpu.without_cuda():
         cpu.prepare_process()
     apply(MENDS)

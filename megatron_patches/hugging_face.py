@@ -14,7 +14,7 @@ import json
 import logging
 import shutil
 from argparse import Namespace
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -276,6 +276,7 @@ def export(
     tokenizer_model: str | None = None,
     float32: bool = False,
     force: bool = False,
+    told: Callable[[str], None] = lambda doing: None,
 ) -> None:
     """Writes the latest checkpoint of a folder as a model for transformers.
 
@@ -288,6 +289,7 @@ def export(
             else where the run had it.
         float32: write float32, else what the run had.
         force: replace files of the same names in a folder that has files already.
+        told: function that is called with what is being done.
 
     Raises:
         ValueError: the checkpoint is missing or not of a Llama, the tokenizer is missing, or the
@@ -330,10 +332,12 @@ def export(
     saved.vocab_size = tokenizer.vocab_size
     config = llama_config(saved, tokenizer.eod)
     bf16 = bool(saved.bf16) and not float32
+    told("loading the weights")
     model, args = build_model(flags, bf16)
     load_weights(model, args, checkpoint)
     config["dtype"] = config["torch_dtype"] = "bfloat16" if bf16 else "float32"
     weights = llama_weights(dict(model.named_parameters()), config)
+    told("writing the model")
     output.mkdir(parents=True, exist_ok=True)
     _write(output / "config.json", config)
     save_file(weights, output / "model.safetensors", metadata={"format": "pt"})

@@ -28,6 +28,8 @@ from torch.distributed.run import (
     run,
 )
 
+from distca.progress import progress
+
 _SCRIPT = Path(__file__).parents[1] / "pretrain_gpt.py"
 _MODULE = "megatron_patches.pretrain"
 
@@ -73,15 +75,16 @@ def _check(args: Namespace) -> str:
     if least != most:
         return ""
     ranks = most * determine_local_world_size(args.nproc_per_node)
-    sys.stderr.write("checking flags and files\n")
     command = [sys.executable, "-m", "megatron_patches.check_run", "--ranks", str(ranks), "--"]
-    done = subprocess.run(
-        [*command, *args.training_script_args],
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        text=True,
-        check=False,
-    )
+    sys.stderr.write("checking flags and files\n")
+    with progress("python -m megatron_patches.launch", doing="still checking"):
+        done = subprocess.run(
+            [*command, *args.training_script_args],
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+            check=False,
+        )
     # What a check cannot tell, the ranks do.
     _, found, message = f"\n{done.stderr}".rpartition("\nerror: ")
     return f"error: {message}" if found and done.returncode == 2 else ""

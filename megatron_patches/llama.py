@@ -22,7 +22,12 @@ from typing import Any
 
 from distca.checkpoints.weights import Checkpoint
 from distca.documents.tokenizer import build_tokenizer
+from distca.progress import progress
 from megatron_patches.hugging_face import LLAMA3_ROPE, build_model, copy_llama_weights, export
+from megatron_patches.mcore_fixes import (
+    leave_out_messages_of_a_run,
+    leave_out_warnings_of_calls,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -187,22 +192,28 @@ def main(argv: list[str] | None = None) -> int:
         help="weights in float32; default: bfloat16, and exported as the run had them",
     )
     given = parser.parse_args(argv)
-    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    logging.basicConfig(format="%(message)s")
+    logging.getLogger("megatron_patches").setLevel(logging.INFO)
+    leave_out_warnings_of_calls()
+    leave_out_messages_of_a_run()
     try:
         if given.direction == "export":
             if given.output is None:
                 raise ValueError("export needs --output, the folder to write")
-            export(
-                given.checkpoint,
-                given.output,
-                given.tokenizer_model,
-                given.float32,
-                given.force,
-            )
+            with progress(f"{parser.prog} export", doing="reading the checkpoint") as shown:
+                export(
+                    given.checkpoint,
+                    given.output,
+                    given.tokenizer_model,
+                    given.float32,
+                    given.force,
+                    shown.describe,
+                )
             return 0
         if given.llama is None:
             raise ValueError("import needs --llama, the folder of a model")
-        flags = import_llama(given.llama, given.checkpoint, not given.float32)
+        with progress(f"{parser.prog} import", doing="converting the model"):
+            flags = import_llama(given.llama, given.checkpoint, not given.float32)
         sys.stdout.write(f"{shlex.join(flags)}\n")
     except (ValueError, ImportError) as error:
         parser.exit(2, f"error: {error}\n")

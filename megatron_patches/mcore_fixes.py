@@ -7,6 +7,7 @@ versions, and where the defect is.
 from __future__ import annotations
 
 import functools
+import logging
 import queue
 import warnings
 from argparse import ArgumentParser
@@ -206,13 +207,29 @@ def escape_percent_signs(parser: ArgumentParser) -> None:
             action.help = action.help.replace("%", "%%")
 
 
-def leave_out_warnings_of_torch() -> None:
-    """Leaves out what torch tells Megatron-LM of its calls, on every rank: users can't mend it."""
+def leave_out_warnings_of_calls() -> None:
+    """Leaves out what torch and megatron-core say of Megatron-LM's calls: users can't mend it."""
     # Functions that torch will rename, or replace.
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed\.")
     for message in (
         # A rank reads what a checkpoint has beside tensors.
         r"torch\.distributed is disabled, unavailable or uninitialized",
         r"The argument order of load has been changed",
+        # The optimizer asks each parameter whether it has a gradient; some are views.
+        r"The \.grad attribute of a Tensor that is not a leaf Tensor is being accessed",
+        # A process that converts a checkpoint is alone.
+        r"Could not determine rank from torch\.distributed",
     ):
         warnings.filterwarnings("ignore", message, UserWarning)
+    # Its successor is no model that we train.
+    logging.getLogger("megatron.core.models.gpt.gpt_model").addFilter(_is_of_use)
+
+
+def leave_out_messages_of_a_run() -> None:
+    """Leaves out what megatron-core says at the start of a run, where a command trains nothing."""
+    logging.getLogger("megatron.core.rerun_state_machine").addFilter(_is_of_use)
+
+
+def _is_of_use(record: logging.LogRecord) -> bool:
+    of_no_use = "GPTModel IS DEPRECATED", "RerunStateMachine initialized in mode"
+    return not record.getMessage().startswith(of_no_use)

@@ -19,6 +19,7 @@ FLOORS: dict[str, set[str]] = {
     "distca.checkpoints": set(),
     "distca.lifetime": set(),
     "distca.palette": set(),
+    "distca.progress": set(),
     "distca.quiet": set(),
     "distca.timeline": set(),
     "distca.wording": set(),

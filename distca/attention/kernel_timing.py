@@ -16,6 +16,8 @@ from distca.attention import Kernel, KernelTasks, select_kernel_of_heads
 from distca.cost.profile import Profile
 from distca.cost.volume import AttentionShape
 
+HELD_OUT = 40
+"""Number of points that are measured to see how far predictions are off."""
 _FEW = (1, 8)
 """Lengths that are measured below the powers of two."""
 _SATURATED = 1.5
@@ -115,10 +117,8 @@ def fastest(
     return best
 
 
-def profile_kernel(
-    shape: AttentionShape, max_length: int, device: str = "cpu", min_length: int = 32
-) -> Profile:
-    """Measures this machine on a grid of powers of two up to `max_length`, and on few tokens.
+def profiled_lengths(max_length: int, min_length: int = 32) -> tuple[int, ...]:
+    """Returns the lengths of the grid: powers of two up to `max_length`, and few tokens.
 
     A decoded token is one query; between one and `min_length` another point shows the bend.
 
@@ -127,20 +127,41 @@ def profile_kernel(
     """
     if min_length < 1 or max_length < 2 * min_length:
         raise ValueError(f"--max-length {max_length} must be at least {2 * min_length}")
-    from tqdm import tqdm
-
     doublings = int(math.log2(max_length / min_length))
     few = tuple(n for n in _FEW if n < min_length)
-    lengths = (*few, *(min_length * 2**n for n in range(doublings + 1)))
+    return (*few, *(min_length * 2**n for n in range(doublings + 1)))
+
+
+def profile_kernel(
+    shape: AttentionShape,
+    max_length: int,
+    device: str = "cpu",
+    min_length: int = 32,
+    told: Callable[[], None] = lambda: None,
+) -> Profile:
+    """Measures this machine at each pair of `profiled_lengths`.
+
+    Args:
+        shape: heads; `dtype_bytes` 4 is float32, 2 bfloat16.
+        max_length: tokens of the longest task.
+        device: "cpu" or "cuda".
+        min_length: tokens from which on each length is twice the one before.
+        told: function that is called after each pair of lengths.
+
+    Raises:
+        ValueError: the grid would have fewer than two lengths.
+    """
+    lengths = profiled_lengths(max_length, min_length)
     kernel = select_kernel_of_heads(device, shape.head_dim, shape.value_dim)
     timer = KernelTimer(kernel, shape, lengths[-1], device)
     full = [[0.0] * len(lengths) for _ in lengths]
     diagonal = [[0.0] * len(lengths) for _ in lengths]
     cells = [(i, j) for i in range(len(lengths)) for j in range(len(lengths))]
-    for i, j in tqdm(cells, unit=" points", disable=None):
+    for i, j in cells:
         full[i][j] = timer.seconds(lengths[i], lengths[j], causal=False)
         if j >= i:
             diagonal[i][j] = timer.seconds(lengths[i], lengths[j], causal=True)
+        told()
     for i in range(len(lengths)):
         for j in range(i):
             diagonal[i][j] = diagonal[i][i]
@@ -178,8 +199,22 @@ def cpu_name() -> str:
     return platform.processor() or platform.machine()
 
 
-def held_out_errors(profile: Profile, device: str, points: int = 40, seed: int = 0) -> list[float]:
-    """Returns the relative errors of predictions for lengths that are not on the grid."""
+def held_out_errors(
+    profile: Profile,
+    device: str,
+    points: int = HELD_OUT,
+    seed: int = 0,
+    told: Callable[[], None] = lambda: None,
+) -> list[float]:
+    """Returns the relative errors of predictions for lengths that are not on the grid.
+
+    Args:
+        profile: times that predict.
+        device: "cpu" or "cuda".
+        points: number of lengths.
+        seed: seed of the lengths.
+        told: function that is called after each of them.
+    """
     generator = np.random.default_rng(seed)
     low, high = profile.lengths[0], profile.lengths[-1]
     shape = profile.shape
@@ -194,4 +229,5 @@ def held_out_errors(profile: Profile, device: str, points: int = 40, seed: int =
         columns = (np.array([x], dtype=np.int64) for x in (q, kv, pairs))
         measured = timer.seconds(q, kv, causal)
         errors.append(abs(float(profile.seconds(*columns)[0]) / measured - 1))
+        told()
     return errors

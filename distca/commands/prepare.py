@@ -9,9 +9,8 @@ import os
 import sys
 from argparse import Namespace
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
-
-from tqdm import tqdm
 
 from distca.commands.command_line import Parser, check_output
 from distca.documents.dataset import (
@@ -24,6 +23,7 @@ from distca.documents.dataset import (
 from distca.documents.index import LARGEST_TOKEN
 from distca.documents.texts import find_files, read_documents
 from distca.documents.tokenizer import TOKENIZER_TYPES, build_tokenizer
+from distca.progress import Progress, progress
 from distca.wording import counted
 
 _SHOWN = 2
@@ -53,14 +53,20 @@ def prepare(args: Namespace) -> str:
     with sole_writer(prefix) as unfinished:
         model, trained = args.tokenizer_model, unfinished / "tokenizer"
         if args.train_tokenizer is not None:
-            train_tokenizer(reader.documents("train tokenizer"), args.train_tokenizer, trained)
+            with reader.showing("train tokenizer") as shown:
+                train_tokenizer(reader.documents(shown), args.train_tokenizer, trained)
             model = str(trained)
         tokenizer = build_tokenizer(args.tokenizer_type, model, args.vocab_size)
-        texts = reader.documents("tokenize")
         try:
-            count, tokens = write_dataset(
-                texts, tokenizer, args.tokenizer_type, prefix, unfinished, workers=args.workers
-            )
+            with reader.showing("tokenize") as shown:
+                count, tokens = write_dataset(
+                    reader.documents(shown),
+                    tokenizer,
+                    args.tokenizer_type,
+                    prefix,
+                    unfinished,
+                    workers=args.workers,
+                )
         finally:
             reader.tell(left_out)
         if args.train_tokenizer is not None:
@@ -116,12 +122,15 @@ class _Reader:
         self._files, self._json_key, self._refuse = files, json_key, refuse
         self.faults: list[str] = []
 
-    def documents(self, doing: str) -> Iterator[str]:
-        """Yields all texts, and shows progress on a terminal."""
-        self.faults.clear()
+    def showing(self, doing: str) -> AbstractContextManager[Progress]:
+        """Shows progress while the files are read."""
         size = sum(file.stat().st_size for file in self._files)
-        with tqdm(desc=doing, total=size, unit="B", unit_scale=True, disable=None) as bar:
-            yield from read_documents(self._files, self._json_key, self._leave_out, bar.update)
+        return progress("distca prepare", "bytes", size, doing=doing, scaled=True)
+
+    def documents(self, shown: Progress) -> Iterator[str]:
+        """Yields all texts, and counts their bytes."""
+        self.faults.clear()
+        yield from read_documents(self._files, self._json_key, self._leave_out, shown.update)
 
     def _leave_out(self, fault: str) -> None:
         if self._refuse:

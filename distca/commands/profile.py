@@ -15,11 +15,17 @@ from pathlib import Path
 
 import torch
 
-from distca.attention.kernel_timing import held_out_errors, profile_kernel
+from distca.attention.kernel_timing import (
+    HELD_OUT,
+    held_out_errors,
+    profile_kernel,
+    profiled_lengths,
+)
 from distca.commands.command_line import Parser, check_output
 from distca.commands.planned_heads import add_shape_flags, planned_model, shape_of
 from distca.cost.model_sizes import ModelSize
 from distca.cost.volume import AttentionShape
+from distca.progress import progress
 
 SMALL = ModelSize(1, 0, 8, 2, 32, 0)
 """Heads that are measured without --model; there are no other sizes."""
@@ -73,9 +79,11 @@ def main(argv: list[str]) -> int:
     element_bytes = {"fp32": 4, "bf16": 2}[dtype]
     shape = shape_of(planned_model(args, default=SMALL), args, element_bytes)
     _check_memory(shape, args.max_length, device)
-    profile = profile_kernel(shape, args.max_length, device)
-    profile.save(args.output)
-    errors = held_out_errors(profile, device)
+    points = len(profiled_lengths(args.max_length)) ** 2 + HELD_OUT
+    with progress("distca profile", "points", points) as shown:
+        profile = profile_kernel(shape, args.max_length, device, told=shown.update)
+        profile.save(args.output)
+        errors = held_out_errors(profile, device, told=shown.update)
     sys.stdout.write(
         f"{args.output}: {profile.description}\n"
         f"held-out points: median error {statistics.median(errors):.1%}, "

@@ -12,7 +12,6 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -26,6 +25,7 @@ from distca.commands.described import (
     model_of,
 )
 from distca.palette import BLACK, colour_in_turn
+from distca.progress import track
 from distca.schedule.serving.cdsp import (
     LOAD_AWARE,
     PREFILL_STRATEGIES,
@@ -157,11 +157,12 @@ def main(argv: Sequence[str]) -> int:
     cluster = _cluster(args)
     trace = _trace(args, cluster)
     names = args.prefill_strategies or _possible(cluster)
-    rates = {name: _rates(trace, cluster, name, args.seed) for name in _progress(names)}
     limit = PATIENCE * light_load(trace, cluster)
-    bears = {
-        name: find_capacity(trace, cluster, name, rates[name], limit).per_second for name in names
-    }
+    rates: dict[str, ImprovementRates] = {}
+    bears: dict[str, float] = {}
+    for name in track(names, "distca simulate --serving", "strategies"):
+        rates[name] = _rates(trace, cluster, name, args.seed)
+        bears[name] = find_capacity(trace, cluster, name, rates[name], limit).per_second
     load = args.arrivals_per_second
     if load is None:
         fixed = [bears[name] for name in names if name not in LOAD_AWARE]
@@ -183,12 +184,6 @@ def main(argv: Sequence[str]) -> int:
     if args.plot is not None:
         _plot(args.plot, trace, cluster, {name: rates[name] for name in names}, limit, bears)
     return 0
-
-
-def _progress(names: Sequence[str]) -> Any:
-    from tqdm import tqdm
-
-    return tqdm(names, unit=" strategies", disable=None)
 
 
 def _cluster(args: argparse.Namespace) -> ServingCluster:

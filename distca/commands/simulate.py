@@ -29,7 +29,7 @@ from distca.commands.described import (
     model_of,
 )
 from distca.commands.plan import cut_to_pieces, shuffled
-from distca.commands.simulate_progress import progress
+from distca.commands.simulate_progress import simulating
 from distca.commands.simulate_report import as_json, format_choices, plot_choices
 from distca.commands.verdict import Verdict
 from distca.cost.latent_rows import LATENT_ROWS
@@ -313,7 +313,7 @@ def _advise(
     processes = min(len(os.sched_getaffinity(0)), _MOST_PROCESSES)
     tolerances = _TOLERANCES[1:] if args.tolerance is None else ()
     expected = expected_iterations(args.systems, len(batches), args.finalists, len(tolerances))
-    with progress(expected) as told, Trials(workload, batches, processes, told) as trials:
+    with simulating(expected) as told, Trials(workload, batches, processes, told) as trials:
         choices = advise(
             workload,
             batches,

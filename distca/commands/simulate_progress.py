@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
+from distca.progress import progress
 from distca.simulate import DISTCA_SYSTEMS, Candidate
 from distca.simulate.trials import Told
 
-_SECONDS_BETWEEN_LINES = 20.0
-"""Fewest seconds between two lines about progress, where there is no terminal."""
 _OTHERS = 0.1
 """Time of a baseline's iteration over that of one with `--distca`, until it is known: about."""
 
@@ -72,26 +70,18 @@ def _plans(system: str) -> bool:
 
 
 @contextlib.contextmanager
-def progress(expected: Mapping[str, int]) -> Iterator[Told]:
-    """Yields what shows each iteration: by a bar on a terminal, else by a line now and then.
+def simulating(expected: Mapping[str, int]) -> Iterator[Told]:
+    """Yields what shows each iteration, and about how long the rest takes.
 
     Args:
         expected: iterations that each system is expected to take.
     """
-    from tqdm import tqdm
-
-    rest, count, shown = Rest(expected), 0, time.monotonic()
-    with tqdm(unit=" iterations", disable=None) as bar:
+    rest = Rest(expected)
+    with progress("distca simulate", "iterations") as shown:
 
         def told(candidate: Candidate, left: int) -> None:
-            nonlocal count, shown
             seconds = rest.count(candidate.system, left)
-            what = f"about {seconds:.0f} s left, at {candidate.system}: {candidate}"
-            bar.set_description(what)
-            bar.update()
-            count += 1
-            if bar.disable and time.monotonic() - shown >= _SECONDS_BETWEEN_LINES:
-                sys.stderr.write(f"distca simulate: {count} iterations done, {what}\n")
-                shown = time.monotonic()
+            shown.describe(f"about {seconds:.0f} s left, at {candidate.system}: {candidate}")
+            shown.update()
 
         yield told

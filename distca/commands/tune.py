@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from tqdm import tqdm
 
 from distca.commands import tune_sparsity
 from distca.commands.command_line import Parser, check_output, unknown
+from distca.progress import Progress, progress, track
 from distca.schedule.serving.partitions import (
     Chain,
     PartitionTable,
@@ -170,7 +170,7 @@ def _search_simulated(
 
     ranks = args.context_parallel_size
     costs, cost_model = machine_of(args.profile, args.node_gb_per_s).costs(model, ranks)
-    for length in tqdm(lengths, unit="length", disable=not sys.stderr.isatty()):
+    for length in track(lengths, "distca tune partitions", "lengths"):
         found[length] = searched_shares(length, costs, cost_model, ranks)
         save()
 
@@ -222,15 +222,15 @@ def _search_measured(
         processes.time_prefill(tuple(cut_prompt(min(lengths), even_shares(ranks)).tolist()))
         for length in lengths:
             tried = trials.setdefault(length, {})
-            with tqdm(
-                desc=f"{length:,} tokens",
-                unit="partition",
-                initial=len(tried),
-                disable=not sys.stderr.isatty(),
-            ) as bar:
+            with progress(
+                "distca tune partitions",
+                "partitions",
+                done=len(tried),
+                doing=f"{length:,} tokens",
+            ) as shown:
 
-                def noted(bar: Any = bar) -> None:
-                    bar.update()
+                def noted(shown: Progress = shown) -> None:
+                    shown.update()
                     save()
 
                 seconds = MeasuredChain(processes, args.measure, args.rounds, tried, noted)

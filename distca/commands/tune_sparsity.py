@@ -8,11 +8,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
-from tqdm import tqdm
 
 from distca.commands.command_line import Parser, check_output
 from distca.commands.served_sparsity import add_node_parts_flag
 from distca.cost.link import Links
+from distca.progress import progress
 from distca.schedule.serving.csps import NODE_PARTS, Levels
 from distca.schedule.serving.csps.calibration_file import CalibrationFile, load_calibration
 
@@ -92,9 +92,9 @@ def main(argv: Sequence[str]) -> int:
                 "flags: give another file, or the flags that made it"
             )
     total = len(prompts) * (1 + args.samples)
-    with tqdm(total=total, unit="run", disable=not sys.stderr.isatty()) as bar:
-        bar.update(len(file.measured) * (1 + args.samples))
-        for found in calibrate(file, model, levels, prompts, args.samples, args.seed, bar.update):
+    done = len(file.measured) * (1 + args.samples)
+    with progress("distca tune sparsity", "runs", total, done=done) as shown:
+        for found in calibrate(file, model, levels, prompts, args.samples, args.seed, shown.update):
             file = found
             file.save(args.output)
     sys.stdout.write(f"{_described(file)}\nwritten to {args.output}\n")

@@ -1,0 +1,174 @@
+"""Progress of a command: a bar on a terminal, elsewhere a line every ten seconds."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import threading
+import time
+from collections.abc import Callable, Collection, Iterator
+from typing import TextIO, TypeVar
+
+Item = TypeVar("Item")
+
+SECONDS_BETWEEN_LINES = 10.0
+"""Seconds between two lines about progress, where there is no terminal."""
+_SECONDS_BETWEEN_BARS = 1.0
+
+
+class Progress:
+    """What a command has done so far.
+
+    Args:
+        unit: what is counted, in the plural, such as "points".
+        total: how many there are; None: nobody knows.
+        done: how many were done before.
+        scaled: whether counts are shown as thousands and millions.
+    """
+
+    def __init__(
+        self, unit: str = "", total: int | None = None, done: int = 0, scaled: bool = False
+    ) -> None:
+        self.unit, self.total, self.done, self.scaled = unit, total, done, scaled
+        self.doing = ""
+        self.changed: Callable[[], None] = lambda: None
+
+    def update(self, count: int = 1) -> None:
+        """Counts what was done since the last call."""
+        self.done += count
+        self.changed()
+
+    def describe(self, doing: str) -> None:
+        """Says what is being done."""
+        self.doing = doing
+        self.changed()
+
+    def line(self, seconds: float) -> str:
+        """Returns a line about progress, without what the command is called.
+
+        Args:
+            seconds: time since the command began.
+        """
+        parts = [f"{int(seconds) // 60}:{int(seconds) % 60:02d}"]
+        if self.unit:
+            of = "" if self.total is None else f" of {self._number(self.total)}"
+            parts.append(f"{self._number(self.done)}{of} {self.unit}")
+        if self.doing:
+            parts.append(self.doing)
+        return ", ".join(parts)
+
+    def _number(self, count: int) -> str:
+        if self.scaled:
+            for size, name in ((10**9, "G"), (10**6, "M"), (10**3, "k")):
+                if count >= size:
+                    return f"{count / size:.1f} {name}"
+        return f"{count:,}"
+
+
+@contextlib.contextmanager
+def progress(
+    command: str,
+    unit: str = "",
+    total: int | None = None,
+    *,
+    done: int = 0,
+    doing: str = "",
+    scaled: bool = False,
+    every: float | None = None,
+    stream: TextIO | None = None,
+) -> Iterator[Progress]:
+    """Shows progress on standard error while the block runs, also where a part of it takes long.
+
+    Args:
+        command: name of the command, with which lines begin.
+        unit: what is counted, in the plural; "": nothing, there is only what is being done.
+        total: how many there are; None: nobody knows.
+        done: how many were done before.
+        doing: what is being done at first.
+        scaled: whether counts are shown as thousands and millions.
+        every: seconds between two lines; None: `SECONDS_BETWEEN_LINES`.
+        stream: where it is shown; None: standard error.
+    """
+    out = sys.stderr if stream is None else stream
+    shown = Progress(unit, total, done, scaled)
+    shown.doing = doing
+    if out is None:
+        # It was closed before this process began.
+        yield shown
+    elif out.isatty():
+        with _bar(shown, out):
+            yield shown
+    else:
+        with _lines(shown, command, every or SECONDS_BETWEEN_LINES, out):
+            yield shown
+
+
+def track(items: Collection[Item], command: str, unit: str) -> Iterator[Item]:
+    """Yields items, and shows how many of them are done.
+
+    Args:
+        items: what is worked on, one after the other.
+        command: name of the command, with which lines begin.
+        unit: what the items are called, in the plural.
+    """
+    with progress(command, unit, len(items)) as shown:
+        for item in items:
+            yield item
+            shown.update()
+
+
+@contextlib.contextmanager
+def _bar(shown: Progress, out: TextIO) -> Iterator[None]:
+    from tqdm import tqdm
+
+    with tqdm(
+        desc=shown.doing or None,
+        total=shown.total,
+        initial=shown.done,
+        unit=f" {shown.unit}",
+        unit_scale=shown.scaled,
+        bar_format=None if shown.unit else "{desc}, {elapsed}",
+        file=out,
+    ) as bar:
+
+        def changed() -> None:
+            if shown.doing:
+                bar.set_description(shown.doing, refresh=not shown.unit)
+            bar.update(shown.done - bar.n)
+
+        shown.changed = changed
+        # A part of the work may take long, and the time goes on.
+        with _repeated(bar.refresh, _SECONDS_BETWEEN_BARS):
+            yield
+
+
+@contextlib.contextmanager
+def _lines(shown: Progress, command: str, every: float, out: TextIO) -> Iterator[None]:
+    begun = time.monotonic()
+
+    def write() -> None:
+        # Nobody may read it any more.
+        with contextlib.suppress(OSError, ValueError):
+            out.write(f"{command}: {shown.line(time.monotonic() - begun)}\n")
+            out.flush()
+
+    with _repeated(write, every):
+        yield
+
+
+@contextlib.contextmanager
+def _repeated(call: Callable[[], object], every: float) -> Iterator[None]:
+    """Calls a function again and again while the block runs, on a thread of its own."""
+    ended = threading.Event()
+
+    def repeat() -> None:
+        while not ended.wait(every):
+            call()
+
+    thread = threading.Thread(target=repeat, name="progress", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
