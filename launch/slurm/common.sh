@@ -21,10 +21,11 @@ run_prolog() {
     set -u
 }
 
-# Sets how many `ranks` there are, where they meet, in `environment`, and how srun starts them, in
-# `start`. Without Slurm (a dry run) the script's own #SBATCH options tell.
+# Sets how many `ranks` there are, where they meet, in `environment`, how srun starts them, in `start`,
+# and how it starts Python once, in `start_one`. Without Slurm (a dry run) the script's own #SBATCH
+# options tell.
 describe_job() {
-    local first_node=localhost
+    local first_node=localhost in_container=()
     if ! $dry_run && [ -z "${SLURM_JOB_ID-}" ]; then
         die "start it with sbatch, or look at it with --dry-run"
     fi
@@ -68,12 +69,14 @@ describe_job() {
             inside=(apptainer exec --nv --pwd "$PWD" --bind "$PWD${mounts:+,$mounts}" "$container")
             ;;
         *)
-            start+=(--container-image="$container" --container-workdir="$PWD")
-            start+=(--container-mounts="$PWD:$PWD${mounts:+,$mounts}")
+            in_container=(--container-image="$container" --container-workdir="$PWD")
+            in_container+=(--container-mounts="$PWD:$PWD${mounts:+,$mounts}")
             ;;
     esac
+    start_one=(srun --ntasks=1 --ntasks-per-node=1 --nodes=1 --cpu-bind=none)
+    start_one+=("${in_container[@]}" "${inside[@]}" "$python")
     logs=$logs/${SLURM_JOB_ID:-dry-run}
-    start+=(launch/slurm/rank.sh "$logs" "${inside[@]}" "$python" -u)
+    start+=("${in_container[@]}" launch/slurm/rank.sh "$logs" "${inside[@]}" "$python" -u)
     make_data_absolute
 }
 
@@ -107,6 +110,18 @@ choose_context_parallel() {
         group=$((group + 1))
     done
     [ $data -gt 1 ] || group=1
+}
+
+# Ends the job where flags of pretrain_gpt.py, or files that they name, are wrong, before ranks start:
+# it says so once, after seconds. What a check in one process cannot tell, the ranks do.
+check_run() {
+    local told status=0
+    ! $dry_run || return 0
+    told=$(env "${environment[@]}" "${start_one[@]}" \
+        -m megatron_patches.check_run --ranks "$ranks" -- "$@" 2>&1 >/dev/null) || status=$?
+    [ "$status" = 2 ] || return 0
+    told=$(grep '^error: ' <<<"$told" | tail -n 1) || return 0
+    die "${told#error: }"
 }
 
 # Starts a Python command on all ranks, or prints it.
@@ -146,6 +161,7 @@ pretraining() {
         --global-batch-size "$((ranks * micro_batches / (tensor * stages)))"
         --distca-gpus-per-node "$ranks_per_node" "${training[@]}"
     )
+    check_run "${training[@]}"
     on_all_ranks pretrain_gpt.py "${training[@]}"
 }
 

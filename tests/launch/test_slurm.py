@@ -20,13 +20,14 @@ class Job:
     Args:
         folder: folder of all that it reads and writes.
         script: what a rank does.
+        check: what the check before ranks start does.
     """
 
-    def __init__(self, folder: Path, script: str) -> None:
+    def __init__(self, folder: Path, script: str, check: str = "true") -> None:
         self.folder, self.save = folder, folder / "save"
         self.save.mkdir()
         self._env = slurm_environment(folder / "bin")
-        self.program("rank", script)
+        self.program("rank", f"case $* in *check_run*) {check}; exit ;; esac\n{script}")
 
     def program(self, name: str, script: str) -> Path:
         """Makes a program that the job finds by its name."""
@@ -68,6 +69,33 @@ def test_a_prolog_that_fails_ends_the_job_before_any_rank_starts(tmp_path: Path)
     done = job.run("--prolog", "nowhere")
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == "error: --prolog nowhere: there is no such file\n"
+
+
+def test_flags_are_checked_once_before_ranks_start(tmp_path: Path) -> None:
+    """A job of two ranks; srun says of a task that it failed."""
+    given = 'echo "$*" >"$GIVEN"; echo "error: --lr is wrong" >&2; echo "srun: error: x" >&2'
+    job = Job(tmp_path, "echo started", f'{given}; exit "$STATUS"')
+    file = tmp_path / "given"
+    done = job.run("--lr", "0", GIVEN=str(file), STATUS="2")
+    assert (done.returncode, done.stdout, done.stderr) == (2, "", "error: --lr is wrong\n")
+    start, _, flags = file.read_text().partition(" -- ")
+    assert start == "-m megatron_patches.check_run --ranks 2"
+    assert flags.rstrip().endswith(" --lr 0")
+    assert "--distca " in flags
+    # The check itself failed, or there is nothing wrong.
+    for status in "1", "0":
+        done = job.run(GIVEN=str(file), STATUS=status)
+        assert (done.returncode, done.stdout) == (0, "started\n" * 2)
+
+
+def test_the_check_finds_a_flag_that_is_wrong(tmp_path: Path) -> None:
+    """The real one, with the job's own flags."""
+    job = Job(tmp_path, "echo started", f'exec {sys.executable} "$@"')
+    flags = ["--tokenizer-type", "NullTokenizer", "--vocab-size", "9", "--data-path", "nowhere"]
+    done = job.run(*flags)
+    assert (done.returncode, done.stdout) == (2, "")
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("error: ")
 
 
 def test_each_rank_s_output_is_in_a_file_and_in_the_job_s(tmp_path: Path) -> None:

@@ -10,7 +10,10 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 # Starts as many processes as Slurm would, on this machine.
 SRUN = """#!/usr/bin/env bash
-while [[ $1 == --* ]]; do shift; done
+while [[ $1 == --* ]]; do
+    case $1 in --ntasks=*) SLURM_NTASKS=${1#*=} ;; esac
+    shift
+done
 processes=()
 for ((rank = 0; rank < SLURM_NTASKS; rank++)); do
     SLURM_PROCID=$rank SLURM_LOCALID=$rank "$@" &
