@@ -10,6 +10,9 @@ import numpy as np
 from distca.documents.lengths import read_lengths
 from distca.plan.span import Int64s
 
+LISTS = ("document_lengths_wlbllm.json", "document_lengths_prolong.json")
+"""Files of a folder that `--published` names: JSON lists of lengths."""
+
 
 def published(path: Path, upsampled: bool) -> Callable[[int, int, int], Int64s]:
     """Makes a function that draws batches from a list: shuffled, capped, repeated if too short.

@@ -9,7 +9,6 @@ table lists, without a measurement, is computed from the code that has it.
 
 from __future__ import annotations
 
-import argparse
 import csv
 import re
 import sys
@@ -22,6 +21,7 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).parents[2]))  # as benchmarks/__init__.py says
 
 from benchmarks import pages
+from benchmarks.arguments import Parser
 from benchmarks.cluster.spread import AGAIN, PAIRS
 from distca.cost.model_sizes import MODELS
 from distca.plan import Mask
@@ -452,7 +452,7 @@ def claims_page() -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
+    parser = Parser(__doc__)
     default = RESULTS / "cluster"
     parser.add_argument("--output", type=Path, metavar="DIR", default=default)
     args = parser.parse_args()

@@ -31,7 +31,6 @@ ones (see `../plans/schedulers.py`), the attention kernel's rate is that of
 
 from __future__ import annotations
 
-import argparse
 import csv
 import sys
 from collections.abc import Callable
@@ -42,6 +41,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[2]))  # as benchmarks/__init__.py says
 
 from benchmarks import pages
+from benchmarks.arguments import Parser
 from benchmarks.cluster.figures import (
     appendix,
     chains,
@@ -104,7 +104,7 @@ def write(name: str, report: Report, folder: Path, command: str, documents: str)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
+    parser = Parser(__doc__)
     parser.add_argument("experiment", choices=[*EXPERIMENTS, *SAME, "all"])
     parser.add_argument("--output", type=Path, metavar="DIR", required=True)
     parser.add_argument("--batches", type=int, default=30, help="of each case")
@@ -130,9 +130,6 @@ def main() -> None:
     )
     parser.add_argument("--processes", type=int, help="default: one for each core")
     args = parser.parse_args()
-    counts = ("batches", "sweep_batches", "most_promising", "finalists")
-    if min(getattr(args, name) for name in counts) < 1:
-        parser.error(f"{', '.join(map(_flag, counts))} must be at least 1")
     if args.papers_documents and args.published is None:
         parser.error("--papers-documents draws published lengths: give --published DIR")
     options = Options(
@@ -164,7 +161,7 @@ def _flag(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
-def _as_typed(parser: argparse.ArgumentParser, options: Options) -> list[str]:
+def _as_typed(parser: Parser, options: Options) -> list[str]:
     """Flags that results depend on, where they differ from the default; no paths."""
     typed = []
     for field in fields(options):

@@ -10,7 +10,6 @@ to idle stages; and giving less to the last stage for its output layer, too, as 
 
 from __future__ import annotations
 
-import argparse
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -22,6 +21,7 @@ from tqdm import tqdm
 sys.path.insert(0, str(Path(__file__).parents[2]))  # as benchmarks/__init__.py says
 
 from benchmarks import pages
+from benchmarks.arguments import Parser
 from benchmarks.published_lengths import published
 from distca.cost.model_sizes import MODELS
 from distca.schedule import ExecutionOptions, LinearWork, ScheduleConfig
@@ -105,7 +105,7 @@ def outcomes(case: Case, folder: Path, seed: int) -> list[Outcome]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
+    parser = Parser(__doc__)
     parser.add_argument("--published", type=Path, metavar="DIR", required=True)
     parser.add_argument("--output", type=Path, metavar="DIR", required=True)
     parser.add_argument("--seed", type=int, default=0)

@@ -47,6 +47,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[2]))  # as benchmarks/__init__.py says
 
 from benchmarks import pages
+from benchmarks.arguments import Parser
 from benchmarks.cluster.this_machine import beside_busy_processes, describe_machine
 from benchmarks.training.run import parsed
 from benchmarks.training.setting import (
@@ -299,7 +300,7 @@ def run(*arguments: str) -> str:
     return " ".join(["python", *arguments])
 
 
-def _steps(parser: argparse.ArgumentParser, file: Path) -> dict[str, Any]:
+def _steps(parser: Parser, file: Path) -> dict[str, Any]:
     """Reads the steps that `throughput.py` measured."""
     saved: dict[str, Any] = json.loads(file.read_text())
     if "model" not in saved:
@@ -328,7 +329,7 @@ def without_folders(command: str, folders: dict[Path, str]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
+    parser = Parser(__doc__)
     parser.add_argument("--throughput", type=Path, metavar="FILE", help="steps of throughput.py")
     parser.add_argument("--pipeline", type=Path, metavar="FILE", help="those with a pipeline")
     parser.add_argument("--profile", type=Path, metavar="FILE", help="made by `distca profile`")

@@ -9,7 +9,6 @@ same visible pairs; short shards leave the kernel's blocks half empty.
 
 from __future__ import annotations
 
-import argparse
 import platform
 import statistics
 import sys
@@ -28,6 +27,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[2]))  # as benchmarks/__init__.py says
 
 from benchmarks import pages
+from benchmarks.arguments import Parser
 from distca.attention import Kernel, KernelTasks, select_kernel
 from distca.cost.model_sizes import MODELS
 from distca.cost.volume import AttentionShape
@@ -139,7 +139,7 @@ def plot(rows: list[dict[str, float]], what: str, path: Path) -> None:
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
+    parser = Parser(__doc__)
     default = "cuda" if torch.cuda.is_available() else "cpu"
     parser.add_argument("--device", choices=("cpu", "cuda"), default=default)
     parser.add_argument("--tokens", type=int, default=2048, help="queries of a call")
@@ -151,9 +151,6 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--output", type=Path, required=True, metavar="DIR")
     args = parser.parse_args(argv)
-    wrong = [shard for shard in args.shards if shard < 1]
-    if wrong:
-        parser.error(f"a shard has at least one token, not {wrong[0]}")
     device = torch.device(args.device)
     shape = MODELS[args.model].attention_shape(tensor_parallel=8)
     kernel = select_kernel(device.type, shape.head_dim)

@@ -10,7 +10,6 @@ back until all is launched, so that launching is not measured. Not run on hardwa
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import statistics
 import sys
@@ -23,6 +22,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[2]))  # as benchmarks/__init__.py says
 sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))  # virtual ranks are shared with tests
 
+from benchmarks.arguments import Parser
 from distca.transport.channels import channel_number
 from distca.transport.device import BLOCKS
 from support.exchanges import CHANNELS, sizes_of
@@ -55,7 +55,7 @@ def seconds(work: Callable[[], None], rounds: int) -> float:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = Parser(__doc__)
     parser.add_argument("--megabytes", type=int, nargs="+", default=[1, 4, 16, 64, 256])
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--blocks", type=int, nargs="+", default=[1, 2, BLOCKS])

@@ -32,6 +32,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 sys.path.insert(0, str(Path(__file__).parents[2]))  # as benchmarks/__init__.py says
 
 from benchmarks import pages
+from benchmarks.arguments import Parser
 from distca.attention.kernel_timing import cpu_name
 from distca.cost.memory import plan_memory
 from distca.cost.volume import AttentionShape
@@ -274,9 +275,9 @@ def report(found: list[HostCost], options: argparse.Namespace) -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = Parser(__doc__)
     parser.add_argument("--servers", type=int, nargs="+", default=[2, 8, 64, 256, 512])
-    parser.add_argument("--scheduler", default="tiles")
+    parser.add_argument("--scheduler", default="tiles", choices=["greedy", "tiles"])
     parser.add_argument("--repetitions", type=int, default=200)
     parser.add_argument("--output", type=Path, metavar="DIR", help="Write the figures there.")
     options = parser.parse_args()

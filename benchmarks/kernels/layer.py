@@ -14,7 +14,6 @@ A timeline of each way is written, too (`layer_packed.trace.json` and so on, for
 
 from __future__ import annotations
 
-import argparse
 import platform
 import sys
 from argparse import Namespace
@@ -32,6 +31,7 @@ import torch.distributed as dist
 sys.path.insert(0, str(Path(__file__).parents[2]))  # as benchmarks/__init__.py says
 
 from benchmarks import pages
+from benchmarks.arguments import Parser
 from benchmarks.kernels.attention import seconds_of
 from benchmarks.lengths_only import VOCABULARY, stream_of
 from benchmarks.virtual_ranks import core_attention_of_ranks
@@ -295,7 +295,7 @@ def table(rows: list[dict[str, Any]]) -> str:
 
 def main(argv: list[str] | None = None) -> None:
     default = "cuda" if torch.cuda.is_available() else "cpu"
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
+    parser = Parser(__doc__)
     parser.add_argument("--device", choices=("cpu", "cuda"), default=default)
     parser.add_argument("--servers", type=int, default=4)
     parser.add_argument("--seq-length", type=int, default=2048, help="tokens of a server")

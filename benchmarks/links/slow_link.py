@@ -26,7 +26,6 @@ each is whole in one of them. With `--append` the rows join those of earlier run
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import itertools
 import json
@@ -48,6 +47,7 @@ from tqdm import tqdm
 sys.path.insert(0, str(Path(__file__).parents[2]))  # as benchmarks/__init__.py says
 
 from benchmarks import pages
+from benchmarks.arguments import Parser
 from benchmarks.training.run import Measured, start_process
 from benchmarks.training.setting import Setting
 from distca.attention.kernel_timing import cpu_name
@@ -386,7 +386,7 @@ def main() -> None:
         given, sizes, store = json.loads(sys.argv[3])
         work(int(sys.argv[2]), Setting.of_json(given), sizes, store)
         return
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
+    parser = Parser(__doc__)
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--seq-lengths", type=int, nargs="+", default=[2048])
     parser.add_argument("--documents", type=int, nargs="+", default=[2, 1], help="of a batch")

@@ -30,6 +30,7 @@ from tqdm import tqdm
 sys.path.insert(0, str(Path(__file__).parents[2]))  # as benchmarks/__init__.py says
 
 from benchmarks import pages
+from benchmarks.arguments import Parser
 from distca.attention.kernel_timing import cpu_name
 from distca.transport import (
     Channel,
@@ -158,7 +159,7 @@ def measure(ranks: int, options: argparse.Namespace) -> list[dict]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = Parser(__doc__, {"rank": 0, "processes": 2})
     parser.add_argument("--processes", type=int, nargs="+", default=[2, 4])
     parser.add_argument(
         "--bytes",

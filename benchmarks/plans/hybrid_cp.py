@@ -18,7 +18,6 @@ wait. Its overheads are left out: it runs one document at a time, forward and ba
 
 from __future__ import annotations
 
-import argparse
 import platform
 import sys
 from collections.abc import Callable
@@ -32,6 +31,7 @@ from tqdm import tqdm
 sys.path.insert(0, str(Path(__file__).parents[2]))  # as benchmarks/__init__.py says
 
 from benchmarks import pages
+from benchmarks.arguments import Parser
 from benchmarks.plans.schedulers import TOKENS_PER_SERVER, document_sets
 from distca.cost.kernel_time import CostModel
 from distca.cost.model_sizes import MODELS
@@ -143,7 +143,7 @@ def table(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
+    parser = Parser(__doc__)
     parser.add_argument("--published", type=Path, metavar="DIR")
     parser.add_argument("--output", type=Path, metavar="DIR", required=True)
     parser.add_argument("--batches", type=int, default=8)

@@ -12,7 +12,6 @@ paper's.
 
 from __future__ import annotations
 
-import argparse
 import sys
 from pathlib import Path
 from typing import Any
@@ -23,6 +22,7 @@ from tqdm import tqdm
 sys.path.insert(0, str(Path(__file__).parents[2]))  # as benchmarks/__init__.py says
 
 from benchmarks import pages
+from benchmarks.arguments import Parser
 from benchmarks.plans.schedulers import TOKENS_PER_SERVER, document_sets
 from distca.cost.model_sizes import MODELS
 from distca.plan import Mask, Placement, Plan, validate_plan
@@ -131,14 +131,12 @@ def row(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
+    parser = Parser(__doc__)
     parser.add_argument("--published", type=Path, metavar="DIR")
     parser.add_argument("--output", type=Path, metavar="DIR", required=True)
     parser.add_argument("--servers", type=int, nargs="+", default=[64, 256])
     parser.add_argument("--batches", type=int, default=3, help="of each row")
     args = parser.parse_args()
-    if min(args.batches, *args.servers) < 1:
-        parser.error("--batches and --servers must be at least 1")
     sets = document_sets(args.published)
     cases = [(name, servers) for name in sets for servers in args.servers]
     rows, total, busiest = [], [], []

@@ -27,6 +27,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[2]))  # as benchmarks/__init__.py says
 
+from benchmarks.arguments import Parser
 from distca.attention.kernel_timing import cpu_name
 from distca.cost.kernel_time import AnalyticCost
 from distca.cost.model_sizes import MODELS
@@ -46,7 +47,7 @@ Plan = Callable[[list[Documents]], object]
 
 def parse_args() -> argparse.Namespace:
     """Reads the command line."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser = Parser(__doc__)
     parser.add_argument("--ranks", type=int, default=8, help="data-parallel ranks of a stage")
     parser.add_argument("--stages", type=int, default=8, help="pipeline stages")
     parser.add_argument("--micro-batches", type=int, default=16, help="of a global batch")

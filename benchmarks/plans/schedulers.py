@@ -18,7 +18,6 @@ placement can be below it.
 
 from __future__ import annotations
 
-import argparse
 import csv
 import itertools
 import platform
@@ -34,6 +33,7 @@ from tqdm import tqdm
 sys.path.insert(0, str(Path(__file__).parents[2]))  # as benchmarks/__init__.py says
 
 from benchmarks import pages
+from benchmarks.arguments import Parser
 from benchmarks.published_lengths import published
 from distca.attention.kernel_timing import cpu_name
 from distca.cost.model_sizes import MODELS
@@ -297,11 +297,13 @@ def missed_aims(rows: list[Row]) -> list[str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
+    parser = Parser(__doc__)
     parser.add_argument("--published", type=Path, metavar="DIR")
     parser.add_argument("--output", type=Path, metavar="DIR", required=True)
     parser.add_argument("--servers", type=int, nargs="+", default=[8, 32, 64, 256, 512])
-    parser.add_argument("--models", nargs="+", default=["llama-34b", "llama-8b"])
+    parser.add_argument(
+        "--models", nargs="+", default=["llama-34b", "llama-8b"], choices=[*MODELS], metavar="MODEL"
+    )
     parser.add_argument("--longest", type=int, nargs="+", default=[131_072, 524_288])
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--scale", action="store_true", help="tiles alone, for many servers")

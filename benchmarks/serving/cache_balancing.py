@@ -36,6 +36,7 @@ import torch.distributed as dist
 sys.path.insert(0, str(Path(__file__).parents[2]))  # as benchmarks/__init__.py says
 
 from benchmarks import pages
+from benchmarks.arguments import Parser
 from benchmarks.links.slow_link import ENVIRONMENT, FAST_MBIT_PER_S, Namespaces, answer, read_answer
 from benchmarks.serving.ring_prefill import save_model
 from distca.attention import select_kernel
@@ -277,7 +278,7 @@ def main() -> None:
     if sys.argv[1:2] == ["--work"]:
         work(int(sys.argv[2]), Job(**json.loads(sys.argv[3])))
         return
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
+    parser = Parser(__doc__)
     parser.add_argument("--ranks", type=int, default=8)
     parser.add_argument("--tokens", type=int, default=4096, help="tokens of each chunk")
     parser.add_argument("--layers", type=int, default=4)

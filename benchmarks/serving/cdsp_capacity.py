@@ -10,7 +10,6 @@ and `cdsp_capacity.png`, and prints the page.
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import operator
 import sys
@@ -24,6 +23,7 @@ from tqdm import tqdm
 sys.path.insert(0, str(Path(__file__).parents[2]))  # as benchmarks/__init__.py says
 
 from benchmarks import pages
+from benchmarks.arguments import Parser
 from distca.cost.model_sizes import MODELS
 from distca.palette import BLACK, colour_in_turn
 from distca.schedule.serving.cdsp import (
@@ -60,7 +60,7 @@ LEAST = {"short": 1.40, "medium": 1.20, "long": 1.10}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
+    parser = Parser(__doc__, {"seeds": 0})
     parser.add_argument("--output", type=Path, metavar="DIR", required=True)
     parser.add_argument("--requests", type=int, default=REQUESTS)
     parser.add_argument("--seeds", type=int, nargs="+", default=SEEDS)

@@ -28,6 +28,7 @@ from tqdm import tqdm
 sys.path.insert(0, str(Path(__file__).parents[2]))  # as benchmarks/__init__.py says
 
 from benchmarks import pages
+from benchmarks.arguments import Parser
 from benchmarks.serving.systems import (
     VOCABULARY,
     Asked,
@@ -72,7 +73,7 @@ class Measured:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
+    parser = Parser(__doc__)
     parser.add_argument("--output", type=Path, metavar="DIR", required=True)
     parser.add_argument("--prefill-ranks", type=int, default=2, help="a power of two")
     parser.add_argument("--requests", type=int, default=32)

@@ -10,7 +10,6 @@ are predicted. Writes `context_parallel.md`, and prints it.
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -22,6 +21,7 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).parents[2]))  # as benchmarks/__init__.py says
 
 from benchmarks import pages
+from benchmarks.arguments import Parser
 from distca.cost.model_sizes import MODELS
 from distca.plan import Mask, Placement, SteppedPlan
 from distca.schedule.serving import (
@@ -390,7 +390,7 @@ def _judged(choices: list[Strategy | None], times: np.ndarray) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = Parser(__doc__)
     parser.add_argument("--output", type=Path, default=Path("."), help="folder of the page")
     output = parser.parse_args().output
     lines = [

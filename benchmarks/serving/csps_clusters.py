@@ -10,7 +10,6 @@ PP 2, as its baseline ran) on 8 GPUs, and context parallelism with whole weights
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 from collections.abc import Sequence
@@ -22,6 +21,7 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).parents[2]))  # as benchmarks/__init__.py says
 
 from benchmarks import pages
+from benchmarks.arguments import Parser
 from distca.cost.model_sizes import ModelSize
 from distca.plan import Mask
 from distca.schedule.serving import nobody_holds, shard_evenly, step_plan
@@ -195,7 +195,7 @@ def page(rows: Sequence[Simulated]) -> str:
 
 def main() -> None:
     """The command."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
+    parser = Parser(__doc__)
     parser.add_argument("--output", type=Path, required=True, help="folder of the page")
     args = parser.parse_args()
     rows = [

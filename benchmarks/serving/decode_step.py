@@ -12,7 +12,6 @@ compute nothing and messages that go nowhere.
 
 from __future__ import annotations
 
-import argparse
 import gc
 import platform
 import statistics
@@ -29,6 +28,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[2]))  # as benchmarks/__init__.py says
 
 from benchmarks import pages
+from benchmarks.arguments import Parser
 from benchmarks.kernels.host_cost import NoKernel, Nowhere, operations
 from distca.attention.kernel_timing import cpu_name
 from distca.cost.volume import AttentionShape
@@ -190,7 +190,7 @@ def measure(setting: Setting, repetitions: int) -> Found:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = Parser(__doc__)
     parser.add_argument("--stripes", type=int, nargs="+", default=[1, 16, 128])
     parser.add_argument("--tokens", type=int, nargs="+", default=[4_000, 132_000])
     parser.add_argument("--repetitions", type=int, default=100)

@@ -11,7 +11,6 @@ counted. Counted bytes are held against the plans'.
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import sys
 import tempfile
@@ -29,6 +28,7 @@ import torch.distributed as dist
 sys.path.insert(0, str(Path(__file__).parents[2]))  # as benchmarks/__init__.py says
 
 from benchmarks import pages
+from benchmarks.arguments import Parser
 from benchmarks.serving.chain_prefill import page
 from benchmarks.serving.ring_prefill import save_model
 from distca.attention import select_kernel
@@ -207,7 +207,7 @@ def rows_of(job: Job) -> list[str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
+    parser = Parser(__doc__)
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
     parser.add_argument("--tokens", type=int, default=8192)
     parser.add_argument("--layers", type=int, default=2)

@@ -17,7 +17,6 @@ with signals in the same round.
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import json
 import os
@@ -37,6 +36,7 @@ import torch.distributed as dist
 sys.path.insert(0, str(Path(__file__).parents[2]))  # as benchmarks/__init__.py says
 
 from benchmarks import pages
+from benchmarks.arguments import Parser
 from benchmarks.links.slow_link import ENVIRONMENT, FAST_MBIT_PER_S, Namespaces, answer, read_answer
 from distca.attention import select_kernel
 from distca.attention.kernel_timing import cpu_name
@@ -226,7 +226,7 @@ def main() -> None:
     if sys.argv[1:2] == ["--work"]:
         work(int(sys.argv[2]), Job(**json.loads(sys.argv[3])))
         return
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
+    parser = Parser(__doc__)
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
     parser.add_argument("--tokens", type=int, default=8192)
     parser.add_argument("--layers", type=int, default=2)

@@ -12,7 +12,6 @@ and prints it.
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import sys
 from dataclasses import dataclass, replace
@@ -23,6 +22,7 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).parents[2]))  # as benchmarks/__init__.py says
 
 from benchmarks import pages
+from benchmarks.arguments import Parser
 from distca.cost.model_sizes import MODELS
 from distca.plan import Mask, Placement
 from distca.plan.span import Int64s
@@ -368,7 +368,7 @@ def decode_seconds(held: Placement, ends: Int64s, costs: InferenceCosts) -> floa
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = Parser(__doc__)
     parser.add_argument("--output", type=Path, default=Path("."), help="folder of the page")
     output = parser.parse_args().output
     lines = [

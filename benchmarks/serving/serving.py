@@ -15,7 +15,6 @@ in this process, with 32 sequences.
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import os
 import platform
@@ -35,6 +34,7 @@ import numpy as np
 from tqdm import tqdm
 
 from benchmarks import pages
+from benchmarks.arguments import Parser
 from benchmarks.serving.systems import (
     SHORT,
     VOCABULARY,
@@ -277,7 +277,7 @@ def main() -> int:
     import torch
     import transformers
 
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
+    parser = Parser(__doc__)
     parser.add_argument("--requests", type=int, default=40)
     parser.add_argument("--rate", type=float, default=3.0, help="requests a second")
     parser.add_argument("--hidden-size", type=int, default=256)

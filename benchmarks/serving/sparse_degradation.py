@@ -9,7 +9,6 @@ on prompts that were neither fitted nor held out: do they stay within the bound?
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 import tempfile
@@ -24,6 +23,7 @@ from tqdm import tqdm
 sys.path.insert(0, str(Path(__file__).parents[2]))  # as benchmarks/__init__.py says
 
 from benchmarks import pages
+from benchmarks.arguments import Parser
 from benchmarks.serving.recall_model import make_model, text, train
 from distca.cost.link import Links
 from distca.plan import Mask
@@ -238,7 +238,7 @@ def page(
 
 def main() -> None:
     """The command."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
+    parser = Parser(__doc__)
     parser.add_argument("--output", type=Path, required=True, help="folder of the page")
     parser.add_argument("--model", type=Path, help="model that was trained before, or is written")
     parser.add_argument("--calibration", type=Path, help="its calibration, likewise")

@@ -13,7 +13,6 @@ one rate of compute, by which pass-KV takes as long on free links as was measure
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import statistics
@@ -32,6 +31,7 @@ import torch.distributed as dist
 sys.path.insert(0, str(Path(__file__).parents[2]))  # as benchmarks/__init__.py says
 
 from benchmarks import pages
+from benchmarks.arguments import Parser
 from benchmarks.links.slow_link import ENVIRONMENT, FAST_MBIT_PER_S, Namespaces, answer, read_answer
 from benchmarks.serving import layouts
 from benchmarks.serving.chain_prefill import page
@@ -250,7 +250,7 @@ def main() -> None:
     if sys.argv[1:2] == ["--work"]:
         work(int(sys.argv[2]), layouts.Job(**json.loads(sys.argv[3])))
         return
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
+    parser = Parser(__doc__)
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--tokens", type=int, default=4096)
     parser.add_argument("--layers", type=int, default=6)

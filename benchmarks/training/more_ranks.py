@@ -40,6 +40,7 @@ from tqdm import tqdm
 sys.path.insert(0, str(Path(__file__).parents[2]))  # as benchmarks/__init__.py says
 
 from benchmarks import pages
+from benchmarks.arguments import Parser
 from benchmarks.plans.hybrid_cp import plan_way
 from benchmarks.training.run import Measured, begin, parsed
 from benchmarks.training.setting import MIXES, Setting, document_lengths
@@ -361,8 +362,8 @@ def page(figures: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
+def build_parser() -> Parser:
+    parser = Parser(__doc__, {"tolerances": 0})
     parser.add_argument("--ranks", type=int, nargs="+", default=[8, 16])
     parser.add_argument("--ranks-of-longest", type=int, nargs="+", default=[1, 4])
     parser.add_argument("--seq-length", type=int, default=4096, help="tokens of a rank")
@@ -382,13 +383,10 @@ def settings_of(args: argparse.Namespace) -> list[tuple[Setting, int]]:
     Raises:
         ValueError: the flags don't go together.
     """
-    for name in ("seeds", "runs", "num_layers", "hidden_size"):
-        if getattr(args, name) < 1:
-            raise ValueError(f"--{name.replace('_', '-')} must be at least 1")
-    if args.seq_length < 1 or args.seq_length % (2 * BLOCK):
+    if args.seq_length % (2 * BLOCK):
         raise ValueError(f"--seq-length {args.seq_length}: give a multiple of {2 * BLOCK}")
     for ranks, longest in product(args.ranks, args.ranks_of_longest):
-        if min(ranks, longest) < 1 or ranks % longest:
+        if ranks % longest:
             raise ValueError(
                 f"--ranks-of-longest {longest} does not divide --ranks {ranks}: give a divisor"
             )

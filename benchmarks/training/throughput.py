@@ -57,6 +57,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[2]))  # as benchmarks/__init__.py says
 
 from benchmarks import pages
+from benchmarks.arguments import Parser
 from benchmarks.training.run import begin, measure, measured, model_size, parsed
 from benchmarks.training.setting import MIXES, MODES, Setting
 from distca.attention.kernel_timing import cpu_name
@@ -86,11 +87,10 @@ NOT_HERE = (
 """Prefixes of flags of `pretrain_gpt.py` that would do nothing here."""
 
 
-def build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        description=__doc__.splitlines()[0],
+def build_parser() -> Parser:
+    parser = Parser(
+        __doc__,
         epilog="All other flags are pretrain_gpt.py's, and hold for every way to train.",
-        allow_abbrev=False,
     )
     parser.add_argument("--processes", type=int, help="default: torchrun's, or one a GPU or core")
     parser.add_argument("--tensor-model-parallel-size", type=int, default=1)

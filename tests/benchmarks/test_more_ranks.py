@@ -138,7 +138,6 @@ def test_tables() -> None:
     [
         (("--ranks", "6"), "--ranks-of-longest 4 does not divide --ranks 6: give a divisor"),
         (("--seq-length", "128"), "--seq-length 128: give a multiple of 256"),
-        (("--seeds", "0"), "--seeds must be at least 1"),
     ],
 )
 def test_flags_that_do_not_go_together(flags: tuple[str, ...], message: str) -> None:
