@@ -124,11 +124,12 @@ parse_launcher_options() {
 }
 
 # check_flags SCRIPT: ends the launcher at a flag that neither pretraining nor this Python script has.
-# `flags/coverage.py` names all of Megatron-LM's, some by a pattern such as moe-*.
+# Two tables name all of Megatron-LM's, some by a pattern such as moe-*.
 check_flags() {
     local known patterns pattern word name
-    known=" $(grep -oh -- '[a-z0-9][a-z0-9_-]*' megatron_patches/flags/{coverage,distca}.py "$1" | tr '\n' ' ')"
-    mapfile -t patterns < <(grep -oh -- '[a-z0-9][a-z0-9-]*-\*' megatron_patches/flags/coverage.py)
+    local tables=(megatron_patches/flags/refused.py tests/support/followed_flags.py)
+    known=" $(grep -oh -- '[a-z0-9][a-z0-9_-]*' "${tables[@]}" megatron_patches/flags/distca.py "$1" | tr '\n' ' ')"
+    mapfile -t patterns < <(grep -oh -- '[a-z0-9][a-z0-9-]*-\*' "${tables[@]}")
     [ ${#flags[@]} = 0 ] || [[ ${flags[0]} == --* ]] || die "${flags[0]} belongs to no flag"
     for word in "${flags[@]}"; do
         name=${word%%=*}
