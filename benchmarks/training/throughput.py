@@ -148,14 +148,10 @@ def setting_of(args: argparse.Namespace, megatron_flags: Sequence[str], started:
     if not started and gpus and processes > gpus:
         raise ValueError(f"--processes {processes} on {gpus} GPUs: give at most that")
     stages, tensor = args.pipeline_model_parallel_size, args.tensor_model_parallel_size
-    if min(stages, tensor) < 1 or processes < 1 or processes % (stages * tensor):
+    if processes % (stages * tensor):
         raise ValueError(
             f"{processes} processes are no multiple of tensor x pipeline size, {tensor} x {stages}"
         )
-    for name in ("batches", "rounds", "seq_length", "hidden_size", "micro_batches", "peak_tflops"):
-        value = getattr(args, name)
-        if value is not None and value <= 0:
-            raise ValueError(f"--{name.replace('_', '-')} {value}: give a positive number")
     peak = args.peak_tflops
     if peak is None and gpus and "--bf16" in megatron_flags:
         peak = peak_tflops(torch.cuda.get_device_name())

@@ -180,7 +180,6 @@ def setting_from(*flags: str, started: int = 2) -> Setting:
         (["--distca-scheduler=tiles"], "--distca-scheduler is not for this benchmark: give --sch"),
         (["--save", "x"], "--save does nothing here"),
         (["--num-query-groups", "3"], "8 query heads are no multiple of 3 key-value heads"),
-        (["--schedulers", "tiles", "--distca-backward", "keep", "--rounds", "0"], "--rounds 0"),
     ],
 )
 def test_throughput_refuses(flags, message) -> None:
