@@ -16,6 +16,7 @@ from distca.simulate import DISTCA_SYSTEMS, Choice, Workload, training_flags
 from distca.simulate.baselines import WITHOUT_WINDOWS
 from distca.simulate.charges import Charges
 from distca.simulate.flags import megatron_flags
+from distca.wording import counted
 
 CHARGED = (
     "All are charged alike: links reach {links:.0%} and copies {copies:.0%} of their speed, "
@@ -67,8 +68,9 @@ def format_choices(choices: Sequence[Choice], workload: Workload, batches: int) 
     verdict = Verdict.of(choices)
     lines = [
         str(verdict),
-        f"{workload.gpus} GPUs of {cluster.name}, {workload.sequences} sequences of "
-        f"{workload.context:,} tokens, {batches} batch(es); simulated, not measured",
+        f"{counted(workload.gpus, 'GPU')} of {cluster.name}, "
+        f"{counted(workload.sequences, 'sequence')} of {counted(workload.context, 'token')}, "
+        f"{batches} batch(es); simulated, not measured",
         f"{'':30}{'tokens/s':>11}{'s':>9}{'GB a GPU':>10}{'idle':>7}{'waits':>7}"
         f"  {'DistCA over it':24}configuration",
     ]

@@ -7,6 +7,8 @@ as in `refused`. What depends on several flags is checked in `validation`.
 
 from __future__ import annotations
 
+import ast
+import math
 from argparse import ArgumentParser, ArgumentTypeError, Namespace
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -151,6 +153,8 @@ _RENAMED = {"norm_epsilon": "layernorm_epsilon"}
 """Attributes that flags set, where Megatron-LM renames them only when it has checked them."""
 _OF_LAYERS = Range(0, 1, whole=True)
 """Values of a list with one for each layer, where the flag also takes a number."""
+_MOST_LAYERS = 65_536
+"""Bound of a list with a value for each layer."""
 _MAY_LIST = ("window-attn-skip-freq", "moe-layer-freq", "no-rope-freq")
 
 
@@ -181,6 +185,37 @@ def check_numbers(args: Namespace) -> None:
                 raise ValueError(f"--{name} {value} is out of range: give {allowed}")
 
 
+def _size(node: ast.expr) -> int:
+    """Returns the number of items of a list such as `[0]+[1]*3`, or a whole number in it.
+
+    Megatron-LM evaluates such lists, also those that no memory holds.
+
+    Raises:
+        ArgumentTypeError: a list has more items, or a number is larger, than any model has layers.
+    """
+    match node:
+        case ast.Constant(value=int(number)):
+            size: float = number
+        case ast.List(elts=items) | ast.Tuple(elts=items):
+            size = len(items)
+            for each in items:
+                _size(each)
+        case ast.BinOp(left, ast.Add(), right):
+            size = _size(left) + _size(right)
+        case ast.BinOp(left, ast.Mult(), right):
+            size = _size(left) * _size(right)
+        case ast.BinOp(left, ast.Pow(), right):
+            # Both are small: what is larger than the bound need not be computed.
+            base, exponent = _size(left), _size(right)
+            size = base**exponent if exponent <= _MOST_LAYERS.bit_length() or base < 2 else math.inf
+        case _:
+            # Megatron-LM refuses it.
+            size = 0
+    if size > _MOST_LAYERS:
+        raise ArgumentTypeError(f"a list or number in it is larger than {_MOST_LAYERS:,}")
+    return int(size)
+
+
 def refuse_what_cannot_be_read(parser: ArgumentParser) -> None:
     """Makes a parser refuse each value that it cannot read.
 
@@ -191,14 +226,19 @@ def refuse_what_cannot_be_read(parser: ArgumentParser) -> None:
             action.type = _of_lines(action.type)
 
 
+_UNREADABLE = ArithmeticError, AssertionError, LookupError, MemoryError, RecursionError, SyntaxError
+
+
 def _of_lines(kind: Callable[[str], Any]) -> Callable[[str], Any]:
     @wraps(kind)
     def read(text: str) -> Any:
         try:
+            if "[" in text:
+                _size(ast.parse(text, mode="eval").body)
             return kind(text)
         except (ArgumentTypeError, ValueError, TypeError):
             raise
-        except (ArithmeticError, AssertionError, LookupError, MemoryError, SyntaxError) as error:
+        except _UNREADABLE as error:
             raise ArgumentTypeError(f"{text!r} cannot be read") from error
 
     return read

@@ -114,3 +114,9 @@ def test_the_table_explains_itself() -> None:
     assert "1.0" not in lines[3].split("0.0%")[-1]
     assert "A GPU has 85 GB (79 GiB), of which training may fill 81 GB." in lines
     assert "2 batch(es); simulated" in lines[0]
+
+
+def test_one_is_no_plural() -> None:
+    job = replace(JOB, gpus=1, context=1, sequences=1)
+    lines = format_choices([choice("packed", [1.0])], job, 1).splitlines()
+    assert lines[1].startswith(f"1 GPU of {job.cluster.name}, 1 sequence of 1 token, ")

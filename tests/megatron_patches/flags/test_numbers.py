@@ -134,6 +134,22 @@ def test_what_was_a_traceback_or_taken_in_silence_is_a_line(flags: str) -> None:
         accept("--distca", name, *values)
 
 
+@pytest.mark.parametrize(
+    "pattern", ["[1]*10**9", "[1]*9**9**9", "[1]*99999999", "([1]*65536+[0])", "[9**9**9]"]
+)
+@pytest.mark.parametrize("flag", ["moe-layer-freq", "window-attn-skip-freq", "no-rope-freq"])
+def test_a_list_that_no_memory_holds_is_not_evaluated(flag: str, pattern: str) -> None:
+    with pytest.raises(ValueError, match=f"--{flag}: .* is larger than 65,536"):
+        accept("--distca", f"--{flag}", pattern)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "wanted"), [("([1]*3+[0]*1)*2", [1, 1, 1, 0] * 2), ("[0]*2**3", [0] * 8), ("2", 2)]
+)
+def test_other_lists_are_read_as_megatron_reads_them(pattern: str, wanted: object) -> None:
+    assert parser().parse_args(["--moe-layer-freq", pattern]).moe_layer_freq == wanted
+
+
 def test_a_value_that_megatron_itself_fails_on_is_told_in_a_line() -> None:
     args = parser().parse_args([*GOOD, "--train-iters", "1", "--eval-iters", "0"])
     args.rank, args.world_size = 0, 2
