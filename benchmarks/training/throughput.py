@@ -90,6 +90,7 @@ NOT_HERE = (
 def build_parser() -> Parser:
     parser = Parser(
         __doc__,
+        {"tolerances": 0},
         epilog="All other flags are pretrain_gpt.py's, and hold for every way to train.",
     )
     parser.add_argument("--processes", type=int, help="default: torchrun's, or one a GPU or core")
