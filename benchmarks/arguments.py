@@ -59,15 +59,20 @@ class Parser(argparse.ArgumentParser):
         if action.dest == "output":
             return problem_of_folder(value)
         if action.metavar == "FILE":
-            return None if value.is_file() else "there is no such file"
+            return None if is_there(value) else "there is no such file"
         if action.dest == "published":
-            missing = [name for name in LISTS if not (value / name).is_file()]
+            missing = [name for name in LISTS if not is_there(value / name)]
             return f"the folder has no {missing[0]}" if missing else None
         return None
 
     def error(self, message: str) -> NoReturn:
         """Ends the command with a line on standard error."""
         self.exit(2, f"{self.prog}: {message} (see --help)\n")
+
+
+def is_there(file: Path) -> bool:
+    """Returns whether there is a file; tests of documented commands have none."""
+    return file.is_file()
 
 
 def problem_of_folder(folder: Path) -> str | None:

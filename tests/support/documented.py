@@ -205,8 +205,8 @@ def check_python(words: Sequence[str], whole: bool) -> None:
         _, flags = throughput.build_parser().parse_known_args(flags)
         parse_training_flags(flags)
     else:
-        # Published lists, whose folder stands as DIR, are not there.
-        with patch("benchmarks.arguments.LISTS", ()):
+        # What stands as FILE, or as DIR of published lists, is not there.
+        with patch("benchmarks.arguments.is_there", lambda file: True):
             parse_alone(main, flags, whole)
 
 
