@@ -261,9 +261,11 @@ def test_many_steps(ranks, full: bool) -> None:
     assert exact.losses[-1] < 0.8 * exact.losses[0]
     assert fp32.losses == pytest.approx(exact.losses, rel=1e-4)
 
-    def distance(a: StepsDone, b: StepsDone) -> float:
-        return max(abs(x - y) for x, y in zip(a.losses, b.losses, strict=True))
+    def distance(of_bf16: StepsDone) -> float:
+        """Mean over the steps of the distance from fp32."""
+        pairs = zip(of_bf16.losses, exact.losses, strict=True)
+        return sum(abs(x - y) for x, y in pairs) / steps
 
-    # Seen: 0.0016 against 0.0010 between the two plain runs. Nano-batches round the gradients of
-    # weights twice as often, and CPUs differ in how they sum.
-    assert distance(found_bf16, bf16) < 2 * distance(bf16, bf16_again)
+    # Seen: 0.00099 against 0.00084 and 0.00102. Single steps differ by four times as much, by
+    # where a loss is steep and by how a CPU sums.
+    assert distance(found_bf16) < 1.5 * max(distance(bf16), distance(bf16_again))
