@@ -31,6 +31,7 @@ from megatron_patches.loop.megatron_hooks import checked
 from megatron_patches.loop.step import forward_step
 from megatron_patches.pipeline.tick_pipeline import forward_backward_func
 from megatron_patches.upstream import OUR_DATA, build_stage
+from megatron_patches.versions import INITIALIZING_CHECKS
 
 
 def _adapted(module: str) -> Any:
@@ -97,9 +98,15 @@ def initialize(args: Namespace) -> Namespace:
     Returns:
         The same, with the vocabulary's padded size.
     """
+    initialize_megatron = _adapted("initialize").initialize_megatron
     with contextlib.redirect_stdout(io.StringIO()):
-        _adapted("global_vars").set_global_variables(args)
-        _adapted("initialize").initialize_megatron(allow_no_cuda=True)
+        if INITIALIZING_CHECKS:
+            # It refuses values that the first check derived.
+            args.start_weight_decay = args.end_weight_decay = None
+            initialize_megatron(parsed_args=args, allow_no_cuda=True)
+        else:
+            _adapted("global_vars").set_global_variables(args)
+            initialize_megatron(allow_no_cuda=True)
     return args
 
 

@@ -15,6 +15,9 @@ AUXILIARY_LOSS_COUNTS_ITS_GROUP = "tp_cp_group" in inspect.getsource(
 """Whether a router multiplies its auxiliary loss by the ranks whose tokens it is averaged over, as
 the sum over tokens needs: from 0.19 on."""
 
+INITIALIZING_CHECKS = (MAJOR, MINOR) < (0, 18)
+"""Whether `initialize_megatron` also parses and checks arguments, and sets what a process has of
+them."""
 
 SFT_ENDS_CONVERSATIONS = (MAJOR, MINOR) < (0, 18)
 """Whether Megatron-LM adds an end token to a conversation whose format leaves it out."""

@@ -106,28 +106,22 @@ def check_growth(args: Namespace) -> None:
     """Checks the flags by which global batches grow.
 
     Raises:
-        ValueError: megatron-core's version has the other flag, or its values do not go together.
+        ValueError: from 0.18 on megatron-core has another flag, or values do not go together.
     """
     rampup = args.rampup_batch_size
     steps = newer_flag(args, "step_batch_size_schedule")
     if rampup is None and steps is None:
         return
     flag = "--rampup-batch-size" if steps is None else "--step-batch-size-schedule"
-    has_rampup = hasattr(calculators, "RampupBatchsizeNumMicroBatchesCalculator")
     if rampup is not None:
         sizes = _rampup_sizes(rampup, args.global_batch_size)
-        if not has_rampup:
+        if not hasattr(calculators, "RampupBatchsizeNumMicroBatchesCalculator"):
             raise ValueError(
                 f"{flag} went with megatron-core 0.18: give --step-batch-size-schedule "
                 f"'{_as_steps(sizes, args.seq_length)}' (tokens:size) instead of it and of "
                 "--global-batch-size"
             )
     else:
-        if has_rampup:
-            raise ValueError(
-                f"{flag} came with megatron-core 0.18, and this one is older: give "
-                "--rampup-batch-size START INCREMENT SAMPLES"
-            )
         sizes = _step_sizes(args)
     if args.train_samples is None:
         raise ValueError(f"{flag} counts in samples: give --train-samples, not --train-iters")
@@ -153,7 +147,7 @@ def _calculator(args: Namespace) -> Any:
             schedule=steps, seq_length=args.seq_length, **of_all
         )
     if rampup := args.rampup_batch_size:
-        start, increment, samples = map(int, rampup)
+        start, increment, samples = rampup
         return calculators.RampupBatchsizeNumMicroBatchesCalculator(
             global_batch_size=args.global_batch_size,
             start_global_batch_size=start,
@@ -166,15 +160,9 @@ def _calculator(args: Namespace) -> Any:
     )
 
 
-def _rampup_sizes(rampup: list[Any], last: int) -> list[tuple[int, int]]:
+def _rampup_sizes(rampup: list[int], last: int) -> list[tuple[int, int]]:
     """Returns the first sample of each size of `--rampup-batch-size START INCREMENT SAMPLES`."""
-    try:
-        start, increment, samples = map(int, rampup)
-    except ValueError as error:
-        raise ValueError(
-            f"--rampup-batch-size {' '.join(map(str, rampup))}: give START INCREMENT SAMPLES, such "
-            "as 16 16 10000"
-        ) from error
+    start, increment, samples = rampup
     if not (0 < start < last and min(increment, samples) > 0) or (last - start) % increment:
         raise ValueError(
             f"--rampup-batch-size {start} {increment} {samples} must lead in positive steps of "

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import IO
 
 from support.forks import ROOT, launch
+from support.versions import null_tokenizer
 
 LOSS = re.compile(r"iteration +(\d+)/.*? lm loss: (\S+) \|")
 FLAGS = """
@@ -26,7 +27,7 @@ FLAGS = """
     --max-position-embeddings 4096
 """.split()
 # As many tokens as the tokenizer of bytes has, which the corpus was written with.
-TOKENIZER = ["--tokenizer-type", "NullTokenizer", "--vocab-size", "257"]
+TOKENIZER = null_tokenizer(257)
 
 
 def start(

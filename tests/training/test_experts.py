@@ -6,6 +6,7 @@ import pytest
 
 from support.models import StepsDone, train, train_all
 from support.parity import RECOMPUTE, WHOLE, check_gradients
+from support.versions import BALANCED_BY_PASS
 
 LENGTHS = [*(1, 300, 5, 1, 129, 588), *(200, 700, 124), 1024, *([128] * 8)]
 EXPERTS = """
@@ -31,10 +32,8 @@ BIASED = """
     --moe-router-enable-expert-bias --moe-router-bias-update-rate 0.5
 """.split()
 UNMOVED = ["--moe-router-bias-update-rate", "0"]
-BY_PASS = {
-    "global_aux_loss": ["--moe-aux-loss-coeff", "0.5"],
-    "quantile_balancing": ["--moe-aux-loss-coeff", "0"],
-}
+BY_PASS = {"global_aux_loss": "0.5", "quantile_balancing": "0"}
+"""Coefficients of the losses of what counts passes."""
 LOSSES |= {"biased": BIASED}
 _REFERENCES: dict[str, StepsDone] = {}
 
@@ -86,10 +85,11 @@ def test_a_bias_of_experts_follows_the_tokens_of_all_ranks(ranks, nano_batches: 
     assert unmoved[0].losses[1] != pytest.approx(expected.losses[1], rel=1e-4)
 
 
-@pytest.mark.parametrize("kind", BY_PASS)
+@pytest.mark.parametrize("kind", BALANCED_BY_PASS)
 def test_what_counts_passes_is_as_in_plain_megatron_of_as_many_ranks(ranks, kind: str) -> None:
     """With documents that no rank cuts: what a rank counts depends on its tokens."""
-    run = [*DP2, *EXPERTS, "--moe-router-load-balancing-type", kind, *BY_PASS[kind]]
+    run = [*DP2, *EXPERTS, "--moe-router-load-balancing-type", kind]
+    run += ["--moe-aux-loss-coeff", BY_PASS[kind]]
     runs = [[*run, "--attention-backend", "unfused"], [*run, *SEQUENTIAL, "--no-distca-ping-pong"]]
     (plain, found), *_ = ranks.run(train_all, runs, [256, 128, 128] * 32, 2, world_size=2)
     assert found.losses == pytest.approx(plain.losses, rel=1e-6)

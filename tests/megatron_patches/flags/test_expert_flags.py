@@ -6,6 +6,7 @@ import pytest
 
 from megatron_patches.flags.sizes import layer_parameters, matrix_parameters
 from support.arguments import parse
+from support.versions import BALANCED_BY_PASS
 
 EXPERTS = "--num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 32"
 
@@ -15,7 +16,7 @@ def test_experts_take_equally_many_tokens() -> None:
         parse(*EXPERTS.split(), "--distca", "--distca-scheduler", "wlb-llm")
 
 
-@pytest.mark.parametrize("kind", ["global_aux_loss", "quantile_balancing"])
+@pytest.mark.parametrize("kind", BALANCED_BY_PASS)
 def test_what_counts_a_router_s_passes_needs_whole_micro_batches(kind: str) -> None:
     """A nano-batch would be balanced by itself, and the loss would change without a word."""
     flags = [*EXPERTS.split(), "--moe-router-load-balancing-type", kind, "--distca"]

@@ -15,6 +15,7 @@ from megatron_patches.loop import step_log
 from megatron_patches.loop.step_log import StepFigures, StepLog, measured_step, short_line
 from megatron_patches.pipeline.progress import Progress
 from support.pretraining import FLAGS, TOKENIZER, run_command
+from support.versions import COUNTS_PAIRS
 from support.whole_runs import write_documents
 
 THEIRS = (
@@ -68,7 +69,8 @@ def test_a_run_logs_what_it_measured(scheme: str, tmp_path: Path) -> None:
     flags += ["--tensorboard-dir", str(tmp_path / "board"), "--tensorboard-log-interval", "1"]
     flags += ["--distca"] if scheme == "--distca" else []
     output = run_command(2, flags)
-    lines = re.findall(r"^iteration \d/3 \|.*$", output, re.MULTILINE)
+    # Another rank may print into the line.
+    lines = re.findall(r"iteration \d/3 \|.*?\| GB: \d\.\d \|", output)
     assert len(lines) == 3, output[-3000:]
     assert max(map(len, lines)) < 140
     # Of torch about Megatron-LM's calls.
@@ -83,13 +85,13 @@ def test_a_run_logs_what_it_measured(scheme: str, tmp_path: Path) -> None:
         assert 0 < mean <= busiest
         assert f"| attention s: {busiest:.3g}/{mean:.3g} |" in line
         assert re.search(r"\| s: \S+ \| tokens/s: \d+ \| attention", line)
-        assert re.search(r"\| GB: \d\.\d \|$", line)
     assert ("| wait: " in lines[-1]) == (scheme == "--distca")
     if scheme == "--distca":
         assert all(0 < share < 1 for share in found[step_log.WAIT])
         assert {"load max/mean", "MB moved", "plan wait ms"} <= found.keys()
     assert min(found[step_log.RESIDENT]) > 0.1
-    assert min(found[step_log.TFLOPS]) > 0
+    if COUNTS_PAIRS:
+        assert min(found[step_log.TFLOPS]) > 0
 
 
 class Board(dict[str, float]):
