@@ -127,7 +127,7 @@ parse_launcher_options() {
 # Two tables name all of Megatron-LM's, some by a pattern such as moe-*.
 check_flags() {
     local known patterns pattern word name
-    local tables=(megatron_patches/flags/refused.py tests/support/followed_flags.py)
+    local tables=(megatron_patches/flags/refused.py megatron_patches/flags/followed.py)
     known=" $(grep -oh -- '[a-z0-9][a-z0-9_-]*' "${tables[@]}" megatron_patches/flags/distca.py "$1" | tr '\n' ' ')"
     mapfile -t patterns < <(grep -oh -- '[a-z0-9][a-z0-9-]*-\*' "${tables[@]}")
     [ ${#flags[@]} = 0 ] || [[ ${flags[0]} == --* ]] || die "${flags[0]} belongs to no flag"

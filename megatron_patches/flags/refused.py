@@ -1,7 +1,7 @@
 """Tables of Megatron-LM's flags that are refused by name, in all supported versions.
 
 Names are as on the command line, without the leading dashes. Megatron-LM's own code, which runs as
-it is, follows all other flags. `tests/support/followed_flags.py` lists those with reasons: a
+it is, follows all other flags. `megatron_patches/flags/followed.py` lists those with reasons: a
 flag of a new version is read about before it is followed.
 """
 

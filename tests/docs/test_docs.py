@@ -20,9 +20,9 @@ from distca.palette import GREY, HIGHLIGHTS, server_colours
 from distca.plan import Mask, Plan, validate_plan
 from distca.schedule import ScheduleConfig, describe, even_capacities, make_scheduler
 from megatron_patches.flags import refused
+from megatron_patches.flags.followed import all_names
 from support.attention_cases import CASES, SCALE, assert_close, make_inputs, reference
 from support.exchanges import Exchanges
-from support.followed_flags import all_names
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"

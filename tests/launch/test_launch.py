@@ -176,7 +176,7 @@ fi
         path.write_text(text)
         path.chmod(0o755)
     shutil.copy(ROOT / "pretrain_gpt.py", tmp_path)
-    for name in ("launch", "megatron_patches/flags", "tests/support"):
+    for name in ("launch", "megatron_patches/flags"):
         shutil.copytree(
             *(ROOT / name, tmp_path / name),
             dirs_exist_ok=True,

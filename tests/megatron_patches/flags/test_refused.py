@@ -7,9 +7,9 @@ from argparse import Action, ArgumentParser, Namespace
 import pytest
 
 from megatron_patches.flags import refused
+from megatron_patches.flags.followed import all_names, what_becomes_of
 from megatron_patches.flags.refused import Refused
 from support.arguments import check, parse
-from support.followed_flags import all_names, what_becomes_of
 
 TABLES = (refused.REFUSED, refused.REFUSED_BY_OUR_ATTENTION, refused.REFUSED_WITH_DISTCA)
 
@@ -31,7 +31,7 @@ def test_a_flag_stands_in_one_table() -> None:
 
 
 def test_every_flag_of_megatron_stands_in_a_table(megatrons: ArgumentParser) -> None:
-    """A new one is read about, and put where it belongs: see `support/followed_flags.py`."""
+    """A new one is read about, and put where it belongs: `flags/refused.py` or `followed.py`."""
     found = {
         option: what_becomes_of(option)
         for action in options_of(megatrons)
