@@ -19,6 +19,9 @@ if MEGATRON >= (0, 19):
 COUNTS_PAIRS = MEGATRON >= (0, 19)
 """Whether Megatron-LM counts operations by the pairs of documents, so that logs have a rate."""
 
+EVALUATES_BY_ITS_OWN_SIZE = MEGATRON >= (0, 18)
+"""Whether the batches of an evaluation have a size of their own."""
+
 
 def null_tokenizer(tokens: int) -> list[str]:
     """The flags of a tokenizer of some tokens, the last of which ends a document.

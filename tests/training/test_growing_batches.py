@@ -10,6 +10,7 @@ import pytest
 from megatron.core import num_microbatches_calculator
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
+from support.versions import EVALUATES_BY_ITS_OWN_SIZE
 from support.whole_runs import RunSeen, whole_run, write_documents
 
 WORLD_SIZE, LENGTH = 2, 128
@@ -26,7 +27,7 @@ SAVED = 5
 FLAGS = f"""
     --seq-length {LENGTH} --split 60,30,10 --lr 1e-2 --min-lr 1e-3 --lr-decay-style cosine
     --lr-warmup-samples {WARMUP} --lr-decay-samples {DECAY} --train-samples {SAMPLES}
-    --eval-interval 3 --eval-iters 1 --eval-global-batch-size 8
+    --eval-interval 3 --eval-iters 1 {"--eval-global-batch-size 8" * EVALUATES_BY_ITS_OWN_SIZE}
     --distca-max-document-length {LENGTH // 2}
 """.split()
 
