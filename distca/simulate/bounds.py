@@ -5,6 +5,11 @@ ranks of a group share core attention perfectly, in pairs instead of whole tiles
 kernels can hide end with the kernels, or with the links where these take longer. Gradients are
 reduced for nothing. What depends on tokens alone (linear layers, launches, copies, gathers, the
 filling of pipelines) is the simulation's own.
+
+DistCA's kernels take whole tiles of whole documents, since cuts only add tiles. Each rank that owns
+tokens has one launch in each pass of core attention: its own kernel's, or that of the exchange
+which takes its rows elsewhere. What is left out is what balance costs, which a plan may not need:
+copies and launches of rows that move, and kernels of a second task shape.
 """
 
 from __future__ import annotations
@@ -15,6 +20,7 @@ import numpy as np
 
 from distca.plan import Mask
 from distca.plan.span import Floats, Int64s
+from distca.schedule import document_loads
 from distca.simulate.baselines import BASELINES
 from distca.simulate.bins import GATHERED, VARIABLE, BaselineLayout, Bins, keeps
 from distca.simulate.costs import ModelCosts
@@ -75,6 +81,14 @@ class Bounds:
         """Forward seconds of a pair on one GPU with its heads."""
         return costs.shape.flops_per_pair / (costs.cluster.attention_tflops * 1e12)
 
+    def _document_seconds(self, costs: ModelCosts) -> float:
+        """Forward seconds of all documents in a mean layer, on one GPU with its heads."""
+        if not self._workload.model.sees_all:
+            # A task's share of its tiles is an average, so that cuts may save some with windows.
+            return float(self._pairs.sum()) * self._pair_seconds(costs)
+        kernel = costs.cluster.attention_cost(costs.shape)
+        return float(document_loads(self._lengths, Mask(), kernel).sum())
+
     def _in_turn(self, system: str, layout: BaselineLayout, costs: ModelCosts) -> float:
         """Bound where each bin has equally many whole sequences, one after the other."""
         bins, size = layout.bins, layout.context_parallel
@@ -126,12 +140,13 @@ class Bounds:
         cluster = costs.cluster
         stages, many = candidate.stages, candidate.micro_batches
         both_ways = float(costs.passes @ [1, cluster.backward_over_forward])
-        attention = both_ways * float(self._pairs.sum()) * self._pair_seconds(costs)
+        attention = both_ways * self._document_seconds(costs)
         shared = self._workload.model.layers * attention / (stages * candidate.data)
         tokens = self._tokens / (candidate.data * many)
         layers = self._workload.model.layers // stages
         # Layers run once for each nano-batch, the output layer once for both.
         launches = np.add(costs.pre_launch_seconds(), costs.post_launch_seconds())
+        launches = launches + cluster.launch_seconds
         tick = layers * float(costs.passes @ (tokens * np.array(costs.layer_seconds())))
         tick += 2 * layers * float(costs.passes @ launches)
         head = tokens * sum(costs.head_seconds()) + sum(costs.head_launch_seconds())

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from distca.cost.kernel_time import CostModel
-from distca.cost.model_sizes import Experts, ModelSize
+from distca.cost.model_sizes import MODELS, Experts, ModelSize
 from distca.documents.lengths import DISTRIBUTIONS, draw
 from distca.plan.span import Floats, Int64s
 from distca.schedule.baselines.hybrid_cp import balanced_scheduler
@@ -86,10 +86,34 @@ def test_no_iteration_is_faster_than_its_bound(job: str, system: str) -> None:
         some = found[seed :: max(len(found) // 4, 1)]
         ratios = [bounds.seconds(c) / simulate(c, workload, documents).seconds for c in some]
         assert all(0 < ratio <= 1 for ratio in ratios)
-        # It is no bound that leaves nothing out. DistCA's reach .70 to .80 of the time here.
-        least = 0.65 if system in DISTCA_SYSTEMS else 0.8
-        assert not ratios or max(ratios) > (0.5 if job == "slow links" else least)
+        # It is no bound that leaves nothing out.
+        least = 0.5 if job == "slow links" else 0.8
+        if system in DISTCA_SYSTEMS:
+            # Where documents are equal nothing moves. Else the bound leaves out what moves: copies
+            # and launches, a fifth of steps as small as these with `tiles`, more with `greedy`.
+            moving = 0.75 if system == "tiles" else 0.7
+            least = 0.98 if name == "fixed" else min(least, moving)
+        assert not ratios or max(ratios) > least
     assert found or "window" in job
+
+
+@pytest.mark.parametrize(("tensor", "least"), [(1, 0.91), (4, 0.95)])
+def test_the_bound_of_large_steps_is_close(tensor: int, least: float) -> None:
+    """Where kernels are long, what moves costs a few percent."""
+    context, sequences = 131_072, 16
+    workload = Workload(
+        MODELS["llama-8b"],
+        replace(CLUSTERS["dgx-h200"], charges=PUBLISHED),
+        gpus=32,
+        context=context,
+        sequences=sequences,
+        tolerance=0.05,
+    )
+    lengths = draw(DISTRIBUTIONS["pretrain"], sequences * context, 0)
+    documents = pack_sequences(lengths, sequences, context)
+    candidate = Candidate("tiles", tensor, 1, 32 // tensor, 1, 2)
+    seconds = simulate(candidate, workload, documents).seconds
+    assert least < Bounds(workload, documents).seconds(candidate) / seconds <= 1
 
 
 def test_the_search_finds_what_an_exhaustive_one_finds() -> None:
