@@ -14,7 +14,13 @@ import math
 from distca.plan import BLOCK
 from distca.simulate.baselines import MEGATRON
 from distca.simulate.hybrid import HYBRID
-from distca.simulate.workload import DISTCA_SYSTEMS, Candidate, Workload, options_of
+from distca.simulate.workload import (
+    DISTCA_SYSTEMS,
+    Candidate,
+    Workload,
+    hybrid_refusal,
+    options_of,
+)
 
 _COUNTED = (
     *("--bf16", "--use-distributed-optimizer"),
@@ -100,7 +106,9 @@ def megatron_flags(candidate: Candidate, workload: Workload) -> list[str]:
     if candidate.system not in MEGATRON:
         raise ValueError(f"{candidate.system} is not Megatron's: give one of {', '.join(MEGATRON)}")
     if candidate.system == HYBRID:
-        _check_hybrid(candidate, workload)
+        refusal = hybrid_refusal(candidate.data * candidate.context, workload)
+        if refusal is not None:
+            raise ValueError(refusal)
     samples = workload.sequences // candidate.data // candidate.micro_batches
     flags = [
         f"--tensor-model-parallel-size {candidate.tensor}",
@@ -116,20 +124,6 @@ def megatron_flags(candidate: Candidate, workload: Workload) -> list[str]:
         *_recompute_flags(workload),
     ]
     return flags
-
-
-def _check_hybrid(candidate: Candidate, workload: Workload) -> None:
-    """Refuses what Megatron-LM refuses with `--hybrid-context-parallel`."""
-    if workload.model.latents is not None:
-        raise ValueError("Megatron-LM has no --hybrid-context-parallel with latents (MLA)")
-    # To its loader all ranks are data-parallel ones, with at least a sequence each.
-    ranks = candidate.data * candidate.context
-    if workload.sequences % ranks:
-        raise ValueError(
-            f"Megatron-LM gives each of {ranks} ranks as many sequences as the others, which "
-            f"{workload.sequences} do not allow: simulate with "
-            f"--sequences {-(-workload.sequences // ranks) * ranks}, or with other --systems"
-        )
 
 
 def _context_parallel_flags(candidate: Candidate, workload: Workload) -> list[str]:

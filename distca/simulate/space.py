@@ -19,7 +19,14 @@ from distca.simulate.baselines import BASELINES, WITHOUT_WINDOWS
 from distca.simulate.bins import GATHERED, PACKED_BY_WORK, keeps
 from distca.simulate.hybrid import HYBRID
 from distca.simulate.layer_mean import LayerMean
-from distca.simulate.workload import DISTCA_SYSTEMS, SYSTEMS, Candidate, Workload, options_of
+from distca.simulate.workload import (
+    DISTCA_SYSTEMS,
+    SYSTEMS,
+    Candidate,
+    Workload,
+    hybrid_refusal,
+    options_of,
+)
 
 _CHAINS = (2, 4)
 """Lengths of the chains of micro-batches that are tried."""
@@ -64,7 +71,7 @@ def divisions(
                 continue
             if system in WITHOUT_WINDOWS and not workload.model.sees_all:
                 continue
-            if system == HYBRID and (pp > 1 or servers % 2):
+            if system == HYBRID and (pp > 1 or hybrid_refusal(servers, workload)):
                 continue
             groups = _divisors(servers // pp) if system in BASELINES[1:] else [1]
             # WLB-LLM's bins hold documents of any sequence, so they may be smaller than one.

@@ -183,6 +183,27 @@ def layout_of(candidate: Candidate) -> BaselineLayout:
     )
 
 
+def hybrid_refusal(ranks: int, workload: Workload) -> str | None:
+    """Returns why Megatron-LM refuses `--hybrid-context-parallel` for a job; None: it does not.
+
+    Args:
+        ranks: data- and context-parallel ranks, one pool.
+        workload: model, cluster and sizes.
+    """
+    if workload.model.latents is not None:
+        return "Megatron-LM has no --hybrid-context-parallel with latents (MLA)"
+    if ranks % 2:
+        return f"Megatron-LM has --hybrid-context-parallel for an even number of ranks, not {ranks}"
+    # To its loader all ranks are data-parallel ones, with at least a sequence each.
+    if workload.sequences % ranks:
+        return (
+            f"Megatron-LM gives each of {ranks} ranks as many sequences as the others, which "
+            f"{workload.sequences} do not allow: simulate with "
+            f"--sequences {-(-workload.sequences // ranks) * ranks}, or with other --systems"
+        )
+    return None
+
+
 def pack_sequences(lengths: Int64s, sequences: int, context: int) -> list[Int64s]:
     """Packs documents one after the other in sequences, and cuts them where sequences end.
 

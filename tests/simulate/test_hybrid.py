@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from distca.cost.kernel_memory import kernel_token_bytes
+from distca.cost.model_sizes import MODELS
 from distca.simulate import (
     BaselineLayout,
     Charges,
@@ -156,12 +158,30 @@ def test_gradients_are_reduced_behind_the_last_rounds_backward_pass(shared_ports
 
 
 def test_all_divisions_run() -> None:
-    workload = Workload(MODEL, IDEAL, gpus=8, context=8192, sequences=4)
-    batch = [np.array([8192]), *[np.full(8, 1024)] * 3]
+    workload = Workload(MODEL, IDEAL, gpus=8, context=8192, sequences=8)
+    batch = [np.array([8192]), *[np.full(8, 1024)] * 7]
     found = divisions("hybrid-cp", workload, [1, 2], [1, 2])
     assert {(c.tensor, c.stages, c.data, c.context) for c in found} == {
         *((1, 1, 8 // size, size) for size in (1, 2, 4, 8)),
         *((2, 1, 4 // size, size) for size in (1, 2, 4)),
     }
     for candidate in found:
-        assert simulate(candidate, workload, batch).tokens == 4 * 8192
+        assert simulate(candidate, workload, batch).tokens == 8 * 8192
+
+
+@pytest.mark.parametrize("sequences", [1, 2, 4, 6, 8, 12, 24])
+def test_what_megatron_refuses_is_not_in_the_search(sequences: int) -> None:
+    """megatron-core divides the samples of a batch by all ranks, which are data-parallel ones."""
+    calculator = pytest.importorskip("megatron.core.num_microbatches_calculator")
+    model = replace(MODEL, kv_heads=4)
+    workload = Workload(model, IDEAL, gpus=24, context=8192, sequences=sequences)
+    taken = set()
+    for tensor in (1, 2, 4):
+        with contextlib.suppress(AssertionError):
+            calculator.ConstantNumMicroBatchesCalculator(
+                sequences, 1, workload.gpus // tensor, False, 0
+            )
+            taken.add(tensor)
+    assert {c.tensor for c in divisions("hybrid-cp", workload, [1, 2, 4], [1])} == taken
+    latents = replace(workload, model=MODELS["deepseek-v3-like"], sequences=24)
+    assert not divisions("hybrid-cp", latents, [1, 2, 4], [1])
