@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from distca.cost.rows import rank_rows
 from distca.cost.volume import BackwardInputs, plan_bytes
 from distca.plan import Plan
 from distca.plan.span import Floats, Int64s, distinct
@@ -28,6 +29,8 @@ class PlanSummary:
         tasks: number of tasks.
         kernel_calls: fused kernel calls of all servers, each at most one for each task shape.
         query_rows_moved: queries that a server computes for another rank.
+        key_rows_moved: keys, with their values, that a server has from another rank; those that
+            several servers have count several times.
         load_unit: "seconds (predicted)" or "pairs".
         load_mean: mean load of a server, in that unit.
         load_max_over_mean_before: load of the busiest rank over the mean in plain data parallelism
@@ -54,6 +57,7 @@ class PlanSummary:
     tasks: int
     kernel_calls: int
     query_rows_moved: int
+    key_rows_moved: int
     load_unit: str
     load_mean: float
     load_max_over_mean_before: float
@@ -110,6 +114,7 @@ def describe(
         tasks=len(tasks),
         kernel_calls=len(distinct(tasks.server * 2 + tasks.ends_on_diagonal)),
         query_rows_moved=int(moved.messages["combine"].sizes.sum()) // shape.result_row_bytes,
+        key_rows_moved=int(rank_rows(plan)[1].received.sum()),
         load_unit="pairs" if cost_model is None else "seconds (predicted)",
         load_mean=float(loads.mean()),
         load_max_over_mean_before=float(relative_loads(before, speeds).max()),
@@ -148,7 +153,8 @@ def format_summary(summary: PlanSummary) -> str:
         ),
         (
             "queries moved",
-            f"{counted(s.query_rows_moved, 'row')}, {_percent(s.query_rows_moved, s.tokens)}",
+            f"{counted(s.query_rows_moved, 'row')}, {_percent(s.query_rows_moved, s.tokens)}"
+            + _instead(s),
         ),
         (
             "load max/mean",
@@ -170,6 +176,13 @@ def format_summary(summary: PlanSummary) -> str:
         rows.insert(1, ("tokens max/mean", f"{s.tokens_max_over_mean:.3f}"))
     title = f"plan by {s.scheduler or 'an unnamed scheduler'} for {counted(s.servers, 'server')}"
     return "\n".join([title, *(f"  {name:15} {value}" for name, value in rows)])
+
+
+def _instead(summary: PlanSummary) -> str:
+    """Says what the bytes are where no query moves; nothing where one does, or no byte is."""
+    if summary.query_rows_moved or not summary.key_rows_moved:
+        return ""
+    return f"; {counted(summary.key_rows_moved, 'row')} of keys and values are sent to them"
 
 
 def _between_nodes(summary: PlanSummary) -> str:

@@ -281,6 +281,23 @@ def test_the_summary_of_a_plan() -> None:
     assert f"{summary.bytes_total / 1e6:,.2f} forward" in text
 
 
+def test_the_summary_says_what_moves_where_no_query_does() -> None:
+    batch = of_lengths([3072, 512, 512], world_size=4, tokens=1024)
+    summary = describe(
+        make("per-document-cp", batch, context_parallel_size=4), ScheduleConfig(shape=SHAPE)
+    )
+    assert (summary.query_rows_moved, summary.bytes_total > 0) == (0, True)
+    assert summary.key_rows_moved * SHAPE.kv_row_bytes == summary.bytes_total
+    (line,) = [each for each in format_summary(summary).splitlines() if "queries moved" in each]
+    rows = f"{summary.key_rows_moved:,} rows of keys and values are sent to them"
+    assert line.endswith(f"0 rows, 0.0%; {rows}")
+    # Where queries move, the line is of these alone; where nothing does, of nothing.
+    text = format_summary(
+        describe(make("packed", of_lengths([1024] * 4, 4, 1024)), ScheduleConfig(shape=SHAPE))
+    )
+    assert "queries moved   0 rows, 0.0%\n" in text
+
+
 def test_the_summary_in_seconds_and_with_notes() -> None:
     plan = make("greedy", of_lengths([512], world_size=4, tokens=128))
     model = AnalyticCost(flops_per_pair=2.0, flops_per_second=1e3)
