@@ -292,7 +292,7 @@ def cluster_of(args: argparse.Namespace) -> Cluster:
     given = {name: getattr(args, name) for name in _OVERRIDES if getattr(args, name) is not None}
     for name, value in given.items():
         if not 0 < value < float("inf"):
-            raise ValueError(f"{flag_of(name)} {value} must be positive")
+            raise ValueError(f"{flag_of(name)} {value} must be positive and finite")
     if given.get("linear_mfu", 0) > 1:
         raise ValueError(f"--linear-mfu {args.linear_mfu} is a part of the peak: give at most 1")
     cluster = replace(CLUSTERS[args.cluster], **given, charges=_charges(args))
