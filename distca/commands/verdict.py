@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from distca.simulate import DISTCA_SYSTEMS, MEGATRON, Candidate, Choice, Workload
 from distca.simulate.flags import megatron_flags, training_flags
 from distca.simulate.hybrid import HYBRID
-from distca.simulate.speed_up import SpeedUp
+from distca.simulate.speed_up import SIMULATORS_ERROR, SpeedUp
 
 TITLES = {
     "packed": "plain Megatron",
@@ -24,6 +24,9 @@ TITLES = {
     "tiles": "DistCA, tiles",
 }
 """Names of the systems for readers."""
+_CLOSE = (
+    f" The difference is within the simulator's error, {SIMULATORS_ERROR:.1%} against real runs."
+)
 _BESIDE = "beside those of the model, the data and the learning rate:"
 
 
@@ -56,7 +59,13 @@ class Verdict:
         return Verdict(ours, had, gain, asked, compared)
 
     def __str__(self) -> str:
-        """The answer in one line."""
+        """The answer in one line, with a sentence on a difference within the simulator's error."""
+        told = self.gain is not None and self.gain.faster is not None
+        close = told and self.gain is not None and self.gain.within_error
+        return self._answer() + (_CLOSE if close else "")
+
+    def _answer(self) -> str:
+        """The answer without that sentence."""
         had = "" if self.megatron is None else title_of(self.megatron)
         if not self.asked:
             return f"Fastest of Megatron's: {had}." if had else "Nothing of Megatron's fits."

@@ -8,6 +8,8 @@ import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from distca.simulate.speed_up import SIMULATORS_ERROR
+
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
 INDEX = ROOT / "benchmarks" / "README.md"
@@ -281,6 +283,7 @@ def test_figures_in_sentences() -> None:
 
     simulator = (RESULTS / "simulator.md").read_text()
     errors = re.findall(r"^Median error (\S+), largest (\S+)\.$", simulator, re.MULTILINE)
+    assert errors[0][0] == f"{SIMULATORS_ERROR:.1%}"
     pairs = re.findall(r"^Of (\d+) pairs .* more than 2% apart (\d+) are", simulator, re.MULTILINE)
     assert (
         f"the median error is {errors[0][0]} and the largest {errors[0][1]}. "
