@@ -35,7 +35,7 @@ from distca.commands.verdict import Verdict
 from distca.cost.latent_rows import LATENT_ROWS
 from distca.documents.lengths import DISTRIBUTIONS, check_tokens, draw, read_lengths
 from distca.plan.span import Int64s
-from distca.schedule.baselines.hybrid_cp import balanced_scheduler
+from distca.schedule.baselines.hybrid_cp import find_balanced_scheduler
 from distca.simulate import (
     DISTCA_SYSTEMS,
     MEGATRON,
@@ -270,7 +270,7 @@ def _run(args: argparse.Namespace, given: Mapping[str, str]) -> None:
 def _systems() -> list[str]:
     """What is compared by default; without megatron-core all but what asks it."""
     try:
-        balanced_scheduler()
+        find_balanced_scheduler()
     except ImportError as error:
         sys.stderr.write(f"distca simulate: left out, as {error}\n")
         return [*(name for name in MEGATRON if name != HYBRID), "wlb-llm", "tiles"]

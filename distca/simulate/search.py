@@ -15,6 +15,7 @@ import numpy as np
 
 from distca.plan.span import Int64s
 from distca.simulate.bounds import Bounds
+from distca.simulate.hybrid import HYBRID
 from distca.simulate.space import (
     candidates,
     divisions,
@@ -407,8 +408,7 @@ def advise(
         sizes = tensor, stages, len(batches)
         return find_best(system, workload, batches[0], *sizes, evaluate, effort)
 
-    # First those that take longest, whose pace says most about the rest.
-    found = {system: choice(system) for system in sorted(systems, key=_is_baseline)}
+    found = {system: choice(system) for system in sorted(systems, key=_turn)}
     return [found[system] for system in systems]
 
 
@@ -428,8 +428,14 @@ def expected_iterations(
     without = 2 * _WAVE + (compared - 1) * _KEPT
     return {
         system: (without if _is_baseline(system) else with_plans) + last
-        for system in sorted(systems, key=_is_baseline)
+        for system in sorted(systems, key=_turn)
     }
+
+
+def _turn(system: str) -> int:
+    """Order of the systems: first those that take longest, whose pace says most about the rest;
+    last the one whose process takes most memory, when the others have ended."""
+    return _is_baseline(system) + (system == HYBRID)
 
 
 def _is_baseline(system: str) -> bool:

@@ -95,16 +95,24 @@ class Trials:
     ) -> None:
         self._workload, self._batches, self._told = workload, batches, told
         self._found: dict[Candidate, list[Trial]] = {}
+        self._processes, self._running = processes, 0
         self._stack = ExitStack()
         self._threads: ThreadPoolExecutor | None = None
         self._free: queue.SimpleQueue[PlannerProcess[Trial]] = queue.SimpleQueue()
-        if processes > 1:
-            self._threads = self._stack.enter_context(ThreadPoolExecutor(processes))
-            for _ in range(processes):
-                process = PlannerProcess(Trial.run, "the simulating process")
-                # Before the threads end: a call that one waits for ends, too.
-                self._stack.callback(process.close)
-                self._free.put(process)
+
+    def _start(self, processes: int) -> None:
+        """Starts so many processes, and ends those that there are, unless they are as many."""
+        if processes == self._running:
+            return
+        self._stack.close()
+        self._free = queue.SimpleQueue()
+        self._threads = self._stack.enter_context(ThreadPoolExecutor(processes))
+        for _ in range(processes):
+            process = PlannerProcess(Trial.run, "the simulating process")
+            # Before the threads end: a call that one waits for ends, too.
+            self._stack.callback(process.close)
+            self._free.put(process)
+        self._running = processes
 
     def __enter__(self) -> Trials:
         return self
@@ -133,10 +141,13 @@ class Trials:
 
     def _run(self, units: Sequence[tuple[Candidate, int]]) -> Iterator[Trial]:
         """Simulates configurations in batches, given by number."""
-        if self._threads is None or any(each.system == HYBRID for each, _ in units):
-            # Megatron's scheduler is loaded in this process already, and takes much memory.
+        if self._processes == 1 or not units:
             found: Iterable[Trial] = (self._here(*unit) for unit in units)
         else:
+            # Megatron's scheduler takes 700 MB in a process that loads it: one does, alone.
+            hybrid = any(each.system == HYBRID for each, _ in units)
+            self._start(1 if hybrid else self._processes)
+            assert self._threads is not None
             found = self._threads.map(self._elsewhere, units)
         for number, ((candidate, _), each) in enumerate(zip(units, found, strict=True)):
             self._told(candidate, len(units) - number - 1)

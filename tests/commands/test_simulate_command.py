@@ -322,12 +322,14 @@ def test_the_tolerance_is_the_fastest() -> None:
 def test_the_rest_is_estimated_at_the_pace_of_each_system() -> None:
     clock = iter([0.0, 10.0, 20.0, 20.5, 21.5])
     rest = simulate_progress.Rest({"tiles": 3, "packed": 4, "wlb-llm": 2}, clock.__next__)
-    # A baseline's iterations take a tenth, until there is one.
-    assert rest.count("tiles", 0) == pytest.approx(2 * 10 + 6 * 1)
+    # A baseline's iterations take a part of the time, until there is one.
+    others = 4 * 0.01 + 2 * 0.25
+    assert rest.count("tiles", 0) == pytest.approx(10 * (2 + others))
     # More than expected are sure to follow.
-    assert rest.count("tiles", 5) == pytest.approx(5 * 10 + 6 * 1)
-    # What has ended early counts no more, and what has not begun goes at the pace of its like.
-    assert rest.count("packed", 0) == pytest.approx(3 * 0.5 + 2 * 0.5)
+    assert rest.count("tiles", 5) == pytest.approx(10 * (5 + others))
+    # What has ended early counts no more, and what has begun goes at its own pace.
+    pace = 20.5 / 2.01
+    assert rest.count("packed", 0) == pytest.approx(3 * 0.5 + 2 * 0.25 * pace)
     assert rest.count("wlb-llm", 0) == pytest.approx(1.0)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import sys
 
@@ -14,7 +15,7 @@ from distca.cost.volume import AttentionShape, plan_bytes
 from distca.plan import Mask, validate_plan
 from distca.plan.span import Int64s
 from distca.schedule import HybridContextParallel, ScheduleConfig, even_capacities
-from distca.schedule.baselines.hybrid_cp import balanced_scheduler
+from distca.schedule.baselines.hybrid_cp import balanced_scheduler, find_balanced_scheduler
 from support.batches import documents, long_tailed_lengths, placement_rows, task_rows
 from support.commands import Command
 
@@ -124,3 +125,17 @@ def test_without_megatron_the_others_are_compared(
     assert "pip install 'distca[megatron]'" in command.refused(*flags, "--scheduler", "hybrid-cp")
     rows = json.loads(command.run(*flags, "--compare", "--json"))
     assert [name for name, row in rows.items() if "error" in row] == ["hybrid-cp"]
+
+
+def test_the_scheduler_is_found_where_it_can_be_imported(monkeypatch: pytest.MonkeyPatch) -> None:
+    balanced_scheduler()
+    find_balanced_scheduler()
+    find_spec = importlib.util.find_spec
+    for lacking, message in (("megatron", "hybrid_cp_schedule.py"), ("torch", "there is no torch")):
+        monkeypatch.setattr(
+            importlib.util,
+            "find_spec",
+            lambda name, lacking=lacking: None if name == lacking else find_spec(name),
+        )
+        with pytest.raises(ImportError, match=f"pip install 'distca.megatron.'.*{message}"):
+            find_balanced_scheduler()

@@ -17,8 +17,10 @@ which the plan does without.
 
 from __future__ import annotations
 
+import importlib.util
 import warnings
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -29,6 +31,10 @@ from distca.quiet import ignore_missing_cuda
 from distca.schedule.base import ScheduleConfig, plan_at_home, task_loads
 from distca.schedule.baselines.context_parallel import shard_documents
 
+_NEEDED = (
+    "hybrid-cp asks megatron-core's own scheduler: pip install 'distca[megatron]' "
+    "(0.17.1 to 0.19.2 have it; {})"
+)
 Round = list[list[int]]
 """The documents of each rank in a round, in the order in which it runs them."""
 
@@ -134,11 +140,23 @@ def balanced_scheduler() -> Any:
             ignore_missing_cuda()
             from megatron.core.pipeline_parallel.hybrid_cp_schedule import BalancedCPScheduler
     except ImportError as error:
-        raise ImportError(
-            "hybrid-cp asks megatron-core's own scheduler: pip install 'distca[megatron]' "
-            f"(0.17.1 to 0.19.2 have it; {error})"
-        ) from error
+        raise ImportError(_NEEDED.format(error)) from error
     return BalancedCPScheduler
+
+
+def find_balanced_scheduler() -> None:
+    """Looks for what `balanced_scheduler` imports, which takes seconds and much memory.
+
+    Raises:
+        ImportError: megatron-core or torch is not installed, or has no such module.
+    """
+    found = importlib.util.find_spec("megatron")
+    places = [] if found is None else found.submodule_search_locations or []
+    module = Path("core", "pipeline_parallel", "hybrid_cp_schedule.py")
+    if not any(Path(place, module).is_file() for place in places):
+        raise ImportError(_NEEDED.format(f"there is no megatron/{module}"))
+    if importlib.util.find_spec("torch") is None:
+        raise ImportError(_NEEDED.format("there is no torch"))
 
 
 @dataclass(frozen=True)
