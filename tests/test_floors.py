@@ -35,9 +35,10 @@ FLOORS: dict[str, set[str]] = {
     "distca.runtime": {*PURE, "distca.attention", "distca.transport", "distca.timeline"},
 }
 FLOORS["distca.runtime.serving"] = {*FLOORS["distca.runtime"], "distca.runtime"}
-FLOORS["distca.serve"] = {*FLOORS["distca.runtime.serving"], *FLOORS["distca.simulate"]}
-FLOORS["distca.serve"] |= {"distca.runtime.serving", "distca.simulate", "distca.lifetime"}
-FLOORS["distca.serve"] |= {"distca.checkpoints"}
+FLOORS["distca.inference"] = {*FLOORS["distca.runtime.serving"], *FLOORS["distca.simulate"]}
+FLOORS["distca.inference"] |= {"distca.runtime.serving", "distca.simulate", "distca.lifetime"}
+FLOORS["distca.inference"] |= {"distca.checkpoints"}
+FLOORS["distca.serve"] = {*FLOORS["distca.inference"], "distca.inference"}
 FLOORS["distca.commands"] = {*FLOORS}
 FLOORS["distca.__main__"] = {"distca.commands"}
 # Nor does training import what only inference runs.

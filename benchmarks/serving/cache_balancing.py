@@ -43,15 +43,15 @@ from distca.attention import select_kernel
 from distca.attention.kernel_timing import cpu_name
 from distca.cost.model_sizes import MODELS
 from distca.cost.step_memory import STEP_SLOTS
+from distca.inference.models import read_model
+from distca.inference.tensor_parallel import ALONE
 from distca.runtime import Buffers, CoreAttention
 from distca.runtime.serving.kv_moves import BlockMove, KvMoves
 from distca.schedule.serving.blocks import BlockPool
 from distca.schedule.serving.cdsp.prefill_blocks import Piece, PrefillBlocks
-from distca.schedule.serving.iteration import Part, plan_iteration
+from distca.schedule.serving.iteration import BatchEntry, plan_iteration
 from distca.schedule.serving.prefix_cache import PrefixCache
 from distca.serve.engine.pool_model import PoolModel
-from distca.serve.models import read_model
-from distca.serve.tensor_parallel import ALONE
 from distca.simulate import CLUSTERS
 from distca.simulate.serving import InferenceCosts, simulate_growth
 from distca.transport import CollectiveTransport, Transport, new_exchange_group
@@ -130,7 +130,7 @@ class Rank:
             started = time.perf_counter()
             if rank in piece.ranks:
                 owners = np.array([block.rank for block in given.blocks], dtype=np.int64)
-                part = Part(0, piece.start, job.tokens, owners)
+                part = BatchEntry(0, piece.start, job.tokens, owners)
                 plan = plan_iteration([part], self._masks, BLOCK, job.ranks, "pass-kv")
                 self._model.drop(0)
                 mine = [block.number for block in given.blocks if block.rank == rank]

@@ -44,13 +44,13 @@ from distca.attention.kernel import KernelTasks, Outputs
 from distca.attention.kernel_timing import cpu_name
 from distca.attention.torch_cpu import TorchCpuKernel
 from distca.cost.step_memory import STEP_SLOTS
+from distca.inference.model_runner import ModelRunner
+from distca.inference.models import ServedModel, read_model
+from distca.inference.step_planner import StepPlanner
 from distca.plan.span import Floats, Int64s
 from distca.runtime import Buffers, CoreAttention
 from distca.schedule.serving.blocks import BlockPool
 from distca.schedule.serving.partitions import Chain, cut_prompt, even_shares, search_partition
-from distca.serve.models import ServedModel, read_model
-from distca.serve.step_planner import StepPlanner
-from distca.serve.steps import ModelRank
 from distca.transport import CollectiveTransport
 
 CPU, BLOCK, FINEST = torch.device("cpu"), 128, 32
@@ -122,7 +122,7 @@ class Rank:
         core = CoreAttention(self._transport, kernel, buffers)
         # The first rank of a chain may have most tokens.
         blocks = -(-job.tokens // BLOCK) + 1
-        self._tokens, self._rank = job.tokens, ModelRank(model, core, CPU, blocks, BLOCK)
+        self._tokens, self._rank = job.tokens, ModelRunner(model, core, CPU, blocks, BLOCK)
         pool = BlockPool(job.ranks, blocks, BLOCK)
         self._planner = StepPlanner(pool, model.masks, 16)
 

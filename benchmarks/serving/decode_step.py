@@ -32,16 +32,16 @@ from benchmarks.arguments import Parser
 from benchmarks.kernels.host_cost import NoKernel, Nowhere, operations
 from distca.attention.kernel_timing import cpu_name
 from distca.cost.volume import AttentionShape
+from distca.inference.attention_runner import AttentionRunner, ForwardContext
+from distca.inference.step_planner import Step, StepPlanner
 from distca.plan import Mask
 from distca.runtime import Buffers, CoreAttention
 from distca.schedule.serving import shard_evenly
 from distca.schedule.serving.accounts import Growth
 from distca.schedule.serving.blocks import BlockPool
-from distca.schedule.serving.decode import Decode
+from distca.schedule.serving.decode import DecodeBatch
 from distca.schedule.serving.decode_message import DecodeMessage
 from distca.schedule.serving.holdings import Holdings
-from distca.serve.rank_steps import RankSteps, StepRun
-from distca.serve.step_planner import Step, StepPlanner
 
 SHAPE = AttentionShape(heads=2, kv_heads=1, head_dim=4, dtype_bytes=2)
 MASKS = (Mask(), Mask(4095))
@@ -101,7 +101,7 @@ class Decoding:
             setting.kernel or NoPagedKernel(),
             Buffers(device, len(MASKS)),
         )
-        self.steps = RankSteps(
+        self.steps = AttentionRunner(
             core,
             [mask.window_left for mask in MASKS],
             setting.shape,
@@ -132,10 +132,10 @@ class Decoding:
         """Does the engine's part of a step; returns what is sent."""
         step = self.engine.plan(dict.fromkeys(range(self.setting.sequences), 1), "pass-q", True)
         (decode,) = step.parts
-        assert isinstance(decode, Decode)
+        assert isinstance(decode, DecodeBatch)
         return DecodeMessage.of(decode, [7] * self.setting.sequences, step.blocks).encode()
 
-    def build(self, message: bytes) -> StepRun:
+    def build(self, message: bytes) -> ForwardContext:
         """Does a rank's part of a step but for its layers."""
         found = DecodeMessage.decode(message)
         decode, blocks = found.plan(self.mirror, MASKS, self.blocks, self.setting.block_size)
@@ -145,7 +145,7 @@ class Decoding:
             torch.from_numpy(values)
         return run
 
-    def layer(self, run: StepRun, layer: int) -> None:
+    def layer(self, run: ForwardContext, layer: int) -> None:
         """Runs a layer's attention."""
         shape, count = self.setting.shape, len(run.slots)
         q, kv = (

@@ -34,15 +34,15 @@ from benchmarks.serving.ring_prefill import save_model
 from distca.attention import select_kernel
 from distca.attention.kernel_timing import cpu_name
 from distca.cost.step_memory import STEP_SLOTS
+from distca.inference.model_runner import ModelRunner
+from distca.inference.models import read_model
+from distca.inference.pool_size import PoolSize, Sharing
+from distca.inference.sequence_parallel import share_rows, split_model
+from distca.inference.tensor_parallel import join_ranks
 from distca.runtime import Buffers, CoreAttention
 from distca.schedule.serving import STRATEGIES, Sharding, Strategy
 from distca.schedule.serving.csps.layouts import Layout, SplitModel
 from distca.schedule.serving.layer_plans import PrefillStrategy
-from distca.serve.models import read_model
-from distca.serve.pool_size import PoolSize, Sharing
-from distca.serve.sequence_layouts import share_rows, split_model
-from distca.serve.steps import ModelRank
-from distca.serve.tensor_parallel import join_ranks
 from distca.transport import CollectiveTransport
 
 CPU, BLOCK, TIMEOUT = torch.device("cpu"), 128, timedelta(minutes=10)
@@ -93,7 +93,7 @@ class Rank:
         self._transport = CollectiveTransport(group, CPU)
         core = CoreAttention(self._transport, select_kernel("cpu"), Buffers(CPU, STEP_SLOTS))
         pool = PoolSize(-(-job.tokens // BLOCK) + 1, BLOCK)
-        self._rank = ModelRank(self._model, core, CPU, pool.blocks, BLOCK, self._ranks)
+        self._rank = ModelRunner(self._model, core, CPU, pool.blocks, BLOCK, self._ranks)
         world = job.ranks // tensor
         self._planners = {
             layout: pool.planner(self._model, Sharing(world, 16, split=self._split(layout)))

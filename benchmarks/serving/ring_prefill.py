@@ -41,12 +41,12 @@ from benchmarks.links.slow_link import ENVIRONMENT, FAST_MBIT_PER_S, Namespaces,
 from distca.attention import select_kernel
 from distca.attention.kernel_timing import cpu_name
 from distca.cost.step_memory import STEP_SLOTS
+from distca.inference.model_runner import ModelRunner
+from distca.inference.models import ServedModel, read_model
+from distca.inference.step_planner import StepPlanner
 from distca.runtime import Buffers, CoreAttention
 from distca.schedule.serving import STRATEGIES
 from distca.schedule.serving.blocks import BlockPool
-from distca.serve.models import ServedModel, read_model
-from distca.serve.step_planner import StepPlanner
-from distca.serve.steps import ModelRank
 from distca.transport import CollectiveTransport, Transport
 from distca.transport.ablation import Signal, SingleStream
 
@@ -85,7 +85,7 @@ class Way:
         buffers = Buffers(CPU, max(STEP_SLOTS, len(model.masks)))
         blocks = -(-job.tokens // job.ranks // BLOCK) + 1
         self._job, self._core = job, CoreAttention(transport, select_kernel("cpu"), buffers)
-        self._rank = ModelRank(model, self._core, CPU, blocks, BLOCK)
+        self._rank = ModelRunner(model, self._core, CPU, blocks, BLOCK)
         self._planner = StepPlanner(BlockPool(job.ranks, blocks, BLOCK), model.masks, 16)
 
     def prefill(self, strategy: Any) -> dict[str, float]:

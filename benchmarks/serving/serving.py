@@ -50,16 +50,16 @@ from benchmarks.serving.systems import (
 )
 from distca.attention.kernel_timing import cpu_name
 from distca.cost.volume import AttentionShape
+from distca.inference.machine import Machine
+from distca.inference.sampling import SamplingParams
 from distca.plan import Mask
 from distca.schedule.serving import Selector, Strategy
-from distca.schedule.serving.iteration import Part, plan_iteration
-from distca.schedule.serving.scheduler import Limits
+from distca.schedule.serving.iteration import BatchEntry, plan_iteration
+from distca.schedule.serving.scheduler import SchedulerConfig
 from distca.serve.engine.backlog import Backlog
 from distca.serve.engine.engine import Engine
-from distca.serve.engine.messages import Chosen, Done, Submit, encode
-from distca.serve.engine.settings import EngineSettings
-from distca.serve.sampling import Sampling
-from distca.serve.selection import Machine
+from distca.serve.engine.messages import AddRequest, ModelOutput, SampledToken, encode
+from distca.serve.engine.settings import EngineConfig
 
 SHORT_TOKENS = 32
 
@@ -225,9 +225,9 @@ def host_cost(
     sequences: int, ranks: int, chunk: int, steps: int, strategy: Strategy | Selector
 ) -> tuple[list[float], list[float]]:
     """Times iterations that decode a token of all sequences, beside a chunk of one more."""
-    limits = Limits(sequences + 1, sequences + max(chunk, 1000), 16, 64)
+    limits = SchedulerConfig(sequences + 1, sequences + max(chunk, 1000), 16, 64)
     sizes = 4096, ranks, 1, "pass-kv", limits, 16, 1 << 30, 0.9, False, 60.0
-    settings = EngineSettings("", "float32", (None,), b"", *sizes)
+    settings = EngineConfig("", "float32", (None,), b"", *sizes)
     workers = NoWorkers(ranks)
     engine = Engine(settings, workers, workers)
     engine.begin(sequences * 128, 1)
@@ -241,18 +241,18 @@ def host_cost(
         for fed in workers.message.feed:
             owners.setdefault(fed.number, []).extend(fed.ranks)
             held = np.array(owners[fed.number], dtype=np.int64)
-            parts.append(Part(fed.number, fed.start, fed.count, held))
+            parts.append(BatchEntry(fed.number, fed.start, fed.count, held))
         begin = time.thread_time()
         plan_iteration(parts, (Mask(),), 16, ranks, strategy)
         planned = time.thread_time() - begin
-        chosen = [Chosen(fed.number, 5, None) for fed in workers.message.feed if fed.samples]
+        chosen = [SampledToken(fed.number, 5, None) for fed in workers.message.feed if fed.samples]
         begin = time.thread_time()
         for rank in workers.parts:
-            engine.take_done(Done(rank, number, [] if rank else chosen, 1, 0, 0.0, 0.0))
+            engine.take_done(ModelOutput(rank, number, [] if rank else chosen, 1, 0, 0.0, 0.0))
         return 1e3 * (spent + time.thread_time() - begin), 1e3 * planned
 
     for number in range(sequences):
-        engine.take(Submit(number, 0, [number] * 1000, Sampling(max_tokens=1000)))
+        engine.take(AddRequest(number, 0, [number] * 1000, SamplingParams(max_tokens=1000)))
     number = 0
     while len(owners) < sequences or len(workers.message.feed) < sequences:
         iterate(number)
@@ -262,7 +262,7 @@ def host_cost(
         number += 1
         if chunk:
             new = sequences + number
-            engine.take(Submit(new, 0, [new % 900] * chunk, Sampling(max_tokens=1)))
+            engine.take(AddRequest(new, 0, [new % 900] * chunk, SamplingParams(max_tokens=1)))
         found.append(iterate(number))
     return [a for a, _ in found], [b for _, b in found]
 

@@ -26,15 +26,15 @@ from benchmarks import pages
 from benchmarks.arguments import Parser
 from benchmarks.serving.recall_model import make_model, text, train
 from distca.cost.link import Links
+from distca.inference.models import ServedModel, model_size, read_model
+from distca.inference.sparse_model import SparseModel
+from distca.inference.sparsity_calibration import Calibrated, calibrate, measured_on
 from distca.plan import Mask
 from distca.schedule.serving import nobody_holds
 from distca.schedule.serving.csps import LEVELS, Levels, Sparsity
 from distca.schedule.serving.csps.calibration_file import CalibrationFile, load_calibration
 from distca.schedule.serving.csps.configure import Configuration, Configurator
 from distca.schedule.serving.csps.pipeline import NearToFar, thinned
-from distca.serve.models import ServedModel, model_size, read_model
-from distca.serve.sparse_model import SparseModel
-from distca.serve.sparsity_calibration import Calibrated, calibrate, measured_on
 from distca.simulate import CLUSTERS
 from distca.simulate.serving import InferenceCosts
 from distca.simulate.serving.sparse import SparseLatency

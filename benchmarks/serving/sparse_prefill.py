@@ -38,14 +38,14 @@ from benchmarks.serving.chain_prefill import page
 from benchmarks.serving.ring_prefill import save_model
 from distca.attention.kernel_timing import cpu_name
 from distca.cost.link import Links
+from distca.inference.machine import CPUS
+from distca.inference.models import ServedModel, model_size, read_model
 from distca.plan import Mask
 from distca.schedule.serving import Sharding, nobody_holds, shard_evenly, step_plan
 from distca.schedule.serving.csps import Levels, NodeParts, Sparsity
 from distca.schedule.serving.csps.head_scatter import head_groups
 from distca.schedule.serving.csps.pipeline import NearToFar
 from distca.schedule.serving.layer_plans import PrefillStrategy, plan_layers
-from distca.serve.models import ServedModel, model_size, read_model
-from distca.serve.selection import CPUS
 from distca.simulate import Cluster
 from distca.simulate.serving import (
     InferenceCosts,

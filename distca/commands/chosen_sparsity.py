@@ -73,8 +73,8 @@ def chosen_sparsity(
     """
     if not _is_given(args):
         return None
-    from distca.serve.models import model_digest
-    from distca.serve.selection import machine_of
+    from distca.inference.machine import machine_of
+    from distca.inference.models import model_digest
 
     file = load_calibration(args.calibration)
     file.measured_on.check_model(model.description, model_digest(model).hex())

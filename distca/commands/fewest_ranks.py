@@ -52,7 +52,7 @@ def ranks_for_prompts(args: argparse.Namespace, model: Any, lengths: Sequence[in
     Raises:
         ValueError: it is not known what there is room for, or all ranks have too little.
     """
-    from distca.serve.pool_size import PoolSize, Sharing, ranks_that_fit
+    from distca.inference.pool_size import PoolSize, Sharing, ranks_that_fit
 
     if args.kv_cache_memory_bytes is None or not lengths:
         raise ValueError(
@@ -82,7 +82,7 @@ def ranks_for_positions(args: argparse.Namespace, model: Any, cache_bytes: int |
     Raises:
         ValueError: it is not known what there is room for.
     """
-    from distca.serve.pool_size import PoolSize
+    from distca.inference.pool_size import PoolSize
 
     if cache_bytes is None:
         raise ValueError(

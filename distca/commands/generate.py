@@ -146,12 +146,17 @@ def main(argv: Sequence[str]) -> int:
     args = build_parser().parse(argv)
     _check_flags(args)
     from distca.attention.choice import check_block_size
-    from distca.serve.chat import Conversations, Prompts, read_conversations, read_prompt_ids
-    from distca.serve.check import compare
-    from distca.serve.models import DTYPES, load_tokenizer, read_model
-    from distca.serve.pool_size import PoolSize, Sharing
-    from distca.serve.rank_processes import RankError, RankProcesses, RankSettings
-    from distca.serve.sampling import Sampling
+    from distca.inference.conversations import (
+        Conversations,
+        Prompts,
+        read_conversations,
+        read_prompt_ids,
+    )
+    from distca.inference.models import DTYPES, load_tokenizer, read_model
+    from distca.inference.pool_size import PoolSize, Sharing
+    from distca.inference.rank_processes import RankError, RankProcesses, RankSettings
+    from distca.inference.sampling import SamplingParams
+    from distca.inference.verify import compare
 
     model = read_model(args.model, DTYPES[args.dtype], args.tensor_parallel_size)
     check_block_size(args.block_size, model.shape.head_dim)
@@ -189,7 +194,7 @@ def main(argv: Sequence[str]) -> int:
         model,
         sharing,
         strategy if split is None else STRATEGIES[0],
-        Sampling(most, args.temperature, args.seed, stops),
+        SamplingParams(most, args.temperature, args.seed, stops),
         keeps_logits=args.check,
         pool=pool,
         records=args.trace is not None,
@@ -261,7 +266,7 @@ def _strategy(args: argparse.Namespace, model: Any, longest: int | None) -> Any:
         return "pass-kv"
     if args.prefill_strategy != "auto":
         return args.prefill_strategy
-    from distca.serve.selection import machine_of
+    from distca.inference.machine import machine_of
 
     machine = machine_of(args.profile, args.node_gb_per_s)
     return machine.selector(args.selector, model.shape, args.context_parallel_size)

@@ -21,10 +21,10 @@ from distca.commands.served_chain import served_chain, tell_of_lengths
 from distca.commands.served_layouts import SP_NTP, SP_TP, served_split
 from distca.commands.served_sparsity import CSPS, add_sparsity_flags, near_to_far
 from distca.cost.profile import Profile
+from distca.inference.transports import TRANSPORTS, check_transport
 from distca.schedule.serving import SELECTORS, STRATEGIES
 from distca.schedule.serving.cdsp import PREFILL_STRATEGIES
 from distca.serve.engine.settings import Nodes
-from distca.serve.transports import TRANSPORTS, check_transport
 
 _EPILOG = """
 examples:
@@ -259,8 +259,8 @@ def main(argv: Sequence[str]) -> int:
     except ImportError as error:
         raise ImportError(f"{error}: pip install 'distca[serve]'") from error
     from distca.attention.choice import check_block_size
+    from distca.inference.models import DTYPES, load_tokenizer, read_model
     from distca.serve.engine.node import Node
-    from distca.serve.models import DTYPES, load_tokenizer, read_model
 
     served = read_model(
         args.model, DTYPES[args.dtype], args.tensor_parallel_size, args.trust_remote_code
@@ -318,12 +318,12 @@ def _settings(
     Raises:
         ValueError: the flags don't fit the model or this machine.
     """
+    from distca.inference.models import model_digest
+    from distca.inference.tensor_parallel import check_divides
     from distca.schedule.serving.accounts import block_bytes
     from distca.schedule.serving.csps.head_scatter import head_groups
-    from distca.schedule.serving.scheduler import Limits
-    from distca.serve.engine.settings import EngineSettings
-    from distca.serve.models import model_digest
-    from distca.serve.tensor_parallel import check_divides
+    from distca.schedule.serving.scheduler import SchedulerConfig
+    from distca.serve.engine.settings import EngineConfig
 
     positions = args.max_model_len or served.positions
     if positions > served.positions:
@@ -336,7 +336,7 @@ def _settings(
         check_divides(served.config, roles.decode_tensor, "--decode-tensor-parallel-size")
         ranks = roles.prefill + roles.decode
     near = _near_to_far(args, served, nodes, ranks)
-    settings = EngineSettings(
+    settings = EngineConfig(
         args.model,
         args.dtype,
         served.windows,
@@ -345,7 +345,7 @@ def _settings(
         ranks,
         args.tensor_parallel_size,
         near or (STRATEGIES[0] if roles or chain or split else _strategy(args, served)),
-        Limits(
+        SchedulerConfig(
             args.max_num_seqs,
             args.max_num_batched_tokens,
             args.cp_kv_cache_interleave_size or args.block_size,
@@ -403,7 +403,7 @@ def _strategy(args: argparse.Namespace, served: Any) -> Any:
     """What travels in chunks of prompts, or who chooses it."""
     if args.prefill_strategy != "auto":
         return STRATEGIES[0] if args.prefill_strategy == SP_TP else args.prefill_strategy
-    from distca.serve.selection import Machine
+    from distca.inference.machine import Machine
 
     profile = None if args.profile is None else Profile.load(args.profile)
     machine = Machine.described(_gpus() > 0, args.node_gb_per_s, profile)

@@ -29,7 +29,7 @@ def served_chain(args: argparse.Namespace, model: Any, lengths: Sequence[int] = 
     Raises:
         ValueError: the partition cannot be used.
     """
-    from distca.serve.selection import hardware
+    from distca.inference.machine import hardware
 
     ranks = args.context_parallel_size
     shares = given_shares(args, ranks)
@@ -45,7 +45,7 @@ def served_chain(args: argparse.Namespace, model: Any, lengths: Sequence[int] = 
 def _searched(args: argparse.Namespace, model: Any, lengths: Sequence[int]) -> PartitionTable:
     """Returns a table of the prompts' lengths, or of doubling ones, by this machine's simulated
     seconds."""
-    from distca.serve.selection import machine_of
+    from distca.inference.machine import machine_of
     from distca.simulate.serving import searched_table
 
     ranks = args.context_parallel_size

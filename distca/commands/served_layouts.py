@@ -47,7 +47,7 @@ def served_split(args: argparse.Namespace, model: Any, nodes: int = 1) -> SplitM
     Raises:
         ValueError: the flags ask for what there is not.
     """
-    from distca.serve.sequence_layouts import split_model
+    from distca.inference.sequence_parallel import split_model
 
     ranks = args.context_parallel_size + getattr(args, "attention_servers", 0)
     choice = layout_choice(args.prefill_strategy, args.selector, ranks, args.tensor_parallel_size)

@@ -114,9 +114,9 @@ def main(argv: Sequence[str]) -> int:
         parser.error(unknown("form", argv[0], ("partitions", "sparsity")))
     args = parser.parse(argv)
     _check_flags(args)
-    from distca.serve.models import DTYPES, read_model
-    from distca.serve.rank_processes import RankError
-    from distca.serve.selection import hardware
+    from distca.inference.machine import hardware
+    from distca.inference.models import DTYPES, read_model
+    from distca.inference.rank_processes import RankError
 
     model = read_model(args.model, DTYPES[args.dtype], args.tensor_parallel_size)
     made_for = model.description, hardware(), args.context_parallel_size
@@ -163,9 +163,9 @@ def _search_simulated(
     save: Callable[[], None],
 ) -> Described:
     """Searches lengths by simulated seconds, and saves after each."""
+    from distca.inference.machine import machine_of
     from distca.plan import Mask
     from distca.schedule.serving import nobody_holds, step_plan
-    from distca.serve.selection import machine_of
     from distca.simulate.serving import searched_shares, simulate_step
 
     ranks = args.context_parallel_size
@@ -195,10 +195,10 @@ def _search_measured(
     save: Callable[[], None],
 ) -> Described:
     """Searches lengths on ranks, and saves after each partition that they have run."""
-    from distca.serve.measured_chain import MeasuredChain
-    from distca.serve.pool_size import BLOCK_SIZE, PoolSize, Sharing
-    from distca.serve.rank_processes import RankProcesses, RankSettings
-    from distca.serve.sampling import Sampling
+    from distca.inference.measured_chain import MeasuredChain
+    from distca.inference.pool_size import BLOCK_SIZE, PoolSize, Sharing
+    from distca.inference.rank_processes import RankProcesses, RankSettings
+    from distca.inference.sampling import SamplingParams
 
     ranks = args.context_parallel_size
     kind = {"cpu": "of CPU on the busiest process", "wall": "to the first token"}[args.measure]
@@ -216,7 +216,9 @@ def _search_measured(
         )
     # Any rank may have all tokens.
     pool = PoolSize(-(-max(lengths) // BLOCK_SIZE))
-    settings = RankSettings(model, Sharing(ranks, BLOCK_SIZE), "pass-kv", Sampling(), pool=pool)
+    settings = RankSettings(
+        model, Sharing(ranks, BLOCK_SIZE), "pass-kv", SamplingParams(), pool=pool
+    )
     with RankProcesses(settings) as processes:
         # The first one warms up.
         processes.time_prefill(tuple(cut_prompt(min(lengths), even_shares(ranks)).tolist()))

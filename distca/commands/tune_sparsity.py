@@ -77,8 +77,8 @@ def main(argv: Sequence[str]) -> int:
     args = build_parser().parse(argv)
     levels = _levels_of(args)
     check_output("--output", args.output)
-    from distca.serve.models import DTYPES, read_model
-    from distca.serve.sparsity_calibration import calibrate, measured_on, read_prompts
+    from distca.inference.models import DTYPES, read_model
+    from distca.inference.sparsity_calibration import calibrate, measured_on, read_prompts
 
     model = read_model(args.model, DTYPES[args.dtype])
     prompts = read_prompts(args.prompts, model)

@@ -15,12 +15,12 @@ from distca.commands.generate import build_parser
 from distca.commands.main import main
 from distca.commands.served_sparsity import near_to_far
 from distca.cost.link import Links
+from distca.inference.models import read_model
+from distca.inference.sparsity_calibration import measured_on
 from distca.schedule.serving.csps import Levels, Sparsity
 from distca.schedule.serving.csps.calibration_file import CalibrationFile
 from distca.schedule.serving.csps.degradation import GRID, Measured
 from distca.schedule.serving.csps.pipeline import NearToFar
-from distca.serve.models import read_model
-from distca.serve.sparsity_calibration import measured_on
 from support.commands import Command
 from support.small_models import save_small_model
 

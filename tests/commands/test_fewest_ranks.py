@@ -10,8 +10,8 @@ import torch
 
 from distca.commands import fewest_ranks, generate, serve
 from distca.commands.fewest_ranks import ranks_for_positions, ranks_for_prompts
-from distca.serve.models import ServedModel, read_model
-from distca.serve.pool_size import NoRoom
+from distca.inference.models import ServedModel, read_model
+from distca.inference.pool_size import NoRoom
 from support.commands import Command
 from support.small_models import save_small_model
 

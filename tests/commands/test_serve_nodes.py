@@ -8,8 +8,8 @@ import pytest
 
 from distca.commands.serve import build_parser
 from distca.commands.serve_nodes import nodes_of
+from distca.inference.transports import check_transport
 from distca.serve.engine.settings import Nodes
-from distca.serve.transports import check_transport
 
 
 def given(*flags: str) -> Nodes:

@@ -13,9 +13,9 @@ import torch
 from distca.commands.generate import build_parser as generate_parser
 from distca.commands.main import main
 from distca.commands.served_chain import served_chain, tell_of_lengths
+from distca.inference.models import read_model
+from distca.inference.rank_processes import RankError, RankSettings
 from distca.schedule.serving.partitions import Chain, PartitionTable, load_partitions
-from distca.serve.models import read_model
-from distca.serve.rank_processes import RankError, RankSettings
 from support.small_models import save_small_model
 
 
@@ -79,7 +79,7 @@ def test_a_search_on_ranks_goes_on_where_it_ended(
 ) -> None:
     """Each partition runs once, whenever the search is interrupted; and the even one is shown."""
     ranks = _Ranks()
-    monkeypatch.setattr("distca.serve.rank_processes.RankProcesses", ranks)
+    monkeypatch.setattr("distca.inference.rank_processes.RankProcesses", ranks)
     file = tmp_path / "chain.json"
     command = ["tune", "partitions", model, "--context-parallel-size", "3", "--output", str(file)]
     command += ["--measure", "cpu", "--rounds", "2"]

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from distca.commands.main import main
+from distca.inference.sparse_model import SparseModel
 from distca.schedule.serving.csps.calibration_file import load_calibration
-from distca.serve.sparse_model import SparseModel
 from support.small_models import VOCABULARY, save_small_model
 
 PROMPTS = 5

@@ -21,8 +21,8 @@ def watching_steps(log: Log, steps: list[dict[str, Any]], between: bool = True) 
         steps: is given each step when it ends.
         between: whether what happens between steps is noted, too.
     """
-    from distca.runtime.serving.kv_pool import KvPool
-    from distca.serve.steps import ModelRank
+    from distca.inference.model_runner import ModelRunner
+    from distca.runtime.serving.kv_pool import KVCache
 
     def run(_: Log, original: Any, rank: Any, step: Any, tokens: Any, *args: Any) -> Any:
         before = log.take()
@@ -45,8 +45,8 @@ def watching_steps(log: Log, steps: list[dict[str, Any]], between: bool = True) 
         return original(pool, layer, slots, k, v)
 
     with watch_exchanges(log) as wrap:
-        wrap(ModelRank, "run", run)
-        wrap(KvPool, "write", write)
+        wrap(ModelRunner, "run", run)
+        wrap(KVCache, "write", write)
         yield
     if between:
         steps.append(log.take())

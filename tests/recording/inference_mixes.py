@@ -47,7 +47,7 @@ def _requests(scored: int | None, answers: int) -> list[tuple]:
         scored: number of the prompt of which the scores are asked for.
         answers: answers to the first prompt, which is computed once.
     """
-    from distca.serve.sampling import Penalties, Sampling
+    from distca.inference.sampling import Penalties, SamplingParams
     from support.engines import tokens
 
     shared, found = tokens(29, 0), []
@@ -55,7 +55,7 @@ def _requests(scored: int | None, answers: int) -> list[tuple]:
         prompt = tokens(length, number)
         if number % 2:
             prompt = (shared + tokens(60, number + 1))[:length]
-        sampling, penalties = Sampling(max_tokens=3 + number), Penalties()
+        sampling, penalties = SamplingParams(max_tokens=3 + number), Penalties()
         if number in (2, 5):
             sampling = replace(sampling, temperature=0.8, seed=number, top_k=20, top_p=0.9)
         if number in (3, 5):
@@ -64,7 +64,7 @@ def _requests(scored: int | None, answers: int) -> list[tuple]:
             (number, number % 3, prompt, sampling, penalties, None, None, number == scored)
         )
     for choice in range(1, answers):
-        sampling = Sampling(max_tokens=4, temperature=0.7, seed=choice)
+        sampling = SamplingParams(max_tokens=4, temperature=0.7, seed=choice)
         found.append((100 + choice, choice, found[0][2], sampling, Penalties(), None, 0, False))
     return found
 
@@ -89,10 +89,10 @@ def _engine(
 
 def _chain(_: str) -> dict[str, Any]:
     from distca.schedule.serving.partitions import Chain
-    from distca.schedule.serving.scheduler import Limits
+    from distca.schedule.serving.scheduler import SchedulerConfig
     from support.engines import BLOCK
 
-    return {"limits": Limits(8, 16, BLOCK, 12, chain=Chain(3, (0.5, 0.3, 0.2)))}
+    return {"limits": SchedulerConfig(8, 16, BLOCK, 12, chain=Chain(3, (0.5, 0.3, 0.2)))}
 
 
 def _sparse(ranks: int, kept: float) -> Callable[[str], dict[str, Any]]:
@@ -108,9 +108,9 @@ def _near_to_far(path: str, ranks: int, drop: float) -> Any:
     import torch
 
     from distca.cost.link import Links
+    from distca.inference.models import read_model
     from distca.schedule.serving.csps import Levels, Sparsity
     from distca.schedule.serving.csps.pipeline import NearToFar
-    from distca.serve.models import read_model
 
     model = read_model(path, torch.float32)
     sizes = len(model.windows), model.kv_heads
@@ -132,9 +132,9 @@ def _turns(
     def make(path: str, _: Path) -> Call:
         import torch
 
+        from distca.inference.models import read_model
+        from distca.inference.sampling import SamplingParams
         from distca.schedule.serving.partitions import Chain
-        from distca.serve.models import read_model
-        from distca.serve.sampling import Sampling
         from support.engines import tokens
 
         model = read_model(path, torch.float32, tensor)
@@ -148,7 +148,7 @@ def _turns(
         if drop is not None:
             travels = _near_to_far(path, ranks, drop)
             sharding = travels.shard
-        sampling = Sampling(max_tokens=6)
+        sampling = SamplingParams(max_tokens=6)
         return record_generator, (model, travels, stripe, sampling, turns, sharding, restripes)
 
     return make

@@ -231,14 +231,14 @@ def _other_stripes() -> Iterator[None]:
 
 def _scales_scores() -> Iterator[None]:
     """Scores are too large by less than a greedy token shows."""
-    from distca.serve.rank_steps import StepRun
+    from distca.inference.attention_runner import ForwardContext
 
-    attend = StepRun.attend
+    attend = ForwardContext.attend
 
     def scaled(self: Any, layer: int, q: Any, *args: Any) -> Any:
         return attend(self, layer, q * (1 + 1e-6), *args)
 
-    with mock.patch.object(StepRun, "attend", scaled):
+    with mock.patch.object(ForwardContext, "attend", scaled):
         yield
 
 

@@ -16,7 +16,7 @@ from distca.cost.volume import AttentionShape
 from distca.plan import Mask, Plan, validate_stepped_plan
 from distca.plan.span import Int64s
 from distca.schedule.serving import held_after, nobody_holds, shard_evenly, step_plan
-from distca.schedule.serving.decode import Decode, plan_decode
+from distca.schedule.serving.decode import DecodeBatch, plan_decode
 from distca.schedule.serving.holdings import Holdings
 
 SHAPE = AttentionShape(heads=4, kv_heads=2, head_dim=16)
@@ -65,7 +65,9 @@ def test_decode_steps_are_the_plans_of_all_pieces(data: st.DataObject) -> None:
             assert holdings.length(sequence) == int(mine.end.max(initial=0))
 
 
-def check_one(decode: Decode, number: int, held: Any, sequence: int, masks: list[Mask]) -> None:
+def check_one(
+    decode: DecodeBatch, number: int, held: Any, sequence: int, masks: list[Mask]
+) -> None:
     """Holds a sequence's part of a decode step against the plan of all its pieces."""
     before, position = held[sequence], int(decode.positions[number])
     assert decode.before[number].tolist() == before.tokens_per_rank().tolist()

@@ -17,10 +17,10 @@ from hypothesis.stateful import (
 
 from distca.plan import Mask, validate_stepped_plan
 from distca.schedule.serving.blocks import BlockPool
-from distca.schedule.serving.iteration import Part, plan_iteration
+from distca.schedule.serving.iteration import BatchEntry, plan_iteration
 from distca.schedule.serving.partitions import Chain
 from distca.schedule.serving.prefix_cache import Block, PrefixCache, digests
-from distca.schedule.serving.scheduler import Batch, Limits, RequestScheduler
+from distca.schedule.serving.scheduler import Scheduler, SchedulerConfig, SchedulerOutput
 
 RANKS, BLOCKS, SIZE = 2, 6, 4
 
@@ -31,9 +31,9 @@ def scheduler_of(
     sequences: int = 4,
     short: int = 9,
     enabled: bool = True,
-) -> tuple[RequestScheduler, PrefixCache]:
+) -> tuple[Scheduler, PrefixCache]:
     cache = PrefixCache(BlockPool(RANKS, blocks, SIZE), enabled)
-    return RequestScheduler(cache, Limits(sequences, tokens, SIZE, short), b"model"), cache
+    return Scheduler(cache, SchedulerConfig(sequences, tokens, SIZE, short), b"model"), cache
 
 
 class Engine(RuleBasedStateMachine):
@@ -46,7 +46,7 @@ class Engine(RuleBasedStateMachine):
         self.most: dict[int, int] = {}
         self.tables: dict[int, list[Block]] = {}
         self.rows: dict[tuple[Block, int], tuple[int, ...]] = {}
-        self.batch: Batch | None = None
+        self.batch: SchedulerOutput | None = None
         self.number = 0
 
     @rule(length=st.integers(1, 20), alike=st.sampled_from([0, 6, 20]), new=st.integers(1, 12))
@@ -168,7 +168,7 @@ def test_no_block_is_lost_or_mixed_up(full: bool) -> None:
     assert transitions >= (10_000 if full else 1_000)
 
 
-def run(scheduler: RequestScheduler, *, token: int = 1) -> list[Batch]:
+def run(scheduler: Scheduler, *, token: int = 1) -> list[SchedulerOutput]:
     """All iterations until nothing is left."""
     batches = []
     while (batch := scheduler.schedule()) is not None:
@@ -282,7 +282,7 @@ def test_a_fresh_prefill_fills_ranks_evenly(ranks: int, tokens: int) -> None:
     decoded tokens add a stripe."""
     for length in (65, 200, 1000, 3001):
         cache = PrefixCache(BlockPool(ranks, 1000, SIZE), True)
-        scheduler = RequestScheduler(cache, Limits(4, tokens, 2 * SIZE, 9), b"model")
+        scheduler = Scheduler(cache, SchedulerConfig(4, tokens, 2 * SIZE, 9), b"model")
         scheduler.add(0, list(range(length)), 20)
         rows = np.zeros(ranks, dtype=np.int64)
         held = 0
@@ -301,7 +301,7 @@ def test_chunks_of_long_sequences_are_cut_for_a_chain() -> None:
     """Between blocks, from the last rank down, and by what is before a chunk; decoded ones not."""
     cache = PrefixCache(BlockPool(RANKS, 40, SIZE))
     chain = Chain(RANKS, (0.75, 0.25))
-    scheduler = RequestScheduler(cache, Limits(4, 32, SIZE, 9, chain=chain), b"model")
+    scheduler = Scheduler(cache, SchedulerConfig(4, 32, SIZE, 9, chain=chain), b"model")
     scheduler.add(0, [3] * 64, 9)
     feeds = [feed for batch in run(scheduler) for feed in batch.feeds]
     owners = [[block.rank for block in feed.new_blocks] for feed in feeds if feed.new_blocks]
@@ -314,7 +314,7 @@ def test_what_could_never_be_held_is_refused() -> None:
     with pytest.raises(ValueError, match="49 tokens need more than the 48"):
         scheduler.add(1, [1] * 40, 10)
     with pytest.raises(ValueError, match="raise --max-num-batched-tokens"):
-        Limits(sequences=8, tokens=4, stripe=4, short=1)
+        SchedulerConfig(sequences=8, tokens=4, stripe=4, short=1)
 
 
 @pytest.mark.parametrize("strategy", ["pass-kv", "pass-q"])
@@ -327,7 +327,7 @@ def test_plans_of_iterations_are_valid(strategy) -> None:
         ranks = random.integers(0, 3, -(-(start + count) // SIZE))
         if number == 4:
             ranks[:] = 2
-        parts.append(Part(number + 5, start, count, ranks))
+        parts.append(BatchEntry(number + 5, start, count, ranks))
     whole = plan_iteration(parts, masks, SIZE, 3, strategy)
     assert whole.chunks is not None
     assert whole.decode is not None

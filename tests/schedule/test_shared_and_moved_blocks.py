@@ -9,7 +9,12 @@ import pytest
 
 from distca.schedule.serving.blocks import BlockPool
 from distca.schedule.serving.prefix_cache import Block, PrefixCache
-from distca.schedule.serving.scheduler import MOST_SCORED, Batch, Limits, RequestScheduler
+from distca.schedule.serving.scheduler import (
+    MOST_SCORED,
+    Scheduler,
+    SchedulerConfig,
+    SchedulerOutput,
+)
 
 SIZE = 4
 
@@ -33,7 +38,7 @@ class Walk:
             blocks,
         )
         self.cache = PrefixCache(BlockPool(ranks, blocks, SIZE), enabled)
-        self.scheduler = RequestScheduler(self.cache, Limits(4, 16, SIZE, 9, servers), b"model")
+        self.scheduler = Scheduler(self.cache, SchedulerConfig(4, 16, SIZE, 9, servers), b"model")
         self.tokens: dict[int, list[int]] = {}
         self.tables: dict[int, list[Block]] = {}
         self.rows: dict[tuple[Block, int], tuple[int, ...]] = {}
@@ -53,7 +58,7 @@ class Walk:
             self.tokens[each] = list(prompt)
         self.number += choices
 
-    def abort(self, batch: Batch | None) -> None:
+    def abort(self, batch: SchedulerOutput | None) -> None:
         if self.tokens and self.chance.random() < 0.3:
             number = self.chance.choice(sorted(self.tokens))
             assert self.scheduler.abort(number)
@@ -145,7 +150,7 @@ def test_no_block_is_lost_or_mixed_up(
 
 def test_one_answer_computes_the_prompt_of_all() -> None:
     cache = PrefixCache(BlockPool(2, 40, SIZE), enabled=False)
-    scheduler = RequestScheduler(cache, Limits(8, 64, SIZE, 9))
+    scheduler = Scheduler(cache, SchedulerConfig(8, 64, SIZE, 9))
     for number in (1, 2, 0):
         scheduler.add(number, [5] * 10, 3, leader=None if number == 0 else 0)
     scheduler.add(3, [5] * 10, 3)
@@ -163,7 +168,7 @@ Fed = list[tuple[int, int, int]]
 """What iterations feed: sequence, first position and tokens."""
 
 
-def iterate(scheduler: RequestScheduler) -> Fed:
+def iterate(scheduler: Scheduler) -> Fed:
     """Runs an iteration, if there is one."""
     batch = scheduler.schedule()
     if batch is None:
@@ -172,7 +177,7 @@ def iterate(scheduler: RequestScheduler) -> Fed:
     return [(feed.sequence, feed.start, feed.count) for feed in batch.feeds]
 
 
-def to_the_end(scheduler: RequestScheduler) -> Fed:
+def to_the_end(scheduler: Scheduler) -> Fed:
     """Runs iterations until there is none."""
     fed: Fed = []
     while more := iterate(scheduler):
@@ -183,10 +188,10 @@ def to_the_end(scheduler: RequestScheduler) -> Fed:
 
 def family(
     answers: int, sequences: int = 8, enabled: bool = False
-) -> tuple[RequestScheduler, PrefixCache]:
+) -> tuple[Scheduler, PrefixCache]:
     """Answers to a prompt, of which 0 leads, and a sequence 9 that waits behind them."""
     cache = PrefixCache(BlockPool(1, 40, SIZE), enabled)
-    scheduler = RequestScheduler(cache, Limits(sequences, 8, SIZE, 9))
+    scheduler = Scheduler(cache, SchedulerConfig(sequences, 8, SIZE, 9))
     for number in (*range(1, answers), 0):
         scheduler.add(number, [5] * 22, 3, leader=None if number == 0 else 0)
     scheduler.add(9, [6] * 3, 1)
@@ -246,7 +251,7 @@ def test_a_prompt_that_nobody_waits_for_any_more_is_not_kept() -> None:
     assert (2, 20, 2) in to_the_end(scheduler), "one waited still"
     # An older sequence takes the leader's blocks, which the cache keeps for its follower.
     cache = PrefixCache(BlockPool(1, 8, SIZE), enabled=False)
-    scheduler = RequestScheduler(cache, Limits(2, 6, SIZE, 99))
+    scheduler = Scheduler(cache, SchedulerConfig(2, 6, SIZE, 99))
     scheduler.add(9, [6] * 4, 20)
     iterate(scheduler)
     scheduler.add(1, [5] * 28, 1, leader=0)
@@ -289,7 +294,7 @@ def test_followers_that_are_aborted_before_they_run_need_no_blocks() -> None:
 def test_blocks_of_a_shared_prompt_are_found_where_they_moved() -> None:
     """Though the cache is off: a follower waits for them."""
     cache = PrefixCache(BlockPool(2, 12, SIZE), enabled=False)
-    scheduler = RequestScheduler(cache, Limits(8, 8, SIZE, 9, servers=1))
+    scheduler = Scheduler(cache, SchedulerConfig(8, 8, SIZE, 9, servers=1))
     scheduler.add(1, [5] * 22, 1, leader=0)
     scheduler.add(0, [5] * 22, 1)
     moves, first = [], {}
@@ -307,7 +312,7 @@ def test_blocks_of_a_shared_prompt_are_found_where_they_moved() -> None:
 def test_blocks_that_are_computed_again_move_again() -> None:
     """A sequence that gave up its blocks has none that are where they should be."""
     cache = PrefixCache(BlockPool(2, 7, SIZE), enabled=False)
-    scheduler = RequestScheduler(cache, Limits(8, 9, SIZE, 9, servers=1))
+    scheduler = Scheduler(cache, SchedulerConfig(8, 9, SIZE, 9, servers=1))
     scheduler.add(1, [6] * 4, 32)
     iterate(scheduler)
     scheduler.add(0, [5] * 40, 9)
@@ -322,7 +327,7 @@ def test_blocks_that_are_computed_again_move_again() -> None:
 def test_blocks_make_room_before_a_sequence_gives_up_its_own() -> None:
     """Even those whose stripes are of the rank that computes."""
     cache = PrefixCache(BlockPool(2, 3, SIZE))
-    scheduler = RequestScheduler(cache, Limits(8, 64, 16 * SIZE, 9, servers=1))
+    scheduler = Scheduler(cache, SchedulerConfig(8, 64, 16 * SIZE, 9, servers=1))
     scheduler.add(0, [5] * 20, 5)
     moved = []
     for _ in range(8):
@@ -336,7 +341,7 @@ def test_blocks_make_room_before_a_sequence_gives_up_its_own() -> None:
 
 def test_scored_prompts_are_computed_whole_and_in_small_chunks() -> None:
     cache = PrefixCache(BlockPool(1, 400, SIZE))
-    scheduler = RequestScheduler(cache, Limits(8, 4 * MOST_SCORED, SIZE, 9))
+    scheduler = Scheduler(cache, SchedulerConfig(8, 4 * MOST_SCORED, SIZE, 9))
     counts = []
     for number in range(2):
         scheduler.add(number, [5] * (MOST_SCORED + 9), 1, scored=number == 1)
@@ -349,7 +354,7 @@ def test_scored_prompts_are_computed_whole_and_in_small_chunks() -> None:
 def test_scored_prompts_share_the_logits_of_an_iteration() -> None:
     """Whether they are admitted or run already."""
     cache = PrefixCache(BlockPool(1, 400, SIZE))
-    scheduler = RequestScheduler(cache, Limits(8, 4 * MOST_SCORED, SIZE, 9))
+    scheduler = Scheduler(cache, SchedulerConfig(8, 4 * MOST_SCORED, SIZE, 9))
     for number in range(3):
         scheduler.add(number, [number] * (MOST_SCORED - 50), 1, scored=number < 2)
     fed = []

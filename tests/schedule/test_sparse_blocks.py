@@ -12,20 +12,20 @@ from distca.plan import Mask, validate_stepped_plan
 from distca.schedule.serving.blocks import BlockPool
 from distca.schedule.serving.csps import Levels, Sparsity
 from distca.schedule.serving.csps.pipeline import NearToFar
-from distca.schedule.serving.iteration import Part, plan_iteration
+from distca.schedule.serving.iteration import BatchEntry, plan_iteration
 from distca.schedule.serving.prefix_cache import PrefixCache
-from distca.schedule.serving.scheduler import Limits, RequestScheduler, is_long
+from distca.schedule.serving.scheduler import Scheduler, SchedulerConfig, is_long
 from support.token_engine import token_settings
 
 SIZE = 4
-LIMITS = Limits(sequences=4, tokens=16, stripe=SIZE, short=20)
+LIMITS = SchedulerConfig(sequences=4, tokens=16, stripe=SIZE, short=20)
 
 
 def found(lengths: list[int], sparse_salt: bytes | None, pool: int = 40) -> list[int]:
     """Tokens that each of some prompts finds, which begin alike and are answered in turn; an
     answer is long."""
     cache = PrefixCache(BlockPool(2, pool, SIZE))
-    scheduler, before, each = RequestScheduler(cache, LIMITS, b"model", sparse_salt), 0, []
+    scheduler, before, each = Scheduler(cache, LIMITS, b"model", sparse_salt), 0, []
     for number, length in enumerate(lengths):
         scheduler.add(number, [7] * length, 12)
         while (batch := scheduler.schedule()) is not None:
@@ -63,7 +63,7 @@ def test_nothing_is_dropped_of_short_prompts(dense: tuple[bool, bool]) -> None:
     random = np.random.default_rng(0)
     sizes = [(0, 90, dense[0]), (33, 40, dense[1]), (41, 1, False)]
     parts = [
-        Part(number, start, count, random.integers(0, 4, -(-(start + count) // SIZE)), whole)
+        BatchEntry(number, start, count, random.integers(0, 4, -(-(start + count) // SIZE)), whole)
         for number, (start, count, whole) in enumerate(sizes)
     ]
     made = plan_iteration(parts, [Mask()], SIZE, 4, strategy)

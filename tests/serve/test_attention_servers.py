@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from distca.serve.models import read_model
-from distca.serve.sampling import Penalties, Sampling
+from distca.inference.models import read_model
+from distca.inference.sampling import Penalties, SamplingParams
 from support.engines import one_process, run_on_a_rank, settings_of, tokens
 from support.ranks import Ranks
 from support.small_models import save_small_model
@@ -38,7 +38,7 @@ def test_answers_are_one_processs(
     settings = settings_of(path, world_size, 16, **changes)
     settings = replace(settings, limits=replace(settings.limits, servers=servers))
     submits = [
-        (number, 0, tokens(length, number), Sampling(max_tokens=10), Penalties())
+        (number, 0, tokens(length, number), SamplingParams(max_tokens=10), Penalties())
         for number, length in enumerate([40, 6, 23, 57])
     ]
     answered = ranks.run(

@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from distca.attention import select_kernel
+from distca.inference.cuda_graphs import SIZES, Capture, DecodeGraphs, capture_for, size_for
+from distca.inference.models import ServedModel, read_model
+from distca.inference.step_planner import StepPlanner
 from distca.schedule.serving.blocks import BlockPool
-from distca.serve.decode_graphs import SIZES, Capture, DecodeGraphs, capture_for, size_for
-from distca.serve.models import ServedModel, read_model
-from distca.serve.step_planner import StepPlanner
 from support.fake_graphs import FakeCapture
 from support.ranks import Ranks
 from support.small_models import VOCABULARY, save_small_model
@@ -27,8 +27,8 @@ def logits_of_a_rank(
     import torch.distributed as dist
 
     from distca.cost.step_memory import STEP_SLOTS
+    from distca.inference.model_runner import ModelRunner
     from distca.runtime import Buffers, CoreAttention
-    from distca.serve.steps import ModelRank
     from distca.transport import CollectiveTransport, new_exchange_group
 
     on, size = torch.device(device), dist.get_world_size()
@@ -40,7 +40,7 @@ def logits_of_a_rank(
         Buffers(on, max(STEP_SLOTS, len(model.masks))),
     )
     planner = StepPlanner(BlockPool(size, 40, 256), model.masks, 2)
-    rank = ModelRank(model, core, on, 40, 256, capture=capture)
+    rank = ModelRunner(model, core, on, 40, 256, capture=capture)
     rng, found = np.random.default_rng(1), []
     lengths = dict(zip(range(6), (30, 1, 44, 7, 3, 12), strict=True))
     prompts = {n: rng.integers(0, VOCABULARY, count).tolist() for n, count in lengths.items()}
@@ -87,7 +87,7 @@ def test_rows_are_padded_to_the_next_size() -> None:
 def test_who_has_graphs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """GPUs have, unless a flag says otherwise, or layers ask the device what to do."""
     made: list[torch.device] = []
-    monkeypatch.setattr("distca.serve.decode_graphs.CudaCapture", made.append)
+    monkeypatch.setattr("distca.inference.cuda_graphs.CudaCapture", made.append)
     gpu, cpu = torch.device("cuda", 0), torch.device("cpu")
     llama = read_model(str(save_small_model("llama", tmp_path)), torch.float32)
     experts = read_model(str(save_small_model("qwen3_moe", tmp_path)), torch.float32)

@@ -16,10 +16,10 @@ from torch.utils._pytree import tree_leaves
 from benchmarks.serving.decode_step import MASKS, Decoding, Setting
 from distca.attention import select_kernel
 from distca.cost.volume import AttentionShape
+from distca.inference.models import ServedModel, read_model
+from distca.inference.step_planner import StepPlanner
 from distca.schedule.serving.blocks import BlockPool
 from distca.schedule.serving.decode_message import DecodeMessage
-from distca.serve.models import ServedModel, read_model
-from distca.serve.step_planner import StepPlanner
 from support.ranks import Ranks
 from support.small_models import save_small_model
 
@@ -127,8 +127,8 @@ def logits_of_a_mixed_step(model: ServedModel) -> dict[int, torch.Tensor]:
     import torch.distributed as dist
 
     from distca.cost.step_memory import STEP_SLOTS
+    from distca.inference.model_runner import ModelRunner
     from distca.runtime import Buffers, CoreAttention
-    from distca.serve.steps import ModelRank
     from distca.transport import CollectiveTransport, new_exchange_group
 
     device, size = torch.device("cpu"), dist.get_world_size()
@@ -137,7 +137,7 @@ def logits_of_a_mixed_step(model: ServedModel) -> dict[int, torch.Tensor]:
     buffers = Buffers(device, max(STEP_SLOTS, len(model.masks)))
     core = CoreAttention(CollectiveTransport(group, device), select_kernel("cpu"), buffers)
     planner = StepPlanner(BlockPool(size, 40, 4), model.masks, 2)
-    rank = ModelRank(model, core, device, 40, 4)
+    rank = ModelRunner(model, core, device, 40, 4)
     prompts = prompts_of_a_mixed_step()
     rank.run(planner.plan({7: 30}, "pass-kv", decodes=False), {7: prompts[7][:30]})
     step = planner.plan({3: 21}, "pass-kv", decodes=False)

@@ -11,13 +11,13 @@ import torch
 
 from distca.cost.link import Links
 from distca.cost.volume import AttentionShape
+from distca.inference.machine import Machine
+from distca.inference.models import read_model
+from distca.inference.sampling import Penalties, SamplingParams
 from distca.schedule.serving.csps import Levels, Sparsity
 from distca.schedule.serving.csps.pipeline import NearToFar
 from distca.schedule.serving.partitions import Chain
-from distca.schedule.serving.scheduler import Limits
-from distca.serve.models import read_model
-from distca.serve.sampling import Penalties, Sampling
-from distca.serve.selection import Machine
+from distca.schedule.serving.scheduler import SchedulerConfig
 from support.engines import BLOCK, one_process, run_on_a_rank, settings_of, tokens
 from support.ranks import Ranks
 from support.small_models import save_small_model
@@ -43,7 +43,7 @@ def requests() -> list[tuple]:
         prompt = (
             (shared + tokens(60, number + 1))[:length] if number % 2 else tokens(length, number)
         )
-        sampling = Sampling(max_tokens=3 + number)
+        sampling = SamplingParams(max_tokens=3 + number)
         penalties = Penalties()
         if number in (2, 5):
             sampling = replace(sampling, temperature=0.8, seed=number, top_k=20, top_p=0.9)
@@ -59,7 +59,7 @@ def requests() -> list[tuple]:
         # Pools for 1.5 prompts: sequences give up their blocks.
         ("llama", 2, 16, 7, {}),
         ("llama", 3, 64, 60, {"strategy": "pass-q"}),
-        ("llama", 3, 16, 60, {"limits": Limits(8, 16, BLOCK, 12, chain=CHAIN)}),
+        ("llama", 3, 16, 60, {"limits": SchedulerConfig(8, 16, BLOCK, 12, chain=CHAIN)}),
         ("gemma3_text", 2, 512, 60, {"prefix_caching": False, "transport": "shm"}),
         ("llama", 2, 64, 60, {"tensor_parallel_size": 2, "strategy": SLOW_LINKS}),
         ("llama", 3, 64, 60, {"strategy": "sp-ntp", "head_groups": 4}),
@@ -99,8 +99,10 @@ def test_long_prompts_drop_keys_and_short_ones_none(ranks: Ranks, models) -> Non
     model = read_model(models["llama"], torch.float32)
     loaded = model.load(torch.device("cpu"), "eager")
     levels = Levels(Links(2), 3)
-    settings = settings_of(models["llama"], 3, 12, limits=Limits(4, 12, BLOCK, 12, chain=levels))
-    begin, sampling = tokens(44, 3), Sampling(max_tokens=6)
+    settings = settings_of(
+        models["llama"], 3, 12, limits=SchedulerConfig(4, 12, BLOCK, 12, chain=levels)
+    )
+    begin, sampling = tokens(44, 3), SamplingParams(max_tokens=6)
     # Of a long prompt's chunks of 12 tokens each has blocks of all ranks.
     prompts = [begin, begin[:11], tokens(5, 4), begin[:40], begin[:9]]
     submits = [(n, 0, prompt, sampling, Penalties()) for n, prompt in enumerate(prompts)]
@@ -121,7 +123,7 @@ def test_long_prompts_drop_keys_and_short_ones_none(ranks: Ranks, models) -> Non
 
 def test_a_short_prompt_on_an_idle_server_moves_nothing(ranks: Ranks, models) -> None:
     settings = settings_of(models["llama"], 2, 64)
-    submits = [(0, 0, tokens(6, 1), Sampling(max_tokens=4), Penalties())]
+    submits = [(0, 0, tokens(6, 1), SamplingParams(max_tokens=4), Penalties())]
     answered, _ = ranks.run(run_on_a_rank, settings, 20, submits, 0, 0, world_size=2)
     assert len(answered.tokens[0]) == 4
     assert answered.numbers["bytes_moved"] == 0
@@ -137,7 +139,7 @@ def test_a_storm_of_aborts_leaves_no_block(ranks: Ranks, models, full: bool) -> 
                 number,
                 0,
                 tokens(chance.randint(1, 30), chance.randint(0, 5)),
-                Sampling(max_tokens=chance.randint(1, 6)),
+                SamplingParams(max_tokens=chance.randint(1, 6)),
                 Penalties(),
             )
             for number in range(count)

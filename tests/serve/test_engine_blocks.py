@@ -10,23 +10,23 @@ from typing import Any
 
 import pytest
 
+from distca.inference.sampling import Penalties, SamplingParams
 from distca.serve.engine.backlog import MOST_MISSED, Backlog
 from distca.serve.engine.engine import Engine
 from distca.serve.engine.messages import (
     Abort,
+    AddRequest,
+    ExecuteBatch,
     FromEngine,
-    Iteration,
     Missed,
     Outputs,
     ResetCache,
     Stats,
-    Submit,
     ToWorker,
     decoder,
     encode,
 )
-from distca.serve.engine.settings import EngineSettings
-from distca.serve.sampling import Penalties, Sampling
+from distca.serve.engine.settings import EngineConfig
 from support.token_engine import TokenWorkers, right_answer, token_settings
 
 STATES = ("waiting", "prefilling", "decoding", "preempted", "ended")
@@ -41,7 +41,7 @@ class Run:
         stats: the engine's numbers.
     """
 
-    def __init__(self, settings: EngineSettings, blocks: int) -> None:
+    def __init__(self, settings: EngineConfig, blocks: int) -> None:
         self.workers = TokenWorkers(settings)
         self._decoder = decoder(FromEngine)
         self.engine = Engine(settings, self, self.workers)  # type: ignore[arg-type]
@@ -65,7 +65,7 @@ class Run:
         for done in self.workers.done:
             self.engine.take_done(done)
 
-    def answer(self, submits: list[Submit]) -> list[list[int]]:
+    def answer(self, submits: list[AddRequest]) -> list[list[int]]:
         """Answers sequences that arrive together."""
         for submit in submits:
             self.engine.take(submit)
@@ -93,7 +93,7 @@ class Run:
         return held + sum(each.referenced + each.cached for each in self.stats.ranks)
 
 
-def submits_of(seed: int, count: int, longest: int = 44, most_new: int = 8) -> list[Submit]:
+def submits_of(seed: int, count: int, longest: int = 44, most_new: int = 8) -> list[AddRequest]:
     """Sequences of all lengths, many of which begin alike, drawn and greedy."""
     chance = random.Random(seed)
     shared = [chance.choices(range(250), k=longest) for _ in range(3)]
@@ -102,11 +102,11 @@ def submits_of(seed: int, count: int, longest: int = 44, most_new: int = 8) -> l
         length = chance.randint(1, longest)
         alike = chance.choice([0, length // 2, length])
         tokens = chance.choice(shared)[:alike] + chance.choices(range(250), k=length - alike)
-        sampling = Sampling(max_tokens=chance.randint(1, most_new), stops=frozenset({7, 8}))
+        sampling = SamplingParams(max_tokens=chance.randint(1, most_new), stops=frozenset({7, 8}))
         if number % 3:
             sampling = replace(sampling, temperature=0.9, seed=number, top_k=50, top_p=0.9)
         penalties = Penalties(0.5, 0.5, 1.2) if number % 5 == 0 else Penalties()
-        submits.append(Submit(number, number % 2, tokens, sampling, penalties))
+        submits.append(AddRequest(number, number % 2, tokens, sampling, penalties))
     return submits
 
 
@@ -170,7 +170,7 @@ def storm(seed: int, count: int) -> Counter[tuple[str, bool]]:
         assert submit.number in aborted or answer == right
     used = [each.referenced for each in run.stats.ranks]
     assert used == [0, 0], "blocks are used and not cached"
-    after = Submit(count, 0, submits[0].tokens, Sampling(max_tokens=5))
+    after = AddRequest(count, 0, submits[0].tokens, SamplingParams(max_tokens=5))
     assert run.answer([after]) == [right_answer(after)]
     assert {*run.workers.held} <= {count}, "workers keep what has ended"
     assert run.leaked() == 0
@@ -212,7 +212,7 @@ def test_workers_without_a_part_are_told_of_iterations_later_many_at_once() -> N
     for number in range(500):
         # The last has a part now and then.
         parts = {chance.randrange(2), *([2] if number in (7, 300, 301) else [])}
-        for rank, encoded in backlog.tell(Iteration(number, [], [], []), parts):
+        for rank, encoded in backlog.tell(ExecuteBatch(number, [], [], []), parts):
             message = read.decode(encoded)
             wakes[rank] += 1
             missed = message.iterations if isinstance(message, Missed) else [message]
@@ -230,7 +230,7 @@ def test_iterations_that_wait_in_the_backlog_stay_as_they_were(
     run = Run(token_settings(), 500)
     kept, start = [], run.workers.start
 
-    def keeping(iteration: Iteration, parts: Any) -> None:
+    def keeping(iteration: ExecuteBatch, parts: Any) -> None:
         kept.append((iteration, encode(iteration)))
         start(iteration, parts)
 

@@ -13,14 +13,14 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
+from distca.inference.sampling import SamplingParams
 from distca.schedule.serving.cdsp import ImprovementRates
 from distca.schedule.serving.cdsp.handoff import Transfer
 from distca.serve.engine.engine import Engine
-from distca.serve.engine.messages import Abort, FromEngine, Output, Outputs, Submit, decoder
+from distca.serve.engine.messages import Abort, AddRequest, FromEngine, Output, Outputs, decoder
 from distca.serve.handoff.decode_worker import DecodeWorker
 from distca.serve.handoff.messages import First
 from distca.serve.handoff.settings import Roles
-from distca.serve.sampling import Sampling
 from support.token_engine import TokenWorkers, right_answer, right_scores, token_settings
 
 BLOCKS = 5
@@ -39,7 +39,7 @@ class Interleaving(RuleBasedStateMachine):
         sizes = token_settings(tokens=10, sequences=4)
         self.workers, self._decoder = TokenWorkers(sizes), decoder(FromEngine)
         self.engine = Engine(sizes, self, self.workers)  # type: ignore[arg-type]
-        self.alive: dict[int, Submit] = {}
+        self.alive: dict[int, AddRequest] = {}
         self.told: dict[int, list[Output]] = {}
         self.number = 0
         self.engine.begin(BLOCKS, 1)
@@ -53,7 +53,7 @@ class Interleaving(RuleBasedStateMachine):
                 if output.finish:
                     self.check_answer(self.alive.pop(output.number))
 
-    def check_answer(self, submit: Submit) -> None:
+    def check_answer(self, submit: AddRequest) -> None:
         told = self.told[submit.number]
         assert [each.token for each in told] == right_answer(submit)
         scores = right_scores(submit, 0, len(submit.tokens) - 1) if submit.scored else {}
@@ -74,8 +74,14 @@ class Interleaving(RuleBasedStateMachine):
             leader = first if choice else None
             is_scored = scored and not choice
             number = first + choice
-            each = Submit(
-                number, choice, tokens, Sampling(new), logprobs=1, leader=leader, scored=is_scored
+            each = AddRequest(
+                number,
+                choice,
+                tokens,
+                SamplingParams(new),
+                logprobs=1,
+                leader=leader,
+                scored=is_scored,
             )
             self.alive[number] = each
             self.engine.take(each)
@@ -120,7 +126,7 @@ class Interleaving(RuleBasedStateMachine):
         assert not self.alive
         assert not any(self.by_sequence().values())
         # Workers hear of the ends with the next iteration.
-        last = Submit(self.number, 0, [1], Sampling(1))
+        last = AddRequest(self.number, 0, [1], SamplingParams(1))
         self.alive[self.number] = last
         self.engine.take(last)
         assert self.engine.start_iteration()

@@ -13,6 +13,14 @@ import pytest
 import torch
 
 from distca.cost.link import Links
+from distca.inference.conversations import Answered
+from distca.inference.generation import Answer
+from distca.inference.machine import Machine
+from distca.inference.models import FAMILIES as SERVED
+from distca.inference.models import ServedModel, read_model
+from distca.inference.sampling import SamplingParams
+from distca.inference.sequence_parallel import split_model
+from distca.inference.verify import compare
 from distca.plan import Mask, Placement, SteppedPlan
 from distca.plan.span import Int64s
 from distca.schedule.serving import STRATEGIES, Sharding, nobody_holds, shard_evenly
@@ -21,14 +29,6 @@ from distca.schedule.serving.csps.layouts import LayoutChoice
 from distca.schedule.serving.csps.pipeline import NearToFar
 from distca.schedule.serving.layer_plans import LayerPlans, plan_layers
 from distca.schedule.serving.partitions import Chain, search_partition
-from distca.serve.chat import Answered
-from distca.serve.check import compare
-from distca.serve.generation import Answer
-from distca.serve.models import FAMILIES as SERVED
-from distca.serve.models import ServedModel, read_model
-from distca.serve.sampling import Sampling
-from distca.serve.selection import Machine
-from distca.serve.sequence_layouts import split_model
 from distca.simulate.serving.prefill_chain import ChainCosts
 from support.chains import AfterAnywhere
 from support.generated import Turns, answers_of_a_rank
@@ -36,7 +36,7 @@ from support.ranks import Ranks
 from support.small_models import FAMILIES, VOCABULARY, save_small_model
 from support.sparse_reference import sparse_logits
 
-GREEDY = Sampling(max_tokens=8)
+GREEDY = SamplingParams(max_tokens=8)
 SEARCHED = tuple(
     search_partition(150, 3, ChainCosts(1e-6, 1e-7, 3, 256, (1.0, 1.0)).chain_seconds) / 150
 )
@@ -69,7 +69,7 @@ def check(
     stripe: int,
     dtype: torch.dtype = torch.float32,
     turns: Turns = TURNS,
-    sampling: Sampling = GREEDY,
+    sampling: SamplingParams = GREEDY,
     tensor_parallel_size: int = 1,
     sharding: Sharding | None = None,
     restripes: bool = False,
@@ -121,7 +121,7 @@ def test_every_family_has_one_processs_logits_and_tokens(
             ranks,
             models[family],
             *way,
-            sampling=Sampling(max_tokens=64) if full else GREEDY,
+            sampling=SamplingParams(max_tokens=64) if full else GREEDY,
             tensor_parallel_size=tensor_parallel_size,
         )
 
@@ -145,7 +145,7 @@ def test_slices_share_everything_but_what_is_small(ranks, tmp_path: Path) -> Non
 
 def weights_of_a_rank(model: ServedModel) -> int:
     """Numbers that a rank keeps of a model that four share."""
-    from distca.serve.tensor_parallel import join_ranks
+    from distca.inference.tensor_parallel import join_ranks
 
     _, tensor_ranks = join_ranks(model.tensor_parallel_size, timedelta(minutes=2))
     loaded = model.load(torch.device("cpu"), "eager", tensor_ranks)
@@ -168,7 +168,7 @@ def test_ranks_strategies_and_stripes(
     ranks, models, full: bool, family: str, world_size: int, strategy: str, stripe: int
 ) -> None:
     """Windows on some layers, with a soft cap of scores and with sinks, too."""
-    sampling = Sampling(max_tokens=64) if full else GREEDY
+    sampling = SamplingParams(max_tokens=64) if full else GREEDY
     check(ranks, models[family], world_size, strategy, stripe, sampling=sampling)
 
 
@@ -193,7 +193,7 @@ def test_chains(
         len(shares),
         "pass-kv",
         4,
-        sampling=Sampling(max_tokens=64) if full else GREEDY,
+        sampling=SamplingParams(max_tokens=64) if full else GREEDY,
         sharding=chain,
         restripes=restripes,
     )
@@ -208,7 +208,7 @@ def test_heads_scattered(
 ) -> None:
     """One head of keys for all ranks, two for four and for three that divide no heads, and more."""
     path = str(save_small_model(family, tmp_path, num_key_value_heads=kv_heads))
-    sampling = Sampling(max_tokens=64) if full else GREEDY
+    sampling = SamplingParams(max_tokens=64) if full else GREEDY
     check(ranks, path, world_size, "sp-ntp", 4, sampling=sampling)
 
 
@@ -249,7 +249,7 @@ def test_sparse_answers_are_those_of_the_pairs_that_are_kept(
     model = read_model(path, torch.float32, tensor_parallel_size)
     strategy = near_to_far(model, world_size, 2, 0.7)
     sharding = strategy.shard
-    how = strategy, 4, Sampling(max_tokens=3), TURNS, sharding
+    how = strategy, 4, SamplingParams(max_tokens=3), TURNS, sharding
     count = world_size * tensor_parallel_size
     results = ranks.run(answers_of_a_rank, model, *how, world_size=count)
     answers, planned, _, _ = results[0]
@@ -302,7 +302,7 @@ def test_layouts_of_split_weights(
 ) -> None:
     """Rows shared by sequence, on one node and on two, where ranks split the weights."""
     path = str(save_small_model(family, tmp_path, num_key_value_heads=kv_heads))
-    sampling = Sampling(max_tokens=64) if full else GREEDY
+    sampling = SamplingParams(max_tokens=64) if full else GREEDY
     shared = {"tensor_parallel_size": ranks_of, "layout": layout, "nodes": nodes}
     check(ranks, path, 1, "pass-kv", 4, sampling=sampling, **shared)
 
@@ -321,14 +321,14 @@ def test_ranks_without_keys_and_a_rank_with_all(ranks, tmp_path: Path) -> None:
     short: Turns = [{0: tokens(1, 0)}, {0: tokens(1, 1)}]
     check(ranks, path, 4, "pass-q", 16, turns=short)
     longer: Turns = [{0: tokens(70, 2)}, {0: tokens(30, 3)}, {0: tokens(1, 4)}]
-    once, on_one = Sampling(max_tokens=1), prompts_on_one_of_three
+    once, on_one = SamplingParams(max_tokens=1), prompts_on_one_of_three
     for strategy in STRATEGIES:
         check(ranks, path, 3, strategy, 1, turns=longer, sampling=once, sharding=on_one)
     check(ranks, path, 3, "pass-q", 1, turns=longer, sharding=on_one)
 
 
 def test_bfloat16_is_no_further_from_float32_than_one_process(ranks, models, full: bool) -> None:
-    sampling = Sampling(max_tokens=64 if full else 16, temperature=1.0)
+    sampling = SamplingParams(max_tokens=64 if full else 16, temperature=1.0)
     check(
         ranks,
         models["llama"],
@@ -342,7 +342,7 @@ def test_bfloat16_is_no_further_from_float32_than_one_process(ranks, models, ful
 
 
 def test_seeds_repeat_whatever_the_ranks_are(ranks, models) -> None:
-    sampling = Sampling(max_tokens=10, temperature=1.0, seed=5)
+    sampling = SamplingParams(max_tokens=10, temperature=1.0, seed=5)
     answers = [
         [
             each.answer.token_ids
@@ -350,16 +350,16 @@ def test_seeds_repeat_whatever_the_ranks_are(ranks, models) -> None:
         ]
         for size in (1, 3)
     ]
-    greedy = check(ranks, models["llama"], 2, "pass-kv", 2, sampling=Sampling(max_tokens=10))
+    greedy = check(ranks, models["llama"], 2, "pass-kv", 2, sampling=SamplingParams(max_tokens=10))
     assert answers[0] == answers[1] != [each.answer.token_ids for each in greedy]
 
 
 def test_every_token_is_drawn_anew() -> None:
     """Else all positions, and all sequences, would have the same one of equally likely tokens."""
-    sampling, logits = Sampling(temperature=1.0), torch.zeros(VOCABULARY)
+    sampling, logits = SamplingParams(temperature=1.0), torch.zeros(VOCABULARY)
     assert len({sampling.choose(logits, 0, position) for position in range(50)}) > 30
     assert len({sampling.choose(logits, sequence, 0) for sequence in range(50)}) > 30
-    assert len({Sampling(64, 1.0, seed).choose(logits, 0, 0) for seed in range(50)}) > 30
+    assert len({SamplingParams(64, 1.0, seed).choose(logits, 0, 0) for seed in range(50)}) > 30
 
 
 def test_a_wrong_answer_is_found(models) -> None:

@@ -10,7 +10,7 @@ import pytest
 import zmq
 
 from distca.serve.engine import workers as of_engine
-from distca.serve.engine.messages import Beat, Done, FromWorker, encode
+from distca.serve.engine.messages import Beat, FromWorker, ModelOutput, encode
 from distca.serve.engine.workers import BEAT_TIMEOUT, WorkerError, Workers
 from support.token_engine import token_settings
 
@@ -83,7 +83,7 @@ def test_a_worker_that_says_nothing_hangs(watched: tuple[Workers, Say], clock: C
     clock.now += BEAT_TIMEOUT
     workers.receive()
     # Whatever it says, it is alive.
-    done = Done(1, 3, [], 0, 0, 0.0, 0.0)
+    done = ModelOutput(1, 3, [], 0, 0, 0.0, 0.0)
     say(done)
     assert workers.receive() == [done]
     say(Beat(0))

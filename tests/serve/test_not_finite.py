@@ -11,11 +11,11 @@ import httpx
 import pytest
 import torch
 
-from distca.serve.chat import Answered as AnsweredPrompt
-from distca.serve.check import compare
-from distca.serve.generation import Answer
-from distca.serve.models import read_model
-from distca.serve.sampling import Penalties, Sampling, TokenLogprobs, UnusableLogitsError
+from distca.inference.conversations import Answered as AnsweredPrompt
+from distca.inference.generation import Answer
+from distca.inference.models import read_model
+from distca.inference.sampling import Penalties, SamplingParams, TokenLogprobs, UnusableLogitsError
+from distca.inference.verify import compare
 from support import token_engine
 from support.byte_tokenizer import save_chat_model
 from support.commands import Command
@@ -26,11 +26,11 @@ from support.small_models import save_small_model, spoil
 NAN, INFINITE = float("nan"), float("inf")
 SPOILT = 77
 """A token whose embedding Gemma scales to infinity."""
-DRAWN = Sampling(temperature=0.7, top_k=2, top_p=0.9, min_p=0.1)
+DRAWN = SamplingParams(temperature=0.7, top_k=2, top_p=0.9, min_p=0.1)
 
 
-@pytest.mark.parametrize("sampling", [Sampling(), Sampling(temperature=0.7), DRAWN])
-def test_unusable_logits_are_refused_and_masked_ones_are_not(sampling: Sampling) -> None:
+@pytest.mark.parametrize("sampling", [SamplingParams(), SamplingParams(temperature=0.7), DRAWN])
+def test_unusable_logits_are_refused_and_masked_ones_are_not(sampling: SamplingParams) -> None:
     for logits, what in (
         ([0.0, NAN, 1.0], "NaN"),
         ([NAN, INFINITE, -INFINITE], "NaN"),
@@ -47,12 +47,12 @@ def test_unusable_logits_are_refused_and_masked_ones_are_not(sampling: Sampling)
     assert TokenLogprobs.of(masked, 0, 2).token == -INFINITE
     # Of several highest logits the first one is taken, as ever.
     tied = torch.tensor([1.0, 3.0, 2.0, 3.0])
-    assert Sampling().choose(tied, 0, 0) == int(tied.argmax()) == 1
+    assert SamplingParams().choose(tied, 0, 0) == int(tied.argmax()) == 1
 
 
 def test_a_temperature_next_to_zero_takes_the_likeliest_token() -> None:
     logits = torch.tensor([1.0, 3.0, 2.0])
-    assert Sampling(temperature=1e-320).choose(logits, 0, 0) == 1
+    assert SamplingParams(temperature=1e-320).choose(logits, 0, 0) == 1
 
 
 def save_gemma(folder: Path, **changes: Any) -> Path:
@@ -156,7 +156,7 @@ def test_an_engine_fails_the_request_alone(ranks: Ranks, tmp_path: Path) -> None
     # With and without log-probabilities of the prompt's tokens.
     for scored in (False, True):
         submits: list[tuple[Any, ...]] = [
-            (n, 0, prompt, Sampling(max_tokens=3), Penalties(), 2, None, scored)
+            (n, 0, prompt, SamplingParams(max_tokens=3), Penalties(), 2, None, scored)
             for n, prompt in enumerate(prompts)
         ]
         settings = settings_of(str(folder), 2, 16)
@@ -172,8 +172,8 @@ def test_an_engine_fails_the_request_alone(ranks: Ranks, tmp_path: Path) -> None
 def test_the_api_answers_with_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     why = "no token can be chosen, since the logits are NaN"
 
-    def fail(of: Any, prompt: int, tokens: Any) -> token_engine.Chosen:
-        return token_engine.Chosen(of.number, -1, None, why)
+    def fail(of: Any, prompt: int, tokens: Any) -> token_engine.SampledToken:
+        return token_engine.SampledToken(of.number, -1, None, why)
 
     monkeypatch.setattr(token_engine, "choose", fail)
     with token_engine.api_here() as url:

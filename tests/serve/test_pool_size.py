@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 import torch
 
+from distca.inference.models import ServedModel, read_model
+from distca.inference.pool_size import NoRoom, PoolSize, Sharing, batches_that_fit, size_for
 from distca.schedule.serving.blocks import NoFreeBlocks
 from distca.schedule.serving.partitions import Chain
-from distca.serve.models import ServedModel, read_model
-from distca.serve.pool_size import NoRoom, PoolSize, Sharing, batches_that_fit, size_for
 from support.small_models import save_small_model
 
 

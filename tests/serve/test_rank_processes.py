@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from distca.serve.models import read_model
-from distca.serve.pool_size import NoRoom, PoolSize, Sharing
-from distca.serve.rank_processes import RankError, RankProcesses, RankSettings
-from distca.serve.sampling import Sampling
+from distca.inference.models import read_model
+from distca.inference.pool_size import NoRoom, PoolSize, Sharing
+from distca.inference.rank_processes import RankError, RankProcesses, RankSettings
+from distca.inference.sampling import SamplingParams
 from support.small_models import save_small_model
 
 
@@ -25,7 +25,7 @@ def is_there(pid: int) -> bool:
 
 def test_a_rank_that_fails_or_ends_is_named(tmp_path: Path) -> None:
     model = read_model(str(save_small_model("llama", tmp_path)), torch.float32)
-    settings = RankSettings(model, Sharing(2, 4), "pass-kv", Sampling(2), pool=PoolSize(2, 8))
+    settings = RankSettings(model, Sharing(2, 4), "pass-kv", SamplingParams(2), pool=PoolSize(2, 8))
     with RankProcesses(settings) as ranks:
         pids = ranks.pids
         assert len(ranks.answer({0: [1, 2, 3]})[0].token_ids) == 2
@@ -49,7 +49,7 @@ def test_a_rank_that_fails_or_ends_is_named(tmp_path: Path) -> None:
         with pytest.raises(RankError, match=r"rank 1 .*killed|rank 0: "):
             ranks.answer({0: [1, 2, 3]})
     assert not any(is_there(pid) for pid in pids)
-    settings = RankSettings(model, Sharing(1, 16), "pass-kv", Sampling(2))
+    settings = RankSettings(model, Sharing(1, 16), "pass-kv", SamplingParams(2))
     with RankProcesses(settings) as ranks:
         with pytest.raises(RankError, match="rank 0: IndexError: index out of range"):
             # No command lets such a token through.

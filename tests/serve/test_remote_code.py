@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from distca.serve.models import load_tokenizer, read_model
+from distca.inference.models import load_tokenizer, read_model
 from support.byte_tokenizer import save_chat_model
 
 

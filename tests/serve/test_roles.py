@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import torch
 
+from distca.inference.models import read_model
+from distca.inference.sampling import Penalties, SamplingParams
 from distca.schedule.serving.cdsp import Coefficients, ImprovementRates, PrefillModel
-from distca.serve.engine.settings import EngineSettings
+from distca.serve.engine.settings import EngineConfig
 from distca.serve.handoff.engine import RolesEngine
 from distca.serve.handoff.settings import Roles
-from distca.serve.models import read_model
-from distca.serve.sampling import Penalties, Sampling
 from support.engines import BLOCK, one_process, settings_of
 from support.ranks import Ranks
 from support.role_workers import Played, Seen, serve_on_a_rank, tokens
@@ -41,7 +41,7 @@ def settings_apart(
     tensor: int = 1,
     prefix_caching: bool = False,
     **roles: Any,
-) -> EngineSettings:
+) -> EngineConfig:
     given = {"strategy": "cdsp", "times": TIMES, "rates": ImprovementRates({0.0: 0.0})} | roles
     return settings_of(
         path,
@@ -57,13 +57,13 @@ def prompts(*lengths: int) -> list[tuple]:
     submits = []
     for number, length in enumerate(lengths):
         drawn = {"temperature": 0.8, "seed": number, "top_k": 20} if number == 2 else {}
-        sampling = Sampling(max_tokens=1 if number == 3 else 4 + number, **drawn)
+        sampling = SamplingParams(max_tokens=1 if number == 3 else 4 + number, **drawn)
         penalties = Penalties(0.5, 0.5, 1.3) if number == 1 else Penalties()
         submits.append((number, 0, tokens(length, number, VOCABULARY), sampling, penalties))
     return submits
 
 
-def run(ranks: Ranks, folder: Path, settings: EngineSettings, played: Played, changes=None) -> Seen:
+def run(ranks: Ranks, folder: Path, settings: EngineConfig, played: Played, changes=None) -> Seen:
     found = ranks.run(
         serve_on_a_rank,
         settings,
@@ -154,7 +154,7 @@ def test_prefixes_are_found_on_prefill_ranks(ranks: Ranks, models, tmp_path: Pat
     one, other = (tokens(count, count, VOCABULARY) for count in (18, 50))
     asked = [one, one + other, one, one + other, one + other[:30]]
     submits = [
-        (number, 0, prompt, Sampling(max_tokens=3), Penalties())
+        (number, 0, prompt, SamplingParams(max_tokens=3), Penalties())
         for number, prompt in enumerate(asked)
     ]
     played = Played(submits, in_turn=True)

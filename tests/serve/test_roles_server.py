@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from distca.commands.serve import main
+from distca.inference.models import load_tokenizer, read_model
 from distca.schedule.serving.cdsp import PrefillModel
-from distca.serve.models import load_tokenizer, read_model
 from support.byte_tokenizer import save_chat_model
 from support.served import Server, are_gone
 

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import torch
 
+from distca.inference.models import read_model
+from distca.inference.sampling import Penalties, SamplingParams
 from distca.schedule.serving.cdsp import Coefficients, ImprovementRates, PrefillModel
 from distca.serve.handoff.settings import Roles
-from distca.serve.models import read_model
-from distca.serve.sampling import Penalties, Sampling
 from support.engines import BLOCK, one_process, settings_of, tokens
 from support.role_storm import Storm
 from support.small_models import save_small_model
@@ -37,7 +37,7 @@ def test_storms_leave_no_block_and_nobody_waiting(tmp_path: Path, full: bool) ->
                 0,
                 # Some begin alike.
                 tokens(chance.randint(1, 60), number % 7),
-                Sampling(max_tokens=chance.randint(1, 6)),
+                SamplingParams(max_tokens=chance.randint(1, 6)),
                 Penalties(),
             )
             for number in range(count)

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from distca.serve.models import read_model
-from distca.serve.sampling import Penalties, Sampling
+from distca.inference.models import read_model
+from distca.inference.sampling import Penalties, SamplingParams
 from support.engines import BLOCK, one_process, run_on_a_rank, settings_of, tokens
 from support.ranks import Ranks
 from support.small_models import save_small_model
@@ -22,7 +22,7 @@ def test_a_prompt_is_computed_once(ranks: Ranks, tmp_path: Path, caching: bool) 
     path = str(save_small_model("llama", tmp_path))
     settings = settings_of(path, 2, 16, prefix_caching=caching)
     prompt = tokens(42, 3)
-    sampling = Sampling(max_tokens=NEW, temperature=0.9, seed=3)
+    sampling = SamplingParams(max_tokens=NEW, temperature=0.9, seed=3)
     submits = [
         (
             choice,

@@ -9,6 +9,15 @@ import pytest
 import torch
 
 from distca.cost.link import Links
+from distca.inference.models import ServedModel, read_model
+from distca.inference.sparse_model import SparseModel
+from distca.inference.sparsity_calibration import (
+    NEEDLE,
+    Calibrated,
+    calibrate,
+    measured_on,
+    with_needle,
+)
 from distca.plan import Mask
 from distca.plan.span import Floats
 from distca.schedule.serving import nobody_holds
@@ -17,15 +26,6 @@ from distca.schedule.serving.csps.calibration_file import CalibrationFile
 from distca.schedule.serving.csps.configure import Configurator, Partitions
 from distca.schedule.serving.csps.pipeline import NearToFar
 from distca.schedule.serving.layer_plans import LayerPlans
-from distca.serve.models import ServedModel, read_model
-from distca.serve.sparse_model import SparseModel
-from distca.serve.sparsity_calibration import (
-    NEEDLE,
-    Calibrated,
-    calibrate,
-    measured_on,
-    with_needle,
-)
 from support.small_models import VOCABULARY, save_small_model
 from support.sparse_reference import sparse_logits
 

@@ -8,6 +8,8 @@ import pytest
 
 from distca.cost.profile import Profile
 from distca.cost.volume import AttentionShape
+from distca.inference.machine import CPUS, Machine
+from distca.inference.step_planner import Prefill, StepPlanner
 from distca.plan import Mask, Placement, SteppedPlan
 from distca.schedule.serving import (
     SELECTORS,
@@ -19,8 +21,6 @@ from distca.schedule.serving import (
     Strategy,
 )
 from distca.schedule.serving.blocks import BlockPool
-from distca.serve.selection import CPUS, Machine
-from distca.serve.step_planner import Prefill, StepPlanner
 from distca.simulate.serving import SimulatedSelector
 
 SHAPE = AttentionShape(16, 2, 64, 4)

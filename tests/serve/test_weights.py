@@ -15,8 +15,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from distca.checkpoints.weights import MULTIMODAL, Source, find_problems
-from distca.serve.models import read_model
-from distca.serve.tensor_parallel import TensorRanks
+from distca.inference.models import read_model
+from distca.inference.tensor_parallel import TensorRanks
 from support.broken_checkpoints import INDEX, WEIGHTS, break_checkpoint
 from support.commands import Command
 from support.small_models import MULTIMODAL as KINDS

@@ -12,11 +12,11 @@ from unittest import mock
 import numpy as np
 import torch
 
+from distca.inference.models import ServedModel, read_model
+from distca.inference.sequence_parallel import split_model
 from distca.schedule.serving.csps.layouts import LayoutChoice
-from distca.schedule.serving.scheduler import Limits
-from distca.serve.engine.settings import EngineSettings
-from distca.serve.models import ServedModel, read_model
-from distca.serve.sequence_layouts import split_model
+from distca.schedule.serving.scheduler import SchedulerConfig
+from distca.serve.engine.settings import EngineConfig
 from support.small_models import VOCABULARY
 
 BLOCK = 4
@@ -93,20 +93,20 @@ class Here:
 
 
 def run_on_a_rank(
-    settings: EngineSettings, blocks: int, submits: list[Any], aborts: int, seed: int
+    settings: EngineConfig, blocks: int, submits: list[Any], aborts: int, seed: int
 ) -> Answered:
     """Answers sequences, some aborted wherever they are then."""
     import torch.distributed as dist
 
     from distca.serve.engine.engine import Engine
-    from distca.serve.engine.messages import Abort, Outputs, Refused, ResetCache, Submit
+    from distca.serve.engine.messages import Abort, AddRequest, Outputs, Refused, ResetCache
     from distca.serve.engine.worker import Worker
 
     here = Here(Worker(settings, torch.device("cpu")))
     engine = Engine(settings, here, here)  # type: ignore[arg-type]
     engine.begin(blocks, 1)
     chance = random.Random(seed)
-    waiting = [Submit(*each) for each in submits]
+    waiting = [AddRequest(*each) for each in submits]
     aborted = set(chance.sample(range(len(waiting)), aborts))
     told: Told = {}
     scores: dict[int, list[Any]] = {}
@@ -153,7 +153,7 @@ def run_on_a_rank(
 
 
 @contextmanager
-def _planned(settings: EngineSettings) -> Iterator[list[int]]:
+def _planned(settings: EngineConfig) -> Iterator[list[int]]:
     """Adds up the bytes of the iterations' plans in which no rank before this one has a part."""
     import torch.distributed as dist
 
@@ -184,11 +184,11 @@ def _planned(settings: EngineSettings) -> Iterator[list[int]]:
         yield total
 
 
-def _model_of(settings: EngineSettings) -> ServedModel:
+def _model_of(settings: EngineConfig) -> ServedModel:
     return read_model(settings.model, torch.float32, settings.tensor_parallel_size)
 
 
-def _moved_row_bytes(settings: EngineSettings) -> int:
+def _moved_row_bytes(settings: EngineConfig) -> int:
     """Bytes of a row's keys and values in all layers, on all processes of a rank."""
     model = _model_of(settings)
     return len(model.windows) * model.shape.kv_row_bytes * settings.tensor_parallel_size
@@ -204,13 +204,13 @@ def tokens(count: int, seed: int) -> list[int]:
 
 def settings_of(
     path: str, world_size: int, chunk: int, layout: LayoutChoice | None = None, **changes: Any
-) -> EngineSettings:
+) -> EngineConfig:
     model = read_model(path, torch.float32)
     if layout is not None:
         sliced = read_model(path, torch.float32, changes["tensor_parallel_size"])
         changes["split"] = split_model(sliced, layout)
-    limits = Limits(sequences=8, tokens=chunk, stripe=BLOCK, short=12)
-    settings = EngineSettings(
+    limits = SchedulerConfig(sequences=8, tokens=chunk, stripe=BLOCK, short=12)
+    settings = EngineConfig(
         path,
         "float32",
         model.windows,

@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 
+from distca.inference.generation import Answer
+from distca.inference.models import ServedModel
+from distca.inference.sampling import SamplingParams
 from distca.schedule.serving import Sharding
 from distca.schedule.serving.csps.layouts import SplitModel
-from distca.serve.generation import Answer
-from distca.serve.models import ServedModel
-from distca.serve.sampling import Sampling
 
 Turns = list[dict[int, list[int]]]
 
@@ -20,7 +20,7 @@ def answers_of_a_rank(
     model: ServedModel,
     strategy: Any,
     stripe: int,
-    sampling: Sampling,
+    sampling: SamplingParams,
     turns: Turns,
     sharding: Sharding | None = None,
     restripes: bool = False,
@@ -31,12 +31,12 @@ def answers_of_a_rank(
 
     from distca.attention import select_kernel
     from distca.cost.step_memory import STEP_SLOTS
+    from distca.inference.generation import Generator
+    from distca.inference.model_runner import ModelRunner
+    from distca.inference.pool_size import PoolSize, Sharing
+    from distca.inference.sequence_parallel import share_rows
+    from distca.inference.tensor_parallel import join_ranks
     from distca.runtime import Buffers, CoreAttention
-    from distca.serve.generation import Generator
-    from distca.serve.pool_size import PoolSize, Sharing
-    from distca.serve.sequence_layouts import share_rows
-    from distca.serve.steps import ModelRank
-    from distca.serve.tensor_parallel import join_ranks
     from distca.transport import CollectiveTransport
 
     device = torch.device("cpu")
@@ -51,7 +51,7 @@ def answers_of_a_rank(
     # Small blocks, so that there are many.
     pool = PoolSize(400, 128 if stripe > 8 else 2 * stripe)
     planner = pool.planner(model, Sharing(size, stripe, sharding, restripes, split))
-    rank = ModelRank(model, core, device, pool.blocks, pool.block_size, tensor_ranks)
+    rank = ModelRunner(model, core, device, pool.blocks, pool.block_size, tensor_ranks)
     generator = Generator(model, rank, planner, strategy, sampling, keeps_logits=True)
     answers = [generator.answer(new) for new in turns]
     held = [planner.rows_per_rank(sequence) for sequence in turns[0]]

@@ -12,12 +12,12 @@ import torch.distributed as dist
 
 from distca.attention import select_kernel
 from distca.cost.step_memory import STEP_SLOTS
+from distca.inference.generation import Generator
+from distca.inference.model_runner import ModelRunner
+from distca.inference.models import load_tokenizer, read_model
+from distca.inference.pool_size import PoolSize, Sharing
+from distca.inference.sampling import SamplingParams
 from distca.runtime import Buffers, CoreAttention
-from distca.serve.generation import Generator
-from distca.serve.models import load_tokenizer, read_model
-from distca.serve.pool_size import PoolSize, Sharing
-from distca.serve.sampling import Sampling
-from distca.serve.steps import ModelRank
 from distca.transport import CollectiveTransport
 
 
@@ -35,14 +35,14 @@ class OneRank:
         buffers = Buffers(device, max(STEP_SLOTS, len(model.masks)))
         transport = CollectiveTransport(dist.group.WORLD, device)
         core = CoreAttention(transport, select_kernel("cpu", model.shape.head_dim), buffers)
-        self._rank = ModelRank(model, core, device, pool.blocks, pool.block_size)
+        self._rank = ModelRunner(model, core, device, pool.blocks, pool.block_size)
         self._planner = pool.planner(model, Sharing(1, pool.block_size))
 
     def answers(
         self, prompts: Sequence[Sequence[int]], count: int, first: int = 0, **sampling: Any
     ) -> list[list[int]]:
         """Answers prompts together; `first` is the number of the first, by which tokens differ."""
-        chosen = Sampling(count, stops=self._model.stops, **sampling)
+        chosen = SamplingParams(count, stops=self._model.stops, **sampling)
         generator = Generator(self._model, self._rank, self._planner, "pass-kv", chosen)
         found = generator.answer(dict(enumerate(prompts, first)))
         for number in found:

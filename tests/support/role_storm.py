@@ -18,8 +18,8 @@ import msgspec
 
 from distca.serve.api import engine_client
 from distca.serve.api.engine_client import EngineClient, EngineError
-from distca.serve.engine.messages import Submit
-from distca.serve.engine.settings import EngineSettings
+from distca.serve.engine.messages import AddRequest
+from distca.serve.engine.settings import EngineConfig
 from support.served import are_gone
 
 LATE_KINDS = {"HandoffEvent", "Expect", "First"}
@@ -27,7 +27,7 @@ LATE, LATE_SECONDS = 0.01, 3.0
 """Part of the messages of the hand-off that come late, and by how much at most."""
 
 
-def start_late_engine(settings: EngineSettings, folder: str, parent: int) -> None:
+def start_late_engine(settings: EngineConfig, folder: str, parent: int) -> None:
     """Runs an engine some of whose messages come late: the main function of its process."""
     from distca.serve.engine import engine
     from distca.serve.engine.workers import Workers
@@ -99,7 +99,7 @@ class Storm:
         seed: seed of everything that is random.
     """
 
-    def __init__(self, settings: EngineSettings, seed: int) -> None:
+    def __init__(self, settings: EngineConfig, seed: int) -> None:
         self._settings, self._chance = settings, random.Random(seed)
         self._client = EngineClient(settings)
 
@@ -171,7 +171,7 @@ class Storm:
         async def answer() -> None:
             told: list[int] = []
             try:
-                asked = [Submit(0, 0, prompt, sampling, penalties)]
+                asked = [AddRequest(0, 0, prompt, sampling, penalties)]
                 async with contextlib.aclosing(self._client.answer(asked, lambda _: None)) as said:
                     async for _, output in said:
                         told.append(output.token)

@@ -21,7 +21,7 @@ class Played:
     """What happens to a server.
 
     Attributes:
-        submits: arguments of each `Submit`.
+        submits: arguments of each `AddRequest`.
         blocks: blocks of a prefill rank, and of a decode rank.
         in_turn: whether each request waits until the one before has ended.
     """
@@ -118,9 +118,9 @@ class Api:
         self._idle = False
 
     def begin(self) -> None:
-        from distca.serve.engine.messages import Submit
+        from distca.serve.engine.messages import AddRequest
 
-        self._script.extend(Submit(*each) for each in self._played.submits)
+        self._script.extend(AddRequest(*each) for each in self._played.submits)
 
     def poll(self, _: int) -> bool:
         if self._played.in_turn and len(self._open) > len(self._script):

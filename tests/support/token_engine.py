@@ -19,7 +19,8 @@ import numpy as np
 import torch
 import uvicorn
 
-from distca.schedule.serving.scheduler import Limits
+from distca.inference.sampling import TokenLogprobs
+from distca.schedule.serving.scheduler import SchedulerConfig
 from distca.serve.api.app import Bounds, make_app
 from distca.serve.api.engine_client import EngineClient
 from distca.serve.api.metrics import Metrics
@@ -27,21 +28,20 @@ from distca.serve.api.model import ApiModel
 from distca.serve.api.server import Address
 from distca.serve.engine.engine import Engine
 from distca.serve.engine.messages import (
-    Admit,
-    Chosen,
+    AddRequest,
     Dead,
-    Done,
+    ExecuteBatch,
     FromEngine,
-    Iteration,
+    ModelOutput,
+    NewRequest,
+    SampledToken,
     Scores,
-    Submit,
     ToEngine,
     ToWorker,
     decoder,
     encode,
 )
-from distca.serve.engine.settings import EngineSettings
-from distca.serve.sampling import TokenLogprobs
+from distca.serve.engine.settings import EngineConfig
 from support.byte_tokenizer import CHAT, chat_tokenizer
 from support.small_models import VOCABULARY
 
@@ -53,20 +53,20 @@ def token_settings(
     world_size: int = 2,
     caching: bool = True,
     positions: int = 96,
-) -> EngineSettings:
+) -> EngineConfig:
     """Settings of an engine without a model; sequences of 12 tokens are long."""
-    limits = Limits(sequences, tokens, block_size, short=12)
+    limits = SchedulerConfig(sequences, tokens, block_size, short=12)
     sizes = positions, world_size, 1, "pass-kv", limits, block_size, 1 << 20, 0.9, caching, 60.0
-    return EngineSettings("no model", "float32", (None,), b"salt", *sizes)  # type: ignore[arg-type]
+    return EngineConfig("no model", "float32", (None,), b"salt", *sizes)  # type: ignore[arg-type]
 
 
-def choose(of: Submit | Admit, prompt: int, tokens: Sequence[int]) -> Chosen:
+def choose(of: AddRequest | NewRequest, prompt: int, tokens: Sequence[int]) -> SampledToken:
     """Chooses the token that follows `tokens`, of which the first are a prompt."""
     logits = _logits(tokens)
     changed = of.penalties.apply(logits, tokens[:prompt], tokens[prompt:])
     token = of.sampling.choose(changed, of.choice, len(tokens))
     told = None if of.logprobs is None else TokenLogprobs.of(logits, token, of.logprobs)
-    return Chosen(of.number, token, told)
+    return SampledToken(of.number, token, told)
 
 
 def _logits(tokens: Sequence[int]) -> torch.Tensor:
@@ -74,7 +74,7 @@ def _logits(tokens: Sequence[int]) -> torch.Tensor:
     return torch.from_numpy(np.random.default_rng(seed).standard_normal(VOCABULARY))
 
 
-def right_scores(submit: Submit | Admit, start: int, end: int) -> dict[int, TokenLogprobs]:
+def right_scores(submit: AddRequest | NewRequest, start: int, end: int) -> dict[int, TokenLogprobs]:
     """Log-probabilities of a prompt's tokens from position `start + 1` to `end`, by position."""
     tokens, count = submit.tokens, submit.logprobs or 0
     return {
@@ -83,7 +83,7 @@ def right_scores(submit: Submit | Admit, start: int, end: int) -> dict[int, Toke
     }
 
 
-def right_answer(submit: Submit) -> list[int]:
+def right_answer(submit: AddRequest) -> list[int]:
     """The answer of a sequence that is alone."""
     tokens, prompt, sampling = list(submit.tokens), len(submit.tokens), submit.sampling
     while len(tokens) - prompt < sampling.max_tokens:
@@ -97,7 +97,7 @@ def right_answer(submit: Submit) -> list[int]:
 class _Held:
     """A sequence as workers know it."""
 
-    admitted: Admit
+    admitted: NewRequest
     tokens: list[int]
     blocks: list[tuple[int, int]] = field(default_factory=list)
 
@@ -115,12 +115,12 @@ class TokenWorkers:
         under_way: whether a step has begun and not ended.
     """
 
-    def __init__(self, settings: EngineSettings) -> None:
+    def __init__(self, settings: EngineConfig) -> None:
         self._size = settings.block_size
         self._decoder = decoder(ToWorker)
         self._rows: dict[tuple[int, int], list[int]] = {}
         self._next = 0
-        self.done: list[Done] = []
+        self.done: list[ModelOutput] = []
         self.held: dict[int, _Held] = {}
         self.admitted: Counter[int] = Counter()
         self.under_way = False
@@ -129,12 +129,12 @@ class TokenWorkers:
         """See `Workers`; the message is encoded, as on its way."""
         self._decoder.decode(encode(message))
 
-    def start(self, iteration: Iteration, parts: Collection[int]) -> None:
+    def start(self, iteration: ExecuteBatch, parts: Collection[int]) -> None:
         """See `Workers`; those without a part are told of it at once, too."""
         chosen, scores = self._run(self._decoder.decode(encode(iteration)))
         self.done = []
         for rank in sorted(parts):
-            self.done.append(Done(rank, iteration.number, chosen, 1, 0, 0.0, 0.0, scores))
+            self.done.append(ModelOutput(rank, iteration.number, chosen, 1, 0, 0.0, 0.0, scores))
             chosen, scores = [], []
 
     def begin_step(self) -> None:
@@ -147,7 +147,7 @@ class TokenWorkers:
         assert self.under_way, "no step has begun"
         self.under_way = False
 
-    def _run(self, iteration: Iteration) -> tuple[list[Chosen], list[Scores]]:
+    def _run(self, iteration: ExecuteBatch) -> tuple[list[SampledToken], list[Scores]]:
         assert iteration.number == self._next, "an iteration is missing"
         self._next += 1
         for number in iteration.drop:
@@ -216,7 +216,7 @@ class EngineHere(EngineClient):
     """
 
     def __init__(
-        self, settings: EngineSettings, metrics: Metrics, blocks: int, seconds: float
+        self, settings: EngineConfig, metrics: Metrics, blocks: int, seconds: float
     ) -> None:
         super().__init__(settings, on_stats=lambda stats: setattr(metrics, "stats", stats))
         self._blocks, self._seconds = blocks, seconds

@@ -19,14 +19,14 @@ from distca.plan.span import Int64s
 from distca.runtime.exchange import Exchange, KernelCall, Piece, Rows, find_call_rows
 from distca.runtime.messages import peer_rows
 from distca.runtime.serving.kv_pool import BlockTables
-from distca.schedule.serving.decode import Decode
+from distca.schedule.serving.decode import DecodeBatch
 
 _NO_ROWS = torch.zeros(0, dtype=torch.int64)
 _FORWARD_ALONE = Sums(_NO_ROWS, None)
 
 
 def build_decode_exchange(
-    decode: Decode, mask: Mask, rank: int, tables: BlockTables, lines: Int64s, slots: int
+    decode: DecodeBatch, mask: Mask, rank: int, tables: BlockTables, lines: Int64s, slots: int
 ) -> tuple[Exchange, PagedKeys]:
     """Works out one rank's part of a decode step.
 
@@ -95,7 +95,7 @@ def build_decode_exchange(
 
 
 def _keys(
-    decode: Decode, mask: Mask, rank: int, tables: BlockTables, lines: Int64s, served: Int64s
+    decode: DecodeBatch, mask: Mask, rank: int, tables: BlockTables, lines: Int64s, served: Int64s
 ) -> tuple[PagedKeys, tuple[torch.Tensor, torch.Tensor]]:
     """Returns where the keys of all lines' queries are, and the offsets of queries and keys of
     lines."""

@@ -14,7 +14,7 @@ from itertools import accumulate
 
 import torch
 
-from distca.runtime.serving.kv_pool import KvPool
+from distca.runtime.serving.kv_pool import KVCache
 from distca.transport import Channel, ChannelBytes, MessageSizes, Pending, Transport
 
 PHASE = "cache balancing"
@@ -47,7 +47,7 @@ class KvMoves:
         moves: moves of all ranks, in an order that all of them know.
     """
 
-    def __init__(self, pool: KvPool, transport: Transport, moves: Sequence[BlockMove]) -> None:
+    def __init__(self, pool: KVCache, transport: Transport, moves: Sequence[BlockMove]) -> None:
         self._pool, self._transport = pool, transport
         mine = transport.rank
         leaving = sorted((m for m in moves if m.source == mine), key=lambda m: m.to)

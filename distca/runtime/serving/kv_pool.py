@@ -23,7 +23,7 @@ from distca.plan.span import Int64s
 Int32s = NDArray[np.int32]
 
 
-class KvPool:
+class KVCache:
     """Keys and values of all layers.
 
     Args:

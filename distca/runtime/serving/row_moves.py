@@ -18,7 +18,7 @@ from distca.cost.volume import AttentionShape
 from distca.plan.span import Int64s, expand_ranges
 from distca.runtime.core_attention import CoreAttention
 from distca.runtime.exchange import map_indices
-from distca.runtime.serving.kv_pool import KvPool
+from distca.runtime.serving.kv_pool import KVCache
 from distca.schedule.serving.restripe import Restripe
 from distca.transport import Channel, MessageSizes, Pending
 
@@ -90,7 +90,7 @@ def build_row_moves(
     )
 
 
-def move_rows(core: CoreAttention, pool: KvPool, moves: RowMoves) -> None:
+def move_rows(core: CoreAttention, pool: KVCache, moves: RowMoves) -> None:
     """Moves rows of all layers. Collective.
 
     Args:
@@ -108,7 +108,7 @@ def move_rows(core: CoreAttention, pool: KvPool, moves: RowMoves) -> None:
         under_way = started
 
 
-def _send(core: CoreAttention, pool: KvPool, moves: RowMoves, layer: int) -> Pending:
+def _send(core: CoreAttention, pool: KVCache, moves: RowMoves, layer: int) -> Pending:
     """Starts a layer's exchange, and moves what stays on this rank."""
     channel = Channel("dispatch", layer % STEP_SLOTS)
     rows = _rows(core.transport.staging(channel, moves.sizes.sent), pool, moves)
@@ -120,7 +120,7 @@ def _send(core: CoreAttention, pool: KvPool, moves: RowMoves, layer: int) -> Pen
     return started
 
 
-def _receive(pool: KvPool, moves: RowMoves, layer: int, pending: Pending) -> None:
+def _receive(pool: KVCache, moves: RowMoves, layer: int, pending: Pending) -> None:
     """Writes the rows of a layer that arrive."""
     rows = _rows(pending.wait(), pool, moves)
     for number, memory in enumerate(pool.rows(layer)):
@@ -128,7 +128,7 @@ def _receive(pool: KvPool, moves: RowMoves, layer: int, pending: Pending) -> Non
     pending.release()
 
 
-def _rows(messages: torch.Tensor, pool: KvPool, moves: RowMoves) -> torch.Tensor:
+def _rows(messages: torch.Tensor, pool: KVCache, moves: RowMoves) -> torch.Tensor:
     """Returns the rows of messages, `[rows, 2, kv_heads, head_dim]`: keys and values, without
     padding."""
     keys = pool.keys

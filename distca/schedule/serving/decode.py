@@ -20,7 +20,7 @@ from distca.schedule.serving.holdings import Holdings
 
 
 @dataclass(frozen=True)
-class Decode:
+class DecodeBatch:
     """A step that feeds one token of each of some sequences.
 
     Attributes:
@@ -70,7 +70,7 @@ def plan_decode(
     sequences: Sequence[int],
     masks: Sequence[Mask],
     owners: Int64s | None = None,
-) -> Decode:
+) -> DecodeBatch:
     """Plans a step that feeds the next token of sequences; `holdings` stay as they are.
 
     Args:
@@ -82,7 +82,7 @@ def plan_decode(
     lines = holdings.lines(sequences)
     positions = holdings.lengths(lines)
     hidden = {mask: holdings.rows(lines, mask.first_key(positions)) for mask in masks}
-    return Decode(
+    return DecodeBatch(
         tuple(sequences),
         positions,
         holdings.owners(lines) if owners is None else owners,

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from distca.plan import Mask
 from distca.plan.span import Int64s
 from distca.schedule.serving.accounts import NewBlocks
-from distca.schedule.serving.decode import Decode, plan_decode
+from distca.schedule.serving.decode import DecodeBatch, plan_decode
 from distca.schedule.serving.holdings import Holdings
 
 Int32s = NDArray[np.int32]
@@ -39,7 +39,7 @@ class DecodeMessage:
     blocks: Int32s
 
     @staticmethod
-    def of(decode: Decode, tokens: Sequence[int], blocks: NewBlocks) -> DecodeMessage:
+    def of(decode: DecodeBatch, tokens: Sequence[int], blocks: NewBlocks) -> DecodeMessage:
         """Tells a step; `tokens` are of its sequences, and `blocks` those that were taken."""
         owned = zip(decode.sequences, decode.owners.tolist(), strict=True)
         added = [blocks.get(each, (_NO_BLOCK,))[0] for each in owned]
@@ -66,7 +66,7 @@ class DecodeMessage:
 
     def plan(
         self, holdings: Holdings, masks: Sequence[Mask], blocks: int, block_size: int
-    ) -> tuple[Decode, NewBlocks]:
+    ) -> tuple[DecodeBatch, NewBlocks]:
         """Plans the step on a rank, and notes it.
 
         Args:

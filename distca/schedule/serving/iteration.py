@@ -13,12 +13,12 @@ import numpy as np
 
 from distca.plan import Mask, Placement
 from distca.plan.span import Int64s
-from distca.schedule.serving.decode import Decode
+from distca.schedule.serving.decode import DecodeBatch
 from distca.schedule.serving.layer_plans import LayerPlans, PrefillStrategy, plan_layers
 
 
 @dataclass(frozen=True)
-class Part:
+class BatchEntry:
     """A sequence's part of an iteration.
 
     Attributes:
@@ -45,7 +45,7 @@ class Part:
 
 
 @dataclass(frozen=True)
-class Chunks:
+class PrefillBatch:
     """Chunks of prompts that an iteration feeds.
 
     Attributes:
@@ -71,7 +71,7 @@ class Chunks:
 
 
 @dataclass(frozen=True)
-class IterationPlan:
+class BatchPlan:
     """The plans of an iteration.
 
     Attributes:
@@ -81,20 +81,20 @@ class IterationPlan:
         members: ranks that take part.
     """
 
-    chunks: Chunks | None
-    decode: Decode | None
+    chunks: PrefillBatch | None
+    decode: DecodeBatch | None
     new_tokens: Int64s
     members: frozenset[int]
 
 
 def plan_iteration(
-    parts: Sequence[Part],
+    parts: Sequence[BatchEntry],
     masks: Sequence[Mask],
     block_size: int,
     world_size: int,
     strategy: PrefillStrategy,
     head_groups: int = 1,
-) -> IterationPlan:
+) -> BatchPlan:
     """Plans an iteration.
 
     Args:
@@ -120,17 +120,17 @@ def plan_iteration(
         for mask in masks:
             members |= {*np.flatnonzero(decode.away(mask).any(axis=0)).tolist()}
         new_tokens += np.bincount(decode.owners, minlength=world_size)
-    return IterationPlan(chunks, decode, new_tokens, frozenset(members))
+    return BatchPlan(chunks, decode, new_tokens, frozenset(members))
 
 
 def _plan_chunks(
-    parts: Sequence[Part],
+    parts: Sequence[BatchEntry],
     masks: Sequence[Mask],
     block_size: int,
     world_size: int,
     strategy: PrefillStrategy,
     head_groups: int,
-) -> Chunks:
+) -> PrefillBatch:
     held = _owned([(part, 0, part.start) for part in parts], block_size, world_size)
     new = _owned(
         [(part, part.start, part.start + part.count) for part in parts], block_size, world_size
@@ -142,19 +142,19 @@ def _plan_chunks(
     dense = np.array([part.dense for part in parts])
     plans = plan_layers(lambda _: held, new, masks, strategy, dense, head_groups)
     before = np.stack([part.rows(part.start, block_size, world_size) for part in parts])
-    return Chunks(tuple(part.sequence for part in parts), plans, new, before)
+    return PrefillBatch(tuple(part.sequence for part in parts), plans, new, before)
 
 
 def _plan_decode(
-    parts: Sequence[Part], masks: Sequence[Mask], block_size: int, world_size: int
-) -> Decode:
+    parts: Sequence[BatchEntry], masks: Sequence[Mask], block_size: int, world_size: int
+) -> DecodeBatch:
     positions = np.array([part.start for part in parts], dtype=np.int64)
 
     def rows(ends: Int64s) -> Int64s:
         each = zip(parts, ends.tolist(), strict=True)
         return np.stack([part.rows(end, block_size, world_size) for part, end in each])
 
-    return Decode(
+    return DecodeBatch(
         tuple(part.sequence for part in parts),
         positions,
         np.array([part.ranks[part.start // block_size] for part in parts], dtype=np.int64),
@@ -163,7 +163,9 @@ def _plan_decode(
     )
 
 
-def _owned(spans: Sequence[tuple[Part, int, int]], block_size: int, world_size: int) -> Placement:
+def _owned(
+    spans: Sequence[tuple[BatchEntry, int, int]], block_size: int, world_size: int
+) -> Placement:
     """Owners of spans `[start, end)` of sequences; neighbouring blocks of a rank are one piece."""
     columns = []
     for document, (part, start, end) in enumerate(spans):

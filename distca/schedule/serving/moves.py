@@ -15,7 +15,7 @@ from distca.schedule.serving.prefix_cache import Block, PrefixCache
 
 
 @dataclass(frozen=True)
-class Move:
+class BlockTransfer:
     """A block that changes its rank; its rows are copied before those of the iteration are written.
 
     Attributes:
@@ -58,7 +58,7 @@ class Mover:
         self._computing = self._world_size - servers
         self._blocks_of_stripe = stripe // cache.pool.block_size
 
-    def settle(self, sequences: Iterable[Movable]) -> list[Move]:
+    def settle(self, sequences: Iterable[Movable]) -> list[BlockTransfer]:
         """Moves blocks that became full since to the ranks of their stripes."""
         moves = []
         for each in sequences:
@@ -70,9 +70,9 @@ class Mover:
             each.settled = each.full
         return moves
 
-    def make_room(self, sequences: Sequence[Movable], blocks: int) -> list[Move]:
+    def make_room(self, sequences: Sequence[Movable], blocks: int) -> list[BlockTransfer]:
         """Moves so many blocks away from ranks that compute, as far as there is room for them."""
-        moves: list[Move] = []
+        moves: list[BlockTransfer] = []
         servers = range(self._computing, self._world_size)
         for each in sequences:
             for index in range(each.full):
@@ -87,7 +87,7 @@ class Mover:
         here = block.rank < self._computing
         return here and self._cache.available(rank) > 0 and self._cache.has_one_holder(block)
 
-    def _move(self, each: Movable, index: int, rank: int) -> Move:
+    def _move(self, each: Movable, index: int, rank: int) -> BlockTransfer:
         source = each.blocks[index]
         to = each.blocks[index] = self._cache.relocate(source, rank)
-        return Move(each.number, index, source, to)
+        return BlockTransfer(each.number, index, source, to)

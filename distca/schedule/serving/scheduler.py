@@ -20,10 +20,10 @@ from typing import Literal
 import numpy as np
 
 from distca.schedule.serving.csps.levels import Levels
-from distca.schedule.serving.moves import Move, Mover
+from distca.schedule.serving.moves import BlockTransfer, Mover
 from distca.schedule.serving.partitions import Chain
 from distca.schedule.serving.prefix_cache import Block, PrefixCache, extend_digests
-from distca.schedule.serving.served_sequence import ServedSequence, SharedPrompt
+from distca.schedule.serving.request import Request, SharedPrompt
 
 FinishReason = Literal["stop", "length"]
 
@@ -32,7 +32,7 @@ MOST_SCORED = 256
 
 
 @dataclass(frozen=True)
-class Limits:
+class SchedulerConfig:
     """Bounds and rules of a scheduler.
 
     Attributes:
@@ -64,7 +64,7 @@ class Limits:
 
 
 @dataclass(frozen=True)
-class Feed:
+class ScheduledTokens:
     """What an iteration feeds of a sequence.
 
     Attributes:
@@ -86,7 +86,7 @@ class Feed:
 
 
 @dataclass(frozen=True)
-class Batch:
+class SchedulerOutput:
     """An iteration.
 
     Attributes:
@@ -95,13 +95,13 @@ class Batch:
         moves: blocks that change their ranks before anything else.
     """
 
-    feeds: tuple[Feed, ...]
+    feeds: tuple[ScheduledTokens, ...]
     preempted: tuple[int, ...]
-    moves: tuple[Move, ...] = ()
+    moves: tuple[BlockTransfer, ...] = ()
 
 
 @dataclass(frozen=True)
-class Advance:
+class TokenUpdate:
     """What an iteration brought a sequence.
 
     Attributes:
@@ -115,13 +115,13 @@ class Advance:
     finish: FinishReason | None
 
 
-def is_long(prompt: int, limits: Limits) -> bool:
+def is_long(prompt: int, limits: SchedulerConfig) -> bool:
     """Returns whether chunks of a prompt of so many tokens may drop rows, for all of its sequence's
     life: a short prompt's never do, however long its answer is when it is computed again."""
     return prompt >= limits.short
 
 
-class RequestScheduler:
+class Scheduler:
     """Sequences that wait and run, and their blocks.
 
     Args:
@@ -139,7 +139,7 @@ class RequestScheduler:
     def __init__(
         self,
         cache: PrefixCache,
-        limits: Limits,
+        limits: SchedulerConfig,
         salt: bytes = b"",
         sparse_salt: bytes | None = None,
     ) -> None:
@@ -149,11 +149,11 @@ class RequestScheduler:
         # Ranks that compute keys and values; the others hold some.
         self._computing = range(self._world_size - limits.servers)
         self._mover = Mover(cache, limits.servers, limits.stripe)
-        self._waiting: deque[ServedSequence] = deque()
-        self._running: list[ServedSequence] = []
+        self._waiting: deque[Request] = deque()
+        self._running: list[Request] = []
         self._aborted: set[int] = set()
         # Sequences that wait until another has computed the prompt that they share, by its number.
-        self._followers: dict[int, list[ServedSequence]] = {}
+        self._followers: dict[int, list[Request]] = {}
         self.preemptions = self.looked_up = self.found = 0
 
     @property
@@ -209,7 +209,7 @@ class RequestScheduler:
             )
         prompt = list(tokens)
         fewest = len(prompt) + fewest_new
-        each = ServedSequence(number, prompt, len(prompt), most, stops, fewest, scored=scored)
+        each = Request(number, prompt, len(prompt), most, stops, fewest, scored=scored)
         each.block_size = self._block_size
         if leader is None:
             self._waiting.append(each)
@@ -244,13 +244,13 @@ class RequestScheduler:
                 return True
         return False
 
-    def schedule(self) -> Batch | None:
+    def schedule(self) -> SchedulerOutput | None:
         """Decides what the next iteration feeds; None if there is nothing.
 
         The iteration has to be told of by `advance` before the next is asked for.
         """
         assert not any(each.fed for each in self._running), "an iteration is under way"
-        feeds: list[Feed] = []
+        feeds: list[ScheduledTokens] = []
         preempted: list[int] = []
         moves = self._mover.settle(self._long())
         left, scored = self._limits.tokens, MOST_SCORED
@@ -300,9 +300,13 @@ class RequestScheduler:
             each.home = self._choose_home(each)
             feeds.append(self._feed(each, count, admitted=True))
             left -= count
-        return Batch(tuple(feeds), tuple(preempted), tuple(moves)) if feeds or moves else None
+        return (
+            SchedulerOutput(tuple(feeds), tuple(preempted), tuple(moves))
+            if feeds or moves
+            else None
+        )
 
-    def advance(self, batch: Batch, chosen: Mapping[int, int]) -> list[Advance]:
+    def advance(self, batch: SchedulerOutput, chosen: Mapping[int, int]) -> list[TokenUpdate]:
         """Takes in what an iteration computed.
 
         Args:
@@ -339,7 +343,7 @@ class RequestScheduler:
         """Returns the tokens of a running sequence whose keys and values are held."""
         return next(each.computed for each in self._running if each.number == number)
 
-    def _share_prompt(self, each: ServedSequence) -> None:
+    def _share_prompt(self, each: Request) -> None:
         """Lets those go on that wait for a prompt, which is computed."""
         followers = self._followers.pop(each.number)
         prefix = SharedPrompt(list(each.digests), len(followers))
@@ -347,7 +351,7 @@ class RequestScheduler:
             follower.prefix = prefix
         self._waiting.extendleft(reversed(followers))
 
-    def _hand_over(self, each: ServedSequence) -> None:
+    def _hand_over(self, each: Request) -> None:
         """Lets another sequence compute a prompt, where the one that was to has been aborted."""
         followers = self._followers.pop(each.number, None)
         if followers is None:
@@ -366,7 +370,7 @@ class RequestScheduler:
             if each.number == leader:
                 self._cache.let_go(each.digests)
 
-    def _leave_prefix(self, each: ServedSequence) -> None:
+    def _leave_prefix(self, each: Request) -> None:
         """Notes that a sequence waits no more for the blocks of its prompt."""
         prefix, each.prefix = each.prefix, None
         if prefix is not None:
@@ -374,7 +378,7 @@ class RequestScheduler:
             if not prefix.waiting:
                 self._cache.let_go(prefix.digests)
 
-    def _append(self, each: ServedSequence, token: int) -> Advance:
+    def _append(self, each: Request, token: int) -> TokenUpdate:
         """Adds a token to an answer, and ends it if it was its last."""
         each.tokens.append(token)
         finish: FinishReason | None = None
@@ -384,32 +388,32 @@ class RequestScheduler:
             finish = "length"
         if finish:
             self._end(each)
-        return Advance(each.number, token, finish)
+        return TokenUpdate(each.number, token, finish)
 
-    def _feed(self, each: ServedSequence, count: int, admitted: bool) -> Feed:
+    def _feed(self, each: Request, count: int, admitted: bool) -> ScheduledTokens:
         """Gives a sequence the blocks of its next tokens."""
         known = 0 if admitted else len(each.blocks)
         self._add_blocks(each, count)
         each.fed = count
         samples = each.computed + count == len(each.tokens)
         new = tuple(each.blocks[known:])
-        return Feed(each.number, each.computed, count, samples, new, admitted)
+        return ScheduledTokens(each.number, each.computed, count, samples, new, admitted)
 
-    def _blocks_missing(self, each: ServedSequence, count: int) -> int:
+    def _blocks_missing(self, each: Request, count: int) -> int:
         return -(-(each.computed + count) // self._block_size) - len(each.blocks)
 
     def _available(self) -> int:
         """Blocks that new tokens can be given."""
         return sum(self._cache.available(rank) for rank in self._computing)
 
-    def _has_blocks(self, each: ServedSequence, count: int) -> bool:
+    def _has_blocks(self, each: Request, count: int) -> bool:
         return self._blocks_missing(each, count) <= self._available()
 
-    def _long(self) -> list[ServedSequence]:
+    def _long(self) -> list[Request]:
         """Running sequences whose blocks lie on several ranks."""
         return [each for each in self._running if len(each.tokens) >= self._limits.short]
 
-    def _make_room(self, each: ServedSequence, count: int, moves: list[Move]) -> int:
+    def _make_room(self, each: Request, count: int, moves: list[BlockTransfer]) -> int:
         """Moves blocks to ranks without weights where that lets a sequence be fed.
 
         Returns:
@@ -425,7 +429,7 @@ class RequestScheduler:
         fits = (len(each.blocks) + self._available()) * self._block_size - each.computed
         return max(min(count, fits), 1)
 
-    def _add_blocks(self, each: ServedSequence, count: int) -> None:
+    def _add_blocks(self, each: Request, count: int) -> None:
         """Adds blocks, on the ranks that should own them or, where these are full, on others."""
         missing = self._blocks_missing(each, count)
         for rank in self._in_chain(each, count, missing) or self._owners(each, missing):
@@ -433,7 +437,7 @@ class RequestScheduler:
                 rank = max(self._computing, key=self._cache.available)
             each.blocks.append(self._cache.take(rank))
 
-    def _owners(self, each: ServedSequence, count: int) -> list[int]:
+    def _owners(self, each: Request, count: int) -> list[int]:
         """Ranks that should own so many blocks that a feed adds, so that all have as many."""
         ranks = len(self._computing)
         if len(each.tokens) < self._limits.short or not count:
@@ -450,14 +454,14 @@ class RequestScheduler:
             owners += min(range(ranks), key=lambda by: int(np.ptp(held + np.roll(more, by))))
         return [*map(int, owners % ranks)]
 
-    def _in_chain(self, each: ServedSequence, count: int, blocks: int) -> list[int]:
+    def _in_chain(self, each: Request, count: int, blocks: int) -> list[int]:
         """Ranks of the blocks that a chunk adds, by the chain or the levels, if it has any."""
         chain, long = self._limits.chain, len(each.tokens) >= self._limits.short
         if chain is None or not long or each.computed >= each.prompt:
             return []
         return chain.owners(blocks, each.computed, each.computed + count)
 
-    def _choose_home(self, each: ServedSequence) -> int:
+    def _choose_home(self, each: Request) -> int:
         """Rank that holds most of a sequence already, else one with few others and much room."""
         held = [block.rank for block in each.blocks]
         others = [other.home for other in self._running if other is not each]
@@ -471,11 +475,11 @@ class RequestScheduler:
             ),
         )
 
-    def _extend_digests(self, each: ServedSequence) -> None:
+    def _extend_digests(self, each: Request) -> None:
         salt = self._sparse_salt if is_long(each.prompt, self._limits) else self._salt
         each.digests = extend_digests(each.digests, each.tokens, self._block_size, salt)
 
-    def _look_up(self, each: ServedSequence) -> None:
+    def _look_up(self, each: Request) -> None:
         """Finds the blocks of a sequence's longest prefix; its last token is always computed."""
         self._extend_digests(each)
         full = 0 if each.scored else (len(each.tokens) - 1) // self._block_size
@@ -483,17 +487,17 @@ class RequestScheduler:
         each.blocks = self._cache.find(each.digests[:full], waited)
         each.computed = len(each.blocks) * self._block_size
 
-    def _preempt(self, each: ServedSequence) -> None:
+    def _preempt(self, each: Request) -> None:
         self._running.remove(each)
         self._give_back(each)
         each.preempted += 1
         self.preemptions += 1
         self._waiting.appendleft(each)
 
-    def _end(self, each: ServedSequence) -> None:
+    def _end(self, each: Request) -> None:
         self._running.remove(each)
         self._give_back(each)
 
-    def _give_back(self, each: ServedSequence) -> None:
+    def _give_back(self, each: Request) -> None:
         self._cache.release(each.blocks)
         each.blocks, each.settled = [], 0

@@ -9,14 +9,14 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from distca.inference.sampling import TokenLogprobs
 from distca.serve.api.engine_client import EngineClient
 from distca.serve.api.errors import error_body
 from distca.serve.api.metrics import Metrics
 from distca.serve.api.model import ApiModel
 from distca.serve.api.protocol import Sampled
 from distca.serve.api.text import AnswerText
-from distca.serve.engine.messages import Output, Submit
-from distca.serve.sampling import TokenLogprobs
+from distca.serve.engine.messages import AddRequest, Output
 
 Shape = Literal["chat", "completion"]
 _NAMES = {"chat": ("chatcmpl", "chat.completion"), "completion": ("cmpl", "text_completion")}
@@ -73,7 +73,7 @@ class Job:
     metrics: Metrics
     body: Sampled
     shape: Shape
-    submits: Sequence[Submit]
+    submits: Sequence[AddRequest]
     echoes: Sequence[str]
     id: str = ""
     numbers: list[int] = field(default_factory=list)

@@ -29,7 +29,7 @@ from distca.serve.api.protocol import (
     Sampled,
     TokenizeBody,
 )
-from distca.serve.engine.messages import Submit
+from distca.serve.engine.messages import AddRequest
 
 _BYTES_PER_TOKEN = 64
 _LEAST_BODY = 1 << 20
@@ -121,7 +121,7 @@ class _Routes:
         """Goes on with prompts."""
         self._model.check_name(body.model)
         prompts = await self._prompts(body)
-        submits: list[Submit] = []
+        submits: list[AddRequest] = []
         echoes: list[str] = []
         # OpenAI's default.
         most = body.max_tokens or self._model.defaults.get("max_new_tokens") or 16
@@ -260,7 +260,7 @@ class _Routes:
         request: Request,
         body: Sampled,
         shape: Shape,
-        submits: Sequence[Submit],
+        submits: Sequence[AddRequest],
         echoes: Sequence[str],
     ) -> Response:
         if self._client.dead is not None:

@@ -20,6 +20,7 @@ from distca.lifetime import signals_held
 from distca.schedule.serving.cdsp.load import Growth
 from distca.serve.engine.messages import (
     Abort,
+    AddRequest,
     AskPlan,
     AskRates,
     Close,
@@ -33,12 +34,11 @@ from distca.serve.engine.messages import (
     ResetCache,
     Started,
     Stats,
-    Submit,
     ToEngine,
     decoder,
     encode,
 )
-from distca.serve.engine.settings import EngineSettings
+from distca.serve.engine.settings import EngineConfig
 
 _SECONDS_TO_SAY_WHY = 2.0
 _SECONDS_TO_END = 5.0
@@ -76,7 +76,7 @@ class EngineClient:
 
     def __init__(
         self,
-        settings: EngineSettings,
+        settings: EngineConfig,
         on_dead: Callable[[str], None] = lambda why: None,
         on_stats: Callable[[Stats], None] = lambda stats: None,
     ) -> None:
@@ -117,7 +117,7 @@ class EngineClient:
         return len(self._sequences)
 
     async def answer(
-        self, submits: Sequence[Submit], numbered: Callable[[Sequence[int]], None]
+        self, submits: Sequence[AddRequest], numbered: Callable[[Sequence[int]], None]
     ) -> AsyncIterator[tuple[int, Output]]:
         """Has sequences answered, and yields their tokens with the place of each in `submits`.
 
@@ -275,7 +275,7 @@ class EngineClient:
         self.on_dead(why)
 
 
-def _start_engine(settings: EngineSettings, folder: str, parent: int) -> None:
+def _start_engine(settings: EngineConfig, folder: str, parent: int) -> None:
     """Runs an engine, in its own process."""
     from distca.serve.engine.engine import run_engine
 

@@ -8,10 +8,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from distca.inference.sampling import Penalties, SamplingParams
 from distca.serve.api.errors import ApiError
 from distca.serve.api.protocol import Message, Sampled
-from distca.serve.engine.messages import Submit
-from distca.serve.sampling import Penalties, Sampling
+from distca.serve.engine.messages import AddRequest
 
 
 @dataclass(frozen=True)
@@ -140,7 +140,7 @@ class ApiModel:
         most: int | None,
         logprobs: int | None,
         scored: bool = False,
-    ) -> list[Submit]:
+    ) -> list[AddRequest]:
         """Makes the sequences of all answers to a prompt.
 
         Args:
@@ -173,7 +173,7 @@ class ApiModel:
         if not body.ignore_eos:
             stops |= self.stops
         top_k = self._value("top_k", body.top_k, 0)
-        sampling = Sampling(
+        sampling = SamplingParams(
             max_tokens=most,
             temperature=float(self._value("temperature", body.temperature, 1.0)),
             seed=self.seeds.getrandbits(62) if body.seed is None else body.seed,
@@ -196,7 +196,9 @@ class ApiModel:
         )
         tokens = list(prompt)
         return [
-            Submit(-1, choice, tokens, sampling, penalties, logprobs, scored=scored and not choice)
+            AddRequest(
+                -1, choice, tokens, sampling, penalties, logprobs, scored=scored and not choice
+            )
             for choice in range(body.n or 1)
         ]
 

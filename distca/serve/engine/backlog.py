@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Container, Iterator
 
-from distca.serve.engine.messages import Iteration, Missed, encode
+from distca.serve.engine.messages import ExecuteBatch, Missed, encode
 
 MOST_MISSED = 64
 """Iterations of which a worker is told at once: waking for each costs more than all of them do."""
@@ -18,9 +18,9 @@ class Backlog:
     """
 
     def __init__(self, processes: int) -> None:
-        self._missed: list[list[Iteration]] = [[] for _ in range(processes)]
+        self._missed: list[list[ExecuteBatch]] = [[] for _ in range(processes)]
 
-    def tell(self, iteration: Iteration, parts: Container[int]) -> Iterator[tuple[int, bytes]]:
+    def tell(self, iteration: ExecuteBatch, parts: Container[int]) -> Iterator[tuple[int, bytes]]:
         """Returns encoded messages for workers, by their numbers, in the order of iterations.
 
         Args:

@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from distca.inference.sampling import TokenLogprobs, UnusableLogitsError
 from distca.schedule.serving.scheduler import FinishReason
-from distca.serve.engine.messages import Admit, Chosen
-from distca.serve.sampling import TokenLogprobs, UnusableLogitsError
+from distca.serve.engine.messages import NewRequest, SampledToken
 
 if TYPE_CHECKING:
     import torch
 
 
-def choose_token(admitted: Admit, tokens: Sequence[int], logits: torch.Tensor) -> Chosen:
+def choose_token(admitted: NewRequest, tokens: Sequence[int], logits: torch.Tensor) -> SampledToken:
     """Chooses the token that follows a sequence; says why none can be chosen, if so.
 
     Args:
@@ -26,10 +26,12 @@ def choose_token(admitted: Admit, tokens: Sequence[int], logits: torch.Tensor) -
     try:
         token = admitted.sampling.choose(changed, admitted.choice, len(tokens))
         if admitted.logprobs is None:
-            return Chosen(admitted.number, token, None)
-        return Chosen(admitted.number, token, TokenLogprobs.of(logits, token, admitted.logprobs))
+            return SampledToken(admitted.number, token, None)
+        return SampledToken(
+            admitted.number, token, TokenLogprobs.of(logits, token, admitted.logprobs)
+        )
     except UnusableLogitsError as error:
-        return Chosen(admitted.number, -1, None, str(error))
+        return SampledToken(admitted.number, -1, None, str(error))
 
 
 def finish_of(

@@ -12,43 +12,43 @@ from pathlib import Path
 import numpy as np
 import zmq
 
+from distca.inference.sampling import TokenLogprobs
 from distca.lifetime import end_with_parent
 from distca.schedule.serving.blocks import BlockPool
-from distca.schedule.serving.iteration import Part
+from distca.schedule.serving.iteration import BatchEntry
 from distca.schedule.serving.prefix_cache import PrefixCache
-from distca.schedule.serving.scheduler import Batch, Feed, RequestScheduler, is_long
-from distca.serve.engine.kept_plans import KeptPlans
+from distca.schedule.serving.scheduler import ScheduledTokens, Scheduler, SchedulerOutput, is_long
 from distca.serve.engine.messages import (
     Abort,
-    Admit,
+    AddRequest,
     AskPlan,
     Begin,
-    Chosen,
     Close,
     Dead,
-    Done,
-    Fed,
+    ExecuteBatch,
     FromEngine,
-    Iteration,
     Loaded,
+    ModelOutput,
     Moved,
+    NewRequest,
     Output,
     Outputs,
     PlanIs,
     RankState,
     Refused,
     ResetCache,
+    SampledToken,
+    ScheduledRequest,
     Started,
     Stats,
-    Submit,
     ToEngine,
     decoder,
     encode,
 )
-from distca.serve.engine.settings import EngineSettings
+from distca.serve.engine.plan_history import PlanHistory
+from distca.serve.engine.settings import EngineConfig
 from distca.serve.engine.workers import WorkerError, Workers
 from distca.serve.handoff.engine import RolesEngine
-from distca.serve.sampling import TokenLogprobs
 
 
 class Engine:
@@ -60,10 +60,10 @@ class Engine:
         workers: workers of all ranks.
     """
 
-    def __init__(self, settings: EngineSettings, api: zmq.Socket, workers: Workers) -> None:
+    def __init__(self, settings: EngineConfig, api: zmq.Socket, workers: Workers) -> None:
         self._settings, self._api, self._workers = settings, api, workers
         self._decoder = decoder(ToEngine)
-        self._submitted: dict[int, Submit] = {}
+        self._submitted: dict[int, AddRequest] = {}
         self._tokens: dict[int, list[int]] = {}
         self._found: dict[int, int] = {}
         self._scores: dict[int, dict[int, TokenLogprobs]] = {}
@@ -73,9 +73,9 @@ class Engine:
         # Ranks that hold blocks of each sequence; workers that have a part in the iteration.
         self._holders: dict[int, set[int]] = {}
         self._members: Collection[int] = ()
-        self._plans = KeptPlans(settings, settings.world_size)
-        self._batch: Batch | None = None
-        self._done: dict[int, Done] = {}
+        self._plans = PlanHistory(settings, settings.world_size)
+        self._batch: SchedulerOutput | None = None
+        self._done: dict[int, ModelOutput] = {}
         self._counts = dict.fromkeys(("iterations", "computed", "bytes"), 0)
         self._seconds = dict.fromkeys(("plan", "schedule", "step"), 0.0)
         self._begin = 0.0
@@ -106,7 +106,7 @@ class Engine:
         settings = self._settings
         pool = BlockPool(settings.world_size, blocks, settings.block_size)
         self._cache = PrefixCache(pool, settings.prefix_caching)
-        self._scheduler = RequestScheduler(
+        self._scheduler = Scheduler(
             self._cache, settings.limits, settings.salt, settings.sparse_salt
         )
         self._workers.send(Begin(blocks))
@@ -127,12 +127,12 @@ class Engine:
                     return
                 self.take(message)
             for done in self._workers.receive():
-                assert isinstance(done, Done)
+                assert isinstance(done, ModelOutput)
                 self.take_done(done)
 
     def take(self, message: ToEngine) -> None:
         """Takes a message of the API process."""
-        if isinstance(message, Submit):
+        if isinstance(message, AddRequest):
             sampling, stops = message.sampling, message.sampling.stops
             try:
                 self._scheduler.add(
@@ -180,7 +180,7 @@ class Engine:
             self._ranks[feed.sequence] += ranks
             self._holders[feed.sequence].update(ranks)
             feeds.append(
-                Fed(
+                ScheduledRequest(
                     feed.sequence,
                     feed.start,
                     feed.count,
@@ -200,14 +200,14 @@ class Engine:
         drop, self._drop = self._drop, []
         moves = [Moved(each.sequence, each.index, *each.source, *each.to) for each in batch.moves]
         self._members = self._with_a_part(batch)
-        iteration = Iteration(self._counts["iterations"], drop, admits, feeds, moves)
+        iteration = ExecuteBatch(self._counts["iterations"], drop, admits, feeds, moves)
         self._workers.start(iteration, self._members)
         self._workers.begin_step()
         self._counts["iterations"] += 1
         self._counts["computed"] += sum(feed.count for feed in batch.feeds)
         return True
 
-    def _with_a_part(self, batch: Batch) -> Collection[int]:
+    def _with_a_part(self, batch: SchedulerOutput) -> Collection[int]:
         """Workers that have a part in an iteration: those that hold keys of what is fed."""
         settings = self._settings
         if batch.moves or not settings.members_only:
@@ -216,12 +216,12 @@ class Engine:
         size = settings.tensor_parallel_size
         return {rank * size + number for rank in ranks for number in range(size)}
 
-    def _admit(self, feed: Feed) -> Admit:
+    def _admit(self, feed: ScheduledTokens) -> NewRequest:
         submit = self._submitted[feed.sequence]
         self._ranks[feed.sequence], self._holders[feed.sequence] = [], set()
         self._found.setdefault(feed.sequence, feed.start)
         self._last.pop(feed.sequence, None)
-        return Admit(
+        return NewRequest(
             feed.sequence,
             submit.choice,
             # A copy: workers without a part in the iteration are told of it later.
@@ -233,18 +233,18 @@ class Engine:
             submit.scored and len(self._tokens[feed.sequence]) == len(submit.tokens),
         )
 
-    def _keep_parts(self, batch: Batch) -> None:
+    def _keep_parts(self, batch: SchedulerOutput) -> None:
         """Keeps what the plan of chunks is made of."""
         chunked = [feed.sequence for feed in batch.feeds if feed.count > 1]
         parts = tuple(self._part(feed) for feed in batch.feeds) if chunked else ()
         self._plans.keep(chunked, parts)
 
-    def _part(self, feed: Feed) -> Part:
+    def _part(self, feed: ScheduledTokens) -> BatchEntry:
         ranks = np.array(self._ranks[feed.sequence], dtype=np.int64)
         dense = not is_long(len(self._submitted[feed.sequence].tokens), self._settings.limits)
-        return Part(feed.sequence, feed.start, feed.count, ranks, dense)
+        return BatchEntry(feed.sequence, feed.start, feed.count, ranks, dense)
 
-    def take_done(self, done: Done) -> None:
+    def take_done(self, done: ModelOutput) -> None:
         """Takes what a worker has run; the iteration ends with the last of those with a part."""
         self._done[done.rank] = done
         if len(self._done) == len(self._members):
@@ -255,7 +255,7 @@ class Engine:
         assert batch is not None, "no iteration is under way"
         said = [each for worker in done.values() for each in worker.chosen]
         self._refuse([each for each in said if each.failed is not None])
-        chosen: dict[int, Chosen] = {each.number: each for each in said}
+        chosen: dict[int, SampledToken] = {each.number: each for each in said}
         tokens = {number: each.token for number, each in chosen.items()}
         for each in (scores for d in done.values() for scores in d.scores):
             if each.number not in self._submitted:
@@ -287,7 +287,7 @@ class Engine:
         self._send(Outputs(outputs, self._stats()))
         self._done = {}
 
-    def _refuse(self, failed: Sequence[Chosen]) -> None:
+    def _refuse(self, failed: Sequence[SampledToken]) -> None:
         """Ends sequences of the iteration for which no token can be chosen."""
         for each in failed:
             # The scheduler gives the blocks back, and keeps none of them for others.
@@ -338,7 +338,7 @@ class Engine:
         self._api.send(encode(message))
 
 
-def run_engine(settings: EngineSettings, folder: str, parent: int) -> None:
+def run_engine(settings: EngineConfig, folder: str, parent: int) -> None:
     """Runs an engine: the main function of its process, which another ends."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)

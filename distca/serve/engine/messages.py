@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import msgspec
 
+from distca.inference.sampling import Penalties, SamplingParams, TokenLogprobs
 from distca.schedule.serving.cdsp.load import Growth
 from distca.schedule.serving.scheduler import FinishReason
-from distca.serve.sampling import Penalties, Sampling, TokenLogprobs
 
 
 class Message(msgspec.Struct, frozen=True, tag=True, array_like=True, omit_defaults=True):
     """A message; its first entry is its kind."""
 
 
-class Submit(Message, frozen=True):
+class AddRequest(Message, frozen=True):
     """A sequence to answer.
 
     Attributes:
@@ -31,7 +31,7 @@ class Submit(Message, frozen=True):
     number: int
     choice: int
     tokens: list[int]
-    sampling: Sampling
+    sampling: SamplingParams
     penalties: Penalties = Penalties()
     logprobs: int | None = None
     leader: int | None = None
@@ -66,7 +66,7 @@ class Close(Message, frozen=True):
     """The engine is to end."""
 
 
-ToEngine = Submit | Abort | ResetCache | AskPlan | AskRates | Close
+ToEngine = AddRequest | Abort | ResetCache | AskPlan | AskRates | Close
 
 
 class Output(Message, frozen=True):
@@ -210,7 +210,7 @@ class Dead(Message, frozen=True):
 FromEngine = Started | Outputs | Refused | PlanIs | RatesAre | Dead
 
 
-class Admit(Message, frozen=True):
+class NewRequest(Message, frozen=True):
     """A sequence that begins to run, or begins again.
 
     Attributes:
@@ -228,13 +228,13 @@ class Admit(Message, frozen=True):
     choice: int
     tokens: list[int]
     prompt: int
-    sampling: Sampling
+    sampling: SamplingParams
     penalties: Penalties
     logprobs: int | None
     scored: bool = False
 
 
-class Fed(Message, frozen=True):
+class ScheduledRequest(Message, frozen=True):
     """What an iteration feeds of a sequence.
 
     Attributes:
@@ -276,7 +276,7 @@ class Moved(Message, frozen=True):
     becomes: int
 
 
-class Iteration(Message, frozen=True):
+class ExecuteBatch(Message, frozen=True):
     """A numbered iteration. Every worker runs them in the order of their numbers.
 
     Attributes:
@@ -289,15 +289,15 @@ class Iteration(Message, frozen=True):
 
     number: int
     drop: list[int]
-    admit: list[Admit]
-    feed: list[Fed]
+    admit: list[NewRequest]
+    feed: list[ScheduledRequest]
     moves: list[Moved] = []
 
 
 class Missed(Message, frozen=True):
     """Iterations in which the worker had no part: it takes in what changed, and says nothing."""
 
-    iterations: list[Iteration]
+    iterations: list[ExecuteBatch]
 
 
 class Begin(Message, frozen=True):
@@ -306,7 +306,7 @@ class Begin(Message, frozen=True):
     blocks: int
 
 
-ToWorker = Begin | Iteration | Missed
+ToWorker = Begin | ExecuteBatch | Missed
 
 
 class Loaded(Message, frozen=True):
@@ -331,7 +331,7 @@ class Beat(Message, frozen=True):
     rank: int
 
 
-class Chosen(Message, frozen=True):
+class SampledToken(Message, frozen=True):
     """A token that was chosen for a sequence.
 
     Attributes:
@@ -354,7 +354,7 @@ class Scores(Message, frozen=True):
     tokens: dict[int, TokenLogprobs]
 
 
-class Done(Message, frozen=True):
+class ModelOutput(Message, frozen=True):
     """A worker has run an iteration.
 
     Attributes:
@@ -370,7 +370,7 @@ class Done(Message, frozen=True):
 
     rank: int
     number: int
-    chosen: list[Chosen]
+    chosen: list[SampledToken]
     tokens: int
     bytes_sent: int
     plan_seconds: float
@@ -385,7 +385,7 @@ class Failed(Message, frozen=True):
     message: str
 
 
-FromWorker = Loaded | Beat | Done | Failed
+FromWorker = Loaded | Beat | ModelOutput | Failed
 
 _ENCODER = msgspec.msgpack.Encoder()
 

@@ -18,7 +18,7 @@ from distca.serve.engine.messages import decoder, encode
 from distca.serve.engine.node_messages import HeadEnds, Join, Joined, NodeEnds, ToNode
 from distca.serve.engine.nodes import facts
 from distca.serve.engine.processes import WorkerProcesses
-from distca.serve.engine.settings import EngineSettings
+from distca.serve.engine.settings import EngineConfig
 
 logger = logging.getLogger("uvicorn.error")
 
@@ -53,7 +53,7 @@ class Node:
         ValueError: there is no such address.
     """
 
-    def __init__(self, settings: EngineSettings) -> None:
+    def __init__(self, settings: EngineConfig) -> None:
         self._settings, self._number = settings, settings.nodes.rank
         self._link = link_of(settings.nodes, Path())
         self._head = f"the head at {settings.nodes.address}:{settings.nodes.port}"

@@ -7,19 +7,19 @@ from types import MappingProxyType
 
 import torch
 
+from distca.inference.attention_runner import AttentionRunner
+from distca.inference.cuda_graphs import Capture
+from distca.inference.model_runner import ModelRunner, OnLogits
+from distca.inference.models import ServedModel
+from distca.inference.step_planner import Prefill, Step
+from distca.inference.tensor_parallel import TensorRanks
 from distca.runtime import CoreAttention
 from distca.runtime.serving.kv_moves import BlockMove, KvMoves
 from distca.schedule.serving.accounts import block_bytes
 from distca.schedule.serving.csps.layouts import SplitModel
-from distca.schedule.serving.iteration import IterationPlan
-from distca.serve.decode_graphs import Capture
+from distca.schedule.serving.iteration import BatchPlan
 from distca.serve.engine.messages import Loaded, Moved
-from distca.serve.engine.settings import EngineSettings
-from distca.serve.models import ServedModel
-from distca.serve.rank_steps import RankSteps
-from distca.serve.step_planner import Prefill, Step
-from distca.serve.steps import ModelRank, OnLogits
-from distca.serve.tensor_parallel import TensorRanks
+from distca.serve.engine.settings import EngineConfig
 from distca.transport import Transport
 
 
@@ -54,7 +54,7 @@ class PoolModel:
         self._rank, self._layers = core.transport.rank, range(len(model.windows))
         self._transport, self._mover = core.transport, mover
         # The pool gets its size once it is known what weights leave of a device's memory.
-        self._run = ModelRank(model, core, device, 1, block_size, tensor_ranks, capture, computes)
+        self._run = ModelRunner(model, core, device, 1, block_size, tensor_ranks, capture, computes)
         self.block_bytes = block_bytes(model.shape, len(model.windows), block_size)
         self._new: dict[int, list[int]] = {}
 
@@ -71,11 +71,11 @@ class PoolModel:
         return sum(of_all) + self._tensor_ranks.bytes_sent
 
     @property
-    def steps(self) -> RankSteps:
+    def steps(self) -> AttentionRunner:
         """Pool and exchanges beside the model."""
         return self._run.steps
 
-    def loaded(self, process: int, settings: EngineSettings) -> Loaded:
+    def loaded(self, process: int, settings: EngineConfig) -> Loaded:
         """Returns the blocks that a process has room for beside the weights."""
         nbytes = settings.cache_bytes
         if nbytes is None:
@@ -113,7 +113,7 @@ class PoolModel:
 
     def run(
         self,
-        plan: IterationPlan,
+        plan: BatchPlan,
         tokens: Mapping[int, Sequence[int]],
         scoring: Mapping[int, OnLogits] = MappingProxyType({}),
     ) -> dict[int, torch.Tensor]:

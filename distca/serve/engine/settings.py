@@ -5,13 +5,13 @@ from __future__ import annotations
 import hashlib
 from dataclasses import dataclass, field
 
+from distca.inference.transports import TransportName
 from distca.plan import Mask
 from distca.schedule.serving.csps.layouts import SplitModel
 from distca.schedule.serving.csps.pipeline import NearToFar
 from distca.schedule.serving.layer_plans import PrefillStrategy
-from distca.schedule.serving.scheduler import Limits
+from distca.schedule.serving.scheduler import SchedulerConfig
 from distca.serve.handoff.settings import Roles
-from distca.serve.transports import TransportName
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class Nodes:
 
 
 @dataclass(frozen=True)
-class EngineSettings:
+class EngineConfig:
     """What an engine and its workers are told before they start.
 
     Attributes:
@@ -44,7 +44,7 @@ class EngineSettings:
         salt: what keys and values depend on beside tokens: the model.
         positions: most tokens of a sequence.
         world_size: ranks that share a sequence's keys and values, of which the last may have no
-            weights: see `Limits.servers`.
+            weights: see `SchedulerConfig.servers`.
         tensor_parallel_size: processes of each rank, which share its layers.
         strategy: what travels in chunks of prompts, or who chooses it.
         limits: bounds and rules of the scheduler.
@@ -70,7 +70,7 @@ class EngineSettings:
     world_size: int
     tensor_parallel_size: int
     strategy: PrefillStrategy
-    limits: Limits
+    limits: SchedulerConfig
     block_size: int
     cache_bytes: int | None
     gpu_utilization: float

@@ -17,40 +17,40 @@ import torch
 import torch.distributed as dist
 import zmq
 
+from distca.inference.cuda_graphs import capture_for
+from distca.inference.models import DTYPES, read_model
+from distca.inference.sampling import TokenLogprobs, UnusableLogitsError
+from distca.inference.sequence_parallel import share_rows
+from distca.inference.tensor_parallel import join_ranks
+from distca.inference.transports import make_transport
 from distca.lifetime import end_with_parent
 from distca.plan.span import Int64s
-from distca.schedule.serving.iteration import Part, plan_iteration
+from distca.schedule.serving.iteration import BatchEntry, plan_iteration
 from distca.schedule.serving.scheduler import is_long
-from distca.serve.decode_graphs import capture_for
 from distca.serve.engine.choice import choose_token
 from distca.serve.engine.interface import interface_towards
 from distca.serve.engine.link import Link
 from distca.serve.engine.messages import (
-    Admit,
     Beat,
     Begin,
-    Chosen,
-    Done,
+    ExecuteBatch,
     Failed,
-    Iteration,
     Loaded,
     Missed,
+    ModelOutput,
+    NewRequest,
+    SampledToken,
     Scores,
     ToWorker,
     decoder,
     encode,
 )
 from distca.serve.engine.pool_model import PoolModel
-from distca.serve.engine.settings import EngineSettings
+from distca.serve.engine.settings import EngineConfig
 from distca.serve.engine.store import EngineStore
 from distca.serve.handoff.decode_worker import DecodeWorker
 from distca.serve.handoff.prefill_worker import PrefillWorker
 from distca.serve.handoff.roles import make_worker
-from distca.serve.models import DTYPES, read_model
-from distca.serve.sampling import TokenLogprobs, UnusableLogitsError
-from distca.serve.sequence_layouts import share_rows
-from distca.serve.tensor_parallel import join_ranks
-from distca.serve.transports import make_transport
 
 BEAT_SECONDS = 1.0
 
@@ -66,7 +66,7 @@ class _Sequence:
         blocks: their numbers there.
     """
 
-    admitted: Admit
+    admitted: NewRequest
     tokens: list[int]
     ranks: Int64s
     blocks: Int64s
@@ -105,7 +105,7 @@ class Worker:
         device: device of the weights.
     """
 
-    def __init__(self, settings: EngineSettings, device: torch.device) -> None:
+    def __init__(self, settings: EngineConfig, device: torch.device) -> None:
         from distca.attention import select_kernel
         from distca.cost.step_memory import STEP_SLOTS
         from distca.runtime import Buffers, CoreAttention
@@ -157,7 +157,7 @@ class Worker:
             if done is not None:
                 socket.send(encode(done))
 
-    def take(self, message: ToWorker) -> Done | None:
+    def take(self, message: ToWorker) -> ModelOutput | None:
         """Does what a message says; returns what is said of an iteration that was run."""
         if isinstance(message, Begin):
             self.begin(message.blocks)
@@ -168,7 +168,7 @@ class Worker:
             return self.run(message)
         return None
 
-    def _take_in(self, iteration: Iteration) -> list[Part]:
+    def _take_in(self, iteration: ExecuteBatch) -> list[BatchEntry]:
         """Takes in what an iteration changes, which must be the next."""
         assert iteration.number == self._next, "an iteration is missing"
         self._next += 1
@@ -181,7 +181,7 @@ class Worker:
             self._sequences[admit.number] = _Sequence(admit, list(admit.tokens), nothing, nothing)
         return self._parts(iteration)
 
-    def run(self, iteration: Iteration) -> Done:
+    def run(self, iteration: ExecuteBatch) -> ModelOutput:
         """Runs an iteration, which must be the next."""
         begin = time.perf_counter()
         sent = self._model.bytes_sent
@@ -222,11 +222,11 @@ class Worker:
             if feed.samples and feed.number in logits
         ]
         chosen += [
-            Chosen(number, -1, None, each.failed)
+            SampledToken(number, -1, None, each.failed)
             for number, each in scoring.items()
             if each.failed is not None
         ]
-        return Done(
+        return ModelOutput(
             self._process,
             iteration.number,
             chosen,
@@ -237,7 +237,7 @@ class Worker:
             [Scores(number, each.found) for number, each in scoring.items() if each.found],
         )
 
-    def _parts(self, iteration: Iteration) -> list[Part]:
+    def _parts(self, iteration: ExecuteBatch) -> list[BatchEntry]:
         """Takes in what is fed."""
         for feed in iteration.feed:
             sequence = self._sequences[feed.number]
@@ -261,12 +261,12 @@ class Worker:
         for feed in iteration.feed:
             sequence = self._sequences[feed.number]
             dense = not is_long(sequence.admitted.prompt, limits)
-            parts.append(Part(feed.number, feed.start, feed.count, sequence.ranks, dense))
+            parts.append(BatchEntry(feed.number, feed.start, feed.count, sequence.ranks, dense))
         return parts
 
 
 def run_worker(
-    settings: EngineSettings, rank: int, link: Link, store: str | None, parent: int
+    settings: EngineConfig, rank: int, link: Link, store: str | None, parent: int
 ) -> None:
     """Runs a worker: the main function of its process.
 
@@ -314,7 +314,7 @@ def _beat(link: Link, rank: int) -> None:
 
 
 def _start(
-    settings: EngineSettings, rank: int, store: Any, folder: Path
+    settings: EngineConfig, rank: int, store: Any, folder: Path
 ) -> Worker | PrefillWorker | DecodeWorker:
     """Joins the other ranks, which a store helps to find, and loads the model."""
     own, timeout = settings.own_processes, timedelta(seconds=settings.step_timeout)

@@ -15,8 +15,8 @@ from distca.serve.engine.kept_keys import KeptKeys
 from distca.serve.engine.link import link_of
 from distca.serve.engine.messages import (
     Beat,
+    ExecuteBatch,
     Failed,
-    Iteration,
     Message,
     ToWorker,
     decoder,
@@ -30,7 +30,7 @@ from distca.serve.engine.node_messages import (
 )
 from distca.serve.engine.nodes import NodeError, OtherNodes, Unreachable
 from distca.serve.engine.processes import WorkerProcesses
-from distca.serve.engine.settings import EngineSettings
+from distca.serve.engine.settings import EngineConfig
 from distca.serve.handoff.messages import FromRoles
 
 BEAT_TIMEOUT = 30.0
@@ -60,7 +60,7 @@ class Workers:
 
     def __init__(
         self,
-        settings: EngineSettings,
+        settings: EngineConfig,
         folder: Path,
         poller: zmq.Poller,
         clock: Callable[[], float] = time.monotonic,
@@ -100,7 +100,7 @@ class Workers:
             if error.errno != zmq.EHOSTUNREACH:
                 raise
 
-    def start(self, iteration: Iteration, parts: Container[int]) -> None:
+    def start(self, iteration: ExecuteBatch, parts: Container[int]) -> None:
         """Tells the workers that have a part in an iteration of it, and others in time."""
         for rank, encoded in self._backlog.tell(iteration, parts):
             self.post(rank, encoded)

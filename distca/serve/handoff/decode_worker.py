@@ -21,11 +21,11 @@ from distca.schedule.serving.blocks import BlockPool
 from distca.schedule.serving.cdsp import Receiver, receive
 from distca.schedule.serving.cdsp import handoff as hand
 from distca.schedule.serving.cdsp.handoff import Transfer
-from distca.schedule.serving.iteration import Part, plan_iteration
+from distca.schedule.serving.iteration import BatchEntry, plan_iteration
 from distca.serve.engine.choice import choose_token, finish_of
-from distca.serve.engine.messages import Admit, Begin, Chosen, Loaded, decoder, encode
+from distca.serve.engine.messages import Begin, Loaded, NewRequest, SampledToken, decoder, encode
 from distca.serve.engine.pool_model import PoolModel
-from distca.serve.engine.settings import EngineSettings
+from distca.serve.engine.settings import EngineConfig
 from distca.serve.handoff.landing import Landing, Layer
 from distca.serve.handoff.messages import (
     Close,
@@ -67,7 +67,7 @@ class _Request:
     joined: bool = False
 
     @property
-    def admit(self) -> Admit:
+    def admit(self) -> NewRequest:
         """What its tokens are chosen by."""
         return self.expected.admit
 
@@ -85,7 +85,7 @@ class DecodeWorker:
 
     def __init__(
         self,
-        settings: EngineSettings,
+        settings: EngineConfig,
         roles: Roles,
         process: int,
         model: PoolModel,
@@ -259,7 +259,7 @@ class DecodeWorker:
     def _iterate(self) -> None:
         """Runs an iteration, if there is something to decode, and tells what has changed."""
         begin, batch = time.monotonic(), self._batch()
-        chosen: list[Chosen] = []
+        chosen: list[SampledToken] = []
         finished = {}
         if batch:
             fed = {each.admit.number: (len(each.tokens) - 1, each.tokens[-1]) for _, each in batch}
@@ -290,7 +290,7 @@ class DecodeWorker:
     def _run(self, fed: Fed) -> dict[int, torch.Tensor]:
         settings, size = self._settings, self._settings.block_size
         parts = [
-            Part(number, position, 1, np.zeros(position // size + 1, dtype=np.int64))
+            BatchEntry(number, position, 1, np.zeros(position // size + 1, dtype=np.int64))
             for number, (position, _) in fed.items()
         ]
         plan = plan_iteration(parts, settings.masks, size, 1, settings.strategy)

@@ -33,17 +33,16 @@ from distca.schedule.serving.cdsp.strategies import strategy_of
 from distca.schedule.serving.prefix_cache import PrefixCache, digests
 from distca.schedule.serving.scheduler import FinishReason
 from distca.serve.engine.choice import finish_of
-from distca.serve.engine.kept_plans import KeptPlans
 from distca.serve.engine.messages import (
     Abort,
-    Admit,
+    AddRequest,
     AskPlan,
     AskRates,
     Begin,
-    Chosen,
     Close,
     FromEngine,
     Loaded,
+    NewRequest,
     Output,
     Outputs,
     PlanIs,
@@ -51,14 +50,15 @@ from distca.serve.engine.messages import (
     RatesAre,
     Refused,
     ResetCache,
+    SampledToken,
     Started,
     Stats,
-    Submit,
     ToEngine,
     decoder,
     encode,
 )
-from distca.serve.engine.settings import EngineSettings
+from distca.serve.engine.plan_history import PlanHistory
+from distca.serve.engine.settings import EngineConfig
 from distca.serve.engine.workers import WorkerError, Workers
 from distca.serve.handoff import messages as said
 from distca.serve.handoff.measure import measure_prefills
@@ -83,7 +83,7 @@ class _Request:
         cached: tokens of the prompt that were cached on prefill ranks.
     """
 
-    submit: Submit
+    submit: AddRequest
     tokens: list[int]
     digests: Sequence[bytes]
     epoch: int = -1
@@ -135,7 +135,7 @@ class RolesEngine:
         workers: workers of all ranks.
     """
 
-    def __init__(self, settings: EngineSettings, api: zmq.Socket, workers: Workers) -> None:
+    def __init__(self, settings: EngineConfig, api: zmq.Socket, workers: Workers) -> None:
         assert settings.roles is not None
         self._settings, self._roles = settings, settings.roles
         self._api, self._workers = api, workers
@@ -144,7 +144,7 @@ class RolesEngine:
         self._waiting: deque[int] = deque()
         self._decoding = [_Decoding() for _ in range(self._roles.decode)]
         self._retries = self._decoded = 0
-        self._plans = KeptPlans(settings, self._roles.prefill)
+        self._plans = PlanHistory(settings, self._roles.prefill)
         self._tick_due = 0.0
 
     def load(self, poller: zmq.Poller) -> None:
@@ -257,7 +257,7 @@ class RolesEngine:
 
     def take(self, message: ToEngine) -> None:
         """Takes a message of the API process."""
-        if isinstance(message, Submit):
+        if isinstance(message, AddRequest):
             self._submit(message)
         elif isinstance(message, Abort):
             request = self._requests.pop(message.number, None)
@@ -294,7 +294,7 @@ class RolesEngine:
 
     # Requests.
 
-    def _submit(self, submit: Submit) -> None:
+    def _submit(self, submit: AddRequest) -> None:
         settings = self._settings
         # A retry feeds tokens of the answer, too: only those of the prompt are looked for.
         names = digests(submit.tokens, settings.block_size, settings.salt)
@@ -355,7 +355,7 @@ class RolesEngine:
     def _begin_try(self, request: _Request, decode: int, blocks: int) -> bool:
         submit, leader = request.submit, self._roles.leader(decode)
         transfer = Transfer(submit.number, request.epoch + 1)
-        admit = Admit(
+        admit = NewRequest(
             sequence_of(transfer),
             submit.choice,
             list(request.tokens),
@@ -374,7 +374,7 @@ class RolesEngine:
         self._prefill.dispatch(transfer)
         return True
 
-    def _take_first(self, request: _Request, chosen: Chosen) -> Output:
+    def _take_first(self, request: _Request, chosen: SampledToken) -> Output:
         """Takes the token that a prefill gave."""
         output = self._output(request, chosen, None)
         if output.finish is None:
@@ -387,14 +387,16 @@ class RolesEngine:
             self._end_try(request)
         return output
 
-    def _refuse(self, request: _Request, chosen: Chosen) -> None:
+    def _refuse(self, request: _Request, chosen: SampledToken) -> None:
         """Ends a request for which no token can be chosen."""
         number = request.submit.number
         del self._requests[number]
         self._end_try(request)
         self._send(Refused(number, str(chosen.failed), fails=True))
 
-    def _output(self, request: _Request, chosen: Chosen, finish: FinishReason | None) -> Output:
+    def _output(
+        self, request: _Request, chosen: SampledToken, finish: FinishReason | None
+    ) -> Output:
         request.tokens.append(chosen.token)
         finish = finish or request.finish()
         number = request.submit.number

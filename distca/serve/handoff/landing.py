@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from distca.plan.span import Int64s, expand_ranges
-from distca.runtime.serving.kv_pool import KvPool
+from distca.runtime.serving.kv_pool import KVCache
 from distca.schedule.serving.cdsp.handoff import Transfer
 from distca.serve.handoff.messages import Rows
 
@@ -54,7 +54,7 @@ class Landing:
         if len(self._closed) > _CLOSED_KEPT:
             del self._closed[next(iter(self._closed))]
 
-    def take(self, rows: Rows, frames: Sequence[bytes], pool: KvPool) -> Layer | None:
+    def take(self, rows: Rows, frames: Sequence[bytes], pool: KVCache) -> Layer | None:
         """Puts rows into the pool; returns their layer, if it is complete by that."""
         transfer = rows.transfer
         blocks = self._blocks.get(transfer)

@@ -16,7 +16,15 @@ import msgspec
 from distca.schedule.serving.cdsp import handoff
 from distca.schedule.serving.cdsp.handoff import Transfer
 from distca.schedule.serving.scheduler import FinishReason
-from distca.serve.engine.messages import Admit, Beat, Begin, Chosen, Failed, Loaded, Message
+from distca.serve.engine.messages import (
+    Beat,
+    Begin,
+    Failed,
+    Loaded,
+    Message,
+    NewRequest,
+    SampledToken,
+)
 
 
 class HandoffEvent(Message, frozen=True):
@@ -79,7 +87,7 @@ class RunChunk(Message, frozen=True):
     owners: list[int]
     blocks: list[int]
     moves: list[tuple[int, int, int, int]]
-    admit: Admit | None
+    admit: NewRequest | None
 
 
 class Ship(Message, frozen=True):
@@ -142,7 +150,7 @@ class ChunkDone(Message, frozen=True):
 
     rank: int
     number: int
-    chosen: Chosen | None
+    chosen: SampledToken | None
     tokens: int
     bytes_sent: int
     bytes_moved: int
@@ -164,7 +172,7 @@ class Expect(Message, frozen=True):
     """
 
     begin: HandoffEvent
-    admit: Admit
+    admit: NewRequest
     most: int
     fewest: int
 
@@ -197,7 +205,7 @@ class Decoded(Message, frozen=True):
 
     rank: int
     joined: list[Transfer] = msgspec.field(default_factory=list)
-    chosen: list[Chosen] = msgspec.field(default_factory=list)
+    chosen: list[SampledToken] = msgspec.field(default_factory=list)
     finished: dict[int, FinishReason] = msgspec.field(default_factory=dict)
     freed: list[Transfer] = msgspec.field(default_factory=list)
     free: int = 0

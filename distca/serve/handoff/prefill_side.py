@@ -21,10 +21,10 @@ from distca.schedule.serving.cdsp.groups import Ranks
 from distca.schedule.serving.cdsp.handoff import Transfer
 from distca.schedule.serving.cdsp.lines import Lines
 from distca.schedule.serving.cdsp.prefill_blocks import Piece, PrefillBlocks, cut_at_blocks
-from distca.schedule.serving.iteration import Part
+from distca.schedule.serving.iteration import BatchEntry
 from distca.schedule.serving.prefix_cache import PrefixCache
-from distca.serve.engine.kept_plans import KeptPlans
-from distca.serve.engine.messages import Admit, Chosen
+from distca.serve.engine.messages import NewRequest, SampledToken
+from distca.serve.engine.plan_history import PlanHistory
 from distca.serve.handoff.messages import (
     ChunkDone,
     Forget,
@@ -60,7 +60,7 @@ class _Prefill:
     """
 
     transfer: Transfer
-    admit: Admit
+    admit: NewRequest
     digests: Sequence[bytes]
     pieces: Sequence[Piece]
     leader: int
@@ -116,7 +116,7 @@ class Prefilled:
     """The token that a prefill gave."""
 
     transfer: Transfer
-    chosen: Chosen
+    chosen: SampledToken
 
 
 @dataclass
@@ -158,7 +158,7 @@ class PrefillSide:
         layers: int,
         lease: float,
         post: Post,
-        plans: KeptPlans,
+        plans: PlanHistory,
     ) -> None:
         self._queue, self._times, self._layers, self._post = queue, times, layers, post
         self._size, self._cache, self._blocks = cache.pool.block_size, cache, PrefillBlocks(cache)
@@ -178,7 +178,7 @@ class PrefillSide:
     def begin(
         self,
         transfer: Transfer,
-        admit: Admit,
+        admit: NewRequest,
         digests: Sequence[bytes],
         leader: int,
         decode: int,
@@ -286,7 +286,7 @@ class PrefillSide:
         owners = [block.rank for block in given.blocks]
         request, count = prefill.transfer.request, piece.end - piece.start
         if count > 1 or not piece.start:
-            part = Part(request, piece.start, count, np.array(owners, dtype=np.int64))
+            part = BatchEntry(request, piece.start, count, np.array(owners, dtype=np.int64))
             self._plans.keep([request], (part,))
         for rank in piece.ranks:
             chooses = last and rank == given.blocks[-1].rank

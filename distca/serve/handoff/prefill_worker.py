@@ -18,11 +18,11 @@ import zmq
 
 from distca.plan.span import Int64s, expand_ranges
 from distca.runtime.serving.kv_moves import BlockMove, KvMoves
-from distca.schedule.serving.iteration import Part, plan_iteration
+from distca.schedule.serving.iteration import BatchEntry, plan_iteration
 from distca.serve.engine.choice import choose_token
 from distca.serve.engine.messages import Begin, Loaded, decoder, encode
 from distca.serve.engine.pool_model import PoolModel
-from distca.serve.engine.settings import EngineSettings
+from distca.serve.engine.settings import EngineConfig
 from distca.serve.handoff.messages import (
     ChunkDone,
     Forget,
@@ -51,7 +51,7 @@ class PrefillWorker:
 
     def __init__(
         self,
-        settings: EngineSettings,
+        settings: EngineConfig,
         roles: Roles,
         model: PoolModel,
         transport: Transport,
@@ -124,7 +124,7 @@ class PrefillWorker:
             np.array(each, dtype=np.int64) for each in (message.owners, message.blocks)
         )
         self._blocks[sequence] = owners, blocks
-        part = Part(sequence, message.start, count, owners)
+        part = BatchEntry(sequence, message.start, count, owners)
         plan = plan_iteration(
             [part], settings.masks, settings.block_size, self._roles.prefill, settings.strategy
         )

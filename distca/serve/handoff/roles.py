@@ -8,18 +8,18 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from distca.inference.models import DTYPES, ServedModel, read_model
+from distca.inference.tensor_parallel import ALONE, TensorRanks
 from distca.serve.engine.pool_model import PoolModel
-from distca.serve.engine.settings import EngineSettings
+from distca.serve.engine.settings import EngineConfig
 from distca.serve.handoff.decode_worker import DecodeWorker
 from distca.serve.handoff.prefill_worker import PrefillWorker
 from distca.serve.handoff.settings import Roles
-from distca.serve.models import DTYPES, ServedModel, read_model
-from distca.serve.tensor_parallel import ALONE, TensorRanks
 from distca.transport import CollectiveTransport, new_exchange_group
 
 
 def make_worker(
-    settings: EngineSettings, roles: Roles, device: torch.device, folder: Path
+    settings: EngineConfig, roles: Roles, device: torch.device, folder: Path
 ) -> PrefillWorker | DecodeWorker:
     """Makes the worker of this process. Collective.
 
@@ -84,13 +84,13 @@ def kv_heads_of(kv_heads: int, size: int) -> list[tuple[int, int]]:
     ]
 
 
-def _model(settings: EngineSettings, tensor_parallel_size: int) -> ServedModel:
+def _model(settings: EngineConfig, tensor_parallel_size: int) -> ServedModel:
     dtype = DTYPES[settings.dtype]
     return read_model(settings.model, dtype, tensor_parallel_size, checks_weights=False)
 
 
 def _pool_model(
-    settings: EngineSettings,
+    settings: EngineConfig,
     model: ServedModel,
     transport: CollectiveTransport,
     device: torch.device,

@@ -12,7 +12,7 @@ import numpy as np
 from distca.cost.volume import Messages
 from distca.schedule.serving.blocks import BlockPool
 from distca.schedule.serving.cdsp.prefill_blocks import Piece, PieceBlocks, PrefillBlocks
-from distca.schedule.serving.iteration import Part, plan_iteration
+from distca.schedule.serving.iteration import BatchEntry, plan_iteration
 from distca.schedule.serving.prefix_cache import PrefixCache
 from distca.schedule.serving.steps import Strategy
 from distca.simulate.outcome import Outcome
@@ -73,7 +73,7 @@ def simulate_growth(
     def step(number: int, moves: Messages | None) -> Outcome:
         piece = pieces[number]
         owners = np.array([block.rank for block in given[number].blocks], dtype=np.int64)
-        part = Part(0, piece.start, piece.end - piece.start, owners)
+        part = BatchEntry(0, piece.start, piece.end - piece.start, owners)
         masks = costs.model.masks
         plan = plan_iteration([part], masks.masks, block_size, everyone, strategy)
         assert plan.chunks is not None

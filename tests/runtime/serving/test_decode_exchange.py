@@ -16,10 +16,10 @@ from distca.plan import Mask
 from distca.plan.span import Int64s
 from distca.runtime import Buffers, CoreAttention, EventCursor, Exchange, build_exchange
 from distca.runtime.serving.decode_exchange import build_decode_exchange
-from distca.runtime.serving.kv_pool import BlockTables, KvPool
+from distca.runtime.serving.kv_pool import BlockTables, KVCache
 from distca.schedule.program import LayerGroup, tick_program
 from distca.schedule.serving import shard_evenly, step_plan
-from distca.schedule.serving.decode import Decode, plan_decode
+from distca.schedule.serving.decode import DecodeBatch, plan_decode
 from distca.schedule.serving.holdings import Holdings
 from distca.transport import CollectiveTransport
 from support.ranks import Ranks
@@ -29,7 +29,9 @@ CPU, SIZE = torch.device("cpu"), 4
 SHAPE = AttentionShape(heads=4, kv_heads=2, head_dim=8, dtype_bytes=4)
 
 
-def tables_of(holdings: Holdings, decode: Decode, rank: int) -> tuple[BlockTables, Int64s, int]:
+def tables_of(
+    holdings: Holdings, decode: DecodeBatch, rank: int
+) -> tuple[BlockTables, Int64s, int]:
     """Tables with blocks for all rows of a rank, the lines of the sequences, and the blocks."""
     tables, block = BlockTables(SIZE, CPU), 0
     # Lines are not in the order of the step.
@@ -113,7 +115,7 @@ def farthest_from_dense_attention(ranks: int, count: int, mask: Mask) -> tuple[i
     rank, (holdings, sequences) = dist.get_rank(), held(ranks, count)
     decode, placed = plan_decode(holdings, sequences, [mask]), holdings.placement(sequences)
     tables, lines, blocks = tables_of(holdings, decode, rank)
-    pool = KvPool(1, blocks, SIZE, SHAPE, torch.float32, CPU)
+    pool = KVCache(1, blocks, SIZE, SHAPE, torch.float32, CPU)
     queries, expected = [], []
     for number, last in enumerate(decode.positions.tolist()):
         q, *kv = rows_of(number, last + 1)
@@ -158,10 +160,10 @@ def test_the_memory_suffices_where_one_rank_has_all(rank: int) -> None:
     count, ranks, mask = 6, 4, Mask()
     owners, before = np.zeros(count, dtype=np.int64), np.full((count, ranks), 3)
     hidden = {mask: np.zeros((count, ranks), dtype=np.int64)}
-    decode = Decode((5, 4, 3, 2, 1, 0), np.full(count, 12), owners, before, hidden)
+    decode = DecodeBatch((5, 4, 3, 2, 1, 0), np.full(count, 12), owners, before, hidden)
     holdings = Holdings(ranks, 1)
     tables, lines, blocks = tables_of(holdings, decode, rank)
-    pool = KvPool(1, blocks, SIZE, SHAPE, torch.float32, CPU)
+    pool = KVCache(1, blocks, SIZE, SHAPE, torch.float32, CPU)
     exchange, keys = build_decode_exchange(decode, mask, rank, tables, lines, pool.slots)
     buffers = Buffers(CPU, headroom=0.0)
     core = CoreAttention(Nowhere(rank, ranks), OfPool(select_kernel("cpu"), keys), buffers)

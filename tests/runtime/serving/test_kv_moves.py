@@ -18,7 +18,7 @@ def move_on_a_rank() -> tuple[int, int, int]:
     import torch.distributed as dist
 
     from distca.runtime.serving.kv_moves import PHASE, BlockMove, KvMoves
-    from distca.runtime.serving.kv_pool import KvPool
+    from distca.runtime.serving.kv_pool import KVCache
     from distca.schedule.serving.blocks import BlockPool
     from distca.schedule.serving.cdsp.prefill_blocks import Piece, PrefillBlocks
     from distca.schedule.serving.prefix_cache import PrefixCache
@@ -26,7 +26,7 @@ def move_on_a_rank() -> tuple[int, int, int]:
 
     rank, cpu = dist.get_rank(), torch.device("cpu")
     transport = CollectiveTransport(dist.new_group(), cpu)
-    pool = KvPool(LAYERS, BLOCKS, SIZE, SHAPE, torch.float32, cpu)
+    pool = KVCache(LAYERS, BLOCKS, SIZE, SHAPE, torch.float32, cpu)
     held = PrefillBlocks(PrefixCache(BlockPool(4, BLOCKS, SIZE)))
     planned = rows = 0
     for sequence in range(2):

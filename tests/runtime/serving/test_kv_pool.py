@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from distca.cost.volume import AttentionShape
-from distca.runtime.serving.kv_pool import BlockTables, KvPool
+from distca.runtime.serving.kv_pool import BlockTables, KVCache
 
 CPU = torch.device("cpu")
 
@@ -15,7 +15,7 @@ CPU = torch.device("cpu")
 def test_rows_are_found_where_they_were_written() -> None:
     """Sequences grow in turn, more of them and longer than the first table has room for."""
     rng, size, count = np.random.default_rng(0), 4, 7
-    pool = KvPool(2, 64, size, AttentionShape(4, 2, 8), torch.float32, CPU)
+    pool = KVCache(2, 64, size, AttentionShape(4, 2, 8), torch.float32, CPU)
     tables, free = BlockTables(size, CPU), list(rng.permutation(64))
     held: dict[int, list[torch.Tensor]] = {100 + n: [] for n in range(count)}
     for turn in range(8):
@@ -53,7 +53,7 @@ def test_a_row_without_a_block_is_refused() -> None:
 
 
 def test_a_copied_block_is_its_own() -> None:
-    pool = KvPool(2, 3, 4, AttentionShape(1, 1, 8), torch.float32, CPU)
+    pool = KVCache(2, 3, 4, AttentionShape(1, 1, 8), torch.float32, CPU)
     pool.keys.normal_()
     pool.values.normal_()
     before = pool.keys[:, 1].clone()

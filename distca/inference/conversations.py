@@ -9,17 +9,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from distca.serve.finite import naming
-from distca.serve.generation import Answer
-from distca.serve.models import ServedModel
-from distca.serve.pool_size import (
+from distca.inference.finite import naming
+from distca.inference.generation import Answer
+from distca.inference.models import ServedModel
+from distca.inference.pool_size import (
     DEFAULT_BYTES,
     PoolSize,
     Sharing,
     batches_that_fit,
     size_for,
 )
-from distca.serve.rank_processes import RankProcesses
+from distca.inference.rank_processes import RankProcesses
 
 logger = logging.getLogger(__name__)
 

@@ -45,7 +45,7 @@ def check_highest(highest: float) -> None:
 
 
 @dataclass(frozen=True)
-class Sampling:
+class SamplingParams:
     """The choice of tokens.
 
     Attributes:

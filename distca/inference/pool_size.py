@@ -7,13 +7,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from distca.inference.models import ServedModel
+from distca.inference.step_planner import StepPlanner
 from distca.schedule.serving import Sharding
 from distca.schedule.serving.accounts import block_bytes
 from distca.schedule.serving.blocks import BlockPool
 from distca.schedule.serving.csps.head_scatter import head_groups
 from distca.schedule.serving.csps.layouts import SplitModel
-from distca.serve.models import ServedModel
-from distca.serve.step_planner import StepPlanner
 
 BLOCK_SIZE = 256
 """Rows of a block by default: FlashAttention 2 reads blocks of its multiples alone."""

@@ -9,8 +9,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from distca.serve.chat import Answered
-from distca.serve.models import ServedModel
+from distca.inference.conversations import Answered
+from distca.inference.models import ServedModel
 
 LOGITS_APART = 1e-5
 """Most that logits in float32 differ from one process's, over the largest of them if that is above

@@ -10,15 +10,15 @@ from typing import Literal
 import torch
 import torch.distributed as dist
 
+from distca.inference.finite import NotFiniteError
+from distca.inference.model_runner import ModelRunner
+from distca.inference.models import ServedModel
+from distca.inference.pool_size import check_room
+from distca.inference.sampling import UNUSABLE, SamplingParams, UnusableLogitsError
+from distca.inference.step_planner import Step, StepPlanner
 from distca.runtime import Trace
 from distca.schedule.serving.layer_plans import PrefillStrategy
 from distca.schedule.serving.partitions import Chain
-from distca.serve.finite import NotFiniteError
-from distca.serve.models import ServedModel
-from distca.serve.pool_size import check_room
-from distca.serve.sampling import UNUSABLE, Sampling, UnusableLogitsError
-from distca.serve.step_planner import Step, StepPlanner
-from distca.serve.steps import ModelRank
 
 FinishReason = Literal["stop", "length"]
 
@@ -59,10 +59,10 @@ class Generator:
     def __init__(
         self,
         model: ServedModel,
-        rank: ModelRank,
+        rank: ModelRunner,
         planner: StepPlanner,
         strategy: PrefillStrategy,
-        sampling: Sampling,
+        sampling: SamplingParams,
         keeps_logits: bool = False,
         told: Callable[[int, int], None] = lambda sequence, token: None,
         trace: Trace | None = None,

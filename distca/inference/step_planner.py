@@ -11,17 +11,17 @@ import numpy as np
 
 from distca.cost.step_bytes import stepped_bytes
 from distca.cost.volume import AttentionShape
+from distca.inference.models import ServedModel
 from distca.plan import Mask, Placement, SteppedPlan
 from distca.plan.span import Int64s
 from distca.schedule.serving import Sharding, shard_evenly
 from distca.schedule.serving.accounts import Accounts, Growth, NewBlocks
 from distca.schedule.serving.blocks import BlockPool
 from distca.schedule.serving.csps.layouts import SharedRows, SplitModel
-from distca.schedule.serving.decode import Decode, plan_decode
+from distca.schedule.serving.decode import DecodeBatch, plan_decode
 from distca.schedule.serving.holdings import Holdings
 from distca.schedule.serving.layer_plans import LayerPlans, PrefillStrategy, plan_layers
 from distca.schedule.serving.restripe import Restripe, even_shares, restripe
-from distca.serve.models import ServedModel
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ class Step:
         shared: how ranks that split weights share its rows; None: each has all.
     """
 
-    parts: tuple[Prefill | Decode, ...]
+    parts: tuple[Prefill | DecodeBatch, ...]
     blocks: NewBlocks = field(default_factory=dict)
     shared: SharedRows | None = None
 
@@ -236,7 +236,7 @@ class StepPlanner:
         blocks: Int64s = growth.blocks(self.accounts.pool.block_size).sum(axis=0)
         return blocks
 
-    def _take(self, part: Prefill | Decode) -> NewBlocks:
+    def _take(self, part: Prefill | DecodeBatch) -> NewBlocks:
         return self.accounts.take(Growth(part.sequences, part.before, part.rows))
 
     def drop(self, sequence: int) -> None:

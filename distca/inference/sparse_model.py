@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from distca.attention.importance import most_important
+from distca.inference.models import ServedModel, need_transformers
 from distca.plan import Mask, SteppedPlan
 from distca.plan.span import Floats
 from distca.runtime.serving.importance import OBSERVERS
@@ -16,7 +17,6 @@ from distca.schedule.serving import nobody_holds
 from distca.schedule.serving.csps import Levels, Sparsity, kept_count
 from distca.schedule.serving.csps.degradation import GRID
 from distca.schedule.serving.csps.pipeline import NearToFar
-from distca.serve.models import ServedModel, need_transformers
 
 _NAME = "distca-sparse"
 """Name under which transformers knows this attention."""

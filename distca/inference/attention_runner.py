@@ -14,6 +14,7 @@ from distca.cost.decode_memory import decode_memory
 from distca.cost.memory import CoreAttentionMemory
 from distca.cost.step_memory import step_memory
 from distca.cost.volume import AttentionShape
+from distca.inference.step_planner import Prefill, Step
 from distca.plan import Mask
 from distca.plan.span import Bools, Int64s, expand_ranges
 from distca.runtime import CoreAttention, EventCursor, Exchange
@@ -23,15 +24,14 @@ from distca.runtime.serving.head_rows import key_places
 from distca.runtime.serving.importance import Importance
 from distca.runtime.serving.kept_call import SparseAttention
 from distca.runtime.serving.kept_exchange import build_kept_exchange
-from distca.runtime.serving.kv_pool import BlockTables, KvPool
+from distca.runtime.serving.kv_pool import BlockTables, KVCache
 from distca.runtime.serving.row_moves import build_row_moves, move_rows
 from distca.runtime.serving.step_exchange import SteppedExchange, build_stepped_exchange
 from distca.runtime.serving.stepped_call import attend_in_steps
 from distca.schedule.program import LayerGroup, Program, tick_program
 from distca.schedule.serving.accounts import NewBlocks
-from distca.schedule.serving.decode import Decode
+from distca.schedule.serving.decode import DecodeBatch
 from distca.schedule.serving.restripe import Restripe
-from distca.serve.step_planner import Prefill, Step
 
 # A call of core attention by itself: the model decides which layer is next.
 _ONE_CALL: Program = tick_program("forward", (LayerGroup(range(1), False),), 1, False, False)
@@ -49,7 +49,7 @@ class LayerWatch(Protocol):
         ...
 
 
-class RankSteps:
+class AttentionRunner:
     """The steps of one rank: keys and values that it keeps, and its part of attention.
 
     Args:
@@ -90,7 +90,7 @@ class RankSteps:
     def resize_pool(self, blocks: int) -> None:
         """Makes a pool of another size; whatever the old one holds is lost."""
         size = len(self._windows), blocks, self._tables.block_size
-        self.pool = KvPool(*size, self._shape, self._dtype, self._device)
+        self.pool = KVCache(*size, self._shape, self._dtype, self._device)
 
     def add_blocks(self, blocks: NewBlocks) -> None:
         """Adds this rank's blocks to sequences' tables."""
@@ -98,14 +98,16 @@ class RankSteps:
             if owner == self._core.transport.rank:
                 self._tables.append(sequence, added)
 
-    def begin(self, step: Step) -> StepRun:
+    def begin(self, step: Step) -> ForwardContext:
         """Finds this rank's part of a step, whose layers can then run. Collective."""
         rank = self._core.transport.rank
         self.add_blocks(step.blocks)
         rows = [NewRows.of(part, rank, self._tables) for part in step.parts]
         slots = self._index(np.concatenate([each.slots for each in rows]))
         labels = self._core.trace.labels
-        return StepRun(rows, self._windows, self.pool, slots, self._parts(step), labels, self.watch)
+        return ForwardContext(
+            rows, self._windows, self.pool, slots, self._parts(step), labels, self.watch
+        )
 
     def restripe(self, move: Restripe, blocks: NewBlocks) -> None:
         """Moves keys and values of sequences between ranks. Collective.
@@ -138,7 +140,7 @@ class RankSteps:
     def _parts(self, step: Step) -> list[_PartRun]:
         """This rank's part of each part of a step, with room in the buffers. Collective."""
         parts = [
-            self._decode(part) if isinstance(part, Decode) else self._prefill(part)
+            self._decode(part) if isinstance(part, DecodeBatch) else self._prefill(part)
             for part in step.parts
         ]
         needed = CoreAttentionMemory()
@@ -184,7 +186,7 @@ class RankSteps:
     def _on_device(self, index: torch.Tensor) -> torch.Tensor:
         return index.to(self._device)
 
-    def _decode(self, part: Decode) -> _PartRun:
+    def _decode(self, part: DecodeBatch) -> _PartRun:
         transport, kernel = self._core.transport, self._kernel
         lines, calls = self._tables.lines(part.sequences), dict[Mask, _Attention]()
         for mask in part.hidden:
@@ -207,13 +209,13 @@ class NewRows:
         slots: where its keys and values lie in the pool.
     """
 
-    part: Prefill | Decode
+    part: Prefill | DecodeBatch
     document: Int64s
     positions: Int64s
     slots: Int64s
 
     @staticmethod
-    def of(part: Prefill | Decode, rank: int, tables: BlockTables) -> NewRows:
+    def of(part: Prefill | DecodeBatch, rank: int, tables: BlockTables) -> NewRows:
         """Finds the tokens of a rank; `tables` have the step's blocks."""
         mine = part.new.of_rank(rank)
         mine = mine.select(np.lexsort((mine.start, mine.document)))
@@ -325,7 +327,7 @@ class _PartRun:
 
 
 @dataclass
-class StepRun:
+class ForwardContext:
     """What the layers of a step need; a layer knows its number.
 
     Attributes:
@@ -337,7 +339,7 @@ class StepRun:
 
     rows: Sequence[NewRows]
     windows: Sequence[int | None]
-    pool: KvPool
+    pool: KVCache
     slots: torch.Tensor
     parts: Sequence[_PartRun]
     labels: dict[str, Any]

@@ -12,8 +12,8 @@ from distca.cost.kernel_time import CostModel
 from distca.cost.link import Links
 from distca.cost.profile import Profile
 from distca.cost.volume import AttentionShape
+from distca.inference.models import ServedModel, model_size
 from distca.schedule.serving import PaperRule, Selector, SelectorName
-from distca.serve.models import ServedModel, model_size
 from distca.simulate import CLUSTERS, Cluster
 from distca.simulate.serving import InferenceCosts, SimulatedSelector
 

@@ -14,8 +14,14 @@ import torch
 from distca.checkpoints.weights import Checkpoint
 from distca.cost.model_sizes import Experts, ModelSize
 from distca.cost.volume import AttentionShape
+from distca.inference.tensor_parallel import (
+    ALONE,
+    TensorRanks,
+    check_divides,
+    load_slice,
+    slice_config,
+)
 from distca.plan import Mask
-from distca.serve.tensor_parallel import ALONE, TensorRanks, check_divides, load_slice, slice_config
 
 logger = logging.getLogger(__name__)
 

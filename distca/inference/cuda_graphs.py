@@ -17,8 +17,8 @@ from typing import Any, Protocol
 
 import torch
 
-from distca.serve.models import ServedModel
-from distca.serve.rank_steps import StepRun
+from distca.inference.attention_runner import ForwardContext
+from distca.inference.models import ServedModel
 
 logger = logging.getLogger(__name__)
 
@@ -119,10 +119,10 @@ class _Piece:
 
 
 class _Recorder:
-    """Stands for a `StepRun` in a run of the model that is captured: ends a graph at each call.
+    """Stands for a `ForwardContext` in a run that is captured: ends a graph at each call.
 
     Args:
-        windows: see `StepRun`.
+        windows: see `ForwardContext`.
         capture: what captures.
     """
 
@@ -139,7 +139,7 @@ class _Recorder:
         scale: float,
         sink: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """See `StepRun.attend`; outputs come when the graphs are replayed."""
+        """See `ForwardContext.attend`; outputs come when the graphs are replayed."""
         replay = self._capture.end()
         out = torch.zeros_like(q)
         self.pieces.append(_Piece(replay, layer, (q, k, v), scale, sink, out))
@@ -153,7 +153,7 @@ class _Recording:
     Args:
         model: model of transformers.
         size: rows.
-        windows: see `StepRun`.
+        windows: see `ForwardContext`.
         device: device of the model.
         capture: what captures.
     """
@@ -186,7 +186,7 @@ class _Recording:
             self._last = capture.end()
         self._pieces = recorder.pieces
 
-    def run(self, ids: torch.Tensor, positions: torch.Tensor, run: StepRun) -> torch.Tensor:
+    def run(self, ids: torch.Tensor, positions: torch.Tensor, run: ForwardContext) -> torch.Tensor:
         """Logits of a step's rows, `[rows, vocabulary]`."""
         rows = len(ids)
         self._ids[0, :rows], self._positions[0, :rows] = ids, positions
@@ -203,7 +203,7 @@ class DecodeGraphs:
 
     Args:
         model: model of transformers.
-        windows: see `StepRun`.
+        windows: see `ForwardContext`.
         device: device of the model.
         capture: what captures.
     """
@@ -215,7 +215,9 @@ class DecodeGraphs:
         self._capture = capture
         self._recordings: dict[int, _Recording] = {}
 
-    def run(self, ids: torch.Tensor, positions: torch.Tensor, run: StepRun) -> torch.Tensor | None:
+    def run(
+        self, ids: torch.Tensor, positions: torch.Tensor, run: ForwardContext
+    ) -> torch.Tensor | None:
         """Runs a step that decodes alone.
 
         Args:

@@ -13,24 +13,24 @@ import torch
 
 from distca.attention import PagedKernel
 from distca.attention.softcap import SoftCapped
+from distca.inference.attention_runner import AttentionRunner, ForwardContext
+from distca.inference.cuda_graphs import Capture, DecodeGraphs
+from distca.inference.finite import Outputs, first_of_all_ranks
+from distca.inference.models import IMPLEMENTATION, ServedModel, need_transformers
+from distca.inference.step_planner import Step
+from distca.inference.tensor_parallel import ALONE, TensorRanks
 from distca.plan.span import Int64s
 from distca.runtime import CoreAttention
-from distca.runtime.serving.kv_pool import KvPool
+from distca.runtime.serving.kv_pool import KVCache
 from distca.schedule.serving.accounts import NewBlocks
-from distca.schedule.serving.decode import Decode
+from distca.schedule.serving.decode import DecodeBatch
 from distca.schedule.serving.restripe import Restripe
-from distca.serve.decode_graphs import Capture, DecodeGraphs
-from distca.serve.finite import Outputs, first_of_all_ranks
-from distca.serve.models import IMPLEMENTATION, ServedModel, need_transformers
-from distca.serve.rank_steps import RankSteps, StepRun
-from distca.serve.step_planner import Step
-from distca.serve.tensor_parallel import ALONE, TensorRanks
 
 OnLogits = Callable[[Int64s, torch.Tensor], None]
 """Function of positions, int64 `[rows]`, and their logits, float32 `[rows, vocabulary]`."""
 
 
-class ModelRank:
+class ModelRunner:
     """A model on one of the ranks that answer together.
 
     Args:
@@ -63,7 +63,7 @@ class ModelRank:
         if model.softcap is not None:
             assert isinstance(core.kernel, PagedKernel), "a kernel that knows no pools"
             core = replace(core, kernel=SoftCapped(core.kernel, model.softcap))
-        self._steps = RankSteps(
+        self._steps = AttentionRunner(
             core,
             model.windows,
             model.shape,
@@ -90,12 +90,12 @@ class ModelRank:
         return sum(each.nbytes for each in there)
 
     @property
-    def pool(self) -> KvPool:
+    def pool(self) -> KVCache:
         """Keys and values of this rank."""
         return self._steps.pool
 
     @property
-    def steps(self) -> RankSteps:
+    def steps(self) -> AttentionRunner:
         """Pool and exchanges beside the model."""
         return self._steps
 
@@ -135,7 +135,7 @@ class ModelRank:
             for values in (run.ids(tokens), run.positions, kept)
         )
         logits = None
-        decodes = not scored and all(isinstance(part, Decode) for part in step.parts)
+        decodes = not scored and all(isinstance(part, DecodeBatch) for part in step.parts)
         if self._graphs is not None and decodes:
             # Each row is the last of its sequence.
             logits = self._graphs.run(ids, positions, run)
@@ -156,7 +156,7 @@ class ModelRank:
         ids: torch.Tensor,
         positions: torch.Tensor,
         rows: torch.Tensor,
-        run: StepRun,
+        run: ForwardContext,
     ) -> torch.Tensor:
         """Logits of the rows that are given, `[rows, vocabulary]`."""
         attends: Any = run
@@ -200,10 +200,10 @@ class ModelRank:
 
     @torch.no_grad()
     def restripe(self, move: Restripe, blocks: NewBlocks) -> None:
-        """Moves keys and values of sequences between ranks. Collective; see `RankSteps`."""
+        """Moves keys and values of sequences between ranks. Collective; see `AttentionRunner`."""
         self._steps.restripe(move, blocks)
 
-    def _serve(self, run: StepRun, layer: int) -> None:
+    def _serve(self, run: ForwardContext, layer: int) -> None:
         """Takes part in a layer's attention as a server alone."""
         shape, dtype = self._served.shape, self._served.dtype
         q, kv = (
@@ -226,7 +226,7 @@ def _attend(
     scaling: float,
     dropout: float = 0.0,
     *,
-    distca_run: StepRun,
+    distca_run: ForwardContext,
     sliding_window: int | None = None,
     s_aux: torch.Tensor | None = None,
     **_: Any,

@@ -19,6 +19,9 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from distca.inference.attention_runner import ForwardContext
+from distca.inference.models import ServedModel
+from distca.inference.tensor_parallel import TensorRanks
 from distca.plan.span import Int64s
 from distca.runtime.serving.sequence_exchange import SequenceExchange
 from distca.schedule.serving.csps.layouts import (
@@ -27,9 +30,6 @@ from distca.schedule.serving.csps.layouts import (
     SplitLayer,
     SplitModel,
 )
-from distca.serve.models import ServedModel
-from distca.serve.rank_steps import StepRun
-from distca.serve.tensor_parallel import TensorRanks
 from distca.transport import CollectiveTransport, new_exchange_group
 
 
@@ -118,7 +118,7 @@ class SequenceSharing:
         finally:
             self._shared = None
 
-    def scattered(self, run: StepRun) -> ScatteredRun:
+    def scattered(self, run: ForwardContext) -> ScatteredRun:
         """Makes a run that is given this rank's rows of all heads."""
         return ScatteredRun(run, self)
 
@@ -329,19 +329,19 @@ class _AttentionWeights:
 
 @dataclass
 class ScatteredRun:
-    """Stands for a `StepRun` where a rank has its rows' queries, keys and values of all heads.
+    """Stands for a `ForwardContext` where a rank has its rows, with queries and keys of all heads.
 
     Attributes:
         run: run of the step, over all rows and this rank's heads.
         sharing: sharing of the rows.
     """
 
-    run: StepRun
+    run: ForwardContext
     sharing: SequenceSharing
 
     @property
     def windows(self) -> Sequence[int | None]:
-        """See `StepRun`."""
+        """See `ForwardContext`."""
         return self.run.windows
 
     def attend(
@@ -353,6 +353,6 @@ class ScatteredRun:
         scale: float,
         sink: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """See `StepRun.attend`."""
+        """See `ForwardContext.attend`."""
         q, k, v = self.sharing.heads_of_all_rows(q, k, v)
         return self.sharing.rows_of_all_heads(self.run.attend(layer, q, k, v, scale, sink))

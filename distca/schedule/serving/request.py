@@ -22,7 +22,7 @@ class SharedPrompt:
 
 
 @dataclass
-class ServedSequence:
+class Request:
     """A sequence from its arrival to its end.
 
     Attributes:

@@ -9,9 +9,9 @@ from typing import Literal
 
 import numpy as np
 
+from distca.inference.rank_processes import RankProcesses
 from distca.plan.span import Floats, Int64s
 from distca.schedule.serving.partitions import Parts
-from distca.serve.rank_processes import RankProcesses
 
 
 @dataclass(frozen=True)

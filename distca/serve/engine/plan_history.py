@@ -8,14 +8,14 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from distca.plan.saved import save_plan
-from distca.schedule.serving.iteration import Part, plan_iteration
-from distca.serve.engine.settings import EngineSettings
+from distca.schedule.serving.iteration import BatchEntry, plan_iteration
+from distca.serve.engine.settings import EngineConfig
 
 _KEPT = 256
 """Sequences whose last chunk is kept."""
 
 
-class KeptPlans:
+class PlanHistory:
     """The last sequences that were fed in chunks, each with all parts of its iteration.
 
     Args:
@@ -23,11 +23,11 @@ class KeptPlans:
         ranks: ranks that chunks are planned for.
     """
 
-    def __init__(self, settings: EngineSettings, ranks: int) -> None:
+    def __init__(self, settings: EngineConfig, ranks: int) -> None:
         self._settings, self._ranks = settings, ranks
-        self._parts: OrderedDict[int, tuple[Part, ...]] = OrderedDict()
+        self._parts: OrderedDict[int, tuple[BatchEntry, ...]] = OrderedDict()
 
-    def keep(self, sequences: Iterable[int], parts: tuple[Part, ...]) -> None:
+    def keep(self, sequences: Iterable[int], parts: tuple[BatchEntry, ...]) -> None:
         """Keeps the parts of an iteration that feeds chunks of sequences."""
         for sequence in sequences:
             self._parts[sequence] = parts

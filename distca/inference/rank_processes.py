@@ -16,13 +16,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from distca.inference.finite import NotFiniteError
+from distca.inference.generation import Answer, Generator
+from distca.inference.models import ServedModel
+from distca.inference.pool_size import NoRoom, PoolSize, Sharing
+from distca.inference.sampling import SamplingParams
 from distca.lifetime import start_process
 from distca.schedule.serving.layer_plans import PrefillStrategy
-from distca.serve.finite import NotFiniteError
-from distca.serve.generation import Answer, Generator
-from distca.serve.models import ServedModel
-from distca.serve.pool_size import NoRoom, PoolSize, Sharing
-from distca.serve.sampling import Sampling
 
 _TIMEOUT = timedelta(minutes=10)
 _SECONDS_TO_END = 5.0
@@ -47,7 +47,7 @@ class RankSettings:
     model: ServedModel
     sharing: Sharing
     strategy: PrefillStrategy
-    sampling: Sampling
+    sampling: SamplingParams
     keeps_logits: bool = False
     pool: PoolSize = field(default_factory=PoolSize)
     records: bool = False
@@ -268,11 +268,11 @@ def _start(
     """Joins the other ranks, and loads the model; tells bytes that the rank has sent, too."""
     from distca.attention import select_kernel
     from distca.cost.step_memory import STEP_SLOTS
+    from distca.inference.cuda_graphs import capture_for
+    from distca.inference.model_runner import ModelRunner
+    from distca.inference.sequence_parallel import share_rows
+    from distca.inference.tensor_parallel import join_ranks
     from distca.runtime import Buffers, CoreAttention, Trace
-    from distca.serve.decode_graphs import capture_for
-    from distca.serve.sequence_layouts import share_rows
-    from distca.serve.steps import ModelRank
-    from distca.serve.tensor_parallel import join_ranks
     from distca.transport import CollectiveTransport
 
     model = settings.model
@@ -303,7 +303,7 @@ def _start(
 
     generator = Generator(
         model,
-        ModelRank(
+        ModelRunner(
             model,
             core,
             device,

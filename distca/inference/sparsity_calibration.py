@@ -17,6 +17,10 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from distca.inference.conversations import check_tokens
+from distca.inference.models import ServedModel, load_tokenizer, model_digest
+from distca.inference.sampling import UnusableLogitsError, check_highest
+from distca.inference.sparse_model import SparseModel
 from distca.plan.span import Floats, Int64s
 from distca.schedule.serving.csps import Levels, Sparsity
 from distca.schedule.serving.csps.calibration_file import CalibrationFile, MeasuredOn
@@ -28,10 +32,6 @@ from distca.schedule.serving.csps.degradation import (
     Measure,
     Measured,
 )
-from distca.serve.chat import check_tokens
-from distca.serve.models import ServedModel, load_tokenizer, model_digest
-from distca.serve.sampling import UnusableLogitsError, check_highest
-from distca.serve.sparse_model import SparseModel
 
 NEEDLE = 8
 """Tokens of a needle."""

@@ -1,0 +1,1 @@
+"""Inference: one engine, whose ranks share long prompts by any strategy."""
