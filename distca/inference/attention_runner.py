@@ -14,7 +14,7 @@ from distca.cost.decode_memory import decode_memory
 from distca.cost.memory import CoreAttentionMemory
 from distca.cost.step_memory import step_memory
 from distca.cost.volume import AttentionShape
-from distca.inference.step_planner import Prefill, Step
+from distca.inference.step_planner import Step
 from distca.plan import Mask
 from distca.plan.span import Bools, Int64s, expand_ranges
 from distca.runtime import CoreAttention, EventCursor, Exchange
@@ -31,6 +31,7 @@ from distca.runtime.serving.stepped_call import attend_in_steps
 from distca.schedule.program import LayerGroup, Program, tick_program
 from distca.schedule.serving.accounts import NewBlocks
 from distca.schedule.serving.decode import DecodeBatch
+from distca.schedule.serving.prefill_batch import PrefillBatch
 from distca.schedule.serving.restripe import Restripe
 
 # A call of core attention by itself: the model decides which layer is next.
@@ -156,7 +157,7 @@ class AttentionRunner:
             call.exchange = exchange
         return parts
 
-    def _prefill(self, part: Prefill) -> _PartRun:
+    def _prefill(self, part: PrefillBatch) -> _PartRun:
         rank, needed = self._core.transport.rank, CoreAttentionMemory()
         # Keys and values of all the sequences' rows here, in the order of the plans.
         slots = self._slots(part.sequences, part.rows[:, rank])
@@ -209,13 +210,13 @@ class NewRows:
         slots: where its keys and values lie in the pool.
     """
 
-    part: Prefill | DecodeBatch
+    part: PrefillBatch | DecodeBatch
     document: Int64s
     positions: Int64s
     slots: Int64s
 
     @staticmethod
-    def of(part: Prefill | DecodeBatch, rank: int, tables: BlockTables) -> NewRows:
+    def of(part: PrefillBatch | DecodeBatch, rank: int, tables: BlockTables) -> NewRows:
         """Finds the tokens of a rank; `tables` have the step's blocks."""
         mine = part.new.of_rank(rank)
         mine = mine.select(np.lexsort((mine.start, mine.document)))

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
+from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 
-from distca.cost.step_bytes import stepped_bytes
-from distca.cost.volume import AttentionShape
 from distca.inference.models import ServedModel
-from distca.plan import Mask, Placement, SteppedPlan
+from distca.plan import Mask, Placement
 from distca.plan.span import Int64s
 from distca.schedule.serving import Sharding, shard_evenly
 from distca.schedule.serving.accounts import Accounts, Growth, NewBlocks
@@ -20,51 +18,9 @@ from distca.schedule.serving.blocks import BlockPool
 from distca.schedule.serving.csps.layouts import SharedRows, SplitModel
 from distca.schedule.serving.decode import DecodeBatch, plan_decode
 from distca.schedule.serving.holdings import Holdings
-from distca.schedule.serving.layer_plans import LayerPlans, PrefillStrategy, plan_layers
+from distca.schedule.serving.layer_plans import PrefillStrategy, plan_layers
+from distca.schedule.serving.prefill_batch import PrefillBatch
 from distca.schedule.serving.restripe import Restripe, even_shares, restripe
-
-
-@dataclass(frozen=True)
-class Prefill:
-    """Prompts, turns or chunks of either, with the plans of their attention.
-
-    Attributes:
-        sequences: sequences that are fed, by number.
-        plans: plans of the layers, over these sequences in their order.
-        new: owners of the new tokens.
-        before: rows of each sequence on each rank before, int64 `[sequences, ranks]`.
-    """
-
-    sequences: tuple[int, ...]
-    plans: LayerPlans
-    new: Placement
-    before: Int64s
-
-    @cached_property
-    def rows(self) -> Int64s:
-        """Rows of each sequence on each rank afterwards, int64 `[sequences, ranks]`."""
-        after = self.before.copy()
-        np.add.at(after, (self.new.document, self.new.rank), self.new.end - self.new.start)
-        return after
-
-    def bytes_by_sequence(self, model: ServedModel) -> Int64s:
-        """Bytes that all layers move for each sequence, on all tensor-parallel ranks."""
-        windows, shape, size = model.windows, model.shape, model.tensor_parallel_size
-        # A plan that drops rows has the heads of all.
-        whole = replace(shape, heads=size * shape.heads, kv_heads=size * shape.kv_heads)
-        layers = [self.plans.of(layer, Mask(window)) for layer, window in enumerate(windows)]
-        plans, times = {id(plan): plan for plan in layers}, Counter(map(id, layers))
-        found = [
-            n * self._bytes(plan, whole) if plan.drops else n * size * self._bytes(plan, shape)
-            for plan, n in ((plans[each], n) for each, n in times.items())
-        ]
-        return np.sum(found, axis=0)
-
-    def _bytes(self, stepped: SteppedPlan, shape: AttentionShape) -> Int64s:
-        plan = stepped.plan
-        sequence = plan.tasks.document % plan.sequences
-        parts = (stepped.select(sequence == n) for n in range(plan.sequences))
-        return np.array([stepped_bytes(each, shape).total for each in parts], dtype=np.int64)
 
 
 @dataclass(frozen=True)
@@ -77,7 +33,7 @@ class Step:
         shared: how ranks that split weights share its rows; None: each has all.
     """
 
-    parts: tuple[Prefill | DecodeBatch, ...]
+    parts: tuple[PrefillBatch | DecodeBatch, ...]
     blocks: NewBlocks = field(default_factory=dict)
     shared: SharedRows | None = None
 
@@ -93,16 +49,17 @@ class Step:
     def bytes_by_sequence(self, model: ServedModel) -> list[int]:
         """Bytes that the step moves for each sequence, in all layers, by its plans."""
         found: list[int] = []
+        size = model.tensor_parallel_size
         for part in self.parts:
-            if isinstance(part, Prefill):
-                moved = part.bytes_by_sequence(model)
+            if isinstance(part, PrefillBatch):
+                moved = part.bytes_by_sequence(model.windows, model.shape, size)
             else:
                 layers = Counter(model.windows).items()
                 of_masks = [
                     count * part.bytes_by_sequence(Mask(window), model.shape)
                     for window, count in layers
                 ]
-                moved = model.tensor_parallel_size * np.sum(of_masks, axis=0)
+                moved = size * np.sum(of_masks, axis=0)
             found += moved.tolist()
         if self.shared is not None:
             tokens = [np.sum(part.rows - part.before, axis=1) for part in self.parts]
@@ -185,7 +142,7 @@ class StepPlanner:
             return self.holdings.placement(sequences, alike)
 
         plans = plan_layers(held, new, self._masks, strategy, head_groups=self._head_groups)
-        prefill = Prefill(sequences, plans, new, before)
+        prefill = PrefillBatch(sequences, plans, new, before)
         blocks = self._take(prefill)
         self.holdings.note(sequences, new)
         shared = None if self._split is None else self._split.share(sum(counts.values()))
@@ -197,7 +154,9 @@ class StepPlanner:
         Returns:
             What moves, and the blocks that it adds; None: ranks hold equal shares, or may differ.
         """
-        prefills = [part for part in step.parts if isinstance(part, Prefill) and self._restripes]
+        prefills = [
+            part for part in step.parts if isinstance(part, PrefillBatch) and self._restripes
+        ]
         if not prefills:
             return None
         (prefill,) = prefills
@@ -236,7 +195,7 @@ class StepPlanner:
         blocks: Int64s = growth.blocks(self.accounts.pool.block_size).sum(axis=0)
         return blocks
 
-    def _take(self, part: Prefill | DecodeBatch) -> NewBlocks:
+    def _take(self, part: PrefillBatch | DecodeBatch) -> NewBlocks:
         return self.accounts.take(Growth(part.sequences, part.before, part.rows))
 
     def drop(self, sequence: int) -> None:

@@ -9,7 +9,7 @@ import pytest
 from distca.cost.profile import Profile
 from distca.cost.volume import AttentionShape
 from distca.inference.machine import CPUS, Machine
-from distca.inference.step_planner import Prefill, StepPlanner
+from distca.inference.step_planner import StepPlanner
 from distca.plan import Mask, Placement, SteppedPlan
 from distca.schedule.serving import (
     SELECTORS,
@@ -21,6 +21,7 @@ from distca.schedule.serving import (
     Strategy,
 )
 from distca.schedule.serving.blocks import BlockPool
+from distca.schedule.serving.prefill_batch import PrefillBatch
 from distca.simulate.serving import SimulatedSelector
 
 SHAPE = AttentionShape(16, 2, 64, 4)
@@ -45,7 +46,7 @@ def test_turns_choose_what_travels(name: SelectorName) -> None:
     chosen = []
     for count in (4000, 40, 4000):
         (prefill,) = planner.plan({0: count}, selector, False).parts
-        assert isinstance(prefill, Prefill)
+        assert isinstance(prefill, PrefillBatch)
         chosen.append(prefill.plans.by_mask[Mask()].plan.scheduler)
         assert {plan.plan.scheduler for plan in prefill.plans.by_mask.values()} == {chosen[-1]}
     assert chosen == ["pass-kv", "pass-q", "pass-kv"]
@@ -60,7 +61,7 @@ def test_a_server_simulates_the_steps_that_take_long() -> None:
         planner.plan({0: cached}, "pass-kv", False)
         made: list[str] = []
         (part,) = planner.plan({0: tokens}, Noted(selector, made), False).parts
-        assert isinstance(part, Prefill)
+        assert isinstance(part, PrefillBatch)
         assert part.plans.by_mask[Mask()].plan.scheduler == expected
         assert made == ([] if tokens == 64 else list(STRATEGIES))
 

@@ -14,7 +14,8 @@ import numpy as np
 from distca.plan import Mask, Placement
 from distca.plan.span import Int64s
 from distca.schedule.serving.decode import DecodeBatch
-from distca.schedule.serving.layer_plans import LayerPlans, PrefillStrategy, plan_layers
+from distca.schedule.serving.layer_plans import PrefillStrategy, plan_layers
+from distca.schedule.serving.prefill_batch import PrefillBatch
 
 
 @dataclass(frozen=True)
@@ -42,32 +43,6 @@ class BatchEntry:
         if rest:
             rows[self.ranks[full]] += rest
         return rows
-
-
-@dataclass(frozen=True)
-class PrefillBatch:
-    """Chunks of prompts that an iteration feeds.
-
-    Attributes:
-        sequences: sequences that are fed, in the order of the plans' documents.
-        plans: plans of the layers.
-        new: owners of the new tokens.
-        before: rows of each sequence on each rank before, int64 `[sequences, ranks]`.
-    """
-
-    sequences: tuple[int, ...]
-    plans: LayerPlans
-    new: Placement
-    before: Int64s
-
-    def members(self) -> set[int]:
-        """Ranks that own new tokens, or compute or send something."""
-        found = {*self.new.rank.tolist()}
-        for stepped in self.plans.by_mask.values():
-            found |= {*stepped.plan.tasks.server.tolist()}
-            for segments in (stepped.plan.q_segments, stepped.kv_segments):
-                found |= {*segments.owner.tolist()}
-        return found
 
 
 @dataclass(frozen=True)

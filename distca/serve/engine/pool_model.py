@@ -11,7 +11,7 @@ from distca.inference.attention_runner import AttentionRunner
 from distca.inference.cuda_graphs import Capture
 from distca.inference.model_runner import ModelRunner, OnLogits
 from distca.inference.models import ServedModel
-from distca.inference.step_planner import Prefill, Step
+from distca.inference.step_planner import Step
 from distca.inference.tensor_parallel import TensorRanks
 from distca.runtime import CoreAttention
 from distca.runtime.serving.kv_moves import BlockMove, KvMoves
@@ -132,8 +132,7 @@ class PoolModel:
         if plan.chunks is not None:
             if self._split is not None:
                 shared = self._split.share(int(plan.new_tokens.sum()))
-            chunks = plan.chunks
-            parts.append(Prefill(chunks.sequences, chunks.plans, chunks.new, chunks.before))
+            parts.append(plan.chunks)
         new, self._new = self._new, {}
         blocks = {(sequence, self._rank): tuple(each) for sequence, each in new.items()}
         decodes = () if plan.decode is None else (plan.decode,)
