@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -19,8 +18,7 @@ from distca.inference.step_planner import Step, StepPlanner
 from distca.runtime import Trace
 from distca.schedule.serving.layer_plans import PrefillStrategy
 from distca.schedule.serving.partitions import Chain
-
-FinishReason = Literal["stop", "length"]
+from distca.schedule.serving.request import FinishReason
 
 
 @dataclass

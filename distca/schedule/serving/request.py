@@ -4,8 +4,28 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Literal
 
 from distca.schedule.serving.prefix_cache import Block
+
+FinishReason = Literal["stop", "length"]
+"""Why an answer has ended: by a token that ends answers, or by its length."""
+
+
+def finish_of(
+    tokens: Sequence[int], most: int, fewest: int, stops: frozenset[int]
+) -> FinishReason | None:
+    """Says why an answer ends with its last token; None: it goes on.
+
+    Args:
+        tokens: prompt, and the answer so far.
+        most: most tokens of both.
+        fewest: fewest tokens of both that `stops` may end.
+        stops: tokens that end an answer.
+    """
+    if tokens[-1] in stops and len(tokens) > fewest:
+        return "stop"
+    return "length" if len(tokens) == most else None
 
 
 @dataclass
@@ -60,6 +80,11 @@ class Request:
     prefix: SharedPrompt | None = None
     block_size: int = 1
     settled: int = 0
+
+    @property
+    def finish(self) -> FinishReason | None:
+        """Why the answer has ended with its last token; None: it goes on."""
+        return finish_of(self.tokens, self.most, self.fewest, self.stops)
 
     @property
     def full(self) -> int:

@@ -15,7 +15,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 import numpy as np
 
@@ -23,9 +22,7 @@ from distca.schedule.serving.csps.levels import Levels
 from distca.schedule.serving.moves import BlockTransfer, Mover
 from distca.schedule.serving.partitions import Chain
 from distca.schedule.serving.prefix_cache import Block, PrefixCache, extend_digests
-from distca.schedule.serving.request import Request, SharedPrompt
-
-FinishReason = Literal["stop", "length"]
+from distca.schedule.serving.request import FinishReason, Request, SharedPrompt
 
 MOST_SCORED = 256
 """Tokens of prompts that are scored, of an iteration: each has logits of the whole vocabulary."""
@@ -381,11 +378,7 @@ class Scheduler:
     def _append(self, each: Request, token: int) -> TokenUpdate:
         """Adds a token to an answer, and ends it if it was its last."""
         each.tokens.append(token)
-        finish: FinishReason | None = None
-        if token in each.stops and len(each.tokens) > each.fewest:
-            finish = "stop"
-        elif len(each.tokens) == each.most:
-            finish = "length"
+        finish = each.finish
         if finish:
             self._end(each)
         return TokenUpdate(each.number, token, finish)

@@ -1,4 +1,4 @@
-"""The next token of a sequence, and whether it is its last: alike wherever answers are made."""
+"""The next token of a sequence, chosen by its logits."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from distca.inference.sampling import TokenLogprobs, UnusableLogitsError
-from distca.schedule.serving.scheduler import FinishReason
 from distca.serve.engine.messages import NewRequest, SampledToken
 
 if TYPE_CHECKING:
@@ -32,19 +31,3 @@ def choose_token(admitted: NewRequest, tokens: Sequence[int], logits: torch.Tens
         )
     except UnusableLogitsError as error:
         return SampledToken(admitted.number, -1, None, str(error))
-
-
-def finish_of(
-    tokens: Sequence[int], most: int, fewest: int, stops: frozenset[int]
-) -> FinishReason | None:
-    """Says why an answer ends with its last token; None: it goes on.
-
-    Args:
-        tokens: prompt, and the answer so far.
-        most: most tokens of both.
-        fewest: fewest tokens of both that `stops` may end.
-        stops: tokens that end an answer.
-    """
-    if tokens[-1] in stops and len(tokens) > fewest:
-        return "stop"
-    return "length" if len(tokens) == most else None

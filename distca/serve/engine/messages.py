@@ -6,7 +6,7 @@ import msgspec
 
 from distca.inference.sampling import Penalties, SamplingParams, TokenLogprobs
 from distca.schedule.serving.cdsp.load import Growth
-from distca.schedule.serving.scheduler import FinishReason
+from distca.schedule.serving.request import FinishReason
 
 
 class Message(msgspec.Struct, frozen=True, tag=True, array_like=True, omit_defaults=True):

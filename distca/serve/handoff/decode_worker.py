@@ -22,7 +22,8 @@ from distca.schedule.serving.cdsp import Receiver, receive
 from distca.schedule.serving.cdsp import handoff as hand
 from distca.schedule.serving.cdsp.handoff import Transfer
 from distca.schedule.serving.iteration import BatchEntry, plan_iteration
-from distca.serve.engine.choice import choose_token, finish_of
+from distca.schedule.serving.request import finish_of
+from distca.serve.engine.choice import choose_token
 from distca.serve.engine.messages import Begin, Loaded, NewRequest, SampledToken, decoder, encode
 from distca.serve.engine.pool_model import PoolModel
 from distca.serve.engine.settings import EngineConfig

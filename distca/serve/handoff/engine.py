@@ -31,8 +31,7 @@ from distca.schedule.serving.cdsp import handoff as hand
 from distca.schedule.serving.cdsp.handoff import Transfer
 from distca.schedule.serving.cdsp.strategies import strategy_of
 from distca.schedule.serving.prefix_cache import PrefixCache, digests
-from distca.schedule.serving.scheduler import FinishReason
-from distca.serve.engine.choice import finish_of
+from distca.schedule.serving.request import FinishReason, finish_of
 from distca.serve.engine.messages import (
     Abort,
     AddRequest,

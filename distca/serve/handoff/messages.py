@@ -15,7 +15,7 @@ import msgspec
 
 from distca.schedule.serving.cdsp import handoff
 from distca.schedule.serving.cdsp.handoff import Transfer
-from distca.schedule.serving.scheduler import FinishReason
+from distca.schedule.serving.request import FinishReason
 from distca.serve.engine.messages import (
     Beat,
     Begin,
