@@ -171,6 +171,9 @@ class _FlashKernel(ABC):
     def _place(self, tasks: KernelTasks, device: torch.device) -> _Placed:
         q, longest_q = self._offsets(tasks.cu_seqlens_q, device)
         kv, longest_kv = self._offsets(tasks.cu_seqlens_kv, device)
+        if longest_q == 1 and int(tasks.cu_seqlens_q[-1]) < len(tasks.cu_seqlens_q) - 1:
+            # Version 2 takes 1 for exactly one query of each task, and regroups heads by that.
+            longest_q = 2
         return _Placed(q, kv, longest_q, longest_kv, tasks)
 
     @abstractmethod

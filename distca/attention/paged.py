@@ -65,7 +65,9 @@ class PagedKeys:
 
     def slots(self, device: torch.device) -> torch.Tensor:
         """Returns the slots of all tasks' keys, one task after the other, int64."""
-        begins, ends = np.array([run for runs in self.runs for run in runs]).reshape(-1, 2).T
+        runs = [run for of_task in self.runs for run in of_task]
+        # Without any run numpy would choose floating point.
+        begins, ends = np.array(runs, dtype=np.int64).reshape(-1, 2).T
         return torch.from_numpy(expand_ranges(begins, ends - begins)).to(device)
 
     @cached_property

@@ -178,20 +178,23 @@ def test_calls_mean_the_tasks(
 
 @pytest.mark.parametrize("package", MODULES)
 @pytest.mark.parametrize("first", [0, 3], ids=["whole", "windowed"])
-def test_calls_mean_the_pools_rows(packages, monkeypatch, package, first: int) -> None:
+@pytest.mark.parametrize("queries", [(1, 0, 1, 2), (1, 0, 1, 1)], ids=["several", "at most one"])
+def test_calls_mean_the_pools_rows(
+    packages, monkeypatch, package, first: int, queries: tuple[int, ...]
+) -> None:
     """Keys in blocks, whole lines of a table or parts of them: those that torch on CPUs has."""
     packages.install({package: "9.9"})
     on_gpu(monkeypatch, HOPPER)
     torch.manual_seed(0)
-    q, (k, v) = torch.randn(4, 4, 16), torch.randn(2, 6 * 256, 2, 16)
+    q, (k, v) = torch.randn(sum(queries), 4, 16), torch.randn(2, 6 * 256, 2, 16)
     host = np.array([[4, 1], [0, 0], [2, 5], [3, 0]], dtype=np.int32)
-    used, queries = np.array([300, 0, 512, 7]), np.array([1, 0, 1, 2])
+    used = np.array([300, 0, 512, 7])
     keys = PagedKeys(torch.from_numpy(host), host, np.minimum(first, used), used, 256)
-    lengths = queries, keys.used - keys.first
+    lengths = np.array(queries), keys.used - keys.first
     edges = [torch.tensor([0, *np.cumsum(each)], dtype=torch.int32) for each in lengths]
     tasks = KernelTasks(*edges, False, None, SCALE)
     expected = SoftCapped(select_kernel("cpu"), 2.0).forward_paged(q, k, v, tasks, keys)
-    into = torch.full((4, 2, 4, 16), 7.0)[:, 0], torch.full((4, 4), 7.0)
+    into = torch.full((len(q), 2, 4, 16), 7.0)[:, 0], torch.full((len(q), 4), 7.0)
     kernel = SoftCapped(select_kernel("cuda", 16, softcaps=True), 2.0)
     for found in (kernel.forward_paged(q, k, v, tasks, keys, into), into):
         for mine, theirs in zip(found, expected, strict=True):

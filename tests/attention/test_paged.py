@@ -65,3 +65,11 @@ def test_runs_are_found_once() -> None:
     _, first, used = np.array(TASKS).T
     keys = PagedKeys(torch.from_numpy(host), host, first, used, BLOCK)
     assert keys.runs is keys.runs
+
+
+def test_tasks_without_keys_have_no_slots() -> None:
+    nothing = np.zeros(2, dtype=np.int64)
+    host = np.zeros((2, 3), dtype=np.int32)
+    keys = PagedKeys(torch.from_numpy(host), host, nothing, nothing, BLOCK)
+    assert keys.slots(torch.device("cpu")).dtype == torch.int64
+    assert keys.slots(torch.device("cpu")).tolist() == []

@@ -54,11 +54,12 @@ def build_decode_exchange(
         peer_rows(table[rank], table[:rank].sum(axis=0), nothing, nothing)
         for table in (moved, moved.T)
     )
-    # Kernels take queries in the order of the table's lines, so that it is used as it is.
+    # Kernels take queries in the order of the table's lines, so that it is used as it is where all
+    # are served.
     served = np.concatenate([mine, received])
     order = np.argsort(lines[served])
     in_order = bool((order[1:] > order[:-1]).all())
-    keys, cu_seqlens = _keys(decode, mask, rank, tables, lines, served)
+    keys, cu_seqlens = _keys(decode, mask, rank, tables, lines, served[order])
     call = KernelCall(
         False,
         len(served),
@@ -97,14 +98,27 @@ def build_decode_exchange(
 def _keys(
     decode: DecodeBatch, mask: Mask, rank: int, tables: BlockTables, lines: Int64s, served: Int64s
 ) -> tuple[PagedKeys, tuple[torch.Tensor, torch.Tensor]]:
-    """Returns where the keys of all lines' queries are, and the offsets of queries and keys of
-    lines."""
-    queries, first, used = np.zeros((3, len(tables.host)), dtype=np.int64)
+    """Returns where the keys of the served queries are, and the offsets of queries and keys.
+
+    Each query is a task of its own, since kernels split the keys of such tasks among
+    multiprocessors.
+
+    Args:
+        served: sequences whose queries this rank serves, in the order of the tables' lines.
+    """
     at = lines[served]
-    queries[at] = 1
-    first[at] = decode.hidden[mask][served, rank]
-    used[at] = decode.rows[served, rank]
-    keys = PagedKeys(tables.table, tables.host, first, used, tables.block_size)
-    edges = np.zeros((2, len(queries) + 1), dtype=np.int32)
-    np.cumsum([queries, used - first], axis=1, out=edges[:, 1:])
+    first, used = decode.hidden[mask][served, rank], decode.rows[served, rank]
+    table, host = tables.table, tables.host
+    if not len(at) or at[-1] - at[0] + 1 == len(at):
+        # Neighbouring lines, as in most steps, are not copied.
+        neighbours = slice(at[0], at[-1] + 1) if len(at) else slice(0)
+        table, host = table[neighbours], host[neighbours]
+    else:
+        chosen = torch.from_numpy(at)
+        if table.is_cuda:
+            chosen = chosen.pin_memory().to(table.device, non_blocking=True)
+        table, host = table.index_select(0, chosen), host[at]
+    keys = PagedKeys(table, host, first, used, tables.block_size)
+    edges = np.zeros((2, len(at) + 1), dtype=np.int32)
+    np.cumsum([np.ones_like(at), used - first], axis=1, out=edges[:, 1:])
     return keys, (torch.from_numpy(edges[0]), torch.from_numpy(edges[1]))
