@@ -20,7 +20,7 @@ class Parser(argparse.ArgumentParser):
     `FILE` is there.
 
     Args:
-        description: docstring of the command, of which the first line is shown.
+        description: docstring of the command, whose first line is shown.
         least: least values of other flags, by the name of their value.
     """
 

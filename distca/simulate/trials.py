@@ -101,7 +101,7 @@ class Trials:
         self._free: queue.SimpleQueue[PlannerProcess[Trial]] = queue.SimpleQueue()
 
     def _start(self, processes: int) -> None:
-        """Starts so many processes, and ends those that there are, unless they are as many."""
+        """Starts simulating processes in place of those that run, unless as many run."""
         if processes == self._running:
             return
         self._stack.close()
