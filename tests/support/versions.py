@@ -24,7 +24,7 @@ EVALUATES_BY_ITS_OWN_SIZE = MEGATRON >= (0, 18)
 
 
 def null_tokenizer(tokens: int) -> list[str]:
-    """The flags of a tokenizer of some tokens, the last of which ends a document.
+    """The flags of a tokenizer whose last token ends a document.
 
     Up to 0.17 the flag does not count that one.
     """
