@@ -23,7 +23,7 @@ from megatron_patches.loop.messages import ERROR_FILE
 logger = logging.getLogger(__name__)
 
 _FRAMES = 6
-_PATIENCE = 2.0
+PATIENCE = 2.0
 """Seconds in which torchrun ends the other ranks of a machine after one of them."""
 
 
@@ -84,10 +84,10 @@ def _patience(error: BaseException, environment: Mapping[str, str]) -> float:
     if int(environment.get("WORLD_SIZE", 1)) == 1:
         return 0.0
     if _is_another_s(error):
-        return 3 * _PATIENCE
+        return 3 * PATIENCE
     if int(environment.get("RANK", 0)) == 0:
         return 0.0
-    return _PATIENCE if int(environment.get("LOCAL_RANK", 0)) == 0 else 2 * _PATIENCE
+    return PATIENCE if int(environment.get("LOCAL_RANK", 0)) == 0 else 2 * PATIENCE
 
 
 def _may_be_another_s(error: BaseException) -> bool:

@@ -12,6 +12,7 @@ import shutil
 import socket
 import sys
 import tempfile
+import time
 from argparse import Namespace
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
@@ -34,6 +35,7 @@ from megatron_patches.loop.checkpoint_folder import (
     refuse_lost_tracker,
     suggest_checkpoint,
 )
+from megatron_patches.loop.ending import PATIENCE
 from megatron_patches.loop.save_lock import LOCK, SaveLock
 from megatron_patches.loop.saved_arguments import check_model, saved_arguments
 from megatron_patches.loop.saved_vocabulary import check_vocabulary
@@ -315,4 +317,7 @@ def _together(check: Callable[[], None]) -> None:
     # No rank leaves while another may still be reading what it sent.
     with contextlib.suppress(RuntimeError):
         dist.barrier()
+    if dist.get_rank() != 0:
+        # torchrun shows last the failure that it saw first: the one that says why.
+        time.sleep(PATIENCE)
     sys.exit(2)
