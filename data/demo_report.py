@@ -134,18 +134,17 @@ def compare(distca: Scalars, plain: Scalars) -> Comparison | None:
     logged = sorted(distca.get(BUSIEST, {}).keys() & plain.get(BUSIEST, {}).keys())
     if len(logged) < 2:
         return None
-    steps = range(logged[0] + 1, logged[-1] + 1)
 
-    def mean_of(scalars: Scalars, name: str, iterations: Sequence[int]) -> float:
-        return float(np.mean([scalars[name][iteration] for iteration in iterations]))
+    def mean_of(scalars: Scalars, name: str) -> float:
+        return float(np.mean([scalars[name][iteration] for iteration in logged[1:]]))
 
     return Comparison(
-        steps[0],
-        steps[-1],
-        (mean_of(plain, BUSIEST, logged[1:]), mean_of(plain, MEAN, logged[1:])),
-        (mean_of(distca, BUSIEST, logged[1:]), mean_of(distca, MEAN, logged[1:])),
-        mean_of(distca, BEFORE, steps),
-        mean_of(distca, AFTER, steps),
+        logged[0] + 1,
+        logged[-1],
+        (mean_of(plain, BUSIEST), mean_of(plain, MEAN)),
+        (mean_of(distca, BUSIEST), mean_of(distca, MEAN)),
+        mean_of(distca, BEFORE),
+        mean_of(distca, AFTER),
     )
 
 

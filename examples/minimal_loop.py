@@ -278,7 +278,7 @@ def train_step(run: Run) -> dict[str, float]:
         chunk.train()
         chunk.zero_grad_buffer()
     run.optimizer.zero_grad()
-    figures = run_global_batch(run)
+    figures = run_global_batch(run) | run.data.take_figures()
     _, norm, _ = run.optimizer.step()
     return figures | {"gradient norm": float(norm)}
 

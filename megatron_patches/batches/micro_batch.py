@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -45,7 +45,8 @@ class MicroBatch:
         packed_seq_params: description of the documents; None with a dense mask.
         attention_mask: bool `[1, masks, tokens, tokens]`, True where a query must not look; or
             None.
-        report: figures for the log line, by name.
+        million_pairs: visible pairs of this rank's documents in the mean layer, in millions; 0
+            where they are counted for a whole global batch.
     """
 
     tokens: torch.Tensor
@@ -54,7 +55,7 @@ class MicroBatch:
     position_ids: torch.Tensor
     packed_seq_params: DocumentParams | None = None
     attention_mask: torch.Tensor | None = None
-    report: dict[str, float] = field(default_factory=dict)
+    million_pairs: float = 0.0
 
     def to(self, device: torch.device, fused_rotary: bool = False) -> MicroBatch:
         """Returns the micro-batch on another device.

@@ -79,7 +79,7 @@ class PackedReader:
             labels,
             loss_mask,
             torch.from_numpy(positions)[None],
-            report={PAIRS: million_pairs(lengths, self.masks)},
+            million_pairs=million_pairs(lengths, self.masks),
             **attention,  # type: ignore[arg-type]
         )
 
@@ -111,9 +111,19 @@ class PackedIterator(Iterator[MicroBatch]):
         self._batches = Prefetcher(
             reader.micro_batch(sample) for sample in itertools.count(first_sample, step)
         )
+        self._million_pairs, self._taken = 0.0, 0
 
     def __next__(self) -> MicroBatch:
-        return next(self._batches).to(self._device, self._fused_rotary)
+        micro_batch = next(self._batches)
+        self._million_pairs += micro_batch.million_pairs
+        self._taken += 1
+        return micro_batch.to(self._device, self._fused_rotary)
+
+    def take_figures(self) -> dict[str, float]:
+        """Returns figures of the micro-batches since the last call, by their names on boards."""
+        found = {PAIRS: self._million_pairs / max(self._taken, 1)}
+        self._million_pairs, self._taken = 0.0, 0
+        return found
 
     def close(self) -> None:
         """Ends the thread."""

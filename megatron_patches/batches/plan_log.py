@@ -113,7 +113,7 @@ def warning_of_groups_of_one(
 
 
 def balance_figures(counted: CountedGlobalBatch, packed: Floats) -> dict[str, float]:
-    """Returns figures for the log line, the same for all micro-batches of a global batch.
+    """Returns figures of a global batch, by their names on boards.
 
     All servers wait for the busiest in each nano-batch of a tick: the loads of the busiest add up
     over the forward ticks, and so do the means. In plain data parallelism ranks wait for each other
@@ -155,7 +155,7 @@ class ToleranceWarning:
             if why is not None:
                 logger.warning(
                     "in the global batch from sample %d on, %s. Later ones are not logged: "
-                    '"load max/mean" is of every iteration',
+                    '"load max/mean" on boards is of all',
                     *(first_sample, why),
                 )
                 self._silent = True

@@ -108,14 +108,12 @@ class PlannedReader:
     def micro_batch(
         self,
         planned: PlannedMicroBatch,
-        report: dict[str, float],
         chain_parts: Sequence[ChainPart | None],
     ) -> MicroBatch:
         """Makes this rank's part of a micro-batch, without the state of its core attention.
 
         Args:
             planned: planned micro-batch.
-            report: figures for the log line.
             chain_parts: parts of each nano-batch, as `chain_parts` makes them.
         """
         starts, positions, lengths = [], [], []
@@ -138,7 +136,6 @@ class PlannedReader:
             loss_mask[:, order],
             torch.from_numpy(np.concatenate(positions))[None, order],
             packed_seq_params=params,
-            report=report,
         )
 
     def chain_parts(

@@ -7,7 +7,7 @@ batch ahead of the model. A thread makes a rank's part of the plans, a few ticks
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
@@ -52,6 +52,7 @@ class TickInput:
         bytes_sent: bytes that this rank sends for the tick, by phase; keys that are sent ahead
             leave before the tick begins.
         memory: memory that the largest plan of the global batch needs.
+        figures: figures of the global batch, by their names on boards.
     """
 
     schedule: TickSchedule
@@ -62,6 +63,7 @@ class TickInput:
     micro_batch: MicroBatch | None
     bytes_sent: dict[str, int]
     memory: CoreAttentionMemory
+    figures: Mapping[str, float]
 
 
 @dataclass(frozen=True)
@@ -130,15 +132,17 @@ class TickMaker:
             runtime.core_attention.backward,
         )
 
-    def ticks(self, counted: CountedGlobalBatch, report: dict[str, float]) -> Iterator[TickInput]:
+    def ticks(
+        self, counted: CountedGlobalBatch, figures: Mapping[str, float]
+    ) -> Iterator[TickInput]:
         """Makes the inputs of a planned global batch's ticks.
 
         Args:
             counted: planned global batch.
-            report: figures for the log line.
+            figures: figures of it, by their names on boards.
         """
         batch, runtime, layout = counted.batch, self.runtime, self.runtime.layout
-        micro_batches = _MicroBatches(self.reader, batch, report, layout.chunks)
+        micro_batches = _MicroBatches(self.reader, batch, layout.chunks)
         latents = runtime.shape.kv_rank is not None
         # Ticks may share plans. Their exchanges are built once: with `keep` the backward tick finds
         # there the inputs that the forward tick kept.
@@ -171,6 +175,7 @@ class TickMaker:
                 micro_batch,
                 {phase: int(each[layout.server]) for phase, each in of_servers.items()},
                 counted.memory,
+                figures,
             )
 
     def _at_home(self, exchanges: tuple[Exchange, ...]) -> bool:
@@ -196,18 +201,11 @@ class _MicroBatches:
     Args:
         reader: reader of planned micro-batches.
         batch: planned global batch.
-        report: figures for the log line.
         chunks: number of model chunks.
     """
 
-    def __init__(
-        self,
-        reader: PlannedReader,
-        batch: PlannedGlobalBatch,
-        report: dict[str, float],
-        chunks: int,
-    ) -> None:
-        self._reader, self._batch, self._report, self._chunks = reader, batch, report, chunks
+    def __init__(self, reader: PlannedReader, batch: PlannedGlobalBatch, chunks: int) -> None:
+        self._reader, self._batch, self._chunks = reader, batch, chunks
         # Micro-batches of which chunks follow, and keys of the chains of which micro-batches
         # follow, by the first micro-batch.
         self._unfinished: dict[int, MicroBatch] = {}
@@ -223,7 +221,7 @@ class _MicroBatches:
             if number == chain[-1]:
                 del self._keys[chain[0]]
             parts = self._reader.chain_parts(number, planned, of_chain)
-            unfinished[number] = self._reader.micro_batch(planned[number], self._report, parts)
+            unfinished[number] = self._reader.micro_batch(planned[number], parts)
         return unfinished.pop(number) if work.chunk == self._chunks - 1 else unfinished[number]
 
 
@@ -263,6 +261,7 @@ class PlannedIterator(Iterator[TickInput]):
     ) -> None:
         self.runtime, self.device, self.announce = maker.runtime, device, announce
         self._maker, self._process, self._fused_rotary = maker, process, fused_rotary
+        self._figures: Mapping[str, float] = {}
         self._seconds_waited = 0.0
         self._plans = Prefetcher(self._plan_all(first_sample, micro_batches))
         # Ticks in which a stage fills or drains pass faster than one is made.
@@ -290,26 +289,18 @@ class PlannedIterator(Iterator[TickInput]):
     def __next__(self) -> TickInput:
         tick = next(self._ticks)
         self._seconds_waited += self._ticks.seconds_waited
+        self._figures = tick.figures
         if tick.micro_batch is None:
             return tick
-        micro_batch = tick.micro_batch.to(self.device, self._fused_rotary)
-        figures = {"plan wait ms": self._milliseconds_waited(tick)}
-        return replace(tick, micro_batch=replace(micro_batch, report=micro_batch.report | figures))
+        return replace(tick, micro_batch=tick.micro_batch.to(self.device, self._fused_rotary))
 
-    def _milliseconds_waited(self, tick: TickInput) -> float:
-        """Returns the milliseconds waited since the last report, times the micro-batches.
+    def take_figures(self) -> dict[str, float]:
+        """Returns figures of the global batch of the last tick, by their names on boards.
 
-        The log takes the mean over micro-batches, and so shows a step's sum.
+        Among them the milliseconds for which ticks were waited for since the last call.
         """
-        layout = self.runtime.layout
-        assert layout.stage is not None
-        work = tick.tick.work[layout.stage]
-        assert work is not None
-        waited = 1e3 * self._seconds_waited * tick.schedule.micro_batches
-        # The log drops the reports of all chunks but the last.
-        if work.chunk == layout.chunks - 1:
-            self._seconds_waited = 0.0
-        return waited
+        waited, self._seconds_waited = self._seconds_waited, 0.0
+        return {**self._figures, "plan wait ms": 1e3 * waited}
 
     def close(self) -> None:
         """Ends the threads and the process."""

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from megatron_patches.batches.micro_batch import MicroBatch, place
+from megatron_patches.batches.micro_batch import MicroBatch
 
 _ALMOST_NONE = 1e-30
 """Targets of a micro-batch without any, which vanish beside a single one."""
@@ -19,8 +19,8 @@ def forward_step(data_iterator: Iterator[MicroBatch], model: Any) -> tuple[torch
 
     Returns:
         The model's output and a function from it to `(loss, tokens, report)`: the loss summed over
-        this micro-batch's targets, weighted, the number of those that count, and `[sum, count]`
-        pairs for the log line.
+        this micro-batch's targets, weighted, the number of those that count, and the `[sum, count]`
+        pair for the log line.
     """
     batch = next(data_iterator)
     output = model(
@@ -30,19 +30,15 @@ def forward_step(data_iterator: Iterator[MicroBatch], model: Any) -> tuple[torch
         labels=batch.labels,
         packed_seq_params=batch.packed_seq_params,
     )
-    report = batch.report if model.training else {}
-    return output, partial(sum_loss, batch, report)
+    return output, partial(sum_loss, batch)
 
 
 def sum_loss(
-    batch: MicroBatch, figures: dict[str, float], losses: torch.Tensor
+    batch: MicroBatch, losses: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
     """Sums the loss over the micro-batch's targets; see `forward_step`."""
     loss = torch.sum(losses.view(-1).float() * batch.loss_mask.view(-1))
     targets = torch.count_nonzero(batch.loss_mask).float()
-    # One copy for all figures.
-    on_host = torch.tensor([[value, 1.0] for value in figures.values()])
     # Where no target of a global batch counts, the loss that loops log is 0 rather than 0/0.
     report = {"lm loss": torch.stack([loss.detach().clone(), targets.clamp(min=_ALMOST_NONE)])}
-    report |= zip(figures, place(on_host, losses.device), strict=True)
     return loss, targets.to(torch.int), report

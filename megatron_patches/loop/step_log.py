@@ -45,17 +45,12 @@ _LEGEND = (
     "for exchanges; GB, the peak %s. All other figures are for boards (--tensorboard-dir)"
 )
 
-# Fields of Megatron-LM's line, and figures of ours among them, that are left to boards.
+# Fields of Megatron-LM's line that are left to boards.
 _ON_BOARDS = {
     "consumed samples",
     "elapsed time per iteration (ms)",
     "learning rate",
     "global batch size",
-    "load max/mean before",
-    "load max/mean",
-    "MB moved",
-    "plan wait ms",
-    PAIRS,
 }
 # The same, while they say nothing: name and most that is nothing.
 _UNLESS_ABOVE = {
@@ -76,15 +71,14 @@ class StepFigures:
         cpu_seconds: CPU time of the process.
         tokens: tokens of the global batch.
         samples: samples of the global batch.
-        pairs: visible pairs of a layer and of the mean micro-batch of a rank, in millions, float32
-            `[1]`; None: this rank is not told.
+        of_batch: figures of the global batch that this rank's iterator has, by name.
     """
 
     seconds: float
     cpu_seconds: float
     tokens: int
     samples: int
-    pairs: torch.Tensor | None
+    of_batch: Mapping[str, float]
 
 
 @dataclass
@@ -114,8 +108,14 @@ class StepLog:
         attention = [] if self.times is None else self.times.take()
         device = torch.device("cpu" if cpu.without_cuda() else "cuda")
         # Ranks wait for the busiest one in each step, which may be another one each time.
+        of_batches = {
+            name: sum(each.of_batch[name] for each in steps) / len(steps)
+            for name in steps[0].of_batch
+        }
         own = torch.tensor(
             [
+                *of_batches.values(),
+                sum(each.of_batch[PAIRS] * each.samples for each in steps),
                 *(each.cpu_seconds for each in steps),
                 *(each.kernels for each in attention),
                 *(each.waits for each in attention),
@@ -127,23 +127,26 @@ class StepLog:
         most, total = own.clone(), own
         dist.all_reduce(most, op=dist.ReduceOp.MAX)
         dist.all_reduce(total)
-        first, second = len(steps), len(steps) + len(attention)
-        third = second + len(attention)
+        sizes = [len(of_batches), 1, len(steps), len(attention), len(attention), -1]
+        sizes[-1] = len(own) - sum(sizes[:-1])
         mean = total / dist.get_world_size()
-        kernels, waits, peaks = mean[first:second], mean[second:third], most[third:]
+        batches, pairs, cpu_seconds, kernels, waits, _ = mean.split(sizes)  # type: ignore[no-untyped-call]
+        _, _, most_cpu_seconds, most_kernels, _, peaks = most.split(sizes)  # type: ignore[no-untyped-call]
         seconds = sum(each.seconds for each in steps)
         self.shared = {SPEED: sum(each.tokens for each in steps) / seconds}
-        self.shared |= _utilization(steps, seconds, args, dedicated)
+        self.shared |= zip(of_batches, batches.tolist(), strict=True)
+        samples = sum(each.samples for each in steps)
+        self.shared |= _utilization(samples, float(pairs), seconds, args, dedicated)
         if attention and float(kernels.sum()) > 0:
             self.shared |= {
-                ATTENTION_BUSIEST: float(most[first:second].mean()),
+                ATTENTION_BUSIEST: float(most_kernels.mean()),
                 ATTENTION_MEAN: float(kernels.mean()),
             }
             if float(waits.sum()) > 0:
                 self.shared[WAIT] = float(waits.mean()) * len(steps) / seconds
         if cpu.without_cuda():
-            seconds_of_cpu = most[:first].mean(), mean[:first].mean()
-            self.shared |= zip((BUSIEST, MEAN), map(float, seconds_of_cpu), strict=True)
+            self.shared[BUSIEST] = float(most_cpu_seconds.mean())
+            self.shared[MEAN] = float(cpu_seconds.mean())
             self.shared[RESIDENT] = float(peaks[0])
         else:
             self.shared |= {ALLOCATED: float(peaks[0]), RESERVED: float(peaks[1])}
@@ -172,25 +175,27 @@ def _peak_gigabytes() -> tuple[float, ...]:
 
 
 def _utilization(
-    steps: Iterable[StepFigures], seconds: float, args: Namespace, dedicated: int
+    samples: int, pairs: float, seconds: float, args: Namespace, dedicated: int
 ) -> dict[str, float]:
-    """Returns the MFU, or where the device's peak is not known its rate; nothing without pairs.
+    """Returns the MFU, or where the device's peak is not known its rate.
 
     Operations are Megatron-LM's count of the model, with the pairs that documents really have.
+
+    Args:
+        samples: number of samples.
+        pairs: million pairs of a micro-batch, times its samples, added up over the samples.
+        seconds: time in which they were trained on.
+        args: Megatron-LM's arguments.
+        dedicated: number of dedicated servers.
     """
     from megatron.training.training import num_floating_point_operations as operations
 
     # Up to 0.18 it takes a batch for one document a sample.
     if "seqlen_squared_sum_in_batch" not in inspect.signature(operations).parameters:
         return {}
-    total = 0.0
-    for step in steps:
-        if step.pairs is None:
-            return {}
-        ranks = step.samples / args.micro_batch_size
-        # It counts half of a square, for causal masks.
-        squares = 2e6 * float(step.pairs) * ranks
-        total += operations(args, step.samples, seqlen_squared_sum_in_batch=squares)
+    # It counts half of a square, for causal masks.
+    squares = 2e6 * pairs / args.micro_batch_size
+    total = operations(args, samples, seqlen_squared_sum_in_batch=squares)
     rate = total / seconds / (args.world_size + dedicated) / 1e12
     peak = None
     if (args.bf16 or args.fp16) and not cpu.without_cuda():
@@ -219,9 +224,12 @@ def measured_step(theirs: Callable[..., Any], run: Logging) -> Callable[..., Any
         from megatron.training import get_args
 
         args, log = get_args(), run.log
+        arguments = signature.bind(*given, **named).arguments
+        iterators = arguments["data_iterator"]
+        # One of the model chunks': the micro-batches of all are the same.
+        iterator = unwrap(iterators[0] if isinstance(iterators, list) else iterators)
         if log.times is None:
-            arguments = signature.bind(*given, **named).arguments
-            log.times = _times_of(arguments["model"], arguments["data_iterator"])
+            log.times = _times_of(arguments["model"], iterator)
         if log.times is not None:
             log.times.begin_step()
         run.progress.begin(args.curr_iteration + 1)
@@ -234,7 +242,7 @@ def measured_step(theirs: Callable[..., Any], run: Logging) -> Callable[..., Any
                 time.process_time() - cpu_begin,
                 samples * args.seq_length,
                 samples,
-                figures.get(PAIRS),
+                iterator.take_figures(),
             )
         )
         if log.times is not None:
@@ -247,8 +255,7 @@ def measured_step(theirs: Callable[..., Any], run: Logging) -> Callable[..., Any
 
 def _times_of(model: Iterable[torch.nn.Module], iterator: Any) -> AttentionTimes | None:
     """Returns what measures a rank's core attention; None: it is not ours."""
-    first = iterator[0] if isinstance(iterator, list) else iterator
-    if (runtime := getattr(unwrap(first), "runtime", None)) is not None:
+    if (runtime := getattr(iterator, "runtime", None)) is not None:
         times: AttentionTimes = runtime.core_attention.times
         return times
     for chunk in model:

@@ -153,8 +153,8 @@ def _divides_by_tokens() -> Iterator[None]:
 
     sum_loss = step.sum_loss
 
-    def of_all_tokens(batch: Any, figures: Any, losses: Any) -> Any:
-        loss, targets, report = sum_loss(batch, figures, losses)
+    def of_all_tokens(batch: Any, losses: Any) -> Any:
+        loss, targets, report = sum_loss(batch, losses)
         return loss, targets.new_tensor(losses.numel()), report
 
     with mock.patch.object(step, "sum_loss", of_all_tokens):

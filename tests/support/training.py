@@ -96,7 +96,7 @@ def train_step(run: Run) -> tuple[dict[str, float], bool, float]:
     )
     args.iteration += 1
     args.consumed_train_samples += batch_size.get_current_global_batch_size()
-    return _of_last_stage(figures), bool(skipped), norm
+    return _of_last_stage(figures) | run.data.train.take_figures(), bool(skipped), norm
 
 
 def forward_backward(run: Run) -> dict[str, float]:

@@ -180,15 +180,14 @@ def test_a_micro_batch_s_loss_is_megatron_lm_s() -> None:
     mask = (torch.rand(1, 4000, generator=generator) < 0.7).float()
     nothing = torch.zeros(1, 4000, dtype=torch.int64)
     batch = MicroBatch(nothing, nothing, mask, nothing)
-    loss, targets, report = sum_loss(batch, {"figure": 3.5}, losses)
+    loss, targets, report = sum_loss(batch, losses)
     kept = [float(each) for each, counts in zip(losses[0], mask[0], strict=True) if counts]
     assert loss.dtype == torch.float32
     assert float(loss) == pytest.approx(sum(kept), rel=1e-6)
     assert (targets.dtype, int(targets)) == (torch.int32, len(kept))
-    assert report.keys() == {"lm loss", "figure"}
+    assert report.keys() == {"lm loss"}
     assert report["lm loss"].tolist() == [float(loss), len(kept)]
-    assert report["figure"].tolist() == [3.5, 1]
-    loss, targets, report = sum_loss(replace(batch, loss_mask=torch.zeros(1, 4000)), {}, losses)
+    loss, targets, report = sum_loss(replace(batch, loss_mask=torch.zeros(1, 4000)), losses)
     assert (float(loss), int(targets)) == (0, 0)
     total, count = report["lm loss"]
     assert total / count == 0

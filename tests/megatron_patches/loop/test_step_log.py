@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from megatron_patches.loop import step_log
-from megatron_patches.loop.step_log import StepFigures, StepLog, measured_step, short_line
+from megatron_patches.loop.step_log import StepLog, measured_step, short_line
 from megatron_patches.pipeline.progress import Progress
 from support.pretraining import FLAGS, TOKENIZER, run_command
 from support.versions import COUNTS_PAIRS
@@ -21,8 +21,7 @@ from support.whole_runs import write_documents
 THEIRS = (
     " [2026-11-24 18:00:00.000001] iteration    12345/  250000 | consumed samples:      3160320 | "
     "elapsed time per iteration (ms): 1234.5 | learning rate: 9.755283E-04 | global batch size:   "
-    "256 | lm loss: 2.843438E+00 | load max/mean before: 3.067984E+00 | load max/mean: "
-    "1.030000E+00 | MB moved: 9.640000E+00 | plan wait ms: 1.000000E-01 | loss scale: 1.0 | "
+    "256 | lm loss: 2.843438E+00 | loss scale: 1.0 | "
     "grad norm: 1.310 | number of skipped iterations:   0 | number of nan iterations:   0 |"
 )
 FIGURES = {
@@ -122,17 +121,15 @@ def test_mfu_counts_the_pairs_that_documents_have(monkeypatch) -> None:
         return batch_size * 1e12 + seqlen_squared_sum_in_batch
 
     monkeypatch.setattr("megatron.training.training.num_floating_point_operations", operations)
-    # Four micro-batches of half a million pairs, twice.
-    steps = [StepFigures(1.0, 1.0, 80, 8, torch.tensor([0.5]))] * 2
+    # Four micro-batches of two samples and half a million pairs, twice.
+    samples, pairs = 16, 2 * 8 * 0.5
     rate = 2 * (8e12 + 2 * 4 * 0.5e6) / 2.0 / 4 / 1e12
-    found = step_log._utilization(steps, 2.0, args, 1)
+    found = step_log._utilization(samples, pairs, 2.0, args, 1)
     assert found == {step_log.TFLOPS: pytest.approx(rate)}
     monkeypatch.setattr(step_log.cpu, "without_cuda", lambda: False)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H200")
-    found = step_log._utilization(steps, 2.0, args, 1)
+    found = step_log._utilization(samples, pairs, 2.0, args, 1)
     assert found == {step_log.MFU: pytest.approx(rate / 990)}
-    unknown = [StepFigures(1.0, 1.0, 80, 8, None)]
-    assert step_log._utilization(unknown, 2.0, args, 1) == {}
 
 
 def test_steps_are_measured_without_a_collective(monkeypatch) -> None:
@@ -142,15 +139,18 @@ def test_steps_are_measured_without_a_collective(monkeypatch) -> None:
         "megatron.core.num_microbatches_calculator.get_current_global_batch_size", lambda: 4
     )
     monkeypatch.setattr(step_log, "ending_unless_finite", lambda step: step)
-    pairs = torch.ones(1)
+    figures_of_batch = {step_log.PAIRS: 1.0}
+    ours = types.SimpleNamespace(take_figures=lambda: figures_of_batch)
+    iterator = types.SimpleNamespace(iterable=ours)
 
     def theirs(model: Any, data_iterator: Any) -> tuple[dict[str, torch.Tensor], int]:
-        return {"lm loss": torch.ones(1), step_log.PAIRS: pairs}, 0
+        return {"lm loss": torch.ones(1)}, 0
 
     run: Any = types.SimpleNamespace(progress=Progress(), log=StepLog())
     # No process group is there: a collective would raise.
-    figures, _ = measured_step(theirs, run)([], iter(()))
-    assert figures.keys() == {"lm loss", step_log.PAIRS}
+    figures, _ = measured_step(theirs, run)([], [iterator, iterator])
+    # Megatron-LM shares each figure that it is given by a collective of its own, in every step.
+    assert figures.keys() == {"lm loss"}
     (step,) = run.log.steps
-    assert (step.tokens, step.samples, step.pairs) == (40, 4, pairs)
+    assert (step.tokens, step.samples, step.of_batch) == (40, 4, figures_of_batch)
     assert (run.progress.iteration, run.progress.begun) == (4, 1)
