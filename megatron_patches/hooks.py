@@ -130,11 +130,6 @@ def apply(hooks: Iterable[Hook], *given: Any) -> None:
 
 _CORE = "https://github.com/NVIDIA/Megatron-LM/blob/core_v0.19.0/megatron/core"
 _TORCH = "https://github.com/pytorch/pytorch/blob/v2.9.0/torch/distributed/checkpoint"
-_OPTIMIZERS = (
-    ("megatron.core.optimizer.distrib_optimizer", "DistributedOptimizer"),
-    ("megatron.core.optimizer.optimizer", "Float16OptimizerWithFloat16Params"),
-    ("megatron.core.optimizer.optimizer", "FP32Optimizer"),
-)
 _ARGUMENTS, _INITIALIZE = "megatron.training.arguments", "megatron.training.initialize"
 _TRAINING, _CHECKPOINTING = "megatron.training.training", "megatron.training.checkpointing"
 _LATENT = "megatron.core.transformer.multi_latent_attention"
@@ -150,18 +145,11 @@ ADD_FLAGS = Hook(
 
 LOOP = (
     Hook(
-        _ARGUMENTS,
+        # Up to 0.17 the loop parses the flags, from 0.18 on the script.
+        "megatron.training.*",
         "validate_args",
         "checks our flags beside Megatron-LM's, and ends all ranks by one line",
         megatron_hooks.check_arguments,
-        since=(0, 18),
-    ),
-    Hook(
-        _INITIALIZE,
-        "validate_args",
-        "the same: up to 0.17 the loop parses the flags",
-        megatron_hooks.check_arguments,
-        until=(0, 18),
     ),
     Hook(
         _INITIALIZE,
@@ -290,34 +278,13 @@ MENDS = (
         defect=f"{_CORE}/optimizer/distrib_optimizer.py",
         when=lambda: not mcore_fixes.has_apex_or_engine(),
     ),
-    *(
-        Hook(
-            module,
-            f"{kind}.sharded_state_dict",
-            "asserts a state that torch's Adam makes in its first step",
-            mcore_fixes.after_filling_state,
-            defect=f"{_CORE}/optimizer/optimizer.py",
-            when=lambda: not mcore_fixes.has_apex_or_engine(),
-        )
-        for module, kind in _OPTIMIZERS
-    ),
-    *(
-        Hook(
-            module,
-            f"{kind}.load_state_dict",
-            "loads one `step` tensor for all parameters of torch's Adam",
-            mcore_fixes.before_unsharing_steps,
-            defect=f"{_CORE}/optimizer/optimizer.py",
-            when=lambda: not mcore_fixes.has_apex_or_engine(),
-        )
-        for module, kind in _OPTIMIZERS
-    ),
     Hook(
         "megatron.core.optimizer.optimizer",
         "MegatronOptimizer.__init__",
-        "has no function that fills the state of SGD, and calls it when one is loaded",
-        mcore_fixes.with_state_of_sgd,
-        defect=f"{_CORE}/optimizer/__init__.py (init_state_fn = None)",
+        "asserts a state that torch's Adam makes in its first step, loads one `step` for all its "
+        "parameters, and has no function that fills the state of SGD",
+        mcore_fixes.with_whole_state,
+        defect=f"{_CORE}/optimizer/__init__.py (init_state_fn)",
     ),
     Hook(
         "megatron.core.datasets.utils",
@@ -408,15 +375,12 @@ ALLOW_NO_CUDA = Hook(
 
 CPU_LOOP = (
     ALLOW_NO_CUDA,
-    *(
-        Hook(
-            module,
-            "set_jit_fusion_options",
-            "warms up fused kernels on the GPU",
-            lambda _: cpu.nothing,
-            when=cpu.without_cuda,
-        )
-        for module in (_INITIALIZE, _TRAINING)
+    Hook(
+        "megatron.training.*",
+        "set_jit_fusion_options",
+        "warms up fused kernels on the GPU",
+        lambda _: cpu.nothing,
+        when=cpu.without_cuda,
     ),
 )
 """The same in Megatron-LM's loop."""

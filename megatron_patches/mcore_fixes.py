@@ -11,7 +11,7 @@ import logging
 import queue
 import warnings
 from argparse import ArgumentParser
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -85,40 +85,47 @@ def set_states_of_torch_adam(theirs: Callable[..., Any]) -> Callable[..., Any]:
         main_param = self.optimizer.param_groups[group]["params"][order]
         own = {k: v for k, v in self.optimizer.state[main_param].items() if k == "step"}
         with torch.no_grad():
-            return theirs(self, model_param, own | tensors)
+            return theirs(self, model_param, tensors | own)
 
     return set_states
 
 
-def after_filling_state(theirs: Callable[..., Any]) -> Callable[..., Any]:
-    """Gives torch's Adam the state of its first step, before one is loaded into it.
+def with_whole_state(theirs: Callable[..., None]) -> Callable[..., None]:
+    """Gives torch's Adam and SGD the whole state of their first step, before one is loaded into it.
 
-    The distributed optimizer asserts that the state exists.
+    megatron-core loads one `step` tensor for all parameters of Adam, which it then increments once
+    for each: so each gets its own after loading.
     """
 
     @functools.wraps(theirs)
-    def sharded_state_dict(
-        self: Any, model_state: Any, is_loading: bool = False, *more: Any, **named: Any
-    ) -> Any:
-        if is_loading:
-            for parameter, _, state in _adam_state(self.optimizer):
-                if not state:
-                    state["step"] = torch.tensor(0.0)
-                    state["exp_avg"] = torch.zeros_like(parameter.data)
-                    state["exp_avg_sq"] = torch.zeros_like(parameter.data)
-        return theirs(self, model_state, is_loading, *more, **named)
-
-    return sharded_state_dict
-
-
-def with_state_of_sgd(theirs: Callable[..., None]) -> Callable[..., None]:
-    """Gives SGD the function that fills its state before one is loaded into it, as Adam has one."""
-
-    @functools.wraps(theirs)
     def init(self: Any, optimizer: Any, config: Any, init_state_fn: Any = None) -> None:
+        if isinstance(optimizer, torch.optim.Adam):
+            init_state_fn = _fill_moments
+            # Of a checkpoint's state, and where the distributed optimizer has shared parameters
+            # out, whose state it counts on from then on.
+            optimizer.register_load_state_dict_post_hook(_own_steps)
         theirs(self, optimizer, config, init_state_fn or _fill_momentum)
 
     return init
+
+
+def _fill_moments(optimizer: torch.optim.Adam, config: Any = None) -> None:
+    """Sets both moments of each parameter of Adam to zero, where it has no state."""
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if not (state := optimizer.state[parameter]):
+                state["step"] = torch.tensor(0.0)
+                state["exp_avg"] = torch.zeros_like(parameter.data)
+                state["exp_avg_sq"] = torch.zeros_like(parameter.data)
+
+
+def _own_steps(optimizer: Any) -> None:
+    """Gives each parameter of Adam its `step`, which some formats keep in the parameter group."""
+    _fill_moments(optimizer)
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            state = optimizer.state[parameter]
+            state["step"] = torch.tensor(float(group.get("step", state["step"])))
 
 
 def _fill_momentum(optimizer: Any, config: Any = None) -> None:
@@ -127,32 +134,6 @@ def _fill_momentum(optimizer: Any, config: Any = None) -> None:
         for parameter in group["params"] if group["momentum"] else ():
             if not optimizer.state[parameter]:
                 optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter.data)
-
-
-def before_unsharing_steps(theirs: Callable[..., Any]) -> Callable[..., Any]:
-    """Gives every parameter a `step` tensor of its own after loading.
-
-    megatron-core loads one tensor for all of them, which torch's Adam then increments once for
-    each parameter. Some formats leave it at zero and keep the count in the parameter group.
-    """
-
-    @functools.wraps(theirs)
-    def load_state_dict(self: Any, *args: Any, **named: Any) -> Any:
-        answer = theirs(self, *args, **named)
-        for _, group, state in _adam_state(self.optimizer):
-            if "step" in state:
-                state["step"] = torch.tensor(float(group.get("step", state["step"])))
-        return answer
-
-    return load_state_dict
-
-
-def _adam_state(optimizer: Any) -> Iterator[tuple[torch.Tensor, dict[str, Any], dict[str, Any]]]:
-    """Yields each parameter of torch's Adam with its group and state; nothing of others."""
-    if isinstance(optimizer, torch.optim.Adam):
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                yield parameter, group, optimizer.state[parameter]
 
 
 def write_files(_: Callable[..., None]) -> Any:
