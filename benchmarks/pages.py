@@ -48,15 +48,17 @@ def typed(script: str, launcher: str = "python") -> str:
     return " ".join([launcher, script, shlex.join(words)]).rstrip()
 
 
-def write(path: Path, page: str, script: str) -> None:
+def write(path: Path, page: str, script: str | None) -> None:
     """Writes a page, which ends with a mark of the code that made it.
 
     Args:
         path: file of the page.
         page: Markdown.
-        script: `__file__` of the script that makes it.
+        script: `__file__` of the script that makes it; None: no mark, since older code made a
+            part of it.
     """
-    path.write_text(f"{page.rstrip()}\n\n{sources.mark(Path(script))}\n", encoding="utf-8")
+    mark = "" if script is None else f"\n{sources.mark(Path(script))}\n"
+    path.write_text(f"{page.rstrip()}\n{mark}", encoding="utf-8")
 
 
 def save(folder: Path, name: str, page: str, script: str, figures: Any = None) -> None:
@@ -85,7 +87,7 @@ def main() -> None:
     for name in changed:
         print(f"{name}: code that it depends on has changed since it was made")
     for name in unmarked:
-        print(f"{name}: made before pages had digests")
+        print(f"{name}: no digest, since all of it or a part was made before pages had any")
     print(f"{len(changed)} pages may be stale, {len(unmarked)} have no digest")
 
 

@@ -20,6 +20,8 @@
 * **beyond**: as table3_any, jobs that the paper has not: 1M tokens, 70B, experts, windows.
 * **today**: so a job of each kind of today's models, also with chunks and latents.
 
+With `--systems`, a table simulates these systems alone, and takes all others from the stored one.
+
 In all of them all systems are charged alike, as `distca.simulate.charges` says; with
 `--baseline-ideal` nothing is charged, and the files are `NAME_ideal.*`. Every experiment writes
 `NAME.csv`, `NAME.md` and most `NAME.png`. All iterations that were simulated are kept in
@@ -55,6 +57,7 @@ from benchmarks.cluster.report import Options, Report
 from benchmarks.cluster.spread import over_batches
 from benchmarks.cluster.sweep import Runner
 from benchmarks.cluster.tables import GROUPS, end_to_end
+from distca.simulate import SYSTEMS
 
 MODEL_NAMES = list(dict.fromkeys(model for group in GROUPS.values() for model, _ in group.jobs))
 DOCUMENTS = ["pretrain", "prolong"]
@@ -84,8 +87,19 @@ PAPERS = (
 DRAWN = "Documents are drawn from distributions like the paper's; they are not the paper's."
 
 
-def write(name: str, report: Report, folder: Path, command: str, documents: str) -> None:
-    """Writes `NAME.csv`, `NAME.md` and `NAME.png`, and prints the Markdown."""
+def write(
+    name: str, report: Report, folder: Path, command: str, documents: str, in_part: bool
+) -> None:
+    """Writes `NAME.csv`, `NAME.md` and `NAME.png`, and prints the Markdown.
+
+    Args:
+        name: name of the files.
+        report: what they say.
+        folder: where they go.
+        command: the command, as a user types it.
+        documents: a sentence about the documents.
+        in_part: whether only a part of the figures was made anew.
+    """
     with (folder / f"{name}.csv").open("w", newline="") as file:
         writer = csv.DictWriter(file, list(report.rows[0]))
         writer.writeheader()
@@ -99,7 +113,8 @@ def write(name: str, report: Report, folder: Path, command: str, documents: str)
         report.draw(figure)
         figure.savefig(folder / f"{name}.png", dpi=80)
         lines += ["", f"![{report.title}]({name}.png)"]
-    pages.write(folder / f"{name}.md", "\n".join(lines), __file__)
+    # A page of which the code made a part anew has no mark: the rest is of older code.
+    pages.write(folder / f"{name}.md", "\n".join(lines), None if in_part else __file__)
     print("\n".join(lines))
 
 
@@ -121,6 +136,13 @@ def main() -> None:
         "--models", nargs="+", default=MODEL_NAMES, choices=MODEL_NAMES, help="of an experiment's"
     )
     parser.add_argument("--documents", nargs="+", default=DOCUMENTS, choices=DOCUMENTS)
+    parser.add_argument(
+        "--systems",
+        nargs="+",
+        default=[],
+        choices=SYSTEMS,
+        help="only these, in a table whose other systems are those of the stored one",
+    )
     parser.add_argument("--published", type=Path, metavar="DIR")
     parser.add_argument("--baseline-ideal", action="store_true", help="charge nothing")
     parser.add_argument(
@@ -132,6 +154,12 @@ def main() -> None:
     args = parser.parse_args()
     if args.papers_documents and args.published is None:
         parser.error("--papers-documents draws published lengths: give --published DIR")
+    if args.systems:
+        group = GROUPS.get(SAME.get(args.experiment, args.experiment))
+        if group is None:
+            parser.error(f"--systems is for {', '.join(GROUPS)}, not for {args.experiment}")
+        if not set(args.systems) <= set(group.systems):
+            parser.error(f"--systems: {args.experiment} has only {', '.join(group.systems)}")
     options = Options(
         args.batches,
         args.sweep_batches,
@@ -142,6 +170,7 @@ def main() -> None:
         tuple(args.documents),
         args.baseline_ideal,
         args.papers_documents,
+        tuple(args.systems),
     )
     args.output.mkdir(parents=True, exist_ok=True)
     runner = Runner(args.output / "runs.jsonl", args.processes)
@@ -154,7 +183,8 @@ def main() -> None:
         title += "_ideal" if options.baseline_ideal else ""
         documents = PUBLISHED if options.published else DRAWN
         documents = PAPERS if options.papers_documents else documents
-        write(title, EXPERIMENTS[name](runner, options), args.output, command, documents)
+        report = EXPERIMENTS[name](runner, options)
+        write(title, report, args.output, command, documents, bool(options.systems))
 
 
 def _flag(name: str) -> str:

@@ -45,6 +45,8 @@ class Options:
     documents: tuple[str, ...]
     baseline_ideal: bool = False
     papers_documents: bool = False
+    systems: tuple[str, ...] = ()
+    """Systems to simulate in a table whose others are those of the stored one; (): all."""
 
     def case(self, model: str, documents: str, context: int, sequences: int, gpus: int) -> Case:
         """A case with the published charges, but for `--baseline-ideal`."""

@@ -15,17 +15,15 @@ import csv
 import re
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from benchmarks.cluster.report import Options, Report, table
 from benchmarks.cluster.sweep import Case, Runner, Unit
-from benchmarks.cluster.tables import AS_THE_PAPER, PUBLISHED
+from benchmarks.cluster.tables import AS_THE_PAPER, PUBLISHED, STORED
 from distca.simulate import Candidate
 
-STORED = Path(__file__).parents[1] / "results" / "cluster"
 AGAIN = ", MLPs again"
 PAIRS = {
     "tiles over WLB-LLM": ("tiles", "wlb-llm"),

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import csv
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -68,6 +71,7 @@ PUBLISHED = {
     ("table4", "llama-34b", "pretrain"): "up to 1.15",
     ("table4", "llama-34b", "prolong"): "up to 1.25",
 }
+STORED = Path(__file__).parents[1] / "results" / "cluster"
 REFERENCE = "wlb-llm"
 PAPERS = "wlb-llm-paper"
 OVER = {
@@ -167,20 +171,62 @@ def end_to_end(name: str, runner: Runner, options: Options) -> Report:
     def best(system: str, case: Case) -> Choice:
         return best_of(runner, case, system, group.tensor, group.stages, options.batches, sweep)
 
-    found = {system: {case: best(system, case) for case in cases} for system in group.systems}
-    for system in AS_THE_PAPER if group.as_the_paper else ():
+    anew = [system for system in group.systems if system in (options.systems or group.systems)]
+    found = {system: {case: best(system, case) for case in cases} for system in anew}
+    for system in AS_THE_PAPER if group.as_the_paper and not options.systems else ():
         found[f"{system}, MLPs again"] = {
             case: best(system, replace(case, recompute="mlp")) for case in cases
         }
-    rows = [_end_to_end_row(case, group, found) for case in cases]
-    text = [*_against_published(group, rows), "", *table([_readable(row, group) for row in rows])]
+    rows = [_end_to_end_row(case, group) for case in cases]
+    text = []
+    if options.systems:
+        stored = _stored_rows(name)
+        rows = [stored[_job(row)] for row in rows]
+        text = [
+            f"Made anew: {', '.join(anew)}. All other figures are of an earlier version of the "
+            f"code: `{_stored_command(name)}`.",
+            "",
+        ]
+    for row, case in zip(rows, cases, strict=True):
+        _fill(row, case, found)
+    text += [*_against_published(group, rows), "", *table([_readable(row, group) for row in rows])]
     return Report(group.title, rows, text, partial(_draw_end_to_end, group, rows))
 
 
-def _end_to_end_row(
-    case: Case, group: Group, found: dict[str, dict[Case, Choice]]
-) -> dict[str, Any]:
-    row: dict[str, Any] = {
+def _job(row: Mapping[str, Any]) -> tuple[str, ...]:
+    """What tells a table's jobs apart."""
+    return tuple(str(row[name]) for name in ("model", "documents", "longest", "batch", "GPUs"))
+
+
+def _stored_rows(name: str) -> dict[tuple[str, ...], dict[str, Any]]:
+    """Rows of a stored table by job, with numbers where a figure is."""
+    with (STORED / f"{name}.csv").open(newline="") as file:
+        return {_job(row): {k: _number(v) for k, v in row.items()} for row in csv.DictReader(file)}
+
+
+def _stored_command(name: str) -> str:
+    """The command that made most figures of a stored table."""
+    commands = re.findall(r"`(python benchmarks/cluster/paper.py .*?)`", _stored_page(name))
+    # A table of which a part was made anew names the older command last.
+    return str(commands[-1])
+
+
+def _stored_page(name: str) -> str:
+    return (STORED / f"{name}.md").read_text().split("\n| ")[0]
+
+
+def _number(text: str) -> Any:
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            pass
+    return text
+
+
+def _end_to_end_row(case: Case, group: Group) -> dict[str, Any]:
+    """What a row says of its job."""
+    return {
         "TP": _sizes(group.tensor),
         "PP": _sizes(group.stages),
         "model": case.model,
@@ -189,7 +235,13 @@ def _end_to_end_row(
         "batch": case.sequences,
         "GPUs": case.gpus,
     }
-    reference = found[REFERENCE][case].tokens_per_second
+
+
+def _fill(row: dict[str, Any], case: Case, found: dict[str, dict[Case, Choice]]) -> None:
+    """Adds the figures of systems to a row."""
+    if REFERENCE in found:
+        row[f"{REFERENCE} tokens/s"] = found[REFERENCE][case].tokens_per_second
+    reference = row[f"{REFERENCE} tokens/s"]
     for system, of_cases in found.items():
         best = of_cases[case]
         row[f"{system} tokens/s"] = best.tokens_per_second
@@ -201,7 +253,6 @@ def _end_to_end_row(
         row[f"{system} tried"] = best.tried
         row[f"{system} simulated"] = best.simulated
         row[f"{system} out of memory"] = best.out_of_memory
-    return row
 
 
 def _configuration(best: Choice) -> str:
@@ -209,7 +260,7 @@ def _configuration(best: Choice) -> str:
     if best.candidate is not None:
         return str(best.candidate)
     if not best.tried:
-        return "none divides, or it has no windows"
+        return "none divides, or Megatron refuses it"
     if best.out_of_memory == best.tried:
         return "out of memory"
     return f"out of memory in the {best.simulated} simulated"

@@ -15,14 +15,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from benchmarks.cluster import paper, sweep
+from benchmarks.cluster import paper, sweep, tables
 from benchmarks.cluster.search import Sweep, best_of
 from benchmarks.cluster.sweep import Case, Runner, Unit, paper_distribution
 from benchmarks.cluster.tables import AS_THE_PAPER, GROUPS, Group
 from benchmarks.published_lengths import papers
-from benchmarks.sources import imported_files
+from benchmarks.sources import imported_files, stale_pages
 from distca.documents.lengths import draw
-from distca.simulate import CLUSTERS, PUBLISHED, Candidate, candidates, training_flags
+from distca.simulate import CLUSTERS, PUBLISHED, Candidate, Choice, candidates, training_flags
 from distca.simulate.space import estimate
 
 CASE = Case("llama-8b", "pretrain", 131_072, 8, 64)
@@ -319,3 +319,42 @@ def test_no_loss_in_a_job_of_the_paper(
     gain = f"{ours / theirs:.2f} to {ours / theirs:.2f}"
     assert f"| {gain} | 1.07 to 1.20 |" in text
     assert theirs < float(row["wlb-llm-paper tokens/s"])
+
+
+def test_some_systems_of_a_table_are_made_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """All other figures stay, and the page says so and has no digest of today's code."""
+    job = {("llama-8b", 128): [(8, 64)]}
+    group = Group("A job", "", job, (8,), (1,), ("hybrid-cp", "wlb-llm", "tiles"), False)
+    monkeypatch.setitem(GROUPS, "beyond", group)
+    monkeypatch.setattr(tables, "STORED", tmp_path)
+    seconds = iter([1.0, 2.0, 4.0, 8.0])
+
+    def found(runner: Runner, case: Case, system: str, *more: object) -> Choice:
+        speed = next(seconds)
+        return Choice(system, Candidate(system, 8, 1, 8, 1, 1), 1.0, speed, 1.0, 0.5, 0.25, 1, 1, 0)
+
+    monkeypatch.setattr(tables, "best_of", found)
+    command = ["paper.py", "beyond", "--models", "llama-8b", "--documents", "pretrain"]
+    command += ["--output", str(tmp_path), "--processes", "1", "--batches"]
+    rows = []
+    for more in (["4"], ["2", "--systems", "hybrid-cp"]):
+        monkeypatch.setattr(sys, "argv", [*command, *more])
+        paper.main()
+        (row,) = csv.DictReader((tmp_path / "beyond.csv").open())
+        rows.append(row)
+    speeds = [[float(row[f"{system} speed-up"]) for system in group.systems] for row in rows]
+    assert speeds == [[0.5, 1.0, 2.0], [4.0, 1.0, 2.0]]
+    assert {name for name in rows[0] if rows[0][name] != rows[1][name]} == {
+        "hybrid-cp tokens/s",
+        "hybrid-cp speed-up",
+    }
+    text = (tmp_path / "beyond.md").read_text()
+    assert "Made anew: hybrid-cp. All other figures" in text
+    assert text.count("beyond --batches 4 --models llama-8b --documents pretrain --output") == 1
+    assert stale_pages(tmp_path) == ([], ["beyond.md"])
+    monkeypatch.setattr(sys, "argv", [*command, "2", "--systems", "cp-p2p"])
+    with pytest.raises(SystemExit):
+        paper.main()
+    assert "beyond has only hybrid-cp, wlb-llm, tiles" in capsys.readouterr().err
