@@ -24,11 +24,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
-from tqdm import tqdm
 
 from distca.documents.dataset import sole_writer, train_tokenizer, write_dataset
 from distca.documents.tokenizer import build_tokenizer
 from distca.plan.span import Int64s
+from distca.progress import track
 from megatron_patches.batches.stream import Corpus
 
 _TOKENIZER_SAMPLE = 4_000_000
@@ -144,7 +144,7 @@ def build_demo_corpus(
         tokenizer = build_tokenizer("HuggingFaceTokenizer", str(model))
         for prefix, of_dataset in zip(prefixes, documents, strict=True):
             write_dataset(
-                tqdm(of_dataset, desc=f"tokenize {prefix.name}", unit=" documents", disable=None),
+                track(of_dataset, f"tokenize {prefix.name}", "documents"),
                 tokenizer,
                 "HuggingFaceTokenizer",
                 prefix,

@@ -86,7 +86,7 @@ def _default(action: argparse.Action) -> str:
     if isinstance(action, argparse.BooleanOptionalAction):
         return "on" if action.default else "off"
     # Where the meaning tells the default, the value is only what stands for it.
-    if action.nargs == 0 or action.default is None or "Default:" in (action.help or ""):
+    if action.nargs == 0 or action.default in (None, []) or "Default:" in (action.help or ""):
         return ""
     return f"`{_shown(action.default)}`"
 

@@ -55,13 +55,15 @@ if $dry_run; then
     print_command "${plain[@]}"
     exit
 fi
-echo "running the first 15 steps as plain Megatron, too; its log is demo/plain.log" >&2
+steps=$(value_of --train-iters 80 "${more[@]}")
+steps=$((steps < 15 ? steps : 15))
+echo "running the first $steps steps as plain Megatron, too; its log is demo/plain.log" >&2
 mkdir -p demo
 
-# The last iteration that plain Megatron's log has.
+# The last iteration that plain Megatron's log has, of as many as it runs.
 plain_iteration() {
     local doing
-    doing=$(sed -n 's|.*iteration  *\([0-9]*\)/.*|\1 of at most 15 iterations are done|p' demo/plain.log | tail -n 1)
+    doing=$(sed -n "s|.*iteration  *\\([0-9]*\\)/.*|\\1 of $steps iterations are done|p" demo/plain.log | tail -n 1)
     echo "plain Megatron: ${doing:-starting}"
 }
 "${plain[@]}" >demo/plain.log 2>&1 &

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).parents[2]))  # as benchmarks/__init__.py says
 
@@ -24,6 +23,7 @@ from benchmarks import pages
 from benchmarks.arguments import Parser
 from benchmarks.published_lengths import published
 from distca.cost.model_sizes import MODELS
+from distca.progress import track
 from distca.schedule import ExecutionOptions, LinearWork, ScheduleConfig
 from distca.simulate import (
     CLUSTERS,
@@ -111,7 +111,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     lines = []
-    for case in tqdm(CASES, unit=" cases", disable=None):
+    for case in track(CASES, "pooling_by_time", "cases"):
         before, idle, both = outcomes(case, args.published, args.seed)
         sent = [sum(int(each.sum()) for each in o.bytes_sent.values()) for o in (before, both)]
         memory = [float(o.memory_bytes.max()) for o in (before, both)]

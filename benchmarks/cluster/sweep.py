@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
-from tqdm import tqdm
 
 from benchmarks.published_lengths import papers, published
 from benchmarks.sources import digest_of_script
@@ -29,6 +28,7 @@ from distca.documents.lengths import (
     draw,
 )
 from distca.plan.span import Int64s
+from distca.progress import progress
 from distca.schedule import BufferBoundError
 from distca.simulate import (
     CLUSTERS,
@@ -210,14 +210,14 @@ class Runner:
         with (
             ProcessPoolExecutor(self._processes) as pool,
             self._path.open("a") as file,
-            tqdm(total=len(wanted), desc=title, unit=" runs", disable=None, leave=False) as bar,
+            progress("paper", "runs", len(wanted), doing=title) as shown,
         ):
             for future in as_completed([pool.submit(run_unit, unit) for unit in wanted.values()]):
                 row = future.result()
                 self._done[row["key"]] = row
                 file.write(json.dumps(row) + "\n")
                 file.flush()
-                bar.update()
+                shown.update()
         return [self._done[unit.key] for unit in units]
 
     def over_batches(

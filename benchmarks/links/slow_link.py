@@ -42,7 +42,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).parents[2]))  # as benchmarks/__init__.py says
 
@@ -53,6 +52,7 @@ from benchmarks.training.setting import Setting
 from distca.attention.kernel_timing import cpu_name
 from distca.cost.volume import PHASES
 from distca.palette import colour_in_turn
+from distca.progress import track
 
 WAYS = {
     "single-stream": ["--distca-ablation", "single-stream"],
@@ -437,7 +437,7 @@ def main() -> None:
     ):
         read_answer(started[0])
         jobs = list(itertools.product(args.seq_lengths, args.documents, args.busy))
-        for size, documents, busy in tqdm(jobs):
+        for size, documents, busy in track(jobs, "slow_link", "cases"):
             namespaces.limit(FAST_MBIT_PER_S)
             free = measure(started, Todo(size, documents, ("ping-pong", "signal"), args.rounds))
             mbit = free["ping-pong"]["bytes"] * 8 / 1e6

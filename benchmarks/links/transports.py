@@ -25,13 +25,13 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.distributed as dist
-from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).parents[2]))  # as benchmarks/__init__.py says
 
 from benchmarks import pages
 from benchmarks.arguments import Parser
 from distca.attention.kernel_timing import cpu_name
+from distca.progress import progress
 from distca.transport import (
     Channel,
     ChannelBytes,
@@ -151,8 +151,11 @@ def measure(ranks: int, options: argparse.Namespace) -> list[dict]:
         ]
         assert processes[0].stdout is not None
         total = 2 * len(WAYS_TO_RUN) * len(options.bytes)
-        lines = tqdm(processes[0].stdout, total=total, desc=f"{ranks} processes")
-        found = [json.loads(line) for line in lines]
+        found = []
+        with progress("transports", "ways", total, doing=f"{ranks} processes") as shown:
+            for line in processes[0].stdout:
+                found.append(json.loads(line))
+                shown.update()
         if any(process.wait() for process in processes):
             raise RuntimeError("a process failed")
     return found

@@ -26,7 +26,6 @@ from importlib.metadata import version
 from pathlib import Path
 
 import numpy as np
-from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).parents[2]))  # as benchmarks/__init__.py says
 
@@ -38,6 +37,7 @@ from distca.cost.model_sizes import MODELS
 from distca.cost.volume import plan_bytes
 from distca.plan import Mask, Plan, validate_plan
 from distca.plan.span import Floats, Int64s
+from distca.progress import track
 from distca.schedule import (
     HybridContextParallel,
     ScheduleConfig,
@@ -123,7 +123,7 @@ def table(
     head = ["documents", "scheduler", "CP", "layer time", "worst", "tokens", "worst", "rounds"]
     lines = []
     cases = [(title, name, size) for title in sets for name, sizes in WAYS for size in sizes]
-    for title, name, size in tqdm(cases, unit=" schedulers", disable=None):
+    for title, name, size in track(cases, "hybrid_cp", "rows"):
         rows = [
             measure(name, size, sets[title](SERVERS * TOKENS_PER_SERVER, 131_072, seed), costs)
             for seed in range(batches)

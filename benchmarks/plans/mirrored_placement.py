@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).parents[2]))  # as benchmarks/__init__.py says
 
@@ -28,6 +27,7 @@ from distca.cost.model_sizes import MODELS
 from distca.plan import Mask, Placement, Plan, validate_plan
 from distca.plan.plan import max_over_mean
 from distca.plan.span import Int64s
+from distca.progress import track
 from distca.schedule import ScheduleConfig, describe, even_capacities, make_scheduler
 from distca.schedule.greedy import GreedyScheduler, Parts
 
@@ -140,7 +140,7 @@ def main() -> None:
     sets = document_sets(args.published)
     cases = [(name, servers) for name in sets for servers in args.servers]
     rows, total, busiest = [], [], []
-    for name, servers in tqdm(cases, unit=" rows", disable=None):
+    for name, servers in track(cases, "mirrored_placement", "rows"):
         cells, *ratios = row(name, servers, compare(sets[name], servers, args.batches))
         rows.append(cells)
         total += ratios[0]

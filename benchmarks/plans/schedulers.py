@@ -28,7 +28,6 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import numpy as np
-from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).parents[2]))  # as benchmarks/__init__.py says
 
@@ -43,6 +42,7 @@ from distca.palette import colour_in_turn
 from distca.plan import Mask, place_in_turn, validate_plan
 from distca.plan.plan import max_over_mean
 from distca.plan.span import Int64s
+from distca.progress import track
 from distca.runtime import build_exchange
 from distca.schedule import (
     SCHEDULERS,
@@ -184,7 +184,7 @@ def planning_times(sets: dict[str, Callable[[int, int, int], Int64s]]) -> list[l
         short = Uniform(1, 700).sample(generator, count)
         cases.append((f"{count:,} short documents, 512 servers", short, 512))
     rows = []
-    for title, lengths, servers in tqdm(cases, unit=" batches", disable=None):
+    for title, lengths, servers in track(cases, "schedulers", "batches"):
         scheduler = make_scheduler("tiles", config)
         capacities = even_capacities(int(lengths.sum()), servers)
         best = [float("inf"), float("inf")]
@@ -206,7 +206,7 @@ def at_scale(sets: dict[str, Callable[[int, int, int], Int64s]], servers: list[i
     config = ScheduleConfig(shape=MODELS["llama-34b"].attention_shape())
     head = ["documents", "servers", "tasks", "plan s", "check s", "max/mean", "GB a server"]
     rows = []
-    for name, ranks in tqdm(list(itertools.product(sets, servers)), unit=" plans", disable=None):
+    for name, ranks in track([*itertools.product(sets, servers)], "schedulers", "plans"):
         lengths = sets[name](ranks * TOKENS_PER_SERVER, 131_072, 0)
         capacities = even_capacities(int(lengths.sum()), ranks)
         start = time.process_time()
@@ -331,7 +331,7 @@ def main() -> None:
         for servers in args.servers
     ]
     rows: list[Row] = []
-    for name, longest, servers in tqdm(cases, unit=" batches", disable=None):
+    for name, longest, servers in track(cases, "schedulers", "batches"):
         lengths = sets[name](servers * TOKENS_PER_SERVER, longest, args.seed)
         if longest > args.longest[0] and int(lengths.max()) <= args.longest[0]:
             # No document is as long: it would be the same batch again.

@@ -18,7 +18,6 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
-from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).parents[2]))  # as benchmarks/__init__.py says
 
@@ -26,6 +25,7 @@ from benchmarks import pages
 from benchmarks.arguments import Parser
 from distca.cost.model_sizes import MODELS
 from distca.palette import BLACK, colour_in_turn
+from distca.progress import track
 from distca.schedule.serving.cdsp import (
     LOAD_AWARE,
     PREFILL_STRATEGIES,
@@ -69,7 +69,7 @@ def main() -> None:
     cluster = describe_cluster(times, CLUSTERS["dgx-a100"], MODELS["llama-8b"], 16, 2, 8)
     found = {
         name: measure(name, cluster, args.requests, args.seeds)
-        for name in tqdm(PRESETS, unit=" traces", disable=None)
+        for name in track(PRESETS, "cdsp_capacity", "traces")
     }
     page = [
         "# CDSP in a simulated cluster",

@@ -23,7 +23,6 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).parents[2]))  # as benchmarks/__init__.py says
 
@@ -39,6 +38,7 @@ from benchmarks.serving.systems import (
     write_model,
 )
 from distca.attention.kernel_timing import cpu_name
+from distca.progress import track
 from distca.schedule.serving.cdsp import ImprovementRates, Prefill, PrefillModel
 from distca.schedule.serving.cdsp.load import IMPROVEMENT_RATES
 from distca.serve.handoff.measure import hardware
@@ -117,7 +117,7 @@ def time_prefills(args: argparse.Namespace, folder: Path, degrees: Sequence[int]
     """Times prompts that are alone, as a client sees them, and fits Eq. 1."""
     lengths = [args.long // part for part in (16, 8, 4, 2, 1)]
     taken = []
-    for degree in tqdm(degrees, unit=" degrees", disable=None):
+    for degree in track(degrees, "cdsp_processes", "degrees"):
         with serving(command(args, folder, f"fixed-{degree}"), str(folder), 1) as server:
             server.ask([Asked(0.0, prompt_of(args.long // 4, [degree]), 1)])
             for length in lengths:
@@ -175,7 +175,7 @@ def measure(
             )
             for each in strategies
         }
-        for number in tqdm(range(args.rounds + 1), unit=" rounds", disable=None):
+        for number in track(range(args.rounds + 1), "cdsp_processes", "rounds"):
             # The first round warms up. Ways take turns at being the first.
             turn = number % len(strategies)
             asked = [

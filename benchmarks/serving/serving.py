@@ -31,7 +31,6 @@ sys.path.insert(0, str(Path(__file__).parents[2]))  # as benchmarks/__init__.py 
 
 import httpx
 import numpy as np
-from tqdm import tqdm
 
 from benchmarks import pages
 from benchmarks.arguments import Parser
@@ -53,6 +52,7 @@ from distca.cost.volume import AttentionShape
 from distca.inference.machine import Machine
 from distca.inference.sampling import SamplingParams
 from distca.plan import Mask
+from distca.progress import track
 from distca.schedule.serving import Selector, Strategy
 from distca.schedule.serving.iteration import BatchEntry, plan_iteration
 from distca.schedule.serving.scheduler import SchedulerConfig
@@ -101,7 +101,7 @@ def load_section(folder: str, loads: dict[str, list[Asked]]) -> Iterator[str]:
     """All systems under all loads."""
     rows: dict[str, list[list[str]]] = {name: [] for name in loads}
     expected: dict[str, list[str]] = {}
-    for name, answer in tqdm(systems(folder).items(), unit=" systems", disable=None):
+    for name, answer in track(systems(folder).items(), "serving", "systems"):
         why = missing(name)
         if why is None:
             try:

@@ -18,7 +18,6 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).parents[2]))  # as benchmarks/__init__.py says
 
@@ -30,6 +29,7 @@ from distca.inference.models import ServedModel, model_size, read_model
 from distca.inference.sparse_model import SparseModel
 from distca.inference.sparsity_calibration import Calibrated, calibrate, measured_on
 from distca.plan import Mask
+from distca.progress import progress, track
 from distca.schedule.serving import nobody_holds
 from distca.schedule.serving.csps import LEVELS, Levels, Sparsity
 from distca.schedule.serving.csps.calibration_file import CalibrationFile, load_calibration
@@ -121,8 +121,10 @@ def run(model: ServedModel, kept: Path | None) -> tuple[CalibrationFile, list[Fo
     file = CalibrationFile(measured_on(model, levels, seen, 0), [], [])
     if kept is not None and kept.exists():
         file = load_calibration(kept)
-    with tqdm(total=CALIBRATED * SAMPLES, desc="calibration") as bar:
-        for each in calibrate(file, model, levels, seen, SAMPLES, 0, bar.update):
+    with progress(
+        "sparse_degradation", "samples", CALIBRATED * SAMPLES, doing="calibration"
+    ) as shown:
+        for each in calibrate(file, model, levels, seen, SAMPLES, 0, shown.update):
             file = each
             if kept is not None:
                 file.save(kept)
@@ -134,7 +136,8 @@ def run(model: ServedModel, kept: Path | None) -> tuple[CalibrationFile, list[Fo
     calibrated = Calibrated(SparseModel(model, levels, torch.device("cpu")), unseen, seed=1000)
     samples = [each.sparsity for each in chosen]
     measured = [
-        calibrated.measure(number, samples) for number in tqdm(range(UNSEEN), desc="unseen prompts")
+        calibrated.measure(number, samples)
+        for number in track(range(UNSEEN), "sparse_degradation", "unseen prompts")
     ]
     kl = np.mean([each.degraded["kl"] for each in measured], axis=0)
     losses = np.mean([each.degraded["recall_loss"] for each in measured], axis=0)
@@ -165,7 +168,7 @@ def dropped_alone(model: ServedModel, levels: Levels) -> list[Alone]:
     ]
     ended = [each[:end] for each in prompts()[CALIBRATED:] for end in ENDS]
     found = np.zeros((len(ended), len(ways), 2))
-    for number, tokens in enumerate(tqdm(ended, desc="keys or queries")):
+    for number, tokens in enumerate(track(ended, "sparse_degradation", "shortened prompts")):
         dense, *others = (
             sparse.run(tokens, each, 1)[0][0].double().log_softmax(-1) for each in (None, *samples)
         )
@@ -248,8 +251,8 @@ def main() -> None:
         folder = args.model or Path(scratch) / "model"
         if not (folder / "config.json").exists():
             made = make_model()
-            with tqdm(total=STEPS, desc="training") as bar:
-                train(made, STEPS, lambda *_: bar.update())
+            with progress("sparse_degradation", "steps", STEPS, doing="training") as shown:
+                train(made, STEPS, lambda *_: shown.update())
             made.save_pretrained(folder)
         model = read_model(str(folder), torch.float32)
         results = run(model, args.calibration)

@@ -35,7 +35,6 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).parents[2]))  # as benchmarks/__init__.py says
 
@@ -50,6 +49,7 @@ from distca.cost.kernel_time import AnalyticCost
 from distca.cost.volume import AttentionShape
 from distca.plan import BLOCK, Plan
 from distca.plan.span import Floats, Int64s
+from distca.progress import progress
 from distca.schedule import (
     ExecutionOptions,
     GlobalBatchPlanner,
@@ -439,12 +439,12 @@ def main() -> None:
         "runs": args.runs,
         "cases": [],
     }
-    with tqdm(total=len(settings) * len(args.mixes), unit="batch", disable=None) as progress:
+    with progress("more_ranks", "batches", len(settings) * len(args.mixes)) as shown:
         for setting, longest in settings:
             ways = ways_of(setting.processes, longest, args.tolerances)
             for case in measure(setting, longest, ways, shape, args.runs, rates):
                 figures["cases"].append(asdict(case))
-                progress.update(case.way == str(ways[-1]))
+                shown.update(case.way == str(ways[-1]))
     pages.save(args.output, "more_ranks", page(figures), __file__, figures)
 
 

@@ -9,7 +9,7 @@ import tempfile
 import time
 from argparse import Namespace
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,6 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile
-from tqdm import tqdm
 
 from benchmarks.lengths_only import VOCABULARY, stream_of
 from benchmarks.training.setting import PLAIN, SHORT, Setting, document_lengths
@@ -25,6 +24,7 @@ from benchmarks.training.summary import Step, summarize, timed_passes
 from distca.cost.model_sizes import ModelSize
 from distca.lifetime import end_with_parent
 from distca.plan import BLOCK
+from distca.progress import Progress, progress
 
 
 def parsed(setting: Setting, more_flags: list[str]) -> Namespace:
@@ -221,7 +221,8 @@ def measure(setting: Setting) -> dict[str, Any] | None:
     steps: dict[str, dict[str, list[list[Step]]]] = {}
     rank = dist.get_rank()
     number_of_steps = len(setting.mixes) * setting.batches * setting.rounds * len(names)
-    with tqdm(total=number_of_steps, unit="step", disable=rank != 0) as progress:
+    own = nullcontext(Progress())
+    with progress("throughput", "steps", number_of_steps) if rank == 0 else own as shown:
         for mix in setting.mixes:
             lengths = steps_lengths(setting, mix)
             steps[mix] = {name: [] for name in names}
@@ -240,7 +241,7 @@ def measure(setting: Setting) -> dict[str, Any] | None:
                     at = number % len(names)
                     for name in names[at:] + names[:at]:
                         rows[name].append(ways.get(name, ways[PLAIN]).step(trained[name]))
-                        progress.update()
+                        shown.update()
                 for name, row in rows.items():
                     steps[mix][name].append(row)
             for name, way in ways.items():

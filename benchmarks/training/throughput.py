@@ -94,6 +94,12 @@ def build_parser() -> Parser:
         epilog="All other flags are pretrain_gpt.py's, and hold for every way to train.",
     )
     parser.add_argument("--processes", type=int, help="default: torchrun's, or one a GPU or core")
+    parser.add_argument(
+        "--only-check",
+        type=int,
+        metavar="N",
+        help="only check the flags, as torchrun with N processes would find them",
+    )
     parser.add_argument("--tensor-model-parallel-size", type=int, default=1)
     parser.add_argument("--pipeline-model-parallel-size", type=int, default=1)
     parser.add_argument("--micro-batches", type=int, help="default: twice the stages, or one")
@@ -300,9 +306,12 @@ def main() -> None:
     told = os.environ
     launched = "RANK" in told
     try:
-        setting = setting_of(args, megatron_flags, int(told["WORLD_SIZE"]) if launched else 0)
+        started = int(told["WORLD_SIZE"]) if launched else 0
+        setting = setting_of(args, megatron_flags, args.only_check or started)
     except ValueError as error:
         parser.error(str(error))
+    if args.only_check is not None:
+        return
     summaries = run_launched(setting, told) if launched else measured(setting)
     if summaries is None:
         return

@@ -16,7 +16,7 @@ class HelpFormatter(argparse.RawDescriptionHelpFormatter):
     def _get_help_string(self, action: argparse.Action) -> str | None:
         default = action.default
         says_it = "Default:" in (action.help or "") or action.required
-        if action.nargs == 0 or default in (None, argparse.SUPPRESS) or says_it:
+        if action.nargs == 0 or default in (None, argparse.SUPPRESS, []) or says_it:
             return action.help
         shown = " ".join(map(str, default)) if isinstance(default, list | tuple) else default
         return f"{action.help} Default: {shown}.".replace("%", "%%")

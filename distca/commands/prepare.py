@@ -189,8 +189,9 @@ def build_parser() -> Parser:
         "--tokenizer-type",
         choices=TOKENIZER_TYPES,
         default="HuggingFaceTokenizer",
-        help="HuggingFaceTokenizer: a tokenizer.json; ByteLevelTokenizer: a token for each byte; "
-        "NullTokenizer: the text is token ids, separated by blanks.",
+        help="HuggingFaceTokenizer: a tokenizer.json. NullTokenizer: the text is token ids, "
+        "separated by blanks. ByteLevelTokenizer: a token for each byte, which training takes as "
+        "NullTokenizer with --vocab-size 257, or 256 before megatron-core 0.18.",
     )
     parser.add_argument(
         "--tokenizer-model",

@@ -112,16 +112,15 @@ choose_context_parallel() {
     [ $data -gt 1 ] || group=1
 }
 
-# Ends the job where flags of pretrain_gpt.py, or files that they name, are wrong, before ranks start:
-# it says so once, after seconds. What a check in one process cannot tell, the ranks do.
-check_run() {
+# Ends the job where a Python command ends with 2 and says why: flags, or files that they name, are
+# wrong. It runs once, for seconds, before ranks start; what one process cannot tell, the ranks do.
+check_once() {
     local told status=0
     ! $dry_run || return 0
-    told=$(env "${environment[@]}" "${start_one[@]}" \
-        -m megatron_patches.check_run --ranks "$ranks" -- "$@" 2>&1 >/dev/null) || status=$?
+    told=$(env "${environment[@]}" "${start_one[@]}" "$@" 2>&1 >/dev/null) || status=$?
     [ "$status" = 2 ] || return 0
-    told=$(grep '^error: ' <<<"$told" | tail -n 1) || return 0
-    die "${told#error: }"
+    told=$(grep -E '^(error|throughput\.py): ' <<<"$told" | tail -n 1) || return 0
+    die "${told#*: }"
 }
 
 # Starts a Python command on all ranks, or prints it.
@@ -161,7 +160,7 @@ pretraining() {
         --global-batch-size "$((ranks * micro_batches / (tensor * stages)))"
         --distca-gpus-per-node "$ranks_per_node" "${training[@]}"
     )
-    check_run "${training[@]}"
+    check_once -m megatron_patches.check_run --ranks "$ranks" -- "${training[@]}"
     on_all_ranks pretrain_gpt.py "${training[@]}"
 }
 

@@ -37,9 +37,13 @@ choose_model
 choose_context_parallel "$(value_of --tensor-model-parallel-size 8 "${flags[@]}")" \
     "$(value_of --pipeline-model-parallel-size 1 "${flags[@]}")"
 # --sequence-parallel is left out: wlb-llm gives ranks unequal numbers of tokens.
-on_all_ranks benchmarks/training/throughput.py "${model_flags[@]}" \
-    --bf16 --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather \
-    --tensor-model-parallel-size 8 --seq-length 32768 --vocab-size 128256 \
-    --distca-gpus-per-node "$ranks_per_node" --tolerances 0.1 --modes ping-pong \
-    --distca-context-parallel-size "$group" --schedulers per-document-cp wlb-llm greedy tiles \
+benchmark=(
+    benchmarks/training/throughput.py "${model_flags[@]}"
+    --bf16 --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather
+    --tensor-model-parallel-size 8 --seq-length 32768 --vocab-size 128256
+    --distca-gpus-per-node "$ranks_per_node" --tolerances 0.1 --modes ping-pong
+    --distca-context-parallel-size "$group" --schedulers per-document-cp wlb-llm greedy tiles
     --output "$output" "${flags[@]}"
+)
+check_once "${benchmark[@]}" --only-check "$ranks"
+on_all_ranks "${benchmark[@]}"

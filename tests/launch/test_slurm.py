@@ -26,7 +26,7 @@ class Job:
     def __init__(self, folder: Path, script: str, check: str = "true") -> None:
         self.folder, self.save = folder, folder / "save"
         self.save.mkdir()
-        self._env = slurm_environment(folder / "bin")
+        self.env = slurm_environment(folder / "bin")
         self.program("rank", f"case $* in *check_run*) {check}; exit ;; esac\n{script}")
 
     def program(self, name: str, script: str) -> Path:
@@ -41,7 +41,7 @@ class Job:
         own = ["--python", str(self.folder / "bin" / "rank"), "--save", str(self.save)]
         own += ["--logs", str(self.folder / "logs"), "--train-iters", "9"]
         own += ["--tensor-model-parallel-size", "1", "--pipeline-model-parallel-size", "1"]
-        return launch("slurm/pretrain_3d.sh", *own, *flags, env=self._env | env)
+        return launch("slurm/pretrain_3d.sh", *own, *flags, env=self.env | env)
 
 
 def test_a_prolog_sets_what_ranks_find(tmp_path: Path) -> None:
@@ -96,6 +96,19 @@ def test_the_check_finds_a_flag_that_is_wrong(tmp_path: Path) -> None:
     assert (done.returncode, done.stdout) == (2, "")
     (line,) = done.stderr.splitlines()
     assert line.startswith("error: ")
+
+
+def test_a_benchmark_s_flags_are_checked_once_too(tmp_path: Path) -> None:
+    check = f'case $* in *--only-check*) exec {sys.executable} "$@" ;; esac\necho started'
+    job = Job(tmp_path, check)
+    own = ["--python", str(tmp_path / "bin" / "rank"), "--logs", str(tmp_path / "logs")]
+    own += ["--num-layers", "2", "--tensor-model-parallel-size"]
+    done = launch("slurm/throughput.sh", *own, "3", env=job.env)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("error: 2 processes are no multiple of tensor x pipeline size")
+    assert len(done.stderr.splitlines()) == 1
+    done = launch("slurm/throughput.sh", *own, "1", env=job.env)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "started\n" * 2, "")
 
 
 def test_each_rank_s_output_is_in_a_file_and_in_the_job_s(tmp_path: Path) -> None:
