@@ -1,0 +1,97 @@
+"""Models answer on simulated GPUs as on CPUs, within budgets of launches and of waits."""
+
+from __future__ import annotations
+
+import json
+import random
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from support.simgpu.machine import Machine, built_or_skip
+from support.small_models import FAMILIES, save_small_model
+
+# torch's own FlashAttention has no soft caps of scores.
+SERVED = [family for family in FAMILIES if family != "gemma2"]
+BUDGETS: dict[str, dict[str, dict[str, int]]] = json.loads(
+    (Path(__file__).parent / "budgets.json").read_text()
+)
+"""Most launches and waits of a rank in one step, by ranks and family."""
+
+
+def _answers(folder: Path, ranks: int, models: list[str], **more: str) -> list[dict[str, Any]]:
+    """What each rank found, of every family."""
+    random.seed(0)
+    prompts = [[random.randrange(260) for _ in range(length)] for length in (150, 203)]
+    environment = Machine(ranks).environment() | more
+    folder.mkdir()
+    processes = []
+    for rank in range(ranks):
+        told = json.dumps([models, rank, ranks, str(folder), prompts])
+        command = [sys.executable, "-m", "support.simgpu.answers", told]
+        processes.append(subprocess.Popen(command, env=environment, stderr=subprocess.PIPE))
+    try:
+        for process in processes:
+            _, errors = process.communicate(timeout=400)
+            assert process.returncode == 0, errors.decode()[-4000:]
+    finally:
+        for process in processes:
+            process.kill()
+    return [json.loads((folder / f"rank {rank}.json").read_text()) for rank in range(ranks)]
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    built_or_skip()
+    folder = tmp_path_factory.mktemp("models")
+    return [str(save_small_model(family, folder)) for family in SERVED]
+
+
+@pytest.fixture(scope="module")
+def on_cpus(models: list[str], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What a process of the CPU answers."""
+    folder = tmp_path_factory.mktemp("cpus") / "answers"
+    return _answers(folder, 1, models, CUDA_VISIBLE_DEVICES="")[0]
+
+
+@pytest.fixture(scope="module", params=[1, 2])
+def on_gpus(
+    request: pytest.FixtureRequest, models: list[str], tmp_path_factory: pytest.TempPathFactory
+) -> tuple[int, list[dict[str, Any]]]:
+    """Ranks, each with a GPU, and what each of them found."""
+    folder = tmp_path_factory.mktemp("gpus") / "answers"
+    return request.param, _answers(folder, request.param, models)
+
+
+@pytest.mark.parametrize("family", SERVED)
+def test_tokens_are_the_cpus_and_nothing_races(
+    on_cpus: dict[str, Any], on_gpus: tuple[int, list[dict[str, Any]]], family: str
+) -> None:
+    for found in on_gpus[1]:
+        assert found[family]["tokens"] == on_cpus[family]["tokens"]
+        assert found[family]["races"] == []
+
+
+def _most(steps: list[dict[str, Any]], kind: str) -> dict[str, int]:
+    """The most launches and waits of the steps."""
+    return {
+        f"{kind} launches": max(step["launches"] for step in steps),
+        f"{kind} syncs": max(sum(step["syncs"].values()) for step in steps),
+    }
+
+
+@pytest.mark.parametrize("family", SERVED)
+def test_steps_keep_to_their_budgets(
+    on_gpus: tuple[int, list[dict[str, Any]]], family: str
+) -> None:
+    """A change that costs more launches or waits shows as a larger number in `budgets.json`."""
+    ranks, found = on_gpus
+    steps = [found[rank][family]["steps"] for rank in range(ranks)]
+    decodes = [step for its in steps for step in its[1:]]
+    spent = _most([its[0] for its in steps], "prefill") | _most(decodes, "decode")
+    budget = BUDGETS[f"{ranks} ranks"][family]
+    over = {each: (spent[each], most) for each, most in budget.items() if spent[each] > most}
+    assert not over, f"spent and most: {over}; the host waits: {decodes[-1]['syncs']}"

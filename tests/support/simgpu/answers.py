@@ -1,0 +1,98 @@
+"""A rank that answers with small models on its simulated GPU, and what that asked of the GPU.
+
+Its argument is a list, as JSON: folders of models, rank, number of ranks, a folder for what ranks
+write, and prompts as token ids. It writes `rank N.json` there. Without simulated GPUs it answers on
+the CPU, and nothing is logged.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from support.simgpu import cuda
+from support.simgpu.races import count, races
+
+TOKENS = 5
+_NO_PIPE: Any = None
+
+
+class _Tokens:
+    """Takes a rank's tokens, and cuts the log at each: what lies between two is a step."""
+
+    def __init__(self) -> None:
+        self.steps: list[list[Any]] = []
+
+    def start(self) -> None:
+        """Begins a log."""
+        if cuda.native is not None:
+            cuda.native.start()
+
+    def stop(self) -> list[Any]:
+        """Ends the log and returns it."""
+        return [] if cuda.native is None else cuda.native.stop()
+
+    def take(self, sequence: int, token: int) -> None:
+        """Takes a token."""
+        self.steps.append(self.stop())
+        self.start()
+
+
+def main(argv: list[str]) -> None:
+    """Answers with each model in turn."""
+    models, rank, ranks, folder, prompts = json.loads(argv[0])
+    found = {Path(each).name: _answers(each, rank, ranks, folder, prompts) for each in models}
+    (Path(folder) / f"rank {rank}.json").write_text(json.dumps(found))
+
+
+def _answers(
+    folder: str, rank: int, ranks: int, stores: str, prompts: list[list[int]]
+) -> dict[str, Any]:
+    import torch
+    import torch.distributed as dist
+
+    from distca.inference import rank_processes
+    from distca.inference.models import read_model
+    from distca.inference.pool_size import PoolSize, Sharing
+    from distca.inference.sampling import SamplingParams
+
+    settings = rank_processes.RankSettings(
+        read_model(folder, torch.bfloat16, 1),
+        Sharing(ranks, 16),
+        "pass-kv",
+        SamplingParams(TOKENS, 0.0, 0, frozenset()),
+        pool=PoolSize(16, 256),
+    )
+    told = _Tokens()
+    store = f"{stores}/{Path(folder).name}"
+    generator, _, _ = rank_processes._start(settings, rank, store, _NO_PIPE)
+    # Only the first rank tells of its tokens, but all cut their logs.
+    generator._told = told.take
+    # The first answer captures graphs and makes what is made once.
+    tokens: list[list[int]] = []
+    log: list[Any] = []
+    steps: list[list[Any]] = []
+    for number, prompt in enumerate(prompts):
+        told.steps = []
+        told.start()
+        tokens.append(generator.answer({number: prompt})[number].token_ids)
+        rest = told.stop()
+        steps = told.steps
+        log += [record for step in (*steps, rest) for record in step]
+    dist.destroy_process_group()
+    return {"tokens": tokens, "races": races(log), "steps": [_told(step) for step in steps]}
+
+
+def _told(step: list[Any]) -> dict[str, Any]:
+    counts = count(step)
+    return {
+        "launches": counts.launches,
+        "syncs": dict(counts.syncs),
+        "operators": dict(counts.operators.most_common()),
+    }
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
