@@ -10,6 +10,7 @@ prints a table and draws a picture.
 from __future__ import annotations
 
 import argparse
+import logging
 import sys
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
@@ -232,6 +233,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--processes", type=int, default=4, help="of both runs (default: 4)")
     parser.add_argument("flags", nargs="+", metavar="FLAGS", help="after --: what both were given")
     args = parser.parse_args(argv)
+    # What it says of each file that it reads is in the logs of the runs.
+    logging.getLogger("megatron").setLevel(logging.WARNING)
     try:
         distca, plain = read_scalars(args.distca), read_scalars(args.plain)
         found = compare(distca, plain)

@@ -10,7 +10,8 @@
   its kinds of context parallelism, and WLB-LLM as the paper's authors ran it (`wlb-llm-paper`)
   stand beside them.
 * **table3_any**, **table4_any**: the same jobs with any TP and PP of up to 8.
-* **table3_batches**, **table4_batches**: the configurations of the stored tables in other batches.
+* **table3_batches**, **table4_batches**, **today_batches**: the configurations of the stored
+  tables in other batches.
 * **fig3**: per-document CP: share of the all-gather, and of gathered keys in memory.
 * **fig4**: variable-length packing: activation memory it needs, and idle time that is left.
 * **fig6**: DP against CP for WLB-LLM, 64 GPUs, 128K to 512K.
@@ -71,6 +72,7 @@ EXPERIMENTS: dict[str, Callable[[Runner, Options], Report]] = {
     **{name: partial(end_to_end, name) for name in GROUPS},
     "table3_batches": partial(over_batches, "table3"),
     "table4_batches": partial(over_batches, "table4"),
+    "today_batches": partial(over_batches, "today"),
     "appendix": appendix,
     "chains": chains,
 }

@@ -2,11 +2,12 @@
 
     python benchmarks/cluster/paper.py table4_batches --batches 3 --output results/cluster
     python benchmarks/cluster/paper.py table3_batches --published DIR --papers-documents ...
+    python benchmarks/cluster/paper.py today_batches --batches 5 --documents pretrain ...
 
 The search takes most of a table's time, so that Table 4 has one batch. Here no configuration is
-searched: those of the stored `table3.csv` or `table4.csv` run in other batches, in which others may
-be faster. Of Table 4 the stored batch is the first one. With published lengths these are the
-paper's jobs on its authors' own documents, and all batches are others.
+searched: those of the stored `table3.csv`, `table4.csv` or `today.csv` run in other batches, in
+which others may be faster. Of the last two the stored batch is the first one. With published
+lengths these are the paper's jobs on its authors' own documents, and all batches are others.
 """
 
 from __future__ import annotations
@@ -21,7 +22,14 @@ import numpy as np
 
 from benchmarks.cluster.report import Options, Report, table
 from benchmarks.cluster.sweep import Case, Runner, Unit
-from benchmarks.cluster.tables import AS_THE_PAPER, PUBLISHED, STORED
+from benchmarks.cluster.tables import (
+    AS_THE_PAPER,
+    EXPERT_PARALLEL,
+    OVER,
+    PUBLISHED,
+    STORED,
+    WITHOUT_CHOICE,
+)
 from distca.simulate import Candidate
 
 AGAIN = ", MLPs again"
@@ -32,8 +40,15 @@ PAIRS = {
     ),
 }
 """Systems that are compared, with the names of their columns in the table."""
+TODAYS_PAIRS = {
+    f"tiles over {title}": ("tiles", system)
+    for system, title in OVER.items()
+    if system in WITHOUT_CHOICE
+}
+ONE_BATCH = ("table4", "today")
+"""Stored tables of one batch."""
 _SIZES = re.compile(
-    r"TP(\d+) PP(\d+) DP(\d+)(?: CP(\d+))?, (\d+) micro-batch\(es\)"
+    r"TP(\d+) PP(\d+) DP(\d+)(?: CP(\d+)(?: \((\d+) by a2a\))?)?, (\d+) micro-batch\(es\)"
     r"(?:, (\d+) in flight)?(?:, tolerance ([\d.]+))?(?:, in chains of (\d+))?(, inputs kept)?"
 )
 
@@ -48,21 +63,31 @@ def parse(system: str, text: str) -> Candidate | None:
     found = _SIZES.fullmatch(text)
     if found is None:
         return None
-    tensor, stages, data, context, number, in_flight, tolerance, chain, kept = found.groups()
+    tensor, stages, data, context, a2a, number, in_flight, *of_distca = found.groups()
+    tolerance, chain, kept = of_distca
     return Candidate(
         *(system, int(tensor), int(stages), int(data), int(context or 1), int(number)),
         max_in_flight=int(in_flight) if in_flight else None,
         tolerance=float(tolerance) if tolerance else None,
         chain=int(chain or 1),
         keeps_inputs=kept is not None,
+        all_to_all=int(a2a or 1),
     )
 
 
-def units_of(row: dict[str, str], options: Options, first: int) -> Iterator[tuple[str, Unit]]:
-    """What runs of a job from a batch on: the systems of `PAIRS` in their stored configurations."""
+def pairs_of(name: str) -> dict[str, tuple[str, ...]]:
+    """Systems of a stored table that are compared."""
+    return TODAYS_PAIRS if name == "today" else PAIRS
+
+
+def units_of(
+    row: dict[str, str], pairs: dict[str, tuple[str, ...]], options: Options, first: int
+) -> Iterator[tuple[str, Unit]]:
+    """What runs of a job from a batch on: the systems of pairs in their stored configurations."""
     sizes = row["longest"].removesuffix("K"), row["batch"], row["GPUs"]
     case: Case = options.case(row["model"], row["documents"], *map(int, sizes))
-    for name in dict.fromkeys(name for pair in PAIRS.values() for name in pair):
+    case = replace(case, expert_parallel=EXPERT_PARALLEL.get(row["model"], 1))
+    for name in dict.fromkeys(name for pair in pairs.values() for name in pair):
         candidate = parse(name.removesuffix(AGAIN), row[f"{name} configuration"])
         again = name.endswith(AGAIN)
         if candidate is not None:
@@ -74,7 +99,7 @@ def over_batches(name: str, runner: Runner, options: Options) -> Report:
     """Runs the stored configurations of a table in several batches.
 
     Args:
-        name: table3 or table4.
+        name: table3, table4 or today.
         runner: runner of the simulations.
         options: flags of the command.
     """
@@ -84,13 +109,14 @@ def over_batches(name: str, runner: Runner, options: Options) -> Report:
             for row in csv.DictReader(file)
             if row["model"] in options.models and row["documents"] in options.documents
         ]
-    first = 1 if name == "table4" and not options.published else 0
+    first = 1 if name in ONE_BATCH and not options.published else 0
     if options.batches <= first:
         raise ValueError(f"--batches {options.batches}: {name} has one batch, so give at least 2")
+    pairs = pairs_of(name)
     units = {
         (number, name): unit
         for number, row in enumerate(stored)
-        for name, unit in units_of(row, options, first)
+        for name, unit in units_of(row, pairs, options, first)
     }
     results = runner.over_batches(units, options.batches - first, f"{name}_batches")
     rows: list[dict[str, Any]] = []
@@ -98,7 +124,7 @@ def over_batches(name: str, runner: Runner, options: Options) -> Report:
         row: dict[str, Any] = {
             name: job[name] for name in ("model", "documents", "longest", "batch", "GPUs")
         }
-        for title, (ours, theirs) in PAIRS.items():
+        for title, (ours, theirs) in pairs.items():
             both = [results.get((number, name)) for name in (ours, theirs)]
             gains = _gains(*both) if all(both) else []
             if gains and first:
@@ -120,7 +146,8 @@ def over_batches(name: str, runner: Runner, options: Options) -> Report:
         "",
         *table(rows),
     ]
-    title = f"Table {name.removeprefix('table')} in several batches"
+    title = name.replace("table", "Table ").replace("today", "Today's models")
+    title += " in several batches"
     return Report(title, rows, text, None)
 
 
@@ -139,7 +166,7 @@ def _summary(name: str, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     for model, documents in dict.fromkeys((row["model"], row["documents"]) for row in rows):
         mine = [row for row in rows if (row["model"], row["documents"]) == (model, documents)]
         line: dict[str, Any] = {"model": model, "documents": documents}
-        for title in PAIRS:
+        for title in pairs_of(name):
             known = [row for row in mine if row[f"{title}: batches"]]
             means = [row[title] for row in known]
             spread = [row[f"{title}: most"] - row[f"{title}: least"] for row in known]
@@ -147,7 +174,8 @@ def _summary(name: str, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
             line[f"{title}: batches apart, mean and most"] = (
                 f"{np.mean(spread):.3f}, {max(spread):.3f}" if means else "-"
             )
-        published = PUBLISHED.get((name, documents))
-        line["paper"] = published or PUBLISHED[name, model, documents]  # type: ignore[index]
+        if name != "today":
+            published = PUBLISHED.get((name, documents))
+            line["paper"] = published or PUBLISHED[name, model, documents]  # type: ignore[index]
         lines.append(line)
     return lines

@@ -34,20 +34,21 @@ def add_calibration_flags(group: Group) -> None:
         "--max-degradation",
         type=float,
         metavar="NATS",
-        help="Least time to the first token, with a mean divergence from dense attention of so "
-        "much.",
+        help="Take the least time to the first token with a mean divergence from dense "
+        "attention of at most NATS.",
     )
     group.add_argument(
         "--max-recall-loss",
         type=float,
         metavar="SHARE",
-        help="Likewise, with so many of all needles lost, from 0 to 1.",
+        help="Take the least time to the first token with at most SHARE of all needles lost, "
+        "from 0 to 1.",
     )
     group.add_argument(
         "--max-ttft",
         type=float,
         metavar="SECONDS",
-        help="Least divergence, with so many predicted seconds to the first token.",
+        help="Take the least divergence with at most SECONDS predicted to the first token.",
     )
 
 

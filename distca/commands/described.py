@@ -41,12 +41,12 @@ LATENTS = {
     "q_lora_rank": "Size of the queries' latent. Default: the preset's, or none.",
 }
 WINDOWS = {
-    "window_left": "Sliding window: a query sees so many earlier tokens. Default: the preset's, or "
+    "window_left": "Sliding window: a query sees N earlier tokens. Default: the preset's, or "
     "all of its document.",
-    "attention_chunk_size": "Chunked local attention: a query sees the earlier tokens of its own "
-    "chunk of so many alone. Default: the preset's, or all of its document.",
+    "attention_chunk_size": "Chunked local attention: a query sees only the earlier tokens of its "
+    "own chunk of N tokens. Default: the preset's, or all of its document.",
     "window_attn_skip_freq": "Every Nth layer has no window and no chunks. Default: the preset's, "
-    "or all have them.",
+    "or every layer has them.",
 }
 _OVERRIDES = {
     "gpus_per_node": "GPUs of a node.",
@@ -134,7 +134,7 @@ def add_selection_flags(group: Group, default: str, partitions: str) -> None:
         "--selector",
         choices=SELECTORS,
         default="simulated",
-        help="Who chooses with auto: the least predicted seconds of both plans, or the rule of the "
+        help="How auto chooses: by the least predicted seconds of both plans, or the rule of the "
         "paper (Algorithm 5).",
     )
 

@@ -67,14 +67,14 @@ def build_parser() -> Parser:
         "--profile",
         type=Path,
         metavar="FILE",
-        help="Kernel times that `distca profile` measured, which auto goes by. Default: rates of "
+        help="Kernel times that `distca profile` measured, which auto uses. Default: rates of "
         "an H100, or of a core on CPUs.",
     )
     how.add_argument(
         "--node-gb-per-s",
         type=float,
         metavar="X",
-        help="Speed of a rank's link to another, which auto goes by. Default: NVLink's, or what "
+        help="Speed of a rank's link to another, which auto uses. Default: NVLink's, or what "
         "processes reach on CPUs.",
     )
     how.add_argument(
@@ -87,15 +87,16 @@ def build_parser() -> Parser:
     how.add_argument(
         "--restripe",
         action="store_true",
-        help="Move keys and values after each prefill, so that all ranks hold equal shares but for "
-        "a stripe, as a chain does not leave them.",
+        help="Move keys and values after each prefill, so that all ranks hold equal shares, within "
+        "a stripe: a chain leaves unequal ones.",
     )
     how.add_argument(
         "--block-size",
         type=int,
         default=256,
         metavar="N",
-        help="Tokens in a block of a rank's keys and values; a multiple of the flag before.",
+        help="Tokens in a block of a rank's keys and values; a multiple of "
+        "--cp-kv-cache-interleave-size.",
     )
     how.add_argument(
         "--kv-cache-memory-bytes",
@@ -105,7 +106,10 @@ def build_parser() -> Parser:
         "need; for conversations that, too, if it is known to be less than 4 GiB.",
     )
     how.add_argument(
-        "--dtype", choices=("float32", "bfloat16"), default="float32", help="Of weights and rows."
+        "--dtype",
+        choices=("float32", "bfloat16"),
+        default="float32",
+        help="Number format of weights and rows.",
     )
     how.add_argument(
         "--max-tokens", type=int, default=64, metavar="N", help="Most tokens of an answer."
@@ -113,13 +117,15 @@ def build_parser() -> Parser:
     how.add_argument(
         "--temperature", type=float, default=0.0, metavar="T", help="0 takes the likeliest token."
     )
-    how.add_argument("--seed", type=int, default=0, metavar="N", help="Of the choice of tokens.")
+    how.add_argument(
+        "--seed", type=int, default=0, metavar="N", help="Seed of the choice of tokens."
+    )
     how.add_argument(
         "--enforce-eager",
         action="store_true",
         help="Decode without CUDA graphs, which GPUs have otherwise.",
     )
-    how.add_argument("--ignore-eos", action="store_true", help="Answers end at --max-tokens alone.")
+    how.add_argument("--ignore-eos", action="store_true", help="Answers end only at --max-tokens.")
     out = parser.add_argument_group("output")
     out.add_argument("--json", action="store_true", help="Print a list of answers as JSON.")
     out.add_argument(

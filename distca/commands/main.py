@@ -20,7 +20,7 @@ COMMANDS = {
     "serve": "answer requests as OpenAI's clients make them, on ranks that share attention",
     "tune": "search how a chain of ranks shares prompts, or measure what dropping keys does",
     "prepare": "turn text into the token files that training reads",
-    "profile": "measure this machine's attention kernel, so that plans can go by its times",
+    "profile": "measure this machine's attention kernel, so that plans can use its times",
     "build": "compile the transports' native code ahead of a run",
     "doctor": "say what is present, what is missing and what to install",
 }

@@ -125,7 +125,7 @@ def build_parser() -> Parser:
     ranks.add_argument(
         "--server-speeds",
         metavar="S0,S1,...",
-        help="Speed of each server relative to the others, such as 1,1,0.5. Default: all alike.",
+        help="Speed of each server relative to the others, such as 1,1,0.5. Default: all equal.",
     )
     ranks.add_argument(
         "--servers-per-node",
@@ -154,7 +154,7 @@ def build_parser() -> Parser:
         "--scheduler",
         default="tiles",
         metavar="NAME",
-        help=f"Who makes the plan: {', '.join(COMPARED)}; hybrid-cp needs megatron-core.",
+        help=f"What makes the plan: {', '.join(COMPARED)}; hybrid-cp needs megatron-core.",
     )
     schedule.add_argument(
         "--tolerance",

@@ -67,7 +67,10 @@ def add_shape_flags(group: Group, default: ModelSize | None = None) -> None:
             what = f"{what.split(' Default')[0]} Default: the model's, or {getattr(default, name)}."
         group.add_argument(flag_of(name), type=int, metavar="N", help=what)
     group.add_argument(
-        "--v-head-dim", type=int, metavar="N", help="Those of a value's head. Default: as many."
+        "--v-head-dim",
+        type=int,
+        metavar="N",
+        help="Elements of a value's head. Default: --head-dim.",
     )
     group.add_argument(
         "--tensor-model-parallel-size",

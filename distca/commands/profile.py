@@ -51,7 +51,7 @@ def build_parser() -> Parser:
     parser.add_argument(
         "--dtype",
         choices=["fp32", "bf16"],
-        help="Kind of numbers. Default: bf16 on a GPU, fp32 on a CPU.",
+        help="Number format. Default: bf16 on a GPU, fp32 on a CPU.",
     )
     parser.add_argument(
         "--max-length",

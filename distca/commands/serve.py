@@ -82,7 +82,10 @@ def build_parser() -> Parser:
     )
     model = parser.add_argument_group("model")
     model.add_argument(
-        "--dtype", choices=("float32", "bfloat16"), default="float32", help="Of weights and rows."
+        "--dtype",
+        choices=("float32", "bfloat16"),
+        default="float32",
+        help="Number format of weights and rows.",
     )
     model.add_argument(
         "--max-model-len",
@@ -96,7 +99,7 @@ def build_parser() -> Parser:
         help="Let code of the model's folder run. Without it none does.",
     )
     model.add_argument(
-        "--seed", type=int, default=0, metavar="N", help="Of the seeds of requests without one."
+        "--seed", type=int, default=0, metavar="N", help="Seed for requests that give none."
     )
     ranks = parser.add_argument_group("ranks")
     add_ranks_flag(ranks, "--max-model-len tokens", default=1)
@@ -136,21 +139,21 @@ def build_parser() -> Parser:
         "--selector",
         choices=SELECTORS,
         default="simulated",
-        help="Who chooses with auto: the least predicted seconds of both plans, or the rule of the "
+        help="How auto chooses: by the least predicted seconds of both plans, or the rule of the "
         "paper (Algorithm 5).",
     )
     ranks.add_argument(
         "--profile",
         type=Path,
         metavar="FILE",
-        help="Kernel times that `distca profile` measured, which auto goes by. Default: rates of "
+        help="Kernel times that `distca profile` measured, which auto uses. Default: rates of "
         "an H100, or of a core on CPUs.",
     )
     ranks.add_argument(
         "--node-gb-per-s",
         type=float,
         metavar="X",
-        help="Speed of a rank's link to another, which auto goes by. Default: NVLink's, or what "
+        help="Speed of a rank's link to another, which auto uses. Default: NVLink's, or what "
         "processes reach on CPUs.",
     )
     add_partition_flag(ranks, "searched, a table that `distca tune partitions` wrote")
@@ -206,7 +209,7 @@ def build_parser() -> Parser:
         "--enable-prefix-caching",
         action=argparse.BooleanOptionalAction,
         default=True,
-        help="Keep blocks of ended sequences for those that begin alike. Default: on.",
+        help="Keep blocks of ended sequences for sequences that begin the same. Default: on.",
     )
     engine.add_argument(
         "--enforce-eager",

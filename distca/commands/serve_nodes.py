@@ -14,7 +14,9 @@ LEAST_KEY_BYTES = 16
 
 def add_node_flags(parser: Parser) -> None:
     """Adds the flags of `nodes_of`."""
-    nodes = parser.add_argument_group("machines (each is given all flags alike, but its rank)")
+    nodes = parser.add_argument_group(
+        "machines (give each the same flags, but its own --node-rank)"
+    )
     nodes.add_argument(
         "--nnodes", type=int, default=1, metavar="N", help="Machines, with as many ranks each."
     )
@@ -31,7 +33,9 @@ def add_node_flags(parser: Parser) -> None:
         "--master-port", type=int, default=29501, metavar="P", help="Port of the head for them."
     )
     nodes.add_argument(
-        "--headless", action="store_true", help="Run ranks alone, on every machine but the head."
+        "--headless",
+        action="store_true",
+        help="Run only ranks, without a server: on every machine but the head.",
     )
     nodes.add_argument(
         "--job-key-file",

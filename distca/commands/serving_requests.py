@@ -97,7 +97,7 @@ def build_parser() -> Parser:
     for name, default, what in (
         ("prefill_ranks", 16, "Ranks that prefill, of a GPU each."),
         ("decode_ranks", 2, "Ranks that decode."),
-        ("decode_tensor_parallel_size", 8, "GPUs of each of those."),
+        ("decode_tensor_parallel_size", 8, "GPUs of each decode rank."),
         ("backends", 4, "Requests that a decode rank receives at a time."),
         ("block_size", 128, "Rows of a block of keys and values."),
     ):

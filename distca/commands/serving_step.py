@@ -89,8 +89,8 @@ def build_parser(command: str, kind: Kind) -> Parser:
         "--held",
         choices=HELD,
         default="evenly",
-        help="Who holds the cached tokens: all ranks as after one prefill, all in stripes as after "
-        "decoding, or the first rank alone.",
+        help="Which ranks hold the cached tokens: all ranks as after one prefill, all in stripes "
+        "as after decoding, or the first rank alone.",
     )
     if kind == "prefill":
         add_selection_flags(ranks, "auto", SEARCHED)
@@ -111,7 +111,7 @@ def build_parser(command: str, kind: Kind) -> Parser:
         "--window-left",
         type=int,
         metavar="TOKENS",
-        help="Sliding window: a query sees so many earlier tokens. Default: all of its sequence.",
+        help="Sliding window: a query sees this many earlier tokens. Default: all of its sequence.",
     )
     cluster = add_cluster_flags(parser)
     cluster.add_argument(
@@ -158,8 +158,8 @@ def _add_sequences(parser: Parser, kind: Kind) -> None:
         nargs="+",
         default=[0],
         metavar="P",
-        help="Tokens before those, whose keys and values are kept: one number for all sequences, "
-        "or one for each.",
+        help="Earlier tokens, whose keys and values are kept: one number for all sequences, or "
+        "one for each.",
     )
 
 

@@ -113,8 +113,8 @@ def build_parser() -> Parser:
         "--batches",
         type=int,
         metavar="N",
-        help="Global batches to simulate. Default: as many as tell ratios to about 0.01, which "
-        f"are {enough_batches(32)} of 32 sequences, and {enough_batches(512)} of many.",
+        help="Global batches to simulate. Default: enough for ratios within about 0.01, which "
+        f"is {enough_batches(32)} of 32 sequences, {enough_batches(512)} of 512.",
     )
     documents.add_argument(
         "--seed", type=int, default=0, metavar="N", help="Another seed draws other documents."

@@ -66,7 +66,10 @@ def build_parser() -> Parser:
         help="Lengths of prompts. Default: 4,096 to 131,072, each twice the one before.",
     )
     parser.add_argument(
-        "--dtype", choices=("float32", "bfloat16"), default="float32", help="Of weights and rows."
+        "--dtype",
+        choices=("float32", "bfloat16"),
+        default="float32",
+        help="Number format of weights and rows.",
     )
     parser.add_argument(
         "--profile",
@@ -84,8 +87,8 @@ def build_parser() -> Parser:
     parser.add_argument(
         "--measure",
         choices=("cpu", "wall"),
-        help="Run prefills on the ranks of this machine, and go by the most CPU seconds of a "
-        "process, or by the seconds to the first token.",
+        help="Run prefills on the ranks of this machine, and compare the most CPU seconds of a "
+        "process, or the seconds to the first token.",
     )
     parser.add_argument(
         "--rounds",

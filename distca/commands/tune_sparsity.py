@@ -21,7 +21,7 @@ example:
   distca tune sparsity MODEL --prompts prompts.json --context-parallel-size 4 --ranks-per-node 2 \\
       --output calibration.json
 
-Prompts are run by one process, with their keys dropped as so many ranks would drop them. Every
+Prompts are run by one process, with their keys dropped as that many ranks would drop them. Every
 fourth one is held out: it says how far predictions are off. What the file has of these prompts
 already is kept, so an interrupted measurement goes on.
 """
@@ -52,10 +52,13 @@ def build_parser() -> Parser:
         "--samples", type=int, default=24, metavar="N", help="Sparsities to run on each prompt."
     )
     parser.add_argument(
-        "--seed", type=int, default=0, metavar="N", help="Of sparsities and needles."
+        "--seed", type=int, default=0, metavar="N", help="Seed of sparsities and needles."
     )
     parser.add_argument(
-        "--dtype", choices=("float32", "bfloat16"), default="float32", help="Of weights and rows."
+        "--dtype",
+        choices=("float32", "bfloat16"),
+        default="float32",
+        help="Number format of weights and rows.",
     )
     parser.add_argument(
         "--output",

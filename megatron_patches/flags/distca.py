@@ -92,10 +92,10 @@ def add_distca_arguments(parser: ArgumentParser) -> ArgumentParser:
         type=_dedicated_processes,
         default=0,
         metavar="inplace|dedicated:N",
-        help="inplace: every rank is an attention server, and there are no others. dedicated:N: so "
-        "are the last N processes of the job, which hold no model; the processes before them are "
-        "those that Megatron's sizes are about. They count as one server for each tensor-parallel "
-        "group. Default: inplace.",
+        help="inplace: every rank is an attention server, and there are no others. dedicated:N: "
+        "the last N processes of the job are attention servers that hold no model, and Megatron's "
+        "sizes are those of the processes before them. Dedicated servers count as "
+        "one server for each tensor-parallel group. Default: inplace.",
     )
     group.add_argument(
         "--distca-context-parallel-size",

@@ -37,6 +37,7 @@ def test_every_figure_and_table_has_a_row_and_no_row_is_empty() -> None:
         Candidate("tiles", 8, 2, 4, 1, 8, tolerance=0.02, keeps_inputs=True),
         Candidate("greedy", 8, 4, 2, 1, 64, max_in_flight=4, tolerance=0.1, chain=2),
         Candidate("wlb-llm", 8, 2, 1, 4, 16),
+        Candidate("cp-a2a+p2p", 2, 1, 4, 32, 8, all_to_all=4),
     ],
 )
 def test_stored_configurations_are_read(candidate: Candidate) -> None:
@@ -44,6 +45,20 @@ def test_stored_configurations_are_read(candidate: Candidate) -> None:
 
 
 def test_what_is_no_configuration_runs_not() -> None:
+    # An equal job with experts, whose GPUs share them, is not one without.
+    (row,) = [r for r in claims.read("today") if r["model"] == "qwen3-30b-a3b"]
+    options = Options(2, 1, 1, 1, "", (row["model"],), ("pretrain",))
+    units = dict(spread.units_of(row, spread.pairs_of("today"), options, 1))
+    assert set(units) == {
+        "tiles",
+        "per-document-cp",
+        "cp-p2p",
+        "cp-a2a+p2p",
+        "hybrid-cp",
+        "wlb-llm",
+    }
+    assert {unit.case.expert_parallel for unit in units.values()} == {8}
+    assert {unit.seed for unit in units.values()} == {1}
     for text in ("out of memory", "TP8 PP1 DP8, 1 micro-batch(es), 2 head groups"):
         assert spread.parse("tiles", text) is None
     options = Options(1, 1, 1, 1, "", ("llama-8b",), ("pretrain",))

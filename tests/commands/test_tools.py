@@ -72,12 +72,13 @@ def test_help_is_sentences_with_defaults_and_examples(
     parser = importlib.import_module(f"distca.commands.{name}").build_parser()
     text = " ".join(parser.format_help().split())
     assert "example" in text
+    assert "Default: ." not in text
     assert f"distca {name} " in parser.epilog
     for action in parser._actions:
         if "--help" in action.option_strings:
             continue
         assert (action.help or "").endswith("."), action.dest
-        given = action.default not in (None, False)
+        given = action.default not in (None, False, [])
         if given and not action.required and action.nargs != "*":
             shown = text.split(" ".join(action.help.split()))[-1].strip()
             assert shown.startswith("Default: ") or "Default: " in action.help, action.dest
