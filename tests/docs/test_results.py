@@ -291,6 +291,21 @@ def test_simulated_gains_beyond_the_paper() -> None:
     assert f"at a million tokens: {gain('tiles', 'cp-a2a+p2p', longest)} times" in INDEX.read_text()
 
 
+def test_todays_models() -> None:
+    """Means and ranges over batches, in the order of the table's rows."""
+    expected = []
+    for row in simulated("today_batches"):
+        cells = [f"{row['batch']}, {row['GPUs']}"]
+        for other in ("per-document CP", "ring CP", "a2a+p2p CP", "hybrid CP", "WLB-LLM"):
+            name = f"tiles over {other}"
+            span = [float(row[each]) for each in (name, f"{name}: least", f"{name}: most")]
+            cells.append("{:.2f} ({:.2f} to {:.2f})".format(*span) if span[0] == span[0] else "-")
+        expected.append(cells)
+    found = table(ROOT / "docs" / "when_it_helps.md", "model | batch, GPUs | over per-doc")
+    reasons = {"no windows", "no chunks", "refused"}
+    compare([["-" if cell in reasons else cell for cell in row[1:]] for row in found], expected)
+
+
 def test_figures_in_sentences() -> None:
     """Extremes of stored tables, and what the simulator's report says of itself."""
     pages = {
