@@ -6,13 +6,12 @@ from argparse import ArgumentParser, ArgumentTypeError, BooleanOptionalAction, N
 from pathlib import Path
 
 from distca.cost.latent_rows import LATENT_ROWS
-from distca.cost.volume import BACKWARD_INPUTS, AttentionShape
+from distca.cost.volume import BACKWARD_INPUTS
 from distca.plan import LayerMasks, Mask
 from distca.schedule import SCHEDULERS
 from distca.schedule.program import ABLATIONS
 from distca.transport.collective import MAX_CTAS, MOST_CTAS
 from distca.transport.nvshmem import NVSHMEM_MODES
-from megatron_patches.flags.latent_attention import head_sizes
 from megatron_patches.flags.parallel import ParallelSizes
 
 PLACEMENTS = ("free", "sequential")
@@ -308,17 +307,3 @@ def masks_of_a_chunk(args: Namespace) -> LayerMasks:
                 "the pattern repeats"
             )
     return LayerMasks.of(pattern)
-
-
-def attention_shape(args: Namespace) -> AttentionShape:
-    """Returns the attention heads of one tensor-parallel rank."""
-    parallel = args.tensor_model_parallel_size
-    groups = args.num_query_groups if args.group_query_attention else args.num_attention_heads
-    of_key, of_value = head_sizes(args)
-    return AttentionShape(
-        heads=args.num_attention_heads // parallel,
-        kv_heads=groups // parallel,
-        head_dim=of_key,
-        dtype_bytes=args.params_dtype.itemsize,
-        v_head_dim=of_value,
-    )

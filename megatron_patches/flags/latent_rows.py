@@ -8,7 +8,7 @@ from dataclasses import replace
 from distca.cost.latent_rows import latents_pay
 from distca.cost.volume import AttentionShape
 from megatron_patches.flags.config import DistcaConfig
-from megatron_patches.flags.distca import attention_shape
+from megatron_patches.flags.sizes import ModelSizes
 
 
 def why_no_latents_travel(config: DistcaConfig, args: Namespace) -> str | None:
@@ -37,13 +37,15 @@ def comm_shape(config: DistcaConfig, args: Namespace) -> AttentionShape:
     Raises:
         ValueError: latents are asked for, and cannot travel.
     """
-    shape = attention_shape(args)
+    sizes = ModelSizes.from_args(args)
+    shape = sizes.attention_shape(args.tensor_model_parallel_size)
     reason = why_no_latents_travel(config, args)
     if config.latent_rows == "on" and reason is not None:
         raise ValueError(f"--distca-latent-rows on: {reason}; or give auto")
     if config.latent_rows == "off" or reason is not None:
         return shape
-    latents = replace(shape, kv_rank=args.kv_lora_rank, rotated_dim=args.qk_pos_emb_head_dim)
+    assert sizes.latents is not None
+    latents = replace(shape, kv_rank=sizes.latents.kv_rank, rotated_dim=sizes.latents.rotated_dim)
     links = config.scheduling.links(args.tensor_model_parallel_size)
     pay = latents_pay(latents, links, args.data_parallel_size, config.backward)
     return latents if config.latent_rows == "on" or pay else shape

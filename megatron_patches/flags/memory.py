@@ -6,7 +6,6 @@ a run before anything is allocated, and not by the kernel's killing it.
 
 from __future__ import annotations
 
-import math
 import os
 from argparse import Namespace
 from collections.abc import Mapping
@@ -14,12 +13,7 @@ from dataclasses import dataclass, fields
 
 import torch
 
-from megatron_patches.flags.sizes import (
-    expert_parameters,
-    layer_parameters,
-    optimizer_bytes,
-    share_with_experts,
-)
+from megatron_patches.flags.sizes import ModelSizes, optimizer_bytes
 
 _TOKEN_BYTES = 8
 
@@ -90,59 +84,51 @@ def least_memory(args: Namespace) -> LeastMemory:
     do buffers, or what attention and the layers keep inside.
 
     Args:
-        args: Megatron-LM's arguments with its derived values. Before the tokenizer is built the
-            vocabulary may be unknown; its padding is not.
+        args: Megatron-LM's arguments with its derived values.
     """
-    parameters = _parameters(args)
+    sizes = ModelSizes.from_args(args)
+    parameters = _parameters(
+        sizes,
+        args.tensor_model_parallel_size,
+        args.expert_model_parallel_size * args.expert_tensor_parallel_size,
+        args.pipeline_model_parallel_size,
+        args.max_position_embeddings if args.position_embedding_type == "learned_absolute" else 0,
+    )
     replicas = args.data_parallel_size
-    shared = replicas if _is_sharded(args) else 1
-    weight = 1 if args.fp8 else args.params_dtype.itemsize
+    shared = replicas if args.use_megatron_fsdp or args.use_torch_fsdp2 else 1
+    weight = 1 if args.fp8 else sizes.dtype_bytes
     gradients = optimizer = 0
     if not args.skip_train:
         gradients = parameters * weight // shared
         over = replicas if args.use_distributed_optimizer else shared
         if not args.optimizer_cpu_offload:
             optimizer = parameters * optimizer_bytes(args) // over
-    return LeastMemory(parameters * weight // shared, gradients, optimizer, _activation_bytes(args))
-
-
-def _parameters(args: Namespace) -> int:
-    """Counts the parameters of a rank, the mean of the stages."""
-    shards, stages = args.tensor_model_parallel_size, args.pipeline_model_parallel_size
-    of_layers = args.num_layers * layer_parameters(args, active=False)
-    experts = 0
-    if args.num_experts:
-        share = share_with_experts(args.moe_layer_freq, args.num_layers)
-        experts = round(args.num_layers * share * expert_parameters(args))
-    embeddings = 2 if args.untie_embeddings_and_output_weights else 1
-    rows = embeddings * _vocabulary(args)
-    if args.position_embedding_type == "learned_absolute":
-        rows += args.max_position_embeddings
-    dense = of_layers - experts + rows * args.hidden_size
-    expert_shards = args.expert_model_parallel_size * args.expert_tensor_parallel_size
-    return dense // (shards * stages) + experts // (expert_shards * stages)
-
-
-def _vocabulary(args: Namespace) -> int:
-    """Returns the rows of the vocabulary, padded; a tokenizer that is not built yet has one."""
-    if args.padded_vocab_size:
-        return int(args.padded_vocab_size)
-    multiple = args.make_vocab_size_divisible_by * args.tensor_model_parallel_size
-    return math.ceil((args.vocab_size or 1) / multiple) * multiple
-
-
-def _activation_bytes(args: Namespace) -> int:
-    shards = args.tensor_model_parallel_size
-    tokens = args.seq_length * args.micro_batch_size // args.context_parallel_size
-    layers = args.num_layers // args.pipeline_model_parallel_size
+    kept_layers = args.num_layers // args.pipeline_model_parallel_size
     if args.skip_train or args.recompute_granularity == "full":
-        layers = min(layers, 1)
-    elements = layers * args.hidden_size // (shards if args.sequence_parallel else 1)
+        kept_layers = min(kept_layers, 1)
+    shards = args.tensor_model_parallel_size
+    elements = kept_layers * sizes.hidden_size // (shards if args.sequence_parallel else 1)
     if args.pipeline_model_parallel_size == 1:
-        elements += _vocabulary(args) // shards
-    return int(tokens * (_TOKEN_BYTES + elements * args.params_dtype.itemsize))
+        elements += sizes.vocabulary // shards
+    tokens = args.seq_length * args.micro_batch_size // args.context_parallel_size
+    activations = tokens * (_TOKEN_BYTES + elements * sizes.dtype_bytes)
+    return LeastMemory(parameters * weight // shared, gradients, optimizer, activations)
 
 
-def _is_sharded(args: Namespace) -> bool:
-    """Returns whether data-parallel ranks share the weights."""
-    return bool(args.use_megatron_fsdp or args.use_torch_fsdp2)
+def _parameters(
+    sizes: ModelSizes, shards: int, expert_shards: int, stages: int, positions: int
+) -> int:
+    """Counts the parameters of a rank, the mean of the stages.
+
+    Args:
+        sizes: sizes of the model.
+        shards: ranks that share a dense matrix.
+        expert_shards: ranks that share a layer's experts.
+        stages: pipeline stages.
+        positions: rows of the embedding of positions.
+    """
+    experts = 0
+    if sizes.experts is not None:
+        experts = round(sizes.layers * sizes.experts.share * sizes.expert_parameters)
+    dense = sizes.parameters - experts + positions * sizes.hidden_size
+    return dense // (shards * stages) + experts // (expert_shards * stages)

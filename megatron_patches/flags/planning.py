@@ -12,11 +12,10 @@ from distca.plan import LayerMasks
 from distca.schedule import ExecutionOptions, LinearWork, ScheduleConfig
 from distca.schedule.program import LayerGroup, layer_groups
 from megatron_patches.flags.config import DistcaConfig
-from megatron_patches.flags.distca import attention_shape, masks_of_a_chunk
-from megatron_patches.flags.latent_attention import head_sizes
+from megatron_patches.flags.distca import masks_of_a_chunk
 from megatron_patches.flags.latent_rows import comm_shape
 from megatron_patches.flags.parallel import ParallelSizes
-from megatron_patches.flags.sizes import layer_parameters
+from megatron_patches.flags.sizes import ModelSizes
 
 logger = logging.getLogger(__name__)
 
@@ -33,7 +32,8 @@ def schedule_config(config: DistcaConfig, args: Namespace, servers: int) -> Sche
         ValueError: the profile is unreadable or of another attention shape; or speeds are given for
             another number of servers.
     """
-    flags, shape = config.scheduling, attention_shape(args)
+    flags, tensor = config.scheduling, args.tensor_model_parallel_size
+    shape = ModelSizes.from_args(args).attention_shape(tensor)
     cost_model: CostModel
     if flags.profile is not None:
         cost_model = Profile.load(flags.profile)
@@ -53,7 +53,7 @@ def schedule_config(config: DistcaConfig, args: Namespace, servers: int) -> Sche
         tolerance=flags.tolerance,
         shape=travelling,
         cost_model=cost_model,
-        links=flags.links(args.tensor_model_parallel_size),
+        links=flags.links(tensor),
         server_speeds=flags.server_speeds,
         max_buffer_bytes=flags.max_buffer_bytes,
         context_parallel_size=flags.context_parallel_size,
@@ -64,12 +64,12 @@ def schedule_config(config: DistcaConfig, args: Namespace, servers: int) -> Sche
 
 def linear_work(args: Namespace) -> LinearWork:
     """Counts the linear layers of the model, beside which attention is shared out in a pipeline."""
-    sizes = ParallelSizes.from_args(args)
+    model, ranks = ModelSizes.from_args(args), ParallelSizes.from_args(args)
     return LinearWork.of_parameters(
-        layer_parameters(args),
-        args.hidden_size * args.padded_vocab_size,
-        args.num_layers // (sizes.stages * sizes.chunks),
-        args.num_attention_heads * sum(head_sizes(args)) // 2,
+        model.layer_parameters(),
+        model.hidden_size * model.vocabulary,
+        model.layers // (ranks.stages * ranks.chunks),
+        model.heads * (model.head_dim + model.v_head_dim) // 2,
     )
 
 

@@ -13,10 +13,6 @@ from distca.schedule import BALANCING
 from megatron_patches.flags.batch_sizes import check_growth, number_of_iterations
 from megatron_patches.flags.config import DistcaConfig
 from megatron_patches.flags.distca import masks_from_args, masks_of_a_chunk
-from megatron_patches.flags.latent_attention import (
-    check_latent_attention,
-    head_sizes,
-)
 from megatron_patches.flags.latent_rows import comm_shape
 from megatron_patches.flags.parallel import ParallelSizes
 from megatron_patches.flags.refused import (
@@ -25,6 +21,7 @@ from megatron_patches.flags.refused import (
     REFUSED_WITH_DISTCA,
     refuse,
 )
+from megatron_patches.flags.sizes import ModelSizes
 from megatron_patches.versions import newer_flag
 
 SFT_TOKENIZER = "SFTTokenizer"
@@ -57,7 +54,7 @@ def validate(config: DistcaConfig, args: Namespace) -> None:
         refuse(REFUSED_BY_OUR_ATTENTION, args)
     if config.enabled:
         refuse(REFUSED_WITH_DISTCA, args)
-    check_latent_attention(args)
+    _validate_latent_attention(args)
     if args.multi_latent_attention and (config.enabled or args.transformer_impl == "local"):
         # The fused kernel numbers tokens by itself.
         args.apply_rope_fusion = False
@@ -97,7 +94,39 @@ def validate(config: DistcaConfig, args: Namespace) -> None:
     if torch.cuda.is_available():
         if args.params_dtype == torch.float32:
             raise ValueError("--distca on GPUs needs --bf16: FlashAttention has no float32")
-        check_head_dim(max(head_sizes(args)))
+        sizes = ModelSizes.from_args(args)
+        check_head_dim(max(sizes.head_dim, sizes.v_head_dim))
+
+
+def _validate_latent_attention(args: Namespace) -> None:
+    """Checks the flags of multi-latent attention against each other."""
+    if not args.multi_latent_attention:
+        if args.rope_type == "yarn":
+            raise ValueError("--rope-type yarn needs --multi-latent-attention")
+        return
+    if args.group_query_attention:
+        raise ValueError(
+            "--multi-latent-attention has keys and values for each head: remove "
+            "--group-query-attention"
+        )
+    if args.qk_pos_emb_head_dim % 2:
+        raise ValueError(
+            f"--qk-pos-emb-head-dim {args.qk_pos_emb_head_dim}: rotary embedding turns pairs, so "
+            "give an even number"
+        )
+    parallel = args.tensor_model_parallel_size
+    latents = {"kv": args.kv_lora_rank + args.qk_pos_emb_head_dim, "q": args.q_lora_rank or 0}
+    for kind, size in latents.items():
+        if args.transformer_impl == "local" and size % parallel:
+            raise ValueError(
+                f"--tensor-model-parallel-size {parallel} does not divide the latent of "
+                f"--{kind}-lora-rank ({size} in all): use a size that does"
+            )
+    if args.transformer_impl != "local" and parallel > 1 and not args.sequence_parallel:
+        raise ValueError(
+            "--multi-latent-attention with --tensor-model-parallel-size needs --sequence-parallel: "
+            "otherwise Transformer Engine's layers sum no gradients of what keys of all heads share"
+        )
 
 
 def _validate_rotation(args: Namespace) -> None:

@@ -24,9 +24,9 @@ from distca.plan import LayerMasks
 from distca.runtime import AttentionTimes, TimedKernel
 from megatron_patches.flags.config import DistcaConfig
 from megatron_patches.flags.distca import masks_from_args
-from megatron_patches.flags.latent_attention import head_sizes
 from megatron_patches.flags.latent_rows import comm_shape
 from megatron_patches.flags.parallel import ParallelSizes
+from megatron_patches.flags.sizes import ModelSizes
 from megatron_patches.model.core_attention import (
     DenseCoreAttention,
     DisaggregatedCoreAttention,
@@ -78,6 +78,7 @@ def build_model(
         vp_stage: number of the virtual stage; None: there are none.
         stage: what `GPTModel` is told of the stage besides.
     """
+    sizes = ModelSizes.from_args(args)
     model = GPTModel(
         config=transformer,
         transformer_layer_spec=_block_spec(
@@ -87,7 +88,7 @@ def build_model(
             _core_attention(
                 core_attention_kind(config, args),
                 masks_from_args(args),
-                head_sizes(args),
+                (sizes.head_dim, sizes.v_head_dim),
                 transformer.multi_latent_attention,
             ),
         ),
@@ -121,9 +122,9 @@ def adapt_model(config: DistcaConfig, args: Namespace, model: GPTModel) -> GPTMo
             # Core attention keeps no more than inputs and outputs, so recomputing gains nothing.
             layer.self_attention.checkpoint_core_attention = False
         if args.num_experts:
-            sizes = ParallelSizes.from_args(args)
-            rows = args.seq_length * args.micro_batch_size // sizes.sequence_shards
-            share_auxiliary_losses(model, rows, sizes.data)
+            ranks = ParallelSizes.from_args(args)
+            rows = args.seq_length * args.micro_batch_size // ranks.sequence_shards
+            share_auxiliary_losses(model, rows, ranks.data)
         if comm_shape(config, args).kv_rank is not None:
             send_latents(model)
         if config.cuda_graphs:

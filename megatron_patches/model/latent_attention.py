@@ -15,13 +15,13 @@ import torch
 import torch.distributed as dist
 from megatron.core.models.gpt import GPTModel
 
-from megatron_patches.flags.latent_attention import head_sizes
+from megatron_patches.flags.sizes import ModelSizes
 from megatron_patches.model.rotary import split_rows
 
 
 def softmax_scale(args: Namespace) -> float:
     """Returns the factor of core attention's scores, as Megatron's layers have it."""
-    scale = head_sizes(args)[0] ** -0.5
+    scale = ModelSizes.from_args(args).head_dim ** -0.5
     if not args.multi_latent_attention:
         return scale
     from megatron.core.models.common.embeddings import _yarn_get_mscale

@@ -16,7 +16,6 @@ from megatron_patches.batches.stream import TokenStream
 from megatron_patches.batches.ticks import PlannedIterator, RankRuntime, TickMaker
 from megatron_patches.flags.batch_sizes import micro_batches_by_sample, samples_for_evaluation
 from megatron_patches.flags.config import DistcaConfig
-from megatron_patches.flags.latent_attention import head_sizes
 from megatron_patches.flags.parallel import ParallelSizes
 from megatron_patches.flags.planning import PlannerConfig
 from megatron_patches.pipeline.data_iterators import TRAIN
@@ -70,6 +69,7 @@ class PlannedData:
         sizes = ParallelSizes.from_args(args)
         servers = find_servers(config, sizes, device, processes)
         planning = PlannerConfig.from_args(config, args, servers.layout.world_size)
+        shape = planning.scheduling.shape
         return PlannedData(
             planning=planning,
             windows=windows,
@@ -78,9 +78,13 @@ class PlannedData:
             runtime=RankRuntime(
                 servers.layout,
                 build_core_attention(
-                    config, head_sizes(args), servers.group, device, sizes.timeout
+                    config,
+                    (shape.head_dim, shape.value_dim),
+                    servers.group,
+                    device,
+                    sizes.timeout,
                 ),
-                planning.scheduling.shape,
+                shape,
                 planning.masks,
                 planning.layer_groups,
             ),

@@ -13,13 +13,12 @@ from distca.cost.volume import AttentionShape
 from distca.plan import LayerMasks, Mask
 from megatron_patches.flags.config import DistcaConfig
 from megatron_patches.flags.distca import (
-    attention_shape,
     mask_of_window,
     masks_from_args,
     masks_of_a_chunk,
 )
-from megatron_patches.flags.latent_attention import attention_parameters
 from megatron_patches.flags.planning import schedule_config
+from megatron_patches.flags.sizes import ModelSizes
 from support.arguments import check, parse
 
 
@@ -178,12 +177,14 @@ def test_sizes_of_latent_attention() -> None:
     sizes = "--q-lora-rank 6 --kv-lora-rank 5 --qk-head-dim 24 --qk-pos-emb-head-dim 8"
     args = parse("--multi-latent-attention", *sizes.split(), "--v-head-dim", "16")
     heads, hidden = args.num_attention_heads, args.hidden_size
-    assert attention_shape(args) == AttentionShape(heads, heads, 32, 4, 16)
+    shape = ModelSizes.from_args(args).attention_shape(1)
+    assert shape == AttentionShape(heads, heads, 32, 4, 16)
     assert not args.apply_rope_fusion
     queries, keys = 6 * (hidden + heads * 32), hidden * 13 + 5 * heads * (24 + 16)
-    assert attention_parameters(args) == queries + keys + heads * 16 * hidden
+    assert ModelSizes.from_args(args).attention_parameters == queries + keys + heads * 16 * hidden
     args.q_lora_rank = None
-    assert attention_parameters(args) == hidden * heads * 32 + keys + heads * 16 * hidden
+    queries = hidden * heads * 32
+    assert ModelSizes.from_args(args).attention_parameters == queries + keys + heads * 16 * hidden
     with pytest.raises(ValueError, match="yarn needs --multi-latent-attention"):
         parse("--rope-type", "yarn")
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from argparse import Namespace
+
 import pytest
 
-from megatron_patches.flags.sizes import layer_parameters, matrix_parameters
+from megatron_patches.flags.sizes import ModelSizes
 from support.arguments import parse
 from support.versions import BALANCED_BY_PASS
 
@@ -26,13 +28,17 @@ def test_what_counts_a_router_s_passes_needs_whole_micro_batches(kind: str) -> N
     parse(*flags[:-1])
 
 
+def layer_parameters(args: Namespace) -> int:
+    return ModelSizes.from_args(args).layer_parameters()
+
+
 def test_a_token_uses_some_experts_and_a_checkpoint_has_all() -> None:
     dense = parse("--swiglu", "--ffn-hidden-size", "128")
     args = parse(*EXPERTS.split(), "--swiglu", "--ffn-hidden-size", "128", "--moe-layer-freq", "2")
     attention = layer_parameters(dense) - 64 * 3 * 128
     # Two layers of four have experts.
     assert layer_parameters(args) == attention + 64 * 3 * (128 + 2 * 32) // 2
-    grown = matrix_parameters(args) - matrix_parameters(dense)
+    grown = ModelSizes.from_args(args).parameters - ModelSizes.from_args(dense).parameters
     assert grown == 2 * 64 * 3 * (4 * 32 - 128)
     shared = parse(*EXPERTS.split(), "--moe-shared-expert-intermediate-size", "16")
     plain = parse(*EXPERTS.split())
