@@ -66,7 +66,7 @@ def pretrain(environment: Mapping[str, str]) -> None:
         return add_distca_arguments(parser)
 
     def parsed(args: Namespace, whole: bool) -> None:
-        refuse_a_file_of_flags(args, environment)
+        refuse_a_file_of_flags(args.yaml_cfg, environment)
         hooks.adapt_megatron_loop(run, args.async_save)
 
     run = Run(environment, add_arguments, parsed)
@@ -142,7 +142,7 @@ def with_distca(
 
     def parsed(args: Namespace, whole: bool) -> None:
         if args.distca:
-            refuse_a_file_of_flags(args, environment)
+            refuse_a_file_of_flags(args.yaml_cfg, environment)
             hooks.adapt_megatron_loop(run, args.async_save)
         elif whole:
             hooks.ADD_FLAGS.undo()

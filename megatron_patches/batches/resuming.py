@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from megatron_patches.flags.batch_sizes import samples_for_evaluation
+from megatron_patches.flags.batch_sizes import BatchSizes
 from megatron_patches.flags.config import DistcaConfig
 
 logger = logging.getLogger(__name__)
@@ -49,7 +49,7 @@ def check_packs(config: DistcaConfig, args: Namespace, first: int) -> None:
     if config.enabled:
         # The last chain of a global batch may have fewer micro-batches.
         samples = args.data_parallel_size * args.micro_batch_size
-        sizes = {args.global_batch_size, samples_for_evaluation(args)}
+        sizes = {args.global_batch_size, BatchSizes.from_args(args).evaluated}
         shortest = math.gcd(config.chain, *(size // samples for size in sizes))
         attended = attended // config.chain * shortest
     if attended % pack == 0 and first % pack == 0:

@@ -10,7 +10,7 @@ import torch
 from distca.attention.choice import check_head_dim
 from distca.plan import BLOCK
 from distca.schedule import BALANCING
-from megatron_patches.flags.batch_sizes import check_growth, number_of_iterations
+from megatron_patches.flags.batch_sizes import BatchSizes
 from megatron_patches.flags.config import DistcaConfig
 from megatron_patches.flags.distca import masks_from_args, masks_of_a_chunk
 from megatron_patches.flags.latent_rows import comm_shape
@@ -59,7 +59,7 @@ def validate(config: DistcaConfig, args: Namespace) -> None:
         # The fused kernel numbers tokens by itself.
         args.apply_rope_fusion = False
     _validate_rotation(args)
-    check_growth(args)
+    BatchSizes.from_args(args).check_growth(args.train_samples)
     _validate_optimizer(args)
     _validate_sft(args)
     _validate_validation_sets(args)
@@ -212,7 +212,7 @@ def _validate_pipeline(config: DistcaConfig, args: Namespace) -> None:
     in_flight = config.scheduling.max_in_flight
     if stages == 1 and in_flight is not None:
         raise ValueError("--distca-max-in-flight bounds a pipeline's stages, but there is only one")
-    iterations = args.train_iters or number_of_iterations(args)
+    iterations = args.train_iters or BatchSizes.from_args(args).iterations(args.train_samples)
     trace = config.trace
     if trace is not None and not 1 <= trace.first <= trace.last <= iterations:
         raise ValueError(

@@ -23,11 +23,7 @@ from megatron_patches.batches.resuming import (
     with_max_document_tokens,
 )
 from megatron_patches.batches.stream import TokenStream
-from megatron_patches.flags.batch_sizes import (
-    micro_batches_by_sample,
-    samples_for_evaluation,
-    samples_of_training,
-)
+from megatron_patches.flags.batch_sizes import BatchSizes, samples_of_training
 from megatron_patches.flags.config import DistcaConfig
 from megatron_patches.flags.distca import masks_from_args
 from megatron_patches.model.gpt import core_attention_kind
@@ -177,7 +173,10 @@ class _Splits:
                 "data-parallel size times --micro-batch-size that divides it"
             )
         # One spare global batch: the last may overrun, and prefetching reads ahead.
-        spare = micro_batches_by_sample(args)(samples) * layout.samples_per_micro_batch
+        spare = (
+            BatchSizes.from_args(args).micro_batches_by_sample()(samples)
+            * layout.samples_per_micro_batch
+        )
         first, tokens = start + consumed * args.seq_length, (samples + spare) * args.seq_length
         stream = open_stream(self.config, args, self.blends[which], which, tokens, start, first)
         if which == "train":
@@ -198,7 +197,7 @@ class _Splits:
         found: list[FullValidationIterator] = []
         if which not in self.blends:
             return found
-        batch = samples_for_evaluation(self.args) * self.args.seq_length
+        batch = BatchSizes.from_args(self.args).evaluated * self.args.seq_length
         for blend in sets_of(self.args, self.blends[which]):
             stream = open_stream(self.config, self.args, blend, which, None).in_passes(batch)
             iterator = self._iterator(stream, number + len(found), 0)

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import torch
 from megatron.core.rerun_state_machine import EXIT_CODE_FAILED_ON_RESULT_VALIDATION
 
-from megatron_patches.flags.batch_sizes import samples_for_evaluation
+from megatron_patches.flags.batch_sizes import BatchSizes
 from megatron_patches.loop.finite import check_evaluation, check_weights
 from megatron_patches.pipeline.progress import Progress
 
@@ -150,7 +150,7 @@ def save_then_evaluate(theirs: Callable[..., Any], run: Evaluating) -> Callable[
         before = args.consumed_valid_samples
         after = before
         if not args.full_validation:
-            after += args.eval_iters * samples_for_evaluation(args)
+            after += args.eval_iters * BatchSizes.from_args(args).evaluated
         if run.evaluation.training is not None and _saves_at(args, iteration):
             # A run that goes on from there reads what comes after this evaluation's batches.
             args.consumed_valid_samples = after

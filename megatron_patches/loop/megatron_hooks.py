@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from megatron_patches import cpu
 from megatron_patches.batches.resuming import go_on_from
-from megatron_patches.flags.batch_sizes import EVAL_INTERVAL, check_batch, number_of_iterations
+from megatron_patches.flags.batch_sizes import EVAL_INTERVAL, BatchSizes, check_batch
 from megatron_patches.flags.config import DistcaConfig
 from megatron_patches.flags.memory import check_memory, machine_memory
 from megatron_patches.flags.required import check_required
@@ -78,10 +78,12 @@ class Run:
     def config(self, config: DistcaConfig) -> None:
         self._config = config
 
-    def start_watch(self, args: Namespace) -> None:
+    def start_watch(self) -> None:
         """Watches how far all ranks are, which have met."""
+        from megatron.training import get_args
+
         dedicated = self.config.dedicated
-        self.watch = watch_ranks(args, dedicated, self.progress, self.environment)
+        self.watch = watch_ranks(get_args(), dedicated, self.progress, self.environment)
 
     def end_if_late(self) -> None:
         """Ends this process by a line if other ranks are late or gone."""
@@ -148,13 +150,13 @@ def refuse_in_a_line(
     exit_with_message(explained(message, list(parser._option_string_actions)), rank)
 
 
-def refuse_a_file_of_flags(args: Namespace, environment: Mapping[str, str]) -> None:
+def refuse_a_file_of_flags(file: str | None, environment: Mapping[str, str]) -> None:
     """Ends the process where `--yaml-cfg` gives the flags, which Megatron-LM would read next."""
-    if args.yaml_cfg is not None:
+    if file is not None:
         rank = int(environment.get("RANK", 0))
         _show_our_messages(rank, environment)
         exit_with_message(
-            f"DistCA does not cover --yaml-cfg {args.yaml_cfg}: give its flags on the command line",
+            f"DistCA does not cover --yaml-cfg {file}: give its flags on the command line",
             rank,
         )
 
@@ -210,7 +212,13 @@ def checked(
     """
     cpu.set_megatron_arguments(args)
     check_required(args)
-    _leave_out_servers(config.dedicated, args)
+    if args.world_size <= config.dedicated:
+        raise ValueError(
+            f"--distca-servers dedicated:{config.dedicated} leaves none of {args.world_size} "
+            "processes for the model: start more"
+        )
+    # Megatron-LM knows processes with a model.
+    args.world_size -= config.dedicated
     check_batch(args)
     if args.save and args.save_interval is None:
         # Megatron-LM asks for it; a run then saves at its end alone.
@@ -242,16 +250,6 @@ def checked(
     return answer
 
 
-def _leave_out_servers(dedicated: int, args: Namespace) -> None:
-    """Takes dedicated servers out of the world size: Megatron-LM knows processes with a model."""
-    if args.world_size <= dedicated:
-        raise ValueError(
-            f"--distca-servers dedicated:{dedicated} leaves none of {args.world_size} "
-            "processes for the model: start more"
-        )
-    args.world_size -= dedicated
-
-
 def beside_servers(theirs: Callable[..., Any], run: Run) -> Callable[..., Any]:
     """Makes the default group of the processes with a model, where others only serve.
 
@@ -266,10 +264,10 @@ def beside_servers(theirs: Callable[..., Any], run: Run) -> Callable[..., Any]:
         if run.config.dedicated:
             run.processes = join(run.config.dedicated, args, run.environment)
             if run.processes.serves_only:
-                run.start_watch(args)
+                run.start_watch()
                 _serve(run, args, run.processes)
         answer = theirs(*given, **named)
-        run.start_watch(args)
+        run.start_watch()
         return answer
 
     return initialize_distributed
@@ -329,20 +327,16 @@ def after_preflight(theirs: Callable[..., Any], run: Run) -> Callable[..., Any]:
         model, *others = theirs(*args, **kwargs)
         run.progress.enter("the opening of the data")
         check_weights(model, "before the first step", "load another checkpoint", code=2)
-        _end_after_the_samples(get_args())
+        arguments = get_args()
+        if arguments.train_samples and arguments.iteration:
+            # Megatron-LM counts iterations as if all had the batch size of this run.
+            left = BatchSizes.from_args(arguments).iterations(
+                arguments.train_samples, arguments.consumed_train_samples
+            )
+            arguments.train_iters = arguments.iteration + left
         return model, *others
 
     return setup_model_and_optimizer
-
-
-def _end_after_the_samples(args: Namespace) -> None:
-    """Lets a run of `--train-samples` end when these are consumed, whatever batches were before.
-
-    Megatron-LM counts iterations as if all had the batch size of this run.
-    """
-    if args.train_samples and args.iteration:
-        left = number_of_iterations(args, args.consumed_train_samples)
-        args.train_iters = args.iteration + left
 
 
 def _show_our_messages(rank: int, environment: Mapping[str, str]) -> None:

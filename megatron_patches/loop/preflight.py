@@ -23,7 +23,7 @@ import torch.distributed as dist
 from megatron_patches.batches.blends import SPLITS
 from megatron_patches.batches.dataset_factory import check_documents
 from megatron_patches.checkpoint_data import read_common_state
-from megatron_patches.flags.batch_sizes import number_of_iterations
+from megatron_patches.flags.batch_sizes import BatchSizes
 from megatron_patches.flags.config import DistcaConfig
 from megatron_patches.flags.parallel import ParallelSizes
 from megatron_patches.flags.planning import schedule_config
@@ -68,13 +68,15 @@ def preflight(
     def take() -> None:
         nonlocal held
         if args.rank == 0:
-            check_written(config, args)
+            check_boards(args)
+            check_trace(config)
             if args.save is not None:
-                held = lock_save(args, environment)
+                held = lock_save(Path(args.save), checkpoint_bytes(args), environment)
 
     _together(lambda: check_read(config, args))
     _together(take)
-    _together(lambda: check_save_is_shared(args))
+    if args.save is not None:
+        _together(lambda: check_save_is_shared(Path(args.save), args.rank))
     return held
 
 
@@ -89,10 +91,11 @@ def check_alone(config: DistcaConfig, args: Namespace) -> None:
         ValueError: something cannot be used, at least on this machine.
     """
     check_read(config, args)
-    check_written(config, args)
+    check_boards(args)
+    check_trace(config)
     if args.save is not None:
         _try_folder(f"--save {args.save}", Path(args.save))
-        check_room(args)
+        check_room(Path(args.save), checkpoint_bytes(args))
 
 
 def check_read(config: DistcaConfig, args: Namespace) -> None:
@@ -139,7 +142,11 @@ def check_checkpoint(args: Namespace) -> None:
         common = read_common_state(path)
     except ValueError as error:
         raise ValueError(f"{error}{suggest_checkpoint(args.load, path)}") from error
-    check_integrity_is_kept(args, path)
+    if newer_flag(args, "verify_integrity") and not (path / INTEGRITY).exists():
+        raise ValueError(
+            f"{path} was saved without --verify-integrity and has no checksums: leave the flag out "
+            "to load it"
+        )
     if path.name == RELEASE and "args" not in common:
         check_vocabulary(Namespace(), args, path)
         return
@@ -148,19 +155,6 @@ def check_checkpoint(args: Namespace) -> None:
     check_vocabulary(of_run, args, path)
     if path.name != RELEASE:
         check_progress(common["iteration"], of_run.consumed_train_samples, args, str(path))
-
-
-def check_integrity_is_kept(args: Namespace, checkpoint: Path) -> None:
-    """Checks that a checkpoint has the checksums that `--verify-integrity` compares.
-
-    Raises:
-        ValueError: it was saved without.
-    """
-    if newer_flag(args, "verify_integrity") and not (checkpoint / INTEGRITY).exists():
-        raise ValueError(
-            f"{checkpoint} was saved without --verify-integrity and has no checksums: leave the "
-            "flag out to load it"
-        )
 
 
 def check_progress(iteration: int, consumed: int, args: Namespace, path: str) -> None:
@@ -182,7 +176,7 @@ def check_progress(iteration: int, consumed: int, args: Namespace, path: str) ->
         done, left = iteration, args.train_iters - iteration
     else:
         flag, end = f"--train-samples {args.train_samples}", args.train_samples
-        done, left = consumed, number_of_iterations(args, consumed)
+        done, left = consumed, BatchSizes.from_args(args).iterations(end, consumed)
     if done > end:
         raise ValueError(
             f"{path} has done {done:,}, more than {flag}: raise it to train on, or give "
@@ -192,13 +186,12 @@ def check_progress(iteration: int, consumed: int, args: Namespace, path: str) ->
         logger.warning("%s has done %s: nothing is left to train", path, flag)
 
 
-def check_written(config: DistcaConfig, args: Namespace) -> None:
-    """Tries the files and folders that are written, but `--save`.
+def check_trace(config: DistcaConfig) -> None:
+    """Tries the file of the timeline, if one is written.
 
     Raises:
-        ValueError: one of them cannot be.
+        ValueError: it cannot be.
     """
-    check_boards(args)
     if not config.enabled or config.trace is None:
         return
     trace = config.trace.path
@@ -242,34 +235,36 @@ def _unusable(flag: str, error: OSError) -> ValueError:
     )
 
 
-def lock_save(args: Namespace, environment: Mapping[str, str]) -> SaveLock:
+def lock_save(folder: Path, needed: int, environment: Mapping[str, str]) -> SaveLock:
     """Makes the folder of `--save`, and locks it, if there is room for a checkpoint.
 
     Args:
-        args: Megatron-LM's arguments with its derived values.
+        folder: folder of `--save`.
+        needed: bytes of a checkpoint.
         environment: variables, in which a launcher names the job.
 
     Raises:
         ValueError: it cannot be written to, another job does, or there is no room.
     """
-    folder = Path(args.save)
     try:
         lock = SaveLock.take(folder, environment)
     except OSError as error:
         raise _unusable(f"--save {folder}", error) from error
-    check_room(args)
+    check_room(folder, needed)
     return lock
 
 
-def check_room(args: Namespace) -> None:
+def check_room(folder: Path, needed: int) -> None:
     """Checks that `--save`, which is there, has room for a checkpoint.
+
+    Args:
+        folder: folder of `--save`.
+        needed: bytes of a checkpoint.
 
     Raises:
         ValueError: it has not.
     """
-    folder = Path(args.save)
     free = shutil.disk_usage(folder).free
-    needed = checkpoint_bytes(args)
     if free < needed:
         left = [path for path in sorted(folder.glob("iter_*")) if find_corruption(path)]
         room = "make room, or give another folder"
@@ -282,20 +277,20 @@ def check_room(args: Namespace) -> None:
         )
 
 
-def check_save_is_shared(args: Namespace) -> None:
+def check_save_is_shared(folder: Path, rank: int) -> None:
     """Checks that this rank sees the folder of `--save` that the first one made, and may write.
 
     Raises:
         ValueError: it doesn't, or may not.
     """
-    if args.save is None or args.rank == 0:
+    if rank == 0:
         return
-    if not (Path(args.save) / LOCK).exists():
+    if not (folder / LOCK).exists():
         raise ValueError(
-            f"--save {args.save} is not the folder that the first rank sees: every machine writes "
+            f"--save {folder} is not the folder that the first rank sees: every machine writes "
             "a part of a checkpoint, so give a folder that all of them share"
         )
-    _try_folder(f"--save {args.save}", Path(args.save))
+    _try_folder(f"--save {folder}", folder)
 
 
 def _together(check: Callable[[], None]) -> None:

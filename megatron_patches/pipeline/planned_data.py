@@ -14,7 +14,7 @@ from megatron_patches.batches.layouts import WindowLayout
 from megatron_patches.batches.planned import PlannedReader
 from megatron_patches.batches.stream import TokenStream
 from megatron_patches.batches.ticks import PlannedIterator, RankRuntime, TickMaker
-from megatron_patches.flags.batch_sizes import micro_batches_by_sample, samples_for_evaluation
+from megatron_patches.flags.batch_sizes import BatchSizes
 from megatron_patches.flags.config import DistcaConfig
 from megatron_patches.flags.parallel import ParallelSizes
 from megatron_patches.flags.planning import PlannerConfig
@@ -66,7 +66,7 @@ class PlannedData:
             device: device of the model.
             processes: processes of a job with dedicated servers; None: there are none.
         """
-        sizes = ParallelSizes.from_args(args)
+        sizes, batches = ParallelSizes.from_args(args), BatchSizes.from_args(args)
         servers = find_servers(config, sizes, device, processes)
         planning = PlannerConfig.from_args(config, args, servers.layout.world_size)
         shape = planning.scheduling.shape
@@ -88,8 +88,8 @@ class PlannedData:
                 planning.masks,
                 planning.layer_groups,
             ),
-            micro_batches=micro_batches_by_sample(args),
-            evaluated=samples_for_evaluation(args) // windows.samples_per_micro_batch,
+            micro_batches=batches.micro_batches_by_sample(),
+            evaluated=batches.evaluated // windows.samples_per_micro_batch,
             fused_rotary=args.apply_rope_fusion,
         )
 

@@ -11,11 +11,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_patches import parts
-from megatron_patches.flags.batch_sizes import (
-    number_of_iterations,
-    samples_for_evaluation,
-    samples_of_training,
-)
+from megatron_patches.flags.batch_sizes import BatchSizes, samples_of_training
 from megatron_patches.flags.config import DistcaConfig
 from megatron_patches.loop.data import build_data
 from megatron_patches.pipeline.data_iterators import DataIterators
@@ -55,8 +51,9 @@ def build_run(args: Namespace, data: DataIterators) -> Run:
 
 def samples_of_splits(args: Namespace) -> tuple[int, int, int]:
     """Returns the samples of the whole run for training, validation and test."""
-    evaluation = args.eval_iters * samples_for_evaluation(args)
-    iterations = args.train_iters or number_of_iterations(args)
+    batches = BatchSizes.from_args(args)
+    evaluation = args.eval_iters * batches.evaluated
+    iterations = args.train_iters or batches.iterations(args.train_samples)
     evaluations = iterations // args.eval_interval + 1
     return samples_of_training(args), evaluations * evaluation, evaluation
 

@@ -120,7 +120,8 @@ def test_a_document_that_does_not_fit_is_named() -> None:
 
 def arguments(**given: Any) -> Namespace:
     common = {"seq_length": 128, "data_parallel_size": 2, "micro_batch_size": 1}
-    common |= {"global_batch_size": 4, "vocab_size": 10_000, "eval_iters": 1}
+    common |= {"global_batch_size": 4, "rampup_batch_size": None, "eval_iters": 1}
+    common |= {"vocab_size": 10_000, "decrease_batch_size_if_needed": False}
     common |= {"full_validation": False, "multiple_validation_sets": False, "data_path": None}
     common |= {"data_args_path": None, "per_split_data_args_path": None}
     common |= dict.fromkeys(f"{split}_data_path" for split in SPLITS)

@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 from argparse import Namespace
+from collections.abc import Callable
 
 import pytest
 from megatron.core import num_microbatches_calculator as calculators
 
 from megatron_patches.flags import batch_sizes
-from megatron_patches.flags.batch_sizes import (
-    micro_batches_by_sample,
-    number_of_iterations,
-    samples_of_training,
-)
+from megatron_patches.flags.batch_sizes import BatchSizes, samples_of_training
 from support.arguments import parse
 
 HAS_RAMPUP = hasattr(calculators, "RampupBatchsizeNumMicroBatchesCalculator")
 rampup_only = pytest.mark.skipif(not HAS_RAMPUP, reason="megatron-core 0.18 took it away")
 steps_only = pytest.mark.skipif(HAS_RAMPUP, reason="megatron-core 0.18 brought it")
+
+
+def micro_batches_by_sample(args: Namespace) -> Callable[[int], int]:
+    return BatchSizes.from_args(args).micro_batches_by_sample()
+
+
+def number_of_iterations(args: Namespace, consumed: int = 0) -> int:
+    return BatchSizes.from_args(args).iterations(args.train_samples, consumed)
 
 
 def sizes(args: Namespace, samples: int) -> list[int]:
@@ -31,7 +36,7 @@ def test_batches_that_do_not_grow() -> None:
     assert sizes(args, 3) == [8, 8, 8]
     # The last six samples make no batch.
     assert number_of_iterations(args) == 3
-    assert (samples_of_training(args), batch_sizes.samples_for_evaluation(args)) == (30, 8)
+    assert (samples_of_training(args), BatchSizes.from_args(args).evaluated) == (30, 8)
 
 
 @rampup_only
@@ -89,7 +94,7 @@ def test_the_other_version_s_flag_names_this_one_s() -> None:
 def test_steps_that_replace_a_rampup_are_the_same_sizes() -> None:
     flags = "--global-batch-size 36 --rampup-batch-size 4 4 67"
     args = parse(*flags.split(), length="--train-samples 99")
-    steps = batch_sizes._rampup_sizes([4, 4, 67], 36)
+    steps = batch_sizes._rampup_sizes((4, 4, 67), 36)
     assert sizes(args, 80) == [
         max(size for first, size in steps if first <= sample) for sample in range(80)
     ]

@@ -19,10 +19,11 @@ from megatron_patches.flags.sizes import checkpoint_bytes
 from megatron_patches.loop import preflight as module
 from megatron_patches.loop.checkpoint_folder import TRACKER
 from megatron_patches.loop.preflight import (
+    check_boards,
     check_checkpoint,
     check_read,
     check_save_is_shared,
-    check_written,
+    check_trace,
     lock_save,
     preflight,
 )
@@ -38,16 +39,28 @@ def bytes_tokens(corpus: str, *flags: str) -> Namespace:
     return args
 
 
+def lock_save_of(args: Namespace) -> None:
+    """Locks the folder that a run saves to, if it has one."""
+    if args.save is not None:
+        lock_save(Path(args.save), checkpoint_bytes(args), {})
+
+
+def try_all_that_is_written(args: Namespace) -> None:
+    lock_save_of(args)
+    check_boards(args)
+    check_trace(DistcaConfig.from_args(args))
+
+
 def test_a_checkpoint_needs_its_room_from_the_start(tmp_path, monkeypatch) -> None:
     """Of 4 layers of 64 x 64 x 12 and 1024 x 64 embeddings, in float32 with Adam's moments."""
     args = parse("--save", str(tmp_path / "new"))
     parameters = 4 * 12 * 64 * 64 + 1024 * 64
     assert checkpoint_bytes(args) == parameters * 12
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=parameters * 12))
-    lock_save(args, {})
+    lock_save_of(args)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=parameters * 12 - 1))
     with pytest.raises(ValueError, match=r"0\.00 GB free, but .* takes at least 0\.00 GB"):
-        lock_save(args, {})
+        lock_save_of(args)
 
 
 def test_what_a_failed_save_has_left_is_named_where_room_is_missing(tmp_path, monkeypatch) -> None:
@@ -57,7 +70,7 @@ def test_what_a_failed_save_has_left_is_named_where_room_is_missing(tmp_path, mo
     (tmp_path / "iter_0000004" / "__0_0.distcp").write_bytes(bytes(1000))
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=1))
     with pytest.raises(ValueError, match=r"saves that failed have left \(iter_0000004\), or give"):
-        lock_save(args, {})
+        lock_save_of(args)
 
 
 @pytest.mark.parametrize(
@@ -178,9 +191,7 @@ def test_places_that_cannot_be_written_to_are_named(flag, place, tmp_path, monke
     args = parse("--distca", "--wandb-project", "w", flag, str(path))
     args.rank = 0
     with pytest.raises(ValueError, match=f"{flag} {path} ") as refused:
-        lock_save(args, {}) if flag == "--save" else check_written(
-            DistcaConfig.from_args(args), args
-        )
+        try_all_that_is_written(args)
     assert ": give " in str(refused.value)
     assert len(str(refused.value).splitlines()) == 1
 
@@ -188,7 +199,7 @@ def test_places_that_cannot_be_written_to_are_named(flag, place, tmp_path, monke
 def test_trying_leaves_nothing_behind(tmp_path) -> None:
     trace = tmp_path / "traces" / "trace.json"
     args = parse("--distca", "--distca-trace", str(trace), "--tensorboard-dir", str(tmp_path))
-    check_written(DistcaConfig.from_args(args), args)
+    try_all_that_is_written(args)
     assert list(tmp_path.rglob("*")) == [trace.parent]
 
 
@@ -232,12 +243,10 @@ def test_a_problem_of_one_rank_ends_all_with_a_line_of_the_first(ranks, tmp_path
 
 
 def test_a_folder_that_only_the_first_rank_sees_is_found(tmp_path) -> None:
-    args = parse("--save", str(tmp_path))
-    args.rank = 1
     with pytest.raises(ValueError, match="a folder that all of them share"):
-        check_save_is_shared(args)
-    lock_save(args, {})
-    check_save_is_shared(args)
+        check_save_is_shared(tmp_path, 1)
+    lock_save(tmp_path, 0, {})
+    check_save_is_shared(tmp_path, 1)
 
 
 def test_a_lost_tracker_is_named_with_what_it_should_hold(tmp_path) -> None:
