@@ -16,7 +16,7 @@ the order in which a batch meets the files:
 * a rank's input of each tick: `megatron_patches/batches/ticks.py`;
 * the forward and backward passes of a global batch, in ticks:
   `megatron_patches/pipeline/tick_pipeline.py`;
-* one forward step and its loss: `megatron_patches/loop/step.py`;
+* one forward step and its loss: `megatron_patches/batches/micro_batch.py`;
 * the model, whose core attention alone is replaced: `megatron_patches/model/gpt.py`;
 * two nano-batches through the layers in turn: `megatron_patches/model/ping_pong.py`;
 * the layers around core attention as CUDA graphs, if asked for:

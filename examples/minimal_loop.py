@@ -43,12 +43,12 @@ from distca.schedule import SCHEDULERS, ExecutionOptions, GlobalBatchPlanner, Sc
 from distca.schedule.program import LayerGroup
 from distca.transport import CollectiveTransport
 from megatron_patches.batches.layouts import WindowLayout
+from megatron_patches.batches.micro_batch import forward_step
 from megatron_patches.batches.packed import PackedIterator, PackedReader
 from megatron_patches.batches.planned import PlannedReader
 from megatron_patches.batches.stream import TokenStream
 from megatron_patches.batches.ticks import PlannedIterator, RankRuntime, TickMaker
 from megatron_patches.hooks import adapt_megatron_core
-from megatron_patches.loop.step import forward_step
 from megatron_patches.model.core_attention import DisaggregatedCoreAttention
 from megatron_patches.model.ping_pong import run_layers_in_turn
 from megatron_patches.model.rotary import rotate_by_position_ids

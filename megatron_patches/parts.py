@@ -15,6 +15,7 @@ from typing import Any, NoReturn
 from megatron.core.enums import ModelType
 
 from megatron_patches import hooks
+from megatron_patches.batches.micro_batch import forward_step
 from megatron_patches.flags.config import DistcaConfig
 from megatron_patches.flags.distca import add_distca_arguments
 from megatron_patches.flags.numbers import refuse_what_cannot_be_read
@@ -28,7 +29,6 @@ from megatron_patches.loop.checkpoint_folder import (
 from megatron_patches.loop.dropped_weights import refuse_dropped_weights
 from megatron_patches.loop.kept_tokenizer import keep_tokenizer
 from megatron_patches.loop.megatron_hooks import checked
-from megatron_patches.loop.step import forward_step
 from megatron_patches.pipeline.tick_pipeline import forward_backward_func
 from megatron_patches.upstream import OUR_DATA, build_stage
 from megatron_patches.versions import INITIALIZING_CHECKS

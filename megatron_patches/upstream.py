@@ -27,6 +27,7 @@ from megatron.core.enums import ModelType
 from distca.documents.document_list import DocumentList
 from megatron_patches import cpu, hooks
 from megatron_patches.batches.custom_dataset import name_of
+from megatron_patches.batches.micro_batch import forward_step
 from megatron_patches.flags.config import DistcaConfig
 from megatron_patches.flags.distca import add_distca_arguments
 from megatron_patches.flags.numbers import refuse_what_cannot_be_read
@@ -39,7 +40,6 @@ from megatron_patches.loop.megatron_hooks import (
     refuse_a_file_of_flags,
     refuse_in_a_line,
 )
-from megatron_patches.loop.step import forward_step
 from megatron_patches.model.gpt import build_model, core_attention_kind
 from megatron_patches.pipeline.data_iterators import DataIterators
 

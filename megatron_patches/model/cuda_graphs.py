@@ -35,7 +35,7 @@ from megatron.core.models.gpt import GPTModel
 from torch.autograd.function import once_differentiable
 
 from megatron_patches.model.core_attention import DocumentParams
-from megatron_patches.model.unknown_arguments import refuse_unknown
+from megatron_patches.model.ping_pong import refuse_unknown
 
 Tensors = tuple[torch.Tensor, ...]
 

@@ -146,7 +146,7 @@ def test_without_the_flag_pretrain_gets_what_the_script_gives(script) -> None:
 
 
 def test_with_the_flag_pretrain_gets_ours(script) -> None:
-    from megatron_patches.loop.step import forward_step
+    from megatron_patches.batches.micro_batch import forward_step
 
     given = script.run("--distca", "--distca-tolerance", "0.2")
     assert given["forward_step_func"] is forward_step

@@ -149,15 +149,15 @@ def _prefetches_inline() -> Iterator[None]:
 
 
 def _divides_by_tokens() -> Iterator[None]:
-    from megatron_patches.loop import step
+    from megatron_patches.batches import micro_batch
 
-    sum_loss = step.sum_loss
+    sum_loss = micro_batch.sum_loss
 
     def of_all_tokens(batch: Any, losses: Any) -> Any:
         loss, targets, report = sum_loss(batch, losses)
         return loss, targets.new_tensor(losses.numel()), report
 
-    with mock.patch.object(step, "sum_loss", of_all_tokens):
+    with mock.patch.object(micro_batch, "sum_loss", of_all_tokens):
         yield
 
 

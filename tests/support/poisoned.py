@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from megatron_patches import upstream
-from megatron_patches.loop.step import forward_step
+from megatron_patches.batches.micro_batch import forward_step
 from megatron_patches.model.gpt import build_model
 
 NAN, UNUSED = float("nan"), 250

@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from megatron_patches.batches import micro_batch as micro_batches
-from megatron_patches.loop import step
 from megatron_patches.pipeline.data_iterators import DataIterators
 from support.models import make_run, memory_stream, parse
 from support.pipelines import documents, flags_of
@@ -88,7 +87,6 @@ def reads_of_a_step(flags: list[str], lengths: list[int]) -> tuple[list[str], in
     read.clear()
     with (
         mock.patch.object(micro_batches, "place", side_effect=place) as placed,
-        mock.patch.object(step, "place", place),
         # On CPUs Megatron's modules have a torch.cuda of their own.
         mock.patch.object(p2p_communication.torch.cuda, "synchronize") as synchronize,
     ):

@@ -171,8 +171,7 @@ def test_a_micro_batch_s_loss_is_megatron_lm_s() -> None:
 
     What its loop then does with the pair is `sum_reports` in ours.
     """
-    from megatron_patches.batches.micro_batch import MicroBatch
-    from megatron_patches.loop.step import sum_loss
+    from megatron_patches.batches.micro_batch import MicroBatch, sum_loss
 
     generator = torch.Generator().manual_seed(0)
     # Sums in bfloat16 stop growing long before.
