@@ -155,19 +155,21 @@ def first_window(flags: Sequence[str], processes: int) -> tuple[Plan, Floats]:
     lengths = _first_lengths(args)
     capacities = np.full(args.data_parallel_size, args.seq_length, dtype=np.int64)
     mask = mask_of_window(args.window_size)
-    config = ScheduleConfig(tolerance=args.distca_tolerance)
-    plan = make_scheduler(args.distca_scheduler, config).plan(lengths, capacities, mask)
+    scheduling = DistcaConfig.from_args(args).scheduling
+    config = ScheduleConfig(tolerance=scheduling.tolerance)
+    plan = make_scheduler(scheduling.scheduler, config).plan(lengths, capacities, mask)
     return plan, plain_loads(lengths, capacities, mask)
 
 
 def _first_lengths(args: Namespace) -> np.ndarray:
     tokens = args.data_parallel_size * args.seq_length
+    documents = DistcaConfig.from_args(args).documents
     stream = TokenStream.open(
-        check_blends(DistcaConfig.from_args(args).documents, args, ["train"])["train"],
+        check_blends(documents, args, ["train"])["train"],
         "train",
         seed=args.seed,
         num_tokens=tokens,
-        max_document_length=args.distca_max_document_length or tokens,
+        max_document_length=documents.max_length or tokens,
     )
     return stream.document_lengths(0, tokens)
 

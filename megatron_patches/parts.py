@@ -125,7 +125,7 @@ def save_weights(model: Any, args: Namespace, folder: Path, iteration: int = 0) 
     checkpointing = _adapted("checkpointing")
     args.save = str(folder)
     with explaining_saving(folder), contextlib.redirect_stdout(io.StringIO()):
-        keep_tokenizer(args)
+        keep_tokenizer(args.tokenizer_type, args.tokenizer_model, folder)
         checkpointing.save_checkpoint(iteration, [model], None, None, 0)
 
 

@@ -236,7 +236,8 @@ def build_stage(
     args = get_args()
     if config is None:
         config = core_transformer_config_from_args(args)
-    if core_attention_kind(distca, args) == "dense mask":
+    backend = args.attention_backend.name
+    if core_attention_kind(distca.enabled, args.transformer_impl, backend) == "dense mask":
         # Megatron's local softmax drops the document mask when it is given a window.
         config.window_size = None
     if cpu.without_cuda():

@@ -7,7 +7,6 @@ not at all.
 from __future__ import annotations
 
 from argparse import Namespace
-from collections.abc import Iterator
 from pathlib import Path
 
 _PATHS = (
@@ -40,7 +39,13 @@ def check_required(args: Namespace) -> None:
         raise ValueError(
             f"--load {args.load} is a file: give the folder that --save named, with its tracker"
         )
-    if missing := list(_missing(args)):
+    runs = args.train_iters is not None or args.train_samples is not None
+    given = {
+        "--micro-batch-size": args.micro_batch_size is not None,
+        "--lr": args.lr is not None or args.skip_train,
+        "--train-iters or --train-samples": runs,
+    }
+    if missing := [flags for flags, is_given in given.items() if not is_given]:
         raise ValueError(f"give {', '.join(missing)}: there is no default")
     if args.num_experts is not None and args.moe_router_topk > args.num_experts:
         raise ValueError(
@@ -48,15 +53,6 @@ def check_required(args: Namespace) -> None:
             f"{args.num_experts}: a token goes to different experts"
         )
     _check_schedule(args)
-
-
-def _missing(args: Namespace) -> Iterator[str]:
-    if args.micro_batch_size is None:
-        yield "--micro-batch-size"
-    if args.lr is None and not args.skip_train:
-        yield "--lr"
-    if args.train_iters is None and args.train_samples is None:
-        yield "--train-iters or --train-samples"
 
 
 def _check_schedule(args: Namespace) -> None:

@@ -218,7 +218,7 @@ def packed_iterator(
     first_sample: int,
 ) -> PackedIterator:
     """Makes the iterator over a split's plain micro-batches, from a sample on."""
-    kind = core_attention_kind(config, args)
+    kind = core_attention_kind(config.enabled, args.transformer_impl, args.attention_backend.name)
     reader = PackedReader(
         stream,
         layout,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from argparse import Namespace
 from pathlib import Path
 
 KEPT = "tokenizer"
@@ -30,18 +29,19 @@ def kept_tokenizer(checkpoints: Path) -> Path | None:
     return folder if (folder / "tokenizer.json").is_file() else None
 
 
-def keep_tokenizer(args: Namespace) -> None:
+def keep_tokenizer(kind: str, model: str | None, checkpoints: Path) -> None:
     """Copies the run's tokenizer beside its checkpoints. On one rank alone.
 
     What is there stays where the run's own is gone, or is the same.
 
     Args:
-        args: flags of the run.
+        kind: value of `--tokenizer-type`.
+        model: value of `--tokenizer-model`.
+        checkpoints: folder of `--save`.
     """
-    model = args.tokenizer_model
-    if args.tokenizer_type not in ("HuggingFaceTokenizer", "SFTTokenizer") or model is None:
+    if kind not in ("HuggingFaceTokenizer", "SFTTokenizer") or model is None:
         return
-    folder = Path(args.save) / KEPT
+    folder = checkpoints / KEPT
     for name, file in tokenizer_files(model).items():
         content, copy = file.read_bytes(), folder / name
         if copy.is_file() and copy.read_bytes() == content:

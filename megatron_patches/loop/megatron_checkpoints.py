@@ -53,9 +53,11 @@ def explain_saving(theirs: Callable[..., Any], run: Running) -> Callable[..., An
             "nothing was saved since the last checkpoint",
             EXIT_CODE_FAILED_ON_RESULT_VALIDATION,
         )
-        with explaining_saving(get_args().save):
+        args_of_run = get_args()
+        with explaining_saving(args_of_run.save):
             if dist.get_rank() == 0:
-                keep_tokenizer(get_args())
+                kind, tokenizer = args_of_run.tokenizer_type, args_of_run.tokenizer_model
+                keep_tokenizer(kind, tokenizer, Path(args_of_run.save))
             # The micro-batches of a step that is to run again are read anew, not kept.
             return theirs(iteration, model, *args, **named | {"train_data_iterator": None})
 

@@ -45,8 +45,15 @@ from megatron_patches.model.sent_latents import send_latents
 CoreAttentionKind = Literal["disaggregated", "packed", "dense mask", "megatron"]
 
 
-def core_attention_kind(config: DistcaConfig, args: Namespace) -> CoreAttentionKind:
+def core_attention_kind(
+    enabled: bool, transformer_impl: str, attention_backend: str
+) -> CoreAttentionKind:
     """Returns which core attention the layers have.
+
+    Args:
+        enabled: whether core attention is disaggregated (`--distca`).
+        transformer_impl: value of `--transformer-impl`.
+        attention_backend: value of `--attention-backend`.
 
     Returns:
         disaggregated: ours, on attention servers (`--distca`); packed: ours, on the rank itself,
@@ -55,11 +62,11 @@ def core_attention_kind(config: DistcaConfig, args: Namespace) -> CoreAttentionK
         memory grows with the square of the tokens: the reference, for small runs; megatron: that of
         Transformer Engine's layers.
     """
-    if config.enabled:
+    if enabled:
         return "disaggregated"
-    if args.transformer_impl != "local":
+    if transformer_impl != "local":
         return "megatron"
-    return "dense mask" if args.attention_backend.name in ("local", "unfused") else "packed"
+    return "dense mask" if attention_backend in ("local", "unfused") else "packed"
 
 
 def build_model(
@@ -79,6 +86,7 @@ def build_model(
         stage: what `GPTModel` is told of the stage besides.
     """
     sizes = ModelSizes.from_args(args)
+    kind = core_attention_kind(config.enabled, args.transformer_impl, args.attention_backend.name)
     model = GPTModel(
         config=transformer,
         transformer_layer_spec=_block_spec(
@@ -86,7 +94,7 @@ def build_model(
             args.transformer_impl,
             vp_stage,
             _core_attention(
-                core_attention_kind(config, args),
+                kind,
                 masks_from_args(args),
                 (sizes.head_dim, sizes.v_head_dim),
                 transformer.multi_latent_attention,
@@ -111,7 +119,8 @@ def build_model(
 
 def adapt_model(config: DistcaConfig, args: Namespace, model: GPTModel) -> GPTModel:
     """Makes a GPT model follow the token positions and nano-batches of our micro-batches."""
-    if core_attention_kind(config, args) != "megatron":
+    backend = args.attention_backend.name
+    if core_attention_kind(config.enabled, args.transformer_impl, backend) != "megatron":
         if model.config.multi_latent_attention:
             rotate_layers_by_position_ids(model)
             average_gradients_of_query_norms(model)

@@ -184,22 +184,18 @@ def test_a_tokenizer_keeps_its_own_template(tmp_path: Path) -> None:
 
 def test_the_tokenizer_beside_checkpoints_is_the_last_that_a_run_had(tmp_path: Path) -> None:
     given = tmp_path / "given"
-    args = Namespace(
-        tokenizer_type="HuggingFaceTokenizer",
-        tokenizer_model=str(given / "mine.json"),
-        save=str(tmp_path),
-    )
-    keep_tokenizer(args)
+    flags = "HuggingFaceTokenizer", str(given / "mine.json"), tmp_path
+    keep_tokenizer(*flags)
     assert kept_tokenizer(tmp_path) is None
     given.mkdir()
     for text in ("one", "another"):
         (given / "mine.json").write_text(text)
-        keep_tokenizer(args)
+        keep_tokenizer(*flags)
         kept = kept_tokenizer(tmp_path)
         assert kept is not None
         assert {file.name: file.read_text() for file in kept.iterdir()} == {"tokenizer.json": text}
     (given / "mine.json").unlink()
-    keep_tokenizer(args)
+    keep_tokenizer(*flags)
     assert kept_tokenizer(tmp_path) == kept
 
 

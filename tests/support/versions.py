@@ -22,6 +22,9 @@ COUNTS_PAIRS = MEGATRON >= (0, 19)
 EVALUATES_BY_ITS_OWN_SIZE = MEGATRON >= (0, 18)
 """Whether the batches of an evaluation have a size of their own."""
 
+NAMES_VALIDATION_SETS = MEGATRON >= (0, 18)
+"""Whether validation sets have names, and not numbers alone."""
+
 
 def null_tokenizer(tokens: int) -> list[str]:
     """The flags of a tokenizer whose last token ends a document.

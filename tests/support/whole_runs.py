@@ -127,6 +127,8 @@ def _noting(seen: RunSeen) -> Iterator[None]:
     from megatron.core.num_microbatches_calculator import get_current_global_batch_size
     from megatron.training import get_args, training
 
+    from megatron_patches.versions import newer_flag
+
     step, log = training.train_step, training.training_log
     evaluate, evaluate_all = training.evaluate, training.evaluate_and_print_results
     evaluated: list[str] = []
@@ -152,7 +154,8 @@ def _noting(seen: RunSeen) -> Iterator[None]:
     def evaluate_and_print_results(prefix: str, *args: Any, **named: Any) -> Any:
         iterators = args[1]
         several = get_args().multiple_validation_sets and isinstance(iterators, list)
-        sets = get_args().validation_set_names or range(len(iterators)) if several else ()
+        names = newer_flag(get_args(), "validation_set_names")
+        sets = names or range(len(iterators)) if several else ()
         # As Megatron-LM names the losses of several sets.
         evaluated[:] = [f"{prefix}-{name}" for name in sets] or [prefix]
         return evaluate_all(prefix, *args, **named)

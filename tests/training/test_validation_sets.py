@@ -8,20 +8,25 @@ from pathlib import Path
 import pytest
 
 from support.chats import save_tokenizer, some_conversations, write_lines
+from support.versions import EVALUATES_BY_ITS_OWN_SIZE, NAMES_VALIDATION_SETS
 from support.whole_runs import RunSeen, whole_run
 
 FLAGS = """
     --sft --tokenizer-type SFTTokenizer --sft-tokenizer-prompt-format default
     --make-vocab-size-divisible-by 262 --train-iters 2 --eval-interval 2 --eval-iters 0
-    --full-validation --multiple-validation-sets --validation-set-names short long
-    --distca-max-document-length 768
+    --full-validation --multiple-validation-sets --distca-max-document-length 768
 """.split()
+SETS = ["0", "1"]
+if NAMES_VALIDATION_SETS:
+    SETS = ["short", "long"]
+    FLAGS += ["--validation-set-names", *SETS]
+OTHER_SIZE = "--eval-global-batch-size 3" * EVALUATES_BY_ITS_OWN_SIZE
 # As many tokens in a window, and in a global batch.
 LAYOUTS = {
     "dense": (1, "--seq-length 768 --global-batch-size 2 --attention-backend unfused"),
     "DP2": (2, "--seq-length 384 --global-batch-size 4 --distca"),
     "DP2, whole": (2, "--seq-length 384 --global-batch-size 4 --distca --no-distca-ping-pong"),
-    "DP3": (3, "--seq-length 256 --global-batch-size 6 --distca --eval-global-batch-size 3"),
+    "DP3": (3, f"--seq-length 256 --global-batch-size 6 --distca {OTHER_SIZE}"),
 }
 
 
@@ -59,7 +64,7 @@ def test_each_set_has_one_loss_whatever_the_ranks(runs, layout: str) -> None:
     """Also where the evaluation's batches are of other sizes, and most of them is padding."""
     (expected,) = runs["dense"]
     at = ("iteration 2", "iteration 2 on validation set")
-    names = [f"{where}-{name}" for where in at for name in ("short", "long")]
+    names = [f"{where}-{name}" for where in at for name in SETS]
     assert [where for where, _ in expected.validation] == names
     losses = dict(expected.validation)
     assert losses[names[0]] == losses[names[2]] != losses[names[1]] == losses[names[3]]
