@@ -114,7 +114,7 @@ def _fill_moments(optimizer: torch.optim.Adam, config: Any = None) -> None:
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             if not (state := optimizer.state[parameter]):
-                state["step"] = torch.tensor(0.0)
+                state["step"] = _step_of(group, parameter, 0.0)
                 state["exp_avg"] = torch.zeros_like(parameter.data)
                 state["exp_avg_sq"] = torch.zeros_like(parameter.data)
 
@@ -125,7 +125,13 @@ def _own_steps(optimizer: Any) -> None:
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             state = optimizer.state[parameter]
-            state["step"] = torch.tensor(float(group.get("step", state["step"])))
+            state["step"] = _step_of(group, parameter, group.get("step", state["step"]))
+
+
+def _step_of(group: dict[str, Any], parameter: torch.Tensor, value: Any) -> torch.Tensor:
+    """Makes a `step` where torch's Adam makes it."""
+    on_device = group["capturable"] or group["fused"]
+    return torch.tensor(float(value), device=parameter.device if on_device else None)
 
 
 def _fill_momentum(optimizer: Any, config: Any = None) -> None:
