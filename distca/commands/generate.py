@@ -16,6 +16,7 @@ from distca.commands.command_line import Parser
 from distca.commands.described import RUNAHEAD, add_selection_flags
 from distca.commands.fewest_ranks import AUTO, add_ranks_flag, ranks_for_prompts
 from distca.commands.served_chain import served_chain, tell_of_lengths
+from distca.commands.served_dtype import add_dtype_flag, served_dtype
 from distca.commands.served_layouts import SP_TP, served_split
 from distca.commands.served_sparsity import add_sparsity_flags, near_to_far, refuse_check
 from distca.schedule.serving import STRATEGIES
@@ -105,12 +106,7 @@ def build_parser() -> Parser:
         help="Bytes of each rank's keys and values. Default: what all prompts and their answers "
         "need; for conversations that, too, if it is known to be less than 4 GiB.",
     )
-    how.add_argument(
-        "--dtype",
-        choices=("float32", "bfloat16"),
-        default="float32",
-        help="Number format of weights and rows.",
-    )
+    add_dtype_flag(how)
     how.add_argument(
         "--max-tokens", type=int, default=64, metavar="N", help="Most tokens of an answer."
     )
@@ -151,6 +147,7 @@ def main(argv: Sequence[str]) -> int:
     """
     args = build_parser().parse(argv)
     _check_flags(args)
+    args.dtype = served_dtype(args.dtype)
     from distca.attention.choice import check_block_size
     from distca.inference.conversations import (
         Conversations,

@@ -51,7 +51,7 @@ def build_parser() -> Parser:
     parser.add_argument(
         "--dtype",
         choices=["fp32", "bf16"],
-        help="Number format. Default: bf16 on a GPU, fp32 on a CPU.",
+        help="Number format. Default: bf16 on a GPU, whose kernels have no fp32; fp32 on a CPU.",
     )
     parser.add_argument(
         "--max-length",
@@ -74,6 +74,11 @@ def main(argv: list[str]) -> int:
     if args.threads < 1:
         raise ValueError(f"--threads {args.threads} must be at least 1")
     device = "cuda" if torch.cuda.is_available() else "cpu"
+    if device == "cuda" and args.dtype == "fp32":
+        raise ValueError(
+            "--dtype fp32: attention kernels of GPUs have 16 bits a number: leave the flag out, or "
+            "set CUDA_VISIBLE_DEVICES= to measure CPUs"
+        )
     torch.set_num_threads(args.threads)
     dtype = args.dtype or ("bf16" if device == "cuda" else "fp32")
     element_bytes = {"fp32": 4, "bf16": 2}[dtype]

@@ -18,6 +18,7 @@ from distca.commands.fewest_ranks import AUTO, add_ranks_flag, ranks_for_positio
 from distca.commands.serve_nodes import add_node_flags, nodes_of
 from distca.commands.serve_roles import add_role_flags, roles_of
 from distca.commands.served_chain import served_chain, tell_of_lengths
+from distca.commands.served_dtype import add_dtype_flag, served_dtype
 from distca.commands.served_layouts import SP_NTP, SP_TP, served_split
 from distca.commands.served_sparsity import CSPS, add_sparsity_flags, near_to_far
 from distca.cost.profile import Profile
@@ -81,12 +82,7 @@ def build_parser() -> Parser:
         "--disable-uvicorn-access-log", action="store_true", help="Do not log each request."
     )
     model = parser.add_argument_group("model")
-    model.add_argument(
-        "--dtype",
-        choices=("float32", "bfloat16"),
-        default="float32",
-        help="Number format of weights and rows.",
-    )
+    add_dtype_flag(model)
     model.add_argument(
         "--max-model-len",
         type=int,
@@ -240,6 +236,7 @@ def main(argv: Sequence[str]) -> int:
     """
     args = build_parser().parse(argv)
     gpus = _gpus()
+    args.dtype = served_dtype(args.dtype)
     args.block_size = args.block_size or (256 if gpus else 16)
     _check_flags(args)
     check_transport(args.transport, gpus > 0, args.nnodes)

@@ -13,6 +13,7 @@ import numpy as np
 
 from distca.commands import tune_sparsity
 from distca.commands.command_line import Parser, check_output, unknown
+from distca.commands.served_dtype import add_dtype_flag, served_dtype
 from distca.progress import Progress, progress, track
 from distca.schedule.serving.partitions import (
     Chain,
@@ -65,12 +66,7 @@ def build_parser() -> Parser:
         metavar="TOKENS",
         help="Lengths of prompts. Default: 4,096 to 131,072, each twice the one before.",
     )
-    parser.add_argument(
-        "--dtype",
-        choices=("float32", "bfloat16"),
-        default="float32",
-        help="Number format of weights and rows.",
-    )
+    add_dtype_flag(parser)
     parser.add_argument(
         "--profile",
         type=Path,
@@ -117,6 +113,7 @@ def main(argv: Sequence[str]) -> int:
         parser.error(unknown("form", argv[0], ("partitions", "sparsity")))
     args = parser.parse(argv)
     _check_flags(args)
+    args.dtype = served_dtype(args.dtype)
     from distca.inference.machine import hardware
     from distca.inference.models import DTYPES, read_model
     from distca.inference.rank_processes import RankError

@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from distca.commands.command_line import Parser, check_output
+from distca.commands.served_dtype import add_dtype_flag, served_dtype
 from distca.commands.served_sparsity import add_node_parts_flag
 from distca.cost.link import Links
 from distca.progress import progress
@@ -54,12 +55,7 @@ def build_parser() -> Parser:
     parser.add_argument(
         "--seed", type=int, default=0, metavar="N", help="Seed of sparsities and needles."
     )
-    parser.add_argument(
-        "--dtype",
-        choices=("float32", "bfloat16"),
-        default="float32",
-        help="Number format of weights and rows.",
-    )
+    add_dtype_flag(parser)
     parser.add_argument(
         "--output",
         type=Path,
@@ -79,6 +75,7 @@ def main(argv: Sequence[str]) -> int:
     """
     args = build_parser().parse(argv)
     levels = _levels_of(args)
+    args.dtype = served_dtype(args.dtype)
     check_output("--output", args.output)
     from distca.inference.models import DTYPES, read_model
     from distca.inference.sparsity_calibration import calibrate, measured_on, read_prompts

@@ -6,16 +6,20 @@ import json
 import random
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from support.simgpu.answers import TOKENS
 from support.simgpu.machine import Machine, built_or_skip
-from support.small_models import FAMILIES, save_small_model
+from support.small_models import FAMILIES, VOCABULARY, save_small_model
 
 # torch's own FlashAttention has no soft caps of scores.
 SERVED = [family for family in FAMILIES if family != "gemma2"]
+_DRAWN = random.Random(0)
+PROMPTS = [[_DRAWN.randrange(VOCABULARY) for _ in range(length)] for length in (150, 203)]
 BUDGETS: dict[str, dict[str, dict[str, int]]] = json.loads(
     (Path(__file__).parent / "budgets.json").read_text()
 )
@@ -24,13 +28,11 @@ BUDGETS: dict[str, dict[str, dict[str, int]]] = json.loads(
 
 def _answers(folder: Path, ranks: int, models: list[str], **more: str) -> list[dict[str, Any]]:
     """What each rank found, of every family."""
-    random.seed(0)
-    prompts = [[random.randrange(260) for _ in range(length)] for length in (150, 203)]
     environment = Machine(ranks).environment() | more
     folder.mkdir()
     processes = []
     for rank in range(ranks):
-        told = json.dumps([models, rank, ranks, str(folder), prompts])
+        told = json.dumps([models, rank, ranks, str(folder), PROMPTS])
         command = [sys.executable, "-m", "support.simgpu.answers", told]
         processes.append(subprocess.Popen(command, env=environment, stderr=subprocess.PIPE))
     try:
@@ -95,3 +97,16 @@ def test_steps_keep_to_their_budgets(
     budget = BUDGETS[f"{ranks} ranks"][family]
     over = {each: (spent[each], most) for each, most in budget.items() if spent[each] > most}
     assert not over, f"spent and most: {over}; the host waits: {decodes[-1]['syncs']}"
+
+
+def test_the_command_answers_with_its_defaults(models: list[str], on_cpus: dict[str, Any]) -> None:
+    """The processes that `distca generate` starts have the GPUs; bfloat16 is the default there."""
+    command = [sys.executable, "-m", "distca", "generate", models[0], "--ignore-eos", "--json"]
+    with tempfile.NamedTemporaryFile("w", suffix=".json") as prompts:
+        json.dump(PROMPTS, prompts)
+        prompts.flush()
+        flags = ["--prompt-ids", prompts.name, "--max-tokens", str(TOKENS)]
+        ran = Machine(2).run([*command, *flags, "--context-parallel-size", "2"])
+    assert ran.returncode == 0, ran.stderr
+    found = [answer["token_ids"] for answer in json.loads(ran.stdout)]
+    assert found == on_cpus[SERVED[0]]["tokens"]
