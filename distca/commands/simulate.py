@@ -49,7 +49,6 @@ from distca.simulate import (
 )
 from distca.simulate.costs import Recompute
 from distca.simulate.hybrid import HYBRID
-from distca.simulate.search import expected_iterations
 from distca.simulate.speed_up import enough_batches
 from distca.simulate.trials import Trials
 
@@ -312,8 +311,10 @@ def _advise(
 ) -> list[Choice]:
     processes = min(len(os.sched_getaffinity(0)), _MOST_PROCESSES)
     tolerances = _TOLERANCES[1:] if args.tolerance is None else ()
-    expected = expected_iterations(args.systems, len(batches), args.finalists, len(tolerances))
-    with simulating(expected) as told, Trials(workload, batches, processes, told) as trials:
+    with (
+        simulating(len(args.systems)) as told,
+        Trials(workload, batches, processes, told) as trials,
+    ):
         choices = advise(
             workload,
             batches,

@@ -52,7 +52,7 @@ def training_flags(candidate: Candidate, workload: Workload) -> list[str]:
     sequences = _sequences_of_a_window(candidate, workload)
     samples = workload.sequences * chain // candidate.micro_batches // sequences
     seq_length = sequences * workload.context // candidate.data // chain
-    links = workload.cluster.links(candidate.tensor)
+    links = workload.planned_links(candidate)
     tolerance = workload.tolerance if candidate.tolerance is None else candidate.tolerance
     flags = [
         f"--tensor-model-parallel-size {candidate.tensor}",

@@ -24,6 +24,7 @@ from distca.simulate.space import (
     with_chains,
     with_kept_inputs,
     with_less_memory,
+    with_slower_links,
     with_smaller_buffers,
     without_latents,
 )
@@ -34,12 +35,14 @@ _TRIES = 4
 """Bound on the configurations that the first round runs once one fits, per one that is to fit."""
 _LAST_RESORTS = 4
 """Configurations, those that need least memory, that are tried with less where none fits."""
-_WAVE = 8
+_WAVE = 4
 """Most configurations that run before others are held against them."""
 _COMPARED = 3
 """Batches by which `advise` chooses among the fastest configurations, and their variants."""
-_KEPT, _KEPT_WITH_PLANS = 6, 3
-"""Configurations of a baseline, and with `--distca`, that `advise` compares by these batches."""
+_KEPT = 3
+"""Configurations of a system that `advise` compares by these batches."""
+_NEAR = 1.005
+"""Ratio to the best configuration's first batch up to which a variant of it runs more batches."""
 _WORTH_IT = 1.01
 """Ratio up to which steps count as equally long: smaller micro-batches cost a little that is not
 simulated, such as smaller kernels."""
@@ -306,10 +309,16 @@ class _Search:
         return [c for c in tolerant + bounded if c not in self.trials]
 
     def sweep(self, best: Candidate) -> Candidate:
-        """Replaces the best configuration by its best variants, in the order of the sweeps."""
+        """Replaces the best configuration by its best variants, in the order of the sweeps.
+
+        Variants that are clearly slower in the first batch run no others.
+        """
         count = self._compared_batches
         for variants, worth_it in self.effort.sweeps:
-            able = [best, *self._run(variants(best, self.workload), count, in_order=True)]
+            begun = self._run(variants(best, self.workload), 1, in_order=True)
+            most = max(worth_it, _NEAR) * self._seconds(best, 1)
+            near = [candidate for candidate in begun if self._seconds(candidate, 1) <= most]
+            able = [best, *self._run(near, count, in_order=True)]
             fastest = min(self._seconds(candidate, count) for candidate in able)
             best = next(c for c in able if self._seconds(c, count) <= worth_it * fastest)
         return best
@@ -369,7 +378,8 @@ def advise(
     as long as these are below the time of the few fastest; those with `--distca`, whose planning
     takes longer, in the order of `estimate`, until enough of them fit. The fastest of these run
     three batches, by which the best one is chosen; and that with chains, keys and values instead of
-    latents, other tolerances, and inputs that are kept, too. The best one runs all batches.
+    latents, other tolerances, inputs that are kept, and plans for a slower network, too. The best
+    one runs all batches.
 
     Args:
         workload: model, cluster and sizes.
@@ -386,11 +396,12 @@ def advise(
     """
     if not batches:
         raise ValueError("no batches to simulate: give at least 1")
-    without_plans = Effort(keep=_KEPT, rounds=((_KEPT, _COMPARED),), compared=1, batches=_COMPARED)
+    rounds = ((_KEPT, _COMPARED),)
+    without_plans = Effort(keep=_KEPT, rounds=rounds, compared=1, batches=_COMPARED)
     with_plans = Effort(
         fitting=finalists,
-        keep=_KEPT_WITH_PLANS,
-        rounds=((_KEPT_WITH_PLANS, _COMPARED),),
+        keep=_KEPT,
+        rounds=rounds,
         compared=1,
         batches=_COMPARED,
         sweeps=(
@@ -399,6 +410,9 @@ def advise(
             # A tolerance costs a user nothing.
             (lambda best, _: [replace(best, tolerance=each) for each in tolerances], 1.0),
             (with_kept_inputs, 1.0),
+            # Last, so that a faster network has the plan with which the search for the slower one
+            # ended.
+            (with_slower_links, 1.0),
         ),
     )
     evaluate = (trials or Trials(workload, batches)).first
@@ -412,29 +426,9 @@ def advise(
     return [found[system] for system in systems]
 
 
-def expected_iterations(
-    systems: Sequence[str], batches: int, finalists: int, tolerances: int
-) -> dict[str, int]:
-    """Returns about how many iterations `advise` simulates of each system, in its order.
-
-    Args:
-        systems: names in `SYSTEMS`.
-        batches: number of batches.
-        finalists, tolerances: numbers of what `advise` is given.
-    """
-    compared = min(_COMPARED, batches)
-    last = batches - compared
-    with_plans = finalists + (compared - 1) * _KEPT_WITH_PLANS + compared * (tolerances + 1)
-    without = 2 * _WAVE + (compared - 1) * _KEPT
-    return {
-        system: (without if _is_baseline(system) else with_plans) + last
-        for system in sorted(systems, key=_turn)
-    }
-
-
 def _turn(system: str) -> int:
-    """Order of the systems: first those that take longest, whose pace says most about the rest;
-    last the one whose process takes most memory, when the others have ended."""
+    """Order of the systems: first those that take longest, last the one whose process takes most
+    memory, when the others have ended."""
     return _is_baseline(system) + (system == HYBRID)
 
 

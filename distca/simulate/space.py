@@ -32,6 +32,9 @@ _CHAINS = (2, 4)
 """Lengths of the chains of micro-batches that are tried."""
 _BUFFERS = (4.0, 3.0, 2.5, 2.0)
 """Bounds of what a server receives that are tried: times the bytes of the rows that it owns."""
+_SLOWEST_NETWORK = 12.5
+"""Network speed in GB/s down to which plans are tried: the same for all clusters, so that a faster
+network has all plans of a slower one."""
 _MOST_BINS = 16
 """Bound on WLB-LLM's bins for each sequence of a global batch: the work of the longest documents is
 many times that of smaller bins."""
@@ -227,9 +230,24 @@ def with_kept_inputs(candidate: Candidate, workload: Workload) -> list[Candidate
     return [replace(candidate, keeps_inputs=True)]
 
 
+def with_slower_links(candidate: Candidate, workload: Workload) -> list[Candidate]:
+    """Returns the configuration with plans for networks that are slower than the cluster's.
+
+    The scheduler judges bytes by the links, and not by the simulated time: with a faster network it
+    moves more bytes, and sometimes loses more than it gains.
+    """
+    servers = candidate.stages * candidate.data
+    one_node = servers <= workload.cluster.servers_per_node(candidate.tensor)
+    if candidate.system not in DISTCA_SYSTEMS or one_node:
+        return []
+    times = workload.cluster.network_gb_per_s / _SLOWEST_NETWORK
+    halvings = math.floor(math.log2(times)) if times > 1 else 0
+    return [replace(candidate, network_divisor=2**n) for n in range(1, halvings + 1)]
+
+
 def sizes_of(candidate: Candidate) -> Candidate:
     """Returns the configuration that `divisions` gave, without bounds, chains, tolerance, and
-    choices of latents and inputs."""
+    choices of latents, inputs and planned links."""
     micro_batches = candidate.micro_batches // candidate.chain
     return replace(
         candidate,
@@ -240,6 +258,7 @@ def sizes_of(candidate: Candidate) -> Candidate:
         keeps_inputs=False,
         tolerance=None,
         max_buffer_bytes=None,
+        network_divisor=1,
     )
 
 

@@ -71,9 +71,9 @@ class Trial:
 
 
 class Told(Protocol):
-    """What is called after each iteration, with the configuration and the iterations to come."""
+    """What is called after each iteration, with the configuration."""
 
-    def __call__(self, candidate: Candidate, left: int, /) -> None: ...
+    def __call__(self, candidate: Candidate, /) -> None: ...
 
 
 class Trials:
@@ -91,7 +91,7 @@ class Trials:
         workload: Workload,
         batches: Sequence[Sequence[Int64s]],
         processes: int = 1,
-        told: Told = lambda candidate, left: None,
+        told: Told = lambda candidate: None,
     ) -> None:
         self._workload, self._batches, self._told = workload, batches, told
         self._found: dict[Candidate, list[Trial]] = {}
@@ -149,8 +149,8 @@ class Trials:
             self._start(1 if hybrid else self._processes)
             assert self._threads is not None
             found = self._threads.map(self._elsewhere, units)
-        for number, ((candidate, _), each) in enumerate(zip(units, found, strict=True)):
-            self._told(candidate, len(units) - number - 1)
+        for (candidate, _), each in zip(units, found, strict=True):
+            self._told(candidate)
             yield each
 
     def _here(self, candidate: Candidate, number: int) -> Trial:

@@ -13,6 +13,7 @@ from functools import partial
 import numpy as np
 
 from distca.cost.latent_rows import LatentRows, comm_shape
+from distca.cost.link import Links
 from distca.cost.model_sizes import ModelSize
 from distca.plan import LayerMasks
 from distca.plan.span import Int64s, distinct
@@ -101,6 +102,11 @@ class Workload:
         )
         return replace(costs, sends_latents=alone and shape.kv_rank is not None)
 
+    def planned_links(self, candidate: Candidate) -> Links:
+        """Returns the links by which a configuration with `--distca` is planned."""
+        links = self.cluster.links(candidate.tensor)
+        return replace(links, network_gb_per_s=links.network_gb_per_s / candidate.network_divisor)
+
     def __post_init__(self) -> None:
         for name in ("gpus", "context", "sequences", "expert_parallel"):
             if getattr(self, name) < 1:
@@ -135,6 +141,8 @@ class Candidate:
             rings.
         max_buffer_bytes: most bytes that a server receives for a layer, with scheduler tiles; None:
             no bound.
+        network_divisor: how many times slower than it is the network counts when plans are made,
+            with `--distca`. A plan for a slower network moves fewer bytes between nodes.
     """
 
     system: str
@@ -150,6 +158,7 @@ class Candidate:
     keeps_inputs: bool = False
     all_to_all: int = 1
     max_buffer_bytes: int | None = None
+    network_divisor: int = 1
 
     def __str__(self) -> str:
         sizes = f"TP{self.tensor} PP{self.stages} DP{self.data}"
@@ -162,6 +171,8 @@ class Candidate:
         bound += ", inputs kept" if self.keeps_inputs else ""
         if self.max_buffer_bytes is not None:
             bound += f", buffers of {self.max_buffer_bytes / 1e6:.0f} MB"
+        if self.network_divisor > 1:
+            bound += f", planned for 1/{self.network_divisor} of the network's speed"
         return f"{sizes}, {self.micro_batches} micro-batch(es){bound}"
 
 
@@ -294,7 +305,7 @@ def simulate(
         tolerance=workload.tolerance if candidate.tolerance is None else candidate.tolerance,
         shape=costs.comm_shape,
         cost_model=costs.cluster.attention_cost(costs.shape),
-        links=costs.cluster.links(candidate.tensor),
+        links=workload.planned_links(candidate),
         max_buffer_bytes=candidate.max_buffer_bytes,
     )
     count = candidate.micro_batches // candidate.chain

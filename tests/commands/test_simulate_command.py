@@ -13,7 +13,6 @@ import pytest
 
 from distca import progress
 from distca.commands import simulate as simulate_command
-from distca.commands import simulate_progress
 from distca.commands.main import main
 from distca.cost.model_sizes import MODELS, ModelSize
 from distca.simulate import (
@@ -103,9 +102,9 @@ def test_json_has_what_the_table_has(
     monkeypatch.setattr(progress, "SECONDS_BETWEEN_LINES", 0.01)
     assert rows == json.loads(command.run(*given))
     lines = command.errors.splitlines()
-    told = r"distca simulate: 0:\d\d, \d+ iterations(, about \d+ s left, at (\S+): TP.*)?"
+    told = r"distca simulate: 0:\d\d, \d+ iterations(, system [1-4] of 4, (\S+): TP.*)?"
     assert all(re.fullmatch(told, line) for line in lines)
-    assert any(" at tiles: " in line for line in lines)
+    assert any(", system 1 of 4, tiles: " in line for line in lines)
     # Without charges all are faster.
     ideal = json.loads(command.run(*given, "--baseline-ideal"))
     assert all(one["seconds"] < row["seconds"] for one, row in zip(ideal, rows, strict=True))
@@ -317,20 +316,6 @@ def test_the_tolerance_is_the_fastest() -> None:
     assert chosen.seconds == min(seconds.values()) == seconds[chosen.candidate.tolerance]
     # It is no other configuration.
     assert chosen.simulated == fixed.simulated
-
-
-def test_the_rest_is_estimated_at_the_pace_of_each_system() -> None:
-    clock = iter([0.0, 10.0, 20.0, 20.5, 21.5])
-    rest = simulate_progress.Rest({"tiles": 3, "packed": 4, "wlb-llm": 2}, clock.__next__)
-    # A baseline's iterations take a part of the time, until there is one.
-    others = 4 * 0.01 + 2 * 0.25
-    assert rest.count("tiles", 0) == pytest.approx(10 * (2 + others))
-    # More than expected are sure to follow.
-    assert rest.count("tiles", 5) == pytest.approx(10 * (5 + others))
-    # What has ended early counts no more, and what has begun goes at its own pace.
-    pace = 20.5 / 2.01
-    assert rest.count("packed", 0) == pytest.approx(3 * 0.5 + 2 * 0.25 * pace)
-    assert rest.count("wlb-llm", 0) == pytest.approx(1.0)
 
 
 @pytest.fixture

@@ -139,14 +139,13 @@ def test_processes_find_the_same() -> None:
     hybrid = [HYBRID] if compared(HYBRID) else []
     given = JOB, batches, ["per-document-cp", *hybrid, "tiles"], [2], [1]
     alone = advise(*given)
-    told: list[tuple[Candidate, int]] = []
-    with Trials(JOB, batches, 2, lambda candidate, left: told.append((candidate, left))) as trials:
+    told: list[Candidate] = []
+    with Trials(JOB, batches, 2, told.append) as trials:
         assert advise(*given, trials=trials) == alone
         count = len(told)
         # What has been simulated is not again.
         assert advise(*given, trials=trials) == alone
-    assert len(told) == count
-    assert told[-1][1] == 0
+    assert len(told) == count > 0
 
 
 class Uneven:

@@ -9,16 +9,24 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from distca.commands.plan import cut_to_pieces
 from distca.cost.link import Links
 from distca.cost.model_sizes import MODELS
 from distca.cost.volume import Messages
+from distca.documents.lengths import DISTRIBUTIONS, draw
 from distca.plan.span import Floats, Int64s
 from distca.simulate import (
     CLUSTERS,
+    Candidate,
     ModelCosts,
     Resources,
     Transfer,
+    Workload,
+    pack_sequences,
+    simulate,
+    training_flags,
 )
+from distca.simulate.space import with_slower_links
 from support.simulated import IDEAL
 
 
@@ -200,3 +208,24 @@ def test_memories_and_their_speeds_are_those_of_data_sheets(
     cluster = CLUSTERS[name]
     assert cluster.memory_gb == memory_gib * 2**30 // 10**9
     assert cluster.copy_gb_per_s == copy_gb_per_s
+
+
+def test_twice_the_network_is_not_slower() -> None:
+    """The search tries the plans of a slower network, too: those of the fast one may be slower."""
+    lengths = cut_to_pieces(draw(DISTRIBUTIONS["pretrain"], 8 * 65536, 0), 65536)
+    batch = pack_sequences(lengths, 8, 65536)
+    own = Candidate("tiles", 2, 1, 8, 1, 2, keeps_inputs=True)
+    found = []
+    for speed in (200.0, 400.0):
+        cluster = replace(CLUSTERS["dgx-h200"], network_gb_per_s=speed)
+        workload = Workload(MODELS["llama-8b"], cluster, 16, 65536, 8, tolerance=0.02)
+        tried = [own, *with_slower_links(own, workload)]
+        found.append({each: simulate(each, workload, batch).seconds for each in tried})
+    slow, fast = found
+    assert min(fast.values()) <= min(slow.values())
+    # By its own links alone the faster network is slower.
+    assert fast[own] > min(slow.values())
+    best = min(fast, key=lambda each: fast[each])
+    (flag,) = [each for each in training_flags(best, workload) if "network" in each]
+    planned = cluster.links(2).network_gb_per_s / best.network_divisor
+    assert flag == f"--distca-network-gb-per-s {planned}"

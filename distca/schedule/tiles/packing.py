@@ -27,13 +27,12 @@ with a second bound:
    and cost few bytes.
 
 All but step 2 is exact in tokens, and heuristic in load: moving tiles (`moves.py`) balances the
-rest. `O(D log D + P (log n + s))` for `D` documents, `n` ranks, `P` documents
-that are no filler (at most 32 times as many as ranks) and `s` ranks tried for each.
+rest. `O(D log D + P n)` for `D` documents, `n` ranks and `P` documents that are no filler (at most
+32 times as many as ranks): what is done for each rank is a few operations on arrays.
 """
 
 from __future__ import annotations
 
-import heapq
 import math
 from dataclasses import dataclass
 
@@ -100,17 +99,11 @@ class _Packer:
         self._room = packing.capacities.copy()
         self._spare = packing.targets * (1 + packing.slack) - self._density * packing.capacities
         self._whole_spare = max(float(self._spare.max()), 1e-9)
-        # Heap of (-spare, -rank), in which entries of an earlier spare are passed over.
-        self._by_spare = [(-float(spare), -rank) for rank, spare in enumerate(self._spare)]
-        heapq.heapify(self._by_spare)
-        # Heap of (-room, -rank) of the ranks that had most spare, but too little room.
-        self._set_aside: list[tuple[int, int]] = []
         self._rows: list[tuple[int, int, int, int]] = []
 
     def place(self) -> Placement:
         excess = self._loads - self._density * self._lengths
         others = self._others[np.lexsort((self._others, -excess[self._others]))]
-        self._shortest = int(self._lengths[others].min(initial=0))
         columns = (others, self._lengths[others], excess[others])
         for document, length, wanted in zip(*(column.tolist() for column in columns), strict=True):
             rank = self._emptiest(length, wanted)
@@ -127,26 +120,18 @@ class _Packer:
 
     def _emptiest(self, length: int, wanted: float) -> int | None:
         """Finds the rank with most spare of those with room; None if its load got too high."""
-        # Documents become shorter, but for few, so that a rank is set aside about once.
-        while self._set_aside and -self._set_aside[0][0] >= length:
-            rank = -heapq.heappop(self._set_aside)[1]
-            heapq.heappush(self._by_spare, (-float(self._spare[rank]), -rank))
-        while self._by_spare:
-            spare, rank = -self._by_spare[0][0], -self._by_spare[0][1]
-            room, is_current = int(self._room[rank]), spare == self._spare[rank]
-            if is_current and room >= length:
-                much = wanted - spare > self._packing.overfill * self._packing.targets[rank]
-                return None if much else rank
-            heapq.heappop(self._by_spare)
-            if is_current:
-                heapq.heappush(self._set_aside, (-room, -rank))
-        return None
+        able = np.flatnonzero(self._room >= length)
+        if not len(able):
+            return None
+        spare = self._spare[able]
+        # Of ranks with equal spare the last one.
+        rank = int(able[len(able) - 1 - np.argmax(spare[::-1])])
+        much = wanted - self._spare[rank] > self._packing.overfill * self._packing.targets[rank]
+        return None if much else rank
 
     def _take(self, rank: int, tokens: int, load: float) -> None:
         self._room[rank] -= tokens
         self._spare[rank] -= load
-        if self._room[rank] >= self._shortest:
-            heapq.heappush(self._by_spare, (-float(self._spare[rank]), -rank))
 
     def _spread(self, document: int, length: int, excess: float) -> None:
         """Places mirrored slices of a document on the ranks that can take most of it."""
@@ -168,7 +153,7 @@ class _Packer:
             takes[members] = _water_fill(self._spare[members], room, density, length)
         capacities = self._room[members]
         wanted = np.minimum(np.ceil(takes[members]).astype(np.int64), capacities)
-        wanted = np.diff(np.minimum(np.cumsum(wanted), length), prepend=0)
+        wanted = _steps(np.minimum(np.cumsum(wanted), length))
         assert int(wanted.sum()) == length, f"document {document} fits no ranks"
         heads, tails = _slice_edges(wanted, capacities, self._packing.block)
         tokens = _slice_tokens(heads, tails, length).tolist()
@@ -343,4 +328,15 @@ def _slice_edges(tokens: Int64s, capacities: Int64s, block: int) -> tuple[Int64s
 
 def _slice_tokens(heads: Int64s, tails: Int64s, length: int) -> Int64s:
     """Returns the number of tokens of each slice."""
-    return np.diff(heads, prepend=0) - np.diff(tails, prepend=length)
+    return _steps(heads) - _steps(tails, length)
+
+
+def _steps(values: Int64s, first: int = 0) -> Int64s:
+    """Returns the differences of values, of the first one to `first`.
+
+    Planning calls this for each long document, for which `np.diff` with `prepend` is slower.
+    """
+    steps = values.copy()
+    steps[1:] -= values[:-1]
+    steps[0] -= first
+    return steps
