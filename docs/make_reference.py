@@ -42,6 +42,8 @@ Other pages say when to use which of DistCA's flags:
 `--distca-nccl-max-ctas` | \
 [overlap](overlap.md#transports) |
 | processes that only serve | `--distca-servers` | [overlap](overlap.md#dedicated-servers) |
+| who shares attention with whom | `--distca-pool-size`, `--distca-token-pairs` | \
+[performance](performance.md#server-pools) |
 | pipelines | `--distca-pool-stages`, `--distca-max-in-flight` | [pipelines](pipelines.md) |
 | micro-batches smaller than a document | `--distca-chain` | [chains](chains.md) |
 | fewer launches by the CPU | `--distca-cuda-graphs` | [performance](performance.md#cuda-graphs) |

@@ -148,7 +148,7 @@ class Bounds:
         launches = np.add(costs.pre_launch_seconds(), costs.post_launch_seconds())
         launches = launches + cluster.launch_seconds
         tick = layers * float(costs.passes @ (tokens * np.array(costs.layer_seconds())))
-        tick += 2 * layers * float(costs.passes @ launches)
+        tick += (1 + candidate.ping_pong) * layers * float(costs.passes @ launches)
         head = tokens * sum(costs.head_seconds()) + sum(costs.head_launch_seconds())
         ticks = len(options_of(candidate).tick_schedule(many, stages).ticks) / 2
         return max(shared + many * (tick + head / stages), ticks * tick + many * head)

@@ -20,6 +20,7 @@ from distca.simulate.workload import (
     Workload,
     hybrid_refusal,
     options_of,
+    token_pairs,
 )
 
 _COUNTED = (
@@ -80,6 +81,11 @@ def training_flags(candidate: Candidate, workload: Workload) -> list[str]:
         flags.append(f"--distca-max-in-flight {candidate.max_in_flight}")
     if chain > 1:
         flags.append(f"--distca-chain {chain}")
+    if not candidate.ping_pong:
+        flags.append("--no-distca-ping-pong")
+    if candidate.pool_size is not None:
+        pairs = token_pairs(workload.costs_of(candidate))
+        flags.append(f"--distca-pool-size {candidate.pool_size} --distca-token-pairs {pairs:.0f}")
     if candidate.max_buffer_bytes is not None:
         flags.append(f"--distca-max-buffer-bytes {candidate.max_buffer_bytes}")
     if candidate.keeps_inputs:

@@ -24,9 +24,12 @@ from distca.simulate.space import (
     with_chains,
     with_kept_inputs,
     with_less_memory,
+    with_more_micro_batches,
+    with_pools,
     with_slower_links,
     with_smaller_buffers,
     without_latents,
+    without_ping_pong,
 )
 from distca.simulate.trials import Trial, Trials
 from distca.simulate.workload import DISTCA_SYSTEMS, Candidate, Workload
@@ -162,7 +165,8 @@ def find_best(
             best = search.in_all_batches(search.sweep(best))
         if best is None and not search.left:
             search.left = search.last_resorts()
-    simulated = len({sizes_of(candidate) for candidate in search.trials})
+    # Server pools are variants of sizes, and may have run with other numbers of micro-batches.
+    simulated = len({sizes_of(c) for c in search.trials if c.pool_size is None})
     counts = tried, simulated, tried - len(able) + search.failed()
     if best is None:
         none = float("nan")
@@ -220,7 +224,11 @@ class _Search:
         effort, last = self.effort, self._compared_batches
         fitting = self._first_round()
         variants = effort.variants(fitting)
-        order = self._run(variants, effort.first) + [c for c in fitting if c not in variants]
+        order = self._run(variants, effort.first)
+        failed = [c for c in variants if not self._fits(c)]
+        smaller = [o for each in failed for o in with_more_micro_batches(each, self.workload)]
+        order = self._run([*order, *dict.fromkeys(smaller)], effort.first)
+        order += [c for c in fitting if c not in variants]
         begun = list(order)
         for number, count in effort.rounds:
             fastest = self._run(order[:number], count)
@@ -327,7 +335,8 @@ class _Search:
         """Counts the sizes that ran and don't fit, in any variant; unless one of them is left."""
         able = {sizes_of(candidate) for candidate in self.trials if self._fits(candidate)}
         unknown = {sizes_of(candidate) for candidate in self.left}
-        return len({sizes_of(candidate) for candidate in self.trials} - able - unknown)
+        ran = {sizes_of(candidate) for candidate in self.trials if candidate.pool_size is None}
+        return len(ran - able - unknown)
 
     def _run(
         self, some: Sequence[Candidate], count: int, in_order: bool = False
@@ -376,10 +385,11 @@ def advise(
 
     Configurations run the first batch: those of a baseline in the order of their lower bounds, and
     as long as these are below the time of the few fastest; those with `--distca`, whose planning
-    takes longer, in the order of `estimate`, until enough of them fit. The fastest of these run
+    takes longer, in the order of `estimate`, until enough of them fit, and these with server pools.
+    The fastest of these run
     three batches, by which the best one is chosen; and that with chains, keys and values instead of
-    latents, other tolerances, inputs that are kept, and plans for a slower network, too. The best
-    one runs all batches.
+    latents, other tolerances, inputs that are kept, pools without ping-pong, and plans for a slower
+    network, too. The best one runs all batches.
 
     Args:
         workload: model, cluster and sizes.
@@ -401,6 +411,7 @@ def advise(
     with_plans = Effort(
         fitting=finalists,
         keep=_KEPT,
+        variants=lambda fitting: [*fitting, *(c for f in fitting for c in with_pools(f, workload))],
         rounds=rounds,
         compared=1,
         batches=_COMPARED,
@@ -410,6 +421,7 @@ def advise(
             # A tolerance costs a user nothing.
             (lambda best, _: [replace(best, tolerance=each) for each in tolerances], 1.0),
             (with_kept_inputs, 1.0),
+            (without_ping_pong, 1.0),
             # Last, so that a faster network has the plan with which the search for the slower one
             # ended.
             (with_slower_links, 1.0),

@@ -236,7 +236,7 @@ def with_slower_links(candidate: Candidate, workload: Workload) -> list[Candidat
     The scheduler judges bytes by the links, and not by the simulated time: with a faster network it
     moves more bytes, and sometimes loses more than it gains.
     """
-    servers = candidate.stages * candidate.data
+    servers = candidate.pool_size or candidate.stages * candidate.data
     one_node = servers <= workload.cluster.servers_per_node(candidate.tensor)
     if candidate.system not in DISTCA_SYSTEMS or one_node:
         return []
@@ -245,9 +245,50 @@ def with_slower_links(candidate: Candidate, workload: Workload) -> list[Candidat
     return [replace(candidate, network_divisor=2**n) for n in range(1, halvings + 1)]
 
 
+def with_pools(candidate: Candidate, workload: Workload) -> list[Candidate]:
+    """Returns the configuration with server pools: of a node's ranks, of two nodes' and of four's.
+
+    Training has them in one stage, without chains and experts.
+    """
+    alone = candidate.stages == candidate.chain == 1 and workload.model.experts is None
+    if candidate.system != "tiles" or not alone or candidate.pool_size is not None:
+        return []
+    node = workload.cluster.servers_per_node(candidate.tensor)
+    sizes = [
+        size
+        for size in (node, 2 * node, 4 * node)
+        if size < candidate.data and candidate.data % size == 0
+    ]
+    return [replace(candidate, pool_size=size) for size in sizes]
+
+
+def without_ping_pong(candidate: Candidate, workload: Workload) -> list[Candidate]:
+    """Returns the configuration without ping-pong, if its server pools lie inside nodes.
+
+    There exchanges take less time than twice as many launches, and interfere with nothing.
+    """
+    size = candidate.pool_size
+    if size is None or size > workload.cluster.servers_per_node(candidate.tensor):
+        return []
+    return [replace(candidate, ping_pong=False)]
+
+
+def with_more_micro_batches(candidate: Candidate, workload: Workload) -> list[Candidate]:
+    """Returns the configuration with twice the micro-batches, where server pools need more memory.
+
+    A pool with short documents alone has more tokens than the mean.
+    """
+    more = 2 * candidate.micro_batches
+    if candidate.pool_size is None or workload.sequences % more:
+        return []
+    if workload.sequences // more * workload.context % (2 * candidate.data):
+        return []
+    return [replace(candidate, micro_batches=more)]
+
+
 def sizes_of(candidate: Candidate) -> Candidate:
     """Returns the configuration that `divisions` gave, without bounds, chains, tolerance, and
-    choices of latents, inputs and planned links."""
+    choices of latents, inputs, planned links, server pools and ping-pong."""
     micro_batches = candidate.micro_batches // candidate.chain
     return replace(
         candidate,
@@ -259,6 +300,8 @@ def sizes_of(candidate: Candidate) -> Candidate:
         tolerance=None,
         max_buffer_bytes=None,
         network_divisor=1,
+        pool_size=None,
+        ping_pong=True,
     )
 
 
@@ -326,6 +369,8 @@ def estimate(candidate: Candidate, workload: Workload, sequences: Sequence[Int64
     tick = tokens * (layers * linear + sum(costs.head_seconds()))
     # Layers run once for each nano-batch, the output layer once for both.
     launches = np.add(costs.pre_launch_seconds(), costs.post_launch_seconds())
-    tick += 2 * layers * float(costs.passes @ launches) + sum(costs.head_launch_seconds())
+    tick += (1 + candidate.ping_pong) * layers * float(costs.passes @ launches) + sum(
+        costs.head_launch_seconds()
+    )
     schedule = options_of(candidate).tick_schedule(candidate.micro_batches, candidate.stages)
     return shared + tick * len(schedule.ticks) / 2

@@ -26,6 +26,7 @@ from distca.schedule import (
     documents_in_turn,
 )
 from distca.schedule.program import Ablation
+from distca.schedule.training.tick_speeds import load_of_a_pair
 from distca.simulate.baselines import BASELINES, simulate_baseline
 from distca.simulate.bins import BaselineLayout
 from distca.simulate.cluster import Cluster
@@ -143,6 +144,8 @@ class Candidate:
             no bound.
         network_divisor: how many times slower than it is the network counts when plans are made,
             with `--distca`. A plan for a slower network moves fewer bytes between nodes.
+        pool_size: data-parallel ranks of a server pool, with `--distca`; None: one pool has all.
+        ping_pong: whether micro-batches run as two nano-batches, with `--distca`.
     """
 
     system: str
@@ -159,28 +162,54 @@ class Candidate:
     all_to_all: int = 1
     max_buffer_bytes: int | None = None
     network_divisor: int = 1
+    pool_size: int | None = None
+    ping_pong: bool = True
 
     def __str__(self) -> str:
         sizes = f"TP{self.tensor} PP{self.stages} DP{self.data}"
         sizes += f" CP{self.context}" if self.context > 1 else ""
         sizes += f" ({self.all_to_all} by a2a)" if 1 < self.all_to_all < self.context else ""
-        bound = f", {self.max_in_flight} in flight" if self.max_in_flight is not None else ""
+        bound = f" in pools of {self.pool_size}" if self.pool_size is not None else ""
+        bound += f", {self.max_in_flight} in flight" if self.max_in_flight is not None else ""
         bound += f", tolerance {self.tolerance}" if self.tolerance is not None else ""
         bound += "" if self.may_send_latents else ", no latents"
         bound += f", in chains of {self.chain}" if self.chain > 1 else ""
         bound += ", inputs kept" if self.keeps_inputs else ""
         if self.max_buffer_bytes is not None:
             bound += f", buffers of {self.max_buffer_bytes / 1e6:.0f} MB"
+        bound += "" if self.ping_pong else ", no ping-pong"
         if self.network_divisor > 1:
             bound += f", planned for 1/{self.network_divisor} of the network's speed"
         return f"{sizes}, {self.micro_batches} micro-batch(es){bound}"
 
 
-def options_of(candidate: Candidate) -> ExecutionOptions:
-    """Returns the options of a configuration with `--distca`."""
+def options_of(candidate: Candidate, token_pairs: float | None = None) -> ExecutionOptions:
+    """Returns the options of a configuration with `--distca`.
+
+    Args:
+        candidate: a configuration with `--distca`.
+        token_pairs: value of `ExecutionOptions.token_pairs`.
+    """
     return DISTCA_SYSTEMS[candidate.system](
-        max_in_flight=candidate.max_in_flight, chain=candidate.chain
+        max_in_flight=candidate.max_in_flight,
+        chain=candidate.chain,
+        pool_size=candidate.pool_size,
+        token_pairs=token_pairs,
+        ping_pong=candidate.ping_pong,
     )
+
+
+def token_pairs(costs: ModelCosts) -> float:
+    """Returns the visible pairs whose attention takes as long as the other layers of a token.
+
+    In a layer, forward and backward; the layers share the output layer.
+    """
+    linear = float(costs.passes @ costs.layer_seconds())
+    linear += sum(costs.head_seconds()) / costs.model.layers
+    both_ways = float(costs.passes @ [1, costs.cluster.backward_over_forward])
+    pair = load_of_a_pair(costs.cluster.attention_cost(costs.shape))
+    # A whole number, as the flag has it.
+    return float(round(linear / both_ways / pair))
 
 
 def layout_of(candidate: Candidate) -> BaselineLayout:
@@ -245,6 +274,7 @@ def plan_global_batch(
     options: ExecutionOptions,
     masks: LayerMasks | None = None,
     linear_work: LinearWork | None = None,
+    row_multiple: int = 1,
 ) -> PlannedGlobalBatch:
     """Makes all plans of a global batch.
 
@@ -258,7 +288,7 @@ def plan_global_batch(
         options: scheduler, nano-batches and pipeline schedule.
         masks: tokens that a query sees in the layers of a model chunk; None: all earlier tokens of
             its document.
-        linear_work: linear layers of the model, as for `GlobalBatchPlanner`.
+        linear_work, row_multiple: as for `GlobalBatchPlanner`.
 
     Raises:
         ValueError: micro-batches differ in size or don't divide, or a scheduler refuses.
@@ -267,7 +297,7 @@ def plan_global_batch(
     servers = np.arange(stages * data_parallel, dtype=np.int64).reshape(stages, data_parallel)
     # Nothing runs here: a rank without tokens, which a model cannot train on, is no error.
     planner = GlobalBatchPlanner(
-        servers, config, options, masks or LayerMasks(), 0, False, linear_work
+        servers, config, options, masks or LayerMasks(), 0, False, linear_work, row_multiple
     )
     return planner.plan(documents_in_turn(windows, options.chain))
 
@@ -311,7 +341,8 @@ def simulate(
     count = candidate.micro_batches // candidate.chain
     each = workload.sequences // count
     windows = [np.concatenate(sequences[n * each : (n + 1) * each]) for n in range(count)]
-    options = options_of(candidate)
+    pairs = None if candidate.pool_size is None else token_pairs(costs)
+    options = options_of(candidate, pairs)
     model = workload.model
     linear_work = LinearWork.of_parameters(
         model.layer_parameters,
@@ -320,11 +351,15 @@ def simulate(
         model.heads * (model.head_dim + model.value_dim) // 2,
     )
     sizes = candidate.stages, candidate.data
-    planned = plan_global_batch(windows, *sizes, config, options, model.masks, linear_work)
-    return simulate_ticks(
+    planned = plan_global_batch(
+        windows, *sizes, config, options, model.masks, linear_work, candidate.tensor
+    )
+    outcome = simulate_ticks(
         planned,
         costs,
         ablation=ablation,
         recording=recording,
         backward="keep" if candidate.keeps_inputs else "resend",
     )
+    # Padding of server pools trains nothing.
+    return replace(outcome, tokens=workload.sequences * workload.context)

@@ -13,6 +13,7 @@ import torch
 from distca.plan import LayerMasks
 from distca.plan.span import Int64s
 from distca.schedule import plain_loads
+from distca.schedule.training.planned_batch import PADDING
 from megatron_patches.batches.stream import TokenStream
 from megatron_patches.model.core_attention import DocumentParams
 
@@ -129,16 +130,21 @@ def _moved(
     )
 
 
+_PADDING = (np.zeros(1, np.int64), np.zeros(1, np.int64), np.zeros(1, np.float32))
+"""A token, label and loss mask of padding."""
+
+
 def read_positions(
     stream: TokenStream, positions: Int64s
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Reads tokens, labels and loss mask at positions of the stream, each `[1, len(positions)]`.
 
-    Each contiguous run of positions is one read.
+    Each contiguous run of positions is one read. At positions that are `PADDING` there are zeros,
+    which have no loss.
     """
     breaks = np.flatnonzero(np.diff(positions) != 1) + 1
     columns = [
-        stream.read(int(run[0]), int(run[-1]) + 1)
+        stream.read(int(run[0]), int(run[-1]) + 1) if run[0] != PADDING else _PADDING
         for run in np.split(positions, breaks)
         if len(run)
     ]

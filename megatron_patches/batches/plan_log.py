@@ -115,23 +115,24 @@ def warning_of_groups_of_one(
 def balance_figures(counted: CountedGlobalBatch, packed: Floats) -> dict[str, float]:
     """Returns figures of a global batch, by their names on boards.
 
-    All servers wait for the busiest in each nano-batch of a tick: the loads of the busiest add up
-    over the forward ticks, and so do the means. In plain data parallelism ranks wait for each other
-    once, when all micro-batches are done.
+    All servers of a pool wait for its busiest in each nano-batch of a tick: the loads of the
+    busiest add up over the forward ticks, and so do the means. Pools, and the ranks of plain data
+    parallelism, wait for each other once, when all micro-batches are done.
 
     Args:
         counted: planned global batch.
         packed: loads of plain data parallelism, `[micro_batches, ranks]`.
     """
 
-    def busiest_over_mean(loads: Sequence[Int64s | Floats]) -> float:
+    def busiest_over_mean(loads: Sequence[Int64s | Floats], size: int | None = None) -> float:
         means = sum(float(each.mean()) for each in loads)
-        return sum(float(each.max()) for each in loads) / means if means else 1.0
+        busiest = [each.reshape(-1, size or each.size).max(axis=1) for each in loads]
+        return float(np.max(sum(busiest))) / means if means else 1.0
 
     moved = sum(int(each.sum()) for of_tick in counted.bytes_sent for each in of_tick.values())
     return {
         "load max/mean before": busiest_over_mean([packed.sum(axis=0)]),
-        "load max/mean": busiest_over_mean(counted.forward_loads),
+        "load max/mean": busiest_over_mean(counted.forward_loads, counted.batch.pool_size),
         "MB moved": moved / counted.batch.schedule.micro_batches / 1e6,
     }
 

@@ -117,10 +117,12 @@ class PlannedReader:
             chain_parts: parts of each nano-batch, as `chain_parts` makes them.
         """
         starts, positions, lengths = [], [], []
+        planned, rank = planned.of_pool(self.layout.data_parallel_rank)
         for documents, nano in zip(planned.documents, planned.plans, strict=True):
-            mine = nano.plan.placement.of_rank(self.layout.data_parallel_rank)
+            mine = nano.plan.placement.of_rank(rank)
             lengths.append(mine.end - mine.start)
-            starts.append(expand_ranges(documents.starts[mine.document] + mine.start, lengths[-1]))
+            tokens_of = np.repeat(mine.document, lengths[-1])
+            starts.append(documents.positions(tokens_of, expand_ranges(mine.start, lengths[-1])))
             firsts = nano.first_positions[mine.document] + mine.start
             positions.append(expand_ranges(firsts, lengths[-1]))
         order = nano_order([len(rows) for rows in starts], self.sequence_shards)
@@ -148,7 +150,7 @@ class PlannedReader:
             micro_batches: all micro-batches of the global batch.
             keys: keys of the chain.
         """
-        planned = micro_batches[number]
+        planned, _ = micro_batches[number].of_pool(self.layout.data_parallel_rank)
         borrowed = Counter(
             place
             for member in planned.chain
@@ -169,8 +171,10 @@ class PlannedReader:
 
     def _rows_of(self, plan: Plan, document: int) -> torch.Tensor:
         """Returns this rank's rows of a document of a plan, int64."""
+        # A server pool's plan numbers its own ranks, which are neighbours.
+        rank = self.layout.data_parallel_rank % plan.world_size
         spans = plan.placement
-        mine = (spans.document == document) & (spans.rank == self.layout.data_parallel_rank)
+        mine = (spans.document == document) & (spans.rank == rank)
         return torch.from_numpy(
             expand_ranges(spans.first_rows()[mine], (spans.end - spans.start)[mine])
         )

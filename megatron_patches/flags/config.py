@@ -111,11 +111,6 @@ class SchedulingConfig:
     node_gb_per_s: float = 450.0
     network_gb_per_s: float = 50.0
 
-    @property
-    def shares_tokens_unevenly(self) -> bool:
-        """Whether ranks may own different numbers of tokens."""
-        return self.scheduler == "wlb-llm" and self.free_placement
-
     def links(self, tensor_parallel_size: int) -> Links:
         """Returns the links between the servers of one tensor-parallel index."""
         return Links(
@@ -179,6 +174,9 @@ class DistcaConfig:
         ping_pong: whether a micro-batch runs as two nano-batches.
         cuda_graphs: whether layers are replayed as CUDA graphs.
         chain: number of micro-batches in turn that share documents.
+        pool_size: data-parallel ranks of a server pool; None: one pool has all.
+        token_pairs: visible pairs that take as long as a token's linear layers, by which pools are
+            balanced; None: those of equally many operations.
     """
 
     enabled: bool = False
@@ -192,6 +190,18 @@ class DistcaConfig:
     ping_pong: bool = True
     cuda_graphs: bool = False
     chain: int = 1
+    pool_size: int | None = None
+    token_pairs: float | None = None
+
+    @property
+    def shares_tokens_unevenly(self) -> tuple[str, str] | None:
+        """The flag by which ranks may own different numbers of tokens, and what to do without it;
+        None: all own equally many."""
+        if self.pool_size is not None:
+            return f"--distca-pool-size {self.pool_size}", "remove it"
+        if self.scheduling.scheduler == "wlb-llm" and self.scheduling.free_placement:
+            return "--distca-scheduler wlb-llm", "add --distca-placement sequential"
+        return None
 
     def __post_init__(self) -> None:
         if self.enabled:
@@ -247,6 +257,8 @@ class DistcaConfig:
             ping_pong=args.distca_ping_pong,
             cuda_graphs=args.distca_cuda_graphs,
             chain=args.distca_chain,
+            pool_size=args.distca_pool_size,
+            token_pairs=args.distca_token_pairs,
         )
 
     def execution_options(self, chunks: int) -> ExecutionOptions:
@@ -263,4 +275,6 @@ class DistcaConfig:
             chunks=chunks,
             max_in_flight=self.scheduling.max_in_flight,
             chain=self.chain,
+            pool_size=self.pool_size,
+            token_pairs=self.token_pairs,
         )

@@ -188,6 +188,24 @@ def add_distca_arguments(parser: ArgumentParser) -> ArgumentParser:
         "leave less idle and need less memory.",
     )
     group.add_argument(
+        "--distca-pool-size",
+        type=int,
+        default=None,
+        metavar="N",
+        help="Ranks of a server pool: each N neighbouring data-parallel ranks share attention "
+        "among themselves alone. Documents are assigned to pools by all their work, so that an "
+        "iteration takes all pools equally long. Default: one pool of all ranks.",
+    )
+    group.add_argument(
+        "--distca-token-pairs",
+        type=float,
+        default=None,
+        metavar="PAIRS",
+        help="With --distca-pool-size, the pairs of a query and a key whose attention takes as "
+        "long as the other layers of a token: `distca simulate` prints it. Default: as many as "
+        "take equally many operations.",
+    )
+    group.add_argument(
         "--distca-trace",
         type=Path,
         default=None,

@@ -92,7 +92,8 @@ RANGES = {
         adlr-autoresume-interval log-interval tensorboard-log-interval log-memory-interval
         tensorboard-queue-size distributed-timeout-seconds-after-init
         flight-recorder-trace-buffer-size
-        distca-chain distca-context-parallel-size distca-max-in-flight distca-trace-iterations
+        distca-chain distca-pool-size distca-context-parallel-size distca-max-in-flight
+        distca-trace-iterations
         window-attn-skip-freq moe-layer-freq no-rope-freq
         context-parallel-size tensor-parallel-num-weight-shards
         expert-tensor-parallel-num-weight-shards
@@ -134,7 +135,7 @@ RANGES = {
         activation-func-clamp-value mup-width-mult mup-embedding-mult mup-output-mult
         mup-base-head-dim muon-extra-scale-factor moe-router-topk-scaling-factor
         moe-expert-rank-capacity-factor fault-injector-mtti-seconds distca-node-gb-per-s
-        distca-network-gb-per-s distca-server-speeds
+        distca-network-gb-per-s distca-server-speeds distca-token-pairs
     """,
     Range(-_LARGEST, _LARGEST): "glu-linear-offset mup-attn-scale-power moe-router-force-biased",
     Range(1, float(_INT32)): "loss-scale-window",

@@ -74,6 +74,7 @@ def validate(config: DistcaConfig, args: Namespace) -> None:
     _validate_scheduling(config, args)
     _validate_pipeline(config, args)
     _validate_chain(config, args)
+    _validate_pools(config, args)
     _validate_ping_pong(config, args)
     _validate_gradient_fusion(config, args)
     _validate_servers(config, args)
@@ -247,6 +248,45 @@ def _validate_chain(config: DistcaConfig, args: Namespace) -> None:
             )
 
 
+def _validate_pools(config: DistcaConfig, args: Namespace) -> None:
+    """Checks that ranks can form server pools."""
+    size = config.pool_size
+    if size is None:
+        if config.token_pairs is not None:
+            raise ValueError("--distca-token-pairs is for server pools: add --distca-pool-size")
+        return
+    flag, scheduling = f"--distca-pool-size {size}", config.scheduling
+    if args.data_parallel_size % size:
+        raise ValueError(
+            f"{flag} must divide the {args.data_parallel_size} data-parallel ranks: give a divisor"
+        )
+    for other, given, why in (
+        (
+            f"--pipeline-model-parallel-size {args.pipeline_model_parallel_size}",
+            args.pipeline_model_parallel_size > 1,
+            "stages wait for each other in each micro-batch",
+        ),
+        (f"--distca-chain {config.chain}", config.chain > 1, "a chain lies on all ranks"),
+        (
+            f"--distca-servers dedicated:{config.dedicated}",
+            config.dedicated > 0,
+            "those servers are of no pool",
+        ),
+        (
+            "--distca-placement sequential",
+            not scheduling.free_placement,
+            "pools choose their documents",
+        ),
+        (
+            f"--distca-scheduler {scheduling.scheduler}",
+            scheduling.scheduler not in BALANCING,
+            "it balances no pool",
+        ),
+    ):
+        if given:
+            raise ValueError(f"{flag} does not go together with {other}, as {why}: remove one")
+
+
 def _validate_ping_pong(config: DistcaConfig, args: Namespace) -> None:
     """Checks that micro-batches can run as two nano-batches."""
     if not config.ping_pong:
@@ -311,10 +351,11 @@ def _validate_fp8(config: DistcaConfig, args: Namespace, rows: int) -> None:
             f"--distca-ping-pong with --fp8-format needs a multiple of {FP8_ROWS} rows in a rank's "
             f"half of a micro-batch, not {rows}: raise --seq-length or --micro-batch-size"
         )
-    if config.scheduling.shares_tokens_unevenly:
+    if (uneven := config.shares_tokens_unevenly) is not None:
+        flag, remedy = uneven
         raise ValueError(
-            "--distca-scheduler wlb-llm gives ranks different numbers of tokens, which fp8 layers "
-            "may not take: add --distca-placement sequential"
+            f"{flag} gives ranks different numbers of tokens, which fp8 layers may not take: "
+            f"{remedy}"
         )
 
 
@@ -341,10 +382,11 @@ def _validate_cuda_graphs(config: DistcaConfig, args: Namespace) -> None:
         return
     if not torch.cuda.is_available():
         raise ValueError("--distca-cuda-graphs needs GPUs, but torch sees none: remove it")
-    if config.scheduling.shares_tokens_unevenly:
+    if (uneven := config.shares_tokens_unevenly) is not None:
+        flag, remedy = uneven
         raise ValueError(
-            "--distca-cuda-graphs needs equally many tokens in all micro-batches, which "
-            "--distca-scheduler wlb-llm does not give: add --distca-placement sequential"
+            f"--distca-cuda-graphs needs equally many tokens in all micro-batches, which {flag} "
+            f"does not give: {remedy}"
         )
     for flag, value, why in (
         ("tensor_model_parallel_size", 1, "the pieces hold no collectives"),
@@ -386,10 +428,10 @@ def _validate_experts(config: DistcaConfig, args: Namespace) -> None:
             "--distca does not cover --moe-router-load-balancing-type sinkhorn, which balances the "
             "tokens that happen to be on a rank: choose aux_loss"
         )
-    if config.scheduling.shares_tokens_unevenly:
+    if (uneven := config.shares_tokens_unevenly) is not None:
+        flag, remedy = uneven
         raise ValueError(
-            "--distca-scheduler wlb-llm gives ranks different numbers of tokens, which experts "
-            "don't take: add --distca-placement sequential"
+            f"{flag} gives ranks different numbers of tokens, which experts don't take: {remedy}"
         )
     if config.cuda_graphs:
         raise ValueError(
@@ -436,7 +478,9 @@ def _validate_scheduling(config: DistcaConfig, args: Namespace) -> None:
             f"--distca-context-parallel-size {size} must divide the {args.data_parallel_size} "
             "data-parallel ranks"
         )
-    if scheduling.shares_tokens_unevenly and args.sequence_parallel:
+    # Pools pad their tokens to a multiple of the parts.
+    pooled = config.pool_size is not None
+    if not pooled and config.shares_tokens_unevenly and args.sequence_parallel:
         raise ValueError(
             "--distca-scheduler wlb-llm gives ranks different numbers of tokens, which "
             "--sequence-parallel cannot divide: remove one of the two"

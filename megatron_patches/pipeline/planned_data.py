@@ -103,6 +103,7 @@ class PlannedData:
             planning.masks,
             pipeline.dedicated,
             linear_work=planning.linear_work,
+            row_multiple=planning.sequence_shards,
         )
         return PlannedReader(stream, self.windows, planner, planning.sequence_shards)
 

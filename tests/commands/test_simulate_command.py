@@ -28,7 +28,12 @@ from distca.simulate import (
     simulate,
     trials,
 )
-from distca.simulate.space import estimate, with_fewer_in_flight, with_kept_inputs
+from distca.simulate.space import (
+    estimate,
+    with_fewer_in_flight,
+    with_kept_inputs,
+    with_pools,
+)
 from support.commands import Command
 
 MEGATRON = importlib.util.find_spec("megatron") is not None
@@ -287,6 +292,8 @@ def test_the_best_of_all_is_found() -> None:
         c: simulate(c, WORKLOAD, batch).seconds
         for c in candidates("tiles", WORKLOAD, [1, 2], [1, 2])
     }
+    # They are too few ranks for server pools.
+    assert not any(with_pools(candidate, WORKLOAD) for candidate in every)
     fastest = min(every, key=lambda candidate: every[candidate])
     kept = {c: simulate(c, WORKLOAD, batch).seconds for c in with_kept_inputs(fastest, WORKLOAD)}
     assert len(kept) == 1

@@ -31,8 +31,11 @@ from distca.simulate.hybrid import HYBRID
 from distca.simulate.space import (
     with_chains,
     with_kept_inputs,
+    with_pools,
+    with_slower_links,
+    without_ping_pong,
 )
-from distca.simulate.workload import options_of
+from distca.simulate.workload import options_of, token_pairs
 from megatron_patches.batches.layouts import WindowLayout
 from megatron_patches.flags.config import DistcaConfig
 from megatron_patches.flags.parallel import ParallelSizes
@@ -97,11 +100,12 @@ def check(args: Namespace, candidate: Candidate, workload: Workload) -> None:
     assert args.max_position_embeddings >= workload.context
     assert args.distca_scheduler == c.system
     flags = DistcaConfig.from_args(args)
-    assert flags.execution_options(ParallelSizes.from_args(args).chunks) == options_of(c)
+    pairs = None if c.pool_size is None else token_pairs(workload.costs_of(c))
+    assert flags.execution_options(ParallelSizes.from_args(args).chunks) == options_of(c, pairs)
     assert args.distca_backward == ("keep" if c.keeps_inputs else "resend")
     config = schedule_config(flags, args, c.data * c.stages)
     assert config.tolerance == workload.tolerance
-    assert config.links == workload.cluster.links(c.tensor)
+    assert config.links == workload.planned_links(c)
     assert config.shape == costs.shape
     assert args.use_distributed_optimizer
     if workload.recompute == "none":
@@ -131,6 +135,24 @@ def test_servers_keep_inputs_where_training_can(
     given = replace(Candidate("tiles", 1, 1, 8, 1, 2), **candidate)
     expected = [replace(given, keeps_inputs=True)] if keeps else []
     assert with_kept_inputs(given, replace(WORKLOAD, **workload)) == expected
+
+
+def test_server_pools_where_training_has_them() -> None:
+    """Of a node's ranks, of two nodes' and of four's; what is printed trains with them."""
+    job = replace(WORKLOAD, gpus=64, sequences=8)
+    given = Candidate("tiles", 2, 1, 32, 1, 2)
+    pooled = with_pools(given, job)
+    assert [each.pool_size for each in pooled] == [4, 8, 16]
+    assert without_ping_pong(given, job) == without_ping_pong(pooled[2], job) == []
+    (whole,) = without_ping_pong(pooled[0], job)
+    assert with_slower_links(whole, job) == []
+    for each in (pooled[0], whole, *with_slower_links(pooled[2], job)):
+        flags = training_flags(each, job)
+        assert f"--distca-pool-size {each.pool_size} " in " ".join(flags)
+        check(parsed(shlex.split(" ".join(flags)), job), each, job)
+    for other in ({"stages": 2, "data": 16}, {"chain": 2}, {"system": "greedy"}, {"data": 4}):
+        assert with_pools(replace(given, **other), job) == []
+    assert with_pools(pooled[0], job) == []
 
 
 @pytest.mark.parametrize("system", DISTCA_SYSTEMS)

@@ -179,16 +179,52 @@ def test_every_scheduler_on_many_documents(ranks, scheduler: str, nano_batches: 
     chosen = [*LATE, "2"] if scheduler in LATE else ["--distca-scheduler", scheduler]
     flags += [*chosen, nano_batches]
     found = ranks.run(train, flags, lengths, steps, world_size=world_size)
-    plain = ["--seq-length", "1024", "--global-batch-size", "4", *GROUPS[2]]
-    plain += ["--attention-backend", "unfused"]
-    key = "many documents"
-    if key not in _MORE_REFERENCES:
-        _MORE_REFERENCES[key] = ranks.run(train, plain, lengths, steps, world_size=1)[0]
-    expected = _MORE_REFERENCES[key]
+    expected = reference_of_many(ranks, steps)
     for rank in found:
         assert rank.losses == pytest.approx(expected.losses, rel=1e-5)
         assert rank.bytes_counted == rank.bytes_planned
     check_gradients(found, expected, scheduler)
+
+
+def reference_of_many(ranks, steps: int) -> StepsDone:
+    """Plain Megatron on many documents."""
+    plain = ["--seq-length", "1024", "--global-batch-size", "4", *GROUPS[2]]
+    plain += ["--attention-backend", "unfused"]
+    key = "many documents"
+    if key not in _MORE_REFERENCES:
+        lengths = many_documents(steps * 4 * 1024)
+        _MORE_REFERENCES[key] = ranks.run(train, plain, lengths, steps, world_size=1)[0]
+    return _MORE_REFERENCES[key]
+
+
+@pytest.mark.parametrize(
+    "extra",
+    [
+        "--distca-pool-size 1",
+        "--distca-pool-size 2",
+        "--distca-pool-size 2 --distca-backward keep --no-distca-ping-pong",
+        "--distca-pool-size 1 --tensor-model-parallel-size 2 --sequence-parallel",
+        "--distca-pool-size 2 --use-distributed-optimizer --overlap-grad-reduce "
+        "--distca-scheduler greedy",
+    ],
+)
+def test_server_pools(ranks, extra: str) -> None:
+    """Pools have unequal tokens, and the losses and gradients of plain Megatron."""
+    steps, world_size = 2, 4
+    lengths = many_documents(steps * 4 * 1024)
+    tensor = 2 if "tensor" in extra else 1
+    flags = ["--seq-length", str(256 * tensor), "--global-batch-size", str(16 // tensor)]
+    flags += [*GROUPS[2], "--distca", *extra.split()]
+    found = ranks.run(train, flags, lengths, steps, world_size=world_size)
+    expected = reference_of_many(ranks, steps)
+    for rank in found:
+        assert rank.losses == pytest.approx(expected.losses, rel=3e-6)
+        assert rank.bytes_counted == rank.bytes_planned
+    moved = sum(sum(rank.bytes_counted.values()) for rank in found)
+    # A pool of one sends nothing.
+    assert (moved > 0) == ("pool-size 2" in extra)
+    if "optimizer" not in extra:
+        check_gradients(found, expected, extra)
 
 
 def many_documents(tokens: int) -> list[int]:

@@ -7,7 +7,8 @@ are a pure function of the documents and the options, the same on every rank:
    micro-batches, which are then cut (`micro_batches.py`);
 2. each micro-batch is planned over the data-parallel ranks of a stage, as two nano-batches
    (`nano_batches.py`) or whole. The widest mask chooses the placement. The other masks have plans
-   of their own with that placement: under a window equally many tokens see about as much;
+   of their own with that placement: under a window equally many tokens see about as much. With
+   server pools (`server_pools.py`) each pool plans its own documents over its own ranks;
 3. in each tick (`tick_schedule.py`) the plans of all stages that work become one plan over the
    servers of all stages (`pooling.py`), in which servers with less linear work take more
    (`tick_speeds.py`).
@@ -37,7 +38,8 @@ from distca.schedule.training.planned_batch import (
     PlannedMicroBatch,
     PlannedTick,
 )
-from distca.schedule.training.pooling import pool_nano_batches
+from distca.schedule.training.pooling import pool_nano_batches, side_by_side
+from distca.schedule.training.server_pools import ServerPools
 from distca.schedule.training.tick_schedule import Tick, TickSchedule, chain_sizes, tick_schedule
 from distca.schedule.training.tick_speeds import AtHome, LinearWork, load_of_a_pair, tick_speeds
 
@@ -60,6 +62,10 @@ class ExecutionOptions:
             bound.
         forward_only: whether the job has no backward ticks, as in an evaluation.
         chain: micro-batches in turn that share documents; 1: none crosses a micro-batch's end.
+        pool_size: ranks of a server pool (`server_pools.py`); None: one pool has all ranks.
+        token_pairs: visible pairs whose attention takes as long as the linear layers of a token, in
+            a layer, both passes: by these documents are assigned to pools; None: as many as take
+            equally many operations.
     """
 
     scheduler: str = "tiles"
@@ -70,6 +76,8 @@ class ExecutionOptions:
     max_in_flight: int | None = None
     forward_only: bool = False
     chain: int = 1
+    pool_size: int | None = None
+    token_pairs: float | None = None
 
     def tick_schedule(self, micro_batches: int, stages: int) -> TickSchedule:
         """Returns the tick schedule of a global batch."""
@@ -99,6 +107,11 @@ class GlobalBatchPlanner:
         linear_work: linear layers of the model, with which `tiles` shares out the attention of
             ticks by the time that servers have for it (`tick_speeds.py`); None: attention alone
             counts.
+        row_multiple: number that divides the tokens of each rank's nano-batch, which sequence
+            parallelism divides.
+
+    Raises:
+        ValueError: the options' server pools cannot be had.
     """
 
     servers: Int64s
@@ -108,6 +121,27 @@ class GlobalBatchPlanner:
     dedicated: int = 0
     checks: bool = True
     linear_work: LinearWork | None = None
+    row_multiple: int = 1
+
+    def __post_init__(self) -> None:
+        options, size = self.options, self.options.pool_size
+        if size is None:
+            return
+        if size < 1 or self.ranks % size:
+            raise ValueError(
+                f"server pools of {size} ranks do not divide {self.ranks} data-parallel ranks: "
+                "give a divisor"
+            )
+        for name, found in (
+            ("pipeline stages", self.stages > 1),
+            ("chains of micro-batches", options.chain > 1),
+            ("dedicated servers", self.dedicated > 0),
+            ("a given placement", not options.free_placement),
+            (f"the scheduler {options.scheduler}", options.scheduler not in BALANCING),
+            ("an unknown size of linear layers", self._token_pairs is None),
+        ):
+            if found:
+                raise ValueError(f"server pools do not go together with {name}")
 
     @property
     def stages(self) -> int:
@@ -138,7 +172,10 @@ class GlobalBatchPlanner:
         schedule = self.options.tick_schedule(number, self.stages)
         micro_batches = self.micro_batches(incoming)
         ticks = self.ticks(micro_batches, schedule.ticks)
-        return PlannedGlobalBatch(schedule, self.servers, tuple(micro_batches), ticks, self.masks)
+        size = None if self._server_pools is None else self._server_pools.size
+        return PlannedGlobalBatch(
+            schedule, self.servers, tuple(micro_batches), ticks, self.masks, size
+        )
 
     def share_out(self, incoming: Sequence[Documents]) -> list[Documents]:
         """Shares documents out over the micro-batches, or chains, if placement is free.
@@ -180,6 +217,17 @@ class GlobalBatchPlanner:
                 f"of {parts}"
             )
         planned: list[PlannedMicroBatch] = []
+        if (pools := self._server_pools) is not None:
+            speeds = self.config.speeds_of(self.world_size)
+            lengths = np.concatenate([documents.lengths for documents in incoming])
+            for of_micro_batch in pools.assign(incoming, self._work(lengths), speeds):
+                number = len(planned)
+                of_pools = [
+                    planner._chain(documents, number)[0]
+                    for planner, documents in zip(self._pool_planners, of_micro_batch, strict=True)
+                ]
+                planned.append(pools.join(of_pools))
+            return planned
         for documents in self.share_out(incoming):
             planned += self._chain(documents, len(planned))
         return planned
@@ -231,7 +279,7 @@ class GlobalBatchPlanner:
                 tuple(
                     Documents(
                         pieces.lengths,
-                        documents.starts[pieces.document] + pieces.start,
+                        documents.positions(pieces.document, pieces.start),
                         documents.window_sizes if whole else (),
                     )
                     for pieces in nano_batches
@@ -285,6 +333,17 @@ class GlobalBatchPlanner:
         self, stages: Sequence[PlannedMicroBatch | None], runs_head: bool, at_home: AtHome
     ) -> tuple[Plan, ...]:
         """Makes a tick's plans from the micro-batch of each stage, None for idle stages."""
+        if (pools := self._server_pools) is not None:
+            (only,) = stages
+            assert only is not None
+            of_pools = [
+                planner._pooled([part], runs_head, at_home)
+                for planner, part in zip(self._pool_planners, only.pools, strict=True)
+            ]
+            return tuple(
+                side_by_side(plans, pools.ranks(), self.world_size)
+                for plans in zip(*of_pools, strict=True)
+            )
         of_masks = [None if stage is None else (stage.plans, *stage.others) for stage in stages]
         return tuple(
             plan
@@ -317,6 +376,49 @@ class GlobalBatchPlanner:
         masks, cost_model = self.masks, self.config.cost_model
         each = [document_loads(lengths, mask, cost_model) for mask in masks.masks]
         return np.array(masks.counts()) @ np.stack(each)
+
+    def _work(self, lengths: Int64s) -> np.ndarray:
+        """Returns the work of documents, attention and linear layers, in the unit of loads."""
+        assert self._token_pairs is not None
+        pair = load_of_a_pair(self.config.cost_model)
+        layers = len(self.masks.pattern)
+        work: np.ndarray = self._loads(lengths) + layers * self._token_pairs * pair * lengths
+        return work
+
+    @property
+    def _token_pairs(self) -> float | None:
+        if self.options.token_pairs is not None:
+            return self.options.token_pairs
+        # Half of the output layer counts there.
+        linear = self.linear_work
+        return None if linear is None else linear.layer + 2 * linear.head
+
+    @cached_property
+    def _server_pools(self) -> ServerPools | None:
+        """The server pools; None: all ranks are one."""
+        size = self.options.pool_size
+        if size is None or size == self.ranks:
+            return None
+        multiple = size * self.row_multiple * (2 if self.options.ping_pong else 1)
+        return ServerPools(size, self.ranks // size, multiple)
+
+    @cached_property
+    def _pool_planners(self) -> tuple[GlobalBatchPlanner, ...]:
+        """Planner of each server pool, over its own ranks."""
+        assert self._server_pools is not None
+        planners = []
+        for ranks in self._server_pools.ranks():
+            speeds = self.config.server_speeds
+            mine = None if speeds is None else tuple(speeds[rank] for rank in ranks)
+            planners.append(
+                replace(
+                    self,
+                    servers=np.arange(len(ranks), dtype=np.int64)[None],
+                    config=replace(self.config, server_speeds=mine),
+                    options=replace(self.options, pool_size=None),
+                )
+            )
+        return tuple(planners)
 
     @property
     def _pools(self) -> bool:

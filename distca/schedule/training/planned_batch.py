@@ -23,6 +23,10 @@ from distca.schedule.program import Pass
 from distca.schedule.training.nano_batches import NanoPlan
 from distca.schedule.training.tick_schedule import Tick, TickSchedule
 
+PADDING = -2
+"""Start of a document that is padding, which is nowhere in the stream and has no loss. No token of
+the stream follows this position."""
+
 
 @dataclass(frozen=True)
 class Documents:
@@ -32,7 +36,8 @@ class Documents:
 
     Attributes:
         lengths: tokens of each document, int64 `[documents]`.
-        starts: first token of each document in the stream of tokens, int64 `[documents]`.
+        starts: first token of each document in the stream of tokens, or `PADDING`, int64
+            `[documents]`.
         window_sizes: number of documents of each window, if they are in the order of the stream.
         micro_batches: number of micro-batches that share the documents.
     """
@@ -41,6 +46,16 @@ class Documents:
     starts: Int64s
     window_sizes: tuple[int, ...] = ()
     micro_batches: int = 1
+
+    def positions(self, document: Int64s, start: Int64s) -> Int64s:
+        """Returns where tokens of documents are in the stream, `PADDING` for those of padding.
+
+        Args:
+            document: numbers of the documents, int64 `[tokens]`.
+            start: tokens, by their place in the document, int64 `[tokens]`.
+        """
+        first = self.starts[document]
+        return np.where(first == PADDING, PADDING, first + start)
 
 
 def documents_in_turn(windows: Sequence[Int64s], chain: int = 1) -> list[Documents]:
@@ -67,12 +82,21 @@ class PlannedMicroBatch:
             sees most.
         chain: numbers of the micro-batches with which it may share documents, its own among them.
         others: plans of the nano-batches with each of the other masks.
+        pools: micro-batch of each server pool, over its own ranks; empty: one pool has all.
     """
 
     documents: tuple[Documents, ...]
     plans: tuple[NanoPlan, ...]
     chain: range
     others: tuple[tuple[NanoPlan, ...], ...] = ()
+    pools: tuple[PlannedMicroBatch, ...] = ()
+
+    def of_pool(self, rank: int) -> tuple[PlannedMicroBatch, int]:
+        """Returns the micro-batch of a data-parallel rank's pool, and the rank's number in it."""
+        if not self.pools:
+            return self, rank
+        size = self.plans[0].plan.world_size // len(self.pools)
+        return self.pools[rank // size], rank % size
 
 
 class PlannedTick(NamedTuple):
@@ -127,6 +151,7 @@ class PlannedGlobalBatch:
         micro_batches: micro-batches, each planned on its own over the ranks of a stage.
         ticks: ticks in order, with their plans over all servers.
         masks: masks of a model chunk's layers.
+        pool_size: ranks of a server pool, between which no task travels; None: one pool has all.
     """
 
     schedule: TickSchedule
@@ -134,6 +159,7 @@ class PlannedGlobalBatch:
     micro_batches: tuple[PlannedMicroBatch, ...]
     ticks: tuple[PlannedTick, ...]
     masks: LayerMasks = field(default_factory=LayerMasks)
+    pool_size: int | None = None
 
     def largest_memory(
         self, shape: AttentionShape, backward: BackwardInputs = "resend"

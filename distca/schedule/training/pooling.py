@@ -50,8 +50,8 @@ def pool(
         return with_earlier(only.plan, only.split_documents)
     if scheduler is None:
         own = [None if s is None else with_earlier(s.plan, s.split_documents) for s in stages]
-        return _side_by_side(own, servers, world_size)
-    together = _side_by_side([None if s is None else s.plan for s in stages], servers, world_size)
+        return side_by_side(own, servers, world_size)
+    together = side_by_side([None if s is None else s.plan for s in stages], servers, world_size)
     plan = scheduler.schedule(together.lengths, together.placement, together.mask)
     split_documents, first_document = [], 0
     for stage, ranks in zip(stages, servers, strict=True):
@@ -90,8 +90,14 @@ def pool_nano_batches(
     )
 
 
-def _side_by_side(plans: Sequence[Plan | None], servers: Int64s, world_size: int) -> Plan:
-    """Joins the plans of all stages into one, each on its own servers."""
+def side_by_side(plans: Sequence[Plan | None], servers: Int64s, world_size: int) -> Plan:
+    """Joins plans into one, each on its own servers.
+
+    Args:
+        plans: plan of each stage, or server pool, over its own ranks; None: it is idle.
+        servers: number of each of these ranks among all servers, int64 `[plans, ranks]`.
+        world_size: number of all servers.
+    """
     lengths, cached_prefixes, placements, tasks = [], [], [], []
     first_document = 0
     working = [plan for plan in plans if plan is not None]

@@ -102,6 +102,26 @@ def test_windows_on_some_layers() -> None:
         ),
         ("--distca --distca-chain 2 --distca-backward keep", "needs --distca-backward resend"),
         ("--distca --distca-chain 2 --distca-cuda-graphs", "not covered by --distca-cuda-graphs"),
+        ("--distca --distca-pool-size 0", "--distca-pool-size 0 is out of range"),
+        ("--distca --distca-pool-size 3", "must divide the"),
+        ("--distca --distca-token-pairs 900", "is for server pools: add --distca-pool-size"),
+        ("--distca --distca-pool-size 1 --distca-chain 2", "together with --distca-chain 2"),
+        (
+            "--distca --distca-pool-size 1 --pipeline-model-parallel-size 2",
+            "together with --pipeline-model-parallel-size 2",
+        ),
+        (
+            "--distca --distca-pool-size 1 --distca-placement sequential",
+            "together with --distca-placement sequential",
+        ),
+        (
+            "--distca --distca-pool-size 1 --distca-scheduler wlb-llm",
+            "together with --distca-scheduler wlb-llm",
+        ),
+        (
+            "--distca --distca-pool-size 1 --distca-servers dedicated:2",
+            "together with --distca-servers dedicated:2",
+        ),
         ("--distca --distca-trace t --distca-trace-iterations 3 2", "must lie in 1 .. "),
         (
             "--distca --distca-servers dedicated:2 --distca-scheduler packed",

@@ -1,0 +1,143 @@
+"""Server pools: neighbouring ranks that share attention among themselves alone.
+
+Ranks wait for each other in every layer only where tasks travel between them. Without a pipeline
+nothing needs all ranks to be equally busy in each layer: it is enough if an iteration takes them
+equally long, since then they reach the reduction of gradients together. So the documents of a
+global batch are assigned to pools by all their work, that of attention and that of linear layers,
+and tasks travel only inside a pool. A pool with long documents has fewer tokens than others.
+
+One pool of all ranks is DistCA as the paper has it. Pools of one rank are data parallelism whose
+replicas have equal work. Smaller pools send fewer bytes and wait less, but they need documents that
+can be divided evenly among them.
+
+A pool's tokens must divide evenly among its ranks (and nano-batches, and sequence parallelism), so
+each micro-batch ends with a *padding* document of a few tokens, which no loss counts.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from distca.plan.span import Floats, Int64s
+from distca.schedule.training.nano_batches import NanoPlan, SplitDocument
+from distca.schedule.training.planned_batch import PADDING, Documents, PlannedMicroBatch
+from distca.schedule.training.pooling import side_by_side
+
+
+@dataclass(frozen=True)
+class ServerPools:
+    """A division of the data-parallel ranks of one stage into pools of neighbours.
+
+    Attributes:
+        size: ranks of a pool.
+        number: number of pools.
+        multiple: number that divides the tokens of a pool's micro-batch.
+    """
+
+    size: int
+    number: int
+    multiple: int
+
+    def assign(
+        self, incoming: Sequence[Documents], work: Floats, speeds: Floats
+    ) -> list[list[Documents]]:
+        """Assigns the documents of a global batch to the pools' micro-batches.
+
+        Args:
+            incoming: documents of each micro-batch, in the order of the stream.
+            work: work of each of these documents, of all micro-batches in turn, `[documents]`.
+            speeds: relative speed of each rank, `[ranks]`.
+
+        Returns:
+            For each micro-batch the documents of each pool, with padding at their end.
+        """
+        lengths = np.concatenate([documents.lengths for documents in incoming])
+        starts = np.concatenate([documents.starts for documents in incoming])
+        of_pools = speeds.reshape(self.number, self.size).sum(axis=1)
+        pool = _evenly(work, of_pools)
+        parts: list[list[Documents]] = [[] for _ in incoming]
+        for number in range(self.number):
+            mine = np.flatnonzero(pool == number)
+            # A pool's micro-batches follow each other. Their tokens are what memory depends on.
+            micro_batch = _evenly(lengths[mine].astype(np.float64), np.ones(len(incoming)))
+            for each, found in enumerate(parts):
+                members = mine[micro_batch == each]
+                found.append(self._padded(lengths[members], starts[members]))
+        return parts
+
+    def _padded(self, lengths: Int64s, starts: Int64s) -> Documents:
+        tokens = int(lengths.sum())
+        missing = -tokens % self.multiple if tokens else self.multiple
+        if not missing:
+            return Documents(lengths, starts)
+        return Documents(np.append(lengths, missing), np.append(starts, PADDING))
+
+    def ranks(self) -> Int64s:
+        """Returns the ranks of each pool, `[pools, ranks of a pool]`."""
+        return np.arange(self.number * self.size, dtype=np.int64).reshape(self.number, self.size)
+
+    def join(self, parts: Sequence[PlannedMicroBatch]) -> PlannedMicroBatch:
+        """Joins the micro-batches of all pools, each planned over its own ranks.
+
+        Args:
+            parts: micro-batch of each pool.
+        """
+        documents = tuple(
+            Documents(
+                np.concatenate([each.lengths for each in of_pools]),
+                np.concatenate([each.starts for each in of_pools]),
+            )
+            for of_pools in zip(*(part.documents for part in parts), strict=True)
+        )
+        return PlannedMicroBatch(
+            documents,
+            self._join_plans([part.plans for part in parts]),
+            parts[0].chain,
+            tuple(
+                self._join_plans(of_mask)
+                for of_mask in zip(*(part.others for part in parts), strict=True)
+            ),
+            tuple(parts),
+        )
+
+    def _join_plans(self, plans: Sequence[Sequence[NanoPlan]]) -> tuple[NanoPlan, ...]:
+        """Joins the plans of all pools' nano-batches, `[pools][nano-batches]`."""
+        return tuple(self._join_nano(of_pools) for of_pools in zip(*plans, strict=True))
+
+    def _join_nano(self, nano_plans: Sequence[NanoPlan]) -> NanoPlan:
+        ranks, world_size = self.ranks(), self.number * self.size
+        split_documents, first = [], 0
+        for nano, mine in zip(nano_plans, ranks, strict=True):
+            for split in nano.split_documents:
+                earlier = split.earlier
+                earlier = replace(earlier, rank=mine[earlier.rank], world_size=world_size)
+                split_documents.append(SplitDocument(first + split.document, earlier))
+            first += len(nano.plan.lengths)
+        return NanoPlan(
+            side_by_side([nano.plan for nano in nano_plans], ranks, world_size),
+            tuple(split_documents),
+            borrows_from_ping=any(nano.borrows_from_ping for nano in nano_plans),
+        )
+
+
+def _evenly(weights: Floats, speeds: Floats) -> Int64s:
+    """Assigns documents to groups, the heaviest first, each to the group that is done first.
+
+    Args:
+        weights: weight of each document, `[documents]`.
+        speeds: relative speed of each group, `[groups]`.
+
+    Returns:
+        The group of each document, int64 `[documents]`.
+    """
+    chosen = np.zeros(len(weights), dtype=np.int64)
+    done = [(0.0, group) for group in range(len(speeds))]
+    for document in np.lexsort((np.arange(len(weights)), -weights)).tolist():
+        until, group = done[0]
+        heapq.heapreplace(done, (until + float(weights[document]) / float(speeds[group]), group))
+        chosen[document] = group
+    return chosen

@@ -1,0 +1,130 @@
+"""Server pools: documents by total work, tasks inside a pool, tokens and bytes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from distca.cost.link import Links
+from distca.cost.volume import AttentionShape, plan_bytes
+from distca.plan import LayerMasks, Mask, validate_plan
+from distca.schedule import (
+    ExecutionOptions,
+    GlobalBatchPlanner,
+    LinearWork,
+    PlannedGlobalBatch,
+    ScheduleConfig,
+    documents_in_turn,
+)
+from distca.schedule.training.planned_batch import PADDING
+from support.batches import long_tailed_lengths
+
+RANKS, WINDOW, MICRO_BATCHES = 8, 8 * 4096, 4
+CONFIG = ScheduleConfig(tolerance=0.05, shape=AttentionShape(8, 2, 64), links=Links(4, 450.0, 50.0))
+WORK = LinearWork(3000.0, 100.0)
+
+
+def windows() -> list[np.ndarray]:
+    return [long_tailed_lengths(seed, WINDOW, 600, 16000) for seed in range(MICRO_BATCHES)]
+
+
+def planner(size: int | None, **changes: object) -> GlobalBatchPlanner:
+    options = replace(ExecutionOptions(pool_size=size), **changes)  # type: ignore[arg-type]
+    servers = np.arange(RANKS, dtype=np.int64)[None]
+    return GlobalBatchPlanner(servers, CONFIG, options, linear_work=WORK, row_multiple=2)
+
+
+def planned(size: int | None, **changes: object) -> PlannedGlobalBatch:
+    return planner(size, **changes).plan(documents_in_turn(windows()))
+
+
+@pytest.mark.parametrize("ping_pong", [True, False])
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_no_task_leaves_its_pool(size: int, ping_pong: bool) -> None:
+    """All plans are valid, all tokens are there once, and padding is small."""
+    found = planned(size, ping_pong=ping_pong)
+    assert found.pool_size == size
+    pool = np.arange(RANKS) // size
+    starts, tokens = [], 0
+    for tick in found.ticks:
+        assert len(tick.plans) == (2 if ping_pong else 1)
+        for plan in tick.plans:
+            validate_plan(plan)
+            for of_phase in plan_bytes(plan, CONFIG.shape).messages.values():
+                there = of_phase.sizes > 0
+                assert (pool[of_phase.source[there]] == pool[of_phase.destination[there]]).all()
+            own = plan.own_tokens_per_rank()
+            # Each nano-batch of a pool's ranks has equally many tokens, which two divides.
+            assert (own.reshape(-1, size) == own[::size, None]).all()
+            assert (own % 2 == 0).all()
+    for micro_batch in found.micro_batches:
+        for documents in micro_batch.documents:
+            real = documents.starts != PADDING
+            covered = zip(documents.starts[real], documents.lengths[real], strict=True)
+            starts += [np.arange(start, start + length) for start, length in covered]
+            tokens += int(documents.lengths.sum())
+    every = np.sort(np.concatenate(starts))
+    np.testing.assert_array_equal(every, np.arange(MICRO_BATCHES * WINDOW))
+    most = MICRO_BATCHES * RANKS * 2 * (2 if ping_pong else 1)
+    assert 0 < tokens - len(every) < most
+
+
+def test_pools_have_equal_work_and_different_tokens() -> None:
+    found = planned(2)
+    loads, tokens = np.zeros(RANKS), np.zeros(RANKS)
+    for tick in found.ticks:
+        if tick.tick.direction == "forward":
+            for plan in tick.plans:
+                loads += plan.loads()
+                tokens += plan.own_tokens_per_rank()
+    work = (loads + (WORK.layer + 2 * WORK.head) * tokens).reshape(-1, 2).sum(axis=1)
+    assert work.max() / work.mean() < 1.01
+    of_pools = tokens.reshape(-1, 2).sum(axis=1)
+    assert of_pools.max() / of_pools.min() > 1.05
+    # What is said to be the work of a token counts: here attention is next to nothing.
+    heavy = planned(2, token_pairs=1e9)
+    tokens = sum(plan.own_tokens_per_rank() for tick in heavy.ticks for plan in tick.plans)
+    of_pools = tokens.reshape(-1, 2).sum(axis=1)
+    assert of_pools.max() / of_pools.min() < 1.01
+
+
+def test_one_pool_of_all_is_the_plan_without_pools() -> None:
+    for whole, without in zip(planned(RANKS).ticks, planned(None).ticks, strict=True):
+        for plan, other in zip(whole.plans, without.plans, strict=True):
+            assert plan.tasks.server.tolist() == other.tasks.server.tolist()
+            assert plan.placement.rank.tolist() == other.placement.rank.tolist()
+
+
+def test_each_mask_has_a_plan_in_pools() -> None:
+    masks = LayerMasks.of([Mask(), Mask(1000)])
+    found = replace(planner(2), masks=masks).plan(documents_in_turn(windows()))
+    for tick in found.ticks:
+        assert [plan.mask for plan in tick.plans] == [Mask(), Mask(), Mask(1000), Mask(1000)]
+        for plan in tick.plans:
+            validate_plan(plan)
+
+
+def test_slow_ranks_have_less_work() -> None:
+    speeds = (0.5, 0.5, *[1.0] * 6)
+    slow = replace(planner(2), config=replace(CONFIG, server_speeds=speeds))
+    found = slow.plan(documents_in_turn(windows()))
+    tokens = sum(plan.own_tokens_per_rank() for tick in found.ticks for plan in tick.plans)
+    assert tokens[:2].sum() < 0.7 * tokens[2:].sum() / 3
+
+
+@pytest.mark.parametrize(
+    ("size", "changes", "message"),
+    [
+        (3, {}, "pools of 3 ranks do not divide 8 data-parallel ranks"),
+        (2, {"chain": 2}, "do not go together with chains"),
+        (2, {"free_placement": False}, "do not go together with a given placement"),
+        (2, {"scheduler": "packed"}, "do not go together with the scheduler packed"),
+    ],
+)
+def test_what_is_refused(size: int, changes: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        planner(size, **changes)
+    with pytest.raises(ValueError, match="an unknown size of linear layers"):
+        replace(planner(2), linear_work=None)
