@@ -18,6 +18,7 @@ import torch
 from numpy.typing import NDArray
 
 from distca.attention.kernel import Gradients, Kernel, KernelTasks, Outputs
+from distca.attention.pinned import copy_to
 from distca.plan.span import Int64s, expand_ranges
 
 
@@ -68,15 +69,13 @@ class PagedKeys:
         runs = [run for of_task in self.runs for run in of_task]
         # Without any run numpy would choose floating point.
         begins, ends = np.array(runs, dtype=np.int64).reshape(-1, 2).T
-        return torch.from_numpy(expand_ranges(begins, ends - begins)).to(device)
+        return copy_to(torch.from_numpy(expand_ranges(begins, ends - begins)), device)
 
     @cached_property
     def tensors(self) -> tuple[torch.Tensor, torch.Tensor]:
         """`first` and `used` beside the table, int32."""
         both = torch.from_numpy(np.stack([self.first, self.used]).astype(np.int32))
-        if self.table.is_cuda:
-            both = both.pin_memory()
-        first, used = both.to(self.table.device, non_blocking=True)
+        first, used = copy_to(both, self.table.device)
         return first, used
 
 

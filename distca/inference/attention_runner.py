@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from distca.attention.paged import OfPool, PagedKernel
+from distca.attention.pinned import copy_to
 from distca.cost.decode_memory import decode_memory
 from distca.cost.memory import CoreAttentionMemory
 from distca.cost.step_memory import step_memory
@@ -136,7 +137,7 @@ class AttentionRunner:
         return self._tables.slots(lines, expand_ranges(np.zeros_like(counts), counts))
 
     def _index(self, values: Int64s) -> torch.Tensor:
-        return torch.from_numpy(values).to(self._device)
+        return copy_to(torch.from_numpy(values), self._device)
 
     def _parts(self, step: Step) -> list[_PartRun]:
         """This rank's part of each part of a step, with room in the buffers. Collective."""

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from distca.attention import PagedKernel
+from distca.attention.pinned import copy_to
 from distca.attention.softcap import SoftCapped
 from distca.inference.attention_runner import AttentionRunner, ForwardContext
 from distca.inference.cuda_graphs import Capture, DecodeGraphs
@@ -130,10 +131,10 @@ class ModelRunner:
             return {}
         last, scored = run.last(), {each: run.rows_of(each) for each in scoring}
         kept = np.concatenate([np.array([*last.values()], dtype=np.int64), *scored.values()])
-        ids, positions, rows = (
-            torch.as_tensor(values, device=self._device)
-            for values in (run.ids(tokens), run.positions, kept)
-        )
+        # In one copy.
+        values = [torch.as_tensor(each) for each in (run.ids(tokens), run.positions, kept)]
+        placed = copy_to(torch.cat(values), self._device)
+        ids, positions, rows = torch.split(placed, [*map(len, values)])
         logits = None
         decodes = not scored and all(isinstance(part, DecodeBatch) for part in step.parts)
         if self._graphs is not None and decodes:
