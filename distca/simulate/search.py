@@ -38,12 +38,13 @@ _TRIES = 4
 """Bound on the configurations that the first round runs once one fits, per one that is to fit."""
 _LAST_RESORTS = 4
 """Configurations, those that need least memory, that are tried with less where none fits."""
-_WAVE = 4
+_WAVE = 8
 """Most configurations that run before others are held against them."""
 _COMPARED = 3
 """Batches by which `advise` chooses among the fastest configurations, and their variants."""
-_KEPT = 3
-"""Configurations of a system that `advise` compares by these batches."""
+_KEPT, _KEPT_WITH_PLANS = 6, 3
+"""Configurations of a baseline, and with `--distca`, that `advise` compares by these batches: with
+fewer, the best ring of the README's job was missed."""
 _NEAR = 1.005
 """Ratio to the best configuration's first batch up to which a variant of it runs more batches."""
 _WORTH_IT = 1.01
@@ -406,13 +407,12 @@ def advise(
     """
     if not batches:
         raise ValueError("no batches to simulate: give at least 1")
-    rounds = ((_KEPT, _COMPARED),)
-    without_plans = Effort(keep=_KEPT, rounds=rounds, compared=1, batches=_COMPARED)
+    without_plans = Effort(keep=_KEPT, rounds=((_KEPT, _COMPARED),), compared=1, batches=_COMPARED)
     with_plans = Effort(
         fitting=finalists,
-        keep=_KEPT,
+        keep=_KEPT_WITH_PLANS,
         variants=lambda fitting: [*fitting, *(c for f in fitting for c in with_pools(f, workload))],
-        rounds=rounds,
+        rounds=((_KEPT_WITH_PLANS, _COMPARED),),
         compared=1,
         batches=_COMPARED,
         sweeps=(
